@@ -1,0 +1,81 @@
+# Everything lives in .venv and build/. What is installed already is not installed again, so all targets also work
+# offline after their first success. Needs Python 3.11 with venv and headers, make and a C++20 compiler; cmake and ninja
+# come from PyPI.
+
+PYTHON ?= python3
+# An extra index URL that has the CPU build of the torch that constraints.txt pins. Only `make test`, `check` and `fuzz`
+# install torch, as an oracle; where the default index has its CUDA build, that is some 3 GB more than the 0.2 GB needed.
+TORCH_INDEX ?=
+# For pytest: make test ARGS="-k native"
+ARGS ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
+TYPED := penstock/spec penstock/models penstock/graph penstock/planner
+NATIVE := CMakeLists.txt $(wildcard csrc/*)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check fuzz bench-startup clean FORCE
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+help: ## list these targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{printf "make %-14s %s\n", $$1, $$2}'
+
+demo: .venv/run.stamp ## run a bundled model with half of its weights streaming from disk; no GPU, no torch, no download
+	@$(BIN)/penstock demo
+
+test: .venv/test.stamp ## run all tests (installs torch and transformers as oracles; see TORCH_INDEX above)
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: .venv/test.stamp ## lint, formatting, types, generated documentation
+	@$(BIN)/ruff check -q .
+	@$(BIN)/ruff format --check -q .
+	@$(BIN)/mypy --strict $(TYPED)
+	@$(BIN)/python -m penstock.cli.docs --check
+	@$(BIN)/clang-format --dry-run -Werror $(filter csrc/%.cpp csrc/%.h,$(NATIVE))
+
+fuzz: .venv/test.stamp build/sanitize/stamp ## search for counterexamples 30 times longer; native tests with sanitizers
+	@HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -m "hypothesis or fuzz" $(ARGS)
+	@LD_PRELOAD="$(SANITIZERS)" PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
+	    PENSTOCK_NATIVE="$$(echo build/sanitize/_native*.so)" \
+	    $(BIN)/python -m pytest -p no:cacheprovider $(wildcard tests/cpu/test_native*.py) $(ARGS)
+
+bench-startup: .venv/run.stamp ## measure how long penstock takes to start, and the memory it takes
+	@$(BIN)/python -m bench.startup
+
+clean: ## remove .venv, build and caches
+	@rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/tools.stamp: constraints.txt
+	@echo "make: creating .venv with the build tools"
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer, please: make PYTHON=…" if sys.version_info < (3, 11) else 0)'
+	@$(PYTHON) -m venv .venv
+	@$(PIP) scikit-build-core nanobind cmake ninja
+	@touch $@
+
+.venv/run.stamp: .venv/tools.stamp .venv/files pyproject.toml $(NATIVE)
+	@echo "make: building the native extension, installing penstock in place"
+	@$(PIP) --no-build-isolation -e .
+	@touch $@
+
+.venv/test.stamp: constraints.txt pyproject.toml | .venv/run.stamp
+	@echo "make: installing what the tests need"
+	@$(PIP) $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") --no-build-isolation -e '.[test]'
+	@touch $@
+
+# An installation in place knows its modules by name: when one comes or goes, it is made again, which takes seconds.
+.venv/files: FORCE | .venv/tools.stamp
+	@find penstock -name '*.py' | LC_ALL=C sort | cmp -s - $@ || find penstock -name '*.py' | LC_ALL=C sort > $@
+
+# libstdc++ too: libasan looks for its __cxa_throw at the start, when python has not loaded it yet. (g++ only.)
+SANITIZERS = $(foreach lib,libasan.so libstdc++.so,$(shell $(CXX) -print-file-name=$(lib)))
+
+build/sanitize/stamp: $(NATIVE) | .venv/tools.stamp
+	@echo "make: building the native extension with sanitizers"
+	@$(BIN)/cmake -S . -B build/sanitize -G Ninja --log-level=WARNING -DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(BIN)/ninja" \
+	    -DPENSTOCK_SANITIZE=address,undefined -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
+	    -Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)" >/dev/null
+	@$(BIN)/cmake --build build/sanitize -- --quiet
+	@touch $@

@@ -1,0 +1,181 @@
+"""Measures this machine in under five seconds: RAM and disk reads, one matrix product per format.
+
+A thin probe: enough to print predicted beside measured. It uses the movers and kernels that run later.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+
+from penstock import _native
+from penstock.errors import BadRequest, StorageFailed
+from penstock.kernels.reference.matrix import Scratch, multiply
+from penstock.runtime import host
+from penstock.spec import machine as machines
+from penstock.spec.format import DEFAULT_GROUP, Format
+from penstock.spec.machine import MachineSpec, Rate, Tier
+from penstock.spec.parts import Block
+from penstock.units import MIB
+
+_RAM_BYTES = 128 * MIB  # four times a large L3 cache; less where memory is short
+_DISK_BYTES = 256 * MIB
+_READ_BYTES = 8 * MIB
+_COLS, _ROWS, _BLOCKS = 2048, 64, 64  # a product over 64 granule-sized blocks, as the ops do it
+_MANY_ROWS = 128
+FORMATS = ("float32", "bfloat16", "float16", "int8", "int4")
+
+
+def machine_file(cache: Path) -> Path:
+    return cache / "machines" / f"{_fingerprint()}.json"
+
+
+def load_or_probe(cache: Path, disk_folder: Path, on_progress: Callable[[str], None] | None = None) -> MachineSpec:
+    """The machine as measured before, or measured now and kept. Memory is always read afresh."""
+    path = machine_file(cache)
+    if path.exists():
+        try:
+            return _with_memory(machines.loads(path.read_text(), str(path)))
+        except BadRequest:
+            path.unlink(missing_ok=True)  # written by another version: measure again
+    if on_progress:
+        on_progress("measuring this machine, once (about 3 s)")
+    found = _probe_apart(disk_folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(f".{os.getpid()}.tmp")
+    aside.write_text(machines.dumps(found))
+    aside.rename(path)
+    return found
+
+
+def _probe_apart(disk_folder: Path) -> MachineSpec:
+    """In a process of its own: what the probe allocates must not count against the run that follows."""
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.runtime.probe", str(disk_folder)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise StorageFailed(
+            f"measuring this machine failed: {(done.stderr.strip() or 'no reason given').splitlines()[-1]}"
+        )
+    return machines.loads(done.stdout, "the probe's answer")
+
+
+def probe(disk_folder: Path) -> MachineSpec:
+    """Measures now; the disk is the one that holds `disk_folder`."""
+    threads = host.usable_cpus()
+    ram_s_per_byte = _ram_s_per_byte(threads)
+    rates = [Rate("host", "*", "*", 5e-6, ram_s_per_byte)]
+    for kind in FORMATS:
+        fmt = Format(kind, DEFAULT_GROUP if kind.startswith("int") else 0)
+        rates.append(_product_rate(fmt))
+    rates.append(_disk_rate(disk_folder))
+    found = MachineSpec(
+        name=platform.node() or "this machine",
+        tiers=(Tier("host", host.memory_limit_bytes()), Tier("disk0", _disk_bytes(disk_folder))),
+        rates=tuple(rates),
+        threads=threads,
+        cpu=_cpu_name(),
+        source=f"probe {date.today().isoformat()}",
+    )
+    return _with_memory(found)
+
+
+def _with_memory(machine: MachineSpec) -> MachineSpec:
+    """With the memory that a process may use here now, nine tenths of what is free."""
+    usable = int(host.available_bytes() * 0.9)
+    tiers = tuple(Tier(t.name, max(1, usable)) if t.name == "host" else t for t in machine.tiers)
+    return MachineSpec(machine.name, tiers, machine.rates, machine.threads, machine.cpu, machine.source)
+
+
+def _ram_s_per_byte(threads: int) -> float:
+    nbytes = max(8 * MIB, min(_RAM_BYTES, host.available_bytes() // 4))
+    memory = _native.Memory(nbytes, True)
+    memory.populate()
+    seconds: float = _native.ram_read_s(memory.address, nbytes, threads, 5)
+    memory.close()
+    return seconds / nbytes
+
+
+def _product_rate(fmt: Format) -> Rate:
+    """Few rows give seconds per byte of weights, many rows seconds per flop."""
+    block = Block("up", _ROWS, _COLS, fmt, 0)
+    weights = np.zeros((_BLOCKS, block.nbytes), np.uint8)
+    memory = np.zeros(16 * MIB, np.uint8)
+    calls = []
+    for rows in (1, _MANY_ROWS):
+        x, out = np.zeros((rows, _COLS), np.float32), np.zeros((rows, _ROWS), np.float32)
+        times = []
+        for _ in range(4):
+            start_s = time.perf_counter()
+            for granule in weights:
+                multiply(x, granule, block, out, Scratch(memory))
+            times.append(time.perf_counter() - start_s)
+        calls.append(min(times))
+    flops = 2 * _MANY_ROWS * _ROWS * _COLS * _BLOCKS
+    return Rate("host", "*", fmt.kind, 1e-5, calls[0] / weights.nbytes, calls[1] / flops)
+
+
+def _disk_rate(folder: Path) -> Rate:
+    """A file written aside, then read back with direct reads of 8 MiB into huge pages."""
+    folder.mkdir(parents=True, exist_ok=True)
+    memory = _native.Memory(_READ_BYTES, True)
+    memory.populate()
+    name = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".penstock-probe-", delete=False) as file:
+            name = file.name
+            block = os.urandom(MIB)
+            for _ in range(_DISK_BYTES // MIB):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        fd, _ = _native.open_direct(name)
+        try:
+            _native.drop_cached(fd, 0, _DISK_BYTES)
+            times = []
+            for offset in range(0, _DISK_BYTES, _READ_BYTES):
+                start_s = time.perf_counter()
+                _native.read_into(fd, offset, memory.address, _READ_BYTES, _READ_BYTES)
+                times.append(time.perf_counter() - start_s)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise StorageFailed(f"cannot measure the disk at {folder}: {error.strerror}") from None
+    finally:
+        if name is not None:
+            Path(name).unlink(missing_ok=True)
+    return Rate("disk0", "*", "*", 1e-4, statistics.median(times) / _READ_BYTES)
+
+
+def _disk_bytes(folder: Path) -> int:
+    stat = os.statvfs(folder)
+    return max(1, stat.f_bavail * stat.f_frsize)
+
+
+def _cpu_name() -> str:
+    try:
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.machine()
+
+
+def _fingerprint() -> str:
+    """The hardware that the figures belong to: processor, CPUs we may use, memory to the GiB."""
+    text = f"{_cpu_name()}-{host.usable_cpus()}cpu-{host.memory_limit_bytes() >> 30}g"
+    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-").lower()
+
+
+if __name__ == "__main__":
+    print(machines.dumps(probe(Path(sys.argv[1]))))
