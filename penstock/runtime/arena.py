@@ -25,6 +25,8 @@ class Arenas:
                 raise InternalError(f"no runtime for the tier {arena.tier} of {arena.name} yet")
             try:
                 memory = _native.Memory(arena.bytes, True)
+                # Now, not at the first long prompt: what was promised to fit is taken while we can still say no.
+                memory.populate()
             except MemoryError:
                 raise StorageFailed(
                     f"the system refused {format_bytes(arena.bytes)} of memory for {arena.name}"
