@@ -59,7 +59,7 @@ def _machine(name: str | None, machine: Machine) -> MachineSpec:
         from penstock.runtime.probe import load_or_probe
 
         with progress() as tell:
-            return load_or_probe(machine.cache_folder, machine.cache_folder, lambda what: tell(what, 0, 0))
+            return load_or_probe(machine.cache_folder, machine.cache_folder, tell)
     bundled = {path.stem: path for path in sorted(_MACHINES.glob("*.json"))}
     if not Path(name).expanduser().exists() and name not in bundled:
         there = f"; bundled are {', '.join(bundled)}" if bundled else ""

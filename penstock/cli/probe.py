@@ -33,7 +33,7 @@ def probe(
     if again:
         machine_file(folder).unlink(missing_ok=True)
     with progress() as tell:
-        found = load_or_probe(folder, folder, lambda what: tell(what, 0, 0))
+        found = load_or_probe(folder, folder, tell)
     if as_json:
         print_json(json.loads(machines.dumps(found)))
         return

@@ -18,11 +18,11 @@ def frequencies(rope: Rope, context: int) -> tuple[Float32, float]:
     `context`: the plan's KV room. longrope switches to its long factors where that is beyond the original
     training length (transformers switches by the longest position seen so far).
     """
-    base = 1.0 / rope.theta ** (np.arange(0, rope.dims, 2, dtype=np.float32) / np.float32(rope.dims))
-    inv_freq: Float32 = base.astype(np.float32)
+    exponents = np.arange(0, rope.dims, 2, dtype=np.float32) / np.float32(rope.dims)
+    inv_freq: Float32 = (1.0 / np.power(rope.theta, exponents)).astype(np.float32)
     f = dict(rope.factors)
     if rope.kind == "linear":
-        return inv_freq / np.float32(f["factor"]), 1.0
+        return (inv_freq / np.float32(f["factor"])).astype(np.float32), 1.0
     if rope.kind == "llama3":
         return _llama3(inv_freq, f), 1.0
     if rope.kind == "yarn":
@@ -30,7 +30,7 @@ def frequencies(rope: Rope, context: int) -> tuple[Float32, float]:
     if rope.kind == "longrope":
         original = f["original_max_position_embeddings"]
         divisor = rope.long_factor if context > original else rope.short_factor
-        return inv_freq / np.asarray(divisor, np.float32), f["attention_factor"]
+        return (inv_freq / np.asarray(divisor, np.float32)).astype(np.float32), f["attention_factor"]
     return inv_freq, 1.0
 
 

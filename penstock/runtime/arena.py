@@ -32,7 +32,7 @@ class Arenas:
                     f"the system refused {format_bytes(arena.bytes)} of memory for {arena.name}"
                 ) from None
             self._memory[arena.name] = memory
-            self._bytes[arena.name] = np.frombuffer(memory, dtype=np.uint8)
+            self._bytes[arena.name] = np.frombuffer(memoryview(memory), dtype=np.uint8)
 
     def view(self, slot: Slot) -> NDArray[np.uint8]:
         """The slot's bytes, uint8 [nbytes]."""
@@ -42,7 +42,8 @@ class Arenas:
         """The beginning of the slot as an array."""
         count = int(np.prod(shape)) * np.dtype(dtype).itemsize
         assert count <= slot.nbytes, f"{slot} holds less than {shape} of {dtype}"
-        return self._bytes[slot.arena][slot.lo : slot.lo + count].view(dtype).reshape(shape)
+        found: NDArray[Any] = self._bytes[slot.arena][slot.lo : slot.lo + count].view(dtype).reshape(shape)
+        return found
 
     def address(self, slot: Slot) -> int:
         return self._memory[slot.arena].address + slot.lo

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.graph import ops
 from penstock.graph.arenas import Layout
 from penstock.graph.tasks import Batch, Call, Slot
 from penstock.kernels import rope
-from penstock.kernels.reference import attention, dense
+from penstock.kernels.reference import attention, dense, matrix
 from penstock.kernels.reference.matrix import Scratch, storage_dtype
 from penstock.runtime.arena import Arenas
 from penstock.runtime.movers import DiskReader, poison
@@ -22,9 +23,11 @@ Float32 = NDArray[np.float32]
 
 
 class Binding:
-    """`call(c)` does one call. `poisoned`: ring slots are filled with NaN before each load (tests)."""
+    """`call(c)` does one call. `poisoned`: ring slots are filled with NaN before each load (tests).
 
-    def __init__(self, plan: Plan, arenas: Arenas, reader: DiskReader, poisoned: bool = False) -> None:
+    A plan that streams nothing needs no `reader`."""
+
+    def __init__(self, plan: Plan, arenas: Arenas, reader: DiskReader | None, poisoned: bool = False) -> None:
         self._plan, self._arenas, self._reader, self._poisoned = plan, arenas, reader, poisoned
         self.fetched_bytes = 0  # embedding rows read from disk; whoever counts sets it back
         self._layout = Layout(plan)
@@ -35,10 +38,7 @@ class Binding:
             for layer in self._spec.layers
         ]
         self._turns: dict[tuple[int, Batch], tuple[Float32, Float32]] = {}
-        self._ops: dict[str, Callable[[Call], None]] = {
-            name: getattr(self, f"_{name}")
-            for name in ("gather", "fetch", "embed", "norm", "qkv", "attend", "out", "ffn", "merge", "head", "load")
-        }
+        self._ops: dict[str, Callable[[Call], None]] = {name: getattr(self, f"_{name}") for name in ops.OPS}
 
     def call(self, call: Call) -> None:
         self._ops[call.op](call)
@@ -60,11 +60,11 @@ class Binding:
         part = self._parts["embed"]
         block, tokens = part.block("rows"), self._tokens(token_slot)
         granule = self._arenas.view(staging)[None, : part.granule_bytes]
-        targets = dense.runs(self._arenas.view(row_slot), len(tokens), block.cols, block.format)
-        sources = dense.runs(dense.block_bytes(granule[0], block), block.rows, block.cols, block.format)
+        targets = matrix.runs(self._arenas.view(row_slot), len(tokens), block.cols, block.format)
+        sources = matrix.runs(matrix.block_bytes(granule[0], block), block.rows, block.cols, block.format)
         owners = tokens // part.granule_rows
         for g in np.unique(owners).tolist():
-            self.fetched_bytes += self._reader.read("embed", g, g + 1, self._arenas.address(staging))
+            self.fetched_bytes += self._disk.read("embed", g, g + 1, self._arenas.address(staging))
             for i in np.flatnonzero(owners == g).tolist():
                 for target, source in zip(targets, sources, strict=True):
                     target[i] = source[tokens[i] - g * part.granule_rows]
@@ -159,7 +159,18 @@ class Binding:
         unit = self._plan.units[call.unit]
         if self._poisoned:
             poison(self._arenas.view(target))
-        self._reader.read(unit.part, unit.lo, unit.hi, self._arenas.address(target))
+        self._disk.read(unit.part, unit.lo, unit.hi, self._arenas.address(target))
+
+    def _copy(self, call: Call) -> None:
+        source, target = call.slots
+        self._arenas.view(target)[...] = self._arenas.view(source)
+
+    _store = _copy
+
+    @property
+    def _disk(self) -> DiskReader:
+        assert self._reader is not None, "the plan streams, but no reader was given"
+        return self._reader
 
     # -- slots to arrays ------------------------------------------------------------------------------
 

@@ -14,26 +14,36 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from penstock import _native
 from penstock.errors import BadRequest, StorageFailed
+from penstock.graph import passes
+from penstock.graph.arenas import Layout
+from penstock.graph.lower import Lowering
 from penstock.kernels.reference.matrix import Scratch, multiply
 from penstock.runtime import host
+from penstock.runtime.arena import Arenas
+from penstock.runtime.bind import Binding
 from penstock.spec import machine as machines
 from penstock.spec.format import DEFAULT_GROUP, Format
 from penstock.spec.machine import MachineSpec, Rate, Tier
-from penstock.spec.parts import Block
+from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Rope
+from penstock.spec.parts import Block, parts
+from penstock.spec.plan import ActHome, KvHome, Plan, PlanModel, Unit
 from penstock.units import MIB
 
 _RAM_BYTES = 128 * MIB  # four times a large L3 cache; less where memory is short
-_DISK_BYTES = 256 * MIB
+_DISK_BYTES = 128 * MIB
 _READ_BYTES = 8 * MIB
-_COLS, _ROWS, _BLOCKS = 2048, 64, 64  # a product over 64 granule-sized blocks, as the ops do it
+_COLS, _ROWS, _BLOCKS = 2048, 64, 16  # a product over 16 granule-sized blocks, as the ops do it
 _MANY_ROWS = 128
+PRODUCTS = ("qkv", "out", "ffn", "head")
 FORMATS = ("float32", "bfloat16", "float16", "int8", "int4")
 
 
@@ -41,7 +51,9 @@ def machine_file(cache: Path) -> Path:
     return cache / "machines" / f"{_fingerprint()}.json"
 
 
-def load_or_probe(cache: Path, disk_folder: Path, on_progress: Callable[[str], None] | None = None) -> MachineSpec:
+def load_or_probe(
+    cache: Path, disk_folder: Path, on_progress: Callable[[str, int, int], None] | None = None
+) -> MachineSpec:
     """The machine as measured before, or measured now and kept. Memory is always read afresh."""
     path = machine_file(cache)
     if path.exists():
@@ -50,7 +62,7 @@ def load_or_probe(cache: Path, disk_folder: Path, on_progress: Callable[[str], N
         except BadRequest:
             path.unlink(missing_ok=True)  # written by another version: measure again
     if on_progress:
-        on_progress("measuring this machine, once (about 3 s)")
+        on_progress("measuring this machine, once (about 3 s)", 0, 0)
     found = _probe_apart(disk_folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(f".{os.getpid()}.tmp")
@@ -73,12 +85,16 @@ def _probe_apart(disk_folder: Path) -> MachineSpec:
 
 def probe(disk_folder: Path) -> MachineSpec:
     """Measures now; the disk is the one that holds `disk_folder`."""
+    threadpool_limits(1, user_api="blas")  # as a session does
     threads = host.usable_cpus()
     ram_s_per_byte = _ram_s_per_byte(threads)
-    rates = [Rate("host", "*", "*", 5e-6, ram_s_per_byte)]
+    overheads = _overheads()
+    rates = [Rate("host", op, "*", seconds, ram_s_per_byte) for op, seconds in overheads.items()]
+    rates.append(Rate("host", "*", "*", min(overheads.values()), ram_s_per_byte))
     for kind in FORMATS:
         fmt = Format(kind, DEFAULT_GROUP if kind.startswith("int") else 0)
-        rates.append(_product_rate(fmt))
+        s_per_byte, s_per_flop = _product_s(fmt)
+        rates += [Rate("host", op, kind, overheads[op], s_per_byte, s_per_flop) for op in PRODUCTS]
     rates.append(_disk_rate(disk_folder))
     found = MachineSpec(
         name=platform.node() or "this machine",
@@ -107,23 +123,48 @@ def _ram_s_per_byte(threads: int) -> float:
     return seconds / nbytes
 
 
-def _product_rate(fmt: Format) -> Rate:
+def _product_s(fmt: Format) -> tuple[float, float]:
     """Few rows give seconds per byte of weights, many rows seconds per flop."""
     block = Block("up", _ROWS, _COLS, fmt, 0)
     weights = np.zeros((_BLOCKS, block.nbytes), np.uint8)
     memory = np.zeros(16 * MIB, np.uint8)
-    calls = []
+    best = []
     for rows in (1, _MANY_ROWS):
         x, out = np.zeros((rows, _COLS), np.float32), np.zeros((rows, _ROWS), np.float32)
         times = []
-        for _ in range(4):
+        for _ in range(3):
             start_s = time.perf_counter()
             for granule in weights:
                 multiply(x, granule, block, out, Scratch(memory))
             times.append(time.perf_counter() - start_s)
-        calls.append(min(times))
-    flops = 2 * _MANY_ROWS * _ROWS * _COLS * _BLOCKS
-    return Rate("host", "*", fmt.kind, 1e-5, calls[0] / weights.nbytes, calls[1] / flops)
+        best.append(min(times))
+    return best[0] / weights.nbytes, best[1] / (2 * _MANY_ROWS * _ROWS * _COLS * _BLOCKS)
+
+
+def _overheads() -> dict[str, float]:
+    """Seconds that a call of each op takes on a layer so small that bytes and flops hardly count."""
+    layer = Layer(Attention(8, 4, 32, 32**-0.5, rope=Rope(1e4, 32)), Ffn(704, "silu", gated=True))
+    spec = ModelSpec("llama", "float32", 4096, 256, 256, 512, (layer,), Norm("rms", 1e-5), True, True)
+    fmt = Format("float32")
+    plan = Plan(
+        models=(PlanModel(spec, fmt),),
+        units=tuple(Unit(p.key, 0, p.granules, "host", "host", "host") for p in parts(spec, fmt)),
+        kv=(KvHome((0, 1), (0, 1), "host", fmt, "host"),),
+        acts=(ActHome((0, 1), (0, 1), "host"),),
+        arenas=(), batches_per_pass=1, batch_seqs=1, chunk_rows=1, logits_rows=1, context=256, page_tokens=64,
+        ring_bytes={}, io_block_bytes=_READ_BYTES, process_bytes=1,
+    )  # fmt: skip
+    plan = replace(plan, arenas=Layout(plan).arenas())
+    binding = Binding(plan, Arenas(plan), None)
+    times: dict[str, list[float]] = {}
+    lowering = Lowering(plan)
+    for position in (64, 64, 64, 64, 64):
+        for task in lowering.step(passes.decode(plan, (0,), (position,), None)):
+            for call in task.calls:
+                start_s = time.perf_counter()
+                binding.call(call)
+                times.setdefault(call.op, []).append(time.perf_counter() - start_s)
+    return {op: min(taken) for op, taken in times.items()}
 
 
 def _disk_rate(folder: Path) -> Rate:

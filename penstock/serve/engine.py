@@ -26,7 +26,7 @@ from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
 from penstock.spec.plan import Plan
 from penstock.store.packed import Packed, open_packed
-from penstock.units import parse_bytes
+from penstock.units import format_bytes, parse_bytes
 
 
 class Engine:
@@ -55,8 +55,8 @@ class Engine:
         packed = open_packed(folder)
         _check_limit(ask)
         if machine is None:
-            tell = on_progress and (lambda what: on_progress(what, 0, 0))
-            machine = load_or_probe(cache or default_cache(), cache or default_cache(), tell or None)
+            folder_kept = cache or default_cache()
+            machine = load_or_probe(folder_kept, folder_kept, on_progress)
         if plan is None:
             solved = solve(ask, packed.spec, packed.weights, machine)
         else:
@@ -210,7 +210,8 @@ def _check_limit(ask: Ask) -> None:
     most = host.memory_limit_bytes()
     if ask.host_memory_bytes is not None and ask.host_memory_bytes > most:
         raise BadRequest(
-            f"--host-memory {ask.host_memory_bytes >> 20}MiB is more than the {most >> 20}MiB that this process may have"
+            f"--host-memory {format_bytes(ask.host_memory_bytes)} is more than the {format_bytes(most)} "
+            "that this process may have"
         )
 
 

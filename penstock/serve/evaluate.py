@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import BadRequest, BrokenModel
 from penstock.serve.engine import Engine
+from penstock.serve.sampling import log_softmax
 
 WINDOW_TOKENS = 512
 
@@ -51,10 +51,10 @@ def evaluate(
             # Row i predicts token i + 1 of the window; the last row predicts nothing that is scored.
             n = min(len(logits), len(window) - 1 - at)
             targets = np.array(window[at + 1 : at + 1 + n])
-            logp = _log_softmax(logits[:n])
+            logp = log_softmax(logits[:n])
             nll -= float(logp[np.arange(n), targets].sum(dtype=np.float64))
             if other is not None:
-                exact = _log_softmax(other[:n])
+                exact = log_softmax(other[:n])
                 kl += float((np.exp(exact) * (exact - logp)).sum(dtype=np.float64))
                 agreed += int((exact.argmax(axis=1) == logp.argmax(axis=1)).sum())
             scored, at = scored + n, at + len(logits)
@@ -70,10 +70,3 @@ def evaluate(
         kl=kl / scored if against else None,
         agree=agreed / scored if against else None,
     )
-
-
-def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """float32 [n, V], row by row."""
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float32))
-    return shifted

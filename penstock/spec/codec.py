@@ -11,6 +11,7 @@ import json
 import math
 import types
 import typing
+from functools import lru_cache
 from typing import Any, TypeVar, Union
 
 from penstock.errors import BadRequest
@@ -90,7 +91,7 @@ def _decode_tuple(args: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ..
 def _decode_dataclass(cls: type, data: Any, where: str) -> Any:
     if not isinstance(data, dict):
         raise BadRequest(f"{where} should be an object, not {_short(data)}")
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
     unknown = set(data) - set(fields)
     if unknown:
@@ -104,6 +105,12 @@ def _decode_dataclass(cls: type, data: Any, where: str) -> Any:
         return cls(**values)
     except BadRequest as error:
         raise BadRequest(f"{where}: {error.message}") from None
+
+
+@lru_cache
+def _hints(cls: type) -> dict[str, Any]:
+    """Resolving the annotations of a class costs more than decoding an object of it."""
+    return typing.get_type_hints(cls)
 
 
 def _decode_scalar(hint: Any, data: Any, where: str) -> Any:

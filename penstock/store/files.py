@@ -10,19 +10,25 @@ from typing import Any
 from penstock.errors import BrokenModel, StorageFailed
 
 
-def read_text(file: Path, max_bytes: int) -> str:
-    """UTF-8 text that somebody else wrote. Raises BrokenModel (missing, too long, no UTF-8), StorageFailed."""
+def read_bytes(file: Path, max_bytes: int) -> bytes:
+    """A small file that somebody else wrote. Raises BrokenModel (missing, too long), StorageFailed."""
     try:
         size = file.stat().st_size
         if size > max_bytes:
             raise BrokenModel(f"{file} has {size} bytes; at most {max_bytes} make sense")
-        return file.read_bytes().decode("utf-8")
+        return file.read_bytes()
     except FileNotFoundError:
         raise BrokenModel(f"{file} is missing") from None
-    except UnicodeDecodeError:
-        raise BrokenModel(f"{file} is not UTF-8 text") from None
     except OSError as error:
         raise StorageFailed(f"cannot read {file}: {error.strerror}") from None
+
+
+def read_text(file: Path, max_bytes: int) -> str:
+    """UTF-8 text that somebody else wrote. Raises BrokenModel (missing, too long, no UTF-8), StorageFailed."""
+    try:
+        return read_bytes(file, max_bytes).decode("utf-8")
+    except UnicodeDecodeError:
+        raise BrokenModel(f"{file} is not UTF-8 text") from None
 
 
 def read_json(file: Path, max_bytes: int) -> dict[str, Any]:

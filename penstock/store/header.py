@@ -1,8 +1,8 @@
 """The header of a safetensors file, read without trusting it.
 
 A safetensors file is: its header's length (8 bytes, little endian), the header (a JSON object, name →
-{dtype, shape, data_offsets}), the data. Offsets count from the end of the header. Format:
-https://huggingface.co/docs/safetensors (the 100 MB cap on the header is that library's too).
+{dtype, shape, data_offsets}), the data. Offsets count from the end of the header. Source: the README of the
+safetensors library, "Format"; the cap of 100 MB on the header is that library's too.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 
 from penstock.spec import codec
@@ -13,6 +14,7 @@ SCHEMA, VERSION = "penstock.packed", 1
 FILE = "penstock.json"
 CONFIG = "config.json"
 MAX_BYTES = 100_000_000
+SHARD_NAME = re.compile(r"model-\d{5}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)

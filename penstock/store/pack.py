@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Block, Part, parts
 from penstock.store.checkpoint import KINDS, Checkpoint
+from penstock.store.files import read_bytes
 from penstock.store.header import TensorInfo, quoted
 from penstock.store.manifest import CONFIG
 from penstock.store.packed import is_packed, read_config
@@ -68,7 +68,7 @@ def pack(
         packed_parts = parts(spec, weights)
         packer = _Packer(checkpoint, packed_parts, sources(spec))
         packer.check_shapes()
-        extras = {name: (folder / name).read_bytes() for name in COPIED if _copied(folder / name)}
+        extras = {name: read_bytes(folder / name, MAX_COPIED_BYTES) for name in COPIED if (folder / name).is_file()}
         extras[CONFIG] = _config_bytes(folder / CONFIG, config, own)
         fingerprint = {"weights": weights.name, "source": _stamp(checkpoint, extras)}
         with ThreadPoolExecutor(_threads(), "penstock-pack") as pool:
@@ -81,30 +81,22 @@ def _threads() -> int:
     return min(8, len(os.sched_getaffinity(0)) + 1)
 
 
-def _copied(file: Path) -> bool:
-    if not file.is_file():
-        return False
-    if file.stat().st_size > MAX_COPIED_BYTES:
-        raise BrokenModel(f"{file} has {file.stat().st_size} bytes; at most {MAX_COPIED_BYTES} make sense")
-    return True
-
-
 def _own_dtype(checkpoint: Checkpoint, spec: ModelSpec) -> str:
     """The narrowest format that holds every matrix exactly. Headers are the last word, not config.json."""
     by_name = {part.key: part for part in parts(spec, Format("float32"))}
-    found: Counter[str] = Counter()
-    for (key, block), source in sources(spec).items():
-        if by_name[key].block(block).rows > 1:
-            tensor = checkpoint.weights(source.tensor)
-            found[tensor.dtype] += tensor.nbytes
-    return KINDS[next(iter(found))] if len(found) == 1 else "float32"
+    found = {
+        checkpoint.weights(source.tensor).dtype
+        for (key, block), source in sources(spec).items()
+        if by_name[key].block(block).rows > 1
+    }
+    return KINDS[found.pop()] if len(found) == 1 else "float32"
 
 
 def _config_bytes(file: Path, config: dict[str, Any], own: str) -> bytes:
     """config.json as it is, unless it misstates the number format: the packed one must lead to what is packed."""
     key = "dtype" if config.get("dtype") is not None else "torch_dtype"
     if str(config.get(key, "float32")).removeprefix("torch.") == own:
-        return file.read_bytes()
+        return read_bytes(file, MAX_COPIED_BYTES)
     return (json.dumps({**config, key: own}, indent=2) + "\n").encode()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ from penstock.spec.parts import PAGE_BYTES, Part, parts
 from penstock.store import manifest as manifests
 from penstock.store.files import read_json, read_text
 from penstock.store.header import quoted, read_header
-from penstock.store.manifest import CONFIG, Manifest, PackedPart
+from penstock.store.manifest import CONFIG, SHARD_NAME, Manifest, PackedPart
 
 MAX_CONFIG_BYTES = 16_000_000
-SHARD_NAME = re.compile(r"model-\d{5}\.safetensors")
 
 # What the tokenizer costs the process at its peak, per byte of tokenizer.json: one of 9 MB with 128 k
 # entries took 105 MiB.

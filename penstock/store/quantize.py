@@ -4,9 +4,10 @@ Quantising is FlexGen's groupwise rule (Sheng et al. 2023, §4.3: min and max of
 with one difference: the minimum is rounded down and the scale up to float16, so that every value of a
 group lies between the group's lowest and highest code and none is clipped. Then for every element
 
-    |value - decode(encode(value))| <= scale / 2 + 2^-20 · max(|minimum|, |minimum + scale · levels|)
+    |value - decode(encode(value))| <= scale / 2 + 2^-20 · max(|minimum|, |minimum + scale · levels|) + 2^-140
 
-with levels = 2^bits - 1. The second term bounds the float32 rounding of both directions, eight operations.
+with levels = 2^bits - 1. The second term bounds the float32 rounding of both directions, eight operations; the
+third is where float32 runs out of exponents.
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ from penstock.models import Source, sources
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Block, Part, parts
+from penstock.store.files import read_bytes
 from penstock.store.manifest import CONFIG
-from penstock.store.packed import read_config
+from penstock.store.packed import MAX_CONFIG_BYTES, read_config
 from penstock.store.quantize import encode, runs
 from penstock.store.writer import SHARD_BYTES, Progress, write_packed
 
@@ -53,7 +54,7 @@ def synth(
     _, spec = read_config(config)
     file = config / CONFIG if config.is_dir() else config
     weights = weights or Format(spec.dtype)
-    extras = {CONFIG: file.read_bytes(), **byte_tokenizer(spec)}
+    extras = {CONFIG: read_bytes(file, MAX_CONFIG_BYTES), **byte_tokenizer(spec)}
     fingerprint = {"weights": weights.name, "seed": seed, "config": zlib.crc32(extras[CONFIG])}
     maker = _Maker(spec, sources(spec), seed)
     return write_packed(dst, parts(spec, weights), weights, fingerprint, maker.fill, extras, progress, shard_bytes)

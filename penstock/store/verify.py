@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,29 @@ def verify(folder: Path, progress: Progress | None = None) -> None:
     Raises BrokenModel naming file, part and, for numbers that are not finite, the granule; StorageFailed.
     """
     packed = open_packed(folder)
+
+    def check(listed: PackedPart) -> PackedPart:
+        _check_part(folder / listed.file, packed.parts[listed.key], listed)
+        return listed
+
     done = 0
-    for listed in read_manifest(folder).parts:
-        part = packed.parts[listed.key]
-        file = folder / listed.file
-        try:
-            crc = _read_part(file, part, listed)
-        except OSError as error:
-            raise StorageFailed(f"cannot read {file}: {error.strerror}") from None
-        if crc != listed.crc32:
-            raise BrokenModel(f"{file}: part {part.key} is corrupt (checksum {crc:08x}, should be {listed.crc32:08x})")
-        done += listed.nbytes
-        if progress is not None:
-            progress(done, packed.total_bytes, part.key)
+    pool = ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0))), "penstock-verify")
+    try:
+        for listed in pool.map(check, read_manifest(folder).parts):
+            done += listed.nbytes
+            if progress is not None:
+                progress(done, packed.total_bytes, listed.key)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _check_part(file: Path, part: Part, listed: PackedPart) -> None:
+    try:
+        crc = _read_part(file, part, listed)
+    except OSError as error:
+        raise StorageFailed(f"cannot read {file}: {error.strerror}") from None
+    if crc != listed.crc32:
+        raise BrokenModel(f"{file}: part {part.key} is corrupt (checksum {crc:08x}, should be {listed.crc32:08x})")
 
 
 def _read_part(file: Path, part: Part, listed: PackedPart) -> int:

@@ -11,7 +11,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from penstock.spec.parts import Part
 from penstock.store import manifest as manifests
 from penstock.store.direct import STAGE_BYTES, DirectWriter
 from penstock.store.files import read_json, sync_folder, write_bytes
-from penstock.store.manifest import Manifest, Shard
+from penstock.store.manifest import SHARD_NAME, Manifest, Shard
 from penstock.units import GIB, format_bytes
 
 SHARD_BYTES = GIB
@@ -39,10 +38,6 @@ Progress = Callable[[int, int, str], None]
 
 # fill(part, lo, hi, out): granules lo..hi of a part into out, uint8 [(hi - lo) * granule_bytes], zeroed or not.
 Fill = Callable[[Part, int, int, npt.NDArray[Any]], None]
-
-_OURS = re.compile(
-    r"(model-\d{5}\.safetensors|resume\.json|penstock\.json|[\w.-]+\.(json|jinja|txt|model)|LICENSE|NOTICE)(\.tmp)?"
-)
 
 
 def write_packed(
@@ -67,8 +62,9 @@ def write_packed(
     state = {"fingerprint": {**fingerprint, "format": manifests.VERSION, "shard_bytes": shard_bytes}, "shards": {}}
     partial = dst.with_name(dst.name + ".partial")
     with _storage_errors(partial), _locked(dst, partial):
-        done = _resume(partial, state, shards)
+        done = _resume(partial, state, shards, {*extras, manifests.FILE})
         try:
+            write_bytes(partial / STATE, json.dumps({**state, "shards": done}).encode())
             missing_bytes = sum(s.nbytes for s in shards if s.name not in done) + sum(map(len, extras.values()))
             _require_room(partial, missing_bytes)
             _write_shards(partial, shards, state, done, fill, progress)
@@ -132,32 +128,36 @@ def _finish(
     for name, content in extras.items():
         write_bytes(partial / name, content)
     write_bytes(partial / manifests.FILE, manifests.dumps(manifest).encode())
-    (partial / STATE).unlink()
     sync_folder(partial)
     partial.rename(dst)
+    (dst / STATE).unlink()  # only now: without it, a kill in between would cost all that was packed
     sync_folder(dst.parent)
 
 
-def _resume(partial: Path, state: dict[str, Any], shards: tuple[Shard, ...]) -> dict[str, list[int]]:
-    """Checksums of the parts of each shard that is complete; clears away all else."""
-    strange = [file.name for file in partial.iterdir() if not _OURS.fullmatch(file.name)]
-    if strange:
-        raise BadRequest(f"{partial} holds {strange[0]!r}, which packing did not write: move the folder away")
-    done: dict[str, list[int]] = {}
-    with suppress(BrokenModel):  # no state, or none that can be read: start over
+def _resume(partial: Path, state: dict[str, Any], shards: tuple[Shard, ...], others: set[str]) -> dict[str, list[int]]:
+    """Checksums of the parts of each shard that is complete; clears away all else that packing left."""
+    present = {file.name for file in partial.iterdir()}
+    if not present:
+        return {}
+    ours = others | {STATE}
+    strange = [
+        name for name in present if not (SHARD_NAME.fullmatch(base := name.removesuffix(".tmp")) or base in ours)
+    ]
+    if strange or not ({STATE, STATE + ".tmp"} & present):
+        raise BadRequest(f"{partial} holds {min(strange or present)!r}, which packing did not write: move it away")
+    done: Any = None
+    with suppress(BrokenModel):  # a state that cannot be read: start over
         found = read_json(partial / STATE, manifests.MAX_BYTES)
         if found.get("fingerprint") == json.loads(json.dumps(state["fingerprint"])):
-            done = found.get("shards", {})
-    sizes = {shard.name: (shard.nbytes, len(shard.parts)) for shard in shards}
+            done = found.get("shards")
     whole = {}
-    for name, crcs in done.items():
-        file = partial / name
-        if name in sizes and file.is_file() and (file.stat().st_size, len(crcs)) == sizes[name]:
-            whole[name] = crcs
-    for file in partial.iterdir():
-        # A state without shards goes too: it may be of another source, and our shards have the same names.
-        if file.name not in whole and not (whole and file.name == STATE):
-            file.unlink()
+    for shard in shards:
+        crcs = done.get(shard.name) if isinstance(done, dict) else None
+        if isinstance(crcs, list) and len(crcs) == len(shard.parts) and shard.name in present:
+            if (partial / shard.name).stat().st_size == shard.nbytes:
+                whole[shard.name] = crcs
+    for name in present - whole.keys() - {STATE}:
+        (partial / name).unlink()
     return whole
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from penstock.errors import BadRequest, BrokenModel, PenstockError, UnsupportedModel
 from penstock.store.checkpoint import INDEX, Checkpoint
 from penstock.store.header import DTYPE_BITS, parse_header, read_header
-from tests.cpu.checkpoints import save_tensors
+from tests.cpu.checkpoints import Array, save_tensors
 
 RNG = np.random.default_rng(0)
-TENSORS = {
+TENSORS: dict[str, Array] = {
     "model.a": RNG.standard_normal((7, 5)).astype(np.float32),
     "b": RNG.standard_normal((4, 6)).astype(np.float16),
     "vector": RNG.standard_normal(9).astype(np.float32),

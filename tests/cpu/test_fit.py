@@ -66,8 +66,9 @@ def test_a_limit_is_kept_inside_a_cgroup_of_that_size(model: Path, cache: Path) 
     assert code == 0, errors
     assert report["peak_host_bytes"] <= limit
     code, planned, errors = penstock(
-        cache, "plan", model, "--host-memory", limit, "--context", 256, "--prompt-tokens", 23, "--output-tokens", 3
-    )
+        cache, "plan", model, "--host-memory", limit, "--context", 256, "--prompt-tokens", report["prompt_tokens"],
+        "--output-tokens", 3,
+    )  # fmt: skip
     assert code == 0, errors
     plan, predicted = planned["plan"], planned["predicted"]
     stride = {part["key"]: part["granule_bytes"] for part in json.loads((model / "penstock.json").read_text())["parts"]}

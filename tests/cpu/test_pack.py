@@ -25,7 +25,7 @@ from penstock.errors import BadRequest, BrokenModel, PenstockError, StorageFaile
 from penstock.models import sources, spec_from_config
 from penstock.spec.format import Format, parse_format
 from penstock.spec.parts import Block, Part, parts
-from penstock.store import direct, writer
+from penstock.store import writer
 from penstock.store.header import read_header
 from penstock.store.pack import pack, verify
 from penstock.store.packed import Packed, is_packed, open_packed, read_config
@@ -253,10 +253,13 @@ def test_a_destination_that_is_there_is_left_alone(tmp_path: Path) -> None:
         pack(tmp_path / "src", tmp_path / "dst")
     (tmp_path / "dst").rmdir()
     (tmp_path / "dst.partial").mkdir()
-    (tmp_path / "dst.partial/diary.doc").write_text("mine")
-    with pytest.raises(BadRequest, match=r"holds 'diary\.doc', which packing did not write"):
-        pack(tmp_path / "src", tmp_path / "dst")
-    assert (tmp_path / "dst.partial/diary.doc").read_text() == "mine"
+    for name in ("diary.doc", "model-00001.safetensors"):  # the second is a shard's name, but no state stands beside it
+        (tmp_path / "dst.partial" / name).write_text("mine")
+        with pytest.raises(BadRequest, match=f"holds '{name}', which packing did not write"):
+            pack(tmp_path / "src", tmp_path / "dst")
+        assert (tmp_path / "dst.partial" / name).read_text() == "mine"
+        (tmp_path / "dst.partial" / name).unlink()
+    pack(tmp_path / "src", tmp_path / "dst")
 
 
 def test_a_packed_model_is_no_source(tmp_path: Path) -> None:
@@ -413,7 +416,7 @@ def test_full_disk_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         room -= count
         return count
 
-    monkeypatch.setattr(direct.os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "pwrite", pwrite)
     with pytest.raises(StorageFailed, match=r"disk became full: .* finished shards are kept") as caught:
         pack(tmp_path / "src", tmp_path / "dst", shard_bytes=SMALL_SHARDS)
     assert caught.value.numbers["need_bytes"] > 0 and "\n" not in caught.value.message
@@ -467,10 +470,10 @@ def test_a_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.Mon
         return true_pwrite(fd, data, offset)
 
     with monkeypatch.context() as patch:
-        patch.setattr(direct.os, "open", no_direct_open)
+        patch.setattr(os, "open", no_direct_open)
         pack(tmp_path / "src", tmp_path / "buffered")
     with monkeypatch.context() as patch:
-        patch.setattr(direct.os, "pwrite", refuse_once)
+        patch.setattr(os, "pwrite", refuse_once)
         pack(tmp_path / "src", tmp_path / "late")
     assert folder_bytes(tmp_path / "direct") == folder_bytes(tmp_path / "buffered") == folder_bytes(tmp_path / "late")
 
@@ -534,9 +537,9 @@ def test_a_changed_source_or_format_starts_over(tmp_path: Path) -> None:
             pack(tmp_path / "src", tmp_path / "dst", None, stop_late, SMALL_SHARDS)
         assert partial_is_clean(tmp_path / "dst.partial") >= 2
 
-    def first_done(*args: Any) -> int:
+    def first_done(weights: Format | None) -> int:
         calls: list[int] = []
-        pack(tmp_path / "src", tmp_path / "dst", *args, lambda done, *_: calls.append(done), SMALL_SHARDS)
+        pack(tmp_path / "src", tmp_path / "dst", weights, lambda done, *_: calls.append(done), SMALL_SHARDS)
         verify(tmp_path / "dst")
         shutil.rmtree(tmp_path / "dst")
         return calls[0]

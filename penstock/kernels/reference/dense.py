@@ -43,13 +43,13 @@ def embed(
 ) -> None:  # fmt: skip
     """x [T, D] = rows [T, d_embed] · embed_scale, projected, plus learned positions."""
     block, t = part.block("rows"), len(positions)
-    source = runs(rows, t, block.cols, block.format)
+    codes, scales, minimums = runs(rows, t, block.cols, block.format)
     projected, start = edges_part.has("project_in"), scratch.mark()
     step = max(1, min(t, 64))  # slabs, as in `multiply`: embedding rows are as wide as the model
     for lo in range(0, t, step):
         scratch.rewind(start)
         hi = min(lo + step, t)
-        wide = widen(*(run[lo:hi] for run in source), block.cols, block.format, scratch)
+        wide = widen(codes[lo:hi], scales[lo:hi], minimums[lo:hi], block.cols, block.format, scratch)
         if spec.embed_scale != 1.0:
             wide = wide * np.float32(spec.embed_scale)
         if projected:
@@ -58,9 +58,9 @@ def embed(
             x[lo:hi] = wide
         if spec.position_rows:
             table = edges_part.block("positions")
-            codes, scales, minimums = runs(block_bytes(edges, table), table.rows, table.cols, table.format)
+            learned, none, _ = runs(block_bytes(edges, table), table.rows, table.cols, table.format)
             at = positions[lo:hi] + spec.position_offset
-            x[lo:hi] += widen(codes[at], scales[at], minimums[at], table.cols, table.format, scratch)
+            x[lo:hi] += widen(learned[at], none, none, table.cols, table.format, scratch)
     scratch.rewind(start)
 
 

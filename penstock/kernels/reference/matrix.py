@@ -26,7 +26,8 @@ class Scratch:
         lo = -(-self._used // 64) * 64
         assert lo + nbytes <= self._memory.nbytes, f"scratch of {self._memory.nbytes} bytes is too small: {lo + nbytes}"
         self._used = lo + nbytes
-        return self._memory[lo : self._used].view(dtype).reshape(shape)
+        found: NDArray[Any] = self._memory[lo : self._used].view(dtype).reshape(shape)
+        return found
 
     def mark(self) -> int:
         return self._used
@@ -117,5 +118,6 @@ def narrow(values: Float32, fmt: Format) -> NDArray[Any]:
     return rounded
 
 
-def storage_dtype(fmt: Format) -> type[np.generic]:
-    return {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[fmt.kind]
+def storage_dtype(fmt: Format) -> np.dtype[Any]:
+    """How numpy holds a float format; bfloat16 as its bits."""
+    return np.dtype({"float32": "float32", "float16": "float16", "bfloat16": "uint16"}[fmt.kind])

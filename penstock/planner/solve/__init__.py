@@ -24,6 +24,14 @@ class Solved:
     runner_up: Prediction | None = None
 
 
+_EQUAL = 1.05
+
+
+def _score_s(prediction: Prediction, ask: Ask) -> float:
+    """Seconds to bring down: of the whole answer, or of a decoded token."""
+    return prediction.total_s if ask.objective == "latency" else 1 / prediction.decode_tokens_per_s
+
+
 def settle_context(ask: Ask, spec: ModelSpec) -> Ask:
     """The ask with its context decided: the model's maximum, at most 4096, unless the prompt and output
     need more. Raises BadRequest where the model cannot hold what was asked for."""
@@ -40,12 +48,13 @@ def solve(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> S
     Raises DoesNotFit with the minimum that would do, and BadRequest for what no machine could do.
     """
     ask = settle_context(ask, spec)
-    ranked: list[tuple[float, int, Plan, Prediction, tuple[str, ...]]] = []
-    for i, (plan, reasons) in enumerate(residency.candidates(ask, spec, weights, machine)):
-        prediction = predict(plan, ask, machine)
-        score = prediction.total_s if ask.objective == "latency" else 1 / prediction.decode_tokens_per_s
-        ranked.append((score, i, plan, prediction, reasons))
-    ranked.sort(key=lambda entry: entry[:2])
-    _, _, plan, prediction, reasons = ranked[0]
+    found = [
+        (predict(plan, ask, machine), plan, reasons)
+        for plan, reasons in residency.candidates(ask, spec, weights, machine)
+    ]
+    best_s = min(_score_s(prediction, ask) for prediction, _, _ in found)
+    # Among equals the plan that reads least: predictions are not that sharp, and the disk may be shared.
+    found.sort(key=lambda entry: (_score_s(entry[0], ask) > best_s * _EQUAL, entry[0].disk_bytes_per_token))
+    prediction, plan, reasons = found[0]
     reasons += (f"{prediction.bound_by} is busiest while decoding: {prediction.lane_share[prediction.bound_by]:.0%}",)
-    return Solved(plan, prediction, reasons, ranked[1][3] if len(ranked) > 1 else None)
+    return Solved(plan, prediction, reasons, found[1][0] if len(found) > 1 else None)
