@@ -25,9 +25,14 @@ def _status_bytes(field: str) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
+def physical_bytes() -> int:
+    """RAM of the machine, whatever part of it we may use."""
+    return _meminfo("MemTotal")
+
+
 def memory_limit_bytes() -> int:
     """The most that a process here may ever have: physical memory, or the smallest cgroup limit above us."""
-    return min([_meminfo("MemTotal"), *(limit for limit, _ in _cgroups())])
+    return min([physical_bytes(), *(limit for limit, _ in _cgroups())])
 
 
 def available_bytes() -> int:

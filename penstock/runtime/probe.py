@@ -213,8 +213,8 @@ def _cpu_name() -> str:
 
 
 def _fingerprint() -> str:
-    """The hardware that the figures belong to: processor, CPUs we may use, memory to the GiB."""
-    text = f"{_cpu_name()}-{host.usable_cpus()}cpu-{host.memory_limit_bytes() >> 30}g"
+    """The hardware that the figures belong to: processor, CPUs we may use, RAM to the GiB."""
+    text = f"{_cpu_name()}-{host.usable_cpus()}cpu-{host.physical_bytes() >> 30}g"
     return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-").lower()
 
 
