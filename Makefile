@@ -15,7 +15,7 @@ TYPED := penstock
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz bench-startup clean FORCE
+.PHONY: help demo test check fuzz bench-startup bench-fit bench-quality clean FORCE
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -43,6 +43,12 @@ fuzz: .venv/test.stamp build/sanitize/stamp ## search for counterexamples 30 tim
 
 bench-startup: .venv/run.stamp ## measure how long penstock takes to start, and the memory it takes
 	@$(BIN)/python -m bench.startup
+
+bench-fit: .venv/run.stamp ## a 2.5 GB model within 1500 MiB of memory, in a cgroup: peak, bytes per token, the refused minimum
+	@$(BIN)/python -m bench.fit
+
+bench-quality: .venv/run.stamp ## what int8 and int4 weights cost the bundled model: perplexity and KL divergence
+	@$(BIN)/python -m bench.quality
 
 clean: ## remove .venv, build and caches
 	@rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -125,6 +125,8 @@ double py_ram_read_s(std::uintptr_t address, std::size_t nbytes, int threads, in
 
 NB_MODULE(_native, m) {
     using namespace nb::literals;
+    // Arenas may live until the interpreter ends, under numpy views that nobody dropped: no leak worth a page of text.
+    nb::set_leak_warnings(false);
 
     m.def("cpu_features", &cpu_features);
     m.def("isa", &isa);

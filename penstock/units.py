@@ -32,10 +32,12 @@ def parse_bytes(text: str, what: str = "size") -> int:
 
     Raises BadRequest where the text is no size or is negative.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if match is None or match[2].lower() not in _FACTORS:
-        raise BadRequest(f"{what} {text!r} is not a size: write it like 6GiB, 1500MiB or 12GB")
-    return int(float(match[1]) * _FACTORS[match[2].lower()])
+    match = re.fullmatch(r"\s*([0-9]{1,15})(\.[0-9]{1,15})?\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[3].lower() not in _FACTORS:
+        shown = text if len(text) <= 40 else text[:37] + "..."
+        raise BadRequest(f"{what} {shown!r} is not a size: write it like 6GiB, 1500MiB or 12GB")
+    factor = _FACTORS[match[3].lower()]
+    return int(match[1]) * factor + int(float(match[2] or 0) * factor)
 
 
 def format_bytes(count: float) -> str:

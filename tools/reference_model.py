@@ -3,7 +3,8 @@
 Tensor names are those of Hugging Face's Llama, so that a state dict is a checkpoint without any renaming. A sibling
 architecture is an entry in `ARCHITECTURES`, and a feed-forward block in `FEED_FORWARDS` where its own differs.
 
-Shapes: B sequences, T positions, D model width, H query heads, K key-value heads, h head width, F FFN neurons, V vocabulary.
+Shapes: B sequences, T positions, D model width, H query heads, K key-value heads, h head width, F FFN neurons,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -159,8 +160,8 @@ class Model(nn.Module):
         cos, sin = rope_tables(arch)
         self.register_buffer("cos", cos, persistent=False)  # [T, h]
         self.register_buffer("sin", sin, persistent=False)
-        # What each layer adds to the residual starts smaller by the root of how many such terms add up (2 a layer), so that
-        # the residual's variance at the last layer does not grow with the depth.
+        # What a layer adds to the residual starts smaller by the root of how many such terms add up (2 a layer), so
+        # that the residual's variance at the last layer does not grow with the depth.
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ import typer
 import penstock
 from penstock.cli import demo, eval, pack, plan, probe, run, synth
 from penstock.cli.options import grouped
-from penstock.cli.output import note, print_json
+from penstock.cli.output import note, print_json, say
 from penstock.errors import BadRequest, InternalError, PenstockError, StorageFailed
 
 # rich markup off: importing rich alone takes as long as all the rest of `penstock --help`.
@@ -60,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     wants_json = "--json" in args[: args.index("--")] if "--" in args else "--json" in args
     _mend_streams()
+    # One line each, as our own; where they come from does not help the user.
+    warnings.showwarning = lambda message, *_, **__: note(str(message))
+    code = 0
     try:
         try:
             code = _invoke(args or ["--help"])
@@ -67,10 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         except Exception as error:
             failure, lines = _explain(error)
-            print("\n".join(lines), file=sys.stderr, flush=True)
+            code = failure.exit_code
+            say("\n".join(lines))
             if wants_json:
                 print_json({"error": failure.to_json()})
-            code = failure.exit_code
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -79,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # Whoever read our output has seen enough, as `head` has. Python would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return code
     except OSError as error:  # the last flush: `penstock … > /dev/full`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         note(f"cannot write the output: {error.strerror}")
@@ -87,12 +91,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _mend_streams() -> None:
-    """Output must not fail for want of a stream (`>&-`) or of a character that the terminal's encoding lacks."""
-    for name in ("stdout", "stderr"):
+    """Nothing must fail for want of a stream (`>&-`) or of a character that the terminal's encoding lacks."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (it lives as long as we do)
-        elif hasattr(stream, "reconfigure"):
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (it lives as long as we do)
+        elif mode == "w" and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
 
 
@@ -109,14 +113,14 @@ def _invoke(args: list[str]) -> int:
 def _explain(error: Exception) -> tuple[PenstockError, list[str]]:
     """The error as one of ours, and its lines for stderr: one, and a hint or a traceback where that helps."""
     if isinstance(error, PenstockError) and error.exit_code == 2:
-        return error, [f"penstock: {error.message}"]
+        return error, [f"penstock: {' '.join(error.message.splitlines())}"]
     if isinstance(error, _ClickException):
         failure: PenstockError = BadRequest(" ".join(str(_usage(error)).split()))
         path = getattr(getattr(error, "ctx", None), "command_path", "penstock")
         return failure, [f"penstock: {failure.message}", f"Try `{path} --help`."]
     if isinstance(error, OSError) and error.errno in _USERS_ERRNO:
         where = f"{error.filename}: " if error.filename is not None else ""
-        failure = StorageFailed(f"{where}{error.strerror}")
+        failure = StorageFailed(" ".join(f"{where}{error.strerror}".splitlines()))
         return failure, [f"penstock: {failure.message}"]
     lines = []
     if os.environ.get("PENSTOCK_DEBUG") == "1":

@@ -79,7 +79,9 @@ class Machine:
     def cache_folder(self) -> Path:
         from penstock.serve.planning import default_cache
 
-        return Path(self.cache).expanduser() if self.cache is not None else default_cache()
+        if self.cache == "":
+            raise BadRequest("--cache names no folder")
+        return default_cache() if self.cache is None else as_path(self.cache)
 
 
 @dataclass(frozen=True)
@@ -174,17 +176,22 @@ def read_plan(file: str | None) -> Plan | None:
     text = read_text(file)
     try:
         data = json.loads(text)
+        if isinstance(data, dict) and isinstance(data.get("plan"), dict):
+            text = json.dumps(data["plan"])
     except (ValueError, RecursionError):
-        data = None  # `plans.loads` says what is wrong
-    if isinstance(data, dict) and isinstance(data.get("plan"), dict):
-        text = json.dumps(data["plan"])
+        pass  # `plans.loads` says what is wrong
     return plans.loads(text, file)
+
+
+def as_path(text: str) -> Path:
+    """A path as the user typed it. The home of a user that nobody knows is left as it stands, to be not there."""
+    return Path(os.path.expanduser(text))
 
 
 def read_text(file: str) -> str:
     """A text file that the user named. Raises BadRequest."""
     try:
-        return Path(file).expanduser().read_text(encoding="utf-8")
+        return as_path(file).read_text(encoding="utf-8")
     except OSError as error:
         raise BadRequest(f"{file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

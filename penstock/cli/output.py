@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from penstock.units import format_bytes, format_rate, format_seconds
@@ -26,9 +26,15 @@ def print_json(data: Any) -> None:
     print(json.dumps(_finite(data), allow_nan=False), flush=True)
 
 
+def say(text: str, end: str = "\n") -> None:
+    """Text on stderr. Where nobody can read it, on a full disk or behind a closed pipe, the work goes on."""
+    with suppress(OSError):
+        print(text, end=end, file=sys.stderr, flush=True)
+
+
 def note(text: str) -> None:
-    """One line on stderr."""
-    print(f"penstock: {text}", file=sys.stderr, flush=True)
+    """One line on stderr, whatever file names and other people's texts are in it."""
+    say(f"penstock: {' '.join(text.splitlines())}")
 
 
 @contextmanager
@@ -62,12 +68,12 @@ class _Shown:
             return
         self._told_s = now_s
         line = progress_line(what, done, total, (done - self._first) / (now_s - self._start_s))
-        print(f"\r{line}\033[K" if self._tty else line, end="" if self._tty else "\n", file=sys.stderr, flush=True)
+        say(f"\r{line}\033[K" if self._tty else line, end="" if self._tty else "\n")
         self._dirty = self._tty
 
     def clear(self) -> None:
         if self._dirty:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            say("\r\033[K", end="")
             self._dirty = False
 
 

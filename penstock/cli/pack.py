@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
 
-from penstock.cli.options import Json, Weights, set_threads
+from penstock.cli.options import Json, Weights, as_path, set_threads
 from penstock.cli.output import note, print_json, progress
 from penstock.errors import BadRequest
 from penstock.units import format_bytes
@@ -35,11 +34,11 @@ def pack(
     from penstock.store.verify import verify
 
     fmt = parse_format(weights) if weights else None
-    folder = Path(dst or src).expanduser()
+    folder = as_path(dst or src)
     with progress() as tell:
         if dst is not None:
             pack_checkpoint(
-                Path(src).expanduser(),
+                as_path(src),
                 folder,
                 fmt,
                 progress=lambda done, total, key: tell(f"packing {key}", done, total),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 import penstock
-from penstock.cli.options import Json, Machine, Model, Weights, Work, read_text
+from penstock.cli.options import Json, Machine, Model, Weights, Work, as_path, read_text
 from penstock.cli.output import note, print_json, progress
 from penstock.errors import BadRequest
 
@@ -41,7 +41,7 @@ def plan(
     from penstock.spec import plan as plans
     from penstock.spec.format import parse_format
 
-    spec, fmt = describe(Path(model).expanduser(), parse_format(weights) if weights else None)
+    spec, fmt = describe(as_path(model), parse_format(weights) if weights else None)
     ask = work.ask(machine)
     solved = solve(ask, spec, fmt, _machine(machine_file, machine))
     if not as_json:
@@ -61,7 +61,7 @@ def _machine(name: str | None, machine: Machine) -> MachineSpec:
         with progress() as tell:
             return load_or_probe(machine.cache_folder, machine.cache_folder, tell)
     bundled = {path.stem: path for path in sorted(_MACHINES.glob("*.json"))}
-    if not Path(name).expanduser().exists() and name not in bundled:
+    if not as_path(name).exists() and name not in bundled:
         there = f"; bundled are {', '.join(bundled)}" if bundled else ""
         raise BadRequest(f"--machine {name}: there is no such file{there}")
     if machine.threads is not None:

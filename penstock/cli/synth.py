@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
 
-from penstock.cli.options import Json, Weights, set_threads
+from penstock.cli.options import Json, Weights, as_path, set_threads
 from penstock.cli.output import note, print_json, progress
 from penstock.units import format_bytes
 
@@ -28,11 +27,11 @@ def synth(
     from penstock.store.packed import open_packed
     from penstock.store.synth import synth as synthesize
 
-    folder = Path(dst).expanduser()
+    folder = as_path(dst)
     fmt = parse_format(weights) if weights else None
     with progress() as tell:
         synthesize(
-            Path(config).expanduser(),
+            as_path(config),
             folder,
             fmt,
             seed=seed,

@@ -73,6 +73,8 @@ class Call(NamedTuple):
 
 
 class Task(NamedTuple):
+    """Lanes are occupied together. `after`: see the module's text."""
+
     id: int
     lanes: tuple[str, ...]
     calls: tuple[Call, ...]
@@ -81,3 +83,15 @@ class Task(NamedTuple):
     bytes: int
     flops: int
     after: tuple[int, ...]
+
+
+def ring_bytes(task: Task) -> int:
+    """Bytes that a task takes out of rings. What a load brings is counted where it is used, in its own pass."""
+    if task.calls[0].op == "load":
+        return 0
+    return sum(slot.nbytes for slot in task.reads if slot.arena.endswith(".ring"))
+
+
+def fetched_bytes(task: Task) -> int:
+    """Bytes that a task reads for single embedding rows, at most: tokens that share a granule share its read."""
+    return sum(call.bytes for call in task.calls if call.op == "fetch")

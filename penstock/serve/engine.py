@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, DoesNotFit
 from penstock.graph import passes
+from penstock.graph.check_plan import check_plan
 from penstock.planner.predict import predict
 from penstock.planner.solve import Solved, settle_context, solve
 from penstock.runtime import host
@@ -24,9 +25,10 @@ from penstock.serve.session import Progress, Session
 from penstock.serve.tokenizer import StopStrings, Tokenizer
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
+from penstock.spec.model import ModelSpec
 from penstock.spec.plan import Plan
 from penstock.store.packed import Packed, open_packed
-from penstock.units import format_bytes, parse_bytes
+from penstock.units import MIB, format_bytes, format_mib_up, parse_bytes, round_up
 
 
 class Engine:
@@ -51,15 +53,19 @@ class Engine:
         serial: bool = False,
         on_progress: Progress | None = None,
     ) -> Engine:
-        """Plans (or takes `plan`), then loads. Raises DoesNotFit before anything is loaded."""
+        """Plans (or takes `plan`), then loads. Raises DoesNotFit before anything is loaded, and BadRequest
+        for a `plan` that makes no sense or is for another model."""
         packed = open_packed(folder)
         _check_limit(ask)
+        if plan is not None:
+            check_plan(plan, packed.spec, packed.weights)
         if machine is None:
             folder_kept = cache or default_cache()
             machine = load_or_probe(folder_kept, folder_kept, on_progress)
         if plan is None:
             solved = solve(ask, packed.spec, packed.weights, machine)
         else:
+            _check_room(plan, ask, machine, packed.spec)
             solved = Solved(plan, predict(plan, settle_context(ask, packed.spec), machine), ("as given",))
         return cls(
             packed, solved, Session(packed, solved.plan, threads=threads, serial=serial, on_progress=on_progress)
@@ -115,14 +121,16 @@ class Engine:
         """Ids as int32 [T]. Raises BadRequest for none, unknown ones, or more than the plan's context."""
         if not len(token_ids):
             raise BadRequest("the prompt is empty: it has no tokens")
-        ids = np.asarray(token_ids, np.int64)
+        ids = np.asarray(token_ids)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise BadRequest("token ids should be a list of whole numbers of 64 bits")
         if ids.min() < 0 or ids.max() >= self.plan.target.spec.vocab:
             bad = int(ids.max() if ids.max() >= self.plan.target.spec.vocab else ids.min())
             raise BadRequest(f"token id {bad} is outside the vocabulary of {self.plan.target.spec.vocab}")
         if len(ids) > self.plan.context:
-            raise BadRequest(
-                f"the prompt has {len(ids)} tokens, the context room for {self.plan.context}: raise --context"
-            )
+            most = self.plan.target.spec.max_positions
+            way_out = "raise --context" if self.plan.context < most else "more the model does not hold"
+            raise BadRequest(f"the prompt has {len(ids)} tokens, the context room for {self.plan.context}: {way_out}")
         return ids.astype(np.int32)
 
 
@@ -215,6 +223,22 @@ def _check_limit(ask: Ask) -> None:
         )
 
 
+def _check_room(plan: Plan, ask: Ask, machine: MachineSpec, spec: ModelSpec) -> None:
+    """A given plan keeps the same limit as one that is made here, also where it says little of the process."""
+    process = round_up(machine.process_bytes + spec.tokenizer_bytes, MIB)
+    need = plan.tier_bytes()["host"] + max(0, process - plan.process_bytes)
+    have = machine.tier("host").bytes if ask.host_memory_bytes is None else ask.host_memory_bytes
+    if need > have:
+        raise DoesNotFit(
+            f"host memory of {format_bytes(have)} is too little for this plan: it needs {format_bytes(need)}"
+            f" (--host-memory {format_mib_up(need)}, or a plan for less)",
+            tier="host",
+            need_bytes=need,
+            have_bytes=have,
+            minimum_bytes=need,
+        )
+
+
 @dataclass
 class Answer:
     """What `LLM.generate` returns for a prompt."""
@@ -236,6 +260,7 @@ class LLM:
         self,
         model: str | Path,
         *,
+        device_memory: int | str | None = None,
         host_memory: int | str | None = None,
         resident: int | str | None = None,
         weights: str | None = None,
@@ -254,6 +279,7 @@ class LLM:
             batch=batch,
             context=context,
             host_memory_bytes=_size(host_memory, "host_memory"),
+            device_memory_bytes=_size(device_memory, "device_memory"),
             resident_bytes=_size(resident, "resident"),
             kv=kv,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from penstock.errors import BadRequest
 from penstock.planner.solve import Solved, solve
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
@@ -15,7 +16,10 @@ from penstock.store.packed import is_packed, read_config, read_manifest
 
 def default_cache() -> Path:
     """Where packed models and machine files are kept unless the user says otherwise."""
-    return Path.home() / ".cache" / "penstock"
+    try:
+        return Path.home() / ".cache" / "penstock"
+    except RuntimeError:
+        raise BadRequest("this user has no home folder: name a cache folder (--cache DIR)") from None
 
 
 def describe(model: Path, weights: Format | None = None) -> tuple[ModelSpec, Format]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from threadpoolctl import threadpool_limits
 
 from penstock.errors import BadRequest
 from penstock.graph.lower import Lowering
-from penstock.graph.tasks import Pass, Task
+from penstock.graph.tasks import Pass, Task, ring_bytes
 from penstock.graph.timeline import Timeline
 from penstock.runtime.arena import Arenas
 from penstock.runtime.bind import Binding
@@ -44,17 +45,22 @@ class Session:
             raise BadRequest(f"this plan is not for {packed.folder}: it has {plan.target.weights.name} weights")
         self.plan = plan
         self.lowering = Lowering(plan)
-        self.reader = DiskReader(packed, plan.io_block_bytes)
-        self._arenas = Arenas(plan)
-        self._binding = Binding(plan, self._arenas, self.reader, poisoned)
-        self._executor = Executor(self._binding)
-        # numpy's BLAS threads spin while they wait: beside one other busy process a product of 8 rows took
-        # 40 times as long with two of them as with one (docs/LOG.md).
-        self._limits = threadpool_limits(threads, user_api="blas")
         self._serial = serial
         self.timeline = Timeline(())
         self.consumed_bytes = 0  # what the last pass took from slower tiers: its rings and embedding rows
-        self._load_weights(on_progress)
+        with ExitStack() as opened:  # a load that fails half-way gives everything back
+            self.reader = DiskReader(packed, plan.io_block_bytes)
+            opened.callback(self.reader.close)
+            self._arenas = Arenas(plan)
+            opened.callback(self._arenas.close)
+            self._binding = Binding(plan, self._arenas, self.reader, poisoned)
+            # numpy's BLAS threads spin while they wait: beside one other busy process a product of 8 rows took
+            # 40 times as long with two of them as with one (docs/LOG.md).
+            opened.callback(threadpool_limits(threads, user_api="blas").restore_original_limits)
+            self._executor = Executor(self._binding)
+            opened.callback(self._executor.close)
+            self._load_weights(on_progress)
+            self._opened = opened.pop_all()
 
     def step(self, p: Pass, tokens: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         """One pass. `tokens[i]`: int32 [T] of p.batches[i]. Returns logits float32 [n, V] per batch, views that
@@ -63,10 +69,11 @@ class Session:
         for batch, ids in zip(p.batches, tokens, strict=True):
             slot = self.lowering.layout.act(main, batch.id, "tokens", 4 * batch.total_rows)
             self._arenas.view(slot).view(np.int32)[...] = ids
-        self.consumed_bytes = 0
-        self._binding.fetched_bytes = 0
+        self.consumed_bytes = self._binding.fetched_bytes = 0
         run = self._executor.run_serial if self._serial else self._executor.run
-        self.timeline = run(self._counted(p))
+        # Damaged weights overflow; whoever looks at the logits says so once, numpy would many times.
+        with np.errstate(all="ignore"):
+            self.timeline = run(self._counted(p))
         self.consumed_bytes += self._binding.fetched_bytes
         logits = []
         for batch in p.batches:
@@ -76,10 +83,8 @@ class Session:
         return logits
 
     def close(self) -> None:
-        self._executor.close()
-        self._limits.restore_original_limits()
-        self.reader.close()
-        self._arenas.close()
+        """Also after a pass that failed. A second call does nothing."""
+        self._opened.close()
 
     def drain(self) -> None:
         """Waits for loads under way, so that counters stand still."""
@@ -88,7 +93,7 @@ class Session:
     def _counted(self, p: Pass) -> Iterator[Task]:
         """The pass's tasks, noting what they read from the rings."""
         for task in self.lowering.step(p):
-            self.consumed_bytes += _ring_bytes(task)
+            self.consumed_bytes += ring_bytes(task)
             yield task
 
     def _load_weights(self, on_progress: Progress | None) -> None:
@@ -104,9 +109,3 @@ class Session:
                 told_s = time.perf_counter()
                 on_progress("loading weights", done, total)
         self.loaded_bytes = self.reader.bytes_read
-
-
-def _ring_bytes(task: Task) -> int:
-    if task.calls[0].op == "load":
-        return 0
-    return sum(slot.nbytes for slot in task.reads if slot.arena.endswith(".ring"))

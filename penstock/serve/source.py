@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ def resolve(model: str, *, weights: str | None, cache: Path, on_progress: Progre
     Raises BadRequest for what is no model, UnsupportedModel or BrokenModel for one that cannot be packed.
     """
     fmt = parse_format(weights) if weights else None
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if path.suffix == ".gguf":
         raise BadRequest(f"{model}: this version does not read GGUF files; give the model's Hugging Face folder")
     if not path.exists() and _HUB_ID.fullmatch(model):

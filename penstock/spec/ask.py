@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.errors import BadRequest
+from penstock.spec.format import KV_KINDS, parse_format
 
 DEFAULT_CONTEXT = 4096
+MOST = 2**31 - 1  # tokens or sequences; more is a typing error, and sums of it would leave a float's range
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,13 @@ class Ask:
     def __post_init__(self) -> None:
         if self.objective not in ("latency", "throughput"):
             raise BadRequest(f"objective {self.objective!r} should be latency or throughput")
-        for name in ("prompt_tokens", "output_tokens", "batch"):
-            if getattr(self, name) < 1:
-                raise BadRequest(f"{name} is {getattr(self, name)}; it should be at least 1")
-        if self.context is not None and self.context < 1:
-            raise BadRequest(f"context is {self.context}; it should be at least 1 token")
+        for name in ("prompt_tokens", "output_tokens", "batch", "context"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= MOST:
+                raise BadRequest(f"{name} is {value}; it should be from 1 to {MOST}")
+        for name in ("host_memory_bytes", "device_memory_bytes", "resident_bytes"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 2**63:
+                raise BadRequest(f"{name} is {value}; it should be from 0 to 2**63")
+        if self.kv is not None and parse_format(self.kv).is_quantised:
+            raise BadRequest(f"a KV cache in {self.kv} is not in this version: there are {', '.join(KV_KINDS)}")

@@ -115,6 +115,8 @@ def _hints(cls: type) -> dict[str, Any]:
 
 def _decode_scalar(hint: Any, data: Any, where: str) -> Any:
     if hint is float and isinstance(data, int) and not isinstance(data, bool):
+        if abs(data) >= 2**1023:
+            raise BadRequest(f"{where} should be a finite number")
         return float(data)
     if hint is float and isinstance(data, float) and not math.isfinite(data):
         raise BadRequest(f"{where} should be a finite number")

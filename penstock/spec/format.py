@@ -17,6 +17,7 @@ Group 64 costs 4.5 bits a weight, as Q4_0 does.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from penstock.errors import BadRequest
@@ -24,6 +25,7 @@ from penstock.errors import BadRequest
 _BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4}
 _ALIASES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
 DEFAULT_GROUP = 64
+KV_KINDS = ("float32", "bfloat16", "float16")  # what a KV cache may be kept in
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ def parse_format(text: str) -> Format:
     name, _, group = text.strip().lower().partition("-g")
     kind = _ALIASES.get(name, name)
     if kind in ("int8", "int4"):
-        if group and not group.isdigit():
+        if group and re.fullmatch("[0-9]{1,6}", group) is None:
             raise BadRequest(f"number format {text!r}: the group size should be a number, as in int4-g32")
         return Format(kind, int(group) if group else DEFAULT_GROUP)
     if group:

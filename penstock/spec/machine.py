@@ -5,7 +5,6 @@ Lanes: `host` (CPU kernels), `disk0` (reads), `h2d0`, `d2h0` (the link's two dir
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from penstock.errors import BadRequest
@@ -19,6 +18,9 @@ SCHEMA, VERSION = "penstock.machine", 1
 # the moment, so that the minimum that a refusal names is the minimum the next time too.
 PROCESS_BYTES = 80 * MIB
 
+# Bounds of every figure in seconds, so that what is computed from them stays finite and above zero.
+_LEAST_S, _MOST_S = 1e-18, 1e6
+
 
 @dataclass(frozen=True, slots=True)
 class Tier:
@@ -28,7 +30,7 @@ class Tier:
     bytes: int
 
     def __post_init__(self) -> None:
-        if self.bytes <= 0:
+        if not 0 < self.bytes < 2**63:
             raise BadRequest(f"tier {self.name} has {self.bytes} bytes")
 
 
@@ -50,8 +52,10 @@ class Rate:
     def __post_init__(self) -> None:
         for name in ("alpha_s", "s_per_byte", "s_per_flop"):
             value = getattr(self, name)
-            if not math.isfinite(value) or value < 0:
+            if not 0 <= value <= _MOST_S:  # NaN is neither
                 raise BadRequest(f"rate of {self.lane}/{self.op}/{self.format}: {name} is {value}")
+        if self.alpha_s + self.s_per_byte + self.s_per_flop < _LEAST_S:
+            raise BadRequest(f"rate of {self.lane}/{self.op}/{self.format}: nothing is free, but this costs no time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,8 @@ class MachineSpec:
     process_bytes: int = PROCESS_BYTES
 
     def __post_init__(self) -> None:
+        if not 1 <= self.threads < 2**31 or not 0 < self.process_bytes < 2**63:
+            raise BadRequest(f"machine {self.name}: threads {self.threads}, process_bytes {self.process_bytes}")
         names = [tier.name for tier in self.tiers]
         if len(set(names)) != len(names):
             raise BadRequest(f"machine {self.name} names a tier twice")

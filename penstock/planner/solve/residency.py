@@ -35,7 +35,7 @@ def candidates(
 ) -> Iterator[tuple[Plan, tuple[str, ...]]]:
     """Plans that fit, each with its reasons. Raises DoesNotFit where none does."""
     # An explicit limit is the user's word; without one the machine's figure is what is free, with a margin.
-    limit = ask.host_memory_bytes or machine.tier("host").bytes
+    limit = machine.tier("host").bytes if ask.host_memory_bytes is None else ask.host_memory_bytes
     total_bytes = sum(part.nbytes for part in parts(spec, weights))
     may_stay = total_bytes if ask.resident_bytes is None else ask.resident_bytes
     kv_reason = f"KV in {kv_format(ask, spec).name}: {'asked for' if ask.kv else 'the width of the checkpoint'}"
