@@ -83,7 +83,7 @@ class Layout:
     def kv_page_bytes(self, layer: int, home: KvHome) -> int:
         """One page of K (or of V) of one layer: [K, P, E]."""
         a = self.plan.target.spec.layers[layer].attention
-        return home.format.matrix_bytes(a.kv_heads * self.plan.page_tokens, a.head_dim)
+        return home.format.plain_bytes(a.kv_heads * self.plan.page_tokens, a.head_dim)
 
     def kv(self, layer: int, batch: Batch) -> tuple[Slot, Slot]:
         """(keys, values) of the pages of the batch's sequences, from the first one's to the last one's."""
@@ -135,7 +135,6 @@ class Layout:
         rows = max(plan.chunk_rows, plan.batch_seqs)
         heads = max(layer.attention.heads * layer.attention.head_dim for layer in spec.layers)
         wide = max(spec.d_model, spec.d_embed)
-        embed = self.parts["embed"].format
         buffers = {
             "h": 4 * rows * wide,
             "q": 4 * rows * heads,
@@ -144,7 +143,7 @@ class Layout:
         }
         main_only = {
             "tokens": 4 * rows,
-            "rows": embed.matrix_bytes(rows, spec.d_embed),
+            "rows": 4 * rows * spec.d_embed,
             "x": 4 * rows * spec.d_model,
             "logits": 4 * plan.logits_rows * spec.vocab,
         }

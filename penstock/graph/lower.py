@@ -61,7 +61,7 @@ class Lowering:
         t = batch.total_rows
         part = self.parts["embed"]
         tokens = layout.act(main, batch.id, "tokens", 4 * t)
-        rows = layout.act(main, batch.id, "rows", part.format.matrix_bytes(t, spec.d_embed))
+        rows = layout.act(main, batch.id, "rows", 4 * t * spec.d_embed)
         units = self._units["embed"]
         if layout.staging is None:
             first, last = layout.weights[units[0]], layout.weights[units[-1]]

@@ -4,8 +4,8 @@
 r read, w written, + added to (read and written), s scratch (private to the lane, no edge).
 
 Shapes (T rows of the batch, D d_model, H heads, K KV heads, E head_dim, P page_tokens, V vocab):
-tokens int32 [T] · rows: T embedding rows in the weights' format · x, h, partial float32 [T, D] ·
-q, a float32 [T, H, E] · keys, values [pages, K, P, E] in the KV format · logits float32 [n, V].
+tokens int32 [T] · rows float32 [T, d_embed] · x, h, partial float32 [T, D] · q, a float32 [T, H, E] ·
+keys, values [pages, K, P, E] in the KV format · logits float32 [n, V].
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.spec.model import Attention, ModelSpec
 from penstock.spec.parts import Part
 
 _SIGNATURES = {
-    # Copies the embedding rows of the batch's tokens out of resident weights, or out of the disk.
+    # rows = the embedding rows of the batch's tokens, out of resident weights or out of the disk.
     "gather": "weights:r tokens:r rows:w",
     "fetch": "tokens:r rows:w staging:w",
     # x = rows · embed_scale (projected, plus learned positions).

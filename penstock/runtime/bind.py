@@ -12,7 +12,7 @@ from penstock.graph import ops
 from penstock.graph.arenas import Layout
 from penstock.graph.tasks import Batch, Call, Slot
 from penstock.kernels import rope
-from penstock.kernels.reference import attention, dense, matrix
+from penstock.kernels.reference import attention, dense
 from penstock.kernels.reference.matrix import Scratch, storage_dtype
 from penstock.runtime.arena import Arenas
 from penstock.runtime.movers import DiskReader, poison
@@ -52,29 +52,26 @@ class Binding:
     def _gather(self, call: Call) -> None:
         weights, tokens, rows = call.slots
         part = self._parts["embed"]
-        dense.gather(self._granules(weights, part), part, self._tokens(tokens), self._arenas.view(rows))
+        dense.gather(self._granules(weights, part), part, self._tokens(tokens), self._embedded(rows))
 
     def _fetch(self, call: Call) -> None:
         """Embedding rows straight from disk: each granule that a token lies in is read once."""
         token_slot, row_slot, staging = call.slots
         part = self._parts["embed"]
-        block, tokens = part.block("rows"), self._tokens(token_slot)
-        granule = self._arenas.view(staging)[None, : part.granule_bytes]
-        targets = matrix.runs(self._arenas.view(row_slot), len(tokens), block.cols, block.format)
-        sources = matrix.runs(matrix.block_bytes(granule[0], block), block.rows, block.cols, block.format)
-        owners = tokens // part.granule_rows
+        tokens, rows = self._tokens(token_slot), self._embedded(row_slot)
+        granule = self._granules(staging, part)
+        owners, inside = np.divmod(tokens, part.granule_rows)
         for g in np.unique(owners).tolist():
             self.fetched_bytes += self._disk.read("embed", g, g + 1, self._arenas.address(staging))
             for i in np.flatnonzero(owners == g).tolist():
-                for target, source in zip(targets, sources, strict=True):
-                    target[i] = source[tokens[i] - g * part.granule_rows]
+                dense.gather(granule, part, inside[i : i + 1], rows[i : i + 1])
 
     def _embed(self, call: Call) -> None:
         rows, edges, x, scratch = call.slots
         batch = _batch(call)
         dense.embed(
-            self._arenas.view(rows), self._parts["embed"], self._arenas.view(edges), self._parts["edges"], self._spec,
-            positions(batch), self._rows(x, batch.total_rows), self._scratch(scratch),
+            self._embedded(rows), self._arenas.view(edges), self._parts["edges"], self._spec, positions(batch),
+            self._rows(x, batch.total_rows), self._scratch(scratch),
         )  # fmt: skip
 
     def _norm(self, call: Call) -> None:
@@ -176,6 +173,9 @@ class Binding:
 
     def _rows(self, slot: Slot, t: int) -> Float32:
         return self._arenas.array(slot, np.float32, (t, self._spec.d_model))
+
+    def _embedded(self, slot: Slot) -> Float32:
+        return self._arenas.view(slot).view(np.float32).reshape(-1, self._spec.d_embed)
 
     def _tokens(self, slot: Slot) -> NDArray[np.int32]:
         return self._arenas.view(slot).view(np.int32)

@@ -125,7 +125,7 @@ def _ram_s_per_byte(threads: int) -> float:
 
 def _product_s(fmt: Format) -> tuple[float, float]:
     """Few rows give seconds per byte of weights, many rows seconds per flop."""
-    block = Block("up", _ROWS, _COLS, fmt, 0)
+    block = Block("up", _ROWS, _COLS, fmt, 0, tiled=True)
     weights = np.zeros((_BLOCKS, block.nbytes), np.uint8)
     memory = np.zeros(16 * MIB, np.uint8)
     best = []

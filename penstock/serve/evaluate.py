@@ -92,6 +92,4 @@ def _in_step(sources: Sequence[Iterator[NDArray[np.float32]]]) -> Iterator[list[
         chunks = [rows for rows in held if rows is not None]
         n = min(map(len, chunks))
         yield [rows[:n] for rows in chunks]
-        held = [
-            rows[n:] if len(rows) > n else next(source, None) for rows, source in zip(chunks, sources, strict=True)
-        ]
+        held = [rows[n:] if len(rows) > n else next(source, None) for rows, source in zip(chunks, sources, strict=True)]

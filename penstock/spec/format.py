@@ -1,18 +1,35 @@
-"""Number formats at rest, and what a matrix costs in each.
+"""Number formats at rest, and what a matrix costs in each: format version 2 of a packed model.
 
-Float formats store a matrix row by row. Integer formats (FlexGen, groupwise quantisation) cut every
-row into groups of `group` columns; each group has a 16-bit float scale and minimum:
+Whatever is multiplied lies in tiles of 16 rows, one after the other; so a SIMD kernel loads 16 rows of the
+same columns at once. A matrix [R, C] has ceil(R / 16) tiles; rows beyond R are zero bits. Inside a tile the
+rows' numbers lie in words, and a line is one word of each of the 16 rows:
 
-    value = code * scale + minimum          code: 4 or 8 bits, unsigned
+                  row 0    row 1           row 15
+    line 0      | word 0 | word 0 |  …  | word 0 |     64 bytes (float16: 32)
+    line 1      | word 1 | word 1 |  …  | word 1 |
 
-A matrix of R rows and C columns in an integer format lies as three runs without gaps:
+    format      a word is                                        lines of a tile
+    float32     4 bytes: column i                                C                  [C][16] float32
+    float16     2 bytes: column i                                C                  [C][16] float16
+    bfloat16    4 bytes: columns 2i, 2i + 1                      ceil(C / 2)        [ceil(C / 2)][16][2] bfloat16
+    int8        4 bytes: codes of columns 4i … 4i + 3            group / 4 a group
+    int4        4 bytes: codes of columns 8i … 8i + 7            group / 8 a group
 
-    codes     uint8   [R, G * group * bits / 8]   G = ceil(C / group); columns beyond C have code 0
-    scales    float16 [R, G]
-    minimums  float16 [R, G]
+In bfloat16 an odd C is padded with a column of zeros. In int4 byte b of word i holds column 8i + b in its low
+nibble and column 8i + 4 + b in its high nibble.
 
-In int4 byte j of a group holds column j in its low nibble and column j + group/2 in its high nibble.
-Group 64 costs 4.5 bits a weight, as Q4_0 does.
+Integer formats (FlexGen, groupwise quantisation) cut every row into G = ceil(C / group) groups; each group of
+each row has a 16-bit float scale and minimum:
+
+    value = code * scale + minimum          code: 4 or 8 bits, unsigned; columns beyond C have code 0
+
+    a tile:   | group 0 | group 1 |  …  | group G-1 |
+    a group:  | lines of codes | scales float16 [16] | minimums float16 [16] |
+
+int4 with groups of 64 takes 8 · 64 + 64 = 576 bytes for 16 x 64 weights: 4.5 bits a weight, as Q4_0 does.
+
+What is looked up or added and never multiplied by (norm weights, biases, learned positions, the KV cache)
+lies row by row without gaps, always as floats.
 """
 
 from __future__ import annotations
@@ -25,6 +42,7 @@ from penstock.errors import BadRequest
 _BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4}
 _ALIASES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
 DEFAULT_GROUP = 64
+TILE_ROWS = 16
 KV_KINDS = ("float32", "bfloat16", "float16")  # what a KV cache may be kept in
 
 
@@ -38,8 +56,8 @@ class Format:
     def __post_init__(self) -> None:
         if self.kind not in _BITS:
             raise BadRequest(f"unknown number format {self.kind!r}: there are {', '.join(_BITS)}")
-        if self.is_quantised and (self.group < 2 or self.group % 2 or self.group > 4096):
-            raise BadRequest(f"group size {self.group} of {self.kind} should be even, from 2 to 4096")
+        if self.is_quantised and (self.group < 8 or self.group % 8 or self.group > 4096):
+            raise BadRequest(f"group size {self.group} of {self.kind} should be a multiple of 8, from 8 to 4096")
         if not self.is_quantised and self.group:
             raise BadRequest(f"{self.kind} has no groups")
 
@@ -59,14 +77,28 @@ class Format:
     def groups(self, cols: int) -> int:
         return -(-cols // self.group) if self.is_quantised else 0
 
-    def code_row_bytes(self, cols: int) -> int:
-        """Bytes of one row without its scales and minimums."""
+    @property
+    def group_bytes(self) -> int:
+        """One group of a tile of an integer format: codes, scales and minimums of 16 rows."""
+        return TILE_ROWS * (self.group * self.bits // 8 + 4)
+
+    def tile_bytes(self, cols: int) -> int:
         if self.is_quantised:
-            return self.groups(cols) * self.group * self.bits // 8
-        return cols * self.bits // 8
+            return self.groups(cols) * self.group_bytes
+        even = cols + cols % 2 if self.kind == "bfloat16" else cols
+        return TILE_ROWS * even * self.bits // 8
 
     def matrix_bytes(self, rows: int, cols: int) -> int:
-        return rows * (self.code_row_bytes(cols) + 4 * self.groups(cols))
+        """A matrix in tiles."""
+        return tiles(rows) * self.tile_bytes(cols)
+
+    def plain_bytes(self, rows: int, cols: int) -> int:
+        """A float matrix row by row."""
+        return rows * cols * self.bits // 8
+
+
+def tiles(rows: int) -> int:
+    return -(-rows // TILE_ROWS)
 
 
 FLOAT32 = Format("float32")

@@ -1,7 +1,8 @@
 """Parts and granules: how a model's weights are cut, to the byte (DESIGN §2).
 
 A part is `granules` granules of one fixed stride. A granule holds whole matrices ("blocks"), so any range
-of granules can be computed by itself and partial results add up:
+of granules can be computed by itself and partial results add up. What is multiplied lies in tiles of 16
+rows, vectors and learned positions row by row (`spec.format`):
 
     N.attn   a granule is one KV head:   q [G*E, D] | k [E, D] | v [E, D] | o [D, G*E] | biases
     N.ffn    a granule is 64 neurons:    gate [64, D] | up [64, D] | down [D, 64] | biases
@@ -28,17 +29,19 @@ PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One matrix inside a granule: [rows, cols] at `offset`, in `format`."""
+    """One matrix inside a granule: [rows, cols] at `offset`, in `format`; tiled, or row by row."""
 
     name: str
     rows: int
     cols: int
     format: Format
     offset: int
+    tiled: bool = True
 
     @property
     def nbytes(self) -> int:
-        return self.format.matrix_bytes(self.rows, self.cols)
+        size = self.format.matrix_bytes if self.tiled else self.format.plain_bytes
+        return size(self.rows, self.cols)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +88,21 @@ class Part:
         return self.blocks[0].format
 
 
-def _part(
-    key: str, kind: str, layer: int, rows: int, granule_rows: int, shapes: list[tuple[str, int, int, Format]]
-) -> Part:
+_Shape = tuple[str, int, int, Format, bool]  # name, rows, columns, format, tiled
+
+
+def _matrix(name: str, rows: int, cols: int, fmt: Format) -> _Shape:
+    return name, rows, cols, fmt, True
+
+
+def _vector(name: str, cols: int) -> _Shape:
+    return name, 1, cols, FLOAT32, False
+
+
+def _part(key: str, kind: str, layer: int, rows: int, granule_rows: int, shapes: list[_Shape]) -> Part:
     blocks, offset = [], 0
-    for name, n_rows, n_cols, fmt in shapes:
-        blocks.append(Block(name, n_rows, n_cols, fmt, offset))
+    for name, n_rows, n_cols, fmt, tiled in shapes:
+        blocks.append(Block(name, n_rows, n_cols, fmt, offset, tiled))
         # 64-byte alignment of every matrix costs at most 63 bytes and gives kernels aligned loads.
         offset = round_up(offset + blocks[-1].nbytes, 64)
     return Part(key, kind, layer, rows, granule_rows, round_up(max(offset, 1), PAGE_BYTES), tuple(blocks))
@@ -100,60 +112,60 @@ def _attention_part(i: int, layer: Layer, d: int, fmt: Format) -> Part:
     a = layer.attention
     q_rows = a.heads_per_kv * a.head_dim
     shapes = [
-        ("q", q_rows, d, fmt),
-        ("k", a.head_dim, d, fmt),
-        ("v", a.head_dim, d, fmt),
-        ("o", d, q_rows, fmt),
+        _matrix("q", q_rows, d, fmt),
+        _matrix("k", a.head_dim, d, fmt),
+        _matrix("v", a.head_dim, d, fmt),
+        _matrix("o", d, q_rows, fmt),
     ]
     if a.qkv_bias:
         shapes += [
-            ("q_bias", 1, q_rows, FLOAT32),
-            ("k_bias", 1, a.head_dim, FLOAT32),
-            ("v_bias", 1, a.head_dim, FLOAT32),
+            _vector("q_bias", q_rows),
+            _vector("k_bias", a.head_dim),
+            _vector("v_bias", a.head_dim),
         ]
     return _part(f"{i}.attn", "attn", i, a.kv_heads, 1, shapes)
 
 
 def _ffn_part(i: int, layer: Layer, d: int, fmt: Format) -> Part:
     f, n = layer.ffn, GRANULE_ROWS
-    shapes = [("gate", n, d, fmt)] if f.gated else []
-    shapes += [("up", n, d, fmt), ("down", d, n, fmt)]
+    shapes = [_matrix("gate", n, d, fmt)] if f.gated else []
+    shapes += [_matrix("up", n, d, fmt), _matrix("down", d, n, fmt)]
     if f.up_bias:
-        shapes += [("gate_bias", 1, n, FLOAT32)] if f.gated else []
-        shapes += [("up_bias", 1, n, FLOAT32)]
+        shapes += [_vector("gate_bias", n)] if f.gated else []
+        shapes += [_vector("up_bias", n)]
     return _part(f"{i}.ffn", "ffn", i, f.neurons, n, shapes)
 
 
 def _norms_part(i: int, layer: Layer, model: ModelSpec) -> Part:
     d, norm = model.d_model, model.norm
-    shapes: list[tuple[str, int, int, Format]] = []
+    shapes: list[_Shape] = []
     for block in ("attn", "ffn"):
         for place, present in (("in", layer.norm_in), ("out", layer.norm_out), ("after", layer.norm_after)):
             if present and norm.affine:
-                shapes.append((f"{block}_{place}", 1, d, FLOAT32))
+                shapes.append(_vector(f"{block}_{place}", d))
                 if norm.has_bias:
-                    shapes.append((f"{block}_{place}_bias", 1, d, FLOAT32))
+                    shapes.append(_vector(f"{block}_{place}_bias", d))
     if layer.attention.qk_norm:
-        shapes += [("q_norm", 1, layer.attention.head_dim, FLOAT32), ("k_norm", 1, layer.attention.head_dim, FLOAT32)]
+        shapes += [_vector("q_norm", layer.attention.head_dim), _vector("k_norm", layer.attention.head_dim)]
     if layer.attention.out_bias:
-        shapes.append(("o_bias", 1, d, FLOAT32))
+        shapes.append(_vector("o_bias", d))
     if layer.ffn.down_bias:
-        shapes.append(("down_bias", 1, d, FLOAT32))
+        shapes.append(_vector("down_bias", d))
     return _part(f"{i}.norms", "norms", i, 1, 1, shapes)
 
 
 def _edges_part(model: ModelSpec, base: Format) -> Part:
-    shapes: list[tuple[str, int, int, Format]] = []
+    shapes: list[_Shape] = []
     if model.final_norm and model.norm.affine:
-        shapes.append(("final", 1, model.d_model, FLOAT32))
+        shapes.append(_vector("final", model.d_model))
         if model.norm.has_bias:
-            shapes.append(("final_bias", 1, model.d_model, FLOAT32))
+            shapes.append(_vector("final_bias", model.d_model))
     if model.position_rows:
-        shapes.append(("positions", model.position_rows, model.d_model, base))
+        shapes.append(("positions", model.position_rows, model.d_model, base, False))
     if model.d_embed != model.d_model:
         shapes += [
-            ("project_in", model.d_model, model.d_embed, base),
-            ("project_out", model.d_embed, model.d_model, base),
+            _matrix("project_in", model.d_model, model.d_embed, base),
+            _matrix("project_out", model.d_embed, model.d_model, base),
         ]
     return _part("edges", "edges", -1, 1, 1, shapes)
 
@@ -166,7 +178,7 @@ def parts(model: ModelSpec, weights: Format) -> tuple[Part, ...]:
     checkpoint's own format (float32 for vectors).
     """
     base = Format(model.dtype)
-    vocab = [("rows", GRANULE_ROWS, model.d_embed, weights)]
+    vocab = [_matrix("rows", GRANULE_ROWS, model.d_embed, weights)]
     found = [_part("embed", "embed", -1, model.vocab, GRANULE_ROWS, vocab)]
     for i, layer in enumerate(model.layers):
         found += [

@@ -10,7 +10,7 @@ from penstock.spec import codec
 from penstock.spec.parts import PAGE_BYTES, Part
 from penstock.units import round_up
 
-SCHEMA, VERSION = "penstock.packed", 1
+SCHEMA, VERSION = "penstock.packed", 2
 FILE = "penstock.json"
 CONFIG = "config.json"
 MAX_BYTES = 100_000_000
@@ -19,13 +19,15 @@ SHARD_NAME = re.compile(r"model-\d{5}\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class PackedBlock:
-    """One matrix inside each granule. `format` by name, as `spec.format.parse_format` reads it."""
+    """One matrix inside each granule, in tiles or row by row (`spec.format`). `format` by name, as
+    `parse_format` reads it."""
 
     name: str
     rows: int
     cols: int
     format: str
     offset: int
+    tiled: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class Shard:
 
 
 def describe(part: Part, file: str, offset: int, crc32: int) -> PackedPart:
-    blocks = tuple(PackedBlock(b.name, b.rows, b.cols, b.format.name, b.offset) for b in part.blocks)
+    blocks = tuple(PackedBlock(b.name, b.rows, b.cols, b.format.name, b.offset, b.tiled) for b in part.blocks)
     return PackedPart(part.key, part.kind, part.rows, part.granules, part.granule_bytes, blocks, file, offset, crc32)
 
 

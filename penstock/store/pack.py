@@ -87,7 +87,7 @@ def _own_dtype(checkpoint: Checkpoint, spec: ModelSpec) -> str:
     found = {
         checkpoint.weights(source.tensor).dtype
         for (key, block), source in sources(spec).items()
-        if by_name[key].block(block).rows > 1
+        if (b := by_name[key].block(block)).tiled or b.rows > 1
     }
     return KINDS[found.pop()] if len(found) == 1 else "float32"
 
@@ -166,7 +166,7 @@ class _Packer:
         stop = start + extent * part.rows_of(g, g + 1) // part.granule_rows
         raw = self.checkpoint.read(source.tensor, source.axis, start, stop)
         try:
-            encode(raw.reshape(1, -1) if one_dim else raw, block.format, block.rows, block.cols, into)
+            encode(raw.reshape(1, -1) if one_dim else raw, block.format, block.rows, block.cols, into, block.tiled)
         except PenstockError as error:
             tensor = self.checkpoint.find(source.tensor)
             raise type(error)(f"{tensor.file}: tensor {quoted(source.tensor)} holds {error.message}") from None

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import BrokenModel, UnsupportedModel
-from penstock.spec.format import Format
+from penstock.spec.format import TILE_ROWS, Format, tiles
 
 Array = npt.NDArray[Any]
 
@@ -30,9 +30,15 @@ _MANTISSA_LIMIT = {"float16": 0x7C00, "bfloat16": 0x7F80}  # exponent all ones: 
 
 
 def encode(
-    values: Array, fmt: Format, rows: int | None = None, cols: int | None = None, out: Array | None = None
+    values: Array,
+    fmt: Format,
+    rows: int | None = None,
+    cols: int | None = None,
+    out: Array | None = None,
+    tiled: bool = True,
 ) -> Array:
-    """values [r, c] float32 (or float16, or uint16 holding bfloat16) → uint8 [fmt.matrix_bytes(rows, cols)].
+    """values [r, c] float32 (or float16, or uint16 holding bfloat16) → uint8 [fmt.matrix_bytes(rows, cols)],
+    or [fmt.plain_bytes(rows, cols)] row by row where not `tiled` (floats only).
 
     The matrix is padded with zero bits to `rows` × `cols` (default r × c): codes beyond the values are 0
     and do not widen a group's range. Bits are copied where the values are in `fmt` already. `out` takes
@@ -41,44 +47,57 @@ def encode(
     """
     r, c = values.shape
     rows, cols = r if rows is None else rows, c if cols is None else cols
-    nbytes = fmt.matrix_bytes(rows, cols)
+    assert tiled or not fmt.is_quantised, f"{fmt.name} lies in tiles only"
     if out is None:
-        out = np.empty(nbytes, np.uint8)
-    if r < rows or c < cols or fmt.is_quantised:
+        out = np.empty(fmt.matrix_bytes(rows, cols) if tiled else fmt.plain_bytes(rows, cols), np.uint8)
+    if not tiled and (r < rows or c < cols):
         out[:] = 0
-    step = max(1, _CHUNK // max(c, 1))
-    if not fmt.is_quantised:
-        matrix = out.view(_storage(fmt)).reshape(rows, cols)
-        for lo in range(0, r, step):
-            matrix[lo : min(lo + step, r), :c] = _to_float(values[lo : lo + step], fmt)
-        return out
-    codes, scales, minimums = runs(out, rows, cols, fmt)
+    step = max(1, _CHUNK // max(c, 1) // TILE_ROWS) * TILE_ROWS
     for lo in range(0, r, step):
-        hi = min(lo + step, r)
-        _encode_groups(widen(values[lo:hi]), fmt, codes[lo:hi], scales[lo:hi], minimums[lo:hi])
+        chunk = values[lo : lo + step]
+        n = len(chunk)
+        if not tiled:
+            out.view(_storage(fmt)).reshape(rows, cols)[lo : lo + n, :c] = _to_float(chunk, fmt)
+            continue
+        into = out[lo // TILE_ROWS * fmt.tile_bytes(cols) :][: tiles(n) * fmt.tile_bytes(cols)]
+        if fmt.is_quantised:
+            _encode_codes(widen(chunk), cols, fmt, into)
+        else:
+            _encode_floats(_to_float(chunk, fmt), cols, fmt, into)
+    if tiled:
+        out[tiles(r) * fmt.tile_bytes(cols) :] = 0
     return out
 
 
-def runs(buffer: Array, rows: int, cols: int, fmt: Format) -> tuple[Array, Array, Array]:
-    """The three runs of a quantised matrix as views: codes uint8 [rows, bytes], scales and minimums
-    float16 [rows, groups]."""
-    groups, width = fmt.groups(cols), fmt.code_row_bytes(cols)
-    codes, rest = buffer[: rows * width], buffer[rows * width :].view(np.float16)
-    halves = rest.reshape(2, rows, groups)
-    return codes.reshape(rows, width), halves[0], halves[1]
+def fields(buffer: Array, rows: int, cols: int, fmt: Format) -> tuple[Array, Array, Array]:
+    """A matrix of an integer format as views: codes uint8 [tiles, G, lines, 16, 4], scales and minimums
+    float16 [tiles, G, 16]."""
+    grouped = buffer.reshape(tiles(rows), fmt.groups(cols), fmt.group_bytes)
+    codes = grouped[:, :, : -4 * TILE_ROWS].reshape(*grouped.shape[:2], -1, TILE_ROWS, 4)
+    halves = grouped[:, :, -4 * TILE_ROWS :].view(np.float16)
+    return codes, halves[:, :, :TILE_ROWS], halves[:, :, TILE_ROWS:]
 
 
-def decode(buffer: Array, rows: int, cols: int, fmt: Format) -> Array:
-    """uint8 [fmt.matrix_bytes(rows, cols)] → float32 [rows, cols]."""
-    if not fmt.is_quantised:
+def words(buffer: Array, rows: int, cols: int, fmt: Format) -> Array:
+    """A tiled matrix of a float format as a view: its words [tiles, lines, 16], uint16 or uint32."""
+    word = np.uint16 if fmt.kind == "float16" else np.uint32
+    return buffer.view(word).reshape(tiles(rows), -1, TILE_ROWS)
+
+
+def decode(buffer: Array, rows: int, cols: int, fmt: Format, tiled: bool = True) -> Array:
+    """What `encode` wrote → float32 [rows, cols]."""
+    if not tiled:
         return widen(buffer.view(_storage(fmt)).reshape(rows, cols)).copy()
-    codes, scales, minimums = runs(buffer, rows, cols, fmt)
-    grouped = codes.reshape(rows, fmt.groups(cols), -1)
-    if fmt.kind == "int4":
-        grouped = np.concatenate([grouped & 15, grouped >> 4], axis=2)
-    found = grouped.astype(np.float32) * scales.astype(np.float32)[:, :, None]
-    found += minimums.astype(np.float32)[:, :, None]
-    return np.ascontiguousarray(found.reshape(rows, -1)[:, :cols])
+    if not fmt.is_quantised:
+        by_row = np.ascontiguousarray(words(buffer, rows, cols, fmt).swapaxes(1, 2)).view(_storage(fmt))
+        return widen(by_row.reshape(tiles(rows) * TILE_ROWS, -1)[:rows, :cols]).copy()
+    packed, scales, minimums = fields(buffer, rows, cols, fmt)
+    codes = np.stack([packed & 15, packed >> 4], axis=4) if fmt.kind == "int4" else packed[:, :, :, :, None]
+    # [tiles, G, lines, 16, words' halves, 4] → [tiles, 16, G, columns of a group]
+    found = codes.transpose(0, 3, 1, 2, 4, 5).reshape(*scales.swapaxes(1, 2).shape, -1).astype(np.float32)
+    found *= scales.swapaxes(1, 2).astype(np.float32)[..., None]
+    found += minimums.swapaxes(1, 2).astype(np.float32)[..., None]
+    return np.ascontiguousarray(found.reshape(tiles(rows) * TILE_ROWS, -1)[:rows, :cols])
 
 
 def widen(raw: Array) -> Array:
@@ -136,24 +155,43 @@ def _refuse_not_finite(values: Array) -> None:
         raise BrokenModel("NaN or infinite values")
 
 
-def _encode_groups(values: Array, fmt: Format, codes: Array, scales: Array, minimums: Array) -> None:
-    """values float32 [r, c] → codes [r, G * bytes], scales, minimums float16 [r, G], in place."""
+def _encode_floats(values: Array, cols: int, fmt: Format, out: Array) -> None:
+    """values [r, c] in the storage type → the tiles of those rows."""
     r, c = values.shape
-    whole = c // fmt.group * fmt.group
-    per_group = fmt.group * fmt.bits // 8
+    width = cols + cols % 2 if fmt.kind == "bfloat16" else cols
+    if r % TILE_ROWS or c < width or not values.flags.c_contiguous:
+        padded = np.zeros((tiles(r) * TILE_ROWS, width), values.dtype)
+        padded[:r, :c] = values
+        values = padded
+    target = words(out, r, cols, fmt)
+    target[...] = values.view(target.dtype).reshape(len(target), TILE_ROWS, -1).swapaxes(1, 2)
+
+
+def _encode_codes(values: Array, cols: int, fmt: Format, out: Array) -> None:
+    """values float32 [r, c] → the tiles of those rows."""
+    r, c = values.shape
+    groups = fmt.groups(cols)
+    codes = np.zeros((tiles(r) * TILE_ROWS, groups, fmt.group), np.uint8)
+    scales, minimums = np.zeros((2, len(codes), groups), np.float16)
+    whole = c // fmt.group
     if whole:
-        grouped = values[:, :whole].reshape(r, -1, fmt.group)  # [r, G, group]
-        split = whole // fmt.group
-        into = codes[:, : split * per_group].reshape(r, split, per_group)
-        _encode_group_run(grouped, fmt, into, scales[:, :split], minimums[:, :split])
-    if whole < c:
+        grouped = values[:, : whole * fmt.group].reshape(r, whole, fmt.group)
+        _encode_groups(grouped, fmt, codes[:r, :whole], scales[:r, :whole], minimums[:r, :whole])
+    if c % fmt.group:
         # The tail is a group of its own of fewer columns; the codes beyond it stay 0.
-        tail = values[:, None, whole:]
-        _encode_group_run(tail, fmt, codes[:, None, -per_group:], scales[:, -1:], minimums[:, -1:])
+        tail, at = values[:, None, whole * fmt.group :], slice(whole, whole + 1)
+        _encode_groups(tail, fmt, codes[:r, at, : tail.shape[2]], scales[:r, at], minimums[:r, at])
+    into, scales_into, minimums_into = fields(out, r, cols, fmt)
+    # Four codes at a time. A shift by a nibble moves no bit of a code below 16 into the next byte.
+    by_row = codes.view(np.uint32).reshape(len(into), TILE_ROWS, groups, into.shape[2], -1)
+    packed = by_row[..., 0] | by_row[..., 1] << 4 if fmt.kind == "int4" else by_row[..., 0]
+    into.view(np.uint32)[..., 0] = packed.transpose(0, 2, 3, 1)
+    for target, source in ((scales_into, scales), (minimums_into, minimums)):
+        target[...] = source.reshape(len(into), TILE_ROWS, groups).swapaxes(1, 2)
 
 
-def _encode_group_run(grouped: Array, fmt: Format, codes: Array, scales: Array, minimums: Array) -> None:
-    """grouped float32 [r, G, n] → codes uint8 [r, G, bytes], scales and minimums float16 [r, G]."""
+def _encode_groups(grouped: Array, fmt: Format, codes: Array, scales: Array, minimums: Array) -> None:
+    """grouped float32 [r, G, n] → codes uint8 [r, G, n], scales and minimums float16 [r, G], in place."""
     levels = 2**fmt.bits - 1
     # NaN and infinities survive. Twice as fast as min(axis=2), whose inner loop restarts for every group.
     flat, starts = grouped.reshape(-1), np.arange(0, grouped.size, grouped.shape[2])
@@ -173,14 +211,7 @@ def _encode_group_run(grouped: Array, fmt: Format, codes: Array, scales: Array, 
     scaled = grouped - offset[:, :, None]
     scaled *= inverse[:, :, None]
     scaled += np.float32(0.5)  # the cast truncates; scaled <= levels + 0.5 since the scale is rounded up
-    found = scaled.astype(np.uint8)
-    if fmt.bits == 4:
-        half, n = fmt.group // 2, found.shape[2]
-        codes[:, :, : min(n, half)] = found[:, :, :half]
-        if n > half:
-            codes[:, :, : n - half] |= found[:, :, half:] << 4
-    else:
-        codes[:, :, : found.shape[2]] = found
+    np.copyto(codes, scaled, casting="unsafe")
     scales[:], minimums[:] = scale, minimum
 
 

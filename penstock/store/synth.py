@@ -18,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.models import Source, sources
-from penstock.spec.format import Format
+from penstock.spec.format import TILE_ROWS, Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Block, Part, parts
 from penstock.store.files import read_bytes
 from penstock.store.manifest import CONFIG
 from penstock.store.packed import MAX_CONFIG_BYTES, read_config
-from penstock.store.quantize import encode, runs
+from penstock.store.quantize import encode, fields, words
 from penstock.store.writer import SHARD_BYTES, Progress, write_packed
 
 Array = npt.NDArray[Any]
@@ -84,11 +84,12 @@ class _Maker:
         start = 64 * zlib.crc32(f"{self.seed}/{part.key}/{g}/{block.name}".encode())
         by_column = self.sources[part.key, block.name].axis == 1
         rows = part.rows_of(g, g + 1)
-        if block.rows > 1 and rows == part.granule_rows:
+        vector = block.rows == 1 and not block.tiled
+        if not vector and rows == part.granule_rows:
             fan_in = block.cols * part.rows // part.granule_rows if by_column else block.cols
             self._whole(block.format, 1 / math.sqrt(fan_in), start, block, out)
             return
-        if block.rows == 1:
+        if vector:
             shape = (1, block.cols * rows // part.granule_rows)
             mean, std = (0.0, _BIAS_STD) if block.name.endswith("_bias") else (1.0 - self.spec.norm.offset, _NORM_STD)
         else:
@@ -98,19 +99,27 @@ class _Maker:
         _tile(values.reshape(-1), self._pool("normals", Format("float32"), 1.0), start)
         values *= np.float32(std)
         values += np.float32(mean)
-        encode(values, block.format, block.rows, block.cols, out)
+        encode(values, block.format, block.rows, block.cols, out, block.tiled)
 
     def _whole(self, fmt: Format, std: float, start: int, block: Block, out: Array) -> None:
         if not fmt.is_quantised:
             pool = self._pool("normals", fmt, std)
             _tile(out.view(pool.dtype), pool, start)
+            if block.tiled:
+                _clear_padding(words(out, block.rows, block.cols, fmt), block.rows)
+                if fmt.kind == "bfloat16" and block.cols % 2:
+                    words(out, block.rows, block.cols, fmt)[:, -1] &= 0xFFFF  # the upper half is the later column
             return
-        codes, scales, minimums = runs(out, block.rows, block.cols, fmt)
-        _tile(codes.reshape(-1), self._pool("codes", fmt, 0.0), start)
-        if block.cols % fmt.group:
-            _clear_tail(codes, block.cols, fmt)
-        _tile(scales.reshape(-1), self._pool("scales", fmt, std), start)
-        _tile(minimums.reshape(-1), self._pool("minimums", fmt, std), start)
+        codes, scales, minimums = fields(out, block.rows, block.cols, fmt)
+        for view, what in ((codes, "codes"), (scales, "scales"), (minimums, "minimums")):
+            pool = self._pool(what, fmt, 0.0 if what == "codes" else std)
+            drawn = np.empty(view.size, pool.dtype)
+            _tile(drawn, pool, start)
+            view[...] = drawn.reshape(view.shape)
+        codes[:, -1] &= _tail_mask(block.cols, fmt)
+        _clear_padding(codes.view(np.uint32)[..., 0], block.rows)
+        _clear_padding(scales, block.rows)
+        _clear_padding(minimums, block.rows)
 
     def _pool(self, what: str, fmt: Format, std: float) -> Array:
         key = (what, fmt, std)
@@ -126,7 +135,7 @@ class _Maker:
             if std == 1.0 and fmt.kind == "float32":
                 return rng.standard_normal(_NORMALS, np.float32)
             values = self._pool("normals", Format("float32"), 1.0) * np.float32(std)
-            return encode(values.reshape(1, -1), fmt).view(np.uint32 if fmt.bits == 32 else np.uint16)
+            return encode(values.reshape(1, -1), fmt, tiled=False).view(np.uint32 if fmt.bits == 32 else np.uint16)
         # Codes are uniform over 0 .. levels, whose standard deviation is sqrt((levels + 1)² - 1) / sqrt(12).
         levels = 2**fmt.bits - 1
         scale = std * math.sqrt(12 / ((levels + 1) ** 2 - 1)) * rng.uniform(0.75, 1.25, _SCALES)
@@ -143,15 +152,19 @@ def _tile(out: Array, pool: Array, start: int) -> None:
         done, at = done + count, 0
 
 
-def _clear_tail(codes: Array, cols: int, fmt: Format) -> None:
-    """Codes beyond the last column are 0. codes uint8 [rows, bytes]."""
-    tail, per_group = cols % fmt.group, fmt.group * fmt.bits // 8
-    last = codes[:, -per_group:]
-    if fmt.bits == 8:
-        last[:, tail:] = 0
-    else:
-        last[:, tail:] &= 0xF0  # low nibbles: columns 0 .. group/2
-        last[:, max(tail - fmt.group // 2, 0) :] &= 0x0F  # high nibbles: the others
+def _clear_padding(field: Array, rows: int) -> None:
+    """Rows beyond the last are zero bits. field [tiles, …, 16]."""
+    if rows % TILE_ROWS:
+        field[-1, ..., rows % TILE_ROWS :] = 0
+
+
+def _tail_mask(cols: int, fmt: Format) -> Array:
+    """uint8 [lines, 1, 4] for the codes of a row's last group: 0 where a column lies beyond the last."""
+    inside = np.arange(fmt.group) < (cols % fmt.group or fmt.group)
+    if fmt.kind == "int8":
+        return np.where(inside.reshape(-1, 1, 4), np.uint8(0xFF), np.uint8(0))
+    low, high = inside.reshape(-1, 2, 1, 4).swapaxes(0, 1)
+    return np.where(low, np.uint8(0x0F), np.uint8(0)) | np.where(high, np.uint8(0xF0), np.uint8(0))
 
 
 def byte_tokenizer(spec: ModelSpec) -> dict[str, bytes]:

@@ -15,7 +15,7 @@ from penstock.errors import BrokenModel, StorageFailed
 from penstock.spec.parts import Part
 from penstock.store.manifest import PackedPart
 from penstock.store.packed import open_packed, read_manifest
-from penstock.store.quantize import runs
+from penstock.store.quantize import fields
 from penstock.store.writer import Progress
 from penstock.units import MIB
 
@@ -82,7 +82,7 @@ def _require_finite(file: Path, part: Part, lo: int, granules: npt.NDArray[Any])
         for block in part.blocks:
             data = granule[block.offset : block.offset + block.nbytes]
             if block.format.is_quantised:
-                _, scales, minimums = runs(data, block.rows, block.cols, block.format)
+                _, scales, minimums = fields(data, block.rows, block.cols, block.format)
                 finite = _exponents_finite(scales, 0x7C00) and _exponents_finite(minimums, 0x7C00)
             elif block.format.kind == "float32":
                 finite = bool(np.isfinite(data.view(np.float32)).all())

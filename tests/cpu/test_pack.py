@@ -29,7 +29,7 @@ from penstock.store import writer
 from penstock.store.header import read_header
 from penstock.store.pack import pack, verify
 from penstock.store.packed import Packed, is_packed, open_packed, read_config
-from penstock.store.quantize import decode, encode
+from penstock.store.quantize import decode, encode, fields
 from penstock.store.synth import synth
 from penstock.units import MIB
 from tests.cpu.checkpoints import (
@@ -57,7 +57,26 @@ def blocks_of(packed: Packed) -> Iterator[tuple[Part, Block, int, Array]]:
     for part in packed.parts.values():
         for g in range(part.granules):
             for block in part.blocks:
-                yield part, block, g, decode(block_bytes(packed, part, block, g), block.rows, block.cols, block.format)
+                raw = block_bytes(packed, part, block, g)
+                if block.tiled:
+                    assert_padding_is_zero(raw, block)
+                yield part, block, g, decode(raw, block.rows, block.cols, block.format, block.tiled)
+
+
+def assert_padding_is_zero(raw: Array, block: Block) -> None:
+    """Rows up to a whole tile and columns up to a whole group or pair: their bits are 0."""
+    fmt, rows, cols = block.format, 16 * -(-block.rows // 16), block.cols
+    if fmt.is_quantised:
+        raw = raw.copy()
+        _, scales, minimums = fields(raw, rows, cols, fmt)
+        at = block.rows % 16 or 16
+        assert not scales[-1, :, at:].any() and not minimums[-1, :, at:].any()
+        scales[:], minimums[:] = 1, 0  # codes decode to themselves
+        cols = fmt.groups(cols) * fmt.group
+    elif fmt.kind == "bfloat16":
+        cols += cols % 2
+    found = decode(raw, rows, cols, fmt)
+    assert not found[block.rows :].any() and not found[:, block.cols :].any()
 
 
 def expected_block(packed: Packed, tensors: dict[str, Array], part: Part, block: Block, g: int) -> Array:
@@ -165,11 +184,17 @@ def test_manifest_says_what_lies_where(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "src", LLAMA)
     packed = open_packed(pack(tmp_path / "src", tmp_path / "dst", parse_format("int4")))
     manifest = json.loads((tmp_path / "dst/penstock.json").read_text())
-    assert manifest["schema"] == "penstock.packed/1" and manifest["weights"] == "int4"
+    assert manifest["schema"] == "penstock.packed/2" and manifest["weights"] == "int4"
     assert [part["key"] for part in manifest["parts"]] == list(packed.parts)
     ffn = next(part for part in manifest["parts"] if part["key"] == "1.ffn")
     assert (ffn["kind"], ffn["rows"], ffn["granules"]) == ("ffn", 172, 3)
-    assert ffn["blocks"][2] == {"name": "down", "rows": 72, "cols": 64, "format": "int4", "offset": 9216}
+    down = {"name": "down", "rows": 72, "cols": 64, "format": "int4", "offset": 9216, "tiled": True}
+    assert ffn["blocks"][2] == down
+    assert {block["name"] for part in manifest["parts"] for block in part["blocks"] if not block["tiled"]} == {
+        "attn_in",
+        "ffn_in",
+        "final",
+    }
     path, offset, nbytes = packed.locate("1.ffn", 0, 3)
     assert ffn["crc32"] == zlib.crc32(path.read_bytes()[offset : offset + nbytes])
     with pytest.raises(ValueError, match="has 3 granules"):
@@ -296,7 +321,7 @@ SHARD = "model-00002.safetensors"
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("penstock.json", lambda m: m.update(schema="penstock.packed/0"), "has schema 'penstock.packed/0'"),
+        ("penstock.json", lambda m: m.update(schema="penstock.packed/1"), "has schema 'penstock.packed/1'"),
         ("penstock.json", lambda m: m.pop("weights"), "lacks 'weights'"),
         ("penstock.json", lambda m: m.update(weights="int3"), "unknown number format 'int3'"),
         ("penstock.json", lambda m: m.update(weights="int8"), "part embed has another layout"),
@@ -630,14 +655,17 @@ def test_peak_memory_and_page_cache(tmp_path: Path) -> None:
 # --- synth -----------------------------------------------------------------------------------------------------------
 
 
+ODD = {**LLAMA, "hidden_size": 71, "head_dim": 14}
+
+
 def is_random(values: Array, std: float) -> None:
     """Mean 0 and the given standard deviation, as far as five sigma of so many samples tell."""
     assert abs(values.mean()) < 5 * std / values.size**0.5
     assert values.std() == pytest.approx(std, rel=0.05 + 5 / (2 * values.size) ** 0.5)
 
 
-@pytest.mark.parametrize("name", [None, "int4", "int8-g32"])
-@pytest.mark.parametrize("config", [LLAMA, OPT], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize("name", [None, "int4", "int8-g32", "float16"])
+@pytest.mark.parametrize("config", [LLAMA, OPT, ODD], ids=["llama", "opt", "odd"])
 def test_synth_makes_a_model_of_the_shape(tmp_path: Path, config: dict[str, Any], name: str | None) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 300, "torch_dtype": "bfloat16"}))
     weights = parse_format(name) if name else None

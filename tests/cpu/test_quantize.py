@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from penstock.errors import BrokenModel, UnsupportedModel
 from penstock.spec.format import Format, parse_format
-from penstock.store.quantize import decode, encode, runs, widen
+from penstock.store.quantize import decode, encode, fields, widen
 
 Floats = NDArray[np.float32]
 
-INTEGERS = [parse_format(name) for name in ("int4", "int8", "int4-g32", "int8-g2", "int4-g128")]
+INTEGERS = [parse_format(name) for name in ("int4", "int8", "int4-g32", "int8-g8", "int4-g128")]
 FLOATS = [parse_format(name) for name in ("float32", "bfloat16", "float16")]
 ALL = [*INTEGERS, *FLOATS]
 
@@ -22,7 +22,8 @@ ALL = [*INTEGERS, *FLOATS]
 def worst_excess(values: Floats, encoded: NDArray[np.uint8], fmt: Format) -> float:
     """How far the worst element lies beyond the bound: 0 where all keep it."""
     rows, cols = values.shape
-    _, scales, minimums = (run.astype(np.float64) for run in runs(encoded, rows, cols, fmt))
+    _, *halves = fields(encoded, rows, cols, fmt)  # [tiles, G, 16] → [rows, G]
+    scales, minimums = (h.astype(np.float64).swapaxes(1, 2).reshape(-1, fmt.groups(cols))[:rows] for h in halves)
     reach = np.maximum(np.abs(minimums), np.abs(minimums + scales * (2**fmt.bits - 1)))
     bound = np.repeat(scales / 2 + 2.0**-20 * reach + 2.0**-140, fmt.group, axis=1)[:, :cols]
     error = np.abs(values.astype(np.float64) - decode(encoded, rows, cols, fmt).astype(np.float64))
@@ -62,44 +63,25 @@ def test_a_constant_that_float16_holds_is_exact(fmt: Format, constant: float) ->
     assert np.array_equal(decode(encode(values, fmt), 2, 70, fmt), values)
 
 
-@pytest.mark.parametrize("fmt", INTEGERS, ids=lambda fmt: fmt.name)
-def test_layout_is_the_documented_one(fmt: Format) -> None:
-    rows, cols = 3, 70
-    values = np.random.default_rng(1).standard_normal((rows, cols)).astype(np.float32)
-    buffer = encode(values, fmt)
-    groups, width = -(-cols // fmt.group), -(-cols // fmt.group) * fmt.group * fmt.bits // 8
-    scales = buffer[rows * width :][: rows * groups * 2].view(np.float16).reshape(rows, groups)
-    minimums = buffer[rows * width + rows * groups * 2 :].view(np.float16).reshape(rows, groups)
-    for row, col in ((0, 0), (1, 31), (2, 33), (2, 69), (0, 64)):
-        group, j = divmod(col, fmt.group)
-        if fmt.kind == "int4":
-            half = fmt.group // 2
-            byte = int(buffer[row * width + group * half + j % half])
-            code = byte >> 4 if j >= half else byte & 15
-        else:
-            code = int(buffer[row * width + group * fmt.group + j])
-        value = code * float(scales[row, group]) + float(minimums[row, group])
-        assert value == pytest.approx(float(decode(buffer, rows, cols, fmt)[row, col]), abs=1e-6)
-        assert abs(value - float(values[row, col])) <= float(scales[row, group]) / 2 + 1e-6
-
-
 @pytest.mark.parametrize("fmt", ALL, ids=lambda fmt: fmt.name)
 def test_padding_is_zero_bits_and_widens_no_group(fmt: Format) -> None:
     values = np.random.default_rng(2).uniform(5, 6, (3, 44)).astype(np.float32)
-    dirty = np.full(fmt.matrix_bytes(5, 64), 0xFF, np.uint8)
-    encoded = encode(values, fmt, 5, 64, dirty)
-    assert encoded is dirty
-    found = decode(encoded, 5, 64, fmt)
+    dirty = np.full(fmt.matrix_bytes(21, 64), 0xFF, np.uint8)
+    encoded = encode(values, fmt, 21, 64, dirty)
+    assert encoded is dirty and not dirty[fmt.tile_bytes(64) :].any()
+    found = decode(encoded, 21, 64, fmt)
     assert np.array_equal(found[:3, :44], decode(encode(values, fmt), 3, 44, fmt))
     assert not found[3:].any()
     if fmt.is_quantised:
-        codes, scales, minimums = runs(encoded, 5, 64, fmt)
-        assert scales[:3, 0].max() <= 1 / (2**fmt.bits - 1) + 1e-2  # the range is 5..6, not 0..6
-        assert not codes[3:].any() and not scales[3:].any() and not minimums[3:].any()
-        if fmt.kind == "int8":
-            assert not codes[:, 44:].any()
-        elif fmt.group == 64:
-            assert not (codes[:, 12:] >> 4).any()
+        codes, scales, minimums = fields(encoded, 21, 64, fmt)
+        assert scales[0, 0, :3].max() <= 1 / (2**fmt.bits - 1) + 1e-2  # the range is 5..6, not 0..6
+        assert not codes[..., 3:, :].any() and not scales[..., 3:].any() and not minimums[..., 3:].any()
+        if fmt.group == 64:
+            lines = 44 * fmt.bits // 32  # column 44 is the first of line 11, or the fifth of line 5
+            assert codes[0, 0, lines, :3].any() == (fmt.kind == "int4")
+            assert not codes[:, :, lines + (fmt.kind == "int4") :].any()
+            if fmt.kind == "int4":
+                assert not (codes[0, 0, lines] >> 4).any()
     else:
         assert not found[:, 44:].any()
 
@@ -108,14 +90,16 @@ def test_padding_is_zero_bits_and_widens_no_group(fmt: Format) -> None:
 def test_floats_round_to_nearest_even(values: Floats, fmt: Format) -> None:
     kinds = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
     expected = values.astype(kinds[fmt.kind])
-    encoded = encode(values, fmt)
+    encoded = encode(values, fmt, tiled=False)
     assert encoded.tobytes() == expected.tobytes()
-    assert np.array_equal(decode(encoded, values.shape[0], values.shape[1], fmt), expected.astype(np.float32))
+    for tiled in (False, True):
+        found = decode(encode(values, fmt, tiled=tiled), *values.shape, fmt, tiled)
+        assert found.tobytes() == expected.astype(np.float32).tobytes()
 
 
 def test_bfloat16_ties_go_to_even() -> None:
     ties = np.array([[0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF]], np.uint32).view(np.float32)
-    assert encode(ties, Format("bfloat16")).view(np.uint16).tolist() == [0x3F80, 0x3F82, 0x3F81, 0x3F80]
+    assert encode(ties, Format("bfloat16"), tiled=False).view(np.uint16).tolist() == [0x3F80, 0x3F82, 0x3F81, 0x3F80]
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
@@ -124,10 +108,11 @@ def test_the_same_format_is_copied_to_the_bit(kind: str) -> None:
     limit = 0x7C00 if kind == "float16" else 0x7F80
     bits = bits[(bits & 0x7FFF) < limit]  # all finite numbers, subnormals and -0 included
     raw = (bits.view(np.float16) if kind == "float16" else bits).reshape(2, -1)
-    assert encode(raw, Format(kind)).tobytes() == bits.tobytes()
+    assert encode(raw, Format(kind), tiled=False).tobytes() == bits.tobytes()
+    assert decode(encode(raw, Format(kind)), *raw.shape, Format(kind)).tobytes() == widen(raw).tobytes()
     dtype = np.float16 if kind == "float16" else ml_dtypes.bfloat16
     assert np.array_equal(widen(raw).ravel(), bits.view(dtype).astype(np.float32))
-    assert encode(raw, Format("float32")).tobytes() == widen(raw).tobytes()
+    assert encode(raw, Format("float32"), tiled=False).tobytes() == widen(raw).tobytes()
 
 
 @pytest.mark.parametrize("fmt", ALL, ids=lambda fmt: fmt.name)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from penstock.graph.tasks import Batch
 from penstock.kernels import rope
 from penstock.kernels.reference.dense import normalise
-from penstock.kernels.reference.matrix import Bytes, Float32, Scratch, multiply, narrow, vector
+from penstock.kernels.reference.matrix import Bytes, Float32, Scratch, multiply, narrow, vector, widen_plain
 from penstock.spec.format import Format
 from penstock.spec.model import Attention, Norm
 from penstock.spec.parts import Part
@@ -113,7 +113,7 @@ def _attend_head(
         scratch.rewind(mark)
         begin = page * page_tokens
         n = min(page_tokens, start + count - begin)
-        key = _wide(keys[table[page], head, :n], kv_format, scratch)
+        key = widen_plain(keys[table[page], head, :n], kv_format, scratch)
         scores = scratch.take((g * count, n))
         np.matmul(flat, key.T, out=scores)
         scores *= np.float32(a.scale)
@@ -134,27 +134,13 @@ def _attend_head(
         weight *= shrink
         weight += scores.sum(axis=1, keepdims=True)
         total *= shrink
-        value = _wide(values[table[page], head, :n], kv_format, scratch)
+        value = widen_plain(values[table[page], head, :n], kv_format, scratch)
         product = scratch.take((g * count, e))
         np.matmul(scores, value, out=product)
         total += product
         best[...] = peak
     total /= weight
     return total.reshape(g, count, e)
-
-
-def _wide(stored: NDArray[Any], kv_format: Format, scratch: Scratch) -> Float32:
-    """K or V of a page [n, E] as float32."""
-    if kv_format.kind == "float32":
-        return stored
-    if kv_format.kind == "float16":
-        wide = scratch.take(stored.shape)
-        np.copyto(wide, stored)
-        return wide
-    bits = scratch.take(stored.shape, np.uint32)
-    np.copyto(bits, stored)
-    np.left_shift(bits, 16, out=bits)
-    return bits.view(np.float32)
 
 
 def out(

@@ -13,54 +13,41 @@ from penstock.kernels.reference.matrix import (
     Bytes,
     Float32,
     Scratch,
-    block_bytes,
     multiply,
-    runs,
+    table,
+    take_rows,
     vector,
-    widen,
+    widen_plain,
 )
 from penstock.spec.model import Layer, ModelSpec, Norm
 from penstock.spec.parts import Part
 
 
-def gather(weights: Bytes, part: Part, tokens: NDArray[np.int32], rows: Bytes) -> None:
-    """Copies embedding rows, still in their format, into a matrix of T rows.
-
-    weights [granules, granule_bytes]; tokens [T]; rows: bytes of a [T, d_embed] matrix in the same format.
-    """
-    block = part.block("rows")
-    target = runs(rows, len(tokens), block.cols, block.format)
-    for i, token in enumerate(tokens.tolist()):
-        granule, row = divmod(token, part.granule_rows)
-        source = runs(block_bytes(weights[granule], block), block.rows, block.cols, block.format)
-        for to, come_from in zip(target, source, strict=True):
-            to[i] = come_from[row]
+def gather(weights: Bytes, part: Part, tokens: NDArray[np.int32], rows: Float32) -> None:
+    """rows [T, d_embed] = the embedding rows of tokens [T]; weights [granules, granule_bytes]."""
+    take_rows(weights, part.block("rows"), tokens, rows)
 
 
 def embed(
-    rows: Bytes, part: Part, edges: Bytes, edges_part: Part, spec: ModelSpec, positions: NDArray[np.int64],
-    x: Float32, scratch: Scratch,
+    rows: Float32, edges: Bytes, edges_part: Part, spec: ModelSpec, positions: NDArray[np.int64], x: Float32,
+    scratch: Scratch,
 ) -> None:  # fmt: skip
     """x [T, D] = rows [T, d_embed] · embed_scale, projected, plus learned positions."""
-    block, t = part.block("rows"), len(positions)
-    codes, scales, minimums = runs(rows, t, block.cols, block.format)
     projected, start = edges_part.has("project_in"), scratch.mark()
-    step = max(1, min(t, 64))  # slabs, as in `multiply`: embedding rows are as wide as the model
-    for lo in range(0, t, step):
+    step = 64  # slabs, as in `multiply`: embedding rows are as wide as the model
+    for lo in range(0, len(positions), step):
         scratch.rewind(start)
-        hi = min(lo + step, t)
-        wide = widen(codes[lo:hi], scales[lo:hi], minimums[lo:hi], block.cols, block.format, scratch)
-        if spec.embed_scale != 1.0:
-            wide = wide * np.float32(spec.embed_scale)
+        at = slice(lo, lo + step)
         if projected:
-            multiply(wide, edges, edges_part.block("project_in"), x[lo:hi], scratch)
+            scaled = scratch.take(rows[at].shape)
+            np.multiply(rows[at], np.float32(spec.embed_scale), out=scaled)
+            multiply(scaled, edges, edges_part.block("project_in"), x[at], scratch)
         else:
-            x[lo:hi] = wide
+            np.multiply(rows[at], np.float32(spec.embed_scale), out=x[at])
         if spec.position_rows:
-            table = edges_part.block("positions")
-            learned, none, _ = runs(block_bytes(edges, table), table.rows, table.cols, table.format)
-            at = positions[lo:hi] + spec.position_offset
-            x[lo:hi] += widen(learned[at], none, none, table.cols, table.format, scratch)
+            block = edges_part.block("positions")
+            learned = table(edges, block)[positions[at] + spec.position_offset]
+            x[at] += widen_plain(learned, block.format, scratch)
     scratch.rewind(start)
 
 

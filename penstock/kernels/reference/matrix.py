@@ -1,4 +1,4 @@
-"""Weights to float32 and matrix products, a slab of rows at a time."""
+"""Weights to float32 and matrix products, a slab of tiles at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.graph.scratch import slab_rows
-from penstock.spec.format import Format
+from penstock.spec.format import TILE_ROWS, Format, tiles
 from penstock.spec.parts import Block
 
 Bytes = NDArray[np.uint8]
@@ -36,47 +36,88 @@ class Scratch:
         self._used = mark
 
 
-def runs(matrix: Bytes, rows: int, cols: int, fmt: Format) -> tuple[Bytes, NDArray[Any], NDArray[Any]]:
-    """A matrix at rest as its runs: codes uint8 [rows, code bytes], scales and minimums float16 [rows, G].
-    For float formats the last two are empty."""
-    width, groups = fmt.code_row_bytes(cols), fmt.groups(cols)
-    split, half = rows * width, rows * 2 * groups
-    codes = matrix[:split].reshape(rows, width)
-    scales = matrix[split : split + half].view(np.float16).reshape(rows, groups)
-    minimums = matrix[split + half : split + 2 * half].view(np.float16).reshape(rows, groups)
-    return codes, scales, minimums
+# Elements of single rows widened at a time: `take_rows` has no scratch and allocates some 9 bytes for each.
+_ROW_ELEMENTS = 64 * 1024
+
+Fields = tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]
 
 
-def widen(
-    codes: Bytes, scales: NDArray[Any], minimums: NDArray[Any], cols: int, fmt: Format, scratch: Scratch
-) -> Float32:
-    """float32 [rows, cols]; for float32 weights a view of them, otherwise scratch."""
-    rows = codes.shape[0]
-    if fmt.kind == "float32":
-        return codes.view(np.float32)
-    if fmt.kind == "float16":
-        wide = scratch.take((rows, cols))
-        np.copyto(wide, codes.view(np.float16))
-        return wide
-    if fmt.kind == "bfloat16":
-        bits = scratch.take((rows, cols), np.uint32)
-        np.copyto(bits, codes.view(np.uint16))
-        np.left_shift(bits, 16, out=bits)
-        return bits.view(np.float32)
-    groups, group = fmt.groups(cols), fmt.group
-    wide = scratch.take((rows, groups, group))
+def _fields(packed: Bytes, cols: int, fmt: Format) -> Fields:
+    """Tiles uint8 [..., tile_bytes] as views whose last axis is the row: words [..., lines, 16], for integer
+    formats [..., G, lines, 16], and their scales and minimums float16 [..., G, 16]."""
+    if not fmt.is_quantised:
+        word = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint32}[fmt.kind]
+        return packed.view(word).reshape(*packed.shape[:-1], -1, TILE_ROWS), None, None
+    grouped = packed.reshape(*packed.shape[:-1], fmt.groups(cols), fmt.group_bytes)
+    words = grouped[..., : -4 * TILE_ROWS].view(np.uint32)
+    halves = grouped[..., -4 * TILE_ROWS :].view(np.float16)
+    return words.reshape(*words.shape[:-1], -1, TILE_ROWS), halves[..., :TILE_ROWS], halves[..., TILE_ROWS:]
+
+
+def _padded(cols: int, fmt: Format) -> int:
+    """Columns that a tile holds."""
+    return fmt.groups(cols) * fmt.group if fmt.is_quantised else cols + (fmt.kind == "bfloat16") * (cols % 2)
+
+
+def _expand(fields: Fields, fmt: Format, wide: Float32, codes: Bytes | None) -> None:
+    """wide float32 [n, padded columns] = fields with their row axis moved to the front: words [..., lines] or
+    [..., G, lines], scales and minimums [..., G]. codes uint8, of the same shape as wide: room for the codes
+    of integer formats."""
+    words, scales, minimums = fields
+    if scales is None or minimums is None or codes is None:
+        if fmt.kind == "bfloat16":
+            pairs = wide.view(np.uint32).reshape(*words.shape, 2)
+            np.left_shift(words, 16, out=pairs[..., 0])
+            np.bitwise_and(words, 0xFFFF0000, out=pairs[..., 1])
+        else:
+            np.copyto(wide.reshape(words.shape), words)
+        return
     if fmt.kind == "int8":
-        np.copyto(wide, codes.reshape(rows, groups, group))
+        np.copyto(codes.view(np.uint32).reshape(words.shape), words)
     else:
-        packed = codes.reshape(rows, groups, group // 2)
-        nibbles = scratch.take(packed.shape, np.uint8)
-        np.bitwise_and(packed, 15, out=nibbles)
-        np.copyto(wide[:, :, : group // 2], nibbles)
-        np.right_shift(packed, 4, out=nibbles)
-        np.copyto(wide[:, :, group // 2 :], nibbles)
-    wide *= scales.astype(np.float32)[:, :, None]
-    wide += minimums.astype(np.float32)[:, :, None]
-    return wide.reshape(rows, groups * group)[:, :cols]
+        # A word becomes 8 bytes: its low nibbles, then, shifted by 32 - 4 bits, its high ones.
+        pairs = codes.view(np.uint64).reshape(words.shape)
+        shifted = wide.reshape(-1)[: codes.size // 4].view(np.uint64).reshape(words.shape)
+        np.copyto(pairs, words)
+        np.left_shift(pairs, 28, out=shifted)
+        np.bitwise_or(pairs, shifted, out=pairs)
+        np.bitwise_and(pairs, 0x0F0F0F0F0F0F0F0F, out=pairs)
+    np.copyto(wide.reshape(-1), codes.reshape(-1))
+    grouped = wide.reshape(*scales.shape, -1)
+    grouped *= scales.astype(np.float32)[..., None]
+    grouped += minimums.astype(np.float32)[..., None]
+
+
+def widen(packed: Bytes, cols: int, fmt: Format, scratch: Scratch) -> Float32:
+    """Tiles uint8 [n, tile_bytes] → float32 [16 n, cols], in scratch."""
+    shape = (len(packed) * TILE_ROWS, _padded(cols, fmt))
+    wide = scratch.take(shape)
+    codes = scratch.take(shape, np.uint8) if fmt.is_quantised else None
+    words, scales, minimums = _fields(packed, cols, fmt)
+    by_row = (
+        np.moveaxis(words, -1, 1),
+        None if scales is None else np.moveaxis(scales, -1, 1),
+        None if minimums is None else np.moveaxis(minimums, -1, 1),
+    )
+    _expand(by_row, fmt, wide, codes)
+    return wide[:, :cols]
+
+
+def take_rows(granules: Bytes, block: Block, rows: NDArray[Any], out: Float32) -> None:
+    """out float32 [n, cols] = single rows of the block, which is cut into granules [granules, granule_bytes]."""
+    fmt, width = block.format, _padded(block.cols, block.format)
+    packed = granules[:, block.offset : block.offset + block.nbytes]
+    fields = _fields(packed.reshape(len(granules), tiles(block.rows), -1), block.cols, fmt)
+    step = max(1, _ROW_ELEMENTS // width)
+    for lo in range(0, len(rows), step):
+        granule, row = np.divmod(rows[lo : lo + step], block.rows)
+        tile, lane = np.divmod(row, TILE_ROWS)
+        words, scales, minimums = (None if f is None else f[granule, tile, ..., lane] for f in fields)
+        wide = np.empty((len(row), width), np.float32)
+        codes = np.empty(wide.shape, np.uint8) if fmt.is_quantised else None
+        assert words is not None
+        _expand((words, scales, minimums), fmt, wide, codes)
+        out[lo : lo + step] = wide[:, : block.cols]
 
 
 def block_bytes(granule: Bytes, block: Block) -> Bytes:
@@ -89,20 +130,39 @@ def vector(granule: Bytes, block: Block) -> Float32:
     return block_bytes(granule, block).view(np.float32)
 
 
+def table(granule: Bytes, block: Block) -> NDArray[Any]:
+    """A float matrix that lies row by row, in its storage type."""
+    return block_bytes(granule, block).view(storage_dtype(block.format)).reshape(block.rows, block.cols)
+
+
+def widen_plain(stored: NDArray[Any], fmt: Format, scratch: Scratch) -> Float32:
+    """Rows in a float format's storage type as float32: themselves, or in scratch."""
+    if fmt.kind == "float32":
+        return stored
+    if fmt.kind == "float16":
+        wide = scratch.take(stored.shape)
+        np.copyto(wide, stored)
+        return wide
+    bits = scratch.take(stored.shape, np.uint32)
+    np.copyto(bits, stored)
+    np.left_shift(bits, 16, out=bits)
+    return bits.view(np.float32)
+
+
 def multiply(x: Float32, granule: Bytes, block: Block, out: Float32, scratch: Scratch, add: bool = False) -> None:
     """out [T, R] = x [T, C] · block [R, C]ᵀ, or out += with `add`."""
-    codes, scales, minimums = runs(block_bytes(granule, block), block.rows, block.cols, block.format)
-    step, start = slab_rows(block), scratch.mark()
-    for lo in range(0, block.rows, step):
-        hi = min(lo + step, block.rows)
+    packed = block_bytes(granule, block).reshape(tiles(block.rows), -1)
+    rows, start = slab_rows(block), scratch.mark()
+    for lo in range(0, block.rows, rows):
+        hi = min(lo + rows, block.rows)
         scratch.rewind(start)
-        slab = widen(codes[lo:hi], scales[lo:hi], minimums[lo:hi], block.cols, block.format, scratch)
-        product = scratch.take((x.shape[0], hi - lo))
+        slab = widen(packed[lo // TILE_ROWS : tiles(hi)], block.cols, block.format, scratch)
+        product = scratch.take((x.shape[0], len(slab)))
         np.matmul(x, slab.T, out=product)
         if add:
-            out[:, lo:hi] += product
+            out[:, lo:hi] += product[:, : hi - lo]
         else:
-            out[:, lo:hi] = product
+            out[:, lo:hi] = product[:, : hi - lo]
     scratch.rewind(start)
 
 
