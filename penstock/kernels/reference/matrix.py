@@ -66,9 +66,9 @@ def _expand(fields: Fields, fmt: Format, wide: Float32, codes: Bytes | None) -> 
     words, scales, minimums = fields
     if scales is None or minimums is None or codes is None:
         if fmt.kind == "bfloat16":
-            pairs = wide.view(np.uint32).reshape(*words.shape, 2)
-            np.left_shift(words, 16, out=pairs[..., 0])
-            np.bitwise_and(words, 0xFFFF0000, out=pairs[..., 1])
+            columns = wide.view(np.uint32).reshape(*words.shape, 2)
+            np.left_shift(words, 16, out=columns[..., 0])
+            np.bitwise_and(words, 0xFFFF0000, out=columns[..., 1])
         else:
             np.copyto(wide.reshape(words.shape), words)
         return
