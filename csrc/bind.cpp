@@ -1,17 +1,23 @@
 // The only file that sees Python. Arrays cross as addresses, which the caller keeps alive; `_native.pyi` is the manual.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <cerrno>
 #include <cstring>
+#include <map>
+#include <memory>
 #include <new>
+#include <optional>
 #include <stdexcept>
 
 #include "cpu.h"
 #include "file.h"
+#include "kernels.h"
 #include "memory.h"
 #include "probe.h"
+#include "threads.h"
 
 namespace nb = nanobind;
 using namespace penstock;
@@ -121,6 +127,123 @@ double py_ram_read_s(std::uintptr_t address, std::size_t nbytes, int threads, in
     return ram_read_s(pointer(address), nbytes, threads, repeats);  // std::invalid_argument becomes ValueError
 }
 
+// ---- kernels -------------------------------------------------------------------------------------------------------
+
+template <class Value>
+Value named(const std::map<std::string, Value>& names, const std::string& name) {
+    const auto found = names.find(name);
+    if (found == names.end()) throw nb::value_error(("there is no " + name).c_str());
+    return found->second;
+}
+
+Matrix make_matrix(int rows, int cols, const std::string& kind, int group, std::size_t offset) {
+    static const std::map<std::string, Kind> kinds{{"float32", Kind::kFloat32},
+                                                   {"float16", Kind::kFloat16},
+                                                   {"bfloat16", Kind::kBfloat16},
+                                                   {"int8", Kind::kInt8},
+                                                   {"int4", Kind::kInt4}};
+    const Matrix m{rows, cols, named(kinds, kind), group, offset};
+    if (rows < 1 || cols < 1) throw nb::value_error("rows and cols must be at least 1");
+    if (m.quantised() && (group < 8 || group % 8 != 0)) throw nb::value_error("group must be a multiple of 8");
+    return m;
+}
+
+FfnShape make_ffn(std::optional<Matrix> gate, const Matrix& up, const Matrix& down, const std::string& activation,
+                  std::size_t gate_bias, std::size_t up_bias) {
+    static const std::map<std::string, Activation> activations{
+        {"silu", Activation::kSilu},           {"gelu", Activation::kGelu}, {"gelu_tanh", Activation::kGeluTanh},
+        {"gelu_quick", Activation::kGeluQuick}, {"relu", Activation::kRelu}, {"relu2", Activation::kRelu2}};
+    // A granule's neurons come in whole tiles, so a tile's outputs never run into its neighbour's.
+    if (up.rows % kTileRows != 0 || down.cols != up.rows) throw nb::value_error("neurons must be whole tiles");
+    return {gate.value_or(Matrix{}), up, down, gate_bias, up_bias, named(activations, activation)};
+}
+
+// The kernels of one instruction set on a pool of threads.
+struct Compute {
+    Compute(const std::string& isa, int threads) : kernels(find_kernels(isa.c_str())) {
+        if (kernels == nullptr) throw nb::value_error(("this processor or build has no " + isa + " kernels").c_str());
+        pool = std::make_unique<Pool>(threads);
+    }
+    const Kernels* kernels;
+    std::unique_ptr<Pool> pool;
+};
+
+template <class Result>
+Result* at(std::uintptr_t address) {
+    return reinterpret_cast<Result*>(address);
+}
+
+void need_scratch(bool enough) {
+    if (!enough) throw nb::value_error("the scratch is too small for one granule");
+}
+
+void py_project(Compute& self, std::uintptr_t weights, int count, std::size_t stride, const Matrix& m, std::uintptr_t x,
+                std::ptrdiff_t x_stride, int rows, std::uintptr_t out, std::ptrdiff_t out_stride, int out_cols,
+                bool exact, std::uintptr_t scratch, std::size_t scratch_bytes) {
+    nb::gil_scoped_release release;
+    need_scratch(self.kernels->project(*self.pool, {at<const std::uint8_t>(weights), count, stride}, m,
+                                       at<const float>(x), x_stride, rows, at<float>(out), out_stride, out_cols, exact,
+                                       {at<std::uint8_t>(scratch), scratch_bytes}));
+}
+
+void py_accumulate(Compute& self, std::uintptr_t weights, int count, std::size_t stride, const Matrix& m,
+                   std::uintptr_t x, std::ptrdiff_t x_stride, int rows, std::uintptr_t sum, bool first, bool exact,
+                   std::uintptr_t scratch, std::size_t scratch_bytes) {
+    nb::gil_scoped_release release;
+    need_scratch(self.kernels->accumulate(*self.pool, {at<const std::uint8_t>(weights), count, stride}, m,
+                                          at<const float>(x), x_stride, rows, at<float>(sum), first, exact,
+                                          {at<std::uint8_t>(scratch), scratch_bytes}));
+}
+
+// The cache's form; where it lies comes with each call.
+struct CacheShape {
+    Kind kind;
+    int kv_heads, page_tokens, head_dim;
+    KvCache at(std::uintptr_t keys, std::uintptr_t values) const {
+        return {reinterpret_cast<std::uint8_t*>(keys), reinterpret_cast<std::uint8_t*>(values), kind, kv_heads,
+                page_tokens, head_dim};
+    }
+};
+
+CacheShape make_cache(const std::string& kind, int kv_heads, int page_tokens, int head_dim) {
+    static const std::map<std::string, Kind> kinds{
+        {"float32", Kind::kFloat32}, {"float16", Kind::kFloat16}, {"bfloat16", Kind::kBfloat16}};
+    // Attention walks blocks of 64 positions, each within one page.
+    if (page_tokens < 64 || page_tokens % 64 != 0) throw nb::value_error("page_tokens must be a multiple of 64");
+    return {named(kinds, kind), kv_heads, page_tokens, head_dim};
+}
+
+void py_qkv(Compute& self, std::uintptr_t weights, int count, std::size_t stride, const QkvShape& shape,
+            const AttentionShape& a, std::uintptr_t h, int rows, std::uintptr_t q_norm, std::uintptr_t k_norm,
+            std::uintptr_t cos, std::uintptr_t sin, std::uintptr_t sequences, int sequence_count,
+            const CacheShape& cache, std::uintptr_t keys, std::uintptr_t values, std::uintptr_t q, bool exact,
+            std::uintptr_t scratch, std::size_t scratch_bytes) {
+    nb::gil_scoped_release release;
+    need_scratch(self.kernels->qkv(*self.pool, {at<const std::uint8_t>(weights), count, stride}, shape, a,
+                                   at<const float>(h), rows, at<const float>(q_norm), at<const float>(k_norm),
+                                   at<const float>(cos), at<const float>(sin), at<const Sequence>(sequences),
+                                   sequence_count, cache.at(keys, values), at<float>(q), exact,
+                                   {at<std::uint8_t>(scratch), scratch_bytes}));
+}
+
+void py_attend(Compute& self, const AttentionShape& a, std::uintptr_t sequences, int sequence_count,
+               const CacheShape& cache, std::uintptr_t keys, std::uintptr_t values, std::uintptr_t q, std::uintptr_t out,
+               std::uintptr_t scratch, std::size_t scratch_bytes) {
+    nb::gil_scoped_release release;
+    need_scratch(self.kernels->attend(*self.pool, a, at<const Sequence>(sequences), sequence_count,
+                                      cache.at(keys, values), at<const float>(q), at<float>(out),
+                                      {at<std::uint8_t>(scratch), scratch_bytes}));
+}
+
+void py_ffn(Compute& self, std::uintptr_t weights, int count, std::size_t stride, const FfnShape& shape,
+            std::uintptr_t h, int rows, std::uintptr_t partial, bool first, bool exact, std::uintptr_t scratch,
+            std::size_t scratch_bytes) {
+    nb::gil_scoped_release release;
+    need_scratch(self.kernels->ffn(*self.pool, {at<const std::uint8_t>(weights), count, stride}, shape,
+                                   at<const float>(h), rows, at<float>(partial), first, exact,
+                                   {at<std::uint8_t>(scratch), scratch_bytes}));
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -143,4 +266,55 @@ NB_MODULE(_native, m) {
     m.def("open_direct", &py_open_direct, "path"_a);
     m.def("drop_cached", &py_drop_cached, "fd"_a, "offset"_a, "nbytes"_a);
     m.def("ram_read_s", &py_ram_read_s, "address"_a, "nbytes"_a, "threads"_a, "repeats"_a);
+
+    nb::class_<Matrix>(m, "Matrix")
+        .def("__init__",
+             [](Matrix* self, int rows, int cols, const std::string& kind, int group, std::size_t offset) {
+                 new (self) Matrix(make_matrix(rows, cols, kind, group, offset));
+             },
+             "rows"_a, "cols"_a, "kind"_a, "group"_a, "offset"_a)
+        .def_prop_ro("tile_bytes", &Matrix::tile_bytes)
+        .def_prop_ro("tiles", &Matrix::tiles);
+    nb::class_<FfnShape>(m, "FfnShape")
+        .def("__init__",
+             [](FfnShape* self, std::optional<Matrix> gate, const Matrix& up, const Matrix& down,
+                const std::string& activation, std::size_t gate_bias, std::size_t up_bias) {
+                 new (self) FfnShape(make_ffn(gate, up, down, activation, gate_bias, up_bias));
+             },
+             "gate"_a.none(), "up"_a, "down"_a, "activation"_a, "gate_bias"_a, "up_bias"_a);
+    nb::class_<QkvShape>(m, "QkvShape")
+        .def("__init__",
+             [](QkvShape* self, const Matrix& q, const Matrix& k, const Matrix& v, std::size_t q_bias,
+                std::size_t k_bias, std::size_t v_bias, float norm_eps, int rope_dims) {
+                 new (self) QkvShape{q, k, v, q_bias, k_bias, v_bias, norm_eps, rope_dims};
+             },
+             "q"_a, "k"_a, "v"_a, "q_bias"_a, "k_bias"_a, "v_bias"_a, "norm_eps"_a, "rope_dims"_a);
+    nb::class_<AttentionShape>(m, "AttentionShape")
+        .def("__init__",
+             [](AttentionShape* self, int heads, int kv_heads, int head_dim, int lo, int hi, float scale, float softcap,
+                int window) {
+                 new (self) AttentionShape{heads, kv_heads, head_dim, lo, hi, scale, softcap, window};
+             },
+             "heads"_a, "kv_heads"_a, "head_dim"_a, "lo"_a, "hi"_a, "scale"_a, "softcap"_a, "window"_a);
+    nb::class_<CacheShape>(m, "CacheShape")
+        .def("__init__",
+             [](CacheShape* self, const std::string& kind, int kv_heads, int page_tokens, int head_dim) {
+                 new (self) CacheShape(make_cache(kind, kv_heads, page_tokens, head_dim));
+             },
+             "kind"_a, "kv_heads"_a, "page_tokens"_a, "head_dim"_a);
+    nb::class_<Compute>(m, "Compute")
+        .def(nb::init<const std::string&, int>(), "isa"_a, "threads"_a)
+        .def_prop_ro("isa", [](const Compute& self) { return self.kernels->isa; })
+        .def_prop_ro("threads", [](const Compute& self) { return self.pool->threads(); })
+        .def("project", &py_project, "weights"_a, "count"_a, "stride"_a, "matrix"_a, "x"_a, "x_stride"_a, "rows"_a,
+             "out"_a, "out_stride"_a, "out_cols"_a, "exact"_a, "scratch"_a, "scratch_bytes"_a)
+        .def("accumulate", &py_accumulate, "weights"_a, "count"_a, "stride"_a, "matrix"_a, "x"_a, "x_stride"_a,
+             "rows"_a, "sum"_a, "first"_a, "exact"_a, "scratch"_a, "scratch_bytes"_a)
+        .def("qkv", &py_qkv, "weights"_a, "count"_a, "stride"_a, "shape"_a, "attention"_a, "h"_a, "rows"_a, "q_norm"_a,
+             "k_norm"_a, "cos"_a, "sin"_a, "sequences"_a, "sequence_count"_a, "cache"_a, "keys"_a, "values"_a, "q"_a,
+             "exact"_a, "scratch"_a, "scratch_bytes"_a)
+        .def("attend", &py_attend, "attention"_a, "sequences"_a, "sequence_count"_a, "cache"_a, "keys"_a, "values"_a,
+             "q"_a, "out"_a, "scratch"_a, "scratch_bytes"_a)
+        .def("ffn", &py_ffn, "weights"_a, "count"_a, "stride"_a, "shape"_a, "h"_a, "rows"_a, "partial"_a, "first"_a,
+             "exact"_a, "scratch"_a, "scratch_bytes"_a);
 }

@@ -58,3 +58,77 @@ def drop_cached(fd: int, offset: int, nbytes: int) -> None:
 
 def ram_read_s(address: int, nbytes: int, threads: int, repeats: int) -> float:
     """Median seconds that `threads` pinned threads take to read `nbytes` once. ValueError if there are fewer CPUs."""
+
+class Matrix:
+    """A block of a granule: [rows, cols] in tiles of 16 rows at a byte offset. ValueError for an unknown kind."""
+
+    def __init__(self, rows: int, cols: int, kind: str, group: int, offset: int) -> None: ...
+    @property
+    def tile_bytes(self) -> int: ...
+    @property
+    def tiles(self) -> int: ...
+
+class FfnShape:
+    """Blocks of an FFN's granule; bias offsets 0 where there is none."""
+
+    def __init__(
+        self, gate: Matrix | None, up: Matrix, down: Matrix, activation: str, gate_bias: int, up_bias: int
+    ) -> None: ...
+
+class QkvShape:
+    def __init__(
+        self, q: Matrix, k: Matrix, v: Matrix, q_bias: int, k_bias: int, v_bias: int, norm_eps: float, rope_dims: int
+    ) -> None: ...
+
+class AttentionShape:
+    """Attention of KV heads lo..hi."""
+
+    def __init__(
+        self, heads: int, kv_heads: int, head_dim: int, lo: int, hi: int, scale: float, softcap: float, window: int
+    ) -> None: ...
+
+class CacheShape:
+    def __init__(self, kind: str, kv_heads: int, page_tokens: int, head_dim: int) -> None: ...
+
+class Compute:
+    """The kernels of one instruction set on a pool of threads. ValueError where there are none of that name.
+
+    All arrays cross as addresses of float32 (or, for `sequences`, int32 [n, 3]: first page, start, rows). Methods
+    raise ValueError where the scratch does not hold one granule's temporaries.
+    """
+
+    def __init__(self, isa: str, threads: int) -> None: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def threads(self) -> int: ...
+    def project(
+        self, weights: int, count: int, stride: int, matrix: Matrix, x: int, x_stride: int, rows: int, out: int,
+        out_stride: int, out_cols: int, exact: bool, scratch: int, scratch_bytes: int,
+    ) -> None:  # fmt: skip
+        """out [rows, count · matrix.rows] = x · block of each granule, at most `out_cols` columns of it."""
+
+    def accumulate(
+        self, weights: int, count: int, stride: int, matrix: Matrix, x: int, x_stride: int, rows: int, sum: int,
+        first: bool, exact: bool, scratch: int, scratch_bytes: int,
+    ) -> None:  # fmt: skip
+        """sum [rows, matrix.rows] (+)= x · block, granule after granule, each with its own columns of x."""
+
+    def ffn(
+        self, weights: int, count: int, stride: int, shape: FfnShape, h: int, rows: int, partial: int, first: bool,
+        exact: bool, scratch: int, scratch_bytes: int,
+    ) -> None:  # fmt: skip
+        """partial [rows, D] (+)= down · act(gate h) * (up h) of every granule."""
+
+    def qkv(
+        self, weights: int, count: int, stride: int, shape: QkvShape, attention: AttentionShape, h: int, rows: int,
+        q_norm: int, k_norm: int, cos: int, sin: int, sequences: int, sequence_count: int, cache: CacheShape, keys: int,
+        values: int, q: int, exact: bool, scratch: int, scratch_bytes: int,
+    ) -> None:  # fmt: skip
+        """q [rows, H, E], and k and v into the cache, for the KV heads of `attention`."""
+
+    def attend(
+        self, attention: AttentionShape, sequences: int, sequence_count: int, cache: CacheShape, keys: int, values: int,
+        q: int, out: int, scratch: int, scratch_bytes: int,
+    ) -> None:  # fmt: skip
+        """out [rows, H, E] = softmax(scale · q kᵀ) v over the cache."""

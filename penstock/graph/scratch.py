@@ -29,11 +29,42 @@ def matmul_bytes(block: Block, rows: int) -> int:
     return round_up(4 * slab * padded, _ALIGN) * 2 + round_up(4 * rows * slab, _ALIGN) + 4 * _ALIGN
 
 
+def prepared_bytes(block: Block, rows: int, granules: int = 1) -> int:
+    """Activations laid out for integer weights: padded to groups, float32 at most, a scale and a sum a group."""
+    groups = block.format.groups(block.cols) * granules
+    return rows * groups * (4 * block.format.group + 8) + 3 * _ALIGN
+
+
+def native_bytes(plan: Plan, rows: int) -> int:
+    """What the native kernels need to do one granule of each part at a time (csrc/kernels.h); with more, the FFN takes
+    several granules between two barriers."""
+    need, layers = 0, plan.target.spec.layers
+    for part in plan.parts.values():
+        if part.kind == "ffn":
+            hidden = 2 * (4 * rows * part.granule_rows + _ALIGN)
+            need = max(need, prepared_bytes(part.block("up"), rows) + hidden + prepared_bytes(part.block("down"), rows))
+        elif part.kind == "attn":
+            a = layers[part.layer].attention
+            kv = 8 * rows * a.kv_heads * a.head_dim + _ALIGN
+            need = max(need, prepared_bytes(part.block("q"), rows) + kv)
+            need = max(need, prepared_bytes(part.block("o"), rows, part.granules))
+            queries, width = 8 * a.heads_per_kv, round_up(a.head_dim, 16)
+            need = max(need, 4 * ((2 * queries + 128) * width + 66 * queries) * _ATTEND_THREADS)
+        elif part.kind in ("embed", "head"):
+            need = max(need, prepared_bytes(part.block("rows"), min(rows, plan.logits_rows)))
+    return need
+
+
+# Attention runs on as many threads as the scratch has room for: 50 KB each for a head of 128.
+_ATTEND_THREADS = 8
+
+
 def scratch_bytes(plan: Plan, tier: str) -> int:
     """The scratch arena of an executor: the largest need of any op that it may run."""
     spec = plan.target.spec
     rows = max(plan.chunk_rows, plan.batch_seqs)
-    need = 16 * rows * max(spec.d_model, spec.d_embed)  # norms, merges and embeddings: four [rows, D]
+    need = native_bytes(plan, rows)
+    need = max(need, 16 * rows * max(spec.d_model, spec.d_embed))  # norms, merges and embeddings: four [rows, D]
     for part in plan.parts.values():
         if part.kind == "norms":
             continue

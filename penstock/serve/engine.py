@@ -49,7 +49,7 @@ class Engine:
         machine: MachineSpec | None = None,
         cache: Path | None = None,
         plan: Plan | None = None,
-        threads: int = 1,
+        threads: int | None = None,
         serial: bool = False,
         on_progress: Progress | None = None,
     ) -> Engine:

@@ -15,7 +15,9 @@ from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass, Task, ring_bytes
 from penstock.graph.timeline import Timeline
 from penstock.runtime.arena import Arenas
+from penstock.runtime import host
 from penstock.runtime.bind import Binding
+from penstock.runtime.bind_native import NativeBinding, native
 from penstock.runtime.execute import Executor
 from penstock.runtime.movers import DiskReader
 from penstock.spec.plan import Plan
@@ -27,7 +29,8 @@ Progress = Callable[[str, int, int], None]
 class Session:
     """Steps passes of one plan over one packed model.
 
-    `threads`: of the numpy kernels, for the whole process as long as the session lives.
+    `kernels`: avx512, avx2, portable or reference (numpy); None is the best here, and `kernels` says why. `exact`: integer
+    weights times float32 activations instead of int8 ones.
     `serial`: one task at a time (the oracle). `poisoned`: ring slots are filled with NaN before each load.
     """
 
@@ -36,7 +39,9 @@ class Session:
         packed: Packed,
         plan: Plan,
         *,
-        threads: int = 1,
+        threads: int | None = None,
+        kernels: str | None = None,
+        exact: bool = False,
         serial: bool = False,
         poisoned: bool = False,
         on_progress: Progress | None = None,
@@ -53,10 +58,10 @@ class Session:
             opened.callback(self.reader.close)
             self._arenas = Arenas(plan)
             opened.callback(self._arenas.close)
-            self._binding = Binding(plan, self._arenas, self.reader, poisoned)
-            # numpy's BLAS threads spin while they wait: beside one other busy process a product of 8 rows took
-            # 40 times as long with two of them as with one (docs/LOG.md).
-            opened.callback(threadpool_limits(threads, user_api="blas").restore_original_limits)
+            self._binding, self.kernels = _bind(plan, self._arenas, self.reader, kernels, threads, exact, poisoned)
+            # What is left to numpy is small, and its BLAS threads spin while they wait: beside one other busy process
+            # a product of 8 rows took 40 times as long with two of them as with one (docs/LOG.md).
+            opened.callback(threadpool_limits(1, user_api="blas").restore_original_limits)
             self._executor = Executor(self._binding)
             opened.callback(self._executor.close)
             self._load_weights(on_progress)
@@ -109,3 +114,19 @@ class Session:
                 told_s = time.perf_counter()
                 on_progress("loading weights", done, total)
         self.loaded_bytes = self.reader.bytes_read
+
+
+def _bind(
+    plan: Plan,
+    arenas: Arenas,
+    reader: DiskReader,
+    kernels: str | None,
+    threads: int | None,
+    exact: bool,
+    poisoned: bool,
+) -> tuple[Binding, str]:
+    """(the binding, why these kernels)."""
+    if kernels == "reference":
+        return Binding(plan, arenas, reader, poisoned), "numpy kernels: asked for"
+    chosen = native(kernels, threads or host.usable_cpus(), exact)
+    return NativeBinding(plan, arenas, reader, chosen, poisoned), chosen.reason

@@ -1,0 +1,146 @@
+// The only file that sees Python. Arrays cross as addresses, which the caller keeps alive; `_native.pyi` is the manual.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cerrno>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+
+#include "cpu.h"
+#include "file.h"
+#include "memory.h"
+#include "probe.h"
+
+namespace nb = nanobind;
+using namespace penstock;
+
+namespace {
+
+[[noreturn]] void raise_errno(int error, PyObject* path = nullptr) {
+    errno = error;
+    PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, path);
+    throw nb::python_error();
+}
+
+std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
+
+// A mapping that cannot go while somebody looks at it. `users` is guarded by the GIL.
+struct Memory {
+    Mapping mapping;
+    Py_ssize_t users = 0;  // exported buffers, and calls under way without the GIL
+
+    Mapping& open() {
+        if (mapping.data() == nullptr) throw nb::value_error("the memory is closed");
+        return mapping;
+    }
+
+    void populate() {
+        Mapping& m = open();
+        ++users;
+        {
+            nb::gil_scoped_release release;
+            m.populate();
+        }
+        --users;
+    }
+
+    void close() {
+        if (users > 0) throw nb::buffer_error("the memory is in use: a view of it still exists");
+        mapping.close();
+    }
+};
+
+void init_memory(Memory* self, std::int64_t nbytes, bool huge) {
+    if (nbytes < 1) throw nb::value_error("nbytes must be at least 1");
+    try {
+        new (self) Memory{.mapping{static_cast<std::size_t>(nbytes), huge}};
+    } catch (const std::bad_alloc&) {
+        PyErr_Format(PyExc_MemoryError, "cannot map %lld bytes: %s", static_cast<long long>(nbytes), strerror(errno));
+        throw nb::python_error();
+    }
+}
+
+int get_buffer(PyObject* object, Py_buffer* view, int flags) {
+    auto* self = nb::inst_ptr<Memory>(object);
+    if (self->mapping.data() == nullptr) {
+        view->obj = nullptr;
+        PyErr_SetString(PyExc_BufferError, "the memory is closed");
+        return -1;
+    }
+    const auto nbytes = static_cast<Py_ssize_t>(self->mapping.nbytes());
+    if (PyBuffer_FillInfo(view, object, self->mapping.data(), nbytes, /*readonly=*/0, flags) != 0) return -1;
+    ++self->users;
+    return 0;
+}
+
+void release_buffer(PyObject* object, Py_buffer*) { --nb::inst_ptr<Memory>(object)->users; }
+
+PyType_Slot memory_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)},
+                              {Py_bf_releasebuffer, reinterpret_cast<void*>(release_buffer)},
+                              {0, nullptr}};
+
+std::int64_t py_read_into(int fd, std::int64_t offset, std::uintptr_t address, std::int64_t nbytes,
+                          std::int64_t block_bytes) {
+    if (nbytes < 0) throw nb::value_error("nbytes must not be negative");
+    if (block_bytes < 1) throw nb::value_error("block_bytes must be at least 1");
+    ReadResult result;
+    {
+        nb::gil_scoped_release release;
+        result = read_into(fd, offset, pointer(address), nbytes, block_bytes);
+    }
+    if (result.error != 0) raise_errno(result.error);
+    return result.nbytes;
+}
+
+nb::tuple py_open_direct(nb::object path) {
+    PyObject* converted = nullptr;  // bytes, by the file system's encoding: any name that the disk holds will do
+    if (!PyUnicode_FSConverter(path.ptr(), &converted)) throw nb::python_error();
+    const nb::object name = nb::steal(converted);
+    OpenResult result;
+    {
+        nb::gil_scoped_release release;
+        result = open_direct(PyBytes_AsString(name.ptr()));
+    }
+    if (result.fd < 0) raise_errno(result.error, path.ptr());
+    return nb::make_tuple(result.fd, result.direct);
+}
+
+void py_drop_cached(int fd, std::int64_t offset, std::int64_t nbytes) {
+    int error;
+    {
+        nb::gil_scoped_release release;
+        error = drop_cached(fd, offset, nbytes);
+    }
+    if (error != 0) raise_errno(error);
+}
+
+double py_ram_read_s(std::uintptr_t address, std::size_t nbytes, int threads, int repeats) {
+    nb::gil_scoped_release release;
+    return ram_read_s(pointer(address), nbytes, threads, repeats);  // std::invalid_argument becomes ValueError
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    using namespace nb::literals;
+    // Arenas may live until the interpreter ends, under numpy views that nobody dropped: no leak worth a page of text.
+    nb::set_leak_warnings(false);
+
+    m.def("cpu_features", &cpu_features);
+    m.def("isa", &isa);
+
+    nb::class_<Memory>(m, "Memory", nb::type_slots(memory_slots), nb::is_final())
+        .def("__init__", &init_memory, "nbytes"_a, "huge"_a = true)
+        .def_prop_ro("address", [](Memory& self) { return reinterpret_cast<std::uintptr_t>(self.open().data()); })
+        .def_prop_ro("nbytes", [](Memory& self) { return self.mapping.nbytes(); })
+        .def_prop_ro("huge", [](Memory& self) { return self.mapping.huge(); })
+        .def("populate", &Memory::populate)
+        .def("close", &Memory::close);
+
+    m.def("read_into", &py_read_into, "fd"_a, "offset"_a, "address"_a, "nbytes"_a, "block_bytes"_a);
+    m.def("open_direct", &py_open_direct, "path"_a);
+    m.def("drop_cached", &py_drop_cached, "fd"_a, "offset"_a, "nbytes"_a);
+    m.def("ram_read_s", &py_ram_read_s, "address"_a, "nbytes"_a, "threads"_a, "repeats"_a);
+}

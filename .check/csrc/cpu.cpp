@@ -1,0 +1,101 @@
+#include "cpu.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
+namespace penstock {
+namespace {
+
+#if defined(__x86_64__)
+
+struct Registers {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+};
+
+Registers cpuid(unsigned leaf, unsigned subleaf) {
+    Registers r;
+    __get_cpuid_count(leaf, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx);  // leaves zeros where the leaf does not exist
+    return r;
+}
+
+// XCR0: the register files that the operating system saves on a context switch. By hand, because the intrinsic
+// _xgetbv would need this file compiled with -mxsave.
+uint64_t saved_state() {
+    uint32_t low, high;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (uint64_t{high} << 32) | low;
+}
+
+std::vector<std::string> detect() {
+    const Registers one = cpuid(1, 0), seven = cpuid(7, 0), seven_one = cpuid(7, 1);
+    const bool osxsave = one.ecx >> 27 & 1;
+    const uint64_t saved = osxsave ? saved_state() : 0;
+    const auto saves = [&](uint64_t mask) { return (saved & mask) == mask; };
+    const bool ymm = saves(0x6);          // SSE and AVX
+    const bool zmm = ymm && saves(0xe0);  // opmask, upper halves of zmm0-15, zmm16-31
+    const bool tiles = saves(0x60000);    // TILECFG, TILEDATA
+    const struct {
+        const char* name;
+        bool usable;
+        unsigned word;
+        int bit;
+    } known[] = {
+        {"avx2", ymm, seven.ebx, 5},           {"fma", ymm, one.ecx, 12},          {"f16c", ymm, one.ecx, 29},
+        {"avxvnni", ymm, seven_one.eax, 4},    {"avx512f", zmm, seven.ebx, 16},    {"avx512bw", zmm, seven.ebx, 30},
+        {"avx512vl", zmm, seven.ebx, 31},      {"avx512dq", zmm, seven.ebx, 17},   {"avx512vnni", zmm, seven.ecx, 11},
+        {"avx512bf16", zmm, seven_one.eax, 5}, {"avx512vbmi", zmm, seven.ecx, 1},  {"amx_tile", tiles, seven.edx, 24},
+        {"amx_int8", tiles, seven.edx, 25},    {"amx_bf16", tiles, seven.edx, 22},
+    };
+    std::vector<std::string> names;
+    for (const auto& f : known) {
+        if (f.usable && (f.word >> f.bit & 1)) names.emplace_back(f.name);
+    }
+    return names;
+}
+
+#elif defined(__aarch64__) && defined(__linux__)
+
+std::vector<std::string> detect() {
+    std::vector<std::string> names{"neon"};  // part of the base architecture
+    if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) names.emplace_back("dotprod");
+    return names;
+}
+
+#else
+
+std::vector<std::string> detect() { return {}; }
+
+#endif
+
+const std::vector<std::string>& features() {
+    static const std::vector<std::string> found = detect();  // cpuid traps under a hypervisor: microseconds each
+    return found;
+}
+
+}  // namespace
+
+std::vector<std::string> cpu_features() { return features(); }
+
+bool has_feature(const char* name) {
+    const auto& found = features();
+    return std::find(found.begin(), found.end(), name) != found.end();
+}
+
+const char* isa() {
+    const auto all = [](std::initializer_list<const char*> names) {
+        return std::all_of(names.begin(), names.end(), has_feature);
+    };
+    if (all({"avx512f", "avx512bw", "avx512vl", "avx512dq"})) return "avx512";
+    if (all({"avx2", "fma", "f16c"})) return "avx2";
+    if (all({"neon"})) return "neon";
+    return "portable";
+}
+
+}  // namespace penstock

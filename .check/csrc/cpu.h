@@ -1,0 +1,18 @@
+// What this processor can do, as far as the operating system lets us use it.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace penstock {
+
+// Names such as "avx2" or "avx512vnni", in a fixed order; those whose registers the system does not save are left out.
+std::vector<std::string> cpu_features();
+
+bool has_feature(const char* name);
+
+// The best family of kernels for this processor: "avx512" (F, BW, VL, DQ), "avx2" (with FMA and F16C), "neon" or
+// "portable".
+const char* isa();
+
+}  // namespace penstock

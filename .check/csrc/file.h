@@ -1,0 +1,29 @@
+// Reads that go around the page cache: a cyclic scan bigger than RAM gets nothing from it, and evicts what would.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace penstock {
+
+struct ReadResult {
+    std::int64_t nbytes;  // fewer than asked for only at the end of the file
+    int error;            // errno, 0 if all went well
+};
+
+// Blocks of at most block_bytes, one after the other. With O_DIRECT offset, address and block_bytes must be multiples
+// of what the disk asks for: 512 bytes or 4 KiB.
+ReadResult read_into(int fd, std::int64_t offset, std::byte* to, std::int64_t nbytes, std::int64_t block_bytes);
+
+struct OpenResult {
+    int fd;       // -1 if it failed
+    bool direct;  // false where the file system knows no O_DIRECT
+    int error;
+};
+
+OpenResult open_direct(const char* path);
+
+// Tells the kernel that the cache need not keep this range. Returns errno, 0 if all went well.
+int drop_cached(int fd, std::int64_t offset, std::int64_t nbytes);
+
+}  // namespace penstock

@@ -1,0 +1,29 @@
+"""Penstock runs language models bigger than memory and tells their speed before it loads them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from penstock.serve.engine import LLM
+    from penstock.serve.planning import plan
+    from penstock.serve.sampling import SamplingParams
+
+__all__ = ["LLM", "SamplingParams", "__version__", "plan"]
+
+_HOMES = {
+    "LLM": "penstock.serve.engine",
+    "SamplingParams": "penstock.serve.sampling",
+    "plan": "penstock.serve.planning",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Lazy: `import penstock` costs milliseconds, and numpy comes in only with what needs it."""
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")

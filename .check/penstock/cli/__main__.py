@@ -1,0 +1,5 @@
+import sys
+
+from penstock.cli.main import main
+
+sys.exit(main())

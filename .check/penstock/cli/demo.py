@@ -1,0 +1,57 @@
+"""`penstock demo`: the bundled model with half of its weights streaming from disk. No network."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument
+
+import penstock
+from penstock.cli.loading import loaded, packed_folder
+from penstock.cli.options import Json, Machine, Sampling, Work
+from penstock.cli.output import note
+from penstock.errors import BadRequest
+from penstock.units import format_bytes
+
+MODEL = Path(penstock.__file__).parent / "assets" / "tale-llama"
+PROMPT = "Once upon a time"
+
+
+def demo(
+    machine: Machine,
+    sampling: Sampling,
+    prompt: Annotated[str, Argument(metavar="PROMPT", help="How the story begins.")] = PROMPT,
+    as_json: Json = False,
+) -> None:
+    """A bundled model tells a story, half of it on disk.
+
+    At most half of its weights stay in memory, the rest streams. Prints the plan, the text, and the predicted
+    beside the measured speed.
+    """
+    from penstock.cli.run import answer
+
+    machine.prepare()
+    if not (MODEL / "config.json").is_file():
+        raise BadRequest("this installation has no bundled model: install penstock again, from a wheel")
+    folder = packed_folder(str(MODEL), None, machine)
+    from penstock.serve.tokenizer import Tokenizer
+    from penstock.store.packed import open_packed
+
+    tokenizer = Tokenizer.open(folder)
+    ids, params = tokenizer.encode(prompt), sampling.params(tokenizer.generation_config)
+    ask = Work().ask(machine, prompt_tokens=max(1, len(ids)), output_tokens=params.max_tokens)
+    if ask.resident_bytes is None:
+        total = open_packed(folder).total_bytes
+        ask = Work().ask(
+            machine, prompt_tokens=ask.prompt_tokens, output_tokens=ask.output_tokens, resident_bytes=total // 2
+        )
+        note(f"of {format_bytes(total)} of weights {format_bytes(total // 2)} may stay in memory")
+    with loaded(folder, ask, machine) as engine:
+        from penstock.planner.explain import table
+
+        print(table(engine.solved), file=sys.stderr, flush=True)
+        if not as_json:
+            print(prompt, end="", flush=True)
+        answer(engine, [ids], params, as_json)

@@ -1,0 +1,57 @@
+"""`penstock eval`: perplexity of a text, and what a lossy choice costs against the exact model."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import ExitStack
+from typing import Annotated
+
+from typer import Argument, Option
+
+from penstock.cli.loading import loaded, packed_folder
+from penstock.cli.options import Json, Machine, Model, PlanFile, Weights, Work, read_plan, read_text
+from penstock.cli.output import print_json, progress
+
+
+def eval_(
+    model: Model,
+    file: Annotated[str, Argument(metavar="FILE", help="A text, UTF-8.")],
+    machine: Machine,
+    work: Work,
+    weights: Weights = None,
+    against: Annotated[
+        str | None, Option("--against", metavar="MODEL", help="Also the KL divergence from this (exact) model.")
+    ] = None,
+    plan_file: PlanFile = None,
+    as_json: Json = False,
+) -> None:
+    """Perplexity of a text, and what a lossy choice costs.
+
+    The text is cut into windows of 512 tokens; the first token of each is not scored.
+    """
+    machine.prepare()
+    text, plan = read_text(file), read_plan(plan_file)
+    work.ask(machine)  # wrong flags are said before a first use packs for minutes
+    folders = [packed_folder(model, weights, machine)]
+    if against is not None:
+        folders.append(packed_folder(against, None, machine))
+    from penstock.serve.evaluate import WINDOW_TOKENS, evaluate
+    from penstock.serve.planning import describe
+
+    window = min([WINDOW_TOKENS, *(describe(folder)[0].max_positions for folder in folders)])
+    settled = {"score": True, "context": window, "prompt_tokens": window, "output_tokens": 1}
+    ask = work.ask(machine, **settled)
+    if against is not None and ask.host_memory_bytes is not None:
+        # Both are in this process, and the limit is the process's.
+        ask = dataclasses.replace(ask, host_memory_bytes=ask.host_memory_bytes // 2)
+    with ExitStack() as stack:
+        engine = stack.enter_context(loaded(folders[0], ask, machine, plan))
+        exact = stack.enter_context(loaded(folders[1], ask, machine)) if against is not None else None
+        with progress() as tell:
+            found = evaluate(engine, text, exact, tell)
+    if as_json:
+        print_json({name: value for name, value in vars(found).items() if value is not None})
+        return
+    print(f"perplexity {found.perplexity:.4f} over {found.tokens} tokens")
+    if found.kl is not None and found.agree is not None:
+        print(f"KL {found.kl:.6f} nats a token; the same best token in {found.agree:.2%}")

@@ -1,0 +1,141 @@
+"""`penstock`: the commands, and errors as one line with an exit code.
+
+0 done; 2 what the user can mend; 1 a fault of ours (PENSTOCK_DEBUG=1 shows its traceback); 130 on Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+import penstock
+from penstock.cli import demo, eval, pack, plan, probe, run, synth
+from penstock.cli.options import grouped
+from penstock.cli.output import note, print_json, say
+from penstock.errors import BadRequest, InternalError, PenstockError, StorageFailed
+
+# rich markup off: importing rich alone takes as long as all the rest of `penstock --help`.
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (demo.demo, run.run, plan.plan, pack.pack, synth.synth, eval.eval_, probe.probe):
+    app.command(command.__name__.rstrip("_"))(grouped(command))
+
+# typer carries its own copy of click since 0.26 and used click itself before: its errors by inheritance, not by name.
+_UsageError = typer.BadParameter.__mro__[1]
+_ClickException = _UsageError.__mro__[1]
+
+# What the user can mend about files and disks.
+_USERS_ERRNO = (
+    *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP),
+    *(errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG, errno.EIO),
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"penstock {penstock.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _penstock(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Runs language models that are bigger than your memory, and tells the speed before it loads a byte."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    wants_json = "--json" in args[: args.index("--")] if "--" in args else "--json" in args
+    _mend_streams()
+    # One line each, as our own; where they come from does not help the user.
+    warnings.showwarning = lambda message, *_, **__: note(str(message))
+    code = 0
+    try:
+        try:
+            code = _invoke(args or ["--help"])
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            failure, lines = _explain(error)
+            code = failure.exit_code
+            say("\n".join(lines))
+            if wants_json:
+                print_json({"error": failure.to_json()})
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        note("stopped")
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has seen enough, as `head` has. Python would complain when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return code
+    except OSError as error:  # the last flush: `penstock … > /dev/full`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        note(f"cannot write the output: {error.strerror}")
+        return StorageFailed.exit_code
+
+
+def _mend_streams() -> None:
+    """Nothing must fail for want of a stream (`>&-`) or of a character that the terminal's encoding lacks."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (it lives as long as we do)
+        elif mode == "w" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def _invoke(args: list[str]) -> int:
+    group = typer.main.get_command(app)
+    try:
+        with group.make_context("penstock", args) as context:
+            group.invoke(context)
+    except typer.Exit as done:
+        return int(done.exit_code)
+    return 0
+
+
+def _explain(error: Exception) -> tuple[PenstockError, list[str]]:
+    """The error as one of ours, and its lines for stderr: one, and a hint or a traceback where that helps."""
+    if isinstance(error, PenstockError) and error.exit_code == 2:
+        return error, [f"penstock: {' '.join(error.message.splitlines())}"]
+    if isinstance(error, _ClickException):
+        failure: PenstockError = BadRequest(" ".join(str(_usage(error)).split()))
+        path = getattr(getattr(error, "ctx", None), "command_path", "penstock")
+        return failure, [f"penstock: {failure.message}", f"Try `{path} --help`."]
+    if isinstance(error, OSError) and error.errno in _USERS_ERRNO:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        failure = StorageFailed(" ".join(f"{where}{error.strerror}".splitlines()))
+        return failure, [f"penstock: {failure.message}"]
+    lines = []
+    if os.environ.get("PENSTOCK_DEBUG") == "1":
+        import traceback
+
+        lines = traceback.format_exception(error)
+    said = " ".join(str(error).split()) or "no message"
+    failure = error if isinstance(error, PenstockError) else InternalError(f"{type(error).__name__}: {said}")
+    lines.append(f"penstock: a fault of ours: {failure.message} (PENSTOCK_DEBUG=1 shows where)")
+    return failure, [line.rstrip("\n") for line in lines]
+
+
+def _usage(error: Any) -> str:
+    return str(error.format_message())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""Flags that commands share, as groups: a command takes `machine: Machine` and has all of its flags.
+
+A group is a frozen dataclass whose fields are typer options; `grouped` unfolds them into the signature that
+typer reads, and folds the values again for the command.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import os
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, Option
+
+from penstock.errors import BadRequest
+from penstock.spec.ask import Ask
+from penstock.units import parse_bytes
+
+if TYPE_CHECKING:
+    from penstock.serve.sampling import SamplingParams
+    from penstock.spec.plan import Plan
+
+DEFAULT_MAX_TOKENS = 128
+# The numpy kernels multiply small granules: a second thread gains little, and spins while it waits.
+DEFAULT_THREADS = 1
+_DEVICES = ("auto", "cuda", "none", "emulated")
+_DEVICES_NOW = ("auto", "none")
+
+Model = Annotated[str, Argument(metavar="MODEL", help="A packed model, a Hugging Face folder or a Hub id.")]
+Json = Annotated[bool, Option("--json", help="Print one JSON object as the last line of stdout.")]
+Weights = Annotated[
+    str | None,
+    Option("--weights", metavar="FORMAT", help="float32, bfloat16, float16, int8 or int4; default the checkpoint's."),
+]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What penstock may use."""
+
+    device: Annotated[str, Option("--device", metavar="NAME", help="auto, cuda, none or emulated.")] = "auto"
+    device_memory: Annotated[
+        str | None, Option("--device-memory", metavar="SIZE", help="Limit of device memory, such as 6GiB.")
+    ] = None
+    host_memory: Annotated[
+        str | None, Option("--host-memory", metavar="SIZE", help="Limit of the whole process, such as 12GiB.")
+    ] = None
+    resident: Annotated[
+        str | None,
+        Option("--resident", metavar="SIZE", help="At most so many bytes of weights stay in memory; the rest streams."),
+    ] = None
+    threads: Annotated[
+        int | None, Option("--threads", metavar="N", min=1, max=4096, help=f"CPU threads; default {DEFAULT_THREADS}.")
+    ] = None
+    cache: Annotated[
+        str | None,
+        Option("--cache", metavar="DIR", help="Packed models and machine files; default ~/.cache/penstock."),
+    ] = None
+
+    @property
+    def cpu_threads(self) -> int:
+        return self.threads or DEFAULT_THREADS
+
+    def prepare(self) -> None:
+        """Checks the device and tells the libraries their threads. Call it before anything imports numpy."""
+        if self.device not in _DEVICES:
+            raise BadRequest(f"--device {self.device!r} should be one of {', '.join(_DEVICES)}")
+        if self.device not in _DEVICES_NOW:
+            raise BadRequest(f"--device {self.device} is not in this version: there are {' and '.join(_DEVICES_NOW)}")
+        set_threads(self.threads)
+
+    @property
+    def cache_folder(self) -> Path:
+        from penstock.serve.planning import default_cache
+
+        if self.cache == "":
+            raise BadRequest("--cache names no folder")
+        return default_cache() if self.cache is None else as_path(self.cache)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the plan is for."""
+
+    kv: Annotated[str | None, Option("--kv", metavar="FORMAT", help="Number format of the KV cache.")] = None
+    batch: Annotated[int, Option("--batch", metavar="N", min=1, help="Sequences at once.")] = 1
+    prompt_tokens: Annotated[
+        int | None,
+        Option("--prompt-tokens", metavar="N", min=1, help="Expected prompt length; default 64 or the prompt's."),
+    ] = None
+    output_tokens: Annotated[
+        int | None,
+        Option("--output-tokens", metavar="N", min=1, help="Expected answer length; default 64 or --max-tokens."),
+    ] = None
+    context: Annotated[
+        int | None,
+        Option("--context", metavar="N", min=1, help="KV room in tokens; default the model's maximum, at most 4096."),
+    ] = None
+    objective: Annotated[str, Option("--objective", metavar="NAME", help="latency or throughput.")] = "latency"
+
+    def ask(self, machine: Machine, **settled: Any) -> Ask:
+        """The request, with `settled` for what the command knows better than a default."""
+        values: dict[str, Any] = {
+            "kv": self.kv,
+            "batch": self.batch,
+            "context": self.context,
+            "objective": self.objective,
+            "host_memory_bytes": _size(machine.host_memory, "--host-memory"),
+            "device_memory_bytes": _size(machine.device_memory, "--device-memory"),
+            "resident_bytes": _size(machine.resident, "--resident"),
+            **settled,
+        }
+        for name in ("prompt_tokens", "output_tokens"):
+            if (named := getattr(self, name)) is not None:
+                values[name] = named
+        return Ask(**values)
+
+
+PlanFile = Annotated[
+    str | None, Option("--plan", metavar="FILE", help="Run this plan, made by `penstock plan --json`, not a new one.")
+]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen; what is not named comes from the model's generation_config.json, else greedy."""
+
+    max_tokens: Annotated[
+        int | None,
+        Option("--max-tokens", metavar="N", help=f"Longest answer; default {DEFAULT_MAX_TOKENS}, or --output-tokens."),
+    ] = None
+    temperature: Annotated[
+        float | None, Option("--temperature", metavar="X", help="0 is greedy; default the model's own, else 0.")
+    ] = None
+    top_k: Annotated[int | None, Option("--top-k", metavar="N", help="Draw from the best N tokens only; 0 is off.")] = (
+        None
+    )
+    top_p: Annotated[
+        float | None, Option("--top-p", metavar="X", help="Draw from the best tokens that reach this probability.")
+    ] = None
+    min_p: Annotated[
+        float | None, Option("--min-p", metavar="X", help="Drop tokens less likely than this share of the best.")
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, Option("--repetition-penalty", metavar="X", help="Above 1 makes tokens seen before less likely.")
+    ] = None
+    stop: Annotated[
+        list[str] | None, Option("--stop", metavar="TEXT", help="End the answer before this text; may be repeated.")
+    ] = None
+    seed: Annotated[int | None, Option("--seed", metavar="N", help="Makes a draw repeatable.")] = None
+    ignore_eos: Annotated[bool, Option("--ignore-eos", help="Go on past the end of text, to --max-tokens.")] = False
+
+    def params(self, generation_config: dict[str, Any], work: Work | None = None) -> SamplingParams:
+        from penstock.serve.sampling import with_model_defaults
+
+        named = dataclasses.asdict(self)
+        if self.max_tokens is None:
+            named["max_tokens"] = (work and work.output_tokens) or DEFAULT_MAX_TOKENS
+        return with_model_defaults(generation_config, **named)
+
+
+def read_plan(file: str | None) -> Plan | None:
+    """A plan as `penstock plan --json` printed it, or its plan alone."""
+    if file is None:
+        return None
+    import json
+
+    from penstock.spec import plan as plans
+
+    text = read_text(file)
+    try:
+        data = json.loads(text)
+        if isinstance(data, dict) and isinstance(data.get("plan"), dict):
+            text = json.dumps(data["plan"])
+    except (ValueError, RecursionError):
+        pass  # `plans.loads` says what is wrong
+    return plans.loads(text, file)
+
+
+def as_path(text: str) -> Path:
+    """A path as the user typed it. The home of a user that nobody knows is left as it stands, to be not there."""
+    return Path(os.path.expanduser(text))
+
+
+def read_text(file: str) -> str:
+    """A text file that the user named. Raises BadRequest."""
+    try:
+        return as_path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise BadRequest(f"{file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise BadRequest(f"{file} is not UTF-8 text") from None
+
+
+def set_threads(threads: int | None) -> None:
+    """numpy's BLAS reads its thread count once, when it is loaded; each thread also costs it work space."""
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = str(threads or DEFAULT_THREADS)
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the fields of its dataclass parameters as flags of their own, in their places."""
+    hints = typing.get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.name not in groups:
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[parameter.name]))
+            continue
+        group = groups[parameter.name]
+        field_hints = typing.get_type_hints(group, include_extras=True)
+        parameters += [
+            inspect.Parameter(f.name, parameter.KEYWORD_ONLY, default=f.default, annotation=field_hints[f.name])
+            for f in dataclasses.fields(group)
+        ]
+
+    @functools.wraps(command)
+    def call(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{f.name: values.pop(f.name) for f in dataclasses.fields(group)})
+        command(**values)
+
+    del call.__dict__["__wrapped__"]  # or inspect would look through to the folded signature
+    call.__dict__["__signature__"] = inspect.Signature(parameters)
+    call.__annotations__ = {p.name: p.annotation for p in parameters}
+    call.__dict__["groups"] = tuple(groups.values())
+    return call
+
+
+def _size(text: str | None, flag: str) -> int | None:
+    return None if text is None else parse_bytes(text, flag)

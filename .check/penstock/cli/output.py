@@ -1,0 +1,108 @@
+"""Printing: the JSON line, notes and progress on stderr, the line of predicted beside measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from penstock.units import format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from penstock.planner.predict import Prediction
+    from penstock.serve.generation import Generation
+
+Tell = Callable[[str, int, int], None]
+
+_FIRST_S, _TTY_S, _PLAIN_S = 0.5, 0.1, 5.0
+
+
+def print_json(data: Any) -> None:
+    """One line, ASCII only so that no locale can spoil it, null where a figure is no number."""
+    print(json.dumps(_finite(data), allow_nan=False), flush=True)
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Text on stderr. Where nobody can read it, on a full disk or behind a closed pipe, the work goes on."""
+    with suppress(OSError):
+        print(text, end=end, file=sys.stderr, flush=True)
+
+
+def note(text: str) -> None:
+    """One line on stderr, whatever file names and other people's texts are in it."""
+    say(f"penstock: {' '.join(text.splitlines())}")
+
+
+@contextmanager
+def progress() -> Iterator[Tell]:
+    """Yields `tell(what, done, total)` in bytes (or in tokens, where `what` ends so); `total` 0 is news alone.
+
+    A terminal gets one line that is rewritten and then cleared; a file or pipe a line now and then. What takes
+    less than half a second is not shown.
+    """
+    shown = _Shown(sys.stderr.isatty())
+    try:
+        yield shown.tell
+    finally:
+        shown.clear()
+
+
+class _Shown:
+    def __init__(self, tty: bool) -> None:
+        self._tty, self._dirty = tty, False
+        self._start_s, self._told_s, self._first, self._total = 0.0, 0.0, 0, -1
+
+    def tell(self, what: str, done: int, total: int) -> None:
+        if total <= 0:
+            self.clear()
+            note(what)
+            return
+        now_s = time.perf_counter()
+        if total != self._total:  # another piece of work
+            self._start_s, self._told_s, self._first, self._total = now_s, now_s - _PLAIN_S + _FIRST_S, done, total
+        if now_s - self._start_s < _FIRST_S or now_s - self._told_s < (_TTY_S if self._tty else _PLAIN_S):
+            return
+        self._told_s = now_s
+        line = progress_line(what, done, total, (done - self._first) / (now_s - self._start_s))
+        say(f"\r{line}\033[K" if self._tty else line, end="" if self._tty else "\n")
+        self._dirty = self._tty
+
+    def clear(self) -> None:
+        if self._dirty:
+            say("\r\033[K", end="")
+            self._dirty = False
+
+
+def progress_line(what: str, done: int, total: int, per_s: float) -> str:
+    """`packing 3.ffn: 1.20 GiB of 13.5 GiB, 1.83 GB/s, 7.12 s left`."""
+    left = f", {format_seconds((total - done) / per_s)} left" if per_s > 0 else ""
+    if what.endswith(" tokens"):
+        return f"{what}: {done} of {total}, {per_s:.1f} a second{left}"
+    return f"{what}: {format_bytes(done)} of {format_bytes(total)}, {format_rate(per_s)}{left}"
+
+
+def speed_line(generation: Generation, prediction: Prediction) -> str:
+    """Predicted beside measured, and what the disk gave meanwhile."""
+    speed = generation.decode_tokens_per_s
+    parts = [
+        f"{speed:.2f} tok/s (predicted {prediction.decode_tokens_per_s:.2f})",
+        f"first token after {format_seconds(generation.ttft_s)} (predicted {format_seconds(prediction.ttft_s)})",
+    ]
+    if generation.disk_bytes_per_token:
+        parts.append(f"disk {format_rate(generation.disk_bytes_per_token * speed)}")
+    parts.append(f"batch {generation.batch}, {generation.output_tokens} tokens, bound by {prediction.bound_by}")
+    return "; ".join(parts)
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {str(key): _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    if isinstance(data, float) and not math.isfinite(data):
+        return None
+    return data

@@ -1,0 +1,53 @@
+"""`penstock pack`: a checkpoint to a packed model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from typer import Argument, Option
+
+from penstock.cli.options import Json, Weights, as_path, set_threads
+from penstock.cli.output import note, print_json, progress
+from penstock.errors import BadRequest
+from penstock.units import format_bytes
+
+
+def pack(
+    src: Annotated[str, Argument(metavar="SRC", help="A checkpoint's folder; with --verify alone, a packed model.")],
+    dst: Annotated[str | None, Argument(metavar="DST", help="The new folder of the packed model.")] = None,
+    weights: Weights = None,
+    check: Annotated[bool, Option("--verify", help="Read everything back and compare checksums.")] = False,
+    as_json: Json = False,
+) -> None:
+    """A checkpoint to a packed model.
+
+    A packed model loads in a few large reads. Interrupted, the same command goes on where it stopped.
+    """
+    if dst is None and not check:
+        raise BadRequest("pack needs SRC and DST; `penstock pack --verify SRC` checks a packed model")
+    if dst is None and weights is not None:
+        raise BadRequest("--weights is for packing: name DST too")
+    set_threads(None)
+    from penstock.spec.format import parse_format
+    from penstock.store.pack import pack as pack_checkpoint
+    from penstock.store.packed import open_packed
+    from penstock.store.verify import verify
+
+    fmt = parse_format(weights) if weights else None
+    folder = as_path(dst or src)
+    with progress() as tell:
+        if dst is not None:
+            pack_checkpoint(
+                as_path(src),
+                folder,
+                fmt,
+                progress=lambda done, total, key: tell(f"packing {key}", done, total),
+            )
+        if check:
+            verify(folder, lambda done, total, key: tell(f"verifying {key}", done, total))
+    found = open_packed(folder)
+    if as_json:
+        report = {"folder": str(folder), "weights": found.weights.name, "bytes": found.total_bytes, "verified": check}
+        print_json(report)
+        return
+    note(f"{folder}: {format_bytes(found.total_bytes)} in {found.weights.name}{', verified' if check else ''}")

@@ -1,0 +1,166 @@
+"""`penstock run`: one answer, or a chat."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, Option
+
+from penstock.cli.loading import loaded, packed_folder
+from penstock.cli.options import Json, Machine, Model, PlanFile, Sampling, Weights, Work, read_plan
+from penstock.cli.output import note, print_json, speed_line
+from penstock.errors import BadRequest, PenstockError
+
+if TYPE_CHECKING:
+    from penstock.serve.engine import Engine
+    from penstock.serve.sampling import SamplingParams
+
+_NO_TEMPLATE = "this model has no chat template"
+# What a base model writes where the user would speak again.
+_NEXT_TURN = "\nUser:"
+
+
+def run(
+    model: Model,
+    machine: Machine,
+    work: Work,
+    sampling: Sampling,
+    prompt: Annotated[
+        str | None, Argument(metavar="PROMPT", help="Default: standard input, or a chat at a terminal.")
+    ] = None,
+    raw: Annotated[bool, Option("--raw", help="Continue the prompt as it stands, without the chat template.")] = False,
+    weights: Weights = None,
+    plan_file: PlanFile = None,
+    as_json: Json = False,
+) -> None:
+    """One answer to PROMPT, or a chat; streams as it comes. Packs a checkpoint on first use.
+
+    What no sampling flag names comes from the model's generation_config.json; without one the best token is
+    always taken.
+    """
+    machine.prepare()
+    plan = read_plan(plan_file)
+    # Wrong flags are said before a first use packs for minutes.
+    work.ask(machine)
+    sampling.params({}, work)
+    chatting = prompt is None and not as_json and sys.stdin.isatty()
+    text = None if chatting else read_prompt(prompt)
+    folder = packed_folder(model, weights, machine)
+    if text is None:
+        _talk(folder, machine, work, sampling, plan, raw)
+        return
+    ids, params = _prepare(folder, text, raw, sampling, work)
+    ask = work.ask(machine, prompt_tokens=max(1, len(ids)), output_tokens=params.max_tokens)
+    with loaded(folder, ask, machine, plan) as engine:
+        answer(engine, [ids] * work.batch, params, as_json)
+
+
+def answer(engine: Engine, prompts: list[list[int]], params: SamplingParams, as_json: bool) -> None:
+    """Generates and prints: streamed text and a line of speed, or the JSON object."""
+    if as_json:
+        print_json(engine.generate(prompts, params)[0].report(engine.prediction))
+        return
+    if len(prompts) == 1:
+        generation = _print_stream(engine, prompts[0], params)
+    else:
+        answers = engine.generate(prompts, params)
+        generation = answers[0]
+        print("\n\n".join(each.text for each in answers), flush=True)
+    note(speed_line(generation, engine.prediction))
+
+
+def read_prompt(prompt: str | None) -> str:
+    """PROMPT, or all of standard input less the newline that ends it."""
+    if prompt is not None:
+        return prompt
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError:
+        raise BadRequest("the prompt on standard input is not UTF-8 text") from None
+
+
+def chat(engine: Engine, params: SamplingParams, lines: Iterator[str]) -> None:
+    """A conversation: `lines` are the user's turns. `/new` forgets; an error takes its turn back."""
+    tokenizer = engine.tokenizer
+    if not tokenizer.has_chat_template:
+        note(f"{_NO_TEMPLATE}: it reads plain lines of User and Assistant")
+        params = dataclasses.replace(params, stop=(*params.stop, _NEXT_TURN))
+    messages: list[dict[str, Any]] = []
+    for line in lines:
+        if not line.strip():
+            continue
+        if line.strip() == "/new":
+            messages.clear()
+            continue
+        messages.append({"role": "user", "content": line})
+        try:
+            generation = _print_stream(engine, tokenizer.encode_chat(messages), params)
+        except PenstockError as error:
+            if error.exit_code != 2:
+                raise
+            messages.pop()
+            note(f"{error.message} (/new starts over)")
+            continue
+        messages.append({"role": "assistant", "content": generation.text})
+        note(speed_line(generation, engine.prediction))
+
+
+def _prepare(folder: Path, text: str, raw: bool, sampling: Sampling, work: Work) -> tuple[list[int], SamplingParams]:
+    """The prompt's ids and how to sample. Before the plan is made, which depends on the prompt's length."""
+    from penstock.serve.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.open(folder)
+    if raw or not tokenizer.has_chat_template:
+        if not raw:
+            note(f"{_NO_TEMPLATE}: it continues the prompt as it stands")
+        ids = tokenizer.encode(text)
+    else:
+        ids = tokenizer.encode_chat([{"role": "user", "content": text}])
+    return ids, sampling.params(tokenizer.generation_config, work)
+
+
+def _talk(folder: Path, machine: Machine, work: Work, sampling: Sampling, plan: Any, raw: bool) -> None:
+    if raw:
+        raise BadRequest("--raw continues a PROMPT; a chat needs the template")
+    if work.batch != 1:
+        raise BadRequest("a chat is one sequence: --batch is for a PROMPT")
+    settled = {} if sampling.max_tokens is None else {"output_tokens": sampling.max_tokens}
+    with loaded(folder, work.ask(machine, **settled), machine, plan) as engine:
+        note("Ctrl-D ends, /new starts over")
+        chat(engine, sampling.params(engine.tokenizer.generation_config, work), _typed_lines())
+
+
+def _print_stream(engine: Engine, ids: list[int], params: SamplingParams) -> Any:
+    for piece in engine.stream(ids, params):
+        print(piece, end="", flush=True)
+    print(flush=True)
+    return engine.last
+
+
+def _typed_lines() -> Iterator[str]:
+    """What the user types until Ctrl-D, with line editing where the platform has it."""
+    ask: Callable[[str], str] = input
+    if sys.stdout.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 (its import makes `input` edit lines)
+    else:
+        ask = _ask_on_stderr  # the answers go to a file, the prompt should not
+    while True:
+        try:
+            yield ask("> ")
+        except EOFError:
+            print(file=sys.stderr)
+            return
+
+
+def _ask_on_stderr(prompt: str) -> str:
+    print(prompt, end="", file=sys.stderr, flush=True)
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.removesuffix("\n")

@@ -1,0 +1,44 @@
+"""`penstock synth`: a packed model of a real shape with random weights."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from typer import Argument, Option
+
+from penstock.cli.options import Json, Weights, as_path, set_threads
+from penstock.cli.output import note, print_json, progress
+from penstock.units import format_bytes
+
+
+def synth(
+    config: Annotated[str, Argument(metavar="CONFIG", help="A model's config.json, or its folder.")],
+    dst: Annotated[str, Argument(metavar="DST", help="The new folder of the packed model.")],
+    weights: Weights = None,
+    seed: Annotated[int, Option("--seed", metavar="N", min=0, help="The same seed gives the same bytes.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """A packed model of a real shape with random weights.
+
+    It has a byte tokenizer and serves to measure without a download.
+    """
+    set_threads(None)
+    from penstock.spec.format import parse_format
+    from penstock.store.packed import open_packed
+    from penstock.store.synth import synth as synthesize
+
+    folder = as_path(dst)
+    fmt = parse_format(weights) if weights else None
+    with progress() as tell:
+        synthesize(
+            as_path(config),
+            folder,
+            fmt,
+            seed=seed,
+            progress=lambda done, total, key: tell(f"writing {key}", done, total),
+        )
+    found = open_packed(folder)
+    if as_json:
+        print_json({"folder": str(folder), "weights": found.weights.name, "bytes": found.total_bytes})
+        return
+    note(f"{folder}: {format_bytes(found.total_bytes)} in {found.weights.name}, random weights")

@@ -1,0 +1,172 @@
+"""Where every byte of a plan lies: the sizes that simulate, verify and the runtime agree on.
+
+Per memory tier (`host`, `gpu0`) these arenas, each 2 MiB-aligned so that huge pages fill it exactly:
+
+    T.weights   resident units, in plan order          T.kv       K and V pools, layer after layer
+    T.ring      units in flight from a slower tier     T.act      activations, per batch of a pass
+    T.scratch   an op's own temporaries (one lane runs one op at a time)
+    host.staging  granules read for single embedding rows
+"""
+
+from __future__ import annotations
+
+from penstock.graph import scratch
+from penstock.graph.tasks import Batch, Slot
+from penstock.spec.parts import GRANULE_ROWS, head_key
+from penstock.spec.plan import Arena, KvHome, Plan, Unit
+from penstock.units import MIB, round_up
+
+ARENA_ALIGN = 2 * MIB  # a huge page: an arena is charged in whole ones whatever it uses
+SLOT_ALIGN = 64
+
+
+class Layout:
+    """The slots of a plan. Pure arithmetic; asks nothing of a machine."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.parts = plan.parts
+        self._fill: dict[str, int] = {}
+        self.weights = self._place_weights()
+        self._kv = self._place_kv()
+        self._act = self._place_acts()
+        self.scratch = {
+            tier: self._take(f"{tier}.scratch", scratch.scratch_bytes(plan, tier)) for tier in self.executors
+        }
+        self.staging = self._place_staging()
+        for tier, nbytes in plan.ring_bytes.items():
+            self._take(f"{tier}.ring", nbytes)
+
+    # -- what streams ---------------------------------------------------------------------------------
+
+    @property
+    def executors(self) -> tuple[str, ...]:
+        """Executors of the plan, the main one first."""
+        found = [self.plan.main]
+        for unit in self.plan.units:
+            found += [e for e in (unit.decode, unit.prefill) if e not in found]
+        return tuple(found)
+
+    def streams(self, unit: Unit, purpose: str) -> bool:
+        """Whether a pass loads the unit into its executor's ring. An embedding is gathered instead,
+        unless it is the head as well."""
+        if unit.part == "embed" and not self.plan.target.spec.tied:
+            return False
+        return unit.home != unit.executor(purpose)
+
+    @property
+    def embed_resident(self) -> bool:
+        """Embedding rows come from memory only if all of them are there; otherwise each is read."""
+        return all(u.home == self.plan.main for u in self.plan.units if u.part == "embed")
+
+    # -- slots ----------------------------------------------------------------------------------------
+
+    def act(self, executor: str, batch: int, name: str, nbytes: int | None = None) -> Slot:
+        """A batch's buffer on an executor's tier; its first `nbytes` where given."""
+        slot = self._act[executor, batch, name]
+        if nbytes is None:
+            return slot
+        assert nbytes <= slot.nbytes, f"{name} of batch {batch}: {nbytes} > {slot.nbytes}"
+        return Slot(slot.arena, slot.lo, slot.lo + nbytes)
+
+    def kv_home(self, layer: int, batch: Batch) -> KvHome:
+        """The home of the batch's KV in a layer; a batch has one."""
+        for home in self.plan.kv:
+            if home.layers[0] <= layer < home.layers[1] and home.seqs[0] <= batch.seqs[0] < home.seqs[1]:
+                return home
+        raise AssertionError(f"no KV home for layer {layer}, sequence {batch.seqs[0]}")
+
+    @property
+    def pages_per_seq(self) -> int:
+        return -(-self.plan.context // self.plan.page_tokens)
+
+    def kv_page_bytes(self, layer: int, home: KvHome) -> int:
+        """One page of K (or of V) of one layer: [K, P, E]."""
+        a = self.plan.target.spec.layers[layer].attention
+        return home.format.plain_bytes(a.kv_heads * self.plan.page_tokens, a.head_dim)
+
+    def kv(self, layer: int, batch: Batch) -> tuple[Slot, Slot]:
+        """(keys, values) of the pages of the batch's sequences, from the first one's to the last one's."""
+        home = self.kv_home(layer, batch)
+        keys, values = self._kv[layer, home.seqs[0]]
+        page_bytes = self.kv_page_bytes(layer, home)
+        lo = (min(batch.seqs) - home.seqs[0]) * self.pages_per_seq * page_bytes
+        hi = (max(batch.seqs) - home.seqs[0] + 1) * self.pages_per_seq * page_bytes
+        return (
+            Slot(keys.arena, keys.lo + lo, keys.lo + hi),
+            Slot(values.arena, values.lo + lo, values.lo + hi),
+        )
+
+    def arenas(self) -> tuple[Arena, ...]:
+        """Every arena with its size, rounded up to whole huge pages. Empty ones are left out."""
+        return tuple(
+            Arena(name, name.split(".")[0], round_up(nbytes, ARENA_ALIGN))
+            for name, nbytes in self._fill.items()
+            if nbytes
+        )
+
+    # -- placing --------------------------------------------------------------------------------------
+
+    def _take(self, arena: str, nbytes: int) -> Slot:
+        lo = round_up(self._fill.get(arena, 0), SLOT_ALIGN)
+        self._fill[arena] = lo + nbytes
+        return Slot(arena, lo, lo + nbytes)
+
+    def _place_weights(self) -> dict[int, Slot]:
+        """Unit index → slot, for units whose home is a memory tier."""
+        return {
+            i: self._take(f"{unit.home}.weights", (unit.hi - unit.lo) * self.parts[unit.part].granule_bytes)
+            for i, unit in enumerate(self.plan.units)
+            if not unit.home.startswith("disk")
+        }
+
+    def _place_kv(self) -> dict[tuple[int, int], tuple[Slot, Slot]]:
+        pools = {}
+        for home in self.plan.kv:
+            pages = (home.seqs[1] - home.seqs[0]) * self.pages_per_seq
+            for layer in range(*home.layers):
+                nbytes = pages * self.kv_page_bytes(layer, home)
+                arena = f"{home.home}.kv"
+                pools[layer, home.seqs[0]] = (self._take(arena, nbytes), self._take(arena, nbytes))
+        return pools
+
+    def _place_acts(self) -> dict[tuple[str, int, str], Slot]:
+        plan, spec = self.plan, self.plan.target.spec
+        rows = max(plan.chunk_rows, plan.batch_seqs)
+        heads = max(layer.attention.heads * layer.attention.head_dim for layer in spec.layers)
+        wide = max(spec.d_model, spec.d_embed)
+        buffers = {
+            "h": 4 * rows * wide,
+            "q": 4 * rows * heads,
+            "a": 4 * rows * heads,
+            "partial": 4 * rows * spec.d_model,
+        }
+        main_only = {
+            "tokens": 4 * rows,
+            "rows": 4 * rows * spec.d_embed,
+            "x": 4 * rows * spec.d_model,
+            "logits": 4 * plan.logits_rows * spec.vocab,
+        }
+        slots = {}
+        for batch in range(plan.batches_per_pass):
+            for executor in self.executors:
+                names = {**buffers, **main_only} if executor == plan.main else buffers
+                for name, nbytes in names.items():
+                    slots[executor, batch, name] = self._take(f"{executor}.act", nbytes)
+                if executor != plan.main:  # where its partial lands before the merge
+                    slots[plan.main, batch, f"partial.{executor}"] = self._take(f"{plan.main}.act", buffers["partial"])
+        return slots
+
+    def _place_staging(self) -> Slot | None:
+        if self.embed_resident:
+            return None
+        return self._take("host.staging", self.parts["embed"].granule_bytes)
+
+
+def head_units(plan: Plan) -> list[int]:
+    """Units of the head, in order; with a tied head those of the embedding."""
+    key = head_key(plan.target.spec)
+    return [i for i, unit in enumerate(plan.units) if unit.part == key]
+
+
+__all__ = ["ARENA_ALIGN", "GRANULE_ROWS", "Layout", "head_units"]

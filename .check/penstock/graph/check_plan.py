@@ -1,0 +1,166 @@
+"""Checks a plan that somebody else made, before anything is computed from it.
+
+A plan that passes can be lowered for every pass of the engine, and its task lists satisfy `graph.verify`. What
+it asks of memory is true, so whether it fits is one comparison.
+
+Raises BadRequest, one line, for the first thing that is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields, replace
+
+from penstock.errors import BadRequest
+from penstock.graph.arenas import Layout
+from penstock.spec.format import KV_KINDS, Format
+from penstock.spec.model import ModelSpec
+from penstock.spec.parts import PAGE_BYTES, Part, parts
+from penstock.spec.plan import ActHome, KvHome, Plan, PlanModel, Unit
+from penstock.units import GIB
+
+MEMORY_TIERS = ("host",)  # those that a runtime exists for; an executor computes on its own tier
+DISK = "disk0"
+
+# Beyond these nothing sensible lies, and below them everything is computed in no time.
+_BOUNDS = {
+    "batches_per_pass": (1, 1024),
+    "batch_seqs": (1, 1 << 20),
+    "chunk_rows": (1, 1 << 16),
+    "logits_rows": (1, 1 << 20),
+    "context": (1, 2**31 - 1),
+    "page_tokens": (1, 1 << 16),
+    "io_block_bytes": (PAGE_BYTES, 1 << 30),
+    "process_bytes": (1, 1 << 40),
+}
+_MOST_RING_BYTES = 1024 * GIB
+
+
+def check_plan(plan: Plan, spec: ModelSpec, weights: Format, tiers: tuple[str, ...] = MEMORY_TIERS) -> None:
+    """`spec`, `weights`: of the model that it should be for. `tiers`: of memory, that the runtime has."""
+    _check_model(plan.models, spec, weights)
+    _check_numbers(plan, tiers)
+    by_key = {part.key: part for part in parts(spec, weights)}
+    _check_units(plan.units, by_key, tiers)
+    main = _check_acts(plan, tiers)
+    _check_kv(plan, tiers)
+    _check_main(plan.units, by_key, main)
+    _check_rings(plan, by_key)
+    wanted = Layout(plan).arenas()
+    if plan.arenas != wanted:
+        names = (*plan.arenas, *wanted)
+        differs = next(arena.name for arena in names if arena not in plan.arenas or arena not in wanted)
+        raise _wrong(f"arena {differs!r} is not what the rest of the plan leads to")
+
+
+def _check_model(models: tuple[PlanModel, ...], spec: ModelSpec, weights: Format) -> None:
+    if len(models) != 1:
+        raise _wrong(f"it is for {len(models)} models; this version runs one")
+    if models[0].weights != weights:
+        raise _wrong(f"it is for {models[0].weights.name} weights, the model has {weights.name}")
+    # A plan may have been made where the tokenizer was not.
+    other = replace(models[0].spec, tokenizer_bytes=spec.tokenizer_bytes)
+    differs = next((f.name for f in fields(spec) if getattr(other, f.name) != getattr(spec, f.name)), None)
+    if differs is not None:
+        raise _wrong(f"it is for another model: {differs} differs")
+
+
+def _check_numbers(plan: Plan, tiers: tuple[str, ...]) -> None:
+    for name, (least, most) in _BOUNDS.items():
+        if not least <= getattr(plan, name) <= most:
+            raise _wrong(f"{name} is {getattr(plan, name)}; it should be from {least} to {most}")
+    if plan.context > plan.target.spec.max_positions:
+        raise _wrong(f"context {plan.context} is more than the model's {plan.target.spec.max_positions} positions")
+    if plan.logits_rows < plan.batch_seqs:
+        raise _wrong(f"logits_rows {plan.logits_rows} is less than batch_seqs {plan.batch_seqs}")
+    if plan.io_block_bytes % PAGE_BYTES:
+        raise _wrong(f"io_block_bytes {plan.io_block_bytes} is no multiple of {PAGE_BYTES}")
+    for tier, nbytes in plan.ring_bytes.items():
+        if tier not in tiers or not 0 <= nbytes <= _MOST_RING_BYTES:
+            raise _wrong(f"a ring of {nbytes} bytes on {tier!r}; there are {', '.join(tiers)}")
+
+
+def _check_units(units: Iterable[Unit], by_key: dict[str, Part], tiers: tuple[str, ...]) -> None:
+    """Every granule of every part once, ascending, a part's units side by side."""
+    covered: dict[str, int] = {}
+    last = ""
+    for unit in units:
+        part = by_key.get(unit.part)
+        if part is None:
+            raise _wrong(f"the model has no part {unit.part!r}")
+        at = covered.get(unit.part, 0)
+        if unit.part != last and at:
+            raise _wrong(f"the units of {unit.part} do not stand side by side")
+        if unit.lo != at or not unit.lo < unit.hi <= part.granules:
+            raise _wrong(
+                f"a unit of {unit.part} has granules {unit.lo}..{unit.hi}, where {at}.. of {part.granules} come next"
+            )
+        if unit.home not in (*tiers, DISK) or unit.decode not in tiers or unit.prefill not in tiers:
+            raise _wrong(
+                f"a unit of {unit.part} is at home in {unit.home!r} and computed by {unit.decode!r} and "
+                f"{unit.prefill!r}; this version has {', '.join((DISK, *tiers))}"
+            )
+        covered[unit.part], last = unit.hi, unit.part
+    for key, part in by_key.items():
+        if covered.get(key, 0) != part.granules:
+            raise _wrong(f"granules {covered.get(key, 0)}..{part.granules} of {key} have no home")
+
+
+def _check_acts(plan: Plan, tiers: tuple[str, ...]) -> str:
+    """Returns the one executor that holds all activations."""
+    _check_cover("activations", plan.acts, plan)
+    homes = {home.home for home in plan.acts}
+    if len(homes) != 1 or not homes <= set(tiers):
+        raise _wrong(f"activations are at home in {sorted(homes)}; this version keeps them together")
+    return homes.pop()
+
+
+def _check_kv(plan: Plan, tiers: tuple[str, ...]) -> None:
+    _check_cover("KV", plan.kv, plan)
+    for home in plan.kv:
+        if home.format.kind not in KV_KINDS:
+            raise _wrong(f"KV in {home.format.name}; this version has {', '.join(KV_KINDS)}")
+        if home.home not in tiers or home.attend != home.home:
+            raise _wrong(f"KV at home in {home.home!r} with attention on {home.attend!r}")
+        for unit in plan.units:
+            layer, _, kind = unit.part.partition(".")
+            if kind == "attn" and home.layers[0] <= int(layer) < home.layers[1]:
+                if (unit.decode, unit.prefill) != (home.attend, home.attend):
+                    raise _wrong(f"attention of layer {layer} on {home.attend} but its projections elsewhere")
+
+
+def _check_cover(what: str, homes: Iterable[KvHome] | Iterable[ActHome], plan: Plan) -> None:
+    """Homes follow each other over the layers; each has all sequences, since a batch may mix any of them."""
+    layers, seqs = len(plan.target.spec.layers), plan.batches_per_pass * plan.batch_seqs
+    at = 0
+    for home in homes:
+        if home.layers[0] != at or not at < home.layers[1] <= layers:
+            raise _wrong(f"{what} of layers {home.layers[0]}..{home.layers[1]}, where {at}.. of {layers} come next")
+        if home.seqs != (0, seqs):
+            raise _wrong(f"{what} of sequences {home.seqs[0]}..{home.seqs[1]}; a pass has {seqs}")
+        at = home.layers[1]
+    if at != layers:
+        raise _wrong(f"{what} of layers {at}..{layers} has no home")
+
+
+def _check_main(units: Iterable[Unit], by_key: dict[str, Part], main: str) -> None:
+    """Norms and the model's ends are read where the activations are."""
+    for unit in units:
+        if by_key[unit.part].kind in ("norms", "edges") and (unit.home, unit.decode, unit.prefill) != (main,) * 3:
+            raise _wrong(f"{unit.part} is not at home on {main}, which computes it")
+
+
+def _check_rings(plan: Plan, by_key: dict[str, Part]) -> None:
+    tied = plan.target.spec.tied
+    for unit in plan.units:
+        if unit.part == "embed" and not tied:
+            continue  # gathered, row by row
+        nbytes = (unit.hi - unit.lo) * by_key[unit.part].granule_bytes
+        for executor in {unit.decode, unit.prefill} - {unit.home}:
+            room = plan.ring_bytes.get(executor, 0)
+            if nbytes > room:
+                raise _wrong(f"{unit.part} streams units of {nbytes} bytes through a ring of {room} on {executor}")
+
+
+def _wrong(what: str) -> BadRequest:
+    return BadRequest(f"this plan cannot run: {what}")

@@ -1,0 +1,112 @@
+"""Calls to tasks: derives the edges from the slots, and fuses neighbouring calls of a lane into one task.
+
+A call joins its lane's open task unless it has to wait for another lane; so where nothing streams, a whole
+step is one task. Lanes are first in, first out, and what a lane has waited for once it need not wait for
+again, so an edge is kept only where it says something new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.graph import ops
+from penstock.graph.hazards import Hazards
+from penstock.graph.tasks import Call, Slot, Task
+
+_UNTRACKED = (".weights", ".scratch")  # constant while passes run; private to one lane
+
+
+class _Open:
+    """A task still taking calls."""
+
+    __slots__ = ("after", "calls", "id", "lanes", "reads", "writes")
+
+    def __init__(self, task_id: int, lanes: tuple[str, ...], after: tuple[int, ...]) -> None:
+        self.id, self.lanes, self.after = task_id, lanes, after
+        self.calls: list[Call] = []
+        self.reads: dict[Slot, None] = {}
+        self.writes: dict[Slot, None] = {}
+
+
+class Emitter:
+    """Ids rise in the order in which tasks are opened; a task is handed out after all it waits for."""
+
+    def __init__(self) -> None:
+        self._hazards = Hazards()
+        self._known: dict[str, dict[str, int]] = {}  # lane → other lane → latest task it has waited for
+        self._open: dict[str, _Open] = {}
+        self._next_id = 0
+        self._closed: list[Task] = []
+
+    def alone(self, lanes: tuple[str, ...], call: Call) -> None:
+        """A task of this one call, on one lane or on two at once."""
+        self.close(lanes[0])
+        self._add(lanes, call)
+        self.close(lanes[0])
+
+    def call(self, lane: str, call: Call) -> None:
+        """Appends to the lane's open task, or to a new one where the call has to wait for another lane."""
+        self._add((lane,), call)
+
+    def close(self, lane: str) -> None:
+        """The lane's open task takes no more calls."""
+        task = self._open.pop(lane, None)
+        if task is None:
+            return
+        self._closed.append(
+            Task(
+                task.id,
+                task.lanes,
+                tuple(task.calls),
+                tuple(task.reads),
+                tuple(task.writes),
+                sum(call.bytes for call in task.calls),
+                sum(call.flops for call in task.calls),
+                task.after,
+            )
+        )
+
+    def closed(self) -> Iterator[Task]:
+        """Hands out the tasks closed since the last time."""
+        while self._closed:
+            batch, self._closed = self._closed, []
+            yield from batch
+
+    def finish(self) -> Iterator[Task]:
+        """Closes every lane and hands out the rest."""
+        for lane in list(self._open):
+            self.close(lane)
+        yield from self.closed()
+
+    def _add(self, lanes: tuple[str, ...], call: Call) -> None:
+        signature = ops.OPS[call.op]
+        touched: list[tuple[Slot, bool, bool]] = []
+        waits: dict[str, int] = {}
+        for i, slot in enumerate(call.slots):
+            mode = signature.mode(i)
+            if mode == "s" or slot.arena.endswith(_UNTRACKED):
+                continue
+            touched.append((slot, mode != "w", mode != "r"))
+            for other, task in self._hazards.conflicts(slot.arena, slot.lo, slot.hi, mode != "r"):
+                if other not in lanes and task > waits.get(other, -1):
+                    waits[other] = task
+        lane = lanes[0]
+        known = self._known.setdefault(lane, {})
+        waits = {other: task for other, task in waits.items() if task > known.get(other, -1)}
+        known.update(waits)
+        for other, task in waits.items():
+            if other in self._open and self._open[other].id == task:
+                self.close(other)
+        if waits:
+            self.close(lane)
+        if lane not in self._open:
+            self._open[lane] = _Open(self._next_id, lanes, tuple(sorted(waits.values())))
+            self._next_id += 1
+        current = self._open[lane]
+        current.calls.append(call)
+        for slot, read, write in touched:
+            self._hazards.record(slot.arena, slot.lo, slot.hi, write, (lane, current.id))
+            if read:
+                current.reads[slot] = None
+            if write:
+                current.writes[slot] = None

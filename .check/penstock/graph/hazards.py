@@ -1,0 +1,73 @@
+"""Edges from slots: who wrote a byte range last, and who has read it since.
+
+Keeps, per arena, disjoint segments sorted by address. A read depends on the segment's writer, a write on
+its writer and its readers; only the latest task per lane is kept, since lanes are first in, first out.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+Mark = tuple[str, int]  # (lane, task id)
+
+
+class _Segment:
+    __slots__ = ("hi", "lo", "readers", "writer")
+
+    def __init__(self, lo: int, hi: int, writer: Mark | None, readers: dict[str, int]) -> None:
+        self.lo, self.hi, self.writer, self.readers = lo, hi, writer, readers
+
+
+class Hazards:
+    """The last writer and the readers since, for every byte range touched so far."""
+
+    def __init__(self) -> None:
+        self._arenas: dict[str, tuple[list[int], list[_Segment]]] = {}
+
+    def conflicts(self, arena: str, lo: int, hi: int, write: bool) -> list[Mark]:
+        """Tasks that a read (or write) of [lo, hi) must come after."""
+        found: list[Mark] = []
+        starts, segments = self._arenas.get(arena, ([], []))
+        i = max(bisect_right(starts, lo) - 1, 0)
+        while i < len(segments) and segments[i].lo < hi:
+            segment = segments[i]
+            if segment.hi > lo:
+                if segment.writer is not None:
+                    found.append(segment.writer)
+                if write:
+                    found.extend(segment.readers.items())
+            i += 1
+        return found
+
+    def record(self, arena: str, lo: int, hi: int, write: bool, mark: Mark) -> None:
+        """Notes that the task `mark` reads (or writes) [lo, hi)."""
+        starts, segments = self._arenas.setdefault(arena, ([], []))
+        self._split(starts, segments, lo)
+        self._split(starts, segments, hi)
+        first = bisect_right(starts, lo - 1)
+        last = bisect_right(starts, hi - 1)
+        if write:
+            starts[first:last] = [lo]
+            segments[first:last] = [_Segment(lo, hi, mark, {})]
+            return
+        lane, task = mark
+        cursor, fresh = lo, []
+        for segment in segments[first:last]:
+            if segment.lo > cursor:
+                fresh.append(_Segment(cursor, segment.lo, None, {lane: task}))
+            segment.readers[lane] = task
+            fresh.append(segment)
+            cursor = segment.hi
+        if cursor < hi:
+            fresh.append(_Segment(cursor, hi, None, {lane: task}))
+        starts[first:last] = [segment.lo for segment in fresh]
+        segments[first:last] = fresh
+
+    @staticmethod
+    def _split(starts: list[int], segments: list[_Segment], at: int) -> None:
+        i = bisect_right(starts, at) - 1
+        if i >= 0 and segments[i].lo < at < segments[i].hi:
+            old = segments[i]
+            starts.insert(i + 1, at)
+            segments.insert(i + 1, _Segment(at, old.hi, old.writer, dict(old.readers)))
+            old.hi = at

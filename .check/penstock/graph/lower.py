@@ -1,0 +1,246 @@
+"""The lowering: a plan and a pass in, tasks in order out. Nothing else in penstock orders work.
+
+A pass goes layer by layer; inside a block (attention or FFN) unit by unit, and every unit serves all batches
+of the pass before the next one comes (FlexGen's zig-zag block), so a streamed unit crosses once a pass.
+
+Weights do not read tokens. Each ring is filled from a cyclic stream: the units that this pass streams
+through it, in order, then those of the pass that follows (`Pass.then`). A load is emitted as soon as its
+bytes are free, that is when the last call that reads what lies there has been emitted; its edge to that
+call is derived like any other (write after read). How far loads run ahead is just the ring's size.
+
+State kept between passes: what the rings hold, the streams' cursors, the last readers and writers per slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.errors import InternalError
+from penstock.graph import ops
+from penstock.graph.arenas import Layout, head_units
+from penstock.graph.emit import Emitter
+from penstock.graph.ring import Ring
+from penstock.graph.tasks import Batch, Call, Pass, Slot, Stream, Task
+from penstock.spec.plan import Plan
+
+Cost = tuple[int, int]  # bytes, flops
+
+
+class Lowering:
+    """`step(pass)` yields the tasks of that pass, and loads for the next one where the ring has room."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.layout = Layout(plan)
+        self.parts = self.layout.parts
+        self._units: dict[str, list[int]] = {}
+        for i, unit in enumerate(plan.units):
+            self._units.setdefault(unit.part, []).append(i)
+        self._head = head_units(plan)
+        self._rings = {tier: Ring(f"{tier}.ring", nbytes) for tier, nbytes in plan.ring_bytes.items()}
+        self._emit = Emitter()
+
+    # -- the pass -------------------------------------------------------------------------------------
+
+    def step(self, p: Pass) -> Iterator[Task]:
+        """Tasks of one pass. Must be consumed to its end before the next pass is lowered."""
+        for tier, ring in self._rings.items():
+            ring.begin(self._stream(p.stream, tier), self._stream(p.then, tier) if p.then else [])
+        self._pump()
+        for batch in p.batches:
+            self._embed(batch)
+        for layer in range(len(self.plan.target.spec.layers)):
+            yield from self._block(p, layer, "attn")
+            yield from self._block(p, layer, "ffn")
+        if p.stream.logits:
+            yield from self._logits(p)
+        yield from self._emit.finish()
+
+    def _embed(self, batch: Batch) -> None:
+        main, spec, layout = self.plan.main, self.plan.target.spec, self.layout
+        t = batch.total_rows
+        part = self.parts["embed"]
+        tokens = layout.act(main, batch.id, "tokens", 4 * t)
+        rows = layout.act(main, batch.id, "rows", 4 * t * spec.d_embed)
+        units = self._units["embed"]
+        if layout.staging is None:
+            first, last = layout.weights[units[0]], layout.weights[units[-1]]
+            weights = Slot(first.arena, first.lo, last.hi)
+            self._call(main, "gather", -1, batch, (weights, tokens, rows), (), part.format.kind, (rows.nbytes, 0))
+        else:
+            read_bytes = t * part.granule_bytes  # at most; tokens that share a granule share its read
+            slots = (tokens, rows, layout.staging)
+            self._emit.alone(("disk0",), Call("fetch", -1, batch, slots, (), part.format.kind, read_bytes, 0))
+        x = layout.act(main, batch.id, "x", 4 * t * spec.d_model)
+        cost = ops.rows_cost(spec, t, 2)
+        self._call(main, "embed", -1, batch, (rows, self._whole("edges"), x, self._scratch(main)), (), "*", cost)
+
+    def _block(self, p: Pass, layer: int, kind: str) -> Iterator[Task]:
+        """Norm, the units' partial sums on each executor, merge; for every batch."""
+        part = self.parts[f"{layer}.{kind}"]
+        units = self._units[part.key]
+        main, purpose = self.plan.main, p.purpose
+        executors = list(dict.fromkeys(self.plan.units[u].executor(purpose) for u in units))
+        for batch in p.batches:
+            self._norm(batch, f"{layer}.norms", (f"{kind}_in", layer), range(batch.total_rows))
+            for executor in executors:
+                if executor != main:
+                    self._copy(batch, "h", "h", main, executor)
+        started: set[tuple[str, int]] = set()
+        for u in units:
+            executor = self.plan.units[u].executor(purpose)
+            weights = self._weights(u, purpose)
+            for batch in p.batches:
+                first = (executor, batch.id) not in started
+                started.add((executor, batch.id))
+                if kind == "attn":
+                    self._attention(layer, u, executor, weights, batch, first)
+                else:
+                    self._ffn(layer, u, executor, weights, batch, first)
+            self._release(u, purpose)
+            yield from self._emit.closed()
+        for batch in p.batches:
+            self._merge(batch, layer, kind, executors)
+
+    def _attention(self, layer: int, u: int, executor: str, weights: Slot, batch: Batch, first: bool) -> None:
+        unit, layout = self.plan.units[u], self.layout
+        part, a = self.parts[unit.part], self.plan.target.spec.layers[layer].attention
+        t, heads = batch.total_rows, unit.hi - unit.lo
+        home = layout.kv_home(layer, batch)
+        if home.attend != executor:
+            raise InternalError(f"layer {layer}: attention on {home.attend} but its projections on {executor}")
+        q = layout.act(executor, batch.id, "q", 4 * t * a.heads * a.head_dim)
+        out = layout.act(executor, batch.id, "a", 4 * t * a.heads * a.head_dim)
+        keys, values = layout.kv(layer, batch)
+        h, partial = self._rows(executor, batch, "h"), self._rows(executor, batch, "partial")
+        scratch, fmt = self._scratch(executor), part.format.kind
+        cost = ops.matrix_cost(part, unit.lo, unit.hi, ops.QKV_BLOCKS, t)
+        norms = self._whole(f"{layer}.norms")
+        self._call(executor, "qkv", u, batch, (weights, norms, h, q, keys, values, scratch), (layer,), fmt, cost)
+        cost = ops.attend_cost(a, heads, batch, home.format.bits / 8)
+        self._call(executor, "attend", u, batch, (q, keys, values, out, scratch), (layer,), home.format.kind, cost)
+        cost = ops.matrix_cost(part, unit.lo, unit.hi, ops.OUT_BLOCKS, t)
+        self._call(executor, "out", u, batch, (weights, out, partial, scratch), (layer, int(first)), fmt, cost)
+
+    def _ffn(self, layer: int, u: int, executor: str, weights: Slot, batch: Batch, first: bool) -> None:
+        unit = self.plan.units[u]
+        part = self.parts[unit.part]
+        h, partial = self._rows(executor, batch, "h"), self._rows(executor, batch, "partial")
+        cost = ops.matrix_cost(part, unit.lo, unit.hi, ops.FFN_BLOCKS, batch.total_rows)
+        slots = (weights, h, partial, self._scratch(executor))
+        self._call(executor, "ffn", u, batch, slots, (layer, int(first)), part.format.kind, cost)
+
+    def _merge(self, batch: Batch, layer: int, kind: str, executors: list[str]) -> None:
+        main = self.plan.main
+        partials = [self._rows(main, batch, "partial")] if main in executors else []
+        for executor in executors:
+            if executor != main:
+                partials.append(self._copy(batch, "partial", f"partial.{executor}", executor, main))
+        x = self._rows(main, batch, "x")
+        cost = ops.rows_cost(self.plan.target.spec, batch.total_rows, 2 + len(partials))
+        slots = (self._whole(f"{layer}.norms"), x, self._scratch(main), *partials)
+        self._call(main, "merge", -1, batch, slots, (layer, kind), "*", cost)
+
+    def _logits(self, p: Pass) -> Iterator[Task]:
+        main, spec = self.plan.main, self.plan.target.spec
+        for batch in p.batches:
+            self._norm(batch, "edges", ("final",), batch.logits)
+        for u in self._head:
+            weights = self._weights(u, p.purpose)
+            unit = self.plan.units[u]
+            part = self.parts[unit.part]
+            for batch in p.batches:
+                n = len(batch.logits)
+                if n:
+                    h = self.layout.act(main, batch.id, "h", 4 * n * max(spec.d_model, spec.d_embed))
+                    logits = self.layout.act(main, batch.id, "logits", 4 * n * spec.vocab)
+                    cost = ops.matrix_cost(part, unit.lo, unit.hi, ops.VOCAB_BLOCKS, n)
+                    slots = (weights, h, logits, self._scratch(main))
+                    self._call(main, "head", u, batch, slots, (), part.format.kind, cost)
+            self._release(u, p.purpose)
+            yield from self._emit.closed()
+
+    def _norm(self, batch: Batch, norms: str, which: tuple[int | str, ...], rows: range | tuple[int, ...]) -> None:
+        """Also where the layer has no such norm: the op then copies, so every block reads h."""
+        if not len(rows):
+            return
+        main, spec = self.plan.main, self.plan.target.spec
+        x = self._rows(main, batch, "x")
+        wide = max(spec.d_model, spec.d_embed) if norms == "edges" else spec.d_model
+        h = self.layout.act(main, batch.id, "h", 4 * len(rows) * wide)
+        slots = (self._whole(norms), x, h, self._scratch(main))
+        self._call(main, "norm", -1, batch, slots, which, "*", ops.rows_cost(spec, len(rows), 2))
+
+    def _copy(self, batch: Batch, name: str, target_name: str, source: str, target: str) -> Slot:
+        """Activations across the link; returns the slot that they land in."""
+        nbytes = 4 * batch.total_rows * self.plan.target.spec.d_model
+        from_slot = self.layout.act(source, batch.id, name, nbytes)
+        to_slot = self.layout.act(target, batch.id, target_name, nbytes)
+        lane = "h2d0" if source == "host" else "d2h0"
+        self._emit.alone((lane,), Call("copy", -1, batch, (from_slot, to_slot), (), "*", nbytes, 0))
+        return to_slot
+
+    def _call(
+        self,
+        executor: str,
+        op: str,
+        unit: int,
+        batch: Batch,
+        slots: tuple[Slot, ...],
+        args: tuple[int | str, ...],
+        fmt: str,
+        cost: Cost,
+    ) -> None:
+        self._emit.call(executor, Call(op, unit, batch, slots, args, fmt, *cost))
+
+    # -- slots ----------------------------------------------------------------------------------------
+
+    def _rows(self, executor: str, batch: Batch, name: str) -> Slot:
+        return self.layout.act(executor, batch.id, name, 4 * batch.total_rows * self.plan.target.spec.d_model)
+
+    def _scratch(self, executor: str) -> Slot:
+        return self.layout.scratch[executor]
+
+    def _whole(self, key: str) -> Slot:
+        return self.layout.weights[self._units[key][0]]
+
+    def _weights(self, u: int, purpose: str) -> Slot:
+        """Where the unit's bytes are when its calls run: at home, or in the ring."""
+        unit = self.plan.units[u]
+        if not self.layout.streams(unit, purpose):
+            return self.layout.weights[u]
+        return self._rings[unit.executor(purpose)].take(u)
+
+    # -- streams --------------------------------------------------------------------------------------
+
+    def _stream(self, stream: Stream, tier: str) -> list[tuple[int, int]]:
+        """(unit, bytes) that a pass of this kind streams through a tier's ring, in order."""
+        layers = range(len(self.plan.target.spec.layers))
+        order = [u for i in layers for kind in ("attn", "ffn") for u in self._units[f"{i}.{kind}"]]
+        order += self._head if stream.logits else []
+        units = [(u, self.plan.units[u]) for u in order]
+        return [
+            (u, self.plan.unit_bytes(unit))
+            for u, unit in units
+            if unit.executor(stream.purpose) == tier and self.layout.streams(unit, stream.purpose)
+        ]
+
+    def _release(self, u: int, purpose: str) -> None:
+        """The unit's last call is emitted: its ring bytes are free for the loads that wait."""
+        unit = self.plan.units[u]
+        if self.layout.streams(unit, purpose):
+            self._emit.close(unit.executor(purpose))
+            self._rings[unit.executor(purpose)].release(u)
+            self._pump()
+
+    def _pump(self) -> None:
+        """Emits every load that a ring has room for."""
+        for tier, ring in self._rings.items():
+            while (load := ring.admit()) is not None:
+                u, slot = load
+                unit = self.plan.units[u]
+                lanes: tuple[str, ...] = ("disk0", "h2d0") if tier != "host" else ("disk0",)
+                if unit.home == "host":
+                    lanes = ("h2d0",)
+                fmt = self.parts[unit.part].format.kind
+                self._emit.alone(lanes, Call("load", u, None, (slot,), (), fmt, slot.nbytes, 0))

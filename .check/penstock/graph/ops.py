@@ -1,0 +1,98 @@
+"""The ops: their operands, what they read and write, and what they cost in bytes and flops.
+
+`kernels/` binds an implementation to each name; the lowering takes edges from the operands' modes:
+r read, w written, + added to (read and written), s scratch (private to the lane, no edge).
+
+Shapes (T rows of the batch, D d_model, H heads, K KV heads, E head_dim, P page_tokens, V vocab):
+tokens int32 [T] · rows float32 [T, d_embed] · x, h, partial float32 [T, D] · q, a float32 [T, H, E] ·
+keys, values [pages, K, P, E] in the KV format · logits float32 [n, V].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.graph.tasks import Batch
+from penstock.spec.model import Attention, ModelSpec
+from penstock.spec.parts import Part
+
+_SIGNATURES = {
+    # rows = the embedding rows of the batch's tokens, out of resident weights or out of the disk.
+    "gather": "weights:r tokens:r rows:w",
+    "fetch": "tokens:r rows:w staging:w",
+    # x = rows · embed_scale (projected, plus learned positions).
+    "embed": "rows:r edges:r x:w scratch:s",
+    # h = norm(x); args: which norm. The final norm takes the rows whose logits are wanted.
+    "norm": "norms:r x:r h:w scratch:s",
+    # q, k, v of the unit's KV heads, with bias, q/k norm and rope; k and v go into the cache.
+    "qkv": "weights:r norms:r h:r q:w keys:w values:w scratch:s",
+    "attend": "q:r keys:r values:r a:w scratch:s",
+    # partial (+)= a · o over the unit's heads; args: 1 where it starts the sum.
+    "out": "weights:r a:r partial:+ scratch:s",
+    # partial (+)= FFN over the unit's neurons; args: 1 where it starts the sum.
+    "ffn": "weights:r h:r partial:+ scratch:s",
+    # x += norm_out(sum of partials + bias), then norm_after. More partials may follow the first.
+    "merge": "norms:r x:+ scratch:s partial:r",
+    "head": "weights:r h:r logits:w scratch:s",
+    # Bytes from one tier to another; a load fills a ring slot with a unit, a store saves KV.
+    "copy": "source:r target:w",
+    "load": "target:w",
+    "store": "source:r target:w",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    name: str
+    operands: tuple[str, ...]
+    modes: tuple[str, ...]
+
+    def mode(self, i: int) -> str:
+        """The mode of operand i; the last operand's repeats (merge takes several partials)."""
+        return self.modes[min(i, len(self.modes) - 1)]
+
+
+def _parse(name: str, signature: str) -> Op:
+    pairs = [operand.split(":") for operand in signature.split()]
+    return Op(name, tuple(p[0] for p in pairs), tuple(p[1] for p in pairs))
+
+
+OPS = {name: _parse(name, signature) for name, signature in _SIGNATURES.items()}
+
+
+def block_weights(part: Part, lo: int, hi: int, names: tuple[str, ...]) -> int:
+    """Weights of the named blocks in granules lo..hi; the tail counts as it is."""
+    per_granule = sum(b.rows * b.cols for b in part.blocks if b.name in names)
+    return per_granule * part.rows_of(lo, hi) // part.granule_rows
+
+
+def block_bytes(part: Part, lo: int, hi: int, names: tuple[str, ...]) -> int:
+    return (hi - lo) * sum(b.nbytes for b in part.blocks if b.name in names)
+
+
+QKV_BLOCKS = ("q", "k", "v", "q_bias", "k_bias", "v_bias")
+OUT_BLOCKS = ("o",)
+FFN_BLOCKS = ("gate", "up", "down", "gate_bias", "up_bias")
+VOCAB_BLOCKS = ("rows",)
+
+
+def matrix_cost(part: Part, lo: int, hi: int, names: tuple[str, ...], rows: int) -> tuple[int, int]:
+    """(bytes read, flops) of multiplying `rows` rows with the named blocks of granules lo..hi."""
+    return block_bytes(part, lo, hi, names), 2 * rows * block_weights(part, lo, hi, names)
+
+
+def attend_cost(a: Attention, kv_heads: int, batch: Batch, kv_item_bytes: float) -> tuple[int, int]:
+    """(KV bytes read, flops) of attention of `kv_heads` heads: 2 for scores, 2 for values, per element."""
+    kv_bytes = flops = 0
+    for start, rows in zip(batch.start, batch.rows, strict=True):
+        seen = start + rows if not a.window else min(start + rows, a.window + rows - 1)
+        kv_bytes += int(2 * seen * kv_heads * a.head_dim * kv_item_bytes)
+        # A row at position p sees p + 1 positions, or the window.
+        pairs = rows * start + rows * (rows + 1) // 2 if not a.window else rows * min(start + rows, a.window)
+        flops += 4 * pairs * kv_heads * a.heads_per_kv * a.head_dim
+    return kv_bytes, flops
+
+
+def rows_cost(model: ModelSpec, rows: int, passes: int) -> tuple[int, int]:
+    """(bytes, flops) of an op that walks `passes` times over float32 [rows, D]: norm, merge, embed."""
+    return 4 * rows * model.d_model * passes, rows * model.d_model * passes

@@ -1,0 +1,56 @@
+"""A ring: the byte range that units stream through, and which of them it holds."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from penstock.errors import InternalError
+from penstock.graph.tasks import Slot
+
+
+class Ring:
+    """Units enter in stream order at a cursor that wraps, and leave in the same order."""
+
+    def __init__(self, arena: str, nbytes: int) -> None:
+        self.arena, self.nbytes = arena, nbytes
+        self._cursor = 0
+        self._waiting: deque[tuple[int, int]] = deque()  # (unit, bytes) still to be loaded
+        self._ahead: deque[tuple[int, Slot]] = deque()  # loaded, its calls not emitted yet
+        self._taken: dict[int, Slot] = {}  # its calls are being emitted
+
+    def begin(self, now: list[tuple[int, int]], then: list[tuple[int, int]]) -> None:
+        """A pass starts that streams `now`; `then` follows it. What was loaded ahead for another pass than
+        this one is dropped, at most one ring of reads."""
+        kept = 0
+        while kept < min(len(self._ahead), len(now)) and self._ahead[kept][0] == now[kept][0]:
+            kept += 1
+        while len(self._ahead) > kept:
+            self._ahead.pop()
+        self._waiting = deque([*now[kept:], *then])
+
+    def admit(self) -> tuple[int, Slot] | None:
+        """The next unit to load and its slot, or None: nothing waits, or its bytes are not free yet."""
+        if not self._waiting:
+            return None
+        unit, nbytes = self._waiting[0]
+        if nbytes > self.nbytes:
+            raise InternalError(f"unit {unit} of {nbytes} bytes is larger than {self.arena} of {self.nbytes}")
+        lo = self._cursor if self._cursor + nbytes <= self.nbytes else 0
+        slot = Slot(self.arena, lo, lo + nbytes)
+        live = [*self._taken.values(), *(held for _, held in self._ahead)]
+        if any(held.lo < slot.hi and slot.lo < held.hi for held in live):
+            return None
+        self._waiting.popleft()
+        self._ahead.append((unit, slot))
+        self._cursor = slot.hi
+        return unit, slot
+
+    def take(self, unit: int) -> Slot:
+        """The slot of the unit whose calls come next in the stream."""
+        if not self._ahead or self._ahead[0][0] != unit:
+            raise InternalError(f"{self.arena} holds {[u for u, _ in self._ahead]}, but unit {unit} is needed")
+        _, self._taken[unit] = self._ahead.popleft()
+        return self._taken[unit]
+
+    def release(self, unit: int) -> None:
+        del self._taken[unit]

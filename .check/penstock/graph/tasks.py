@@ -1,0 +1,97 @@
+"""What a schedule is made of. NamedTuples: a step of a large model makes thousands of them.
+
+A Slot is a byte range of an arena; two tasks conflict where ranges overlap and one of them writes. A Call
+is one op on one executor; a Task is calls that run in order on its lanes. Lanes are first in, first out,
+so `after` names tasks of other lanes only, at most one (the latest) per lane.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Slot(NamedTuple):
+    arena: str
+    lo: int
+    hi: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.hi - self.lo
+
+    def __str__(self) -> str:
+        return f"{self.arena}[{self.lo}:{self.hi}]"
+
+
+class Batch(NamedTuple):
+    """Rows that go through the model together: `rows[i]` tokens of sequence `seqs[i]` from position
+    `start[i]`. `parent` () is a chain. `logits`: rows (counted over the batch) whose logits are wanted."""
+
+    id: int
+    seqs: tuple[int, ...]
+    start: tuple[int, ...]
+    rows: tuple[int, ...]
+    logits: tuple[int, ...]
+    parent: tuple[int, ...] = ()
+
+    @property
+    def total_rows(self) -> int:
+        return sum(self.rows)
+
+
+class Stream(NamedTuple):
+    """Which weights a pass reads, in order: by purpose, and whether the head is among them."""
+
+    purpose: str
+    logits: bool
+
+
+class Pass(NamedTuple):
+    """One step of the model over its batches. `then`: what the next pass will read, None = nothing."""
+
+    purpose: str  # prefill | decode | verify
+    batches: tuple[Batch, ...]
+    then: Stream | None
+
+    @property
+    def stream(self) -> Stream:
+        return Stream(self.purpose, any(batch.logits for batch in self.batches))
+
+
+class Call(NamedTuple):
+    """`unit`: index into plan.units, -1 where the op reads none. `slots`: operands in the order that
+    `ops.OPS[op]` names; `args`: what else the op needs (layer, a norm's name, whether it starts a sum)."""
+
+    op: str
+    unit: int
+    batch: Batch | None
+    slots: tuple[Slot, ...]
+    args: tuple[int | str, ...]
+    format: str
+    bytes: int
+    flops: int
+
+
+class Task(NamedTuple):
+    """Lanes are occupied together. `after`: see the module's text."""
+
+    id: int
+    lanes: tuple[str, ...]
+    calls: tuple[Call, ...]
+    reads: tuple[Slot, ...]
+    writes: tuple[Slot, ...]
+    bytes: int
+    flops: int
+    after: tuple[int, ...]
+
+
+def ring_bytes(task: Task) -> int:
+    """Bytes that a task takes out of rings. What a load brings is counted where it is used, in its own pass."""
+    if task.calls[0].op == "load":
+        return 0
+    return sum(slot.nbytes for slot in task.reads if slot.arena.endswith(".ring"))
+
+
+def fetched_bytes(task: Task) -> int:
+    """Bytes that a task reads for single embedding rows, at most: tokens that share a granule share its read."""
+    return sum(call.bytes for call in task.calls if call.op == "fetch")

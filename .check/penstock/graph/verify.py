@@ -1,0 +1,70 @@
+"""Checks any task list that anybody produced, by rules of its own: it shares no code with the lowering.
+
+Raises InternalError at the first task that reaches outside an arena, reads bytes that nobody wrote, waits
+for a task that has not been handed out, or conflicts with an earlier one that it is not ordered after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from penstock.errors import InternalError
+from penstock.graph.tasks import Slot, Task
+from penstock.spec.plan import Arena
+
+# Written before the first pass: weights when they are loaded, tokens by the engine, KV over passes.
+_PRELOADED = (".weights", ".kv", ".act")
+
+
+def verify(tasks: Iterable[Task], arenas: Iterable[Arena]) -> int:
+    """Returns how many tasks it checked. Quadratic in the tasks that share an arena: for tests and dumps."""
+    sizes = {arena.name: arena.bytes for arena in arenas}
+    before: dict[int, int] = {}  # task → bit set of all tasks ordered before it
+    position: dict[int, int] = {}
+    last_on_lane: dict[str, int] = {}
+    touched: dict[str, list[tuple[int, int, bool, int]]] = {}
+    count = 0
+    for task in tasks:
+        ordered = 0
+        for other in (*task.after, *(last_on_lane[lane] for lane in task.lanes if lane in last_on_lane)):
+            if other not in position:
+                raise InternalError(f"task {task.id} waits for {other}, which has not been handed out")
+            ordered |= before[other] | 1 << position[other]
+        if task.id in position:
+            raise InternalError(f"task id {task.id} appears twice")
+        position[task.id], before[task.id] = count, ordered
+        for lane in task.lanes:
+            last_on_lane[lane] = task.id
+        _check_slots(task, sizes, touched, position, ordered)
+        count += 1
+    return count
+
+
+def _check_slots(
+    task: Task,
+    sizes: dict[str, int],
+    touched: dict[str, list[tuple[int, int, bool, int]]],
+    position: dict[int, int],
+    ordered: int,
+) -> None:
+    slots = [(s, True) for s in task.writes] + [(s, False) for s in task.reads if s not in task.writes]
+    for slot, write in slots:
+        if not 0 <= slot.lo < slot.hi <= sizes.get(slot.arena, 0):
+            raise InternalError(f"task {task.id} touches {slot}, outside the arena of {sizes.get(slot.arena, 0)} bytes")
+        for lo, hi, other_writes, other in touched.get(slot.arena, []):
+            conflict = lo < slot.hi and slot.lo < hi and (write or other_writes)
+            if conflict and not ordered >> position[other] & 1:
+                raise InternalError(f"tasks {other} and {task.id} both touch {slot} in no order")
+        if not write and not slot.arena.endswith(_PRELOADED):
+            _check_written(task, slot, touched.get(slot.arena, []))
+    for slot, write in slots:
+        touched.setdefault(slot.arena, []).append((slot.lo, slot.hi, write, task.id))
+
+
+def _check_written(task: Task, slot: Slot, touched: list[tuple[int, int, bool, int]]) -> None:
+    holes = [(slot.lo, slot.hi)]
+    for lo, hi, write, _ in touched:
+        if write:
+            holes = [piece for a, b in holes for piece in ((a, min(b, lo)), (max(a, hi), b)) if piece[0] < piece[1]]
+    if holes:
+        raise InternalError(f"task {task.id} reads {slot}, of which bytes {holes[0]} were never written")

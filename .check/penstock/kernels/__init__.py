@@ -1,0 +1,1 @@
+"""Arrays in, arrays out. Kernels know shapes and formats, never plans, tasks or files."""

@@ -1,0 +1,160 @@
+"""qkv, attend and out in numpy float32.
+
+Shapes: T rows of the batch, H heads, K KV heads, G = H / K, E head_dim, P page_tokens. The cache of a layer is
+keys and values [pages, K, P, E] in the KV format; `tables[i]` lists the pages of the batch's sequence i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.graph.tasks import Batch
+from penstock.kernels import rope
+from penstock.kernels.reference.dense import normalise
+from penstock.kernels.reference.matrix import Bytes, Float32, Scratch, multiply, narrow, vector, widen_plain
+from penstock.spec.format import Format
+from penstock.spec.model import Attention, Norm
+from penstock.spec.parts import Part
+
+Tables = Sequence[NDArray[np.int64]]
+
+
+def qkv(
+    weights: Bytes, part: Part, lo: int, a: Attention, norm: Norm, norms: Bytes, norms_part: Part, h: Float32,
+    turn: tuple[Float32, Float32] | None, batch: Batch, tables: Tables, kv_format: Format, q: Float32,
+    keys: NDArray[Any], values: NDArray[Any], scratch: Scratch,
+) -> None:  # fmt: skip
+    """Projects h [T, D] for the KV heads lo…, adds biases, norms and turns q and k, and stores k and v.
+
+    weights [heads, granule_bytes]; `turn`: cos and sin [T, dims / 2] or None; q [T, H, E] is written.
+    """
+    t, g, e = h.shape[0], a.heads_per_kv, a.head_dim
+    start = scratch.mark()
+    qk_norm = Norm("rms", norm.eps)
+    for i, granule in enumerate(weights):
+        head = lo + i
+        scratch.rewind(start)
+        made = {}
+        for name, width in (("q", g * e), ("k", e), ("v", e)):
+            out = scratch.take((t, width))
+            multiply(h, granule, part.block(name), out, scratch)
+            if part.has(name + "_bias"):
+                out += vector(granule, part.block(name + "_bias"))
+            made[name] = out.reshape(t, width // e, e)
+        if a.qk_norm:
+            for name in ("q", "k"):
+                weight = vector(norms, norms_part.block(name + "_norm"))
+                normalise(made[name], qk_norm, weight, None, made[name])
+        if turn is not None:
+            rope.rotate(made["q"], *turn)
+            rope.rotate(made["k"], *turn)
+        q[:, head * g : (head + 1) * g] = made["q"]
+        _store(keys, made["k"][:, 0], head, batch, tables, kv_format)
+        _store(values, made["v"][:, 0], head, batch, tables, kv_format)
+    scratch.rewind(start)
+
+
+def _store(pool: NDArray[Any], rows: Float32, head: int, batch: Batch, tables: Tables, kv_format: Format) -> None:
+    """Writes rows [T, E] of one KV head to their positions, page by page."""
+    page_tokens, done = pool.shape[2], 0
+    for start, count, table in zip(batch.start, batch.rows, tables, strict=True):
+        position = start
+        while position < start + count:
+            page, at = divmod(position, page_tokens)
+            n = min(page_tokens - at, start + count - position)
+            pool[table[page], head, at : at + n] = narrow(rows[done : done + n], kv_format)
+            position, done = position + n, done + n
+
+
+def attend(
+    q: Float32, keys: NDArray[Any], values: NDArray[Any], a: Attention, lo: int, hi: int, batch: Batch,
+    tables: Tables, kv_format: Format, out: Float32, scratch: Scratch,
+) -> None:  # fmt: skip
+    """out [T, H, E] = softmax(scale · q kᵀ, causal, windowed) v for the KV heads lo…hi.
+
+    Page by page with a running maximum (log-sum-exp merge), so the memory for scores does not grow
+    with the context.
+    """
+    g, start_mark, done = a.heads_per_kv, scratch.mark(), 0
+    for start, count, table in zip(batch.start, batch.rows, tables, strict=True):
+        rows = slice(done, done + count)
+        done += count
+        for head in range(lo, hi):
+            scratch.rewind(start_mark)
+            query = scratch.take((g, count, a.head_dim))
+            query[...] = q[rows, head * g : (head + 1) * g].transpose(1, 0, 2)
+            result = _attend_head(query, keys, values, a, head, start, table, kv_format, scratch)
+            out[rows, head * g : (head + 1) * g] = result.transpose(1, 0, 2)
+    scratch.rewind(start_mark)
+
+
+def _attend_head(
+    query: Float32, keys: NDArray[Any], values: NDArray[Any], a: Attention, head: int, start: int,
+    table: NDArray[np.int64], kv_format: Format, scratch: Scratch,
+) -> Float32:  # fmt: skip
+    """One KV head, its G query heads: query [G, count, E] → [G, count, E]."""
+    g, count, e = query.shape
+    page_tokens = keys.shape[2]
+    flat = query.reshape(g * count, e)
+    total = scratch.take((g * count, e))
+    total[...] = 0
+    best = scratch.take((g * count, 1))
+    best[...] = -np.inf
+    weight = scratch.take((g * count, 1))
+    weight[...] = 0
+    at = np.arange(start, start + count)[:, None]  # positions of the queries
+    first = max(0, start - a.window + 1) // page_tokens if a.window else 0
+    mark = scratch.mark()
+    for page in range(first, (start + count - 1) // page_tokens + 1):
+        scratch.rewind(mark)
+        begin = page * page_tokens
+        n = min(page_tokens, start + count - begin)
+        key = widen_plain(keys[table[page], head, :n], kv_format, scratch)
+        scores = scratch.take((g * count, n))
+        np.matmul(flat, key.T, out=scores)
+        scores *= np.float32(a.scale)
+        if a.softcap:
+            scores[...] = np.float32(a.softcap) * np.tanh(scores / np.float32(a.softcap))
+        seen = np.arange(begin, begin + n)[None, :]
+        hidden = seen > at
+        if a.window:
+            hidden |= seen <= at - a.window
+        if hidden.any():
+            scores.reshape(g, count, n)[:, hidden] = -np.inf
+        peak = np.maximum(best, scores.max(axis=1, keepdims=True))
+        # A row that has seen nothing yet has peak -inf; 0 there keeps exp(-inf - 0) = 0.
+        base = np.where(np.isfinite(peak), peak, np.float32(0))
+        scores -= base
+        np.exp(scores, out=scores)
+        shrink = np.exp(best - base)
+        weight *= shrink
+        weight += scores.sum(axis=1, keepdims=True)
+        total *= shrink
+        value = widen_plain(values[table[page], head, :n], kv_format, scratch)
+        product = scratch.take((g * count, e))
+        np.matmul(scores, value, out=product)
+        total += product
+        best[...] = peak
+    total /= weight
+    return total.reshape(g, count, e)
+
+
+def out(
+    weights: Bytes, part: Part, lo: int, a: Attention, heads_out: Float32, partial: Float32, first: bool,
+    scratch: Scratch,
+) -> None:  # fmt: skip
+    """partial [T, D] (+)= attention output of the KV heads lo… · o, head by head."""
+    if first:
+        partial[...] = 0
+    g, t = a.heads_per_kv, heads_out.shape[0]
+    start = scratch.mark()
+    for i, granule in enumerate(weights):
+        scratch.rewind(start)
+        x = scratch.take((t, g * a.head_dim))
+        x[...] = heads_out[:, (lo + i) * g : (lo + i + 1) * g].reshape(t, -1)
+        multiply(x, granule, part.block("o"), partial, scratch, add=True)
+    scratch.rewind(start)

@@ -1,0 +1,179 @@
+"""embed, norm, ffn, merge and head in numpy float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.graph.scratch import SLAB_BYTES
+from penstock.kernels.reference.matrix import (
+    Bytes,
+    Float32,
+    Scratch,
+    multiply,
+    table,
+    take_rows,
+    vector,
+    widen_plain,
+)
+from penstock.spec.model import Layer, ModelSpec, Norm
+from penstock.spec.parts import Part
+
+
+def gather(weights: Bytes, part: Part, tokens: NDArray[np.int32], rows: Float32) -> None:
+    """rows [T, d_embed] = the embedding rows of tokens [T]; weights [granules, granule_bytes]."""
+    take_rows(weights, part.block("rows"), tokens, rows)
+
+
+def embed(
+    rows: Float32, edges: Bytes, edges_part: Part, spec: ModelSpec, positions: NDArray[np.int64], x: Float32,
+    scratch: Scratch,
+) -> None:  # fmt: skip
+    """x [T, D] = rows [T, d_embed] · embed_scale, projected, plus learned positions."""
+    projected, start = edges_part.has("project_in"), scratch.mark()
+    step = 64  # slabs, as in `multiply`: embedding rows are as wide as the model
+    for lo in range(0, len(positions), step):
+        scratch.rewind(start)
+        at = slice(lo, lo + step)
+        if projected:
+            scaled = scratch.take(rows[at].shape)
+            np.multiply(rows[at], np.float32(spec.embed_scale), out=scaled)
+            multiply(scaled, edges, edges_part.block("project_in"), x[at], scratch)
+        else:
+            np.multiply(rows[at], np.float32(spec.embed_scale), out=x[at])
+        if spec.position_rows:
+            block = edges_part.block("positions")
+            learned = table(edges, block)[positions[at] + spec.position_offset]
+            x[at] += widen_plain(learned, block.format, scratch)
+    scratch.rewind(start)
+
+
+def normalise(x: Float32, norm: Norm, weight: Float32 | None, bias: Float32 | None, out: Float32) -> None:
+    """out = norm(x) over the last axis. RMS: x / sqrt(mean x² + eps) · (weight + offset)."""
+    step = max(1, SLAB_BYTES // (4 * x.shape[-1]))  # temporaries of a slab of rows, not of the whole chunk
+    for lo in range(0, x.shape[0], step):
+        rows = x[lo : lo + step]
+        if norm.kind == "layer":
+            rows = rows - rows.mean(axis=-1, keepdims=True)
+        variance = np.square(rows).mean(axis=-1, keepdims=True)
+        np.multiply(rows, 1.0 / np.sqrt(variance + np.float32(norm.eps)), out=out[lo : lo + step])
+        if weight is not None:
+            out[lo : lo + step] *= weight + np.float32(norm.offset) if norm.offset else weight
+        if bias is not None:
+            out[lo : lo + step] += bias
+
+
+def named_norm(x: Float32, norms: Bytes, part: Part, which: str, norm: Norm, out: Float32) -> None:
+    weight = vector(norms, part.block(which)) if part.has(which) else None
+    bias = vector(norms, part.block(which + "_bias")) if part.has(which + "_bias") else None
+    normalise(x, norm, weight, bias, out)
+
+
+def norm_in(
+    x: Float32, norms: Bytes, part: Part, which: str, spec: ModelSpec, present: bool, h: Float32, scratch: Scratch,
+    rows: Sequence[int] | None = None,
+) -> None:  # fmt: skip
+    """h = norm(x), or x itself where the layer has no such norm. The final norm takes chosen rows, and
+    projects down to d_embed where the model does (OPT-350m)."""
+    source = x if rows is None else x[list(rows)]
+    if not part.has("project_out") or which != "final":
+        if present:
+            named_norm(source, norms, part, which, spec.norm, h)
+        else:
+            h[...] = source
+        return
+    wide = scratch.take(source.shape)
+    if present:
+        named_norm(source, norms, part, which, spec.norm, wide)
+    else:
+        wide[...] = source
+    multiply(wide, norms, part.block("project_out"), h, scratch)
+
+
+def activate(x: Float32, activation: str) -> Float32:
+    """In place."""
+    if activation == "silu":
+        with np.errstate(over="ignore"):  # exp(-x) = inf for x < -88 gives 0, which is right
+            x /= 1.0 + np.exp(-x)
+    elif activation == "gelu":
+        x *= 0.5 * (1.0 + _erf(x * np.float32(1 / math.sqrt(2))))
+    elif activation == "gelu_tanh":
+        x *= 0.5 * (1.0 + np.tanh(np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)))
+    elif activation == "gelu_quick":
+        with np.errstate(over="ignore"):
+            x /= 1.0 + np.exp(np.float32(-1.702) * x)
+    else:
+        np.maximum(x, 0, out=x)
+        if activation == "relu2":
+            x *= x
+    return x
+
+
+def _erf(x: Float32) -> Float32:
+    """Abramowitz and Stegun 7.1.26; its error of 1.5e-7 is about float32's own. numpy has no erf."""
+    sign, z = np.sign(x), np.abs(x)
+    t = 1.0 / (1.0 + np.float32(0.3275911) * z)
+    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    result: Float32 = (sign * (1.0 - series * np.exp(-z * z))).astype(np.float32)
+    return result
+
+
+def ffn(weights: Bytes, part: Part, layer: Layer, h: Float32, partial: Float32, first: bool, scratch: Scratch) -> None:
+    """partial [T, D] (+)= down · act(gate h) * (up h), granule by granule; weights [n, granule_bytes]."""
+    if first:
+        partial[...] = 0
+    t, width, start = h.shape[0], part.granule_rows, scratch.mark()
+    for granule in weights:
+        scratch.rewind(start)
+        up = scratch.take((t, width))
+        multiply(h, granule, part.block("up"), up, scratch)
+        if part.has("up_bias"):
+            up += vector(granule, part.block("up_bias"))
+        if layer.ffn.gated:
+            gate = scratch.take((t, width))
+            multiply(h, granule, part.block("gate"), gate, scratch)
+            if part.has("gate_bias"):
+                gate += vector(granule, part.block("gate_bias"))
+            up *= activate(gate, layer.ffn.activation)
+        else:
+            activate(up, layer.ffn.activation)
+        multiply(up, granule, part.block("down"), partial, scratch, add=True)
+    scratch.rewind(start)
+
+
+def merge(
+    norms: Bytes, part: Part, block: str, layer: Layer, norm: Norm, x: Float32, partials: Sequence[Float32],
+    scratch: Scratch,
+) -> None:  # fmt: skip
+    """x += norm_out(sum of partials + bias), then x = norm_after(x). `block`: attn or ffn."""
+    y = scratch.take(x.shape)
+    y[...] = partials[0]
+    for partial in partials[1:]:
+        y += partial
+    bias = "o_bias" if block == "attn" else "down_bias"
+    if part.has(bias):
+        y += vector(norms, part.block(bias))
+    if layer.norm_out:
+        named_norm(y, norms, part, f"{block}_out", norm, y)
+    x += y
+    if layer.norm_after:
+        named_norm(x, norms, part, f"{block}_after", norm, x)
+
+
+def head(weights: Bytes, part: Part, lo: int, h: Float32, softcap: float, logits: Float32, scratch: Scratch) -> None:
+    """logits[:, 64·lo : …] = h [n, d_embed] · rows of granules lo… ; weights [granules, granule_bytes]."""
+    block, width = part.block("rows"), part.granule_rows
+    start = scratch.mark()
+    for i, granule in enumerate(weights):
+        scratch.rewind(start)
+        out = scratch.take((h.shape[0], width))
+        multiply(h, granule, block, out, scratch)
+        if softcap:
+            out[...] = np.float32(softcap) * np.tanh(out / np.float32(softcap))
+        at = (lo + i) * width
+        keep = min(width, part.rows - at)
+        logits[:, at : at + keep] = out[:, :keep]
+    scratch.rewind(start)

@@ -1,0 +1,183 @@
+"""Weights to float32 and matrix products, a slab of tiles at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.graph.scratch import slab_rows
+from penstock.spec.format import TILE_ROWS, Format, tiles
+from penstock.spec.parts import Block
+
+Bytes = NDArray[np.uint8]
+Float32 = NDArray[np.float32]
+
+
+class Scratch:
+    """Hands out temporaries from a byte range that one lane owns; a new one per call starts over."""
+
+    def __init__(self, memory: Bytes) -> None:
+        self._memory, self._used = memory, 0
+
+    def take(self, shape: tuple[int, ...], dtype: Any = np.float32) -> NDArray[Any]:
+        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        lo = -(-self._used // 64) * 64
+        assert lo + nbytes <= self._memory.nbytes, f"scratch of {self._memory.nbytes} bytes is too small: {lo + nbytes}"
+        self._used = lo + nbytes
+        found: NDArray[Any] = self._memory[lo : self._used].view(dtype).reshape(shape)
+        return found
+
+    def mark(self) -> int:
+        return self._used
+
+    def rewind(self, mark: int) -> None:
+        self._used = mark
+
+
+# Elements of single rows widened at a time: `take_rows` has no scratch and allocates some 9 bytes for each.
+_ROW_ELEMENTS = 64 * 1024
+
+Fields = tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]
+
+
+def _fields(packed: Bytes, cols: int, fmt: Format) -> Fields:
+    """Tiles uint8 [..., tile_bytes] as views whose last axis is the row: words [..., lines, 16], for integer
+    formats [..., G, lines, 16], and their scales and minimums float16 [..., G, 16]."""
+    if not fmt.is_quantised:
+        word = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint32}[fmt.kind]
+        return packed.view(word).reshape(*packed.shape[:-1], -1, TILE_ROWS), None, None
+    grouped = packed.reshape(*packed.shape[:-1], fmt.groups(cols), fmt.group_bytes)
+    words = grouped[..., : -4 * TILE_ROWS].view(np.uint32)
+    halves = grouped[..., -4 * TILE_ROWS :].view(np.float16)
+    return words.reshape(*words.shape[:-1], -1, TILE_ROWS), halves[..., :TILE_ROWS], halves[..., TILE_ROWS:]
+
+
+def _padded(cols: int, fmt: Format) -> int:
+    """Columns that a tile holds."""
+    return fmt.groups(cols) * fmt.group if fmt.is_quantised else cols + (fmt.kind == "bfloat16") * (cols % 2)
+
+
+def _expand(fields: Fields, fmt: Format, wide: Float32, codes: Bytes | None) -> None:
+    """wide float32 [n, padded columns] = fields with their row axis moved to the front: words [..., lines] or
+    [..., G, lines], scales and minimums [..., G]. codes uint8, of the same shape as wide: room for the codes
+    of integer formats."""
+    words, scales, minimums = fields
+    if scales is None or minimums is None or codes is None:
+        if fmt.kind == "bfloat16":
+            columns = wide.view(np.uint32).reshape(*words.shape, 2)
+            np.left_shift(words, 16, out=columns[..., 0])
+            np.bitwise_and(words, 0xFFFF0000, out=columns[..., 1])
+        else:
+            np.copyto(wide.reshape(words.shape), words)
+        return
+    if fmt.kind == "int8":
+        np.copyto(codes.view(np.uint32).reshape(words.shape), words)
+    else:
+        # A word becomes 8 bytes: its low nibbles, then, shifted by 32 - 4 bits, its high ones.
+        pairs = codes.view(np.uint64).reshape(words.shape)
+        shifted = wide.reshape(-1)[: codes.size // 4].view(np.uint64).reshape(words.shape)
+        np.copyto(pairs, words)
+        np.left_shift(pairs, 28, out=shifted)
+        np.bitwise_or(pairs, shifted, out=pairs)
+        np.bitwise_and(pairs, 0x0F0F0F0F0F0F0F0F, out=pairs)
+    np.copyto(wide.reshape(-1), codes.reshape(-1))
+    grouped = wide.reshape(*scales.shape, -1)
+    grouped *= scales.astype(np.float32)[..., None]
+    grouped += minimums.astype(np.float32)[..., None]
+
+
+def widen(packed: Bytes, cols: int, fmt: Format, scratch: Scratch) -> Float32:
+    """Tiles uint8 [n, tile_bytes] → float32 [16 n, cols], in scratch."""
+    shape = (len(packed) * TILE_ROWS, _padded(cols, fmt))
+    wide = scratch.take(shape)
+    codes = scratch.take(shape, np.uint8) if fmt.is_quantised else None
+    words, scales, minimums = _fields(packed, cols, fmt)
+    by_row = (
+        np.moveaxis(words, -1, 1),
+        None if scales is None else np.moveaxis(scales, -1, 1),
+        None if minimums is None else np.moveaxis(minimums, -1, 1),
+    )
+    _expand(by_row, fmt, wide, codes)
+    return wide[:, :cols]
+
+
+def take_rows(granules: Bytes, block: Block, rows: NDArray[Any], out: Float32) -> None:
+    """out float32 [n, cols] = single rows of the block, which is cut into granules [granules, granule_bytes]."""
+    fmt, width = block.format, _padded(block.cols, block.format)
+    packed = granules[:, block.offset : block.offset + block.nbytes]
+    fields = _fields(packed.reshape(len(granules), tiles(block.rows), -1), block.cols, fmt)
+    step = max(1, _ROW_ELEMENTS // width)
+    for lo in range(0, len(rows), step):
+        granule, row = np.divmod(rows[lo : lo + step], block.rows)
+        tile, lane = np.divmod(row, TILE_ROWS)
+        words, scales, minimums = (None if f is None else f[granule, tile, ..., lane] for f in fields)
+        wide = np.empty((len(row), width), np.float32)
+        codes = np.empty(wide.shape, np.uint8) if fmt.is_quantised else None
+        assert words is not None
+        _expand((words, scales, minimums), fmt, wide, codes)
+        out[lo : lo + step] = wide[:, : block.cols]
+
+
+def block_bytes(granule: Bytes, block: Block) -> Bytes:
+    """The block's bytes inside one granule [granule_bytes]."""
+    return granule[block.offset : block.offset + block.nbytes]
+
+
+def vector(granule: Bytes, block: Block) -> Float32:
+    """A float32 vector inside a granule: a bias, a norm's weight."""
+    return block_bytes(granule, block).view(np.float32)
+
+
+def table(granule: Bytes, block: Block) -> NDArray[Any]:
+    """A float matrix that lies row by row, in its storage type."""
+    return block_bytes(granule, block).view(storage_dtype(block.format)).reshape(block.rows, block.cols)
+
+
+def widen_plain(stored: NDArray[Any], fmt: Format, scratch: Scratch) -> Float32:
+    """Rows in a float format's storage type as float32: themselves, or in scratch."""
+    if fmt.kind == "float32":
+        return stored
+    if fmt.kind == "float16":
+        wide = scratch.take(stored.shape)
+        np.copyto(wide, stored)
+        return wide
+    bits = scratch.take(stored.shape, np.uint32)
+    np.copyto(bits, stored)
+    np.left_shift(bits, 16, out=bits)
+    return bits.view(np.float32)
+
+
+def multiply(x: Float32, granule: Bytes, block: Block, out: Float32, scratch: Scratch, add: bool = False) -> None:
+    """out [T, R] = x [T, C] · block [R, C]ᵀ, or out += with `add`."""
+    packed = block_bytes(granule, block).reshape(tiles(block.rows), -1)
+    rows, start = slab_rows(block), scratch.mark()
+    for lo in range(0, block.rows, rows):
+        hi = min(lo + rows, block.rows)
+        scratch.rewind(start)
+        slab = widen(packed[lo // TILE_ROWS : tiles(hi)], block.cols, block.format, scratch)
+        product = scratch.take((x.shape[0], len(slab)))
+        np.matmul(x, slab.T, out=product)
+        if add:
+            out[:, lo:hi] += product[:, : hi - lo]
+        else:
+            out[:, lo:hi] = product[:, : hi - lo]
+    scratch.rewind(start)
+
+
+def narrow(values: Float32, fmt: Format) -> NDArray[Any]:
+    """float32 to a float format's storage: bfloat16 as uint16 bits rounded to nearest even; float16
+    saturates at ±65504 instead of becoming infinite."""
+    if fmt.kind == "float32":
+        return values
+    if fmt.kind == "float16":
+        return np.clip(values, -65504, 65504).astype(np.float16)
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded: NDArray[Any] = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return rounded
+
+
+def storage_dtype(fmt: Format) -> np.dtype[Any]:
+    """How numpy holds a float format; bfloat16 as its bits."""
+    return np.dtype({"float32": "float32", "float16": "float16", "bfloat16": "uint16"}[fmt.kind])

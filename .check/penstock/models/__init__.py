@@ -1,0 +1,65 @@
+"""An architecture is data: one file per Hugging Face `model_type`, named as the type is.
+
+A file holds two functions, found by its name, so that a new type is a new file and nothing to register:
+
+    spec(config)   what its `config.json` says, as a ModelSpec; raises what `hf.config` raises
+    sources(spec)  where in the checkpoint every block of `spec.parts.parts` stands
+
+What the types share lives in the folder `hf`. Standard library only: `penstock plan` runs on this alone.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from importlib import import_module
+from typing import Any, Protocol, cast
+
+from penstock.errors import BadRequest, BrokenModel, UnsupportedModel
+from penstock.models.hf.config import Config, short
+from penstock.models.hf.names import Source
+from penstock.spec.model import ModelSpec
+
+__all__ = ["Source", "model_types", "sources", "spec_from_config"]
+
+
+class _ModelType(Protocol):
+    def spec(self, config: Config) -> ModelSpec: ...
+
+    def sources(self, spec: ModelSpec) -> dict[tuple[str, str], Source]: ...
+
+
+def model_types() -> tuple[str, ...]:
+    """The `model_type`s there is a file for, sorted. Folders hold what types share, so they are none."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg))
+
+
+def spec_from_config(config: dict[str, Any], where: str) -> ModelSpec:
+    """The architecture that a parsed `config.json` describes; `where` names the file in errors.
+
+    Keys that the file leaves out have the defaults of the transformers class of that type. The shape keys
+    (sizes, layers, heads) are never left to a default: that would be another model.
+
+    Raises UnsupportedModel for a type, activation, rope or number format that penstock does not run, and
+    BrokenModel for a key that is missing, ill-typed or absurd, naming it.
+    """
+    reader = Config(config, where)
+    module = _find(reader.text("model_type"), where)
+    if config.get("quantization_config") is not None:
+        raise UnsupportedModel(f"{where} has a quantization_config: penstock packs checkpoints of float weights")
+    try:
+        return module.spec(reader)
+    except BadRequest as error:
+        raise BrokenModel(f"{where}: {error.message}") from None
+
+
+def sources(spec: ModelSpec) -> dict[tuple[str, str], Source]:
+    """(part key, block name) → where it stands in the checkpoint, for every block of `spec.parts.parts`."""
+    return _find(spec.model_type, "the plan").sources(spec)
+
+
+def _find(model_type: str, where: str) -> _ModelType:
+    # Looked up among the names of our own files, so no string of a config ever reaches the import system.
+    known = model_types()
+    if model_type not in known:
+        raise UnsupportedModel(f"{where}: model_type {short(model_type)} is not one of {', '.join(known)}")
+    return cast(_ModelType, import_module(f"{__name__}.{model_type}"))

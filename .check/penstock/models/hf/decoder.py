@@ -1,0 +1,185 @@
+"""The llama-like decoder: RMS norms, gated FFN, rotary positions. Its types differ in defaults and details."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.models.hf.config import MAX_LAYERS, MAX_WIDTH, Config, short
+from penstock.models.hf.names import Source, sources_of
+from penstock.models.hf.rope import LLAMA_RULES, RopeRules, rope_of
+from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+# A tokenizer's peak is 0.84 KB an entry (105 MiB for 128 k). The store knows better once it sees the file.
+TOKENIZER_BYTES_PER_ENTRY = 840
+
+LAYER_NAMES = {
+    "q": "model.layers.{}.self_attn.q_proj.weight",
+    "k": "model.layers.{}.self_attn.k_proj.weight",
+    "v": "model.layers.{}.self_attn.v_proj.weight",
+    "o": "model.layers.{}.self_attn.o_proj.weight",
+    "q_bias": "model.layers.{}.self_attn.q_proj.bias",
+    "k_bias": "model.layers.{}.self_attn.k_proj.bias",
+    "v_bias": "model.layers.{}.self_attn.v_proj.bias",
+    "o_bias": "model.layers.{}.self_attn.o_proj.bias",
+    "q_norm": "model.layers.{}.self_attn.q_norm.weight",
+    "k_norm": "model.layers.{}.self_attn.k_norm.weight",
+    "gate": "model.layers.{}.mlp.gate_proj.weight",
+    "up": "model.layers.{}.mlp.up_proj.weight",
+    "down": "model.layers.{}.mlp.down_proj.weight",
+    "gate_bias": "model.layers.{}.mlp.gate_proj.bias",
+    "up_bias": "model.layers.{}.mlp.up_proj.bias",
+    "down_bias": "model.layers.{}.mlp.down_proj.bias",
+    "attn_in": "model.layers.{}.input_layernorm.weight",
+    "ffn_in": "model.layers.{}.post_attention_layernorm.weight",
+}
+END_NAMES = {
+    "embed.rows": "model.embed_tokens.weight",
+    "edges.final": "model.norm.weight",
+    "head.rows": "lm_head.weight",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What the transformers class of a type takes for keys that a config leaves out.
+
+    kv_heads None: as many as heads; head_dim None: hidden_size / heads. That is also what `null` means.
+    """
+
+    max_positions: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    eps: float = 1e-6
+    tied: bool = False
+    activation: str = "silu"
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What a type does beside the plain llama layer. `scale` None: head_dim ** -0.5; softcaps: 0 is none."""
+
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    scale: float | None = None
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    norm_offset: float = 0.0
+    norm_out: bool = False
+    scale_embedding: bool = False
+    activation_key: str = "hidden_act"
+    rope: RopeRules = LLAMA_RULES
+
+
+def decoder(
+    config: Config,
+    model_type: str,
+    defaults: Defaults,
+    details: Details,
+    *,
+    window: int | None = None,
+    layer_types: Sequence[str] | None = None,
+) -> ModelSpec:
+    """The spec of a llama-like model. `window` holds in the layers whose type is sliding (in all layers
+    where `layer_types` is None)."""
+    d_model = config.whole("hidden_size", hi=MAX_WIDTH)
+    max_positions = config.whole("max_position_embeddings", defaults.max_positions)
+    vocab = config.whole("vocab_size")
+    if layer_types is None:
+        layer_types = [FULL if window is None else SLIDING] * layer_count(config)
+    elif SLIDING in layer_types and window is None:
+        raise config.broken("sliding_window", f"is not set (or not in use), but layer_types has {SLIDING}")
+
+    ffn = Ffn(
+        neurons=config.whole("intermediate_size", hi=MAX_WIDTH),
+        activation=config.activation(details.activation_key, defaults.activation),
+        gated=True,
+        up_bias=details.mlp_bias,
+        down_bias=details.mlp_bias,
+    )
+    kinds = {
+        kind: Layer(
+            attention=_attention(config, defaults, details, d_model, max_positions, kind, window),
+            ffn=ffn,
+            norm_out=details.norm_out,
+        )
+        for kind in sorted(set(layer_types))
+    }
+    return ModelSpec(
+        model_type=model_type,
+        dtype=config.dtype(),
+        vocab=vocab,
+        d_model=d_model,
+        d_embed=d_model,
+        max_positions=max_positions,
+        layers=tuple(kinds[kind] for kind in layer_types),
+        norm=Norm("rms", config.real("rms_norm_eps", defaults.eps, lo=0.0, hi=1.0), details.norm_offset),
+        final_norm=True,
+        tied=config.flag("tie_word_embeddings", defaults.tied),
+        embed_scale=d_model**0.5 if details.scale_embedding else 1.0,
+        logit_softcap=details.logit_softcap,
+        tokenizer_bytes=TOKENIZER_BYTES_PER_ENTRY * vocab,
+    )
+
+
+def decoder_sources(spec: ModelSpec) -> dict[tuple[str, str], Source]:
+    return sources_of(spec, LAYER_NAMES, END_NAMES)
+
+
+def layer_count(config: Config) -> int:
+    return config.whole("num_hidden_layers", hi=MAX_LAYERS)
+
+
+def head_dim_of(config: Config, d_model: int, heads: int, default: int | None = None) -> int:
+    """`head_dim`, or hidden_size / heads where it is null, or absent and without a default."""
+    given = config.optional_whole("head_dim", default, hi=MAX_WIDTH)
+    if given is not None:
+        return given
+    if d_model % heads:
+        raise config.broken("num_attention_heads", f"{heads} should divide hidden_size {d_model}")
+    return d_model // heads
+
+
+def layer_types_of(config: Config, default: Sequence[str]) -> list[str]:
+    """`layer_types`, or the default where it is null or absent."""
+    if not config.has("layer_types"):
+        return list(default)
+    found = config.data["layer_types"]
+    if not isinstance(found, list) or len(found) != len(default):
+        raise config.broken("layer_types", f"should be a list of {len(default)} names, not {short(found)}")
+    for name in found:
+        if not isinstance(name, str) or name not in (FULL, SLIDING):
+            raise config.unsupported("layer_types", f"has {short(name)}; penstock runs {FULL} and {SLIDING}")
+    return found
+
+
+def _attention(
+    config: Config,
+    defaults: Defaults,
+    details: Details,
+    d_model: int,
+    max_positions: int,
+    layer_type: str,
+    window: int | None,
+) -> Attention:
+    heads = config.whole("num_attention_heads", hi=MAX_WIDTH)
+    kv_heads = config.optional_whole("num_key_value_heads", defaults.kv_heads, hi=MAX_WIDTH) or heads
+    if heads % kv_heads:
+        raise config.broken("num_key_value_heads", f"{kv_heads} should divide num_attention_heads {heads}")
+    head_dim = head_dim_of(config, d_model, heads, defaults.head_dim)
+    return Attention(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5 if details.scale is None else details.scale,
+        softcap=details.attention_softcap,
+        window=(window or 0) if layer_type == SLIDING else 0,
+        qkv_bias=details.qkv_bias,
+        out_bias=details.out_bias,
+        qk_norm=details.qk_norm,
+        rope=rope_of(config, details.rope, head_dim, max_positions, layer_type),
+    )

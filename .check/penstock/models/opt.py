@@ -1,0 +1,97 @@
+"""OPT: layer norms with biases, learned positions, a plain ReLU FFN. 350m has its norms behind the blocks and a
+narrower embedding."""
+
+from __future__ import annotations
+
+from penstock.models.hf.config import MAX_WIDTH, Config
+from penstock.models.hf.decoder import TOKENIZER_BYTES_PER_ENTRY, layer_count
+from penstock.models.hf.names import Source, sources_of
+from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
+
+# torch.nn.LayerNorm's own; no OPT config names it.
+_EPS = 1e-5
+
+# The first rows of the position table stand for padding, which we never feed.
+_POSITION_OFFSET = 2
+
+_LAYER = "model.decoder.layers.{}."
+_LAYER_NAMES = {
+    "q": _LAYER + "self_attn.q_proj.weight",
+    "k": _LAYER + "self_attn.k_proj.weight",
+    "v": _LAYER + "self_attn.v_proj.weight",
+    "o": _LAYER + "self_attn.out_proj.weight",
+    "q_bias": _LAYER + "self_attn.q_proj.bias",
+    "k_bias": _LAYER + "self_attn.k_proj.bias",
+    "v_bias": _LAYER + "self_attn.v_proj.bias",
+    "o_bias": _LAYER + "self_attn.out_proj.bias",
+    "up": _LAYER + "fc1.weight",
+    "down": _LAYER + "fc2.weight",
+    "up_bias": _LAYER + "fc1.bias",
+    "down_bias": _LAYER + "fc2.bias",
+}
+# The same two norms stand before the blocks, or behind them.
+for _place in ("in", "after"):
+    _LAYER_NAMES |= {
+        f"attn_{_place}": _LAYER + "self_attn_layer_norm.weight",
+        f"attn_{_place}_bias": _LAYER + "self_attn_layer_norm.bias",
+        f"ffn_{_place}": _LAYER + "final_layer_norm.weight",
+        f"ffn_{_place}_bias": _LAYER + "final_layer_norm.bias",
+    }
+_END_NAMES = {
+    "embed.rows": "model.decoder.embed_tokens.weight",
+    "edges.positions": "model.decoder.embed_positions.weight",
+    "edges.project_in": "model.decoder.project_in.weight",
+    "edges.project_out": "model.decoder.project_out.weight",
+    "edges.final": "model.decoder.final_layer_norm.weight",
+    "edges.final_bias": "model.decoder.final_layer_norm.bias",
+    "head.rows": "lm_head.weight",
+}
+
+
+def spec(config: Config) -> ModelSpec:
+    d_model = config.whole("hidden_size", hi=MAX_WIDTH)
+    heads = config.whole("num_attention_heads", hi=MAX_WIDTH)
+    if d_model % heads:
+        raise config.broken("num_attention_heads", f"{heads} should divide hidden_size {d_model}")
+    vocab = config.whole("vocab_size")
+    max_positions = config.whole("max_position_embeddings", 2048, hi=MAX_WIDTH)
+    bias = config.flag("enable_bias", True)
+    norm_first = config.flag("do_layer_norm_before", True)
+    layer = Layer(
+        attention=Attention(
+            heads=heads,
+            kv_heads=heads,
+            head_dim=d_model // heads,
+            scale=(d_model // heads) ** -0.5,
+            qkv_bias=bias,
+            out_bias=bias,
+        ),
+        ffn=Ffn(
+            neurons=config.whole("ffn_dim", hi=MAX_WIDTH),
+            activation=config.activation("activation_function", "relu"),
+            gated=False,
+            up_bias=bias,
+            down_bias=bias,
+        ),
+        norm_in=norm_first,
+        norm_after=not norm_first,
+    )
+    return ModelSpec(
+        model_type="opt",
+        dtype=config.dtype(),
+        vocab=vocab,
+        d_model=d_model,
+        d_embed=config.optional_whole("word_embed_proj_dim", None, hi=MAX_WIDTH) or d_model,
+        max_positions=max_positions,
+        layers=(layer,) * layer_count(config),
+        norm=Norm("layer", _EPS, affine=config.flag("layer_norm_elementwise_affine", True)),
+        final_norm=norm_first and not config.flag("_remove_final_layer_norm", False),
+        tied=config.flag("tie_word_embeddings", True),
+        position_rows=max_positions + _POSITION_OFFSET,
+        position_offset=_POSITION_OFFSET,
+        tokenizer_bytes=TOKENIZER_BYTES_PER_ENTRY * vocab,
+    )
+
+
+def sources(spec: ModelSpec) -> dict[tuple[str, str], Source]:
+    return sources_of(spec, _LAYER_NAMES, _END_NAMES)

@@ -1,0 +1,60 @@
+"""Solvers: an ask, a model and a machine in, a plan with its reasons out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from penstock.errors import BadRequest
+from penstock.planner.predict import Prediction, predict
+from penstock.planner.solve import residency
+from penstock.spec.ask import DEFAULT_CONTEXT, Ask
+from penstock.spec.format import Format
+from penstock.spec.machine import MachineSpec
+from penstock.spec.model import ModelSpec
+from penstock.spec.plan import Plan
+
+
+@dataclass(frozen=True)
+class Solved:
+    """The best plan, what it will do, the runner-up, and a sentence per choice."""
+
+    plan: Plan
+    prediction: Prediction
+    reasons: tuple[str, ...]
+    runner_up: Prediction | None = None
+
+
+_EQUAL = 1.05
+
+
+def _score_s(prediction: Prediction, ask: Ask) -> float:
+    """Seconds to bring down: of the whole answer, or of a decoded token."""
+    return prediction.total_s if ask.objective == "latency" else 1 / prediction.decode_tokens_per_s
+
+
+def settle_context(ask: Ask, spec: ModelSpec) -> Ask:
+    """The ask with its context decided: the model's maximum, at most 4096, unless the prompt and output
+    need more. Raises BadRequest where the model cannot hold what was asked for."""
+    wanted = ask.prompt_tokens + ask.output_tokens
+    context = ask.context or min(spec.max_positions, max(DEFAULT_CONTEXT, wanted))
+    if context > spec.max_positions:
+        raise BadRequest(f"context {context} is more than the model's {spec.max_positions} positions")
+    return replace(ask, context=context)
+
+
+def solve(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> Solved:
+    """Lowers and simulates every candidate and takes the fastest for the ask's objective.
+
+    Raises DoesNotFit with the minimum that would do, and BadRequest for what no machine could do.
+    """
+    ask = settle_context(ask, spec)
+    found = [
+        (predict(plan, ask, machine), plan, reasons)
+        for plan, reasons in residency.candidates(ask, spec, weights, machine)
+    ]
+    best_s = min(_score_s(prediction, ask) for prediction, _, _ in found)
+    # Among equals the plan that reads least: predictions are not that sharp, and the disk may be shared.
+    found.sort(key=lambda entry: (_score_s(entry[0], ask) > best_s * _EQUAL, entry[0].disk_bytes_per_token))
+    prediction, plan, reasons = found[0]
+    reasons += (f"{prediction.bound_by} is busiest while decoding: {prediction.lane_share[prediction.bound_by]:.0%}",)
+    return Solved(plan, prediction, reasons, found[1][0] if len(found) > 1 else None)

@@ -1,0 +1,54 @@
+"""The plan's arenas as memory: allocated once, of the sizes that `graph.arenas` computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock import _native
+from penstock.errors import InternalError, StorageFailed
+from penstock.graph.tasks import Slot
+from penstock.spec.plan import Plan
+from penstock.units import format_bytes
+
+
+class Arenas:
+    """Byte arrays by arena name, in huge pages where the system grants them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._memory: dict[str, _native.Memory] = {}
+        self._bytes: dict[str, NDArray[np.uint8]] = {}
+        for arena in plan.arenas:
+            if arena.tier != "host":
+                raise InternalError(f"no runtime for the tier {arena.tier} of {arena.name} yet")
+            try:
+                memory = _native.Memory(arena.bytes, True)
+                # Now, not at the first long prompt: what was promised to fit is taken while we can still say no.
+                memory.populate()
+            except MemoryError:
+                raise StorageFailed(
+                    f"the system refused {format_bytes(arena.bytes)} of memory for {arena.name}"
+                ) from None
+            self._memory[arena.name] = memory
+            self._bytes[arena.name] = np.frombuffer(memoryview(memory), dtype=np.uint8)
+
+    def view(self, slot: Slot) -> NDArray[np.uint8]:
+        """The slot's bytes, uint8 [nbytes]."""
+        return self._bytes[slot.arena][slot.lo : slot.hi]
+
+    def array(self, slot: Slot, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+        """The beginning of the slot as an array."""
+        count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        assert count <= slot.nbytes, f"{slot} holds less than {shape} of {dtype}"
+        found: NDArray[Any] = self._bytes[slot.arena][slot.lo : slot.lo + count].view(dtype).reshape(shape)
+        return found
+
+    def address(self, slot: Slot) -> int:
+        return self._memory[slot.arena].address + slot.lo
+
+    def close(self) -> None:
+        """Lets the memory go; it is freed with the last view of it."""
+        self._bytes.clear()
+        self._memory.clear()

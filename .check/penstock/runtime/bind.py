@@ -1,0 +1,223 @@
+"""Binds calls to kernels: slots become arrays, the op's function gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.graph import ops
+from penstock.graph.arenas import Layout
+from penstock.graph.tasks import Batch, Call, Slot
+from penstock.kernels import rope
+from penstock.kernels.reference import attention, dense
+from penstock.kernels.reference.matrix import Scratch, storage_dtype
+from penstock.runtime.arena import Arenas
+from penstock.runtime.movers import DiskReader, poison
+from penstock.spec.parts import Part
+from penstock.spec.plan import Plan
+
+Float32 = NDArray[np.float32]
+
+
+class Binding:
+    """`call(c)` does one call. `poisoned`: ring slots are filled with NaN before each load (tests).
+
+    A plan that streams nothing needs no `reader`."""
+
+    def __init__(self, plan: Plan, arenas: Arenas, reader: DiskReader | None, poisoned: bool = False) -> None:
+        self._plan, self._arenas, self._reader, self._poisoned = plan, arenas, reader, poisoned
+        self.fetched_bytes = 0  # embedding rows read from disk; whoever counts sets it back
+        self._layout = Layout(plan)
+        self._parts = plan.parts
+        self._spec = plan.target.spec
+        self._frequencies = [
+            rope.frequencies(layer.attention.rope, plan.context) if layer.attention.rope else None
+            for layer in self._spec.layers
+        ]
+        self._turns: dict[tuple[int, Batch], tuple[Float32, Float32]] = {}
+        self._ops: dict[str, Callable[[Call], None]] = {name: getattr(self, f"_{name}") for name in ops.OPS}
+
+    def call(self, call: Call) -> None:
+        self._ops[call.op](call)
+
+    def begin(self) -> None:
+        """A pass starts: positions of earlier ones are forgotten."""
+        self._turns.clear()
+
+    # -- embedding and head ---------------------------------------------------------------------------
+
+    def _gather(self, call: Call) -> None:
+        weights, tokens, rows = call.slots
+        part = self._parts["embed"]
+        dense.gather(self._granules(weights, part), part, self._tokens(tokens), self._embedded(rows))
+
+    def _fetch(self, call: Call) -> None:
+        """Embedding rows straight from disk: each granule that a token lies in is read once."""
+        token_slot, row_slot, staging = call.slots
+        part = self._parts["embed"]
+        tokens, rows = self._tokens(token_slot), self._embedded(row_slot)
+        granule = self._granules(staging, part)
+        owners, inside = np.divmod(tokens, part.granule_rows)
+        for g in np.unique(owners).tolist():
+            self.fetched_bytes += self._disk.read("embed", g, g + 1, self._arenas.address(staging))
+            for i in np.flatnonzero(owners == g).tolist():
+                dense.gather(granule, part, inside[i : i + 1], rows[i : i + 1])
+
+    def _embed(self, call: Call) -> None:
+        rows, edges, x, scratch = call.slots
+        batch = _batch(call)
+        dense.embed(
+            self._embedded(rows), self._arenas.view(edges), self._parts["edges"], self._spec, positions(batch),
+            self._rows(x, batch.total_rows), self._scratch(scratch),
+        )  # fmt: skip
+
+    def _norm(self, call: Call) -> None:
+        norms, x, h, scratch = call.slots
+        batch, which = _batch(call), str(call.args[0])
+        spec, final = self._spec, call.args[0] == "final"
+        part = self._parts["edges" if final else f"{call.args[1]}.norms"]
+        present = spec.final_norm if final else spec.layers[int(call.args[1])].norm_in
+        n, width = (len(batch.logits), spec.d_embed) if final else (batch.total_rows, spec.d_model)
+        dense.norm_in(
+            self._rows(x, batch.total_rows), self._arenas.view(norms), part, which, spec, present,
+            self._arenas.array(h, np.float32, (n, width)), self._scratch(scratch), batch.logits if final else None,
+        )  # fmt: skip
+
+    def _head(self, call: Call) -> None:
+        weights, h, logits, scratch = call.slots
+        unit, n = self._plan.units[call.unit], len(_batch(call).logits)
+        part = self._parts[unit.part]
+        dense.head(
+            self._granules(weights, part), part, unit.lo, self._arenas.array(h, np.float32, (n, self._spec.d_embed)),
+            self._spec.logit_softcap, self._arenas.array(logits, np.float32, (n, self._spec.vocab)),
+            self._scratch(scratch),
+        )  # fmt: skip
+
+    # -- layers ---------------------------------------------------------------------------------------
+
+    def _qkv(self, call: Call) -> None:
+        weights, norms, h, q, keys, values, scratch = call.slots
+        layer, batch = int(call.args[0]), _batch(call)
+        a, unit = self._spec.layers[layer].attention, self._plan.units[call.unit]
+        t, part = batch.total_rows, self._parts[unit.part]
+        attention.qkv(
+            self._granules(weights, part), part, unit.lo, a, self._spec.norm, self._arenas.view(norms),
+            self._parts[f"{layer}.norms"], self._rows(h, t), self._turn(layer, batch), batch, self._tables(batch),
+            self._layout.kv_home(layer, batch).format, self._arenas.array(q, np.float32, (t, a.heads, a.head_dim)),
+            self._pool(keys, layer, batch), self._pool(values, layer, batch), self._scratch(scratch),
+        )  # fmt: skip
+
+    def _attend(self, call: Call) -> None:
+        q, keys, values, out, scratch = call.slots
+        layer, batch = int(call.args[0]), _batch(call)
+        a, unit = self._spec.layers[layer].attention, self._plan.units[call.unit]
+        shape = (batch.total_rows, a.heads, a.head_dim)
+        attention.attend(
+            self._arenas.array(q, np.float32, shape), self._pool(keys, layer, batch), self._pool(values, layer, batch),
+            a, unit.lo, unit.hi, batch, self._tables(batch), self._layout.kv_home(layer, batch).format,
+            self._arenas.array(out, np.float32, shape), self._scratch(scratch),
+        )  # fmt: skip
+
+    def _out(self, call: Call) -> None:
+        weights, a_slot, partial, scratch = call.slots
+        layer, t = int(call.args[0]), _batch(call).total_rows
+        a, unit = self._spec.layers[layer].attention, self._plan.units[call.unit]
+        part = self._parts[unit.part]
+        attention.out(
+            self._granules(weights, part), part, unit.lo, a,
+            self._arenas.array(a_slot, np.float32, (t, a.heads, a.head_dim)), self._rows(partial, t),
+            bool(call.args[1]), self._scratch(scratch),
+        )  # fmt: skip
+
+    def _ffn(self, call: Call) -> None:
+        weights, h, partial, scratch = call.slots
+        layer, t = int(call.args[0]), _batch(call).total_rows
+        part = self._parts[f"{layer}.ffn"]
+        dense.ffn(
+            self._granules(weights, part), part, self._spec.layers[layer], self._rows(h, t), self._rows(partial, t),
+            bool(call.args[1]), self._scratch(scratch),
+        )  # fmt: skip
+
+    def _merge(self, call: Call) -> None:
+        norms, x, scratch, *partials = call.slots
+        layer, t = int(call.args[0]), _batch(call).total_rows
+        dense.merge(
+            self._arenas.view(norms), self._parts[f"{layer}.norms"], str(call.args[1]), self._spec.layers[layer],
+            self._spec.norm, self._rows(x, t), [self._rows(p, t) for p in partials], self._scratch(scratch),
+        )  # fmt: skip
+
+    # -- movers ---------------------------------------------------------------------------------------
+
+    def _load(self, call: Call) -> None:
+        (target,) = call.slots
+        unit = self._plan.units[call.unit]
+        if self._poisoned:
+            poison(self._arenas.view(target))
+        self._disk.read(unit.part, unit.lo, unit.hi, self._arenas.address(target))
+
+    def _copy(self, call: Call) -> None:
+        source, target = call.slots
+        self._arenas.view(target)[...] = self._arenas.view(source)
+
+    _store = _copy
+
+    @property
+    def _disk(self) -> DiskReader:
+        assert self._reader is not None, "the plan streams, but no reader was given"
+        return self._reader
+
+    # -- slots to arrays ------------------------------------------------------------------------------
+
+    def _rows(self, slot: Slot, t: int) -> Float32:
+        return self._arenas.array(slot, np.float32, (t, self._spec.d_model))
+
+    def _embedded(self, slot: Slot) -> Float32:
+        return self._arenas.view(slot).view(np.float32).reshape(-1, self._spec.d_embed)
+
+    def _tokens(self, slot: Slot) -> NDArray[np.int32]:
+        return self._arenas.view(slot).view(np.int32)
+
+    def _scratch(self, slot: Slot) -> Scratch:
+        return Scratch(self._arenas.view(slot))
+
+    def _granules(self, slot: Slot, part: Part) -> NDArray[np.uint8]:
+        return self._arenas.view(slot).reshape(-1, part.granule_bytes)
+
+    def _pool(self, slot: Slot, layer: int, batch: Batch) -> NDArray[Any]:
+        """[pages, K, P, E] of the batch's sequences, from the first one's first page on."""
+        a, fmt = self._spec.layers[layer].attention, self._layout.kv_home(layer, batch).format
+        pages = (max(batch.seqs) - min(batch.seqs) + 1) * self._layout.pages_per_seq
+        return self._arenas.array(slot, storage_dtype(fmt), (pages, a.kv_heads, self._plan.page_tokens, a.head_dim))
+
+    def _tables(self, batch: Batch) -> Sequence[NDArray[np.int64]]:
+        """Pages of each sequence, counted as in `_pool`."""
+        per_seq, first = self._layout.pages_per_seq, min(batch.seqs)
+        return [np.arange((s - first) * per_seq, (s - first + 1) * per_seq) for s in batch.seqs]
+
+    def _turn(self, layer: int, batch: Batch) -> tuple[Float32, Float32] | None:
+        """cos and sin for the batch's positions; layers with the same rope share them."""
+        found = self._frequencies[layer]
+        if found is None:
+            return None
+        first = next(
+            i
+            for i, other in enumerate(self._spec.layers)
+            if other.attention.rope == self._spec.layers[layer].attention.rope
+        )
+        key = (first, batch)
+        if key not in self._turns:
+            self._turns[key] = rope.tables(*found, positions(batch))
+        return self._turns[key]
+
+
+def positions(batch: Batch) -> NDArray[np.int64]:
+    """Position of every row, int64 [T]."""
+    return np.concatenate([np.arange(s, s + n) for s, n in zip(batch.start, batch.rows, strict=True)])
+
+
+def _batch(call: Call) -> Batch:
+    assert call.batch is not None
+    return call.batch

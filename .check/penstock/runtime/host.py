@@ -1,0 +1,113 @@
+"""What this process may use of the machine: memory and processors, cgroups (v1 and v2) included."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+
+def peak_rss_bytes() -> int:
+    """VmHWM of this process. Not ru_maxrss, which a child inherits from its parent."""
+    return _status_bytes("VmHWM")
+
+
+def rss_bytes() -> int:
+    return _status_bytes("VmRSS")
+
+
+def _status_bytes(field: str) -> int:
+    try:
+        text = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    found = re.search(rf"{field}:\s+(\d+) kB", text)
+    return int(found[1]) * 1024 if found else 0
+
+
+def physical_bytes() -> int:
+    """RAM of the machine, whatever part of it we may use."""
+    return _meminfo("MemTotal")
+
+
+def memory_limit_bytes() -> int:
+    """The most that a process here may ever have: physical memory, or the smallest cgroup limit above us."""
+    return min([physical_bytes(), *(limit for limit, _ in _cgroups())])
+
+
+def available_bytes() -> int:
+    """What this process can have now: what is free, plus what it holds already."""
+    own = rss_bytes()
+    return min([_meminfo("MemAvailable") + own, *(limit - max(0, used - own) for limit, used in _cgroups())])
+
+
+def usable_cpus() -> int:
+    """CPUs of the affinity mask, limited by the cgroup's quota."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder in _cgroup_folders("cpu"):
+        quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+        try:
+            words = (folder / "cpu.max").read_text().split()
+            quota, period = (int(words[0]), int(words[1])) if words[0] != "max" else (quota, period)
+        except (OSError, ValueError, IndexError):
+            pass
+        if quota and period and quota > 0:
+            cpus = min(cpus, max(1, -(-quota // period)))
+    return cpus
+
+
+def _meminfo(field: str) -> int:
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found = re.search(rf"{field}:\s+(\d+) kB", text)
+    return int(found[1]) * 1024 if found else 0
+
+
+def _cgroup_folders(controller: str) -> list[Path]:
+    """Folders of our cgroup and of those above it, v1 (its controller) and v2."""
+    folders = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        for root in (
+            ("/sys/fs/cgroup/unified", "/sys/fs/cgroup") if not controllers else (f"/sys/fs/cgroup/{controller}",)
+        ):
+            here = Path(root) / path.lstrip("/")
+            folders += [here, *(up for up in here.parents if str(up).startswith(root))]
+    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
+
+
+def _cgroups() -> list[tuple[int, int]]:
+    """(limit, use without page cache) of every memory cgroup above us that has a limit."""
+    found = []
+    for folder in _cgroup_folders("memory"):
+        limit = _number(folder / "memory.limit_in_bytes") or _number(folder / "memory.max")
+        if not limit or limit >= 1 << 60:  # v1 writes "no limit" as a huge number
+            continue
+        used = _number(folder / "memory.usage_in_bytes") or _number(folder / "memory.current") or 0
+        found.append((limit, max(0, used - _cached(folder / "memory.stat"))))
+    return found
+
+
+def _cached(stat: Path) -> int:
+    """Page cache, which the kernel gives back before it refuses memory."""
+    try:
+        pairs = dict(line.split() for line in stat.read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    total = pairs.get("total_cache") or pairs.get("file") or "0"
+    return int(total)
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None

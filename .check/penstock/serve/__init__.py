@@ -1,0 +1,1 @@
+"""Where planner and runtime meet: engine, sampling, tokenizer, evaluation."""

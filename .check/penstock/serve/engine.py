@@ -1,0 +1,306 @@
+"""Requests to passes: plans, loads, and generates. `LLM` is the same under the names that people know."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import BadRequest, DoesNotFit
+from penstock.graph import passes
+from penstock.graph.check_plan import check_plan
+from penstock.planner.predict import predict
+from penstock.planner.solve import Solved, settle_context, solve
+from penstock.runtime import host
+from penstock.runtime.probe import load_or_probe
+from penstock.serve.generation import Generation
+from penstock.serve.planning import default_cache
+from penstock.serve.sampling import Sampler, SamplingParams
+from penstock.serve.session import Progress, Session
+from penstock.serve.tokenizer import StopStrings, Tokenizer
+from penstock.spec.ask import Ask
+from penstock.spec.machine import MachineSpec
+from penstock.spec.model import ModelSpec
+from penstock.spec.plan import Plan
+from penstock.store.packed import Packed, open_packed
+from penstock.units import MIB, format_bytes, format_mib_up, parse_bytes, round_up
+
+
+class Engine:
+    """One model, planned and loaded. `solved` has the plan, what it promises, and the reasons."""
+
+    def __init__(self, packed: Packed, solved: Solved, session: Session) -> None:
+        self.packed, self.solved, self.session = packed, solved, session
+        self.plan, self.prediction = solved.plan, solved.prediction
+        self._tokenizer: Tokenizer | None = None
+        self.last: Generation | None = None
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        ask: Ask,
+        *,
+        machine: MachineSpec | None = None,
+        cache: Path | None = None,
+        plan: Plan | None = None,
+        threads: int = 1,
+        serial: bool = False,
+        on_progress: Progress | None = None,
+    ) -> Engine:
+        """Plans (or takes `plan`), then loads. Raises DoesNotFit before anything is loaded, and BadRequest
+        for a `plan` that makes no sense or is for another model."""
+        packed = open_packed(folder)
+        _check_limit(ask)
+        if plan is not None:
+            check_plan(plan, packed.spec, packed.weights)
+        if machine is None:
+            folder_kept = cache or default_cache()
+            machine = load_or_probe(folder_kept, folder_kept, on_progress)
+        if plan is None:
+            solved = solve(ask, packed.spec, packed.weights, machine)
+        else:
+            _check_room(plan, ask, machine, packed.spec)
+            solved = Solved(plan, predict(plan, settle_context(ask, packed.spec), machine), ("as given",))
+        return cls(
+            packed, solved, Session(packed, solved.plan, threads=threads, serial=serial, on_progress=on_progress)
+        )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.open(self.packed.folder)
+        return self._tokenizer
+
+    def close(self) -> None:
+        self.session.close()
+
+    def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Logits of every position, float32 [T, V]. The ask must have been one with `score`."""
+        rows = list(self.score(token_ids))
+        return np.concatenate(rows)
+
+    def score(self, token_ids: Sequence[int]) -> Iterator[NDArray[np.float32]]:
+        """Logits chunk by chunk, float32 [n, V] each, all positions in order."""
+        ids = self._checked(token_ids)
+        for p in passes.prefill(self.plan, 0, len(ids), None, score=True):
+            batch = p.batches[0]
+            chunk = ids[batch.start[0] : batch.start[0] + batch.rows[0]]
+            yield self.session.step(p, [chunk])[0].copy()
+
+    def generate_ids(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
+        return self.generate([prompt_ids], params)[0].token_ids
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Generation]:
+        """Answers in the order of the prompts, as many at a time as the plan has sequences."""
+        at_once = self.plan.batch_seqs * self.plan.batches_per_pass
+        answers: list[Generation] = []
+        for lo in range(0, len(prompts), at_once):
+            run = _Run(self, prompts[lo : lo + at_once], params)
+            for _ in run.pieces():
+                pass
+            answers += run.answers
+        if answers:
+            self.last = answers[-1]
+        return answers
+
+    def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[str]:
+        """Pieces of the answer's text as they become certain; afterwards `last` is the whole Generation."""
+        run = _Run(self, [prompt_ids], params)
+        for _, piece in run.pieces():
+            if piece:
+                yield piece
+        self.last = run.answers[0]
+
+    def _checked(self, token_ids: Sequence[int]) -> NDArray[np.int32]:
+        """Ids as int32 [T]. Raises BadRequest for none, unknown ones, or more than the plan's context."""
+        if not len(token_ids):
+            raise BadRequest("the prompt is empty: it has no tokens")
+        ids = np.asarray(token_ids)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise BadRequest("token ids should be a list of whole numbers of 64 bits")
+        if ids.min() < 0 or ids.max() >= self.plan.target.spec.vocab:
+            bad = int(ids.max() if ids.max() >= self.plan.target.spec.vocab else ids.min())
+            raise BadRequest(f"token id {bad} is outside the vocabulary of {self.plan.target.spec.vocab}")
+        if len(ids) > self.plan.context:
+            most = self.plan.target.spec.max_positions
+            way_out = "raise --context" if self.plan.context < most else "more the model does not hold"
+            raise BadRequest(f"the prompt has {len(ids)} tokens, the context room for {self.plan.context}: {way_out}")
+        return ids.astype(np.int32)
+
+
+class _Run:
+    """A group of sequences that decode together."""
+
+    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+        self._engine, self._params = engine, params
+        self._prompts = [engine._checked(prompt) for prompt in prompts]
+        self.answers = [Generation(len(p), len(prompts), engine.plan.context) for p in self._prompts]
+        self._samplers = [Sampler(params, p.tolist()) for p in self._prompts]
+        self._eos = frozenset() if params.ignore_eos else engine.tokenizer.eos_ids
+        self._streams = [engine.tokenizer.stream() for _ in prompts]
+        self._stops = [StopStrings(params.stop) for _ in prompts]
+        # A sequence may fill its context: its last token is then not fed back.
+        self._room = [engine.plan.context - len(p) + 1 for p in self._prompts]
+
+    def pieces(self) -> Iterator[tuple[int, str]]:
+        """(sequence, text) as text becomes certain."""
+        session, reader = self._engine.session, self._engine.session.reader
+        start_s, start_bytes = time.perf_counter(), reader.bytes_read
+        last_s = [start_s] * len(self._prompts)
+        for seq, ids in enumerate(self._prompts):
+            following = passes.DECODE if seq == len(self._prompts) - 1 and self._limit(seq) > 1 else None
+            for p in passes.prefill(self._engine.plan, seq, len(ids), following):
+                batch = p.batches[0]
+                (logits,) = session.step(p, [ids[batch.start[0] : batch.start[0] + batch.rows[0]]])
+            piece = self._accept(seq, logits[0])
+            last_s[seq] = time.perf_counter()
+            self.answers[seq].ttft_s = last_s[seq] - start_s
+            yield seq, piece
+        decode_start_s, decode_tokens, decode_bytes = time.perf_counter(), 0, 0
+        while alive := [seq for seq, answer in enumerate(self.answers) if not answer.finish_reason]:
+            for seq, logits in self._decode(alive):
+                piece = self._accept(seq, logits)
+                now_s = time.perf_counter()
+                self.answers[seq].inter_token_s.append(now_s - last_s[seq])
+                last_s[seq] = now_s
+                yield seq, piece
+            decode_tokens += len(alive)
+            decode_bytes += session.consumed_bytes
+        decode_s = time.perf_counter() - decode_start_s
+        session.drain()
+        for answer in self.answers:
+            answer.decode_s, answer.decode_tokens = decode_s if decode_tokens else 0.0, decode_tokens
+            answer.decode_disk_bytes = decode_bytes
+            answer.bytes_moved = {"disk0": reader.bytes_read - start_bytes}
+            answer.peak_host_bytes = host.peak_rss_bytes()
+
+    def _decode(self, alive: list[int]) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """One token of every live sequence."""
+        positions = [len(self._prompts[seq]) + len(self.answers[seq].token_ids) - 1 for seq in alive]
+        more = any(len(self.answers[seq].token_ids) + 1 < self._limit(seq) for seq in alive)
+        p = passes.decode(self._engine.plan, alive, positions, passes.DECODE if more else None)
+        tokens = [np.array([self.answers[seq].token_ids[-1] for seq in batch.seqs], np.int32) for batch in p.batches]
+        for batch, logits in zip(p.batches, self._engine.session.step(p, tokens), strict=True):
+            yield from zip(batch.seqs, logits, strict=True)
+
+    def _limit(self, seq: int) -> int:
+        return min(self._params.max_tokens, self._room[seq])
+
+    def _accept(self, seq: int, logits: NDArray[np.float32]) -> str:
+        """Samples a token, and says what text it makes certain. End-of-text tokens are not part of the text."""
+        answer = self.answers[seq]
+        token = self._samplers[seq].next(logits)
+        answer.token_ids.append(token)
+        stops, stream = self._stops[seq], self._streams[seq]
+        piece = ""
+        if token in self._eos:
+            answer.finish_reason = "stop"
+        else:
+            piece = stops.push(stream.push(token))
+            if stops.hit is not None:
+                answer.finish_reason = "stop"
+            elif len(answer.token_ids) >= self._limit(seq):
+                answer.finish_reason = "length"
+        if answer.finish_reason and stops.hit is None:
+            piece += stops.push(stream.finish()) + stops.finish()
+        answer.text += piece
+        return piece
+
+
+def _check_limit(ask: Ask) -> None:
+    """A limit beyond what the machine has would be a promise that the system breaks by killing us."""
+    most = host.memory_limit_bytes()
+    if ask.host_memory_bytes is not None and ask.host_memory_bytes > most:
+        raise BadRequest(
+            f"--host-memory {format_bytes(ask.host_memory_bytes)} is more than the {format_bytes(most)} "
+            "that this process may have"
+        )
+
+
+def _check_room(plan: Plan, ask: Ask, machine: MachineSpec, spec: ModelSpec) -> None:
+    """A given plan keeps the same limit as one that is made here, also where it says little of the process."""
+    process = round_up(machine.process_bytes + spec.tokenizer_bytes, MIB)
+    need = plan.tier_bytes()["host"] + max(0, process - plan.process_bytes)
+    have = machine.tier("host").bytes if ask.host_memory_bytes is None else ask.host_memory_bytes
+    if need > have:
+        raise DoesNotFit(
+            f"host memory of {format_bytes(have)} is too little for this plan: it needs {format_bytes(need)}"
+            f" (--host-memory {format_mib_up(need)}, or a plan for less)",
+            tier="host",
+            need_bytes=need,
+            have_bytes=have,
+            minimum_bytes=need,
+        )
+
+
+@dataclass
+class Answer:
+    """What `LLM.generate` returns for a prompt."""
+
+    prompt: str
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+
+
+class LLM:
+    """`LLM(model, host_memory="12GiB", weights="int4").generate(prompts, SamplingParams(max_tokens=64))`.
+
+    `model`: a packed model, a Hugging Face folder (packed into the cache on first use) or a Hub id. Sizes are
+    bytes or strings such as "6GiB".
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        device_memory: int | str | None = None,
+        host_memory: int | str | None = None,
+        resident: int | str | None = None,
+        weights: str | None = None,
+        kv: str | None = None,
+        batch: int = 1,
+        context: int | None = None,
+        cache: str | Path | None = None,
+        on_progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        from penstock.serve.source import resolve
+
+        folder = resolve(
+            str(model), weights=weights, cache=Path(cache) if cache else default_cache(), on_progress=on_progress
+        )
+        ask = Ask(
+            batch=batch,
+            context=context,
+            host_memory_bytes=_size(host_memory, "host_memory"),
+            device_memory_bytes=_size(device_memory, "device_memory"),
+            resident_bytes=_size(resident, "resident"),
+            kv=kv,
+        )
+        self.engine = Engine.load(folder, ask, cache=Path(cache) if cache else None, on_progress=on_progress)
+
+    def generate(self, prompts: str | Sequence[str], params: SamplingParams | None = None) -> list[Answer]:
+        """Completes each prompt as it stands; no chat template is applied."""
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        ids = [self.engine.tokenizer.encode(text) for text in texts]
+        found = self.engine.generate(ids, params or SamplingParams())
+        return [Answer(t, g.text, g.token_ids, g.finish_reason) for t, g in zip(texts, found, strict=True)]
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def _size(value: int | str | None, what: str) -> int | None:
+    return parse_bytes(value, what) if isinstance(value, str) else value

@@ -1,0 +1,75 @@
+"""A finished answer and what it took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.planner.predict import Prediction
+
+
+@dataclass
+class Generation:
+    """`finish_reason`: stop (end of text or a stop string) or length. `ttft_s`: from the request to its first
+    token. `inter_token_s`: seconds between its tokens. Byte counts are of the whole batch it ran in."""
+
+    prompt_tokens: int
+    batch: int
+    context: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    ttft_s: float = 0.0
+    inter_token_s: list[float] = field(default_factory=list)
+    decode_s: float = 0.0
+    decode_tokens: int = 0  # of the whole batch, in `decode_s`
+    decode_disk_bytes: int = 0
+    bytes_moved: dict[str, int] = field(default_factory=dict)
+    peak_host_bytes: int = 0
+    peak_device_bytes: int = 0
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Of the batch; 0 where a single token came."""
+        return self.decode_tokens / self.decode_s if self.decode_s else 0.0
+
+    @property
+    def disk_bytes_per_token(self) -> float:
+        return self.decode_disk_bytes / self.decode_tokens if self.decode_tokens else 0.0
+
+    def report(self, prediction: Prediction) -> dict[str, Any]:
+        """The fields of `run --json`."""
+        gaps = sorted(self.inter_token_s)
+        percentiles = {f"p{p}": gaps[min(len(gaps) - 1, len(gaps) * p // 100)] if gaps else 0.0 for p in (50, 95, 99)}
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "finish_reason": self.finish_reason,
+            "ttft_s": self.ttft_s,
+            "decode_tokens_per_s": self.decode_tokens_per_s,
+            "predicted": {
+                "ttft_s": prediction.ttft_s,
+                "decode_tokens_per_s": prediction.decode_tokens_per_s,
+            },
+            "bytes_moved": self.bytes_moved,
+            "disk_bytes_per_token": self.disk_bytes_per_token,
+            "inter_token_s": percentiles,
+            "batch": self.batch,
+            "context": self.context,
+            "bound_by": prediction.bound_by,
+            # The simulated bound: the busiest lane working without a pause.
+            "share_of_bound": self._share_of_bound(prediction),
+            "peak_host_bytes": self.peak_host_bytes,
+            "peak_device_bytes": self.peak_device_bytes,
+        }
+
+    def _share_of_bound(self, prediction: Prediction) -> float:
+        busiest = prediction.lane_share.get(prediction.bound_by, 0.0)
+        bound = prediction.decode_tokens_per_s / busiest if busiest else 0.0
+        return self.decode_tokens_per_s / bound if bound else 0.0

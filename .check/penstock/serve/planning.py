@@ -1,0 +1,52 @@
+"""From a model's folder and the user's wishes to a plan: what `penstock plan` and the engine share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import BadRequest
+from penstock.planner.solve import Solved, solve
+from penstock.spec.ask import Ask
+from penstock.spec.format import Format, parse_format
+from penstock.spec.machine import MachineSpec
+from penstock.spec.model import ModelSpec
+from penstock.store.packed import is_packed, read_config, read_manifest
+
+
+def default_cache() -> Path:
+    """Where packed models and machine files are kept unless the user says otherwise."""
+    try:
+        return Path.home() / ".cache" / "penstock"
+    except RuntimeError:
+        raise BadRequest("this user has no home folder: name a cache folder (--cache DIR)") from None
+
+
+def describe(model: Path, weights: Format | None = None) -> tuple[ModelSpec, Format]:
+    """A model's spec and the format that its weights have, or would have once packed."""
+    _, spec = read_config(model)
+    if weights is None:
+        weights = parse_format(read_manifest(model).weights) if is_packed(model) else Format(spec.dtype)
+    return spec, weights
+
+
+def plan(
+    model: str | Path,
+    *,
+    machine: MachineSpec | None = None,
+    weights: str | None = None,
+    cache: str | Path | None = None,
+    **ask: Any,
+) -> Solved:
+    """Where everything of a model would go and how fast it would be, before a byte is loaded.
+
+    `model`: a folder or a config.json. `machine`: None is this one (probed once). `ask`: the fields of
+    `spec.ask.Ask`, sizes in bytes. Raises DoesNotFit, BadRequest, UnsupportedModel or BrokenModel.
+    """
+    spec, fmt = describe(Path(model), parse_format(weights) if weights else None)
+    if machine is None:
+        from penstock.runtime.probe import load_or_probe
+
+        folder = Path(cache) if cache is not None else default_cache()
+        machine = load_or_probe(folder, folder)
+    return solve(Ask(**ask), spec, fmt, machine)

@@ -1,0 +1,111 @@
+"""A loaded model that steps: arenas, weights and lanes of one plan. Token ids in, logits out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+
+import numpy as np
+from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
+
+from penstock.errors import BadRequest
+from penstock.graph.lower import Lowering
+from penstock.graph.tasks import Pass, Task, ring_bytes
+from penstock.graph.timeline import Timeline
+from penstock.runtime.arena import Arenas
+from penstock.runtime.bind import Binding
+from penstock.runtime.execute import Executor
+from penstock.runtime.movers import DiskReader
+from penstock.spec.plan import Plan
+from penstock.store.packed import Packed
+
+Progress = Callable[[str, int, int], None]
+
+
+class Session:
+    """Steps passes of one plan over one packed model.
+
+    `threads`: of the numpy kernels, for the whole process as long as the session lives.
+    `serial`: one task at a time (the oracle). `poisoned`: ring slots are filled with NaN before each load.
+    """
+
+    def __init__(
+        self,
+        packed: Packed,
+        plan: Plan,
+        *,
+        threads: int = 1,
+        serial: bool = False,
+        poisoned: bool = False,
+        on_progress: Progress | None = None,
+    ) -> None:
+        if (packed.spec.vocab, packed.weights) != (plan.target.spec.vocab, plan.target.weights):
+            raise BadRequest(f"this plan is not for {packed.folder}: it has {plan.target.weights.name} weights")
+        self.plan = plan
+        self.lowering = Lowering(plan)
+        self._serial = serial
+        self.timeline = Timeline(())
+        self.consumed_bytes = 0  # what the last pass took from slower tiers: its rings and embedding rows
+        with ExitStack() as opened:  # a load that fails half-way gives everything back
+            self.reader = DiskReader(packed, plan.io_block_bytes)
+            opened.callback(self.reader.close)
+            self._arenas = Arenas(plan)
+            opened.callback(self._arenas.close)
+            self._binding = Binding(plan, self._arenas, self.reader, poisoned)
+            # numpy's BLAS threads spin while they wait: beside one other busy process a product of 8 rows took
+            # 40 times as long with two of them as with one (docs/LOG.md).
+            opened.callback(threadpool_limits(threads, user_api="blas").restore_original_limits)
+            self._executor = Executor(self._binding)
+            opened.callback(self._executor.close)
+            self._load_weights(on_progress)
+            self._opened = opened.pop_all()
+
+    def step(self, p: Pass, tokens: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        """One pass. `tokens[i]`: int32 [T] of p.batches[i]. Returns logits float32 [n, V] per batch, views that
+        hold until the next pass."""
+        main, spec = self.plan.main, self.plan.target.spec
+        for batch, ids in zip(p.batches, tokens, strict=True):
+            slot = self.lowering.layout.act(main, batch.id, "tokens", 4 * batch.total_rows)
+            self._arenas.view(slot).view(np.int32)[...] = ids
+        self.consumed_bytes = self._binding.fetched_bytes = 0
+        run = self._executor.run_serial if self._serial else self._executor.run
+        # Damaged weights overflow; whoever looks at the logits says so once, numpy would many times.
+        with np.errstate(all="ignore"):
+            self.timeline = run(self._counted(p))
+        self.consumed_bytes += self._binding.fetched_bytes
+        logits = []
+        for batch in p.batches:
+            n = len(batch.logits)
+            slot = self.lowering.layout.act(main, batch.id, "logits", 4 * n * spec.vocab)
+            logits.append(self._arenas.array(slot, np.float32, (n, spec.vocab)))
+        return logits
+
+    def close(self) -> None:
+        """Also after a pass that failed. A second call does nothing."""
+        self._opened.close()
+
+    def drain(self) -> None:
+        """Waits for loads under way, so that counters stand still."""
+        self._executor.drain()
+
+    def _counted(self, p: Pass) -> Iterator[Task]:
+        """The pass's tasks, noting what they read from the rings."""
+        for task in self.lowering.step(p):
+            self.consumed_bytes += ring_bytes(task)
+            yield task
+
+    def _load_weights(self, on_progress: Progress | None) -> None:
+        """Reads every resident unit to its place."""
+        layout, units = self.lowering.layout, self.plan.units
+        total = sum(slot.nbytes for slot in layout.weights.values())
+        done, told_s = 0, time.perf_counter()
+        for i, slot in layout.weights.items():
+            unit = units[i]
+            self.reader.read(unit.part, unit.lo, unit.hi, self._arenas.address(slot))
+            done += slot.nbytes
+            if on_progress and (done == total or time.perf_counter() - told_s > 0.1):
+                told_s = time.perf_counter()
+                on_progress("loading weights", done, total)
+        self.loaded_bytes = self.reader.bytes_read

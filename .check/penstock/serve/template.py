@@ -1,0 +1,110 @@
+"""A model's own chat template (Jinja, from its folder), rendered as transformers renders it.
+
+A template is code that somebody put beside weights: it runs in jinja2's immutable sandbox and sees plain JSON
+values only.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import BadRequest, BrokenModel
+
+if TYPE_CHECKING:
+    import jinja2
+
+Message = dict[str, Any]
+
+
+def read_templates(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """Name → template text, {} where the model has none. Files come before tokenizer_config.json."""
+    found: dict[str, str] = {}
+    files = {"default": folder / "chat_template.jinja"}
+    files.update({path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))})
+    for name, path in files.items():
+        if path.is_file():
+            try:
+                found[name] = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise BrokenModel(f"{path} cannot be read: {error}") from None
+    given = tokenizer_config.get("chat_template")
+    if found or not given:
+        return found
+    if isinstance(given, list):
+        return {str(entry.get("name")): str(entry.get("template")) for entry in given if isinstance(entry, dict)}
+    return {"default": str(given)}
+
+
+def render(templates: dict[str, str], variables: dict[str, str], messages: list[Message], tools: Any) -> str:
+    """The prompt up to where the assistant speaks. Raises BadRequest with the template's own words."""
+    # Among several, `tool_use` is for requests with tools; a lone template serves all.
+    name = "tool_use" if tools and "tool_use" in templates else "default"
+    source = templates.get(name) or next(iter(templates.values()))
+    try:
+        data = json.loads(json.dumps({"messages": messages, "tools": tools}))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRequest(f"messages and tools should be JSON: {error}") from None
+    try:
+        template = _environment().from_string(source)
+        return template.render(**variables, **data, documents=None, add_generation_prompt=True)
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever the template's code raised
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise BadRequest(f"the model's chat template fails: {said[:300]}; `--raw` goes without it") from None
+
+
+def render_plain(messages: list[Message]) -> str:
+    """For models without a template: lines of User and Assistant, which a base model can continue."""
+    lines = [f"{str(m.get('role', 'user')).capitalize()}: {m.get('content') or ''}" for m in messages]
+    return "\n".join([*lines, "Assistant:"])
+
+
+def _environment() -> jinja2.Environment:
+    import jinja2.ext
+    import jinja2.nodes
+    import jinja2.utils
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}` marks what training learns from; for a prompt it is its body."""
+
+        tags = {"generation"}  # noqa: RUF012 (jinja's own declaration)
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+        def _body(self, caller: Any) -> Any:
+            return caller()
+
+    class Namespace(jinja2.utils.Namespace):
+        """No underscore names: they could shadow the interpreter's own attributes."""
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            if name.startswith("_"):
+                raise jinja2.TemplateError(f"a namespace cannot hold {name!r}")
+            super().__setitem__(name, value)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def strftime_now(pattern: str) -> str:
+        return datetime.now().strftime(pattern)
+
+    def tojson(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        # Jinja's own escapes HTML, which no model was trained on.
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now, namespace=Namespace)
+    return environment

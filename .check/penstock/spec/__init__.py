@@ -1,0 +1,1 @@
+"""What things are: models, machines, requests and plans. Frozen dataclasses, standard library only."""

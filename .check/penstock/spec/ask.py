@@ -1,0 +1,45 @@
+"""What the user wants. None means "choose for me"; a Plan has no None left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.errors import BadRequest
+from penstock.spec.format import KV_KINDS, parse_format
+
+DEFAULT_CONTEXT = 4096
+MOST = 2**31 - 1  # tokens or sequences; more is a typing error, and sums of it would leave a float's range
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Limits are bytes of the whole process (`host_memory_bytes`) and of the device.
+
+    `resident_bytes`: at most so many bytes of weights stay in memory. `context`: KV room in tokens, per
+    sequence. `score`: logits of every prompt row are wanted (evaluation), not of the last alone.
+    """
+
+    prompt_tokens: int = 64
+    output_tokens: int = 64
+    batch: int = 1
+    context: int | None = None
+    objective: str = "latency"
+    host_memory_bytes: int | None = None
+    device_memory_bytes: int | None = None
+    resident_bytes: int | None = None
+    kv: str | None = None
+    score: bool = False
+
+    def __post_init__(self) -> None:
+        if self.objective not in ("latency", "throughput"):
+            raise BadRequest(f"objective {self.objective!r} should be latency or throughput")
+        for name in ("prompt_tokens", "output_tokens", "batch", "context"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= MOST:
+                raise BadRequest(f"{name} is {value}; it should be from 1 to {MOST}")
+        for name in ("host_memory_bytes", "device_memory_bytes", "resident_bytes"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 2**63:
+                raise BadRequest(f"{name} is {value}; it should be from 0 to 2**63")
+        if self.kv is not None and parse_format(self.kv).is_quantised:
+            raise BadRequest(f"a KV cache in {self.kv} is not in this version: there are {', '.join(KV_KINDS)}")

@@ -1,0 +1,117 @@
+"""Number formats at rest, and what a matrix costs in each: format version 2 of a packed model.
+
+Whatever is multiplied lies in tiles of 16 rows, one after the other; so a SIMD kernel loads 16 rows of the
+same columns at once. A matrix [R, C] has ceil(R / 16) tiles; rows beyond R are zero bits. Inside a tile the
+rows' numbers lie in words, and a line is one word of each of the 16 rows:
+
+                  row 0    row 1           row 15
+    line 0      | word 0 | word 0 |  …  | word 0 |     64 bytes (float16: 32)
+    line 1      | word 1 | word 1 |  …  | word 1 |
+
+    format      a word is                                        lines of a tile
+    float32     4 bytes: column i                                C                  [C][16] float32
+    float16     2 bytes: column i                                C                  [C][16] float16
+    bfloat16    4 bytes: columns 2i, 2i + 1                      ceil(C / 2)        [ceil(C / 2)][16][2] bfloat16
+    int8        4 bytes: codes of columns 4i … 4i + 3            group / 4 a group
+    int4        4 bytes: codes of columns 8i … 8i + 7            group / 8 a group
+
+In bfloat16 an odd C is padded with a column of zeros. In int4 byte b of word i holds column 8i + b in its low
+nibble and column 8i + 4 + b in its high nibble.
+
+Integer formats (FlexGen, groupwise quantisation) cut every row into G = ceil(C / group) groups; each group of
+each row has a 16-bit float scale and minimum:
+
+    value = code * scale + minimum          code: 4 or 8 bits, unsigned; columns beyond C have code 0
+
+    a tile:   | group 0 | group 1 |  …  | group G-1 |
+    a group:  | lines of codes | scales float16 [16] | minimums float16 [16] |
+
+int4 with groups of 64 takes 8 · 64 + 64 = 576 bytes for 16 x 64 weights: 4.5 bits a weight, as Q4_0 does.
+
+What is looked up or added and never multiplied by (norm weights, biases, learned positions, the KV cache)
+lies row by row without gaps, always as floats.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from penstock.errors import BadRequest
+
+_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4}
+_ALIASES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
+DEFAULT_GROUP = 64
+TILE_ROWS = 16
+KV_KINDS = ("float32", "bfloat16", "float16")  # what a KV cache may be kept in
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """`kind`: float32, bfloat16, float16, int8 or int4. `group`: columns per scale, 0 for floats."""
+
+    kind: str
+    group: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in _BITS:
+            raise BadRequest(f"unknown number format {self.kind!r}: there are {', '.join(_BITS)}")
+        if self.is_quantised and (self.group < 8 or self.group % 8 or self.group > 4096):
+            raise BadRequest(f"group size {self.group} of {self.kind} should be a multiple of 8, from 8 to 4096")
+        if not self.is_quantised and self.group:
+            raise BadRequest(f"{self.kind} has no groups")
+
+    @property
+    def bits(self) -> int:
+        return _BITS[self.kind]
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.kind in ("int8", "int4")
+
+    @property
+    def name(self) -> str:
+        """`int4`, or `int4-g32` where the group is not the default."""
+        return self.kind if self.group in (0, DEFAULT_GROUP) else f"{self.kind}-g{self.group}"
+
+    def groups(self, cols: int) -> int:
+        return -(-cols // self.group) if self.is_quantised else 0
+
+    @property
+    def group_bytes(self) -> int:
+        """One group of a tile of an integer format: codes, scales and minimums of 16 rows."""
+        return TILE_ROWS * (self.group * self.bits // 8 + 4)
+
+    def tile_bytes(self, cols: int) -> int:
+        if self.is_quantised:
+            return self.groups(cols) * self.group_bytes
+        even = cols + cols % 2 if self.kind == "bfloat16" else cols
+        return TILE_ROWS * even * self.bits // 8
+
+    def matrix_bytes(self, rows: int, cols: int) -> int:
+        """A matrix in tiles."""
+        return tiles(rows) * self.tile_bytes(cols)
+
+    def plain_bytes(self, rows: int, cols: int) -> int:
+        """A float matrix row by row."""
+        return rows * cols * self.bits // 8
+
+
+def tiles(rows: int) -> int:
+    return -(-rows // TILE_ROWS)
+
+
+FLOAT32 = Format("float32")
+
+
+def parse_format(text: str) -> Format:
+    """`int4`, `int4-g32`, `bf16`, … Raises BadRequest."""
+    name, _, group = text.strip().lower().partition("-g")
+    kind = _ALIASES.get(name, name)
+    if kind in ("int8", "int4"):
+        if group and re.fullmatch("[0-9]{1,6}", group) is None:
+            raise BadRequest(f"number format {text!r}: the group size should be a number, as in int4-g32")
+        return Format(kind, int(group) if group else DEFAULT_GROUP)
+    if group:
+        raise BadRequest(f"number format {text!r}: only int8 and int4 have groups")
+    return Format(kind)

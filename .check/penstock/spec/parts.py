@@ -1,0 +1,196 @@
+"""Parts and granules: how a model's weights are cut, to the byte (DESIGN §2).
+
+A part is `granules` granules of one fixed stride. A granule holds whole matrices ("blocks"), so any range
+of granules can be computed by itself and partial results add up. What is multiplied lies in tiles of 16
+rows, vectors and learned positions row by row (`spec.format`):
+
+    N.attn   a granule is one KV head:   q [G*E, D] | k [E, D] | v [E, D] | o [D, G*E] | biases
+    N.ffn    a granule is 64 neurons:    gate [64, D] | up [64, D] | down [D, 64] | biases
+    embed, head   64 vocabulary rows:    rows [64, d_embed]
+    N.norms, edges   one granule, float: norm weights and what is added once per layer; the model's ends
+
+The stride is a multiple of 4096 bytes, so every range of granules is one aligned direct read. A last
+granule with fewer rows (172 neurons: 64 + 64 + 44) is padded with zeros; an activation of 0 is 0, so
+padding computes nothing that counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from penstock.spec.format import FLOAT32, Format
+from penstock.spec.model import Layer, ModelSpec
+from penstock.units import round_up
+
+GRANULE_ROWS = 64
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One matrix inside a granule: [rows, cols] at `offset`, in `format`; tiled, or row by row."""
+
+    name: str
+    rows: int
+    cols: int
+    format: Format
+    offset: int
+    tiled: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        size = self.format.matrix_bytes if self.tiled else self.format.plain_bytes
+        return size(self.rows, self.cols)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """key: "7.ffn"; kind: attn, ffn, norms, embed, head or edges; layer: -1 outside layers.
+
+    `rows` counts what the granules cut (neurons, KV heads, vocabulary rows), `granule_rows` of them each.
+    """
+
+    key: str
+    kind: str
+    layer: int
+    rows: int
+    granule_rows: int
+    granule_bytes: int
+    blocks: tuple[Block, ...]
+
+    @property
+    def granules(self) -> int:
+        return -(-self.rows // self.granule_rows)
+
+    @property
+    def nbytes(self) -> int:
+        return self.granules * self.granule_bytes
+
+    def rows_of(self, lo: int, hi: int) -> int:
+        """Rows in granules lo..hi, the tail counted as it is."""
+        return min(hi * self.granule_rows, self.rows) - lo * self.granule_rows
+
+    def weights_of(self, lo: int, hi: int) -> int:
+        """Weights (multiply-adds per token) in granules lo..hi, padding left out."""
+        per_row = sum(b.rows * b.cols for b in self.blocks) / self.granule_rows
+        return int(per_row * self.rows_of(lo, hi))
+
+    def block(self, name: str) -> Block:
+        return next(b for b in self.blocks if b.name == name)
+
+    def has(self, name: str) -> bool:
+        return any(b.name == name for b in self.blocks)
+
+    @property
+    def format(self) -> Format:
+        """The format of its matrices (the first block's)."""
+        return self.blocks[0].format
+
+
+_Shape = tuple[str, int, int, Format, bool]  # name, rows, columns, format, tiled
+
+
+def _matrix(name: str, rows: int, cols: int, fmt: Format) -> _Shape:
+    return name, rows, cols, fmt, True
+
+
+def _vector(name: str, cols: int) -> _Shape:
+    return name, 1, cols, FLOAT32, False
+
+
+def _part(key: str, kind: str, layer: int, rows: int, granule_rows: int, shapes: list[_Shape]) -> Part:
+    blocks, offset = [], 0
+    for name, n_rows, n_cols, fmt, tiled in shapes:
+        blocks.append(Block(name, n_rows, n_cols, fmt, offset, tiled))
+        # 64-byte alignment of every matrix costs at most 63 bytes and gives kernels aligned loads.
+        offset = round_up(offset + blocks[-1].nbytes, 64)
+    return Part(key, kind, layer, rows, granule_rows, round_up(max(offset, 1), PAGE_BYTES), tuple(blocks))
+
+
+def _attention_part(i: int, layer: Layer, d: int, fmt: Format) -> Part:
+    a = layer.attention
+    q_rows = a.heads_per_kv * a.head_dim
+    shapes = [
+        _matrix("q", q_rows, d, fmt),
+        _matrix("k", a.head_dim, d, fmt),
+        _matrix("v", a.head_dim, d, fmt),
+        _matrix("o", d, q_rows, fmt),
+    ]
+    if a.qkv_bias:
+        shapes += [
+            _vector("q_bias", q_rows),
+            _vector("k_bias", a.head_dim),
+            _vector("v_bias", a.head_dim),
+        ]
+    return _part(f"{i}.attn", "attn", i, a.kv_heads, 1, shapes)
+
+
+def _ffn_part(i: int, layer: Layer, d: int, fmt: Format) -> Part:
+    f, n = layer.ffn, GRANULE_ROWS
+    shapes = [_matrix("gate", n, d, fmt)] if f.gated else []
+    shapes += [_matrix("up", n, d, fmt), _matrix("down", d, n, fmt)]
+    if f.up_bias:
+        shapes += [_vector("gate_bias", n)] if f.gated else []
+        shapes += [_vector("up_bias", n)]
+    return _part(f"{i}.ffn", "ffn", i, f.neurons, n, shapes)
+
+
+def _norms_part(i: int, layer: Layer, model: ModelSpec) -> Part:
+    d, norm = model.d_model, model.norm
+    shapes: list[_Shape] = []
+    for block in ("attn", "ffn"):
+        for place, present in (("in", layer.norm_in), ("out", layer.norm_out), ("after", layer.norm_after)):
+            if present and norm.affine:
+                shapes.append(_vector(f"{block}_{place}", d))
+                if norm.has_bias:
+                    shapes.append(_vector(f"{block}_{place}_bias", d))
+    if layer.attention.qk_norm:
+        shapes += [_vector("q_norm", layer.attention.head_dim), _vector("k_norm", layer.attention.head_dim)]
+    if layer.attention.out_bias:
+        shapes.append(_vector("o_bias", d))
+    if layer.ffn.down_bias:
+        shapes.append(_vector("down_bias", d))
+    return _part(f"{i}.norms", "norms", i, 1, 1, shapes)
+
+
+def _edges_part(model: ModelSpec, base: Format) -> Part:
+    shapes: list[_Shape] = []
+    if model.final_norm and model.norm.affine:
+        shapes.append(_vector("final", model.d_model))
+        if model.norm.has_bias:
+            shapes.append(_vector("final_bias", model.d_model))
+    if model.position_rows:
+        shapes.append(("positions", model.position_rows, model.d_model, base, False))
+    if model.d_embed != model.d_model:
+        shapes += [
+            _matrix("project_in", model.d_model, model.d_embed, base),
+            _matrix("project_out", model.d_embed, model.d_model, base),
+        ]
+    return _part("edges", "edges", -1, 1, 1, shapes)
+
+
+@lru_cache(maxsize=64)
+def parts(model: ModelSpec, weights: Format) -> tuple[Part, ...]:
+    """All parts in the order in which a pass reads them. A tied head is the part `embed`, read twice.
+
+    `weights` applies to every matrix but norms, biases, positions and projections, which stay in the
+    checkpoint's own format (float32 for vectors).
+    """
+    base = Format(model.dtype)
+    vocab = [_matrix("rows", GRANULE_ROWS, model.d_embed, weights)]
+    found = [_part("embed", "embed", -1, model.vocab, GRANULE_ROWS, vocab)]
+    for i, layer in enumerate(model.layers):
+        found += [
+            _norms_part(i, layer, model),
+            _attention_part(i, layer, model.d_model, weights),
+            _ffn_part(i, layer, model.d_model, weights),
+        ]
+    found.append(_edges_part(model, base))
+    if not model.tied:
+        found.append(_part("head", "head", -1, model.vocab, GRANULE_ROWS, vocab))
+    return tuple(found)
+
+
+def head_key(model: ModelSpec) -> str:
+    return "embed" if model.tied else "head"

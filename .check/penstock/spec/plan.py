@@ -1,0 +1,132 @@
+"""A plan: where every byte lives, who computes on it, in what order. Complete: no "auto", no None.
+
+Names of placements (DESIGN §2) follow from home and executor: GG = (gpu0, gpu0), CG = (host, gpu0),
+CC = (host, host), DG = (disk0, gpu0), DC = (disk0, host).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from penstock.spec import codec
+from penstock.spec.format import Format
+from penstock.spec.model import ModelSpec
+from penstock.spec.parts import Part, parts
+
+SCHEMA, VERSION = "penstock.plan", 1
+
+_INITIAL = {"disk0": "D", "host": "C", "gpu0": "G"}
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Granules lo..hi of a part: one home, one executor for decode and one for prefill."""
+
+    part: str
+    lo: int
+    hi: int
+    home: str
+    decode: str
+    prefill: str
+
+    def executor(self, purpose: str) -> str:
+        return self.prefill if purpose == "prefill" else self.decode
+
+    @property
+    def placement(self) -> str:
+        return _INITIAL.get(self.home, "?") + _INITIAL.get(self.decode, "?")
+
+
+@dataclass(frozen=True, slots=True)
+class KvHome:
+    """KV of layers [lo, hi) × sequences [lo, hi): home tier, number format, executor of attention."""
+
+    layers: tuple[int, int]
+    seqs: tuple[int, int]
+    home: str
+    format: Format
+    attend: str
+
+
+@dataclass(frozen=True, slots=True)
+class ActHome:
+    """Activations of layers × sequences: the tier that holds them; its executor does norms and merges."""
+
+    layers: tuple[int, int]
+    seqs: tuple[int, int]
+    home: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """One allocation: `host.weights`, `host.ring`, `host.kv`, … on a tier."""
+
+    name: str
+    tier: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanModel:
+    spec: ModelSpec
+    weights: Format
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`batches_per_pass` batches of up to `batch_seqs` sequences go through a layer together (FlexGen's
+    zig-zag block). `chunk_rows`: rows of a prefill pass, at most. `logits_rows`: logits kept of a batch.
+    `context`: KV room per sequence in tokens, in pages of `page_tokens`. `ring_bytes`: per tier, what
+    weights stream through; it bounds how far loads run ahead. `io_block_bytes`: one read, at most.
+    """
+
+    models: tuple[PlanModel, ...]
+    units: tuple[Unit, ...]
+    kv: tuple[KvHome, ...]
+    acts: tuple[ActHome, ...]
+    arenas: tuple[Arena, ...]
+    batches_per_pass: int
+    batch_seqs: int
+    chunk_rows: int
+    logits_rows: int
+    context: int
+    page_tokens: int
+    ring_bytes: dict[str, int]
+    io_block_bytes: int
+    process_bytes: int
+
+    @property
+    def target(self) -> PlanModel:
+        return self.models[0]
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return {part.key: part for part in parts(self.target.spec, self.target.weights)}
+
+    @property
+    def main(self) -> str:
+        """The executor that holds activations, norms and merges."""
+        return self.acts[0].home
+
+    def unit_bytes(self, unit: Unit) -> int:
+        return (unit.hi - unit.lo) * self.parts[unit.part].granule_bytes
+
+    def tier_bytes(self) -> dict[str, int]:
+        """Peak bytes per memory tier: the arenas, and on the host the process itself."""
+        total = {"host": self.process_bytes}
+        for arena in self.arenas:
+            total[arena.tier] = total.get(arena.tier, 0) + arena.bytes
+        return total
+
+
+def dumps(plan: Plan) -> str:
+    return codec.dumps(plan, SCHEMA, VERSION)
+
+
+def loads(text: str, where: str) -> Plan:
+    return codec.loads(Plan, text, SCHEMA, VERSION, where)
+
+
+def to_json(plan: Plan) -> dict[str, object]:
+    """The plan as it stands in `plan --json`; `loads` reads the same object back."""
+    return {"schema": f"{SCHEMA}/{VERSION}", **{f.name: codec.to_json(getattr(plan, f.name)) for f in fields(plan)}}

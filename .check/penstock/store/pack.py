@@ -1,0 +1,185 @@
+"""`penstock pack`: a checkpoint becomes a packed model, granule by granule.
+
+Peak memory is a base of some 60 MiB, two 8 MiB stages, the granules being encoded, and the largest tensor
+that is cut by columns (`down`, `o`): its rows lie apart in the file, so it is read once and kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from penstock.errors import BadRequest, BrokenModel, PenstockError
+from penstock.models import Source, sources
+from penstock.spec.format import Format
+from penstock.spec.model import ModelSpec
+from penstock.spec.parts import Block, Part, parts
+from penstock.store.checkpoint import KINDS, Checkpoint
+from penstock.store.files import read_bytes
+from penstock.store.header import TensorInfo, quoted
+from penstock.store.manifest import CONFIG
+from penstock.store.packed import is_packed, read_config
+from penstock.store.quantize import encode
+from penstock.store.verify import verify
+from penstock.store.writer import SHARD_BYTES, Fill, Progress, write_packed
+
+__all__ = ["pack", "verify"]
+
+# Copied beside the shards where the checkpoint has them. Some keep the chat template in a file of its own.
+COPIED = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
+    "chat_template.json", "LICENSE", "LICENSE.txt", "NOTICE",
+)  # fmt: skip
+MAX_COPIED_BYTES = 200_000_000
+
+
+def pack(
+    src: Path,
+    dst: Path,
+    weights: Format | None = None,
+    progress: Progress | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Packs the checkpoint folder `src` into the new folder `dst` and returns `dst`.
+
+    `weights`: the format of every matrix but positions and projections, which keep the checkpoint's own, as
+    all do by default; norms and biases become float32. Interrupted, the same call goes on where it stopped.
+    `progress(bytes_done, bytes_total, part_key)` is called some hundred times per GB.
+
+    Raises BadRequest (`src` is no checkpoint, `dst` is there already), BrokenModel, UnsupportedModel,
+    StorageFailed (a full disk names need and have).
+    """
+    if is_packed(src):
+        raise BadRequest(f"{src} is packed already: give the checkpoint that it was packed from")
+    config, spec = read_config(src)
+    folder = src if src.is_dir() else src.parent
+    with Checkpoint.open(folder) as checkpoint:
+        own = _own_dtype(checkpoint, spec)
+        spec = replace(spec, dtype=own)
+        weights = weights or Format(own)
+        packed_parts = parts(spec, weights)
+        packer = _Packer(checkpoint, packed_parts, sources(spec))
+        packer.check_shapes()
+        extras = {name: read_bytes(folder / name, MAX_COPIED_BYTES) for name in COPIED if (folder / name).is_file()}
+        extras[CONFIG] = _config_bytes(folder / CONFIG, config, own)
+        fingerprint = {"weights": weights.name, "source": _stamp(checkpoint, extras)}
+        with ThreadPoolExecutor(_threads(), "penstock-pack") as pool:
+            fill = packer.filler(pool)
+            return write_packed(dst, packed_parts, weights, fingerprint, fill, extras, progress, shard_bytes)
+
+
+def _threads() -> int:
+    # One more than cores, since a reading thread computes nothing; more than 8 only wait for the disk.
+    return min(8, len(os.sched_getaffinity(0)) + 1)
+
+
+def _own_dtype(checkpoint: Checkpoint, spec: ModelSpec) -> str:
+    """The narrowest format that holds every matrix exactly. Headers are the last word, not config.json."""
+    by_name = {part.key: part for part in parts(spec, Format("float32"))}
+    found = {
+        checkpoint.weights(source.tensor).dtype
+        for (key, block), source in sources(spec).items()
+        if (b := by_name[key].block(block)).tiled or b.rows > 1
+    }
+    return KINDS[found.pop()] if len(found) == 1 else "float32"
+
+
+def _config_bytes(file: Path, config: dict[str, Any], own: str) -> bytes:
+    """config.json as it is, unless it misstates the number format: the packed one must lead to what is packed."""
+    key = "dtype" if config.get("dtype") is not None else "torch_dtype"
+    if str(config.get(key, "float32")).removeprefix("torch.") == own:
+        return read_bytes(file, MAX_COPIED_BYTES)
+    return (json.dumps({**config, key: own}, indent=2) + "\n").encode()
+
+
+def _stamp(checkpoint: Checkpoint, extras: dict[str, bytes]) -> list[list[Any]]:
+    """What a resumed call must find unchanged: names, sizes and times of the weights, and the small files."""
+    stamps: list[list[Any]] = []
+    for file in checkpoint.files:
+        status = file.stat()
+        stamps.append([file.name, status.st_size, status.st_mtime_ns])
+    return stamps + [[name, len(content), zlib.crc32(content)] for name, content in sorted(extras.items())]
+
+
+@dataclass(frozen=True)
+class _Packer:
+    """Reads blocks of parts out of a checkpoint and encodes them."""
+
+    checkpoint: Checkpoint
+    parts: tuple[Part, ...]
+    sources: dict[tuple[str, str], Source]
+
+    def check_shapes(self) -> None:
+        """Every tensor is there, of the shape that the spec leads to. Raises BrokenModel, UnsupportedModel."""
+        needed: dict[str, tuple[TensorInfo, list[int]]] = {}
+        for part in self.parts:
+            for block in part.blocks:
+                source = self.sources[part.key, block.name]
+                tensor = self.checkpoint.weights(source.tensor)
+                shape = _shape(part, block, source, len(tensor.shape))
+                before = needed.setdefault(source.tensor, (tensor, shape))[1]
+                # A fused tensor (q, k and v in one) ends where its last block does.
+                before[source.axis] = max(before[source.axis], shape[source.axis])
+        for name, (tensor, shape) in needed.items():
+            if list(tensor.shape) != shape:
+                found = list(tensor.shape)
+                raise BrokenModel(
+                    f"{tensor.file}: tensor {quoted(name)} has shape {found}; config.json leads to {shape}"
+                )
+
+    def filler(self, pool: ThreadPoolExecutor) -> Fill:
+        """The `Fill` of `write_packed`: every block of every granule is a job of its own."""
+
+        def fill(part: Part, lo: int, hi: int, out: npt.NDArray[Any]) -> None:
+            out[:] = 0
+            granules = out.reshape(hi - lo, part.granule_bytes)
+            jobs = []
+            for g in range(lo, hi):
+                for block in part.blocks:
+                    into = granules[g - lo, block.offset : block.offset + block.nbytes]
+                    jobs.append(pool.submit(self._encode, part, block, g, into))
+            try:
+                for job in jobs:
+                    job.result()
+            finally:
+                for job in jobs:
+                    job.cancel()
+                wait(jobs)
+            if hi == part.granules:
+                self.checkpoint.forget()
+
+        return fill
+
+    def _encode(self, part: Part, block: Block, g: int, into: npt.NDArray[Any]) -> None:
+        source = self.sources[part.key, block.name]
+        one_dim = len(self.checkpoint.find(source.tensor).shape) == 1
+        extent = _extent(block, source, one_dim)
+        start = source.offset + g * extent
+        stop = start + extent * part.rows_of(g, g + 1) // part.granule_rows
+        raw = self.checkpoint.read(source.tensor, source.axis, start, stop)
+        try:
+            encode(raw.reshape(1, -1) if one_dim else raw, block.format, block.rows, block.cols, into, block.tiled)
+        except PenstockError as error:
+            tensor = self.checkpoint.find(source.tensor)
+            raise type(error)(f"{tensor.file}: tensor {quoted(source.tensor)} holds {error.message}") from None
+
+
+def _extent(block: Block, source: Source, one_dim: bool) -> int:
+    return block.cols if one_dim or source.axis == 1 else block.rows
+
+
+def _shape(part: Part, block: Block, source: Source, dims: int) -> list[int]:
+    """The shape that a block's tensor should have, up to the end of this block."""
+    one_dim = block.rows == 1 and dims == 1
+    end = source.offset + _extent(block, source, one_dim) * part.rows // part.granule_rows
+    if one_dim:
+        return [end]
+    return [end, block.cols] if source.axis == 0 else [block.rows, end]

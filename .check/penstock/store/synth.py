@@ -1,0 +1,207 @@
+"""`penstock synth`: a packed model of a real shape with random weights, to measure without a download.
+
+Weights come out of a few pools of random numbers, read from another offset for every matrix, since drawing
+billions of them would take longer than writing them. All matrices have mean 0 and standard deviation
+1 / sqrt(fan-in), so that a layer adds about as much as it reads and 80 of them stay finite.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.models import Source, sources
+from penstock.spec.format import TILE_ROWS, Format
+from penstock.spec.model import ModelSpec
+from penstock.spec.parts import Block, Part, parts
+from penstock.store.files import read_bytes
+from penstock.store.manifest import CONFIG
+from penstock.store.packed import MAX_CONFIG_BYTES, read_config
+from penstock.store.quantize import encode, fields, words
+from penstock.store.writer import SHARD_BYTES, Progress, write_packed
+
+Array = npt.NDArray[Any]
+
+# 2 Mi normals and 4 MiB of codes: larger than any L2 cache, so that streaming them is honest, and small beside a model.
+_NORMALS = 2 << 20
+_CODE_BYTES = 4 << 20
+_SCALES = 64 << 10
+_NORM_STD, _BIAS_STD = 0.1, 0.02
+
+BOS, EOS = "<|bos|>", "<|eos|>"
+
+
+def synth(
+    config: Path,
+    dst: Path,
+    weights: Format | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Writes the packed model `dst` of the shape that `config` (a folder or its config.json) describes.
+
+    `weights`: default the config's own. The same arguments give the same bytes. A byte tokenizer and its
+    generation_config.json come with it. Raises and resumes as `pack.pack`.
+    """
+    _, spec = read_config(config)
+    file = config / CONFIG if config.is_dir() else config
+    weights = weights or Format(spec.dtype)
+    extras = {CONFIG: read_bytes(file, MAX_CONFIG_BYTES), **byte_tokenizer(spec)}
+    fingerprint = {"weights": weights.name, "seed": seed, "config": zlib.crc32(extras[CONFIG])}
+    maker = _Maker(spec, sources(spec), seed)
+    return write_packed(dst, parts(spec, weights), weights, fingerprint, maker.fill, extras, progress, shard_bytes)
+
+
+@dataclass
+class _Maker:
+    """Makes granules out of pools. Whole ones are copied; vectors and tails, which hold padding, are encoded."""
+
+    spec: ModelSpec
+    sources: dict[tuple[str, str], Source]
+    seed: int
+    _pools: dict[tuple[str, Format, float], Array] = field(default_factory=dict)
+
+    def fill(self, part: Part, lo: int, hi: int, out: Array) -> None:
+        for g in range(lo, hi):
+            granule = out[(g - lo) * part.granule_bytes :][: part.granule_bytes]
+            end = 0
+            for block in part.blocks:
+                granule[end : block.offset] = 0
+                end = block.offset + block.nbytes
+                self._block(part, block, g, granule[block.offset : end])
+            granule[end:] = 0
+
+    def _block(self, part: Part, block: Block, g: int, out: Array) -> None:
+        # 64 elements apart: neighbouring matrices share no element at the same place.
+        start = 64 * zlib.crc32(f"{self.seed}/{part.key}/{g}/{block.name}".encode())
+        by_column = self.sources[part.key, block.name].axis == 1
+        rows = part.rows_of(g, g + 1)
+        vector = block.rows == 1 and not block.tiled
+        if not vector and rows == part.granule_rows:
+            fan_in = block.cols * part.rows // part.granule_rows if by_column else block.cols
+            self._whole(block.format, 1 / math.sqrt(fan_in), start, block, out)
+            return
+        if vector:
+            shape = (1, block.cols * rows // part.granule_rows)
+            mean, std = (0.0, _BIAS_STD) if block.name.endswith("_bias") else (1.0 - self.spec.norm.offset, _NORM_STD)
+        else:
+            shape = (block.rows, block.cols * rows // part.granule_rows) if by_column else (rows, block.cols)
+            mean, std = 0.0, 1 / math.sqrt(part.rows if by_column else block.cols)
+        values = np.empty(shape, np.float32)
+        _tile(values.reshape(-1), self._pool("normals", Format("float32"), 1.0), start)
+        values *= np.float32(std)
+        values += np.float32(mean)
+        encode(values, block.format, block.rows, block.cols, out, block.tiled)
+
+    def _whole(self, fmt: Format, std: float, start: int, block: Block, out: Array) -> None:
+        if not fmt.is_quantised:
+            pool = self._pool("normals", fmt, std)
+            _tile(out.view(pool.dtype), pool, start)
+            if block.tiled:
+                _clear_padding(words(out, block.rows, block.cols, fmt), block.rows)
+                if fmt.kind == "bfloat16" and block.cols % 2:
+                    words(out, block.rows, block.cols, fmt)[:, -1] &= 0xFFFF  # the upper half is the later column
+            return
+        codes, scales, minimums = fields(out, block.rows, block.cols, fmt)
+        for view, what in ((codes, "codes"), (scales, "scales"), (minimums, "minimums")):
+            pool = self._pool(what, fmt, 0.0 if what == "codes" else std)
+            drawn = np.empty(view.size, pool.dtype)
+            _tile(drawn, pool, start)
+            view[...] = drawn.reshape(view.shape)
+        codes[:, -1] &= _tail_mask(block.cols, fmt)
+        _clear_padding(codes.view(np.uint32)[..., 0], block.rows)
+        _clear_padding(scales, block.rows)
+        _clear_padding(minimums, block.rows)
+
+    def _pool(self, what: str, fmt: Format, std: float) -> Array:
+        key = (what, fmt, std)
+        if key not in self._pools:
+            self._pools[key] = self._make_pool(what, fmt, std)
+        return self._pools[key]
+
+    def _make_pool(self, what: str, fmt: Format, std: float) -> Array:
+        rng = np.random.default_rng([self.seed, {"normals": 0, "codes": 1}.get(what, 2)])
+        if what == "codes":
+            return np.frombuffer(rng.bytes(_CODE_BYTES), np.uint8)
+        if what == "normals":
+            if std == 1.0 and fmt.kind == "float32":
+                return rng.standard_normal(_NORMALS, np.float32)
+            values = self._pool("normals", Format("float32"), 1.0) * np.float32(std)
+            return encode(values.reshape(1, -1), fmt, tiled=False).view(np.uint32 if fmt.bits == 32 else np.uint16)
+        # Codes are uniform over 0 .. levels, whose standard deviation is sqrt((levels + 1)² - 1) / sqrt(12).
+        levels = 2**fmt.bits - 1
+        scale = std * math.sqrt(12 / ((levels + 1) ** 2 - 1)) * rng.uniform(0.75, 1.25, _SCALES)
+        rounded = scale.astype(np.float16)
+        return rounded if what == "scales" else (rounded.astype(np.float32) * (-levels / 2)).astype(np.float16)
+
+
+def _tile(out: Array, pool: Array, start: int) -> None:
+    """Fills `out` with the pool from element `start` on, around and around."""
+    done, at = 0, start % pool.size
+    while done < out.size:
+        count = min(out.size - done, pool.size - at)
+        out[done : done + count] = pool[at : at + count]
+        done, at = done + count, 0
+
+
+def _clear_padding(field: Array, rows: int) -> None:
+    """Rows beyond the last are zero bits. field [tiles, …, 16]."""
+    if rows % TILE_ROWS:
+        field[-1, ..., rows % TILE_ROWS :] = 0
+
+
+def _tail_mask(cols: int, fmt: Format) -> Array:
+    """uint8 [lines, 1, 4] for the codes of a row's last group: 0 where a column lies beyond the last."""
+    inside = np.arange(fmt.group) < (cols % fmt.group or fmt.group)
+    if fmt.kind == "int8":
+        return np.where(inside.reshape(-1, 1, 4), np.uint8(0xFF), np.uint8(0))
+    low, high = inside.reshape(-1, 2, 1, 4).swapaxes(0, 1)
+    return np.where(low, np.uint8(0x0F), np.uint8(0)) | np.where(high, np.uint8(0xF0), np.uint8(0))
+
+
+def byte_tokenizer(spec: ModelSpec) -> dict[str, bytes]:
+    """tokenizer.json (for the `tokenizers` library) and what goes with it: id i is byte i, then bos and eos.
+
+    A vocabulary below 258 has no bos and eos, one below 256 only its first bytes.
+    """
+    vocab = {character: i for i, character in enumerate(_byte_characters()) if i < spec.vocab}
+    special = {BOS: 256, EOS: 257} if spec.vocab >= 258 else {}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokenizer: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": token, **flags} for token, i in special.items()],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+            "vocab": vocab, "merges": [],
+        },
+    }  # fmt: skip
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": spec.max_positions}
+    generation: dict[str, Any] = {}
+    if special:
+        settings |= {"bos_token": BOS, "eos_token": EOS}
+        generation = {"bos_token_id": special[BOS], "eos_token_id": special[EOS]}
+    files = {"tokenizer.json": tokenizer, "tokenizer_config.json": settings, "generation_config.json": generation}
+    return {name: (json.dumps(content, indent=1) + "\n").encode() for name, content in files.items()}
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte in byte-level BPE (GPT-2's table)."""
+    kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in kept else chr(next(others)) for byte in range(256)]

@@ -1,0 +1,223 @@
+"""Writing packed models: shard by shard, resumable, at disk speed, without filling the page cache.
+
+Everything is made in DST.partial: a shard is written as *.tmp, synced and renamed, then noted in
+`resume.json` with the checksums of its parts. One rename turns DST.partial into DST. So at any moment
+DST is whole or not there, and after a kill the same command goes on with the next shard.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import BadRequest, BrokenModel, PenstockError, StorageFailed
+from penstock.spec.format import Format
+from penstock.spec.parts import Part
+from penstock.store import manifest as manifests
+from penstock.store.direct import STAGE_BYTES, DirectWriter
+from penstock.store.files import read_json, sync_folder, write_bytes
+from penstock.store.manifest import SHARD_NAME, Manifest, Shard
+from penstock.units import GIB, format_bytes
+
+SHARD_BYTES = GIB
+STATE = "resume.json"
+
+# Called with bytes done, bytes in total, and the key of the part at work.
+Progress = Callable[[int, int, str], None]
+
+# fill(part, lo, hi, out): granules lo..hi of a part into out, uint8 [(hi - lo) * granule_bytes], zeroed or not.
+Fill = Callable[[Part, int, int, npt.NDArray[Any]], None]
+
+
+def write_packed(
+    dst: Path,
+    parts: tuple[Part, ...],
+    weights: Format,
+    fingerprint: dict[str, Any],
+    fill: Fill,
+    extras: dict[str, bytes],
+    progress: Progress | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Writes the packed model `dst` and returns it. `extras`: the small files beside the shards.
+
+    An interrupted call goes on where it stopped if `fingerprint` (JSON: what the result depends on) is
+    the same, else it starts over. Raises BadRequest (`dst` is there, or is being written), StorageFailed.
+    """
+    _refuse_existing(dst)
+    if shard_bytes < 1:
+        raise BadRequest(f"shards of {shard_bytes} bytes make no sense")
+    shards = manifests.shards(parts, shard_bytes)
+    state = {"fingerprint": {**fingerprint, "format": manifests.VERSION, "shard_bytes": shard_bytes}, "shards": {}}
+    partial = dst.with_name(dst.name + ".partial")
+    with _storage_errors(partial), _locked(dst, partial):
+        done = _resume(partial, state, shards, {*extras, manifests.FILE})
+        try:
+            write_bytes(partial / STATE, json.dumps({**state, "shards": done}).encode())
+            missing_bytes = sum(s.nbytes for s in shards if s.name not in done) + sum(map(len, extras.values()))
+            _require_room(partial, missing_bytes)
+            _write_shards(partial, shards, state, done, fill, progress)
+            _finish(dst, partial, shards, weights, done, extras)
+        except BaseException as error:
+            for file in partial.glob("*.tmp"):
+                file.unlink(missing_ok=True)
+            if not done:
+                shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                left = sum(s.nbytes for s in shards if s.name not in done)
+                raise _disk_full(partial, left, bool(done)) from None
+            raise
+    return dst
+
+
+def _write_shards(
+    partial: Path, shards: tuple[Shard, ...], state: dict[str, Any], done: dict[str, list[int]], fill: Fill,
+    progress: Progress | None,
+) -> None:  # fmt: skip
+    total = sum(part.nbytes for shard in shards for part, _ in shard.parts)
+    written = 0
+    longest = max(max(len(shard.header), *(part.granule_bytes for part, _ in shard.parts)) for shard in shards)
+    for shard in shards:
+        if shard.name in done:
+            written += sum(part.nbytes for part, _ in shard.parts)
+            continue
+        aside = partial / (shard.name + ".tmp")
+        crcs = []
+        with DirectWriter(aside, max(STAGE_BYTES, longest)) as file:
+            file.reserve(len(shard.header))[:] = np.frombuffer(shard.header, np.uint8)
+            for part, _ in shard.parts:
+                crc = 0
+                step = max(1, STAGE_BYTES // part.granule_bytes)
+                for lo in range(0, part.granules, step):
+                    hi = min(lo + step, part.granules)
+                    out = file.reserve((hi - lo) * part.granule_bytes)
+                    fill(part, lo, hi, out)
+                    crc = zlib.crc32(out.data, crc)
+                    written += out.nbytes
+                    if progress is not None:
+                        progress(written, total, part.key)
+                crcs.append(crc)
+            file.sync()
+        aside.rename(partial / shard.name)
+        done[shard.name] = crcs
+        write_bytes(partial / STATE, json.dumps({**state, "shards": done}).encode())
+        sync_folder(partial)
+
+
+def _finish(
+    dst: Path, partial: Path, shards: tuple[Shard, ...], weights: Format, done: dict[str, list[int]],
+    extras: dict[str, bytes],
+) -> None:  # fmt: skip
+    listed = tuple(
+        manifests.describe(part, shard.name, offset, crc)
+        for shard in shards
+        for (part, offset), crc in zip(shard.parts, done[shard.name], strict=True)
+    )
+    manifest = Manifest(weights.name, sum(part.nbytes for part in listed), listed)
+    for name, content in extras.items():
+        write_bytes(partial / name, content)
+    write_bytes(partial / manifests.FILE, manifests.dumps(manifest).encode())
+    sync_folder(partial)
+    partial.rename(dst)
+    (dst / STATE).unlink()  # only now: without it, a kill in between would cost all that was packed
+    sync_folder(dst.parent)
+
+
+def _resume(partial: Path, state: dict[str, Any], shards: tuple[Shard, ...], others: set[str]) -> dict[str, list[int]]:
+    """Checksums of the parts of each shard that is complete; clears away all else that packing left."""
+    present = {file.name for file in partial.iterdir()}
+    if not present:
+        return {}
+    ours = others | {STATE}
+    strange = [
+        name for name in present if not (SHARD_NAME.fullmatch(base := name.removesuffix(".tmp")) or base in ours)
+    ]
+    if strange or not ({STATE, STATE + ".tmp"} & present):
+        raise BadRequest(f"{partial} holds {min(strange or present)!r}, which packing did not write: move it away")
+    done: Any = None
+    with suppress(BrokenModel):  # a state that cannot be read: start over
+        found = read_json(partial / STATE, manifests.MAX_BYTES)
+        if found.get("fingerprint") == json.loads(json.dumps(state["fingerprint"])):
+            done = found.get("shards")
+    whole = {}
+    for shard in shards:
+        crcs = done.get(shard.name) if isinstance(done, dict) else None
+        if isinstance(crcs, list) and len(crcs) == len(shard.parts) and shard.name in present:
+            if (partial / shard.name).stat().st_size == shard.nbytes:
+                whole[shard.name] = crcs
+    for name in present - whole.keys() - {STATE}:
+        (partial / name).unlink()
+    return whole
+
+
+@contextmanager
+def _locked(dst: Path, partial: Path) -> Iterator[None]:
+    """Makes DST.partial and keeps other processes out of it."""
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    partial.mkdir(exist_ok=True)
+    fd = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadRequest(f"another process is writing {partial}: wait for it") from None
+        except OSError:
+            pass  # a file system without locks
+        _refuse_existing(dst)  # that other process may just have finished
+        yield
+    finally:
+        os.close(fd)
+        with suppress(OSError):  # gone, or it holds shards: both are fine
+            partial.rmdir()
+
+
+def _refuse_existing(dst: Path) -> None:
+    if os.path.lexists(dst):
+        raise BadRequest(f"{dst} exists already: remove it or choose another name")
+
+
+def free_bytes(folder: Path) -> int:
+    """What a user may still write to the file system of an existing folder."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def _require_room(partial: Path, need_bytes: int) -> None:
+    have = free_bytes(partial)
+    if need_bytes > have:
+        raise StorageFailed(
+            f"the disk is too full: {partial} needs {format_bytes(need_bytes)}, {format_bytes(have)} are free",
+            need_bytes=need_bytes,
+            have_bytes=have,
+        )
+
+
+def _disk_full(partial: Path, need_bytes: int, resumable: bool) -> StorageFailed:
+    have = free_bytes(partial.parent)
+    after = "; the finished shards are kept, make room and the same command goes on" if resumable else ""
+    return StorageFailed(
+        f"the disk became full: {partial} needs {format_bytes(need_bytes)} more, {format_bytes(have)} are free{after}",
+        need_bytes=need_bytes,
+        have_bytes=have,
+    )
+
+
+@contextmanager
+def _storage_errors(partial: Path) -> Iterator[None]:
+    try:
+        yield
+    except PenstockError:
+        raise
+    except OSError as error:
+        raise StorageFailed(f"cannot write {partial}: {error.strerror or error}") from None

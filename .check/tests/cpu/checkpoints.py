@@ -1,0 +1,101 @@
+"""Small checkpoints for the tests of the store: random tensors of whatever shapes a config leads to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.models import sources, spec_from_config
+from penstock.spec.format import FLOAT32
+from penstock.spec.parts import parts
+
+Array = NDArray[Any]
+
+# Odd on purpose: 172 neurons are 64 + 64 + 44, 203 tokens 3 · 64 + 11, and 72 columns a group of 64 and a tail of 8.
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 72,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "num_hidden_layers": 2,
+    "intermediate_size": 172,
+    "vocab_size": 203,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+PHI3 = {**LLAMA, "model_type": "phi3", "pad_token_id": 0}  # q, k, v in one tensor, gate and up in another
+del PHI3["head_dim"]
+OPT = {
+    "model_type": "opt",
+    "hidden_size": 72,
+    "word_embed_proj_dim": 40,
+    "num_attention_heads": 6,
+    "num_hidden_layers": 2,
+    "ffn_dim": 172,
+    "vocab_size": 203,
+    "max_position_embeddings": 30,
+    "do_layer_norm_before": True,
+    "torch_dtype": "float32",
+}
+
+DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Tensor name → shape, from the sources of every block."""
+    spec = spec_from_config(config, "test")
+    by_key = {part.key: part for part in parts(spec, FLOAT32)}
+    found: dict[str, tuple[int, ...]] = {}
+    for (key, name), (tensor, axis, offset) in sources(spec).items():
+        part, block = by_key[key], by_key[key].block(name)
+        if block.rows == 1:
+            shape: tuple[int, ...] = (offset + block.cols * part.rows // part.granule_rows,)
+        elif axis == 0:
+            shape = (offset + block.rows * part.rows // part.granule_rows, block.cols)
+        else:
+            shape = (block.rows, offset + block.cols * part.rows // part.granule_rows)
+        found[tensor] = max(found.get(tensor, shape), shape)
+    return found
+
+
+def random_tensors(config: dict[str, Any], dtype: str = "F32", seed: int = 0) -> dict[str, Array]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(shape).astype(DTYPES[dtype]) for name, shape in shapes(config).items()}
+
+
+def save_tensors(file: Path, tensors: dict[str, Array]) -> None:
+    """A safetensors file, by the format's definition."""
+    names = {dtype: name for name, dtype in DTYPES.items()} | {np.dtype(np.int8): "I8", np.dtype(np.float64): "F64"}
+    entries, end = {}, 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        entries[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries).encode()
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            stream.write(tensor.tobytes())
+
+
+def save_checkpoint(
+    folder: Path, config: dict[str, Any], tensors: dict[str, Array] | None = None, dtype: str = "F32"
+) -> dict[str, Array]:
+    """config.json and model.safetensors in a new folder. Returns the tensors."""
+    folder.mkdir(parents=True)
+    tensors = random_tensors(config, dtype) if tensors is None else tensors
+    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": NAMES[dtype]}))
+    save_tensors(folder / "model.safetensors", tensors)
+    return tensors
+
+
+def folder_bytes(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}

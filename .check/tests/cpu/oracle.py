@@ -1,0 +1,241 @@
+"""Tiny models with random weights, made, saved and run by transformers in float32: what our engine must agree with.
+
+Their shapes are odd on purpose: widths that are no multiple of 64, heads that do not fill d_model, windows and
+scalings small enough that 300 tokens exceed them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM, logging
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+# One thread is faster for models as small as these, and leaves a core to what they are compared with.
+torch.set_num_threads(1)
+
+LONGEST_PROMPT, NEW_TOKENS = 300, 64
+CONTEXT, POSITIONS = 384, 512  # room that an engine should make, and that a model has
+
+
+@dataclass(frozen=True)
+class Variant:
+    """`keys` go to the transformers config. `prompts`: lengths at which the engine is compared."""
+
+    name: str
+    model_type: str
+    keys: dict[str, Any]
+    prompts: tuple[int, ...] = (1, 17, LONGEST_PROMPT)
+
+
+def _shape(d: int = 80, heads: int = 4, neurons: int = 172, layers: int = 2, vocab: int = 203) -> dict[str, Any]:
+    return {
+        "hidden_size": d,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "intermediate_size": neurons,
+        "vocab_size": vocab,
+        "max_position_embeddings": POSITIONS,
+        # Some types' defaults lie beyond these vocabularies.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+
+
+def _opt(neurons: int = 172, **keys: Any) -> dict[str, Any]:
+    shape = _shape() | keys
+    del shape["intermediate_size"]
+    return shape | {"ffn_dim": neurons}
+
+
+def _gated(activation: str) -> Variant:
+    return Variant(f"llama-{activation}", "llama", _shape() | {"num_key_value_heads": 2, "hidden_act": activation})
+
+
+def _longrope(original: int, *, partial: float = 1.0) -> dict[str, Any]:
+    half = int(20 * partial) // 2
+    scaling = {
+        "rope_type": "longrope",
+        "short_factor": [1.0 + 0.05 * i for i in range(half)],
+        "long_factor": [1.5 + 0.7 * i for i in range(half)],
+    }
+    return {
+        "rope_scaling": scaling,
+        "partial_rotary_factor": partial,
+        "original_max_position_embeddings": original,
+        "num_key_value_heads": 2,
+    }
+
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": POSITIONS // 4}
+
+VARIANTS = (
+    Variant("llama-gqa", "llama", _shape() | {"num_key_value_heads": 2}),
+    Variant("llama-mha-tied", "llama", _shape(d=96, heads=6) | {"head_dim": 24, "tie_word_embeddings": True}),
+    Variant(
+        "llama-mqa-biases",
+        "llama",
+        _shape(d=72, heads=3, neurons=100, vocab=67)
+        | {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
+    ),
+    Variant("llama-llama3-rope", "llama", _shape() | {"rope_theta": 500000.0, "rope_scaling": _LLAMA3}),
+    Variant("llama-linear-rope", "llama", _shape() | {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    *map(_gated, ("relu", "relu2", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu")),
+    Variant("mistral-window", "mistral", _shape() | {"num_key_value_heads": 2, "sliding_window": 24}),
+    Variant(
+        "mistral-no-window", "mistral", _shape() | {"num_key_value_heads": 1, "head_dim": 32, "sliding_window": None}
+    ),
+    Variant("qwen2", "qwen2", _shape() | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    Variant(
+        "qwen2-late-window",
+        "qwen2",
+        _shape(layers=3)
+        | {"num_key_value_heads": 4, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    ),
+    Variant("qwen2-yarn", "qwen2", _shape() | {"num_key_value_heads": 1, "rope_scaling": _YARN}),
+    Variant("qwen3", "qwen3", _shape() | {"num_key_value_heads": 2, "head_dim": 32}),
+    Variant(
+        "qwen3-biases",
+        "qwen3",
+        _shape()
+        | {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    Variant("opt", "opt", _opt()),
+    Variant("opt-untied-gelu", "opt", _opt(tie_word_embeddings=False, activation_function="gelu")),
+    Variant(
+        "opt-no-biases",
+        "opt",
+        _opt(neurons=100, enable_bias=False, layer_norm_elementwise_affine=False, activation_function="relu2"),
+    ),
+    Variant(
+        "opt-post-norm", "opt", _opt(do_layer_norm_before=False, word_embed_proj_dim=36, activation_function="gelu")
+    ),
+    Variant("opt-no-final-norm", "opt", _opt(_remove_final_layer_norm=True)),
+    Variant(
+        "gemma2",
+        "gemma2",
+        _shape(d=72)
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 18,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    Variant(
+        "gemma2-no-caps",
+        "gemma2",
+        _shape(layers=3)
+        | {
+            "num_key_value_heads": 1,
+            "head_dim": 20,
+            "sliding_window": 24,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
+    Variant("phi3-window", "phi3", _shape() | {"num_key_value_heads": 2, "sliding_window": 24}),
+    Variant("phi3-partial", "phi3", _shape() | {"partial_rotary_factor": 0.6}),
+    # transformers takes the long factors once a pass goes beyond the original length, whatever is cached; an
+    # engine chooses once, by its context. They can only be compared on one side of the switch.
+    Variant("phi3-longrope-short", "phi3", _shape() | _longrope(480)),
+    Variant(
+        "phi3-longrope-long",
+        "phi3",
+        _shape() | _longrope(16, partial=0.8),
+        prompts=(17, LONGEST_PROMPT),
+    ),
+)
+
+
+def save(variant: Variant, folder: Path) -> None:
+    """Writes a checkpoint folder: config, the variant's random weights, and a tokenizer whose words are its ids."""
+    # Seeded by the name, so that a new variant changes no other.
+    torch.manual_seed(int.from_bytes(variant.name.encode()) % 2**63)
+    config = AutoConfig.for_model(variant.model_type, **variant.keys)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    _randomise(model, embedding_spread=0.6 if variant.model_type == "gemma2" else 2.0)
+    model.save_pretrained(folder)
+    words = {str(token): token for token in range(variant.keys["vocab_size"])}
+    Tokenizer(WordLevel(words, unk_token="0")).save(str(folder / "tokenizer.json"))
+
+
+def _randomise(model: torch.nn.Module, embedding_spread: float) -> None:
+    """Weights that make every term count: scores and logits with a spread of about 2, no zero bias, no unit norm.
+
+    gemma2 multiplies its tied embedding by sqrt(d): with the same spread all it would say is its last token.
+    """
+    norms = {id(p) for m in model.modules() if "Norm" in type(m).__name__ for p in m.parameters()}
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if id(p) in norms and name.endswith("weight"):
+                p.normal_(1.0, 0.3)
+            elif p.dim() == 1:
+                p.normal_(0.0, 0.2)
+            elif "embed_tokens" in name or "lm_head" in name:
+                p.normal_(0.0, embedding_spread / p.shape[1] ** 0.5)
+            elif "embed_positions" in name:
+                p.normal_(0.0, 0.2)
+            else:
+                p.normal_(0.0, 1.5 / p.shape[1] ** 0.5)
+
+
+def prompt(variant: Variant, length: int) -> list[int]:
+    """Random token ids; a longer prompt is no continuation of a shorter one."""
+    vocab: int = variant.keys["vocab_size"]
+    return np.random.default_rng(length).integers(0, vocab, length).tolist()
+
+
+class Oracle:
+    """A saved model in transformers: float32 weights and arithmetic, attention without fused kernels."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+        self.model.eval()
+
+    def logits(self, token_ids: list[int]) -> NDArray[np.float32]:
+        """float32 [len(token_ids), vocab]."""
+        with torch.inference_mode():
+            return self.model(torch.tensor([token_ids]), use_cache=False).logits[0].numpy()
+
+    def greedy(self, prompt_ids: list[int], count: int) -> list[tuple[int, float]]:
+        """`count` steps: the best token and by how much its logit exceeds the second best."""
+        steps, given, cache = [], torch.tensor([prompt_ids]), None
+        with torch.inference_mode():
+            for _ in range(count):
+                out = self.model(given, past_key_values=cache, use_cache=True)
+                best, second = out.logits[0, -1].topk(2).values.tolist()
+                token = int(out.logits[0, -1].argmax())
+                steps.append((token, best - second))
+                given, cache = torch.tensor([[token]]), out.past_key_values
+        return steps

@@ -1,0 +1,388 @@
+"""The command line: exit codes, one-line errors, the JSON line, what `--help` imports, and commands end to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from penstock.cli import docs, main, options, output, run
+from penstock.errors import BadRequest, DoesNotFit, InternalError
+
+ROOT = Path(__file__).parents[2]
+STORIES = ROOT.parent / "shared/models/stories-260k"
+needs_stories = pytest.mark.skipif(not STORIES.is_dir(), reason="the model stories-260k is not on this machine")
+
+
+def penstock(*args: str, stdin: str = "", **kwargs) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "penstock.cli", *args]
+    return subprocess.run(command, cwd=ROOT, input=stdin, capture_output=True, text=True, timeout=120, **kwargs)
+
+
+@pytest.fixture
+def in_process(monkeypatch, capsys):
+    """Runs a command whose body is `body()`; gives exit code, stdout, stderr."""
+
+    def call(body, *args):
+        monkeypatch.setattr(main, "_invoke", lambda _: body() or 0)
+        code = main.main(args)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def raises(error):
+    def body():
+        raise error
+
+    return body
+
+
+# --- start -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args", [["--help"], ["run", "--help"], ["--version"]])
+def test_help_imports_nothing_heavy(args):
+    code = (
+        "import sys; from penstock.cli.main import main; code = main(sys.argv[1:]); "
+        "print([m for m in ('torch', 'numpy', 'rich', 'jinja2', 'tokenizers', 'asyncio') if m in sys.modules]); "
+        "sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_planning_imports_neither_torch_nor_numpy():
+    code = (
+        "import sys; import penstock.cli.plan, penstock.serve.planning; "
+        "print('numpy' in sys.modules or 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "False"
+
+
+def test_help_names_every_command():
+    done = penstock()
+    assert done.returncode == 0
+    for name in ("demo", "run", "plan", "pack", "synth", "eval", "probe"):
+        assert f"  {name} " in done.stdout
+
+
+def test_docs_are_fresh(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert (ROOT / docs.FILE).read_text(encoding="utf-8") == docs.page()
+
+
+def test_docs_check(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert docs.main(["--check"]) == 1
+    assert docs.main([]) == 0
+    assert docs.main(["--check"]) == 0
+    assert docs.main(["--chekc"]) == 2
+    assert "stale" in capsys.readouterr().err
+
+
+# --- errors ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["fly"], "No such command 'fly'"),
+        (["run"], "Missing argument 'MODEL'"),
+        (["run", "m", "--foo"], "No such option: --foo"),
+        (["run", "m", "hi", "--batch", "two"], "'--batch'"),
+        (["run", "m", "hi", "--threads", "0"], "'--threads'"),
+        (["run", "m", "hi", "--device", "tpu"], "one of auto, cuda, none, emulated"),
+        (["run", "m", "hi", "--device", "cuda"], "not in this version"),
+        (["run", "m", "hi", "--host-memory", "3q"], "--host-memory '3q' is not a size"),
+        (["run", "m", "hi", "--objective", "fun"], "latency or throughput"),
+        (["run", "m", "hi", "--temperature", "-1"], "temperature is -1"),
+        (["run", "m", "hi", "--plan", "/no/such/file"], "/no/such/file"),
+        (["run", "/no/such/model", "hi"], "/no/such/model"),
+        (["eval", "m", "/no/such/file"], "/no/such/file"),
+        (["pack", "src"], "SRC and DST"),
+        (["pack", "--verify", "src", "--weights", "int4"], "name DST"),
+        (["synth", "/no/such/config", "dst"], "/no/such/config"),
+    ],
+)
+def test_users_mistakes_are_one_line_and_2(args, says, capsys):
+    assert main.main([*args, "--json"]) == 2
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert lines[0].startswith("penstock: ") and says in lines[0]
+    assert lines[1:] in ([], ["Try `penstock --help`."], [f"Try `penstock {args[0]} --help`."])
+    error = json.loads(out.splitlines()[-1])["error"]
+    assert error["type"] == "BadRequest" and says in error["message"]
+
+
+def test_without_json_stdout_stays_empty(capsys):
+    assert main.main(["run", "m", "--foo"]) == 2
+    assert capsys.readouterr().out == ""
+    # Behind `--` it is text, not a flag.
+    assert main.main(["run", "/no/such/model", "--", "--json"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_what_does_not_fit_carries_its_numbers(in_process):
+    error = DoesNotFit("too big", tier="host", need_bytes=3, have_bytes=1, minimum_bytes=2)
+    code, out, err = in_process(raises(error), "--json")
+    assert (code, err) == (2, "penstock: too big\n")
+    expected = {"type": "DoesNotFit", "message": "too big", "tier": "host"}
+    assert json.loads(out) == {"error": {**expected, "need_bytes": 3, "have_bytes": 1, "minimum_bytes": 2}}
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("a\nb"), InternalError("a b"), OSError("a b"), RuntimeError()])
+def test_our_faults_are_1(in_process, error, monkeypatch):
+    monkeypatch.delenv("PENSTOCK_DEBUG", raising=False)
+    code, out, err = in_process(raises(error), "--json")
+    assert code == 1
+    assert "a fault of ours" in err and err.count("\n") == 1
+    assert json.loads(out)["error"]["type"] == "InternalError"
+    monkeypatch.setenv("PENSTOCK_DEBUG", "1")
+    _, _, err = in_process(raises(error))
+    assert "Traceback" in err and "in body" in err
+
+
+def test_files_and_disks_are_the_users(in_process):
+    code, out, err = in_process(raises(PermissionError(13, "Permission denied", "/x/y")), "--json")
+    assert (code, err) == (2, "penstock: /x/y: Permission denied\n")
+    assert json.loads(out)["error"] == {"type": "StorageFailed", "message": "/x/y: Permission denied"}
+    assert in_process(raises(OSError(28, "No space left on device")))[0] == 2
+
+
+def test_ctrl_c_is_130(in_process):
+    assert in_process(raises(KeyboardInterrupt()))[0] == 130
+
+
+def test_reader_that_has_seen_enough():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "penstock.cli", "--help"]
+    done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, timeout=60)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_full_disk_behind_stdout():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "penstock.cli", "--help"]
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("penstock: ") and done.stderr.count("\n") == 1
+
+
+# --- options ---------------------------------------------------------------------------------------------------
+
+
+def test_flags_become_an_ask():
+    machine = options.Machine(host_memory="1GiB", resident="10MiB", device_memory="2g")
+    ask = options.Work(batch=3, context=99, objective="throughput", kv="int8").ask(machine, prompt_tokens=5)
+    assert (ask.host_memory_bytes, ask.resident_bytes, ask.device_memory_bytes) == (2**30, 10 * 2**20, 2**31)
+    assert (ask.batch, ask.context, ask.objective, ask.kv, ask.prompt_tokens) == (3, 99, "throughput", "int8", 5)
+    assert options.Work(prompt_tokens=7).ask(machine, prompt_tokens=5).prompt_tokens == 7
+
+
+def test_longest_answer():
+    assert options.Sampling().params({}).max_tokens == options.DEFAULT_MAX_TOKENS
+    assert options.Sampling().params({}, options.Work(output_tokens=9)).max_tokens == 9
+    assert options.Sampling(max_tokens=3).params({}, options.Work(output_tokens=9)).max_tokens == 3
+    params = options.Sampling(stop=["a", "b"], seed=0, temperature=0.0).params({"do_sample": True})
+    assert (params.stop, params.seed, params.greedy) == (("a", "b"), 0, True)
+
+
+def test_threads_reach_the_libraries(monkeypatch):
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "77")
+    options.set_threads(3)
+    assert os.environ["OPENBLAS_NUM_THREADS"] == os.environ["OMP_NUM_THREADS"] == "3"
+    options.set_threads(None)
+    assert os.environ["OPENBLAS_NUM_THREADS"] == str(options.DEFAULT_THREADS)
+
+
+def test_text_files(tmp_path):
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    with pytest.raises(BadRequest, match="UTF-8"):
+        options.read_text(str(tmp_path / "latin"))
+    with pytest.raises(BadRequest, match="cannot be read"):
+        options.read_text(str(tmp_path))
+    (tmp_path / "plan").write_text('{"plan": 5}')
+    with pytest.raises(BadRequest, match="schema"):
+        options.read_plan(str(tmp_path / "plan"))
+
+
+# --- output ----------------------------------------------------------------------------------------------------
+
+
+def test_json_has_no_nan(capsys):
+    output.print_json({"a": [float("nan"), (1.5, float("inf"))], "é": {3: None}})
+    out = capsys.readouterr().out
+    assert out.isascii() and json.loads(out) == {"a": [None, [1.5, None]], "é": {"3": None}}
+
+
+def test_progress_lines(capsys, monkeypatch):
+    assert output.progress_line("packing 3.ffn", 2**30, 2**32, 2e9) == (
+        "packing 3.ffn: 1.00 GiB of 4.00 GiB, 2.00 GB/s, 1.61 s left"
+    )
+    assert output.progress_line("scoring tokens", 10, 20, 0.0) == "scoring tokens: 10 of 20, 0.0 a second"
+    clock = iter([0.0, 0.1, 0.7, 0.8, 6.0])
+    monkeypatch.setattr(output.time, "perf_counter", lambda: next(clock))
+    with output.progress() as tell:
+        for done in (0, 10, 70, 80, 600):
+            tell("loading", done * 10**6, 10**9)
+        tell("measuring", 0, 0)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in lines] == [
+        "loading: 66.8 MiB of 954 MiB",
+        "loading: 572 MiB of 954 MiB",
+        "penstock: measuring",
+    ]
+    assert "0.10 GB/s" in lines[0]
+
+
+# --- chat ------------------------------------------------------------------------------------------------------
+
+
+class Stub:
+    """An engine that answers with what it was asked; a turn of `!` is refused."""
+
+    prediction = SimpleNamespace(decode_tokens_per_s=2.0, ttft_s=0.5, bound_by="disk0")
+
+    def __init__(self, has_template: bool) -> None:
+        self.tokenizer = SimpleNamespace(has_chat_template=has_template, encode_chat=list)
+        self.asked: list[list[dict]] = []
+
+    def stream(self, messages, params):
+        if messages[-1]["content"] == "!":
+            raise BadRequest("too long")
+        self.asked.append(messages)
+        self.params = params
+        yield from ("an", "swer")
+        self.last = SimpleNamespace(
+            text="answer", decode_tokens_per_s=1.0, ttft_s=1.0, disk_bytes_per_token=1e9, batch=1, output_tokens=2
+        )
+
+
+def test_chat_remembers_and_forgets(capsys):
+    engine = Stub(has_template=True)
+    run.chat(engine, options.Sampling().params({}), iter(["one", "", "!", "two", "/new", "three"]))
+    turns = [[m["content"] for m in messages] for messages in engine.asked]
+    assert turns == [["one"], ["one", "answer", "two"], ["three"]]
+    out, err = capsys.readouterr()
+    assert out == "answer\n" * 3
+    assert "too long" in err
+    assert "1.00 tok/s (predicted 2.00); first token after 1.00 s (predicted 500 ms); disk 1.00 GB/s" in err
+
+
+def test_chat_without_template_stops_at_the_next_turn(capsys):
+    engine = Stub(has_template=False)
+    run.chat(engine, options.Sampling(stop=["x"]).params({}), iter(["one"]))
+    assert engine.params.stop == ("x", "\nUser:")
+    assert "no chat template" in capsys.readouterr().err
+
+
+# --- end to end ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+@needs_stories
+def test_run_streams_and_reports(cache):
+    args = ["run", str(STORIES), "--cache", cache, "--max-tokens", "12", "--threads", "1"]
+    shown = penstock(*args, "Once upon a time")
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith(", there was")
+    assert "tok/s (predicted" in shown.stderr.splitlines()[-1]
+    told = penstock(*args, "--json", stdin="Once upon a time\n")
+    report = json.loads(told.stdout.splitlines()[-1])
+    assert report["text"] == shown.stdout.removesuffix("\n")
+    assert (report["output_tokens"], report["finish_reason"], report["prompt_tokens"]) == (12, "length", 5)
+    twice = json.loads(penstock(*args, "Once upon a time", "--json", "--batch", "2").stdout.splitlines()[-1])
+    assert (twice["batch"], twice["token_ids"]) == (2, report["token_ids"])
+
+
+@needs_stories
+def test_ctrl_c_while_it_streams(cache):
+    args = ["run", str(STORIES), "Once", "--cache", cache, "--max-tokens", "500", "--ignore-eos"]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "penstock.cli", *args],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A shell's background job, and so its children, may have been started with SIGINT ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert child.stdout.read(5)
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=60)
+    assert (child.returncode, err.splitlines()[-1]) == (130, b"penstock: stopped")
+
+
+@needs_stories
+def test_stop_strings_and_seeds(cache):
+    args = ["run", str(STORIES), "Once upon a time", "--cache", cache, "--max-tokens", "12", "--json"]
+    stopped = json.loads(penstock(*args, "--stop", "was").stdout.splitlines()[-1])
+    assert (stopped["text"], stopped["finish_reason"]) == (", there ", "stop")
+    drawn = [json.loads(penstock(*args, "--temperature", "1", "--seed", s).stdout)["text"] for s in ("1", "1", "2")]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@needs_stories
+def test_pack_verify_and_eval(cache, tmp_path):
+    packed = tmp_path / "packed"
+    done = penstock("pack", str(STORIES), str(packed), "--weights", "int8", "--verify", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["weights"] == "int8" and report["verified"] and report["bytes"] > 0
+    shard = next(packed.glob("*.safetensors"))
+    (tmp_path / "text").write_text("Once upon a time there was a dog. He was happy.\n" * 3)
+    args = ["eval", str(packed), str(tmp_path / "text"), "--cache", cache, "--json"]
+    scored = json.loads(penstock(*args, "--against", str(STORIES)).stdout.splitlines()[-1])
+    assert 1 < scored["perplexity"] < 512 and scored["tokens"] > 30 and 0 <= scored["kl"] < 0.1
+    content = bytearray(shard.read_bytes())
+    content[-100] ^= 0xFF
+    shard.write_bytes(content)
+    broken = penstock("pack", "--verify", str(packed), "--json")
+    assert broken.returncode == 2
+    assert json.loads(broken.stdout)["error"]["type"] == "BrokenModel"
+
+
+@needs_stories
+def test_a_plan_is_made_on_another_machine_and_run(cache, tmp_path):
+    pytest.importorskip("penstock.planner.explain")
+    probed = penstock("probe", "--cache", cache, "--json")
+    assert probed.returncode == 0, probed.stderr
+    (tmp_path / "machine.json").write_text(probed.stdout.splitlines()[-1])
+    args = ["plan", str(STORIES), "--machine", str(tmp_path / "machine.json"), "--resident", "300KiB"]
+    planned = penstock(*args, "--json")
+    assert planned.returncode == 0, planned.stderr
+    data = json.loads(planned.stdout)
+    assert {"peak_host_bytes", "peak_device_bytes", "bound_by", "ttft_s"} <= set(data["predicted"])
+    assert penstock(*args).stdout.strip()
+    (tmp_path / "plan.json").write_text(planned.stdout)
+    base = ["run", str(STORIES), "Once upon a time", "--cache", cache, "--max-tokens", "8", "--json"]
+    streamed = json.loads(penstock(*base, "--plan", str(tmp_path / "plan.json")).stdout.splitlines()[-1])
+    assert streamed["disk_bytes_per_token"] > 0
+    assert streamed["token_ids"] == json.loads(penstock(*base).stdout.splitlines()[-1])["token_ids"]
+
+
+@needs_stories
+def test_synth(cache, tmp_path):
+    done = penstock("synth", str(STORIES / "config.json"), str(tmp_path / "made"), "--weights", "int4", "--json")
+    assert done.returncode == 0, done.stderr
+    ran = penstock(
+        "run", str(tmp_path / "made"), "abc", "--cache", cache, "--max-tokens", "4", "--ignore-eos", "--json"
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout.splitlines()[-1])["output_tokens"] == 4

@@ -1,0 +1,143 @@
+"""Placement does not change the answer: any cut, resident set, ring and block size gives the same logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.graph import passes
+from penstock.graph.verify import verify
+from penstock.serve.session import Session
+from penstock.spec.format import parse_format
+from penstock.spec.plan import Plan
+from penstock.store.packed import Packed, open_packed
+from penstock.store.synth import synth
+from tests.cpu.configs import TINY_CONFIGS
+from tests.plans import random_plans, resident_plan
+
+PROMPTS = (23, 9)  # tokens of the two sequences; 32 rows a chunk
+STEPS = 3
+FORMATS = {"llama": "float32", "qwen3": "int4", "gemma2": "int8", "opt": "bfloat16"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Packed]:
+    folder = tmp_path_factory.mktemp("synth")
+    made = {}
+    for name, config in TINY_CONFIGS.items():
+        source = folder / f"{name}.json"
+        source.write_text(config)
+        synth(source, folder / name, parse_format(FORMATS[name]))
+        made[name] = open_packed(folder / name)
+    return made
+
+
+def run(packed: Packed, plan: Plan, **how: bool) -> np.ndarray:
+    """Logits of every prompt token and of a few decode steps of both sequences, one array."""
+    session = Session(packed, plan, **how)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, packed.spec.vocab, n).astype(np.int32) for n in PROMPTS]
+    found = []
+    for seq, ids in enumerate(prompts):
+        for p in passes.prefill(plan, seq, len(ids), passes.DECODE if seq else None, score=True):
+            batch = p.batches[0]
+            found.append(session.step(p, [ids[batch.start[0] : batch.start[0] + batch.rows[0]]])[0].copy())
+    for step in range(STEPS):
+        p = passes.decode(plan, (0, 1), tuple(n + step for n in PROMPTS), passes.DECODE if step + 1 < STEPS else None)
+        tokens = [np.full(len(b.seqs), 7 + step, np.int32) for b in p.batches]
+        found += [logits.copy() for logits in session.step(p, tokens)]
+    session.close()
+    return np.concatenate(found)
+
+
+@pytest.fixture(scope="module")
+def oracle(models: dict[str, Packed]) -> dict[str, np.ndarray]:
+    """All in memory, one task after the other."""
+    return {
+        name: run(packed, resident_plan(packed.spec, packed.weights, batch_seqs=2), serial=True)
+        for name, packed in models.items()
+    }
+
+
+@pytest.mark.fuzz
+@given(st.data())
+def test_any_placement_gives_the_same_bits(
+    models: dict[str, Packed], oracle: dict[str, np.ndarray], data: st.DataObject
+) -> None:
+    name = data.draw(st.sampled_from(sorted(models)))
+    packed = models[name]
+    plan = data.draw(random_plans(packed.spec, packed.weights, batch_seqs=2))
+    assert np.isfinite(oracle[name]).all()
+    overlapped = run(packed, plan, poisoned=True)
+    assert np.array_equal(overlapped, oracle[name])
+
+
+@pytest.mark.fuzz
+@given(st.data())
+def test_batches_share_a_pass(models: dict[str, Packed], oracle: dict[str, np.ndarray], data: st.DataObject) -> None:
+    """Zig-zag: two batches of one sequence each go through every layer together. Other shapes, so not the
+    same bits with a general BLAS, but the same numbers."""
+    name = data.draw(st.sampled_from(sorted(models)))
+    packed = models[name]
+    plan = data.draw(random_plans(packed.spec, packed.weights, batch_seqs=1, batches_per_pass=2))
+    assert np.abs(run(packed, plan, poisoned=True) - oracle[name]).max() <= 1e-4
+
+
+@pytest.mark.fuzz
+@given(st.sampled_from(sorted(FORMATS)), st.integers(1, 32))
+def test_chunks_do_not_matter(
+    models: dict[str, Packed], oracle: dict[str, np.ndarray], name: str, chunk_rows: int
+) -> None:
+    packed = models[name]
+    found = run(packed, resident_plan(packed.spec, packed.weights, batch_seqs=2, chunk_rows=chunk_rows))
+    assert np.abs(found - oracle[name]).max() <= 1e-4
+    decided = np.sort(oracle[name], axis=1)[:, -1] - np.sort(oracle[name], axis=1)[:, -2] > 1e-3
+    assert (found.argmax(axis=1) == oracle[name].argmax(axis=1))[decided].all()
+
+
+def test_a_missing_edge_is_seen(models: dict[str, Packed], oracle: dict[str, np.ndarray]) -> None:
+    """The poison works: a run that ignores what it should wait for gives NaN or other numbers."""
+    packed = models["llama"]
+    plan = _streaming(packed)
+
+    class Hasty(Session):
+        def _counted(self, p: passes.Pass) -> Iterator[object]:  # type: ignore[override]
+            return (task._replace(after=()) for task in super()._counted(p))
+
+    hasty = Hasty(packed, plan, poisoned=True)
+    slow_read = hasty.reader.read
+    hasty.reader.read = lambda *a: (__import__("time").sleep(0.002), slow_read(*a))[1]  # type: ignore[method-assign]
+    batchless = run(packed, plan, poisoned=True)
+    ids = np.random.default_rng(0).integers(0, packed.spec.vocab, PROMPTS[0]).astype(np.int32)
+    (p,) = passes.prefill(plan, 0, len(ids), None, score=True)
+    assert not np.array_equal(hasty.step(p, [ids])[0], batchless[: len(ids)])
+    hasty.close()
+
+
+def test_the_lists_that_run_are_verified(models: dict[str, Packed]) -> None:
+    """What the engine runs for a streaming plan passes the independent checker, arenas to the byte."""
+    from penstock.graph.lower import Lowering
+
+    plan = _streaming(models["llama"])
+    lowering = Lowering(plan)
+    tasks = [t for p in passes.prefill(plan, 0, 40, passes.DECODE) for t in lowering.step(p)]
+    for at in range(40, 44):
+        tasks += lowering.step(passes.decode(plan, (0,), (at,), passes.DECODE))
+    assert verify(tasks, plan.arenas) == len(tasks)
+
+
+def _streaming(packed: Packed) -> Plan:
+    from penstock.spec.plan import Unit
+    from tests.plans import make_plan
+
+    units = [
+        Unit(p.key, lo, lo + 1, "disk0" if p.kind in ("attn", "ffn") else "host", "host", "host")
+        for p in packed.parts.values()
+        for lo in range(p.granules)
+    ]
+    ring = 3 * max(p.granule_bytes for p in packed.parts.values())
+    return make_plan(packed.spec, packed.weights, units, ring_bytes={"host": ring}, batch_seqs=2)

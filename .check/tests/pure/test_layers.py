@@ -1,0 +1,69 @@
+"""Who may import whom (docs/ARCHITECTURE.md). Imports inside functions count too."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "penstock"
+EVERYWHERE = {"errors", "units", "__init__"}
+MAY_IMPORT = {
+    "spec": set(),
+    "models": {"spec"},
+    "graph": {"spec"},
+    "planner": {"graph", "spec"},
+    "store": {"models", "spec"},
+    "kernels": {"graph", "spec", "_native"},
+    "runtime": {"graph", "spec", "kernels", "store", "_native"},
+    "serve": {"planner", "runtime", "store", "graph", "models", "spec"},
+    "cli": {"planner", "runtime", "store", "graph", "models", "spec", "serve", "kernels", "_native"},
+}
+STANDARD_LIBRARY_ONLY = ("spec", "models", "graph", "planner")
+TORCH_ALLOWED = ("kernels/gpu", "runtime/device/cuda")
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    """Full names of the modules that a file imports, relative imports resolved."""
+    found: set[str] = set()
+    package = ["penstock", *path.relative_to(ROOT).parent.parts]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found |= {f"{module}.{alias.name}" for alias in node.names} if module == "penstock" else {module}
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports(path: Path) -> None:
+    relative = path.relative_to(ROOT)
+    folder = relative.parts[0] if len(relative.parts) > 1 else ""
+    for name in imports(path):
+        top, *rest = name.split(".")
+        if top == "torch":
+            assert str(relative).startswith(TORCH_ALLOWED), f"{relative} imports torch"
+        if top != "penstock":
+            if folder in STANDARD_LIBRARY_ONLY:
+                assert top in sys.stdlib_module_names, f"{relative} imports {name}: {folder} is standard library only"
+            continue
+        layer = rest[0] if rest else "__init__"
+        if folder and layer not in EVERYWHERE and layer != folder:
+            assert layer in MAY_IMPORT[folder], f"{relative} imports {name}: {folder} may import {MAY_IMPORT[folder]}"
+
+
+def test_every_folder_has_a_rule() -> None:
+    folders = {p.name for p in ROOT.iterdir() if (p / "__init__.py").exists()}
+    assert folders <= set(MAY_IMPORT), folders - set(MAY_IMPORT)
+
+
+def test_no_environment_outside_cli() -> None:
+    for path in FILES:
+        if path.relative_to(ROOT).parts[0] != "cli":
+            text = path.read_text()
+            assert "os.environ" not in text and "getenv" not in text, f"{path} reads the environment"

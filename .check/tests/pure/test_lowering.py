@@ -1,0 +1,154 @@
+"""The lowering: goldens for what runs and for what no runtime runs yet; every list passes the verifier."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import InternalError
+from penstock.graph import passes
+from penstock.graph.arenas import Layout
+from penstock.graph.dump import dump
+from penstock.graph.lower import Lowering
+from penstock.graph.tasks import Batch, Pass, Stream, Task
+from penstock.graph.verify import verify
+from penstock.spec.format import Format
+from penstock.spec.parts import parts
+from penstock.spec.plan import Plan, Unit
+from tests.plans import make_plan, random_plans, resident_plan
+from tests.pure.machine import model
+
+F32 = Format("float32")
+GOLDEN = Path(__file__).parent / "golden"
+SMALL = model(layers=1, d=64, heads=2, kv_heads=2, neurons=192, vocab=128)
+
+
+def lowered(plan: Plan, *steps: Pass) -> list[Task]:
+    lowering = Lowering(plan)
+    return [task for step in steps for task in lowering.step(step)]
+
+
+def check_golden(name: str, text: str, update: bool = False) -> None:
+    file = GOLDEN / f"{name}.txt"
+    if update or not file.exists():
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+        pytest.fail(f"wrote {file.name}: read it, and commit it if it is right")
+    assert text == file.read_text()
+
+
+def stay(part: str, plan_parts: dict, home: str = "host") -> Unit:
+    return Unit(part, 0, plan_parts[part].granules, home, "host", "host")
+
+
+def test_a_resident_model_is_one_task_a_step() -> None:
+    plan = resident_plan(model(layers=4), F32)
+    tasks = lowered(plan, passes.decode(plan, (0,), (5,), passes.DECODE))
+    assert len(tasks) == 1
+    assert tasks[0].lanes == ("host",)
+
+
+def test_golden_streamed_ffn() -> None:
+    """Attention stays, the FFN streams in three units through a ring of two: decode twice."""
+    by_key = {p.key: p for p in parts(SMALL, F32)}
+    units = [stay(key, by_key) for key in ("embed", "0.norms", "0.attn", "edges")]
+    units += [Unit("0.ffn", i, i + 1, "disk0", "host", "host") for i in range(3)]
+    plan = make_plan(SMALL, F32, units, ring_bytes={"host": 2 * by_key["0.ffn"].granule_bytes})
+    steps = [passes.decode(plan, (0,), (at,), passes.DECODE if at < 2 else None) for at in (0, 1, 2)]
+    tasks = lowered(plan, *steps)
+    verify(tasks, plan.arenas)
+    check_golden("streamed_ffn", dump(tasks, plan))
+
+
+def test_golden_zigzag() -> None:
+    """Two batches go through a layer together: each streamed unit serves both before the next (FlexGen)."""
+    by_key = {p.key: p for p in parts(SMALL, F32)}
+    units = [stay(key, by_key) for key in ("embed", "0.norms", "edges")]
+    units += [stay("0.attn", by_key, "disk0"), stay("0.ffn", by_key, "disk0")]
+    ring = by_key["0.attn"].nbytes + by_key["0.ffn"].nbytes
+    plan = make_plan(SMALL, F32, units, ring_bytes={"host": ring}, batch_seqs=2, batches_per_pass=2)
+    tasks = lowered(plan, passes.decode(plan, (0, 1, 2, 3), (7, 7, 9, 9), passes.DECODE))
+    verify(tasks, plan.arenas)
+    check_golden("zigzag", dump(tasks, plan))
+
+
+def test_golden_three_slices() -> None:
+    """One FFN in three slices: CC on the CPU, CG over the link, GG on the device, at once (ScheInfer)."""
+    by_key = {p.key: p for p in parts(SMALL, F32)}
+    units = [stay(key, by_key) for key in ("embed", "0.norms", "0.attn", "edges")]
+    units += [
+        Unit("0.ffn", 0, 1, "host", "host", "host"),
+        Unit("0.ffn", 1, 2, "host", "gpu0", "gpu0"),
+        Unit("0.ffn", 2, 3, "gpu0", "gpu0", "gpu0"),
+    ]
+    plan = make_plan(SMALL, F32, units, ring_bytes={"gpu0": by_key["0.ffn"].granule_bytes})
+    assert [u.placement for u in units[-3:]] == ["CC", "CG", "GG"]
+    tasks = lowered(plan, passes.decode(plan, (0,), (3,), passes.DECODE))
+    verify(tasks, plan.arenas)
+    check_golden("three_slices", dump(tasks, plan))
+
+
+@given(st.data())
+def test_random_plans_pass_the_verifier(data: st.DataObject) -> None:
+    spec = model(layers=2, d=64, heads=4, kv_heads=4, neurons=200, vocab=300, tied=data.draw(st.booleans()))
+    plan = data.draw(random_plans(spec, F32, batch_seqs=2, batches_per_pass=2))
+    steps = list(
+        passes.prefill(plan, 0, data.draw(st.integers(1, 70)), data.draw(st.sampled_from([None, passes.DECODE])))
+    )
+    for at in range(70, 73):
+        guess = data.draw(st.sampled_from([None, passes.DECODE, Stream("prefill", False)]))
+        steps.append(passes.decode(plan, tuple(range(data.draw(st.integers(1, 4)))), (at,) * 4, guess))
+    tasks = lowered(plan, *steps)
+    verify(tasks, plan.arenas)
+    streamed = sum(plan.unit_bytes(u) for u in plan.units if Layout(plan).streams(u, "decode"))
+    ring = plan.ring_bytes.get("host", 0)
+    loads = [t for t in tasks if t.calls[0].op == "load"]
+    with_head = sum(1 for s in steps if s.stream.logits)
+    # Every pass loads each streamed unit once; a wrong guess of what follows costs at most a ring of reads.
+    head = sum(
+        plan.unit_bytes(u) for u in plan.units if Layout(plan).streams(u, "decode") and u.part in ("head", "embed")
+    )
+    needed = streamed * len(steps) - head * (len(steps) - with_head)
+    assert needed <= sum(t.bytes for t in loads) <= needed + ring * len(steps)
+
+
+def test_verify_finds_what_is_wrong() -> None:
+    plan = make_plan(
+        SMALL, F32,
+        [Unit(p.key, 0, p.granules, "disk0" if p.kind == "ffn" else "host", "host", "host") for p in parts(SMALL, F32)],
+        ring_bytes={"host": 1 << 20},
+    )  # fmt: skip
+    tasks = lowered(plan, *(passes.decode(plan, (0,), (at,), passes.DECODE) for at in (0, 1)))
+    verify(tasks, plan.arenas)
+    user = next(t for t in tasks if t.after and t.lanes == ("host",))
+    without_edge = [t._replace(after=()) if t.id == user.id else t for t in tasks]
+    with pytest.raises(InternalError, match="in no order"):
+        verify(without_edge, plan.arenas)
+    load = next(t for t in tasks if t.calls[0].op == "load")
+    with pytest.raises(InternalError, match=r"never written|has not been handed out"):
+        verify([t for t in tasks if t.id != load.id], plan.arenas)
+    with pytest.raises(InternalError, match="outside the arena"):
+        verify(tasks, [replace(a, bytes=4096) if a.name == "host.ring" else a for a in plan.arenas])
+    with pytest.raises(InternalError, match="twice"):
+        verify([tasks[0], tasks[0]], plan.arenas)
+
+
+def test_a_unit_larger_than_the_ring_is_our_fault() -> None:
+    plan = resident_plan(SMALL, F32)
+    units = [replace(u, home="disk0") if u.part == "0.ffn" else u for u in plan.units]
+    plan = make_plan(SMALL, F32, units, ring_bytes={"host": 4096})
+    with pytest.raises(InternalError, match=r"larger than host\.ring"):
+        lowered(plan, passes.decode(plan, (0,), (0,), None))
+
+
+def test_prefill_chunks_ask_for_the_head_once() -> None:
+    plan = resident_plan(SMALL, F32, chunk_rows=16)
+    steps = list(passes.prefill(plan, 0, 40, passes.DECODE))
+    assert [s.batches[0].rows for s in steps] == [(16,), (16,), (8,)]
+    assert [bool(s.batches[0].logits) for s in steps] == [False, False, True]
+    assert [s.then for s in steps] == [Stream("prefill", False), Stream("prefill", True), passes.DECODE]
+    assert isinstance(steps[0].batches[0], Batch)

@@ -1,0 +1,177 @@
+"""A Llama in plain torch, small enough to read in one go: the network that `train_reference.py` trains.
+
+Tensor names are those of Hugging Face's Llama, so that a state dict is a checkpoint without any renaming. A sibling
+architecture is an entry in `ARCHITECTURES`, and a feed-forward block in `FEED_FORWARDS` where its own differs.
+
+Shapes: B sequences, T positions, D model width, H query heads, K key-value heads, h head width, F FFN neurons,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The sizes of a model. Defaults are tale-llama's; config.json is written from these fields and nothing else."""
+
+    name: str
+    hidden_act: str = "silu"  # silu: SwiGLU; relu: ReGLU, whose zeros an engine can skip
+    feed_forward: str = "gated"
+    vocab: int = 4096
+    width: int = 256
+    layers: int = 8
+    heads: int = 8
+    kv_heads: int = 4
+    head_width: int = 32
+    neurons: int = 704  # 11 blocks of 64 neurons, the granule in which an offloading engine cuts an FFN
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    context: int = 512
+
+    def hf_config(self, bos: int, eos: int) -> dict[str, object]:
+        """config.json, complete: nothing is left to a reader's defaults."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": bos,
+            "eos_token_id": eos,
+            "head_dim": self.head_width,
+            "hidden_act": self.hidden_act,
+            "hidden_size": self.width,
+            "initializer_range": INIT_STD,
+            "intermediate_size": self.neurons,
+            "max_position_embeddings": self.context,
+            "mlp_bias": False,
+            "num_attention_heads": self.heads,
+            "num_hidden_layers": self.layers,
+            "num_key_value_heads": self.kv_heads,
+            "rms_norm_eps": self.norm_eps,
+            "rope_scaling": None,
+            "rope_theta": self.rope_theta,
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+            "use_cache": True,
+            "vocab_size": self.vocab,
+        }
+
+
+ARCHITECTURES = {
+    "llama": Architecture("tale-llama"),
+    "relu": Architecture("tale-relu", hidden_act="relu"),
+}
+
+INIT_STD = 0.02
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu": F.relu}
+
+
+def rope_tables(arch: Architecture) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [T, h] in the half-split layout: channel i turns together with channel i + h/2."""
+    channel = torch.arange(0, arch.head_width, 2, dtype=torch.float32)  # [h/2]
+    frequency = arch.rope_theta ** (-channel / arch.head_width)  # [h/2]
+    angle = torch.outer(torch.arange(arch.context, dtype=torch.float32), frequency)  # [T, h/2]
+    angle = torch.cat([angle, angle], dim=-1)  # [T, h]
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns each pair of channels of x [B, heads, T, h] by its position's angle."""
+    first, second = x.chunk(2, dim=-1)  # [B, heads, T, h/2] each
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class Attention(nn.Module):
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        self.arch = arch
+        queries, keys = arch.heads * arch.head_width, arch.kv_heads * arch.head_width
+        self.q_proj = nn.Linear(arch.width, queries, bias=False)
+        self.k_proj = nn.Linear(arch.width, keys, bias=False)
+        self.v_proj = nn.Linear(arch.width, keys, bias=False)
+        self.o_proj = nn.Linear(queries, arch.width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, positions, _ = x.shape  # x [B, T, D]
+        per_head = (batch, positions, -1, self.arch.head_width)
+        q = self.q_proj(x).view(per_head).transpose(1, 2)  # [B, H, T, h]
+        k = self.k_proj(x).view(per_head).transpose(1, 2)  # [B, K, T, h]
+        v = self.v_proj(x).view(per_head).transpose(1, 2)  # [B, K, T, h]
+        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
+        group = self.arch.heads // self.arch.kv_heads  # query heads j*group .. share key-value head j
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # [B, H, T, h]
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, H, T, h]
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))  # [B, T, D]
+
+
+class GatedFeedForward(nn.Module):
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[arch.hidden_act]
+        self.gate_proj = nn.Linear(arch.width, arch.neurons, bias=False)
+        self.up_proj = nn.Linear(arch.width, arch.neurons, bias=False)
+        self.down_proj = nn.Linear(arch.neurons, arch.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))  # [B, T, F] -> [B, T, D]
+
+
+FEED_FORWARDS: dict[str, Callable[[Architecture], nn.Module]] = {"gated": GatedFeedForward}
+
+
+class Layer(nn.Module):
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(arch.width, eps=arch.norm_eps)
+        self.self_attn = Attention(arch)
+        self.post_attention_layernorm = nn.RMSNorm(arch.width, eps=arch.norm_eps)
+        self.mlp = FEED_FORWARDS[arch.feed_forward](arch)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)  # [B, T, D]
+        return x + self.mlp(self.post_attention_layernorm(x))  # [B, T, D]
+
+
+class Body(nn.Module):
+    """What Hugging Face calls `model`: everything but the head, which is the embedding again."""
+
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(arch.vocab, arch.width)
+        self.layers = nn.ModuleList(Layer(arch) for _ in range(arch.layers))
+        self.norm = nn.RMSNorm(arch.width, eps=arch.norm_eps)
+
+
+class Model(nn.Module):
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        self.model = Body(arch)
+        cos, sin = rope_tables(arch)
+        self.register_buffer("cos", cos, persistent=False)  # [T, h]
+        self.register_buffer("sin", sin, persistent=False)
+        # What a layer adds to the residual starts smaller by the root of how many such terms add up (2 a layer), so
+        # that the residual's variance at the last layer does not grow with the depth.
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(weight, std=INIT_STD / (2 * arch.layers) ** 0.5 if into_residual else INIT_STD)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [B, T, V] of tokens [B, T]."""
+        positions = tokens.shape[1]
+        cos, sin = self.cos[:positions], self.sin[:positions]
+        x = self.model.embed_tokens(tokens)  # [B, T, D]
+        for layer in self.model.layers:
+            x = layer(x, cos, sin)
+        return F.linear(self.model.norm(x), self.model.embed_tokens.weight)  # [B, T, V]

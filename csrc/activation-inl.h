@@ -1,0 +1,68 @@
+// Activation functions without branches or library calls, so that a compiler turns their loops into vectors.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "kernels.h"
+
+namespace penstock::PENSTOCK_ISA {
+namespace {
+
+// e^x to 2 units in the last place: x = n ln 2 + r, |r| ≤ ln 2 / 2, a polynomial for e^r, n into the exponent.
+inline float exp_of(float x) {
+    x = std::min(std::max(x, -87.0F), 88.0F);
+    const float n = (x * 1.44269504F + 12582912.0F) - 12582912.0F;
+    const float r = (x - n * 0.693359375F) + n * 2.12194440e-4F;
+    float y = 1.9875691500e-4F;
+    y = y * r + 1.3981999507e-3F;
+    y = y * r + 8.3334519073e-3F;
+    y = y * r + 4.1665795894e-2F;
+    y = y * r + 1.6666665459e-1F;
+    y = y * r + 5.0000001201e-1F;
+    y = y * r * r + r + 1.0F;
+    const std::int32_t bits = (static_cast<std::int32_t>(n) + 127) << 23;
+    float power;
+    std::memcpy(&power, &bits, 4);
+    return y * power;
+}
+
+inline float sigmoid(float x) { return 1.0F / (1.0F + exp_of(-x)); }
+
+// Abramowitz and Stegun 7.1.26, as in the reference.
+inline float erf_of(float x) {
+    const float z = std::fabs(x), t = 1.0F / (1.0F + 0.3275911F * z);
+    const float series =
+        t * (0.254829592F + t * (-0.284496736F + t * (1.421413741F + t * (-1.453152027F + t * 1.061405429F))));
+    return std::copysign(1.0F - series * exp_of(-z * z), x);
+}
+
+template <class Function>
+inline void each(Function f, const float* x, const float* times, float* out, int count) {
+    if (times != nullptr) {
+        for (int i = 0; i < count; ++i) out[i] = f(x[i]) * times[i];
+    } else {
+        for (int i = 0; i < count; ++i) out[i] = f(x[i]);
+    }
+}
+
+// out = act(x), times `times` where given. `out` may be `x` or `times`.
+inline void activate(Activation kind, const float* x, const float* times, float* out, int count) {
+    switch (kind) {
+        case Activation::kSilu: return each([](float v) { return v * sigmoid(v); }, x, times, out, count);
+        case Activation::kGelu:
+            return each([](float v) { return 0.5F * v * (1.0F + erf_of(v * 0.70710678F)); }, x, times, out, count);
+        case Activation::kGeluTanh:
+            // tanh(u) = 2 sigmoid(2u) - 1, so 0.5 v (1 + tanh u) = v sigmoid(2u).
+            return each([](float v) { return v * sigmoid(1.59576912F * (v + 0.044715F * v * v * v)); }, x, times, out,
+                        count);
+        case Activation::kGeluQuick: return each([](float v) { return v * sigmoid(1.702F * v); }, x, times, out, count);
+        case Activation::kRelu: return each([](float v) { return v > 0.0F ? v : 0.0F; }, x, times, out, count);
+        case Activation::kRelu2: return each([](float v) { return v > 0.0F ? v * v : 0.0F; }, x, times, out, count);
+    }
+}
+
+}  // namespace
+}  // namespace penstock::PENSTOCK_ISA

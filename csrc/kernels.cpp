@@ -1,0 +1,24 @@
+#include "kernels.h"
+
+#include <cstring>
+
+#include "cpu.h"
+
+namespace penstock {
+
+const Kernels* find_kernels(const char* name) {
+    const auto is = [&](const char* other) { return std::strcmp(name, other) == 0; };
+    if (is("portable")) return &kPortableKernels;
+#ifdef __x86_64__
+    const bool avx2 = has_feature("avx2") && has_feature("fma") && has_feature("f16c");
+    if (is("avx2") && avx2) return &kAvx2Kernels;
+    // One build for AVX-512 with VNNI: the processors that lack it (before 2019) run the AVX2 kernels.
+    if (is("avx512") && avx2 && has_feature("avx512bw") && has_feature("avx512vl") && has_feature("avx512dq") &&
+        has_feature("avx512vnni")) {
+        return &kAvx512Kernels;
+    }
+#endif
+    return nullptr;
+}
+
+}  // namespace penstock

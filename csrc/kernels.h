@@ -1,0 +1,143 @@
+// The native ops: raw pointers in, raw pointers out, one table of functions per instruction set.
+//
+// Letters: T rows (tokens), D d_model, H heads, K KV heads, G = H / K, E head_dim, N neurons of a granule.
+//
+// Matrices lie in tiles of 16 rows, as spec/format.py draws them; a tile's outputs are the 16 lanes of a vector, so
+// no sum ever crosses lanes. Every output element is computed by one thread, its terms added in one order: columns (or
+// groups) upwards, granules upwards. Which rows share a call, how many threads there are and where units are cut
+// changes no bit.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "threads.h"
+
+namespace penstock {
+
+enum class Kind : int { kFloat32, kFloat16, kBfloat16, kInt8, kInt4 };
+
+constexpr int kTileRows = 16;
+
+// A tile and group of int4 weights: codes, then 16 scales, then 16 minimums. The one layout for CPU and GPU.
+template <int kGroup>
+struct Int4Tile {
+    std::uint8_t codes[kGroup / 8][16][4];  // line i, row r, byte b: columns 8i + b (low nibble) and 8i + 4 + b
+    std::uint16_t scales[16];               // float16
+    std::uint16_t minimums[16];
+};
+template <int kGroup>
+struct Int8Tile {
+    std::uint8_t codes[kGroup / 4][16][4];  // line i, row r, byte b: column 4i + b
+    std::uint16_t scales[16];
+    std::uint16_t minimums[16];
+};
+static_assert(sizeof(Int4Tile<64>) == 576, "4.5 bits a weight");
+static_assert(sizeof(Int4Tile<32>) == 320, "5 bits a weight");
+static_assert(sizeof(Int8Tile<64>) == 1088, "8.5 bits a weight");
+
+// A block of a granule: a matrix [rows, cols] at `offset` of it. rows == 0: there is none.
+struct Matrix {
+    int rows = 0, cols = 0;
+    Kind kind = Kind::kFloat32;
+    int group = 0;
+    std::size_t offset = 0;
+
+    bool quantised() const { return kind == Kind::kInt8 || kind == Kind::kInt4; }
+    int groups() const { return quantised() ? (cols + group - 1) / group : 0; }
+    int tiles() const { return (rows + kTileRows - 1) / kTileRows; }
+    std::size_t tile_bytes() const {
+        switch (kind) {
+            case Kind::kFloat32: return std::size_t(cols) * 64;
+            case Kind::kFloat16: return std::size_t(cols) * 32;
+            case Kind::kBfloat16: return std::size_t((cols + 1) / 2) * 64;
+            case Kind::kInt8: return std::size_t(groups()) * (std::size_t(group) * 16 + 64);
+            case Kind::kInt4: return std::size_t(groups()) * (std::size_t(group) * 8 + 64);
+        }
+        return 0;
+    }
+};
+
+enum class Activation : int { kSilu, kGelu, kGeluTanh, kGeluQuick, kRelu, kRelu2 };
+
+// Weights of a unit: n granules, `stride` bytes apart.
+struct Granules {
+    const std::uint8_t* data;
+    int count;
+    std::size_t stride;
+};
+
+// Temporaries. Kernels cut their work so that it fits; `minimum` of graph/scratch.py is enough for one granule.
+struct Scratch {
+    std::uint8_t* data;
+    std::size_t nbytes;
+};
+
+struct FfnShape {
+    Matrix gate, up, down;
+    std::size_t gate_bias = 0, up_bias = 0;  // offsets of float32 [N]; 0: none
+    Activation activation = Activation::kSilu;
+};
+
+// A layer's K and V: pages of [K, P, E] in `kind` (float32, float16 or bfloat16), `page_bytes` apart.
+struct KvCache {
+    std::uint8_t *keys, *values;
+    Kind kind;
+    int kv_heads, page_tokens, head_dim;
+
+    std::size_t item_bytes() const { return kind == Kind::kFloat32 ? 4 : 2; }
+    // The first of the tokens of a head in a page; they lie E apart.
+    std::size_t offset(int page, int head) const {
+        return (std::size_t(page) * std::size_t(kv_heads) + std::size_t(head)) * std::size_t(page_tokens) *
+               std::size_t(head_dim) * item_bytes();
+    }
+};
+
+// Rows of one sequence in a batch: `rows` of them from position `start`; its pages are consecutive from `first_page`.
+struct Sequence {
+    std::int32_t first_page, start, rows;
+};
+
+// What attention does, and for which KV heads [lo, hi). window 0: all positions; softcap 0: none.
+struct AttentionShape {
+    int heads, kv_heads, head_dim, lo, hi;
+    float scale, softcap;
+    int window;
+};
+
+// What becomes of projected q, k and v: biases (per granule, byte offsets, 0: none), RMS norm of each head (null:
+// none), rotation of the first `rope_dims`.
+struct QkvShape {
+    Matrix q, k, v;
+    std::size_t q_bias, k_bias, v_bias;
+    float norm_eps;
+    int rope_dims;
+};
+
+struct Kernels {
+    const char* isa;
+    // out [T, rows of all granules] = x [T, cols] · block of each granule; `exact`: no int8 activations.
+    // Granule i writes columns i * rows …; at most `out_cols` columns in all. Returns false if scratch is too small.
+    bool (*project)(Pool&, const Granules&, const Matrix&, const float* x, std::ptrdiff_t x_stride, int t, float* out,
+                    std::ptrdiff_t out_stride, int out_cols, bool exact, Scratch);
+    // sum [T, rows] (+)= Σ granules: x [T, granule i's cols] · block; granule i reads columns i * cols … of x.
+    bool (*accumulate)(Pool&, const Granules&, const Matrix&, const float* x, std::ptrdiff_t x_stride, int t, float* sum,
+                       bool first, bool exact, Scratch);
+    // partial [T, D] (+)= Σ granules: down · (act(gate h) * up h), or down · act(up h).
+    bool (*ffn)(Pool&, const Granules&, const FfnShape&, const float* h, int t, float* partial, bool first, bool exact,
+                Scratch);
+    // q [T, H, E], and k and v into the cache, for KV heads [lo, hi) of h [T, D]. cos, sin: float32 [T, rope_dims / 2].
+    bool (*qkv)(Pool&, const Granules&, const QkvShape&, const AttentionShape&, const float* h, int t,
+                const float* q_norm, const float* k_norm, const float* cos, const float* sin, const Sequence*,
+                int sequences, const KvCache&, float* q, bool exact, Scratch);
+    // out [T, H, E] = softmax(scale · q kᵀ, causal and windowed) v.
+    bool (*attend)(Pool&, const AttentionShape&, const Sequence*, int sequences, const KvCache&, const float* q,
+                   float* out, Scratch);
+};
+
+// The table of an instruction set ("avx512", "avx2", "portable"); null if this build or processor has none of that name.
+const Kernels* find_kernels(const char* isa);
+
+extern const Kernels kPortableKernels, kAvx2Kernels, kAvx512Kernels;
+
+}  // namespace penstock

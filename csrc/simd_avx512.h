@@ -1,0 +1,62 @@
+// 16 lanes in AVX-512 (F, BW, VL, DQ); dot products by VNNI where the build has it.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace penstock::PENSTOCK_ISA {
+
+using F = __m512;
+using I = __m512i;
+using Line = __m512i;  // 64 bytes of a tile: 16 rows × 4 bytes
+
+inline F f_zero() { return _mm512_setzero_ps(); }
+inline F f_set(float x) { return _mm512_set1_ps(x); }
+inline F f_load(const void* p) { return _mm512_loadu_ps(p); }
+inline void f_store(float* p, F x) { _mm512_storeu_ps(p, x); }
+inline F f_add(F a, F b) { return _mm512_add_ps(a, b); }
+inline F f_mul(F a, F b) { return _mm512_mul_ps(a, b); }
+inline F f_fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+inline F f_half(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
+inline F f_from(I x) { return _mm512_cvtepi32_ps(x); }
+inline F f_max(F a, F b) { return _mm512_max_ps(a, b); }
+inline float f_sum(F x) { return _mm512_reduce_add_ps(x); }
+inline void f_store_half(void* p, F x) {
+    _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+// 16 bfloat16 in a row.
+inline F f_bf16(const void* p) {
+    return _mm512_castsi512_ps(
+        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p))), 16));
+}
+
+inline Line line(const void* p) { return _mm512_loadu_si512(p); }
+inline Line low_nibbles(Line x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+inline Line high_nibbles(Line x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
+// Byte b of each row as a float; bfloat16 b of each row's two.
+template <int b>
+inline F f_byte(Line x) {
+    return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(x, 8 * b), _mm512_set1_epi32(255)));
+}
+inline F f_bf16_even(Line x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
+inline F f_bf16_odd(Line x) { return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(-65536))); }
+
+inline I i_zero() { return _mm512_setzero_si512(); }
+inline I i_add(I a, I b) { return _mm512_add_epi32(a, b); }
+// acc + Σ over the four bytes of each row: unsigned weights × signed activations; exact, nothing saturates.
+inline I i_dot(I acc, Line weights, const std::int8_t* four) {
+    std::int32_t bits;
+    __builtin_memcpy(&bits, four, 4);
+    const __m512i a = _mm512_set1_epi32(bits);
+#ifdef __AVX512VNNI__
+    return _mm512_dpbusd_epi32(acc, weights, a);
+#else
+    const __m512i bytes = _mm512_set1_epi16(255);
+    const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(a, 8), 8), odd = _mm512_srai_epi16(a, 8);
+    acc = _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_and_si512(weights, bytes), even));
+    return _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_srli_epi16(weights, 8), odd));
+#endif
+}
+
+}  // namespace penstock::PENSTOCK_ISA

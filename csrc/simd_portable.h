@@ -1,0 +1,162 @@
+// 16 lanes as arrays: any processor, any compiler. The loops are for the auto-vectoriser.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace penstock::PENSTOCK_ISA {
+
+struct F {
+    float v[16];
+};
+struct I {
+    std::int32_t v[16];
+};
+struct Line {
+    std::uint32_t v[16];  // four bytes of each row, little-endian
+};
+
+#define PENSTOCK_LANES for (int i = 0; i < 16; ++i)
+
+inline F f_set(float x) {
+    F r;
+    PENSTOCK_LANES r.v[i] = x;
+    return r;
+}
+inline F f_zero() { return f_set(0.0F); }
+inline F f_load(const void* p) {
+    F r;
+    std::memcpy(r.v, p, 64);
+    return r;
+}
+inline void f_store(float* p, F x) { std::memcpy(p, x.v, 64); }
+inline F f_add(F x, const F& y) {
+    PENSTOCK_LANES x.v[i] += y.v[i];
+    return x;
+}
+inline F f_mul(F x, const F& y) {
+    PENSTOCK_LANES x.v[i] *= y.v[i];
+    return x;
+}
+inline F f_fma(const F& x, const F& y, F z) {
+    PENSTOCK_LANES z.v[i] += x.v[i] * y.v[i];
+    return z;
+}
+inline float from_half(std::uint16_t h) {
+    const std::uint32_t sign = std::uint32_t(h & 0x8000U) << 16, magnitude = h & 0x7fffU;
+    std::uint32_t bits;
+    if (magnitude >= 0x7c00U) {
+        bits = 0x7f800000U | (magnitude & 0x3ffU) << 13;
+    } else if (magnitude >= 0x400U) {
+        bits = (magnitude << 13) + 0x38000000U;
+    } else {  // zero and subnormals: count in units of 2^-24
+        const float value = static_cast<float>(magnitude) * 5.9604644775390625e-8F;
+        std::memcpy(&bits, &value, 4);
+    }
+    bits |= sign;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+inline F f_half(const void* p) {
+    std::uint16_t h[16];
+    std::memcpy(h, p, 32);
+    F r;
+    PENSTOCK_LANES r.v[i] = from_half(h[i]);
+    return r;
+}
+inline F f_from(const I& x) {
+    F r;
+    PENSTOCK_LANES r.v[i] = static_cast<float>(x.v[i]);
+    return r;
+}
+
+inline F f_max(F x, const F& y) {
+    PENSTOCK_LANES x.v[i] = x.v[i] > y.v[i] ? x.v[i] : y.v[i];
+    return x;
+}
+inline float f_sum(const F& x) {
+    float half[8];
+    for (int i = 0; i < 8; ++i) half[i] = x.v[i] + x.v[i + 8];
+    return ((half[0] + half[4]) + (half[2] + half[6])) + ((half[1] + half[5]) + (half[3] + half[7]));
+}
+inline std::uint16_t to_half(float value) {  // rounds to nearest even; the caller has clamped to ±65504
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    const std::uint32_t sign = bits >> 16 & 0x8000U;
+    bits &= 0x7fffffffU;
+    if (bits > 0x7f800000U) return static_cast<std::uint16_t>(sign | 0x7e00U);
+    if (bits < 0x38800000U) {  // below 2^-14: adding 1/2 shifts the mantissa into place and rounds it
+        float magnitude;
+        std::memcpy(&magnitude, &bits, 4);
+        magnitude += 0.5F;
+        std::memcpy(&bits, &magnitude, 4);
+        return static_cast<std::uint16_t>(sign | (bits - 0x3f000000U));
+    }
+    bits += 0xc8000fffU + (bits >> 13 & 1U);
+    return static_cast<std::uint16_t>(sign | bits >> 13);
+}
+inline void f_store_half(void* p, const F& x) {
+    std::uint16_t h[16];
+    PENSTOCK_LANES h[i] = to_half(x.v[i]);
+    std::memcpy(p, h, 32);
+}
+inline F f_bf16(const void* p) {
+    std::uint16_t h[16];
+    std::memcpy(h, p, 32);
+    std::uint32_t bits[16];
+    PENSTOCK_LANES bits[i] = std::uint32_t(h[i]) << 16;
+    F r;
+    std::memcpy(r.v, bits, 64);
+    return r;
+}
+
+inline Line line(const void* p) {
+    Line r;
+    std::memcpy(r.v, p, 64);
+    return r;
+}
+inline Line low_nibbles(Line x) {
+    PENSTOCK_LANES x.v[i] &= 0x0f0f0f0fU;
+    return x;
+}
+inline Line high_nibbles(Line x) {
+    PENSTOCK_LANES x.v[i] = x.v[i] >> 4 & 0x0f0f0f0fU;
+    return x;
+}
+template <int b>
+inline F f_byte(const Line& x) {
+    F r;
+    PENSTOCK_LANES r.v[i] = static_cast<float>(x.v[i] >> 8 * b & 255U);
+    return r;
+}
+inline F f_bits(const Line& x) {
+    F r;
+    std::memcpy(r.v, x.v, 64);
+    return r;
+}
+inline F f_bf16_even(Line x) {
+    PENSTOCK_LANES x.v[i] <<= 16;
+    return f_bits(x);
+}
+inline F f_bf16_odd(Line x) {
+    PENSTOCK_LANES x.v[i] &= 0xffff0000U;
+    return f_bits(x);
+}
+
+inline I i_zero() { return {}; }
+inline I i_add(I x, const I& y) {
+    PENSTOCK_LANES x.v[i] += y.v[i];
+    return x;
+}
+inline I i_dot(I acc, const Line& weights, const std::int8_t* four) {
+    for (int b = 0; b < 4; ++b) {
+        const std::int32_t a = four[b];
+        PENSTOCK_LANES acc.v[i] += static_cast<std::int32_t>(weights.v[i] >> 8 * b & 255U) * a;
+    }
+    return acc;
+}
+
+#undef PENSTOCK_LANES
+
+}  // namespace penstock::PENSTOCK_ISA

@@ -1,0 +1,71 @@
+// A small pool of our own: the caller works too, workers are pinned, waiting is a short spin and then a sleep.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace penstock {
+
+class Pool;
+
+// One thread's view of a job: which thread it is, of how many, and a barrier for all of them.
+class Team {
+  public:
+    Team(Pool& pool, int id) : pool_(pool), id_(id) {}
+    int id() const { return id_; }
+    int size() const;
+    void barrier() const;
+    // This thread's part of [0, total), contiguous. Which thread computes what never changes a result.
+    std::pair<int, int> share(int total) const {
+        const auto n = static_cast<std::int64_t>(size());
+        return {static_cast<int>(total * static_cast<std::int64_t>(id_) / n),
+                static_cast<int>(total * (static_cast<std::int64_t>(id_) + 1) / n)};
+    }
+
+  private:
+    Pool& pool_;
+    int id_;
+};
+
+class Pool {
+  public:
+    // Workers take CPUs of the affinity mask from its second on; the caller stays where the system puts it.
+    explicit Pool(int threads);
+    ~Pool();
+    Pool(const Pool&) = delete;
+    Pool& operator=(const Pool&) = delete;
+
+    int threads() const { return threads_; }
+
+    // Calls work(team) on every thread and returns when all are done. Not re-entrant; `work` must not throw.
+    template <class Work>
+    void run(const Work& work) {
+        start([](const void* job, const Team& team) { (*static_cast<const Work*>(job))(team); }, &work);
+    }
+
+  private:
+    friend class Team;
+    using Entry = void (*)(const void* job, const Team& team);
+
+    void start(Entry entry, const void* job);
+    void serve(int id);
+    void arrive();
+
+    int threads_;
+    Entry entry_ = nullptr;
+    const void* job_ = nullptr;
+    bool stop_ = false;
+    // Written by one side and spun on by the other: a cache line each.
+    alignas(64) std::atomic<std::uint32_t> job_number_{0};
+    alignas(64) std::atomic<std::uint32_t> phase_{0};
+    alignas(64) std::atomic<int> arrived_{0};
+    std::vector<std::thread> workers_;
+};
+
+inline int Team::size() const { return pool_.threads(); }
+inline void Team::barrier() const { pool_.arrive(); }
+
+}  // namespace penstock

@@ -1,0 +1,65 @@
+"""The native kernels behind the op table: shapes made once per part, calls by address. `reference` defines what they
+compute.
+
+`exact` keeps float32 activations. Otherwise integer weights are multiplied with activations rounded to int8, one scale per
+group (docs/LOG.md has what that costs); float weights are always multiplied exactly.
+"""
+
+from __future__ import annotations
+
+from penstock import _native
+from penstock.spec.format import Format
+from penstock.spec.model import Attention, Layer, Norm
+from penstock.spec.parts import Block, Part
+
+ISAS = ("avx512", "avx2", "portable")
+
+
+def available() -> tuple[str, ...]:
+    """Families of kernels that this processor and build have, the fastest first."""
+    return tuple(isa for isa in ISAS if _exists(isa))
+
+
+def best_isa() -> tuple[str, str]:
+    """(the family to use, why)."""
+    found = available()
+    return found[0], f"{found[0]} kernels: the best of {', '.join(found)} here"
+
+
+def _exists(isa: str) -> bool:
+    try:
+        _native.Compute(isa, 1)
+    except ValueError:
+        return False
+    return True
+
+
+def matrix(block: Block) -> _native.Matrix:
+    return _native.Matrix(block.rows, block.cols, block.format.kind, block.format.group, block.offset)
+
+
+def _offset(part: Part, name: str) -> int:
+    """Byte offset of a bias in its granule, 0 where there is none (a granule begins with a matrix)."""
+    return part.block(name).offset if part.has(name) else 0
+
+
+def ffn_shape(part: Part, layer: Layer) -> _native.FfnShape:
+    gate = matrix(part.block("gate")) if part.has("gate") else None
+    up, down = matrix(part.block("up")), matrix(part.block("down"))
+    biases = _offset(part, "gate_bias"), _offset(part, "up_bias")
+    return _native.FfnShape(gate, up, down, layer.ffn.activation, *biases)
+
+
+def qkv_shape(part: Part, a: Attention, norm: Norm) -> _native.QkvShape:
+    q, k, v = (matrix(part.block(name)) for name in ("q", "k", "v"))
+    biases = (_offset(part, name) for name in ("q_bias", "k_bias", "v_bias"))
+    return _native.QkvShape(q, k, v, *biases, norm.eps, a.rope.dims if a.rope else 0)
+
+
+def attention_shape(a: Attention, lo: int, hi: int) -> _native.AttentionShape:
+    """For KV heads lo..hi."""
+    return _native.AttentionShape(a.heads, a.kv_heads, a.head_dim, lo, hi, a.scale, a.softcap, a.window)
+
+
+def cache_shape(a: Attention, page_tokens: int, fmt: Format) -> _native.CacheShape:
+    return _native.CacheShape(fmt.kind, a.kv_heads, page_tokens, a.head_dim)

@@ -1,0 +1,158 @@
+"""The native kernels against the reference: every instruction set here, odd sizes, tails, extreme values, and the
+same bits whatever shares a call."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock import _native
+from penstock.kernels import cpu
+from penstock.spec.format import Format, parse_format
+from penstock.spec.parts import Block
+from penstock.store.quantize import decode, encode
+
+ISAS = list(cpu.available())
+FORMATS = ["float32", "bfloat16", "float16", "int8", "int4", "int4-g32", "int8-g8"]
+SCRATCH = np.zeros(1 << 22, np.uint8)
+COMPUTE = {(isa, threads): _native.Compute(isa, threads) for isa in ISAS for threads in (1, 2, 3)}
+
+
+def address(array: np.ndarray) -> int:
+    return int(array.ctypes.data)
+
+
+def encoded(values: np.ndarray, fmt: Format, granules: int) -> tuple[np.ndarray, np.ndarray]:
+    """(weights uint8 [granules, stride], what they decode to [granules, R, C]); values [granules, R, C]."""
+    rows, cols = values.shape[1:]
+    raw = np.stack([encode(v, fmt) for v in values])
+    stride = -(-raw.shape[1] // 64) * 64 + 64
+    weights = np.zeros((granules, stride), np.uint8)
+    weights[:, : raw.shape[1]] = raw
+    return weights, np.stack([decode(raw[i], rows, cols, fmt) for i in range(granules)])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@given(
+    st.sampled_from(FORMATS), st.integers(1, 3), st.integers(1, 70), st.integers(1, 150), st.integers(1, 21),
+    st.sampled_from([1, 2, 3]), st.sampled_from([1e-3, 1.0, 100.0]), st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_project(
+    isa: str, name: str, granules: int, rows: int, cols: int, t: int, threads: int, size: float, seed: int
+) -> None:
+    fmt, rng = parse_format(name), np.random.default_rng(seed)
+    weights, wide = encoded(rng.normal(size=(granules, rows, cols)).astype(np.float32), fmt, granules)
+    x = (size * rng.normal(size=(t, cols))).astype(np.float32)
+    m = cpu.matrix(Block("up", rows, cols, fmt, 0))
+    want = np.concatenate([x.astype(np.float64) @ w.astype(np.float64).T for w in wide], axis=1)
+    width = want.shape[1]
+    for exact in (True, False):
+        out = np.full((t, width + 3), 7.0, np.float32)
+        COMPUTE[isa, threads].project(
+            address(weights), granules, weights.shape[1], m, address(x), cols, t, address(out), width + 3, width, exact,
+            address(SCRATCH), SCRATCH.nbytes,
+        )  # fmt: skip
+        assert (out[:, width:] == 7.0).all()
+        magnitude = np.concatenate([np.abs(x) @ np.abs(w).T for w in wide], axis=1) + 1e-30
+        # int8 activations: half a step of 1/127 of each group's largest, times the weights beside it.
+        bound = 2e-6 if exact or not fmt.is_quantised else 0
+        error = np.abs(out[:, :width] - want)
+        if bound:
+            assert (error <= bound * magnitude + 1e-30).all()
+        else:
+            steps = np.abs(x).max() / 127
+            assert (error <= steps * np.concatenate([np.abs(w).sum(axis=1) for w in wide]) + 1e-4 * magnitude).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@given(st.sampled_from(FORMATS), st.integers(1, 5), st.integers(1, 40), st.integers(1, 100), st.integers(1, 19), st.booleans())
+def test_accumulate_has_the_same_bits_however_it_is_cut(
+    isa: str, name: str, granules: int, rows: int, cols: int, t: int, exact: bool
+) -> None:
+    """Alone or beside other rows, in one call or in two, on one thread or on three."""
+    fmt, rng = parse_format(name), np.random.default_rng(cols)
+    weights, wide = encoded(rng.normal(size=(granules, rows, cols)).astype(np.float32), fmt, granules)
+    x = rng.normal(size=(t, granules * cols)).astype(np.float32)
+    m = cpu.matrix(Block("o", rows, cols, fmt, 0))
+
+    def run(x: np.ndarray, cuts: list[int], threads: int) -> np.ndarray:
+        total = np.full((len(x), rows), np.nan, np.float32)
+        for lo, hi in zip(cuts, cuts[1:], strict=False):
+            COMPUTE[isa, threads].accumulate(
+                address(weights[lo]), hi - lo, weights.shape[1], m, address(x) + 4 * lo * cols, x.shape[1], len(x),
+                address(total), lo == 0, exact, address(SCRATCH), SCRATCH.nbytes,
+            )  # fmt: skip
+        return total
+
+    whole = run(x, [0, granules], 1)
+    if exact:
+        want = np.concatenate(list(wide), axis=1).astype(np.float64) @ x.T.astype(np.float64)
+        assert np.abs(whole - want.T).max() <= 2e-5 * np.abs(want).max() + 1e-3
+    assert np.array_equal(run(x, [0, granules], 3), whole)
+    assert np.array_equal(run(x, sorted({0, granules // 2, granules}), 2), whole)
+    alone = np.concatenate([run(x[i : i + 1].copy(), [0, granules], 1) for i in range(t)])
+    assert np.array_equal(alone, whole)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("name", FORMATS[:5])
+def test_ffn(isa: str, activation: str, gated: bool, name: str) -> None:
+    """Against the reference's ffn over the same granules, biases included; and a small scratch changes no bit."""
+    from penstock.kernels.reference import dense
+    from penstock.kernels.reference.matrix import Scratch
+    from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
+    from penstock.spec.parts import parts
+
+    d, neurons, t = 72, 172, 5
+    layer = Layer(Attention(2, 2, 36, 1.0), Ffn(neurons, activation, gated, up_bias=True))
+    spec = ModelSpec("llama", "float32", 64, d, d, 64, (layer,), Norm("rms", 1e-5), True, True)
+    part = next(p for p in parts(spec, parse_format(name)) if p.kind == "ffn")
+    rng = np.random.default_rng(1)
+    weights = np.zeros((part.granules, part.granule_bytes), np.uint8)
+    for i, granule in enumerate(weights):
+        n = part.rows_of(i, i + 1)
+        for block in part.blocks:
+            values = np.zeros((block.rows, block.cols), np.float32)
+            if block.name == "down":
+                values[:, :n] = rng.normal(size=(block.rows, n)) * 0.2
+            elif block.tiled:
+                values[:n] = rng.normal(size=(n, block.cols)) * 0.2
+            else:
+                values[:, :n] = rng.normal(size=(1, n))
+            raw = encode(values, block.format) if block.tiled else values.view(np.uint8).reshape(-1)
+            granule[block.offset : block.offset + block.nbytes] = raw
+    h = rng.normal(size=(t, d)).astype(np.float32)
+    want = np.zeros((t, d), np.float32)
+    dense.ffn(weights, part, layer, h, want, True, Scratch(np.zeros(1 << 24, np.uint8)))
+    shape = cpu.ffn_shape(part, layer)
+    results = []
+    for exact, threads, nbytes in ((True, 1, SCRATCH.nbytes), (True, 3, 16384), (False, 2, SCRATCH.nbytes)):
+        got = np.full((t, d), np.nan, np.float32)
+        COMPUTE[isa, threads].ffn(
+            address(weights), part.granules, part.granule_bytes, shape, address(h), t, address(got), True, exact,
+            address(SCRATCH), nbytes,
+        )  # fmt: skip
+        results.append(got)
+    assert np.abs(results[0] - want).max() <= 3e-5 * np.abs(want).max()
+    assert np.array_equal(results[0], results[1])
+    assert np.abs(results[2] - want).max() <= 0.03 * np.abs(want).max()
+
+
+def test_a_scratch_that_is_too_small_is_refused() -> None:
+    block = Block("up", 16, 64, parse_format("int4"), 0)
+    with pytest.raises(ValueError, match="scratch"):
+        COMPUTE[ISAS[0], 1].project(
+            address(SCRATCH), 1, 576, cpu.matrix(block), address(SCRATCH), 64, 1, address(SCRATCH), 16, 16, False,
+            address(SCRATCH), 64,
+        )  # fmt: skip
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="no sse9"):
+        _native.Compute("sse9", 1)
+    with pytest.raises(ValueError, match="no int3"):
+        _native.Matrix(16, 64, "int3", 64, 0)
