@@ -19,7 +19,7 @@ from penstock.spec.parts import PAGE_BYTES, Part, parts
 from penstock.spec.plan import ActHome, KvHome, Plan, PlanModel, Unit
 from penstock.units import GIB
 
-MEMORY_TIERS = ("host",)  # those that a runtime exists for; an executor computes on its own tier
+TIERS = ("host",)  # of memory, that a runtime exists for; an executor computes on its own tier
 DISK = "disk0"
 
 # Beyond these nothing sensible lies, and below them everything is computed in no time.
@@ -36,21 +36,22 @@ _BOUNDS = {
 _MOST_RING_BYTES = 1024 * GIB
 
 
-def check_plan(plan: Plan, spec: ModelSpec, weights: Format, tiers: tuple[str, ...] = MEMORY_TIERS) -> None:
-    """`spec`, `weights`: of the model that it should be for. `tiers`: of memory, that the runtime has."""
+def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
+    """`spec`, `weights`: of the model that it should be for."""
     _check_model(plan.models, spec, weights)
-    _check_numbers(plan, tiers)
+    _check_numbers(plan)
     by_key = {part.key: part for part in parts(spec, weights)}
-    _check_units(plan.units, by_key, tiers)
-    main = _check_acts(plan, tiers)
-    _check_kv(plan, tiers)
+    _check_units(plan.units, by_key)
+    main = _check_acts(plan)
+    _check_kv(plan)
     _check_main(plan.units, by_key, main)
     _check_rings(plan, by_key)
     wanted = Layout(plan).arenas()
     if plan.arenas != wanted:
-        names = (*plan.arenas, *wanted)
-        differs = next(arena.name for arena in names if arena not in plan.arenas or arena not in wanted)
-        raise _wrong(f"arena {differs!r} is not what the rest of the plan leads to")
+        both = set(plan.arenas) & set(wanted)
+        differs = [arena.name for arena in (*plan.arenas, *wanted) if arena not in both]
+        which = f"arena {differs[0]!r}" if differs else "the list of arenas"
+        raise _wrong(f"{which} is not what the rest of the plan leads to")
 
 
 def _check_model(models: tuple[PlanModel, ...], spec: ModelSpec, weights: Format) -> None:
@@ -65,7 +66,7 @@ def _check_model(models: tuple[PlanModel, ...], spec: ModelSpec, weights: Format
         raise _wrong(f"it is for another model: {differs} differs")
 
 
-def _check_numbers(plan: Plan, tiers: tuple[str, ...]) -> None:
+def _check_numbers(plan: Plan) -> None:
     for name, (least, most) in _BOUNDS.items():
         if not least <= getattr(plan, name) <= most:
             raise _wrong(f"{name} is {getattr(plan, name)}; it should be from {least} to {most}")
@@ -76,11 +77,11 @@ def _check_numbers(plan: Plan, tiers: tuple[str, ...]) -> None:
     if plan.io_block_bytes % PAGE_BYTES:
         raise _wrong(f"io_block_bytes {plan.io_block_bytes} is no multiple of {PAGE_BYTES}")
     for tier, nbytes in plan.ring_bytes.items():
-        if tier not in tiers or not 0 <= nbytes <= _MOST_RING_BYTES:
-            raise _wrong(f"a ring of {nbytes} bytes on {tier!r}; there are {', '.join(tiers)}")
+        if tier not in TIERS or not 0 <= nbytes <= _MOST_RING_BYTES:
+            raise _wrong(f"a ring of {nbytes} bytes on {tier!r}; there are {', '.join(TIERS)}")
 
 
-def _check_units(units: Iterable[Unit], by_key: dict[str, Part], tiers: tuple[str, ...]) -> None:
+def _check_units(units: Iterable[Unit], by_key: dict[str, Part]) -> None:
     """Every granule of every part once, ascending, a part's units side by side."""
     covered: dict[str, int] = {}
     last = ""
@@ -95,10 +96,10 @@ def _check_units(units: Iterable[Unit], by_key: dict[str, Part], tiers: tuple[st
             raise _wrong(
                 f"a unit of {unit.part} has granules {unit.lo}..{unit.hi}, where {at}.. of {part.granules} come next"
             )
-        if unit.home not in (*tiers, DISK) or unit.decode not in tiers or unit.prefill not in tiers:
+        if unit.home not in (*TIERS, DISK) or unit.decode not in TIERS or unit.prefill not in TIERS:
             raise _wrong(
                 f"a unit of {unit.part} is at home in {unit.home!r} and computed by {unit.decode!r} and "
-                f"{unit.prefill!r}; this version has {', '.join((DISK, *tiers))}"
+                f"{unit.prefill!r}; this version has {', '.join((DISK, *TIERS))}"
             )
         covered[unit.part], last = unit.hi, unit.part
     for key, part in by_key.items():
@@ -106,21 +107,21 @@ def _check_units(units: Iterable[Unit], by_key: dict[str, Part], tiers: tuple[st
             raise _wrong(f"granules {covered.get(key, 0)}..{part.granules} of {key} have no home")
 
 
-def _check_acts(plan: Plan, tiers: tuple[str, ...]) -> str:
+def _check_acts(plan: Plan) -> str:
     """Returns the one executor that holds all activations."""
     _check_cover("activations", plan.acts, plan)
     homes = {home.home for home in plan.acts}
-    if len(homes) != 1 or not homes <= set(tiers):
+    if len(homes) != 1 or not homes <= set(TIERS):
         raise _wrong(f"activations are at home in {sorted(homes)}; this version keeps them together")
     return homes.pop()
 
 
-def _check_kv(plan: Plan, tiers: tuple[str, ...]) -> None:
+def _check_kv(plan: Plan) -> None:
     _check_cover("KV", plan.kv, plan)
     for home in plan.kv:
         if home.format.kind not in KV_KINDS:
             raise _wrong(f"KV in {home.format.name}; this version has {', '.join(KV_KINDS)}")
-        if home.home not in tiers or home.attend != home.home:
+        if home.home not in TIERS or home.attend != home.home:
             raise _wrong(f"KV at home in {home.home!r} with attention on {home.attend!r}")
         for unit in plan.units:
             layer, _, kind = unit.part.partition(".")
@@ -144,10 +145,13 @@ def _check_cover(what: str, homes: Iterable[KvHome] | Iterable[ActHome], plan: P
 
 
 def _check_main(units: Iterable[Unit], by_key: dict[str, Part], main: str) -> None:
-    """Norms and the model's ends are read where the activations are."""
+    """Norms and the model's ends are read where the activations are; the head computes there."""
     for unit in units:
-        if by_key[unit.part].kind in ("norms", "edges") and (unit.home, unit.decode, unit.prefill) != (main,) * 3:
-            raise _wrong(f"{unit.part} is not at home on {main}, which computes it")
+        kind = by_key[unit.part].kind
+        if kind in ("norms", "edges") and unit.home != main:
+            raise _wrong(f"{unit.part} is at home in {unit.home}; {main} reads it at every step")
+        if kind not in ("attn", "ffn") and (unit.decode, unit.prefill) != (main, main):
+            raise _wrong(f"{unit.part} is computed by {unit.decode} and {unit.prefill}, not by {main}")
 
 
 def _check_rings(plan: Plan, by_key: dict[str, Part]) -> None:

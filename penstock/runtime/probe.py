@@ -22,7 +22,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from penstock import _native
-from penstock.errors import BadRequest, StorageFailed
+from penstock.errors import BadRequest, PenstockError, StorageFailed
 from penstock.graph import passes
 from penstock.graph.arenas import Layout
 from penstock.graph.lower import Lowering
@@ -59,8 +59,8 @@ def load_or_probe(
     if path.exists():
         try:
             return _with_memory(machines.loads(path.read_text(), str(path)))
-        except BadRequest:
-            path.unlink(missing_ok=True)  # written by another version: measure again
+        except (BadRequest, UnicodeDecodeError):
+            path.unlink(missing_ok=True)  # damaged, or written by another version: measure again
     if on_progress:
         on_progress("measuring this machine, once (about 3 s)", 0, 0)
     found = _probe_apart(disk_folder)
@@ -169,11 +169,11 @@ def _overheads() -> dict[str, float]:
 
 def _disk_rate(folder: Path) -> Rate:
     """A file written aside, then read back with direct reads of 8 MiB into huge pages."""
-    folder.mkdir(parents=True, exist_ok=True)
     memory = _native.Memory(_READ_BYTES, True)
     memory.populate()
     name = None
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".penstock-probe-", delete=False) as file:
             name = file.name
             block = os.urandom(MIB)
@@ -219,4 +219,7 @@ def _fingerprint() -> str:
 
 
 if __name__ == "__main__":
-    print(machines.dumps(probe(Path(sys.argv[1]))))
+    try:
+        print(machines.dumps(probe(Path(sys.argv[1]))))
+    except PenstockError as failure:
+        sys.exit(failure.message)

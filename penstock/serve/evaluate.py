@@ -60,7 +60,7 @@ def evaluate(
         for logits, *others in _in_step([each.score(window) for each in engines]):
             # Row i predicts token i + 1 of the window; the last row predicts nothing that is scored.
             n = min(len(logits), len(window) - 1 - at)
-            targets = np.array(window[at + 1 : at + 1 + n])
+            targets = np.array(window[at + 1 : at + 1 + n], np.int64)  # none after the last row alone
             logp = log_softmax(logits[:n])
             nll -= float(logp[np.arange(n), targets].sum(dtype=np.float64))
             for other in others:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, PenstockError
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass, Task, ring_bytes
 from penstock.graph.timeline import Timeline
@@ -63,7 +63,7 @@ class Session:
             # a product of 8 rows took 40 times as long with two of them as with one (docs/LOG.md).
             opened.callback(threadpool_limits(1, user_api="blas").restore_original_limits)
             self._executor = Executor(self._binding)
-            opened.callback(self._executor.close)
+            opened.callback(lambda: self._executor.close())
             self._load_weights(on_progress)
             self._opened = opened.pop_all()
 
@@ -77,8 +77,12 @@ class Session:
         self.consumed_bytes = self._binding.fetched_bytes = 0
         run = self._executor.run_serial if self._serial else self._executor.run
         # Damaged weights overflow; whoever looks at the logits says so once, numpy would many times.
-        with np.errstate(all="ignore"):
-            self.timeline = run(self._counted(p))
+        try:
+            with np.errstate(all="ignore"):
+                self.timeline = run(self._counted(p))
+        except BaseException:
+            self._start_over()
+            raise
         self.consumed_bytes += self._binding.fetched_bytes
         logits = []
         for batch in p.batches:
@@ -93,7 +97,15 @@ class Session:
 
     def drain(self) -> None:
         """Waits for loads under way, so that counters stand still."""
-        self._executor.drain()
+        try:
+            self._executor.drain()
+        except PenstockError:  # of a pass that never came; if the disk is broken, the next one says so
+            self._start_over()
+
+    def _start_over(self) -> None:
+        """A pass broke off: forgets what rings hold and lanes have failed, so that the next one starts clean."""
+        self._executor.close()
+        self._executor, self.lowering = Executor(self._binding), Lowering(self.plan)
 
     def _counted(self, p: Pass) -> Iterator[Task]:
         """The pass's tasks, noting what they read from the rings."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from penstock.errors import BadRequest
 from penstock.serve.session import Progress
 from penstock.spec.format import Format, parse_format
+from penstock.store import manifest as manifests
 from penstock.store.pack import pack
 from penstock.store.packed import is_packed, read_config, read_manifest
 
@@ -64,10 +65,11 @@ def _already_packed(path: Path, fmt: Format | None) -> Path:
 
 
 def _digest(path: Path) -> str:
-    """Tells checkpoints of the same name apart, and an old copy from a newer one."""
+    """Tells checkpoints of the same name apart, and a copy from one of a newer checkpoint or penstock."""
     files = sorted(path.glob("*.safetensors")) + [path / "config.json"]
     stamps = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
-    return hashlib.sha256(repr((str(path.resolve()), stamps)).encode()).hexdigest()[:12]
+    told = repr((manifests.VERSION, str(path.resolve()), stamps))
+    return hashlib.sha256(told.encode("utf-8", "surrogateescape")).hexdigest()[:12]
 
 
 def _named(on_progress: Progress | None) -> Callable[[int, int, str], None] | None:

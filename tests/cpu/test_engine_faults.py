@@ -1,0 +1,298 @@
+"""What breaks while an engine runs: one of our errors, soon, and an engine that can still be closed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import threadpoolctl
+
+from penstock import _native
+from penstock.errors import BadRequest, StorageFailed
+from penstock.serve.engine import Engine
+from penstock.serve.sampling import SamplingParams
+from penstock.spec.ask import Ask
+from penstock.store.packed import open_packed
+from tests.cpu.commands import MACHINE, here, machine_cache, refused
+from tests.cpu.engines import GREEDY, load, make_model, streaming
+
+T = TypeVar("T")
+PROMPT = list(range(40))
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Untied, so that single rows of its embedding are read as well."""
+    return make_model(tmp_path_factory.mktemp("made"), "qwen3", "float32")
+
+
+@pytest.fixture
+def model(intact: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(intact, tmp_path / "model"))
+
+
+@pytest.fixture(scope="module")
+def expected(intact: Path) -> list[int]:
+    with load(intact, context=128) as engine:
+        return list(engine.generate_ids(PROMPT, GREEDY))
+
+
+def soon(work: Callable[[], T]) -> T:
+    """The result of `work`, or what it raised. Fails where it hangs."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append((work(), None))
+        except BaseException as error:
+            found.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert found, "it hangs"
+    result, error = found[0]
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+class Reads:
+    """Stands for the native read, and does something else at one of its calls, or from it on."""
+
+    def __init__(self, at: int, fault: Callable[..., int], forever: bool = True) -> None:
+        self._true, self._at, self._fault, self._forever, self.calls = _native.read_into, at, fault, forever, 0
+
+    def __call__(self, *args: int) -> int:
+        self.calls += 1
+        now = self.calls >= self._at if self._forever else self.calls == self._at
+        return self._fault(*args) if now else self._true(*args)
+
+
+def fails(code: int) -> Callable[..., int]:
+    def fault(*_: int) -> int:
+        raise OSError(code, os.strerror(code))
+
+    return fault
+
+
+def cut(fd: int, offset: int, address: int, nbytes: int, block: int) -> int:
+    return nbytes - 4096
+
+
+FAULTS = {
+    "EIO": (fails(errno.EIO), "failed: Input/output error"),
+    "ENODEV": (fails(errno.ENODEV), "failed: No such device"),
+    "short": (cut, "was truncated while in use"),
+    "nothing": (lambda *_: 0, "was truncated while in use"),
+}
+
+
+def loaded(folder: Path, **how: Any) -> Engine:
+    plan = streaming(open_packed(folder), context=128, chunk_rows=16)
+    return Engine.load(folder, Ask(), machine=MACHINE, plan=plan, **how)
+
+
+@pytest.mark.parametrize("serial", [False, True], ids=["overlapped", "serial"])
+@pytest.mark.parametrize("at", [1, 2, 9, 40, 200])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_read_that_fails(name: str, at: int, serial: bool, intact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first, second, … read of the answer: in the prompt's chunks, and while it decodes."""
+    fault, says = FAULTS[name]
+    before = descriptors()
+    engine = loaded(intact, serial=serial)
+    monkeypatch.setattr(_native, "read_into", Reads(at, fault))
+    with pytest.raises(StorageFailed, match=says) as caught:
+        soon(lambda: engine.generate_ids(PROMPT, GREEDY))
+    assert str(intact) in caught.value.message and "\n" not in caught.value.message
+    # Once more says the same, whatever state the first left.
+    with pytest.raises(StorageFailed, match=says):
+        soon(lambda: engine.generate_ids(PROMPT, GREEDY))
+    soon(engine.close)
+    soon(engine.close)
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("serial", [False, True], ids=["overlapped", "serial"])
+@pytest.mark.parametrize("at", [1, 30, 90, 150])
+def test_a_read_that_fails_once(
+    at: int, serial: bool, intact: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chat goes on after an error, and the next answer is right."""
+    engine = loaded(intact, serial=serial)
+    monkeypatch.setattr(_native, "read_into", Reads(at, fails(errno.EIO), forever=False))
+    with pytest.raises(StorageFailed):
+        soon(lambda: engine.generate_ids(PROMPT, GREEDY))
+    assert soon(lambda: engine.generate_ids(PROMPT, GREEDY)) == expected
+    soon(engine.close)
+
+
+@pytest.mark.parametrize(
+    ("op", "at"), [("embed", 1), ("ffn", 7), ("attend", 30), ("head", 5), ("head", 9), ("head", 15)]
+)
+def test_an_answer_that_was_interrupted(op: str, at: int, intact: Path, expected: list[int]) -> None:
+    """Ctrl-C in a notebook, anywhere in a pass: the engine answers again. In the last head, what is to be read
+    ahead for the next pass has been planned and not been read."""
+    with load(intact, streaming(open_packed(intact), context=128, chunk_rows=16)) as engine:
+        binding, calls = engine.session._binding, 0
+        true_call = binding.call
+
+        def call(what: Any) -> None:
+            nonlocal calls
+            calls += what.op == op
+            if calls == at and what.op == op:
+                raise KeyboardInterrupt
+            true_call(what)
+
+        binding.call = call
+        with pytest.raises(KeyboardInterrupt):
+            soon(lambda: engine.generate_ids(PROMPT, GREEDY))
+        assert soon(lambda: engine.generate_ids(PROMPT, GREEDY)) == expected
+
+
+def test_what_was_read_ahead_in_vain_may_fail(intact: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The answer ends, the loads for the token that never came fail: nobody needed them."""
+    with load(intact, context=128) as engine:
+        (whole,) = engine.generate([PROMPT], GREEDY)
+    folder = Path(shutil.copytree(intact, tmp_path / "eos"))
+    eos = whole.token_ids[5]
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": {eos}}}')
+    engine = loaded(folder)
+    passes, true_step = 0, engine.session.step
+
+    def step(*args: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        found = true_step(*args)
+        if passes == 3 + whole.token_ids.index(eos):
+            engine.session._executor.drain()
+            monkeypatch.setattr(_native, "read_into", Reads(1, fails(errno.EIO)))
+        return found
+
+    engine.session.step = step  # type: ignore[method-assign]
+    answer = soon(lambda: engine.generate([PROMPT], SamplingParams(max_tokens=24)))[0]
+    assert (answer.finish_reason, answer.token_ids[-1]) == ("stop", eos)
+    soon(engine.close)
+
+
+def test_a_file_cut_while_it_is_in_use(model: Path) -> None:
+    engine = loaded(model)
+    before = engine.generate_ids(PROMPT, GREEDY)
+    shard = next(model.glob("*.safetensors"))
+    os.truncate(shard, 40960)
+    with pytest.raises(StorageFailed, match="was truncated while in use"):
+        soon(lambda: engine.generate_ids(PROMPT, GREEDY))
+    soon(engine.close)
+    assert len(before) == 24
+
+
+def test_a_file_that_is_gone_is_still_read(model: Path, expected: list[int]) -> None:
+    engine = loaded(model)
+    shutil.rmtree(model)
+    (model.parent / "x").write_bytes(b"")
+    with closing(engine.session):
+        found = engine.session.reader.bytes_read
+        logits = list(engine.score(PROMPT))
+    assert found > 0 and np.isfinite(np.concatenate(logits)).all()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_load_that_fails_gives_everything_back(name: str, intact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault, says = FAULTS[name]
+    before, threads = descriptors(), threading.active_count()
+    blas = [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
+    monkeypatch.setattr(_native, "read_into", Reads(5, fault))
+    with pytest.raises(StorageFailed, match=says):
+        soon(lambda: Engine.load(intact, Ask(), machine=MACHINE, threads=7))
+    assert (descriptors(), threading.active_count()) == (before, threads)
+    assert blas == [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
+
+
+def test_memory_that_the_system_refuses(intact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise MemoryError(123)
+
+    before = descriptors()
+    monkeypatch.setattr(_native, "Memory", refuse)
+    with pytest.raises(StorageFailed, match=r"the system refused .* of memory for host\.weights"):
+        Engine.load(intact, Ask(), machine=MACHINE)
+    assert descriptors() == before
+
+
+def test_a_shard_that_cannot_be_opened(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = descriptors()
+    monkeypatch.setattr(_native, "open_direct", fails(errno.EACCES))
+    with pytest.raises(StorageFailed, match=r"cannot open .*: Permission denied"):
+        Engine.load(model, Ask(), machine=MACHINE)
+    assert descriptors() == before
+
+
+def test_a_mistake_in_between_harms_nothing(intact: Path, expected: list[int]) -> None:
+    with load(intact, streaming(open_packed(intact), context=128)) as engine:
+        for wrong in ([], [300], [1] * 129):
+            with pytest.raises(BadRequest):
+                engine.generate_ids(wrong, GREEDY)
+        assert engine.generate_ids(PROMPT, GREEDY) == expected
+
+
+# --- no direct reads -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def buffered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """A file system without O_DIRECT. Gives the (offset, bytes) that were dropped from the page cache."""
+    dropped: list[tuple[int, int]] = []
+    true_drop = _native.drop_cached
+
+    def drop(fd: int, offset: int, nbytes: int) -> None:
+        dropped.append((offset, nbytes))
+        true_drop(fd, offset, nbytes)
+
+    monkeypatch.setattr(_native, "open_direct", lambda path: (os.open(path, os.O_RDONLY | os.O_CLOEXEC), False))
+    monkeypatch.setattr(_native, "drop_cached", drop)
+    return dropped
+
+
+def test_without_direct_reads(intact: Path, expected: list[int], buffered: list[tuple[int, int]]) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = loaded(intact)
+        assert engine.generate_ids(PROMPT, GREEDY) == expected
+        engine.close()
+    assert len(caught) == 1 and "refuses direct reads" in str(caught[0].message)
+    assert sum(nbytes for _, nbytes in buffered) == engine.session.reader.bytes_read
+
+
+def test_the_command_says_so_in_one_line(
+    intact: Path, buffered: list[tuple[int, int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = machine_cache(tmp_path / "cache")
+    found = here(capsys, "run", intact, "hi", "--cache", cache, "--max-tokens", 2, "--resident", 0, "--json")
+    assert found.code == 0
+    assert [line for line in found.err.splitlines() if "chat template" not in line] == [
+        f"penstock: {intact}: this file system refuses direct reads; reading through the page cache, slower"
+    ]
+
+
+def test_the_command_when_a_read_fails(
+    intact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = machine_cache(tmp_path / "cache")
+    for at in (2, 50):
+        monkeypatch.setattr(_native, "read_into", Reads(at, fails(errno.EIO)))
+        found = here(capsys, "run", intact, "hi", "--cache", cache, "--resident", 0, "--json")
+        refused(found, "failed: Input/output error", "StorageFailed")
+        monkeypatch.undo()

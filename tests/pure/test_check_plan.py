@@ -1,0 +1,292 @@
+"""Plans from outside: each wrong thing is one clear line, and what passes can be lowered and verified."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import BadRequest, PenstockError
+from penstock.graph import passes
+from penstock.graph.arenas import Layout
+from penstock.graph.check_plan import check_plan
+from penstock.graph.lower import Lowering
+from penstock.graph.verify import verify
+from penstock.planner.solve import solve
+from penstock.spec import plan as plans
+from penstock.spec.ask import Ask
+from penstock.spec.format import Format, parse_format
+from penstock.spec.model import ModelSpec
+from penstock.spec.parts import parts
+from penstock.spec.plan import ActHome, KvHome, Plan, PlanModel, Unit
+from tests.plans import make_plan, random_plans
+from tests.pure.machine import MACHINE, model
+
+F32 = Format("float32")
+# Tied and untied, with tails; three layers, so that KV can have several homes.
+TIED = model(layers=3, d=64, heads=4, kv_heads=2, neurons=200, vocab=300, max_positions=256)
+UNTIED = replace(TIED, tied=False)
+
+Json = Any
+Path = tuple[Any, ...]
+
+
+def streaming(spec: ModelSpec, **fields: Any) -> Plan:
+    """Blocks and head on disk in units of one granule, the rest in memory."""
+    units = [
+        Unit(part.key, lo, lo + 1, "host" if part.kind in ("norms", "edges", "embed") else "disk0", "host", "host")
+        for part in parts(spec, F32)
+        for lo in range(part.granules)
+    ]
+    ring = 2 * max(part.granule_bytes for part in parts(spec, F32))
+    return make_plan(spec, F32, units, ring_bytes={"host": ring}, batch_seqs=2, batches_per_pass=2, **fields)
+
+
+def runs(plan: Plan) -> None:
+    """Lowers what an engine would do with it, and verifies the tasks."""
+    lowering, tokens = Lowering(plan), min(plan.context, 40)
+    seqs = tuple(range(min(plan.batches_per_pass * plan.batch_seqs, 4)))
+    tasks = [
+        task
+        for seq in seqs
+        for p in passes.prefill(plan, seq, tokens, passes.DECODE if seq == seqs[-1] else None)
+        for task in lowering.step(p)
+    ]
+    for alive in (seqs, seqs[1:] or seqs, seqs[:1]):
+        tasks += lowering.step(passes.decode(plan, alive, (plan.context - 1,) * len(alive), passes.DECODE))
+    for p in passes.prefill(plan, 0, tokens, None, score=True):
+        tasks += lowering.step(p)
+    verify(tasks, plan.arenas)
+
+
+def rebuilt(plan: Plan, **fields: Any) -> Plan:
+    """The plan changed, with the arenas that the change leads to."""
+    changed = replace(plan, **fields)
+    return replace(changed, arenas=Layout(changed).arenas())
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int4", "int8-g32"])
+@pytest.mark.parametrize("spec", [TIED, UNTIED], ids=["tied", "untied"])
+def test_what_the_solver_makes_passes(spec: ModelSpec, weights: str) -> None:
+    fmt = parse_format(weights)
+    for ask in (
+        Ask(context=200),
+        Ask(context=200, batch=3, resident_bytes=0),
+        Ask(context=100, score=True, resident_bytes=200_000, kv="bfloat16"),
+    ):
+        plan = solve(ask, spec, fmt, MACHINE).plan
+        check_plan(plan, spec, fmt)
+        check_plan(plan, replace(spec, tokenizer_bytes=12345), fmt)
+        runs(plan)
+
+
+@pytest.mark.fuzz
+@given(st.data())
+def test_any_placement_passes(data: st.DataObject) -> None:
+    spec = data.draw(st.sampled_from([TIED, UNTIED]))
+    plan = data.draw(random_plans(spec, F32, batch_seqs=2, batches_per_pass=2))
+    check_plan(plan, spec, F32)
+
+
+def test_kv_may_have_a_format_per_layer() -> None:
+    homes = (
+        KvHome((0, 1), (0, 4), "host", Format("float32"), "host"),
+        KvHome((1, 3), (0, 4), "host", Format("bfloat16"), "host"),
+    )
+    plan = rebuilt(streaming(TIED), kv=homes)
+    check_plan(plan, TIED, F32)
+    runs(plan)
+
+
+def units(change: Callable[[list[Unit]], Any]) -> Callable[[Plan], Plan]:
+    """The plan with its list of units changed in place."""
+
+    def changed(plan: Plan) -> Plan:
+        found = list(plan.units)
+        change(found)
+        return replace(plan, units=tuple(found))
+
+    return changed
+
+
+def moved(part: str, /, **fields: Any) -> Callable[[Plan], Plan]:
+    """The first unit of a part with other fields."""
+
+    def change(found: list[Unit]) -> None:
+        i = next(i for i, unit in enumerate(found) if unit.part == part)
+        found[i] = replace(found[i], **fields)
+
+    return units(change)
+
+
+def field(**values: Any) -> Callable[[Plan], Plan]:
+    return lambda plan: replace(plan, **values)
+
+
+def kv(**values: Any) -> Callable[[Plan], Plan]:
+    return lambda plan: replace(plan, kv=(replace(plan.kv[0], **values),))
+
+
+OTHER = replace(TIED, layers=TIED.layers[:2])
+WRONG = [
+    (field(models=()), "for 0 models"),
+    (lambda plan: replace(plan, models=plan.models * 2), "for 2 models"),
+    (field(models=(PlanModel(OTHER, F32),)), "another model: layers differs"),
+    (field(models=(PlanModel(replace(TIED, max_positions=9999), F32),)), "another model: max_positions differs"),
+    (field(models=(PlanModel(TIED, Format("bfloat16")),)), "for bfloat16 weights, the model has float32"),
+    (units(lambda found: found.clear()), r"granules 0\.\.5 of embed have no home"),
+    (units(lambda found: found.pop()), r"granules 0\.\.1 of edges have no home"),
+    (units(lambda found: found.append(found[-1])), "a unit of edges has granules"),
+    (units(lambda found: found.insert(0, found.pop(1))), r"a unit of embed has granules 1\.\.2, where 0\.\. of 5"),
+    (units(lambda found: found.insert(9, found.pop(3))), r"embed has granules 4\.\.5, where 3\.\."),
+    (units(lambda found: found.append(found.pop(4))), "units of embed do not stand side by side"),
+    (moved("0.ffn", part="7.ffn"), r"no part '7\.ffn'"),
+    (moved("0.ffn", part="0.ffn\n"), r"no part '0\.ffn\\n'"),
+    (moved("0.ffn", lo=-1), r"-1\.\.1"),
+    (moved("0.ffn", hi=-1), r"0\.\.-1"),
+    (moved("0.ffn", hi=0), r"0\.\.0"),
+    (moved("0.ffn", hi=2), r"1\.\.2, where 2\.\."),
+    (moved("0.ffn", hi=99), r"0\.\.99"),
+    (moved("0.ffn", home="disk7"), "at home in 'disk7'"),
+    (moved("0.ffn", home="gpu0", decode="gpu0", prefill="gpu0"), "this version has disk0, host"),
+    (moved("0.ffn", decode="disk0"), "computed by 'disk0'"),
+    (moved("0.ffn", prefill="gpu0"), "and 'gpu0'"),
+    (moved("0.norms", home="disk0"), r"0\.norms is at home in disk0"),
+    (moved("edges", home="disk0"), "edges is at home in disk0"),
+    (field(ring_bytes={}), r"through a ring of 0 on host"),
+    (field(ring_bytes={"host": 4096}), "through a ring of 4096"),
+    (field(ring_bytes={"host": -1}), "ring of -1 bytes"),
+    (field(ring_bytes={"host": 10**30}), "ring of 10"),
+    (field(ring_bytes={"gpu0": 1 << 20}), "on 'gpu0'"),
+    (field(batches_per_pass=0), "batches_per_pass is 0"),
+    (field(batches_per_pass=10**9), "batches_per_pass is 1000000000"),
+    (field(batch_seqs=-3), "batch_seqs is -3"),
+    (field(batch_seqs=3), r"sequences 0\.\.4; a pass has 6"),
+    (field(chunk_rows=0), "chunk_rows is 0"),
+    (field(chunk_rows=10**12), "chunk_rows is 10"),
+    (field(logits_rows=0), "logits_rows is 0"),
+    (field(logits_rows=1), "logits_rows 1 is less than batch_seqs 2"),
+    (field(context=0), "context is 0"),
+    (field(context=257), "more than the model's 256 positions"),
+    (field(page_tokens=0), "page_tokens is 0"),
+    (field(io_block_bytes=0), "io_block_bytes is 0"),
+    (field(io_block_bytes=5000), "no multiple of 4096"),
+    (field(process_bytes=-1), "process_bytes is -1"),
+    (field(kv=()), r"KV of layers 0\.\.3 has no home"),
+    (kv(layers=(0, 2)), r"KV of layers 2\.\.3 has no home"),
+    (kv(layers=(1, 3)), r"where 0\.\. of 3"),
+    (kv(layers=(0, 4)), r"where 0\.\. of 3"),
+    (kv(layers=(0, 0)), r"where 0\.\. of 3"),
+    (lambda plan: replace(plan, kv=plan.kv * 2), r"where 3\.\. of 3"),
+    (kv(seqs=(0, 3)), r"sequences 0\.\.3"),
+    (kv(seqs=(0, 10**9)), "sequences"),
+    (kv(format=Format("int8", 64)), "KV in int8"),
+    (kv(home="disk0"), "KV at home in 'disk0'"),
+    (kv(attend="gpu0"), "attention on 'gpu0'"),
+    (field(acts=()), r"activations of layers 0\.\.3 has no home"),
+    (field(acts=(ActHome((0, 3), (0, 4), "disk0"),)), "activations are at home in"),
+    (field(page_tokens=4096), "arena 'host.kv' is not what"),
+    (field(chunk_rows=4000), "is not what the rest of the plan leads to"),
+    (field(arenas=()), "is not what the rest of the plan leads to"),
+    (lambda plan: replace(plan, arenas=plan.arenas[::-1]), None),
+    (lambda plan: replace(plan, arenas=(replace(plan.arenas[0], bytes=-(2**21)), *plan.arenas[1:])), "arena"),
+    (lambda plan: replace(plan, arenas=(replace(plan.arenas[0], tier="disk0"), *plan.arenas[1:])), "arena"),
+    (lambda plan: replace(plan, arenas=(*plan.arenas, plan.arenas[0])), None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG, ids=[str(i) for i in range(len(WRONG))])
+def test_each_wrong_thing_is_one_line(change: Callable[[Plan], Plan], message: str | None) -> None:
+    plan = streaming(TIED)
+    check_plan(plan, TIED, F32)
+    with pytest.raises(BadRequest, match=message) as caught:
+        check_plan(change(plan), TIED, F32)
+    assert caught.value.message.startswith("this plan cannot run: ")
+    assert "\n" not in caught.value.message and len(caught.value.message) < 300
+
+
+# --- fuzz ------------------------------------------------------------------------------------------------------------
+
+VALID = json.loads(plans.dumps(streaming(TIED)))
+VALUES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 70)
+    | st.sampled_from([4096, 2**21, 2**31, 2**63, 2**64, -(2**63), 10**400, 0.5, 1e300, float("nan"), float("inf")])
+    | st.sampled_from(["", "host", "disk0", "gpu0", "0.ffn", "embed", "float16", "int4", "\ud800", "a\nb", [], {}])
+)  # fmt: skip
+
+
+def paths(tree: Json, at: Path = ()) -> list[Path]:
+    """Where every value below a JSON tree stands."""
+    inside = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    return [path for key, value in inside for path in [(*at, key), *paths(value, (*at, key))]]
+
+
+# Most values of a plan are those of its units, and most others the model's: pick the field's kind first.
+KINDS: dict[Path, list[Path]] = {}
+for _path in paths(VALID):
+    KINDS.setdefault(tuple("*" if isinstance(key, int) else key for key in _path), []).append(_path)
+
+
+def mutate(data: st.DataObject, tree: Json) -> None:
+    """One change somewhere: another value, a missing, doubled or swapped entry, or a name that is unknown."""
+    kind = data.draw(st.sampled_from(sorted(KINDS)))
+    path = data.draw(st.sampled_from(KINDS[kind]))
+    for key in path[:-1]:
+        try:
+            tree = tree[key]
+        except (KeyError, IndexError, TypeError):
+            return  # an earlier change took it away
+    if not isinstance(tree, dict | list) or (isinstance(tree, list) and path[-1] >= len(tree)):
+        return
+    how = data.draw(st.sampled_from(["value", "value", "delete", "double", "swap", "add"]))
+    if how == "value":
+        tree[path[-1]] = data.draw(VALUES)
+    elif how == "delete":
+        tree.pop(path[-1], None) if isinstance(tree, dict) else tree.pop(path[-1])
+    elif isinstance(tree, list) and how == "double":
+        tree.insert(path[-1], copy.deepcopy(tree[path[-1]]))
+    elif isinstance(tree, list) and how == "swap":
+        other = data.draw(st.integers(0, len(tree) - 1))
+        tree[path[-1]], tree[other] = tree[other], tree[path[-1]]
+    elif isinstance(tree, dict) and how == "add":
+        tree[data.draw(st.sampled_from(["", "x", "gpu0", "a\nb"]))] = data.draw(VALUES)
+
+
+@pytest.mark.fuzz
+@given(st.data())
+def test_fuzz_no_plan_does_worse_than_a_clear_error(data: st.DataObject) -> None:
+    tree = copy.deepcopy(VALID)
+    for _ in range(data.draw(st.integers(1, 3))):
+        mutate(data, tree)
+    try:
+        plan = plans.loads(json.dumps(tree), "plan.json")
+        check_plan(plan, TIED, F32)
+    except PenstockError as error:
+        assert error.exit_code == 2
+        return
+    runs(plan)
+
+
+@pytest.mark.fuzz
+@given(st.data())
+def test_fuzz_a_plan_that_fits_its_own_arenas(data: st.DataObject) -> None:
+    """As above, where the arenas are made to agree, so that more gets past them."""
+    tree = copy.deepcopy(VALID)
+    mutate(data, tree)
+    try:
+        plan = plans.loads(json.dumps(tree), "plan.json")
+        check_plan(plan, TIED, F32)
+    except PenstockError as error:
+        if "is not what the rest" not in error.message:
+            return
+        plan = rebuilt(plan)
+        check_plan(plan, TIED, F32)
+    runs(plan)
