@@ -1,1 +1,0 @@
-"""One file per command: argument parsing and printing only. Nothing heavy is imported before a command runs."""

@@ -1,5 +1,0 @@
-import sys
-
-from penstock.cli.main import main
-
-sys.exit(main())

@@ -1,1 +1,0 @@
-"""Arrays in, arrays out. Kernels know shapes and formats, never plans, tasks or files."""

@@ -1,1 +1,0 @@
-"""Decides where every byte lives and predicts the speed. Pure: no torch, no numpy, no weights."""

@@ -1,1 +1,0 @@
-"""Where planner and runtime meet: engine, sampling, tokenizer, evaluation."""

@@ -1,1 +1,0 @@
-"""What things are: models, machines, requests and plans. Frozen dataclasses, standard library only."""
