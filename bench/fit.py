@@ -48,9 +48,7 @@ def measure(folder: Path, tokens: int) -> dict[str, Any]:
         synth(CONFIG, model, None)
     penstock(cache, "probe")
     flags = ("--max-tokens", tokens, "--ignore-eos")
-    code, run, _ = penstock(
-        cache, "run", model, PROMPT, "--host-memory", LIMIT_BYTES, *flags, limit_bytes=LIMIT_BYTES
-    )
+    code, run, _ = penstock(cache, "run", model, PROMPT, "--host-memory", LIMIT_BYTES, *flags, limit_bytes=LIMIT_BYTES)
     assert code == 0, run
     work = ("--prompt-tokens", run["prompt_tokens"], "--output-tokens", tokens)
     _, planned, _ = penstock(cache, "plan", model, "--host-memory", LIMIT_BYTES, *work)

@@ -21,15 +21,20 @@ from penstock.store.pack import pack
 
 MODEL = Path(penstock.__file__).parent / "assets" / "tale-llama"
 TEXT = Path("../shared/data/wikitext2/wiki.test.raw")
-FORMATS = ("float32", "int8", "int4")
+# (format, whether activations stay float32)
+VARIANTS = {"float32": ("float32", True), "int8": ("int8", False), "int8-exact": ("int8", True),
+            "int4": ("int4", False), "int4-exact": ("int4", True)}  # fmt: skip
 
 
 def measure(model: Path, text: str, folder: Path) -> dict[str, Any]:
-    """Per format: perplexity, its ratio to float32's, KL and agreement with float32."""
+    """Per variant: perplexity, its ratio to float32's, KL and agreement with float32. "-exact" multiplies with float32
+    activations, the others round them to int8, a scale per group."""
     ask = Ask(score=True, context=512, prompt_tokens=512, output_tokens=1)
+    for fmt in {fmt for fmt, _ in VARIANTS.values()}:
+        pack(model, folder / fmt, parse_format(fmt))
     engines = {
-        name: Engine.load(pack(model, folder / name, parse_format(name)), ask, cache=default_cache())
-        for name in FORMATS
+        name: Engine.load(folder / fmt, ask, cache=default_cache(), exact=exact)
+        for name, (fmt, exact) in VARIANTS.items()
     }
     rows: dict[str, Any] = {}
     for name, engine in engines.items():
@@ -38,7 +43,7 @@ def measure(model: Path, text: str, folder: Path) -> dict[str, Any]:
         rows[name] = {"perplexity": found.perplexity, "tokens": found.tokens, "kl": found.kl, "agree": found.agree}
         rows[name]["vs_float32"] = found.perplexity / rows["float32"]["perplexity"] - 1
         kl = "" if found.kl is None else f"  KL {found.kl:.5f}  same best token {found.agree:.2%}"
-        print(f"{name:8} perplexity {found.perplexity:.4f} ({rows[name]['vs_float32']:+.2%}){kl}", flush=True)
+        print(f"{name:11} perplexity {found.perplexity:.4f} ({rows[name]['vs_float32']:+.2%}){kl}", flush=True)
     return rows
 
 

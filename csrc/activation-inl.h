@@ -59,8 +59,8 @@ inline void activate(Activation kind, const float* x, const float* times, float*
             return each([](float v) { return v * sigmoid(1.59576912F * (v + 0.044715F * v * v * v)); }, x, times, out,
                         count);
         case Activation::kGeluQuick: return each([](float v) { return v * sigmoid(1.702F * v); }, x, times, out, count);
-        case Activation::kRelu: return each([](float v) { return v > 0.0F ? v : 0.0F; }, x, times, out, count);
-        case Activation::kRelu2: return each([](float v) { return v > 0.0F ? v * v : 0.0F; }, x, times, out, count);
+        case Activation::kRelu: return each([](float v) { return v < 0.0F ? 0.0F : v; }, x, times, out, count);
+        case Activation::kRelu2: return each([](float v) { return v < 0.0F ? 0.0F : v * v; }, x, times, out, count);
     }
 }
 

@@ -191,9 +191,16 @@ void prepare_group(const float* from, int count, int group, std::int8_t* q, floa
         *sum = total;
         return;
     }
-    float most = 0;
-    for (int i = 0; i < count; ++i) most = std::max(most, std::fabs(from[i]));
-    const float up = most > 0 ? 127.0F / most : 0.0F;
+    // The largest magnitude as bits: floats of one sign order like integers, and NaN is above all of them.
+    std::uint32_t most_bits = 0;
+    for (int i = 0; i < count; ++i) {
+        std::uint32_t bits;
+        std::memcpy(&bits, from + i, 4);
+        most_bits = std::max(most_bits, bits & 0x7fffffffU);
+    }
+    float most;
+    std::memcpy(&most, &most_bits, 4);
+    const float up = most > 0 && most_bits < 0x7f800000U ? 127.0F / most : 0.0F;
     std::int32_t total = 0;
     for (int i = 0; i < count; ++i) {
         // Adding and taking away 1.5 · 2^23 rounds to nearest even, and unlike lrintf is vectorised.
@@ -202,7 +209,7 @@ void prepare_group(const float* from, int count, int group, std::int8_t* q, floa
         total += q[i];
     }
     for (int i = count; i < group; ++i) q[i] = 0;
-    // most / 127 in one rounding; NaN or infinite activations stay visible in the scale.
+    // NaN and infinite activations stay visible in the scale: damaged weights must not pass for zeros.
     *scale = most / 127.0F;
     *sum = *scale * static_cast<float>(total);
 }

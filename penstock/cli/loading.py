@@ -31,7 +31,13 @@ def loaded(folder: Path, ask: Ask, machine: Machine, plan: Plan | None = None) -
 
     with progress() as tell:
         engine = Engine.load(
-            folder, ask, cache=machine.cache_folder, plan=plan, threads=machine.cpu_threads, on_progress=tell
+            folder,
+            ask,
+            cache=machine.cache_folder,
+            plan=plan,
+            threads=machine.threads,
+            exact=machine.exact,
+            on_progress=tell,
         )
     try:
         yield engine

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from penstock.spec.plan import Plan
 
 DEFAULT_MAX_TOKENS = 128
-# The numpy kernels multiply small granules: a second thread gains little, and spins while it waits.
-DEFAULT_THREADS = 1
 _DEVICES = ("auto", "cuda", "none", "emulated")
 _DEVICES_NOW = ("auto", "none")
 
@@ -56,24 +54,23 @@ class Machine:
         Option("--resident", metavar="SIZE", help="At most so many bytes of weights stay in memory; the rest streams."),
     ] = None
     threads: Annotated[
-        int | None, Option("--threads", metavar="N", min=1, max=4096, help=f"CPU threads; default {DEFAULT_THREADS}.")
+        int | None, Option("--threads", metavar="N", min=1, max=4096, help="CPU threads; default all CPUs allowed.")
     ] = None
+    exact: Annotated[
+        bool, Option("--exact", help="Multiply int8 and int4 weights with float32 activations, not with int8 ones.")
+    ] = False
     cache: Annotated[
         str | None,
         Option("--cache", metavar="DIR", help="Packed models and machine files; default ~/.cache/penstock."),
     ] = None
 
-    @property
-    def cpu_threads(self) -> int:
-        return self.threads or DEFAULT_THREADS
-
     def prepare(self) -> None:
-        """Checks the device and tells the libraries their threads. Call it before anything imports numpy."""
+        """Checks the device and quiets numpy. Call it before anything imports numpy."""
         if self.device not in _DEVICES:
             raise BadRequest(f"--device {self.device!r} should be one of {', '.join(_DEVICES)}")
         if self.device not in _DEVICES_NOW:
             raise BadRequest(f"--device {self.device} is not in this version: there are {' and '.join(_DEVICES_NOW)}")
-        set_threads(self.threads)
+        quiet_blas()
 
     @property
     def cache_folder(self) -> Path:
@@ -198,10 +195,10 @@ def read_text(file: str) -> str:
         raise BadRequest(f"{file} is not UTF-8 text") from None
 
 
-def set_threads(threads: int | None) -> None:
-    """numpy's BLAS reads its thread count once, when it is loaded; each thread also costs it work space."""
+def quiet_blas() -> None:
+    """numpy's BLAS starts its threads when it is loaded, and each costs work space; our kernels have their own."""
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[name] = str(threads or DEFAULT_THREADS)
+        os.environ[name] = "1"
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from penstock.cli.options import Json, Weights, as_path, set_threads
+from penstock.cli.options import Json, Weights, as_path, quiet_blas
 from penstock.cli.output import note, print_json, progress
 from penstock.errors import BadRequest
 from penstock.units import format_bytes
@@ -27,7 +27,7 @@ def pack(
         raise BadRequest("pack needs SRC and DST; `penstock pack --verify SRC` checks a packed model")
     if dst is None and weights is not None:
         raise BadRequest("--weights is for packing: name DST too")
-    set_threads(None)
+    quiet_blas()
     from penstock.spec.format import parse_format
     from penstock.store.pack import pack as pack_checkpoint
     from penstock.store.packed import open_packed

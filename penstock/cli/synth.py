@@ -6,7 +6,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from penstock.cli.options import Json, Weights, as_path, set_threads
+from penstock.cli.options import Json, Weights, as_path, quiet_blas
 from penstock.cli.output import note, print_json, progress
 from penstock.units import format_bytes
 
@@ -22,7 +22,7 @@ def synth(
 
     It has a byte tokenizer and serves to measure without a download.
     """
-    set_threads(None)
+    quiet_blas()
     from penstock.spec.format import parse_format
     from penstock.store.packed import open_packed
     from penstock.store.synth import synth as synthesize

@@ -34,6 +34,7 @@ _BOUNDS = {
     "process_bytes": (1, 1 << 40),
 }
 _MOST_RING_BYTES = 1024 * GIB
+_PAGE_TOKENS = 64  # attention walks blocks of so many positions, each within one page
 
 
 def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
@@ -74,6 +75,8 @@ def _check_numbers(plan: Plan) -> None:
         raise _wrong(f"context {plan.context} is more than the model's {plan.target.spec.max_positions} positions")
     if plan.logits_rows < plan.batch_seqs:
         raise _wrong(f"logits_rows {plan.logits_rows} is less than batch_seqs {plan.batch_seqs}")
+    if plan.page_tokens % _PAGE_TOKENS:
+        raise _wrong(f"page_tokens {plan.page_tokens} is no multiple of {_PAGE_TOKENS}")
     if plan.io_block_bytes % PAGE_BYTES:
         raise _wrong(f"io_block_bytes {plan.io_block_bytes} is no multiple of {PAGE_BYTES}")
     for tier, nbytes in plan.ring_bytes.items():

@@ -1,8 +1,8 @@
 """The native kernels behind the op table: shapes made once per part, calls by address. `reference` defines what they
 compute.
 
-`exact` keeps float32 activations. Otherwise integer weights are multiplied with activations rounded to int8, one scale per
-group (docs/LOG.md has what that costs); float weights are always multiplied exactly.
+`exact` keeps float32 activations. Otherwise integer weights are multiplied with activations rounded to int8, one scale
+per group (docs/LOG.md has what that costs); float weights are always multiplied exactly.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def _offset(part: Part, name: str) -> int:
 def ffn_shape(part: Part, layer: Layer) -> _native.FfnShape:
     gate = matrix(part.block("gate")) if part.has("gate") else None
     up, down = matrix(part.block("up")), matrix(part.block("down"))
-    biases = _offset(part, "gate_bias"), _offset(part, "up_bias")
-    return _native.FfnShape(gate, up, down, layer.ffn.activation, *biases)
+    gate_bias, up_bias = _offset(part, "gate_bias"), _offset(part, "up_bias")
+    return _native.FfnShape(gate, up, down, layer.ffn.activation, gate_bias, up_bias)
 
 
 def qkv_shape(part: Part, a: Attention, norm: Norm) -> _native.QkvShape:
     q, k, v = (matrix(part.block(name)) for name in ("q", "k", "v"))
-    biases = (_offset(part, name) for name in ("q_bias", "k_bias", "v_bias"))
-    return _native.QkvShape(q, k, v, *biases, norm.eps, a.rope.dims if a.rope else 0)
+    q_bias, k_bias, v_bias = (_offset(part, name) for name in ("q_bias", "k_bias", "v_bias"))
+    return _native.QkvShape(q, k, v, q_bias, k_bias, v_bias, norm.eps, a.rope.dims if a.rope else 0)
 
 
 def attention_shape(a: Attention, lo: int, hi: int) -> _native.AttentionShape:

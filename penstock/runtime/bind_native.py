@@ -74,13 +74,13 @@ class NativeBinding(Binding):
         layer, batch = int(call.args[0]), _batch(call)
         unit, a = self._plan.units[call.unit], self._spec.layers[layer].attention
         at, norms_part = self._arenas.address, self._parts[f"{layer}.norms"]
-        vectors = [at(norms) + norms_part.block(n).offset if a.qk_norm else 0 for n in ("q_norm", "k_norm")]
+        q_norm, k_norm = (at(norms) + norms_part.block(n).offset if a.qk_norm else 0 for n in ("q_norm", "k_norm"))
         turn = self._turn(layer, batch)
-        angles = [int(table.ctypes.data) for table in turn] if turn is not None else [0, 0]
+        cos, sin = (int(table.ctypes.data) for table in turn) if turn is not None else (0, 0)
         sequences = self._sequence_table(batch)
         self._compute.qkv(
             at(weights), unit.hi - unit.lo, self._parts[unit.part].granule_bytes, self._qkv_shapes[layer],
-            self._attention_of(call.unit, layer), at(h), batch.total_rows, *vectors, *angles,
+            self._attention_of(call.unit, layer), at(h), batch.total_rows, q_norm, k_norm, cos, sin,
             int(sequences.ctypes.data), len(sequences), self._cache(layer, batch), at(keys), at(values), at(q),
             self._exact, at(scratch), scratch.nbytes,
         )  # fmt: skip
@@ -133,8 +133,9 @@ class NativeBinding(Binding):
         """int32 [sequences, 3]: first page (counted as in `_pool`), start, rows."""
         if batch not in self._sequences:
             per_seq, first = self._layout.pages_per_seq, min(batch.seqs)
-            rows = [((s - first) * per_seq, start, n) for s, start, n in zip(batch.seqs, batch.start, batch.rows, strict=True)]
+            rows = [
+                ((s - first) * per_seq, start, n)
+                for s, start, n in zip(batch.seqs, batch.start, batch.rows, strict=True)
+            ]
             self._sequences[batch] = np.array(rows, np.int32)
         return self._sequences[batch]
-
-

@@ -26,10 +26,10 @@ from penstock.errors import BadRequest, PenstockError, StorageFailed
 from penstock.graph import passes
 from penstock.graph.arenas import Layout
 from penstock.graph.lower import Lowering
-from penstock.kernels.reference.matrix import Scratch, multiply
+from penstock.kernels import cpu
 from penstock.runtime import host
 from penstock.runtime.arena import Arenas
-from penstock.runtime.bind import Binding
+from penstock.runtime.bind_native import Native, NativeBinding, native
 from penstock.spec import machine as machines
 from penstock.spec.format import DEFAULT_GROUP, Format
 from penstock.spec.machine import MachineSpec, Rate, Tier
@@ -41,8 +41,8 @@ from penstock.units import MIB
 _RAM_BYTES = 128 * MIB  # four times a large L3 cache; less where memory is short
 _DISK_BYTES = 128 * MIB
 _READ_BYTES = 8 * MIB
-_COLS, _ROWS, _BLOCKS = 2048, 64, 16  # a product over 16 granule-sized blocks, as the ops do it
-_MANY_ROWS = 128
+_COLS, _ROWS = 2048, 64  # a block of a granule
+_MANY_ROWS, _MANY_BLOCKS = 64, 16
 PRODUCTS = ("qkv", "out", "ffn", "head")
 FORMATS = ("float32", "bfloat16", "float16", "int8", "int4")
 
@@ -88,12 +88,13 @@ def probe(disk_folder: Path) -> MachineSpec:
     threadpool_limits(1, user_api="blas")  # as a session does
     threads = host.usable_cpus()
     ram_s_per_byte = _ram_s_per_byte(threads)
-    overheads = _overheads()
+    kernels = native(None, threads, exact=False)
+    overheads = _overheads(kernels)
     rates = [Rate("host", op, "*", seconds, ram_s_per_byte) for op, seconds in overheads.items()]
     rates.append(Rate("host", "*", "*", min(overheads.values()), ram_s_per_byte))
     for kind in FORMATS:
         fmt = Format(kind, DEFAULT_GROUP if kind.startswith("int") else 0)
-        s_per_byte, s_per_flop = _product_s(fmt)
+        s_per_byte, s_per_flop = _product_s(fmt, kernels)
         rates += [Rate("host", op, kind, overheads[op], s_per_byte, s_per_flop) for op in PRODUCTS]
     rates.append(_disk_rate(disk_folder))
     found = MachineSpec(
@@ -123,25 +124,31 @@ def _ram_s_per_byte(threads: int) -> float:
     return seconds / nbytes
 
 
-def _product_s(fmt: Format) -> tuple[float, float]:
-    """Few rows give seconds per byte of weights, many rows seconds per flop."""
-    block = Block("up", _ROWS, _COLS, fmt, 0, tiled=True)
-    weights = np.zeros((_BLOCKS, block.nbytes), np.uint8)
-    memory = np.zeros(16 * MIB, np.uint8)
+def _product_s(fmt: Format, kernels: Native) -> tuple[float, float]:
+    """Few rows give seconds per byte of weights, from memory that no cache holds; many rows seconds per flop."""
+    block = Block("up", _ROWS, _COLS, fmt, 0)
+    few, many = max(1, _RAM_BYTES // block.nbytes), _MANY_BLOCKS
+    weights = _native.Memory(few * block.nbytes, True)
+    weights.populate()
+    scratch = _native.Memory(16 * MIB, True)
+    m = cpu.matrix(block)
     best = []
-    for rows in (1, _MANY_ROWS):
-        x, out = np.zeros((rows, _COLS), np.float32), np.zeros((rows, _ROWS), np.float32)
+    for rows, blocks in ((1, few), (_MANY_ROWS, many)):
+        x, out = np.ones((rows, _COLS), np.float32), np.zeros((rows, blocks * _ROWS), np.float32)
         times = []
         for _ in range(3):
             start_s = time.perf_counter()
-            for granule in weights:
-                multiply(x, granule, block, out, Scratch(memory))
+            kernels.compute.project(
+                weights.address, blocks, block.nbytes, m, int(x.ctypes.data), _COLS, rows, int(out.ctypes.data),
+                blocks * _ROWS, blocks * _ROWS, kernels.exact, scratch.address, scratch.nbytes,
+            )  # fmt: skip
             times.append(time.perf_counter() - start_s)
         best.append(min(times))
-    return best[0] / weights.nbytes, best[1] / (2 * _MANY_ROWS * _ROWS * _COLS * _BLOCKS)
+    weights.close()
+    return best[0] / (few * block.nbytes), best[1] / (2 * _MANY_ROWS * _ROWS * _COLS * many)
 
 
-def _overheads() -> dict[str, float]:
+def _overheads(kernels: Native) -> dict[str, float]:
     """Seconds that a call of each op takes on a layer so small that bytes and flops hardly count."""
     layer = Layer(Attention(8, 4, 32, 32**-0.5, rope=Rope(1e4, 32)), Ffn(704, "silu", gated=True))
     spec = ModelSpec("llama", "float32", 4096, 256, 256, 512, (layer,), Norm("rms", 1e-5), True, True)
@@ -155,7 +162,7 @@ def _overheads() -> dict[str, float]:
         ring_bytes={}, io_block_bytes=_READ_BYTES, process_bytes=1,
     )  # fmt: skip
     plan = replace(plan, arenas=Layout(plan).arenas())
-    binding = Binding(plan, Arenas(plan), None)
+    binding = NativeBinding(plan, Arenas(plan), None, kernels)
     times: dict[str, list[float]] = {}
     lowering = Lowering(plan)
     for position in (64, 64, 64, 64, 64):

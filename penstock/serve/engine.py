@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,13 @@ class Engine:
         cache: Path | None = None,
         plan: Plan | None = None,
         threads: int | None = None,
+        kernels: str | None = None,
+        exact: bool = False,
         serial: bool = False,
         on_progress: Progress | None = None,
     ) -> Engine:
-        """Plans (or takes `plan`), then loads. Raises DoesNotFit before anything is loaded, and BadRequest
-        for a `plan` that makes no sense or is for another model."""
+        """Plans (or takes `plan`), then loads; `threads` to `serial` are a Session's. Raises DoesNotFit before
+        anything is loaded, and BadRequest for a `plan` that makes no sense or is for another model."""
         packed = open_packed(folder)
         _check_limit(ask)
         if plan is not None:
@@ -67,9 +69,16 @@ class Engine:
         else:
             _check_room(plan, ask, machine, packed.spec)
             solved = Solved(plan, predict(plan, settle_context(ask, packed.spec), machine), ("as given",))
-        return cls(
-            packed, solved, Session(packed, solved.plan, threads=threads, serial=serial, on_progress=on_progress)
+        session = Session(
+            packed,
+            solved.plan,
+            threads=threads,
+            kernels=kernels,
+            exact=exact,
+            serial=serial,
+            on_progress=on_progress,
         )
+        return cls(packed, replace(solved, reasons=(*solved.reasons, session.kernels)), session)
 
     @property
     def tokenizer(self) -> Tokenizer:

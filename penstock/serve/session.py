@@ -14,8 +14,8 @@ from penstock.errors import BadRequest, PenstockError
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass, Task, ring_bytes
 from penstock.graph.timeline import Timeline
-from penstock.runtime.arena import Arenas
 from penstock.runtime import host
+from penstock.runtime.arena import Arenas
 from penstock.runtime.bind import Binding
 from penstock.runtime.bind_native import NativeBinding, native
 from penstock.runtime.execute import Executor
@@ -29,8 +29,8 @@ Progress = Callable[[str, int, int], None]
 class Session:
     """Steps passes of one plan over one packed model.
 
-    `kernels`: avx512, avx2, portable or reference (numpy); None is the best here, and `kernels` says why. `exact`: integer
-    weights times float32 activations instead of int8 ones.
+    `kernels`: avx512, avx2, portable or reference (numpy); None is the best here, and the attribute says why.
+    `exact`: integer weights times float32 activations instead of int8 ones.
     `serial`: one task at a time (the oracle). `poisoned`: ring slots are filled with NaN before each load.
     """
 

@@ -195,7 +195,8 @@ def with_nan(folder: Path, key: str, block: str) -> None:
     found = model.parts[key].block(block)
     path, offset, _ = model.locate(key, 0, 1)
     with path.open("r+b") as stream:
-        stream.seek(offset + found.offset + found.rows * found.format.code_row_bytes(found.cols))
+        # Behind the codes of the first tile and group.
+        stream.seek(offset + found.offset + 16 * found.format.group * found.format.bits // 8)
         stream.write((0x7E00).to_bytes(2, "little") * found.rows)
 
 

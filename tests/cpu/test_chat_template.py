@@ -43,7 +43,8 @@ Today: {{ date_string }}, system: {{ ns.found }}
 {% endif %}
 """
 
-GEMMA = """{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+GEMMA = """{{ bos_token }}\
+{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
 {% for message in messages %}
     {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
         {{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}

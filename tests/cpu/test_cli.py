@@ -185,9 +185,9 @@ def test_full_disk_behind_stdout():
 
 def test_flags_become_an_ask():
     machine = options.Machine(host_memory="1GiB", resident="10MiB", device_memory="2g")
-    ask = options.Work(batch=3, context=99, objective="throughput", kv="int8").ask(machine, prompt_tokens=5)
+    ask = options.Work(batch=3, context=99, objective="throughput", kv="bfloat16").ask(machine, prompt_tokens=5)
     assert (ask.host_memory_bytes, ask.resident_bytes, ask.device_memory_bytes) == (2**30, 10 * 2**20, 2**31)
-    assert (ask.batch, ask.context, ask.objective, ask.kv, ask.prompt_tokens) == (3, 99, "throughput", "int8", 5)
+    assert (ask.batch, ask.context, ask.objective, ask.kv, ask.prompt_tokens) == (3, 99, "throughput", "bfloat16", 5)
     assert options.Work(prompt_tokens=7).ask(machine, prompt_tokens=5).prompt_tokens == 7
 
 
@@ -199,13 +199,11 @@ def test_longest_answer():
     assert (params.stop, params.seed, params.greedy) == (("a", "b"), 0, True)
 
 
-def test_threads_reach_the_libraries(monkeypatch):
-    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
-        monkeypatch.setenv(name, "77")
-    options.set_threads(3)
-    assert os.environ["OPENBLAS_NUM_THREADS"] == os.environ["OMP_NUM_THREADS"] == "3"
-    options.set_threads(None)
-    assert os.environ["OPENBLAS_NUM_THREADS"] == str(options.DEFAULT_THREADS)
+def test_numpy_is_quiet(monkeypatch):
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    options.quiet_blas()
+    assert os.environ["OPENBLAS_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "1"
 
 
 def test_text_files(tmp_path):

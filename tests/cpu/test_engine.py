@@ -113,7 +113,7 @@ def test_a_batch_of_stories(stories: Path) -> None:
     assert answers[0].text == expected[0].text and answers[0].text.startswith(", there was")
 
 
-@pytest.mark.parametrize(("page", "block", "chunk"), [(7, 4096, 3), (1, 8192, 64), (100, 1 << 20, 1)])
+@pytest.mark.parametrize(("page", "block", "chunk"), [(64, 4096, 3), (192, 8192, 64), (320, 1 << 20, 1)])
 def test_a_plan_with_odd_numbers_gives_the_same_answer(page: int, block: int, chunk: int, made: Any) -> None:
     folder = made("gemma2", "float32")
     prompt = np.random.default_rng(3).integers(0, 256, 30).tolist()

@@ -3,6 +3,8 @@ same bits whatever shares a call."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -67,7 +69,14 @@ def test_project(
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@given(st.sampled_from(FORMATS), st.integers(1, 5), st.integers(1, 40), st.integers(1, 100), st.integers(1, 19), st.booleans())
+@given(
+    st.sampled_from(FORMATS),
+    st.integers(1, 5),
+    st.integers(1, 40),
+    st.integers(1, 100),
+    st.integers(1, 19),
+    st.booleans(),
+)
 def test_accumulate_has_the_same_bits_however_it_is_cut(
     isa: str, name: str, granules: int, rows: int, cols: int, t: int, exact: bool
 ) -> None:
@@ -79,7 +88,7 @@ def test_accumulate_has_the_same_bits_however_it_is_cut(
 
     def run(x: np.ndarray, cuts: list[int], threads: int) -> np.ndarray:
         total = np.full((len(x), rows), np.nan, np.float32)
-        for lo, hi in zip(cuts, cuts[1:], strict=False):
+        for lo, hi in pairwise(cuts):
             COMPUTE[isa, threads].accumulate(
                 address(weights[lo]), hi - lo, weights.shape[1], m, address(x) + 4 * lo * cols, x.shape[1], len(x),
                 address(total), lo == 0, exact, address(SCRATCH), SCRATCH.nbytes,
@@ -140,6 +149,26 @@ def test_ffn(isa: str, activation: str, gated: bool, name: str) -> None:
     assert np.abs(results[0] - want).max() <= 3e-5 * np.abs(want).max()
     assert np.array_equal(results[0], results[1])
     assert np.abs(results[2] - want).max() <= 0.03 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("activation", ["silu", "relu"])
+def test_damage_stays_visible(isa: str, bad: float, activation: str) -> None:
+    """NaN or infinity among the activations never comes out as a number that looks right."""
+    fmt = parse_format("int4")
+    weights, _ = encoded(np.ones((2, 64, 64), np.float32), fmt, 2)
+    x = np.ones((1, 64), np.float32)
+    x[0, 5] = bad
+    down = _native.Matrix(64, 64, "int4", 64, 0)
+    shape = _native.FfnShape(None, down, down, activation, 0, 0)
+    for exact in (True, False):
+        out = np.zeros((1, 64), np.float32)
+        COMPUTE[isa, 1].ffn(
+            address(weights), 2, weights.shape[1], shape, address(x), 1, address(out), True, exact, address(SCRATCH),
+            SCRATCH.nbytes,
+        )  # fmt: skip
+        assert not np.isfinite(out).any()
 
 
 def test_a_scratch_that_is_too_small_is_refused() -> None:
