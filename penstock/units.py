@@ -32,7 +32,7 @@ def parse_bytes(text: str, what: str = "size") -> int:
 
     Raises BadRequest where the text is no size or is negative.
     """
-    match = re.fullmatch(r"\s*([0-9]{1,15})(\.[0-9]{1,15})?\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,19})(\.[0-9]{1,19})?\s*([a-zA-Z]*)\s*", text)
     if match is None or match[3].lower() not in _FACTORS:
         shown = text if len(text) <= 40 else text[:37] + "..."
         raise BadRequest(f"{what} {shown!r} is not a size: write it like 6GiB, 1500MiB or 12GB")

@@ -69,7 +69,7 @@ def _digest(path: Path) -> str:
     files = sorted(path.glob("*.safetensors")) + [path / "config.json"]
     stamps = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
     told = repr((manifests.VERSION, str(path.resolve()), stamps))
-    return hashlib.sha256(told.encode("utf-8", "surrogateescape")).hexdigest()[:12]
+    return hashlib.sha256(told.encode()).hexdigest()[:12]
 
 
 def _named(on_progress: Progress | None) -> Callable[[int, int, str], None] | None:

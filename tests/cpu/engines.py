@@ -22,7 +22,7 @@ from tests.plans import make_plan
 
 STORIES = ROOT.parent / "shared" / "models" / "stories-260k"
 needs_stories = pytest.mark.skipif(not STORIES.is_dir(), reason="the model stories-260k is not on this machine")
-GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
 def make_model(folder: Path, name: str, weights: str) -> Path:
@@ -39,12 +39,12 @@ def load(folder: Path, plan: Plan | None = None, **ask: Any) -> Any:
     return closing(Engine.load(folder, Ask(**ask), machine=MACHINE, plan=plan))
 
 
-def streaming(packed: Packed, keep: Sequence[str] = ("norms", "edges"), **fields: Any) -> Plan:
-    """Units of one granule; all but the kinds in `keep` on disk."""
+def streaming(packed: Packed, keep: Sequence[str] = ("norms", "edges"), ring: int = 3, **fields: Any) -> Plan:
+    """Units of one granule; all but the kinds in `keep` on disk. `ring`: how many of the largest it holds."""
     units = [
         Unit(part.key, lo, lo + 1, "host" if part.kind in keep else "disk0", "host", "host")
         for part in packed.parts.values()
         for lo in range(part.granules)
     ]
-    ring = 3 * max(part.granule_bytes for part in packed.parts.values())
-    return make_plan(packed.spec, packed.weights, units, ring_bytes={"host": ring}, **fields)
+    ring_bytes = {"host": ring * max(part.granule_bytes for part in packed.parts.values())}
+    return make_plan(packed.spec, packed.weights, units, ring_bytes=ring_bytes, **fields)

@@ -174,9 +174,11 @@ def test_no_streams_at_all(cache: Path, model: Path) -> None:
 
 
 def stopped(child: subprocess.Popen[bytes]) -> None:
+    """130, also as a shell sees it: Python ends by the signal itself where it met it inside an `exec`, as
+    dataclasses and named tuples do while a module is imported."""
     _, err = child.communicate(timeout=60)
-    assert (child.returncode, err.splitlines()[-1]) == (130, b"penstock: stopped"), err
-    assert b"Traceback" not in err
+    assert child.returncode in (130, -signal.SIGINT), err
+    assert err.splitlines()[-1] == b"penstock: stopped" and b"Traceback" not in err
 
 
 def test_ctrl_c_while_packing(tmp_path: Path) -> None:
@@ -201,8 +203,7 @@ def test_ctrl_c_while_running(wait_s: float, cache: Path, model: Path) -> None:
     assert child.stderr is not None and child.stderr.readline().startswith(b"penstock: this model has no chat")
     time.sleep(wait_s)
     child.send_signal(signal.SIGINT)
-    _, err = child.communicate(timeout=60)
-    assert (child.returncode, err) == (130, b"penstock: stopped\n")
+    stopped(child)
 
 
 @pytest.mark.parametrize(

@@ -185,9 +185,9 @@ def test_full_disk_behind_stdout():
 
 def test_flags_become_an_ask():
     machine = options.Machine(host_memory="1GiB", resident="10MiB", device_memory="2g")
-    ask = options.Work(batch=3, context=99, objective="throughput", kv="bfloat16").ask(machine, prompt_tokens=5)
+    ask = options.Work(batch=3, context=99, objective="throughput", kv="float16").ask(machine, prompt_tokens=5)
     assert (ask.host_memory_bytes, ask.resident_bytes, ask.device_memory_bytes) == (2**30, 10 * 2**20, 2**31)
-    assert (ask.batch, ask.context, ask.objective, ask.kv, ask.prompt_tokens) == (3, 99, "throughput", "bfloat16", 5)
+    assert (ask.batch, ask.context, ask.objective, ask.kv, ask.prompt_tokens) == (3, 99, "throughput", "float16", 5)
     assert options.Work(prompt_tokens=7).ask(machine, prompt_tokens=5).prompt_tokens == 7
 
 

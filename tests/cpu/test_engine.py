@@ -165,13 +165,13 @@ def test_end_of_text(stories: Path, tmp_path: Path) -> None:
         eos = whole.token_ids[6]
         at = whole.token_ids.index(eos)
         text = engine.tokenizer.decode(whole.token_ids[:at])
-    assert (whole.finish_reason, whole.output_tokens) == ("length", 24)
+    assert (whole.finish_reason, whole.output_tokens) == ("length", 12)
     for given in (eos, [511, eos]):
         with load(with_eos(stories, tmp_path / str(given), given)) as engine:
-            (answer,) = engine.generate([ids], SamplingParams(max_tokens=24))
+            (answer,) = engine.generate([ids], SamplingParams(max_tokens=12))
             assert answer.token_ids == whole.token_ids[: at + 1]
             assert (answer.finish_reason, answer.text) == ("stop", text)
-            assert "".join(engine.stream(ids, SamplingParams(max_tokens=24))) == text
+            assert "".join(engine.stream(ids, SamplingParams(max_tokens=12))) == text
             # The last token that may come is an end of text as well.
             (last,) = engine.generate([ids], SamplingParams(max_tokens=at + 1))
             assert (last.finish_reason, last.text) == ("stop", text)
@@ -186,13 +186,13 @@ def test_stop_strings(stories: Path) -> None:
         whole = engine.generate([ids], GREEDY)[0].text
         middle = whole[7:10]  # across tokens
         for stop in ((middle,), ("never to be seen", whole[20:22], middle), (whole[:1],), (whole[-1:],)):
-            params = SamplingParams(max_tokens=24, ignore_eos=True, stop=stop)
+            params = SamplingParams(max_tokens=12, ignore_eos=True, stop=stop)
             (answer,) = engine.generate([ids], params)
             first = min((whole.find(s) + len(s), whole.find(s)) for s in stop if s in whole)[1]
             assert (answer.text, answer.finish_reason) == (whole[:first], "stop")
             assert "".join(engine.stream(ids, params)) == answer.text
             assert engine.last is not None and engine.last.text == answer.text
-        (answer,) = engine.generate([ids], SamplingParams(max_tokens=24, ignore_eos=True, stop=(whole + "x",)))
+        (answer,) = engine.generate([ids], SamplingParams(max_tokens=12, ignore_eos=True, stop=(whole + "x",)))
         assert (answer.text, answer.finish_reason) == (whole, "length")
 
 
@@ -223,13 +223,13 @@ def test_ids_that_are_none(ids: list[Any], made: Any) -> None:
         with pytest.raises(BadRequest):
             engine.generate([[1, 2], ids], GREEDY)
         assert engine.generate([], GREEDY) == []
-        assert len(engine.generate_ids(np.array([1, 2], np.int64), GREEDY)) == 24
+        assert len(engine.generate_ids(np.array([1, 2], np.int64), GREEDY)) == 12
 
 
 # --- text and chance -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_pieces_add_up_to_the_text(seed: int, made: Any) -> None:
     """Random bytes: half characters, control tokens, and stop strings of one letter."""
     stop = ("e",) if seed % 2 else ()
