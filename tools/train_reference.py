@@ -239,8 +239,8 @@ The unigram model knows how often each token occurs in the training text, with o
 rate {rate:g} after {warmup} steps of warm-up, falling along a cosine to {final:.0%} of it, weight decay {decay:g},
 gradients clipped to norm 1, bfloat16 autocast, seed {seed}; torch {torch}. Training took {minutes:.0f} minutes by the
 clock and {cpu_minutes:.0f} minutes of processor time on {device}; its fastest stretch ran at {fastest:.0f} tokens/s, at
-which the whole takes {best_minutes:.0f} minutes. The same torch on the same machine gives the same weights again;
-another machine rounds otherwise and ends near the same loss.
+which the whole takes {best_minutes:.0f} minutes on cores of its own. The same torch on the same machine gives the same
+weights again; another machine rounds otherwise and ends near the same loss.
 
 ## Data and licence
 

@@ -1,5 +1,5 @@
 import sys
 
-from penstock.cli.main import main
+from penstock.cli.entry import main
 
 sys.exit(main())
