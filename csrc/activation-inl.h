@@ -51,16 +51,20 @@ inline void each(Function f, const float* x, const float* times, float* out, int
 // out = act(x), times `times` where given. `out` may be `x` or `times`.
 inline void activate(Activation kind, const float* x, const float* times, float* out, int count) {
     switch (kind) {
-        case Activation::kSilu: return each([](float v) { return v * sigmoid(v); }, x, times, out, count);
+        case Activation::kSilu:
+            return each([](float v) { return v * sigmoid(v); }, x, times, out, count);
         case Activation::kGelu:
             return each([](float v) { return 0.5F * v * (1.0F + erf_of(v * 0.70710678F)); }, x, times, out, count);
         case Activation::kGeluTanh:
             // tanh(u) = 2 sigmoid(2u) - 1, so 0.5 v (1 + tanh u) = v sigmoid(2u).
             return each([](float v) { return v * sigmoid(1.59576912F * (v + 0.044715F * v * v * v)); }, x, times, out,
                         count);
-        case Activation::kGeluQuick: return each([](float v) { return v * sigmoid(1.702F * v); }, x, times, out, count);
-        case Activation::kRelu: return each([](float v) { return v < 0.0F ? 0.0F : v; }, x, times, out, count);
-        case Activation::kRelu2: return each([](float v) { return v < 0.0F ? 0.0F : v * v; }, x, times, out, count);
+        case Activation::kGeluQuick:
+            return each([](float v) { return v * sigmoid(1.702F * v); }, x, times, out, count);
+        case Activation::kRelu:
+            return each([](float v) { return v < 0.0F ? 0.0F : v; }, x, times, out, count);
+        case Activation::kRelu2:
+            return each([](float v) { return v < 0.0F ? 0.0F : v * v; }, x, times, out, count);
     }
 }
 

@@ -12,7 +12,8 @@ constexpr int kQueryRows = 8;  // rows of a prefill chunk that share a converted
 
 inline int up16(int n) { return (n + 15) / 16 * 16; }
 
-// Elements of the cache to float32, `count` of them, the rest of 16 zero. `from` has room for whole vectors only inside.
+// Elements of the cache to float32, `count` of them, the rest of 16 zero. `from` has room for whole vectors only
+// inside.
 inline void widen_row(const std::uint8_t* from, Kind kind, int count, float* to) {
     int i = 0;
     for (; i + 16 <= count; i += 16) {
@@ -81,7 +82,8 @@ bool qkv(Pool& pool, const Granules& weights, const QkvShape& shape, const Atten
     if (kv == nullptr) return false;
     float* const made[2] = {kv, kv + std::ptrdiff_t(t) * heads * e};
     float* const q_out = q + std::ptrdiff_t(a.lo) * group * e;
-    pool.run([&](const Team& team) {
+    const std::size_t bytes = bytes_of(shape.q) + bytes_of(shape.k) + bytes_of(shape.v);
+    pool.run(cost_of(weights, bytes, t), [&](const Team& team) {
         input.fill(team, shape.q, h, shape.q.cols, 1, t);
         if (shape.q.quantised()) team.barrier();
         const Matrix* const blocks[3] = {&shape.q, &shape.k, &shape.v};
@@ -93,8 +95,8 @@ bool qkv(Pool& pool, const Granules& weights, const QkvShape& shape, const Atten
             const int tile = which == 0 ? at : at - q_tiles - (which - 1) * kv_tiles;
             const Matrix& m = *blocks[which];
             const int row0 = tile * kTileRows, count = std::min(kTileRows, m.rows - row0);
-            const std::uint8_t* p = weights.data + std::size_t(head) * weights.stride + m.offset +
-                                    std::size_t(tile) * m.tile_bytes();
+            const std::uint8_t* p =
+                weights.data + std::size_t(head) * weights.stride + m.offset + std::size_t(tile) * m.tile_bytes();
             tile_rows(m, p, input.rows, t, [&](int row, F y) {
                 float* to = which == 0 ? q_out + row * q_stride + std::ptrdiff_t(head) * m.rows
                                        : made[which - 1] + (std::ptrdiff_t(row) * heads + head) * e;
@@ -211,7 +213,8 @@ void attend_head(const AttentionShape& a, const KvCache& cache, int first_page, 
             float* to = sums + i * e16;
             for (int c = 0; c < e16; c += 16) {
                 F sum = f_mul(f_load(to + c), f_set(shrink));
-                for (int token = 0; token < count; ++token) sum = f_fma(f_set(s[token]), f_load(v + token * e16 + c), sum);
+                for (int token = 0; token < count; ++token)
+                    sum = f_fma(f_set(s[token]), f_load(v + token * e16 + c), sum);
                 f_store(to + c, sum);
             }
         }
@@ -229,8 +232,8 @@ bool attend(Pool& pool, const AttentionShape& a, const Sequence* sequences, int 
     int longest = 1, items = 0;
     for (int s = 0; s < sequence_count; ++s) longest = std::max(longest, sequences[s].rows);
     const int rows_at_once = std::min(longest, kQueryRows), queries = group * rows_at_once;
-    const std::size_t each = std::size_t(2 * queries + 2 * kBlockTokens) * std::size_t(e16) +
-                             std::size_t(queries) * (kBlockTokens + 2);
+    const std::size_t each =
+        std::size_t(2 * queries + 2 * kBlockTokens) * std::size_t(e16) + std::size_t(queries) * (kBlockTokens + 2);
     const std::size_t share = (each + 15) / 16 * 16;
     // With many heads of many queries the scratch may not hold a share for every thread: then fewer work.
     const int usable = std::min(pool.threads(), static_cast<int>(scratch.nbytes / (share * sizeof(float))));
@@ -238,8 +241,15 @@ bool attend(Pool& pool, const AttentionShape& a, const Sequence* sequences, int 
     auto* memory = take<float>(scratch, share * std::size_t(usable));
     const int heads = a.hi - a.lo;
     for (int s = 0; s < sequence_count; ++s) items += (sequences[s].rows + rows_at_once - 1) / rows_at_once * heads;
-    std::atomic<int> next{0};  // causal rows cost unequally: whoever is free takes the next; results do not depend on it
-    pool.run([&](const Team& team) {
+    std::atomic<int> next{
+        0};  // causal rows cost unequally: whoever is free takes the next; results do not depend on it
+    std::size_t cost = 0;
+    for (int s = 0; s < sequence_count; ++s) {
+        const int seen = sequences[s].start + sequences[s].rows;
+        cost += std::size_t(2 * heads) * std::size_t(seen) * std::size_t(a.head_dim) * cache.item_bytes() *
+                std::size_t((sequences[s].rows + 3) / 4);
+    }
+    pool.run(cost, [&](const Team& team) {
         if (team.id() >= usable) return;
         float* mine = memory + std::ptrdiff_t(share) * team.id();
         for (int item = next.fetch_add(1, std::memory_order_relaxed); item < items;
@@ -254,7 +264,8 @@ bool attend(Pool& pool, const AttentionShape& a, const Sequence* sequences, int 
             const int head = a.lo + left % heads, row = left / heads * rows_at_once;
             const int rows = std::min(rows_at_once, sequences[s].rows - row);
             const std::ptrdiff_t at = std::ptrdiff_t(before + row) * a.heads * a.head_dim;
-            attend_head(a, cache, sequences[s].first_page, head, sequences[s].start + row, rows, q + at, out + at, mine);
+            attend_head(a, cache, sequences[s].first_page, head, sequences[s].start + row, rows, q + at, out + at,
+                        mine);
         }
     });
     return true;

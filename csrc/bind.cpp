@@ -151,8 +151,9 @@ Matrix make_matrix(int rows, int cols, const std::string& kind, int group, std::
 FfnShape make_ffn(std::optional<Matrix> gate, const Matrix& up, const Matrix& down, const std::string& activation,
                   std::size_t gate_bias, std::size_t up_bias) {
     static const std::map<std::string, Activation> activations{
-        {"silu", Activation::kSilu},           {"gelu", Activation::kGelu}, {"gelu_tanh", Activation::kGeluTanh},
-        {"gelu_quick", Activation::kGeluQuick}, {"relu", Activation::kRelu}, {"relu2", Activation::kRelu2}};
+        {"silu", Activation::kSilu},          {"gelu", Activation::kGelu},
+        {"gelu_tanh", Activation::kGeluTanh}, {"gelu_quick", Activation::kGeluQuick},
+        {"relu", Activation::kRelu},          {"relu2", Activation::kRelu2}};
     // A granule's neurons come in whole tiles, so a tile's outputs never run into its neighbour's.
     if (up.rows % kTileRows != 0 || down.cols != up.rows) throw nb::value_error("neurons must be whole tiles");
     return {gate.value_or(Matrix{}), up, down, gate_bias, up_bias, named(activations, activation)};
@@ -200,8 +201,12 @@ struct CacheShape {
     Kind kind;
     int kv_heads, page_tokens, head_dim;
     KvCache at(std::uintptr_t keys, std::uintptr_t values) const {
-        return {reinterpret_cast<std::uint8_t*>(keys), reinterpret_cast<std::uint8_t*>(values), kind, kv_heads,
-                page_tokens, head_dim};
+        return {reinterpret_cast<std::uint8_t*>(keys),
+                reinterpret_cast<std::uint8_t*>(values),
+                kind,
+                kv_heads,
+                page_tokens,
+                head_dim};
     }
 };
 
@@ -227,8 +232,8 @@ void py_qkv(Compute& self, std::uintptr_t weights, int count, std::size_t stride
 }
 
 void py_attend(Compute& self, const AttentionShape& a, std::uintptr_t sequences, int sequence_count,
-               const CacheShape& cache, std::uintptr_t keys, std::uintptr_t values, std::uintptr_t q, std::uintptr_t out,
-               std::uintptr_t scratch, std::size_t scratch_bytes) {
+               const CacheShape& cache, std::uintptr_t keys, std::uintptr_t values, std::uintptr_t q,
+               std::uintptr_t out, std::uintptr_t scratch, std::size_t scratch_bytes) {
     nb::gil_scoped_release release;
     need_scratch(self.kernels->attend(*self.pool, a, at<const Sequence>(sequences), sequence_count,
                                       cache.at(keys, values), at<const float>(q), at<float>(out),
@@ -268,40 +273,41 @@ NB_MODULE(_native, m) {
     m.def("ram_read_s", &py_ram_read_s, "address"_a, "nbytes"_a, "threads"_a, "repeats"_a);
 
     nb::class_<Matrix>(m, "Matrix")
-        .def("__init__",
-             [](Matrix* self, int rows, int cols, const std::string& kind, int group, std::size_t offset) {
-                 new (self) Matrix(make_matrix(rows, cols, kind, group, offset));
-             },
-             "rows"_a, "cols"_a, "kind"_a, "group"_a, "offset"_a)
+        .def(
+            "__init__",
+            [](Matrix* self, int rows, int cols, const std::string& kind, int group, std::size_t offset) {
+                new (self) Matrix(make_matrix(rows, cols, kind, group, offset));
+            },
+            "rows"_a, "cols"_a, "kind"_a, "group"_a, "offset"_a)
         .def_prop_ro("tile_bytes", &Matrix::tile_bytes)
         .def_prop_ro("tiles", &Matrix::tiles);
     nb::class_<FfnShape>(m, "FfnShape")
-        .def("__init__",
-             [](FfnShape* self, std::optional<Matrix> gate, const Matrix& up, const Matrix& down,
-                const std::string& activation, std::size_t gate_bias, std::size_t up_bias) {
-                 new (self) FfnShape(make_ffn(gate, up, down, activation, gate_bias, up_bias));
-             },
-             "gate"_a.none(), "up"_a, "down"_a, "activation"_a, "gate_bias"_a, "up_bias"_a);
+        .def(
+            "__init__",
+            [](FfnShape* self, std::optional<Matrix> gate, const Matrix& up, const Matrix& down,
+               const std::string& activation, std::size_t gate_bias,
+               std::size_t up_bias) { new (self) FfnShape(make_ffn(gate, up, down, activation, gate_bias, up_bias)); },
+            "gate"_a.none(), "up"_a, "down"_a, "activation"_a, "gate_bias"_a, "up_bias"_a);
     nb::class_<QkvShape>(m, "QkvShape")
-        .def("__init__",
-             [](QkvShape* self, const Matrix& q, const Matrix& k, const Matrix& v, std::size_t q_bias,
-                std::size_t k_bias, std::size_t v_bias, float norm_eps, int rope_dims) {
-                 new (self) QkvShape{q, k, v, q_bias, k_bias, v_bias, norm_eps, rope_dims};
-             },
-             "q"_a, "k"_a, "v"_a, "q_bias"_a, "k_bias"_a, "v_bias"_a, "norm_eps"_a, "rope_dims"_a);
+        .def(
+            "__init__",
+            [](QkvShape* self, const Matrix& q, const Matrix& k, const Matrix& v, std::size_t q_bias,
+               std::size_t k_bias, std::size_t v_bias, float norm_eps,
+               int rope_dims) { new (self) QkvShape{q, k, v, q_bias, k_bias, v_bias, norm_eps, rope_dims}; },
+            "q"_a, "k"_a, "v"_a, "q_bias"_a, "k_bias"_a, "v_bias"_a, "norm_eps"_a, "rope_dims"_a);
     nb::class_<AttentionShape>(m, "AttentionShape")
-        .def("__init__",
-             [](AttentionShape* self, int heads, int kv_heads, int head_dim, int lo, int hi, float scale, float softcap,
-                int window) {
-                 new (self) AttentionShape{heads, kv_heads, head_dim, lo, hi, scale, softcap, window};
-             },
-             "heads"_a, "kv_heads"_a, "head_dim"_a, "lo"_a, "hi"_a, "scale"_a, "softcap"_a, "window"_a);
+        .def(
+            "__init__",
+            [](AttentionShape* self, int heads, int kv_heads, int head_dim, int lo, int hi, float scale, float softcap,
+               int window) { new (self) AttentionShape{heads, kv_heads, head_dim, lo, hi, scale, softcap, window}; },
+            "heads"_a, "kv_heads"_a, "head_dim"_a, "lo"_a, "hi"_a, "scale"_a, "softcap"_a, "window"_a);
     nb::class_<CacheShape>(m, "CacheShape")
-        .def("__init__",
-             [](CacheShape* self, const std::string& kind, int kv_heads, int page_tokens, int head_dim) {
-                 new (self) CacheShape(make_cache(kind, kv_heads, page_tokens, head_dim));
-             },
-             "kind"_a, "kv_heads"_a, "page_tokens"_a, "head_dim"_a);
+        .def(
+            "__init__",
+            [](CacheShape* self, const std::string& kind, int kv_heads, int page_tokens, int head_dim) {
+                new (self) CacheShape(make_cache(kind, kv_heads, page_tokens, head_dim));
+            },
+            "kind"_a, "kv_heads"_a, "page_tokens"_a, "head_dim"_a);
     nb::class_<Compute>(m, "Compute")
         .def(nb::init<const std::string&, int>(), "isa"_a, "threads"_a)
         .def_prop_ro("isa", [](const Compute& self) { return self.kernels->isa; })

@@ -237,7 +237,11 @@ struct Prepared {
             to.q = take<std::int8_t>(scratch, rows * width);
             to.scale = take<float>(scratch, rows * groups);
         }
-        to.rows = Rows{.f = to.f, .q = to.q, .stride = std::ptrdiff_t(width), .scale = to.scale, .sum = to.sum,
+        to.rows = Rows{.f = to.f,
+                       .q = to.q,
+                       .stride = std::ptrdiff_t(width),
+                       .scale = to.scale,
+                       .sum = to.sum,
                        .group_stride = std::ptrdiff_t(groups)};
         return to.sum != nullptr && (to.f != nullptr || (to.q != nullptr && to.scale != nullptr));
     }
@@ -252,8 +256,8 @@ struct Prepared {
             const float* from = x + row * x_stride + std::ptrdiff_t(granule) * m.cols + column;
             const std::ptrdiff_t to = row * rows.stride + std::ptrdiff_t(at) * m.group;
             const std::ptrdiff_t place = row * rows.group_stride + at;
-            prepare_group(from, count, m.group, q ? q + to : nullptr, f ? f + to : nullptr, scale ? scale + place : nullptr,
-                          sum + place);
+            prepare_group(from, count, m.group, q ? q + to : nullptr, f ? f + to : nullptr,
+                          scale ? scale + place : nullptr, sum + place);
         }
     }
 };
@@ -278,13 +282,19 @@ void add_some(float* to, F x, int count) {
     for (int i = 0; i < count; ++i) to[i] += lanes[i];
 }
 
+// What a call walks through, in bytes; arithmetic counts from four rows on.
+std::size_t cost_of(const Granules& weights, std::size_t bytes_per_granule, int t) {
+    return std::size_t(weights.count) * bytes_per_granule * std::size_t((t + 3) / 4);
+}
+std::size_t bytes_of(const Matrix& m) { return std::size_t(m.tiles()) * m.tile_bytes(); }
+
 // ---- ops -----------------------------------------------------------------------------------------------------------
 
 bool project(Pool& pool, const Granules& weights, const Matrix& m, const float* x, std::ptrdiff_t x_stride, int t,
              float* out, std::ptrdiff_t out_stride, int out_cols, bool exact, Scratch scratch) {
     Prepared prepared;
     if (!Prepared::plan(m, x, x_stride, 1, t, exact, scratch, prepared)) return false;
-    pool.run([&](const Team& team) {
+    pool.run(cost_of(weights, bytes_of(m), t), [&](const Team& team) {
         prepared.fill(team, m, x, x_stride, 1, t);
         if (m.quantised()) team.barrier();
         const int tiles = m.tiles();
@@ -293,9 +303,10 @@ bool project(Pool& pool, const Granules& weights, const Matrix& m, const float* 
             const int granule = i / tiles, tile = i % tiles, column = granule * m.rows + tile * kTileRows;
             const int count = std::min({kTileRows, m.rows - tile * kTileRows, out_cols - column});
             if (count <= 0) continue;
-            const std::uint8_t* p = weights.data + std::size_t(granule) * weights.stride + m.offset +
-                                    std::size_t(tile) * m.tile_bytes();
-            tile_rows(m, p, prepared.rows, t, [&](int row, F y) { store_some(out + row * out_stride + column, y, count); });
+            const std::uint8_t* p =
+                weights.data + std::size_t(granule) * weights.stride + m.offset + std::size_t(tile) * m.tile_bytes();
+            tile_rows(m, p, prepared.rows, t,
+                      [&](int row, F y) { store_some(out + row * out_stride + column, y, count); });
         }
     });
     return true;
@@ -329,7 +340,7 @@ bool accumulate(Pool& pool, const Granules& weights, const Matrix& m, const floa
                 float* sum, bool first, bool exact, Scratch scratch) {
     Prepared prepared;
     if (!Prepared::plan(m, x, x_stride, weights.count, t, exact, scratch, prepared)) return false;
-    pool.run([&](const Team& team) {
+    pool.run(cost_of(weights, bytes_of(m), t), [&](const Team& team) {
         prepared.fill(team, m, x, x_stride, weights.count, t);
         if (m.quantised()) team.barrier();
         accumulate_share(team, weights, m, prepared.rows, t, sum, first);
@@ -360,7 +371,7 @@ bool ffn(Pool& pool, const Granules& weights, const FfnShape& shape, const float
     }
     if (block == 0) return false;
     const std::ptrdiff_t stride = std::ptrdiff_t(block) * neurons;
-    pool.run([&](const Team& team) {
+    pool.run(cost_of(weights, bytes_of(up) * (gated ? 2 : 1) + bytes_of(down), t), [&](const Team& team) {
         input.fill(team, up, h, up.cols, 1, t);
         for (int begin = 0; begin < weights.count; begin += block) {
             const int granules = std::min(block, weights.count - begin), tiles = up.tiles();

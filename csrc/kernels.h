@@ -48,11 +48,16 @@ struct Matrix {
     int tiles() const { return (rows + kTileRows - 1) / kTileRows; }
     std::size_t tile_bytes() const {
         switch (kind) {
-            case Kind::kFloat32: return std::size_t(cols) * 64;
-            case Kind::kFloat16: return std::size_t(cols) * 32;
-            case Kind::kBfloat16: return std::size_t((cols + 1) / 2) * 64;
-            case Kind::kInt8: return std::size_t(groups()) * (std::size_t(group) * 16 + 64);
-            case Kind::kInt4: return std::size_t(groups()) * (std::size_t(group) * 8 + 64);
+            case Kind::kFloat32:
+                return std::size_t(cols) * 64;
+            case Kind::kFloat16:
+                return std::size_t(cols) * 32;
+            case Kind::kBfloat16:
+                return std::size_t((cols + 1) / 2) * 64;
+            case Kind::kInt8:
+                return std::size_t(groups()) * (std::size_t(group) * 16 + 64);
+            case Kind::kInt4:
+                return std::size_t(groups()) * (std::size_t(group) * 8 + 64);
         }
         return 0;
     }
@@ -121,8 +126,8 @@ struct Kernels {
     bool (*project)(Pool&, const Granules&, const Matrix&, const float* x, std::ptrdiff_t x_stride, int t, float* out,
                     std::ptrdiff_t out_stride, int out_cols, bool exact, Scratch);
     // sum [T, rows] (+)= Σ granules: x [T, granule i's cols] · block; granule i reads columns i * cols … of x.
-    bool (*accumulate)(Pool&, const Granules&, const Matrix&, const float* x, std::ptrdiff_t x_stride, int t, float* sum,
-                       bool first, bool exact, Scratch);
+    bool (*accumulate)(Pool&, const Granules&, const Matrix&, const float* x, std::ptrdiff_t x_stride, int t,
+                       float* sum, bool first, bool exact, Scratch);
     // partial [T, D] (+)= Σ granules: down · (act(gate h) * up h), or down · act(up h).
     bool (*ffn)(Pool&, const Granules&, const FfnShape&, const float* h, int t, float* partial, bool first, bool exact,
                 Scratch);
@@ -135,7 +140,8 @@ struct Kernels {
                    float* out, Scratch);
 };
 
-// The table of an instruction set ("avx512", "avx2", "portable"); null if this build or processor has none of that name.
+// The table of an instruction set ("avx512", "avx2", "portable"); null if this build or processor has none of that
+// name.
 const Kernels* find_kernels(const char* isa);
 
 extern const Kernels kPortableKernels, kAvx2Kernels, kAvx512Kernels;

@@ -1,8 +1,9 @@
 #define PENSTOCK_ISA avx2
+// clang-format off: each is written in terms of the one before
 #include "simd_avx2.h"
-// After the lanes that it is written in.
 #include "kernels-inl.h"
 #include "attention-inl.h"
+// clang-format on
 
 namespace penstock {
 

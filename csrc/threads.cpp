@@ -66,7 +66,7 @@ void Pool::start(Entry entry, const void* job) {
     job_ = job;
     job_number_.fetch_add(1, std::memory_order_release);
     job_number_.notify_all();
-    entry(job, Team(*this, 0));
+    entry(job, Team(*this, 0, threads_));
     arrive();  // so that `job` outlives its last user
 }
 
@@ -74,13 +74,12 @@ void Pool::serve(int id) {
     for (std::uint32_t seen = 0;; ++seen) {
         wait_while(job_number_, seen);
         if (stop_) return;
-        entry_(job_, Team(*this, id));
+        entry_(job_, Team(*this, id, threads_));
         arrive();
     }
 }
 
 void Pool::arrive() {
-    if (threads_ == 1) return;
     const auto phase = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
         arrived_.store(0, std::memory_order_relaxed);

@@ -14,20 +14,20 @@ class Pool;
 // One thread's view of a job: which thread it is, of how many, and a barrier for all of them.
 class Team {
   public:
-    Team(Pool& pool, int id) : pool_(pool), id_(id) {}
+    Team(Pool& pool, int id, int size) : pool_(pool), id_(id), size_(size) {}
     int id() const { return id_; }
-    int size() const;
+    int size() const { return size_; }
     void barrier() const;
     // This thread's part of [0, total), contiguous. Which thread computes what never changes a result.
     std::pair<int, int> share(int total) const {
-        const auto n = static_cast<std::int64_t>(size());
+        const auto n = static_cast<std::int64_t>(size_);
         return {static_cast<int>(total * static_cast<std::int64_t>(id_) / n),
                 static_cast<int>(total * (static_cast<std::int64_t>(id_) + 1) / n)};
     }
 
   private:
     Pool& pool_;
-    int id_;
+    int id_, size_;
 };
 
 class Pool {
@@ -41,14 +41,21 @@ class Pool {
     int threads() const { return threads_; }
 
     // Calls work(team) on every thread and returns when all are done. Not re-entrant; `work` must not throw.
+    // `cost`: about how many bytes of weights or KV it walks through, once per four rows. What takes a few microseconds
+    // the caller does alone: where another process holds a core, every barrier waits for that core's next turn.
     template <class Work>
-    void run(const Work& work) {
-        start([](const void* job, const Team& team) { (*static_cast<const Work*>(job))(team); }, &work);
+    void run(std::size_t cost, const Work& work) {
+        if (threads_ == 1 || cost < kAlone) {
+            work(Team(*this, 0, 1));
+        } else {
+            start([](const void* job, const Team& team) { (*static_cast<const Work*>(job))(team); }, &work);
+        }
     }
 
   private:
     friend class Team;
     using Entry = void (*)(const void* job, const Team& team);
+    static constexpr std::size_t kAlone = std::size_t{512} << 10;  // 20 µs of one core
 
     void start(Entry entry, const void* job);
     void serve(int id);
@@ -65,7 +72,8 @@ class Pool {
     std::vector<std::thread> workers_;
 };
 
-inline int Team::size() const { return pool_.threads(); }
-inline void Team::barrier() const { pool_.arrive(); }
+inline void Team::barrier() const {
+    if (size_ > 1) pool_.arrive();
+}
 
 }  // namespace penstock

@@ -40,7 +40,8 @@ from penstock.units import MIB
 
 _RAM_BYTES = 128 * MIB  # four times a large L3 cache; less where memory is short
 _DISK_BYTES = 128 * MIB
-_READ_BYTES = 8 * MIB
+_READ_BYTES, _SMALL_READ_BYTES = 8 * MIB, 64 * 1024
+_HAND_OVER_S = 6e-5  # a task to a lane's thread, and the word that it is done (docs/LOG.md)
 _COLS, _ROWS = 2048, 64  # a block of a granule
 _MANY_ROWS, _MANY_BLOCKS = 64, 16
 PRODUCTS = ("qkv", "out", "ffn", "head")
@@ -175,7 +176,7 @@ def _overheads(kernels: Native) -> dict[str, float]:
 
 
 def _disk_rate(folder: Path) -> Rate:
-    """A file written aside, then read back with direct reads of 8 MiB into huge pages."""
+    """A file written aside, then read back with direct reads into huge pages: large ones and small ones."""
     memory = _native.Memory(_READ_BYTES, True)
     memory.populate()
     name = None
@@ -191,11 +192,12 @@ def _disk_rate(folder: Path) -> Rate:
         fd, _ = _native.open_direct(name)
         try:
             _native.drop_cached(fd, 0, _DISK_BYTES)
-            times = []
+            times: dict[int, list[float]] = {_READ_BYTES: [], _SMALL_READ_BYTES: []}
             for offset in range(0, _DISK_BYTES, _READ_BYTES):
-                start_s = time.perf_counter()
-                _native.read_into(fd, offset, memory.address, _READ_BYTES, _READ_BYTES)
-                times.append(time.perf_counter() - start_s)
+                for nbytes, taken in times.items():
+                    start_s = time.perf_counter()
+                    _native.read_into(fd, offset, memory.address, nbytes, nbytes)
+                    taken.append(time.perf_counter() - start_s)
         finally:
             os.close(fd)
     except OSError as error:
@@ -203,7 +205,10 @@ def _disk_rate(folder: Path) -> Rate:
     finally:
         if name is not None:
             Path(name).unlink(missing_ok=True)
-    return Rate("disk0", "*", "*", 1e-4, statistics.median(times) / _READ_BYTES)
+    large_s, small_s = (statistics.median(times[nbytes]) for nbytes in (_READ_BYTES, _SMALL_READ_BYTES))
+    s_per_byte = max(large_s - small_s, 0.5 * large_s) / (_READ_BYTES - _SMALL_READ_BYTES)
+    alpha_s = max(0.0, small_s - _SMALL_READ_BYTES * s_per_byte) + _HAND_OVER_S
+    return Rate("disk0", "*", "*", alpha_s, s_per_byte)
 
 
 def _disk_bytes(folder: Path) -> int:

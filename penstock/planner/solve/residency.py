@@ -108,8 +108,9 @@ def _ring_options(spec: ModelSpec, weights: Format) -> list[int]:
     least = max(part.granule_bytes for part in streamed)
     total = sum(part.nbytes for part in streamed)
     wanted = {2 * least, total // 16, total // 8, 64 * MIB, 128 * MIB, MAX_RING_BYTES}
-    usable = sorted(n // ARENA_ALIGN * ARENA_ALIGN for n in wanted if 2 * least <= n <= min(MAX_RING_BYTES, total // 2))
-    return [least, *(n for n in dict.fromkeys(usable) if n > least)]
+    whole = {max(n // ARENA_ALIGN, 1) * ARENA_ALIGN for n in wanted}  # an arena is charged in whole huge pages anyway
+    most = min(MAX_RING_BYTES, total // 2)
+    return [least, *sorted(n for n in whole if 2 * least <= n <= most)]
 
 
 Resident = dict[str, int]  # part key → granules that stay
