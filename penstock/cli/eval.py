@@ -11,6 +11,7 @@ from typer import Argument, Option
 from penstock.cli.loading import loaded, packed_folder
 from penstock.cli.options import Json, Machine, Model, PlanFile, Weights, Work, read_plan, read_text
 from penstock.cli.output import print_json, progress
+from penstock.errors import BadRequest
 
 
 def eval_(
@@ -30,6 +31,8 @@ def eval_(
     The text is cut into windows of 512 tokens; the first token of each is not scored.
     """
     machine.prepare()
+    if work.context is not None or work.batch != 1 or work.prompt_tokens or work.output_tokens:
+        raise BadRequest("eval scores one window of 512 tokens at a time; --context, --batch and lengths are settled")
     text, plan = read_text(file), read_plan(plan_file)
     work.ask(machine)  # wrong flags are said before a first use packs for minutes
     folders = [packed_folder(model, weights, machine)]

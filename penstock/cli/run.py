@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _NO_TEMPLATE = "this model has no chat template"
 # What a base model writes where the user would speak again.
 _NEXT_TURN = "\nUser:"
+# What a model writes must not move the cursor or rename the window.
+_CONTROLS = dict.fromkeys([*(c for c in range(32) if chr(c) not in "\n\t"), *range(127, 160)])
 
 
 def run(
@@ -45,6 +47,8 @@ def run(
     """
     machine.prepare()
     plan = read_plan(plan_file)
+    if plan is not None and (work.kv or work.context or machine.resident):
+        raise BadRequest("--plan says what --kv, --context and --resident would: give one or the other")
     # Wrong flags are said before a first use packs for minutes.
     work.ask(machine)
     sampling.params({}, work)
@@ -136,8 +140,9 @@ def _talk(folder: Path, machine: Machine, work: Work, sampling: Sampling, plan: 
 
 
 def _print_stream(engine: Engine, ids: list[int], params: SamplingParams) -> Any:
+    on_terminal = sys.stdout.isatty()
     for piece in engine.stream(ids, params):
-        print(piece, end="", flush=True)
+        print(piece.translate(_CONTROLS) if on_terminal else piece, end="", flush=True)
     print(flush=True)
     return engine.last
 
