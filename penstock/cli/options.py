@@ -57,7 +57,7 @@ class Machine:
         int | None, Option("--threads", metavar="N", min=1, max=4096, help="CPU threads; default all CPUs allowed.")
     ] = None
     exact: Annotated[
-        bool, Option("--exact", help="Multiply int8 and int4 weights with float32 activations, not with int8 ones.")
+        bool, Option("--exact", help="Multiply int4 weights with float32 activations, not with int8 ones.")
     ] = False
     cache: Annotated[
         str | None,

@@ -2,7 +2,7 @@
 compute.
 
 `exact` keeps float32 activations. Otherwise integer weights are multiplied with activations rounded to int8, one scale
-per group (docs/LOG.md has what that costs); float weights are always multiplied exactly.
+per group; docs/LOG.md has what that costs, and `runtime/bind_native` chooses. Float weights are always multiplied exactly.
 """
 
 from __future__ import annotations
