@@ -39,9 +39,7 @@ class NativeBinding(Binding):
     ) -> None:
         super().__init__(plan, arenas, reader, poisoned)
         self._compute = kernels.compute
-        # Rounding activations to int8 costs int4 weights 0.06 % of perplexity, int8 weights 0.15 % (stories-260k), which
-        # is more than their own rounding may cost: those keep float32 activations.
-        self._exact = kernels.exact or plan.target.weights.kind == "int8"
+        self._exact = kernels.exact or not cpu.rounds_activations(plan.target.weights)
         layers = self._spec.layers
         self._ffn_shapes = [cpu.ffn_shape(self._parts[f"{i}.ffn"], layer) for i, layer in enumerate(layers)]
         self._qkv_shapes = [

@@ -141,7 +141,7 @@ def _product_s(fmt: Format, kernels: Native) -> tuple[float, float]:
             start_s = time.perf_counter()
             kernels.compute.project(
                 weights.address, blocks, block.nbytes, m, int(x.ctypes.data), _COLS, rows, int(out.ctypes.data),
-                blocks * _ROWS, blocks * _ROWS, kernels.exact, scratch.address, scratch.nbytes,
+                blocks * _ROWS, blocks * _ROWS, not cpu.rounds_activations(fmt), scratch.address, scratch.nbytes,
             )  # fmt: skip
             times.append(time.perf_counter() - start_s)
         best.append(min(times))
