@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from penstock.graph import scratch
 from penstock.graph.tasks import Batch, Slot
-from penstock.spec.parts import GRANULE_ROWS, head_key
+from penstock.spec.parts import head_key
 from penstock.spec.plan import Arena, KvHome, Plan, Unit
 from penstock.units import MIB, round_up
 
@@ -167,6 +167,3 @@ def head_units(plan: Plan) -> list[int]:
     """Units of the head, in order; with a tied head those of the embedding."""
     key = head_key(plan.target.spec)
     return [i for i, unit in enumerate(plan.units) if unit.part == key]
-
-
-__all__ = ["ARENA_ALIGN", "GRANULE_ROWS", "Layout", "head_units"]

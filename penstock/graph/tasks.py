@@ -73,7 +73,7 @@ class Call(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Lanes are occupied together. `after`: see the module's text."""
+    """Calls that run in order while all of `lanes` are occupied. `bytes`, `flops`: the sums over the calls."""
 
     id: int
     lanes: tuple[str, ...]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,10 +23,6 @@ class Span(NamedTuple):
 class Timeline:
     spans: tuple[Span, ...]
 
-    @property
-    def end_s(self) -> float:
-        return max((span.end_s for span in self.spans), default=0.0)
-
     def busy_s(self) -> dict[str, float]:
         """Seconds in which each lane had a task."""
         total: dict[str, float] = {}
@@ -35,25 +30,6 @@ class Timeline:
             for lane in span.lanes:
                 total[lane] = total.get(lane, 0.0) + span.end_s - span.start_s
         return total
-
-    def bytes_moved(self) -> dict[str, int]:
-        """Bytes per lane that carries bytes between tiers."""
-        total: dict[str, int] = {}
-        for span in self.spans:
-            for lane in span.lanes:
-                if lane not in ("host", "gpu0"):
-                    total[lane] = total.get(lane, 0) + span.bytes
-        return total
-
-    def chrome_trace(self) -> str:
-        """The timeline for Perfetto or chrome://tracing."""
-        events = [
-            {"name": span.label, "ph": "X", "pid": 0, "tid": lane, "ts": span.start_s * 1e6,
-             "dur": (span.end_s - span.start_s) * 1e6, "args": {"task": span.task, "bytes": span.bytes}}
-            for span in self.spans
-            for lane in span.lanes
-        ]  # fmt: skip
-        return json.dumps({"traceEvents": events})
 
 
 def label(task: Task) -> str:

@@ -141,8 +141,3 @@ class ModelSpec:
                 raise BadRequest(
                     f"layer {i}: {a.heads} heads, {a.kv_heads} KV heads of {a.head_dim}, {layer.ffn.neurons} neurons"
                 )
-
-    @property
-    def kv_dims(self) -> int:
-        """K or V elements stored per token, over all layers."""
-        return sum(layer.attention.kv_heads * layer.attention.head_dim for layer in self.layers)
