@@ -37,11 +37,11 @@ def _weights(plan: Plan) -> list[str]:
         row = rows.setdefault(_KINDS[plan.parts[unit.part].kind], dict.fromkeys(homes, 0))
         row[unit.home] += plan.unit_bytes(unit)
     name = plan.target.weights.name
-    lines = [f"{'weights (' + name + ')':32}" + "".join(f"{_home(home):>14}" for home in homes)]
+    lines = [f"{'weights (' + name + ')':38}" + "".join(f"{_home(home):>14}" for home in homes)]
     for kind, row in rows.items():
-        lines.append(f"  {kind:30}" + "".join(f"{format_bytes(row[home]) if row[home] else '–':>14}" for home in homes))
+        lines.append(f"  {kind:36}" + "".join(f"{format_bytes(row[home]) if row[home] else '–':>14}" for home in homes))
     totals = {home: sum(row[home] for row in rows.values()) for home in homes}
-    lines.append(f"  {'together':30}" + "".join(f"{format_bytes(totals[home]):>14}" for home in homes))
+    lines.append(f"  {'together':36}" + "".join(f"{format_bytes(totals[home]):>14}" for home in homes))
     return lines
 
 
@@ -49,11 +49,11 @@ def _memory(plan: Plan) -> list[str]:
     used = plan.tier_bytes()
     lines = []
     for tier, total in used.items():
-        lines.append(f"{'memory of ' + _home(tier):32}{format_bytes(total):>14}")
+        lines.append(f"{'memory of ' + _home(tier):38}{format_bytes(total):>14}")
         entries = [(_ARENAS[a.name.split(".")[1]], a.bytes) for a in plan.arenas if a.tier == tier]
         if tier == "host":
             entries.append(("the process itself", plan.process_bytes))
-        lines += [f"  {what:30}{format_bytes(nbytes):>14}" for what, nbytes in entries]
+        lines += [f"  {what:36}{format_bytes(nbytes):>14}" for what, nbytes in entries]
     lines.append(f"context {plan.context} tokens × {plan.batch_seqs} sequences, KV in {plan.kv[0].format.name}")
     return lines
 
