@@ -32,6 +32,7 @@ inline void widen_row(const std::uint8_t* from, Kind kind, int count, float* to)
 inline std::uint16_t to_bf16(float value) {
     std::uint32_t bits;
     std::memcpy(&bits, &value, 4);
+    if ((bits & 0x7fffffffU) > 0x7f800000U) return 0x7fc0U;  // NaN; rounding up could wrap it to 0
     return static_cast<std::uint16_t>((bits + 0x7fffU + (bits >> 16 & 1U)) >> 16);
 }
 
@@ -147,7 +148,15 @@ struct Running {
 // Turns scores of a block into weights; returns what earlier sums shrink by. `hidden` scores are -inf already.
 inline float soften(float* scores, int count, Running& run) {
     float peak = run.best;
-    for (int i = 0; i < count; ++i) peak = std::max(peak, scores[i]);
+    bool damaged = false;
+    for (int i = 0; i < count; ++i) {
+        peak = std::max(peak, scores[i]);
+        damaged |= std::isnan(scores[i]);
+    }
+    if (damaged) {  // max() passes over NaN; a row that met one stays NaN
+        run.weight = scores[0] = NAN;
+        return NAN;
+    }
     if (std::isinf(peak) && peak < 0) {  // nothing seen yet
         for (int i = 0; i < count; ++i) scores[i] = 0.0F;
         return 1.0F;

@@ -92,7 +92,7 @@ const char* isa() {
     const auto all = [](std::initializer_list<const char*> names) {
         return std::all_of(names.begin(), names.end(), has_feature);
     };
-    if (all({"avx512f", "avx512bw", "avx512vl", "avx512dq"})) return "avx512";
+    if (all({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni"})) return "avx512";
     if (all({"avx2", "fma", "f16c"})) return "avx2";
     if (all({"neon"})) return "neon";
     return "portable";

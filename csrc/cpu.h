@@ -11,7 +11,7 @@ std::vector<std::string> cpu_features();
 
 bool has_feature(const char* name);
 
-// The best family of kernels for this processor: "avx512" (F, BW, VL, DQ), "avx2" (with FMA and F16C), "neon" or
+// The best family of kernels for this processor: "avx512" (F, BW, VL, DQ, VNNI), "avx2" (with FMA and F16C), "neon" or
 // "portable".
 const char* isa();
 

@@ -33,7 +33,6 @@ inline F f_half(const void* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128(h)), _mm256_cvtph_ps(_mm_loadu_si128(h + 1))};
 }
 inline F f_from(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
-inline F f_max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 inline float f_sum(F x) {
     float v[8];
     _mm256_storeu_ps(v, _mm256_add_ps(x.a, x.b));

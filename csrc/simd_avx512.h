@@ -20,7 +20,6 @@ inline F f_mul(F a, F b) { return _mm512_mul_ps(a, b); }
 inline F f_fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 inline F f_half(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
 inline F f_from(I x) { return _mm512_cvtepi32_ps(x); }
-inline F f_max(F a, F b) { return _mm512_max_ps(a, b); }
 inline float f_sum(F x) { return _mm512_reduce_add_ps(x); }
 inline void f_store_half(void* p, F x) {
     _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));

@@ -71,10 +71,6 @@ inline F f_from(const I& x) {
     return r;
 }
 
-inline F f_max(F x, const F& y) {
-    PENSTOCK_LANES x.v[i] = x.v[i] > y.v[i] ? x.v[i] : y.v[i];
-    return x;
-}
 inline float f_sum(const F& x) {
     float half[8];
     for (int i = 0; i < 8; ++i) half[i] = x.v[i] + x.v[i + 8];

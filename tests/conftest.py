@@ -2,9 +2,13 @@
 
 import importlib.util
 import os
+import signal
 import sys
 
 from hypothesis import HealthCheck, settings
+
+# Started in the background by a shell we ignore Ctrl-C, and our children would too; some tests send it to them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline in either: the two cores of a CI machine are shared, and an example that takes 10 ms can take 300.
 settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True)

@@ -54,7 +54,8 @@ class Machine:
         Option("--resident", metavar="SIZE", help="At most so many bytes of weights stay in memory; the rest streams."),
     ] = None
     threads: Annotated[
-        int | None, Option("--threads", metavar="N", min=1, max=4096, help="CPU threads; default all CPUs allowed.")
+        int | None,
+        Option("--threads", metavar="N", min=1, max=4096, help="CPU threads; default and at most: all CPUs allowed."),
     ] = None
     exact: Annotated[
         bool, Option("--exact", help="Multiply int4 weights with float32 activations, not with int8 ones.")

@@ -12,8 +12,9 @@ from penstock.errors import InternalError
 from penstock.graph.tasks import Slot, Task
 from penstock.spec.plan import Arena
 
-# Written before the first pass: weights when they are loaded, tokens by the engine, KV over passes.
-_PRELOADED = (".weights", ".kv", ".act")
+# Written before the first pass: weights when they are loaded, KV over passes; and tokens, by the engine.
+_PRELOADED = (".weights", ".kv")
+_READS_TOKENS = {"gather": 1, "fetch": 0}  # op → its operand that holds tokens
 
 
 def verify(tasks: Iterable[Task], arenas: Iterable[Arena]) -> int:
@@ -47,6 +48,7 @@ def _check_slots(
     position: dict[int, int],
     ordered: int,
 ) -> None:
+    tokens = {call.slots[_READS_TOKENS[call.op]] for call in task.calls if call.op in _READS_TOKENS}
     slots = [(s, True) for s in task.writes] + [(s, False) for s in task.reads if s not in task.writes]
     for slot, write in slots:
         if not 0 <= slot.lo < slot.hi <= sizes.get(slot.arena, 0):
@@ -55,7 +57,7 @@ def _check_slots(
             conflict = lo < slot.hi and slot.lo < hi and (write or other_writes)
             if conflict and not ordered >> position[other] & 1:
                 raise InternalError(f"tasks {other} and {task.id} both touch {slot} in no order")
-        if not write and not slot.arena.endswith(_PRELOADED):
+        if not write and not slot.arena.endswith(_PRELOADED) and slot not in tokens:
             _check_written(task, slot, touched.get(slot.arena, []))
     for slot, write in slots:
         touched.setdefault(slot.arena, []).append((slot.lo, slot.hi, write, task.id))

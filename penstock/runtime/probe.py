@@ -166,13 +166,13 @@ def _overheads(kernels: Native) -> dict[str, float]:
     binding = NativeBinding(plan, Arenas(plan), None, kernels)
     times: dict[str, list[float]] = {}
     lowering = Lowering(plan)
-    for position in (64, 64, 64, 64, 64):
+    for position in (64,) * 20:
         for task in lowering.step(passes.decode(plan, (0,), (position,), None)):
             for call in task.calls:
                 start_s = time.perf_counter()
                 binding.call(call)
                 times.setdefault(call.op, []).append(time.perf_counter() - start_s)
-    return {op: min(taken) for op, taken in times.items()}
+    return {op: statistics.median(taken) for op, taken in times.items()}
 
 
 def _disk_rate(folder: Path) -> Rate:
@@ -225,8 +225,10 @@ def _cpu_name() -> str:
 
 
 def _fingerprint() -> str:
-    """The hardware that the figures belong to: processor, CPUs we may use, RAM to the GiB."""
-    text = f"{_cpu_name()}-{host.usable_cpus()}cpu-{host.physical_bytes() >> 30}g"
+    """What the figures belong to: processor, CPUs we may use, RAM to the GiB, and the code that was measured."""
+    hardware = f"{_cpu_name()}-{host.usable_cpus()}cpu-{host.physical_bytes() >> 30}g"
+    built = Path(_native.__file__).stat()
+    text = f"{hardware}-{cpu.best_isa()[0]}-{built.st_size:x}-{built.st_mtime_ns // 10**9:x}"
     return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-").lower()
 
 

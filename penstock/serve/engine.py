@@ -16,6 +16,7 @@ from penstock.graph import passes
 from penstock.graph.check_plan import check_plan
 from penstock.planner.predict import predict
 from penstock.planner.solve import Solved, settle_context, solve
+from penstock.planner.solve.residency import require_minimum
 from penstock.runtime import host
 from penstock.runtime.probe import load_or_probe
 from penstock.serve.generation import Generation
@@ -24,7 +25,7 @@ from penstock.serve.sampling import Sampler, SamplingParams
 from penstock.serve.session import Progress, Session
 from penstock.serve.tokenizer import StopStrings, Tokenizer
 from penstock.spec.ask import Ask
-from penstock.spec.machine import MachineSpec
+from penstock.spec.machine import PROCESS_BYTES, MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.spec.plan import Plan
 from penstock.store.packed import Packed, open_packed
@@ -61,6 +62,9 @@ class Engine:
         _check_limit(ask)
         if plan is not None:
             check_plan(plan, packed.spec, packed.weights)
+        if plan is None and ask.host_memory_bytes is not None:  # before a probe that takes seconds
+            settled = settle_context(ask, packed.spec)
+            require_minimum(settled, packed.spec, packed.weights, PROCESS_BYTES, ask.host_memory_bytes)
         if machine is None:
             folder_kept = cache or default_cache()
             machine = load_or_probe(folder_kept, folder_kept, on_progress)

@@ -50,7 +50,7 @@ class Session:
             raise BadRequest(f"this plan is not for {packed.folder}: it has {plan.target.weights.name} weights")
         self.plan = plan
         self.lowering = Lowering(plan)
-        self._serial = serial
+        self._serial, self._closed = serial, False
         self.timeline = Timeline(())
         self.consumed_bytes = 0  # what the last pass took from slower tiers: its rings and embedding rows
         with ExitStack() as opened:  # a load that fails half-way gives everything back
@@ -70,6 +70,8 @@ class Session:
     def step(self, p: Pass, tokens: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         """One pass. `tokens[i]`: int32 [T] of p.batches[i]. Returns logits float32 [n, V] per batch, views that
         hold until the next pass."""
+        if self._closed:
+            raise BadRequest("this model was closed: load it again")
         main, spec = self.plan.main, self.plan.target.spec
         for batch, ids in zip(p.batches, tokens, strict=True):
             slot = self.lowering.layout.act(main, batch.id, "tokens", 4 * batch.total_rows)
@@ -93,6 +95,7 @@ class Session:
 
     def close(self) -> None:
         """Also after a pass that failed. A second call does nothing."""
+        self._closed = True
         self._opened.close()
 
     def drain(self) -> None:
@@ -140,5 +143,5 @@ def _bind(
     """(the binding, why these kernels)."""
     if kernels == "reference":
         return Binding(plan, arenas, reader, poisoned), "numpy kernels: asked for"
-    chosen = native(kernels, threads or host.usable_cpus(), exact)
+    chosen = native(kernels, min(threads or host.usable_cpus(), host.usable_cpus()), exact)
     return NativeBinding(plan, arenas, reader, chosen, poisoned), chosen.reason

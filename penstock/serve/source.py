@@ -12,7 +12,7 @@ from penstock.errors import BadRequest
 from penstock.serve.session import Progress
 from penstock.spec.format import Format, parse_format
 from penstock.store import manifest as manifests
-from penstock.store.pack import pack
+from penstock.store.pack import COPIED, pack
 from penstock.store.packed import is_packed, read_config, read_manifest
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -66,8 +66,8 @@ def _already_packed(path: Path, fmt: Format | None) -> Path:
 
 def _digest(path: Path) -> str:
     """Tells checkpoints of the same name apart, and a copy from one of a newer checkpoint or penstock."""
-    files = sorted(path.glob("*.safetensors")) + [path / "config.json"]
-    stamps = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
+    files = [*sorted(path.glob("*.safetensors")), *(path / name for name in ("config.json", *COPIED))]
+    stamps = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in dict.fromkeys(files) if f.is_file()]
     told = repr((manifests.VERSION, str(path.resolve()), stamps))
     return hashlib.sha256(told.encode()).hexdigest()[:12]
 

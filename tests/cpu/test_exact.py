@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from penstock.kernels import cpu
 from penstock.serve.engine import Engine
 from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
@@ -43,9 +44,10 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     yield Subject(request.param, Oracle(folder / "hf"), folder / "packed")
 
 
-def test_logits_are_those_of_transformers(subject: Subject) -> None:
+@pytest.mark.parametrize("kernels", [*cpu.available(), "reference"])
+def test_logits_are_those_of_transformers(subject: Subject, kernels: str) -> None:
     ask = Ask(prompt_tokens=LONGEST_PROMPT, output_tokens=1, context=CONTEXT, score=True)
-    with closing(Engine.load(subject.packed, ask, machine=MACHINE)) as engine:
+    with closing(Engine.load(subject.packed, ask, machine=MACHINE, kernels=kernels)) as engine:
         for length in subject.variant.prompts:
             ids = prompt(subject.variant, length)
             found, expected = engine.logits(ids), subject.oracle.logits(ids)

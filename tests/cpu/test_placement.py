@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.graph import passes
 from penstock.graph.verify import verify
+from penstock.kernels import cpu
 from penstock.serve.session import Session
 from penstock.spec.format import parse_format
 from penstock.spec.plan import Plan
@@ -36,7 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Packed]:
     return made
 
 
-def run(packed: Packed, plan: Plan, **how: bool) -> np.ndarray:
+def run(packed: Packed, plan: Plan, **how: Any) -> np.ndarray:
     """Logits of every prompt token and of a few decode steps of both sequences, one array."""
     session = Session(packed, plan, **how)
     rng = np.random.default_rng(0)
@@ -97,6 +99,19 @@ def test_chunks_do_not_matter(
     assert np.abs(found - oracle[name]).max() <= 1e-4
     decided = np.sort(oracle[name], axis=1)[:, -1] - np.sort(oracle[name], axis=1)[:, -2] > 1e-3
     assert (found.argmax(axis=1) == oracle[name].argmax(axis=1))[decided].all()
+
+
+@pytest.mark.parametrize("kernels", [*cpu.available(), "reference"])
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_every_family_of_kernels(
+    models: dict[str, Packed], oracle: dict[str, np.ndarray], name: str, kernels: str
+) -> None:
+    """Streamed and overlapped, one unit a granule: the same bits as resident and serial; and near the best family's."""
+    packed = models[name]
+    resident = resident_plan(packed.spec, packed.weights, batch_seqs=2)
+    expected = run(packed, resident, serial=True, kernels=kernels, exact=True, threads=1)
+    assert np.array_equal(run(packed, _streaming(packed), poisoned=True, kernels=kernels, exact=True), expected)
+    assert np.abs(expected - run(packed, resident, exact=True)).max() <= 1e-4
 
 
 def test_a_missing_edge_is_seen(models: dict[str, Packed], oracle: dict[str, np.ndarray]) -> None:

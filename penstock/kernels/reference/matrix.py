@@ -175,6 +175,7 @@ def narrow(values: Float32, fmt: Format) -> NDArray[Any]:
         return np.clip(values, -65504, 65504).astype(np.float16)
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded: NDArray[Any] = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    rounded[np.isnan(values)] = 0x7FC0  # rounding up could wrap NaN to 0
     return rounded
 
 

@@ -42,7 +42,7 @@ def candidates(
     least, *rings = _ring_options(spec, weights)
     for chunk_rows in _chunk_options(ask):
         if may_stay >= total_bytes:
-            whole = _skeleton(ask, spec, weights, machine, chunk_rows, None)
+            whole = _skeleton(ask, spec, weights, machine.process_bytes, chunk_rows, None)
             if whole.tier_bytes()["host"] <= limit:
                 yield whole, (f"all {format_bytes(total_bytes)} of weights stay in memory", kv_reason)
                 return
@@ -54,9 +54,17 @@ def candidates(
         yield from ((plan, (*_streaming_reasons(plan, total_bytes), kv_reason)) for plan in found)
         if found:
             return
-    minimum = minimum_bytes(ask, spec, weights, machine)
+    require_minimum(ask, spec, weights, machine.process_bytes, limit)
+    raise AssertionError("the least plan is among the candidates")
+
+
+def require_minimum(ask: Ask, spec: ModelSpec, weights: Format, process_bytes: int, limit: int) -> None:
+    """Raises DoesNotFit where not even the least plan fits. Needs no machine, so it can be asked before a probe."""
+    minimum = minimum_bytes(ask, spec, weights, process_bytes)
+    if minimum <= limit:
+        return
     half = replace(ask, context=max(ask.prompt_tokens + ask.output_tokens, (ask.context or 1) // 4))
-    shorter = minimum_bytes(half, spec, weights, machine)
+    shorter = minimum_bytes(half, spec, weights, process_bytes)
     hint = f"; with --context {half.context} too, {format_mib_up(shorter)}" if shorter < minimum - 8 * MIB else ""
     raise DoesNotFit(
         f"host memory of {format_bytes(limit)} is too little: this model needs at least {format_bytes(minimum)}"
@@ -68,14 +76,14 @@ def candidates(
     )
 
 
-def minimum_bytes(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> int:
+def minimum_bytes(ask: Ask, spec: ModelSpec, weights: Format, process_bytes: int) -> int:
     """The least host memory with which the ask runs: every matrix streams through the smallest ring, or for
     tiny models everything stays."""
     ring_bytes = _ring_options(spec, weights)[0]
     options: list[tuple[int, Resident] | None] = [(ring_bytes, {})]
     if ask.resident_bytes is None:
         options.append(None)
-    plans = [_skeleton(ask, spec, weights, machine, MIN_CHUNK_ROWS, option) for option in options]
+    plans = [_skeleton(ask, spec, weights, process_bytes, MIN_CHUNK_ROWS, option) for option in options]
     return min(plan.tier_bytes()["host"] for plan in plans)
 
 
@@ -120,7 +128,7 @@ def _skeleton(
     ask: Ask,
     spec: ModelSpec,
     weights: Format,
-    machine: MachineSpec,
+    process_bytes: int,
     chunk_rows: int,
     streaming: tuple[int, Resident] | None,
 ) -> Plan:
@@ -146,7 +154,7 @@ def _skeleton(
         page_tokens=page_tokens(ask.context),
         ring_bytes={"host": ring_bytes} if ring_bytes else {},
         io_block_bytes=IO_BLOCK_BYTES,
-        process_bytes=round_up(machine.process_bytes + spec.tokenizer_bytes, MIB),
+        process_bytes=round_up(process_bytes + spec.tokenizer_bytes, MIB),
     )
     return replace(plan, arenas=Layout(plan).arenas())
 
@@ -174,7 +182,7 @@ def _streaming(
     may_stay: int,
 ) -> Plan | None:
     """Fills what the rest of the plan leaves with resident granules; None where the rest alone is too big."""
-    bare = _skeleton(ask, spec, weights, machine, chunk_rows, (ring_bytes, {}))
+    bare = _skeleton(ask, spec, weights, machine.process_bytes, chunk_rows, (ring_bytes, {}))
     spare = limit - bare.tier_bytes()["host"]
     if spare < 0:
         return None
@@ -183,7 +191,8 @@ def _streaming(
     rounding = next(a.bytes for a in bare.arenas if a.name == "host.weights") - pinned
     budget = rounding + spare // ARENA_ALIGN * ARENA_ALIGN
     budget = min(budget, max(0, may_stay - pinned))
-    plan = _skeleton(ask, spec, weights, machine, chunk_rows, (ring_bytes, _spread(spec, weights, budget)))
+    resident = _spread(spec, weights, budget)
+    plan = _skeleton(ask, spec, weights, machine.process_bytes, chunk_rows, (ring_bytes, resident))
     return plan if plan.tier_bytes()["host"] <= limit else None
 
 
@@ -204,10 +213,9 @@ def _spread(spec: ModelSpec, weights: Format, budget: int) -> Resident:
         resident[part.key] = int(part.granules * share)
         budget -= resident[part.key] * part.granule_bytes
     for part in spread:  # the rest, a granule at a time
-        while budget >= part.granule_bytes and resident[part.key] < part.granules:
+        if budget >= part.granule_bytes and resident[part.key] < part.granules:
             resident[part.key] += 1
             budget -= part.granule_bytes
-            break
     return resident
 
 
