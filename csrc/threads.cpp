@@ -8,9 +8,10 @@
 namespace penstock {
 namespace {
 
-// Between two jobs of a step lie some microseconds of Python: long enough to spin through, too short to sleep. Between
-// two steps the sampler runs; then a sleeping worker leaves its core to the disk's thread.
-constexpr int kSpins = 4000;
+// About 0.4 ms. Between two jobs of a step lie some tens of microseconds of Python: worth spinning through, since a
+// worker that sleeps takes longer than that to come back. A worker with nothing to do for longer leaves its core to
+// others.
+constexpr int kSpins = 40000;
 
 void relax() {
 #if defined(__x86_64__)
