@@ -1,0 +1,100 @@
+"""Synthetic models: the shape asked for, random weights, a byte tokenizer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+
+from penstock.errors import BadRequest, StorageFailed
+from penstock.models import sources
+from penstock.spec.format import Format, parse_format
+from penstock.spec.parts import parts
+from penstock.store import writer
+from penstock.store.pack import verify
+from penstock.store.packed import open_packed
+from penstock.store.synth import synth
+from tests.cpu.checkpoints import (
+    LLAMA,
+    OPT,
+    Array,
+    folder_bytes,
+)
+from tests.cpu.test_pack import block_bytes, blocks_of
+
+SMALL_SHARDS = 100_000  # LLAMA in float32 becomes 8 shards
+
+
+ODD = {**LLAMA, "hidden_size": 71, "head_dim": 14}
+
+
+def is_random(values: Array, std: float) -> None:
+    """Mean 0 and the given standard deviation, as far as five sigma of so many samples tell."""
+    assert abs(values.mean()) < 5 * std / values.size**0.5
+    assert values.std() == pytest.approx(std, rel=0.05 + 5 / (2 * values.size) ** 0.5)
+
+
+@pytest.mark.parametrize("name", [None, "int4", "int8-g32", "float16"])
+@pytest.mark.parametrize("config", [LLAMA, OPT, ODD], ids=["llama", "opt", "odd"])
+def test_synth_makes_a_model_of_the_shape(tmp_path: Path, config: dict[str, Any], name: str | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 300, "torch_dtype": "bfloat16"}))
+    weights = parse_format(name) if name else None
+    packed = open_packed(synth(tmp_path / "config.json", tmp_path / "dst", weights))
+    verify(tmp_path / "dst")
+    assert packed.weights == (weights or Format("bfloat16"))
+    assert list(packed.parts) == [part.key for part in parts(packed.spec, packed.weights)]
+    columns = {key for key, source in sources(packed.spec).items() if source.axis == 1}
+    for part, block, g, values in blocks_of(packed):
+        rows = part.rows_of(g, g + 1) * block.rows // part.granule_rows
+        if block.rows == 1:
+            valid = values[:, : part.rows_of(g, g + 1) * block.cols // part.granule_rows]
+            center = 0 if block.name.endswith("_bias") else 1
+            assert np.abs(valid - center).max() < 0.6 and not values[:, valid.shape[1] :].any()
+        elif (part.key, block.name) in columns:
+            fan_in = block.cols * part.rows / part.granule_rows
+            is_random(values[:, : part.rows_of(g, g + 1) * block.cols // part.granule_rows], fan_in**-0.5)
+        else:
+            is_random(values[:rows], block.cols**-0.5)
+            assert not values[rows:].any()
+
+
+def test_synth_repeats_itself_and_seeds_differ(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        synth(tmp_path, tmp_path / name, parse_format("int4"), seed)
+    a, b, c = (folder_bytes(tmp_path / name) for name in "abc")
+    assert a == b
+    assert a["model-00001.safetensors"] != c["model-00001.safetensors"]
+    packed = open_packed(tmp_path / "a")
+    heads = [block_bytes(packed, packed.parts["0.attn"], packed.parts["0.attn"].blocks[0], g) for g in (0, 1)]
+    assert heads[0].tobytes() != heads[1].tobytes()
+
+
+@pytest.mark.parametrize("vocab", [300, 258, 257, 100])
+def test_synth_writes_a_byte_tokenizer(tmp_path: Path, vocab: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": vocab}))
+    synth(tmp_path, tmp_path / "dst", parse_format("int4"))
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "dst/tokenizer.json"))
+    text = "Hello, wörld!\n🙂" if vocab > 256 else "ABC 123"
+    ids = tokenizer.encode(text).ids
+    assert ids == list(text.encode()) and tokenizer.decode(ids) == text
+    assert max(tokenizer.get_vocab().values()) < vocab
+    generation = json.loads((tmp_path / "dst/generation_config.json").read_text())
+    if vocab >= 258:
+        assert generation == {"bos_token_id": 256, "eos_token_id": 257}
+        assert tokenizer.token_to_id("<|eos|>") == 257
+        assert tokenizer.decode([72, 105, 257]) == "Hi"
+    else:
+        assert generation == {}
+
+
+def test_synth_refuses_as_pack_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadRequest, match="is not there"):
+        synth(tmp_path / "config.json", tmp_path / "dst")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.setattr(writer, "free_bytes", lambda folder: 1)
+    with pytest.raises(StorageFailed, match="too full"):
+        synth(tmp_path, tmp_path / "dst")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
