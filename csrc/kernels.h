@@ -72,7 +72,7 @@ struct Granules {
     std::size_t stride;
 };
 
-// Temporaries. Kernels cut their work so that it fits; `minimum` of graph/scratch.py is enough for one granule.
+// Temporaries. Kernels cut their work so that it fits; `native_bytes` of graph/scratch.py are enough for one granule.
 struct Scratch {
     std::uint8_t* data;
     std::size_t nbytes;

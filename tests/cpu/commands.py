@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,10 @@ class Outcome(NamedTuple):
         found = json.loads(self.out.splitlines()[-1])
         assert isinstance(found, dict)
         return found
+
+
+# A command of the CLI, called in this process.
+Call = Callable[..., Outcome]
 
 
 def machine_cache(folder: Path) -> Path:

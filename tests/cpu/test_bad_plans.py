@@ -18,30 +18,8 @@ from penstock.serve.planning import plan
 from penstock.spec import machine as machines
 from penstock.spec.format import parse_format
 from penstock.store.synth import synth
-from tests.cpu.commands import MACHINE, Outcome, apart, here, machine_cache, refused
+from tests.cpu.commands import MACHINE, Call, apart, machine_cache, refused
 from tests.cpu.configs import TINY_CONFIGS
-
-Call = Callable[..., Outcome]
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return machine_cache(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tied llama of 256 positions in float32."""
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(TINY_CONFIGS["llama"])
-    return synth(folder, folder / "model")
-
-
-@pytest.fixture
-def call(cache: Path, capsys: pytest.CaptureFixture[str]) -> Call:
-    """A command with --json in this process. `--cache` first, so that another one counts."""
-    return lambda name, *args: here(capsys, name, "--cache", cache, "--json", *args)
-
 
 # --- plans -----------------------------------------------------------------------------------------------------------
 

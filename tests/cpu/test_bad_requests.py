@@ -7,38 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.store.synth import synth
 from tests.cpu.checkpoints import LLAMA, save_checkpoint
-from tests.cpu.commands import ROOT, Outcome, apart, here, machine_cache, refused, start
-from tests.cpu.configs import TINY_CONFIGS
-
-Call = Callable[..., Outcome]
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return machine_cache(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tied llama of 256 positions in float32."""
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(TINY_CONFIGS["llama"])
-    return synth(folder, folder / "model")
-
-
-@pytest.fixture
-def call(cache: Path, capsys: pytest.CaptureFixture[str]) -> Call:
-    """A command with --json in this process. `--cache` first, so that another one counts."""
-    return lambda name, *args: here(capsys, name, "--cache", cache, "--json", *args)
-
+from tests.cpu.commands import ROOT, Call, Outcome, apart, here, refused, start
 
 # --- flags -----------------------------------------------------------------------------------------------------------
 
