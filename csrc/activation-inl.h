@@ -29,6 +29,21 @@ inline float exp_of(float x) {
     return y * power;
 }
 
+// The same for 16 at once, and 0 below -87.
+inline F f_exp(F x) {
+    const F magic = f_set(12582912.0F), least = f_set(-87.0F);
+    const F z = f_min(f_max(x, least), f_set(88.0F));
+    const F n = f_add(f_add(f_mul(z, f_set(1.44269504F)), magic), f_set(-12582912.0F));
+    const F r = f_fma(n, f_set(2.12194440e-4F), f_fma(n, f_set(-0.693359375F), z));
+    F y = f_set(1.9875691500e-4F);
+    for (const float next :
+         {1.3981999507e-3F, 8.3334519073e-3F, 4.1665795894e-2F, 1.6666665459e-1F, 5.0000001201e-1F}) {
+        y = f_fma(y, r, f_set(next));
+    }
+    y = f_fma(f_mul(y, r), r, f_add(r, f_set(1.0F)));
+    return f_where_least(x, -87.0F, f_mul(y, f_power(n)));
+}
+
 inline float sigmoid(float x) { return 1.0F / (1.0F + exp_of(-x)); }
 
 // Abramowitz and Stegun 7.1.26, as in the reference.

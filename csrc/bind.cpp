@@ -144,7 +144,9 @@ Matrix make_matrix(int rows, int cols, const std::string& kind, int group, std::
                                                    {"int4", Kind::kInt4}};
     const Matrix m{rows, cols, named(kinds, kind), group, offset};
     if (rows < 1 || cols < 1) throw nb::value_error("rows and cols must be at least 1");
-    if (m.quantised() && (group < 8 || group % 8 != 0)) throw nb::value_error("group must be a multiple of 8");
+    if (m.quantised() && (group < 8 || group > 1024 || group % 8 != 0)) {
+        throw nb::value_error("group must be a multiple of 8, at most 1024");
+    }
     return m;
 }
 
@@ -257,7 +259,6 @@ NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);
 
     m.def("cpu_features", &cpu_features);
-    m.def("isa", &isa);
 
     nb::class_<Memory>(m, "Memory", nb::type_slots(memory_slots), nb::is_final())
         .def("__init__", &init_memory, "nbytes"_a, "huge"_a = true)

@@ -88,14 +88,4 @@ bool has_feature(const char* name) {
     return std::find(found.begin(), found.end(), name) != found.end();
 }
 
-const char* isa() {
-    const auto all = [](std::initializer_list<const char*> names) {
-        return std::all_of(names.begin(), names.end(), has_feature);
-    };
-    if (all({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni"})) return "avx512";
-    if (all({"avx2", "fma", "f16c"})) return "avx2";
-    if (all({"neon"})) return "neon";
-    return "portable";
-}
-
 }  // namespace penstock

@@ -11,8 +11,4 @@ std::vector<std::string> cpu_features();
 
 bool has_feature(const char* name);
 
-// The best family of kernels for this processor: "avx512" (F, BW, VL, DQ, VNNI), "avx2" (with FMA and F16C), "neon" or
-// "portable".
-const char* isa();
-
 }  // namespace penstock

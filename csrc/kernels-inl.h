@@ -20,88 +20,6 @@ T* take(Scratch& scratch, std::size_t count) {
     return found;
 }
 
-// ---- activations of a call -----------------------------------------------------------------------------------------
-
-// One group of a row: int8 with scale = max / 127, or a padded copy.
-void prepare_group(const float* from, int count, int group, std::int8_t* q, float* f, float* scale, float* sum) {
-    if (f != nullptr) {
-        float total = 0;
-        for (int i = 0; i < group; ++i) f[i] = i < count ? from[i] : 0.0F;
-        for (int i = 0; i < count; ++i) total += from[i];
-        *sum = total;
-        return;
-    }
-    // The largest magnitude as bits: floats of one sign order like integers, and NaN is above all of them.
-    std::uint32_t most_bits = 0;
-    for (int i = 0; i < count; ++i) {
-        std::uint32_t bits;
-        std::memcpy(&bits, from + i, 4);
-        most_bits = std::max(most_bits, bits & 0x7fffffffU);
-    }
-    float most;
-    std::memcpy(&most, &most_bits, 4);
-    const float up = most > 0 && most_bits < 0x7f800000U ? 127.0F / most : 0.0F;
-    std::int32_t total = 0;
-    for (int i = 0; i < count; ++i) {
-        // Adding and taking away 1.5 · 2^23 rounds to nearest even, and unlike lrintf is vectorised.
-        const float rounded = (from[i] * up + 12582912.0F) - 12582912.0F;
-        q[i] = static_cast<std::int8_t>(rounded);
-        total += q[i];
-    }
-    for (int i = count; i < group; ++i) q[i] = 0;
-    // NaN and infinite activations stay visible in the scale: damaged weights must not pass for zeros.
-    *scale = most / 127.0F;
-    *sum = *scale * static_cast<float>(total);
-}
-
-// Lays out the activations of `granules` granules, `m.cols` columns each. All threads share the work; a barrier has
-// to follow. False: scratch is too small.
-struct Prepared {
-    Rows rows;
-    std::int8_t* q = nullptr;
-    float* f = nullptr;
-    float *scale = nullptr, *sum = nullptr;
-
-    static bool plan(const Matrix& m, const float* x, std::ptrdiff_t x_stride, int granules, int t, bool exact,
-                     Scratch& scratch, Prepared& to) {
-        if (!m.quantised()) {
-            to.rows = Rows{.f = x, .stride = x_stride};
-            return true;
-        }
-        const std::size_t groups = std::size_t(m.groups()) * std::size_t(granules), rows = std::size_t(t);
-        const std::size_t width = groups * std::size_t(m.group);
-        to.sum = take<float>(scratch, rows * groups);
-        if (exact) {
-            to.f = take<float>(scratch, rows * width);
-        } else {
-            to.q = take<std::int8_t>(scratch, rows * width);
-            to.scale = take<float>(scratch, rows * groups);
-        }
-        to.rows = Rows{.f = to.f,
-                       .q = to.q,
-                       .stride = std::ptrdiff_t(width),
-                       .scale = to.scale,
-                       .sum = to.sum,
-                       .group_stride = std::ptrdiff_t(groups)};
-        return to.sum != nullptr && (to.f != nullptr || (to.q != nullptr && to.scale != nullptr));
-    }
-
-    void fill(const Team& team, const Matrix& m, const float* x, std::ptrdiff_t x_stride, int granules, int t) const {
-        if (!m.quantised()) return;
-        const int per_granule = m.groups(), per_row = per_granule * granules;
-        const auto [first, last] = team.share(t * per_row);
-        for (int i = first; i < last; ++i) {
-            const int row = i / per_row, at = i % per_row, granule = at / per_granule, j = at % per_granule;
-            const int column = j * m.group, count = std::min(m.group, m.cols - column);
-            const float* from = x + row * x_stride + std::ptrdiff_t(granule) * m.cols + column;
-            const std::ptrdiff_t to = row * rows.stride + std::ptrdiff_t(at) * m.group;
-            const std::ptrdiff_t place = row * rows.group_stride + at;
-            prepare_group(from, count, m.group, q ? q + to : nullptr, f ? f + to : nullptr,
-                          scale ? scale + place : nullptr, sum + place);
-        }
-    }
-};
-
 void store_some(float* to, F x, int count) {
     if (count >= kTileRows) {
         f_store(to, x);
@@ -112,15 +30,129 @@ void store_some(float* to, F x, int count) {
     for (int i = 0; i < count; ++i) to[i] = lanes[i];
 }
 
-void add_some(float* to, F x, int count) {
-    if (count >= kTileRows) {
-        f_store(to, f_add(f_load(to), x));
-        return;
-    }
-    float lanes[kTileRows];
-    f_store(lanes, x);
-    for (int i = 0; i < count; ++i) to[i] += lanes[i];
+// The first `count` of 16, the others 0.
+F load_some(const float* from, int count) {
+    if (count >= kTileRows) return f_load(from);
+    float lanes[kTileRows] = {};
+    for (int i = 0; i < count; ++i) lanes[i] = from[i];
+    return f_load(lanes);
 }
+
+// ---- activations of a call -----------------------------------------------------------------------------------------
+
+constexpr int kMostGroup = 1024;  // make_matrix refuses more
+constexpr int kGranuleRows = 64;  // neurons of a granule, at most
+constexpr int kHiddenRows = 48;   // rows whose hidden values of a granule a thread holds at a time: 24 KB
+static_assert(kHiddenRows % kWideRows == 0, "whole panels");
+
+// One group of a row as int8 with scale = max / 127, and the sum of what that stands for.
+void round_group(const float* from, int count, int group, std::int8_t* q, float* scale, float* sum) {
+    I most_bits = i_zero();
+    for (int i = 0; i < count; i += 16) most_bits = i_max(most_bits, i_magnitude(load_some(from + i, count - i)));
+    const std::int32_t bits = i_max_of(most_bits);
+    float most;
+    std::memcpy(&most, &bits, 4);
+    const F up = f_set(most > 0 && bits < 0x7f800000 ? 127.0F / most : 0.0F);
+    I total = i_zero();
+    for (int i = 0; i < group; i += 16) {
+        const I codes = i < count ? i_round(f_mul(load_some(from + i, count - i), up)) : i_zero();
+        i_store_bytes(q + i, codes);
+        total = i_add(total, codes);
+    }
+    // NaN and infinite activations stay visible in the scale: damaged weights must not pass for zeros.
+    *scale = most / 127.0F;
+    *sum = *scale * static_cast<float>(i_sum(total));
+}
+
+// Memory for the activations that weights of one or more granules are multiplied with.
+struct Prepared {
+    Rows rows;
+
+    // Room for `count` rows, `granules` granules of m.cols columns each. False: scratch is too small.
+    static bool plan(const Matrix& m, int granules, int count, bool exact, Scratch& scratch, Prepared& to) {
+        const std::size_t groups = std::size_t(m.groups()) * std::size_t(granules), n = std::size_t(count);
+        const std::size_t width = m.quantised() ? groups * std::size_t(m.group) : std::size_t(m.cols * granules);
+        Rows& rows = to.rows;
+        rows = Rows{.width = std::ptrdiff_t(width), .groups = std::ptrdiff_t(groups), .count = count};
+        if (m.quantised() && !exact) {
+            rows.q = take<std::int8_t>(scratch, n * width);
+            rows.scale = take<float>(scratch, n * groups);
+        } else {
+            rows.f = take<float>(scratch, n * width);
+        }
+        if (m.quantised()) rows.sum = take<float>(scratch, n * groups);
+        return (rows.f != nullptr || (rows.q != nullptr && rows.scale != nullptr)) &&
+               (rows.sum != nullptr || !m.quantised());
+    }
+
+    // Lays out group j of a granule's columns `from` of one row; of float weights, which know no groups, all columns.
+    static void put(const Rows& rows, const Matrix& m, int row, int granule, int j, const float* from) {
+        const Panel panel = panel_of(row, rows.count);
+        const int n = panel.n, r = row - panel.row;
+        if (!m.quantised()) {
+            float* to = rows.f + panel.row * rows.width + std::ptrdiff_t(granule) * m.cols * n + r;
+            for (int i = 0; i < m.cols; ++i) to[std::ptrdiff_t(i) * n] = from[i];
+            return;
+        }
+        const int at = granule * m.groups() + j, count = std::min(m.group, m.cols - j * m.group);
+        const std::ptrdiff_t first = panel.row * rows.width + std::ptrdiff_t(at) * m.group * n;
+        const std::ptrdiff_t place = panel.row * rows.groups + std::ptrdiff_t(at) * n + r;
+        from += j * m.group;
+        if (rows.f != nullptr) {
+            float total = 0;
+            float* to = rows.f + first + r;
+            for (int i = 0; i < m.group; ++i) to[std::ptrdiff_t(i) * n] = i < count ? from[i] : 0.0F;
+            for (int i = 0; i < count; ++i) total += from[i];
+            rows.sum[place] = total;
+            return;
+        }
+        alignas(64) std::int8_t codes[kMostGroup + 16];
+        round_group(from, count, m.group, codes, rows.scale + place, rows.sum + place);
+        std::int8_t* to = rows.q + first + r * 4;
+        for (int i = 0; i < m.group; i += 4) std::memcpy(to + std::ptrdiff_t(i) * n, codes + i, 4);
+    }
+};
+
+// What a call multiplies, some rows at a time: those whose activations stay in a core's L2 cache while the weights go
+// by.
+class Input {
+  public:
+    bool plan(const Matrix& m, const float* x, std::ptrdiff_t x_stride, int granules, int t, bool exact,
+              Scratch& scratch) {
+        m_ = m, x_ = x, x_stride_ = x_stride, granules_ = granules, t_ = t;
+        const std::size_t item = m.quantised() && !exact ? 1 : 4;
+        chunk_ = static_cast<int>(kChunkBytes / (std::size_t(m.cols) * std::size_t(granules) * item));
+        chunk_ = std::min(t, std::max(1, chunk_ / kHiddenRows) * kHiddenRows);
+        return Prepared::plan(m, granules, chunk_, exact, scratch, prepared_);
+    }
+
+    int chunk() const { return chunk_; }
+
+    // The rows from `row` on, at most a chunk, laid out. All threads share the work and wait for each other.
+    Rows chunk_at(const Team& team, int row) const {
+        if (row > 0) team.barrier();  // the rows before are used up
+        Rows rows = prepared_.rows;
+        rows.count = std::min(chunk_, t_ - row);
+        const int per_granule = std::max(1, m_.groups()), per_row = per_granule * granules_;
+        const auto [first, last] = team.share(rows.count * per_row);
+        for (int i = first; i < last; ++i) {
+            const int r = i / per_row, at = i % per_row, granule = at / per_granule;
+            const float* from = x_ + (row + r) * x_stride_ + std::ptrdiff_t(granule) * m_.cols;
+            Prepared::put(rows, m_, r, granule, at % per_granule, from);
+        }
+        team.barrier();
+        return rows;
+    }
+
+  private:
+    static constexpr std::size_t kChunkBytes = std::size_t{512} << 10;
+
+    Matrix m_;
+    const float* x_ = nullptr;
+    std::ptrdiff_t x_stride_ = 0;
+    int granules_ = 0, t_ = 0, chunk_ = 0;
+    Prepared prepared_;
+};
 
 // What a call walks through, in bytes; arithmetic counts from four rows on.
 std::size_t cost_of(const Granules& weights, std::size_t bytes_per_granule, int t) {
@@ -128,118 +160,161 @@ std::size_t cost_of(const Granules& weights, std::size_t bytes_per_granule, int 
 }
 std::size_t bytes_of(const Matrix& m) { return std::size_t(m.tiles()) * m.tile_bytes(); }
 
+// How a matrix is cut into tiles that are multiplied together. Many rows share a broadcast between kWideTiles. For few
+// rows what counts is that bytes come in the order in which they lie: one tile after the other, unless tiles are so
+// short that starting and ending them is most of the work.
+struct Cuts {
+    int tiles, width, per_granule;
+    Cuts(const Matrix& m, int rows)
+        : tiles(m.tiles()),
+          width(rows > kFewRows         ? kWideTiles
+                : m.tile_bytes() > 2048 ? 1
+                                        : kMostTiles),
+          per_granule((tiles + width - 1) / width) {}
+    int granule(int cut) const { return cut / per_granule; }
+    int tile(int cut) const { return cut % per_granule * width; }
+    Tiles tiles_of(const Granules& weights, const Matrix& m, int cut) const {
+        return {std::min(width, tiles - tile(cut)),
+                {weights.data + std::size_t(granule(cut)) * weights.stride + m.offset +
+                     std::size_t(tile(cut)) * m.tile_bytes(),
+                 1, weights.stride}};
+    }
+};
+
+constexpr auto nothing = [](int, int) { return f_zero(); };  // where a sum starts
+
 // ---- ops -----------------------------------------------------------------------------------------------------------
 
 bool project(Pool& pool, const Granules& weights, const Matrix& m, const float* x, std::ptrdiff_t x_stride, int t,
              float* out, std::ptrdiff_t out_stride, int out_cols, bool exact, Scratch scratch) {
-    Prepared prepared;
-    if (!Prepared::plan(m, x, x_stride, 1, t, exact, scratch, prepared)) return false;
+    Input input;
+    if (!input.plan(m, x, x_stride, 1, t, exact, scratch)) return false;
     pool.run(cost_of(weights, bytes_of(m), t), [&](const Team& team) {
-        prepared.fill(team, m, x, x_stride, 1, t);
-        if (m.quantised()) team.barrier();
-        const int tiles = m.tiles();
-        const auto [first, last] = team.share(weights.count * tiles);
-        for (int i = first; i < last; ++i) {
-            const int granule = i / tiles, tile = i % tiles, column = granule * m.rows + tile * kTileRows;
-            const int count = std::min({kTileRows, m.rows - tile * kTileRows, out_cols - column});
-            if (count <= 0) continue;
-            const std::uint8_t* p =
-                weights.data + std::size_t(granule) * weights.stride + m.offset + std::size_t(tile) * m.tile_bytes();
-            tile_rows(m, p, prepared.rows, t,
-                      [&](int row, F y) { store_some(out + row * out_stride + column, y, count); });
+        const Cuts cuts(m, input.chunk());
+        const auto [first, last] = team.share(weights.count * cuts.per_granule);
+        for (int row0 = 0; row0 < t; row0 += input.chunk()) {
+            const Rows rows = input.chunk_at(team, row0);
+            for (int cut = first; cut < last; ++cut) {
+                const auto sink = [&](int row, int tile, F y) {
+                    const int at = (cuts.tile(cut) + tile) * kTileRows, column = cuts.granule(cut) * m.rows + at;
+                    const int count = std::min(m.rows - at, out_cols - column);
+                    if (count > 0) store_some(out + (row0 + row) * out_stride + column, y, count);
+                };
+                tile_rows(m, cuts.tiles_of(weights, m, cut), rows, 0, rows.count, nothing, sink);
+            }
         }
     });
     return true;
 }
 
-// This thread's tiles of `sum`, granule by granule: weights are read in the order in which they lie.
-void accumulate_share(const Team& team, const Granules& weights, const Matrix& m, const Rows& x, int t, float* sum,
-                      bool first_granule) {
-    const auto [first, last] = team.share(m.tiles());
-    for (int g = 0; g < weights.count; ++g) {
-        const int width = m.quantised() ? m.groups() * m.group : m.cols;
-        const Rows seen = x.at(g * width, g * m.groups());
-        for (int tile = first; tile < last; ++tile) {
-            const std::uint8_t* p =
-                weights.data + std::size_t(g) * weights.stride + m.offset + std::size_t(tile) * m.tile_bytes();
-            const int column = tile * kTileRows, count = std::min(kTileRows, m.rows - column);
-            tile_rows(m, p, seen, t, [&](int row, F y) {
-                float* to = sum + std::ptrdiff_t(row) * m.rows + column;
-                if (first_granule && g == 0) {
-                    // 0 + y, as for the granules that follow: the sum of a unit that starts later has the same bits.
-                    store_some(to, f_add(f_zero(), y), count);
-                } else {
-                    add_some(to, y, count);
-                }
-            });
+// This thread's tiles of `sum`. With few rows granule by granule, for then weights are read in the order in which they
+// lie; with many a tile's sums stay in registers over all granules. The terms of a sum come in one order either way.
+void accumulate_share(const Team& team, const Granules& weights, const Matrix& m, const Rows& x, float* sum,
+                      bool first) {
+    const Cuts cuts(m, x.count);
+    const auto [lo, hi] = team.share(cuts.per_granule);
+    const int together = x.count > kFewRows ? weights.count : 1;
+    constexpr int kRunCuts = 2;
+    for (int g = 0; g < weights.count; g += together) {
+        for (int cut = lo; cut < hi; ++cut) {
+            Tiles tiles = cuts.tiles_of(weights, m, g * cuts.per_granule + cut);
+            tiles.granule = g, tiles.series.count = together;
+            // Of a run of 36 KB (8B, two threads) its last 4 are enough to bring in the start of the next.
+            if (cut == std::max(lo, hi - kRunCuts) && g + together < weights.count) {
+                prefetch_run(cuts.tiles_of(weights, m, (g + together) * cuts.per_granule + lo).series.first);
+            }
+            const int column = cuts.tile(cut) * kTileRows;
+            const auto place = [&](int row, int tile) {
+                return sum + std::ptrdiff_t(row) * m.rows + column + tile * kTileRows;
+            };
+            const auto count = [&](int tile) { return m.rows - column - tile * kTileRows; };
+            tile_rows(
+                m, tiles, x, 0, x.count,
+                [&](int row, int tile) {
+                    return first && g == 0 ? f_zero() : load_some(place(row, tile), count(tile));
+                },
+                [&](int row, int tile, F y) { store_some(place(row, tile), y, count(tile)); });
         }
     }
 }
 
 bool accumulate(Pool& pool, const Granules& weights, const Matrix& m, const float* x, std::ptrdiff_t x_stride, int t,
                 float* sum, bool first, bool exact, Scratch scratch) {
-    Prepared prepared;
-    if (!Prepared::plan(m, x, x_stride, weights.count, t, exact, scratch, prepared)) return false;
+    Input input;
+    if (!input.plan(m, x, x_stride, weights.count, t, exact, scratch)) return false;
     pool.run(cost_of(weights, bytes_of(m), t), [&](const Team& team) {
-        prepared.fill(team, m, x, x_stride, weights.count, t);
-        if (m.quantised()) team.barrier();
-        accumulate_share(team, weights, m, prepared.rows, t, sum, first);
+        for (int row0 = 0; row0 < t; row0 += input.chunk()) {
+            accumulate_share(team, weights, m, input.chunk_at(team, row0), sum + std::ptrdiff_t(row0) * m.rows, first);
+        }
     });
     return true;
+}
+
+// Hidden values of one granule: act(gate h) * up h, laid out for `down` as granule `nth` of `to`.
+void hidden_of(const FfnShape& shape, const std::uint8_t* granule, const std::uint8_t* next, const Rows& h,
+               const Rows& to, int nth) {
+    alignas(64) float values[kHiddenRows * kGranuleRows], gates[kHiddenRows * kGranuleRows];
+    const bool gated = shape.gate.rows > 0;
+    const int groups = std::max(1, shape.down.groups());
+    for (int row0 = 0; row0 < h.count; row0 += kHiddenRows) {
+        const int end = std::min(row0 + kHiddenRows, h.count);
+        const auto fill = [&](const Matrix& m, std::size_t bias, float* out) {
+            const Cuts cuts(m, h.count);
+            for (int cut = 0; cut < cuts.per_granule; ++cut) {
+                if (&m == &shape.up && cut + 1 == cuts.per_granule) prefetch_run(next);
+                const auto sink = [&](int row, int tile, F y) {
+                    const int at = (cuts.tile(cut) + tile) * kTileRows;
+                    if (bias != 0) {
+                        y = f_add(y, load_some(reinterpret_cast<const float*>(granule + bias) + at, m.rows - at));
+                    }
+                    f_store(out + (row - row0) * kGranuleRows + at, y);
+                };
+                tile_rows(m, cuts.tiles_of({granule, 1, 0}, m, cut), h, row0, end, nothing, sink);
+            }
+        };
+        if (gated) fill(shape.gate, shape.gate_bias, gates);
+        fill(shape.up, shape.up_bias, values);
+        for (int row = row0; row < end; ++row) {
+            float* x = values + (row - row0) * kGranuleRows;
+            const float* gate = gated ? gates + (row - row0) * kGranuleRows : x;
+            activate(shape.activation, gate, gated ? x : nullptr, x, shape.up.rows);
+            for (int j = 0; j < groups; ++j) Prepared::put(to, shape.down, row, nth, j, x);
+        }
+    }
 }
 
 bool ffn(Pool& pool, const Granules& weights, const FfnShape& shape, const float* h, int t, float* partial, bool first,
          bool exact, Scratch scratch) {
     const Matrix &up = shape.up, &down = shape.down;
-    const bool gated = shape.gate.rows > 0;
-    const int neurons = up.rows;
-    Prepared input;
-    if (!Prepared::plan(up, h, up.cols, 1, t, exact, scratch, input)) return false;
+    if (up.rows > kGranuleRows) return false;
+    Input input;
+    if (!input.plan(up, h, up.cols, 1, t, exact, scratch)) return false;
     // As many granules at a time as the scratch holds hidden values of, up to 64: more gains nothing.
     int block = std::min(weights.count, 64);
-    float *hidden = nullptr, *gates = nullptr;
-    Prepared inner;
+    Prepared prepared;
     for (; block > 0; block = block > 1 ? block / 2 : 0) {
         Scratch left = scratch;
-        const std::size_t values = std::size_t(t) * std::size_t(block) * std::size_t(neurons);
-        hidden = take<float>(left, values);
-        gates = gated ? take<float>(left, values) : hidden;
-        if (hidden != nullptr && gates != nullptr &&
-            Prepared::plan(down, hidden, std::ptrdiff_t(block) * neurons, block, t, exact, left, inner)) {
-            break;
-        }
+        if (Prepared::plan(down, block, input.chunk(), exact, left, prepared)) break;
     }
     if (block == 0) return false;
-    const std::ptrdiff_t stride = std::ptrdiff_t(block) * neurons;
-    pool.run(cost_of(weights, bytes_of(up) * (gated ? 2 : 1) + bytes_of(down), t), [&](const Team& team) {
-        input.fill(team, up, h, up.cols, 1, t);
-        for (int begin = 0; begin < weights.count; begin += block) {
-            const int granules = std::min(block, weights.count - begin), tiles = up.tiles();
-            const std::uint8_t* base = weights.data + std::size_t(begin) * weights.stride;
-            team.barrier();  // the input is ready; hidden values of the block before are used up
-            const auto [lo, hi] = team.share(granules * tiles);
-            for (int i = lo; i < hi; ++i) {
-                const int granule = i / tiles, tile = i % tiles, neuron = tile * kTileRows;
-                const std::uint8_t* at = base + std::size_t(granule) * weights.stride;
-                const std::ptrdiff_t column = std::ptrdiff_t(granule) * neurons + neuron;
-                const auto fill = [&](const Matrix& m, std::size_t bias, float* to) {
-                    const F b = bias ? f_load(at + bias + std::size_t(neuron) * 4) : f_zero();
-                    tile_rows(m, at + m.offset + std::size_t(tile) * m.tile_bytes(), input.rows, t,
-                              [&](int row, F y) { f_store(to + row * stride + column, bias ? f_add(y, b) : y); });
-                };
-                fill(up, shape.up_bias, hidden);
-                if (gated) fill(shape.gate, shape.gate_bias, gates);
-                for (int row = 0; row < t; ++row) {
-                    float* to = hidden + row * stride + column;
-                    activate(shape.activation, gates + row * stride + column, gated ? to : nullptr, to, kTileRows);
+    pool.run(cost_of(weights, bytes_of(up) * (shape.gate.rows > 0 ? 2 : 1) + bytes_of(down), t), [&](const Team& team) {
+        for (int row0 = 0; row0 < t; row0 += input.chunk()) {
+            const Rows x = input.chunk_at(team, row0);
+            Rows hidden = prepared.rows;
+            hidden.count = x.count;
+            for (int begin = 0; begin < weights.count; begin += block) {
+                const int granules = std::min(block, weights.count - begin);
+                const std::uint8_t* base = weights.data + std::size_t(begin) * weights.stride;
+                if (begin > 0) team.barrier();  // hidden values of the block before are used up
+                const auto [lo, hi] = team.share(granules);
+                for (int i = lo; i < hi; ++i) {
+                    const std::uint8_t* granule = base + std::size_t(i) * weights.stride;
+                    hidden_of(shape, granule, granule + (i + 1 < hi ? weights.stride : 0), x, hidden, i);
                 }
-            }
-            team.barrier();
-            if (down.quantised()) {
-                inner.fill(team, down, hidden, stride, granules, t);
                 team.barrier();
+                accumulate_share(team, {base, granules, weights.stride}, down, hidden,
+                                 partial + std::ptrdiff_t(row0) * down.rows, first && begin == 0);
             }
-            accumulate_share(team, {base, granules, weights.stride}, down, inner.rows, t, partial, first && begin == 0);
         }
     });
     return true;

@@ -12,6 +12,8 @@ const Kernels* find_kernels(const char* name) {
 #ifdef __x86_64__
     const bool avx2 = has_feature("avx2") && has_feature("fma") && has_feature("f16c");
     if (is("avx2") && avx2) return &kAvx2Kernels;
+    // PCs since 2021 that lack AVX-512 have its 8-bit dot product for AVX registers.
+    if (is("avxvnni") && avx2 && has_feature("avxvnni")) return &kAvxVnniKernels;
     // One build for AVX-512 with VNNI: the processors that lack it (before 2019) run the AVX2 kernels.
     if (is("avx512") && avx2 && has_feature("avx512bw") && has_feature("avx512vl") && has_feature("avx512dq") &&
         has_feature("avx512vnni")) {

@@ -140,10 +140,10 @@ struct Kernels {
                    float* out, Scratch);
 };
 
-// The table of an instruction set ("avx512", "avx2", "portable"); null if this build or processor has none of that
-// name.
+// The table of an instruction set ("avx512", "avxvnni", "avx2", "portable"); null if this build or processor has none
+// of that name.
 const Kernels* find_kernels(const char* isa);
 
-extern const Kernels kPortableKernels, kAvx2Kernels, kAvx512Kernels;
+extern const Kernels kPortableKernels, kAvx2Kernels, kAvxVnniKernels, kAvx512Kernels;
 
 }  // namespace penstock

@@ -15,6 +15,8 @@ struct I {
 };
 using Line = I;
 
+constexpr int kFewRows = 4, kWideRows = 4, kWideTiles = 1;
+
 inline F f_zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline F f_set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline F f_load(const void* p) {
@@ -33,6 +35,43 @@ inline F f_half(const void* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128(h)), _mm256_cvtph_ps(_mm_loadu_si128(h + 1))};
 }
 inline F f_from(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline F f_max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline F f_min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline float f_max_of(F x) {
+    __m256 m = _mm256_max_ps(x.a, x.b);
+    m = _mm256_max_ps(m, _mm256_permute2f128_ps(m, m, 1));
+    m = _mm256_max_ps(m, _mm256_shuffle_ps(m, m, 0x4e));
+    m = _mm256_max_ps(m, _mm256_shuffle_ps(m, m, 0xb1));
+    return _mm256_cvtss_f32(m);
+}
+// y where x is at least `limit`, else 0.
+inline F f_where_least(F x, float limit, F y) {
+    const __m256 least = _mm256_set1_ps(limit);
+    return {_mm256_and_ps(_mm256_cmp_ps(x.a, least, _CMP_GE_OQ), y.a),
+            _mm256_and_ps(_mm256_cmp_ps(x.b, least, _CMP_GE_OQ), y.b)};
+}
+// 2^n of integers -126 … 127.
+inline __m256 power8(__m256 n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+inline F f_power(F n) { return {power8(n.a), power8(n.b)}; }
+// Lane i: the lanes of v[i], added at distances 8, 4, 2, 1.
+inline __m256 sums8(const F* v) {
+    // Vectors go in where the halvings below leave their sums in order.
+    constexpr int kPlace[8] = {0, 2, 1, 3, 4, 6, 5, 7};
+    __m256 w[8];
+    for (int i = 0; i < 8; ++i) w[kPlace[i]] = _mm256_add_ps(v[i].a, v[i].b);
+    for (int i = 0; i < 4; ++i) {
+        w[i] =
+            _mm256_add_ps(_mm256_permute2f128_ps(w[i], w[i + 4], 0x20), _mm256_permute2f128_ps(w[i], w[i + 4], 0x31));
+    }
+    for (int i = 0; i < 2; ++i) {
+        const __m256d a = _mm256_castps_pd(w[i]), b = _mm256_castps_pd(w[i + 2]);
+        w[i] = _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(a, b)), _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)));
+    }
+    return _mm256_add_ps(_mm256_shuffle_ps(w[0], w[1], 0x88), _mm256_shuffle_ps(w[0], w[1], 0xdd));
+}
+inline F f_sums(const F (&v)[16]) { return {sums8(v), sums8(v + 8)}; }
 inline float f_sum(F x) {
     float v[8];
     _mm256_storeu_ps(v, _mm256_add_ps(x.a, x.b));
@@ -70,19 +109,58 @@ inline F f_bf16_odd(Line x) {
     return {_mm256_castsi256_ps(_mm256_and_si256(x.a, mask)), _mm256_castsi256_ps(_mm256_and_si256(x.b, mask))};
 }
 
+// Magnitudes as integers: floats of one sign order like them, and NaN is above all.
+inline I i_magnitude(F x) {
+    const __m256i mask = _mm256_set1_epi32(0x7fffffff);
+    return {_mm256_and_si256(_mm256_castps_si256(x.a), mask), _mm256_and_si256(_mm256_castps_si256(x.b), mask)};
+}
+inline I i_max(I x, I y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
+inline std::int32_t i_max_of(I x) {
+    __m256i m = _mm256_max_epi32(x.a, x.b);
+    m = _mm256_max_epi32(m, _mm256_permute2x128_si256(m, m, 1));
+    m = _mm256_max_epi32(m, _mm256_shuffle_epi32(m, 0x4e));
+    m = _mm256_max_epi32(m, _mm256_shuffle_epi32(m, 0xb1));
+    return _mm256_cvtsi256_si32(m);
+}
+inline std::int32_t i_sum(I x) {
+    __m256i s = _mm256_add_epi32(x.a, x.b);
+    s = _mm256_add_epi32(s, _mm256_permute2x128_si256(s, s, 1));
+    s = _mm256_add_epi32(s, _mm256_shuffle_epi32(s, 0x4e));
+    s = _mm256_add_epi32(s, _mm256_shuffle_epi32(s, 0xb1));
+    return _mm256_cvtsi256_si32(s);
+}
+// To the nearest integers, ties to even; all within ±127.
+inline I i_round(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+inline void i_store_bytes(std::int8_t* to, I x) {
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
+}
+
 inline I i_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 inline I i_add(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
-// In 16 bits by even and odd bytes: maddubs would saturate at 255 · 127 · 2.
-inline __m256i dot8(__m256i acc, __m256i weights, __m256i even, __m256i odd) {
-    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_and_si256(weights, _mm256_set1_epi16(255)), even));
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_srli_epi16(weights, 8), odd));
+// acc + Σ over the four bytes of each row: unsigned weights × signed activations. `nibbles`: no weight is above 15, so
+// that two products fit 16 bits; with others maddubs would saturate at 255 · 127 · 2, and bytes go in by even and odd.
+template <bool nibbles>
+inline __m256i dot8(__m256i acc, __m256i weights, __m256i a) {
+#ifdef __AVXVNNI__
+    return _mm256_dpbusd_avx_epi32(acc, weights, a);
+#else
+    if constexpr (nibbles) {
+        return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(weights, a), _mm256_set1_epi16(1)));
+    } else {
+        const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8), odd = _mm256_srai_epi16(a, 8);
+        acc = _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_and_si256(weights, _mm256_set1_epi16(255)), even));
+        return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_srli_epi16(weights, 8), odd));
+    }
+#endif
 }
+template <bool nibbles>
 inline I i_dot(I acc, Line weights, const std::int8_t* four) {
     std::int32_t bits;
     __builtin_memcpy(&bits, four, 4);
     const __m256i a = _mm256_set1_epi32(bits);
-    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8), odd = _mm256_srai_epi16(a, 8);
-    return {dot8(acc.a, weights.a, even, odd), dot8(acc.b, weights.b, even, odd)};
+    return {dot8<nibbles>(acc.a, weights.a, a), dot8<nibbles>(acc.b, weights.b, a)};
 }
 
 }  // namespace penstock::PENSTOCK_ISA

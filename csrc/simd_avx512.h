@@ -11,6 +11,11 @@ using F = __m512;
 using I = __m512i;
 using Line = __m512i;  // 64 bytes of a tile: 16 rows × 4 bytes
 
+// Rows of activations that one tile is multiplied with at once, at most, and the shape for many rows. Eight chains of
+// int8 products and eight sums fit the 32 registers, as do 6 × 2 of each; the latter needs a broadcast for two
+// products.
+constexpr int kFewRows = 8, kWideRows = 6, kWideTiles = 2;
+
 inline F f_zero() { return _mm512_setzero_ps(); }
 inline F f_set(float x) { return _mm512_set1_ps(x); }
 inline F f_load(const void* p) { return _mm512_loadu_ps(p); }
@@ -20,6 +25,35 @@ inline F f_mul(F a, F b) { return _mm512_mul_ps(a, b); }
 inline F f_fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 inline F f_half(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
 inline F f_from(I x) { return _mm512_cvtepi32_ps(x); }
+inline F f_max(F a, F b) { return _mm512_max_ps(a, b); }
+inline F f_min(F a, F b) { return _mm512_min_ps(a, b); }
+inline float f_max_of(F x) { return _mm512_reduce_max_ps(x); }
+// y where x is at least `limit`, else 0.
+inline F f_where_least(F x, float limit, F y) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_GE_OQ), y);
+}
+// 2^n of integers -126 … 127.
+inline F f_power(F n) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+}
+// Lane i: the lanes of v[i], added at distances 8, 4, 2, 1.
+inline F f_sums(const F (&v)[16]) {
+    // Vectors go in where the halvings below leave their sums in order: blocks as 0, 2, 1, 3, lanes of one likewise.
+    constexpr int kPlace[4] = {0, 2, 1, 3};
+    F w[16];
+    for (int i = 0; i < 16; ++i) w[kPlace[i / 4] * 4 + kPlace[i % 4]] = v[i];
+    for (int i = 0; i < 8; ++i) {
+        w[i] = _mm512_add_ps(_mm512_shuffle_f32x4(w[i], w[i + 8], 0x44), _mm512_shuffle_f32x4(w[i], w[i + 8], 0xee));
+    }
+    for (int i = 0; i < 4; ++i) {
+        w[i] = _mm512_add_ps(_mm512_shuffle_f32x4(w[i], w[i + 4], 0x88), _mm512_shuffle_f32x4(w[i], w[i + 4], 0xdd));
+    }
+    for (int i = 0; i < 2; ++i) {
+        const __m512d a = _mm512_castps_pd(w[i]), b = _mm512_castps_pd(w[i + 2]);
+        w[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    return _mm512_add_ps(_mm512_shuffle_ps(w[0], w[1], 0x88), _mm512_shuffle_ps(w[0], w[1], 0xdd));
+}
 inline float f_sum(F x) { return _mm512_reduce_add_ps(x); }
 inline void f_store_half(void* p, F x) {
     _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
@@ -41,9 +75,22 @@ inline F f_byte(Line x) {
 inline F f_bf16_even(Line x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
 inline F f_bf16_odd(Line x) { return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(-65536))); }
 
+// Magnitudes as integers: floats of one sign order like them, and NaN is above all.
+inline I i_magnitude(F x) { return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff)); }
+inline I i_max(I a, I b) { return _mm512_max_epi32(a, b); }
+inline std::int32_t i_max_of(I x) { return _mm512_reduce_max_epi32(x); }
+inline std::int32_t i_sum(I x) { return _mm512_reduce_add_epi32(x); }
+// To the nearest integers, ties to even; all within ±127.
+inline I i_round(F x) { return _mm512_cvtps_epi32(x); }
+inline void i_store_bytes(std::int8_t* to, I x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(x));
+}
+
 inline I i_zero() { return _mm512_setzero_si512(); }
 inline I i_add(I a, I b) { return _mm512_add_epi32(a, b); }
 // acc + Σ over the four bytes of each row: unsigned weights × signed activations; exact, nothing saturates.
+// `nibbles`: no weight is above 15.
+template <bool nibbles>
 inline I i_dot(I acc, Line weights, const std::int8_t* four) {
     std::int32_t bits;
     __builtin_memcpy(&bits, four, 4);

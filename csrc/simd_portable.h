@@ -16,6 +16,8 @@ struct Line {
     std::uint32_t v[16];  // four bytes of each row, little-endian
 };
 
+constexpr int kFewRows = 4, kWideRows = 4, kWideTiles = 1;
+
 #define PENSTOCK_LANES for (int i = 0; i < 16; ++i)
 
 inline F f_set(float x) {
@@ -71,6 +73,45 @@ inline F f_from(const I& x) {
     return r;
 }
 
+inline F f_max(F x, const F& y) {
+    PENSTOCK_LANES x.v[i] = x.v[i] > y.v[i] ? x.v[i] : y.v[i];
+    return x;
+}
+inline F f_min(F x, const F& y) {
+    PENSTOCK_LANES x.v[i] = x.v[i] < y.v[i] ? x.v[i] : y.v[i];
+    return x;
+}
+inline float f_max_of(const F& x) {
+    float most = x.v[0];
+    PENSTOCK_LANES most = x.v[i] > most ? x.v[i] : most;
+    return most;
+}
+// y where x is at least `limit`, else 0.
+inline F f_where_least(const F& x, float limit, F y) {
+    PENSTOCK_LANES y.v[i] = x.v[i] >= limit ? y.v[i] : 0.0F;
+    return y;
+}
+// 2^n of integers -126 … 127.
+inline F f_power(const F& n) {
+    std::uint32_t bits[16];
+    PENSTOCK_LANES bits[i] = static_cast<std::uint32_t>(static_cast<std::int32_t>(n.v[i]) + 127) << 23;
+    F r;
+    std::memcpy(r.v, bits, 64);
+    return r;
+}
+// Lane i: the lanes of v[i], added at distances 8, 4, 2, 1.
+inline F f_sums(const F (&v)[16]) {
+    F r;
+    for (int k = 0; k < 16; ++k) {
+        float w[8];
+        for (int i = 0; i < 8; ++i) w[i] = v[k].v[i] + v[k].v[i + 8];
+        for (int distance = 4; distance > 0; distance /= 2) {
+            for (int i = 0; i < distance; ++i) w[i] += w[i + distance];
+        }
+        r.v[k] = w[0];
+    }
+    return r;
+}
 inline float f_sum(const F& x) {
     float half[8];
     for (int i = 0; i < 8; ++i) half[i] = x.v[i] + x.v[i + 8];
@@ -140,11 +181,44 @@ inline F f_bf16_odd(Line x) {
     return f_bits(x);
 }
 
+// Magnitudes as integers: floats of one sign order like them, and NaN is above all.
+inline I i_magnitude(const F& x) {
+    I r;
+    std::memcpy(r.v, x.v, 64);
+    PENSTOCK_LANES r.v[i] &= 0x7fffffff;
+    return r;
+}
+inline I i_max(I x, const I& y) {
+    PENSTOCK_LANES x.v[i] = x.v[i] > y.v[i] ? x.v[i] : y.v[i];
+    return x;
+}
+inline std::int32_t i_max_of(const I& x) {
+    std::int32_t most = x.v[0];
+    PENSTOCK_LANES most = x.v[i] > most ? x.v[i] : most;
+    return most;
+}
+inline std::int32_t i_sum(const I& x) {
+    std::int32_t sum = 0;
+    PENSTOCK_LANES sum += x.v[i];
+    return sum;
+}
+// To the nearest integers, ties to even (what adding and taking away 1.5 · 2^23 does); all within ±127, or damaged.
+inline I i_round(const F& x) {
+    I r;
+    for (int i = 0; i < 16; ++i) {
+        const float rounded = (x.v[i] + 12582912.0F) - 12582912.0F;
+        r.v[i] = rounded >= -127.0F && rounded <= 127.0F ? static_cast<std::int32_t>(rounded) : 0;
+    }
+    return r;
+}
+inline void i_store_bytes(std::int8_t* to, const I& x) { PENSTOCK_LANES to[i] = static_cast<std::int8_t>(x.v[i]); }
+
 inline I i_zero() { return {}; }
 inline I i_add(I x, const I& y) {
     PENSTOCK_LANES x.v[i] += y.v[i];
     return x;
 }
+template <bool nibbles>
 inline I i_dot(I acc, const Line& weights, const std::int8_t* four) {
     for (int b = 0; b < 4; ++b) {
         const std::int32_t a = four[b];

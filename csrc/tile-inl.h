@@ -1,4 +1,4 @@
-// Products of one tile of weights with a few rows of activations, for one instruction set.
+// Products of one or two tiles of weights with a few rows of activations, for one instruction set.
 #pragma once
 
 #include <cstddef>
@@ -9,163 +9,309 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// Rows of activations multiplied with a tile at once. Eight int8 chains fill the registers of AVX-512 without a spill,
-// and amortise unpacking nibbles (3 instructions for every 16 dot products).
-constexpr int kRows = 8;
+// Rows of activations are multiplied some at a time: n of them make a panel, in which what one instruction after the
+// other needs lies side by side ([columns][n], int8 by fours: [columns / 4][n][4]). Many rows are cut into panels of
+// kWideRows and a rest; few rows, and the rest, into eights (where registers allow), fours, twos and ones.
+struct Panel {
+    int row, n;
+};
 
-// Activations as the kernels read them. For float weights the rows as they are; for integer weights padded to whole
-// groups, granule by granule: int8 with a scale per group, or (exact) float32; either with the sum of each group.
-struct Rows {
-    const float* f = nullptr;
-    const std::int8_t* q = nullptr;
-    std::ptrdiff_t stride = 0;  // elements of f or q from row to row
-    const float* scale = nullptr;
-    const float* sum = nullptr;
-    std::ptrdiff_t group_stride = 0;
+inline Panel panel_of(int row, int count) {
+    const int wide = count > kFewRows ? count / kWideRows * kWideRows : 0;
+    if (row < wide) return {row / kWideRows * kWideRows, kWideRows};
+    int from = wide;
+    for (int n = kFewRows; n > 1; n /= 2) {
+        for (; from + n <= count; from += n) {
+            if (row < from + n) return {from, n};
+        }
+    }
+    return {from, 1};
+}
+
+// A panel's activations, padded to whole groups for integer weights, granule by granule: int8 with a scale per group,
+// or float32; integer weights also need the sum of each group.
+struct Operand {
+    const float* f;
+    const std::int8_t* q;
+    const float *scale, *sum;  // [groups][n]
 
     // Seen from the first column and group of a later granule.
-    Rows at(int columns, int groups) const {
-        Rows r = *this;
-        if (r.f != nullptr) r.f += columns;
-        if (r.q != nullptr) r.q += columns;
-        if (r.scale != nullptr) r.scale += groups;
-        if (r.sum != nullptr) r.sum += groups;
-        return r;
+    Operand at(std::ptrdiff_t columns, std::ptrdiff_t groups, int n) const {
+        return {f ? f + columns * n : nullptr, q ? q + columns * n : nullptr, scale ? scale + groups * n : nullptr,
+                sum ? sum + groups * n : nullptr};
     }
 };
 
-template <int n>
-void dot_float(const Matrix& m, const std::uint8_t* p, const Rows& x, std::ptrdiff_t row, F* acc) {
-    // Two chains per row, even and odd columns: one fused multiply-add waits 4 cycles for the one before it.
-    F even[n], odd[n];
-    for (int r = 0; r < n; ++r) even[r] = odd[r] = f_zero();
-    const float* a = x.f + row * x.stride;
-    int c = 0;
-    for (; c + 1 < m.cols; c += 2) {
-        F w0, w1;
-        if (m.kind == Kind::kBfloat16) {
-            const Line both = line(p + std::size_t(c) * 32);
-            w0 = f_bf16_even(both), w1 = f_bf16_odd(both);
-        } else if (m.kind == Kind::kFloat16) {
-            w0 = f_half(p + std::size_t(c) * 32), w1 = f_half(p + std::size_t(c) * 32 + 32);
-        } else {
-            w0 = f_load(p + std::size_t(c) * 64), w1 = f_load(p + std::size_t(c) * 64 + 64);
-        }
-        for (int r = 0; r < n; ++r) {
-            even[r] = f_fma(w0, f_set(a[r * x.stride + c]), even[r]);
-            odd[r] = f_fma(w1, f_set(a[r * x.stride + c + 1]), odd[r]);
-        }
-    }
-    if (c < m.cols) {
-        F w;
-        if (m.kind == Kind::kBfloat16) {
-            w = f_bf16_even(line(p + std::size_t(c) * 32));
-        } else if (m.kind == Kind::kFloat16) {
-            w = f_half(p + std::size_t(c) * 32);
-        } else {
-            w = f_load(p + std::size_t(c) * 64);
-        }
-        for (int r = 0; r < n; ++r) even[r] = f_fma(w, f_set(a[r * x.stride + c]), even[r]);
-    }
-    for (int r = 0; r < n; ++r) acc[r] = f_add(even[r], odd[r]);
+// All panels of `count` rows, one after the other.
+struct Rows {
+    float* f = nullptr;
+    std::int8_t* q = nullptr;
+    float *scale = nullptr, *sum = nullptr;
+    std::ptrdiff_t width = 0, groups = 0;  // of a row
+    int count = 0;
+
+    Operand panel(int row) const { return Operand{f, q, scale, sum}.at(width, groups, row); }
+};
+
+// n rows × k tiles of 16 outputs.
+template <int n, int k>
+struct Sums {
+    F at[n][k];
+};
+
+// What a product with one row reads per line of weights is so little that the processor's own prefetcher stops short
+// of the RAM's speed as soon as rows add arithmetic: 27 GB/s of 45 with four of them, without this.
+constexpr std::size_t kAhead = 4096;
+
+// Where the bytes in hand end, others begin elsewhere: without this the first of them come at the pace of single
+// misses.
+inline void prefetch_run(const std::uint8_t* p) {
+    for (std::size_t i = 0; i < kAhead; i += 64) __builtin_prefetch(p + i);
 }
 
-// Σ groups: (Σ code · q) · (scale · x scale) + minimum · x sum.
-template <int n, bool int4>
-void dot_int8(const Matrix& m, const std::uint8_t* p, const Rows& x, std::ptrdiff_t row, F* acc) {
-    const int lines = m.group / (int4 ? 8 : 4);
-    for (int r = 0; r < n; ++r) acc[r] = f_zero();
-    for (int j = 0; j < m.groups(); ++j) {
-        const std::int8_t* a = x.q + row * x.stride + std::ptrdiff_t(j) * m.group;
-        I even[n], odd[n];
-        for (int r = 0; r < n; ++r) even[r] = odd[r] = i_zero();
-        for (int i = 0; i < lines; ++i, p += 64) {
-            const Line w = line(p);
-            if constexpr (int4) {
-                const Line low = low_nibbles(w), high = high_nibbles(w);
-                for (int r = 0; r < n; ++r) {
-                    even[r] = i_dot(even[r], low, a + r * x.stride + 8 * i);
-                    odd[r] = i_dot(odd[r], high, a + r * x.stride + 8 * i + 4);
+template <Kind kind>
+inline void two_columns(const std::uint8_t* p, F& even, F& odd) {
+    if constexpr (kind == Kind::kBfloat16) {
+        const Line both = line(p);
+        even = f_bf16_even(both), odd = f_bf16_odd(both);
+    } else if constexpr (kind == Kind::kFloat16) {
+        even = f_half(p), odd = f_half(p + 32);
+    } else {
+        even = f_load(p), odd = f_load(p + 64);
+    }
+}
+
+// Weights of `count` granules, `stride` bytes apart, for one sum after the other: the activations of one follow those
+// of the one before.
+struct Series {
+    const std::uint8_t* first;
+    int count;
+    std::size_t stride;
+};
+
+// sums += tile · x, even and odd columns apart: one fused multiply-add waits 4 cycles for the one before it.
+template <Kind kind, int n, int k>
+void dot_float(const Matrix& m, const Series& series, const Operand& x, Sums<n, k>& sums) {
+    constexpr std::size_t kTwo = kind == Kind::kFloat32 ? 128 : 64;  // bytes of two columns
+    const std::size_t next = m.tile_bytes();
+    const float* a = x.f;
+    for (int g = 0; g < series.count; ++g) {
+        const std::uint8_t* p = series.first + std::size_t(g) * series.stride;
+        F even[n][k], odd[n][k];
+        for (int r = 0; r < n; ++r) {
+            for (int i = 0; i < k; ++i) even[r][i] = odd[r][i] = f_zero();
+        }
+        int c = 0;
+        for (; c + 1 < m.cols; c += 2, p += kTwo, a += 2 * n) {
+            F w0[k], w1[k];
+            for (int i = 0; i < k; ++i) {
+                const std::uint8_t* from = p + std::size_t(i) * next;
+                __builtin_prefetch(from + kAhead);
+                if constexpr (kind == Kind::kFloat32) __builtin_prefetch(from + kAhead + 64);
+                two_columns<kind>(from, w0[i], w1[i]);
+            }
+            for (int r = 0; r < n; ++r) {
+                const F x0 = f_set(a[r]), x1 = f_set(a[n + r]);
+                for (int i = 0; i < k; ++i) {
+                    even[r][i] = f_fma(w0[i], x0, even[r][i]);
+                    odd[r][i] = f_fma(w1[i], x1, odd[r][i]);
                 }
-            } else {
-                for (int r = 0; r < n; ++r) even[r] = i_dot(even[r], w, a + r * x.stride + 4 * i);
             }
         }
-        const F scale = f_half(p), minimum = f_half(p + 32);
-        p += 64;
+        if (c < m.cols) {
+            for (int i = 0; i < k; ++i) {
+                const std::uint8_t* from = p + std::size_t(i) * next;
+                F w;
+                if constexpr (kind == Kind::kBfloat16) {
+                    w = f_bf16_even(line(from));
+                } else if constexpr (kind == Kind::kFloat16) {
+                    w = f_half(from);
+                } else {
+                    w = f_load(from);
+                }
+                for (int r = 0; r < n; ++r) even[r][i] = f_fma(w, f_set(a[r]), even[r][i]);
+            }
+            a += n;
+        }
         for (int r = 0; r < n; ++r) {
-            const std::ptrdiff_t at = (row + r) * x.group_stride + j;
-            const I whole = int4 ? i_add(even[r], odd[r]) : even[r];
-            acc[r] = f_fma(f_from(whole), f_mul(scale, f_set(x.scale[at])), acc[r]);
-            acc[r] = f_fma(minimum, f_set(x.sum[at]), acc[r]);
+            for (int i = 0; i < k; ++i) sums.at[r][i] = f_add(sums.at[r][i], f_add(even[r][i], odd[r][i]));
         }
     }
 }
 
-// The same without rounding activations: Σ groups: (Σ code · x) · scale + minimum · x sum.
-template <int n, bool int4>
-void dot_exact(const Matrix& m, const std::uint8_t* p, const Rows& x, std::ptrdiff_t row, F* acc) {
-    const int lines = m.group / (int4 ? 8 : 4);
-    for (int r = 0; r < n; ++r) acc[r] = f_zero();
-    for (int j = 0; j < m.groups(); ++j) {
-        const float* a = x.f + row * x.stride + std::ptrdiff_t(j) * m.group;
+// sums += Σ groups: (Σ code · q) · (scale · x scale) + minimum · x sum. `kLines`: lines of a group, where they are
+// known to the compiler, which then unrolls them; else 0.
+template <bool int4, int kLines, int n, int k>
+void dot_int8(const Matrix& m, const Series& series, const Operand& x, Sums<n, k>& out) {
+    const int lines = kLines > 0 ? kLines : m.group / (int4 ? 8 : 4), groups = m.groups();
+    const std::size_t next = m.tile_bytes();
+    const std::int8_t* a = x.q;
+    const float *x_scale = x.scale, *x_sum = x.sum;
+    Sums<n, k> sums = out;  // in registers
+    const std::uint8_t* p = series.first;
+    for (int j = 0, left = groups * series.count; left > 0; ++j, --left, a += m.group * n, x_scale += n, x_sum += n) {
+        if (j == groups) j = 0, p += series.stride - next;
+        constexpr int kChains = int4 && n * k < 8 ? 2 : 1;
+        I whole[n][k][kChains];
+        for (int r = 0; r < n; ++r) {
+            for (int i = 0; i < k; ++i) {
+                for (int chain = 0; chain < kChains; ++chain) whole[r][i][chain] = i_zero();
+            }
+        }
+#pragma GCC unroll 8
+        for (int l = 0; l < lines; ++l) {
+            Line low[k], high[k];
+            for (int i = 0; i < k; ++i) {
+                const std::uint8_t* from = p + std::size_t(i) * next + std::size_t(l) * 64;
+                __builtin_prefetch(from + kAhead);
+                const Line w = line(from);
+                low[i] = int4 ? low_nibbles(w) : w;
+                high[i] = int4 ? high_nibbles(w) : w;
+            }
+            for (int r = 0; r < n; ++r) {
+                const std::int8_t* four = a + ((int4 ? 2 : 1) * l * n + r) * 4;
+                for (int i = 0; i < k; ++i) {
+                    whole[r][i][0] = i_dot<int4>(whole[r][i][0], low[i], four);
+                    if constexpr (int4) {
+                        whole[r][i][kChains - 1] = i_dot<int4>(whole[r][i][kChains - 1], high[i], four + 4 * n);
+                    }
+                }
+            }
+        }
+        p += std::size_t(lines) * 64;
+        for (int i = 0; i < k; ++i) {
+            const std::uint8_t* at = p + std::size_t(i) * next;
+            const F scale = f_half(at), minimum = f_half(at + 32);
+            for (int r = 0; r < n; ++r) {
+                I total = whole[r][i][0];
+                if constexpr (kChains == 2) total = i_add(total, whole[r][i][1]);
+                sums.at[r][i] = f_fma(f_from(total), f_mul(scale, f_set(x_scale[r])), sums.at[r][i]);
+                sums.at[r][i] = f_fma(minimum, f_set(x_sum[r]), sums.at[r][i]);
+            }
+        }
+        p += 64;
+    }
+    out = sums;
+}
+
+// The same without rounding activations: sums += Σ groups: (Σ code · x) · scale + minimum · x sum.
+template <bool int4, int n>
+void dot_exact(const Matrix& m, const Series& series, const Operand& x, Sums<n, 1>& out) {
+    const int lines = m.group / (int4 ? 8 : 4), groups = m.groups();
+    const float *a = x.f, *x_sum = x.sum;
+    const std::uint8_t* p = series.first;
+    Sums<n, 1> sums = out;
+    for (int j = 0, left = groups * series.count; left > 0; ++j, --left, a += m.group * n, x_sum += n) {
+        if (j == groups) j = 0, p += series.stride - m.tile_bytes();
         F even[n], odd[n];
         for (int r = 0; r < n; ++r) even[r] = odd[r] = f_zero();
-        const auto four = [&](Line w, int column) {
-            const F w0 = f_byte<0>(w), w1 = f_byte<1>(w), w2 = f_byte<2>(w), w3 = f_byte<3>(w);
+        const auto two = [&](F w0, F w1, const float* b) {
             for (int r = 0; r < n; ++r) {
-                const float* b = a + r * x.stride + column;
-                even[r] = f_fma(w0, f_set(b[0]), even[r]);
-                odd[r] = f_fma(w1, f_set(b[1]), odd[r]);
-                even[r] = f_fma(w2, f_set(b[2]), even[r]);
-                odd[r] = f_fma(w3, f_set(b[3]), odd[r]);
+                even[r] = f_fma(w0, f_set(b[r]), even[r]);
+                odd[r] = f_fma(w1, f_set(b[n + r]), odd[r]);
             }
         };
-        for (int i = 0; i < lines; ++i, p += 64) {
+        const auto four = [&](Line w, int column) {
+            two(f_byte<0>(w), f_byte<1>(w), a + column * n);
+            two(f_byte<2>(w), f_byte<3>(w), a + (column + 2) * n);
+        };
+        for (int l = 0; l < lines; ++l, p += 64) {
+            __builtin_prefetch(p + kAhead);
             const Line w = line(p);
             if constexpr (int4) {
-                four(low_nibbles(w), 8 * i);
-                four(high_nibbles(w), 8 * i + 4);
+                four(low_nibbles(w), 8 * l);
+                four(high_nibbles(w), 8 * l + 4);
             } else {
-                four(w, 4 * i);
+                four(w, 4 * l);
             }
         }
         const F scale = f_half(p), minimum = f_half(p + 32);
-        p += 64;
         for (int r = 0; r < n; ++r) {
-            const std::ptrdiff_t at = (row + r) * x.group_stride + j;
-            acc[r] = f_fma(f_add(even[r], odd[r]), scale, acc[r]);
-            acc[r] = f_fma(minimum, f_set(x.sum[at]), acc[r]);
+            sums.at[r][0] = f_fma(f_add(even[r], odd[r]), scale, sums.at[r][0]);
+            sums.at[r][0] = f_fma(minimum, f_set(x_sum[r]), sums.at[r][0]);
         }
+        p += 64;
+    }
+    out = sums;
+}
+
+template <int n, int k>
+void dot(const Matrix& m, const Series& weights, const Operand& x, Sums<n, k>& sums) {
+    switch (m.kind) {
+        case Kind::kFloat32:
+            return dot_float<Kind::kFloat32>(m, weights, x, sums);
+        case Kind::kFloat16:
+            return dot_float<Kind::kFloat16>(m, weights, x, sums);
+        case Kind::kBfloat16:
+            return dot_float<Kind::kBfloat16>(m, weights, x, sums);
+        default:
+            break;
+    }
+    if (x.q != nullptr) {
+        if (m.kind == Kind::kInt8) return dot_int8<false, 0>(m, weights, x, sums);
+        return m.group == 64 ? dot_int8<true, 8>(m, weights, x, sums) : dot_int8<true, 0>(m, weights, x, sums);
+    }
+    // One tile at a time: with two chains a sum and four columns of weights the registers are full.
+    for (int i = 0; i < k; ++i) {
+        Sums<n, 1> one;
+        for (int r = 0; r < n; ++r) one.at[r][0] = sums.at[r][i];
+        Series series = weights;
+        series.first += std::size_t(i) * m.tile_bytes();
+        m.kind == Kind::kInt4 ? dot_exact<true>(m, series, x, one) : dot_exact<false>(m, series, x, one);
+        for (int r = 0; r < n; ++r) sums.at[r][i] = one.at[r][0];
     }
 }
 
-template <int n>
-void dot(const Matrix& m, const std::uint8_t* p, const Rows& x, std::ptrdiff_t row, F* acc) {
-    if (!m.quantised()) {
-        dot_float<n>(m, p, x, row, acc);
-    } else if (x.q != nullptr) {
-        m.kind == Kind::kInt4 ? dot_int8<n, true>(m, p, x, row, acc) : dot_int8<n, false>(m, p, x, row, acc);
-    } else {
-        m.kind == Kind::kInt4 ? dot_exact<n, true>(m, p, x, row, acc) : dot_exact<n, false>(m, p, x, row, acc);
-    }
-}
+// `count` adjacent tiles (at most kMostTiles) in each of some granules.
+struct Tiles {
+    int count;
+    Series series;
+    int granule = 0;  // of the activations: the one that the first is multiplied with
+};
+constexpr int kMostTiles = 4;
 
-// sink(row, 16 outputs) for every row of x with one tile.
-template <class Sink>
-void tile_rows(const Matrix& m, const std::uint8_t* tile, const Rows& x, int t, const Sink& sink) {
-    F acc[kRows];
-    int row = 0;
-    const auto step = [&]<int n>() {
-        for (; row + n <= t; row += n) {
-            dot<n>(m, tile, x, row, acc);
-            for (int r = 0; r < n; ++r) sink(row + r, acc[r]);
-        }
+// For rows [lo, hi) of x, whole panels, and each tile: start(row, tile) gives the 16 sums so far, products are added in
+// the order of the granules, sink(row, tile, sums) takes them.
+template <class Start, class Sink>
+void tile_rows(const Matrix& m, const Tiles& tiles, const Rows& x, int lo, int hi, const Start& start,
+               const Sink& sink) {
+    const std::ptrdiff_t groups = std::ptrdiff_t(m.groups()) * tiles.granule;
+    const std::ptrdiff_t columns = m.quantised() ? groups * m.group : std::ptrdiff_t(m.cols) * tiles.granule;
+    // n rows with k tiles at a time, and what is left of the tiles one by one.
+    const auto step = [&]<int n, int k>(int row) {
+        int tile = 0;
+        const auto some = [&]<int width>() {
+            for (; tile + width <= tiles.count; tile += width) {
+                Sums<n, width> sums;
+                for (int r = 0; r < n; ++r) {
+                    for (int i = 0; i < width; ++i) sums.at[r][i] = start(row + r, tile + i);
+                }
+                Series series = tiles.series;
+                series.first += std::size_t(tile) * m.tile_bytes();
+                dot<n, width>(m, series, x.panel(row).at(columns, groups, n), sums);
+                for (int r = 0; r < n; ++r) {
+                    for (int i = 0; i < width; ++i) sink(row + r, tile + i, sums.at[r][i]);
+                }
+            }
+        };
+        if constexpr (k > 1) some.template operator()<k>();
+        some.template operator()<1>();
     };
-    step.template operator()<kRows>();
-    step.template operator()<4>();
-    step.template operator()<2>();
-    step.template operator()<1>();
+    for (int row = lo; row < hi;) {
+        const int n = panel_of(row, x.count).n;
+        if (n == 6) {
+            if constexpr (kWideRows == 6) step.template operator()<6, kWideTiles>(row);
+        } else if (n == 8) {
+            if constexpr (kFewRows == 8) step.template operator()<8, 1>(row);
+        } else if (n == 4) {
+            step.template operator()<4, kFewRows / 4>(row);
+        } else if (n == 2) {
+            step.template operator()<2, kFewRows / 2>(row);
+        } else {
+            step.template operator()<1, kMostTiles>(row);
+        }
+        row += n;
+    }
 }
 
 }  // namespace

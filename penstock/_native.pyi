@@ -12,9 +12,6 @@ from typing_extensions import Buffer
 def cpu_features() -> list[str]:
     """What the processor has and the operating system lets us use: "avx2", "avx512vnni", "amx_int8", "neon" …"""
 
-def isa() -> str:
-    """The family of kernels to use here: "avx512", "avx2", "neon" or "portable"."""
-
 @final
 class Memory(Buffer):
     """Anonymous memory, zeroed, starting on a 2 MiB boundary; freed with its last view, or by `close`.

@@ -12,7 +12,7 @@ from penstock.spec.format import Format
 from penstock.spec.model import Attention, Layer, Norm
 from penstock.spec.parts import Block, Part
 
-ISAS = ("avx512", "avx2", "portable")
+ISAS = ("avx512", "avxvnni", "avx2", "portable")
 
 
 def available() -> tuple[str, ...]:

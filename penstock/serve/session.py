@@ -29,7 +29,7 @@ Progress = Callable[[str, int, int], None]
 class Session:
     """Steps passes of one plan over one packed model.
 
-    `kernels`: avx512, avx2, portable or reference (numpy); None is the best here, and the attribute says why.
+    `kernels`: avx512, avxvnni, avx2, portable or reference (numpy); None is the best here, and the attribute says why.
     `exact`: integer weights times float32 activations instead of int8 ones.
     `serial`: one task at a time (the oracle). `poisoned`: ring slots are filled with NaN before each load.
     """

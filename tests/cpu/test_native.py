@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock import _native as native
+from penstock.kernels.cpu import available
 
 MIB = 1 << 20
 HUGE = 2 * MIB
@@ -42,10 +43,12 @@ def test_features_are_those_the_kernel_reports() -> None:
     assert native.cpu_features() == [name for name in X86 if KERNEL_NAMES.get(name, name) in flags]
 
 
-def test_isa_needs_only_features_that_are_there() -> None:
-    needs = {"avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}, "avx2": {"avx2", "fma", "f16c"}}
-    needs |= {"neon": {"neon"}, "portable": set()}
-    assert needs[native.isa()] <= set(native.cpu_features())
+def test_kernels_need_only_features_that_are_there() -> None:
+    avx = {"avx2", "fma", "f16c"}
+    needs = {"portable": set(), "avx2": avx, "avxvnni": avx | {"avxvnni"}}
+    needs["avx512"] = avx | {"avx512bw", "avx512vl", "avx512dq", "avx512vnni"}
+    features = set(native.cpu_features())
+    assert set(available()) == {isa for isa, names in needs.items() if names <= features}
 
 
 # --- memory --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,14 @@
+#define PENSTOCK_ISA avxvnni
+// clang-format off: each is written in terms of the one before
+#include "simd_avx2.h"
+#include "kernels-inl.h"
+#include "qkv-inl.h"
+#include "attention-inl.h"
+// clang-format on
+
+namespace penstock {
+
+const Kernels kAvxVnniKernels{"avxvnni",     &avxvnni::project, &avxvnni::accumulate,
+                              &avxvnni::ffn, &avxvnni::qkv,     &avxvnni::attend};
+
+}  // namespace penstock

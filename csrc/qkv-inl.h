@@ -1,0 +1,124 @@
+// q, k and v of a layer's KV heads for one instruction set: products, biases, norms, rotation, and k and v into the
+// cache. Included after kernels-inl.h.
+#pragma once
+
+namespace penstock::PENSTOCK_ISA {
+namespace {
+
+inline std::uint16_t to_bf16(float value) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if ((bits & 0x7fffffffU) > 0x7f800000U) return 0x7fc0U;  // NaN; rounding up could wrap it to 0
+    return static_cast<std::uint16_t>((bits + 0x7fffU + (bits >> 16 & 1U)) >> 16);
+}
+
+// float32 to the cache's format; float16 saturates at ±65504 instead of becoming infinite.
+inline void narrow_row(const float* from, Kind kind, int count, std::uint8_t* to) {
+    if (kind == Kind::kFloat32) {
+        std::memcpy(to, from, std::size_t(count) * 4);
+    } else if (kind == Kind::kBfloat16) {
+        for (int i = 0; i < count; ++i) {
+            const std::uint16_t half = to_bf16(from[i]);
+            std::memcpy(to + 2 * std::size_t(i), &half, 2);
+        }
+    } else {
+        alignas(64) float lanes[16] = {};
+        alignas(64) std::uint8_t halves[32];
+        for (int i = 0; i < count; i += 16) {
+            const int n = std::min(16, count - i);
+            for (int k = 0; k < n; ++k) lanes[k] = std::min(std::max(from[i + k], -65504.0F), 65504.0F);
+            f_store_half(halves, f_load(lanes));
+            std::memcpy(to + 2 * std::size_t(i), halves, std::size_t(n) * 2);
+        }
+    }
+}
+
+inline void norm_head(float* x, const float* weight, float eps, int count) {
+    float total = 0;
+    for (int i = 0; i < count; ++i) total += x[i] * x[i];
+    const float scale = 1.0F / std::sqrt(total / static_cast<float>(count) + eps);
+    for (int i = 0; i < count; ++i) x[i] = x[i] * scale * weight[i];
+}
+
+inline void rotate_head(float* x, const float* cos, const float* sin, int half) {
+    for (int i = 0; i < half; ++i) {
+        const float lo = x[i], hi = x[half + i];
+        x[i] = lo * cos[i] - hi * sin[i];
+        x[half + i] = hi * cos[i] + lo * sin[i];
+    }
+}
+
+bool qkv(Pool& pool, const Granules& weights, const QkvShape& shape, const AttentionShape& a, const float* h, int t,
+         const float* q_norm, const float* k_norm, const float* cos, const float* sin, const Sequence* sequences,
+         int sequence_count, const KvCache& cache, float* q, bool exact, Scratch scratch) {
+    const int e = a.head_dim, heads = weights.count, group = a.heads / a.kv_heads;
+    const std::ptrdiff_t q_stride = std::ptrdiff_t(a.heads) * e;
+    Input input;
+    if (!input.plan(shape.q, h, shape.q.cols, 1, t, exact, scratch)) return false;
+    auto* kv = take<float>(scratch, std::size_t(2) * std::size_t(t) * std::size_t(heads) * std::size_t(e));
+    if (kv == nullptr) return false;
+    float* const made[2] = {kv, kv + std::ptrdiff_t(t) * heads * e};
+    float* const q_out = q + std::ptrdiff_t(a.lo) * group * e;
+    const std::size_t bytes = bytes_of(shape.q) + bytes_of(shape.k) + bytes_of(shape.v);
+    pool.run(cost_of(weights, bytes, t), [&](const Team& team) {
+        const Matrix* const blocks[3] = {&shape.q, &shape.k, &shape.v};
+        const Cuts q_cuts(shape.q, input.chunk()), kv_cuts(shape.k, input.chunk());
+        const int per_head = q_cuts.per_granule + 2 * kv_cuts.per_granule;
+        const auto [first, last] = team.share(heads * per_head);
+        for (int row0 = 0; row0 < t; row0 += input.chunk()) {
+            const Rows rows = input.chunk_at(team, row0);
+            for (int i = first; i < last; ++i) {
+                const int head = i / per_head, at = i % per_head;
+                const int which = at < q_cuts.per_granule ? 0 : at < q_cuts.per_granule + kv_cuts.per_granule ? 1 : 2;
+                const int cut = which == 0 ? at : at - q_cuts.per_granule - (which - 1) * kv_cuts.per_granule;
+                const Matrix& m = *blocks[which];
+                const Cuts& cuts = which == 0 ? q_cuts : kv_cuts;
+                const auto sink = [&](int row, int tile, F y) {
+                    row += row0;
+                    float* to = which == 0 ? q_out + row * q_stride + std::ptrdiff_t(head) * m.rows
+                                           : made[which - 1] + (std::ptrdiff_t(row) * heads + head) * e;
+                    const int column = (cuts.tile(cut) + tile) * kTileRows;
+                    store_some(to + column, y, m.rows - column);
+                };
+                tile_rows(m, cuts.tiles_of(weights, m, head * cuts.per_granule + cut), rows, 0, rows.count, nothing,
+                          sink);
+            }
+        }
+        team.barrier();
+        const auto [begin, end] = team.share(heads * t);
+        for (int i = begin; i < end; ++i) {
+            const int head = i / t, row = i % t;
+            const std::uint8_t* granule = weights.data + std::size_t(head) * weights.stride;
+            const auto finish = [&](float* x, std::size_t bias, std::ptrdiff_t bias_at, const float* norm, bool turns) {
+                if (bias != 0) {
+                    const auto* b = reinterpret_cast<const float*>(granule + bias) + bias_at;
+                    for (int k = 0; k < e; ++k) x[k] += b[k];
+                }
+                if (norm != nullptr) norm_head(x, norm, shape.norm_eps, e);
+                const int half = shape.rope_dims / 2;
+                if (turns && half > 0) {
+                    rotate_head(x, cos + std::ptrdiff_t(row) * half, sin + std::ptrdiff_t(row) * half, half);
+                }
+            };
+            for (int g = 0; g < group; ++g) {
+                finish(q_out + row * q_stride + (std::ptrdiff_t(head) * group + g) * e, shape.q_bias,
+                       std::ptrdiff_t(g) * e, q_norm, true);
+            }
+            float* const k = made[0] + (std::ptrdiff_t(row) * heads + head) * e;
+            float* const v = made[1] + (std::ptrdiff_t(row) * heads + head) * e;
+            finish(k, shape.k_bias, 0, k_norm, true);
+            finish(v, shape.v_bias, 0, nullptr, false);
+            int s = 0, before = 0;
+            while (s + 1 < sequence_count && row >= before + sequences[s].rows) before += sequences[s++].rows;
+            const int position = sequences[s].start + row - before;
+            const std::size_t to = cache.offset(sequences[s].first_page + position / cache.page_tokens, a.lo + head) +
+                                   std::size_t(position % cache.page_tokens) * std::size_t(e) * cache.item_bytes();
+            narrow_row(k, cache.kind, e, cache.keys + to);
+            narrow_row(v, cache.kind, e, cache.values + to);
+        }
+    });
+    return true;
+}
+
+}  // namespace
+}  // namespace penstock::PENSTOCK_ISA
