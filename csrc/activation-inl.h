@@ -29,10 +29,10 @@ inline float exp_of(float x) {
     return y * power;
 }
 
-// The same for 16 at once, and 0 below -87.
+// The same for 16 at once, and 0 below -87; NaN stays NaN.
 inline F f_exp(F x) {
     const F magic = f_set(12582912.0F), least = f_set(-87.0F);
-    const F z = f_min(f_max(x, least), f_set(88.0F));
+    const F z = f_min(f_set(88.0F), f_max(least, x));
     const F n = f_add(f_add(f_mul(z, f_set(1.44269504F)), magic), f_set(-12582912.0F));
     const F r = f_fma(n, f_set(2.12194440e-4F), f_fma(n, f_set(-0.693359375F), z));
     F y = f_set(1.9875691500e-4F);
@@ -41,7 +41,13 @@ inline F f_exp(F x) {
         y = f_fma(y, r, f_set(next));
     }
     y = f_fma(f_mul(y, r), r, f_add(r, f_set(1.0F)));
-    return f_where_least(x, -87.0F, f_mul(y, f_power(n)));
+    return f_unless_below(x, -87.0F, f_mul(y, f_power(n)));
+}
+
+// 1 - 2 / (e^2x + 1), to 1e-7 of 1.
+inline F f_tanh(F x) {
+    const F one = f_set(1.0F);
+    return f_add(one, f_div(f_set(-2.0F), f_add(f_exp(f_add(x, x)), one)));
 }
 
 inline float sigmoid(float x) { return 1.0F / (1.0F + exp_of(-x)); }

@@ -253,7 +253,10 @@ class HeadAttention {
         for (int i = 0; i < n; ++i) {
             float* s = scores + i * kBlockTokens;
             if (a_.softcap > 0) {
-                for (int t = 0; t < block.count; ++t) s[t] = a_.softcap * std::tanh(s[t] / a_.softcap);
+                for (int t = 0; t < kBlockTokens; t += 16) {
+                    const F capped = f_tanh(f_mul(f_load(s + t), f_set(1.0F / a_.softcap)));
+                    f_store(s + t, f_mul(capped, f_set(a_.softcap)));
+                }
             }
             const int position = start_ + (first + i) / group_;
             const int oldest = a_.window > 0 ? position - a_.window + 1 - block.start : 0;

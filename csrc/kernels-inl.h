@@ -185,8 +185,10 @@ constexpr auto nothing = [](int, int) { return f_zero(); };  // where a sum star
 
 // ---- ops -----------------------------------------------------------------------------------------------------------
 
-bool project(Pool& pool, const Granules& weights, const Matrix& m, const float* x, std::ptrdiff_t x_stride, int t,
-             float* out, std::ptrdiff_t out_stride, int out_cols, bool exact, Scratch scratch) {
+// out(team, row, column, 16 products, how many of them are wanted) for x [T, cols] · block of each granule.
+template <class Out>
+bool multiply(Pool& pool, const Granules& weights, const Matrix& m, const float* x, std::ptrdiff_t x_stride, int t,
+              int out_cols, bool exact, Scratch& scratch, const Out& out) {
     Input input;
     if (!input.plan(m, x, x_stride, 1, t, exact, scratch)) return false;
     pool.run(cost_of(weights, bytes_of(m), t), [&](const Team& team) {
@@ -198,13 +200,64 @@ bool project(Pool& pool, const Granules& weights, const Matrix& m, const float* 
                 const auto sink = [&](int row, int tile, F y) {
                     const int at = (cuts.tile(cut) + tile) * kTileRows, column = cuts.granule(cut) * m.rows + at;
                     const int count = std::min(m.rows - at, out_cols - column);
-                    if (count > 0) store_some(out + (row0 + row) * out_stride + column, y, count);
+                    if (count > 0) out(team, row0 + row, column, y, count);
                 };
                 tile_rows(m, cuts.tiles_of(weights, m, cut), rows, 0, rows.count, nothing, sink);
             }
         }
     });
     return true;
+}
+
+bool project(Pool& pool, const Granules& weights, const Matrix& m, const float* x, std::ptrdiff_t x_stride, int t,
+             float* out, std::ptrdiff_t out_stride, int out_cols, bool exact, Scratch scratch) {
+    return multiply(pool, weights, m, x, x_stride, t, out_cols, exact, scratch,
+                    [&](const Team&, int row, int column, F y, int count) {
+                        store_some(out + row * out_stride + column, y, count);
+                    });
+}
+
+// Takes `count` logits from token `first` on into account.
+inline void follow(Best& best, F logits, int count, int first) {
+    float lanes[kTileRows];
+    if (count < kTileRows) {
+        f_store(lanes, logits);
+        std::fill(lanes + count, lanes + kTileRows, -INFINITY);
+        logits = f_load(lanes);
+    }
+    if (i_max_of(i_magnitude(logits)) > 0x7f800000) best.logit = NAN;
+    const float most = f_max_of(logits);
+    if (!(most >= best.logit)) return;
+    f_store(lanes, logits);
+    for (int i = 0; i < count; ++i) {
+        if (lanes[i] > best.logit || (lanes[i] == best.logit && first + i < best.token)) best = {lanes[i], first + i};
+    }
+}
+
+bool head(Pool& pool, const Granules& weights, const Matrix& m, const float* h, std::ptrdiff_t h_stride, int t,
+          float* logits, std::ptrdiff_t stride, int out_cols, float softcap, int first_token, Best* best, bool exact,
+          Scratch scratch) {
+    Best* const each = best != nullptr ? take<Best>(scratch, std::size_t(t * pool.threads())) : nullptr;
+    if (best != nullptr) {
+        if (each == nullptr) return false;
+        for (int i = 0; i < pool.threads(); ++i) std::copy(best, best + t, each + i * t);
+    }
+    const bool done = multiply(pool, weights, m, h, h_stride, t, out_cols, exact, scratch,
+                               [&](const Team& team, int row, int column, F y, int count) {
+                                   if (softcap > 0) y = f_mul(f_tanh(f_mul(y, f_set(1.0F / softcap))), f_set(softcap));
+                                   store_some(logits + row * stride + column, y, count);
+                                   if (best != nullptr)
+                                       follow(each[team.id() * t + row], y, count, first_token + column);
+                               });
+    for (int i = 0; best != nullptr && i < pool.threads(); ++i) {
+        for (int row = 0; row < t; ++row) {
+            const Best& other = each[i * t + row];
+            Best& now = best[row];
+            if (std::isnan(other.logit)) now.logit = NAN;
+            if (other.logit > now.logit || (other.logit == now.logit && other.token < now.token)) now = other;
+        }
+    }
+    return done;
 }
 
 // This thread's tiles of `sum`. With few rows granule by granule, for then weights are read in the order in which they

@@ -119,12 +119,37 @@ struct QkvShape {
     int rope_dims;
 };
 
+enum class NormKind : int { kNone, kRms, kLayer };
+
+// RMS: x / sqrt(mean x² + eps) · (weight + offset); layer: of x - mean, plus bias. Null: no such term.
+struct Norm {
+    NormKind kind = NormKind::kNone;
+    float eps = 0, offset = 0;
+    const float *weight = nullptr, *bias = nullptr;
+};
+
+// x += out(Σ partials + bias), then x = after(x).
+struct Merge {
+    Norm out, after;
+    const float* bias = nullptr;
+};
+
+// The most likely token of a row so far; NaN once a logit was NaN.
+struct Best {
+    float logit;
+    std::int32_t token;
+};
+
 struct Kernels {
     const char* isa;
     // out [T, rows of all granules] = x [T, cols] · block of each granule; `exact`: no int8 activations.
     // Granule i writes columns i * rows …; at most `out_cols` columns in all. Returns false if scratch is too small.
     bool (*project)(Pool&, const Granules&, const Matrix&, const float* x, std::ptrdiff_t x_stride, int t, float* out,
                     std::ptrdiff_t out_stride, int out_cols, bool exact, Scratch);
+    // The same for logits, capped at ±softcap where that is above 0. `best` [T] (null: not wanted) follows the most
+    // likely token over the calls of a pass, the lowest id where they tie; column 0 is `first_token`.
+    bool (*head)(Pool&, const Granules&, const Matrix&, const float* h, std::ptrdiff_t h_stride, int t, float* logits,
+                 std::ptrdiff_t stride, int out_cols, float softcap, int first_token, Best* best, bool exact, Scratch);
     // sum [T, rows] (+)= Σ granules: x [T, granule i's cols] · block; granule i reads columns i * cols … of x.
     bool (*accumulate)(Pool&, const Granules&, const Matrix&, const float* x, std::ptrdiff_t x_stride, int t,
                        float* sum, bool first, bool exact, Scratch);
@@ -138,6 +163,14 @@ struct Kernels {
     // out [T, H, E] = softmax(scale · q kᵀ, causal and windowed) v.
     bool (*attend)(Pool&, const AttentionShape&, const Sequence*, int sequences, const KvCache&, const float* q,
                    float* out, Scratch);
+    // out [T, D] = norm of x's rows, or of those that `rows` [T] names (null: all); kNone copies.
+    bool (*norm)(Pool&, const Norm&, const float* x, const std::int32_t* rows, int t, int d, float* out);
+    // x [T, D] += …: see Merge. `count` partials [T, D].
+    bool (*merge)(Pool&, const Merge&, float* x, const float* const* partials, int count, int t, int d, Scratch);
+    // to [T, D] = factor · from.
+    bool (*scale)(Pool&, const float* from, float factor, int t, int d, float* to);
+    // out [T, cols] = rows `tokens` of a matrix that lies in granules of m.rows rows.
+    bool (*gather)(Pool&, const Granules&, const Matrix&, const std::int32_t* tokens, int t, float* out);
 };
 
 // The table of an instruction set ("avx512", "avxvnni", "avx2", "portable"); null if this build or processor has none

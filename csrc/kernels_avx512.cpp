@@ -4,11 +4,13 @@
 #include "kernels-inl.h"
 #include "qkv-inl.h"
 #include "attention-inl.h"
+#include "rows-inl.h"
 // clang-format on
 
 namespace penstock {
 
-const Kernels kAvx512Kernels{"avx512",     &avx512::project, &avx512::accumulate,
-                             &avx512::ffn, &avx512::qkv,     &avx512::attend};
+const Kernels kAvx512Kernels{"avx512",       &avx512::project, &avx512::head,   &avx512::accumulate,
+                             &avx512::ffn,   &avx512::qkv,     &avx512::attend, &avx512::norm,
+                             &avx512::merge, &avx512::scale,   &avx512::gather};
 
 }  // namespace penstock

@@ -4,11 +4,13 @@
 #include "kernels-inl.h"
 #include "qkv-inl.h"
 #include "attention-inl.h"
+#include "rows-inl.h"
 // clang-format on
 
 namespace penstock {
 
-const Kernels kAvxVnniKernels{"avxvnni",     &avxvnni::project, &avxvnni::accumulate,
-                              &avxvnni::ffn, &avxvnni::qkv,     &avxvnni::attend};
+const Kernels kAvxVnniKernels{"avxvnni",       &avxvnni::project, &avxvnni::head,   &avxvnni::accumulate,
+                              &avxvnni::ffn,   &avxvnni::qkv,     &avxvnni::attend, &avxvnni::norm,
+                              &avxvnni::merge, &avxvnni::scale,   &avxvnni::gather};
 
 }  // namespace penstock

@@ -4,11 +4,13 @@
 #include "kernels-inl.h"
 #include "qkv-inl.h"
 #include "attention-inl.h"
+#include "rows-inl.h"
 // clang-format on
 
 namespace penstock {
 
-const Kernels kPortableKernels{"portable",     &portable::project, &portable::accumulate,
-                               &portable::ffn, &portable::qkv,     &portable::attend};
+const Kernels kPortableKernels{"portable",       &portable::project, &portable::head,   &portable::accumulate,
+                               &portable::ffn,   &portable::qkv,     &portable::attend, &portable::norm,
+                               &portable::merge, &portable::scale,   &portable::gather};
 
 }  // namespace penstock

@@ -29,12 +29,14 @@ inline void f_store(float* p, F x) {
 }
 inline F f_add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
 inline F f_mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline F f_div(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
 inline F f_fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
 inline F f_half(const void* p) {
     const auto* h = static_cast<const __m128i*>(p);
     return {_mm256_cvtph_ps(_mm_loadu_si128(h)), _mm256_cvtph_ps(_mm_loadu_si128(h + 1))};
 }
 inline F f_from(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+// Of NaN and a number the second operand.
 inline F f_max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 inline F f_min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
 inline float f_max_of(F x) {
@@ -44,11 +46,11 @@ inline float f_max_of(F x) {
     m = _mm256_max_ps(m, _mm256_shuffle_ps(m, m, 0xb1));
     return _mm256_cvtss_f32(m);
 }
-// y where x is at least `limit`, else 0.
-inline F f_where_least(F x, float limit, F y) {
+// y, but 0 where x is below `limit`.
+inline F f_unless_below(F x, float limit, F y) {
     const __m256 least = _mm256_set1_ps(limit);
-    return {_mm256_and_ps(_mm256_cmp_ps(x.a, least, _CMP_GE_OQ), y.a),
-            _mm256_and_ps(_mm256_cmp_ps(x.b, least, _CMP_GE_OQ), y.b)};
+    return {_mm256_and_ps(_mm256_cmp_ps(x.a, least, _CMP_NLT_UQ), y.a),
+            _mm256_and_ps(_mm256_cmp_ps(x.b, least, _CMP_NLT_UQ), y.b)};
 }
 // 2^n of integers -126 … 127.
 inline __m256 power8(__m256 n) {

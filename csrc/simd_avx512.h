@@ -22,15 +22,17 @@ inline F f_load(const void* p) { return _mm512_loadu_ps(p); }
 inline void f_store(float* p, F x) { _mm512_storeu_ps(p, x); }
 inline F f_add(F a, F b) { return _mm512_add_ps(a, b); }
 inline F f_mul(F a, F b) { return _mm512_mul_ps(a, b); }
+inline F f_div(F a, F b) { return _mm512_div_ps(a, b); }
 inline F f_fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 inline F f_half(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
 inline F f_from(I x) { return _mm512_cvtepi32_ps(x); }
+// Of NaN and a number the second operand.
 inline F f_max(F a, F b) { return _mm512_max_ps(a, b); }
 inline F f_min(F a, F b) { return _mm512_min_ps(a, b); }
 inline float f_max_of(F x) { return _mm512_reduce_max_ps(x); }
-// y where x is at least `limit`, else 0.
-inline F f_where_least(F x, float limit, F y) {
-    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_GE_OQ), y);
+// y, but 0 where x is below `limit`.
+inline F f_unless_below(F x, float limit, F y) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_NLT_UQ), y);
 }
 // 2^n of integers -126 … 127.
 inline F f_power(F n) {

@@ -40,6 +40,10 @@ inline F f_mul(F x, const F& y) {
     PENSTOCK_LANES x.v[i] *= y.v[i];
     return x;
 }
+inline F f_div(F x, const F& y) {
+    PENSTOCK_LANES x.v[i] /= y.v[i];
+    return x;
+}
 inline F f_fma(const F& x, const F& y, F z) {
     PENSTOCK_LANES z.v[i] += x.v[i] * y.v[i];
     return z;
@@ -73,6 +77,7 @@ inline F f_from(const I& x) {
     return r;
 }
 
+// Of NaN and a number the second operand.
 inline F f_max(F x, const F& y) {
     PENSTOCK_LANES x.v[i] = x.v[i] > y.v[i] ? x.v[i] : y.v[i];
     return x;
@@ -86,15 +91,18 @@ inline float f_max_of(const F& x) {
     PENSTOCK_LANES most = x.v[i] > most ? x.v[i] : most;
     return most;
 }
-// y where x is at least `limit`, else 0.
-inline F f_where_least(const F& x, float limit, F y) {
-    PENSTOCK_LANES y.v[i] = x.v[i] >= limit ? y.v[i] : 0.0F;
+// y, but 0 where x is below `limit`.
+inline F f_unless_below(const F& x, float limit, F y) {
+    PENSTOCK_LANES y.v[i] = x.v[i] < limit ? 0.0F : y.v[i];
     return y;
 }
 // 2^n of integers -126 … 127.
 inline F f_power(const F& n) {
     std::uint32_t bits[16];
-    PENSTOCK_LANES bits[i] = static_cast<std::uint32_t>(static_cast<std::int32_t>(n.v[i]) + 127) << 23;
+    for (int i = 0; i < 16; ++i) {
+        const float exponent = n.v[i] >= -126.0F && n.v[i] <= 127.0F ? n.v[i] : 0.0F;  // NaN stays in what it scales
+        bits[i] = static_cast<std::uint32_t>(static_cast<std::int32_t>(exponent) + 127) << 23;
+    }
     F r;
     std::memcpy(r.v, bits, 64);
     return r;

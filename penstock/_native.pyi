@@ -5,6 +5,7 @@ Everything that takes longer than microseconds releases the GIL.
 """
 
 import os
+from collections.abc import Sequence
 from typing import final
 
 from typing_extensions import Buffer
@@ -87,23 +88,27 @@ class AttentionShape:
 class CacheShape:
     def __init__(self, kind: str, kv_heads: int, page_tokens: int, head_dim: int) -> None: ...
 
-class Compute:
-    """The kernels of one instruction set on a pool of threads. ValueError where there are none of that name.
+class Norm:
+    """A norm whose weight and bias lie at addresses of float32 [D] (0: none); kinds "none", "rms", "layer"."""
 
-    All arrays cross as addresses of float32 (or, for `sequences`, int32 [n, 3]: first page, start, rows). Methods
-    raise ValueError where the scratch does not hold one granule's temporaries.
-    """
+    def __init__(self, kind: str, eps: float, offset: float, weight: int, bias: int) -> None: ...
 
-    def __init__(self, isa: str, threads: int) -> None: ...
-    @property
-    def isa(self) -> str: ...
-    @property
-    def threads(self) -> int: ...
+class _Ops:
+    """The ops. All arrays cross as addresses of float32, or of int32 where that is said."""
+
     def project(
         self, weights: int, count: int, stride: int, matrix: Matrix, x: int, x_stride: int, rows: int, out: int,
         out_stride: int, out_cols: int, exact: bool, scratch: int, scratch_bytes: int,
     ) -> None:  # fmt: skip
         """out [rows, count · matrix.rows] = x · block of each granule, at most `out_cols` columns of it."""
+
+    def head(
+        self, weights: int, count: int, stride: int, matrix: Matrix, h: int, h_stride: int, rows: int, logits: int,
+        out_stride: int, out_cols: int, softcap: float, first_token: int, best: int, start: bool, exact: bool,
+        scratch: int, scratch_bytes: int,
+    ) -> None:  # fmt: skip
+        """The same for logits, capped where softcap > 0. `best` [rows] of (float32, int32), 0: not wanted: the largest
+        logit and its id so far, from nothing where it starts; the first column is `first_token`."""
 
     def accumulate(
         self, weights: int, count: int, stride: int, matrix: Matrix, x: int, x_stride: int, rows: int, sum: int,
@@ -122,10 +127,44 @@ class Compute:
         q_norm: int, k_norm: int, cos: int, sin: int, sequences: int, sequence_count: int, cache: CacheShape, keys: int,
         values: int, q: int, exact: bool, scratch: int, scratch_bytes: int,
     ) -> None:  # fmt: skip
-        """q [rows, H, E], and k and v into the cache, for the KV heads of `attention`."""
+        """q [rows, H, E], and k and v into the cache, for the KV heads of `attention`. `sequences`: int32 [n, 3], first
+        page, start and rows of each."""
 
     def attend(
         self, attention: AttentionShape, sequences: int, sequence_count: int, cache: CacheShape, keys: int, values: int,
         q: int, out: int, scratch: int, scratch_bytes: int,
     ) -> None:  # fmt: skip
         """out [rows, H, E] = softmax(scale · q kᵀ) v over the cache."""
+
+    def norm(self, norm: Norm, x: int, chosen: int, rows: int, d: int, out: int) -> None:
+        """out [rows, d] = norm of x's rows, or of those that `chosen` int32 [rows] names (0: all)."""
+
+    def merge(
+        self, out: Norm, after: Norm, bias: int, x: int, partials: Sequence[int], rows: int, d: int, scratch: int,
+        scratch_bytes: int,
+    ) -> None:  # fmt: skip
+        """x += out(sum of partials + bias), then x = after(x)."""
+
+    def scale(self, source: int, factor: float, rows: int, d: int, to: int) -> None:
+        """to = factor · source."""
+
+    def gather(self, weights: int, count: int, stride: int, matrix: Matrix, tokens: int, rows: int, out: int) -> None:
+        """out [rows, matrix.cols] = the rows `tokens` int32 [rows] of the granules."""
+
+class Compute(_Ops):
+    """The kernels of one instruction set on a pool of threads, run at once. ValueError where there are none of that
+    name, and from ops whose scratch does not hold one granule's temporaries."""
+
+    def __init__(self, isa: str, threads: int) -> None: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def threads(self) -> int: ...
+
+class Program(_Ops):
+    """Ops written down, to run in order with no Python in between, as often as wanted: addresses stay the same, what
+    lies there may change."""
+
+    def __init__(self, compute: Compute) -> None: ...
+    def __len__(self) -> int: ...
+    def run(self) -> None: ...

@@ -146,6 +146,7 @@ class Layout:
             "rows": 4 * rows * spec.d_embed,
             "x": 4 * rows * spec.d_model,
             "logits": 4 * plan.logits_rows * spec.vocab,
+            "best": 8 * plan.logits_rows,
         }
         slots = {}
         for batch in range(plan.batches_per_pass):

@@ -72,6 +72,11 @@ class Emitter:
             batch, self._closed = self._closed, []
             yield from batch
 
+    def take_id(self) -> int:
+        """An id for a task that is made elsewhere."""
+        self._next_id += 1
+        return self._next_id - 1
+
     def finish(self) -> Iterator[Task]:
         """Closes every lane and hands out the rest."""
         for lane in list(self._open):

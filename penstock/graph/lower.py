@@ -8,7 +8,8 @@ through it, in order, then those of the pass that follows (`Pass.then`). A load 
 bytes are free, that is when the last call that reads what lies there has been emitted; its edge to that
 call is derived like any other (write after read). How far loads run ahead is just the ring's size.
 
-State kept between passes: what the rings hold, the streams' cursors, the last readers and writers per slot.
+State kept between passes: what the rings hold, the streams' cursors, the last readers and writers per slot, and
+where nothing streams the pass of each shape as lowered once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from penstock.errors import InternalError
 from penstock.graph import ops
 from penstock.graph.arenas import Layout, head_units
 from penstock.graph.emit import Emitter
+from penstock.graph.repeats import Repeats
 from penstock.graph.ring import Ring
 from penstock.graph.tasks import Batch, Call, Pass, Slot, Stream, Task
 from penstock.spec.plan import Plan
@@ -39,11 +41,19 @@ class Lowering:
         self._head = head_units(plan)
         self._rings = {tier: Ring(f"{tier}.ring", nbytes) for tier, nbytes in plan.ring_bytes.items()}
         self._emit = Emitter()
+        self._repeats = Repeats(plan, self.layout)
 
     # -- the pass -------------------------------------------------------------------------------------
 
     def step(self, p: Pass) -> Iterator[Task]:
         """Tasks of one pass. Must be consumed to its end before the next pass is lowered."""
+        known = self._repeats.find(p, self._emit.take_id)
+        if known is not None:
+            yield known
+        else:
+            yield from self._repeats.keep(p, self._lower(p))
+
+    def _lower(self, p: Pass) -> Iterator[Task]:
         for tier, ring in self._rings.items():
             ring.begin(self._stream(p.stream, tier), self._stream(p.then, tier) if p.then else [])
         self._pump()
@@ -155,8 +165,10 @@ class Lowering:
                     h = self.layout.act(main, batch.id, "h", 4 * n * max(spec.d_model, spec.d_embed))
                     logits = self.layout.act(main, batch.id, "logits", 4 * n * spec.vocab)
                     cost = ops.matrix_cost(part, unit.lo, unit.hi, ops.VOCAB_BLOCKS, n)
-                    slots = (weights, h, logits, self._scratch(main))
-                    self._call(main, "head", u, batch, slots, (), part.format.kind, cost)
+                    best = self.layout.act(main, batch.id, "best", 8 * n)
+                    slots = (weights, h, logits, best, self._scratch(main))
+                    first = int(u == self._head[0])
+                    self._call(main, "head", u, batch, slots, (first,), part.format.kind, cost)
             self._release(u, p.purpose)
             yield from self._emit.closed()
 

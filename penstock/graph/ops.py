@@ -33,7 +33,8 @@ _SIGNATURES = {
     "ffn": "weights:r h:r partial:+ scratch:s",
     # x += norm_out(sum of partials + bias), then norm_after. More partials may follow the first.
     "merge": "norms:r x:+ scratch:s partial:r",
-    "head": "weights:r h:r logits:w scratch:s",
+    # best [n]: the most likely token of each row so far, float32 logit and int32 id; args: 1 where it starts.
+    "head": "weights:r h:r logits:w best:+ scratch:s",
     # Bytes from one tier to another; a load fills a ring slot with a unit, a store saves KV.
     "copy": "source:r target:w",
     "load": "target:w",

@@ -73,7 +73,10 @@ class Call(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Calls that run in order while all of `lanes` are occupied. `bytes`, `flops`: the sums over the calls."""
+    """Calls that run in order while all of `lanes` are occupied. `bytes`, `flops`: the sums over the calls.
+
+    `like`: an earlier task that differs in its batches' positions alone (and what follows from them), -1: none is
+    known. Whoever has prepared that one need not prepare this one."""
 
     id: int
     lanes: tuple[str, ...]
@@ -83,6 +86,7 @@ class Task(NamedTuple):
     bytes: int
     flops: int
     after: tuple[int, ...]
+    like: int = -1
 
 
 def ring_bytes(task: Task) -> int:

@@ -67,5 +67,14 @@ def attention_shape(a: Attention, lo: int, hi: int) -> _native.AttentionShape:
     return _native.AttentionShape(a.heads, a.kv_heads, a.head_dim, lo, hi, a.scale, a.softcap, a.window)
 
 
+def norm(shape: Norm | None, part: Part, which: str, address: int) -> _native.Norm:
+    """The norm `which` of a part whose granule lies at `address`; None: x itself."""
+    if shape is None:
+        return _native.Norm("none", 0.0, 0.0, 0, 0)
+    weight = address + part.block(which).offset if part.has(which) else 0
+    bias = address + part.block(f"{which}_bias").offset if part.has(f"{which}_bias") else 0
+    return _native.Norm(shape.kind, shape.eps, shape.offset, weight, bias)
+
+
 def cache_shape(a: Attention, page_tokens: int, fmt: Format) -> _native.CacheShape:
     return _native.CacheShape(fmt.kind, a.kv_heads, page_tokens, a.head_dim)

@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from penstock.graph import ops
 from penstock.graph.arenas import Layout
-from penstock.graph.tasks import Batch, Call, Slot
+from penstock.graph.tasks import Batch, Call, Slot, Task
 from penstock.kernels import rope
 from penstock.kernels.reference import attention, dense
 from penstock.kernels.reference.matrix import Scratch, storage_dtype
 from penstock.runtime.arena import Arenas
+from penstock.runtime.batch_tables import positions
 from penstock.runtime.movers import DiskReader, poison
 from penstock.spec.parts import Part
 from penstock.spec.plan import Plan
@@ -33,12 +34,15 @@ class Binding:
         self._layout = Layout(plan)
         self._parts = plan.parts
         self._spec = plan.target.spec
-        self._frequencies = [
-            rope.frequencies(layer.attention.rope, plan.context) if layer.attention.rope else None
-            for layer in self._spec.layers
-        ]
+        ropes = {layer.attention.rope: None for layer in self._spec.layers}
+        found = {r: rope.frequencies(r, plan.context) if r else None for r in ropes}
+        self._frequencies = [found[layer.attention.rope] for layer in self._spec.layers]
         self._turns: dict[tuple[int, Batch], tuple[Float32, Float32]] = {}
         self._ops: dict[str, Callable[[Call], None]] = {name: getattr(self, f"_{name}") for name in ops.OPS}
+
+    def run(self, task: Task) -> None:
+        for call in task.calls:
+            self.call(call)
 
     def call(self, call: Call) -> None:
         self._ops[call.op](call)
@@ -46,6 +50,9 @@ class Binding:
     def begin(self) -> None:
         """A pass starts: positions of earlier ones are forgotten."""
         self._turns.clear()
+
+    def forget(self) -> None:
+        """Task ids start over: what was kept by them is forgotten."""
 
     # -- embedding and head ---------------------------------------------------------------------------
 
@@ -87,13 +94,15 @@ class Binding:
         )  # fmt: skip
 
     def _head(self, call: Call) -> None:
-        weights, h, logits, scratch = call.slots
+        weights, h, logits, best, scratch = call.slots
         unit, n = self._plan.units[call.unit], len(_batch(call).logits)
         part = self._parts[unit.part]
+        wanted = self._arenas.view(best)
         dense.head(
             self._granules(weights, part), part, unit.lo, self._arenas.array(h, np.float32, (n, self._spec.d_embed)),
             self._spec.logit_softcap, self._arenas.array(logits, np.float32, (n, self._spec.vocab)),
-            self._scratch(scratch),
+            wanted.view(np.float32).reshape(n, 2)[:, 0], wanted.view(np.int32).reshape(n, 2)[:, 1],
+            bool(call.args[0]), self._scratch(scratch),
         )  # fmt: skip
 
     # -- layers ---------------------------------------------------------------------------------------
@@ -211,11 +220,6 @@ class Binding:
         if key not in self._turns:
             self._turns[key] = rope.tables(*found, positions(batch))
         return self._turns[key]
-
-
-def positions(batch: Batch) -> NDArray[np.int64]:
-    """Position of every row, int64 [T]."""
-    return np.concatenate([np.arange(s, s + n) for s, n in zip(batch.start, batch.rows, strict=True)])
 
 
 def _batch(call: Call) -> Batch:

@@ -1,19 +1,27 @@
-"""Binds the heavy ops to the native kernels; the light ones stay with numpy."""
+"""Binds the ops to the native kernels. What a model has beyond them (projected or learned-position embeddings) stays
+with numpy.
+
+A task that the lowering knows to come again is bound once: its ops become a `_native.Program`, which runs without
+Python in between, and what changes from pass to pass (positions) lies in tables that the program points at.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from penstock import _native
-from penstock.graph.tasks import Batch, Call
+from penstock.graph.tasks import Batch, Call, Task
 from penstock.kernels import cpu
 from penstock.runtime.arena import Arenas
+from penstock.runtime.batch_tables import BatchTables
 from penstock.runtime.bind import Binding, _batch
 from penstock.runtime.movers import DiskReader
 from penstock.spec.plan import Plan
+
+# What ops are called on: they run at once, or are written down.
+Target = _native.Compute | _native.Program
+_KEPT = 8  # programs
 
 
 @dataclass(frozen=True)
@@ -31,8 +39,18 @@ def native(isa: str | None, threads: int, exact: bool) -> Native:
     return Native(_native.Compute(chosen, threads), exact, reason)
 
 
+@dataclass(frozen=True)
+class _Bound:
+    """A task as it is run again: programs, and the numbers of calls that stay with numpy. `batches`: the number of a
+    call of each batch."""
+
+    steps: tuple[_native.Program | int, ...]
+    tables: dict[int, BatchTables]
+    batches: dict[int, int]
+
+
 class NativeBinding(Binding):
-    """qkv, attend, out, ffn and head in native code, straight from where the weights lie."""
+    """Every op of a layer in native code, straight from where the weights lie."""
 
     def __init__(
         self, plan: Plan, arenas: Arenas, reader: DiskReader | None, kernels: Native, poisoned: bool = False
@@ -40,80 +58,175 @@ class NativeBinding(Binding):
         super().__init__(plan, arenas, reader, poisoned)
         self._compute = kernels.compute
         self._exact = kernels.exact or not cpu.rounds_activations(plan.target.weights)
-        layers = self._spec.layers
+        spec, layers = self._spec, self._spec.layers
         self._ffn_shapes = [cpu.ffn_shape(self._parts[f"{i}.ffn"], layer) for i, layer in enumerate(layers)]
         self._qkv_shapes = [
-            cpu.qkv_shape(self._parts[f"{i}.attn"], layer.attention, self._spec.norm) for i, layer in enumerate(layers)
+            cpu.qkv_shape(self._parts[f"{i}.attn"], layer.attention, spec.norm) for i, layer in enumerate(layers)
         ]
         self._o = [cpu.matrix(self._parts[f"{i}.attn"].block("o")) for i in range(len(layers))]
         self._vocab = cpu.matrix(self._parts["embed"].block("rows"))
         self._heads: dict[int, _native.AttentionShape] = {}  # by unit
         self._caches: dict[tuple[int, str], _native.CacheShape] = {}
-        self._sequences: dict[Batch, NDArray[np.int32]] = {}
+        self._tables_of: dict[Batch, BatchTables] = {}
+        self._bound: dict[int, _Bound] = {}  # by the task that they are like
+        edges = self._parts["edges"]
+        natively: dict[str, Callable[[Target, Call, BatchTables], None]] = {
+            "gather": self._gather_on, "norm": self._norm_on, "qkv": self._qkv_on, "attend": self._attend_on,
+            "out": self._out_on, "ffn": self._ffn_on, "merge": self._merge_on, "head": self._head_on,
+        }  # fmt: skip
+        if not edges.has("project_in") and not spec.position_rows:
+            natively["embed"] = self._embed_on
+        self._natively = natively
+        self._projects_out = edges.has("project_out")
 
     def begin(self) -> None:
         super().begin()
-        self._sequences.clear()
+        self._tables_of.clear()
 
-    def _head(self, call: Call) -> None:
-        weights, h, logits, scratch = call.slots
+    def forget(self) -> None:
+        """Task ids start over."""
+        self._bound.clear()
+
+    def run(self, task: Task) -> None:
+        if task.like < 0:
+            super().run(task)
+            return
+        bound = self._bound.get(task.like)
+        if bound is None:
+            bound = self._bind(task)
+            while len(self._bound) >= _KEPT:
+                del self._bound[next(iter(self._bound))]
+            self._bound[task.like] = bound
+        else:
+            for batch_id, number in bound.batches.items():
+                bound.tables[batch_id].move(_batch(task.calls[number]))
+        for step in bound.steps:
+            if isinstance(step, int):
+                super().call(task.calls[step])
+            else:
+                step.run()
+
+    def call(self, call: Call) -> None:
+        if not self._is_native(call):
+            super().call(call)
+            return
+        batch = _batch(call)
+        if batch not in self._tables_of:
+            self._tables_of[batch] = self._new_tables(batch)
+        self._natively[call.op](self._compute, call, self._tables_of[batch])
+
+    def _is_native(self, call: Call) -> bool:
+        return call.op in self._natively and not (call.args[:1] == ("final",) and self._projects_out)
+
+    def _bind(self, task: Task) -> _Bound:
+        steps: list[_native.Program | int] = []
+        tables: dict[int, BatchTables] = {}
+        batches: dict[int, int] = {}
+        for number, call in enumerate(task.calls):
+            batch = _batch(call)
+            if batch.id not in tables:
+                tables[batch.id], batches[batch.id] = self._new_tables(batch), number
+            if not self._is_native(call):
+                steps.append(number)
+                continue
+            if not steps or isinstance(steps[-1], int):
+                steps.append(_native.Program(self._compute))
+            program = steps[-1]
+            assert isinstance(program, _native.Program)
+            self._natively[call.op](program, call, tables[batch.id])
+        return _Bound(tuple(steps), tables, batches)
+
+    def _new_tables(self, batch: Batch) -> BatchTables:
+        return BatchTables(batch, self._frequencies, self._layout.pages_per_seq)
+
+    # -- ops: operands as addresses ---------------------------------------------------------------------
+
+    def _gather_on(self, on: Target, call: Call, tables: BatchTables) -> None:
+        weights, tokens, rows = call.slots
+        part, at = self._parts["embed"], self._arenas.address
+        granules = weights.nbytes // part.granule_bytes
+        on.gather(at(weights), granules, part.granule_bytes, self._vocab, at(tokens), _batch(call).total_rows, at(rows))
+
+    def _embed_on(self, on: Target, call: Call, tables: BatchTables) -> None:
+        rows, _, x, _ = call.slots
+        at = self._arenas.address
+        on.scale(at(rows), self._spec.embed_scale, _batch(call).total_rows, self._spec.d_model, at(x))
+
+    def _norm_on(self, on: Target, call: Call, tables: BatchTables) -> None:
+        norms, x, h, _ = call.slots
+        batch, which, at = _batch(call), str(call.args[0]), self._arenas.address
+        final = which == "final"
+        part = self._parts["edges" if final else f"{call.args[1]}.norms"]
+        present = self._spec.final_norm if final else self._spec.layers[int(call.args[1])].norm_in
+        norm = cpu.norm(self._spec.norm if present else None, part, which, at(norms))
+        chosen, n = (tables.chosen_address, len(batch.logits)) if final else (0, batch.total_rows)
+        on.norm(norm, at(x), chosen, n, self._spec.d_model, at(h))
+
+    def _head_on(self, on: Target, call: Call, tables: BatchTables) -> None:
+        weights, h, logits, best, scratch = call.slots
         unit, n = self._plan.units[call.unit], len(_batch(call).logits)
         part, spec = self._parts[unit.part], self._spec
-        first = unit.lo * part.granule_rows
-        at = self._arenas.address
-        self._compute.project(
+        first, at = unit.lo * part.granule_rows, self._arenas.address
+        on.head(
             at(weights), unit.hi - unit.lo, part.granule_bytes, self._vocab, at(h), spec.d_embed, n,
-            at(logits) + 4 * first, spec.vocab, spec.vocab - first, self._exact, at(scratch), scratch.nbytes,
+            at(logits) + 4 * first, spec.vocab, spec.vocab - first, spec.logit_softcap, first, at(best),
+            bool(call.args[0]), self._exact, at(scratch), scratch.nbytes,
         )  # fmt: skip
-        if spec.logit_softcap:
-            found = self._arenas.array(logits, np.float32, (n, spec.vocab))
-            found = found[:, first : first + part.rows_of(unit.lo, unit.hi)]
-            found[...] = np.float32(spec.logit_softcap) * np.tanh(found / np.float32(spec.logit_softcap))
 
-    def _qkv(self, call: Call) -> None:
+    def _qkv_on(self, on: Target, call: Call, tables: BatchTables) -> None:
         weights, norms, h, q, keys, values, scratch = call.slots
         layer, batch = int(call.args[0]), _batch(call)
         unit, a = self._plan.units[call.unit], self._spec.layers[layer].attention
         at, norms_part = self._arenas.address, self._parts[f"{layer}.norms"]
         q_norm, k_norm = (at(norms) + norms_part.block(n).offset if a.qk_norm else 0 for n in ("q_norm", "k_norm"))
-        turn = self._turn(layer, batch)
-        cos, sin = (int(table.ctypes.data) for table in turn) if turn is not None else (0, 0)
-        sequences = self._sequence_table(batch)
-        self._compute.qkv(
+        cos, sin = tables.turn_addresses(layer)
+        on.qkv(
             at(weights), unit.hi - unit.lo, self._parts[unit.part].granule_bytes, self._qkv_shapes[layer],
             self._attention_of(call.unit, layer), at(h), batch.total_rows, q_norm, k_norm, cos, sin,
-            int(sequences.ctypes.data), len(sequences), self._cache(layer, batch), at(keys), at(values), at(q),
+            tables.sequences_address, len(batch.seqs), self._cache(layer, batch), at(keys), at(values), at(q),
             self._exact, at(scratch), scratch.nbytes,
         )  # fmt: skip
 
-    def _attend(self, call: Call) -> None:
+    def _attend_on(self, on: Target, call: Call, tables: BatchTables) -> None:
         q, keys, values, out, scratch = call.slots
-        layer, batch = int(call.args[0]), _batch(call)
-        at, sequences = self._arenas.address, self._sequence_table(batch)
-        self._compute.attend(
-            self._attention_of(call.unit, layer), int(sequences.ctypes.data), len(sequences), self._cache(layer, batch),
+        layer, batch, at = int(call.args[0]), _batch(call), self._arenas.address
+        on.attend(
+            self._attention_of(call.unit, layer), tables.sequences_address, len(batch.seqs), self._cache(layer, batch),
             at(keys), at(values), at(q), at(out), at(scratch), scratch.nbytes,
         )  # fmt: skip
 
-    def _out(self, call: Call) -> None:
+    def _out_on(self, on: Target, call: Call, tables: BatchTables) -> None:
         weights, a_slot, partial, scratch = call.slots
         layer, t = int(call.args[0]), _batch(call).total_rows
         a, unit = self._spec.layers[layer].attention, self._plan.units[call.unit]
         at, width = self._arenas.address, a.heads * a.head_dim
         first_column = unit.lo * a.heads_per_kv * a.head_dim
-        self._compute.accumulate(
+        on.accumulate(
             at(weights), unit.hi - unit.lo, self._parts[unit.part].granule_bytes, self._o[layer],
             at(a_slot) + 4 * first_column, width, t, at(partial), bool(call.args[1]), self._exact,
             at(scratch), scratch.nbytes,
         )  # fmt: skip
 
-    def _ffn(self, call: Call) -> None:
+    def _ffn_on(self, on: Target, call: Call, tables: BatchTables) -> None:
         weights, h, partial, scratch = call.slots
         layer, t = int(call.args[0]), _batch(call).total_rows
         unit, at = self._plan.units[call.unit], self._arenas.address
-        self._compute.ffn(
+        on.ffn(
             at(weights), unit.hi - unit.lo, self._parts[unit.part].granule_bytes, self._ffn_shapes[layer], at(h), t,
             at(partial), bool(call.args[1]), self._exact, at(scratch), scratch.nbytes,
+        )  # fmt: skip
+
+    def _merge_on(self, on: Target, call: Call, tables: BatchTables) -> None:
+        norms, x, scratch, *partials = call.slots
+        number, block, at = int(call.args[0]), str(call.args[1]), self._arenas.address
+        layer, part, norm = self._spec.layers[number], self._parts[f"{number}.norms"], self._spec.norm
+        out = cpu.norm(norm if layer.norm_out else None, part, f"{block}_out", at(norms))
+        after = cpu.norm(norm if layer.norm_after else None, part, f"{block}_after", at(norms))
+        bias = "o_bias" if block == "attn" else "down_bias"
+        bias_at = at(norms) + part.block(bias).offset if part.has(bias) else 0
+        on.merge(
+            out, after, bias_at, at(x), [at(p) for p in partials], _batch(call).total_rows, self._spec.d_model,
+            at(scratch), scratch.nbytes,
         )  # fmt: skip
 
     def _attention_of(self, u: int, layer: int) -> _native.AttentionShape:
@@ -129,14 +242,3 @@ class NativeBinding(Binding):
             a = self._spec.layers[layer].attention
             self._caches[key] = cpu.cache_shape(a, self._plan.page_tokens, fmt)
         return self._caches[key]
-
-    def _sequence_table(self, batch: Batch) -> NDArray[np.int32]:
-        """int32 [sequences, 3]: first page (counted as in `_pool`), start, rows."""
-        if batch not in self._sequences:
-            per_seq, first = self._layout.pages_per_seq, min(batch.seqs)
-            rows = [
-                ((s - first) * per_seq, start, n)
-                for s, start, n in zip(batch.seqs, batch.start, batch.rows, strict=True)
-            ]
-            self._sequences[batch] = np.array(rows, np.int32)
-        return self._sequences[batch]

@@ -82,8 +82,7 @@ class Executor:
 
     def _do(self, task: Task) -> Span:
         start_s = time.perf_counter() - self._origin_s
-        for call in task.calls:
-            self._binding.call(call)
+        self._binding.run(task)
         end_s = time.perf_counter() - self._origin_s
         return Span(task.id, task.lanes, label(task), start_s, end_s, task.bytes)
 

@@ -108,6 +108,7 @@ class Session:
     def _start_over(self) -> None:
         """A pass broke off: forgets what rings hold and lanes have failed, so that the next one starts clean."""
         self._executor.close()
+        self._binding.forget()
         self._executor, self.lowering = Executor(self._binding), Lowering(self.plan)
 
     def _counted(self, p: Pass) -> Iterator[Task]:

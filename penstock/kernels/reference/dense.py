@@ -163,8 +163,14 @@ def merge(
         named_norm(x, norms, part, f"{block}_after", norm, x)
 
 
-def head(weights: Bytes, part: Part, lo: int, h: Float32, softcap: float, logits: Float32, scratch: Scratch) -> None:
-    """logits[:, 64·lo : …] = h [n, d_embed] · rows of granules lo… ; weights [granules, granule_bytes]."""
+def head(
+    weights: Bytes, part: Part, lo: int, h: Float32, softcap: float, logits: Float32, best: Float32,
+    best_ids: NDArray[np.int32], starts: bool, scratch: Scratch,
+) -> None:  # fmt: skip
+    """logits[:, 64·lo : …] = h [n, d_embed] · rows of granules lo… ; weights [granules, granule_bytes]. `best` [n]
+    follows the largest logit and its id, the lowest where they tie; NaN once a logit was."""
+    if starts:
+        best[...], best_ids[...] = -np.inf, 0
     block, width = part.block("rows"), part.granule_rows
     start = scratch.mark()
     for i, granule in enumerate(weights):
@@ -176,4 +182,10 @@ def head(weights: Bytes, part: Part, lo: int, h: Float32, softcap: float, logits
         at = (lo + i) * width
         keep = min(width, part.rows - at)
         logits[:, at : at + keep] = out[:, :keep]
+        ids = np.argmax(out[:, :keep], axis=1)  # the first NaN, where there is one
+        largest = out[np.arange(len(out)), ids]
+        better = (largest > best) | ((largest == best) & (at + ids < best_ids)) | np.isnan(largest)
+        best_ids[better] = at + ids[better]
+        best[better] = largest[better]
+        # A NaN stays: nothing is larger than it.
     scratch.rewind(start)

@@ -1,0 +1,155 @@
+// Ops that walk over rows [T, D] and multiply no matrix: norms, merges, embedding rows. Included after kernels-inl.h.
+#pragma once
+
+namespace penstock::PENSTOCK_ISA {
+namespace {
+
+// f(lanes of 16, first column) over D columns; the last call may hold fewer, padded with zeros.
+template <class Function>
+inline void each16(int d, const Function& f) {
+    for (int i = 0; i < d; i += kTileRows) f(i, d - i);
+}
+
+// out = norm(x); may be x itself. Lanes are added up 16 columns apart, then across (f_sum).
+void norm_row(const Norm& norm, const float* x, int d, float* out) {
+    float mean = 0;
+    if (norm.kind == NormKind::kLayer) {
+        F total = f_zero();
+        each16(d, [&](int i, int left) { total = f_add(total, load_some(x + i, left)); });
+        mean = f_sum(total) / static_cast<float>(d);
+    }
+    F squares = f_zero();
+    const F shift = f_set(-mean);
+    each16(d, [&](int i, int left) {
+        F v = load_some(x + i, left);
+        if (mean != 0) {  // columns that are not there stay 0
+            v = f_add(v, shift);
+            if (left < kTileRows) {
+                float lanes[kTileRows];
+                f_store(lanes, v);
+                v = load_some(lanes, left);
+            }
+        }
+        squares = f_fma(v, v, squares);
+    });
+    const F scale = f_set(1.0F / std::sqrt(f_sum(squares) / static_cast<float>(d) + norm.eps));
+    each16(d, [&](int i, int left) {
+        F v = f_mul(f_add(load_some(x + i, left), shift), scale);
+        if (norm.weight != nullptr) v = f_mul(v, f_add(load_some(norm.weight + i, left), f_set(norm.offset)));
+        if (norm.bias != nullptr) v = f_add(v, load_some(norm.bias + i, left));
+        store_some(out + i, v, left);
+    });
+}
+
+// Rows are shared out; each costs some passes over its D floats.
+template <class Function>
+void each_row(Pool& pool, int t, int d, const Function& f) {
+    pool.run(std::size_t(t) * std::size_t(d) * 8, [&](const Team& team) {
+        const auto [lo, hi] = team.share(t);
+        for (int row = lo; row < hi; ++row) f(team, row);
+    });
+}
+
+bool norm(Pool& pool, const Norm& shape, const float* x, const std::int32_t* rows, int t, int d, float* out) {
+    each_row(pool, t, d, [&](const Team&, int row) {
+        const float* from = x + std::ptrdiff_t(rows != nullptr ? rows[row] : row) * d;
+        float* to = out + std::ptrdiff_t(row) * d;
+        if (shape.kind == NormKind::kNone) {
+            std::memcpy(to, from, std::size_t(d) * 4);
+        } else {
+            norm_row(shape, from, d, to);
+        }
+    });
+    return true;
+}
+
+bool merge(Pool& pool, const Merge& shape, float* x, const float* const* partials, int count, int t, int d,
+           Scratch scratch) {
+    const bool through = shape.out.kind != NormKind::kNone;  // the sum needs a place of its own
+    const std::size_t width = std::size_t(d + 15) / 16 * 16;
+    float* memory = through ? take<float>(scratch, width * std::size_t(pool.threads())) : nullptr;
+    if (through && memory == nullptr) return false;
+    each_row(pool, t, d, [&](const Team& team, int row) {
+        float* const to = x + std::ptrdiff_t(row) * d;
+        float* const sum = through ? memory + std::ptrdiff_t(width) * team.id() : to;
+        each16(d, [&](int i, int left) {
+            F y = load_some(partials[0] + std::ptrdiff_t(row) * d + i, left);
+            for (int p = 1; p < count; ++p) y = f_add(y, load_some(partials[p] + std::ptrdiff_t(row) * d + i, left));
+            if (shape.bias != nullptr) y = f_add(y, load_some(shape.bias + i, left));
+            store_some(sum + i, through ? y : f_add(load_some(to + i, left), y), left);
+        });
+        if (through) {
+            norm_row(shape.out, sum, d, sum);
+            each16(d, [&](int i, int left) {
+                store_some(to + i, f_add(load_some(to + i, left), load_some(sum + i, left)), left);
+            });
+        }
+        if (shape.after.kind != NormKind::kNone) norm_row(shape.after, to, d, to);
+    });
+    return true;
+}
+
+bool scale(Pool& pool, const float* from, float factor, int t, int d, float* to) {
+    each_row(pool, t, d, [&](const Team&, int row) {
+        const std::ptrdiff_t at = std::ptrdiff_t(row) * d;
+        each16(d, [&](int i, int left) {
+            store_some(to + at + i, f_mul(load_some(from + at + i, left), f_set(factor)), left);
+        });
+    });
+    return true;
+}
+
+// One row of a tile as float32: column by column out of the words of 16 rows. A token's row is a few KB: nothing here
+// needs to be fast.
+void tile_row(const Matrix& m, const std::uint8_t* tile, int r, float* out) {
+    const auto number = [](const std::uint8_t* p, auto value) {
+        std::memcpy(&value, p, sizeof value);
+        return value;
+    };
+    const auto half = [&](const std::uint8_t* p) {
+        alignas(64) std::uint16_t halves[16] = {number(p, std::uint16_t{0})};
+        float lanes[16];
+        f_store(lanes, f_half(halves));
+        return lanes[0];
+    };
+    const std::size_t row = std::size_t(r);
+    if (m.quantised()) {
+        const int per_line = m.kind == Kind::kInt4 ? 8 : 4;
+        const std::size_t codes = std::size_t(m.group / per_line) * 64, group_bytes = codes + 64;
+        for (int j = 0; j < m.groups(); ++j) {
+            const std::uint8_t* p = tile + std::size_t(j) * group_bytes;
+            const float factor = half(p + codes + 2 * row), minimum = half(p + codes + 32 + 2 * row);
+            for (int i = 0; i < std::min(m.group, m.cols - j * m.group); ++i) {
+                const std::uint8_t byte = p[std::size_t(i / per_line) * 64 + 4 * row + std::size_t(i % 4)];
+                const int code = m.kind == Kind::kInt8 ? byte : i % 8 < 4 ? byte & 15 : byte >> 4;
+                out[j * m.group + i] = static_cast<float>(code) * factor + minimum;
+            }
+        }
+        return;
+    }
+    for (int c = 0; c < m.cols; ++c) {
+        const std::size_t at = std::size_t(c);
+        if (m.kind == Kind::kFloat32) {
+            out[c] = number(tile + at * 64 + 4 * row, 0.0F);
+        } else if (m.kind == Kind::kFloat16) {
+            out[c] = half(tile + at * 32 + 2 * row);
+        } else {
+            const std::uint32_t bits = number(tile + at / 2 * 64 + 4 * row + at % 2 * 2, std::uint16_t{0});
+            const std::uint32_t wide = bits << 16;
+            std::memcpy(out + c, &wide, 4);
+        }
+    }
+}
+
+bool gather(Pool& pool, const Granules& weights, const Matrix& m, const std::int32_t* tokens, int t, float* out) {
+    each_row(pool, t, m.cols * 4, [&](const Team&, int row) {
+        const int granule = tokens[row] / m.rows, inside = tokens[row] % m.rows;
+        const std::uint8_t* tile = weights.data + std::size_t(granule) * weights.stride + m.offset +
+                                   std::size_t(inside / kTileRows) * m.tile_bytes();
+        tile_row(m, tile, inside % kTileRows, out + std::ptrdiff_t(row) * m.cols);
+    });
+    return true;
+}
+
+}  // namespace
+}  // namespace penstock::PENSTOCK_ISA
