@@ -15,7 +15,7 @@ TYPED := penstock
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz bench-startup bench-fit bench-quality clean FORCE
+.PHONY: help demo test check fuzz bench-startup bench-fit bench-quality bench-cpu clean FORCE
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -50,6 +50,9 @@ bench-fit: .venv/run.stamp ## a 2.5 GB model within 1500 MiB of memory, in a cgr
 bench-quality: .venv/run.stamp ## what int8 and int4 weights cost the bundled model: perplexity and KL divergence
 	@$(BIN)/python -m bench.quality
 
+bench-cpu: .venv/bench.stamp ## 1B and 8B shapes in memory against llama.cpp (installed by building it): decode, prefill, attention
+	@$(BIN)/python -m bench.cpu $(ARGS)
+
 clean: ## remove .venv, build and caches
 	@rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -69,6 +72,11 @@ clean: ## remove .venv, build and caches
 .venv/test.stamp: constraints.txt pyproject.toml | .venv/run.stamp
 	@echo "make: installing what the tests need"
 	@$(PIP) $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") --no-build-isolation -e '.[test]'
+	@touch $@
+
+.venv/bench.stamp: constraints.txt pyproject.toml | .venv/run.stamp
+	@echo "make: installing what is measured against: llama.cpp is compiled for this processor, some minutes"
+	@$(PIP) --no-build-isolation -e '.[bench]'
 	@touch $@
 
 # An installation in place knows its modules by name: when one comes or goes, it is made again, which takes seconds.

@@ -129,6 +129,12 @@ double py_ram_read_s(std::uintptr_t address, std::size_t nbytes, int threads, in
     return ram_read_s(pointer(address), nbytes, threads, repeats);  // std::invalid_argument becomes ValueError
 }
 
+double py_peak_per_s(const std::string& kind, int threads) {
+    if (kind != "int8" && kind != "float32") throw nb::value_error(("there is no peak of " + kind).c_str());
+    nb::gil_scoped_release release;
+    return peak_per_s(kind == "int8", threads);
+}
+
 // ---- kernels -------------------------------------------------------------------------------------------------------
 
 template <class Value>
@@ -355,6 +361,7 @@ NB_MODULE(_native, m) {
     m.def("open_direct", &py_open_direct, "path"_a);
     m.def("drop_cached", &py_drop_cached, "fd"_a, "offset"_a, "nbytes"_a);
     m.def("ram_read_s", &py_ram_read_s, "address"_a, "nbytes"_a, "threads"_a, "repeats"_a);
+    m.def("peak_per_s", &py_peak_per_s, "kind"_a, "threads"_a);
 
     nb::class_<Matrix>(m, "Matrix")
         .def(

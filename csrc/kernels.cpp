@@ -23,4 +23,11 @@ const Kernels* find_kernels(const char* name) {
     return nullptr;
 }
 
+const Kernels* best_kernels() {
+    for (const char* isa : {"avx512", "avxvnni", "avx2"}) {
+        if (const Kernels* found = find_kernels(isa)) return found;
+    }
+    return &kPortableKernels;
+}
+
 }  // namespace penstock

@@ -171,11 +171,17 @@ struct Kernels {
     bool (*scale)(Pool&, const float* from, float factor, int t, int d, float* to);
     // out [T, cols] = rows `tokens` of a matrix that lies in granules of m.rows rows.
     bool (*gather)(Pool&, const Granules&, const Matrix&, const std::int32_t* tokens, int t, float* out);
+    // `rounds` of products in registers, for the peak; return the operations done. `sink` [2] keeps compilers honest.
+    std::int64_t (*int8_products)(std::int64_t rounds, float* sink);
+    std::int64_t (*float_products)(std::int64_t rounds, float* sink);
 };
 
 // The table of an instruction set ("avx512", "avxvnni", "avx2", "portable"); null if this build or processor has none
 // of that name.
 const Kernels* find_kernels(const char* isa);
+
+// The fastest table that this processor has.
+const Kernels* best_kernels();
 
 extern const Kernels kPortableKernels, kAvx2Kernels, kAvxVnniKernels, kAvx512Kernels;
 

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cpu.h"
+#include "kernels.h"
 
 #if defined(__x86_64__)
 #define PENSTOCK_TARGET(isa) __attribute__((target(isa)))
@@ -91,7 +92,11 @@ void pin_to(int cpu) {
 
 }  // namespace
 
-double ram_read_s(const std::byte* data, std::size_t nbytes, int threads, int repeats) {
+namespace {
+
+// Median seconds from the first start to the last end of work(thread) on pinned threads that start together.
+template <class Work>
+double timed_s(int threads, int repeats, const Work& work) {
     const std::vector<int> cpus = allowed_cpus();
     if (threads < 1 || static_cast<std::size_t>(threads) > cpus.size()) {
         throw std::invalid_argument(std::to_string(threads) + " threads asked for, " + std::to_string(cpus.size()) +
@@ -100,28 +105,24 @@ double ram_read_s(const std::byte* data, std::size_t nbytes, int threads, int re
     if (repeats < 1) throw std::invalid_argument("repeats must be at least 1");
 
     const auto count = static_cast<std::size_t>(threads), rounds = static_cast<std::size_t>(repeats);
-    const Sum sum = best_sum();
     struct Span {
         Clock::time_point start, end;
     };
     std::vector<Span> spans(count * rounds);  // [round, thread]
-    std::atomic<std::uint64_t> sink{0};       // so that the sums are not optimised away
     std::barrier line_up(threads);
-    const auto work = [&](std::size_t thread) {
+    const auto serve = [&](std::size_t thread) {
         pin_to(cpus[thread]);
-        const std::size_t share = nbytes / count, first = share * thread;
-        const std::size_t mine = thread + 1 == count ? nbytes - first : share;
         for (std::size_t round = 0; round < rounds; ++round) {
             line_up.arrive_and_wait();
             Span& span = spans[round * count + thread];
             span.start = Clock::now();
-            sink += sum(data + first, mine);
+            work(thread);
             span.end = Clock::now();
         }
     };
     {
         std::vector<std::jthread> pool;
-        for (std::size_t thread = 0; thread < count; ++thread) pool.emplace_back(work, thread);
+        for (std::size_t thread = 0; thread < count; ++thread) pool.emplace_back(serve, thread);
     }
     std::vector<double> seconds;
     for (std::size_t round = 0; round < rounds; ++round) {
@@ -133,6 +134,29 @@ double ram_read_s(const std::byte* data, std::size_t nbytes, int threads, int re
     }
     std::sort(seconds.begin(), seconds.end());
     return (seconds[(rounds - 1) / 2] + seconds[rounds / 2]) / 2;
+}
+
+}  // namespace
+
+double ram_read_s(const std::byte* data, std::size_t nbytes, int threads, int repeats) {
+    const auto count = static_cast<std::size_t>(threads);
+    const Sum sum = best_sum();
+    std::atomic<std::uint64_t> sink{0};  // so that the sums are not optimised away
+    return timed_s(threads, repeats, [&](std::size_t thread) {
+        const std::size_t share = nbytes / count, first = share * thread;
+        sink += sum(data + first, thread + 1 == count ? nbytes - first : share);
+    });
+}
+
+double peak_per_s(bool int8, int threads) {
+    const Kernels* kernels = best_kernels();
+    constexpr std::int64_t kRounds = 30000;  // some milliseconds
+    std::atomic<std::int64_t> operations{0};
+    const double seconds = timed_s(threads, 5, [&](std::size_t) {
+        float sink[2] = {1.0F, 0.5F};
+        operations = (int8 ? kernels->int8_products : kernels->float_products)(kRounds, sink);
+    });
+    return static_cast<double>(operations) * threads / seconds;
 }
 
 }  // namespace penstock

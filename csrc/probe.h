@@ -10,4 +10,8 @@ namespace penstock {
 // fewer CPUs than threads.
 double ram_read_s(const std::byte* data, std::size_t nbytes, int threads, int repeats);
 
+// Operations per second (a multiplication and an addition are two) that `threads` threads do at most with the best
+// kernels' instructions: int8 dot products, or float32 multiply-adds, in registers. Throws as above.
+double peak_per_s(bool int8, int threads);
+
 }  // namespace penstock

@@ -57,6 +57,10 @@ def drop_cached(fd: int, offset: int, nbytes: int) -> None:
 def ram_read_s(address: int, nbytes: int, threads: int, repeats: int) -> float:
     """Median seconds that `threads` pinned threads take to read `nbytes` once. ValueError if there are fewer CPUs."""
 
+def peak_per_s(kind: str, threads: int) -> float:
+    """Operations per second (a multiplication and an addition are two) of products in registers, "int8" or "float32",
+    with the best kernels' instructions on `threads` pinned threads. ValueError as `ram_read_s`."""
+
 class Matrix:
     """A block of a granule: [rows, cols] in tiles of 16 rows at a byte offset. ValueError for an unknown kind."""
 

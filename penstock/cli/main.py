@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 import penstock
-from penstock.cli import demo, eval, pack, plan, probe, run, synth
+from penstock.cli import bench, demo, eval, pack, plan, probe, run, synth
 from penstock.cli.options import grouped
 from penstock.cli.output import note, print_json, say
 from penstock.errors import BadRequest, InternalError, PenstockError, StorageFailed
@@ -27,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo.demo, run.run, plan.plan, pack.pack, synth.synth, eval.eval_, probe.probe):
+for command in (demo.demo, run.run, plan.plan, pack.pack, synth.synth, eval.eval_, bench.bench, probe.probe):
     app.command(command.__name__.rstrip("_"))(grouped(command))
 
 # typer carries its own copy of click since 0.26 and used click itself before: its errors by inheritance, not by name.

@@ -1,7 +1,7 @@
-"""The ops: their operands, what they read and write, and what they cost in bytes and flops.
+"""The op table: operands, what is read and written, tolerance, and what an op costs in bytes and flops.
 
-`kernels/` binds an implementation to each name; the lowering takes edges from the operands' modes:
-r read, w written, + added to (read and written), s scratch (private to the lane, no edge).
+`runtime/bind.py` binds the reference to each name, the oracle of every other binding; the lowering takes edges from
+the operands' modes: r read, w written, + added to (read and written), s scratch (private to the lane, no edge).
 
 Shapes (T rows of the batch, D d_model, H heads, K KV heads, E head_dim, P page_tokens, V vocab):
 tokens int32 [T] · rows float32 [T, d_embed] · x, h, partial float32 [T, D] · q, a float32 [T, H, E] ·
@@ -16,49 +16,56 @@ from penstock.graph.tasks import Batch
 from penstock.spec.model import Attention, ModelSpec
 from penstock.spec.parts import Part
 
+# A sum of thousands of float32 products in another order differs by some 1e-6 of its terms' size; exponentials and
+# what they are divided by add a few more.
+_SUMS, _EXPONENTIALS, _BYTES = 1e-5, 5e-5, 0.0
+
 _SIGNATURES = {
     # rows = the embedding rows of the batch's tokens, out of resident weights or out of the disk.
-    "gather": "weights:r tokens:r rows:w",
-    "fetch": "tokens:r rows:w staging:w",
+    "gather": ("weights:r tokens:r rows:w", 1e-6),
+    "fetch": ("tokens:r rows:w staging:w", 1e-6),
     # x = rows · embed_scale (projected, plus learned positions).
-    "embed": "rows:r edges:r x:w scratch:s",
+    "embed": ("rows:r edges:r x:w scratch:s", _SUMS),
     # h = norm(x); args: which norm. The final norm takes the rows whose logits are wanted.
-    "norm": "norms:r x:r h:w scratch:s",
+    "norm": ("norms:r x:r h:w scratch:s", _SUMS),
     # q, k, v of the unit's KV heads, with bias, q/k norm and rope; k and v go into the cache.
-    "qkv": "weights:r norms:r h:r q:w keys:w values:w scratch:s",
-    "attend": "q:r keys:r values:r a:w scratch:s",
+    "qkv": ("weights:r norms:r h:r q:w keys:w values:w scratch:s", _EXPONENTIALS),
+    "attend": ("q:r keys:r values:r a:w scratch:s", _EXPONENTIALS),
     # partial (+)= a · o over the unit's heads; args: 1 where it starts the sum.
-    "out": "weights:r a:r partial:+ scratch:s",
+    "out": ("weights:r a:r partial:+ scratch:s", _SUMS),
     # partial (+)= FFN over the unit's neurons; args: 1 where it starts the sum.
-    "ffn": "weights:r h:r partial:+ scratch:s",
+    "ffn": ("weights:r h:r partial:+ scratch:s", _EXPONENTIALS),
     # x += norm_out(sum of partials + bias), then norm_after. More partials may follow the first.
-    "merge": "norms:r x:+ scratch:s partial:r",
+    "merge": ("norms:r x:+ scratch:s partial:r", _SUMS),
     # best [n]: the most likely token of each row so far, float32 logit and int32 id; args: 1 where it starts.
-    "head": "weights:r h:r logits:w best:+ scratch:s",
+    "head": ("weights:r h:r logits:w best:+ scratch:s", _SUMS),
     # Bytes from one tier to another; a load fills a ring slot with a unit, a store saves KV.
-    "copy": "source:r target:w",
-    "load": "target:w",
-    "store": "source:r target:w",
+    "copy": ("source:r target:w", _BYTES),
+    "load": ("target:w", _BYTES),
+    "store": ("source:r target:w", _BYTES),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
+    """`tolerance`: how far an implementation may be from the reference, of the largest number in a row."""
+
     name: str
     operands: tuple[str, ...]
     modes: tuple[str, ...]
+    tolerance: float
 
     def mode(self, i: int) -> str:
         """The mode of operand i; the last operand's repeats (merge takes several partials)."""
         return self.modes[min(i, len(self.modes) - 1)]
 
 
-def _parse(name: str, signature: str) -> Op:
+def _parse(name: str, signature: str, tolerance: float) -> Op:
     pairs = [operand.split(":") for operand in signature.split()]
-    return Op(name, tuple(p[0] for p in pairs), tuple(p[1] for p in pairs))
+    return Op(name, tuple(p[0] for p in pairs), tuple(p[1] for p in pairs), tolerance)
 
 
-OPS = {name: _parse(name, signature) for name, signature in _SIGNATURES.items()}
+OPS = {name: _parse(name, *found) for name, found in _SIGNATURES.items()}
 
 
 def block_weights(part: Part, lo: int, hi: int, names: tuple[str, ...]) -> int:

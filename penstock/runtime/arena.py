@@ -38,6 +38,10 @@ class Arenas:
         """The slot's bytes, uint8 [nbytes]."""
         return self._bytes[slot.arena][slot.lo : slot.hi]
 
+    def whole(self, arena: str) -> NDArray[np.uint8]:
+        """All bytes of an arena."""
+        return self._bytes[arena]
+
     def array(self, slot: Slot, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
         """The beginning of the slot as an array."""
         count = int(np.prod(shape)) * np.dtype(dtype).itemsize

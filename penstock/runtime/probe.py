@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -24,8 +23,8 @@ from threadpoolctl import threadpool_limits
 from penstock import _native
 from penstock.errors import BadRequest, PenstockError, StorageFailed
 from penstock.graph import passes
-from penstock.graph.arenas import Layout
 from penstock.graph.lower import Lowering
+from penstock.graph.resident import resident_plan
 from penstock.kernels import cpu
 from penstock.runtime import host
 from penstock.runtime.arena import Arenas
@@ -34,8 +33,7 @@ from penstock.spec import machine as machines
 from penstock.spec.format import DEFAULT_GROUP, Format
 from penstock.spec.machine import MachineSpec, Rate, Tier
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Rope
-from penstock.spec.parts import Block, parts
-from penstock.spec.plan import ActHome, KvHome, Plan, PlanModel, Unit
+from penstock.spec.parts import Block
 from penstock.units import MIB
 
 _RAM_BYTES = 128 * MIB  # four times a large L3 cache; less where memory is short
@@ -154,15 +152,7 @@ def _overheads(kernels: Native) -> dict[str, float]:
     layer = Layer(Attention(8, 4, 32, 32**-0.5, rope=Rope(1e4, 32)), Ffn(704, "silu", gated=True))
     spec = ModelSpec("llama", "float32", 4096, 256, 256, 512, (layer,), Norm("rms", 1e-5), True, True)
     fmt = Format("float32")
-    plan = Plan(
-        models=(PlanModel(spec, fmt),),
-        units=tuple(Unit(p.key, 0, p.granules, "host", "host", "host") for p in parts(spec, fmt)),
-        kv=(KvHome((0, 1), (0, 1), "host", fmt, "host"),),
-        acts=(ActHome((0, 1), (0, 1), "host"),),
-        arenas=(), batches_per_pass=1, batch_seqs=1, chunk_rows=1, logits_rows=1, context=256, page_tokens=64,
-        ring_bytes={}, io_block_bytes=_READ_BYTES, process_bytes=1,
-    )  # fmt: skip
-    plan = replace(plan, arenas=Layout(plan).arenas())
+    plan = resident_plan(spec, fmt, kv=fmt, context=256)
     binding = NativeBinding(plan, Arenas(plan), None, kernels)
     times: dict[str, list[float]] = {}
     lowering = Lowering(plan)

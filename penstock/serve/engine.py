@@ -171,14 +171,14 @@ class _Run:
             for p in passes.prefill(self._engine.plan, seq, len(ids), following):
                 batch = p.batches[0]
                 (logits,) = session.step(p, [ids[batch.start[0] : batch.start[0] + batch.rows[0]]])
-            piece = self._accept(seq, logits[0])
+            piece = self._accept(seq, logits[0], session.best[0][0])
             last_s[seq] = time.perf_counter()
             self.answers[seq].ttft_s = last_s[seq] - start_s
             yield seq, piece
         decode_start_s, decode_tokens, decode_bytes = time.perf_counter(), 0, 0
         while alive := [seq for seq, answer in enumerate(self.answers) if not answer.finish_reason]:
-            for seq, logits in self._decode(alive):
-                piece = self._accept(seq, logits)
+            for seq, logits, best in self._decode(alive):
+                piece = self._accept(seq, logits, best)
                 now_s = time.perf_counter()
                 self.answers[seq].inter_token_s.append(now_s - last_s[seq])
                 last_s[seq] = now_s
@@ -193,22 +193,23 @@ class _Run:
             answer.bytes_moved = {"disk0": reader.bytes_read - start_bytes}
             answer.peak_host_bytes = host.peak_rss_bytes()
 
-    def _decode(self, alive: list[int]) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """One token of every live sequence."""
+    def _decode(self, alive: list[int]) -> Iterator[tuple[int, NDArray[np.float32], tuple[float, int]]]:
+        """One token of every live sequence: its logits, and the largest with its id."""
         positions = [len(self._prompts[seq]) + len(self.answers[seq].token_ids) - 1 for seq in alive]
         more = any(len(self.answers[seq].token_ids) + 1 < self._limit(seq) for seq in alive)
         p = passes.decode(self._engine.plan, alive, positions, passes.DECODE if more else None)
         tokens = [np.array([self.answers[seq].token_ids[-1] for seq in batch.seqs], np.int32) for batch in p.batches]
-        for batch, logits in zip(p.batches, self._engine.session.step(p, tokens), strict=True):
-            yield from zip(batch.seqs, logits, strict=True)
+        session = self._engine.session
+        for batch, logits, best in zip(p.batches, session.step(p, tokens), session.best, strict=True):
+            yield from zip(batch.seqs, logits, best, strict=True)
 
     def _limit(self, seq: int) -> int:
         return min(self._params.max_tokens, self._room[seq])
 
-    def _accept(self, seq: int, logits: NDArray[np.float32]) -> str:
+    def _accept(self, seq: int, logits: NDArray[np.float32], best: tuple[float, int]) -> str:
         """Samples a token, and says what text it makes certain. End-of-text tokens are not part of the text."""
         answer = self.answers[seq]
-        token = self._samplers[seq].next(logits)
+        token = self._samplers[seq].next(logits, best)
         answer.token_ids.append(token)
         stops, stream = self._stops[seq], self._streams[seq]
         piece = ""

@@ -114,8 +114,12 @@ class Sampler:
         self._seen = set(prompt_ids) if params.repetition_penalty != 1 else set()
         self._rng = np.random.Generator(np.random.PCG64(params.seed))
 
-    def next(self, logits: Floats) -> int:
-        """The next token's id. `logits` [V] is read, never written: it may be the engine's own slot."""
+    def next(self, logits: Floats, best: tuple[float, int] | None = None) -> int:
+        """The next token's id. `logits` [V] is read, never written: it may be the engine's own slot. `best`: the
+        largest logit and its id, where the head has found them already."""
+        if self.params.greedy and best is not None and self.params.repetition_penalty == 1:
+            _check_best(best[0])
+            return best[1]
         _check(logits)
         logits = self._penalise(logits)
         if self.params.greedy:
@@ -151,7 +155,10 @@ class Sampler:
 
 def _check(logits: Floats) -> None:
     # max() carries NaN along, so this costs one pass and no memory.
-    best = float(np.max(logits))
+    _check_best(float(np.max(logits)))
+
+
+def _check_best(best: float) -> None:
     if not math.isfinite(best):
         raise BrokenModel(
             f"the model computed {'NaN' if math.isnan(best) else best}: its weights may be damaged; "

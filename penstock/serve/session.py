@@ -52,6 +52,7 @@ class Session:
         self.lowering = Lowering(plan)
         self._serial, self._closed = serial, False
         self.timeline = Timeline(())
+        self.best: list[list[tuple[float, int]]] = []  # of the last pass, per batch and row: largest logit and its id
         self.consumed_bytes = 0  # what the last pass took from slower tiers: its rings and embedding rows
         with ExitStack() as opened:  # a load that fails half-way gives everything back
             self.reader = DiskReader(packed, plan.io_block_bytes)
@@ -86,9 +87,12 @@ class Session:
             self._start_over()
             raise
         self.consumed_bytes += self._binding.fetched_bytes
-        logits = []
+        logits, self.best = [], []
         for batch in p.batches:
             n = len(batch.logits)
+            best = self._arenas.view(self.lowering.layout.act(main, batch.id, "best", 8 * n))
+            values, ids = best.view(np.float32)[0::2], best.view(np.int32)[1::2]
+            self.best.append(list(zip(values.tolist(), ids.tolist(), strict=True)))
             slot = self.lowering.layout.act(main, batch.id, "logits", 4 * n * spec.vocab)
             logits.append(self._arenas.array(slot, np.float32, (n, spec.vocab)))
         return logits

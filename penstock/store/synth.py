@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,20 +55,20 @@ def synth(
     weights = weights or Format(spec.dtype)
     extras = {CONFIG: read_bytes(file, MAX_CONFIG_BYTES), **byte_tokenizer(spec)}
     fingerprint = {"weights": weights.name, "seed": seed, "config": zlib.crc32(extras[CONFIG])}
-    maker = _Maker(spec, sources(spec), seed)
+    maker = RandomWeights(spec, seed)
     return write_packed(dst, parts(spec, weights), weights, fingerprint, maker.fill, extras, progress, shard_bytes)
 
 
-@dataclass
-class _Maker:
+class RandomWeights:
     """Makes granules out of pools. Whole ones are copied; vectors and tails, which hold padding, are encoded."""
 
-    spec: ModelSpec
-    sources: dict[tuple[str, str], Source]
-    seed: int
-    _pools: dict[tuple[str, Format, float], Array] = field(default_factory=dict)
+    def __init__(self, spec: ModelSpec, seed: int) -> None:
+        self.spec, self.seed = spec, seed
+        self.sources: dict[tuple[str, str], Source] = sources(spec)
+        self._pools: dict[tuple[str, Format, float], Array] = {}
 
     def fill(self, part: Part, lo: int, hi: int, out: Array) -> None:
+        """out uint8 [(hi - lo) · granule_bytes] = granules lo..hi of the part."""
         for g in range(lo, hi):
             granule = out[(g - lo) * part.granule_bytes :][: part.granule_bytes]
             end = 0

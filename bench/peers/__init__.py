@@ -1,0 +1,81 @@
+"""Two engines measured side by side: each is a process of its own, loads its model once, and answers commands.
+
+A command is a line `NAME COUNT`, an answer one JSON object. The clock is read in the process that works, around the
+work alone; between commands it sleeps on its standard input, so that it takes nothing from the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+PROMPT_TOKENS = 16  # before a decode; attention over so few costs next to nothing
+Answer = dict[str, float]  # seconds, and what the work comes to: bytes of weights or of KV, flops
+
+
+def token_ids(vocab: int, count: int, seed: int = 0) -> NDArray[np.int32]:
+    """The same random prompt for both engines, int32 [count]."""
+    return np.random.default_rng(seed).integers(0, vocab, count, np.int32)
+
+
+def serve(load: Callable[[], tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]]) -> None:
+    """A worker's whole life. `load` gives facts to tell and the commands by name."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what a library prints is no answer
+    facts, commands = load()
+    print(json.dumps(facts), file=answers)
+    slept_from_s = time.process_time()
+    for line in sys.stdin:
+        name, count = line.split()
+        idle_cpu_s = time.process_time() - slept_from_s
+        answer = commands[name](int(count))
+        slept_from_s = time.process_time()
+        print(json.dumps({**answer, "cpu_s": slept_from_s, "idle_cpu_s": idle_cpu_s}), file=answers)
+
+
+class Worker:
+    """The parent's end. `facts`: what the worker told once its model was loaded."""
+
+    def __init__(self, module: str, *arguments: object) -> None:
+        self._module = module
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        self.cpu_s = 0.0  # processor time since its start
+        self.idle_cpu_s = 0.0  # the part of it that it took while the other's turn was on
+        self.facts = self._answer()
+
+    def ask(self, command: str, count: int) -> Answer:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{command} {count}\n")
+        self._process.stdin.flush()
+        answer: Answer = self._answer()
+        self.cpu_s = answer["cpu_s"]
+        self.idle_cpu_s += answer["idle_cpu_s"]
+        return answer
+
+    def close(self) -> None:
+        """The end of its input is the end of the worker."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit(f"{self._module} ended with exit code {self._process.wait()}")
+        found: dict[str, Any] = json.loads(line)
+        return found

@@ -1,0 +1,103 @@
+"""`python -m bench.peers.llamacpp MODEL.gguf`: llama.cpp as a worker of `bench.cpu`, through its C interface.
+
+Everything is left at its default but the threads, the context, one batch for the whole prompt, and that the file is
+read rather than mapped, as a repacked model has to be copied anyway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.peers import PROMPT_TOKENS, Answer, serve, token_ids
+from bench.peers.random_gguf import bytes_per_token, load_config
+
+
+class LlamaCpp:
+    """One loaded model and a context of one sequence."""
+
+    def __init__(self, file: Path, config: dict[str, Any], threads: int, context: int) -> None:
+        self._log: list[str] = []
+        # Kept, since llama.cpp calls it for as long as it lives.
+        self._on_log = llama_cpp.llama_log_callback(lambda _, text, __: self._log.append(text.decode(errors="replace")))
+        llama_cpp.llama_log_set(self._on_log, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        of_model = llama_cpp.llama_model_default_params()
+        of_model.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
+        self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), of_model)
+        self._need(self._model is not None, f"no model from {file.name}")
+        of_context = llama_cpp.llama_context_default_params()
+        of_context.n_ctx = context
+        of_context.n_batch = of_context.n_ubatch = min(512, context)
+        of_context.n_threads = of_context.n_threads_batch = threads
+        self._context = llama_cpp.llama_init_from_model(self._model, of_context)
+        self._need(self._context is not None, "no context")
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._vocab, self._bytes_per_token = config["vocab_size"], bytes_per_token(config)
+
+    def facts(self) -> dict[str, Any]:
+        repacked = re.search(r"CPU_REPACK model buffer size\s*=\s*([\d.]+) MiB", "".join(self._log))
+        return {
+            "version": llama_cpp.__version__,
+            "repacked_mib": float(repacked[1]) if repacked else 0.0,
+            "system": llama_cpp.llama_print_system_info().decode().strip(),
+        }
+
+    def prefill(self, tokens: int) -> Answer:
+        ids = token_ids(self._vocab, tokens)
+        llama_cpp.llama_memory_clear(self._memory, True)
+        start_s = time.perf_counter()
+        logits = self._step(ids)
+        seconds = time.perf_counter() - start_s
+        assert np.isfinite(logits).all()
+        return {"seconds": seconds}
+
+    def decode(self, tokens: int) -> Answer:
+        llama_cpp.llama_memory_clear(self._memory, True)
+        following = self._step(token_ids(self._vocab, PROMPT_TOKENS)).argmax()
+        start_s = time.perf_counter()
+        for _ in range(tokens):
+            logits = self._step(np.array([following], np.int32))
+            following = logits.argmax()
+        seconds = time.perf_counter() - start_s
+        assert np.isfinite(logits).all()
+        return {"seconds": seconds, "bytes": tokens * self._bytes_per_token}
+
+    def _step(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Logits of the last token, float32 [V]; they hold until the next step."""
+        tokens = (llama_cpp.llama_token * len(ids))(*ids.tolist())
+        failed = llama_cpp.llama_decode(self._context, llama_cpp.llama_batch_get_one(tokens, len(ids)))
+        self._need(not failed, f"llama_decode: {failed}")
+        return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self._context, -1), (self._vocab,))
+
+    def _need(self, fine: bool, complaint: str) -> None:
+        if not fine:
+            raise SystemExit(f"{''.join(self._log[-20:])}llama.cpp: {complaint}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--context", type=int, required=True)
+    wanted = parser.parse_args()
+
+    def load() -> tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]:
+        peer = LlamaCpp(wanted.model, load_config(wanted.config), wanted.threads, wanted.context)
+        return peer.facts(), {"prefill": peer.prefill, "decode": peer.decode}
+
+    serve(load)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""`python -m bench.peers.ours MODEL`: penstock as a worker of `bench.cpu`, everything in memory, token ids in."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.peers import PROMPT_TOKENS, Answer, serve, token_ids
+from penstock.graph import passes
+from penstock.graph.lower import Lowering
+from penstock.graph.tasks import Call, Pass
+from penstock.planner.solve import solve
+from penstock.runtime import host
+from penstock.runtime.arena import Arenas
+from penstock.runtime.bind_native import NativeBinding, native
+from penstock.serve.session import Session
+from penstock.spec.ask import Ask
+from penstock.spec.format import Format
+from penstock.spec.machine import MachineSpec, Rate, Tier
+from penstock.spec.model import ModelSpec
+from penstock.spec.plan import Plan
+from penstock.store.packed import open_packed
+
+SEQUENCES = 4
+ATTEND_STEPS = 8  # decode steps timed together: one takes some 20 ms
+MATRIX_OPS = ("qkv", "out", "ffn", "head")
+
+
+class Ours:
+    """One loaded model. Sequence 0 serves what takes one sequence."""
+
+    def __init__(self, folder: Path, threads: int, context: int) -> None:
+        self.packed, self.threads = open_packed(folder), threads
+        ask = Ask(batch=SEQUENCES, context=context, prompt_tokens=context // 2, output_tokens=context // 2)
+        self.plan = resident_plan(ask, self.packed.spec, self.packed.weights)
+        self.session = Session(self.packed, self.plan, threads=threads)
+        self._attention: Attention | None = None
+
+    def facts(self) -> dict[str, Any]:
+        kv = self.plan.kv[0].format.name
+        return {"kernels": self.session.kernels, "kv": kv, "page_tokens": self.plan.page_tokens}
+
+    def prefill(self, tokens: int) -> Answer:
+        """A prompt into an empty sequence, to its last row's logits."""
+        wanted = list(passes.prefill(self.plan, 0, tokens, None))
+        ids = token_ids(self.packed.spec.vocab, tokens)
+        start_s = time.perf_counter()
+        for p in wanted:
+            batch = p.batches[0]
+            (logits,) = self.session.step(p, [ids[batch.start[0] : batch.start[0] + batch.rows[0]]])
+        seconds = time.perf_counter() - start_s
+        assert np.isfinite(logits).all()
+        return {"seconds": seconds, "flops": sum(c.flops for p in wanted for c in _calls(self.plan, p, MATRIX_OPS))}
+
+    def decode(self, tokens: int, sequences: int = 1) -> Answer:
+        """So many steps, each of one token of every sequence, the best token fed back."""
+        seqs, vocab = range(sequences), self.packed.spec.vocab
+        following = np.array([self._prompt(seq, token_ids(vocab, PROMPT_TOKENS, seq)) for seq in seqs], np.int32)
+        start_s = time.perf_counter()
+        for position in range(PROMPT_TOKENS, PROMPT_TOKENS + tokens):
+            p = passes.decode(self.plan, seqs, (position,) * sequences, passes.DECODE)
+            (logits,) = self.session.step(p, [following])
+            following = logits.argmax(axis=1).astype(np.int32)
+        seconds = time.perf_counter() - start_s
+        assert np.isfinite(logits).all()
+        return {"seconds": seconds, "bytes": tokens * sum(c.bytes for c in _calls(self.plan, p, MATRIX_OPS))}
+
+    def decode_four(self, tokens: int) -> Answer:
+        return self.decode(tokens, SEQUENCES)
+
+    def attend(self, tokens: int) -> Answer:
+        """Attention alone, of one row over so many positions, in every layer."""
+        if self._attention is None or self._attention.tokens != tokens:
+            self._attention = Attention(self.packed.spec, self.packed.weights, self.threads, tokens)
+        return self._attention.measure()
+
+    def _prompt(self, seq: int, ids: np.ndarray[Any, np.dtype[np.int32]]) -> int:
+        for p in passes.prefill(self.plan, seq, len(ids), passes.DECODE):
+            batch = p.batches[0]
+            (logits,) = self.session.step(p, [ids[batch.start[0] : batch.start[0] + batch.rows[0]]])
+        return int(logits[0].argmax())
+
+
+class Attention:
+    """The attention of a decode step in a long context, without the prefill of minutes that would fill its cache: the
+    calls of a real plan on a cache of random numbers, every layer its own, so that no cache holds what is read."""
+
+    def __init__(self, spec: ModelSpec, weights: Format, threads: int, tokens: int) -> None:
+        self.tokens = tokens
+        plan = resident_plan(Ask(context=tokens, prompt_tokens=tokens - 1, output_tokens=1), spec, weights)
+        plan = replace(plan, arenas=tuple(arena for arena in plan.arenas if arena.name != "host.weights"))
+        arenas = Arenas(plan)
+        self._binding = NativeBinding(plan, arenas, None, native(None, threads, exact=False))
+        self._calls = _calls(plan, passes.decode(plan, (0,), (tokens - 1,), None), ("attend",))
+        assert plan.kv[0].format.kind == "float16"
+        normals = np.random.default_rng(0).standard_normal(1 << 20, np.float32)
+        for i, call in enumerate(self._calls):
+            q, keys, values, *_ = call.slots
+            arenas.view(q).view(np.float32)[...] = normals[: q.nbytes // 4]
+            for k, slot in enumerate((keys, values)):
+                halves = np.roll(normals, 4096 * (2 * i + k)).astype(np.float16)
+                arenas.view(slot).view(np.float16)[...] = np.resize(halves, slot.nbytes // 2)
+
+    def measure(self) -> Answer:
+        self._binding.begin()
+        start_s = time.perf_counter()
+        for _ in range(ATTEND_STEPS):
+            for call in self._calls:
+                self._binding.call(call)
+        seconds = time.perf_counter() - start_s
+        return {"seconds": seconds, "bytes": ATTEND_STEPS * sum(call.bytes for call in self._calls)}
+
+
+def resident_plan(ask: Ask, spec: ModelSpec, weights: Format) -> Plan:
+    """The plan of a machine with memory to spare. Its rates choose between plans that stream, so any do here."""
+    machine = MachineSpec(
+        name="bench",
+        tiers=(Tier("host", 1 << 60), Tier("disk0", 1 << 60)),
+        rates=(Rate("host", "*", "*", 1e-6, 1e-10), Rate("disk0", "*", "*", 1e-4, 1e-9)),
+        threads=host.usable_cpus(),
+    )
+    plan = solve(ask, spec, weights, machine).plan
+    assert all(unit.home == "host" for unit in plan.units)
+    return plan
+
+
+def _calls(plan: Plan, p: Pass, ops: tuple[str, ...]) -> list[Call]:
+    """The calls of a pass that are of these ops."""
+    return [call for task in Lowering(plan).step(p) for call in task.calls if call.op in ops]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--context", type=int, required=True)
+    wanted = parser.parse_args()
+
+    def load() -> tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]:
+        ours = Ours(wanted.model, wanted.threads, wanted.context)
+        commands = {"prefill": ours.prefill, "decode": ours.decode, "decode_four": ours.decode_four}
+        return ours.facts(), {**commands, "attend": ours.attend}
+
+    serve(load)
+
+
+if __name__ == "__main__":
+    main()

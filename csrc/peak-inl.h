@@ -1,0 +1,45 @@
+// What the arithmetic units deliver at most: chains of products in registers. Included after kernels-inl.h.
+#pragma once
+
+namespace penstock::PENSTOCK_ISA {
+namespace {
+
+constexpr int kPeakChains =
+    kFewRows >= 8 ? 12 : 5;  // enough to hide an instruction's latency, few enough for registers
+
+// Both return the operations done: a multiplication and an addition are two.
+std::int64_t float_products(std::int64_t rounds, float* sink) {
+    F chains[kPeakChains], x = f_set(sink[0]);
+    const F factor = f_set(sink[1]);
+    for (F& chain : chains) chain = x;
+    for (std::int64_t i = 0; i < rounds; ++i) {
+        for (F& chain : chains) chain = f_fma(chain, factor, x);
+    }
+    for (const F& chain : chains) x = f_add(x, chain);
+    sink[0] = f_sum(x);
+    return rounds * kPeakChains * kTileRows * 2;
+}
+
+std::int64_t int8_products(std::int64_t rounds, float* sink) {
+    alignas(64) std::uint8_t bytes[64];
+    std::memset(bytes, static_cast<int>(sink[0]), 64);
+    const std::uint8_t* volatile from = bytes;  // looked up in every round, so that nothing moves out of the loop
+    const std::int8_t four[4] = {1, 2, 3, static_cast<std::int8_t>(sink[1])};
+    constexpr int kAgain = 64;
+    I chains[kPeakChains];
+    for (I& chain : chains) chain = i_zero();
+    for (std::int64_t i = 0; i < rounds; ++i) {
+        const Line weights = line(from);
+#pragma GCC unroll 64
+        for (int again = 0; again < kAgain; ++again) {
+            for (I& chain : chains) chain = i_dot<true>(chain, weights, four);
+        }
+    }
+    I total = i_zero();
+    for (const I& chain : chains) total = i_add(total, chain);
+    sink[0] = static_cast<float>(i_sum(total));
+    return rounds * kAgain * kPeakChains * kTileRows * 4 * 2;
+}
+
+}  // namespace
+}  // namespace penstock::PENSTOCK_ISA

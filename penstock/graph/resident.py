@@ -1,0 +1,28 @@
+"""Plans with everything in memory, without a machine to solve for: for probes, benches and tests of single ops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.graph.arenas import Layout
+from penstock.spec.format import Format
+from penstock.spec.model import ModelSpec
+from penstock.spec.parts import parts
+from penstock.spec.plan import ActHome, KvHome, Plan, PlanModel, Unit
+from penstock.units import MIB
+
+
+def resident_plan(
+    spec: ModelSpec, weights: Format, *, kv: Format, context: int, rows: int = 1, seqs: int = 1, logits_rows: int = 1,
+    page_tokens: int = 64,
+) -> Plan:  # fmt: skip
+    """`rows`: of a prefill chunk, at most; `seqs`: sequences of the one batch of a pass."""
+    plan = Plan(
+        models=(PlanModel(spec, weights),),
+        units=tuple(Unit(p.key, 0, p.granules, "host", "host", "host") for p in parts(spec, weights)),
+        kv=(KvHome((0, len(spec.layers)), (0, seqs), "host", kv, "host"),),
+        acts=(ActHome((0, len(spec.layers)), (0, seqs), "host"),),
+        arenas=(), batches_per_pass=1, batch_seqs=seqs, chunk_rows=rows, logits_rows=logits_rows, context=context,
+        page_tokens=page_tokens, ring_bytes={}, io_block_bytes=8 * MIB, process_bytes=1,
+    )  # fmt: skip
+    return replace(plan, arenas=Layout(plan).arenas())

@@ -1,0 +1,157 @@
+"""`penstock bench ops`: every op of the table on a model's shapes, as a pass runs it, against ceilings of the same run.
+
+The layers walked over are more than a cache holds, so that weights and KV come out of memory as they do in a run. The
+bound of an op is the longer of its bytes at the RAM's read speed and its operations at the processor's peak in
+registers; a share near 1 means that nothing is left to win.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from penstock import _native
+from penstock.graph import passes
+from penstock.graph.lower import Lowering
+from penstock.graph.resident import resident_plan
+from penstock.graph.tasks import Batch, Pass, Task
+from penstock.kernels import cpu
+from penstock.runtime.arena import Arenas
+from penstock.runtime.bind_native import NativeBinding, native
+from penstock.spec.format import Format
+from penstock.spec.model import ModelSpec
+from penstock.spec.plan import Plan
+from penstock.store.synth import RandomWeights
+from penstock.units import GIB, MIB
+
+_RAM_BYTES = 512 * MIB
+_LAYERS_BYTES = GIB  # of weights and KV walked over before any comes again
+_MOST_LAYERS = 64
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    ram_read_bytes_per_s: float
+    int8_ops_per_s: float
+    float32_flops_per_s: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One op in one pass of `rows` rows of which the last sees `context` positions: medians over its calls."""
+
+    op: str
+    format: str
+    rows: int
+    context: int
+    seconds: float
+    bytes: int
+    flops: int
+    bound_s: float
+
+    @property
+    def share_of_bound(self) -> float:
+        return self.bound_s / self.seconds
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "op": self.op, "format": self.format, "rows": self.rows, "context": self.context, "seconds": self.seconds,
+            "bytes_per_s": self.bytes / self.seconds, "flops_per_s": self.flops / self.seconds,
+            "share_of_bound": self.share_of_bound,
+        }  # fmt: skip
+
+
+def ceilings(threads: int) -> Ceilings:
+    """Measured now. RAM: what `threads` pinned threads read; the peaks: dot products in registers."""
+    memory = _native.Memory(_RAM_BYTES, True)
+    memory.populate()
+    read_s = _native.ram_read_s(memory.address, _RAM_BYTES, threads, 5)
+    memory.close()
+    return Ceilings(_RAM_BYTES / read_s, _native.peak_per_s("int8", threads), _native.peak_per_s("float32", threads))
+
+
+def bench_ops(
+    spec: ModelSpec,
+    weights: Format,
+    kv: Format,
+    rows: Sequence[int],
+    context: int,
+    threads: int,
+    isa: str | None,
+    exact: bool,
+    repeats: int = 5,
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> Iterator[Measured]:
+    """Times every op of `rows` rows at the end of a `context`, on layers like the first of `spec`."""
+    plan = _plan(spec, weights, kv, max(rows), context)
+    arenas = Arenas(plan)
+    try:
+        lowering, kernels = Lowering(plan), native(isa, threads, exact)
+        _fill(plan, lowering, arenas)
+        binding = NativeBinding(plan, arenas, None, kernels)
+        integer = cpu.rounds_activations(weights) and not exact
+        for number, t in enumerate(rows):
+            if on_progress:
+                on_progress(f"{t} rows", number, len(rows))
+            yield from _measure(binding, lowering, t, context, threads, integer, repeats)
+    finally:
+        arenas.close()
+
+
+def _plan(spec: ModelSpec, weights: Format, kv: Format, rows: int, context: int) -> Plan:
+    layer = spec.layers[0]
+    one = resident_plan(replace(spec, layers=(layer,)), weights, kv=kv, rows=rows, context=context)
+    each = sum(one.unit_bytes(unit) for unit in one.units if unit.part.startswith("0."))
+    each += 2 * kv.plain_bytes(layer.attention.kv_heads * context, layer.attention.head_dim)
+    layers = max(2, min(_MOST_LAYERS, -(-_LAYERS_BYTES // each)))
+    return resident_plan(replace(spec, layers=(layer,) * layers), weights, kv=kv, rows=rows, context=context)
+
+
+def _fill(plan: Plan, lowering: Lowering, arenas: Arenas) -> None:
+    """Random weights, keys and values: zeros would be kind to a processor that skips work on them."""
+    maker = RandomWeights(plan.target.spec, 0)
+    for i, slot in lowering.layout.weights.items():
+        unit = plan.units[i]
+        maker.fill(plan.parts[unit.part], unit.lo, unit.hi, arenas.view(slot))
+    rng = np.random.default_rng(0)
+    for arena in plan.arenas:
+        if arena.name == "host.kv":  # bytes 0x3c00 … 0x3cff: about 1 in both 16-bit formats, and small in float32
+            view = arenas.whole(arena.name)
+            view[0::2] = rng.integers(0, 256, len(view[0::2]), np.uint8)
+            view[1::2] = 0x3C
+
+
+def _measure(
+    binding: NativeBinding, lowering: Lowering, t: int, context: int, threads: int, integer: bool, repeats: int
+) -> Iterator[Measured]:
+    batch = Batch(0, (0,), (context - t,), (t,), (t - 1,))
+    p = Pass("decode" if t == 1 else "prefill", (batch,), None)
+    assert t > 1 or p == passes.decode(lowering.plan, (0,), (context - 1,), None)
+    binding.begin()
+    taken: dict[str, list[float]] = {}
+    task: Task | None = None
+    limits = []
+    for repeat in range(repeats + 1):
+        limits.append(ceilings(threads))
+        (task,) = lowering.step(p)
+        for call in task.calls:
+            start_s = time.perf_counter()
+            binding.call(call)
+            if repeat:  # the first one warms up
+                taken.setdefault(call.op, []).append(time.perf_counter() - start_s)
+    assert task is not None
+    ram = statistics.median(c.ram_read_bytes_per_s for c in limits)
+    peak = {
+        True: statistics.median(c.int8_ops_per_s for c in limits),
+        False: statistics.median(c.float32_flops_per_s for c in limits),
+    }
+    calls = {call.op: call for call in task.calls}
+    for op, times in taken.items():
+        call = calls[op]
+        per_s = peak[integer and op in ("qkv", "out", "ffn", "head")]
+        bound_s = max(call.bytes / ram, call.flops / per_s)
+        yield Measured(op, call.format, t, context, statistics.median(times), call.bytes, call.flops, bound_s)
