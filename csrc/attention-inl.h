@@ -1,6 +1,6 @@
 // Attention for one instruction set; included after kernels-inl.h.
 //
-// A head's positions are walked in blocks of 64 from position 0 on, with a running maximum (log-sum-exp), so a row's
+// A head's positions are walked in blocks of 256 from position 0 on, with a running maximum (log-sum-exp), so a row's
 // result depends on its position and the cache alone: not on the chunk it came in, nor on its neighbours. Keys and
 // values are converted in registers, each once for up to four queries: for one row of a model with grouped heads
 // memory is the limit, at 2 bytes a number and 8 k context 24 GB/s a core.
@@ -9,8 +9,9 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-constexpr int kBlockTokens = 64;
-constexpr int kQueryRows = 8;  // rows of a prefill chunk that go through the cache together
+constexpr int kBlockTokens = 256;  // between two looks at the running maximum
+constexpr int kPartTokens = 32;    // whose keys or values stay in the L1 cache for all queries
+constexpr int kQueryRows = 8;      // rows of a prefill chunk that go through the cache together
 
 inline int up16(int n) { return (n + 15) / 16 * 16; }
 
@@ -35,10 +36,10 @@ inline void widen_row(const std::uint8_t* from, int count, float* to) {
 
 // Running softmax of one query row.
 struct Running {
-    float best, weight;
+    float best, weight, shrink;
 };
 
-// Turns the 64 scores of a block into weights; returns what earlier sums shrink by. Hidden scores are -inf.
+// Turns the 256 scores of a block into weights; returns what earlier sums shrink by. Hidden scores are -inf.
 inline float soften(float* scores, Running& run) {
     I most_bits = i_zero();
     F peaks = f_load(scores);
@@ -68,15 +69,14 @@ inline float soften(float* scores, Running& run) {
     return shrink;
 }
 
-// A block of keys or values: rows of `e16` numbers, `row_bytes` apart.
+// Keys or values: rows of `e16` numbers, `row_bytes` apart.
 struct Rows16 {
     const std::uint8_t* data;
     std::size_t row_bytes;
 };
 
-// scores[i][token] = scale · query i · key of token, for n queries and `count` tokens of a block, 16 at a time.
-// Meanwhile the values of this block are fetched from `ahead`, and while values are blended the keys of the next block,
-// so that memory never waits for arithmetic.
+// scores[i][token] = scale · query i · key of token, for n queries and `count` tokens of a part, 16 at a time;
+// meanwhile as much is fetched from `ahead`.
 template <Kind kind, int n>
 void score(const float* queries, int e16, const Rows16& keys, const std::uint8_t* ahead, int count, float scale,
            float* scores) {
@@ -104,7 +104,8 @@ void score(const float* queries, int e16, const Rows16& keys, const std::uint8_t
     }
 }
 
-// sums[i] = sums[i] · shrink[i] + Σ tokens: weights[i][token] · value, for n queries and 16 · `wide` columns.
+// sums[i] = sums[i] · shrink[i] + Σ tokens: weights[i][token] · value, for n queries and 16 · `wide` columns;
+// meanwhile as much is fetched from `ahead`.
 template <Kind kind, int n, int wide>
 void blend(const float* weights, const float* shrink, const Rows16& values, const std::uint8_t* ahead, int count,
            int e16, float* sums) {
@@ -134,10 +135,9 @@ void blend(const float* weights, const float* shrink, const Rows16& values, cons
 // Attention of `rows` consecutive rows (from position `start`) of one KV head: its G query heads each.
 class HeadAttention {
   public:
-    // Floats of memory for that many queries: [queries, E16] twice, K and V [64, E16], scores [queries, 64], Running.
+    // Floats of memory for that many queries: [queries, E16] twice, K or V [32, E16], scores [queries, 256], Running.
     static std::size_t floats(int queries, int e16) {
-        return std::size_t(2 * queries + 2 * kBlockTokens) * std::size_t(e16) +
-               std::size_t(queries) * (kBlockTokens + 2);
+        return std::size_t(2 * queries + kPartTokens) * std::size_t(e16) + std::size_t(queries) * (kBlockTokens + 3);
     }
 
     HeadAttention(const AttentionShape& a, const KvCache& cache, int first_page, int head, int start, int rows,
@@ -153,9 +153,8 @@ class HeadAttention {
           queries_(group_ * rows) {
         query_ = memory;
         sums_ = query_ + std::ptrdiff_t(queries_) * e16_;
-        k_ = sums_ + std::ptrdiff_t(queries_) * e16_;
-        v_ = k_ + kBlockTokens * e16_;
-        scores_ = v_ + kBlockTokens * e16_;
+        wide_ = sums_ + std::ptrdiff_t(queries_) * e16_;
+        scores_ = wide_ + kPartTokens * e16_;
         run_ = reinterpret_cast<Running*>(scores_ + std::ptrdiff_t(queries_) * kBlockTokens);
     }
 
@@ -166,20 +165,20 @@ class HeadAttention {
             const float* from = q + (i / group_) * stride + first + std::ptrdiff_t(i % group_) * e;
             for (int c = 0; c < e16_; ++c) query_[i * e16_ + c] = c < e ? from[c] : 0.0F;
             std::fill_n(sums_ + i * e16_, e16_, 0.0F);
-            run_[i] = {-INFINITY, 0.0F};
+            run_[i] = {-INFINITY, 0.0F, 1.0F};
         }
         const int begin = a_.window > 0 ? std::max(0, start_ - a_.window + 1) / kBlockTokens * kBlockTokens : 0;
         for (int block = begin; block < end; block += kBlockTokens) {
-            const int count = std::min(kBlockTokens, end - block);
+            const int until = std::min(block + kBlockTokens, end);
             switch (cache_.kind) {
                 case Kind::kFloat16:
-                    walk<Kind::kFloat16>(block, count);
+                    walk<Kind::kFloat16>(block, until);
                     break;
                 case Kind::kBfloat16:
-                    walk<Kind::kBfloat16>(block, count);
+                    walk<Kind::kBfloat16>(block, until);
                     break;
                 default:
-                    walk<Kind::kFloat32>(block, count);
+                    walk<Kind::kFloat32>(block, until);
             }
         }
         for (int i = 0; i < queries_; ++i) {
@@ -190,89 +189,104 @@ class HeadAttention {
     }
 
   private:
-    // 64 positions from `start` on, `count` of them written; what to fetch meanwhile (null: nothing).
-    struct Block {
-        int start, count;
-        Rows16 keys, values;
-        const std::uint8_t *next_keys, *next_values;
-    };
-
-    // Blocks never cross pages: page_tokens is a multiple of 64.
+    // Parts never cross pages: page_tokens is a multiple of 64.
     std::size_t place(int position, std::size_t row_bytes) const {
         return cache_.offset(first_page_ + position / cache_.page_tokens, head_) +
                std::size_t(position % cache_.page_tokens) * row_bytes;
     }
 
+    // A block: scores of all its parts, weights, then values of all its parts. What the next part reads is fetched
+    // meanwhile, so that memory never waits for arithmetic; further ahead it would not stay in the L1 cache.
     template <Kind kind>
-    void walk(int start, int count) {
+    void walk(int start, int end) {
         constexpr std::size_t kItem = kind == Kind::kFloat32 ? 4 : 2;
-        const std::size_t row_bytes = std::size_t(a_.head_dim) * kItem, at = place(start, row_bytes);
-        const std::uint8_t *keys = cache_.keys + at, *values = cache_.values + at;
-        if (a_.head_dim == e16_) {
-            Block block{start, count, {keys, row_bytes}, {values, row_bytes}, nullptr, nullptr};
-            // Two blocks ahead: one block ahead memory still made it wait (0.76 of the RAM's speed instead of 0.79).
-            if (start + 2 * kBlockTokens < start_ + rows_) {
-                const std::size_t next = place(start + 2 * kBlockTokens, row_bytes);
-                block.next_keys = cache_.keys + next, block.next_values = cache_.values + next;
+        const std::size_t row_bytes = std::size_t(a_.head_dim) * kItem;
+        // Parts that no row's window reaches back to are left out.
+        const int oldest = a_.window > 0 ? start_ - a_.window + 1 : 0;
+        const int lo = std::max(0, oldest - start) / kPartTokens, hi = (end - start + kPartTokens - 1) / kPartTokens;
+        const auto fetched = [&](int step) -> const std::uint8_t* {  // steps: keys of [lo, hi), values of [lo, hi), …
+            const int parts = hi - lo, ahead = step + 1;
+            const int position = start + (lo + ahead % parts) * kPartTokens;
+            if (a_.head_dim != e16_) return nullptr;
+            if (ahead < parts) return cache_.keys + place(position, row_bytes);
+            if (ahead < 2 * parts) return cache_.values + place(position, row_bytes);
+            const int after = start + kBlockTokens + (ahead - 2 * parts) * kPartTokens;
+            return after < start_ + rows_ ? cache_.keys + place(after, row_bytes) : nullptr;
+        };
+        const auto each_part = [&](const std::uint8_t* pool, float* wide, int step, const auto& work) {
+            for (int part = lo; part < hi; ++part, ++step) {
+                const int first = start + part * kPartTokens, count = std::min(kPartTokens, end - first);
+                const std::uint8_t* from = pool + place(first, row_bytes);
+                if (a_.head_dim == e16_) {
+                    work.template operator()<kind>(Rows16{from, row_bytes}, part * kPartTokens, count, fetched(step));
+                    continue;
+                }
+                // Rows that end inside a vector: what follows may be anything, NaN too.
+                for (int i = 0; i < count; ++i) {
+                    widen_row<kind>(from + std::size_t(i) * row_bytes, a_.head_dim, wide + i * e16_);
+                }
+                const Rows16 rows{reinterpret_cast<std::uint8_t*>(wide), std::size_t(e16_) * 4};
+                work.template operator()<Kind::kFloat32>(rows, part * kPartTokens, count, nullptr);
             }
-            return all_queries<kind>(block);
-        }
-        // Rows that end inside a vector: what follows may be anything, NaN too.
-        for (int i = 0; i < count; ++i) {
-            widen_row<kind>(keys + std::size_t(i) * row_bytes, a_.head_dim, k_ + i * e16_);
-            widen_row<kind>(values + std::size_t(i) * row_bytes, a_.head_dim, v_ + i * e16_);
-        }
-        const std::size_t wide_bytes = std::size_t(e16_) * 4;
-        all_queries<Kind::kFloat32>({start,
-                                     count,
-                                     {reinterpret_cast<std::uint8_t*>(k_), wide_bytes},
-                                     {reinterpret_cast<std::uint8_t*>(v_), wide_bytes},
-                                     nullptr,
-                                     nullptr});
+        };
+        each_part(cache_.keys, wide_, 0,
+                  [&]<Kind as>(const Rows16& keys, int at, int count, const std::uint8_t* ahead) {
+                      each_query([&]<int n>(int i) {
+                          score<as, n>(query_ + i * e16_, e16_, keys, i == 0 ? ahead : nullptr, count, a_.scale,
+                                       scores_ + std::ptrdiff_t(i) * kBlockTokens + at);
+                      });
+                  });
+        for (int i = 0; i < queries_; ++i) weigh(i, start, end, lo * kPartTokens);
+        each_part(cache_.values, wide_, hi - lo,
+                  [&]<Kind as>(const Rows16& values, int at, int count, const std::uint8_t* ahead) {
+                      each_query([&]<int n>(int i) {
+                          add_values<as, n>(i, at, values, count, at == lo * kPartTokens, i == 0 ? ahead : nullptr);
+                      });
+                  });
     }
 
-    template <Kind kind>
-    void all_queries(Block block) {
+    // work<n>(i) for n queries from i on, all of them.
+    template <class Work>
+    void each_query(const Work& work) const {
         int i = 0;
         const auto some = [&]<int n>() {
-            for (; i + n <= queries_; i += n) {
-                some_queries<kind, n>(block, i);
-                block.next_keys = block.next_values = nullptr;  // once is enough
-            }
+            for (; i + n <= queries_; i += n) work.template operator()<n>(i);
         };
         some.template operator()<4>();
         some.template operator()<2>();
         some.template operator()<1>();
     }
 
-    template <Kind kind, int n>
-    void some_queries(const Block& block, int first) {
-        float* scores = scores_ + std::ptrdiff_t(first) * kBlockTokens;
-        score<kind, n>(query_ + first * e16_, e16_, block.keys, block.next_keys, block.count, a_.scale, scores);
-        float shrink[n];
-        for (int i = 0; i < n; ++i) {
-            float* s = scores + i * kBlockTokens;
-            if (a_.softcap > 0) {
-                for (int t = 0; t < kBlockTokens; t += 16) {
-                    const F capped = f_tanh(f_mul(f_load(s + t), f_set(1.0F / a_.softcap)));
-                    f_store(s + t, f_mul(capped, f_set(a_.softcap)));
-                }
+    // A query's scores of a block become weights; those from `lo` on were computed.
+    void weigh(int i, int start, int end, int lo) {
+        float* const s = scores_ + std::ptrdiff_t(i) * kBlockTokens;
+        if (a_.softcap > 0) {
+            for (int t = lo; t < end - start; t += 16) {
+                const F capped = f_tanh(f_mul(f_load(s + t), f_set(1.0F / a_.softcap)));
+                f_store(s + t, f_mul(capped, f_set(a_.softcap)));
             }
-            const int position = start_ + (first + i) / group_;
-            const int oldest = a_.window > 0 ? position - a_.window + 1 - block.start : 0;
-            const int seen = std::max(0, std::min(block.count, position + 1 - block.start));
-            std::fill(s + seen, s + kBlockTokens, -INFINITY);
-            if (oldest > 0) std::fill(s, s + std::min(oldest, kBlockTokens), -INFINITY);
-            shrink[i] = soften(s, run_[first + i]);
         }
+        const int position = start_ + i / group_;
+        const int oldest = a_.window > 0 ? std::max(lo, position - a_.window + 1 - start) : lo;
+        const int seen = std::max(0, std::min(end, position + 1) - start);
+        std::fill(s + seen, s + kBlockTokens, -INFINITY);
+        std::fill(s, s + std::min(oldest, kBlockTokens), -INFINITY);
+        run_[i].shrink = soften(s, run_[i]);
+    }
+
+    template <Kind kind, int n>
+    void add_values(int first, int at, const Rows16& values, int count, bool starts, const std::uint8_t* ahead) {
+        constexpr std::size_t kItem = kind == Kind::kFloat32 ? 4 : 2;
+        const float* weights = scores_ + std::ptrdiff_t(first) * kBlockTokens + at;
+        float shrink[n];
+        for (int i = 0; i < n; ++i) shrink[i] = starts ? run_[first + i].shrink : 1.0F;
         float* sums = sums_ + first * e16_;
         int c = 0;
         const auto some = [&]<int wide>() {
             for (; c + 16 * wide <= e16_; c += 16 * wide) {
-                const std::size_t skip = std::size_t(c) * (kind == Kind::kFloat32 ? 4 : 2);
-                blend<kind, n, wide>(scores, shrink, {block.values.data + skip, block.values.row_bytes},
-                                     block.next_values ? block.next_values + skip : nullptr, block.count, e16_,
-                                     sums + c);
+                const std::size_t skip = std::size_t(c) * kItem;
+                blend<kind, n, wide>(weights, shrink, {values.data + skip, values.row_bytes},
+                                     ahead != nullptr ? ahead + skip : nullptr, count, e16_, sums + c);
             }
         };
         some.template operator()<n == 4 ? 4 : 8>();
@@ -282,7 +296,7 @@ class HeadAttention {
     const AttentionShape& a_;
     const KvCache& cache_;
     int first_page_, head_, start_, rows_, e16_, group_, queries_;
-    float *query_, *sums_, *k_, *v_, *scores_;
+    float *query_, *sums_, *wide_, *scores_;
     Running* run_;
 };
 

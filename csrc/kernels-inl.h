@@ -144,9 +144,9 @@ class Input {
         return rows;
     }
 
-  private:
-    static constexpr std::size_t kChunkBytes = std::size_t{512} << 10;
+    static constexpr std::size_t kChunkBytes = std::size_t{512} << 10;  // half of an L2 cache
 
+  private:
     Matrix m_;
     const float* x_ = nullptr;
     std::ptrdiff_t x_stride_ = 0;
@@ -194,6 +194,7 @@ bool multiply(Pool& pool, const Granules& weights, const Matrix& m, const float*
     pool.run(cost_of(weights, bytes_of(m), t), [&](const Team& team) {
         const Cuts cuts(m, input.chunk());
         const auto [first, last] = team.share(weights.count * cuts.per_granule);
+        prefetch_run(cuts.tiles_of(weights, m, first).series.first);  // while activations are laid out
         for (int row0 = 0; row0 < t; row0 += input.chunk()) {
             const Rows rows = input.chunk_at(team, row0);
             for (int cut = first; cut < last; ++cut) {
@@ -266,15 +267,27 @@ void accumulate_share(const Team& team, const Granules& weights, const Matrix& m
                       bool first) {
     const Cuts cuts(m, x.count);
     const auto [lo, hi] = team.share(cuts.per_granule);
-    const int together = x.count > kFewRows ? weights.count : 1;
-    constexpr int kRunCuts = 2;
+    if (lo == hi) return;
+    const bool few = x.count <= kFewRows;
+    const int together = few ? 1 : weights.count;
+    // A thread's run of a granule is short (18 KB of 8B's, two threads), so what lies kAhead further on is often not
+    // its own: what is fetched meanwhile are the cuts that it takes next, or the same tiles of the next granule.
+    const bool short_tiles = cuts.width * m.tile_bytes() <= kAhead;
+    const int cuts_ahead = static_cast<int>(kAhead / (std::size_t(cuts.width) * m.tile_bytes())) + 1;
     for (int g = 0; g < weights.count; g += together) {
         for (int cut = lo; cut < hi; ++cut) {
             Tiles tiles = cuts.tiles_of(weights, m, g * cuts.per_granule + cut);
             tiles.granule = g, tiles.series.count = together;
-            // Of a run of 36 KB (8B, two threads) its last 4 are enough to bring in the start of the next.
-            if (cut == std::max(lo, hi - kRunCuts) && g + together < weights.count) {
-                prefetch_run(cuts.tiles_of(weights, m, (g + together) * cuts.per_granule + lo).series.first);
+            if (few && short_tiles) {
+                tiles.series.ahead = 0;
+                const int later = cut + cuts_ahead - lo, next = g + later / (hi - lo);
+                if (next < weights.count) {
+                    const int at = next * cuts.per_granule + lo + later % (hi - lo);
+                    const Tiles wanted = cuts.tiles_of(weights, m, at);
+                    prefetch_run(wanted.series.first, std::size_t(wanted.count) * m.tile_bytes());
+                }
+            } else if (!few && weights.count > 1) {
+                tiles.series.ahead = weights.stride;
             }
             const int column = cuts.tile(cut) * kTileRows;
             const auto place = [&](int row, int tile) {
@@ -291,11 +304,18 @@ void accumulate_share(const Team& team, const Granules& weights, const Matrix& m
     }
 }
 
+// Where this thread's tiles begin.
+const std::uint8_t* first_tile(const Team& team, const Granules& weights, const Matrix& m, int rows) {
+    const Cuts cuts(m, rows);
+    return cuts.tiles_of(weights, m, team.share(cuts.per_granule).first).series.first;
+}
+
 bool accumulate(Pool& pool, const Granules& weights, const Matrix& m, const float* x, std::ptrdiff_t x_stride, int t,
                 float* sum, bool first, bool exact, Scratch scratch) {
     Input input;
     if (!input.plan(m, x, x_stride, weights.count, t, exact, scratch)) return false;
     pool.run(cost_of(weights, bytes_of(m), t), [&](const Team& team) {
+        prefetch_run(first_tile(team, weights, m, input.chunk()));
         for (int row0 = 0; row0 < t; row0 += input.chunk()) {
             accumulate_share(team, weights, m, input.chunk_at(team, row0), sum + std::ptrdiff_t(row0) * m.rows, first);
         }
@@ -314,7 +334,6 @@ void hidden_of(const FfnShape& shape, const std::uint8_t* granule, const std::ui
         const auto fill = [&](const Matrix& m, std::size_t bias, float* out) {
             const Cuts cuts(m, h.count);
             for (int cut = 0; cut < cuts.per_granule; ++cut) {
-                if (&m == &shape.up && cut + 1 == cuts.per_granule) prefetch_run(next);
                 const auto sink = [&](int row, int tile, F y) {
                     const int at = (cuts.tile(cut) + tile) * kTileRows;
                     if (bias != 0) {
@@ -327,6 +346,7 @@ void hidden_of(const FfnShape& shape, const std::uint8_t* granule, const std::ui
         };
         if (gated) fill(shape.gate, shape.gate_bias, gates);
         fill(shape.up, shape.up_bias, values);
+        prefetch_run(next);  // comes in during the arithmetic below, which reads nothing
         for (int row = row0; row < end; ++row) {
             float* x = values + (row - row0) * kGranuleRows;
             const float* gate = gated ? gates + (row - row0) * kGranuleRows : x;
@@ -342,8 +362,9 @@ bool ffn(Pool& pool, const Granules& weights, const FfnShape& shape, const float
     if (up.rows > kGranuleRows) return false;
     Input input;
     if (!input.plan(up, h, up.cols, 1, t, exact, scratch)) return false;
-    // As many granules at a time as the scratch holds hidden values of, up to 64: more gains nothing.
-    int block = std::min(weights.count, 64);
+    // As many granules at a time as the scratch holds hidden values of; with many rows no more than the L2 cache does.
+    const int most = 64;
+    int block = std::min(weights.count, most);
     Prepared prepared;
     for (; block > 0; block = block > 1 ? block / 2 : 0) {
         Scratch left = scratch;
@@ -351,6 +372,7 @@ bool ffn(Pool& pool, const Granules& weights, const FfnShape& shape, const float
     }
     if (block == 0) return false;
     pool.run(cost_of(weights, bytes_of(up) * (shape.gate.rows > 0 ? 2 : 1) + bytes_of(down), t), [&](const Team& team) {
+        prefetch_run(weights.data + std::size_t(team.share(std::min(block, weights.count)).first) * weights.stride);
         for (int row0 = 0; row0 < t; row0 += input.chunk()) {
             const Rows x = input.chunk_at(team, row0);
             Rows hidden = prepared.rows;
@@ -364,6 +386,7 @@ bool ffn(Pool& pool, const Granules& weights, const FfnShape& shape, const float
                     const std::uint8_t* granule = base + std::size_t(i) * weights.stride;
                     hidden_of(shape, granule, granule + (i + 1 < hi ? weights.stride : 0), x, hidden, i);
                 }
+                prefetch_run(first_tile(team, {base, granules, weights.stride}, down, hidden.count));
                 team.barrier();
                 accumulate_share(team, {base, granules, weights.stride}, down, hidden,
                                  partial + std::ptrdiff_t(row0) * down.rows, first && begin == 0);

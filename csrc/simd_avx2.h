@@ -39,6 +39,16 @@ inline F f_from(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}
 // Of NaN and a number the second operand.
 inline F f_max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 inline F f_min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline F f_abs(F x) {
+    const __m256 sign = _mm256_set1_ps(-0.0F);
+    return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+// The magnitude of x with the sign of y.
+inline F f_with_sign(F x, F y) {
+    const __m256 sign = _mm256_set1_ps(-0.0F);
+    return {_mm256_or_ps(_mm256_andnot_ps(sign, x.a), _mm256_and_ps(sign, y.a)),
+            _mm256_or_ps(_mm256_andnot_ps(sign, x.b), _mm256_and_ps(sign, y.b))};
+}
 inline float f_max_of(F x) {
     __m256 m = _mm256_max_ps(x.a, x.b);
     m = _mm256_max_ps(m, _mm256_permute2f128_ps(m, m, 1));

@@ -29,6 +29,12 @@ inline F f_from(I x) { return _mm512_cvtepi32_ps(x); }
 // Of NaN and a number the second operand.
 inline F f_max(F a, F b) { return _mm512_max_ps(a, b); }
 inline F f_min(F a, F b) { return _mm512_min_ps(a, b); }
+inline F f_abs(F x) { return _mm512_abs_ps(x); }
+// The magnitude of x with the sign of y.
+inline F f_with_sign(F x, F y) {
+    return _mm512_castsi512_ps(
+        _mm512_ternarylogic_epi32(_mm512_set1_epi32(0x7fffffff), _mm512_castps_si512(x), _mm512_castps_si512(y), 0xca));
+}
 inline float f_max_of(F x) { return _mm512_reduce_max_ps(x); }
 // y, but 0 where x is below `limit`.
 inline F f_unless_below(F x, float limit, F y) {

@@ -1,6 +1,7 @@
 // 16 lanes as arrays: any processor, any compiler. The loops are for the auto-vectoriser.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -84,6 +85,15 @@ inline F f_max(F x, const F& y) {
 }
 inline F f_min(F x, const F& y) {
     PENSTOCK_LANES x.v[i] = x.v[i] < y.v[i] ? x.v[i] : y.v[i];
+    return x;
+}
+inline F f_abs(F x) {
+    PENSTOCK_LANES x.v[i] = x.v[i] < 0.0F ? -x.v[i] : x.v[i];
+    return x;
+}
+// The magnitude of x with the sign of y.
+inline F f_with_sign(F x, const F& y) {
+    PENSTOCK_LANES x.v[i] = std::copysign(x.v[i], y.v[i]);
     return x;
 }
 inline float f_max_of(const F& x) {

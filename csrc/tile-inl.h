@@ -63,10 +63,10 @@ struct Sums {
 // of the RAM's speed as soon as rows add arithmetic: 27 GB/s of 45 with four of them, without this.
 constexpr std::size_t kAhead = 4096;
 
-// Where the bytes in hand end, others begin elsewhere: without this the first of them come at the pace of single
+// Where a run of bytes ends and the next begins elsewhere: without this the first of them come at the pace of single
 // misses.
-inline void prefetch_run(const std::uint8_t* p) {
-    for (std::size_t i = 0; i < kAhead; i += 64) __builtin_prefetch(p + i);
+inline void prefetch_run(const std::uint8_t* p, std::size_t nbytes = kAhead) {
+    for (std::size_t i = 0; i < nbytes; i += 64) __builtin_prefetch(p + i);
 }
 
 template <Kind kind>
@@ -87,6 +87,7 @@ struct Series {
     const std::uint8_t* first;
     int count;
     std::size_t stride;
+    std::size_t ahead = kAhead;  // what is fetched while a byte is used lies so many bytes after it
 };
 
 // sums += tile · x, even and odd columns apart: one fused multiply-add waits 4 cycles for the one before it.
@@ -106,8 +107,8 @@ void dot_float(const Matrix& m, const Series& series, const Operand& x, Sums<n, 
             F w0[k], w1[k];
             for (int i = 0; i < k; ++i) {
                 const std::uint8_t* from = p + std::size_t(i) * next;
-                __builtin_prefetch(from + kAhead);
-                if constexpr (kind == Kind::kFloat32) __builtin_prefetch(from + kAhead + 64);
+                __builtin_prefetch(from + series.ahead);
+                if constexpr (kind == Kind::kFloat32) __builtin_prefetch(from + series.ahead + 64);
                 two_columns<kind>(from, w0[i], w1[i]);
             }
             for (int r = 0; r < n; ++r) {
@@ -163,7 +164,7 @@ void dot_int8(const Matrix& m, const Series& series, const Operand& x, Sums<n, k
             Line low[k], high[k];
             for (int i = 0; i < k; ++i) {
                 const std::uint8_t* from = p + std::size_t(i) * next + std::size_t(l) * 64;
-                __builtin_prefetch(from + kAhead);
+                __builtin_prefetch(from + series.ahead);
                 const Line w = line(from);
                 low[i] = int4 ? low_nibbles(w) : w;
                 high[i] = int4 ? high_nibbles(w) : w;
@@ -216,7 +217,7 @@ void dot_exact(const Matrix& m, const Series& series, const Operand& x, Sums<n, 
             two(f_byte<2>(w), f_byte<3>(w), a + (column + 2) * n);
         };
         for (int l = 0; l < lines; ++l, p += 64) {
-            __builtin_prefetch(p + kAhead);
+            __builtin_prefetch(p + series.ahead);
             const Line w = line(p);
             if constexpr (int4) {
                 four(low_nibbles(w), 8 * l);

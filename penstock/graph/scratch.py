@@ -49,13 +49,13 @@ def native_bytes(plan: Plan, rows: int) -> int:
             need = max(need, prepared_bytes(part.block("q"), rows) + kv)
             need = max(need, prepared_bytes(part.block("o"), rows, part.granules))
             queries, width = 8 * a.heads_per_kv, round_up(a.head_dim, 16)
-            need = max(need, 4 * ((2 * queries + 128) * width + 66 * queries) * _ATTEND_THREADS)
+            need = max(need, 4 * ((2 * queries + 32) * width + 259 * queries) * _ATTEND_THREADS)
         elif part.kind in ("embed", "head"):
             need = max(need, prepared_bytes(part.block("rows"), min(rows, plan.logits_rows)))
     return need
 
 
-# Attention runs on as many threads as the scratch has room for: 50 KB each for a head of 128.
+# Attention runs on as many threads as the scratch has room for: 100 KB each for a head of 128 and four queries a row.
 _ATTEND_THREADS = 8
 
 

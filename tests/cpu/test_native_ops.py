@@ -1,0 +1,188 @@
+"""The op table: every op of random layers in every native family against the reference, call by call.
+
+Both bindings run the same calls over arenas with the same bytes, so an error shows in the op that made it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.graph import ops
+from penstock.graph.lower import Lowering
+from penstock.graph.resident import resident_plan
+from penstock.graph.tasks import Batch, Call, Pass, Slot
+from penstock.kernels import cpu
+from penstock.runtime.arena import Arenas
+from penstock.runtime.bind import Binding
+from penstock.runtime.bind_native import NativeBinding, native
+from penstock.spec.format import Format, parse_format
+from penstock.spec.model import ACTIVATIONS, Attention, Ffn, Layer, ModelSpec, Norm, Rope
+from penstock.spec.parts import Part
+from penstock.spec.plan import Plan
+from penstock.store.quantize import encode
+
+KERNELS = {(isa, threads, exact): native(isa, threads, exact) for isa in cpu.available() for threads in (1, 3)
+           for exact in (True, False)}  # fmt: skip
+FORMATS = ["float32", "bfloat16", "float16", "int8", "int4", "int4-g32", "int8-g8"]
+# Of the largest number rounded: what int8 activations may cost an op. Half a step of 1/127 each, and weights are
+# of a size that sums stay as large as their terms.
+ROUNDED = 0.05
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> ModelSpec:
+    """One odd layer, with anything that some model has."""
+    flag = st.booleans()
+    head_dim = draw(st.sampled_from([4, 8, 18, 32, 36, 64, 80, 128]))
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 6))
+    rope = Rope(1e4, draw(st.integers(1, head_dim // 2)) * 2) if draw(flag) else None
+    attention = Attention(
+        kv_heads * group, kv_heads, head_dim, head_dim**-0.5, draw(st.sampled_from([0.0, 5.0])),
+        draw(st.sampled_from([0, 1, 7, 70])), draw(flag), draw(flag), draw(flag), rope,
+    )  # fmt: skip
+    ffn = Ffn(draw(st.integers(1, 150)), draw(st.sampled_from(ACTIVATIONS)), draw(flag), draw(flag), draw(flag))
+    layer = Layer(attention, ffn, draw(flag), draw(flag), draw(flag))
+    norm = Norm(draw(st.sampled_from(["rms", "layer"])), 1e-5, draw(st.sampled_from([0.0, 1.0])), draw(flag))
+    d = draw(st.integers(1, 150))
+    return ModelSpec(
+        "llama", "float32", draw(st.integers(1, 200)), d, d, 4096, (layer,), norm, draw(flag), draw(flag),
+        embed_scale=draw(st.sampled_from([1.0, 3.5, 1e-3, 30.0])), logit_softcap=draw(st.sampled_from([0.0, 2.0])),
+    )  # fmt: skip
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    """Up to three sequences, each with some rows after some context; few of them reach over a page."""
+    n = draw(st.integers(1, 3))
+    rows = tuple(draw(st.sampled_from([1, 1, 2, 3, 5, 8, 9, 13, 50])) for _ in range(n))
+    start = tuple(draw(st.sampled_from([0, 1, 5, 63, 64, 100])) for _ in range(n))
+    wanted = draw(st.sets(st.integers(0, sum(rows) - 1), min_size=1))
+    return Batch(0, tuple(range(n)), start, rows, tuple(sorted(wanted)))
+
+
+def fill(part: Part, out: np.ndarray, rng: np.random.Generator) -> None:
+    """Random granules; what pads a tail is zero, as `pack` writes it."""
+    for g, granule in enumerate(out.reshape(part.granules, part.granule_bytes)):
+        n = part.rows_of(g, g + 1)
+        for block in part.blocks:
+            values = rng.normal(size=(block.rows, block.cols)).astype(np.float32)
+            if block.tiled:
+                values *= block.cols**-0.5
+            if block.name == "down":
+                values[:, n:] = 0
+            elif part.kind in ("ffn", "embed", "head") and block.rows > 1:
+                values[n:] = 0
+            elif part.kind == "ffn":
+                values[:, n:] = 0
+            raw = encode(values, block.format) if block.tiled else values.view(np.uint8).reshape(-1)
+            granule[block.offset : block.offset + block.nbytes] = raw
+
+
+class Pair:
+    """The same plan and the same bytes twice: for the reference and for native kernels."""
+
+    def __init__(self, plan: Plan, isa: str, threads: int, exact: bool, seed: int) -> None:
+        self.plan, self.lowering = plan, Lowering(plan)
+        self.arenas = Arenas(plan), Arenas(plan)
+        rng = np.random.default_rng(seed)
+        for i, slot in self.lowering.layout.weights.items():
+            fill(plan.parts[plan.units[i].part], self.arenas[0].view(slot), rng)
+        kv = self.arenas[0].whole("host.kv")
+        kv[0::2], kv[1::2] = rng.integers(0, 256, len(kv[0::2])), 0x3C
+        for arena in plan.arenas:
+            self.arenas[1].whole(arena.name)[...] = self.arenas[0].whole(arena.name)
+        self.reference = Binding(plan, self.arenas[0], None)
+        self.native = NativeBinding(plan, self.arenas[1], None, KERNELS[isa, threads, exact])
+
+    def run(self, p: Pass, rng: np.random.Generator, rounded: bool) -> set[str]:
+        batch = p.batches[0]
+        tokens = rng.integers(0, self.plan.target.spec.vocab, batch.total_rows).astype(np.int32)
+        for arenas in self.arenas:
+            slot = self.lowering.layout.act("host", 0, "tokens", 4 * batch.total_rows)
+            arenas.view(slot).view(np.int32)[...] = tokens
+        self.reference.begin()
+        self.native.begin()
+        seen = set()
+        for task in self.lowering.step(p):
+            for call in task.calls:
+                with np.errstate(all="ignore"):
+                    self.reference.call(call)
+                self.native.call(call)
+                self.compare(call, rounded)
+                seen.add(call.op)
+        return seen
+
+    def compare(self, call: Call, rounded: bool) -> None:
+        op = ops.OPS[call.op]
+        near, size = op.tolerance, 0.0
+        if call.op in ("qkv", "out", "ffn", "head"):  # terms may be larger than their sum
+            source = call.slots[op.operands.index("a" if call.op == "out" else "h")]
+            size = float(np.abs(self.arenas[0].view(source).view(np.float32)).max())
+            size = (1 + size) ** 2 if call.op == "ffn" else size  # hidden values are products; biases are about 1
+            if call.op == "head":
+                size = max(size, self.plan.target.spec.logit_softcap)
+            near = ROUNDED if rounded else near
+        for i, slot in enumerate(call.slots):
+            if op.mode(i) not in ("w", "+"):
+                continue
+            name = op.operands[i]
+            want, got = (self.numbers(arenas, name, slot) for arenas in self.arenas)
+            if name == "best":
+                self.compare_best(call, want, got, near, size)
+            else:
+                kept = near
+                if name in ("keys", "values"):  # and one step of the cache's own format
+                    kept += {"float32": 0.0, "float16": 2**-10, "bfloat16": 2**-7}[self.plan.kv[0].format.kind]
+                error = np.abs(want - got).max()
+                assert error <= kept * max(np.abs(want).max(), size) + 1e-30, f"{call.op}: {name} differs by {error}"
+            self.arenas[1].view(slot)[...] = self.arenas[0].view(slot)  # errors do not add up
+
+    def numbers(self, arenas: Arenas, name: str, slot: Slot) -> np.ndarray:
+        view = arenas.view(slot)
+        if name not in ("keys", "values"):
+            return view.view(np.float32)
+        fmt = self.plan.kv[0].format
+        stored = view.view(np.float16 if fmt.kind == "float16" else np.float32 if fmt.bits == 32 else np.uint16)
+        if fmt.kind == "bfloat16":
+            return (stored.astype(np.uint32) << 16).view(np.float32)
+        return stored.astype(np.float32)
+
+    def compare_best(self, call: Call, want: np.ndarray, got: np.ndarray, near: float, size: float) -> None:
+        """The same token, or one whose logit is as large but for the tolerance."""
+        logits = self.arenas[0].view(call.slots[2]).view(np.float32).reshape(len(want) // 2, -1)
+        ids = got.view(np.int32)[1::2]
+        size = near * max(np.abs(logits).max(), size) + 1e-30
+        assert (np.abs(want[0::2] - got[0::2]) <= size).all()
+        assert (logits[np.arange(len(logits)), ids] >= logits.max(axis=1) - 2 * size).all()
+
+    def close(self) -> None:
+        for arenas in self.arenas:
+            arenas.close()
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("isa", cpu.available())
+@given(
+    layers(), batches(), st.sampled_from(FORMATS), st.sampled_from(["float32", "float16", "bfloat16"]),
+    st.sampled_from([1, 3]), st.booleans(), st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_every_op(
+    isa: str, spec: ModelSpec, batch: Batch, name: str, kv: str, threads: int, exact: bool, seed: int
+) -> None:
+    fmt = parse_format(name)
+    plan = resident_plan(
+        spec, fmt, kv=Format(kv), context=192, rows=batch.total_rows, seqs=len(batch.seqs),
+        logits_rows=len(batch.logits),
+    )  # fmt: skip
+    pair = Pair(plan, isa, threads, exact, seed)
+    seen = pair.run(Pass("prefill", (batch,), None), np.random.default_rng(seed), not exact)
+    assert seen == {"gather", "embed", "norm", "qkv", "attend", "out", "ffn", "merge", "head"}
+    pair.close()
+
+
+def test_every_op_of_the_table_has_a_tolerance_and_a_reference() -> None:
+    for op in ops.OPS.values():
+        assert op.tolerance >= 0
+        assert callable(getattr(Binding, f"_{op.name}"))
