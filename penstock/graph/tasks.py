@@ -7,6 +7,7 @@ so `after` names tasks of other lanes only, at most one (the latest) per lane.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -80,7 +81,7 @@ class Task(NamedTuple):
 
     id: int
     lanes: tuple[str, ...]
-    calls: tuple[Call, ...]
+    calls: Sequence[Call]
     reads: tuple[Slot, ...]
     writes: tuple[Slot, ...]
     bytes: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ class Arenas:
 
     def array(self, slot: Slot, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
         """The beginning of the slot as an array."""
-        count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        count = math.prod(shape) * np.dtype(dtype).itemsize
         assert count <= slot.nbytes, f"{slot} holds less than {shape} of {dtype}"
         found: NDArray[Any] = self._bytes[slot.arena][slot.lo : slot.lo + count].view(dtype).reshape(shape)
         return found

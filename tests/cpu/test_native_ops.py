@@ -120,7 +120,7 @@ class Pair:
         if call.op in ("qkv", "out", "ffn", "head"):  # terms may be larger than their sum
             source = call.slots[op.operands.index("a" if call.op == "out" else "h")]
             size = float(np.abs(self.arenas[0].view(source).view(np.float32)).max())
-            size = (1 + size) ** 2 if call.op == "ffn" else size  # hidden values are products; biases are about 1
+            size = (1 + size) ** 3 if call.op == "ffn" else size  # relu² times up; biases are about 1
             if call.op == "head":
                 size = max(size, self.plan.target.spec.logit_softcap)
             near = ROUNDED if rounded else near

@@ -152,3 +152,22 @@ def test_prefill_chunks_ask_for_the_head_once() -> None:
     assert [bool(s.batches[0].logits) for s in steps] == [False, False, True]
     assert [s.then for s in steps] == [Stream("prefill", False), Stream("prefill", True), passes.DECODE]
     assert isinstance(steps[0].batches[0], Batch)
+
+
+@given(st.lists(st.tuples(st.integers(0, 90), st.integers(1, 12)), min_size=1, max_size=5), st.booleans())
+def test_a_pass_that_comes_again_is_lowered_as_if_it_were_new(steps: list[tuple[int, int]], decode: bool) -> None:
+    """All but the task's id, and `like`, which names the first of its shape."""
+    plan = resident_plan(model(layers=3), F32, batch_seqs=2, context=128)
+    kept, first = Lowering(plan), dict[int, int]()
+    for start, rows in steps:
+        if decode:
+            p = passes.decode(plan, (0, 1), (start, start + rows), None)
+        else:
+            p = Pass("prefill", (Batch(0, (0,), (start,), (rows,), (rows - 1,)),), None)
+        (found,), (fresh,) = kept.step(p), Lowering(plan).step(p)
+        assert found._replace(id=0, like=-1, calls=tuple(found.calls)) == fresh._replace(id=0)
+        shape = 0 if decode else rows
+        assert found.like == first.get(shape, -1)
+        first.setdefault(shape, found.id)
+        if len(first) > 4:
+            break  # only so many shapes are kept
