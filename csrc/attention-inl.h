@@ -161,13 +161,17 @@ class HeadAttention {
     void operator()(const float* q, float* out) {
         const int e = a_.head_dim, end = start_ + rows_;
         const std::ptrdiff_t stride = std::ptrdiff_t(a_.heads) * e, first = std::ptrdiff_t(head_) * group_ * e;
+        const int begin = a_.window > 0 ? std::max(0, start_ - a_.window + 1) / kBlockTokens * kBlockTokens : 0;
+        const std::size_t row_bytes = std::size_t(e) * cache_.item_bytes();
+        const std::size_t some = std::min<std::size_t>(kPartTokens, std::size_t(end - begin)) * row_bytes;
+        prefetch_run(cache_.keys + place(begin, row_bytes), some);  // while the queries are laid out
+        prefetch_run(cache_.values + place(begin, row_bytes), some);
         for (int i = 0; i < queries_; ++i) {
             const float* from = q + (i / group_) * stride + first + std::ptrdiff_t(i % group_) * e;
             for (int c = 0; c < e16_; ++c) query_[i * e16_ + c] = c < e ? from[c] : 0.0F;
             std::fill_n(sums_ + i * e16_, e16_, 0.0F);
             run_[i] = {-INFINITY, 0.0F, 1.0F};
         }
-        const int begin = a_.window > 0 ? std::max(0, start_ - a_.window + 1) / kBlockTokens * kBlockTokens : 0;
         for (int block = begin; block < end; block += kBlockTokens) {
             const int until = std::min(block + kBlockTokens, end);
             switch (cache_.kind) {
@@ -319,7 +323,7 @@ bool attend(Pool& pool, const AttentionShape& a, const Sequence* sequences, int 
     for (int s = 0; s < sequence_count; ++s) {
         const int seen = sequences[s].start + sequences[s].rows;
         cost += std::size_t(2 * heads) * std::size_t(seen) * std::size_t(a.head_dim) * cache.item_bytes() *
-                std::size_t((sequences[s].rows + 3) / 4);
+                std::size_t((sequences[s].rows + 3) / 4) * 4;  // a byte costs more than one of weights: 9 ns a token
     }
     pool.run(cost, [&](const Team& team) {
         if (team.id() >= usable) return;

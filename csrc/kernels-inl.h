@@ -286,6 +286,8 @@ void accumulate_share(const Team& team, const Granules& weights, const Matrix& m
                     const Tiles wanted = cuts.tiles_of(weights, m, at);
                     prefetch_run(wanted.series.first, std::size_t(wanted.count) * m.tile_bytes());
                 }
+            } else if (few && cut + 1 == hi && g + 1 < weights.count) {
+                prefetch_run(cuts.tiles_of(weights, m, (g + 1) * cuts.per_granule + lo).series.first);
             } else if (!few && weights.count > 1) {
                 tiles.series.ahead = weights.stride;
             }

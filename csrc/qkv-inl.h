@@ -65,6 +65,7 @@ bool qkv(Pool& pool, const Granules& weights, const QkvShape& shape, const Atten
         const Cuts q_cuts(shape.q, input.chunk()), kv_cuts(shape.k, input.chunk());
         const int per_head = q_cuts.per_granule + 2 * kv_cuts.per_granule;
         const auto [first, last] = team.share(heads * per_head);
+        prefetch_run(weights.data + std::size_t(first / per_head) * weights.stride + shape.q.offset);
         for (int row0 = 0; row0 < t; row0 += input.chunk()) {
             const Rows rows = input.chunk_at(team, row0);
             for (int i = first; i < last; ++i) {
