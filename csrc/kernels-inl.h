@@ -200,7 +200,7 @@ bool multiply(Pool& pool, const Granules& weights, const Matrix& m, const float*
             for (int cut = first; cut < last; ++cut) {
                 const auto sink = [&](int row, int tile, F y) {
                     const int at = (cuts.tile(cut) + tile) * kTileRows, column = cuts.granule(cut) * m.rows + at;
-                    const int count = std::min(m.rows - at, out_cols - column);
+                    const int count = std::min({kTileRows, m.rows - at, out_cols - column});
                     if (count > 0) out(team, row0 + row, column, y, count);
                 };
                 tile_rows(m, cuts.tiles_of(weights, m, cut), rows, 0, rows.count, nothing, sink);
