@@ -23,7 +23,7 @@ from bench.peers import Answer, Worker
 from bench.peers.random_gguf import bytes_per_token, load_config, write
 from penstock import _native
 from penstock.runtime import host
-from penstock.runtime.probe import _cpu_name
+from penstock.runtime.probe import cpu_name
 from penstock.spec.format import parse_format
 from penstock.store.synth import synth
 from penstock.units import GIB, format_bytes
@@ -59,13 +59,9 @@ class Ceilings:
         self.readings["ram_read_bytes_per_s"].append(CEILING_BYTES / seconds)
         return CEILING_BYTES / seconds
 
-    def peak(self, name: str, kind: str) -> float | None:
-        """Operations per second in registers, a multiplication and an addition counting as two. None where the native
-        extension cannot measure them."""
-        measure = getattr(_native, "peak_per_s", None)
-        if measure is None:
-            return None
-        found = float(measure(kind, self.threads))
+    def peak(self, name: str, kind: str) -> float:
+        """Operations per second in registers, a multiplication and an addition counting as two."""
+        found = _native.peak_per_s(kind, self.threads)
         self.readings.setdefault(name, []).append(found)
         return found
 
@@ -139,8 +135,7 @@ class Shape:
         figures["prefill_tokens_per_s"] = PREFILL_TOKENS / found["seconds"]
         peak = self._ceilings.peak("int8_ops_per_s", "int8")
         self._ceilings.peak("float32_flops_per_s", "float32")
-        if peak is not None:
-            figures["prefill_share_of_int8_peak"] = found["flops"] / found["seconds"] / peak
+        figures["prefill_share_of_int8_peak"] = found["flops"] / found["seconds"] / peak
 
     def _peer_prefill(self, figures: Figures) -> None:
         found = self.peer.ask("prefill", PREFILL_TOKENS)
@@ -227,11 +222,10 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name, config_file in wanted.shapes or DEFAULT_SHAPES.items():
             results[name] = measure(name, config_file, folder, wanted.rounds, ceilings)
-    machine = {"cpu": _cpu_name(), "threads": wanted.threads, "memory_bytes": host.physical_bytes()}
-    bounds: dict[str, Any] = dict.fromkeys(("ram_read_bytes_per_s", "int8_ops_per_s", "float32_flops_per_s"))
-    bounds |= {name: spread(readings) for name, readings in ceilings.readings.items()}
+    machine = {"cpu": cpu_name(), "threads": wanted.threads, "memory_bytes": host.physical_bytes()}
+    bounds = {name: spread(readings) for name, readings in ceilings.readings.items()}
     for name, bound in bounds.items():
-        print(f"{name}: " + (f"{bound['median']:.4g} ({bound['min']:.4g} to {bound['max']:.4g})" if bound else "–"))
+        print(f"{name}: {bound['median']:.4g} ({bound['min']:.4g} to {bound['max']:.4g})")
     print(json.dumps({"bench": "cpu", "rounds": wanted.rounds, "machine": machine, "ceilings": bounds, **results}))
 
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "activation-inl.h"
 #include "kernels.h"
@@ -238,21 +239,18 @@ inline void follow(Best& best, F logits, int count, int first) {
 bool head(Pool& pool, const Granules& weights, const Matrix& m, const float* h, std::ptrdiff_t h_stride, int t,
           float* logits, std::ptrdiff_t stride, int out_cols, float softcap, int first_token, Best* best, bool exact,
           Scratch scratch) {
-    Best* const each = best != nullptr ? take<Best>(scratch, std::size_t(t * pool.threads())) : nullptr;
-    if (best != nullptr) {
-        if (each == nullptr) return false;
-        for (int i = 0; i < pool.threads(); ++i) std::copy(best, best + t, each + i * t);
-    }
+    std::vector<Best> each;  // [threads][T]; a thread's own, so that none waits for another
+    for (int i = 0; best != nullptr && i < pool.threads(); ++i) each.insert(each.end(), best, best + t);
     const bool done = multiply(pool, weights, m, h, h_stride, t, out_cols, exact, scratch,
                                [&](const Team& team, int row, int column, F y, int count) {
                                    if (softcap > 0) y = f_mul(f_tanh(f_mul(y, f_set(1.0F / softcap))), f_set(softcap));
                                    store_some(logits + row * stride + column, y, count);
                                    if (best != nullptr)
-                                       follow(each[team.id() * t + row], y, count, first_token + column);
+                                       follow(each[std::size_t(team.id() * t + row)], y, count, first_token + column);
                                });
     for (int i = 0; best != nullptr && i < pool.threads(); ++i) {
         for (int row = 0; row < t; ++row) {
-            const Best& other = each[i * t + row];
+            const Best& other = each[std::size_t(i * t + row)];
             Best& now = best[row];
             if (std::isnan(other.logit)) now.logit = NAN;
             if (other.logit > now.logit || (other.logit == now.logit && other.token < now.token)) now = other;

@@ -46,12 +46,12 @@ template <class Function>
 void each_row(Pool& pool, int t, int d, const Function& f) {
     pool.run(std::size_t(t) * std::size_t(d) * 8, [&](const Team& team) {
         const auto [lo, hi] = team.share(t);
-        for (int row = lo; row < hi; ++row) f(team, row);
+        for (int row = lo; row < hi; ++row) f(row);
     });
 }
 
 bool norm(Pool& pool, const Norm& shape, const float* x, const std::int32_t* rows, int t, int d, float* out) {
-    each_row(pool, t, d, [&](const Team&, int row) {
+    each_row(pool, t, d, [&](int row) {
         const float* from = x + std::ptrdiff_t(rows != nullptr ? rows[row] : row) * d;
         float* to = out + std::ptrdiff_t(row) * d;
         if (shape.kind == NormKind::kNone) {
@@ -66,12 +66,11 @@ bool norm(Pool& pool, const Norm& shape, const float* x, const std::int32_t* row
 bool merge(Pool& pool, const Merge& shape, float* x, const float* const* partials, int count, int t, int d,
            Scratch scratch) {
     const bool through = shape.out.kind != NormKind::kNone;  // the sum needs a place of its own
-    const std::size_t width = std::size_t(d + 15) / 16 * 16;
-    float* memory = through ? take<float>(scratch, width * std::size_t(pool.threads())) : nullptr;
+    float* memory = through ? take<float>(scratch, std::size_t(t) * std::size_t(d)) : nullptr;
     if (through && memory == nullptr) return false;
-    each_row(pool, t, d, [&](const Team& team, int row) {
+    each_row(pool, t, d, [&](int row) {
         float* const to = x + std::ptrdiff_t(row) * d;
-        float* const sum = through ? memory + std::ptrdiff_t(width) * team.id() : to;
+        float* const sum = through ? memory + std::ptrdiff_t(row) * d : to;
         each16(d, [&](int i, int left) {
             F y = load_some(partials[0] + std::ptrdiff_t(row) * d + i, left);
             for (int p = 1; p < count; ++p) y = f_add(y, load_some(partials[p] + std::ptrdiff_t(row) * d + i, left));
@@ -90,7 +89,7 @@ bool merge(Pool& pool, const Merge& shape, float* x, const float* const* partial
 }
 
 bool scale(Pool& pool, const float* from, float factor, int t, int d, float* to) {
-    each_row(pool, t, d, [&](const Team&, int row) {
+    each_row(pool, t, d, [&](int row) {
         const std::ptrdiff_t at = std::ptrdiff_t(row) * d;
         each16(d, [&](int i, int left) {
             store_some(to + at + i, f_mul(load_some(from + at + i, left), f_set(factor)), left);
@@ -142,7 +141,7 @@ void tile_row(const Matrix& m, const std::uint8_t* tile, int r, float* out) {
 }
 
 bool gather(Pool& pool, const Granules& weights, const Matrix& m, const std::int32_t* tokens, int t, float* out) {
-    each_row(pool, t, m.cols * 4, [&](const Team&, int row) {
+    each_row(pool, t, m.cols * 4, [&](int row) {
         const int granule = tokens[row] / m.rows, inside = tokens[row] % m.rows;
         const std::uint8_t* tile = weights.data + std::size_t(granule) * weights.stride + m.offset +
                                    std::size_t(inside / kTileRows) * m.tile_bytes();

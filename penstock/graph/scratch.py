@@ -30,7 +30,10 @@ def matmul_bytes(block: Block, rows: int) -> int:
 
 
 def prepared_bytes(block: Block, rows: int, granules: int = 1) -> int:
-    """Activations laid out for integer weights: padded to groups, float32 at most, a scale and a sum a group."""
+    """Activations laid out for a product: float32 at most; for integer weights padded to groups, a scale and a sum
+    each. (The kernels take some rows at a time where there are many.)"""
+    if not block.format.is_quantised:
+        return 4 * rows * block.cols * granules + _ALIGN
     groups = block.format.groups(block.cols) * granules
     return rows * groups * (4 * block.format.group + 8) + 3 * _ALIGN
 
@@ -41,8 +44,7 @@ def native_bytes(plan: Plan, rows: int) -> int:
     need, layers = 0, plan.target.spec.layers
     for part in plan.parts.values():
         if part.kind == "ffn":
-            hidden = 2 * (4 * rows * part.granule_rows + _ALIGN)
-            need = max(need, prepared_bytes(part.block("up"), rows) + hidden + prepared_bytes(part.block("down"), rows))
+            need = max(need, prepared_bytes(part.block("up"), rows) + prepared_bytes(part.block("down"), rows))
         elif part.kind == "attn":
             a = layers[part.layer].attention
             kv = 8 * rows * a.kv_heads * a.head_dim + _ALIGN

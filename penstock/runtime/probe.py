@@ -101,7 +101,7 @@ def probe(disk_folder: Path) -> MachineSpec:
         tiers=(Tier("host", host.memory_limit_bytes()), Tier("disk0", _disk_bytes(disk_folder))),
         rates=tuple(rates),
         threads=threads,
-        cpu=_cpu_name(),
+        cpu=cpu_name(),
         source=f"probe {date.today().isoformat()}",
     )
     return _with_memory(found)
@@ -206,7 +206,7 @@ def _disk_bytes(folder: Path) -> int:
     return max(1, stat.f_bavail * stat.f_frsize)
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     try:
         found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     except OSError:
@@ -216,7 +216,7 @@ def _cpu_name() -> str:
 
 def _fingerprint() -> str:
     """What the figures belong to: processor, CPUs we may use, RAM to the GiB, and the code that was measured."""
-    hardware = f"{_cpu_name()}-{host.usable_cpus()}cpu-{host.physical_bytes() >> 30}g"
+    hardware = f"{cpu_name()}-{host.usable_cpus()}cpu-{host.physical_bytes() >> 30}g"
     built = Path(_native.__file__).stat()
     text = f"{hardware}-{cpu.best_isa()[0]}-{built.st_size:x}-{built.st_mtime_ns // 10**9:x}"
     return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-").lower()

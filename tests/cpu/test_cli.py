@@ -14,6 +14,7 @@ import pytest
 
 from penstock.cli import docs, main, options, output, run
 from penstock.errors import BadRequest, DoesNotFit, InternalError
+from tests.cpu.commands import Call
 
 ROOT = Path(__file__).parents[2]
 STORIES = ROOT.parent / "shared/models/stories-260k"
@@ -384,3 +385,13 @@ def test_synth(cache, tmp_path):
     )
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout.splitlines()[-1])["output_tokens"] == 4
+
+
+def test_bench_ops_times_every_op(call: Call, model: Path) -> None:
+    done = call("bench", "ops", model, "--rows", "1,3", "--context", "64")
+    assert done.code == 0
+    measured = done.report["ops"]
+    assert {(m["op"], m["rows"]) for m in measured} == {
+        (op, rows) for op in "gather embed norm qkv attend out ffn merge head".split() for rows in (1, 3)
+    }
+    assert all(m["seconds"] > 0 and m["share_of_bound"] >= 0 for m in measured)
