@@ -239,10 +239,12 @@ Step make_accumulate(std::uintptr_t weights, int count, std::size_t stride, cons
 }
 
 Step make_ffn(std::uintptr_t weights, int count, std::size_t stride, const FfnShape& shape, std::uintptr_t h, int rows,
-              std::uintptr_t partial, bool first, bool exact, std::uintptr_t scratch, std::size_t scratch_bytes) {
+              std::uintptr_t partial, std::uintptr_t pending, int granule, bool first, bool continues, bool keeps,
+              bool exact, std::uintptr_t scratch, std::size_t scratch_bytes) {
+    const FfnSum sum{at<float>(partial), at<float>(pending), granule, first, continues, keeps};
     return [=](const Compute& c) {
-        return c.kernels->ffn(*c.pool, granules(weights, count, stride), shape, at<const float>(h), rows,
-                              at<float>(partial), first, exact, scratch_at(scratch, scratch_bytes));
+        return c.kernels->ffn(*c.pool, granules(weights, count, stride), shape, at<const float>(h), rows, sum, exact,
+                              scratch_at(scratch, scratch_bytes));
     };
 }
 
@@ -426,7 +428,8 @@ NB_MODULE(_native, m) {
     def_op(compute, program, "attend", &make_attend, "attention"_a, "sequences"_a, "sequence_count"_a, "cache"_a,
            "keys"_a, "values"_a, "q"_a, "out"_a, "scratch"_a, "scratch_bytes"_a);
     def_op(compute, program, "ffn", &make_ffn, "weights"_a, "count"_a, "stride"_a, "shape"_a, "h"_a, "rows"_a,
-           "partial"_a, "first"_a, "exact"_a, "scratch"_a, "scratch_bytes"_a);
+           "partial"_a, "pending"_a, "granule"_a, "first"_a, "continues"_a, "keeps"_a, "exact"_a, "scratch"_a,
+           "scratch_bytes"_a);
     def_op(compute, program, "norm", &make_norm_step, "norm"_a, "x"_a, "chosen"_a, "rows"_a, "d"_a, "out"_a);
     def_op(compute, program, "merge", &make_merge, "out"_a, "after"_a, "bias"_a, "x"_a, "partials"_a, "rows"_a, "d"_a,
            "scratch"_a, "scratch_bytes"_a);

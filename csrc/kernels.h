@@ -4,7 +4,7 @@
 //
 // Matrices lie in tiles of 16 rows, as spec/format.py draws them; a tile's outputs are the 16 lanes of a vector, so
 // no sum ever crosses lanes. Every output element is computed by one thread, its terms added in one order: columns (or
-// groups) upwards, granules upwards. Which rows share a call, how many threads there are and where units are cut
+// groups) upwards, granules upwards (FFNs: see FfnSum). Which rows share a call, how many threads there are and where units are cut
 // changes no bit.
 #pragma once
 
@@ -84,6 +84,18 @@ struct FfnShape {
     Activation activation = Activation::kSilu;
 };
 
+// Where the sums of an FFN go. Granules are summed by fours, counted from the layer's first, and then the fours, both in
+// their order. So a thread can take a whole four, whose bytes lie in one run, and neither the number of threads nor the
+// cuts of units change a bit. `pending` [T, D] holds the sum of a four that is cut: the call before left it
+// (`continues`), or this one leaves it (`keeps`).
+constexpr int kSumGranules = 4;  // SUM_GRANULES of spec/parts.py
+
+struct FfnSum {
+    float *partial, *pending;
+    int granule;  // of the layer: the call's first
+    bool first, continues, keeps;
+};
+
 // A layer's K and V: pages of [K, P, E] in `kind` (float32, float16 or bfloat16), `page_bytes` apart.
 struct KvCache {
     std::uint8_t *keys, *values;
@@ -154,8 +166,7 @@ struct Kernels {
     bool (*accumulate)(Pool&, const Granules&, const Matrix&, const float* x, std::ptrdiff_t x_stride, int t,
                        float* sum, bool first, bool exact, Scratch);
     // partial [T, D] (+)= Σ granules: down · (act(gate h) * up h), or down · act(up h).
-    bool (*ffn)(Pool&, const Granules&, const FfnShape&, const float* h, int t, float* partial, bool first, bool exact,
-                Scratch);
+    bool (*ffn)(Pool&, const Granules&, const FfnShape&, const float* h, int t, const FfnSum&, bool exact, Scratch);
     // q [T, H, E], and k and v into the cache, for KV heads [lo, hi) of h [T, D]. cos, sin: float32 [T, rope_dims / 2].
     bool (*qkv)(Pool&, const Granules&, const QkvShape&, const AttentionShape&, const float* h, int t,
                 const float* q_norm, const float* k_norm, const float* cos, const float* sin, const Sequence*,

@@ -2,6 +2,7 @@
 // clang-format off: each is written in terms of the one before
 #include "simd_avx512.h"
 #include "kernels-inl.h"
+#include "ffn-inl.h"
 #include "qkv-inl.h"
 #include "attention-inl.h"
 #include "rows-inl.h"

@@ -61,7 +61,7 @@ struct Sums {
 
 // What a product with one row reads per line of weights is so little that the processor's own prefetcher stops short
 // of the RAM's speed as soon as rows add arithmetic: 27 GB/s of 45 with four of them, without this.
-constexpr std::size_t kAhead = 4096;
+constexpr std::size_t kAhead = 6144;
 
 // Where a run of bytes ends and the next begins elsewhere: without this the first of them come at the pace of single
 // misses.
@@ -140,59 +140,87 @@ void dot_float(const Matrix& m, const Series& series, const Operand& x, Sums<n, 
     }
 }
 
-// sums += Σ groups: (Σ code · q) · (scale · x scale) + minimum · x sum. `kLines`: lines of a group, where they are
-// known to the compiler, which then unrolls them; else 0.
+// sums += one group: (Σ code · q) · (scale · x scale) + minimum · x sum, of k tiles `next` bytes apart. `kLines`: lines
+// of a group, where they are known to the compiler, which then unrolls them; else 0.
+template <bool int4, int kLines, int n, int k>
+[[gnu::always_inline]] inline void add_group(const Matrix& m, const std::uint8_t* p, std::size_t next,
+                                             std::size_t ahead, const std::int8_t* a, const float* x_scale,
+                                             const float* x_sum, Sums<n, k>& sums) {
+    const int lines = kLines > 0 ? kLines : m.group / (int4 ? 8 : 4);
+    constexpr int kChains = int4 && n * k < 8 ? 2 : 1;
+    I whole[n][k][kChains];
+    for (int r = 0; r < n; ++r) {
+        for (int i = 0; i < k; ++i) {
+            for (int chain = 0; chain < kChains; ++chain) whole[r][i][chain] = i_zero();
+        }
+    }
+#pragma GCC unroll 8
+    for (int l = 0; l < lines; ++l) {
+        Line low[k], high[k];
+        for (int i = 0; i < k; ++i) {
+            const std::uint8_t* from = p + std::size_t(i) * next + std::size_t(l) * 64;
+            __builtin_prefetch(from + ahead);
+            const Line w = line(from);
+            low[i] = int4 ? low_nibbles(w) : w;
+            high[i] = int4 ? high_nibbles(w) : w;
+        }
+        for (int r = 0; r < n; ++r) {
+            const std::int8_t* four = a + ((int4 ? 2 : 1) * l * n + r) * 4;
+            for (int i = 0; i < k; ++i) {
+                whole[r][i][0] = i_dot<int4>(whole[r][i][0], low[i], four);
+                if constexpr (int4) {
+                    whole[r][i][kChains - 1] = i_dot<int4>(whole[r][i][kChains - 1], high[i], four + 4 * n);
+                }
+            }
+        }
+    }
+    p += std::size_t(lines) * 64;
+    for (int i = 0; i < k; ++i) {
+        const std::uint8_t* at = p + std::size_t(i) * next;
+        const F scale = f_half(at), minimum = f_half(at + 32);
+        for (int r = 0; r < n; ++r) {
+            I total = whole[r][i][0];
+            if constexpr (kChains == 2) total = i_add(total, whole[r][i][1]);
+            sums.at[r][i] = f_fma(f_from(total), f_mul(scale, f_set(x_scale[r])), sums.at[r][i]);
+            sums.at[r][i] = f_fma(minimum, f_set(x_sum[r]), sums.at[r][i]);
+        }
+    }
+}
+
 template <bool int4, int kLines, int n, int k>
 void dot_int8(const Matrix& m, const Series& series, const Operand& x, Sums<n, k>& out) {
-    const int lines = kLines > 0 ? kLines : m.group / (int4 ? 8 : 4), groups = m.groups();
-    const std::size_t next = m.tile_bytes();
+    const int groups = m.groups();
+    const std::size_t next = m.tile_bytes(), group_bytes = next / std::size_t(groups);
     const std::int8_t* a = x.q;
     const float *x_scale = x.scale, *x_sum = x.sum;
     Sums<n, k> sums = out;  // in registers
     const std::uint8_t* p = series.first;
     for (int j = 0, left = groups * series.count; left > 0; ++j, --left, a += m.group * n, x_scale += n, x_sum += n) {
         if (j == groups) j = 0, p += series.stride - next;
-        constexpr int kChains = int4 && n * k < 8 ? 2 : 1;
-        I whole[n][k][kChains];
-        for (int r = 0; r < n; ++r) {
-            for (int i = 0; i < k; ++i) {
-                for (int chain = 0; chain < kChains; ++chain) whole[r][i][chain] = i_zero();
-            }
-        }
-#pragma GCC unroll 8
-        for (int l = 0; l < lines; ++l) {
-            Line low[k], high[k];
-            for (int i = 0; i < k; ++i) {
-                const std::uint8_t* from = p + std::size_t(i) * next + std::size_t(l) * 64;
-                __builtin_prefetch(from + series.ahead);
-                const Line w = line(from);
-                low[i] = int4 ? low_nibbles(w) : w;
-                high[i] = int4 ? high_nibbles(w) : w;
-            }
-            for (int r = 0; r < n; ++r) {
-                const std::int8_t* four = a + ((int4 ? 2 : 1) * l * n + r) * 4;
-                for (int i = 0; i < k; ++i) {
-                    whole[r][i][0] = i_dot<int4>(whole[r][i][0], low[i], four);
-                    if constexpr (int4) {
-                        whole[r][i][kChains - 1] = i_dot<int4>(whole[r][i][kChains - 1], high[i], four + 4 * n);
-                    }
-                }
-            }
-        }
-        p += std::size_t(lines) * 64;
-        for (int i = 0; i < k; ++i) {
-            const std::uint8_t* at = p + std::size_t(i) * next;
-            const F scale = f_half(at), minimum = f_half(at + 32);
-            for (int r = 0; r < n; ++r) {
-                I total = whole[r][i][0];
-                if constexpr (kChains == 2) total = i_add(total, whole[r][i][1]);
-                sums.at[r][i] = f_fma(f_from(total), f_mul(scale, f_set(x_scale[r])), sums.at[r][i]);
-                sums.at[r][i] = f_fma(minimum, f_set(x_sum[r]), sums.at[r][i]);
-            }
-        }
-        p += 64;
+        add_group<int4, kLines>(m, p, next, series.ahead, a, x_scale, x_sum, sums);
+        p += group_bytes;
     }
     out = sums;
+}
+
+// to [n, tiles · 16] = before (null: 0) + x · a granule of `tiles` tiles, rows `stride` floats apart: for tiles so short
+// that to begin and end each of them as `tile_rows` does is most of the work (an FFN of one row in cache: 51 GB/s of
+// weights instead of 181). Tile after tile: two or four at once read out of the order in which bytes lie.
+template <bool int4, int kLines, int n>
+void dot_short(const Matrix& m, const std::uint8_t* p, int tiles, const Operand& x, const float* before, float* to,
+               std::ptrdiff_t stride) {
+    const int groups = m.groups();
+    const std::size_t next = m.tile_bytes(), group_bytes = next / std::size_t(groups);
+    for (int tile = 0; tile < tiles; ++tile, p += next, to += kTileRows) {
+        Sums<n, 1> sums;
+        for (int r = 0; r < n; ++r) sums.at[r][0] = before != nullptr ? f_load(before + r * stride) : f_zero();
+        if (before != nullptr) before += kTileRows;
+        for (int j = 0; j < groups; ++j) {
+            add_group<int4, kLines>(m, p + std::size_t(j) * group_bytes, next, kAhead, x.q + j * m.group * n,
+                                    x.scale + j * n, x.sum + j * n, sums);
+        }
+        for (int r = 0; r < n; ++r) f_store(to + r * stride, sums.at[r][0]);
+    }
 }
 
 // The same without rounding activations: sums += Σ groups: (Σ code · x) · scale + minimum · x sum.

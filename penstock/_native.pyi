@@ -121,10 +121,12 @@ class _Ops:
         """sum [rows, matrix.rows] (+)= x · block, granule after granule, each with its own columns of x."""
 
     def ffn(
-        self, weights: int, count: int, stride: int, shape: FfnShape, h: int, rows: int, partial: int, first: bool,
-        exact: bool, scratch: int, scratch_bytes: int,
+        self, weights: int, count: int, stride: int, shape: FfnShape, h: int, rows: int, partial: int,
+        pending: int, granule: int, first: bool, continues: bool, keeps: bool, exact: bool, scratch: int,
+        scratch_bytes: int,
     ) -> None:  # fmt: skip
-        """partial [rows, D] (+)= down · act(gate h) * (up h) of every granule."""
+        """partial [rows, D] (+)= down · act(gate h) * (up h) of every granule, by fours of the layer's, whose granule
+        number `granule` comes first; pending [rows, D]: the sum of a four that the call before left, this one leaves."""
 
     def qkv(
         self, weights: int, count: int, stride: int, shape: QkvShape, attention: AttentionShape, h: int, rows: int,

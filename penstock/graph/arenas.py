@@ -140,6 +140,7 @@ class Layout:
             "q": 4 * rows * heads,
             "a": 4 * rows * heads,
             "partial": 4 * rows * spec.d_model,
+            "pending": 4 * rows * spec.d_model,
         }
         main_only = {
             "tokens": 4 * rows,

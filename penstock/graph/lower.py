@@ -23,6 +23,7 @@ from penstock.graph.emit import Emitter
 from penstock.graph.repeats import Repeats
 from penstock.graph.ring import Ring
 from penstock.graph.tasks import Batch, Call, Pass, Slot, Stream, Task
+from penstock.spec.parts import SUM_GRANULES
 from penstock.spec.plan import Plan
 
 Cost = tuple[int, int]  # bytes, flops
@@ -106,7 +107,7 @@ class Lowering:
                 if kind == "attn":
                     self._attention(layer, u, executor, weights, batch, first)
                 else:
-                    self._ffn(layer, u, executor, weights, batch, first)
+                    self._ffn(layer, u, executor, weights, batch, first, purpose)
             self._release(u, purpose)
             yield from self._emit.closed()
         for batch in p.batches:
@@ -132,13 +133,27 @@ class Lowering:
         cost = ops.matrix_cost(part, unit.lo, unit.hi, ops.OUT_BLOCKS, t)
         self._call(executor, "out", u, batch, (weights, out, partial, scratch), (layer, int(first)), fmt, cost)
 
-    def _ffn(self, layer: int, u: int, executor: str, weights: Slot, batch: Batch, first: bool) -> None:
+    def _ffn(
+        self, layer: int, u: int, executor: str, weights: Slot, batch: Batch, first: bool, purpose: str
+    ) -> None:
         unit = self.plan.units[u]
         part = self.parts[unit.part]
         h, partial = self._rows(executor, batch, "h"), self._rows(executor, batch, "partial")
         cost = ops.matrix_cost(part, unit.lo, unit.hi, ops.FFN_BLOCKS, batch.total_rows)
-        slots = (weights, h, partial, self._scratch(executor))
-        self._call(executor, "ffn", u, batch, slots, (layer, int(first)), part.format.kind, cost)
+        slots = (weights, h, partial, self._rows(executor, batch, "pending"), self._scratch(executor))
+        continues, keeps = (int(self._cuts_a_four(u, other, purpose)) for other in (u - 1, u + 1))
+        args = (layer, int(first), continues, keeps)
+        self._call(executor, "ffn", u, batch, slots, args, part.format.kind, cost)
+
+    def _cuts_a_four(self, u: int, other: int, purpose: str) -> bool:
+        """Whether a four of an FFN's granules lies partly in the unit next to it, computed by the same executor."""
+        units = self.plan.units
+        if other not in range(len(units)):
+            return False
+        unit, neighbour = units[u], units[other]
+        if neighbour.part != unit.part or neighbour.executor(purpose) != unit.executor(purpose):
+            return False
+        return max(unit.lo, neighbour.lo) % SUM_GRANULES != 0
 
     def _merge(self, batch: Batch, layer: int, kind: str, executors: list[str]) -> None:
         main = self.plan.main

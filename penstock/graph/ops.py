@@ -33,8 +33,10 @@ _SIGNATURES = {
     "attend": ("q:r keys:r values:r a:w scratch:s", _EXPONENTIALS),
     # partial (+)= a · o over the unit's heads; args: 1 where it starts the sum.
     "out": ("weights:r a:r partial:+ scratch:s", _SUMS),
-    # partial (+)= FFN over the unit's neurons; args: 1 where it starts the sum.
-    "ffn": ("weights:r h:r partial:+ scratch:s", _EXPONENTIALS),
+    # partial (+)= FFN over the unit's neurons, SUM_GRANULES of its layer's granules at a time; pending: the sum of such
+    # a four that units cut. args: 1 where it starts the sum; where it begins, where it ends within a four that the unit
+    # before has begun, the next one goes on with.
+    "ffn": ("weights:r h:r partial:+ pending:+ scratch:s", _EXPONENTIALS),
     # x += norm_out(sum of partials + bias), then norm_after. More partials may follow the first.
     "merge": ("norms:r x:+ scratch:s partial:r", _SUMS),
     # best [n]: the most likely token of each row so far, float32 logit and int32 id; args: 1 where it starts.

@@ -8,7 +8,7 @@ stays in cache and its scratch stays small.
 from __future__ import annotations
 
 from penstock.spec.format import TILE_ROWS, tiles
-from penstock.spec.parts import Block
+from penstock.spec.parts import SUM_GRANULES, Block
 from penstock.spec.plan import Plan
 from penstock.units import round_up
 
@@ -40,11 +40,15 @@ def prepared_bytes(block: Block, rows: int, granules: int = 1) -> int:
 
 def native_bytes(plan: Plan, rows: int) -> int:
     """What the native kernels need to do one granule of each part at a time (csrc/kernels.h); with more, the FFN takes
-    several granules between two barriers."""
+    more of them between two barriers."""
     need, layers = 0, plan.target.spec.layers
     for part in plan.parts.values():
         if part.kind == "ffn":
-            need = max(need, prepared_bytes(part.block("up"), rows) + prepared_bytes(part.block("down"), rows))
+            up, down = part.block("up"), part.block("down")
+            need = max(need, prepared_bytes(up, rows) + prepared_bytes(down, rows))
+            few, fours = min(rows, _FEW_ROWS), min(_FFN_FOURS, -(-part.granules // SUM_GRANULES))
+            sums = 4 * few * down.rows * fours + _ALIGN
+            need = max(need, prepared_bytes(up, few) + prepared_bytes(down, few, fours) + sums)
         elif part.kind == "attn":
             a = layers[part.layer].attention
             kv = 8 * rows * a.kv_heads * a.head_dim + _ALIGN
@@ -56,6 +60,10 @@ def native_bytes(plan: Plan, rows: int) -> int:
             need = max(need, prepared_bytes(part.block("rows"), min(rows, plan.logits_rows)))
     return need
 
+
+# Up to so many rows the threads take whole fours of an FFN's granules; a few more fours at a time than there are
+# threads, since they wait for each other after them.
+_FEW_ROWS, _FFN_FOURS = 8, 16
 
 # Attention runs on as many threads as the scratch has room for: 100 KB each for a head of 128 and four queries a row.
 _ATTEND_THREADS = 8

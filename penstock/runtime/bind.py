@@ -142,12 +142,14 @@ class Binding:
         )  # fmt: skip
 
     def _ffn(self, call: Call) -> None:
-        weights, h, partial, scratch = call.slots
+        weights, h, partial, pending, scratch = call.slots
         layer, t = int(call.args[0]), _batch(call).total_rows
+        first, continues, keeps = (bool(arg) for arg in call.args[1:])
         part = self._parts[f"{layer}.ffn"]
         dense.ffn(
-            self._granules(weights, part), part, self._spec.layers[layer], self._rows(h, t), self._rows(partial, t),
-            bool(call.args[1]), self._scratch(scratch),
+            self._granules(weights, part), part, self._plan.units[call.unit].lo, self._spec.layers[layer],
+            self._rows(h, t), dense.FfnSum(self._rows(partial, t), self._rows(pending, t), first, continues, keeps),
+            self._scratch(scratch),
         )  # fmt: skip
 
     def _merge(self, call: Call) -> None:

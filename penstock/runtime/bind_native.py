@@ -208,12 +208,13 @@ class NativeBinding(Binding):
         )  # fmt: skip
 
     def _ffn_on(self, on: Target, call: Call, tables: BatchTables) -> None:
-        weights, h, partial, scratch = call.slots
+        weights, h, partial, pending, scratch = call.slots
         layer, t = int(call.args[0]), _batch(call).total_rows
+        first, continues, keeps = (bool(arg) for arg in call.args[1:])
         unit, at = self._plan.units[call.unit], self._arenas.address
         on.ffn(
             at(weights), unit.hi - unit.lo, self._parts[unit.part].granule_bytes, self._ffn_shapes[layer], at(h), t,
-            at(partial), bool(call.args[1]), self._exact, at(scratch), scratch.nbytes,
+            at(partial), at(pending), unit.lo, first, continues, keeps, self._exact, at(scratch), scratch.nbytes,
         )  # fmt: skip
 
     def _merge_on(self, on: Target, call: Call, tables: BatchTables) -> None:

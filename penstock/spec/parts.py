@@ -24,6 +24,7 @@ from penstock.spec.model import Layer, ModelSpec
 from penstock.units import round_up
 
 GRANULE_ROWS = 64
+SUM_GRANULES = 4  # of an FFN are summed before they are added to the rest (csrc/kernels.h, FfnSum)
 PAGE_BYTES = 4096
 
 

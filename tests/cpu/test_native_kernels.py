@@ -138,14 +138,16 @@ def test_ffn(isa: str, activation: str, gated: bool, name: str) -> None:
             granule[block.offset : block.offset + block.nbytes] = raw
     h = rng.normal(size=(t, d)).astype(np.float32)
     want = np.zeros((t, d), np.float32)
-    dense.ffn(weights, part, layer, h, want, True, Scratch(np.zeros(1 << 24, np.uint8)))
+    pending = np.zeros((t, d), np.float32)
+    sums = dense.FfnSum(want, pending, True, False, False)
+    dense.ffn(weights, part, 0, layer, h, sums, Scratch(np.zeros(1 << 24, np.uint8)))
     shape = cpu.ffn_shape(part, layer)
     results = []
     for exact, threads, nbytes in ((True, 1, SCRATCH.nbytes), (True, 3, 16384), (False, 2, SCRATCH.nbytes)):
         got = np.full((t, d), np.nan, np.float32)
         COMPUTE[isa, threads].ffn(
-            address(weights), part.granules, part.granule_bytes, shape, address(h), t, address(got), True, exact,
-            address(SCRATCH), nbytes,
+            address(weights), part.granules, part.granule_bytes, shape, address(h), t, address(got),
+            address(pending), 0, True, False, False, exact, address(SCRATCH), nbytes,
         )  # fmt: skip
         results.append(got)
     assert np.abs(results[0] - want).max() <= 3e-5 * np.abs(want).max()
@@ -167,8 +169,8 @@ def test_damage_stays_visible(isa: str, bad: float, activation: str) -> None:
     for exact in (True, False):
         out = np.zeros((1, 64), np.float32)
         COMPUTE[isa, 1].ffn(
-            address(weights), 2, weights.shape[1], shape, address(x), 1, address(out), True, exact, address(SCRATCH),
-            SCRATCH.nbytes,
+            address(weights), 2, weights.shape[1], shape, address(x), 1, address(out), 0, 0, True, False, False, exact,
+            address(SCRATCH), SCRATCH.nbytes,
         )  # fmt: skip
         assert not np.isfinite(out).any()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from penstock.kernels.reference.matrix import (
     widen_plain,
 )
 from penstock.spec.model import Layer, ModelSpec, Norm
-from penstock.spec.parts import Part
+from penstock.spec.parts import SUM_GRANULES, Part
 
 
 def gather(weights: Bytes, part: Part, tokens: NDArray[np.int32], rows: Float32) -> None:
@@ -121,13 +122,26 @@ def _erf(x: Float32) -> Float32:
     return result
 
 
-def ffn(weights: Bytes, part: Part, layer: Layer, h: Float32, partial: Float32, first: bool, scratch: Scratch) -> None:
-    """partial [T, D] (+)= down · act(gate h) * (up h), granule by granule; weights [n, granule_bytes]."""
-    if first:
-        partial[...] = 0
+class FfnSum(NamedTuple):
+    """Where an FFN's sums go. Granules are summed by fours (SUM_GRANULES, counted from the layer's first), then the
+    fours. `pending`: the sum of a four that is cut; the call before left it (continues), this one leaves it (keeps)."""
+
+    partial: Float32  # [T, D]
+    pending: Float32  # [T, D]
+    first: bool
+    continues: bool
+    keeps: bool
+
+
+def ffn(weights: Bytes, part: Part, lo: int, layer: Layer, h: Float32, out: FfnSum, scratch: Scratch) -> None:
+    """partial [T, D] (+)= down · act(gate h) * (up h); weights [n, granule_bytes], granules lo … of the layer."""
+    if out.first:
+        out.partial[...] = 0
     t, width, start = h.shape[0], part.granule_rows, scratch.mark()
-    for granule in weights:
+    for g, granule in enumerate(weights, lo):
         scratch.rewind(start)
+        if g % SUM_GRANULES == 0 or (g == lo and not out.continues):
+            out.pending[...] = 0
         up = scratch.take((t, width))
         multiply(h, granule, part.block("up"), up, scratch)
         if part.has("up_bias"):
@@ -140,7 +154,10 @@ def ffn(weights: Bytes, part: Part, layer: Layer, h: Float32, partial: Float32, 
             up *= activate(gate, layer.ffn.activation)
         else:
             activate(up, layer.ffn.activation)
-        multiply(up, granule, part.block("down"), partial, scratch, add=True)
+        multiply(up, granule, part.block("down"), out.pending, scratch, add=True)
+        last = g == lo + len(weights) - 1
+        if ((g + 1) % SUM_GRANULES == 0 or last) and not (last and out.keeps):
+            out.partial[...] += out.pending
     scratch.rewind(start)
 
 

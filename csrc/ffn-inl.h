@@ -1,0 +1,273 @@
+// The FFN of one instruction set: hidden values of a granule, and sums over granules by fours (kernels.h, FfnSum).
+// Included after kernels-inl.h.
+#pragma once
+
+#include <atomic>
+
+namespace penstock::PENSTOCK_ISA {
+namespace {
+
+// Granules [lo, hi) of a call, all of one four of the layer.
+struct Four {
+    int lo, hi;
+    bool continues, keeps;
+};
+
+// The fours that granules [begin, end) of a call with `all` of them touch.
+struct Fours {
+    const FfnSum& sum;
+    int begin, end, all, first, count;
+    Fours(const FfnSum& s, int from, int to, int granules)
+        : sum(s),
+          begin(from),
+          end(to),
+          all(granules),
+          first((s.granule + from) / kSumGranules),
+          count((s.granule + to - 1) / kSumGranules - first + 1) {}
+    Four at(int i) const {
+        const int lo = (first + i) * kSumGranules - sum.granule, hi = lo + kSumGranules;
+        return {std::max(lo, begin), std::min(hi, end), begin == 0 ? i == 0 && sum.continues : lo < begin,
+                end == all ? i == count - 1 && sum.keeps : hi > end};
+    }
+};
+
+// Hidden values of one granule: act(gate h) * up h, laid out for `down` as granule `nth` of `to`. What is read after it
+// begins at `next`.
+void hidden_of(const FfnShape& shape, const std::uint8_t* granule, const std::uint8_t* next, const Rows& h,
+               const Rows& to, int nth) {
+    alignas(64) float values[kHiddenRows * kGranuleRows], gates[kHiddenRows * kGranuleRows];
+    const bool gated = shape.gate.rows > 0;
+    const int groups = std::max(1, shape.down.groups());
+    for (int row0 = 0; row0 < h.count; row0 += kHiddenRows) {
+        const int end = std::min(row0 + kHiddenRows, h.count);
+        const auto fill = [&](const Matrix& m, std::size_t bias, float* out) {
+            const Cuts cuts(m, h.count);
+            for (int cut = 0; cut < cuts.per_granule; ++cut) {
+                const auto sink = [&](int row, int tile, F y) {
+                    const int at = (cuts.tile(cut) + tile) * kTileRows;
+                    if (bias != 0) {
+                        y = f_add(y, load_some(reinterpret_cast<const float*>(granule + bias) + at, m.rows - at));
+                    }
+                    f_store(out + (row - row0) * kGranuleRows + at, y);
+                };
+                tile_rows(m, cuts.tiles_of({granule, 1, 0}, m, cut), h, row0, end, nothing, sink);
+            }
+        };
+        if (gated) fill(shape.gate, shape.gate_bias, gates);
+        fill(shape.up, shape.up_bias, values);
+        prefetch_run(next);  // comes in during the arithmetic below, which reads nothing
+        for (int row = row0; row < end; ++row) {
+            float* x = values + (row - row0) * kGranuleRows;
+            const float* gate = gated ? gates + (row - row0) * kGranuleRows : x;
+            activate(shape.activation, gate, gated ? x : nullptr, x, shape.up.rows);
+            for (int j = 0; j < groups; ++j) Prepared::put(to, shape.down, row, nth, j, x);
+        }
+    }
+}
+
+// ---- few rows: a thread takes whole fours, so that its bytes come in one run ------------------------------------------
+
+// to [n, D] = before (null: 0) + x · down, for the whole tiles of a granule and n rows of a panel.
+void down_panel(const Matrix& m, const std::uint8_t* block, int tiles, int n, const Operand& x, const float* before,
+                float* to) {
+    const auto run = [&]<int rows>() {
+        if (m.kind == Kind::kInt8) return dot_short<false, 0, rows>(m, block, tiles, x, before, to, m.rows);
+        if (m.group == 64) return dot_short<true, 8, rows>(m, block, tiles, x, before, to, m.rows);
+        dot_short<true, 0, rows>(m, block, tiles, x, before, to, m.rows);
+    };
+    switch (n) {
+        case 8:
+            if constexpr (kFewRows == 8) run.template operator()<8>();
+            break;
+        case 4:
+            return run.template operator()<4>();
+        case 2:
+            return run.template operator()<2>();
+        default:
+            return run.template operator()<1>();
+    }
+}
+
+// to [T, D] = Σ granules of a four. Hidden values go through granule `nth` of `hidden`, which is this thread's own.
+void sum_four(const Granules& weights, const FfnShape& shape, const Rows& x, const Rows& hidden, int nth,
+              const Four& four, const float* pending, float* to) {
+    const Matrix& down = shape.down;
+    for (int g = four.lo; g < four.hi; ++g) {
+        const std::uint8_t* granule = weights.data + std::size_t(g) * weights.stride;
+        hidden_of(shape, granule, granule + down.offset, x, hidden, nth);
+        const float* before = g > four.lo ? to : four.continues ? pending : nullptr;
+        const std::uint8_t* block = granule + down.offset;
+        const int whole = hidden.q != nullptr ? down.rows / kTileRows : 0;
+        for (int row = 0; row < hidden.count && whole > 0;) {
+            const int n = panel_of(row, hidden.count).n;
+            const std::ptrdiff_t at = std::ptrdiff_t(row) * down.rows;
+            const Operand operand = hidden.panel(row).at(std::ptrdiff_t(nth) * down.groups() * down.group,
+                                                         std::ptrdiff_t(nth) * down.groups(), n);
+            down_panel(down, block, whole, n, operand, before != nullptr ? before + at : nullptr, to + at);
+            row += n;
+        }
+        for (int tile = whole; tile < down.tiles(); ++tile) {
+            const int column = tile * kTileRows, count = down.rows - column;
+            const auto place = [&](int row) { return std::ptrdiff_t(row) * down.rows + column; };
+            const Tiles one{1, {block + std::size_t(tile) * down.tile_bytes(), 1, 0}, nth};
+            tile_rows(
+                down, one, hidden, 0, hidden.count,
+                [&](int row, int) { return before != nullptr ? load_some(before + place(row), count) : f_zero(); },
+                [&](int row, int, F y) { store_some(to + place(row), y, count); });
+        }
+    }
+}
+
+// The sums of fours [begin, begin + count), one after the other, for this thread's columns.
+void fold_fours(const Team& team, const Fours& fours, int begin, int count, const float* sums, int t, int d) {
+    const FfnSum& sum = fours.sum;
+    const auto [lo, hi] = team.share((d + kTileRows - 1) / kTileRows);
+    for (int row = 0; row < t; ++row) {
+        for (int tile = lo; tile < hi; ++tile) {
+            const std::ptrdiff_t at = std::ptrdiff_t(row) * d + tile * kTileRows;
+            const int some = d - tile * kTileRows;
+            F y = sum.first && begin == 0 ? f_zero() : load_some(sum.partial + at, some);
+            for (int i = 0; i < count; ++i) {
+                const F term = load_some(sums + std::ptrdiff_t(i) * t * d + at, some);
+                if (fours.at(begin + i).keeps) {
+                    store_some(sum.pending + at, term, some);
+                } else {
+                    y = f_add(y, term);
+                }
+            }
+            store_some(sum.partial + at, y, some);
+        }
+    }
+}
+
+bool ffn_few(Pool& pool, const Granules& weights, const FfnShape& shape, const float* h, int t, const FfnSum& sum,
+             std::size_t cost, bool exact, Scratch scratch) {
+    const Fours fours(sum, 0, weights.count, weights.count);
+    const int d = shape.down.rows;
+    const std::size_t sum_bytes = std::size_t(t) * std::size_t(d) * sizeof(float);
+    Input input;
+    if (!input.plan(shape.up, h, shape.up.cols, 1, t, exact, scratch)) return false;
+    // As many threads and fours at a time as there is scratch for.
+    Prepared prepared;
+    int busy = std::min(pool.threads(), fours.count), wave = 0;
+    float* sums = nullptr;
+    for (; busy > 0 && sums == nullptr; busy = sums == nullptr ? busy / 2 : busy) {
+        Scratch left = scratch;
+        if (!Prepared::plan(shape.down, busy, t, exact, left, prepared)) continue;
+        wave = static_cast<int>(std::min(std::size_t(fours.count), left.nbytes / 64 * 64 / sum_bytes));
+        if (wave >= busy) sums = take<float>(left, std::size_t(wave) * sum_bytes / sizeof(float));
+    }
+    if (sums == nullptr) return false;
+    std::atomic<int> next{0};  // threads take fours as they come: where one is held up, the others do more
+    pool.run(cost, [&](const Team& team) {
+        const auto take_next = [&] {
+            const int found = team.id() < busy ? next.fetch_add(1, std::memory_order_relaxed) : fours.count;
+            if (found < fours.count) prefetch_run(weights.data + std::size_t(fours.at(found).lo) * weights.stride);
+            return found;
+        };
+        int mine = take_next();
+        const Rows x = input.chunk_at(team, 0);
+        for (int begin = 0; begin < fours.count; begin += wave) {
+            const int end = std::min(begin + wave, fours.count);
+            for (; mine < end; mine = take_next()) {
+                sum_four(weights, shape, x, prepared.rows, team.id(), fours.at(mine), sum.pending,
+                         sums + std::ptrdiff_t(mine - begin) * t * d);
+            }
+            team.barrier();
+            fold_fours(team, fours, begin, end - begin, sums, t, d);
+            if (end < fours.count) team.barrier();
+        }
+    });
+    return true;
+}
+
+// ---- many rows: threads share the hidden values of some granules, then the columns of what they add up to -----------
+
+// This thread's tiles of the sums over granules [fours.begin, fours.end), whose hidden values are `hidden`. A tile's
+// sums stay in registers over a four.
+void sum_columns(const Team& team, const Granules& weights, const Matrix& down, const Rows& hidden, const Fours& fours,
+                 std::ptrdiff_t row0) {
+    const FfnSum& sum = fours.sum;
+    const Cuts cuts(down, hidden.count);
+    const auto [lo, hi] = team.share(cuts.per_granule);
+    for (int cut = lo; cut < hi; ++cut) {
+        const int column = cuts.tile(cut) * kTileRows;
+        const auto place = [&](int row, int tile) {
+            return (row0 + row) * down.rows + column + std::ptrdiff_t(tile) * kTileRows;
+        };
+        const auto count = [&](int tile) { return down.rows - column - tile * kTileRows; };
+        for (int i = 0; i < fours.count; ++i) {
+            const Four four = fours.at(i);
+            const bool starts = sum.first && fours.begin == 0 && i == 0;
+            Tiles tiles = cuts.tiles_of(weights, down, four.lo * cuts.per_granule + cut);
+            tiles.granule = four.lo - fours.begin;
+            tiles.series.count = four.hi - four.lo;
+            tiles.series.ahead = weights.stride;
+            tile_rows(
+                down, tiles, hidden, 0, hidden.count,
+                [&](int row, int tile) {
+                    return four.continues ? load_some(sum.pending + place(row, tile), count(tile)) : f_zero();
+                },
+                [&](int row, int tile, F y) {
+                    const std::ptrdiff_t at = place(row, tile);
+                    if (four.keeps) {
+                        store_some(sum.pending + at, y, count(tile));
+                    } else {
+                        const F before = starts ? f_zero() : load_some(sum.partial + at, count(tile));
+                        store_some(sum.partial + at, f_add(before, y), count(tile));
+                    }
+                });
+        }
+    }
+}
+
+bool ffn_many(Pool& pool, const Granules& weights, const FfnShape& shape, const float* h, int t, const FfnSum& sum,
+              std::size_t cost, bool exact, Scratch scratch) {
+    const Matrix& down = shape.down;
+    Input input;
+    if (!input.plan(shape.up, h, shape.up.cols, 1, t, exact, scratch)) return false;
+    // As many granules at a time as the scratch holds hidden values of, but no more than stay in the L2 cache.
+    constexpr int kMostGranules = 64;
+    int block = std::min(weights.count, kMostGranules);
+    Prepared prepared;
+    for (; block > 0; block = block > 1 ? block / 2 : 0) {
+        Scratch left = scratch;
+        if (Prepared::plan(down, block, input.chunk(), exact, left, prepared)) break;
+    }
+    if (block == 0) return false;
+    pool.run(cost, [&](const Team& team) {
+        prefetch_run(weights.data + std::size_t(team.share(std::min(block, weights.count)).first) * weights.stride);
+        for (int row0 = 0; row0 < t; row0 += input.chunk()) {
+            const Rows x = input.chunk_at(team, row0);
+            Rows hidden = prepared.rows;
+            hidden.count = x.count;
+            for (int begin = 0; begin < weights.count; begin += block) {
+                const int end = std::min(begin + block, weights.count);
+                if (begin > 0) team.barrier();  // hidden values of the block before are used up
+                const auto [lo, hi] = team.share(end - begin);
+                for (int i = lo; i < hi; ++i) {
+                    const std::uint8_t* granule = weights.data + std::size_t(begin + i) * weights.stride;
+                    hidden_of(shape, granule, granule + (i + 1 < hi ? weights.stride : 0), x, hidden, i);
+                }
+                team.barrier();
+                sum_columns(team, weights, down, hidden, Fours(sum, begin, end, weights.count), row0);
+            }
+        }
+    });
+    return true;
+}
+
+bool ffn(Pool& pool, const Granules& weights, const FfnShape& shape, const float* h, int t, const FfnSum& sum,
+         bool exact, Scratch scratch) {
+    if (shape.up.rows > kGranuleRows) return false;
+    const std::size_t bytes = bytes_of(shape.up) * (shape.gate.rows > 0 ? 2 : 1) + bytes_of(shape.down);
+    const auto run = t <= kFewRows ? ffn_few : ffn_many;
+    if (!run(pool, weights, shape, h, t, sum, cost_of(weights, bytes, t), exact, scratch)) return false;
+    // A four that this call leaves to the next one adds nothing yet.
+    const Fours fours(sum, 0, weights.count, weights.count);
+    if (sum.first && fours.count == 1 && sum.keeps) std::fill_n(sum.partial, std::size_t(t) * shape.down.rows, 0.0F);
+    return true;
+}
+
+}  // namespace
+}  // namespace penstock::PENSTOCK_ISA
