@@ -119,6 +119,7 @@ class Shape:
         found, ram = self._below_ram(lambda: self.ours.ask("decode", self._decode_tokens))
         figures["decode_tokens_per_s"] = self._decode_tokens / found["seconds"]
         figures["decode_share_of_ram_bandwidth"] = found["bytes"] / found["seconds"] / ram
+        figures["decode_ram_bytes_per_s"] = ram
         self.bytes_per_token["penstock"] = found["bytes"] / self._decode_tokens
 
     def _peer_decode(self, figures: Figures) -> None:
@@ -187,10 +188,15 @@ def measure(name: str, config_file: Path, folder: Path, rounds: int, ceilings: C
     if others_share > LOUD_SHARE:
         print(f"{name}: other processes took {others_share:.1%} of the processors: measure again when it is quiet")
     spreads = {figure: spread([figures[figure] for figures in found]) for figure in found[0]}
+    for i, figures in enumerate(found):
+        names = ("decode_share_of_ram_bandwidth", "decode_vs_llamacpp", "four_sequences_gain")
+        shown = ", ".join(f"{figure} {figures[figure]:.2f}" for figure in names)
+        print(f"{name}  round {i + 1}: RAM {figures['decode_ram_bytes_per_s'] / 1e9:.0f} GB/s, {shown}", flush=True)
     for figure, s in spreads.items():
         print(f"{name}  {figure:36} {s['median']:9.3f}  ({s['min']:.3f} to {s['max']:.3f})", flush=True)
     return {
         **{figure: s["median"] for figure, s in spreads.items()},
+        "by_round": found,
         "ranges": {figure: {"min": s["min"], "max": s["max"]} for figure, s in spreads.items()},
         "ratios_of_medians": {r: spreads[a]["median"] / spreads[b]["median"] for r, (a, b) in RATIOS.items()},
         **shape.facts(),

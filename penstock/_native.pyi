@@ -126,7 +126,8 @@ class _Ops:
         scratch_bytes: int,
     ) -> None:  # fmt: skip
         """partial [rows, D] (+)= down · act(gate h) * (up h) of every granule, by fours of the layer's, whose granule
-        number `granule` comes first; pending [rows, D]: the sum of a four that the call before left, this one leaves."""
+        number `granule` comes first. pending [rows, D]: the sum of a four that the call before left or this one leaves.
+        """
 
     def qkv(
         self, weights: int, count: int, stride: int, shape: QkvShape, attention: AttentionShape, h: int, rows: int,

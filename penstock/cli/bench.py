@@ -12,9 +12,14 @@ from penstock.errors import BadRequest
 
 
 def bench(
-    what: Annotated[str, Argument(metavar="WHAT", help="ops: every op of a layer, alone.")],
-    config: Annotated[str, Argument(metavar="CONFIG", help="A model's config.json, its folder, or a packed model.")],
     machine: Machine,
+    what: Annotated[str | None, Argument(metavar="WHAT", help="ops: every op of a layer, alone.")] = None,
+    config: Annotated[
+        str | None, Argument(metavar="CONFIG", help="A model's config.json, its folder, or a packed model.")
+    ] = None,
+    calibrate: Annotated[
+        bool, Option("--calibrate", help="Correct this machine's figures by what runs showed, and say how.")
+    ] = False,
     weights: Weights = None,
     kv: Annotated[str, Option("--kv", metavar="FORMAT", help="float16, bfloat16 or float32.")] = "float16",
     rows: Annotated[str, Option("--rows", metavar="N,N,…", help="Rows of a pass, one setting each.")] = "1,4,64,512",
@@ -27,6 +32,13 @@ def bench(
     deliver at most, measured in the same run.
     """
     machine.prepare()
+    if calibrate:
+        if what is not None:
+            raise BadRequest("--calibrate goes alone: it uses the runs that there were")
+        _calibrate(machine, as_json)
+        return
+    if what is None or (what == "ops" and config is None):
+        raise BadRequest("say what to measure: penstock bench ops CONFIG, or --calibrate")
     if what != "ops":
         raise BadRequest(f"{what} cannot be measured; there is ops")
     try:
@@ -40,6 +52,7 @@ def bench(
     from penstock.serve.planning import describe
     from penstock.spec.format import parse_format
 
+    assert config is not None
     spec, fmt = describe(as_path(config), parse_format(weights) if weights else None)
     kept = parse_format(kv)
     if kept.is_quantised:
@@ -69,3 +82,23 @@ def bench(
                 "ops": [m.to_json() for m in found],
             }
         )
+
+
+def _calibrate(machine: Machine, as_json: bool) -> None:
+    """Prints every change, then writes the machine's file; the runs that it came from do not count again."""
+    from penstock.runtime.probe import keep, load_or_probe, machine_file
+    from penstock.serve.history import calibrated, history_file, runs
+
+    file = machine_file(machine.cache_folder)
+    seen = runs(file)
+    with progress() as tell:
+        before = load_or_probe(machine.cache_folder, machine.cache_folder, tell)
+    after, changes = calibrated(before, seen)
+    if changes:
+        keep(file, after)
+        history_file(file).unlink(missing_ok=True)
+    lines = changes or [f"{len(seen)} runs so far, too few or too mixed to correct anything: run some more"]
+    if as_json:
+        print_json({"runs": len(seen), "changes": changes, "machine_file": str(file) if changes else None})
+        return
+    print("\n".join([*lines, *([f"written to {file}"] if changes else [])]))

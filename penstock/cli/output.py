@@ -90,7 +90,7 @@ def speed_line(generation: Generation, prediction: Prediction) -> str:
     speed = generation.decode_tokens_per_s
     parts = [
         f"{speed:.2f} tok/s (predicted {prediction.decode_tokens_per_s:.2f})",
-        f"first token after {format_seconds(generation.ttft_s)} (predicted {format_seconds(prediction.ttft_s)})",
+        f"first token after {format_seconds(generation.batch_ttft_s)} (predicted {format_seconds(prediction.ttft_s)})",
     ]
     if generation.disk_bytes_per_token:
         parts.append(f"disk {format_rate(generation.disk_bytes_per_token * speed)}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -13,6 +14,10 @@ from penstock.cli.output import note, print_json, progress
 from penstock.errors import BadRequest
 
 if TYPE_CHECKING:
+    from penstock.planner.explain import Band, Limit
+    from penstock.planner.predict import Prediction
+    from penstock.planner.solve import Solved
+    from penstock.planner.what_if import WhatIf
     from penstock.spec.machine import MachineSpec
 
 _MACHINES = Path(penstock.__file__).parent / "machines"
@@ -27,28 +32,77 @@ def plan(
         str | None,
         Option("--machine", metavar="FILE", help="A machine that is not here: a file of `penstock probe --json`."),
     ] = None,
+    svg: Annotated[
+        str | None, Option("--svg", metavar="FILE", help="Also draw it: what fills each tier, what each lane does.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Where everything would go, and how fast it would be.
+    """Where everything would go, how fast it would be, and what would make it faster.
 
     Reads the model's config.json and no weights.
     """
     machine.prepare()
-    from penstock.planner.explain import table
+    from penstock.planner import explain
     from penstock.planner.solve import solve
+    from penstock.planner.what_if import what_if
     from penstock.serve.planning import describe
-    from penstock.spec import codec
-    from penstock.spec import plan as plans
     from penstock.spec.format import parse_format
 
     spec, fmt = describe(as_path(model), parse_format(weights) if weights else None)
     ask = work.ask(machine)
-    solved = solve(ask, spec, fmt, _machine(machine_file, machine))
-    if not as_json:
-        print(table(solved))
-        return
-    predicted = {name: codec.to_json(value) for name, value in vars(solved.prediction).items()}
-    print_json({"plan": plans.to_json(solved.plan), "predicted": predicted, "reasons": solved.reasons})
+    spec_of_machine = _machine(machine_file, machine)
+    solved = solve(ask, spec, fmt, spec_of_machine)
+    others = what_if(solved, ask, spec_of_machine)
+    band = explain.Band() if machine_file is not None else _band(machine)
+    if svg is not None:
+        from penstock.planner import picture
+
+        notes = explain.others(solved, others, ask)
+        _write(svg, picture.svg(solved, ask, spec_of_machine, as_path(model).name or model, band, notes))
+    if as_json:
+        print_json(_report(solved, explain.limits(solved, ask, spec_of_machine), band, others))
+    else:
+        print(explain.table(solved, ask, spec_of_machine, band, others))
+
+
+def _report(solved: Solved, limits: Iterable[Limit], band: Band, others: WhatIf) -> dict[str, Any]:
+    """The JSON object: the plan as `--plan` reads it, and what the table says."""
+    from penstock.spec import codec
+    from penstock.spec import plan as plans
+
+    def beside(then: Prediction) -> dict[str, float]:
+        change = then.decode_tokens_per_s / solved.prediction.decode_tokens_per_s - 1
+        return {"decode_tokens_per_s": then.decode_tokens_per_s, "ttft_s": then.ttft_s, "decode_change": change}
+
+    return {
+        "plan": plans.to_json(solved.plan),
+        "predicted": {name: codec.to_json(value) for name, value in vars(solved.prediction).items()},
+        "band": {"decode": band.decode, "ttft": band.ttft, "runs": band.runs},
+        "limits": {each.tier: {"used_bytes": each.used_bytes, "limit_bytes": each.limit_bytes} for each in limits},
+        "one_more_gib": None if others.one_more_gib is None else beside(others.one_more_gib),
+        "other_formats": {fmt.name: beside(then) for fmt, then in others.other_formats},
+        "reasons": solved.reasons,
+    }
+
+
+def _band(machine: Machine) -> Band:
+    """Of this machine, from its runs."""
+    from penstock.serve.history import error_band
+
+    return error_band(machine.cache_folder)
+
+
+def _write(name: str, text: str) -> None:
+    """A file in one step, or one line that says why not."""
+    from penstock.store.files import write_bytes
+
+    try:
+        file = as_path(name).resolve()
+        if not file.name or (file.exists() and not file.is_file()):
+            raise BadRequest(f"--svg {name!r} is not a file that can be written")
+        write_bytes(file, text.encode())
+    except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError
+        raise BadRequest(f"--svg {name} cannot be written: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _machine(name: str | None, machine: Machine) -> MachineSpec:

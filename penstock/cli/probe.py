@@ -13,6 +13,8 @@ from penstock.units import format_bytes, format_rate, format_seconds
 if TYPE_CHECKING:
     from penstock.spec.machine import MachineSpec
 
+_BUSY = 0.5  # of all CPUs, in the last minute
+
 
 def probe(
     machine: Machine,
@@ -37,19 +39,37 @@ def probe(
     if as_json:
         print_json(json.loads(machines.dumps(found)))
         return
-    print("\n".join(fit_lines(found)))
+    print("\n".join([*fit_lines(found), *here_lines()]))
 
 
 def fit_lines(machine: MachineSpec) -> list[str]:
-    """The machine as text: its tiers, and what a task costs on each lane."""
+    """The machine as text: its tiers, and what a task costs on each lane: alpha, and the longer of bytes and flops."""
     lines = [f"{machine.name}: {machine.cpu or 'unknown processor'}, {machine.threads} threads ({machine.source})"]
     lines += [f"  {tier.name:<8}{format_bytes(tier.bytes)}" for tier in machine.tiers]
-    lines.append(f"  {'lane':<8}{'op':<10}{'format':<10}{'a task':>10}  {'bytes':>13}  {'flops':>14}  {'r²':>5}")
+    lines.append(
+        f"  {'lane':<13}{'op':<8}{'format':<10}{'rows':>6}{'alpha':>9}  {'bytes':>11}  {'flops':>13}  {'r²':>6}"
+    )
     for rate in machine.rates:
         read = format_rate(1 / rate.s_per_byte) if rate.s_per_byte else "-"
-        flops = f"{1e-9 / rate.s_per_flop:.1f} GFLOP/s" if rate.s_per_flop else "-"
-        alpha = format_seconds(rate.alpha_s)
-        lines.append(
-            f"  {rate.lane:<8}{rate.op:<10}{rate.format:<10}{alpha:>10}  {read:>13}  {flops:>14}  {rate.r2:>5.3f}"
-        )
+        flops = f"{1e-9 / rate.s_per_flop:.0f} GFLOP/s" if rate.s_per_flop else "-"
+        rows, alpha = f"≤ {rate.rows}" if rate.rows else "any", format_seconds(rate.alpha_s)
+        what = f"  {rate.lane:<13}{rate.op:<8}{rate.format:<10}{rows:>6}"
+        lines.append(f"{what}{alpha:>9}  {read:>11}  {flops:>13}  {rate.r2:>6.3f}")
+    lines += [f"  {s.lane} beside {s.beside}: takes {s.factor:.2f} times as long" for s in machine.sharing]
+    return lines
+
+
+def here_lines() -> list[str]:
+    """What this machine has left just now."""
+    from penstock.runtime import host
+
+    load, cpus = host.load(), host.usable_cpus()
+    limit, physical = host.memory_limit_bytes(), host.physical_bytes()
+    lines = [
+        f"  free now: {format_bytes(host.available_bytes())} of {format_bytes(limit)} of memory"
+        + (f" (a cgroup's limit; the machine has {format_bytes(physical)})" if limit < physical else "")
+        + f", {cpus} of {host.all_cpus()} CPUs"
+    ]
+    if load > _BUSY * cpus:
+        lines.append(f"  load {load:.1f}: other processes are busy, and measurements made now show it")
     return lines

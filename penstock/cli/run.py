@@ -67,7 +67,9 @@ def run(
 def answer(engine: Engine, prompts: list[list[int]], params: SamplingParams, as_json: bool) -> None:
     """Generates and prints: streamed text and a line of speed, or the JSON object."""
     if as_json:
-        print_json(engine.generate(prompts, params)[0].report(engine.prediction))
+        first = engine.generate(prompts, params)[0]
+        engine.keep(first)
+        print_json(first.report(engine.prediction))
         return
     if len(prompts) == 1:
         generation = _print_stream(engine, prompts[0], params)
@@ -75,6 +77,7 @@ def answer(engine: Engine, prompts: list[list[int]], params: SamplingParams, as_
         answers = engine.generate(prompts, params)
         generation = answers[0]
         print("\n\n".join(each.text for each in answers), flush=True)
+    engine.keep(generation)
     note(speed_line(generation, engine.prediction))
 
 

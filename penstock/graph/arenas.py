@@ -42,10 +42,8 @@ class Layout:
     @property
     def executors(self) -> tuple[str, ...]:
         """Executors of the plan, the main one first."""
-        found = [self.plan.main]
-        for unit in self.plan.units:
-            found += [e for e in (unit.decode, unit.prefill) if e not in found]
-        return tuple(found)
+        found = [executor for unit in self.plan.units for executor in (unit.decode, unit.prefill)]
+        return tuple(dict.fromkeys([self.plan.main, *found]))
 
     def streams(self, unit: Unit, purpose: str) -> bool:
         """Whether a pass loads the unit into its executor's ring. An embedding is gathered instead,

@@ -84,24 +84,27 @@ class Emitter:
         yield from self.closed()
 
     def _add(self, lanes: tuple[str, ...], call: Call) -> None:
-        signature = ops.OPS[call.op]
+        modes = ops.OPS[call.op].modes
+        last = len(modes) - 1  # the last operand's mode repeats
         touched: list[tuple[Slot, bool, bool]] = []
         waits: dict[str, int] = {}
         for i, slot in enumerate(call.slots):
-            mode = signature.mode(i)
-            if mode == "s" or slot.arena.endswith(_UNTRACKED):
+            mode = modes[i] if i < last else modes[last]
+            arena, lo, hi = slot
+            if mode == "s" or arena.endswith(_UNTRACKED):
                 continue
             touched.append((slot, mode != "w", mode != "r"))
-            for other, task in self._hazards.conflicts(slot.arena, slot.lo, slot.hi, mode != "r"):
+            for other, task in self._hazards.conflicts(arena, lo, hi, mode != "r"):
                 if other not in lanes and task > waits.get(other, -1):
                     waits[other] = task
         lane = lanes[0]
-        known = self._known.setdefault(lane, {})
-        waits = {other: task for other, task in waits.items() if task > known.get(other, -1)}
-        known.update(waits)
-        for other, task in waits.items():
-            if other in self._open and self._open[other].id == task:
-                self.close(other)
+        if waits:
+            known = self._known.setdefault(lane, {})
+            waits = {other: task for other, task in waits.items() if task > known.get(other, -1)}
+            known.update(waits)
+            for other, task in waits.items():
+                if other in self._open and self._open[other].id == task:
+                    self.close(other)
         if waits:
             self.close(lane)
         if lane not in self._open:
@@ -109,8 +112,9 @@ class Emitter:
             self._next_id += 1
         current = self._open[lane]
         current.calls.append(call)
+        mark = (lane, current.id)
         for slot, read, write in touched:
-            self._hazards.record(slot.arena, slot.lo, slot.hi, write, (lane, current.id))
+            self._hazards.record(*slot, write, mark)
             if read:
                 current.reads[slot] = None
             if write:

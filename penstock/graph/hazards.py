@@ -42,6 +42,13 @@ class Hazards:
     def record(self, arena: str, lo: int, hi: int, write: bool, mark: Mark) -> None:
         """Notes that the task `mark` reads (or writes) [lo, hi)."""
         starts, segments = self._arenas.setdefault(arena, ([], []))
+        i = bisect_right(starts, lo) - 1
+        if i >= 0 and segments[i].lo == lo and segments[i].hi == hi:  # nearly always: the same operand again
+            if write:
+                segments[i].writer, segments[i].readers = mark, {}
+            else:
+                segments[i].readers[mark[0]] = mark[1]
+            return
         self._split(starts, segments, lo)
         self._split(starts, segments, hi)
         first = bisect_right(starts, lo - 1)

@@ -41,6 +41,8 @@ class Lowering:
             self._units.setdefault(unit.part, []).append(i)
         self._head = head_units(plan)
         self._rings = {tier: Ring(f"{tier}.ring", nbytes) for tier, nbytes in plan.ring_bytes.items()}
+        self._streams: dict[tuple[Stream, str], list[tuple[int, int]]] = {}
+        self._matrix_costs: dict[tuple[int, tuple[str, ...]], Cost] = {}
         self._emit = Emitter()
         self._repeats = Repeats(plan, self.layout)
 
@@ -125,21 +127,19 @@ class Lowering:
         keys, values = layout.kv(layer, batch)
         h, partial = self._rows(executor, batch, "h"), self._rows(executor, batch, "partial")
         scratch, fmt = self._scratch(executor), part.format.kind
-        cost = ops.matrix_cost(part, unit.lo, unit.hi, ops.QKV_BLOCKS, t)
+        cost = self._matrix_cost(u, ops.QKV_BLOCKS, t)
         norms = self._whole(f"{layer}.norms")
         self._call(executor, "qkv", u, batch, (weights, norms, h, q, keys, values, scratch), (layer,), fmt, cost)
         cost = ops.attend_cost(a, heads, batch, home.format.bits / 8)
         self._call(executor, "attend", u, batch, (q, keys, values, out, scratch), (layer,), home.format.kind, cost)
-        cost = ops.matrix_cost(part, unit.lo, unit.hi, ops.OUT_BLOCKS, t)
+        cost = self._matrix_cost(u, ops.OUT_BLOCKS, t)
         self._call(executor, "out", u, batch, (weights, out, partial, scratch), (layer, int(first)), fmt, cost)
 
-    def _ffn(
-        self, layer: int, u: int, executor: str, weights: Slot, batch: Batch, first: bool, purpose: str
-    ) -> None:
+    def _ffn(self, layer: int, u: int, executor: str, weights: Slot, batch: Batch, first: bool, purpose: str) -> None:
         unit = self.plan.units[u]
         part = self.parts[unit.part]
         h, partial = self._rows(executor, batch, "h"), self._rows(executor, batch, "partial")
-        cost = ops.matrix_cost(part, unit.lo, unit.hi, ops.FFN_BLOCKS, batch.total_rows)
+        cost = self._matrix_cost(u, ops.FFN_BLOCKS, batch.total_rows)
         slots = (weights, h, partial, self._rows(executor, batch, "pending"), self._scratch(executor))
         continues, keeps = (int(self._cuts_a_four(u, other, purpose)) for other in (u - 1, u + 1))
         args = (layer, int(first), continues, keeps)
@@ -179,7 +179,7 @@ class Lowering:
                 if n:
                     h = self.layout.act(main, batch.id, "h", 4 * n * max(spec.d_model, spec.d_embed))
                     logits = self.layout.act(main, batch.id, "logits", 4 * n * spec.vocab)
-                    cost = ops.matrix_cost(part, unit.lo, unit.hi, ops.VOCAB_BLOCKS, n)
+                    cost = self._matrix_cost(u, ops.VOCAB_BLOCKS, n)
                     best = self.layout.act(main, batch.id, "best", 8 * n)
                     slots = (weights, h, logits, best, self._scratch(main))
                     first = int(u == self._head[0])
@@ -220,6 +220,15 @@ class Lowering:
     ) -> None:
         self._emit.call(executor, Call(op, unit, batch, slots, args, fmt, *cost))
 
+    def _matrix_cost(self, u: int, blocks: tuple[str, ...], rows: int) -> Cost:
+        """What it costs to multiply rows with a unit's blocks; for one row it is worked out once."""
+        one = self._matrix_costs.get((u, blocks))
+        if one is None:
+            unit = self.plan.units[u]
+            one = ops.matrix_cost(self.parts[unit.part], unit.lo, unit.hi, blocks, 1)
+            self._matrix_costs[u, blocks] = one
+        return one[0], one[1] * rows
+
     # -- slots ----------------------------------------------------------------------------------------
 
     def _rows(self, executor: str, batch: Batch, name: str) -> Slot:
@@ -241,16 +250,19 @@ class Lowering:
     # -- streams --------------------------------------------------------------------------------------
 
     def _stream(self, stream: Stream, tier: str) -> list[tuple[int, int]]:
-        """(unit, bytes) that a pass of this kind streams through a tier's ring, in order."""
+        """(unit, bytes) that a pass of this kind streams through a tier's ring, in order. Worked out once."""
+        if (stream, tier) in self._streams:
+            return self._streams[stream, tier]
         layers = range(len(self.plan.target.spec.layers))
         order = [u for i in layers for kind in ("attn", "ffn") for u in self._units[f"{i}.{kind}"]]
         order += self._head if stream.logits else []
         units = [(u, self.plan.units[u]) for u in order]
-        return [
-            (u, self.plan.unit_bytes(unit))
+        found = self._streams[stream, tier] = [
+            (u, (unit.hi - unit.lo) * self.parts[unit.part].granule_bytes)
             for u, unit in units
             if unit.executor(stream.purpose) == tier and self.layout.streams(unit, stream.purpose)
         ]
+        return found
 
     def _release(self, u: int, purpose: str) -> None:
         """The unit's last call is emitted: its ring bytes are free for the loads that wait."""

@@ -37,9 +37,13 @@ class Ring:
             raise InternalError(f"unit {unit} of {nbytes} bytes is larger than {self.arena} of {self.nbytes}")
         lo = self._cursor if self._cursor + nbytes <= self.nbytes else 0
         slot = Slot(self.arena, lo, lo + nbytes)
-        live = [*self._taken.values(), *(held for _, held in self._ahead)]
-        if any(held.lo < slot.hi and slot.lo < held.hi for held in live):
-            return None
+        hi = slot.hi
+        for _, held_lo, held_hi in self._taken.values():
+            if held_lo < hi and lo < held_hi:
+                return None
+        for _, (_, held_lo, held_hi) in self._ahead:
+            if held_lo < hi and lo < held_hi:
+                return None
         self._waiting.popleft()
         self._ahead.append((unit, slot))
         self._cursor = slot.hi

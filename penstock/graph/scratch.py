@@ -87,10 +87,10 @@ def scratch_bytes(plan: Plan, tier: str) -> int:
         elif part.kind in ("embed", "head"):  # a granule's logits
             product += round_up(4 * n * part.granule_rows, _ALIGN)
         need = max(need, product)
-    for layer in spec.layers:
+    attn = next(p for p in plan.parts.values() if p.kind == "attn")
+    for layer in dict.fromkeys(spec.layers):  # most are alike
         a, page = layer.attention, plan.page_tokens
         projected = 4 * rows * (a.heads_per_kv + 2) * a.head_dim * 2  # q, k, v of one KV head, twice
-        attn = next(p for p in plan.parts.values() if p.kind == "attn")
         need = max(need, projected + max(matmul_bytes(b, rows) for b in attn.blocks if b.tiled) + 8 * rows * a.head_dim)
         query_rows = rows * a.heads_per_kv
         # A page of K and V as float32, scores and their exponentials [query_rows, page], running sums.

@@ -2,25 +2,57 @@
 
 from __future__ import annotations
 
-from penstock.graph.tasks import Task
+from penstock.graph.tasks import Call, Task
 from penstock.spec.machine import MachineSpec, Rate
+
+Overheads = tuple[float, float]  # seconds of a task, and of a call that nobody has prepared
 
 
 class Cost:
-    """A machine's rates, looked up once per (lane, op, format)."""
+    """A machine's rates, looked up once per (lane, op, format, rows)."""
 
     def __init__(self, machine: MachineSpec) -> None:
         self.machine = machine
-        self._rates: dict[tuple[str, str, str], Rate] = {}
+        self.between_passes_s = machine.overhead_s("host", "pass")
+        self._rates: dict[tuple[str, str, str, int], Rate] = {}
+        self._overheads: dict[str, Overheads] = {}
 
     def seconds(self, task: Task) -> float:
-        """Calls run one after another: the sum of alpha + max(bytes · s_per_byte, flops · s_per_flop), each
-        (ScheInfer Eq. 3, with PIPO's two regimes). On two lanes the slower leg counts."""
-        return max(sum(self._call_s(lane, *call[5:8], call.op) for call in task.calls) for lane in task.lanes)
+        """How long a task occupies its lanes where no other lane is busy. Calls run one after another: the sum of
+        alpha + max(bytes · s_per_byte, flops · s_per_flop), each (ScheInfer Eq. 3, with PIPO's two regimes), and what a
+        task costs beside them. On two lanes the slower leg counts."""
+        return max(self._lane_s(lane, task) for lane in task.lanes)
 
-    def _call_s(self, lane: str, fmt: str, nbytes: int, flops: int, op: str) -> float:
-        key = (lane, op, fmt)
+    def factor(self, lane: str, busy: frozenset[str]) -> float:
+        """How much longer a task on `lane` takes while other lanes are busy: by their sharings, all of them."""
+        found = 1.0
+        for sharing in self.machine.sharing:
+            if sharing.lane == lane and sharing.beside in busy:
+                found *= sharing.factor
+        return found
+
+    def _lane_s(self, lane: str, task: Task) -> float:
+        if lane not in self._overheads:
+            self._overheads[lane] = (self.machine.overhead_s(lane, "task"), self.machine.overhead_s(lane, "call"))
+        task_s, call_s = self._overheads[lane]
+        total = task_s + (call_s * len(task.calls) if task.like < 0 else 0.0)
+        for call in task.calls:
+            rate = self._rate(lane, call)
+            total += rate.alpha_s + max(call.bytes * rate.s_per_byte, call.flops * rate.s_per_flop)
+        return total
+
+    def _rate(self, lane: str, call: Call) -> Rate:
+        key = (lane, call.op, call.format, _rows(call))
         rate = self._rates.get(key)
         if rate is None:
-            rate = self._rates[key] = self.machine.rate(lane, op, fmt)
-        return rate.alpha_s + max(nbytes * rate.s_per_byte, flops * rate.s_per_flop)
+            rate = self._rates[key] = self.machine.rate(*key)
+        return rate
+
+
+def _rows(call: Call) -> int:
+    """Rows that the call multiplies, as rates count them."""
+    if call.batch is None:
+        return 1
+    if call.op == "head":
+        return max(1, len(call.batch.logits))
+    return max(call.batch.rows) if call.op == "attend" else call.batch.total_rows

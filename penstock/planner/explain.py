@@ -1,12 +1,18 @@
-"""A plan as a table that a person reads: what lies where, what it will do, and why."""
+"""A plan as a table that a person reads: what lies where, what it will do, what would be faster, and why."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from penstock.planner.predict import Prediction
 from penstock.planner.solve import Solved
+from penstock.planner.what_if import WhatIf
+from penstock.spec.ask import Ask
+from penstock.spec.machine import MachineSpec
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_seconds
 
-_KINDS = {
+PART_KINDS = {
     "attn": "attention",
     "ffn": "FFN",
     "embed": "embedding",
@@ -14,7 +20,7 @@ _KINDS = {
     "norms": "norms",
     "edges": "norms",
 }
-_ARENAS = {
+ARENAS = {
     "weights": "weights that stay",
     "ring": "ring that weights stream through",
     "kv": "KV cache",
@@ -22,22 +28,75 @@ _ARENAS = {
     "scratch": "scratch",
     "staging": "embedding rows in flight",
 }
+_TIERS = {"host": "RAM", "disk0": "disk", "gpu0": "device"}
+_LANES = {"host": "the processor", "disk0": "the disk", "gpu0": "the device"}
+ENOUGH_RUNS = 3
+_SAME = 0.005  # relative change of speed that counts as none
 
 
-def table(solved: Solved) -> str:
-    """Lines without a newline at the end."""
-    return "\n".join([*_weights(solved.plan), "", *_memory(solved.plan), "", *_speed(solved), "", *_reasons(solved)])
+@dataclass(frozen=True)
+class Band:
+    """Relative half-widths of a prediction's error band: of tokens/s and of the time to the first token. `runs`: how
+    many runs on the machine are known; of less than `ENOUGH_RUNS` the widths are assumed."""
+
+    decode: float = 0.25
+    ttft: float = 0.25
+    runs: int = 0
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Bytes of a tier that a plan takes, and that it may take."""
+
+    tier: str
+    used_bytes: int
+    limit_bytes: int
+
+
+def limits(solved: Solved, ask: Ask, machine: MachineSpec) -> tuple[Limit, ...]:
+    """Of each tier of the machine: memory as planned, the disk as the packed model fills it."""
+    used = solved.plan.tier_bytes()
+    asked = {"host": ask.host_memory_bytes, "gpu0": ask.device_memory_bytes}
+    found = []
+    for tier in machine.tiers:
+        packed = packed_bytes(solved.plan) if tier.name == "disk0" else 0
+        limit = asked.get(tier.name)
+        found.append(Limit(tier.name, packed or used.get(tier.name, 0), tier.bytes if limit is None else limit))
+    return tuple(found)
+
+
+def packed_bytes(plan: Plan) -> int:
+    """All weights as they lie on disk, also those that are read once and stay in memory."""
+    return sum(part.nbytes for part in plan.parts.values())
+
+
+def table(
+    solved: Solved, ask: Ask | None = None, machine: MachineSpec | None = None, band: Band | None = None,
+    what_if: WhatIf | None = None,
+) -> str:  # fmt: skip
+    """Lines without a newline at the end. What is not given is left out: limits, the error band, what would be."""
+    found = limits(solved, ask, machine) if ask is not None and machine is not None else ()
+    blocks = [
+        _weights(solved.plan),
+        _memory(solved.plan, found),
+        _speed(solved.prediction, band),
+        [] if what_if is None else others(solved, what_if, ask),
+        [f"· {reason}" for reason in solved.reasons],
+    ]
+    return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
 def _weights(plan: Plan) -> list[str]:
     """Bytes per kind of part and home."""
-    homes = list(dict.fromkeys(unit.home for unit in plan.units))
+    homes = sorted({unit.home for unit in plan.units}, key=lambda home: (home.startswith("disk"), home))
     rows: dict[str, dict[str, int]] = {}
+    parts = plan.parts
     for unit in plan.units:
-        row = rows.setdefault(_KINDS[plan.parts[unit.part].kind], dict.fromkeys(homes, 0))
-        row[unit.home] += plan.unit_bytes(unit)
+        part = parts[unit.part]
+        row = rows.setdefault(PART_KINDS[part.kind], dict.fromkeys(homes, 0))
+        row[unit.home] += (unit.hi - unit.lo) * part.granule_bytes
     name = plan.target.weights.name
-    lines = [f"{'weights (' + name + ')':38}" + "".join(f"{_home(home):>14}" for home in homes)]
+    lines = [f"{'weights (' + name + ')':38}" + "".join(f"{tier_name(home):>14}" for home in homes)]
     for kind, row in rows.items():
         lines.append(f"  {kind:36}" + "".join(f"{format_bytes(row[home]) if row[home] else '–':>14}" for home in homes))
     totals = {home: sum(row[home] for row in rows.values()) for home in homes}
@@ -45,36 +104,107 @@ def _weights(plan: Plan) -> list[str]:
     return lines
 
 
-def _memory(plan: Plan) -> list[str]:
-    used = plan.tier_bytes()
+def _memory(plan: Plan, found: tuple[Limit, ...]) -> list[str]:
+    """Used of limit, and by what."""
+    of = {limit.tier: limit.limit_bytes for limit in found}
     lines = []
-    for tier, total in used.items():
-        lines.append(f"{'memory of ' + _home(tier):38}{format_bytes(total):>14}")
-        entries = [(_ARENAS[a.name.split(".")[1]], a.bytes) for a in plan.arenas if a.tier == tier]
+    for tier, total in plan.tier_bytes().items():
+        limit = f" of {format_bytes(of[tier])}" if tier in of else ""
+        lines.append(f"{'memory of ' + tier_name(tier):38}{format_bytes(total):>14}{limit}")
+        entries = [(ARENAS[a.name.split(".")[1]], a.bytes) for a in plan.arenas if a.tier == tier]
         if tier == "host":
             entries.append(("the process itself", plan.process_bytes))
         lines += [f"  {what:36}{format_bytes(nbytes):>14}" for what, nbytes in entries]
+    for each in found:
+        bound = format_bytes(each.limit_bytes)
+        if each.tier == "disk0":
+            short = "" if each.used_bytes <= each.limit_bytes else ": too little"
+            name = f"{tier_name(each.tier)}, all weights"
+            lines.append(f"{name:38}{format_bytes(each.used_bytes):>14} of {bound}{short}")
+        elif each.tier.startswith("gpu") and not each.used_bytes:
+            why = "not used yet, this version computes on the CPU"
+            lines.append(f"{tier_name(each.tier):38}{'–':>14} of {bound}: {why}")
     lines.append(f"context {plan.context} tokens × {plan.batch_seqs} sequences, KV in {plan.kv[0].format.name}")
     return lines
 
 
-def _speed(solved: Solved) -> list[str]:
-    p = solved.prediction
-    shares = ", ".join(f"{lane} {share:.0%}" for lane, share in sorted(p.lane_share.items()))
-    lines = [
-        f"predicted: first token after {format_seconds(p.ttft_s)}, then {p.decode_tokens_per_s:.2f} tokens/s",
-        f"bound by {p.bound_by} (busy: {shares})",
-    ]
+def _speed(p: Prediction, band: Band | None) -> list[str]:
+    shares = ", ".join(f"{lane_name(lane)} {share:.0%}" for lane, share in sorted(p.lane_share.items()))
+    first, speed = format_seconds(p.ttft_s), f"{rate(p.decode_tokens_per_s)} tokens/s"
+    if band is not None:
+        lo, hi = spread(p.ttft_s, band.ttft)
+        first += f" ({format_seconds(lo)} to {format_seconds(hi)})"
+        speed += f" ({rates(p.decode_tokens_per_s, band.decode)})"
+    lines = [f"predicted: first token after {first}, then {speed}"]
+    if band is not None:
+        width = max(band.decode, band.ttft)
+        lines.append(f"error band ±{width:.0%}, {_origin(band)}")
+    lines.append(f"bound by {lane_name(p.bound_by)} (busy while decoding: {shares})")
     if p.disk_bytes_per_token:
         lines.append(f"read from disk per token: {format_bytes(p.disk_bytes_per_token)}")
-    if solved.runner_up is not None:
-        lines.append(f"next best plan: {solved.runner_up.decode_tokens_per_s:.2f} tokens/s")
     return lines
 
 
-def _reasons(solved: Solved) -> list[str]:
-    return [f"· {reason}" for reason in solved.reasons]
+def _origin(band: Band) -> str:
+    if band.runs >= ENOUGH_RUNS:
+        return f"from the last {band.runs} runs on this machine"
+    return f"assumed: {'no' if not band.runs else 'too few'} runs on this machine are known"
 
 
-def _home(name: str) -> str:
-    return {"host": "RAM", "disk0": "disk", "gpu0": "device"}.get(name, name)
+def others(solved: Solved, what_if: WhatIf, ask: Ask | None) -> list[str]:
+    """What one more GiB of RAM would buy, and other formats."""
+    now = solved.prediction.decode_tokens_per_s
+    lines = []
+    if what_if.one_more_gib is not None:
+        then = what_if.one_more_gib.decode_tokens_per_s
+        change = gain(then, now)
+        if abs(change) >= _SAME:
+            lines.append(f"one more GiB of RAM: {rate(then)} tokens/s ({change:+.0%})")
+        else:
+            capped = ask is not None and ask.resident_bytes is not None
+            lines.append("one more GiB of RAM: no faster" + (", --resident keeps the rest on disk" if capped else ""))
+    elif not solved.plan.ring_bytes:
+        lines.append("one more GiB of RAM: no faster, all weights are in memory")
+    if what_if.other_formats:
+        found = "; ".join(f"{f.name} {rate(p.decode_tokens_per_s)}" for f, p in what_if.other_formats)
+        best, prediction = max(what_if.other_formats, key=lambda entry: entry[1].decode_tokens_per_s)
+        name, faster = solved.plan.target.weights.name, prediction.decode_tokens_per_s > now * (1 + _SAME)
+        verdict = f"{best.name} would be faster" if faster else f"none is faster than {name}"
+        lines.append(f"in other formats, tokens/s: {found} ({verdict})")
+    return lines
+
+
+def gain(then: float, now: float) -> float:
+    """Relative change of a speed."""
+    return then / now - 1
+
+
+def spread(value: float, half_width: float) -> tuple[float, float]:
+    """The ends of an error band."""
+    return max(0.0, value * (1 - half_width)), value * (1 + half_width)
+
+
+def rate(per_s: float) -> str:
+    """Tokens/s with two or three digits that mean something: 0.119, 7.21, 38.4, 412."""
+    return f"{per_s:.{_digits(per_s)}f}"
+
+
+def rates(per_s: float, half_width: float) -> str:
+    """'6.48 to 7.92', with the digits of the value between them."""
+    lo, hi = spread(per_s, half_width)
+    return f"{lo:.{_digits(per_s)}f} to {hi:.{_digits(per_s)}f}"
+
+
+def _digits(value: float) -> int:
+    for digits, least in enumerate((100, 10, 1, 0.1, 0.01)):
+        if value >= least:
+            return digits
+    return 5
+
+
+def tier_name(name: str) -> str:
+    return _TIERS.get(name, name)
+
+
+def lane_name(name: str) -> str:
+    return _LANES.get(name, name)

@@ -13,15 +13,27 @@ from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
 from penstock.spec.plan import Plan
 
-# The first decode pass still profits from loads that ran ahead during prefill; and passes differ a little, since
-# units do not fill a ring evenly.
-_WARM_PASSES, _STEADY_PASSES = 1, 2
+# The first decode passes still profit from loads that ran ahead during prefill, and prepare calls that later ones
+# repeat; and passes differ a little, since units do not fill a ring evenly.
+_WARM_PASSES, _STEADY_PASSES = 2, 2
+# The spread between tokens is taken over more of them where a pass has few tasks.
+_MOST_PASSES, _MOST_TASKS = 16, 2000
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Seconds between tokens: the median, the 95th percentile and the most of the simulated passes."""
+
+    p50: float
+    p95: float
+    most: float
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """`decode_tokens_per_s` is of the whole batch, at the context half-way through the output. `bound_by`: the
-    lane that is busiest while decoding. `disk_bytes_per_token`: read per decode pass, per sequence."""
+    """`ttft_s`: until every sequence has its first token. `decode_tokens_per_s` is of the whole batch, at the context
+    half-way through the output. `bound_by`: the lane that is busiest while decoding. `disk_bytes_per_token`: read per
+    decode pass, per sequence. `tier_bytes`: the peak per memory tier."""
 
     ttft_s: float
     decode_tokens_per_s: float
@@ -31,6 +43,8 @@ class Prediction:
     disk_bytes_per_token: float
     peak_host_bytes: int
     peak_device_bytes: int
+    inter_token_s: Spread
+    tier_bytes: dict[str, int]
 
 
 def predict(plan: Plan, ask: Ask, machine: MachineSpec) -> Prediction:
@@ -38,32 +52,45 @@ def predict(plan: Plan, ask: Ask, machine: MachineSpec) -> Prediction:
     lowering, simulator = Lowering(plan), Simulator(Cost(machine))
     seqs = tuple(range(min(ask.batch, plan.batch_seqs * plan.batches_per_pass)))
     prompt = max(1, min(ask.prompt_tokens, plan.context - 1))
+    pause_s = Cost(machine).between_passes_s
     for seq in seqs:
         then = passes.DECODE if seq == seqs[-1] else None
         for p in passes.prefill(plan, seq, prompt, then):
             simulator.run(lowering.step(p))
+            simulator.pause(pause_s)
     ttft_s = simulator.now_s
     position = min(prompt + ask.output_tokens // 2, plan.context - 1)
-    streamed = 0
+    streamed = tasks_seen = 0
     busy: dict[str, float] = {}
-    steady_s = 0.0
-    for i in range(_WARM_PASSES + _STEADY_PASSES):
-        if i == _WARM_PASSES:
-            busy, steady_s = {}, simulator.now_s
+    gaps: list[float] = []
+    while len(gaps) < _WARM_PASSES + _STEADY_PASSES or (tasks_seen < _MOST_TASKS and len(gaps) < _MOST_PASSES):
+        if len(gaps) == _WARM_PASSES:
+            busy = {}
+        start_s = simulator.now_s
         tasks = list(lowering.step(passes.decode(plan, seqs, (position,) * len(seqs), passes.DECODE)))
         for lane, seconds in simulator.run(tasks).busy_s().items():
-            busy[lane] = busy.get(lane, 0.0) + seconds / _STEADY_PASSES
+            busy[lane] = busy.get(lane, 0.0) + seconds
+        simulator.pause(pause_s)
+        gaps.append(simulator.now_s - start_s)
         streamed = sum(ring_bytes(task) + fetched_bytes(task) for task in tasks)
-    step_s = (simulator.now_s - steady_s) / _STEADY_PASSES
+        tasks_seen += len(tasks)
+    steady = gaps[_WARM_PASSES:]
+    step_s = sum(steady) / len(steady)
     tier_bytes = plan.tier_bytes()
-    bound_by = max(busy, key=lambda lane: busy[lane])
     return Prediction(
         ttft_s=ttft_s,
         decode_tokens_per_s=len(seqs) / step_s,
         total_s=ttft_s + step_s * ask.output_tokens,
-        bound_by=bound_by,
-        lane_share={lane: seconds / step_s for lane, seconds in busy.items()},
+        bound_by=max(busy, key=lambda lane: busy[lane]),
+        lane_share={lane: seconds / sum(steady) for lane, seconds in busy.items()},
         disk_bytes_per_token=streamed / len(seqs),
         peak_host_bytes=tier_bytes["host"],
         peak_device_bytes=sum(n for tier, n in tier_bytes.items() if tier.startswith("gpu")),
+        inter_token_s=_spread(steady),
+        tier_bytes=tier_bytes,
     )
+
+
+def _spread(gaps: list[float]) -> Spread:
+    ordered = sorted(gaps)
+    return Spread(ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, len(ordered) * 95 // 100)], ordered[-1])

@@ -35,6 +35,11 @@ class Arenas:
             self._memory[arena.name] = memory
             self._bytes[arena.name] = np.frombuffer(memoryview(memory), dtype=np.uint8)
 
+    @property
+    def nbytes(self) -> int:
+        """What was allocated."""
+        return sum(len(memory) for memory in self._bytes.values())
+
     def view(self, slot: Slot) -> NDArray[np.uint8]:
         """The slot's bytes, uint8 [nbytes]."""
         return self._bytes[slot.arena][slot.lo : slot.hi]

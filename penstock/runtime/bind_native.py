@@ -115,6 +115,16 @@ class NativeBinding(Binding):
             self._tables_of[batch] = self._new_tables(batch)
         self._natively[call.op](self._compute, call, self._tables_of[batch])
 
+    def alone(self, call: Call) -> Callable[[], None]:
+        """What runs one native call again and again, without Python in between."""
+        assert self._is_native(call), f"{call.op} is not native here"
+        batch = _batch(call)
+        if batch not in self._tables_of:
+            self._tables_of[batch] = self._new_tables(batch)
+        program = _native.Program(self._compute)
+        self._natively[call.op](program, call, self._tables_of[batch])
+        return program.run
+
     def _is_native(self, call: Call) -> bool:
         return call.op in self._natively and not (call.args[:1] == ("final",) and self._projects_out)
 

@@ -56,6 +56,19 @@ def usable_cpus() -> int:
     return cpus
 
 
+def all_cpus() -> int:
+    """CPUs of the machine, whether we may use them or not."""
+    return os.cpu_count() or 1
+
+
+def load() -> float:
+    """Processes that ran or wanted to, over the last minute; 0 where the system does not say."""
+    try:
+        return os.getloadavg()[0]
+    except OSError:
+        return 0.0
+
+
 def _meminfo(field: str) -> int:
     try:
         text = Path("/proc/meminfo").read_text()

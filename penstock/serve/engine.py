@@ -18,8 +18,9 @@ from penstock.planner.predict import predict
 from penstock.planner.solve import Solved, settle_context, solve
 from penstock.planner.solve.residency import require_minimum
 from penstock.runtime import host
-from penstock.runtime.probe import load_or_probe
+from penstock.runtime.probe import load_or_probe, machine_file
 from penstock.serve.generation import Generation
+from penstock.serve.history import note_run
 from penstock.serve.planning import default_cache
 from penstock.serve.sampling import Sampler, SamplingParams
 from penstock.serve.session import Progress, Session
@@ -39,6 +40,7 @@ class Engine:
         self.packed, self.solved, self.session = packed, solved, session
         self.plan, self.prediction = solved.plan, solved.prediction
         self._tokenizer: Tokenizer | None = None
+        self._machine_file: Path | None = None  # whose predictions this engine's runs put to the test
         self.last: Generation | None = None
 
     @classmethod
@@ -65,9 +67,11 @@ class Engine:
         if plan is None and ask.host_memory_bytes is not None:  # before a probe that takes seconds
             settled = settle_context(ask, packed.spec)
             require_minimum(settled, packed.spec, packed.weights, PROCESS_BYTES, ask.host_memory_bytes)
+        kept = None
         if machine is None:
             folder_kept = cache or default_cache()
             machine = load_or_probe(folder_kept, folder_kept, on_progress)
+            kept = machine_file(folder_kept)
         if plan is None:
             solved = solve(ask, packed.spec, packed.weights, machine)
         else:
@@ -82,7 +86,10 @@ class Engine:
             serial=serial,
             on_progress=on_progress,
         )
-        return cls(packed, replace(solved, reasons=(*solved.reasons, session.kernels)), session)
+        engine = cls(packed, replace(solved, reasons=(*solved.reasons, session.kernels)), session)
+        if kept is not None and threads is None and not exact and kernels is None and not serial:
+            engine._machine_file = kept
+        return engine
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -129,6 +136,11 @@ class Engine:
             if piece:
                 yield piece
         self.last = run.answers[0]
+
+    def keep(self, generation: Generation) -> None:
+        """Notes predicted beside measured, for the error band of later predictions (`serve.history`)."""
+        if self._machine_file is not None:
+            note_run(self._machine_file, self.plan, self.prediction, generation)
 
     def _checked(self, token_ids: Sequence[int]) -> NDArray[np.int32]:
         """Ids as int32 [T]. Raises BadRequest for none, unknown ones, or more than the plan's context."""
@@ -187,7 +199,9 @@ class _Run:
             decode_bytes += session.consumed_bytes
         decode_s = time.perf_counter() - decode_start_s
         session.drain()
+        batch_ttft_s = max(answer.ttft_s for answer in self.answers)
         for answer in self.answers:
+            answer.batch_ttft_s = batch_ttft_s
             answer.decode_s, answer.decode_tokens = decode_s if decode_tokens else 0.0, decode_tokens
             answer.decode_disk_bytes = decode_bytes
             answer.bytes_moved = {"disk0": reader.bytes_read - start_bytes}

@@ -20,6 +20,7 @@ class Generation:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = ""
     ttft_s: float = 0.0
+    batch_ttft_s: float = 0.0  # of the last sequence of its batch to get one
     inter_token_s: list[float] = field(default_factory=list)
     decode_s: float = 0.0
     decode_tokens: int = 0  # of the whole batch, in `decode_s`
@@ -51,7 +52,7 @@ class Generation:
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
             "finish_reason": self.finish_reason,
-            "ttft_s": self.ttft_s,
+            "ttft_s": self.batch_ttft_s,
             "decode_tokens_per_s": self.decode_tokens_per_s,
             "predicted": {
                 "ttft_s": prediction.ttft_s,

@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.errors import BadRequest
 from penstock.planner.solve import Solved, solve
+from penstock.serve import shapes
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
@@ -23,7 +24,11 @@ def default_cache() -> Path:
 
 
 def describe(model: Path, weights: Format | None = None) -> tuple[ModelSpec, Format]:
-    """A model's spec and the format that its weights have, or would have once packed."""
+    """A model's spec and the format that its weights have, or would have once packed.
+
+    `model`: a folder, a config.json, or where there is none the name of a bundled shape.
+    """
+    model = shapes.locate(model)
     _, spec = read_config(model)
     if weights is None:
         weights = parse_format(read_manifest(model).weights) if is_packed(model) else Format(spec.dtype)
@@ -40,8 +45,8 @@ def plan(
 ) -> Solved:
     """Where everything of a model would go and how fast it would be, before a byte is loaded.
 
-    `model`: a folder or a config.json. `machine`: None is this one (probed once). `ask`: the fields of
-    `spec.ask.Ask`, sizes in bytes. Raises DoesNotFit, BadRequest, UnsupportedModel or BrokenModel.
+    `model`: a folder, a config.json or the name of a bundled shape. `machine`: None is this one (probed once).
+    `ask`: the fields of `spec.ask.Ask`, sizes in bytes. Raises DoesNotFit, BadRequest, UnsupportedModel or BrokenModel.
     """
     spec, fmt = describe(Path(model), parse_format(weights) if weights else None)
     if machine is None:

@@ -97,6 +97,11 @@ class Session:
             logits.append(self._arenas.array(slot, np.float32, (n, spec.vocab)))
         return logits
 
+    @property
+    def arena_bytes(self) -> int:
+        """What was allocated for the plan's arenas."""
+        return self._arenas.nbytes
+
     def close(self) -> None:
         """Also after a pass that failed. A second call does nothing."""
         self._closed = True

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.errors import BadRequest
+from penstock.serve import shapes
 from penstock.serve.session import Progress
 from penstock.spec.format import Format, parse_format
 from penstock.store import manifest as manifests
@@ -29,8 +30,14 @@ def resolve(model: str, *, weights: str | None, cache: Path, on_progress: Progre
     path = Path(os.path.expanduser(model))
     if path.suffix == ".gguf":
         raise BadRequest(f"{model}: this version does not read GGUF files; give the model's Hugging Face folder")
-    if not path.exists() and _HUB_ID.fullmatch(model):
-        path = download(model)
+    if not path.exists():
+        if (shape := shapes.find(model)) is not None:
+            raise BadRequest(
+                f"{model} is a bundled shape, without weights: `penstock plan {model}` tells its speed, "
+                f"`penstock synth {shape} DIR` makes random ones"
+            )
+        if _HUB_ID.fullmatch(model):
+            path = download(model)
     if path.is_dir() and is_packed(path):
         return _already_packed(path, fmt)
     _, spec = read_config(path)

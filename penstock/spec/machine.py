@@ -1,6 +1,9 @@
 """A machine as data: tiers in bytes, and for each lane, op and format what a task costs in seconds.
 
 Lanes: `host` (CPU kernels), `disk0` (reads), `h2d0`, `d2h0` (the link's two directions), `gpu0`.
+
+Besides the ops of `graph/ops.py` a lane may have rates for `task` (a task to be picked up, and what it waited for to be
+noticed), `call` (a call whose operands nobody has prepared yet) and `pass` (between two passes: sampling).
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from penstock.errors import BadRequest
 from penstock.spec import codec
 from penstock.units import MIB
 
-SCHEMA, VERSION = "penstock.machine", 1
+SCHEMA, VERSION = "penstock.machine", 2
 
 # What the process takes beside its arenas: interpreter, numpy, tokenizers and our own code peak at
 # 57 to 61 MiB (docs/LOG.md); jinja2 and thread stacks want a margin. One number, not a measurement of
@@ -24,10 +27,12 @@ _LEAST_S, _MOST_S = 1e-18, 1e6
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A home of bytes: `host`, `disk0`, `gpu0`. `bytes`: what a process may use of it."""
+    """A home of bytes: `host`, `disk0`, `gpu0`. `bytes`: what a process may use of it. `source`: of the figure, where
+    it is not the machine's."""
 
     name: str
     bytes: int
+    source: str = ""
 
     def __post_init__(self) -> None:
         if not 0 < self.bytes < 2**63:
@@ -38,7 +43,9 @@ class Tier:
 class Rate:
     """t = alpha_s + max(bytes · s_per_byte, flops · s_per_flop), ScheInfer Eq. 3 in two regimes.
 
-    `op` and `format` may be "*". `r2`: how much of the measurements' variance the fit explains.
+    `op` and `format` may be "*". `rows`: for passes of at most so many rows (of logits, for the head; of a sequence,
+    for attention), 0: of any number; kernels for few rows have speeds of their own. `r2`: how much of the measurements'
+    variance the fit explains.
     """
 
     lane: str
@@ -48,14 +55,33 @@ class Rate:
     s_per_byte: float
     s_per_flop: float = 0.0
     r2: float = 1.0
+    rows: int = 0
+    source: str = ""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.rows < 2**31 or not -_MOST_S <= self.r2 <= 1:
+            raise BadRequest(f"rate of {self.lane}/{self.op}/{self.format}: rows {self.rows}, r2 {self.r2}")
         for name in ("alpha_s", "s_per_byte", "s_per_flop"):
             value = getattr(self, name)
             if not 0 <= value <= _MOST_S:  # NaN is neither
                 raise BadRequest(f"rate of {self.lane}/{self.op}/{self.format}: {name} is {value}")
         if self.alpha_s + self.s_per_byte + self.s_per_flop < _LEAST_S:
             raise BadRequest(f"rate of {self.lane}/{self.op}/{self.format}: nothing is free, but this costs no time")
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Tasks on `lane` take `factor` times as long while `beside` is busy: they share the RAM, and its bus."""
+
+    lane: str
+    beside: str
+    factor: float
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.factor <= 1000:
+            raise BadRequest(
+                f"{self.lane} beside {self.beside}: a factor of {self.factor}; it should be from 1 to 1000"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +95,7 @@ class MachineSpec:
     cpu: str = ""
     source: str = ""
     process_bytes: int = PROCESS_BYTES
+    sharing: tuple[Sharing, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.threads < 2**31 or not 0 < self.process_bytes < 2**63:
@@ -81,6 +108,10 @@ class MachineSpec:
                 raise BadRequest(f"machine {self.name} lacks the tier {tier}")
             if not any(rate.lane == lane for rate in self.rates):
                 raise BadRequest(f"machine {self.name} has no rate for the lane {lane}")
+        keys = [(rate.lane, rate.op, rate.format, rate.rows) for rate in self.rates]
+        twice = next((key for key in keys if keys.count(key) > 1), None) if len(set(keys)) != len(keys) else None
+        if twice is not None:
+            raise BadRequest(f"machine {self.name} has two rates for {'/'.join(str(part) for part in twice)}")
 
     def tier(self, name: str) -> Tier:
         for tier in self.tiers:
@@ -88,13 +119,18 @@ class MachineSpec:
                 return tier
         raise BadRequest(f"machine {self.name} has no tier {name}")
 
-    def rate(self, lane: str, op: str, fmt: str) -> Rate:
-        """The most specific rate: op and format, op, format, lane. Raises BadRequest where there is none."""
-        table = {(r.lane, r.op, r.format): r for r in self.rates}
-        for key in ((lane, op, fmt), (lane, op, "*"), (lane, "*", fmt), (lane, "*", "*")):
-            if key in table:
-                return table[key]
+    def rate(self, lane: str, op: str, fmt: str, rows: int = 1) -> Rate:
+        """The most specific rate: op and format, op, format, lane; of these the one for the fewest rows that do.
+        Raises BadRequest where there is none."""
+        for key in ((op, fmt), (op, "*"), ("*", fmt), ("*", "*")):
+            found = [r for r in self.rates if r.lane == lane and (r.op, r.format) == key and (r.rows or rows) >= rows]
+            if found:
+                return min(found, key=lambda r: r.rows or 2**31)
         raise BadRequest(f"machine {self.name} has no rate for {op} in {fmt} on the lane {lane}")
+
+    def overhead_s(self, lane: str, what: str) -> float:
+        """What a `task`, a `call` or a `pass` costs on a lane beside its ops; 0 where the machine does not say."""
+        return next((r.alpha_s for r in self.rates if (r.lane, r.op) == (lane, what)), 0.0)
 
 
 def dumps(machine: MachineSpec) -> str:

@@ -266,7 +266,13 @@ class Stub:
         self.params = params
         yield from ("an", "swer")
         self.last = SimpleNamespace(
-            text="answer", decode_tokens_per_s=1.0, ttft_s=1.0, disk_bytes_per_token=1e9, batch=1, output_tokens=2
+            text="answer",
+            decode_tokens_per_s=1.0,
+            ttft_s=1.0,
+            batch_ttft_s=1.0,
+            disk_bytes_per_token=1e9,
+            batch=1,
+            output_tokens=2,
         )
 
 

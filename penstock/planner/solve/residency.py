@@ -33,7 +33,7 @@ PINNED = ("norms", "edges")  # under 1 % of a model, and read at every step
 def candidates(
     ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec
 ) -> Iterator[tuple[Plan, tuple[str, ...]]]:
-    """Plans that fit, each with its reasons. Raises DoesNotFit where none does."""
+    """Plans that fit, each with its reasons, small rings first. Raises DoesNotFit where none does."""
     # An explicit limit is the user's word; without one the machine's figure is what is free, with a margin.
     limit = machine.tier("host").bytes if ask.host_memory_bytes is None else ask.host_memory_bytes
     total_bytes = sum(part.nbytes for part in parts(spec, weights))
@@ -46,12 +46,15 @@ def candidates(
             if whole.tier_bytes()["host"] <= limit:
                 yield whole, (f"all {format_bytes(total_bytes)} of weights stay in memory", kv_reason)
                 return
-        plans = [_streaming(ask, spec, weights, machine, chunk_rows, ring, limit, may_stay) for ring in rings]
+        found = False
         # The smallest ring holds one granule, so nothing overlaps: only where nothing else fits.
-        if not any(plans):
-            plans = [_streaming(ask, spec, weights, machine, chunk_rows, least, limit, may_stay)]
-        found = [plan for plan in plans if plan is not None]
-        yield from ((plan, (*_streaming_reasons(plan, total_bytes), kv_reason)) for plan in found)
+        for ring in (*rings, least):
+            if found and ring == least:
+                return
+            plan = _streaming(ask, spec, weights, machine, chunk_rows, ring, limit, may_stay)
+            if plan is not None:
+                found = True
+                yield plan, (*_streaming_reasons(plan, total_bytes), kv_reason)
         if found:
             return
     require_minimum(ask, spec, weights, machine.process_bytes, limit)
@@ -220,7 +223,8 @@ def _spread(spec: ModelSpec, weights: Format, budget: int) -> Resident:
 
 
 def _streaming_reasons(plan: Plan, total_bytes: int) -> tuple[str, ...]:
-    stays = sum(plan.unit_bytes(u) for u in plan.units if u.home == "host")
+    found = plan.parts
+    stays = sum((u.hi - u.lo) * found[u.part].granule_bytes for u in plan.units if u.home == "host")
     ring = plan.ring_bytes["host"]
     return (
         f"{format_bytes(stays)} of {format_bytes(total_bytes)} of weights stay in memory, spread evenly over the "

@@ -1,0 +1,288 @@
+"""A plan as a picture: what fills each tier, and what each lane does while a token is made. One SVG, no scripts."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from html import escape
+
+from penstock.planner.explain import Band, Limit, lane_name, limits, rate, rates, spread, tier_name
+from penstock.planner.lanes import Piece, decode_pass
+from penstock.planner.solve import Solved
+from penstock.spec.ask import Ask
+from penstock.spec.machine import MachineSpec
+from penstock.spec.plan import Plan
+from penstock.units import format_bytes, format_seconds
+
+_WIDTH, _EDGE = 900, 24
+_LEFT, _LEFT_WIDTH = _EDGE, 384
+_RIGHT, _RIGHT_WIDTH = 448, 428
+_BAR, _ROW, _STRIP, _GAP = 22, 19, 46, 34
+_FEW_PIECES = 300  # of a lane; more are drawn as the share of each moment that is busy
+
+# Classes of colour: weights and FFN blue, what streams orange, KV and attention violet, work space and head green.
+_STYLE = """
+text{font:13px system-ui,-apple-system,"Segoe UI",sans-serif;fill:#0b0b0b}
+.big{font-size:19px;font-weight:600}.bold{font-weight:600}.soft{fill:#52514e}.end{text-anchor:end}.mid{text-anchor:middle}
+.page{fill:#fcfcfb}.box{fill:none;stroke:#c3c2b7}.free{fill:#e8e7e0}.line{stroke:#c3c2b7}.arrow{fill:#52514e}
+.blue{fill:#2a78d6}.orange{fill:#eb6834}.violet{fill:#4a3aa7}.green{fill:#1baf7a}.gray{fill:#898781}
+@media (prefers-color-scheme:dark){text{fill:#fff}.soft{fill:#c3c2b7}.page{fill:#1a1a19}.box,.line{stroke:#52514e}
+.free{fill:#2f2f2c}.arrow{fill:#c3c2b7}.blue{fill:#3987e5}.orange{fill:#d95926}.violet{fill:#9085e9}.green{fill:#199e70}}
+"""
+_ARENAS = {
+    "weights": ("weights that stay", "blue"),
+    "ring": ("ring that weights stream through", "orange"),
+    "kv": ("KV cache", "violet"),
+    "act": ("activations, logits, scratch", "green"),
+    "scratch": ("activations, logits, scratch", "green"),
+    "staging": ("activations, logits, scratch", "green"),
+}
+_ORDER = {"gpu0": 0, "host": 1, "disk0": 2}
+_KINDS = {"attention": "violet", "FFN": "blue", "head": "green", "rest": "gray", "weights that stream": "orange"}
+
+
+def svg(
+    solved: Solved, ask: Ask, machine: MachineSpec, name: str = "", band: Band | None = None, notes: Sequence[str] = ()
+) -> str:
+    """`name`: of the model. `notes`: lines below the lanes. Lowers and simulates some decode passes."""
+    found = limits(solved, ask, machine)
+    boxes, left_end = _tiers(solved, found, 110)
+    lanes, right_end = _lanes(solved, ask, machine, notes, 110)
+    height = max(left_end, right_end) + _EDGE
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
+            f'width="{_WIDTH}" height="{height}">',
+            f"<title>{_clean(_title(solved.plan, name))}</title>",
+            f"<style>{_STYLE}</style>",
+            f'<rect class="page" width="{_WIDTH}" height="{height}"/>',
+            *_header(solved, machine, name, band),
+            *boxes,
+            *lanes,
+            "</svg>\n",
+        ]
+    )
+
+
+def _title(plan: Plan, name: str) -> str:
+    model = plan.target
+    return f"{_short(name or model.spec.model_type)} in {model.weights.name}, {len(model.spec.layers)} layers"
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 48 else f"{name[:47]}…"
+
+
+def _header(solved: Solved, machine: MachineSpec, name: str, band: Band | None) -> list[str]:
+    p = solved.prediction
+    speed, first = f"{rate(p.decode_tokens_per_s)} tokens/s", f"first token after {format_seconds(p.ttft_s)}"
+    if band is not None:
+        speed += f" ({rates(p.decode_tokens_per_s, band.decode)})"
+        first += f" ({' to '.join(format_seconds(s) for s in spread(p.ttft_s, band.ttft))})"
+    bound = f"bound by {lane_name(p.bound_by)}, busy {p.lane_share[p.bound_by]:.0%} of the time"
+    return [
+        _text(_LEFT, 38, _title(solved.plan, name), "big"),
+        _text(_LEFT, 62, f"predicted: {speed}; {first}"),
+        _text(_LEFT, 82, f"{bound}; machine: {_short(machine.name)}", "soft"),
+    ]
+
+
+# -- tiers --------------------------------------------------------------------------------------------------
+
+
+def _tiers(solved: Solved, found: tuple[Limit, ...], y: int) -> tuple[list[str], int]:
+    """Boxes from the fastest tier down, and where they end."""
+    drawn: list[str] = []
+    for i, limit in enumerate(sorted(found, key=lambda limit: _ORDER.get(limit.tier, len(_ORDER)))):
+        if limit.tier == "disk0":
+            if i:
+                drawn += _arrow(solved, y)
+                y += _GAP
+            rows, whole = _disk_rows(solved.plan), limit.used_bytes
+        else:
+            if i:
+                y += 16
+            rows, whole = _memory_rows(solved.plan, limit), max(limit.limit_bytes, limit.used_bytes)
+        box, y = _box(limit, rows, whole, y)
+        drawn += box
+    return drawn, y
+
+
+Row = tuple[str, str, int]  # label, colour, bytes
+
+
+def _memory_rows(plan: Plan, limit: Limit) -> list[Row]:
+    sums: dict[tuple[str, str], int] = {}
+    for arena in plan.arenas:
+        if arena.tier == limit.tier:
+            key = _ARENAS[arena.name.split(".")[1]]
+            sums[key] = sums.get(key, 0) + arena.bytes
+    rows = [(label, colour, nbytes) for (label, colour), nbytes in sums.items()]
+    if limit.tier == "host":
+        rows.append(("the process itself", "gray", plan.process_bytes))
+    return [*rows, ("free", "free", max(0, limit.limit_bytes - limit.used_bytes))] if rows else []
+
+
+def _disk_rows(plan: Plan) -> list[Row]:
+    parts, tied = plan.parts, plan.target.spec.tied
+    sums = {"streams": 0, "once": 0, "rows": 0}
+    for unit in plan.units:
+        key = "once" if not unit.home.startswith("disk") else "rows" if unit.part == "embed" and not tied else "streams"
+        sums[key] += (unit.hi - unit.lo) * parts[unit.part].granule_bytes
+    rows = [
+        ("weights that stream, read at every token", "orange", sums["streams"]),
+        ("embedding, read a row at a time", "gray", sums["rows"]),
+        ("weights that stay in memory, read once", "blue", sums["once"]),
+    ]
+    return [row for row in rows if row[2]]
+
+
+def _box(limit: Limit, rows: list[Row], whole: int, y: int) -> tuple[list[str], int]:
+    height = 34 + _BAR + 12 + _ROW * max(1, len(rows)) + 6
+    x, width = _LEFT + 14, _LEFT_WIDTH - 28
+    of = f"{format_bytes(limit.used_bytes)} of {format_bytes(limit.limit_bytes)}"
+    drawn = [
+        f'<rect class="box" x="{_LEFT}" y="{y}" width="{_LEFT_WIDTH}" height="{height}" rx="6"/>',
+        _text(x, y + 23, tier_name(limit.tier), "bold"),
+        _text(x + width, y + 23, of, "end"),
+        f'<rect class="free" x="{x}" y="{y + 34}" width="{width}" height="{_BAR}"/>',
+    ]
+    at = float(x)
+    for _, colour, nbytes in rows:
+        wide = width * nbytes / max(1, whole)
+        if colour != "free" and wide >= 0.05:
+            drawn.append(f'<rect class="{colour}" x="{at:.1f}" y="{y + 34}" width="{wide:.1f}" height="{_BAR}"/>')
+        at += wide
+    row_y = y + 34 + _BAR + 25
+    for label, colour, nbytes in rows:
+        drawn += [
+            f'<rect class="{colour}" x="{x}" y="{row_y - 10}" width="11" height="11" rx="2"/>',
+            _text(x + 19, row_y, label),
+            _text(x + width, row_y, format_bytes(nbytes), "end soft"),
+        ]
+        row_y += _ROW
+    if not rows:
+        why = "not used yet: this version computes on the CPU" if limit.tier.startswith("gpu") else "not used"
+        drawn.append(_text(x, row_y, why, "soft"))
+    return drawn, y + height
+
+
+def _arrow(solved: Solved, y: int) -> list[str]:
+    """From the disk up to the RAM, and what goes that way."""
+    x, nbytes = _LEFT + 40, solved.prediction.disk_bytes_per_token
+    label = f"{format_bytes(nbytes)} read per token" if nbytes else "read once, when the model is loaded"
+    return [
+        f'<path class="arrow" d="M{x} {y + 4}l7 10h-4.5v{_GAP - 18}h-5v-{_GAP - 18}h-4.5z"/>',
+        _text(x + 18, y + _GAP // 2 + 5, label, "soft"),
+    ]
+
+
+# -- lanes --------------------------------------------------------------------------------------------------
+
+
+def _lanes(solved: Solved, ask: Ask, machine: MachineSpec, notes: Sequence[str], y: int) -> tuple[list[str], int]:
+    """The timeline of one decode pass, its axis and legend, and where they end."""
+    pieces, pass_s = decode_pass(solved.plan, ask, machine)
+    tokens = min(ask.batch, solved.plan.batch_seqs * solved.plan.batches_per_pass)
+    what = "one token" if tokens == 1 else f"one token of each of {tokens} sequences"
+    drawn = [_text(_RIGHT, y + 13, f"{what} takes {format_seconds(pass_s)}", "bold")]
+    y += 32
+    crowded = False
+    for lane, found in pieces.items():
+        share = sum(piece.end_s - piece.start_s for piece in found) / pass_s
+        drawn += [
+            _text(_RIGHT, y + 10, lane_name(lane)),
+            _text(_RIGHT + _RIGHT_WIDTH, y + 10, f"busy {min(1.0, share):.0%}", "end soft"),
+            f'<rect class="free" x="{_RIGHT}" y="{y + 18}" width="{_RIGHT_WIDTH}" height="{_STRIP}"/>',
+        ]
+        merged = _merged(found, pass_s / _RIGHT_WIDTH / 4)
+        if len(merged) <= _FEW_PIECES:
+            drawn += [_rect(piece, pass_s, y + 18) for piece in merged]
+        else:
+            crowded = True
+            drawn += _areas(found, pass_s, y + 18)
+        y += 18 + _STRIP + 14
+    drawn += _axis(pass_s, y - 8)
+    y += 36
+    kinds = [kind for kind in _KINDS if any(piece.kind == kind for found in pieces.values() for piece in found)]
+    at = _RIGHT
+    for kind in kinds:
+        drawn += [f'<rect class="{_KINDS[kind]}" x="{at}" y="{y - 10}" width="11" height="11" rx="2"/>']
+        drawn.append(_text(at + 17, y, kind))
+        at += 17 + 7 * len(kind) + 14
+    if crowded:
+        y += _ROW
+        drawn.append(_text(_RIGHT, y, "height: the share of each moment that is busy", "soft"))
+    y += 8
+    for note in notes:
+        for i, line in enumerate(textwrap.wrap(note, 62)):
+            y += 20 if not i else 17
+            drawn.append(_text(_RIGHT, y, line, "soft"))
+    return drawn, y
+
+
+def _merged(pieces: list[Piece], gap_s: float) -> list[Piece]:
+    """Neighbours of a kind with no more than a gap between them as one."""
+    found: list[Piece] = []
+    for piece in pieces:
+        if found and found[-1].kind == piece.kind and piece.start_s - found[-1].end_s <= gap_s:
+            found[-1] = found[-1]._replace(end_s=piece.end_s)
+        else:
+            found.append(piece)
+    return found
+
+
+def _rect(piece: Piece, pass_s: float, y: int) -> str:
+    x, width = (_RIGHT_WIDTH * s / pass_s for s in (piece.start_s, piece.end_s - piece.start_s))
+    return (
+        f'<rect class="{_KINDS[piece.kind]}" x="{_RIGHT + x:.2f}" y="{y}" width="{max(width, 0.2):.2f}" '
+        f'height="{_STRIP}"/>'
+    )
+
+
+def _areas(pieces: list[Piece], pass_s: float, y: int) -> list[str]:
+    """Per kind one area: how much of each moment, a pixel wide, it took; kinds stand on each other."""
+    moment_s = pass_s / _RIGHT_WIDTH
+    kinds = [kind for kind in _KINDS if any(piece.kind == kind for piece in pieces)]
+    heights = {kind: [0.0] * _RIGHT_WIDTH for kind in kinds}
+    for piece in pieces:
+        column, last = int(piece.start_s / moment_s), min(_RIGHT_WIDTH - 1, int(piece.end_s / moment_s))
+        for i in range(column, last + 1):
+            inside_s = min(piece.end_s, (i + 1) * moment_s) - max(piece.start_s, i * moment_s)
+            heights[piece.kind][i] += max(0.0, inside_s) / moment_s
+    drawn: list[str] = []
+    below = [0.0] * _RIGHT_WIDTH
+    for kind in kinds:
+        below = [a + b for a, b in zip(below, heights[kind], strict=True)]
+        path, height = f"M{_RIGHT} {y + _STRIP}", -1
+        for i, share in enumerate(below):
+            tall = round(2 * _STRIP * min(1.0, share))
+            if tall != height:
+                path, height = f"{path}H{_RIGHT + i}V{y + _STRIP - tall / 2:g}", tall
+        drawn.insert(0, f'<path class="{_KINDS[kind]}" d="{path}H{_RIGHT + _RIGHT_WIDTH}V{y + _STRIP}z"/>')
+    return drawn
+
+
+def _axis(pass_s: float, y: int) -> list[str]:
+    total_ms = pass_s * 1e3
+    step = next(base * 10**power for power in range(-9, 12) for base in (1, 2, 5) if base * 10**power >= total_ms / 6)
+    drawn = [f'<path class="line" d="M{_RIGHT} {y}h{_RIGHT_WIDTH}"/>']
+    for i in range(int(total_ms / step + 1e-9) + 1):
+        x = _RIGHT + _RIGHT_WIDTH * i * step / total_ms
+        drawn.append(f'<path class="line" d="M{x:.1f} {y}v5"/>')
+        label = f"{i * step:g}" if i else "0 ms"
+        drawn.append(_text(round(x), y + 19, label, "soft mid" if i else "soft"))
+    return drawn
+
+
+# -- text ---------------------------------------------------------------------------------------------------
+
+
+def _text(x: int, y: int, text: str, style: str = "") -> str:
+    kind = f' class="{style}"' if style else ""
+    return f'<text x="{x}" y="{y}"{kind}>{_clean(text)}</text>'
+
+
+def _clean(text: str) -> str:
+    """Escaped; what XML forbids, and bytes of a file name that are no text, as a question mark."""
+    return escape("".join(c if c.isprintable() else "?" for c in text))

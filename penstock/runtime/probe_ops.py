@@ -1,0 +1,205 @@
+"""The probe's figures of the CPU kernels: every op, over rows and sizes, as a pass runs it.
+
+Layers of real widths, cut into units of several sizes; more of them than a cache holds, so that weights and KV come out
+of memory. Few rows wait for bytes, many for arithmetic: two regimes, fitted apart, and kernels for 1, 2, 4 and 8 rows
+have speeds of their own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from penstock.graph.arenas import Layout
+from penstock.graph.lower import Lowering
+from penstock.graph.resident import resident_plan
+from penstock.graph.tasks import Batch, Call, Pass
+from penstock.runtime.arena import Arenas
+from penstock.runtime.bind_native import Native, NativeBinding
+from penstock.runtime.fit import Fit, fit_well
+from penstock.spec.format import DEFAULT_GROUP, Format
+from penstock.spec.machine import Rate
+from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Rope
+from penstock.spec.plan import Plan, Unit
+from penstock.units import MIB
+
+FORMATS = ("int4", "int8", "float16", "bfloat16", "float32")
+KV_FORMATS = ("float16", "bfloat16", "float32")
+FEW_ROWS = (1, 2, 4, 8)
+_SOME_ROWS, _MANY_ROWS = (16, 64), (256, 512)
+_CONTEXT = 2048
+_STARTS = (255, 1023, _CONTEXT - 1)  # positions of a decode row
+_WIDTH, _INTEGER_WIDTH, _NEURONS, _VOCAB, _MOST_LAYERS = 2048, 4096, 4096, 8192, 8
+_KV_WIDTH, _MOST_KV_LAYERS = 256, 32
+_LOGITS_ROWS = 64
+PRODUCTS = ("qkv", "out", "ffn", "head")
+ROW_OPS = ("gather", "embed", "norm", "merge")
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class _Timed:
+    op: str
+    bytes: int
+    flops: int
+    seconds: float
+
+
+def op_rates(kernels: Native, memory_bytes: int, tell: Tell) -> list[Rate]:
+    """Rates of all ops in all formats, in about `memory_bytes` of memory at a time."""
+    rates: list[Rate] = []
+    for kind in FORMATS:
+        weights = Format(kind, DEFAULT_GROUP if kind.startswith("int") else 0)
+        layers = Layers(weights, Format("float16"), kernels, memory_bytes)
+        try:
+            rates += layers.rates(tell, every_op=not rates)
+        finally:
+            layers.close()
+    for kv in KV_FORMATS:
+        layers = Layers(Format("int4", DEFAULT_GROUP), Format(kv), kernels, memory_bytes, mostly_kv=True)
+        try:
+            rates += layers.attention_rates(kv, tell)
+        finally:
+            layers.close()
+    return rates
+
+
+class Layers:
+    """Layers of one format in memory, whose calls can be timed one by one."""
+
+    def __init__(
+        self, weights: Format, kv: Format, kernels: Native, memory_bytes: int, mostly_kv: bool = False
+    ) -> None:
+        self.weights, self._programs = weights, {}  # type: ignore[var-annotated]
+        width = _KV_WIDTH if mostly_kv else _INTEGER_WIDTH if weights.is_quantised else _WIDTH
+        one = _plan(width, 1, weights, kv)
+        each = sum(one.unit_bytes(unit) for unit in one.units if unit.part.startswith("0."))
+        each = each + _kv_bytes(one) if mostly_kv else each
+        self._layers = max(1, min(_MOST_KV_LAYERS if mostly_kv else _MOST_LAYERS, memory_bytes // each))
+        self.plan = _plan(width, self._layers, weights, kv)
+        self._arenas = Arenas(self.plan)
+        _fill(self.plan, self._arenas)
+        self.binding = NativeBinding(self.plan, self._arenas, None, kernels)
+
+    def close(self) -> None:
+        self._programs.clear()
+        self._arenas.close()
+
+    def rates(self, tell: Tell, every_op: bool) -> list[Rate]:
+        kind, rates = self.weights.kind, []
+        s_per_byte: dict[str, float] = {}
+        for rows in FEW_ROWS:
+            for op, found in self._fits(PRODUCTS, (rows,), "bytes", tell).items():
+                s_per_byte.setdefault(op, found.slope_s)
+                rates.append(Rate("host", op, kind, found.alpha_s, found.slope_s, 0.0, found.r2, rows))
+        for group, most in ((_SOME_ROWS, _SOME_ROWS[-1]), (_MANY_ROWS, 0)):
+            for op, found in self._fits(PRODUCTS, group, "flops", tell).items():
+                rates.append(Rate("host", op, kind, found.alpha_s, s_per_byte[op], found.slope_s, found.r2, most))
+        if every_op:
+            for op, found in self._fits(ROW_OPS, (1, 64, 512), "bytes", tell).items():
+                rates.append(Rate("host", op, "*", found.alpha_s, found.slope_s, 0.0, found.r2))
+        return rates
+
+    def attention_rates(self, kv: str, tell: Tell) -> list[Rate]:
+        def decode() -> list[tuple[float, float]]:
+            return [(t.bytes, t.seconds) for start in _STARTS for t in self.time(1, start, ("attend",))]
+
+        def prefill() -> list[tuple[float, float]]:
+            rows = _MANY_ROWS[-1]
+            return [(t.flops, t.seconds) for start in (0, _CONTEXT - rows) for t in self.time(rows, start, ("attend",))]
+
+        few = fit_well(decode, f"attend, {kv}, 1 row", tell)
+        many = fit_well(prefill, f"attend, {kv}, many rows", tell)
+        return [
+            Rate("host", "attend", kv, few.alpha_s, few.slope_s, 0.0, few.r2, 1),
+            Rate("host", "attend", kv, many.alpha_s, few.slope_s, many.slope_s, many.r2),
+        ]
+
+    def _fits(self, ops: Sequence[str], rows: Sequence[int], over: str, tell: Tell) -> dict[str, Fit]:
+        """By op, seconds over bytes or flops. All ops are timed together; a bad one alone is timed again."""
+        timed = [t for n in rows for t in self.time(n, 0 if n > 1 else _CONTEXT // 2, ops)]
+        first = {op: [(float(getattr(t, over)), t.seconds) for t in timed if t.op == op] for op in ops}
+        found = {}
+        for op in ops:
+
+            def measure(op: str = op) -> list[tuple[float, float]]:
+                if op in first:
+                    return first.pop(op)
+                again = [t for n in rows for t in self.time(n, 0 if n > 1 else _CONTEXT // 2, (op,))]
+                return [(float(getattr(t, over)), t.seconds) for t in again]
+
+            found[op] = fit_well(measure, f"{op}, {self.weights.name}, {rows[-1]} rows", tell)
+        return found
+
+    def time(self, rows: int, start: int, ops: Sequence[str], repeats: int = 4) -> list[_Timed]:
+        """The lower third per op and size, over layers and repeats, after one round to warm up. Many rows: of one
+        layer, since arithmetic takes its time and not the memory."""
+        batch = Batch(0, (0,), (start,), (rows,), tuple(range(rows))[-_LOGITS_ROWS:])
+        calls = self._calls(Pass("prefill" if rows > 1 else "decode", (batch,), None), ops, rows > FEW_ROWS[-1])
+        times: dict[tuple[str, int, int], list[float]] = {}
+        for repeat in range(repeats + 1 if rows <= FEW_ROWS[-1] else 3):
+            for call, run in calls:
+                start_s = time.perf_counter()
+                run()
+                taken_s = time.perf_counter() - start_s
+                if repeat:
+                    times.setdefault((call.op, call.bytes, call.flops), []).append(taken_s)
+        return [_Timed(*key, _low(taken)) for key, taken in times.items()]
+
+    def _calls(self, p: Pass, ops: Sequence[str], one_layer: bool) -> list[tuple[Call, Callable[[], None]]]:
+        """The pass's calls with what runs them, natively and without Python in between."""
+        found: list[tuple[Call, Callable[[], None]]] = []
+        self.binding.begin()
+        (task,) = Lowering(self.plan).step(p)
+        for call in task.calls:
+            if call.op not in ops:
+                continue
+            if one_layer and call.op != "head" and call.args and call.args[0] in range(1, self._layers):
+                continue
+            found.append((call, self.binding.alone(call)))
+        return found
+
+
+def _low(taken: list[float]) -> float:
+    """A third of the way up: where another process holds a core for a while, all threads wait for it."""
+    return sorted(taken)[len(taken) // 3]
+
+
+def _plan(width: int, layers: int, weights: Format, kv: Format) -> Plan:
+    kv_heads, head_dim = 8, 128
+    heads = 4 * kv_heads if width == _KV_WIDTH else width // head_dim
+    attention = Attention(heads, kv_heads, head_dim, head_dim**-0.5, rope=Rope(1e4, head_dim))
+    layer = Layer(attention, Ffn(width if width == _KV_WIDTH else _NEURONS, "silu", True))
+    spec = ModelSpec(
+        "llama", "float32", _VOCAB, width, width, _CONTEXT, (layer,) * layers, Norm("rms", 1e-5), True, True
+    )
+    whole = resident_plan(
+        spec, weights, kv=kv, context=_CONTEXT, rows=_MANY_ROWS[-1], logits_rows=_LOGITS_ROWS, page_tokens=256
+    )
+    units: list[Unit] = []
+    for unit in whole.units:  # of an eighth, a quarter and the rest
+        n = unit.hi
+        edges = [0, n // 8, n // 8 + n // 4, n] if n >= 8 else [0, n]
+        units += [replace(unit, lo=lo, hi=hi) for lo, hi in pairwise(edges)]
+    cut = replace(whole, units=tuple(units), arenas=())
+    return replace(cut, arenas=Layout(cut).arenas())
+
+
+def _kv_bytes(plan: Plan) -> int:
+    return sum(arena.bytes for arena in plan.arenas if arena.name == "host.kv")
+
+
+def _fill(plan: Plan, arenas: Arenas) -> None:
+    """Numbers around 1 in 16 bits and around 0.01 in 32; zeros would be kind to a processor that skips work on them."""
+    some = np.random.default_rng(0).integers(0, 256, MIB, np.uint8)
+    some[1::2] = 0x3C
+    for arena in plan.arenas:
+        if arena.name in ("host.kv", "host.weights"):
+            view = arenas.whole(arena.name)
+            for at in range(0, len(view), MIB):
+                part = view[at : at + MIB]
+                part[:] = some[: len(part)]

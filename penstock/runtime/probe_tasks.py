@@ -1,0 +1,149 @@
+"""The probe's figures of everything around the kernels: what a pass, a task and a call cost in scheduling.
+
+A tiny model whose weights "stream" (the loads read nothing), lowered and run as real passes are; what its kernels take
+is subtracted.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+from penstock.graph import passes
+from penstock.graph.arenas import Layout
+from penstock.graph.lower import Lowering
+from penstock.graph.resident import resident_plan
+from penstock.graph.tasks import Call, Task
+from penstock.runtime.arena import Arenas
+from penstock.runtime.bind_native import Native, NativeBinding
+from penstock.runtime.execute import Executor
+from penstock.spec.format import Format
+from penstock.spec.machine import Rate
+from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Rope
+from penstock.spec.plan import Plan, Unit
+from penstock.units import MIB
+
+_LAYERS, _HEADS, _GRANULES = 8, 4, 12
+_PASSES, _WARM = 40, 3
+_PAIRS = 200
+
+
+def task_rates(kernels: Native) -> list[Rate]:
+    """Rates of `pass`, `task` and `call` on the lane `host`, and of `task` on `disk0`."""
+    spec = _spec()
+    whole = resident_plan(spec, Format("float32"), kv=Format("float32"), context=256)
+    pass_s, _, _, _ = _pass_s(whole, kernels)
+    few = _pass_s(_streaming(whole, 1), kernels)
+    many = _pass_s(_streaming(whole, _HEADS), kernels)
+    task_s, call_s = _solve(few, many, pass_s)
+    return [
+        Rate("host", "pass", "*", max(pass_s, 1e-6), 0.0),
+        Rate("host", "task", "*", max(task_s, 1e-6), 0.0),
+        Rate("host", "call", "*", max(call_s, 1e-6), 0.0),
+        Rate("disk0", "task", "*", max(_hand_over_s(whole, kernels), 1e-6), 0.0),
+    ]
+
+
+class _WithoutReads(NativeBinding):
+    def _load(self, call: Call) -> None:
+        pass
+
+
+Passed = tuple[float, int, int, float]
+
+
+def _pass_s(plan: Plan, kernels: Native) -> Passed:
+    """(seconds of a decode pass beside its kernels, its tasks, its calls, of these that are bound anew)."""
+    arenas = Arenas(plan)
+    binding = _WithoutReads(plan, arenas, None, kernels)
+    executor, lowering = Executor(binding), Lowering(plan)
+    p = passes.decode(plan, (0,), (64,), passes.DECODE)
+    try:
+        taken: list[float] = []
+        tasks: list[Task] = []
+        for _ in range(_PASSES):
+            tasks.clear()
+            start_s = time.perf_counter()
+            executor.run(_noting(lowering.step(p), tasks))
+            taken.append(time.perf_counter() - start_s)
+        computing = [task for task in tasks if "host" in task.lanes]
+        native_s = sum(_native_s(binding, task) for task in computing)
+        calls = sum(len(task.calls) for task in computing)
+        anew = sum(len(task.calls) for task in computing if task.like < 0)
+        return max(0.0, statistics.median(taken[_WARM:]) - native_s), len(computing), calls, anew
+    finally:
+        executor.close()
+        arenas.close()
+
+
+def _noting(tasks: Iterator[Task], into: list[Task]) -> Iterator[Task]:
+    for task in tasks:
+        into.append(task)
+        yield task
+
+
+def _native_s(binding: NativeBinding, task: Task) -> float:
+    """Seconds of a task's calls, prepared."""
+    alike = task._replace(id=-1, like=-2 - task.id) if task.like < 0 else task
+    binding.begin()
+    runs = [binding.alone(call) for call in alike.calls]
+    for run in runs:
+        run()
+    start_s = time.perf_counter()
+    for _ in range(5):
+        for run in runs:
+            run()
+    return (time.perf_counter() - start_s) / 5
+
+
+def _solve(few: Passed, many: Passed, pass_s: float) -> tuple[float, float]:
+    """Seconds of a task and of a call, out of two passes of different shape."""
+    (t1, n1, c1, _), (t2, n2, c2, _) = few, many
+    a, b = max(0.0, t1 - pass_s), max(0.0, t2 - pass_s)
+    task_s = (a * c2 - b * c1) / (n1 * c2 - n2 * c1)
+    if task_s < 0:
+        return 0.0, b / c2
+    call_s = (b - task_s * n2) / c2
+    return (task_s, call_s) if call_s >= 0 else (b / n2, 0.0)
+
+
+def _hand_over_s(plan: Plan, kernels: Native) -> float:
+    """Half of what it takes to give a lane a load that reads nothing and to wait for it."""
+    arenas = Arenas(plan)
+    binding = _WithoutReads(plan, arenas, None, kernels)
+    executor = Executor(binding)
+    nothing = Call("norm", -1, None, (), (), "*", 0, 0)
+    load = nothing._replace(op="load")
+    binding.call = lambda call: None  # type: ignore[method-assign]
+    try:
+        start_s = time.perf_counter()
+        for i in range(_PAIRS):
+            first = Task(2 * i, ("disk0",), (load,), (), (), 0, 0, ())
+            second = Task(2 * i + 1, ("host",), (nothing,), (), (), 0, 0, (2 * i,))
+            executor.run((first, second))
+        return (time.perf_counter() - start_s) / _PAIRS / 2
+    finally:
+        executor.close()
+        arenas.close()
+
+
+def _spec() -> ModelSpec:
+    layer = Layer(Attention(8, _HEADS, 32, 32**-0.5, rope=Rope(1e4, 32)), Ffn(64 * _GRANULES, "silu", gated=True))
+    norm = Norm("rms", 1e-5)
+    return ModelSpec("llama", "float32", 1024, 256, 256, 512, (layer,) * _LAYERS, norm, True, True)
+
+
+def _streaming(whole: Plan, pieces: int) -> Plan:
+    """Every layer's matrices on disk, each part in so many units."""
+    units: list[Unit] = []
+    for unit in whole.units:
+        if whole.parts[unit.part].kind not in ("attn", "ffn"):
+            units.append(unit)
+            continue
+        edges = [unit.hi * i // pieces for i in range(pieces + 1)]
+        units += [Unit(unit.part, lo, hi, "disk0", "host", "host") for lo, hi in pairwise(edges)]
+    plan = replace(whole, units=tuple(units), ring_bytes={"host": 8 * MIB}, arenas=())
+    return replace(plan, arenas=Layout(plan).arenas())

@@ -1,0 +1,41 @@
+"""Shapes of published models that come with penstock: enough to plan with, no weights (shapes/SOURCES.md)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import penstock
+from penstock.errors import BadRequest
+
+_FOLDER = Path(penstock.__file__).parent / "shapes"
+
+
+def names() -> list[str]:
+    """The bundled shapes, sorted."""
+    return sorted(path.name.removesuffix(".json") for path in _FOLDER.glob("*.json"))
+
+
+def find(name: str) -> Path | None:
+    """The config of the bundled shape of that name."""
+    return _FOLDER / f"{name}.json" if name in names() else None
+
+
+def locate(model: Path) -> Path:
+    """`model` itself where there is such a path, or where it can be nothing but one; else the bundled shape called so.
+
+    Raises BadRequest, naming those that are spelt alike.
+    """
+    if len(model.parts) != 1 or model.exists():
+        return model
+    shape = find(model.name)
+    if shape is None:
+        raise BadRequest(f"{model} is not there, nor is it a bundled shape: {_hint(model.name)}")
+    return shape
+
+
+def _hint(name: str) -> str:
+    from difflib import get_close_matches  # only a typing error needs it
+
+    bundled = names()
+    near = get_close_matches(name.lower(), bundled, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(bundled)}"

@@ -1,0 +1,109 @@
+"""`penstock plan`: the table, the JSON object, the picture."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from penstock.spec.machine import dumps
+from tests.cpu.commands import Call, apart, here, refused
+from tests.pure.machine import MACHINE
+from tests.pure.real_models import LLAMA3_ROPE, config
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    file = tmp_path / "machine.json"
+    file.write_text(dumps(MACHINE))
+    return file
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of an 80-layer model."""
+    folder = tmp_path_factory.mktemp("large")
+    keys = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 5e5}
+    data = config("llama", 8192, 80, 64, 28672, 128256, rope_scaling=LLAMA3_ROPE, torch_dtype="bfloat16", **keys)
+    (folder / "config.json").write_text(json.dumps({**data, "tie_word_embeddings": False}))
+    return folder
+
+
+def test_json(call: Call, model: Path) -> None:
+    done = call("plan", model, "--resident", "300KiB")
+    assert done.code == 0, done
+    report = done.report
+    assert {"plan", "predicted", "reasons", "limits", "band", "one_more_gib", "other_formats"} == set(report)
+    assert set(report["band"]) == {"decode", "ttft", "runs"}
+    assert report["limits"]["host"]["used_bytes"] == report["predicted"]["peak_host_bytes"]
+    assert report["limits"]["host"]["limit_bytes"] > report["limits"]["host"]["used_bytes"]
+    assert set(report["other_formats"]) == {"int8", "int4"}
+    for then in (report["one_more_gib"], *report["other_formats"].values()):
+        assert set(then) == {"decode_tokens_per_s", "ttft_s", "decode_change"}
+    assert report["one_more_gib"]["decode_change"] == pytest.approx(0, abs=1e-3)  # --resident is what binds
+
+
+def test_json_of_a_resident_model(call: Call, model: Path) -> None:
+    assert call("plan", model).report["one_more_gib"] is None
+
+
+def test_the_table_and_a_picture(
+    machine: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.svg"
+    file.write_text("older")
+    done = here(capsys, "plan", model, "--machine", machine, "--svg", file, "--host-memory", "12GiB")
+    assert (done.code, done.err) == (0, "")
+    assert " of 12.0 GiB" in done.out and "error band ±25%, assumed" in done.out
+    assert "not used yet, this version computes on the CPU" in done.out
+    root = ElementTree.parse(file).getroot()
+    assert root.tag.endswith("svg") and any(model.name in (node.text or "") for node in root.iter())
+    assert list(tmp_path.glob("plan.svg*")) == [file]
+
+
+def test_a_picture_beside_json(call: Call, model: Path, tmp_path: Path) -> None:
+    done = call("plan", model, "--svg", tmp_path / "a b.svg")
+    assert done.code == 0 and done.report["predicted"]
+    ElementTree.parse(tmp_path / "a b.svg")
+
+
+def test_a_picture_through_a_link(call: Call, model: Path, tmp_path: Path) -> None:
+    """The file that it points to is written, the link stays."""
+    (tmp_path / "link.svg").symlink_to(tmp_path / "real.svg")
+    assert call("plan", model, "--svg", tmp_path / "link.svg").code == 0
+    assert (tmp_path / "link.svg").is_symlink()
+    ElementTree.parse(tmp_path / "real.svg")
+
+
+def test_pictures_that_cannot_be_written(call: Call, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    for name, says in [
+        (tmp_path / "folder", "is not a file"),
+        (tmp_path / "none" / "x.svg", "No such file"),
+        (tmp_path / "file" / "x.svg", "Not a directory"),
+        (tmp_path / "loop", "cannot be written"),
+        (tmp_path / ("n" * 300), "too long"),
+        ("", "is not a file"),
+        ("/dev/null", "is not a file"),
+    ]:
+        refused(call("plan", model, "--svg", name), says, "BadRequest")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "loop"]
+
+
+def test_the_band_of_a_machine_that_is_not_here(call: Call, model: Path, machine: Path) -> None:
+    """What was measured here says nothing of it."""
+    assert call("plan", model, "--machine", machine).report["band"] == {"decode": 0.25, "ttft": 0.25, "runs": 0}
+
+
+def test_a_large_model_in_no_time(large: Path, machine: Path) -> None:
+    """About 0.9 s with the start of Python where nothing else runs; a busy machine of CI gets more."""
+    start_s = time.perf_counter()
+    done = apart("plan", large, "--machine", machine, "--weights", "int4")
+    assert done.code == 0, done
+    assert "bound by the disk" in done.out and "one more GiB of RAM: " in done.out
+    assert time.perf_counter() - start_s < 4

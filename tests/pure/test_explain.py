@@ -1,0 +1,108 @@
+"""The table that a person reads: figures, limits, bands and what would be faster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.planner.explain import Band, limits, packed_bytes, rate, rates, table
+from penstock.planner.solve import Solved, solve
+from penstock.planner.what_if import what_if
+from penstock.spec.ask import Ask
+from penstock.spec.format import Format
+from penstock.spec.machine import MachineSpec, Tier
+from penstock.units import format_bytes
+from tests.pure.machine import LLAMA_1B, MACHINE
+
+BF16 = Format("bfloat16")
+GIB = 1 << 30
+STREAMS = Ask(host_memory_bytes=GIB, context=512)
+
+
+def lines(ask: Ask, band: Band | None = None, machine: MachineSpec = MACHINE) -> tuple[Solved, list[str]]:
+    solved = solve(ask, LLAMA_1B, BF16, machine)
+    return solved, table(solved, ask, machine, band or Band(), what_if(solved, ask, machine)).splitlines()
+
+
+def test_a_streaming_plan() -> None:
+    solved, found = lines(STREAMS)
+    text = "\n".join(found)
+    p = solved.prediction
+    assert f"{rate(p.decode_tokens_per_s)} tokens/s ({rates(p.decode_tokens_per_s, 0.25)})" in text
+    assert "error band ±25%, assumed: no runs on this machine are known" in found
+    shares = f"the disk {p.lane_share['disk0']:.0%}, the processor {p.lane_share['host']:.0%}"
+    assert f"bound by the disk (busy while decoding: {shares})" in found
+    assert f"read from disk per token: {format_bytes(p.disk_bytes_per_token)}" in found
+    memory = next(line for line in found if line.startswith("memory of RAM"))
+    assert memory.endswith(f"{format_bytes(solved.plan.tier_bytes()['host'])} of 1.00 GiB")
+    disk = next(line for line in found if line.startswith("disk, all weights"))
+    assert disk.endswith(f"{format_bytes(packed_bytes(solved.plan))} of 1.00 TiB")
+    assert next(line for line in found if line.startswith("one more GiB of RAM: ")).endswith("%)")
+    assert next(line for line in found if line.startswith("in other formats")).endswith("(int4 would be faster)")
+    assert found[0].split() == ["weights", "(bfloat16)", "RAM", "disk"]
+    assert found[-1].startswith("· ")
+    assert max(len(line) for line in found if not line.startswith("· ")) <= 120
+
+
+def test_a_resident_plan() -> None:
+    _, found = lines(Ask())
+    assert "one more GiB of RAM: no faster, all weights are in memory" in found
+    assert "bound by the processor (busy while decoding: the processor 100%)" in found
+    assert not any(line.startswith("read from disk") for line in found)
+
+
+def test_a_cap_on_what_stays() -> None:
+    _, found = lines(Ask(resident_bytes=300 << 20))
+    assert "one more GiB of RAM: no faster, --resident keeps the rest on disk" in found
+
+
+def test_a_device_is_said_not_to_be_used() -> None:
+    _, found = lines(STREAMS)
+    assert any("8.00 GiB: not used yet, this version computes on the CPU" in line for line in found)
+    without = replace(MACHINE, tiers=MACHINE.tiers[:2])
+    assert not any(line.startswith("device") for line in lines(STREAMS, machine=without)[1])
+
+
+def test_a_disk_that_is_too_small() -> None:
+    small = replace(MACHINE, tiers=(MACHINE.tiers[0], Tier("disk0", GIB)))
+    assert any(line.endswith("of 1.00 GiB: too little") for line in lines(STREAMS, machine=small)[1])
+
+
+@pytest.mark.parametrize(
+    ("band", "says"),
+    [
+        (Band(0.1, 0.12, 17), "error band ±12%, from the last 17 runs on this machine"),
+        (Band(0.25, 0.25, 2), "error band ±25%, assumed: too few runs on this machine are known"),
+    ],
+)
+def test_bands(band: Band, says: str) -> None:
+    assert says in lines(STREAMS, band)[1]
+
+
+def test_limits() -> None:
+    solved = solve(STREAMS, LLAMA_1B, BF16, MACHINE)
+    found = {limit.tier: limit for limit in limits(solved, replace(STREAMS, device_memory_bytes=3), MACHINE)}
+    assert found["host"].limit_bytes == GIB and found["host"].used_bytes == solved.prediction.peak_host_bytes
+    assert (found["gpu0"].used_bytes, found["gpu0"].limit_bytes) == (0, 3)
+    assert found["disk0"].used_bytes == packed_bytes(solved.plan)
+    assert {limit.tier: limit.limit_bytes for limit in limits(solved, Ask(), MACHINE)}["host"] == 16 * GIB
+
+
+def test_only_a_plan() -> None:
+    """As `penstock demo` prints it."""
+    text = table(solve(STREAMS, LLAMA_1B, BF16, MACHINE))
+    assert "tokens/s" in text and "error band" not in text and "one more GiB" not in text and " of 1.00 GiB" not in text
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.00123, "0.00123"), (0.0123, "0.0123"), (0.119, "0.119"), (7.2, "7.20"), (38.4, "38.4"), (412.3, "412")],
+)
+def test_rates_have_three_digits(value: float, shown: str) -> None:
+    assert rate(value) == shown
+
+
+def test_rates_of_a_band() -> None:
+    assert rates(7.2, 0.1) == "6.48 to 7.92"
+    assert rates(0.5, 1.5) == "0.000 to 1.250"

@@ -1,0 +1,126 @@
+"""What another GiB or another format would give, and the quick prediction that says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.planner.predict import predict
+from penstock.planner.shorten import quick, streamed
+from penstock.planner.solve import residency, settle_context, solve
+from penstock.planner.what_if import more_memory, other_formats, what_if
+from penstock.spec.ask import Ask
+from penstock.spec.format import Format, parse_format
+from penstock.spec.machine import MachineSpec
+from penstock.spec.model import ModelSpec
+from tests.pure.machine import LLAMA_1B, MACHINE, model
+
+MIB = 1 << 20
+BF16, INT4 = Format("bfloat16"), parse_format("int4")
+LLAMA_8B = model(32, 4096, 32, 8, 14336, dtype="bfloat16", vocab=128256, max_positions=131072, tied=False)
+LLAMA_70B = model(80, 8192, 64, 8, 28672, dtype="bfloat16", vocab=128256, max_positions=131072, tied=False)
+
+
+def slower_cpu(factor: float) -> MachineSpec:
+    rates = tuple(replace(r, s_per_byte=r.s_per_byte * factor) if r.lane == "host" else r for r in MACHINE.rates)
+    return replace(MACHINE, rates=rates)
+
+
+@pytest.mark.parametrize("limit_mib", [300, 900, 1800, 2300])
+@pytest.mark.parametrize("cpu", [1, 20])
+def test_more_memory_is_never_slower(limit_mib: int, cpu: float) -> None:
+    ask, machine = Ask(host_memory_bytes=limit_mib * MIB, context=512), slower_cpu(cpu)
+    now = solve(ask, LLAMA_1B, BF16, machine)
+    more = what_if(now, ask, machine).one_more_gib
+    assert more is not None
+    assert more.decode_tokens_per_s >= 0.995 * now.prediction.decode_tokens_per_s
+    assert more.disk_bytes_per_token < now.prediction.disk_bytes_per_token
+    assert now.prediction.peak_host_bytes < more.peak_host_bytes <= ask.host_memory_bytes + 1024 * MIB
+
+
+def test_no_more_memory_where_all_is_in_it() -> None:
+    assert more_memory(Ask(), LLAMA_1B, BF16, MACHINE) is None
+    assert what_if(solve(Ask(), LLAMA_1B, BF16, MACHINE), Ask(), MACHINE).one_more_gib is None
+
+
+def test_the_tier_is_what_grows_without_a_limit() -> None:
+    """16 GiB of RAM and a model of 15 GiB in a process with much KV: one more GiB holds all of it."""
+    small = replace(MACHINE, tiers=(replace(MACHINE.tiers[0], bytes=2 << 30), *MACHINE.tiers[1:]))
+    more = more_memory(Ask(context=512), LLAMA_1B, BF16, small)
+    assert more is not None and more.disk_bytes_per_token == 0
+
+
+def test_other_formats() -> None:
+    found = other_formats(Ask(context=512), LLAMA_1B, BF16, MACHINE)
+    assert [fmt.name for fmt, _ in found] == ["int4", "int8"]
+    speeds = [prediction.decode_tokens_per_s for _, prediction in found]
+    assert speeds[0] > speeds[1] > solve(Ask(context=512), LLAMA_1B, BF16, MACHINE).prediction.decode_tokens_per_s
+    assert [fmt.name for fmt, _ in other_formats(Ask(), LLAMA_1B, INT4, MACHINE)] == ["int8", "bfloat16"]
+    own = replace(LLAMA_1B, dtype="float16")
+    assert [fmt.name for fmt, _ in other_formats(Ask(), own, parse_format("int4-g32"), MACHINE)] == ["int8", "float16"]
+
+
+def test_a_format_that_does_not_fit_is_left_out() -> None:
+    fmt, ask = INT4, Ask(context=64, prompt_tokens=8, output_tokens=8)
+    spec = model(2, 4096, 32, 8, 14336, dtype="bfloat16", vocab=1000)
+    least = residency.minimum_bytes(settle_context(ask, spec), spec, fmt, MACHINE.process_bytes)
+    assert other_formats(replace(ask, host_memory_bytes=least), spec, fmt, MACHINE) == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "fmt", "limit_gib", "cpu"),
+    [(LLAMA_70B, INT4, 16, 1), (LLAMA_70B, INT4, 30, 4), (LLAMA_70B, INT4, 30, 20), (LLAMA_8B, BF16, 8, 1)],
+)
+def test_a_plan_of_many_units_is_predicted_by_few_layers(
+    spec: ModelSpec, fmt: Format, limit_gib: int, cpu: float
+) -> None:
+    machine = slower_cpu(cpu)
+    ask = settle_context(Ask(host_memory_bytes=limit_gib << 30), spec)
+    plan, _ = next(residency.candidates(ask, spec, fmt, machine))
+    exact, short = predict(plan, ask, machine), quick(plan, ask, machine)
+    assert short != exact
+    assert short.decode_tokens_per_s == pytest.approx(exact.decode_tokens_per_s, rel=0.03)
+    assert short.ttft_s == pytest.approx(exact.ttft_s, rel=0.05)
+    assert short.total_s == pytest.approx(exact.total_s, rel=0.03)
+    assert short.disk_bytes_per_token == exact.disk_bytes_per_token
+    assert (short.bound_by, short.tier_bytes) == (exact.bound_by, exact.tier_bytes)
+    for lane, share in exact.lane_share.items():
+        assert short.lane_share[lane] == pytest.approx(share, abs=0.03)
+
+
+def test_layers_of_two_kinds_are_both_in_a_short_plan() -> None:
+    """As in gemma2: every other layer sees a window."""
+    near, far = (
+        LLAMA_70B.layers[0],
+        replace(LLAMA_70B.layers[0], attention=replace(LLAMA_70B.layers[0].attention, window=512)),
+    )
+    spec = replace(LLAMA_70B, layers=(near, far) * 40)
+    ask = settle_context(Ask(host_memory_bytes=16 << 30, prompt_tokens=3000), spec)
+    plan, _ = next(residency.candidates(ask, spec, INT4, MACHINE))
+    exact, short = predict(plan, ask, MACHINE), quick(plan, ask, MACHINE)
+    assert short != exact
+    assert short.decode_tokens_per_s == pytest.approx(exact.decode_tokens_per_s, rel=0.03)
+
+
+def test_a_small_plan_is_simulated_itself() -> None:
+    ask = settle_context(Ask(host_memory_bytes=900 * MIB), LLAMA_1B)
+    plan, _ = next(residency.candidates(ask, LLAMA_1B, INT4, MACHINE))
+    assert quick(plan, ask, MACHINE) == predict(plan, ask, MACHINE)
+
+
+@pytest.mark.parametrize("cpu", [1, 8, 30])
+@pytest.mark.parametrize("limit_mib", [500, 1500])
+@pytest.mark.parametrize("objective", ["latency", "throughput"])
+def test_plans_that_are_not_simulated_could_not_have_won(cpu: float, limit_mib: int, objective: str) -> None:
+    machine = slower_cpu(cpu)
+    ask = settle_context(Ask(host_memory_bytes=limit_mib * MIB, objective=objective, context=512), LLAMA_1B)
+
+    def score_s(plan: object) -> float:
+        p = quick(plan, ask, machine)  # type: ignore[arg-type]
+        return p.total_s if objective == "latency" else 1 / p.decode_tokens_per_s
+
+    plans = [plan for plan, _ in residency.candidates(ask, LLAMA_1B, BF16, machine)]
+    scores = [score_s(plan) for plan in plans]
+    equal = [plan for plan, score in zip(plans, scores, strict=True) if score <= 1.05 * min(scores)]
+    assert solve(ask, LLAMA_1B, BF16, machine).plan == min(equal, key=lambda plan: sum(streamed(plan).values()))
