@@ -15,7 +15,7 @@ TYPED := penstock
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz bench-startup bench-fit bench-quality bench-cpu clean FORCE
+.PHONY: help demo test check fuzz bench-startup bench-fit bench-quality bench-cpu bench-predict clean FORCE
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -53,6 +53,9 @@ bench-quality: .venv/run.stamp ## what int8 and int4 weights cost the bundled mo
 bench-cpu: .venv/bench.stamp ## 1B and 8B shapes in memory against llama.cpp (installed by building it): decode, prefill, attention
 	@$(BIN)/python -m bench.cpu $(ARGS)
 
+bench-predict: .venv/plot.stamp ## predicted beside measured in 32 settings of 1B and 8B shapes; the picture goes into docs/
+	@$(BIN)/python -m bench.predict --plot docs/predicted.svg $(ARGS)
+
 clean: ## remove .venv, build and caches
 	@rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -77,6 +80,11 @@ clean: ## remove .venv, build and caches
 .venv/bench.stamp: constraints.txt pyproject.toml | .venv/run.stamp
 	@echo "make: installing what is measured against: llama.cpp is compiled for this processor, some minutes"
 	@$(PIP) --no-build-isolation -e '.[bench]'
+	@touch $@
+
+.venv/plot.stamp: constraints.txt pyproject.toml | .venv/run.stamp
+	@echo "make: installing what draws plots"
+	@$(PIP) --no-build-isolation -e '.[plot]'
 	@touch $@
 
 # An installation in place knows its modules by name: when one comes or goes, it is made again, which takes seconds.

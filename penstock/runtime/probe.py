@@ -33,8 +33,9 @@ from penstock.spec.format import DEFAULT_GROUP, Format
 from penstock.spec.machine import MachineSpec, Rate, Sharing, Tier
 from penstock.units import MIB
 
-_RAM_BYTES = 128 * MIB  # four times a large L3 cache; less where memory is short
-_WORK_BYTES = 192 * MIB  # of layers at a time
+# 16 times a large L3 cache; less where memory is short. With 128 and 192 MiB what a cache still held at the next round
+# made the figures 10 to 14 % better than what a run of a large model then gets.
+_RAM_BYTES = _WORK_BYTES = 512 * MIB
 _SHARING_S = 0.2
 _MOST_FACTOR = 100.0
 

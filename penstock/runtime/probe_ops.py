@@ -33,9 +33,10 @@ FEW_ROWS = (1, 2, 4, 8)
 _SOME_ROWS, _MANY_ROWS = (16, 64), (256, 512)
 _CONTEXT = 2048
 _STARTS = (255, 1023, _CONTEXT - 1)  # positions of a decode row
-_WIDTH, _INTEGER_WIDTH, _NEURONS, _VOCAB, _MOST_LAYERS = 2048, 4096, 4096, 8192, 8
+_WIDTH, _INTEGER_WIDTH, _NEURONS, _VOCAB, _MOST_LAYERS = 2048, 4096, 4096, 8192, 16
 _KV_WIDTH, _MOST_KV_LAYERS = 256, 32
 _LOGITS_ROWS = 64
+_LAYER_OPS = ("qkv", "attend", "out", "ffn", "merge")
 PRODUCTS = ("qkv", "out", "ffn", "head")
 ROW_OPS = ("gather", "embed", "norm", "merge")
 Tell = Callable[[str], None]
@@ -135,11 +136,12 @@ class Layers:
             found[op] = fit_well(measure, f"{op}, {self.weights.name}, {rows[-1]} rows", tell)
         return found
 
-    def time(self, rows: int, start: int, ops: Sequence[str], repeats: int = 4) -> list[_Timed]:
-        """The lower third per op and size, over layers and repeats, after one round to warm up. Many rows: of one
-        layer, since arithmetic takes its time and not the memory."""
+    def time(self, rows: int, start: int, ops: Sequence[str], repeats: int = 3) -> list[_Timed]:
+        """Means per op and size, over layers and repeats, after a round to warm up. Many rows: of two layers, which are
+        more than a cache holds and take their time."""
         batch = Batch(0, (0,), (start,), (rows,), tuple(range(rows))[-_LOGITS_ROWS:])
-        calls = self._calls(Pass("prefill" if rows > 1 else "decode", (batch,), None), ops, rows > FEW_ROWS[-1])
+        most = 2 if rows > _SOME_ROWS[-1] else self._layers
+        calls = self._calls(Pass("prefill" if rows > 1 else "decode", (batch,), None), ops, most)
         times: dict[tuple[str, int, int], list[float]] = {}
         for repeat in range(repeats + 1 if rows <= FEW_ROWS[-1] else 3):
             for call, run in calls:
@@ -148,9 +150,9 @@ class Layers:
                 taken_s = time.perf_counter() - start_s
                 if repeat:
                     times.setdefault((call.op, call.bytes, call.flops), []).append(taken_s)
-        return [_Timed(*key, _low(taken)) for key, taken in times.items()]
+        return [_Timed(*key, _typical(taken)) for key, taken in times.items()]
 
-    def _calls(self, p: Pass, ops: Sequence[str], one_layer: bool) -> list[tuple[Call, Callable[[], None]]]:
+    def _calls(self, p: Pass, ops: Sequence[str], most_layers: int) -> list[tuple[Call, Callable[[], None]]]:
         """The pass's calls with what runs them, natively and without Python in between."""
         found: list[tuple[Call, Callable[[], None]]] = []
         self.binding.begin()
@@ -158,15 +160,16 @@ class Layers:
         for call in task.calls:
             if call.op not in ops:
                 continue
-            if one_layer and call.op != "head" and call.args and call.args[0] in range(1, self._layers):
+            if call.op in _LAYER_OPS and int(call.args[0]) >= most_layers:
                 continue
             found.append((call, self.binding.alone(call)))
         return found
 
 
-def _low(taken: list[float]) -> float:
-    """A third of the way up: where another process holds a core for a while, all threads wait for it."""
-    return sorted(taken)[len(taken) // 3]
+def _typical(taken: list[float]) -> float:
+    """The mean without the slowest fifth: where another process holds a core for a while, all threads wait for it."""
+    kept = sorted(taken)[: len(taken) - len(taken) // 5]
+    return sum(kept) / len(kept)
 
 
 def _plan(width: int, layers: int, weights: Format, kv: Format) -> Plan:
