@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -25,8 +25,8 @@ from penstock.errors import BadRequest, PenstockError, StorageFailed
 from penstock.kernels import cpu
 from penstock.runtime import host
 from penstock.runtime.bind_native import Native, native
-from penstock.runtime.probe_disk import BLOCK_BYTES, ProbeFile, disk_rates, probe_file
-from penstock.runtime.probe_ops import ROW_OPS, Layers, op_rates
+from penstock.runtime.probe_disk import UNIT_BYTES, ProbeFile, disk_rates, probe_file
+from penstock.runtime.probe_ops import FORMATS, KV_FORMATS, ROW_OPS, Layers, op_rates
 from penstock.runtime.probe_tasks import task_rates
 from penstock.spec import machine as machines
 from penstock.spec.format import DEFAULT_GROUP, Format
@@ -36,7 +36,7 @@ from penstock.units import MIB
 # 16 times a large L3 cache; less where memory is short. With 128 and 192 MiB what a cache still held at the next round
 # made the figures 10 to 14 % better than what a run of a large model then gets.
 _RAM_BYTES = _WORK_BYTES = 512 * MIB
-_SHARING_S = 0.2
+_SHARING_S = 0.3
 _MOST_FACTOR = 100.0
 
 Tell = Callable[[str], None]
@@ -57,7 +57,7 @@ def load_or_probe(
         except (BadRequest, UnicodeDecodeError):
             path.unlink(missing_ok=True)  # damaged, or written by another version: measure again
     if on_progress:
-        on_progress("measuring this machine, once (about 10 s)", 0, 0)
+        on_progress("measuring this machine, once (about 15 s)", 0, 0)
     found = probe_apart(disk_folder, on_progress)
     keep(path, found)
     return found
@@ -70,11 +70,22 @@ def keep(path: Path, machine: MachineSpec) -> None:
     aside.rename(path)
 
 
-def probe_apart(disk_folder: Path, on_progress: Callable[[str, int, int], None] | None = None) -> MachineSpec:
+def probe_apart(
+    disk_folder: Path,
+    on_progress: Callable[[str, int, int], None] | None = None,
+    formats: Sequence[str] = FORMATS,
+    kv_formats: Sequence[str] = KV_FORMATS,
+) -> MachineSpec:
     """In a process of its own: what the probe allocates must not count against the run that follows."""
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock.runtime.probe", str(disk_folder)], capture_output=True, text=True, check=False
-    )
+    command = [
+        sys.executable,
+        "-m",
+        "penstock.runtime.probe",
+        str(disk_folder),
+        ",".join(formats),
+        ",".join(kv_formats),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise StorageFailed(
             f"measuring this machine failed: {(done.stderr.strip() or 'no reason given').splitlines()[-1]}"
@@ -85,13 +96,15 @@ def probe_apart(disk_folder: Path, on_progress: Callable[[str, int, int], None] 
     return machines.loads(done.stdout, "the probe's answer")
 
 
-def probe(disk_folder: Path, tell: Tell) -> MachineSpec:
+def probe(
+    disk_folder: Path, tell: Tell, formats: Sequence[str] = FORMATS, kv_formats: Sequence[str] = KV_FORMATS
+) -> MachineSpec:
     """Measures now; the disk is the one that holds `disk_folder`. `tell` hears what was measured again."""
     threadpool_limits(1, user_api="blas")  # as a session does
     threads = host.usable_cpus()
     memory_bytes = min(_WORK_BYTES, host.available_bytes() // 4)
     kernels = native(None, threads, exact=False)
-    rates = op_rates(kernels, memory_bytes, tell)
+    rates = op_rates(kernels, memory_bytes, tell, formats, kv_formats)
     rates += task_rates(kernels)
     with probe_file(disk_folder) as file:
         rates += disk_rates(file, disk_folder, tell)
@@ -141,15 +154,15 @@ def _sharing(file: ProbeFile, kernels: Native, memory_bytes: int) -> tuple[Shari
         until_s = time.perf_counter() + seconds
         while time.perf_counter() < until_s or len(found) < 3:
             found.append(sum(timed.seconds for timed in layers.time(1, 64, ("ffn",), repeats=1)))
-        return statistics.median(found)
+        return statistics.fmean(found)
 
     def read_s(found: list[float]) -> None:
         while not stop.is_set():
-            found.append(file.read_s(BLOCK_BYTES))
+            found.append(file.read_s(UNIT_BYTES))
 
     try:
         alone_s = compute_s(_SHARING_S)
-        reads_alone = [file.read_s(BLOCK_BYTES) for _ in range(12)]
+        reads_alone = [file.read_s(UNIT_BYTES) for _ in range(150)]
         reads: list[float] = []
         thread = threading.Thread(target=read_s, args=(reads,))
         thread.start()
@@ -160,7 +173,7 @@ def _sharing(file: ProbeFile, kernels: Native, memory_bytes: int) -> tuple[Shari
             thread.join()
     finally:
         layers.close()
-    slower = statistics.median(reads) / statistics.median(reads_alone)
+    slower = statistics.fmean(reads) / statistics.fmean(reads_alone)
     return (
         Sharing("host", "disk0", min(_MOST_FACTOR, max(1.0, both_s / alone_s))),
         Sharing("disk0", "host", min(_MOST_FACTOR, max(1.0, slower))),
@@ -190,6 +203,8 @@ def _fingerprint() -> str:
 
 if __name__ == "__main__":
     try:
-        print(machines.dumps(probe(Path(sys.argv[1]), lambda text: print(text, file=sys.stderr))))
+        folder, *wanted = sys.argv[1:]
+        asked = (names.split(",") for names in wanted)
+        print(machines.dumps(probe(Path(folder), lambda text: print(text, file=sys.stderr), *asked)))
     except PenstockError as failure:
         sys.exit(failure.message)

@@ -22,6 +22,7 @@ from penstock.units import KIB, MIB
 FILE_BYTES = 192 * MIB
 _MODELS = ("*.safetensors", "*/*.safetensors", "*/*/*.safetensors")
 BLOCK_BYTES = 8 * MIB  # of one read, as plans have it
+UNIT_BYTES = 4 * MIB  # of a load, about
 _ROW_READS = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB)  # granules for single embedding rows
 _LOADS = (MIB, 4 * MIB, 8 * MIB, 16 * MIB)
 _WRITES = (4 * MIB, 16 * MIB)
@@ -88,7 +89,7 @@ def probe_file(folder: Path) -> Iterator[ProbeFile]:
 
 def disk_rates(file: ProbeFile, folder: Path, tell: Tell) -> list[Rate]:
     """Of loads, of reads for single rows (`fetch`), and of writes (the lane `disk_write0`)."""
-    rows = fit_well(lambda: _medians(file.read_anywhere_s, _ROW_READS, 8), "small reads from disk", tell)
+    rows = fit_well(lambda: _means(file.read_anywhere_s, _ROW_READS, 8), "small reads from disk", tell)
     writes = fit_well(lambda: _writes(folder), "writes to disk", tell)
     return [
         load_rate(file, tell),
@@ -98,7 +99,7 @@ def disk_rates(file: ProbeFile, folder: Path, tell: Tell) -> list[Rate]:
 
 
 def load_rate(file: ProbeFile, tell: Tell) -> Rate:
-    loads = fit_well(lambda: _medians(file.read_s, _LOADS, 12), "loads from disk", tell)
+    loads = fit_well(lambda: _means(file.read_s, _LOADS, 32), "loads from disk", tell)
     return Rate("disk0", "*", "*", loads.alpha_s, loads.slope_s, 0.0, loads.r2)
 
 
@@ -109,8 +110,9 @@ def largest_file(folder: Path) -> Path | None:
     return file if most >= FILE_BYTES else None
 
 
-def _medians(read_s: Callable[[int], float], sizes: tuple[int, ...], repeats: int) -> Points:
-    return [(nbytes, statistics.median(read_s(nbytes) for _ in range(repeats))) for nbytes in sizes]
+def _means(read_s: Callable[[int], float], sizes: tuple[int, ...], repeats: int) -> Points:
+    """Means, since a run waits for slow reads too: of 4 MiB they were 2.2 GB/s where the median was 3.0."""
+    return [(nbytes, statistics.fmean(read_s(nbytes) for _ in range(repeats))) for nbytes in sizes]
 
 
 def _writes(folder: Path) -> Points:

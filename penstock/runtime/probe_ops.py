@@ -50,17 +50,23 @@ class _Timed:
     seconds: float
 
 
-def op_rates(kernels: Native, memory_bytes: int, tell: Tell) -> list[Rate]:
-    """Rates of all ops in all formats, in about `memory_bytes` of memory at a time."""
+def op_rates(
+    kernels: Native,
+    memory_bytes: int,
+    tell: Tell,
+    formats: Sequence[str] = FORMATS,
+    kv_formats: Sequence[str] = KV_FORMATS,
+) -> list[Rate]:
+    """Rates of all ops in these formats, in about `memory_bytes` of memory at a time."""
     rates: list[Rate] = []
-    for kind in FORMATS:
+    for kind in formats:
         weights = Format(kind, DEFAULT_GROUP if kind.startswith("int") else 0)
         layers = Layers(weights, Format("float16"), kernels, memory_bytes)
         try:
             rates += layers.rates(tell, every_op=not rates)
         finally:
             layers.close()
-    for kv in KV_FORMATS:
+    for kv in kv_formats:
         layers = Layers(Format("int4", DEFAULT_GROUP), Format(kv), kernels, memory_bytes, mostly_kv=True)
         try:
             rates += layers.attention_rates(kv, tell)
