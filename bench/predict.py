@@ -37,8 +37,8 @@ from penstock.store.synth import synth
 SHARES = (1.0, 0.75, 0.5, 0.25)  # of the weights, that memory is left for
 PROMPTS, BATCHES = (64, 1024), (1, 4)
 CONTEXT = 1280
-DECODE_S, LEAST_TOKENS, MOST_TOKENS = 3.0, 6, 48
-DRIFT, ATTEMPTS = 0.10, 3
+DECODE_S, LEAST_TOKENS, MOST_TOKENS = 2.5, 6, 48
+DRIFT = 0.10
 CEILING_S = 0.5  # of reads
 
 
@@ -68,7 +68,7 @@ class Machine:
             self._file.read_s(BLOCK_BYTES)
             read_bytes += BLOCK_BYTES
         ram = statistics.median(ram_read_bytes_per_s(host.usable_cpus()) for _ in range(3))
-        peak = statistics.median(_native.peak_per_s("int8", host.usable_cpus()) for _ in range(3))
+        peak = _native.peak_per_s("int8", host.usable_cpus())
         return Ceilings(ram, read_bytes / taken_s, peak)
 
     def figures(self) -> MachineSpec:
@@ -93,10 +93,10 @@ def solved(model: Path, share: float, prompt: int, batch: int, tokens: int, mach
     return solve(ask, packed.spec, packed.weights, machine), settle_context(ask, packed.spec)
 
 
-def measure(model: Path, share: float, prompt: int, batch: int, machine: Machine) -> dict[str, Any]:
+def measure(model: Path, share: float, prompt: int, batch: int, machine: Machine, attempts: int) -> dict[str, Any]:
     """One setting; again while the machine changes under it."""
     best: dict[str, Any] | None = None
-    for attempt in range(ATTEMPTS):
+    for attempt in range(attempts):
         at_probe = machine.ceilings()
         figures = machine.figures()
         first, _ = solved(model, share, prompt, batch, MOST_TOKENS, figures)
@@ -195,6 +195,8 @@ def main() -> None:
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
     parser.add_argument("--prompts", nargs="+", type=int, default=PROMPTS)
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
+    parser.add_argument("--attempts", type=int, default=3, help="at a setting, while the machine drifts")
+    parser.add_argument("--rows", type=Path, help="keeps every row here as it comes, a JSON object a line")
     parser.add_argument("--plot", type=Path, help="where the picture goes; default none")
     wanted = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -213,8 +215,15 @@ def main() -> None:
             for shape, model in models.items():
                 settings = [(s, p, b) for s in wanted.shares for p in wanted.prompts for b in wanted.batches]
                 for share, prompt, batch in settings:
-                    row = {"shape": shape, "share": share, **measure(model, share, prompt, batch, machine)}
+                    row = {
+                        "shape": shape,
+                        "share": share,
+                        **measure(model, share, prompt, batch, machine, wanted.attempts),
+                    }
                     rows.append(row)
+                    if wanted.rows:
+                        with wanted.rows.open("a") as kept:
+                            kept.write(json.dumps(row) + "\n")
                     print(line(row), file=sys.stderr, flush=True)
             print(f"{machine.probes} probes, the last took {machine.probe_s:.1f} s", file=sys.stderr)
     if wanted.plot:

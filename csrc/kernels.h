@@ -4,8 +4,8 @@
 //
 // Matrices lie in tiles of 16 rows, as spec/format.py draws them; a tile's outputs are the 16 lanes of a vector, so
 // no sum ever crosses lanes. Every output element is computed by one thread, its terms added in one order: columns (or
-// groups) upwards, granules upwards (FFNs: see FfnSum). Which rows share a call, how many threads there are and where units are cut
-// changes no bit.
+// groups) upwards, granules upwards (FFNs: see FfnSum). Which rows share a call, how many threads there are and where
+// units are cut changes no bit.
 #pragma once
 
 #include <cstddef>
@@ -84,9 +84,9 @@ struct FfnShape {
     Activation activation = Activation::kSilu;
 };
 
-// Where the sums of an FFN go. Granules are summed by fours, counted from the layer's first, and then the fours, both in
-// their order. So a thread can take a whole four, whose bytes lie in one run, and neither the number of threads nor the
-// cuts of units change a bit. `pending` [T, D] holds the sum of a four that is cut: the call before left it
+// Where the sums of an FFN go. Granules are summed by fours, counted from the layer's first, and then the fours, both
+// in their order. So a thread can take a whole four, whose bytes lie in one run, and neither the number of threads nor
+// the cuts of units change a bit. `pending` [T, D] holds the sum of a four that is cut: the call before left it
 // (`continues`), or this one leaves it (`keeps`).
 constexpr int kSumGranules = 4;  // SUM_GRANULES of spec/parts.py
 

@@ -155,8 +155,8 @@ void dot_float(const Matrix& m, const Series& series, const Operand& x, Sums<n, 
 // of a group, where they are known to the compiler, which then unrolls them; else 0.
 template <bool int4, int kLines, int n, int k>
 [[gnu::always_inline]] inline void add_group(const Matrix& m, const std::uint8_t* p, std::size_t next,
-                                             std::size_t ahead, bool reused, const std::int8_t* a,
-                                             const float* x_scale, const float* x_sum, Sums<n, k>& sums) {
+                                             std::size_t ahead, bool reused, const std::int8_t* a, const float* x_scale,
+                                             const float* x_sum, Sums<n, k>& sums) {
     const int lines = kLines > 0 ? kLines : m.group / (int4 ? 8 : 4);
     constexpr int kChains = int4 && n * k < 8 ? 2 : 1;
     I whole[n][k][kChains];
@@ -214,9 +214,9 @@ void dot_int8(const Matrix& m, const Series& series, const Operand& x, Sums<n, k
     out = sums;
 }
 
-// to [n, tiles · 16] = before (null: 0) + x · a granule of `tiles` tiles, rows `stride` floats apart: for tiles so short
-// that to begin and end each of them as `tile_rows` does is most of the work (an FFN of one row in cache: 51 GB/s of
-// weights instead of 181). Tile after tile: two or four at once read out of the order in which bytes lie.
+// to [n, tiles · 16] = before (null: 0) + x · a granule of `tiles` tiles, rows `stride` floats apart: for tiles so
+// short that to begin and end each of them as `tile_rows` does is most of the work (an FFN of one row in cache: 51 GB/s
+// of weights instead of 181). Tile after tile: two or four at once read out of the order in which bytes lie.
 template <bool int4, int kLines, int n>
 void dot_short(const Matrix& m, const std::uint8_t* p, int tiles, const Operand& x, const float* before, float* to,
                std::ptrdiff_t stride) {
@@ -227,8 +227,8 @@ void dot_short(const Matrix& m, const std::uint8_t* p, int tiles, const Operand&
         for (int r = 0; r < n; ++r) sums.at[r][0] = before != nullptr ? f_load(before + r * stride) : f_zero();
         if (before != nullptr) before += kTileRows;
         for (int j = 0; j < groups; ++j) {
-            add_group<int4, kLines>(m, p + std::size_t(j) * group_bytes, next, kAhead, false,
-                                    x.q + j * m.group * n, x.scale + j * n, x.sum + j * n, sums);
+            add_group<int4, kLines>(m, p + std::size_t(j) * group_bytes, next, kAhead, false, x.q + j * m.group * n,
+                                    x.scale + j * n, x.sum + j * n, sums);
         }
         for (int r = 0; r < n; ++r) f_store(to + r * stride, sums.at[r][0]);
     }

@@ -35,7 +35,7 @@ def probe(
     if again:
         machine_file(folder).unlink(missing_ok=True)
     with progress() as tell:
-        found = load_or_probe(folder, folder, tell)
+        found = load_or_probe(folder, folder, tell, detailed=True)
     if as_json:
         print_json(json.loads(machines.dumps(found)))
         return

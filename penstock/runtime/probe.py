@@ -47,9 +47,13 @@ def machine_file(cache: Path) -> Path:
 
 
 def load_or_probe(
-    cache: Path, disk_folder: Path, on_progress: Callable[[str, int, int], None] | None = None
+    cache: Path,
+    disk_folder: Path,
+    on_progress: Callable[[str, int, int], None] | None = None,
+    detailed: bool = False,
 ) -> MachineSpec:
-    """The machine as measured before, or measured now and kept. Memory is always read afresh."""
+    """The machine as measured before, or measured now and kept. Memory is always read afresh. `detailed`: says what had
+    to be measured again."""
     path = machine_file(cache)
     if path.exists():
         try:
@@ -58,7 +62,7 @@ def load_or_probe(
             path.unlink(missing_ok=True)  # damaged, or written by another version: measure again
     if on_progress:
         on_progress("measuring this machine, once (about 15 s)", 0, 0)
-    found = probe_apart(disk_folder, on_progress)
+    found = probe_apart(disk_folder, on_progress if detailed else None)
     keep(path, found)
     return found
 
