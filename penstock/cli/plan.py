@@ -30,7 +30,7 @@ def plan(
     weights: Weights = None,
     machine_file: Annotated[
         str | None,
-        Option("--machine", metavar="FILE", help="A machine that is not here: a file of `penstock probe --json`."),
+        Option("--machine", metavar="NAME", help="A bundled machine, or a file of `penstock probe --json`."),
     ] = None,
     svg: Annotated[
         str | None, Option("--svg", metavar="FILE", help="Also draw it: what fills each tier, what each lane does.")
