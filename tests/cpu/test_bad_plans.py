@@ -117,7 +117,7 @@ def machine_with(*keys: Any, value: Any) -> str:
     return json.dumps(machine)
 
 
-RATE = json.loads(machines.dumps(MACHINE))["rates"][0]
+RATE, DISK_RATE = json.loads(machines.dumps(MACHINE))["rates"]
 MACHINES = {
     "empty": ("", "is not JSON"),
     "another schema": ('{"schema": "penstock.plan/1"}', "schema"),
@@ -137,7 +137,7 @@ MACHINES = {
     "tier beyond everything": (machine_with("tiers", 0, "bytes", value=10**400), "tier host has 1"),
     "tiny tier": (machine_with("tiers", 0, "bytes", value=4096), "is too little"),
     "tier twice": (machine_with("tiers", 1, "name", value="host"), "names a tier twice"),
-    "rate twice": (machine_with("rates", 1, value=RATE), "two rates for host"),
+    "rate twice": (machine_with("rates", value=[RATE, RATE, DISK_RATE]), "two rates for host"),
     "rows below nothing": (machine_with("rates", 0, "rows", value=-1), "rows -1"),
     "a fit of 2": (machine_with("rates", 0, "r2", value=2.0), "r2 2.0"),
     "faster together": (machine_with("sharing", value=[{"lane": "host", "beside": "disk0", "factor": 0.5}]), "factor"),
