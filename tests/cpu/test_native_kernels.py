@@ -189,3 +189,49 @@ def test_unknown_names_are_refused() -> None:
         _native.Compute("sse9", 1)
     with pytest.raises(ValueError, match="no int3"):
         _native.Matrix(16, 64, "int3", 64, 0)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("t", [1, 3, 8, 11])
+def test_ffn_over_many_fours_however_it_is_cut(isa: str, name: str, t: int) -> None:
+    """11 granules are three fours: calls that cut them anywhere, threads, and a scratch for one four change no bit, and
+    the sum is the reference's."""
+    from penstock.kernels.reference import dense
+    from penstock.kernels.reference.matrix import Scratch
+    from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
+    from penstock.spec.parts import parts
+
+    d, granules = 520, 11  # 32 tiles and half of one; enough bytes that threads share the work
+    layer = Layer(Attention(2, 2, 260, 1.0), Ffn(64 * granules, "silu", True))
+    spec = ModelSpec("llama", "float32", 64, d, d, 64, (layer,), Norm("rms", 1e-5), True, True)
+    part = next(p for p in parts(spec, parse_format(name)) if p.kind == "ffn")
+    rng = np.random.default_rng(7)
+    weights = np.zeros((granules, part.granule_bytes), np.uint8)
+    for granule in weights:
+        for block in part.blocks:
+            values = (rng.normal(size=(block.rows, block.cols)) * 0.1).astype(np.float32)
+            granule[block.offset : block.offset + block.nbytes] = encode(values, block.format)
+    h = rng.normal(size=(t, d)).astype(np.float32)
+    shape = cpu.ffn_shape(part, layer)
+
+    def run(cuts: list[int], threads: int, nbytes: int, exact: bool) -> np.ndarray:
+        got, pending = np.full((t, d), np.nan, np.float32), np.full((t, d), np.nan, np.float32)
+        for lo, hi in pairwise(cuts):
+            COMPUTE[isa, threads].ffn(
+                address(weights[lo:hi]), hi - lo, part.granule_bytes, shape, address(h), t, address(got),
+                address(pending), lo, lo == 0, lo % 4 != 0, hi < granules and hi % 4 != 0, exact, address(SCRATCH),
+                nbytes,
+            )  # fmt: skip
+        return got
+
+    want, pending = np.zeros((t, d), np.float32), np.zeros((t, d), np.float32)
+    sums = dense.FfnSum(want, pending, True, False, False)
+    dense.ffn(weights, part, 0, layer, h, sums, Scratch(np.zeros(1 << 24, np.uint8)))
+    for exact in (True, False):
+        whole = run([0, granules], 1, SCRATCH.nbytes, exact)
+        assert np.abs(whole - want).max() <= (3e-5 if exact else 0.03) * np.abs(want).max()
+        for cuts in ([0, granules], [0, 1, 2, 5, granules], [0, 4, 8, granules], [0, 3, 10, granules]):
+            for threads in (1, 3):
+                assert np.array_equal(run(cuts, threads, SCRATCH.nbytes, exact), whole)
+        assert np.array_equal(run([0, 6, granules], 3, 64 << 10, exact), whole)
