@@ -65,8 +65,7 @@ void hidden_of(const FfnShape& shape, const std::uint8_t* granule, const std::ui
     }
 }
 
-// ---- few rows: a thread takes whole fours, so that its bytes come in one run
-// ------------------------------------------
+// ---- few rows: a thread takes whole fours, so that its bytes come in one run ----------------------------------------
 
 // to [n, D] = before (null: 0) + x · down, for the whole tiles of a granule and n rows of a panel.
 void down_panel(const Matrix& m, const std::uint8_t* block, int tiles, int n, const Operand& x, const float* before,

@@ -95,7 +95,7 @@ void accumulate_share(const Team& team, const Granules& weights, const Matrix& m
     if (lo == hi) return;
     const bool few = x.count <= kFewRows;
     const int together = few ? 1 : weights.count;
-    // A thread's run of a granule is short (18 KB of 8B's, two threads), so what lies kAhead further on is often not
+    // A thread's run of a granule may be short (KV heads of a small model), and what lies kAhead further on is then not
     // its own: what is fetched meanwhile are the cuts that it takes next, or the same tiles of the next granule.
     const bool short_tiles = cuts.width * m.tile_bytes() <= kAhead;
     const int cuts_ahead = static_cast<int>(kAhead / (std::size_t(cuts.width) * m.tile_bytes())) + 1;

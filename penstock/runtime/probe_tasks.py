@@ -36,7 +36,7 @@ def task_rates(kernels: Native) -> list[Rate]:
     """Rates of `pass`, `task` and `call` on the lane `host`, and of `task` on `disk0`."""
     spec = _spec()
     whole = resident_plan(spec, Format("float32"), kv=Format("float32"), context=256)
-    pass_s, _, _, _ = _pass_s(whole, kernels)
+    pass_s, _, _ = _pass_s(whole, kernels)
     few = _pass_s(_streaming(whole, 1), kernels)
     many = _pass_s(_streaming(whole, _HEADS), kernels)
     task_s, call_s = _solve(few, many, pass_s)
@@ -53,11 +53,11 @@ class _WithoutReads(NativeBinding):
         pass
 
 
-Passed = tuple[float, int, int, float]
+Passed = tuple[float, int, int]
 
 
 def _pass_s(plan: Plan, kernels: Native) -> Passed:
-    """(seconds of a decode pass beside its kernels, its tasks, its calls, of these that are bound anew)."""
+    """(seconds of a decode pass beside its kernels, its tasks, its calls)."""
     arenas = Arenas(plan)
     binding = _WithoutReads(plan, arenas, None, kernels)
     executor, lowering = Executor(binding), Lowering(plan)
@@ -73,8 +73,7 @@ def _pass_s(plan: Plan, kernels: Native) -> Passed:
         computing = [task for task in tasks if "host" in task.lanes]
         native_s = sum(_native_s(binding, task) for task in computing)
         calls = sum(len(task.calls) for task in computing)
-        anew = sum(len(task.calls) for task in computing if task.like < 0)
-        return max(0.0, statistics.median(taken[_WARM:]) - native_s), len(computing), calls, anew
+        return max(0.0, statistics.median(taken[_WARM:]) - native_s), len(computing), calls
     finally:
         executor.close()
         arenas.close()
@@ -88,9 +87,8 @@ def _noting(tasks: Iterator[Task], into: list[Task]) -> Iterator[Task]:
 
 def _native_s(binding: NativeBinding, task: Task) -> float:
     """Seconds of a task's calls, prepared."""
-    alike = task._replace(id=-1, like=-2 - task.id) if task.like < 0 else task
     binding.begin()
-    runs = [binding.alone(call) for call in alike.calls]
+    runs = [binding.alone(call) for call in task.calls]
     for run in runs:
         run()
     start_s = time.perf_counter()
@@ -102,7 +100,7 @@ def _native_s(binding: NativeBinding, task: Task) -> float:
 
 def _solve(few: Passed, many: Passed, pass_s: float) -> tuple[float, float]:
     """Seconds of a task and of a call, out of two passes of different shape."""
-    (t1, n1, c1, _), (t2, n2, c2, _) = few, many
+    (t1, n1, c1), (t2, n2, c2) = few, many
     a, b = max(0.0, t1 - pass_s), max(0.0, t2 - pass_s)
     task_s = (a * c2 - b * c1) / (n1 * c2 - n2 * c1)
     if task_s < 0:
