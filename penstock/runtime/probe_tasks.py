@@ -37,8 +37,9 @@ def task_rates(kernels: Native) -> list[Rate]:
     spec = _spec()
     whole = resident_plan(spec, Format("float32"), kv=Format("float32"), context=256)
     pass_s, _, _ = _pass_s(whole, kernels)
-    few = _pass_s(_streaming(whole, 1), kernels)
-    many = _pass_s(_streaming(whole, _HEADS), kernels)
+    # Eight calls a task, and two: where both have about as many, nothing tells a task from its calls.
+    few = _pass_s(_streaming(whole, 1, ("ffn",)), kernels)
+    many = _pass_s(_streaming(whole, _HEADS, ("attn", "ffn")), kernels)
     task_s, call_s = _solve(few, many, pass_s)
     return [
         Rate("host", "pass", "*", pass_s + _SAMPLING_S, 0.0),
@@ -135,11 +136,11 @@ def _spec() -> ModelSpec:
     return ModelSpec("llama", "float32", 1024, 256, 256, 512, (layer,) * _LAYERS, norm, True, True)
 
 
-def _streaming(whole: Plan, pieces: int) -> Plan:
-    """Every layer's matrices on disk, each part in so many units."""
+def _streaming(whole: Plan, pieces: int, kinds: tuple[str, ...]) -> Plan:
+    """Every layer's parts of these kinds on disk, each in so many units."""
     units: list[Unit] = []
     for unit in whole.units:
-        if whole.parts[unit.part].kind not in ("attn", "ffn"):
+        if whole.parts[unit.part].kind not in kinds:
             units.append(unit)
             continue
         edges = [unit.hi * i // pieces for i in range(pieces + 1)]
