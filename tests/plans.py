@@ -27,6 +27,8 @@ def make_plan(
     logits_rows: int = 32,
     context: int = 128,
     io_block_bytes: int = 1 << 20,
+    io_depth: int = 1,
+    order: str = "overlapped",
     kv: str = "float32",
 ) -> Plan:
     layers, seqs = (0, len(spec.layers)), (0, batch_seqs * batches_per_pass)
@@ -43,7 +45,10 @@ def make_plan(
         context=context,
         page_tokens=page_tokens(context),
         ring_bytes=ring_bytes,
+        order=order,
         io_block_bytes=io_block_bytes,
+        io_depth=io_depth,
+        io_engine="threads",
         process_bytes=64 << 20,
     )
     return replace(plan, arenas=Layout(plan).arenas())

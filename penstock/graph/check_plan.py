@@ -16,7 +16,7 @@ from penstock.graph.arenas import Layout
 from penstock.spec.format import KV_KINDS, Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import PAGE_BYTES, Part, parts
-from penstock.spec.plan import ActHome, KvHome, Plan, PlanModel, Unit
+from penstock.spec.plan import IO_ENGINES, ORDERS, ActHome, KvHome, Plan, PlanModel, Unit
 from penstock.units import GIB
 
 TIERS = ("host",)  # of memory, that a runtime exists for; an executor computes on its own tier
@@ -31,6 +31,7 @@ _BOUNDS = {
     "context": (1, 2**31 - 1),
     "page_tokens": (1, 1 << 16),
     "io_block_bytes": (PAGE_BYTES, 1 << 30),
+    "io_depth": (1, 256),
     "process_bytes": (1, 1 << 40),
 }
 _MOST_RING_BYTES = 1024 * GIB
@@ -79,6 +80,9 @@ def _check_numbers(plan: Plan) -> None:
         raise _wrong(f"page_tokens {plan.page_tokens} is no multiple of {_PAGE_TOKENS}")
     if plan.io_block_bytes % PAGE_BYTES:
         raise _wrong(f"io_block_bytes {plan.io_block_bytes} is no multiple of {PAGE_BYTES}")
+    for name, known in (("order", ORDERS), ("io_engine", IO_ENGINES)):
+        if getattr(plan, name) not in known:
+            raise _wrong(f"{name} is {getattr(plan, name)!r}; there are {', '.join(known)}")
     for tier, nbytes in plan.ring_bytes.items():
         if tier not in TIERS or not 0 <= nbytes <= _MOST_RING_BYTES:
             raise _wrong(f"a ring of {nbytes} bytes on {tier!r}; there are {', '.join(TIERS)}")

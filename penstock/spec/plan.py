@@ -13,7 +13,12 @@ from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Part, parts
 
-SCHEMA, VERSION = "penstock.plan", 1
+SCHEMA, VERSION = "penstock.plan", 2
+
+# In which order work is handed out (PIPO §3.2): `overlapped` loads as far ahead as the ring holds, `saving` only what
+# the block at hand needs, `flexgen` loads the next block under this one and waits for everything in between.
+ORDERS = ("overlapped", "saving", "flexgen")
+IO_ENGINES = ("threads", "io_uring")
 
 _INITIAL = {"disk0": "D", "host": "C", "gpu0": "G"}
 
@@ -77,7 +82,8 @@ class Plan:
     """`batches_per_pass` batches of up to `batch_seqs` sequences go through a layer together (FlexGen's
     zig-zag block). `chunk_rows`: rows of a prefill pass, at most. `logits_rows`: logits kept of a batch.
     `context`: KV room per sequence in tokens, in pages of `page_tokens`. `ring_bytes`: per tier, what
-    weights stream through; it bounds how far loads run ahead. `io_block_bytes`: one read, at most.
+    weights stream through; it bounds how far loads run ahead. `order`: one of ORDERS. A read of a disk is done in
+    blocks of `io_block_bytes`, `io_depth` of them in flight, by `io_engine`.
     """
 
     models: tuple[PlanModel, ...]
@@ -92,7 +98,10 @@ class Plan:
     context: int
     page_tokens: int
     ring_bytes: dict[str, int]
+    order: str
     io_block_bytes: int
+    io_depth: int
+    io_engine: str
     process_bytes: int
 
     @property

@@ -156,7 +156,10 @@ def _skeleton(
         context=ask.context,
         page_tokens=page_tokens(ask.context),
         ring_bytes={"host": ring_bytes} if ring_bytes else {},
+        order="overlapped",
         io_block_bytes=IO_BLOCK_BYTES,
+        io_depth=1,
+        io_engine="threads",
         process_bytes=round_up(process_bytes + spec.tokenizer_bytes, MIB),
     )
     return replace(plan, arenas=Layout(plan).arenas())
