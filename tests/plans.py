@@ -12,7 +12,7 @@ from penstock.planner.solve.residency import PINNED, page_tokens
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Part, parts
-from penstock.spec.plan import ActHome, KvHome, Plan, PlanModel, Unit
+from penstock.spec.plan import ORDERS, ActHome, KvHome, Plan, PlanModel, Unit
 
 
 def make_plan(
@@ -30,12 +30,16 @@ def make_plan(
     io_depth: int = 1,
     order: str = "overlapped",
     kv: str = "float32",
+    kv_spilled: frozenset[int] = frozenset(),
 ) -> Plan:
+    """`kv_spilled`: layers whose KV lives on the disk."""
     layers, seqs = (0, len(spec.layers)), (0, batch_seqs * batches_per_pass)
+    homes = ["disk0" if i in kv_spilled else "host" for i in range(*layers)]
+    edges = [0, *(i for i in range(1, layers[1]) if homes[i] != homes[i - 1]), layers[1]]
     plan = Plan(
         models=(PlanModel(spec, weights),),
         units=tuple(units),
-        kv=(KvHome(layers, seqs, "host", Format(kv), "host"),),
+        kv=tuple(KvHome(span, seqs, homes[span[0]], Format(kv), "host") for span in pairwise(edges)),
         acts=(ActHome(layers, seqs, "host"),),
         arenas=(),
         batches_per_pass=batches_per_pass,
@@ -62,7 +66,8 @@ def resident_plan(spec: ModelSpec, weights: Format, **fields: int) -> Plan:
 
 @st.composite
 def random_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, **fields: int) -> Plan:
-    """Any cut of any part into units, each at home in memory or on disk; any ring that holds the largest."""
+    """Any cut of any part into units, each at home in memory or on disk; any ring that holds the largest; KV of any
+    layers on disk; any order."""
     units: list[Unit] = []
     largest = 0
     for part in parts(spec, weights):
@@ -74,7 +79,11 @@ def random_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, **fields: in
                 largest = max(largest, (hi - lo) * part.granule_bytes)
     ring = largest + 4096 * draw(st.integers(0, 3 * largest // 4096 + 1)) if largest else 0
     block = 4096 * draw(st.sampled_from([1, 2, 3, 16, 256]))
-    return make_plan(spec, weights, units, ring_bytes={"host": ring} if ring else {}, io_block_bytes=block, **fields)  # type: ignore[arg-type]
+    spilled = draw(st.just(frozenset[int]()) | st.frozensets(st.integers(0, len(spec.layers) - 1)))
+    return make_plan(
+        spec, weights, units, ring_bytes={"host": ring} if ring else {}, io_block_bytes=block, kv_spilled=spilled,
+        order=draw(st.sampled_from(ORDERS)), **fields,  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def _cuts(draw: st.DrawFn, part: Part) -> list[int]:

@@ -5,14 +5,19 @@ Per memory tier (`host`, `gpu0`) these arenas, each 2 MiB-aligned so that huge p
     T.weights   resident units, in plan order          T.kv       K and V pools, layer after layer
     T.ring      units in flight from a slower tier     T.act      activations, per batch of a pass
     T.scratch   an op's own temporaries (one lane runs one op at a time)
+    T.window    K and V of a layer or two whose KV lives elsewhere, while attention runs
     host.staging  granules read for single embedding rows
+
+`disk0.kv` is a file: what of the KV lives on a disk.
 """
 
 from __future__ import annotations
 
+from math import gcd
+
 from penstock.graph import scratch
 from penstock.graph.tasks import Batch, Slot
-from penstock.spec.parts import head_key
+from penstock.spec.parts import PAGE_BYTES, head_key
 from penstock.spec.plan import Arena, KvHome, Plan, Unit
 from penstock.units import MIB, round_up
 
@@ -28,7 +33,10 @@ class Layout:
         self.parts = plan.parts
         self._fill: dict[str, int] = {}
         self.weights = self._place_weights()
+        self.pages_per_seq = self._pages_per_seq()
         self._kv = self._place_kv()
+        self.windows: list[Slot] = []
+        self._window_of = self._place_windows()
         self._act = self._place_acts()
         self.scratch = {
             tier: self._take(f"{tier}.scratch", scratch.scratch_bytes(plan, tier)) for tier in self.executors
@@ -74,9 +82,15 @@ class Layout:
                 return home
         raise AssertionError(f"no KV home for layer {layer}, sequence {batch.seqs[0]}")
 
-    @property
-    def pages_per_seq(self) -> int:
-        return -(-self.plan.context // self.plan.page_tokens)
+    def _pages_per_seq(self) -> int:
+        """Pages of a sequence; where KV lives on a disk, so many that they are whole blocks of it."""
+        pages = -(-self.plan.context // self.plan.page_tokens)
+        for home in self.plan.kv:
+            if home.home.startswith("disk"):
+                for layer in range(*home.layers):
+                    page_bytes = self.kv_page_bytes(layer, home)
+                    pages = round_up(pages, PAGE_BYTES // gcd(PAGE_BYTES, page_bytes))
+        return pages
 
     def kv_page_bytes(self, layer: int, home: KvHome) -> int:
         """One page of K (or of V) of one layer: [K, P, E]."""
@@ -84,9 +98,30 @@ class Layout:
         return home.format.plain_bytes(a.kv_heads * self.plan.page_tokens, a.head_dim)
 
     def kv(self, layer: int, batch: Batch) -> tuple[Slot, Slot]:
-        """(keys, values) of the pages of the batch's sequences, from the first one's to the last one's."""
+        """(keys, values) where attention reads them: the pages of the batch's sequences, from the first one's to the
+        last one's."""
         home = self.kv_home(layer, batch)
-        keys, values = self._kv[layer, home.seqs[0]]
+        return self._of_batch(layer, batch, self._window_of.get(layer, self._kv[layer, home.seqs[0]]))
+
+    def kv_stored(self, layer: int, batch: Batch) -> tuple[Slot, Slot]:
+        """(keys, values) where they live, the same pages."""
+        return self._of_batch(layer, batch, self._kv[layer, self.kv_home(layer, batch).seqs[0]])
+
+    def kv_spans(self, layer: int, batch: Batch, save: bool) -> list[tuple[int, int]]:
+        """Byte ranges within `kv` that a batch's `kv_load` (or `kv_save`) moves, of K and of V alike: the pages before
+        its rows (or with them), in whole blocks of a disk."""
+        page, page_bytes = self.plan.page_tokens, self.kv_page_bytes(layer, self.kv_home(layer, batch))
+        seq_bytes, found = self.pages_per_seq * page_bytes, []
+        for seq, start, rows in zip(batch.seqs, batch.start, batch.rows, strict=True):
+            first, last = (start // page, -(-(start + rows) // page)) if save else (0, -(-start // page))
+            lo, hi = first * page_bytes // PAGE_BYTES * PAGE_BYTES, round_up(last * page_bytes, PAGE_BYTES)
+            if lo < hi:
+                at = (seq - min(batch.seqs)) * seq_bytes
+                found.append((at + lo, at + hi))
+        return found
+
+    def _of_batch(self, layer: int, batch: Batch, pools: tuple[Slot, Slot]) -> tuple[Slot, Slot]:
+        home, (keys, values) = self.kv_home(layer, batch), pools
         page_bytes = self.kv_page_bytes(layer, home)
         lo = (min(batch.seqs) - home.seqs[0]) * self.pages_per_seq * page_bytes
         hi = (max(batch.seqs) - home.seqs[0] + 1) * self.pages_per_seq * page_bytes
@@ -105,8 +140,8 @@ class Layout:
 
     # -- placing --------------------------------------------------------------------------------------
 
-    def _take(self, arena: str, nbytes: int) -> Slot:
-        lo = round_up(self._fill.get(arena, 0), SLOT_ALIGN)
+    def _take(self, arena: str, nbytes: int, align: int = SLOT_ALIGN) -> Slot:
+        lo = round_up(self._fill.get(arena, 0), align)
         self._fill[arena] = lo + nbytes
         return Slot(arena, lo, lo + nbytes)
 
@@ -124,9 +159,23 @@ class Layout:
             pages = (home.seqs[1] - home.seqs[0]) * self.pages_per_seq
             for layer in range(*home.layers):
                 nbytes = pages * self.kv_page_bytes(layer, home)
-                arena = f"{home.home}.kv"
-                pools[layer, home.seqs[0]] = (self._take(arena, nbytes), self._take(arena, nbytes))
+                arena, align = f"{home.home}.kv", PAGE_BYTES if home.home.startswith("disk") else SLOT_ALIGN
+                pools[layer, home.seqs[0]] = (self._take(arena, nbytes, align), self._take(arena, nbytes, align))
         return pools
+
+    def _place_windows(self) -> dict[int, tuple[Slot, Slot]]:
+        """Layer → (keys, values) in a window, for layers whose KV lives elsewhere. One such layer's attention may run
+        while the next one's KV comes: two windows by turns, one where the order saves memory."""
+        moved = [home for home in self.plan.kv if home.home != home.attend]
+        pools = [(layer, home, self._kv[layer, home.seqs[0]][0].nbytes) for home in moved for layer in range(*home.layers)]
+        if not pools:
+            return {}
+        nbytes, tier = max(nbytes for _, _, nbytes in pools), moved[0].attend
+        count = min(len(pools), 1 if self.plan.order == "saving" else 2)
+        pairs = [(self._take(f"{tier}.window", nbytes, PAGE_BYTES), self._take(f"{tier}.window", nbytes, PAGE_BYTES))
+                 for _ in range(count)]  # fmt: skip
+        self.windows = [slot for pair in pairs for slot in pair]
+        return {layer: pairs[i % count] for i, (layer, _, _) in enumerate(pools)}
 
     def _place_acts(self) -> dict[tuple[str, int, str], Slot]:
         plan, spec = self.plan, self.plan.target.spec

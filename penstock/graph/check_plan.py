@@ -128,7 +128,7 @@ def _check_kv(plan: Plan) -> None:
     for home in plan.kv:
         if home.format.kind not in KV_KINDS:
             raise _wrong(f"KV in {home.format.name}; this version has {', '.join(KV_KINDS)}")
-        if home.home not in TIERS or home.attend != home.home:
+        if home.home not in (*TIERS, DISK) or home.attend not in TIERS:
             raise _wrong(f"KV at home in {home.home!r} with attention on {home.attend!r}")
         for unit in plan.units:
             layer, _, kind = unit.part.partition(".")

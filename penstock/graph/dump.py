@@ -27,7 +27,11 @@ def _call(call: Call, plan: Plan) -> str:
     if call.batch is not None:
         words.append(f"b{call.batch.id}")
     rings = [slot for slot in call.slots if slot.arena.endswith(".ring")]
+    if call.op in ("kv_load", "kv_save"):
+        rings += [slot for slot in call.slots if slot.arena.endswith(".window")][:1]  # its keys; the values lie behind
     words += [str(slot) for slot in rings]
+    if call.op in ("kv_load", "kv_save"):
+        words.append(f"layer {call.args[0]}")
     if call.op == "copy":
         words.append(f"{call.slots[0].arena.split('.')[0]}→{call.slots[1].arena.split('.')[0]}")
     return " ".join(words)

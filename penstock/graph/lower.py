@@ -6,7 +6,13 @@ of the pass before the next one comes (FlexGen's zig-zag block), so a streamed u
 Weights do not read tokens. Each ring is filled from a cyclic stream: the units that this pass streams
 through it, in order, then those of the pass that follows (`Pass.then`). A load is emitted as soon as its
 bytes are free, that is when the last call that reads what lies there has been emitted; its edge to that
-call is derived like any other (write after read). How far loads run ahead is just the ring's size.
+call is derived like any other (write after read). How far loads run ahead is just the ring's size, or by
+`Plan.order` less: to the block at hand ("saving"), or to the next one with a wait for everything between
+blocks ("flexgen").
+
+KV that does not live where attention runs comes through a window of a layer or two: what came before a batch's
+rows is loaded one attention ahead and what they add is saved after it; nobody waits for that but who needs
+the window, or these pages, again (PIPO §3.1.2).
 
 State kept between passes: what the rings hold, the streams' cursors, the last readers and writers per slot, and
 where nothing streams the pass of each shape as lowered once.
@@ -15,18 +21,21 @@ where nothing streams the pass of each shape as lowered once.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 from penstock.errors import InternalError
 from penstock.graph import ops
 from penstock.graph.arenas import Layout, head_units
 from penstock.graph.emit import Emitter
 from penstock.graph.repeats import Repeats
-from penstock.graph.ring import Ring
+from penstock.graph.ring import Ring, Streamed
 from penstock.graph.tasks import Batch, Call, Pass, Slot, Stream, Task
 from penstock.spec.parts import SUM_GRANULES
 from penstock.spec.plan import Plan
 
 Cost = tuple[int, int]  # bytes, flops
+
+_BLOCKS_AHEAD = {"overlapped": inf, "saving": 0, "flexgen": 1}  # that loads may be for, beyond the one being computed
 
 
 class Lowering:
@@ -41,7 +50,8 @@ class Lowering:
             self._units.setdefault(unit.part, []).append(i)
         self._head = head_units(plan)
         self._rings = {tier: Ring(f"{tier}.ring", nbytes) for tier, nbytes in plan.ring_bytes.items()}
-        self._streams: dict[tuple[Stream, str], list[tuple[int, int]]] = {}
+        self._streams: dict[tuple[Stream, str], list[Streamed]] = {}
+        self._block_number = 0  # of the pass: the block that is being emitted
         self._matrix_costs: dict[tuple[int, tuple[str, ...]], Cost] = {}
         self._emit = Emitter()
         self._repeats = Repeats(plan, self.layout)
@@ -57,17 +67,44 @@ class Lowering:
             yield from self._repeats.keep(p, self._lower(p))
 
     def _lower(self, p: Pass) -> Iterator[Task]:
+        layers = len(self.plan.target.spec.layers)
+        blocks = 2 * layers + int(p.stream.logits)
         for tier, ring in self._rings.items():
-            ring.begin(self._stream(p.stream, tier), self._stream(p.then, tier) if p.then else [])
-        self._pump()
+            then = self._stream(p.then, tier) if p.then else []
+            ring.begin(self._stream(p.stream, tier), [(u, nbytes, blocks + at) for u, nbytes, at in then])
+        self._begin_block(p, 0)
         for batch in p.batches:
             self._embed(batch)
-        for layer in range(len(self.plan.target.spec.layers)):
+        for layer in range(layers):
             yield from self._block(p, layer, "attn")
             yield from self._block(p, layer, "ffn")
         if p.stream.logits:
+            self._begin_block(p, 2 * layers)
             yield from self._logits(p)
+            self._sync()
         yield from self._emit.finish()
+
+    def _begin_block(self, p: Pass, number: int) -> None:
+        """Block 2·i is the attention of layer i, 2·i + 1 its FFN; the head comes last. Emits the loads that may begin."""
+        self._block_number = number
+        layer, is_ffn = divmod(number, 2)
+        order = self.plan.order
+        if order == "flexgen":  # beside this block: what the next one needs, and what the last one left
+            if number == 0:
+                self._load_kv(p, 0)
+            self._pump()
+            if is_ffn:
+                self._load_kv(p, layer + 1)
+                self._save_kv(p, layer)
+            return
+        if order == "saving":  # a small ring, and each block lies where the one before it lay
+            for ring in self._rings.values():
+                ring.rewind()
+        if not is_ffn and (order == "saving" or number == 0):
+            self._load_kv(p, layer)
+        if not is_ffn and order == "overlapped":
+            self._load_kv(p, layer + 1)
+        self._pump()
 
     def _embed(self, batch: Batch) -> None:
         main, spec, layout = self.plan.main, self.plan.target.spec, self.layout
@@ -93,6 +130,8 @@ class Lowering:
         part = self.parts[f"{layer}.{kind}"]
         units = self._units[part.key]
         main, purpose = self.plan.main, p.purpose
+        if layer or kind == "ffn":
+            self._begin_block(p, 2 * layer + (kind == "ffn"))
         executors = list(dict.fromkeys(self.plan.units[u].executor(purpose) for u in units))
         for batch in p.batches:
             self._norm(batch, f"{layer}.norms", (f"{kind}_in", layer), range(batch.total_rows))
@@ -114,6 +153,10 @@ class Lowering:
             yield from self._emit.closed()
         for batch in p.batches:
             self._merge(batch, layer, kind, executors)
+        if kind == "attn" and self.plan.order != "flexgen":
+            self._save_kv(p, layer)
+        self._sync()
+        yield from self._emit.closed()
 
     def _attention(self, layer: int, u: int, executor: str, weights: Slot, batch: Batch, first: bool) -> None:
         unit, layout = self.plan.units[u], self.layout
@@ -198,6 +241,40 @@ class Lowering:
         slots = (self._whole(norms), x, h, self._scratch(main))
         self._call(main, "norm", -1, batch, slots, which, "*", ops.rows_cost(spec, len(rows), 2))
 
+    def _load_kv(self, p: Pass, layer: int) -> None:
+        """The pages before each batch's rows into the layer's window."""
+        if layer >= len(self.plan.target.spec.layers):
+            return
+        for batch in p.batches:
+            home = self.layout.kv_home(layer, batch)
+            if home.home == home.attend or not any(batch.start):
+                continue
+            nbytes = 2 * sum(hi - lo for lo, hi in self.layout.kv_spans(layer, batch, save=False))
+            slots = (*self.layout.kv_stored(layer, batch), *self.layout.kv(layer, batch))
+            lane = home.home if home.home != "host" else "h2d0"
+            self._emit.alone((lane,), Call("kv_load", -1, batch, slots, (layer,), home.format.kind, nbytes, 0))
+
+    def _save_kv(self, p: Pass, layer: int) -> None:
+        """The pages with each batch's rows to where they live."""
+        for batch in p.batches:
+            home = self.layout.kv_home(layer, batch)
+            if home.home == home.attend:
+                continue
+            nbytes = 2 * sum(hi - lo for lo, hi in self.layout.kv_spans(layer, batch, save=True))
+            slots = (*self.layout.kv(layer, batch), *self.layout.kv_stored(layer, batch))
+            lane = home.home.replace("disk", "disk_write") if home.home != "host" else "d2h0"
+            self._emit.alone((lane,), Call("kv_save", -1, batch, slots, (layer,), home.format.kind, nbytes, 0))
+
+    def _sync(self) -> None:
+        """FlexGen's order waits for all that goes on at the end of each block."""
+        if self.plan.order != "flexgen":
+            return
+        slots = [Slot(ring.arena, 0, ring.nbytes) for ring in self._rings.values()]
+        slots += self.layout.windows
+        if slots:
+            main = self.plan.main
+            self._emit.call(main, Call("sync", -1, None, tuple(slots), (), "*", 0, 0))
+
     def _copy(self, batch: Batch, name: str, target_name: str, source: str, target: str) -> Slot:
         """Activations across the link; returns the slot that they land in."""
         nbytes = 4 * batch.total_rows * self.plan.target.spec.d_model
@@ -249,17 +326,17 @@ class Lowering:
 
     # -- streams --------------------------------------------------------------------------------------
 
-    def _stream(self, stream: Stream, tier: str) -> list[tuple[int, int]]:
-        """(unit, bytes) that a pass of this kind streams through a tier's ring, in order. Worked out once."""
+    def _stream(self, stream: Stream, tier: str) -> list[Streamed]:
+        """What a pass of this kind streams through a tier's ring, in order. Worked out once."""
         if (stream, tier) in self._streams:
             return self._streams[stream, tier]
         layers = range(len(self.plan.target.spec.layers))
-        order = [u for i in layers for kind in ("attn", "ffn") for u in self._units[f"{i}.{kind}"]]
-        order += self._head if stream.logits else []
-        units = [(u, self.plan.units[u]) for u in order]
+        blocks = [self._units[f"{i}.{kind}"] for i in layers for kind in ("attn", "ffn")]
+        blocks += [self._head] if stream.logits else []
+        units = [(u, self.plan.units[u], at) for at, block in enumerate(blocks) for u in block]
         found = self._streams[stream, tier] = [
-            (u, (unit.hi - unit.lo) * self.parts[unit.part].granule_bytes)
-            for u, unit in units
+            (u, (unit.hi - unit.lo) * self.parts[unit.part].granule_bytes, at)
+            for u, unit, at in units
             if unit.executor(stream.purpose) == tier and self.layout.streams(unit, stream.purpose)
         ]
         return found
@@ -273,9 +350,10 @@ class Lowering:
             self._pump()
 
     def _pump(self) -> None:
-        """Emits every load that a ring has room for."""
+        """Emits every load that a ring has room for, of the blocks that may be loaded now."""
+        last = self._block_number + _BLOCKS_AHEAD[self.plan.order]
         for tier, ring in self._rings.items():
-            while (load := ring.admit()) is not None:
+            while (load := ring.admit(last)) is not None:
                 u, slot = load
                 unit = self.plan.units[u]
                 lanes: tuple[str, ...] = ("disk0", "h2d0") if tier != "host" else ("disk0",)

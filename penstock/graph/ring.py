@@ -7,6 +7,8 @@ from collections import deque
 from penstock.errors import InternalError
 from penstock.graph.tasks import Slot
 
+Streamed = tuple[int, int, int]  # unit, its bytes, the block of the pass that computes it
+
 
 class Ring:
     """Units enter in stream order at a cursor that wraps, and leave in the same order."""
@@ -14,11 +16,11 @@ class Ring:
     def __init__(self, arena: str, nbytes: int) -> None:
         self.arena, self.nbytes = arena, nbytes
         self._cursor = 0
-        self._waiting: deque[tuple[int, int]] = deque()  # (unit, bytes) still to be loaded
+        self._waiting: deque[Streamed] = deque()  # still to be loaded
         self._ahead: deque[tuple[int, Slot]] = deque()  # loaded, its calls not emitted yet
         self._taken: dict[int, Slot] = {}  # its calls are being emitted
 
-    def begin(self, now: list[tuple[int, int]], then: list[tuple[int, int]]) -> None:
+    def begin(self, now: list[Streamed], then: list[Streamed]) -> None:
         """A pass starts that streams `now`; `then` follows it. What was loaded ahead for another pass than
         this one is dropped, at most one ring of reads."""
         kept = 0
@@ -28,11 +30,16 @@ class Ring:
             self._ahead.pop()
         self._waiting = deque([*now[kept:], *then])
 
-    def admit(self) -> tuple[int, Slot] | None:
-        """The next unit to load and its slot, or None: nothing waits, or its bytes are not free yet."""
-        if not self._waiting:
+    def rewind(self) -> None:
+        """The next unit is loaded to the beginning, so that it waits for what is computed from there."""
+        self._cursor = 0
+
+    def admit(self, last_block: float) -> tuple[int, Slot] | None:
+        """The next unit to load and its slot, or None: nothing of the blocks to `last_block` waits, or its bytes are
+        not free yet."""
+        if not self._waiting or self._waiting[0][2] > last_block:
             return None
-        unit, nbytes = self._waiting[0]
+        unit, nbytes, _ = self._waiting[0]
         if nbytes > self.nbytes:
             raise InternalError(f"unit {unit} of {nbytes} bytes is larger than {self.arena} of {self.nbytes}")
         lo = self._cursor if self._cursor + nbytes <= self.nbytes else 0

@@ -100,3 +100,12 @@ def ring_bytes(task: Task) -> int:
 def fetched_bytes(task: Task) -> int:
     """Bytes that a task reads for single embedding rows, at most: tokens that share a granule share its read."""
     return sum(call.bytes for call in task.calls if call.op == "fetch")
+
+
+def kv_loaded_bytes(task: Task) -> int:
+    """Bytes of KV that a task brings from a disk."""
+    return sum(call.bytes for call in task.calls if call.op == "kv_load")
+
+
+# Their tasks move bytes while others compute: a pass does not end with them.
+MOVES = ("load", "kv_load", "kv_save")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from penstock.graph.tasks import Task
+from penstock.graph.tasks import MOVES, Task
 from penstock.graph.timeline import Span, Timeline, label
 from penstock.planner.cost import Cost
 
@@ -53,7 +53,7 @@ class Simulator:
             for lane in task.lanes:
                 self._queues.setdefault(lane, deque()).append(task)
             self._waiting.add(task.id)
-            if task.calls[0].op != "load":
+            if task.calls[0].op not in MOVES:
                 computing.add(task.id)
         return computing
 

@@ -22,6 +22,8 @@ class Arenas:
         self._memory: dict[str, _native.Memory] = {}
         self._bytes: dict[str, NDArray[np.uint8]] = {}
         for arena in plan.arenas:
+            if arena.tier.startswith("disk"):
+                continue  # a file, which whoever moves its bytes keeps
             if arena.tier != "host":
                 raise InternalError(f"no runtime for the tier {arena.tier} of {arena.name} yet")
             try:

@@ -16,6 +16,7 @@ from penstock.kernels.reference import attention, dense
 from penstock.kernels.reference.matrix import Scratch, storage_dtype
 from penstock.runtime.arena import Arenas
 from penstock.runtime.batch_tables import positions
+from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskReader, poison
 from penstock.spec.parts import Part
 from penstock.spec.plan import Plan
@@ -26,10 +27,18 @@ Float32 = NDArray[np.float32]
 class Binding:
     """`call(c)` does one call. `poisoned`: ring slots are filled with NaN before each load (tests).
 
-    A plan that streams nothing needs no `reader`."""
+    A plan that streams nothing needs no `reader`, one without KV on a disk no `kv_file`."""
 
-    def __init__(self, plan: Plan, arenas: Arenas, reader: DiskReader | None, poisoned: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        arenas: Arenas,
+        reader: DiskReader | None,
+        poisoned: bool = False,
+        kv_file: KvFile | None = None,
+    ) -> None:
         self._plan, self._arenas, self._reader, self._poisoned = plan, arenas, reader, poisoned
+        self._kv_file = kv_file
         self.fetched_bytes = 0  # embedding rows read from disk; whoever counts sets it back
         self._layout = Layout(plan)
         self._parts = plan.parts
@@ -173,7 +182,27 @@ class Binding:
         source, target = call.slots
         self._arenas.view(target)[...] = self._arenas.view(source)
 
-    _store = _copy
+    def _kv_load(self, call: Call) -> None:
+        layer, batch = int(call.args[0]), _batch(call)
+        for source, target in zip(call.slots[:2], call.slots[2:], strict=True):
+            if self._poisoned:
+                poison(self._arenas.view(target))
+            for lo, hi in self._layout.kv_spans(layer, batch, save=False):
+                self._kv.read(source.lo + lo, self._arenas.address(target) + lo, hi - lo)
+
+    def _kv_save(self, call: Call) -> None:
+        layer, batch = int(call.args[0]), _batch(call)
+        for source, target in zip(call.slots[:2], call.slots[2:], strict=True):
+            for lo, hi in self._layout.kv_spans(layer, batch, save=True):
+                self._kv.write(target.lo + lo, self._arenas.view(source)[lo:hi].data)
+
+    def _sync(self, call: Call) -> None:
+        """Whoever waits for it has waited for what came before."""
+
+    @property
+    def _kv(self) -> KvFile:
+        assert self._kv_file is not None, "the plan keeps KV on a disk, but no file was given"
+        return self._kv_file
 
     @property
     def _disk(self) -> DiskReader:

@@ -16,6 +16,7 @@ from penstock.kernels import cpu
 from penstock.runtime.arena import Arenas
 from penstock.runtime.batch_tables import BatchTables
 from penstock.runtime.bind import Binding, _batch
+from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskReader
 from penstock.spec.plan import Plan
 
@@ -53,9 +54,15 @@ class NativeBinding(Binding):
     """Every op of a layer in native code, straight from where the weights lie."""
 
     def __init__(
-        self, plan: Plan, arenas: Arenas, reader: DiskReader | None, kernels: Native, poisoned: bool = False
+        self,
+        plan: Plan,
+        arenas: Arenas,
+        reader: DiskReader | None,
+        kernels: Native,
+        poisoned: bool = False,
+        kv_file: KvFile | None = None,
     ) -> None:
-        super().__init__(plan, arenas, reader, poisoned)
+        super().__init__(plan, arenas, reader, poisoned, kv_file)
         self._compute = kernels.compute
         self._exact = kernels.exact or not cpu.rounds_activations(plan.target.weights)
         spec, layers = self._spec, self._spec.layers

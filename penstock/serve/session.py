@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,13 +13,14 @@ from threadpoolctl import threadpool_limits
 
 from penstock.errors import BadRequest, PenstockError
 from penstock.graph.lower import Lowering
-from penstock.graph.tasks import Pass, Task, ring_bytes
+from penstock.graph.tasks import Pass, Task, kv_loaded_bytes, ring_bytes
 from penstock.graph.timeline import Timeline
 from penstock.runtime import host
 from penstock.runtime.arena import Arenas
 from penstock.runtime.bind import Binding
 from penstock.runtime.bind_native import NativeBinding, native
 from penstock.runtime.execute import Executor
+from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskReader
 from penstock.spec.plan import Plan
 from penstock.store.packed import Packed
@@ -32,6 +34,7 @@ class Session:
     `kernels`: avx512, avxvnni, avx2, portable or reference (numpy); None is the best here, and the attribute says why.
     `exact`: integer weights times float32 activations instead of int8 ones.
     `serial`: one task at a time (the oracle). `poisoned`: ring slots are filled with NaN before each load.
+    `kv_folder`: where KV goes that the plan keeps on a disk; None is the model's folder.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Session:
         exact: bool = False,
         serial: bool = False,
         poisoned: bool = False,
+        kv_folder: Path | None = None,
         on_progress: Progress | None = None,
     ) -> None:
         if (packed.spec.vocab, packed.weights) != (plan.target.spec.vocab, plan.target.weights):
@@ -53,13 +57,19 @@ class Session:
         self._serial, self._closed = serial, False
         self.timeline = Timeline(())
         self.best: list[list[tuple[float, int]]] = []  # of the last pass, per batch and row: largest logit and its id
-        self.consumed_bytes = 0  # what the last pass took from slower tiers: its rings and embedding rows
+        self.consumed_bytes = 0  # what the last pass took from slower tiers: its rings, embedding rows and KV
         with ExitStack() as opened:  # a load that fails half-way gives everything back
             self.reader = DiskReader(packed, plan.io_block_bytes)
             opened.callback(self.reader.close)
             self._arenas = Arenas(plan)
             opened.callback(self._arenas.close)
-            self._binding, self.kernels = _bind(plan, self._arenas, self.reader, kernels, threads, exact, poisoned)
+            kv_bytes = plan.tier_bytes().get("disk0", 0)
+            self.kv_file = KvFile(kv_folder or packed.folder, kv_bytes, plan.io_block_bytes) if kv_bytes else None
+            if self.kv_file is not None:
+                opened.callback(self.kv_file.close)
+            self._binding, self.kernels = _bind(
+                plan, self._arenas, self.reader, self.kv_file, kernels, threads, exact, poisoned
+            )
             # What is left to numpy is small, and its BLAS threads spin while they wait: beside one other busy process
             # a product of 8 rows took 40 times as long with two of them as with one (docs/LOG.md).
             opened.callback(threadpool_limits(1, user_api="blas").restore_original_limits)
@@ -123,7 +133,7 @@ class Session:
     def _counted(self, p: Pass) -> Iterator[Task]:
         """The pass's tasks, noting what they read from the rings."""
         for task in self.lowering.step(p):
-            self.consumed_bytes += ring_bytes(task)
+            self.consumed_bytes += ring_bytes(task) + kv_loaded_bytes(task)
             yield task
 
     def _load_weights(self, on_progress: Progress | None) -> None:
@@ -145,6 +155,7 @@ def _bind(
     plan: Plan,
     arenas: Arenas,
     reader: DiskReader,
+    kv_file: KvFile | None,
     kernels: str | None,
     threads: int | None,
     exact: bool,
@@ -152,6 +163,6 @@ def _bind(
 ) -> tuple[Binding, str]:
     """(the binding, why these kernels)."""
     if kernels == "reference":
-        return Binding(plan, arenas, reader, poisoned), "numpy kernels: asked for"
+        return Binding(plan, arenas, reader, poisoned, kv_file), "numpy kernels: asked for"
     chosen = native(kernels, min(threads or host.usable_cpus(), host.usable_cpus()), exact)
-    return NativeBinding(plan, arenas, reader, chosen, poisoned), chosen.reason
+    return NativeBinding(plan, arenas, reader, chosen, poisoned, kv_file), chosen.reason

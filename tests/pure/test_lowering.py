@@ -18,7 +18,7 @@ from penstock.graph.tasks import Batch, Pass, Stream, Task
 from penstock.graph.verify import verify
 from penstock.spec.format import Format
 from penstock.spec.parts import parts
-from penstock.spec.plan import Plan, Unit
+from penstock.spec.plan import ORDERS, Plan, Unit
 from tests.plans import make_plan, random_plans, resident_plan
 from tests.pure.machine import model
 
@@ -62,6 +62,31 @@ def test_golden_streamed_ffn() -> None:
     tasks = lowered(plan, *steps)
     verify(tasks, plan.arenas)
     check_golden("streamed_ffn", dump(tasks, plan))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("purpose", ["prefill", "decode"])
+def test_golden_orders(order: str, purpose: str) -> None:
+    """PIPO's four kinds of task, KV on the disk: its two pipelines, and FlexGen's order with a wait after each block.
+
+    Prefill: the second chunk of two, which needs the first one's KV. Decode: two passes."""
+    spec = model(layers=2, d=64, heads=2, kv_heads=2, neurons=128, vocab=128)
+    by_key = {p.key: p for p in parts(spec, F32)}
+    units = [stay(key, by_key) for key in ("embed", "0.norms", "1.norms", "edges")]
+    units += [stay(f"{i}.{kind}", by_key, "disk0") for i in (0, 1) for kind in ("attn", "ffn")]
+    ring = by_key["0.attn"].nbytes + by_key["0.ffn"].nbytes
+    plan = make_plan(
+        spec, F32, units, ring_bytes={"host": ring}, kv_spilled=frozenset((0, 1)), order=order, chunk_rows=64,
+    )  # fmt: skip
+    chunks = list(passes.prefill(plan, 0, 66, passes.DECODE))
+    steps = [passes.decode(plan, (0,), (at,), passes.DECODE) for at in (66, 67)]
+    before = {"prefill": chunks[:1], "decode": chunks}[purpose]
+    shown = {"prefill": chunks[1:], "decode": steps}[purpose]
+    lowering = Lowering(plan)
+    first = [task for step in before for task in lowering.step(step)]
+    tasks = [task for step in shown for task in lowering.step(step)]
+    verify([*first, *tasks], plan.arenas)
+    check_golden(f"{order}_{purpose}", dump(tasks, plan))
 
 
 def test_golden_zigzag() -> None:
