@@ -87,6 +87,10 @@ class Work:
     """What the plan is for."""
 
     kv: Annotated[str | None, Option("--kv", metavar="FORMAT", help="Number format of the KV cache.")] = None
+    kv_home: Annotated[
+        str | None,
+        Option("--kv-home", metavar="TIER", help="memory or disk; default memory, and the disk for what does not fit."),
+    ] = None
     batch: Annotated[int, Option("--batch", metavar="N", min=1, help="Sequences at once.")] = 1
     prompt_tokens: Annotated[
         int | None,
@@ -106,6 +110,7 @@ class Work:
         """The request, with `settled` for what the command knows better than a default."""
         values: dict[str, Any] = {
             "kv": self.kv,
+            "kv_home": self.kv_home,
             "batch": self.batch,
             "context": self.context,
             "objective": self.objective,

@@ -47,8 +47,8 @@ def run(
     """
     machine.prepare()
     plan = read_plan(plan_file)
-    if plan is not None and (work.kv or work.context or machine.resident):
-        raise BadRequest("--plan says what --kv, --context and --resident would: give one or the other")
+    if plan is not None and (work.kv or work.kv_home or work.context or machine.resident):
+        raise BadRequest("--plan says what --kv, --kv-home, --context and --resident would: give one or the other")
     # Wrong flags are said before a first use packs for minutes.
     work.ask(machine)
     sampling.params({}, work)

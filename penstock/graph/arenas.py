@@ -167,15 +167,15 @@ class Layout:
         """Layer → (keys, values) in a window, for layers whose KV lives elsewhere. One such layer's attention may run
         while the next one's KV comes: two windows by turns, one where the order saves memory."""
         moved = [home for home in self.plan.kv if home.home != home.attend]
-        pools = [(layer, home, self._kv[layer, home.seqs[0]][0].nbytes) for home in moved for layer in range(*home.layers)]
+        pools = [(layer, self._kv[layer, home.seqs[0]][0].nbytes) for home in moved for layer in range(*home.layers)]
         if not pools:
             return {}
-        nbytes, tier = max(nbytes for _, _, nbytes in pools), moved[0].attend
+        nbytes, tier = max(nbytes for _, nbytes in pools), moved[0].attend
         count = min(len(pools), 1 if self.plan.order == "saving" else 2)
         pairs = [(self._take(f"{tier}.window", nbytes, PAGE_BYTES), self._take(f"{tier}.window", nbytes, PAGE_BYTES))
                  for _ in range(count)]  # fmt: skip
         self.windows = [slot for pair in pairs for slot in pair]
-        return {layer: pairs[i % count] for i, (layer, _, _) in enumerate(pools)}
+        return {layer: pairs[i % count] for i, (layer, _) in enumerate(pools)}
 
     def _place_acts(self) -> dict[tuple[str, int, str], Slot]:
         plan, spec = self.plan, self.plan.target.spec

@@ -85,7 +85,7 @@ class Lowering:
         yield from self._emit.finish()
 
     def _begin_block(self, p: Pass, number: int) -> None:
-        """Block 2·i is the attention of layer i, 2·i + 1 its FFN; the head comes last. Emits the loads that may begin."""
+        """Emits the loads that may begin. Block 2·i is the attention of layer i, 2·i + 1 its FFN, the last the head."""
         self._block_number = number
         layer, is_ffn = divmod(number, 2)
         order = self.plan.order

@@ -41,8 +41,8 @@ _SIGNATURES = {
     "merge": ("norms:r x:+ scratch:s partial:r", _SUMS),
     # best [n]: the most likely token of each row so far, float32 logit and int32 id; args: 1 where it starts.
     "head": ("weights:r h:r logits:w best:+ scratch:s", _SUMS),
-    # Bytes from one tier to another; a load fills a ring slot with a unit. Of KV that lives on a disk, the pages before a
-    # batch's rows come into a window, and those with its rows go back.
+    # Bytes from one tier to another; a load fills a ring slot with a unit. Of KV that lives elsewhere, the pages before
+    # a batch's rows come into a window, and those with its rows go back.
     "copy": ("source:r target:w", _BYTES),
     "load": ("target:w", _BYTES),
     "kv_load": ("stored_keys:r stored_values:r keys:w values:w", _BYTES),

@@ -24,6 +24,7 @@ ARENAS = {
     "weights": "weights that stay",
     "ring": "ring that weights stream through",
     "kv": "KV cache",
+    "window": "KV on its way",
     "act": "activations, logits",
     "scratch": "scratch",
     "staging": "embedding rows in flight",
@@ -54,14 +55,14 @@ class Limit:
 
 
 def limits(solved: Solved, ask: Ask, machine: MachineSpec) -> tuple[Limit, ...]:
-    """Of each tier of the machine: memory as planned, the disk as the packed model fills it."""
+    """Of each tier of the machine: memory as planned, the disk as the packed model and KV fill it."""
     used = solved.plan.tier_bytes()
     asked = {"host": ask.host_memory_bytes, "gpu0": ask.device_memory_bytes}
     found = []
     for tier in machine.tiers:
         packed = packed_bytes(solved.plan) if tier.name == "disk0" else 0
         limit = asked.get(tier.name)
-        found.append(Limit(tier.name, packed or used.get(tier.name, 0), tier.bytes if limit is None else limit))
+        found.append(Limit(tier.name, packed + used.get(tier.name, 0), tier.bytes if limit is None else limit))
     return tuple(found)
 
 
@@ -109,6 +110,8 @@ def _memory(plan: Plan, found: tuple[Limit, ...]) -> list[str]:
     of = {limit.tier: limit.limit_bytes for limit in found}
     lines = []
     for tier, total in plan.tier_bytes().items():
+        if tier.startswith("disk"):
+            continue
         limit = f" of {format_bytes(of[tier])}" if tier in of else ""
         lines.append(f"{'memory of ' + tier_name(tier):38}{format_bytes(total):>14}{limit}")
         entries = [(ARENAS[a.name.split(".")[1]], a.bytes) for a in plan.arenas if a.tier == tier]
@@ -119,12 +122,17 @@ def _memory(plan: Plan, found: tuple[Limit, ...]) -> list[str]:
         bound = format_bytes(each.limit_bytes)
         if each.tier == "disk0":
             short = "" if each.used_bytes <= each.limit_bytes else ": too little"
-            name = f"{tier_name(each.tier)}, all weights"
+            kv = " and KV" if each.tier in plan.tier_bytes() else ""
+            name = f"{tier_name(each.tier)}, all weights{kv}"
             lines.append(f"{name:38}{format_bytes(each.used_bytes):>14} of {bound}{short}")
         elif each.tier.startswith("gpu") and not each.used_bytes:
             why = "not used yet, this version computes on the CPU"
             lines.append(f"{tier_name(each.tier):38}{'–':>14} of {bound}: {why}")
-    lines.append(f"context {plan.context} tokens × {plan.batch_seqs} sequences, KV in {plan.kv[0].format.name}")
+    on_disk = plan.tier_bytes().get("disk0", 0)
+    lines.append(
+        f"context {plan.context} tokens × {plan.batch_seqs} sequences, KV in {plan.kv[0].format.name}"
+        + (f", {format_bytes(on_disk)} of it on the disk" if on_disk else "")
+    )
     return lines
 
 

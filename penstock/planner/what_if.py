@@ -65,7 +65,7 @@ def other_formats(
 def all_stays(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> bool:
     """Whether the solver keeps everything in memory."""
     plan, _ = next(residency.candidates(ask, spec, weights, machine))
-    return not plan.ring_bytes
+    return not plan.ring_bytes and all(home.home == plan.main for home in plan.kv)
 
 
 def _one(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, ring_bytes: int) -> Prediction | None:

@@ -72,7 +72,7 @@ class KvFile:
             if error.errno != errno.EINVAL:
                 raise
             warnings.warn(
-                f"{self._folder}: this file system refuses direct I/O; the KV cache goes through the page cache, slower",
+                f"{self._folder}: this file system refuses direct I/O; the KV cache goes through the page cache",
                 stacklevel=3,
             )
             return os.open(name, flags), False

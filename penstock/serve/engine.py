@@ -84,6 +84,7 @@ class Engine:
             kernels=kernels,
             exact=exact,
             serial=serial,
+            kv_folder=(cache or default_cache()) if "disk0" in solved.plan.tier_bytes() else None,
             on_progress=on_progress,
         )
         engine = cls(packed, replace(solved, reasons=(*solved.reasons, session.kernels)), session)
@@ -293,6 +294,7 @@ class LLM:
         resident: int | str | None = None,
         weights: str | None = None,
         kv: str | None = None,
+        kv_home: str | None = None,
         batch: int = 1,
         context: int | None = None,
         cache: str | Path | None = None,
@@ -310,6 +312,7 @@ class LLM:
             device_memory_bytes=_size(device_memory, "device_memory"),
             resident_bytes=_size(resident, "resident"),
             kv=kv,
+            kv_home=kv_home,
         )
         self.engine = Engine.load(folder, ask, cache=Path(cache) if cache else None, on_progress=on_progress)
 

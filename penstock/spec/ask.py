@@ -16,7 +16,8 @@ class Ask:
     """Limits are bytes of the whole process (`host_memory_bytes`) and of the device.
 
     `resident_bytes`: at most so many bytes of weights stay in memory. `context`: KV room in tokens, per
-    sequence. `score`: logits of every prompt row are wanted (evaluation), not of the last alone.
+    sequence. `kv_home`: "memory" or "disk". `score`: logits of every prompt row are wanted (evaluation), not
+    of the last alone.
     """
 
     prompt_tokens: int = 64
@@ -28,11 +29,14 @@ class Ask:
     device_memory_bytes: int | None = None
     resident_bytes: int | None = None
     kv: str | None = None
+    kv_home: str | None = None
     score: bool = False
 
     def __post_init__(self) -> None:
         if self.objective not in ("latency", "throughput"):
             raise BadRequest(f"objective {self.objective!r} should be latency or throughput")
+        if self.kv_home not in (None, "memory", "disk"):
+            raise BadRequest(f"KV home {self.kv_home!r} should be memory or disk")
         for name in ("prompt_tokens", "output_tokens", "batch", "context"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= MOST:

@@ -1,6 +1,6 @@
 """A machine as data: tiers in bytes, and for each lane, op and format what a task costs in seconds.
 
-Lanes: `host` (CPU kernels), `disk0` (reads), `h2d0`, `d2h0` (the link's two directions), `gpu0`.
+Lanes: `host` (CPU kernels), `disk0` (reads), `disk_write0`, `h2d0`, `d2h0` (the link's two directions), `gpu0`.
 
 Besides the ops of `graph/ops.py` a lane may have rates for `task` (a task to be picked up, and what it waited for to be
 noticed), `call` (a call whose operands nobody has prepared yet) and `pass` (between two passes: sampling).
@@ -122,6 +122,8 @@ class MachineSpec:
     def rate(self, lane: str, op: str, fmt: str, rows: int = 1) -> Rate:
         """The most specific rate: op and format, op, format, lane; of these the one for the fewest rows that do.
         Raises BadRequest where there is none."""
+        if lane.startswith("disk") and not any(rate.lane == lane for rate in self.rates):
+            lane = "disk0"  # writes and a second disk, where nobody has measured them
         for key in ((op, fmt), (op, "*"), ("*", fmt), ("*", "*")):
             found = [r for r in self.rates if r.lane == lane and (r.op, r.format) == key and (r.rows or rows) >= rows]
             if found:

@@ -9,53 +9,58 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 
 from penstock.errors import DoesNotFit
-from penstock.graph.arenas import ARENA_ALIGN, Layout
+from penstock.graph.arenas import ARENA_ALIGN
+from penstock.planner.solve.skeleton import (
+    CHUNK_ROWS,
+    MIN_CHUNK_ROWS,
+    PINNED,
+    UNIT_BYTES,
+    Resident,
+    Skeleton,
+    chunk_options,
+    kv_options,
+    ring_options,
+)
 from penstock.spec.ask import Ask
-from penstock.spec.format import Format, parse_format
+from penstock.spec.format import Format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
-from penstock.spec.parts import Part, head_key, parts
-from penstock.spec.plan import ActHome, KvHome, Plan, PlanModel, Unit
-from penstock.units import MIB, format_bytes, format_mib_up, round_up
+from penstock.spec.parts import head_key, parts
+from penstock.spec.plan import Plan
+from penstock.units import MIB, format_bytes, format_mib_up
 
-MAX_RING_BYTES = 256 * MIB
-# A direct read of 4 MiB and more runs at the disk's full rate; below, each halving costs (docs/LOG.md).
-UNIT_BYTES = 16 * MIB
-IO_BLOCK_BYTES = 8 * MIB
-CHUNK_ROWS = 512  # weights are read once a chunk; beyond, arithmetic hides the reading anyway
-MIN_CHUNK_ROWS = 16
-PINNED = ("norms", "edges")  # under 1 % of a model, and read at every step
+Candidate = tuple[Plan, tuple[str, ...]]  # with its reasons
 
 
-def candidates(
-    ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec
-) -> Iterator[tuple[Plan, tuple[str, ...]]]:
-    """Plans that fit, each with its reasons, small rings first. Raises DoesNotFit where none does."""
+def candidates(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> Iterator[Candidate]:
+    """Plans that fit, small rings first. Raises DoesNotFit where none does.
+
+    KV stays in memory where it can: at the end of the context a byte of it saves as much reading as a byte of weights,
+    before that less, and the disk is spared. Where there is no room for it, part of it, or all, goes to the disk.
+    """
     # An explicit limit is the user's word; without one the machine's figure is what is free, with a margin.
     limit = machine.tier("host").bytes if ask.host_memory_bytes is None else ask.host_memory_bytes
-    total_bytes = sum(part.nbytes for part in parts(spec, weights))
-    may_stay = total_bytes if ask.resident_bytes is None else ask.resident_bytes
-    kv_reason = f"KV in {kv_format(ask, spec).name}: {'asked for' if ask.kv else 'the width of the checkpoint'}"
-    least, *rings = _ring_options(spec, weights)
-    for chunk_rows in _chunk_options(ask):
-        if may_stay >= total_bytes:
-            whole = _skeleton(ask, spec, weights, machine.process_bytes, chunk_rows, None)
-            if whole.tier_bytes()["host"] <= limit:
-                yield whole, (f"all {format_bytes(total_bytes)} of weights stay in memory", kv_reason)
-                return
-        found = False
-        # The smallest ring holds one granule, so nothing overlaps: only where nothing else fits.
-        for ring in (*rings, least):
-            if found and ring == least:
-                return
-            plan = _streaming(ask, spec, weights, machine, chunk_rows, ring, limit, may_stay)
-            if plan is not None:
-                found = True
-                yield plan, (*_streaming_reasons(plan, total_bytes), kv_reason)
-        if found:
+    least_ring, *rings = ring_options(spec, weights)
+    chunks, any_found = chunk_options(ask), False
+    for kv_layers in kv_options(ask, spec):
+        for chunk_rows in chunks:
+            skeleton = Skeleton(ask, spec, weights, machine.process_bytes, chunk_rows, kv_layers)
+            found = list(_fitting(skeleton, rings, limit))
+            yield from found
+            any_found |= bool(found)
+            if found and chunk_rows <= CHUNK_ROWS:
+                break
+        if kv_layers == len(spec.layers) and any_found and chunk_rows > MIN_CHUNK_ROWS:
+            return
+    if any_found:
+        return
+    # The smallest ring holds one granule, so nothing overlaps: only where nothing else fits.
+    for skeleton in _least(ask, spec, weights, machine.process_bytes):
+        least = list(_fitting(skeleton, [least_ring], limit))
+        if least:
+            yield from least
             return
     require_minimum(ask, spec, weights, machine.process_bytes, limit)
     raise AssertionError("the least plan is among the candidates")
@@ -82,113 +87,47 @@ def require_minimum(ask: Ask, spec: ModelSpec, weights: Format, process_bytes: i
 def minimum_bytes(ask: Ask, spec: ModelSpec, weights: Format, process_bytes: int) -> int:
     """The least host memory with which the ask runs: every matrix streams through the smallest ring, or for
     tiny models everything stays."""
-    ring_bytes = _ring_options(spec, weights)[0]
-    options: list[tuple[int, Resident] | None] = [(ring_bytes, {})]
+    ring_bytes = ring_options(spec, weights)[0]
+    least = _least(ask, spec, weights, process_bytes)
+    plans = [skeleton.plan(ring_bytes, {}) for skeleton in least]
     if ask.resident_bytes is None:
-        options.append(None)
-    plans = [_skeleton(ask, spec, weights, process_bytes, MIN_CHUNK_ROWS, option) for option in options]
+        plans += [skeleton.plan(0, None) for skeleton in least]
     return min(plan.tier_bytes()["host"] for plan in plans)
 
 
-def kv_format(ask: Ask, spec: ModelSpec) -> Format:
-    """float32 for a float32 model; otherwise float16, which keeps 8 times finer values than bfloat16 in
-    the same bytes."""
-    if ask.kv is not None:
-        return parse_format(ask.kv)
-    return Format("float32" if spec.dtype == "float32" else "float16")
+def _least(ask: Ask, spec: ModelSpec, weights: Format, process_bytes: int) -> list[Skeleton]:
+    """The smallest skeletons: with KV in memory, and with all of it on the disk, a layer at a time."""
+    kinds = [(len(spec.layers), "overlapped")] if ask.kv_home != "disk" else []
+    kinds += [(0, "saving")] if ask.kv_home != "memory" else []
+    return [Skeleton(ask, spec, weights, process_bytes, MIN_CHUNK_ROWS, *kind) for kind in kinds]
 
 
-def page_tokens(context: int) -> int:
-    """Long contexts take long pages (less book-keeping), short ones short pages (less rounding)."""
-    return 256 if context >= 1024 else 64
+def _fitting(skeleton: Skeleton, rings: list[int], limit: int) -> Iterator[Candidate]:
+    """Everything in memory where that fits, else a plan for each ring that does."""
+    ask = skeleton.ask
+    if _may_stay(skeleton) is None:
+        whole = skeleton.plan(0, None)
+        if whole.tier_bytes()["host"] <= limit:
+            if skeleton.chunk_rows <= CHUNK_ROWS:  # longer ones save reading, of which there is none
+                yield whole, _reasons(whole, ask)
+            return
+    for ring in rings:
+        plan = _streaming(skeleton, ring, limit)
+        if plan is not None:
+            yield plan, _reasons(plan, ask)
 
 
-def _chunk_rows(ask: Ask) -> int:
-    return max(MIN_CHUNK_ROWS, min(CHUNK_ROWS, ask.context or CHUNK_ROWS))
+def _may_stay(skeleton: Skeleton) -> int | None:
+    """Bytes of weights that the user lets stay; None: all of them."""
+    total_bytes = sum(part.nbytes for part in parts(skeleton.spec, skeleton.weights))
+    asked = skeleton.ask.resident_bytes
+    return None if asked is None or asked >= total_bytes else asked
 
 
-def _chunk_options(ask: Ask) -> list[int]:
-    most = _chunk_rows(ask)
-    return [most] + [rows for rows in (128, 32, MIN_CHUNK_ROWS) if rows < most]
-
-
-def _ring_options(spec: ModelSpec, weights: Format) -> list[int]:
-    """Rings to try, the smallest first. It holds the largest granule once; twice where possible, so that
-    the disk reads while the processor computes."""
-    streamed = [part for part in parts(spec, weights) if part.kind not in PINNED]
-    least = max(part.granule_bytes for part in streamed)
-    total = sum(part.nbytes for part in streamed)
-    wanted = {2 * least, total // 16, total // 8, 64 * MIB, 128 * MIB, MAX_RING_BYTES}
-    whole = {max(n // ARENA_ALIGN, 1) * ARENA_ALIGN for n in wanted}  # an arena is charged in whole huge pages anyway
-    most = min(MAX_RING_BYTES, total // 2)
-    return [least, *sorted(n for n in whole if 2 * least <= n <= most)]
-
-
-Resident = dict[str, int]  # part key → granules that stay
-
-
-def _skeleton(
-    ask: Ask,
-    spec: ModelSpec,
-    weights: Format,
-    process_bytes: int,
-    chunk_rows: int,
-    streaming: tuple[int, Resident] | None,
-) -> Plan:
-    """A complete plan. `streaming`: (ring bytes, granules that stay in memory); None = everything stays."""
-    assert ask.context is not None, "settle_context came first"
-    layers, seqs = (0, len(spec.layers)), (0, ask.batch)
-    ring_bytes, resident = streaming or (0, {})
-    units: list[Unit] = []
-    for part in parts(spec, weights):
-        stay = part.granules if streaming is None or part.kind in PINNED else resident.get(part.key, 0)
-        units += _cut(part, stay, min(UNIT_BYTES, ring_bytes // 4))
-    plan = Plan(
-        models=(PlanModel(spec, weights),),
-        units=tuple(units),
-        kv=(KvHome(layers, seqs, "host", kv_format(ask, spec), "host"),),
-        acts=(ActHome(layers, seqs, "host"),),
-        arenas=(),
-        batches_per_pass=1,
-        batch_seqs=ask.batch,
-        chunk_rows=chunk_rows,
-        logits_rows=chunk_rows if ask.score else ask.batch,
-        context=ask.context,
-        page_tokens=page_tokens(ask.context),
-        ring_bytes={"host": ring_bytes} if ring_bytes else {},
-        order="overlapped",
-        io_block_bytes=IO_BLOCK_BYTES,
-        io_depth=1,
-        io_engine="threads",
-        process_bytes=round_up(process_bytes + spec.tokenizer_bytes, MIB),
-    )
-    return replace(plan, arenas=Layout(plan).arenas())
-
-
-def _cut(part: Part, stay: int, unit_bytes: int) -> list[Unit]:
-    """The first `stay` granules in memory, the rest in even units of about `unit_bytes` on disk."""
-    units = [Unit(part.key, 0, stay, "host", "host", "host")] if stay else []
-    streamed = part.granules - stay
-    if streamed:
-        per_unit = max(1, unit_bytes // part.granule_bytes)
-        count = -(-streamed // per_unit)
-        edges = [stay + streamed * i // count for i in range(count + 1)]
-        units += [Unit(part.key, lo, hi, "disk0", "host", "host") for lo, hi in pairwise(edges)]
-    return units
-
-
-def _streaming(
-    ask: Ask,
-    spec: ModelSpec,
-    weights: Format,
-    machine: MachineSpec,
-    chunk_rows: int,
-    ring_bytes: int,
-    limit: int,
-    may_stay: int,
-) -> Plan | None:
+def _streaming(skeleton: Skeleton, ring_bytes: int, limit: int) -> Plan | None:
     """Fills what the rest of the plan leaves with resident granules; None where the rest alone is too big."""
-    bare = _skeleton(ask, spec, weights, machine.process_bytes, chunk_rows, (ring_bytes, {}))
+    spec, weights = skeleton.spec, skeleton.weights
+    bare = skeleton.plan(ring_bytes, {})
     spare = limit - bare.tier_bytes()["host"]
     if spare < 0:
         return None
@@ -196,9 +135,10 @@ def _streaming(
     # The weights' arena is rounded up to huge pages; what its last page has left is usable too.
     rounding = next(a.bytes for a in bare.arenas if a.name == "host.weights") - pinned
     budget = rounding + spare // ARENA_ALIGN * ARENA_ALIGN
-    budget = min(budget, max(0, may_stay - pinned))
-    resident = _spread(spec, weights, budget)
-    plan = _skeleton(ask, spec, weights, machine.process_bytes, chunk_rows, (ring_bytes, resident))
+    may_stay = _may_stay(skeleton)
+    if may_stay is not None:
+        budget = min(budget, max(0, may_stay - pinned))
+    plan = skeleton.plan(ring_bytes, _spread(spec, weights, budget))
     return plan if plan.tier_bytes()["host"] <= limit else None
 
 
@@ -225,12 +165,24 @@ def _spread(spec: ModelSpec, weights: Format, budget: int) -> Resident:
     return resident
 
 
-def _streaming_reasons(plan: Plan, total_bytes: int) -> tuple[str, ...]:
+def _reasons(plan: Plan, ask: Ask) -> tuple[str, ...]:
     found = plan.parts
+    total_bytes = sum(part.nbytes for part in found.values())
+    in_memory = next((home.layers[1] for home in plan.kv if home.home == "host"), 0)
+    layers = len(plan.target.spec.layers)
+    kv = f"KV in {plan.kv[0].format.name}: {'asked for' if ask.kv else 'the width of the checkpoint'}"
+    if in_memory < layers:
+        which = "all layers" if not in_memory else f"{layers - in_memory} of {layers} layers"
+        why = "asked for" if ask.kv_home else "it would not fit"
+        kv += f"; that of {which} lives on the disk ({why}), and comes into memory a layer ahead"
+    if not plan.ring_bytes:
+        return (f"all {format_bytes(total_bytes)} of weights stay in memory", kv)
     stays = sum((u.hi - u.lo) * found[u.part].granule_bytes for u in plan.units if u.home == "host")
     ring = plan.ring_bytes["host"]
     return (
         f"{format_bytes(stays)} of {format_bytes(total_bytes)} of weights stay in memory, spread evenly over the "
         f"layers; the rest streams from disk",
         f"a ring of {format_bytes(ring)} in units of at most {format_bytes(min(UNIT_BYTES, ring // 4))}",
+        f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads what streams once",
+        kv,
     )
