@@ -77,6 +77,7 @@ class Engine:
         else:
             _check_room(plan, ask, machine, packed.spec)
             solved = Solved(plan, predict(plan, settle_context(ask, packed.spec), machine), ("as given",))
+        _check_free(solved.plan)
         session = Session(
             packed,
             solved.plan,
@@ -261,6 +262,21 @@ def _check_room(plan: Plan, ask: Ask, machine: MachineSpec, spec: ModelSpec) -> 
         raise DoesNotFit(
             f"host memory of {format_bytes(have)} is too little for this plan: it needs {format_bytes(need)}"
             f" (--host-memory {format_mib_up(need)}, or a plan for less)",
+            tier="host",
+            need_bytes=need,
+            have_bytes=have,
+            minimum_bytes=need,
+        )
+
+
+def _check_free(plan: Plan) -> None:
+    """Memory may have gone to others since the plan was made; arenas are filled at once, and a system that has none
+    left kills somebody instead of saying no."""
+    need, have = plan.tier_bytes()["host"], host.available_bytes()
+    if need > have:
+        raise DoesNotFit(
+            f"the plan takes {format_bytes(need)} of memory, and now only {format_bytes(have)} are free: end what took "
+            f"the rest, or plan for less (--host-memory {format_mib_up(have * 9 // 10)})",
             tier="host",
             need_bytes=need,
             have_bytes=have,
