@@ -16,7 +16,7 @@ from penstock.kernels.reference import attention, dense
 from penstock.kernels.reference.matrix import Scratch, storage_dtype
 from penstock.runtime.arena import Arenas
 from penstock.runtime.batch_tables import positions
-from penstock.runtime.movers import DiskReader, poison
+from penstock.runtime.movers import DiskReader, Load, poison
 from penstock.spec.parts import Part
 from penstock.spec.plan import Plan
 
@@ -46,6 +46,12 @@ class Binding:
 
     def call(self, call: Call) -> None:
         self._ops[call.op](call)
+
+    def start(self, task: Task) -> Load | None:
+        """Begins a task that disks do by themselves, a load; None for any other, which `run` does."""
+        if len(task.calls) != 1 or task.calls[0].op != "load" or task.calls[0].unit < 0:
+            return None
+        return self._begin_load(task.calls[0])
 
     def begin(self) -> None:
         """A pass starts: positions of earlier ones are forgotten."""
@@ -163,11 +169,14 @@ class Binding:
     # -- movers ---------------------------------------------------------------------------------------
 
     def _load(self, call: Call) -> None:
+        self._begin_load(call).wait()
+
+    def _begin_load(self, call: Call) -> Load:
         (target,) = call.slots
         unit = self._plan.units[call.unit]
         if self._poisoned:
             poison(self._arenas.view(target))
-        self._disk.read(unit.part, unit.lo, unit.hi, self._arenas.address(target))
+        return self._disk.start(unit.part, unit.lo, unit.hi, self._arenas.address(target))
 
     def _copy(self, call: Call) -> None:
         source, target = call.slots
