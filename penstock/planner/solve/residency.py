@@ -15,7 +15,7 @@ from penstock.errors import DoesNotFit
 from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
-from penstock.spec.machine import MachineSpec
+from penstock.spec.machine import USUAL_READS, MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Part, head_key, parts
 from penstock.spec.plan import ActHome, KvHome, Plan, PlanModel, Unit
@@ -24,7 +24,6 @@ from penstock.units import MIB, format_bytes, format_mib_up, round_up
 MAX_RING_BYTES = 256 * MIB
 # A direct read of 4 MiB and more runs at the disk's full rate; below, each halving costs (docs/LOG.md).
 UNIT_BYTES = 16 * MIB
-IO_BLOCK_BYTES = 8 * MIB
 CHUNK_ROWS = 512  # weights are read once a chunk; beyond, arithmetic hides the reading anyway
 MIN_CHUNK_ROWS = 16
 PINNED = ("norms", "edges")  # under 1 % of a model, and read at every step
@@ -157,9 +156,9 @@ def _skeleton(
         page_tokens=page_tokens(ask.context),
         ring_bytes={"host": ring_bytes} if ring_bytes else {},
         order="overlapped",
-        io_block_bytes=IO_BLOCK_BYTES,
-        io_depth=1,
-        io_engine="threads",
+        io_block_bytes=USUAL_READS.block_bytes,
+        io_depth=USUAL_READS.depth,
+        io_engine=USUAL_READS.engine,
         process_bytes=round_up(process_bytes + spec.tokenizer_bytes, MIB),
     )
     return replace(plan, arenas=Layout(plan).arenas())
