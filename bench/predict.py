@@ -25,7 +25,7 @@ from penstock.planner.predict import Prediction
 from penstock.planner.solve import Solved, settle_context, solve
 from penstock.runtime import host
 from penstock.runtime.probe import probe_apart, ram_read_bytes_per_s
-from penstock.runtime.probe_disk import BLOCK_BYTES, ProbeFile, probe_file
+from penstock.runtime.probe_disk import ProbeFile, probe_file
 from penstock.serve.engine import Engine
 from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
@@ -33,6 +33,7 @@ from penstock.spec.format import parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.store.packed import open_packed
 from penstock.store.synth import synth
+from penstock.units import MIB
 
 SHARES = (1.0, 0.75, 0.5, 0.25)  # of the weights, that memory is left for
 PROMPTS, BATCHES = (64, 1024), (1, 4)
@@ -40,6 +41,7 @@ CONTEXT = 1280
 DECODE_S, LEAST_TOKENS, MOST_TOKENS = 2.5, 6, 48
 DRIFT = 0.10
 CEILING_S = 0.5  # of reads
+BLOCK_BYTES = 8 * MIB
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,8 @@ class Machine:
         """Half a second of direct reads, some of the RAM, and of dot products in registers."""
         read_bytes, start_s = 0, time.perf_counter()
         while (taken_s := time.perf_counter() - start_s) < CEILING_S:
-            self._file.read_s(BLOCK_BYTES)
-            read_bytes += BLOCK_BYTES
+            self._file.loads_s(self._file.reader, BLOCK_BYTES, 8)
+            read_bytes += 8 * BLOCK_BYTES
         ram = statistics.median(ram_read_bytes_per_s(host.usable_cpus()) for _ in range(3))
         peak = _native.peak_per_s("int8", host.usable_cpus())
         return Ceilings(ram, read_bytes / taken_s, peak)

@@ -1,6 +1,7 @@
 // The only file that sees Python. Arrays cross as addresses, which the caller keeps alive; `_native.pyi` is the manual.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -19,6 +20,7 @@
 #include "kernels.h"
 #include "memory.h"
 #include "probe.h"
+#include "reads.h"
 #include "threads.h"
 
 namespace nb = nanobind;
@@ -123,6 +125,68 @@ void py_drop_cached(int fd, std::int64_t offset, std::int64_t nbytes) {
     }
     if (error != 0) raise_errno(error);
 }
+
+void check_read(std::int64_t offset, std::int64_t nbytes) {
+    if (offset < 0 || nbytes < 0) throw nb::value_error("offset and nbytes must not be negative");
+}
+
+// A load that was begun.
+struct Begun {
+    std::shared_ptr<Reads> reads;
+    LoadPtr load;
+
+    bool done() const { return load->done.load(std::memory_order_acquire); }
+
+    std::int64_t wait() const {
+        while (!done()) {
+            nb::gil_scoped_release release;
+            if (reads->wait(*load, 0.1)) break;
+            const nb::gil_scoped_acquire acquire;
+            if (PyErr_CheckSignals() != 0) throw nb::python_error();
+        }
+        if (load->error != 0) raise_errno(load->error);
+        return load->good;
+    }
+};
+
+std::shared_ptr<Reads> make_reads(const std::string& engine, int depth, std::int64_t block_bytes) {
+    if (depth < 1 || depth > 256) throw nb::value_error("depth must be from 1 to 256");
+    if (block_bytes < 1 || block_bytes > std::int64_t{1} << 30) {
+        throw nb::value_error("block_bytes must be from 1 to 2**30");
+    }
+    if (engine == "threads") return std::make_shared<ThreadReads>(depth, block_bytes);
+    if (engine != "io_uring") throw nb::value_error(("there is no engine " + engine).c_str());
+    auto found = uring_reads(depth, block_bytes);
+    if (found == nullptr) raise_errno(errno);
+    return found;
+}
+
+struct Reader {
+    std::shared_ptr<Reads> reads;
+
+    Begun start(int fd, std::int64_t offset, std::uintptr_t address, std::int64_t nbytes) const {
+        check_read(offset, nbytes);
+        LoadPtr load = reads->start(fd, offset, pointer(address), nbytes);
+        if (load == nullptr) throw nb::value_error("the reader is closed");
+        return {reads, std::move(load)};
+    }
+
+    void close() const {
+        nb::gil_scoped_release release;
+        reads->close();
+    }
+
+    std::int64_t read(int fd, std::int64_t offset, std::uintptr_t address, std::int64_t nbytes) const {
+        check_read(offset, nbytes);
+        ReadResult result;
+        {
+            nb::gil_scoped_release release;
+            result = reads->read(fd, offset, pointer(address), nbytes);
+        }
+        if (result.error != 0) raise_errno(result.error);
+        return result.nbytes;
+    }
+};
 
 double py_ram_read_s(std::uintptr_t address, std::size_t nbytes, int threads, int repeats) {
     nb::gil_scoped_release release;
@@ -361,6 +425,35 @@ NB_MODULE(_native, m) {
 
     m.def("read_into", &py_read_into, "fd"_a, "offset"_a, "address"_a, "nbytes"_a, "block_bytes"_a);
     m.def("open_direct", &py_open_direct, "path"_a);
+    nb::class_<Begun>(m, "Begun")
+        .def_prop_ro("done", &Begun::done)
+        .def_prop_ro("arrived", [](const Begun& self) { return self.done() ? self.load->good : 0; })
+        .def_prop_ro("span_s",
+                     [](const Begun& self) {
+                         if (!self.done()) throw nb::value_error("it is under way");
+                         return std::make_pair(self.load->start_s, self.load->end_s);
+                     })
+        .def("wait", &Begun::wait);
+    nb::class_<Reader>(m, "Reader")
+        .def(
+            "__init__",
+            [](Reader* self, const std::string& engine, int depth, std::int64_t block_bytes) {
+                new (self) Reader{make_reads(engine, depth, block_bytes)};
+            },
+            "engine"_a, "depth"_a, "block_bytes"_a)
+        .def_prop_ro("engine", [](const Reader& self) { return self.reads->engine(); })
+        .def_prop_ro("depth", [](const Reader& self) { return self.reads->depth(); })
+        .def_prop_ro("block_bytes", [](const Reader& self) { return self.reads->block_bytes(); })
+        .def_prop_ro("bytes_read", [](const Reader& self) { return self.reads->bytes_read(); })
+        .def("start", &Reader::start, "fd"_a, "offset"_a, "address"_a, "nbytes"_a)
+        .def("read", &Reader::read, "fd"_a, "offset"_a, "address"_a, "nbytes"_a)
+        .def("close", &Reader::close)
+        .def(
+            "inject",
+            [](Reader& self, std::int64_t at, int error, std::int64_t most_bytes, bool forever) {
+                self.reads->inject(Fault{at, error, most_bytes, forever});
+            },
+            "at"_a, "error"_a = 0, "most_bytes"_a = 0, "forever"_a = true);
     m.def("drop_cached", &py_drop_cached, "fd"_a, "offset"_a, "nbytes"_a);
     m.def("ram_read_s", &py_ram_read_s, "address"_a, "nbytes"_a, "threads"_a, "repeats"_a);
     m.def("peak_per_s", &py_peak_per_s, "kind"_a, "threads"_a);

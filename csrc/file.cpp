@@ -13,22 +13,29 @@ constexpr std::int64_t kSector = 512;  // the smallest alignment that any disk t
 
 }  // namespace
 
-ReadResult read_into(int fd, std::int64_t offset, std::byte* to, std::int64_t nbytes, std::int64_t block_bytes) {
-    const bool direct = (fcntl(fd, F_GETFL) & O_DIRECT) != 0;
-    std::int64_t done = 0;
-    while (done < nbytes) {
-        const std::int64_t wanted = std::min(nbytes - done, block_bytes);
-        const ssize_t got = pread(fd, to + done, static_cast<std::size_t>(wanted), offset + done);
-        if (got < 0 && errno == EINTR) continue;
-        // A direct read cut short at half a 4 KiB sector has met the end of the file; asking for more is an error
-        // there.
-        if (got < 0 && errno == EINVAL && direct && done > 0) break;
-        if (got < 0) return {done, errno};
-        if (got == 0) break;
-        done += got;
-        if (direct && got < wanted && got % kSector != 0) break;  // the end of the file, for the same reason
+bool Piece::take(std::int64_t result, std::int64_t wanted) {
+    if (result == -EINTR || result == -EAGAIN) return false;
+    // A direct read cut short at half a 4 KiB sector has met the end of the file; asking for more is an error there.
+    if (result == -EINVAL && direct && done > 0) return true;
+    if (result < 0) {
+        error = static_cast<int>(-result);
+        return true;
     }
-    return {done, 0};
+    done += result;
+    if (result == 0 || done == nbytes) return true;
+    return direct && result < wanted && result % kSector != 0;  // the end of the file, for the same reason
+}
+
+bool is_direct(int fd) { return (fcntl(fd, F_GETFL) & O_DIRECT) != 0; }
+
+ReadResult read_into(int fd, std::int64_t offset, std::byte* to, std::int64_t nbytes, std::int64_t block_bytes) {
+    Piece piece{fd, is_direct(fd), offset, to, nbytes};
+    for (bool over = nbytes == 0; !over;) {
+        const std::int64_t wanted = std::min(nbytes - piece.done, block_bytes);
+        const ssize_t got = pread(fd, to + piece.done, static_cast<std::size_t>(wanted), offset + piece.done);
+        over = piece.take(got < 0 ? -errno : got, wanted);
+    }
+    return {piece.done, piece.error};
 }
 
 OpenResult open_direct(const char* path) {

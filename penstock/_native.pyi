@@ -48,6 +48,58 @@ def read_into(fd: int, offset: int, address: int, nbytes: int, block_bytes: int)
     multiples of its disk's sector; 4 KiB always does.
     """
 
+@final
+class Begun:
+    """A load that a Reader was given. Its file and memory must stay until it is done."""
+
+    @property
+    def done(self) -> bool: ...
+    @property
+    def arrived(self) -> int:
+        """Bytes from the load's start on that are there; 0 while it is under way."""
+
+    @property
+    def span_s(self) -> tuple[float, float]:
+        """When its first block was begun and its last one done, on the clock of time.perf_counter. ValueError while it
+        is under way."""
+
+    def wait(self) -> int:
+        """Returns the bytes read when it is done; fewer than asked for means the end of the file. Raises OSError with
+        the first failed block's errno, and what a signal handler raises."""
+
+@final
+class Reader:
+    """Keeps `depth` blocks of the loads that it was given in flight, in order, across loads; by native threads or an
+    io_uring. Loads that write the same memory follow each other."""
+
+    def __init__(self, engine: str, depth: int, block_bytes: int) -> None:
+        """`engine`: "threads" or "io_uring"; OSError where the kernel refuses that. ValueError for a `depth` beyond 1
+        to 256 or blocks beyond 1 byte to 1 GiB."""
+
+    @property
+    def engine(self) -> str: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def block_bytes(self) -> int: ...
+    @property
+    def bytes_read(self) -> int:
+        """What all reads of blocks have returned so far."""
+
+    def start(self, fd: int, offset: int, address: int, nbytes: int) -> Begun:
+        """Queues a read of `nbytes` from `offset` to `address`. A direct file wants all three, and block_bytes, in
+        multiples of its disk's sector; 4 KiB always does. ValueError for negative ones, and once closed."""
+
+    def read(self, fd: int, offset: int, address: int, nbytes: int) -> int:
+        """Reads by the calling thread, past the queue and in one block; returns and raises as `Begun.wait`."""
+
+    def close(self) -> None:
+        """Returns when nothing is under way; what was not begun fails with ECANCELED. A second call does nothing."""
+
+    def inject(self, at: int, error: int = 0, most_bytes: int = 0, forever: bool = True) -> None:
+        """For tests. The read of a block that is number `at` from now on (from 1; 0: none), or from it on all, fails
+        with the errno `error`; where that is 0 it returns at most `most_bytes`, of which 0 mean the file's end."""
+
 def open_direct(path: str | os.PathLike[str]) -> tuple[int, bool]:
     """A read-only descriptor, and whether it bypasses the page cache (False: the file system knows no O_DIRECT)."""
 

@@ -28,6 +28,7 @@ def make_plan(
     context: int = 128,
     io_block_bytes: int = 1 << 20,
     io_depth: int = 1,
+    io_engine: str = "threads",
     order: str = "overlapped",
     kv: str = "float32",
     kv_spilled: frozenset[int] = frozenset(),
@@ -52,7 +53,7 @@ def make_plan(
         order=order,
         io_block_bytes=io_block_bytes,
         io_depth=io_depth,
-        io_engine="threads",
+        io_engine=io_engine,
         process_bytes=64 << 20,
     )
     return replace(plan, arenas=Layout(plan).arenas())

@@ -55,6 +55,10 @@ def fit_lines(machine: MachineSpec) -> list[str]:
         rows, alpha = f"≤ {rate.rows}" if rate.rows else "any", format_seconds(rate.alpha_s)
         what = f"  {rate.lane:<13}{rate.op:<8}{rate.format:<10}{rows:>6}"
         lines.append(f"{what}{alpha:>9}  {read:>11}  {flops:>13}  {rate.r2:>6.3f}")
+    lines += [
+        f"  {r.lane} {f'up to {format_bytes(r.most_bytes)}' if r.most_bytes else 'loads'} {r.reason}"
+        for r in machine.reads
+    ]
     lines += [f"  {s.lane} beside {s.beside}: takes {s.factor:.2f} times as long" for s in machine.sharing]
     return lines
 

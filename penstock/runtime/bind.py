@@ -17,7 +17,7 @@ from penstock.kernels.reference.matrix import Scratch, storage_dtype
 from penstock.runtime.arena import Arenas
 from penstock.runtime.batch_tables import positions
 from penstock.runtime.kv_file import KvFile
-from penstock.runtime.movers import DiskReader, poison
+from penstock.runtime.movers import DiskReader, Load, poison
 from penstock.spec.parts import Part
 from penstock.spec.plan import Plan
 
@@ -55,6 +55,12 @@ class Binding:
 
     def call(self, call: Call) -> None:
         self._ops[call.op](call)
+
+    def start(self, task: Task) -> Load | None:
+        """Begins a task that disks do by themselves, a load; None for any other, which `run` does."""
+        if len(task.calls) != 1 or task.calls[0].op != "load" or task.calls[0].unit < 0:
+            return None
+        return self._begin_load(task.calls[0])
 
     def begin(self) -> None:
         """A pass starts: positions of earlier ones are forgotten."""
@@ -172,11 +178,14 @@ class Binding:
     # -- movers ---------------------------------------------------------------------------------------
 
     def _load(self, call: Call) -> None:
+        self._begin_load(call).wait()
+
+    def _begin_load(self, call: Call) -> Load:
         (target,) = call.slots
         unit = self._plan.units[call.unit]
         if self._poisoned:
             poison(self._arenas.view(target))
-        self._disk.read(unit.part, unit.lo, unit.hi, self._arenas.address(target))
+        return self._disk.start(unit.part, unit.lo, unit.hi, self._arenas.address(target))
 
     def _copy(self, call: Call) -> None:
         source, target = call.slots

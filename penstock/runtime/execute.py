@@ -1,7 +1,8 @@
 """Runs tasks: `run` overlaps the lanes, `run_serial` does one task at a time and is the oracle.
 
-The main thread computes (lane `host`); every other lane has a thread of its own. Lanes are first in, first
-out; a task waits for the tasks that it names in `after`, and for nothing else.
+The main thread computes (lane `host`). A load is only begun, and the disk's own reader does it; a lane's other tasks
+have a thread of the lane's own. Lanes are first in, first out; a task waits for the tasks that it names in `after`, and
+for nothing else.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 
 from penstock.errors import InternalError
 from penstock.graph.tasks import Task
 from penstock.graph.timeline import Span, Timeline, label
 from penstock.runtime.bind import Binding
+from penstock.runtime.movers import Load
 
 MAIN_LANE = "host"
-_PENDING = 256
+_SWEEP = 256  # tasks of a lane that nobody waited for; beyond, those that are done are forgotten
 
 
 class Executor:
@@ -26,7 +30,7 @@ class Executor:
     def __init__(self, binding: Binding) -> None:
         self._binding = binding
         self._lanes: dict[str, _Lane] = {}
-        self._pending: dict[int, threading.Event] = {}  # tasks handed to a lane and not known to be done
+        self._handed: dict[int, _Handed] = {}  # tasks handed to a lane and not known to be done
         self._spans: list[Span] = []
         self._origin_s = time.perf_counter()
 
@@ -41,6 +45,8 @@ class Executor:
             for other in task.after:
                 self._wait(other)
             self._spans.append(self._do(task))
+        for lane in self._lanes.values():
+            self._sweep(lane)
         return Timeline(tuple(self._spans))
 
     def run_serial(self, tasks: Iterable[Task]) -> Timeline:
@@ -50,13 +56,16 @@ class Executor:
 
     def drain(self) -> None:
         """Waits for the loads under way."""
-        for task in list(self._pending):
-            self._wait(task)
+        for lane in self._lanes.values():
+            while lane.handed:
+                self._next(lane)
 
     def close(self) -> None:
+        """Also waits for loads that failed or that nobody wants: they write to memory."""
         for lane in self._lanes.values():
             lane.stop()
         self._lanes.clear()
+        self._handed.clear()
 
     def _hand_over(self, task: Task) -> None:
         if len(task.lanes) != 1:
@@ -64,21 +73,36 @@ class Executor:
         name = task.lanes[0]
         if name not in self._lanes:
             self._lanes[name] = _Lane(name, self)
-        done = threading.Event()
-        if len(self._pending) > _PENDING:  # tasks that are done are forgotten
-            self._pending = {i: event for i, event in self._pending.items() if not event.is_set()}
-        waits = [self._pending[other] for other in task.after if other in self._pending]
-        self._pending[task.id] = done
-        self._lanes[name].submit(task, waits, done)
+        lane = self._lanes[name]
+        if len(lane.handed) > _SWEEP:
+            self._sweep(lane)
+        waits = [self._handed[other] for other in task.after if other in self._handed]
+        self._handed[task.id] = lane.take(task, waits)
 
     def _wait(self, task_id: int) -> None:
-        event = self._pending.get(task_id)
-        if event is None:
+        """Until the task is done, and those before it in its lane: edges name only a lane's last."""
+        handed = self._handed.get(task_id)
+        if handed is None:
             return
-        event.wait()
-        for lane in self._lanes.values():
-            if lane.error is not None:
-                raise lane.error
+        lane = self._lanes[handed.task.lanes[0]]
+        while task_id in self._handed:
+            self._next(lane)
+
+    def _next(self, lane: _Lane) -> None:
+        """Waits for the lane's first task and forgets it. Raises what it raised."""
+        handed = lane.handed[0]
+        start_s, end_s = handed.wait()
+        start_s, lane.end_s = max(start_s, lane.end_s), end_s  # its blocks may have begun under the one before
+        task = handed.task
+        origin_s = self._origin_s
+        self._spans.append(Span(task.id, task.lanes, label(task), start_s - origin_s, end_s - origin_s, task.bytes))
+        lane.handed.popleft()
+        del self._handed[task.id]
+
+    def _sweep(self, lane: _Lane) -> None:
+        """Forgets what is done. What failed stays, for whoever waits for it."""
+        while lane.handed and lane.handed[0].succeeded:
+            self._next(lane)
 
     def _do(self, task: Task) -> Span:
         start_s = time.perf_counter() - self._origin_s
@@ -87,32 +111,110 @@ class Executor:
         return Span(task.id, task.lanes, label(task), start_s, end_s, task.bytes)
 
 
+class _Handed:
+    """A task in a lane: begun or not, done or not."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self._answered = threading.Event()  # begun, or done where it is no load
+        self._load: Load | None = None
+        self.error: BaseException | None = None
+        self._span_s = (0.0, 0.0)
+
+    def begin(self, binding: Binding) -> bool:
+        """Whether it is a task that can be begun; it goes on by itself then. Keeps an error for those who wait."""
+        try:
+            self._load = binding.start(self.task)
+        except BaseException as error:
+            self.fail(error)
+        if self._load is not None:
+            self._answered.set()
+        return self.answered
+
+    def do(self, binding: Binding) -> None:
+        """Begins it, or does it here and now. Keeps an error for those who wait."""
+        if self.begin(binding):
+            return
+        try:
+            start_s = time.perf_counter()
+            binding.run(self.task)
+            self._span_s = (start_s, time.perf_counter())
+        except BaseException as error:
+            self.error = error
+        self._answered.set()
+
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+        self._answered.set()
+
+    @property
+    def answered(self) -> bool:
+        """Whether the lane may go on to the next task."""
+        return self._answered.is_set()
+
+    @property
+    def done(self) -> bool:
+        return self.answered and (self._load is None or self._load.done)
+
+    @property
+    def succeeded(self) -> bool:
+        return self.done and self.error is None and (self._load is None or self._load.complete)
+
+    def wait(self) -> tuple[float, float]:
+        """When it began and ended, on the clock of time.perf_counter. Raises what it raised."""
+        self._answered.wait()
+        if self.error is not None:
+            raise self.error
+        if self._load is None:
+            return self._span_s
+        self._load.wait()
+        return self._load.span_s
+
+
 class _Lane:
-    """A thread that does the tasks of one lane in the order in which they came."""
+    """The tasks of one lane in the order in which they came. A load is begun where it is handed over, without a hop to
+    another thread, if all that it waits for is done and no task before it waits for the lane's thread."""
 
     def __init__(self, name: str, executor: Executor) -> None:
-        self._executor = executor
-        self._queue: queue.SimpleQueue[tuple[Task, list[threading.Event], threading.Event] | None] = queue.SimpleQueue()
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name=f"penstock-{name}", daemon=True)
-        self._thread.start()
+        self._name, self._binding = name, executor._binding
+        self.handed: deque[_Handed] = deque()  # those that nobody has waited for
+        self.end_s = 0.0  # of the last one waited for
+        self._queue: queue.SimpleQueue[tuple[_Handed, list[_Handed]] | None] = queue.SimpleQueue()
+        self._last: _Handed | None = None  # that the thread was given
+        self._thread: threading.Thread | None = None
 
-    def submit(self, task: Task, waits: list[threading.Event], done: threading.Event) -> None:
-        self._queue.put((task, waits, done))
+    def take(self, task: Task, waits: list[_Handed]) -> _Handed:
+        handed = _Handed(task)
+        self.handed.append(handed)
+        if (self._last is None or self._last.answered) and all(other.done for other in waits):
+            if handed.begin(self._binding):
+                return handed
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=f"penstock-{self._name}", daemon=True)
+            self._thread.start()
+        self._last = handed
+        self._queue.put((handed, waits))
+        return handed
 
     def stop(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+        for handed in self.handed:
+            with suppress(BaseException):
+                handed.wait()
 
     def _work(self) -> None:
-        failed = False
+        failed: BaseException | None = None
         while (item := self._queue.get()) is not None:
-            task, waits, done = item
-            if not failed:  # after an error the rest is answered, not done: nobody may wait for ever
-                try:
-                    for event in waits:
-                        event.wait()
-                    self._executor._spans.append(self._executor._do(task))
-                except BaseException as error:
-                    self.error, failed = error, True
-            done.set()
+            handed, waits = item
+            try:
+                for other in waits:
+                    other.wait()
+            except BaseException as error:
+                failed = failed or error
+            if failed is None:
+                handed.do(self._binding)
+                failed = handed.error
+            else:  # after an error the rest is answered, not done: nobody may wait for ever
+                handed.fail(failed)

@@ -25,8 +25,10 @@ from penstock.errors import BadRequest, PenstockError, StorageFailed
 from penstock.kernels import cpu
 from penstock.runtime import host
 from penstock.runtime.bind_native import Native, native
+from penstock.runtime.movers import new_reader
 from penstock.runtime.probe_disk import UNIT_BYTES, ProbeFile, disk_rates, probe_file
 from penstock.runtime.probe_ops import FORMATS, KV_FORMATS, ROW_OPS, Layers, op_rates
+from penstock.runtime.probe_reads import best_reads
 from penstock.runtime.probe_tasks import task_rates
 from penstock.spec import machine as machines
 from penstock.spec.format import DEFAULT_GROUP, Format
@@ -61,7 +63,7 @@ def load_or_probe(
         except (BadRequest, UnicodeDecodeError):
             path.unlink(missing_ok=True)  # damaged, or written by another version: measure again
     if on_progress:
-        on_progress("measuring this machine, once (about 15 s)", 0, 0)
+        on_progress("measuring this machine, once (about 20 s)", 0, 0)
     found = probe_apart(disk_folder, on_progress if detailed else None)
     keep(path, found)
     return found
@@ -111,6 +113,8 @@ def probe(
     rates = op_rates(kernels, memory_bytes, tell, formats, kv_formats)
     rates += task_rates(kernels)
     with probe_file(disk_folder) as file:
+        reads = best_reads(file.loads_s)
+        file.reader = new_reader(reads[-1].engine, reads[-1].depth, reads[-1].block_bytes)
         rates += disk_rates(file, disk_folder, tell)
         sharing = _sharing(file, kernels, memory_bytes)
     alpha_s = min(rate.alpha_s for rate in rates if rate.op in ROW_OPS)
@@ -123,6 +127,7 @@ def probe(
         cpu=cpu_name(),
         source=f"probe {date.today().isoformat()}",
         sharing=sharing,
+        reads=reads,
     )
     return _with_memory(found)
 
@@ -162,11 +167,11 @@ def _sharing(file: ProbeFile, kernels: Native, memory_bytes: int) -> tuple[Shari
 
     def read_s(found: list[float]) -> None:
         while not stop.is_set():
-            found.append(file.read_s(UNIT_BYTES))
+            found.append(file.loads_s(file.reader, UNIT_BYTES, 8))
 
     try:
         alone_s = compute_s(_SHARING_S)
-        reads_alone = [file.read_s(UNIT_BYTES) for _ in range(150)]
+        reads_alone = [file.loads_s(file.reader, UNIT_BYTES, 8) for _ in range(19)]
         reads: list[float] = []
         thread = threading.Thread(target=read_s, args=(reads,))
         thread.start()

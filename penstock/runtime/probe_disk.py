@@ -6,6 +6,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,14 +16,15 @@ import numpy as np
 from penstock import _native
 from penstock.errors import StorageFailed
 from penstock.runtime.fit import Points, fit_well
-from penstock.spec.machine import Rate
+from penstock.runtime.movers import new_reader
+from penstock.spec.machine import USUAL_READS, Rate
 from penstock.store.direct import DirectWriter
 from penstock.units import KIB, MIB
 
 FILE_BYTES = 192 * MIB
 _MODELS = ("*.safetensors", "*/*.safetensors", "*/*/*.safetensors")
-BLOCK_BYTES = 8 * MIB  # of one read, as plans have it
 UNIT_BYTES = 4 * MIB  # of a load, about
+LOADS_AHEAD = 3  # of the one waited for, as a ring of four units has them
 _ROW_READS = (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB)  # granules for single embedding rows
 _LOADS = (MIB, 4 * MIB, 8 * MIB, 16 * MIB)
 _WRITES = (4 * MIB, 16 * MIB)
@@ -30,29 +32,41 @@ Tell = Callable[[str], None]
 
 
 class ProbeFile:
-    """A large file, and direct reads of it into huge pages."""
+    """A large file, and direct reads of it into huge pages by the reader that runs have."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path, self._fd, self._file_bytes = path, fd, os.fstat(fd).st_size // 4096 * 4096
-        self._memory = _native.Memory(max(_LOADS), True)
+        self._memory = _native.Memory((LOADS_AHEAD + 1) * max(_LOADS), True)
         self._memory.populate()
         self._rng, self._at = np.random.default_rng(0), 0
+        self.reader = usual_reader()
 
-    def read_s(self, nbytes: int) -> float:
-        """Seconds that a read of so many bytes takes, in blocks, after the one before, as a pass loads its units."""
-        if self._at + nbytes > self._file_bytes:
-            self._at = 0
-        self._at += nbytes
-        return self._read_s(self._at - nbytes, nbytes)
+    def loads_s(self, reader: _native.Reader, nbytes: int, count: int) -> float:
+        """Seconds that a load of so many bytes takes, of `count` one after the other, as a pass loads its units."""
+        start_s = time.perf_counter()
+        begun: deque[_native.Begun] = deque()
+        for i in range(count):
+            if self._at + nbytes > self._file_bytes:
+                self._at = 0
+            if len(begun) > LOADS_AHEAD:
+                begun.popleft().wait()
+            slot = self._memory.address + i % (LOADS_AHEAD + 1) * nbytes
+            begun.append(reader.start(self._fd, self._at, slot, nbytes))
+            self._at += nbytes
+        for load in begun:
+            load.wait()
+        return (time.perf_counter() - start_s) / count
 
     def read_anywhere_s(self, nbytes: int) -> float:
-        """The same at a random place, as single rows are read."""
-        return self._read_s(int(self._rng.integers(0, (self._file_bytes - nbytes) // 4096 + 1)) * 4096, nbytes)
-
-    def _read_s(self, at: int, nbytes: int) -> float:
+        """Seconds of a read at a random place by the calling thread, as single rows are read."""
+        at = int(self._rng.integers(0, (self._file_bytes - nbytes) // 4096 + 1)) * 4096
         start_s = time.perf_counter()
-        _native.read_into(self._fd, at, self._memory.address, nbytes, min(nbytes, BLOCK_BYTES))
+        self.reader.read(self._fd, at, self._memory.address, nbytes)
         return time.perf_counter() - start_s
+
+
+def usual_reader() -> _native.Reader:
+    return new_reader(USUAL_READS.engine, USUAL_READS.depth, USUAL_READS.block_bytes)
 
 
 @contextmanager
@@ -88,8 +102,8 @@ def probe_file(folder: Path) -> Iterator[ProbeFile]:
 
 
 def disk_rates(file: ProbeFile, folder: Path, tell: Tell) -> list[Rate]:
-    """Of loads, of reads for single rows (`fetch`), and of writes (the lane `disk_write0`)."""
-    rows = fit_well(lambda: _means(file.read_anywhere_s, _ROW_READS, 8), "small reads from disk", tell)
+    """Of loads, by the file's reader, of reads for single rows (`fetch`), and of writes (the lane `disk_write0`)."""
+    rows = fit_well(lambda: _row_reads(file), "small reads from disk", tell)
     writes = fit_well(lambda: _writes(folder), "writes to disk", tell)
     return [
         load_rate(file, tell),
@@ -99,7 +113,7 @@ def disk_rates(file: ProbeFile, folder: Path, tell: Tell) -> list[Rate]:
 
 
 def load_rate(file: ProbeFile, tell: Tell) -> Rate:
-    loads = fit_well(lambda: _means(file.read_s, _LOADS, 32), "loads from disk", tell)
+    loads = fit_well(lambda: _load_times(file), "loads from disk", tell)
     return Rate("disk0", "*", "*", loads.alpha_s, loads.slope_s, 0.0, loads.r2)
 
 
@@ -110,9 +124,18 @@ def largest_file(folder: Path) -> Path | None:
     return file if most >= FILE_BYTES else None
 
 
-def _means(read_s: Callable[[int], float], sizes: tuple[int, ...], repeats: int) -> Points:
-    """Means, since a run waits for slow reads too: of 4 MiB they were 2.2 GB/s where the median was 3.0."""
-    return [(nbytes, statistics.fmean(read_s(nbytes) for _ in range(repeats))) for nbytes in sizes]
+def _load_times(file: ProbeFile) -> Points:
+    """Of whole runs of loads: a run waits for slow reads too, of 4 MiB the mean was 2.2 GB/s, the median 3.0."""
+    times: dict[int, list[float]] = {nbytes: [] for nbytes in _LOADS}
+    for _ in range(4):  # in turns: the disk swings from second to second
+        for nbytes, found in times.items():
+            found.append(file.loads_s(file.reader, nbytes, 8))
+    return [(nbytes, statistics.fmean(found)) for nbytes, found in times.items()]
+
+
+def _row_reads(file: ProbeFile) -> Points:
+    """Means too."""
+    return [(nbytes, statistics.fmean(file.read_anywhere_s(nbytes) for _ in range(8))) for nbytes in _ROW_READS]
 
 
 def _writes(folder: Path) -> Points:

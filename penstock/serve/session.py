@@ -21,11 +21,12 @@ from penstock.runtime.bind import Binding
 from penstock.runtime.bind_native import NativeBinding, native
 from penstock.runtime.execute import Executor
 from penstock.runtime.kv_file import KvFile
-from penstock.runtime.movers import DiskReader
+from penstock.runtime.movers import DiskReader, waited_for
 from penstock.spec.plan import Plan
 from penstock.store.packed import Packed
 
 Progress = Callable[[str, int, int], None]
+_LOADS_AHEAD = 8
 
 
 class Session:
@@ -59,7 +60,7 @@ class Session:
         self.best: list[list[tuple[float, int]]] = []  # of the last pass, per batch and row: largest logit and its id
         self.consumed_bytes = 0  # what the last pass took from slower tiers: its rings, embedding rows and KV
         with ExitStack() as opened:  # a load that fails half-way gives everything back
-            self.reader = DiskReader(packed, plan.io_block_bytes)
+            self.reader = DiskReader(packed, plan.io_block_bytes, plan.io_depth, plan.io_engine)
             opened.callback(self.reader.close)
             self._arenas = Arenas(plan)
             opened.callback(self._arenas.close)
@@ -141,10 +142,12 @@ class Session:
         layout, units = self.lowering.layout, self.plan.units
         total = sum(slot.nbytes for slot in layout.weights.values())
         done, told_s = 0, time.perf_counter()
-        for i, slot in layout.weights.items():
-            unit = units[i]
-            self.reader.read(unit.part, unit.lo, unit.hi, self._arenas.address(slot))
-            done += slot.nbytes
+        loads = (
+            self.reader.start(units[i].part, units[i].lo, units[i].hi, self._arenas.address(slot))
+            for i, slot in layout.weights.items()
+        )
+        for nbytes in waited_for(loads, _LOADS_AHEAD):
+            done += nbytes
             if on_progress and (done == total or time.perf_counter() - told_s > 0.1):
                 told_s = time.perf_counter()
                 on_progress("loading weights", done, total)

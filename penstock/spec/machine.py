@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 from penstock.errors import BadRequest
 from penstock.spec import codec
+from penstock.spec.parts import PAGE_BYTES
+from penstock.spec.plan import IO_ENGINES
 from penstock.units import MIB
 
-SCHEMA, VERSION = "penstock.machine", 2
+SCHEMA, VERSION = "penstock.machine", 3
 
 # What the process takes beside its arenas: interpreter, numpy, tokenizers and our own code peak at
 # 57 to 61 MiB (docs/LOG.md); jinja2 and thread stacks want a margin. One number, not a measurement of
@@ -85,6 +87,33 @@ class Sharing:
 
 
 @dataclass(frozen=True, slots=True)
+class Reads:
+    """How loads of at most `most_bytes` (0: of any size) are read from a disk: in blocks, `depth` of them in flight, by
+    `engine`, one of IO_ENGINES. `reason`: why so."""
+
+    lane: str
+    block_bytes: int
+    depth: int
+    engine: str
+    bytes_per_s: float
+    reason: str
+    most_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.block_bytes % PAGE_BYTES or not 0 < self.block_bytes <= 1 << 30 or not 1 <= self.depth <= 256:
+            raise BadRequest(f"reads of {self.lane}: {self.depth} blocks of {self.block_bytes} bytes in flight")
+        if self.engine not in IO_ENGINES:
+            raise BadRequest(f"reads of {self.lane} by {self.engine!r}; there are {', '.join(IO_ENGINES)}")
+        if not 0 <= self.bytes_per_s <= 1e18 or not 0 <= self.most_bytes < 2**63:
+            raise BadRequest(f"reads of {self.lane}: {self.bytes_per_s} bytes/s, most_bytes {self.most_bytes}")
+
+
+# Where nobody measured. PIPO's appendix A finds 8 MiB best on a laptop's NVMe disk; two in flight, so that the disk has
+# the next block while this one's arrival is noticed.
+USUAL_READS = Reads("disk0", 8 * MIB, 2, "threads", 0.0, "not measured: 2 blocks of 8 MiB in flight, as on most disks")
+
+
+@dataclass(frozen=True, slots=True)
 class MachineSpec:
     """`source` says where the figures are from: a probe with its date, or a data sheet."""
 
@@ -96,6 +125,7 @@ class MachineSpec:
     source: str = ""
     process_bytes: int = PROCESS_BYTES
     sharing: tuple[Sharing, ...] = ()
+    reads: tuple[Reads, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.threads < 2**31 or not 0 < self.process_bytes < 2**63:
@@ -129,6 +159,11 @@ class MachineSpec:
             if found:
                 return min(found, key=lambda r: r.rows or 2**31)
         raise BadRequest(f"machine {self.name} has no rate for {op} in {fmt} on the lane {lane}")
+
+    def reads_of(self, lane: str, nbytes: int) -> Reads:
+        """How loads of so many bytes are read: by the entry for the fewest bytes that covers them, else USUAL_READS."""
+        found = [r for r in self.reads if r.lane == lane and (r.most_bytes or nbytes) >= nbytes]
+        return min(found, key=lambda r: r.most_bytes or 2**63, default=USUAL_READS)
 
     def overhead_s(self, lane: str, what: str) -> float:
         """What a `task`, a `call` or a `pass` costs on a lane beside its ops; 0 where the machine does not say."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ class Packed:
     locations: dict[str, Location]
     parts: dict[str, Part]
     total_bytes: int
+    disks: dict[Path, str]  # of each file
 
     def locate(self, part_key: str, lo: int, hi: int) -> tuple[Path, int, int]:
         """Where granules lo..hi of a part lie: file, offset, bytes. One contiguous, aligned range."""
@@ -98,7 +100,14 @@ def open_packed(folder: Path) -> Packed:
         _check_shard(folder / name, [part for part in manifest.parts if part.file == name])
     locations = {part.key: Location(names.index(part.file), part.offset, part.nbytes) for part in manifest.parts}
     files = tuple(folder / name for name in names)
-    return Packed(folder, spec, weights, files, locations, {p.key: p for p in derived}, manifest.total_bytes)
+    by_key = {p.key: p for p in derived}
+    return Packed(folder, spec, weights, files, locations, by_key, manifest.total_bytes, find_disks(files))
+
+
+def find_disks(files: Sequence[Path]) -> dict[Path, str]:
+    """disk0, disk1, … for each file, by the file system that it (or what a link leads to) lies on, in order."""
+    devices: dict[int, str] = {}
+    return {file: devices.setdefault(file.stat().st_dev, f"disk{len(devices)}") for file in files}
 
 
 def read_manifest(folder: Path) -> Manifest:

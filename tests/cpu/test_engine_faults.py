@@ -18,6 +18,7 @@ import threadpoolctl
 
 from penstock import _native
 from penstock.errors import BadRequest, StorageFailed
+from penstock.runtime import movers
 from penstock.serve.engine import Engine
 from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
@@ -70,51 +71,67 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-class Reads:
-    """Stands for the native read, and does something else at one of its calls, or from it on."""
-
-    def __init__(self, at: int, fault: Callable[..., int], forever: bool = True) -> None:
-        self._true, self._at, self._fault, self._forever, self.calls = _native.read_into, at, fault, forever, 0
-
-    def __call__(self, *args: int) -> int:
-        self.calls += 1
-        now = self.calls >= self._at if self._forever else self.calls == self._at
-        return self._fault(*args) if now else self._true(*args)
+Fault = dict[str, int]
 
 
-def fails(code: int) -> Callable[..., int]:
-    def fault(*_: int) -> int:
+def inject(engine: Engine, at: int, fault: Fault, forever: bool = True) -> None:
+    """The read of a block that is number `at` from now on fails, or from it on all."""
+    for reader in engine.session.reader._readers.values():
+        reader.inject(at, **fault, forever=forever)
+
+
+def fails(code: int) -> Callable[..., Any]:
+    def fault(*_: Any) -> Any:
         raise OSError(code, os.strerror(code))
 
     return fault
 
 
-def cut(fd: int, offset: int, address: int, nbytes: int, block: int) -> int:
-    return nbytes - 4096
+@pytest.fixture
+def born_faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Fault], None]:
+    """Every reader that is made from then on has this fault."""
+
+    def arrange(at: int, fault: Fault) -> None:
+        def faulty(*how: Any) -> Any:
+            reader = true_reader(*how)
+            reader.inject(at, **fault)
+            return reader
+
+        true_reader = movers.new_reader
+        monkeypatch.setattr(movers, "new_reader", faulty)
+
+    return arrange
 
 
+# Blocks smaller than the model's units, and larger.
+READS: dict[str, Any] = {
+    "threads": {"io_depth": 3, "io_block_bytes": 8192},
+    "one": {"io_depth": 1},
+    "io_uring": {"io_depth": 3, "io_block_bytes": 8192, "io_engine": "io_uring"},
+}
 FAULTS = {
-    "EIO": (fails(errno.EIO), "failed: Input/output error"),
-    "ENODEV": (fails(errno.ENODEV), "failed: No such device"),
-    "short": (cut, "was truncated while in use"),
-    "nothing": (lambda *_: 0, "was truncated while in use"),
+    "EIO": ({"error": errno.EIO}, "failed: Input/output error"),
+    "ENODEV": ({"error": errno.ENODEV}, "failed: No such device"),
+    "the end": ({"most_bytes": 0}, "was truncated while in use"),
+    "half a sector, the end": ({"most_bytes": 100}, "was truncated while in use"),
 }
 
 
-def loaded(folder: Path, **how: Any) -> Engine:
-    plan = streaming(open_packed(folder), context=128, chunk_rows=16)
+def loaded(folder: Path, reads: str = "threads", **how: Any) -> Engine:
+    plan = streaming(open_packed(folder), context=128, chunk_rows=16, **READS[reads])
     return Engine.load(folder, Ask(), machine=MACHINE, plan=plan, **how)
 
 
 @pytest.mark.parametrize("serial", [False, True], ids=["overlapped", "serial"])
+@pytest.mark.parametrize("reads", READS)
 @pytest.mark.parametrize("at", [1, 40, 200])
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_read_that_fails(name: str, at: int, serial: bool, intact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_fails(name: str, at: int, reads: str, serial: bool, intact: Path) -> None:
     """The first, second, … read of the answer: in the prompt's chunks, and while it decodes."""
     fault, says = FAULTS[name]
     before = descriptors()
-    engine = loaded(intact, serial=serial)
-    monkeypatch.setattr(_native, "read_into", Reads(at, fault))
+    engine = loaded(intact, reads, serial=serial)
+    inject(engine, at, fault)
     with pytest.raises(StorageFailed, match=says) as caught:
         soon(lambda: engine.generate_ids(PROMPT, GREEDY))
     assert str(intact) in caught.value.message and "\n" not in caught.value.message
@@ -127,16 +144,29 @@ def test_a_read_that_fails(name: str, at: int, serial: bool, intact: Path, monke
 
 
 @pytest.mark.parametrize("serial", [False, True], ids=["overlapped", "serial"])
+@pytest.mark.parametrize("reads", READS)
 @pytest.mark.parametrize("at", [1, 30, 90, 150])
-def test_a_read_that_fails_once(
-    at: int, serial: bool, intact: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_that_fails_once(at: int, reads: str, serial: bool, intact: Path, expected: list[int]) -> None:
     """A chat goes on after an error, and the next answer is right."""
-    engine = loaded(intact, serial=serial)
-    monkeypatch.setattr(_native, "read_into", Reads(at, fails(errno.EIO), forever=False))
+    engine = loaded(intact, reads, serial=serial)
+    inject(engine, at, {"error": errno.EIO}, forever=False)
     with pytest.raises(StorageFailed):
         soon(lambda: engine.generate_ids(PROMPT, GREEDY))
     assert soon(lambda: engine.generate_ids(PROMPT, GREEDY)) == expected
+    soon(engine.close)
+
+
+@pytest.mark.parametrize("reads", READS)
+@pytest.mark.parametrize("name", ["interrupted", "short"])
+def test_reads_that_are_continued(name: str, reads: str, intact: Path, expected: list[int]) -> None:
+    """A signal that interrupts one, and reads that return a page at a time, for ever."""
+    fault, forever = ({"error": errno.EINTR}, False) if name == "interrupted" else ({"most_bytes": 4096}, True)
+    engine = loaded(intact, reads)
+    inject(engine, 5, fault, forever)
+    found = soon(lambda: engine.generate([PROMPT], GREEDY))[0]
+    assert found.token_ids == expected
+    with closing(loaded(intact, reads)) as other:
+        assert found.bytes_moved == other.generate([PROMPT], GREEDY)[0].bytes_moved
     soon(engine.close)
 
 
@@ -164,7 +194,7 @@ def test_an_answer_that_was_interrupted(op: str, at: int, ring: int, intact: Pat
         assert soon(lambda: engine.generate_ids(PROMPT, GREEDY)) == expected
 
 
-def test_what_was_read_ahead_in_vain_may_fail(intact: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_was_read_ahead_in_vain_may_fail(intact: Path, tmp_path: Path) -> None:
     """The answer ends, the loads for the token that never came fail: nobody needed them."""
     with load(intact, context=128) as engine:
         (whole,) = engine.generate([PROMPT], GREEDY)
@@ -180,7 +210,7 @@ def test_what_was_read_ahead_in_vain_may_fail(intact: Path, monkeypatch: pytest.
         found = true_step(*args)
         if passes == 3 + whole.token_ids.index(eos):
             engine.session._executor.drain()
-            monkeypatch.setattr(_native, "read_into", Reads(1, fails(errno.EIO)))
+            inject(engine, 1, {"error": errno.EIO})
         return found
 
     engine.session.step = step  # type: ignore[method-assign]
@@ -189,8 +219,9 @@ def test_what_was_read_ahead_in_vain_may_fail(intact: Path, monkeypatch: pytest.
     soon(engine.close)
 
 
-def test_a_file_cut_while_it_is_in_use(model: Path) -> None:
-    engine = loaded(model)
+@pytest.mark.parametrize("reads", READS)
+def test_a_file_cut_while_it_is_in_use(reads: str, model: Path) -> None:
+    engine = loaded(model, reads)
     before = engine.generate_ids(PROMPT, GREEDY)
     shard = next(model.glob("*.safetensors"))
     os.truncate(shard, 40960)
@@ -211,11 +242,13 @@ def test_a_file_that_is_gone_is_still_read(model: Path, expected: list[int]) -> 
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_load_that_fails_gives_everything_back(name: str, intact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_fails_gives_everything_back(
+    name: str, intact: Path, born_faulty: Callable[[int, Fault], None]
+) -> None:
     fault, says = FAULTS[name]
     before, threads = descriptors(), threading.active_count()
     blas = [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
-    monkeypatch.setattr(_native, "read_into", Reads(5, fault))
+    born_faulty(5, fault)
     with pytest.raises(StorageFailed, match=says):
         soon(lambda: Engine.load(intact, Ask(), machine=MACHINE, threads=7))
     assert (descriptors(), threading.active_count()) == (before, threads)
@@ -267,10 +300,11 @@ def buffered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return dropped
 
 
-def test_without_direct_reads(intact: Path, expected: list[int], buffered: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize("reads", READS)
+def test_without_direct_reads(reads: str, intact: Path, expected: list[int], buffered: list[tuple[int, int]]) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        engine = loaded(intact)
+        engine = loaded(intact, reads)
         assert engine.generate_ids(PROMPT, GREEDY) == expected
         engine.close()
     assert len(caught) == 1 and "refuses direct reads" in str(caught[0].message)
@@ -289,11 +323,10 @@ def test_the_command_says_so_in_one_line(
 
 
 def test_the_command_when_a_read_fails(
-    intact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    intact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], born_faulty: Callable[[int, Fault], None]
 ) -> None:
     cache = machine_cache(tmp_path / "cache")
     for at in (2, 50):
-        monkeypatch.setattr(_native, "read_into", Reads(at, fails(errno.EIO)))
+        born_faulty(at, {"error": errno.EIO})
         found = here(capsys, "run", intact, "hi", "--cache", cache, "--resident", 0, "--json")
         refused(found, "failed: Input/output error", "StorageFailed")
-        monkeypatch.undo()

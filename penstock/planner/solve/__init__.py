@@ -8,6 +8,7 @@ from penstock.errors import BadRequest
 from penstock.planner.predict import Prediction
 from penstock.planner.shorten import quick, streamed
 from penstock.planner.solve import residency
+from penstock.planner.solve.reads import with_reads
 from penstock.spec.ask import DEFAULT_CONTEXT, Ask
 from penstock.spec.format import Format
 from penstock.spec.machine import MachineSpec
@@ -69,5 +70,7 @@ def solve(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> S
     # Among equals the plan that reads least: predictions are not that sharp, and the disk may be shared.
     found.sort(key=lambda entry: (_score_s(entry[0], ask) > best_s * _EQUAL, entry[0].disk_bytes_per_token))
     prediction, plan, reasons = found[0]
+    plan, how = with_reads(plan, machine)  # which changes nothing that was predicted: rates hold for these reads
+    reasons += (how,) if plan.ring_bytes else ()
     reasons += (f"{prediction.bound_by} is busiest while decoding: {prediction.lane_share[prediction.bound_by]:.0%}",)
     return Solved(plan, prediction, reasons, found[1][0] if len(found) > 1 else None)

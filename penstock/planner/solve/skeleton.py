@@ -9,6 +9,7 @@ from itertools import pairwise
 from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
+from penstock.spec.machine import USUAL_READS
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Part, parts
 from penstock.spec.plan import ActHome, KvHome, Plan, PlanModel, Unit
@@ -17,7 +18,6 @@ from penstock.units import MIB, round_up
 MAX_RING_BYTES = 256 * MIB
 # A direct read of 4 MiB and more runs at the disk's full rate; below, each halving costs (docs/LOG.md).
 UNIT_BYTES = 16 * MIB
-IO_BLOCK_BYTES = 8 * MIB
 CHUNK_ROWS = 512  # weights are read once a chunk; beyond, arithmetic hides the reading anyway
 MIN_CHUNK_ROWS = 16
 PINNED = ("norms", "edges")  # under 1 % of a model, and read at every step
@@ -63,9 +63,9 @@ class Skeleton:
             page_tokens=page_tokens(ask.context),
             ring_bytes={"host": ring_bytes} if ring_bytes else {},
             order=self.order,
-            io_block_bytes=IO_BLOCK_BYTES,
-            io_depth=1,
-            io_engine="threads",
+            io_block_bytes=USUAL_READS.block_bytes,
+            io_depth=USUAL_READS.depth,
+            io_engine=USUAL_READS.engine,
             process_bytes=round_up(self.process_bytes + spec.tokenizer_bytes, MIB),
         )
         return replace(plan, arenas=Layout(plan).arenas())

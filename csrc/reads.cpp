@@ -1,0 +1,160 @@
+#include "reads.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+
+namespace penstock {
+namespace {
+
+double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+}  // namespace
+
+LoadPtr Reads::start(int fd, std::int64_t offset, std::byte* to, std::int64_t nbytes) {
+    auto load = std::make_shared<Load>();
+    load->fd = fd;
+    load->direct = is_direct(fd);
+    load->offset = offset;
+    load->to = to;
+    load->nbytes = load->good = nbytes;
+    {
+        const std::lock_guard lock(mutex_);
+        if (stop_) return nullptr;
+        queue_.push_back(load);
+    }
+    wake();
+    return load;
+}
+
+bool Reads::wait(const Load& load, double seconds) {
+    std::unique_lock lock(mutex_);
+    const auto is_done = [&load] { return load.done.load(std::memory_order_acquire); };
+    return done_.wait_for(lock, std::chrono::duration<double>(seconds), is_done);
+}
+
+ReadResult Reads::read(int fd, std::int64_t offset, std::byte* to, std::int64_t nbytes) {
+    Piece piece{fd, is_direct(fd), offset, to, nbytes};
+    read_here(piece);
+    bytes_read_ += piece.done;
+    return {piece.done, piece.error};
+}
+
+void Reads::inject(const Fault& fault) {
+    const std::lock_guard lock(mutex_);
+    fault_ = fault;
+    attempts_ = 0;
+}
+
+bool Reads::blocked(const Load& load) const {
+    return std::any_of(under_way_.begin(), under_way_.end(), [&load](const LoadPtr& other) {
+        return other.get() != &load && other->to < load.to + load.nbytes && load.to < other->to + other->nbytes;
+    });
+}
+
+std::optional<Reads::Block> Reads::claim() {
+    if (queue_.empty() || stop_) return std::nullopt;
+    const LoadPtr load = queue_.front();
+    if (load->claimed == 0) {
+        if (blocked(*load)) return std::nullopt;
+        load->start_s = now_s();
+        under_way_.push_back(load);
+    }
+    const std::int64_t at = load->claimed;
+    const std::int64_t nbytes = std::min(block_bytes_, load->nbytes - at);
+    load->claimed = at + std::max<std::int64_t>(nbytes, 1);  // a load of nothing is one block of nothing
+    ++load->under_way;
+    if (load->all_claimed()) queue_.pop_front();
+    return Block{load, Piece{load->fd, load->direct, load->offset + at, load->to + at, nbytes}};
+}
+
+void Reads::finish(const Block& block) {
+    Load& load = *block.load;
+    const std::int64_t arrived = block.piece.offset - load.offset + block.piece.done;
+    bytes_read_ += block.piece.done;
+    if (block.piece.done < block.piece.nbytes) {
+        if (arrived < load.good) {
+            load.good = arrived;
+            load.error = block.piece.error;
+        }
+        if (!load.all_claimed()) {  // what is left of it is of no use to anybody
+            load.claimed = std::max<std::int64_t>(load.nbytes, 1);
+            std::erase(queue_, block.load);
+        }
+    }
+    if (--load.under_way > 0 || !load.all_claimed()) return;
+    load.end_s = now_s();
+    under_way_.remove(block.load);
+    load.done.store(true, std::memory_order_release);
+    done_.notify_all();
+    if (!queue_.empty()) wake();  // one that had to wait for this load's memory
+}
+
+void Reads::cancel() {
+    for (const auto& load : queue_) {
+        load->good = 0;
+        load->error = ECANCELED;
+        load->start_s = load->end_s = now_s();
+        load->done.store(true, std::memory_order_release);
+    }
+    queue_.clear();
+    under_way_.clear();
+    done_.notify_all();
+}
+
+Attempt Reads::attempt(const Piece& piece) {
+    const std::int64_t wanted = piece.nbytes - piece.done;
+    ++attempts_;
+    const bool faulty = fault_.at != 0 && (fault_.forever ? attempts_ >= fault_.at : attempts_ == fault_.at);
+    return faulty ? Attempt{fault_.error, wanted, fault_.most_bytes} : Attempt{0, wanted, wanted};
+}
+
+void Reads::read_here(Piece& piece) {
+    for (bool over = piece.nbytes == 0; !over;) {
+        Attempt now;
+        {
+            const std::lock_guard lock(mutex_);
+            now = attempt(piece);
+        }
+        std::int64_t result = -now.error;
+        if (now.error == 0) {
+            const auto wanted = static_cast<std::size_t>(now.wanted);
+            result = pread(piece.fd, piece.to + piece.done, wanted, piece.offset + piece.done);
+            result = now.result(result < 0 ? -errno : result);
+        }
+        over = piece.take(result, now.wanted);
+    }
+}
+
+ThreadReads::ThreadReads(int depth, std::int64_t block_bytes) : Reads(depth, block_bytes) {
+    for (int i = 0; i < depth; ++i) threads_.emplace_back([this] { serve(); });
+}
+
+void ThreadReads::close() {
+    {
+        const std::lock_guard lock(mutex_);
+        stop_ = true;
+    }
+    work_.notify_all();
+    for (auto& thread : threads_) thread.join();
+    threads_.clear();
+    const std::lock_guard lock(mutex_);
+    cancel();
+}
+
+void ThreadReads::serve() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        std::optional<Block> block;
+        work_.wait(lock, [&] { return stop_ || (block = claim()).has_value(); });
+        if (!block) return;
+        lock.unlock();
+        read_here(block->piece);
+        lock.lock();
+        finish(*block);
+    }
+}
+
+}  // namespace penstock

@@ -1,0 +1,19 @@
+"""How a plan's loads are read from its disk: as the machine's probe found best (PIPO appendix A)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.spec.machine import MachineSpec
+from penstock.spec.plan import Plan
+from penstock.units import format_bytes, format_rate
+
+
+def with_reads(plan: Plan, machine: MachineSpec) -> tuple[Plan, str]:
+    """The plan with block size, depth and engine for units of its size, and the reason."""
+    largest = max((plan.unit_bytes(unit) for unit in plan.units if unit.home.startswith("disk")), default=0)
+    found = machine.reads_of("disk0", largest or 2**62)  # what only is loaded once comes in large units
+    plan = replace(plan, io_block_bytes=found.block_bytes, io_depth=found.depth, io_engine=found.engine)
+    speed = f" ({format_rate(found.bytes_per_s)})" if found.bytes_per_s else ""
+    size = f" of at most {format_bytes(found.most_bytes)}" if found.most_bytes else ""
+    return plan, f"reads{size} {found.reason}{speed}"

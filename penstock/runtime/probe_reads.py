@@ -1,0 +1,134 @@
+"""How loads are best read from this disk: block size, blocks in flight and engine, by experiment (PIPO appendix A).
+
+A disk's speed swings from second to second, so candidates take turns, and what counts is how each does beside the
+others of the same turn; the median of a few turns decides. First all of them briefly, then the best ones again.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock import _native
+from penstock.spec.machine import Reads
+from penstock.units import KIB, MIB, format_bytes
+
+BLOCKS = (256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB)
+DEPTHS = (1, 2, 4, 8)
+SMALL = MIB  # loads up to here are one block each, and may have an engine of their own
+_LOAD, _SMALL_LOADS = 16 * MIB, (16 * KIB, 128 * KIB, MIB)
+_LARGE_TURN = ((_LOAD, 6),)
+_SMALL_COUNT = 16
+_FINALISTS, _FINAL_TURNS = 6, 6
+# Among equals the fewest and largest blocks: less work for the processor, which computes meanwhile.
+_EQUAL = 1.03
+# An io_uring has to be clearly better: it is one more thing that a system may refuse.
+_MARGIN = 1.05
+_ENGINE_TURNS = 8
+
+# Seconds per load of so many bytes each, of a run of so many loads, by a reader.
+LoadsS = Callable[[_native.Reader, int, int], float]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of reading."""
+
+    engine: str
+    depth: int
+    block_bytes: int
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Of a way: `logs`: of its time beside the average, turn by turn; `bytes_per_s` of the largest loads."""
+
+    logs: tuple[float, ...]
+    bytes_per_s: float
+
+    @property
+    def ratio(self) -> float:
+        return math.exp(statistics.median(self.logs))
+
+
+def best_reads(loads_s: LoadsS) -> tuple[Reads, ...]:
+    """For loads of at most 1 MiB, and for larger ones."""
+    try:
+        _native.Reader("io_uring", 1, MIB)
+        refused = ""
+    except OSError as error:
+        refused = f"this system refuses io_uring ({error.strerror})"
+    return (_small(loads_s, refused), _large(loads_s, refused))
+
+
+def _large(loads_s: LoadsS, refused: str) -> Reads:
+    ways = [Way("threads", depth, block) for block in BLOCKS for depth in DEPTHS]
+    first = _compare(ways, loads_s, ((_LOAD, 4),), 2)
+    # Of each depth the best, so that a shallow one is not out for bad luck.
+    finalists = [min((w for w in ways if w.depth == depth), key=lambda w: first[w].ratio) for depth in DEPTHS]
+    others = sorted(set(ways) - set(finalists), key=lambda w: first[w].ratio)
+    finalists += others[: _FINALISTS - len(finalists)]
+    seen = _compare(finalists, loads_s, _LARGE_TURN, _FINAL_TURNS)
+    best = choose({way: found.ratio for way, found in seen.items()})
+    chosen, final, why = _engine(best, loads_s, _LARGE_TURN, refused)
+    slow = Way("threads", 1, BLOCKS[0])
+    beside = f"one of {format_bytes(slow.block_bytes)} at a time took {first[slow].ratio / first[best].ratio:.1f} times"
+    return _reads(chosen, final, 0, f"{beside} as long; {why}")
+
+
+def _small(loads_s: LoadsS, refused: str) -> Reads:
+    sizes = tuple((nbytes, _SMALL_COUNT) for nbytes in _SMALL_LOADS)
+    ways = [Way("threads", depth, SMALL) for depth in DEPTHS]
+    seen = _compare(ways, loads_s, sizes, 4)
+    best = choose({way: found.ratio for way, found in seen.items()})
+    chosen, found, why = _engine(best, loads_s, sizes, refused)
+    return _reads(chosen, found, SMALL, why)
+
+
+def _engine(way: Way, loads_s: LoadsS, sizes: Sequence[tuple[int, int]], refused: str) -> tuple[Way, _Seen, str]:
+    """The way itself, or an io_uring where that is faster by the margin; and why."""
+    other = Way("io_uring", way.depth, way.block_bytes)
+    if refused:
+        return way, _compare([way], loads_s, sizes, 3)[way], refused
+    seen = _compare([way, other], loads_s, sizes, _ENGINE_TURNS)
+    gains = [math.exp(a - b) for a, b in zip(seen[way].logs, seen[other].logs, strict=True)]
+    gain, wins = statistics.median(gains), sum(each > 1 for each in gains)
+    told = f"io_uring took {1 / gain:.0%} of the time of threads, and less in {wins} of {len(gains)} turns"
+    if gain >= _MARGIN and wins >= _ENGINE_TURNS - 1:
+        return other, seen[other], told
+    return way, seen[way], f"{told}: not surely {_MARGIN - 1:.0%} faster"
+
+
+def _reads(way: Way, seen: _Seen, most_bytes: int, why: str) -> Reads:
+    flight = f"{way.depth} in flight" if way.depth > 1 else "one at a time"
+    reason = f"measured: blocks of {format_bytes(way.block_bytes)}, {flight}, by {way.engine}; {why}"
+    return Reads("disk0", way.block_bytes, way.depth, way.engine, seen.bytes_per_s, reason, most_bytes)
+
+
+def choose(ratios: dict[Way, float]) -> Way:
+    """The least depth, then the largest block, among those about as fast as the fastest."""
+    best = min(ratios.values())
+    return min((way for way in ratios if ratios[way] <= best * _EQUAL), key=lambda way: (way.depth, -way.block_bytes))
+
+
+def _compare(ways: Sequence[Way], loads_s: LoadsS, sizes: Sequence[tuple[int, int]], turns: int) -> dict[Way, _Seen]:
+    """`sizes`: bytes of a load, and how many loads a turn has of them."""
+    rng = np.random.default_rng(0)
+    readers = {way: _native.Reader(way.engine, way.depth, way.block_bytes) for way in ways}
+    taken: dict[Way, list[float]] = {way: [] for way in ways}
+    largest: dict[Way, list[float]] = {way: [] for way in ways}
+    for _ in range(turns):
+        logs = {}
+        for i in rng.permutation(len(ways)):
+            way = ways[i]
+            found = [loads_s(readers[way], nbytes, count) for nbytes, count in sizes]
+            logs[way] = statistics.fmean(math.log(seconds) for seconds in found)
+            largest[way].append(found[-1])
+        mean = statistics.fmean(logs.values())
+        for way, log in logs.items():
+            taken[way].append(log - mean)
+    return {way: _Seen(tuple(taken[way]), sizes[-1][0] / statistics.median(largest[way])) for way in ways}
