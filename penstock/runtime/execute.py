@@ -9,31 +9,36 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 from penstock.errors import InternalError
 from penstock.graph.tasks import Task
-from penstock.graph.timeline import Span, Timeline, label
+from penstock.graph.timeline import Span, Timeline, span
 from penstock.runtime.bind import Binding
+from penstock.spec.plan import Unit
 
 MAIN_LANE = "host"
 _PENDING = 256
 
 
 class Executor:
-    """Runs the passes of one plan. Loads for a coming pass may go on between two calls of `run`."""
+    """Runs the passes of one plan. Loads for a coming pass may go on between two calls of `run`.
 
-    def __init__(self, binding: Binding) -> None:
-        self._binding = binding
+    `units`: the plan's, which timelines name. `origin_s`: when timelines start, of time.perf_counter."""
+
+    def __init__(self, binding: Binding, units: Sequence[Unit] = (), origin_s: float | None = None) -> None:
+        self._binding, self._units = binding, units
         self._lanes: dict[str, _Lane] = {}
         self._pending: dict[int, threading.Event] = {}  # tasks handed to a lane and not known to be done
-        self._spans: list[Span] = []
-        self._origin_s = time.perf_counter()
+        # Of tasks that ended and are in no timeline yet. Lanes append while a pass ends, so it is never replaced.
+        self._spans: deque[Span] = deque()
+        self._origin_s = time.perf_counter() if origin_s is None else origin_s
 
     def run(self, tasks: Iterable[Task]) -> Timeline:
         """Returns when the tasks on the main lane are done. Raises what a lane raised."""
+        start_s = time.perf_counter()
         self._binding.begin()
-        self._spans = []
         for task in tasks:
             if MAIN_LANE not in task.lanes:
                 self._hand_over(task)
@@ -41,17 +46,22 @@ class Executor:
             for other in task.after:
                 self._wait(other)
             self._spans.append(self._do(task))
-        return Timeline(tuple(self._spans))
+        return self._timeline(start_s)
 
     def run_serial(self, tasks: Iterable[Task]) -> Timeline:
         """One task after the other, in the order in which they come."""
+        start_s = time.perf_counter()
         self._binding.begin()
-        return Timeline(tuple(self._do(task) for task in tasks))
+        for task in tasks:
+            self._spans.append(self._do(task))
+        return self._timeline(start_s)
 
-    def drain(self) -> None:
-        """Waits for the loads under way."""
+    def drain(self) -> Timeline:
+        """Waits for the loads under way, and returns what ended since the last pass."""
+        start_s = time.perf_counter()
         for task in list(self._pending):
             self._wait(task)
+        return self._timeline(start_s)
 
     def close(self) -> None:
         for lane in self._lanes.values():
@@ -84,7 +94,13 @@ class Executor:
         start_s = time.perf_counter() - self._origin_s
         self._binding.run(task)
         end_s = time.perf_counter() - self._origin_s
-        return Span(task.id, task.lanes, label(task), start_s, end_s, task.bytes)
+        return span(task, self._units, start_s, end_s)
+
+    def _timeline(self, start_s: float) -> Timeline:
+        """All that ended by now and is in no earlier timeline."""
+        end_s = time.perf_counter()
+        ended = tuple(self._spans.popleft() for _ in range(len(self._spans)))
+        return Timeline(ended, start_s - self._origin_s, end_s - self._origin_s)
 
 
 class _Lane:
