@@ -16,8 +16,9 @@ from penstock.spec.plan import Unit
 
 
 class Simulator:
-    """Keeps the lanes from pass to pass, so loads that ran ahead are ahead in the next one too. `units`: the plan's, which
-    timelines name."""
+    """Keeps the lanes from pass to pass, so loads that ran ahead are ahead in the next one too.
+
+    `units`: the plan's, which timelines name."""
 
     def __init__(self, cost: Cost, units: Sequence[Unit] = ()) -> None:
         self._cost, self._units = cost, units

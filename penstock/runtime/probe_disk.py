@@ -30,24 +30,24 @@ Tell = Callable[[str], None]
 
 
 class ProbeFile:
-    """A large file, and direct reads of it into huge pages."""
+    """A file, large if it can be, and direct reads of it into huge pages. `file_bytes`: its whole pages."""
 
     def __init__(self, path: Path, fd: int) -> None:
-        self.path, self._fd, self._file_bytes = path, fd, os.fstat(fd).st_size // 4096 * 4096
+        self.path, self._fd, self.file_bytes = path, fd, os.fstat(fd).st_size // 4096 * 4096
         self._memory = _native.Memory(max(_LOADS), True)
         self._memory.populate()
         self._rng, self._at = np.random.default_rng(0), 0
 
     def read_s(self, nbytes: int) -> float:
         """Seconds that a read of so many bytes takes, in blocks, after the one before, as a pass loads its units."""
-        if self._at + nbytes > self._file_bytes:
+        if self._at + nbytes > self.file_bytes:
             self._at = 0
         self._at += nbytes
         return self._read_s(self._at - nbytes, nbytes)
 
     def read_anywhere_s(self, nbytes: int) -> float:
         """The same at a random place, as single rows are read."""
-        return self._read_s(int(self._rng.integers(0, (self._file_bytes - nbytes) // 4096 + 1)) * 4096, nbytes)
+        return self._read_s(int(self._rng.integers(0, (self.file_bytes - nbytes) // 4096 + 1)) * 4096, nbytes)
 
     def _read_s(self, at: int, nbytes: int) -> float:
         start_s = time.perf_counter()
@@ -85,6 +85,19 @@ def probe_file(folder: Path) -> Iterator[ProbeFile]:
             os.close(fd)
         if name is not None:
             name.unlink(missing_ok=True)
+
+
+@contextmanager
+def existing_file(path: Path) -> Iterator[ProbeFile]:
+    """A file that is there, whatever its size. Raises StorageFailed."""
+    try:
+        fd, _ = _native.open_direct(str(path))
+    except OSError as error:
+        raise StorageFailed(f"cannot open {path}: {os.strerror(error.errno or 0)}") from None
+    try:
+        yield ProbeFile(path, fd)
+    finally:
+        os.close(fd)
 
 
 def disk_rates(file: ProbeFile, folder: Path, tell: Tell) -> list[Rate]:
