@@ -23,7 +23,7 @@ _KINDS = {
 
 class Span(NamedTuple):
     """A task that ran. `kind`: compute, weight load, KV load, KV save, activation copy. `ops`: its first and last op.
-    Times are seconds since the timeline's start."""
+    `bytes`: as the op table counts them; of single embedding rows at most. Times: seconds from one start."""
 
     task: int
     lanes: tuple[str, ...]
@@ -70,7 +70,7 @@ def label(task: Task, units: Sequence[Unit] = ()) -> str:
     calls = task.calls
     first = calls[0]
     if _KINDS.get(first.op, COMPUTE) != COMPUTE:
-        return " ".join([first.op, _name(first.unit, units) if first.unit >= 0 else "", *map(str, first.args)]).strip()
+        return " ".join([first.op, *([_name(first.unit, units)] if first.unit >= 0 else []), *map(str, first.args)])
     one = next((call.unit for call in calls if call.unit >= 0), -1)
     if one < 0:
         return f"{COMPUTE} {first.op}" if len(calls) == 1 else f"{COMPUTE} {first.op}…{calls[-1].op}"

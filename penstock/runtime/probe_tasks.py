@@ -62,6 +62,7 @@ def _pass_s(plan: Plan, kernels: Native) -> Passed:
     arenas = Arenas(plan)
     binding = _WithoutReads(plan, arenas, None, kernels)
     executor, lowering = Executor(binding), Lowering(plan)
+    executor.recording = False  # as where nobody watches
     p = passes.decode(plan, (0,), (64,), passes.DECODE)
     try:
         taken: list[float] = []
@@ -115,6 +116,7 @@ def _hand_over_s(plan: Plan, kernels: Native) -> float:
     arenas = Arenas(plan)
     binding = _WithoutReads(plan, arenas, None, kernels)
     executor = Executor(binding)
+    executor.recording = False
     nothing = Call("norm", -1, None, (), (), "*", 0, 0)
     load = nothing._replace(op="load")
     binding.call = lambda call: None  # type: ignore[method-assign]

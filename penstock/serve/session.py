@@ -53,7 +53,7 @@ class Session:
         self.plan = plan
         self.lowering = Lowering(plan)
         self._serial, self._closed = serial, False
-        self.watchers: list[Watch] = []
+        self.watchers: list[Watch] = []  # without any no timeline is kept
         self._origin_s = time.perf_counter()
         self.best: list[list[tuple[float, int]]] = []  # of the last pass, per batch and row: largest logit and its id
         self.consumed_bytes = 0  # what the last pass took from slower tiers: its rings and embedding rows
@@ -81,6 +81,7 @@ class Session:
             slot = self.lowering.layout.act(main, batch.id, "tokens", 4 * batch.total_rows)
             self._arenas.view(slot).view(np.int32)[...] = ids
         self.consumed_bytes = self._binding.fetched_bytes = 0
+        self._executor.recording = bool(self.watchers)
         run = self._executor.run_serial if self._serial else self._executor.run
         # Damaged weights overflow; whoever looks at the logits says so once, numpy would many times.
         try:
