@@ -4,7 +4,8 @@
 
 PYTHON ?= python3
 # An extra index URL that has the CPU build of the torch that constraints.txt pins, where the default index has the CUDA
-# one: 0.75 GB installed against several times that. Only `make test`, `check` and `fuzz` install torch, as an oracle.
+# one: 0.75 GB installed against several times that. `make test`, `check` and `fuzz` install torch, as an oracle, and so do
+# `bench-cpu` and `bench-offload`, for what is measured against.
 TORCH_INDEX ?=
 # For pytest: make test ARGS="-k native"
 ARGS ?=
@@ -15,7 +16,7 @@ TYPED := penstock
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz bench-startup bench-fit bench-quality bench-cpu bench-predict clean FORCE
+.PHONY: help demo test check fuzz bench-startup bench-fit bench-quality bench-cpu bench-predict bench-offload clean FORCE
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -56,6 +57,9 @@ bench-cpu: .venv/bench.stamp ## 1B and 8B shapes in memory against llama.cpp (in
 bench-predict: .venv/plot.stamp ## predicted beside measured in 32 settings of 1B and 8B shapes; the picture goes into docs/
 	@$(BIN)/python -m bench.predict --plot docs/predicted.svg $(ARGS)
 
+bench-offload: .venv/test.stamp .venv/bench.stamp ## beyond memory, in cgroups, against llama.cpp and accelerate
+	@$(BIN)/python -m bench.offload $(ARGS)
+
 clean: ## remove .venv, build and caches
 	@rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -79,7 +83,7 @@ clean: ## remove .venv, build and caches
 
 .venv/bench.stamp: constraints.txt pyproject.toml | .venv/run.stamp
 	@echo "make: installing what is measured against: llama.cpp is compiled for this processor, some minutes"
-	@$(PIP) --no-build-isolation -e '.[bench]'
+	@$(PIP) $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") --no-build-isolation -e '.[bench]'
 	@touch $@
 
 .venv/plot.stamp: constraints.txt pyproject.toml | .venv/run.stamp

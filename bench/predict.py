@@ -14,17 +14,17 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bench.cpu import DEFAULT_SHAPES
 from bench.peers import token_ids
-from penstock import _native
 from penstock.planner.predict import Prediction
 from penstock.planner.solve import Solved, settle_context, solve
 from penstock.runtime import host
-from penstock.runtime.probe import probe_apart, ram_read_bytes_per_s
+from penstock.runtime.ceilings import Ceilings, ceilings, ram_read_bytes_per_s
+from penstock.runtime.probe import probe_apart
 from penstock.runtime.probe_disk import ProbeFile, probe_file
 from penstock.serve.engine import Engine
 from penstock.serve.sampling import SamplingParams
@@ -33,27 +33,18 @@ from penstock.spec.format import parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.store.packed import open_packed
 from penstock.store.synth import synth
-from penstock.units import MIB
 
 SHARES = (1.0, 0.75, 0.5, 0.25)  # of the weights, that memory is left for
 PROMPTS, BATCHES = (64, 1024), (1, 4)
 CONTEXT = 1280
 DECODE_S, LEAST_TOKENS, MOST_TOKENS = 2.5, 6, 48
 DRIFT = 0.10
-CEILING_S = 0.5  # of reads
-BLOCK_BYTES = 8 * MIB
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    ram_bytes_per_s: float
-    disk_bytes_per_s: float
-    int8_ops_per_s: float
-
-    def differ(self, other: Ceilings, streams: bool) -> float:
-        """The most that one of them changed; the disk counts where something streams."""
-        names = ["ram_bytes_per_s", "int8_ops_per_s", *(["disk_bytes_per_s"] if streams else [])]
-        return max(abs(getattr(self, name) / getattr(other, name) - 1) for name in names)
+def differ(one: Ceilings, other: Ceilings, streams: bool) -> float:
+    """The most that a ceiling changed; the disk counts where something streams."""
+    names = ["ram_read_bytes_per_s", "int8_ops_per_s", *(["disk_read_bytes_per_s"] if streams else [])]
+    return max(abs(getattr(one, name) / getattr(other, name) - 1) for name in names)
 
 
 class Machine:
@@ -64,14 +55,10 @@ class Machine:
         self.probes, self.probe_s = 0, 0.0
 
     def ceilings(self) -> Ceilings:
-        """Half a second of direct reads, some of the RAM, and of dot products in registers."""
-        read_bytes, start_s = 0, time.perf_counter()
-        while (taken_s := time.perf_counter() - start_s) < CEILING_S:
-            self._file.loads_s(self._file.reader, BLOCK_BYTES, 8)
-            read_bytes += 8 * BLOCK_BYTES
-        ram = statistics.median(ram_read_bytes_per_s(host.usable_cpus()) for _ in range(3))
-        peak = _native.peak_per_s("int8", host.usable_cpus())
-        return Ceilings(ram, read_bytes / taken_s, peak)
+        """Now; of the RAM the median of three."""
+        now = ceilings(host.usable_cpus(), self._file)
+        others = [ram_read_bytes_per_s(host.usable_cpus()) for _ in range(2)]
+        return replace(now, ram_read_bytes_per_s=statistics.median([now.ram_read_bytes_per_s, *others]))
 
     def figures(self) -> MachineSpec:
         """What the probe measures, of the formats that these models have."""
@@ -149,9 +136,9 @@ def run(
         "peak_bytes_exact": promised == allocated,
         "disk_bytes_per_token": answer.disk_bytes_per_token,
         "predicted_disk_bytes_per_token": predicted.disk_bytes_per_token,
-        "drift": max(before.differ(after, streams), at_probe.differ(before, streams)),
-        "ram_bytes_per_s": [before.ram_bytes_per_s, after.ram_bytes_per_s],
-        "disk_bytes_per_s": [before.disk_bytes_per_s, after.disk_bytes_per_s],
+        "drift": max(differ(before, after, streams), differ(at_probe, before, streams)),
+        "ram_bytes_per_s": [before.ram_read_bytes_per_s, after.ram_read_bytes_per_s],
+        "disk_bytes_per_s": [before.disk_read_bytes_per_s, after.disk_read_bytes_per_s],
         "int8_ops_per_s": [before.int8_ops_per_s, after.int8_ops_per_s],
     }
 

@@ -6,41 +6,70 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from penstock.cli.options import Json, Machine, Weights, as_path
+from penstock.cli.bench_model import bench_model
+from penstock.cli.options import Json, Machine, PlanFile, TraceName, Weights, Work, as_path
 from penstock.cli.output import print_json, progress
 from penstock.errors import BadRequest
+
+_ROWS, _CONTEXT = "1,4,64,512", 1024  # of ops
 
 
 def bench(
     machine: Machine,
-    what: Annotated[str | None, Argument(metavar="WHAT", help="ops: every op of a layer, alone.")] = None,
+    work: Work,
+    what: Annotated[
+        str | None,
+        Argument(metavar="MODEL", help="A packed model, a Hugging Face folder or a Hub id; or the word ops."),
+    ] = None,
     config: Annotated[
-        str | None, Argument(metavar="CONFIG", help="A model's config.json, its folder, or a packed model.")
+        str | None,
+        Argument(metavar="CONFIG", help="For ops: a model's config.json or its folder, or a bundled shape."),
     ] = None,
     calibrate: Annotated[
         bool, Option("--calibrate", help="Correct this machine's figures by what runs showed, and say how.")
     ] = False,
     weights: Weights = None,
-    kv: Annotated[str, Option("--kv", metavar="FORMAT", help="float16, bfloat16 or float32.")] = "float16",
-    rows: Annotated[str, Option("--rows", metavar="N,N,…", help="Rows of a pass, one setting each.")] = "1,4,64,512",
-    context: Annotated[int, Option("--context", metavar="N", min=1, help="Positions that the last row sees.")] = 1024,
+    plan_file: PlanFile = None,
+    repeats: Annotated[int, Option("--repeats", metavar="N", min=1, help="Answers to measure, at most.")] = 5,
+    seconds: Annotated[
+        float, Option("--seconds", metavar="S", min=0.1, help="About how long to measure; one answer at least.")
+    ] = 20.0,
+    trace: TraceName = None,
+    rows: Annotated[
+        str | None, Option("--rows", metavar="N,N,…", help="For ops: rows of a pass, one setting each.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Speed with its physical bound.
 
-    `ops` times every op of the table on layers of that shape with random weights, beside what memory and processor
-    deliver at most, measured in the same run.
+    MODEL: answers random prompts within the limits, after a warm-up: --prompt-tokens and --output-tokens, 64 and 64 or
+    fewer where that takes long. Measured beside predicted, what each lane did, and the share of what the disk and the
+    RAM allow, both measured right before and right after.
+
+    `ops CONFIG` times every op of the table on layers of that shape with random weights (of --weights, with --kv, at
+    --context), beside what memory and processor deliver at most, measured in the same run.
     """
     machine.prepare()
     if calibrate:
         if what is not None:
             raise BadRequest("--calibrate goes alone: it uses the runs that there were")
         _calibrate(machine, as_json)
-        return
-    if what is None or (what == "ops" and config is None):
-        raise BadRequest("say what to measure: penstock bench ops CONFIG, or --calibrate")
-    if what != "ops":
-        raise BadRequest(f"{what} cannot be measured; there is ops")
+    elif what is None or (what == "ops" and config is None):
+        raise BadRequest("say what to measure: penstock bench MODEL, penstock bench ops CONFIG, or --calibrate")
+    elif what == "ops":
+        if trace or plan_file or work != Work(kv=work.kv, context=work.context):
+            raise BadRequest("ops takes --weights, --kv, --context and --rows; the rest is for a MODEL")
+        assert config is not None
+        _ops(config, machine, work, weights, rows or _ROWS, as_json)
+    else:
+        if config is not None or rows is not None:
+            raise BadRequest(f"--rows and a second argument are for `penstock bench ops CONFIG`, not for {what}")
+        bench_model(what, machine, work, weights, plan_file, repeats, seconds, trace, as_json)
+
+
+def _ops(config: str, machine: Machine, work: Work, weights: str | None, rows: str, as_json: bool) -> None:
+    """Prints a line per op and number of rows."""
+    context = work.context or _CONTEXT
     try:
         wanted = [int(n) for n in rows.split(",")]
     except ValueError:
@@ -48,15 +77,15 @@ def bench(
     if not wanted or min(wanted) < 1 or max(wanted) > context:
         raise BadRequest(f"--rows {rows} should be whole numbers from 1 to --context ({context}), with commas")
     from penstock.runtime import host
-    from penstock.runtime.bench_ops import bench_ops, ceilings
+    from penstock.runtime.bench_ops import bench_ops
+    from penstock.runtime.ceilings import ceilings
     from penstock.serve.planning import describe
     from penstock.spec.format import parse_format
 
-    assert config is not None
     spec, fmt = describe(as_path(config), parse_format(weights) if weights else None)
-    kept = parse_format(kv)
+    kept = parse_format(work.kv or "float16")
     if kept.is_quantised:
-        raise BadRequest(f"a KV cache in {kv} is not in this version")
+        raise BadRequest(f"a KV cache in {kept.name} is not in this version")
     threads = min(machine.threads or host.usable_cpus(), host.usable_cpus())
     limits = ceilings(threads)
     line = "{:>5}  {:<8}{:<10}{:>10}{:>10}{:>12}{:>9}"

@@ -58,6 +58,4 @@ def demo(
         from penstock.planner.explain import table
 
         print(table(engine.solved), file=sys.stderr, flush=True)
-        if not as_json:
-            print(prompt, end="", flush=True)
-        answer(engine, [ids], params, as_json)
+        answer(engine, [ids], params, as_json, lead=prompt)

@@ -31,6 +31,11 @@ _DEVICES = ("auto", "cuda", "none", "emulated")
 _DEVICES_NOW = ("auto", "none")
 
 Model = Annotated[str, Argument(metavar="MODEL", help="A packed model, a Hugging Face folder or a Hub id.")]
+# For commands that read no weights.
+Shape = Annotated[
+    str,
+    Argument(metavar="MODEL", help="A packed model, a Hugging Face folder, a config.json or a bundled shape's name."),
+]
 Json = Annotated[bool, Option("--json", help="Print one JSON object as the last line of stdout.")]
 Weights = Annotated[
     str | None,
@@ -125,6 +130,10 @@ class Work:
         return Ask(**values)
 
 
+TraceName = Annotated[
+    str | None,
+    Option("--trace", metavar="FILE", help="Also write what each lane did when, for ui.perfetto.dev."),
+]
 PlanFile = Annotated[
     str | None, Option("--plan", metavar="FILE", help="Run this plan, made by `penstock plan --json`, not a new one.")
 ]
@@ -189,6 +198,17 @@ def read_plan(file: str | None) -> Plan | None:
 def as_path(text: str) -> Path:
     """A path as the user typed it. The home of a user that nobody knows is left as it stands, to be not there."""
     return Path(os.path.expanduser(text))
+
+
+def file_to_write(name: str, flag: str) -> Path:
+    """A file that the user named, which may be there already. Raises BadRequest for what no file can replace."""
+    try:
+        file = as_path(name).resolve()
+        if file.name and (not file.exists() or file.is_file()):
+            return file
+    except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError
+        raise BadRequest(f"{flag} {name} cannot be written: {getattr(error, 'strerror', None) or error}") from None
+    raise BadRequest(f"{flag} {name!r} is not a file that can be written")
 
 
 def read_text(file: str) -> str:

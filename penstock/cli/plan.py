@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 import penstock
-from penstock.cli.options import Json, Machine, Model, Weights, Work, as_path, read_text
+from penstock.cli.loading import tracing
+from penstock.cli.options import Json, Machine, Shape, TraceName, Weights, Work, as_path, file_to_write, read_text
 from penstock.cli.output import note, print_json, progress
 from penstock.errors import BadRequest
 
@@ -18,13 +19,15 @@ if TYPE_CHECKING:
     from penstock.planner.predict import Prediction
     from penstock.planner.solve import Solved
     from penstock.planner.what_if import WhatIf
+    from penstock.serve.trace_file import TraceFile
     from penstock.spec.machine import MachineSpec
 
+_TRACED_TOKENS = 16  # of a prediction; more look alike
 _MACHINES = Path(penstock.__file__).parent / "machines"
 
 
 def plan(
-    model: Model,
+    model: Shape,
     machine: Machine,
     work: Work,
     weights: Weights = None,
@@ -35,15 +38,31 @@ def plan(
     svg: Annotated[
         str | None, Option("--svg", metavar="FILE", help="Also draw it: what fills each tier, what each lane does.")
     ] = None,
+    trace: TraceName = None,
     as_json: Json = False,
 ) -> None:
     """Where everything would go, how fast it would be, and what would make it faster.
 
-    Reads the model's config.json and no weights.
+    Reads the model's config.json and no weights. --trace writes the predicted timeline: the prompt and the first
+    tokens.
     """
     machine.prepare()
+    with tracing(trace, f"penstock plan {model}, predicted") as record:
+        _plan(model, machine, work, weights, machine_file, svg, record, as_json)
+
+
+def _plan(
+    model: str,
+    machine: Machine,
+    work: Work,
+    weights: str | None,
+    machine_file: str | None,
+    svg: str | None,
+    record: TraceFile | None,
+    as_json: bool,
+) -> None:
     from penstock.planner import explain
-    from penstock.planner.solve import solve
+    from penstock.planner.solve import settle_context, solve
     from penstock.planner.what_if import what_if
     from penstock.serve.planning import describe
     from penstock.spec.format import parse_format
@@ -59,6 +78,11 @@ def plan(
 
         notes = explain.others(solved, others, ask)
         _write(svg, picture.svg(solved, ask, spec_of_machine, as_path(model).name or model, band, notes))
+    if record is not None:
+        from penstock.planner.timelines import timelines
+
+        for timeline, p in timelines(solved.plan, settle_context(ask, spec), spec_of_machine, _TRACED_TOKENS):
+            record.add(timeline, p)
     if as_json:
         print_json(_report(solved, explain.limits(solved, ask, spec_of_machine), band, others))
     else:
@@ -96,13 +120,11 @@ def _write(name: str, text: str) -> None:
     """A file in one step, or one line that says why not."""
     from penstock.store.files import write_bytes
 
+    file = file_to_write(name, "--svg")
     try:
-        file = as_path(name).resolve()
-        if not file.name or (file.exists() and not file.is_file()):
-            raise BadRequest(f"--svg {name!r} is not a file that can be written")
         write_bytes(file, text.encode())
-    except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError
-        raise BadRequest(f"--svg {name} cannot be written: {getattr(error, 'strerror', None) or error}") from None
+    except OSError as error:
+        raise BadRequest(f"--svg {name} cannot be written: {error.strerror}") from None
 
 
 def _machine(name: str | None, machine: Machine) -> MachineSpec:

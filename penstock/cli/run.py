@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from penstock.cli.loading import loaded, packed_folder
-from penstock.cli.options import Json, Machine, Model, PlanFile, Sampling, Weights, Work, read_plan
+from penstock.cli.live import live
+from penstock.cli.loading import loaded, packed_folder, tracing
+from penstock.cli.options import Json, Machine, Model, PlanFile, Sampling, TraceName, Weights, Work, read_plan
 from penstock.cli.output import note, print_json, speed_line
 from penstock.errors import BadRequest, PenstockError
 
 if TYPE_CHECKING:
     from penstock.serve.engine import Engine
     from penstock.serve.sampling import SamplingParams
+    from penstock.serve.trace_file import TraceFile
+    from penstock.spec.plan import Plan
 
 _NO_TEMPLATE = "this model has no chat template"
 # What a base model writes where the user would speak again.
@@ -38,6 +41,7 @@ def run(
     raw: Annotated[bool, Option("--raw", help="Continue the prompt as it stands, without the chat template.")] = False,
     weights: Weights = None,
     plan_file: PlanFile = None,
+    trace: TraceName = None,
     as_json: Json = False,
 ) -> None:
     """One answer to PROMPT, or a chat; streams as it comes. Packs a checkpoint on first use.
@@ -52,29 +56,31 @@ def run(
     # Wrong flags are said before a first use packs for minutes.
     work.ask(machine)
     sampling.params({}, work)
-    chatting = prompt is None and not as_json and sys.stdin.isatty()
-    text = None if chatting else read_prompt(prompt)
-    folder = packed_folder(model, weights, machine)
-    if text is None:
-        _talk(folder, machine, work, sampling, plan, raw)
-        return
-    ids, params = _prepare(folder, text, raw, sampling, work)
-    ask = work.ask(machine, prompt_tokens=max(1, len(ids)), output_tokens=params.max_tokens)
-    with loaded(folder, ask, machine, plan) as engine:
-        answer(engine, [ids] * work.batch, params, as_json)
+    with tracing(trace, f"penstock run {model}") as record:
+        chatting = prompt is None and not as_json and sys.stdin.isatty()
+        text = None if chatting else read_prompt(prompt)
+        folder = packed_folder(model, weights, machine)
+        if text is None:
+            _talk(folder, machine, work, sampling, plan, raw, record)
+            return
+        ids, params = _prepare(folder, text, raw, sampling, work)
+        ask = work.ask(machine, prompt_tokens=max(1, len(ids)), output_tokens=params.max_tokens)
+        with loaded(folder, ask, machine, plan, record) as engine:
+            answer(engine, [ids] * work.batch, params, as_json)
 
 
-def answer(engine: Engine, prompts: list[list[int]], params: SamplingParams, as_json: bool) -> None:
-    """Generates and prints: streamed text and a line of speed, or the JSON object."""
+def answer(engine: Engine, prompts: list[list[int]], params: SamplingParams, as_json: bool, lead: str = "") -> None:
+    """Generates and prints: streamed text after `lead` and a line of speed, or the JSON object."""
     if as_json:
         first = engine.generate(prompts, params)[0]
         engine.keep(first)
         print_json(first.report(engine.prediction))
         return
     if len(prompts) == 1:
-        generation = _print_stream(engine, prompts[0], params)
+        generation = _print_stream(engine, prompts[0], params, lead)
     else:
-        answers = engine.generate(prompts, params)
+        with live(engine, prompts, streams=False):
+            answers = engine.generate(prompts, params)
         generation = answers[0]
         print("\n\n".join(each.text for each in answers), flush=True)
     engine.keep(generation)
@@ -131,21 +137,32 @@ def _prepare(folder: Path, text: str, raw: bool, sampling: Sampling, work: Work)
     return ids, sampling.params(tokenizer.generation_config, work)
 
 
-def _talk(folder: Path, machine: Machine, work: Work, sampling: Sampling, plan: Any, raw: bool) -> None:
+def _talk(
+    folder: Path,
+    machine: Machine,
+    work: Work,
+    sampling: Sampling,
+    plan: Plan | None,
+    raw: bool,
+    record: TraceFile | None,
+) -> None:
     if raw:
         raise BadRequest("--raw continues a PROMPT; a chat needs the template")
     if work.batch != 1:
         raise BadRequest("a chat is one sequence: --batch is for a PROMPT")
     settled = {} if sampling.max_tokens is None else {"output_tokens": sampling.max_tokens}
-    with loaded(folder, work.ask(machine, **settled), machine, plan) as engine:
+    with loaded(folder, work.ask(machine, **settled), machine, plan, record) as engine:
         note("Ctrl-D ends, /new starts over")
         chat(engine, sampling.params(engine.tokenizer.generation_config, work), _typed_lines())
 
 
-def _print_stream(engine: Engine, ids: list[int], params: SamplingParams) -> Any:
+def _print_stream(engine: Engine, ids: list[int], params: SamplingParams, lead: str = "") -> Any:
     on_terminal = sys.stdout.isatty()
-    for piece in engine.stream(ids, params):
-        print(piece.translate(_CONTROLS) if on_terminal else piece, end="", flush=True)
+    with live(engine, [ids], streams=True) as shown:
+        if lead:
+            shown.write(lead)
+        for piece in engine.stream(ids, params):
+            shown.write(piece.translate(_CONTROLS) if on_terminal else piece)
     print(flush=True)
     return engine.last
 

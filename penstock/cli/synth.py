@@ -12,7 +12,7 @@ from penstock.units import format_bytes
 
 
 def synth(
-    config: Annotated[str, Argument(metavar="CONFIG", help="A model's config.json, or its folder.")],
+    config: Annotated[str, Argument(metavar="CONFIG", help="A model's config.json, its folder, or a bundled shape.")],
     dst: Annotated[str, Argument(metavar="DST", help="The new folder of the packed model.")],
     weights: Weights = None,
     seed: Annotated[int, Option("--seed", metavar="N", min=0, help="The same seed gives the same bytes.")] = 0,
@@ -23,6 +23,7 @@ def synth(
     It has a byte tokenizer and serves to measure without a download.
     """
     quiet_blas()
+    from penstock.serve.shapes import locate
     from penstock.spec.format import parse_format
     from penstock.store.packed import open_packed
     from penstock.store.synth import synth as synthesize
@@ -31,7 +32,7 @@ def synth(
     fmt = parse_format(weights) if weights else None
     with progress() as tell:
         synthesize(
-            as_path(config),
+            locate(as_path(config)),
             folder,
             fmt,
             seed=seed,

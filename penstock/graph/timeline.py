@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.graph.tasks import Task
+from penstock.spec.plan import Unit
+
+COMPUTE = "compute"
+# The kinds of work (PIPO §3.1) by a task's first op; what is not named here computes.
+_KINDS = {
+    "load": "weight load",
+    "fetch": "weight load",  # single embedding rows
+    "kv_load": "KV load",
+    "kv_save": "KV save",
+    "copy": "activation copy",
+}
 
 
 class Span(NamedTuple):
-    """`label`: the ops of the task. Times are seconds since the timeline's start."""
+    """A task that ran. `kind`: compute, weight load, KV load, KV save, activation copy. `ops`: its first and last op.
+    `bytes`: as the op table counts them; of single embedding rows at most. Times: seconds from one start."""
 
     task: int
     lanes: tuple[str, ...]
@@ -17,11 +30,20 @@ class Span(NamedTuple):
     start_s: float
     end_s: float
     bytes: int
+    kind: str = COMPUTE
+    ops: str = ""
+    calls: int = 1
+    flops: int = 0
 
 
 @dataclass(frozen=True)
 class Timeline:
+    """Tasks that ended since the one before; the pass itself went on from `start_s` to `end_s`. Loads for the next pass
+    may have begun in it and end in the next timeline."""
+
     spans: tuple[Span, ...]
+    start_s: float = 0.0
+    end_s: float = 0.0
 
     def busy_s(self) -> dict[str, float]:
         """Seconds in which each lane had a task."""
@@ -32,9 +54,32 @@ class Timeline:
         return total
 
 
-def label(task: Task) -> str:
-    """'ffn 12' for one call, 'norm…head (98 calls)' for a fused task."""
-    first, last = task.calls[0], task.calls[-1]
-    if len(task.calls) == 1:
-        return f"{first.op} {first.unit}" if first.unit >= 0 else first.op
-    return f"{first.op}…{last.op} ({len(task.calls)} calls)"
+def span(task: Task, units: Sequence[Unit], start_s: float, end_s: float) -> Span:
+    """What is kept of a task that ran. `units`: the plan's, for their names."""
+    calls = task.calls
+    first, last = calls[0].op, calls[-1].op
+    ops = first if len(calls) == 1 else f"{first}…{last}"
+    kind = _KINDS.get(first, COMPUTE)
+    return Span(task.id, task.lanes, label(task, units), start_s, end_s, task.bytes, kind, ops, len(calls), task.flops)
+
+
+def label(task: Task, units: Sequence[Unit] = ()) -> str:
+    """'load 7.ffn[0:12]', 'compute 3.attn[0:4]', 'compute 3.attn[0:4] to 4.ffn[0:9]'; where a task has no weights, or
+    nothing is known of the units, its ops."""
+    calls = task.calls
+    first = calls[0]
+    if _KINDS.get(first.op, COMPUTE) != COMPUTE:
+        return " ".join([first.op, *([_name(first.unit, units)] if first.unit >= 0 else []), *map(str, first.args)])
+    one = next((call.unit for call in calls if call.unit >= 0), -1)
+    if one < 0:
+        return f"{COMPUTE} {first.op}" if len(calls) == 1 else f"{COMPUTE} {first.op}…{calls[-1].op}"
+    other = next(call.unit for call in reversed(calls) if call.unit >= 0)
+    names = _name(one, units), _name(other, units)
+    return f"{COMPUTE} {names[0]}" if one == other else f"{COMPUTE} {names[0]} to {names[1]}"
+
+
+def _name(unit: int, units: Sequence[Unit]) -> str:
+    if not units:
+        return str(unit)
+    found = units[unit]
+    return f"{found.part}[{found.lo}:{found.hi}]"

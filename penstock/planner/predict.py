@@ -82,7 +82,8 @@ def predict(plan: Plan, ask: Ask, machine: MachineSpec) -> Prediction:
         decode_tokens_per_s=len(seqs) / step_s,
         total_s=ttft_s + step_s * ask.output_tokens,
         bound_by=max(busy, key=lambda lane: busy[lane]),
-        lane_share={lane: seconds / sum(steady) for lane, seconds in busy.items()},
+        # What ended in the pause before counts too, and may have begun earlier.
+        lane_share={lane: min(1.0, seconds / sum(steady)) for lane, seconds in busy.items()},
         disk_bytes_per_token=streamed / len(seqs),
         peak_host_bytes=tier_bytes["host"],
         peak_device_bytes=sum(n for tier, n in tier_bytes.items() if tier.startswith("gpu")),

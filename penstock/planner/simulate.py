@@ -7,18 +7,21 @@ clock goes from event to event: a task starts, a task is done.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from penstock.graph.tasks import MOVES, Task
-from penstock.graph.timeline import Span, Timeline, label
+from penstock.graph.timeline import Span, Timeline, span
 from penstock.planner.cost import Cost
+from penstock.spec.plan import Unit
 
 
 class Simulator:
-    """Keeps the lanes from pass to pass, so loads that ran ahead are ahead in the next one too."""
+    """Keeps the lanes from pass to pass, so loads that ran ahead are ahead in the next one too.
 
-    def __init__(self, cost: Cost) -> None:
-        self._cost = cost
+    `units`: the plan's, which timelines name."""
+
+    def __init__(self, cost: Cost, units: Sequence[Unit] = ()) -> None:
+        self._cost, self._units = cost, units
         self._queues: dict[str, deque[Task]] = {}
         self._waiting: set[int] = set()  # tasks that are not done
         self._running: dict[int, tuple[Task, float, float]] = {}  # task, when it started, seconds of work left
@@ -27,19 +30,19 @@ class Simulator:
 
     def run(self, tasks: Iterable[Task]) -> Timeline:
         """The tasks of one pass. It ends when its last task on an executor does; loads for the next pass may still be
-        under way. Tokens are sampled in between, so executors wait for that. The spans are of tasks that ended."""
-        self._spans = []
-        computing = self._add(tasks)
+        under way. Tokens are sampled in between, so executors wait for that. The spans are of tasks that ended
+        since the timeline before."""
+        start_s, computing = self.now_s, self._add(tasks)
         while not computing.isdisjoint(self._waiting):
             self._step()
-        return Timeline(tuple(self._spans))
+        return self._timeline(start_s)
 
     def drain(self) -> Timeline:
         """Everything that is still under way."""
-        self._spans = []
+        start_s = self.now_s
         while self._waiting:
             self._step()
-        return Timeline(tuple(self._spans))
+        return self._timeline(start_s)
 
     def pause(self, seconds: float) -> None:
         """Executors do nothing for so long; loads go on."""
@@ -89,7 +92,11 @@ class Simulator:
         self._waiting.discard(task.id)
         for lane in task.lanes:
             self._queues[lane].popleft()
-        self._spans.append(Span(task.id, task.lanes, label(task), start_s, self.now_s, task.bytes))
+        self._spans.append(span(task, self._units, start_s, self.now_s))
+
+    def _timeline(self, start_s: float) -> Timeline:
+        ended, self._spans = tuple(self._spans), []
+        return Timeline(ended, start_s, self.now_s)
 
 
 def simulate(tasks: Iterable[Task], cost: Cost) -> Timeline:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from penstock import _native
 from penstock.graph import passes
 from penstock.graph.lower import Lowering
 from penstock.graph.resident import resident_plan
@@ -22,22 +21,15 @@ from penstock.graph.tasks import Batch, Pass, Task
 from penstock.kernels import cpu
 from penstock.runtime.arena import Arenas
 from penstock.runtime.bind_native import NativeBinding, native
+from penstock.runtime.ceilings import ceilings
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.plan import Plan
 from penstock.store.synth import RandomWeights
-from penstock.units import GIB, MIB
+from penstock.units import GIB
 
-_RAM_BYTES = 512 * MIB
 _LAYERS_BYTES = GIB  # of weights and KV walked over before any comes again
 _MOST_LAYERS = 64
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    ram_read_bytes_per_s: float
-    int8_ops_per_s: float
-    float32_flops_per_s: float
 
 
 @dataclass(frozen=True)
@@ -63,15 +55,6 @@ class Measured:
             "bytes_per_s": self.bytes / self.seconds, "flops_per_s": self.flops / self.seconds,
             "share_of_bound": self.share_of_bound,
         }  # fmt: skip
-
-
-def ceilings(threads: int) -> Ceilings:
-    """Measured now. RAM: what `threads` pinned threads read; the peaks: dot products in registers."""
-    memory = _native.Memory(_RAM_BYTES, True)
-    memory.populate()
-    read_s = _native.ram_read_s(memory.address, _RAM_BYTES, threads, 5)
-    memory.close()
-    return Ceilings(_RAM_BYTES / read_s, _native.peak_per_s("int8", threads), _native.peak_per_s("float32", threads))
 
 
 def bench_ops(

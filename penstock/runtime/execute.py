@@ -11,54 +11,63 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from penstock.errors import InternalError
 from penstock.graph.tasks import Task
-from penstock.graph.timeline import Span, Timeline, label
+from penstock.graph.timeline import Span, Timeline, span
 from penstock.runtime.bind import Binding
 from penstock.runtime.movers import Load
+from penstock.spec.plan import Unit
 
 MAIN_LANE = "host"
 _SWEEP = 256  # tasks of a lane that nobody waited for; beyond, those that are done are forgotten
 
 
 class Executor:
-    """Runs the passes of one plan. Loads for a coming pass may go on between two calls of `run`."""
+    """Runs the passes of one plan. Loads for a coming pass may go on between two calls of `run`.
 
-    def __init__(self, binding: Binding) -> None:
-        self._binding = binding
+    `units`: the plan's, which timelines name. `origin_s`: when timelines start, of time.perf_counter. `recording`:
+    whether timelines hold the tasks, which costs 2 µs each."""
+
+    def __init__(self, binding: Binding, units: Sequence[Unit] = (), origin_s: float | None = None) -> None:
+        self._binding, self._units, self.recording = binding, units, True
         self._lanes: dict[str, _Lane] = {}
         self._handed: dict[int, _Handed] = {}  # tasks handed to a lane and not known to be done
-        self._spans: list[Span] = []
-        self._origin_s = time.perf_counter()
+        self._spans: list[Span] = []  # of tasks that ended and are in no timeline yet
+        self._origin_s = time.perf_counter() if origin_s is None else origin_s
 
     def run(self, tasks: Iterable[Task]) -> Timeline:
         """Returns when the tasks on the main lane are done. Raises what a lane raised."""
+        start_s = time.perf_counter()
         self._binding.begin()
-        self._spans = []
         for task in tasks:
             if MAIN_LANE not in task.lanes:
                 self._hand_over(task)
                 continue
             for other in task.after:
                 self._wait(other)
-            self._spans.append(self._do(task))
+            self._do(task)
         for lane in self._lanes.values():
             self._sweep(lane)
-        return Timeline(tuple(self._spans))
+        return self._timeline(start_s)
 
     def run_serial(self, tasks: Iterable[Task]) -> Timeline:
         """One task after the other, in the order in which they come."""
+        start_s = time.perf_counter()
         self._binding.begin()
-        return Timeline(tuple(self._do(task) for task in tasks))
+        for task in tasks:
+            self._do(task)
+        return self._timeline(start_s)
 
-    def drain(self) -> None:
-        """Waits for the loads under way."""
+    def drain(self) -> Timeline:
+        """Waits for what is under way, and returns what ended since the last pass."""
+        start_s = time.perf_counter()
         for lane in self._lanes.values():
             while lane.handed:
                 self._next(lane)
+        return self._timeline(start_s)
 
     def close(self) -> None:
         """Also waits for loads that failed or that nobody wants: they write to memory."""
@@ -92,23 +101,32 @@ class Executor:
         """Waits for the lane's first task and forgets it. Raises what it raised."""
         handed = lane.handed[0]
         start_s, end_s = handed.wait()
-        start_s, lane.end_s = max(start_s, lane.end_s), end_s  # its blocks may have begun under the one before
-        task = handed.task
-        origin_s = self._origin_s
-        self._spans.append(Span(task.id, task.lanes, label(task), start_s - origin_s, end_s - origin_s, task.bytes))
+        # It may have begun, or even ended, under the one before; in a lane one task follows the other.
+        start_s, end_s = max(start_s, lane.end_s), max(end_s, lane.end_s)
+        lane.end_s = end_s
+        self._note(handed.task, start_s, end_s)
         lane.handed.popleft()
-        del self._handed[task.id]
+        del self._handed[handed.task.id]
 
     def _sweep(self, lane: _Lane) -> None:
         """Forgets what is done. What failed stays, for whoever waits for it."""
         while lane.handed and lane.handed[0].succeeded:
             self._next(lane)
 
-    def _do(self, task: Task) -> Span:
-        start_s = time.perf_counter() - self._origin_s
+    def _do(self, task: Task) -> None:
+        start_s = time.perf_counter()
         self._binding.run(task)
-        end_s = time.perf_counter() - self._origin_s
-        return Span(task.id, task.lanes, label(task), start_s, end_s, task.bytes)
+        self._note(task, start_s, time.perf_counter())
+
+    def _note(self, task: Task, start_s: float, end_s: float) -> None:
+        if self.recording:
+            self._spans.append(span(task, self._units, start_s - self._origin_s, end_s - self._origin_s))
+
+    def _timeline(self, start_s: float) -> Timeline:
+        """All that ended by now and is in no earlier timeline."""
+        end_s = time.perf_counter()
+        ended, self._spans = tuple(self._spans), []
+        return Timeline(ended, start_s - self._origin_s, end_s - self._origin_s)
 
 
 class _Handed:

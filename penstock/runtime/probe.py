@@ -25,6 +25,7 @@ from penstock.errors import BadRequest, PenstockError, StorageFailed
 from penstock.kernels import cpu
 from penstock.runtime import host
 from penstock.runtime.bind_native import Native, native
+from penstock.runtime.ceilings import RAM_BYTES, ram_read_bytes_per_s
 from penstock.runtime.movers import new_reader
 from penstock.runtime.probe_disk import UNIT_BYTES, ProbeFile, disk_rates, probe_file
 from penstock.runtime.probe_ops import FORMATS, KV_FORMATS, ROW_OPS, Layers, op_rates
@@ -33,11 +34,8 @@ from penstock.runtime.probe_tasks import task_rates
 from penstock.spec import machine as machines
 from penstock.spec.format import DEFAULT_GROUP, Format
 from penstock.spec.machine import MachineSpec, Rate, Sharing, Tier
-from penstock.units import MIB
 
-# 16 times a large L3 cache; less where memory is short. With 128 and 192 MiB what a cache still held at the next round
-# made the figures 10 to 14 % better than what a run of a large model then gets.
-_RAM_BYTES = _WORK_BYTES = 512 * MIB
+_WORK_BYTES = RAM_BYTES
 _SHARING_S = 0.3
 _MOST_FACTOR = 100.0
 
@@ -118,7 +116,7 @@ def probe(
         rates += disk_rates(file, disk_folder, tell)
         sharing = _sharing(file, kernels, memory_bytes)
     alpha_s = min(rate.alpha_s for rate in rates if rate.op in ROW_OPS)
-    rates.append(Rate("host", "*", "*", alpha_s, _ram_s_per_byte(threads)))
+    rates.append(Rate("host", "*", "*", alpha_s, 1 / ram_read_bytes_per_s(threads)))
     found = MachineSpec(
         name=platform.node() or "this machine",
         tiers=(Tier("host", host.memory_limit_bytes()), Tier("disk0", _disk_bytes(disk_folder))),
@@ -137,20 +135,6 @@ def _with_memory(machine: MachineSpec) -> MachineSpec:
     usable = int(host.available_bytes() * 0.9)
     tiers = tuple(replace(t, bytes=max(1, usable)) if t.name == "host" else t for t in machine.tiers)
     return replace(machine, tiers=tiers)
-
-
-def ram_read_bytes_per_s(threads: int) -> float:
-    """What pinned threads read, now."""
-    return 1 / _ram_s_per_byte(threads)
-
-
-def _ram_s_per_byte(threads: int) -> float:
-    nbytes = max(8 * MIB, min(_RAM_BYTES, host.available_bytes() // 4))
-    memory = _native.Memory(nbytes, True)
-    memory.populate()
-    seconds: float = _native.ram_read_s(memory.address, nbytes, threads, 5)
-    memory.close()
-    return seconds / nbytes
 
 
 def _sharing(file: ProbeFile, kernels: Native, memory_bytes: int) -> tuple[Sharing, ...]:

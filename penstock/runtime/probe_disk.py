@@ -32,10 +32,11 @@ Tell = Callable[[str], None]
 
 
 class ProbeFile:
-    """A large file, and direct reads of it into huge pages by the reader that runs have."""
+    """A file, large if it can be, and direct reads of it into huge pages by the reader that runs have.
+    `file_bytes`: its whole pages."""
 
     def __init__(self, path: Path, fd: int) -> None:
-        self.path, self._fd, self._file_bytes = path, fd, os.fstat(fd).st_size // 4096 * 4096
+        self.path, self._fd, self.file_bytes = path, fd, os.fstat(fd).st_size // 4096 * 4096
         self._memory = _native.Memory((LOADS_AHEAD + 1) * max(_LOADS), True)
         self._memory.populate()
         self._rng, self._at = np.random.default_rng(0), 0
@@ -46,7 +47,7 @@ class ProbeFile:
         start_s = time.perf_counter()
         begun: deque[_native.Begun] = deque()
         for i in range(count):
-            if self._at + nbytes > self._file_bytes:
+            if self._at + nbytes > self.file_bytes:
                 self._at = 0
             if len(begun) > LOADS_AHEAD:
                 begun.popleft().wait()
@@ -59,7 +60,7 @@ class ProbeFile:
 
     def read_anywhere_s(self, nbytes: int) -> float:
         """Seconds of a read at a random place by the calling thread, as single rows are read."""
-        at = int(self._rng.integers(0, (self._file_bytes - nbytes) // 4096 + 1)) * 4096
+        at = int(self._rng.integers(0, (self.file_bytes - nbytes) // 4096 + 1)) * 4096
         start_s = time.perf_counter()
         self.reader.read(self._fd, at, self._memory.address, nbytes)
         return time.perf_counter() - start_s
@@ -99,6 +100,19 @@ def probe_file(folder: Path) -> Iterator[ProbeFile]:
             os.close(fd)
         if name is not None:
             name.unlink(missing_ok=True)
+
+
+@contextmanager
+def existing_file(path: Path) -> Iterator[ProbeFile]:
+    """A file that is there, whatever its size. Raises StorageFailed."""
+    try:
+        fd, _ = _native.open_direct(str(path))
+    except OSError as error:
+        raise StorageFailed(f"cannot open {path}: {os.strerror(error.errno or 0)}") from None
+    try:
+        yield ProbeFile(path, fd)
+    finally:
+        os.close(fd)
 
 
 def disk_rates(file: ProbeFile, folder: Path, tell: Tell) -> list[Rate]:

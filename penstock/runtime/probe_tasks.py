@@ -71,6 +71,7 @@ def _pass_s(plan: Plan, kernels: Native) -> Passed:
     arenas = Arenas(plan)
     binding = _WithoutReads(plan, arenas, kernels)
     executor, lowering = Executor(binding), Lowering(plan)
+    executor.recording = False  # as where nobody watches
     p = passes.decode(plan, (0,), (64,), passes.DECODE)
     try:
         taken: list[float] = []
@@ -123,6 +124,7 @@ def _hand_over_s(plan: Plan, kernels: Native) -> float:
     """What lies between two loads in a lane, when the next one waits already: of loads that read nothing, each."""
     arenas = Arenas(plan)
     executor = Executor(_WithoutReads(plan, arenas, kernels))
+    executor.recording = False
     load = Call("load", 0, None, (), (), "*", 0, 0)
     try:
         start_s = time.perf_counter()

@@ -44,8 +44,6 @@ class Generation:
 
     def report(self, prediction: Prediction) -> dict[str, Any]:
         """The fields of `run --json`."""
-        gaps = sorted(self.inter_token_s)
-        percentiles = {f"p{p}": gaps[min(len(gaps) - 1, len(gaps) * p // 100)] if gaps else 0.0 for p in (50, 95, 99)}
         return {
             "text": self.text,
             "token_ids": self.token_ids,
@@ -60,7 +58,7 @@ class Generation:
             },
             "bytes_moved": self.bytes_moved,
             "disk_bytes_per_token": self.disk_bytes_per_token,
-            "inter_token_s": percentiles,
+            "inter_token_s": percentiles(self.inter_token_s),
             "batch": self.batch,
             "context": self.context,
             "bound_by": prediction.bound_by,
@@ -74,3 +72,9 @@ class Generation:
         busiest = prediction.lane_share.get(prediction.bound_by, 0.0)
         bound = prediction.decode_tokens_per_s / busiest if busiest else 0.0
         return self.decode_tokens_per_s / bound if bound else 0.0
+
+
+def percentiles(gaps: list[float]) -> dict[str, float]:
+    """p50, p95 and p99 of seconds between tokens; 0 where there are none."""
+    ordered = sorted(gaps)
+    return {f"p{p}": ordered[min(len(gaps) - 1, len(gaps) * p // 100)] if gaps else 0.0 for p in (50, 95, 99)}

@@ -27,6 +27,8 @@ from penstock.store.packed import Packed
 
 Progress = Callable[[str, int, int], None]
 _LOADS_AHEAD = 8
+# Hears of each pass what ended since the one before; None: loads that ended after the last pass.
+Watch = Callable[[Timeline, Pass | None], None]
 
 
 class Session:
@@ -56,7 +58,8 @@ class Session:
         self.plan = plan
         self.lowering = Lowering(plan)
         self._serial, self._closed = serial, False
-        self.timeline = Timeline(())
+        self.watchers: list[Watch] = []  # without any no timeline is kept
+        self._origin_s = time.perf_counter()
         self.best: list[list[tuple[float, int]]] = []  # of the last pass, per batch and row: largest logit and its id
         self.consumed_bytes = 0  # what the last pass took from slower tiers: its rings, embedding rows and KV
         with ExitStack() as opened:  # a load that fails half-way gives everything back
@@ -74,7 +77,7 @@ class Session:
             # What is left to numpy is small, and its BLAS threads spin while they wait: beside one other busy process
             # a product of 8 rows took 40 times as long with two of them as with one (docs/LOG.md).
             opened.callback(threadpool_limits(1, user_api="blas").restore_original_limits)
-            self._executor = Executor(self._binding)
+            self._executor = self._new_executor()
             opened.callback(lambda: self._executor.close())
             self._load_weights(on_progress)
             self._opened = opened.pop_all()
@@ -89,15 +92,17 @@ class Session:
             slot = self.lowering.layout.act(main, batch.id, "tokens", 4 * batch.total_rows)
             self._arenas.view(slot).view(np.int32)[...] = ids
         self.consumed_bytes = self._binding.fetched_bytes = 0
+        self._executor.recording = bool(self.watchers)
         run = self._executor.run_serial if self._serial else self._executor.run
         # Damaged weights overflow; whoever looks at the logits says so once, numpy would many times.
         try:
             with np.errstate(all="ignore"):
-                self.timeline = run(self._counted(p))
+                timeline = run(self._counted(p))
         except BaseException:
             self._start_over()
             raise
         self.consumed_bytes += self._binding.fetched_bytes
+        self._tell(timeline, p)
         logits, self.best = [], []
         for batch in p.batches:
             n = len(batch.logits)
@@ -121,7 +126,7 @@ class Session:
     def drain(self) -> None:
         """Waits for loads under way, so that counters stand still."""
         try:
-            self._executor.drain()
+            self._tell(self._executor.drain(), None)
         except PenstockError:  # of a pass that never came; if the disk is broken, the next one says so
             self._start_over()
 
@@ -129,7 +134,14 @@ class Session:
         """A pass broke off: forgets what rings hold and lanes have failed, so that the next one starts clean."""
         self._executor.close()
         self._binding.forget()
-        self._executor, self.lowering = Executor(self._binding), Lowering(self.plan)
+        self._executor, self.lowering = self._new_executor(), Lowering(self.plan)
+
+    def _new_executor(self) -> Executor:
+        return Executor(self._binding, self.plan.units, self._origin_s)
+
+    def _tell(self, timeline: Timeline, p: Pass | None) -> None:
+        for watch in self.watchers:
+            watch(timeline, p)
 
     def _counted(self, p: Pass) -> Iterator[Task]:
         """The pass's tasks, noting what they read from the rings."""

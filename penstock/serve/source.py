@@ -31,10 +31,10 @@ def resolve(model: str, *, weights: str | None, cache: Path, on_progress: Progre
     if path.suffix == ".gguf":
         raise BadRequest(f"{model}: this version does not read GGUF files; give the model's Hugging Face folder")
     if not path.exists():
-        if (shape := shapes.find(model)) is not None:
+        if shapes.find(model) is not None:
             raise BadRequest(
                 f"{model} is a bundled shape, without weights: `penstock plan {model}` tells its speed, "
-                f"`penstock synth {shape} DIR` makes random ones"
+                f"`penstock synth {model} DIR` makes random ones"
             )
         if _HUB_ID.fullmatch(model):
             path = download(model)

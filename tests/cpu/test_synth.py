@@ -10,6 +10,7 @@ import tokenizers
 
 from penstock.errors import BadRequest, StorageFailed
 from penstock.models import sources
+from penstock.serve.shapes import find
 from penstock.spec.format import Format, parse_format
 from penstock.spec.parts import parts
 from penstock.store import writer
@@ -22,6 +23,7 @@ from tests.cpu.checkpoints import (
     Array,
     folder_bytes,
 )
+from tests.cpu.commands import here, refused
 from tests.cpu.test_pack import block_bytes, blocks_of
 
 SMALL_SHARDS = 100_000  # LLAMA in float32 becomes 8 shards
@@ -98,3 +100,18 @@ def test_synth_refuses_as_pack_does(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(StorageFailed, match="too full"):
         synth(tmp_path, tmp_path / "dst")
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_synth_takes_the_name_of_a_shape(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Path] = []
+
+    def stop(config: Path, *_: object, **__: object) -> None:
+        seen.append(config)
+        raise BadRequest("enough")
+
+    monkeypatch.setattr("penstock.store.synth.synth", stop)
+    refused(here(capsys, "synth", "qwen3-0.6b", tmp_path / "made", "--json"), "enough")
+    refused(here(capsys, "synth", "no-such-shape", tmp_path / "made", "--json"), "nor is it a bundled shape")
+    assert seen == [find("qwen3-0.6b")]

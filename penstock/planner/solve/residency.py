@@ -47,7 +47,8 @@ def candidates(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec)
     for kv_layers in kv_options(ask, spec):
         for chunk_rows in chunks:
             skeleton = Skeleton(ask, spec, weights, machine.process_bytes, chunk_rows, kv_layers)
-            found = list(_fitting(skeleton, rings, limit))
+            # The smallest ring holds one granule, so nothing overlaps: only where no other fits.
+            found = list(_fitting(skeleton, rings, limit)) or list(_fitting(skeleton, [least_ring], limit))
             yield from found
             any_found |= bool(found)
             if found and chunk_rows <= CHUNK_ROWS:
@@ -56,7 +57,6 @@ def candidates(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec)
             return
     if any_found:
         return
-    # The smallest ring holds one granule, so nothing overlaps: only where nothing else fits.
     for skeleton in _least(ask, spec, weights, machine.process_bytes):
         least = list(_fitting(skeleton, [least_ring], limit))
         if least:

@@ -1,0 +1,136 @@
+"""`penstock bench MODEL`: the table of what was measured, beside what was predicted and what the machine allows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.cli.loading import loaded, packed_folder, tracing
+from penstock.cli.options import Machine, Work, read_plan
+from penstock.cli.output import print_json, progress
+from penstock.errors import BadRequest
+from penstock.units import format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from penstock.serve.bench_result import Result, Spread
+
+_ROW = "{:<26}{:>12}{:>26}{:>14}{:>8}"
+
+
+def bench_model(
+    model: str,
+    machine: Machine,
+    work: Work,
+    weights: str | None,
+    plan_file: str | None,
+    repeats: int,
+    seconds: float,
+    trace: str | None,
+    as_json: bool,
+) -> None:
+    plan = read_plan(plan_file)
+    if plan is not None and (work.kv or work.context or machine.resident):
+        raise BadRequest("--plan says what --kv, --context and --resident would: give one or the other")
+    if work.output_tokens == 1:
+        raise BadRequest("decoding cannot be measured with a single token: --output-tokens should be 2 or more")
+    ask = work.ask(machine)
+    with tracing(trace, f"penstock bench {model}") as record:
+        folder = packed_folder(model, weights, machine)
+        from penstock.runtime import host
+        from penstock.runtime.probe import load_or_probe
+        from penstock.serve.bench import Wanted, bench
+
+        wanted = Wanted(work.prompt_tokens, work.output_tokens, repeats, seconds)
+        threads = min(machine.threads or host.usable_cpus(), host.usable_cpus())
+        with loaded(folder, ask, machine, plan, record) as engine:
+            figures = load_or_probe(machine.cache_folder, machine.cache_folder)
+            with progress() as tell:
+                found = bench(engine, ask, figures, wanted, threads, tell)
+        print(table(found))
+    if as_json:
+        print_json(found.to_json())
+
+
+def table(found: Result) -> str:
+    """Lines without a newline at the end."""
+    return "\n\n".join("\n".join(lines) for lines in (_setting(found), _speeds(found), _lanes(found), _bound(found)))
+
+
+def _setting(found: Result) -> list[str]:
+    plan, ask = found.plan, found.ask
+    total = sum(plan.unit_bytes(unit) for unit in plan.units)
+    stays = sum(plan.unit_bytes(unit) for unit in plan.units if unit.home == plan.main)
+    before, after = found.before, found.after
+    ceilings = f"RAM {_rates(before.ram_read_bytes_per_s, after.ram_read_bytes_per_s)}"
+    if before.disk_read_bytes_per_s:
+        ceilings += f", disk {_rates(before.disk_read_bytes_per_s, after.disk_read_bytes_per_s)}"
+    return [
+        f"{format_bytes(total)} of weights in {plan.target.weights.name}, {format_bytes(stays)} of them in memory; "
+        f"KV in {plan.kv[0].format.name}, context {plan.context}",
+        f"{ask.prompt_tokens} + {ask.output_tokens} tokens × {ask.batch} sequences, "
+        f"{found.repeats} × after a warm-up, on {found.threads} threads",
+        f"ceilings before and after: {ceilings}",
+    ]
+
+
+def _speeds(found: Result) -> list[str]:
+    p = found.prediction
+    lines = [_ROW.format("", "measured", "least … most", "predicted", "ratio")]
+
+    def row(name: str, value: Spread, predicted: float, shown: str) -> None:
+        between = f"{_value(value.least, shown)} … {_value(value.most, shown)}"
+        ratio = f"{value.median / predicted:.2f}" if predicted else "–"
+        lines.append(_ROW.format(name, _value(value.median, shown), between, _value(predicted, shown), ratio))
+
+    row("first token", found.ttft_s, p.ttft_s, "s")
+    row("prefill, tokens/s", found.prefill_tokens_per_s, found.predicted_prefill_tokens_per_s, "")
+    row("decode, tokens/s", found.decode_tokens_per_s, p.decode_tokens_per_s, "")
+    promised = {"p50": p.inter_token_s.p50, "p95": p.inter_token_s.p95}
+    for name, seconds in found.inter_token_s.items():
+        foreseen = promised.get(name)
+        beside = ("–", "") if foreseen is None else (format_seconds(foreseen), f"{seconds / foreseen:.2f}")
+        lines.append(_ROW.format(f"between tokens, {name}", format_seconds(seconds), "", *beside))
+    per_token, foreseen = found.disk_bytes / found.ask.batch, p.disk_bytes_per_token
+    ratio = f"{per_token / foreseen:.2f}" if foreseen else "–"
+    lines.append(_ROW.format("disk bytes a token", format_bytes(per_token), "", format_bytes(foreseen), ratio))
+    peaks = found.peak_host_bytes, p.peak_host_bytes
+    lines.append(
+        _ROW.format("peak memory", format_bytes(peaks[0]), "", format_bytes(peaks[1]), f"{peaks[0] / peaks[1]:.2f}")
+    )
+    return lines
+
+
+def _lanes(found: Result) -> list[str]:
+    line = "{:<26}{:>12}{:>26}{:>14}"
+    lines = [line.format("while decoding", "busy", "bytes", "GB/s busy")]
+    for lane, use in found.lanes.items():
+        busy_rate = f"{use.bytes / use.busy_s / 1e9:.2f}" if use.busy_s else "–"
+        lines.append(line.format(lane, f"{use.busy_s / found.wall_s:.0%}", format_bytes(use.bytes), busy_rate))
+    together = sum(use.busy_s for use in found.lanes.values()) / found.wall_s
+    lines.append(
+        f"loading and computing at once {found.overlap_s / found.wall_s:.0%} of the time; "
+        f"lanes are busy {together:.2f} × the time that passes"
+    )
+    return lines
+
+
+def _bound(found: Result) -> list[str]:
+    """Both terms, and which is longer."""
+    name = {"disk0": "the disk", "host": "reading weights from RAM"}[found.bound_by]
+    terms = f"{format_bytes(found.weight_bytes)} of weights from RAM {format_seconds(found.ram_s)}"
+    if found.disk_s:
+        terms = f"{format_bytes(found.disk_bytes)} from disk {format_seconds(found.disk_s)}, {terms}"
+    return [
+        f"a pass at least: {terms}",
+        f"so at most {_value(found.bound_tokens_per_s, '')} tokens/s, bound by {name}; "
+        f"{found.share_of_bound:.0%} of that is reached",
+    ]
+
+
+def _value(value: float, kind: str) -> str:
+    from penstock.planner.explain import rate
+
+    return format_seconds(value) if kind == "s" else rate(value)
+
+
+def _rates(before: float, after: float) -> str:
+    return f"{format_rate(before)} and {format_rate(after)}"

@@ -1,0 +1,191 @@
+"""A line on the terminal while an answer comes: what is done, how fast, and what the disk gives.
+
+It is drawn under the streamed text and taken away before more text comes, or in its own place on stderr where no text
+is streamed to the same terminal. Nothing is drawn where stderr is no terminal, or in the first half second.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import unicodedata
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from penstock.units import format_rate
+
+if TYPE_CHECKING:
+    from penstock.graph.tasks import Pass
+    from penstock.graph.timeline import Timeline
+    from penstock.serve.engine import Engine
+
+_FIRST_S, _EVERY_S = 0.5, 0.25
+_WINDOW_S = 2.0  # that the disk's speed is taken over
+_LEAST_ROWS, _LEAST_COLUMNS = 3, 20
+
+# Index and reverse index make room below without leaving the column, at the bottom of the screen too.
+_ROOM, _SAVE, _BELOW, _RESTORE = "\033D\033M", "\0337", "\033[B\r", "\0338"
+_ERASE_BELOW, _ERASE_LINE = "\033[J", "\033[K"
+
+
+class Progress:
+    """What passes have done so far: a Session's Watch. `read_bytes`: of the disk, ever growing."""
+
+    def __init__(self, chunks: int, read_bytes: Callable[[], int], clock: Callable[[], float]) -> None:
+        self._chunks, self._read_bytes, self._clock = chunks, read_bytes, clock
+        self._chunk = self._rows = self._tokens = 0
+        self._start_s = clock()
+        self._reads = deque([(self._start_s, read_bytes())])
+
+    def watch(self, timeline: Timeline, p: Pass | None) -> None:
+        if p is None:
+            return
+        count = sum(batch.total_rows for batch in p.batches)
+        if p.purpose == "prefill":
+            self._chunk, self._rows = self._chunk + 1, self._rows + count
+            if self._chunk == self._chunks:
+                self._start_s = self._clock()  # of decoding
+        else:
+            self._tokens += count
+
+    def line(self) -> str:
+        """'reading the prompt: chunk 2 of 8, 31.2 tok/s, disk 2.85 GB/s', or '17 tokens, 3.21 tok/s, …'."""
+        now_s = self._clock()
+        seconds = max(1e-9, now_s - self._start_s)
+        if self._chunk < self._chunks:
+            parts = [f"reading the prompt: chunk {self._chunk + 1} of {self._chunks}"]
+            count = self._rows
+        else:
+            parts = [f"{self._tokens} tokens"]
+            count = self._tokens
+        if count:
+            parts.append(f"{count / seconds:.{1 if count >= 10 * seconds else 2}f} tok/s")
+        if (rate := self._disk_rate(now_s)) > 0:
+            parts.append(f"disk {format_rate(rate)}")
+        return ", ".join(parts)
+
+    def _disk_rate(self, now_s: float) -> float:
+        self._reads.append((now_s, self._read_bytes()))
+        while len(self._reads) > 2 and self._reads[1][0] < now_s - _WINDOW_S:
+            self._reads.popleft()
+        (from_s, before), (_, after) = self._reads[0], self._reads[-1]
+        return (after - before) / max(1e-9, now_s - from_s)
+
+
+class Live:
+    """Text goes through `write`; a thread redraws the line. `below`: under the text, on their one terminal."""
+
+    def __init__(self, line: Callable[[], str], below: bool) -> None:
+        self._line, self._below = line, below
+        self._column = 0
+        self._shown, self._on_screen = "", False
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._redraw, name="penstock-live", daemon=True)
+
+    def __enter__(self) -> Live:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._emit(self._erased())
+
+    def write(self, text: str) -> None:
+        """Text of the answer, to stdout at once."""
+        if not self._below:
+            print(text, end="", flush=True)
+            return
+        with self._lock:
+            before, size = self._erased(), _size()
+            self._column = _advance(self._column, text, size.columns)
+            print(f"{before}{text}{self._drawn(size)}", end="", flush=True)
+
+    def _redraw(self) -> None:
+        wait_s = _FIRST_S
+        while not self._stop.wait(wait_s):
+            wait_s = _EVERY_S
+            with self._lock:
+                self._shown = self._line()
+                self._emit(self._drawn(_size()))
+
+    def _drawn(self, size: os.terminal_size) -> str:
+        if not self._shown or size.lines < _LEAST_ROWS or size.columns < _LEAST_COLUMNS:
+            return ""
+        if self._below and self._column == size.columns:
+            return ""  # the cursor hangs behind the last column, and terminals differ in what they then make of it
+        self._on_screen = True
+        line = self._shown[: size.columns - 1]
+        if not self._below:
+            return f"\r{line}{_ERASE_LINE}"
+        return f"{_ROOM}{_SAVE}{_BELOW}{line}{_ERASE_LINE}{_RESTORE}"
+
+    def _erased(self) -> str:
+        if not self._on_screen:
+            return ""
+        self._on_screen = False
+        return _ERASE_BELOW if self._below else f"\r{_ERASE_LINE}"
+
+    def _emit(self, codes: str) -> None:
+        """Codes alone. A terminal that is gone must not end the answer here; its text will."""
+        with suppress(OSError, ValueError):
+            print(codes, end="", file=sys.stdout if self._below else sys.stderr, flush=True)
+
+
+class Plain:
+    """Text alone."""
+
+    def write(self, text: str) -> None:
+        print(text, end="", flush=True)
+
+
+@contextmanager
+def live(engine: Engine, prompts: list[list[int]], streams: bool) -> Iterator[Live | Plain]:
+    """Yields what to write an answer with. `streams`: text comes while the line is shown, from the first
+    column on."""
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield Plain()
+        return
+    session, chunk_rows = engine.session, engine.plan.chunk_rows
+    chunks = sum(-(-len(prompt) // chunk_rows) for prompt in prompts)
+    progress = Progress(chunks, lambda: session.reader.bytes_read, time.perf_counter)
+    session.watchers.append(progress.watch)
+    try:
+        with Live(progress.line, streams and _one_terminal()) as shown:
+            yield shown
+    finally:
+        session.watchers.remove(progress.watch)
+
+
+def _one_terminal() -> bool:
+    """Whether stdout and stderr are the same one."""
+    if not sys.stdout.isatty():
+        return False
+    ours, other = os.fstat(sys.stdout.fileno()), os.fstat(sys.stderr.fileno())
+    return (ours.st_dev, ours.st_rdev) == (other.st_dev, other.st_rdev)
+
+
+def _size() -> os.terminal_size:
+    """Of the terminal behind stderr; where it does not know, what most have."""
+    with suppress(OSError):
+        found = os.get_terminal_size(sys.stderr.fileno())
+        if found.columns > 0 and found.lines > 0:
+            return found
+    return os.terminal_size((80, 24))
+
+
+def _advance(column: int, text: str, columns: int) -> int:
+    """The cursor's column after text, 0 … columns; `columns`: the last one is written, the next character wraps."""
+    for character in text:
+        if character == "\n":
+            column = 0
+        elif character == "\t":
+            column = min(columns - 1, column // 8 * 8 + 8)
+        else:
+            width = 2 if unicodedata.east_asian_width(character) in "WF" else int(not unicodedata.combining(character))
+            column = width if column + width > columns else column + width
+    return column

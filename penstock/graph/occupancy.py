@@ -1,0 +1,69 @@
+"""How busy lanes were over many passes, and how much of the loading went on while something computed."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from penstock.graph.timeline import COMPUTE, Timeline
+
+
+class LaneUse(NamedTuple):
+    """`busy_s`: seconds in which the lane had at least one task. `bytes`: of the tasks that ended."""
+
+    busy_s: float
+    bytes: int
+
+
+class Occupancy:
+    """Adds timelines up; 16 bytes a task."""
+
+    def __init__(self) -> None:
+        self._busy: dict[tuple[str, bool], array[float]] = {}  # (lane, whether it computes) → start, end, start, end, …
+        self._bytes: dict[str, int] = {}
+
+    def add(self, timeline: Timeline) -> None:
+        for span in timeline.spans:
+            for lane in span.lanes:
+                self._busy.setdefault((lane, span.kind == COMPUTE), array("d")).extend((span.start_s, span.end_s))
+                self._bytes[lane] = self._bytes.get(lane, 0) + span.bytes
+
+    def lanes(self, start_s: float, end_s: float) -> dict[str, LaneUse]:
+        """Within a time."""
+        found = {}
+        for lane in sorted({lane for lane, _ in self._busy}):
+            intervals = self._merged([key for key in self._busy if key[0] == lane], start_s, end_s)
+            found[lane] = LaneUse(sum(end - start for start, end in intervals), self._bytes[lane])
+        return found
+
+    def overlap_s(self, start_s: float, end_s: float) -> float:
+        """Seconds, within a time, in which some lane computed and some lane moved bytes."""
+        computing = self._merged([key for key in self._busy if key[1]], start_s, end_s)
+        moving = self._merged([key for key in self._busy if not key[1]], start_s, end_s)
+        return sum(end - start for start, end in _common(computing, moving))
+
+    def _merged(self, keys: list[tuple[str, bool]], start_s: float, end_s: float) -> list[tuple[float, float]]:
+        """The union of these lanes' intervals, in order."""
+        found: list[tuple[float, float]] = []
+        pairs = (pair for key in keys for pair in zip(self._busy[key][0::2], self._busy[key][1::2], strict=True))
+        for start, end in sorted((max(start, start_s), min(end, end_s)) for start, end in pairs):
+            if end <= start:
+                continue
+            if found and start <= found[-1][1]:
+                found[-1] = (found[-1][0], max(found[-1][1], end))
+            else:
+                found.append((start, end))
+        return found
+
+
+def _common(ones: list[tuple[float, float]], others: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    i = j = 0
+    while i < len(ones) and j < len(others):
+        start, end = max(ones[i][0], others[j][0]), min(ones[i][1], others[j][1])
+        if start < end:
+            yield start, end
+        if ones[i][1] < others[j][1]:
+            i += 1
+        else:
+            j += 1

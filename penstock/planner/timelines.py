@@ -1,0 +1,33 @@
+"""The timelines that a run of a plan is predicted to have, pass by pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.graph import passes
+from penstock.graph.lower import Lowering
+from penstock.graph.tasks import Pass
+from penstock.graph.timeline import Timeline
+from penstock.planner.cost import Cost
+from penstock.planner.simulate import Simulator
+from penstock.spec.ask import Ask
+from penstock.spec.machine import MachineSpec
+from penstock.spec.plan import Plan
+
+
+def timelines(plan: Plan, ask: Ask, machine: MachineSpec, most_tokens: int) -> Iterator[tuple[Timeline, Pass | None]]:
+    """Of the prompts and of the first tokens after them, at most `most_tokens`; at the end, with None, of the loads
+    that are then under way."""
+    cost = Cost(machine)
+    lowering, simulator = Lowering(plan), Simulator(cost, plan.units)
+    seqs = tuple(range(min(ask.batch, plan.batch_seqs * plan.batches_per_pass)))
+    prompt = max(1, min(ask.prompt_tokens, plan.context - 1))
+    wanted = [p for seq in seqs for p in passes.prefill(plan, seq, prompt, passes.DECODE if seq == seqs[-1] else None)]
+    last = min(prompt + min(ask.output_tokens - 1, most_tokens), plan.context)
+    for position in range(prompt, last):
+        then = passes.DECODE if position + 1 < last else None
+        wanted.append(passes.decode(plan, seqs, (position,) * len(seqs), then))
+    for p in wanted:
+        yield simulator.run(lowering.step(p)), p
+        simulator.pause(cost.between_passes_s)
+    yield simulator.drain(), None

@@ -1,0 +1,175 @@
+"""A loaded model's speed with random prompts: beside what was predicted, and beside what disk and RAM allow.
+
+The bound of a decode pass: the bytes that it streams at the disk's speed, or all weights that it reads at the RAM's,
+whichever takes longer. Both speeds are measured right before and right after.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from penstock.errors import BadRequest
+from penstock.graph.occupancy import LaneUse, Occupancy
+from penstock.graph.tasks import Pass
+from penstock.graph.timeline import Timeline
+from penstock.planner.predict import predict
+from penstock.runtime import host
+from penstock.runtime.ceilings import ceilings_apart
+from penstock.serve.bench_result import Result, Spread
+from penstock.serve.engine import Engine
+from penstock.serve.generation import Generation, percentiles
+from penstock.serve.sampling import SamplingParams
+from penstock.serve.session import Progress
+from penstock.spec.ask import Ask
+from penstock.spec.machine import MachineSpec
+from penstock.spec.plan import Plan
+
+_LEAST_PROMPT, _LEAST_TOKENS = 8, 8  # where the user names no length and time is short
+_WARM_PROMPT, _WARM_TOKENS = 16, 3
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to measure. `prompt_tokens`, `output_tokens`: None: 64, or fewer where that would take too long. `repeats`
+    at most, so that they take about `seconds`, and at least one."""
+
+    prompt_tokens: int | None
+    output_tokens: int | None
+    repeats: int
+    seconds: float
+
+
+class _Decoding:
+    """A Session's Watch: what lanes do from the last prompt's end to the last token."""
+
+    def __init__(self) -> None:
+        self._now = Occupancy()
+        self._start_s = self._end_s = 0.0
+        self.lanes: dict[str, LaneUse] = {}
+        self.overlap_s = self.wall_s = 0.0
+
+    def watch(self, timeline: Timeline, p: Pass | None) -> None:
+        if p is None:
+            return
+        if p.purpose == "prefill":
+            self._now, self._start_s = Occupancy(), timeline.end_s
+        else:
+            self._now.add(timeline)
+            self._end_s = timeline.end_s
+
+    def end(self) -> None:
+        """Of one repeat."""
+        for lane, use in self._now.lanes(self._start_s, self._end_s).items():
+            before = self.lanes.get(lane, LaneUse(0.0, 0))
+            self.lanes[lane] = LaneUse(before.busy_s + use.busy_s, before.bytes + use.bytes)
+        self.overlap_s += self._now.overlap_s(self._start_s, self._end_s)
+        self.wall_s += self._end_s - self._start_s
+
+
+def bench(
+    engine: Engine,
+    ask: Ask,
+    machine: MachineSpec,
+    wanted: Wanted,
+    threads: int,
+    on_progress: Progress | None = None,
+) -> Result:
+    """Warms up, measures, and compares with `machine`'s figures. `ask`: what the engine was loaded for."""
+    tell = on_progress or (lambda what, done, total: None)
+    at_once = engine.plan.batch_seqs * engine.plan.batches_per_pass
+    ask = replace(ask, context=engine.plan.context, batch=min(ask.batch, at_once))
+    ask = _lengths(engine, ask, wanted)
+    file = max(engine.packed.files, key=lambda path: path.stat().st_size) if _streams(engine.plan) else None
+    before = ceilings_apart(threads, file)
+    decoding = _Decoding()
+    answers: list[list[Generation]] = []
+    params = SamplingParams(max_tokens=ask.output_tokens, temperature=0.0, ignore_eos=True)
+    engine.session.watchers.append(decoding.watch)
+    try:
+        start_s, each = time.perf_counter(), ask.batch * (ask.prompt_tokens + ask.output_tokens)
+        while len(answers) < wanted.repeats:
+            tell("measuring tokens", len(answers) * each, wanted.repeats * each)
+            answers.append(engine.generate(_prompts(engine, ask.prompt_tokens, ask.batch, len(answers)), params))
+            decoding.end()
+            taken_s = time.perf_counter() - start_s
+            if taken_s * (1 + 1 / len(answers)) > wanted.seconds:
+                break
+    finally:
+        engine.session.watchers.remove(decoding.watch)
+    after = ceilings_apart(threads, file)
+    firsts = [answer[0] for answer in answers]
+    gaps = [gap for answer in answers for one in answer for gap in one.inter_token_s]
+    return Result(
+        ask,
+        engine.plan,
+        threads,
+        len(answers),
+        predict(engine.plan, ask, machine),
+        Spread.of([first.batch_ttft_s for first in firsts]),
+        Spread.of([ask.batch * ask.prompt_tokens / first.batch_ttft_s for first in firsts]),
+        Spread.of([first.decode_tokens_per_s for first in firsts]),
+        percentiles(gaps),
+        decoding.lanes,
+        decoding.overlap_s,
+        decoding.wall_s,
+        before,
+        after,
+        statistics.median(first.disk_bytes_per_token for first in firsts) * ask.batch,
+        weight_bytes(engine.plan),
+        _moved(firsts),
+        host.peak_rss_bytes(),
+    )
+
+
+def weight_bytes(plan: Plan) -> int:
+    """Of weights that a decode pass reads from RAM: all but an embedding that is no head, of which it takes a row."""
+    tied = plan.target.spec.tied
+    return sum(plan.unit_bytes(unit) for unit in plan.units if tied or unit.part != "embed")
+
+
+def _lengths(engine: Engine, ask: Ask, wanted: Wanted) -> Ask:
+    """The ask with the lengths to run, after a warm-up: the first passes are slower, and what they take tells how many
+    there is time for."""
+    plan = engine.plan
+    room = plan.context // 2
+    prompt = min(wanted.prompt_tokens or min(ask.prompt_tokens, max(1, room)), plan.context)
+    tokens = wanted.output_tokens or ask.output_tokens
+    if (wanted.prompt_tokens or 1) + (wanted.output_tokens or 2) - 1 > plan.context:
+        raise BadRequest(f"prompt and output are more than the context of {plan.context} tokens holds: raise --context")
+    tokens = min(tokens, plan.context - prompt + 1)
+    if tokens < 2:
+        raise BadRequest("decoding cannot be measured with a single token: --output-tokens should be 2 or more")
+    warm = SamplingParams(max_tokens=min(_WARM_TOKENS, tokens), temperature=0.0, ignore_eos=True)
+    (found, *_) = engine.generate(_prompts(engine, min(_WARM_PROMPT, prompt), ask.batch, -1), warm)
+    pass_s = min(found.inter_token_s)
+    each_s = wanted.seconds / wanted.repeats
+    slower = pass_s * engine.prediction.decode_tokens_per_s / ask.batch
+    ttft_s = slower * engine.prediction.ttft_s * prompt / ask.prompt_tokens
+    if wanted.prompt_tokens is None and ttft_s > each_s / 2:
+        prompt = max(min(_LEAST_PROMPT, prompt), int(prompt * each_s / 2 / ttft_s))
+    if wanted.output_tokens is None:
+        tokens = min(tokens, max(_LEAST_TOKENS, int((each_s - min(ttft_s, each_s / 2)) / pass_s)))
+    return replace(ask, prompt_tokens=prompt, output_tokens=tokens)
+
+
+def _prompts(engine: Engine, tokens: int, batch: int, repeat: int) -> list[list[int]]:
+    """Random ids: each sequence and each repeat has its own."""
+    vocab = engine.plan.target.spec.vocab
+    return [np.random.default_rng((repeat + 1, seq)).integers(0, vocab, tokens).tolist() for seq in range(batch)]
+
+
+def _streams(plan: Plan) -> bool:
+    homes = {*(unit.home for unit in plan.units), *(kv.home for kv in plan.kv)}
+    return not homes <= {"host", plan.main}
+
+
+def _moved(answers: list[Generation]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for answer in answers:
+        for lane, nbytes in answer.bytes_moved.items():
+            total[lane] = total.get(lane, 0) + nbytes
+    return total

@@ -1,0 +1,139 @@
+"""What `penstock bench MODEL` found, and what it means beside the prediction and the bound."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.graph.occupancy import LaneUse
+from penstock.planner.predict import Prediction
+from penstock.runtime.ceilings import Ceilings
+from penstock.spec.ask import Ask
+from penstock.spec.plan import Plan
+
+_SPREADS = ("ttft_s", "prefill_tokens_per_s", "decode_tokens_per_s")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with minimum and maximum."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Result:
+    """`lanes`, `overlap_s`, `wall_s`: while decoding, of all repeats together. `before`, `after`: the ceilings.
+    `disk_bytes`, `weight_bytes`: of one decode pass, what it streams and what it reads from RAM."""
+
+    ask: Ask
+    plan: Plan
+    threads: int
+    repeats: int
+    prediction: Prediction
+    ttft_s: Spread
+    prefill_tokens_per_s: Spread
+    decode_tokens_per_s: Spread
+    inter_token_s: dict[str, float]
+    lanes: dict[str, LaneUse]
+    overlap_s: float
+    wall_s: float
+    before: Ceilings
+    after: Ceilings
+    disk_bytes: float
+    weight_bytes: int
+    bytes_moved: dict[str, int]
+    peak_host_bytes: int
+
+    @property
+    def disk_s(self) -> float:
+        """What a decode pass takes at least for the disk."""
+        rate = (self.before.disk_read_bytes_per_s + self.after.disk_read_bytes_per_s) / 2
+        return self.disk_bytes / rate if rate else 0.0
+
+    @property
+    def ram_s(self) -> float:
+        """What a decode pass takes at least for the RAM."""
+        return 2 * self.weight_bytes / (self.before.ram_read_bytes_per_s + self.after.ram_read_bytes_per_s)
+
+    @property
+    def bound_by(self) -> str:
+        return "disk0" if self.disk_s > self.ram_s else "host"
+
+    @property
+    def bound_tokens_per_s(self) -> float:
+        return self.ask.batch / max(self.disk_s, self.ram_s)
+
+    @property
+    def share_of_bound(self) -> float:
+        return self.decode_tokens_per_s.median / self.bound_tokens_per_s
+
+    @property
+    def predicted_prefill_tokens_per_s(self) -> float:
+        return self.ask.batch * self.ask.prompt_tokens / self.prediction.ttft_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Under the names of `run --json` where it has them."""
+        predicted, wall_s = self.prediction, self.wall_s
+        return {
+            "batch": self.ask.batch,
+            "context": self.plan.context,
+            "prompt_tokens": self.ask.prompt_tokens,
+            "output_tokens": self.ask.output_tokens,
+            "repeats": self.repeats,
+            "threads": self.threads,
+            "weights": self.plan.target.weights.name,
+            "kv": self.plan.kv[0].format.name,
+            "ttft_s": self.ttft_s.median,
+            "prefill_tokens_per_s": self.prefill_tokens_per_s.median,
+            "decode_tokens_per_s": self.decode_tokens_per_s.median,
+            "least": {name: getattr(self, name).least for name in _SPREADS},
+            "most": {name: getattr(self, name).most for name in _SPREADS},
+            "inter_token_s": self.inter_token_s,
+            "predicted": {
+                "ttft_s": predicted.ttft_s,
+                "prefill_tokens_per_s": self.predicted_prefill_tokens_per_s,
+                "decode_tokens_per_s": predicted.decode_tokens_per_s,
+                "inter_token_s": vars(predicted.inter_token_s),
+                "disk_bytes_per_token": predicted.disk_bytes_per_token,
+                "peak_host_bytes": predicted.peak_host_bytes,
+                "bound_by": predicted.bound_by,
+                "lane_share": predicted.lane_share,
+            },
+            "measured_to_predicted": {
+                "ttft_s": self.ttft_s.median / predicted.ttft_s,
+                "decode_tokens_per_s": self.decode_tokens_per_s.median / predicted.decode_tokens_per_s,
+            },
+            "lanes": {
+                lane: {
+                    "busy_share": use.busy_s / wall_s,
+                    "bytes": use.bytes,
+                    "bytes_per_s": use.bytes / wall_s,
+                    "bytes_per_busy_s": use.bytes / use.busy_s if use.busy_s else 0.0,
+                }
+                for lane, use in self.lanes.items()
+            },
+            "overlap_share": self.overlap_s / wall_s,
+            "busy_over_wall": sum(use.busy_s for use in self.lanes.values()) / wall_s,
+            "bytes_moved": self.bytes_moved,
+            "disk_bytes_per_token": self.disk_bytes / self.ask.batch,
+            "ceilings": {"before": vars(self.before), "after": vars(self.after)},
+            "bound": {
+                "disk_bytes_per_pass": self.disk_bytes,
+                "weight_bytes_per_pass": self.weight_bytes,
+                "disk_s": self.disk_s,
+                "ram_s": self.ram_s,
+                "decode_tokens_per_s": self.bound_tokens_per_s,
+            },
+            "bound_by": self.bound_by,
+            "share_of_bound": self.share_of_bound,
+            "peak_host_bytes": self.peak_host_bytes,
+            "peak_device_bytes": predicted.peak_device_bytes,
+        }

@@ -1,0 +1,163 @@
+"""The live line: it comes, it tells, and it never changes a character of the answer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.cli import live
+from penstock.cli.run import _CONTROLS
+from penstock.graph import passes
+from penstock.graph.timeline import Timeline
+from penstock.spec.format import Format
+from tests.cpu.commands import here
+from tests.cpu.terminal import Screen, run_on_terminal
+from tests.plans import resident_plan
+from tests.pure.machine import model as spec
+
+PLAN = resident_plan(spec(), Format("float32"), chunk_rows=8)
+ROWS, COLUMNS = 7, 60
+FLAGS = ("--raw", "--ignore-eos", "--max-tokens", "150", "--resident", "0", "--context", "256")
+
+# The command as it is, with a line from the first moment on.
+IMPATIENT = (
+    "import sys, penstock.cli.live as live; from penstock.cli.main import main; "
+    "live._FIRST_S = live._EVERY_S = 0.002; sys.exit(main(sys.argv[1:]))"
+)
+# Words as a model streams them, some ending at the margin, more lines than the screen has.
+STREAM = """
+import sys, time
+from types import SimpleNamespace
+import penstock.cli.live as live
+live._FIRST_S = live._EVERY_S = 0.001
+session = SimpleNamespace(reader=SimpleNamespace(bytes_read=5), watchers=[])
+engine = SimpleNamespace(session=session, plan=SimpleNamespace(chunk_rows=4))
+text = sys.argv[1]
+with live.live(engine, [[1] * 9], streams=True) as shown:
+    time.sleep(0.02)
+    for at in range(0, len(text), 3):
+        shown.write(text[at : at + 3])
+        time.sleep(0.002)
+print(flush=True)
+print("the end", file=sys.stderr)
+"""
+
+
+def laid_out(text: str, rows: int = ROWS, columns: int = COLUMNS) -> list[str]:
+    """What a terminal shows of text alone."""
+    screen = Screen(rows, columns)
+    screen.feed(text.replace("\n", "\r\n"))
+    return screen.lines()
+
+
+class Seen:
+    """Lines that stood below the cursor at some time."""
+
+    def __init__(self) -> None:
+        self.lines: set[str] = set()
+
+    def __call__(self, screen: Screen) -> None:
+        self.lines |= {"".join(row).rstrip() for row in screen.cells[screen.row :]}
+
+
+TEXTS = {
+    "words": "once upon a time there was a pump " * 20,
+    "a full line": "x" * COLUMNS * 4 + "\n" + "y" * (COLUMNS - 1) + "\n\n\n" + "z" * COLUMNS + "\n" + "end",
+    "lines": "\n".join("line " * (i % 13) for i in range(40)),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
+def test_the_text_stays_as_it_is(text: str) -> None:
+    seen = Seen()
+    code, screen, _ = run_on_terminal([sys.executable, "-c", STREAM, text], ROWS, COLUMNS, True, seen)
+    assert code == 0
+    assert screen.lines() == laid_out(f"{text}\nthe end\n")
+    assert "reading the prompt: chunk 1 of 3" in seen.lines
+
+
+def arguments(model: Path, cache: Path, *more: object) -> list[str]:
+    args = map(str, ("run", model, "ab" * 40, "--cache", cache, *FLAGS, *more))
+    return [sys.executable, "-c", IMPATIENT, *args]
+
+
+def plain_text(model: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    return here(capsys, "run", model, "ab" * 40, "--cache", cache, *FLAGS).out
+
+
+def test_a_run_on_a_terminal(model: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen = Seen()
+    code, screen, _ = run_on_terminal(arguments(model, cache), ROWS, COLUMNS, True, seen)
+    found = screen.lines()
+    assert code == 0
+    at = next(i for i, line in enumerate(found) if "tok/s (predicted" in line)
+    shown = plain_text(model, cache, capsys)
+    assert found[:at] == laid_out(shown.translate(_CONTROLS))
+    assert any("tokens, " in line and "tok/s, disk" in line for line in seen.lines), seen.lines
+
+
+def test_only_stderr_is_a_terminal(model: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The line has its own place, and the text is what it is without one."""
+    seen = Seen()
+    code, screen, out = run_on_terminal(arguments(model, cache), ROWS, 100, False, seen)
+    assert code == 0 and out == plain_text(model, cache, capsys)
+    assert any(line.endswith("GB/s") and " tokens, " in line for line in seen.lines), seen.lines
+    assert screen.lines()[0].startswith("penstock: ")
+
+
+def test_a_batch_shows_it_all_the_time(model: Path, cache: Path) -> None:
+    seen = Seen()
+    code, screen, _ = run_on_terminal(arguments(model, cache, "--batch", "3"), 40, 100, True, seen)
+    assert code == 0
+    assert any(" tokens, " in line for line in seen.lines), seen.lines
+    assert not any(line.startswith(("reading the prompt", "1 tokens")) for line in screen.lines())
+
+
+def test_json_has_none(model: Path, cache: Path) -> None:
+    code, screen, out = run_on_terminal(arguments(model, cache, "--json"), ROWS, 100, False, lambda _: None)
+    assert code == 0 and out.startswith("{") and screen.lines() == []
+
+
+def test_what_it_says() -> None:
+    clock, reads = [0.0], [100]
+    progress = live.Progress(3, lambda: reads[0], lambda: clock[0])
+    assert progress.line() == "reading the prompt: chunk 1 of 3"
+    for p in passes.prefill(PLAN, 0, 20, passes.DECODE):
+        clock[0] += 1.0
+        reads[0] += 10**9
+        progress.watch(Timeline(()), p)
+        if clock[0] < 3:
+            expected = f"reading the prompt: chunk {int(clock[0]) + 1} of 3, 8.00 tok/s, disk 1.00 GB/s"
+            assert progress.line() == expected
+    assert progress.line() == "0 tokens, disk 1.00 GB/s"
+    for i in range(4):
+        clock[0] += 0.05
+        progress.watch(Timeline(()), passes.decode(PLAN, (0,), (20 + i,), None))
+    assert progress.line().startswith("4 tokens, 20.0 tok/s, disk ")
+    progress.watch(Timeline(()), None)
+    clock[0] += 60
+    progress.line()
+    clock[0] += 1
+    assert progress.line() == "4 tokens, 0.07 tok/s"
+
+
+def test_columns() -> None:
+    for text, column in [("abc", 3), ("a\n", 0), ("\t", 8), ("a" * 10, 10), ("a" * 11, 1), ("日本", 4), ("e\u0301", 1)]:
+        assert live._advance(0, text, 10) == column
+    assert live._advance(9, "日", 10) == 2  # no half of it fits
+
+
+def test_nothing_where_nobody_looks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    engine: Any = SimpleNamespace()  # not even looked at
+    with live.live(engine, [[1]], streams=True) as shown:
+        shown.write("text")
+    assert capsys.readouterr() == ("text", "")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")
+    with live.live(engine, [[1]], streams=True) as shown:
+        shown.write("text")
+    assert capsys.readouterr() == ("text", "")
