@@ -32,11 +32,13 @@ def bench(
     plan_file: PlanFile = None,
     repeats: Annotated[int, Option("--repeats", metavar="N", min=1, help="Answers to measure, at most.")] = 5,
     seconds: Annotated[
-        float, Option("--seconds", metavar="S", min=0.1, help="About how long to measure; one answer at least.")
+        float,
+        Option("--seconds", metavar="S", min=0.1, help="About so long (20); one answer at least."),
     ] = 20.0,
     trace: TraceName = None,
     rows: Annotated[
-        str | None, Option("--rows", metavar="N,N,…", help="For ops: rows of a pass, one setting each.")
+        str | None,
+        Option("--rows", metavar="N,N,…", help=f"For ops: rows of a pass, one setting each ({_ROWS})."),
     ] = None,
     as_json: Json = False,
 ) -> None:
