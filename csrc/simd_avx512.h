@@ -72,6 +72,17 @@ inline F f_bf16(const void* p) {
         _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p))), 16));
 }
 
+// 16 unsigned bytes.
+inline F f_bytes(const void* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
+}
+// 16 bytes: their low nibbles, their high ones.
+inline void f_nibbles(const void* p, F& low, F& high) {
+    const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+    low = _mm512_cvtepi32_ps(_mm512_and_si512(both, _mm512_set1_epi32(15)));
+    high = _mm512_cvtepi32_ps(_mm512_srli_epi32(both, 4));
+}
+
 inline Line line(const void* p) { return _mm512_loadu_si512(p); }
 inline Line low_nibbles(Line x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline Line high_nibbles(Line x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }

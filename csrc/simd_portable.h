@@ -166,6 +166,20 @@ inline F f_bf16(const void* p) {
     return r;
 }
 
+// 16 unsigned bytes.
+inline F f_bytes(const void* p) {
+    const auto* bytes = static_cast<const std::uint8_t*>(p);
+    F r;
+    PENSTOCK_LANES r.v[i] = static_cast<float>(bytes[i]);
+    return r;
+}
+// 16 bytes: their low nibbles, their high ones.
+inline void f_nibbles(const void* p, F& low, F& high) {
+    const auto* bytes = static_cast<const std::uint8_t*>(p);
+    PENSTOCK_LANES low.v[i] = static_cast<float>(bytes[i] & 15U);
+    PENSTOCK_LANES high.v[i] = static_cast<float>(bytes[i] >> 4U);
+}
+
 inline Line line(const void* p) {
     Line r;
     std::memcpy(r.v, p, 64);

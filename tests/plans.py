@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.graph.arenas import Layout
 from penstock.planner.solve.residency import PINNED, page_tokens
-from penstock.spec.format import Format
+from penstock.spec.format import Format, parse_format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Part, parts
 from penstock.spec.plan import ActHome, KvHome, Plan, PlanModel, Unit
@@ -35,7 +35,7 @@ def make_plan(
     plan = Plan(
         models=(PlanModel(spec, weights),),
         units=tuple(units),
-        kv=(KvHome(layers, seqs, "host", Format(kv), "host"),),
+        kv=(KvHome(layers, seqs, "host", parse_format(kv), "host"),),
         acts=(ActHome(layers, seqs, "host"),),
         arenas=(),
         batches_per_pass=batches_per_pass,
@@ -54,14 +54,14 @@ def make_plan(
     return replace(plan, arenas=Layout(plan).arenas())
 
 
-def resident_plan(spec: ModelSpec, weights: Format, **fields: int) -> Plan:
+def resident_plan(spec: ModelSpec, weights: Format, **fields: int | str) -> Plan:
     """Every part whole and in memory."""
     units = [Unit(p.key, 0, p.granules, "host", "host", "host") for p in parts(spec, weights)]
     return make_plan(spec, weights, units, ring_bytes={}, **fields)  # type: ignore[arg-type]
 
 
 @st.composite
-def random_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, **fields: int) -> Plan:
+def random_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, **fields: int | str) -> Plan:
     """Any cut of any part into units, each at home in memory or on disk; any ring that holds the largest."""
     units: list[Unit] = []
     largest = 0

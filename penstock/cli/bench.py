@@ -21,7 +21,7 @@ def bench(
         bool, Option("--calibrate", help="Correct this machine's figures by what runs showed, and say how.")
     ] = False,
     weights: Weights = None,
-    kv: Annotated[str, Option("--kv", metavar="FORMAT", help="float16, bfloat16 or float32.")] = "float16",
+    kv: Annotated[str, Option("--kv", metavar="FORMAT", help="float32, bfloat16, float16, int8 or int4.")] = "float16",
     rows: Annotated[str, Option("--rows", metavar="N,N,…", help="Rows of a pass, one setting each.")] = "1,4,64,512",
     context: Annotated[int, Option("--context", metavar="N", min=1, help="Positions that the last row sees.")] = 1024,
     as_json: Json = False,
@@ -55,8 +55,7 @@ def bench(
     assert config is not None
     spec, fmt = describe(as_path(config), parse_format(weights) if weights else None)
     kept = parse_format(kv)
-    if kept.is_quantised:
-        raise BadRequest(f"a KV cache in {kv} is not in this version")
+    kept.check_kv()
     threads = min(machine.threads or host.usable_cpus(), host.usable_cpus())
     limits = ceilings(threads)
     line = "{:>5}  {:<8}{:<10}{:>10}{:>10}{:>12}{:>9}"

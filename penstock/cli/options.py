@@ -86,7 +86,14 @@ class Machine:
 class Work:
     """What the plan is for."""
 
-    kv: Annotated[str | None, Option("--kv", metavar="FORMAT", help="Number format of the KV cache.")] = None
+    kv: Annotated[
+        str | None,
+        Option(
+            "--kv",
+            metavar="FORMAT",
+            help="KV cache in float32, bfloat16, float16, int8 or int4; default 16 bits, or 32 for a float32 model.",
+        ),
+    ] = None
     batch: Annotated[int, Option("--batch", metavar="N", min=1, help="Sequences at once.")] = 1
     prompt_tokens: Annotated[
         int | None,
