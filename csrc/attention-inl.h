@@ -104,7 +104,8 @@ void blend(const float* weights, const float* shrink, const Cached& values, cons
     for (int s = 0; s < wide / kWide; ++s) factors[s] = (first + 16 * kWide * s) / values.group * kPartTokens;
     const std::uint8_t* row = values.data + skip;
     if (ahead != nullptr) ahead += skip;
-    for (int token = 0; token < count; ++token, row += values.row_bytes) {
+    int token = 0;
+    do {  // there is one at least, and the compiler should know it: else it moves the sums to memory and back
         if (ahead != nullptr) {
             for (std::size_t at = 0; at < wide * kVectorBytes<kind>; at += 64) __builtin_prefetch(ahead + at);
             ahead += values.row_bytes;
@@ -118,7 +119,8 @@ void blend(const float* weights, const float* shrink, const Cached& values, cons
             const F weight = f_set(weights[i * kBlockTokens + token]);
             for (int c = 0; c < wide; ++c) acc[i][c] = f_fma(weight, value[c], acc[i][c]);
         }
-    }
+        row += values.row_bytes;
+    } while (++token < count);
     for (int i = 0; i < n; ++i) {
         for (int c = 0; c < wide; ++c) f_store(sums + i * width + first + 16 * c, acc[i][c]);
     }

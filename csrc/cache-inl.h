@@ -160,9 +160,7 @@ template <Kind kind>
     if constexpr (kind == Kind::kInt8) {
         out[0] = f_fma(f_bytes(row), f_set(*scale), f_set(*minimum));
     } else if constexpr (kind == Kind::kInt4) {
-        const F s = f_set(*scale), m = f_set(*minimum);
-        f_nibbles(row, out[0], out[1]);
-        out[0] = f_fma(out[0], s, m), out[1] = f_fma(out[1], s, m);
+        f_nibbles(row, f_set(*scale), f_set(*minimum), out[0], out[1]);
     } else {
         out[0] = kind == Kind::kFloat32 ? f_load(row) : kind == Kind::kFloat16 ? f_half(row) : f_bf16(row);
     }

@@ -107,12 +107,12 @@ inline I i_bytes(const void* p) {
             _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes + 8)))};
 }
 inline F f_bytes(const void* p) { return f_from(i_bytes(p)); }
-// 16 bytes: their low nibbles, their high ones.
-inline void f_nibbles(const void* p, F& low, F& high) {
+// The low nibbles of 16 bytes and their high ones, times scale plus minimum.
+inline void f_nibbles(const void* p, F scale, F minimum, F& low, F& high) {
     const I both = i_bytes(p);
     const __m256i mask = _mm256_set1_epi32(15);
-    low = f_from({_mm256_and_si256(both.a, mask), _mm256_and_si256(both.b, mask)});
-    high = f_from({_mm256_srli_epi32(both.a, 4), _mm256_srli_epi32(both.b, 4)});
+    low = f_fma(f_from({_mm256_and_si256(both.a, mask), _mm256_and_si256(both.b, mask)}), scale, minimum);
+    high = f_fma(f_from({_mm256_srli_epi32(both.a, 4), _mm256_srli_epi32(both.b, 4)}), scale, minimum);
 }
 
 inline Line line(const void* p) {

@@ -76,11 +76,13 @@ inline F f_bf16(const void* p) {
 inline F f_bytes(const void* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
 }
-// 16 bytes: their low nibbles, their high ones.
-inline void f_nibbles(const void* p, F& low, F& high) {
+// The low nibbles of 16 bytes and their high ones, times scale plus minimum: looked up in a table of the 16 values.
+inline void f_nibbles(const void* p, F scale, F minimum, F& low, F& high) {
     const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
-    low = _mm512_cvtepi32_ps(_mm512_and_si512(both, _mm512_set1_epi32(15)));
-    high = _mm512_cvtepi32_ps(_mm512_srli_epi32(both, 4));
+    const F codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+            table = f_fma(codes, scale, minimum);
+    low = _mm512_permutexvar_ps(both, table);  // by an index's low four bits
+    high = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), table);
 }
 
 inline Line line(const void* p) { return _mm512_loadu_si512(p); }

@@ -173,11 +173,12 @@ inline F f_bytes(const void* p) {
     PENSTOCK_LANES r.v[i] = static_cast<float>(bytes[i]);
     return r;
 }
-// 16 bytes: their low nibbles, their high ones.
-inline void f_nibbles(const void* p, F& low, F& high) {
+// The low nibbles of 16 bytes and their high ones, times scale plus minimum.
+inline void f_nibbles(const void* p, const F& scale, const F& minimum, F& low, F& high) {
     const auto* bytes = static_cast<const std::uint8_t*>(p);
     PENSTOCK_LANES low.v[i] = static_cast<float>(bytes[i] & 15U);
     PENSTOCK_LANES high.v[i] = static_cast<float>(bytes[i] >> 4U);
+    low = f_fma(low, scale, minimum), high = f_fma(high, scale, minimum);
 }
 
 inline Line line(const void* p) {
