@@ -48,7 +48,7 @@ bench-startup: .venv/run.stamp ## measure how long penstock takes to start, and 
 bench-fit: .venv/run.stamp ## a 2.5 GB model within 1500 MiB of memory, in a cgroup: peak, bytes per token, the refused minimum
 	@$(BIN)/python -m bench.fit
 
-bench-quality: .venv/run.stamp ## what int8 and int4 weights cost the bundled model: perplexity and KL divergence
+bench-quality: .venv/run.stamp ## what int8 and int4 cost the bundled model, as weights and as KV cache: perplexity and KL divergence
 	@$(BIN)/python -m bench.quality
 
 bench-cpu: .venv/bench.stamp ## 1B and 8B shapes in memory against llama.cpp (installed by building it): decode, prefill, attention

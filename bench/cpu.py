@@ -105,7 +105,7 @@ class Shape:
 
     def others_cpu_s(self) -> float:
         """Processor time that everything but this bench has had so far. Only differences mean something."""
-        return _busy_s() - time.process_time() - self.ours.cpu_s - self.peer.cpu_s
+        return busy_s() - time.process_time() - self.ours.cpu_s - self.peer.cpu_s
 
     def facts(self) -> dict[str, Any]:
         """What was compared, and the processor time that each worker took while it should have slept."""
@@ -164,7 +164,7 @@ def write_models(config_file: Path, model: Path, gguf: Path) -> None:
     os.sync()
 
 
-def _busy_s() -> float:
+def busy_s() -> float:
     """Processor time of all processes of the machine since its start, with what a hypervisor gave to others."""
     user, nice, system, _idle, _iowait, *more = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     return sum(map(int, (user, nice, system, *more))) / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,5 @@
-"""`python -m bench.quality`: what int8 and int4 weights cost the bundled model, as perplexity and KL divergence.
+"""`python -m bench.quality`: what int8 and int4 cost the bundled model, in weights or in the KV cache, as perplexity
+and KL divergence.
 
 The text is read where it lies and not shipped (WikiText-2, test split). The last line is one JSON object.
 """
@@ -24,27 +25,36 @@ TEXT = Path("../shared/data/wikitext2/wiki.test.raw")
 # (format, whether activations stay float32)
 VARIANTS = {"float32": ("float32", True), "int8": ("int8", False), "int8-exact": ("int8", True),
             "int4": ("int4", False), "int4-exact": ("int4", True)}  # fmt: skip
+KV_FORMATS = ("float32", "float16", "int8", "int4")
+KV_CHARACTERS = 100_000
+
+
+def load(folder: Path, fmt: str, exact: bool, kv: str | None = None) -> Engine:
+    ask = Ask(score=True, context=512, prompt_tokens=512, output_tokens=1, kv=kv)
+    return Engine.load(folder / fmt, ask, cache=default_cache(), exact=exact)
+
+
+def compared(engines: dict[str, Engine], text: str) -> dict[str, Any]:
+    """Per engine: perplexity, its ratio to the first one's, KL divergence and agreement with it."""
+    rows: dict[str, Any] = {}
+    first, base = next(iter(engines.items()))
+    for name, engine in engines.items():
+        found = evaluate(engine, text, None if engine is base else base)
+        rows[name] = {"perplexity": found.perplexity, "tokens": found.tokens, "kl": found.kl, "agree": found.agree}
+        rows[name]["vs_float32"] = found.perplexity / rows[first]["perplexity"] - 1
+        kl = "" if found.kl is None else f"  KL {found.kl:.6f}  same best token {found.agree:.2%}"
+        print(f"{name:11} perplexity {found.perplexity:.4f} ({rows[name]['vs_float32']:+.2%}){kl}", flush=True)
+    return rows
 
 
 def measure(model: Path, text: str, folder: Path) -> dict[str, Any]:
-    """Per variant: perplexity, its ratio to float32's, KL and agreement with float32. "-exact" multiplies with float32
-    activations, the others round them to int8, a scale per group."""
-    ask = Ask(score=True, context=512, prompt_tokens=512, output_tokens=1)
+    """Of the formats of weights over the whole text, of those of the KV cache (weights float32) over its beginning.
+    "-exact" multiplies with float32 activations, the others round them to int8, a scale per group."""
     for fmt in {fmt for fmt, _ in VARIANTS.values()}:
         pack(model, folder / fmt, parse_format(fmt))
-    engines = {
-        name: Engine.load(folder / fmt, ask, cache=default_cache(), exact=exact)
-        for name, (fmt, exact) in VARIANTS.items()
-    }
-    rows: dict[str, Any] = {}
-    for name, engine in engines.items():
-        exact = None if name == "float32" else engines["float32"]
-        found = evaluate(engine, text, exact)
-        rows[name] = {"perplexity": found.perplexity, "tokens": found.tokens, "kl": found.kl, "agree": found.agree}
-        rows[name]["vs_float32"] = found.perplexity / rows["float32"]["perplexity"] - 1
-        kl = "" if found.kl is None else f"  KL {found.kl:.5f}  same best token {found.agree:.2%}"
-        print(f"{name:11} perplexity {found.perplexity:.4f} ({rows[name]['vs_float32']:+.2%}){kl}", flush=True)
-    return rows
+    rows = compared({name: load(folder, fmt, exact) for name, (fmt, exact) in VARIANTS.items()}, text)
+    caches = {f"kv-{kv}": load(folder, "float32", True, kv) for kv in KV_FORMATS}
+    return {**rows, **compared(caches, text[:KV_CHARACTERS])}
 
 
 def main() -> None:

@@ -6,33 +6,13 @@
 // memory is the limit, at 2 bytes a number and 8 k context 24 GB/s a core.
 #pragma once
 
+#include "cache-inl.h"
+
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
 constexpr int kBlockTokens = 256;  // between two looks at the running maximum
-constexpr int kPartTokens = 32;    // whose keys or values stay in the L1 cache for all queries
 constexpr int kQueryRows = 8;      // rows of a prefill chunk that go through the cache together
-
-inline int up16(int n) { return (n + 15) / 16 * 16; }
-
-// 16 numbers of the cache.
-template <Kind kind>
-inline F f_cached(const std::uint8_t* p) {
-    return kind == Kind::kFloat32 ? f_load(p) : kind == Kind::kFloat16 ? f_half(p) : f_bf16(p);
-}
-
-// Elements of the cache to float32, `count` of them, the rest of 16 zero.
-template <Kind kind>
-inline void widen_row(const std::uint8_t* from, int count, float* to) {
-    constexpr std::size_t kItem = kind == Kind::kFloat32 ? 4 : 2;
-    int i = 0;
-    for (; i + 16 <= count; i += 16) f_store(to + i, f_cached<kind>(from + kItem * std::size_t(i)));
-    if (i < count) {
-        alignas(64) std::uint8_t tail[64] = {};
-        std::memcpy(tail, from + std::size_t(i) * kItem, std::size_t(count - i) * kItem);
-        f_store(to + i, f_cached<kind>(tail));
-    }
-}
 
 // Running softmax of one query row.
 struct Running {
@@ -69,33 +49,37 @@ inline float soften(float* scores, Running& run) {
     return shrink;
 }
 
-// Keys or values: rows of `e16` numbers, `row_bytes` apart.
-struct Rows16 {
-    const std::uint8_t* data;
-    std::size_t row_bytes;
-};
-
-// scores[i][token] = scale · query i · key of token, for n queries and `count` tokens of a part, 16 at a time;
-// meanwhile as much is fetched from `ahead`.
+// scores[i][token] = scale · query i · key of token, for n queries of `width` columns and `count` tokens of a part, 16
+// at a time; meanwhile as much is fetched from `ahead`.
 template <Kind kind, int n>
-void score(const float* queries, int e16, const Rows16& keys, const std::uint8_t* ahead, int count, float scale,
+void score(const float* queries, int width, const Cached& keys, const std::uint8_t* ahead, int count, float scale,
            float* scores) {
-    constexpr std::size_t kItem = kind == Kind::kFloat32 ? 4 : 2;
-    constexpr int kTokens = 16 / n;
+    constexpr int kTokens = 16 / n, kWide = kVectors<kind>;
     for (int token = 0; token < count; token += kTokens) {
         F sums[16];
         for (F& sum : sums) sum = f_zero();
-        const std::uint8_t* rows = keys.data + std::size_t(token) * keys.row_bytes;
+        const std::size_t from = std::size_t(token) * keys.row_bytes;
         if (ahead != nullptr) {
-            const std::size_t from = std::size_t(token) * keys.row_bytes, bytes = std::size_t(kTokens) * keys.row_bytes;
+            const std::size_t bytes = std::size_t(kTokens) * keys.row_bytes;
             for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(ahead + from + at);
         }
-        for (int c = 0; c < e16; c += 16) {
-            F q[n];
-            for (int i = 0; i < n; ++i) q[i] = f_load(queries + i * e16 + c);
-            for (int k = 0; k < kTokens; ++k) {
-                const F key = f_cached<kind>(rows + std::size_t(k) * keys.row_bytes + std::size_t(c) * kItem);
-                for (int i = 0; i < n; ++i) sums[i * kTokens + k] = f_fma(q[i], key, sums[i * kTokens + k]);
+        const std::uint8_t* rows = keys.data + from;
+        const float *scales = keys.scales + token, *minimums = keys.minimums + token;
+        for (int c = 0; c < width; scales += kPartTokens, minimums += kPartTokens) {
+            for (const int until = std::min(c + keys.group, width); c < until; c += 16 * kWide) {
+                F q[n][kWide];
+                for (int i = 0; i < n; ++i) {
+                    for (int v = 0; v < kWide; ++v) q[i][v] = f_load(queries + i * width + c + 16 * v);
+                }
+                for (int k = 0; k < kTokens; ++k) {
+                    F key[kWide];
+                    read<kind>(rows + std::size_t(k) * keys.row_bytes + std::size_t(c) / 16 * kVectorBytes<kind>,
+                               scales + k, minimums + k, key);
+                    for (int i = 0; i < n; ++i) {
+                        F& sum = sums[i * kTokens + k];
+                        for (int v = 0; v < kWide; ++v) sum = f_fma(q[i][v], key[v], sum);
+                    }
+                }
             }
         }
         alignas(64) float found[16];
@@ -104,40 +88,54 @@ void score(const float* queries, int e16, const Rows16& keys, const std::uint8_t
     }
 }
 
-// sums[i] = sums[i] · shrink[i] + Σ tokens: weights[i][token] · value, for n queries and 16 · `wide` columns;
-// meanwhile as much is fetched from `ahead`.
+// sums[i] = sums[i] · shrink[i] + Σ tokens: weights[i][token] · value, for n queries and the columns from `first` on,
+// 16 · `wide` of `width`; meanwhile as much is fetched from `ahead`.
 template <Kind kind, int n, int wide>
-void blend(const float* weights, const float* shrink, const Rows16& values, const std::uint8_t* ahead, int count,
-           int e16, float* sums) {
-    constexpr std::size_t kItem = kind == Kind::kFloat32 ? 4 : 2;
+void blend(const float* weights, const float* shrink, const Cached& values, const std::uint8_t* ahead, int count,
+           int width, int first, float* sums) {
+    constexpr int kWide = kVectors<kind>;
+    constexpr std::size_t kStep = kWide * kVectorBytes<kind>;
+    const std::size_t skip = std::size_t(first) / 16 * kVectorBytes<kind>;
     F acc[n][wide];
     for (int i = 0; i < n; ++i) {
-        for (int c = 0; c < wide; ++c) acc[i][c] = f_mul(f_load(sums + i * e16 + 16 * c), f_set(shrink[i]));
+        for (int c = 0; c < wide; ++c) acc[i][c] = f_mul(f_load(sums + i * width + first + 16 * c), f_set(shrink[i]));
     }
-    const std::uint8_t* row = values.data;
-    for (int token = 0; token < count; ++token, row += values.row_bytes) {
+    std::ptrdiff_t factors[wide / kWide];
+    for (int s = 0; s < wide / kWide; ++s) factors[s] = (first + 16 * kWide * s) / values.group * kPartTokens;
+    const std::uint8_t* row = values.data + skip;
+    if (ahead != nullptr) ahead += skip;
+    int token = 0;
+    do {  // there is one at least, and the compiler should know it: else it moves the sums to memory and back
         if (ahead != nullptr) {
-            for (std::size_t at = 0; at < 16 * wide * kItem; at += 64) __builtin_prefetch(ahead + at);
+            for (std::size_t at = 0; at < wide * kVectorBytes<kind>; at += 64) __builtin_prefetch(ahead + at);
             ahead += values.row_bytes;
         }
         F value[wide];
-        for (int c = 0; c < wide; ++c) value[c] = f_cached<kind>(row + std::size_t(16 * c) * kItem);
+        for (int s = 0; s < wide / kWide; ++s) {
+            read<kind>(row + std::size_t(s) * kStep, values.scales + factors[s] + token,
+                       values.minimums + factors[s] + token, value + s * kWide);
+        }
         for (int i = 0; i < n; ++i) {
             const F weight = f_set(weights[i * kBlockTokens + token]);
             for (int c = 0; c < wide; ++c) acc[i][c] = f_fma(weight, value[c], acc[i][c]);
         }
-    }
+        row += values.row_bytes;
+    } while (++token < count);
     for (int i = 0; i < n; ++i) {
-        for (int c = 0; c < wide; ++c) f_store(sums + i * e16 + 16 * c, acc[i][c]);
+        for (int c = 0; c < wide; ++c) f_store(sums + i * width + first + 16 * c, acc[i][c]);
     }
 }
 
 // Attention of `rows` consecutive rows (from position `start`) of one KV head: its G query heads each.
 class HeadAttention {
   public:
-    // Floats of memory for that many queries: [queries, E16] twice, K or V [32, E16], scores [queries, 256], Running.
-    static std::size_t floats(int queries, int e16) {
-        return std::size_t(2 * queries + kPartTokens) * std::size_t(e16) + std::size_t(queries) * (kBlockTokens + 3);
+    // Columns of queries and sums: whole vectors, as the cache is read.
+    static int width(const KvCache& cache) { return up_to(cache.head_dim, cache.kind == Kind::kInt4 ? 32 : 16); }
+
+    // Floats of memory for that many queries: [queries, width] twice, K or V (or the scales and minimums) [32, width],
+    // scores [queries, 256], Running.
+    static std::size_t floats(int queries, int width) {
+        return std::size_t(2 * queries + kPartTokens) * std::size_t(width) + std::size_t(queries) * (kBlockTokens + 3);
     }
 
     HeadAttention(const AttentionShape& a, const KvCache& cache, int first_page, int head, int start, int rows,
@@ -148,13 +146,14 @@ class HeadAttention {
           head_(head),
           start_(start),
           rows_(rows),
-          e16_(up16(a.head_dim)),
+          width_(HeadAttention::width(cache)),
           group_(a.heads / a.kv_heads),
-          queries_(group_ * rows) {
+          queries_(group_ * rows),
+          row_bytes_(cache.row_bytes()) {
         query_ = memory;
-        sums_ = query_ + std::ptrdiff_t(queries_) * e16_;
-        wide_ = sums_ + std::ptrdiff_t(queries_) * e16_;
-        scores_ = wide_ + kPartTokens * e16_;
+        sums_ = query_ + std::ptrdiff_t(queries_) * width_;
+        wide_ = sums_ + std::ptrdiff_t(queries_) * width_;
+        scores_ = wide_ + kPartTokens * width_;
         run_ = reinterpret_cast<Running*>(scores_ + std::ptrdiff_t(queries_) * kBlockTokens);
     }
 
@@ -162,14 +161,13 @@ class HeadAttention {
         const int e = a_.head_dim, end = start_ + rows_;
         const std::ptrdiff_t stride = std::ptrdiff_t(a_.heads) * e, first = std::ptrdiff_t(head_) * group_ * e;
         const int begin = a_.window > 0 ? std::max(0, start_ - a_.window + 1) / kBlockTokens * kBlockTokens : 0;
-        const std::size_t row_bytes = std::size_t(e) * cache_.item_bytes();
-        const std::size_t some = std::min<std::size_t>(kPartTokens, std::size_t(end - begin)) * row_bytes;
-        prefetch_run(cache_.keys + place(begin, row_bytes), some);  // while the queries are laid out
-        prefetch_run(cache_.values + place(begin, row_bytes), some);
+        const std::size_t some = std::min<std::size_t>(kPartTokens, std::size_t(end - begin)) * row_bytes_;
+        prefetch_run(rows_at(cache_.keys, begin), some);  // while the queries are laid out
+        prefetch_run(rows_at(cache_.values, begin), some);
         for (int i = 0; i < queries_; ++i) {
             const float* from = q + (i / group_) * stride + first + std::ptrdiff_t(i % group_) * e;
-            for (int c = 0; c < e16_; ++c) query_[i * e16_ + c] = c < e ? from[c] : 0.0F;
-            std::fill_n(sums_ + i * e16_, e16_, 0.0F);
+            for (int c = 0; c < width_; ++c) query_[i * width_ + c] = c < e ? from[c] : 0.0F;
+            std::fill_n(sums_ + i * width_, width_, 0.0F);
             run_[i] = {-INFINITY, 0.0F, 1.0F};
         }
         for (int block = begin; block < end; block += kBlockTokens) {
@@ -181,6 +179,12 @@ class HeadAttention {
                 case Kind::kBfloat16:
                     walk<Kind::kBfloat16>(block, until);
                     break;
+                case Kind::kInt8:
+                    walk<Kind::kInt8>(block, until);
+                    break;
+                case Kind::kInt4:
+                    walk<Kind::kInt4>(block, until);
+                    break;
                 default:
                     walk<Kind::kFloat32>(block, until);
             }
@@ -188,65 +192,78 @@ class HeadAttention {
         for (int i = 0; i < queries_; ++i) {
             float* to = out + (i / group_) * stride + first + std::ptrdiff_t(i % group_) * e;
             const float share = 1.0F / run_[i].weight;
-            for (int c = 0; c < e; ++c) to[c] = sums_[i * e16_ + c] * share;
+            for (int c = 0; c < e; ++c) to[c] = sums_[i * width_ + c] * share;
         }
     }
 
   private:
     // Parts never cross pages: page_tokens is a multiple of 64.
-    std::size_t place(int position, std::size_t row_bytes) const {
-        return cache_.offset(first_page_ + position / cache_.page_tokens, head_) +
-               std::size_t(position % cache_.page_tokens) * row_bytes;
+    const std::uint8_t* block_at(const std::uint8_t* pool, int position) const {
+        return pool + cache_.block_at(first_page_ + position / cache_.page_tokens, head_);
+    }
+    const std::uint8_t* rows_at(const std::uint8_t* pool, int position) const {
+        return block_at(pool, position) + std::size_t(position % cache_.page_tokens) * row_bytes_;
     }
 
     // A block: scores of all its parts, weights, then values of all its parts. What the next part reads is fetched
     // meanwhile, so that memory never waits for arithmetic; further ahead it would not stay in the L1 cache.
     template <Kind kind>
     void walk(int start, int end) {
-        constexpr std::size_t kItem = kind == Kind::kFloat32 ? 4 : 2;
-        const std::size_t row_bytes = std::size_t(a_.head_dim) * kItem;
         // Parts that no row's window reaches back to are left out.
         const int oldest = a_.window > 0 ? start_ - a_.window + 1 : 0;
         const int lo = std::max(0, oldest - start) / kPartTokens, hi = (end - start + kPartTokens - 1) / kPartTokens;
+        const bool in_place = quantised(kind) || a_.head_dim == width_;
         const auto fetched = [&](int step) -> const std::uint8_t* {  // steps: keys of [lo, hi), values of [lo, hi), …
             const int parts = hi - lo, ahead = step + 1;
             const int position = start + (lo + ahead % parts) * kPartTokens;
-            if (a_.head_dim != e16_) return nullptr;
-            if (ahead < parts) return cache_.keys + place(position, row_bytes);
-            if (ahead < 2 * parts) return cache_.values + place(position, row_bytes);
+            if (!in_place) return nullptr;
+            if (ahead < 2 * parts) return next(ahead < parts ? cache_.keys : cache_.values, position);
             const int after = start + kBlockTokens + (ahead - 2 * parts) * kPartTokens;
-            return after < start_ + rows_ ? cache_.keys + place(after, row_bytes) : nullptr;
+            return after < start_ + rows_ ? next(cache_.keys, after) : nullptr;
         };
-        const auto each_part = [&](const std::uint8_t* pool, float* wide, int step, const auto& work) {
+        const auto each_part = [&](const std::uint8_t* pool, int step, const auto& work) {
             for (int part = lo; part < hi; ++part, ++step) {
                 const int first = start + part * kPartTokens, count = std::min(kPartTokens, end - first);
-                const std::uint8_t* from = pool + place(first, row_bytes);
-                if (a_.head_dim == e16_) {
-                    work.template operator()<kind>(Rows16{from, row_bytes}, part * kPartTokens, count, fetched(step));
+                const std::uint8_t* from = rows_at(pool, first);
+                Cached rows{from, row_bytes_, width_, wide_, wide_};
+                if constexpr (quantised(kind)) {
+                    widen_factors(cache_, block_at(pool, first), first % cache_.page_tokens, wide_);
+                    rows.group = cache_.group;
+                    rows.scales = wide_, rows.minimums = wide_ + cache_.groups() * kPartTokens;
+                } else if (!in_place) {
+                    // Rows that end inside a vector: what follows may be anything, NaN too.
+                    for (int i = 0; i < count; ++i) {
+                        widen_row<kind>(from + std::size_t(i) * row_bytes_, a_.head_dim, wide_ + i * width_);
+                    }
+                    rows.data = reinterpret_cast<std::uint8_t*>(wide_), rows.row_bytes = std::size_t(width_) * 4;
+                    work.template operator()<Kind::kFloat32>(rows, part * kPartTokens, count, nullptr);
                     continue;
                 }
-                // Rows that end inside a vector: what follows may be anything, NaN too.
-                for (int i = 0; i < count; ++i) {
-                    widen_row<kind>(from + std::size_t(i) * row_bytes, a_.head_dim, wide + i * e16_);
-                }
-                const Rows16 rows{reinterpret_cast<std::uint8_t*>(wide), std::size_t(e16_) * 4};
-                work.template operator()<Kind::kFloat32>(rows, part * kPartTokens, count, nullptr);
+                work.template operator()<kind>(rows, part * kPartTokens, count, fetched(step));
             }
         };
-        each_part(cache_.keys, wide_, 0,
-                  [&]<Kind as>(const Rows16& keys, int at, int count, const std::uint8_t* ahead) {
-                      each_query([&]<int n>(int i) {
-                          score<as, n>(query_ + i * e16_, e16_, keys, i == 0 ? ahead : nullptr, count, a_.scale,
-                                       scores_ + std::ptrdiff_t(i) * kBlockTokens + at);
-                      });
-                  });
+        each_part(cache_.keys, 0, [&]<Kind as>(const Cached& keys, int at, int count, const std::uint8_t* ahead) {
+            each_query([&]<int n>(int i) {
+                score<as, n>(query_ + i * width_, width_, keys, i == 0 ? ahead : nullptr, count, a_.scale,
+                             scores_ + std::ptrdiff_t(i) * kBlockTokens + at);
+            });
+        });
         for (int i = 0; i < queries_; ++i) weigh(i, start, end, lo * kPartTokens);
-        each_part(cache_.values, wide_, hi - lo,
-                  [&]<Kind as>(const Rows16& values, int at, int count, const std::uint8_t* ahead) {
+        each_part(cache_.values, hi - lo,
+                  [&]<Kind as>(const Cached& values, int at, int count, const std::uint8_t* ahead) {
                       each_query([&]<int n>(int i) {
                           add_values<as, n>(i, at, values, count, at == lo * kPartTokens, i == 0 ? ahead : nullptr);
                       });
                   });
+    }
+
+    // The rows of the part at a position, whose scales and minimums are fetched now: two lines a group.
+    const std::uint8_t* next(const std::uint8_t* pool, int position) const {
+        const std::uint8_t* block = block_at(pool, position);
+        for (int g = 0; g < 2 * cache_.groups(); ++g) {
+            __builtin_prefetch(block + cache_.scale_at(g, position % cache_.page_tokens));
+        }
+        return rows_at(pool, position);
     }
 
     // work<n>(i) for n queries from i on, all of them.
@@ -279,38 +296,35 @@ class HeadAttention {
     }
 
     template <Kind kind, int n>
-    void add_values(int first, int at, const Rows16& values, int count, bool starts, const std::uint8_t* ahead) {
-        constexpr std::size_t kItem = kind == Kind::kFloat32 ? 4 : 2;
+    void add_values(int first, int at, const Cached& values, int count, bool starts, const std::uint8_t* ahead) {
         const float* weights = scores_ + std::ptrdiff_t(first) * kBlockTokens + at;
         float shrink[n];
         for (int i = 0; i < n; ++i) shrink[i] = starts ? run_[first + i].shrink : 1.0F;
-        float* sums = sums_ + first * e16_;
         int c = 0;
         const auto some = [&]<int wide>() {
-            for (; c + 16 * wide <= e16_; c += 16 * wide) {
-                const std::size_t skip = std::size_t(c) * kItem;
-                blend<kind, n, wide>(weights, shrink, {values.data + skip, values.row_bytes},
-                                     ahead != nullptr ? ahead + skip : nullptr, count, e16_, sums + c);
+            for (; c + 16 * wide <= width_; c += 16 * wide) {
+                blend<kind, n, wide>(weights, shrink, values, ahead, count, width_, c, sums_ + first * width_);
             }
         };
         some.template operator()<n == 4 ? 4 : 8>();
-        some.template operator()<1>();
+        some.template operator()<kVectors<kind>>();
     }
 
     const AttentionShape& a_;
     const KvCache& cache_;
-    int first_page_, head_, start_, rows_, e16_, group_, queries_;
+    int first_page_, head_, start_, rows_, width_, group_, queries_;
+    std::size_t row_bytes_;
     float *query_, *sums_, *wide_, *scores_;
     Running* run_;
 };
 
 bool attend(Pool& pool, const AttentionShape& a, const Sequence* sequences, int sequence_count, const KvCache& cache,
             const float* q, float* out, Scratch scratch) {
-    const int e16 = up16(a.head_dim), group = a.heads / a.kv_heads;
+    const int width = HeadAttention::width(cache), group = a.heads / a.kv_heads;
     int longest = 1, items = 0;
     for (int s = 0; s < sequence_count; ++s) longest = std::max(longest, sequences[s].rows);
     const int rows_at_once = std::min(longest, kQueryRows), queries = group * rows_at_once;
-    const std::size_t share = (HeadAttention::floats(queries, e16) + 15) / 16 * 16;
+    const std::size_t share = (HeadAttention::floats(queries, width) + 15) / 16 * 16;
     // With many heads of many queries the scratch may not hold a share for every thread: then fewer work.
     const int usable = std::min(pool.threads(), static_cast<int>(scratch.nbytes / (share * sizeof(float))));
     if (usable < 1) return false;
@@ -322,8 +336,9 @@ bool attend(Pool& pool, const AttentionShape& a, const Sequence* sequences, int 
     std::size_t cost = 0;
     for (int s = 0; s < sequence_count; ++s) {
         const int seen = sequences[s].start + sequences[s].rows;
-        cost += std::size_t(2 * heads) * std::size_t(seen) * std::size_t(a.head_dim) * cache.item_bytes() *
-                std::size_t((sequences[s].rows + 3) / 4) * 4;  // a byte costs more than one of weights: 9 ns a token
+        // As if in 16 bits, for fewer bytes are no less work. A byte costs more than one of weights: 9 ns a token.
+        cost += std::size_t(4 * heads) * std::size_t(seen) * std::size_t(a.head_dim) *
+                std::size_t((sequences[s].rows + 3) / 4) * 4;
     }
     pool.run(cost, [&](const Team& team) {
         if (team.id() >= usable) return;

@@ -96,18 +96,41 @@ struct FfnSum {
     bool first, continues, keeps;
 };
 
-// A layer's K and V: pages of [K, P, E] in `kind` (float32, float16 or bfloat16), `page_bytes` apart.
+constexpr int up_to(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+constexpr int kMostKvGroup = 4096;
+
+// A layer's K and V in pages: for every KV head of a page a block, as spec/format.py draws it. `group`: columns of a
+// scale, 0 for floats.
 struct KvCache {
     std::uint8_t *keys, *values;
     Kind kind;
-    int kv_heads, page_tokens, head_dim;
+    int group, kv_heads, page_tokens, head_dim;
 
-    std::size_t item_bytes() const { return kind == Kind::kFloat32 ? 4 : 2; }
-    // The first of the tokens of a head in a page; they lie E apart.
-    std::size_t offset(int page, int head) const {
-        return (std::size_t(page) * std::size_t(kv_heads) + std::size_t(head)) * std::size_t(page_tokens) *
-               std::size_t(head_dim) * item_bytes();
+    int groups() const { return group > 0 ? (head_dim + group - 1) / group : 0; }
+    // A token's numbers or codes in one head.
+    std::size_t row_bytes() const {
+        switch (kind) {
+            case Kind::kFloat32:
+                return std::size_t(head_dim) * 4;
+            case Kind::kInt8:
+                return std::size_t(up_to(head_dim, 16));
+            case Kind::kInt4:
+                return std::size_t(up_to(head_dim, 32)) / 2;
+            default:
+                return std::size_t(head_dim) * 2;
+        }
     }
+    // Where a head's block begins; its rows lie row_bytes() apart.
+    std::size_t block_at(int page, int head) const {
+        return (std::size_t(page) * std::size_t(kv_heads) + std::size_t(head)) * std::size_t(page_tokens) *
+               (row_bytes() + 4 * std::size_t(groups()));
+    }
+    // In its block, the float16 scale of a token's group, and its minimum.
+    std::size_t scale_at(int g, int slot) const {
+        return std::size_t(page_tokens) * (row_bytes() + 2 * std::size_t(g)) + 2 * std::size_t(slot);
+    }
+    std::size_t minimum_at(int g, int slot) const { return scale_at(groups() + g, slot); }
 };
 
 // Rows of one sequence in a batch: `rows` of them from position `start`; its pages are consecutive from `first_page`.

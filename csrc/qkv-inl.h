@@ -2,36 +2,10 @@
 // cache. Included after kernels-inl.h.
 #pragma once
 
+#include "cache-inl.h"
+
 namespace penstock::PENSTOCK_ISA {
 namespace {
-
-inline std::uint16_t to_bf16(float value) {
-    std::uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    if ((bits & 0x7fffffffU) > 0x7f800000U) return 0x7fc0U;  // NaN; rounding up could wrap it to 0
-    return static_cast<std::uint16_t>((bits + 0x7fffU + (bits >> 16 & 1U)) >> 16);
-}
-
-// float32 to the cache's format; float16 saturates at ±65504 instead of becoming infinite.
-inline void narrow_row(const float* from, Kind kind, int count, std::uint8_t* to) {
-    if (kind == Kind::kFloat32) {
-        std::memcpy(to, from, std::size_t(count) * 4);
-    } else if (kind == Kind::kBfloat16) {
-        for (int i = 0; i < count; ++i) {
-            const std::uint16_t half = to_bf16(from[i]);
-            std::memcpy(to + 2 * std::size_t(i), &half, 2);
-        }
-    } else {
-        alignas(64) float lanes[16] = {};
-        alignas(64) std::uint8_t halves[32];
-        for (int i = 0; i < count; i += 16) {
-            const int n = std::min(16, count - i);
-            for (int k = 0; k < n; ++k) lanes[k] = std::min(std::max(from[i + k], -65504.0F), 65504.0F);
-            f_store_half(halves, f_load(lanes));
-            std::memcpy(to + 2 * std::size_t(i), halves, std::size_t(n) * 2);
-        }
-    }
-}
 
 inline void norm_head(float* x, const float* weight, float eps, int count) {
     float total = 0;
@@ -112,10 +86,10 @@ bool qkv(Pool& pool, const Granules& weights, const QkvShape& shape, const Atten
             int s = 0, before = 0;
             while (s + 1 < sequence_count && row >= before + sequences[s].rows) before += sequences[s++].rows;
             const int position = sequences[s].start + row - before;
-            const std::size_t to = cache.offset(sequences[s].first_page + position / cache.page_tokens, a.lo + head) +
-                                   std::size_t(position % cache.page_tokens) * std::size_t(e) * cache.item_bytes();
-            narrow_row(k, cache.kind, e, cache.keys + to);
-            narrow_row(v, cache.kind, e, cache.values + to);
+            const std::size_t block =
+                cache.block_at(sequences[s].first_page + position / cache.page_tokens, a.lo + head);
+            store_row(k, cache, cache.keys + block, position % cache.page_tokens);
+            store_row(v, cache, cache.values + block, position % cache.page_tokens);
         }
     });
     return true;

@@ -100,6 +100,21 @@ inline F f_bf16(const void* p) {
             _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(h + 1)), 16))};
 }
 
+// 16 unsigned bytes.
+inline I i_bytes(const void* p) {
+    const auto* bytes = static_cast<const std::uint8_t*>(p);
+    return {_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes))),
+            _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes + 8)))};
+}
+inline F f_bytes(const void* p) { return f_from(i_bytes(p)); }
+// The low nibbles of 16 bytes and their high ones, times scale plus minimum.
+inline void f_nibbles(const void* p, F scale, F minimum, F& low, F& high) {
+    const I both = i_bytes(p);
+    const __m256i mask = _mm256_set1_epi32(15);
+    low = f_fma(f_from({_mm256_and_si256(both.a, mask), _mm256_and_si256(both.b, mask)}), scale, minimum);
+    high = f_fma(f_from({_mm256_srli_epi32(both.a, 4), _mm256_srli_epi32(both.b, 4)}), scale, minimum);
+}
+
 inline Line line(const void* p) {
     const auto* v = static_cast<const __m256i*>(p);
     return {_mm256_loadu_si256(v), _mm256_loadu_si256(v + 1)};

@@ -72,6 +72,19 @@ inline F f_bf16(const void* p) {
         _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p))), 16));
 }
 
+// 16 unsigned bytes.
+inline F f_bytes(const void* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
+}
+// The low nibbles of 16 bytes and their high ones, times scale plus minimum: looked up in a table of the 16 values.
+inline void f_nibbles(const void* p, F scale, F minimum, F& low, F& high) {
+    const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+    const F codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+            table = f_fma(codes, scale, minimum);
+    low = _mm512_permutexvar_ps(both, table);  // by an index's low four bits
+    high = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), table);
+}
+
 inline Line line(const void* p) { return _mm512_loadu_si512(p); }
 inline Line low_nibbles(Line x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline Line high_nibbles(Line x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }

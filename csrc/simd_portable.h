@@ -166,6 +166,21 @@ inline F f_bf16(const void* p) {
     return r;
 }
 
+// 16 unsigned bytes.
+inline F f_bytes(const void* p) {
+    const auto* bytes = static_cast<const std::uint8_t*>(p);
+    F r;
+    PENSTOCK_LANES r.v[i] = static_cast<float>(bytes[i]);
+    return r;
+}
+// The low nibbles of 16 bytes and their high ones, times scale plus minimum.
+inline void f_nibbles(const void* p, const F& scale, const F& minimum, F& low, F& high) {
+    const auto* bytes = static_cast<const std::uint8_t*>(p);
+    PENSTOCK_LANES low.v[i] = static_cast<float>(bytes[i] & 15U);
+    PENSTOCK_LANES high.v[i] = static_cast<float>(bytes[i] >> 4U);
+    low = f_fma(low, scale, minimum), high = f_fma(high, scale, minimum);
+}
+
 inline Line line(const void* p) {
     Line r;
     std::memcpy(r.v, p, 64);

@@ -142,7 +142,9 @@ class AttentionShape:
     ) -> None: ...
 
 class CacheShape:
-    def __init__(self, kind: str, kv_heads: int, page_tokens: int, head_dim: int) -> None: ...
+    """A KV cache in pages, as spec/format.py draws them. ValueError for sizes that the kernels cannot walk."""
+
+    def __init__(self, kind: str, group: int, kv_heads: int, page_tokens: int, head_dim: int) -> None: ...
 
 class Norm:
     """A norm whose weight and bias lie at addresses of float32 [D] (0: none); kinds "none", "rms", "layer"."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.graph.arenas import Layout
 from penstock.planner.solve.skeleton import PINNED, page_tokens
-from penstock.spec.format import Format
+from penstock.spec.format import Format, parse_format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Part, parts
 from penstock.spec.plan import ORDERS, ActHome, KvHome, Plan, PlanModel, Unit
@@ -40,7 +40,7 @@ def make_plan(
     plan = Plan(
         models=(PlanModel(spec, weights),),
         units=tuple(units),
-        kv=tuple(KvHome(span, seqs, homes[span[0]], Format(kv), "host") for span in pairwise(edges)),
+        kv=tuple(KvHome(span, seqs, homes[span[0]], parse_format(kv), "host") for span in pairwise(edges)),
         acts=(ActHome(layers, seqs, "host"),),
         arenas=(),
         batches_per_pass=batches_per_pass,
@@ -59,14 +59,14 @@ def make_plan(
     return replace(plan, arenas=Layout(plan).arenas())
 
 
-def resident_plan(spec: ModelSpec, weights: Format, **fields: int) -> Plan:
+def resident_plan(spec: ModelSpec, weights: Format, **fields: int | str) -> Plan:
     """Every part whole and in memory."""
     units = [Unit(p.key, 0, p.granules, "host", "host", "host") for p in parts(spec, weights)]
     return make_plan(spec, weights, units, ring_bytes={}, **fields)  # type: ignore[arg-type]
 
 
 @st.composite
-def random_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, **fields: int) -> Plan:
+def random_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, **fields: int | str) -> Plan:
     """Any cut of any part into units, each at home in memory or on disk; any ring that holds the largest; KV of any
     layers on disk; any order."""
     units: list[Unit] = []

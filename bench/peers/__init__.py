@@ -12,6 +12,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,13 +43,21 @@ def serve(load: Callable[[], tuple[dict[str, Any], dict[str, Callable[[int], Ans
         print(json.dumps({**answer, "cpu_s": slept_from_s, "idle_cpu_s": idle_cpu_s}), file=answers)
 
 
-class Worker:
-    """The parent's end. `facts`: what the worker told once its model was loaded."""
+class WorkerEnded(SystemExit):
+    """A worker ended before it answered; whoever expects that (a limit too small) may catch it."""
 
-    def __init__(self, module: str, *arguments: object) -> None:
+
+class Worker:
+    """The parent's end. `facts`: what the worker told once its model was loaded. `cgroup`: the folder of one that it
+    joins before its first instruction."""
+
+    def __init__(self, module: str, *arguments: object, cgroup: Path | None = None) -> None:
         self._module = module
+        command = [sys.executable, "-m", module, *map(str, arguments)]
+        if cgroup is not None:
+            command = ["sh", "-c", f'echo $$ > {cgroup}/cgroup.procs && exec "$@"', "sh", *command]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, arguments)],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -59,8 +69,9 @@ class Worker:
 
     def ask(self, command: str, count: int) -> Answer:
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{command} {count}\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended: the answer that does not come says so
+            self._process.stdin.write(f"{command} {count}\n")
+            self._process.stdin.flush()
         answer: Answer = self._answer()
         self.cpu_s = answer["cpu_s"]
         self.idle_cpu_s += answer["idle_cpu_s"]
@@ -69,13 +80,14 @@ class Worker:
     def close(self) -> None:
         """The end of its input is the end of the worker."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # of a worker that has ended already
+            self._process.stdin.close()
         self._process.wait()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            sys.exit(f"{self._module} ended with exit code {self._process.wait()}")
+            raise WorkerEnded(f"{self._module} ended with exit code {self._process.wait()}")
         found: dict[str, Any] = json.loads(line)
         return found

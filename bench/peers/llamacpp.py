@@ -1,7 +1,9 @@
-"""`python -m bench.peers.llamacpp MODEL.gguf`: llama.cpp as a worker of `bench.cpu`, through its C interface.
+"""`python -m bench.peers.llamacpp MODEL.gguf`: llama.cpp as a worker of `bench.cpu` and `bench.offload`, through its C
+interface.
 
 Everything is left at its default but the threads, the context, one batch for the whole prompt, and that the file is
-read rather than mapped, as a repacked model has to be copied anyway.
+read rather than mapped, as a repacked model has to be copied anyway. With --mmap it is mapped and not repacked, for
+memory that does not hold it.
 """
 
 from __future__ import annotations
@@ -25,14 +27,16 @@ from bench.peers.random_gguf import bytes_per_token, load_config
 class LlamaCpp:
     """One loaded model and a context of one sequence."""
 
-    def __init__(self, file: Path, config: dict[str, Any], threads: int, context: int) -> None:
+    def __init__(self, file: Path, config: dict[str, Any], threads: int, context: int, mmap: bool = False) -> None:
         self._log: list[str] = []
         # Kept, since llama.cpp calls it for as long as it lives.
         self._on_log = llama_cpp.llama_log_callback(lambda _, text, __: self._log.append(text.decode(errors="replace")))
         llama_cpp.llama_log_set(self._on_log, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         of_model = llama_cpp.llama_model_default_params()
-        of_model.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
+        of_model.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP if mmap else llama_cpp.LLAMA_LOAD_MODE_NONE
+        if mmap:
+            of_model.use_extra_bufts = False  # repacking would copy every weight
         self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), of_model)
         self._need(self._model is not None, f"no model from {file.name}")
         of_context = llama_cpp.llama_context_default_params()
@@ -90,10 +94,11 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--context", type=int, required=True)
+    parser.add_argument("--mmap", action="store_true")
     wanted = parser.parse_args()
 
     def load() -> tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]:
-        peer = LlamaCpp(wanted.model, load_config(wanted.config), wanted.threads, wanted.context)
+        peer = LlamaCpp(wanted.model, load_config(wanted.config), wanted.threads, wanted.context, wanted.mmap)
         return peer.facts(), {"prefill": peer.prefill, "decode": peer.decode}
 
     serve(load)

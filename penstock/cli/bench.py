@@ -86,8 +86,7 @@ def _ops(config: str, machine: Machine, work: Work, weights: str | None, rows: s
 
     spec, fmt = describe(as_path(config), parse_format(weights) if weights else None)
     kept = parse_format(work.kv or "float16")
-    if kept.is_quantised:
-        raise BadRequest(f"a KV cache in {kept.name} is not in this version")
+    kept.check_kv()
     threads = min(machine.threads or host.usable_cpus(), host.usable_cpus())
     limits = ceilings(threads)
     line = "{:>5}  {:<8}{:<10}{:>10}{:>10}{:>12}{:>9}"

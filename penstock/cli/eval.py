@@ -21,7 +21,8 @@ def eval_(
     work: Work,
     weights: Weights = None,
     against: Annotated[
-        str | None, Option("--against", metavar="MODEL", help="Also the KL divergence from this (exact) model.")
+        str | None,
+        Option("--against", metavar="MODEL", help="Also the KL divergence from this (exact) model, without --kv."),
     ] = None,
     plan_file: PlanFile = None,
     as_json: Json = False,
@@ -49,7 +50,8 @@ def eval_(
         ask = dataclasses.replace(ask, host_memory_bytes=ask.host_memory_bytes // 2)
     with ExitStack() as stack:
         engine = stack.enter_context(loaded(folders[0], ask, machine, plan))
-        exact = stack.enter_context(loaded(folders[1], ask, machine)) if against is not None else None
+        kept_whole = dataclasses.replace(ask, kv=None)  # --kv is one of the lossy choices
+        exact = stack.enter_context(loaded(folders[1], kept_whole, machine)) if against is not None else None
         with progress() as tell:
             found = evaluate(engine, text, exact, tell)
     if as_json:

@@ -91,7 +91,14 @@ class Machine:
 class Work:
     """What the plan is for."""
 
-    kv: Annotated[str | None, Option("--kv", metavar="FORMAT", help="Number format of the KV cache.")] = None
+    kv: Annotated[
+        str | None,
+        Option(
+            "--kv",
+            metavar="FORMAT",
+            help="KV cache in float32, bfloat16, float16, int8 or int4; default 16 bits, or 32 for a float32 model.",
+        ),
+    ] = None
     kv_home: Annotated[
         str | None,
         Option("--kv-home", metavar="TIER", help="memory or disk; default memory, and the disk for what does not fit."),

@@ -93,9 +93,9 @@ class Layout:
         return pages
 
     def kv_page_bytes(self, layer: int, home: KvHome) -> int:
-        """One page of K (or of V) of one layer: [K, P, E]."""
+        """One page of K (or of V) of one layer: a block of P positions for each KV head (spec/format.py)."""
         a = self.plan.target.spec.layers[layer].attention
-        return home.format.plain_bytes(a.kv_heads * self.plan.page_tokens, a.head_dim)
+        return a.kv_heads * self.plan.page_tokens * home.format.kv_bytes(a.head_dim)
 
     def kv(self, layer: int, batch: Batch) -> tuple[Slot, Slot]:
         """(keys, values) where attention reads them: the pages of the batch's sequences, from the first one's to the

@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 
 from penstock.errors import BadRequest
 from penstock.graph.arenas import Layout
-from penstock.spec.format import KV_KINDS, Format
+from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import PAGE_BYTES, Part, parts
 from penstock.spec.plan import IO_ENGINES, ORDERS, ActHome, KvHome, Plan, PlanModel, Unit
@@ -126,8 +126,10 @@ def _check_acts(plan: Plan) -> str:
 def _check_kv(plan: Plan) -> None:
     _check_cover("KV", plan.kv, plan)
     for home in plan.kv:
-        if home.format.kind not in KV_KINDS:
-            raise _wrong(f"KV in {home.format.name}; this version has {', '.join(KV_KINDS)}")
+        try:
+            home.format.check_kv()
+        except BadRequest as error:
+            raise _wrong(str(error)) from None
         if home.home not in (*TIERS, DISK) or home.attend not in TIERS:
             raise _wrong(f"KV at home in {home.home!r} with attention on {home.attend!r}")
         for unit in plan.units:

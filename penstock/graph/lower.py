@@ -173,7 +173,7 @@ class Lowering:
         cost = self._matrix_cost(u, ops.QKV_BLOCKS, t)
         norms = self._whole(f"{layer}.norms")
         self._call(executor, "qkv", u, batch, (weights, norms, h, q, keys, values, scratch), (layer,), fmt, cost)
-        cost = ops.attend_cost(a, heads, batch, home.format.bits / 8)
+        cost = ops.attend_cost(a, heads, batch, home.format.kv_bytes(a.head_dim))
         self._call(executor, "attend", u, batch, (q, keys, values, out, scratch), (layer,), home.format.kind, cost)
         cost = self._matrix_cost(u, ops.OUT_BLOCKS, t)
         self._call(executor, "out", u, batch, (weights, out, partial, scratch), (layer, int(first)), fmt, cost)

@@ -5,7 +5,7 @@ the operands' modes: r read, w written, + added to (read and written), s scratch
 
 Shapes (T rows of the batch, D d_model, H heads, K KV heads, E head_dim, P page_tokens, V vocab):
 tokens int32 [T] · rows float32 [T, d_embed] · x, h, partial float32 [T, D] · q, a float32 [T, H, E] ·
-keys, values [pages, K, P, E] in the KV format · logits float32 [n, V].
+keys, values [pages, K, P, E] in the KV format, laid out as spec/format.py says · logits float32 [n, V].
 """
 
 from __future__ import annotations
@@ -95,12 +95,13 @@ def matrix_cost(part: Part, lo: int, hi: int, names: tuple[str, ...], rows: int)
     return block_bytes(part, lo, hi, names), 2 * rows * block_weights(part, lo, hi, names)
 
 
-def attend_cost(a: Attention, kv_heads: int, batch: Batch, kv_item_bytes: float) -> tuple[int, int]:
-    """(KV bytes read, flops) of attention of `kv_heads` heads: 2 for scores, 2 for values, per element."""
+def attend_cost(a: Attention, kv_heads: int, batch: Batch, kv_bytes_each: int) -> tuple[int, int]:
+    """(KV bytes read, flops) of attention of `kv_heads` heads: 2 for scores, 2 for values, per element.
+    `kv_bytes_each`: of a token in one head, K or V."""
     kv_bytes = flops = 0
     for start, rows in zip(batch.start, batch.rows, strict=True):
         seen = start + rows if not a.window else min(start + rows, a.window + rows - 1)
-        kv_bytes += int(2 * seen * kv_heads * a.head_dim * kv_item_bytes)
+        kv_bytes += 2 * seen * kv_heads * kv_bytes_each
         # A row at position p sees p + 1 positions, or the window.
         pairs = rows * start + rows * (rows + 1) // 2 if not a.window else rows * min(start + rows, a.window)
         flops += 4 * pairs * kv_heads * a.heads_per_kv * a.head_dim

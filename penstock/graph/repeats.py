@@ -19,7 +19,7 @@ from penstock.spec.plan import Plan
 _KEPT = 4  # shapes: decode, a prompt's chunks, its last chunk, and one to spare
 
 Shape = tuple[object, ...]
-Kind = tuple[int, int, int, int]  # of an attend call: a layer like it, heads, bits of a number of KV, batch
+Kind = tuple[int, int, int, int]  # of an attend call: a layer like it, heads, KV bytes of a token in a head, batch
 
 
 class _Known:
@@ -37,13 +37,13 @@ class _Known:
                 continue
             assert call.batch is not None
             layer, unit = int(call.args[0]), plan.units[call.unit]
-            bits = layout.kv_home(layer, call.batch).format.bits
-            self.kinds[number] = (first[attentions[layer]], unit.hi - unit.lo, bits, call.batch.id)
+            each = layout.kv_home(layer, call.batch).format.kv_bytes(attentions[layer].head_dim)
+            self.kinds[number] = (first[attentions[layer]], unit.hi - unit.lo, each, call.batch.id)
         self.counts = Counter(self.kinds.values())
 
     def attend_cost(self, kind: Kind, batches: dict[int, Batch]) -> tuple[int, int]:
-        layer, heads, bits, batch = kind
-        return ops.attend_cost(self.plan.target.spec.layers[layer].attention, heads, batches[batch], bits / 8)
+        layer, heads, each, batch = kind
+        return ops.attend_cost(self.plan.target.spec.layers[layer].attention, heads, batches[batch], each)
 
 
 class _Moved(Sequence[Call]):

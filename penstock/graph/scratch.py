@@ -54,11 +54,16 @@ def native_bytes(plan: Plan, rows: int) -> int:
             kv = 8 * rows * a.kv_heads * a.head_dim + _ALIGN
             need = max(need, prepared_bytes(part.block("q"), rows) + kv)
             need = max(need, prepared_bytes(part.block("o"), rows, part.granules))
-            queries, width = 8 * a.heads_per_kv, round_up(a.head_dim, 16)
+            queries, width = 8 * a.heads_per_kv, round_up(a.head_dim, _kv_lanes(plan))
             need = max(need, 4 * ((2 * queries + 32) * width + 259 * queries) * _ATTEND_THREADS)
         elif part.kind in ("embed", "head"):
             need = max(need, prepared_bytes(part.block("rows"), min(rows, plan.logits_rows)))
     return need
+
+
+def _kv_lanes(plan: Plan) -> int:
+    """Columns of the KV cache that attention reads at a time."""
+    return 32 if any(home.format.kind == "int4" for home in plan.kv) else 16
 
 
 # Up to so many rows the threads take whole fours of an FFN's granules; a few more fours at a time than there are
@@ -88,12 +93,14 @@ def scratch_bytes(plan: Plan, tier: str) -> int:
             product += round_up(4 * n * part.granule_rows, _ALIGN)
         need = max(need, product)
     attn = next(p for p in plan.parts.values() if p.kind == "attn")
+    quantised = any(home.format.is_quantised for home in plan.kv)
     for layer in dict.fromkeys(spec.layers):  # most are alike
         a, page = layer.attention, plan.page_tokens
         projected = 4 * rows * (a.heads_per_kv + 2) * a.head_dim * 2  # q, k, v of one KV head, twice
         need = max(need, projected + max(matmul_bytes(b, rows) for b in attn.blocks if b.tiled) + 8 * rows * a.head_dim)
         query_rows = rows * a.heads_per_kv
         # A page of K and V as float32, scores and their exponentials [query_rows, page], running sums.
-        attend = 4 * (3 * page * a.head_dim + 3 * query_rows * page + 3 * query_rows * a.head_dim + 4 * query_rows)
+        padded = round_up(a.head_dim, _kv_lanes(plan)) if quantised else a.head_dim
+        attend = 4 * (3 * page * padded + 3 * query_rows * page + 3 * query_rows * a.head_dim + 4 * query_rows)
         need = max(need, attend + 64 * _ALIGN)
     return round_up(need, 4096)

@@ -77,4 +77,4 @@ def norm(shape: Norm | None, part: Part, which: str, address: int) -> _native.No
 
 
 def cache_shape(a: Attention, page_tokens: int, fmt: Format) -> _native.CacheShape:
-    return _native.CacheShape(fmt.kind, a.kv_heads, page_tokens, a.head_dim)
+    return _native.CacheShape(fmt.kind, fmt.group, a.kv_heads, page_tokens, a.head_dim)

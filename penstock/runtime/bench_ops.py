@@ -89,7 +89,7 @@ def _plan(spec: ModelSpec, weights: Format, kv: Format, rows: int, context: int)
     layer = spec.layers[0]
     one = resident_plan(replace(spec, layers=(layer,)), weights, kv=kv, rows=rows, context=context)
     each = sum(one.unit_bytes(unit) for unit in one.units if unit.part.startswith("0."))
-    each += 2 * kv.plain_bytes(layer.attention.kv_heads * context, layer.attention.head_dim)
+    each += 2 * layer.attention.kv_heads * context * kv.kv_bytes(layer.attention.head_dim)
     layers = max(2, min(_MOST_LAYERS, -(-_LAYERS_BYTES // each)))
     return resident_plan(replace(spec, layers=(layer,) * layers), weights, kv=kv, rows=rows, context=context)
 
@@ -102,7 +102,7 @@ def _fill(plan: Plan, lowering: Lowering, arenas: Arenas) -> None:
         maker.fill(plan.parts[unit.part], unit.lo, unit.hi, arenas.view(slot))
     rng = np.random.default_rng(0)
     for arena in plan.arenas:
-        if arena.name == "host.kv":  # bytes 0x3c00 … 0x3cff: about 1 in both 16-bit formats, and small in float32
+        if arena.name == "host.kv":  # bytes 0x3c00 … 0x3cff: about 1 in 16-bit formats, as scales too; small in float32
             view = arenas.whole(arena.name)
             view[0::2] = rng.integers(0, 256, len(view[0::2]), np.uint8)
             view[1::2] = 0x3C

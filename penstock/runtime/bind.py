@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +12,8 @@ from penstock.graph.arenas import Layout
 from penstock.graph.tasks import Batch, Call, Slot, Task
 from penstock.kernels import rope
 from penstock.kernels.reference import attention, dense
-from penstock.kernels.reference.matrix import Scratch, storage_dtype
+from penstock.kernels.reference.cache import KvPool
+from penstock.kernels.reference.matrix import Scratch
 from penstock.runtime.arena import Arenas
 from penstock.runtime.batch_tables import positions
 from penstock.runtime.kv_file import KvFile
@@ -130,8 +130,8 @@ class Binding:
         attention.qkv(
             self._granules(weights, part), part, unit.lo, a, self._spec.norm, self._arenas.view(norms),
             self._parts[f"{layer}.norms"], self._rows(h, t), self._turn(layer, batch), batch, self._tables(batch),
-            self._layout.kv_home(layer, batch).format, self._arenas.array(q, np.float32, (t, a.heads, a.head_dim)),
-            self._pool(keys, layer, batch), self._pool(values, layer, batch), self._scratch(scratch),
+            self._arenas.array(q, np.float32, (t, a.heads, a.head_dim)), self._pool(keys, layer, batch),
+            self._pool(values, layer, batch), self._scratch(scratch),
         )  # fmt: skip
 
     def _attend(self, call: Call) -> None:
@@ -141,8 +141,8 @@ class Binding:
         shape = (batch.total_rows, a.heads, a.head_dim)
         attention.attend(
             self._arenas.array(q, np.float32, shape), self._pool(keys, layer, batch), self._pool(values, layer, batch),
-            a, unit.lo, unit.hi, batch, self._tables(batch), self._layout.kv_home(layer, batch).format,
-            self._arenas.array(out, np.float32, shape), self._scratch(scratch),
+            a, unit.lo, unit.hi, batch, self._tables(batch), self._arenas.array(out, np.float32, shape),
+            self._scratch(scratch),
         )  # fmt: skip
 
     def _out(self, call: Call) -> None:
@@ -235,11 +235,12 @@ class Binding:
     def _granules(self, slot: Slot, part: Part) -> NDArray[np.uint8]:
         return self._arenas.view(slot).reshape(-1, part.granule_bytes)
 
-    def _pool(self, slot: Slot, layer: int, batch: Batch) -> NDArray[Any]:
-        """[pages, K, P, E] of the batch's sequences, from the first one's first page on."""
+    def _pool(self, slot: Slot, layer: int, batch: Batch) -> KvPool:
+        """The pages of the batch's sequences, from the first one's first page on."""
         a, fmt = self._spec.layers[layer].attention, self._layout.kv_home(layer, batch).format
         pages = (max(batch.seqs) - min(batch.seqs) + 1) * self._layout.pages_per_seq
-        return self._arenas.array(slot, storage_dtype(fmt), (pages, a.kv_heads, self._plan.page_tokens, a.head_dim))
+        blocks = self._arenas.view(slot).reshape(pages, a.kv_heads, -1)
+        return KvPool(blocks, self._plan.page_tokens, a.head_dim, fmt)
 
     def _tables(self, batch: Batch) -> Sequence[NDArray[np.int64]]:
         """Pages of each sequence, counted as in `_pool`."""

@@ -18,6 +18,7 @@ from penstock.runtime.batch_tables import BatchTables
 from penstock.runtime.bind import Binding, _batch
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskReader
+from penstock.spec.format import Format
 from penstock.spec.plan import Plan
 
 # What ops are called on: they run at once, or are written down.
@@ -73,7 +74,7 @@ class NativeBinding(Binding):
         self._o = [cpu.matrix(self._parts[f"{i}.attn"].block("o")) for i in range(len(layers))]
         self._vocab = cpu.matrix(self._parts["embed"].block("rows"))
         self._heads: dict[int, _native.AttentionShape] = {}  # by unit
-        self._caches: dict[tuple[int, str], _native.CacheShape] = {}
+        self._caches: dict[tuple[int, Format], _native.CacheShape] = {}
         self._tables_of: dict[Batch, BatchTables] = {}
         self._bound: dict[int, _Bound] = {}  # by the task that they are like
         edges = self._parts["edges"]
@@ -255,7 +256,7 @@ class NativeBinding(Binding):
 
     def _cache(self, layer: int, batch: Batch) -> _native.CacheShape:
         fmt = self._layout.kv_home(layer, batch).format
-        key = (layer, fmt.kind)
+        key = (layer, fmt)
         if key not in self._caches:
             a = self._spec.layers[layer].attention
             self._caches[key] = cpu.cache_shape(a, self._plan.page_tokens, fmt)

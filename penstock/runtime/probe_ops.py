@@ -21,14 +21,14 @@ from penstock.graph.tasks import Batch, Call, Pass
 from penstock.runtime.arena import Arenas
 from penstock.runtime.bind_native import Native, NativeBinding
 from penstock.runtime.fit import Fit, fit_well
-from penstock.spec.format import DEFAULT_GROUP, Format
+from penstock.spec.format import DEFAULT_GROUP, Format, parse_format
 from penstock.spec.machine import Rate
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Rope
 from penstock.spec.plan import Plan, Unit
 from penstock.units import MIB
 
 FORMATS = ("int4", "int8", "float16", "bfloat16", "float32")
-KV_FORMATS = ("float16", "bfloat16", "float32")
+KV_FORMATS = ("float16", "bfloat16", "float32", "int8", "int4")
 FEW_ROWS = (1, 2, 4, 8)
 _SOME_ROWS, _MANY_ROWS = (16, 64), (256, 512)
 _CONTEXT = 2048
@@ -60,14 +60,13 @@ def op_rates(
     """Rates of all ops in these formats, in about `memory_bytes` of memory at a time."""
     rates: list[Rate] = []
     for kind in formats:
-        weights = Format(kind, DEFAULT_GROUP if kind.startswith("int") else 0)
-        layers = Layers(weights, Format("float16"), kernels, memory_bytes)
+        layers = Layers(parse_format(kind), Format("float16"), kernels, memory_bytes)
         try:
             rates += layers.rates(tell, every_op=not rates)
         finally:
             layers.close()
     for kv in kv_formats:
-        layers = Layers(Format("int4", DEFAULT_GROUP), Format(kv), kernels, memory_bytes, mostly_kv=True)
+        layers = Layers(Format("int4", DEFAULT_GROUP), parse_format(kv), kernels, memory_bytes, mostly_kv=True)
         try:
             rates += layers.attention_rates(kv, tell)
         finally:
@@ -203,7 +202,8 @@ def _kv_bytes(plan: Plan) -> int:
 
 
 def _fill(plan: Plan, arenas: Arenas) -> None:
-    """Numbers around 1 in 16 bits and around 0.01 in 32; zeros would be kind to a processor that skips work on them."""
+    """Numbers around 1 in 16 bits (scales of integers too) and around 0.01 in 32; zeros would be kind to a processor
+    that skips work on them."""
     some = np.random.default_rng(0).integers(0, 256, MIB, np.uint8)
     some[1::2] = 0x3C
     for arena in plan.arenas:

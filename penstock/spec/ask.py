@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.errors import BadRequest
-from penstock.spec.format import KV_KINDS, parse_format
+from penstock.spec.format import parse_format
 
 DEFAULT_CONTEXT = 4096
 MOST = 2**31 - 1  # tokens or sequences; more is a typing error, and sums of it would leave a float's range
@@ -45,5 +45,5 @@ class Ask:
             value = getattr(self, name)
             if value is not None and not 0 <= value < 2**63:
                 raise BadRequest(f"{name} is {value}; it should be from 0 to 2**63")
-        if self.kv is not None and parse_format(self.kv).is_quantised:
-            raise BadRequest(f"a KV cache in {self.kv} is not in this version: there are {', '.join(KV_KINDS)}")
+        if self.kv is not None:
+            parse_format(self.kv).check_kv()

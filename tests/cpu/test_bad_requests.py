@@ -62,8 +62,8 @@ FLAGS = [
     (f"--weights int4-g{DIGITS}", "the group size should be a number"),
     ("--weights float32-g64", "only int8 and int4 have groups"),
     ("--kv nonsense", "unknown number format 'nonsense'"),
-    ("--kv int8", "KV cache in int8 is not in this version"),
-    ("--kv int4-g32", "KV cache in int4-g32 is not in this version"),
+    ("--kv int4-g24", "its groups should be multiples of 32"),
+    ("--kv int8-g8", "a KV cache in int8-g8"),
     ("--objective speed", "latency or throughput"),
     ("--device cuda", "not in this version"),
     ("--plan /dev/null", "is not JSON"),
@@ -77,7 +77,7 @@ def test_a_flag_that_makes_no_sense(flags: str, says: str, call: Call, model: Pa
     refused(call("run", model, "hi", *flags.split()), says)
 
 
-@pytest.mark.parametrize("flags", ["--kv int8", "--weights int4-g3", "--host-memory x", "--top-p 2", "--context 0"])
+@pytest.mark.parametrize("flags", ["--kv int8-g8", "--weights int4-g3", "--host-memory x", "--top-p 2", "--context 0"])
 def test_flags_are_read_before_a_first_use_packs(flags: str, call: Call, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "source", LLAMA)
     refused(call("run", tmp_path / "source", "hi", *flags.split(), "--cache", tmp_path / "cache"))

@@ -338,7 +338,7 @@ def test_llm(made: Any, cache: Path) -> None:
             answers = llm.generate(("hello", "world"), params)
             assert answers[0].token_ids == one[0].token_ids and answers[1].prompt == "world"
             assert llm.generate([]) == []
-    for wrong in ({"host_memory": "lots"}, {"resident": -1}, {"kv": "int8"}, {"context": 257}, {"weights": "int4"}):
+    for wrong in ({"host_memory": "lots"}, {"resident": -1}, {"kv": "int8-g8"}, {"context": 257}, {"weights": "int4"}):
         with pytest.raises(BadRequest):
             LLM(folder, cache=cache, **wrong)  # type: ignore[arg-type]
     with pytest.raises(DoesNotFit) as caught:

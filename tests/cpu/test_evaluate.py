@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import penstock
 from penstock.errors import BadRequest
 from penstock.serve.evaluate import WINDOW_TOKENS, evaluate
 from penstock.spec.format import parse_format
@@ -98,6 +99,18 @@ def test_kl_of_a_model_against_itself_is_0_and_of_int4_is_not(stories: dict[str,
             costs[name] = found.kl
     assert costs["float32"] == 0
     assert 1e-6 < costs["int8"] < costs["int4"] < 0.5
+
+
+def test_a_quantised_kv_cache_costs_the_bundled_model_little(tmp_path: Path) -> None:
+    """Twice what docs/LOG.md has of another text."""
+    folder = pack(Path(penstock.__file__).parent / "assets" / "tale-llama", tmp_path / "packed")
+    ask = {"score": True, "context": WINDOW_TOKENS}
+    costs = {}
+    with load(folder, kv="float32", **ask) as exact:
+        for kv in ("float16", "int8", "int4"):
+            with load(folder, kv=kv, **ask) as engine:
+                costs[kv] = evaluate(engine, LONG, exact).kl or 0.0
+    assert costs["float16"] < 1e-6 < costs["int8"] < 2e-5 < costs["int4"] < 6e-3, costs
 
 
 def test_models_may_be_cut_into_other_chunks(tmp_path: Path) -> None:

@@ -14,10 +14,12 @@ from penstock.graph.lower import Lowering
 from penstock.graph.resident import resident_plan
 from penstock.graph.tasks import Batch, Call, Pass, Slot
 from penstock.kernels import cpu
+from penstock.kernels.reference.cache import KvPool
+from penstock.kernels.reference.matrix import Scratch
 from penstock.runtime.arena import Arenas
 from penstock.runtime.bind import Binding
 from penstock.runtime.bind_native import NativeBinding, native
-from penstock.spec.format import Format, parse_format
+from penstock.spec.format import parse_format
 from penstock.spec.model import ACTIVATIONS, Attention, Ffn, Layer, ModelSpec, Norm, Rope
 from penstock.spec.parts import Part
 from penstock.spec.plan import Plan
@@ -29,6 +31,9 @@ FORMATS = ["float32", "bfloat16", "float16", "int8", "int4", "int4-g32", "int8-g
 # Of the largest number rounded: what int8 activations may cost an op. Half a step of 1/127 each, and weights are
 # of a size that sums stay as large as their terms.
 ROUNDED = 0.05
+KV_FORMATS = ["float32", "float16", "bfloat16", "int8", "int4", "int8-g32", "int4-g32", "int4-g96"]
+# Steps between numbers of a KV cache, of the largest of them.
+STEPS = {"float32": 0.0, "float16": 2**-10, "bfloat16": 2**-7, "int8": 2 / 255 + 2**-9, "int4": 2 / 15 + 2**-9}
 
 
 @st.composite
@@ -80,6 +85,12 @@ def fill(part: Part, out: np.ndarray, rng: np.random.Generator) -> None:
             granule[block.offset : block.offset + block.nbytes] = raw
 
 
+def factors(pool: KvPool) -> np.ndarray:
+    """A pool's scales and minimums, float16 [pages, K, 2, G, P]."""
+    after = pool.page_tokens * pool.format.kv_codes_bytes(pool.head_dim)
+    return pool.blocks[:, :, after:].view(np.float16).reshape(*pool.blocks.shape[:2], 2, -1, pool.page_tokens)
+
+
 class Pair:
     """The same plan and the same bytes twice: for the reference and for native kernels."""
 
@@ -89,12 +100,33 @@ class Pair:
         rng = np.random.default_rng(seed)
         for i, slot in self.lowering.layout.weights.items():
             fill(plan.parts[plan.units[i].part], self.arenas[0].view(slot), rng)
-        kv = self.arenas[0].whole("host.kv")
-        kv[0::2], kv[1::2] = rng.integers(0, 256, len(kv[0::2])), 0x3C
+        self.fill_cache(rng)
         for arena in plan.arenas:
             self.arenas[1].whole(arena.name)[...] = self.arenas[0].whole(arena.name)
         self.reference = Binding(plan, self.arenas[0], None)
         self.native = NativeBinding(plan, self.arenas[1], None, KERNELS[isa, threads, exact])
+
+    def fill_cache(self, rng: np.random.Generator) -> None:
+        """What came before the batch, and what no row should see. Integers: codes with scales and minimums that make
+        them numbers around 1."""
+        kv = self.arenas[0].whole("host.kv")
+        kv[0::2], kv[1::2] = rng.integers(0, 256, len(kv[0::2])), 0x3C
+        for pool in self.pools(self.arenas[0]):
+            if pool.format.is_quantised:
+                _, g, p = factors(pool).shape[-3:]
+                factors(pool)[..., 0, :, :] = rng.uniform(0, 4 / 2**pool.format.bits, (g, p))
+                factors(pool)[..., 1, :, :] = rng.uniform(-2, 0, (g, p))
+
+    def pools(self, arenas: Arenas) -> list[KvPool]:
+        """Keys and values of the layer."""
+        plan, layout = self.plan, self.lowering.layout
+        a, seqs = plan.target.spec.layers[0].attention, tuple(range(plan.batch_seqs))
+        slots = layout.kv(0, Batch(0, seqs, (0,) * len(seqs), (1,) * len(seqs), ()))
+        pages = len(seqs) * layout.pages_per_seq
+        return [
+            KvPool(arenas.view(s).reshape(pages, a.kv_heads, -1), plan.page_tokens, a.head_dim, plan.kv[0].format)
+            for s in slots
+        ]
 
     def run(self, p: Pass, rng: np.random.Generator, rounded: bool) -> set[str]:
         batch = p.batches[0]
@@ -136,20 +168,19 @@ class Pair:
             else:
                 kept = near
                 if name in ("keys", "values"):  # and one step of the cache's own format
-                    kept += {"float32": 0.0, "float16": 2**-10, "bfloat16": 2**-7}[self.plan.kv[0].format.kind]
+                    kept += STEPS[self.plan.kv[0].format.kind]
                 error = np.abs(want - got).max()
                 assert error <= kept * max(np.abs(want).max(), size) + 1e-30, f"{call.op}: {name} differs by {error}"
             self.arenas[1].view(slot)[...] = self.arenas[0].view(slot)  # errors do not add up
 
     def numbers(self, arenas: Arenas, name: str, slot: Slot) -> np.ndarray:
-        view = arenas.view(slot)
         if name not in ("keys", "values"):
-            return view.view(np.float32)
-        fmt = self.plan.kv[0].format
-        stored = view.view(np.float16 if fmt.kind == "float16" else np.float32 if fmt.bits == 32 else np.uint16)
-        if fmt.kind == "bfloat16":
-            return (stored.astype(np.uint32) << 16).view(np.float32)
-        return stored.astype(np.float32)
+            return arenas.view(slot).view(np.float32)
+        pool = self.pools(arenas)[name == "values"]
+        return np.concatenate([
+            pool.load(page, head, pool.page_tokens, Scratch(np.empty(1 << 18, np.uint8))).reshape(-1)
+            for page in range(len(pool.blocks)) for head in range(pool.blocks.shape[1])
+        ])  # fmt: skip
 
     def compare_best(self, call: Call, want: np.ndarray, got: np.ndarray, near: float, size: float) -> None:
         """The same token, or one whose logit is as large but for the tolerance."""
@@ -167,7 +198,7 @@ class Pair:
 @pytest.mark.fuzz
 @pytest.mark.parametrize("isa", cpu.available())
 @given(
-    layers(), batches(), st.sampled_from(FORMATS), st.sampled_from(["float32", "float16", "bfloat16"]),
+    layers(), batches(), st.sampled_from(FORMATS), st.sampled_from(KV_FORMATS),
     st.sampled_from([1, 3]), st.booleans(), st.integers(0, 2**32 - 1),
 )  # fmt: skip
 def test_every_op(
@@ -175,7 +206,7 @@ def test_every_op(
 ) -> None:
     fmt = parse_format(name)
     plan = resident_plan(
-        spec, fmt, kv=Format(kv), context=192, rows=batch.total_rows, seqs=len(batch.seqs),
+        spec, fmt, kv=parse_format(kv), context=192, rows=batch.total_rows, seqs=len(batch.seqs),
         logits_rows=len(batch.logits),
     )  # fmt: skip
     pair = Pair(plan, isa, threads, exact, seed)

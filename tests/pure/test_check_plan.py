@@ -79,6 +79,8 @@ def test_what_the_solver_makes_passes(spec: ModelSpec, weights: str) -> None:
         Ask(context=200),
         Ask(context=200, batch=3, resident_bytes=0),
         Ask(context=100, score=True, resident_bytes=200_000, kv="bfloat16"),
+        Ask(context=200, batch=2, kv="int8"),
+        Ask(context=200, resident_bytes=0, kv="int4-g32"),
     ):
         plan = solve(ask, spec, fmt, MACHINE).plan
         check_plan(plan, spec, fmt)
@@ -97,7 +99,8 @@ def test_any_placement_passes(data: st.DataObject) -> None:
 def test_kv_may_have_a_format_per_layer() -> None:
     homes = (
         KvHome((0, 1), (0, 4), "host", Format("float32"), "host"),
-        KvHome((1, 3), (0, 4), "host", Format("bfloat16"), "host"),
+        KvHome((1, 2), (0, 4), "host", Format("bfloat16"), "host"),
+        KvHome((2, 3), (0, 4), "host", Format("int4", 64), "host"),
     )
     plan = rebuilt(streaming(TIED), kv=homes)
     check_plan(plan, TIED, F32)
@@ -189,7 +192,7 @@ WRONG = [
     (lambda plan: replace(plan, kv=plan.kv * 2), r"where 3\.\. of 3"),
     (kv(seqs=(0, 3)), r"sequences 0\.\.3"),
     (kv(seqs=(0, 10**9)), "sequences"),
-    (kv(format=Format("int8", 64)), "KV in int8"),
+    (kv(format=Format("int8", 40)), "KV cache in int8-g40: its groups should be multiples of 32"),
     (kv(home="gpu0"), "KV at home in 'gpu0'"),
     (kv(attend="gpu0"), "attention on 'gpu0'"),
     (field(acts=()), r"activations of layers 0\.\.3 has no home"),

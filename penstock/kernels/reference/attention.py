@@ -1,22 +1,21 @@
 """qkv, attend and out in numpy float32.
 
-Shapes: T rows of the batch, H heads, K KV heads, G = H / K, E head_dim, P page_tokens. The cache of a layer is
-keys and values [pages, K, P, E] in the KV format; `tables[i]` lists the pages of the batch's sequence i.
+Shapes: T rows of the batch, H heads, K KV heads, G = H / K, E head_dim. The cache of a layer is keys and values, each a
+KvPool; `tables[i]` lists the pages of the batch's sequence i.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.graph.tasks import Batch
 from penstock.kernels import rope
+from penstock.kernels.reference.cache import KvPool
 from penstock.kernels.reference.dense import normalise
-from penstock.kernels.reference.matrix import Bytes, Float32, Scratch, multiply, narrow, vector, widen_plain
-from penstock.spec.format import Format
+from penstock.kernels.reference.matrix import Bytes, Float32, Scratch, multiply, vector
 from penstock.spec.model import Attention, Norm
 from penstock.spec.parts import Part
 
@@ -25,8 +24,8 @@ Tables = Sequence[NDArray[np.int64]]
 
 def qkv(
     weights: Bytes, part: Part, lo: int, a: Attention, norm: Norm, norms: Bytes, norms_part: Part, h: Float32,
-    turn: tuple[Float32, Float32] | None, batch: Batch, tables: Tables, kv_format: Format, q: Float32,
-    keys: NDArray[Any], values: NDArray[Any], scratch: Scratch,
+    turn: tuple[Float32, Float32] | None, batch: Batch, tables: Tables, q: Float32, keys: KvPool,
+    values: KvPool, scratch: Scratch,
 ) -> None:  # fmt: skip
     """Projects h [T, D] for the KV heads lo…, adds biases, norms and turns q and k, and stores k and v.
 
@@ -53,26 +52,26 @@ def qkv(
             rope.rotate(made["q"], *turn)
             rope.rotate(made["k"], *turn)
         q[:, head * g : (head + 1) * g] = made["q"]
-        _store(keys, made["k"][:, 0], head, batch, tables, kv_format)
-        _store(values, made["v"][:, 0], head, batch, tables, kv_format)
+        _store(keys, made["k"][:, 0], head, batch, tables)
+        _store(values, made["v"][:, 0], head, batch, tables)
     scratch.rewind(start)
 
 
-def _store(pool: NDArray[Any], rows: Float32, head: int, batch: Batch, tables: Tables, kv_format: Format) -> None:
+def _store(pool: KvPool, rows: Float32, head: int, batch: Batch, tables: Tables) -> None:
     """Writes rows [T, E] of one KV head to their positions, page by page."""
-    page_tokens, done = pool.shape[2], 0
+    page_tokens, done = pool.page_tokens, 0
     for start, count, table in zip(batch.start, batch.rows, tables, strict=True):
         position = start
         while position < start + count:
             page, at = divmod(position, page_tokens)
             n = min(page_tokens - at, start + count - position)
-            pool[table[page], head, at : at + n] = narrow(rows[done : done + n], kv_format)
+            pool.store(int(table[page]), head, at, rows[done : done + n])
             position, done = position + n, done + n
 
 
 def attend(
-    q: Float32, keys: NDArray[Any], values: NDArray[Any], a: Attention, lo: int, hi: int, batch: Batch,
-    tables: Tables, kv_format: Format, out: Float32, scratch: Scratch,
+    q: Float32, keys: KvPool, values: KvPool, a: Attention, lo: int, hi: int, batch: Batch, tables: Tables,
+    out: Float32, scratch: Scratch,
 ) -> None:  # fmt: skip
     """out [T, H, E] = softmax(scale · q kᵀ, causal, windowed) v for the KV heads lo…hi.
 
@@ -87,18 +86,18 @@ def attend(
             scratch.rewind(start_mark)
             query = scratch.take((g, count, a.head_dim))
             query[...] = q[rows, head * g : (head + 1) * g].transpose(1, 0, 2)
-            result = _attend_head(query, keys, values, a, head, start, table, kv_format, scratch)
+            result = _attend_head(query, keys, values, a, head, start, table, scratch)
             out[rows, head * g : (head + 1) * g] = result.transpose(1, 0, 2)
     scratch.rewind(start_mark)
 
 
 def _attend_head(
-    query: Float32, keys: NDArray[Any], values: NDArray[Any], a: Attention, head: int, start: int,
-    table: NDArray[np.int64], kv_format: Format, scratch: Scratch,
+    query: Float32, keys: KvPool, values: KvPool, a: Attention, head: int, start: int, table: NDArray[np.int64],
+    scratch: Scratch,
 ) -> Float32:  # fmt: skip
     """One KV head, its G query heads: query [G, count, E] → [G, count, E]."""
     g, count, e = query.shape
-    page_tokens = keys.shape[2]
+    page_tokens = keys.page_tokens
     flat = query.reshape(g * count, e)
     total = scratch.take((g * count, e))
     total[...] = 0
@@ -113,7 +112,7 @@ def _attend_head(
         scratch.rewind(mark)
         begin = page * page_tokens
         n = min(page_tokens, start + count - begin)
-        key = widen_plain(keys[table[page], head, :n], kv_format, scratch)
+        key = keys.load(int(table[page]), head, n, scratch)
         scores = scratch.take((g * count, n))
         np.matmul(flat, key.T, out=scores)
         scores *= np.float32(a.scale)
@@ -134,7 +133,7 @@ def _attend_head(
         weight *= shrink
         weight += scores.sum(axis=1, keepdims=True)
         total *= shrink
-        value = widen_plain(values[table[page], head, :n], kv_format, scratch)
+        value = values.load(int(table[page]), head, n, scratch)
         product = scratch.take((g * count, e))
         np.matmul(scores, value, out=product)
         total += product

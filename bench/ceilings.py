@@ -1,0 +1,77 @@
+"""What the machine can do right now: reads of RAM, and direct reads of a model's own files into huge pages."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock import _native
+from penstock.runtime import host
+from penstock.runtime.ceilings import ram_read_bytes_per_s
+from penstock.units import MIB
+
+DEPTHS, BLOCKS = (1, 2, 4), (4 * MIB, 8 * MIB)
+READ_S = 0.25  # of each depth with each block: 1.5 s of reads for one figure
+RAM_READINGS = 3
+
+
+@dataclass(frozen=True)
+class Reading:
+    """`depth`: how many reads in flight, of `block_bytes`, were the fastest."""
+
+    ram_read_bytes_per_s: float
+    disk_read_bytes_per_s: float
+    depth: int
+    block_bytes: int
+
+
+class Ceilings:
+    """Direct reads go on where the ones before ended, around and around, so that no cache below us helps."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._fds: list[tuple[int, int]] = []
+        for file in files:
+            fd, direct = _native.open_direct(str(file))
+            if not direct:
+                sys.exit(f"{file}: this file system refuses direct reads, so there is no ceiling to measure")
+            self._fds.append((fd, file.stat().st_size))
+        self._memory = _native.Memory(max(DEPTHS) * max(BLOCKS), True)
+        self._memory.populate()
+        self._places = {nbytes: itertools.cycle(self._blocks(nbytes)) for nbytes in BLOCKS}
+        self._pool = ThreadPoolExecutor(max(DEPTHS))
+
+    def read(self) -> Reading:
+        """The best of all depths and blocks, and the median of some reads of RAM."""
+        ram = statistics.median(ram_read_bytes_per_s(host.usable_cpus()) for _ in range(RAM_READINGS))
+        tried = ((self._disk(depth, block), depth, block) for depth in DEPTHS for block in BLOCKS)
+        return Reading(ram, *max(tried))
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        for fd, _ in self._fds:
+            os.close(fd)
+
+    def _blocks(self, nbytes: int) -> list[tuple[int, int]]:
+        """(file, offset) of every whole block."""
+        return [(fd, at) for fd, size in self._fds for at in range(0, size - nbytes + 1, nbytes)]
+
+    def _disk(self, depth: int, nbytes: int) -> float:
+        """Bytes per second, so many reads in flight, a thread each."""
+        start_s = time.perf_counter()
+
+        def reads(i: int) -> int:
+            done = 0
+            while time.perf_counter() - start_s < READ_S:
+                fd, at = next(self._places[nbytes])
+                done += _native.read_into(fd, at, self._memory.address + i * max(BLOCKS), nbytes, nbytes)
+            return done
+
+        read_bytes = sum(self._pool.map(reads, range(depth)))
+        return read_bytes / (time.perf_counter() - start_s)

@@ -1,0 +1,221 @@
+"""`python -m bench.offload`: models beyond memory, beside llama.cpp with mmap and beside accelerate's disk offload.
+
+Each engine has a memory cgroup of the limit to itself, the whole process from its first instruction on. They take
+turns with an empty page cache; ceilings (RAM, direct reads into huge pages) are read right before and right after. The
+bound of a token is max(streamed bytes / disk rate, bytes of weights / RAM rate). Shares and quotients are medians of
+what each round gives. GB are 10^9 bytes. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.ceilings import Ceilings, Reading
+from bench.cgroup import Cgroup, whole_pages
+from bench.cpu import busy_s, spread
+from bench.offload_engines import Engines, tell
+from bench.peers import Answer, Worker, WorkerEnded
+from penstock.runtime import host
+from penstock.runtime.probe import cpu_name
+
+LIMITS_GB = {"8b": (3.99, 2.86, 1.73), "1b_bf16": (2.0, 1.6)}
+PEERS = {"8b": "llamacpp", "1b_bf16": "accelerate"}
+PREFILL_GB, PREFILL_TOKENS = 2.86, 512
+DECODE_S, LEAST_TOKENS, MOST_TOKENS = 6.0, 4, 48
+WARM_TOKENS = 2
+# After a prompt, whose pass reads all weights too and is not counted. llama.cpp takes up to 10 s a token.
+PEER_TOKENS, TRY_TOKENS = {"llamacpp": 3, "accelerate": 6}, 3
+# What accelerate keeps in memory, tried in turn: (share of the limit, bytes beside it, a copy or mapped). The first
+# leaves all but the norms to the disk.
+SPLITS = ((0.15, 0.0, False), (0.8, 0.0, False), (1.0, 0.9e9, True), (1.0, 0.6e9, True), (1.0, 0.45e9, True))
+
+Figures = dict[str, Any]
+
+
+class Setting:
+    """One shape within one limit: our turns, the peer's, and what each round gives."""
+
+    def __init__(self, engines: Engines, shape: str, gb: float, ceilings: Ceilings) -> None:
+        self.engines, self.shape, self.gb, self.ceilings = engines, shape, gb, ceilings
+        self.limit, self.peer = whole_pages(round(gb * 1e9)), PEERS[shape]
+        self.facts: Figures = {}
+        self.split: tuple[int, bool] = (0, False)
+        self.tried: list[Figures] = []
+
+    def measure(self, rounds: int) -> Figures:
+        if self.peer == "accelerate":
+            self._choose_split()
+        found = []
+        for i in range(rounds):
+            turns: list[Callable[[Figures], None]] = [self._ours, self._peers]
+            figures: Figures = {}
+            for turn in turns if i % 2 == 0 else reversed(turns):
+                turn(figures)
+            figures[f"vs_{self.peer}"] = figures["tokens_per_s"] / figures[f"{self.peer}_tokens_per_s"]
+            found.append(figures)
+            tell(f"{self.shape} {self.gb} GB, round {i + 1} of {rounds}: {_line(figures, self.peer)}")
+        return self._summary(found)
+
+    def _ours(self, figures: Figures) -> None:
+        with self.engines.ours(self.shape, self.limit) as (worker, cgroup):
+            tokens = max(LEAST_TOKENS, min(MOST_TOKENS, int(DECODE_S * worker.facts["predicted_tokens_per_s"])))
+            worker.ask("decode", WARM_TOKENS)
+            answer, readings = self._between(worker, tokens)
+            peak = cgroup.peak_bytes() if cgroup else 0
+            self.facts["penstock"] = worker.facts
+        disk = statistics.mean(r.disk_read_bytes_per_s for r in readings)
+        ram = statistics.mean(r.ram_read_bytes_per_s for r in readings)
+        bound_s = max(worker.facts["streamed_bytes"] / disk, worker.facts["weight_bytes"] / ram)
+        figures |= {
+            "tokens": tokens,
+            "tokens_per_s": tokens / answer["seconds"],
+            "bound_tokens_per_s": 1 / bound_s,
+            "share_of_bound": bound_s * tokens / answer["seconds"],
+            "disk_bytes_per_token": answer["disk_bytes_per_token"],
+            "disk_bytes_exact": bool(answer["exact"]),
+            "peak_host_bytes": answer["peak_host_bytes"],
+            "peak_cgroup_bytes": peak,
+            "others_cpu_share": answer["others_cpu_share"],
+            "disk_read_bytes_per_s": disk,
+            "ram_read_bytes_per_s": ram,
+            "ceilings": [asdict(reading) for reading in readings],
+        }
+
+    def _peers(self, figures: Figures) -> None:
+        start = self.engines.llamacpp(self.limit) if self.peer == "llamacpp" else self._accelerate(*self.split)
+        with start as (worker, cgroup):
+            answer, readings = self._between(worker, PEER_TOKENS[self.peer])
+            figures[f"{self.peer}_peak_cgroup_bytes"] = cgroup.peak_bytes() if cgroup else 0
+            self.facts[self.peer] = worker.facts
+        figures[f"{self.peer}_tokens_per_s"] = PEER_TOKENS[self.peer] / answer["seconds"]
+        figures[f"{self.peer}_ceilings"] = [asdict(reading) for reading in readings]
+
+    def _accelerate(self, cpu_bytes: int, copied: bool) -> AbstractContextManager[tuple[Worker, Cgroup | None]]:
+        return self.engines.accelerate(self.limit, cpu_bytes, copied)
+
+    def _choose_split(self) -> None:
+        """The fastest that the limit lets live, of weights in memory and weights on disk."""
+        best = 0.0
+        for share, beside, copied in SPLITS:
+            cpu_bytes = max(0, int(share * self.limit - beside))
+            row: Figures = {"cpu_bytes": cpu_bytes, "copied": copied, "tokens_per_s": 0.0}
+            try:
+                with self._accelerate(cpu_bytes, copied) as (worker, _):
+                    row |= worker.facts
+                    row["tokens_per_s"] = TRY_TOKENS / worker.ask("decode", TRY_TOKENS)["seconds"]
+            except WorkerEnded as ended:
+                row["ended"] = str(ended)
+            self.tried.append({name: value for name, value in row.items() if name != "versions"})
+            tell(f"{self.shape} {self.gb} GB, accelerate: {self.tried[-1]}")
+            if row["tokens_per_s"] > best:
+                best, self.split = row["tokens_per_s"], (cpu_bytes, copied)
+        if not best:
+            sys.exit(f"accelerate lives with no split of the weights within {self.gb} GB")
+
+    def _between(self, worker: Worker, tokens: int) -> tuple[Answer, list[Reading]]:
+        """A decode between two readings of the ceilings. `others_cpu_share`: of the processors' time, what neither this
+        bench nor the worker took, once the worker has told its own."""
+        before = self.ceilings.read()
+        start_s, others_s = time.perf_counter(), busy_s() - time.process_time() - worker.cpu_s
+        answer = worker.ask("decode", tokens)
+        took_s = time.perf_counter() - start_s
+        others_s = busy_s() - time.process_time() - worker.cpu_s - others_s
+        answer["others_cpu_share"] = max(0.0, others_s / took_s / self.engines.threads)
+        return answer, [before, self.ceilings.read()]
+
+    def _summary(self, found: list[Figures]) -> Figures:
+        """Medians; the disk's bytes are the same in every round or exact says so; the largest peak."""
+        names = ["tokens_per_s", "share_of_bound", f"vs_{self.peer}", f"{self.peer}_tokens_per_s"]
+        names += ["bound_tokens_per_s", "disk_read_bytes_per_s", "ram_read_bytes_per_s", "others_cpu_share"]
+        spreads = {name: spread([figures[name] for figures in found]) for name in names}
+        peaks = ("peak_host_bytes", "peak_cgroup_bytes", f"{self.peer}_peak_cgroup_bytes")
+        return {
+            **{name: s["median"] for name, s in spreads.items()},
+            "disk_bytes_per_token": statistics.median(figures["disk_bytes_per_token"] for figures in found),
+            "disk_bytes_exact": all(figures["disk_bytes_exact"] for figures in found),
+            **{name: max(figures[name] for figures in found) for name in peaks},
+            "limit_bytes": self.limit,
+            "ranges": {name: {"min": s["min"], "max": s["max"]} for name, s in spreads.items()},
+            "by_round": found,
+            **({"accelerate_tried": self.tried} if self.tried else {}),
+            **self.facts,
+        }
+
+
+def measure_prefill(engines: Engines, gb: float, rounds: int) -> Figures:
+    """Of one prompt, within the limit and with everything in memory, in turns. Both stay loaded: direct reads leave
+    the page cache alone."""
+    limit = whole_pages(round(gb * 1e9))
+    prompt = ("--prompt", PREFILL_TOKENS)
+    found: list[Figures] = []
+    with engines.ours("8b", limit, *prompt) as (small, _), engines.ours("8b", None, *prompt) as (whole, _):
+        workers = {"limited": small, "resident": whole}
+        for worker in workers.values():
+            worker.ask("prefill", 64)  # not counted
+        for i in range(rounds):
+            figures: Figures = {}
+            for name, worker in workers.items() if i % 2 == 0 else reversed(workers.items()):
+                answer = worker.ask("prefill", PREFILL_TOKENS)
+                figures[f"{name}_tokens_per_s"] = PREFILL_TOKENS / answer["seconds"]
+                figures[f"{name}_peak_host_bytes"] = answer["peak_host_bytes"]
+            found.append(figures)
+            tell(f"prefill of {PREFILL_TOKENS}, {gb} GB, round {i + 1} of {rounds}: {figures}")
+        facts = {name: worker.facts for name, worker in workers.items()}
+    rates = {name: spread([figures[f"{name}_tokens_per_s"] for figures in found]) for name in workers}
+    ratio = rates["limited"]["median"] / rates["resident"]["median"]
+    return {"limited_vs_resident": ratio, "limit_bytes": limit, **rates, "by_round": found, "facts": facts}
+
+
+def _line(figures: Figures, peer: str) -> str:
+    return (
+        f"{figures['tokens_per_s']:.2f} tokens/s, {figures['share_of_bound']:.1%} of the bound, "
+        f"{figures[f'vs_{peer}']:.2f} × {peer}'s {figures[f'{peer}_tokens_per_s']:.3f}; "
+        f"disk {figures['disk_read_bytes_per_s'] / 1e9:.2f}, RAM {figures['ram_read_bytes_per_s'] / 1e9:.1f} GB/s, "
+        f"others {figures['others_cpu_share']:.0%} of the processors, peak {figures['peak_host_bytes'] / 1e9:.3f} GB, "
+        f"bytes exact: {figures['disk_bytes_exact']}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, help="keeps the models here (14 GB); default a temporary folder")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=(*LIMITS_GB, "prefill"), default=(*LIMITS_GB, "prefill"))
+    parser.add_argument("--limits", type=float, nargs="+", metavar="GB", help="of the decode settings; default all")
+    wanted = parser.parse_args()
+    results: Figures = {}
+    start_s = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
+        engines = Engines((wanted.folder or Path(temporary)).resolve())
+        engines.folder.mkdir(parents=True, exist_ok=True)
+        for shape in LIMITS_GB:
+            if shape in wanted.only or (shape == "8b" and "prefill" in wanted.only):
+                engines.write(shape)
+        engines.probe()
+        for shape, limits in LIMITS_GB.items():
+            if shape in wanted.only:
+                ceilings = engines.ceilings(shape)
+                chosen = [gb for gb in limits if wanted.limits is None or gb in wanted.limits]
+                settings = {str(gb): Setting(engines, shape, gb, ceilings) for gb in chosen}
+                results[shape] = {name: setting.measure(wanted.rounds) for name, setting in settings.items()}
+                ceilings.close()
+        if "prefill" in wanted.only:
+            results["prefill"] = measure_prefill(engines, PREFILL_GB, wanted.rounds)
+            results[f"prefill_{PREFILL_GB}_vs_resident"] = results["prefill"]["limited_vs_resident"]
+    machine = {"cpu": cpu_name(), "threads": host.usable_cpus(), "memory_bytes": host.physical_bytes()}
+    took_s = time.perf_counter() - start_s
+    print(json.dumps({"bench": "offload", "rounds": wanted.rounds, "machine": machine, "took_s": took_s, **results}))
+
+
+if __name__ == "__main__":
+    main()

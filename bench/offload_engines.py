@@ -1,0 +1,95 @@
+"""The models of `bench.offload`, and how each engine is started: alone with a memory limit and an empty page cache."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from bench.ceilings import Ceilings
+from bench.cgroup import Cgroup, drop_page_cache, limited
+from bench.cpu import DEFAULT_SHAPES, write_models
+from bench.peers import Worker
+from bench.peers import random_checkpoint as checkpoints
+from penstock.runtime import host
+from penstock.runtime.probe import load_or_probe
+from penstock.store.pack import pack
+
+CONTEXT = 1024
+
+
+class Engines:
+    """The models of `folder`, and how one engine after the other is started within a limit."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.cache = folder, folder / "cache"
+        self.threads = host.usable_cpus()
+
+    def probe(self) -> None:
+        """Once, outside every cgroup."""
+        load_or_probe(self.cache, self.folder)
+
+    def packed(self, shape: str) -> Path:
+        return self.folder / ("llama-3.1-8b-int4" if shape == "8b" else "llama-3.2-1b-bfloat16")
+
+    @property
+    def gguf(self) -> Path:
+        return self.folder / "llama-3.1-8b-q4_0.gguf"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "llama-3.2-1b-checkpoint"
+
+    def write(self, shape: str) -> None:
+        """Makes what is missing. Packed from the very checkpoint that the peer reads, where it reads one."""
+        if shape == "8b":
+            write_models(DEFAULT_SHAPES["8b"], self.packed("8b"), self.gguf)
+        else:
+            if not self.checkpoint.exists():
+                tell(f"writing {self.checkpoint.name}")
+                checkpoints.write(DEFAULT_SHAPES["1b"], self.checkpoint)
+            if not self.packed(shape).exists():
+                tell(f"packing {self.packed(shape).name}")
+                pack(self.checkpoint, self.packed(shape))
+        os.sync()
+
+    def ceilings(self, shape: str) -> Ceilings:
+        return Ceilings(sorted(self.packed(shape).glob("*.safetensors")))
+
+    @contextmanager
+    def ours(self, shape: str, limit: int | None, *more: object) -> Iterator[tuple[Worker, Cgroup | None]]:
+        """Without a limit everything stays in memory, outside any cgroup."""
+        within = () if limit is None else ("--limit", limit)
+        arguments = ("--cache", self.cache, "--context", CONTEXT, *within, *more)
+        with self._started("bench.peers.streamed", limit, self.packed(shape), *arguments) as started:
+            yield started
+
+    @contextmanager
+    def llamacpp(self, limit: int) -> Iterator[tuple[Worker, Cgroup | None]]:
+        arguments = ("--config", DEFAULT_SHAPES["8b"], "--threads", self.threads, "--context", CONTEXT, "--mmap")
+        with self._started("bench.peers.llamacpp", limit, self.gguf, *arguments) as started:
+            yield started
+
+    @contextmanager
+    def accelerate(self, limit: int, cpu_bytes: int, copied: bool) -> Iterator[tuple[Worker, Cgroup | None]]:
+        with tempfile.TemporaryDirectory(prefix="offload-", dir=self.folder) as offload:
+            split = ("--cpu-bytes", cpu_bytes, *(["--copied"] if copied else []))
+            arguments = ("--offload", offload, "--threads", self.threads, *split)
+            with self._started("bench.peers.accelerate", limit, self.checkpoint, *arguments) as started:
+                yield started
+
+    @contextmanager
+    def _started(self, module: str, limit: int | None, *arguments: object) -> Iterator[tuple[Worker, Cgroup | None]]:
+        drop_page_cache(file for file in self.folder.glob("**/*") if file.is_file())
+        with ExitStack() as stack:
+            cgroup = stack.enter_context(limited(limit)) if limit is not None else None
+            worker = Worker(module, *arguments, cgroup=cgroup.folder if cgroup else None)
+            stack.callback(worker.close)
+            yield worker, cgroup
+
+
+def tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,6 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+// Shapes, Compute and Program.
+void bind_ops(nanobind::module_& m);

@@ -1,0 +1,196 @@
+// Rows of the KV cache in and out of its formats, for one instruction set. spec/format.py says how they lie.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "kernels.h"
+
+namespace penstock::PENSTOCK_ISA {
+namespace {
+
+constexpr bool quantised(Kind kind) { return kind == Kind::kInt8 || kind == Kind::kInt4; }
+
+// ---- storing -------------------------------------------------------------------------------------------------------
+
+inline std::uint16_t to_bf16(float value) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if ((bits & 0x7fffffffU) > 0x7f800000U) return 0x7fc0U;  // NaN; rounding up could wrap it to 0
+    return static_cast<std::uint16_t>((bits + 0x7fffU + (bits >> 16 & 1U)) >> 16);
+}
+
+constexpr float kMostHalf = 65504.0F;
+
+// float32 to a float format; float16 saturates at ±65504 instead of becoming infinite.
+inline void narrow_row(const float* from, Kind kind, int count, std::uint8_t* to) {
+    if (kind == Kind::kFloat32) {
+        std::memcpy(to, from, std::size_t(count) * 4);
+    } else if (kind == Kind::kBfloat16) {
+        for (int i = 0; i < count; ++i) {
+            const std::uint16_t half = to_bf16(from[i]);
+            std::memcpy(to + 2 * std::size_t(i), &half, 2);
+        }
+    } else {
+        alignas(64) float lanes[16] = {};
+        alignas(64) std::uint8_t halves[32];
+        for (int i = 0; i < count; i += 16) {
+            const int n = std::min(16, count - i);
+            for (int k = 0; k < n; ++k) lanes[k] = std::min(std::max(from[i + k], -kMostHalf), kMostHalf);
+            f_store_half(halves, f_load(lanes));
+            std::memcpy(to + 2 * std::size_t(i), halves, std::size_t(n) * 2);
+        }
+    }
+}
+
+// The float16 nearest to a value, or the next one that is not above it (`down`) or not below it; and what it says.
+struct Half {
+    std::uint16_t bits;
+    float value;
+};
+inline Half half_beyond(float value, bool down) {
+    alignas(64) std::uint16_t halves[16];
+    alignas(64) float lanes[16];
+    f_store_half(halves, f_set(value));
+    f_store(lanes, f_half(halves));
+    if (down ? lanes[0] > value : lanes[0] < value) {
+        std::uint16_t& bits = halves[0];
+        const bool negative = (bits & 0x8000U) != 0, zero = (bits & 0x7fffU) == 0;
+        if (zero) {
+            bits = down ? 0x8001U : 0x0001U;
+        } else {
+            bits = static_cast<std::uint16_t>(negative == down ? bits + 1U : bits - 1U);
+        }
+        f_store(lanes, f_half(halves));
+    }
+    return {halves[0], lanes[0]};
+}
+
+// One group of a row: codes [count], float16 scale and minimum. The rule of weights (store/quantize.py), of values
+// within ±65504; a NaN makes the whole group NaN.
+inline void quantise_group(const float* from, int count, int levels, std::uint8_t* codes, std::uint16_t* scale,
+                           std::uint16_t* minimum) {
+    const F most = f_set(kMostHalf), least = f_set(-kMostHalf);
+    const auto values = [&](int i) {  // 16 of them; beyond the last the first again
+        alignas(64) float lanes[16];
+        for (int k = 0; k < 16; ++k) lanes[k] = from[i + k < count ? i + k : 0];
+        return f_load(lanes);
+    };
+    I bits = i_zero();
+    F low = most, high = least;
+    for (int i = 0; i < count; i += 16) {
+        const F x = values(i);
+        bits = i_max(bits, i_magnitude(x));
+        low = f_min(x, low), high = f_max(x, high);
+    }
+    if (i_max_of(bits) > 0x7f800000) {
+        std::memset(codes, 0, std::size_t(count));
+        *scale = 0, *minimum = 0x7e00U;
+        return;
+    }
+    const float top = f_max_of(high), bottom = -f_max_of(f_mul(low, f_set(-1.0F)));
+    const Half offset = half_beyond(std::max(bottom, -kMostHalf), true);
+    const Half step = half_beyond((std::min(top, kMostHalf) - offset.value) / static_cast<float>(levels), false);
+    const F inverse = f_set(step.value > 0 ? 1.0F / step.value : 0.0F), base = f_set(-offset.value);
+    for (int i = 0; i < count; i += 16) {
+        const F x = f_max(f_min(values(i), most), least);
+        alignas(64) float scaled[16];
+        f_store(scaled, f_add(f_mul(f_add(x, base), inverse), f_set(0.5F)));  // below levels + 1: steps are rounded up
+        for (int k = 0; k < std::min(16, count - i); ++k) codes[i + k] = static_cast<std::uint8_t>(scaled[k]);
+    }
+    *scale = step.bits, *minimum = offset.bits;
+}
+
+// A row of K or V of the token at `slot` of a page, whose head's block begins at `block`.
+inline void store_row(const float* from, const KvCache& cache, std::uint8_t* block, int slot) {
+    std::uint8_t* const row = block + std::size_t(slot) * cache.row_bytes();
+    if (!quantised(cache.kind)) {
+        narrow_row(from, cache.kind, cache.head_dim, row);
+        return;
+    }
+    const bool int4 = cache.kind == Kind::kInt4;
+    for (int g = 0; g < cache.groups(); ++g) {
+        alignas(64) std::uint8_t codes[kMostKvGroup];
+        const int first = g * cache.group, count = std::min(cache.group, cache.head_dim - first);
+        std::uint16_t halves[2];
+        quantise_group(from + first, count, int4 ? 15 : 255, codes, halves, halves + 1);
+        std::memcpy(block + cache.scale_at(g, slot), halves, 2);
+        std::memcpy(block + cache.minimum_at(g, slot), halves + 1, 2);
+        const int padded = up_to(count, int4 ? 32 : 16);
+        std::memset(codes + count, 0, std::size_t(padded - count));
+        std::uint8_t* to = row + std::size_t(int4 ? first / 2 : first);
+        if (!int4) {
+            std::memcpy(to, codes, std::size_t(padded));
+            continue;
+        }
+        for (int i = 0; i < padded; i += 32, to += 16) {
+            for (int k = 0; k < 16; ++k) to[k] = static_cast<std::uint8_t>(codes[i + k] | codes[i + 16 + k] << 4);
+        }
+    }
+}
+
+// ---- reading -------------------------------------------------------------------------------------------------------
+
+constexpr int kPartTokens = 32;  // whose keys or values stay in the L1 cache for all queries
+
+// Keys or values of a part: rows `row_bytes` apart. Integers: for each group of `group` columns scales and minimums
+// [G, 32]; floats are one group without.
+struct Cached {
+    const std::uint8_t* data;
+    std::size_t row_bytes;
+    int group;
+    const float *scales, *minimums;
+};
+
+// Columns that are read together, 16 a vector.
+template <Kind kind>
+constexpr int kVectors = kind == Kind::kInt4 ? 2 : 1;
+
+// Bytes of 16 columns.
+template <Kind kind>
+constexpr std::size_t kVectorBytes = kind == Kind::kFloat32 ? 64
+                                     : kind == Kind::kInt8  ? 16
+                                     : kind == Kind::kInt4  ? 8
+                                                            : 32;
+
+// 16 · kVectors columns of a row's token, from those at `row` on.
+template <Kind kind>
+[[gnu::always_inline]] inline void read(const std::uint8_t* row, const float* scale, const float* minimum, F* out) {
+    if constexpr (kind == Kind::kInt8) {
+        out[0] = f_fma(f_bytes(row), f_set(*scale), f_set(*minimum));
+    } else if constexpr (kind == Kind::kInt4) {
+        f_nibbles(row, f_set(*scale), f_set(*minimum), out[0], out[1]);
+    } else {
+        out[0] = kind == Kind::kFloat32 ? f_load(row) : kind == Kind::kFloat16 ? f_half(row) : f_bf16(row);
+    }
+}
+
+// A row of floats to float32, `count` of them, the rest of 16 zero.
+template <Kind kind>
+inline void widen_row(const std::uint8_t* from, int count, float* to) {
+    constexpr std::size_t kItem = kVectorBytes<kind> / 16;
+    F wide;
+    int i = 0;
+    for (; i + 16 <= count; i += 16) {
+        read<kind>(from + kItem * std::size_t(i), nullptr, nullptr, &wide);
+        f_store(to + i, wide);
+    }
+    if (i < count) {
+        alignas(64) std::uint8_t tail[64] = {};
+        std::memcpy(tail, from + std::size_t(i) * kItem, std::size_t(count - i) * kItem);
+        read<kind>(tail, nullptr, nullptr, &wide);
+        f_store(to + i, wide);
+    }
+}
+
+// Scales and minimums of the 32 tokens from `slot` on to float32 [2 G, 32].
+inline void widen_factors(const KvCache& cache, const std::uint8_t* block, int slot, float* to) {
+    for (int g = 0; g < 2 * cache.groups(); ++g, to += kPartTokens) {
+        const std::uint8_t* from = block + cache.scale_at(g, slot);  // minimums follow the last group's scales
+        for (int i = 0; i < kPartTokens; i += 16) f_store(to + i, f_half(from + 2 * i));
+    }
+}
+
+}  // namespace
+}  // namespace penstock::PENSTOCK_ISA
