@@ -16,6 +16,10 @@ def pack(
     src: Annotated[str, Argument(metavar="SRC", help="A checkpoint's folder; with --verify alone, a packed model.")],
     dst: Annotated[str | None, Argument(metavar="DST", help="The new folder of the packed model.")] = None,
     weights: Weights = None,
+    spread: Annotated[
+        str | None,
+        Option("--spread", metavar="DIR", help="Put half of the bytes under DIR, on a second disk: both read at once."),
+    ] = None,
     check: Annotated[bool, Option("--verify", help="Read everything back and compare checksums.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -27,6 +31,8 @@ def pack(
         raise BadRequest("pack needs SRC and DST; `penstock pack --verify SRC` checks a packed model")
     if dst is None and weights is not None:
         raise BadRequest("--weights is for packing: name DST too")
+    if dst is None and spread is not None:
+        raise BadRequest("--spread is for packing: name DST too")
     quiet_blas()
     from penstock.spec.format import parse_format
     from penstock.store.pack import pack as pack_checkpoint
@@ -42,6 +48,7 @@ def pack(
                 folder,
                 fmt,
                 progress=lambda done, total, key: tell(f"packing {key}", done, total),
+                spread=as_path(spread) if spread else None,
             )
         if check:
             verify(folder, lambda done, total, key: tell(f"verifying {key}", done, total))

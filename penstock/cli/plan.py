@@ -66,11 +66,12 @@ def _plan(
     from penstock.planner.what_if import what_if
     from penstock.serve.planning import describe
     from penstock.spec.format import parse_format
+    from penstock.store.packed import part_disks
 
     spec, fmt = describe(as_path(model), parse_format(weights) if weights else None)
     ask = work.ask(machine)
     spec_of_machine = _machine(machine_file, machine)
-    solved = solve(ask, spec, fmt, spec_of_machine)
+    solved = solve(ask, spec, fmt, spec_of_machine, part_disks(as_path(model)))
     others = what_if(solved, ask, spec_of_machine)
     band = explain.Band() if machine_file is not None else _band(machine)
     if svg is not None:

@@ -21,6 +21,7 @@ from penstock.units import GIB
 
 TIERS = ("host",)  # of memory, that a runtime exists for; an executor computes on its own tier
 DISK = "disk0"
+DISKS = (DISK, "disk1")  # that weights may lie on
 
 # Beyond these nothing sensible lies, and below them everything is computed in no time.
 _BOUNDS = {
@@ -103,10 +104,10 @@ def _check_units(units: Iterable[Unit], by_key: dict[str, Part]) -> None:
             raise _wrong(
                 f"a unit of {unit.part} has granules {unit.lo}..{unit.hi}, where {at}.. of {part.granules} come next"
             )
-        if unit.home not in (*TIERS, DISK) or unit.decode not in TIERS or unit.prefill not in TIERS:
+        if unit.home not in (*TIERS, *DISKS) or unit.decode not in TIERS or unit.prefill not in TIERS:
             raise _wrong(
                 f"a unit of {unit.part} is at home in {unit.home!r} and computed by {unit.decode!r} and "
-                f"{unit.prefill!r}; this version has {', '.join((DISK, *TIERS))}"
+                f"{unit.prefill!r}; this version has {', '.join((*DISKS, *TIERS))}"
             )
         covered[unit.part], last = unit.hi, unit.part
     for key, part in by_key.items():

@@ -356,7 +356,7 @@ class Lowering:
             while (load := ring.admit(last)) is not None:
                 u, slot = load
                 unit = self.plan.units[u]
-                lanes: tuple[str, ...] = ("disk0", "h2d0") if tier != "host" else ("disk0",)
+                lanes: tuple[str, ...] = (unit.home, "h2d0") if tier != "host" else (unit.home,)
                 if unit.home == "host":
                     lanes = ("h2d0",)
                 fmt = self.parts[unit.part].format.kind

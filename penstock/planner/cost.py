@@ -26,10 +26,17 @@ class Cost:
     def factor(self, lane: str, busy: frozenset[str]) -> float:
         """How much longer a task on `lane` takes while other lanes are busy: by their sharings, all of them."""
         found = 1.0
+        lane, busy = self._as_measured(lane), frozenset(map(self._as_measured, busy))
         for sharing in self.machine.sharing:
             if sharing.lane == lane and sharing.beside in busy:
                 found *= sharing.factor
         return found
+
+    def _as_measured(self, lane: str) -> str:
+        """A second disk that nobody measured shares what the first one does."""
+        if not (lane.startswith("disk") and lane[4:].isdigit()):
+            return lane
+        return lane if any(lane in (s.lane, s.beside) for s in self.machine.sharing) else "disk0"
 
     def _lane_s(self, lane: str, task: Task) -> float:
         if lane not in self._overheads:

@@ -37,7 +37,7 @@ _ARENAS = {
     "scratch": ("activations, logits, scratch", "green"),
     "staging": ("activations, logits, scratch", "green"),
 }
-_ORDER = {"gpu0": 0, "host": 1, "disk0": 2}
+_ORDER = {"gpu0": 0, "host": 1, "disk0": 2, "disk1": 3}
 _KINDS = {"attention": "violet", "FFN": "blue", "head": "green", "rest": "gray", "weights that stream": "orange"}
 
 

@@ -185,7 +185,7 @@ class Binding:
         unit = self._plan.units[call.unit]
         if self._poisoned:
             poison(self._arenas.view(target))
-        return self._disk.start(unit.part, unit.lo, unit.hi, self._arenas.address(target))
+        return self._disk.start(unit.part, unit.lo, unit.hi, self._arenas.address(target), unit.home)
 
     def _copy(self, call: Call) -> None:
         source, target = call.slots

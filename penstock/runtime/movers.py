@@ -87,7 +87,7 @@ class DiskReader:
         self._packed, self._block_bytes = packed, block_bytes
         self._fds: dict[Path, tuple[int, bool]] = {}
         self._readers: dict[str, _native.Reader] = {}
-        self._bytes_read = 0  # by readers that are closed
+        self._closed: dict[str, int] = {}  # bytes that readers had read when they were closed
         for path in packed.files:
             try:
                 self._fds[path] = _native.open_direct(str(path))
@@ -103,13 +103,18 @@ class DiskReader:
 
     @property
     def bytes_read(self) -> int:
-        return self._bytes_read + sum(reader.bytes_read for reader in self._readers.values())
+        return sum(self.bytes_by_disk.values())
 
-    def start(self, part: str, lo: int, hi: int, address: int) -> Load:
+    @property
+    def bytes_by_disk(self) -> dict[str, int]:
+        return self._closed or {disk: reader.bytes_read for disk, reader in self._readers.items()}
+
+    def start(self, part: str, lo: int, hi: int, address: int, disk: str | None = None) -> Load:
         """Begins to read granules lo..hi of a part to `address`, 4096-aligned, after what this disk was given before.
-        Whoever owns the memory waits for the load before giving it away."""
+        Whoever owns the memory waits for the load before giving it away. `disk`: whose queue it joins, where a plan
+        says so; loads of a lane stay in order then, wherever the part lies."""
         place = self._locate(part, lo, hi)
-        reader = self._readers[self._packed.disks[place.path]]
+        reader = self._readers.get(disk or "") or self._readers[self._packed.disks[place.path]]
         return Load(reader.start(place.fd, place.offset, address, place.nbytes), place)
 
     def read(self, part: str, lo: int, hi: int, address: int) -> int:
@@ -128,7 +133,7 @@ class DiskReader:
     def close(self) -> None:
         for reader in self._readers.values():
             reader.close()
-        self._bytes_read = self.bytes_read
+        self._closed = self.bytes_by_disk
         self._readers.clear()
         for fd, _ in self._fds.values():
             os.close(fd)

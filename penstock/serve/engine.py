@@ -73,7 +73,7 @@ class Engine:
             machine = load_or_probe(folder_kept, folder_kept, on_progress)
             kept = machine_file(folder_kept)
         if plan is None:
-            solved = solve(ask, packed.spec, packed.weights, machine)
+            solved = solve(ask, packed.spec, packed.weights, machine, packed.part_disks)
         else:
             _check_room(plan, ask, machine, packed.spec)
             solved = Solved(plan, predict(plan, settle_context(ask, packed.spec), machine), ("as given",))
@@ -178,7 +178,7 @@ class _Run:
     def pieces(self) -> Iterator[tuple[int, str]]:
         """(sequence, text) as text becomes certain."""
         session, reader = self._engine.session, self._engine.session.reader
-        start_s, start_bytes = time.perf_counter(), reader.bytes_read
+        start_s, before = time.perf_counter(), reader.bytes_by_disk
         last_s = [start_s] * len(self._prompts)
         for seq, ids in enumerate(self._prompts):
             following = passes.DECODE if seq == len(self._prompts) - 1 and self._limit(seq) > 1 else None
@@ -206,7 +206,7 @@ class _Run:
             answer.batch_ttft_s = batch_ttft_s
             answer.decode_s, answer.decode_tokens = decode_s if decode_tokens else 0.0, decode_tokens
             answer.decode_disk_bytes = decode_bytes
-            answer.bytes_moved = {"disk0": reader.bytes_read - start_bytes}
+            answer.bytes_moved = {disk: now - before[disk] for disk, now in reader.bytes_by_disk.items()}
             answer.peak_host_bytes = host.peak_rss_bytes()
 
     def _decode(self, alive: list[int]) -> Iterator[tuple[int, NDArray[np.float32], tuple[float, int]]]:

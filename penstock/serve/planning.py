@@ -12,7 +12,7 @@ from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
-from penstock.store.packed import is_packed, read_config, read_manifest
+from penstock.store.packed import is_packed, part_disks, read_config, read_manifest
 
 
 def default_cache() -> Path:
@@ -54,4 +54,4 @@ def plan(
 
         folder = Path(cache) if cache is not None else default_cache()
         machine = load_or_probe(folder, folder)
-    return solve(Ask(**ask), spec, fmt, machine)
+    return solve(Ask(**ask), spec, fmt, machine, part_disks(Path(model)))

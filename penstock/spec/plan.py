@@ -20,7 +20,7 @@ SCHEMA, VERSION = "penstock.plan", 2
 ORDERS = ("overlapped", "saving", "flexgen")
 IO_ENGINES = ("threads", "io_uring")
 
-_INITIAL = {"disk0": "D", "host": "C", "gpu0": "G"}
+_INITIAL = {"disk0": "D", "disk1": "D", "host": "C", "gpu0": "G"}
 
 
 @dataclass(frozen=True, slots=True)

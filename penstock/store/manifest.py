@@ -76,14 +76,29 @@ def describe(part: Part, file: str, offset: int, crc32: int) -> PackedPart:
     return PackedPart(part.key, part.kind, part.rows, part.granules, part.granule_bytes, blocks, file, offset, crc32)
 
 
-def shards(parts: tuple[Part, ...], shard_bytes: int) -> tuple[Shard, ...]:
-    """Cuts the parts, in order, into files of at most `shard_bytes` of data, and of at least one part."""
+def shards(parts: tuple[Part, ...], shard_bytes: int, first: int = 0) -> tuple[Shard, ...]:
+    """Cuts the parts, in order, into files of at most `shard_bytes` of data, and of at least one part. `first`: files
+    before these."""
+    if not parts:
+        return ()
     groups: list[list[Part]] = [[]]
     for part in parts:
         if groups[-1] and sum(p.nbytes for p in groups[-1]) + part.nbytes > shard_bytes:
             groups.append([])
         groups[-1].append(part)
-    return tuple(_shard(f"model-{i + 1:05d}.safetensors", group) for i, group in enumerate(groups))
+    return tuple(_shard(f"model-{first + i + 1:05d}.safetensors", group) for i, group in enumerate(groups))
+
+
+def spread_shards(parts: tuple[Part, ...], shard_bytes: int) -> tuple[tuple[Shard, ...], frozenset[str]]:
+    """The same for two disks, and the names of those for the second. Part after part goes where less lies so far, so
+    that at any place of a pass both disks have about as much to read."""
+    sides: tuple[list[Part], list[Part]] = ([], [])
+    for part in parts:
+        fewer = min(sides, key=lambda side: sum(p.nbytes for p in side))
+        fewer.append(part)
+    here = shards(tuple(sides[0]), shard_bytes)
+    there = shards(tuple(sides[1]), shard_bytes, len(here))
+    return here + there, frozenset(shard.name for shard in there)
 
 
 def _shard(name: str, parts: list[Part]) -> Shard:

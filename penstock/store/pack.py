@@ -47,11 +47,13 @@ def pack(
     weights: Format | None = None,
     progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
+    spread: Path | None = None,
 ) -> Path:
     """Packs the checkpoint folder `src` into the new folder `dst` and returns `dst`.
 
     `weights`: the format of every matrix but positions and projections, which keep the checkpoint's own, as
-    all do by default; norms and biases become float32. Interrupted, the same call goes on where it stopped.
+    all do by default; norms and biases become float32. `spread`: a folder on a second disk, which gets half of the
+    bytes, so that both disks read at once. Interrupted, the same call goes on where it stopped.
     `progress(bytes_done, bytes_total, part_key)` is called some hundred times per GB.
 
     Raises BadRequest (`src` is no checkpoint, `dst` is there already), BrokenModel, UnsupportedModel,
@@ -73,7 +75,7 @@ def pack(
         fingerprint = {"weights": weights.name, "source": _stamp(checkpoint, extras)}
         with ThreadPoolExecutor(_threads(), "penstock-pack") as pool:
             fill = packer.filler(pool)
-            return write_packed(dst, packed_parts, weights, fingerprint, fill, extras, progress, shard_bytes)
+            return write_packed(dst, packed_parts, weights, fingerprint, fill, extras, progress, shard_bytes, spread)
 
 
 def _threads() -> int:

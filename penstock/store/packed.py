@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import BadRequest, BrokenModel
+from penstock.errors import BadRequest, BrokenModel, StorageFailed
 from penstock.models import spec_from_config
 from penstock.spec.format import Format, parse_format
 from penstock.spec.model import ModelSpec
@@ -46,6 +47,11 @@ class Packed:
     total_bytes: int
     disks: dict[Path, str]  # of each file
 
+    @property
+    def part_disks(self) -> dict[str, str]:
+        """The disk of each part."""
+        return {key: self.disks[self.files[location.file_index]] for key, location in self.locations.items()}
+
     def locate(self, part_key: str, lo: int, hi: int) -> tuple[Path, int, int]:
         """Where granules lo..hi of a part lie: file, offset, bytes. One contiguous, aligned range."""
         part, location = self.parts[part_key], self.locations[part_key]
@@ -83,7 +89,8 @@ def open_packed(folder: Path) -> Packed:
     """Opens a packed model: reads penstock.json, config.json and the shards' headers, no weights.
 
     Raises BadRequest where the folder holds no packed model, BrokenModel (one line: which file, what is
-    wrong) where it is truncated, inconsistent, or packed by another version.
+    wrong) where it is truncated, inconsistent, or packed by another version, StorageFailed where a second disk is
+    missing.
     """
     if not is_packed(folder):
         raise BadRequest(f"{folder} holds no packed model (no {manifests.FILE}): make one with `penstock pack`")
@@ -104,10 +111,29 @@ def open_packed(folder: Path) -> Packed:
     return Packed(folder, spec, weights, files, locations, by_key, manifest.total_bytes, find_disks(files))
 
 
+def part_disks(folder: Path) -> dict[str, str]:
+    """The disk of each part of a packed model; empty where the folder holds none."""
+    if not is_packed(folder):
+        return {}
+    listed = read_manifest(folder).parts
+    disks = find_disks(tuple(dict.fromkeys(folder / part.file for part in listed)))
+    return {part.key: disks[folder / part.file] for part in listed}
+
+
 def find_disks(files: Sequence[Path]) -> dict[Path, str]:
     """disk0, disk1, … for each file, by the file system that it (or what a link leads to) lies on, in order."""
     devices: dict[int, str] = {}
-    return {file: devices.setdefault(file.stat().st_dev, f"disk{len(devices)}") for file in files}
+    found = {}
+    for file in files:
+        _require_target(file)
+        found[file] = devices.setdefault(file.stat().st_dev, f"disk{len(devices)}")
+    return found
+
+
+def _require_target(file: Path) -> None:
+    """A link to a file on a second disk leads somewhere. Raises StorageFailed."""
+    if file.is_symlink() and not file.exists():
+        raise StorageFailed(f"{file} leads to {os.readlink(file)}, which is not there: is its disk mounted?")
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -141,6 +167,7 @@ def _compare(folder: Path, manifest: Manifest, derived: tuple[Part, ...]) -> Non
 
 def _check_shard(file: Path, listed: list[PackedPart]) -> None:
     """A shard's own header says the same as penstock.json."""
+    _require_target(file)
     try:
         header = read_header(file)
     except BrokenModel as error:

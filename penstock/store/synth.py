@@ -44,6 +44,7 @@ def synth(
     seed: int = 0,
     progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
+    spread: Path | None = None,
 ) -> Path:
     """Writes the packed model `dst` of the shape that `config` (a folder or its config.json) describes.
 
@@ -56,7 +57,9 @@ def synth(
     extras = {CONFIG: read_bytes(file, MAX_CONFIG_BYTES), **byte_tokenizer(spec)}
     fingerprint = {"weights": weights.name, "seed": seed, "config": zlib.crc32(extras[CONFIG])}
     maker = RandomWeights(spec, seed)
-    return write_packed(dst, parts(spec, weights), weights, fingerprint, maker.fill, extras, progress, shard_bytes)
+    return write_packed(
+        dst, parts(spec, weights), weights, fingerprint, maker.fill, extras, progress, shard_bytes, spread
+    )
 
 
 class RandomWeights:

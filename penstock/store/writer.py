@@ -49,30 +49,42 @@ def write_packed(
     extras: dict[str, bytes],
     progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
+    spread: Path | None = None,
 ) -> Path:
     """Writes the packed model `dst` and returns it. `extras`: the small files beside the shards.
 
     An interrupted call goes on where it stopped if `fingerprint` (JSON: what the result depends on) is
-    the same, else it starts over. Raises BadRequest (`dst` is there, or is being written), StorageFailed.
+    the same, else it starts over. `spread`: a folder on another disk, in whose folder of the same name half of the
+    bytes go; `dst` has links to them. Raises BadRequest (`dst` is there, or is being written), StorageFailed.
     """
     _refuse_existing(dst)
     if shard_bytes < 1:
         raise BadRequest(f"shards of {shard_bytes} bytes make no sense")
-    shards = manifests.shards(parts, shard_bytes)
+    shards, there = manifests.shards(parts, shard_bytes), frozenset[str]()
+    if spread is not None:
+        spread = (spread / dst.name).absolute()
+        fingerprint = {**fingerprint, "spread": str(spread)}
+        shards, there = manifests.spread_shards(parts, shard_bytes)
     state = {"fingerprint": {**fingerprint, "format": manifests.VERSION, "shard_bytes": shard_bytes}, "shards": {}}
     partial = dst.with_name(dst.name + ".partial")
+    second = _Second(spread, there)
     with _storage_errors(partial), _locked(dst, partial):
+        second.make(partial)
         done = _resume(partial, state, shards, {*extras, manifests.FILE})
         try:
             write_bytes(partial / STATE, json.dumps({**state, "shards": done}).encode())
             missing_bytes = sum(s.nbytes for s in shards if s.name not in done) + sum(map(len, extras.values()))
-            _require_room(partial, missing_bytes)
-            _write_shards(partial, shards, state, done, fill, progress)
-            _finish(dst, partial, shards, weights, done, extras)
+            missing_there = sum(s.nbytes for s in shards if s.name not in done and s.name in there)
+            _require_room(partial, missing_bytes - missing_there)
+            if spread is not None:
+                _require_room(spread, missing_there)
+            _write_shards(partial, shards, state, done, fill, progress, second)
+            _finish(dst, partial, shards, parts, weights, done, extras)
         except BaseException as error:
-            for file in partial.glob("*.tmp"):
+            for file in [*partial.glob("*.tmp"), *second.unfinished()]:
                 file.unlink(missing_ok=True)
             if not done:
+                second.remove()
                 shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 left = sum(s.nbytes for s in shards if s.name not in done)
@@ -81,9 +93,47 @@ def write_packed(
     return dst
 
 
+class _Second:
+    """The folder on a second disk that the shards `names` go to, if any: there is no other name for a file on another
+    disk than a link."""
+
+    def __init__(self, spread: Path | None, names: frozenset[str]) -> None:
+        self._spread, self._names = spread, names
+
+    def make(self, partial: Path) -> None:
+        """Raises BadRequest where the folder holds what this packing did not write."""
+        if self._spread is None:
+            return
+        if self._spread.exists() and any(self._spread.iterdir()) and not (partial / STATE).exists():
+            raise BadRequest(f"{self._spread} holds files already: remove it or choose another folder")
+        self._spread.mkdir(parents=True, exist_ok=True)
+
+    def folder(self, name: str, partial: Path) -> Path:
+        return self._spread if self._spread is not None and name in self._names else partial
+
+    def link(self, name: str, partial: Path) -> None:
+        """Called when the shard is whole."""
+        folder = self.folder(name, partial)
+        if folder != partial:
+            sync_folder(folder)
+            (partial / name).unlink(missing_ok=True)
+            (partial / name).symlink_to(folder / name)
+
+    def unfinished(self) -> list[Path]:
+        return list(self._spread.glob("*.tmp")) if self._spread is not None else []
+
+    def remove(self) -> None:
+        """What was begun in vain."""
+        if self._spread is not None:
+            for name in self._names:
+                (self._spread / name).unlink(missing_ok=True)
+            with suppress(OSError):
+                self._spread.rmdir()
+
+
 def _write_shards(
     partial: Path, shards: tuple[Shard, ...], state: dict[str, Any], done: dict[str, list[int]], fill: Fill,
-    progress: Progress | None,
+    progress: Progress | None, second: _Second,
 ) -> None:  # fmt: skip
     total = sum(part.nbytes for shard in shards for part, _ in shard.parts)
     written = 0
@@ -92,7 +142,7 @@ def _write_shards(
         if shard.name in done:
             written += sum(part.nbytes for part, _ in shard.parts)
             continue
-        aside = partial / (shard.name + ".tmp")
+        aside = second.folder(shard.name, partial) / (shard.name + ".tmp")
         crcs = []
         with DirectWriter(aside, max(STAGE_BYTES, longest)) as file:
             file.reserve(len(shard.header))[:] = np.frombuffer(shard.header, np.uint8)
@@ -109,21 +159,23 @@ def _write_shards(
                         progress(written, total, part.key)
                 crcs.append(crc)
             file.sync()
-        aside.rename(partial / shard.name)
+        aside.rename(aside.with_suffix(""))
+        second.link(shard.name, partial)
         done[shard.name] = crcs
         write_bytes(partial / STATE, json.dumps({**state, "shards": done}).encode())
         sync_folder(partial)
 
 
 def _finish(
-    dst: Path, partial: Path, shards: tuple[Shard, ...], weights: Format, done: dict[str, list[int]],
-    extras: dict[str, bytes],
+    dst: Path, partial: Path, shards: tuple[Shard, ...], parts: tuple[Part, ...], weights: Format,
+    done: dict[str, list[int]], extras: dict[str, bytes],
 ) -> None:  # fmt: skip
-    listed = tuple(
-        manifests.describe(part, shard.name, offset, crc)
+    described = {
+        part.key: manifests.describe(part, shard.name, offset, crc)
         for shard in shards
         for (part, offset), crc in zip(shard.parts, done[shard.name], strict=True)
-    )
+    }
+    listed = tuple(described[part.key] for part in parts)
     manifest = Manifest(weights.name, sum(part.nbytes for part in listed), listed)
     for name, content in extras.items():
         write_bytes(partial / name, content)

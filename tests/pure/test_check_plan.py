@@ -157,7 +157,7 @@ WRONG = [
     (moved("0.ffn", hi=2), r"1\.\.2, where 2\.\."),
     (moved("0.ffn", hi=99), r"0\.\.99"),
     (moved("0.ffn", home="disk7"), "at home in 'disk7'"),
-    (moved("0.ffn", home="gpu0", decode="gpu0", prefill="gpu0"), "this version has disk0, host"),
+    (moved("0.ffn", home="gpu0", decode="gpu0", prefill="gpu0"), "this version has disk0, disk1, host"),
     (moved("0.ffn", decode="disk0"), "computed by 'disk0'"),
     (moved("0.ffn", prefill="gpu0"), "and 'gpu0'"),
     (moved("0.norms", home="disk0"), r"0\.norms is at home in disk0"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from penstock.errors import BadRequest
 from penstock.planner.predict import Prediction
 from penstock.planner.shorten import quick, streamed
 from penstock.planner.solve import residency
-from penstock.planner.solve.reads import with_reads
+from penstock.planner.solve.reads import on_disks, with_reads
 from penstock.spec.ask import DEFAULT_CONTEXT, Ask
 from penstock.spec.format import Format
 from penstock.spec.machine import MachineSpec
@@ -42,6 +43,7 @@ def _settles(prediction: Prediction, other: Plan, ask: Ask, machine: MachineSpec
     if read < prediction.disk_bytes_per_token * seqs:
         return False
     read_s = read * machine.rate("disk0", "load", other.target.weights.kind).s_per_byte
+    read_s /= max(1, len({unit.home for unit in other.units if unit.home.startswith("disk")}))
     least_s = read_s * ask.output_tokens if ask.objective == "latency" else read_s / seqs
     return _score_s(prediction, ask) <= least_s * _SURELY_EQUAL
 
@@ -56,14 +58,19 @@ def settle_context(ask: Ask, spec: ModelSpec) -> Ask:
     return replace(ask, context=context)
 
 
-def solve(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> Solved:
+def solve(
+    ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, disks: Mapping[str, str] | None = None
+) -> Solved:
     """Lowers and simulates every candidate that may win and takes the fastest for the ask's objective.
+
+    `disks`: the disk of each part of the model, where it lies on more than one.
 
     Raises DoesNotFit with the minimum that would do, and BadRequest for what no machine could do.
     """
     ask = settle_context(ask, spec)
     found: list[tuple[Prediction, Plan, tuple[str, ...]]] = []
     for plan, reasons in residency.candidates(ask, spec, weights, machine):
+        plan = on_disks(plan, disks or {})
         if not any(_settles(prediction, plan, ask, machine) for prediction, _, _ in found):
             found.append((quick(plan, ask, machine), plan, reasons))
     best_s = min(_score_s(prediction, ask) for prediction, _, _ in found)

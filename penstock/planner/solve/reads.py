@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock.spec.machine import MachineSpec
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_rate
+
+
+def on_disks(plan: Plan, disks: Mapping[str, str]) -> Plan:
+    """The plan with what streams at home on the disk that its part lies on; disk0 where `disks` does not say."""
+    units = (
+        replace(unit, home=disks.get(unit.part, unit.home)) if unit.home.startswith("disk") else unit
+        for unit in plan.units
+    )
+    return replace(plan, units=tuple(units)) if set(disks.values()) - {"disk0"} else plan
 
 
 def with_reads(plan: Plan, machine: MachineSpec) -> tuple[Plan, str]:

@@ -1,0 +1,82 @@
+"""How loads are read: what a machine says, and what plans take of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.errors import BadRequest
+from penstock.graph.lower import Lowering
+from penstock.graph.passes import decode
+from penstock.planner.cost import Cost
+from penstock.planner.solve import solve
+from penstock.planner.solve.reads import on_disks, with_reads
+from penstock.spec import machine as machines
+from penstock.spec.ask import Ask
+from penstock.spec.format import Format
+from penstock.spec.machine import USUAL_READS, Reads
+from penstock.units import KIB, MIB
+from tests.pure.machine import LLAMA_1B, MACHINE
+
+SMALL = Reads("disk0", 64 * KIB, 4, "io_uring", 1.5e9, "measured: small", MIB)
+LARGE = Reads("disk0", 4 * MIB, 2, "threads", 2.9e9, "measured: large")
+MEASURED = replace(MACHINE, reads=(SMALL, LARGE))
+ASK = Ask(host_memory_bytes=500 << 20)
+
+
+def test_loads_are_read_by_the_entry_for_their_size() -> None:
+    assert [MEASURED.reads_of("disk0", nbytes) for nbytes in (4096, MIB, MIB + 1, 1 << 40)] == [
+        SMALL,
+        SMALL,
+        LARGE,
+        LARGE,
+    ]
+    assert MACHINE.reads_of("disk0", MIB) == USUAL_READS == MEASURED.reads_of("disk7", MIB)
+    assert machines.loads(machines.dumps(MEASURED), "x") == MEASURED
+
+
+def test_plans_take_them_with_the_reason() -> None:
+    solved = solve(ASK, LLAMA_1B, Format("int4", 64), MEASURED)
+    plan = solved.plan
+    assert (plan.io_block_bytes, plan.io_depth, plan.io_engine) == (4 * MIB, 2, "threads")
+    assert any("measured: large (2.90 GB/s)" in reason for reason in solved.reasons)
+    unknown = solve(ASK, LLAMA_1B, Format("int4", 64), MACHINE)
+    assert (unknown.plan.io_block_bytes, unknown.plan.io_depth) == (USUAL_READS.block_bytes, USUAL_READS.depth)
+    assert any("not measured" in reason for reason in unknown.reasons)
+    tiny = replace(plan, units=tuple(replace(u, hi=u.lo + 1) for u in plan.units if u.home == "disk0"))
+    assert max(map(tiny.unit_bytes, tiny.units)) <= MIB
+    assert with_reads(tiny, MEASURED)[0].io_engine == "io_uring"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"block_bytes": 0}, {"block_bytes": 5000}, {"depth": 0}, {"depth": 257}, {"engine": "aio"}, {"bytes_per_s": -1.0}],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(BadRequest):
+        replace(LARGE, **wrong)  # type: ignore[arg-type]
+
+
+def test_a_second_disk_has_a_lane_and_the_rates_of_the_first() -> None:
+    plan = solve(ASK, LLAMA_1B, Format("int4", 64), MACHINE).plan
+    disks = {part: f"disk{i % 2}" for i, part in enumerate(plan.parts)}
+    two = on_disks(plan, disks)
+    assert on_disks(plan, {}) == plan
+    assert {u.home for u in two.units} == {"host", "disk0", "disk1"}
+    loads = [task for task in Lowering(two).step(decode(two, (0,), (5,), None)) if task.calls[0].op == "load"]
+    assert {task.lanes for task in loads} == {("disk0",), ("disk1",)}
+    cost = Cost(MACHINE)
+    by_lane = {task.lanes[0]: cost.seconds(task) / task.bytes for task in loads}
+    assert by_lane["disk1"] == pytest.approx(by_lane["disk0"], rel=0.2)
+    one = solve(ASK, LLAMA_1B, Format("int4", 64), MACHINE).prediction.decode_tokens_per_s
+    both = solve(ASK, LLAMA_1B, Format("int4", 64), MACHINE, disks).prediction.decode_tokens_per_s
+    assert 1.3 * one < both < 2.1 * one
+
+
+def test_a_second_disk_slows_the_processor_as_the_first_does() -> None:
+    shared = replace(MACHINE, sharing=(machines.Sharing("host", "disk0", 1.5), machines.Sharing("disk0", "host", 1.2)))
+    cost = Cost(shared)
+    assert cost.factor("host", frozenset({"disk1"})) == 1.5 == cost.factor("host", frozenset({"disk0", "disk1"}))
+    assert cost.factor("disk1", frozenset({"host"})) == 1.2
