@@ -212,6 +212,17 @@ Step make_gather(std::uintptr_t weights, int count, std::size_t stride, const Ma
     };
 }
 
+Step make_widen(std::uintptr_t weights, int count, std::size_t stride, const Matrix& m, const Matrix& wide,
+                std::uintptr_t out, std::size_t out_stride) {
+    if (!m.quantised() || (wide.kind != Kind::kFloat32 && wide.kind != Kind::kFloat16)) {
+        throw nb::value_error("integer weights are widened to float32 or float16");
+    }
+    if (m.rows != wide.rows || m.cols != wide.cols) throw nb::value_error("the shapes differ");
+    return [=](const Compute& c) {
+        return c.kernels->widen(*c.pool, granules(weights, count, stride), m, wide, at<std::uint8_t>(out), out_stride);
+    };
+}
+
 // An op as a method of both: run now, or appended to a program.
 template <class... Operands, class... Names>
 void def_op(nb::class_<Compute>& compute, nb::class_<Program>& program, const char* name, Step (*make)(Operands...),
@@ -303,4 +314,6 @@ void bind_ops(nb::module_& m) {
     def_op(compute, program, "scale", &make_scale, "source"_a, "factor"_a, "rows"_a, "d"_a, "to"_a);
     def_op(compute, program, "gather", &make_gather, "weights"_a, "count"_a, "stride"_a, "matrix"_a, "tokens"_a,
            "rows"_a, "out"_a);
+    def_op(compute, program, "widen", &make_widen, "weights"_a, "count"_a, "stride"_a, "matrix"_a, "wide"_a, "out"_a,
+           "out_stride"_a);
 }

@@ -205,6 +205,10 @@ struct Kernels {
     bool (*scale)(Pool&, const float* from, float factor, int t, int d, float* to);
     // out [T, cols] = rows `tokens` of a matrix that lies in granules of m.rows rows.
     bool (*gather)(Pool&, const Granules&, const Matrix&, const std::int32_t* tokens, int t, float* out);
+    // Integer weights as float32 or float16: the block `m` of each granule, in the tiles of `wide`, a block of granules
+    // `out_stride` bytes apart. Values must be within float16's range where that is wanted.
+    bool (*widen)(Pool&, const Granules&, const Matrix& m, const Matrix& wide, std::uint8_t* out,
+                  std::size_t out_stride);
     // `rounds` of products in registers, for the peak; return the operations done. `sink` [2] keeps compilers honest.
     std::int64_t (*int8_products)(std::int64_t rounds, float* sink);
     std::int64_t (*float_products)(std::int64_t rounds, float* sink);

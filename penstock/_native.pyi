@@ -212,6 +212,12 @@ class _Ops:
     def gather(self, weights: int, count: int, stride: int, matrix: Matrix, tokens: int, rows: int, out: int) -> None:
         """out [rows, matrix.cols] = the rows `tokens` int32 [rows] of the granules."""
 
+    def widen(
+        self, weights: int, count: int, stride: int, matrix: Matrix, wide: Matrix, out: int, out_stride: int
+    ) -> None:
+        """Integer weights as floats: the block `matrix` of each granule becomes the block `wide`, float32 or float16,
+        of granules `out_stride` bytes apart at `out`. ValueError for other formats and where the shapes differ."""
+
 class Compute(_Ops):
     """The kernels of one instruction set on a pool of threads, run at once. ValueError where there are none of that
     name, and from ops whose scratch does not hold one granule's temporaries."""

@@ -30,7 +30,13 @@ ARENAS = {
     "staging": "embedding rows in flight",
 }
 _TIERS = {"host": "RAM", "disk0": "disk", "disk1": "second disk", "gpu0": "device"}
-_LANES = {"host": "the processor", "disk0": "the disk", "disk1": "the second disk", "gpu0": "the device"}
+_LANES = {
+    "host": "the processor",
+    "disk0": "the disk",
+    "disk1": "the second disk",
+    "disk_write0": "writes to the disk",
+    "gpu0": "the device",
+}
 ENOUGH_RUNS = 3
 _SAME = 0.005  # relative change of speed that counts as none
 

@@ -33,6 +33,7 @@ _ARENAS = {
     "weights": ("weights that stay", "blue"),
     "ring": ("ring that weights stream through", "orange"),
     "kv": ("KV cache", "violet"),
+    "window": ("KV on its way", "violet"),
     "act": ("activations, logits, scratch", "green"),
     "scratch": ("activations, logits, scratch", "green"),
     "staging": ("activations, logits, scratch", "green"),
@@ -129,10 +130,12 @@ def _disk_rows(plan: Plan) -> list[Row]:
     for unit in plan.units:
         key = "once" if not unit.home.startswith("disk") else "rows" if unit.part == "embed" and not tied else "streams"
         sums[key] += (unit.hi - unit.lo) * parts[unit.part].granule_bytes
+    kv_bytes = plan.tier_bytes().get("disk0", 0)
     rows = [
         ("weights that stream, read at every token", "orange", sums["streams"]),
         ("embedding, read a row at a time", "gray", sums["rows"]),
         ("weights that stay in memory, read once", "blue", sums["once"]),
+        ("KV cache", "violet", kv_bytes),
     ]
     return [row for row in rows if row[2]]
 

@@ -178,7 +178,7 @@ class _Run:
     def pieces(self) -> Iterator[tuple[int, str]]:
         """(sequence, text) as text becomes certain."""
         session, reader = self._engine.session, self._engine.session.reader
-        start_s, before = time.perf_counter(), reader.bytes_by_disk
+        start_s, before = time.perf_counter(), session.bytes_moved()
         last_s = [start_s] * len(self._prompts)
         for seq, ids in enumerate(self._prompts):
             following = passes.DECODE if seq == len(self._prompts) - 1 and self._limit(seq) > 1 else None
@@ -206,7 +206,7 @@ class _Run:
             answer.batch_ttft_s = batch_ttft_s
             answer.decode_s, answer.decode_tokens = decode_s if decode_tokens else 0.0, decode_tokens
             answer.decode_disk_bytes = decode_bytes
-            answer.bytes_moved = {disk: now - before[disk] for disk, now in reader.bytes_by_disk.items()}
+            answer.bytes_moved = {lane: now - before.get(lane, 0) for lane, now in session.bytes_moved().items()}
             answer.peak_host_bytes = host.peak_rss_bytes()
 
     def _decode(self, alive: list[int]) -> Iterator[tuple[int, NDArray[np.float32], tuple[float, int]]]:

@@ -123,6 +123,14 @@ class Session:
         self._closed = True
         self._opened.close()
 
+    def bytes_moved(self) -> dict[str, int]:
+        """Bytes by lane so far: weights and KV from each disk, KV to it."""
+        found = dict(self.reader.bytes_by_disk)
+        if self.kv_file is not None:
+            found["disk0"] = found.get("disk0", 0) + self.kv_file.bytes_read
+            found["disk_write0"] = self.kv_file.bytes_written
+        return found
+
     def drain(self) -> None:
         """Waits for loads under way, so that counters stand still."""
         try:

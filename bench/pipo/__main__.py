@@ -1,0 +1,111 @@
+"""`python -m bench.pipo`: PIPO's tables for this machine, on the shape of Llama-3.2-1B in int4 with random weights.
+
+What PIPO has between disk and GPU memory is here between disk and RAM: "disk" means that everything streams, "memory"
+that everything stays. Ceilings (disk reads, RAM reads, dot products) are read before and after every table. The last
+line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.cpu import DEFAULT_SHAPES, spread
+from bench.pipo import reads, tables
+from bench.pipo.rounds import Row
+from bench.pipo.settings import OURS, Workshop, guessed_machine
+from bench.predict import Ceilings, Machine
+from penstock.runtime import host
+from penstock.runtime.probe import cpu_name
+from penstock.runtime.probe_disk import probe_file
+from penstock.spec.format import parse_format
+from penstock.spec.plan import Plan
+from penstock.store.packed import open_packed
+from penstock.store.synth import synth
+
+RUNS: dict[str, Callable[[Workshop, tables.Scale], list[Row]]] = {
+    "ablation": tables.ablation,
+    "pipelines": tables.pipelines,
+    "homes": tables.homes,
+    "prompts": tables.prompts,
+    "outputs": tables.outputs,
+    "batches": tables.batches,
+    "overhead": tables.overhead,
+}
+READS: dict[str, Callable[[reads.ReadFile, Plan, int], list[Row]]] = {
+    "reads_by_size": reads.by_size,
+    "reads_by_block": reads.by_block,
+}
+
+
+def measure(
+    shop: Workshop, scale: tables.Scale, only: list[str], file_bytes: int, ceilings: Callable[[], Ceilings]
+) -> dict[str, Any]:
+    """The tables by name, what the ceilings were, and the seconds that each table took."""
+    readings, results, took_s = [ceilings()], {}, {}
+    plan = shop.plan(replace(OURS, prompt=scale.prompt, context=scale.context))  # for the reads that it would do
+    for name in only:
+        start_s = time.perf_counter()
+        if name in READS:
+            with reads.read_file(shop.folder, file_bytes) as file:
+                results[name] = READS[name](file, plan, scale.rounds)
+        else:
+            results[name] = RUNS[name](shop, scale)
+        took_s[name] = time.perf_counter() - start_s
+        readings.append(ceilings())
+    names = ("ram_read_bytes_per_s", "disk_read_bytes_per_s", "int8_ops_per_s")
+    found = {name: spread([getattr(reading, name) for reading in readings]) for name in names}
+    return {**results, "ceilings": found, "table_took_s": took_s}
+
+
+def main() -> None:
+    names = [*RUNS, *READS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="keeps the model here (0.7 GB); default a temporary folder")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--rounds", type=int, help=f"default {tables.Scale.rounds}")
+    parser.add_argument("--quick", action="store_true", help="few tokens, one round, no probe: to see that it runs")
+    wanted = parser.parse_args()
+    scale = tables.QUICK if wanted.quick else tables.Scale()
+    if wanted.rounds:
+        scale = replace(scale, rounds=wanted.rounds)
+    start_s = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
+        folder = wanted.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        model = folder / f"{DEFAULT_SHAPES['1b'].stem}-int4"
+        if not model.exists():
+            print(f"writing {model.name}", file=sys.stderr, flush=True)
+            synth(DEFAULT_SHAPES["1b"], model, parse_format("int4"))
+        os.sync()
+        with probe_file(folder) as file, tempfile.TemporaryDirectory(dir=folder, prefix="pipo-") as scratch:
+            machine = Machine(folder, file)
+            figures = guessed_machine() if wanted.quick else machine.figures()
+            shop = Workshop(open_packed(model), figures, Path(scratch))
+            file_bytes = reads.QUICK_FILE_BYTES if wanted.quick else reads.FILE_BYTES
+            results = measure(shop, scale, wanted.only, file_bytes, machine.ceilings)
+    bounds = results["ceilings"]
+    print(
+        f"\nceilings: disk {_giga(bounds['disk_read_bytes_per_s'])} GB/s, RAM {_giga(bounds['ram_read_bytes_per_s'])} GB/s, "
+        f"int8 {_giga(bounds['int8_ops_per_s'])} Gop/s; {time.perf_counter() - start_s:.0f} s",
+        file=sys.stderr,
+    )
+    about = {"cpu": cpu_name(), "threads": host.usable_cpus(), "memory_bytes": host.physical_bytes()}
+    took = {"took_s": time.perf_counter() - start_s, "rounds": scale.rounds, "quick": wanted.quick}
+    print(json.dumps({"bench": "pipo", "machine": about, **took, **results}))
+
+
+def _giga(found: dict[str, float]) -> str:
+    return f"{found['median'] / 1e9:.2f} ({found['min'] / 1e9:.2f}–{found['max'] / 1e9:.2f})"
+
+
+if __name__ == "__main__":
+    main()
