@@ -177,7 +177,7 @@ class _Run:
 
     def pieces(self) -> Iterator[tuple[int, str]]:
         """(sequence, text) as text becomes certain."""
-        session, reader = self._engine.session, self._engine.session.reader
+        session = self._engine.session
         start_s, before = time.perf_counter(), session.bytes_moved()
         last_s = [start_s] * len(self._prompts)
         for seq, ids in enumerate(self._prompts):
