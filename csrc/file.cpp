@@ -14,7 +14,7 @@ constexpr std::int64_t kSector = 512;  // the smallest alignment that any disk t
 }  // namespace
 
 bool Piece::take(std::int64_t result, std::int64_t wanted) {
-    if (result == -EINTR || result == -EAGAIN) return false;
+    if (result == -EINTR) return false;
     // A direct read cut short at half a 4 KiB sector has met the end of the file; asking for more is an error there.
     if (result == -EINVAL && direct && done > 0) return true;
     if (result < 0) {

@@ -15,6 +15,7 @@ import numpy as np
 
 from penstock import _native
 from penstock.errors import StorageFailed
+from penstock.runtime import host
 from penstock.runtime.fit import Points, fit_well
 from penstock.runtime.movers import new_reader
 from penstock.spec.machine import USUAL_READS, Rate
@@ -37,7 +38,8 @@ class ProbeFile:
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path, self._fd, self.file_bytes = path, fd, os.fstat(fd).st_size // 4096 * 4096
-        self._memory = _native.Memory((LOADS_AHEAD + 1) * max(_LOADS), True)
+        wanted = (LOADS_AHEAD + 1) * max(_LOADS)
+        self._memory = _native.Memory(max(max(_LOADS), min(wanted, host.available_bytes() // 8)), True)
         self._memory.populate()
         self._rng, self._at = np.random.default_rng(0), 0
         self.reader = usual_reader()
@@ -46,12 +48,13 @@ class ProbeFile:
         """Seconds that a load of so many bytes takes, of `count` one after the other, as a pass loads its units."""
         start_s = time.perf_counter()
         begun: deque[_native.Begun] = deque()
+        slots = min(LOADS_AHEAD + 1, self._memory.nbytes // nbytes)
         for i in range(count):
             if self._at + nbytes > self.file_bytes:
                 self._at = 0
-            if len(begun) > LOADS_AHEAD:
+            if len(begun) == slots:
                 begun.popleft().wait()
-            slot = self._memory.address + i % (LOADS_AHEAD + 1) * nbytes
+            slot = self._memory.address + i % slots * nbytes
             begun.append(reader.start(self._fd, self._at, slot, nbytes))
             self._at += nbytes
         for load in begun:

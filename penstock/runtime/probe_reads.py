@@ -118,14 +118,15 @@ def choose(ratios: dict[Way, float]) -> Way:
 def _compare(ways: Sequence[Way], loads_s: LoadsS, sizes: Sequence[tuple[int, int]], turns: int) -> dict[Way, _Seen]:
     """`sizes`: bytes of a load, and how many loads a turn has of them."""
     rng = np.random.default_rng(0)
-    readers = {way: _native.Reader(way.engine, way.depth, way.block_bytes) for way in ways}
     taken: dict[Way, list[float]] = {way: [] for way in ways}
     largest: dict[Way, list[float]] = {way: [] for way in ways}
     for _ in range(turns):
         logs = {}
         for i in rng.permutation(len(ways)):
             way = ways[i]
-            found = [loads_s(readers[way], nbytes, count) for nbytes, count in sizes]
+            reader = _native.Reader(way.engine, way.depth, way.block_bytes)  # not all at once: they have 100 threads
+            found = [loads_s(reader, nbytes, count) for nbytes, count in sizes]
+            reader.close()
             logs[way] = statistics.fmean(math.log(seconds) for seconds in found)
             largest[way].append(found[-1])
         mean = statistics.fmean(logs.values())

@@ -309,7 +309,7 @@ def test_a_full_disk(call: Call, tiny_disk: Path, tmp_path: Path, monkeypatch: p
         assert error["need_bytes"] > error["have_bytes"] > 0
     refused(call("run", tmp_path / "source", "hi", "--cache", tiny_disk), "too full", "StorageFailed")
     monkeypatch.setattr(writer, "_require_room", lambda partial, need: None)
-    monkeypatch.setattr(pack, "__defaults__", (None, None, SMALL_SHARDS))
+    monkeypatch.setattr(pack, "__defaults__", (None, None, SMALL_SHARDS, None))
     refused(call("pack", tmp_path / "source", tiny_disk / "packed"), "became full", "StorageFailed")
     left = sorted(path.name for path in (tiny_disk / "packed.partial").iterdir())
     assert not (tiny_disk / "packed").exists() and left[0] == "model-00001.safetensors" and left[-1] == "resume.json"
