@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 from numpy.typing import NDArray
 
 from penstock.kernels.rope import frequencies
@@ -54,6 +53,9 @@ def bytes_per_token(config: dict[str, Any]) -> int:
 
 def write(config_file: Path, target: Path) -> None:
     """Tensor after tensor: no more than one of them is in memory."""
+    # Here, so that benches without llama.cpp, which share what else is in this file, need not have it.
+    from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
+
     config, spec = read_config(config_file)
     aside = target.with_suffix(".tmp")
     writer = GGUFWriter(aside, "llama")

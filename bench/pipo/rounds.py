@@ -11,6 +11,7 @@ from bench.cpu import spread
 Figures = dict[str, float]
 Turn = Callable[[], Figures]
 Row = dict[str, Any]
+Columns = dict[str, tuple[str, float]]  # by a row's key: heading, and what its figure is divided by
 
 
 def in_turns(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[Figures]]:
@@ -48,9 +49,8 @@ def against_first(names: Mapping[str, object]) -> dict[str, str | None]:
     return {name: None if name == first else first for name in names}
 
 
-def show(title: str, rows: list[Row], columns: Mapping[str, tuple[str, float]]) -> None:
-    """An aligned table. `columns`: a heading, and what the figure is divided by, by its key; spreads are shown as
-    median (least–most)."""
+def show(title: str, rows: list[Row], columns: Columns) -> None:
+    """An aligned table; spreads are shown as median (least–most)."""
     cells = [["", *(heading for heading, _ in columns.values())]]
     for row in rows:
         cells.append([row["name"], *(_cell(row.get(key), unit) for key, (_, unit) in columns.items())])
