@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from penstock.graph import passes
 from penstock.graph.verify import verify
 from penstock.kernels import cpu
+from penstock.runtime.movers import Load
 from penstock.serve.session import Session
 from penstock.spec.format import parse_format
 from penstock.spec.plan import Plan
@@ -137,8 +139,28 @@ def test_a_missing_edge_is_seen(models: dict[str, Packed], oracle: dict[tuple[st
             return (task._replace(after=()) for task in super()._counted(p))
 
     hasty = Hasty(packed, plan, poisoned=True)
-    slow_read = hasty.reader.read
-    hasty.reader.read = lambda *a: (__import__("time").sleep(0.002), slow_read(*a))[1]  # type: ignore[method-assign]
+    true_start = hasty.reader.start
+
+    class Late:
+        """A load that the disk begins 2 ms after it was asked."""
+
+        def __init__(self, *where: object) -> None:
+            self._found: list[Load] = []
+            self._timer = threading.Timer(0.002, lambda: self._found.append(true_start(*where)))  # type: ignore[arg-type]
+            self._timer.start()
+
+        def _load(self) -> Load:
+            self._timer.join()
+            return self._found[0]
+
+        done = property(lambda self: bool(self._found) and self._found[0].done)
+        complete = property(lambda self: bool(self._found) and self._found[0].complete)
+        span_s = property(lambda self: self._load().span_s)
+
+        def wait(self) -> int:
+            return self._load().wait()
+
+    hasty.reader.start = Late  # type: ignore[method-assign,assignment]
     batchless = run(packed, plan, poisoned=True)
     ids = np.random.default_rng(0).integers(0, packed.spec.vocab, PROMPTS[0]).astype(np.int32)
     (p,) = passes.prefill(plan, 0, len(ids), None, score=True)
