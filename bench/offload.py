@@ -173,7 +173,7 @@ def measure_prefill(engines: Engines, gb: float, rounds: int) -> Figures:
     with engines.ours("8b", limit, *prompt) as (small, _), engines.ours("8b", None, *prompt) as (whole, _):
         workers = {"limited": small, "resident": whole}
         for worker in workers.values():
-            worker.ask("prefill", 64)  # not counted
+            worker.ask("prefill", PREFILL_TOKENS)  # not counted
         for i in range(rounds):
             figures: Figures = {}
             for name, worker in workers.items() if i % 2 == 0 else reversed(workers.items()):

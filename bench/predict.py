@@ -27,6 +27,7 @@ from penstock.runtime.ceilings import Ceilings, ceilings, ram_read_bytes_per_s
 from penstock.runtime.probe import probe_apart
 from penstock.runtime.probe_disk import ProbeFile, probe_file
 from penstock.serve.engine import Engine
+from penstock.serve.generation import Generation
 from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
@@ -38,6 +39,7 @@ SHARES = (1.0, 0.75, 0.5, 0.25)  # of the weights, that memory is left for
 PROMPTS, BATCHES = (64, 1024), (1, 4)
 CONTEXT = 1280
 DECODE_S, LEAST_TOKENS, MOST_TOKENS = 2.5, 6, 48
+REPEATS, REPEAT_S = 3, 4.0  # of a setting that takes less: a moment in which others had a core is none of its
 DRIFT = 0.10
 
 
@@ -113,13 +115,19 @@ def run(
         # The first pass after loading is some 8 % slower (caches, threads): not what a conversation is like.
         engine.generate([token_ids(vocab, 16).tolist()] * ask.batch, SamplingParams(max_tokens=2, ignore_eos=True))
         before = machine.ceilings()
-        answers = engine.generate(prompts, SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True))
+        answers: list[Generation] = []
+        start_s = time.perf_counter()
+        while len(answers) < REPEATS and (not answers or time.perf_counter() - start_s < REPEAT_S):
+            params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+            answers.append(engine.generate(prompts, params)[-1])
         after = machine.ceilings()
     finally:
         engine.close()
     predicted: Prediction = found.prediction
     streams = bool(found.plan.ring_bytes)
     answer = answers[-1]
+    decode = statistics.median(each.decode_tokens_per_s for each in answers)
+    ttft_s = statistics.median(each.batch_ttft_s for each in answers)
     promised = predicted.peak_host_bytes - found.plan.process_bytes
     return {
         "prompt": ask.prompt_tokens,
@@ -127,12 +135,12 @@ def run(
         "tokens": tokens,
         "host_memory_bytes": ask.host_memory_bytes,
         "bound_by": predicted.bound_by,
-        "decode_tokens_per_s": answer.decode_tokens_per_s,
+        "decode_tokens_per_s": decode,
         "predicted_decode_tokens_per_s": predicted.decode_tokens_per_s,
-        "decode_error": abs(predicted.decode_tokens_per_s / answer.decode_tokens_per_s - 1),
-        "ttft_s": answer.batch_ttft_s,
+        "decode_error": abs(predicted.decode_tokens_per_s / decode - 1),
+        "ttft_s": ttft_s,
         "predicted_ttft_s": predicted.ttft_s,
-        "ttft_error": abs(predicted.ttft_s / answer.batch_ttft_s - 1),
+        "ttft_error": abs(predicted.ttft_s / ttft_s - 1),
         "peak_bytes_exact": promised == allocated,
         "disk_bytes_per_token": answer.disk_bytes_per_token,
         "predicted_disk_bytes_per_token": predicted.disk_bytes_per_token,

@@ -9,6 +9,7 @@ Points = Sequence[tuple[float, float]]  # (amount, seconds)
 
 GOOD_R2 = 0.95
 _ATTEMPTS = 3
+_ALIKE = 1.15  # of two slopes
 
 
 @dataclass(frozen=True)
@@ -55,3 +56,12 @@ def fit_well(measure: Callable[[], Points], what: str, tell: Callable[[str], Non
         tell(f"{what}: measured again, r² {best.r2:.2f}, then {again.r2:.2f}")
         best = max(best, again, key=lambda found: found.r2)
     return best
+
+
+def steady(one: Fit, other: Fit) -> Fit:
+    """Of two fits of the same, their middle where they are alike, and else the faster: only what disturbs can make a
+    measurement slow."""
+    fast, slow = sorted((one, other), key=lambda found: found.slope_s)
+    if slow.slope_s > _ALIKE * fast.slope_s:
+        return fast
+    return Fit((fast.alpha_s + slow.alpha_s) / 2, (fast.slope_s + slow.slope_s) / 2, min(fast.r2, slow.r2))

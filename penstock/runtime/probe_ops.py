@@ -20,7 +20,7 @@ from penstock.graph.resident import resident_plan
 from penstock.graph.tasks import Batch, Call, Pass
 from penstock.runtime.arena import Arenas
 from penstock.runtime.bind_native import Native, NativeBinding
-from penstock.runtime.fit import Fit, fit_well
+from penstock.runtime.fit import Fit, fit_well, steady
 from penstock.spec.format import DEFAULT_GROUP, Format, parse_format
 from penstock.spec.machine import Rate
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Rope
@@ -97,14 +97,19 @@ class Layers:
 
     def rates(self, tell: Tell, every_op: bool) -> list[Rate]:
         kind, rates = self.weights.kind, []
+        groups = [((rows,), "bytes") for rows in FEW_ROWS] + [(_SOME_ROWS, "flops"), (_MANY_ROWS, "flops")]
+        # Twice, some time apart: what comes out of a moment in which others had a core is then known for it.
+        turns = [[self._fits(PRODUCTS, rows, over, tell) for rows, over in groups] for _ in range(2)]
         s_per_byte: dict[str, float] = {}
-        for rows in FEW_ROWS:
-            for op, found in self._fits(PRODUCTS, (rows,), "bytes", tell).items():
-                s_per_byte.setdefault(op, found.slope_s)
-                rates.append(Rate("host", op, kind, found.alpha_s, found.slope_s, 0.0, found.r2, rows))
-        for group, most in ((_SOME_ROWS, _SOME_ROWS[-1]), (_MANY_ROWS, 0)):
-            for op, found in self._fits(PRODUCTS, group, "flops", tell).items():
-                rates.append(Rate("host", op, kind, found.alpha_s, s_per_byte[op], found.slope_s, found.r2, most))
+        for (rows, over), first, second in zip(groups, *turns, strict=True):
+            for op in PRODUCTS:
+                one = steady(first[op], second[op])
+                if over == "bytes":
+                    s_per_byte.setdefault(op, one.slope_s)
+                    rates.append(Rate("host", op, kind, one.alpha_s, one.slope_s, 0.0, one.r2, rows[0]))
+                    continue
+                most = 0 if rows is _MANY_ROWS else rows[-1]
+                rates.append(Rate("host", op, kind, one.alpha_s, s_per_byte[op], one.slope_s, one.r2, most))
         if every_op:
             for op, found in self._fits(ROW_OPS, (1, 64, 512), "bytes", tell).items():
                 rates.append(Rate("host", op, "*", found.alpha_s, found.slope_s, 0.0, found.r2))

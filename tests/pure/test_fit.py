@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.fit import fit, fit_well
+from penstock.runtime.fit import Fit, fit, fit_well, steady
 
 AMOUNTS = st.lists(st.integers(1, 10**9), min_size=2, max_size=9, unique=True)
 
@@ -39,3 +39,10 @@ def test_a_bad_fit_is_measured_again_and_said() -> None:
     found = fit_well(lambda: next(answers), "ffn", said.append)
     assert found.r2 > 0.99
     assert len(said) == 1 and said[0].startswith("ffn: measured again, r² ")
+
+
+def test_a_disturbed_measurement_does_not_count() -> None:
+    calm, close, disturbed = Fit(1e-6, 1e-9, 0.99), Fit(3e-6, 1.1e-9, 0.98), Fit(1e-6, 2e-9, 1.0)
+    assert steady(calm, disturbed) == steady(disturbed, calm) == calm
+    middle = steady(calm, close)
+    assert (middle.alpha_s, middle.slope_s, middle.r2) == (pytest.approx(2e-6), pytest.approx(1.05e-9), 0.98)

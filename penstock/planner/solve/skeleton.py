@@ -11,7 +11,7 @@ from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import USUAL_READS
 from penstock.spec.model import ModelSpec
-from penstock.spec.parts import Part, parts
+from penstock.spec.parts import SUM_GRANULES, Part, parts
 from penstock.spec.plan import ActHome, KvHome, Plan, PlanModel, Unit
 from penstock.units import MIB, round_up
 
@@ -115,12 +115,15 @@ def ring_options(spec: ModelSpec, weights: Format) -> list[int]:
 
 
 def _cut(part: Part, stay: int, unit_bytes: int) -> list[Unit]:
-    """The first `stay` granules in memory, the rest in even units of about `unit_bytes` on disk."""
+    """The first `stay` granules in memory, the rest in even units of about `unit_bytes` on disk. An FFN's begin at
+    whole fours, which are summed together: one that is cut costs another pass over its rows."""
     units = [Unit(part.key, 0, stay, "host", "host", "host")] if stay else []
     streamed = part.granules - stay
     if streamed:
         per_unit = max(1, unit_bytes // part.granule_bytes)
-        count = -(-streamed // per_unit)
-        edges = [stay + streamed * i // count for i in range(count + 1)]
+        step = SUM_GRANULES if part.kind == "ffn" and per_unit >= 4 * SUM_GRANULES else 1
+        count = -(-streamed // (per_unit - step + 1))
+        inner = ((stay + streamed * i // count) // step * step for i in range(1, count))
+        edges = [stay, *(edge for edge in inner if edge > stay), part.granules]
         units += [Unit(part.key, lo, hi, "disk0", "host", "host") for lo, hi in pairwise(edges)]
     return units
