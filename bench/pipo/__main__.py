@@ -92,7 +92,7 @@ def main() -> None:
             shop = Workshop(open_packed(model), figures, Path(scratch))
             file_bytes = reads.QUICK_FILE_BYTES if wanted.quick else reads.FILE_BYTES
             results = measure(shop, scale, wanted.only, file_bytes, machine.ceilings)
-    disk, ram, int8 = (_giga(found) for found in results["ceilings"].values())
+    ram, disk, int8 = (_giga(found) for found in results["ceilings"].values())
     took_s = time.perf_counter() - start_s
     print(f"\nceilings: disk {disk} GB/s, RAM {ram} GB/s, int8 {int8} Gop/s; {took_s:.0f} s", file=sys.stderr)
     about = {"cpu": cpu_name(), "threads": host.usable_cpus(), "memory_bytes": host.physical_bytes()}
