@@ -40,7 +40,7 @@ fuzz: .venv/test.stamp build/sanitize/stamp ## search for counterexamples 30 tim
 	@HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -m "hypothesis or fuzz" $(ARGS)
 	@LD_PRELOAD="$(SANITIZERS)" PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
 	    PENSTOCK_NATIVE="$$(echo build/sanitize/_native*.so)" \
-	    $(BIN)/python -m pytest -p no:cacheprovider $(wildcard tests/cpu/test_native*.py) $(ARGS)
+	    $(BIN)/python -m pytest -p no:cacheprovider $(wildcard tests/cpu/test_native*.py) tests/cpu/test_kv_cache.py $(ARGS)
 
 bench-startup: .venv/run.stamp ## measure how long penstock takes to start, and the memory it takes
 	@$(BIN)/python -m bench.startup
