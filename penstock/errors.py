@@ -49,6 +49,10 @@ class StorageFailed(PenstockError):
     """The disk is full, a file vanished or a read failed while we used it."""
 
 
+class DeviceFailed(PenstockError):
+    """The device, its driver or its memory failed, or another process took what was free."""
+
+
 class InternalError(PenstockError):
     """A fault of ours, found by a check such as `graph.verify` (exit code 1)."""
 

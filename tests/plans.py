@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -21,6 +22,8 @@ def make_plan(
     units: list[Unit],
     *,
     ring_bytes: dict[str, int],
+    stage_bytes: int = 0,
+    main: str = "host",
     batch_seqs: int = 1,
     batches_per_pass: int = 1,
     chunk_rows: int = 32,
@@ -32,16 +35,19 @@ def make_plan(
     order: str = "overlapped",
     kv: str = "float32",
     kv_spilled: frozenset[int] = frozenset(),
+    kv_homes: Sequence[tuple[str, str]] | None = None,
 ) -> Plan:
-    """`kv_spilled`: layers whose KV lives on the disk."""
+    """`kv_spilled`: layers whose KV lives on the disk. `kv_homes`: instead, (home, executor of attention) per layer.
+    `main`: the executor that holds the activations."""
     layers, seqs = (0, len(spec.layers)), (0, batch_seqs * batches_per_pass)
-    homes = ["disk0" if i in kv_spilled else "host" for i in range(*layers)]
+    homes = kv_homes or [("disk0" if i in kv_spilled else "host", "host") for i in range(*layers)]
     edges = [0, *(i for i in range(1, layers[1]) if homes[i] != homes[i - 1]), layers[1]]
+    fmt = parse_format(kv)
     plan = Plan(
         models=(PlanModel(spec, weights),),
         units=tuple(units),
-        kv=tuple(KvHome(span, seqs, homes[span[0]], parse_format(kv), "host") for span in pairwise(edges)),
-        acts=(ActHome(layers, seqs, "host"),),
+        kv=tuple(KvHome(span, seqs, homes[span[0]][0], fmt, homes[span[0]][1]) for span in pairwise(edges)),
+        acts=(ActHome(layers, seqs, main),),
         arenas=(),
         batches_per_pass=batches_per_pass,
         batch_seqs=batch_seqs,
@@ -50,11 +56,13 @@ def make_plan(
         context=context,
         page_tokens=page_tokens(context),
         ring_bytes=ring_bytes,
+        stage_bytes=stage_bytes,
         order=order,
         io_block_bytes=io_block_bytes,
         io_depth=io_depth,
         io_engine=io_engine,
         process_bytes=64 << 20,
+        context_bytes=0,
     )
     return replace(plan, arenas=Layout(plan).arenas())
 
@@ -83,6 +91,42 @@ def random_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, **fields: in
     spilled = draw(st.just(frozenset[int]()) | st.frozensets(st.integers(0, len(spec.layers) - 1)))
     return make_plan(
         spec, weights, units, ring_bytes={"host": ring} if ring else {}, io_block_bytes=block, kv_spilled=spilled,
+        order=draw(st.sampled_from(ORDERS)), **fields,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+@st.composite
+def device_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, **fields: int | str) -> Plan:
+    """The same beside a device: each layer's attention on either executor, each FFN unit's prefill and decode too, from
+    any home that the executor can be fed from; KV on the device or in memory; either one holds the activations."""
+    executors, feeds = ["host", "gpu0"], {"host": ["host", "disk0"], "gpu0": ["gpu0", "host", "disk0"]}
+    main = draw(st.sampled_from(executors))
+    attends = [draw(st.sampled_from(executors)) for _ in spec.layers]
+    units: list[Unit] = []
+    for part in parts(spec, weights):
+        for lo, hi in pairwise(_cuts(draw, part)):
+            decode = prefill = attends[part.layer] if part.kind == "attn" else main
+            if part.kind == "ffn":
+                decode, prefill = draw(st.sampled_from(executors)), draw(st.sampled_from(executors))
+            homes = feeds["gpu0" if decode == prefill == "gpu0" else "host"]
+            home = main if part.kind in PINNED else draw(st.sampled_from(homes))
+            units.append(Unit(part.key, lo, hi, home, decode, prefill))
+    sizes = {part.key: part.granule_bytes for part in parts(spec, weights)}
+    rings: dict[str, int] = {}
+    stage = 0
+    for unit in units:
+        nbytes = (unit.hi - unit.lo) * sizes[unit.part]
+        if unit.home == "gpu0":
+            stage = max(stage, sizes[unit.part])
+        for executor in {unit.decode, unit.prefill} - {unit.home}:
+            rings[executor] = max(rings.get(executor, 0), nbytes)
+            if executor == "gpu0" and unit.home == "disk0":
+                stage = max(stage, nbytes)
+    rings = {tier: n + 4096 * draw(st.integers(0, 3 * n // 4096 + 1)) for tier, n in rings.items()}
+    stage += 4096 * draw(st.integers(0, 3 * stage // 4096 + 1)) if stage else 0
+    kv_homes = [(draw(st.sampled_from(["gpu0", "host"] if at == "gpu0" else ["host", "disk0"])), at) for at in attends]
+    return make_plan(
+        spec, weights, units, ring_bytes=rings, stage_bytes=stage, main=main, kv_homes=kv_homes,
         order=draw(st.sampled_from(ORDERS)), **fields,  # type: ignore[arg-type]
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ from penstock.kernels import cpu
 from penstock.runtime.arena import Arenas
 from penstock.runtime.batch_tables import BatchTables
 from penstock.runtime.bind_native import Native, NativeBinding, Target
+from penstock.runtime.dispatch import Dispatch
 from penstock.runtime.execute import Executor
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskReader
@@ -110,7 +111,7 @@ class PipoSession(Session):
         self._binding = PipoBinding(
             plan, self._arenas, self.reader, kernels, self.kv_file, plain=self.plain, dequantise=dequantise
         )
-        self._executor = Executor(self._binding)
+        self._executor = Executor(Dispatch(self._binding))
         if self.plain is not None:
             self._opened.callback(self.plain.close)
             ring = OrdinaryMemory(len(self._arenas.whole("host.ring")))

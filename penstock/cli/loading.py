@@ -50,6 +50,7 @@ def loaded(
         engine = Engine.load(
             folder,
             ask,
+            device=machine.device,
             cache=machine.cache_folder,
             plan=plan,
             threads=machine.threads,

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_TOKENS = 128
 _DEVICES = ("auto", "cuda", "none", "emulated")
-_DEVICES_NOW = ("auto", "none")
 
 Model = Annotated[str, Argument(metavar="MODEL", help="A packed model, a Hugging Face folder or a Hub id.")]
 # For commands that read no weights.
@@ -74,8 +73,6 @@ class Machine:
         """Checks the device and quiets numpy. Call it before anything imports numpy."""
         if self.device not in _DEVICES:
             raise BadRequest(f"--device {self.device!r} should be one of {', '.join(_DEVICES)}")
-        if self.device not in _DEVICES_NOW:
-            raise BadRequest(f"--device {self.device} is not in this version: there are {' and '.join(_DEVICES_NOW)}")
         quiet_blas()
 
     @property

@@ -71,6 +71,10 @@ def _plan(
     spec, fmt = describe(as_path(model), parse_format(weights) if weights else None)
     ask = work.ask(machine)
     spec_of_machine = _machine(machine_file, machine)
+    if machine_file is None or machine.device in ("none", "emulated"):
+        from penstock.runtime.device.choose import choose
+
+        spec_of_machine = choose(machine.device, spec_of_machine, ask.device_memory_bytes).machine
     solved = solve(ask, spec, fmt, spec_of_machine, part_disks(as_path(model)))
     others = what_if(solved, ask, spec_of_machine)
     band = explain.Band() if machine_file is not None else _band(machine)

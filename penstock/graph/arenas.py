@@ -7,8 +7,10 @@ Per memory tier (`host`, `gpu0`) these arenas, each 2 MiB-aligned so that huge p
     T.scratch   an op's own temporaries (one lane runs one op at a time)
     T.window    K and V of a layer or two whose KV lives elsewhere, while attention runs
     host.staging  granules read for single embedding rows
+    host.stage    units on their way from a disk to a device
 
-`disk0.kv` is a file: what of the KV lives on a disk.
+`disk0.kv` is a file: what of the KV lives on a disk. Tokens come from the host and logits go to it: there they have
+slots whoever computes.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ class Layout:
         self.staging = self._place_staging()
         for tier, nbytes in plan.ring_bytes.items():
             self._take(f"{tier}.ring", nbytes)
+        if plan.stage_bytes:
+            self._take("host.stage", plan.stage_bytes)
 
     # -- what streams ---------------------------------------------------------------------------------
 
@@ -61,9 +65,11 @@ class Layout:
         return unit.home != unit.executor(purpose)
 
     @property
-    def embed_resident(self) -> bool:
-        """Embedding rows come from memory only if all of them are there; otherwise each is read."""
-        return all(u.home == self.plan.main for u in self.plan.units if u.part == "embed")
+    def gathers(self) -> str | None:
+        """The executor whose memory holds all embedding rows; None: each is read from a disk."""
+        homes = {unit.home for unit in self.plan.units if unit.part == "embed"}
+        home = homes.pop()
+        return home if not homes and home in (self.plan.main, "host") else None
 
     # -- slots ----------------------------------------------------------------------------------------
 
@@ -109,12 +115,14 @@ class Layout:
 
     def kv_spans(self, layer: int, batch: Batch, save: bool) -> list[tuple[int, int]]:
         """Byte ranges within `kv` that a batch's `kv_load` (or `kv_save`) moves, of K and of V alike: the pages before
-        its rows (or with them), in whole blocks of a disk."""
-        page, page_bytes = self.plan.page_tokens, self.kv_page_bytes(layer, self.kv_home(layer, batch))
+        its rows (or with them), of a disk in whole blocks."""
+        home = self.kv_home(layer, batch)
+        page, page_bytes = self.plan.page_tokens, self.kv_page_bytes(layer, home)
+        block = PAGE_BYTES if home.home.startswith("disk") else 1
         seq_bytes, found = self.pages_per_seq * page_bytes, []
         for seq, start, rows in zip(batch.seqs, batch.start, batch.rows, strict=True):
             first, last = (start // page, -(-(start + rows) // page)) if save else (0, -(-start // page))
-            lo, hi = first * page_bytes // PAGE_BYTES * PAGE_BYTES, round_up(last * page_bytes, PAGE_BYTES)
+            lo, hi = first * page_bytes // block * block, round_up(last * page_bytes, block)
             if lo < hi:
                 at = (seq - min(batch.seqs)) * seq_bytes
                 found.append((at + lo, at + hi))
@@ -167,15 +175,17 @@ class Layout:
         """Layer → (keys, values) in a window, for layers whose KV lives elsewhere. One such layer's attention may run
         while the next one's KV comes: two windows by turns, one where the order saves memory."""
         moved = [home for home in self.plan.kv if home.home != home.attend]
-        pools = [(layer, self._kv[layer, home.seqs[0]][0].nbytes) for home in moved for layer in range(*home.layers)]
-        if not pools:
-            return {}
-        nbytes, tier = max(nbytes for _, nbytes in pools), moved[0].attend
-        count = min(len(pools), 1 if self.plan.order == "saving" else 2)
-        pairs = [(self._take(f"{tier}.window", nbytes, PAGE_BYTES), self._take(f"{tier}.window", nbytes, PAGE_BYTES))
-                 for _ in range(count)]  # fmt: skip
-        self.windows = [slot for pair in pairs for slot in pair]
-        return {layer: pairs[i % count] for i, (layer, _) in enumerate(pools)}
+        found: dict[int, tuple[Slot, Slot]] = {}
+        for tier in dict.fromkeys(home.attend for home in moved):
+            layers = [layer for home in moved if home.attend == tier for layer in range(*home.layers)]
+            nbytes = max(self._kv[layer, home.seqs[0]][0].nbytes for home in moved for layer in range(*home.layers))
+            count = min(len(layers), 1 if self.plan.order == "saving" else 2)
+            arena = f"{tier}.window"
+            pairs = [(self._take(arena, nbytes, PAGE_BYTES), self._take(arena, nbytes, PAGE_BYTES))
+                     for _ in range(count)]  # fmt: skip
+            self.windows += [slot for pair in pairs for slot in pair]
+            found |= {layer: pairs[i % count] for i, layer in enumerate(layers)}
+        return found
 
     def _place_acts(self) -> dict[tuple[str, int, str], Slot]:
         plan, spec = self.plan, self.plan.target.spec
@@ -189,25 +199,23 @@ class Layout:
             "partial": 4 * rows * spec.d_model,
             "pending": 4 * rows * spec.d_model,
         }
-        main_only = {
-            "tokens": 4 * rows,
-            "rows": 4 * rows * spec.d_embed,
-            "x": 4 * rows * spec.d_model,
-            "logits": 4 * plan.logits_rows * spec.vocab,
-            "best": 8 * plan.logits_rows,
+        answers = {"logits": 4 * plan.logits_rows * spec.vocab, "best": 8 * plan.logits_rows}
+        ends = {"tokens": 4 * rows, "rows": 4 * rows * spec.d_embed}
+        wanted: dict[str, dict[str, int]] = {executor: dict(buffers) for executor in self.executors}
+        wanted[plan.main] |= {**ends, "x": 4 * rows * spec.d_model, **answers}
+        if plan.main != "host":
+            wanted.setdefault("host", {}).update({**ends, **answers})
+        for executor in self.executors[1:]:  # where its partial lands before the merge
+            wanted[plan.main][f"partial.{executor}"] = buffers["partial"]
+        return {
+            (tier, batch, name): self._take(f"{tier}.act", nbytes)
+            for batch in range(plan.batches_per_pass)
+            for tier, names in wanted.items()
+            for name, nbytes in names.items()
         }
-        slots = {}
-        for batch in range(plan.batches_per_pass):
-            for executor in self.executors:
-                names = {**buffers, **main_only} if executor == plan.main else buffers
-                for name, nbytes in names.items():
-                    slots[executor, batch, name] = self._take(f"{executor}.act", nbytes)
-                if executor != plan.main:  # where its partial lands before the merge
-                    slots[plan.main, batch, f"partial.{executor}"] = self._take(f"{plan.main}.act", buffers["partial"])
-        return slots
 
     def _place_staging(self) -> Slot | None:
-        if self.embed_resident:
+        if self.gathers is not None:
             return None
         return self._take("host.staging", self.parts["embed"].granule_bytes)
 

@@ -16,10 +16,10 @@ from penstock.graph.arenas import Layout
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import PAGE_BYTES, Part, parts
-from penstock.spec.plan import IO_ENGINES, ORDERS, ActHome, KvHome, Plan, PlanModel, Unit
+from penstock.spec.plan import DEVICE, IO_ENGINES, ORDERS, ActHome, KvHome, Plan, PlanModel, Unit
 from penstock.units import GIB
 
-TIERS = ("host",)  # of memory, that a runtime exists for; an executor computes on its own tier
+TIERS = ("host", DEVICE)  # of memory; an executor computes on its own tier
 DISK = "disk0"
 DISKS = (DISK, "disk1")  # that weights may lie on
 
@@ -34,8 +34,12 @@ _BOUNDS = {
     "io_block_bytes": (PAGE_BYTES, 1 << 30),
     "io_depth": (1, 256),
     "process_bytes": (1, 1 << 40),
+    "context_bytes": (0, 1 << 40),
+    "stage_bytes": (0, 1024 * GIB),
 }
 _MOST_RING_BYTES = 1024 * GIB
+# Home of KV, executor of attention. From a disk to a device KV would have to cross memory: not built.
+_KV_HOMES = (("host", "host"), (DISK, "host"), (DEVICE, DEVICE), ("host", DEVICE))
 _PAGE_TOKENS = 64  # attention walks blocks of so many positions, each within one page
 
 
@@ -109,6 +113,11 @@ def _check_units(units: Iterable[Unit], by_key: dict[str, Part]) -> None:
                 f"a unit of {unit.part} is at home in {unit.home!r} and computed by {unit.decode!r} and "
                 f"{unit.prefill!r}; this version has {', '.join((*DISKS, *TIERS))}"
             )
+        if unit.home == DEVICE and (unit.decode, unit.prefill) != (DEVICE, DEVICE):
+            raise _wrong(
+                f"a unit of {unit.part} is at home in {DEVICE} and computed by {unit.decode} and {unit.prefill}; what "
+                "lies there is computed there"
+            )
         covered[unit.part], last = unit.hi, unit.part
     for key, part in by_key.items():
         if covered.get(key, 0) != part.granules:
@@ -131,7 +140,7 @@ def _check_kv(plan: Plan) -> None:
             home.format.check_kv()
         except BadRequest as error:
             raise _wrong(str(error)) from None
-        if home.home not in (*TIERS, DISK) or home.attend not in TIERS:
+        if (home.home, home.attend) not in _KV_HOMES:
             raise _wrong(f"KV at home in {home.home!r} with attention on {home.attend!r}")
         for unit in plan.units:
             layer, _, kind = unit.part.partition(".")
@@ -167,6 +176,8 @@ def _check_main(units: Iterable[Unit], by_key: dict[str, Part], main: str) -> No
 def _check_rings(plan: Plan, by_key: dict[str, Part]) -> None:
     tied = plan.target.spec.tied
     for unit in plan.units:
+        if unit.home == DEVICE and by_key[unit.part].granule_bytes > plan.stage_bytes:
+            raise _wrong(f"{unit.part} is loaded through a stage of {plan.stage_bytes} bytes, less than a granule")
         if unit.part == "embed" and not tied:
             continue  # gathered, row by row
         nbytes = (unit.hi - unit.lo) * by_key[unit.part].granule_bytes
@@ -174,6 +185,8 @@ def _check_rings(plan: Plan, by_key: dict[str, Part]) -> None:
             room = plan.ring_bytes.get(executor, 0)
             if nbytes > room:
                 raise _wrong(f"{unit.part} streams units of {nbytes} bytes through a ring of {room} on {executor}")
+            if executor == DEVICE and unit.home in DISKS and nbytes > plan.stage_bytes:
+                raise _wrong(f"{unit.part} streams units of {nbytes} bytes through a stage of {plan.stage_bytes}")
 
 
 def _wrong(what: str) -> BadRequest:

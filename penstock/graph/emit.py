@@ -7,7 +7,7 @@ again, so an edge is kept only where it says something new.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from penstock.graph import ops
 from penstock.graph.hazards import Hazards
@@ -37,6 +37,7 @@ class Emitter:
         self._open: dict[str, _Open] = {}
         self._next_id = 0
         self._closed: list[Task] = []
+        self._ended: dict[str, dict[str, int]] = {}  # lane → other lane → task adopted there that comes before its next
 
     def alone(self, lanes: tuple[str, ...], call: Call) -> None:
         """A task of this one call, on one lane or on two at once."""
@@ -72,10 +73,22 @@ class Emitter:
             batch, self._closed = self._closed, []
             yield from batch
 
-    def take_id(self) -> int:
-        """An id for a task that is made elsewhere."""
-        self._next_id += 1
-        return self._next_id - 1
+    def adopt(self, tasks: Sequence[Task]) -> list[tuple[int, tuple[int, ...]]]:
+        """(id, after) for tasks of an earlier pass that come again; nothing is open. What comes next on a lane comes
+        after all of them."""
+        number = {task.id: self._next_id + i for i, task in enumerate(tasks)}
+        lane_of = {task.id: task.lanes[0] for task in tasks}
+        self._next_id += len(tasks)
+        found: list[tuple[int, tuple[int, ...]]] = []
+        last: dict[str, int] = {}
+        for task in tasks:
+            waits = self._ended.pop(task.lanes[0], {})
+            waits |= {lane_of[other]: number[other] for other in task.after if other in number}
+            found.append((number[task.id], tuple(sorted(waits.values()))))
+            last[task.lanes[0]] = number[task.id]
+        for lane in {*self._known, *last, *self._ended}:
+            self._ended[lane] = {other: task for other, task in last.items() if other != lane}
+        return found
 
     def finish(self) -> Iterator[Task]:
         """Closes every lane and hands out the rest."""
@@ -98,6 +111,8 @@ class Emitter:
                 if other not in lanes and task > waits.get(other, -1):
                     waits[other] = task
         lane = lanes[0]
+        if lane not in self._open:
+            waits |= self._ended.pop(lane, {})
         if waits:
             known = self._known.setdefault(lane, {})
             waits = {other: task for other, task in waits.items() if task > known.get(other, -1)}

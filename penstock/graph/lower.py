@@ -14,6 +14,13 @@ KV that does not live where attention runs comes through a window of a layer or 
 rows is loaded one attention ahead and what they add is saved after it; nobody waits for that but who needs
 the window, or these pages, again (PIPO §3.1.2).
 
+On a machine with a device each executor adds up its units' share of a block, and the device's calls are handed out
+first, so that it and the CPU work at once (ScheInfer §III). What the device computes it finds in its memory, or in its
+ring, into which units are lifted over the link: straight from memory, or, at home on a disk, from the stage, a ring of
+pinned memory that the disk fills (PIPO §3.3). Two rings and not one task on two lanes: while the disk fills the stage,
+the link lifts what is at home in memory. Activations, tokens and logits, kilobytes, cross on the device's own lane,
+where they wait for no weights.
+
 State kept between passes: what the rings hold, the streams' cursors, the last readers and writers per slot, and
 where nothing streams the pass of each shape as lowered once.
 """
@@ -31,7 +38,7 @@ from penstock.graph.repeats import Repeats
 from penstock.graph.ring import Ring, Streamed
 from penstock.graph.tasks import Batch, Call, Pass, Slot, Stream, Task
 from penstock.spec.parts import SUM_GRANULES
-from penstock.spec.plan import Plan
+from penstock.spec.plan import DEVICE, Plan
 
 Cost = tuple[int, int]  # bytes, flops
 
@@ -50,19 +57,20 @@ class Lowering:
             self._units.setdefault(unit.part, []).append(i)
         self._head = head_units(plan)
         self._rings = {tier: Ring(f"{tier}.ring", nbytes) for tier, nbytes in plan.ring_bytes.items()}
+        self._stage = Ring("host.stage", plan.stage_bytes)
         self._streams: dict[tuple[Stream, str], list[Streamed]] = {}
         self._block_number = 0  # of the pass: the block that is being emitted
         self._matrix_costs: dict[tuple[int, tuple[str, ...]], Cost] = {}
         self._emit = Emitter()
-        self._repeats = Repeats(plan, self.layout)
+        self._repeats = Repeats(plan, self.layout, self._emit.adopt)
 
     # -- the pass -------------------------------------------------------------------------------------
 
     def step(self, p: Pass) -> Iterator[Task]:
         """Tasks of one pass. Must be consumed to its end before the next pass is lowered."""
-        known = self._repeats.find(p, self._emit.take_id)
+        known = self._repeats.find(p)
         if known is not None:
-            yield known
+            yield from known
         else:
             yield from self._repeats.keep(p, self._lower(p))
 
@@ -72,6 +80,9 @@ class Lowering:
         for tier, ring in self._rings.items():
             then = self._stream(p.then, tier) if p.then else []
             ring.begin(self._stream(p.stream, tier), [(u, nbytes, blocks + at) for u, nbytes, at in then])
+        if DEVICE in self._rings:
+            waiting = self._rings[DEVICE].waiting
+            self._stage.begin([load for load in waiting if self.plan.units[load[0]].home != "host"], [])
         self._begin_block(p, 0)
         for batch in p.batches:
             self._embed(batch)
@@ -98,7 +109,7 @@ class Lowering:
                 self._save_kv(p, layer)
             return
         if order == "saving":  # a small ring, and each block lies where the one before it lay
-            for ring in self._rings.values():
+            for ring in (*self._rings.values(), self._stage):
                 ring.rewind()
         if not is_ffn and (order == "saving" or number == 0):
             self._load_kv(p, layer)
@@ -109,18 +120,22 @@ class Lowering:
     def _embed(self, batch: Batch) -> None:
         main, spec, layout = self.plan.main, self.plan.target.spec, self.layout
         t = batch.total_rows
-        part = self.parts["embed"]
-        tokens = layout.act(main, batch.id, "tokens", 4 * t)
-        rows = layout.act(main, batch.id, "rows", 4 * t * spec.d_embed)
+        part, at = self.parts["embed"], layout.gathers or "host"
+        tokens = layout.act("host", batch.id, "tokens", 4 * t)
+        rows = layout.act(at, batch.id, "rows", 4 * t * spec.d_embed)
         units = self._units["embed"]
         if layout.staging is None:
+            if at != "host":
+                tokens = self._copy(batch, "tokens", tokens.nbytes, "host", at)
             first, last = layout.weights[units[0]], layout.weights[units[-1]]
             weights = Slot(first.arena, first.lo, last.hi)
-            self._call(main, "gather", -1, batch, (weights, tokens, rows), (), part.format.kind, (rows.nbytes, 0))
+            self._call(at, "gather", -1, batch, (weights, tokens, rows), (), part.format.kind, (rows.nbytes, 0))
         else:
             read_bytes = t * part.granule_bytes  # at most; tokens that share a granule share its read
             slots = (tokens, rows, layout.staging)
             self._emit.alone(("disk0",), Call("fetch", -1, batch, slots, (), part.format.kind, read_bytes, 0))
+        if at != main:
+            rows = self._copy(batch, "rows", rows.nbytes, at, main)
         x = layout.act(main, batch.id, "x", 4 * t * spec.d_model)
         cost = ops.rows_cost(spec, t, 2)
         self._call(main, "embed", -1, batch, (rows, self._whole("edges"), x, self._scratch(main)), (), "*", cost)
@@ -132,25 +147,36 @@ class Lowering:
         main, purpose = self.plan.main, p.purpose
         if layer or kind == "ffn":
             self._begin_block(p, 2 * layer + (kind == "ffn"))
-        executors = list(dict.fromkeys(self.plan.units[u].executor(purpose) for u in units))
+        row_bytes = 4 * self.plan.target.spec.d_model
+        executors = sorted({self.plan.units[u].executor(purpose) for u in units}, key=lambda name: name == "host")
         for batch in p.batches:
             self._norm(batch, f"{layer}.norms", (f"{kind}_in", layer), range(batch.total_rows))
             for executor in executors:
                 if executor != main:
-                    self._copy(batch, "h", "h", main, executor)
-        started: set[tuple[str, int]] = set()
-        for u in units:
-            executor = self.plan.units[u].executor(purpose)
-            weights = self._weights(u, purpose)
-            for batch in p.batches:
-                first = (executor, batch.id) not in started
-                started.add((executor, batch.id))
-                if kind == "attn":
-                    self._attention(layer, u, executor, weights, batch, first)
-                else:
-                    self._ffn(layer, u, executor, weights, batch, first, purpose)
-            self._release(u, purpose)
-            yield from self._emit.closed()
+                    self._copy(batch, "h", batch.total_rows * row_bytes, main, executor)
+        if len(executors) > 1:  # what one executor waits for does not wait for the other one's share
+            self._emit.close(main)
+        for executor in executors:
+            started: set[int] = set()
+            for u in units:
+                if self.plan.units[u].executor(purpose) != executor:
+                    continue
+                weights = self._weights(u, purpose)
+                for batch in p.batches:
+                    first = batch.id not in started
+                    started.add(batch.id)
+                    if kind == "attn":
+                        self._attention(layer, u, executor, weights, batch, first)
+                    else:
+                        self._ffn(layer, u, executor, weights, batch, first, purpose)
+                self._release(u, purpose)
+                yield from self._emit.closed()
+            if executor != main:
+                for batch in p.batches:
+                    nbytes = batch.total_rows * row_bytes
+                    self._copy(batch, "partial", nbytes, executor, main, f"partial.{executor}")
+            if len(executors) > 1:
+                self._emit.close(executor)
         for batch in p.batches:
             self._merge(batch, layer, kind, executors)
         if kind == "attn" and self.plan.order != "flexgen":
@@ -200,10 +226,8 @@ class Lowering:
 
     def _merge(self, batch: Batch, layer: int, kind: str, executors: list[str]) -> None:
         main = self.plan.main
-        partials = [self._rows(main, batch, "partial")] if main in executors else []
-        for executor in executors:
-            if executor != main:
-                partials.append(self._copy(batch, "partial", f"partial.{executor}", executor, main))
+        names = ["partial" if executor == main else f"partial.{executor}" for executor in executors]
+        partials = [self._rows(main, batch, name) for name in names]
         x = self._rows(main, batch, "x")
         cost = ops.rows_cost(self.plan.target.spec, batch.total_rows, 2 + len(partials))
         slots = (self._whole(f"{layer}.norms"), x, self._scratch(main), *partials)
@@ -229,6 +253,11 @@ class Lowering:
                     self._call(main, "head", u, batch, slots, (first,), part.format.kind, cost)
             self._release(u, p.purpose)
             yield from self._emit.closed()
+        for batch in p.batches:
+            n = len(batch.logits)
+            if n and main != "host":
+                self._copy(batch, "logits", 4 * n * spec.vocab, main, "host")
+                self._copy(batch, "best", 8 * n, main, "host")
 
     def _norm(self, batch: Batch, norms: str, which: tuple[int | str, ...], rows: range | tuple[int, ...]) -> None:
         """Also where the layer has no such norm: the op then copies, so every block reads h."""
@@ -270,18 +299,18 @@ class Lowering:
         if self.plan.order != "flexgen":
             return
         slots = [Slot(ring.arena, 0, ring.nbytes) for ring in self._rings.values()]
+        slots += [Slot("host.stage", 0, self.plan.stage_bytes)] if self.plan.stage_bytes else []
         slots += self.layout.windows
         if slots:
             main = self.plan.main
             self._emit.call(main, Call("sync", -1, None, tuple(slots), (), "*", 0, 0))
 
-    def _copy(self, batch: Batch, name: str, target_name: str, source: str, target: str) -> Slot:
-        """Activations across the link; returns the slot that they land in."""
-        nbytes = 4 * batch.total_rows * self.plan.target.spec.d_model
+    def _copy(self, batch: Batch, name: str, nbytes: int, source: str, target: str, lands: str | None = None) -> Slot:
+        """Activations across the link, on the device's lane; returns the slot that they land in."""
         from_slot = self.layout.act(source, batch.id, name, nbytes)
-        to_slot = self.layout.act(target, batch.id, target_name, nbytes)
-        lane = "h2d0" if source == "host" else "d2h0"
-        self._emit.alone((lane,), Call("copy", -1, batch, (from_slot, to_slot), (), "*", nbytes, 0))
+        to_slot = self.layout.act(target, batch.id, lands or name, nbytes)
+        lane = target if source == "host" else source
+        self._call(lane, "copy", -1, batch, (from_slot, to_slot), (name,), "*", (nbytes, 0))
         return to_slot
 
     def _call(
@@ -353,11 +382,28 @@ class Lowering:
         """Emits every load that a ring has room for, of the blocks that may be loaded now."""
         last = self._block_number + _BLOCKS_AHEAD[self.plan.order]
         for tier, ring in self._rings.items():
-            while (load := ring.admit(last)) is not None:
-                u, slot = load
+            if tier == "host":
+                self._load(ring, last)
+                continue
+            self._load(self._stage, last)
+            while (lift := ring.admit(last, self._at_hand)) is not None:
+                u, slot = lift
                 unit = self.plan.units[u]
-                lanes: tuple[str, ...] = (unit.home, "h2d0") if tier != "host" else (unit.home,)
-                if unit.home == "host":
-                    lanes = ("h2d0",)
+                source = self.layout.weights[u] if unit.home == "host" else self._stage.take(u)
                 fmt = self.parts[unit.part].format.kind
-                self._emit.alone(lanes, Call("load", u, None, (slot,), (), fmt, slot.nbytes, 0))
+                self._emit.alone(("h2d0",), Call("lift", u, None, (source, slot), (), fmt, slot.nbytes, 0))
+                if unit.home != "host":
+                    self._stage.release(u)
+                    self._load(self._stage, last)
+
+    def _load(self, ring: Ring, last_block: float) -> None:
+        """Emits what the disks may load into a ring of the host now."""
+        while (load := ring.admit(last_block, lambda _: True)) is not None:
+            u, slot = load
+            unit = self.plan.units[u]
+            fmt = self.parts[unit.part].format.kind
+            self._emit.alone((unit.home,), Call("load", u, None, (slot,), (), fmt, slot.nbytes, 0))
+
+    def _at_hand(self, u: int) -> bool:
+        """Whether a unit can be lifted: it is in memory, or will be when the load of it that was emitted is done."""
+        return self.plan.units[u].home == "host" or self._stage.holds_next(u)

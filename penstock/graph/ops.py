@@ -43,8 +43,11 @@ _SIGNATURES = {
     "head": ("weights:r h:r logits:w best:+ scratch:s", _SUMS),
     # Bytes from one tier to another; a load fills a ring slot with a unit. Of KV that lives elsewhere, the pages before
     # a batch's rows come into a window, and those with its rows go back.
+    # `copy` is of activations, tokens and logits (args: which), by the device's own lane; `lift` brings a unit from
+    # memory into a device's ring.
     "copy": ("source:r target:w", _BYTES),
     "load": ("target:w", _BYTES),
+    "lift": ("source:r target:w", _BYTES),
     "kv_load": ("stored_keys:r stored_values:r keys:w values:w", _BYTES),
     "kv_save": ("keys:r values:r stored_keys:w stored_values:w", _BYTES),
     # Nothing but an edge: what was loaded is there, and no load to come has begun.

@@ -1,8 +1,8 @@
 """Passes that come again with other positions: every token of a model that is resident.
 
-Where one executor computes everything and nothing streams, a pass is one task, and two passes of the same shape
-(purpose, sequences, rows, logits wanted) differ in positions and in what attention costs there. The first is lowered,
-the others are views of it: microseconds instead of 1.7 ms for 16 layers, of a step of some 18.
+Where nothing streams, two passes of the same shape (purpose, sequences, rows, logits wanted) differ in positions and in
+what attention costs there. The first is lowered, the others are views of its tasks: microseconds instead of 1.7 ms for
+16 layers, of a step of some 18. A pass begins when the one before has ended, so edges over passes say nothing new.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from penstock.spec.plan import Plan
 _KEPT = 4  # shapes: decode, a prompt's chunks, its last chunk, and one to spare
 
 Shape = tuple[object, ...]
+Adopt = Callable[[Sequence[Task]], list[tuple[int, tuple[int, ...]]]]  # tasks to new ids and what they come after
 Kind = tuple[int, int, int, int]  # of an attend call: a layer like it, heads, KV bytes of a token in a head, batch
 
 
@@ -71,40 +72,41 @@ class _Moved(Sequence[Call]):
 
 
 class Repeats:
-    """Remembers the tasks of the latest few shapes; of plans that stream, nothing."""
+    """Remembers the tasks of the latest few shapes; of plans that stream, nothing. `adopt`: the emitter's."""
 
-    def __init__(self, plan: Plan, layout: Layout) -> None:
-        self._plan, self._layout = plan, layout
-        self._one_lane = (
+    def __init__(self, plan: Plan, layout: Layout, adopt: Adopt) -> None:
+        self._plan, self._layout, self._adopt = plan, layout, adopt
+        self._nothing_streams = (
             not any(plan.ring_bytes.values())
             and layout.staging is None
-            and layout.executors == (plan.main,)
-            and all(unit.home == plan.main for unit in plan.units)
-            and all(home.home == home.attend == plan.main for home in plan.kv)
+            and all(home.home == home.attend for home in plan.kv)
         )
-        self._known: dict[Shape, _Known] = {}
+        self._known: dict[Shape, tuple[_Known, ...]] = {}
 
-    def find(self, p: Pass, take_id: Callable[[], int]) -> Task | None:
-        """The task of a pass whose shape is known."""
-        known = self._known.get(_shape(p)) if self._one_lane else None
-        if known is None:
+    def find(self, p: Pass) -> list[Task] | None:
+        """The tasks of a pass whose shape is known."""
+        found = self._known.get(_shape(p)) if self._nothing_streams else None
+        if found is None:
             return None
-        batches = {batch.id: batch for batch in p.batches}
-        nbytes, flops = known.fixed_bytes, known.fixed_flops
-        for kind, count in known.counts.items():
-            attend_bytes, attend_flops = known.attend_cost(kind, batches)
-            nbytes, flops = nbytes + count * attend_bytes, flops + count * attend_flops
-        task = known.task
-        return Task(take_id(), task.lanes, _Moved(known, batches), task.reads, task.writes, nbytes, flops, (), task.id)
+        batches, tasks = {batch.id: batch for batch in p.batches}, []
+        numbers = self._adopt([known.task for known in found])
+        for known, (number, after) in zip(found, numbers, strict=True):
+            nbytes, flops = known.fixed_bytes, known.fixed_flops
+            for kind, count in known.counts.items():
+                attend_bytes, attend_flops = known.attend_cost(kind, batches)
+                nbytes, flops = nbytes + count * attend_bytes, flops + count * attend_flops
+            task, calls = known.task, _Moved(known, batches)
+            tasks.append(Task(number, task.lanes, calls, task.reads, task.writes, nbytes, flops, after, task.id))
+        return tasks
 
     def keep(self, p: Pass, tasks: Iterator[Task]) -> Iterator[Task]:
-        """Hands the tasks on, and remembers the only one of a pass that is one."""
-        count = 0
+        """Hands the tasks on, and remembers them where such a pass may come again."""
+        seen: list[Task] = []
         for task in tasks:
-            count += 1
+            seen += [task] if self._nothing_streams else []
             yield task
-        if self._one_lane and count == 1:
-            self._known[_shape(p)] = _Known(self._plan, self._layout, task)
+        if seen:
+            self._known[_shape(p)] = tuple(_Known(self._plan, self._layout, task) for task in seen)
             if len(self._known) > _KEPT:
                 del self._known[next(iter(self._known))]
 

@@ -23,7 +23,7 @@ def resident_plan(
         kv=(KvHome((0, len(spec.layers)), (0, seqs), "host", kv, "host"),),
         acts=(ActHome((0, len(spec.layers)), (0, seqs), "host"),),
         arenas=(), batches_per_pass=1, batch_seqs=seqs, chunk_rows=rows, logits_rows=logits_rows, context=context,
-        page_tokens=page_tokens, ring_bytes={}, order="overlapped", io_block_bytes=8 * MIB,
-        io_depth=1, io_engine="threads", process_bytes=1,
+        page_tokens=page_tokens, ring_bytes={}, stage_bytes=0, order="overlapped", io_block_bytes=8 * MIB,
+        io_depth=1, io_engine="threads", process_bytes=1, context_bytes=0,
     )  # fmt: skip
     return replace(plan, arenas=Layout(plan).arenas())

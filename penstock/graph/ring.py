@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterable
 
 from penstock.errors import InternalError
 from penstock.graph.tasks import Slot
@@ -34,10 +35,19 @@ class Ring:
         """The next unit is loaded to the beginning, so that it waits for what is computed from there."""
         self._cursor = 0
 
-    def admit(self, last_block: float) -> tuple[int, Slot] | None:
-        """The next unit to load and its slot, or None: nothing of the blocks to `last_block` waits, or its bytes are
-        not free yet."""
-        if not self._waiting or self._waiting[0][2] > last_block:
+    @property
+    def waiting(self) -> Iterable[Streamed]:
+        """What is still to be loaded, in order."""
+        return self._waiting
+
+    def holds_next(self, unit: int) -> bool:
+        """Whether `take` of this unit would do."""
+        return bool(self._ahead) and self._ahead[0][0] == unit
+
+    def admit(self, last_block: float, at_hand: Callable[[int], bool]) -> tuple[int, Slot] | None:
+        """The next unit to load and its slot, or None: nothing of the blocks to `last_block` waits, or it is not
+        `at_hand` where it comes from, or its bytes are not free yet."""
+        if not self._waiting or self._waiting[0][2] > last_block or not at_hand(self._waiting[0][0]):
             return None
         unit, nbytes, _ = self._waiting[0]
         if nbytes > self.nbytes:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from penstock.spec.plan import DEVICE, Unit
+
 
 class Slot(NamedTuple):
     arena: str
@@ -90,11 +92,11 @@ class Task(NamedTuple):
     like: int = -1
 
 
-def ring_bytes(task: Task) -> int:
-    """Bytes that a task takes out of rings. What a load brings is counted where it is used, in its own pass."""
-    if task.calls[0].op == "load":
-        return 0
-    return sum(slot.nbytes for slot in task.reads if slot.arena.endswith(".ring"))
+def streamed_bytes(task: Task, units: Sequence[Unit]) -> int:
+    """Bytes of units at home on a disk that a task's calls take out of rings: what a load brings is counted where it is
+    used, in its own pass. `units`: the plan's."""
+    found = {call.slots[0] for call in task.calls if call.unit >= 0 and units[call.unit].home.startswith("disk")}
+    return sum(slot.nbytes for slot in found if slot.arena.endswith(".ring")) if task.calls[0].op not in MOVES else 0
 
 
 def fetched_bytes(task: Task) -> int:
@@ -104,8 +106,25 @@ def fetched_bytes(task: Task) -> int:
 
 def kv_loaded_bytes(task: Task) -> int:
     """Bytes of KV that a task brings from a disk."""
-    return sum(call.bytes for call in task.calls if call.op == "kv_load")
+    return sum(call.bytes for call in task.calls if call.op == "kv_load" and task.lanes[0].startswith("disk"))
+
+
+def link_bytes(task: Task) -> dict[str, int]:
+    """Bytes that a task moves over a device's link, by direction."""
+    if task.lanes[0] in ("h2d0", "d2h0"):
+        return {task.lanes[0]: task.bytes}
+    found: dict[str, int] = {}
+    for call in task.calls if task.lanes[0] == DEVICE else ():
+        if call.op == "copy":
+            lane = link_lane(call)
+            found[lane] = found.get(lane, 0) + call.bytes
+    return found
+
+
+def link_lane(copy: Call) -> str:
+    """Which way a copy of activations crosses the link."""
+    return "d2h0" if copy.slots[1].arena.startswith("host.") else "h2d0"
 
 
 # Their tasks move bytes while others compute: a pass does not end with them.
-MOVES = ("load", "kv_load", "kv_save")
+MOVES = ("load", "lift", "kv_load", "kv_save")

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.graph.tasks import Task
+from penstock.graph.tasks import Call, Task
 from penstock.spec.plan import Unit
 
 COMPUTE = "compute"
 # The kinds of work (PIPO §3.1) by a task's first op; what is not named here computes.
 _KINDS = {
     "load": "weight load",
+    "lift": "weight load",
     "fetch": "weight load",  # single embedding rows
     "kv_load": "KV load",
     "kv_save": "KV save",
@@ -59,8 +60,14 @@ def span(task: Task, units: Sequence[Unit], start_s: float, end_s: float) -> Spa
     calls = task.calls
     first, last = calls[0].op, calls[-1].op
     ops = first if len(calls) == 1 else f"{first}…{last}"
-    kind = _KINDS.get(first, COMPUTE)
+    kind = _kind(calls)
     return Span(task.id, task.lanes, label(task, units), start_s, end_s, task.bytes, kind, ops, len(calls), task.flops)
+
+
+def _kind(calls: Sequence[Call]) -> str:
+    """What all calls are; a device's copies among its other calls are part of its computing."""
+    first = calls[0].op
+    return _KINDS.get(first, COMPUTE) if all(call.op == first for call in calls) else COMPUTE
 
 
 def label(task: Task, units: Sequence[Unit] = ()) -> str:
@@ -68,7 +75,7 @@ def label(task: Task, units: Sequence[Unit] = ()) -> str:
     nothing is known of the units, its ops."""
     calls = task.calls
     first = calls[0]
-    if _KINDS.get(first.op, COMPUTE) != COMPUTE:
+    if _kind(calls) != COMPUTE:
         return " ".join([first.op, *([_name(first.unit, units)] if first.unit >= 0 else []), *map(str, first.args)])
     one = next((call.unit for call in calls if call.unit >= 0), -1)
     if one < 0:

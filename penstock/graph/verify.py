@@ -14,7 +14,7 @@ from penstock.spec.plan import Arena
 
 # Written before the first pass: weights when they are loaded, KV over passes; and tokens, by the engine.
 _PRELOADED = (".weights", ".kv")
-_READS_TOKENS = {"gather": 1, "fetch": 0}  # op → its operand that holds tokens
+_READS_TOKENS = {"gather": 1, "fetch": 0, "copy": 0}  # op → its operand that holds tokens
 
 
 def verify(tasks: Iterable[Task], arenas: Iterable[Arena]) -> int:
@@ -48,7 +48,11 @@ def _check_slots(
     position: dict[int, int],
     ordered: int,
 ) -> None:
-    tokens = {call.slots[_READS_TOKENS[call.op]] for call in task.calls if call.op in _READS_TOKENS}
+    tokens = {
+        call.slots[_READS_TOKENS[call.op]]
+        for call in task.calls
+        if call.op in _READS_TOKENS and (call.op != "copy" or call.args == ("tokens",))
+    }
     slots = [(s, True) for s in task.writes] + [(s, False) for s in task.reads if s not in task.writes]
     for slot, write in slots:
         if not 0 <= slot.lo < slot.hi <= sizes.get(slot.arena, 0):

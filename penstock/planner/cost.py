@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.graph.tasks import Call, Task
+from penstock.graph.tasks import Call, Task, link_lane
 from penstock.spec.machine import MachineSpec, Rate
 
 Overheads = tuple[float, float]  # seconds of a task, and of a call that nobody has prepared
@@ -49,6 +49,8 @@ class Cost:
         return total
 
     def _rate(self, lane: str, call: Call) -> Rate:
+        if call.op == "copy":  # on the device's lane, at the link's speed
+            lane = link_lane(call)
         key = (lane, call.op, call.format, _rows(call))
         rate = self._rates.get(key)
         if rate is None:

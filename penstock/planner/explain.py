@@ -28,6 +28,7 @@ ARENAS = {
     "act": "activations, logits",
     "scratch": "scratch",
     "staging": "embedding rows in flight",
+    "stage": "between disk and device",
 }
 _TIERS = {"host": "RAM", "disk0": "disk", "disk1": "second disk", "gpu0": "device"}
 _LANES = {
@@ -36,6 +37,8 @@ _LANES = {
     "disk1": "the second disk",
     "disk_write0": "writes to the disk",
     "gpu0": "the device",
+    "h2d0": "the link to the device",
+    "d2h0": "the link from the device",
 }
 ENOUGH_RUNS = 3
 _SAME = 0.005  # relative change of speed that counts as none
@@ -123,6 +126,8 @@ def _memory(plan: Plan, found: tuple[Limit, ...]) -> list[str]:
         entries = [(ARENAS[a.name.split(".")[1]], a.bytes) for a in plan.arenas if a.tier == tier]
         if tier == "host":
             entries.append(("the process itself", plan.process_bytes))
+        elif plan.context_bytes:
+            entries.append(("its driver and libraries", plan.context_bytes))
         lines += [f"  {what:36}{format_bytes(nbytes):>14}" for what, nbytes in entries]
     for each in found:
         bound = format_bytes(each.limit_bytes)
@@ -132,7 +137,7 @@ def _memory(plan: Plan, found: tuple[Limit, ...]) -> list[str]:
             name = f"{tier_name(each.tier)}, all weights{kv}"
             lines.append(f"{name:38}{format_bytes(each.used_bytes):>14} of {bound}{short}")
         elif each.tier.startswith("gpu") and not each.used_bytes:
-            why = "not used yet, this version computes on the CPU"
+            why = "not used, the CPU alone is as fast"
             lines.append(f"{tier_name(each.tier):38}{'–':>14} of {bound}: {why}")
     on_disk = plan.tier_bytes().get("disk0", 0)
     lines.append(

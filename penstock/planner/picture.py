@@ -37,6 +37,7 @@ _ARENAS = {
     "act": ("activations, logits, scratch", "green"),
     "scratch": ("activations, logits, scratch", "green"),
     "staging": ("activations, logits, scratch", "green"),
+    "stage": ("between disk and device", "orange"),
 }
 _ORDER = {"gpu0": 0, "host": 1, "disk0": 2, "disk1": 3}
 _KINDS = {"attention": "violet", "FFN": "blue", "head": "green", "rest": "gray", "weights that stream": "orange"}
@@ -121,6 +122,8 @@ def _memory_rows(plan: Plan, limit: Limit) -> list[Row]:
     rows = [(label, colour, nbytes) for (label, colour), nbytes in sums.items()]
     if limit.tier == "host":
         rows.append(("the process itself", "gray", plan.process_bytes))
+    elif plan.context_bytes:
+        rows.append(("its driver and libraries", "gray", plan.context_bytes))
     return [*rows, ("free", "free", max(0, limit.limit_bytes - limit.used_bytes))] if rows else []
 
 
@@ -165,7 +168,7 @@ def _box(limit: Limit, rows: list[Row], whole: int, y: int) -> tuple[list[str], 
         ]
         row_y += _ROW
     if not rows:
-        why = "not used yet: this version computes on the CPU" if limit.tier.startswith("gpu") else "not used"
+        why = "not used"
         drawn.append(_text(x, row_y, why, "soft"))
     return drawn, y + height
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from penstock.graph import passes
 from penstock.graph.lower import Lowering
-from penstock.graph.tasks import fetched_bytes, kv_loaded_bytes, ring_bytes
+from penstock.graph.tasks import fetched_bytes, kv_loaded_bytes, streamed_bytes
 from penstock.planner.cost import Cost
 from penstock.planner.simulate import Simulator
 from penstock.spec.ask import Ask
@@ -72,7 +72,7 @@ def predict(plan: Plan, ask: Ask, machine: MachineSpec) -> Prediction:
             busy[lane] = busy.get(lane, 0.0) + seconds
         simulator.pause(pause_s)
         gaps.append(simulator.now_s - start_s)
-        streamed = sum(ring_bytes(task) + fetched_bytes(task) + kv_loaded_bytes(task) for task in tasks)
+        streamed = sum(streamed_bytes(t, plan.units) + fetched_bytes(t) + kv_loaded_bytes(t) for t in tasks)
         tasks_seen += len(tasks)
     steady = gaps[_WARM_PASSES:]
     step_s = sum(steady) / len(steady)

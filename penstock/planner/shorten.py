@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import ceil
 
+from penstock.graph.arenas import Layout
 from penstock.planner.predict import Prediction, Spread, predict
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
@@ -97,12 +98,13 @@ def _progressions(count: int, wanted: int) -> Iterator[range]:
             yield range(start, start + step * wanted, step)
 
 
-def streamed(plan: Plan) -> dict[int, int]:
-    """Bytes that a decode pass streams, of each layer; -1: of what is in none, the head."""
+def streamed(plan: Plan, from_disk: bool = False) -> dict[int, int]:
+    """Bytes that a decode pass streams (or reads from disks), of each layer; -1: of what is in none, the head."""
     parts, tied = plan.parts, plan.target.spec.tied
     found = dict.fromkeys(range(-1, len(plan.target.spec.layers)), 0)
     for unit in plan.units:
-        if unit.home != unit.decode and (unit.part != "embed" or tied):  # as `Layout.streams` has it
+        away = unit.home.startswith("disk") if from_disk else unit.home != unit.decode
+        if away and (unit.part != "embed" or tied):  # as `Layout.streams` has it
             part = parts[unit.part]
             found[part.layer] += (unit.hi - unit.lo) * part.granule_bytes
     return found
@@ -120,8 +122,7 @@ def _further(near: Prediction, far: Prediction, share: float, plan: Plan, ask: A
         busy_s = line(near.lane_share.get(lane, 0.0) / near.decode_tokens_per_s, each / far.decode_tokens_per_s)
         shares[lane] = min(1.0, busy_s / per_token_s)
     seqs = min(ask.batch, plan.batch_seqs * plan.batches_per_pass)
-    gathers = any(unit.part == "embed" and unit.home != plan.main for unit in plan.units)
-    fetched = plan.parts["embed"].granule_bytes if gathers else 0
+    fetched = 0 if Layout(plan).gathers else plan.parts["embed"].granule_bytes
     spreads = (near.inter_token_s, far.inter_token_s)
     tier_bytes = plan.tier_bytes()
     return Prediction(
@@ -130,7 +131,7 @@ def _further(near: Prediction, far: Prediction, share: float, plan: Plan, ask: A
         total_s=line(near.total_s, far.total_s),
         bound_by=max(shares, key=lambda lane: shares[lane]),
         lane_share=shares,
-        disk_bytes_per_token=sum(streamed(plan).values()) / seqs + fetched,
+        disk_bytes_per_token=sum(streamed(plan, from_disk=True).values()) / seqs + fetched,
         peak_host_bytes=tier_bytes["host"],
         peak_device_bytes=sum(n for tier, n in tier_bytes.items() if tier.startswith("gpu")),
         inter_token_s=Spread(*(line(getattr(spreads[0], f), getattr(spreads[1], f)) for f in ("p50", "p95", "most"))),

@@ -64,7 +64,7 @@ def other_formats(
 
 def all_stays(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> bool:
     """Whether the solver keeps everything in memory."""
-    plan, _ = next(residency.candidates(ask, spec, weights, machine))
+    plan = next(residency.candidates(ask, spec, weights, machine)).plan
     return not plan.ring_bytes and all(home.home == plan.main for home in plan.kv)
 
 
@@ -73,7 +73,7 @@ def _one(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, ring_
     None where nothing fits."""
     wanted, nearest = ring_bytes or _USUAL_RING_BYTES, None
     try:
-        for plan, _ in residency.candidates(ask, spec, weights, machine):  # small rings first
+        for _, plan, _ in residency.candidates(ask, spec, weights, machine):  # small rings first
             ring = sum(plan.ring_bytes.values())
             if nearest is None or abs(ring - wanted) <= abs(sum(nearest.ring_bytes.values()) - wanted):
                 nearest = plan

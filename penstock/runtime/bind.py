@@ -189,7 +189,12 @@ class Binding:
 
     def _copy(self, call: Call) -> None:
         source, target = call.slots
+        if self._poisoned:
+            poison(self._arenas.view(target))
         self._arenas.view(target)[...] = self._arenas.view(source)
+
+    def _lift(self, call: Call) -> None:
+        self._copy(call)
 
     def _kv_load(self, call: Call) -> None:
         layer, batch = int(call.args[0]), _batch(call)
@@ -197,13 +202,19 @@ class Binding:
             if self._poisoned:
                 poison(self._arenas.view(target))
             for lo, hi in self._layout.kv_spans(layer, batch, save=False):
-                self._kv.read(source.lo + lo, self._arenas.address(target) + lo, hi - lo)
+                if source.arena.startswith("disk"):
+                    self._kv.read(source.lo + lo, self._arenas.address(target) + lo, hi - lo)
+                else:
+                    self._arenas.view(target)[lo:hi] = self._arenas.view(source)[lo:hi]
 
     def _kv_save(self, call: Call) -> None:
         layer, batch = int(call.args[0]), _batch(call)
         for source, target in zip(call.slots[:2], call.slots[2:], strict=True):
             for lo, hi in self._layout.kv_spans(layer, batch, save=True):
-                self._kv.write(target.lo + lo, self._arenas.view(source)[lo:hi].data)
+                if target.arena.startswith("disk"):
+                    self._kv.write(target.lo + lo, self._arenas.view(source)[lo:hi].data)
+                else:
+                    self._arenas.view(target)[lo:hi] = self._arenas.view(source)[lo:hi]
 
     def _sync(self, call: Call) -> None:
         """Whoever waits for it has waited for what came before."""

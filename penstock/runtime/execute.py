@@ -1,8 +1,8 @@
 """Runs tasks: `run` overlaps the lanes, `run_serial` does one task at a time and is the oracle.
 
-The main thread computes (lane `host`). A load is only begun, and the disk's own reader does it; a lane's other tasks
-have a thread of the lane's own. Lanes are first in, first out; a task waits for the tasks that it names in `after`, and
-for nothing else.
+The main thread computes (lane `host`). A load is only begun, and the disk's own reader does it; so is what a device
+does, which is told what it comes after and waits by itself. A lane's other tasks have a thread of the lane's own. Lanes
+are first in, first out; a task waits for the tasks that it names in `after`, and for nothing else.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from penstock.errors import InternalError
-from penstock.graph.tasks import Task
+from penstock.graph.tasks import MOVES, Task
 from penstock.graph.timeline import Span, Timeline, span
-from penstock.runtime.bind import Binding
-from penstock.runtime.movers import Load
+from penstock.runtime.device import Underway
+from penstock.runtime.dispatch import Dispatch
 from penstock.spec.plan import Unit
 
 MAIN_LANE = "host"
@@ -31,24 +31,29 @@ class Executor:
     `units`: the plan's, which timelines name. `origin_s`: when timelines start, of time.perf_counter. `recording`:
     whether timelines hold the tasks, which costs 2 µs each."""
 
-    def __init__(self, binding: Binding, units: Sequence[Unit] = (), origin_s: float | None = None) -> None:
-        self._binding, self._units, self.recording = binding, units, True
+    def __init__(self, work: Dispatch, units: Sequence[Unit] = (), origin_s: float | None = None) -> None:
+        self._work, self._units, self.recording = work, units, True
         self._lanes: dict[str, _Lane] = {}
         self._handed: dict[int, _Handed] = {}  # tasks handed to a lane and not known to be done
         self._spans: list[Span] = []  # of tasks that ended and are in no timeline yet
         self._origin_s = time.perf_counter() if origin_s is None else origin_s
 
     def run(self, tasks: Iterable[Task]) -> Timeline:
-        """Returns when the tasks on the main lane are done. Raises what a lane raised."""
+        """Returns when all tasks are done but those that move weights and KV. Raises what a lane raised."""
         start_s = time.perf_counter()
-        self._binding.begin()
+        self._work.begin()
+        computing = []
         for task in tasks:
             if MAIN_LANE not in task.lanes:
                 self._hand_over(task)
+                if task.calls[0].op not in MOVES:
+                    computing.append(task.id)
                 continue
             for other in task.after:
                 self._wait(other)
             self._do(task)
+        for other in computing:
+            self._wait(other)
         for lane in self._lanes.values():
             self._sweep(lane)
         return self._timeline(start_s)
@@ -56,7 +61,7 @@ class Executor:
     def run_serial(self, tasks: Iterable[Task]) -> Timeline:
         """One task after the other, in the order in which they come."""
         start_s = time.perf_counter()
-        self._binding.begin()
+        self._work.begin()
         for task in tasks:
             self._do(task)
         return self._timeline(start_s)
@@ -81,7 +86,7 @@ class Executor:
             raise InternalError(f"task {task.id} occupies {task.lanes}; this runtime has one lane per task")
         name = task.lanes[0]
         if name not in self._lanes:
-            self._lanes[name] = _Lane(name, self)
+            self._lanes[name] = _Lane(name, self._work)
         lane = self._lanes[name]
         if len(lane.handed) > _SWEEP:
             self._sweep(lane)
@@ -115,7 +120,7 @@ class Executor:
 
     def _do(self, task: Task) -> None:
         start_s = time.perf_counter()
-        self._binding.run(task)
+        self._work.run(task)
         self._note(task, start_s, time.perf_counter())
 
     def _note(self, task: Task, start_s: float, end_s: float) -> None:
@@ -132,30 +137,31 @@ class Executor:
 class _Handed:
     """A task in a lane: begun or not, done or not."""
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        self._answered = threading.Event()  # begun, or done where it is no load
-        self._load: Load | None = None
+    def __init__(self, task: Task, on_device: bool) -> None:
+        self.task, self.on_device = task, on_device
+        self._answered = threading.Event()  # begun, or done where it does not go on by itself
+        self._underway: Underway | None = None
         self.error: BaseException | None = None
         self._span_s = (0.0, 0.0)
 
-    def begin(self, binding: Binding) -> bool:
+    def begin(self, work: Dispatch, waits: Sequence[_Handed]) -> bool:
         """Whether it is a task that can be begun; it goes on by itself then. Keeps an error for those who wait."""
+        after = [other._underway for other in waits if other._underway is not None] if self.on_device else []
         try:
-            self._load = binding.start(self.task)
+            self._underway = work.start(self.task, after)
         except BaseException as error:
             self.fail(error)
-        if self._load is not None:
+        if self._underway is not None:
             self._answered.set()
         return self.answered
 
-    def do(self, binding: Binding) -> None:
+    def do(self, work: Dispatch, waits: Sequence[_Handed]) -> None:
         """Begins it, or does it here and now. Keeps an error for those who wait."""
-        if self.begin(binding):
+        if self.begin(work, waits):
             return
         try:
             start_s = time.perf_counter()
-            binding.run(self.task)
+            work.run(self.task)
             self._span_s = (start_s, time.perf_counter())
         except BaseException as error:
             self.error = error
@@ -172,29 +178,42 @@ class _Handed:
 
     @property
     def done(self) -> bool:
-        return self.answered and (self._load is None or self._load.done)
+        return self.answered and (self._underway is None or self._underway.done)
 
     @property
     def succeeded(self) -> bool:
-        return self.done and self.error is None and (self._load is None or self._load.complete)
+        return self.done and self.error is None and (self._underway is None or self._underway.complete)
+
+    def may_follow(self, other: _Handed) -> bool:
+        """Whether this one can be begun as far as that one goes: a device waits for its own tasks by itself."""
+        return other.answered if self.on_device and other.on_device else other.done
+
+    def follow(self, other: _Handed) -> None:
+        """Waits until it may. Raises what that one raised."""
+        if self.on_device and other.on_device:
+            other._answered.wait()
+            if other.error is not None:
+                raise other.error
+        else:
+            other.wait()
 
     def wait(self) -> tuple[float, float]:
         """When it began and ended, on the clock of time.perf_counter. Raises what it raised."""
         self._answered.wait()
         if self.error is not None:
             raise self.error
-        if self._load is None:
+        if self._underway is None:
             return self._span_s
-        self._load.wait()
-        return self._load.span_s
+        self._underway.wait()
+        return self._underway.span_s
 
 
 class _Lane:
-    """The tasks of one lane in the order in which they came. A load is begun where it is handed over, without a hop to
-    another thread, if all that it waits for is done and no task before it waits for the lane's thread."""
+    """The tasks of one lane in the order in which they came. What can be begun is begun where it is handed over,
+    without a hop to another thread, if nothing is left to wait for and no task before it waits for the thread."""
 
-    def __init__(self, name: str, executor: Executor) -> None:
-        self._name, self._binding = name, executor._binding
+    def __init__(self, name: str, work: Dispatch) -> None:
+        self._name, self._to_do = name, work
         self.handed: deque[_Handed] = deque()  # those that nobody has waited for
         self.end_s = 0.0  # of the last one waited for
         self._queue: queue.SimpleQueue[tuple[_Handed, list[_Handed]] | None] = queue.SimpleQueue()
@@ -202,10 +221,10 @@ class _Lane:
         self._thread: threading.Thread | None = None
 
     def take(self, task: Task, waits: list[_Handed]) -> _Handed:
-        handed = _Handed(task)
+        handed = _Handed(task, self._to_do.on_device(self._name))
         self.handed.append(handed)
-        if (self._last is None or self._last.answered) and all(other.done for other in waits):
-            if handed.begin(self._binding):
+        if (self._last is None or self._last.answered) and all(handed.may_follow(other) for other in waits):
+            if handed.begin(self._to_do, waits):
                 return handed
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"penstock-{self._name}", daemon=True)
@@ -228,11 +247,11 @@ class _Lane:
             handed, waits = item
             try:
                 for other in waits:
-                    other.wait()
+                    handed.follow(other)
             except BaseException as error:
                 failed = failed or error
             if failed is None:
-                handed.do(self._binding)
+                handed.do(self._to_do, waits)
                 failed = handed.error
             else:  # after an error the rest is answered, not done: nobody may wait for ever
                 handed.fail(failed)

@@ -21,6 +21,7 @@ from penstock.graph.resident import resident_plan
 from penstock.graph.tasks import Call, Task
 from penstock.runtime.arena import Arenas
 from penstock.runtime.bind_native import Native, NativeBinding
+from penstock.runtime.dispatch import Dispatch
 from penstock.runtime.execute import Executor
 from penstock.runtime.movers import FileRange, Load
 from penstock.spec.format import Format
@@ -70,7 +71,7 @@ def _pass_s(plan: Plan, kernels: Native) -> Passed:
     """(seconds of a decode pass beside its kernels, its tasks, its calls)."""
     arenas = Arenas(plan)
     binding = _WithoutReads(plan, arenas, kernels)
-    executor, lowering = Executor(binding), Lowering(plan)
+    executor, lowering = Executor(Dispatch(binding)), Lowering(plan)
     executor.recording = False  # as where nobody watches
     p = passes.decode(plan, (0,), (64,), passes.DECODE)
     try:
@@ -123,7 +124,7 @@ def _solve(few: Passed, many: Passed, pass_s: float) -> tuple[float, float]:
 def _hand_over_s(plan: Plan, kernels: Native) -> float:
     """What lies between two loads in a lane, when the next one waits already: of loads that read nothing, each."""
     arenas = Arenas(plan)
-    executor = Executor(_WithoutReads(plan, arenas, kernels))
+    executor = Executor(Dispatch(_WithoutReads(plan, arenas, kernels)))
     executor.recording = False
     load = Call("load", 0, None, (), (), "*", 0, 0)
     try:

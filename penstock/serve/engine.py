@@ -18,6 +18,8 @@ from penstock.planner.predict import predict
 from penstock.planner.solve import Solved, settle_context, solve
 from penstock.planner.solve.residency import require_minimum
 from penstock.runtime import host
+from penstock.runtime.device import Device, uses_device
+from penstock.runtime.device.choose import Chosen, choose
 from penstock.runtime.probe import load_or_probe, machine_file
 from penstock.serve.generation import Generation
 from penstock.serve.history import note_run
@@ -28,7 +30,7 @@ from penstock.serve.tokenizer import StopStrings, Tokenizer
 from penstock.spec.ask import Ask
 from penstock.spec.machine import PROCESS_BYTES, MachineSpec
 from penstock.spec.model import ModelSpec
-from penstock.spec.plan import Plan
+from penstock.spec.plan import DEVICE, Plan
 from penstock.store.packed import Packed, open_packed
 from penstock.units import MIB, format_bytes, format_mib_up, parse_bytes, round_up
 
@@ -50,6 +52,7 @@ class Engine:
         ask: Ask,
         *,
         machine: MachineSpec | None = None,
+        device: str = "auto",
         cache: Path | None = None,
         plan: Plan | None = None,
         threads: int | None = None,
@@ -58,8 +61,9 @@ class Engine:
         serial: bool = False,
         on_progress: Progress | None = None,
     ) -> Engine:
-        """Plans (or takes `plan`), then loads; `threads` to `serial` are a Session's. Raises DoesNotFit before
-        anything is loaded, and BadRequest for a `plan` that makes no sense or is for another model."""
+        """Plans (or takes `plan`), then loads; `device`: auto, cuda, none or emulated; `threads` to `serial` are a
+        Session's. Raises DoesNotFit before anything is loaded, and BadRequest for a `plan` that makes no sense or is
+        for another model."""
         packed = open_packed(folder)
         _check_limit(ask)
         if plan is not None:
@@ -72,12 +76,16 @@ class Engine:
             folder_kept = cache or default_cache()
             machine = load_or_probe(folder_kept, folder_kept, on_progress)
             kept = machine_file(folder_kept)
+        chosen = choose(device, machine, ask.device_memory_bytes)
+        machine = chosen.machine
         if plan is None:
             solved = solve(ask, packed.spec, packed.weights, machine, packed.part_disks)
         else:
             _check_room(plan, ask, machine, packed.spec)
             solved = Solved(plan, predict(plan, settle_context(ask, packed.spec), machine), ("as given",))
-        _check_free(solved.plan)
+        taken = _open_device(chosen, solved.plan, ask)
+        # What is emulated lies in the host's memory too.
+        _check_free(solved.plan, solved.plan.tier_bytes().get(DEVICE, 0) if chosen.name == "emulated" else 0)
         session = Session(
             packed,
             solved.plan,
@@ -86,10 +94,12 @@ class Engine:
             exact=exact,
             serial=serial,
             kv_folder=(cache or default_cache()) if "disk0" in solved.plan.tier_bytes() else None,
+            device=taken,
             on_progress=on_progress,
         )
-        engine = cls(packed, replace(solved, reasons=(*solved.reasons, session.kernels)), session)
-        if kept is not None and threads is None and not exact and kernels is None and not serial:
+        why = (session.kernels, *([taken.description] if taken else [chosen.reason] if device != "auto" else []))
+        engine = cls(packed, replace(solved, reasons=(*solved.reasons, *why)), session)
+        if kept is not None and threads is None and not exact and kernels is None and not serial and taken is None:
             engine._machine_file = kept
         return engine
 
@@ -269,10 +279,20 @@ def _check_room(plan: Plan, ask: Ask, machine: MachineSpec, spec: ModelSpec) -> 
         )
 
 
-def _check_free(plan: Plan) -> None:
+def _open_device(chosen: Chosen, plan: Plan, ask: Ask) -> Device | None:
+    """The device, where the plan computes on it: with a cap of what the user said, or of what it has."""
+    if not uses_device(plan):
+        return None
+    if chosen.open is None:
+        raise BadRequest(f"this plan computes on a device; {chosen.reason}")
+    limit = chosen.machine.tier(DEVICE).bytes
+    return chosen.open(limit if ask.device_memory_bytes is None else min(limit, ask.device_memory_bytes))
+
+
+def _check_free(plan: Plan, beside_bytes: int = 0) -> None:
     """Memory may have gone to others since the plan was made; arenas are filled at once, and a system that has none
     left kills somebody instead of saying no."""
-    need, have = plan.tier_bytes()["host"], host.available_bytes()
+    need, have = plan.tier_bytes()["host"] + beside_bytes, host.available_bytes()
     if need > have:
         raise DoesNotFit(
             f"the plan takes {format_bytes(need)} of memory, and now only {format_bytes(have)} are free: end what took "
@@ -305,6 +325,7 @@ class LLM:
         self,
         model: str | Path,
         *,
+        device: str = "auto",
         device_memory: int | str | None = None,
         host_memory: int | str | None = None,
         resident: int | str | None = None,
@@ -330,7 +351,8 @@ class LLM:
             kv=kv,
             kv_home=kv_home,
         )
-        self.engine = Engine.load(folder, ask, cache=Path(cache) if cache else None, on_progress=on_progress)
+        kept = Path(cache) if cache else None
+        self.engine = Engine.load(folder, ask, device=device, cache=kept, on_progress=on_progress)
 
     def generate(self, prompts: str | Sequence[str], params: SamplingParams | None = None) -> list[Answer]:
         """Completes each prompt as it stands; no chat template is applied."""

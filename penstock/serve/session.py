@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +14,18 @@ from threadpoolctl import threadpool_limits
 
 from penstock.errors import BadRequest, PenstockError
 from penstock.graph.lower import Lowering
-from penstock.graph.tasks import Pass, Task, kv_loaded_bytes, ring_bytes
+from penstock.graph.tasks import Pass, Task, kv_loaded_bytes, link_bytes, streamed_bytes
 from penstock.graph.timeline import Timeline
 from penstock.runtime import host
 from penstock.runtime.arena import Arenas
 from penstock.runtime.bind import Binding
 from penstock.runtime.bind_native import NativeBinding, native
+from penstock.runtime.device import Device, uses_device
+from penstock.runtime.dispatch import Dispatch
 from penstock.runtime.execute import Executor
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskReader, waited_for
+from penstock.runtime.uploads import lift_weights
 from penstock.spec.plan import Plan
 from penstock.store.packed import Packed
 
@@ -38,6 +42,7 @@ class Session:
     `exact`: integer weights times float32 activations instead of int8 ones.
     `serial`: one task at a time (the oracle). `poisoned`: ring slots are filled with NaN before each load.
     `kv_folder`: where KV goes that the plan keeps on a disk; None is the model's folder.
+    `device`: what a plan with a device's memory computes on; the session closes it.
     """
 
     def __init__(
@@ -51,13 +56,17 @@ class Session:
         serial: bool = False,
         poisoned: bool = False,
         kv_folder: Path | None = None,
+        device: Device | None = None,
         on_progress: Progress | None = None,
     ) -> None:
         if (packed.spec.vocab, packed.weights) != (plan.target.spec.vocab, plan.target.weights):
             raise BadRequest(f"this plan is not for {packed.folder}: it has {plan.target.weights.name} weights")
+        if uses_device(plan) and device is None:
+            raise BadRequest("this plan computes on a device; here there is none (--device says which to take)")
         self.plan = plan
         self.lowering = Lowering(plan)
         self._serial, self._closed = serial, False
+        self._link_bytes: dict[str, int] = {}
         self.watchers: list[Watch] = []  # without any no timeline is kept
         self._origin_s = time.perf_counter()
         self.best: list[list[tuple[float, int]]] = []  # of the last pass, per batch and row: largest logit and its id
@@ -65,15 +74,20 @@ class Session:
         with ExitStack() as opened:  # a load that fails half-way gives everything back
             self.reader = DiskReader(packed, plan.io_block_bytes, plan.io_depth, plan.io_engine)
             opened.callback(self.reader.close)
-            self._arenas = Arenas(plan)
+            if device is not None:
+                opened.callback(device.close)
+            self._arenas = Arenas(plan, device)
             opened.callback(self._arenas.close)
+            self._device = device
             kv_bytes = plan.tier_bytes().get("disk0", 0)
             self.kv_file = KvFile(kv_folder or packed.folder, kv_bytes, plan.io_block_bytes) if kv_bytes else None
             if self.kv_file is not None:
                 opened.callback(self.kv_file.close)
-            self._binding, self.kernels = _bind(
-                plan, self._arenas, self.reader, self.kv_file, kernels, threads, exact, poisoned
-            )
+            how = (kernels, threads, exact)
+            host, self.kernels = _bind(plan, self._arenas, self.reader, self.kv_file, *how, poisoned)
+            if device is not None:
+                device.attach(plan, self._arenas, lambda: _bind(plan, self._arenas, None, None, *how, True)[0])
+            self._binding, self._work = host, Dispatch(host, device)
             # What is left to numpy is small, and its BLAS threads spin while they wait: beside one other busy process
             # a product of 8 rows took 40 times as long with two of them as with one (docs/LOG.md).
             opened.callback(threadpool_limits(1, user_api="blas").restore_original_limits)
@@ -87,9 +101,9 @@ class Session:
         hold until the next pass."""
         if self._closed:
             raise BadRequest("this model was closed: load it again")
-        main, spec = self.plan.main, self.plan.target.spec
+        spec = self.plan.target.spec
         for batch, ids in zip(p.batches, tokens, strict=True):
-            slot = self.lowering.layout.act(main, batch.id, "tokens", 4 * batch.total_rows)
+            slot = self.lowering.layout.act("host", batch.id, "tokens", 4 * batch.total_rows)
             self._arenas.view(slot).view(np.int32)[...] = ids
         self.consumed_bytes = self._binding.fetched_bytes = 0
         self._executor.recording = bool(self.watchers)
@@ -106,16 +120,16 @@ class Session:
         logits, self.best = [], []
         for batch in p.batches:
             n = len(batch.logits)
-            best = self._arenas.view(self.lowering.layout.act(main, batch.id, "best", 8 * n))
+            best = self._arenas.view(self.lowering.layout.act("host", batch.id, "best", 8 * n))
             values, ids = best.view(np.float32)[0::2], best.view(np.int32)[1::2]
             self.best.append(list(zip(values.tolist(), ids.tolist(), strict=True)))
-            slot = self.lowering.layout.act(main, batch.id, "logits", 4 * n * spec.vocab)
+            slot = self.lowering.layout.act("host", batch.id, "logits", 4 * n * spec.vocab)
             logits.append(self._arenas.array(slot, np.float32, (n, spec.vocab)))
         return logits
 
     @property
     def arena_bytes(self) -> int:
-        """What was allocated for the plan's arenas."""
+        """What was allocated of the host's memory for the plan's arenas."""
         return self._arenas.nbytes
 
     def close(self) -> None:
@@ -124,8 +138,8 @@ class Session:
         self._opened.close()
 
     def bytes_moved(self) -> dict[str, int]:
-        """Bytes by lane so far: weights and KV from each disk, KV to it."""
-        found = dict(self.reader.bytes_by_disk)
+        """Bytes by lane so far: weights and KV from each disk, KV to it; what crossed the link each way."""
+        found = {**self.reader.bytes_by_disk, **self._link_bytes}
         if self.kv_file is not None:
             found["disk0"] = found.get("disk0", 0) + self.kv_file.bytes_read
             found["disk_write0"] = self.kv_file.bytes_written
@@ -141,11 +155,11 @@ class Session:
     def _start_over(self) -> None:
         """A pass broke off: forgets what rings hold and lanes have failed, so that the next one starts clean."""
         self._executor.close()
-        self._binding.forget()
+        self._work.forget()
         self._executor, self.lowering = self._new_executor(), Lowering(self.plan)
 
     def _new_executor(self) -> Executor:
-        return Executor(self._binding, self.plan.units, self._origin_s)
+        return Executor(self._work, self.plan.units, self._origin_s)
 
     def _tell(self, timeline: Timeline, p: Pass | None) -> None:
         for watch in self.watchers:
@@ -154,7 +168,10 @@ class Session:
     def _counted(self, p: Pass) -> Iterator[Task]:
         """The pass's tasks, noting what they read from the rings."""
         for task in self.lowering.step(p):
-            self.consumed_bytes += ring_bytes(task) + kv_loaded_bytes(task)
+            self.consumed_bytes += streamed_bytes(task, self.plan.units) + kv_loaded_bytes(task)
+            if self._device is not None:
+                for lane, nbytes in link_bytes(task).items():
+                    self._link_bytes[lane] = self._link_bytes.get(lane, 0) + nbytes
             yield task
 
     def _load_weights(self, on_progress: Progress | None) -> None:
@@ -165,8 +182,10 @@ class Session:
         loads = (
             self.reader.start(units[i].part, units[i].lo, units[i].hi, self._arenas.address(slot))
             for i, slot in layout.weights.items()
+            if units[i].home == "host"
         )
-        for nbytes in waited_for(loads, _LOADS_AHEAD):
+        uploads = lift_weights(self.plan, layout, self.reader, self._arenas, self._device) if self._device else ()
+        for nbytes in chain(waited_for(loads, _LOADS_AHEAD), uploads):
             done += nbytes
             if on_progress and (done == total or time.perf_counter() - told_s > 0.1):
                 told_s = time.perf_counter()
@@ -177,7 +196,7 @@ class Session:
 def _bind(
     plan: Plan,
     arenas: Arenas,
-    reader: DiskReader,
+    reader: DiskReader | None,
     kv_file: KvFile | None,
     kernels: str | None,
     threads: int | None,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from penstock.errors import BadRequest
 from penstock.spec import codec
 from penstock.spec.parts import PAGE_BYTES
-from penstock.spec.plan import IO_ENGINES
+from penstock.spec.plan import DEVICE, IO_ENGINES
 from penstock.units import MIB
 
 SCHEMA, VERSION = "penstock.machine", 3
@@ -115,7 +115,9 @@ USUAL_READS = Reads("disk0", 8 * MIB, 2, "threads", 0.0, "not measured: 2 blocks
 
 @dataclass(frozen=True, slots=True)
 class MachineSpec:
-    """`source` says where the figures are from: a probe with its date, or a data sheet."""
+    """`source` says where the figures are from: a probe with its date, or a data sheet. `process_bytes`: of the process
+    beside its arenas; `device_process_bytes`: what it takes more where it drives a device; `context_bytes`: of device
+    memory, what the driver and libraries take."""
 
     name: str
     tiers: tuple[Tier, ...]
@@ -124,12 +126,17 @@ class MachineSpec:
     cpu: str = ""
     source: str = ""
     process_bytes: int = PROCESS_BYTES
+    device_process_bytes: int = 0
+    context_bytes: int = 0
     sharing: tuple[Sharing, ...] = ()
     reads: tuple[Reads, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.threads < 2**31 or not 0 < self.process_bytes < 2**63:
             raise BadRequest(f"machine {self.name}: threads {self.threads}, process_bytes {self.process_bytes}")
+        for name in ("device_process_bytes", "context_bytes"):
+            if not 0 <= getattr(self, name) < 2**63:
+                raise BadRequest(f"machine {self.name}: {name} {getattr(self, name)}")
         names = [tier.name for tier in self.tiers]
         if len(set(names)) != len(names):
             raise BadRequest(f"machine {self.name} names a tier twice")
@@ -138,6 +145,9 @@ class MachineSpec:
                 raise BadRequest(f"machine {self.name} lacks the tier {tier}")
             if not any(rate.lane == lane for rate in self.rates):
                 raise BadRequest(f"machine {self.name} has no rate for the lane {lane}")
+        for lane in (DEVICE, "h2d0", "d2h0") if DEVICE in names else ():
+            if not any(rate.lane == lane for rate in self.rates):
+                raise BadRequest(f"machine {self.name} has device memory but no rate for the lane {lane}")
         keys = [(rate.lane, rate.op, rate.format, rate.rows) for rate in self.rates]
         twice = next((key for key in keys if keys.count(key) > 1), None) if len(set(keys)) != len(keys) else None
         if twice is not None:

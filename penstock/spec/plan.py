@@ -13,7 +13,9 @@ from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Part, parts
 
-SCHEMA, VERSION = "penstock.plan", 2
+SCHEMA, VERSION = "penstock.plan", 3
+
+DEVICE = "gpu0"  # the tier of a device's memory, and the lane of its kernels
 
 # In which order work is handed out (PIPO §3.2): `overlapped` loads as far ahead as the ring holds, `saving` only what
 # the block at hand needs, `flexgen` loads the next block under this one and waits for everything in between.
@@ -82,8 +84,10 @@ class Plan:
     """`batches_per_pass` batches of up to `batch_seqs` sequences go through a layer together (FlexGen's
     zig-zag block). `chunk_rows`: rows of a prefill pass, at most. `logits_rows`: logits kept of a batch.
     `context`: KV room per sequence in tokens, in pages of `page_tokens`. `ring_bytes`: per tier, what
-    weights stream through; it bounds how far loads run ahead. `order`: one of ORDERS. A read of a disk is done in
-    blocks of `io_block_bytes`, `io_depth` of them in flight, by `io_engine`.
+    weights stream through; it bounds how far loads run ahead. `stage_bytes`: of pinned memory that units cross on
+    their way from a disk to a device. `order`: one of ORDERS. A read of a disk is done in blocks of `io_block_bytes`,
+    `io_depth` of them in flight, by `io_engine`. `process_bytes`: of the process beside its arenas; `context_bytes`:
+    of the device's memory, what its driver and libraries take (0 without one).
     """
 
     models: tuple[PlanModel, ...]
@@ -98,11 +102,13 @@ class Plan:
     context: int
     page_tokens: int
     ring_bytes: dict[str, int]
+    stage_bytes: int
     order: str
     io_block_bytes: int
     io_depth: int
     io_engine: str
     process_bytes: int
+    context_bytes: int
 
     @property
     def target(self) -> PlanModel:
@@ -121,8 +127,10 @@ class Plan:
         return (unit.hi - unit.lo) * self.parts[unit.part].granule_bytes
 
     def tier_bytes(self) -> dict[str, int]:
-        """Peak bytes per memory tier: the arenas, and on the host the process itself."""
+        """Peak bytes per memory tier: the arenas, and on the host the process itself, on a device its context."""
         total = {"host": self.process_bytes}
+        if self.context_bytes:
+            total[DEVICE] = self.context_bytes
         for arena in self.arenas:
             total[arena.tier] = total.get(arena.tier, 0) + arena.bytes
         return total

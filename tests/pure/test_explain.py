@@ -13,7 +13,7 @@ from penstock.spec.ask import Ask
 from penstock.spec.format import Format
 from penstock.spec.machine import MachineSpec, Tier
 from penstock.units import format_bytes
-from tests.pure.machine import LLAMA_1B, MACHINE
+from tests.pure.machine import LLAMA_1B, MACHINE, WITH_DEVICE
 
 BF16 = Format("bfloat16")
 GIB = 1 << 30
@@ -57,11 +57,16 @@ def test_a_cap_on_what_stays() -> None:
     assert "one more GiB of RAM: no faster, --resident keeps the rest on disk" in found
 
 
-def test_a_device_is_said_not_to_be_used() -> None:
-    _, found = lines(STREAMS)
-    assert any("8.00 GiB: not used yet, this version computes on the CPU" in line for line in found)
-    without = replace(MACHINE, tiers=MACHINE.tiers[:2])
-    assert not any(line.startswith("device") for line in lines(STREAMS, machine=without)[1])
+def test_a_device() -> None:
+    """What lies there, what it takes, and what crosses; where the plan has no use for it, that."""
+    ask = Ask(device_memory_bytes=GIB, context=512)
+    solved = solve(ask, LLAMA_1B, BF16, WITH_DEVICE)
+    text = table(solved, ask, WITH_DEVICE, Band())
+    assert "memory of device" in text and "of 1.00 GiB" in text and "its driver and libraries" in text
+    assert "of weights stay in device memory" in text and "the link to the device" in text
+    beside = table(solve(STREAMS, LLAMA_1B, BF16, MACHINE), STREAMS, WITH_DEVICE)
+    assert "8.00 GiB: not used" in beside
+    assert not any(line.startswith("device") for line in lines(STREAMS)[1])
 
 
 def test_a_disk_that_is_too_small() -> None:
@@ -82,7 +87,7 @@ def test_bands(band: Band, says: str) -> None:
 
 def test_limits() -> None:
     solved = solve(STREAMS, LLAMA_1B, BF16, MACHINE)
-    found = {limit.tier: limit for limit in limits(solved, replace(STREAMS, device_memory_bytes=3), MACHINE)}
+    found = {limit.tier: limit for limit in limits(solved, replace(STREAMS, device_memory_bytes=3), WITH_DEVICE)}
     assert found["host"].limit_bytes == GIB and found["host"].used_bytes == solved.prediction.peak_host_bytes
     assert (found["gpu0"].used_bytes, found["gpu0"].limit_bytes) == (0, 3)
     assert found["disk0"].used_bytes == packed_bytes(solved.plan)

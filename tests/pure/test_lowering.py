@@ -1,4 +1,4 @@
-"""The lowering: goldens for what runs and for what no runtime runs yet; every list passes the verifier."""
+"""The lowering: goldens of what runs; every list passes the verifier."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from penstock.errors import InternalError
 from penstock.graph import passes
 from penstock.graph.arenas import Layout
+from penstock.graph.check_plan import check_plan
 from penstock.graph.dump import dump
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Batch, Pass, Stream, Task
@@ -19,12 +20,13 @@ from penstock.graph.verify import verify
 from penstock.spec.format import Format
 from penstock.spec.parts import parts
 from penstock.spec.plan import ORDERS, Plan, Unit
-from tests.plans import make_plan, random_plans, resident_plan
+from tests.plans import device_plans, make_plan, random_plans, resident_plan
 from tests.pure.machine import model
 
 F32 = Format("float32")
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = model(layers=1, d=64, heads=2, kv_heads=2, neurons=192, vocab=128)
+WIDE = model(layers=1, d=64, heads=2, kv_heads=2, neurons=320, vocab=128)
 
 
 def lowered(plan: Plan, *steps: Pass) -> list[Task]:
@@ -115,6 +117,54 @@ def test_golden_three_slices() -> None:
     tasks = lowered(plan, passes.decode(plan, (0,), (3,), passes.DECODE))
     verify(tasks, plan.arenas)
     check_golden("three_slices", dump(tasks, plan))
+
+
+@pytest.mark.parametrize("purpose", ["decode", "prefill"])
+def test_golden_device(purpose: str) -> None:
+    """The device holds the activations. Attention lifted from RAM, with KV there; of the FFN a slice from each home on
+    each executor: GG, CG, CC (whose prompts the device computes), DC and DG, through the stage."""
+    by_key = {p.key: p for p in parts(WIDE, F32)}
+    pinned = [Unit(key, 0, 1, "gpu0", "gpu0", "gpu0") for key in ("0.norms", "edges")]
+    units = [Unit("embed", 0, by_key["embed"].granules, "gpu0", "gpu0", "gpu0"), *pinned]
+    units.append(Unit("0.attn", 0, 2, "host", "gpu0", "gpu0"))
+    homes = (("gpu0", "gpu0"), ("host", "gpu0"), ("host", "host"), ("disk0", "host"), ("disk0", "gpu0"))
+    units += [Unit("0.ffn", i, i + 1, home, at, "gpu0") for i, (home, at) in enumerate(homes)]
+    granule = by_key["0.ffn"].granule_bytes
+    plan = make_plan(
+        WIDE, F32, units, ring_bytes={"host": granule, "gpu0": by_key["0.attn"].nbytes + 2 * granule},
+        stage_bytes=2 * granule, main="gpu0", kv_homes=[("host", "gpu0")],
+    )  # fmt: skip
+    check_plan(plan, WIDE, F32)
+    assert [u.placement for u in units[-5:]] == ["GG", "CG", "CC", "DC", "DG"]
+    decode = passes.decode(plan, (0,), (8,), passes.DECODE)
+    prompt = next(passes.prefill(plan, 0, 8, passes.DECODE))
+    tasks = lowered(plan, decode if purpose == "decode" else prompt)
+    verify(tasks, plan.arenas)
+    check_golden(f"device_{purpose}", dump(tasks, plan))
+
+
+@given(st.data())
+def test_random_plans_beside_a_device_pass_the_verifier(data: st.DataObject) -> None:
+    """Also over passes that come again, which are views of the first."""
+    spec = model(layers=2, d=64, heads=4, kv_heads=4, neurons=200, vocab=300, tied=data.draw(st.booleans()))
+    plan = data.draw(device_plans(spec, F32, batch_seqs=2, batches_per_pass=2))
+    check_plan(plan, spec, F32)
+    steps = list(passes.prefill(plan, 0, data.draw(st.integers(1, 70)), passes.DECODE))
+    for at in range(70, 74):
+        guess = data.draw(st.sampled_from([None, passes.DECODE, Stream("prefill", False)]))
+        steps.append(passes.decode(plan, tuple(range(data.draw(st.integers(1, 4)))), (at,) * 4, guess))
+    tasks = lowered(plan, *steps)
+    verify(tasks, plan.arenas)
+    lifts = sum(t.bytes for t in tasks if t.calls[0].op == "lift")
+    wanted = sum(
+        plan.unit_bytes(u)
+        for p in steps
+        for u in plan.units
+        if Layout(plan).streams(u, p.purpose) and u.executor(p.purpose) == "gpu0"
+        if p.stream.logits or u.part not in ("head", "embed")
+    )
+    room = plan.ring_bytes.get("gpu0", 0)
+    assert wanted <= lifts <= wanted + len(steps) * room
 
 
 @given(st.data())

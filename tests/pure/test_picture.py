@@ -18,7 +18,7 @@ from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import Rate
 from penstock.spec.model import ModelSpec
 from penstock.units import format_bytes, format_seconds
-from tests.pure.machine import LLAMA_1B, MACHINE, model
+from tests.pure.machine import LLAMA_1B, MACHINE, WITH_DEVICE, model
 
 SVG = "{http://www.w3.org/2000/svg}"
 GIB = 1 << 30
@@ -50,7 +50,7 @@ def test_pictures(case: str) -> None:
     assert f"{rate(p.decode_tokens_per_s)} tokens/s (" in said
     assert f"first token after {format_seconds(p.ttft_s)} (" in said
     assert "bound by the disk" in said if p.bound_by == "disk0" else "bound by the processor" in said
-    assert {"RAM", "disk", "device", "not used yet: this version computes on the CPU"} <= set(texts(picture))
+    assert {"RAM", "disk"} <= set(texts(picture))
     for nbytes in (arena.bytes for arena in solved.plan.arenas if arena.name in ("host.weights", "host.ring")):
         assert format_bytes(nbytes) in said
     assert ("the disk" in texts(picture)) == bool(solved.plan.ring_bytes)
@@ -60,6 +60,16 @@ def test_pictures(case: str) -> None:
         assert box["x"] >= 0 and box["x"] + box["width"] <= width + 0.2
         assert box["y"] >= 0 and box["y"] + box["height"] <= height
     assert not any(tag in picture for tag in ("<script", "href", "<image", "@import", "url("))
+
+
+def test_a_device_is_drawn() -> None:
+    """Its memory on top, its lane and the link's; or that it is not used."""
+    ask = Ask(device_memory_bytes=2 * GIB, context=512)
+    solved = solve(ask, LLAMA_70B, parse_format("int4"), WITH_DEVICE)
+    picture = svg(solved, ask, WITH_DEVICE, "a model", Band(), [])
+    assert {"device", "RAM", "the device", "the link to the device", "its driver and libraries"} <= set(texts(picture))
+    solved, _ = drawn(*CASES["tiny"])
+    assert {"device", "not used"} <= set(texts(svg(solved, Ask(), WITH_DEVICE, "a model", Band(), [])))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -85,7 +85,7 @@ def test_simulate_equals_brute_force(tasks: list[Task], sharing: list[Sharing]) 
 
 def test_lanes_that_share_slow_each_other_only_while_both_are_busy() -> None:
     """10 s of computing beside 4 s of reading, each half as fast beside the other: 8 s together do 4 s of each."""
-    work = Call("copy", -1, None, (), (), "*", 0, 0)
+    work = Call("norm", -1, None, (), (), "*", 0, 0)
     tasks = [
         Task(0, ("host",), (work._replace(bytes=400 * 10**9),), (), (), 0, 0, ()),
         Task(1, ("disk0",), (work._replace(bytes=4 * 29 * 10**8),), (), (), 0, 0, ()),

@@ -32,7 +32,7 @@ def test_a_limit_is_used_and_kept(limit_mib: int) -> None:
     assert 0.95 * limit_mib * MIB <= used <= limit_mib * MIB
     assert solved.plan.ring_bytes["host"] <= 256 * MIB
     streamed = sum(solved.plan.unit_bytes(u) for u in solved.plan.units if u.home == "disk0")
-    gathered = 0 if Layout(solved.plan).embed_resident else solved.plan.parts["embed"].granule_bytes
+    gathered = 0 if Layout(solved.plan).gathers else solved.plan.parts["embed"].granule_bytes
     assert solved.prediction.disk_bytes_per_token == streamed + gathered
 
 

@@ -9,7 +9,7 @@ import pytest
 from penstock.graph import passes
 from penstock.graph.lower import Lowering
 from penstock.graph.occupancy import LaneUse, Occupancy
-from penstock.graph.tasks import Call, Slot, Task, ring_bytes
+from penstock.graph.tasks import Call, Slot, Task, streamed_bytes
 from penstock.graph.timeline import Span, Timeline, label, span
 from penstock.graph.trace import Trace
 from penstock.planner.solve import settle_context, solve
@@ -69,7 +69,7 @@ def test_a_predicted_trace_has_every_task_and_byte() -> None:
     shown = spans(events)
     assert sorted(event["args"]["task"] for event in shown) == sorted(each.id for each in tasks)
     loads = [event for event in shown if event["cat"] == "weight load"]
-    assert sum(event["args"]["bytes"] for event in loads) == sum(map(ring_bytes, tasks))
+    assert sum(event["args"]["bytes"] for event in loads) == sum(streamed_bytes(task, plan.units) for task in tasks)
     assert all(event["name"].startswith("load ") for event in loads)
     assert trace.summary() == {"passes": 4, "tasks": len(tasks), "tasks_left_out": 0}
 

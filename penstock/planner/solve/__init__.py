@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from penstock.errors import BadRequest
 from penstock.planner.predict import Prediction
 from penstock.planner.shorten import quick, streamed
-from penstock.planner.solve import residency
+from penstock.planner.solve import device, residency
+from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.reads import on_disks, with_reads
 from penstock.spec.ask import DEFAULT_CONTEXT, Ask
 from penstock.spec.format import Format
@@ -39,7 +40,7 @@ def _settles(prediction: Prediction, other: Plan, ask: Ask, machine: MachineSpec
     """Whether a plan that was predicted beats another one that was not: that one reads as much from the disk or more,
     and the disk's rate alone makes it at best an equal."""
     seqs = min(ask.batch, other.batch_seqs * other.batches_per_pass)
-    read = sum(streamed(other).values())
+    read = sum(streamed(other, from_disk=True).values())
     if read < prediction.disk_bytes_per_token * seqs:
         return False
     read_s = read * machine.rate("disk0", "load", other.target.weights.kind).s_per_byte
@@ -58,6 +59,17 @@ def settle_context(ask: Ask, spec: ModelSpec) -> Ask:
     return replace(ask, context=context)
 
 
+def candidates(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> Iterator[Candidate]:
+    """Of every solver that applies, those with a device first. A model that a device has room for needs no others."""
+    if device.has_device(machine, ask):
+        device.require_minimum(ask, spec, weights, machine)
+        for candidate in device.candidates(ask, spec, weights, machine):
+            yield candidate
+            if candidate.strategy == device.WHOLE:
+                return
+    yield from residency.candidates(ask, spec, weights, machine)
+
+
 def solve(
     ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, disks: Mapping[str, str] | None = None
 ) -> Solved:
@@ -69,7 +81,7 @@ def solve(
     """
     ask = settle_context(ask, spec)
     found: list[tuple[Prediction, Plan, tuple[str, ...]]] = []
-    for plan, reasons in residency.candidates(ask, spec, weights, machine):
+    for _, plan, reasons in candidates(ask, spec, weights, machine):
         plan = on_disks(plan, disks or {})
         if not any(_settles(prediction, plan, ask, machine) for prediction, _, _ in found):
             found.append((quick(plan, ask, machine), plan, reasons))
@@ -78,6 +90,6 @@ def solve(
     found.sort(key=lambda entry: (_score_s(entry[0], ask) > best_s * _EQUAL, entry[0].disk_bytes_per_token))
     prediction, plan, reasons = found[0]
     plan, how = with_reads(plan, machine)  # which changes nothing that was predicted: rates hold for these reads
-    reasons += (how,) if plan.ring_bytes else ()
+    reasons += (how,) if any(streamed(plan, from_disk=True).values()) else ()
     reasons += (f"{prediction.bound_by} is busiest while decoding: {prediction.lane_share[prediction.bound_by]:.0%}",)
     return Solved(plan, prediction, reasons, found[1][0] if len(found) > 1 else None)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from penstock.errors import DoesNotFit
 from penstock.graph.arenas import ARENA_ALIGN
+from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.skeleton import (
     CHUNK_ROWS,
     MIN_CHUNK_ROWS,
@@ -30,8 +31,6 @@ from penstock.spec.model import ModelSpec
 from penstock.spec.parts import head_key, parts
 from penstock.spec.plan import Plan
 from penstock.units import MIB, format_bytes, format_mib_up
-
-Candidate = tuple[Plan, tuple[str, ...]]  # with its reasons
 
 
 def candidates(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> Iterator[Candidate]:
@@ -109,12 +108,12 @@ def _fitting(skeleton: Skeleton, rings: list[int], limit: int) -> Iterator[Candi
         whole = skeleton.plan(0, None)
         if whole.tier_bytes()["host"] <= limit:
             if skeleton.chunk_rows <= CHUNK_ROWS:  # longer ones save reading, of which there is none
-                yield whole, _reasons(whole, ask)
+                yield Candidate("RAM", whole, _reasons(whole, ask))
             return
     for ring in rings:
         plan = _streaming(skeleton, ring, limit)
         if plan is not None:
-            yield plan, _reasons(plan, ask)
+            yield Candidate("RAM and disk", plan, _reasons(plan, ask))
 
 
 def _may_stay(skeleton: Skeleton) -> int | None:

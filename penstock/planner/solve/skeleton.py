@@ -62,11 +62,13 @@ class Skeleton:
             context=ask.context,
             page_tokens=page_tokens(ask.context),
             ring_bytes={"host": ring_bytes} if ring_bytes else {},
+            stage_bytes=0,
             order=self.order,
             io_block_bytes=USUAL_READS.block_bytes,
             io_depth=USUAL_READS.depth,
             io_engine=USUAL_READS.engine,
             process_bytes=round_up(self.process_bytes + spec.tokenizer_bytes, MIB),
+            context_bytes=0,
         )
         return replace(plan, arenas=Layout(plan).arenas())
 
@@ -115,15 +117,19 @@ def ring_options(spec: ModelSpec, weights: Format) -> list[int]:
 
 
 def _cut(part: Part, stay: int, unit_bytes: int) -> list[Unit]:
-    """The first `stay` granules in memory, the rest in even units of about `unit_bytes` on disk. An FFN's begin at
-    whole fours, which are summed together: one that is cut costs another pass over its rows."""
+    """The first `stay` granules in memory, the rest in even units of about `unit_bytes` on disk."""
     units = [Unit(part.key, 0, stay, "host", "host", "host")] if stay else []
-    streamed = part.granules - stay
-    if streamed:
-        per_unit = max(1, unit_bytes // part.granule_bytes)
-        step = SUM_GRANULES if part.kind == "ffn" and per_unit >= 4 * SUM_GRANULES else 1
-        count = -(-streamed // (per_unit - step + 1))
-        inner = ((stay + streamed * i // count) // step * step for i in range(1, count))
-        edges = [stay, *(edge for edge in inner if edge > stay), part.granules]
-        units += [Unit(part.key, lo, hi, "disk0", "host", "host") for lo, hi in pairwise(edges)]
-    return units
+    streamed = even_units(part, stay, part.granules, unit_bytes)
+    return units + [Unit(part.key, lo, hi, "disk0", "host", "host") for lo, hi in streamed]
+
+
+def even_units(part: Part, lo: int, hi: int, unit_bytes: int) -> list[tuple[int, int]]:
+    """Granules lo..hi in even ranges of at most `unit_bytes`, or of one granule. An FFN's begin at whole fours, which
+    are summed together: one that is cut costs another pass over its rows."""
+    if hi <= lo:
+        return []
+    per_unit = max(1, unit_bytes // part.granule_bytes)
+    step = SUM_GRANULES if part.kind == "ffn" and per_unit >= 4 * SUM_GRANULES else 1
+    count = 1 if per_unit >= hi - lo else -(-(hi - lo) // (per_unit - step + 1))
+    inner = ((lo + (hi - lo) * i // count) // step * step for i in range(1, count))
+    return list(pairwise([lo, *(edge for edge in inner if edge > lo), hi]))

@@ -1,0 +1,275 @@
+"""Plans beside a device: its memory is filled first, then RAM, and the rest is on the disk.
+
+What a byte saves by being at home on the device does not depend on where in the layers it is, so FFNs keep even shares
+there, and the CPU's and the link's work lies evenly under the device's. The head goes first (the CPU cannot take it),
+then attention (whole layers, and their KV with them), then FFNs. Of the FFN granules outside, the CPU computes some and
+the link lifts some: their shares are varied around the one where both take equally long (ScheInfer §IV-B, before the
+sharing of RAM; `planner/solve` simulates the candidates and takes the best).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from penstock.errors import DoesNotFit
+from penstock.graph.arenas import ARENA_ALIGN
+from penstock.planner.solve.candidate import Candidate
+from penstock.planner.solve.device_plan import DeviceSkeleton, Split, vocabulary
+from penstock.planner.solve.skeleton import CHUNK_ROWS, MIN_CHUNK_ROWS, PINNED, Resident, chunk_options
+from penstock.spec.ask import Ask
+from penstock.spec.format import Format
+from penstock.spec.machine import MachineSpec
+from penstock.spec.model import ModelSpec
+from penstock.spec.parts import Part, parts
+from penstock.spec.plan import DEVICE, Plan
+from penstock.units import MIB, format_bytes, format_mib_up
+
+_RING_BYTES, _HOST_RING_BYTES, _STAGE_BYTES = 128 * MIB, 64 * MIB, 64 * MIB
+_SMALLEST_RING_SHARE = 8  # of the device's memory, at most so small a part
+WHOLE = "device memory"  # the strategy that leaves nothing elsewhere
+_SHORT_PROMPT = 256  # tokens up to which the CPU may be as quick at its own granules as the link
+
+
+def has_device(machine: MachineSpec, ask: Ask) -> bool:
+    """Whether there is one, and the ask allows it any memory."""
+    return any(tier.name == DEVICE for tier in machine.tiers) and ask.device_memory_bytes != 0
+
+
+def candidates(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> Iterator[Candidate]:
+    """Plans that fit into both memories; none where the least does not. What stays where does not depend on who
+    computes the rest, so of the splits that leave nothing to compute elsewhere only the first comes."""
+    for chunk_rows in chunk_options(ask):
+        if chunk_rows > CHUNK_ROWS:
+            continue
+        found = False
+        for split in _splits(ask, spec, weights, machine, chunk_rows):
+            filled = _filled(_skeleton(ask, spec, weights, machine, split, chunk_rows))
+            if filled is None:
+                continue
+            found = True
+            yield Candidate(_name(filled, split), filled, _reasons(filled, split))
+            if all(unit.home == DEVICE or unit.part == "embed" for unit in filled.units):
+                return
+        if found:
+            return
+
+
+def minimum_bytes(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> int:
+    """The least device memory with which the ask runs on the device at all: everything crosses the link."""
+    return min(_least(ask, spec, weights, machine, split).tier_bytes()[DEVICE] for split in _least_splits(spec))
+
+
+def require_minimum(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> None:
+    """Raises DoesNotFit where the device's memory that the user named is too little for that."""
+    have = ask.device_memory_bytes
+    if not has_device(machine, ask) or have is None:
+        return
+    need = minimum_bytes(ask, spec, weights, machine)
+    if need > have:
+        raise DoesNotFit(
+            f"device memory of {format_bytes(have)} is too little: this model needs at least {format_bytes(need)}"
+            f" (--device-memory {format_mib_up(need)}, or --device none)",
+            tier=DEVICE, need_bytes=need, have_bytes=have, minimum_bytes=need,
+        )  # fmt: skip
+
+
+def _splits(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, chunk_rows: int) -> Iterator[Split]:
+    """Who may compute what, the device as much as possible first."""
+    layers = len(spec.layers)
+    limit = _limits(ask, machine)[0]
+
+    def device_bytes(split: Split, attention_stays: bool) -> int:
+        stays = {f"{i}.attn": spec.layers[i].attention.kv_heads for i in range(split.attention_layers)}
+        bare = _skeleton(ask, spec, weights, machine, split, chunk_rows)
+        return bare.plan(stays if attention_stays else {}, {}).tier_bytes()[DEVICE]
+
+    whole = Split(1.0, layers, DEVICE, True)
+    modes = [(layers, DEVICE)] if device_bytes(whole, False) <= limit else []
+    if device_bytes(whole, True) > limit:  # of attention, what fits beside its KV; the CPU takes the other layers
+        lo, hi = 0, layers
+        while lo < hi:
+            middle = (lo + hi + 1) // 2
+            fits = device_bytes(replace(whole, attention_layers=middle), True) <= limit
+            lo, hi = (middle, hi) if fits else (lo, middle - 1)
+        modes += [(lo, DEVICE), (layers, "host")]
+    balanced = _balanced(weights, machine)
+    for attention_layers, kv_home in modes:
+        for lifted in (1.0, balanced, balanced / 2, 0.0):
+            if lifted < 1 and kv_home == "host":
+                continue  # KV over the link is for those who have nothing else to do with it
+            yield Split(lifted, attention_layers, kv_home, True)
+            if lifted < 1 and ask.prompt_tokens <= _SHORT_PROMPT:
+                yield Split(lifted, attention_layers, kv_home, False)
+
+
+def _balanced(weights: Format, machine: MachineSpec) -> float:
+    """The share that the link lifts while the CPU computes the rest, if neither slowed the other."""
+    cpu = machine.rate("host", "ffn", weights.kind).s_per_byte
+    link = machine.rate("h2d0", "lift", weights.kind).s_per_byte
+    return cpu / (cpu + link)
+
+
+def _skeleton(
+    ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, split: Split, chunk_rows: int
+) -> DeviceSkeleton:
+    """With rings of the usual sizes, smaller on a small device, and none too small for the largest granule twice."""
+    largest = max(part.granule_bytes for part in parts(spec, weights) if part.kind not in PINNED)
+    limit = _limits(ask, machine)[0]
+
+    def whole(nbytes: int) -> int:
+        return max(nbytes, 2 * largest) // ARENA_ALIGN * ARENA_ALIGN + (ARENA_ALIGN if largest % ARENA_ALIGN else 0)
+
+    ring = whole(min(_RING_BYTES, limit // _SMALLEST_RING_SHARE))
+    return DeviceSkeleton(
+        ask, spec, weights, machine, split, chunk_rows, ring, whole(_HOST_RING_BYTES), whole(_STAGE_BYTES)
+    )
+
+
+def _least(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, split: Split) -> Plan:
+    small = replace(ask, device_memory_bytes=1)
+    return _skeleton(small, spec, weights, machine, split, MIN_CHUNK_ROWS).plan({}, {})
+
+
+def _least_splits(spec: ModelSpec) -> list[Split]:
+    layers = len(spec.layers)
+    return [Split(1.0, layers, DEVICE, True), Split(1.0, layers, "host", True), Split(1.0, 0, DEVICE, True)]
+
+
+def _limits(ask: Ask, machine: MachineSpec) -> tuple[int, int]:
+    """Of the device's memory, and of the host's."""
+    device, host = ask.device_memory_bytes, ask.host_memory_bytes
+    return (
+        min(machine.tier(DEVICE).bytes, machine.tier(DEVICE).bytes if device is None else device),
+        machine.tier("host").bytes if host is None else host,
+    )
+
+
+def _filled(skeleton: DeviceSkeleton) -> Plan | None:
+    """As much as fits stays on the device, then in RAM. None where the rest alone is too much for either."""
+    limit, host_limit = _limits(skeleton.ask, skeleton.machine)
+    every = {part.key: part.granules for part in parts(skeleton.spec, skeleton.weights)}
+    may_stay = skeleton.ask.resident_bytes
+    if may_stay is None:
+        for memory in ({}, every):
+            whole = skeleton.plan(_without_gathered(every, skeleton.spec), memory)
+            if _fits(whole, limit, host_limit):
+                return whole
+    bare = skeleton.plan({}, {})
+    spare = _spare(bare, DEVICE, limit, skeleton)
+    if spare is None:
+        return None
+    on_device = _fill_device(skeleton, spare if may_stay is None else min(spare, may_stay))
+    there = skeleton.plan(on_device, {})
+    spare = _spare(there, "host", host_limit, skeleton)
+    if spare is None:
+        return None
+    rest = {part: count - on_device.get(part, 0) for part, count in every.items()}
+    if may_stay is None:
+        plan = skeleton.plan(on_device, rest)
+        if _fits(plan, limit, host_limit):
+            return plan
+    else:
+        spare = min(spare, max(0, may_stay - _bytes_of(skeleton, on_device)))
+    plan = skeleton.plan(on_device, _fill_memory(skeleton, rest, spare))
+    return plan if _fits(plan, limit, host_limit) else None
+
+
+def _fits(plan: Plan, limit: int, host_limit: int) -> bool:
+    used = plan.tier_bytes()
+    return used.get(DEVICE, 0) <= limit and used["host"] <= host_limit
+
+
+def _without_gathered(every: Resident, spec: ModelSpec) -> Resident:
+    """All but embedding rows that are only looked up: the CPU does that, and nobody waits for it."""
+    return {key: n for key, n in every.items() if key != "embed" or spec.tied}
+
+
+def _spare(plan: Plan, tier: str, limit: int, skeleton: DeviceSkeleton) -> int | None:
+    """What is left for weights that stay, with what the last huge page of their arena has left."""
+    spare = limit - plan.tier_bytes().get(tier, 0)
+    if spare < 0:
+        return None
+    used = sum(plan.unit_bytes(unit) for unit in plan.units if unit.home == tier)
+    arena = next((a.bytes for a in plan.arenas if a.name == f"{tier}.weights"), 0)
+    return arena - used + spare // ARENA_ALIGN * ARENA_ALIGN
+
+
+def _fill_device(skeleton: DeviceSkeleton, budget: int) -> Resident:
+    """The head, whole; attention of the device's layers; of FFNs even shares."""
+    found: Resident = {}
+    vocab = vocabulary(skeleton.spec, skeleton.weights)
+    if vocab.nbytes <= budget:
+        found[vocab.key] = vocab.granules
+        budget -= vocab.nbytes
+    every = parts(skeleton.spec, skeleton.weights)
+    attention = [p for p in every if p.kind == "attn" and p.layer < skeleton.split.attention_layers]
+    for wanted in (attention, [part for part in every if part.kind == "ffn"]):
+        budget -= _share_out(wanted, {part.key: part.granules for part in wanted}, budget, found)
+    return found
+
+
+def _fill_memory(skeleton: DeviceSkeleton, rest: Resident, budget: int) -> Resident:
+    """Even shares of everything that is not on the device; embedding rows that are only looked up come last."""
+    found: Resident = {}
+    gathered = "" if skeleton.spec.tied else "embed"
+    every = [p for p in parts(skeleton.spec, skeleton.weights) if p.kind not in PINNED and rest.get(p.key, 0)]
+    budget -= _share_out([part for part in every if part.key != gathered], rest, budget, found)
+    embed = next((part for part in every if part.key == gathered), None)
+    if embed is not None and embed.nbytes <= budget:
+        found[gathered] = embed.granules
+    return found
+
+
+def _share_out(wanted: list[Part], rest: Resident, budget: int, found: Resident) -> int:
+    """Adds even shares of `rest` to `found`; returns the bytes that they take."""
+    total = sum(rest[part.key] * part.granule_bytes for part in wanted)
+    share, taken = min(1.0, max(0, budget) / total) if total else 0.0, 0
+    for part in wanted:
+        found[part.key] = int(rest[part.key] * share)
+        taken += found[part.key] * part.granule_bytes
+    for part in wanted:  # the rest, a granule at a time
+        if taken + part.granule_bytes <= budget and found[part.key] < rest[part.key]:
+            found[part.key] += 1
+            taken += part.granule_bytes
+    return taken
+
+
+def _bytes_of(skeleton: DeviceSkeleton, stays: Resident) -> int:
+    return sum(stays.get(part.key, 0) * part.granule_bytes for part in parts(skeleton.spec, skeleton.weights))
+
+
+def _name(plan: Plan, split: Split) -> str:
+    """What `plan --compare` will call it."""
+    if all(unit.home == DEVICE or unit.part == "embed" for unit in plan.units):
+        return WHOLE
+    cpu = "" if split.attention_layers == len(plan.target.spec.layers) else ", attention of some layers on the CPU"
+    where = ", KV in RAM" if split.kv_home == "host" else ""
+    return f"device, {split.lifted:.0%} lifted{cpu}{where}" + ("" if split.prompts else ", prompts shared")
+
+
+def _reasons(plan: Plan, split: Split) -> tuple[str, ...]:
+    sizes, homes = plan.parts, {DEVICE: 0, "host": 0, "disk0": 0}
+    computed = dict.fromkeys(("lifted", "by the CPU"), 0)
+    for unit in plan.units:
+        nbytes = (unit.hi - unit.lo) * sizes[unit.part].granule_bytes
+        homes[unit.home] += nbytes
+        if unit.home != DEVICE and (unit.part != "embed" or plan.target.spec.tied):
+            computed["lifted" if unit.decode == DEVICE else "by the CPU"] += nbytes
+    total = format_bytes(sum(homes.values()))
+    where = f"{format_bytes(homes[DEVICE])} of {total} of weights stay in device memory"
+    if homes["host"]:
+        where += f", {format_bytes(homes['host'])} in RAM"
+    if homes["disk0"]:
+        where += f", {format_bytes(homes['disk0'])} on the disk"
+    found = [where]
+    if any(computed.values()):
+        shares = [f"{format_bytes(nbytes)} {how}" for how, nbytes in computed.items() if nbytes]
+        found.append(f"of what is not there, each token: {' and '.join(shares)}")
+        if split.prompts and computed["by the CPU"]:
+            found.append("where a prompt is read, the device computes the CPU's share of FFNs too")
+    kv = plan.kv[0].format.name
+    at_home = [home for home in plan.kv if home.home == DEVICE]
+    layers = sum(home.layers[1] - home.layers[0] for home in at_home)
+    found.append(f"KV in {kv}, of {layers} of {len(plan.target.spec.layers)} layers in device memory")
+    return tuple(found)

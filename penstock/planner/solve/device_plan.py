@@ -1,0 +1,145 @@
+"""A plan beside a device, but which bytes stay where: what `device.candidates` varies.
+
+Granules of a part lie in the order GG | CG | CC | DC | DG, so what an executor computes is one or two runs of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from penstock.graph.arenas import Layout
+from penstock.planner.solve.skeleton import PINNED, UNIT_BYTES, Resident, even_units, kv_format, page_tokens
+from penstock.spec.ask import Ask
+from penstock.spec.format import Format
+from penstock.spec.machine import USUAL_READS, MachineSpec
+from penstock.spec.model import ModelSpec
+from penstock.spec.parts import Part, head_key, parts
+from penstock.spec.plan import DEVICE, ActHome, KvHome, Plan, PlanModel, Unit
+from penstock.units import MIB, round_up
+
+
+@dataclass(frozen=True)
+class Split:
+    """Who computes what. `lifted`: of the FFN granules outside the device's memory, the share that it computes all the
+    same, each token over the link; the CPU computes the others. `attention_layers`: the first so many are the device's,
+    with their KV at home in `kv_home`; the others' attention and KV are the CPU's. `prompts`: whether the device also
+    computes the CPU's granules where a prompt is read (CG', ScheInfer §IV-C)."""
+
+    lifted: float
+    attention_layers: int
+    kv_home: str
+    prompts: bool
+
+
+@dataclass(frozen=True)
+class DeviceSkeleton:
+    """`ring_bytes`: of the device, and of the host; `stage_bytes`: between disk and device."""
+
+    ask: Ask
+    spec: ModelSpec
+    weights: Format
+    machine: MachineSpec
+    split: Split
+    chunk_rows: int
+    ring_bytes: int
+    host_ring_bytes: int
+    stage_bytes: int
+
+    def plan(self, on_device: Resident, in_memory: Resident) -> Plan:
+        """Complete. `on_device`, `in_memory`: granules that stay there, part by part; what is in neither is on the
+        disk. Rings that nothing streams through are left out."""
+        ask, spec, split = self.ask, self.spec, self.split
+        assert ask.context is not None, "settle_context came first"
+        units = [u for part in parts(spec, self.weights) for u in self._cut(part, on_device, in_memory)]
+        layers, seqs, fmt = len(spec.layers), (0, ask.batch), kv_format(ask, spec)
+        spans = ((0, split.attention_layers, split.kv_home, DEVICE), (split.attention_layers, layers, "host", "host"))
+        rings, stage_bytes = self._rings(units)
+        process_bytes = self.machine.process_bytes + self.machine.device_process_bytes
+        plan = Plan(
+            models=(PlanModel(spec, self.weights),),
+            units=tuple(units),
+            kv=tuple(KvHome((lo, hi), seqs, home, fmt, at) for lo, hi, home, at in spans if lo < hi),
+            acts=(ActHome((0, layers), seqs, DEVICE),),
+            arenas=(),
+            batches_per_pass=1,
+            batch_seqs=ask.batch,
+            chunk_rows=self.chunk_rows,
+            logits_rows=self.chunk_rows if ask.score else ask.batch,
+            context=ask.context,
+            page_tokens=page_tokens(ask.context),
+            ring_bytes=rings,
+            stage_bytes=stage_bytes,
+            order="overlapped",
+            io_block_bytes=USUAL_READS.block_bytes,
+            io_depth=USUAL_READS.depth,
+            io_engine=USUAL_READS.engine,
+            process_bytes=round_up(process_bytes + spec.tokenizer_bytes, MIB),
+            context_bytes=self.machine.context_bytes,
+        )
+        return replace(plan, arenas=Layout(plan).arenas())
+
+    def _cut(self, part: Part, on_device: Resident, in_memory: Resident) -> list[Unit]:
+        if part.kind in PINNED:
+            return [Unit(part.key, 0, part.granules, DEVICE, DEVICE, DEVICE)]
+        there = on_device.get(part.key, 0)
+        memory = there + in_memory.get(part.key, 0)
+        if part.kind == "embed" and not self.spec.tied:  # gathered, row by row
+            home = "host" if memory == part.granules else "disk0"
+            return [Unit(part.key, 0, part.granules, home, DEVICE, DEVICE)]
+        lifted = self._lifted(part)
+        here, far = (int(n * lifted + 0.5) for n in (memory - there, part.granules - memory))
+        prompts = DEVICE if self.split.prompts and part.kind == "ffn" else "host"
+        runs = (
+            (0, there, DEVICE, DEVICE, DEVICE, part.nbytes),
+            (there, there + here, "host", DEVICE, DEVICE, self._lift_bytes),
+            (there + here, memory, "host", "host", prompts, self._lift_bytes if prompts == DEVICE else part.nbytes),
+            (memory, part.granules - far, "disk0", "host", prompts, self._load_bytes(prompts)),
+            (part.granules - far, part.granules, "disk0", DEVICE, DEVICE, self._stage_unit_bytes),
+        )
+        return [
+            Unit(part.key, a, b, home, decode, prefill)
+            for lo, hi, home, decode, prefill, unit_bytes in runs
+            for a, b in even_units(part, lo, hi, unit_bytes)
+        ]
+
+    def _lifted(self, part: Part) -> float:
+        """The share of granules outside its memory that the device computes."""
+        if part.kind == "ffn":
+            return self.split.lifted
+        return 1.0 if part.kind != "attn" or part.layer < self.split.attention_layers else 0.0
+
+    @property
+    def _lift_bytes(self) -> int:
+        return min(UNIT_BYTES, self.ring_bytes // 4)
+
+    @property
+    def _stage_unit_bytes(self) -> int:
+        return min(self._lift_bytes, self.stage_bytes // 2)
+
+    def _load_bytes(self, prompts: str) -> int:
+        loads = min(UNIT_BYTES, self.host_ring_bytes // 4)
+        return min(loads, self._stage_unit_bytes) if prompts == DEVICE else loads
+
+    def _rings(self, units: list[Unit]) -> tuple[dict[str, int], int]:
+        """(rings that something streams through, the stage), none smaller than its largest unit."""
+        sizes = {part.key: part.granule_bytes for part in parts(self.spec, self.weights)}
+        gathered = "" if self.spec.tied else "embed"
+        need = {DEVICE: 0, "host": 0}
+        stage_bytes = 0
+        for unit in units:
+            if unit.part == gathered:
+                continue
+            nbytes = (unit.hi - unit.lo) * sizes[unit.part]
+            if unit.home == DEVICE:
+                stage_bytes = max(stage_bytes, 2 * sizes[unit.part])
+            for executor in {unit.decode, unit.prefill} - {unit.home}:
+                need[executor] = max(need[executor], nbytes)
+                if executor == DEVICE and unit.home.startswith("disk"):
+                    stage_bytes = max(stage_bytes, 2 * nbytes, self.stage_bytes)
+        wanted = {DEVICE: self.ring_bytes, "host": self.host_ring_bytes}
+        return {tier: max(wanted[tier], nbytes) for tier, nbytes in need.items() if nbytes}, stage_bytes
+
+
+def vocabulary(spec: ModelSpec, weights: Format) -> Part:
+    """The part of the head."""
+    return next(part for part in parts(spec, weights) if part.key == head_key(spec))

@@ -1,0 +1,180 @@
+"""A device where there is none: for correctness and schedules, never for a claim of speed.
+
+Memory of its own with a hard cap, a thread for each lane, copies at a set bandwidth, ops by the CPU's kernels. A slot
+that is written over the link is filled with NaN when the write starts, so that a missing edge shows as a wrong answer.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock import _native
+from penstock.errors import DeviceFailed, DoesNotFit
+from penstock.graph.tasks import Slot, Task
+from penstock.runtime.arena import Arenas
+from penstock.runtime.bind import Binding
+from penstock.runtime.device import LANES, Underway
+from penstock.spec.plan import DEVICE, Plan
+from penstock.units import format_bytes
+
+LINK_BYTES_PER_S = 6e9  # of PCIe 3.0 with 8 lanes, a laptop's: slow enough that copying memory keeps up
+
+
+class EmulatedDevice:
+    """`limit_bytes`: of its memory. `link_bytes_per_s`: each direction. `jitter_s`: every task begins up to so much
+    later, at random, so that tests see many interleavings."""
+
+    name = "emulated"
+
+    def __init__(
+        self, limit_bytes: int, link_bytes_per_s: float = LINK_BYTES_PER_S, jitter_s: float = 0.0, seed: int = 0
+    ) -> None:
+        self.description = f"an emulated device of {format_bytes(limit_bytes)}: for tests, its speed means nothing"
+        self._limit_bytes, self._link_bytes_per_s = limit_bytes, link_bytes_per_s
+        self._jitter_s, self._random = jitter_s, random.Random(seed)
+        self._memory: dict[str, _native.Memory] = {}
+        self._lanes: dict[str, _Lane] = {}
+        self._binding: Binding | None = None
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(len(memoryview(memory)) for memory in self._memory.values())
+
+    def allocate(self, arena: str, nbytes: int) -> memoryview:
+        taken = self.allocated_bytes
+        if taken + nbytes > self._limit_bytes:
+            raise DoesNotFit(
+                f"device memory of {format_bytes(self._limit_bytes)} is too little: with {arena} it would be"
+                f" {format_bytes(taken + nbytes)}",
+                tier=DEVICE, need_bytes=taken + nbytes, have_bytes=self._limit_bytes, minimum_bytes=taken + nbytes,
+            )  # fmt: skip
+        memory = _native.Memory(nbytes, True)
+        memory.populate()
+        self._memory[arena] = memory
+        return memoryview(memory)
+
+    def upload(self, target: Slot, source: NDArray[np.uint8]) -> Underway:
+        memory = np.frombuffer(memoryview(self._memory[target.arena]), dtype=np.uint8)
+
+        def copy() -> None:
+            memory[target.lo : target.hi] = source
+
+        return self._lane("h2d0").submit(copy, ())
+
+    def attach(self, plan: Plan, arenas: Arenas, cpu: Callable[[], Binding]) -> None:
+        self._binding = cpu()
+
+    def start(self, task: Task, after: Sequence[Underway]) -> Underway:
+        delay_s = self._random.random() * self._jitter_s
+        return self._lane(task.lanes[0]).submit(lambda: self._do(task, delay_s), after)
+
+    def begin(self) -> None:
+        if self._binding is not None:
+            self._binding.begin()
+
+    def forget(self) -> None:
+        self._stop()
+        if self._binding is not None:
+            self._binding.forget()
+
+    def close(self) -> None:
+        self._stop()
+        self._memory.clear()
+
+    def _stop(self) -> None:
+        """Waits for what is under way; a lane that failed is gone with that."""
+        for lane in self._lanes.values():
+            lane.stop()
+        self._lanes.clear()
+
+    def _lane(self, name: str) -> _Lane:
+        if name not in self._lanes:
+            self._lanes[name] = _Lane(name)
+        return self._lanes[name]
+
+    def _do(self, task: Task, delay_s: float) -> None:
+        assert self._binding is not None, "a device computes when it is attached"
+        if delay_s:
+            time.sleep(delay_s)
+        start_s = time.perf_counter()
+        self._binding.run(task)
+        if task.lanes[0] != DEVICE:
+            time.sleep(max(0.0, task.bytes / self._link_bytes_per_s - (time.perf_counter() - start_s)))
+
+
+class _Event:
+    """What a lane was given: done or not, in its turn."""
+
+    def __init__(self, work: Callable[[], None], after: Sequence[Underway]) -> None:
+        self.work, self.after = work, after
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._span_s = (0.0, 0.0)
+
+    def do(self) -> None:
+        """Once what it comes after is done; where that failed, so does this."""
+        try:
+            for other in self.after:
+                other.wait()
+            start_s = time.perf_counter()
+            self.work()
+            self._span_s = (start_s, time.perf_counter())
+        except BaseException as error:
+            self._error = error
+        self.after = ()
+        self._ended.set()
+
+    @property
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    @property
+    def complete(self) -> bool:
+        return self.done and self._error is None
+
+    @property
+    def span_s(self) -> tuple[float, float]:
+        return self._span_s
+
+    def wait(self) -> None:
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class _Lane:
+    """A queue and the thread that works it off. After an error the rest fails with it: nobody may wait for ever."""
+
+    def __init__(self, name: str) -> None:
+        assert name in LANES, name
+        self._queue: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"penstock-emulated-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None], after: Sequence[Underway]) -> _Event:
+        event = _Event(work, after)
+        self._queue.put(event)
+        return event
+
+    def stop(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        failed = False
+        while (event := self._queue.get()) is not None:
+            if failed:
+                event.work = _refuse
+            event.do()
+            failed = failed or not event.complete
+
+
+def _refuse() -> None:
+    raise DeviceFailed("the device failed at an earlier task")

@@ -1,0 +1,148 @@
+"""Any placement on an emulated device gives what one task after the other gives, and what all in memory gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import BadRequest, DoesNotFit
+from penstock.graph import passes
+from penstock.graph.check_plan import check_plan
+from penstock.graph.tasks import Task
+from penstock.runtime.device.emulated import EmulatedDevice
+from penstock.serve.session import Session
+from penstock.spec.plan import Plan, Unit
+from penstock.store.packed import Packed
+from tests.cpu.test_placement import FORMATS, KV_FORMATS, NEAR, models, oracle, run  # noqa: F401 (fixtures)
+from tests.plans import device_plans, make_plan
+
+ROOMY, FAST = 1 << 30, 1e12
+
+
+def on_device(packed: Packed, plan: Plan, seed: int = 0, jitter_s: float = 0.0, **how: object) -> np.ndarray:
+    device = EmulatedDevice(ROOMY, FAST, jitter_s, seed)
+    return run(packed, plan, device=device, poisoned=True, **how)
+
+
+@pytest.mark.fuzz
+@given(st.data())
+def test_any_placement(
+    models: dict[str, Packed],  # noqa: F811
+    oracle: dict[tuple[str, str], np.ndarray],  # noqa: F811
+    data: st.DataObject,
+) -> None:
+    """Two executors add their shares up in one order whatever ran first: the bits of the serial run. Against all in
+    memory on one executor the sums have another order."""
+    name = data.draw(st.sampled_from(sorted(models)))
+    packed, kv = models[name], data.draw(st.sampled_from(KV_FORMATS))
+    plan = data.draw(device_plans(packed.spec, packed.weights, batch_seqs=2, kv=kv))
+    check_plan(plan, packed.spec, packed.weights)
+    jitter_s = data.draw(st.sampled_from([0.0, 0.0, 0.002]))
+    found = on_device(packed, plan, data.draw(st.integers(0, 1000)), jitter_s)
+    assert np.array_equal(found, on_device(packed, plan, serial=True))
+    expected, near = oracle[name, kv], NEAR[kv]
+    assert np.abs(found - expected).max() <= near
+    ordered = np.sort(expected, axis=1)
+    decided = ordered[:, -1] - ordered[:, -2] > 2 * near
+    assert (found.argmax(axis=1) == expected.argmax(axis=1))[decided].all()
+
+
+@pytest.mark.fuzz
+@given(st.data())
+def test_batches_share_a_pass(
+    models: dict[str, Packed],  # noqa: F811
+    oracle: dict[tuple[str, str], np.ndarray],  # noqa: F811
+    data: st.DataObject,
+) -> None:
+    name = data.draw(st.sampled_from(sorted(models)))
+    packed, kv = models[name], data.draw(st.sampled_from(KV_FORMATS))
+    plan = data.draw(device_plans(packed.spec, packed.weights, batch_seqs=1, batches_per_pass=2, kv=kv))
+    assert np.abs(on_device(packed, plan) - oracle[name, kv]).max() <= NEAR[kv]
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_all_on_the_device_has_the_bits_of_the_host(
+    models: dict[str, Packed],  # noqa: F811
+    oracle: dict[tuple[str, str], np.ndarray],  # noqa: F811
+    name: str,
+) -> None:
+    packed = models[name]
+    assert np.array_equal(on_device(packed, all_on_device(packed)), oracle[name, "float32"])
+
+
+def test_a_missing_edge_is_seen(models: dict[str, Packed]) -> None:  # noqa: F811
+    """The poison works: a run whose compute does not wait for the link gives other numbers."""
+    packed = models["llama"]
+    plan = lifting(packed)
+
+    class Hasty(Session):
+        def _counted(self, p: passes.Pass) -> Iterator[Task]:
+            for task in super()._counted(p):
+                yield task if task.lanes[0] != "gpu0" else task._replace(after=())
+
+    ids = np.random.default_rng(0).integers(0, packed.spec.vocab, 23).astype(np.int32)
+    (p,) = passes.prefill(plan, 0, len(ids), None, score=True)
+    slow = EmulatedDevice(ROOMY, link_bytes_per_s=2e6)
+    hasty = Hasty(packed, plan, device=slow, poisoned=True)
+    with np.errstate(all="ignore"):
+        wrong = hasty.step(p, [ids])[0].copy()
+    hasty.close()
+    assert not np.array_equal(wrong, run(packed, plan, device=EmulatedDevice(ROOMY, FAST))[: len(ids)])
+
+
+def test_the_cap_is_hard(models: dict[str, Packed]) -> None:  # noqa: F811
+    packed = models["llama"]
+    plan = all_on_device(packed)
+    need = plan.tier_bytes()["gpu0"]
+    Session(packed, plan, device=EmulatedDevice(need)).close()
+    with pytest.raises(DoesNotFit, match="device memory of") as caught:
+        Session(packed, plan, device=EmulatedDevice(need - 1))
+    assert caught.value.numbers["tier"] == "gpu0"
+
+
+def test_a_device_is_needed(models: dict[str, Packed]) -> None:  # noqa: F811
+    packed = models["llama"]
+    with pytest.raises(BadRequest, match="--device"):
+        Session(packed, all_on_device(packed))
+
+
+def test_what_crosses_is_counted(models: dict[str, Packed]) -> None:  # noqa: F811
+    """A decode pass of a plan whose layers are lifted moves their bytes once, and the tokens' few."""
+    packed = models["llama"]
+    plan = lifting(packed)
+    session = Session(packed, plan, device=EmulatedDevice(ROOMY, FAST))
+    lifted = sum(plan.unit_bytes(u) for u in plan.units if u.home == "host" and u.decode == "gpu0")
+    before = session.bytes_moved().get("h2d0", 0)
+    session.step(passes.decode(plan, (0,), (0,), None), [np.array([1], np.int32)])
+    moved = session.bytes_moved()
+    rows = 4 * packed.spec.d_embed
+    assert moved["h2d0"] - before == lifted + rows
+    assert moved["d2h0"] == 4 * packed.spec.vocab + 8
+    session.close()
+
+
+def all_on_device(packed: Packed) -> Plan:
+    units = [Unit(p.key, 0, p.granules, "gpu0", "gpu0", "gpu0") for p in packed.parts.values()]
+    stage = max(p.granule_bytes for p in packed.parts.values())
+    homes = [("gpu0", "gpu0")] * len(packed.spec.layers)
+    return make_plan(
+        packed.spec, packed.weights, units, ring_bytes={}, stage_bytes=stage, main="gpu0", kv_homes=homes, batch_seqs=2
+    )
+
+
+def lifting(packed: Packed) -> Plan:
+    """Layers in memory, computed by the device; the rest is there."""
+    units = []
+    for p in packed.parts.values():
+        home = "host" if p.kind in ("attn", "ffn", "embed") else "gpu0"
+        units += [Unit(p.key, lo, lo + 1, home, "gpu0", "gpu0") for lo in range(p.granules)]
+    largest = max(p.granule_bytes for p in packed.parts.values())
+    homes = [("gpu0", "gpu0")] * len(packed.spec.layers)
+    return make_plan(
+        packed.spec, packed.weights, units, ring_bytes={"gpu0": 3 * largest}, stage_bytes=largest, main="gpu0",
+        kv_homes=homes, batch_seqs=2,
+    )  # fmt: skip
