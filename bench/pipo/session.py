@@ -111,11 +111,13 @@ class PipoSession(Session):
         self._binding = PipoBinding(
             plan, self._arenas, self.reader, kernels, self.kv_file, plain=self.plain, dequantise=dequantise
         )
-        self._executor = Executor(Dispatch(self._binding))
+        self._work = Dispatch(self._binding)
+        self._executor = Executor(self._work)
         if self.plain is not None:
             self._opened.callback(self.plain.close)
             ring = OrdinaryMemory(len(self._arenas.whole("host.ring")))
             self._arenas._memory["host.ring"], self._arenas._bytes["host.ring"] = ring, ring.array  # type: ignore[assignment]
+            self._arenas._addresses["host.ring"] = ring.address
 
     @property
     def host_bytes(self) -> int:

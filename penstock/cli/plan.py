@@ -109,6 +109,7 @@ def _report(solved: Solved, limits: Iterable[Limit], band: Band, others: WhatIf)
         "band": {"decode": band.decode, "ttft": band.ttft, "runs": band.runs},
         "limits": {each.tier: {"used_bytes": each.used_bytes, "limit_bytes": each.limit_bytes} for each in limits},
         "one_more_gib": None if others.one_more_gib is None else beside(others.one_more_gib),
+        "one_more_device_gib": None if others.one_more_device_gib is None else beside(others.one_more_device_gib),
         "other_formats": {fmt.name: beside(then) for fmt, then in others.other_formats},
         "reasons": solved.reasons,
     }

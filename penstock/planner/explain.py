@@ -184,6 +184,9 @@ def others(solved: Solved, what_if: WhatIf, ask: Ask | None) -> list[str]:
             lines.append("one more GiB of RAM: no faster" + (", --resident keeps the rest on disk" if capped else ""))
     elif not solved.plan.ring_bytes:
         lines.append("one more GiB of RAM: no faster, all weights are in memory")
+    if what_if.one_more_device_gib is not None:
+        then = what_if.one_more_device_gib.decode_tokens_per_s
+        lines.append(f"one more GiB of device memory: {rate(then)} tokens/s ({gain(then, now):+.0%})")
     if what_if.other_formats:
         found = "; ".join(f"{f.name} {rate(p.decode_tokens_per_s)}" for f, p in what_if.other_formats)
         best, prediction = max(what_if.other_formats, key=lambda entry: entry[1].decode_tokens_per_s)

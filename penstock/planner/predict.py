@@ -47,8 +47,8 @@ class Prediction:
     tier_bytes: dict[str, int]
 
 
-def predict(plan: Plan, ask: Ask, machine: MachineSpec) -> Prediction:
-    """Lowers and simulates the prompts and a few decode passes."""
+def predict(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True) -> Prediction:
+    """Lowers and simulates the prompts and a few decode passes; without `spread`, as few as speed needs."""
     lowering, simulator = Lowering(plan), Simulator(Cost(machine))
     seqs = tuple(range(min(ask.batch, plan.batch_seqs * plan.batches_per_pass)))
     prompt = max(1, min(ask.prompt_tokens, plan.context - 1))
@@ -63,7 +63,8 @@ def predict(plan: Plan, ask: Ask, machine: MachineSpec) -> Prediction:
     streamed = tasks_seen = 0
     busy: dict[str, float] = {}
     gaps: list[float] = []
-    while len(gaps) < _WARM_PASSES + _STEADY_PASSES or (tasks_seen < _MOST_TASKS and len(gaps) < _MOST_PASSES):
+    most_passes = _MOST_PASSES if spread else 0
+    while len(gaps) < _WARM_PASSES + _STEADY_PASSES or (tasks_seen < _MOST_TASKS and len(gaps) < most_passes):
         if len(gaps) == _WARM_PASSES:
             busy = {}
         start_s = simulator.now_s

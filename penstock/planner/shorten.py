@@ -24,14 +24,14 @@ _MANY_UNITS = 80  # of a layer, of which one is enough
 _LONGEST_PERIOD = 8  # layers after which their kinds come again: 1 in most models, 2 in gemma2
 
 
-def quick(plan: Plan, ask: Ask, machine: MachineSpec) -> Prediction:
+def quick(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True) -> Prediction:
     """As `predict`: the same for a plan of few units, within some hundredths for others, in a fraction of its time."""
     chosen = _choose(plan) if len(plan.units) > _FEW_UNITS else None
     if chosen is None:
-        return predict(plan, ask, machine)
+        return predict(plan, ask, machine, spread)
     near, far = (len(layers) for layers in chosen)
     share = (len(plan.target.spec.layers) - near) / (far - near)
-    shorter, longer = (predict(shortened(plan, layers), ask, machine) for layers in chosen)
+    shorter, longer = (predict(shortened(plan, layers), ask, machine, spread) for layers in chosen)
     return _further(shorter, longer, share, plan, ask)
 
 
@@ -68,9 +68,10 @@ def _choose(plan: Plan) -> tuple[list[int], list[int]] | None:
     period = next((p for p in range(1, _LONGEST_PERIOD + 1) if layers[p:] == layers[:-p]), None)
     if period is None:
         return None
-    found = streamed(plan)
+    found, prompts = streamed(plan), streamed(plan, purpose="prefill")
     total, ring_bytes = sum(found.values()) - found[-1], sum(plan.ring_bytes.values())
-    rings = ring_bytes * count / max(1, total * period)  # in one run of layers
+    most = max(total, sum(prompts.values()) - prompts[-1])
+    rings = ring_bytes * count / max(1, most * period)  # in one run of layers
     least = 1 if len(plan.units) > _MANY_UNITS * count else 2
     few = max(least, ceil(_RINGS * rings), min(4, ceil(_MANY_RINGS * rings)))
     if 6 * few * period > count:
@@ -98,12 +99,12 @@ def _progressions(count: int, wanted: int) -> Iterator[range]:
             yield range(start, start + step * wanted, step)
 
 
-def streamed(plan: Plan, from_disk: bool = False) -> dict[int, int]:
-    """Bytes that a decode pass streams (or reads from disks), of each layer; -1: of what is in none, the head."""
+def streamed(plan: Plan, from_disk: bool = False, purpose: str = "decode") -> dict[int, int]:
+    """Bytes that a pass streams (or reads from disks), of each layer; -1: of what is in none, the head."""
     parts, tied = plan.parts, plan.target.spec.tied
     found = dict.fromkeys(range(-1, len(plan.target.spec.layers)), 0)
     for unit in plan.units:
-        away = unit.home.startswith("disk") if from_disk else unit.home != unit.decode
+        away = unit.home.startswith("disk") if from_disk else unit.home != unit.executor(purpose)
         if away and (unit.part != "embed" or tied):  # as `Layout.streams` has it
             part = parts[unit.part]
             found[part.layer] += (unit.hi - unit.lo) * part.granule_bytes

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from penstock.errors import DoesNotFit
 from penstock.planner.predict import Prediction
-from penstock.planner.shorten import quick
-from penstock.planner.solve import Solved, residency, settle_context
+from penstock.planner.shorten import quick, streamed
+from penstock.planner.solve import Solved, device, residency, settle_context
+from penstock.planner.solve.candidate import Candidate
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
+from penstock.spec.plan import DEVICE, Plan
 from penstock.units import GIB, MIB
 
 _USUAL_RING_BYTES = 64 * MIB  # among equals the solver takes the plan that reads least, so a small ring
@@ -19,66 +22,108 @@ _USUAL_RING_BYTES = 64 * MIB  # among equals the solver takes the plan that read
 
 @dataclass(frozen=True)
 class WhatIf:
-    """`one_more_gib`: of RAM; None where everything stays in memory already. `other_formats`: those that fit."""
+    """`one_more_gib`: of RAM, `one_more_device_gib`: of device memory; None where it would hold nothing more.
+    `other_formats`: those that fit."""
 
     one_more_gib: Prediction | None = None
+    one_more_device_gib: Prediction | None = None
     other_formats: tuple[tuple[Format, Prediction], ...] = ()
 
 
 def what_if(solved: Solved, ask: Ask, machine: MachineSpec) -> WhatIf:
-    """Both, for a plan that `solve` made of this ask on this machine."""
-    model = solved.plan.target
-    ring_bytes = sum(solved.plan.ring_bytes.values())
-    more = more_memory(ask, model.spec, model.weights, machine, ring_bytes=ring_bytes) if ring_bytes else None
-    return WhatIf(more, tuple(other_formats(ask, model.spec, model.weights, machine, ring_bytes)))
+    """All of it, for a plan that `solve` made of this ask on this machine. Compared are plans of the same strategy."""
+    plan = solved.plan
+    model, ask = plan.target, settle_context(ask, plan.target.spec)
+    ring_bytes = sum(plan.ring_bytes.values())
+    like = solved.strategy if DEVICE in plan.tier_bytes() else None
+    compared = (model.spec, model.weights)
+    formats = tuple(other_formats(ask, *compared, machine, ring_bytes, like))
+    if like is None:
+        more = more_memory(ask, *compared, machine, ring_bytes=ring_bytes) if ring_bytes else None
+        return WhatIf(more, None, formats)
+    more = more_device = None
+    if any(streamed(plan, from_disk=True).values()):
+        limit = _limit(ask.host_memory_bytes, machine, "host") + GIB
+        more = _one(replace(ask, host_memory_bytes=limit), *compared, machine, ring_bytes, like)
+    if like != device.WHOLE:
+        limit = _limit(ask.device_memory_bytes, machine, DEVICE) + GIB
+        tiers = tuple(replace(tier, bytes=limit) if tier.name == DEVICE else tier for tier in machine.tiers)
+        roomy, ask = replace(machine, tiers=tiers), replace(ask, device_memory_bytes=limit)
+        more_device = _one(ask, *compared, roomy, ring_bytes, like)
+    return WhatIf(more, more_device, formats)
 
 
 def more_memory(
     ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, extra_bytes: int = GIB, ring_bytes: int = 0
 ) -> Prediction | None:
-    """With `extra_bytes` more of host memory; None where without them everything stays in memory already.
+    """With `extra_bytes` more of host memory, no device; None where without them everything stays in memory already.
 
     `ring_bytes`: of the plan to compare with; so the two differ in nothing but what stays.
     """
     ask = settle_context(ask, spec)
     if not ring_bytes and all_stays(ask, spec, weights, machine):
         return None
-    limit = machine.tier("host").bytes if ask.host_memory_bytes is None else ask.host_memory_bytes
+    limit = _limit(ask.host_memory_bytes, machine, "host")
     return _one(replace(ask, host_memory_bytes=limit + extra_bytes), spec, weights, machine, ring_bytes)
 
 
 def other_formats(
-    ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, ring_bytes: int = 0
+    ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, ring_bytes: int = 0, like: str | None = None
 ) -> list[tuple[Format, Prediction]]:
-    """int4, int8 and the checkpoint's own format, without the one in use and those that do not fit."""
+    """int4, int8 and the checkpoint's own format, without the one in use and those that do not fit. `like`: the
+    strategy to compare with, where it has a device."""
     ask = settle_context(ask, spec)
     wanted = dict.fromkeys((parse_format("int4"), parse_format("int8"), Format(spec.dtype)))
     found = []
     for fmt in wanted:
         if fmt.kind != weights.kind:
-            prediction = _one(ask, spec, fmt, machine, ring_bytes)
+            prediction = _one(ask, spec, fmt, machine, ring_bytes, like)
             if prediction is not None:
                 found.append((fmt, prediction))
     return found
 
 
 def all_stays(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> bool:
-    """Whether the solver keeps everything in memory."""
+    """Whether the solver keeps everything in RAM, without a device."""
     plan = next(residency.candidates(ask, spec, weights, machine)).plan
     return not plan.ring_bytes and all(home.home == plan.main for home in plan.kv)
 
 
-def _one(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, ring_bytes: int) -> Prediction | None:
-    """What the solver's plan gives whose ring is nearest to `ring_bytes` (one simulation, not one for every ring), or
-    None where nothing fits."""
-    wanted, nearest = ring_bytes or _USUAL_RING_BYTES, None
+def _one(
+    ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, ring_bytes: int, like: str | None = None
+) -> Prediction | None:
+    """What one plan gives, or None where nothing fits: of the strategy `like`, or without a device the one whose ring
+    is nearest to `ring_bytes`. One simulation, not one for every candidate."""
     try:
-        for _, plan, _ in residency.candidates(ask, spec, weights, machine):  # small rings first
-            ring = sum(plan.ring_bytes.values())
-            if nearest is None or abs(ring - wanted) <= abs(sum(nearest.ring_bytes.values()) - wanted):
-                nearest = plan
-            if ring >= wanted:
-                break
+        if like is not None:
+            plan = _alike(device.candidates(ask, spec, weights, machine), like)
+        else:
+            plan = _nearest(residency.candidates(ask, spec, weights, machine), ring_bytes or _USUAL_RING_BYTES)
     except DoesNotFit:
         return None
-    return None if nearest is None else quick(nearest, ask, machine)
+    return None if plan is None else quick(plan, ask, machine, spread=False)
+
+
+def _alike(candidates: Iterable[Candidate], strategy: str) -> Plan | None:
+    """The plan of the same strategy, or the one that leaves nothing to choose; else the last."""
+    found = None
+    for found in candidates:
+        if found.strategy in (strategy, device.WHOLE):
+            break
+    return None if found is None else found.plan
+
+
+def _nearest(candidates: Iterable[Candidate], ring_bytes: int) -> Plan | None:
+    """Small rings come first."""
+    nearest = None
+    for _, plan, _ in candidates:
+        ring = sum(plan.ring_bytes.values())
+        if nearest is None or abs(ring - ring_bytes) <= abs(sum(nearest.ring_bytes.values()) - ring_bytes):
+            nearest = plan
+        if ring >= ring_bytes:
+            break
+    return nearest
+
+
+def _limit(asked: int | None, machine: MachineSpec, tier: str) -> int:
+    return machine.tier(tier).bytes if asked is None else asked

@@ -48,7 +48,7 @@ PLANS = {
     "empty": (lambda made: "", "is not JSON"),
     "a list": (lambda made: "[1]", "should hold a JSON object"),
     "a plan that is none": (lambda made: '{"plan": 3}', "has schema None"),
-    "nothing in it": (lambda made: '{"schema": "penstock.plan/2"}', "lacks"),
+    "nothing in it": (lambda made: '{"schema": "penstock.plan/3"}', "lacks"),
     "another version": (plan_with("schema", value="penstock.plan/0"), "has schema 'penstock.plan/0'"),
     "deep": (lambda made: '{"plan":' * 100_000, "not JSON"),
     "deep but whole": (lambda made: '{"plan":' * 900 + "{}" + "}" * 900, "schema"),

@@ -65,7 +65,7 @@ FLAGS = [
     ("--kv int4-g24", "its groups should be multiples of 32"),
     ("--kv int8-g8", "a KV cache in int8-g8"),
     ("--objective speed", "latency or throughput"),
-    ("--device cuda", "not in this version"),
+    ("--device gpu", "one of auto, cuda, none, emulated"),
     ("--plan /dev/null", "is not JSON"),
     ("--plan /nonexistent", "cannot be read"),
     ("--cache /dev/null", "cannot measure the disk at /dev/null"),

@@ -26,6 +26,7 @@ class Solved:
     prediction: Prediction
     reasons: tuple[str, ...]
     runner_up: Prediction | None = None
+    strategy: str = "as given"
 
 
 _EQUAL, _SURELY_EQUAL = 1.05, 1.04  # the difference: loads that ran ahead before the simulated passes
@@ -80,16 +81,17 @@ def solve(
     Raises DoesNotFit with the minimum that would do, and BadRequest for what no machine could do.
     """
     ask = settle_context(ask, spec)
-    found: list[tuple[Prediction, Plan, tuple[str, ...]]] = []
-    for _, plan, reasons in candidates(ask, spec, weights, machine):
-        plan = on_disks(plan, disks or {})
-        if not any(_settles(prediction, plan, ask, machine) for prediction, _, _ in found):
-            found.append((quick(plan, ask, machine), plan, reasons))
-    best_s = min(_score_s(prediction, ask) for prediction, _, _ in found)
+    found: list[tuple[Prediction, Candidate]] = []
+    for candidate in candidates(ask, spec, weights, machine):
+        plan = on_disks(candidate.plan, disks or {})
+        if not any(_settles(prediction, plan, ask, machine) for prediction, _ in found):
+            found.append((quick(plan, ask, machine, spread=False), candidate._replace(plan=plan)))
+    best_s = min(_score_s(prediction, ask) for prediction, _ in found)
     # Among equals the plan that reads least: predictions are not that sharp, and the disk may be shared.
     found.sort(key=lambda entry: (_score_s(entry[0], ask) > best_s * _EQUAL, entry[0].disk_bytes_per_token))
-    prediction, plan, reasons = found[0]
+    strategy, plan, reasons = found[0][1]
+    prediction = quick(plan, ask, machine)
     plan, how = with_reads(plan, machine)  # which changes nothing that was predicted: rates hold for these reads
     reasons += (how,) if any(streamed(plan, from_disk=True).values()) else ()
     reasons += (f"{prediction.bound_by} is busiest while decoding: {prediction.lane_share[prediction.bound_by]:.0%}",)
-    return Solved(plan, prediction, reasons, found[1][0] if len(found) > 1 else None)
+    return Solved(plan, prediction, reasons, found[1][0] if len(found) > 1 else None, strategy)

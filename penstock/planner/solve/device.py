@@ -28,6 +28,7 @@ from penstock.units import MIB, format_bytes, format_mib_up
 _RING_BYTES, _HOST_RING_BYTES, _STAGE_BYTES = 128 * MIB, 64 * MIB, 64 * MIB
 _SMALLEST_RING_SHARE = 8  # of the device's memory, at most so small a part
 WHOLE = "device memory"  # the strategy that leaves nothing elsewhere
+_LINK = "link"
 _SHORT_PROMPT = 256  # tokens up to which the CPU may be as quick at its own granules as the link
 
 
@@ -84,7 +85,7 @@ def _splits(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, ch
         bare = _skeleton(ask, spec, weights, machine, split, chunk_rows)
         return bare.plan(stays if attention_stays else {}, {}).tier_bytes()[DEVICE]
 
-    whole = Split(1.0, layers, DEVICE, True)
+    whole = Split(_LINK, 1.0, layers, DEVICE, True)
     modes = [(layers, DEVICE)] if device_bytes(whole, False) <= limit else []
     if device_bytes(whole, True) > limit:  # of attention, what fits beside its KV; the CPU takes the other layers
         lo, hi = 0, layers
@@ -94,13 +95,14 @@ def _splits(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, ch
             lo, hi = (middle, hi) if fits else (lo, middle - 1)
         modes += [(lo, DEVICE), (layers, "host")]
     balanced = _balanced(weights, machine)
+    shares = ((_LINK, 1.0), ("link and CPU", balanced), ("less link, more CPU", balanced / 2), ("CPU", 0.0))
     for attention_layers, kv_home in modes:
-        for lifted in (1.0, balanced, balanced / 2, 0.0):
+        for name, lifted in shares:
             if lifted < 1 and kv_home == "host":
                 continue  # KV over the link is for those who have nothing else to do with it
-            yield Split(lifted, attention_layers, kv_home, True)
+            yield Split(name, lifted, attention_layers, kv_home, True)
             if lifted < 1 and ask.prompt_tokens <= _SHORT_PROMPT:
-                yield Split(lifted, attention_layers, kv_home, False)
+                yield Split(name, lifted, attention_layers, kv_home, False)
 
 
 def _balanced(weights: Format, machine: MachineSpec) -> float:
@@ -133,7 +135,8 @@ def _least(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, spl
 
 def _least_splits(spec: ModelSpec) -> list[Split]:
     layers = len(spec.layers)
-    return [Split(1.0, layers, DEVICE, True), Split(1.0, layers, "host", True), Split(1.0, 0, DEVICE, True)]
+    homes = ((layers, DEVICE), (layers, "host"), (0, DEVICE))
+    return [Split(_LINK, 1.0, attention_layers, home, True) for attention_layers, home in homes]
 
 
 def _limits(ask: Ask, machine: MachineSpec) -> tuple[int, int]:
@@ -151,7 +154,7 @@ def _filled(skeleton: DeviceSkeleton) -> Plan | None:
     every = {part.key: part.granules for part in parts(skeleton.spec, skeleton.weights)}
     may_stay = skeleton.ask.resident_bytes
     if may_stay is None:
-        for memory in ({}, every):
+        for memory in (every, {}):
             whole = skeleton.plan(_without_gathered(every, skeleton.spec), memory)
             if _fits(whole, limit, host_limit):
                 return whole
@@ -245,7 +248,7 @@ def _name(plan: Plan, split: Split) -> str:
         return WHOLE
     cpu = "" if split.attention_layers == len(plan.target.spec.layers) else ", attention of some layers on the CPU"
     where = ", KV in RAM" if split.kv_home == "host" else ""
-    return f"device, {split.lifted:.0%} lifted{cpu}{where}" + ("" if split.prompts else ", prompts shared")
+    return f"device memory, {split.name}{cpu}{where}" + ("" if split.prompts else ", prompts too")
 
 
 def _reasons(plan: Plan, split: Split) -> tuple[str, ...]:

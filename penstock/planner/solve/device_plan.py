@@ -20,11 +20,12 @@ from penstock.units import MIB, round_up
 
 @dataclass(frozen=True)
 class Split:
-    """Who computes what. `lifted`: of the FFN granules outside the device's memory, the share that it computes all the
-    same, each token over the link; the CPU computes the others. `attention_layers`: the first so many are the device's,
-    with their KV at home in `kv_home`; the others' attention and KV are the CPU's. `prompts`: whether the device also
-    computes the CPU's granules where a prompt is read (CG', ScheInfer §IV-C)."""
+    """Who computes what is not at home on the device: `name`. `lifted`: of the FFN granules outside its memory, the
+    share that it computes all the same, each token over the link; the CPU computes the others. `attention_layers`: the
+    first so many are the device's, with their KV at home in `kv_home`; the others' attention and KV are the CPU's.
+    `prompts`: whether the device also computes the CPU's granules where a prompt is read (CG', ScheInfer §IV-C)."""
 
+    name: str
     lifted: float
     attention_layers: int
     kv_home: str
@@ -82,7 +83,7 @@ class DeviceSkeleton:
         if part.kind in PINNED:
             return [Unit(part.key, 0, part.granules, DEVICE, DEVICE, DEVICE)]
         there = on_device.get(part.key, 0)
-        memory = there + in_memory.get(part.key, 0)
+        memory = min(part.granules, there + in_memory.get(part.key, 0))
         if part.kind == "embed" and not self.spec.tied:  # gathered, row by row
             home = "host" if memory == part.granules else "disk0"
             return [Unit(part.key, 0, part.granules, home, DEVICE, DEVICE)]
