@@ -217,7 +217,8 @@ class _Run:
             answer.decode_s, answer.decode_tokens = decode_s if decode_tokens else 0.0, decode_tokens
             answer.decode_disk_bytes = decode_bytes
             answer.bytes_moved = {lane: now - before.get(lane, 0) for lane, now in session.bytes_moved().items()}
-            answer.peak_host_bytes = host.peak_rss_bytes()
+            answer.peak_host_bytes = session.peak_host_bytes
+            answer.peak_device_bytes = session.peak_device_bytes
 
     def _decode(self, alive: list[int]) -> Iterator[tuple[int, NDArray[np.float32], tuple[float, int]]]:
         """One token of every live sequence: its logits, and the largest with its id."""

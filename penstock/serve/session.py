@@ -132,6 +132,15 @@ class Session:
         """What was allocated of the host's memory for the plan's arenas."""
         return self._arenas.nbytes
 
+    @property
+    def peak_host_bytes(self) -> int:
+        """Of this process, less what stands in for a device's memory."""
+        return host.peak_rss_bytes() - (self._device.borrowed_bytes if self._device else 0)
+
+    @property
+    def peak_device_bytes(self) -> int:
+        return self._device.peak_bytes if self._device else 0
+
     def close(self) -> None:
         """Also after a pass that failed. A second call does nothing."""
         self._closed = True

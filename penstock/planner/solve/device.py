@@ -40,12 +40,15 @@ def has_device(machine: MachineSpec, ask: Ask) -> bool:
 def candidates(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> Iterator[Candidate]:
     """Plans that fit into both memories; none where the least does not. What stays where does not depend on who
     computes the rest, so of the splits that leave nothing to compute elsewhere only the first comes."""
-    for chunk_rows in chunk_options(ask):
-        if chunk_rows > CHUNK_ROWS:
-            continue
+    chunks = [rows for rows in chunk_options(ask) if rows <= CHUNK_ROWS]
+    whole = Split(_LINK, 1.0, len(spec.layers), DEVICE, True)
+    for skeleton in [
+        *(_skeleton(ask, spec, weights, machine, whole, chunk_rows) for chunk_rows in chunks),
+        _smallest(ask, spec, weights, machine, whole),
+    ]:
         found = False
-        for split in _splits(ask, spec, weights, machine, chunk_rows):
-            filled = _filled(_skeleton(ask, spec, weights, machine, split, chunk_rows))
+        for split in _splits(skeleton):
+            filled = _filled(replace(skeleton, split=split))
             if filled is None:
                 continue
             found = True
@@ -58,7 +61,11 @@ def candidates(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec)
 
 def minimum_bytes(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> int:
     """The least device memory with which the ask runs on the device at all: everything crosses the link."""
-    return min(_least(ask, spec, weights, machine, split).tier_bytes()[DEVICE] for split in _least_splits(spec))
+    layers = len(spec.layers)
+    homes = ((layers, DEVICE), (layers, "host"), (0, DEVICE))
+    splits = (Split(_LINK, 1.0, attention_layers, home, True) for attention_layers, home in homes)
+    least = (_smallest(ask, spec, weights, machine, split) for split in splits)
+    return min(skeleton.plan({}, {}).tier_bytes()[DEVICE] for skeleton in least)
 
 
 def require_minimum(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> None:
@@ -75,17 +82,17 @@ def require_minimum(ask: Ask, spec: ModelSpec, weights: Format, machine: Machine
         )  # fmt: skip
 
 
-def _splits(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, chunk_rows: int) -> Iterator[Split]:
-    """Who may compute what, the device as much as possible first."""
+def _splits(skeleton: DeviceSkeleton) -> Iterator[Split]:
+    """Who may compute what, the device as much as possible first. The skeleton's split is that."""
+    spec, ask, whole = skeleton.spec, skeleton.ask, skeleton.split
     layers = len(spec.layers)
-    limit = _limits(ask, machine)[0]
+    limit = _limits(ask, skeleton.machine)[0]
 
     def device_bytes(split: Split, attention_stays: bool) -> int:
         stays = {f"{i}.attn": spec.layers[i].attention.kv_heads for i in range(split.attention_layers)}
-        bare = _skeleton(ask, spec, weights, machine, split, chunk_rows)
-        return bare.plan(stays if attention_stays else {}, {}).tier_bytes()[DEVICE]
+        plan = replace(skeleton, split=split).plan(stays if attention_stays else {}, {})
+        return plan.tier_bytes()[DEVICE]
 
-    whole = Split(_LINK, 1.0, layers, DEVICE, True)
     modes = [(layers, DEVICE)] if device_bytes(whole, False) <= limit else []
     if device_bytes(whole, True) > limit:  # of attention, what fits beside its KV; the CPU takes the other layers
         lo, hi = 0, layers
@@ -94,7 +101,7 @@ def _splits(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, ch
             fits = device_bytes(replace(whole, attention_layers=middle), True) <= limit
             lo, hi = (middle, hi) if fits else (lo, middle - 1)
         modes += [(lo, DEVICE), (layers, "host")]
-    balanced = _balanced(weights, machine)
+    balanced = _balanced(skeleton.weights, skeleton.machine)
     shares = ((_LINK, 1.0), ("link and CPU", balanced), ("less link, more CPU", balanced / 2), ("CPU", 0.0))
     for attention_layers, kv_home in modes:
         for name, lifted in shares:
@@ -128,15 +135,10 @@ def _skeleton(
     )
 
 
-def _least(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, split: Split) -> Plan:
-    small = replace(ask, device_memory_bytes=1)
-    return _skeleton(small, spec, weights, machine, split, MIN_CHUNK_ROWS).plan({}, {})
-
-
-def _least_splits(spec: ModelSpec) -> list[Split]:
-    layers = len(spec.layers)
-    homes = ((layers, DEVICE), (layers, "host"), (0, DEVICE))
-    return [Split(_LINK, 1.0, attention_layers, home, True) for attention_layers, home in homes]
+def _smallest(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, split: Split) -> DeviceSkeleton:
+    """The smallest rings and chunks."""
+    tiny = _skeleton(replace(ask, device_memory_bytes=0), spec, weights, machine, split, MIN_CHUNK_ROWS)
+    return replace(tiny, ask=ask, host_ring_bytes=tiny.ring_bytes, stage_bytes=tiny.ring_bytes)
 
 
 def _limits(ask: Ask, machine: MachineSpec) -> tuple[int, int]:
@@ -155,7 +157,7 @@ def _filled(skeleton: DeviceSkeleton) -> Plan | None:
     may_stay = skeleton.ask.resident_bytes
     if may_stay is None:
         for memory in (every, {}):
-            whole = skeleton.plan(_without_gathered(every, skeleton.spec), memory)
+            whole = skeleton.plan(_computed_there(skeleton, every), memory)
             if _fits(whole, limit, host_limit):
                 return whole
     bare = skeleton.plan({}, {})
@@ -183,9 +185,14 @@ def _fits(plan: Plan, limit: int, host_limit: int) -> bool:
     return used.get(DEVICE, 0) <= limit and used["host"] <= host_limit
 
 
-def _without_gathered(every: Resident, spec: ModelSpec) -> Resident:
-    """All but embedding rows that are only looked up: the CPU does that, and nobody waits for it."""
-    return {key: n for key, n in every.items() if key != "embed" or spec.tied}
+def _computed_there(skeleton: DeviceSkeleton, every: Resident) -> Resident:
+    """All but the CPU's attention, and embedding rows that are only looked up: the CPU does that in no time."""
+    kept = dict(every)
+    if not skeleton.spec.tied:
+        del kept["embed"]
+    for layer in range(skeleton.split.attention_layers, len(skeleton.spec.layers)):
+        del kept[f"{layer}.attn"]
+    return kept
 
 
 def _spare(plan: Plan, tier: str, limit: int, skeleton: DeviceSkeleton) -> int | None:

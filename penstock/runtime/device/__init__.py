@@ -45,8 +45,12 @@ class Device(Protocol):
     description: str
 
     @property
-    def allocated_bytes(self) -> int:
-        """Of the arenas in its memory."""
+    def peak_bytes(self) -> int:
+        """The most of its memory that this process has taken so far, driver and libraries included."""
+
+    @property
+    def borrowed_bytes(self) -> int:
+        """Of the host's memory that stands in for its own."""
 
     def allocate(self, arena: str, nbytes: int) -> memoryview | None:
         """Takes memory for an arena; the bytes where the host can see them. Raises DoesNotFit, DeviceFailed."""

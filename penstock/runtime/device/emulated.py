@@ -40,15 +40,20 @@ class EmulatedDevice:
         self._limit_bytes, self._link_bytes_per_s = limit_bytes, link_bytes_per_s
         self._jitter_s, self._random = jitter_s, random.Random(seed)
         self._memory: dict[str, _native.Memory] = {}
+        self._taken_bytes = 0
         self._lanes: dict[str, _Lane] = {}
         self._binding: Binding | None = None
 
     @property
-    def allocated_bytes(self) -> int:
-        return sum(len(memoryview(memory)) for memory in self._memory.values())
+    def peak_bytes(self) -> int:
+        return self._taken_bytes
+
+    @property
+    def borrowed_bytes(self) -> int:
+        return self._taken_bytes
 
     def allocate(self, arena: str, nbytes: int) -> memoryview:
-        taken = self.allocated_bytes
+        taken = self._taken_bytes
         if taken + nbytes > self._limit_bytes:
             raise DoesNotFit(
                 f"device memory of {format_bytes(self._limit_bytes)} is too little: with {arena} it would be"
@@ -58,6 +63,7 @@ class EmulatedDevice:
         memory = _native.Memory(nbytes, True)
         memory.populate()
         self._memory[arena] = memory
+        self._taken_bytes += nbytes
         return memoryview(memory)
 
     def upload(self, target: Slot, source: NDArray[np.uint8]) -> Underway:

@@ -1,0 +1,158 @@
+"""Plans beside a device: they fit to the byte, use what there is, and are right whatever the machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import DoesNotFit
+from penstock.graph.check_plan import check_plan
+from penstock.planner.predict import predict
+from penstock.planner.solve import device, settle_context, solve
+from penstock.planner.solve.candidate import Candidate
+from penstock.spec.ask import Ask
+from penstock.spec.format import Format, parse_format
+from penstock.spec.machine import MachineSpec, Tier
+from penstock.spec.model import ModelSpec
+from penstock.units import GIB, MIB
+from tests.pure.machine import LLAMA_1B, MACHINE, WITH_DEVICE, model
+
+INT4, BF16 = parse_format("int4"), Format("bfloat16")
+
+
+def with_memory(device_bytes: int, host_bytes: int = 16 * GIB) -> MachineSpec:
+    tiers = (Tier("host", host_bytes), WITH_DEVICE.tier("disk0"), Tier("gpu0", device_bytes))
+    return replace(WITH_DEVICE, tiers=tiers)
+
+
+def placements(candidate: Candidate) -> set[str]:
+    return {unit.placement for unit in candidate.plan.units if unit.part.endswith((".ffn", ".attn"))}
+
+
+def test_what_fits_is_all_there() -> None:
+    solved = solve(Ask(context=512), LLAMA_1B, INT4, WITH_DEVICE)
+    assert solved.strategy == device.WHOLE
+    assert {unit.home for unit in solved.plan.units} == {"gpu0"} and not solved.plan.ring_bytes
+    assert solved.prediction.bound_by == "gpu0"
+    assert solved.plan.tier_bytes()["gpu0"] == solved.prediction.peak_device_bytes <= 8 * GIB
+
+
+def test_the_embedding_of_an_untied_model_stays_in_ram() -> None:
+    """It is looked up there; on the disk only where RAM has no room."""
+    spec = replace(LLAMA_1B, tied=False)
+    for host_bytes, home in ((16 * GIB, "host"), (700 * MIB, "disk0")):
+        solved = solve(Ask(context=512), spec, INT4, with_memory(4 * GIB, host_bytes))
+        assert solved.strategy == device.WHOLE
+        assert {unit.home for unit in solved.plan.units if unit.part == "embed"} == {home}
+
+
+@pytest.mark.parametrize("mib", [700, 1000, 1500, 2000, 3000])
+def test_a_limit_is_used_and_kept(mib: int) -> None:
+    """The device's memory is filled to within a granule or two and a huge page an arena."""
+    ask = settle_context(Ask(context=512, device_memory_bytes=mib * MIB), LLAMA_1B)
+    found = list(device.candidates(ask, LLAMA_1B, BF16, WITH_DEVICE))
+    assert found
+    for _, plan, _ in found:
+        check_plan(plan, LLAMA_1B, BF16)
+        used = plan.tier_bytes()["gpu0"]
+        assert mib * MIB - 40 * MIB < used <= mib * MIB or not plan.ring_bytes
+
+
+def test_the_candidates_cover_all_placements() -> None:
+    ask = settle_context(Ask(context=512, device_memory_bytes=GIB, host_memory_bytes=2 * GIB), LLAMA_1B)
+    names = {c.strategy: placements(c) for c in device.candidates(ask, LLAMA_1B, BF16, WITH_DEVICE)}
+    assert {"GG", "CG", "CC", "DC", "DG"} <= set.union(*names.values())
+    assert all(
+        "CC" not in found and "DC" not in found for name, found in names.items() if name == "device memory, link"
+    )
+
+
+def test_more_device_memory_is_not_slower() -> None:
+    speeds = [
+        solve(Ask(context=512, device_memory_bytes=mib * MIB), LLAMA_1B, BF16, WITH_DEVICE).prediction
+        for mib in (600, 1000, 1500, 2000, 3000, 4000)
+    ]
+    for less, more in pairwise(speeds):
+        assert more.decode_tokens_per_s >= 0.97 * less.decode_tokens_per_s
+
+
+def test_who_computes_follows_the_machine() -> None:
+    """A slow CPU leaves the FFNs to the link, a slow link to the CPU."""
+    ask = Ask(context=512, device_memory_bytes=2 * GIB)
+    slow_cpu = replace(
+        WITH_DEVICE, rates=tuple(_times(rate, 50 if rate.lane == "host" else 1) for rate in MACHINE.rates)
+    )
+    assert solve(ask, LLAMA_1B, BF16, slow_cpu).strategy == "device memory, link"
+    slow_link = replace(
+        WITH_DEVICE, rates=tuple(_times(rate, 20 if rate.lane == "h2d0" else 1) for rate in MACHINE.rates)
+    )
+    plan = solve(ask, LLAMA_1B, BF16, slow_link).plan
+    lifted = sum(plan.unit_bytes(unit) for unit in plan.units if unit.placement == "CG")
+    assert lifted < 0.1 * sum(plan.unit_bytes(unit) for unit in plan.units if unit.placement == "CC")
+
+
+def _times(rate, factor):  # type: ignore[no-untyped-def]
+    return replace(rate, s_per_byte=rate.s_per_byte * factor, s_per_flop=rate.s_per_flop * factor)
+
+
+@pytest.mark.parametrize("context", [64, 2048])
+@pytest.mark.parametrize("fmt", [INT4, BF16], ids=["int4", "bfloat16"])
+def test_the_minimum_is_exact(context: int, fmt: Format) -> None:
+    ask = settle_context(Ask(context=context, prompt_tokens=16, output_tokens=8), LLAMA_1B)
+    with pytest.raises(DoesNotFit) as caught:
+        solve(replace(ask, device_memory_bytes=1), LLAMA_1B, fmt, WITH_DEVICE)
+    least = caught.value.numbers["minimum_bytes"]
+    assert caught.value.numbers["tier"] == "gpu0"
+    exactly = replace(ask, device_memory_bytes=least)
+    solve(exactly, LLAMA_1B, fmt, WITH_DEVICE)  # which may find the CPU as fast
+    found = [c.plan for c in device.candidates(exactly, LLAMA_1B, fmt, WITH_DEVICE)]
+    assert found and all(plan.tier_bytes()["gpu0"] <= least for plan in found)
+    with pytest.raises(DoesNotFit):
+        solve(replace(ask, device_memory_bytes=least - 1), LLAMA_1B, fmt, WITH_DEVICE)
+
+
+def test_a_device_too_small_to_help_is_left_alone() -> None:
+    """Nobody asked for it: the CPU does it."""
+    solved = solve(Ask(context=512), LLAMA_1B, BF16, with_memory(32 * MIB))
+    assert "gpu0" not in solved.plan.tier_bytes()
+    assert (
+        solve(Ask(device_memory_bytes=0), LLAMA_1B, BF16, WITH_DEVICE).plan
+        == solve(Ask(), LLAMA_1B, BF16, MACHINE).plan
+    )
+
+
+@pytest.mark.fuzz
+@settings(deadline=None)
+@given(st.data())
+def test_any_candidate_is_a_plan_that_runs(data: st.DataObject) -> None:
+    """Checked as a plan from a file would be, within both limits, lowered and simulated."""
+    spec: ModelSpec = model(
+        data.draw(st.integers(1, 4)), 128, 4, 2, data.draw(st.sampled_from([192, 1000, 4096])),
+        vocab=data.draw(st.sampled_from([256, 3000])), tied=data.draw(st.booleans()),
+    )  # fmt: skip
+    fmt = data.draw(st.sampled_from([Format("float32"), INT4]))
+    ask = Ask(
+        prompt_tokens=data.draw(st.sampled_from([1, 40, 300])), output_tokens=4, batch=data.draw(st.integers(1, 3)),
+        context=data.draw(st.sampled_from([310, 512])), kv=data.draw(st.sampled_from([None, "int8"])),
+        resident_bytes=data.draw(st.none() | st.integers(0, 8 * MIB)), score=data.draw(st.booleans()),
+        host_memory_bytes=data.draw(st.none() | st.integers(590 * MIB, 640 * MIB)),
+        device_memory_bytes=data.draw(st.integers(300 * MIB, 360 * MIB)),
+    )  # fmt: skip
+    try:
+        settled = settle_context(ask, spec)
+        found = list(device.candidates(settled, spec, fmt, WITH_DEVICE))
+    except DoesNotFit:
+        return
+    for _, plan, reasons in found:
+        check_plan(plan, spec, fmt)
+        used = plan.tier_bytes()
+        assert used["gpu0"] <= (ask.device_memory_bytes or 0)
+        assert used["host"] <= (ask.host_memory_bytes or 16 * GIB)
+        stays = sum(plan.unit_bytes(u) for u in plan.units if not u.home.startswith("disk"))
+        pinned = sum(part.nbytes for part in plan.parts.values() if part.kind in ("norms", "edges"))
+        assert ask.resident_bytes is None or stays <= ask.resident_bytes + pinned
+        assert reasons and predict(plan, settled, WITH_DEVICE).decode_tokens_per_s > 0
