@@ -54,9 +54,8 @@ def pieces(granules: int, block: Block) -> Iterator[Piece]:
 
 def wide_bytes(granules: int, block: Block) -> int:
     """The largest of `pieces` as float32."""
-    return max(
-        (_floats((p.hi - p.lo) * (p.row_hi - p.row_lo) * block.cols) for p in pieces(granules, block)), default=0
-    )
+    rows = max(((p.hi - p.lo) * (p.row_hi - p.row_lo) for p in pieces(granules, block)), default=0)
+    return _floats(rows * block.cols)
 
 
 def sum_splits(rows: int) -> int:

@@ -17,8 +17,8 @@ _MOST_HALF = 65504.0
 
 @dataclass(frozen=True)
 class KvPool:
-    """K or V of some sequences in one layer: `blocks` uint8 [pages, K, page_tokens · kv_bytes], one a KV head. The pages
-    of sequence s are s · pages_per_seq and those after it."""
+    """K or V of some sequences in one layer: `blocks` uint8 [pages, K, page_tokens · kv_bytes], one a KV head. The
+    pages of sequence s are s · pages_per_seq and those after it."""
 
     blocks: Tensor
     page_tokens: int
@@ -93,7 +93,7 @@ class KvPool:
 
 
 def _quantise(values: Tensor, levels: int) -> tuple[Tensor, Tensor, Tensor]:
-    """values float32 [T, columns of a group] → codes uint8, scales and minimums float16 [T], by the reference's rule."""
+    """values float32 [T, columns of a group] → codes uint8, scales and minimums float16 [T]: the reference's rule."""
     spoilt = values.isnan().any(1)
     kept = torch.where(spoilt[:, None], 0.0, values).clamp(-_MOST_HALF, _MOST_HALF)
     minimum = _half_beyond(kept.amin(1), down=True)

@@ -149,8 +149,8 @@ def head(
     weights: Tensor, part: Part, lo: int, h: Tensor, softcap: float, logits: Tensor, best: Tensor, best_ids: Tensor,
     starts: bool, kernels: Kernels, scratch: Scratch,
 ) -> None:  # fmt: skip
-    """logits[:, 64·lo : …] = h [n, d_embed] · rows of granules lo… ; logits float32 [n, V]. best float32 [n] follows the
-    largest logit and best_ids int32 [n] its id, the lowest where they tie; NaN once a logit was."""
+    """logits[:, 64·lo : …] = h [n, d_embed] · rows of granules lo… ; logits float32 [n, V]. best float32 [n] follows
+    the largest logit and best_ids int32 [n] its id, the lowest where they tie; NaN once a logit was."""
     if starts:
         best.fill_(-torch.inf)
         best_ids.zero_()

@@ -42,8 +42,8 @@ def _turned(
 
 @triton.jit
 def _half_bits(value, DOWN: tl.constexpr):
-    """float32 within ±65504 → the bits, as int32, of the next float16 that is not above (DOWN) or not below it. Not below
-    is for numbers of 0 and more."""
+    """float32 within ±65504 → the bits, as int32, of the next float16 that is not above (DOWN) or not below it. Not
+    below is for numbers of 0 and more."""
     near = value.to(tl.float16)
     back = near.to(tl.float32)
     bits = near.to(tl.int16, bitcast=True).to(tl.int32)
