@@ -20,8 +20,8 @@ ALIGN = 256  # of every temporary: a GPU's memory transactions, and what its mat
 WIDE_BYTES = 64 * MIB  # 4096 x 4096 float32: larger pieces gain nothing, a product of them takes 0.1 ms and more
 SUM_PARTS = 4  # partials that one merge reads; the others are summed before
 
-# Attention: keys are read BLOCK at a time. A program has up to ATTEND_ROWS queries of one KV head; work is split until
-# there are ATTEND_PROGRAMS of them, four for each of the 130 or so processors of a large card.
+# Attention: a program has up to ATTEND_ROWS queries of one KV head; work is split, into no less than ATTEND_BLOCK
+# positions each, until there are ATTEND_PROGRAMS of them, four for each of the 130 or so processors of a large card.
 ATTEND_BLOCK, ATTEND_ROWS, ATTEND_PROGRAMS, MOST_SPLITS = 64, 64, 512, 64
 
 # A sum over granules is split where tiles are so few that their programs, of 16 warps at most, would leave a card idle.

@@ -130,7 +130,7 @@ def attend(
         keys.blocks.stride(1), keys.pages_per_seq,
         g, e, heads, keys.page_tokens, a.softcap, a.window, rows, splits, m, _block(e), keys.format.kind,
         keys.format.group, keys.groups, keys.codes_bytes, wide, places, kernels.dot,
-        num_warps=4 if m * wide * places <= 8192 else 8, num_stages=1,
+        num_warps=4 if m * wide * places <= 4096 else 8, num_stages=1,
     )  # fmt: skip
     if splits > 1:
         attend_kernels.merge_splits_kernel[(t, heads * g)](
@@ -208,9 +208,9 @@ def _places(fmt: Format, head_dim: int) -> tuple[int, int]:
 
 
 def _block(head_dim: int) -> int:
-    """Positions that are read at once: 64, fewer where a head is so wide that keys and values outgrow the 100 KB of
-    memory that small cards' processors share."""
-    return 64 if head_dim <= 128 else 32 if head_dim <= 256 else 16
+    """Positions that are read at once: so few that keys and values fit into the registers of a program and into the
+    100 KB of memory that small cards' processors share."""
+    return 32 if head_dim <= 128 else 16
 
 
 def _pow2(n: int) -> int:

@@ -21,13 +21,14 @@ from penstock.spec.format import TILE_ROWS, tiles
 from penstock.spec.model import Ffn
 from penstock.spec.parts import Block, Part
 
-# Rows that a program multiplies with the numbers it has unpacked. Each takes four sums a thread; at eight a program's
-# registers still leave room for three others on a processor.
-_ROWS_AT_ONCE = 8
+# Rows that a program multiplies with the numbers it has unpacked; each takes four sums a thread. At four a thread needs
+# 128 registers, at eight 200, and few programs would share a processor.
+_ROWS_AT_ONCE = 4
 # Warps at work on a card, about: 32 on each of 130 processors. Where there are fewer tiles, a tile's columns are shared
 # by more warps, 16 at most.
 _WARPS, _MOST_WARPS = 4096, 16
-# Chunks that a warp asks for before it waits, 16 bytes a thread each.
+# Chunks that a warp asks for before it waits, 16 bytes a thread each, by one row; by more the compiler takes half a
+# minute over so many.
 _UNROLL = 4
 
 
@@ -41,6 +42,12 @@ def _warps(programs: int, chunks: int) -> int:
 
 def few_rows(kernels: Kernels, rows: int) -> bool:
     return kernels.triton and rows <= kernels.few_rows
+
+
+def _exponents() -> tuple[int, int]:
+    from penstock.kernels.gpu import tile_kernels
+
+    return tile_kernels.EXPONENT4, tile_kernels.EXPONENT8
 
 
 def _pow2(n: int) -> int:
@@ -63,13 +70,14 @@ def _walk(block: Block, programs: int, rows: int, granules: int = 1) -> dict[str
     group_chunks = -(-group_lines // lines)
     per_granule = groups * group_chunks
     warps = _warps(programs, per_granule * granules)
+    at_once = min(_pow2(rows), _ROWS_AT_ONCE)
     columns = fmt.group if fmt.is_quantised else lines * per_word
     return {
         "KIND": fmt.kind, "COLS": block.cols, "PER_WORD": per_word, "GROUP": fmt.group,
         "GROUP_WORDS": fmt.group_bytes // 4 if fmt.is_quantised else 0,
         "GROUP_LINES": group_lines, "GROUP_CHUNKS": group_chunks, "GRANULE_CHUNKS": per_granule, "LINES": lines,
         "TAILS": bool(group_lines % lines or block.cols % columns), "CHUNKS": warps,
-        "ROWS": min(_pow2(rows), _ROWS_AT_ONCE), "UNROLL": _UNROLL, "num_warps": warps,
+        "ROWS": at_once, "UNROLL": max(1, _UNROLL // at_once), "num_warps": warps,
     }  # fmt: skip
 
 
@@ -93,7 +101,7 @@ def spread(
     walk = _walk(blocks[0], programs, t)
     tile_kernels.spread_kernel[(programs, -(-t // walk["ROWS"]))](
         words, halves, x, *ys, t, outs[0].shape[1], x.stride(0), *[y.stride(0) for y in ys], words.stride(0),
-        *offsets, *rows, _tile_words(blocks[0]), **walk,
+        *_exponents(), *offsets, *rows, _tile_words(blocks[0]), **walk,
     )  # fmt: skip
 
 
@@ -132,7 +140,7 @@ def add_up(
     parts = scratch.take((splits, t, block.rows)) if splits > 1 else partial
     tile_kernels.add_up_kernel[(n_tiles, splits, -(-t // walk["ROWS"]))](
         words, halves, x, parts, t, chunks, x.stride(0), parts.stride(-2), parts.stride(0), words.stride(0),
-        block.offset // word_bytes(block.format), block.rows, _tile_words(block), splits,
+        *_exponents(), block.offset // word_bytes(block.format), block.rows, _tile_words(block), splits,
         splits == 1 and not first, **walk,
     )  # fmt: skip
     if splits > 1:
@@ -177,7 +185,7 @@ def hidden(
         biases = [part.block(name).offset // 4 if part.has(name) else -1 for name in ("gate_bias", "up_bias")]
         tile_kernels.hidden_kernel[(programs, -(-t // walk["ROWS"]))](
             words, halves, floats, x, up, t, x.stride(0), up.stride(0), words.stride(0), floats.stride(0),
-            part.block("gate").offset // size if f.gated else -1, block.offset // size, *biases, f.activation,
+            *_exponents(), part.block("gate").offset // size if f.gated else -1, block.offset // size, *biases, f.activation,
             block.rows, _tile_words(block), **walk,
         )  # fmt: skip
         return up

@@ -1,10 +1,14 @@
 """Triton kernels on packed weights: products of few rows, widening, single rows. Has run in the interpreter only.
 
 A warp reads a chunk at a time: LINES lines (8: in int4 a group of 64 columns) of a tile's 16 words, 512 bytes that lie
-together; a program is one tile, its warps' chunks are neighbours. Codes become floats by two operations, without a
-conversion (half as fast on many cards): a code's bits, where they stand in the word, under the exponent of 2^23, minus
-2^23, give code · 2^s exactly; the activation takes the 2^-s. A group's scale multiplies the sum of its products, its
-minimum the sum of its activations. All sums are float32; no atomics, so results come out the same every time.
+together; a program is one tile, its warps' chunks are neighbours. Codes become floats without a conversion (half as
+fast on many cards): a byte shifted into the upper mantissa, under the exponent of 2^4 (high nibbles) or 2^8, is 16 +
+code or 256 + code exactly. Three operations a weight, the product included, are what a card of 4.8 TB/s has time for: at
+4.5 bits a weight it brings 8.5e12 of them a second and does some 30e12 operations. A group's scale multiplies the sum of
+its products, less what was added; its minimum the sum of its activations. All sums are float32; no atomics, so results come out the same every time.
+
+`exponent4` and `exponent8`, EXPONENT4 and EXPONENT8, are arguments because an instruction holds one constant: with the
+mask, they would be two, and one operation more for each weight.
 
 Tensors: `words` are the weights as int32 (float16 weights: as float16), `halves` as float16 (scales and minimums), both
 [granules, …] with `granule_words` of the former from one granule to the next; offsets count words.
@@ -15,21 +19,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-EXPONENT = tl.constexpr(0x4B000000)  # of 2^23, whose last mantissa bit is 1
-EXPONENT_VALUE = tl.constexpr(8388608.0)
-
+EXPONENT4, EXPONENT8 = 0x41800000, 0x43800000  # of 2^4 and of 2^8, in float32
 
 @triton.jit
-def _numbers(word, c: tl.constexpr, KIND: tl.constexpr):
-    """Column c of each word as float32; of integer formats its code times `_factor`."""
+def _numbers(word, c: tl.constexpr, exponent4, exponent8, KIND: tl.constexpr):
+    """Column c of each word as float32; of integer formats its code plus what `_tile_dot` takes away from the sum: 256
+    (int8) or 16 (high nibbles). The 256 of low nibbles go here, exactly: from a sum they would cost 1e-5 of it."""
     if KIND == "int4" or KIND == "int8":
-        WIDTH: tl.constexpr = 15 if KIND == "int4" else 255
-        SHIFT: tl.constexpr = (c % 4) * 8 + (c // 4) * 4
-        if SHIFT >= 16:
-            bits = ((word >> 16) & (WIDTH << (SHIFT - 16))) | EXPONENT
+        # Byte c % 4 of the word goes to the upper 8 bits of the mantissa, 15..22.
+        SHIFT: tl.constexpr = 15 - (c % 4) * 8
+        if SHIFT > 0:
+            byte = word << SHIFT
         else:
-            bits = (word & (WIDTH << SHIFT)) | EXPONENT
-        return bits.to(tl.float32, bitcast=True) - EXPONENT_VALUE
+            byte = word >> -SHIFT
+        if KIND == "int4" and c >= 4:
+            bits = (byte & (15 << 19)) | exponent4
+        elif KIND == "int4":
+            bits = (byte & (15 << 15)) | exponent8
+            return bits.to(tl.float32, bitcast=True) - 256.0
+        else:
+            bits = (byte & (255 << 15)) | exponent8
+        return bits.to(tl.float32, bitcast=True)
     elif KIND == "bfloat16":
         if c == 0:
             return (word << 16).to(tl.float32, bitcast=True)
@@ -42,28 +52,44 @@ def _numbers(word, c: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
+def _factors(halves, place, real, GROUP_WORDS: tl.constexpr):
+    """Scales and minimums [CHUNKS, 1, 16] of the groups at `place` [CHUNKS]."""
+    spot = halves + (place + (GROUP_WORDS - 16))[:, None] * 2 + tl.arange(0, 16)[None, :]
+    scale = tl.load(spot, mask=real[:, None], other=0.0).to(tl.float32)
+    minimum = tl.load(spot + 16, mask=real[:, None], other=0.0).to(tl.float32)
+    return scale[:, None, :], minimum[:, None, :]
+
+
+@triton.jit
 def _tile_dot(
-    words, halves, x, at, granule_words, t, x_stride, first, last,
+    words, halves, x, at, other, granule_words, row, n_rows, x_stride, first, last, exponent4, exponent8,
     KIND: tl.constexpr, COLS: tl.constexpr, PER_WORD: tl.constexpr, GROUP: tl.constexpr, GROUP_WORDS: tl.constexpr,
     GROUP_LINES: tl.constexpr, GROUP_CHUNKS: tl.constexpr, GRANULE_CHUNKS: tl.constexpr, LINES: tl.constexpr,
-    TAILS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, SUM: tl.constexpr, UNROLL: tl.constexpr,
+    TAILS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, SUM: tl.constexpr,
+    PAIR: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, 16]: rows t [ROWS] of x times a tile at `at`, over the chunks first..last of its columns; with SUM over
-    the same tile of one granule after the other, x [T, granules · COLS]."""
+    """ROWS tensors [16]: the rows of x from `row` on (the last again, beyond n_rows) times a tile at `at`, over the
+    chunks first..last of its columns; with PAIR so many again, times the tile at `other`. With SUM over the same tile of
+    one granule after the other, x [T, granules · COLS].
+
+    A tuple of sums [CHUNKS, LINES, 16], not one tensor with an axis more: so all that is in the loop keeps the layout
+    in which words are loaded, and nothing passes through shared memory."""
     QUANTISED: tl.constexpr = KIND == "int4" or KIND == "int8"
     lines = tl.arange(0, LINES)
     lane = tl.arange(0, 16)
-    total = tl.zeros((ROWS, CHUNKS, LINES, 16), tl.float32)
+    totals = ()
+    for _ in tl.static_range(2 * ROWS if PAIR else ROWS):
+        totals = totals + (tl.zeros((CHUNKS, LINES, 16), tl.float32),)
     for start in tl.range(first, last, CHUNKS, loop_unroll_factor=UNROLL):
         chunk = start + tl.arange(0, CHUNKS)
         real = chunk < last  # [CHUNKS]
         if SUM:
             granule = chunk // GRANULE_CHUNKS
             chunk = chunk - granule * GRANULE_CHUNKS
-            place = at + granule.to(tl.int64) * granule_words
+            place = granule.to(tl.int64) * granule_words
             origin = granule * COLS
         else:
-            place = at + tl.zeros((CHUNKS,), tl.int64)
+            place = tl.zeros((CHUNKS,), tl.int64)
             origin = tl.zeros((CHUNKS,), tl.int32)
         group = chunk // GROUP_CHUNKS
         place = place + group * GROUP_WORDS  # [CHUNKS]
@@ -72,34 +98,66 @@ def _tile_dot(
         there = real[:, None]
         if TAILS:
             there = there & (line < GROUP_LINES)
-        spots = words + place[:, None, None] + line[:, :, None] * 16 + lane[None, None, :]
-        word = tl.load(spots, mask=there[:, :, None], other=0)  # [CHUNKS, LINES, 16]
-        source = x + t[:, None, None].to(tl.int64) * x_stride + (origin[:, None] + column)[None, :, :]
-        products = tl.zeros((ROWS, CHUNKS, LINES, 16), tl.float32)
-        sums = tl.zeros((ROWS, CHUNKS, LINES), tl.float32)
-        for c in tl.static_range(PER_WORD):
-            seen = there
-            if TAILS:
-                seen = seen & (column + c < COLS)
-            value = tl.load(source + c, mask=seen[None, :, :], other=0.0)  # [ROWS, CHUNKS, LINES]
-            number = _numbers(word, c, KIND)
-            if QUANTISED:
-                sums += value
-                value = value * (1.0 / (1 << (((c % 4) * 8 + (c // 4) * 4) % 16)))
-            products += value[:, :, :, None] * number[None, :, :, :]
+        inside = line[:, :, None] * 16 + lane[None, None, :]
+        word = tl.load(words + (at + place)[:, None, None] + inside, mask=there[:, :, None], other=0)
+        if PAIR:
+            word2 = tl.load(words + (other + place)[:, None, None] + inside, mask=there[:, :, None], other=0)
         if QUANTISED:
-            factors = halves + (place + (GROUP_WORDS - 16))[:, None] * 2 + lane[None, :]
-            scale = tl.load(factors, mask=real[:, None], other=0.0).to(tl.float32)  # [CHUNKS, 16]
-            minimum = tl.load(factors + 16, mask=real[:, None], other=0.0).to(tl.float32)
-            total += products * scale[None, :, None, :] + sums[:, :, :, None] * minimum[None, :, None, :]
+            scale, minimum = _factors(halves, at + place, real, GROUP_WORDS)
+            if PAIR:
+                scale2, minimum2 = _factors(halves, other + place, real, GROUP_WORDS)
+        numbers = ()
+        for c in tl.static_range(PER_WORD):
+            numbers = numbers + (_numbers(word, c, exponent4, exponent8, KIND),)
+            if PAIR:
+                numbers = numbers + (_numbers(word2, c, exponent4, exponent8, KIND),)
+        news = ()
+        for r in tl.static_range(ROWS):
+            t = tl.minimum(row + r, n_rows - 1).to(tl.int64)
+            source = x + t * x_stride + origin[:, None] + column  # [CHUNKS, LINES]
+            products = tl.zeros((CHUNKS, LINES, 16), tl.float32)
+            products2 = products
+            sums = tl.zeros((CHUNKS, LINES), tl.float32)
+            added = sums
+            for c in tl.static_range(PER_WORD):
+                seen = there
+                if TAILS:
+                    seen = seen & (column + c < COLS)
+                value = tl.load(source + c, mask=seen, other=0.0)
+                if QUANTISED:
+                    sums += value
+                    if KIND == "int8":
+                        added += value * 256.0
+                    elif c >= 4:
+                        added += value * 16.0
+                products += value[:, :, None] * numbers[2 * c if PAIR else c]
+                if PAIR:
+                    products2 += value[:, :, None] * numbers[2 * c + 1]
+            if QUANTISED:
+                products = (products - added[:, :, None]) * scale + sums[:, :, None] * minimum
+                if PAIR:
+                    products2 = (products2 - added[:, :, None]) * scale2 + sums[:, :, None] * minimum2
+            news = news + (totals[r] + products,)
+            if PAIR:
+                news = news + (totals[ROWS + r] + products2,)
+        if PAIR:  # made by turns: back to one tile after the other
+            totals = ()
+            for r in tl.static_range(ROWS):
+                totals = totals + (news[2 * r],)
+            for r in tl.static_range(ROWS):
+                totals = totals + (news[2 * r + 1],)
         else:
-            total += products
-    return tl.sum(tl.sum(total, 2), 1)
+            totals = news
+    found = ()
+    for r in tl.static_range(2 * ROWS if PAIR else ROWS):
+        found = found + (tl.sum(tl.sum(totals[r], 1), 0),)
+    return found
 
 
 @triton.jit
 def spread_kernel(
     words, halves, x, y0, y1, y2, n_rows, limit, x_stride, y0_stride, y1_stride, y2_stride, granule_words,
+    exponent4, exponent8,
     OFFSET0: tl.constexpr, OFFSET1: tl.constexpr, OFFSET2: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr,
     R2: tl.constexpr, TILE_WORDS: tl.constexpr,
     KIND: tl.constexpr, COLS: tl.constexpr, PER_WORD: tl.constexpr, GROUP: tl.constexpr, GROUP_WORDS: tl.constexpr,
@@ -114,8 +172,7 @@ def spread_kernel(
     ALL: tl.constexpr = TILES0 + TILES1 + TILES2
     granule = tl.program_id(0) // ALL
     tile = tl.program_id(0) - granule * ALL
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    t = tl.minimum(row, n_rows - 1)
+    row = tl.program_id(1) * ROWS
     at = granule.to(tl.int64) * granule_words
     if tile < TILES0:
         at += OFFSET0 + tile * TILE_WORDS
@@ -124,26 +181,24 @@ def spread_kernel(
     else:
         at += OFFSET2 + (tile - TILES0 - TILES1) * TILE_WORDS
     found = _tile_dot(
-        words, halves, x, at, granule_words, t, x_stride, 0, GRANULE_CHUNKS,
+        words, halves, x, at, at, granule_words, row, n_rows, x_stride, 0, GRANULE_CHUNKS, exponent4, exponent8,
         KIND, COLS, PER_WORD, GROUP, GROUP_WORDS, GROUP_LINES, GROUP_CHUNKS, GRANULE_CHUNKS, LINES, TAILS, CHUNKS,
-        ROWS, False, UNROLL,
+        ROWS, UNROLL, False, False,
     )  # fmt: skip
     lane = tl.arange(0, 16)
-    t64 = t.to(tl.int64)
-    ours = (row < n_rows)[:, None]
-    if tile < TILES0:
-        inside = tile * 16 + lane
-        column = granule * R0 + inside
-        kept = ours & ((inside < R0) & (column < limit))[None, :]
-        tl.store(y0 + t64[:, None] * y0_stride + column[None, :], found, mask=kept)
-    elif tile < TILES0 + TILES1:
-        inside = (tile - TILES0) * 16 + lane
-        column = granule * R1 + inside
-        tl.store(y1 + t64[:, None] * y1_stride + column[None, :], found, mask=ours & (inside < R1)[None, :])
-    else:
-        inside = (tile - TILES0 - TILES1) * 16 + lane
-        column = granule * R2 + inside
-        tl.store(y2 + t64[:, None] * y2_stride + column[None, :], found, mask=ours & (inside < R2)[None, :])
+    for r in tl.static_range(ROWS):
+        t = (row + r).to(tl.int64)
+        if row + r < n_rows:
+            if tile < TILES0:
+                inside = tile * 16 + lane
+                column = granule * R0 + inside
+                tl.store(y0 + t * y0_stride + column, found[r], mask=(inside < R0) & (column < limit))
+            elif tile < TILES0 + TILES1:
+                inside = (tile - TILES0) * 16 + lane
+                tl.store(y1 + t * y1_stride + granule * R1 + inside, found[r], mask=inside < R1)
+            else:
+                inside = (tile - TILES0 - TILES1) * 16 + lane
+                tl.store(y2 + t * y2_stride + granule * R2 + inside, found[r], mask=inside < R2)
 
 
 @triton.jit
@@ -171,7 +226,8 @@ def _activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def hidden_kernel(
-    words, halves, floats, x, y, n_rows, x_stride, y_stride, granule_words, granule_floats,
+    words, halves, floats, x, y, n_rows, x_stride, y_stride, granule_words, granule_floats, exponent4,
+    exponent8,
     GATE: tl.constexpr, UP: tl.constexpr, GATE_BIAS: tl.constexpr, UP_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     R: tl.constexpr, TILE_WORDS: tl.constexpr,
     KIND: tl.constexpr, COLS: tl.constexpr, PER_WORD: tl.constexpr, GROUP: tl.constexpr, GROUP_WORDS: tl.constexpr,
@@ -183,35 +239,34 @@ def hidden_kernel(
     TILES: tl.constexpr = R // 16
     granule = tl.program_id(0) // TILES
     tile = tl.program_id(0) - granule * TILES
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    t = tl.minimum(row, n_rows - 1)
+    row = tl.program_id(1) * ROWS
     base = granule.to(tl.int64) * granule_words + tile * TILE_WORDS
     bias = floats + granule.to(tl.int64) * granule_floats + tile * 16 + tl.arange(0, 16)
-    up = _tile_dot(
-        words, halves, x, base + UP, granule_words, t, x_stride, 0, GRANULE_CHUNKS,
-        KIND, COLS, PER_WORD, GROUP, GROUP_WORDS, GROUP_LINES, GROUP_CHUNKS, GRANULE_CHUNKS, LINES, TAILS, CHUNKS,
-        ROWS, False, UNROLL,
+    found = _tile_dot(
+        words, halves, x, base + UP, base + GATE, granule_words, row, n_rows, x_stride, 0, GRANULE_CHUNKS, exponent4,
+        exponent8, KIND, COLS, PER_WORD, GROUP, GROUP_WORDS, GROUP_LINES, GROUP_CHUNKS, GRANULE_CHUNKS, LINES, TAILS,
+        CHUNKS, ROWS, UNROLL, False, GATE >= 0,
     )  # fmt: skip
-    if UP_BIAS >= 0:
-        up += tl.load(bias + UP_BIAS)[None, :]
-    if GATE >= 0:
-        gate = _tile_dot(
-            words, halves, x, base + GATE, granule_words, t, x_stride, 0, GRANULE_CHUNKS,
-            KIND, COLS, PER_WORD, GROUP, GROUP_WORDS, GROUP_LINES, GROUP_CHUNKS, GRANULE_CHUNKS, LINES, TAILS, CHUNKS,
-            ROWS, False, UNROLL,
-        )  # fmt: skip
-        if GATE_BIAS >= 0:
-            gate += tl.load(bias + GATE_BIAS)[None, :]
-        found = _activate(gate, ACTIVATION) * up
-    else:
-        found = _activate(up, ACTIVATION)
     column = granule * R + tile * 16 + tl.arange(0, 16)
-    tl.store(y + t.to(tl.int64)[:, None] * y_stride + column[None, :], found, mask=(row < n_rows)[:, None])
+    for r in tl.static_range(ROWS):
+        one = found[r]
+        if UP_BIAS >= 0:
+            one += tl.load(bias + UP_BIAS)
+        if GATE >= 0:
+            other = found[ROWS + r]
+            if GATE_BIAS >= 0:
+                other += tl.load(bias + GATE_BIAS)
+            one = _activate(other, ACTIVATION) * one
+        else:
+            one = _activate(one, ACTIVATION)
+        if row + r < n_rows:
+            tl.store(y + (row + r).to(tl.int64) * y_stride + column, one)
 
 
 @triton.jit
 def add_up_kernel(
-    words, halves, x, y, n_rows, n_chunks, x_stride, y_stride, split_stride, granule_words,
+    words, halves, x, y, n_rows, n_chunks, x_stride, y_stride, split_stride, granule_words, exponent4,
+    exponent8,
     OFFSET: tl.constexpr, R: tl.constexpr, TILE_WORDS: tl.constexpr, SPLITS: tl.constexpr, ADD: tl.constexpr,
     KIND: tl.constexpr, COLS: tl.constexpr, PER_WORD: tl.constexpr, GROUP: tl.constexpr, GROUP_WORDS: tl.constexpr,
     GROUP_LINES: tl.constexpr, GROUP_CHUNKS: tl.constexpr, GRANULE_CHUNKS: tl.constexpr, LINES: tl.constexpr,
@@ -221,23 +276,24 @@ def add_up_kernel(
     the sums of so many parts. Grid: (tiles, SPLITS, ROWS rows at a time)."""
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    t = tl.minimum(row, n_rows - 1)
+    row = tl.program_id(2) * ROWS
     each = (n_chunks + SPLITS - 1) // SPLITS
     first = split * each
     last = tl.minimum(first + each, n_chunks)
     at = OFFSET + tile.to(tl.int64) * TILE_WORDS
     found = _tile_dot(
-        words, halves, x, at, granule_words, t, x_stride, first, last,
+        words, halves, x, at, at, granule_words, row, n_rows, x_stride, first, last, exponent4, exponent8,
         KIND, COLS, PER_WORD, GROUP, GROUP_WORDS, GROUP_LINES, GROUP_CHUNKS, GRANULE_CHUNKS, LINES, TAILS, CHUNKS,
-        ROWS, True, UNROLL,
+        ROWS, UNROLL, True, False,
     )  # fmt: skip
     column = tile * 16 + tl.arange(0, 16)
-    spot = y + split * split_stride + t.to(tl.int64)[:, None] * y_stride + column[None, :]
-    kept = (row < n_rows)[:, None] & (column < R)[None, :]
-    if ADD:
-        found += tl.load(spot, mask=kept, other=0.0)
-    tl.store(spot, found, mask=kept)
+    for r in tl.static_range(ROWS):
+        if row + r < n_rows:
+            spot = y + split.to(tl.int64) * split_stride + (row + r).to(tl.int64) * y_stride + column
+            total = found[r]
+            if ADD:
+                total += tl.load(spot, mask=column < R, other=0.0)
+            tl.store(spot, total, mask=column < R)
 
 
 @triton.jit
