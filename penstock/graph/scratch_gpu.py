@@ -97,8 +97,10 @@ def ffn_bytes(part: Part, granules: int, rows: int) -> int:
 
 
 def attend_tile_rows(a: Attention, longest: int) -> int:
-    """Batch rows that one program of attention takes, of sequences of which none has more than `longest`."""
-    return max(1, min(ATTEND_ROWS // a.heads_per_kv, longest))
+    """Batch rows that one program of attention takes, of sequences of which none has more than `longest`: fewer of
+    wide heads, or they outgrow the memory that a small card's processor has."""
+    most = ATTEND_ROWS if a.head_dim <= 128 else ATTEND_ROWS // 2 if a.head_dim <= 256 else ATTEND_ROWS // 4
+    return max(1, min(most // a.heads_per_kv, longest))
 
 
 def attend_splits(programs: int, context: int) -> int:

@@ -124,12 +124,15 @@ def attend(
         target, stats = scratch.take((splits, t, heads * g, e)), scratch.take((splits, t, heads * g, 2))
     wide, places = _places(keys.format, e)
     m = max(16, _pow2(rows * g))
+    # Prefill computes more than it reads: on tensor cores, where the user lets products round to TF32.
+    rounded = rows > 1 and kernels.matmul == "tf32" and kernels.dot == "tf32x3" and keys.format.kind != "float32"
     attend_kernels.attend_kernel[(n_tiles, heads, splits)](
         q, _typed(keys), _typed(values), _halves(keys), _halves(values), positions, sequence, target, stats, a.scale,
         t, lo, q.stride(0), out.stride(0), target.stride(0), stats.stride(0), keys.blocks.stride(0),
         keys.blocks.stride(1), keys.pages_per_seq,
         g, e, heads, keys.page_tokens, a.softcap, a.window, rows, splits, m, _block(e), keys.format.kind,
-        keys.format.group, keys.groups, keys.codes_bytes, wide, places, kernels.dot,
+        keys.format.group, keys.groups, keys.codes_bytes, wide, places,
+        "tf32" if rounded else kernels.dot,
         num_warps=4 if m * wide * places <= 4096 else 8, num_stages=1,
     )  # fmt: skip
     if splits > 1:

@@ -185,8 +185,8 @@ def hidden(
         biases = [part.block(name).offset // 4 if part.has(name) else -1 for name in ("gate_bias", "up_bias")]
         tile_kernels.hidden_kernel[(programs, -(-t // walk["ROWS"]))](
             words, halves, floats, x, up, t, x.stride(0), up.stride(0), words.stride(0), floats.stride(0),
-            *_exponents(), part.block("gate").offset // size if f.gated else -1, block.offset // size, *biases, f.activation,
-            block.rows, _tile_words(block), **walk,
+            *_exponents(), part.block("gate").offset // size if f.gated else -1, block.offset // size, *biases,
+            f.activation, block.rows, _tile_words(block), **walk,
         )  # fmt: skip
         return up
     made = [("up", up)] + ([("gate", gate)] if f.gated else [])

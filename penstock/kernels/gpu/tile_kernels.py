@@ -3,9 +3,10 @@
 A warp reads a chunk at a time: LINES lines (8: in int4 a group of 64 columns) of a tile's 16 words, 512 bytes that lie
 together; a program is one tile, its warps' chunks are neighbours. Codes become floats without a conversion (half as
 fast on many cards): a byte shifted into the upper mantissa, under the exponent of 2^4 (high nibbles) or 2^8, is 16 +
-code or 256 + code exactly. Three operations a weight, the product included, are what a card of 4.8 TB/s has time for: at
-4.5 bits a weight it brings 8.5e12 of them a second and does some 30e12 operations. A group's scale multiplies the sum of
-its products, less what was added; its minimum the sum of its activations. All sums are float32; no atomics, so results come out the same every time.
+code or 256 + code exactly. Three operations a weight, the product included, are what a card of 4.8 TB/s has time for:
+at 4.5 bits a weight it brings 8.5e12 of them a second and does some 30e12 operations. A group's scale multiplies the
+sum of its products, less what was added; its minimum the sum of its activations. All sums are float32; no atomics, so
+results come out the same every time.
 
 `exponent4` and `exponent8`, EXPONENT4 and EXPONENT8, are arguments because an instruction holds one constant: with the
 mask, they would be two, and one operation more for each weight.
@@ -20,6 +21,7 @@ import triton
 import triton.language as tl
 
 EXPONENT4, EXPONENT8 = 0x41800000, 0x43800000  # of 2^4 and of 2^8, in float32
+
 
 @triton.jit
 def _numbers(word, c: tl.constexpr, exponent4, exponent8, KIND: tl.constexpr):
@@ -69,8 +71,8 @@ def _tile_dot(
     PAIR: tl.constexpr,
 ):  # fmt: skip
     """ROWS tensors [16]: the rows of x from `row` on (the last again, beyond n_rows) times a tile at `at`, over the
-    chunks first..last of its columns; with PAIR so many again, times the tile at `other`. With SUM over the same tile of
-    one granule after the other, x [T, granules · COLS].
+    chunks first..last of its columns; with PAIR so many again, times the tile at `other`. With SUM over the same tile
+    of one granule after the other, x [T, granules · COLS].
 
     A tuple of sums [CHUNKS, LINES, 16], not one tensor with an axis more: so all that is in the loop keeps the layout
     in which words are loaded, and nothing passes through shared memory."""
