@@ -1,7 +1,8 @@
-"""Fixtures of the command-line tests."""
+"""Fixtures of the command-line tests; and Triton's interpreter, for all tests on the processor."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,10 @@ import pytest
 from penstock.store.synth import synth
 from tests.cpu.commands import Call, here, machine_cache
 from tests.cpu.configs import TINY_CONFIGS
+
+# Triton reads it where it is imported first, which may be deep within some other test's imports. `tests/gpu` runs in a
+# process of its own.
+os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="module")

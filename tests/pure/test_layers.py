@@ -46,8 +46,8 @@ def test_imports(path: Path) -> None:
     folder = relative.parts[0] if len(relative.parts) > 1 else ""
     for name in imports(path):
         top, *rest = name.split(".")
-        if top == "torch":
-            assert str(relative).startswith(TORCH_ALLOWED), f"{relative} imports torch"
+        if top in ("torch", "triton"):
+            assert str(relative).startswith(TORCH_ALLOWED), f"{relative} imports {top}"
         if top != "penstock":
             if folder in STANDARD_LIBRARY_ONLY:
                 assert top in sys.stdlib_module_names, f"{relative} imports {name}: {folder} is standard library only"

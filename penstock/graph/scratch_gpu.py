@@ -1,0 +1,161 @@
+"""Temporaries of the GPU kernels, to the byte, and the rules by which they cut their work: what decides a size decides
+it here, so that an arena can be sized where no torch is installed.
+
+Many rows are multiplied by widened weights: a piece of a unit as float32, at most WIDE_BYTES of it at a time. Few rows
+are multiplied straight from the packed weights and need next to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from penstock.spec.format import TILE_ROWS, tiles
+from penstock.spec.model import Attention, ModelSpec
+from penstock.spec.parts import Block, Part
+from penstock.spec.plan import Plan
+from penstock.units import MIB, round_up
+
+ALIGN = 256  # of every temporary: a GPU's memory transactions, and what its matrix products like
+WIDE_BYTES = 64 * MIB  # 4096 x 4096 float32: larger pieces gain nothing, a product of them takes 0.1 ms and more
+SUM_PARTS = 4  # partials that one merge reads; the others are summed before
+
+# Attention: a program has up to ATTEND_ROWS queries of one KV head; work is split, into no less than ATTEND_BLOCK
+# positions each, until there are ATTEND_PROGRAMS of them, four for each of the 130 or so processors of a large card.
+ATTEND_BLOCK, ATTEND_ROWS, ATTEND_PROGRAMS, MOST_SPLITS = 64, 64, 512, 64
+
+# A sum over granules is split where tiles are so few that their programs, of 16 warps at most, would leave a card idle.
+SUM_PROGRAMS, MOST_SUM_SPLITS = 256, 16
+
+
+class Piece(NamedTuple):
+    """Rows `row_lo`..`row_hi` of a block in granules `lo`..`hi` (counted from the unit's first)."""
+
+    lo: int
+    hi: int
+    row_lo: int
+    row_hi: int
+
+
+def pieces(granules: int, block: Block) -> Iterator[Piece]:
+    """A unit's block in pieces that take at most WIDE_BYTES as float32: whole granules, or where one is larger, whole
+    tiles of it."""
+    each = 4 * block.rows * block.cols
+    if each <= WIDE_BYTES:
+        step = WIDE_BYTES // each
+        for lo in range(0, granules, step):
+            yield Piece(lo, min(lo + step, granules), 0, block.rows)
+        return
+    rows = max(1, WIDE_BYTES // (4 * block.cols * TILE_ROWS)) * TILE_ROWS
+    for lo in range(granules):
+        for row in range(0, block.rows, rows):
+            yield Piece(lo, lo + 1, row, min(row + rows, block.rows))
+
+
+def wide_bytes(granules: int, block: Block) -> int:
+    """The largest of `pieces` as float32."""
+    rows = max(((p.hi - p.lo) * (p.row_hi - p.row_lo) for p in pieces(granules, block)), default=0)
+    return _floats(rows * block.cols)
+
+
+def sum_splits(rows: int) -> int:
+    """Into how many parts the sum over a unit's granules is split at most, for `rows` of its result's columns."""
+    return min(max(1, SUM_PROGRAMS // tiles(rows)), MOST_SUM_SPLITS)
+
+
+def spread_bytes(granules: int, blocks: tuple[Block, ...]) -> int:
+    """Products of the same activations with blocks of every granule."""
+    return max(wide_bytes(granules, block) for block in blocks)
+
+
+def add_up_bytes(granules: int, block: Block, rows: int) -> int:
+    """A product summed over granules."""
+    splits = sum_splits(block.rows)
+    return max(wide_bytes(granules, block), _floats(splits * rows * block.rows) if splits > 1 else 0)
+
+
+def qkv_bytes(part: Part, a: Attention, granules: int, rows: int) -> int:
+    """What is projected, before it turns, and its products."""
+    made = _floats(rows * granules * a.heads_per_kv * a.head_dim) + 2 * _floats(rows * granules * a.head_dim)
+    return made + spread_bytes(granules, (part.block("q"), part.block("k"), part.block("v")))
+
+
+def out_bytes(part: Part, granules: int, rows: int) -> int:
+    return add_up_bytes(granules, part.block("o"), rows)
+
+
+def ffn_granules(part: Part, rows: int) -> int:
+    """Granules whose hidden activations are there at once: WIDE_BYTES of them."""
+    return max(1, WIDE_BYTES // (4 * rows * part.granule_rows))
+
+
+def ffn_bytes(part: Part, granules: int, rows: int) -> int:
+    """Hidden activations, gate and up, and the products."""
+    blocks = tuple(part.block(name) for name in ("gate", "up") if part.has(name))
+    hidden = 2 * round_up(min(4 * rows * granules * part.granule_rows, WIDE_BYTES), ALIGN)
+    return hidden + max(spread_bytes(granules, blocks), add_up_bytes(granules, part.block("down"), rows))
+
+
+def attend_tile_rows(a: Attention, longest: int) -> int:
+    """Batch rows that one program of attention takes, of sequences of which none has more than `longest`: fewer of
+    wide heads, or they outgrow the memory that a small card's processor has."""
+    most = ATTEND_ROWS if a.head_dim <= 128 else ATTEND_ROWS // 2 if a.head_dim <= 256 else ATTEND_ROWS // 4
+    return max(1, min(most // a.heads_per_kv, longest))
+
+
+def attend_splits(programs: int, context: int) -> int:
+    """Into how many parts the KV of each row is split: a function of shapes and of the room for context alone, so that
+    a recorded graph holds at any position."""
+    return min(-(-ATTEND_PROGRAMS // programs), MOST_SPLITS, -(-context // ATTEND_BLOCK))
+
+
+def attend_bytes(a: Attention, kv_heads: int, rows: int) -> int:
+    """Parts of attention of up to `rows` rows before they are merged: outputs, and two numbers each. Splits times rows
+    are most where tiles of ATTEND_ROWS just fail to be ATTEND_PROGRAMS."""
+    most = 2 * ATTEND_PROGRAMS * attend_tile_rows(a, rows) // kv_heads + 2
+    found = min(MOST_SPLITS * rows, most) * kv_heads * a.heads_per_kv
+    return _floats(found * a.head_dim) + _floats(found * 2)
+
+
+def embed_bytes(edges: Part, spec: ModelSpec, rows: int) -> int:
+    projection = edges.block("project_in") if edges.has("project_in") else None
+    return _floats(rows * spec.d_embed) + spread_bytes(1, (projection,)) if projection else 0
+
+
+def norm_bytes(edges: Part, spec: ModelSpec, rows: int) -> int:
+    """The final norm of a model that projects its output."""
+    projection = edges.block("project_out") if edges.has("project_out") else None
+    return _floats(rows * spec.d_model) + spread_bytes(1, (projection,)) if projection else 0
+
+
+def merge_bytes(spec: ModelSpec, rows: int) -> int:
+    return _floats(rows * spec.d_model)
+
+
+def head_bytes(part: Part, granules: int) -> int:
+    return spread_bytes(granules, (part.block("rows"),))
+
+
+def scratch_bytes(plan: Plan, tier: str) -> int:
+    """The scratch arena of a device `tier` (`gpu0`): the largest need of any op on any unit that it executes in some
+    pass. The main executor's edges, norms and merges are counted for every device: they are small."""
+    spec, parts = plan.target.spec, plan.parts
+    rows = max(plan.chunk_rows, plan.batch_seqs)
+    edges = parts["edges"]
+    need = max(embed_bytes(edges, spec, rows), norm_bytes(edges, spec, plan.logits_rows), merge_bytes(spec, rows))
+    for unit in plan.units:
+        part, n = parts[unit.part], unit.hi - unit.lo
+        if tier not in (unit.decode, unit.prefill):
+            continue
+        if part.kind == "attn":
+            a = spec.layers[part.layer].attention
+            need = max(need, qkv_bytes(part, a, n, rows), out_bytes(part, n, rows), attend_bytes(a, n, rows))
+        elif part.kind == "ffn":
+            need = max(need, ffn_bytes(part, n, rows))
+        elif part.kind in ("embed", "head"):
+            need = max(need, head_bytes(part, n))
+    return round_up(need, 4096)
+
+
+def _floats(count: int) -> int:
+    return round_up(4 * count, ALIGN)

@@ -1,0 +1,176 @@
+"""Triton kernels of attention over the paged cache, in any format. Have run in the interpreter only.
+
+A program has some queries of one KV head, `M` pairs of (row, query head), and reads every SPLITS-th block of N
+positions of their sequence with a running maximum. Blocks are dealt out by turns, so that all splits have work at any
+position although the grid knows only the room for context. A second kernel merges the splits.
+
+Numbers of a row are taken in the order (group, place in it), both padded to powers of 2; in int4 as two halves, of the
+low and of the high nibbles. Scores sum over that order and values come out in it, so nothing is ever put back into its
+place but what is stored in the end.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from penstock.kernels.gpu.tile_kernels import tanh
+
+
+@triton.jit
+def _codes_of(pool, halves, at, slot, there, HIGH: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr,
+              KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, CODES: tl.constexpr, WIDE: tl.constexpr,
+              PLACES: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """Rows `slot` [N] of the block at byte `at` as float32 [N, WIDE · PLACES]; 0 where not there. HIGH: high nibbles.
+    WIDE, PLACES: groups, and numbers of each (of int4 half of them), padded."""
+    group = tl.arange(0, WIDE)
+    place = tl.arange(0, PLACES)
+    if KIND == "int4" or KIND == "int8":
+        if KIND == "int4":
+            inside = place * 2 < GROUP
+            byte = group[:, None] * (GROUP // 2) + place[None, :]
+        else:
+            inside = place < GROUP
+            byte = group[:, None] * GROUP + place[None, :]
+        kept = inside[None, :] & (byte < CODES)  # [WIDE, PLACES]
+        spots = pool + at + (slot * CODES)[:, None, None] + byte[None, :, :]
+        code = tl.load(spots, mask=there[:, None, None] & kept[None, :, :], other=0).to(tl.int32)
+        if KIND == "int4":
+            code = (code >> 4) if HIGH else (code & 15)
+        factors = halves + at // 2 + PAGE * CODES // 2 + group[None, :] * PAGE + slot[:, None]
+        known = there[:, None] & (group < GROUPS)[None, :]
+        scale = tl.load(factors, mask=known, other=0.0).to(tl.float32)  # [N, WIDE]
+        minimum = tl.load(factors + GROUPS * PAGE, mask=known, other=0.0).to(tl.float32)
+        found = code.to(tl.float32) * scale[:, :, None] + minimum[:, :, None]
+        return tl.reshape(found, (N, WIDE * PLACES))
+    else:
+        kept = there[:, None] & (place < E)[None, :]
+        where = (slot * E)[:, None] + place[None, :]
+        if KIND == "float32":
+            return tl.load(pool + at // 4 + where, mask=kept, other=0.0)
+        elif KIND == "float16":
+            return tl.load(pool + at // 2 + where, mask=kept, other=0.0).to(tl.float32)
+        else:  # bfloat16, as int16
+            bits = tl.load(pool + at // 2 + where, mask=kept, other=0).to(tl.int32)
+            return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def attend_kernel(
+    q, keys, values, key_halves, value_halves, positions, sequence, out, stats, scale,
+    n_rows, head_lo, q_stride, out_stride, split_stride, stats_stride, page_stride, head_stride, pages_per_seq,
+    G: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr, TILE_ROWS: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, CODES: tl.constexpr, WIDE: tl.constexpr,
+    PLACES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """q [T, H, E] → out [T, H, E] from the head head_lo on; with SPLITS > 1 out [SPLITS, T, HEADS · G, E], not yet
+    divided, and stats [SPLITS, T, HEADS · G, 2]: the largest score and the sum. Grid: (tiles, HEADS, SPLITS).
+
+    Rows of a tile may be of several sequences; it then reads one after the other. Strides of the pools count bytes."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    m = tl.arange(0, M)
+    t = tile * TILE_ROWS + m // G
+    real = (m // G < TILE_ROWS) & (t < n_rows)
+    query = m % G
+    position = tl.load(positions + t, mask=real, other=-1)
+    owner = tl.load(sequence + t, mask=real, other=-1)
+    j = tl.arange(0, WIDE * PLACES)
+    if KIND == "int4":
+        inside = (j % PLACES) * 2 < GROUP
+        column = (j // PLACES) * GROUP + ((j % PLACES) // 16) * 32 + j % 16
+    elif KIND == "int8":
+        inside = (j % PLACES) < GROUP
+        column = (j // PLACES) * GROUP + j % PLACES
+    else:
+        inside = j < E
+        column = j
+    low_kept = inside & (column < E)
+    high_kept = inside & (column + 16 < E)
+    t64 = t.to(tl.int64)
+    spots = q + t64[:, None] * q_stride + ((head_lo + head) * G + query)[:, None] * E + column[None, :]
+    low_q = tl.load(spots, mask=real[:, None] & low_kept[None, :], other=0.0)  # [M, WIDE · PLACES]
+    low_sum = tl.zeros((M, WIDE * PLACES), tl.float32)
+    if KIND == "int4":
+        high_q = tl.load(spots + 16, mask=real[:, None] & high_kept[None, :], other=0.0)
+        high_sum = tl.zeros((M, WIDE * PLACES), tl.float32)
+    peak = tl.full((M,), float("-inf"), tl.float32)
+    weight = tl.zeros((M,), tl.float32)
+    for one in range(tl.min(tl.where(real, owner, 0x7FFFFFFF), 0), tl.max(owner, 0) + 1):
+        ours = real & (owner == one)
+        reach = tl.max(tl.where(ours, position, -1), 0)  # -1: none of these rows is its
+        begin = 0
+        if WINDOW > 0:
+            begin = tl.maximum(tl.min(tl.where(ours, position, 0x7FFFFFFF), 0) - (WINDOW - 1), 0) // N
+        for block in range(begin + split, (reach + N) // N, SPLITS):
+            at_position = block * N + tl.arange(0, N)
+            there = at_position <= reach
+            page = one * pages_per_seq + (block * N) // PAGE
+            slot = (block * N) % PAGE + tl.arange(0, N)
+            at = page.to(tl.int64) * page_stride + (head_lo + head) * head_stride
+            key = _codes_of(keys, key_halves, at, slot, there, False, E, PAGE, KIND, GROUP, GROUPS, CODES, WIDE,
+                            PLACES, N)  # fmt: skip
+            score = tl.dot(low_q, tl.trans(key), input_precision=PRECISION)
+            if KIND == "int4":
+                key = _codes_of(keys, key_halves, at, slot, there, True, E, PAGE, KIND, GROUP, GROUPS, CODES, WIDE,
+                                PLACES, N)  # fmt: skip
+                score += tl.dot(high_q, tl.trans(key), input_precision=PRECISION)
+            score = score * scale  # [M, N]
+            if SOFTCAP > 0:
+                score = SOFTCAP * tanh(score / SOFTCAP)
+            seen = ours[:, None] & (at_position[None, :] <= position[:, None])
+            if WINDOW > 0:
+                seen = seen & (at_position[None, :] > position[:, None] - WINDOW)
+            score = tl.where(seen, score, float("-inf"))
+            higher = tl.maximum(peak, tl.max(score, 1))
+            # A row that has seen nothing yet has peak -inf; 0 there keeps exp(-inf - 0) = 0.
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            share = tl.exp(score - base[:, None])
+            shrink = tl.exp(peak - base)
+            weight = weight * shrink + tl.sum(share, 1)
+            peak = higher
+            value = _codes_of(values, value_halves, at, slot, there, False, E, PAGE, KIND, GROUP, GROUPS, CODES, WIDE,
+                              PLACES, N)  # fmt: skip
+            low_sum = low_sum * shrink[:, None] + tl.dot(share, value, input_precision=PRECISION)
+            if KIND == "int4":
+                value = _codes_of(values, value_halves, at, slot, there, True, E, PAGE, KIND, GROUP, GROUPS, CODES,
+                                  WIDE, PLACES, N)  # fmt: skip
+                high_sum = high_sum * shrink[:, None] + tl.dot(share, value, input_precision=PRECISION)
+    if SPLITS == 1:
+        low_sum = low_sum / weight[:, None]
+        target = out + t64[:, None] * out_stride + ((head_lo + head) * G + query)[:, None] * E + column[None, :]
+    else:
+        which = split.to(tl.int64)
+        spot = stats + which * stats_stride + (t64 * HEADS * G + head * G + query) * 2
+        tl.store(spot, peak, mask=real)
+        tl.store(spot + 1, weight, mask=real)
+        target = out + which * split_stride + (t64 * HEADS * G + head * G + query)[:, None] * E + column[None, :]
+        real = real & (weight != 0)  # what has seen nothing is not read either
+    tl.store(target, low_sum, mask=real[:, None] & low_kept[None, :])
+    if KIND == "int4":
+        if SPLITS == 1:
+            high_sum = high_sum / weight[:, None]
+        tl.store(target + 16, high_sum, mask=real[:, None] & high_kept[None, :])
+
+
+@triton.jit
+def merge_splits_kernel(
+    parts, stats, out, head_lo, out_stride, split_stride, stats_stride,
+    HEADS: tl.constexpr, E: tl.constexpr, SPLITS: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out [T, H, E] from the query head head_lo on, of HEADS query heads. Grid: (T, HEADS)."""
+    t = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    split = tl.arange(0, ALL)
+    column = tl.arange(0, BLOCK)
+    spot = stats + split.to(tl.int64) * stats_stride + (t * HEADS + head) * 2
+    weight = tl.load(spot + 1, mask=split < SPLITS, other=0.0)
+    peak = tl.load(spot, mask=split < SPLITS, other=float("-inf"))
+    used = weight != 0  # NaN too: it shows
+    factor = tl.where(used, tl.exp(peak - tl.max(tl.where(used, peak, float("-inf")), 0)), 0.0)
+    source = parts + split.to(tl.int64)[:, None] * split_stride + (t * HEADS + head) * E + column[None, :]
+    found = tl.load(source, mask=used[:, None] & (column < E)[None, :], other=0.0)  # [ALL, BLOCK]
+    total = tl.sum(found * factor[:, None], 0) / tl.sum(weight * factor, 0)
+    tl.store(out + t * out_stride + (head_lo + head) * E + column, total, mask=column < E)

@@ -1,0 +1,234 @@
+"""qkv, attend and out on torch tensors; `kernels.reference.attention` defines them.
+
+Shapes: T rows of the batch, H heads, K KV heads, G = H / K, E head_dim. `positions` and `sequence` are int32 [T]: where
+each row stands, and in which sequence of the pool. Other tensors as in `dense`. Triton parts have run in the
+interpreter only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.graph.scratch_gpu import attend_splits, attend_tile_rows
+from penstock.kernels.gpu.cache import KvPool
+from penstock.kernels.gpu.choose import Kernels
+from penstock.kernels.gpu.memory import Scratch, vector, vectors
+from penstock.kernels.gpu.product import add_up, spread
+from penstock.spec.format import Format
+from penstock.spec.model import Attention, Norm
+from penstock.spec.parts import Part
+
+# Numbers of the keys that the torch path has as float32 at once, 16 MiB; its temporaries are some four times that.
+_TORCH_NUMBERS = 4 << 20
+
+
+def turns(positions: Tensor, frequencies: Tensor, factor: float, cos: Tensor, sin: Tensor) -> None:
+    """cos and sin float32 [T, dims / 2] of positions int32 [T], once a pass for layers that share a rope; frequencies
+    float32 [dims / 2] and the factor are what `kernels.rope.frequencies` gives."""
+    torch.mul(positions[:, None], frequencies[None, :], out=sin)
+    torch.cos(sin, out=cos)
+    torch.sin(sin, out=sin)
+    if factor != 1.0:
+        cos.mul_(factor)
+        sin.mul_(factor)
+
+
+def qkv(
+    weights: Tensor, part: Part, lo: int, a: Attention, norm: Norm, norms: Tensor, norms_part: Part, h: Tensor,
+    turn: tuple[Tensor, Tensor] | None, positions: Tensor, sequence: Tensor, q: Tensor, keys: KvPool, values: KvPool,
+    kernels: Kernels, scratch: Scratch,
+) -> None:  # fmt: skip
+    """Projects h [T, D] for the unit's KV heads lo…, adds biases, norms and turns q and k, and stores k and v.
+
+    weights uint8 [heads, granule_bytes]; `turn`: cos and sin [T, dims / 2] or None; q [T, H, E] is written."""
+    t, n, g, e = h.shape[0], weights.shape[0], a.heads_per_kv, a.head_dim
+    mark = scratch.mark()
+    raw = [scratch.take((t, n * width)) for width in (g * e, e, e)]
+    spread(h, weights, tuple(part.block(name) for name in ("q", "k", "v")), raw, kernels, scratch)
+    q_raw, k_raw, v_raw = (x.view(t, n, -1, e) for x in raw)
+    names = ("q_norm", "k_norm")
+    q_weight, k_weight = (vector(norms, norms_part.block(name)) if a.qk_norm else h for name in names)
+    if kernels.triton:
+        _turn_and_store(
+            weights, part, lo, a, norm, (q_raw, k_raw, v_raw), (q_weight, k_weight), turn, positions, sequence, q, keys,
+            values,
+        )  # fmt: skip
+        scratch.rewind(mark)
+        return
+    for name, x in (("q", q_raw), ("k", k_raw), ("v", v_raw)):
+        if part.has(name + "_bias"):
+            x += vectors(weights, part.block(name + "_bias")).view(n, -1, e)
+    for x, weight in ((q_raw, q_weight), (k_raw, k_weight)):
+        if a.qk_norm:
+            x *= torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * weight
+        if turn is not None:
+            _rotate(x, *turn)
+    q[:, lo * g : (lo + n) * g].copy_(q_raw.flatten(1, 2))
+    for i in range(n):
+        keys.store(lo + i, k_raw[:, i, 0], positions, sequence)
+        values.store(lo + i, v_raw[:, i, 0], positions, sequence)
+    scratch.rewind(mark)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """In place on x [T, n, heads, E]: dimension i of the first half turns with i of the second."""
+    half = cos.shape[1]
+    low, high = x[..., :half], x[..., half : 2 * half]
+    c, s = cos[:, None, None], sin[:, None, None]
+    turned = low * c - high * s
+    high.mul_(c).add_(low * s)
+    low.copy_(turned)
+
+
+def _turn_and_store(
+    weights: Tensor, part: Part, lo: int, a: Attention, norm: Norm, raw: tuple[Tensor, Tensor, Tensor],
+    qk_weights: tuple[Tensor, Tensor], turn: tuple[Tensor, Tensor] | None, positions: Tensor, sequence: Tensor,
+    q: Tensor, keys: KvPool, values: KvPool,
+) -> None:  # fmt: skip
+    from penstock.kernels.gpu import turn_kernels
+
+    t, n, g, e = raw[0].shape
+    fmt, floats = keys.format, weights.view(torch.float32)
+    biases = [part.block(f"{x}_bias").offset // 4 if a.qkv_bias else 0 for x in "qkv"]
+    cos, sin = turn if turn is not None else (raw[0], raw[0])
+    turn_kernels.turn_kernel[(t, n, g + 2)](
+        *raw, floats, *qk_weights, cos, sin, positions, sequence, q,
+        _typed(keys), _typed(values), _bits(keys), _bits(values),
+        lo, q.stride(0), floats.stride(0), keys.blocks.stride(0), keys.blocks.stride(1), keys.pages_per_seq, norm.eps,
+        *biases, a.qkv_bias, a.qk_norm, cos.shape[1] if turn is not None else 0, g, e, n, keys.page_tokens, fmt.kind,
+        fmt.group, keys.groups, keys.codes_bytes, _pow2(e), _places(fmt, e)[1],
+        num_warps=1 if e <= 128 else 4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def attend(
+    q: Tensor, keys: KvPool, values: KvPool, a: Attention, lo: int, hi: int, positions: Tensor, sequence: Tensor,
+    out: Tensor, longest: int, kernels: Kernels, scratch: Scratch,
+) -> None:  # fmt: skip
+    """out [T, H, E] = softmax(scale · q kᵀ, causal, windowed) v for the KV heads lo…hi.
+
+    `longest`: rows of the sequence that has the most in the batch, 1 when decoding. It decides how many rows share what
+    a program reads, and nothing else: rows of a sequence lie together, but results hold for any."""
+    if not kernels.triton:
+        _attend_by_torch(q, keys, values, a, lo, hi, positions, sequence, out)
+        return
+    from penstock.kernels.gpu import attend_kernels
+
+    t, g, e, heads = q.shape[0], a.heads_per_kv, a.head_dim, hi - lo
+    rows = attend_tile_rows(a, longest)
+    n_tiles = -(-t // rows)
+    splits = attend_splits(n_tiles * heads, keys.context)
+    mark, target, stats = scratch.mark(), out, out
+    if splits > 1:
+        target, stats = scratch.take((splits, t, heads * g, e)), scratch.take((splits, t, heads * g, 2))
+    wide, places = _places(keys.format, e)
+    m = max(16, _pow2(rows * g))
+    # Prefill computes more than it reads: on tensor cores, where the user lets products round to TF32.
+    rounded = rows > 1 and kernels.matmul == "tf32" and kernels.dot == "tf32x3" and keys.format.kind != "float32"
+    attend_kernels.attend_kernel[(n_tiles, heads, splits)](
+        q, _typed(keys), _typed(values), _halves(keys), _halves(values), positions, sequence, target, stats, a.scale,
+        t, lo, q.stride(0), out.stride(0), target.stride(0), stats.stride(0), keys.blocks.stride(0),
+        keys.blocks.stride(1), keys.pages_per_seq,
+        g, e, heads, keys.page_tokens, a.softcap, a.window, rows, splits, m, _block(e), keys.format.kind,
+        keys.format.group, keys.groups, keys.codes_bytes, wide, places,
+        "tf32" if rounded else kernels.dot,
+        num_warps=4 if m * wide * places <= 4096 else 8, num_stages=1,
+    )  # fmt: skip
+    if splits > 1:
+        attend_kernels.merge_splits_kernel[(t, heads * g)](
+            target,
+            stats,
+            out,
+            lo * g,
+            out.stride(0),
+            target.stride(0),
+            stats.stride(0),
+            heads * g,
+            e,
+            splits,
+            _pow2(splits),
+            _pow2(e),
+        )
+    scratch.rewind(mark)
+
+
+def out(
+    weights: Tensor, part: Part, lo: int, a: Attention, heads_out: Tensor, partial: Tensor, first: bool,
+    kernels: Kernels, scratch: Scratch,
+) -> None:  # fmt: skip
+    """partial [T, D] (+)= attention output [T, H, E] of the unit's KV heads lo… · o."""
+    width = a.heads_per_kv * a.head_dim
+    x = heads_out.flatten(1)[:, lo * width : (lo + weights.shape[0]) * width]
+    add_up(x, weights, part.block("o"), partial, first, kernels, scratch)
+
+
+def _attend_by_torch(
+    q: Tensor, keys: KvPool, values: KvPool, a: Attention, lo: int, hi: int, positions: Tensor, sequence: Tensor,
+    result: Tensor,
+) -> None:  # fmt: skip
+    """Page by page with a running maximum, over the whole room for context on a device (nothing waits for positions),
+    so far as some row sees on the processor."""
+    g, p = a.heads_per_kv, keys.page_tokens
+    pages = keys.pages_per_seq if positions.device.type != "cpu" else int(positions.max()) // p + 1
+    step = max(1, _TORCH_NUMBERS // (p * a.head_dim))
+    for begin in range(0, q.shape[0], step):
+        rows = slice(begin, begin + step)
+        at, first_page = positions[rows].long()[:, None, None], sequence[rows].long() * keys.pages_per_seq
+        for head in range(lo, hi):
+            query = q[rows, head * g : (head + 1) * g]  # [T, G, E]
+            total = torch.zeros_like(query)
+            best = torch.full_like(query[..., :1], -torch.inf)
+            weight = torch.zeros_like(best)
+            for page in range(pages):
+                seen = torch.arange(page * p, (page + 1) * p, device=q.device)[None, None, :]
+                visible = seen <= at
+                scores = torch.matmul(query, keys.load(head, first_page + page).transpose(1, 2)).mul_(a.scale)
+                if a.softcap:
+                    scores.div_(a.softcap).tanh_().mul_(a.softcap)
+                near = visible & (seen > at - a.window) if a.window else visible
+                scores.masked_fill_(~near, -torch.inf)
+                peak = torch.maximum(best, scores.amax(-1, keepdim=True))
+                # A row that has seen nothing yet has peak -inf; 0 there keeps exp(-inf - 0) = 0.
+                base = peak.masked_fill(peak == -torch.inf, 0.0)
+                scores.sub_(base).exp_()
+                shrink = torch.exp(best - base)
+                weight.mul_(shrink).add_(scores.sum(-1, keepdim=True))
+                value = values.load(head, first_page + page)
+                # What lies beyond a row may be anything, NaN too, and 0 times that is not 0.
+                value = value.masked_fill_(~visible.transpose(1, 2), 0.0)
+                total.mul_(shrink).add_(torch.matmul(scores, value))
+                best = peak
+            result[rows, head * g : (head + 1) * g] = total.div_(weight)
+
+
+def _places(fmt: Format, head_dim: int) -> tuple[int, int]:
+    """(groups, numbers of a group, of int4 half of them), padded to powers of 2: at least 16 numbers in all."""
+    if not fmt.is_quantised:
+        return 1, max(16, _pow2(head_dim))
+    inside = min(fmt.group, -(-head_dim // 32) * 32)
+    return _pow2(fmt.groups(head_dim)), max(16, _pow2(inside // 2 if fmt.kind == "int4" else inside))
+
+
+def _block(head_dim: int) -> int:
+    """Positions that are read at once: so few that keys and values fit into the registers of a program and into the
+    100 KB of memory that small cards' processors share."""
+    return 32 if head_dim <= 128 else 16
+
+
+def _pow2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _typed(pool: KvPool) -> Tensor:
+    """The pool's blocks in their numbers' type; bfloat16 as int16."""
+    types = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.int16}
+    return pool.blocks.view(types.get(pool.format.kind, torch.uint8))
+
+
+def _halves(pool: KvPool) -> Tensor:
+    return pool.blocks.view(torch.float16)
+
+
+def _bits(pool: KvPool) -> Tensor:
+    return pool.blocks.view(torch.int16)

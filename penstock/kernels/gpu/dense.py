@@ -1,0 +1,195 @@
+"""gather, embed, norm_in, ffn, merge and head on torch tensors; `kernels.reference.dense` defines them.
+
+Shapes: T rows, D d_model. Activations are float32, their last axis contiguous; `weights` uint8 [n, granule_bytes] is a
+unit as packed, `edges` and `norms` uint8 [granule_bytes] the one granule of such a part. Integer tensors are int32 and
+may change between replays of a recorded graph. Wrong shapes are a programmer's error (AssertionError or torch's own).
+Triton parts have run in the interpreter only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.graph.scratch_gpu import SUM_PARTS, ffn_granules
+from penstock.kernels.gpu.choose import Kernels
+from penstock.kernels.gpu.memory import Scratch, table, vector
+from penstock.kernels.gpu.product import add_up, hidden, spread
+from penstock.kernels.gpu.widen import take_rows
+from penstock.spec.model import Layer, ModelSpec, Norm
+from penstock.spec.parts import Part
+
+
+def gather(weights: Tensor, part: Part, tokens: Tensor, rows: Tensor, kernels: Kernels) -> None:
+    """rows [T, d_embed] = the embedding rows of tokens int32 [T]."""
+    take_rows(weights, part.block("rows"), tokens, rows, kernels)
+
+
+def embed(
+    rows: Tensor, edges: Tensor, edges_part: Part, spec: ModelSpec, positions: Tensor, x: Tensor, kernels: Kernels,
+    scratch: Scratch,
+) -> None:  # fmt: skip
+    """x [T, D] = rows [T, d_embed] · embed_scale, projected, plus the learned positions of positions int32 [T] (torch
+    makes a temporary of [T, D] for these)."""
+    mark = scratch.mark()
+    if edges_part.has("project_in"):
+        scaled = scratch.take(rows.shape)
+        torch.mul(rows, spec.embed_scale, out=scaled)
+        spread(scaled, edges[None], (edges_part.block("project_in"),), (x,), kernels, scratch)
+    else:
+        torch.mul(rows, spec.embed_scale, out=x)
+    if spec.position_rows:
+        learned = table(edges, edges_part.block("positions"))
+        x += learned[positions.long() + spec.position_offset]
+    scratch.rewind(mark)
+
+
+def norm_in(
+    x: Tensor, norms: Tensor, part: Part, which: str, spec: ModelSpec, present: bool, h: Tensor, kernels: Kernels,
+    scratch: Scratch, rows: Tensor | None = None,
+) -> None:  # fmt: skip
+    """h = norm(x), or x itself where the layer has no such norm. The final norm takes the rows `rows` int32 [n], and
+    projects down to d_embed where the model does (OPT-350m)."""
+    projected, mark = part.has("project_out") and which == "final", scratch.mark()
+    wide = scratch.take((h.shape[0], x.shape[1])) if projected else h
+    if present:
+        named_norm(x, norms, part, which, spec.norm, wide, kernels, rows)
+    elif rows is None:
+        wide.copy_(x)
+    else:
+        torch.index_select(x, 0, rows, out=wide)
+    if projected:
+        spread(wide, norms[None], (part.block("project_out"),), (h,), kernels, scratch)
+    scratch.rewind(mark)
+
+
+def named_norm(
+    x: Tensor, norms: Tensor, part: Part, which: str, norm: Norm, out: Tensor, kernels: Kernels,
+    rows: Tensor | None = None,
+) -> None:  # fmt: skip
+    """out [n, D] = the norm `which` of x [T, D], of the rows `rows` where given. out may be x."""
+    weight, bias = _norm_vectors(norms, part, which)
+    if not kernels.triton:
+        out.copy_(_normalise(x if rows is None else x[rows.long()], norm, weight, bias))
+        return
+    from penstock.kernels.gpu import row_kernels
+
+    d = x.shape[1]
+    row_kernels.norm_kernel[(out.shape[0],)](
+        x, x if rows is None else rows, _or(weight, x), _or(bias, x), out, x.stride(0), out.stride(0), norm.eps,
+        norm.offset, d, norm.kind == "layer", weight is not None, bias is not None, rows is not None, **_row(d),
+    )  # fmt: skip
+
+
+def ffn(
+    weights: Tensor, part: Part, layer: Layer, h: Tensor, partial: Tensor, first: bool, kernels: Kernels,
+    scratch: Scratch,
+) -> None:  # fmt: skip
+    """partial [T, D] (+)= down · act(gate h) * (up h) over a unit's granules, h [T, D].
+
+    The reference sums a layer's granules by fours so that results do not depend on where units are cut, to the bit.
+    Here a unit's whole sum is added to partial: the op table's tolerance holds, and nothing is pending."""
+    n, t = weights.shape[0], h.shape[0]
+    step = ffn_granules(part, t)
+    mark, width = scratch.mark(), part.granule_rows
+    for lo in range(0, n, step):
+        scratch.rewind(mark)
+        some = weights[lo : lo + step]
+        gate, up = (scratch.take((t, some.shape[0] * width)) for _ in range(2))
+        found = hidden(h, some, part, layer.ffn, gate, up, kernels, scratch)
+        add_up(found, some, part.block("down"), partial, first and lo == 0, kernels, scratch)
+    scratch.rewind(mark)
+
+
+def merge(
+    norms: Tensor, part: Part, block: str, layer: Layer, norm: Norm, x: Tensor, partials: Sequence[Tensor],
+    kernels: Kernels, scratch: Scratch,
+) -> None:  # fmt: skip
+    """x += norm_out(sum of partials + bias), then x = norm_after(x). `block`: attn or ffn. Partials are left alone."""
+    bias_name = "o_bias" if block == "attn" else "down_bias"
+    bias = vector(norms, part.block(bias_name)) if part.has(bias_name) else None
+    out_weight, out_bias = _norm_vectors(norms, part, f"{block}_out")
+    after_weight, after_bias = _norm_vectors(norms, part, f"{block}_after")
+    mark = scratch.mark()
+    if not kernels.triton:
+        y = scratch.take(x.shape)
+        y.copy_(partials[0])
+        for partial in partials[1:]:
+            y += partial
+        if bias is not None:
+            y += bias
+        x += _normalise(y, norm, out_weight, out_bias) if layer.norm_out else y
+        if layer.norm_after:
+            x.copy_(_normalise(x, norm, after_weight, after_bias))
+        scratch.rewind(mark)
+        return
+    from penstock.kernels.gpu import row_kernels
+
+    found = list(partials)
+    if len(found) > SUM_PARTS:
+        y = scratch.take(x.shape)
+        torch.add(found[0], found[1], out=y)
+        for partial in found[2 : len(found) - SUM_PARTS + 1]:
+            y += partial
+        found = [y, *found[len(found) - SUM_PARTS + 1 :]]
+    sources = found + [found[0]] * (SUM_PARTS - len(found))
+    d = x.shape[1]
+    row_kernels.merge_kernel[(x.shape[0],)](
+        x, *sources, *(_or(v, x) for v in (bias, out_weight, out_bias, after_weight, after_bias)),
+        x.stride(0), *(p.stride(0) for p in sources), norm.eps, norm.offset,
+        d, len(found), bias is not None, norm.kind == "layer", norm.affine, norm.has_bias, layer.norm_out,
+        layer.norm_after, **_row(d),
+    )  # fmt: skip
+    scratch.rewind(mark)
+
+
+def head(
+    weights: Tensor, part: Part, lo: int, h: Tensor, softcap: float, logits: Tensor, best: Tensor, best_ids: Tensor,
+    starts: bool, kernels: Kernels, scratch: Scratch,
+) -> None:  # fmt: skip
+    """logits[:, 64·lo : …] = h [n, d_embed] · rows of granules lo… ; logits float32 [n, V]. best float32 [n] follows
+    the largest logit and best_ids int32 [n] its id, the lowest where they tie; NaN once a logit was."""
+    if starts:
+        best.fill_(-torch.inf)
+        best_ids.zero_()
+    at = lo * part.granule_rows
+    made = logits[:, at : at + part.rows_of(lo, lo + weights.shape[0])]
+    spread(h, weights, (part.block("rows"),), (made,), kernels, scratch)
+    if softcap:
+        made.div_(softcap).tanh_().mul_(softcap)
+    largest, ids = torch.max(made, 1)  # the first of equals, and of NaN; [n] each
+    ids = (ids + at).int()
+    better = (largest > best) | ((largest == best) & (ids < best_ids)) | (largest.isnan() & ~best.isnan())
+    best.copy_(torch.where(better, largest, best))
+    best_ids.copy_(torch.where(better, ids, best_ids))
+
+
+def _norm_vectors(norms: Tensor, part: Part, which: str) -> tuple[Tensor | None, Tensor | None]:
+    """(weight, bias) of a norm, each float32 [D] or None where there is none."""
+    found = [vector(norms, part.block(name)) if part.has(name) else None for name in (which, which + "_bias")]
+    return found[0], found[1]
+
+
+def _normalise(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """By torch, with a few temporaries as large as x."""
+    if norm.kind == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
+    if weight is not None:
+        x *= weight + norm.offset
+    if bias is not None:
+        x += bias
+    return x
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """What a kernel gets for an argument that it does not use."""
+    return other if tensor is None else tensor
+
+
+def _row(d: int) -> dict[str, int]:
+    """A program's share of a row of d numbers: all of it, with a warp for every 512 numbers, 16 warps at most."""
+    block = 1 << max(4, (d - 1).bit_length())
+    return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}

@@ -1,0 +1,231 @@
+"""Products with packed weights: few rows straight from the tiles, many with widened pieces; one result per granule
+(`spread`: q, k, v, the head) or summed over granules (`add_up`: o, down). `hidden` is an FFN's first half.
+
+Triton parts have run in the interpreter only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.graph.scratch_gpu import pieces, sum_splits
+from penstock.kernels.gpu.choose import Kernels
+from penstock.kernels.gpu.memory import Scratch, vectors
+from penstock.kernels.gpu.widen import columns_of, typed, widen, word_bytes
+from penstock.spec.format import TILE_ROWS, tiles
+from penstock.spec.model import Ffn
+from penstock.spec.parts import Block, Part
+
+# Rows that a program multiplies with the numbers it has unpacked; each takes four sums a thread. At four a thread needs
+# 128 registers, at eight 200, and few programs would share a processor.
+_ROWS_AT_ONCE = 4
+# Warps at work on a card, about: 32 on each of 130 processors. Where there are fewer tiles, a tile's columns are shared
+# by more warps, 16 at most.
+_WARPS, _MOST_WARPS = 4096, 16
+# Chunks that a warp asks for before it waits, 16 bytes a thread each, by one row; by more the compiler takes half a
+# minute over so many.
+_UNROLL = 4
+
+
+def _warps(programs: int, chunks: int) -> int:
+    """Warps of a program, a power of 2: more where programs are few, never more than it has chunks."""
+    warps = 1
+    while warps < _MOST_WARPS and 2 * warps <= chunks and programs * warps < _WARPS:
+        warps *= 2
+    return warps
+
+
+def few_rows(kernels: Kernels, rows: int) -> bool:
+    return kernels.triton and rows <= kernels.few_rows
+
+
+def _exponents() -> tuple[int, int]:
+    from penstock.kernels.gpu import tile_kernels
+
+    return tile_kernels.EXPONENT4, tile_kernels.EXPONENT8
+
+
+def _pow2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _tile_words(block: Block) -> int:
+    return block.format.tile_bytes(block.cols) // word_bytes(block.format)
+
+
+def _walk(block: Block, programs: int, rows: int, granules: int = 1) -> dict[str, Any]:
+    """How `_tile_dot` walks a tile of the block: its compile-time arguments, and `num_warps`."""
+    fmt = block.format
+    per_word = columns_of(fmt)
+    if fmt.is_quantised:
+        groups, group_lines = fmt.groups(block.cols), fmt.group // per_word
+    else:
+        groups, group_lines = 1, -(-block.cols // per_word)
+    lines = min(8, _pow2(group_lines))
+    group_chunks = -(-group_lines // lines)
+    per_granule = groups * group_chunks
+    warps = _warps(programs, per_granule * granules)
+    at_once = min(_pow2(rows), _ROWS_AT_ONCE)
+    columns = fmt.group if fmt.is_quantised else lines * per_word
+    return {
+        "KIND": fmt.kind, "COLS": block.cols, "PER_WORD": per_word, "GROUP": fmt.group,
+        "GROUP_WORDS": fmt.group_bytes // 4 if fmt.is_quantised else 0,
+        "GROUP_LINES": group_lines, "GROUP_CHUNKS": group_chunks, "GRANULE_CHUNKS": per_granule, "LINES": lines,
+        "TAILS": bool(group_lines % lines or block.cols % columns), "CHUNKS": warps,
+        "ROWS": at_once, "UNROLL": max(1, _UNROLL // at_once), "num_warps": warps,
+    }  # fmt: skip
+
+
+def spread(
+    x: Tensor, weights: Tensor, blocks: Sequence[Block], outs: Sequence[Tensor], kernels: Kernels, scratch: Scratch
+) -> None:
+    """outs[i] [T, n · R_i] = x [T, C] · block i of each of the n granules, transposed. x and outs float32, rows
+    contiguous; weights uint8 [n, granule_bytes]. outs[0] may have fewer columns: the rest is left out."""
+    if not few_rows(kernels, x.shape[0]):
+        for block, out in zip(blocks, outs, strict=True):
+            _spread_many(x, weights, block, out, kernels, scratch)
+        return
+    from penstock.kernels.gpu import tile_kernels
+
+    n, t = weights.shape[0], x.shape[0]
+    words, halves = typed(weights, blocks[0].format)
+    rows = [block.rows for block in blocks] + [0] * (3 - len(blocks))
+    offsets = [block.offset // word_bytes(block.format) for block in blocks] + [0] * (3 - len(blocks))
+    ys = [*outs, *[outs[0]] * (3 - len(outs))]
+    programs = n * sum(tiles(r) for r in rows)
+    walk = _walk(blocks[0], programs, t)
+    tile_kernels.spread_kernel[(programs, -(-t // walk["ROWS"]))](
+        words, halves, x, *ys, t, outs[0].shape[1], x.stride(0), *[y.stride(0) for y in ys], words.stride(0),
+        *_exponents(), *offsets, *rows, _tile_words(blocks[0]), **walk,
+    )  # fmt: skip
+
+
+def _spread_many(x: Tensor, weights: Tensor, block: Block, out: Tensor, kernels: Kernels, scratch: Scratch) -> None:
+    mark = scratch.mark()
+    for p in pieces(weights.shape[0], block):
+        scratch.rewind(mark)
+        rows = p.row_hi - p.row_lo
+        wide = scratch.take(((p.hi - p.lo) * rows, block.cols))
+        widen(weights[p.lo : p.hi], block, p.row_lo, wide.view(p.hi - p.lo, rows, block.cols), kernels)
+        lo = p.lo * block.rows + p.row_lo
+        hi = min(lo + len(wide), out.shape[1])
+        if lo < hi:
+            with _precision(kernels, block, x):
+                torch.mm(x, wide[: hi - lo].T, out=out[:, lo:hi])
+    scratch.rewind(mark)
+
+
+def add_up(
+    x: Tensor, weights: Tensor, block: Block, partial: Tensor, first: bool, kernels: Kernels, scratch: Scratch
+) -> None:
+    """partial [T, R] = (first) or += the sum over the n granules of x [T, n · C] · block [R, C]ᵀ. The order of the sum
+    is fixed, but not the CPU's: the op table's tolerance holds, bits may differ."""
+    n, t = weights.shape[0], x.shape[0]
+    if not few_rows(kernels, t):
+        _add_up_many(x, weights, block, partial, first, kernels, scratch)
+        return
+    from penstock.kernels.gpu import tile_kernels
+
+    words, halves = typed(weights, block.format)
+    n_tiles, mark = tiles(block.rows), scratch.mark()
+    splits = sum_splits(block.rows)
+    walk = _walk(block, n_tiles * splits, t, n)
+    chunks = walk["GRANULE_CHUNKS"] * n
+    splits = max(1, min(splits, chunks // walk["CHUNKS"]))
+    parts = scratch.take((splits, t, block.rows)) if splits > 1 else partial
+    tile_kernels.add_up_kernel[(n_tiles, splits, -(-t // walk["ROWS"]))](
+        words, halves, x, parts, t, chunks, x.stride(0), parts.stride(-2), parts.stride(0), words.stride(0),
+        *_exponents(), block.offset // word_bytes(block.format), block.rows, _tile_words(block), splits,
+        splits == 1 and not first, **walk,
+    )  # fmt: skip
+    if splits > 1:
+        count = t * block.rows
+        tile_kernels.sum_parts_kernel[(-(-count // 1024),)](
+            parts, partial, count, block.rows, partial.stride(0), parts.stride(0), splits, not first, 1024
+        )
+    scratch.rewind(mark)
+
+
+def _add_up_many(
+    x: Tensor, weights: Tensor, block: Block, partial: Tensor, first: bool, kernels: Kernels, scratch: Scratch
+) -> None:
+    mark = scratch.mark()
+    for p in pieces(weights.shape[0], block):
+        scratch.rewind(mark)
+        rows, granules = p.row_hi - p.row_lo, p.hi - p.lo
+        wide = scratch.take((rows, granules, block.cols))
+        widen(weights[p.lo : p.hi], block, p.row_lo, wide.transpose(0, 1), kernels)
+        source, target = x[:, p.lo * block.cols : p.hi * block.cols], partial[:, p.row_lo : p.row_hi]
+        with _precision(kernels, block, x):
+            if first and p.lo == 0:
+                torch.mm(source, wide.view(rows, -1).T, out=target)
+            else:
+                torch.addmm(target, source, wide.view(rows, -1).T, out=target)
+    scratch.rewind(mark)
+
+
+def hidden(
+    x: Tensor, weights: Tensor, part: Part, f: Ffn, gate: Tensor, up: Tensor, kernels: Kernels, scratch: Scratch
+) -> Tensor:
+    """act(x · gateᵀ) · (x · upᵀ), or act(x · upᵀ), of n granules: float32 [T, n · neurons], in `up` or in `gate`, which
+    are both of that shape."""
+    block, t = part.block("up"), x.shape[0]
+    if few_rows(kernels, t):
+        from penstock.kernels.gpu import tile_kernels
+
+        words, halves = typed(weights, block.format)
+        floats, size = weights.view(torch.float32), word_bytes(block.format)
+        programs = weights.shape[0] * tiles(block.rows)
+        walk = _walk(block, programs, t)
+        biases = [part.block(name).offset // 4 if part.has(name) else -1 for name in ("gate_bias", "up_bias")]
+        tile_kernels.hidden_kernel[(programs, -(-t // walk["ROWS"]))](
+            words, halves, floats, x, up, t, x.stride(0), up.stride(0), words.stride(0), floats.stride(0),
+            *_exponents(), part.block("gate").offset // size if f.gated else -1, block.offset // size, *biases,
+            f.activation, block.rows, _tile_words(block), **walk,
+        )  # fmt: skip
+        return up
+    made = [("up", up)] + ([("gate", gate)] if f.gated else [])
+    for name, out in made:
+        spread(x, weights, (part.block(name),), (out,), kernels, scratch)
+        if part.has(name + "_bias"):
+            bias = vectors(weights, part.block(name + "_bias"))  # [n, neurons]
+            by_granule = out.unflatten(1, tuple(bias.shape))
+            by_granule += bias
+    if f.gated:
+        return activate(gate, f.activation).mul_(up)
+    return activate(up, f.activation)
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """In place but for relu2 and gelu, for which torch has no such variant: one temporary as large as x."""
+    if activation == "silu":
+        return torch.nn.functional.silu(x, inplace=True)
+    if activation in ("gelu", "gelu_tanh"):
+        return x.copy_(torch.nn.functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none"))
+    if activation == "gelu_quick":
+        return x.mul_(torch.sigmoid(1.702 * x))
+    x.relu_()
+    return x.mul_(x) if activation == "relu2" else x
+
+
+@contextlib.contextmanager
+def _precision(kernels: Kernels, block: Block, x: Tensor) -> Iterator[None]:
+    """Whether torch may round a product's inputs to TF32, on a device alone; set back after."""
+    if x.device.type == "cpu":
+        yield
+        return
+    wanted = "high" if kernels.matmul == "tf32" and block.format.kind != "float32" else "highest"
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(wanted)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+assert TILE_ROWS == 16, "tile_kernels counts on tiles of 16 rows"

@@ -1,0 +1,382 @@
+"""Triton kernels on packed weights: products of few rows, widening, single rows. Has run in the interpreter only.
+
+A warp reads a chunk at a time: LINES lines (8: in int4 a group of 64 columns) of a tile's 16 words, 512 bytes that lie
+together; a program is one tile, its warps' chunks are neighbours. Codes become floats without a conversion (half as
+fast on many cards): a byte shifted into the upper mantissa, under the exponent of 2^4 (high nibbles) or 2^8, is 16 +
+code or 256 + code exactly. Three operations a weight, the product included, are what a card of 4.8 TB/s has time for:
+at 4.5 bits a weight it brings 8.5e12 of them a second and does some 30e12 operations. A group's scale multiplies the
+sum of its products, less what was added; its minimum the sum of its activations. All sums are float32; no atomics, so
+results come out the same every time.
+
+`exponent4` and `exponent8`, EXPONENT4 and EXPONENT8, are arguments because an instruction holds one constant: with the
+mask, they would be two, and one operation more for each weight.
+
+Tensors: `words` are the weights as int32 (float16 weights: as float16), `halves` as float16 (scales and minimums), both
+[granules, …] with `granule_words` of the former from one granule to the next; offsets count words.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+EXPONENT4, EXPONENT8 = 0x41800000, 0x43800000  # of 2^4 and of 2^8, in float32
+
+
+@triton.jit
+def _numbers(word, c: tl.constexpr, exponent4, exponent8, KIND: tl.constexpr):
+    """Column c of each word as float32; of integer formats its code plus what `_tile_dot` takes away from the sum: 256
+    (int8) or 16 (high nibbles). The 256 of low nibbles go here, exactly: from a sum they would cost 1e-5 of it."""
+    if KIND == "int4" or KIND == "int8":
+        # Byte c % 4 of the word goes to the upper 8 bits of the mantissa, 15..22.
+        SHIFT: tl.constexpr = 15 - (c % 4) * 8
+        if SHIFT > 0:
+            byte = word << SHIFT
+        else:
+            byte = word >> -SHIFT
+        if KIND == "int4" and c >= 4:
+            bits = (byte & (15 << 19)) | exponent4
+        elif KIND == "int4":
+            bits = (byte & (15 << 15)) | exponent8
+            return bits.to(tl.float32, bitcast=True) - 256.0
+        else:
+            bits = (byte & (255 << 15)) | exponent8
+        return bits.to(tl.float32, bitcast=True)
+    elif KIND == "bfloat16":
+        if c == 0:
+            return (word << 16).to(tl.float32, bitcast=True)
+        else:
+            return (word & -65536).to(tl.float32, bitcast=True)
+    elif KIND == "float32":
+        return word.to(tl.float32, bitcast=True)
+    else:
+        return word.to(tl.float32)
+
+
+@triton.jit
+def _factors(halves, place, real, GROUP_WORDS: tl.constexpr):
+    """Scales and minimums [CHUNKS, 1, 16] of the groups at `place` [CHUNKS]."""
+    spot = halves + (place + (GROUP_WORDS - 16))[:, None] * 2 + tl.arange(0, 16)[None, :]
+    scale = tl.load(spot, mask=real[:, None], other=0.0).to(tl.float32)
+    minimum = tl.load(spot + 16, mask=real[:, None], other=0.0).to(tl.float32)
+    return scale[:, None, :], minimum[:, None, :]
+
+
+@triton.jit
+def _tile_dot(
+    words, halves, x, at, other, granule_words, row, n_rows, x_stride, first, last, exponent4, exponent8,
+    KIND: tl.constexpr, COLS: tl.constexpr, PER_WORD: tl.constexpr, GROUP: tl.constexpr, GROUP_WORDS: tl.constexpr,
+    GROUP_LINES: tl.constexpr, GROUP_CHUNKS: tl.constexpr, GRANULE_CHUNKS: tl.constexpr, LINES: tl.constexpr,
+    TAILS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, SUM: tl.constexpr,
+    PAIR: tl.constexpr,
+):  # fmt: skip
+    """ROWS tensors [16]: the rows of x from `row` on (the last again, beyond n_rows) times a tile at `at`, over the
+    chunks first..last of its columns; with PAIR so many again, times the tile at `other`. With SUM over the same tile
+    of one granule after the other, x [T, granules · COLS].
+
+    A tuple of sums [CHUNKS, LINES, 16], not one tensor with an axis more: so all that is in the loop keeps the layout
+    in which words are loaded, and nothing passes through shared memory."""
+    QUANTISED: tl.constexpr = KIND == "int4" or KIND == "int8"
+    lines = tl.arange(0, LINES)
+    lane = tl.arange(0, 16)
+    totals = ()
+    for _ in tl.static_range(2 * ROWS if PAIR else ROWS):
+        totals = totals + (tl.zeros((CHUNKS, LINES, 16), tl.float32),)
+    for start in tl.range(first, last, CHUNKS, loop_unroll_factor=UNROLL):
+        chunk = start + tl.arange(0, CHUNKS)
+        real = chunk < last  # [CHUNKS]
+        if SUM:
+            granule = chunk // GRANULE_CHUNKS
+            chunk = chunk - granule * GRANULE_CHUNKS
+            place = granule.to(tl.int64) * granule_words
+            origin = granule * COLS
+        else:
+            place = tl.zeros((CHUNKS,), tl.int64)
+            origin = tl.zeros((CHUNKS,), tl.int32)
+        group = chunk // GROUP_CHUNKS
+        place = place + group * GROUP_WORDS  # [CHUNKS]
+        line = (chunk - group * GROUP_CHUNKS)[:, None] * LINES + lines[None, :]  # [CHUNKS, LINES]
+        column = group[:, None] * GROUP + line * PER_WORD
+        there = real[:, None]
+        if TAILS:
+            there = there & (line < GROUP_LINES)
+        inside = line[:, :, None] * 16 + lane[None, None, :]
+        word = tl.load(words + (at + place)[:, None, None] + inside, mask=there[:, :, None], other=0)
+        if PAIR:
+            word2 = tl.load(words + (other + place)[:, None, None] + inside, mask=there[:, :, None], other=0)
+        if QUANTISED:
+            scale, minimum = _factors(halves, at + place, real, GROUP_WORDS)
+            if PAIR:
+                scale2, minimum2 = _factors(halves, other + place, real, GROUP_WORDS)
+        numbers = ()
+        for c in tl.static_range(PER_WORD):
+            numbers = numbers + (_numbers(word, c, exponent4, exponent8, KIND),)
+            if PAIR:
+                numbers = numbers + (_numbers(word2, c, exponent4, exponent8, KIND),)
+        news = ()
+        for r in tl.static_range(ROWS):
+            t = tl.minimum(row + r, n_rows - 1).to(tl.int64)
+            source = x + t * x_stride + origin[:, None] + column  # [CHUNKS, LINES]
+            products = tl.zeros((CHUNKS, LINES, 16), tl.float32)
+            products2 = products
+            sums = tl.zeros((CHUNKS, LINES), tl.float32)
+            added = sums
+            for c in tl.static_range(PER_WORD):
+                seen = there
+                if TAILS:
+                    seen = seen & (column + c < COLS)
+                value = tl.load(source + c, mask=seen, other=0.0)
+                if QUANTISED:
+                    sums += value
+                    if KIND == "int8":
+                        added += value * 256.0
+                    elif c >= 4:
+                        added += value * 16.0
+                products += value[:, :, None] * numbers[2 * c if PAIR else c]
+                if PAIR:
+                    products2 += value[:, :, None] * numbers[2 * c + 1]
+            if QUANTISED:
+                products = (products - added[:, :, None]) * scale + sums[:, :, None] * minimum
+                if PAIR:
+                    products2 = (products2 - added[:, :, None]) * scale2 + sums[:, :, None] * minimum2
+            news = news + (totals[r] + products,)
+            if PAIR:
+                news = news + (totals[ROWS + r] + products2,)
+        if PAIR:  # made by turns: back to one tile after the other
+            totals = ()
+            for r in tl.static_range(ROWS):
+                totals = totals + (news[2 * r],)
+            for r in tl.static_range(ROWS):
+                totals = totals + (news[2 * r + 1],)
+        else:
+            totals = news
+    found = ()
+    for r in tl.static_range(2 * ROWS if PAIR else ROWS):
+        found = found + (tl.sum(tl.sum(totals[r], 1), 0),)
+    return found
+
+
+@triton.jit
+def spread_kernel(
+    words, halves, x, y0, y1, y2, n_rows, limit, x_stride, y0_stride, y1_stride, y2_stride, granule_words,
+    exponent4, exponent8,
+    OFFSET0: tl.constexpr, OFFSET1: tl.constexpr, OFFSET2: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr,
+    R2: tl.constexpr, TILE_WORDS: tl.constexpr,
+    KIND: tl.constexpr, COLS: tl.constexpr, PER_WORD: tl.constexpr, GROUP: tl.constexpr, GROUP_WORDS: tl.constexpr,
+    GROUP_LINES: tl.constexpr, GROUP_CHUNKS: tl.constexpr, GRANULE_CHUNKS: tl.constexpr, LINES: tl.constexpr,
+    TAILS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """y_i [T, granules · R_i] = x [T, COLS] · block i of each granule, transposed; R_i = 0: there is no such block.
+    Of y0 the first `limit` columns are written. Grid: (granules · tiles of all blocks, ROWS rows at a time)."""
+    TILES0: tl.constexpr = (R0 + 15) // 16
+    TILES1: tl.constexpr = (R1 + 15) // 16
+    TILES2: tl.constexpr = (R2 + 15) // 16
+    ALL: tl.constexpr = TILES0 + TILES1 + TILES2
+    granule = tl.program_id(0) // ALL
+    tile = tl.program_id(0) - granule * ALL
+    row = tl.program_id(1) * ROWS
+    at = granule.to(tl.int64) * granule_words
+    if tile < TILES0:
+        at += OFFSET0 + tile * TILE_WORDS
+    elif tile < TILES0 + TILES1:
+        at += OFFSET1 + (tile - TILES0) * TILE_WORDS
+    else:
+        at += OFFSET2 + (tile - TILES0 - TILES1) * TILE_WORDS
+    found = _tile_dot(
+        words, halves, x, at, at, granule_words, row, n_rows, x_stride, 0, GRANULE_CHUNKS, exponent4, exponent8,
+        KIND, COLS, PER_WORD, GROUP, GROUP_WORDS, GROUP_LINES, GROUP_CHUNKS, GRANULE_CHUNKS, LINES, TAILS, CHUNKS,
+        ROWS, UNROLL, False, False,
+    )  # fmt: skip
+    lane = tl.arange(0, 16)
+    for r in tl.static_range(ROWS):
+        t = (row + r).to(tl.int64)
+        if row + r < n_rows:
+            if tile < TILES0:
+                inside = tile * 16 + lane
+                column = granule * R0 + inside
+                tl.store(y0 + t * y0_stride + column, found[r], mask=(inside < R0) & (column < limit))
+            elif tile < TILES0 + TILES1:
+                inside = (tile - TILES0) * 16 + lane
+                tl.store(y1 + t * y1_stride + granule * R1 + inside, found[r], mask=inside < R1)
+            else:
+                inside = (tile - TILES0 - TILES1) * 16 + lane
+                tl.store(y2 + t * y2_stride + granule * R2 + inside, found[r], mask=inside < R2)
+
+
+@triton.jit
+def tanh(x):
+    """By one exponential: right to 1e-7 of 1, at infinities too. (Triton's own is not on every backend.)"""
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+@triton.jit
+def _activate(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        return x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "gelu":
+        return x * (0.5 * (1.0 + tl.erf(x * 0.7071067811865476)))
+    elif ACTIVATION == "gelu_tanh":
+        return x * (0.5 * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))))
+    elif ACTIVATION == "gelu_quick":
+        return x / (1.0 + tl.exp(-1.702 * x))
+    elif ACTIVATION == "relu2":
+        kept = tl.maximum(x, 0.0)
+        return kept * kept
+    else:
+        return tl.maximum(x, 0.0)
+
+
+@triton.jit
+def hidden_kernel(
+    words, halves, floats, x, y, n_rows, x_stride, y_stride, granule_words, granule_floats, exponent4,
+    exponent8,
+    GATE: tl.constexpr, UP: tl.constexpr, GATE_BIAS: tl.constexpr, UP_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    R: tl.constexpr, TILE_WORDS: tl.constexpr,
+    KIND: tl.constexpr, COLS: tl.constexpr, PER_WORD: tl.constexpr, GROUP: tl.constexpr, GROUP_WORDS: tl.constexpr,
+    GROUP_LINES: tl.constexpr, GROUP_CHUNKS: tl.constexpr, GRANULE_CHUNKS: tl.constexpr, LINES: tl.constexpr,
+    TAILS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """y [T, granules · R] = act(x · gateᵀ) · (x · upᵀ), or act(x · upᵀ); what is not there has offset -1. Biases count
+    float32. R is a multiple of 16. Grid: (granules · tiles, ROWS rows at a time)."""
+    TILES: tl.constexpr = R // 16
+    granule = tl.program_id(0) // TILES
+    tile = tl.program_id(0) - granule * TILES
+    row = tl.program_id(1) * ROWS
+    base = granule.to(tl.int64) * granule_words + tile * TILE_WORDS
+    bias = floats + granule.to(tl.int64) * granule_floats + tile * 16 + tl.arange(0, 16)
+    found = _tile_dot(
+        words, halves, x, base + UP, base + GATE, granule_words, row, n_rows, x_stride, 0, GRANULE_CHUNKS, exponent4,
+        exponent8, KIND, COLS, PER_WORD, GROUP, GROUP_WORDS, GROUP_LINES, GROUP_CHUNKS, GRANULE_CHUNKS, LINES, TAILS,
+        CHUNKS, ROWS, UNROLL, False, GATE >= 0,
+    )  # fmt: skip
+    column = granule * R + tile * 16 + tl.arange(0, 16)
+    for r in tl.static_range(ROWS):
+        one = found[r]
+        if UP_BIAS >= 0:
+            one += tl.load(bias + UP_BIAS)
+        if GATE >= 0:
+            other = found[ROWS + r]
+            if GATE_BIAS >= 0:
+                other += tl.load(bias + GATE_BIAS)
+            one = _activate(other, ACTIVATION) * one
+        else:
+            one = _activate(one, ACTIVATION)
+        if row + r < n_rows:
+            tl.store(y + (row + r).to(tl.int64) * y_stride + column, one)
+
+
+@triton.jit
+def add_up_kernel(
+    words, halves, x, y, n_rows, n_chunks, x_stride, y_stride, split_stride, granule_words, exponent4,
+    exponent8,
+    OFFSET: tl.constexpr, R: tl.constexpr, TILE_WORDS: tl.constexpr, SPLITS: tl.constexpr, ADD: tl.constexpr,
+    KIND: tl.constexpr, COLS: tl.constexpr, PER_WORD: tl.constexpr, GROUP: tl.constexpr, GROUP_WORDS: tl.constexpr,
+    GROUP_LINES: tl.constexpr, GROUP_CHUNKS: tl.constexpr, GRANULE_CHUNKS: tl.constexpr, LINES: tl.constexpr,
+    TAILS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """y [T, R] = or += sum over granules of x [T, granule · COLS …] · blockᵀ. With SPLITS > 1, y [SPLITS, T, R] gets
+    the sums of so many parts. Grid: (tiles, SPLITS, ROWS rows at a time)."""
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    row = tl.program_id(2) * ROWS
+    each = (n_chunks + SPLITS - 1) // SPLITS
+    first = split * each
+    last = tl.minimum(first + each, n_chunks)
+    at = OFFSET + tile.to(tl.int64) * TILE_WORDS
+    found = _tile_dot(
+        words, halves, x, at, at, granule_words, row, n_rows, x_stride, first, last, exponent4, exponent8,
+        KIND, COLS, PER_WORD, GROUP, GROUP_WORDS, GROUP_LINES, GROUP_CHUNKS, GRANULE_CHUNKS, LINES, TAILS, CHUNKS,
+        ROWS, UNROLL, True, False,
+    )  # fmt: skip
+    column = tile * 16 + tl.arange(0, 16)
+    for r in tl.static_range(ROWS):
+        if row + r < n_rows:
+            spot = y + split.to(tl.int64) * split_stride + (row + r).to(tl.int64) * y_stride + column
+            total = found[r]
+            if ADD:
+                total += tl.load(spot, mask=column < R, other=0.0)
+            tl.store(spot, total, mask=column < R)
+
+
+@triton.jit
+def sum_parts_kernel(
+    parts, y, count, R, y_stride, split_stride, SPLITS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
+):
+    """y [T, R] = or += the sum of parts [SPLITS, T, R], in order. `count`: T · R."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    kept = i < count
+    row = i // R
+    spot = y + row * y_stride + (i - row * R)
+    total = tl.load(parts + i, mask=kept, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(parts + split * split_stride + i, mask=kept, other=0.0)
+    if ADD:
+        total += tl.load(spot, mask=kept, other=0.0)
+    tl.store(spot, total, mask=kept)
+
+
+@triton.jit
+def _elements(
+    words, halves, tile_at, lane, column, kept, KIND: tl.constexpr, GROUP: tl.constexpr, GROUP_WORDS: tl.constexpr
+):
+    """Single numbers of tiles as float32: row `lane` of the tile at `tile_at`, in `column`; all three broadcast."""
+    if KIND == "int4" or KIND == "int8":
+        group = column // GROUP
+        inside = column - group * GROUP
+        place = tile_at + group * GROUP_WORDS
+        if KIND == "int4":
+            line = inside // 8
+            shift = (inside & 3) * 8 + ((inside >> 2) & 1) * 4
+            word = tl.load(words + place + line * 16 + lane, mask=kept, other=0)
+            code = (word >> shift) & 15
+        else:
+            line = inside // 4
+            word = tl.load(words + place + line * 16 + lane, mask=kept, other=0)
+            code = (word >> ((inside & 3) * 8)) & 255
+        factor = halves + (place + (GROUP_WORDS - 16)) * 2 + lane
+        scale = tl.load(factor, mask=kept, other=0.0).to(tl.float32)
+        minimum = tl.load(factor + 16, mask=kept, other=0.0).to(tl.float32)
+        return code.to(tl.float32) * scale + minimum
+    elif KIND == "bfloat16":
+        word = tl.load(words + tile_at + (column // 2) * 16 + lane, mask=kept, other=0)
+        return tl.where((column & 1) == 1, word & -65536, word << 16).to(tl.float32, bitcast=True)
+    elif KIND == "float32":
+        return tl.load(words + tile_at + column * 16 + lane, mask=kept, other=0).to(tl.float32, bitcast=True)
+    else:
+        return tl.load(words + tile_at + column * 16 + lane, mask=kept, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def widen_kernel(
+    words, halves, out, granule_words, at, n_rows, granule_stride, row_stride,
+    COLS: tl.constexpr, TILE_WORDS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, GROUP_WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out [granule_stride · granule + row_stride · row + column] float32 = `n_rows` rows from the tile at `at` of each
+    granule on. Grid: (granules, tiles, BLOCK columns at a time)."""
+    granule = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    lane = tl.arange(0, 16)[:, None]
+    column = (tl.program_id(2) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    row = tile * 16 + lane
+    kept = (row < n_rows) & (column < COLS)
+    tile_at = granule * granule_words + at + tile * TILE_WORDS
+    found = _elements(words, halves, tile_at, lane, column, kept, KIND, GROUP, GROUP_WORDS)
+    tl.store(out + granule * granule_stride + row.to(tl.int64) * row_stride + column, found, mask=kept)
+
+
+@triton.jit
+def gather_kernel(
+    words, halves, tokens, out, granule_words, out_stride,
+    AT: tl.constexpr, R: tl.constexpr, COLS: tl.constexpr, TILE_WORDS: tl.constexpr, KIND: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_WORDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out [T, COLS] = the rows `tokens` int32 [T] of a block of R rows a granule. Grid: (T, BLOCK columns)."""
+    token = tl.load(tokens + tl.program_id(0))
+    granule = token // R
+    inside = token - granule * R
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    kept = column < COLS
+    tile_at = granule.to(tl.int64) * granule_words + AT + (inside // 16) * TILE_WORDS
+    found = _elements(words, halves, tile_at, inside % 16, column, kept, KIND, GROUP, GROUP_WORDS)
+    tl.store(out + tl.program_id(0).to(tl.int64) * out_stride + column, found, mask=kept)
