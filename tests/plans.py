@@ -113,7 +113,7 @@ def device_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, **fields: in
             units.append(Unit(part.key, lo, hi, home, decode, prefill))
     sizes = {part.key: part.granule_bytes for part in parts(spec, weights)}
     rings: dict[str, int] = {}
-    stage = 0
+    stage = max(part.granule_bytes for part in parts(spec, weights) if part.kind == "norms")  # copies for attention
     for unit in units:
         nbytes = (unit.hi - unit.lo) * sizes[unit.part]
         if unit.home == "gpu0":

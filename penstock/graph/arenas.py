@@ -35,6 +35,7 @@ class Layout:
         self.parts = plan.parts
         self._fill: dict[str, int] = {}
         self.weights = self._place_weights()
+        self._norms = self._place_norms()
         self.pages_per_seq = self._pages_per_seq()
         self._kv = self._place_kv()
         self.windows: list[Slot] = []
@@ -72,6 +73,24 @@ class Layout:
         return home if not homes and home in (self.plan.main, "host") else None
 
     # -- slots ----------------------------------------------------------------------------------------
+
+    def norms(self, layer: int, executor: str) -> Slot:
+        """A layer's norms where an executor reads them: qkv norms q and k wherever attention is computed."""
+        return self._norms[executor, layer]
+
+    @property
+    def copied_norms(self) -> dict[str, list[Slot]]:
+        """Part → slots that hold it besides its home."""
+        main = self.plan.main
+        found: dict[str, list[Slot]] = {}
+        for (executor, layer), slot in self._norms.items():
+            if executor != main:
+                found.setdefault(f"{layer}.norms", []).append(slot)
+        return found
+
+    def filled_bytes(self, arena: str) -> int:
+        """What of an arena is used, before it is rounded up to whole huge pages."""
+        return self._fill.get(arena, 0)
 
     def act(self, executor: str, batch: int, name: str, nbytes: int | None = None) -> Slot:
         """A batch's buffer on an executor's tier; its first `nbytes` where given."""
@@ -160,6 +179,19 @@ class Layout:
             for i, unit in enumerate(self.plan.units)
             if not unit.home.startswith("disk")
         }
+
+    def _place_norms(self) -> dict[tuple[str, int], Slot]:
+        """(executor, layer) → norms: at home where the activations are, and a copy where else attention is computed."""
+        homes = {unit.part: self.weights[i] for i, unit in enumerate(self.plan.units) if unit.part.endswith(".norms")}
+        found = {}
+        for home in self.plan.kv:
+            for layer in range(*home.layers):
+                key = f"{layer}.norms"
+                found[self.plan.main, layer] = homes[key]
+                if home.attend != self.plan.main:
+                    nbytes = self.parts[key].granule_bytes
+                    found[home.attend, layer] = self._take(f"{home.attend}.weights", nbytes, PAGE_BYTES)
+        return found
 
     def _place_kv(self) -> dict[tuple[int, int], tuple[Slot, Slot]]:
         pools = {}

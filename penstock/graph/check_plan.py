@@ -175,9 +175,12 @@ def _check_main(units: Iterable[Unit], by_key: dict[str, Part], main: str) -> No
 
 def _check_rings(plan: Plan, by_key: dict[str, Part]) -> None:
     tied = plan.target.spec.tied
+    there = {unit.part for unit in plan.units if unit.home == DEVICE}
+    there |= {f"{layer}.norms" for home in plan.kv if home.attend == DEVICE for layer in range(*home.layers)}
+    for part in there:
+        if by_key[part].granule_bytes > plan.stage_bytes:
+            raise _wrong(f"{part} is loaded through a stage of {plan.stage_bytes} bytes, less than a granule")
     for unit in plan.units:
-        if unit.home == DEVICE and by_key[unit.part].granule_bytes > plan.stage_bytes:
-            raise _wrong(f"{unit.part} is loaded through a stage of {plan.stage_bytes} bytes, less than a granule")
         if unit.part == "embed" and not tied:
             continue  # gathered, row by row
         nbytes = (unit.hi - unit.lo) * by_key[unit.part].granule_bytes

@@ -197,7 +197,7 @@ class Lowering:
         h, partial = self._rows(executor, batch, "h"), self._rows(executor, batch, "partial")
         scratch, fmt = self._scratch(executor), part.format.kind
         cost = self._matrix_cost(u, ops.QKV_BLOCKS, t)
-        norms = self._whole(f"{layer}.norms")
+        norms = self.layout.norms(layer, executor)
         self._call(executor, "qkv", u, batch, (weights, norms, h, q, keys, values, scratch), (layer,), fmt, cost)
         cost = ops.attend_cost(a, heads, batch, home.format.kv_bytes(a.head_dim))
         self._call(executor, "attend", u, batch, (q, keys, values, out, scratch), (layer,), home.format.kind, cost)
@@ -299,7 +299,8 @@ class Lowering:
         if self.plan.order != "flexgen":
             return
         slots = [Slot(ring.arena, 0, ring.nbytes) for ring in self._rings.values()]
-        slots += [Slot("host.stage", 0, self.plan.stage_bytes)] if self.plan.stage_bytes else []
+        if DEVICE in self._rings and self.plan.stage_bytes:
+            slots.append(Slot("host.stage", 0, self.plan.stage_bytes))
         slots += self.layout.windows
         if slots:
             main = self.plan.main

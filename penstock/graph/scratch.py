@@ -7,9 +7,10 @@ stays in cache and its scratch stays small.
 
 from __future__ import annotations
 
+from penstock.graph import scratch_gpu
 from penstock.spec.format import TILE_ROWS, tiles
 from penstock.spec.parts import SUM_GRANULES, Block
-from penstock.spec.plan import Plan
+from penstock.spec.plan import DEVICE, Plan
 from penstock.units import round_up
 
 SLAB_BYTES = 1 << 20  # float32 weights at a time: half of a core's L2 cache
@@ -79,6 +80,8 @@ def scratch_bytes(plan: Plan, tier: str) -> int:
     spec = plan.target.spec
     rows = max(plan.chunk_rows, plan.batch_seqs)
     need = native_bytes(plan, rows)
+    if tier == DEVICE:  # a GPU's kernels, or the CPU's where the device is emulated
+        need = max(need, scratch_gpu.scratch_bytes(plan, tier))
     need = max(need, 16 * rows * max(spec.d_model, spec.d_embed))  # norms, merges and embeddings: four [rows, D]
     for part in plan.parts.values():
         if part.kind == "norms":

@@ -36,9 +36,19 @@ def verify(tasks: Iterable[Task], arenas: Iterable[Arena]) -> int:
         position[task.id], before[task.id] = count, ordered
         for lane in task.lanes:
             last_on_lane[lane] = task.id
+        _check_tiers(task)
         _check_slots(task, sizes, touched, position, ordered)
         count += 1
     return count
+
+
+def _check_tiers(task: Task) -> None:
+    """An executor reads and writes its own memory; only copies cross."""
+    lane = task.lanes[0]
+    for call in task.calls if lane in ("host", "gpu0") else ():
+        other = next((s for s in call.slots if not s.arena.startswith(f"{lane}.")), None)
+        if other is not None and call.op not in ("copy", "sync"):
+            raise InternalError(f"task {task.id}: {call.op} on {lane} touches {other}")
 
 
 def _check_slots(

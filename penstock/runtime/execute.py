@@ -146,7 +146,8 @@ class _Handed:
 
     def begin(self, work: Dispatch, waits: Sequence[_Handed]) -> bool:
         """Whether it is a task that can be begun; it goes on by itself then. Keeps an error for those who wait."""
-        after = [other._underway for other in waits if other._underway is not None] if self.on_device else []
+        own = [other._underway for other in waits if other.on_device] if self.on_device else []
+        after = [underway for underway in own if underway is not None]
         try:
             self._underway = work.start(self.task, after)
         except BaseException as error:

@@ -53,6 +53,8 @@ def lift_weights(plan: Plan, layout: Layout, reader: DiskReader, arenas: Arenas,
 
 def _pieces(plan: Plan, layout: Layout) -> Iterator[Piece]:
     """Whole granules, as many as half of the stage holds."""
+    for part, slots in layout.copied_norms.items():
+        yield from ((part, 0, 1, slot) for slot in slots if slot.arena.startswith(f"{DEVICE}."))
     for i, slot in layout.weights.items():
         unit = plan.units[i]
         if unit.home != DEVICE:

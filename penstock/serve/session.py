@@ -186,15 +186,22 @@ class Session:
     def _load_weights(self, on_progress: Progress | None) -> None:
         """Reads every resident unit to its place."""
         layout, units = self.lowering.layout, self.plan.units
-        total = sum(slot.nbytes for slot in layout.weights.values())
+        copied = [slot for slots in layout.copied_norms.values() for slot in slots]
+        total = sum(slot.nbytes for slot in (*layout.weights.values(), *copied))
         done, told_s = 0, time.perf_counter()
         loads = (
             self.reader.start(units[i].part, units[i].lo, units[i].hi, self._arenas.address(slot))
             for i, slot in layout.weights.items()
             if units[i].home == "host"
         )
+        copies = (
+            self.reader.start(part, 0, 1, self._arenas.address(slot))
+            for part, slots in layout.copied_norms.items()
+            for slot in slots
+            if slot.arena.startswith("host.")
+        )
         uploads = lift_weights(self.plan, layout, self.reader, self._arenas, self._device) if self._device else ()
-        for nbytes in chain(waited_for(loads, _LOADS_AHEAD), uploads):
+        for nbytes in chain(waited_for(chain(loads, copies), _LOADS_AHEAD), uploads):
             done += nbytes
             if on_progress and (done == total or time.perf_counter() - told_s > 0.1):
                 told_s = time.perf_counter()

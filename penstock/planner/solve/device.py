@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from penstock.errors import DoesNotFit
-from penstock.graph.arenas import ARENA_ALIGN
+from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.device_plan import DeviceSkeleton, Split, vocabulary
 from penstock.planner.solve.skeleton import CHUNK_ROWS, MIN_CHUNK_ROWS, PINNED, Resident, chunk_options
@@ -23,12 +23,13 @@ from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Part, parts
 from penstock.spec.plan import DEVICE, Plan
-from penstock.units import MIB, format_bytes, format_mib_up
+from penstock.units import MIB, format_bytes, format_mib_up, round_up
 
 _RING_BYTES, _HOST_RING_BYTES, _STAGE_BYTES = 128 * MIB, 64 * MIB, 64 * MIB
 _SMALLEST_RING_SHARE = 8  # of the device's memory, at most so small a part
 WHOLE = "device memory"  # the strategy that leaves nothing elsewhere
 _LINK = "link"
+_ATTEMPTS = 3
 _SHORT_PROMPT = 256  # tokens up to which the CPU may be as quick at its own granules as the link
 
 
@@ -161,12 +162,20 @@ def _filled(skeleton: DeviceSkeleton) -> Plan | None:
             if _fits(whole, limit, host_limit):
                 return whole
     bare = skeleton.plan({}, {})
-    spare = _spare(bare, DEVICE, limit, skeleton)
+    spare = _spare(bare, DEVICE, limit)
     if spare is None:
         return None
-    on_device = _fill_device(skeleton, spare if may_stay is None else min(spare, may_stay))
+    budget = spare if may_stay is None else min(spare, may_stay)
+    on_device = _fill_device(skeleton, budget)
     there = skeleton.plan(on_device, {})
-    spare = _spare(there, "host", host_limit, skeleton)
+    for _ in range(_ATTEMPTS):  # kernels need more scratch for a large unit that stays than for those that come
+        over = there.tier_bytes()[DEVICE] - limit
+        if over <= 0:
+            break
+        budget -= round_up(over, ARENA_ALIGN)
+        on_device = _fill_device(skeleton, budget)
+        there = skeleton.plan(on_device, {})
+    spare = _spare(there, "host", host_limit)
     if spare is None:
         return None
     rest = {part: count - on_device.get(part, 0) for part, count in every.items()}
@@ -195,14 +204,14 @@ def _computed_there(skeleton: DeviceSkeleton, every: Resident) -> Resident:
     return kept
 
 
-def _spare(plan: Plan, tier: str, limit: int, skeleton: DeviceSkeleton) -> int | None:
+def _spare(plan: Plan, tier: str, limit: int) -> int | None:
     """What is left for weights that stay, with what the last huge page of their arena has left."""
     spare = limit - plan.tier_bytes().get(tier, 0)
     if spare < 0:
         return None
-    used = sum(plan.unit_bytes(unit) for unit in plan.units if unit.home == tier)
-    arena = next((a.bytes for a in plan.arenas if a.name == f"{tier}.weights"), 0)
-    return arena - used + spare // ARENA_ALIGN * ARENA_ALIGN
+    arena = next((a for a in plan.arenas if a.name == f"{tier}.weights"), None)
+    rounding = arena.bytes - Layout(plan).filled_bytes(arena.name) if arena else 0
+    return rounding + spare // ARENA_ALIGN * ARENA_ALIGN
 
 
 def _fill_device(skeleton: DeviceSkeleton, budget: int) -> Resident:

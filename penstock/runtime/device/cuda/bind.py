@@ -1,0 +1,215 @@
+"""Calls to kernels on a device: slots become tensors, the op's function gets them (`kernels.gpu`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from penstock.graph import ops
+from penstock.graph.arenas import Layout
+from penstock.graph.tasks import Batch, Call, Slot, Task
+from penstock.kernels.gpu import attention, dense
+from penstock.kernels.gpu.cache import KvPool
+from penstock.kernels.gpu.choose import Kernels
+from penstock.kernels.gpu.memory import Scratch
+from penstock.runtime.device.cuda.tables import tables_of
+from penstock.spec.parts import Part
+from penstock.spec.plan import Plan
+
+Copy = Callable[[Tensor, Slot, int, Tensor], None]
+
+
+class TorchBinding:
+    """`memory`: every arena that the device's lanes touch, uint8, by name; the host's pinned where that works.
+    `pieces`: (arena, lo, hi) → ranges of it that one copy may cover (a copy must not cross from one pinned piece to the
+    next). Everything is enqueued on the current stream, nothing is waited for."""
+
+    def __init__(
+        self, plan: Plan, memory: dict[str, Tensor], device: torch.device, kernels: Kernels,
+        pieces: Callable[[str, int, int], list[tuple[int, int]]],
+    ) -> None:  # fmt: skip
+        self._plan, self._memory, self._kernels, self._pieces = plan, memory, kernels, pieces
+        self._layout, self._parts, self._spec = Layout(plan), plan.parts, plan.target.spec
+        self._tables = tables_of(plan, device)
+        moved = ("load", "fetch")  # the host's disks do these
+        self._ops = {name: getattr(self, f"_{name}") for name in ops.OPS if name not in moved}
+        self._views: dict[Slot, Tensor] = {}
+
+    def prepare(self, task: Task) -> None:
+        """What the task's batches are, to device memory."""
+        for batch in {call.batch for call in task.calls if call.batch is not None}:
+            self._tables[batch.id].fill(batch)
+
+    def run(self, task: Task) -> None:
+        for call in task.calls:
+            self._ops[call.op](call)
+
+    def forget_turns(self) -> None:
+        for tables in self._tables:
+            tables.forget_turns()
+
+    # -- embedding and head ---------------------------------------------------------------------------
+
+    def _gather(self, call: Call) -> None:
+        weights, tokens, rows = call.slots
+        part = self._parts["embed"]
+        t = _batch(call).total_rows
+        ids = self._typed(tokens, torch.int32, (t,))
+        dense.gather(self._granules(weights, part), part, ids, self._embedded(rows, t), self._kernels)
+
+    def _embed(self, call: Call) -> None:
+        rows, edges, x, scratch = call.slots
+        t = _batch(call).total_rows
+        dense.embed(
+            self._embedded(rows, t), self._view(edges), self._parts["edges"], self._spec,
+            self._tables[_batch(call).id].positions, self._rows(x, t), self._kernels, self._scratch(scratch),
+        )  # fmt: skip
+
+    def _norm(self, call: Call) -> None:
+        norms, x, h, scratch = call.slots
+        batch, which = _batch(call), str(call.args[0])
+        spec, final = self._spec, which == "final"
+        part = self._parts["edges" if final else f"{call.args[1]}.norms"]
+        present = spec.final_norm if final else spec.layers[int(call.args[1])].norm_in
+        n, width = (len(batch.logits), spec.d_embed) if final else (batch.total_rows, spec.d_model)
+        dense.norm_in(
+            self._rows(x, batch.total_rows), self._view(norms), part, which, spec, present,
+            self._typed(h, torch.float32, (n, width)), self._kernels, self._scratch(scratch),
+            self._tables[batch.id].chosen if final else None,
+        )  # fmt: skip
+
+    def _head(self, call: Call) -> None:
+        weights, h, logits, best, scratch = call.slots
+        unit, n = self._plan.units[call.unit], len(_batch(call).logits)
+        part = self._parts[unit.part]
+        dense.head(
+            self._granules(weights, part), part, unit.lo, self._typed(h, torch.float32, (n, self._spec.d_embed)),
+            self._spec.logit_softcap, self._typed(logits, torch.float32, (n, self._spec.vocab)),
+            self._typed(best, torch.float32, (n, 2))[:, 0], self._typed(best, torch.int32, (n, 2))[:, 1],
+            bool(call.args[0]), self._kernels, self._scratch(scratch),
+        )  # fmt: skip
+
+    # -- layers ---------------------------------------------------------------------------------------
+
+    def _qkv(self, call: Call) -> None:
+        weights, norms, h, q, keys, values, scratch = call.slots
+        layer, batch = int(call.args[0]), _batch(call)
+        a, unit, tables = self._spec.layers[layer].attention, self._plan.units[call.unit], self._tables[batch.id]
+        t, part = batch.total_rows, self._parts[unit.part]
+        attention.qkv(
+            self._granules(weights, part), part, unit.lo, a, self._spec.norm, self._view(norms),
+            self._parts[f"{layer}.norms"], self._rows(h, t), tables.turn(layer), tables.positions, tables.sequence,
+            self._typed(q, torch.float32, (t, a.heads, a.head_dim)), self._pool(keys, layer, batch),
+            self._pool(values, layer, batch), self._kernels, self._scratch(scratch),
+        )  # fmt: skip
+
+    def _attend(self, call: Call) -> None:
+        q, keys, values, out, scratch = call.slots
+        layer, batch = int(call.args[0]), _batch(call)
+        a, unit, tables = self._spec.layers[layer].attention, self._plan.units[call.unit], self._tables[batch.id]
+        shape = (batch.total_rows, a.heads, a.head_dim)
+        attention.attend(
+            self._typed(q, torch.float32, shape), self._pool(keys, layer, batch), self._pool(values, layer, batch), a,
+            unit.lo, unit.hi, tables.positions, tables.sequence, self._typed(out, torch.float32, shape),
+            max(batch.rows), self._kernels, self._scratch(scratch),
+        )  # fmt: skip
+
+    def _out(self, call: Call) -> None:
+        weights, a_slot, partial, scratch = call.slots
+        layer, t = int(call.args[0]), _batch(call).total_rows
+        a, unit = self._spec.layers[layer].attention, self._plan.units[call.unit]
+        part = self._parts[unit.part]
+        attention.out(
+            self._granules(weights, part), part, unit.lo, a,
+            self._typed(a_slot, torch.float32, (t, a.heads, a.head_dim)), self._rows(partial, t), bool(call.args[1]),
+            self._kernels, self._scratch(scratch),
+        )  # fmt: skip
+
+    def _ffn(self, call: Call) -> None:
+        weights, h, partial, _, scratch = call.slots
+        layer, t = int(call.args[0]), _batch(call).total_rows
+        part = self._parts[f"{layer}.ffn"]
+        dense.ffn(
+            self._granules(weights, part), part, self._spec.layers[layer], self._rows(h, t), self._rows(partial, t),
+            bool(call.args[1]), self._kernels, self._scratch(scratch),
+        )  # fmt: skip
+
+    def _merge(self, call: Call) -> None:
+        norms, x, scratch, *partials = call.slots
+        layer, t = int(call.args[0]), _batch(call).total_rows
+        dense.merge(
+            self._view(norms), self._parts[f"{layer}.norms"], str(call.args[1]), self._spec.layers[layer],
+            self._spec.norm, self._rows(x, t), [self._rows(p, t) for p in partials], self._kernels,
+            self._scratch(scratch),
+        )  # fmt: skip
+
+    # -- movers ---------------------------------------------------------------------------------------
+
+    def _copy(self, call: Call) -> None:
+        source, target = call.slots
+        self.move(source, target, 0, source.nbytes)
+
+    def _lift(self, call: Call) -> None:
+        self._copy(call)
+
+    def _kv_load(self, call: Call) -> None:
+        self._kv_moved(call, save=False)
+
+    def _kv_save(self, call: Call) -> None:
+        self._kv_moved(call, save=True)
+
+    def _kv_moved(self, call: Call, save: bool) -> None:
+        layer, batch = int(call.args[0]), _batch(call)
+        for source, target in zip(call.slots[:2], call.slots[2:], strict=True):
+            for lo, hi in self._layout.kv_spans(layer, batch, save):
+                self.move(source, target, lo, hi)
+
+    def _sync(self, call: Call) -> None:
+        """Whoever waits for it has waited for what came before."""
+
+    def move(self, source: Slot, target: Slot, lo: int, hi: int) -> None:
+        """Bytes lo..hi of a slot to the same ones of another, in pieces that are pinned as one."""
+        host, other = (source, target) if source.arena.startswith("host.") else (target, source)
+        for a, b in self._pieces(host.arena, host.lo + lo, host.lo + hi):
+            shift = other.lo - host.lo
+            sides = {host.arena: (a, b), other.arena: (a + shift, b + shift)}
+            here, there = (self._memory[slot.arena][slice(*sides[slot.arena])] for slot in (source, target))
+            there.copy_(here, non_blocking=True)
+
+    # -- slots to tensors -----------------------------------------------------------------------------
+
+    def _view(self, slot: Slot) -> Tensor:
+        found = self._views.get(slot)
+        if found is None:
+            found = self._views[slot] = self._memory[slot.arena][slot.lo : slot.hi]
+        return found
+
+    def _typed(self, slot: Slot, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """The beginning of the slot."""
+        return self._view(slot)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def _rows(self, slot: Slot, t: int) -> Tensor:
+        return self._typed(slot, torch.float32, (t, self._spec.d_model))
+
+    def _embedded(self, slot: Slot, t: int) -> Tensor:
+        return self._typed(slot, torch.float32, (t, self._spec.d_embed))
+
+    def _scratch(self, slot: Slot) -> Scratch:
+        return Scratch(self._view(slot))
+
+    def _granules(self, slot: Slot, part: Part) -> Tensor:
+        return self._view(slot).view(-1, part.granule_bytes)
+
+    def _pool(self, slot: Slot, layer: int, batch: Batch) -> KvPool:
+        a, fmt = self._spec.layers[layer].attention, self._layout.kv_home(layer, batch).format
+        pages = (max(batch.seqs) - min(batch.seqs) + 1) * self._layout.pages_per_seq
+        blocks = self._view(slot).view(pages, a.kv_heads, -1)
+        return KvPool(blocks, self._plan.page_tokens, a.head_dim, fmt, self._layout.pages_per_seq)
+
+
+def _batch(call: Call) -> Batch:
+    assert call.batch is not None
+    return call.batch

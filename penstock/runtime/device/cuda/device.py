@@ -1,0 +1,143 @@
+"""A GPU as a device of the runtime: memory with a hard cap, three streams, tasks that are enqueued and not waited for.
+
+It has run on the processor only (tests); what is CUDA's own has not met a card yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.errors import DeviceFailed, DoesNotFit
+from penstock.graph.tasks import Slot, Task
+from penstock.kernels.gpu.choose import Kernels, choose
+from penstock.runtime.arena import Arenas
+from penstock.runtime.bind import Binding
+from penstock.runtime.device import LANES, Underway
+from penstock.runtime.device.cuda.bind import TorchBinding
+from penstock.runtime.device.cuda.graphs import Graphs
+from penstock.runtime.device.cuda.lanes import AtOnce, Streams, failed
+from penstock.runtime.device.cuda.pinned import Pinned
+from penstock.spec.plan import DEVICE, Plan
+from penstock.units import format_bytes
+
+
+class TorchDevice:
+    """`limit_bytes`: of the device's memory, what the context takes included (`context_bytes`). `graphs`: whether tasks
+    that come again are recorded. `kernels`: instead of those that suit the device."""
+
+    name = "cuda"
+
+    def __init__(
+        self, device: torch.device, limit_bytes: int, context_bytes: int, *, graphs: bool = True,
+        kernels: Kernels | None = None,
+    ) -> None:  # fmt: skip
+        self._device, self._limit_bytes, self._context_bytes = device, limit_bytes, context_bytes
+        self._graphs_wanted = graphs and device.type == "cuda"
+        chosen, why = choose(device)
+        self._kernels = kernels or chosen
+        name = torch.get_device_module(device).get_device_name(device) if device.type != "cpu" else "the processor"
+        self.description = f"{name} through torch {torch.__version__.split('+')[0]}; {why}"
+        self._memory: dict[str, Tensor] = {}
+        self._taken_bytes = 0
+        self._pinned = Pinned(device)
+        self._lanes: Streams | AtOnce = AtOnce() if device.type == "cpu" else Streams(device, LANES)
+        self._binding: TorchBinding | None = None
+        self._graphs: Graphs | None = None
+        self._cap()
+
+    @property
+    def peak_bytes(self) -> int:
+        if self._device.type == "cpu":
+            return self._taken_bytes + self._context_bytes
+        module: Any = torch.get_device_module(self._device)
+        return int(module.max_memory_reserved(self._device)) + self._context_bytes
+
+    @property
+    def borrowed_bytes(self) -> int:
+        return self._taken_bytes if self._device.type == "cpu" else 0
+
+    @property
+    def note(self) -> str:
+        return self._pinned.note
+
+    def allocate(self, arena: str, nbytes: int) -> None:
+        need = self._context_bytes + self._taken_bytes + nbytes
+        if need > self._limit_bytes:
+            raise DoesNotFit(
+                f"device memory of {format_bytes(self._limit_bytes)} is too little: with {arena} it would be"
+                f" {format_bytes(need)}",
+                tier=DEVICE, need_bytes=need, have_bytes=self._limit_bytes, minimum_bytes=need,
+            )  # fmt: skip
+        try:
+            self._memory[arena] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        except RuntimeError as error:
+            raise DeviceFailed(
+                f"the device has no {format_bytes(nbytes)} left for {arena}: another process has taken memory since it "
+                f"was planned ({failed(error).message})"
+            ) from None
+        self._taken_bytes += nbytes
+
+    def attach(self, plan: Plan, arenas: Arenas, cpu: Callable[[], Binding]) -> None:
+        memory = dict(self._memory)
+        for arena in plan.arenas:
+            if arena.tier == "host":
+                whole = arenas.whole(arena.name)
+                memory[arena.name] = torch.from_numpy(whole)
+                if _crosses(arena.name):
+                    self._pinned.register(arena.name, whole.ctypes.data, len(whole))
+        self._binding = TorchBinding(plan, memory, self._device, self._kernels, self._pinned.cut)
+        self._graphs = Graphs(self._binding, self._graphs_wanted)
+
+    def upload(self, target: Slot, source: NDArray[np.uint8]) -> Underway:
+        there, here = self._memory[target.arena][target.lo : target.hi], torch.from_numpy(source)
+        return self._lanes.enqueue("h2d0", lambda: _ignored(there.copy_(here, non_blocking=True)), ())
+
+    def start(self, task: Task, after: Sequence[Underway]) -> Underway:
+        assert self._binding is not None and self._graphs is not None, "a device computes when it is attached"
+        binding, graphs, lane = self._binding, self._graphs, task.lanes[0]
+        if lane == DEVICE:
+            return self._lanes.enqueue(lane, lambda: graphs.run(task), after)
+        return self._lanes.enqueue(lane, lambda: binding.run(task), after)
+
+    def begin(self) -> None:
+        """Nothing: tables are filled by the task that needs them."""
+
+    def forget(self) -> None:
+        self._wait()
+        if self._graphs is not None:
+            self._graphs.forget()
+
+    def close(self) -> None:
+        self._wait()
+        self._graphs = self._binding = None
+        self._pinned.close()
+        self._memory.clear()
+
+    def _wait(self) -> None:
+        """For this device's own lanes, not for the whole card."""
+        if isinstance(self._lanes, Streams):
+            for lane in LANES:
+                self._lanes.stream(lane).synchronize()
+
+    def _cap(self) -> None:
+        """torch itself refuses to take more than the user said."""
+        if self._device.type != "cuda":
+            return
+        _, total = torch.cuda.mem_get_info(self._device)
+        share = max(0, self._limit_bytes - self._context_bytes) / total
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), self._device)
+
+
+def _crosses(arena: str) -> bool:
+    """Whether bytes of a host's arena cross the link. Its ring and scratch are for the CPU alone."""
+    return arena not in ("host.ring", "host.scratch", "host.window", "host.staging")
+
+
+def _ignored(_: object) -> None:
+    """For a call that returns what nobody wants."""

@@ -1,0 +1,136 @@
+"""A device's lanes as streams, and what was enqueued on them as events. On the processor a task is done at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from penstock.errors import DeviceFailed, PenstockError
+from penstock.runtime.device import Underway
+
+
+class Enqueued:
+    """Work on a stream, between two events. `base`: an event and when it was, on the clock of time.perf_counter."""
+
+    def __init__(self, begun: Any, ended: Any, base: tuple[Any, float]) -> None:
+        self._begun, self.ended, self._base = begun, ended, base
+        self._error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        if self._error is None:
+            try:
+                return bool(self.ended.query())
+            except RuntimeError as error:
+                self._error = failed(error)
+        return True
+
+    @property
+    def complete(self) -> bool:
+        return self.done and self._error is None
+
+    @property
+    def span_s(self) -> tuple[float, float]:
+        event, at_s = self._base
+        if self._begun is None:
+            return at_s, at_s
+        return at_s + event.elapsed_time(self._begun) / 1e3, at_s + event.elapsed_time(self.ended) / 1e3
+
+    def wait(self) -> None:
+        if self._error is None:
+            try:
+                self.ended.synchronize()
+            except RuntimeError as error:
+                self._error = failed(error)
+        if self._error is not None:
+            raise self._error
+
+
+class Ended:
+    """Work that was done at once."""
+
+    done = True
+
+    def __init__(self, start_s: float, end_s: float, error: BaseException | None) -> None:
+        self.span_s, self._error = (start_s, end_s), error
+        self.complete = error is None
+
+    def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class Streams:
+    """A stream for each lane. `enqueue` calls `work` with that stream current; it runs there after the events of
+    `after`, which are this device's own."""
+
+    def __init__(self, device: torch.device, lanes: Sequence[str]) -> None:
+        self._torch: Any = torch.get_device_module(device)
+        self._device = device
+        # The link's copies are few and long, the kernels many and short: those go first where a card lets them.
+        self._streams = {lane: self._torch.Stream(device=device) for lane in lanes}
+        self.timed = False  # whether spans are asked for, which costs two events a task
+        self._base = self._now()
+
+    def stream(self, lane: str) -> Any:
+        return self._streams[lane]
+
+    def on(self, lane: str) -> AbstractContextManager[Any]:
+        found: AbstractContextManager[Any] = self._torch.stream(self._streams[lane])
+        return found
+
+    def enqueue(self, lane: str, work: Callable[[], None], after: Sequence[Underway]) -> Underway:
+        stream = self._streams[lane]
+        try:
+            with self._torch.device(self._device), self._torch.stream(stream):
+                for other in after:
+                    assert isinstance(other, Enqueued), "a device waits for its own tasks"
+                    stream.wait_event(other.ended)
+                begun = self._record(stream) if self.timed else None
+                work()
+                return Enqueued(begun, self._record(stream), self._base)
+        except RuntimeError as error:
+            raise failed(error) from None
+
+    def _record(self, stream: Any) -> Any:
+        event = self._torch.Event(enable_timing=self.timed)
+        event.record(stream)
+        return event
+
+    def _now(self) -> tuple[Any, float]:
+        event = self._torch.Event(enable_timing=True)
+        stream = next(iter(self._streams.values()))
+        event.record(stream)
+        event.synchronize()
+        return event, time.perf_counter()
+
+
+class AtOnce:
+    """The processor's lanes: none."""
+
+    timed = True
+
+    def on(self, lane: str) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def enqueue(self, lane: str, work: Callable[[], None], after: Sequence[Underway]) -> Underway:
+        start_s, error = time.perf_counter(), None
+        try:
+            for other in after:
+                other.wait()
+            work()
+        except Exception as caught:
+            error = caught
+        return Ended(start_s, time.perf_counter(), error)
+
+
+def failed(error: RuntimeError) -> PenstockError:
+    """torch's error as one of ours, one line."""
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text.lower():
+        return DeviceFailed(f"device memory ran out, another process may have taken it: {text}")
+    return DeviceFailed(f"the device failed: {text}")
