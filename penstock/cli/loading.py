@@ -57,6 +57,8 @@ def loaded(
             exact=machine.exact,
             on_progress=tell,
         )
+    for line in engine.notes:
+        note(line)
     if record is not None:
         engine.session.watchers.append(record.add)
     try:

@@ -74,7 +74,12 @@ def _plan(
     if machine_file is None or machine.device in ("none", "emulated"):
         from penstock.runtime.device.choose import choose
 
-        spec_of_machine = choose(machine.device, spec_of_machine, ask.device_memory_bytes).machine
+        with progress() as tell:
+            cache = machine.cache_folder
+            chosen = choose(machine.device, spec_of_machine, ask.device_memory_bytes, cache, tell)
+        if chosen.surprise:
+            note(chosen.reason)
+        spec_of_machine = chosen.machine
     solved = solve(ask, spec, fmt, spec_of_machine, part_disks(as_path(model)))
     others = what_if(solved, ask, spec_of_machine)
     band = explain.Band() if machine_file is not None else _band(machine)

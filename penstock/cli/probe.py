@@ -28,6 +28,7 @@ def probe(
     machine.prepare()
     import json
 
+    from penstock.runtime.device.choose import choose
     from penstock.runtime.probe import load_or_probe, machine_file
     from penstock.spec import machine as machines
 
@@ -36,10 +37,12 @@ def probe(
         machine_file(folder).unlink(missing_ok=True)
     with progress() as tell:
         found = load_or_probe(folder, folder, tell, detailed=True)
+        chosen = choose(machine.device, found, None, folder, tell)
+    found = chosen.machine
     if as_json:
         print_json(json.loads(machines.dumps(found)))
         return
-    print("\n".join([*fit_lines(found), *here_lines()]))
+    print("\n".join([*fit_lines(found), *here_lines(), f"  {chosen.reason}"]))
 
 
 def fit_lines(machine: MachineSpec) -> list[str]:

@@ -143,10 +143,13 @@ def scratch_bytes(plan: Plan, tier: str) -> int:
     rows = max(plan.chunk_rows, plan.batch_seqs)
     edges = parts["edges"]
     need = max(embed_bytes(edges, spec, rows), norm_bytes(edges, spec, plan.logits_rows), merge_bytes(spec, rows))
+    seen: set[tuple[str, int, int]] = set()  # a large model has thousands of units, of few sizes and kinds of layer
     for unit in plan.units:
         part, n = parts[unit.part], unit.hi - unit.lo
-        if tier not in (unit.decode, unit.prefill):
+        like = (part.kind, n, id(spec.layers[part.layer]))
+        if tier not in (unit.decode, unit.prefill) or like in seen:
             continue
+        seen.add(like)
         if part.kind == "attn":
             a = spec.layers[part.layer].attention
             need = max(need, qkv_bytes(part, a, n, rows), out_bytes(part, n, rows), attend_bytes(a, n, rows))

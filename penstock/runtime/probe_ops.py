@@ -81,12 +81,8 @@ class Layers:
         self, weights: Format, kv: Format, kernels: Native, memory_bytes: int, mostly_kv: bool = False
     ) -> None:
         self.weights, self._programs = weights, {}  # type: ignore[var-annotated]
-        width = _KV_WIDTH if mostly_kv else _INTEGER_WIDTH if weights.is_quantised else _WIDTH
-        one = _plan(width, 1, weights, kv)
-        each = sum(one.unit_bytes(unit) for unit in one.units if unit.part.startswith("0."))
-        each = each + _kv_bytes(one) if mostly_kv else each
-        self._layers = max(1, min(_MOST_KV_LAYERS if mostly_kv else _MOST_LAYERS, memory_bytes // each))
-        self.plan = _plan(width, self._layers, weights, kv)
+        self.plan = probe_plan(weights, kv, memory_bytes, mostly_kv)
+        self._layers = len(self.plan.target.spec.layers)
         self._arenas = Arenas(self.plan)
         _fill(self.plan, self._arenas)
         self.binding = NativeBinding(self.plan, self._arenas, None, kernels)
@@ -180,6 +176,16 @@ def _typical(taken: list[float]) -> float:
     """The mean without the slowest fifth: where another process holds a core for a while, all threads wait for it."""
     kept = sorted(taken)[: len(taken) - len(taken) // 5]
     return sum(kept) / len(kept)
+
+
+def probe_plan(weights: Format, kv: Format, memory_bytes: int, mostly_kv: bool) -> Plan:
+    """As many layers as that memory holds, for products of weights or (`mostly_kv`) for attention; at home in RAM."""
+    width = _KV_WIDTH if mostly_kv else _INTEGER_WIDTH if weights.is_quantised else _WIDTH
+    one = _plan(width, 1, weights, kv)
+    each = sum(one.unit_bytes(unit) for unit in one.units if unit.part.startswith("0."))
+    each = each + _kv_bytes(one) if mostly_kv else each
+    layers = max(1, min(_MOST_KV_LAYERS if mostly_kv else _MOST_LAYERS, memory_bytes // each))
+    return _plan(width, layers, weights, kv)
 
 
 def _plan(width: int, layers: int, weights: Format, kv: Format) -> Plan:

@@ -44,6 +44,7 @@ class Engine:
         self._tokenizer: Tokenizer | None = None
         self._machine_file: Path | None = None  # whose predictions this engine's runs put to the test
         self.last: Generation | None = None
+        self.notes: tuple[str, ...] = ()  # what a user should know of the device, a line each
 
     @classmethod
     def load(
@@ -76,7 +77,7 @@ class Engine:
             folder_kept = cache or default_cache()
             machine = load_or_probe(folder_kept, folder_kept, on_progress)
             kept = machine_file(folder_kept)
-        chosen = choose(device, machine, ask.device_memory_bytes)
+        chosen = choose(device, machine, ask.device_memory_bytes, cache or default_cache(), on_progress)
         machine = chosen.machine
         if plan is None:
             solved = solve(ask, packed.spec, packed.weights, machine, packed.part_disks)
@@ -99,6 +100,7 @@ class Engine:
         )
         why = (session.kernels, *([taken.description] if taken else [chosen.reason] if device != "auto" else []))
         engine = cls(packed, replace(solved, reasons=(*solved.reasons, *why)), session)
+        engine.notes = _notes(chosen, taken, ask)
         if kept is not None and threads is None and not exact and kernels is None and not serial and taken is None:
             engine._machine_file = kept
         return engine
@@ -288,6 +290,15 @@ def _open_device(chosen: Chosen, plan: Plan, ask: Ask) -> Device | None:
         raise BadRequest(f"this plan computes on a device; {chosen.reason}")
     limit = chosen.machine.tier(DEVICE).bytes
     return chosen.open(limit if ask.device_memory_bytes is None else min(limit, ask.device_memory_bytes))
+
+
+def _notes(chosen: Chosen, taken: Device | None, ask: Ask) -> tuple[str, ...]:
+    if taken is not None:
+        return tuple(line for line in (taken.description, taken.note) if line)
+    if chosen.open is not None:
+        return (f"{chosen.reason.removesuffix(' computes')} is left alone: the CPU by itself is as fast",)
+    said = chosen.surprise or (ask.device_memory_bytes is not None and chosen.name == "none")
+    return (chosen.reason,) if said else ()
 
 
 def _check_free(plan: Plan, beside_bytes: int = 0) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, DoesNotFit
 from penstock.planner.predict import Prediction
 from penstock.planner.shorten import quick, streamed
 from penstock.planner.solve import device, residency
@@ -62,13 +62,19 @@ def settle_context(ask: Ask, spec: ModelSpec) -> Ask:
 
 def candidates(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> Iterator[Candidate]:
     """Of every solver that applies, those with a device first. A model that a device has room for needs no others."""
+    found = False
     if device.has_device(machine, ask):
         device.require_minimum(ask, spec, weights, machine)
         for candidate in device.candidates(ask, spec, weights, machine):
             yield candidate
+            found = True
             if candidate.strategy == device.WHOLE:
                 return
-    yield from residency.candidates(ask, spec, weights, machine)
+    try:
+        yield from residency.candidates(ask, spec, weights, machine)
+    except DoesNotFit:
+        if not found:
+            raise
 
 
 def solve(

@@ -45,6 +45,10 @@ class Device(Protocol):
     description: str
 
     @property
+    def note(self) -> str:
+        """What is not as it should be, one line or nothing."""
+
+    @property
     def peak_bytes(self) -> int:
         """The most of its memory that this process has taken so far, driver and libraries included."""
 

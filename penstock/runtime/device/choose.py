@@ -2,36 +2,63 @@
 
 from __future__ import annotations
 
+import ctypes.util
+import hashlib
+import importlib.util
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from penstock.errors import BadRequest
 from penstock.runtime.device import Device
 from penstock.runtime.device.emulated import LINK_BYTES_PER_S, EmulatedDevice
+from penstock.runtime.probe import keep, machine_file
+from penstock.spec import machine as machines
 from penstock.spec.machine import MachineSpec, Rate, Tier
 from penstock.spec.plan import DEVICE
 
 DEVICES = ("auto", "cuda", "none", "emulated")
 _EMULATED_SHARE = 4  # of RAM, so small a part stands in for device memory unless the user says how much
+_LANES = (DEVICE, "h2d0", "d2h0")
+# What a driver leaves behind: NVIDIA's and AMD's on Linux, WSL2's. Looked at first, for torch takes seconds to import.
+_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+
+Progress = Callable[[str, int, int], None] | None
 
 
 @dataclass(frozen=True)
 class Chosen:
     """`name`: cuda, emulated or none. `reason`: a sentence. `machine`: with the device's tier and lanes, or without.
-    `open`: takes the device, once a plan is made for it; None where there is none."""
+    `open`: takes the device with a cap in bytes, once a plan is made for it; None where there is none. `surprise`:
+    whether the user asked for a device and gets none."""
 
     name: str
     reason: str
     machine: MachineSpec
     open: Callable[[int], Device] | None = None
+    surprise: bool = False
 
 
-def choose(name: str, machine: MachineSpec, device_memory_bytes: int | None) -> Chosen:
-    """`name`: one of DEVICES. `machine`: as probed."""
+def choose(
+    name: str, machine: MachineSpec, device_memory_bytes: int | None, cache: Path | None = None,
+    on_progress: Progress = None,
+) -> Chosen:  # fmt: skip
+    """`name`: one of DEVICES. `machine`: as probed. `cache`: keeps the device's figures; None measures nothing, and a
+    device without figures is none."""
     if name == "emulated":
         return _emulated(machine, device_memory_bytes)
     if name == "none":
         return Chosen("none", "no device: asked for", without_device(machine))
-    return Chosen("none", "no device: this version has none but the emulated one", without_device(machine))
+    why = _missing()
+    if why is None:
+        found = _gpu(machine, cache, on_progress)
+        if isinstance(found, Chosen):
+            return found
+        why = found
+    return Chosen("none", f"no device, the CPU computes: {why}", without_device(machine), surprise=name == "cuda")
 
 
 def without_device(machine: MachineSpec) -> MachineSpec:
@@ -41,15 +68,77 @@ def without_device(machine: MachineSpec) -> MachineSpec:
     return replace(machine, tiers=tuple(tier for tier in machine.tiers if tier.name != DEVICE))
 
 
+def _missing() -> str | None:
+    """Why torch need not be asked, as half a sentence."""
+    windows = sys.platform == "win32"
+    if not (ctypes.util.find_library("nvcuda") if windows else any(Path(node).exists() for node in _DRIVERS)):
+        return "no driver of a GPU is here"
+    if importlib.util.find_spec("torch") is None:
+        return "a GPU may be here, but torch is not (pip install 'penstock[gpu]')"
+    return None
+
+
+def _gpu(machine: MachineSpec, cache: Path | None, on_progress: Progress) -> Chosen | str:
+    from penstock.runtime.device.cuda.found import find
+
+    card = find()
+    if isinstance(card, str):
+        return card
+    figures = _figures(machine, card.name, cache, on_progress)
+    if isinstance(figures, str):
+        return figures
+    # What is free changes from run to run; this process's context is taken already.
+    free = card.free_bytes + figures.context_bytes
+    tiers = tuple(replace(t, bytes=max(1, free)) if t.name == DEVICE else t for t in figures.tiers)
+    device, context_bytes = card.device, figures.context_bytes
+
+    def take(limit_bytes: int) -> Device:
+        from penstock.runtime.device.cuda.device import TorchDevice
+
+        return TorchDevice(device, limit_bytes, context_bytes)
+
+    return Chosen("cuda", f"{card.name} computes", replace(figures, tiers=tiers), take)
+
+
+def _figures(machine: MachineSpec, card: str, cache: Path | None, on_progress: Progress) -> MachineSpec | str:
+    """The machine's with the device's, as kept or measured now; or why there are none."""
+    if cache is None:
+        return "its speed is not known yet (penstock probe)"
+    of_host = machine_file(cache)
+    # The CPU's figures are among them: measured again, so are these.
+    base = hashlib.sha256(repr((machine.rates, machine.sharing)).encode()).hexdigest()[:12]
+    name = re.sub(r"[^A-Za-z0-9]+", "-", card).strip("-").lower()
+    path = of_host.with_name(f"{of_host.stem}-{name}-{base}.json")
+    if path.exists():
+        try:
+            kept = machines.loads(path.read_text(), str(path))
+            memory = {tier.name: tier for tier in machine.tiers}
+            return replace(kept, tiers=tuple(memory.get(tier.name, tier) for tier in kept.tiers))
+        except (BadRequest, UnicodeDecodeError):
+            path.unlink(missing_ok=True)  # damaged, or written by another version: measure again
+    if on_progress:
+        on_progress(f"measuring {card}, once", 0, 0)
+    command = [sys.executable, "-m", "penstock.runtime.device.cuda.measure"]
+    done = subprocess.run(command, input=machines.dumps(machine), capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        return f"measuring {card} failed: {lines[-1] if lines else 'no reason given'}"
+    found = machines.loads(done.stdout, "the probe's answer")
+    keep(path, found)
+    return found
+
+
 def _emulated(machine: MachineSpec, device_memory_bytes: int | None) -> Chosen:
     """A part of RAM stands in for the device's memory; its rates are the CPU's, since that computes."""
     machine = without_device(machine)
     have = machine.tier("host").bytes
     limit = have // _EMULATED_SHARE if device_memory_bytes is None else device_memory_bytes
-    lanes = (DEVICE, "h2d0", "d2h0")
-    rates = [rate for rate in machine.rates if rate.lane not in lanes]
+    rates = [rate for rate in machine.rates if rate.lane not in _LANES]
     rates += [replace(rate, lane=DEVICE) for rate in machine.rates if rate.lane == "host" and rate.op != "pass"]
-    rates += [Rate(lane, "*", "*", 5e-5, 1 / LINK_BYTES_PER_S, source="as emulated") for lane in lanes[1:]]
+    rates += [Rate(lane, "*", "*", 5e-5, 1 / LINK_BYTES_PER_S, source="as emulated") for lane in _LANES[1:]]
     tiers = [replace(t, bytes=max(1, t.bytes - limit)) if t.name == "host" else t for t in machine.tiers]
-    made = replace(machine, tiers=(*tiers, Tier(DEVICE, max(1, limit), "emulated")), rates=tuple(rates))
+    made = replace(
+        machine, tiers=(*tiers, Tier(DEVICE, max(1, limit), "emulated")), rates=tuple(rates),
+        device_process_bytes=0, context_bytes=0,
+    )  # fmt: skip
     return Chosen("emulated", "an emulated device: for tests, its speed means nothing", made, EmulatedDevice)

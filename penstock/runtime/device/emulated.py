@@ -31,7 +31,7 @@ class EmulatedDevice:
     """`limit_bytes`: of its memory. `link_bytes_per_s`: each direction. `jitter_s`: every task begins up to so much
     later, at random, so that tests see many interleavings."""
 
-    name = "emulated"
+    name, note = "emulated", ""
 
     def __init__(
         self, limit_bytes: int, link_bytes_per_s: float = LINK_BYTES_PER_S, jitter_s: float = 0.0, seed: int = 0

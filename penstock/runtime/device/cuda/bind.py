@@ -19,8 +19,6 @@ from penstock.runtime.device.cuda.tables import tables_of
 from penstock.spec.parts import Part
 from penstock.spec.plan import Plan
 
-Copy = Callable[[Tensor, Slot, int, Tensor], None]
-
 
 class TorchBinding:
     """`memory`: every arena that the device's lanes touch, uint8, by name; the host's pinned where that works.
@@ -45,7 +43,10 @@ class TorchBinding:
 
     def run(self, task: Task) -> None:
         for call in task.calls:
-            self._ops[call.op](call)
+            self.call(call)
+
+    def call(self, call: Call) -> None:
+        self._ops[call.op](call)
 
     def forget_turns(self) -> None:
         for tables in self._tables:

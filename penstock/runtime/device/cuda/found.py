@@ -1,0 +1,41 @@
+"""Which GPU torch finds here, and whether it computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_MARGIN = 0.98  # of what is free: allocations are rounded, and the driver keeps a little
+
+
+@dataclass(frozen=True)
+class Card:
+    """`type`: cuda (AMD's too, as torch has them), xpu, …. `free_bytes`: now, this process's context taken already."""
+
+    type: str
+    name: str
+    free_bytes: int
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.type, 0)
+
+
+def find() -> Card | str:
+    """The first GPU that the system shows this process, or why there is none, as half a sentence."""
+    try:
+        if not torch.accelerator.is_available():
+            return "torch finds no GPU that it can use (a driver for it, and CUDA_VISIBLE_DEVICES, decide what it sees)"
+        device = torch.device(torch.accelerator.current_accelerator() or "cuda", 0)
+        module: Any = torch.get_device_module(device)
+        # A card that is too old for this torch says so when it is first asked to compute.
+        if float((torch.ones(8, device=device) * 2).sum().item()) != 16.0:
+            return "the GPU computes 8 times 2 wrongly"
+        name = str(module.get_device_name(device))
+        free, _ = module.mem_get_info(device)
+    except (RuntimeError, AssertionError, AttributeError) as error:
+        lines = str(error).strip().splitlines()
+        return f"the GPU cannot be used: {lines[0] if lines else type(error).__name__}"
+    return Card(device.type, name, int(free * _MARGIN))

@@ -1,0 +1,92 @@
+"""A machine's figures with those of its device, measured in a process of its own: the machine on standard input, the
+same with the device's tier and lanes on standard output.
+
+    python -m penstock.runtime.device.cuda.measure < machine.json > machine-with-device.json
+
+It has not run beside a card yet.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import torch
+
+from penstock.errors import DeviceFailed, PenstockError
+from penstock.runtime import host
+from penstock.runtime.ceilings import RAM_BYTES, ram_read_bytes_per_s
+from penstock.runtime.device.cuda.found import Card, find
+from penstock.runtime.device.cuda.probe import Found, probe_device
+from penstock.spec import machine as machines
+from penstock.spec.machine import PROCESS_BYTES, MachineSpec, Sharing, Tier
+from penstock.spec.plan import DEVICE
+from penstock.units import MIB, round_up
+
+_WORKSPACE_BYTES = 96 * MIB  # of torch's products: 32 MiB a stream on large cards (cuBLAS), and what it rounds up
+_HOLD = "hold"
+
+
+def measure(machine: MachineSpec) -> MachineSpec:
+    card = find()
+    if isinstance(card, str):
+        raise DeviceFailed(card)
+    threads = host.usable_cpus()
+    found = probe_device(
+        card.device, lambda: RAM_BYTES / ram_read_bytes_per_s(threads), lambda text: print(text, file=sys.stderr)
+    )
+    context_bytes, process_bytes = _context(card)
+    return with_device(machine, card, found, context_bytes, process_bytes)
+
+
+def with_device(machine: MachineSpec, card: Card, found: Found, context_bytes: int, process_bytes: int) -> MachineSpec:
+    """`process_bytes`: the peak of a process that drives the device."""
+    lanes = {rate.lane for rate in found.rates}
+    sharing = (Sharing("host", "h2d0", found.beside_copies), Sharing("host", "d2h0", found.beside_copies))
+    return replace(
+        machine,
+        tiers=(*(t for t in machine.tiers if t.name != DEVICE), Tier(DEVICE, card.free_bytes, card.name)),
+        rates=(*(rate for rate in machine.rates if rate.lane not in lanes), *found.rates),
+        sharing=(*(s for s in machine.sharing if s.beside not in lanes), *sharing),
+        context_bytes=round_up(context_bytes + _WORKSPACE_BYTES, MIB),
+        device_process_bytes=max(0, round_up(process_bytes - PROCESS_BYTES, MIB)),
+    )
+
+
+def _context(card: Card) -> tuple[int, int]:
+    """(what the context of one more process takes of the device, that process's peak of RAM)."""
+    module = torch.get_device_module(card.device)
+    free_before, _ = module.mem_get_info(card.device)
+    command = [sys.executable, "-m", "penstock.runtime.device.cuda.measure", _HOLD]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None and child.stdout is not None
+        answer = child.stdout.readline().split()
+        free_after, _ = module.mem_get_info(card.device)
+        child.stdin.close()
+    reserved, peak = (int(each) for each in answer) if len(answer) == 2 else (0, 0)
+    return max(0, free_before - free_after - reserved), peak
+
+
+def _hold() -> None:
+    """A process with a context and a product behind it; says what torch took and waits to be let go."""
+    card = find()
+    if isinstance(card, str):
+        raise DeviceFailed(card)
+    x = torch.ones(256, 256, device=card.device)
+    float((x @ x).sum().item())
+    module = torch.get_device_module(card.device)
+    print(module.memory_reserved(card.device), host.peak_rss_bytes(), flush=True)
+    sys.stdin.read()
+    time.sleep(0)
+
+
+if __name__ == "__main__":
+    try:
+        if sys.argv[1:] == [_HOLD]:
+            _hold()
+        else:
+            print(machines.dumps(measure(machines.loads(sys.stdin.read(), "standard input"))))
+    except PenstockError as failure:
+        sys.exit(failure.message)

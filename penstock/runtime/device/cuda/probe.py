@@ -1,0 +1,273 @@
+"""Measures a device's lanes: the link each way, kernels per op and format, launching, and what copies cost the CPU.
+
+Plan, sizes and fits are those of the CPU's probe (`runtime.probe_ops`); seconds are the device's own, between events.
+Run on the processor only (tests, with few bytes): it has met no card yet.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.graph.arenas import Layout
+from penstock.graph.lower import Lowering
+from penstock.graph.tasks import Batch, Call, Pass
+from penstock.kernels.gpu.choose import choose
+from penstock.runtime.device.cuda.bind import TorchBinding
+from penstock.runtime.fit import Fit, fit, fit_well
+from penstock.runtime.probe_ops import PRODUCTS, ROW_OPS, probe_plan
+from penstock.spec.format import DEFAULT_GROUP, Format, parse_format
+from penstock.spec.machine import Rate
+from penstock.spec.plan import DEVICE, Plan
+from penstock.units import KIB, MIB
+
+FORMATS = ("int4", "int8", "float16", "bfloat16", "float32")
+KV_FORMATS = ("float16", "int8", "int4")
+_COPIES = (64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+_ROWS = ((1,), (8,), (32,), (64, 128), (256, 512))
+_MOST_BYTES = 2 << 30  # of weights at a time: some times what a large card's cache holds
+_SYNC_BYTES = 16 * KIB  # PIPO's T_sync
+_STARTS, _CONTEXT = (255, 1023, 2047), 2048
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Found:
+    """`rates`: of gpu0, h2d0, d2h0. `beside_copies`: how much longer the CPU's reading of RAM takes meanwhile."""
+
+    rates: tuple[Rate, ...]
+    beside_copies: float
+
+
+class Clock:
+    """Seconds of work on the device, from event to event; on the processor by the wall."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._torch: Any = torch.get_device_module(device)
+
+    def seconds(self, work: Callable[[], object], repeats: int) -> float:
+        """Of one of `repeats`; the median of three turns, after one to warm up."""
+        work()
+        return statistics.median(self._turn_s(work, repeats) for _ in range(3))
+
+    def wait(self) -> None:
+        if self._device.type != "cpu":
+            self._torch.current_stream(self._device).synchronize()
+
+    def _turn_s(self, work: Callable[[], object], repeats: int) -> float:
+        if self._device.type == "cpu":
+            start_s = time.perf_counter()
+            for _ in range(repeats):
+                work()
+            return (time.perf_counter() - start_s) / repeats
+        begun, ended = (self._torch.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        for _ in range(repeats):
+            work()
+        ended.record()
+        ended.synchronize()
+        return float(begun.elapsed_time(ended)) / 1e3 / repeats
+
+
+def probe_device(
+    device: torch.device, ram_read_s: Callable[[], float], tell: Tell, *, formats: Sequence[str] = FORMATS,
+    kv_formats: Sequence[str] = KV_FORMATS, most_bytes: int = _MOST_BYTES, copies: Sequence[int] = _COPIES,
+) -> Found:  # fmt: skip
+    """`ram_read_s`: seconds of reading a fixed amount of RAM with all threads, for what copies cost the CPU."""
+    clock = Clock(device)
+    rates = list(_link(device, clock, copies, tell))
+    rates += _launching(device, clock)
+    for number, kind in enumerate(formats):
+        layers = _Layers(device, clock, parse_format(kind), Format("float16"), most_bytes)
+        rates += layers.rates(tell, every_op=not number)
+    for kv in kv_formats:
+        layers = _Layers(device, clock, Format("int4", DEFAULT_GROUP), parse_format(kv), most_bytes, mostly_kv=True)
+        rates += layers.attention_rates(kv, tell)
+    return Found(tuple(rates), _beside(device, clock, ram_read_s, max(copies)))
+
+
+def _link(device: torch.device, clock: Clock, copies: Sequence[int], tell: Tell) -> list[Rate]:
+    """Copies each way, of pinned memory and of ordinary."""
+    there = torch.empty(max(copies), dtype=torch.uint8, device=device)
+    found = []
+    for kind, pinned in (("*", True), ("pageable", False)):
+        here = torch.empty(max(copies), dtype=torch.uint8, pin_memory=pinned and device.type != "cpu")
+        for lane in ("h2d0", "d2h0"):
+
+            def points(lane: str = lane, here: Tensor = here) -> list[tuple[float, float]]:
+                timed = []
+                for nbytes in copies:
+                    target, source = (there, here) if lane == "h2d0" else (here, there)
+                    copy = _copy(target[:nbytes], source[:nbytes])
+                    timed.append((float(nbytes), clock.seconds(copy, max(1, 64 * MIB // nbytes))))
+                return timed
+
+            line = fit_well(points, f"{lane}, {'pinned' if pinned else 'pageable'} copies", tell)
+            found.append(Rate(lane, kind, "*", line.alpha_s, line.slope_s, 0.0, line.r2))
+    return found
+
+
+def _launching(device: torch.device, clock: Clock) -> list[Rate]:
+    """`task`: half of a round trip of 16 KiB with both sides waiting (PIPO's T_sync); `call`: a kernel launched by
+    itself, in the time of the thread that does it."""
+    here = torch.zeros(_SYNC_BYTES, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    there = torch.zeros(_SYNC_BYTES, dtype=torch.uint8, device=device)
+    small = torch.zeros(256, device=device)
+
+    def round_trip() -> None:
+        there.copy_(here, non_blocking=True)
+        clock.wait()
+        here.copy_(there, non_blocking=True)
+        clock.wait()
+
+    def wall_s(work: Callable[[], object], repeats: int) -> float:
+        work()
+        start_s = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        return (time.perf_counter() - start_s) / repeats
+
+    sync_s = statistics.median(wall_s(round_trip, 50) for _ in range(5))
+    launch_s = statistics.median(wall_s(lambda: small.add_(1.0), 100) for _ in range(5))
+    clock.wait()
+    # A call of ours is Python, a few views and one to three launches.
+    return [Rate(DEVICE, "task", "*", sync_s / 2, 0.0), Rate(DEVICE, "call", "*", 3 * launch_s, 0.0)]
+
+
+def _beside(device: torch.device, clock: Clock, ram_read_s: Callable[[], float], nbytes: int) -> float:
+    """Reading RAM while the link copies from it, beside reading it alone."""
+    alone_s = statistics.median(ram_read_s() for _ in range(3))
+    if device.type == "cpu":
+        return 1.0
+    here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    # Enough to go on for a quarter of a second and more at 64 GB/s.
+    found = []
+    for _ in range(3):
+        for _ in range(max(1, (16 << 30) // nbytes)):
+            there.copy_(here, non_blocking=True)
+        found.append(ram_read_s())
+        clock.wait()
+    return max(1.0, statistics.median(found) / alone_s)
+
+
+class _Layers:
+    """Layers of one format in device memory, whose calls can be timed one by one."""
+
+    def __init__(
+        self, device: torch.device, clock: Clock, weights: Format, kv: Format, most_bytes: int, mostly_kv: bool = False
+    ) -> None:
+        self._clock, self._kind = clock, weights.kind
+        self.plan = _on_device(probe_plan(weights, kv, most_bytes, mostly_kv))
+        some = torch.from_numpy(_numbers())
+        memory = {}
+        for arena in self.plan.arenas:
+            at = device if arena.tier == DEVICE else torch.device("cpu")
+            if arena.name in ("gpu0.weights", "gpu0.kv"):
+                memory[arena.name] = some.repeat(-(-arena.bytes // len(some)))[: arena.bytes].to(at)
+            else:  # tokens among it, which must be in the vocabulary
+                memory[arena.name] = torch.zeros(arena.bytes, dtype=torch.uint8, device=at)
+        kernels, _ = choose(device)
+        self._binding = TorchBinding(self.plan, memory, device, kernels, lambda arena, lo, hi: [(lo, hi)])
+
+    def rates(self, tell: Tell, every_op: bool) -> list[Rate]:
+        rates: list[Rate] = []
+        s_per_byte: dict[str, float] = {}
+        for rows in _ROWS:
+            over = "bytes" if rows[-1] <= 32 else "flops"
+            for op, line in self._fits(PRODUCTS, rows, over, tell).items():
+                most = 0 if rows is _ROWS[-1] else rows[-1]
+                if over == "bytes":
+                    s_per_byte.setdefault(op, line.slope_s)
+                    rates.append(Rate(DEVICE, op, self._kind, line.alpha_s, line.slope_s, 0.0, line.r2, most))
+                else:
+                    rates.append(
+                        Rate(DEVICE, op, self._kind, line.alpha_s, s_per_byte[op], line.slope_s, line.r2, most)
+                    )
+        if every_op:
+            for op, line in self._fits(ROW_OPS, (1, 64, 512), "bytes", tell).items():
+                rates.append(Rate(DEVICE, op, "*", line.alpha_s, line.slope_s, 0.0, line.r2))
+            slowest = max(rate.s_per_byte for rate in rates)
+            rates.append(Rate(DEVICE, "*", "*", min(rate.alpha_s for rate in rates), slowest))
+        return rates
+
+    def attention_rates(self, kv: str, tell: Tell) -> list[Rate]:
+        def decode() -> list[tuple[float, float]]:
+            return [(t[0], t[2]) for start in _STARTS for t in self._time(1, start, ("attend",))["attend"]]
+
+        def prefill() -> list[tuple[float, float]]:
+            rows = _ROWS[-1][-1]
+            starts = (0, _CONTEXT - rows)
+            return [(t[1], t[2]) for start in starts for t in self._time(rows, start, ("attend",))["attend"]]
+
+        few = fit_well(decode, f"attend, {kv}, 1 row, device", tell)
+        many = fit_well(prefill, f"attend, {kv}, many rows, device", tell)
+        return [
+            Rate(DEVICE, "attend", kv, few.alpha_s, few.slope_s, 0.0, few.r2, 1),
+            Rate(DEVICE, "attend", kv, many.alpha_s, few.slope_s, many.slope_s, many.r2),
+        ]
+
+    def _fits(self, ops: Sequence[str], rows: Sequence[int], over: str, tell: Tell) -> dict[str, Fit]:
+        timed: dict[str, list[tuple[float, float, float]]] = {op: [] for op in ops}
+        for n in rows:
+            for op, found in self._time(n, 0 if n > 1 else _CONTEXT // 2, ops).items():
+                timed[op] += found
+        lines = {op: fit([(t[over == "flops"], t[2]) for t in found]) for op, found in timed.items()}
+        for op, line in lines.items():
+            if line.r2 < 0.9:
+                tell(f"{op}, {self._kind}, {rows[-1]} rows, device: r² {line.r2:.2f}")
+        return lines
+
+    def _time(self, rows: int, start: int, ops: Sequence[str]) -> dict[str, list[tuple[float, float, float]]]:
+        """(bytes, flops, seconds) per op and size; calls of one size are timed as one run through the layers, which are
+        more than a cache holds."""
+        batch = Batch(0, (0,), (start,), (rows,), tuple(range(rows))[-64:])
+        tasks = Lowering(self.plan).step(Pass("prefill" if rows > 1 else "decode", (batch,), None))
+        alike: dict[tuple[str, int, int], list[Call]] = {}
+        for task in tasks:
+            if task.lanes[0] == DEVICE:
+                self._binding.prepare(task)
+                for call in task.calls:
+                    if call.op in ops:
+                        alike.setdefault((call.op, call.bytes, call.flops), []).append(call)
+        found: dict[str, list[tuple[float, float, float]]] = {op: [] for op in ops}
+        for (op, nbytes, flops), calls in alike.items():
+            seconds = self._clock.seconds(lambda calls=calls: self._all(calls), 2) / len(calls)  # type: ignore[misc]
+            found[op].append((float(nbytes), float(flops), seconds))
+        return found
+
+    def _all(self, calls: Sequence[Call]) -> None:
+        for call in calls:
+            self._binding.call(call)
+
+
+def _on_device(plan: Plan) -> Plan:
+    """The same plan with everything at home on the device."""
+    moved = replace(
+        plan,
+        units=tuple(replace(u, home=DEVICE, decode=DEVICE, prefill=DEVICE) for u in plan.units),
+        kv=tuple(replace(home, home=DEVICE, attend=DEVICE) for home in plan.kv),
+        acts=tuple(replace(home, home=DEVICE) for home in plan.acts),
+        stage_bytes=MIB,
+        arenas=(),
+    )
+    return replace(moved, arenas=Layout(moved).arenas())
+
+
+def _copy(target: Tensor, source: Tensor) -> Callable[[], object]:
+    return lambda: target.copy_(source, non_blocking=True)
+
+
+def _numbers() -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Some around 1 in 16 bits and around 0.01 in 32, as the CPU's probe has them."""
+    some = np.random.default_rng(0).integers(0, 256, MIB, np.uint8)
+    some[1::2] = 0x3C
+    return some
