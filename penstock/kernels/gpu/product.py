@@ -58,18 +58,22 @@ def _tile_words(block: Block) -> int:
     return block.format.tile_bytes(block.cols) // word_bytes(block.format)
 
 
-def _walk(block: Block, programs: int, rows: int, granules: int = 1) -> dict[str, Any]:
-    """How `_tile_dot` walks a tile of the block: its compile-time arguments, and `num_warps`."""
-    fmt = block.format
-    per_word = columns_of(fmt)
-    if fmt.is_quantised:
-        groups, group_lines = fmt.groups(block.cols), fmt.group // per_word
-    else:
-        groups, group_lines = 1, -(-block.cols // per_word)
+def _chunks(block: Block) -> tuple[int, int, int, int]:
+    """Of a row of the block: groups (one of float formats), lines of a group, lines of a chunk, chunks of a group."""
+    fmt, per_word = block.format, columns_of(block.format)
+    groups = fmt.groups(block.cols) if fmt.is_quantised else 1
+    group_lines = fmt.group // per_word if fmt.is_quantised else -(-block.cols // per_word)
     lines = min(8, _pow2(group_lines))
-    group_chunks = -(-group_lines // lines)
+    return groups, group_lines, lines, -(-group_lines // lines)
+
+
+def _walk(block: Block, programs: int, rows: int, granules: int = 1, splits: int = 1) -> dict[str, Any]:
+    """How `_tile_dot` walks a tile of the block (in so many granules, split into so many parts): its compile-time
+    arguments, and `num_warps`."""
+    fmt = block.format
+    per_word, (groups, group_lines, lines, group_chunks) = columns_of(fmt), _chunks(block)
     per_granule = groups * group_chunks
-    warps = _warps(programs, per_granule * granules)
+    warps = _warps(programs, per_granule * granules // splits)
     at_once = min(_pow2(rows), _ROWS_AT_ONCE)
     columns = fmt.group if fmt.is_quantised else lines * per_word
     return {
@@ -133,10 +137,10 @@ def add_up(
 
     words, halves = typed(weights, block.format)
     n_tiles, mark = tiles(block.rows), scratch.mark()
-    splits = sum_splits(block.rows)
-    walk = _walk(block, n_tiles * splits, t, n)
-    chunks = walk["GRANULE_CHUNKS"] * n
-    splits = max(1, min(splits, chunks // walk["CHUNKS"]))
+    groups, _, _, group_chunks = _chunks(block)
+    chunks = groups * group_chunks * n
+    splits = max(1, min(sum_splits(block.rows), chunks // _UNROLL))
+    walk = _walk(block, n_tiles * splits, t, n, splits)
     parts = scratch.take((splits, t, block.rows)) if splits > 1 else partial
     tile_kernels.add_up_kernel[(n_tiles, splits, -(-t // walk["ROWS"]))](
         words, halves, x, parts, t, chunks, x.stride(0), parts.stride(-2), parts.stride(0), words.stride(0),
