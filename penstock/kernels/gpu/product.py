@@ -24,18 +24,18 @@ from penstock.spec.parts import Block, Part
 # Rows that a program multiplies with the numbers it has unpacked; each takes four sums a thread. At four a thread needs
 # 128 registers, at eight 200, and few programs would share a processor.
 _ROWS_AT_ONCE = 4
-# Warps at work on a card, about: 32 on each of 130 processors. Where there are fewer tiles, a tile's columns are shared
-# by more warps, 16 at most.
-_WARPS, _MOST_WARPS = 4096, 16
+# Warps that a large card has at work at once, 32 on each of 130 processors: where tiles are fewer, more warps share
+# a tile's columns, but not so many that a last round of programs would leave most processors idle.
+_WARPS, _LEAST_WARPS, _MOST_WARPS = 4224, 4, 16
 # Chunks that a warp asks for before it waits, 16 bytes a thread each, by one row; by more the compiler takes half a
 # minute over so many.
 _UNROLL = 4
 
 
 def _warps(programs: int, chunks: int) -> int:
-    """Warps of a program, a power of 2: more where programs are few, never more than it has chunks."""
+    """Warps of a program, a power of 2; never more than it has chunks."""
     warps = 1
-    while warps < _MOST_WARPS and 2 * warps <= chunks and programs * warps < _WARPS:
+    while 2 * warps <= min(chunks, _MOST_WARPS) and (warps < _LEAST_WARPS or 2 * warps * programs <= _WARPS):
         warps *= 2
     return warps
 
