@@ -28,8 +28,8 @@ _ROWS_AT_ONCE = 4
 # a tile's columns, but not so many that a last round of programs would leave most processors idle.
 _WARPS, _LEAST_WARPS, _MOST_WARPS = 4224, 4, 16
 # Chunks that a warp asks for before it waits, 16 bytes a thread each, by one row; by more the compiler takes half a
-# minute over so many.
-_UNROLL = 4
+# minute over so many. In sums over granules their addresses need registers too, and 16 warps of two programs have 64.
+_UNROLL, _SUM_UNROLL = 4, 2
 
 
 def _warps(programs: int, chunks: int) -> int:
@@ -67,7 +67,9 @@ def _chunks(block: Block) -> tuple[int, int, int, int]:
     return groups, group_lines, lines, -(-group_lines // lines)
 
 
-def _walk(block: Block, programs: int, rows: int, granules: int = 1, splits: int = 1) -> dict[str, Any]:
+def _walk(
+    block: Block, programs: int, rows: int, granules: int = 1, splits: int = 1, summed: bool = False
+) -> dict[str, Any]:
     """How `_tile_dot` walks a tile of the block (in so many granules, split into so many parts): its compile-time
     arguments, and `num_warps`."""
     fmt = block.format
@@ -81,7 +83,7 @@ def _walk(block: Block, programs: int, rows: int, granules: int = 1, splits: int
         "GROUP_WORDS": fmt.group_bytes // 4 if fmt.is_quantised else 0,
         "GROUP_LINES": group_lines, "GROUP_CHUNKS": group_chunks, "GRANULE_CHUNKS": per_granule, "LINES": lines,
         "TAILS": bool(group_lines % lines or block.cols % columns), "CHUNKS": warps,
-        "ROWS": at_once, "UNROLL": max(1, _UNROLL // at_once), "num_warps": warps,
+        "ROWS": at_once, "UNROLL": max(1, (_SUM_UNROLL if summed else _UNROLL) // at_once), "num_warps": warps,
     }  # fmt: skip
 
 
@@ -140,7 +142,7 @@ def add_up(
     groups, _, _, group_chunks = _chunks(block)
     chunks = groups * group_chunks * n
     splits = max(1, min(sum_splits(block.rows), chunks // _UNROLL))
-    walk = _walk(block, n_tiles * splits, t, n, splits)
+    walk = _walk(block, n_tiles * splits, t, n, splits, summed=True)
     parts = scratch.take((splits, t, block.rows)) if splits > 1 else partial
     tile_kernels.add_up_kernel[(n_tiles, splits, -(-t // walk["ROWS"]))](
         words, halves, x, parts, t, chunks, x.stride(0), parts.stride(-2), parts.stride(0), words.stride(0),
