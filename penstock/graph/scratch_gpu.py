@@ -17,7 +17,9 @@ from penstock.spec.plan import Plan
 from penstock.units import MIB, round_up
 
 ALIGN = 256  # of every temporary: a GPU's memory transactions, and what its matrix products like
-WIDE_BYTES = 64 * MIB  # 4096 x 4096 float32: larger pieces gain nothing, a product of them takes 0.1 ms and more
+# 4096 x 2048 float32: half of a large card's cache (40 to 96 MiB), so that the product may find there what was widened.
+# Not measured yet.
+WIDE_BYTES = 32 * MIB
 SUM_PARTS = 4  # partials that one merge reads; the others are summed before
 
 # Attention: a program has up to ATTEND_ROWS queries of one KV head; work is split, into no less than ATTEND_BLOCK

@@ -22,7 +22,8 @@ def _codes_of(pool, halves, at, slot, there, HIGH: tl.constexpr, E: tl.constexpr
               KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, CODES: tl.constexpr, WIDE: tl.constexpr,
               PLACES: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """Rows `slot` [N] of the block at byte `at` as float32 [N, WIDE · PLACES]; 0 where not there. HIGH: high nibbles.
-    WIDE, PLACES: groups, and numbers of each (of int4 half of them), padded."""
+    WIDE, PLACES: groups, and numbers of each (of int4 half of them), padded. Where they need no padding, columns are
+    not masked: the compiler would load byte by byte."""
     group = tl.arange(0, WIDE)
     place = tl.arange(0, PLACES)
     if KIND == "int4" or KIND == "int8":
@@ -32,19 +33,25 @@ def _codes_of(pool, halves, at, slot, there, HIGH: tl.constexpr, E: tl.constexpr
         else:
             inside = place < GROUP
             byte = group[:, None] * GROUP + place[None, :]
-        kept = inside[None, :] & (byte < CODES)  # [WIDE, PLACES]
+        kept = there[:, None, None]
+        if WIDE * PLACES != CODES:
+            kept = kept & (inside[None, :] & (byte < CODES))[None, :, :]
         spots = pool + at + (slot * CODES)[:, None, None] + byte[None, :, :]
-        code = tl.load(spots, mask=there[:, None, None] & kept[None, :, :], other=0).to(tl.int32)
+        code = tl.load(spots, mask=kept, other=0).to(tl.int32)
         if KIND == "int4":
             code = (code >> 4) if HIGH else (code & 15)
         factors = halves + at // 2 + PAGE * CODES // 2 + group[None, :] * PAGE + slot[:, None]
-        known = there[:, None] & (group < GROUPS)[None, :]
+        known = there[:, None]
+        if WIDE != GROUPS:
+            known = known & (group < GROUPS)[None, :]
         scale = tl.load(factors, mask=known, other=0.0).to(tl.float32)  # [N, WIDE]
         minimum = tl.load(factors + GROUPS * PAGE, mask=known, other=0.0).to(tl.float32)
         found = code.to(tl.float32) * scale[:, :, None] + minimum[:, :, None]
         return tl.reshape(found, (N, WIDE * PLACES))
     else:
-        kept = there[:, None] & (place < E)[None, :]
+        kept = there[:, None]
+        if PLACES != E:
+            kept = kept & (place < E)[None, :]
         where = (slot * E)[:, None] + place[None, :]
         if KIND == "float32":
             return tl.load(pool + at // 4 + where, mask=kept, other=0.0)

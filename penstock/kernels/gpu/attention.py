@@ -133,7 +133,9 @@ def attend(
         g, e, heads, keys.page_tokens, a.softcap, a.window, rows, splits, m, _block(e), keys.format.kind,
         keys.format.group, keys.groups, keys.codes_bytes, wide, places,
         "tf32" if rounded else kernels.dot,
-        num_warps=4 if m * wide * places <= 4096 else 8, num_stages=1,
+        num_warps=4 if m * wide * places <= 4096 else 8,
+        # By one row the next block is asked for before this one is done; more rows need the shared memory themselves.
+        num_stages=2 if rows == 1 else 1,
     )  # fmt: skip
     if splits > 1:
         attend_kernels.merge_splits_kernel[(t, heads * g)](

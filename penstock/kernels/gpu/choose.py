@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-# Up to so many rows are multiplied straight from packed weights, eight at a time: a row more costs a multiplication per
-# weight there. Widening writes and reads each weight as float32 once, 8 bytes beside int4's 0.56, whatever the rows: as
-# much traffic as sixteen passes over the packed ones. `bench/gpu_kernels.py` measures where the two cross.
-FEW_ROWS = 32
+# Up to so many rows are multiplied straight from packed weights, four at a time. Four rows take some eight operations a
+# weight, of 30e12 a second on a card of 4.8 TB/s; widening writes and reads each weight as float32 once, 8 bytes
+# whatever the rows. By these figures the two cross near 26 rows; `bench/gpu_kernels.py` measures it.
+FEW_ROWS = 24
 
 
 @dataclass(frozen=True)

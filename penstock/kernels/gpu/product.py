@@ -24,18 +24,18 @@ from penstock.spec.parts import Block, Part
 # Rows that a program multiplies with the numbers it has unpacked; each takes four sums a thread. At four a thread needs
 # 128 registers, at eight 200, and few programs would share a processor.
 _ROWS_AT_ONCE = 4
-# Warps at work on a card, about: 32 on each of 130 processors. Where there are fewer tiles, a tile's columns are shared
-# by more warps, 16 at most.
-_WARPS, _MOST_WARPS = 4096, 16
+# Warps that a large card has at work at once, 32 on each of 130 processors: where tiles are fewer, more warps share
+# a tile's columns, but not so many that a last round of programs would leave most processors idle.
+_WARPS, _LEAST_WARPS, _MOST_WARPS = 4224, 4, 16
 # Chunks that a warp asks for before it waits, 16 bytes a thread each, by one row; by more the compiler takes half a
-# minute over so many.
-_UNROLL = 4
+# minute over so many. In sums over granules their addresses need registers too, and 16 warps of two programs have 64.
+_UNROLL, _SUM_UNROLL = 4, 2
 
 
 def _warps(programs: int, chunks: int) -> int:
-    """Warps of a program, a power of 2: more where programs are few, never more than it has chunks."""
+    """Warps of a program, a power of 2; never more than it has chunks."""
     warps = 1
-    while warps < _MOST_WARPS and 2 * warps <= chunks and programs * warps < _WARPS:
+    while 2 * warps <= min(chunks, _MOST_WARPS) and (warps < _LEAST_WARPS or 2 * warps * programs <= _WARPS):
         warps *= 2
     return warps
 
@@ -58,18 +58,24 @@ def _tile_words(block: Block) -> int:
     return block.format.tile_bytes(block.cols) // word_bytes(block.format)
 
 
-def _walk(block: Block, programs: int, rows: int, granules: int = 1) -> dict[str, Any]:
-    """How `_tile_dot` walks a tile of the block: its compile-time arguments, and `num_warps`."""
-    fmt = block.format
-    per_word = columns_of(fmt)
-    if fmt.is_quantised:
-        groups, group_lines = fmt.groups(block.cols), fmt.group // per_word
-    else:
-        groups, group_lines = 1, -(-block.cols // per_word)
+def _chunks(block: Block) -> tuple[int, int, int, int]:
+    """Of a row of the block: groups (one of float formats), lines of a group, lines of a chunk, chunks of a group."""
+    fmt, per_word = block.format, columns_of(block.format)
+    groups = fmt.groups(block.cols) if fmt.is_quantised else 1
+    group_lines = fmt.group // per_word if fmt.is_quantised else -(-block.cols // per_word)
     lines = min(8, _pow2(group_lines))
-    group_chunks = -(-group_lines // lines)
+    return groups, group_lines, lines, -(-group_lines // lines)
+
+
+def _walk(
+    block: Block, programs: int, rows: int, granules: int = 1, splits: int = 1, summed: bool = False
+) -> dict[str, Any]:
+    """How `_tile_dot` walks a tile of the block (in so many granules, split into so many parts): its compile-time
+    arguments, and `num_warps`."""
+    fmt = block.format
+    per_word, (groups, group_lines, lines, group_chunks) = columns_of(fmt), _chunks(block)
     per_granule = groups * group_chunks
-    warps = _warps(programs, per_granule * granules)
+    warps = _warps(programs, per_granule * granules // splits)
     at_once = min(_pow2(rows), _ROWS_AT_ONCE)
     columns = fmt.group if fmt.is_quantised else lines * per_word
     return {
@@ -77,7 +83,7 @@ def _walk(block: Block, programs: int, rows: int, granules: int = 1) -> dict[str
         "GROUP_WORDS": fmt.group_bytes // 4 if fmt.is_quantised else 0,
         "GROUP_LINES": group_lines, "GROUP_CHUNKS": group_chunks, "GRANULE_CHUNKS": per_granule, "LINES": lines,
         "TAILS": bool(group_lines % lines or block.cols % columns), "CHUNKS": warps,
-        "ROWS": at_once, "UNROLL": max(1, _UNROLL // at_once), "num_warps": warps,
+        "ROWS": at_once, "UNROLL": max(1, (_SUM_UNROLL if summed else _UNROLL) // at_once), "num_warps": warps,
     }  # fmt: skip
 
 
@@ -133,10 +139,10 @@ def add_up(
 
     words, halves = typed(weights, block.format)
     n_tiles, mark = tiles(block.rows), scratch.mark()
-    splits = sum_splits(block.rows)
-    walk = _walk(block, n_tiles * splits, t, n)
-    chunks = walk["GRANULE_CHUNKS"] * n
-    splits = max(1, min(splits, chunks // walk["CHUNKS"]))
+    groups, _, _, group_chunks = _chunks(block)
+    chunks = groups * group_chunks * n
+    splits = max(1, min(sum_splits(block.rows), chunks // _UNROLL))
+    walk = _walk(block, n_tiles * splits, t, n, splits, summed=True)
     parts = scratch.take((splits, t, block.rows)) if splits > 1 else partial
     tile_kernels.add_up_kernel[(n_tiles, splits, -(-t // walk["ROWS"]))](
         words, halves, x, parts, t, chunks, x.stride(0), parts.stride(-2), parts.stride(0), words.stride(0),
