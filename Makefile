@@ -16,7 +16,7 @@ TYPED := penstock
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz bench-startup bench-fit bench-quality bench-cpu bench-predict bench-pipo bench-offload clean FORCE
+.PHONY: help demo test check fuzz bench-startup bench-fit bench-quality bench-cpu bench-predict bench-pipo bench-offload gpu-wheels clean FORCE
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -62,6 +62,10 @@ bench-pipo: .venv/run.stamp ## PIPO's tables for this machine, 1B shape: ablatio
 
 bench-offload: .venv/test.stamp .venv/bench.stamp ## beyond memory, in cgroups, against llama.cpp and accelerate
 	@$(BIN)/python -m bench.offload $(ARGS)
+
+gpu-wheels: .venv/tools.stamp ## what bench/gpu_check.sh needs on a machine without a network (WHEELS="--python-version 3.12 …" for another Python)
+	@$(BIN)/pip download -q -d build/gpu-wheels --only-binary :all: $(WHEELS) numpy threadpoolctl tokenizers jinja2 safetensors typer rich \
+	    pytest hypothesis ml_dtypes
 
 clean: ## remove .venv, build and caches
 	@rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,140 @@
+"""Plans on a card: any placement gives what all in memory gives, and the same greedy tokens as without the card.
+
+`pytest tests/gpu`, in a process of its own (tests/gpu/test_kernels.py says why)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import DeviceFailed, DoesNotFit
+from penstock.graph import passes
+from penstock.kernels.gpu.choose import choose
+from penstock.runtime.device.cuda.device import TorchDevice
+from penstock.serve.session import Session
+from penstock.spec.plan import Plan
+from penstock.store.packed import Packed
+from tests.cpu.test_emulated import all_on_device
+from tests.cpu.test_placement import FORMATS, KV_FORMATS, NEAR, models, run  # noqa: F401 (a fixture)
+from tests.plans import device_plans, resident_plan
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA or ROCm device that torch sees"),
+    pytest.mark.skipif(
+        bool(os.environ.get("TRITON_INTERPRET")),
+        reason="Triton's interpreter is on in this process: run tests/gpu alone",
+    ),
+]
+ROOMY = 8 << 30
+
+
+def card(limit_bytes: int = ROOMY, **how: object) -> TorchDevice:
+    """In float32, so that what differs is the order of sums."""
+    device = torch.device("cuda", 0)
+    return TorchDevice(device, limit_bytes, 0, kernels=replace(choose(device)[0], matmul="float32"), **how)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def exact(models: dict[str, Packed]) -> dict[tuple[str, str], np.ndarray]:  # noqa: F811
+    return {
+        (name, kv): run(
+            packed, resident_plan(packed.spec, packed.weights, batch_seqs=2, kv=kv), serial=True, exact=True
+        )
+        for name, packed in models.items()
+        for kv in KV_FORMATS
+    }
+
+
+@pytest.mark.fuzz
+@given(st.data())
+def test_any_placement(
+    models: dict[str, Packed],  # noqa: F811
+    exact: dict[tuple[str, str], np.ndarray],
+    data: st.DataObject,
+) -> None:
+    name = data.draw(st.sampled_from(sorted(models)))
+    packed, kv = models[name], data.draw(st.sampled_from(KV_FORMATS))
+    plan = data.draw(device_plans(packed.spec, packed.weights, batch_seqs=2, kv=kv))
+    found = run(packed, plan, device=card(), exact=True, poisoned=True)
+    expected, near = exact[name, kv], NEAR[kv]
+    assert np.abs(found - expected).max() <= near
+    ordered = np.sort(expected, axis=1)
+    decided = ordered[:, -1] - ordered[:, -2] > 2 * near
+    assert (found.argmax(axis=1) == expected.argmax(axis=1))[decided].all()
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_recorded_steps_are_the_launched_ones(models: dict[str, Packed], name: str) -> None:  # noqa: F811
+    """Graphs give the bits that the same calls give one by one, at every position."""
+    packed = models[name]
+    plan = all_on_device(packed)
+
+    def tokens(graphs: bool) -> tuple[np.ndarray, int]:
+        device = card(graphs=graphs)
+        session = Session(packed, plan, device=device)
+        found = []
+        for at in range(12):
+            (logits,) = session.step(
+                passes.decode(plan, (0, 1), (at, at), passes.DECODE), [np.full(2, 3 + at, np.int32)]
+            )
+            found.append(logits.copy())
+        replays = device._graphs.replays if device._graphs else 0
+        session.close()
+        return np.stack(found), replays
+
+    recorded, replays = tokens(True)
+    launched, none = tokens(False)
+    assert replays >= 9 and none == 0
+    assert np.array_equal(recorded, launched)
+
+
+def test_the_cap_is_hard(models: dict[str, Packed]) -> None:  # noqa: F811
+    packed = models["llama"]
+    plan = all_on_device(packed)
+    need = plan.tier_bytes()["gpu0"]
+    with pytest.raises(DoesNotFit):
+        Session(packed, plan, device=card(need - 1))
+    session = Session(packed, plan, device=card(need + (256 << 20)))
+    try:
+        with pytest.raises((DeviceFailed, torch.OutOfMemoryError)):
+            torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+    finally:
+        session.close()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_memory_comes_back(models: dict[str, Packed]) -> None:  # noqa: F811
+    """A closed session leaves its memory to the next one, and its host memory unpinned."""
+    packed: Packed = models["llama"]
+    plan: Plan = all_on_device(packed)
+    free = []
+    for _ in range(3):
+        Session(packed, plan, device=card()).close()
+        torch.cuda.empty_cache()
+        free.append(torch.cuda.mem_get_info()[0])
+    assert max(free) - min(free) < 64 << 20
+
+
+def test_the_same_greedy_tokens(tmp_path: Path) -> None:
+    """On cuda, emulated and none, through the engine's own choice and figures."""
+    from penstock.serve.engine import Engine
+    from penstock.serve.sampling import SamplingParams
+    from penstock.spec.ask import Ask
+    from tests.cpu.engines import make_model
+    from tests.pure.machine import MACHINE
+
+    folder, found = make_model(tmp_path, "llama", "float32"), {}
+    for device in ("none", "emulated", "cuda"):
+        ask = Ask(prompt_tokens=20, output_tokens=24, context=64)
+        engine = Engine.load(folder, ask, machine=MACHINE, device=device, cache=tmp_path)
+        found[device] = engine.generate_ids(list(range(20)), SamplingParams(max_tokens=24, ignore_eos=True))
+        engine.close()
+    assert found["cuda"] == found["emulated"] == found["none"]
