@@ -126,6 +126,7 @@ class Work:
             "host_memory_bytes": _size(machine.host_memory, "--host-memory"),
             "device_memory_bytes": _size(machine.device_memory, "--device-memory"),
             "resident_bytes": _size(machine.resident, "--resident"),
+            "use_device": machine.device in ("cuda", "emulated"),
             **settled,
         }
         for name in ("prompt_tokens", "output_tokens"):

@@ -296,7 +296,7 @@ def _notes(chosen: Chosen, taken: Device | None, ask: Ask) -> tuple[str, ...]:
     if taken is not None:
         return tuple(line for line in (taken.description, taken.note) if line)
     if chosen.open is not None:
-        return (f"{chosen.reason.removesuffix(' computes')} is left alone: the CPU by itself is as fast",)
+        return (f"{chosen.reason}, but is left alone: the CPU by itself is as fast",)
     said = chosen.surprise or (ask.device_memory_bytes is not None and chosen.name == "none")
     return (chosen.reason,) if said else ()
 
@@ -362,6 +362,7 @@ class LLM:
             resident_bytes=_size(resident, "resident"),
             kv=kv,
             kv_home=kv_home,
+            use_device=device in ("cuda", "emulated"),
         )
         kept = Path(cache) if cache else None
         self.engine = Engine.load(folder, ask, device=device, cache=kept, on_progress=on_progress)

@@ -17,7 +17,7 @@ class Ask:
 
     `resident_bytes`: at most so many bytes of weights stay in memory. `context`: KV room in tokens, per
     sequence. `kv_home`: "memory" or "disk". `score`: logits of every prompt row are wanted (evaluation), not
-    of the last alone.
+    of the last alone. `use_device`: plans that leave a device alone, where there is one, are out.
     """
 
     prompt_tokens: int = 64
@@ -31,6 +31,7 @@ class Ask:
     kv: str | None = None
     kv_home: str | None = None
     score: bool = False
+    use_device: bool = False
 
     def __post_init__(self) -> None:
         if self.objective not in ("latency", "throughput"):

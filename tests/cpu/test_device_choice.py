@@ -127,10 +127,11 @@ def test_an_engine_on_it(tmp_path: Path, a_gpu: MachineSpec, memory_mib: int | N
         memory = None if memory_mib is None else memory_mib << 20
         if device == "emulated" and memory is not None:
             memory -= 100 << 20  # it has no context
-        ask = Ask(prompt_tokens=20, output_tokens=8, context=64, device_memory_bytes=memory)
+        ask = Ask(prompt_tokens=20, output_tokens=8, context=64, device_memory_bytes=memory, use_device=True)
         engine = Engine.load(folder, ask, machine=MACHINE, device=device, cache=tmp_path)
         found[device] = engine.generate_ids(list(range(20)), GREEDY)
-        assert engine.last is not None
+        assert ("gpu0" in engine.plan.tier_bytes()) == (device != "none")
+        assert engine.last is not None and (engine.last.peak_device_bytes > 0) == (device != "none")
         engine.close()
     assert found["cuda"] == found["emulated"] == found["none"]
 

@@ -115,6 +115,21 @@ def test_the_minimum_is_exact(context: int, fmt: Format) -> None:
         solve(replace(ask, device_memory_bytes=least - 1), LLAMA_1B, fmt, WITH_DEVICE)
 
 
+def test_asked_for_it_is_used_or_refused() -> None:
+    """Also where the CPU alone would be faster; and where it cannot be, the tier that is too small is named."""
+    slow = replace(WITH_DEVICE, rates=tuple(_times(rate, 1000 if rate.lane == "gpu0" else 1) for rate in MACHINE.rates))
+    ask = Ask(context=512, device_memory_bytes=GIB)
+    assert "gpu0" not in solve(ask, LLAMA_1B, INT4, slow).plan.tier_bytes()
+    assert "gpu0" in solve(replace(ask, use_device=True), LLAMA_1B, INT4, slow).plan.tier_bytes()
+    with pytest.raises(DoesNotFit, match="--host-memory") as caught:
+        solve(replace(ask, use_device=True, host_memory_bytes=100 * MIB), LLAMA_1B, INT4, WITH_DEVICE)
+    least = caught.value.numbers["minimum_bytes"]
+    assert caught.value.numbers["tier"] == "host"
+    solve(replace(ask, use_device=True, host_memory_bytes=least), LLAMA_1B, INT4, WITH_DEVICE)
+    with pytest.raises(DoesNotFit, match="--device none"):
+        solve(Ask(context=512, use_device=True), LLAMA_1B, INT4, with_memory(64 * MIB))
+
+
 def test_a_device_too_small_to_help_is_left_alone() -> None:
     """Nobody asked for it: the CPU does it."""
     solved = solve(Ask(context=512), LLAMA_1B, BF16, with_memory(32 * MIB))

@@ -70,6 +70,10 @@ def candidates(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec)
             found = True
             if candidate.strategy == device.WHOLE:
                 return
+        if ask.use_device:
+            if not found:
+                device.refuse(ask, spec, weights, machine)
+            return
     try:
         yield from residency.candidates(ask, spec, weights, machine)
     except DoesNotFit:

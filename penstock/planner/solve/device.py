@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NoReturn
 
 from penstock.errors import DoesNotFit
 from penstock.graph.arenas import ARENA_ALIGN, Layout
@@ -71,9 +72,14 @@ def minimum_bytes(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSp
 
 def require_minimum(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> None:
     """Raises DoesNotFit where the device's memory that the user named is too little for that."""
-    have = ask.device_memory_bytes
-    if not has_device(machine, ask) or have is None:
-        return
+    if has_device(machine, ask) and ask.device_memory_bytes is not None:
+        if minimum_bytes(ask, spec, weights, machine) > ask.device_memory_bytes:
+            refuse(ask, spec, weights, machine)
+
+
+def refuse(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> NoReturn:
+    """Raises DoesNotFit: no plan on the device fits, by its memory or, where that would do, by the host's."""
+    have, host = _limits(ask, machine)
     need = minimum_bytes(ask, spec, weights, machine)
     if need > have:
         raise DoesNotFit(
@@ -81,6 +87,13 @@ def require_minimum(ask: Ask, spec: ModelSpec, weights: Format, machine: Machine
             f" (--device-memory {format_mib_up(need)}, or --device none)",
             tier=DEVICE, need_bytes=need, have_bytes=have, minimum_bytes=need,
         )  # fmt: skip
+    smallest = _smallest(ask, spec, weights, machine, Split(_LINK, 1.0, len(spec.layers), DEVICE, True))
+    need = smallest.plan({}, {}).tier_bytes()["host"]
+    raise DoesNotFit(
+        f"host memory of {format_bytes(host)} is too little beside a device: this model needs at least"
+        f" {format_bytes(need)} (--host-memory {format_mib_up(need)}, or --device none)",
+        tier="host", need_bytes=need, have_bytes=host, minimum_bytes=need,
+    )  # fmt: skip
 
 
 def _splits(skeleton: DeviceSkeleton) -> Iterator[Split]:

@@ -97,7 +97,7 @@ def _gpu(machine: MachineSpec, cache: Path | None, on_progress: Progress) -> Cho
 
         return TorchDevice(device, limit_bytes, context_bytes)
 
-    return Chosen("cuda", f"{card.name} computes", replace(figures, tiers=tiers), take)
+    return Chosen("cuda", f"device: {card.name}", replace(figures, tiers=tiers), take)
 
 
 def _figures(machine: MachineSpec, card: str, cache: Path | None, on_progress: Progress) -> MachineSpec | str:
@@ -141,4 +141,4 @@ def _emulated(machine: MachineSpec, device_memory_bytes: int | None) -> Chosen:
         machine, tiers=(*tiers, Tier(DEVICE, max(1, limit), "emulated")), rates=tuple(rates),
         device_process_bytes=0, context_bytes=0,
     )  # fmt: skip
-    return Chosen("emulated", "an emulated device: for tests, its speed means nothing", made, EmulatedDevice)
+    return Chosen("emulated", "device: emulated, for tests; its speed means nothing", made, EmulatedDevice)
