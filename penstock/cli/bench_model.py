@@ -42,7 +42,7 @@ def bench_model(
         wanted = Wanted(work.prompt_tokens, work.output_tokens, repeats, seconds)
         threads = min(machine.threads or host.usable_cpus(), host.usable_cpus())
         with loaded(folder, ask, machine, plan, record) as engine:
-            figures = load_or_probe(machine.cache_folder, machine.cache_folder)
+            figures = engine.machine or load_or_probe(machine.cache_folder, machine.cache_folder)
             with progress() as tell:
                 found = bench(engine, ask, figures, wanted, threads, tell)
         print(table(found))
@@ -115,6 +115,8 @@ def _lanes(found: Result) -> list[str]:
 
 def _bound(found: Result) -> list[str]:
     """Both terms, and which is longer."""
+    if not found.bound_tokens_per_s:
+        return ["no bound: all weights are in the device's memory, whose speed is not read here"]
     name = {"disk0": "the disk", "host": "reading weights from RAM"}[found.bound_by]
     terms = f"{format_bytes(found.weight_bytes)} of weights from RAM {format_seconds(found.ram_s)}"
     if found.disk_s:

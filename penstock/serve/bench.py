@@ -17,7 +17,6 @@ from penstock.graph.occupancy import LaneUse, Occupancy
 from penstock.graph.tasks import Pass
 from penstock.graph.timeline import Timeline
 from penstock.planner.predict import predict
-from penstock.runtime import host
 from penstock.runtime.ceilings import ceilings_apart
 from penstock.serve.bench_result import Result, Spread
 from penstock.serve.engine import Engine
@@ -26,7 +25,7 @@ from penstock.serve.sampling import SamplingParams
 from penstock.serve.session import Progress
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
-from penstock.spec.plan import Plan
+from penstock.spec.plan import DEVICE, Plan
 
 _LEAST_PROMPT, _LEAST_TOKENS = 8, 8  # where the user names no length and time is short
 _WARM_PROMPT, _WARM_TOKENS = 16, 3
@@ -121,14 +120,16 @@ def bench(
         statistics.median(first.disk_bytes_per_token for first in firsts) * ask.batch,
         weight_bytes(engine.plan),
         _moved(firsts),
-        host.peak_rss_bytes(),
+        engine.session.peak_host_bytes,
     )
 
 
 def weight_bytes(plan: Plan) -> int:
-    """Of weights that a decode pass reads from RAM: all but an embedding that is no head, of which it takes a row."""
+    """Of weights that a decode pass reads from RAM: all but an embedding that is no head, of which it takes a row, and
+    what is at home on a device."""
     tied = plan.target.spec.tied
-    return sum(plan.unit_bytes(unit) for unit in plan.units if tied or unit.part != "embed")
+    units = [unit for unit in plan.units if unit.home != DEVICE]
+    return sum(plan.unit_bytes(unit) for unit in units if tied or unit.part != "embed")
 
 
 def _lengths(engine: Engine, ask: Ask, wanted: Wanted) -> Ask:

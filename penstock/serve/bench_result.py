@@ -69,11 +69,14 @@ class Result:
 
     @property
     def bound_tokens_per_s(self) -> float:
-        return self.ask.batch / max(self.disk_s, self.ram_s)
+        """0: no bound is known, since nothing comes from the disk or out of RAM."""
+        longer_s = max(self.disk_s, self.ram_s)
+        return self.ask.batch / longer_s if longer_s else 0.0
 
     @property
     def share_of_bound(self) -> float:
-        return self.decode_tokens_per_s.median / self.bound_tokens_per_s
+        bound = self.bound_tokens_per_s
+        return self.decode_tokens_per_s.median / bound if bound else 0.0
 
     @property
     def predicted_prefill_tokens_per_s(self) -> float:

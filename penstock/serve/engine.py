@@ -45,6 +45,7 @@ class Engine:
         self._machine_file: Path | None = None  # whose predictions this engine's runs put to the test
         self.last: Generation | None = None
         self.notes: tuple[str, ...] = ()  # what a user should know of the device, a line each
+        self.machine: MachineSpec | None = None  # whose figures the plan was made with
 
     @classmethod
     def load(
@@ -79,6 +80,8 @@ class Engine:
             kept = machine_file(folder_kept)
         chosen = choose(device, machine, ask.device_memory_bytes, cache or default_cache(), on_progress)
         machine = chosen.machine
+        if plan is not None and uses_device(plan) and chosen.open is None:
+            raise BadRequest(f"this plan computes on a device (--device says which); {chosen.reason}")
         if plan is None:
             solved = solve(ask, packed.spec, packed.weights, machine, packed.part_disks)
         else:
@@ -100,7 +103,7 @@ class Engine:
         )
         why = (session.kernels, *([taken.description] if taken else [chosen.reason] if device != "auto" else []))
         engine = cls(packed, replace(solved, reasons=(*solved.reasons, *why)), session)
-        engine.notes = _notes(chosen, taken, ask)
+        engine.notes, engine.machine = _notes(chosen, taken, ask), machine
         if kept is not None and threads is None and not exact and kernels is None and not serial and taken is None:
             engine._machine_file = kept
         return engine
@@ -286,8 +289,7 @@ def _open_device(chosen: Chosen, plan: Plan, ask: Ask) -> Device | None:
     """The device, where the plan computes on it: with a cap of what the user said, or of what it has."""
     if not uses_device(plan):
         return None
-    if chosen.open is None:
-        raise BadRequest(f"this plan computes on a device; {chosen.reason}")
+    assert chosen.open is not None, "a machine without a device has no such plan"
     limit = chosen.machine.tier(DEVICE).bytes
     return chosen.open(limit if ask.device_memory_bytes is None else min(limit, ask.device_memory_bytes))
 
