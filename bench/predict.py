@@ -1,8 +1,9 @@
 """`python -m bench.predict`: predicted beside measured, over model sizes, memory, prompt lengths and batches.
 
 Each setting is planned from this machine's figures, probed for it, before it is run. The machine drifts, so its
-ceilings (RAM and disk reads, dot products) are read before the probe, right before the run and right after; where they
-differ by more than a tenth, the probe and the setting are done again. The last line is one JSON object.
+ceilings (RAM and disk reads, dot products) are read before the probe, right before the run and right after. Where they
+differ by more than a tenth, the setting comes again, its probe too, when all others had their turn: what disturbs a
+shared machine goes on for minutes. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,8 @@ CONTEXT = 1280
 DECODE_S, LEAST_TOKENS, MOST_TOKENS = 2.5, 6, 48
 REPEATS, REPEAT_S = 3, 4.0  # of a setting that takes less: a moment in which others had a core is none of its
 DRIFT = 0.10
+
+Setting = tuple[str, float, int, int]  # shape, share, prompt, batch
 
 
 def differ(one: Ceilings, other: Ceilings, streams: bool) -> float:
@@ -84,24 +89,37 @@ def solved(model: Path, share: float, prompt: int, batch: int, tokens: int, mach
     return solve(ask, packed.spec, packed.weights, machine), settle_context(ask, packed.spec)
 
 
-def measure(model: Path, share: float, prompt: int, batch: int, machine: Machine, attempts: int) -> dict[str, Any]:
-    """One setting; again while the machine changes under it."""
-    best: dict[str, Any] | None = None
+def measure(model: Path, share: float, prompt: int, batch: int, machine: Machine) -> dict[str, Any]:
+    """One setting, once."""
+    at_probe = machine.ceilings()
+    figures = machine.figures()
+    first, _ = solved(model, share, prompt, batch, MOST_TOKENS, figures)
+    tokens = int(DECODE_S * first.prediction.decode_tokens_per_s / batch)
+    tokens = max(LEAST_TOKENS, min(MOST_TOKENS, tokens))
+    found, ask = solved(model, share, prompt, batch, tokens, figures)
+    return run(model, found, ask, tokens, figures, machine, at_probe)
+
+
+def in_turns(
+    settings: Sequence[Setting], models: dict[str, Path], machine: Machine, attempts: int, keep: Path | None
+) -> list[dict[str, Any]]:
+    """A row for each setting, the one with the least drift of up to `attempts`; the steady ones come once."""
+    rows: dict[Setting, dict[str, Any]] = {}
     for attempt in range(attempts):
-        at_probe = machine.ceilings()
-        figures = machine.figures()
-        first, _ = solved(model, share, prompt, batch, MOST_TOKENS, figures)
-        tokens = int(DECODE_S * first.prediction.decode_tokens_per_s / batch)
-        tokens = max(LEAST_TOKENS, min(MOST_TOKENS, tokens))
-        found, ask = solved(model, share, prompt, batch, tokens, figures)
-        row = run(model, found, ask, tokens, figures, machine, at_probe)
-        row["attempts"] = attempt + 1
-        if best is None or row["drift"] < best["drift"]:
-            best = row
-        if best["drift"] <= DRIFT:
-            break
-    assert best is not None
-    return best
+        for setting in settings:
+            if setting in rows and rows[setting]["drift"] <= DRIFT:
+                continue
+            shape, share, prompt, batch = setting
+            found = measure(models[shape], share, prompt, batch, machine)
+            row = {"shape": shape, "share": share, **found, "attempts": attempt + 1}
+            if keep:
+                with keep.open("a") as kept:
+                    kept.write(json.dumps(row) + "\n")
+            print(line(row), file=sys.stderr, flush=True)
+            if setting not in rows or row["drift"] < rows[setting]["drift"]:
+                rows[setting] = row
+            rows[setting]["attempts"] = attempt + 1
+    return [rows[setting] for setting in settings]
 
 
 def run(
@@ -196,7 +214,6 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, help="keeps every row here as it comes, a JSON object a line")
     parser.add_argument("--plot", type=Path, help="where the picture goes; default none")
     wanted = parser.parse_args()
-    rows: list[dict[str, Any]] = []
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
         folder = wanted.folder or Path(temporary)
@@ -209,19 +226,8 @@ def main() -> None:
         os.sync()
         with probe_file(folder) as file:
             machine = Machine(folder, file)
-            for shape, model in models.items():
-                settings = [(s, p, b) for s in wanted.shares for p in wanted.prompts for b in wanted.batches]
-                for share, prompt, batch in settings:
-                    row = {
-                        "shape": shape,
-                        "share": share,
-                        **measure(model, share, prompt, batch, machine, wanted.attempts),
-                    }
-                    rows.append(row)
-                    if wanted.rows:
-                        with wanted.rows.open("a") as kept:
-                            kept.write(json.dumps(row) + "\n")
-                    print(line(row), file=sys.stderr, flush=True)
+            settings = list(product(wanted.shapes, wanted.shares, wanted.prompts, wanted.batches))
+            rows = in_turns(settings, models, machine, wanted.attempts, wanted.rows)
             print(f"{machine.probes} probes, the last took {machine.probe_s:.1f} s", file=sys.stderr)
     if wanted.plot:
         plot(rows, wanted.plot)

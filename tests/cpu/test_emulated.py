@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import BadRequest, DoesNotFit
+from penstock.errors import BadRequest, DoesNotFit, StorageFailed
 from penstock.graph import passes
 from penstock.graph.check_plan import check_plan
 from penstock.graph.tasks import Task
@@ -134,15 +134,38 @@ def all_on_device(packed: Packed) -> Plan:
     )
 
 
-def lifting(packed: Packed) -> Plan:
-    """Layers in memory, computed by the device; the rest is there."""
+def lifting(packed: Packed, home: str = "host") -> Plan:
+    """Layers at home elsewhere, computed by the device; the rest is there."""
     units = []
     for p in packed.parts.values():
-        home = "host" if p.kind in ("attn", "ffn", "embed") else "gpu0"
-        units += [Unit(p.key, lo, lo + 1, home, "gpu0", "gpu0") for lo in range(p.granules)]
+        at = {"attn": home, "ffn": home, "embed": "host"}.get(p.kind, "gpu0")
+        units += [Unit(p.key, lo, lo + 1, at, "gpu0", "gpu0") for lo in range(p.granules)]
     largest = max(p.granule_bytes for p in packed.parts.values())
     homes = [("gpu0", "gpu0")] * len(packed.spec.layers)
     return make_plan(
         packed.spec, packed.weights, units, ring_bytes={"gpu0": 3 * largest}, stage_bytes=largest, main="gpu0",
         kv_homes=homes, batch_seqs=2,
     )  # fmt: skip
+
+
+def test_after_a_pass_that_broke_off_the_next_one_is_right(models: dict[str, Packed]) -> None:  # noqa: F811
+    """A disk that fails under the device's lanes: one error, and no lane remembers it."""
+    packed = models["llama"]
+    plan = lifting(packed, home="disk0")
+    session = Session(packed, plan, device=EmulatedDevice(ROOMY, FAST), poisoned=True)
+    ids = np.random.default_rng(0).integers(0, packed.spec.vocab, 23).astype(np.int32)
+    (p,) = passes.prefill(plan, 0, len(ids), None, score=True)
+    start, begun = session.reader.start, []
+
+    def failing(*where: object) -> object:
+        begun.append(where)
+        if len(begun) == 5:
+            raise StorageFailed("the disk is gone")
+        return start(*where)  # type: ignore[arg-type]
+
+    session.reader.start = failing  # type: ignore[method-assign,assignment]
+    with pytest.raises(StorageFailed, match="the disk is gone"):
+        session.step(p, [ids])
+    found = session.step(p, [ids])[0].copy()
+    session.close()
+    assert np.array_equal(found, run(packed, plan, device=EmulatedDevice(ROOMY, FAST))[: len(ids)])
