@@ -101,13 +101,17 @@ def measure(model: Path, share: float, prompt: int, batch: int, machine: Machine
 
 
 def in_turns(
-    settings: Sequence[Setting], models: dict[str, Path], machine: Machine, attempts: int, keep: Path | None
-) -> list[dict[str, Any]]:
-    """A row for each setting, the one with the least drift of up to `attempts`; the steady ones come once."""
+    settings: Sequence[Setting], models: dict[str, Path], machine: Machine, attempts: int, most_s: float,
+    keep: Path | None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """A row for each setting, the one with the least drift of up to `attempts`; the steady ones come once. No setting
+    comes again after `most_s`."""
     rows: dict[Setting, dict[str, Any]] = {}
+    start_s = time.perf_counter()
     for attempt in range(attempts):
         for setting in settings:
-            if setting in rows and rows[setting]["drift"] <= DRIFT:
+            late = time.perf_counter() - start_s > most_s
+            if setting in rows and (late or rows[setting]["drift"] <= DRIFT):
                 continue
             shape, share, prompt, batch = setting
             found = measure(models[shape], share, prompt, batch, machine)
@@ -210,7 +214,8 @@ def main() -> None:
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
     parser.add_argument("--prompts", nargs="+", type=int, default=PROMPTS)
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
-    parser.add_argument("--attempts", type=int, default=3, help="at a setting, while the machine drifts")
+    parser.add_argument("--attempts", type=int, default=6, help="at a setting, while the machine drifts")
+    parser.add_argument("--minutes", type=float, default=60, help="after which no setting comes again")
     parser.add_argument("--rows", type=Path, help="keeps every row here as it comes, a JSON object a line")
     parser.add_argument("--plot", type=Path, help="where the picture goes; default none")
     wanted = parser.parse_args()
@@ -227,7 +232,7 @@ def main() -> None:
         with probe_file(folder) as file:
             machine = Machine(folder, file)
             settings = list(product(wanted.shapes, wanted.shares, wanted.prompts, wanted.batches))
-            rows = in_turns(settings, models, machine, wanted.attempts, wanted.rows)
+            rows = in_turns(settings, models, machine, wanted.attempts, 60 * wanted.minutes, wanted.rows)
             print(f"{machine.probes} probes, the last took {machine.probe_s:.1f} s", file=sys.stderr)
     if wanted.plot:
         plot(rows, wanted.plot)
