@@ -186,8 +186,11 @@ class _Handed:
         return self.done and self.error is None and (self._underway is None or self._underway.complete)
 
     def may_follow(self, other: _Handed) -> bool:
-        """Whether this one can be begun as far as that one goes: a device waits for its own tasks by itself."""
-        return other.answered if self.on_device and other.on_device else other.done
+        """Whether this one can be begun as far as that one goes: a device waits for its own tasks by itself. After one
+        that failed none is begun: the lane's thread hears of it, and fails what follows."""
+        if self.on_device and other.on_device:
+            return other.answered and other.error is None
+        return other.succeeded
 
     def follow(self, other: _Handed) -> None:
         """Waits until it may. Raises what that one raised."""

@@ -54,7 +54,7 @@ class Engine:
         ask: Ask,
         *,
         machine: MachineSpec | None = None,
-        device: str = "auto",
+        device: str | Chosen = "auto",
         cache: Path | None = None,
         plan: Plan | None = None,
         threads: int | None = None,
@@ -63,9 +63,9 @@ class Engine:
         serial: bool = False,
         on_progress: Progress | None = None,
     ) -> Engine:
-        """Plans (or takes `plan`), then loads; `device`: auto, cuda, none or emulated; `threads` to `serial` are a
-        Session's. Raises DoesNotFit before anything is loaded, and BadRequest for a `plan` that makes no sense or is
-        for another model."""
+        """Plans (or takes `plan`), then loads; `device`: auto, cuda, none, emulated, or chosen already; `threads` to
+        `serial` are a Session's. Raises DoesNotFit before anything is loaded, and BadRequest for a `plan` that makes no
+        sense or is for another model."""
         packed = open_packed(folder)
         _check_limit(ask)
         if plan is not None:
@@ -78,7 +78,9 @@ class Engine:
             folder_kept = cache or default_cache()
             machine = load_or_probe(folder_kept, folder_kept, on_progress)
             kept = machine_file(folder_kept)
-        chosen = choose(device, machine, ask.device_memory_bytes, cache or default_cache(), on_progress)
+        chosen = device
+        if isinstance(chosen, str):
+            chosen = choose(chosen, machine, ask.device_memory_bytes, cache or default_cache(), on_progress)
         machine = chosen.machine
         if plan is not None and uses_device(plan) and chosen.open is None:
             raise BadRequest(f"this plan computes on a device (--device says which); {chosen.reason}")

@@ -67,6 +67,7 @@ class Session:
         self.lowering = Lowering(plan)
         self._serial, self._closed = serial, False
         self._link_bytes: dict[str, int] = {}
+        self._crossed: dict[int, dict[str, int]] = {}  # of tasks that come again
         self.watchers: list[Watch] = []  # without any no timeline is kept
         self._origin_s = time.perf_counter()
         self.best: list[list[tuple[float, int]]] = []  # of the last pass, per batch and row: largest logit and its id
@@ -107,6 +108,8 @@ class Session:
             self._arenas.view(slot).view(np.int32)[...] = ids
         self.consumed_bytes = self._binding.fetched_bytes = 0
         self._executor.recording = bool(self.watchers)
+        if self._device is not None:
+            self._device.time_tasks(bool(self.watchers))
         run = self._executor.run_serial if self._serial else self._executor.run
         # Damaged weights overflow; whoever looks at the logits says so once, numpy would many times.
         try:
@@ -165,6 +168,7 @@ class Session:
         """A pass broke off: forgets what rings hold and lanes have failed, so that the next one starts clean."""
         self._executor.close()
         self._work.forget()
+        self._crossed.clear()
         self._executor, self.lowering = self._new_executor(), Lowering(self.plan)
 
     def _new_executor(self) -> Executor:
@@ -177,11 +181,20 @@ class Session:
     def _counted(self, p: Pass) -> Iterator[Task]:
         """The pass's tasks, noting what they read from the rings."""
         for task in self.lowering.step(p):
-            self.consumed_bytes += streamed_bytes(task, self.plan.units) + kv_loaded_bytes(task)
+            if task.like < 0:  # what comes again streams nothing, and to look at all its calls takes a millisecond
+                self.consumed_bytes += streamed_bytes(task, self.plan.units) + kv_loaded_bytes(task)
             if self._device is not None:
-                for lane, nbytes in link_bytes(task).items():
-                    self._link_bytes[lane] = self._link_bytes.get(lane, 0) + nbytes
+                self._count_link(task)
             yield task
+
+    def _count_link(self, task: Task) -> None:
+        crossed = self._crossed.get(task.like)
+        if crossed is None:
+            crossed = link_bytes(task)
+            if task.like >= 0:
+                self._crossed[task.like] = crossed
+        for lane, nbytes in crossed.items():
+            self._link_bytes[lane] = self._link_bytes.get(lane, 0) + nbytes
 
     def _load_weights(self, on_progress: Progress | None) -> None:
         """Reads every resident unit to its place."""

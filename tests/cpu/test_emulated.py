@@ -134,8 +134,8 @@ def all_on_device(packed: Packed) -> Plan:
     )
 
 
-def lifting(packed: Packed, home: str = "host") -> Plan:
-    """Layers at home elsewhere, computed by the device; the rest is there."""
+def lifting(packed: Packed, home: str = "host", stage: int = 1) -> Plan:
+    """Layers at home elsewhere, computed by the device; the rest is there. `stage`: in largest granules."""
     units = []
     for p in packed.parts.values():
         at = {"attn": home, "ffn": home, "embed": "host"}.get(p.kind, "gpu0")
@@ -143,15 +143,21 @@ def lifting(packed: Packed, home: str = "host") -> Plan:
     largest = max(p.granule_bytes for p in packed.parts.values())
     homes = [("gpu0", "gpu0")] * len(packed.spec.layers)
     return make_plan(
-        packed.spec, packed.weights, units, ring_bytes={"gpu0": 3 * largest}, stage_bytes=largest, main="gpu0",
+        packed.spec, packed.weights, units, ring_bytes={"gpu0": 3 * largest}, stage_bytes=stage * largest, main="gpu0",
         kv_homes=homes, batch_seqs=2,
     )  # fmt: skip
 
 
-def test_after_a_pass_that_broke_off_the_next_one_is_right(models: dict[str, Packed]) -> None:  # noqa: F811
-    """A disk that fails under the device's lanes: one error, and no lane remembers it."""
+@pytest.mark.parametrize(("stage", "load"), [(1, 5), (8, 1), (8, 2), (8, 5)])
+def test_after_a_pass_that_broke_off_the_next_one_is_right(
+    models: dict[str, Packed],  # noqa: F811
+    stage: int,
+    load: int,
+) -> None:
+    """A disk that fails under the device's lanes, before or after what follows is handed over: one error, and no lane
+    remembers it."""
     packed = models["llama"]
-    plan = lifting(packed, home="disk0")
+    plan = lifting(packed, "disk0", stage)
     session = Session(packed, plan, device=EmulatedDevice(ROOMY, FAST), poisoned=True)
     ids = np.random.default_rng(0).integers(0, packed.spec.vocab, 23).astype(np.int32)
     (p,) = passes.prefill(plan, 0, len(ids), None, score=True)
@@ -159,7 +165,7 @@ def test_after_a_pass_that_broke_off_the_next_one_is_right(models: dict[str, Pac
 
     def failing(*where: object) -> object:
         begun.append(where)
-        if len(begun) == 5:
+        if len(begun) == load:
             raise StorageFailed("the disk is gone")
         return start(*where)  # type: ignore[arg-type]
 

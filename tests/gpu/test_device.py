@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import DeviceFailed, DoesNotFit
 from penstock.graph import passes
 from penstock.kernels.gpu.choose import choose
+from penstock.runtime.device import choose as choosing
 from penstock.runtime.device.cuda.device import TorchDevice
 from penstock.serve.session import Session
 from penstock.spec.plan import Plan
@@ -53,7 +54,7 @@ def exact(models: dict[str, Packed]) -> dict[tuple[str, str], np.ndarray]:  # no
     }
 
 
-@pytest.mark.fuzz
+@settings(max_examples=int(os.environ.get("PENSTOCK_GPU_PLANS", "8")))
 @given(st.data())
 def test_any_placement(
     models: dict[str, Packed],  # noqa: F811
@@ -123,17 +124,18 @@ def test_memory_comes_back(models: dict[str, Packed]) -> None:  # noqa: F811
     assert max(free) - min(free) < 64 << 20
 
 
-def test_the_same_greedy_tokens(tmp_path: Path) -> None:
-    """On cuda, emulated and none, through the engine's own choice and figures."""
+def test_the_same_greedy_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On cuda, emulated and none, through the engine's own choice; the figures are made up."""
     from penstock.serve.engine import Engine
     from penstock.serve.sampling import SamplingParams
     from penstock.spec.ask import Ask
     from tests.cpu.engines import make_model
-    from tests.pure.machine import MACHINE
+    from tests.pure.machine import MACHINE, WITH_DEVICE
 
+    monkeypatch.setattr(choosing, "_figures", lambda *_: WITH_DEVICE)
     folder, found = make_model(tmp_path, "llama", "float32"), {}
     for device in ("none", "emulated", "cuda"):
-        ask = Ask(prompt_tokens=20, output_tokens=24, context=64)
+        ask = Ask(prompt_tokens=20, output_tokens=24, context=64, use_device=True)
         engine = Engine.load(folder, ask, machine=MACHINE, device=device, cache=tmp_path)
         found[device] = engine.generate_ids(list(range(20)), SamplingParams(max_tokens=24, ignore_eos=True))
         engine.close()

@@ -62,7 +62,7 @@ def _codes_of(pool, halves, at, slot, there, HIGH: tl.constexpr, E: tl.constexpr
             return (bits << 16).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "head_lo", "pages_per_seq"])
 def attend_kernel(
     q, keys, values, key_halves, value_halves, positions, sequence, out, stats, scale,
     n_rows, head_lo, q_stride, out_stride, split_stride, stats_stride, page_stride, head_stride, pages_per_seq,
@@ -162,7 +162,7 @@ def attend_kernel(
         tl.store(target + 16, high_sum, mask=real[:, None] & high_kept[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["head_lo"])
 def merge_splits_kernel(
     parts, stats, out, head_lo, out_stride, split_stride, stats_stride,
     HEADS: tl.constexpr, E: tl.constexpr, SPLITS: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr,

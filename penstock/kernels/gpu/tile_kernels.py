@@ -156,7 +156,7 @@ def _tile_dot(
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "limit"])
 def spread_kernel(
     words, halves, x, y0, y1, y2, n_rows, limit, x_stride, y0_stride, y1_stride, y2_stride, granule_words,
     exponent4, exponent8,
@@ -226,7 +226,7 @@ def _activate(x, ACTIVATION: tl.constexpr):
         return tl.maximum(x, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def hidden_kernel(
     words, halves, floats, x, y, n_rows, x_stride, y_stride, granule_words, granule_floats, exponent4,
     exponent8,
@@ -265,7 +265,7 @@ def hidden_kernel(
             tl.store(y + (row + r).to(tl.int64) * y_stride + column, one)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "n_chunks"])
 def add_up_kernel(
     words, halves, x, y, n_rows, n_chunks, x_stride, y_stride, split_stride, granule_words, exponent4,
     exponent8,
@@ -298,7 +298,7 @@ def add_up_kernel(
             tl.store(spot, total, mask=column < R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def sum_parts_kernel(
     parts, y, count, R, y_stride, split_stride, SPLITS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -346,7 +346,7 @@ def _elements(
         return tl.load(words + tile_at + column * 16 + lane, mask=kept, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["at", "n_rows"])
 def widen_kernel(
     words, halves, out, granule_words, at, n_rows, granule_stride, row_stride,
     COLS: tl.constexpr, TILE_WORDS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, GROUP_WORDS: tl.constexpr,

@@ -73,7 +73,7 @@ def _codes(value, offset, inverse):
     return ((value - offset) * inverse + 0.5).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["head_lo", "pages_per_seq"])
 def turn_kernel(
     q_raw, k_raw, v_raw, floats, q_weight, k_weight, cos, sin, positions, sequence, q, keys, values, key_halves,
     value_halves, head_lo, q_stride, granule_floats, page_stride, head_stride, pages_per_seq, eps,

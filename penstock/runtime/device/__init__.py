@@ -48,6 +48,9 @@ class Device(Protocol):
     def note(self) -> str:
         """What is not as it should be, one line or nothing."""
 
+    def time_tasks(self, on: bool) -> None:
+        """Whether spans are wanted of the tasks to come; without, they may be anything."""
+
     @property
     def peak_bytes(self) -> int:
         """The most of its memory that this process has taken so far, driver and libraries included."""

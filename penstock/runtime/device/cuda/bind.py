@@ -35,11 +35,24 @@ class TorchBinding:
         moved = ("load", "fetch")  # the host's disks do these
         self._ops = {name: getattr(self, f"_{name}") for name in ops.OPS if name not in moved}
         self._views: dict[Slot, Tensor] = {}
+        self._numbers: dict[int, dict[int, int]] = {}  # task → batch → a call of it
 
     def prepare(self, task: Task) -> None:
-        """What the task's batches are, to device memory."""
-        for batch in {call.batch for call in task.calls if call.batch is not None}:
-            self._tables[batch.id].fill(batch)
+        """What the task's batches are, to device memory. Which calls have them is found once for tasks that are alike:
+        to look at all calls of a step takes longer than to launch it."""
+        numbers = self._numbers.get(task.like) if task.like >= 0 else None
+        if numbers is None:
+            numbers = {call.batch.id: i for i, call in enumerate(task.calls) if call.batch is not None}
+            if task.like >= 0:
+                self._numbers[task.like] = numbers
+        for number, i in numbers.items():
+            batch = task.calls[i].batch
+            assert batch is not None
+            self._tables[number].fill(batch)
+
+    def forget(self) -> None:
+        """Task ids start over."""
+        self._numbers.clear()
 
     def run(self, task: Task) -> None:
         for call in task.calls:

@@ -6,6 +6,7 @@ It has run on the processor only (tests); what is CUDA's own has not met a card 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,10 @@ from penstock.runtime.device.cuda.graphs import Graphs
 from penstock.runtime.device.cuda.lanes import AtOnce, Streams, failed
 from penstock.runtime.device.cuda.pinned import Pinned
 from penstock.spec.plan import DEVICE, Plan
-from penstock.units import format_bytes
+from penstock.units import MIB, format_bytes
+
+# Of what the context takes: torch's products (32 MiB a stream on large cards, cuBLAS), and what it rounds up to.
+WORKSPACE_BYTES = 96 * MIB
 
 
 class TorchDevice:
@@ -49,14 +53,20 @@ class TorchDevice:
         self._lanes: Streams | AtOnce = AtOnce() if device.type == "cpu" else Streams(device, LANES)
         self._binding: TorchBinding | None = None
         self._graphs: Graphs | None = None
+        if device.type == "cuda":  # what an earlier one left is neither ours nor our peak
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
         self._cap()
+
+    def time_tasks(self, on: bool) -> None:
+        self._lanes.timed = on
 
     @property
     def peak_bytes(self) -> int:
         if self._device.type == "cpu":
             return self._taken_bytes + self._context_bytes
         module: Any = torch.get_device_module(self._device)
-        return int(module.max_memory_reserved(self._device)) + self._context_bytes
+        return int(module.max_memory_reserved(self._device)) + max(0, self._context_bytes - WORKSPACE_BYTES)
 
     @property
     def borrowed_bytes(self) -> int:
@@ -64,7 +74,7 @@ class TorchDevice:
 
     @property
     def note(self) -> str:
-        return self._pinned.note
+        return self._pinned.note or (self._graphs.note if self._graphs is not None else "")
 
     def allocate(self, arena: str, nbytes: int) -> None:
         need = self._context_bytes + self._taken_bytes + nbytes
@@ -92,7 +102,11 @@ class TorchDevice:
                 if _crosses(arena.name):
                     self._pinned.register(arena.name, whole.ctypes.data, len(whole))
         self._binding = TorchBinding(plan, memory, self._device, self._kernels, self._pinned.cut)
-        self._graphs = Graphs(self._binding, self._graphs_wanted)
+        # A copy of memory that is not pinned cannot be recorded.
+        self._graphs = Graphs(self._binding, self._graphs_wanted and not self._pinned.note)
+        if self._device.type != "cpu":  # tables were made on this thread's stream, the lanes have their own
+            module: Any = torch.get_device_module(self._device)
+            module.current_stream(self._device).synchronize()
 
     def upload(self, target: Slot, source: NDArray[np.uint8]) -> Underway:
         there, here = self._memory[target.arena][target.lo : target.hi], torch.from_numpy(source)
@@ -110,27 +124,33 @@ class TorchDevice:
 
     def forget(self) -> None:
         self._wait()
-        if self._graphs is not None:
+        if self._graphs is not None and self._binding is not None:
             self._graphs.forget()
+            self._binding.forget()
 
     def close(self) -> None:
         self._wait()
+        self._pinned.close()  # while the arenas are still mapped
         self._graphs = self._binding = None
-        self._pinned.close()
         self._memory.clear()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(1.0, self._device)
 
     def _wait(self) -> None:
         """For this device's own lanes, not for the whole card."""
         if isinstance(self._lanes, Streams):
             for lane in LANES:
-                self._lanes.stream(lane).synchronize()
+                with suppress(RuntimeError):  # whoever waited for the task has heard of it
+                    self._lanes.stream(lane).synchronize()
 
     def _cap(self) -> None:
         """torch itself refuses to take more than the user said."""
         if self._device.type != "cuda":
             return
         _, total = torch.cuda.mem_get_info(self._device)
-        share = max(0, self._limit_bytes - self._context_bytes) / total
+        # Its workspaces and what it rounds up are part of the context, and its own to take.
+        share = max(0, self._limit_bytes - self._context_bytes + WORKSPACE_BYTES) / total
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), self._device)
 
 

@@ -28,14 +28,15 @@ def find() -> Card | str:
     try:
         if not torch.accelerator.is_available():
             return "torch finds no GPU that it can use (a driver for it, and CUDA_VISIBLE_DEVICES, decide what it sees)"
-        device = torch.device(torch.accelerator.current_accelerator() or "cuda", 0)
+        seen = torch.accelerator.current_accelerator()
+        device = torch.device(seen.type if seen is not None else "cuda", 0)
         module: Any = torch.get_device_module(device)
         # A card that is too old for this torch says so when it is first asked to compute.
         if float((torch.ones(8, device=device) * 2).sum().item()) != 16.0:
             return "the GPU computes 8 times 2 wrongly"
         name = str(module.get_device_name(device))
         free, _ = module.mem_get_info(device)
-    except (RuntimeError, AssertionError, AttributeError) as error:
+    except (RuntimeError, AssertionError, AttributeError, TypeError) as error:
         lines = str(error).strip().splitlines()
         return f"the GPU cannot be used: {lines[0] if lines else type(error).__name__}"
     return Card(device.type, name, int(free * _MARGIN))

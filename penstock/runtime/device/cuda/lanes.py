@@ -71,7 +71,6 @@ class Streams:
     def __init__(self, device: torch.device, lanes: Sequence[str]) -> None:
         self._torch: Any = torch.get_device_module(device)
         self._device = device
-        # The link's copies are few and long, the kernels many and short: those go first where a card lets them.
         self._streams = {lane: self._torch.Stream(device=device) for lane in lanes}
         self.timed = False  # whether spans are asked for, which costs two events a task
         self._base = self._now()
@@ -90,14 +89,17 @@ class Streams:
                 for other in after:
                     assert isinstance(other, Enqueued), "a device waits for its own tasks"
                     stream.wait_event(other.ended)
-                begun = self._record(stream) if self.timed else None
+                timed = self.timed  # it may change meanwhile
+                begun = self._record(stream, timed) if timed else None
                 work()
-                return Enqueued(begun, self._record(stream), self._base)
-        except RuntimeError as error:
-            raise failed(error) from None
+                return Enqueued(begun, self._record(stream, timed), self._base)
+        except (PenstockError, AssertionError):
+            raise
+        except Exception as error:  # Triton's own are no RuntimeErrors
+            raise failed(error) from error
 
-    def _record(self, stream: Any) -> Any:
-        event = self._torch.Event(enable_timing=self.timed)
+    def _record(self, stream: Any, timed: bool) -> Any:
+        event = self._torch.Event(enable_timing=timed)
         event.record(stream)
         return event
 
@@ -128,7 +130,7 @@ class AtOnce:
         return Ended(start_s, time.perf_counter(), error)
 
 
-def failed(error: RuntimeError) -> PenstockError:
+def failed(error: Exception) -> PenstockError:
     """torch's error as one of ours, one line."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text.lower():

@@ -18,6 +18,7 @@ import torch
 from penstock.errors import DeviceFailed, PenstockError
 from penstock.runtime import host
 from penstock.runtime.ceilings import RAM_BYTES, ram_read_bytes_per_s
+from penstock.runtime.device.cuda.device import WORKSPACE_BYTES
 from penstock.runtime.device.cuda.found import Card, find
 from penstock.runtime.device.cuda.probe import Found, probe_device
 from penstock.spec import machine as machines
@@ -25,7 +26,6 @@ from penstock.spec.machine import PROCESS_BYTES, MachineSpec, Sharing, Tier
 from penstock.spec.plan import DEVICE
 from penstock.units import MIB, round_up
 
-_WORKSPACE_BYTES = 96 * MIB  # of torch's products: 32 MiB a stream on large cards (cuBLAS), and what it rounds up
 _HOLD = "hold"
 
 
@@ -50,7 +50,7 @@ def with_device(machine: MachineSpec, card: Card, found: Found, context_bytes: i
         tiers=(*(t for t in machine.tiers if t.name != DEVICE), Tier(DEVICE, card.free_bytes, card.name)),
         rates=(*(rate for rate in machine.rates if rate.lane not in lanes), *found.rates),
         sharing=(*(s for s in machine.sharing if s.beside not in lanes), *sharing),
-        context_bytes=round_up(context_bytes + _WORKSPACE_BYTES, MIB),
+        context_bytes=round_up(context_bytes + WORKSPACE_BYTES, MIB),
         device_process_bytes=max(0, round_up(process_bytes - PROCESS_BYTES, MIB)),
     )
 

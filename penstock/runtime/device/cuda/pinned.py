@@ -6,6 +6,8 @@ driver's own staging, slower, and right all the same. A copy must not cross from
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from penstock.units import GIB, format_bytes
@@ -55,8 +57,11 @@ class Pinned:
     def _pin(self, address: int, nbytes: int) -> bool:
         if self._device.type != "cuda":
             return bool(self._device.type == "cpu")
-        refused = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
-        if refused:
+        if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)):
+            with suppress(
+                RuntimeError
+            ):  # the refusal is also the driver's last error, which the next launch would raise
+                torch.zeros(1, device=self._device).add_(1)
             return False
         self._registered.append(address)
         return True

@@ -84,10 +84,12 @@ def probe_device(
     """`ram_read_s`: seconds of reading a fixed amount of RAM with all threads, for what copies cost the CPU."""
     clock = Clock(device)
     rates = list(_link(device, clock, copies, tell))
-    rates += _launching(device, clock)
+    rates.append(_round_trip(device, clock))
     for number, kind in enumerate(formats):
         layers = _Layers(device, clock, parse_format(kind), Format("float16"), most_bytes)
         rates += layers.rates(tell, every_op=not number)
+        if not number:
+            rates.append(Rate(DEVICE, "call", "*", layers.launch_s(), 0.0))
     for kv in kv_formats:
         layers = _Layers(device, clock, Format("int4", DEFAULT_GROUP), parse_format(kv), most_bytes, mostly_kv=True)
         rates += layers.attention_rates(kv, tell)
@@ -115,12 +117,10 @@ def _link(device: torch.device, clock: Clock, copies: Sequence[int], tell: Tell)
     return found
 
 
-def _launching(device: torch.device, clock: Clock) -> list[Rate]:
-    """`task`: half of a round trip of 16 KiB with both sides waiting (PIPO's T_sync); `call`: a kernel launched by
-    itself, in the time of the thread that does it."""
+def _round_trip(device: torch.device, clock: Clock) -> Rate:
+    """`task`: half of a round trip of 16 KiB with both sides waiting (PIPO's T_sync)."""
     here = torch.zeros(_SYNC_BYTES, dtype=torch.uint8, pin_memory=device.type != "cpu")
     there = torch.zeros(_SYNC_BYTES, dtype=torch.uint8, device=device)
-    small = torch.zeros(256, device=device)
 
     def round_trip() -> None:
         there.copy_(here, non_blocking=True)
@@ -136,10 +136,7 @@ def _launching(device: torch.device, clock: Clock) -> list[Rate]:
         return (time.perf_counter() - start_s) / repeats
 
     sync_s = statistics.median(wall_s(round_trip, 50) for _ in range(5))
-    launch_s = statistics.median(wall_s(lambda: small.add_(1.0), 100) for _ in range(5))
-    clock.wait()
-    # A call of ours is Python, a few views and one to three launches.
-    return [Rate(DEVICE, "task", "*", sync_s / 2, 0.0), Rate(DEVICE, "call", "*", 3 * launch_s, 0.0)]
+    return Rate(DEVICE, "task", "*", sync_s / 2, 0.0)
 
 
 def _beside(device: torch.device, clock: Clock, ram_read_s: Callable[[], float], nbytes: int) -> float:
@@ -165,14 +162,14 @@ class _Layers:
     def __init__(
         self, device: torch.device, clock: Clock, weights: Format, kv: Format, most_bytes: int, mostly_kv: bool = False
     ) -> None:
-        self._clock, self._kind = clock, weights.kind
+        self._clock, self._kind, self._device = clock, weights.kind, device
         self.plan = _on_device(probe_plan(weights, kv, most_bytes, mostly_kv))
         some = torch.from_numpy(_numbers())
         memory = {}
         for arena in self.plan.arenas:
             at = device if arena.tier == DEVICE else torch.device("cpu")
             if arena.name in ("gpu0.weights", "gpu0.kv"):
-                memory[arena.name] = some.repeat(-(-arena.bytes // len(some)))[: arena.bytes].to(at)
+                memory[arena.name] = some.to(at).repeat(-(-arena.bytes // len(some)))[: arena.bytes]
             else:  # tokens among it, which must be in the vocabulary
                 memory[arena.name] = torch.zeros(arena.bytes, dtype=torch.uint8, device=at)
         kernels, _ = choose(device)
@@ -240,13 +237,43 @@ class _Layers:
                         alike.setdefault((call.op, call.bytes, call.flops), []).append(call)
         found: dict[str, list[tuple[float, float, float]]] = {op: [] for op in ops}
         for (op, nbytes, flops), calls in alike.items():
-            seconds = self._clock.seconds(lambda calls=calls: self._all(calls), 2) / len(calls)  # type: ignore[misc]
+            seconds = self._clock.seconds(self._recorded(calls), 2) / len(calls)
             found[op].append((float(nbytes), float(flops), seconds))
         return found
 
-    def _all(self, calls: Sequence[Call]) -> None:
-        for call in calls:
-            self._binding.call(call)
+    def launch_s(self) -> float:
+        """Of the thread that launches the calls of a step one by one, a call."""
+        batch = Batch(0, (0,), (_CONTEXT // 2,), (1,), (0,))
+        tasks = [t for t in Lowering(self.plan).step(Pass("decode", (batch,), None)) if t.lanes[0] == DEVICE]
+        for task in tasks:
+            self._binding.prepare(task)
+            self._binding.run(task)
+        self._clock.wait()
+        start_s = time.perf_counter()
+        for task in tasks:
+            self._binding.run(task)
+        seconds = time.perf_counter() - start_s
+        self._clock.wait()
+        return seconds / sum(len(task.calls) for task in tasks)
+
+    def _recorded(self, calls: Sequence[Call]) -> Callable[[], object]:
+        """The calls as one graph: launched one by one, small kernels would be timed as Python."""
+
+        def launch() -> None:
+            for call in calls:
+                self._binding.call(call)
+
+        if self._device.type != "cuda":
+            return launch
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            launch()  # compiles
+        torch.cuda.synchronize()
+        graph: Any = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            launch()
+        replay: Callable[[], object] = graph.replay
+        return replay
 
 
 def _on_device(plan: Plan) -> Plan:
