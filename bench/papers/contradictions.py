@@ -89,7 +89,7 @@ CONTRADICTIONS = (
     Contradiction(
         "ScheInfer", "Eq. 3 and 4, Table I",
         "one β a multiply-add, whatever the number of tokens",
-        "on bed A 3.2e-12 s is 0.6 TFLOP/s of 155: it is the time to read a weight, so it holds for one row, not for prompts",
+        "on bed A 3.2e-12 s is 0.6 TFLOP/s of 155: the time to read a weight, so it holds for one row, not for prompts",
     ),
     Contradiction(
         "ScheInfer", "section I",

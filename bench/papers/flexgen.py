@@ -1,7 +1,7 @@
 """FlexGen, from its slides, which show the paper's tables: throughput (Table 2 there), Tables 3, 4 and 8.
 
 All generate 32 tokens for each prompt. Weights and KV are in FP16; "(c)" and `int4` mean both in 4 bits (groups). The
-slides' text has lost some decimal points and signs (928 for 9.28, 483 for 48×3): they stand here as their columns demand.
+slides' text has lost some decimal points and signs (928 for 9.28), which stand here as their columns demand.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _TABLE_8 = {
     "prefill": {"total": 2711, "compute": 2220, "weights read": 768, "KV written": 261},
     "decode": {"total": 11315, "compute": 1498, "weights read": 3047, "KV read": 7046, "KV written": 124},
 }
-_TABLE_8_NOTE = "batch not stated; at 256 the two totals give 0.58 tokens/s, as Table 4 without overlap (0.59), not 0.69"
+_TABLE_8_NOTE = "batch not stated; at 256 the totals give 0.58 tokens/s, as Table 4 without overlap (0.59), not 0.69"
 
 
 def _throughput() -> list[Published]:

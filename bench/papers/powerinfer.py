@@ -1,6 +1,6 @@
 """PowerInfer: the figures of its text and Tables 1, 3, 4, 5, 6, 8 and 9.
 
-Batch 1 unless `batch` says otherwise (section 8.2); prompts of 8 to 128 tokens, and the pictures' lengths are not in the
+Batch 1 unless `batch` says otherwise (section 8.2); prompts of 8 to 128 tokens; the lengths in pictures are not in the
 text. KV stays in the host's memory (section 7), activations are in FP32. OPT-7B is OPT-6.7B.
 """
 
@@ -112,7 +112,7 @@ _TABLE_8 = (
     (PC_LOW, "llama-2-13b", 3.1, 2.1, 1.5),
     (PC_HIGH, "opt-30b", 12.0, 1.1, 10.9),
 )
-_T8_NOTE = "lengths not stated; FP16 assumed: in 4 bits the last two would fit the device, and llama.cpp would not be as slow"
+_T8_NOTE = "lengths not stated; FP16 assumed: in 4 bits the last two would fit the device, and not be as slow"
 _GATED_NOTE = {"yi-1.5-34b": "; Yi-34B, of the sizes of Yi-1.5-34B", "llama-2-13b": "; the text has 1.47"}
 
 
@@ -129,7 +129,7 @@ def _silu() -> list[Published]:
     return found
 
 
-_T9_NOTE = "machine and format not stated; PC-High assumed: 14 GB of FP16 in 18.54 ms are more than an RTX 2080 Ti reads"
+_T9_NOTE = "machine and format not stated; PC-High assumed: 14 GB of FP16 in 18.54 ms is more than PC-Low's GPU reads"
 _SMALL = [
     Published(
         paper="PowerInfer", table="Table 9", setting=setting, system=system, machine=PC_HIGH, model=model, batch=1,

@@ -1,8 +1,8 @@
 """ScheInfer: the fits of Table I, the speed-ups of section V, its ablations E1 to E4.
 
-Figures 6 and 7 are pictures: the text gives their ranges only. Prompts have 1024 tokens unless said otherwise; lengths of
-answers and batches are not stated. Models of the ranges: LLaMA-2-70B, Qwen2-57B-A14B, Mixtral-8x7B and 8x22B in 4 bits,
-PhiMoE, LLaMA-2-13B and Qwen2-14B in FP16.
+Figures 6 and 7 are pictures: the text gives their ranges only. Prefill is of 1024 tokens unless said otherwise;
+lengths of answers and batches are not stated. Models of the ranges: LLaMA-2-70B, Qwen2-57B-A14B, Mixtral-8x7B and
+8x22B in 4 bits, PhiMoE, LLaMA-2-13B and Qwen2-14B in FP16.
 """
 
 from __future__ import annotations
