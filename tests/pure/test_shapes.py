@@ -31,6 +31,7 @@ PUBLISHED = {
     "mistral-nemo-12b": 12.2,
     "mistral-small-24b": 23.6,
     "opt-1.3b": 1.316,
+    "opt-2.7b": 2.65,
     "opt-6.7b": 6.66,
     "opt-13b": 12.85,
     "opt-30b": 30.0,
@@ -38,6 +39,7 @@ PUBLISHED = {
     "opt-175b": 175.0,
     "phi-3-mini": 3.82,
     "phi-4": 14.7,
+    "qwen1.5-4b": 3.95,
     "qwen2.5-0.5b": 0.494,
     "qwen2.5-1.5b": 1.54,
     "qwen2.5-3b": 3.09,
@@ -51,6 +53,9 @@ PUBLISHED = {
     "qwen3-8b": 8.19,
     "qwen3-14b": 14.8,
     "qwen3-32b": 32.8,
+    "relullama-7b": 6.74,
+    "relullama-13b": 13.0,
+    "relullama-70b": 69.0,
     "yi-1.5-34b": 34.4,
 }
 SOURCES = (Path(penstock.__file__).parent / "shapes" / "SOURCES.md").read_text(encoding="utf-8")
