@@ -16,13 +16,13 @@ _A100 = "a100-80gb"
 
 
 def _ratio(table: str, setting: str, machine: str, value: float, **facts: Any) -> Published:
-    facts = {"model": SEVERAL, "against": "llama.cpp", "batch": 1} | facts
-    return _row(table=table, setting=setting, machine=machine, metric="speedup", value=value, **facts)
+    defaults: dict[str, Any] = {"model": SEVERAL, "against": "llama.cpp", "batch": 1}
+    return _row(table=table, setting=setting, machine=machine, metric="speedup", value=value, **(defaults | facts))
 
 
 def _speed(table: str, setting: str, machine: str, value: float, **facts: Any) -> Published:
-    facts = {"model": SEVERAL, "batch": 1} | facts
-    return _row(table=table, setting=setting, machine=machine, metric="throughput", value=value, **facts)
+    defaults: dict[str, Any] = {"model": SEVERAL, "batch": 1}
+    return _row(table=table, setting=setting, machine=machine, metric="throughput", value=value, **(defaults | facts))
 
 
 _F16: dict[str, Any] = {"weights": "float16"}
