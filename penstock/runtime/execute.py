@@ -201,6 +201,12 @@ class _Handed:
         else:
             other.wait()
 
+    def settle(self) -> None:
+        """Waits for what was begun, also of a task that failed afterwards: it writes to memory."""
+        self._answered.wait()
+        if self._underway is not None:
+            self._underway.wait()
+
     def wait(self) -> tuple[float, float]:
         """When it began and ended, on the clock of time.perf_counter. Raises what it raised."""
         self._answered.wait()
@@ -227,14 +233,18 @@ class _Lane:
     def take(self, task: Task, waits: list[_Handed]) -> _Handed:
         handed = _Handed(task, self._to_do.on_device(self._name))
         self.handed.append(handed)
-        if (self._last is None or self._last.answered) and all(handed.may_follow(other) for other in waits):
-            if handed.begin(self._to_do, waits):
-                return handed
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=f"penstock-{self._name}", daemon=True)
-            self._thread.start()
-        self._last = handed
-        self._queue.put((handed, waits))
+        try:
+            if (self._last is None or self._last.answered) and all(handed.may_follow(other) for other in waits):
+                if handed.begin(self._to_do, waits):
+                    return handed
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name=f"penstock-{self._name}", daemon=True)
+                self._thread.start()
+            self._last = handed
+            self._queue.put((handed, waits))
+        except BaseException as error:  # Ctrl-C, between any two lines: nobody else would answer, and `stop` waits
+            handed.fail(error)
+            raise
         return handed
 
     def stop(self) -> None:
@@ -243,7 +253,7 @@ class _Lane:
             self._thread.join()
         for handed in self.handed:
             with suppress(BaseException):
-                handed.wait()
+                handed.settle()
 
     def _work(self) -> None:
         failed: BaseException | None = None

@@ -330,3 +330,44 @@ def test_the_command_when_a_read_fails(
         born_faulty(at, {"error": errno.EIO})
         found = here(capsys, "run", intact, "hi", "--cache", cache, "--resident", 0, "--json")
         refused(found, "failed: Input/output error", "StorageFailed")
+
+
+def test_an_interrupt_while_a_task_is_handed_over(tmp_path: Path) -> None:
+    """Ctrl-C may come between any two lines; closing must not wait for a task that nobody will do."""
+    from penstock.graph.tasks import Call, Task
+    from penstock.runtime.dispatch import Dispatch
+    from penstock.runtime.execute import Executor
+
+    class Interrupted(Dispatch):
+        def __init__(self) -> None:
+            pass
+
+        def on_device(self, lane: str) -> bool:
+            return False
+
+        def begin(self) -> None:
+            pass
+
+    executor = Executor(Interrupted())
+    lane_ready = threading.Event()
+
+    class Late:
+        """A task that the next one waits for, and whose state is asked just when the user interrupts."""
+
+        on_device = False
+        task = None
+
+        @property
+        def succeeded(self) -> bool:
+            lane_ready.set()
+            raise KeyboardInterrupt
+
+    executor._handed[7] = Late()  # type: ignore[assignment]
+    load = Task(8, ("disk0",), (Call("load", 0, None, (), (), "int4", 0, 0),), (), (), 0, 0, (7,))
+    with pytest.raises(KeyboardInterrupt):
+        executor.run([load])
+    assert lane_ready.is_set()
+    closing = threading.Thread(target=executor.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
