@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from bench.peers import token_ids
 from penstock.planner.predict import Prediction
 from penstock.planner.solve import Solved, settle_context, solve
 from penstock.runtime import host
-from penstock.runtime.ceilings import Ceilings, ceilings, ram_read_bytes_per_s
+from penstock.runtime.ceilings import Ceilings, ceilings
 from penstock.runtime.probe import probe_apart
 from penstock.runtime.probe_disk import ProbeFile, probe_file
 from penstock.serve.engine import Engine
@@ -42,7 +42,8 @@ SHARES = (1.0, 0.75, 0.5, 0.25)  # of the weights, that memory is left for
 PROMPTS, BATCHES = (64, 1024), (1, 4)
 CONTEXT = 1280
 DECODE_S, LEAST_TOKENS, MOST_TOKENS = 2.5, 6, 48
-REPEATS, REPEAT_S = 3, 4.0  # of a setting that takes less: a moment in which others had a core is none of its
+REPEATS, REPEAT_S = 5, 8.0  # of a setting that takes less: a moment in which others had a core is none of its
+CEILINGS = 5  # readings of each ceiling, of which the median counts
 DRIFT = 0.10
 
 Setting = tuple[str, float, int, int]  # shape, share, prompt, batch
@@ -62,10 +63,13 @@ class Machine:
         self.probes, self.probe_s = 0, 0.0
 
     def ceilings(self) -> Ceilings:
-        """Now; of the RAM the median of three."""
-        now = ceilings(host.usable_cpus(), self._file)
-        others = [ram_read_bytes_per_s(host.usable_cpus()) for _ in range(2)]
-        return replace(now, ram_read_bytes_per_s=statistics.median([now.ram_read_bytes_per_s, *others]))
+        """Now, medians. At rest one reading of the RAM (0.1 s) differs by 10 % from the next; one of the dot products
+        (16 ms) halves where anything else has a core for that moment. Neither is a drift."""
+        threads = host.usable_cpus()
+        takes = [ceilings(threads, self._file) for _ in range(CEILINGS)]
+        return Ceilings(
+            **{each.name: statistics.median(getattr(t, each.name) for t in takes) for each in fields(Ceilings)}
+        )
 
     def figures(self) -> MachineSpec:
         """What the probe measures, of the formats that these models have."""
