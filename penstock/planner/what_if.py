@@ -116,7 +116,8 @@ def _alike(candidates: Iterable[Candidate], strategy: str) -> Plan | None:
 def _nearest(candidates: Iterable[Candidate], ring_bytes: int) -> Plan | None:
     """Small rings come first."""
     nearest = None
-    for _, plan, _ in candidates:
+    for candidate in candidates:
+        plan = candidate.plan
         ring = sum(plan.ring_bytes.values())
         if nearest is None or abs(ring - ring_bytes) <= abs(sum(nearest.ring_bytes.values()) - ring_bytes):
             nearest = plan

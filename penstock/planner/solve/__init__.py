@@ -9,7 +9,7 @@ from penstock.errors import BadRequest, DoesNotFit
 from penstock.planner.predict import Prediction
 from penstock.planner.shorten import quick, streamed
 from penstock.planner.solve import device, residency
-from penstock.planner.solve.candidate import Candidate
+from penstock.planner.solve.candidate import Candidate, Compared
 from penstock.planner.solve.reads import on_disks, with_reads
 from penstock.spec.ask import DEFAULT_CONTEXT, Ask
 from penstock.spec.format import Format
@@ -20,13 +20,16 @@ from penstock.spec.plan import Plan
 
 @dataclass(frozen=True)
 class Solved:
-    """The best plan, what it will do, the runner-up, and a sentence per choice."""
+    """The best plan, what it will do, the runner-up, and a sentence per choice. `compared`: every candidate that was
+    simulated, the best first."""
 
     plan: Plan
     prediction: Prediction
     reasons: tuple[str, ...]
     runner_up: Prediction | None = None
     strategy: str = "as given"
+    cannot_run: str = ""
+    compared: tuple[Compared, ...] = ()
 
 
 _EQUAL, _SURELY_EQUAL = 1.05, 1.04  # the difference: loads that ran ahead before the simulated passes
@@ -99,9 +102,10 @@ def solve(
     best_s = min(_score_s(prediction, ask) for prediction, _ in found)
     # Among equals the plan that reads least: predictions are not that sharp, and the disk may be shared.
     found.sort(key=lambda entry: (_score_s(entry[0], ask) > best_s * _EQUAL, entry[0].disk_bytes_per_token))
-    strategy, plan, reasons = found[0][1]
+    strategy, plan, reasons, cannot_run = found[0][1]
     prediction = quick(plan, ask, machine)
     plan, how = with_reads(plan, machine)  # which changes nothing that was predicted: rates hold for these reads
     reasons += (how,) if any(streamed(plan, from_disk=True).values()) else ()
     reasons += (f"{prediction.bound_by} is busiest while decoding: {prediction.lane_share[prediction.bound_by]:.0%}",)
-    return Solved(plan, prediction, reasons, found[1][0] if len(found) > 1 else None, strategy)
+    compared = tuple(Compared(candidate, each) for each, candidate in found)
+    return Solved(plan, prediction, reasons, found[1][0] if len(found) > 1 else None, strategy, cannot_run, compared)
