@@ -53,6 +53,7 @@ def shortened(plan: Plan, layers: Sequence[int]) -> Plan:
         units=tuple(units),
         kv=tuple(replace(home, layers=everything) for home in plan.kv),
         acts=tuple(replace(home, layers=everything) for home in plan.acts),
+        predictors=tuple(replace(p, layer=number[str(p.layer)]) for p in plan.predictors if str(p.layer) in number),
     )
 
 
