@@ -56,7 +56,7 @@ def test_a_limit_is_used_and_kept(mib: int) -> None:
     ask = settle_context(Ask(context=512, device_memory_bytes=mib * MIB), LLAMA_1B)
     found = list(device.candidates(ask, LLAMA_1B, BF16, WITH_DEVICE))
     assert found
-    for _, plan, _ in found:
+    for plan in (each.plan for each in found):
         check_plan(plan, LLAMA_1B, BF16)
         used = plan.tier_bytes()["gpu0"]
         assert mib * MIB - 40 * MIB < used <= mib * MIB or not plan.ring_bytes
