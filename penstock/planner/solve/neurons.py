@@ -39,7 +39,8 @@ _PLAIN_HOT, _GATED_HOT = (0.26, 0.17), (0.43, 0.26)
 _RANKS = ((0.03, 0.1435), (0.18, 0.234))
 _RANK_STEP = 16
 
-_LEAST_ACTIVE, _MOST_STEEP = 1e-6, 64.0
+_LEAST_ACTIVE = 1e-6
+_MOST_STEEP = 8.0  # beyond, hardly a neuron would be active now and then
 _STEPS = 32  # of a bisection: to some 1e-7 of what is looked for
 _SLOPE_STEPS = 10  # of the one over the spread of layers, which is no better known
 
@@ -59,7 +60,7 @@ class Curve:
         return self.edge + self.edge * (log(u / self.edge) if abs(a) < 1e-9 else ((u / self.edge) ** a - 1) / a)
 
     def mean(self, lo: float, hi: float) -> float:
-        return (self.total(hi) - self.total(lo)) / (hi - lo)
+        return min(1.0, max(0.0, (self.total(hi) - self.total(lo)) / (hi - lo)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,8 @@ def _layers(neurons: Sequence[int], active: float, hot: float, slope: float) -> 
 
 def _granules(neurons: int, curve: Curve) -> tuple[float, ...]:
     edges = [min(neurons, at) / neurons for at in range(0, neurons + GRANULE_ROWS, GRANULE_ROWS)]
-    return tuple(curve.mean(lo, hi) for lo, hi in pairwise(edges) if hi > lo)
+    found = (curve.mean(lo, hi) for lo, hi in pairwise(edges) if hi > lo)
+    return tuple(sorted(found, reverse=True))  # which they are, but for rounding
 
 
 def hottest(layers: Sequence[Sequence[float]], share: float) -> float:
@@ -154,7 +156,7 @@ def published(spec: ModelSpec) -> Profile | None:
     active, hots = _PLAIN_ACTIVE, _PLAIN_HOT
     if gated:
         active, hots = _GATED_ACTIVE[min(_GATED_ACTIVE, key=lambda d: abs(d - spec.d_model))], _GATED_HOT
-    return synthetic(spec, active, *hots, f"{active:.0%} of neurons active, as PowerInfer publishes; not measured")
+    return synthetic(spec, active, *hots, "as PowerInfer publishes of such models, not measured")
 
 
 def predictor_rank(d_model: int, active: float) -> int:
