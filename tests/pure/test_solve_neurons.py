@@ -22,9 +22,11 @@ from penstock.graph.check_plan import check_plan
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Call
 from penstock.graph.verify import verify
+from penstock.planner.cost import Cost
 from penstock.planner.predict import predict
 from penstock.planner.shorten import quick, shortened
 from penstock.planner.solve import neurons, neurons_ilp, neurons_plan, settle_context
+from penstock.planner.solve.bound import least_score_s, score_s
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.neurons_ilp import LayerGroups, Program, allowed, impact_of, least_groups
 from penstock.serve.planning import describe
@@ -278,6 +280,19 @@ def test_it_is_predicted_layer_by_layer() -> None:
     few = shortened(plan, (3, 40))
     assert [p.layer for p in few.predictors] == [0, 1]
     assert [p.rank for p in few.predictors] == [plan.predictors[3].rank, plan.predictors[40].rank]
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_what_it_could_do_at_best_counts_active_neurons_alone(batch: int) -> None:
+    """`solve` leaves out candidates by that bound."""
+    spec, machine = shape("opt-13b"), bundled("pc-rtx2080ti-64gb")
+    ask = settle_context(Ask(prompt_tokens=8, output_tokens=200, context=256, batch=batch), spec)
+    for candidate in neurons_plan.candidates(ask, spec, F16, machine):
+        plan, prediction = candidate.plan, predict(candidate.plan, ask, machine, spread=False)
+        dense = replace(plan, units=tuple(replace(unit, active=1.0) for unit in plan.units))
+        least_s = least_score_s(plan, ask, Cost(machine))
+        assert 0.3 * score_s(prediction, plan, ask) < least_s < score_s(prediction, plan, ask)
+        assert least_s < 0.6 * least_score_s(dense, ask, Cost(machine))
 
 
 def test_a_batch_needs_more_neurons() -> None:
