@@ -79,8 +79,9 @@ class Layout:
     # -- slots ----------------------------------------------------------------------------------------
 
     def predictor_part(self, predictor: Predictor) -> Part:
-        target = self.plan.target
-        return predictor_part(target.spec, target.weights, predictor.layer, predictor.rank)
+        spec, weights = self.plan.target.spec, self.plan.target.weights
+        neurons = spec.layers[predictor.layer].ffn.neurons
+        return predictor_part(predictor.layer, spec.d_model, predictor.rank, neurons, weights)
 
     def norms(self, layer: int, executor: str) -> Slot:
         """A layer's norms where an executor reads them: qkv norms q and k wherever attention is computed."""

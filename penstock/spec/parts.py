@@ -172,12 +172,9 @@ def _edges_part(model: ModelSpec, base: Format) -> Part:
 
 
 @lru_cache(maxsize=1024)
-def predictor_part(model: ModelSpec, weights: Format, layer: int, rank: int) -> Part:
+def predictor_part(layer: int, d_model: int, rank: int, neurons: int, weights: Format) -> Part:
     """The predictor of a layer's active neurons, two matrices in one granule: no part of the model, but of a plan."""
-    shapes = [
-        _matrix("hidden", rank, model.d_model, weights),
-        _matrix("neurons", model.layers[layer].ffn.neurons, rank, weights),
-    ]
+    shapes = [_matrix("hidden", rank, d_model, weights), _matrix("neurons", neurons, rank, weights)]
     return _part(f"{layer}.predictor", "predictor", layer, 1, 1, shapes)
 
 

@@ -118,33 +118,37 @@ def _filled(skeleton: DeviceSkeleton, profile: Profile, limit_s: float) -> tuple
         chosen = {part.key: len(groups) for part, groups in zip(ffns, placement.chosen, strict=True)}
         plan = _plan(skeleton, profile, attention, predictors, chosen)
         if fits(plan, ask, machine):
-            return plan, placement
+            return _with_activity(plan, profile), placement
         spare -= max(ARENA_ALIGN, plan.tier_bytes()[DEVICE] - limit)
     return None
 
 
 def _plan(skeleton: DeviceSkeleton, profile: Profile, attention: int, predictors: int, ffns: Resident) -> Plan:
-    """With attention of the first so many layers, and the predictors of so many, on the device."""
+    """With attention of the first so many layers, and the predictors of so many, on the device. All neurons count as
+    active so far."""
     spec, weights = skeleton.spec, skeleton.weights
     every = {part.key: part.granules for part in parts(spec, weights)}
     head = vocabulary(spec, weights)
     there = {head.key: head.granules} | ffns
     there |= {f"{i}.attn": every[f"{i}.attn"] for i in range(attention)}
-    split = replace(skeleton.split, attention_layers=attention)
-    plan = replace(skeleton, split=split).plan(there, {key: n - there.get(key, 0) for key, n in every.items()})
-    sizes = {part.key: part for part in parts(spec, weights)}
-    units = []
-    for unit in plan.units:
-        part = sizes[unit.part]
-        if part.kind == "ffn":
-            unit = replace(unit, active=profile.active(part.layer, unit.lo, unit.hi, skeleton.ask.batch))
-        units.append(unit)
     found = tuple(
         Predictor(i, predictor_rank(spec.d_model, sum(layer) / len(layer)), DEVICE if i < predictors else "host")
         for i, layer in enumerate(profile.layers)
     )
-    plan = replace(plan, units=tuple(units), predictors=found)
-    return replace(plan, arenas=Layout(plan).arenas())
+    beside = replace(skeleton, split=replace(skeleton.split, attention_layers=attention), predictors=found)
+    return beside.plan(there, {key: n - there.get(key, 0) for key, n in every.items()})
+
+
+def _with_activity(plan: Plan, profile: Profile) -> Plan:
+    """The share of each unit's neurons that decoding a batch needs; it changes nothing of what lies where."""
+    sizes = {key: part for key, part in plan.parts.items() if part.kind == "ffn"}
+    units = (
+        replace(unit, active=profile.active(sizes[unit.part].layer, unit.lo, unit.hi, plan.batch_seqs))
+        if unit.part in sizes
+        else unit
+        for unit in plan.units
+    )
+    return replace(plan, units=tuple(units))
 
 
 def _most(count: int, holds: Callable[[int], bool]) -> int:
