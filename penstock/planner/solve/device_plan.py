@@ -96,14 +96,7 @@ class DeviceSkeleton:
         runs = (
             (0, there, DEVICE, DEVICE, DEVICE, part.nbytes),
             (there, there + here, "host", DEVICE, DEVICE, lift_bytes),
-            (
-                there + here,
-                memory,
-                "host",
-                "host",
-                prompts,
-                lift_bytes if prompts == DEVICE else part.nbytes,
-            ),
+            (there + here, memory, "host", "host", prompts, lift_bytes if prompts == DEVICE else part.nbytes),
             (memory, part.granules - far, "disk0", "host", prompts, self._load_bytes(part, prompts)),
             (part.granules - far, part.granules, "disk0", DEVICE, DEVICE, self._stage_unit_bytes(part)),
         )

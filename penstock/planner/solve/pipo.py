@@ -85,7 +85,8 @@ def candidates(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec)
 def plan(
     work: Work, choice: Choice, kv_home: str, chunk_rows: int, order: str | None = None, whole_blocks: bool = True
 ) -> Plan:
-    """Complete; whether it fits is another question. `order`: another than the pipeline's. Without `whole_blocks`,
+    """Complete; whether it fits is another question. The stage between disk and device holds twice what the ring of two
+    blocks does: with less the disk waits, while a large block is lifted, for its bytes. `order`: another than the pipeline's. Without `whole_blocks`,
     units and rings as small as granules allow. An embedding that is only looked up stays in RAM, or with `choice.home`
     on the disk there, if a limit on what stays is asked for."""
     ask, spec, weights = work.ask, work.spec, work.weights
@@ -94,7 +95,7 @@ def plan(
     ring = round_up(max(two if choice.pipeline == "overlapped" else block, 2 * granule), ARENA_ALIGN)
     skeleton = DeviceSkeleton(
         ask, spec, weights, work.machine, Split("link", 1.0, len(spec.layers), kv_home, True), chunk_rows,
-        ring_bytes=ring, host_ring_bytes=ring, stage_bytes=round_up(2 * max(block, granule), ARENA_ALIGN),
+        ring_bytes=ring, host_ring_bytes=ring, stage_bytes=2 * round_up(max(two, 2 * granule), ARENA_ALIGN),
         order=order or choice.pipeline, unit_bytes=block,
     )  # fmt: skip
     on_device: Resident = {}
