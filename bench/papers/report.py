@@ -14,13 +14,16 @@ _INTRO = f"""# The papers' tables, predicted
 
 Made by `make bench-papers`: for each figure that PIPO, FlexGen, ScheInfer and PowerInfer publish, the policy of the
 figure's system as a plan of penstock, on the paper's machine as data (`penstock/machines/`), lowered and simulated. No
-weight is loaded and nothing is run; machine files are data sheets times stated shares, never fitted to these tables.
+weight is loaded and nothing is run; machine files are data sheets times stated shares, a source for each figure.
 What a figure does not say is assumed alike for all of its paper and stands in its note.
 
 The ratio is predicted over published. **!** marks a published figure that is better, by more than {ROUNDING:.0%}, than
 physics allows on that machine; it is left out of medians. Ratios beyond {FAR_OFF:g} or 1/{FAR_OFF:g} are bold and
 explained below their table. What stands for FlexGen in PIPO's tables is PIPO's measurement of it, and so on.
 """
+
+
+_TICKS = (0.125, 0.25, 0.5, 1, 2, 4, 8)
 
 
 def papers_of(rows: Iterable[Row]) -> list[str]:
@@ -156,6 +159,8 @@ def plot(rows: Sequence[Row], file: Path) -> None:
                 row.ratio, at, s=16, marker="o" if own else "s", facecolors=face, edgecolors=color, linewidths=0.8
             )
     axis.set(xscale="log", xlabel="predicted / published", ylim=(len(tables) - 0.4, -0.6))
+    axis.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
+    axis.minorticks_off()
     axis.set_yticks(range(len(tables)), [f"{paper}: {table}" for paper, table in tables], fontsize=7)
     axis.set_title("blue: the paper's system; yellow: its peers; hollow: better than physics allows", fontsize=8)
     axis.grid(True, axis="x", which="major", alpha=0.25)

@@ -85,10 +85,10 @@ def candidates(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec)
 def plan(
     work: Work, choice: Choice, kv_home: str, chunk_rows: int, order: str | None = None, whole_blocks: bool = True
 ) -> Plan:
-    """Complete; whether it fits is another question. The stage between disk and device holds twice what the ring of two
-    blocks does: with less the disk waits, while a large block is lifted, for its bytes. `order`: another than the pipeline's. Without `whole_blocks`,
-    units and rings as small as granules allow. An embedding that is only looked up stays in RAM, or with `choice.home`
-    on the disk there, if a limit on what stays is asked for."""
+    """Complete; whether it fits is another question. `order`: another than the pipeline's. Without `whole_blocks`,
+    units and rings are as small as granules allow. An embedding that is only looked up stays in RAM, or on the disk
+    where a limit on what stays is asked for. The stage between disk and device holds what the ring of two blocks does
+    twice: with less, the disk waits for its bytes while a large block is lifted."""
     ask, spec, weights = work.ask, work.spec, work.weights
     block, two = block_bytes(spec, weights) if whole_blocks else (0, 0)
     granule = max(part.granule_bytes for part in parts(spec, weights) if part.kind not in PINNED)
