@@ -13,7 +13,7 @@ import pytest
 from bench.papers import CONTRADICTIONS, FIGURES, METRICS
 from bench.papers.__main__ import PREDICTORS, main
 from bench.papers.compare import MEDIAN, SMALLER_IS_BETTER, Row, compare, median_ratio, respects
-from bench.papers.predict_pipo import NOT_PREDICTED, bound, policy_of, simulated
+from bench.papers.predict_pipo import CAUSES, NOT_PREDICTED, bound, policy_of, simulated
 from bench.papers.predicted import Predicted
 from bench.papers.published import UNSUPPORTED, Published
 from bench.papers.report import page, plot, text
@@ -83,6 +83,14 @@ def test_the_median() -> None:
         pytest.skip(f"there is no predictor of {', '.join(sorted(set(PAPERS) - set(PREDICTORS)))}")
     found = median_ratio(rows())
     assert found is not None and MEDIAN[0] <= found <= MEDIAN[1]
+
+
+def test_pipos_outliers_have_a_cause() -> None:
+    """Not an assumption alone."""
+    assert any(row.far_off for row in rows() if row.figure.paper == "PIPO")
+    for row in rows():
+        if row.figure.paper == "PIPO":
+            assert row.far_off == any(cause in row.note for cause in CAUSES.values()), row
 
 
 def test_pipos_median() -> None:

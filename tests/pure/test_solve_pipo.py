@@ -31,6 +31,7 @@ from penstock.planner.solve.pipo_memory import (
     sizes,
     token_s,
 )
+from penstock.planner.solve.skeleton import chunk_options
 from penstock.serve.planning import describe
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
@@ -98,6 +99,7 @@ SIZES = st.builds(
     weight_bytes=st.sampled_from([0.5625, 2, 4]), kv_bytes=st.sampled_from([0.5625, 2]),
 )  # fmt: skip
 RATES = st.floats(1e-12, 1e-8)
+HUNDREDS = settings(max_examples=max(400, settings().max_examples))
 
 
 @st.composite
@@ -111,7 +113,7 @@ def problems(draw: st.DrawFn) -> tuple[Sizes, int, int, Limits]:
     return s, batch, tokens, Limits(device, host, draw(RATES), draw(RATES), draw(RATES))
 
 
-@settings(max_examples=400)
+@HUNDREDS
 @given(problems())
 def test_the_choice_is_the_best_of_all(problem: tuple[Sizes, int, int, Limits]) -> None:
     """Brute force over all homes and pipelines, by the memory model and Eq. 1's times."""
@@ -127,7 +129,7 @@ def test_the_choice_is_the_best_of_all(problem: tuple[Sizes, int, int, Limits]) 
     assert token_s(s, batch, tokens, found, limits) == pytest.approx(least_s, rel=1e-12)
 
 
-@settings(max_examples=400)
+@HUNDREDS
 @given(problems())
 def test_equation_1_is_that_choice_but_on_a_nearly_full_device(problem: tuple[Sizes, int, int, Limits]) -> None:
     """Where all weights fit beside the peak without preloading but not with it, Eq. 1 sends them away; and it does not
@@ -144,7 +146,7 @@ def test_equation_1_is_that_choice_but_on_a_nearly_full_device(problem: tuple[Si
         assert best_s == pytest.approx(token_s(s, batch, tokens, published, limits), rel=1e-12)
 
 
-@settings(max_examples=200)
+@HUNDREDS
 @given(problems())
 def test_preloading_takes_memory_and_no_time(problem: tuple[Sizes, int, int, Limits]) -> None:
     s, batch, tokens, limits = problem
@@ -245,6 +247,27 @@ def test_preloading_hides_computing() -> None:
     }
     assert speeds["PIPO, overlapped"] > speeds["PIPO, memory-saving"]
     assert speeds["PIPO, overlapped" + pipo.PARTIAL] > speeds["PIPO, overlapped"]
+
+
+@pytest.mark.parametrize("device_mib", [500, 700, 800, 2000])
+@pytest.mark.parametrize(("host_mib", "disk_times"), [(16 << 10, 1), (1024, 1), (16 << 10, 10)])
+def test_no_home_is_faster_than_the_candidates(device_mib: int, host_mib: int, disk_times: float) -> None:
+    """Brute force over homes and pipelines, by the bytes of the plans and their simulated speeds."""
+    of = machine(device_mib * MIB, host_mib * MIB, disk_times)
+    ask = settle_context(Ask(context=512), LLAMA_1B)
+    work = pipo.Work(ask, LLAMA_1B, INT4, of)
+    every = []
+    for home in HOMES:
+        for pipeline in PIPELINES:
+            for chunk_rows in chunk_options(ask):
+                plan = pipo.plan(work, Choice(home, pipeline, float(home == DEVICE)), "host", chunk_rows)
+                if work.fits(plan):
+                    every.append(predict(plan, ask, of, spread=False).decode_tokens_per_s)
+                    break
+    found = [
+        predict(c.plan, ask, of, spread=False).decode_tokens_per_s for c in pipo.candidates(ask, LLAMA_1B, INT4, of)
+    ]
+    assert every and max(found) >= 0.999 * max(every)
 
 
 @pytest.mark.fuzz
