@@ -31,8 +31,8 @@ _SPEC_INFER = "speculative decoding is no plan yet"
 # Why rows are far off, by table, model, machine and metric.
 _CAUSES = {
     ("Figure 10, section 8.2", SEVERAL, PC_HIGH, "throughput"): (
-        "the mean printed is more than the bound of two of these models, 3 tokens/s each: the picture must have others, "
-        "which are not known or, like Falcon-40B, not supported"
+        "the mean printed is more than two of these models could reach at best, 3 tokens/s each: the picture has "
+        "others, which are not named or, like Falcon-40B, not supported"
     ),
     ("Figure 13, section 8.2", SEVERAL, PC_HIGH, "speedup"): (
         "in 4 bits all of OPT-66B and of LLaMA(ReGLU)-70B but cold neurons fits the device, where llama.cpp leaves two "

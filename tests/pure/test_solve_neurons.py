@@ -150,6 +150,11 @@ def test_it_is_the_best_of_all_choices(program: Program) -> None:
 
 
 @given(programs())
+def test_memory_alone_is_a_bound(program: Program) -> None:
+    assert neurons_ilp.relaxed(program, neurons_ilp._by_density(program)) >= best(program) - 1e-9
+
+
+@given(programs())
 def test_greedy_is_allowed_or_nothing(program: Program) -> None:
     found = neurons_ilp.greedy(program)
     assert found is None or allowed(program, found)
