@@ -1,18 +1,15 @@
-"""A plan's speed where the prompts of a batch are read together, as the papers' systems do.
+"""A plan's speed as the papers count it: the prompts, the steps, and how much of both the device computes.
 
-penstock's engine reads one prompt after the other, each with its own passes over the weights, and `planner.predict`
-simulates that. These systems read a batch's prompts in one pass, so that weights which are not on the device cross
-once; the same lowering and the same simulator take such passes as well.
+As `planner.predict`, with the device's own share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.graph import passes
 from penstock.graph.lower import Lowering
-from penstock.graph.tasks import Batch, Pass, Stream
+from penstock.graph.tasks import Pass
 from penstock.planner.cost import Cost
 from penstock.planner.simulate import Simulator
 from penstock.spec.ask import Ask
@@ -46,22 +43,8 @@ class Speeds:
         return (self.ttft_busy_s + (output - 1) * self.step_busy_s) / self.answer_s(output)
 
 
-def prompts(plan: Plan, seqs: int, tokens: int, then: Stream) -> Iterator[Pass]:
-    """Passes over all prompts at once, as many tokens of each as `chunk_rows` has room for."""
-    step = plan.chunk_rows // min(seqs, plan.batch_seqs)
-    for start in range(0, tokens, step):
-        rows, batches = min(step, tokens - start), []
-        last = start + rows == tokens
-        for index, lo in enumerate(range(0, seqs, plan.batch_seqs)):
-            chosen = tuple(range(lo, min(lo + plan.batch_seqs, seqs)))
-            n = len(chosen)
-            logits = tuple((i + 1) * rows - 1 for i in range(n)) if last else ()
-            batches.append(Batch(index, chosen, (start,) * n, (rows,) * n, logits))
-        yield Pass("prefill", tuple(batches), then if last else Stream("prefill", start + rows + step >= tokens))
-
-
 def together(plan: Plan, ask: Ask, machine: MachineSpec) -> Speeds:
-    """Lowers and simulates the prompts and some decode passes; `plan.chunk_rows` has room for the batch's rows."""
+    """Lowers and simulates the prompts and some decode passes."""
     cost = Cost(machine)
     lowering, simulator = Lowering(plan), Simulator(cost)
     seqs = min(ask.batch, plan.batch_seqs * plan.batches_per_pass)
@@ -72,7 +55,7 @@ def together(plan: Plan, ask: Ask, machine: MachineSpec) -> Speeds:
         simulator.pause(cost.between_passes_s)
         return simulator.now_s - start_s, busy_s
 
-    first = [run(p) for p in prompts(plan, seqs, ask.prompt_tokens, passes.DECODE)]
+    first = [run(p) for p in passes.prompts(plan, range(seqs), [ask.prompt_tokens] * seqs, passes.DECODE)]
     position = ask.prompt_tokens + ask.output_tokens // 2
     decode = passes.decode(plan, range(seqs), (position,) * seqs, passes.DECODE)
     steps = [run(decode) for _ in range(_WARM_PASSES + _STEADY_PASSES)][_WARM_PASSES:]

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from penstock.planner.solve import Solved
     from penstock.planner.what_if import WhatIf
     from penstock.serve.trace_file import TraceFile
-    from penstock.spec.ask import Ask
     from penstock.spec.machine import MachineSpec
 
 _TRACED_TOKENS = 16  # of a prediction; more look alike
@@ -85,7 +84,15 @@ def _plan(
         if chosen.surprise:
             note(chosen.reason)
         spec_of_machine = chosen.machine
-    solved = solve(ask, spec, fmt, spec_of_machine, part_disks(as_path(model)))
+    solved = solve(
+        ask,
+        spec,
+        fmt,
+        spec_of_machine,
+        part_disks(as_path(model)),
+        every=compare or as_json,
+        may_plan=machine_file is not None,
+    )
     others = what_if(solved, ask, spec_of_machine)
     band = explain.Band() if machine_file is not None else _band(machine)
     if svg is not None:
@@ -99,16 +106,16 @@ def _plan(
         for timeline, p in timelines(solved.plan, settle_context(ask, spec), spec_of_machine, _TRACED_TOKENS):
             record.add(timeline, p)
     if as_json:
-        print_json(_report(solved, ask, explain.limits(solved, ask, spec_of_machine), band, others))
+        print_json(_report(solved, explain.limits(solved, ask, spec_of_machine), band, others))
     else:
         print(explain.table(solved, ask, spec_of_machine, band, others))
         if compare:
             from penstock.planner.compare import comparison
 
-            print(f"\n{comparison(solved, ask)}")
+            print(f"\n{comparison(solved)}")
 
 
-def _report(solved: Solved, ask: Ask, limits: Iterable[Limit], band: Band, others: WhatIf) -> dict[str, Any]:
+def _report(solved: Solved, limits: Iterable[Limit], band: Band, others: WhatIf) -> dict[str, Any]:
     """The JSON object: the plan as `--plan` reads it, and what the table says."""
     from penstock.planner.compare import to_json
     from penstock.spec import codec
@@ -133,7 +140,7 @@ def _report(solved: Solved, ask: Ask, limits: Iterable[Limit], band: Band, other
         "strategy": solved.strategy,
         "cannot_run": solved.cannot_run,
         "reasons": solved.reasons,
-        "compared": to_json(solved, ask),
+        "compared": to_json(solved),
     }
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from penstock.planner.explain import lane_name, rate, tier_name
 from penstock.planner.solve import Solved
-from penstock.planner.solve.candidate import Candidate, Compared
-from penstock.spec.ask import Ask
+from penstock.planner.solve.candidate import Candidate
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_seconds
 
@@ -33,19 +32,9 @@ def bytes_per_tier(plan: Plan) -> dict[str, int]:
     return found
 
 
-def in_order(solved: Solved, ask: Ask) -> list[Compared]:
-    """The chosen plan, then the others as the ask's objective ranks them."""
-
-    def score_s(each: Compared) -> float:
-        p = each.prediction
-        return p.total_s if ask.objective == "latency" else 1 / p.decode_tokens_per_s
-
-    return [*solved.compared[:1], *sorted(solved.compared[1:], key=score_s)]
-
-
-def comparison(solved: Solved, ask: Ask) -> str:
+def comparison(solved: Solved) -> str:
     """A line for each plan, and why one that is only planned cannot run. Without a newline at the end."""
-    compared = in_order(solved, ask)
+    compared = solved.compared
     names = _names([each.candidate for each in compared])
     used = [bytes_per_tier(each.candidate.plan) for each in compared]
     tiers = [tier for tier in _TIERS if any(tier in each for each in used)]
@@ -65,7 +54,7 @@ def comparison(solved: Solved, ask: Ask) -> str:
     return "\n".join(lines)
 
 
-def to_json(solved: Solved, ask: Ask) -> list[dict[str, Any]]:
+def to_json(solved: Solved) -> list[dict[str, Any]]:
     """As it stands in `plan --json`, in the same order. `cannot_run` is empty where the runtime can."""
     return [
         {
@@ -79,7 +68,7 @@ def to_json(solved: Solved, ask: Ask) -> list[dict[str, Any]]:
             "cannot_run": candidate.cannot_run,
             "reasons": candidate.reasons,
         }
-        for candidate, p in in_order(solved, ask)
+        for candidate, p in solved.compared
     ]
 
 
