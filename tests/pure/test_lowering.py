@@ -145,8 +145,8 @@ def test_golden_device(purpose: str) -> None:
 
 @pytest.mark.parametrize("predicts", ["gpu0", "host"])
 def test_golden_neurons(predicts: str) -> None:
-    """A hot slice of an FFN on the device and a cold one with the CPU, which skip what the layer's predictor says is not
-    active (PowerInfer)."""
+    """A hot slice of an FFN on the device and a cold one with the CPU, which skip the neurons that by the layer's
+    predictor are not active (PowerInfer)."""
     by_key = {p.key: p for p in parts(SMALL, F32)}
     units = [
         Unit(key, 0, by_key[key].granules, "gpu0", "gpu0", "gpu0") for key in ("embed", "0.norms", "0.attn", "edges")
