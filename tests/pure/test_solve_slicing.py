@@ -1,0 +1,157 @@
+"""ScheInfer's closed forms against brute force, and the plans that come of them."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.papers import TABLE_I
+from penstock.planner.solve.slicing import (
+    Block,
+    Lanes,
+    Line,
+    Option,
+    Prompt,
+    Regime,
+    Times,
+    assign,
+    best_n_g,
+    best_r_cg,
+    finish_s,
+)
+
+STEPS = 2000  # of the grid that r_CG is searched on
+
+seconds = st.floats(0, 1e-2)
+some_seconds = st.floats(1e-6, 1e-2)
+factors = st.sampled_from([1.0, 1.0, 1.2, 1.5, 2.0, 4.0])
+shares = st.sampled_from([0.0, 0.0, 0.1, 0.37, 0.8, 1.0])
+lanes = st.builds(
+    Lanes, products=st.integers(1, 4), launch_s=st.sampled_from([0.0, 1e-5, 1e-3]), cpu_factor=factors,
+    link_factor=factors, ahead_s=st.none() | seconds,
+)  # fmt: skip
+lines = st.builds(Line, alpha_s=st.sampled_from([0.0, 1e-5, 1e-3]), whole_s=some_seconds)
+blocks = st.builds(Block, lanes=lanes, cpu=lines, link=lines, gpu=lines)
+
+
+def recursion(products: int, times: Times) -> float:
+    """Eq. 5 as it stands."""
+    launched = lifted = computed = host = 0.0
+    for _ in range(products):
+        launched += times.launch_s
+        lifted = max(launched, lifted) + times.link_s
+        computed = max(lifted, computed) + times.gpu_s
+        host += times.cpu_s
+    return max(computed, host)
+
+
+@given(st.integers(1, 6), st.builds(Times, seconds, seconds, seconds, seconds))
+def test_the_three_cases_are_one_formula(products: int, times: Times) -> None:
+    assert finish_s(Lanes(products), times) == pytest.approx(recursion(products, times), rel=1e-12)
+
+
+@given(blocks, shares)
+def test_r_cg_is_as_good_as_brute_force(block: Block, r_gg: float) -> None:
+    r_cg, found = best_r_cg(block, r_gg)
+    most = 1 - r_gg
+    assert 0 <= r_cg <= most
+    assert found == finish_s(block.lanes, block.times(r_cg, r_gg))
+    grid = min(finish_s(block.lanes, block.times(most * i / STEPS, r_gg)) for i in range(STEPS + 1))
+    assert found <= grid * (1 + 1e-9)
+    # And it is no better than what a grid can find: within a step of the steepest line.
+    slopes = block.cpu.whole_s + block.link.whole_s + block.gpu.whole_s
+    alphas = 0.0 if 0 < r_cg < most else 4 * (block.cpu.alpha_s + block.link.alpha_s + block.gpu.alpha_s + 1e-3)
+    assert found >= grid - 8 * block.lanes.products * slopes * most / STEPS - alphas * block.lanes.products
+
+
+@given(st.floats(1e-4, 1e-2), st.floats(1e-4, 1e-2), factors, factors)
+def test_cpu_and_link_alone_have_a_formula(cpu_s: float, link_s: float, c: float, k: float) -> None:
+    """As derived in the module: one of them alone, or both, ending together."""
+    block = Block(Lanes(cpu_factor=c, link_factor=k), Line(0, cpu_s), Line(0, link_s), Line(0, 1e-12))
+    r_cg, found = best_r_cg(block)
+    together = c * cpu_s / (c * cpu_s + k * link_s)
+    at_once = together * k * link_s
+    assert found == pytest.approx(min(cpu_s, link_s, at_once), rel=1e-6)
+    if at_once < 0.999 * min(cpu_s, link_s):
+        assert r_cg == pytest.approx(together, rel=1e-6)
+    if k == 1 and abs(link_s * (1 - 1 / c) / cpu_s - 1) > 1e-3:
+        assert (r_cg == 0) == (link_s * (1 - 1 / c) > cpu_s)
+
+
+def test_table_i_gives_029_not_018() -> None:
+    """The paper's own fits of bed A and LLaMA-2-70B in its own closed form, where 0.18 is published (section V-E2)."""
+    fit = {(f.what, f.weights): f for f in TABLE_I if f.machine == "server-a6000-48gb"}
+    work, nbytes = 8192 * 28672, 8192 * 28672 / 2  # one product, 4 bits a weight
+    cpu, gpu, link = (fit[key] for key in (("cpu", "int4"), ("gpu", "int4"), ("link", "")))
+    block = Block(
+        Lanes(products=3, launch_s=fit["launch", ""].alpha_s),
+        Line(cpu.alpha_s, work * cpu.beta_s), Line(link.alpha_s, nbytes * link.beta_s),
+        Line(gpu.alpha_s, work * gpu.beta_s),
+    )  # fmt: skip
+    r_cg, _ = best_r_cg(block)
+    assert r_cg == pytest.approx(0.29, abs=0.03)
+    plain = Block(Lanes(), Line(0, cpu.beta_s), Line(0, link.beta_s / 2), Line(0, 0.0))
+    assert best_r_cg(plain)[0] == pytest.approx(0.29, abs=0.005)
+
+
+options = st.lists(st.tuples(st.integers(1, 6), st.floats(0, 1)), max_size=3).map(
+    lambda steps: [Option(0, 1.0), *(Option(nbytes, s) for nbytes, s in steps)]
+)
+
+
+@given(st.lists(options, min_size=1, max_size=4), st.integers(0, 16))
+def test_greedy_is_within_one_step_of_the_best_assignment(items: list[list[Option]], budget: int) -> None:
+    """Any sizes: what is missing is less than one step saves, the largest there is."""
+    chosen = assign(items, budget)
+    assert sum(item[i].nbytes for item, i in zip(items, chosen, strict=True)) <= budget
+    found = sum(item[i].seconds for item, i in zip(items, chosen, strict=True))
+    best = min(sum(o.seconds for o in picked) for picked in product(*items) if sum(o.nbytes for o in picked) <= budget)
+    step = max(1.0 - o.seconds for item in items for o in item)
+    assert best <= found + 1e-12 and found <= best + step + 1e-12
+
+
+@given(
+    st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=4), min_size=1, max_size=4), st.integers(0, 12),
+    st.integers(1, 3), st.booleans(),
+)  # fmt: skip
+def test_greedy_is_exact_up_to_a_granule(gains: list[list[float]], budget: int, other: int, alike: bool) -> None:
+    """Granules that save less and less: exact where they have one size; else a granule's saving at most is missing."""
+    items = []
+    for i, each in enumerate(gains):
+        size = other if i % 2 and not alike else 1
+        left_s = 5.0
+        item = [Option(0, left_s)]
+        for n, saved in enumerate(sorted(each, reverse=True), 1):
+            left_s -= saved
+            item.append(Option(n * size, left_s))
+        items.append(item)
+    chosen = assign(items, budget)
+    found = sum(item[i].seconds for item, i in zip(items, chosen, strict=True))
+    best = min(sum(o.seconds for o in picked) for picked in product(*items) if sum(o.nbytes for o in picked) <= budget)
+    granule = 0.0 if alike else max(max(each) for each in gains)
+    assert best - 1e-9 <= found <= best + granule + 1e-9
+
+
+def regimes(draw: st.DrawFn) -> tuple[Regime, ...]:
+    few = draw(st.lists(st.integers(1, 70), max_size=2, unique=True))
+    return tuple(
+        Regime(rows, draw(st.sampled_from([0.0, 1e-4])), draw(some_seconds), draw(st.floats(1e-7, 1e-3)))
+        for rows in (*sorted(few), 0)
+    )
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> Prompt:
+    r_gg = draw(st.sampled_from([0.0, 0.3, 1.0]))
+    r_cg = draw(st.sampled_from([0.0, 0.2, 0.5, 1.0])) * (1 - r_gg)
+    return Prompt(draw(lanes), draw(st.integers(1, 90)), r_cg, r_gg, regimes(draw), draw(lines), regimes(draw))
+
+
+@given(prompts())
+def test_n_g_is_the_best_of_all(prompt: Prompt) -> None:
+    n_g, found = best_n_g(prompt)
+    every = [finish_s(prompt.lanes, prompt.times(n)) for n in range(prompt.rows + 1)]
+    assert found == every[n_g] and found <= min(every) * (1 + 1e-12)
