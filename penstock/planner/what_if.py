@@ -10,6 +10,7 @@ from penstock.planner.predict import Prediction
 from penstock.planner.shorten import quick, streamed
 from penstock.planner.solve import Solved, device, residency, settle_context
 from penstock.planner.solve.candidate import Candidate
+from penstock.planner.solve.limits import device_limit_bytes, host_limit_bytes
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
@@ -43,10 +44,10 @@ def what_if(solved: Solved, ask: Ask, machine: MachineSpec) -> WhatIf:
         return WhatIf(more, None, formats)
     more = more_device = None
     if any(streamed(plan, from_disk=True).values()):
-        limit = _limit(ask.host_memory_bytes, machine, "host") + GIB
+        limit = host_limit_bytes(ask, machine) + GIB
         more = _one(replace(ask, host_memory_bytes=limit), *compared, machine, ring_bytes, like)
     if like != device.WHOLE:
-        limit = _limit(ask.device_memory_bytes, machine, DEVICE) + GIB
+        limit = device_limit_bytes(ask, machine) + GIB
         tiers = tuple(replace(tier, bytes=limit) if tier.name == DEVICE else tier for tier in machine.tiers)
         roomy, ask = replace(machine, tiers=tiers), replace(ask, device_memory_bytes=limit)
         more_device = _one(ask, *compared, roomy, ring_bytes, like)
@@ -63,7 +64,7 @@ def more_memory(
     ask = settle_context(ask, spec)
     if not ring_bytes and all_stays(ask, spec, weights, machine):
         return None
-    limit = _limit(ask.host_memory_bytes, machine, "host")
+    limit = host_limit_bytes(ask, machine)
     return _one(replace(ask, host_memory_bytes=limit + extra_bytes), spec, weights, machine, ring_bytes)
 
 
@@ -124,7 +125,3 @@ def _nearest(candidates: Iterable[Candidate], ring_bytes: int) -> Plan | None:
         if ring >= ring_bytes:
             break
     return nearest
-
-
-def _limit(asked: int | None, machine: MachineSpec, tier: str) -> int:
-    return machine.tier(tier).bytes if asked is None else asked

@@ -56,7 +56,7 @@ def test_a_limit_is_used_and_kept(mib: int) -> None:
     ask = settle_context(Ask(context=512, device_memory_bytes=mib * MIB), LLAMA_1B)
     found = list(device.candidates(ask, LLAMA_1B, BF16, WITH_DEVICE))
     assert found
-    for _, plan, _ in found:
+    for plan in (each.plan for each in found):
         check_plan(plan, LLAMA_1B, BF16)
         used = plan.tier_bytes()["gpu0"]
         assert mib * MIB - 40 * MIB < used <= mib * MIB or not plan.ring_bytes
@@ -162,7 +162,7 @@ def test_any_candidate_is_a_plan_that_runs(data: st.DataObject) -> None:
         found = list(device.candidates(settled, spec, fmt, WITH_DEVICE))
     except DoesNotFit:
         return
-    for _, plan, reasons in found:
+    for _, plan, reasons, _ in found:
         check_plan(plan, spec, fmt)
         used = plan.tier_bytes()
         assert used["gpu0"] <= (ask.device_memory_bytes or 0)

@@ -77,7 +77,7 @@ def test_a_plan_of_many_units_is_predicted_by_few_layers(
 ) -> None:
     machine = slower_cpu(cpu)
     ask = settle_context(Ask(host_memory_bytes=limit_gib << 30), spec)
-    _, plan, _ = next(residency.candidates(ask, spec, fmt, machine))
+    plan = next(residency.candidates(ask, spec, fmt, machine)).plan
     exact, short = predict(plan, ask, machine), quick(plan, ask, machine)
     assert short != exact
     assert short.decode_tokens_per_s == pytest.approx(exact.decode_tokens_per_s, rel=0.03)
@@ -97,7 +97,7 @@ def test_layers_of_two_kinds_are_both_in_a_short_plan() -> None:
     )
     spec = replace(LLAMA_70B, layers=(near, far) * 40)
     ask = settle_context(Ask(host_memory_bytes=16 << 30, prompt_tokens=3000), spec)
-    _, plan, _ = next(residency.candidates(ask, spec, INT4, MACHINE))
+    plan = next(residency.candidates(ask, spec, INT4, MACHINE)).plan
     exact, short = predict(plan, ask, MACHINE), quick(plan, ask, MACHINE)
     assert short != exact
     assert short.decode_tokens_per_s == pytest.approx(exact.decode_tokens_per_s, rel=0.03)
@@ -105,7 +105,7 @@ def test_layers_of_two_kinds_are_both_in_a_short_plan() -> None:
 
 def test_a_small_plan_is_simulated_itself() -> None:
     ask = settle_context(Ask(host_memory_bytes=900 * MIB), LLAMA_1B)
-    _, plan, _ = next(residency.candidates(ask, LLAMA_1B, INT4, MACHINE))
+    plan = next(residency.candidates(ask, LLAMA_1B, INT4, MACHINE)).plan
     assert quick(plan, ask, MACHINE) == predict(plan, ask, MACHINE)
 
 
@@ -120,7 +120,7 @@ def test_plans_that_are_not_simulated_could_not_have_won(cpu: float, limit_mib: 
         p = quick(plan, ask, machine)  # type: ignore[arg-type]
         return p.total_s if objective == "latency" else 1 / p.decode_tokens_per_s
 
-    plans = [plan for _, plan, _ in residency.candidates(ask, LLAMA_1B, BF16, machine)]
+    plans = [each.plan for each in residency.candidates(ask, LLAMA_1B, BF16, machine)]
     scores = [score_s(plan) for plan in plans]
     equal = [plan for plan, score in zip(plans, scores, strict=True) if score <= 1.05 * min(scores)]
     assert solve(ask, LLAMA_1B, BF16, machine).plan == min(equal, key=lambda plan: sum(streamed(plan).values()))

@@ -17,6 +17,7 @@ from penstock.errors import DoesNotFit
 from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.device_plan import DeviceSkeleton, Split, vocabulary
+from penstock.planner.solve.limits import device_limit_bytes, fits, host_limit_bytes
 from penstock.planner.solve.skeleton import CHUNK_ROWS, MIN_CHUNK_ROWS, PINNED, Resident, chunk_options
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
@@ -45,7 +46,7 @@ def candidates(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec)
     chunks = [rows for rows in chunk_options(ask) if rows <= CHUNK_ROWS]
     whole = Split(_LINK, 1.0, len(spec.layers), DEVICE, True)
     for skeleton in [
-        *(_skeleton(ask, spec, weights, machine, whole, chunk_rows) for chunk_rows in chunks),
+        *(device_skeleton(ask, spec, weights, machine, whole, chunk_rows) for chunk_rows in chunks),
         _smallest(ask, spec, weights, machine, whole),
     ]:
         found = False
@@ -79,7 +80,7 @@ def require_minimum(ask: Ask, spec: ModelSpec, weights: Format, machine: Machine
 
 def refuse(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> NoReturn:
     """Raises DoesNotFit: no plan on the device fits, by its memory or, where that would do, by the host's."""
-    have, host = _limits(ask, machine)
+    have, host = device_limit_bytes(ask, machine), host_limit_bytes(ask, machine)
     need = minimum_bytes(ask, spec, weights, machine)
     if need > have:
         raise DoesNotFit(
@@ -100,7 +101,7 @@ def _splits(skeleton: DeviceSkeleton) -> Iterator[Split]:
     """Who may compute what, the device as much as possible first. The skeleton's split is that."""
     spec, ask, whole = skeleton.spec, skeleton.ask, skeleton.split
     layers = len(spec.layers)
-    limit = _limits(ask, skeleton.machine)[0]
+    limit = device_limit_bytes(ask, skeleton.machine)
 
     def device_bytes(split: Split, attention_stays: bool) -> int:
         stays = {f"{i}.attn": spec.layers[i].attention.kv_heads for i in range(split.attention_layers)}
@@ -133,12 +134,12 @@ def _balanced(weights: Format, machine: MachineSpec) -> float:
     return cpu / (cpu + link)
 
 
-def _skeleton(
+def device_skeleton(
     ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, split: Split, chunk_rows: int
 ) -> DeviceSkeleton:
     """With rings of the usual sizes, smaller on a small device, and none too small for the largest granule twice."""
     largest = max(part.granule_bytes for part in parts(spec, weights) if part.kind not in PINNED)
-    limit = _limits(ask, machine)[0]
+    limit = device_limit_bytes(ask, machine)
 
     def whole(nbytes: int) -> int:
         return max(nbytes, 2 * largest) // ARENA_ALIGN * ARENA_ALIGN + (ARENA_ALIGN if largest % ARENA_ALIGN else 0)
@@ -151,28 +152,20 @@ def _skeleton(
 
 def _smallest(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, split: Split) -> DeviceSkeleton:
     """The smallest rings and chunks."""
-    tiny = _skeleton(replace(ask, device_memory_bytes=0), spec, weights, machine, split, MIN_CHUNK_ROWS)
+    tiny = device_skeleton(replace(ask, device_memory_bytes=0), spec, weights, machine, split, MIN_CHUNK_ROWS)
     return replace(tiny, ask=ask, host_ring_bytes=tiny.ring_bytes, stage_bytes=tiny.ring_bytes)
-
-
-def _limits(ask: Ask, machine: MachineSpec) -> tuple[int, int]:
-    """Of the device's memory, and of the host's."""
-    device, host = ask.device_memory_bytes, ask.host_memory_bytes
-    return (
-        min(machine.tier(DEVICE).bytes, machine.tier(DEVICE).bytes if device is None else device),
-        machine.tier("host").bytes if host is None else host,
-    )
 
 
 def _filled(skeleton: DeviceSkeleton) -> Plan | None:
     """As much as fits stays on the device, then in RAM. None where the rest alone is too much for either."""
-    limit, host_limit = _limits(skeleton.ask, skeleton.machine)
+    ask, machine = skeleton.ask, skeleton.machine
+    limit, host_limit = device_limit_bytes(ask, machine), host_limit_bytes(ask, machine)
     every = {part.key: part.granules for part in parts(skeleton.spec, skeleton.weights)}
     may_stay = skeleton.ask.resident_bytes
     if may_stay is None:
         for memory in (every, {}):
             whole = skeleton.plan(_computed_there(skeleton, every), memory)
-            if _fits(whole, limit, host_limit):
+            if fits(whole, ask, machine):
                 return whole
     bare = skeleton.plan({}, {})
     spare = _spare(bare, DEVICE, limit)
@@ -194,17 +187,12 @@ def _filled(skeleton: DeviceSkeleton) -> Plan | None:
     rest = {part: count - on_device.get(part, 0) for part, count in every.items()}
     if may_stay is None:
         plan = skeleton.plan(on_device, rest)
-        if _fits(plan, limit, host_limit):
+        if fits(plan, ask, machine):
             return plan
     else:
         spare = min(spare, max(0, may_stay - _bytes_of(skeleton, on_device)))
     plan = skeleton.plan(on_device, _fill_memory(skeleton, rest, spare))
-    return plan if _fits(plan, limit, host_limit) else None
-
-
-def _fits(plan: Plan, limit: int, host_limit: int) -> bool:
-    used = plan.tier_bytes()
-    return used.get(DEVICE, 0) <= limit and used["host"] <= host_limit
+    return plan if fits(plan, ask, machine) else None
 
 
 def _computed_there(skeleton: DeviceSkeleton, every: Resident) -> Resident:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from penstock.errors import DoesNotFit
 from penstock.graph.arenas import ARENA_ALIGN
 from penstock.planner.solve.candidate import Candidate
+from penstock.planner.solve.limits import host_limit_bytes
 from penstock.planner.solve.skeleton import (
     CHUNK_ROWS,
     MIN_CHUNK_ROWS,
@@ -39,8 +40,7 @@ def candidates(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec)
     KV stays in memory where it can: at the end of the context a byte of it saves as much reading as a byte of weights,
     before that less, and the disk is spared. Where there is no room for it, part of it, or all, goes to the disk.
     """
-    # An explicit limit is the user's word; without one the machine's figure is what is free, with a margin.
-    limit = machine.tier("host").bytes if ask.host_memory_bytes is None else ask.host_memory_bytes
+    limit = host_limit_bytes(ask, machine)
     least_ring, *rings = ring_options(spec, weights)
     chunks, any_found = chunk_options(ask), False
     for kv_layers in kv_options(ask, spec):
