@@ -17,6 +17,7 @@ from penstock.errors import DoesNotFit
 from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.device_plan import DeviceSkeleton, Split, vocabulary
+from penstock.planner.solve.layer_costs import Estimate, LayerCosts, Shares
 from penstock.planner.solve.limits import device_limit_bytes, fits, host_limit_bytes
 from penstock.planner.solve.skeleton import CHUNK_ROWS, MIN_CHUNK_ROWS, PINNED, Resident, chunk_options
 from penstock.spec.ask import Ask
@@ -32,7 +33,7 @@ _SMALLEST_RING_SHARE = 8  # of the device's memory, at most so small a part
 WHOLE = "device memory"  # the strategy that leaves nothing elsewhere
 _LINK = "link"
 _ATTEMPTS = 3
-_SHORT_PROMPT = 256  # tokens up to which the CPU may be as quick at its own granules as the link
+_MOST_SPLITS = 4  # that are simulated; the closed forms put the best among the first (docs/LOG.md)
 
 
 def has_device(machine: MachineSpec, ask: Ask) -> bool:
@@ -97,11 +98,32 @@ def refuse(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> 
     )  # fmt: skip
 
 
-def _splits(skeleton: DeviceSkeleton) -> Iterator[Split]:
-    """Who may compute what, the device as much as possible first. The skeleton's split is that."""
-    spec, ask, whole = skeleton.spec, skeleton.ask, skeleton.split
+def _splits(skeleton: DeviceSkeleton) -> list[Split]:
+    """Who may compute what: by their closed forms the best few, the best first. The skeleton's split leaves all to the
+    device; where that leaves nothing elsewhere, it is the only one."""
+    found: list[tuple[float, int, Split]] = []
+    for attention_layers, kv_home in _modes(skeleton):
+        whole = replace(skeleton.split, attention_layers=attention_layers, kv_home=kv_home)
+        estimate = _estimate(replace(skeleton, split=whole))
+        if estimate is None:
+            continue
+        balanced = 1.0 if kv_home == "host" else estimate.lifted()
+        # KV over the link is for those who have nothing else to do with it.
+        shares = {1.0: _LINK} if kv_home == "host" else {balanced: "link and CPU", 0.0: "CPU", 1.0: _LINK}
+        for lifted, name in shares.items():
+            split = replace(whole, name=name, lifted=lifted)
+            found.append((estimate.seconds(lifted, split.prompts), len(found), split))
+            if lifted < 1:
+                split = replace(split, prompts=False)
+                found.append((estimate.seconds(lifted, split.prompts), len(found), split))
+    return [split for _, _, split in sorted(found)[:_MOST_SPLITS]]
+
+
+def _modes(skeleton: DeviceSkeleton) -> list[tuple[int, str]]:
+    """(layers whose attention is the device's, home of its KV), as they fit."""
+    spec, whole = skeleton.spec, skeleton.split
     layers = len(spec.layers)
-    limit = device_limit_bytes(ask, skeleton.machine)
+    limit = device_limit_bytes(skeleton.ask, skeleton.machine)
 
     def device_bytes(split: Split, attention_stays: bool) -> int:
         stays = {f"{i}.attn": spec.layers[i].attention.kv_heads for i in range(split.attention_layers)}
@@ -116,22 +138,36 @@ def _splits(skeleton: DeviceSkeleton) -> Iterator[Split]:
             fits = device_bytes(replace(whole, attention_layers=middle), True) <= limit
             lo, hi = (middle, hi) if fits else (lo, middle - 1)
         modes += [(lo, DEVICE), (layers, "host")]
-    balanced = _balanced(skeleton.weights, skeleton.machine)
-    shares = ((_LINK, 1.0), ("link and CPU", balanced), ("less link, more CPU", balanced / 2), ("CPU", 0.0))
-    for attention_layers, kv_home in modes:
-        for name, lifted in shares:
-            if lifted < 1 and kv_home == "host":
-                continue  # KV over the link is for those who have nothing else to do with it
-            yield Split(name, lifted, attention_layers, kv_home, True)
-            if lifted < 1 and ask.prompt_tokens <= _SHORT_PROMPT:
-                yield Split(name, lifted, attention_layers, kv_home, False)
+    return modes
 
 
-def _balanced(weights: Format, machine: MachineSpec) -> float:
-    """The share that the link lifts while the CPU computes the rest, if neither slowed the other."""
-    cpu = machine.rate("host", "ffn", weights.kind).s_per_byte
-    link = machine.rate("h2d0", "lift", weights.kind).s_per_byte
-    return cpu / (cpu + link)
+def _estimate(skeleton: DeviceSkeleton) -> Estimate | None:
+    """What its splits would take, by where the bytes would be; None where the least does not fit."""
+    spec, weights = skeleton.spec, skeleton.weights
+    bare = skeleton.plan({}, {})
+    spare = _spare(bare, DEVICE, device_limit_bytes(skeleton.ask, skeleton.machine))
+    memory = _spare(bare, "host", host_limit_bytes(skeleton.ask, skeleton.machine))
+    if spare is None or memory is None:
+        return None
+    most = skeleton.ask.resident_bytes
+    stays = _fill_device(skeleton, spare if most is None else min(spare, most))
+    sizes = {part.key: part for part in parts(spec, weights)}
+
+    def share(kind: str, layers: range) -> float:
+        keys = [f"{i}.{kind}" for i in layers]
+        return sum(stays.get(key, 0) for key in keys) / max(1, sum(sizes[key].granules for key in keys))
+
+    left = sum((part.granules - stays.get(part.key, 0)) * part.granule_bytes for part in sizes.values())
+    left -= 0 if spec.tied else sizes["embed"].nbytes
+    if most is not None:
+        memory = min(memory, max(0, most - _bytes_of(skeleton, stays)))
+    disk = max(0.0, 1 - memory / left) if left > 0 else 0.0
+    attends, every = range(skeleton.split.attention_layers), range(len(spec.layers))
+    there = Shares(share("ffn", every), share("attn", attends), disk, True, skeleton.split.kv_home == "host")
+    return Estimate(
+        LayerCosts(skeleton.ask, spec, weights, skeleton.machine), skeleton.chunk_rows, there, len(attends),
+        vocabulary(spec, weights).key in stays,
+    )  # fmt: skip
 
 
 def device_skeleton(
@@ -162,9 +198,10 @@ def _filled(skeleton: DeviceSkeleton) -> Plan | None:
     limit, host_limit = device_limit_bytes(ask, machine), host_limit_bytes(ask, machine)
     every = {part.key: part.granules for part in parts(skeleton.spec, skeleton.weights)}
     may_stay = skeleton.ask.resident_bytes
-    if may_stay is None:
+    there_all = _computed_there(skeleton, every)
+    if may_stay is None and _bytes_of(skeleton, there_all) <= limit:
         for memory in (every, {}):
-            whole = skeleton.plan(_computed_there(skeleton, every), memory)
+            whole = skeleton.plan(there_all, memory)
             if fits(whole, ask, machine):
                 return whole
     bare = skeleton.plan({}, {})

@@ -14,13 +14,14 @@ Whoever has less to do takes as long as its factor says; by then the other has d
     else                                      link' = k·Y                 CPU'  = C + k·Y·(1 - 1/c)
 
 Both are linear in r_CG on either side of c·C = k·Y, which is one point more to look at. Where nothing but CPU and link
-counts, the block takes the least of C (the CPU alone), Y (the link alone) and c·C·k·Y / (c·C + k·Y), all with C and Y of
-the whole block: the last with r_CG = c·C / (c·C + k·Y), where both end together. With k = 1 that is worth while only as
-long as Y·(1 - 1/c) < C: lifting a share must not cost the CPU more than it takes off it. With c = k = 1 it is the paper's.
+counts, the block takes the least of C (the CPU alone), Y (the link alone) and c·C·k·Y / (c·C + k·Y), all with C and Y
+of the whole block: the last with r_CG = c·C / (c·C + k·Y), where both end together. With k = 1 that is worth while only
+as long as Y·(1 - 1/c) < C: lifting a share must not cost the CPU more than it takes off it. With c = k = 1 it is the
+paper's.
 
-*Loads that run ahead.* The paper's link begins with the block. In penstock it never rests: what it lifts for a layer may
-come while the device computes attention. With `ahead_s`, the device's seconds a layer outside the block, the layer's
-period is max(link', ahead_s + CPU', ahead_s + device), again linear between few points.
+*Loads that run ahead.* The paper's link begins with the block. In penstock it never rests: what it lifts for a layer
+may come while the device computes attention. With `ahead_s`, the device's seconds a layer outside the block, the
+layer's period is max(link', ahead_s + CPU', ahead_s + device), again linear between few points.
 
 `assign` is the greedy assignment of device memory by benefit per byte (Eq. 14), `best_n_g` the tokens of a prompt that
 the device computes with the CPU's weights (CG', Eq. 15).
@@ -34,7 +35,6 @@ from heapq import heapify, heappop, heappush
 from itertools import combinations, pairwise
 from math import ceil, floor
 from typing import NamedTuple
-
 
 _NARROW = 1e-9  # between points so near to each other there is nothing to find
 
@@ -55,7 +55,8 @@ class Lanes:
     """Who works on a block of `products` matrix products (n_l) one after another.
 
     `launch_s`: of a kernel or a transfer. `cpu_factor`: c above, `link_factor`: k. `ahead_s`: as above; None: the link
-    begins with the block, and launches have a stream of their own (the paper's Eq. 5).
+    begins with the block, and launches have a stream of their own (the paper's Eq. 5). `link_also_s`: what else crosses
+    the link for the layer.
     """
 
     products: int = 1
@@ -63,6 +64,7 @@ class Lanes:
     cpu_factor: float = 1.0
     link_factor: float = 1.0
     ahead_s: float | None = None
+    link_also_s: float = 0.0
 
 
 class Times(NamedTuple):
@@ -97,7 +99,7 @@ class Block:
 def shared(lanes: Lanes, times: Times) -> tuple[float, float]:
     """(CPU, link): seconds of all products, each slowed while the other works. As if all that the link does fell beside
     the CPU: where it has gaps, the CPU may be a little quicker."""
-    cpu_s, link_s = lanes.products * times.cpu_s, lanes.products * times.link_s
+    cpu_s, link_s = lanes.products * times.cpu_s, lanes.products * times.link_s + lanes.link_also_s
     c, k = lanes.cpu_factor, lanes.link_factor
     if c * cpu_s <= k * link_s:
         return c * cpu_s, link_s + c * cpu_s * (1 - 1 / k)
@@ -142,8 +144,9 @@ def _meetings(lanes: Lanes, times: Callable[[float], Times], lo: float, hi: floa
     to either side of that where two of `_ends` meet (the edges of the paper's three cases are among them)."""
 
     def difference(at: float) -> float:
-        found = times(at)
-        return lanes.cpu_factor * found.cpu_s - lanes.link_factor * found.link_s
+        cpu_s, link_s, *_ = times(at)
+        link_s += lanes.link_also_s / lanes.products
+        return lanes.cpu_factor * cpu_s - lanes.link_factor * link_s
 
     edges = [lo, *_zero(difference, lo, hi), hi]
     yield from edges[1:-1]
@@ -175,12 +178,12 @@ class Option(NamedTuple):
 
 
 def assign(items: Sequence[Sequence[Option]], budget_bytes: int) -> list[int]:
-    """Greedy assignment of device memory (Eq. 14): which option of each item. The first is what an item begins with; its
-    bytes are not counted against the budget where they are 0.
+    """Greedy assignment of device memory (Eq. 14): which option of each item. An item begins with its first one.
 
     Each step takes the change that saves the most seconds a byte, of those that still fit. What that leaves to the
     optimum is at most what the first step that did not fit would have saved. So it is none where all steps are of one
-    size, and where granules are small it is a granule's.
+    size, and where granules are small it is a granule's. Among equals the smallest step, and items by turns: parts that
+    are alike keep even shares.
     """
     chosen = [0] * len(items)
     left = budget_bytes - sum(options[0].nbytes for options in items)
@@ -199,14 +202,15 @@ def assign(items: Sequence[Sequence[Option]], budget_bytes: int) -> list[int]:
 
 
 def _best_step(options: Sequence[Option], now: int, left: int) -> tuple[float, int] | None:
-    """(seconds that a byte saves, negative; option) of the best change that fits (Eq. 14)."""
+    """(seconds that a byte saves, negative; option) of the best change that fits (Eq. 14). Savings are rounded to nine
+    digits, so that equal ones are."""
     best: tuple[float, int] | None = None
     start = options[now]
-    for i, option in enumerate(options):
-        more, saved_s = option.nbytes - start.nbytes, start.seconds - option.seconds
-        if 0 < more <= left and saved_s > 0 and (best is None or -saved_s / more < best[0]):
+    for i, (nbytes, seconds) in enumerate(options):
+        more, saved_s = nbytes - start.nbytes, start.seconds - seconds
+        if 0 < more <= left and saved_s > 0 and (best is None or -saved_s / more < best[0] * (1 + 1e-9)):
             best = (-saved_s / more, i)
-    return best
+    return None if best is None else (float(f"{best[0]:.8e}"), best[1])
 
 
 @dataclass(frozen=True, slots=True)
