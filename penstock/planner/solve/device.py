@@ -145,8 +145,8 @@ def _estimate(skeleton: DeviceSkeleton) -> Estimate | None:
     """What its splits would take, by where the bytes would be; None where the least does not fit."""
     spec, weights = skeleton.spec, skeleton.weights
     bare = skeleton.plan({}, {})
-    spare = _spare(bare, DEVICE, device_limit_bytes(skeleton.ask, skeleton.machine))
-    memory = _spare(bare, "host", host_limit_bytes(skeleton.ask, skeleton.machine))
+    spare = spare_bytes(bare, DEVICE, device_limit_bytes(skeleton.ask, skeleton.machine))
+    memory = spare_bytes(bare, "host", host_limit_bytes(skeleton.ask, skeleton.machine))
     if spare is None or memory is None:
         return None
     most = skeleton.ask.resident_bytes
@@ -205,7 +205,7 @@ def _filled(skeleton: DeviceSkeleton) -> Plan | None:
             if fits(whole, ask, machine):
                 return whole
     bare = skeleton.plan({}, {})
-    spare = _spare(bare, DEVICE, limit)
+    spare = spare_bytes(bare, DEVICE, limit)
     if spare is None:
         return None
     budget = spare if may_stay is None else min(spare, may_stay)
@@ -218,7 +218,7 @@ def _filled(skeleton: DeviceSkeleton) -> Plan | None:
         budget -= round_up(over, ARENA_ALIGN)
         on_device = _fill_device(skeleton, budget)
         there = skeleton.plan(on_device, {})
-    spare = _spare(there, "host", host_limit)
+    spare = spare_bytes(there, "host", host_limit)
     if spare is None:
         return None
     rest = {part: count - on_device.get(part, 0) for part, count in every.items()}
@@ -228,7 +228,7 @@ def _filled(skeleton: DeviceSkeleton) -> Plan | None:
             return plan
     else:
         spare = min(spare, max(0, may_stay - _bytes_of(skeleton, on_device)))
-    plan = skeleton.plan(on_device, _fill_memory(skeleton, rest, spare))
+    plan = skeleton.plan(on_device, fill_memory(skeleton, rest, spare))
     return plan if fits(plan, ask, machine) else None
 
 
@@ -242,7 +242,7 @@ def _computed_there(skeleton: DeviceSkeleton, every: Resident) -> Resident:
     return kept
 
 
-def _spare(plan: Plan, tier: str, limit: int) -> int | None:
+def spare_bytes(plan: Plan, tier: str, limit: int) -> int | None:
     """What is left for weights that stay, with what the last huge page of their arena has left."""
     spare = limit - plan.tier_bytes().get(tier, 0)
     if spare < 0:
@@ -262,24 +262,24 @@ def _fill_device(skeleton: DeviceSkeleton, budget: int) -> Resident:
     every = parts(skeleton.spec, skeleton.weights)
     attention = [p for p in every if p.kind == "attn" and p.layer < skeleton.split.attention_layers]
     for wanted in (attention, [part for part in every if part.kind == "ffn"]):
-        budget -= _share_out(wanted, {part.key: part.granules for part in wanted}, budget, found)
+        budget -= share_out(wanted, {part.key: part.granules for part in wanted}, budget, found)
     return found
 
 
-def _fill_memory(skeleton: DeviceSkeleton, rest: Resident, budget: int) -> Resident:
+def fill_memory(skeleton: DeviceSkeleton, rest: Resident, budget: int) -> Resident:
     """Even shares of everything that is not on the device; embedding rows that are only looked up come last."""
     found: Resident = {}
     gathered = "" if skeleton.spec.tied else "embed"
     every = [p for p in parts(skeleton.spec, skeleton.weights) if p.kind not in PINNED and rest.get(p.key, 0)]
-    budget -= _share_out([part for part in every if part.key != gathered], rest, budget, found)
+    budget -= share_out([part for part in every if part.key != gathered], rest, budget, found)
     embed = next((part for part in every if part.key == gathered), None)
     if embed is not None and embed.nbytes <= budget:
         found[gathered] = embed.granules
     return found
 
 
-def _share_out(wanted: list[Part], rest: Resident, budget: int, found: Resident) -> int:
-    """Adds even shares of `rest` to `found`; returns the bytes that they take."""
+def share_out(wanted: list[Part], rest: Resident, budget: int, found: Resident) -> int:
+    """Adds even shares of `rest` (granules, part by part) to `found`; returns the bytes that they take."""
     total = sum(rest[part.key] * part.granule_bytes for part in wanted)
     share, taken = min(1.0, max(0, budget) / total) if total else 0.0, 0
     for part in wanted:

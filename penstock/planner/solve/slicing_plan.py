@@ -1,0 +1,214 @@
+"""ScheInfer's point in the space of plans: every FFN in three slices GG | CG | CC, by the closed forms of `slicing`.
+
+Device memory goes to whatever saves most a byte: a layer's attention with its KV, granules of its FFN, the head (Eq.
+14). Of what is left of each FFN the link lifts r_CG, and the CPU computes the rest (Eq. 13), both as decode has it
+best; where a prompt is read, n_g of its tokens leave the CPU (Eq. 15). The runtime can give the device all of a
+chunk's rows or none, so the better of the two is taken; n_g itself stands in the reasons. Where the paper assigns
+memory for decode alone, here a prompt counts as much as the ask has of it.
+
+The paper knows no disk: there is no such plan where RAM does not hold the rest. `device` has that, and divides memory
+in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from penstock.graph.arenas import ARENA_ALIGN, Layout
+from penstock.planner.solve.candidate import Candidate
+from penstock.planner.solve.device import device_skeleton, has_device, share_out, spare_bytes
+from penstock.planner.solve.device_plan import DeviceSkeleton, Split, vocabulary
+from penstock.planner.solve.layer_costs import LayerCosts, Shares
+from penstock.planner.solve.limits import device_limit_bytes, fits
+from penstock.planner.solve.skeleton import CHUNK_ROWS, PINNED, Resident, chunk_options
+from penstock.planner.solve.slicing import Option, assign, best_n_g, best_r_cg, finish_s
+from penstock.spec.ask import Ask
+from penstock.spec.format import Format
+from penstock.spec.machine import MachineSpec
+from penstock.spec.model import Layer, ModelSpec
+from penstock.spec.parts import Part, parts
+from penstock.spec.plan import DEVICE, Plan
+from penstock.units import format_bytes, round_up
+
+NAME = "slicing (ScheInfer)"
+_STEPS = 16  # values of r_GG that are looked at (n_G of Eq. 14); what they leave is filled by granules
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Of each layer: whether attention is the device's, and of its FFN what is at home there, and what is lifted."""
+
+    attends: tuple[bool, ...]
+    r_gg: tuple[float, ...]
+    r_cg: tuple[float, ...]
+    on_device: Resident
+
+
+def candidates(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> Iterator[Candidate]:
+    """At most one: where there is a device, RAM holds what it has no room for, and that is anything."""
+    found = solve_slices(ask, spec, weights, machine)
+    if found is None:
+        return
+    plan, slices = found
+    if all(unit.home == DEVICE or unit.part == "embed" for unit in plan.units):
+        return
+    yield Candidate(NAME, plan, _reasons(plan, slices, LayerCosts(ask, spec, weights, machine)))
+
+
+def solve_slices(
+    ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, attends: tuple[bool, ...] = (False, True)
+) -> tuple[Plan, Slices] | None:
+    """The plan and its slices; None without a device, or where either memory is too small. `attends`: whether a layer's
+    attention may be the CPU's, or the device's; the paper's is always the device's."""
+    if not has_device(machine, ask):
+        return None
+    for chunk_rows in (rows for rows in chunk_options(ask) if rows <= CHUNK_ROWS):
+        split = Split("slicing", 0.0, 0, DEVICE, True)
+        skeleton = device_skeleton(ask, spec, weights, machine, split, chunk_rows)
+        budget = spare_bytes(skeleton.plan({}, {}), DEVICE, device_limit_bytes(ask, machine))
+        for _ in range(_ATTEMPTS if budget is not None else 0):
+            assert budget is not None
+            slices = _assigned(skeleton, budget, attends)
+            plan = plan_of(skeleton, slices)
+            if fits(plan, ask, machine):
+                return plan, slices
+            over = plan.tier_bytes()[DEVICE] - device_limit_bytes(ask, machine)
+            if over <= 0:
+                break  # RAM is too small
+            budget -= round_up(over, ARENA_ALIGN)  # scratch, and KV in whole arenas
+    return None
+
+
+def plan_of(skeleton: DeviceSkeleton, slices: Slices) -> Plan:
+    """Complete; what is not on the device is in RAM."""
+    outside = [1 - r_gg for r_gg in slices.r_gg]
+    lifted = tuple(r / left if left > 0 else 0.0 for r, left in zip(slices.r_cg, outside, strict=True))
+    costs = LayerCosts(skeleton.ask, skeleton.spec, skeleton.weights, skeleton.machine)
+    split = replace(
+        skeleton.split, attention_layers=sum(slices.attends), lifted_by_layer=lifted,
+        prompts=_prompts_there(costs, slices, skeleton.chunk_rows),
+    )  # fmt: skip
+    every = {part.key: part.granules for part in parts(skeleton.spec, skeleton.weights) if part.kind not in PINNED}
+    rest = {key: granules - slices.on_device.get(key, 0) for key, granules in every.items()}
+    return replace(skeleton, split=split).plan(slices.on_device, rest)
+
+
+def _assigned(skeleton: DeviceSkeleton, budget: int, may_attend: tuple[bool, ...]) -> Slices:
+    """Greedy assignment of `budget` bytes, and of what is left of each FFN the best r_CG."""
+    spec, weights, ask = skeleton.spec, skeleton.weights, skeleton.ask
+    costs = LayerCosts(ask, spec, weights, skeleton.machine)
+    sizes = {part.key: part for part in parts(spec, weights)}
+    step, head, count = costs.decode(), vocabulary(spec, weights), len(spec.layers)
+    kv_bytes = _kv_bytes(skeleton)
+    kinds: dict[Layer, list[tuple[bool, int]]] = {}
+    tables: dict[Layer, list[Option]] = {}
+    for i, layer in enumerate(spec.layers):
+        if layer not in tables:
+            attn, ffn = sizes[f"{i}.attn"], sizes[f"{i}.ffn"]
+            kinds[layer], tables[layer] = _options(costs, layer, attn, ffn, kv_bytes, skeleton.chunk_rows, may_attend)
+    items = [_head_options(costs, head), *(tables[layer] for layer in spec.layers)]
+    chosen = assign(items, budget)
+    taken = sum(options[i].nbytes for options, i in zip(items, chosen, strict=True))
+    picked = [kinds[layer][i] for layer, i in zip(spec.layers, chosen[1:], strict=True)]
+    # The device takes attention of the first layers; those of one kind change places for that.
+    for layer in kinds:
+        places = [i for i in range(count) if spec.layers[i] == layer]
+        for i, each in zip(places, sorted((picked[i] for i in places), reverse=True), strict=True):
+            picked[i] = each
+    attends = tuple(i < sum(a for a, _ in picked) for i in range(count))
+    granules: Resident = {f"{i}.ffn": n for i, (_, n) in enumerate(picked)}
+    ffns = [sizes[key] for key in granules]
+    more: Resident = {}
+    share_out(ffns, {part.key: part.granules - granules[part.key] for part in ffns}, budget - taken, more)
+    granules = {key: n + more.get(key, 0) for key, n in granules.items()}
+    r_gg = tuple(granules[part.key] / part.granules for part in ffns)
+    alike = list(zip(spec.layers, attends, r_gg, strict=True))
+    best = {
+        key: best_r_cg(costs.ffn(key[0], step, Shares(key[2], attends=key[1])), key[2])[0] for key in set(alike)
+    }
+    r_cg = tuple(best[key] for key in alike)
+    on_device = granules | {f"{i}.attn": sizes[f"{i}.attn"].granules for i in range(count) if attends[i]}
+    if chosen[0]:
+        on_device[head.key] = head.granules
+    return Slices(attends, r_gg, r_cg, on_device)
+
+
+def _options(
+    costs: LayerCosts,
+    layer: Layer,
+    attn: Part,
+    ffn: Part,
+    kv_bytes: int,
+    chunk_rows: int,
+    may_attend: tuple[bool, ...],
+) -> tuple[list[tuple[bool, int]], list[Option]]:
+    """What a layer may keep on the device: (attention with its KV, granules of its FFN), and what that takes: bytes,
+    and seconds of the whole answer, or of a token where throughput is wanted."""
+    kinds = [(attends, ffn.granules * i // _STEPS) for attends in may_attend for i in range(_STEPS + 1)]
+    latency = costs.ask.objective == "latency"
+    steps = list(costs.chunks(chunk_rows)) if latency else []
+    decode = {attends: costs.ffn(layer, costs.decode(), Shares(attends=attends)) for attends in may_attend}
+    chunks = {
+        attends: [(count, costs.ffn(layer, step, Shares(attends=attends))) for step, count in steps]
+        for attends in may_attend
+    }
+    found = []
+    for attends, granules in kinds:
+        nbytes = granules * ffn.granule_bytes + (attn.nbytes + kv_bytes if attends else 0)
+        r_gg = granules / ffn.granules
+        r_cg, seconds = best_r_cg(decode[attends], r_gg)
+        if latency:
+            seconds *= costs.ask.output_tokens
+            seconds += min(
+                sum(count * finish_s(block.lanes, block.times(r, r_gg)) for count, block in chunks[attends])
+                for r in (r_cg, 1 - r_gg)  # none of a prompt's rows, or all
+            )
+        found.append(Option(nbytes, seconds))
+    return kinds, found
+
+
+def _head_options(costs: LayerCosts, head: Part) -> list[Option]:
+    lifted_s, there_s = (costs.ends_s(costs.decode(), stays) for stays in (False, True))
+    tokens = costs.ask.output_tokens if costs.ask.objective == "latency" else 1
+    return [Option(0, tokens * lifted_s), Option(head.nbytes, tokens * there_s)]
+
+
+def _kv_bytes(skeleton: DeviceSkeleton) -> int:
+    """Of a layer's KV on the device, the mean."""
+    layers = len(skeleton.spec.layers)
+    plan = replace(skeleton, split=replace(skeleton.split, attention_layers=layers)).plan({}, {})
+    return Layout(plan).filled_bytes(f"{DEVICE}.kv") // layers
+
+
+def tokens_of(costs: LayerCosts, slices: Slices, layer: int, chunk_rows: int) -> tuple[int, int, bool]:
+    """Of a prompt's first chunk in a layer (Eq. 15): n_g, of so many rows; and whether all are better than none."""
+    step = next(step for step, _ in costs.chunks(chunk_rows))
+    shares = Shares(slices.r_gg[layer], attends=slices.attends[layer])
+    prompt = costs.prompt(costs.spec.layers[layer], step, shares, slices.r_cg[layer])
+    none, every = (finish_s(prompt.lanes, prompt.times(n)) for n in (0, prompt.rows))
+    return best_n_g(prompt)[0], prompt.rows, every <= none
+
+
+def _prompts_there(costs: LayerCosts, slices: Slices, chunk_rows: int) -> bool:
+    """Whether the device had best take all rows of a prompt, in most layers."""
+    return tokens_of(costs, slices, len(slices.r_gg) // 2, chunk_rows)[2]
+
+
+def _reasons(plan: Plan, slices: Slices, costs: LayerCosts) -> tuple[str, ...]:
+    layers = len(slices.r_gg)
+    r_gg, r_cg = sum(slices.r_gg) / layers, sum(slices.r_cg) / layers
+    there = plan.tier_bytes()[DEVICE]
+    n_g, rows, every = tokens_of(costs, slices, layers // 2, plan.chunk_rows)
+    whole = sum(slices.attends)
+    block = costs.ffn(costs.spec.layers[0], costs.decode(), Shares(slices.r_gg[0], attends=slices.attends[0]))
+    alone, best = (finish_s(block.lanes, block.times(r, slices.r_gg[0])) for r in (0.0, slices.r_cg[0]))
+    return (
+        f"by what a byte saves, {format_bytes(there)} of device memory hold attention and KV of {whole} of {layers}"
+        f" layers and {r_gg:.0%} of the FFNs (r_GG)",
+        f"of the FFNs the link lifts {r_cg:.0%} (r_CG) and the CPU computes {1 - r_gg - r_cg:.0%} (r_CC): the first"
+        f" layer takes {best * 1e3:.2f} ms, without the link {alone * 1e3:.2f}",
+        f"of a chunk of {rows} tokens the device had best take {n_g} with the CPU's weights (n_g);"
+        f" it can take all or none: {'all' if every else 'none'}",
+    )
