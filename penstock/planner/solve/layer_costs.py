@@ -73,13 +73,12 @@ class LayerCosts:
         return Step(self.ask.batch, 1, self.ask.prompt_tokens + self.ask.output_tokens // 2)
 
     def chunks(self, chunk_rows: int) -> Iterator[tuple[Step, int]]:
-        """Passes of the prompts, and how often each comes."""
-        prompt = self.ask.prompt_tokens
-        whole, last = divmod(prompt, chunk_rows)
-        if whole:
-            yield Step(1, chunk_rows, (whole - 1) * chunk_rows // 2), whole * self.ask.batch
-        if last:
-            yield Step(1, last, whole * chunk_rows), self.ask.batch
+        """Passes of the prompts, and how often each comes. Prompts of a batch share passes (`passes.prompts`)."""
+        whole, last = divmod(self.ask.batch * self.ask.prompt_tokens, chunk_rows)
+        for rows, count in ((chunk_rows, whole), (last, int(last > 0))):
+            if count:
+                seqs = max(1, rows // self.ask.prompt_tokens)
+                yield Step(seqs, rows // seqs, max(0, (self.ask.prompt_tokens - rows) // 2)), count
 
     def ffn(self, layer: Layer, step: Step, shares: Shares) -> Block:
         """The FFN of a layer like this one, where loads run ahead while the device does the rest of the layer."""
@@ -189,7 +188,7 @@ class Estimate:
     `shares`: of the first `attention_layers` layers, whose attention is the device's; the others' is the CPU's."""
 
     def __init__(self, costs: LayerCosts, chunk_rows: int, shares: Shares, attention_layers: int, head: bool) -> None:
-        self._ask, self._ffn_there = costs.ask, shares.ffn
+        self._output_tokens, self._ffn_there = costs.ask.output_tokens, shares.ffn
         spec, decode = costs.spec, costs.decode()
         kinds = Counter((layer, i < attention_layers) for i, layer in enumerate(spec.layers))
 
@@ -223,11 +222,8 @@ class Estimate:
         return sum(count * (self._pass_s(periods, share) + ends_s) for count, periods, ends_s in self._prompts)
 
     def seconds(self, lifted: float, prompts: bool) -> float:
-        """What the ask's objective brings down, as `solve` has it."""
-        decode_s = self.decode_s(lifted)
-        if self._ask.objective == "throughput":
-            return decode_s / self._ask.batch
-        return self.prompts_s(lifted, prompts) + decode_s * self._ask.output_tokens
+        """All answers: what either objective brings down."""
+        return self.prompts_s(lifted, prompts) + self.decode_s(lifted) * self._output_tokens
 
     def _pass_s(self, periods: list[_Period], lifted: float) -> float:
         r_gg = self._ffn_there

@@ -37,6 +37,18 @@ _ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
+class Wanted:
+    """`attends`: whether a layer's attention may be the CPU's (False), the device's (True). `prompts`: whether they
+    count where memory is assigned."""
+
+    attends: tuple[bool, ...] = (False, True)
+    prompts: bool = True
+
+
+FREE, PAPER = Wanted(), Wanted((True,), prompts=False)
+
+
+@dataclass(frozen=True)
 class Slices:
     """Of each layer: whether attention is the device's, and of its FFN what is at home there, and what is lifted."""
 
@@ -58,11 +70,11 @@ def candidates(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec)
 
 
 def solve_slices(
-    ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, attends: tuple[bool, ...] = (False, True)
+    ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, wanted: Wanted = FREE
 ) -> tuple[Plan, Slices] | None:
-    """The plan and its slices; None without a device, or where either memory is too small. `attends`: whether a layer's
-    attention may be the CPU's, or the device's; the paper's is always the device's."""
-    if not has_device(machine, ask):
+    """The plan and its slices; None without a device, or where either memory is too small."""
+    total_bytes = sum(part.nbytes for part in parts(spec, weights))
+    if not has_device(machine, ask) or (ask.resident_bytes is not None and ask.resident_bytes < total_bytes):
         return None
     for chunk_rows in (rows for rows in chunk_options(ask) if rows <= CHUNK_ROWS):
         split = Split("slicing", 0.0, 0, DEVICE, True)
@@ -70,7 +82,7 @@ def solve_slices(
         budget = spare_bytes(skeleton.plan({}, {}), DEVICE, device_limit_bytes(ask, machine))
         for _ in range(_ATTEMPTS if budget is not None else 0):
             assert budget is not None
-            slices = _assigned(skeleton, budget, attends)
+            slices = _assigned(skeleton, budget, wanted)
             plan = plan_of(skeleton, slices)
             if fits(plan, ask, machine):
                 return plan, slices
@@ -81,21 +93,22 @@ def solve_slices(
     return None
 
 
-def plan_of(skeleton: DeviceSkeleton, slices: Slices) -> Plan:
-    """Complete; what is not on the device is in RAM."""
+def plan_of(skeleton: DeviceSkeleton, slices: Slices, prompts: bool | None = None) -> Plan:
+    """Complete; what is not on the device is in RAM. `prompts`: whether the device takes a prompt's tokens with the
+    CPU's weights; None: whatever is better (Eq. 15)."""
     outside = [1 - r_gg for r_gg in slices.r_gg]
     lifted = tuple(r / left if left > 0 else 0.0 for r, left in zip(slices.r_cg, outside, strict=True))
     costs = LayerCosts(skeleton.ask, skeleton.spec, skeleton.weights, skeleton.machine)
     split = replace(
         skeleton.split, attention_layers=sum(slices.attends), lifted_by_layer=lifted,
-        prompts=_prompts_there(costs, slices, skeleton.chunk_rows),
+        prompts=_prompts_there(costs, slices, skeleton.chunk_rows) if prompts is None else prompts,
     )  # fmt: skip
     every = {part.key: part.granules for part in parts(skeleton.spec, skeleton.weights) if part.kind not in PINNED}
     rest = {key: granules - slices.on_device.get(key, 0) for key, granules in every.items()}
     return replace(skeleton, split=split).plan(slices.on_device, rest)
 
 
-def _assigned(skeleton: DeviceSkeleton, budget: int, may_attend: tuple[bool, ...]) -> Slices:
+def _assigned(skeleton: DeviceSkeleton, budget: int, wanted: Wanted) -> Slices:
     """Greedy assignment of `budget` bytes, and of what is left of each FFN the best r_CG."""
     spec, weights, ask = skeleton.spec, skeleton.weights, skeleton.ask
     costs = LayerCosts(ask, spec, weights, skeleton.machine)
@@ -107,7 +120,7 @@ def _assigned(skeleton: DeviceSkeleton, budget: int, may_attend: tuple[bool, ...
     for i, layer in enumerate(spec.layers):
         if layer not in tables:
             attn, ffn = sizes[f"{i}.attn"], sizes[f"{i}.ffn"]
-            kinds[layer], tables[layer] = _options(costs, layer, attn, ffn, kv_bytes, skeleton.chunk_rows, may_attend)
+            kinds[layer], tables[layer] = _options(costs, layer, attn, ffn, kv_bytes, skeleton.chunk_rows, wanted)
     items = [_head_options(costs, head), *(tables[layer] for layer in spec.layers)]
     chosen = assign(items, budget)
     taken = sum(options[i].nbytes for options, i in zip(items, chosen, strict=True))
@@ -125,9 +138,7 @@ def _assigned(skeleton: DeviceSkeleton, budget: int, may_attend: tuple[bool, ...
     granules = {key: n + more.get(key, 0) for key, n in granules.items()}
     r_gg = tuple(granules[part.key] / part.granules for part in ffns)
     alike = list(zip(spec.layers, attends, r_gg, strict=True))
-    best = {
-        key: best_r_cg(costs.ffn(key[0], step, Shares(key[2], attends=key[1])), key[2])[0] for key in set(alike)
-    }
+    best = {key: best_r_cg(costs.ffn(key[0], step, Shares(key[2], attends=key[1])), key[2])[0] for key in set(alike)}
     r_cg = tuple(best[key] for key in alike)
     on_device = granules | {f"{i}.attn": sizes[f"{i}.attn"].granules for i in range(count) if attends[i]}
     if chosen[0]:
@@ -142,36 +153,33 @@ def _options(
     ffn: Part,
     kv_bytes: int,
     chunk_rows: int,
-    may_attend: tuple[bool, ...],
+    wanted: Wanted,
 ) -> tuple[list[tuple[bool, int]], list[Option]]:
     """What a layer may keep on the device: (attention with its KV, granules of its FFN), and what that takes: bytes,
-    and seconds of the whole answer, or of a token where throughput is wanted."""
-    kinds = [(attends, ffn.granules * i // _STEPS) for attends in may_attend for i in range(_STEPS + 1)]
-    latency = costs.ask.objective == "latency"
-    steps = list(costs.chunks(chunk_rows)) if latency else []
-    decode = {attends: costs.ffn(layer, costs.decode(), Shares(attends=attends)) for attends in may_attend}
+    and seconds of the whole answer."""
+    kinds = [(attends, ffn.granules * i // _STEPS) for attends in wanted.attends for i in range(_STEPS + 1)]
+    steps = list(costs.chunks(chunk_rows)) if wanted.prompts else []
+    decode = {attends: costs.ffn(layer, costs.decode(), Shares(attends=attends)) for attends in wanted.attends}
     chunks = {
         attends: [(count, costs.ffn(layer, step, Shares(attends=attends))) for step, count in steps]
-        for attends in may_attend
+        for attends in wanted.attends
     }
     found = []
     for attends, granules in kinds:
         nbytes = granules * ffn.granule_bytes + (attn.nbytes + kv_bytes if attends else 0)
         r_gg = granules / ffn.granules
-        r_cg, seconds = best_r_cg(decode[attends], r_gg)
-        if latency:
-            seconds *= costs.ask.output_tokens
-            seconds += min(
-                sum(count * finish_s(block.lanes, block.times(r, r_gg)) for count, block in chunks[attends])
-                for r in (r_cg, 1 - r_gg)  # none of a prompt's rows, or all
-            )
-        found.append(Option(nbytes, seconds))
+        r_cg, decode_s = best_r_cg(decode[attends], r_gg)
+        prompts_s = min(
+            sum(count * finish_s(block.lanes, block.times(r, r_gg)) for count, block in chunks[attends])
+            for r in (r_cg, 1 - r_gg)  # none of a prompt's rows, or all
+        )
+        found.append(Option(nbytes, costs.ask.output_tokens * decode_s + prompts_s))
     return kinds, found
 
 
 def _head_options(costs: LayerCosts, head: Part) -> list[Option]:
     lifted_s, there_s = (costs.ends_s(costs.decode(), stays) for stays in (False, True))
-    tokens = costs.ask.output_tokens if costs.ask.objective == "latency" else 1
+    tokens = costs.ask.output_tokens
     return [Option(0, tokens * lifted_s), Option(head.nbytes, tokens * there_s)]
 
 
