@@ -50,8 +50,8 @@ THREADS = 16  # of Table I, and of the machine files: the most that section V-E 
 MIXTRAL = "Mixtral has experts, which ModelSpec cannot say yet"
 
 _TOKENS_NOTE = (
-    "ScheInfer's CPU takes as long for each token as for one alone (Table I's 5.4 ps a multiply-add for all of them would"
-    " give 11, 45 and 62 times here), where penstock's reads a weight once for a chunk, so its tokens cost far less"
+    "ScheInfer's CPU takes as long for each token as for one alone (Table I's 5.4 ps a multiply-add for all of them"
+    " would give 11, 45 and 62 times here), where penstock's reads a weight once for a chunk: its tokens cost far less"
 )
 
 _MODELS = (("llama-2-70b", "int4"), ("llama-2-13b", "float16"))
@@ -149,7 +149,7 @@ def scheinfer(setting: Setting, prompts: bool | None = None) -> Prediction:
     plan, slices = found
     if prompts is not None:
         split = Split("slicing", 0.0, 0, DEVICE, prompts)
-        plan = plan_of(device_skeleton(*case, split, plan.chunk_rows), slices, prompts)
+        plan = plan_of(device_skeleton(*case, split, plan.chunk_rows), replace(slices, prompts=prompts))
     return _predict(setting, plan)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -9,6 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.papers import TABLE_I
+from penstock.graph.check_plan import check_plan
+from penstock.planner.cost import Cost
+from penstock.planner.predict import predict
+from penstock.planner.solve import device, settle_context, slicing_plan
+from penstock.planner.solve.device_plan import DeviceSkeleton, Split
+from penstock.planner.solve.layer_costs import Estimate, LayerCosts, Shares, Step
 from penstock.planner.solve.slicing import (
     Block,
     Lanes,
@@ -22,6 +29,15 @@ from penstock.planner.solve.slicing import (
     best_r_cg,
     finish_s,
 )
+from penstock.planner.solve.slicing_plan import FREE, PAPER
+from penstock.spec.ask import Ask
+from penstock.spec.format import Format
+from penstock.spec.machine import MachineSpec, Rate, Sharing
+from penstock.spec.plan import DEVICE
+from penstock.units import GIB, MIB
+from tests.pure.machine import LLAMA_1B, WITH_DEVICE
+
+BF16 = Format("bfloat16")
 
 STEPS = 2000  # of the grid that r_CG is searched on
 
@@ -155,3 +171,110 @@ def test_n_g_is_the_best_of_all(prompt: Prompt) -> None:
     n_g, found = best_n_g(prompt)
     every = [finish_s(prompt.lanes, prompt.times(n)) for n in range(prompt.rows + 1)]
     assert found == every[n_g] and found <= min(every) * (1 + 1e-12)
+
+
+# -- plans ----------------------------------------------------------------------------------------------
+
+SHARED = replace(WITH_DEVICE, sharing=(Sharing("host", "h2d0", 1.5), Sharing("h2d0", "host", 1.2)))
+
+
+def slower(machine: MachineSpec, lane: str, factor: float) -> MachineSpec:
+    rates = tuple(
+        replace(r, s_per_byte=r.s_per_byte * factor, s_per_flop=r.s_per_flop * factor) if r.lane == lane else r
+        for r in machine.rates
+    )
+    return replace(machine, rates=rates)
+
+
+def decode_s(skeleton: DeviceSkeleton, lifted: float) -> float:
+    """Simulated, with all FFNs in RAM and the rest on the device."""
+    plan = replace(skeleton, split=replace(skeleton.split, lifted=lifted))
+    spec = skeleton.spec
+    there = {f"{i}.attn": spec.layers[i].attention.kv_heads for i in range(len(spec.layers))}
+    every = {part.key: part.granules for part in plan.plan({}, {}).parts.values() if part.kind in ("ffn", "embed")}
+    there["embed"] = every.pop("embed")
+    return 1 / predict(plan.plan(there, every), skeleton.ask, skeleton.machine, False).decode_tokens_per_s
+
+
+@pytest.mark.parametrize("machine", [WITH_DEVICE, SHARED], ids=["RAM to each", "RAM shared"])
+@pytest.mark.parametrize(("lane", "factor"), [("host", 1), ("host", 4), ("h2d0", 3)])
+def test_r_cg_is_right_where_it_is_simulated(machine: MachineSpec, lane: str, factor: float) -> None:
+    """The closed form's share against a grid of simulated plans, and its seconds against the simulated ones."""
+    machine = slower(machine, lane, factor)
+    ask = settle_context(Ask(context=512), LLAMA_1B)
+    split = Split("", 0.0, len(LLAMA_1B.layers), DEVICE, True)
+    skeleton = device.device_skeleton(ask, LLAMA_1B, BF16, machine, split, 64)
+    estimate = Estimate(LayerCosts(ask, LLAMA_1B, BF16, machine), 64, Shares(), len(LLAMA_1B.layers), True)
+    lifted = estimate.lifted()
+    found = decode_s(skeleton, lifted)
+    assert found <= 1.04 * min(decode_s(skeleton, i / 8) for i in range(9))
+    assert found == pytest.approx(estimate.decode_s(lifted), rel=0.1)
+
+
+def test_the_link_slows_the_cpu_down() -> None:
+    """With RAM shared less is lifted than one that knows nothing of it would have lifted, or the CPU takes it all."""
+    ask = settle_context(Ask(context=512), LLAMA_1B)
+    crowded = replace(WITH_DEVICE, sharing=(Sharing("host", "h2d0", 3.0),))
+
+    def block(machine: MachineSpec) -> Block:
+        step = Step(1, 1, 100)
+        found = LayerCosts(ask, LLAMA_1B, BF16, machine).ffn(LLAMA_1B.layers[0], step, Shares())
+        return replace(found, lanes=replace(found.lanes, ahead_s=0.0))
+
+    assert block(crowded).lanes.cpu_factor == Cost(crowded).factor("host", frozenset({"h2d0"})) == 3.0
+    assert best_r_cg(block(WITH_DEVICE))[0] > 0.2
+    assert best_r_cg(block(crowded))[0] == 0  # 20 GB/s of lifting would cost 27 of the CPU's 40
+
+
+@pytest.mark.parametrize(("mib", "prompt"), [(500, 16), (900, 400), (1500, 16), (2300, 400)])
+def test_slices_fit_and_are_as_good_as_any_order(mib: int, prompt: int) -> None:
+    """Within both limits, a granule or two and a huge page an arena short of the device's; never slower than the best
+    of the plans that fill it in a fixed order, to what the solver calls equal."""
+    ask = settle_context(
+        Ask(context=512, prompt_tokens=prompt, device_memory_bytes=mib * MIB, output_tokens=32), LLAMA_1B
+    )
+    (found,) = slicing_plan.candidates(ask, LLAMA_1B, BF16, SHARED)
+    check_plan(found.plan, LLAMA_1B, BF16)
+    used = found.plan.tier_bytes()
+    assert mib * MIB - 40 * MIB < used[DEVICE] <= mib * MIB and used["host"] <= 16 * GIB
+    assert found.strategy == slicing_plan.NAME and len(found.reasons) == 3 and not found.cannot_run
+    others = [c.plan for c in device.candidates(ask, LLAMA_1B, BF16, SHARED)]
+    best_s = min(predict(plan, ask, SHARED, False).total_s for plan in others)
+    assert predict(found.plan, ask, SHARED, False).total_s <= 1.05 * best_s
+
+
+def test_memory_goes_where_a_byte_saves_most() -> None:
+    """Where each crossing to the CPU takes 0.3 ms, attention is the device's, unless KV for a long context makes it
+    dear: then FFNs come first. The paper's attention is the device's always."""
+    slow = replace(SHARED, rates=(Rate("host", "task", "*", 3e-4, 0.0), *SHARED.rates))
+    ask = Ask(context=64, prompt_tokens=16, output_tokens=16, device_memory_bytes=900 * MIB)
+    short, long, paper = (
+        slicing_plan.solve_slices(settle_context(replace(ask, context=n), LLAMA_1B), LLAMA_1B, BF16, slow, wanted)
+        for n, wanted in ((64, FREE), (16384, FREE), (64, PAPER))
+    )
+    assert short is not None and long is not None and paper is not None
+    assert sum(short[1].attends) >= 15 and sum(long[1].attends) <= 1
+    assert all(paper[1].attends) and paper[1].on_device["0.attn"] == 8
+    # Equal layers keep equal shares, to a step.
+    assert max(paper[1].r_gg) - min(paper[1].r_gg) < 1.2 / 16
+
+
+def test_n_g_stands_in_the_reasons() -> None:
+    """What the runtime can do is all rows of a chunk or none: a slow link takes none, a slow CPU all."""
+    ask = settle_context(Ask(context=512, prompt_tokens=256, device_memory_bytes=900 * MIB), LLAMA_1B)
+    for lane, factor, word in (("h2d0", 30.0, "none"), ("host", 4.0, "all")):
+        (found,) = slicing_plan.candidates(ask, LLAMA_1B, BF16, slower(SHARED, lane, factor))
+        assert f"it can take all or none: {word}" in found.reasons[2]
+        cpu = [unit for unit in found.plan.units if unit.part.endswith(".ffn") and unit.decode == "host"]
+        assert cpu and {unit.prefill for unit in cpu} == {"host" if word == "none" else DEVICE}
+
+
+def test_no_slices_where_they_do_not_apply() -> None:
+    """Without a device, with all of it there, and where the rest would have to come from a disk."""
+    some = Ask(context=512, device_memory_bytes=600 * MIB)
+    assert list(slicing_plan.candidates(some, LLAMA_1B, BF16, WITH_DEVICE))
+    for ask in (
+        replace(some, device_memory_bytes=0), replace(some, device_memory_bytes=8 * GIB),
+        replace(some, resident_bytes=GIB), replace(some, host_memory_bytes=GIB),
+    ):  # fmt: skip
+        assert list(slicing_plan.candidates(ask, LLAMA_1B, BF16, WITH_DEVICE)) == []

@@ -2,9 +2,10 @@
 
 What a byte saves by being at home on the device does not depend on where in the layers it is, so FFNs keep even shares
 there, and the CPU's and the link's work lies evenly under the device's. The head goes first (the CPU cannot take it),
-then attention (whole layers, and their KV with them), then FFNs. Of the FFN granules outside, the CPU computes some and
-the link lifts some: their shares are varied around the one where both take equally long (ScheInfer §IV-B, before the
-sharing of RAM; `planner/solve` simulates the candidates and takes the best).
+then attention (whole layers, and their KV with them), then FFNs. Of the FFN granules outside, the CPU computes all, the
+link lifts all, or each takes the share at which their layer is done first (`slicing`, with the RAM that both read).
+What each of these takes is estimated in closed form (`layer_costs`, within some hundredths where no disk is read), and
+`planner/solve` simulates the best few.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _SMALLEST_RING_SHARE = 8  # of the device's memory, at most so small a part
 WHOLE = "device memory"  # the strategy that leaves nothing elsewhere
 _LINK = "link"
 _ATTEMPTS = 3
-_MOST_SPLITS = 4  # that are simulated; the closed forms put the best among the first (docs/LOG.md)
+# Splits that are simulated: so many, of those whose closed form is at most so many times the best one's.
+_MOST_SPLITS, _HOPELESS = 4, 2.0
 
 
 def has_device(machine: MachineSpec, ask: Ask) -> bool:
@@ -116,7 +118,8 @@ def _splits(skeleton: DeviceSkeleton) -> list[Split]:
             if lifted < 1:
                 split = replace(split, prompts=False)
                 found.append((estimate.seconds(lifted, split.prompts), len(found), split))
-    return [split for _, _, split in sorted(found)[:_MOST_SPLITS]]
+    best_s = min((seconds for seconds, _, _ in found), default=0.0)
+    return [split for seconds, _, split in sorted(found)[:_MOST_SPLITS] if seconds <= _HOPELESS * best_s]
 
 
 def _modes(skeleton: DeviceSkeleton) -> list[tuple[int, str]]:

@@ -128,12 +128,15 @@ class LayerCosts:
     def ends_s(self, step: Step, head_stays: bool) -> float:
         """The head, and what lies between two passes."""
         head = next(part for part in parts(self.spec, self.weights) if part.key == head_key(self.spec))
-        rows = step.seqs
-        nbytes, flops = ops.matrix_cost(head, 0, head.granules, ops.VOCAB_BLOCKS, rows)
-        seconds = _line(self._rate(DEVICE, "head", rows), nbytes, flops).at(1)
+        nbytes, flops = ops.matrix_cost(head, 0, head.granules, ops.VOCAB_BLOCKS, step.seqs)
+        seconds = _line(self._rate(DEVICE, "head", step.seqs), nbytes, flops).at(1)
         if not head_stays:
             seconds = max(seconds, _line(self._rate(LINK, "lift", 1), nbytes, 0).at(1))
         return seconds + self.machine.overhead_s("host", "pass")
+
+    def head_s(self, stays: bool) -> float:
+        """The same for all tokens of an answer."""
+        return self.ask.output_tokens * self.ends_s(self.decode(), stays)
 
     # -- lanes ----------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.solve.candidate import Candidate
@@ -50,12 +51,25 @@ FREE, PAPER = Wanted(), Wanted((True,), prompts=False)
 
 @dataclass(frozen=True)
 class Slices:
-    """Of each layer: whether attention is the device's, and of its FFN what is at home there, and what is lifted."""
+    """Of each layer: whether attention is the device's, and of its FFN what is at home there, and what is lifted.
+    `prompts`: the device takes all of a prompt's rows with the CPU's weights."""
 
     attends: tuple[bool, ...]
     r_gg: tuple[float, ...]
     r_cg: tuple[float, ...]
     on_device: Resident
+    prompts: bool
+
+
+class Kept(NamedTuple):
+    """What a layer may keep on the device: whether attention and its KV, and how many granules of its FFN; and what
+    that takes: seconds of all tokens of an answer, and of the prompt if none (or all) of its rows leave the CPU."""
+
+    attends: bool
+    granules: int
+    nbytes: int
+    decode_s: float
+    prompts_s: tuple[float, float]
 
 
 def candidates(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> Iterator[Candidate]:
@@ -93,16 +107,13 @@ def solve_slices(
     return None
 
 
-def plan_of(skeleton: DeviceSkeleton, slices: Slices, prompts: bool | None = None) -> Plan:
-    """Complete; what is not on the device is in RAM. `prompts`: whether the device takes a prompt's tokens with the
-    CPU's weights; None: whatever is better (Eq. 15)."""
+def plan_of(skeleton: DeviceSkeleton, slices: Slices) -> Plan:
+    """Complete; what is not on the device is in RAM."""
     outside = [1 - r_gg for r_gg in slices.r_gg]
     lifted = tuple(r / left if left > 0 else 0.0 for r, left in zip(slices.r_cg, outside, strict=True))
-    costs = LayerCosts(skeleton.ask, skeleton.spec, skeleton.weights, skeleton.machine)
     split = replace(
-        skeleton.split, attention_layers=sum(slices.attends), lifted_by_layer=lifted,
-        prompts=_prompts_there(costs, slices, skeleton.chunk_rows) if prompts is None else prompts,
-    )  # fmt: skip
+        skeleton.split, attention_layers=sum(slices.attends), lifted_by_layer=lifted, prompts=slices.prompts
+    )
     every = {part.key: part.granules for part in parts(skeleton.spec, skeleton.weights) if part.kind not in PINNED}
     rest = {key: granules - slices.on_device.get(key, 0) for key, granules in every.items()}
     return replace(skeleton, split=split).plan(slices.on_device, rest)
@@ -110,77 +121,72 @@ def plan_of(skeleton: DeviceSkeleton, slices: Slices, prompts: bool | None = Non
 
 def _assigned(skeleton: DeviceSkeleton, budget: int, wanted: Wanted) -> Slices:
     """Greedy assignment of `budget` bytes, and of what is left of each FFN the best r_CG."""
-    spec, weights, ask = skeleton.spec, skeleton.weights, skeleton.ask
-    costs = LayerCosts(ask, spec, weights, skeleton.machine)
-    sizes = {part.key: part for part in parts(spec, weights)}
-    step, head, count = costs.decode(), vocabulary(spec, weights), len(spec.layers)
+    spec, weights = skeleton.spec, skeleton.weights
+    costs = LayerCosts(skeleton.ask, spec, weights, skeleton.machine)
+    sizes, head = {part.key: part for part in parts(spec, weights)}, vocabulary(spec, weights)
     kv_bytes = _kv_bytes(skeleton)
-    kinds: dict[Layer, list[tuple[bool, int]]] = {}
-    tables: dict[Layer, list[Option]] = {}
+    tables: dict[Layer, list[Kept]] = {}
     for i, layer in enumerate(spec.layers):
         if layer not in tables:
-            attn, ffn = sizes[f"{i}.attn"], sizes[f"{i}.ffn"]
-            kinds[layer], tables[layer] = _options(costs, layer, attn, ffn, kv_bytes, skeleton.chunk_rows, wanted)
-    items = [_head_options(costs, head), *(tables[layer] for layer in spec.layers)]
-    chosen = assign(items, budget)
-    taken = sum(options[i].nbytes for options, i in zip(items, chosen, strict=True))
-    picked = [kinds[layer][i] for layer, i in zip(spec.layers, chosen[1:], strict=True)]
+            tables[layer] = _options(costs, layer, (sizes[f"{i}.attn"], sizes[f"{i}.ffn"]), kv_bytes, skeleton, wanted)
+    heads = [Option(0, costs.head_s(stays=False)), Option(head.nbytes, costs.head_s(stays=True))]
+
+    def greedy(prompts: bool) -> tuple[float, bool, list[int]]:
+        """(seconds, prompts, chosen), where all of a prompt's rows are the device's, or none."""
+        seen = {
+            layer: [Option(kept.nbytes, kept.decode_s + wanted.prompts * kept.prompts_s[prompts]) for kept in table]
+            for layer, table in tables.items()
+        }
+        chosen = assign([heads, *(seen[layer] for layer in spec.layers)], budget)
+        picked = [tables[layer][i] for layer, i in zip(spec.layers, chosen[1:], strict=True)]
+        return sum(kept.decode_s + kept.prompts_s[prompts] for kept in picked), prompts, chosen
+
+    _, prompts, chosen = min(greedy(prompts) for prompts in (True, False))
+    picked = [tables[layer][i] for layer, i in zip(spec.layers, chosen[1:], strict=True)]
     # The device takes attention of the first layers; those of one kind change places for that.
-    for layer in kinds:
-        places = [i for i in range(count) if spec.layers[i] == layer]
-        for i, each in zip(places, sorted((picked[i] for i in places), reverse=True), strict=True):
-            picked[i] = each
-    attends = tuple(i < sum(a for a, _ in picked) for i in range(count))
-    granules: Resident = {f"{i}.ffn": n for i, (_, n) in enumerate(picked)}
-    ffns = [sizes[key] for key in granules]
+    for layer in tables:
+        places = [i for i, each in enumerate(spec.layers) if each == layer]
+        for i, kept in zip(places, sorted((picked[i] for i in places), reverse=True), strict=True):
+            picked[i] = kept
+    attends = tuple(i < sum(kept.attends for kept in picked) for i in range(len(picked)))
+    ffns = [sizes[f"{i}.ffn"] for i in range(len(picked))]
+    left = {part.key: part.granules - kept.granules for part, kept in zip(ffns, picked, strict=True)}
     more: Resident = {}
-    share_out(ffns, {part.key: part.granules - granules[part.key] for part in ffns}, budget - taken, more)
-    granules = {key: n + more.get(key, 0) for key, n in granules.items()}
-    r_gg = tuple(granules[part.key] / part.granules for part in ffns)
-    alike = list(zip(spec.layers, attends, r_gg, strict=True))
-    best = {key: best_r_cg(costs.ffn(key[0], step, Shares(key[2], attends=key[1])), key[2])[0] for key in set(alike)}
-    r_cg = tuple(best[key] for key in alike)
-    on_device = granules | {f"{i}.attn": sizes[f"{i}.attn"].granules for i in range(count) if attends[i]}
-    if chosen[0]:
-        on_device[head.key] = head.granules
-    return Slices(attends, r_gg, r_cg, on_device)
+    share_out(ffns, left, budget - sum(kept.nbytes for kept in picked) - heads[chosen[0]].nbytes, more)
+    on_device = {part.key: kept.granules + more[part.key] for part, kept in zip(ffns, picked, strict=True)}
+    alike = [
+        (layer, attends[i], on_device[part.key] / part.granules)
+        for i, (layer, part) in enumerate(zip(spec.layers, ffns, strict=True))
+    ]
+    best = {key: _best_r_cg(costs, *key) for key in set(alike)}
+    on_device |= {f"{i}.attn": sizes[f"{i}.attn"].granules for i, here in enumerate(attends) if here}
+    on_device |= {head.key: head.granules} if chosen[0] else {}
+    return Slices(attends, tuple(r_gg for _, _, r_gg in alike), tuple(best[key] for key in alike), on_device, prompts)
+
+
+def _best_r_cg(costs: LayerCosts, layer: Layer, attends: bool, r_gg: float) -> float:
+    return best_r_cg(costs.ffn(layer, costs.decode(), Shares(r_gg, attends=attends)), r_gg)[0]
 
 
 def _options(
-    costs: LayerCosts,
-    layer: Layer,
-    attn: Part,
-    ffn: Part,
-    kv_bytes: int,
-    chunk_rows: int,
-    wanted: Wanted,
-) -> tuple[list[tuple[bool, int]], list[Option]]:
-    """What a layer may keep on the device: (attention with its KV, granules of its FFN), and what that takes: bytes,
-    and seconds of the whole answer."""
-    kinds = [(attends, ffn.granules * i // _STEPS) for attends in wanted.attends for i in range(_STEPS + 1)]
-    steps = list(costs.chunks(chunk_rows)) if wanted.prompts else []
-    decode = {attends: costs.ffn(layer, costs.decode(), Shares(attends=attends)) for attends in wanted.attends}
-    chunks = {
-        attends: [(count, costs.ffn(layer, step, Shares(attends=attends))) for step, count in steps]
-        for attends in wanted.attends
-    }
-    found = []
-    for attends, granules in kinds:
-        nbytes = granules * ffn.granule_bytes + (attn.nbytes + kv_bytes if attends else 0)
-        r_gg = granules / ffn.granules
-        r_cg, decode_s = best_r_cg(decode[attends], r_gg)
-        prompts_s = min(
-            sum(count * finish_s(block.lanes, block.times(r, r_gg)) for count, block in chunks[attends])
-            for r in (r_cg, 1 - r_gg)  # none of a prompt's rows, or all
-        )
-        found.append(Option(nbytes, costs.ask.output_tokens * decode_s + prompts_s))
-    return kinds, found
-
-
-def _head_options(costs: LayerCosts, head: Part) -> list[Option]:
-    lifted_s, there_s = (costs.ends_s(costs.decode(), stays) for stays in (False, True))
-    tokens = costs.ask.output_tokens
-    return [Option(0, tokens * lifted_s), Option(head.nbytes, tokens * there_s)]
+    costs: LayerCosts, layer: Layer, both: tuple[Part, Part], kv_bytes: int, skeleton: DeviceSkeleton, wanted: Wanted
+) -> list[Kept]:
+    """What a layer may keep; `both`: its attention and its FFN. Nothing, or as little as is wanted, comes first."""
+    attn, ffn = both
+    steps, found = list(costs.chunks(skeleton.chunk_rows)), []
+    for attends in wanted.attends:
+        decode = costs.ffn(layer, costs.decode(), Shares(attends=attends))
+        chunks = [(count, costs.ffn(layer, step, Shares(attends=attends))) for step, count in steps]
+        for granules in dict.fromkeys(ffn.granules * i // _STEPS for i in range(_STEPS + 1)):
+            nbytes = granules * ffn.granule_bytes + (attn.nbytes + kv_bytes if attends else 0)
+            r_gg = granules / ffn.granules
+            r_cg, decode_s = best_r_cg(decode, r_gg)
+            none, every = (
+                sum(count * finish_s(block.lanes, block.times(r, r_gg)) for count, block in chunks)
+                for r in (r_cg, 1 - r_gg)
+            )
+            found.append(Kept(attends, granules, nbytes, costs.ask.output_tokens * decode_s, (none, every)))
+    return found
 
 
 def _kv_bytes(skeleton: DeviceSkeleton) -> int:
@@ -190,25 +196,19 @@ def _kv_bytes(skeleton: DeviceSkeleton) -> int:
     return Layout(plan).filled_bytes(f"{DEVICE}.kv") // layers
 
 
-def tokens_of(costs: LayerCosts, slices: Slices, layer: int, chunk_rows: int) -> tuple[int, int, bool]:
-    """Of a prompt's first chunk in a layer (Eq. 15): n_g, of so many rows; and whether all are better than none."""
+def tokens_of(costs: LayerCosts, slices: Slices, layer: int, chunk_rows: int) -> tuple[int, int]:
+    """(n_g, rows) of a prompt's first chunk in a layer (Eq. 15)."""
     step = next(step for step, _ in costs.chunks(chunk_rows))
     shares = Shares(slices.r_gg[layer], attends=slices.attends[layer])
     prompt = costs.prompt(costs.spec.layers[layer], step, shares, slices.r_cg[layer])
-    none, every = (finish_s(prompt.lanes, prompt.times(n)) for n in (0, prompt.rows))
-    return best_n_g(prompt)[0], prompt.rows, every <= none
-
-
-def _prompts_there(costs: LayerCosts, slices: Slices, chunk_rows: int) -> bool:
-    """Whether the device had best take all rows of a prompt, in most layers."""
-    return tokens_of(costs, slices, len(slices.r_gg) // 2, chunk_rows)[2]
+    return best_n_g(prompt)[0], prompt.rows
 
 
 def _reasons(plan: Plan, slices: Slices, costs: LayerCosts) -> tuple[str, ...]:
     layers = len(slices.r_gg)
     r_gg, r_cg = sum(slices.r_gg) / layers, sum(slices.r_cg) / layers
     there = plan.tier_bytes()[DEVICE]
-    n_g, rows, every = tokens_of(costs, slices, layers // 2, plan.chunk_rows)
+    n_g, rows = tokens_of(costs, slices, layers // 2, plan.chunk_rows)
     whole = sum(slices.attends)
     block = costs.ffn(costs.spec.layers[0], costs.decode(), Shares(slices.r_gg[0], attends=slices.attends[0]))
     alone, best = (finish_s(block.lanes, block.times(r, slices.r_gg[0])) for r in (0.0, slices.r_cg[0]))
@@ -218,5 +218,5 @@ def _reasons(plan: Plan, slices: Slices, costs: LayerCosts) -> tuple[str, ...]:
         f"of the FFNs the link lifts {r_cg:.0%} (r_CG) and the CPU computes {1 - r_gg - r_cg:.0%} (r_CC): the first"
         f" layer takes {best * 1e3:.2f} ms, without the link {alone * 1e3:.2f}",
         f"of a chunk of {rows} tokens the device had best take {n_g} with the CPU's weights (n_g);"
-        f" it can take all or none: {'all' if every else 'none'}",
+        f" it can take all or none: {'all' if slices.prompts else 'none'}",
     )
