@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from penstock.graph.arenas import ARENA_ALIGN, Layout
+from penstock.graph.arenas import ARENA_ALIGN
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.device import device_skeleton, has_device, share_out, spare_bytes
 from penstock.planner.solve.device_plan import DeviceSkeleton, Split, vocabulary
 from penstock.planner.solve.layer_costs import LayerCosts, Shares
-from penstock.planner.solve.limits import device_limit_bytes, fits
-from penstock.planner.solve.skeleton import CHUNK_ROWS, PINNED, Resident, chunk_options
+from penstock.planner.solve.limits import device_limit_bytes, fits, host_limit_bytes
+from penstock.planner.solve.skeleton import CHUNK_ROWS, PINNED, Resident, chunk_options, kv_format, page_tokens
 from penstock.planner.solve.slicing import Option, assign, best_n_g, best_r_cg, finish_s
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
@@ -88,7 +88,10 @@ def solve_slices(
 ) -> tuple[Plan, Slices] | None:
     """The plan and its slices; None without a device, or where either memory is too small."""
     total_bytes = sum(part.nbytes for part in parts(spec, weights))
-    if not has_device(machine, ask) or (ask.resident_bytes is not None and ask.resident_bytes < total_bytes):
+    room = device_limit_bytes(ask, machine) + host_limit_bytes(ask, machine)
+    if ask.resident_bytes is not None:
+        room = min(room, ask.resident_bytes)
+    if not has_device(machine, ask) or total_bytes > room:
         return None
     for chunk_rows in (rows for rows in chunk_options(ask) if rows <= CHUNK_ROWS):
         split = Split("slicing", 0.0, 0, DEVICE, True)
@@ -124,11 +127,10 @@ def _assigned(skeleton: DeviceSkeleton, budget: int, wanted: Wanted) -> Slices:
     spec, weights = skeleton.spec, skeleton.weights
     costs = LayerCosts(skeleton.ask, spec, weights, skeleton.machine)
     sizes, head = {part.key: part for part in parts(spec, weights)}, vocabulary(spec, weights)
-    kv_bytes = _kv_bytes(skeleton)
     tables: dict[Layer, list[Kept]] = {}
     for i, layer in enumerate(spec.layers):
         if layer not in tables:
-            tables[layer] = _options(costs, layer, (sizes[f"{i}.attn"], sizes[f"{i}.ffn"]), kv_bytes, skeleton, wanted)
+            tables[layer] = _options(costs, layer, (sizes[f"{i}.attn"], sizes[f"{i}.ffn"]), skeleton, wanted)
     heads = [Option(0, costs.head_s(stays=False)), Option(head.nbytes, costs.head_s(stays=True))]
 
     def greedy(prompts: bool) -> tuple[float, bool, list[int]]:
@@ -169,10 +171,11 @@ def _best_r_cg(costs: LayerCosts, layer: Layer, attends: bool, r_gg: float) -> f
 
 
 def _options(
-    costs: LayerCosts, layer: Layer, both: tuple[Part, Part], kv_bytes: int, skeleton: DeviceSkeleton, wanted: Wanted
+    costs: LayerCosts, layer: Layer, both: tuple[Part, Part], skeleton: DeviceSkeleton, wanted: Wanted
 ) -> list[Kept]:
     """What a layer may keep; `both`: its attention and its FFN. Nothing, or as little as is wanted, comes first."""
     attn, ffn = both
+    kv_bytes = _kv_bytes(skeleton, layer)
     steps, found = list(costs.chunks(skeleton.chunk_rows)), []
     for attends in wanted.attends:
         decode = costs.ffn(layer, costs.decode(), Shares(attends=attends))
@@ -189,11 +192,12 @@ def _options(
     return found
 
 
-def _kv_bytes(skeleton: DeviceSkeleton) -> int:
-    """Of a layer's KV on the device, the mean."""
-    layers = len(skeleton.spec.layers)
-    plan = replace(skeleton, split=replace(skeleton.split, attention_layers=layers)).plan({}, {})
-    return Layout(plan).filled_bytes(f"{DEVICE}.kv") // layers
+def _kv_bytes(skeleton: DeviceSkeleton, layer: Layer) -> int:
+    """Of a layer's KV, K and V of all sequences in whole pages."""
+    ask, a = skeleton.ask, layer.attention
+    assert ask.context is not None, "settle_context came first"
+    tokens = round_up(ask.context, page_tokens(ask.context))
+    return 2 * ask.batch * tokens * a.kv_heads * kv_format(ask, skeleton.spec).kv_bytes(a.head_dim)
 
 
 def tokens_of(costs: LayerCosts, slices: Slices, layer: int, chunk_rows: int) -> tuple[int, int]:
