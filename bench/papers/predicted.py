@@ -1,4 +1,4 @@
-"""What a paper's row is predicted to be."""
+"""What the planner predicts for a published figure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """`value`: in the row's metric and unit. `bound`: the best that physics allows in that metric on that machine, such
-    as the link's bytes/s by the bytes that a token must cross it; None: no bound applies. `note`: what was assumed, and
-    why it is far off, if it is, in one sentence."""
+    """`value`: in the row's metric and unit. `bound`: the best that physics allows in that metric on that machine
+    (None: no bound applies), e.g. link bytes/s peak / bytes a token must cross. `note`: what was assumed; why it is far
+    off, if it is (one sentence)."""
 
     value: float
     bound: float | None

@@ -9,7 +9,7 @@ from penstock.errors import BadRequest, DoesNotFit
 from penstock.planner.cost import Cost
 from penstock.planner.predict import Prediction
 from penstock.planner.shorten import quick, streamed
-from penstock.planner.solve import device, layers, residency
+from penstock.planner.solve import device, layers, pipo, residency
 from penstock.planner.solve.bound import least_score_s, reads_bytes, score_s, sequences
 from penstock.planner.solve.candidate import Candidate, Compared
 from penstock.planner.solve.reads import on_disks, with_reads
@@ -23,7 +23,7 @@ from penstock.spec.plan import Plan
 @dataclass(frozen=True)
 class Solved:
     """The best plan, what it will do, the runner-up, and a sentence per choice. `compared`: every candidate that was
-    simulated, the best first."""
+    simulated, this plan first, then the best."""
 
     plan: Plan
     prediction: Prediction
@@ -70,6 +70,7 @@ def candidates(
                 return
         if found:
             yield from layers.candidates(ask, spec, weights, machine)
+            yield from pipo.candidates(ask, spec, weights, machine)
         if ask.use_device:
             if not found:
                 device.refuse(ask, spec, weights, machine)
@@ -100,8 +101,8 @@ def solve(
     bounded.sort(key=lambda entry: entry[0])  # the most promising first: then most others need no simulation
     found: list[Compared] = []
     for least_s, candidate in bounded:
-        others = [each for each in found if not (each.candidate.cannot_run and not candidate.cannot_run)]
-        if every or not any(_settles(p, c.plan, least_s, candidate.plan, ask) for c, p in others):
+        rivals = [each for each in found if may_plan or not each.candidate.cannot_run]
+        if every or not any(_settles(p, c.plan, least_s, candidate.plan, ask) for c, p in rivals):
             found.append(Compared(candidate, quick(candidate.plan, ask, machine, spread=False)))
     found = _ranked(found, ask)
     chosen = next(each for each in found if may_plan or not each.candidate.cannot_run)
@@ -110,8 +111,9 @@ def solve(
     plan, how = with_reads(plan, machine)  # which changes nothing that was predicted: rates hold for these reads
     reasons += (how,) if any(streamed(plan, from_disk=True).values()) else ()
     reasons += (f"{prediction.bound_by} is busiest while decoding: {prediction.lane_share[prediction.bound_by]:.0%}",)
-    runner_up = next((each.prediction for each in found if each is not chosen), None)
-    return Solved(plan, prediction, reasons, runner_up, strategy, cannot_run, tuple(found))
+    others = [each for each in found if each is not chosen]
+    runner_up = others[0].prediction if others else None
+    return Solved(plan, prediction, reasons, runner_up, strategy, cannot_run, (chosen, *others))
 
 
 def _ranked(found: list[Compared], ask: Ask) -> list[Compared]:
