@@ -33,7 +33,7 @@ _RING_BYTES, _HOST_RING_BYTES, _STAGE_BYTES = 128 * MIB, 64 * MIB, 64 * MIB
 _SMALLEST_RING_SHARE = 8  # of the device's memory, at most so small a part
 WHOLE = "device memory"  # the strategy that leaves nothing elsewhere
 _LINK = "link"
-_ATTEMPTS = 3
+_ATTEMPTS = 5
 # Splits that are simulated: so many, of those whose closed form is at most so many times the best one's.
 _MOST_SPLITS, _HOPELESS = 4, 2.0
 
@@ -104,20 +104,23 @@ def _splits(skeleton: DeviceSkeleton) -> list[Split]:
     """Who may compute what: by their closed forms the best few, the best first. The skeleton's split leaves all to the
     device; where that leaves nothing elsewhere, it is the only one."""
     found: list[tuple[float, int, Split]] = []
+    layers = len(skeleton.spec.layers)
     for attention_layers, kv_home in _modes(skeleton):
         whole = replace(skeleton.split, attention_layers=attention_layers, kv_home=kv_home)
         estimate = _estimate(replace(skeleton, split=whole))
         if estimate is None:
             continue
-        balanced = 1.0 if kv_home == "host" else estimate.lifted()
-        # KV over the link is for those who have nothing else to do with it.
-        shares = {1.0: _LINK} if kv_home == "host" else {balanced: "link and CPU", 0.0: "CPU", 1.0: _LINK}
-        for lifted, name in shares.items():
-            split = replace(whole, name=name, lifted=lifted)
-            found.append((estimate.seconds(lifted, split.prompts), len(found), split))
-            if lifted < 1:
-                split = replace(split, prompts=False)
-                found.append((estimate.seconds(lifted, split.prompts), len(found), split))
+        shares = {"link and CPU": estimate.lifted(), "CPU": (0.0,) * layers, _LINK: (1.0,) * layers}
+        if kv_home == "host":  # KV over the link is for those who have nothing else to do with it
+            shares = {_LINK: shares[_LINK]}
+        elif shares["link and CPU"] in (shares["CPU"], shares[_LINK]):
+            del shares["link and CPU"]
+        for name, lifted in shares.items():
+            alike = len(set(lifted)) == 1
+            split = replace(whole, name=name, lifted=lifted[0], lifted_by_layer=() if alike else lifted)
+            found.append((estimate.seconds(lifted, True), len(found), split))
+            if name != _LINK:
+                found.append((estimate.seconds(lifted, False), len(found), replace(split, prompts=False)))
     best_s = min((seconds for seconds, _, _ in found), default=0.0)
     return [split for seconds, _, split in sorted(found)[:_MOST_SPLITS] if seconds <= _HOPELESS * best_s]
 
@@ -198,7 +201,7 @@ def _smallest(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, 
 def _filled(skeleton: DeviceSkeleton) -> Plan | None:
     """As much as fits stays on the device, then in RAM. None where the rest alone is too much for either."""
     ask, machine = skeleton.ask, skeleton.machine
-    limit, host_limit = device_limit_bytes(ask, machine), host_limit_bytes(ask, machine)
+    limit = device_limit_bytes(ask, machine)
     every = {part.key: part.granules for part in parts(skeleton.spec, skeleton.weights)}
     may_stay = skeleton.ask.resident_bytes
     there_all = _computed_there(skeleton, every)
@@ -212,27 +215,31 @@ def _filled(skeleton: DeviceSkeleton) -> Plan | None:
     if spare is None:
         return None
     budget = spare if may_stay is None else min(spare, may_stay)
-    on_device = _fill_device(skeleton, budget)
-    there = skeleton.plan(on_device, {})
     for _ in range(_ATTEMPTS):  # kernels need more scratch for a large unit that stays than for those that come
-        over = there.tier_bytes()[DEVICE] - limit
-        if over <= 0:
-            break
-        budget -= round_up(over, ARENA_ALIGN)
-        on_device = _fill_device(skeleton, budget)
-        there = skeleton.plan(on_device, {})
-    spare = spare_bytes(there, "host", host_limit)
-    if spare is None:
-        return None
+        plan = _beside(skeleton, _fill_device(skeleton, budget))
+        if plan is None or fits(plan, ask, machine):
+            return plan
+        budget -= round_up(plan.tier_bytes()[DEVICE] - limit, ARENA_ALIGN)
+    return None
+
+
+def _beside(skeleton: DeviceSkeleton, on_device: Resident) -> Plan | None:
+    """Of what is not on the device, as much as fits in RAM, the rest on the disk. None where RAM is too small for what
+    must be there; how much of the device it takes is not looked at."""
+    every = {part.key: part.granules for part in parts(skeleton.spec, skeleton.weights)}
     rest = {part: count - on_device.get(part, 0) for part, count in every.items()}
+    limit, may_stay = host_limit_bytes(skeleton.ask, skeleton.machine), skeleton.ask.resident_bytes
     if may_stay is None:
         plan = skeleton.plan(on_device, rest)
-        if fits(plan, ask, machine):
+        if plan.tier_bytes()["host"] <= limit:
             return plan
-    else:
+    spare = spare_bytes(skeleton.plan(on_device, {}), "host", limit)
+    if spare is None:
+        return None
+    if may_stay is not None:
         spare = min(spare, max(0, may_stay - _bytes_of(skeleton, on_device)))
     plan = skeleton.plan(on_device, fill_memory(skeleton, rest, spare))
-    return plan if fits(plan, ask, machine) else None
+    return plan if plan.tier_bytes()["host"] <= limit else None
 
 
 def _computed_there(skeleton: DeviceSkeleton, every: Resident) -> Resident:

@@ -7,7 +7,6 @@ whole granules, that a ring holds only so much, and what the ends of a pass hide
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -192,54 +191,60 @@ class Estimate:
 
     def __init__(self, costs: LayerCosts, chunk_rows: int, shares: Shares, attention_layers: int, head: bool) -> None:
         self._output_tokens, self._ffn_there = costs.ask.output_tokens, shares.ffn
-        spec, decode = costs.spec, costs.decode()
-        kinds = Counter((layer, i < attention_layers) for i, layer in enumerate(spec.layers))
+        decode = costs.decode()
+        kinds: dict[tuple[Layer, bool], list[int]] = {}
+        for i, layer in enumerate(costs.spec.layers):
+            kinds.setdefault((layer, i < attention_layers), []).append(i)
+        self._layers = len(costs.spec.layers)
 
         def periods(step: Step) -> list[_Period]:
             found = []
-            for (layer, attends), count in kinds.items():
+            for (layer, attends), those in kinds.items():
                 each = shares if attends else replace(shares, attention=0.0, attends=False)
-                found.append(_Period(count, costs.ffn(layer, step, each), costs.disk_s(layer, each)))
+                found.append(_Period(tuple(those), costs.ffn(layer, step, each), costs.disk_s(layer, each)))
             return found
 
         self._decode, self._decode_ends_s = periods(decode), costs.ends_s(decode, head)
         self._prompts = [(count, periods(step), costs.ends_s(step, head)) for step, count in costs.chunks(chunk_rows)]
 
-    def lifted(self) -> float:
-        """Of the FFNs outside the device's memory, the share that the link had best lift in decode: r_CG / (1 - r_GG),
-        the mean over the layers."""
+    def lifted(self) -> tuple[float, ...]:
+        """Layer by layer, of the FFN outside the device's memory the share that the link had best lift in decode:
+        r_CG / (1 - r_GG)."""
         outside = 1 - self._ffn_there
         if outside <= 0:
-            return 0.0
-        layers = sum(period.layers for period in self._decode)
-        found = sum(period.layers * best_r_cg(period.block, self._ffn_there)[0] for period in self._decode)
-        return min(1.0, found / outside / layers)
+            return (0.0,) * self._layers
+        found = {
+            at: min(1.0, best_r_cg(period.block, self._ffn_there)[0] / outside)
+            for period in self._decode
+            for at in period.layers
+        }
+        return tuple(found[at] for at in range(self._layers))
 
-    def decode_s(self, lifted: float) -> float:
-        """A token of every sequence."""
+    def decode_s(self, lifted: tuple[float, ...]) -> float:
+        """A token of every sequence. `lifted`: as above."""
         return self._pass_s(self._decode, lifted) + self._decode_ends_s
 
-    def prompts_s(self, lifted: float, prompts: bool) -> float:
+    def prompts_s(self, lifted: tuple[float, ...], prompts: bool) -> float:
         """All prompts. `prompts`: the device computes the CPU's granules there."""
-        share = 1.0 if prompts else lifted
-        return sum(count * (self._pass_s(periods, share) + ends_s) for count, periods, ends_s in self._prompts)
+        shares = (1.0,) * self._layers if prompts else lifted
+        return sum(count * (self._pass_s(periods, shares) + ends_s) for count, periods, ends_s in self._prompts)
 
-    def seconds(self, lifted: float, prompts: bool) -> float:
+    def seconds(self, lifted: tuple[float, ...], prompts: bool) -> float:
         """All answers: what either objective brings down."""
         return self.prompts_s(lifted, prompts) + self.decode_s(lifted) * self._output_tokens
 
-    def _pass_s(self, periods: list[_Period], lifted: float) -> float:
-        r_gg = self._ffn_there
-        return sum(
-            each.layers * max(each.disk_s, finish_s(each.block.lanes, each.block.times(lifted * (1 - r_gg), r_gg)))
-            for each in periods
-        )
+    def _pass_s(self, periods: list[_Period], lifted: tuple[float, ...]) -> float:
+        r_gg, total = self._ffn_there, 0.0
+        for layers, block, disk_s in periods:
+            r_cg = lifted[layers[0]] * (1 - r_gg)
+            total += len(layers) * max(disk_s, finish_s(block.lanes, block.times(r_cg, r_gg)))
+        return total
 
 
 class _Period(NamedTuple):
-    """`layers` that are alike; the FFN of one, and what it reads from the disk."""
+    """Layers that are alike; the FFN of one, and what it reads from the disk."""
 
-    layers: int
+    layers: tuple[int, ...]
     block: Block
     disk_s: float
 
