@@ -23,13 +23,15 @@ class Split:
     """Who computes what is not at home on the device: `name`. `lifted`: of the FFN granules outside its memory, the
     share that it computes all the same, each token over the link; the CPU computes the others. `attention_layers`: the
     first so many are the device's, with their KV at home in `kv_home`; the others' attention and KV are the CPU's.
-    `prompts`: whether the device also computes the CPU's granules where a prompt is read (CG', ScheInfer §IV-C)."""
+    `prompts`: whether the device also computes the CPU's granules where a prompt is read (CG', ScheInfer §IV-B).
+    `lifted_by_layer`: instead of `lifted`, where layers differ."""
 
     name: str
     lifted: float
     attention_layers: int
     kv_home: str
     prompts: bool
+    lifted_by_layer: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class DeviceSkeleton:
     def _lifted(self, part: Part) -> float:
         """The share of granules outside its memory that the device computes."""
         if part.kind == "ffn":
-            return self.split.lifted
+            return self.split.lifted_by_layer[part.layer] if self.split.lifted_by_layer else self.split.lifted
         return 1.0 if part.kind != "attn" or part.layer < self.split.attention_layers else 0.0
 
     def _lift_bytes(self, part: Part) -> int:
