@@ -53,11 +53,9 @@ def predict(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True) -> 
     seqs = tuple(range(min(ask.batch, plan.batch_seqs * plan.batches_per_pass)))
     prompt = max(1, min(ask.prompt_tokens, plan.context - 1))
     pause_s = Cost(machine).between_passes_s
-    for seq in seqs:
-        then = passes.DECODE if seq == seqs[-1] else None
-        for p in passes.prefill(plan, seq, prompt, then):
-            simulator.run(lowering.step(p))
-            simulator.pause(pause_s)
+    for p in passes.prompts(plan, (prompt,) * len(seqs), passes.DECODE):
+        simulator.run(lowering.step(p))
+        simulator.pause(pause_s)
     ttft_s = simulator.now_s
     position = min(prompt + ask.output_tokens // 2, plan.context - 1)
     streamed = tasks_seen = 0

@@ -197,12 +197,8 @@ class _Run:
         session = self._engine.session
         start_s, before = time.perf_counter(), session.bytes_moved()
         last_s = [start_s] * len(self._prompts)
-        for seq, ids in enumerate(self._prompts):
-            following = passes.DECODE if seq == len(self._prompts) - 1 and self._limit(seq) > 1 else None
-            for p in passes.prefill(self._engine.plan, seq, len(ids), following):
-                batch = p.batches[0]
-                (logits,) = session.step(p, [ids[batch.start[0] : batch.start[0] + batch.rows[0]]])
-            piece = self._accept(seq, logits[0], session.best[0][0])
+        for seq, logits, best in self._read_prompts():
+            piece = self._accept(seq, logits, best)
             last_s[seq] = time.perf_counter()
             self.answers[seq].ttft_s = last_s[seq] - start_s
             yield seq, piece
@@ -226,6 +222,19 @@ class _Run:
             answer.bytes_moved = {lane: now - before.get(lane, 0) for lane, now in session.bytes_moved().items()}
             answer.peak_host_bytes = session.peak_host_bytes
             answer.peak_device_bytes = session.peak_device_bytes
+
+    def _read_prompts(self) -> Iterator[tuple[int, NDArray[np.float32], tuple[float, int]]]:
+        """Of every sequence, when its prompt has been read: the logits of its last token, and the largest with its id."""
+        session, lengths = self._engine.session, [len(ids) for ids in self._prompts]
+        more = any(self._limit(seq) > 1 for seq in range(len(lengths)))
+        for p in passes.prompts(self._engine.plan, lengths, passes.DECODE if more else None):
+            tokens = []
+            for batch in p.batches:
+                chunks = zip(batch.seqs, batch.start, batch.rows, strict=True)
+                tokens.append(np.concatenate([self._prompts[seq][start : start + rows] for seq, start, rows in chunks]))
+            for batch, logits, best in zip(p.batches, session.step(p, tokens), session.best, strict=True):
+                if batch.logits:  # of a prompt's last chunk, or of whole prompts
+                    yield from zip(batch.seqs, logits, best, strict=True)
 
     def _decode(self, alive: list[int]) -> Iterator[tuple[int, NDArray[np.float32], tuple[float, int]]]:
         """One token of every live sequence: its logits, and the largest with its id."""
