@@ -1,0 +1,143 @@
+"""FlexGen's policy search: enumerate (batch on the device, batches a block), place by a linear program.
+
+The batch is a multiple of 4 and a block has fewer than 20 of them, "so there are not too many choices" (slides, "Cost
+Model and Policy Search"). For each, and for each way to attend to KV that is not at home on the device, `policy_cost`
+writes the program, `policy_program` solves it and `policy_plan` rounds the shares to a plan. KV goes by whole layers, so
+the program is solved again with KV there; what is then off is less than a granule of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from penstock.planner.solve.candidate import Candidate
+from penstock.planner.solve.limits import device_limit_bytes, fits
+from penstock.planner.solve.policy_cost import Terms, kv_bytes
+from penstock.planner.solve.policy_plan import ATTENDS, Shape, whole_layers
+from penstock.planner.solve.policy_program import Policy, Program, Solution, evaluate, solve
+from penstock.planner.solve.skeleton import MIN_CHUNK_ROWS, kv_format
+from penstock.spec.ask import Ask
+from penstock.spec.format import Format
+from penstock.spec.machine import MachineSpec
+from penstock.spec.model import ModelSpec
+from penstock.spec.plan import DEVICE, Plan
+from penstock.units import format_bytes
+
+BATCH_STEP, MOST_BATCHES = 4, 19
+_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, MOST_BATCHES)
+_MOST_CHUNK_ROWS, _FEWER_ROWS = 2048, 512
+_ATTEMPTS = 4
+CANNOT_RUN = "attention on the CPU with its projections on the device"
+
+
+class Found(NamedTuple):
+    """A policy: its shape, the program that it solves, and the solution with KV in whole layers."""
+
+    shape: Shape
+    program: Program
+    solution: Solution
+
+    @property
+    def seconds_a_sequence(self) -> float:
+        """Of all that were asked for, in blocks of which the last may not be full."""
+        asked = self.shape.ask.batch
+        return self.solution.seconds * -(-asked // self.shape.block) / asked
+
+
+def blocks(batch: int, whole: bool) -> list[tuple[int, int]]:
+    """(gpu_batch, batches) to try for so many sequences, in one block (`whole`) or in several that are alike."""
+    found = set()
+    rounds = 1
+    while True:
+        block = -(-batch // rounds)
+        for batches in _BATCHES:
+            size = -(-block // batches)
+            found.add((-(-size // BATCH_STEP) * BATCH_STEP, batches))
+        if whole or block <= BATCH_STEP:
+            # Blocks of one round that hold the same number of batches too many sequences are left out.
+            return sorted((size, count) for size, count in found if (count - 1) * size < batch)
+        rounds *= 2
+
+
+def search(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> dict[str, Found]:
+    """The best policy for each way to attend; empty where nothing fits. `ask` has its context settled."""
+    best: dict[str, Found] = {}
+    for shape in shapes(ask, spec, weights, machine):
+        for resident in (True, False):
+            known = best.get(shape.attends)
+            found = place(shape, resident, known.seconds_a_sequence if known else None)
+            if found is not None and (known is None or found.seconds_a_sequence < known.seconds_a_sequence):
+                best[shape.attends] = found
+    return best
+
+
+def shapes(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> Iterator[Shape]:
+    """Every block, every way to attend, two lengths of a prompt's batch."""
+    main = DEVICE if device_limit_bytes(ask, machine) else "host"
+    for gpu_batch, batches in blocks(ask.batch, ask.objective == "latency"):
+        most = min(gpu_batch * ask.prompt_tokens, _MOST_CHUNK_ROWS, max(ask.context or 0, gpu_batch))
+        for chunk_rows in sorted({max(MIN_CHUNK_ROWS, min(most, rows)) for rows in (_MOST_CHUNK_ROWS, _FEWER_ROWS)}):
+            for attends in ATTENDS if main == DEVICE else ("device",):
+                yield Shape(ask, spec, weights, machine, main, gpu_batch, batches, chunk_rows, attends)
+
+
+def place(shape: Shape, resident: bool, better_than_s: float | None = None) -> Found | None:
+    """The optimum of a shape with KV in whole layers; None where nothing fits or, by the bound, nothing is better."""
+    if resident and (shape.attends != "device" or not _may_be_resident(shape)):
+        return None
+    program = Terms(shape, resident).program()
+    if better_than_s is not None and program.least_s >= better_than_s * shape.ask.batch:
+        return None
+    relaxed = solve(program)
+    if relaxed is None:
+        return None
+    layers = len(shape.spec.layers)
+    free = program.allowed["kv"]
+    near = [kv for kv in whole_layers(layers, relaxed.policy.kv) if all(may or not x for x, may in zip(kv, free, strict=True))]
+    options = (solve(program, kv) for kv in near)
+    found = [Found(shape, program, solution) for solution in options if solution is not None]
+    return min(found, key=lambda f: f.solution.seconds, default=None)
+
+
+def _may_be_resident(shape: Shape) -> bool:
+    fmt = kv_format(shape.ask, shape.spec)
+    kv = kv_bytes(shape.spec, fmt, shape.block, shape.ask.prompt_tokens + shape.ask.output_tokens)
+    most = device_limit_bytes(shape.ask, shape.machine) if shape.main == DEVICE else shape.machine.tier("host").bytes
+    return shape.placed_bytes + kv <= most
+
+
+def plan_of(found: Found) -> Plan | None:
+    """The policy as a plan that fits; where rounding up to huge pages took too much, with a little less at home."""
+    policy = found.solution.policy
+    for _ in range(_ATTEMPTS):
+        plan = found.shape.rounded(policy)
+        if fits(plan, found.shape.ask, found.shape.machine):
+            return plan
+        near, ram, disk = policy.weights
+        near, ram = near * 0.98, ram * (0.98 if disk else 1.0)
+        policy = replace(policy, weights=(near, ram if disk else 1 - near, 1 - near - ram if disk else 0.0))
+    return None
+
+
+def candidates(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> Iterator[Candidate]:
+    """Of each way to attend the best policy, as a plan; none for fewer than 4 sequences."""
+    if ask.batch < BATCH_STEP:
+        return
+    for attends, found in search(ask, spec, weights, machine).items():
+        plan = plan_of(found)
+        if plan is not None:
+            yield Candidate(_name(found), plan, _reasons(found), CANNOT_RUN if attends == "cpu scores" else "")
+
+
+def _name(found: Found) -> str:
+    who = {"device": "", "cpu": ", attention on the CPU", "cpu scores": ", scores on the CPU"}[found.shape.attends]
+    return f"block of {found.shape.gpu_batch} × {found.shape.batches}{who}"
+
+
+def _reasons(found: Found) -> tuple[str, ...]:
+    return ()
+
+
+__all__ = ["Policy", "evaluate", "format_bytes"]
