@@ -68,12 +68,14 @@ class _Stage:
 
 
 class Terms:
-    """The program of a shape. `resident`: nothing streams, so passes of one shape are lowered and prepared once."""
+    """The program of a shape. `resident`: all weights stay with the executor. `kv_away`: KV may be elsewhere. Where
+    neither, nothing streams, so passes of one shape are lowered and prepared once."""
 
-    def __init__(self, shape: Shape, resident: bool) -> None:
-        self.shape, self.resident = shape, resident
+    def __init__(self, shape: Shape, resident: bool, kv_away: bool) -> None:
+        self.shape, self.resident, self.kv_away = shape, resident, kv_away
         self.layers = len(shape.spec.layers)
-        self.home = shape.plan(NEAR, NEAR if shape.attends != "cpu" else (0.0, 1.0, 0.0))
+        # With everything at home, but KV where the CPU attends, if it does at all: then that is an executor too.
+        self.home = shape.plan(NEAR, NEAR if shape.attends == "device" else (0.0, 1.0, 0.0))
         self.kv = kv_format(shape.ask, shape.spec)
         self._cost = Cost(shape.machine)
         self._parts = {part.key: part for part in parts(shape.spec, shape.weights)}
@@ -91,7 +93,7 @@ class Terms:
         tokens = self._stage([passes.decode(self.home, seqs, (position,) * shape.block, passes.DECODE)])
         memory, capacity = self._memory()
         device, away = shape.main == DEVICE, not self.resident
-        disk_kv = away and not (device and shape.attends == "device") and ask.kv_home != "memory"
+        disk_kv = self.kv_away and not (device and shape.attends == "device") and ask.kv_home != "memory"
         return Program(
             layers=self.layers,
             steps=max(0, ask.output_tokens - 1),
@@ -102,7 +104,7 @@ class Terms:
             capacity=capacity,
             allowed={
                 "weights": (True, away and device, away),
-                "kv": (shape.attends != "cpu" and ask.kv_home != "disk", away and device, disk_kv),
+                "kv": (shape.attends != "cpu" and ask.kv_home != "disk", self.kv_away and device, disk_kv),
                 "acts": (True, False, False),  # the lowering keeps them with the executor of norms and merges
             },
             sharing=shape.machine.sharing,
@@ -156,19 +158,22 @@ class Terms:
         shape, main = self.shape, self.shape.main
         fmt, total = shape.weights.kind, shape.placed_bytes
         units = total / shape.unit_bytes
-        read = total * self._per_byte("disk0", "load", fmt) + units * self._fixed("disk0", "load", fmt)
-        stage.add(READ, weights=(0.0, 0.0, read))
+        begun = 0 if self.resident else self.layers  # of each layer one unit more, which is not full
+        read_s, lift_s = self._fixed("disk0", "load", fmt), 0.0
+        read = total * self._per_byte("disk0", "load", fmt) + units * read_s
+        stage.add(READ, begun * read_s, weights=(0.0, 0.0, read))
         if main == DEVICE:
-            lift = total * self._per_byte("h2d0", "lift", fmt) + units * self._fixed("h2d0", "lift", fmt)
-            stage.add(TO_DEVICE, weights=(0.0, lift, lift))
+            lift_s = self._fixed("h2d0", "lift", fmt)
+            lift = total * self._per_byte("h2d0", "lift", fmt) + units * lift_s
+            stage.add(TO_DEVICE, begun * lift_s, weights=(0.0, lift, lift))
         attention = sum(part.nbytes for part in shape.placed if part.kind == "attn") / total
         calls = 0.0
         for batch in p.batches:
             rows = batch.total_rows
             in_attention = sum(self._call(main, op, fmt, 0, 0, rows) for op in ("qkv", "attend", "out"))
             calls += attention * in_attention + (1 - attention) * self._call(main, "ffn", fmt, 0, 0, rows)
-        each = units * (self._task(main) + calls)
-        stage.add(main, weights=(0.0, each, each))
+        each = self._task(main) + calls
+        stage.add(main, begun * each, weights=(0.0, units * each, units * each))
 
     def _ends(self, stage: _Stage, batch: Batch) -> None:
         """Embedding, last norm, head; tokens and logits over the link."""
@@ -303,7 +308,7 @@ class Terms:
         return self._seconds(lane)
 
     def _seconds(self, lane: str, *calls: Call) -> float:
-        like = 0 if self.resident else -1
+        like = 0 if self.resident and not self.kv_away else -1
         return self._cost.seconds(Task(0, (lane,), calls, (), (), 0, 0, (), like))
 
     # -- bytes ----------------------------------------------------------------------------------------
@@ -317,9 +322,9 @@ class Terms:
         ring = shape.ring_layers * total / layers
         slack = 0.0 if self.resident else float(shape.unit_slack_bytes + ARENA_ALIGN)
         fixed = {tier: nbytes + float(_ARENAS * ARENA_ALIGN) for tier, nbytes in at_home.items()}
-        near_kv = 1.0 if shape.attends != "cpu" else 0.0
+        near_kv = 1.0 if shape.attends == "device" else 0.0
         granule = float(max(part.granule_bytes for part in shape.placed))
-        window = 0.0 if self.resident else self._window_bytes()
+        window = self._window_bytes() if self.kv_away else 0.0
         ask, machine = shape.ask, shape.machine
         capacity = {"host": float(host_limit_bytes(ask, machine)), "disk": float(machine.tier("disk0").bytes)}
         memory = {"disk": Line(0.0, (0.0, 0.0, total), (0.0, 0.0, kv_total))}

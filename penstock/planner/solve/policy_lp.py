@@ -29,6 +29,7 @@ BATCH_STEP, MOST_BATCHES = 4, 19
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, MOST_BATCHES)
 _MOST_CHUNK_ROWS, _FEWER_ROWS = 2048, 512
 _ATTEMPTS = 4
+_MODES = ((True, False), (False, False), (True, True), (False, True))  # weights, KV: weights all stay with the executor; KV may not
 CANNOT_RUN = "attention on the CPU with its projections on the device"
 
 
@@ -65,9 +66,9 @@ def search(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> 
     """The best policy for each way to attend; empty where nothing fits. `ask` has its context settled."""
     best: dict[str, Found] = {}
     for shape in shapes(ask, spec, weights, machine):
-        for resident in (True, False):
+        for resident, kv_away in _MODES:
             known = best.get(shape.attends)
-            found = place(shape, resident, known.seconds_a_sequence if known else None)
+            found = place(shape, resident, kv_away, known.seconds_a_sequence if known else None)
             if found is not None and (known is None or found.seconds_a_sequence < known.seconds_a_sequence):
                 best[shape.attends] = found
     return best
@@ -83,11 +84,11 @@ def shapes(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> 
                 yield Shape(ask, spec, weights, machine, main, gpu_batch, batches, chunk_rows, attends)
 
 
-def place(shape: Shape, resident: bool, better_than_s: float | None = None) -> Found | None:
+def place(shape: Shape, resident: bool, kv_away: bool, better_than_s: float | None = None) -> Found | None:
     """The optimum of a shape with KV in whole layers; None where nothing fits or, by the bound, nothing is better."""
-    if resident and (shape.attends != "device" or not _may_be_resident(shape)):
+    if not kv_away and shape.attends != "device" or not _may_fit(shape, resident, kv_away):
         return None
-    program = Terms(shape, resident).program()
+    program = Terms(shape, resident, kv_away).program()
     if better_than_s is not None and program.least_s >= better_than_s * shape.ask.batch:
         return None
     relaxed = solve(program)
@@ -101,11 +102,12 @@ def place(shape: Shape, resident: bool, better_than_s: float | None = None) -> F
     return min(found, key=lambda f: f.solution.seconds, default=None)
 
 
-def _may_be_resident(shape: Shape) -> bool:
+def _may_fit(shape: Shape, resident: bool, kv_away: bool) -> bool:
+    """Whether what has to stay with the executor is less than it has."""
     fmt = kv_format(shape.ask, shape.spec)
     kv = kv_bytes(shape.spec, fmt, shape.block, shape.ask.prompt_tokens + shape.ask.output_tokens)
     most = device_limit_bytes(shape.ask, shape.machine) if shape.main == DEVICE else shape.machine.tier("host").bytes
-    return shape.placed_bytes + kv <= most
+    return resident * shape.placed_bytes + (not kv_away) * kv <= most
 
 
 def plan_of(found: Found) -> Plan | None:

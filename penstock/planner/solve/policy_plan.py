@@ -142,7 +142,7 @@ class Shape:
 
     def _units(self, weights: Shares) -> list[Unit]:
         spec, main = self.spec, self.main
-        runs = split_granules(self.placed, weights, self.unit_bytes)
+        runs = split_granules(self.placed, weights)
         near = "host" if main == "host" else DEVICE
         found: list[Unit] = []
         for part in parts(spec, self.weights):
@@ -169,24 +169,22 @@ class Shape:
         return ({self.main: ring} if ring else {}), stage
 
 
-def split_granules(placed: Sequence[Part], shares: Shares, unit_bytes: int) -> dict[str, tuple[int, int]]:
-    """Part → (end of its granules at home with the executor, end of those in RAM); the others are on the disk. What
-    streams leaves in whole units, as soon as the parts so far owe one: so there are no more units than their bytes
-    make, and of all parts up to any one the faster tiers never hold more than their share."""
+def split_granules(placed: Sequence[Part], shares: Shares) -> dict[str, tuple[int, int]]:
+    """Part → (end of its granules at home with the executor, end of those in RAM); the others are on the disk. Of all
+    layers up to any one, the faster tiers never hold more than their share, nor less by more than a granule or two. Of
+    a layer the FFN's granules, which are finer, leave first."""
     found: dict[str, tuple[int, int]] = {}
     total = away = disk = 0
-    for part in placed:
-        total += part.nbytes
-        step = max(1, unit_bytes // part.granule_bytes)
-
-        def owed(share: float, given: int, most: int, step: int = step, part: Part = part) -> int:
-            units = ceil((share * total - given) / (step * part.granule_bytes) - 1e-6)  # noqa: B023
-            return max(0, min(most, units * step))
-
-        leaves = owed(1 - shares[0], away, part.granules)
-        far = owed(shares[2], disk, leaves) if shares[1] > 0 else leaves
-        away, disk = away + leaves * part.granule_bytes, disk + far * part.granule_bytes
-        found[part.key] = (part.granules - leaves, part.granules - far)
+    for layer in sorted({part.layer for part in placed}):
+        those = sorted((part for part in placed if part.layer == layer), key=lambda part: part.kind != "ffn")
+        total += sum(part.nbytes for part in those)
+        for part in those:
+            owed, far = ((share * total - given) / part.granule_bytes - 1e-6
+                         for share, given in ((1 - shares[0], away), (shares[2], disk)))  # fmt: skip
+            leaves = max(0, min(part.granules, ceil(owed)))
+            far = max(0, min(leaves, ceil(far))) if shares[1] > 0 else leaves
+            away, disk = away + leaves * part.granule_bytes, disk + far * part.granule_bytes
+            found[part.key] = (part.granules - leaves, part.granules - far)
     return found
 
 
@@ -201,15 +199,16 @@ def whole_layers(layers: int, shares: Shares) -> list[Shares]:
 
 
 def kv_layers(layers: int, shares: Shares) -> list[int]:
-    """Of each layer the tier of its KV (an index of shares): whoever is furthest behind its share; the first tier never
-    gets more than that, so that it fits."""
+    """Of each layer the tier of its KV (an index of shares), each spread evenly: from the last layer on, whoever is
+    furthest behind its share. So the first layers have theirs at home, and a pass begins before the first load is done.
+    """
     counts, found = [0, 0, 0], []
     whole = [int(share * layers + 1e-6) for share in shares]
     slowest = max(tier for tier in range(3) if shares[tier] > 0)  # takes what rounding left
     whole[slowest] += layers - sum(whole)
     for i in range(layers):
         behind = [whole[t] * (i + 1) / layers - counts[t] if counts[t] < whole[t] else -1.0 for t in range(3)]
-        tier = max(range(3), key=lambda t: (behind[t], -t))
+        tier = max(range(3), key=lambda t: (behind[t], t))
         counts[tier] += 1
         found.append(tier)
-    return found
+    return found[::-1]
