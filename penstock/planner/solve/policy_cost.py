@@ -23,8 +23,9 @@ what streams through them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.graph import ops, passes
 from penstock.graph.arenas import ARENA_ALIGN, Layout
@@ -34,13 +35,12 @@ from penstock.planner.solve.limits import device_limit_bytes, host_limit_bytes
 from penstock.planner.solve.policy_plan import Shape
 from penstock.planner.solve.policy_program import READ, TO_DEVICE, TO_HOST, WINDOW, WRITE, Line, Program, Shares
 from penstock.planner.solve.skeleton import kv_format
-from penstock.spec.ask import Ask
 from penstock.spec.format import Format
-from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
-from penstock.spec.parts import PAGE_BYTES, Part, head_key, parts
+from penstock.spec.parts import head_key, parts
 from penstock.spec.plan import DEVICE, Plan
 
+Tiers = tuple[bool, bool, bool]
 NEAR: Shares = (1.0, 0.0, 0.0)
 _ARENAS = 8  # a tier's arenas, each rounded up to whole huge pages
 
@@ -57,6 +57,37 @@ def kv_bytes(spec: ModelSpec, fmt: Format, seqs: int, tokens: int) -> int:
     return seqs * tokens * a_token
 
 
+class Mode(NamedTuple):
+    """The tiers that weights and KV may be in."""
+
+    weights: Tiers
+    kv: Tiers
+
+
+def modes(shape: Shape) -> Iterator[Mode]:
+    """How to place: what is not there costs nothing (no ring without streams, no window without KV that moves). A lane
+    that brings weights brings KV of all layers or of none: a layer's KV is one large load, and waits behind weights
+    that wait for room, so lanes would not be evenly busy; bytes of weights can make up for the rest."""
+    near, ram, disk, ram_disk = (True, False, False), (True, True, False), (True, False, True), (True, True, True)
+    if shape.main == "host":
+        found = [Mode(near, near), Mode(near, disk), Mode(disk, near), Mode(disk, _ONLY_DISK)]
+    elif shape.attends == "device":
+        found = [Mode(near, near), Mode(near, ram)]
+        found += [Mode(weights, kv) for weights in (ram, ram_disk) for kv in (near, _ONLY_RAM)]
+    else:
+        # Where the CPU attends, KV in RAM comes nowhere.
+        some, any_tier = ((False, True, False), (False, True, True)) if shape.attends == "cpu" else (ram, ram_disk)
+        found = [Mode(near, any_tier), Mode(ram, any_tier), Mode(ram_disk, some), Mode(ram_disk, _ONLY_DISK)]
+    for mode in found:
+        memory, on_disk = shape.ask.kv_home != "disk", shape.ask.kv_home != "memory"
+        kv = (mode.kv[0] and memory, mode.kv[1] and memory, mode.kv[2] and on_disk)
+        if any(kv):
+            yield mode._replace(kv=kv)
+
+
+_ONLY_RAM, _ONLY_DISK = (False, True, False), (False, False, True)
+
+
 @dataclass
 class _Stage:
     """Lines of a stage's lanes, of all its passes together."""
@@ -68,11 +99,14 @@ class _Stage:
 
 
 class Terms:
-    """The program of a shape. `resident`: all weights stay with the executor. `kv_away`: KV may be elsewhere. Where
-    neither, nothing streams, so passes of one shape are lowered and prepared once."""
+    """The program of a shape in one mode."""
 
-    def __init__(self, shape: Shape, resident: bool, kv_away: bool) -> None:
-        self.shape, self.resident, self.kv_away = shape, resident, kv_away
+    def __init__(self, shape: Shape, mode: Mode) -> None:
+        self.shape, self.mode = shape, mode
+        self.streams = any(mode.weights[1:])
+        self.moves_kv = mode.kv[shape.moved_tier]
+        # Passes of one shape are lowered and prepared once where nothing streams.
+        self.prepared = not self.streams and not self.moves_kv
         self.layers = len(shape.spec.layers)
         # With everything at home, but KV where the CPU attends, if it does at all: then that is an executor too.
         self.home = shape.plan(NEAR, NEAR if shape.attends == "device" else (0.0, 1.0, 0.0))
@@ -92,8 +126,6 @@ class Terms:
         prompts = self._stage(passes.prompts(self.home, (prompt,) * shape.block, passes.DECODE))
         tokens = self._stage([passes.decode(self.home, seqs, (position,) * shape.block, passes.DECODE)])
         memory, capacity = self._memory()
-        device, away = shape.main == DEVICE, not self.resident
-        disk_kv = self.kv_away and not (device and shape.attends == "device") and ask.kv_home != "memory"
         return Program(
             layers=self.layers,
             steps=max(0, ask.output_tokens - 1),
@@ -103,8 +135,8 @@ class Terms:
             memory=memory,
             capacity=capacity,
             allowed={
-                "weights": (True, away and device, away),
-                "kv": (shape.attends != "cpu" and ask.kv_home != "disk", self.kv_away and device, disk_kv),
+                "weights": self.mode.weights,
+                "kv": self.mode.kv,
                 "acts": (True, False, False),  # the lowering keeps them with the executor of norms and merges
             },
             sharing=shape.machine.sharing,
@@ -158,7 +190,7 @@ class Terms:
         shape, main = self.shape, self.shape.main
         fmt, total = shape.weights.kind, shape.placed_bytes
         units = total / shape.unit_bytes
-        begun = 0 if self.resident else self.layers  # of each layer one unit more, which is not full
+        begun = self.layers if self.streams else 0  # of each layer and tier one unit more, which is not full
         read_s, lift_s = self._fixed("disk0", "load", fmt), 0.0
         read = total * self._per_byte("disk0", "load", fmt) + units * read_s
         stage.add(READ, begun * read_s, weights=(0.0, 0.0, read))
@@ -173,7 +205,9 @@ class Terms:
             in_attention = sum(self._call(main, op, fmt, 0, 0, rows) for op in ("qkv", "attend", "out"))
             calls += attention * in_attention + (1 - attention) * self._call(main, "ffn", fmt, 0, 0, rows)
         each = self._task(main) + calls
-        stage.add(main, begun * each, weights=(0.0, units * each, units * each))
+        begun *= sum(self.mode.weights[1:])
+        after = self._task(main) * self.layers if self.streams else 0.0  # what follows a layer's last unit
+        stage.add(main, begun * each + after, weights=(0.0, units * each, units * each))
 
     def _ends(self, stage: _Stage, batch: Batch) -> None:
         """Embedding, last norm, head; tokens and logits over the link."""
@@ -308,7 +342,7 @@ class Terms:
         return self._seconds(lane)
 
     def _seconds(self, lane: str, *calls: Call) -> float:
-        like = 0 if self.resident and not self.kv_away else -1
+        like = 0 if self.prepared else -1
         return self._cost.seconds(Task(0, (lane,), calls, (), (), 0, 0, (), like))
 
     # -- bytes ----------------------------------------------------------------------------------------
@@ -320,11 +354,11 @@ class Terms:
         at_home = self.home.tier_bytes()
         kv_total = float(sum(2 * slot.nbytes for slot in _kv_slots(self.home)))
         ring = shape.ring_layers * total / layers
-        slack = 0.0 if self.resident else float(shape.unit_slack_bytes + ARENA_ALIGN)
+        slack = float(shape.unit_slack_bytes + ARENA_ALIGN) if self.streams else 0.0
         fixed = {tier: nbytes + float(_ARENAS * ARENA_ALIGN) for tier, nbytes in at_home.items()}
         near_kv = 1.0 if shape.attends == "device" else 0.0
         granule = float(max(part.granule_bytes for part in shape.placed))
-        window = self._window_bytes() if self.kv_away else 0.0
+        window = self._window_bytes() if self.moves_kv else 0.0
         ask, machine = shape.ask, shape.machine
         capacity = {"host": float(host_limit_bytes(ask, machine)), "disk": float(machine.tier("disk0").bytes)}
         memory = {"disk": Line(0.0, (0.0, 0.0, total), (0.0, 0.0, kv_total))}
@@ -360,5 +394,3 @@ def _kv_slots(plan: Plan) -> list[Slot]:
     every = Batch(0, seqs, (0,) * len(seqs), (1,) * len(seqs), ())
     return [layout.kv_stored(layer, every)[0] for layer in range(len(plan.target.spec.layers))]
 
-
-__all__ = ["Ask", "MachineSpec", "PAGE_BYTES", "Part", "Terms", "kv_bytes", "replace", "weight_bytes"]

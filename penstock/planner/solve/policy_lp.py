@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.planner.solve.candidate import Candidate
-from penstock.planner.solve.limits import device_limit_bytes, fits
-from penstock.planner.solve.policy_cost import Terms, kv_bytes
+from penstock.planner.solve.limits import device_limit_bytes, fits, host_limit_bytes
+from penstock.planner.solve.policy_cost import Mode, Terms, kv_bytes, modes
 from penstock.planner.solve.policy_plan import ATTENDS, Shape, whole_layers
 from penstock.planner.solve.policy_program import Policy, Program, Solution, evaluate, solve
 from penstock.planner.solve.skeleton import MIN_CHUNK_ROWS, kv_format
@@ -29,7 +29,6 @@ BATCH_STEP, MOST_BATCHES = 4, 19
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, MOST_BATCHES)
 _MOST_CHUNK_ROWS, _FEWER_ROWS = 2048, 512
 _ATTEMPTS = 4
-_MODES = ((True, False), (False, False), (True, True), (False, True))  # weights, KV: weights all stay with the executor; KV may not
 CANNOT_RUN = "attention on the CPU with its projections on the device"
 
 
@@ -66,9 +65,9 @@ def search(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> 
     """The best policy for each way to attend; empty where nothing fits. `ask` has its context settled."""
     best: dict[str, Found] = {}
     for shape in shapes(ask, spec, weights, machine):
-        for resident, kv_away in _MODES:
+        for mode in modes(shape):
             known = best.get(shape.attends)
-            found = place(shape, resident, kv_away, known.seconds_a_sequence if known else None)
+            found = place(shape, mode, known.seconds_a_sequence if known else None)
             if found is not None and (known is None or found.seconds_a_sequence < known.seconds_a_sequence):
                 best[shape.attends] = found
     return best
@@ -84,11 +83,11 @@ def shapes(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> 
                 yield Shape(ask, spec, weights, machine, main, gpu_batch, batches, chunk_rows, attends)
 
 
-def place(shape: Shape, resident: bool, kv_away: bool, better_than_s: float | None = None) -> Found | None:
+def place(shape: Shape, mode: Mode, better_than_s: float | None = None) -> Found | None:
     """The optimum of a shape with KV in whole layers; None where nothing fits or, by the bound, nothing is better."""
-    if not kv_away and shape.attends != "device" or not _may_fit(shape, resident, kv_away):
+    if not _may_fit(shape, mode):
         return None
-    program = Terms(shape, resident, kv_away).program()
+    program = Terms(shape, mode).program()
     if better_than_s is not None and program.least_s >= better_than_s * shape.ask.batch:
         return None
     relaxed = solve(program)
@@ -96,18 +95,20 @@ def place(shape: Shape, resident: bool, kv_away: bool, better_than_s: float | No
         return None
     layers = len(shape.spec.layers)
     free = program.allowed["kv"]
-    near = [kv for kv in whole_layers(layers, relaxed.policy.kv) if all(may or not x for x, may in zip(kv, free, strict=True))]
+    near = whole_layers(layers, relaxed.policy.kv, shape.moved_tier)
+    near = [kv for kv in near if all(may or not share for share, may in zip(kv, free, strict=True))]
     options = (solve(program, kv) for kv in near)
     found = [Found(shape, program, solution) for solution in options if solution is not None]
     return min(found, key=lambda f: f.solution.seconds, default=None)
 
 
-def _may_fit(shape: Shape, resident: bool, kv_away: bool) -> bool:
+def _may_fit(shape: Shape, mode: Mode) -> bool:
     """Whether what has to stay with the executor is less than it has."""
     fmt = kv_format(shape.ask, shape.spec)
     kv = kv_bytes(shape.spec, fmt, shape.block, shape.ask.prompt_tokens + shape.ask.output_tokens)
-    most = device_limit_bytes(shape.ask, shape.machine) if shape.main == DEVICE else shape.machine.tier("host").bytes
-    return resident * shape.placed_bytes + (not kv_away) * kv <= most
+    ask, machine = shape.ask, shape.machine
+    most = device_limit_bytes(ask, machine) if shape.main == DEVICE else host_limit_bytes(ask, machine)
+    return (not any(mode.weights[1:])) * shape.placed_bytes + (not any(mode.kv[1:])) * kv <= most
 
 
 def plan_of(found: Found) -> Plan | None:

@@ -123,6 +123,11 @@ class Shape:
         )
         return replace(plan, arenas=Layout(plan).arenas())
 
+    @property
+    def moved_tier(self) -> int:
+        """The tier whose KV comes through windows to be attended to."""
+        return 1 if self.main == DEVICE and self.attends == "device" else 2
+
     def rounded(self, policy: Policy) -> Plan:
         return self.plan(policy.weights, policy.kv)
 
@@ -188,14 +193,33 @@ def split_granules(placed: Sequence[Part], shares: Shares) -> dict[str, tuple[in
     return found
 
 
-def whole_layers(layers: int, shares: Shares) -> list[Shares]:
-    """KV shares of whole layers on either side of `shares`."""
-    found = []
-    for near in {floor(shares[0] * layers + 1e-6), ceil(shares[0] * layers - 1e-6)}:
-        ram = min(layers - near, shares[1] * layers)
-        options = {floor(ram + 1e-6), ceil(ram - 1e-6), layers - near if shares[2] <= 1e-9 else floor(ram + 1e-6)}
-        found += [(near / layers, n / layers, (layers - near - n) / layers) for n in options]
-    return [f for f in found if min(f) >= 0]
+def whole_layers(layers: int, shares: Shares, moved: int) -> list[Shares]:
+    """KV shares of whole layers around `shares`. `moved`: the tier whose KV comes through windows. Even numbers of such
+    layers, or all: there are two windows, and of an odd number the last layer and the first would share one, so that
+    the first load of a pass waits for the last save of the one before."""
+
+    def around(share: float, step: int) -> set[int]:
+        return {int(near(share * layers / step, 1e-6)) * step for near in (_down, _up)} - {layers + 1}
+
+    found = set()
+    for those in around(shares[moved], 2) | ({layers} if shares[moved] > 1 - 1e-9 else set()):
+        other = 1 if moved == 2 else 2
+        for beside in around(shares[other], 1) if shares[other] > 0 else {0}:
+            counts = [0, 0, 0]
+            counts[moved], counts[other], counts[0] = those, beside, layers - those - beside
+            if shares[0] == 0 and counts[0] and shares[other] > 0:
+                counts[0], counts[other] = 0, layers - those
+            if min(counts) >= 0:
+                found.add((counts[0] / layers, counts[1] / layers, counts[2] / layers))
+    return sorted(found)
+
+
+def _down(value: float, slack: float) -> int:
+    return floor(value + slack)
+
+
+def _up(value: float, slack: float) -> int:
+    return ceil(value - slack)
 
 
 def kv_layers(layers: int, shares: Shares) -> list[int]:
