@@ -225,7 +225,10 @@ class Lowering:
                 self._call(executor, "qkv", u, batch, slots, (layer,), fmt, self._matrix_cost(u, ops.QKV_BLOCKS, t))
             at, read = executor, (q, *new)
             if any(batch.start):
-                at, read = home.attend, (self._copy(batch, "q", row_bytes, executor, home.attend), *layout.kv(layer, batch))
+                at, read = (
+                    home.attend,
+                    (self._copy(batch, "q", row_bytes, executor, home.attend), *layout.kv(layer, batch)),
+                )
             to_cache = (*new, *layout.kv(layer, batch))
             nbytes, kind = sum(slot.nbytes for slot in new), home.format.kind
             self._emit.alone(("d2h0",), Call("kv_save", -1, batch, to_cache, (layer,), kind, nbytes, 0))

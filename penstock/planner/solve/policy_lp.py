@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.limits import device_limit_bytes, fits, host_limit_bytes
-from penstock.planner.solve.policy_cost import Mode, Terms, kv_bytes, modes
+from penstock.planner.solve.policy_cost import Terms, modes
+from penstock.planner.solve.policy_lanes import Mode
 from penstock.planner.solve.policy_plan import ATTENDS, Shape, whole_layers
 from penstock.planner.solve.policy_program import Policy, Program, Solution, evaluate, solve
-from penstock.planner.solve.skeleton import MIN_CHUNK_ROWS, kv_format
+from penstock.planner.solve.skeleton import MIN_CHUNK_ROWS
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
 from penstock.spec.machine import MachineSpec
@@ -65,9 +66,10 @@ def search(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> 
     """The best policy for each way to attend; empty where nothing fits. `ask` has its context settled."""
     best: dict[str, Found] = {}
     for shape in shapes(ask, spec, weights, machine):
+        terms = Terms(shape)
         for mode in modes(shape):
             known = best.get(shape.attends)
-            found = place(shape, mode, known.seconds_a_sequence if known else None)
+            found = place(terms, mode, known.seconds_a_sequence if known else None)
             if found is not None and (known is None or found.seconds_a_sequence < known.seconds_a_sequence):
                 best[shape.attends] = found
     return best
@@ -83,11 +85,12 @@ def shapes(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> 
                 yield Shape(ask, spec, weights, machine, main, gpu_batch, batches, chunk_rows, attends)
 
 
-def place(shape: Shape, mode: Mode, better_than_s: float | None = None) -> Found | None:
+def place(terms: Terms, mode: Mode, better_than_s: float | None = None) -> Found | None:
     """The optimum of a shape with KV in whole layers; None where nothing fits or, by the bound, nothing is better."""
+    shape = terms.shape
     if not _may_fit(shape, mode):
         return None
-    program = Terms(shape, mode).program()
+    program = terms.program(mode)
     if better_than_s is not None and program.least_s >= better_than_s * shape.ask.batch:
         return None
     relaxed = solve(program)
@@ -104,11 +107,9 @@ def place(shape: Shape, mode: Mode, better_than_s: float | None = None) -> Found
 
 def _may_fit(shape: Shape, mode: Mode) -> bool:
     """Whether what has to stay with the executor is less than it has."""
-    fmt = kv_format(shape.ask, shape.spec)
-    kv = kv_bytes(shape.spec, fmt, shape.block, shape.ask.prompt_tokens + shape.ask.output_tokens)
     ask, machine = shape.ask, shape.machine
     most = device_limit_bytes(ask, machine) if shape.main == DEVICE else host_limit_bytes(ask, machine)
-    return (not any(mode.weights[1:])) * shape.placed_bytes + (not any(mode.kv[1:])) * kv <= most
+    return (not mode.streams) * shape.placed_bytes + (not any(mode.kv[1:])) * shape.kv_bytes <= most
 
 
 def plan_of(found: Found) -> Plan | None:

@@ -14,7 +14,7 @@ from math import ceil, floor
 
 from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.solve.policy_program import Policy, Shares
-from penstock.planner.solve.skeleton import PINNED, even_units, kv_format
+from penstock.planner.solve.skeleton import even_units, kv_format
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
 from penstock.spec.machine import USUAL_READS, MachineSpec
@@ -27,6 +27,7 @@ from penstock.units import MIB, round_up
 # block (what the runtime can do); the CPU the scores alone, the projections staying with the device (FlexGen's).
 ATTENDS = ("device", "cpu", "cpu scores")
 PAGE_TOKENS = 64
+NEAR: Shares = (1.0, 0.0, 0.0)
 # A layer streams in so many units, at least of _LEAST_UNIT: smaller ones pay more fixed costs, larger ones leave more of
 # the ring unused and make the first of a pass come later.
 _UNITS_A_LAYER, _LEAST_UNIT_BYTES, _FEWEST_UNITS = 16, 4 * MIB, 4
@@ -123,6 +124,22 @@ class Shape:
         )
         return replace(plan, arenas=Layout(plan).arenas())
 
+    @cached_property
+    def home(self) -> Plan:
+        """Everything at home, but KV where the CPU attends, if it does at all: then that is an executor too."""
+        return self.plan(NEAR, NEAR if self.attends == "device" else (0.0, 1.0, 0.0))
+
+    @cached_property
+    def kv_bytes(self) -> int:
+        """K and V of a block."""
+        return _kv_arenas(self.home)
+
+    @cached_property
+    def window_bytes(self) -> int:
+        """Of KV that comes from elsewhere; of a plan that has all of it there."""
+        away: Shares = (0.0, 1.0, 0.0) if self.moved_tier == 1 else (0.0, 0.0, 1.0)
+        return sum(slot.nbytes for slot in Layout(self.plan(NEAR, away)).windows)
+
     @property
     def moved_tier(self) -> int:
         """The tier whose KV comes through windows to be attended to."""
@@ -172,6 +189,11 @@ class Shape:
         ring = self.ring_bytes(away)
         stage = max(self.ring_bytes(disk), self.least_stage_bytes) if self.main == DEVICE else 0
         return ({self.main: ring} if ring else {}), stage
+
+
+def _kv_arenas(plan: Plan) -> int:
+    layout = Layout(plan)
+    return sum(layout.filled_bytes(arena.name) for arena in plan.arenas if arena.name.endswith(".kv"))
 
 
 def split_granules(placed: Sequence[Part], shares: Shares) -> dict[str, tuple[int, int]]:
