@@ -16,7 +16,7 @@ TYPED := penstock
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz bench-startup bench-fit bench-quality bench-cpu bench-predict bench-pipo bench-offload gpu-wheels clean FORCE
+.PHONY: help demo test check fuzz bench-startup bench-fit bench-quality bench-cpu bench-predict bench-choice bench-papers bench-pipo bench-offload gpu-wheels clean FORCE
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -56,6 +56,12 @@ bench-cpu: .venv/bench.stamp ## 1B and 8B shapes in memory against llama.cpp (in
 
 bench-predict: .venv/plot.stamp ## predicted beside measured in 32 settings of 1B and 8B shapes; the picture goes into docs/
 	@$(BIN)/python -m bench.predict --plot docs/predicted.svg $(ARGS)
+
+bench-choice: .venv/run.stamp ## every candidate of three settings, run: is the chosen plan the fastest
+	@$(BIN)/python -m bench.choice $(ARGS)
+
+bench-papers: .venv/plot.stamp ## the planner beside the tables of PIPO, FlexGen, ScheInfer and PowerInfer; a page and a picture into docs/
+	@$(BIN)/python -m bench.papers --plot docs/papers.svg --table docs/PAPERS.md $(ARGS)
 
 bench-pipo: .venv/run.stamp ## PIPO's tables for this machine, 1B shape: ablation, orders, reads, homes of weights and KV, lengths, batches
 	@$(BIN)/python -m bench.pipo $(ARGS)

@@ -47,6 +47,11 @@ CONTRADICTIONS = (
         "batch 1 is bounded by the link at 1.5; the batch (1 to 32 in section 4.1) is not stated",
     ),
     Contradiction(
+        "PIPO", "Table 2",
+        "OPT-30B in FP16, 45% of its weights on an RTX 4090",
+        "that is 27 GB of 60, and the card has 25.8 (24 GiB); 37% fit beside KV in RAM and a prompt's activations",
+    ),
+    Contradiction(
         "PIPO", "Tables 3 and 5",
         "LLaMA3.1-8B from disk: 0.837 s a token, and 4.925 tokens/s",
         "Table 3 says batch 1 (1.19 tokens/s), so Table 5 is of a batch of about 4, which it does not say",

@@ -1,4 +1,4 @@
-"""What the planner says where a paper has a figure."""
+"""What the planner predicts for a published figure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    value: float            # in the row's metric and unit
-    bound: float | None     # the best that physics allows in that metric on that machine (None: no bound applies), e.g. link bytes/s peak / bytes a token must cross
-    note: str = ""          # what was assumed; why it is far off, if it is (one sentence)
+    """`value`: in the row's metric and unit. `bound`: the best that physics allows in that metric on that machine
+    (None: no bound applies), e.g. link bytes/s peak / bytes a token must cross. `note`: what was assumed; why it is far
+    off, if it is (one sentence)."""
+
+    value: float
+    bound: float | None
+    note: str = ""

@@ -150,8 +150,10 @@ def live(engine: Engine, prompts: list[list[int]], streams: bool) -> Iterator[Li
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield Plain()
         return
-    session, chunk_rows = engine.session, engine.plan.chunk_rows
-    chunks = sum(-(-len(prompt) // chunk_rows) for prompt in prompts)
+    from penstock.graph import passes
+
+    session, lengths = engine.session, [len(prompt) for prompt in prompts]
+    chunks = sum(1 for _ in passes.prompts(engine.plan, range(len(prompts)), lengths, None))
     progress = Progress(chunks, lambda: session.reader.bytes_read, time.perf_counter)
     session.watchers.append(progress.watch)
     try:

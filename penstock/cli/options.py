@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from penstock.errors import BadRequest
-from penstock.spec.ask import Ask
+from penstock.spec.ask import Ask, check_device
 from penstock.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from penstock.spec.plan import Plan
 
 DEFAULT_MAX_TOKENS = 128
-_DEVICES = ("auto", "cuda", "none", "emulated")
 
 Model = Annotated[str, Argument(metavar="MODEL", help="A packed model, a Hugging Face folder or a Hub id.")]
 # For commands that read no weights.
@@ -71,8 +70,7 @@ class Machine:
 
     def prepare(self) -> None:
         """Checks the device and quiets numpy. Call it before anything imports numpy."""
-        if self.device not in _DEVICES:
-            raise BadRequest(f"--device {self.device!r} should be one of {', '.join(_DEVICES)}")
+        check_device(self.device)
         quiet_blas()
 
     @property

@@ -39,6 +39,9 @@ def plan(
         str | None, Option("--svg", metavar="FILE", help="Also draw it: what fills each tier, what each lane does.")
     ] = None,
     trace: TraceName = None,
+    compare: Annotated[
+        bool, Option("--compare", help="Also list every plan that was compared: speed, what binds, bytes per tier.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Where everything would go, how fast it would be, and what would make it faster.
@@ -48,7 +51,7 @@ def plan(
     """
     machine.prepare()
     with tracing(trace, f"penstock plan {model}, predicted") as record:
-        _plan(model, machine, work, weights, machine_file, svg, record, as_json)
+        _plan(model, machine, work, weights, machine_file, svg, record, compare, as_json)
 
 
 def _plan(
@@ -59,6 +62,7 @@ def _plan(
     machine_file: str | None,
     svg: str | None,
     record: TraceFile | None,
+    compare: bool,
     as_json: bool,
 ) -> None:
     from penstock.planner import explain
@@ -80,7 +84,15 @@ def _plan(
         if chosen.surprise:
             note(chosen.reason)
         spec_of_machine = chosen.machine
-    solved = solve(ask, spec, fmt, spec_of_machine, part_disks(as_path(model)))
+    solved = solve(
+        ask,
+        spec,
+        fmt,
+        spec_of_machine,
+        part_disks(as_path(model)),
+        every=compare or as_json,
+        may_plan=machine_file is not None,
+    )
     others = what_if(solved, ask, spec_of_machine)
     band = explain.Band() if machine_file is not None else _band(machine)
     if svg is not None:
@@ -97,14 +109,21 @@ def _plan(
         print_json(_report(solved, explain.limits(solved, ask, spec_of_machine), band, others))
     else:
         print(explain.table(solved, ask, spec_of_machine, band, others))
+        if compare:
+            from penstock.planner.compare import comparison
+
+            print(f"\n{comparison(solved)}")
 
 
 def _report(solved: Solved, limits: Iterable[Limit], band: Band, others: WhatIf) -> dict[str, Any]:
     """The JSON object: the plan as `--plan` reads it, and what the table says."""
+    from penstock.planner.compare import to_json
     from penstock.spec import codec
     from penstock.spec import plan as plans
 
-    def beside(then: Prediction) -> dict[str, float]:
+    def beside(then: Prediction | None) -> dict[str, float] | None:
+        if then is None:
+            return None
         change = then.decode_tokens_per_s / solved.prediction.decode_tokens_per_s - 1
         return {"decode_tokens_per_s": then.decode_tokens_per_s, "ttft_s": then.ttft_s, "decode_change": change}
 
@@ -113,10 +132,15 @@ def _report(solved: Solved, limits: Iterable[Limit], band: Band, others: WhatIf)
         "predicted": {name: codec.to_json(value) for name, value in vars(solved.prediction).items()},
         "band": {"decode": band.decode, "ttft": band.ttft, "runs": band.runs},
         "limits": {each.tier: {"used_bytes": each.used_bytes, "limit_bytes": each.limit_bytes} for each in limits},
-        "one_more_gib": None if others.one_more_gib is None else beside(others.one_more_gib),
-        "one_more_device_gib": None if others.one_more_device_gib is None else beside(others.one_more_device_gib),
+        "one_more_gib": beside(others.one_more_gib),
+        "one_more_device_gib": beside(others.one_more_device_gib),
+        "faster_disk": beside(others.faster_disk),
+        "faster_link": beside(others.faster_link),
         "other_formats": {fmt.name: beside(then) for fmt, then in others.other_formats},
+        "strategy": solved.strategy,
+        "cannot_run": solved.cannot_run,
         "reasons": solved.reasons,
+        "compared": to_json(solved),
     }
 
 

@@ -32,6 +32,11 @@ class Cost:
                 found *= sharing.factor
         return found
 
+    def least_s(self, lane: str, op: str, fmt: str, rows: int, nbytes: float, flops: float = 0.0) -> float:
+        """Seconds that so many bytes and flops take at least: nothing begins, nothing else is busy."""
+        rate = self.machine.rate(lane, op, fmt, rows)
+        return max(nbytes * rate.s_per_byte, flops * rate.s_per_flop)
+
     def _as_measured(self, lane: str) -> str:
         """A second disk that nobody measured shares what the first one does."""
         if not (lane.startswith("disk") and lane[4:].isdigit()):

@@ -91,6 +91,7 @@ def table(
         _memory(solved.plan, found),
         _speed(solved.prediction, band),
         [] if what_if is None else others(solved, what_if, ask),
+        [f"planned only: {solved.cannot_run}"] if solved.cannot_run else [],
         [f"· {reason}" for reason in solved.reasons],
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
@@ -171,7 +172,7 @@ def _origin(band: Band) -> str:
 
 
 def others(solved: Solved, what_if: WhatIf, ask: Ask | None) -> list[str]:
-    """What one more GiB of RAM would buy, and other formats."""
+    """What one more GiB of RAM or of device memory would buy, a faster disk or link, and other formats."""
     now = solved.prediction.decode_tokens_per_s
     lines = []
     if what_if.one_more_gib is not None:
@@ -187,10 +188,16 @@ def others(solved: Solved, what_if: WhatIf, ask: Ask | None) -> list[str]:
     if what_if.one_more_device_gib is not None:
         then = what_if.one_more_device_gib.decode_tokens_per_s
         lines.append(f"one more GiB of device memory: {rate(then)} tokens/s ({gain(then, now):+.0%})")
+    for what, prediction in (("disk", what_if.faster_disk), ("link", what_if.faster_link)):
+        if prediction is not None:
+            then = prediction.decode_tokens_per_s
+            change = gain(then, now)
+            much = f"{rate(then)} tokens/s ({change:+.0%})" if abs(change) >= _SAME else "no faster"
+            lines.append(f"a {what} twice as fast: {much}")
     if what_if.other_formats:
         found = "; ".join(f"{f.name} {rate(p.decode_tokens_per_s)}" for f, p in what_if.other_formats)
-        best, prediction = max(what_if.other_formats, key=lambda entry: entry[1].decode_tokens_per_s)
-        name, faster = solved.plan.target.weights.name, prediction.decode_tokens_per_s > now * (1 + _SAME)
+        best, fastest = max(what_if.other_formats, key=lambda entry: entry[1].decode_tokens_per_s)
+        name, faster = solved.plan.target.weights.name, fastest.decode_tokens_per_s > now * (1 + _SAME)
         verdict = f"{best.name} would be faster" if faster else f"none is faster than {name}"
         lines.append(f"in other formats, tokens/s: {found} ({verdict})")
     return lines

@@ -53,7 +53,7 @@ def predict(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True) -> 
     seqs = tuple(range(min(ask.batch, plan.batch_seqs * plan.batches_per_pass)))
     prompt = max(1, min(ask.prompt_tokens, plan.context - 1))
     pause_s = Cost(machine).between_passes_s
-    for p in passes.prompts(plan, (prompt,) * len(seqs), passes.DECODE):
+    for p in passes.prompts(plan, seqs, (prompt,) * len(seqs), passes.DECODE):
         simulator.run(lowering.step(p))
         simulator.pause(pause_s)
     ttft_s = simulator.now_s

@@ -22,7 +22,7 @@ def timelines(plan: Plan, ask: Ask, machine: MachineSpec, most_tokens: int) -> I
     lowering, simulator = Lowering(plan), Simulator(cost, plan.units)
     seqs = tuple(range(min(ask.batch, plan.batch_seqs * plan.batches_per_pass)))
     prompt = max(1, min(ask.prompt_tokens, plan.context - 1))
-    wanted = list(passes.prompts(plan, (prompt,) * len(seqs), passes.DECODE))
+    wanted = list(passes.prompts(plan, seqs, (prompt,) * len(seqs), passes.DECODE))
     last = min(prompt + min(ask.output_tokens - 1, most_tokens), plan.context)
     for position in range(prompt, last):
         then = passes.DECODE if position + 1 < last else None

@@ -1,4 +1,4 @@
-"""What another machine or another format would give: one more GiB of RAM, int4 instead of bfloat16."""
+"""What another machine or another format would give: one more GiB of RAM, a faster disk, int4 instead of bfloat16."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from penstock.errors import DoesNotFit
 from penstock.planner.predict import Prediction
 from penstock.planner.shorten import quick, streamed
-from penstock.planner.solve import Solved, device, residency, settle_context
+from penstock.planner.solve import Solved, device, pipo, residency, settle_context
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.limits import device_limit_bytes, host_limit_bytes
 from penstock.spec.ask import Ask
@@ -18,30 +18,36 @@ from penstock.spec.model import ModelSpec
 from penstock.spec.plan import DEVICE, Plan
 from penstock.units import GIB, MIB
 
+DISK_LANES, LINK_LANES = ("disk",), ("h2d", "d2h")
 _USUAL_RING_BYTES = 64 * MIB  # among equals the solver takes the plan that reads least, so a small ring
 
 
 @dataclass(frozen=True)
 class WhatIf:
     """`one_more_gib`: of RAM, `one_more_device_gib`: of device memory; None where it would hold nothing more.
-    `other_formats`: those that fit."""
+    `other_formats`: those that fit. `faster_disk`, `faster_link`: twice as fast, both ways; None where the plan has no
+    use for it."""
 
     one_more_gib: Prediction | None = None
     one_more_device_gib: Prediction | None = None
     other_formats: tuple[tuple[Format, Prediction], ...] = ()
+    faster_disk: Prediction | None = None
+    faster_link: Prediction | None = None
 
 
 def what_if(solved: Solved, ask: Ask, machine: MachineSpec) -> WhatIf:
-    """All of it, for a plan that `solve` made of this ask on this machine. Compared are plans of the same strategy."""
+    """All of it, for a plan that `solve` made of this ask on this machine. Compared are plans of the same strategy;
+    with a faster disk or link, this very plan."""
     plan = solved.plan
     model, ask = plan.target, settle_context(ask, plan.target.spec)
     ring_bytes = sum(plan.ring_bytes.values())
     like = solved.strategy if DEVICE in plan.tier_bytes() else None
     compared = (model.spec, model.weights)
     formats = tuple(other_formats(ask, *compared, machine, ring_bytes, like))
+    disk, link = (with_faster(solved, ask, machine, lanes) for lanes in (DISK_LANES, LINK_LANES))
     if like is None:
         more = more_memory(ask, *compared, machine, ring_bytes=ring_bytes) if ring_bytes else None
-        return WhatIf(more, None, formats)
+        return WhatIf(more, None, formats, disk, link)
     more = more_device = None
     if any(streamed(plan, from_disk=True).values()):
         limit = host_limit_bytes(ask, machine) + GIB
@@ -51,7 +57,21 @@ def what_if(solved: Solved, ask: Ask, machine: MachineSpec) -> WhatIf:
         tiers = tuple(replace(tier, bytes=limit) if tier.name == DEVICE else tier for tier in machine.tiers)
         roomy, ask = replace(machine, tiers=tiers), replace(ask, device_memory_bytes=limit)
         more_device = _one(ask, *compared, roomy, ring_bytes, like)
-    return WhatIf(more, more_device, formats)
+    return WhatIf(more, more_device, formats, disk, link)
+
+
+def with_faster(
+    solved: Solved, ask: Ask, machine: MachineSpec, lanes: tuple[str, ...], times: float = 2
+) -> Prediction | None:
+    """The same plan where these lanes (the beginnings of their names) move bytes so many times as fast; None where it
+    does not use them. What a task costs beside its bytes stays, and so does what lanes take from each other."""
+    if not any(lane.startswith(lanes) for lane in solved.prediction.lane_share):
+        return None
+    rates = tuple(
+        replace(rate, s_per_byte=rate.s_per_byte / times) if rate.lane.startswith(lanes) else rate
+        for rate in machine.rates
+    )
+    return quick(solved.plan, settle_context(ask, solved.plan.target.spec), replace(machine, rates=rates), spread=False)
 
 
 def more_memory(
@@ -97,7 +117,8 @@ def _one(
     is nearest to `ring_bytes`. One simulation, not one for every candidate."""
     try:
         if like is not None:
-            plan = _alike(device.candidates(ask, spec, weights, machine), like)
+            solver = pipo if like.startswith(tuple(pipo.NAMES.values())) else device
+            plan = _alike(solver.candidates(ask, spec, weights, machine), like)
         else:
             plan = _nearest(residency.candidates(ask, spec, weights, machine), ring_bytes or _USUAL_RING_BYTES)
     except DoesNotFit:

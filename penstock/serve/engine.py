@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from penstock.errors import BadRequest, DoesNotFit
 from penstock.graph import passes
 from penstock.graph.check_plan import check_plan
+from penstock.graph.tasks import Batch
 from penstock.planner.predict import predict
 from penstock.planner.solve import Solved, settle_context, solve
 from penstock.planner.solve.residency import require_minimum
@@ -197,11 +198,16 @@ class _Run:
         session = self._engine.session
         start_s, before = time.perf_counter(), session.bytes_moved()
         last_s = [start_s] * len(self._prompts)
-        for seq, logits, best in self._read_prompts():
-            piece = self._accept(seq, logits, best)
-            last_s[seq] = time.perf_counter()
-            self.answers[seq].ttft_s = last_s[seq] - start_s
-            yield seq, piece
+        seqs = range(len(self._prompts))
+        following = passes.DECODE if any(self._limit(seq) > 1 for seq in seqs) else None
+        for p in passes.prompts(self._engine.plan, seqs, [len(ids) for ids in self._prompts], following):
+            found = session.step(p, [self._rows(batch) for batch in p.batches])
+            for batch, rows, likeliest in zip(p.batches, found, session.best, strict=True):
+                for i, seq in enumerate(passes.ended(batch)):
+                    piece = self._accept(seq, rows[i], likeliest[i])
+                    last_s[seq] = time.perf_counter()
+                    self.answers[seq].ttft_s = last_s[seq] - start_s
+                    yield seq, piece
         decode_start_s, decode_tokens, decode_bytes = time.perf_counter(), 0, 0
         while alive := [seq for seq, answer in enumerate(self.answers) if not answer.finish_reason]:
             for seq, logits, best in self._decode(alive):
@@ -223,18 +229,10 @@ class _Run:
             answer.peak_host_bytes = session.peak_host_bytes
             answer.peak_device_bytes = session.peak_device_bytes
 
-    def _read_prompts(self) -> Iterator[tuple[int, NDArray[np.float32], tuple[float, int]]]:
-        """Of every sequence, when its prompt has been read: the logits of its last token, and the largest with its id."""
-        session, lengths = self._engine.session, [len(ids) for ids in self._prompts]
-        more = any(self._limit(seq) > 1 for seq in range(len(lengths)))
-        for p in passes.prompts(self._engine.plan, lengths, passes.DECODE if more else None):
-            tokens = []
-            for batch in p.batches:
-                chunks = zip(batch.seqs, batch.start, batch.rows, strict=True)
-                tokens.append(np.concatenate([self._prompts[seq][start : start + rows] for seq, start, rows in chunks]))
-            for batch, logits, best in zip(p.batches, session.step(p, tokens), session.best, strict=True):
-                if batch.logits:  # of a prompt's last chunk, or of whole prompts
-                    yield from zip(batch.seqs, logits, best, strict=True)
+    def _rows(self, batch: Batch) -> NDArray[np.int32]:
+        """Token ids of a chunk of prompts, int32 [T]."""
+        spans = zip(batch.seqs, batch.start, batch.rows, strict=True)
+        return np.concatenate([self._prompts[seq][start : start + rows] for seq, start, rows in spans])
 
     def _decode(self, alive: list[int]) -> Iterator[tuple[int, NDArray[np.float32], tuple[float, int]]]:
         """One token of every live sequence: its logits, and the largest with its id."""

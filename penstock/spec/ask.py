@@ -8,6 +8,7 @@ from penstock.errors import BadRequest
 from penstock.spec.format import parse_format
 
 DEFAULT_CONTEXT = 4096
+DEVICES = ("auto", "cuda", "none", "emulated")  # that a user may ask for
 MOST = 2**31 - 1  # tokens or sequences; more is a typing error, and sums of it would leave a float's range
 
 
@@ -48,3 +49,9 @@ class Ask:
                 raise BadRequest(f"{name} is {value}; it should be from 0 to 2**63")
         if self.kv is not None:
             parse_format(self.kv).check_kv()
+
+
+def check_device(name: str) -> None:
+    """Raises BadRequest for a name that is none of DEVICES."""
+    if name not in DEVICES:
+        raise BadRequest(f"device {name!r} should be one of {', '.join(DEVICES)}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.errors import DoesNotFit
+from penstock.errors import BadRequest, DoesNotFit
 from penstock.runtime import probe_ops
 from penstock.runtime.device import choose as choosing
 from penstock.runtime.device.choose import choose, without_device
@@ -50,6 +50,11 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, measured: MachineSpec) -> MachineSpec
     monkeypatch.setattr(found, "find", lambda: CARD)
     monkeypatch.setattr(choosing, "_figures", lambda *_: measured)
     return measured
+
+
+def test_a_device_of_another_name_is_refused() -> None:
+    with pytest.raises(BadRequest, match="'tpu' should be one of auto, cuda, none, emulated"):
+        choose("tpu", WITH_DEVICE, None)
 
 
 def test_no_driver_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,15 +36,30 @@ def test_json(call: Call, model: Path) -> None:
     done = call("plan", model, "--resident", "300KiB")
     assert done.code == 0, done
     report = done.report
-    more = {"one_more_gib", "one_more_device_gib", "other_formats"}
-    assert {"plan", "predicted", "reasons", "limits", "band", *more} == set(report)
+    more = {"one_more_gib", "one_more_device_gib", "faster_disk", "faster_link", "other_formats"}
+    chosen = {"plan", "predicted", "strategy", "cannot_run", "reasons"}
+    assert {*chosen, "limits", "band", "compared", *more} == set(report)
     assert set(report["band"]) == {"decode", "ttft", "runs"}
     assert report["limits"]["host"]["used_bytes"] == report["predicted"]["peak_host_bytes"]
     assert report["limits"]["host"]["limit_bytes"] > report["limits"]["host"]["used_bytes"]
     assert set(report["other_formats"]) == {"int8", "int4"}
-    for then in (report["one_more_gib"], *report["other_formats"].values()):
+    assert report["faster_link"] is None and report["cannot_run"] == ""
+    assert report["faster_disk"]["decode_change"] >= -0.01  # of 300 KiB less than all the tiny model's weights
+    for then in (report["one_more_gib"], report["faster_disk"], *report["other_formats"].values()):
         assert set(then) == {"decode_tokens_per_s", "ttft_s", "decode_change"}
     assert report["one_more_gib"]["decode_change"] == pytest.approx(0, abs=1e-3)  # --resident is what binds
+
+
+def test_all_that_was_compared(machine: Path, model: Path, capsys: pytest.CaptureFixture[str], call: Call) -> None:
+    """Without a flag in JSON, with one in the text."""
+    flags = ("plan", model, "--machine", machine, "--resident", "300KiB")
+    compared = call(*flags).report["compared"]
+    fields = {"strategy", "decode_tokens_per_s", "ttft_s", "bound_by", "lane_share", "tier_bytes", "weights_bytes"}
+    assert compared and all(set(each) == {*fields, "cannot_run", "reasons"} for each in compared)
+    assert compared[0]["strategy"] == call(*flags).report["strategy"]
+    shown, silent = (here(capsys, *flags, *more).out for more in (("--compare",), ()))
+    assert shown.startswith(silent) and "compared, the chosen first" in shown
+    assert len(shown.splitlines()) >= len(silent.splitlines()) + 2 + len(compared)
 
 
 def test_json_of_a_resident_model(call: Call, model: Path) -> None:

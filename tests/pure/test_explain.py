@@ -39,6 +39,8 @@ def test_a_streaming_plan() -> None:
     disk = next(line for line in found if line.startswith("disk, all weights"))
     assert disk.endswith(f"{format_bytes(packed_bytes(solved.plan))} of 1.00 TiB")
     assert next(line for line in found if line.startswith("one more GiB of RAM: ")).endswith("%)")
+    faster = next(line for line in found if line.startswith("a disk twice as fast: "))
+    assert "tokens/s (+" in faster and not any(line.startswith("a link twice") for line in found)
     assert next(line for line in found if line.startswith("in other formats")).endswith("(int4 would be faster)")
     assert found[0].split() == ["weights", "(bfloat16)", "RAM", "disk"]
     assert found[-1].startswith("· ")
@@ -49,7 +51,7 @@ def test_a_resident_plan() -> None:
     _, found = lines(Ask())
     assert "one more GiB of RAM: no faster, all weights are in memory" in found
     assert "bound by the processor (busy while decoding: the processor 100%)" in found
-    assert not any(line.startswith("read from disk") for line in found)
+    assert not any(line.startswith(("read from disk", "a disk twice", "planned only")) for line in found)
 
 
 def test_a_cap_on_what_stays() -> None:
@@ -64,9 +66,16 @@ def test_a_device() -> None:
     text = table(solved, ask, WITH_DEVICE, Band())
     assert "memory of device" in text and "of 1.00 GiB" in text and "its driver and libraries" in text
     assert "of weights stay in device memory" in text and "the link to the device" in text
+    others = table(solved, ask, WITH_DEVICE, Band(), what_if(solved, ask, WITH_DEVICE)).splitlines()
+    assert any(line.startswith("a link twice as fast: ") for line in others)
     beside = table(solve(STREAMS, LLAMA_1B, BF16, MACHINE), STREAMS, WITH_DEVICE)
     assert "8.00 GiB: not used" in beside
     assert not any(line.startswith("device") for line in lines(STREAMS)[1])
+
+
+def test_a_plan_that_is_only_planned_says_so() -> None:
+    solved = replace(solve(STREAMS, LLAMA_1B, BF16, MACHINE), cannot_run="no sparse kernels yet")
+    assert "planned only: no sparse kernels yet" in table(solved).splitlines()
 
 
 def test_a_disk_that_is_too_small() -> None:

@@ -8,13 +8,13 @@ import pytest
 
 from penstock.planner.predict import predict
 from penstock.planner.shorten import quick, streamed
-from penstock.planner.solve import residency, settle_context, solve
+from penstock.planner.solve import Solved, pipo, residency, settle_context, solve
 from penstock.planner.what_if import more_memory, other_formats, what_if
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
-from tests.pure.machine import LLAMA_1B, MACHINE, model
+from tests.pure.machine import LLAMA_1B, MACHINE, WITH_DEVICE, model
 
 MIB = 1 << 20
 BF16, INT4 = Format("bfloat16"), parse_format("int4")
@@ -37,6 +37,34 @@ def test_more_memory_is_never_slower(limit_mib: int, cpu: float) -> None:
     assert more.decode_tokens_per_s >= 0.995 * now.prediction.decode_tokens_per_s
     assert more.disk_bytes_per_token < now.prediction.disk_bytes_per_token
     assert now.prediction.peak_host_bytes < more.peak_host_bytes <= ask.host_memory_bytes + 1024 * MIB
+
+
+def test_a_faster_disk_and_link() -> None:
+    """Of the same plan: at most twice as fast where it binds, as fast where it hides, None where it is not used."""
+    ask = Ask(host_memory_bytes=900 * MIB, context=512)
+    bound_by_disk = solve(ask, LLAMA_1B, BF16, MACHINE)
+    assert bound_by_disk.prediction.bound_by == "disk0"
+    found = what_if(bound_by_disk, ask, MACHINE)
+    assert found.faster_link is None and found.faster_disk is not None
+    change = found.faster_disk.decode_tokens_per_s / bound_by_disk.prediction.decode_tokens_per_s
+    assert 1.5 < change <= 2
+    slow = slower_cpu(100)
+    bound_by_cpu = solve(ask, LLAMA_1B, BF16, slow)
+    then = what_if(bound_by_cpu, ask, slow).faster_disk
+    assert then is not None
+    assert then.decode_tokens_per_s == pytest.approx(bound_by_cpu.prediction.decode_tokens_per_s, rel=0.05)
+    assert what_if(solve(Ask(), LLAMA_1B, BF16, MACHINE), Ask(), MACHINE).faster_disk is None
+
+
+def test_a_faster_link_beside_a_device() -> None:
+    ask = settle_context(Ask(device_memory_bytes=700 * MIB, context=512), LLAMA_1B)
+    candidate = next(pipo.candidates(ask, LLAMA_1B, BF16, WITH_DEVICE))
+    solved = Solved(candidate.plan, quick(candidate.plan, ask, WITH_DEVICE), (), None, candidate.strategy)
+    found = what_if(solved, ask, WITH_DEVICE)
+    assert found.faster_disk is None and found.faster_link is not None
+    assert 1.5 < found.faster_link.decode_tokens_per_s / solved.prediction.decode_tokens_per_s <= 2
+    assert found.one_more_device_gib is not None  # of PIPO's too
+    assert found.one_more_device_gib.decode_tokens_per_s > solved.prediction.decode_tokens_per_s
 
 
 def test_no_more_memory_where_all_is_in_it() -> None:

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from penstock.errors import BadRequest, DoesNotFit
+from penstock.planner.cost import Cost
 from penstock.planner.predict import Prediction
 from penstock.planner.shorten import quick, streamed
-from penstock.planner.solve import device, residency
+from penstock.planner.solve import device, layers, pipo, residency
+from penstock.planner.solve.bound import least_score_s, reads_bytes, score_s, sequences
 from penstock.planner.solve.candidate import Candidate, Compared
 from penstock.planner.solve.reads import on_disks, with_reads
 from penstock.spec.ask import DEFAULT_CONTEXT, Ask
@@ -21,7 +23,7 @@ from penstock.spec.plan import Plan
 @dataclass(frozen=True)
 class Solved:
     """The best plan, what it will do, the runner-up, and a sentence per choice. `compared`: every candidate that was
-    simulated, the best first."""
+    simulated, this plan first, then the best."""
 
     plan: Plan
     prediction: Prediction
@@ -35,22 +37,12 @@ class Solved:
 _EQUAL, _SURELY_EQUAL = 1.05, 1.04  # the difference: loads that ran ahead before the simulated passes
 
 
-def _score_s(prediction: Prediction, ask: Ask) -> float:
-    """Seconds to bring down: of the whole answer, or of a decoded token."""
-    return prediction.total_s if ask.objective == "latency" else 1 / prediction.decode_tokens_per_s
-
-
-def _settles(prediction: Prediction, other: Plan, ask: Ask, machine: MachineSpec) -> bool:
+def _settles(prediction: Prediction, plan: Plan, least_s: float, other: Plan, ask: Ask) -> bool:
     """Whether a plan that was predicted beats another one that was not: that one reads as much from the disk or more,
-    and the disk's rate alone makes it at best an equal."""
-    seqs = min(ask.batch, other.batch_seqs * other.batches_per_pass)
-    read = sum(streamed(other, from_disk=True).values())
-    if read < prediction.disk_bytes_per_token * seqs:
+    and at best (`least_s`) is an equal."""
+    if reads_bytes(other) / sequences(other, ask) < prediction.disk_bytes_per_token:
         return False
-    read_s = read * machine.rate("disk0", "load", other.target.weights.kind).s_per_byte
-    read_s /= max(1, len({unit.home for unit in other.units if unit.home.startswith("disk")}))
-    least_s = read_s * ask.output_tokens if ask.objective == "latency" else read_s / seqs
-    return _score_s(prediction, ask) <= least_s * _SURELY_EQUAL
+    return score_s(prediction, plan, ask) <= least_s * _SURELY_EQUAL
 
 
 def settle_context(ask: Ask, spec: ModelSpec) -> Ask:
@@ -63,16 +55,22 @@ def settle_context(ask: Ask, spec: ModelSpec) -> Ask:
     return replace(ask, context=context)
 
 
-def candidates(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> Iterator[Candidate]:
-    """Of every solver that applies, those with a device first. A model that a device has room for needs no others."""
+def candidates(
+    ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, every: bool = False
+) -> Iterator[Candidate]:
+    """Of every solver that applies, those with a device first. A model that a device has room for needs no others,
+    unless `every` one is wanted."""
     found = False
     if device.has_device(machine, ask):
         device.require_minimum(ask, spec, weights, machine)
         for candidate in device.candidates(ask, spec, weights, machine):
             yield candidate
             found = True
-            if candidate.strategy == device.WHOLE:
+            if candidate.strategy == device.WHOLE and not every:
                 return
+        if found:
+            yield from layers.candidates(ask, spec, weights, machine)
+            yield from pipo.candidates(ask, spec, weights, machine)
         if ask.use_device:
             if not found:
                 device.refuse(ask, spec, weights, machine)
@@ -85,27 +83,49 @@ def candidates(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec)
 
 
 def solve(
-    ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, disks: Mapping[str, str] | None = None
-) -> Solved:
+    ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, disks: Mapping[str, str] | None = None,
+    *, every: bool = False, may_plan: bool = False,
+) -> Solved:  # fmt: skip
     """Lowers and simulates every candidate that may win and takes the fastest for the ask's objective.
 
-    `disks`: the disk of each part of the model, where it lies on more than one.
+    `disks`: the disk of each part of the model, where it lies on more than one. `every`: also candidates that cannot
+    win, so that they can be compared. `may_plan`: also what the runtime cannot run yet may be chosen.
 
     Raises DoesNotFit with the minimum that would do, and BadRequest for what no machine could do.
     """
-    ask = settle_context(ask, spec)
-    found: list[tuple[Prediction, Candidate]] = []
-    for candidate in candidates(ask, spec, weights, machine):
+    ask, cost = settle_context(ask, spec), Cost(machine)
+    bounded = []
+    for candidate in candidates(ask, spec, weights, machine, every):
         plan = on_disks(candidate.plan, disks or {})
-        if not any(_settles(prediction, plan, ask, machine) for prediction, _ in found):
-            found.append((quick(plan, ask, machine, spread=False), candidate._replace(plan=plan)))
-    best_s = min(_score_s(prediction, ask) for prediction, _ in found)
-    # Among equals the plan that reads least: predictions are not that sharp, and the disk may be shared.
-    found.sort(key=lambda entry: (_score_s(entry[0], ask) > best_s * _EQUAL, entry[0].disk_bytes_per_token))
-    strategy, plan, reasons, cannot_run = found[0][1]
+        bounded.append((least_score_s(plan, ask, cost), candidate._replace(plan=plan)))
+    bounded.sort(key=lambda entry: entry[0])  # the most promising first: then most others need no simulation
+    found: list[Compared] = []
+    for least_s, candidate in bounded:
+        rivals = [each for each in found if may_plan or not each.candidate.cannot_run]
+        if every or not any(_settles(p, c.plan, least_s, candidate.plan, ask) for c, p in rivals):
+            found.append(Compared(candidate, quick(candidate.plan, ask, machine, spread=False)))
+    found = _ranked(found, ask)
+    chosen = next(each for each in found if may_plan or not each.candidate.cannot_run)
+    strategy, plan, reasons, cannot_run = chosen.candidate
     prediction = quick(plan, ask, machine)
     plan, how = with_reads(plan, machine)  # which changes nothing that was predicted: rates hold for these reads
     reasons += (how,) if any(streamed(plan, from_disk=True).values()) else ()
     reasons += (f"{prediction.bound_by} is busiest while decoding: {prediction.lane_share[prediction.bound_by]:.0%}",)
-    compared = tuple(Compared(candidate, each) for each, candidate in found)
-    return Solved(plan, prediction, reasons, found[1][0] if len(found) > 1 else None, strategy, cannot_run, compared)
+    others = [each for each in found if each is not chosen]
+    runner_up = others[0].prediction if others else None
+    return Solved(plan, prediction, reasons, runner_up, strategy, cannot_run, (chosen, *others))
+
+
+def _ranked(found: list[Compared], ask: Ask) -> list[Compared]:
+    """The best first. Among equals the plan that reads least: predictions are not that sharp, and the disk may be
+    shared."""
+    scores = [score_s(each.prediction, each.candidate.plan, ask) for each in found]
+    best_s = min(scores)
+    order = sorted(
+        range(len(found)),
+        key=lambda i: (
+            scores[i] > best_s * _EQUAL,
+            found[i].prediction.disk_bytes_per_token if scores[i] <= best_s * _EQUAL else scores[i],
+        ),
+    )
+    return [found[i] for i in order]

@@ -34,7 +34,8 @@ class Split:
 
 @dataclass(frozen=True)
 class DeviceSkeleton:
-    """`ring_bytes`: of the device, and of the host; `stage_bytes`: between disk and device."""
+    """`ring_bytes`: of the device, and of the host; `stage_bytes`: between disk and device. `order`: of
+    `spec.plan.ORDERS`. `unit_bytes`: of a block that crosses the link in one unit, at most; 0: as the ring suggests."""
 
     ask: Ask
     spec: ModelSpec
@@ -45,6 +46,8 @@ class DeviceSkeleton:
     ring_bytes: int
     host_ring_bytes: int
     stage_bytes: int
+    order: str = "overlapped"
+    unit_bytes: int = 0
 
     def plan(self, on_device: Resident, in_memory: Resident) -> Plan:
         """Complete. `on_device`, `in_memory`: granules that stay there, part by part; what is in neither is on the
@@ -70,7 +73,7 @@ class DeviceSkeleton:
             page_tokens=page_tokens(ask.context),
             ring_bytes=rings,
             stage_bytes=stage_bytes,
-            order="overlapped",
+            order=self.order,
             io_block_bytes=USUAL_READS.block_bytes,
             io_depth=USUAL_READS.depth,
             io_engine=USUAL_READS.engine,
@@ -87,15 +90,15 @@ class DeviceSkeleton:
         if part.kind == "embed" and not self.spec.tied:  # gathered, row by row
             home = "host" if memory == part.granules else "disk0"
             return [Unit(part.key, 0, part.granules, home, DEVICE, DEVICE)]
-        lifted = self._lifted(part)
+        lifted, lift_bytes = self._lifted(part), self._lift_bytes(part)
         here, far = (int(n * lifted + 0.5) for n in (memory - there, part.granules - memory))
         prompts = DEVICE if self.split.prompts and part.kind == "ffn" else "host"
         runs = (
             (0, there, DEVICE, DEVICE, DEVICE, part.nbytes),
-            (there, there + here, "host", DEVICE, DEVICE, self._lift_bytes),
-            (there + here, memory, "host", "host", prompts, self._lift_bytes if prompts == DEVICE else part.nbytes),
-            (memory, part.granules - far, "disk0", "host", prompts, self._load_bytes(prompts)),
-            (part.granules - far, part.granules, "disk0", DEVICE, DEVICE, self._stage_unit_bytes),
+            (there, there + here, "host", DEVICE, DEVICE, lift_bytes),
+            (there + here, memory, "host", "host", prompts, lift_bytes if prompts == DEVICE else part.nbytes),
+            (memory, part.granules - far, "disk0", "host", prompts, self._load_bytes(part, prompts)),
+            (part.granules - far, part.granules, "disk0", DEVICE, DEVICE, self._stage_unit_bytes(part)),
         )
         return [
             Unit(part.key, a, b, home, decode, prefill)
@@ -109,18 +112,19 @@ class DeviceSkeleton:
             return self.split.lifted
         return 1.0 if part.kind != "attn" or part.layer < self.split.attention_layers else 0.0
 
-    @property
-    def _lift_bytes(self) -> int:
-        """A lift costs its launch and those of its calls, some 0.2 ms of Python: twice what a disk's read would do."""
+    def _lift_bytes(self, part: Part) -> int:
+        """A lift costs its launch and those of its calls, some 0.2 ms of Python: twice what a disk's read would do.
+        A vocabulary is larger than the ring of two blocks that it comes through, where these are whole units."""
+        if self.unit_bytes:
+            return self.unit_bytes if part.kind in ("attn", "ffn") else min(self.unit_bytes, self.ring_bytes // 2)
         return min(2 * UNIT_BYTES, self.ring_bytes // 4)
 
-    @property
-    def _stage_unit_bytes(self) -> int:
-        return min(self._lift_bytes, self.stage_bytes // 2)
+    def _stage_unit_bytes(self, part: Part) -> int:
+        return min(self._lift_bytes(part), self.stage_bytes // 2)
 
-    def _load_bytes(self, prompts: str) -> int:
+    def _load_bytes(self, part: Part, prompts: str) -> int:
         loads = min(UNIT_BYTES, self.host_ring_bytes // 4)
-        return min(loads, self._stage_unit_bytes) if prompts == DEVICE else loads
+        return min(loads, self._stage_unit_bytes(part)) if prompts == DEVICE else loads
 
     def _rings(self, units: list[Unit]) -> tuple[dict[str, int], int]:
         """(rings that something streams through, the stage), none smaller than its largest unit."""

@@ -17,10 +17,10 @@ from penstock.runtime.device import Device
 from penstock.runtime.device.emulated import LINK_BYTES_PER_S, EmulatedDevice
 from penstock.runtime.probe import keep, machine_file
 from penstock.spec import machine as machines
+from penstock.spec.ask import check_device
 from penstock.spec.machine import MachineSpec, Rate, Tier
 from penstock.spec.plan import DEVICE
 
-DEVICES = ("auto", "cuda", "none", "emulated")
 _EMULATED_SHARE = 4  # of RAM, so small a part stands in for device memory unless the user says how much
 _LANES = (DEVICE, "h2d0", "d2h0")
 # What a driver leaves behind: NVIDIA's and AMD's on Linux, WSL2's. Looked at first, for torch takes seconds to import.
@@ -46,8 +46,9 @@ def choose(
     name: str, machine: MachineSpec, device_memory_bytes: int | None, cache: Path | None = None,
     on_progress: Progress = None,
 ) -> Chosen:  # fmt: skip
-    """`name`: one of DEVICES. `machine`: as probed. `cache`: keeps the device's figures; None measures nothing, and a
-    device without figures is none."""
+    """`name`: one of `spec.ask.DEVICES`. `machine`: as probed. `cache`: keeps the device's figures; None measures
+    nothing, and a device without figures is none. Raises BadRequest for another name."""
+    check_device(name)
     if name == "emulated":
         return _emulated(machine, device_memory_bytes)
     if name == "none":

@@ -1,0 +1,132 @@
+"""`python -m bench.choice`: is the plan that is chosen the fastest of the candidates, when all of them are run?
+
+Three settings on this machine. Every candidate of every solver that the runtime can run is loaded and run, taking turns
+in rounds; the median of the rounds counts. The last line is one JSON object; `ratio`: the chosen plan's seconds over
+those of the fastest candidate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.cpu import DEFAULT_SHAPES
+from bench.peers import token_ids
+from penstock.planner.predict import Prediction
+from penstock.planner.solve import settle_context, solve
+from penstock.planner.solve.bound import score_s
+from penstock.planner.solve.candidate import Compared
+from penstock.runtime.probe import probe_apart
+from penstock.serve.engine import Engine
+from penstock.serve.sampling import SamplingParams
+from penstock.spec.ask import Ask
+from penstock.spec.format import parse_format
+from penstock.spec.machine import MachineSpec
+from penstock.spec.plan import Plan
+from penstock.store.packed import open_packed
+from penstock.store.synth import synth
+
+# shape, share of the weights that memory is left for, what is asked
+SETTINGS = (
+    ("1b", 0.5, Ask(prompt_tokens=64, output_tokens=24, context=512)),
+    ("1b", 0.7, Ask(prompt_tokens=128, output_tokens=16, batch=16, context=256, objective="throughput")),
+    ("8b", 0.6, Ask(prompt_tokens=256, output_tokens=12, context=512)),
+)
+ROUNDS = 3
+
+
+def limited(model: Path, share: float, ask: Ask, machine: MachineSpec) -> Ask:
+    """The ask with memory for `share` of the weights."""
+    packed = open_packed(model)
+    roomy = replace(machine, tiers=tuple(replace(tier, bytes=1 << 50) for tier in machine.tiers))
+    whole = solve(ask, packed.spec, packed.weights, roomy).plan
+    weights = sum(whole.unit_bytes(unit) for unit in whole.units)
+    limit = whole.tier_bytes()["host"] - int((1 - share) * weights)
+    return settle_context(replace(ask, host_memory_bytes=limit), packed.spec)
+
+
+def run_s(model: Path, plan: Plan, ask: Ask, machine: MachineSpec) -> float:
+    """Seconds of all answers, or of a generated token where throughput is wanted: what the solver brings down."""
+    engine = Engine.load(model, ask, machine=machine, plan=plan)
+    try:
+        vocab = engine.plan.target.spec.vocab
+        prompts = [token_ids(vocab, ask.prompt_tokens, seq).tolist() for seq in range(ask.batch)]
+        warm = [prompt[:16] for prompt in prompts[: plan.batch_seqs * plan.batches_per_pass]]
+        engine.generate(warm, SamplingParams(max_tokens=2, ignore_eos=True))
+        params = SamplingParams(max_tokens=ask.output_tokens, temperature=0.0, ignore_eos=True)
+        answers = engine.generate(prompts, params)
+    finally:
+        engine.close()
+    at_once = plan.batch_seqs * plan.batches_per_pass
+    total_s = sum(answer.batch_ttft_s + answer.decode_s for answer in answers[::at_once])
+    return total_s if ask.objective == "latency" else total_s / (ask.batch * ask.output_tokens)
+
+
+def setting(model: Path, share: float, ask: Ask, machine: MachineSpec, rounds: int) -> dict[str, Any]:
+    """One setting: the candidates, predicted and measured."""
+    packed = open_packed(model)
+    ask = limited(model, share, ask, machine)
+    chosen = solve(ask, packed.spec, packed.weights, machine)
+    every = solve(ask, packed.spec, packed.weights, machine, every=True).compared
+    runnable = [each for each in every if not each.candidate.cannot_run]
+    measured: list[list[float]] = [[] for _ in runnable]
+    for _ in range(rounds):
+        for each, seconds in zip(runnable, measured, strict=True):
+            seconds.append(run_s(model, each.candidate.plan, ask, machine))
+    rows = [_row(each, seconds, ask) for each, seconds in zip(runnable, measured, strict=True)]
+    # The chosen plan reads in blocks of its own size; what stays where is what tells candidates apart.
+    (at,) = [i for i, each in enumerate(runnable) if each.candidate.plan.units == chosen.plan.units
+             and each.candidate.plan.order == chosen.plan.order and each.candidate.plan.kv == chosen.plan.kv
+             and each.candidate.plan.ring_bytes == chosen.plan.ring_bytes][:1]  # fmt: skip
+    fastest_s = min(row["measured_s"] for row in rows)
+    for row in rows:
+        print(f"  {row['strategy']:32} predicted {row['predicted_s']:8.3f} s, measured {row['measured_s']:8.3f} s "
+              f"({row['least_s']:.3f} to {row['most_s']:.3f})", file=sys.stderr, flush=True)  # fmt: skip
+    return {
+        "model": model.name, "share": share, "prompt": ask.prompt_tokens, "output": ask.output_tokens,
+        "batch": ask.batch, "objective": ask.objective, "chosen": rows[at]["strategy"],
+        "ratio": rows[at]["measured_s"] / fastest_s, "candidates": rows,
+    }  # fmt: skip
+
+
+def _row(each: Compared, seconds: list[float], ask: Ask) -> dict[str, Any]:
+    prediction: Prediction = each.prediction
+    return {
+        "strategy": each.candidate.strategy,
+        "ring_bytes": sum(each.candidate.plan.ring_bytes.values()),
+        "predicted_s": score_s(prediction, each.candidate.plan, ask),
+        "measured_s": statistics.median(seconds),
+        "least_s": min(seconds),
+        "most_s": max(seconds),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, help="keeps the models here (5 GB); default a temporary folder")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    wanted = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
+        folder = wanted.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        machine = probe_apart(folder, None, ("int4",), ("float16",))
+        for shape, share, ask in SETTINGS:
+            model = folder / f"{DEFAULT_SHAPES[shape].stem}-int4"
+            if not model.exists():
+                print(f"writing {model.name}", file=sys.stderr, flush=True)
+                synth(DEFAULT_SHAPES[shape], model, parse_format("int4"))
+            print(f"{model.name}, {share:.0%} in RAM, {ask.prompt_tokens} + {ask.output_tokens} × {ask.batch}",
+                  file=sys.stderr, flush=True)  # fmt: skip
+            rows.append(setting(model, share, ask, machine, wanted.rounds))
+    print(json.dumps({"bench": "choice", "worst_ratio": max(row["ratio"] for row in rows), "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""`python -m bench.papers`: the planner beside the tables of the four papers.
+
+Nothing is run but the planner: each figure's policy is a plan on the paper's machine as data. The last line is one JSON
+object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from bench.papers import CONTRADICTIONS, FIGURES, predict_pipo
+from bench.papers.compare import Predictor, compare, median_ratio
+from bench.papers.report import page, papers_of, plot, text
+
+PREDICTORS: dict[str, Predictor] = {"PIPO": predict_pipo.predicted}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--plot", type=Path, help="where the picture goes; default none")
+    parser.add_argument("--table", type=Path, help="where the page goes; default none")
+    wanted = parser.parse_args(argv)
+    start_s = time.perf_counter()
+    rows, left_out = compare(FIGURES, PREDICTORS)
+    print(text(rows))
+    for each in CONTRADICTIONS:
+        print(f"{each.paper}, {each.where}: {each.says}; but {each.but}")
+    if wanted.plot:
+        plot(rows, wanted.plot)
+    if wanted.table:
+        wanted.table.parent.mkdir(parents=True, exist_ok=True)
+        wanted.table.write_text(page(rows, left_out, CONTRADICTIONS), encoding="utf-8")
+    print(
+        json.dumps(
+            {
+                "bench": "papers",
+                "median_ratio": median_ratio(rows),
+                "median_ratios": {paper: median_ratio(rows, paper) for paper in papers_of(rows)},
+                "breaking_physics": sum(not row.respects_physics for row in rows),
+                "far_off": sum(row.far_off for row in rows),
+                "not_predicted": len(left_out),
+                "took_s": time.perf_counter() - start_s,
+                "rows": [row.to_json() for row in rows],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Predicted beside published: ratios, medians, and which published figures no machine could have reached."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from bench.papers.predicted import Predicted
+from bench.papers.published import METRICS, Published
+
+Predictor = Callable[[Published], Predicted | None]
+
+# Of all other metrics more is better.
+SMALLER_IS_BETTER = frozenset(
+    {"ttft_s", "decode_s", "latency_s", "seconds", "slowdown", "device_gb", "host_gb", "predictor_weights"}
+)
+assert set(METRICS) >= SMALLER_IS_BETTER
+ROUNDING = 0.02  # a figure so much beyond the bound may be one of two digits
+FAR_OFF = 2.0  # a ratio beyond this, or its inverse, is an outlier, which a sentence explains
+MEDIAN = (0.67, 1.5)  # what the median ratio of all papers should be within
+
+
+@dataclass(frozen=True)
+class Row:
+    """`ratio`: predicted over published. `bound`: None where physics has none."""
+
+    figure: Published
+    predicted: float
+    bound: float | None
+    respects_physics: bool
+    note: str
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted / self.figure.value
+
+    @property
+    def far_off(self) -> bool:
+        return not 1 / FAR_OFF <= self.ratio <= FAR_OFF
+
+    def to_json(self) -> dict[str, object]:
+        f = self.figure
+        return {
+            "paper": f.paper, "table": f.table, "setting": f.setting, "system": f.system, "model": f.model,
+            "machine": f.machine, "metric": f.metric, "predicted": self.predicted, "published": f.value,
+            "ratio": self.ratio, "bound": self.bound, "respects_physics": self.respects_physics, "note": self.note,
+        }  # fmt: skip
+
+
+def respects(metric: str, value: float, bound: float | None) -> bool:
+    """Whether a published value is no better than the bound, within rounding."""
+    if bound is None:
+        return True
+    if metric in SMALLER_IS_BETTER:
+        return value >= bound * (1 - ROUNDING)
+    return value <= bound * (1 + ROUNDING)
+
+
+def compare(
+    figures: Iterable[Published], predictors: Mapping[str, Predictor]
+) -> tuple[tuple[Row, ...], tuple[Published, ...]]:
+    """Rows of the papers that have a predictor, and their figures that are no prediction."""
+    rows, left_out = [], []
+    for figure in figures:
+        if figure.paper not in predictors:
+            continue
+        found = predictors[figure.paper](figure)
+        if found is None:
+            left_out.append(figure)
+        else:
+            fine = respects(figure.metric, figure.value, found.bound)
+            rows.append(Row(figure, found.value, found.bound, fine, found.note))
+    return tuple(rows), tuple(left_out)
+
+
+def median_ratio(rows: Iterable[Row], paper: str | None = None) -> float | None:
+    """Over rows that respect physics, of one paper or of all; None where there are none."""
+    ratios = [row.ratio for row in rows if row.respects_physics and paper in (None, row.figure.paper)]
+    return statistics.median(ratios) if ratios else None

@@ -1,0 +1,170 @@
+"""The comparison as text, as a page and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from bench.papers.compare import FAR_OFF, ROUNDING, Row, median_ratio
+from bench.papers.contradictions import Contradiction
+from bench.papers.published import METRICS, UNSUPPORTED, Published
+
+_INTRO = f"""# The papers' tables, predicted
+
+Made by `make bench-papers`: for each figure that PIPO, FlexGen, ScheInfer and PowerInfer publish, the policy of the
+figure's system as a plan of penstock, on the paper's machine as data (`penstock/machines/`), lowered and simulated. No
+weight is loaded and nothing is run; machine files are data sheets times stated shares, a source for each figure.
+What a figure does not say is assumed alike for all of its paper and stands in its note.
+
+The ratio is predicted over published. **!** marks a published figure that is better, by more than {ROUNDING:.0%}, than
+physics allows on that machine; it is left out of medians. Ratios beyond {FAR_OFF:g} or 1/{FAR_OFF:g} are bold and
+explained below their table. What stands for FlexGen in PIPO's tables is PIPO's measurement of it, and so on.
+"""
+
+
+_TICKS = (0.125, 0.25, 0.5, 1, 2, 4, 8)
+
+
+def papers_of(rows: Iterable[Row]) -> list[str]:
+    """In the order in which they come."""
+    return list(dict.fromkeys(row.figure.paper for row in rows))
+
+
+def by_table(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
+    """(paper, table) → its rows."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.figure.paper, row.figure.table), []).append(row)
+    return found
+
+
+def text(rows: Sequence[Row]) -> str:
+    """Lines grouped by paper and table."""
+    lines = []
+    for (paper, table), group in by_table(rows).items():
+        lines.append(f"\n{paper}, {table}")
+        for row in group:
+            f = row.figure
+            mark = " " if row.respects_physics else "!"
+            lines.append(
+                f"{mark} {f.system[:12]:12} {f.model[:14]:14} {f.metric:11} {_number(row.predicted):>8} "
+                f"{_number(f.value):>8} {row.ratio:6.2f}  {_setting(f)}" + (f" ({row.note})" if row.note else "")
+            )
+    lines.append("")
+    for paper in papers_of(rows):
+        mine = [row for row in rows if row.figure.paper == paper]
+        broken = sum(not row.respects_physics for row in mine)
+        lines.append(
+            f"{paper}: {len(mine)} rows, median ratio {median_ratio(rows, paper) or 0:.2f}, {broken} break physics"
+        )
+    return "\n".join(lines)
+
+
+def page(rows: Sequence[Row], left_out: Sequence[Published], contradictions: Sequence[Contradiction]) -> str:
+    """docs/PAPERS.md."""
+    sections = [_INTRO, _summary(rows), "![ratios](papers.svg)\n"]
+    for paper in papers_of(rows):
+        sections.append(f"## {paper}\n")
+        mine = [row for row in rows if row.figure.paper == paper]
+        sections += [f"### {table}\n\n{_table(group)}" for (_, table), group in by_table(mine).items()]
+        absent = [figure for figure in left_out if figure.paper == paper]
+        if absent:
+            sections.append("Not predicted: " + "; ".join(dict.fromkeys(map(_absent, absent))) + ".\n")
+    sections.append("## Where the papers contradict themselves\n\nAnd what is taken here.\n")
+    for paper, those in groupby(contradictions, key=lambda each: each.paper):
+        sections.append(f"**{paper}**\n\n" + "\n".join(f"- *{c.where}*: {c.says}; but {c.but}." for c in those) + "\n")
+    return "\n".join(sections)
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    lines = ["| paper | rows | median ratio | beyond 2 or 1/2 | better than physics |", "|---|---|---|---|---|"]
+    for paper in [*papers_of(rows), None]:
+        mine = [row for row in rows if paper in (None, row.figure.paper)]
+        median = median_ratio(mine)
+        far, broken = sum(row.far_off for row in mine), sum(not row.respects_physics for row in mine)
+        shown = "–" if median is None else f"{median:.2f}"
+        lines.append(f"| {paper or 'all'} | {len(mine)} | {shown} | {far} | {broken} |")
+    return "\n".join(lines) + "\n"
+
+
+def _table(rows: Sequence[Row]) -> str:
+    lines = [
+        "| system | model | setting | what | predicted | published | ratio | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    remarks: dict[str, list[str]] = {}
+    for row in rows:
+        f, marks = row.figure, ""
+        if not row.respects_physics:
+            marks += f"**!** bound {_number(row.bound or 0)} "
+        if row.note:
+            same = remarks.setdefault(row.note, [str(len(remarks) + 1)])
+            marks += f"({same[0]})"
+        lines.append(
+            f"| {f.system} | {f.model} | {_setting(f)} | {_unit(f)} | {_number(row.predicted)} | {_number(f.value)} "
+            f"| {'**' * row.far_off}{row.ratio:.2f}{'**' * row.far_off} | {marks.strip()} |"
+        )
+    notes = [f"({number[0]}) {note}." for note, number in remarks.items()]
+    return "\n".join([*lines, "", *("  \n".join(notes).splitlines())]) + "\n"
+
+
+def _setting(f: Published) -> str:
+    """With lengths, batch and limits, where the paper says them."""
+    parts = [f.setting]
+    parts += [f"prompt {f.prompt}"] if f.prompt else []
+    parts += [f"batch {f.batch}"] if f.batch else []
+    parts += [f"{f.device_memory_bytes / 2**30:g} GB of device memory"] if f.device_memory_bytes else []
+    parts += [f"against {f.against}"] if f.against else []
+    return ", ".join(parts)
+
+
+def _unit(f: Published) -> str:
+    short = {"throughput": "tokens/s", "decode_tokens_per_s": "tokens/s, decode", "ttft_s": "first token, s",
+             "decode_s": "a token, s", "latency_s": "answer, s", "seconds": "s", "speedup": "times as fast",
+             "device_gb": "GB of the device", "host_gb": "GB of RAM"}  # fmt: skip
+    assert set(short) <= set(METRICS)
+    return short.get(f.metric, f.metric.replace("_", " "))
+
+
+def _absent(f: Published) -> str:
+    why = UNSUPPORTED.get(f.model)
+    return f"{f.table}, {f.setting}" + (f" ({f.model}: {why})" if why else "")
+
+
+def _number(value: float) -> str:
+    """Three digits that mean something."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def plot(rows: Sequence[Row], file: Path) -> None:
+    """Ratios, a line for each table; as SVG, so that it stays small and sharp. The same rows give the same bytes."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    matplotlib.rcParams["svg.hashsalt"] = "penstock"
+    tables = by_table(rows)
+    figure, axis = plt.subplots(figsize=(9, 1.2 + 0.3 * len(tables)))
+    axis.axvspan(1 / FAR_OFF, FAR_OFF, color="#888888", alpha=0.15, linewidth=0)
+    axis.axvline(1, color="#888888", linewidth=1)
+    for y, group in enumerate(tables.values()):
+        for i, row in enumerate(group):
+            own = row.figure.system == row.figure.paper
+            color = "#1b6ca8" if own else "#e0a030"
+            at = y + 0.6 * ((i + 1) / (len(group) + 1) - 0.5)
+            face = color if row.respects_physics else "none"
+            axis.scatter(
+                row.ratio, at, s=16, marker="o" if own else "s", facecolors=face, edgecolors=color, linewidths=0.8
+            )
+    axis.set(xscale="log", xlabel="predicted / published", ylim=(len(tables) - 0.4, -0.6))
+    axis.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
+    axis.minorticks_off()
+    axis.set_yticks(range(len(tables)), [f"{paper}: {table}" for paper, table in tables], fontsize=7)
+    axis.set_title("blue: the paper's system; yellow: its peers; hollow: better than physics allows", fontsize=8)
+    axis.grid(True, axis="x", which="major", alpha=0.25)
+    figure.tight_layout()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, metadata={"Date": None})
+    plt.close(figure)

@@ -1,0 +1,88 @@
+"""All plans that were compared, the chosen one first, as a table and as JSON: `penstock plan --compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.planner.explain import lane_name, rate, tier_name
+from penstock.planner.solve import Solved
+from penstock.planner.solve.candidate import Candidate
+from penstock.spec.plan import Plan
+from penstock.units import format_bytes, format_seconds
+
+_TIERS = ("gpu0", "host", "disk0", "disk1")
+_LEAST_WIDTH = 28  # of the names' column
+
+
+def homes(plan: Plan) -> dict[str, int]:
+    """Bytes of weights by home."""
+    parts, found = plan.parts, dict[str, int]()
+    for unit in plan.units:
+        found[unit.home] = found.get(unit.home, 0) + (unit.hi - unit.lo) * parts[unit.part].granule_bytes
+    return found
+
+
+def bytes_per_tier(plan: Plan) -> dict[str, int]:
+    """Of memory all that the plan takes; of disks the weights and KV that have their home there."""
+    found = dict(plan.tier_bytes())
+    for home, nbytes in homes(plan).items():
+        if home.startswith("disk"):
+            found[home] = found.get(home, 0) + nbytes
+    return found
+
+
+def comparison(solved: Solved) -> str:
+    """A line for each plan, and why one that is only planned cannot run. Without a newline at the end."""
+    compared = solved.compared
+    names = _names([each.candidate for each in compared])
+    used = [bytes_per_tier(each.candidate.plan) for each in compared]
+    tiers = [tier for tier in _TIERS if any(tier in each for each in used)]
+    width = max([_LEAST_WIDTH, *map(len, names)])
+    lines = [
+        f"{'compared, the chosen first':{width}}{'tokens/s':>10}{'first token':>13}"
+        + "".join(f"{tier_name(tier):>12}" for tier in tiers)
+        + "  bound by"
+    ]
+    for name, each, nbytes in zip(names, compared, used, strict=True):
+        p = each.prediction
+        sizes = "".join(f"{format_bytes(nbytes[tier]) if nbytes.get(tier) else '–':>12}" for tier in tiers)
+        speed = f"{rate(p.decode_tokens_per_s):>10}{format_seconds(p.ttft_s):>13}"
+        lines.append(f"{name:{width}}{speed}{sizes}  {lane_name(p.bound_by)} {p.lane_share[p.bound_by]:.0%}")
+        if each.candidate.cannot_run:
+            lines.append(f"  planned only: {each.candidate.cannot_run}")
+    return "\n".join(lines)
+
+
+def to_json(solved: Solved) -> list[dict[str, Any]]:
+    """As it stands in `plan --json`, in the same order. `cannot_run` is empty where the runtime can."""
+    return [
+        {
+            "strategy": candidate.strategy,
+            "decode_tokens_per_s": p.decode_tokens_per_s,
+            "ttft_s": p.ttft_s,
+            "bound_by": p.bound_by,
+            "lane_share": p.lane_share,
+            "tier_bytes": bytes_per_tier(candidate.plan),
+            "weights_bytes": homes(candidate.plan),
+            "cannot_run": candidate.cannot_run,
+            "reasons": candidate.reasons,
+        }
+        for candidate, p in solved.compared
+    ]
+
+
+def _names(candidates: Sequence[Candidate]) -> list[str]:
+    """Strategies; of the same one, what tells its plans apart."""
+    strategies = [candidate.strategy for candidate in candidates]
+    return [
+        strategy if strategies.count(strategy) == 1 else f"{strategy}, {_details(candidate.plan)}"
+        for strategy, candidate in zip(strategies, candidates, strict=True)
+    ]
+
+
+def _details(plan: Plan) -> str:
+    ring = sum(plan.ring_bytes.values())
+    found = f"ring {format_bytes(ring)}, prompts by {plan.chunk_rows}"
+    on_disk = sum(home.layers[1] - home.layers[0] for home in plan.kv if home.home.startswith("disk"))
+    return found + (f", KV of {on_disk} layers on disk" if on_disk else "")

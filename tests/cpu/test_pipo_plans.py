@@ -1,0 +1,34 @@
+"""PIPO's plans on an emulated device: both pipelines, weights at every home, KV in RAM, give the same logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.graph.check_plan import check_plan
+from penstock.planner.solve import pipo
+from penstock.planner.solve.pipo_memory import PIPELINES, Choice
+from penstock.spec.ask import Ask
+from penstock.store.packed import Packed
+from tests.cpu.test_emulated import on_device
+from tests.cpu.test_placement import FORMATS, NEAR, models, oracle  # noqa: F401 (fixtures)
+from tests.pure.machine import WITH_DEVICE
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("home", ["host", "disk0"])
+def test_a_pipeline_is_exact(
+    models: dict[str, Packed],  # noqa: F811
+    oracle: dict[tuple[str, str], np.ndarray],  # noqa: F811
+    name: str,
+    pipeline: str,
+    home: str,
+) -> None:
+    packed = models[name]
+    ask = Ask(batch=2, context=64, prompt_tokens=32, output_tokens=8, kv="float32", score=True)
+    work = pipo.Work(ask, packed.spec, packed.weights, WITH_DEVICE)
+    for share in (0.0, 0.5):
+        plan = pipo.plan(work, Choice(home, pipeline, share), "host", chunk_rows=32)
+        check_plan(plan, packed.spec, packed.weights)
+        assert np.abs(on_device(packed, plan) - oracle[name, "float32"]).max() <= NEAR["float32"]
