@@ -97,6 +97,17 @@ CONTRADICTIONS = (
         "on bed A 3.2e-12 s is 0.6 TFLOP/s of 155: the time to read a weight, so it holds for one row, not for prompts",
     ),
     Contradiction(
+        "ScheInfer", "Eq. 15",
+        "in a prompt n_W bytes cross the link, whatever r_GG",
+        "what is at home on the device need not cross: (r_CG + r_CC)·n_W here",
+    ),
+    Contradiction(
+        "ScheInfer", "section V-E4",
+        "token assignment makes prefill up to 45.6 times as fast",
+        "only beside a CPU that takes as long for each token as for one alone: Table I's β for all gives 11 to 62 times"
+        " here, a CPU that reads a weight once a chunk at most 4",
+    ),
+    Contradiction(
         "ScheInfer", "section I",
         "Mixtral-8x22B in 4 bits takes about 110 GB",
         "141e9 weights are 70 GB at 4.0 bits, 79 at 4.5",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from penstock.graph import scratch_gpu
 from penstock.spec.format import TILE_ROWS, tiles
-from penstock.spec.parts import SUM_GRANULES, Block
+from penstock.spec.parts import SUM_GRANULES, Block, Part
 from penstock.spec.plan import DEVICE, Plan
 from penstock.units import round_up
 
@@ -43,7 +43,7 @@ def native_bytes(plan: Plan, rows: int) -> int:
     """What the native kernels need to do one granule of each part at a time (csrc/kernels.h); with more, the FFN takes
     more of them between two barriers."""
     need, layers = 0, plan.target.spec.layers
-    for part in plan.parts.values():
+    for part in _unlike(plan):
         if part.kind == "ffn":
             up, down = part.block("up"), part.block("down")
             need = max(need, prepared_bytes(up, rows) + prepared_bytes(down, rows))
@@ -60,6 +60,14 @@ def native_bytes(plan: Plan, rows: int) -> int:
         elif part.kind in ("embed", "head"):
             need = max(need, prepared_bytes(part.block("rows"), min(rows, plan.logits_rows)))
     return need
+
+
+def _unlike(plan: Plan) -> list[Part]:
+    """The parts, of layers that are one object only those of the first: a large model has hundreds, of few kinds."""
+    layers, found = plan.target.spec.layers, dict[tuple[str, int], Part]()
+    for part in plan.parts.values():
+        found.setdefault((part.kind, id(layers[part.layer]) if part.layer >= 0 else -1), part)
+    return list(found.values())
 
 
 def _kv_lanes(plan: Plan) -> int:
@@ -83,7 +91,7 @@ def scratch_bytes(plan: Plan, tier: str) -> int:
     if tier == DEVICE:  # a GPU's kernels, or the CPU's where the device is emulated
         need = max(need, scratch_gpu.scratch_bytes(plan, tier))
     need = max(need, 16 * rows * max(spec.d_model, spec.d_embed))  # norms, merges and embeddings: four [rows, D]
-    for part in plan.parts.values():
+    for part in _unlike(plan):
         if part.kind == "norms":
             continue
         n = min(rows, plan.logits_rows) if part.kind in ("embed", "head") else rows

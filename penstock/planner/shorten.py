@@ -53,6 +53,7 @@ def shortened(plan: Plan, layers: Sequence[int]) -> Plan:
         units=tuple(units),
         kv=tuple(replace(home, layers=everything) for home in plan.kv),
         acts=tuple(replace(home, layers=everything) for home in plan.acts),
+        predictors=tuple(replace(p, layer=number[str(p.layer)]) for p in plan.predictors if str(p.layer) in number),
     )
 
 
@@ -63,6 +64,8 @@ def _choose(plan: Plan) -> tuple[list[int], list[int]] | None:
     count = len(layers)
     if len({unit.home for unit in plan.units if unit.home.startswith("disk")}) > 1:
         return None  # every n-th layer may lie on one of the disks alone
+    if plan.predictors:
+        return None  # layers differ in how many of their neurons are active
     if any(span != (0, count) for span in (*(kv.layers for kv in plan.kv), *(act.layers for act in plan.acts))):
         return None
     period = next((p for p in range(1, _LONGEST_PERIOD + 1) if layers[p:] == layers[:-p]), None)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from penstock.errors import DoesNotFit
 from penstock.planner.predict import Prediction
 from penstock.planner.shorten import quick, streamed
-from penstock.planner.solve import Solved, device, pipo, residency, settle_context
+from penstock.planner.solve import Solved, device, pipo, residency, settle_context, slicing_plan
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.limits import device_limit_bytes, host_limit_bytes
 from penstock.spec.ask import Ask
@@ -117,8 +118,10 @@ def _one(
     is nearest to `ring_bytes`. One simulation, not one for every candidate."""
     try:
         if like is not None:
-            solver = pipo if like.startswith(tuple(pipo.NAMES.values())) else device
-            plan = _alike(solver.candidates(ask, spec, weights, machine), like)
+            of_pipo = like.startswith(tuple(pipo.NAMES.values()))
+            solvers = (pipo,) if of_pipo else (slicing_plan, device) if like == slicing_plan.NAME else (device,)
+            found = chain.from_iterable(solver.candidates(ask, spec, weights, machine) for solver in solvers)
+            plan = _alike(found, like)
         else:
             plan = _nearest(residency.candidates(ask, spec, weights, machine), ring_bytes or _USUAL_RING_BYTES)
     except DoesNotFit:
@@ -127,12 +130,13 @@ def _one(
 
 
 def _alike(candidates: Iterable[Candidate], strategy: str) -> Plan | None:
-    """The plan of the same strategy, or the one that leaves nothing to choose; else the last."""
-    found = None
-    for found in candidates:
-        if found.strategy in (strategy, device.WHOLE):
-            break
-    return None if found is None else found.plan
+    """The plan of the same strategy, or the one that leaves nothing to choose; else the first, the most promising."""
+    first = None
+    for candidate in candidates:
+        if candidate.strategy in (strategy, device.WHOLE):
+            return candidate.plan
+        first = first or candidate
+    return None if first is None else first.plan
 
 
 def _nearest(candidates: Iterable[Candidate], ring_bytes: int) -> Plan | None:

@@ -2,9 +2,10 @@
 
 What a byte saves by being at home on the device does not depend on where in the layers it is, so FFNs keep even shares
 there, and the CPU's and the link's work lies evenly under the device's. The head goes first (the CPU cannot take it),
-then attention (whole layers, and their KV with them), then FFNs. Of the FFN granules outside, the CPU computes some and
-the link lifts some: their shares are varied around the one where both take equally long (ScheInfer §IV-B, before the
-sharing of RAM; `planner/solve` simulates the candidates and takes the best).
+then attention (whole layers, and their KV with them), then FFNs. Of the FFN granules outside, the CPU computes all, the
+link lifts all, or each takes the share at which their layer is done first (`slicing`, with the RAM that both read).
+What each of these takes is estimated in closed form (`layer_costs`, within some hundredths where no disk is read), and
+`planner/solve` simulates the best few.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from penstock.errors import DoesNotFit
 from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.device_plan import DeviceSkeleton, Split, vocabulary
+from penstock.planner.solve.layer_costs import Estimate, LayerCosts, Shares
 from penstock.planner.solve.limits import device_limit_bytes, fits, host_limit_bytes
 from penstock.planner.solve.skeleton import CHUNK_ROWS, MIN_CHUNK_ROWS, PINNED, Resident, chunk_options
 from penstock.spec.ask import Ask
@@ -31,8 +33,9 @@ _RING_BYTES, _HOST_RING_BYTES, _STAGE_BYTES = 128 * MIB, 64 * MIB, 64 * MIB
 _SMALLEST_RING_SHARE = 8  # of the device's memory, at most so small a part
 WHOLE = "device memory"  # the strategy that leaves nothing elsewhere
 _LINK = "link"
-_ATTEMPTS = 3
-_SHORT_PROMPT = 256  # tokens up to which the CPU may be as quick at its own granules as the link
+_ATTEMPTS = 5
+# Splits that are simulated: so many, of those whose closed form is at most so many times the best one's.
+_MOST_SPLITS, _HOPELESS = 4, 2.0
 
 
 def has_device(machine: MachineSpec, ask: Ask) -> bool:
@@ -97,11 +100,36 @@ def refuse(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> 
     )  # fmt: skip
 
 
-def _splits(skeleton: DeviceSkeleton) -> Iterator[Split]:
-    """Who may compute what, the device as much as possible first. The skeleton's split is that."""
-    spec, ask, whole = skeleton.spec, skeleton.ask, skeleton.split
+def _splits(skeleton: DeviceSkeleton) -> list[Split]:
+    """Who may compute what: by their closed forms the best few, the best first. The skeleton's split leaves all to the
+    device; where that leaves nothing elsewhere, it is the only one."""
+    found: list[tuple[float, int, Split]] = []
+    layers = len(skeleton.spec.layers)
+    for attention_layers, kv_home in _modes(skeleton):
+        whole = replace(skeleton.split, attention_layers=attention_layers, kv_home=kv_home)
+        estimate = _estimate(replace(skeleton, split=whole))
+        if estimate is None:
+            continue
+        shares = {"link and CPU": estimate.lifted(), "CPU": (0.0,) * layers, _LINK: (1.0,) * layers}
+        if kv_home == "host":  # KV over the link is for those who have nothing else to do with it
+            shares = {_LINK: shares[_LINK]}
+        elif shares["link and CPU"] in (shares["CPU"], shares[_LINK]):
+            del shares["link and CPU"]
+        for name, lifted in shares.items():
+            alike = len(set(lifted)) == 1
+            split = replace(whole, name=name, lifted=lifted[0], lifted_by_layer=() if alike else lifted)
+            found.append((estimate.seconds(lifted, True), len(found), split))
+            if name != _LINK:
+                found.append((estimate.seconds(lifted, False), len(found), replace(split, prompts=False)))
+    best_s = min((seconds for seconds, _, _ in found), default=0.0)
+    return [split for seconds, _, split in sorted(found)[:_MOST_SPLITS] if seconds <= _HOPELESS * best_s]
+
+
+def _modes(skeleton: DeviceSkeleton) -> list[tuple[int, str]]:
+    """(layers whose attention is the device's, home of its KV), as they fit."""
+    spec, whole = skeleton.spec, skeleton.split
     layers = len(spec.layers)
-    limit = device_limit_bytes(ask, skeleton.machine)
+    limit = device_limit_bytes(skeleton.ask, skeleton.machine)
 
     def device_bytes(split: Split, attention_stays: bool) -> int:
         stays = {f"{i}.attn": spec.layers[i].attention.kv_heads for i in range(split.attention_layers)}
@@ -116,22 +144,36 @@ def _splits(skeleton: DeviceSkeleton) -> Iterator[Split]:
             fits = device_bytes(replace(whole, attention_layers=middle), True) <= limit
             lo, hi = (middle, hi) if fits else (lo, middle - 1)
         modes += [(lo, DEVICE), (layers, "host")]
-    balanced = _balanced(skeleton.weights, skeleton.machine)
-    shares = ((_LINK, 1.0), ("link and CPU", balanced), ("less link, more CPU", balanced / 2), ("CPU", 0.0))
-    for attention_layers, kv_home in modes:
-        for name, lifted in shares:
-            if lifted < 1 and kv_home == "host":
-                continue  # KV over the link is for those who have nothing else to do with it
-            yield Split(name, lifted, attention_layers, kv_home, True)
-            if lifted < 1 and ask.prompt_tokens <= _SHORT_PROMPT:
-                yield Split(name, lifted, attention_layers, kv_home, False)
+    return modes
 
 
-def _balanced(weights: Format, machine: MachineSpec) -> float:
-    """The share that the link lifts while the CPU computes the rest, if neither slowed the other."""
-    cpu = machine.rate("host", "ffn", weights.kind).s_per_byte
-    link = machine.rate("h2d0", "lift", weights.kind).s_per_byte
-    return cpu / (cpu + link)
+def _estimate(skeleton: DeviceSkeleton) -> Estimate | None:
+    """What its splits would take, by where the bytes would be; None where the least does not fit."""
+    spec, weights = skeleton.spec, skeleton.weights
+    bare = skeleton.plan({}, {})
+    spare = spare_bytes(bare, DEVICE, device_limit_bytes(skeleton.ask, skeleton.machine))
+    memory = spare_bytes(bare, "host", host_limit_bytes(skeleton.ask, skeleton.machine))
+    if spare is None or memory is None:
+        return None
+    most = skeleton.ask.resident_bytes
+    stays = _fill_device(skeleton, spare if most is None else min(spare, most))
+    sizes = {part.key: part for part in parts(spec, weights)}
+
+    def share(kind: str, layers: range) -> float:
+        keys = [f"{i}.{kind}" for i in layers]
+        return sum(stays.get(key, 0) for key in keys) / max(1, sum(sizes[key].granules for key in keys))
+
+    left = sum((part.granules - stays.get(part.key, 0)) * part.granule_bytes for part in sizes.values())
+    left -= 0 if spec.tied else sizes["embed"].nbytes
+    if most is not None:
+        memory = min(memory, max(0, most - _bytes_of(skeleton, stays)))
+    disk = max(0.0, 1 - memory / left) if left > 0 else 0.0
+    attends, every = range(skeleton.split.attention_layers), range(len(spec.layers))
+    there = Shares(share("ffn", every), share("attn", attends), disk, True, skeleton.split.kv_home == "host")
+    return Estimate(
+        LayerCosts(skeleton.ask, spec, weights, skeleton.machine), skeleton.chunk_rows, there, len(attends),
+        vocabulary(spec, weights).key in stays,
+    )  # fmt: skip
 
 
 def device_skeleton(
@@ -159,40 +201,45 @@ def _smallest(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, 
 def _filled(skeleton: DeviceSkeleton) -> Plan | None:
     """As much as fits stays on the device, then in RAM. None where the rest alone is too much for either."""
     ask, machine = skeleton.ask, skeleton.machine
-    limit, host_limit = device_limit_bytes(ask, machine), host_limit_bytes(ask, machine)
+    limit = device_limit_bytes(ask, machine)
     every = {part.key: part.granules for part in parts(skeleton.spec, skeleton.weights)}
     may_stay = skeleton.ask.resident_bytes
-    if may_stay is None:
+    there_all = _computed_there(skeleton, every)
+    if may_stay is None and _bytes_of(skeleton, there_all) <= limit:
         for memory in (every, {}):
-            whole = skeleton.plan(_computed_there(skeleton, every), memory)
+            whole = skeleton.plan(there_all, memory)
             if fits(whole, ask, machine):
                 return whole
     bare = skeleton.plan({}, {})
-    spare = _spare(bare, DEVICE, limit)
+    spare = spare_bytes(bare, DEVICE, limit)
     if spare is None:
         return None
     budget = spare if may_stay is None else min(spare, may_stay)
-    on_device = _fill_device(skeleton, budget)
-    there = skeleton.plan(on_device, {})
     for _ in range(_ATTEMPTS):  # kernels need more scratch for a large unit that stays than for those that come
-        over = there.tier_bytes()[DEVICE] - limit
-        if over <= 0:
-            break
-        budget -= round_up(over, ARENA_ALIGN)
-        on_device = _fill_device(skeleton, budget)
-        there = skeleton.plan(on_device, {})
-    spare = _spare(there, "host", host_limit)
-    if spare is None:
-        return None
+        plan = _beside(skeleton, _fill_device(skeleton, budget))
+        if plan is None or fits(plan, ask, machine):
+            return plan
+        budget -= round_up(plan.tier_bytes()[DEVICE] - limit, ARENA_ALIGN)
+    return None
+
+
+def _beside(skeleton: DeviceSkeleton, on_device: Resident) -> Plan | None:
+    """Of what is not on the device, as much as fits in RAM, the rest on the disk. None where RAM is too small for what
+    must be there; how much of the device it takes is not looked at."""
+    every = {part.key: part.granules for part in parts(skeleton.spec, skeleton.weights)}
     rest = {part: count - on_device.get(part, 0) for part, count in every.items()}
+    limit, may_stay = host_limit_bytes(skeleton.ask, skeleton.machine), skeleton.ask.resident_bytes
     if may_stay is None:
         plan = skeleton.plan(on_device, rest)
-        if fits(plan, ask, machine):
+        if plan.tier_bytes()["host"] <= limit:
             return plan
-    else:
+    spare = spare_bytes(skeleton.plan(on_device, {}), "host", limit)
+    if spare is None:
+        return None
+    if may_stay is not None:
         spare = min(spare, max(0, may_stay - _bytes_of(skeleton, on_device)))
-    plan = skeleton.plan(on_device, _fill_memory(skeleton, rest, spare))
-    return plan if fits(plan, ask, machine) else None
+    plan = skeleton.plan(on_device, fill_memory(skeleton, rest, spare))
+    return plan if plan.tier_bytes()["host"] <= limit else None
 
 
 def _computed_there(skeleton: DeviceSkeleton, every: Resident) -> Resident:
@@ -205,7 +252,7 @@ def _computed_there(skeleton: DeviceSkeleton, every: Resident) -> Resident:
     return kept
 
 
-def _spare(plan: Plan, tier: str, limit: int) -> int | None:
+def spare_bytes(plan: Plan, tier: str, limit: int) -> int | None:
     """What is left for weights that stay, with what the last huge page of their arena has left."""
     spare = limit - plan.tier_bytes().get(tier, 0)
     if spare < 0:
@@ -225,24 +272,24 @@ def _fill_device(skeleton: DeviceSkeleton, budget: int) -> Resident:
     every = parts(skeleton.spec, skeleton.weights)
     attention = [p for p in every if p.kind == "attn" and p.layer < skeleton.split.attention_layers]
     for wanted in (attention, [part for part in every if part.kind == "ffn"]):
-        budget -= _share_out(wanted, {part.key: part.granules for part in wanted}, budget, found)
+        budget -= share_out(wanted, {part.key: part.granules for part in wanted}, budget, found)
     return found
 
 
-def _fill_memory(skeleton: DeviceSkeleton, rest: Resident, budget: int) -> Resident:
+def fill_memory(skeleton: DeviceSkeleton, rest: Resident, budget: int) -> Resident:
     """Even shares of everything that is not on the device; embedding rows that are only looked up come last."""
     found: Resident = {}
     gathered = "" if skeleton.spec.tied else "embed"
     every = [p for p in parts(skeleton.spec, skeleton.weights) if p.kind not in PINNED and rest.get(p.key, 0)]
-    budget -= _share_out([part for part in every if part.key != gathered], rest, budget, found)
+    budget -= share_out([part for part in every if part.key != gathered], rest, budget, found)
     embed = next((part for part in every if part.key == gathered), None)
     if embed is not None and embed.nbytes <= budget:
         found[gathered] = embed.granules
     return found
 
 
-def _share_out(wanted: list[Part], rest: Resident, budget: int, found: Resident) -> int:
-    """Adds even shares of `rest` to `found`; returns the bytes that they take."""
+def share_out(wanted: list[Part], rest: Resident, budget: int, found: Resident) -> int:
+    """Adds even shares of `rest` (granules, part by part) to `found`; returns the bytes that they take."""
     total = sum(rest[part.key] * part.granule_bytes for part in wanted)
     share, taken = min(1.0, max(0, budget) / total) if total else 0.0, 0
     for part in wanted:

@@ -14,7 +14,7 @@ from penstock.spec.format import Format
 from penstock.spec.machine import USUAL_READS, MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Part, head_key, parts
-from penstock.spec.plan import DEVICE, ActHome, KvHome, Plan, PlanModel, Unit
+from penstock.spec.plan import DEVICE, ActHome, KvHome, Plan, PlanModel, Predictor, Unit
 from penstock.units import MIB, round_up
 
 
@@ -23,19 +23,22 @@ class Split:
     """Who computes what is not at home on the device: `name`. `lifted`: of the FFN granules outside its memory, the
     share that it computes all the same, each token over the link; the CPU computes the others. `attention_layers`: the
     first so many are the device's, with their KV at home in `kv_home`; the others' attention and KV are the CPU's.
-    `prompts`: whether the device also computes the CPU's granules where a prompt is read (CG', ScheInfer §IV-C)."""
+    `prompts`: whether the device also computes the CPU's granules where a prompt is read (CG', ScheInfer §IV-B).
+    `lifted_by_layer`: instead of `lifted`, where layers differ."""
 
     name: str
     lifted: float
     attention_layers: int
     kv_home: str
     prompts: bool
+    lifted_by_layer: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class DeviceSkeleton:
     """`ring_bytes`: of the device, and of the host; `stage_bytes`: between disk and device. `order`: of
-    `spec.plan.ORDERS`. `unit_bytes`: of a block that crosses the link in one unit, at most; 0: as the ring suggests."""
+    `spec.plan.ORDERS`. `unit_bytes`: of a block that crosses the link in one unit, at most; 0: as the ring suggests.
+    `predictors`: a Plan's."""
 
     ask: Ask
     spec: ModelSpec
@@ -48,6 +51,7 @@ class DeviceSkeleton:
     stage_bytes: int
     order: str = "overlapped"
     unit_bytes: int = 0
+    predictors: tuple[Predictor, ...] = ()
 
     def plan(self, on_device: Resident, in_memory: Resident) -> Plan:
         """Complete. `on_device`, `in_memory`: granules that stay there, part by part; what is in neither is on the
@@ -79,6 +83,7 @@ class DeviceSkeleton:
             io_engine=USUAL_READS.engine,
             process_bytes=round_up(process_bytes + spec.tokenizer_bytes, MIB),
             context_bytes=self.machine.context_bytes,
+            predictors=self.predictors,
         )
         return replace(plan, arenas=Layout(plan).arenas())
 
@@ -109,7 +114,7 @@ class DeviceSkeleton:
     def _lifted(self, part: Part) -> float:
         """The share of granules outside its memory that the device computes."""
         if part.kind == "ffn":
-            return self.split.lifted
+            return self.split.lifted_by_layer[part.layer] if self.split.lifted_by_layer else self.split.lifted
         return 1.0 if part.kind != "attn" or part.layer < self.split.attention_layers else 0.0
 
     def _lift_bytes(self, part: Part) -> int:

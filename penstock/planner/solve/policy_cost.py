@@ -84,7 +84,8 @@ class Terms:
         prompt = max(1, min(ask.prompt_tokens, home.context - 1))
         position = min(prompt + ask.output_tokens // 2, home.context - 1)
         seqs = range(shape.block)
-        self._prompts = Counter(map(_alike, passes.prompts(home, (prompt,) * shape.block, passes.DECODE)))
+        prompts = passes.prompts(home, seqs, (prompt,) * shape.block, passes.DECODE)
+        self._prompts = Counter(map(_alike, prompts))
         self._tokens = Counter([_alike(passes.decode(home, seqs, (position,) * shape.block, passes.DECODE))])
 
     def program(self, mode: Mode) -> Program:

@@ -8,7 +8,7 @@ the program is solved again with KV there; what is then off is less than a granu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -62,10 +62,14 @@ def blocks(batch: int, whole: bool) -> list[tuple[int, int]]:
         rounds *= 2
 
 
-def search(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> dict[str, Found]:
-    """The best policy for each way to attend; empty where nothing fits. `ask` has its context settled."""
+def search(
+    ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, attends: Sequence[str] = ATTENDS
+) -> dict[str, Found]:
+    """The best policy for each of some ways to attend; empty where nothing fits. `ask` has its context settled."""
     best: dict[str, Found] = {}
     for shape in shapes(ask, spec, weights, machine):
+        if shape.attends not in attends:
+            continue
         terms = Terms(shape)
         for mode in modes(shape):
             known = best.get(shape.attends)
@@ -79,10 +83,17 @@ def shapes(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> 
     """Every block, every way to attend, two lengths of a prompt's batch."""
     main = DEVICE if device_limit_bytes(ask, machine) else "host"
     for gpu_batch, batches in blocks(ask.batch, ask.objective == "latency"):
-        most = min(gpu_batch * ask.prompt_tokens, _MOST_CHUNK_ROWS, max(ask.context or 0, gpu_batch))
-        for chunk_rows in sorted({max(MIN_CHUNK_ROWS, min(most, rows)) for rows in (_MOST_CHUNK_ROWS, _FEWER_ROWS)}):
+        for chunk_rows in chunk_options(ask, gpu_batch):
             for attends in ATTENDS if main == DEVICE else ("device",):
                 yield Shape(ask, spec, weights, machine, main, gpu_batch, batches, chunk_rows, attends)
+
+
+def chunk_options(ask: Ask, gpu_batch: int) -> list[int]:
+    """Rows of a prompt's batch to try, fewest first: whole prompts, where one is no longer than that."""
+    assert ask.context is not None, "settle_context came first"
+    prompt = min(ask.prompt_tokens, ask.context - 1)
+    whole = {min(gpu_batch, max(1, rows // prompt)) * prompt for rows in (_MOST_CHUNK_ROWS, _FEWER_ROWS)}
+    return sorted({max(MIN_CHUNK_ROWS, min(rows, _MOST_CHUNK_ROWS)) for rows in whole})
 
 
 def place(terms: Terms, mode: Mode, better_than_s: float | None = None) -> Found | None:

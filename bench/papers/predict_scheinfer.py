@@ -1,0 +1,280 @@
+"""ScheInfer's rows, predicted: its own policy and its peers', as plans on its test beds.
+
+*ScheInfer* is `slicing_plan` as the paper has it: attention on the device, memory assigned for decode. *llama.cpp*:
+`layers`, whole layers on the device; where a prompt is read it sends the others' FFNs there. *Fiddler* is for experts;
+of a dense model its rule makes whole FFNs: as many as fit on the device, the others the CPU's in decode, and where a
+prompt is read the link's or the CPU's, whichever is quicker. *PowerInfer* never sends weights: what is not on the
+device is the CPU's, in a prompt too.
+
+Rows over several models take LLaMA-2-70B in int4 and LLaMA-2-13B in float16, the two of the seven that are supported,
+on each bed with 12 and 24 GB (bed C: its 11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+
+import penstock
+from bench.papers.predicted import Predicted
+from bench.papers.published import BED_A, BED_B, BED_C, UNSUPPORTED, Published, device_gb
+from penstock.graph.arenas import ARENA_ALIGN
+from penstock.planner.predict import Prediction
+from penstock.planner.shorten import quick
+from penstock.planner.solve import layers, settle_context
+from penstock.planner.solve.device import device_skeleton, share_out, spare_bytes
+from penstock.planner.solve.device_plan import DeviceSkeleton, Split, vocabulary
+from penstock.planner.solve.layer_costs import LayerCosts, Shares
+from penstock.planner.solve.limits import device_limit_bytes, fits
+from penstock.planner.solve.skeleton import CHUNK_ROWS, PINNED, Resident
+from penstock.planner.solve.slicing import best_r_cg
+from penstock.planner.solve.slicing_plan import PAPER, plan_of, solve_slices
+from penstock.serve.planning import describe
+from penstock.spec import machine as machines
+from penstock.spec.ask import Ask
+from penstock.spec.format import Format, parse_format
+from penstock.spec.machine import MachineSpec
+from penstock.spec.model import ModelSpec
+from penstock.spec.parts import parts
+from penstock.spec.plan import DEVICE, Plan
+
+# What the paper does not state. Prompts are of 1024 tokens by default (section V-C); that the speed-ups of the whole
+# answer are close to decode's tells that answers took longer than prompts, as 128 tokens do.
+PROMPT, OUTPUT = 1024, 128
+THREADS = 16  # of Table I, and of the machine files: the most that section V-E tries
+
+MIXTRAL = "Mixtral has experts, which ModelSpec cannot say yet"
+
+_TOKENS_NOTE = (
+    "ScheInfer's CPU takes as long for each token as for one alone (Table I's 5.4 ps a multiply-add for all of them"
+    " would give 11, 45 and 62 times here), where penstock's reads a weight once for a chunk: its tokens cost far less"
+)
+
+_MODELS = (("llama-2-70b", "int4"), ("llama-2-13b", "float16"))
+_RATES = (0.0, 0.25, 0.5, 0.75)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A model on a test bed, with a limit of the device's memory in GB, and a number of the CPU's threads."""
+
+    machine: str
+    model: str
+    weights: str
+    limit_gb: int
+    threads: int = THREADS
+    prompt: int = PROMPT
+
+
+def predicted(row: Published) -> Predicted | None:
+    """None for rows of Mixtral (MIXTRAL)."""
+    if row.model in UNSUPPORTED:
+        return None
+    for table, found in (
+        ("V-E1", _of_threads), ("V-E2", _of_rates), ("V-E3", _of_assignment), ("V-E4", _of_tokens),
+    ):  # fmt: skip
+        if table in row.table:
+            return found(row)
+    return _of_ranges(row)
+
+
+def _of_ranges(row: Published) -> Predicted:
+    """Sections V-C and V-D: the least or the most over models, beds and limits."""
+    phase, _, which = row.setting.partition(", ")
+    seconds: dict[str, Callable[[Prediction], float]] = {
+        "decode": lambda p: 1 / p.decode_tokens_per_s, "prefill": lambda p: p.ttft_s,
+        "prompt and answer": lambda p: p.total_s,
+    }  # fmt: skip
+    if row.against == "PowerInfer":
+        found = [_ratio(seconds[phase], power_infer, s) for s in _settings((BED_A, BED_B), (12,))]
+    else:
+        settings = list(_settings((BED_A, BED_B, BED_C), (12, 24)))
+        found = [_ratio(seconds[phase], peer, s) for peer, s in product((llama_cpp, fiddler), settings)]
+    value = (min if which == "least" else max)(found)
+    return Predicted(value, None, f"assumed: prompts of {PROMPT}, answers of {OUTPUT} tokens, 12 and 24 GB")
+
+
+def _of_threads(row: Published) -> Predicted:
+    """Section V-E1: the mean over the same models, beds and limits."""
+    threads = _threads_of(row)
+    peer = fiddler if row.against == "Fiddler" else llama_cpp
+    settings = _settings((BED_A, BED_B, BED_C), (12, 24), threads)
+    value = fmean(_ratio(lambda p: 1 / p.decode_tokens_per_s, peer, s) for s in settings)
+    return Predicted(value, None, "assumed: all models, beds and limits; a CPU's time goes as 1 / threads")
+
+
+def _of_rates(row: Published) -> Predicted:
+    """Section V-E2: the best r_CG where no FFN has a share on the device, and what it gains over fixed ones."""
+    setting = Setting(BED_A, "llama-2-70b", "int4", 24, _threads_of(row))
+    ask, spec, weights, machine = _case(setting)
+    costs = LayerCosts(ask, spec, weights, machine)
+    best, _ = best_r_cg(costs.ffn(spec.layers[0], costs.decode(), Shares()))
+    if row.metric == "share":
+        return Predicted(best, None, "a CPU's time goes as 1 / threads; the link's 24.9 GB/s, not Table I's 38")
+    speed = no_ffns(setting, best).decode_tokens_per_s
+    value = fmean(speed / no_ffns(setting, rate).decode_tokens_per_s for rate in _RATES)
+    return Predicted(value, None, "LLaMA-2-70B alone, where the row has Mixtral-8x7B too")
+
+
+def _of_assignment(row: Published) -> Predicted:
+    """Section V-E3: slices against FFNs that are whole on the device or not at all, both with the best r_CG."""
+    assert row.device_memory_bytes is not None
+    setting = Setting(BED_A, row.model, "int4", row.device_memory_bytes // device_gb(1))
+    return Predicted(
+        scheinfer(setting).decode_tokens_per_s / whole_ffns(setting).decode_tokens_per_s, None,
+        f"assumed: decode after a prompt of {PROMPT} tokens",
+    )  # fmt: skip
+
+
+def _of_tokens(row: Published) -> Predicted:
+    """Section V-E4: prefill with all of a chunk's tokens on the device, against none of those of CC."""
+    assert row.device_memory_bytes is not None and row.prompt is not None
+    setting = Setting(BED_A, row.model, "int4", row.device_memory_bytes // device_gb(1), prompt=row.prompt)
+    return Predicted(scheinfer(setting, prompts=False).ttft_s / scheinfer(setting).ttft_s, None, _TOKENS_NOTE)
+
+
+# -- policies -------------------------------------------------------------------------------------------
+
+
+@cache
+def scheinfer(setting: Setting, prompts: bool | None = None) -> Prediction:
+    """Slices by §IV. `prompts`: whether the device takes a prompt's tokens with the CPU's weights; None: by Eq. 15."""
+    case = _case(setting)
+    found = solve_slices(*case, PAPER)
+    assert found is not None, setting
+    plan, slices = found
+    if prompts is not None:
+        split = Split("slicing", 0.0, 0, DEVICE, prompts)
+        plan = plan_of(device_skeleton(*case, split, plan.chunk_rows), replace(slices, prompts=prompts))
+    return _predict(setting, plan)
+
+
+@cache
+def llama_cpp(setting: Setting) -> Prediction:
+    """Whole layers on the device, as many as fit."""
+    plan = layers.plan_of(*_case(setting))
+    assert plan is not None, setting
+    return _predict(setting, plan)
+
+
+@cache
+def fiddler(setting: Setting) -> Prediction:
+    """Whole FFNs on the device, as many as fit beside attention; the CPU's in decode, the quicker way in a prompt."""
+    either = (_predict(setting, _ffns(setting, whole=True, r_cg=0.0, prompts=there)) for there in (True, False))
+    return min(either, key=lambda p: p.ttft_s)
+
+
+@cache
+def power_infer(setting: Setting) -> Prediction:
+    """Even shares of all FFNs on the device (its hot neurons), and no weight over the link."""
+    return _predict(setting, _ffns(setting, whole=False, r_cg=0.0, prompts=False))
+
+
+@cache
+def whole_ffns(setting: Setting) -> Prediction:
+    """Section V-E3's peer: r_GG is 0 or 1; with the best r_CG where it is 0."""
+    costs = LayerCosts(*_case(setting))
+    r_cg, _ = best_r_cg(costs.ffn(costs.spec.layers[0], costs.decode(), Shares()))
+    return _predict(setting, _ffns(setting, whole=True, r_cg=r_cg))
+
+
+@cache
+def no_ffns(setting: Setting, r_cg: float) -> Prediction:
+    """Section V-E2: no FFN has a share on the device, the link lifts `r_cg` of each."""
+    skeleton, there = _beside(setting, r_cg)
+    return _predict(setting, _filled(skeleton, there))
+
+
+def _ffns(setting: Setting, whole: bool, r_cg: float, prompts: bool = True) -> Plan:
+    """Attention and head on the device, and FFNs: `whole` ones, or even shares; of the others the link lifts `r_cg`."""
+    skeleton, there = _beside(setting, r_cg, prompts)
+    limit = device_limit_bytes(skeleton.ask, skeleton.machine)
+    budget = spare_bytes(_filled(skeleton, there), DEVICE, limit)
+    assert budget is not None, setting
+    ffns = [part for part in parts(skeleton.spec, skeleton.weights) if part.kind == "ffn"]
+    while True:
+        more: Resident = {}
+        if whole:
+            more = {part.key: part.granules for part in ffns[: budget // ffns[0].nbytes]}
+        else:
+            share_out(ffns, {part.key: part.granules for part in ffns}, budget, more)
+        plan = _filled(skeleton, there | more)
+        if fits(plan, skeleton.ask, skeleton.machine):
+            return plan
+        budget -= ARENA_ALIGN  # kernels take more scratch for units that stay
+        assert budget > 0, setting
+
+
+def _beside(setting: Setting, r_cg: float, prompts: bool = True) -> tuple[DeviceSkeleton, Resident]:
+    """All but FFNs on the device."""
+    ask, spec, weights, machine = _case(setting)
+    split = Split("", r_cg, len(spec.layers), DEVICE, prompts)
+    skeleton = device_skeleton(ask, spec, weights, machine, split, CHUNK_ROWS)
+    head = vocabulary(spec, weights)
+    every = parts(spec, weights)
+    return skeleton, {p.key: p.granules for p in every if p.kind == "attn" or p.key == head.key}
+
+
+def _filled(skeleton: DeviceSkeleton, there: Resident) -> Plan:
+    """What is not there is in RAM."""
+    every = [part for part in parts(skeleton.spec, skeleton.weights) if part.kind not in PINNED]
+    return skeleton.plan(there, {part.key: part.granules - there.get(part.key, 0) for part in every})
+
+
+def _predict(setting: Setting, plan: Plan) -> Prediction:
+    ask, _, _, machine = _case(setting)
+    return quick(plan, ask, machine, spread=False)
+
+
+# -- settings -------------------------------------------------------------------------------------------
+
+
+@cache
+def _case(setting: Setting) -> tuple[Ask, ModelSpec, Format, MachineSpec]:
+    spec, weights = describe(Path(setting.model), parse_format(setting.weights))
+    ask = Ask(
+        prompt_tokens=setting.prompt, output_tokens=OUTPUT, context=max(PROMPT, setting.prompt) + OUTPUT,
+        device_memory_bytes=device_gb(setting.limit_gb),
+    )  # fmt: skip
+    file = Path(penstock.__file__).parent / "machines" / f"{setting.machine}.json"
+    machine = machines.loads(file.read_text(encoding="utf-8"), setting.machine)
+    return settle_context(ask, spec), spec, weights, with_threads(machine, setting.threads)
+
+
+def with_threads(machine: MachineSpec, threads: int) -> MachineSpec:
+    """The machine with fewer of its CPU's threads at work.
+
+    Seconds go as 1 / threads: at 16 of them Table I has 125, 133 and 80 GB/s of float16 weights on beds A, B and C,
+    where the RAM gives 164, 164 and 112 (0.8 of its peak). So the cores are the limit, not the RAM, and fewer cores all
+    the more so; then the link takes nothing from them either (at 8 threads 62 + 25 GB/s of 164).
+    """
+    if threads == THREADS:
+        return machine
+    slower = THREADS / threads
+    rates = tuple(
+        replace(rate, s_per_byte=rate.s_per_byte * slower, s_per_flop=rate.s_per_flop * slower)
+        if rate.lane == "host" else rate
+        for rate in machine.rates
+    )  # fmt: skip
+    sharing = tuple(each for each in machine.sharing if (each.lane, each.beside) != ("host", "h2d0"))
+    return replace(machine, rates=rates, sharing=sharing, threads=threads)
+
+
+def _settings(beds: tuple[str, ...], limits: tuple[int, ...], threads: int = THREADS) -> Iterator[Setting]:
+    """Every model on every bed; a limit that a bed does not reach is all of its memory."""
+    for bed, (model, weights), limit in product(beds, _MODELS, limits):
+        if limit == min(limits) or bed != BED_C:
+            yield Setting(bed, model, weights, limit, threads)
+
+
+def _ratio(seconds: Callable[[Prediction], float], peer: Callable[[Setting], Prediction], setting: Setting) -> float:
+    """How many times as fast as the peer ScheInfer is."""
+    return seconds(peer(setting)) / seconds(scheinfer(setting))
+
+
+def _threads_of(row: Published) -> int:
+    return int(next(word for word in row.setting.replace(",", "").split() if word.isdigit()))

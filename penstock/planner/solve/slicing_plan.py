@@ -1,0 +1,226 @@
+"""ScheInfer's point in the space of plans: every FFN in three slices GG | CG | CC, by the closed forms of `slicing`.
+
+Device memory goes to whatever saves most a byte: a layer's attention with its KV, granules of its FFN, the head (Eq.
+14). Of what is left of each FFN the link lifts r_CG, and the CPU computes the rest (Eq. 13), both as decode has it
+best; where a prompt is read, n_g of its tokens leave the CPU (Eq. 15). The runtime can give the device all of a
+chunk's rows or none, so the better of the two is taken; n_g itself stands in the reasons. Where the paper assigns
+memory for decode alone, here a prompt counts as much as the ask has of it.
+
+The paper knows no disk: there is no such plan where RAM does not hold the rest. `device` has that, and divides memory
+in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from penstock.graph.arenas import ARENA_ALIGN
+from penstock.planner.solve.candidate import Candidate
+from penstock.planner.solve.device import device_skeleton, has_device, share_out, spare_bytes
+from penstock.planner.solve.device_plan import DeviceSkeleton, Split, vocabulary
+from penstock.planner.solve.layer_costs import LayerCosts, Shares
+from penstock.planner.solve.limits import device_limit_bytes, fits, host_limit_bytes
+from penstock.planner.solve.skeleton import CHUNK_ROWS, PINNED, Resident, chunk_options, kv_format, page_tokens
+from penstock.planner.solve.slicing import Option, assign, best_n_g, best_r_cg, finish_s
+from penstock.spec.ask import Ask
+from penstock.spec.format import Format
+from penstock.spec.machine import MachineSpec
+from penstock.spec.model import Layer, ModelSpec
+from penstock.spec.parts import Part, parts
+from penstock.spec.plan import DEVICE, Plan
+from penstock.units import format_bytes, round_up
+
+NAME = "slicing (ScheInfer)"
+_STEPS = 16  # values of r_GG that are looked at (n_G of Eq. 14); what they leave is filled by granules
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """`attends`: whether a layer's attention may be the CPU's (False), the device's (True). `prompts`: whether they
+    count where memory is assigned."""
+
+    attends: tuple[bool, ...] = (False, True)
+    prompts: bool = True
+
+
+FREE, PAPER = Wanted(), Wanted((True,), prompts=False)
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Of each layer: whether attention is the device's, and of its FFN what is at home there, and what is lifted.
+    `prompts`: the device takes all of a prompt's rows with the CPU's weights."""
+
+    attends: tuple[bool, ...]
+    r_gg: tuple[float, ...]
+    r_cg: tuple[float, ...]
+    on_device: Resident
+    prompts: bool
+
+
+class Kept(NamedTuple):
+    """What a layer may keep on the device: whether attention and its KV, and how many granules of its FFN; and what
+    that takes: seconds of all tokens of an answer, and of the prompt if none (or all) of its rows leave the CPU."""
+
+    attends: bool
+    granules: int
+    nbytes: int
+    decode_s: float
+    prompts_s: tuple[float, float]
+
+
+def candidates(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> Iterator[Candidate]:
+    """At most one: where there is a device, RAM holds what it has no room for, and that is anything."""
+    found = solve_slices(ask, spec, weights, machine)
+    if found is None:
+        return
+    plan, slices = found
+    if all(unit.home == DEVICE or unit.part == "embed" for unit in plan.units):
+        return
+    yield Candidate(NAME, plan, _reasons(plan, slices, LayerCosts(ask, spec, weights, machine)))
+
+
+def solve_slices(
+    ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, wanted: Wanted = FREE
+) -> tuple[Plan, Slices] | None:
+    """The plan and its slices; None without a device, or where either memory is too small."""
+    total_bytes = sum(part.nbytes for part in parts(spec, weights))
+    room = device_limit_bytes(ask, machine) + host_limit_bytes(ask, machine)
+    if ask.resident_bytes is not None:
+        room = min(room, ask.resident_bytes)
+    if not has_device(machine, ask) or total_bytes > room:
+        return None
+    for chunk_rows in (rows for rows in chunk_options(ask) if rows <= CHUNK_ROWS):
+        split = Split("slicing", 0.0, 0, DEVICE, True)
+        skeleton = device_skeleton(ask, spec, weights, machine, split, chunk_rows)
+        budget = spare_bytes(skeleton.plan({}, {}), DEVICE, device_limit_bytes(ask, machine))
+        for _ in range(_ATTEMPTS if budget is not None else 0):
+            assert budget is not None
+            slices = _assigned(skeleton, budget, wanted)
+            plan = plan_of(skeleton, slices)
+            if fits(plan, ask, machine):
+                return plan, slices
+            over = plan.tier_bytes()[DEVICE] - device_limit_bytes(ask, machine)
+            if over <= 0:
+                break  # RAM is too small
+            budget -= round_up(over, ARENA_ALIGN)  # scratch, and KV in whole arenas
+    return None
+
+
+def plan_of(skeleton: DeviceSkeleton, slices: Slices) -> Plan:
+    """Complete; what is not on the device is in RAM."""
+    outside = [1 - r_gg for r_gg in slices.r_gg]
+    lifted = tuple(r / left if left > 0 else 0.0 for r, left in zip(slices.r_cg, outside, strict=True))
+    split = replace(
+        skeleton.split, attention_layers=sum(slices.attends), lifted_by_layer=lifted, prompts=slices.prompts
+    )
+    every = {part.key: part.granules for part in parts(skeleton.spec, skeleton.weights) if part.kind not in PINNED}
+    rest = {key: granules - slices.on_device.get(key, 0) for key, granules in every.items()}
+    return replace(skeleton, split=split).plan(slices.on_device, rest)
+
+
+def _assigned(skeleton: DeviceSkeleton, budget: int, wanted: Wanted) -> Slices:
+    """Greedy assignment of `budget` bytes, and of what is left of each FFN the best r_CG."""
+    spec, weights = skeleton.spec, skeleton.weights
+    costs = LayerCosts(skeleton.ask, spec, weights, skeleton.machine)
+    sizes, head = {part.key: part for part in parts(spec, weights)}, vocabulary(spec, weights)
+    tables: dict[Layer, list[Kept]] = {}
+    for i, layer in enumerate(spec.layers):
+        if layer not in tables:
+            tables[layer] = _options(costs, layer, (sizes[f"{i}.attn"], sizes[f"{i}.ffn"]), skeleton, wanted)
+    heads = [Option(0, costs.head_s(stays=False)), Option(head.nbytes, costs.head_s(stays=True))]
+
+    def greedy(prompts: bool) -> tuple[float, bool, list[int]]:
+        """(seconds, prompts, chosen), where all of a prompt's rows are the device's, or none."""
+        seen = {
+            layer: [Option(kept.nbytes, kept.decode_s + wanted.prompts * kept.prompts_s[prompts]) for kept in table]
+            for layer, table in tables.items()
+        }
+        chosen = assign([heads, *(seen[layer] for layer in spec.layers)], budget)
+        picked = [tables[layer][i] for layer, i in zip(spec.layers, chosen[1:], strict=True)]
+        return sum(kept.decode_s + kept.prompts_s[prompts] for kept in picked), prompts, chosen
+
+    _, prompts, chosen = min(greedy(prompts) for prompts in (True, False))
+    picked = [tables[layer][i] for layer, i in zip(spec.layers, chosen[1:], strict=True)]
+    # The device takes attention of the first layers; those of one kind change places for that.
+    for layer in tables:
+        places = [i for i, each in enumerate(spec.layers) if each == layer]
+        for i, kept in zip(places, sorted((picked[i] for i in places), reverse=True), strict=True):
+            picked[i] = kept
+    attends = tuple(i < sum(kept.attends for kept in picked) for i in range(len(picked)))
+    ffns = [sizes[f"{i}.ffn"] for i in range(len(picked))]
+    left = {part.key: part.granules - kept.granules for part, kept in zip(ffns, picked, strict=True)}
+    more: Resident = {}
+    share_out(ffns, left, budget - sum(kept.nbytes for kept in picked) - heads[chosen[0]].nbytes, more)
+    on_device = {part.key: kept.granules + more[part.key] for part, kept in zip(ffns, picked, strict=True)}
+    alike = [
+        (layer, attends[i], on_device[part.key] / part.granules)
+        for i, (layer, part) in enumerate(zip(spec.layers, ffns, strict=True))
+    ]
+    best = {key: _best_r_cg(costs, *key) for key in set(alike)}
+    on_device |= {f"{i}.attn": sizes[f"{i}.attn"].granules for i, here in enumerate(attends) if here}
+    on_device |= {head.key: head.granules} if chosen[0] else {}
+    return Slices(attends, tuple(r_gg for _, _, r_gg in alike), tuple(best[key] for key in alike), on_device, prompts)
+
+
+def _best_r_cg(costs: LayerCosts, layer: Layer, attends: bool, r_gg: float) -> float:
+    return best_r_cg(costs.ffn(layer, costs.decode(), Shares(r_gg, attends=attends)), r_gg)[0]
+
+
+def _options(
+    costs: LayerCosts, layer: Layer, both: tuple[Part, Part], skeleton: DeviceSkeleton, wanted: Wanted
+) -> list[Kept]:
+    """What a layer may keep; `both`: its attention and its FFN. Nothing, or as little as is wanted, comes first."""
+    attn, ffn = both
+    kv_bytes = _kv_bytes(skeleton, layer)
+    steps, found = list(costs.chunks(skeleton.chunk_rows)), []
+    for attends in wanted.attends:
+        decode = costs.ffn(layer, costs.decode(), Shares(attends=attends))
+        chunks = [(count, costs.ffn(layer, step, Shares(attends=attends))) for step, count in steps]
+        for granules in dict.fromkeys(ffn.granules * i // _STEPS for i in range(_STEPS + 1)):
+            nbytes = granules * ffn.granule_bytes + (attn.nbytes + kv_bytes if attends else 0)
+            r_gg = granules / ffn.granules
+            r_cg, decode_s = best_r_cg(decode, r_gg)
+            none, every = (
+                sum(count * finish_s(block.lanes, block.times(r, r_gg)) for count, block in chunks)
+                for r in (r_cg, 1 - r_gg)
+            )
+            found.append(Kept(attends, granules, nbytes, costs.ask.output_tokens * decode_s, (none, every)))
+    return found
+
+
+def _kv_bytes(skeleton: DeviceSkeleton, layer: Layer) -> int:
+    """Of a layer's KV, K and V of all sequences in whole pages."""
+    ask, a = skeleton.ask, layer.attention
+    assert ask.context is not None, "settle_context came first"
+    tokens = round_up(ask.context, page_tokens(ask.context))
+    return 2 * ask.batch * tokens * a.kv_heads * kv_format(ask, skeleton.spec).kv_bytes(a.head_dim)
+
+
+def tokens_of(costs: LayerCosts, slices: Slices, layer: int, chunk_rows: int) -> tuple[int, int]:
+    """(n_g, rows) of a prompt's first chunk in a layer (Eq. 15)."""
+    step = next(step for step, _ in costs.chunks(chunk_rows))
+    shares = Shares(slices.r_gg[layer], attends=slices.attends[layer])
+    prompt = costs.prompt(costs.spec.layers[layer], step, shares, slices.r_cg[layer])
+    return best_n_g(prompt)[0], prompt.rows
+
+
+def _reasons(plan: Plan, slices: Slices, costs: LayerCosts) -> tuple[str, ...]:
+    layers = len(slices.r_gg)
+    r_gg, r_cg = sum(slices.r_gg) / layers, sum(slices.r_cg) / layers
+    there = plan.tier_bytes()[DEVICE]
+    n_g, rows = tokens_of(costs, slices, layers // 2, plan.chunk_rows)
+    whole = sum(slices.attends)
+    block = costs.ffn(costs.spec.layers[0], costs.decode(), Shares(slices.r_gg[0], attends=slices.attends[0]))
+    alone, best = (finish_s(block.lanes, block.times(r, slices.r_gg[0])) for r in (0.0, slices.r_cg[0]))
+    return (
+        f"by what a byte saves, {format_bytes(there)} of device memory hold attention and KV of {whole} of {layers}"
+        f" layers and {r_gg:.0%} of the FFNs (r_GG)",
+        f"of the FFNs the link lifts {r_cg:.0%} (r_CG) and the CPU computes {1 - r_gg - r_cg:.0%} (r_CC): the first"
+        f" layer takes {best * 1e3:.2f} ms, without the link {alone * 1e3:.2f}",
+        f"of a chunk of {rows} tokens the device had best take {n_g} with the CPU's weights (n_g);"
+        f" it can take all or none: {'all' if slices.prompts else 'none'}",
+    )
