@@ -4,8 +4,8 @@ The slides give a policy for three rows. Those of all rows stand in FlexGen's pu
 (benchmark/flexgen/bench_suite.py and bench_*_4x1.sh, benchmark/hf_ds/bench_hf.py and bench_all_1x4.sh,
 benchmark/batch_size_table.md), and are taken from there. Each is a plan of `solve/policy_plan` on the machine of
 Table 1: FlexGen's in its own order of loads, with attention on the CPU where its flags say so. The peers go row by row
-with KV on the device: DeepSpeed streams all weights ahead of time, Accelerate loads them when it needs them, so its time
-is the sum of the lanes'.
+with KV on the device: DeepSpeed streams all weights ahead of time, Accelerate loads them when it needs them, so its
+time is the sum of the lanes'.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CAUSES = {
     "digit",
     ("FlexGen", "opt-30b", "no attention"): "by this row the cache crosses FlexGen's link at some 5 GB/s, as pageable "
     "memory does; the plan has 12",
-    ("FlexGen", "opt-30b", ""): "FlexGen's attention on the CPU reads the cache at some 9 GB/s (by Table 3: 12.5 s a "
+    ("FlexGen", "opt-30b", ""): "FlexGen's attention on the CPU reads the cache at some 8 GB/s (by Table 3: 12.5 s a "
     "step, 104 GB); the machine file has 84",
     ("FlexGen", "", "prefill, KV written"): "by this row FlexGen's disk takes 2.4 GB/s, where the slides say 1",
     (
@@ -184,8 +184,7 @@ def policy_of(row: Published, devices: int = 1) -> Policy:
         flags = _PIPELINE[row.model]
     elif row.setting == "no policy search":
         flags = _NO_SEARCH[row.model]
-    *sizes, home, cache_home, attends = flags
-    return Policy(row.model, prompt, weights, kv, *sizes, home, cache_home, attends, "flexgen", devices)
+    return Policy(row.model, prompt, weights, kv, *flags, "flexgen", devices)
 
 
 # -- seconds ----------------------------------------------------------------------------------------------
@@ -206,13 +205,9 @@ def _speed(row: Published, policy: Policy, devices: int) -> float:
 
 def _speedup(row: Published) -> float:
     """Over the better of the peers, both predicted."""
-    flags = {"table": "", "setting": "", "metric": "throughput", "value": 1.0, "against": "", "prompt": PROMPT}
-    peers = (
-        replace(row, system=name, weights="float16", kv="float16", **flags) for name in ("DeepSpeed", "Accelerate")
-    )
-    best = max(_speed(peer, policy_of(peer), 1) for peer in peers)
-    own = replace(row, **flags)
-    return _speed(own, policy_of(own), 1) / best
+    own = replace(row, setting="", metric="throughput", prompt=PROMPT)
+    peers = (replace(own, system=name, weights="float16", kv="float16") for name in ("DeepSpeed", "Accelerate"))
+    return _speed(own, policy_of(own), 1) / max(_speed(peer, policy_of(peer), 1) for peer in peers)
 
 
 @cache
@@ -291,8 +286,8 @@ def _plan(policy: Policy) -> tuple[Plan, Ask]:
 
 @cache
 def _searched(policy: Policy) -> Policy:
-    """What our search finds where the device attends. FlexGen's own policies do not fit then: KV from a disk to a device
-    is not built, and our windows hold a layer's KV of the whole block, where FlexGen's hold a batch's."""
+    """What our search finds where the device attends. FlexGen's own policies do not fit then: KV from a disk to a
+    device is not built, and our windows hold a layer's KV of the whole block, where FlexGen's hold a batch's."""
     best: policy_lp.Found | None = None
     for block in (policy.block, policy.block // 2, policy.block // 4, policy.block // 8):
         ask = Ask(policy.prompt, OUTPUT, block, policy.prompt + OUTPUT, "latency", kv=policy.kv_format)
@@ -334,9 +329,8 @@ def _bound(row: Published, policy: Policy, devices: int) -> float | None:
     kv = kv_bytes(spec, parse_format(policy.kv_format), batch, policy.prompt + OUTPUT // 2)
     read_s = max(0, weights + kv - devices * _MEMORY_BYTES) / (_DISK * devices)
     step_s = max(flops / (_FLOPS * devices), read_s)
-    prefill_s = max(
-        flops * policy.prompt / (_FLOPS * devices), max(0, weights - devices * _MEMORY_BYTES) / _DISK / devices
-    )
+    first_read_s = max(0, weights - devices * _MEMORY_BYTES) / (_DISK * devices)
+    prefill_s = max(flops * policy.prompt / (_FLOPS * devices), first_read_s)
     if row.metric == "decode_tokens_per_s":
         return batch / step_s
     if row.metric == "throughput":

@@ -1,23 +1,26 @@
 """What a policy costs, as lines over its shares: seconds of every lane in prefill and decode, bytes of every tier.
 
 FlexGen's slides do not give these terms. They are derived here from what penstock does with a plan: each op, move and
-task that `graph/lower` will emit is counted, and `Cost.seconds` (so `MachineSpec.rate` of its lane, op, format and rows)
-says what one takes. With W bytes of placed weights, in units of u bytes; a block of b batches; shares w, c, h of weights,
-KV and activations on (device, host, disk):
+task that `graph/lower` will emit is counted (`policy_lanes`), and `Cost.seconds`, so `MachineSpec.rate` of its lane,
+op, format and rows, says what one takes. With W bytes of placed weights in units of u bytes, a block of b batches, and
+shares w, c, h of weights, KV and activations on (device, host, disk), once a pass:
 
-    disk → host     w_disk · (W, and a read a unit) + c_disk · KV before the rows
+    disk → host     w_disk · (W, and W / u reads) + c_disk · KV before the rows
     host → disk     c_disk · pages with the rows
-    host → device   (w_host + w_disk) · (W, and a copy a unit) + c_host · KV before the rows, where the device attends
+    host → device   (w_host + w_disk) · (W, and W / u copies) + c_host · KV before the rows, where the device attends
     device → host   c_host · pages with the rows, where the device attends; else new K and V
-    compute         every op of every batch; a task and b calls more for each unit that streams; what is copied of
-                    activations; attention on whoever attends
+    compute         every op of every batch; for each unit that streams a task, and a call for each batch; what is
+                    copied of activations; attention, by whoever attends
 
-once a pass: a prompt's block takes several passes of b batches, a token one. Without a device, what is called the device
-here is the CPU with its RAM, and nothing crosses a link.
+A block's prompts take several passes of b batches, a token one. Without a device, what is called the device here is
+the CPU with its RAM, and nothing crosses a link. Three terms are of our runtime, not FlexGen's: a unit a layer and
+tier that is not full; the start of a pass, since KV is not loaded before the pass that needs it; and the turns of two
+windows (a sixth line). Lanes that share RAM slow each other by `MachineSpec.sharing`, which is not linear: the program
+is solved again with lanes slowed as in the solution before.
 
 Bytes are those of `graph/arenas.Layout`: what does not depend on the shares is read off a plan with everything at home
-(scratch, activations, norms, vocabulary) and one with nothing there (windows of KV); rings hold so many layers' share of
-what streams through them.
+(scratch, activations, norms, vocabulary) and one with its KV away (windows); rings hold so many layers' share of what
+streams through them. Activations stay with the executor of norms and merges, as the lowering has it: h is fixed.
 """
 
 from __future__ import annotations

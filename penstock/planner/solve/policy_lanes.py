@@ -187,9 +187,7 @@ class Lanes:
         q_bytes, new_bytes = 4 * t * a.heads * a.head_dim, 2 * t * a.kv_heads * each
         if shape.attends == "cpu":
             stage.add("host", projections("host") + attend("host") + self._task("host"))
-            copies = self._copy("host", 4 * t * shape.spec.d_model, batch) + self._copy(
-                DEVICE, 4 * t * shape.spec.d_model, batch
-            )
+            copies = self._copy("host", x_bytes, batch) + self._copy(DEVICE, x_bytes, batch)
             stage.add(main, copies + self._task(main))
             self._through_window(stage, 2, (READ, load_s), attend("host") + projections("host"), (WRITE, save_s))
             return

@@ -2,8 +2,8 @@
 
 The batch is a multiple of 4 and a block has fewer than 20 of them, "so there are not too many choices" (slides, "Cost
 Model and Policy Search"). For each, and for each way to attend to KV that is not at home on the device, `policy_cost`
-writes the program, `policy_program` solves it and `policy_plan` rounds the shares to a plan. KV goes by whole layers, so
-the program is solved again with KV there; what is then off is less than a granule of weights.
+writes the program, `policy_program` solves it and `policy_plan` rounds the shares to a plan. KV goes by whole layers,
+so the program is solved again with KV there; what is then off is less than a granule of weights a layer.
 """
 
 from __future__ import annotations
@@ -17,14 +17,24 @@ from penstock.planner.solve.limits import device_limit_bytes, fits, host_limit_b
 from penstock.planner.solve.policy_cost import Terms, modes
 from penstock.planner.solve.policy_lanes import Mode
 from penstock.planner.solve.policy_plan import ATTENDS, Shape, whole_layers
-from penstock.planner.solve.policy_program import Policy, Program, Solution, evaluate, solve
+from penstock.planner.solve.policy_program import (
+    COMPUTE,
+    READ,
+    TO_DEVICE,
+    TO_HOST,
+    WINDOW,
+    WRITE,
+    Program,
+    Solution,
+    solve,
+)
 from penstock.planner.solve.skeleton import MIN_CHUNK_ROWS
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.spec.plan import DEVICE, Plan
-from penstock.units import format_bytes
+from penstock.units import format_bytes, round_up
 
 BATCH_STEP, MOST_BATCHES = 4, 19
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, MOST_BATCHES)
@@ -43,23 +53,25 @@ class Found(NamedTuple):
     @property
     def seconds_a_sequence(self) -> float:
         """Of all that were asked for, in blocks of which the last may not be full."""
-        asked = self.shape.ask.batch
-        return self.solution.seconds * -(-asked // self.shape.block) / asked
+        return a_sequence(self.shape, self.solution.seconds)
+
+
+def a_sequence(shape: Shape, block_s: float) -> float:
+    return block_s * -(-shape.ask.batch // shape.block) / shape.ask.batch
 
 
 def blocks(batch: int, whole: bool) -> list[tuple[int, int]]:
-    """(gpu_batch, batches) to try for so many sequences, in one block (`whole`) or in several that are alike."""
-    found = set()
-    rounds = 1
+    """(gpu_batch, batches) to try for so many sequences, in one block (`whole`) or in several that are alike; the
+    largest first. None has a batch that the sequences leave empty."""
+    found, block = set(), batch
     while True:
-        block = -(-batch // rounds)
         for batches in _BATCHES:
-            size = -(-block // batches)
-            found.add((-(-size // BATCH_STEP) * BATCH_STEP, batches))
+            size = round_up(-(-block // batches), BATCH_STEP)
+            if (batches - 1) * size < batch:
+                found.add((size, batches))
         if whole or block <= BATCH_STEP:
-            # Blocks of one round that hold the same number of batches too many sequences are left out.
-            return sorted((size, count) for size, count in found if (count - 1) * size < batch)
-        rounds *= 2
+            return sorted(found, key=lambda sizes: (-sizes[0] * sizes[1], sizes))
+        block = -(-block // 2)
 
 
 def search(
@@ -102,7 +114,7 @@ def place(terms: Terms, mode: Mode, better_than_s: float | None = None) -> Found
     if not _may_fit(shape, mode):
         return None
     program = terms.program(mode)
-    if better_than_s is not None and program.least_s >= better_than_s * shape.ask.batch:
+    if better_than_s is not None and a_sequence(shape, program.least_s) >= better_than_s:
         return None
     relaxed = solve(program)
     if relaxed is None:
@@ -137,22 +149,48 @@ def plan_of(found: Found) -> Plan | None:
 
 
 def candidates(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> Iterator[Candidate]:
-    """Of each way to attend the best policy, as a plan; none for fewer than 4 sequences."""
-    if ask.batch < BATCH_STEP:
+    """Of each way to attend the best policy, as a plan. None for fewer sequences than a batch has, where a limit of
+    weights was named (the program has no row for it), or where every row's logits are wanted."""
+    if ask.batch < BATCH_STEP or ask.resident_bytes is not None or ask.score:
         return
     for attends, found in search(ask, spec, weights, machine).items():
         plan = plan_of(found)
         if plan is not None:
-            yield Candidate(_name(found), plan, _reasons(found), CANNOT_RUN if attends == "cpu scores" else "")
+            yield Candidate(_name(found), plan, _reasons(found, plan), CANNOT_RUN if attends == "cpu scores" else "")
 
 
 def _name(found: Found) -> str:
-    who = {"device": "", "cpu": ", attention on the CPU", "cpu scores": ", scores on the CPU"}[found.shape.attends]
-    return f"block of {found.shape.gpu_batch} × {found.shape.batches}{who}"
+    return f"block of {found.shape.batches} × {found.shape.gpu_batch}{_WHO[found.shape.attends]}"
 
 
-def _reasons(found: Found) -> tuple[str, ...]:
-    return ()
+_WHO = {"device": "", "cpu": ", attention on the CPU", "cpu scores": ", scores on the CPU"}
 
 
-__all__ = ["Policy", "evaluate", "format_bytes"]
+def _reasons(found: Found, plan: Plan) -> tuple[str, ...]:
+    shape, solution = found.shape, found.solution
+    here = "device memory" if shape.main == DEVICE else "RAM"
+    policy, asked = shape.shares_of(plan), shape.ask.batch
+    where = " · ".join(
+        f"{what} {share:.0%} in {place}" if place != "disk" else f"{what} {share:.0%} on the disk"
+        for what, shares in (("weights", policy.weights), ("KV", policy.kv))
+        for share, place in zip(shares, (here, "RAM", "disk"), strict=True)
+        if share > 0
+    )
+    rounds = -(-asked // shape.block)
+    return (
+        f"{asked} sequences in {rounds} block{'s' if rounds > 1 else ''} of {shape.batches} batches of"
+        f" {shape.gpu_batch}: what streams crosses once a block and token",
+        f"{where} of {format_bytes(shape.placed_bytes)} and {format_bytes(shape.kv_bytes)}",
+        f"the linear program says {solution.seconds:.3g} s a block: a layer takes {solution.t_pre_s:.3g} s of prompts"
+        f" ({_LANE[solution.busiest[0]]}) and {solution.t_gen_s:.3g} s a token ({_LANE[solution.busiest[1]]})",
+    )
+
+
+_LANE = {
+    READ: "bound by reading the disk",
+    WRITE: "bound by writing to the disk",
+    TO_DEVICE: "bound by the link to the device",
+    TO_HOST: "bound by the link to RAM",
+    COMPUTE: "bound by computing",
+    WINDOW: "bound by the windows that KV moves through",
+}

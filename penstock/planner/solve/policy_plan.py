@@ -1,7 +1,7 @@
 """From a policy's shares to a complete plan: whole granules, whole layers of KV.
 
-Granules of every part go to the tiers in even shares: each layer streams as much as the next, so that its lanes' seconds
-are those of the average layer, which the program counts. KV goes by layers, each tier's spread evenly over them.
+Granules go to the tiers in even shares, layer by layer: each layer streams as much as the next, so that its lanes'
+seconds are those of the average layer, which the program counts. KV goes by layers, each tier's spread evenly.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from penstock.units import MIB, round_up
 ATTENDS = ("device", "cpu", "cpu scores")
 PAGE_TOKENS = 64
 NEAR: Shares = (1.0, 0.0, 0.0)
-# A layer streams in so many units, at least of _LEAST_UNIT: smaller ones pay more fixed costs, larger ones leave more of
-# the ring unused and make the first of a pass come later.
+# A layer streams in so many units, at least of _LEAST_UNIT_BYTES: smaller ones pay more fixed costs, larger ones leave
+# more of the ring unused and make the first of a pass come later.
 _UNITS_A_LAYER, _LEAST_UNIT_BYTES, _FEWEST_UNITS = 16, 4 * MIB, 4
 
 
@@ -221,7 +221,7 @@ def whole_layers(layers: int, shares: Shares, moved: int) -> list[Shares]:
     the first load of a pass waits for the last save of the one before."""
 
     def around(share: float, step: int) -> set[int]:
-        return {int(near(share * layers / step, 1e-6)) * step for near in (_down, _up)} - {layers + 1}
+        return {floor(share * layers / step + 1e-6) * step, ceil(share * layers / step - 1e-6) * step}
 
     found = set()
     for those in around(shares[moved], 2) | ({layers} if shares[moved] > 1 - 1e-9 else set()):
@@ -234,14 +234,6 @@ def whole_layers(layers: int, shares: Shares, moved: int) -> list[Shares]:
             if min(counts) >= 0:
                 found.add((counts[0] / layers, counts[1] / layers, counts[2] / layers))
     return sorted(found)
-
-
-def _down(value: float, slack: float) -> int:
-    return floor(value + slack)
-
-
-def _up(value: float, slack: float) -> int:
-    return ceil(value - slack)
 
 
 def kv_layers(layers: int, shares: Shares) -> list[int]:

@@ -1,4 +1,4 @@
-"""FlexGen's linear program: shares of weights, KV and activations in three tiers (slides, "Cost Model and Policy Search").
+"""FlexGen's linear program: shares of weights, KV and activations in three tiers (slides, "Cost Model, Policy Search").
 
 With the block decided (a batch on the device, batches a block) what is left is linear:
 
@@ -8,7 +8,8 @@ With the block decided (a batch on the device, batches a block) what is left is 
     shares of weights, of KV, of activations: each three sum to one
 
 The slides give this much; the terms of lanes and tiers are ours (`policy_cost`). Here they are only lines over the nine
-shares. Compute is one lane, device and CPU added up: inside a layer one waits for the other.
+shares. Compute is one lane, device and CPU added up: inside a layer one waits for the other. Beside the five lanes a
+program may have a sixth line, `window`: what our runtime's two windows for KV that moves allow.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ def lanes(stage: Stage, policy: Policy) -> dict[str, float]:
 
 
 def solve(program: Program, kv: Shares | None = None) -> Solution | None:
-    """The optimum (with `kv`, the one that has KV so), or None where nothing fits. Lanes that slow each other are slowed
-    by how much of the time the other one is busy in the solution before, some rounds long."""
+    """The optimum (with `kv`, the one that has KV so), or None where nothing fits. Lanes that slow each other are
+    slowed by how much of the time the other one is busy in the solution before, some rounds long."""
     slowed, found = program, None
     for _ in range(1 + (_SHARING_ROUNDS if program.sharing else 0)):
         policy = _optimum(slowed, kv)
@@ -190,8 +191,8 @@ def _least(line: Line, program: Program) -> float:
 
 
 def _optimum(program: Program, kv: Shares | None) -> Policy | None:
-    """By HiGHS. Columns: nine shares, T_pre, T_gen in units of the bound; rows: lanes, tiers, sums. Everything is scaled
-    to about one, since its tolerances are absolute."""
+    """By HiGHS. Columns: nine shares, T_pre, T_gen in units of the bound; rows: lanes, tiers, sums. Everything is
+    scaled to about one, since its tolerances are absolute."""
     import highspy  # only who plans such a block needs it
     import numpy as np
 
@@ -226,7 +227,7 @@ def _optimum(program: Program, kv: Shares | None) -> Policy | None:
     lp.a_matrix_.start_ = np.arange(0, 11 * len(rows) + 1, 11)
     lp.a_matrix_.index_ = np.tile(np.arange(11), len(rows))
     lp.a_matrix_.value_ = matrix.reshape(-1)
-    solver = highspy.Highs()
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("threads", 1)
     solver.passModel(lp)
