@@ -34,6 +34,7 @@ class Layout:
         self.plan = plan
         self.parts = plan.parts
         self._fill: dict[str, int] = {}
+        self.delegated = self._delegated()
         self.weights = self._place_weights()
         self.predictors = {
             p.layer: self._take(f"{p.home}.weights", self.predictor_part(p).nbytes) for p in plan.predictors
@@ -59,8 +60,9 @@ class Layout:
     def executors(self) -> tuple[str, ...]:
         """Executors of the plan, the main one first."""
         found = [executor for unit in self.plan.units for executor in (unit.decode, unit.prefill)]
+        attend = (home.attend for home in self.plan.kv)
         predict = (predictor.home for predictor in self.plan.predictors)
-        return tuple(dict.fromkeys([self.plan.main, *found, *predict]))
+        return tuple(dict.fromkeys([self.plan.main, *found, *attend, *predict]))
 
     def streams(self, unit: Unit, purpose: str) -> bool:
         """Whether a pass loads the unit into its executor's ring. An embedding is gathered instead,
@@ -75,6 +77,13 @@ class Layout:
         homes = {unit.home for unit in self.plan.units if unit.part == "embed"}
         home = homes.pop()
         return home if not homes and home in (self.plan.main, "host") else None
+
+    def _delegated(self) -> dict[int, str]:
+        """Layer → executor of its projections, where attention itself runs on another one."""
+        projects = {unit.part: unit.decode for unit in self.plan.units if unit.part.endswith(".attn")}
+        attends = {layer: home.attend for home in self.plan.kv for layer in range(*home.layers)}
+        found = {layer: projects.get(f"{layer}.attn", at) for layer, at in attends.items()}
+        return {layer: executor for layer, executor in found.items() if executor != attends[layer]}
 
     # -- slots ----------------------------------------------------------------------------------------
 
@@ -197,7 +206,7 @@ class Layout:
             for layer in range(*home.layers):
                 key = f"{layer}.norms"
                 found[self.plan.main, layer] = homes[key]
-                if home.attend != self.plan.main:
+                if home.attend != self.plan.main and layer not in self.delegated:
                     nbytes = self.parts[key].granule_bytes
                     found[home.attend, layer] = self._take(f"{home.attend}.weights", nbytes, PAGE_BYTES)
         return found
@@ -248,6 +257,10 @@ class Layout:
         wanted[plan.main] |= {**ends, "x": 4 * rows * spec.d_model, **answers}
         if plan.main != "host":
             wanted.setdefault("host", {}).update({**ends, **answers})
+        for layer, executor in self.delegated.items():  # new K and V, on their way to where attention runs
+            a, home = spec.layers[layer].attention, next(h for h in plan.kv if h.layers[0] <= layer < h.layers[1])
+            nbytes = rows * a.kv_heads * home.format.kv_bytes(a.head_dim)
+            wanted[executor] |= {name: max(nbytes, wanted[executor].get(name, 0)) for name in ("k", "v")}
         for executor in self.executors[1:]:  # where its partial lands before the merge
             wanted[plan.main][f"partial.{executor}"] = buffers["partial"]
         return {

@@ -131,6 +131,7 @@ class Lowering:
         part = self.parts[f"{layer}.{kind}"]
         units = self._units[part.key]
         main, purpose = self.plan.main, p.purpose
+        delegated = kind == "attn" and layer in self.layout.delegated
         if layer or kind == "ffn":
             self._begin_block(p, 2 * layer + (kind == "ffn"))
         row_bytes = 4 * self.plan.target.spec.d_model
@@ -145,6 +146,9 @@ class Lowering:
         if len(executors) > 1:  # what one executor waits for does not wait for the other one's share
             self._emit.close(main)
         for executor in executors:
+            if delegated:
+                yield from self._delegated(p, layer, executor)
+                continue
             started: set[int] = set()
             for u in units:
                 if self.plan.units[u].executor(purpose) != executor:
@@ -191,6 +195,47 @@ class Lowering:
         self._call(executor, "attend", u, batch, (q, keys, values, out, scratch), (layer,), home.format.kind, cost)
         cost = self._matrix_cost(u, ops.OUT_BLOCKS, t)
         self._call(executor, "out", u, batch, (weights, out, partial, scratch), (layer, int(first)), fmt, cost)
+
+    def _delegated(self, p: Pass, layer: int, executor: str) -> Iterator[Task]:
+        """Projections on `executor`, attention where KV is (FlexGen's computation delegation): q, and the new K and V,
+        cross the link, and what attention gives comes back. Rows that begin a prompt find nothing in the cache: there
+        `executor` attends itself, and K and V follow behind."""
+        layout, units, a = self.layout, self._units[f"{layer}.attn"], self.plan.target.spec.layers[layer].attention
+        weights = {u: self._streams.take(u, p.purpose) for u in units}
+        scratch, fmt = self._scratch(executor), self.parts[f"{layer}.attn"].format.kind
+        for batch in p.batches:
+            t, home = batch.total_rows, layout.kv_home(layer, batch)
+            row_bytes, each = 4 * t * a.heads * a.head_dim, home.format.kv_bytes(a.head_dim)
+            q, h = layout.act(executor, batch.id, "q", row_bytes), self._rows(executor, batch, "h")
+            new = [layout.act(executor, batch.id, name, t * a.kv_heads * each) for name in ("k", "v")]
+            for u in units:
+                slots = (weights[u], layout.norms(layer, executor), h, q, *new, scratch)
+                self._call(executor, "qkv", u, batch, slots, (layer,), fmt, self._matrix_cost(u, ops.QKV_BLOCKS, t))
+            at, read = executor, (q, *new)
+            if any(batch.start):
+                at, read = (
+                    home.attend,
+                    (self._copy(batch, "q", row_bytes, executor, home.attend), *layout.kv(layer, batch)),
+                )
+            to_cache = (*new, *layout.kv(layer, batch))
+            nbytes, kind = sum(slot.nbytes for slot in new), home.format.kind
+            self._emit.alone(("d2h0",), Call("kv_save", -1, batch, to_cache, (layer,), kind, nbytes, 0))
+            for u in units:
+                cost = ops.attend_cost(a, self.plan.units[u].hi - self.plan.units[u].lo, batch, each)
+                slots = (*read, layout.act(at, batch.id, "a", row_bytes), self._scratch(at))
+                self._call(at, "attend", u, batch, slots, (layer,), kind, cost)
+        for batch in p.batches:
+            if any(batch.start):
+                nbytes = 4 * batch.total_rows * a.heads * a.head_dim
+                self._copy(batch, "a", nbytes, layout.kv_home(layer, batch).attend, executor)
+        for u in units:
+            for batch in p.batches:
+                out = layout.act(executor, batch.id, "a", 4 * batch.total_rows * a.heads * a.head_dim)
+                slots = (weights[u], out, self._rows(executor, batch, "partial"), scratch)
+                cost = self._matrix_cost(u, ops.OUT_BLOCKS, batch.total_rows)
+                self._call(executor, "out", u, batch, slots, (layer, int(u == units[0])), fmt, cost)
+            self._streams.release(u, p.purpose)
+            yield from self._emit.closed()
 
     def _predict(self, layer: int, batch: Batch, executors: list[str]) -> None:
         """Which neurons of its FFN the batch needs, for every executor of some of them (PowerInfer §4.2)."""

@@ -1,0 +1,252 @@
+"""From a policy's shares to a complete plan: whole granules, whole layers of KV.
+
+Granules go to the tiers in even shares, layer by layer: each layer streams as much as the next, so that its lanes'
+seconds are those of the average layer, which the program counts. KV goes by layers, each tier's spread evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from math import ceil, floor
+
+from penstock.graph.arenas import ARENA_ALIGN, Layout
+from penstock.planner.solve.policy_program import Policy, Shares
+from penstock.planner.solve.skeleton import even_units, kv_format
+from penstock.spec.ask import Ask
+from penstock.spec.format import Format
+from penstock.spec.machine import USUAL_READS, MachineSpec
+from penstock.spec.model import ModelSpec
+from penstock.spec.parts import Part, head_key, parts
+from penstock.spec.plan import DEVICE, ActHome, KvHome, Plan, PlanModel, Unit
+from penstock.units import MIB, round_up
+
+# Who attends where KV is not at home on the device: the device, to which KV crosses; the CPU, which computes the whole
+# block (what the runtime can do); the CPU the scores alone, the projections staying with the device (FlexGen's).
+ATTENDS = ("device", "cpu", "cpu scores")
+PAGE_TOKENS = 64
+NEAR: Shares = (1.0, 0.0, 0.0)
+# A layer streams in so many units, at least of _LEAST_UNIT_BYTES: smaller ones pay more fixed costs, larger ones leave
+# more of the ring unused and make the first of a pass come later.
+_UNITS_A_LAYER, _LEAST_UNIT_BYTES, _FEWEST_UNITS = 16, 4 * MIB, 4
+
+
+@dataclass(frozen=True)
+class Shape:
+    """All of a plan that the shares do not decide. `gpu_batch` sequences a batch, `batches` a block; `chunk_rows`: of a
+    prompt's batch; `attends`: of ATTENDS, "device" also where there is none (the one executor attends). `ring_layers`:
+    how many layers' weights the rings hold."""
+
+    ask: Ask
+    spec: ModelSpec
+    weights: Format
+    machine: MachineSpec
+    main: str
+    gpu_batch: int
+    batches: int
+    chunk_rows: int
+    attends: str
+    ring_layers: float = 2.0
+    order: str = "overlapped"
+
+    @property
+    def block(self) -> int:
+        return self.gpu_batch * self.batches
+
+    @cached_property
+    def placed(self) -> tuple[Part, ...]:
+        """The parts whose granules the shares place: attention and FFNs. Norms and the vocabulary stay with the main
+        executor, who reads them at every step; where the CPU computes attention, its weights stay in RAM."""
+        kinds = ("ffn",) if self.attends == "cpu" else ("attn", "ffn")
+        return tuple(part for part in parts(self.spec, self.weights) if part.kind in kinds)
+
+    @cached_property
+    def placed_bytes(self) -> int:
+        return sum(part.nbytes for part in self.placed)
+
+    @cached_property
+    def unit_bytes(self) -> int:
+        """Of what streams, at most so much at once."""
+        a_layer = self.placed_bytes // len(self.spec.layers)
+        return max(min(_LEAST_UNIT_BYTES, a_layer // _FEWEST_UNITS), a_layer // _UNITS_A_LAYER)
+
+    @cached_property
+    def unit_slack_bytes(self) -> int:
+        """A ring's loss at its end, where no unit fits any more, and the unit that is computed."""
+        return 2 * max(self.unit_bytes, *(part.granule_bytes for part in self.placed))
+
+    def ring_bytes(self, streamed_bytes: float) -> int:
+        """A ring that `streamed_bytes` of a model pass through."""
+        wanted = int(self.ring_layers * streamed_bytes / len(self.spec.layers)) + self.unit_slack_bytes
+        return round_up(wanted, ARENA_ALIGN) if streamed_bytes else 0
+
+    @property
+    def least_stage_bytes(self) -> int:
+        """What is at home on a device is loaded through the stage, two granules at least."""
+        sizes = [p.granule_bytes for p in parts(self.spec, self.weights) if p.kind not in ("attn", "ffn")]
+        return 2 * max(*sizes, *(part.granule_bytes for part in self.placed)) if self.main == DEVICE else 0
+
+    def plan(self, weights: Shares, kv: Shares) -> Plan:
+        """Complete. Without a device the first share is the CPU's own memory: that of the tier `host`."""
+        ask, spec = self.ask, self.spec
+        assert ask.context is not None, "settle_context came first"
+        homes = kv_layers(len(spec.layers), kv)
+        tiers = [(DEVICE, "host", "disk0")[i] if self.main == DEVICE else ("host", "host", "disk0")[i] for i in homes]
+        attends = [self._attends(tier) for tier in tiers]
+        units = self._units(weights)
+        seqs, fmt = (0, self.block), kv_format(ask, spec)
+        edges = [0, *(i for i in range(1, len(tiers)) if tiers[i] != tiers[i - 1]), len(tiers)]
+        rings, stage_bytes = self._rings(units)
+        device = self.main == DEVICE
+        process_bytes = self.machine.process_bytes + (self.machine.device_process_bytes if device else 0)
+        plan = Plan(
+            models=(PlanModel(spec, self.weights),),
+            units=tuple(units),
+            kv=tuple(KvHome((lo, hi), seqs, tiers[lo], fmt, attends[lo]) for lo, hi in pairwise(edges)),
+            acts=(ActHome((0, len(tiers)), seqs, self.main),),
+            arenas=(),
+            batches_per_pass=self.batches,
+            batch_seqs=self.gpu_batch,
+            chunk_rows=self.chunk_rows,
+            logits_rows=max(self.gpu_batch, self.chunk_rows if ask.score else 0),
+            context=ask.context,
+            page_tokens=PAGE_TOKENS,
+            ring_bytes=rings,
+            stage_bytes=stage_bytes,
+            order=self.order,
+            io_block_bytes=USUAL_READS.block_bytes,
+            io_depth=USUAL_READS.depth,
+            io_engine=USUAL_READS.engine,
+            process_bytes=round_up(process_bytes + spec.tokenizer_bytes, MIB),
+            context_bytes=self.machine.context_bytes if device else 0,
+        )
+        return replace(plan, arenas=Layout(plan).arenas())
+
+    @cached_property
+    def home(self) -> Plan:
+        """Everything at home, but KV where the CPU attends, if it does at all: then that is an executor too."""
+        return self.plan(NEAR, NEAR if self.attends == "device" else (0.0, 1.0, 0.0))
+
+    @cached_property
+    def kv_bytes(self) -> int:
+        """K and V of a block."""
+        return _kv_arenas(self.home)
+
+    @cached_property
+    def window_bytes(self) -> int:
+        """Of KV that comes from elsewhere; of a plan that has all of it there."""
+        away: Shares = (0.0, 1.0, 0.0) if self.moved_tier == 1 else (0.0, 0.0, 1.0)
+        return sum(slot.nbytes for slot in Layout(self.plan(NEAR, away)).windows)
+
+    @property
+    def moved_tier(self) -> int:
+        """The tier whose KV comes through windows to be attended to."""
+        return 1 if self.main == DEVICE and self.attends == "device" else 2
+
+    def rounded(self, policy: Policy) -> Plan:
+        return self.plan(policy.weights, policy.kv)
+
+    def shares_of(self, plan: Plan) -> Policy:
+        """What a plan made of: by its units' bytes and its layers' KV."""
+        weights, kv = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
+        tiers = {self.main: 0, "disk0": 2} if self.main == "host" else {self.main: 0, "host": 1, "disk0": 2}
+        sizes = {part.key: part.granule_bytes for part in self.placed}
+        for unit in plan.units:
+            weights[tiers[unit.home]] += (unit.hi - unit.lo) * sizes.get(unit.part, 0) / self.placed_bytes
+        for home in plan.kv:
+            kv[tiers[home.home]] += (home.layers[1] - home.layers[0]) / len(self.spec.layers)
+        return Policy((weights[0], weights[1], weights[2]), (kv[0], kv[1], kv[2]), (1.0, 0.0, 0.0))
+
+    def _attends(self, home: str) -> str:
+        return self.main if home == self.main or self.attends == "device" else "host"
+
+    def _units(self, weights: Shares) -> list[Unit]:
+        spec, main = self.spec, self.main
+        runs = split_granules(self.placed, weights)
+        near = "host" if main == "host" else DEVICE
+        found: list[Unit] = []
+        for part in parts(spec, self.weights):
+            if part.key not in runs:
+                at = "host" if part.kind == "attn" else main  # with its KV; no other part is the CPU's
+                home = "host" if part.key == "embed" and head_key(spec) != "embed" else at
+                found.append(Unit(part.key, 0, part.granules, home, at, at))
+                continue
+            here, there = runs[part.key]
+            cuts = [(0, here, near, part.nbytes), (here, there, "host", self.unit_bytes)]
+            if near == "host":
+                cuts = [(0, there, near, part.nbytes)]
+            for lo, hi, home, most in [*cuts, (there, part.granules, "disk0", self.unit_bytes)]:
+                found += [Unit(part.key, a, b, home, main, main) for a, b in even_units(part, lo, hi, most)]
+        return found
+
+    def _rings(self, units: Sequence[Unit]) -> tuple[dict[str, int], int]:
+        """The main executor's ring, and the stage before a device's."""
+        sizes = {part.key: part.granule_bytes for part in self.placed}
+        away = sum((u.hi - u.lo) * sizes[u.part] for u in units if u.part in sizes and u.home != self.main)
+        disk = sum((u.hi - u.lo) * sizes[u.part] for u in units if u.part in sizes and u.home == "disk0")
+        ring = self.ring_bytes(away)
+        stage = max(self.ring_bytes(disk), self.least_stage_bytes) if self.main == DEVICE else 0
+        return ({self.main: ring} if ring else {}), stage
+
+
+def _kv_arenas(plan: Plan) -> int:
+    layout = Layout(plan)
+    return sum(layout.filled_bytes(arena.name) for arena in plan.arenas if arena.name.endswith(".kv"))
+
+
+def split_granules(placed: Sequence[Part], shares: Shares) -> dict[str, tuple[int, int]]:
+    """Part → (end of its granules at home with the executor, end of those in RAM); the others are on the disk. Of all
+    layers up to any one, the faster tiers never hold more than their share, nor less by more than a granule or two. Of
+    a layer the FFN's granules, which are finer, leave first."""
+    found: dict[str, tuple[int, int]] = {}
+    total = away = disk = 0
+    for layer in sorted({part.layer for part in placed}):
+        those = sorted((part for part in placed if part.layer == layer), key=lambda part: part.kind != "ffn")
+        total += sum(part.nbytes for part in those)
+        for part in those:
+            owed, far = ((share * total - given) / part.granule_bytes - 1e-6
+                         for share, given in ((1 - shares[0], away), (shares[2], disk)))  # fmt: skip
+            leaves = max(0, min(part.granules, ceil(owed)))
+            far = max(0, min(leaves, ceil(far))) if shares[1] > 0 else leaves
+            away, disk = away + leaves * part.granule_bytes, disk + far * part.granule_bytes
+            found[part.key] = (part.granules - leaves, part.granules - far)
+    return found
+
+
+def whole_layers(layers: int, shares: Shares, moved: int) -> list[Shares]:
+    """KV shares of whole layers around `shares`. `moved`: the tier whose KV comes through windows. Even numbers of such
+    layers, or all: there are two windows, and of an odd number the last layer and the first would share one, so that
+    the first load of a pass waits for the last save of the one before."""
+
+    def around(share: float, step: int) -> set[int]:
+        return {floor(share * layers / step + 1e-6) * step, ceil(share * layers / step - 1e-6) * step}
+
+    found = set()
+    for those in around(shares[moved], 2) | ({layers} if shares[moved] > 1 - 1e-9 else set()):
+        other = 1 if moved == 2 else 2
+        for beside in around(shares[other], 1) if shares[other] > 0 else {0}:
+            counts = [0, 0, 0]
+            counts[moved], counts[other], counts[0] = those, beside, layers - those - beside
+            if shares[0] == 0 and counts[0] and shares[other] > 0:
+                counts[0], counts[other] = 0, layers - those
+            if min(counts) >= 0:
+                found.add((counts[0] / layers, counts[1] / layers, counts[2] / layers))
+    return sorted(found)
+
+
+def kv_layers(layers: int, shares: Shares) -> list[int]:
+    """Of each layer the tier of its KV (an index of shares), each spread evenly: from the last layer on, whoever is
+    furthest behind its share. So the first layers have theirs at home, and a pass begins before the first load is done.
+    """
+    counts, found = [0, 0, 0], []
+    whole = [int(share * layers + 1e-6) for share in shares]
+    slowest = max(tier for tier in range(3) if shares[tier] > 0)  # takes what rounding left
+    whole[slowest] += layers - sum(whole)
+    for i in range(layers):
+        behind = [whole[t] * (i + 1) / layers - counts[t] if counts[t] < whole[t] else -1.0 for t in range(3)]
+        tier = max(range(3), key=lambda t: (behind[t], t))
+        counts[tier] += 1
+        found.append(tier)
+    return found[::-1]
