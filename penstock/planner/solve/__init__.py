@@ -9,7 +9,7 @@ from penstock.errors import BadRequest, DoesNotFit
 from penstock.planner.cost import Cost
 from penstock.planner.predict import Prediction
 from penstock.planner.shorten import quick, streamed
-from penstock.planner.solve import device, layers, neurons_plan, pipo, residency, slicing_plan
+from penstock.planner.solve import device, layers, neurons_plan, pipo, policy_lp, residency, slicing_plan
 from penstock.planner.solve.bound import least_score_s, reads_bytes, score_s, sequences
 from penstock.planner.solve.candidate import Candidate, Compared
 from penstock.planner.solve.reads import on_disks, with_reads
@@ -71,10 +71,14 @@ def candidates(
         if found:
             for solver in (slicing_plan, layers, pipo, *((neurons_plan,) if every or may_plan else ())):
                 yield from solver.candidates(ask, spec, weights, machine)
-        if ask.use_device:
-            if not found:
-                device.refuse(ask, spec, weights, machine)
-            return
+    if ask.objective == "throughput":  # blocks of many batches: who waits for the first token has no use for them
+        for candidate in policy_lp.candidates(ask, spec, weights, machine):
+            yield candidate
+            found = True
+    if ask.use_device and device.has_device(machine, ask):
+        if not found:
+            device.refuse(ask, spec, weights, machine)
+        return
     try:
         yield from residency.candidates(ask, spec, weights, machine)
     except DoesNotFit:
