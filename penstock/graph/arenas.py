@@ -19,8 +19,8 @@ from math import gcd
 
 from penstock.graph import scratch
 from penstock.graph.tasks import Batch, Slot
-from penstock.spec.parts import PAGE_BYTES, head_key
-from penstock.spec.plan import Arena, KvHome, Plan, Unit
+from penstock.spec.parts import PAGE_BYTES, Part, head_key, predictor_part
+from penstock.spec.plan import Arena, KvHome, Plan, Predictor, Unit
 from penstock.units import MIB, round_up
 
 ARENA_ALIGN = 2 * MIB  # a huge page: an arena is charged in whole ones whatever it uses
@@ -35,6 +35,9 @@ class Layout:
         self.parts = plan.parts
         self._fill: dict[str, int] = {}
         self.weights = self._place_weights()
+        self.predictors = {
+            p.layer: self._take(f"{p.home}.weights", self.predictor_part(p).nbytes) for p in plan.predictors
+        }
         self._norms = self._place_norms()
         self.pages_per_seq = self._pages_per_seq()
         self._kv = self._place_kv()
@@ -56,7 +59,8 @@ class Layout:
     def executors(self) -> tuple[str, ...]:
         """Executors of the plan, the main one first."""
         found = [executor for unit in self.plan.units for executor in (unit.decode, unit.prefill)]
-        return tuple(dict.fromkeys([self.plan.main, *found]))
+        predict = (predictor.home for predictor in self.plan.predictors)
+        return tuple(dict.fromkeys([self.plan.main, *found, *predict]))
 
     def streams(self, unit: Unit, purpose: str) -> bool:
         """Whether a pass loads the unit into its executor's ring. An embedding is gathered instead,
@@ -73,6 +77,11 @@ class Layout:
         return home if not homes and home in (self.plan.main, "host") else None
 
     # -- slots ----------------------------------------------------------------------------------------
+
+    def predictor_part(self, predictor: Predictor) -> Part:
+        spec, weights = self.plan.target.spec, self.plan.target.weights
+        neurons = spec.layers[predictor.layer].ffn.neurons
+        return predictor_part(predictor.layer, spec.d_model, predictor.rank, neurons, weights)
 
     def norms(self, layer: int, executor: str) -> Slot:
         """A layer's norms where an executor reads them: qkv norms q and k wherever attention is computed."""
@@ -231,6 +240,8 @@ class Layout:
             "partial": 4 * rows * spec.d_model,
             "pending": 4 * rows * spec.d_model,
         }
+        if plan.predictors:
+            buffers["active"] = plan.batch_seqs * max(layer.ffn.neurons for layer in spec.layers)
         answers = {"logits": 4 * plan.logits_rows * spec.vocab, "best": 8 * plan.logits_rows}
         ends = {"tokens": 4 * rows, "rows": 4 * rows * spec.d_embed}
         wanted: dict[str, dict[str, int]] = {executor: dict(buffers) for executor in self.executors}

@@ -47,6 +47,8 @@ def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
     """`spec`, `weights`: of the model that it should be for."""
     _check_model(plan.models, spec, weights)
     _check_numbers(plan)
+    if plan.predictors or any(unit.active != 1 for unit in plan.units):
+        raise _wrong("it skips neurons that are not active; this version plans that but has no kernels for it")
     by_key = {part.key: part for part in parts(spec, weights)}
     _check_units(plan.units, by_key)
     main = _check_acts(plan)

@@ -58,6 +58,7 @@ class Lowering:
         self._head = head_units(plan)
         self._rings = {tier: Ring(f"{tier}.ring", nbytes) for tier, nbytes in plan.ring_bytes.items()}
         self._stage = Ring("host.stage", plan.stage_bytes)
+        self._predictors = {predictor.layer: predictor for predictor in plan.predictors}
         self._streams: dict[tuple[Stream, str], list[Streamed]] = {}
         self._block_number = 0  # of the pass: the block that is being emitted
         self._matrix_costs: dict[tuple[int, tuple[str, ...]], Cost] = {}
@@ -154,6 +155,8 @@ class Lowering:
             for executor in executors:
                 if executor != main:
                     self._copy(batch, "h", batch.total_rows * row_bytes, main, executor)
+            if kind == "ffn" and purpose == "decode":
+                self._predict(layer, batch, executors)
         if len(executors) > 1:  # what one executor waits for does not wait for the other one's share
             self._emit.close(main)
         for executor in executors:
@@ -204,12 +207,33 @@ class Lowering:
         cost = self._matrix_cost(u, ops.OUT_BLOCKS, t)
         self._call(executor, "out", u, batch, (weights, out, partial, scratch), (layer, int(first)), fmt, cost)
 
+    def _predict(self, layer: int, batch: Batch, executors: list[str]) -> None:
+        """Which neurons of its FFN the batch needs, for every executor of some of them (PowerInfer §4.2)."""
+        predictor = self._predictors.get(layer)
+        if predictor is None:
+            return
+        home, layout = predictor.home, self.layout
+        if home not in (self.plan.main, *executors):
+            self._copy(batch, "h", self._rows(home, batch, "h").nbytes, self.plan.main, home)
+        part = layout.predictor_part(predictor)
+        active = self._active(layer, home, batch)
+        slots = (layout.predictors[layer], self._rows(home, batch, "h"), active, self._scratch(home))
+        cost = ops.matrix_cost(part, 0, 1, ops.PREDICTOR_BLOCKS, batch.total_rows)
+        self._call(home, "predict", -1, batch, slots, (layer,), part.format.kind, cost)
+        for executor in executors:
+            if executor != home:
+                self._copy(batch, "active", active.nbytes, home, executor)
+
     def _ffn(self, layer: int, u: int, executor: str, weights: Slot, batch: Batch, first: bool, purpose: str) -> None:
         unit = self.plan.units[u]
         part = self.parts[unit.part]
         h, partial = self._rows(executor, batch, "h"), self._rows(executor, batch, "partial")
         cost = self._matrix_cost(u, ops.FFN_BLOCKS, batch.total_rows)
+        slots: tuple[Slot, ...]
         slots = (weights, h, partial, self._rows(executor, batch, "pending"), self._scratch(executor))
+        if purpose == "decode":
+            cost = ops.active_cost(cost, unit.active) if unit.active < 1 else cost
+            slots += (self._active(layer, executor, batch),) if layer in self._predictors else ()
         continues, keeps = (int(self._cuts_a_four(u, other, purpose)) for other in (u - 1, u + 1))
         args = (layer, int(first), continues, keeps)
         self._call(executor, "ffn", u, batch, slots, args, part.format.kind, cost)
@@ -340,6 +364,10 @@ class Lowering:
 
     def _rows(self, executor: str, batch: Batch, name: str) -> Slot:
         return self.layout.act(executor, batch.id, name, 4 * batch.total_rows * self.plan.target.spec.d_model)
+
+    def _active(self, layer: int, executor: str, batch: Batch) -> Slot:
+        nbytes = batch.total_rows * self.plan.target.spec.layers[layer].ffn.neurons
+        return self.layout.act(executor, batch.id, "active", nbytes)
 
     def _scratch(self, executor: str) -> Slot:
         return self.layout.scratch[executor]

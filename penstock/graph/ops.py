@@ -35,8 +35,10 @@ _SIGNATURES = {
     "out": ("weights:r a:r partial:+ scratch:s", _SUMS),
     # partial (+)= FFN over the unit's neurons, SUM_GRANULES of its layer's granules at a time; pending: the sum of such
     # a four that units cut. args: 1 where it starts the sum; where it begins, where it ends within a four that the unit
-    # before has begun, the next one goes on with.
-    "ffn": ("weights:r h:r partial:+ pending:+ scratch:s", _EXPONENTIALS),
+    # before has begun, the next one goes on with. With `active` it computes only the neurons that are.
+    "ffn": ("weights:r h:r partial:+ pending:+ scratch:s active:r", _EXPONENTIALS),
+    # active [T, N], a byte each: whether a row needs a neuron of the layer's FFN. Only planned so far.
+    "predict": ("weights:r h:r active:w scratch:s", _SUMS),
     # x += norm_out(sum of partials + bias), then norm_after. More partials may follow the first.
     "merge": ("norms:r x:+ scratch:s partial:r", _SUMS),
     # best [n]: the most likely token of each row so far, float32 logit and int32 id; args: 1 where it starts.
@@ -75,6 +77,7 @@ def _parse(name: str, signature: str, tolerance: float) -> Op:
 
 
 OPS = {name: _parse(name, *found) for name, found in _SIGNATURES.items()}
+PLANNED = ("predict",)  # what planning knows and no kernel does yet
 
 
 def block_weights(part: Part, lo: int, hi: int, names: tuple[str, ...]) -> int:
@@ -91,11 +94,18 @@ QKV_BLOCKS = ("q", "k", "v", "q_bias", "k_bias", "v_bias")
 OUT_BLOCKS = ("o",)
 FFN_BLOCKS = ("gate", "up", "down", "gate_bias", "up_bias")
 VOCAB_BLOCKS = ("rows",)
+PREDICTOR_BLOCKS = ("hidden", "neurons")
 
 
 def matrix_cost(part: Part, lo: int, hi: int, names: tuple[str, ...], rows: int) -> tuple[int, int]:
     """(bytes read, flops) of multiplying `rows` rows with the named blocks of granules lo..hi."""
     return block_bytes(part, lo, hi, names), 2 * rows * block_weights(part, lo, hi, names)
+
+
+def active_cost(cost: tuple[int, int], active: float) -> tuple[int, int]:
+    """(bytes read, flops) of a product where a share `active` of the neurons is computed and the others are neither
+    read nor computed: as the neuron layout allows, where a neuron's numbers lie together."""
+    return max(1, round(cost[0] * active)), max(1, round(cost[1] * active))
 
 
 def attend_cost(a: Attention, kv_heads: int, batch: Batch, kv_bytes_each: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from penstock.spec.plan import Plan
 _WARM_PASSES = 2
 _KINDS = {
     **dict.fromkeys(("qkv", "attend", "out"), "attention"),
-    "ffn": "FFN",
+    **dict.fromkeys(("ffn", "predict"), "FFN"),
     "head": "head",
     "load": "weights that stream",
 }

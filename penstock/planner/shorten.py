@@ -63,6 +63,7 @@ def shortened(plan: Plan, layers: Sequence[int]) -> Plan:
         units=tuple(units),
         kv=tuple(replace(home, layers=within(home.layers)) for home in plan.kv),
         acts=tuple(replace(home, layers=within(home.layers)) for home in plan.acts),
+        predictors=tuple(replace(p, layer=number[str(p.layer)]) for p in plan.predictors if str(p.layer) in number),
     )
 
 
@@ -81,6 +82,8 @@ def _choose(plan: Plan) -> list[_Run] | None:
     count = len(plan.target.spec.layers)
     if len({unit.home for unit in plan.units if unit.home.startswith("disk")}) > 1:
         return None  # every n-th layer may lie on one of the disks alone
+    if plan.predictors:
+        return None  # layers differ in how many of their neurons are active
     spans = sorted({home.layers for home in plan.kv})
     if any(act.layers != (0, count) for act in plan.acts) or len(spans) > _MOST_RUNS:
         return None

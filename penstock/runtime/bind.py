@@ -47,7 +47,9 @@ class Binding:
         found = {r: rope.frequencies(r, plan.context) if r else None for r in ropes}
         self._frequencies = [found[layer.attention.rope] for layer in self._spec.layers]
         self._turns: dict[tuple[int, Batch], tuple[Float32, Float32]] = {}
-        self._ops: dict[str, Callable[[Call], None]] = {name: getattr(self, f"_{name}") for name in ops.OPS}
+        self._ops: dict[str, Callable[[Call], None]] = {
+            name: getattr(self, f"_{name}") for name in ops.OPS if name not in ops.PLANNED
+        }
 
     def run(self, task: Task) -> None:
         for call in task.calls:

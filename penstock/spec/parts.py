@@ -171,6 +171,13 @@ def _edges_part(model: ModelSpec, base: Format) -> Part:
     return _part("edges", "edges", -1, 1, 1, shapes)
 
 
+@lru_cache(maxsize=1024)
+def predictor_part(layer: int, d_model: int, rank: int, neurons: int, weights: Format) -> Part:
+    """The predictor of a layer's active neurons, two matrices in one granule: no part of the model, but of a plan."""
+    shapes = [_matrix("hidden", rank, d_model, weights), _matrix("neurons", neurons, rank, weights)]
+    return _part(f"{layer}.predictor", "predictor", layer, 1, 1, shapes)
+
+
 @lru_cache(maxsize=64)
 def parts(model: ModelSpec, weights: Format) -> tuple[Part, ...]:
     """All parts in the order in which a pass reads them. A tied head is the part `embed`, read twice.

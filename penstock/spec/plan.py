@@ -27,7 +27,8 @@ _INITIAL = {"disk0": "D", "disk1": "D", "host": "C", "gpu0": "G"}
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Granules lo..hi of a part: one home, one executor for decode and one for prefill."""
+    """Granules lo..hi of a part: one home, one executor for decode and one for prefill. `active`: of its neurons, the
+    share that decoding a full batch is expected to compute (PowerInfer); the others are skipped."""
 
     part: str
     lo: int
@@ -35,6 +36,7 @@ class Unit:
     home: str
     decode: str
     prefill: str
+    active: float = 1.0
 
     def executor(self, purpose: str) -> str:
         return self.prefill if purpose == "prefill" else self.decode
@@ -65,6 +67,16 @@ class ActHome:
 
 
 @dataclass(frozen=True, slots=True)
+class Predictor:
+    """What says before a layer's FFN which of its neurons a token needs (PowerInfer §5.1): two matrices, from d_model
+    to `rank` to the neurons, in the format of the weights. `home`: the memory that holds it and the executor of it."""
+
+    layer: int
+    rank: int
+    home: str
+
+
+@dataclass(frozen=True, slots=True)
 class Arena:
     """One allocation: `host.weights`, `host.ring`, `host.kv`, … on a tier."""
 
@@ -87,7 +99,7 @@ class Plan:
     weights stream through; it bounds how far loads run ahead. `stage_bytes`: of pinned memory that units cross on
     their way from a disk to a device. `order`: one of ORDERS. A read of a disk is done in blocks of `io_block_bytes`,
     `io_depth` of them in flight, by `io_engine`. `process_bytes`: of the process beside its arenas; `context_bytes`:
-    of the device's memory, what its driver and libraries take (0 without one).
+    of the device's memory, what its driver and libraries take (0 without one). `predictors`: one at most of each layer.
     """
 
     models: tuple[PlanModel, ...]
@@ -109,6 +121,7 @@ class Plan:
     io_engine: str
     process_bytes: int
     context_bytes: int
+    predictors: tuple[Predictor, ...] = ()
 
     @property
     def target(self) -> PlanModel:

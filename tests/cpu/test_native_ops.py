@@ -218,4 +218,4 @@ def test_every_op(
 def test_every_op_of_the_table_has_a_tolerance_and_a_reference() -> None:
     for op in ops.OPS.values():
         assert op.tolerance >= 0
-        assert callable(getattr(Binding, f"_{op.name}"))
+        assert op.name in ops.PLANNED or callable(getattr(Binding, f"_{op.name}"))

@@ -19,7 +19,7 @@ from penstock.graph.tasks import Batch, Pass, Stream, Task
 from penstock.graph.verify import verify
 from penstock.spec.format import Format
 from penstock.spec.parts import parts
-from penstock.spec.plan import ORDERS, Plan, Unit
+from penstock.spec.plan import ORDERS, Plan, Predictor, Unit
 from tests.plans import device_plans, make_plan, random_plans, resident_plan
 from tests.pure.machine import model
 
@@ -141,6 +141,25 @@ def test_golden_device(purpose: str) -> None:
     tasks = lowered(plan, decode if purpose == "decode" else prompt)
     verify(tasks, plan.arenas)
     check_golden(f"device_{purpose}", dump(tasks, plan))
+
+
+@pytest.mark.parametrize("predicts", ["gpu0", "host"])
+def test_golden_neurons(predicts: str) -> None:
+    """A hot slice of an FFN on the device and a cold one with the CPU, which skip the neurons that by the layer's
+    predictor are not active (PowerInfer)."""
+    by_key = {p.key: p for p in parts(SMALL, F32)}
+    units = [
+        Unit(key, 0, by_key[key].granules, "gpu0", "gpu0", "gpu0") for key in ("embed", "0.norms", "0.attn", "edges")
+    ]
+    units += [Unit("0.ffn", 0, 1, "gpu0", "gpu0", "gpu0", 0.5), Unit("0.ffn", 1, 3, "host", "host", "host", 0.25)]
+    plan = make_plan(SMALL, F32, units, ring_bytes={}, main="gpu0", kv_homes=[("gpu0", "gpu0")])
+    plan = replace(plan, predictors=(Predictor(0, 16, predicts),))
+    plan = replace(plan, arenas=Layout(plan).arenas())
+    tasks = lowered(plan, passes.decode(plan, (0,), (3,), passes.DECODE))
+    verify(tasks, plan.arenas)
+    cold = next(call for task in tasks for call in task.calls if call.op == "ffn" and call.unit == 5)
+    assert cold.bytes * 4 == 2 * sum(block.nbytes for block in by_key["0.ffn"].blocks)
+    check_golden(f"neurons_{predicts}", dump(tasks, plan))
 
 
 @given(st.data())

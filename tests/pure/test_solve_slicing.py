@@ -284,7 +284,7 @@ def test_no_slices_where_they_do_not_apply() -> None:
 
 
 def test_fewer_threads_lift_more() -> None:
-    """Section V-E2's optima, 0.18 to 0.71 with 16 to 2 threads, are within a third of ours. Mixtral is no prediction."""
+    """Section V-E2's optima, 0.18 to 0.71 with 16 to 2 threads, within a third of ours. Mixtral is no prediction."""
     rows = [f for f in scheinfer.FIGURES if f.metric == "share"]
     found = [predict_scheinfer.predicted(row) for row in rows]
     shares = [each.value for each in found if each is not None]

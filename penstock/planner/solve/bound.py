@@ -60,7 +60,8 @@ def _pass_s(plan: Plan, cost: Cost, purpose: str, batches: int, rows: int) -> fl
         streams = part.kind in _MATRICES or (purpose == "decode" and _is_head(plan, part))
         if not streams:
             continue
-        lanes[executor] = lanes.get(executor, 0.0) + batches * _compute_s(cost, unit, part, executor, rows)
+        active = unit.active if purpose == "decode" else 1.0
+        lanes[executor] = lanes.get(executor, 0.0) + batches * _compute_s(cost, unit, part, executor, rows, active)
         if unit.home != executor:
             if unit.home.startswith("disk"):
                 lanes[unit.home] = lanes.get(unit.home, 0.0) + cost.least_s(unit.home, "load", fmt, 1, nbytes)
@@ -73,12 +74,12 @@ def _is_head(plan: Plan, part: Part) -> bool:
     return part.kind == "head" or (part.kind == "embed" and plan.target.spec.tied)
 
 
-def _compute_s(cost: Cost, unit: Unit, part: Part, executor: str, rows: int) -> float:
+def _compute_s(cost: Cost, unit: Unit, part: Part, executor: str, rows: int, active: float) -> float:
     if part.kind == "attn":
         return sum(
             cost.least_s(executor, op, part.format.kind, rows, *ops.matrix_cost(part, unit.lo, unit.hi, blocks, rows))
             for op, blocks in (("qkv", ops.QKV_BLOCKS), ("out", ops.OUT_BLOCKS))
         )
     op, blocks = ("ffn", ops.FFN_BLOCKS) if part.kind == "ffn" else ("head", ops.VOCAB_BLOCKS)
-    found = ops.matrix_cost(part, unit.lo, unit.hi, blocks, rows)
-    return cost.least_s(executor, op, part.format.kind, rows, *found)
+    nbytes, flops = ops.matrix_cost(part, unit.lo, unit.hi, blocks, rows)
+    return cost.least_s(executor, op, part.format.kind, rows, active * nbytes, active * flops)

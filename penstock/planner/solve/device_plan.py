@@ -14,7 +14,7 @@ from penstock.spec.format import Format
 from penstock.spec.machine import USUAL_READS, MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Part, head_key, parts
-from penstock.spec.plan import DEVICE, ActHome, KvHome, Plan, PlanModel, Unit
+from penstock.spec.plan import DEVICE, ActHome, KvHome, Plan, PlanModel, Predictor, Unit
 from penstock.units import MIB, round_up
 
 
@@ -37,7 +37,8 @@ class Split:
 @dataclass(frozen=True)
 class DeviceSkeleton:
     """`ring_bytes`: of the device, and of the host; `stage_bytes`: between disk and device. `order`: of
-    `spec.plan.ORDERS`. `unit_bytes`: of a block that crosses the link in one unit, at most; 0: as the ring suggests."""
+    `spec.plan.ORDERS`. `unit_bytes`: of a block that crosses the link in one unit, at most; 0: as the ring suggests.
+    `predictors`: a Plan's."""
 
     ask: Ask
     spec: ModelSpec
@@ -50,6 +51,7 @@ class DeviceSkeleton:
     stage_bytes: int
     order: str = "overlapped"
     unit_bytes: int = 0
+    predictors: tuple[Predictor, ...] = ()
 
     def plan(self, on_device: Resident, in_memory: Resident) -> Plan:
         """Complete. `on_device`, `in_memory`: granules that stay there, part by part; what is in neither is on the
@@ -81,6 +83,7 @@ class DeviceSkeleton:
             io_engine=USUAL_READS.engine,
             process_bytes=round_up(process_bytes + spec.tokenizer_bytes, MIB),
             context_bytes=self.machine.context_bytes,
+            predictors=self.predictors,
         )
         return replace(plan, arenas=Layout(plan).arenas())
 

@@ -32,8 +32,8 @@ class TorchBinding:
         self._plan, self._memory, self._kernels, self._pieces = plan, memory, kernels, pieces
         self._layout, self._parts, self._spec = Layout(plan), plan.parts, plan.target.spec
         self._tables = tables_of(plan, device)
-        moved = ("load", "fetch")  # the host's disks do these
-        self._ops = {name: getattr(self, f"_{name}") for name in ops.OPS if name not in moved}
+        others = ("load", "fetch", *ops.PLANNED)  # the host's disks do the loading
+        self._ops = {name: getattr(self, f"_{name}") for name in ops.OPS if name not in others}
         self._views: dict[Slot, Tensor] = {}
         self._numbers: dict[int, dict[int, int]] = {}  # task → batch → a call of it
 

@@ -1,0 +1,270 @@
+"""PowerInfer's figures as penstock's planner predicts them: its policy and llama.cpp's on its two PCs.
+
+PowerInfer is `solve/neurons_plan.py` with the activity that the paper publishes, llama.cpp is `solve/layers.py`,
+FlexGen the device plan that lifts all that is not there. Speeds are of both phases, as the paper measures them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import penstock
+from bench.papers.predicted import Predicted
+from bench.papers.published import PC_HIGH, PC_LOW, SEVERAL, UNSUPPORTED, UNSUPPORTED_MACHINES, Published
+from penstock.planner.shorten import quick
+from penstock.planner.solve import device, layers, neurons_plan, settle_context
+from penstock.planner.solve.neurons import Profile, published, synthetic
+from penstock.serve.planning import describe
+from penstock.spec import machine as machines
+from penstock.spec.ask import Ask
+from penstock.spec.format import Format, parse_format
+from penstock.spec.machine import MachineSpec
+from penstock.spec.model import ModelSpec
+from penstock.spec.parts import head_key, parts
+from penstock.spec.plan import DEVICE, Plan
+
+_INPUTS = ("sparsity", "predictor_weights")  # what the plan is made from; the hot shares of Figure 4 too
+_SPEC_INFER = "speculative decoding is no plan yet"
+# Why rows are far off, by table, model, machine and metric.
+_CAUSES = {
+    ("Figure 10, section 8.2", SEVERAL, PC_HIGH, "throughput"): (
+        "the mean printed is more than two of these models could reach at best, 3 tokens/s each: the picture has "
+        "others, which are not named or, like Falcon-40B, not supported"
+    ),
+    ("Figure 13, section 8.2", SEVERAL, PC_HIGH, "speedup"): (
+        "in 4 bits all of OPT-66B and of LLaMA(ReGLU)-70B but cold neurons fits the device, where llama.cpp leaves two "
+        "fifths to the CPU: the picture may have models that nearly fit as they are, such as Falcon-40B"
+    ),
+    ("Table 4", "relullama-70b", PC_HIGH, "latency_s"): (
+        "what is printed is quicker than RAM can be read: it fits weights in 4 bits, not in FP16"
+    ),
+}
+
+# Section 8.1 and data sheets, bytes/s: nothing reads faster.
+_RAM_PEAK = {PC_HIGH: 67.2e9, PC_LOW: 38.4e9}
+_DEVICE_PEAK = {PC_HIGH: 1008e9, PC_LOW: 616e9}
+
+# Figures 10, 11 and 13 have prompts of 64 and 128 tokens (the text) and answers of several lengths (an axis: assumed).
+# 64 is taken for all, and 128 for the answer where one length is to stand for all: they have both.
+_PROMPT, _OUTPUT, _OUTPUTS = 64, 128, (8, 128, 512)
+_ONE_NOTE = "prompt of 64 and answer of 128 tokens assumed"
+_SET_NOTE = "mean of {} with answers of 8, 128 and 512 tokens (assumed: models and lengths stand in a picture)"
+
+# Models of Table 3 that the figures may be of: with a ReLU, larger than the device's memory, within both memories.
+_RELU = ("opt-6.7b", "opt-13b", "opt-30b", "opt-66b", "opt-175b", "relullama-7b", "relullama-13b", "relullama-70b")
+# On PC-High in FP16 no 13B: Table 4 has one at 17.8 tokens/s, and the figure's most is 16.06.
+_LEFT_OUT = {(PC_HIGH, "float16"): ("opt-13b", "relullama-13b")}
+# Tables 1 and 3, and Figure 4's curve of LLaMA2(SwiGLU)-70B: only here, of SiLU models the planner claims nothing.
+_GATED_ACTIVE = {"llama-2-13b": 0.57, "yi-1.5-34b": 0.47}
+_GATED_HOT = (0.69, 0.75)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    machine: str
+    model: str
+    weights: str
+    prompt: int = _PROMPT
+
+    @property
+    def spec(self) -> ModelSpec:
+        return _spec(self.model)
+
+    @property
+    def format(self) -> Format:
+        return parse_format(self.weights)
+
+    @property
+    def ask(self) -> Ask:
+        return settle_context(Ask(self.prompt, _OUTPUT, context=self.prompt + max(_OUTPUTS)), self.spec)
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A plan and what it does. `token_s` is of the middle of an answer of 128 tokens; some hundred positions of KV more
+    are less than 1 % of it."""
+
+    ttft_s: float
+    token_s: float
+    lane_share: dict[str, float]
+    plan: Plan
+
+    def total_s(self, output: int) -> float:
+        return self.ttft_s + output * self.token_s
+
+
+def predicted(row: Published) -> Predicted | None:
+    """None: there is no prediction; `why_not` says why."""
+    if why_not(row):
+        return None
+    if row.metric == "share":
+        found = _share(row)
+    else:
+        found = _of_several(row) if row.model == SEVERAL else _of_one(row)
+    cause = _CAUSES.get((row.table, row.model, row.machine, row.metric), "")
+    return replace(found, note="; ".join(filter(None, (cause, found.note))))
+
+
+def why_not(row: Published) -> str:
+    """Why a row is not predicted; empty where it is."""
+    if row.metric in _INPUTS or row.table.startswith("Figure 4"):
+        return "an input: what the plan is made from"
+    if row.model in UNSUPPORTED:
+        return f"{row.model}: {UNSUPPORTED[row.model]}"
+    if row.machine in UNSUPPORTED_MACHINES or "A100" in row.against:
+        return f"A100: {UNSUPPORTED_MACHINES['a100-80gb']}"
+    return _SPEC_INFER if "SpecInfer" in (row.system, row.against) else ""
+
+
+def _of_one(row: Published) -> Predicted:
+    setting = Setting(row.machine, row.model, row.weights or "float16", row.prompt or _PROMPT)
+    output = row.output or _OUTPUT
+    speed = _of_system(setting, row.system, output)
+    least_s = _least_token_s(setting, sparse=row.system == "PowerInfer")
+    note = "" if row.prompt else _ONE_NOTE
+    if row.metric == "throughput":
+        return Predicted(output / speed.total_s(output), 1 / least_s, note)
+    if row.metric == "speedup":
+        other = _of_system(setting, row.against, output)
+        return Predicted(other.total_s(output) / speed.total_s(output), None, note)
+    if row.metric == "latency_s":
+        return Predicted(speed.total_s(output), least_s * output, note)
+    assert row.metric == "decode_s", row
+    return Predicted(speed.token_s, least_s, note)
+
+
+def _of_several(row: Published) -> Predicted:
+    """Means and extremes over models and lengths."""
+    pcs = (PC_HIGH, PC_LOW) if row.machine == SEVERAL else (row.machine,)
+    settings = [setting for pc in pcs for setting in _settings(pc, row.weights or "float16")]
+    outputs = (8,) if "below 8 tokens" in row.setting else _OUTPUTS
+    values = []
+    for setting in settings:
+        for output in outputs:
+            total_s = _of_system(setting, "PowerInfer", output).total_s(output)
+            other_s = _of_system(setting, "llama.cpp", output).total_s(output)
+            values.append(other_s / total_s if row.metric == "speedup" else output / total_s)
+    of = max if "most" in row.setting else min if "least" in row.setting else _mean
+    bounds = [1 / _least_token_s(setting, sparse=True) for setting in settings]
+    names = ", ".join(dict.fromkeys(setting.model for setting in settings))
+    note = _SET_NOTE.format(names) if len(outputs) > 1 else f"a prompt of 64 and an answer of 8 tokens, of {names}"
+    return Predicted(of(values), of(bounds) if row.metric == "throughput" else None, note)
+
+
+def _share(row: Published) -> Predicted:
+    if "active neurons" in row.setting:
+        settings = _settings(row.machine, "float16")
+        settings = [setting for setting in settings if setting.model == "opt-30b" or "60 GB" not in row.note]
+        sparse = row.system == "PowerInfer"
+        shares = (_load_share(_of_system(setting, row.system, _OUTPUT).plan, sparse) for setting in settings)
+        names = ", ".join(setting.model for setting in settings)
+        return Predicted(_mean(shares), None, f"FP16, {names}; rows and columns of attention count, as in footnote 1")
+    setting = Setting(row.machine, row.model, row.weights or "float16")
+    if row.system == "FlexGen":
+        return Predicted(_flexgen_link_share(setting), None, _ONE_NOTE)
+    speed = _of_system(setting, row.system, _OUTPUT)
+    if "weights in device memory" in row.setting:
+        total = sum(part.nbytes for part in speed.plan.parts.values())
+        there = sum(speed.plan.unit_bytes(unit) for unit in speed.plan.units if unit.home == DEVICE)
+        return Predicted(there / total, None, "KV, activations and a GiB for driver and screen take the rest")
+    busy = speed.lane_share
+    return Predicted(busy["host"] / (busy["host"] + busy[DEVICE]), None, _ONE_NOTE)
+
+
+def _load_share(plan: Plan, sparse: bool) -> float:
+    """Of the rows and columns that a token needs, by their bytes, the share that the device computes."""
+    there = whole = 0.0
+    for unit in plan.units:
+        if unit.part.endswith((".attn", ".ffn")):
+            nbytes = plan.unit_bytes(unit) * (unit.active if sparse else 1.0)
+            there, whole = there + nbytes * (unit.decode == DEVICE), whole + nbytes
+    return there / whole
+
+
+@cache
+def _settings(pc: str, weights: str) -> list[Setting]:
+    """What may be behind a mean (see _RELU)."""
+    limit = _machine(pc).tier(DEVICE).bytes
+    found = []
+    for setting in (Setting(pc, model, weights) for model in _RELU if model not in _LEFT_OUT.get((pc, weights), ())):
+        nbytes = sum(part.nbytes for part in parts(setting.spec, setting.format))
+        if nbytes > limit and _power_infer(setting) and _llama_cpp(setting):
+            found.append(setting)
+    return found
+
+
+def _of_system(setting: Setting, system: str, output: int) -> Speed:
+    """The fastest of its plans for an answer of so many tokens."""
+    found = _power_infer(setting) if system == "PowerInfer" else _llama_cpp(setting)
+    return min(found, key=lambda speed: speed.total_s(output))
+
+
+@cache
+def _power_infer(setting: Setting) -> tuple[Speed, ...]:
+    found = neurons_plan.with_profile(
+        setting.ask, setting.spec, setting.format, _machine(setting.machine), _profile(setting.model)
+    )
+    return tuple(_speed(candidate.plan, setting) for candidate in found)
+
+
+@cache
+def _llama_cpp(setting: Setting) -> tuple[Speed, ...]:
+    """It has the device compute a prompt's products from 32 tokens on."""
+    plan = layers.plan_of(setting.ask, setting.spec, setting.format, _machine(setting.machine))
+    return (_speed(plan, setting),) if plan is not None else ()
+
+
+@cache
+def _flexgen_link_share(setting: Setting) -> float:
+    plans = device.candidates(setting.ask, setting.spec, setting.format, _machine(setting.machine))
+    return _speed(next(plans).plan, setting).lane_share["h2d0"]  # the first lifts all that is not there
+
+
+def _speed(plan: Plan, setting: Setting) -> Speed:
+    found = quick(plan, setting.ask, _machine(setting.machine), spread=False)
+    return Speed(found.ttft_s, setting.ask.batch / found.decode_tokens_per_s, found.lane_share, plan)
+
+
+def _least_token_s(setting: Setting, sparse: bool) -> float:
+    """What a token needs, hottest first in the device's memory, the rest read from RAM while the device reads: at the
+    peaks of both. KV, predictors and prompts cost nothing."""
+    profile = _profile(setting.model) if sparse else None
+    needed: list[tuple[float, int]] = []  # how often, bytes
+    for part in parts(setting.spec, setting.format):
+        if part.kind == "ffn" and profile is not None:
+            needed += [(f, part.granule_bytes) for f in profile.layers[part.layer]]
+        elif part.kind in ("attn", "ffn") or part.key == head_key(setting.spec):
+            needed.append((1.0, part.nbytes))
+    left = _machine(setting.machine).tier(DEVICE).bytes
+    device_bytes = host_bytes = 0.0
+    for often, nbytes in sorted(needed, reverse=True):
+        there = min(nbytes, left)
+        left -= there
+        device_bytes, host_bytes = device_bytes + often * there, host_bytes + often * (nbytes - there)
+    return max(device_bytes / _DEVICE_PEAK[setting.machine], host_bytes / _RAM_PEAK[setting.machine])
+
+
+@cache
+def _spec(model: str) -> ModelSpec:
+    return describe(Path(model))[0]
+
+
+@cache
+def _profile(model: str) -> Profile:
+    found = published(_spec(model))
+    if found is None:
+        return synthetic(_spec(model), _GATED_ACTIVE[model], *_GATED_HOT, "PowerInfer, Tables 1 and 3, Figure 4")
+    return found
+
+
+@cache
+def _machine(name: str) -> MachineSpec:
+    return machines.loads((Path(penstock.__file__).parent / "machines" / f"{name}.json").read_text(), name)
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
