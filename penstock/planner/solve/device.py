@@ -34,8 +34,9 @@ _SMALLEST_RING_SHARE = 8  # of the device's memory, at most so small a part
 WHOLE = "device memory"  # the strategy that leaves nothing elsewhere
 _LINK = "link"
 _ATTEMPTS = 5
-# Splits that are simulated: so many, of those whose closed form is at most so many times the best one's.
-_MOST_SPLITS, _HOPELESS = 4, 2.0
+# Splits that are simulated: so many, more where a disk is read, whose part in it the closed forms know least; of those
+# whose closed form is at most so many times the best one's.
+_MOST_SPLITS, _MOST_READING, _HOPELESS = 4, 7, 2.0
 
 
 def has_device(machine: MachineSpec, ask: Ask) -> bool:
@@ -104,7 +105,7 @@ def _splits(skeleton: DeviceSkeleton) -> list[Split]:
     """Who may compute what: by their closed forms the best few, the best first. The skeleton's split leaves all to the
     device; where that leaves nothing elsewhere, it is the only one."""
     found: list[tuple[float, int, Split]] = []
-    layers = len(skeleton.spec.layers)
+    layers, most = len(skeleton.spec.layers), _MOST_SPLITS
     for attention_layers, kv_home in _modes(skeleton):
         whole = replace(skeleton.split, attention_layers=attention_layers, kv_home=kv_home)
         estimate = _estimate(replace(skeleton, split=whole))
@@ -115,6 +116,8 @@ def _splits(skeleton: DeviceSkeleton) -> list[Split]:
             shares = {_LINK: shares[_LINK]}
         elif shares["link and CPU"] in (shares["CPU"], shares[_LINK]):
             del shares["link and CPU"]
+        elif estimate.reads:
+            shares["less link, more CPU"], most = tuple(share / 2 for share in shares["link and CPU"]), _MOST_READING
         for name, lifted in shares.items():
             alike = len(set(lifted)) == 1
             split = replace(whole, name=name, lifted=lifted[0], lifted_by_layer=() if alike else lifted)
@@ -122,7 +125,7 @@ def _splits(skeleton: DeviceSkeleton) -> list[Split]:
             if name != _LINK:
                 found.append((estimate.seconds(lifted, False), len(found), replace(split, prompts=False)))
     best_s = min((seconds for seconds, _, _ in found), default=0.0)
-    return [split for seconds, _, split in sorted(found)[:_MOST_SPLITS] if seconds <= _HOPELESS * best_s]
+    return [split for seconds, _, split in sorted(found)[:most] if seconds <= _HOPELESS * best_s]
 
 
 def _modes(skeleton: DeviceSkeleton) -> list[tuple[int, str]]:

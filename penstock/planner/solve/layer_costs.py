@@ -190,7 +190,8 @@ class LayerCosts:
 class Estimate:
     """The seconds that splits would take, which differ in what crosses the link and in who reads prompts.
 
-    `shares`: of the first `attention_layers` layers, whose attention is the device's; the others' is the CPU's."""
+    `shares`: of the first `attention_layers` layers, whose attention is the device's; the others' is the CPU's.
+    `reads`: whether something is read from a disk."""
 
     def __init__(self, costs: LayerCosts, chunk_rows: int, shares: Shares, attention_layers: int, head: bool) -> None:
         self._output_tokens, self._ffn_there = costs.ask.output_tokens, shares.ffn
@@ -198,7 +199,7 @@ class Estimate:
         kinds: dict[tuple[Layer, bool], list[int]] = {}
         for i, layer in enumerate(costs.spec.layers):
             kinds.setdefault((layer, i < attention_layers), []).append(i)
-        self._layers = len(costs.spec.layers)
+        self._layers, self.reads = len(costs.spec.layers), shares.disk > 0
 
         def periods(step: Step) -> list[_Period]:
             found = []

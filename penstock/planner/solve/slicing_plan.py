@@ -212,14 +212,16 @@ def tokens_of(costs: LayerCosts, slices: Slices, layer: int, chunk_rows: int) ->
 def _reasons(plan: Plan, slices: Slices, costs: LayerCosts) -> tuple[str, ...]:
     layers = len(slices.r_gg)
     r_gg, r_cg = sum(slices.r_gg) / layers, sum(slices.r_cg) / layers
-    there = plan.tier_bytes()[DEVICE]
+    sizes = plan.parts
+    there = sum((u.hi - u.lo) * sizes[u.part].granule_bytes for u in plan.units if u.home == DEVICE)
+    total = sum(part.nbytes for part in sizes.values())
     n_g, rows = tokens_of(costs, slices, layers // 2, plan.chunk_rows)
     whole = sum(slices.attends)
     block = costs.ffn(costs.spec.layers[0], costs.decode(), Shares(slices.r_gg[0], attends=slices.attends[0]))
     alone, best = (finish_s(block.lanes, block.times(r, slices.r_gg[0])) for r in (0.0, slices.r_cg[0]))
     return (
-        f"by what a byte saves, {format_bytes(there)} of device memory hold attention and KV of {whole} of {layers}"
-        f" layers and {r_gg:.0%} of the FFNs (r_GG)",
+        f"{format_bytes(there)} of {format_bytes(total)} of weights stay in device memory, by what a byte saves there:"
+        f" attention and KV of {whole} of {layers} layers, {r_gg:.0%} of the FFNs (r_GG)",
         f"of the FFNs the link lifts {r_cg:.0%} (r_CG) and the CPU computes {1 - r_gg - r_cg:.0%} (r_CC): the first"
         f" layer takes {best * 1e3:.2f} ms, without the link {alone * 1e3:.2f}",
         f"of a chunk of {rows} tokens the device had best take {n_g} with the CPU's weights (n_g);"
