@@ -194,7 +194,6 @@ def _optimum(program: Program, kv: Shares | None) -> Policy | None:
     """By HiGHS. Columns: nine shares, T_pre, T_gen in units of the bound; rows: lanes, tiers, sums. Everything is
     scaled to about one, since its tolerances are absolute."""
     import highspy  # only who plans such a block needs it
-    import numpy as np
 
     scale = max(program.least_s, 1e-12)
     costs = [0.0] * 9 + [program.layers, program.layers * program.steps]
@@ -214,26 +213,26 @@ def _optimum(program: Program, kv: Shares | None) -> Policy | None:
         rows.append(([1.0 if i // 3 == kind else 0.0 for i in range(9)] + [0.0, 0.0], 1.0, 1.0))
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = 11, len(rows)
-    lp.col_cost_ = np.array(costs, float)
+    lp.col_cost_ = costs
     lower, upper = [0.0] * 9, [1.0 if may else 0.0 for may in free]
     if kv is not None:
         lower[3:6] = upper[3:6] = kv
-    lp.col_lower_ = np.array([*lower, 0.0, 0.0])
-    lp.col_upper_ = np.array([*upper, highspy.kHighsInf, highspy.kHighsInf])
-    lp.row_lower_ = np.array([least for _, least, _ in rows])
-    lp.row_upper_ = np.array([most for _, _, most in rows])
-    matrix = np.array([row for row, _, _ in rows])
+    lp.col_lower_ = [*lower, 0.0, 0.0]
+    lp.col_upper_ = [*upper, highspy.kHighsInf, highspy.kHighsInf]
+    lp.row_lower_ = [least for _, least, _ in rows]
+    lp.row_upper_ = [most for _, _, most in rows]
     lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.start_ = np.arange(0, 11 * len(rows) + 1, 11)
-    lp.a_matrix_.index_ = np.tile(np.arange(11), len(rows))
-    lp.a_matrix_.value_ = matrix.reshape(-1)
+    lp.a_matrix_.start_ = list(range(0, 11 * len(rows) + 1, 11))
+    lp.a_matrix_.index_ = list(range(11)) * len(rows)
+    lp.a_matrix_.value_ = [x for row, _, _ in rows for x in row]
     solver = highspy.Highs()  # type: ignore[no-untyped-call]
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("threads", 1)
     solver.passModel(lp)
     solver.run()
     status = solver.getModelStatus()
-    if status == highspy.HighsModelStatus.kInfeasible:
+    # Never unbounded: seconds have no negative coefficients.
+    if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
         return None
     if status != highspy.HighsModelStatus.kOptimal:
         raise InternalError(f"the policy's linear program ended as {solver.modelStatusToString(status)}")
