@@ -70,7 +70,7 @@ bench-offload: .venv/test.stamp .venv/bench.stamp ## beyond memory, in cgroups, 
 	@$(BIN)/python -m bench.offload $(ARGS)
 
 gpu-wheels: .venv/tools.stamp ## what bench/gpu_check.sh needs on a machine without a network (WHEELS="--python-version 3.12 …" for another Python)
-	@$(BIN)/pip download -q -d build/gpu-wheels --only-binary :all: $(WHEELS) numpy threadpoolctl tokenizers jinja2 safetensors typer rich highspy \
+	@$(BIN)/pip download -q -d build/gpu-wheels --only-binary :all: $(WHEELS) numpy highspy threadpoolctl tokenizers jinja2 safetensors typer rich \
 	    pytest hypothesis ml_dtypes
 
 clean: ## remove .venv, build and caches

@@ -27,9 +27,9 @@ part() { # name, seconds, command...: output goes to a file and, its end, here
 
 { date; nvidia-smi; "$PYTHON" -c 'import torch, triton; print(torch.__version__, triton.__version__)'; uname -r; nproc; free -g; } >"$OUT/card.txt" 2>&1
 grep -m1 -E "MiB \|" "$OUT/card.txt"
-if ! "$PYTHON" -c 'import numpy, threadpoolctl, tokenizers, jinja2, safetensors, typer, rich, pytest, hypothesis, ml_dtypes' 2>/dev/null; then
+if ! "$PYTHON" -c 'import numpy, highspy, threadpoolctl, tokenizers, jinja2, safetensors, typer, rich, pytest, hypothesis, ml_dtypes' 2>/dev/null; then
     part wheels 60 "$PYTHON" -m pip install -q --no-index --find-links build/gpu-wheels \
-        numpy threadpoolctl tokenizers jinja2 safetensors typer rich pytest hypothesis ml_dtypes
+        numpy highspy threadpoolctl tokenizers jinja2 safetensors typer rich pytest hypothesis ml_dtypes
 fi
 workers=$("$PYTHON" -c 'import xdist; print("-n 12")' 2>/dev/null)
 timeout 150 "$PYTHON" -m pip install -q --no-build-isolation --no-deps -e . >"$OUT/build.txt" 2>&1 &

@@ -11,11 +11,16 @@ import json
 import time
 from pathlib import Path
 
-from bench.papers import CONTRADICTIONS, FIGURES, predict_pipo
+from bench.papers import CONTRADICTIONS, FIGURES, predict_flexgen, predict_pipo, predict_powerinfer, predict_scheinfer
 from bench.papers.compare import Predictor, compare, median_ratio
 from bench.papers.report import page, papers_of, plot, text
 
-PREDICTORS: dict[str, Predictor] = {"PIPO": predict_pipo.predicted}
+PREDICTORS: dict[str, Predictor] = {
+    "PIPO": predict_pipo.predicted,
+    "FlexGen": predict_flexgen.predicted,
+    "ScheInfer": predict_scheinfer.predicted,
+    "PowerInfer": predict_powerinfer.predicted,
+}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -28,21 +28,18 @@ where nothing streams the pass of each shape as lowered once.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import inf
 
 from penstock.errors import InternalError
 from penstock.graph import ops
 from penstock.graph.arenas import Layout, head_units
 from penstock.graph.emit import Emitter
 from penstock.graph.repeats import Repeats
-from penstock.graph.ring import Ring, Streamed
-from penstock.graph.tasks import Batch, Call, Pass, Slot, Stream, Task
+from penstock.graph.streams import Streams
+from penstock.graph.tasks import Batch, Call, Pass, Slot, Task
 from penstock.spec.parts import SUM_GRANULES
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.plan import Plan
 
 Cost = tuple[int, int]  # bytes, flops
-
-_BLOCKS_AHEAD = {"overlapped": inf, "saving": 0, "flexgen": 1}  # that loads may be for, beyond the one being computed
 
 
 class Lowering:
@@ -56,13 +53,10 @@ class Lowering:
         for i, unit in enumerate(plan.units):
             self._units.setdefault(unit.part, []).append(i)
         self._head = head_units(plan)
-        self._rings = {tier: Ring(f"{tier}.ring", nbytes) for tier, nbytes in plan.ring_bytes.items()}
-        self._stage = Ring("host.stage", plan.stage_bytes)
         self._predictors = {predictor.layer: predictor for predictor in plan.predictors}
-        self._streams: dict[tuple[Stream, str], list[Streamed]] = {}
-        self._block_number = 0  # of the pass: the block that is being emitted
         self._matrix_costs: dict[tuple[int, tuple[str, ...]], Cost] = {}
         self._emit = Emitter()
+        self._streams = Streams(self.layout, self._emit)
         self._repeats = Repeats(plan, self.layout, self._emit.adopt)
 
     # -- the pass -------------------------------------------------------------------------------------
@@ -77,13 +71,7 @@ class Lowering:
 
     def _lower(self, p: Pass) -> Iterator[Task]:
         layers = len(self.plan.target.spec.layers)
-        blocks = 2 * layers + int(p.stream.logits)
-        for tier, ring in self._rings.items():
-            then = self._stream(p.then, tier) if p.then else []
-            ring.begin(self._stream(p.stream, tier), [(u, nbytes, blocks + at) for u, nbytes, at in then])
-        if DEVICE in self._rings:
-            waiting = self._rings[DEVICE].waiting
-            self._stage.begin([load for load in waiting if self.plan.units[load[0]].home != "host"], [])
+        self._streams.begin(p)
         self._begin_block(p, 0)
         for batch in p.batches:
             self._embed(batch)
@@ -98,25 +86,22 @@ class Lowering:
 
     def _begin_block(self, p: Pass, number: int) -> None:
         """Emits the loads that may begin. Block 2·i is the attention of layer i, 2·i + 1 its FFN, the last the head."""
-        self._block_number = number
+        self._streams.begin_block(number)
         layer, is_ffn = divmod(number, 2)
         order = self.plan.order
         if order == "flexgen":  # beside this block: what the next one needs, and what the last one left
             if number == 0:
                 self._load_kv(p, 0)
-            self._pump()
+            self._streams.pump()
             if is_ffn:
                 self._load_kv(p, layer + 1)
                 self._save_kv(p, layer)
             return
-        if order == "saving":  # a small ring, and each block lies where the one before it lay
-            for ring in (*self._rings.values(), self._stage):
-                ring.rewind()
         if not is_ffn and (order == "saving" or number == 0):
             self._load_kv(p, layer)
         if not is_ffn and order == "overlapped":
             self._load_kv(p, layer + 1)
-        self._pump()
+        self._streams.pump()
 
     def _embed(self, batch: Batch) -> None:
         main, spec, layout = self.plan.main, self.plan.target.spec, self.layout
@@ -168,7 +153,7 @@ class Lowering:
             for u in units:
                 if self.plan.units[u].executor(purpose) != executor:
                     continue
-                weights = self._weights(u, purpose)
+                weights = self._streams.take(u, purpose)
                 for batch in p.batches:
                     first = batch.id not in started
                     started.add(batch.id)
@@ -176,7 +161,7 @@ class Lowering:
                         self._attention(layer, u, executor, weights, batch, first)
                     else:
                         self._ffn(layer, u, executor, weights, batch, first, purpose)
-                self._release(u, purpose)
+                self._streams.release(u, purpose)
                 yield from self._emit.closed()
             if executor != main:
                 for batch in p.batches:
@@ -216,7 +201,7 @@ class Lowering:
         cross the link, and what attention gives comes back. Rows that begin a prompt find nothing in the cache: there
         `executor` attends itself, and K and V follow behind."""
         layout, units, a = self.layout, self._units[f"{layer}.attn"], self.plan.target.spec.layers[layer].attention
-        weights = {u: self._weights(u, p.purpose) for u in units}
+        weights = {u: self._streams.take(u, p.purpose) for u in units}
         scratch, fmt = self._scratch(executor), self.parts[f"{layer}.attn"].format.kind
         for batch in p.batches:
             t, home = batch.total_rows, layout.kv_home(layer, batch)
@@ -249,7 +234,7 @@ class Lowering:
                 slots = (weights[u], out, self._rows(executor, batch, "partial"), scratch)
                 cost = self._matrix_cost(u, ops.OUT_BLOCKS, batch.total_rows)
                 self._call(executor, "out", u, batch, slots, (layer, int(u == units[0])), fmt, cost)
-            self._release(u, p.purpose)
+            self._streams.release(u, p.purpose)
             yield from self._emit.closed()
 
     def _predict(self, layer: int, batch: Batch, executors: list[str]) -> None:
@@ -307,7 +292,7 @@ class Lowering:
         for batch in p.batches:
             self._norm(batch, "edges", ("final",), batch.logits)
         for u in self._head:
-            weights = self._weights(u, p.purpose)
+            weights = self._streams.take(u, p.purpose)
             unit = self.plan.units[u]
             part = self.parts[unit.part]
             for batch in p.batches:
@@ -320,7 +305,7 @@ class Lowering:
                     slots = (weights, h, logits, best, self._scratch(main))
                     first = int(u == self._head[0])
                     self._call(main, "head", u, batch, slots, (first,), part.format.kind, cost)
-            self._release(u, p.purpose)
+            self._streams.release(u, p.purpose)
             yield from self._emit.closed()
         for batch in p.batches:
             n = len(batch.logits)
@@ -367,10 +352,7 @@ class Lowering:
         """FlexGen's order waits for all that goes on at the end of each block."""
         if self.plan.order != "flexgen":
             return
-        slots = [Slot(ring.arena, 0, ring.nbytes) for ring in self._rings.values()]
-        if DEVICE in self._rings and self.plan.stage_bytes:
-            slots.append(Slot("host.stage", 0, self.plan.stage_bytes))
-        slots += self.layout.windows
+        slots = [*self._streams.slots, *self.layout.windows]
         if slots:
             main = self.plan.main
             self._emit.call(main, Call("sync", -1, None, tuple(slots), (), "*", 0, 0))
@@ -419,65 +401,3 @@ class Lowering:
 
     def _whole(self, key: str) -> Slot:
         return self.layout.weights[self._units[key][0]]
-
-    def _weights(self, u: int, purpose: str) -> Slot:
-        """Where the unit's bytes are when its calls run: at home, or in the ring."""
-        unit = self.plan.units[u]
-        if not self.layout.streams(unit, purpose):
-            return self.layout.weights[u]
-        return self._rings[unit.executor(purpose)].take(u)
-
-    # -- streams --------------------------------------------------------------------------------------
-
-    def _stream(self, stream: Stream, tier: str) -> list[Streamed]:
-        """What a pass of this kind streams through a tier's ring, in order. Worked out once."""
-        if (stream, tier) in self._streams:
-            return self._streams[stream, tier]
-        layers = range(len(self.plan.target.spec.layers))
-        blocks = [self._units[f"{i}.{kind}"] for i in layers for kind in ("attn", "ffn")]
-        blocks += [self._head] if stream.logits else []
-        units = [(u, self.plan.units[u], at) for at, block in enumerate(blocks) for u in block]
-        found = self._streams[stream, tier] = [
-            (u, (unit.hi - unit.lo) * self.parts[unit.part].granule_bytes, at)
-            for u, unit, at in units
-            if unit.executor(stream.purpose) == tier and self.layout.streams(unit, stream.purpose)
-        ]
-        return found
-
-    def _release(self, u: int, purpose: str) -> None:
-        """The unit's last call is emitted: its ring bytes are free for the loads that wait."""
-        unit = self.plan.units[u]
-        if self.layout.streams(unit, purpose):
-            self._emit.close(unit.executor(purpose))
-            self._rings[unit.executor(purpose)].release(u)
-            self._pump()
-
-    def _pump(self) -> None:
-        """Emits every load that a ring has room for, of the blocks that may be loaded now."""
-        last = self._block_number + _BLOCKS_AHEAD[self.plan.order]
-        for tier, ring in self._rings.items():
-            if tier == "host":
-                self._load(ring, last)
-                continue
-            self._load(self._stage, last)
-            while (lift := ring.admit(last, self._at_hand)) is not None:
-                u, slot = lift
-                unit = self.plan.units[u]
-                source = self.layout.weights[u] if unit.home == "host" else self._stage.take(u)
-                fmt = self.parts[unit.part].format.kind
-                self._emit.alone(("h2d0",), Call("lift", u, None, (source, slot), (), fmt, slot.nbytes, 0))
-                if unit.home != "host":
-                    self._stage.release(u)
-                    self._load(self._stage, last)
-
-    def _load(self, ring: Ring, last_block: float) -> None:
-        """Emits what the disks may load into a ring of the host now."""
-        while (load := ring.admit(last_block, lambda _: True)) is not None:
-            u, slot = load
-            unit = self.plan.units[u]
-            fmt = self.parts[unit.part].format.kind
-            self._emit.alone((unit.home,), Call("load", u, None, (slot,), (), fmt, slot.nbytes, 0))
-
-    def _at_hand(self, u: int) -> bool:
-        """Whether a unit can be lifted: it is in memory, or will be when the load of it that was emitted is done."""
-        return self.plan.units[u].home == "host" or self._stage.holds_next(u)

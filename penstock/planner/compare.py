@@ -51,6 +51,8 @@ def comparison(solved: Solved) -> str:
         lines.append(f"{name:{width}}{speed}{sizes}  {lane_name(p.bound_by)} {p.lane_share[p.bound_by]:.0%}")
         if each.candidate.cannot_run:
             lines.append(f"  planned only: {each.candidate.cannot_run}")
+        if each.candidate.lossy:
+            lines.append(f"  lossy, so not chosen by itself: {each.candidate.lossy}")
     return "\n".join(lines)
 
 
@@ -66,6 +68,7 @@ def to_json(solved: Solved) -> list[dict[str, Any]]:
             "tier_bytes": bytes_per_tier(candidate.plan),
             "weights_bytes": homes(candidate.plan),
             "cannot_run": candidate.cannot_run,
+            "lossy": candidate.lossy,
             "reasons": candidate.reasons,
         }
         for candidate, p in solved.compared

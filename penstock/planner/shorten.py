@@ -2,15 +2,17 @@
 
 To lower and simulate some passes of an 80-layer model in units of 16 MiB takes seconds. Its time is that of its ends
 (embedding, head, what lies between passes) and that of its layers, which are alike: so two short plans with the same
-ring tell both. Short means: every kind of layer is in them, and they stream their ring full several times, so that
-loads run ahead as they do in the long one.
+ring tell both; where the first layers keep their KV on a device and the others in RAM, three. Short means: every kind
+of layer is in them, and they stream their ring full several times, so that loads run ahead as they do in the long one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import ceil
+from typing import NamedTuple
 
 from penstock.graph.arenas import Layout
 from penstock.planner.predict import Prediction, Spread, predict
@@ -21,6 +23,7 @@ from penstock.spec.plan import Plan, PlanModel
 _FEW_UNITS = 400  # up to so many the plan itself is simulated, in a tenth of a second
 _RINGS, _MANY_RINGS = 3, 8  # times that the shorter plan streams its ring full: at least, and with less than 4 layers
 _MANY_UNITS = 80  # of a layer, of which one is enough
+_MOST_RUNS = 2  # of layers whose KV lives in one place
 _LONGEST_PERIOD = 8  # layers after which their kinds come again: 1 in most models, 2 in gemma2
 
 
@@ -29,10 +32,14 @@ def quick(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True) -> Pr
     chosen = _choose(plan) if len(plan.units) > _FEW_UNITS else None
     if chosen is None:
         return predict(plan, ask, machine, spread)
-    near, far = (len(layers) for layers in chosen)
-    share = (len(plan.target.spec.layers) - near) / (far - near)
-    shorter, longer = (predict(shortened(plan, layers), ask, machine, spread) for layers in chosen)
-    return _further(shorter, longer, share, plan, ask)
+    near = predict(shortened(plan, [i for run in chosen for i in run.near]), ask, machine, spread)
+    further = []
+    for run in chosen:
+        if run.far:
+            layers = [i for other in chosen for i in (other.far if other is run else other.near)]
+            share = (run.layers - len(run.near)) / (len(run.far) - len(run.near))
+            further.append((share, predict(shortened(plan, layers), ask, machine, spread)))
+    return _further(near, further, plan, ask)
 
 
 def shortened(plan: Plan, layers: Sequence[int]) -> Plan:
@@ -46,53 +53,78 @@ def shortened(plan: Plan, layers: Sequence[int]) -> Plan:
             units.append(unit)
         elif layer in number:
             units.append(replace(unit, part=f"{number[layer]}.{kind}"))
-    everything = (0, len(layers))
+
+    def within(span: tuple[int, int]) -> tuple[int, int]:
+        return sum(layer < span[0] for layer in layers), sum(layer < span[1] for layer in layers)
+
     return replace(
         plan,
         models=(PlanModel(replace(spec, layers=tuple(spec.layers[i] for i in layers)), plan.target.weights),),
         units=tuple(units),
-        kv=tuple(replace(home, layers=everything) for home in plan.kv),
-        acts=tuple(replace(home, layers=everything) for home in plan.acts),
+        kv=tuple(replace(home, layers=within(home.layers)) for home in plan.kv),
+        acts=tuple(replace(home, layers=within(home.layers)) for home in plan.acts),
         predictors=tuple(replace(p, layer=number[str(p.layer)]) for p in plan.predictors if str(p.layer) in number),
     )
 
 
-def _choose(plan: Plan) -> tuple[list[int], list[int]] | None:
-    """The layers of the two short plans, or None: simulate the plan itself. Layers differ by a granule that stays or
-    streams; these are the ones that, continued, come closest to what the whole plan reads."""
-    layers = plan.target.spec.layers
-    count = len(layers)
+class _Run(NamedTuple):
+    """So many layers in a row, and those of them that the shorter and the longer plan have; none in `far`: all plans
+    have them all."""
+
+    layers: int
+    near: list[int]
+    far: list[int]
+
+
+def _choose(plan: Plan) -> list[_Run] | None:
+    """The layers of the short plans, or None: simulate the plan itself. Layers whose KV lives in one place are one run,
+    of which there may be two; a plan for each run is longer in that one."""
+    count = len(plan.target.spec.layers)
     if len({unit.home for unit in plan.units if unit.home.startswith("disk")}) > 1:
         return None  # every n-th layer may lie on one of the disks alone
     if plan.predictors:
         return None  # layers differ in how many of their neurons are active
-    if any(span != (0, count) for span in (*(kv.layers for kv in plan.kv), *(act.layers for act in plan.acts))):
+    spans = sorted({home.layers for home in plan.kv})
+    if any(act.layers != (0, count) for act in plan.acts) or len(spans) > _MOST_RUNS:
         return None
-    period = next((p for p in range(1, _LONGEST_PERIOD + 1) if layers[p:] == layers[:-p]), None)
-    if period is None:
+    if any(lo < before for (_, before), (lo, _) in pairwise(spans)):
         return None
     found, prompts = streamed(plan), streamed(plan, purpose="prefill")
-    total, ring_bytes = sum(found.values()) - found[-1], sum(plan.ring_bytes.values())
-    most = max(total, sum(prompts.values()) - prompts[-1])
-    rings = ring_bytes * count / max(1, most * period)  # in one run of layers
+    most = max(sum(found.values()) - found[-1], sum(prompts.values()) - prompts[-1])
+    ring_layers = sum(plan.ring_bytes.values()) * count / max(1, most)
     least = 1 if len(plan.units) > _MANY_UNITS * count else 2
+    chosen = [_run(plan, range(*span), found, ring_layers, least) for span in spans]
+    return chosen if any(run.far for run in chosen) else None
+
+
+def _run(plan: Plan, those: range, found: Mapping[int, int], ring_layers: float, least: int) -> _Run:
+    """Layers differ by a granule that stays or streams; these are the ones that, continued, come closest to what the
+    whole run reads. `ring_layers`: so many fill the ring once."""
+    layers, whole = plan.target.spec.layers[those.start : those.stop], _Run(len(those), list(those), [])
+    period = next((p for p in range(1, _LONGEST_PERIOD + 1) if layers[p:] == layers[:-p]), None)
+    if period is None:
+        return whole
+    rings = ring_layers / period
     few = max(least, ceil(_RINGS * rings), min(4, ceil(_MANY_RINGS * rings)))
-    if 6 * few * period > count:
-        return None
-    runs = [sum(found[i] for i in range(at, at + period)) for at in range(0, count - count % period, period)]
-    long = count / period
+    if 6 * few * period > len(those):
+        return whole
+    runs = [
+        sum(found[those[i]] for i in range(at, at + period))
+        for at in range(0, len(those) - len(those) % period, period)
+    ]
+    long, total = len(those) / period, sum(found[i] for i in those)
 
-    def read(those: Sequence[int]) -> int:
-        return sum(runs[i] for i in those)
+    def read(numbers: Sequence[int]) -> int:
+        return sum(runs[i] for i in numbers)
 
-    near = min(_progressions(len(runs), few), key=lambda those: abs(read(those) / few * long - total))
+    near = min(_progressions(len(runs), few), key=lambda numbers: abs(read(numbers) / few * long - total))
     start, share = read(near), (long - few) / few
     far = min(
         _progressions(len(runs), 2 * few),
-        key=lambda those: abs(start + share * (read(those) - start) - total),
+        key=lambda numbers: abs(start + share * (read(numbers) - start) - total),
     )
-    shorter, longer = ([at * period + j for at in those for j in range(period)] for those in (near, far))
-    return shorter, longer
+    shorter, longer = ([those[at * period + j] for at in numbers for j in range(period)] for numbers in (near, far))
+    return _Run(len(those), shorter, longer)
 
 
 def _progressions(count: int, wanted: int) -> Iterator[range]:
@@ -114,30 +146,33 @@ def streamed(plan: Plan, from_disk: bool = False, purpose: str = "decode") -> di
     return found
 
 
-def _further(near: Prediction, far: Prediction, share: float, plan: Plan, ask: Ask) -> Prediction:
-    """`share` times the way from `near` to `far`: times lie on a line; bytes are counted in the plan itself."""
+def _further(near: Prediction, further: Sequence[tuple[float, Prediction]], plan: Plan, ask: Ask) -> Prediction:
+    """From `near` the `share` times the way to each longer plan: times lie on a line in the layers of every run; bytes
+    are counted in the plan itself."""
 
-    def line(a: float, b: float) -> float:
-        return max(a, a + share * (b - a))
+    def line(of: Callable[[Prediction], float]) -> float:
+        return max(of(near), of(near) + sum(share * (of(far) - of(near)) for share, far in further))
 
-    per_token_s = line(1 / near.decode_tokens_per_s, 1 / far.decode_tokens_per_s)
+    per_token_s = line(lambda p: 1 / p.decode_tokens_per_s)
     shares: dict[str, float] = {}
-    for lane, each in far.lane_share.items():
-        busy_s = line(near.lane_share.get(lane, 0.0) / near.decode_tokens_per_s, each / far.decode_tokens_per_s)
+    for lane in dict.fromkeys(lane for _, far in further for lane in far.lane_share):
+        busy_s = line(lambda p, lane=lane: p.lane_share.get(lane, 0.0) / p.decode_tokens_per_s)  # type: ignore[misc]
         shares[lane] = min(1.0, busy_s / per_token_s)
     seqs = min(ask.batch, plan.batch_seqs * plan.batches_per_pass)
     fetched = 0 if Layout(plan).gathers else plan.parts["embed"].granule_bytes
-    spreads = (near.inter_token_s, far.inter_token_s)
     tier_bytes = plan.tier_bytes()
     return Prediction(
-        ttft_s=line(near.ttft_s, far.ttft_s),
+        ttft_s=line(lambda p: p.ttft_s),
         decode_tokens_per_s=1 / per_token_s,
-        total_s=line(near.total_s, far.total_s),
+        total_s=line(lambda p: p.total_s),
         bound_by=max(shares, key=lambda lane: shares[lane]),
         lane_share=shares,
         disk_bytes_per_token=sum(streamed(plan, from_disk=True).values()) / seqs + fetched,
         peak_host_bytes=tier_bytes["host"],
         peak_device_bytes=sum(n for tier, n in tier_bytes.items() if tier.startswith("gpu")),
-        inter_token_s=Spread(*(line(getattr(spreads[0], f), getattr(spreads[1], f)) for f in ("p50", "p95", "most"))),
+        inter_token_s=Spread(
+            line(lambda p: p.inter_token_s.p50), line(lambda p: p.inter_token_s.p95),
+            line(lambda p: p.inter_token_s.most),
+        ),
         tier_bytes=tier_bytes,
-    )
+    )  # fmt: skip

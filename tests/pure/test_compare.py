@@ -31,7 +31,7 @@ def beside_a_device() -> Solved:
     compared = [Compared(c, quick(c.plan, BESIDE, WITH_DEVICE, spread=False)) for c in found]
     best = max(compared, key=lambda each: each.prediction.decode_tokens_per_s)
     rest = tuple(each for each in compared if each is not best)
-    strategy, plan, reasons, _ = best.candidate
+    strategy, plan, reasons, _, _ = best.candidate
     return Solved(plan, best.prediction, reasons, None, strategy, "", (best, *rest))
 
 

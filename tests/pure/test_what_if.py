@@ -8,11 +8,11 @@ import pytest
 
 from penstock.planner.predict import predict
 from penstock.planner.shorten import quick, streamed
-from penstock.planner.solve import Solved, pipo, residency, settle_context, solve
+from penstock.planner.solve import Solved, device, pipo, residency, settle_context, solve
 from penstock.planner.what_if import more_memory, other_formats, what_if
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
-from penstock.spec.machine import MachineSpec
+from penstock.spec.machine import MachineSpec, Tier
 from penstock.spec.model import ModelSpec
 from tests.pure.machine import LLAMA_1B, MACHINE, WITH_DEVICE, model
 
@@ -129,6 +129,34 @@ def test_layers_of_two_kinds_are_both_in_a_short_plan() -> None:
     exact, short = predict(plan, ask, MACHINE), quick(plan, ask, MACHINE)
     assert short != exact
     assert short.decode_tokens_per_s == pytest.approx(exact.decode_tokens_per_s, rel=0.03)
+
+
+@pytest.mark.parametrize("device_gib", [12, 20])
+@pytest.mark.parametrize("context", [8192, 65536])
+def test_layers_with_attention_here_and_there_are_both_in_short_plans(device_gib: int, context: int) -> None:
+    """The first layers' KV is on a device, the others' in RAM: three short plans."""
+    roomy = replace(
+        WITH_DEVICE, tiers=(Tier("host", 64 << 30), *WITH_DEVICE.tiers[1:-1], Tier("gpu0", device_gib << 30))
+    )
+    ask = settle_context(Ask(context=context, prompt_tokens=300), LLAMA_70B)
+    plan = next(
+        p for c in device.candidates(ask, LLAMA_70B, INT4, roomy) if len((p := c.plan).kv) == 2 or context < 9000
+    )
+    exact, short = predict(plan, ask, roomy), quick(plan, ask, roomy)
+    assert short != exact
+    assert short.decode_tokens_per_s == pytest.approx(exact.decode_tokens_per_s, rel=0.03)
+    assert short.total_s == pytest.approx(exact.total_s, rel=0.03)
+    assert short.tier_bytes == exact.tier_bytes
+
+
+def test_kv_partly_on_a_disk_is_in_short_plans() -> None:
+    ask = settle_context(Ask(host_memory_bytes=20 << 30, context=65536, prompt_tokens=300), LLAMA_70B)
+    plans = [c.plan for c in residency.candidates(ask, LLAMA_70B, INT4, MACHINE)]
+    plan = next(plan for plan in plans if len(plan.kv) == 2)
+    exact, short = predict(plan, ask, MACHINE), quick(plan, ask, MACHINE)
+    assert short != exact and short.disk_bytes_per_token > 0
+    assert short.decode_tokens_per_s == pytest.approx(exact.decode_tokens_per_s, rel=0.03)
+    assert short.disk_bytes_per_token == pytest.approx(exact.disk_bytes_per_token, rel=0.03)
 
 
 def test_a_small_plan_is_simulated_itself() -> None:

@@ -9,7 +9,7 @@ from penstock.errors import BadRequest, DoesNotFit
 from penstock.planner.cost import Cost
 from penstock.planner.predict import Prediction
 from penstock.planner.shorten import quick, streamed
-from penstock.planner.solve import device, layers, pipo, residency
+from penstock.planner.solve import device, layers, neurons_plan, pipo, policy_lp, residency, slicing_plan
 from penstock.planner.solve.bound import least_score_s, reads_bytes, score_s, sequences
 from penstock.planner.solve.candidate import Candidate, Compared
 from penstock.planner.solve.reads import on_disks, with_reads
@@ -56,10 +56,10 @@ def settle_context(ask: Ask, spec: ModelSpec) -> Ask:
 
 
 def candidates(
-    ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, every: bool = False
+    ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, every: bool = False, may_plan: bool = False
 ) -> Iterator[Candidate]:
     """Of every solver that applies, those with a device first. A model that a device has room for needs no others,
-    unless `every` one is wanted."""
+    unless `every` one is wanted. `may_plan`: also what the runtime cannot run yet."""
     found = False
     if device.has_device(machine, ask):
         device.require_minimum(ask, spec, weights, machine)
@@ -69,12 +69,16 @@ def candidates(
             if candidate.strategy == device.WHOLE and not every:
                 return
         if found:
-            yield from layers.candidates(ask, spec, weights, machine)
-            yield from pipo.candidates(ask, spec, weights, machine)
-        if ask.use_device:
-            if not found:
-                device.refuse(ask, spec, weights, machine)
-            return
+            for solver in (slicing_plan, layers, pipo, *((neurons_plan,) if every or may_plan else ())):
+                yield from solver.candidates(ask, spec, weights, machine)
+    if ask.objective == "throughput":  # blocks of many batches: who waits for the first token has no use for them
+        for candidate in policy_lp.candidates(ask, spec, weights, machine):
+            yield candidate
+            found = True
+    if ask.use_device and device.has_device(machine, ask):
+        if not found:
+            device.refuse(ask, spec, weights, machine)
+        return
     try:
         yield from residency.candidates(ask, spec, weights, machine)
     except DoesNotFit:
@@ -95,25 +99,39 @@ def solve(
     """
     ask, cost = settle_context(ask, spec), Cost(machine)
     bounded = []
-    for candidate in candidates(ask, spec, weights, machine, every):
+    for candidate in candidates(ask, spec, weights, machine, every, may_plan):
         plan = on_disks(candidate.plan, disks or {})
         bounded.append((least_score_s(plan, ask, cost), candidate._replace(plan=plan)))
     bounded.sort(key=lambda entry: entry[0])  # the most promising first: then most others need no simulation
     found: list[Compared] = []
     for least_s, candidate in bounded:
-        rivals = [each for each in found if may_plan or not each.candidate.cannot_run]
+        rivals = [each for each in found if _may_be_chosen(each.candidate, may_plan)]
         if every or not any(_settles(p, c.plan, least_s, candidate.plan, ask) for c, p in rivals):
             found.append(Compared(candidate, quick(candidate.plan, ask, machine, spread=False)))
     found = _ranked(found, ask)
-    chosen = next(each for each in found if may_plan or not each.candidate.cannot_run)
-    strategy, plan, reasons, cannot_run = chosen.candidate
+    chosen = next(each for each in found if _may_be_chosen(each.candidate, may_plan))
+    strategy, plan, reasons, cannot_run, _ = chosen.candidate
     prediction = quick(plan, ask, machine)
     plan, how = with_reads(plan, machine)  # which changes nothing that was predicted: rates hold for these reads
     reasons += (how,) if any(streamed(plan, from_disk=True).values()) else ()
     reasons += (f"{prediction.bound_by} is busiest while decoding: {prediction.lane_share[prediction.bound_by]:.0%}",)
+    reasons += _left_out(found, chosen)
     others = [each for each in found if each is not chosen]
     runner_up = others[0].prediction if others else None
     return Solved(plan, prediction, reasons, runner_up, strategy, cannot_run, (chosen, *others))
+
+
+def _may_be_chosen(candidate: Candidate, may_plan: bool) -> bool:
+    return not candidate.lossy and (may_plan or not candidate.cannot_run)
+
+
+def _left_out(ranked: list[Compared], chosen: Compared) -> tuple[str, ...]:
+    """The best one that comes before the chosen one, and why it was not chosen."""
+    candidate, prediction = ranked[0]
+    if ranked[0] is chosen:
+        return ()
+    why = " and ".join(filter(None, (candidate.lossy, candidate.cannot_run)))
+    return (f"{candidate.strategy} would give {prediction.decode_tokens_per_s:.3g} tokens/s, but {why}",)
 
 
 def _ranked(found: list[Compared], ask: Ask) -> list[Compared]:

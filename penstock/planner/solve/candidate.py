@@ -10,12 +10,14 @@ from penstock.spec.plan import Plan
 
 class Candidate(NamedTuple):
     """A complete plan that fits, the strategy's name, and a sentence per choice. `cannot_run`: why the runtime cannot
-    run it yet, in a few words; empty where it can. Such a plan serves planning alone."""
+    run it yet, in a few words; empty where it can. Such a plan serves planning alone. `lossy`: what it changes in the
+    answers; such a plan is compared, and never chosen by itself."""
 
     strategy: str
     plan: Plan
     reasons: tuple[str, ...]
     cannot_run: str = ""
+    lossy: str = ""
 
 
 class Compared(NamedTuple):

@@ -18,7 +18,7 @@ from penstock.errors import DoesNotFit
 from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.device_plan import DeviceSkeleton, Split, vocabulary
-from penstock.planner.solve.layer_costs import Estimate, LayerCosts, Shares
+from penstock.planner.solve.layer_costs import RING_BYTES, Estimate, LayerCosts, Shares
 from penstock.planner.solve.limits import device_limit_bytes, fits, host_limit_bytes
 from penstock.planner.solve.skeleton import CHUNK_ROWS, MIN_CHUNK_ROWS, PINNED, Resident, chunk_options
 from penstock.spec.ask import Ask
@@ -29,7 +29,7 @@ from penstock.spec.parts import Part, parts
 from penstock.spec.plan import DEVICE, Plan
 from penstock.units import MIB, format_bytes, format_mib_up, round_up
 
-_RING_BYTES, _HOST_RING_BYTES, _STAGE_BYTES = 128 * MIB, 64 * MIB, 64 * MIB
+_HOST_RING_BYTES, _STAGE_BYTES = 64 * MIB, 64 * MIB
 _SMALLEST_RING_SHARE = 8  # of the device's memory, at most so small a part
 WHOLE = "device memory"  # the strategy that leaves nothing elsewhere
 _LINK = "link"
@@ -170,10 +170,8 @@ def _estimate(skeleton: DeviceSkeleton) -> Estimate | None:
     disk = max(0.0, 1 - memory / left) if left > 0 else 0.0
     attends, every = range(skeleton.split.attention_layers), range(len(spec.layers))
     there = Shares(share("ffn", every), share("attn", attends), disk, True, skeleton.split.kv_home == "host")
-    return Estimate(
-        LayerCosts(skeleton.ask, spec, weights, skeleton.machine), skeleton.chunk_rows, there, len(attends),
-        vocabulary(spec, weights).key in stays,
-    )  # fmt: skip
+    costs = LayerCosts(skeleton.ask, spec, weights, skeleton.machine, skeleton.ring_bytes)
+    return Estimate(costs, skeleton.chunk_rows, there, len(attends), vocabulary(spec, weights).key in stays)
 
 
 def device_skeleton(
@@ -186,7 +184,7 @@ def device_skeleton(
     def whole(nbytes: int) -> int:
         return max(nbytes, 2 * largest) // ARENA_ALIGN * ARENA_ALIGN + (ARENA_ALIGN if largest % ARENA_ALIGN else 0)
 
-    ring = whole(min(_RING_BYTES, limit // _SMALLEST_RING_SHARE))
+    ring = whole(min(RING_BYTES, limit // _SMALLEST_RING_SHARE))
     return DeviceSkeleton(
         ask, spec, weights, machine, split, chunk_rows, ring, whole(_HOST_RING_BYTES), whole(_STAGE_BYTES)
     )

@@ -5,17 +5,15 @@ Granules of a part lie in the order GG | CG | CC | DC | DG, so what an executor 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from penstock.graph.arenas import Layout
-from penstock.planner.solve.skeleton import PINNED, UNIT_BYTES, Resident, even_units, kv_format, page_tokens
+from penstock.planner.solve.skeleton import PINNED, UNIT_BYTES, Resident, assembled, even_units, kv_format
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
-from penstock.spec.machine import USUAL_READS, MachineSpec
+from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Part, head_key, parts
-from penstock.spec.plan import DEVICE, ActHome, KvHome, Plan, PlanModel, Predictor, Unit
-from penstock.units import MIB, round_up
+from penstock.spec.plan import DEVICE, KvHome, Plan, Predictor, Unit
 
 
 @dataclass(frozen=True)
@@ -57,35 +55,16 @@ class DeviceSkeleton:
         """Complete. `on_device`, `in_memory`: granules that stay there, part by part; what is in neither is on the
         disk. Rings that nothing streams through are left out."""
         ask, spec, split = self.ask, self.spec, self.split
-        assert ask.context is not None, "settle_context came first"
         units = [u for part in parts(spec, self.weights) for u in self._cut(part, on_device, in_memory)]
         layers, seqs, fmt = len(spec.layers), (0, ask.batch), kv_format(ask, spec)
         spans = ((0, split.attention_layers, split.kv_home, DEVICE), (split.attention_layers, layers, "host", "host"))
         rings, stage_bytes = self._rings(units)
         process_bytes = self.machine.process_bytes + self.machine.device_process_bytes
-        plan = Plan(
-            models=(PlanModel(spec, self.weights),),
-            units=tuple(units),
-            kv=tuple(KvHome((lo, hi), seqs, home, fmt, at) for lo, hi, home, at in spans if lo < hi),
-            acts=(ActHome((0, layers), seqs, DEVICE),),
-            arenas=(),
-            batches_per_pass=1,
-            batch_seqs=ask.batch,
-            chunk_rows=self.chunk_rows,
-            logits_rows=self.chunk_rows if ask.score else ask.batch,
-            context=ask.context,
-            page_tokens=page_tokens(ask.context),
-            ring_bytes=rings,
-            stage_bytes=stage_bytes,
-            order=self.order,
-            io_block_bytes=USUAL_READS.block_bytes,
-            io_depth=USUAL_READS.depth,
-            io_engine=USUAL_READS.engine,
-            process_bytes=round_up(process_bytes + spec.tokenizer_bytes, MIB),
-            context_bytes=self.machine.context_bytes,
-            predictors=self.predictors,
-        )
-        return replace(plan, arenas=Layout(plan).arenas())
+        return assembled(
+            ask, spec, self.weights, units, [KvHome((lo, hi), seqs, home, fmt, at) for lo, hi, home, at in spans],
+            chunk_rows=self.chunk_rows, rings=rings, stage_bytes=stage_bytes, order=self.order, main=DEVICE,
+            process_bytes=process_bytes, context_bytes=self.machine.context_bytes, predictors=self.predictors,
+        )  # fmt: skip
 
     def _cut(self, part: Part, on_device: Resident, in_memory: Resident) -> list[Unit]:
         if part.kind in PINNED:

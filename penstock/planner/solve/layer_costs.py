@@ -2,7 +2,7 @@
 
 The coefficients are the machine's rates; each lane's work in a layer is a line in its share of the FFN
 (`slicing.Line`), and a layer's period is what `slicing.finish_s` says where loads run ahead. Left out: that units are
-whole granules, that a ring holds only so much, and what the ends of a pass hide of each other.
+whole granules, and what the ends of a pass hide of each other.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from penstock.spec.machine import MachineSpec, Rate
 from penstock.spec.model import Layer, ModelSpec
 from penstock.spec.parts import Part, head_key, parts
 from penstock.spec.plan import DEVICE
+from penstock.units import MIB
 
 LINK = "h2d0"
+RING_BYTES = 128 * MIB  # of a device, where its memory has room for it
 _PROJECTIONS = ((ops.QKV_BLOCKS, "qkv"), (ops.OUT_BLOCKS, "out"))
 
 
@@ -60,12 +62,13 @@ class Shares:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Of a model in one format on one machine. Ask's context need not be settled."""
+    """Of a model in one format on one machine. `ring_bytes`: of the device's ring, what lifting may run ahead."""
 
     ask: Ask
     spec: ModelSpec
     weights: Format
     machine: MachineSpec
+    ring_bytes: int = RING_BYTES
 
     def decode(self) -> Step:
         """The pass that the prediction is of: half-way through the output."""
@@ -90,7 +93,9 @@ class LayerCosts:
             cpu_factor=cost.factor("host", frozenset({LINK})),
             link_factor=cost.factor(LINK, frozenset({"host"})),
             ahead_s=self._ahead_s(layer, step, shares),
+            ring_s=self.ring_bytes * self._rate(LINK, "lift", 1).s_per_byte,
             link_also_s=self._link_also_s(layer, step, shares),
+            cpu_also_s=0.0 if shares.attends else self._attention_s("host", layer, step),
         )
         return Block(
             lanes,
@@ -140,7 +145,8 @@ class LayerCosts:
     # -- lanes ----------------------------------------------------------------------------------------
 
     def _ahead_s(self, layer: Layer, step: Step, shares: Shares) -> float:
-        """All of a layer but its FFN: attention, norms, sums, activations across the link, tasks picked up."""
+        """All of a layer but its FFN and the CPU's attention: norms, sums, activations across the link, tasks picked
+        up, and attention where it is the device's."""
         machine, rows = self.machine, step.total_rows
         nbytes, _ = ops.rows_cost(self.spec, rows, 2)
         seconds = 4 * _line(machine.rate(DEVICE, "norm", "*", rows), nbytes, 0).at(1)
@@ -149,10 +155,7 @@ class LayerCosts:
         for lane in ("d2h0", LINK):
             seconds += crossings * _line(machine.rate(lane, "copy", "*", rows), activations, 0).at(1)
         seconds += (1 + crossings) * machine.overhead_s(DEVICE, "task") + crossings * machine.overhead_s("host", "task")
-        attention_s = self._attention_s(DEVICE if shares.attends else "host", layer, step)
-        if not shares.attends:  # beside a link that never rests
-            attention_s *= Cost(machine).factor("host", frozenset({LINK}))
-        return seconds + attention_s
+        return seconds + (self._attention_s(DEVICE, layer, step) if shares.attends else 0.0)
 
     def _attention_s(self, lane: str, layer: Layer, step: Step) -> float:
         part, rows = self._part(layer, "attn"), step.total_rows

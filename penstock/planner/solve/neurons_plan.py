@@ -33,6 +33,7 @@ from penstock.units import format_bytes
 
 NAME = "hot and cold neurons (PowerInfer)"
 CANNOT_RUN = "kernels that skip neurons are not built yet"
+LOSSY = "skips neurons that predictors call inactive"
 _SHORT_PROMPT = 256  # tokens up to which the CPU may be as quick at its own neurons as the link
 _ATTEMPTS = 3
 
@@ -58,7 +59,7 @@ def with_profile(
             found = _filled(skeleton, profile, limit_s)
             if found is not None:
                 plan, placement = found
-                yield Candidate(NAME, plan, _reasons(plan, profile, placement, prompts), CANNOT_RUN)
+                yield Candidate(NAME, plan, _reasons(plan, profile, placement, prompts), CANNOT_RUN, LOSSY)
                 break
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import USUAL_READS
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import SUM_GRANULES, Part, parts
-from penstock.spec.plan import ActHome, KvHome, Plan, PlanModel, Unit
+from penstock.spec.plan import ActHome, KvHome, Plan, PlanModel, Predictor, Unit
 from penstock.units import MIB, round_up
 
 MAX_RING_BYTES = 256 * MIB
@@ -41,36 +41,53 @@ class Skeleton:
     def plan(self, ring_bytes: int, resident: Resident | None) -> Plan:
         """Complete. `resident`: granules that stay, part by part; None: everything does, and nothing streams."""
         ask, spec = self.ask, self.spec
-        assert ask.context is not None, "settle_context came first"
         units: list[Unit] = []
         for part in parts(spec, self.weights):
             stay = part.granules if resident is None or part.kind in PINNED else resident.get(part.key, 0)
             units += _cut(part, stay, min(UNIT_BYTES, ring_bytes // 4))
-        layers, seqs = len(spec.layers), (0, ask.batch)
+        layers, seqs, fmt = len(spec.layers), (0, ask.batch), kv_format(ask, spec)
         spans = (((0, self.kv_layers), "host"), ((self.kv_layers, layers), "disk0"))
-        fmt = kv_format(ask, spec)
-        plan = Plan(
-            models=(PlanModel(spec, self.weights),),
-            units=tuple(units),
-            kv=tuple(KvHome(span, seqs, home, fmt, "host") for span, home in spans if span[0] < span[1]),
-            acts=(ActHome((0, layers), seqs, "host"),),
-            arenas=(),
-            batches_per_pass=1,
-            batch_seqs=ask.batch,
-            chunk_rows=self.chunk_rows,
-            logits_rows=self.chunk_rows if ask.score else ask.batch,
-            context=ask.context,
-            page_tokens=page_tokens(ask.context),
-            ring_bytes={"host": ring_bytes} if ring_bytes else {},
-            stage_bytes=0,
-            order=self.order,
-            io_block_bytes=USUAL_READS.block_bytes,
-            io_depth=USUAL_READS.depth,
-            io_engine=USUAL_READS.engine,
-            process_bytes=round_up(self.process_bytes + spec.tokenizer_bytes, MIB),
-            context_bytes=0,
-        )
-        return replace(plan, arenas=Layout(plan).arenas())
+        return assembled(
+            ask, spec, self.weights, units, [KvHome(span, seqs, home, fmt, "host") for span, home in spans],
+            chunk_rows=self.chunk_rows, rings={"host": ring_bytes} if ring_bytes else {}, order=self.order,
+            process_bytes=self.process_bytes,
+        )  # fmt: skip
+
+
+def assembled(
+    ask: Ask, spec: ModelSpec, weights: Format, units: Sequence[Unit], kv: Sequence[KvHome], *, chunk_rows: int,
+    rings: dict[str, int], order: str, process_bytes: int, main: str = "host", stage_bytes: int = 0,
+    context_bytes: int = 0, batch_seqs: int | None = None, batches: int = 1, page: int | None = None,
+    predictors: tuple[Predictor, ...] = (),
+) -> Plan:  # fmt: skip
+    """A complete plan out of what a solver decided, with its arenas. KV homes of no layers are left out. Reads are the
+    usual ones until `with_reads` knows better. `process_bytes`: without the tokenizer. `batch_seqs`, `page` (tokens):
+    the whole batch, and what suits the context, unless given."""
+    assert ask.context is not None, "settle_context came first"
+    seqs = ask.batch if batch_seqs is None else batch_seqs
+    plan = Plan(
+        models=(PlanModel(spec, weights),),
+        units=tuple(units),
+        kv=tuple(home for home in kv if home.layers[0] < home.layers[1]),
+        acts=(ActHome((0, len(spec.layers)), (0, seqs * batches), main),),
+        arenas=(),
+        batches_per_pass=batches,
+        batch_seqs=seqs,
+        chunk_rows=chunk_rows,
+        logits_rows=max(seqs, chunk_rows if ask.score else 0),
+        context=ask.context,
+        page_tokens=page or page_tokens(ask.context),
+        ring_bytes=rings,
+        stage_bytes=stage_bytes,
+        order=order,
+        io_block_bytes=USUAL_READS.block_bytes,
+        io_depth=USUAL_READS.depth,
+        io_engine=USUAL_READS.engine,
+        process_bytes=round_up(process_bytes + spec.tokenizer_bytes, MIB),
+        context_bytes=context_bytes,
+        predictors=predictors,
+    )
+    return replace(plan, arenas=Layout(plan).arenas())
 
 
 def kv_format(ask: Ask, spec: ModelSpec) -> Format:

@@ -20,8 +20,9 @@ as long as Y·(1 - 1/c) < C: lifting a share must not cost the CPU more than it 
 paper's.
 
 *Loads that run ahead.* The paper's link begins with the block. In penstock it never rests: what it lifts for a layer
-may come while the device computes attention. With `ahead_s`, the device's seconds a layer outside the block, the
-layer's period is max(link', ahead_s + CPU', ahead_s + device), again linear between few points.
+may come while the device computes attention, as much as a ring holds. With `ahead_s`, the seconds of a layer outside
+the block, its period is max(link', ahead_s + CPU', ahead_s + device, ahead_s + link' - ring), again linear between few
+points.
 
 `assign` is the greedy assignment of device memory by benefit per byte (Eq. 14), `best_n_g` the tokens of a prompt that
 the device computes with the CPU's weights (CG', Eq. 15).
@@ -33,7 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import combinations, pairwise
-from math import ceil, floor
+from math import ceil, floor, inf, isinf
 from typing import NamedTuple
 
 _NARROW = 1e-9  # between points so near to each other there is nothing to find
@@ -55,8 +56,8 @@ class Lanes:
     """Who works on a block of `products` matrix products (n_l) one after another.
 
     `launch_s`: of a kernel or a transfer. `cpu_factor`: c above, `link_factor`: k. `ahead_s`: as above; None: the link
-    begins with the block, and launches have a stream of their own (the paper's Eq. 5). `link_also_s`: what else crosses
-    the link for the layer.
+    begins with the block, and launches have a stream of their own (the paper's Eq. 5). `ring_s`: of lifting, as much as
+    runs ahead. Outside the block, for the same layer: `link_also_s` of lifting, `cpu_also_s` of the CPU's computing.
     """
 
     products: int = 1
@@ -64,7 +65,9 @@ class Lanes:
     cpu_factor: float = 1.0
     link_factor: float = 1.0
     ahead_s: float | None = None
+    ring_s: float = inf
     link_also_s: float = 0.0
+    cpu_also_s: float = 0.0
 
 
 class Times(NamedTuple):
@@ -99,7 +102,8 @@ class Block:
 def shared(lanes: Lanes, times: Times) -> tuple[float, float]:
     """(CPU, link): seconds of all products, each slowed while the other works. As if all that the link does fell beside
     the CPU: where it has gaps, the CPU may be a little quicker."""
-    cpu_s, link_s = lanes.products * times.cpu_s, lanes.products * times.link_s + lanes.link_also_s
+    cpu_s = lanes.products * times.cpu_s + lanes.cpu_also_s
+    link_s = lanes.products * times.link_s + lanes.link_also_s
     c, k = lanes.cpu_factor, lanes.link_factor
     if c * cpu_s <= k * link_s:
         return c * cpu_s, link_s + c * cpu_s * (1 - 1 / k)
@@ -119,8 +123,11 @@ def _ends(lanes: Lanes, times: Times) -> tuple[float, ...]:
     """What t_fin is the maximum of. Each is linear where `times` is, apart from the point that `shared` has."""
     cpu_s, link_s = shared(lanes, times)
     if lanes.ahead_s is not None:
-        gpu_s = lanes.products * (times.gpu_s + times.launch_s)
-        return link_s, lanes.ahead_s + cpu_s, lanes.ahead_s + gpu_s
+        outside_s = lanes.ahead_s + max(0.0, lanes.link_also_s - lanes.ring_s)  # what does not run ahead is waited for
+        begins_s = outside_s + lanes.cpu_also_s
+        gpu_s = begins_s + lanes.products * (times.gpu_s + times.launch_s)
+        lifted = () if isinf(lanes.ring_s) else (begins_s + link_s - lanes.link_also_s - lanes.ring_s,)
+        return link_s, outside_s + cpu_s, gpu_s, *lifted
     stages = (times.launch_s, link_s / lanes.products, times.gpu_s)
     once = sum(stages)
     return (cpu_s, *(once + (lanes.products - 1) * stage for stage in stages))
@@ -145,7 +152,7 @@ def _meetings(lanes: Lanes, times: Callable[[float], Times], lo: float, hi: floa
 
     def difference(at: float) -> float:
         cpu_s, link_s, *_ = times(at)
-        link_s += lanes.link_also_s / lanes.products
+        cpu_s, link_s = lanes.products * cpu_s + lanes.cpu_also_s, lanes.products * link_s + lanes.link_also_s
         return lanes.cpu_factor * cpu_s - lanes.link_factor * link_s
 
     edges = [lo, *_zero(difference, lo, hi), hi]

@@ -80,7 +80,8 @@ def candidates(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec)
     plan, slices = found
     if all(unit.home == DEVICE or unit.part == "embed" for unit in plan.units):
         return
-    yield Candidate(NAME, plan, _reasons(plan, slices, LayerCosts(ask, spec, weights, machine)))
+    costs = LayerCosts(ask, spec, weights, machine, plan.ring_bytes.get(DEVICE, 0))
+    yield Candidate(NAME, plan, _reasons(plan, slices, costs))
 
 
 def solve_slices(
@@ -125,7 +126,7 @@ def plan_of(skeleton: DeviceSkeleton, slices: Slices) -> Plan:
 def _assigned(skeleton: DeviceSkeleton, budget: int, wanted: Wanted) -> Slices:
     """Greedy assignment of `budget` bytes, and of what is left of each FFN the best r_CG."""
     spec, weights = skeleton.spec, skeleton.weights
-    costs = LayerCosts(skeleton.ask, spec, weights, skeleton.machine)
+    costs = LayerCosts(skeleton.ask, spec, weights, skeleton.machine, skeleton.ring_bytes)
     sizes, head = {part.key: part for part in parts(spec, weights)}, vocabulary(spec, weights)
     tables: dict[Layer, list[Kept]] = {}
     for i, layer in enumerate(spec.layers):

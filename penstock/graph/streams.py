@@ -1,0 +1,117 @@
+"""What streams through the rings: which loads and lifts are handed out, and when. A part of the lowering.
+
+Each ring is filled from a cyclic stream: the units that this pass streams through it, in order, then those of the pass
+that follows. Units of a disk that a device computes are loaded into the stage first, a ring of pinned memory.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from penstock.graph.arenas import Layout, head_units
+from penstock.graph.emit import Emitter
+from penstock.graph.ring import Ring, Streamed
+from penstock.graph.tasks import Call, Pass, Slot, Stream
+from penstock.spec.plan import DEVICE
+
+_BLOCKS_AHEAD = {"overlapped": inf, "saving": 0, "flexgen": 1}  # that loads may be for, beyond the one being computed
+
+
+class Streams:
+    """The rings of a plan. The lowering says which block begins, takes units, and gives their bytes back."""
+
+    def __init__(self, layout: Layout, emit: Emitter) -> None:
+        plan = self._plan = layout.plan
+        self._layout, self._emit = layout, emit
+        self._rings = {tier: Ring(f"{tier}.ring", nbytes) for tier, nbytes in plan.ring_bytes.items()}
+        self._stage = Ring("host.stage", plan.stage_bytes)
+        self._known: dict[tuple[Stream, str], list[Streamed]] = {}
+        self._last_block: float = 0  # that loads may be for
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The whole rings."""
+        found = [Slot(ring.arena, 0, ring.nbytes) for ring in self._rings.values()]
+        if DEVICE in self._rings and self._plan.stage_bytes:
+            found.append(Slot("host.stage", 0, self._plan.stage_bytes))
+        return found
+
+    def begin(self, p: Pass) -> None:
+        """A pass begins: what was loaded ahead for it stays."""
+        blocks = 2 * len(self._plan.target.spec.layers) + int(p.stream.logits)
+        for tier, ring in self._rings.items():
+            then = self._stream(p.then, tier) if p.then else []
+            ring.begin(self._stream(p.stream, tier), [(u, nbytes, blocks + at) for u, nbytes, at in then])
+        if DEVICE in self._rings:
+            waiting = self._rings[DEVICE].waiting
+            self._stage.begin([load for load in waiting if self._plan.units[load[0]].home != "host"], [])
+
+    def begin_block(self, number: int) -> None:
+        """Block `number` of the pass is emitted from here on."""
+        self._last_block = number + _BLOCKS_AHEAD[self._plan.order]
+        if self._plan.order == "saving":  # a small ring, and each block lies where the one before it lay
+            for ring in (*self._rings.values(), self._stage):
+                ring.rewind()
+
+    def take(self, u: int, purpose: str) -> Slot:
+        """Where the unit's bytes are when its calls run: at home, or in the ring."""
+        unit = self._plan.units[u]
+        if not self._layout.streams(unit, purpose):
+            return self._layout.weights[u]
+        return self._rings[unit.executor(purpose)].take(u)
+
+    def release(self, u: int, purpose: str) -> None:
+        """The unit's last call is emitted: its ring bytes are free for the loads that wait."""
+        unit = self._plan.units[u]
+        if self._layout.streams(unit, purpose):
+            self._emit.close(unit.executor(purpose))
+            self._rings[unit.executor(purpose)].release(u)
+            self.pump()
+
+    def pump(self) -> None:
+        """Emits every load that a ring has room for, of the blocks that may be loaded now."""
+        for tier, ring in self._rings.items():
+            if tier == "host":
+                self._load(ring)
+                continue
+            self._load(self._stage)
+            while (lift := ring.admit(self._last_block, self._at_hand)) is not None:
+                u, slot = lift
+                unit = self._plan.units[u]
+                source = self._layout.weights[u] if unit.home == "host" else self._stage.take(u)
+                fmt = self._layout.parts[unit.part].format.kind
+                self._emit.alone(("h2d0",), Call("lift", u, None, (source, slot), (), fmt, slot.nbytes, 0))
+                if unit.home != "host":
+                    self._stage.release(u)
+                    self._load(self._stage)
+
+    def _load(self, ring: Ring) -> None:
+        """Emits what the disks may load into a ring of the host now."""
+        while (load := ring.admit(self._last_block, lambda _: True)) is not None:
+            u, slot = load
+            unit = self._plan.units[u]
+            fmt = self._layout.parts[unit.part].format.kind
+            self._emit.alone((unit.home,), Call("load", u, None, (slot,), (), fmt, slot.nbytes, 0))
+
+    def _at_hand(self, u: int) -> bool:
+        """Whether a unit can be lifted: it is in memory, or will be when the load of it that was emitted is done."""
+        return self._plan.units[u].home == "host" or self._stage.holds_next(u)
+
+    def _stream(self, stream: Stream, tier: str) -> list[Streamed]:
+        """What a pass of this kind streams through a tier's ring, in order. Worked out once."""
+        if (stream, tier) in self._known:
+            return self._known[stream, tier]
+        by_part: dict[str, list[int]] = {}
+        for u, unit in enumerate(self._plan.units):
+            by_part.setdefault(unit.part, []).append(u)
+        layers = range(len(self._plan.target.spec.layers))
+        blocks = [by_part[f"{i}.{kind}"] for i in layers for kind in ("attn", "ffn")]
+        blocks += [head_units(self._plan)] if stream.logits else []
+        found: list[Streamed] = []
+        for at, block in enumerate(blocks):
+            for u in block:
+                unit = self._plan.units[u]
+                if unit.executor(stream.purpose) == tier and self._layout.streams(unit, stream.purpose):
+                    found.append((u, (unit.hi - unit.lo) * self._layout.parts[unit.part].granule_bytes, at))
+        self._known[stream, tier] = found
+        return found
