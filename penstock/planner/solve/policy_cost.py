@@ -34,7 +34,7 @@ from penstock.graph.tasks import Pass
 from penstock.planner.solve.limits import device_limit_bytes, host_limit_bytes
 from penstock.planner.solve.policy_lanes import Lanes, Mode
 from penstock.planner.solve.policy_plan import Shape
-from penstock.planner.solve.policy_program import Line, Program
+from penstock.planner.solve.policy_program import Line, Program, Shares
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import parts
@@ -91,11 +91,13 @@ class Terms:
         self._prompts = Counter(map(_alike, prompts))
         self._tokens = Counter([_alike(passes.decode(home, seqs, (position,) * shape.block, passes.DECODE))])
 
-    def program(self, mode: Mode) -> Program:
+    def program(self, mode: Mode, near: Shares | None = None) -> Program:
+        """`near`: shares of weights where the numbers of units that are not full are taken; they are no lines."""
         shape, layers = self.shape, self.layers
+        begun = shape.begun_units(near) if near else (0.5 * mode.weights[1], 0.5 * mode.weights[2])
         memory, capacity = self._memory(mode)
         prefill, decode = (
-            {lane: line.times(1 / layers) for lane, line in self._lanes.of_passes(counts, mode).items()}
+            {lane: line.times(1 / layers) for lane, line in self._lanes.of_passes(counts, mode, begun).items()}
             for counts in (self._prompts, self._tokens)
         )
         return Program(

@@ -64,8 +64,8 @@ class Lanes:
         self._known: dict[tuple[Pass, bool], Lines] = {}
         self._prepared = False
 
-    def of_passes(self, counts: Counter[Pass], mode: Mode) -> dict[str, Line]:
-        """Of a stage's passes together, a line for each lane, all of them there."""
+    def of_passes(self, counts: Counter[Pass], mode: Mode, begun: tuple[float, float]) -> dict[str, Line]:
+        """Of a stage's passes together, a line for each lane, all of them there. `begun`: `Shape.begun_units`."""
         found, self._prepared = Lines(), mode.prepared(self.shape)
         for lane in (READ, WRITE, TO_DEVICE, TO_HOST, WINDOW, DEVICE, "host"):
             found.add(lane)
@@ -73,7 +73,7 @@ class Lanes:
             one = Lines()
             one.add_all(self._computed(p))
             if mode.streams:
-                self._weights(one, p, mode)
+                self._weights(one, p, begun)
             self._apart(one, len(p.batches))
             found.add_all(one, count)
         return found.of
@@ -108,20 +108,20 @@ class Lanes:
                 stage.add(self.shape.main, kv=(0.0, first_s, 0.0) if tier == 1 else (0.0, 0.0, first_s))
                 stage.add(lane, kv=(0.0, ends_s, 0.0) if tier == 1 else (0.0, 0.0, ends_s))
 
-    def _weights(self, stage: Lines, p: Pass, mode: Mode) -> None:
-        """What streams, once a pass: reads, copies over the link, and tasks and calls of the executor for each unit. Of
-        each layer and tier there is one unit more than bytes make, which is not full; and what follows a layer's last
-        unit is a task of its own."""
+    def _weights(self, stage: Lines, p: Pass, begun: tuple[float, float]) -> None:
+        """What streams, once a pass: reads, copies over the link, and tasks and calls of the executor for each unit.
+        What follows a layer's last unit is a task of its own."""
         shape, main = self.shape, self.shape.main
         fmt, total = shape.weights.kind, shape.placed_bytes
         units = total / shape.unit_bytes
         read_s = self._fixed("disk0", "load", fmt)
         read = total * self._per_byte("disk0", "load", fmt) + units * read_s
-        stage.add(READ, self.layers * read_s, weights=(0.0, 0.0, read))
+        from_ram, from_disk = (self.layers * units_more for units_more in begun)
+        stage.add(READ, from_disk * read_s, weights=(0.0, 0.0, read))
         if main == DEVICE:
             lift_s = self._fixed("h2d0", "lift", fmt)
             lift = total * self._per_byte("h2d0", "lift", fmt) + units * lift_s
-            stage.add(TO_DEVICE, self.layers * lift_s, weights=(0.0, lift, lift))
+            stage.add(TO_DEVICE, (from_ram + from_disk) * lift_s, weights=(0.0, lift, lift))
         attention = sum(part.nbytes for part in shape.placed if part.kind == "attn") / total
         calls = 0.0
         for batch in p.batches:
@@ -129,8 +129,8 @@ class Lanes:
             in_attention = sum(self._call(main, op, fmt, 0, 0, rows) for op in ("qkv", "attend", "out"))
             calls += attention * in_attention + (1 - attention) * self._call(main, "ffn", fmt, 0, 0, rows)
         each = self._task(main) + calls
-        begun = self.layers * (sum(mode.weights[1:]) * each + self._task(main))
-        stage.add(main, begun, weights=(0.0, units * each, units * each))
+        more = (from_ram + from_disk) * each + self.layers * self._task(main)
+        stage.add(main, more, weights=(0.0, units * each, units * each))
 
     def _ends(self, stage: Lines, batch: Batch) -> None:
         """Embedding, last norm, head; tokens and logits over the link."""

@@ -24,8 +24,11 @@ from penstock.planner.solve.policy_program import (
     TO_HOST,
     WINDOW,
     WRITE,
+    Policy,
     Program,
     Solution,
+    lanes,
+    settled,
     solve,
 )
 from penstock.planner.solve.skeleton import MIN_CHUNK_ROWS
@@ -40,6 +43,7 @@ BATCH_STEP, MOST_BATCHES = 4, 19
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, MOST_BATCHES)
 _MOST_CHUNK_ROWS, _FEWER_ROWS = 2048, 512
 _ATTEMPTS = 4
+_DISK_BINDS = 1.05
 CANNOT_RUN = "attention on the CPU with its projections on the device"
 
 
@@ -123,9 +127,22 @@ def place(terms: Terms, mode: Mode, better_than_s: float | None = None) -> Found
     free = program.allowed["kv"]
     near = whole_layers(layers, relaxed.policy.kv, shape.moved_tier)
     near = [kv for kv in near if all(may or not share for share, may in zip(kv, free, strict=True))]
+    program = terms.program(mode, relaxed.policy.weights)
     options = (solve(program, kv) for kv in near)
-    found = [Found(shape, program, solution) for solution in options if solution is not None]
-    return min(found, key=lambda f: f.solution.seconds, default=None)
+    found = min((each for each in options if each is not None), key=lambda each: each.seconds, default=None)
+    if found is None:
+        return None
+    program = terms.program(mode, found.policy.weights)
+    if shape.main == DEVICE and mode.weights[2] and mode.kv[2] and not _disk_binds(program, found.policy):
+        return None
+    return Found(shape, program, settled(program, found.policy))
+
+
+def _disk_binds(program: Program, policy: Policy) -> bool:
+    """Whether reading the disk is what takes longest in decode. Where it is not, and weights and KV both come from it,
+    weights wait for room in the stage, so for the link, and KV waits behind them: the lanes take turns."""
+    found = lanes(program.decode, policy)
+    return found[READ] >= _DISK_BINDS * max(seconds for lane, seconds in found.items() if lane != READ)
 
 
 def _may_fit(shape: Shape, mode: Mode) -> bool:

@@ -74,13 +74,22 @@ class Shape:
 
     @cached_property
     def unit_slack_bytes(self) -> int:
-        """A ring's loss at its end, where no unit fits any more, and the unit that is computed."""
+        """At most what a ring has beyond its layers: it loses a unit's bytes at its end, and one is being computed."""
         return 2 * max(self.unit_bytes, *(part.granule_bytes for part in self.placed))
 
-    def ring_bytes(self, streamed_bytes: float) -> int:
-        """A ring that `streamed_bytes` of a model pass through."""
-        wanted = int(self.ring_layers * streamed_bytes / len(self.spec.layers)) + self.unit_slack_bytes
-        return round_up(wanted, ARENA_ALIGN) if streamed_bytes else 0
+    def begun_units(self, weights: Shares) -> tuple[float, float]:
+        """(from RAM, from the disk): how many units of a layer are more than their bytes make, since the last one of
+        each part is not full."""
+        a_layer = self.placed_bytes / len(self.spec.layers)
+        ffn = a_layer * sum(p.nbytes for p in self.placed if p.kind == "ffn") / self.placed_bytes
+        far, away = weights[2] * a_layer, (1 - weights[0]) * a_layer
+        # As `split_granules` has it: FFNs leave first, and of what leaves the disk's share is taken first.
+        far_ffn, away_ffn = min(far, ffn), min(away, ffn)
+        runs = ((away_ffn - far_ffn, away - away_ffn - (far - far_ffn)), (far_ffn, far - far_ffn))
+        if weights[1] == 0:
+            runs = ((0.0, 0.0), (away_ffn, away - away_ffn))
+        more = (sum(ceil(run / self.unit_bytes - 1e-9) - run / self.unit_bytes for run in tier) for tier in runs)
+        return next(more), next(more)
 
     @property
     def least_stage_bytes(self) -> int:
@@ -182,13 +191,18 @@ class Shape:
         return found
 
     def _rings(self, units: Sequence[Unit]) -> tuple[dict[str, int], int]:
-        """The main executor's ring, and the stage before a device's."""
+        """The main executor's ring, and the stage before a device's: so many layers' share of what passes through, and
+        two units more."""
         sizes = {part.key: part.granule_bytes for part in self.placed}
-        away = sum((u.hi - u.lo) * sizes[u.part] for u in units if u.part in sizes and u.home != self.main)
-        disk = sum((u.hi - u.lo) * sizes[u.part] for u in units if u.part in sizes and u.home == "disk0")
-        ring = self.ring_bytes(away)
-        stage = max(self.ring_bytes(disk), self.least_stage_bytes) if self.main == DEVICE else 0
-        return ({self.main: ring} if ring else {}), stage
+
+        def ring(homes: set[str]) -> int:
+            passing = [(u.hi - u.lo) * sizes[u.part] for u in units if u.part in sizes and u.home in homes]
+            share = int(self.ring_layers * sum(passing) / len(self.spec.layers))
+            return round_up(share + 2 * max(passing), ARENA_ALIGN) if passing else 0
+
+        whole = ring({"host", "disk0"} - {self.main})
+        stage = max(ring({"disk0"}), self.least_stage_bytes) if self.main == DEVICE else 0
+        return ({self.main: whole} if whole else {}), stage
 
 
 def _kv_arenas(plan: Plan) -> int:

@@ -231,7 +231,8 @@ def _optimum(program: Program, kv: Shares | None) -> Policy | None:
     solver.passModel(lp)
     solver.run()
     status = solver.getModelStatus()
-    if status == highspy.HighsModelStatus.kInfeasible:
+    # Never unbounded: seconds have no negative coefficients.
+    if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
         return None
     if status != highspy.HighsModelStatus.kOptimal:
         raise InternalError(f"the policy's linear program ended as {solver.modelStatusToString(status)}")

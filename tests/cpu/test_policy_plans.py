@@ -1,0 +1,40 @@
+"""FlexGen's policies on an emulated device and without one: blocks of batches, shares of weights and layers of KV at
+every home, give the same logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.graph.check_plan import check_plan
+from penstock.planner.solve.policy_cost import modes
+from penstock.planner.solve.policy_plan import Shape
+from penstock.planner.solve.policy_program import Shares
+from penstock.spec.ask import Ask
+from penstock.spec.plan import DEVICE
+from penstock.store.packed import Packed
+from tests.cpu.test_emulated import on_device
+from tests.cpu.test_placement import FORMATS, NEAR, models, oracle  # noqa: F401 (fixtures)
+from tests.pure.machine import WITH_DEVICE
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("attends", ["device", "cpu"])
+def test_a_policy_is_exact(
+    models: dict[str, Packed],  # noqa: F811
+    oracle: dict[tuple[str, str], np.ndarray],  # noqa: F811
+    name: str,
+    attends: str,
+) -> None:
+    packed = models[name]
+    ask = Ask(batch=2, context=64, prompt_tokens=32, output_tokens=8, kv="float32", score=True)
+    shape = Shape(ask, packed.spec, packed.weights, WITH_DEVICE, DEVICE, 1, 2, 32, attends)
+    for mode in modes(shape):
+        plan = shape.plan(_even(mode.weights), _even(mode.kv))
+        check_plan(plan, packed.spec, packed.weights)
+        assert np.abs(on_device(packed, plan) - oracle[name, "float32"]).max() <= NEAR["float32"]
+
+
+def _even(free: tuple[bool, bool, bool]) -> Shares:
+    each = 1 / sum(free)
+    return each * free[0], each * free[1], each * free[2]
