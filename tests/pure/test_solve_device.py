@@ -87,7 +87,8 @@ def test_who_computes_follows_the_machine() -> None:
         WITH_DEVICE, rates=tuple(_times(rate, 50 if rate.lane == "host" else 1) for rate in MACHINE.rates)
     )
     plan = solve(ask, LLAMA_1B, BF16, slow_cpu).plan
-    assert {unit.placement for unit in plan.units if unit.part.endswith(".ffn")} == {"GG", "CG"}
+    by_cpu = sum(plan.unit_bytes(unit) for unit in plan.units if unit.placement == "CC")
+    assert by_cpu < 0.1 * sum(plan.unit_bytes(unit) for unit in plan.units if unit.placement == "CG")
     slow_link = replace(
         WITH_DEVICE, rates=tuple(_times(rate, 20 if rate.lane == "h2d0" else 1) for rate in MACHINE.rates)
     )
