@@ -14,13 +14,13 @@ from math import ceil, floor
 
 from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.solve.policy_program import Policy, Shares
-from penstock.planner.solve.skeleton import even_units, kv_format
+from penstock.planner.solve.skeleton import assembled, even_units, kv_format
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
-from penstock.spec.machine import USUAL_READS, MachineSpec
+from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Part, head_key, parts
-from penstock.spec.plan import DEVICE, ActHome, KvHome, Plan, PlanModel, Unit
+from penstock.spec.plan import DEVICE, KvHome, Plan, Unit
 from penstock.units import MIB, round_up
 
 # Who attends where KV is not at home on the device: the device, to which KV crosses; the CPU, which computes the whole
@@ -100,7 +100,6 @@ class Shape:
     def plan(self, weights: Shares, kv: Shares) -> Plan:
         """Complete. Without a device the first share is the CPU's own memory: that of the tier `host`."""
         ask, spec = self.ask, self.spec
-        assert ask.context is not None, "settle_context came first"
         homes = kv_layers(len(spec.layers), kv)
         tiers = [(DEVICE, "host", "disk0")[i] if self.main == DEVICE else ("host", "host", "disk0")[i] for i in homes]
         attends = [self._attends(tier) for tier in tiers]
@@ -110,28 +109,13 @@ class Shape:
         rings, stage_bytes = self._rings(units)
         device = self.main == DEVICE
         process_bytes = self.machine.process_bytes + (self.machine.device_process_bytes if device else 0)
-        plan = Plan(
-            models=(PlanModel(spec, self.weights),),
-            units=tuple(units),
-            kv=tuple(KvHome((lo, hi), seqs, tiers[lo], fmt, attends[lo]) for lo, hi in pairwise(edges)),
-            acts=(ActHome((0, len(tiers)), seqs, self.main),),
-            arenas=(),
-            batches_per_pass=self.batches,
-            batch_seqs=self.gpu_batch,
-            chunk_rows=self.chunk_rows,
-            logits_rows=max(self.gpu_batch, self.chunk_rows if ask.score else 0),
-            context=ask.context,
-            page_tokens=PAGE_TOKENS,
-            ring_bytes=rings,
-            stage_bytes=stage_bytes,
-            order=self.order,
-            io_block_bytes=USUAL_READS.block_bytes,
-            io_depth=USUAL_READS.depth,
-            io_engine=USUAL_READS.engine,
-            process_bytes=round_up(process_bytes + spec.tokenizer_bytes, MIB),
-            context_bytes=self.machine.context_bytes if device else 0,
-        )
-        return replace(plan, arenas=Layout(plan).arenas())
+        return assembled(
+            ask, spec, self.weights, units,
+            [KvHome((lo, hi), seqs, tiers[lo], fmt, attends[lo]) for lo, hi in pairwise(edges)],
+            chunk_rows=self.chunk_rows, rings=rings, stage_bytes=stage_bytes, order=self.order, main=self.main,
+            process_bytes=process_bytes, context_bytes=self.machine.context_bytes if device else 0,
+            batch_seqs=self.gpu_batch, batches=self.batches, page=PAGE_TOKENS,
+        )  # fmt: skip
 
     @cached_property
     def home(self) -> Plan:
