@@ -2,9 +2,9 @@
 
 Each setting is planned from this machine's figures, probed for it, before it is run. The machine drifts, so its
 ceilings (RAM and disk reads, dot products) are read before the probe, right before the run and right after. Where they
-differ by more than a tenth, or other processes took more than 3 % of the processors during the run, the setting comes
-again, its probe too, when all others had their turn: what disturbs a shared machine goes on for minutes. The last line
-is one JSON object.
+differ by more than a tenth, or halves of its answers do, or other processes took more than 3 % of the processors
+meanwhile, the setting comes again, its probe too, when all others had their turn: what disturbs a shared machine goes
+on for minutes. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -155,6 +155,7 @@ def run(
     streams = bool(found.plan.ring_bytes)
     drift = max(differ(before, after, streams), differ(at_probe, before, streams))
     answer = answers[-1]
+    halves = [half for each in answers for half in _halves(each.inter_token_s)]
     decode = statistics.median(each.decode_tokens_per_s for each in answers)
     ttft_s = statistics.median(each.batch_ttft_s for each in answers)
     promised = predicted.peak_host_bytes - found.plan.process_bytes
@@ -175,11 +176,20 @@ def run(
         "predicted_disk_bytes_per_token": predicted.disk_bytes_per_token,
         "drift": drift,
         "others_share": others,
-        "disturbed": max(drift / DRIFT, others / OTHERS),
+        "swing": (swing := max(halves) / min(halves) - 1),
+        "disturbed": max(drift / DRIFT, others / OTHERS, swing / DRIFT),
+        "probe_s_per_disk_byte": figures.rate("disk0", "load", "int4").s_per_byte,
+        "ceilings_at_probe": asdict(at_probe),
         "ram_bytes_per_s": [before.ram_read_bytes_per_s, after.ram_read_bytes_per_s],
         "disk_bytes_per_s": [before.disk_read_bytes_per_s, after.disk_read_bytes_per_s],
         "int8_ops_per_s": [before.int8_ops_per_s, after.int8_ops_per_s],
     }
+
+
+def _halves(gaps_s: Sequence[float]) -> list[float]:
+    """Mean seconds between tokens, in the first half of an answer and in the second."""
+    middle = len(gaps_s) // 2
+    return [statistics.fmean(half) for half in (gaps_s[:middle], gaps_s[middle:]) if half]
 
 
 def others_busy_s() -> float:
@@ -275,7 +285,7 @@ def line(row: dict[str, Any]) -> str:
         f"{row['shape']} {row['share']:4.0%} prompt {row['prompt']:4} × {row['batch']}: decode "
         f"{row['decode_tokens_per_s']:7.2f} (predicted {row['predicted_decode_tokens_per_s']:7.2f}, "
         f"{row['decode_error']:4.0%}), first token {row['ttft_s']:6.2f} s ({row['predicted_ttft_s']:6.2f}, "
-        f"{row['ttft_error']:4.0%}), drift {row['drift']:.0%}, others "
+        f"{row['ttft_error']:4.0%}), drift {row['drift']:.0%}, swing {row['swing']:.0%}, others "
         f"{row['others_share']:.0%}, bound by {row['bound_by']}, attempt {row['attempts']}"
     )
 

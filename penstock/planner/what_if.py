@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
+from types import ModuleType
 
 from penstock.errors import DoesNotFit
 from penstock.planner.predict import Prediction
 from penstock.planner.shorten import quick, streamed
-from penstock.planner.solve import Solved, device, pipo, residency, settle_context, slicing_plan
+from penstock.planner.solve import Solved, device, layers, pipo, residency, settle_context, slicing_plan
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.limits import device_limit_bytes, host_limit_bytes
 from penstock.spec.ask import Ask
@@ -20,6 +21,7 @@ from penstock.spec.plan import DEVICE, Plan
 from penstock.units import GIB, MIB
 
 DISK_LANES, LINK_LANES = ("disk",), ("h2d", "d2h")
+_LOOKED_AT = 2  # candidates: the best come first, and each takes some 40 ms to plan
 _USUAL_RING_BYTES = 64 * MIB  # among equals the solver takes the plan that reads least, so a small ring
 
 
@@ -42,7 +44,7 @@ def what_if(solved: Solved, ask: Ask, machine: MachineSpec) -> WhatIf:
     plan = solved.plan
     model, ask = plan.target, settle_context(ask, plan.target.spec)
     ring_bytes = sum(plan.ring_bytes.values())
-    like = solved.strategy if DEVICE in plan.tier_bytes() else None
+    like = solved.strategy if DEVICE in plan.tier_bytes() or plan.batches_per_pass > 1 else None
     compared = (model.spec, model.weights)
     formats = tuple(other_formats(ask, *compared, machine, ring_bytes, like))
     disk, link = (with_faster(solved, ask, machine, lanes) for lanes in (DISK_LANES, LINK_LANES))
@@ -118,10 +120,8 @@ def _one(
     is nearest to `ring_bytes`. One simulation, not one for every candidate."""
     try:
         if like is not None:
-            of_pipo = like.startswith(tuple(pipo.NAMES.values()))
-            solvers = (pipo,) if of_pipo else (slicing_plan, device) if like == slicing_plan.NAME else (device,)
-            found = chain.from_iterable(solver.candidates(ask, spec, weights, machine) for solver in solvers)
-            plan = _alike(found, like)
+            solvers = _solvers(like)
+            plan = _alike(chain.from_iterable(each.candidates(ask, spec, weights, machine) for each in solvers), like)
         else:
             plan = _nearest(residency.candidates(ask, spec, weights, machine), ring_bytes or _USUAL_RING_BYTES)
     except DoesNotFit:
@@ -129,10 +129,22 @@ def _one(
     return None if plan is None else quick(plan, ask, machine, spread=False)
 
 
+def _solvers(strategy: str) -> tuple[ModuleType, ...]:
+    """Whose candidates a plan beside a device is compared with; none for blocks of many batches, whose search takes
+    seconds each time."""
+    if strategy.startswith(tuple(pipo.NAMES.values())):
+        return (pipo,)
+    if strategy == slicing_plan.NAME:
+        return (slicing_plan, device)
+    if strategy == layers.NAME:
+        return (layers, device)
+    return (device,) if strategy.startswith(device.WHOLE) else ()
+
+
 def _alike(candidates: Iterable[Candidate], strategy: str) -> Plan | None:
     """The plan of the same strategy, or the one that leaves nothing to choose; else the first, the most promising."""
     first = None
-    for candidate in candidates:
+    for candidate in islice(candidates, _LOOKED_AT):
         if candidate.strategy in (strategy, device.WHOLE):
             return candidate.plan
         first = first or candidate

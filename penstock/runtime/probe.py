@@ -27,7 +27,7 @@ from penstock.runtime import host
 from penstock.runtime.bind_native import Native, native
 from penstock.runtime.ceilings import RAM_BYTES, ram_read_bytes_per_s
 from penstock.runtime.movers import new_reader
-from penstock.runtime.probe_disk import UNIT_BYTES, ProbeFile, disk_rates, probe_file
+from penstock.runtime.probe_disk import UNIT_BYTES, LoadVisits, ProbeFile, disk_rates, probe_file
 from penstock.runtime.probe_ops import FORMATS, KV_FORMATS, ROW_OPS, Layers, op_rates
 from penstock.runtime.probe_reads import best_reads
 from penstock.runtime.probe_tasks import task_rates
@@ -108,13 +108,19 @@ def probe(
     threads = host.usable_cpus()
     memory_bytes = min(_WORK_BYTES, host.available_bytes() // 4)
     kernels = native(None, threads, exact=False)
-    rates = op_rates(kernels, memory_bytes, tell, formats, kv_formats)
-    rates += task_rates(kernels)
     with probe_file(disk_folder) as file:
         reads = best_reads(file.loads_s)
         file.reader = new_reader(reads[-1].engine, reads[-1].depth, reads[-1].block_bytes)
+        loads = LoadVisits(file)
+        loads.visit()
+        rates = op_rates(kernels, memory_bytes, tell, formats, kv_formats)
+        loads.visit()
+        rates += task_rates(kernels)
         rates += disk_rates(file, disk_folder, tell)
+        loads.visit()
         sharing = _sharing(file, kernels, memory_bytes)
+        loads.visit()
+        rates.append(loads.rate(tell))
     alpha_s = min(rate.alpha_s for rate in rates if rate.op in ROW_OPS)
     rates.append(Rate("host", "*", "*", alpha_s, 1 / ram_read_bytes_per_s(threads)))
     found = MachineSpec(

@@ -107,11 +107,12 @@ def solve(
     for least_s, candidate in bounded:
         rivals = [each for each in found if _may_be_chosen(each.candidate, may_plan)]
         if every or not any(_settles(p, c.plan, least_s, candidate.plan, ask) for c, p in rivals):
-            found.append(Compared(candidate, quick(candidate.plan, ask, machine, spread=False)))
-    found = _ranked(found, ask)
+            # The most promising one is mostly the one that is chosen, whose spread between tokens is wanted.
+            found.append(Compared(candidate, quick(candidate.plan, ask, machine, spread=not found)))
+    first, found = found[0], _ranked(found, ask)
     chosen = next(each for each in found if _may_be_chosen(each.candidate, may_plan))
     strategy, plan, reasons, cannot_run, _ = chosen.candidate
-    prediction = quick(plan, ask, machine)
+    prediction = chosen.prediction if chosen is first else quick(plan, ask, machine)
     plan, how = with_reads(plan, machine)  # which changes nothing that was predicted: rates hold for these reads
     reasons += (how,) if any(streamed(plan, from_disk=True).values()) else ()
     reasons += (f"{prediction.bound_by} is busiest while decoding: {prediction.lane_share[prediction.bound_by]:.0%}",)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from penstock.graph.arenas import ARENA_ALIGN
 from penstock.planner.solve.candidate import Candidate
@@ -130,33 +131,43 @@ def _whole(work: Work, pipeline: str) -> tuple[Choice, Plan] | None:
 
 
 def _partial(work: Work, pipeline: str) -> tuple[Choice, Plan] | None:
-    """As much as fits on the device, in even shares of every part; the rest in the nearest home that takes it."""
+    """As much as fits on the device, in even shares of every part, beside the longest chunks that fit with none; the
+    rest in the nearest home that takes it."""
+    most = work.limits.device_bytes
     for home in (home for home in _homes(work) if home != DEVICE):
-        lo, hi = 0, _SHARES - 1  # the largest share that fits: on the device less does, in RAM more
-        found = None
-        while lo < hi:
-            middle = (lo + hi + 1) // 2
-            choice = Choice(home, pipeline, middle / _SHARES)
-            each = _fitting(work, choice, ("host",), partial=True)
-            lo, hi = (middle, hi) if each is not None else (lo, middle - 1)
-            if each is not None and work.fits(each):
-                found = choice, each
-        if found is not None:
-            return found
+
+        @cache
+        def of(shares: int, rows: int, home: str = home) -> Plan:
+            return plan(work, Choice(home, pipeline, shares / _SHARES), "host", rows)
+
+        def used(shares: int, rows: int) -> int:
+            return of(shares, rows).tier_bytes()[DEVICE]
+
+        rows = next((rows for rows in chunk_options(work.ask) if used(0, rows) <= most), None)
+        if rows is None:
+            continue
+        # Bytes grow evenly with the share, but for huge pages and scratch: the line is near, the neighbours decide.
+        half = _SHARES // 2
+        a_share = max(1.0, (used(half, rows) - used(0, rows)) / half)
+        shares = min(_SHARES - 1, max(0, int((most - used(0, rows)) / a_share)))
+        while shares and used(shares, rows) > most:
+            shares -= 1
+        while shares < _SHARES - 1 and used(shares + 1, rows) <= most:
+            shares += 1
+        if shares and work.fits(of(shares, rows)):
+            return Choice(home, pipeline, shares / _SHARES), of(shares, rows)
     return None
 
 
-def _fitting(work: Work, choice: Choice, kv_homes: tuple[str, ...], partial: bool = False) -> Plan | None:
-    """The plan with the longest chunks that fits; a partial one, that fits the device. Whole blocks; the memory-saving
-    pipeline goes below them where they leave no room, and nothing else stays."""
-    limits = work.limits
-    cuts = (True, False) if choice.pipeline == "saving" and not partial else (True,)
+def _fitting(work: Work, choice: Choice, kv_homes: tuple[str, ...]) -> Plan | None:
+    """The plan with the longest chunks that fits. Whole blocks; the memory-saving pipeline goes below them where they
+    leave no room, and nothing else stays."""
+    cuts = (True, False) if choice.pipeline == "saving" else (True,)
     for kv_home in kv_homes:
         for whole_blocks in cuts:
             for chunk_rows in chunk_options(work.ask):
                 found = plan(work, choice, kv_home, chunk_rows, whole_blocks=whole_blocks)
-                device_fits = found.tier_bytes()[DEVICE] <= limits.device_bytes
-                if device_fits and (partial or work.fits(found)):
+                if work.fits(found):
                     return found
     return None
 

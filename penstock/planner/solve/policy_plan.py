@@ -7,7 +7,7 @@ seconds are those of the average layer, which the program counts. KV goes by lay
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import ceil, floor
