@@ -131,7 +131,7 @@ def disk_rates(file: ProbeFile, folder: Path, tell: Tell) -> list[Rate]:
 
 class LoadVisits:
     """Loads of all sizes, timed at several moments of a probe: the disk swings from second to second, and what runs
-    load for minutes. In 32 settings the disk gave runs 0.94 of its ceiling (0.78 to 1.09), while one visit of 0.4 s had
+    load for minutes. In 62 runs the disk gave 0.95 of its ceiling (0.78 to 1.09), while one visit of 0.4 s had
     it from 0.67 to 1.25 (docs/LOG.md)."""
 
     def __init__(self, file: ProbeFile) -> None:
