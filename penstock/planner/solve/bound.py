@@ -56,10 +56,9 @@ def _pass_s(plan: Plan, cost: Cost, purpose: str, batches: int, rows: int) -> fl
     lanes: dict[str, float] = {}
     for unit in plan.units:
         part = parts[unit.part]
-        executor, fmt, nbytes = unit.executor(purpose), part.format.kind, (unit.hi - unit.lo) * part.granule_bytes
-        streams = part.kind in _MATRICES or (purpose == "decode" and _is_head(plan, part))
-        if not streams:
+        if part.kind not in _MATRICES and not (purpose == "decode" and _is_head(plan, part)):
             continue
+        executor, fmt, nbytes = unit.executor(purpose), part.format.kind, (unit.hi - unit.lo) * part.granule_bytes
         active = unit.active if purpose == "decode" else 1.0
         lanes[executor] = lanes.get(executor, 0.0) + batches * _compute_s(cost, unit, part, executor, rows, active)
         if unit.home != executor:
