@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import penstock
+from bench.papers.beds import machine_of
 from bench.papers.compare import FAR_OFF
 from bench.papers.flexgen import EXAMPLE
 from bench.papers.predicted import Predicted
@@ -31,10 +31,8 @@ from penstock.planner.solve.policy_cost import kv_bytes, weight_bytes
 from penstock.planner.solve.policy_plan import Shape
 from penstock.planner.solve.policy_program import Shares
 from penstock.serve.planning import describe
-from penstock.spec import machine as machines
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
-from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.spec.plan import DEVICE, Plan
 from penstock.units import GIB, TIB
@@ -214,7 +212,7 @@ def _speedup(row: Published) -> float:
 def _spent(policy: Policy) -> Spent:
     """With the lanes side by side."""
     plan, ask = _plan(policy)
-    found = quick(plan, ask, _machine(), spread=False)
+    found = quick(plan, ask, machine_of(T4), spread=False)
     return Spent(found.ttft_s, policy.block / found.decode_tokens_per_s)
 
 
@@ -222,7 +220,7 @@ def _spent(policy: Policy) -> Spent:
 def _parts(policy: Policy) -> dict[tuple[str, str], float]:
     """(stage, part) → seconds of all its tasks, one after the other; of decode, of all steps."""
     plan, ask = _plan(policy)
-    lowering, cost = Lowering(plan), Cost(_machine())
+    lowering, cost = Lowering(plan), Cost(machine_of(T4))
     seqs = range(policy.block)
     position = ask.prompt_tokens + OUTPUT // 2
     step = passes.decode(plan, seqs, (position,) * policy.block, passes.DECODE)
@@ -275,11 +273,11 @@ def _plan(policy: Policy) -> tuple[Plan, Ask]:
     for chunk_rows in reversed(rows):
         for ring_layers in (2.0, 1.0):
             shape = Shape(
-                ask, spec, parse_format(policy.weight_format), _machine(), DEVICE, policy.gpu_batch, policy.batches,
+                ask, spec, parse_format(policy.weight_format), machine_of(T4), DEVICE, policy.gpu_batch, policy.batches,
                 chunk_rows, policy.attends, ring_layers, policy.order,
             )  # fmt: skip
             plan = shape.plan(policy.weights, policy.kv)
-            if fits(plan, ask, _machine()):
+            if fits(plan, ask, machine_of(T4)):
                 return plan, ask
     raise AssertionError(f"{policy} does not fit: {plan.tier_bytes()}")
 
@@ -292,7 +290,7 @@ def _searched(policy: Policy) -> Policy:
     for block in (policy.block, policy.block // 2, policy.block // 4, policy.block // 8):
         ask = Ask(policy.prompt, OUTPUT, block, policy.prompt + OUTPUT, "latency", kv=policy.kv_format)
         spec, fmt = _spec(policy.model), parse_format(policy.weight_format)
-        found = policy_lp.search(ask, spec, fmt, _machine(), ("device",)).get("device")
+        found = policy_lp.search(ask, spec, fmt, machine_of(T4), ("device",)).get("device")
         if found and (best is None or found.seconds_a_sequence < best.seconds_a_sequence):
             best = found
     assert best is not None
@@ -305,12 +303,6 @@ def _searched(policy: Policy) -> Policy:
 
 def _ask(policy: Policy) -> Ask:
     return Ask(policy.prompt, OUTPUT, policy.block, policy.prompt + OUTPUT, "throughput", kv=policy.kv_format)
-
-
-@cache
-def _machine() -> MachineSpec:
-    path = Path(penstock.__file__).parent / "machines" / f"{T4}.json"
-    return machines.loads(path.read_text(encoding="utf-8"), str(path))
 
 
 @cache

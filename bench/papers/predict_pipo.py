@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import penstock
+from bench.papers.beds import machine_of
 from bench.papers.compare import FAR_OFF
 from bench.papers.predicted import Predicted
 from bench.papers.published import DESKTOP, LAPTOP, SEVERAL, UNSUPPORTED, Published
@@ -23,10 +23,8 @@ from bench.papers.together import Speeds, together
 from penstock.planner.solve import pipo
 from penstock.planner.solve.pipo_memory import Choice
 from penstock.serve.planning import describe
-from penstock.spec import machine as machines
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
-from penstock.spec.machine import MachineSpec
 from penstock.spec.parts import head_key, parts
 from penstock.spec.plan import DEVICE
 from penstock.units import GIB
@@ -129,12 +127,6 @@ def policy_of(row: Published) -> Policy:
         row.batch or BATCH, _ORDERS[row.system], home,
         int(share[1]) / 100 if share else float(home == DEVICE), kv_home,
     )  # fmt: skip
-
-
-@cache
-def machine_of(name: str) -> MachineSpec:
-    """A bundled machine."""
-    return machines.loads((Path(penstock.__file__).parent / "machines" / f"{name}.json").read_text("utf-8"), name)
 
 
 @cache

@@ -11,17 +11,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-import penstock
+from bench.papers.beds import machine_of
 from bench.papers.predicted import Predicted
 from bench.papers.published import PC_HIGH, PC_LOW, SEVERAL, UNSUPPORTED, UNSUPPORTED_MACHINES, Published
 from penstock.planner.shorten import quick
 from penstock.planner.solve import device, layers, neurons_plan, settle_context
 from penstock.planner.solve.neurons import Profile, published, synthetic
 from penstock.serve.planning import describe
-from penstock.spec import machine as machines
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
-from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import head_key, parts
 from penstock.spec.plan import DEVICE, Plan
@@ -187,7 +185,7 @@ def _load_share(plan: Plan, sparse: bool) -> float:
 @cache
 def _settings(pc: str, weights: str) -> list[Setting]:
     """What may be behind a mean (see _RELU)."""
-    limit = _machine(pc).tier(DEVICE).bytes
+    limit = machine_of(pc).tier(DEVICE).bytes
     found = []
     for setting in (Setting(pc, model, weights) for model in _RELU if model not in _LEFT_OUT.get((pc, weights), ())):
         nbytes = sum(part.nbytes for part in parts(setting.spec, setting.format))
@@ -205,7 +203,7 @@ def _of_system(setting: Setting, system: str, output: int) -> Speed:
 @cache
 def _power_infer(setting: Setting) -> tuple[Speed, ...]:
     found = neurons_plan.with_profile(
-        setting.ask, setting.spec, setting.format, _machine(setting.machine), _profile(setting.model)
+        setting.ask, setting.spec, setting.format, machine_of(setting.machine), _profile(setting.model)
     )
     return tuple(_speed(candidate.plan, setting) for candidate in found)
 
@@ -213,18 +211,18 @@ def _power_infer(setting: Setting) -> tuple[Speed, ...]:
 @cache
 def _llama_cpp(setting: Setting) -> tuple[Speed, ...]:
     """It has the device compute a prompt's products from 32 tokens on."""
-    plan = layers.plan_of(setting.ask, setting.spec, setting.format, _machine(setting.machine))
+    plan = layers.plan_of(setting.ask, setting.spec, setting.format, machine_of(setting.machine))
     return (_speed(plan, setting),) if plan is not None else ()
 
 
 @cache
 def _flexgen_link_share(setting: Setting) -> float:
-    plans = device.candidates(setting.ask, setting.spec, setting.format, _machine(setting.machine))
+    plans = device.candidates(setting.ask, setting.spec, setting.format, machine_of(setting.machine))
     return _speed(next(plans).plan, setting).lane_share["h2d0"]  # the first lifts all that is not there
 
 
 def _speed(plan: Plan, setting: Setting) -> Speed:
-    found = quick(plan, setting.ask, _machine(setting.machine), spread=False)
+    found = quick(plan, setting.ask, machine_of(setting.machine), spread=False)
     return Speed(found.ttft_s, setting.ask.batch / found.decode_tokens_per_s, found.lane_share, plan)
 
 
@@ -238,7 +236,7 @@ def _least_token_s(setting: Setting, sparse: bool) -> float:
             needed += [(f, part.granule_bytes) for f in profile.layers[part.layer]]
         elif part.kind in ("attn", "ffn") or part.key == head_key(setting.spec):
             needed.append((1.0, part.nbytes))
-    left = _machine(setting.machine).tier(DEVICE).bytes
+    left = machine_of(setting.machine).tier(DEVICE).bytes
     device_bytes = host_bytes = 0.0
     for often, nbytes in sorted(needed, reverse=True):
         there = min(nbytes, left)
@@ -258,11 +256,6 @@ def _profile(model: str) -> Profile:
     if found is None:
         return synthetic(_spec(model), _GATED_ACTIVE[model], *_GATED_HOT, "PowerInfer, Tables 1 and 3, Figure 4")
     return found
-
-
-@cache
-def _machine(name: str) -> MachineSpec:
-    return machines.loads((Path(penstock.__file__).parent / "machines" / f"{name}.json").read_text(), name)
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 
-import penstock
+from bench.papers.beds import machine_of
 from bench.papers.predicted import Predicted
 from bench.papers.published import BED_A, BED_B, BED_C, UNSUPPORTED, Published, device_gb
 from penstock.graph.arenas import ARENA_ALIGN
@@ -34,7 +34,6 @@ from penstock.planner.solve.skeleton import CHUNK_ROWS, PINNED, Resident
 from penstock.planner.solve.slicing import best_r_cg
 from penstock.planner.solve.slicing_plan import PAPER, plan_of, solve_slices
 from penstock.serve.planning import describe
-from penstock.spec import machine as machines
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
@@ -240,9 +239,7 @@ def _case(setting: Setting) -> tuple[Ask, ModelSpec, Format, MachineSpec]:
         prompt_tokens=setting.prompt, output_tokens=OUTPUT, context=max(PROMPT, setting.prompt) + OUTPUT,
         device_memory_bytes=device_gb(setting.limit_gb),
     )  # fmt: skip
-    file = Path(penstock.__file__).parent / "machines" / f"{setting.machine}.json"
-    machine = machines.loads(file.read_text(encoding="utf-8"), setting.machine)
-    return settle_context(ask, spec), spec, weights, with_threads(machine, setting.threads)
+    return settle_context(ask, spec), spec, weights, with_threads(machine_of(setting.machine), setting.threads)
 
 
 def with_threads(machine: MachineSpec, threads: int) -> MachineSpec:

@@ -90,7 +90,7 @@ def _plan(
         fmt,
         spec_of_machine,
         part_disks(as_path(model)),
-        every=compare or as_json,
+        every=compare,
         may_plan=machine_file is not None,
     )
     others = what_if(solved, ask, spec_of_machine)

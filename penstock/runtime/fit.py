@@ -65,3 +65,8 @@ def steady(one: Fit, other: Fit) -> Fit:
     if slow.slope_s > _ALIKE * fast.slope_s:
         return fast
     return Fit((fast.alpha_s + slow.alpha_s) / 2, (fast.slope_s + slow.slope_s) / 2, min(fast.r2, slow.r2))
+
+
+def middle(fits: Sequence[Fit]) -> Fit:
+    """Of fits of the same, taken at several moments, the one of the median slope: what swings both ways."""
+    return sorted(fits, key=lambda found: found.slope_s)[len(fits) // 2]

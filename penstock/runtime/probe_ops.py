@@ -20,7 +20,7 @@ from penstock.graph.resident import resident_plan
 from penstock.graph.tasks import Batch, Call, Pass
 from penstock.runtime.arena import Arenas
 from penstock.runtime.bind_native import Native, NativeBinding
-from penstock.runtime.fit import Fit, fit_well, steady
+from penstock.runtime.fit import Fit, fit_well, middle, steady
 from penstock.spec.format import DEFAULT_GROUP, Format, parse_format
 from penstock.spec.machine import Rate
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Rope
@@ -31,6 +31,11 @@ FORMATS = ("int4", "int8", "float16", "bfloat16", "float32")
 KV_FORMATS = ("float16", "bfloat16", "float32", "int8", "int4")
 FEW_ROWS = (1, 2, 4, 8)
 _SOME_ROWS, _MANY_ROWS = (16, 64), (256, 512)
+_FEW = tuple((rows,) for rows in FEW_ROWS)
+# Many rows twice, some time apart: what comes out of a moment in which others had a core is then known for it. Few rows
+# in between, for they take as long as the RAM lets them, which on a shared machine swings by half within seconds: two
+# turns found 43 tokens/s where runs, and the RAM alone, gave 58 (docs/LOG.md).
+_TURNS = (*_FEW, _SOME_ROWS, *_FEW, _MANY_ROWS, *_FEW, _SOME_ROWS, *_FEW, _MANY_ROWS, *_FEW)
 _CONTEXT = 2048
 _STARTS = (255, 1023, _CONTEXT - 1)  # positions of a decode row
 _WIDTH, _INTEGER_WIDTH, _NEURONS, _VOCAB, _MOST_LAYERS = 2048, 4096, 4096, 8192, 16
@@ -93,14 +98,15 @@ class Layers:
 
     def rates(self, tell: Tell, every_op: bool) -> list[Rate]:
         kind, rates = self.weights.kind, []
-        groups = [((rows,), "bytes") for rows in FEW_ROWS] + [(_SOME_ROWS, "flops"), (_MANY_ROWS, "flops")]
-        # Twice, some time apart: what comes out of a moment in which others had a core is then known for it.
-        turns = [[self._fits(PRODUCTS, rows, over, tell) for rows, over in groups] for _ in range(2)]
+        timed: dict[tuple[int, ...], list[dict[str, Fit]]] = {}
+        for rows in _TURNS:
+            over = "bytes" if rows in _FEW else "flops"
+            timed.setdefault(rows, []).append(self._fits(PRODUCTS, rows, over, tell))
         s_per_byte: dict[str, float] = {}
-        for (rows, over), first, second in zip(groups, *turns, strict=True):
+        for rows, turns in timed.items():
             for op in PRODUCTS:
-                one = steady(first[op], second[op])
-                if over == "bytes":
+                one = middle([turn[op] for turn in turns]) if rows in _FEW else steady(*(turn[op] for turn in turns))
+                if rows in _FEW:
                     s_per_byte.setdefault(op, one.slope_s)
                     rates.append(Rate("host", op, kind, one.alpha_s, one.slope_s, 0.0, one.r2, rows[0]))
                     continue

@@ -16,8 +16,10 @@ padding computes nothing that counts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 
 from penstock.spec.format import FLOAT32, Format
 from penstock.spec.model import Layer, ModelSpec
@@ -198,6 +200,11 @@ def parts(model: ModelSpec, weights: Format) -> tuple[Part, ...]:
     if not model.tied:
         found.append(_part("head", "head", -1, model.vocab, GRANULE_ROWS, vocab))
     return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def parts_by_key(model: ModelSpec, weights: Format) -> Mapping[str, Part]:
+    return MappingProxyType({part.key: part for part in parts(model, weights)})
 
 
 def head_key(model: ModelSpec) -> str:

@@ -6,12 +6,13 @@ CC = (host, host), DG = (disk0, gpu0), DC = (disk0, host).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from penstock.spec import codec
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
-from penstock.spec.parts import Part, parts
+from penstock.spec.parts import Part, parts_by_key
 
 SCHEMA, VERSION = "penstock.plan", 3
 
@@ -128,8 +129,8 @@ class Plan:
         return self.models[0]
 
     @property
-    def parts(self) -> dict[str, Part]:
-        return {part.key: part for part in parts(self.target.spec, self.target.weights)}
+    def parts(self) -> Mapping[str, Part]:
+        return parts_by_key(self.target.spec, self.target.weights)
 
     @property
     def main(self) -> str:

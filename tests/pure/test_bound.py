@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.errors import DoesNotFit
 from penstock.planner.cost import Cost
 from penstock.planner.predict import predict
-from penstock.planner.solve import candidates, layers, settle_context, solve
+from penstock.planner.solve import candidates, layers, policy_lp, settle_context, solve
 from penstock.planner.solve.bound import least_score_s, score_s
+from penstock.planner.solve.candidate import Candidate
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.plan import DEVICE
@@ -87,3 +89,14 @@ def test_candidates_that_apply_are_all_compared() -> None:
     asked = {each.strategy for each in candidates(ask, LLAMA_1B, parse_format("int4"), WITH_DEVICE, every=True)}
     found = solve(ask, LLAMA_1B, parse_format("int4"), WITH_DEVICE, every=True)
     assert {each.candidate.strategy for each in found.compared} == asked > {layers.NAME, "RAM"}
+
+
+def test_what_cannot_run_is_no_reason_not_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too little RAM for anything that runs, and a candidate that is only planned."""
+    roomy = Ask(context=512, batch=4, objective="throughput")
+    planned = Candidate("planned", solve(roomy, LLAMA_1B, Format("bfloat16"), MACHINE).plan, (), "not built yet")
+    monkeypatch.setattr(policy_lp, "candidates", lambda *_: iter([planned]))
+    small = replace(roomy, host_memory_bytes=10 * MIB)
+    with pytest.raises(DoesNotFit):
+        solve(small, LLAMA_1B, Format("bfloat16"), MACHINE)
+    assert solve(small, LLAMA_1B, Format("bfloat16"), MACHINE, may_plan=True).strategy == "planned"

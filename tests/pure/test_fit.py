@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.fit import Fit, fit, fit_well, steady
+from penstock.runtime.fit import Fit, fit, fit_well, middle, steady
 
 AMOUNTS = st.lists(st.integers(1, 10**9), min_size=2, max_size=9, unique=True)
 
@@ -44,5 +44,11 @@ def test_a_bad_fit_is_measured_again_and_said() -> None:
 def test_a_disturbed_measurement_does_not_count() -> None:
     calm, close, disturbed = Fit(1e-6, 1e-9, 0.99), Fit(3e-6, 1.1e-9, 0.98), Fit(1e-6, 2e-9, 1.0)
     assert steady(calm, disturbed) == steady(disturbed, calm) == calm
-    middle = steady(calm, close)
-    assert (middle.alpha_s, middle.slope_s, middle.r2) == (pytest.approx(2e-6), pytest.approx(1.05e-9), 0.98)
+    between = steady(calm, close)
+    assert (between.alpha_s, between.slope_s, between.r2) == (pytest.approx(2e-6), pytest.approx(1.05e-9), 0.98)
+
+
+def test_of_several_moments_the_middle_one_counts() -> None:
+    fits = [Fit(1e-6 * i, slope, 0.99) for i, slope in enumerate((2e-9, 1e-9, 5e-9, 1.1e-9, 1.2e-9))]
+    assert middle(fits) == fits[4]
+    assert middle(fits[:1]) == fits[0]

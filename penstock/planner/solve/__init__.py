@@ -74,7 +74,7 @@ def candidates(
     if ask.objective == "throughput":  # blocks of many batches: who waits for the first token has no use for them
         for candidate in policy_lp.candidates(ask, spec, weights, machine):
             yield candidate
-            found = True
+            found = found or _may_be_chosen(candidate, may_plan)
     if ask.use_device and device.has_device(machine, ask):
         if not found:
             device.refuse(ask, spec, weights, machine)

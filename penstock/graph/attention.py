@@ -1,0 +1,106 @@
+"""Attention blocks: projections, scores where KV is, and KV that lives elsewhere. A part of the lowering.
+
+KV that does not live where attention runs comes through a window of a layer or two: what came before a batch's
+rows is loaded one attention ahead and what they add is saved after it; nobody waits for that but who needs
+the window, or these pages, again (PIPO §3.1.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.errors import InternalError
+from penstock.graph import ops
+from penstock.graph.calls import Calls
+from penstock.graph.streams import Streams
+from penstock.graph.tasks import Batch, Pass, Slot, Task
+
+
+class Attention:
+    """Its blocks' calls. The lowering says which unit, layer and executor come next."""
+
+    def __init__(self, calls: Calls, streams: Streams) -> None:
+        self._calls, self._streams = calls, streams
+        self._plan, self._layout = calls.plan, calls.layout
+
+    def unit(self, layer: int, u: int, executor: str, weights: Slot, batch: Batch, first: bool) -> None:
+        """A unit's share of a layer: all of it on one executor. `first`: it starts the batch's sum."""
+        calls, layout, unit = self._calls, self._layout, self._plan.units[u]
+        part, a = layout.parts[unit.part], self._plan.target.spec.layers[layer].attention
+        t, heads = batch.total_rows, unit.hi - unit.lo
+        home = layout.kv_home(layer, batch)
+        if home.attend != executor:
+            raise InternalError(f"layer {layer}: attention on {home.attend} but its projections on {executor}")
+        q = layout.act(executor, batch.id, "q", 4 * t * a.heads * a.head_dim)
+        out = layout.act(executor, batch.id, "a", 4 * t * a.heads * a.head_dim)
+        keys, values = layout.kv(layer, batch)
+        h, partial = calls.rows(executor, batch, "h"), calls.rows(executor, batch, "partial")
+        scratch, fmt = calls.scratch(executor), part.format.kind
+        cost = calls.matrix_cost(u, ops.QKV_BLOCKS, t)
+        norms = layout.norms(layer, executor)
+        calls.add(executor, "qkv", u, batch, (weights, norms, h, q, keys, values, scratch), (layer,), fmt, cost)
+        cost = ops.attend_cost(a, heads, batch, home.format.kv_bytes(a.head_dim))
+        calls.add(executor, "attend", u, batch, (q, keys, values, out, scratch), (layer,), home.format.kind, cost)
+        cost = calls.matrix_cost(u, ops.OUT_BLOCKS, t)
+        calls.add(executor, "out", u, batch, (weights, out, partial, scratch), (layer, int(first)), fmt, cost)
+
+    def delegated(self, p: Pass, layer: int, executor: str) -> Iterator[Task]:
+        """Projections on `executor`, attention where KV is (FlexGen's computation delegation): q, and the new K and V,
+        cross the link, and what attention gives comes back. Rows that begin a prompt find nothing in the cache: there
+        `executor` attends itself, and K and V follow behind."""
+        calls, layout, key = self._calls, self._layout, f"{layer}.attn"
+        units, a = calls.units[key], self._plan.target.spec.layers[layer].attention
+        weights = {u: self._streams.take(u, p.purpose) for u in units}
+        scratch, fmt = calls.scratch(executor), layout.parts[key].format.kind
+        for batch in p.batches:
+            t, home = batch.total_rows, layout.kv_home(layer, batch)
+            row_bytes, each = 4 * t * a.heads * a.head_dim, home.format.kv_bytes(a.head_dim)
+            q, h = layout.act(executor, batch.id, "q", row_bytes), calls.rows(executor, batch, "h")
+            new = [layout.act(executor, batch.id, name, t * a.kv_heads * each) for name in ("k", "v")]
+            for u in units:
+                slots = (weights[u], layout.norms(layer, executor), h, q, *new, scratch)
+                calls.add(executor, "qkv", u, batch, slots, (layer,), fmt, calls.matrix_cost(u, ops.QKV_BLOCKS, t))
+            at, read, cache = executor, (q, *new), layout.kv(layer, batch)
+            if any(batch.start):
+                at = home.attend
+                read = (calls.copy(batch, "q", row_bytes, executor, at), *cache)
+            calls.move_kv("d2h0", "kv_save", layer, batch, (*new, *cache), sum(slot.nbytes for slot in new))
+            for u in units:
+                cost = ops.attend_cost(a, self._plan.units[u].hi - self._plan.units[u].lo, batch, each)
+                slots = (*read, layout.act(at, batch.id, "a", row_bytes), calls.scratch(at))
+                calls.add(at, "attend", u, batch, slots, (layer,), home.format.kind, cost)
+        for batch in p.batches:
+            if any(batch.start):
+                nbytes = 4 * batch.total_rows * a.heads * a.head_dim
+                calls.copy(batch, "a", nbytes, layout.kv_home(layer, batch).attend, executor)
+        for u in units:
+            for batch in p.batches:
+                out = layout.act(executor, batch.id, "a", 4 * batch.total_rows * a.heads * a.head_dim)
+                slots = (weights[u], out, calls.rows(executor, batch, "partial"), scratch)
+                cost = calls.matrix_cost(u, ops.OUT_BLOCKS, batch.total_rows)
+                calls.add(executor, "out", u, batch, slots, (layer, int(u == units[0])), fmt, cost)
+            self._streams.release(u, p.purpose)
+            yield from calls.emit.closed()
+
+    def load_kv(self, p: Pass, layer: int) -> None:
+        """The pages before each batch's rows into the layer's window."""
+        if layer >= len(self._plan.target.spec.layers):
+            return
+        for batch in p.batches:
+            home = self._layout.kv_home(layer, batch)
+            if home.home == home.attend or not any(batch.start):
+                continue
+            nbytes = 2 * sum(hi - lo for lo, hi in self._layout.kv_spans(layer, batch, save=False))
+            slots = (*self._layout.kv_stored(layer, batch), *self._layout.kv(layer, batch))
+            self._calls.move_kv(home.home if home.home != "host" else "h2d0", "kv_load", layer, batch, slots, nbytes)
+
+    def save_kv(self, p: Pass, layer: int) -> None:
+        """The pages with each batch's rows to where they live."""
+        for batch in p.batches:
+            home = self._layout.kv_home(layer, batch)
+            if home.home == home.attend:
+                continue
+            nbytes = 2 * sum(hi - lo for lo, hi in self._layout.kv_spans(layer, batch, save=True))
+            slots = (*self._layout.kv(layer, batch), *self._layout.kv_stored(layer, batch))
+            lane = home.home.replace("disk", "disk_write") if home.home != "host" else "d2h0"
+            self._calls.move_kv(lane, "kv_save", layer, batch, slots, nbytes)

@@ -1,0 +1,72 @@
+"""Calls with their operands: slots and costs by name, for every block alike. A part of the lowering."""
+
+from __future__ import annotations
+
+from penstock.graph import ops
+from penstock.graph.arenas import Layout
+from penstock.graph.emit import Emitter
+from penstock.graph.tasks import Batch, Call, Slot
+
+Cost = tuple[int, int]  # bytes, flops
+
+
+class Calls:
+    """Hands calls to the emitter. `units`: part → indices of its units in the plan, in order."""
+
+    def __init__(self, layout: Layout, emit: Emitter) -> None:
+        self.plan, self.layout, self.emit = layout.plan, layout, emit
+        self.units: dict[str, list[int]] = {}
+        for i, unit in enumerate(self.plan.units):
+            self.units.setdefault(unit.part, []).append(i)
+        self._matrix_costs: dict[tuple[int, tuple[str, ...]], Cost] = {}
+
+    def add(
+        self,
+        executor: str,
+        op: str,
+        unit: int,
+        batch: Batch,
+        slots: tuple[Slot, ...],
+        args: tuple[int | str, ...],
+        fmt: str,
+        cost: Cost,
+    ) -> None:
+        self.emit.call(executor, Call(op, unit, batch, slots, args, fmt, *cost))
+
+    def copy(self, batch: Batch, name: str, nbytes: int, source: str, target: str, lands: str | None = None) -> Slot:
+        """Activations across the link, on the device's lane; returns the slot that they land in."""
+        from_slot = self.layout.act(source, batch.id, name, nbytes)
+        to_slot = self.layout.act(target, batch.id, lands or name, nbytes)
+        lane = target if source == "host" else source
+        self.add(lane, "copy", -1, batch, (from_slot, to_slot), (name,), "*", (nbytes, 0))
+        return to_slot
+
+    def move_kv(self, lane: str, op: str, layer: int, batch: Batch, slots: tuple[Slot, ...], nbytes: int) -> None:
+        """K and V of a batch from one tier to another, a task of its own."""
+        fmt = self.layout.kv_home(layer, batch).format.kind
+        self.emit.alone((lane,), Call(op, -1, batch, slots, (layer,), fmt, nbytes, 0))
+
+    def matrix_cost(self, u: int, blocks: tuple[str, ...], rows: int) -> Cost:
+        """What it costs to multiply rows with a unit's blocks; for one row it is worked out once."""
+        one = self._matrix_costs.get((u, blocks))
+        if one is None:
+            unit = self.plan.units[u]
+            one = ops.matrix_cost(self.layout.parts[unit.part], unit.lo, unit.hi, blocks, 1)
+            self._matrix_costs[u, blocks] = one
+        return one[0], one[1] * rows
+
+    def rows(self, executor: str, batch: Batch, name: str) -> Slot:
+        """A buffer float32 [T, D]."""
+        return self.layout.act(executor, batch.id, name, 4 * batch.total_rows * self.plan.target.spec.d_model)
+
+    def active(self, layer: int, executor: str, batch: Batch) -> Slot:
+        """Which neurons of the layer's FFN rows need, a byte each: [T, N]."""
+        nbytes = batch.total_rows * self.plan.target.spec.layers[layer].ffn.neurons
+        return self.layout.act(executor, batch.id, "active", nbytes)
+
+    def scratch(self, executor: str) -> Slot:
+        return self.layout.scratch[executor]
+
+    def whole(self, key: str) -> Slot:
+        """A part that is one unit, at home."""
+        return self.layout.weights[self.units[key][0]]

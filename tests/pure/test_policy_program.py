@@ -1,0 +1,188 @@
+"""FlexGen's linear program against brute force, and the figures that FlexGen gives."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from bench.papers.predict_flexgen import memory_example
+from penstock.planner.solve import policy_lp
+from penstock.planner.solve.policy_cost import Terms, kv_bytes, modes, weight_bytes
+from penstock.planner.solve.policy_lp import BATCH_STEP, MOST_BATCHES, blocks
+from penstock.planner.solve.policy_plan import whole_layers
+from penstock.planner.solve.policy_program import (
+    COMPUTE,
+    KINDS,
+    LANES,
+    READ,
+    TO_DEVICE,
+    TO_HOST,
+    WRITE,
+    Line,
+    Policy,
+    Program,
+    Shares,
+    evaluate,
+    lanes,
+    settled,
+    solve,
+)
+from penstock.serve.planning import describe
+from penstock.spec.machine import Sharing
+from penstock.units import GIB, TIB
+from tests.pure.policy_cases import CASES, FP16, random_case
+
+STEPS = {
+    steps: [(a / steps, b / steps, (steps - a - b) / steps) for a in range(steps + 1) for b in range(steps + 1 - a)]
+    for steps in (3, 6)
+}
+ONE: Shares = (1.0, 0.0, 0.0)
+
+
+def random_line(r: random.Random) -> Line:
+    def shares() -> Shares:
+        return r.random(), r.random(), r.random()
+
+    return Line(r.random(), shares(), shares(), shares())
+
+
+def random_program(r: random.Random) -> Program:
+    names = (READ, WRITE, TO_DEVICE, TO_HOST, "gpu0", "host")
+    prefill, decode = ({name: random_line(r) for name in names} for _ in range(2))
+    memory = {tier: random_line(r) for tier in ("device", "host", "disk")}
+    return Program(
+        layers=r.randint(1, 100),
+        steps=r.randint(0, 100),
+        block=4 * r.randint(1, 30),
+        prefill=prefill,
+        decode=decode,
+        memory=memory,
+        capacity={tier: r.uniform(1.0, 3.5) for tier in memory},
+        allowed=dict.fromkeys(KINDS, (True, True, True)),
+    )
+
+
+def grid(program: Program, steps: int) -> list[Policy]:
+    """Policies that fit, of shares in steps."""
+    options = (
+        [
+            share
+            for share in STEPS[steps]
+            if all(free or not x for x, free in zip(share, program.allowed[kind], strict=True))
+        ]
+        for kind in KINDS
+    )
+    return [policy for shares in product(*options) if program.fits(policy := Policy(*shares), 1e-9)]
+
+
+def test_the_program_is_never_worse_than_a_grid() -> None:
+    """Any lines at all: the optimum satisfies every constraint and no grid point beats it."""
+    infeasible = 0
+    for seed in range(CASES):
+        program = random_program(random.Random(seed))
+        found, points = solve(program), grid(program, 3)
+        if found is None:
+            assert not points
+            infeasible += 1
+            continue
+        assert program.fits(found.policy, 1e-6)
+        for kind in KINDS:
+            assert sum(getattr(found.policy, kind)) == pytest.approx(1)
+        assert found.seconds <= min(map(program.seconds, points), default=float("inf")) * (1 + 1e-6)
+        assert found.seconds >= program.least_s * (1 - 1e-9)
+    assert 0 < infeasible < CASES / 2
+
+
+def test_real_programs_are_never_worse_than_a_grid() -> None:
+    """Programs of random machines and models, in every mode."""
+    checked = 0
+    for seed in range(CASES):
+        ask, spec, fmt, machine = random_case(seed)
+        machine = replace(machine, sharing=())
+        shape = random.Random(seed).choice(list(policy_lp.shapes(ask, spec, fmt, machine)))
+        terms = Terms(shape)
+        for mode in modes(shape):
+            program = terms.program(mode)
+            found, points = solve(program), grid(program, 6)
+            if found is None:
+                assert not points
+                continue
+            checked += 1
+            assert program.fits(found.policy, 1e-6)
+            assert found.seconds <= min(map(program.seconds, points), default=float("inf")) * (1 + 1e-6)
+    assert checked > CASES
+
+
+def test_kv_in_whole_layers_is_the_best_of_all_counts() -> None:
+    """Seconds are convex in a share, so of two tiers the best number of layers lies beside the program's."""
+    checked = 0
+    for seed in range(CASES):
+        ask, spec, fmt, machine = random_case(seed)
+        machine = replace(machine, sharing=())
+        shape = random.Random(seed).choice(list(policy_lp.shapes(ask, spec, fmt, machine)))
+        terms, layers = Terms(shape), len(spec.layers)
+        for mode in modes(shape):
+            program = terms.program(mode)
+            relaxed = solve(program) if sum(mode.kv) == 2 and mode.kv[shape.moved_tier] else None
+            if relaxed is None:
+                continue
+            near = [solve(program, kv) for kv in whole_layers(layers, relaxed.policy.kv, shape.moved_tier)]
+            other, every = 0 if mode.kv[0] else 1, []
+            for moved in range(0, layers + 1, 2):
+                kv = [0.0, 0.0, 0.0]
+                kv[shape.moved_tier], kv[other] = moved / layers, (layers - moved) / layers
+                every.append(solve(program, (kv[0], kv[1], kv[2])))
+            best, found = (min((x.seconds for x in those if x is not None), default=None) for those in (every, near))
+            assert (found is None) == (best is None)
+            if found is not None and best is not None:
+                assert found <= best * (1 + 1e-6)
+                checked += 1
+    assert checked > CASES / 10
+
+
+def test_a_stage_takes_as_long_as_its_busiest_lane() -> None:
+    """T_pre and T_gen are the maximum over five lanes, disk writes one of them; T = T_pre · l + T_gen · (n - 1) · l."""
+    assert set(LANES) == {READ, WRITE, TO_DEVICE, TO_HOST, COMPUTE} and len(LANES) == 5
+    policy = Policy(ONE, ONE, ONE)
+    for slow in LANES:
+        stage = {lane: Line(2.0 if lane == slow else 1.0) for lane in (*LANES[:4], "gpu0")}
+        if slow == COMPUTE:
+            stage |= {"gpu0": Line(0.5), "host": Line(1.5)}  # one lane: inside a layer one waits for the other
+        program = replace(random_program(random.Random(1)), layers=10, steps=31, prefill=stage, decode=stage)
+        found = evaluate(program, policy)
+        assert set(lanes(stage, policy)) == set(LANES)
+        assert (found.t_pre_s, found.t_gen_s, found.busiest) == (2.0, 2.0, (slow, slow))
+        assert found.seconds == pytest.approx(2.0 * 10 + 2.0 * 31 * 10)
+
+
+def test_lanes_that_share_ram_slow_each_other() -> None:
+    program = replace(random_program(random.Random(5)), sharing=(Sharing("host", READ, 1.5),))
+    policy = Policy(ONE, ONE, ONE)
+    alone, together = evaluate(program, policy), settled(program, policy)
+    assert alone.seconds <= together.seconds <= 1.5 * alone.seconds
+
+
+def test_the_memory_of_opt_175b() -> None:
+    """l · (8·h1² + 4·h1·h2) bytes of weights, 4·b·l·h1·(s + n) of KV."""
+    spec, layers, h1, h2 = describe(Path("opt-175b"))[0], 96, 12288, 49152
+    assert weight_bytes(spec, FP16) == layers * (8 * h1**2 + 4 * h1 * h2) == 324 * GIB
+    assert kv_bytes(spec, FP16, 512, 512 + 32) == 4 * 512 * layers * h1 * (512 + 32)
+    assert kv_bytes(spec, FP16, 512, 512 + 32) / TIB == pytest.approx(1.195, abs=5e-4)
+    found = memory_example()
+    assert (found["weights_gib"], found["kv_tib"]) == (324, 1.1953125)
+
+
+@pytest.mark.parametrize("batch", [4, 5, 31, 64, 256, 1000])
+@pytest.mark.parametrize("whole", [True, False])
+def test_blocks(batch: int, whole: bool) -> None:
+    """A batch on the device is a multiple of 4, and a block has fewer than 20."""
+    found = blocks(batch, whole)
+    assert found and len(found) < 150
+    for gpu_batch, batches in found:
+        assert gpu_batch % BATCH_STEP == 0 and 1 <= batches <= MOST_BATCHES < 20
+        assert (batches - 1) * gpu_batch < batch
+        assert not whole or gpu_batch * batches >= batch
