@@ -28,12 +28,13 @@ SLOT_ALIGN = 64
 
 
 class Layout:
-    """The slots of a plan. Pure arithmetic; asks nothing of a machine."""
+    """The slots of a plan. Pure arithmetic; asks nothing of a machine. `executors`: of the plan, the main one first."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.parts = plan.parts
         self._fill: dict[str, int] = {}
+        self.executors = self._executors()
         self.delegated = self._delegated()
         self.weights = self._place_weights()
         self.predictors = {
@@ -56,14 +57,6 @@ class Layout:
 
     # -- what streams ---------------------------------------------------------------------------------
 
-    @property
-    def executors(self) -> tuple[str, ...]:
-        """Executors of the plan, the main one first."""
-        found = [executor for unit in self.plan.units for executor in (unit.decode, unit.prefill)]
-        attend = (home.attend for home in self.plan.kv)
-        predict = (predictor.home for predictor in self.plan.predictors)
-        return tuple(dict.fromkeys([self.plan.main, *found, *attend, *predict]))
-
     def streams(self, unit: Unit, purpose: str) -> bool:
         """Whether a pass loads the unit into its executor's ring. An embedding is gathered instead,
         unless it is the head as well."""
@@ -77,6 +70,12 @@ class Layout:
         homes = {unit.home for unit in self.plan.units if unit.part == "embed"}
         home = homes.pop()
         return home if not homes and home in (self.plan.main, "host") else None
+
+    def _executors(self) -> tuple[str, ...]:
+        found = [executor for unit in self.plan.units for executor in (unit.decode, unit.prefill)]
+        attend = (home.attend for home in self.plan.kv)
+        predict = (predictor.home for predictor in self.plan.predictors)
+        return tuple(dict.fromkeys([self.plan.main, *found, *attend, *predict]))
 
     def _delegated(self) -> dict[int, str]:
         """Layer → executor of its projections, where attention itself runs on another one."""

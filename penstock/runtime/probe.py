@@ -36,7 +36,7 @@ from penstock.spec.format import DEFAULT_GROUP, Format
 from penstock.spec.machine import MachineSpec, Rate, Sharing, Tier
 
 _WORK_BYTES = RAM_BYTES
-_SHARING_S = 0.3
+_SHARING_S, _SHARING_READS, _SHARING_TURNS = 0.1, 9, 7
 _MOST_FACTOR = 100.0
 
 Tell = Callable[[str], None]
@@ -61,7 +61,7 @@ def load_or_probe(
         except (BadRequest, UnicodeDecodeError):
             path.unlink(missing_ok=True)  # damaged, or written by another version: measure again
     if on_progress:
-        on_progress("measuring this machine, once (about 30 s)", 0, 0)
+        on_progress("measuring this machine, once (about 40 s)", 0, 0)
     found = probe_apart(disk_folder, on_progress if detailed else None)
     keep(path, found)
     return found
@@ -144,9 +144,9 @@ def _with_memory(machine: MachineSpec) -> MachineSpec:
 
 
 def _sharing(file: ProbeFile, kernels: Native, memory_bytes: int) -> tuple[Sharing, ...]:
-    """How much kernels and reads slow each other down: FFNs of one row alone, reads alone, then both at once."""
+    """How much kernels and reads slow each other down: FFNs of one row alone, reads alone, then both at once. The
+    median of several turns, for RAM and disk swing: in one turn of a second the factors were anything from 1 to 1.4."""
     layers = Layers(Format("int4", DEFAULT_GROUP), Format("float16"), kernels, memory_bytes)
-    stop = threading.Event()
 
     def compute_s(seconds: float) -> float:
         found: list[float] = []
@@ -155,28 +155,38 @@ def _sharing(file: ProbeFile, kernels: Native, memory_bytes: int) -> tuple[Shari
             found.append(sum(timed.seconds for timed in layers.time(1, 64, ("ffn",), repeats=1)))
         return statistics.fmean(found)
 
-    def read_s(found: list[float]) -> None:
-        while not stop.is_set():
-            found.append(file.loads_s(file.reader, UNIT_BYTES, 8))
+    def read_s() -> float:
+        return file.loads_s(file.reader, UNIT_BYTES, 8)
 
     try:
-        alone_s = compute_s(_SHARING_S)
-        reads_alone = [file.loads_s(file.reader, UNIT_BYTES, 8) for _ in range(19)]
-        reads: list[float] = []
-        thread = threading.Thread(target=read_s, args=(reads,))
-        thread.start()
-        try:
-            both_s = compute_s(2 * _SHARING_S)
-        finally:
-            stop.set()
-            thread.join()
+        turns = [_turn(compute_s, read_s) for _ in range(_SHARING_TURNS)]
     finally:
         layers.close()
-    slower = statistics.fmean(reads) / statistics.fmean(reads_alone)
+    host_factor, disk_factor = (statistics.median(factors) for factors in zip(*turns, strict=True))
     return (
-        Sharing("host", "disk0", min(_MOST_FACTOR, max(1.0, both_s / alone_s))),
-        Sharing("disk0", "host", min(_MOST_FACTOR, max(1.0, slower))),
+        Sharing("host", "disk0", min(_MOST_FACTOR, max(1.0, host_factor))),
+        Sharing("disk0", "host", min(_MOST_FACTOR, max(1.0, disk_factor))),
     )
+
+
+def _turn(compute_s: Callable[[float], float], read_s: Callable[[], float]) -> tuple[float, float]:
+    """How many times as long computing takes beside reads, and reads beside computing."""
+    stop, reads = threading.Event(), list[float]()
+
+    def read_on() -> None:
+        while not stop.is_set():
+            reads.append(read_s())
+
+    alone_s = compute_s(_SHARING_S)
+    reads_alone_s = statistics.fmean(read_s() for _ in range(_SHARING_READS))
+    thread = threading.Thread(target=read_on)
+    thread.start()
+    try:
+        both_s = compute_s(2 * _SHARING_S)
+    finally:
+        stop.set()
+        thread.join()
+    return both_s / alone_s, statistics.fmean(reads) / reads_alone_s
 
 
 def _disk_bytes(folder: Path) -> int:
