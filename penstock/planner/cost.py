@@ -16,6 +16,7 @@ class Cost:
         self.between_passes_s = machine.overhead_s("host", "pass")
         self._rates: dict[tuple[str, str, str, int], Rate] = {}
         self._overheads: dict[str, Overheads] = {}
+        self._factors: dict[tuple[str, frozenset[str]], float] = {}
 
     def seconds(self, task: Task) -> float:
         """How long a task occupies its lanes where no other lane is busy. Calls run one after another: the sum of
@@ -25,16 +26,18 @@ class Cost:
 
     def factor(self, lane: str, busy: frozenset[str]) -> float:
         """How much longer a task on `lane` takes while other lanes are busy: by their sharings, all of them."""
-        found = 1.0
-        lane, busy = self._as_measured(lane), frozenset(map(self._as_measured, busy))
-        for sharing in self.machine.sharing:
-            if sharing.lane == lane and sharing.beside in busy:
-                found *= sharing.factor
+        found = self._factors.get((lane, busy))
+        if found is None:
+            found, as_measured, beside = 1.0, self._as_measured(lane), set(map(self._as_measured, busy))
+            for sharing in self.machine.sharing:
+                if sharing.lane == as_measured and sharing.beside in beside:
+                    found *= sharing.factor
+            self._factors[lane, busy] = found
         return found
 
     def least_s(self, lane: str, op: str, fmt: str, rows: int, nbytes: float, flops: float = 0.0) -> float:
         """Seconds that so many bytes and flops take at least: nothing begins, nothing else is busy."""
-        rate = self.machine.rate(lane, op, fmt, rows)
+        rate = self._known((lane, op, fmt, rows))
         return max(nbytes * rate.s_per_byte, flops * rate.s_per_flop)
 
     def _as_measured(self, lane: str) -> str:
@@ -56,7 +59,9 @@ class Cost:
     def _rate(self, lane: str, call: Call) -> Rate:
         if call.op == "copy":  # on the device's lane, at the link's speed
             lane = link_lane(call)
-        key = (lane, call.op, call.format, _rows(call))
+        return self._known((lane, call.op, call.format, _rows(call)))
+
+    def _known(self, key: tuple[str, str, str, int]) -> Rate:
         rate = self._rates.get(key)
         if rate is None:
             rate = self._rates[key] = self.machine.rate(*key)

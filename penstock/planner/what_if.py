@@ -123,7 +123,8 @@ def _one(
             solvers = _solvers(like)
             plan = _alike(chain.from_iterable(each.candidates(ask, spec, weights, machine) for each in solvers), like)
         else:
-            plan = _nearest(residency.candidates(ask, spec, weights, machine), ring_bytes or _USUAL_RING_BYTES)
+            ring = ring_bytes or _USUAL_RING_BYTES
+            plan = next(residency.candidates(ask, spec, weights, machine, ring)).plan
     except DoesNotFit:
         return None
     return None if plan is None else quick(plan, ask, machine, spread=False)
@@ -149,16 +150,3 @@ def _alike(candidates: Iterable[Candidate], strategy: str) -> Plan | None:
             return candidate.plan
         first = first or candidate
     return None if first is None else first.plan
-
-
-def _nearest(candidates: Iterable[Candidate], ring_bytes: int) -> Plan | None:
-    """Small rings come first."""
-    nearest = None
-    for candidate in candidates:
-        plan = candidate.plan
-        ring = sum(plan.ring_bytes.values())
-        if nearest is None or abs(ring - ring_bytes) <= abs(sum(nearest.ring_bytes.values()) - ring_bytes):
-            nearest = plan
-        if ring >= ring_bytes:
-            break
-    return nearest

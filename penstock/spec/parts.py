@@ -17,7 +17,7 @@ padding computes nothing that counts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
 
@@ -32,7 +32,7 @@ PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One matrix inside a granule: [rows, cols] at `offset`, in `format`; tiled, or row by row."""
+    """One matrix inside a granule: [rows, cols] at `offset`, in `format`; tiled, or row by row. `nbytes` follows."""
 
     name: str
     rows: int
@@ -40,11 +40,11 @@ class Block:
     format: Format
     offset: int
     tiled: bool = True
+    nbytes: int = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
+    def __post_init__(self) -> None:
         size = self.format.matrix_bytes if self.tiled else self.format.plain_bytes
-        return size(self.rows, self.cols)
+        object.__setattr__(self, "nbytes", size(self.rows, self.cols))
 
 
 @dataclass(frozen=True, slots=True)

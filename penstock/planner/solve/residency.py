@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 
 from penstock.errors import DoesNotFit
 from penstock.graph.arenas import ARENA_ALIGN
@@ -34,20 +35,27 @@ from penstock.spec.plan import Plan
 from penstock.units import MIB, format_bytes, format_mib_up
 
 
-def candidates(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> Iterator[Candidate]:
-    """Plans that fit, small rings first. Raises DoesNotFit where none does.
+def candidates(
+    ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, near_ring_bytes: int | None = None
+) -> Iterator[Candidate]:
+    """Plans that fit, small rings first. Raises DoesNotFit where none does. `near_ring_bytes`: only with the ring that
+    is nearest to it, for each way to keep KV and read prompts.
 
     KV stays in memory where it can: at the end of the context a byte of it saves as much reading as a byte of weights,
     before that less, and the disk is spared. Where there is no room for it, part of it, or all, goes to the disk.
     """
     limit = host_limit_bytes(ask, machine)
     least_ring, *rings = ring_options(spec, weights)
+    most = max(1, len(rings))
+    if near_ring_bytes is not None:
+        rings, most = sorted(rings, key=lambda ring: abs(ring - near_ring_bytes)), 1
     chunks, any_found = chunk_options(ask), False
     for kv_layers in kv_options(ask, spec):
         for chunk_rows in chunks:
             skeleton = Skeleton(ask, spec, weights, machine.process_bytes, chunk_rows, kv_layers)
             # The smallest ring holds one granule, so nothing overlaps: only where no other fits.
-            found = list(_fitting(skeleton, rings, limit)) or list(_fitting(skeleton, [least_ring], limit))
+            found = list(islice(_fitting(skeleton, rings, limit), most))
+            found = found or list(_fitting(skeleton, [least_ring], limit))
             yield from found
             any_found |= bool(found)
             if found and chunk_rows <= CHUNK_ROWS:
