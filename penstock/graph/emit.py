@@ -112,7 +112,8 @@ class Emitter:
                     waits[other] = task
         lane = lanes[0]
         if lane not in self._open:
-            waits |= self._ended.pop(lane, {})
+            for other, task in self._ended.pop(lane, {}).items():
+                waits[other] = max(task, waits.get(other, -1))
         if waits:
             known = self._known.setdefault(lane, {})
             waits = {other: task for other, task in waits.items() if task > known.get(other, -1)}

@@ -186,6 +186,20 @@ def test_random_plans_beside_a_device_pass_the_verifier(data: st.DataObject) -> 
     assert wanted <= lifts <= wanted + len(steps) * room
 
 
+def test_another_shape_after_passes_that_came_again() -> None:
+    """Its tasks wait for each other, not only for the pass before: two sequences after one, a layer on the device."""
+    spec = model(layers=2, d=64, heads=2, kv_heads=2, neurons=192, vocab=128)
+    by_key = {p.key: p for p in parts(spec, F32)}
+    units = [replace(stay(key, by_key), decode="gpu0", prefill="gpu0", home="gpu0") if key == "1.attn"
+             else stay(key, by_key) for key in by_key]  # fmt: skip
+    homes = [("host", "host"), ("gpu0", "gpu0")]
+    plan = make_plan(spec, F32, units, ring_bytes={}, batch_seqs=2, kv_homes=homes)
+    steps = [passes.decode(plan, (0,), (at,), passes.DECODE) for at in (7, 8, 9)]
+    tasks = lowered(plan, *steps, passes.decode(plan, (0, 1), (10, 10), passes.DECODE))
+    assert any(task.like >= 0 for task in tasks)
+    verify(tasks, plan.arenas)
+
+
 @given(st.data())
 def test_random_plans_pass_the_verifier(data: st.DataObject) -> None:
     spec = model(layers=2, d=64, heads=4, kv_heads=4, neurons=200, vocab=300, tied=data.draw(st.booleans()))
