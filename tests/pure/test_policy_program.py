@@ -79,6 +79,7 @@ def grid(program: Program, steps: int) -> list[Policy]:
     return [policy for shares in product(*options) if program.fits(policy := Policy(*shares), 1e-9)]
 
 
+@pytest.mark.fuzz
 def test_the_program_is_never_worse_than_a_grid() -> None:
     """Any lines at all: the optimum satisfies every constraint and no grid point beats it."""
     infeasible = 0
@@ -97,6 +98,7 @@ def test_the_program_is_never_worse_than_a_grid() -> None:
     assert 0 < infeasible < CASES / 2
 
 
+@pytest.mark.fuzz
 def test_real_programs_are_never_worse_than_a_grid() -> None:
     """Programs of random machines and models, in every mode."""
     checked = 0
@@ -117,6 +119,7 @@ def test_real_programs_are_never_worse_than_a_grid() -> None:
     assert checked > CASES
 
 
+@pytest.mark.fuzz
 def test_kv_in_whole_layers_is_the_best_of_all_counts() -> None:
     """Seconds are convex in a share, so of two tiers the best number of layers lies beside the program's."""
     checked = 0

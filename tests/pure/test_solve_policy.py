@@ -43,6 +43,7 @@ def simulated_s(found: Found, plan: Plan) -> float:
 # -- rounding -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fuzz
 def test_granules_go_in_even_shares() -> None:
     r = random.Random(3)
     for _ in range(CASES):
@@ -75,6 +76,7 @@ def test_layers_of_kv() -> None:
                         assert [kv_layers(layers, found).count(tier) for tier in range(3)] == counts
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("part", range(10))
 def test_the_programs_cost_is_that_of_its_plan(part: int) -> None:
     """On random machines (400 in `make fuzz`), the best policy of all: T by the program and by simulating the
