@@ -204,7 +204,9 @@ class Pair:
 def test_every_op(
     isa: str, spec: ModelSpec, batch: Batch, name: str, kv: str, threads: int, exact: bool, seed: int
 ) -> None:
-    fmt = parse_format(name)
+    a, fmt = spec.layers[0].attention, parse_format(name)
+    # A norm of few numbers divides by what may be near 0, and what was rounded with it: of 4 it made 8 % out of 5.
+    exact |= a.qk_norm and a.head_dim < 32
     plan = resident_plan(
         spec, fmt, kv=parse_format(kv), context=192, rows=batch.total_rows, seqs=len(batch.seqs),
         logits_rows=len(batch.logits),

@@ -13,10 +13,11 @@ shares w, c, h of weights, KV and activations on (device, host, disk), once a pa
                     copied of activations; attention, by whoever attends
 
 A block's prompts take several passes of b batches, a token one. Without a device, what is called the device here is
-the CPU with its RAM, and nothing crosses a link. Three terms are of our runtime, not FlexGen's: a unit a layer and
-tier that is not full; the start of a pass, since KV is not loaded before the pass that needs it; and the turns of two
-windows (a sixth line). Lanes that share RAM slow each other by `MachineSpec.sharing`, which is not linear: the program
-is solved again with lanes slowed as in the solution before.
+the CPU with its RAM, and nothing crosses a link. Three terms are of our runtime, not FlexGen's: units that are not
+full; the start of a pass, since KV is not loaded before the pass that needs it; and the turns of two windows (a sixth
+line). Two are not linear, and the program is solved again with them as in the solution before: lanes that share RAM
+slow each other by `MachineSpec.sharing`; and where layers differ in where their KV is, a lane that brings weights waits
+beside the slow ones, since only a ring full comes ahead; windows wait where layers that need them follow each other.
 
 Bytes are those of `graph/arenas.Layout`: what does not depend on the shares is read off a plan with everything at home
 (scratch, activations, norms, vocabulary) and one with its KV away (windows); rings hold so many layers' share of what
@@ -111,6 +112,9 @@ class Terms:
             # The lowering keeps activations with the executor of norms and merges.
             allowed={"weights": mode.weights, "kv": mode.kv, "acts": (True, False, False)},
             sharing=shape.machine.sharing,
+            ring_layers=shape.ring_layers,
+            moved_tier=shape.moved_tier,
+            ends_s=(self._lanes.ends_s(self._prompts) / layers, self._lanes.ends_s(self._tokens) / layers),
         )
 
     def _memory(self, mode: Mode) -> tuple[dict[str, Line], dict[str, float]]:

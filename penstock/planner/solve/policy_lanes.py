@@ -96,6 +96,16 @@ class Lanes:
                 found.add_all(one, count)
         return self._known[key]
 
+    def ends_s(self, counts: Counter[Pass]) -> float:
+        """Of what the executor of norms computes in a stage's passes, all that is in no layer."""
+        total_s = 0.0
+        for p, count in counts.items():
+            found = Lines()
+            for batch in p.batches:
+                self._ends(found, batch)
+            total_s += count * found.of[self.shape.main].constant
+        return total_s
+
     def _apart(self, stage: Lines, batches: int) -> None:
         """Where KV comes from elsewhere, a pass does not begin with the one before: weights may be loaded ahead, the
         cache not. So the executor waits for the first batch's, in one layer; and the lane that brings it has nothing to
@@ -180,6 +190,11 @@ class Lanes:
         def attend(at: str) -> float:
             return self._call(at, "attend", self.kv.kind, *kv_cost, longest)
 
+        def holds_s(at: str) -> float:
+            """Its window: the task that attends waits for the load, and the save for all of it."""
+            merge = self._call(main, "merge", "*", *ops.rows_cost(shape.spec, t, 3), t)
+            return projections(at) + attend(at) + (merge if at == main else 0.0)
+
         loaded, saved = (self._moved(layer, batch, save) for save in (False, True))
         load_s = self._move("disk0", "kv_load", loaded) if loaded else 0.0
         save_s = self._move("disk_write0", "kv_save", saved)
@@ -189,19 +204,19 @@ class Lanes:
             stage.add("host", projections("host") + attend("host") + self._task("host"))
             copies = self._copy("host", x_bytes, batch) + self._copy(DEVICE, x_bytes, batch)
             stage.add(main, copies + self._task(main))
-            self._through_window(stage, 2, (READ, load_s), attend("host") + projections("host"), (WRITE, save_s))
+            self._through_window(stage, 2, (READ, load_s), holds_s("host"), (WRITE, save_s))
             return
         stage.add(main, projections(main))
         at_home = attend(main)
         if main == "host":
             wait = self._task(main) if loaded else 0.0
             stage.add(main, kv=(at_home, 0.0, at_home + wait))
-            self._through_window(stage, 2, (READ, load_s), at_home, (WRITE, save_s))
+            self._through_window(stage, 2, (READ, load_s), holds_s(main), (WRITE, save_s))
         elif shape.attends == "device":
             stage.add(main, kv=(at_home, at_home + self._task(main), 0.0))
             load_s = self._move("h2d0", "kv_load", loaded) if loaded else 0.0
             save_s = self._move("d2h0", "kv_save", saved)
-            self._through_window(stage, 1, (TO_DEVICE, load_s), at_home, (TO_HOST, save_s))
+            self._through_window(stage, 1, (TO_DEVICE, load_s), holds_s(main), (TO_HOST, save_s))
         else:
             copies = 0.0 if begins else self._copy(DEVICE, q_bytes, batch) + self._copy("host", q_bytes, batch)
             mine = copies + (at_home if begins else 0.0) + self._task(main)

@@ -88,8 +88,26 @@ class Shape:
         runs = ((away_ffn - far_ffn, away - away_ffn - (far - far_ffn)), (far_ffn, far - far_ffn))
         if weights[1] == 0:
             runs = ((0.0, 0.0), (away_ffn, away - away_ffn))
-        more = (sum(ceil(run / self.unit_bytes - 1e-9) - run / self.unit_bytes for run in tier) for tier in runs)
+        more = (
+            sum(self._units_of(run, part) - run / self.unit_bytes for run, part in zip(tier, self._first, strict=True))
+            for tier in runs
+        )
         return next(more), next(more)
+
+    @cached_property
+    def _first(self) -> tuple[Part, Part | None]:
+        """The first layer's FFN, and its attention where the shares place it."""
+        return self._of("ffn")[0], next(iter(self._of("attn")), None)
+
+    def _of(self, kind: str) -> list[Part]:
+        return [part for part in self.placed if part.kind == kind]
+
+    def _units_of(self, nbytes: float, part: Part | None) -> float:
+        """As `even_units` cuts so many bytes of a part."""
+        if part is None or nbytes <= 0:
+            return 0.0
+        granules = ceil(nbytes / part.granule_bytes - 1e-9)
+        return float(len(even_units(part, part.granules - granules, part.granules, self.unit_bytes)))
 
     @property
     def least_stage_bytes(self) -> int:

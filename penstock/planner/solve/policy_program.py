@@ -10,6 +10,9 @@ With the block decided (a batch on the device, batches a block) what is left is 
 The slides give this much; the terms of lanes and tiers are ours (`policy_cost`). Here they are only lines over the nine
 shares. Compute is one lane, device and CPU added up: inside a layer one waits for the other. Beside the five lanes a
 program may have a sixth line, `window`: what our runtime's two windows for KV that moves allow.
+
+Two things are not linear: lanes slow each other, and wait for each other where layers differ in who attends, since only
+so much runs ahead. Both are worked out for one solution, and the program is solved again with them.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ KINDS = ("weights", "kv", "acts")
 READ, WRITE, TO_DEVICE, TO_HOST, COMPUTE = LANES = ("disk0", "disk_write0", "h2d0", "d2h0", "compute")
 WINDOW = "window"  # a sixth bound: see `policy_cost`
 EXECUTORS = ("gpu0", "host")  # whose seconds make up `compute`
-_SHARING_ROUNDS = 3  # after which busy shares move by less than a hundredth
+_ROUNDS = 3  # after which busy shares move by less than a hundredth
+_WAITING = ", waiting"  # a lane with what it waits beside its work
 _LEAST_SHARE = 1e-6  # what HiGHS leaves of a zero
 
 Shares = tuple[float, float, float]
@@ -81,7 +85,9 @@ Stage = Mapping[str, Line]  # seconds a layer, by lane; of compute by executor
 @dataclass(frozen=True, slots=True)
 class Program:
     """`prefill`, `decode`: seconds of one layer, averaged over the layers and (decode) over the tokens. `steps`: n − 1.
-    `memory`: bytes of each tier, `capacity`: what it has. `allowed`: the tiers that a kind may be in."""
+    `memory`: bytes of each tier, `capacity`: what it has. `allowed`: the tiers that a kind may be in. `ring_layers`: so
+    many layers' weights come ahead (0: waiting is not counted). `moved_tier`: whose KV comes through windows. `ends_s`:
+    of a layer's computing in prefill and decode, its part of what is in no layer."""
 
     layers: int
     steps: int
@@ -92,9 +98,17 @@ class Program:
     capacity: Mapping[str, float]
     allowed: Mapping[str, tuple[bool, bool, bool]]
     sharing: tuple[Sharing, ...] = ()
+    ring_layers: float = 0.0
+    moved_tier: int = 2
+    ends_s: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def rounds(self) -> int:
+        """How often it is solved again."""
+        return _ROUNDS if self.sharing or self.ring_layers else 0
 
     def seconds(self, policy: Policy) -> float:
-        """T of a block, the sharing of lanes left out."""
+        """T of a block, sharing and waiting left out."""
         t_pre, t_gen = (max(lanes(stage, policy).values()) for stage in (self.prefill, self.decode))
         return t_pre * self.layers + t_gen * self.steps * self.layers
 
@@ -129,9 +143,10 @@ def lanes(stage: Stage, policy: Policy) -> dict[str, float]:
 
 def solve(program: Program, kv: Shares | None = None) -> Solution | None:
     """The optimum (with `kv`, the one that has KV so), or None where nothing fits. Lanes that slow each other are
-    slowed by how much of the time the other one is busy in the solution before, some rounds long."""
+    slowed by how much of the time the other one is busy in the solution before, and wait as they do there, some rounds
+    long."""
     slowed, found = program, None
-    for _ in range(1 + (_SHARING_ROUNDS if program.sharing else 0)):
+    for _ in range(1 + program.rounds):
         policy = _optimum(slowed, kv)
         if policy is None:
             return found
@@ -144,20 +159,22 @@ def evaluate(program: Program, policy: Policy) -> Solution:
     """T of a policy, and what decides it."""
     pre, gen = lanes(program.prefill, policy), lanes(program.decode, policy)
     busiest = max(pre, key=lambda lane: pre[lane]), max(gen, key=lambda lane: gen[lane])
-    return Solution(policy, program.seconds(policy), pre[busiest[0]], gen[busiest[1]], busiest)
+    names = busiest[0].removesuffix(_WAITING), busiest[1].removesuffix(_WAITING)
+    return Solution(policy, program.seconds(policy), pre[busiest[0]], gen[busiest[1]], names)
 
 
 def settled(program: Program, policy: Policy) -> Solution:
-    """T of a policy, with lanes that slow each other."""
+    """T of a policy, with lanes that slow each other and wait for each other."""
     slowed = program
-    for _ in range(_SHARING_ROUNDS if program.sharing else 0):
+    for _ in range(program.rounds):
         slowed = _slowed(program, slowed, policy)
     return evaluate(slowed, policy)
 
 
 def _slowed(program: Program, before: Program, policy: Policy) -> Program:
-    stages = (_slowed_stage(getattr(program, s), getattr(before, s), policy, program.sharing) for s in _STAGES)
-    return replace(program, prefill=next(stages), decode=next(stages))
+    stages = [_slowed_stage(getattr(program, s), getattr(before, s), policy, program.sharing) for s in _STAGES]
+    prefill, decode = (_waiting(s, policy, program, e) for s, e in zip(stages, program.ends_s, strict=True))
+    return replace(program, prefill=prefill, decode=decode)
 
 
 _STAGES = ("prefill", "decode")
@@ -175,10 +192,54 @@ def _slowed_stage(stage: Stage, before: Stage, policy: Policy, sharing: Sequence
     return {lane: line.times(factors[lane]) for lane, line in stage.items()}
 
 
+def _waiting(stage: Stage, policy: Policy, program: Program, ends_s: float) -> Stage:
+    """With what a lane that brings weights waits while a layer computes for longer than a ring full of them takes, and
+    what windows wait where layers whose KV moves follow each other."""
+    if not program.ring_layers:
+        return stage
+    found, tier = dict(stage), program.moved_tier
+    computing_s = [
+        sum(stage[name].at(replace(policy, kv=_ALONE[t])) for name in EXECUTORS if name in stage) for t in range(3)
+    ]
+    for lane in (TO_DEVICE, READ):
+        line = stage.get(lane, Line())
+        if any(a * b > 0 for a, b in zip(line.weights, policy.weights, strict=True)):
+            ahead_s = program.ring_layers * line.at(policy)
+            waits_s = sum(
+                share * max(0.0, seconds - ahead_s) for share, seconds in zip(policy.kv, computing_s, strict=True)
+            )
+            found[lane + _WAITING] = line + Line(waits_s)  # of its own: who waits slows nobody
+    window = stage.get(WINDOW, Line())
+    if policy.kv[tier] > 0 and window.kv[tier] > 0:
+        in_layer_s = [max(0.0, seconds - ends_s) for seconds in computing_s]
+        layer_s = ends_s + _through_windows(window.kv[tier], in_layer_s, policy.kv, tier, program.layers)
+        found[WINDOW + _WAITING] = window + Line(max(0.0, layer_s - window.at(policy)))
+    return found
+
+
+_ALONE: tuple[Shares, Shares, Shares] = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
+
+
+def _through_windows(turn_s: float, computing_s: Sequence[float], kv: Shares, tier: int, layers: int) -> float:
+    """Seconds of a layer where those whose KV moves are spread evenly: each begins two turns after the last but one of
+    them, which had its window."""
+    share = kv[tier]
+    others_s = sum(kv[t] * computing_s[t] for t in range(3) if t != tier) / max(1 - share, _LEAST_SHARE)
+    begun: list[float] = []
+    now_s = 0.0
+    for i in range(layers):
+        moves = int((i + 1) * share + _LEAST_SHARE) > int(i * share + _LEAST_SHARE)
+        if moves:
+            now_s = max(now_s, begun[-2] + 2 * turn_s) if len(begun) > 1 else now_s
+            begun.append(now_s)
+        now_s += computing_s[tier] if moves else others_s
+    return now_s / layers
+
+
 def _by_lane(stage: Stage) -> dict[str, list[Line]]:
-    found: dict[str, list[Line]] = {lane: [] for lane in (*LANES, *([WINDOW] if WINDOW in stage else []))}
+    found: dict[str, list[Line]] = {lane: [] for lane in LANES}
     for name, line in stage.items():
-        found[COMPUTE if name in EXECUTORS else name].append(line)
+        found.setdefault(COMPUTE if name in EXECUTORS else name, []).append(line)
     return found
 
 
