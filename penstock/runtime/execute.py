@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import takewhile
 
 from penstock.errors import InternalError
 from penstock.graph.tasks import MOVES, Task
@@ -90,8 +91,19 @@ class Executor:
         lane = self._lanes[name]
         if len(lane.handed) > _SWEEP:
             self._sweep(lane)
-        waits = [self._handed[other] for other in task.after if other in self._handed]
+        waits = [handed for other in task.after for handed in self._unfinished(other)]
         self._handed[task.id] = lane.take(task, waits)
+
+    def _unfinished(self, task_id: int) -> list[_Handed]:
+        """The task, and those before it in its lane: edges name only a lane's last, but a disk has several loads under
+        way, and what was begun later may be done first. A device's lanes keep their order by themselves."""
+        last = self._handed.get(task_id)
+        if last is None or last.on_device:
+            return [] if last is None else [last]
+        lane = self._lanes[last.task.lanes[0]]
+        self._sweep(lane)
+        before = takewhile(lambda handed: handed is not last, lane.handed)
+        return [*before, last] if task_id in self._handed else []
 
     def _wait(self, task_id: int) -> None:
         """Until the task is done, and those before it in its lane: edges name only a lane's last."""

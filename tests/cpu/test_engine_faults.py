@@ -354,7 +354,7 @@ def test_an_interrupt_while_a_task_is_handed_over(tmp_path: Path) -> None:
     class Late:
         """A task that the next one waits for, and whose state is asked just when the user interrupts."""
 
-        on_device = False
+        on_device = True
         task = None
 
         @property
