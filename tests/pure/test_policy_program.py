@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 from bench.papers.predict_flexgen import memory_example
 from penstock.planner.solve import policy_lp
 from penstock.planner.solve.policy_cost import Terms, kv_bytes, modes, weight_bytes
+from penstock.planner.solve.policy_lanes import Mode
 from penstock.planner.solve.policy_lp import BATCH_STEP, MOST_BATCHES, blocks
-from penstock.planner.solve.policy_plan import whole_layers
+from penstock.planner.solve.policy_plan import Shape, whole_layers
 from penstock.planner.solve.policy_program import (
     COMPUTE,
     KINDS,
@@ -98,24 +100,29 @@ def test_the_program_is_never_worse_than_a_grid() -> None:
     assert 0 < infeasible < CASES / 2
 
 
-@pytest.mark.fuzz
-def test_real_programs_are_never_worse_than_a_grid() -> None:
-    """Programs of random machines and models, in every mode."""
-    checked = 0
+def real_programs() -> Iterator[tuple[Shape, Mode, Program]]:
+    """Of random machines and models, in every mode. Linear: nobody slows another, nor waits."""
     for seed in range(CASES):
         ask, spec, fmt, machine = random_case(seed)
         machine = replace(machine, sharing=())
         shape = random.Random(seed).choice(list(policy_lp.shapes(ask, spec, fmt, machine)))
         terms = Terms(shape)
         for mode in modes(shape):
-            program = replace(terms.program(mode), ring_layers=0.0)  # waiting is no line
-            found, points = solve(program), grid(program, 6)
-            if found is None:
-                assert not points
-                continue
-            checked += 1
-            assert program.fits(found.policy, 1e-6)
-            assert found.seconds <= min(map(program.seconds, points), default=float("inf")) * (1 + 1e-6)
+            yield shape, mode, replace(terms.program(mode), ring_layers=0.0)
+
+
+@pytest.mark.fuzz
+def test_real_programs_are_never_worse_than_a_grid() -> None:
+    """Programs of random machines and models, in every mode."""
+    checked = 0
+    for _, _, program in real_programs():
+        found, points = solve(program), grid(program, 6)
+        if found is None:
+            assert not points
+            continue
+        checked += 1
+        assert program.fits(found.policy, 1e-6)
+        assert found.seconds <= min(map(program.seconds, points), default=float("inf")) * (1 + 1e-6)
     assert checked > CASES
 
 
@@ -123,27 +130,22 @@ def test_real_programs_are_never_worse_than_a_grid() -> None:
 def test_kv_in_whole_layers_is_the_best_of_all_counts() -> None:
     """Seconds are convex in a share, so of two tiers the best number of layers lies beside the program's."""
     checked = 0
-    for seed in range(CASES):
-        ask, spec, fmt, machine = random_case(seed)
-        machine = replace(machine, sharing=())
-        shape = random.Random(seed).choice(list(policy_lp.shapes(ask, spec, fmt, machine)))
-        terms, layers = Terms(shape), len(spec.layers)
-        for mode in modes(shape):
-            program = replace(terms.program(mode), ring_layers=0.0)  # waiting is no line
-            relaxed = solve(program) if sum(mode.kv) == 2 and mode.kv[shape.moved_tier] else None
-            if relaxed is None:
-                continue
-            near = [solve(program, kv) for kv in whole_layers(layers, relaxed.policy.kv, shape.moved_tier)]
-            other, every = 0 if mode.kv[0] else 1, []
-            for moved in range(0, layers + 1, 2):
-                kv = [0.0, 0.0, 0.0]
-                kv[shape.moved_tier], kv[other] = moved / layers, (layers - moved) / layers
-                every.append(solve(program, (kv[0], kv[1], kv[2])))
-            best, found = (min((x.seconds for x in those if x is not None), default=None) for those in (every, near))
-            assert (found is None) == (best is None)
-            if found is not None and best is not None:
-                assert found <= best * (1 + 1e-6)
-                checked += 1
+    for shape, mode, program in real_programs():
+        layers = program.layers
+        relaxed = solve(program) if sum(mode.kv) == 2 and mode.kv[shape.moved_tier] else None
+        if relaxed is None:
+            continue
+        near = [solve(program, kv) for kv in whole_layers(layers, relaxed.policy.kv, shape.moved_tier)]
+        other, every = 0 if mode.kv[0] else 1, []
+        for moved in range(0, layers + 1, 2):
+            kv = [0.0, 0.0, 0.0]
+            kv[shape.moved_tier], kv[other] = moved / layers, (layers - moved) / layers
+            every.append(solve(program, (kv[0], kv[1], kv[2])))
+        best, found = (min((x.seconds for x in those if x is not None), default=None) for those in (every, near))
+        assert (found is None) == (best is None)
+        if found is not None and best is not None:
+            assert found <= best * (1 + 1e-6)
+            checked += 1
     assert checked > CASES / 10
 
 
