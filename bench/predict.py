@@ -42,8 +42,8 @@ from penstock.store.synth import synth
 SHARES = (1.0, 0.75, 0.5, 0.25)  # of the weights, that memory is left for
 PROMPTS, BATCHES = (64, 1024), (1, 4)
 CONTEXT = 1280
-DECODE_S, LEAST_TOKENS, MOST_TOKENS = 2.5, 6, 48
-REPEATS, REPEAT_S = 5, 8.0  # of a setting that takes less: a moment in which others had a core is none of its
+DECODE_S, LEAST_TOKENS, MOST_TOKENS = 5.0, 6, 48
+REPEATS, REPEAT_S = 5, 12.0  # of a setting that takes less: a moment in which others had a core is none of its
 CEILINGS = 5  # readings of each ceiling, of which the median counts
 DRIFT, OTHERS = 0.10, 0.03  # of a ceiling; of the processors' time, that others took meanwhile: more is a disturbance
 
@@ -107,28 +107,44 @@ def measure(model: Path, share: float, prompt: int, batch: int, machine: Machine
 
 def in_turns(
     settings: Sequence[Setting], models: dict[str, Path], machine: Machine, attempts: int, most_s: float,
-    keep: Path | None,
+    keep: Path | None, known: Sequence[dict[str, Any]],
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """A row for each setting, the least disturbed one of up to `attempts`; the steady ones come once. No setting comes
-    again after `most_s`."""
+    """A row for each setting, the least disturbed one of up to `attempts`, whatever its error; the steady ones come
+    once. After `most_s` no setting comes again. `known`: attempts of a run before, which count."""
     rows: dict[Setting, dict[str, Any]] = {}
     start_s = time.perf_counter()
-    for attempt in range(attempts):
-        for setting in settings:
-            late = time.perf_counter() - start_s > most_s
-            if setting in rows and (late or rows[setting]["disturbed"] <= 1):
-                continue
+
+    def add(setting: Setting, row: dict[str, Any]) -> None:
+        before = rows.get(setting)
+        rows[setting] = row if before is None or row["disturbed"] < before["disturbed"] else before
+        rows[setting]["attempts"] = row["attempts"]
+
+    for row in known:
+        setting = (row["shape"], row["share"], row["prompt"], row["batch"])
+        if setting in settings:
+            add(setting, row)
+    while due := _due(settings, rows, attempts):
+        for setting in due:
+            if setting in rows and time.perf_counter() - start_s > most_s:
+                return [rows[each] for each in settings]
             shape, share, prompt, batch = setting
             found = measure(models[shape], share, prompt, batch, machine)
-            row = {"shape": shape, "share": share, **found, "attempts": attempt + 1}
+            row = {"shape": shape, "share": share, **found}
+            row["attempts"] = rows[setting]["attempts"] + 1 if setting in rows else 1
             if keep:
                 with keep.open("a") as kept:
                     kept.write(json.dumps(row) + "\n")
             print(line(row), file=sys.stderr, flush=True)
-            if setting not in rows or row["disturbed"] < rows[setting]["disturbed"]:
-                rows[setting] = row
-            rows[setting]["attempts"] = attempt + 1
+            add(setting, row)
     return [rows[setting] for setting in settings]
+
+
+def _due(settings: Sequence[Setting], rows: dict[Setting, dict[str, Any]], attempts: int) -> list[Setting]:
+    """The settings of the next round: those that have not been, else those that were disturbed, the most so first."""
+    if new := [setting for setting in settings if setting not in rows]:
+        return new
+    again = [each for each in settings if rows[each]["disturbed"] > 1 and rows[each]["attempts"] < attempts]
+    return sorted(again, key=lambda each: -rows[each]["disturbed"])
 
 
 def run(
@@ -243,8 +259,12 @@ def main() -> None:
     parser.add_argument("--attempts", type=int, default=6, help="at a setting, while the machine drifts")
     parser.add_argument("--minutes", type=float, default=60, help="after which no setting comes again")
     parser.add_argument("--rows", type=Path, help="keeps every row here as it comes, a JSON object a line")
+    parser.add_argument("--resume", action="store_true", help="the rows that are there already count: of this build")
     parser.add_argument("--plot", type=Path, help="where the picture goes; default none")
     wanted = parser.parse_args()
+    if wanted.resume and not wanted.rows:
+        parser.error("--resume needs --rows")
+    known = [json.loads(each) for each in wanted.rows.read_text().splitlines()] if wanted.resume else []
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
         folder = wanted.folder or Path(temporary)
@@ -258,7 +278,7 @@ def main() -> None:
         with probe_file(folder) as file:
             machine = Machine(folder, file)
             settings = list(product(wanted.shapes, wanted.shares, wanted.prompts, wanted.batches))
-            rows = in_turns(settings, models, machine, wanted.attempts, 60 * wanted.minutes, wanted.rows)
+            rows = in_turns(settings, models, machine, wanted.attempts, 60 * wanted.minutes, wanted.rows, known)
             print(f"{machine.probes} probes, the last took {machine.probe_s:.1f} s", file=sys.stderr)
     if wanted.plot:
         plot(rows, wanted.plot)

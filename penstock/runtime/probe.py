@@ -113,12 +113,10 @@ def probe(
         file.reader = new_reader(reads[-1].engine, reads[-1].depth, reads[-1].block_bytes)
         loads = LoadVisits(file)
         loads.visit()
-        rates = op_rates(kernels, memory_bytes, tell, formats, kv_formats)
-        loads.visit()
+        rates = op_rates(kernels, memory_bytes, tell, formats, kv_formats, loads.between)
         rates += task_rates(kernels)
         rates += disk_rates(file, disk_folder, tell)
-        loads.visit()
-        sharing = _sharing(file, kernels, memory_bytes)
+        sharing = _sharing(file, kernels, memory_bytes, loads.between)
         loads.visit()
         rates.append(loads.rate(tell))
     alpha_s = min(rate.alpha_s for rate in rates if rate.op in ROW_OPS)
@@ -143,7 +141,7 @@ def _with_memory(machine: MachineSpec) -> MachineSpec:
     return replace(machine, tiers=tiers)
 
 
-def _sharing(file: ProbeFile, kernels: Native, memory_bytes: int) -> tuple[Sharing, ...]:
+def _sharing(file: ProbeFile, kernels: Native, memory_bytes: int, between: Callable[[], None]) -> tuple[Sharing, ...]:
     """How much kernels and reads slow each other down: FFNs of one row alone, reads alone, then both at once. The
     median of several turns, for RAM and disk swing: in one turn of a second the factors were anything from 1 to 1.4."""
     layers = Layers(Format("int4", DEFAULT_GROUP), Format("float16"), kernels, memory_bytes)
@@ -159,7 +157,10 @@ def _sharing(file: ProbeFile, kernels: Native, memory_bytes: int) -> tuple[Shari
         return file.loads_s(file.reader, UNIT_BYTES, 8)
 
     try:
-        turns = [_turn(compute_s, read_s) for _ in range(_SHARING_TURNS)]
+        turns = []
+        for _ in range(_SHARING_TURNS):
+            turns.append(_turn(compute_s, read_s))
+            between()
     finally:
         layers.close()
     host_factor, disk_factor = (statistics.median(factors) for factors in zip(*turns, strict=True))

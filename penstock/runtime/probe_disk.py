@@ -29,7 +29,8 @@ LOADS_AHEAD = 3  # of the one waited for, as a ring of four units has them
 _ROW_READS = (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB)  # granules for single embedding rows
 _LOADS = (MIB, 4 * MIB, 8 * MIB, 16 * MIB)
 _WRITES = (4 * MIB, 16 * MIB)
-_TURNS = 4  # of a visit, 0.9 GB together
+_TURNS = 2  # of a visit, 0.5 GB together
+_EVERY_S = 1.5  # is a visit due
 Tell = Callable[[str], None]
 
 
@@ -130,19 +131,26 @@ def disk_rates(file: ProbeFile, folder: Path, tell: Tell) -> list[Rate]:
 
 
 class LoadVisits:
-    """Loads of all sizes, timed at several moments of a probe: the disk swings from second to second, and what runs
-    load for minutes. In 62 runs the disk gave 0.95 of its ceiling (0.78 to 1.09), while one visit of 0.4 s had
-    it from 0.67 to 1.25 (docs/LOG.md)."""
+    """Loads of all sizes, timed at many moments of a probe: the disk swings from second to second, and what runs load
+    for minutes. One visit of 0.4 s had from 0.67 to 1.25 of the ceiling, the mean of four such visits from 0.81 to 1.22
+    (a deviation of 0.07), where runs had 0.79 to 1.27 (docs/LOG.md)."""
 
     def __init__(self, file: ProbeFile) -> None:
         self._file = file
         self._times: dict[int, list[float]] = {nbytes: [] for nbytes in _LOADS}
+        self._last_s = -_EVERY_S
+
+    def between(self) -> None:
+        """A visit, where the last one is a while ago: for who measures something else, between two measurements."""
+        if time.perf_counter() - self._last_s >= _EVERY_S:
+            self.visit()
 
     def visit(self) -> None:
         """Whole runs of loads: a run waits for slow reads too, of 4 MiB the mean was 2.2 GB/s, the median 3.0."""
         for _ in range(_TURNS):
             for nbytes, found in self._times.items():
                 found.append(self._file.loads_s(self._file.reader, nbytes, 8))
+        self._last_s = time.perf_counter()
 
     def rate(self, tell: Tell) -> Rate:
         """Of all visits so far; goes once more where they do not lie on a line."""

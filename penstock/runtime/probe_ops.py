@@ -61,13 +61,15 @@ def op_rates(
     tell: Tell,
     formats: Sequence[str] = FORMATS,
     kv_formats: Sequence[str] = KV_FORMATS,
+    between: Callable[[], None] = lambda: None,
 ) -> list[Rate]:
-    """Rates of all ops in these formats, in about `memory_bytes` of memory at a time."""
+    """Rates of all ops in these formats, in about `memory_bytes` of memory at a time. `between` is called whenever
+    nothing is being timed."""
     rates: list[Rate] = []
     for kind in formats:
         layers = Layers(parse_format(kind), Format("float16"), kernels, memory_bytes)
         try:
-            rates += layers.rates(tell, every_op=not rates)
+            rates += layers.rates(tell, between, every_op=not rates)
         finally:
             layers.close()
     for kv in kv_formats:
@@ -76,6 +78,7 @@ def op_rates(
             rates += layers.attention_rates(kv, tell)
         finally:
             layers.close()
+        between()
     return rates
 
 
@@ -96,12 +99,13 @@ class Layers:
         self._programs.clear()
         self._arenas.close()
 
-    def rates(self, tell: Tell, every_op: bool) -> list[Rate]:
+    def rates(self, tell: Tell, between: Callable[[], None], every_op: bool) -> list[Rate]:
         kind, rates = self.weights.kind, []
         timed: dict[tuple[int, ...], list[dict[str, Fit]]] = {}
         for rows in _TURNS:
             over = "bytes" if rows in _FEW else "flops"
             timed.setdefault(rows, []).append(self._fits(PRODUCTS, rows, over, tell))
+            between()
         s_per_byte: dict[str, float] = {}
         for rows, turns in timed.items():
             for op in PRODUCTS:

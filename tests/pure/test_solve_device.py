@@ -16,9 +16,9 @@ from penstock.planner.solve import device, settle_context, solve
 from penstock.planner.solve.candidate import Candidate
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
-from penstock.spec.machine import MachineSpec, Tier
+from penstock.spec.machine import MachineSpec, Rate, Tier
 from penstock.spec.model import ModelSpec
-from penstock.units import GIB, MIB
+from penstock.units import GIB, MIB, format_bytes
 from tests.pure.machine import LLAMA_1B, MACHINE, WITH_DEVICE, model
 
 INT4, BF16 = parse_format("int4"), Format("bfloat16")
@@ -78,6 +78,31 @@ def test_more_device_memory_is_not_slower() -> None:
     ]
     for less, more in pairwise(speeds):
         assert more.decode_tokens_per_s >= 0.97 * less.decode_tokens_per_s
+
+
+@pytest.mark.parametrize(
+    ("link_gb_per_s", "launch_us", "most_mib", "why"),
+    [
+        (25, 50, 31, "5% of"),
+        (6, 50, 8, "5% of"),
+        (6, 5, 3, "5% of"),
+        (50, 50, 32.5, "a ring of 130 MiB should hold four"),
+    ],
+)
+def test_lifts_are_as_large_as_they_cost(link_gb_per_s: int, launch_us: int, most_mib: float, why: str) -> None:
+    """Their fixed cost takes a twentieth of their copy, as far as the ring lets them grow, and the reason says so."""
+    rates = [rate for rate in WITH_DEVICE.rates if rate.lane != "h2d0"]
+    rates += [Rate("h2d0", "*", "*", 5e-6, 1e-9 / link_gb_per_s), Rate("gpu0", "task", "*", launch_us * 1e-6, 0.0)]
+    machine = replace(WITH_DEVICE, rates=tuple(rates))
+    ask = settle_context(Ask(context=512, device_memory_bytes=GIB), LLAMA_1B)
+    for found in device.candidates(ask, LLAMA_1B, BF16, machine):
+        plan = found.plan
+        lifted = [plan.unit_bytes(u) for u in plan.units if u.placement == "CG" and u.part.endswith((".ffn", ".attn"))]
+        assert not lifted or 0.6 * most_mib * MIB < max(lifted) <= most_mib * MIB
+        said = [
+            reason for reason in found.reasons if f"in units of at most {format_bytes(int(most_mib * MIB))}" in reason
+        ]
+        assert bool(lifted) == bool(said) and all(why in reason for reason in said)
 
 
 def test_who_computes_follows_the_machine() -> None:

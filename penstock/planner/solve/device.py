@@ -17,7 +17,7 @@ from typing import NoReturn
 from penstock.errors import DoesNotFit
 from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.solve.candidate import Candidate
-from penstock.planner.solve.device_plan import DeviceSkeleton, Split, vocabulary
+from penstock.planner.solve.device_plan import DeviceSkeleton, Split, lift_reason, vocabulary
 from penstock.planner.solve.layer_costs import RING_BYTES, Estimate, LayerCosts, Shares
 from penstock.planner.solve.limits import device_limit_bytes, fits, host_limit_bytes
 from penstock.planner.solve.skeleton import CHUNK_ROWS, MIN_CHUNK_ROWS, PINNED, Resident, chunk_options
@@ -59,7 +59,7 @@ def candidates(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec)
             if filled is None:
                 continue
             found = True
-            yield Candidate(_name(filled, split), filled, _reasons(filled, split))
+            yield Candidate(_name(filled, split), filled, _reasons(filled, skeleton, split))
             if all(unit.home == DEVICE or unit.part == "embed" for unit in filled.units):
                 return
         if found:
@@ -316,7 +316,7 @@ def _name(plan: Plan, split: Split) -> str:
     return f"device memory, {split.name}{cpu}{where}" + ("" if split.prompts else ", prompts too")
 
 
-def _reasons(plan: Plan, split: Split) -> tuple[str, ...]:
+def _reasons(plan: Plan, skeleton: DeviceSkeleton, split: Split) -> tuple[str, ...]:
     sizes, homes = plan.parts, {DEVICE: 0, "host": 0, "disk0": 0}
     computed = dict.fromkeys(("lifted", "by the CPU"), 0)
     for unit in plan.units:
@@ -334,6 +334,8 @@ def _reasons(plan: Plan, split: Split) -> tuple[str, ...]:
     if any(computed.values()):
         shares = [f"{format_bytes(nbytes)} {how}" for how, nbytes in computed.items() if nbytes]
         found.append(f"of what is not there, each token: {' and '.join(shares)}")
+        if computed["lifted"]:
+            found.append(lift_reason(skeleton.machine, skeleton.weights, skeleton.ring_bytes))
         if split.prompts and computed["by the CPU"]:
             found.append("where a prompt is read, the device computes the CPU's share of FFNs too")
     kv = plan.kv[0].format.name

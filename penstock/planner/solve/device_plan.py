@@ -6,7 +6,9 @@ Granules of a part lie in the order GG | CG | CC | DC | DG, so what an executor 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+from penstock.planner.solve.layer_costs import LINK
 from penstock.planner.solve.skeleton import PINNED, UNIT_BYTES, Resident, assembled, even_units, kv_format
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
@@ -14,6 +16,11 @@ from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Part, head_key, parts
 from penstock.spec.plan import DEVICE, KvHome, Plan, Predictor, Unit
+from penstock.units import MIB, format_bytes, round_up
+
+# Of a lift's copying time, what its fixed cost may be. Half of it would ask for units of 60 MiB where a lift costs
+# 60 µs and the link does 25 GB/s: four of them in the ring are what a 6 GB card would rather keep.
+FIXED_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -34,8 +41,8 @@ class Split:
 
 @dataclass(frozen=True)
 class DeviceSkeleton:
-    """`ring_bytes`: of the device, and of the host; `stage_bytes`: between disk and device. `order`: of
-    `spec.plan.ORDERS`. `unit_bytes`: of a block that crosses the link in one unit, at most; 0: as the ring suggests.
+    """`ring_bytes`: of the device, and of the host; `stage_bytes`: between disk and device. `order`: of `plan.ORDERS`.
+    `unit_bytes`: of a block that crosses the link in one unit, at most; 0: by what lifts cost, and the ring.
     `predictors`: a Plan's."""
 
     ask: Ask
@@ -97,11 +104,14 @@ class DeviceSkeleton:
         return 1.0 if part.kind != "attn" or part.layer < self.split.attention_layers else 0.0
 
     def _lift_bytes(self, part: Part) -> int:
-        """A lift costs its launch and those of its calls, some 0.2 ms of Python: twice what a disk's read would do.
-        A vocabulary is larger than the ring of two blocks that it comes through, where these are whole units."""
+        """A vocabulary is larger than the ring of two blocks that it comes through, where these are whole units."""
         if self.unit_bytes:
             return self.unit_bytes if part.kind in ("attn", "ffn") else min(self.unit_bytes, self.ring_bytes // 2)
-        return min(2 * UNIT_BYTES, self.ring_bytes // 4)
+        return self._usual_lift_bytes
+
+    @cached_property
+    def _usual_lift_bytes(self) -> int:
+        return lift_bytes(self.machine, self.weights, self.ring_bytes)
 
     def _stage_unit_bytes(self, part: Part) -> int:
         return min(self._lift_bytes(part), self.stage_bytes // 2)
@@ -133,3 +143,26 @@ class DeviceSkeleton:
 def vocabulary(spec: ModelSpec, weights: Format) -> Part:
     """The part of the head."""
     return next(part for part in parts(spec, weights) if part.key == head_key(spec))
+
+
+def lift_bytes(machine: MachineSpec, weights: Format, ring_bytes: int) -> int:
+    """The least unit whose copying takes 1 / FIXED_SHARE times its fixed cost, in whole MiB: the link's line (ScheInfer
+    Eq. 3) says what PIPO's appendix A finds by trying. Small enough that four fit into the ring."""
+    s_per_byte = max(machine.rate(LINK, "lift", "*").s_per_byte, 1e-15)
+    wanted = _fixed_s(machine, weights) / FIXED_SHARE / s_per_byte
+    return min(round_up(max(1, int(wanted)), MIB), ring_bytes // 4)
+
+
+def lift_reason(machine: MachineSpec, weights: Format, ring_bytes: int) -> str:
+    nbytes = lift_bytes(machine, weights, ring_bytes)
+    why = f"at most {FIXED_SHARE:.0%} of its copy"
+    if nbytes == ring_bytes // 4:
+        why = f"and a ring of {format_bytes(ring_bytes)} should hold four"
+    fixed = f"each costs {_fixed_s(machine, weights) * 1e6:.0f} µs beside its bytes"
+    return f"lifted in units of at most {format_bytes(nbytes)}: {fixed}, {why}"
+
+
+def _fixed_s(machine: MachineSpec, weights: Format) -> float:
+    """What a unit costs beside its bytes: its copy is begun on the link, its product launched on the device."""
+    lift, product = machine.rate(LINK, "lift", "*"), machine.rate(DEVICE, "ffn", weights.name)
+    return lift.alpha_s + product.alpha_s + machine.overhead_s(LINK, "task") + machine.overhead_s(DEVICE, "task")

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from penstock.graph.arenas import ARENA_ALIGN
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.device import device_skeleton, has_device, share_out, spare_bytes
-from penstock.planner.solve.device_plan import DeviceSkeleton, Split, vocabulary
+from penstock.planner.solve.device_plan import DeviceSkeleton, Split, lift_reason, vocabulary
 from penstock.planner.solve.layer_costs import LayerCosts, Shares
 from penstock.planner.solve.limits import device_limit_bytes, fits, host_limit_bytes
 from penstock.planner.solve.skeleton import CHUNK_ROWS, PINNED, Resident, chunk_options, kv_format, page_tokens
@@ -224,6 +224,7 @@ def _reasons(plan: Plan, slices: Slices, costs: LayerCosts) -> tuple[str, ...]:
         f" attention and KV of {whole} of {layers} layers, {r_gg:.0%} of the FFNs (r_GG)",
         f"of the FFNs the link lifts {r_cg:.0%} (r_CG) and the CPU computes {1 - r_gg - r_cg:.0%} (r_CC): the first"
         f" layer takes {best * 1e3:.2f} ms, without the link {alone * 1e3:.2f}",
+        lift_reason(costs.machine, costs.weights, costs.ring_bytes),
         f"of a chunk of {rows} tokens the device had best take {n_g} with the CPU's weights (n_g);"
         f" it can take all or none: {'all' if slices.prompts else 'none'}",
     )
