@@ -239,7 +239,9 @@ def test_slices_fit_and_are_as_good_as_any_order(mib: int, prompt: int) -> None:
     check_plan(found.plan, LLAMA_1B, BF16)
     used = found.plan.tier_bytes()
     assert mib * MIB - 40 * MIB < used[DEVICE] <= mib * MIB and used["host"] <= 16 * GIB
-    assert found.strategy == slicing_plan.NAME and len(found.reasons) == 3 and not found.cannot_run
+    assert found.strategy == slicing_plan.NAME and not found.cannot_run
+    lifts = any(unit.placement in ("CG", "DG") and unit.part != "embed" for unit in found.plan.units)
+    assert len(found.reasons) == 3 + lifts
     others = [c.plan for c in device.candidates(ask, LLAMA_1B, BF16, SHARED)]
     best_s = min(predict(plan, ask, SHARED, False).total_s for plan in others)
     assert predict(found.plan, ask, SHARED, False).total_s <= 1.05 * best_s

@@ -219,12 +219,13 @@ def _reasons(plan: Plan, slices: Slices, costs: LayerCosts) -> tuple[str, ...]:
     whole = sum(slices.attends)
     block = costs.ffn(costs.spec.layers[0], costs.decode(), Shares(slices.r_gg[0], attends=slices.attends[0]))
     alone, best = (finish_s(block.lanes, block.times(r, slices.r_gg[0])) for r in (0.0, slices.r_cg[0]))
+    lifts = any(unit.home != DEVICE and unit.decode == DEVICE and unit.part != "embed" for unit in plan.units)
     return (
         f"{format_bytes(there)} of {format_bytes(total)} of weights stay in device memory, by what a byte saves there:"
         f" attention and KV of {whole} of {layers} layers, {r_gg:.0%} of the FFNs (r_GG)",
         f"of the FFNs the link lifts {r_cg:.0%} (r_CG) and the CPU computes {1 - r_gg - r_cg:.0%} (r_CC): the first"
         f" layer takes {best * 1e3:.2f} ms, without the link {alone * 1e3:.2f}",
-        lift_reason(costs.machine, costs.weights, costs.ring_bytes),
         f"of a chunk of {rows} tokens the device had best take {n_g} with the CPU's weights (n_g);"
         f" it can take all or none: {'all' if slices.prompts else 'none'}",
+        *([lift_reason(costs.machine, costs.weights, costs.ring_bytes)] if lifts else []),
     )
