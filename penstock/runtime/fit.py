@@ -68,5 +68,6 @@ def steady(one: Fit, other: Fit) -> Fit:
 
 
 def middle(fits: Sequence[Fit]) -> Fit:
-    """Of fits of the same, taken at several moments, the one of the median slope: what swings both ways."""
-    return sorted(fits, key=lambda found: found.slope_s)[len(fits) // 2]
+    """Of fits of the same, taken at several moments, the one of the median slope (of two, the faster): what swings both
+    ways."""
+    return sorted(fits, key=lambda found: found.slope_s)[(len(fits) - 1) // 2]

@@ -36,6 +36,9 @@ _FEW = tuple((rows,) for rows in FEW_ROWS)
 # in between, for they take as long as the RAM lets them, which on a shared machine swings by half within seconds: two
 # turns found 43 tokens/s where runs, and the RAM alone, gave 58 (docs/LOG.md).
 _TURNS = (*_FEW, _SOME_ROWS, *_FEW, _MANY_ROWS, *_FEW, _SOME_ROWS, *_FEW, _MANY_ROWS, *_FEW)
+# Each kind of turn comes at least once, but none begins after a format's share of so many seconds: users wait a minute
+# for the probe, not 70 s where processors and RAM are half as fast as those that took 38.
+_LEAST_TURNS, _PRODUCTS_S = len(_FEW) * 2 + 2, 25.0
 _CONTEXT = 2048
 _STARTS = (255, 1023, _CONTEXT - 1)  # positions of a decode row
 _WIDTH, _INTEGER_WIDTH, _NEURONS, _VOCAB, _MOST_LAYERS = 2048, 4096, 4096, 8192, 16
@@ -69,7 +72,7 @@ def op_rates(
     for kind in formats:
         layers = Layers(parse_format(kind), Format("float16"), kernels, memory_bytes)
         try:
-            rates += layers.rates(tell, between, every_op=not rates)
+            rates += layers.rates(tell, between, _PRODUCTS_S / len(formats), every_op=not rates)
         finally:
             layers.close()
     for kv in kv_formats:
@@ -99,17 +102,20 @@ class Layers:
         self._programs.clear()
         self._arenas.close()
 
-    def rates(self, tell: Tell, between: Callable[[], None], every_op: bool) -> list[Rate]:
+    def rates(self, tell: Tell, between: Callable[[], None], most_s: float, every_op: bool) -> list[Rate]:
         kind, rates = self.weights.kind, []
         timed: dict[tuple[int, ...], list[dict[str, Fit]]] = {}
-        for rows in _TURNS:
+        start_s = time.perf_counter()
+        for turn, rows in enumerate(_TURNS):
+            if turn >= _LEAST_TURNS and time.perf_counter() - start_s > most_s:
+                break
             over = "bytes" if rows in _FEW else "flops"
             timed.setdefault(rows, []).append(self._fits(PRODUCTS, rows, over, tell))
             between()
         s_per_byte: dict[str, float] = {}
         for rows, turns in timed.items():
             for op in PRODUCTS:
-                one = middle([turn[op] for turn in turns]) if rows in _FEW else steady(*(turn[op] for turn in turns))
+                one = middle([turn[op] for turn in turns]) if rows in _FEW else steady(turns[0][op], turns[-1][op])
                 if rows in _FEW:
                     s_per_byte.setdefault(op, one.slope_s)
                     rates.append(Rate("host", op, kind, one.alpha_s, one.slope_s, 0.0, one.r2, rows[0]))
