@@ -200,14 +200,17 @@ class Binding:
 
     def _kv_load(self, call: Call) -> None:
         layer, batch = int(call.args[0]), _batch(call)
+        reads: list[tuple[int, int, int]] = []
         for source, target in zip(call.slots[:2], call.slots[2:], strict=True):
             if self._poisoned:
                 poison(self._arenas.view(target))
             for lo, hi in self._layout.kv_spans(layer, batch, save=False):
                 if source.arena.startswith("disk"):
-                    self._kv.read(source.lo + lo, self._arenas.address(target) + lo, hi - lo)
+                    reads.append((source.lo + lo, self._arenas.address(target) + lo, hi - lo))
                 else:
                     self._arenas.view(target)[lo:hi] = self._arenas.view(source)[lo:hi]
+        if reads:
+            self._kv.read(reads)
 
     def _kv_save(self, call: Call) -> None:
         layer, batch = int(call.args[0]), _batch(call)

@@ -81,8 +81,10 @@ class Session:
             opened.callback(self._arenas.close)
             self._device = device
             kv_bytes = plan.tier_bytes().get("disk0", 0)
-            self.kv_file = KvFile(kv_folder or packed.folder, kv_bytes, plan.io_block_bytes) if kv_bytes else None
-            if self.kv_file is not None:
+            self.kv_file: KvFile | None = None
+            if kv_bytes:
+                folder = kv_folder or packed.folder
+                self.kv_file = KvFile(folder, kv_bytes, plan.io_block_bytes, plan.io_engine)
                 opened.callback(self.kv_file.close)
             how = (kernels, threads, exact)
             host, self.kernels = _bind(plan, self._arenas, self.reader, self.kv_file, *how, poisoned)

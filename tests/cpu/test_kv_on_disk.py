@@ -158,7 +158,7 @@ def test_a_disk_that_breaks(
 def test_what_the_system_says_of_a_bad_read(tmp_path: Path) -> None:
     file = KvFile(tmp_path, 8192, 4096)
     with pytest.raises(StorageFailed, match="at 0 failed: Bad address"):
-        file.read(0, 4096, 4096)  # the zeroth page of memory belongs to nobody
+        file.read([(0, 4096, 4096)])  # the zeroth page of memory belongs to nobody
     file.close()
 
 
