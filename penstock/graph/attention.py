@@ -7,7 +7,7 @@ the window, or these pages, again (PIPO §3.1.2).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from penstock.errors import InternalError
 from penstock.graph import ops
@@ -64,7 +64,7 @@ class Attention:
             if any(batch.start):
                 at = home.attend
                 read = (calls.copy(batch, "q", row_bytes, executor, at), *cache)
-            calls.move_kv("d2h0", "kv_save", layer, batch, (*new, *cache), sum(slot.nbytes for slot in new))
+            calls.move_kv("d2h0", "kv_save", layer, batch, (*new, *cache), sum(slot.nbytes for slot in new), len(new))
             for u in units:
                 cost = ops.attend_cost(a, self._plan.units[u].hi - self._plan.units[u].lo, batch, each)
                 slots = (*read, layout.act(at, batch.id, "a", row_bytes), calls.scratch(at))
@@ -90,9 +90,10 @@ class Attention:
             home = self._layout.kv_home(layer, batch)
             if home.home == home.attend or not any(batch.start):
                 continue
-            nbytes = 2 * sum(hi - lo for lo, hi in self._layout.kv_spans(layer, batch, save=False))
+            spans = self._layout.kv_spans(layer, batch, save=False)
             slots = (*self._layout.kv_stored(layer, batch), *self._layout.kv(layer, batch))
-            self._calls.move_kv(home.home if home.home != "host" else "h2d0", "kv_load", layer, batch, slots, nbytes)
+            lane = home.home if home.home != "host" else "h2d0"
+            self._move(lane, "kv_load", layer, batch, slots, spans)
 
     def save_kv(self, p: Pass, layer: int) -> None:
         """The pages with each batch's rows to where they live."""
@@ -100,7 +101,14 @@ class Attention:
             home = self._layout.kv_home(layer, batch)
             if home.home == home.attend:
                 continue
-            nbytes = 2 * sum(hi - lo for lo, hi in self._layout.kv_spans(layer, batch, save=True))
+            spans = self._layout.kv_spans(layer, batch, save=True)
             slots = (*self._layout.kv(layer, batch), *self._layout.kv_stored(layer, batch))
             lane = home.home.replace("disk", "disk_write") if home.home != "host" else "d2h0"
-            self._calls.move_kv(lane, "kv_save", layer, batch, slots, nbytes)
+            self._move(lane, "kv_save", layer, batch, slots, spans)
+
+    def _move(
+        self, lane: str, op: str, layer: int, batch: Batch, slots: tuple[Slot, ...], spans: Sequence[tuple[int, int]]
+    ) -> None:
+        """These byte ranges of K, and of V."""
+        nbytes = 2 * sum(hi - lo for lo, hi in spans)
+        self._calls.move_kv(lane, op, layer, batch, slots, nbytes, 2 * len(spans))

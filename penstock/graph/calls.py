@@ -41,10 +41,12 @@ class Calls:
         self.add(lane, "copy", -1, batch, (from_slot, to_slot), (name,), "*", (nbytes, 0))
         return to_slot
 
-    def move_kv(self, lane: str, op: str, layer: int, batch: Batch, slots: tuple[Slot, ...], nbytes: int) -> None:
-        """K and V of a batch from one tier to another, a task of its own."""
+    def move_kv(
+        self, lane: str, op: str, layer: int, batch: Batch, slots: tuple[Slot, ...], nbytes: int, ranges: int
+    ) -> None:  # fmt: skip
+        """K and V of a batch from one tier to another, a task of its own. `ranges`: in so many pieces."""
         fmt = self.layout.kv_home(layer, batch).format.kind
-        self.emit.alone((lane,), Call(op, -1, batch, slots, (layer,), fmt, nbytes, 0))
+        self.emit.alone((lane,), Call(op, -1, batch, slots, (layer, ranges), fmt, nbytes, 0))
 
     def matrix_cost(self, u: int, blocks: tuple[str, ...], rows: int) -> Cost:
         """What it costs to multiply rows with a unit's blocks; for one row it is worked out once."""

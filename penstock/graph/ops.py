@@ -44,7 +44,7 @@ _SIGNATURES = {
     # best [n]: the most likely token of each row so far, float32 logit and int32 id; args: 1 where it starts.
     "head": ("weights:r h:r logits:w best:+ scratch:s", _SUMS),
     # Bytes from one tier to another; a load fills a ring slot with a unit. Of KV that lives elsewhere, the pages before
-    # a batch's rows come into a window, and those with its rows go back.
+    # a batch's rows come into a window, and those with its rows go back (args: layer, in how many ranges).
     # `copy` is of activations, tokens and logits (args: which), by the device's own lane; `lift` brings a unit from
     # memory into a device's ring.
     "copy": ("source:r target:w", _BYTES),

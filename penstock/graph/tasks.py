@@ -127,4 +127,5 @@ def link_lane(copy: Call) -> str:
 
 
 # Their tasks move bytes while others compute: a pass does not end with them.
-MOVES = ("load", "lift", "kv_load", "kv_save")
+KV_MOVES = ("kv_load", "kv_save")
+MOVES = ("load", "lift", *KV_MOVES)

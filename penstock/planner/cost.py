@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.graph.tasks import Call, Task, link_lane
-from penstock.spec.machine import MachineSpec, Rate
+from penstock.graph.tasks import KV_MOVES, Call, Task, link_lane
+from penstock.spec.machine import KV_IN_FLIGHT, MachineSpec, Rate
 
 Overheads = tuple[float, float]  # seconds of a task, and of a call that nobody has prepared
 
@@ -21,7 +21,8 @@ class Cost:
     def seconds(self, task: Task) -> float:
         """How long a task occupies its lanes where no other lane is busy. Calls run one after another: the sum of
         alpha + max(bytes · s_per_byte, flops · s_per_flop), each (ScheInfer Eq. 3, with PIPO's two regimes), and what a
-        task costs beside them. On two lanes the slower leg counts."""
+        task costs beside them. KV of several sequences is many ranges, of an alpha each; on a disk those in flight
+        together share one. On two lanes the slower leg counts."""
         return max(self._lane_s(lane, task) for lane in task.lanes)
 
     def factor(self, lane: str, busy: frozenset[str]) -> float:
@@ -53,7 +54,8 @@ class Cost:
         total = task_s + (call_s * len(task.calls) if task.like < 0 else 0.0)
         for call in task.calls:
             rate = self._rate(lane, call)
-            total += rate.alpha_s + max(call.bytes * rate.s_per_byte, call.flops * rate.s_per_flop)
+            begins = 1 if call.op not in KV_MOVES else _kv_begins(lane, call)
+            total += begins * rate.alpha_s + max(call.bytes * rate.s_per_byte, call.flops * rate.s_per_flop)
         return total
 
     def _rate(self, lane: str, call: Call) -> Rate:
@@ -66,6 +68,11 @@ class Cost:
         if rate is None:
             rate = self._rates[key] = self.machine.rate(*key)
         return rate
+
+
+def _kv_begins(lane: str, call: Call) -> int:
+    """How often what a KV move costs before its bytes is waited for."""
+    return -(-int(call.args[1]) // (KV_IN_FLIGHT if lane.startswith("disk") else 1))
 
 
 def _rows(call: Call) -> int:

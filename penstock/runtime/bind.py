@@ -214,12 +214,15 @@ class Binding:
 
     def _kv_save(self, call: Call) -> None:
         layer, batch = int(call.args[0]), _batch(call)
+        writes: list[tuple[int, memoryview]] = []
         for source, target in zip(call.slots[:2], call.slots[2:], strict=True):
             for lo, hi in self._layout.kv_spans(layer, batch, save=True):
                 if target.arena.startswith("disk"):
-                    self._kv.write(target.lo + lo, self._arenas.view(source)[lo:hi].data)
+                    writes.append((target.lo + lo, self._arenas.view(source)[lo:hi].data))
                 else:
                     self._arenas.view(target)[lo:hi] = self._arenas.view(source)[lo:hi]
+        if writes:
+            self._kv.write(writes)
 
     def _sync(self, call: Call) -> None:
         """Whoever waits for it has waited for what came before."""

@@ -118,7 +118,7 @@ def probe(
         rates += disk_rates(file, disk_folder, tell)
         sharing = _sharing(file, kernels, memory_bytes, loads.between)
         loads.visit()
-        rates.append(loads.rate(tell))
+        rates += loads.rates(tell)
     alpha_s = min(rate.alpha_s for rate in rates if rate.op in ROW_OPS)
     rates.append(Rate("host", "*", "*", alpha_s, 1 / ram_read_bytes_per_s(threads)))
     found = MachineSpec(

@@ -16,10 +16,10 @@ import numpy as np
 from penstock import _native
 from penstock.errors import StorageFailed
 from penstock.runtime import host
-from penstock.runtime.fit import Points, fit_well
+from penstock.runtime.fit import Fit, Points, fit_well
+from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import new_reader
-from penstock.spec.machine import USUAL_READS, Rate
-from penstock.store.direct import DirectWriter
+from penstock.spec.machine import KV_IN_FLIGHT, USUAL_READS, Rate
 from penstock.units import KIB, MIB
 
 FILE_BYTES = 192 * MIB
@@ -28,7 +28,10 @@ UNIT_BYTES = 4 * MIB  # of a load, about
 LOADS_AHEAD = 3  # of the one waited for, as a ring of four units has them
 _ROW_READS = (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB)  # granules for single embedding rows
 _LOADS = (MIB, 4 * MIB, 8 * MIB, 16 * MIB)
-_WRITES = (4 * MIB, 16 * MIB)
+_KV_READS = (32 * KIB, 128 * KIB, 512 * KIB)  # a sequence's K or V in a layer, before its new rows
+_KV_ROUNDS = 2
+_WRITES = (16 * KIB, 64 * KIB, 256 * KIB, MIB)  # its pages with new rows
+_WRITTEN_BYTES, _WRITE_ROUNDS, _WRITE_TURNS = 32 * MIB, 4, 5
 _TURNS = 2  # of a visit, 0.5 GB together
 _EVERY_S = 1.5  # is a visit due
 Tell = Callable[[str], None]
@@ -45,6 +48,7 @@ class ProbeFile:
         self._memory.populate()
         self._rng, self._at = np.random.default_rng(0), 0
         self.reader = usual_reader()
+        self._kv_reader = new_reader(USUAL_READS.engine, KV_IN_FLIGHT, USUAL_READS.block_bytes)
 
     def loads_s(self, reader: _native.Reader, nbytes: int, count: int) -> float:
         """Seconds that a load of so many bytes takes, of `count` one after the other, as a pass loads its units."""
@@ -63,12 +67,27 @@ class ProbeFile:
             load.wait()
         return (time.perf_counter() - start_s) / count
 
+    def kv_reads_s(self, nbytes: int) -> float:
+        """Seconds of a round of reads at random places that are in flight together, as a batch's KV comes."""
+        places = [self._somewhere(nbytes) for _ in range(_KV_ROUNDS * KV_IN_FLIGHT)]
+        start_s = time.perf_counter()
+        begun = [
+            self._kv_reader.start(self._fd, at, self._memory.address + i * nbytes, nbytes)
+            for i, at in enumerate(places)
+        ]
+        for load in begun:
+            load.wait()
+        return (time.perf_counter() - start_s) / _KV_ROUNDS
+
     def read_anywhere_s(self, nbytes: int) -> float:
         """Seconds of a read at a random place by the calling thread, as single rows are read."""
-        at = int(self._rng.integers(0, (self.file_bytes - nbytes) // 4096 + 1)) * 4096
+        at = self._somewhere(nbytes)
         start_s = time.perf_counter()
         self.reader.read(self._fd, at, self._memory.address, nbytes)
         return time.perf_counter() - start_s
+
+    def _somewhere(self, nbytes: int) -> int:
+        return int(self._rng.integers(0, (self.file_bytes - nbytes) // 4096 + 1)) * 4096
 
 
 def usual_reader() -> _native.Reader:
@@ -121,7 +140,7 @@ def existing_file(path: Path) -> Iterator[ProbeFile]:
 
 
 def disk_rates(file: ProbeFile, folder: Path, tell: Tell) -> list[Rate]:
-    """Of reads for single rows (`fetch`), and of writes (the lane `disk_write0`)."""
+    """Of reads for single rows (`fetch`), and of a KV file's writes (the lane `disk_write0`)."""
     rows = fit_well(lambda: _row_reads(file), "small reads from disk", tell)
     writes = fit_well(lambda: _writes(folder), "writes to disk", tell)
     return [
@@ -138,6 +157,7 @@ class LoadVisits:
     def __init__(self, file: ProbeFile) -> None:
         self._file = file
         self._times: dict[int, list[float]] = {nbytes: [] for nbytes in _LOADS}
+        self._kv_times: dict[int, list[float]] = {nbytes: [] for nbytes in _KV_READS}
         self._last_s = -_EVERY_S
 
     def between(self) -> None:
@@ -150,20 +170,29 @@ class LoadVisits:
         for _ in range(_TURNS):
             for nbytes, found in self._times.items():
                 found.append(self._file.loads_s(self._file.reader, nbytes, 8))
+            for nbytes, found in self._kv_times.items():
+                found.append(self._file.kv_reads_s(nbytes))
         self._last_s = time.perf_counter()
 
-    def rate(self, tell: Tell) -> Rate:
-        """Of all visits so far; goes once more where they do not lie on a line."""
+    def rates(self, tell: Tell) -> list[Rate]:
+        """Of all visits so far; goes once more where they do not lie on a line. Of KV the alpha is a round's, of reads
+        that are in flight together."""
+        loads = self._fit(self._times, 1, "loads from disk", tell)
+        kv = self._fit(self._kv_times, KV_IN_FLIGHT, "KV reads from disk", tell)
+        return [
+            Rate("disk0", "*", "*", loads.alpha_s, loads.slope_s, 0.0, loads.r2),
+            Rate("disk0", "kv_load", "*", kv.alpha_s, kv.slope_s, 0.0, kv.r2),
+        ]
 
+    def _fit(self, times: dict[int, list[float]], at_once: int, what: str, tell: Tell) -> Fit:
         def points() -> Points:
             if tried:
                 self.visit()
             tried.append(True)
-            return [(nbytes, statistics.fmean(times)) for nbytes, times in self._times.items()]
+            return [(at_once * nbytes, statistics.fmean(found)) for nbytes, found in times.items()]
 
         tried: list[bool] = []
-        loads = fit_well(points, "loads from disk", tell)
-        return Rate("disk0", "*", "*", loads.alpha_s, loads.slope_s, 0.0, loads.r2)
+        return fit_well(points, what, tell)
 
 
 def largest_file(folder: Path) -> Path | None:
@@ -179,18 +208,20 @@ def _row_reads(file: ProbeFile) -> Points:
 
 
 def _writes(folder: Path) -> Points:
-    found = []
-    for nbytes in _WRITES:
-        times = []
-        for _ in range(3):
-            path = folder / f".penstock-probe-write-{os.getpid()}"
-            try:
-                start_s = time.perf_counter()
-                with DirectWriter(path, nbytes) as writer:
-                    writer.reserve(nbytes)[::4096] = 1
-                    writer.sync()
-                times.append(time.perf_counter() - start_s)
-            finally:
-                path.unlink(missing_ok=True)
-        found.append((nbytes, statistics.median(times)))
-    return found
+    """Rounds at random places, of pages that were written before, as a step saves a batch's KV."""
+    rng = np.random.default_rng(0)
+    zeros = np.zeros(max(_WRITES) + 4096, np.uint8)
+    page = zeros[-zeros.ctypes.data % 4096 :].data  # direct writes are of whole pages
+    file = KvFile(folder, _WRITTEN_BYTES, USUAL_READS.block_bytes)
+    try:
+        for at in range(0, _WRITTEN_BYTES, max(_WRITES)):
+            file.write([(at, page[: max(_WRITES)])])
+        times: dict[int, list[float]] = {nbytes: [] for nbytes in _WRITES}
+        for nbytes in _WRITES * _WRITE_TURNS:
+            places = rng.permutation(_WRITTEN_BYTES // nbytes)[: _WRITE_ROUNDS * KV_IN_FLIGHT] * nbytes
+            start_s = time.perf_counter()
+            file.write([(at, page[:nbytes]) for at in places.tolist()])
+            times[nbytes].append((time.perf_counter() - start_s) / _WRITE_ROUNDS)
+        return [(KV_IN_FLIGHT * nbytes, statistics.fmean(found)) for nbytes, found in times.items()]
+    finally:
+        file.close()

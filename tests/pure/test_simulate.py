@@ -15,7 +15,7 @@ from penstock.planner.simulate import simulate
 from penstock.planner.solve import solve
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
-from penstock.spec.machine import MachineSpec, Rate, Sharing
+from penstock.spec.machine import KV_IN_FLIGHT, MachineSpec, Rate, Sharing
 from tests.pure.machine import LLAMA_1B, MACHINE, model
 
 FOUR_LAYERS = model(4, 2048, 32, 8, 8192, dtype="bfloat16", vocab=128256, max_positions=131072)
@@ -107,6 +107,19 @@ def test_a_pass_costs_what_lies_beside_its_ops() -> None:
     anew = replace(MACHINE, rates=(*MACHINE.rates, Rate("host", "call", "*", 1e-3, 0.0)))
     assert predict(plain.plan, ask, anew).decode_tokens_per_s == plain.prediction.decode_tokens_per_s  # prepared
     assert predict(plain.plan, ask, anew).ttft_s > plain.prediction.ttft_s
+
+
+def test_kv_of_many_sequences_begins_many_times() -> None:
+    """Of a disk so many at once, else one move after the other."""
+    lanes = ("disk0", "h2d0")
+    machine = replace(MACHINE, rates=(*MACHINE.rates, *(Rate(lane, "kv_load", "*", 1e-3, 0.0) for lane in lanes)))
+
+    def seconds(lane: str, ranges: int) -> float:
+        call = Call("kv_load", -1, None, (), (0, ranges), "float16", 0, 0)
+        return Cost(machine).seconds(Task(0, (lane,), (call,), (), (), 0, 0, ()))
+
+    assert math.isclose(seconds("disk0", 2 * KV_IN_FLIGHT + 2), 3e-3)
+    assert math.isclose(seconds("h2d0", 18), 18e-3)
 
 
 @given(st.integers(1, 600))

@@ -177,7 +177,8 @@ class LayerCosts:
         if shares.kv_away:
             a, fmt = layer.attention, kv_format(self.ask, self.spec)
             nbytes, _ = ops.attend_cost(a, a.kv_heads, step.batch, fmt.kv_bytes(a.head_dim))
-            seconds += _line(self.machine.rate(LINK, "kv_load", fmt.kind), nbytes, 0).at(1)
+            rate = self.machine.rate(LINK, "kv_load", fmt.kind)
+            seconds += _line(rate, nbytes, 0).at(1) + (2 * step.seqs - 1) * rate.alpha_s  # K and V of each sequence
         return seconds
 
     def _part(self, layer: Layer, kind: str) -> Part:

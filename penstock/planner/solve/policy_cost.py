@@ -114,6 +114,7 @@ class Terms:
             sharing=shape.machine.sharing,
             ring_layers=shape.ring_layers,
             moved_tier=shape.moved_tier,
+            batches=shape.batches,
             ends_s=(self._lanes.ends_s(self._prompts) / layers, self._lanes.ends_s(self._tokens) / layers),
         )
 

@@ -12,7 +12,18 @@ from penstock.graph import ops
 from penstock.graph.tasks import Batch, Call, Pass, Slot, Task
 from penstock.planner.cost import Cost
 from penstock.planner.solve.policy_plan import PAGE_TOKENS, Shape
-from penstock.planner.solve.policy_program import READ, TO_DEVICE, TO_HOST, WINDOW, WRITE, Line, Shares
+from penstock.planner.solve.policy_program import (
+    HELD,
+    LOADED,
+    READ,
+    SAVED,
+    TO_DEVICE,
+    TO_HOST,
+    WINDOW,
+    WRITE,
+    Line,
+    Shares,
+)
 from penstock.planner.solve.skeleton import kv_format
 from penstock.spec.parts import head_key, parts
 from penstock.spec.plan import DEVICE
@@ -177,7 +188,7 @@ class Lanes:
         """Of a layer: at home where its KV is with the executor; else as `shape.attends` says."""
         shape, main, t = self.shape, self.shape.main, batch.total_rows
         a, part = shape.spec.layers[layer].attention, self._parts[f"{layer}.attn"]
-        begins = not any(batch.start)
+        begins, ranges = not any(batch.start), 2 * len(batch.seqs)
         each = self.kv.kv_bytes(a.head_dim)
         kv_cost = ops.attend_cost(a, part.granules, batch, each)
         longest = max(batch.rows)
@@ -196,8 +207,8 @@ class Lanes:
             return projections(at) + attend(at) + (merge if at == main else 0.0)
 
         loaded, saved = (self._moved(layer, batch, save) for save in (False, True))
-        load_s = self._move("disk0", "kv_load", loaded) if loaded else 0.0
-        save_s = self._move("disk_write0", "kv_save", saved)
+        load_s = self._move("disk0", "kv_load", loaded, ranges) if loaded else 0.0
+        save_s = self._move("disk_write0", "kv_save", saved, ranges)
         x_bytes = 4 * t * shape.spec.d_model
         q_bytes, new_bytes = 4 * t * a.heads * a.head_dim, 2 * t * a.kv_heads * each
         if shape.attends == "cpu":
@@ -214,16 +225,17 @@ class Lanes:
             self._through_window(stage, 2, (READ, load_s), holds_s(main), (WRITE, save_s))
         elif shape.attends == "device":
             stage.add(main, kv=(at_home, at_home + self._task(main), 0.0))
-            load_s = self._move("h2d0", "kv_load", loaded) if loaded else 0.0
-            save_s = self._move("d2h0", "kv_save", saved)
+            load_s = self._move("h2d0", "kv_load", loaded, ranges) if loaded else 0.0
+            save_s = self._move("d2h0", "kv_save", saved, ranges)
             self._through_window(stage, 1, (TO_DEVICE, load_s), holds_s(main), (TO_HOST, save_s))
         else:
             copies = 0.0 if begins else self._copy(DEVICE, q_bytes, batch) + self._copy("host", q_bytes, batch)
             mine = copies + (at_home if begins else 0.0) + self._task(main)
             theirs = 0.0 if begins else attend("host") + self._task("host")
+            new = self._move("d2h0", "kv_save", new_bytes, 2)
+            late = 0.0 if begins else max(0.0, new - self._copy(DEVICE, q_bytes, batch)) / shape.batches
             stage.add(main, kv=(at_home, mine, mine))
-            stage.add("host", kv=(0.0, theirs, theirs))
-            new = self._move("d2h0", "kv_save", new_bytes)
+            stage.add("host", kv=(0.0, theirs + late, theirs + late))
             stage.add(TO_HOST, kv=(0.0, new, new))
             self._through_window(stage, 2, (READ, load_s), theirs + new, (WRITE, save_s))
 
@@ -238,6 +250,8 @@ class Lanes:
         (reads, load_s), (writes, save_s) = load, save
         stage.add(reads, kv=of(load_s))
         stage.add(writes, kv=of(save_s))
+        for name, seconds in ((LOADED, load_s), (HELD, attend_s), (SAVED, save_s)):
+            stage.add(name, kv=of(seconds))
         # Two windows take turns, batch by batch: each is loaded, read and saved before it is loaded again.
         nb = self.shape.batches
         turn = ((load_s + attend_s + save_s) / nb + (1 - 1 / nb) * max(load_s, attend_s, save_s)) / 2
@@ -265,9 +279,9 @@ class Lanes:
         call = Call("copy", -1, batch, (target, target), (), "*", nbytes, 0)
         return self._seconds(DEVICE, call) - self._task(DEVICE)
 
-    def _move(self, lane: str, op: str, nbytes: int) -> float:
-        """A task of one move."""
-        return self._seconds(lane, Call(op, -1, None, (), (), self.kv.kind, nbytes, 0))
+    def _move(self, lane: str, op: str, nbytes: int, ranges: int) -> float:
+        """A task of one batch's KV."""
+        return self._seconds(lane, Call(op, -1, None, (), (-1, ranges), self.kv.kind, nbytes, 0))
 
     def _per_byte(self, lane: str, op: str, fmt: str) -> float:
         return (self._seconds(lane, Call(op, -1, None, (), (), fmt, 1 << 40, 0)) - self._fixed(lane, op, fmt)) / 2**40

@@ -27,6 +27,7 @@ TIERS = ("device", "host", "disk")
 KINDS = ("weights", "kv", "acts")
 READ, WRITE, TO_DEVICE, TO_HOST, COMPUTE = LANES = ("disk0", "disk_write0", "h2d0", "d2h0", "compute")
 WINDOW = "window"  # a sixth bound: see `policy_cost`
+LOADED, HELD, SAVED = "loaded", "held", "saved"  # what a window's turn is made of; bounds too, but never the greatest
 EXECUTORS = ("gpu0", "host")  # whose seconds make up `compute`
 _ROUNDS = 3  # after which busy shares move by less than a hundredth
 _WAITING = ", waiting"  # a lane with what it waits beside its work
@@ -86,8 +87,8 @@ Stage = Mapping[str, Line]  # seconds a layer, by lane; of compute by executor
 class Program:
     """`prefill`, `decode`: seconds of one layer, averaged over the layers and (decode) over the tokens. `steps`: n − 1.
     `memory`: bytes of each tier, `capacity`: what it has. `allowed`: the tiers that a kind may be in. `ring_layers`: so
-    many layers' weights come ahead (0: waiting is not counted). `moved_tier`: whose KV comes through windows. `ends_s`:
-    of a layer's computing in prefill and decode, its part of what is in no layer."""
+    many layers' weights come ahead (0: waiting is not counted). `moved_tier`: whose KV comes through windows, for
+    `batches` of a pass. `ends_s`: of a layer's computing in prefill and decode, its part of what is in no layer."""
 
     layers: int
     steps: int
@@ -100,6 +101,7 @@ class Program:
     sharing: tuple[Sharing, ...] = ()
     ring_layers: float = 0.0
     moved_tier: int = 2
+    batches: int = 1
     ends_s: tuple[float, float] = (0.0, 0.0)
 
     @property
@@ -212,7 +214,7 @@ def _waiting(stage: Stage, policy: Policy, program: Program, ends_s: float) -> S
     window = stage.get(WINDOW, Line())
     if policy.kv[tier] > 0 and window.kv[tier] > 0:
         in_layer_s = [max(0.0, seconds - ends_s) for seconds in computing_s]
-        layer_s = ends_s + _through_windows(window.kv[tier], in_layer_s, policy.kv, tier, program.layers)
+        layer_s = ends_s + _through_windows(stage, in_layer_s, policy.kv, program)
         found[WINDOW + _WAITING] = window + Line(max(0.0, layer_s - window.at(policy)))
     return found
 
@@ -220,20 +222,29 @@ def _waiting(stage: Stage, policy: Policy, program: Program, ends_s: float) -> S
 _ALONE: tuple[Shares, Shares, Shares] = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
 
 
-def _through_windows(turn_s: float, computing_s: Sequence[float], kv: Shares, tier: int, layers: int) -> float:
-    """Seconds of a layer where those whose KV moves are spread evenly: each begins two turns after the last but one of
-    them, which had its window."""
-    share = kv[tier]
+def _through_windows(stage: Stage, computing_s: Sequence[float], kv: Shares, program: Program) -> float:
+    """Seconds of a layer where those whose KV moves are spread evenly. Two windows: what a batch's KV of such a layer
+    takes is free again when that of the last but one was saved, and the lane brings one after the other."""
+    tier, batches = program.moved_tier, program.batches
+    share, nothing = kv[tier], Line()
+    load_s, held_s, save_s = (stage.get(name, nothing).kv[tier] / batches for name in (LOADED, HELD, SAVED))
     others_s = sum(kv[t] * computing_s[t] for t in range(3) if t != tier) / max(1 - share, _LEAST_SHARE)
-    begun: list[float] = []
-    now_s = 0.0
-    for i in range(layers):
-        moves = int((i + 1) * share + _LEAST_SHARE) > int(i * share + _LEAST_SHARE)
-        if moves:
-            now_s = max(now_s, begun[-2] + 2 * turn_s) if len(begun) > 1 else now_s
-            begun.append(now_s)
-        now_s += computing_s[tier] if moves else others_s
-    return now_s / layers
+    first_s = load_s / program.layers  # is in the computing already, for a share of one
+    after_s = max(0.0, computing_s[tier] - first_s - batches * held_s)
+    now_s = loaded_s = saved_s = 0.0
+    free_s = [[0.0] * batches, [0.0] * batches]
+    for i in range(program.layers):
+        if round((i + 1) * share - _LEAST_SHARE) == round(i * share - _LEAST_SHARE):
+            now_s += others_s
+            continue
+        window = free_s.pop(0)
+        for batch in range(batches):
+            loaded_s = max(loaded_s, window[batch]) + load_s
+            now_s = max(now_s, loaded_s) + held_s
+            saved_s = window[batch] = max(saved_s, now_s) + save_s
+        free_s.append(window)
+        now_s += after_s
+    return now_s / program.layers
 
 
 def _by_lane(stage: Stage) -> dict[str, list[Line]]:
