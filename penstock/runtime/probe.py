@@ -61,7 +61,7 @@ def load_or_probe(
         except (BadRequest, UnicodeDecodeError):
             path.unlink(missing_ok=True)  # damaged, or written by another version: measure again
     if on_progress:
-        on_progress("measuring this machine, once (about 40 s)", 0, 0)
+        on_progress("measuring this machine, once (about a minute)", 0, 0)
     found = probe_apart(disk_folder, on_progress if detailed else None)
     keep(path, found)
     return found
