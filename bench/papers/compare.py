@@ -17,7 +17,7 @@ SMALLER_IS_BETTER = frozenset(
 )
 assert set(METRICS) >= SMALLER_IS_BETTER
 ROUNDING = 0.02  # a figure so much beyond the bound may be one of two digits
-FAR_OFF = 2.0  # a ratio beyond this, or its inverse, is an outlier, which a sentence explains
+FAR_OFF = 1.5  # a ratio beyond this, or its inverse, is an outlier, which a sentence explains
 MEDIAN = (0.67, 1.5)  # what the median ratio of all papers should be within
 
 

@@ -53,6 +53,10 @@ _TOKENS_NOTE = (
     " would give 11, 45 and 62 times here), where penstock's reads a weight once for a chunk: its tokens cost far less"
 )
 
+_LEAST_NOTE = (
+    "the least is beside Fiddler, whose CPU, as penstock's, reads a weight once for a prompt here: where the bed is "
+    "slow at products, both are bound by it or by the link"
+)
 _MODELS = (("llama-2-70b", "int4"), ("llama-2-13b", "float16"))
 _RATES = (0.0, 0.25, 0.5, 0.75)
 
@@ -94,7 +98,10 @@ def _of_ranges(row: Published) -> Predicted:
         settings = list(_settings((BED_A, BED_B, BED_C), (12, 24)))
         found = [_ratio(seconds[phase], peer, s) for peer, s in product((llama_cpp, fiddler), settings)]
     value = (min if which == "least" else max)(found)
-    return Predicted(value, None, f"assumed: prompts of {PROMPT}, answers of {OUTPUT} tokens, 12 and 24 GB")
+    note = f"assumed: prompts of {PROMPT}, answers of {OUTPUT} tokens, 12 and 24 GB"
+    if row.setting == "prefill, least":
+        note += f"; {_LEAST_NOTE}"
+    return Predicted(value, None, note)
 
 
 def _of_threads(row: Published) -> Predicted:

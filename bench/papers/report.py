@@ -78,7 +78,10 @@ def page(rows: Sequence[Row], left_out: Sequence[Published], contradictions: Seq
 
 
 def _summary(rows: Sequence[Row]) -> str:
-    lines = ["| paper | rows | median ratio | beyond 2 or 1/2 | better than physics |", "|---|---|---|---|---|"]
+    lines = [
+        f"| paper | rows | median ratio | beyond {FAR_OFF:g} or 1/{FAR_OFF:g} | better than physics |",
+        "|---|---|---|---|---|",
+    ]
     for paper in [*papers_of(rows), None]:
         mine = [row for row in rows if paper in (None, row.figure.paper)]
         median = median_ratio(mine)

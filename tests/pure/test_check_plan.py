@@ -256,8 +256,8 @@ def mutate(data: st.DataObject, tree: Json) -> None:
             tree = tree[key]
         except (KeyError, IndexError, TypeError):
             return  # an earlier change took it away
-    if not isinstance(tree, dict | list) or (isinstance(tree, list) and path[-1] >= len(tree)):
-        return
+    if not (isinstance(tree, dict) or (isinstance(tree, list) and path[-1] in range(len(tree)))):
+        return  # or made something else of it
     how = data.draw(st.sampled_from(["value", "value", "delete", "double", "swap", "add"]))
     if how == "value":
         tree[path[-1]] = data.draw(VALUES)
