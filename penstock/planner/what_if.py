@@ -59,7 +59,9 @@ def what_if(solved: Solved, ask: Ask, machine: MachineSpec) -> WhatIf:
         limit = device_limit_bytes(ask, machine) + GIB
         tiers = tuple(replace(tier, bytes=limit) if tier.name == DEVICE else tier for tier in machine.tiers)
         roomy, ask = replace(machine, tiers=tiers), replace(ask, device_memory_bytes=limit)
-        more_device = _one(ask, *compared, roomy, ring_bytes, like)
+        # PIPO with all weights elsewhere has no use for it; with a part of them there it has.
+        more_like = like + pipo.PARTIAL if like in pipo.NAMES.values() else like
+        more_device = _one(ask, *compared, roomy, ring_bytes, more_like)
     return WhatIf(more, more_device, formats, disk, link)
 
 

@@ -64,7 +64,7 @@ def test_a_faster_link_beside_a_device() -> None:
     assert found.faster_disk is None and found.faster_link is not None
     assert 1.5 < found.faster_link.decode_tokens_per_s / solved.prediction.decode_tokens_per_s <= 2
     assert found.one_more_device_gib is not None  # of PIPO's too
-    assert found.one_more_device_gib.decode_tokens_per_s > solved.prediction.decode_tokens_per_s
+    assert found.one_more_device_gib.decode_tokens_per_s > 1.5 * solved.prediction.decode_tokens_per_s
 
 
 def test_no_more_memory_where_all_is_in_it() -> None:
