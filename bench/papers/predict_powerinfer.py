@@ -26,8 +26,8 @@ from penstock.spec.plan import DEVICE, Plan
 
 _INPUTS = ("sparsity", "predictor_weights")  # what the plan is made from; the hot shares of Figure 4 too
 _SPEC_INFER = "speculative decoding is no plan yet"
-# Why rows are far off, by table, model, machine and metric.
 _EXTREME = "the most is an extreme over models and lengths in a picture"
+# Why rows are far off, by table, model, machine and metric.
 _CAUSES = {
     ("Figure 10, section 8.2", SEVERAL, PC_HIGH, "throughput"): (
         "the mean printed is more than two of these models could reach at best, 3 tokens/s each: the picture has "
