@@ -16,7 +16,7 @@ TYPED := penstock
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz bench-startup bench-fit bench-quality bench-cpu bench-predict bench-choice bench-papers bench-pipo bench-offload gpu-wheels clean FORCE
+.PHONY: help demo test check fuzz fuzz-files bench-startup bench-checks bench-fit bench-quality bench-cpu bench-predict bench-choice bench-papers bench-pipo bench-offload gpu-wheels clean FORCE
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -36,14 +36,21 @@ check: .venv/test.stamp ## lint, formatting, types, generated documentation
 	@$(BIN)/python -m penstock.cli.docs --check
 	@$(BIN)/clang-format --dry-run -Werror $(filter csrc/%.cpp csrc/%.h,$(NATIVE))
 
-fuzz: .venv/test.stamp build/sanitize/stamp ## search for counterexamples 30 times longer; native tests with sanitizers
+fuzz: .venv/test.stamp build/sanitize/stamp ## search for counterexamples 30 times longer; native tests with sanitizers; 4 minutes of mutated files
 	@HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -m "hypothesis or fuzz" $(ARGS)
 	@LD_PRELOAD="$(SANITIZERS)" PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
 	    PENSTOCK_NATIVE="$$(echo build/sanitize/_native*.so)" \
 	    $(BIN)/python -m pytest -p no:cacheprovider $(wildcard tests/cpu/test_native*.py) tests/cpu/test_kv_cache.py $(ARGS)
+	@$(BIN)/python -m tests.fuzz_files --minutes 4
+
+fuzz-files: .venv/test.stamp ## 10^5 mutated model files, plans and machine files under every command that reads them (ARGS="--minutes 5", "--case NAME")
+	@$(BIN)/python -m tests.fuzz_files $(ARGS)
 
 bench-startup: .venv/run.stamp ## measure how long penstock takes to start, and the memory it takes
 	@$(BIN)/python -m bench.startup
+
+bench-checks: .venv/run.stamp ## what comparing a 2.5 GB model with its checksums costs: on loading, in the first pass, in later ones
+	@$(BIN)/python -m bench.checks $(ARGS)
 
 bench-fit: .venv/run.stamp ## a 2.5 GB model within 1500 MiB of memory, in a cgroup: peak, bytes per token, the refused minimum
 	@$(BIN)/python -m bench.fit

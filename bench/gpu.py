@@ -25,6 +25,7 @@ from bench.cpu import DEFAULT_SHAPES
 from bench.peers import token_ids
 from penstock.planner.predict import predict
 from penstock.planner.solve import candidates, settle_context
+from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.reads import with_reads
 from penstock.runtime.device.choose import Chosen, choose
 from penstock.runtime.probe import load_or_probe
@@ -135,7 +136,7 @@ def ceilings(folder: Path) -> dict[str, float]:
 def chosen_plan(setting: Setting, model: Path, machine: MachineSpec) -> Plan:
     packed = open_packed(model)
     ask = settle_context(replace(setting.ask, use_device=True), packed.spec)
-    found = [c for c in candidates(ask, packed.spec, packed.weights, machine) if DEVICE in c.plan.tier_bytes()]
+    found = [c for c in candidates(Problem(ask, packed.spec, packed.weights, machine)) if DEVICE in c.plan.tier_bytes()]
     if setting.strategy is not None:
         found = [c for c in found if c.strategy == setting.strategy]
     if not found:

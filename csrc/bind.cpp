@@ -15,9 +15,11 @@
 
 #include "cpu.h"
 #include "file.h"
+#include "kernels.h"
 #include "memory.h"
 #include "probe.h"
 #include "reads.h"
+#include "sums.h"
 
 namespace nb = nanobind;
 using namespace penstock;
@@ -126,6 +128,49 @@ void check_read(std::int64_t offset, std::int64_t nbytes) {
     if (offset < 0 || nbytes < 0) throw nb::value_error("offset and nbytes must not be negative");
 }
 
+// Checksums that several readers may share.
+struct Checksums {
+    std::shared_ptr<Sums> sums;
+};
+
+Checksums make_checksums(const nb::bytes& content) {
+    if (content.size() % 8 != 0) throw nb::value_error("checksums have 8 bytes each");
+    return {std::make_shared<Sums>(static_cast<const std::byte*>(content.data()), content.size() / 8)};
+}
+
+Expected make_expected(const Checksums* checksums, std::int64_t first, std::int64_t stride, std::int64_t nbytes) {
+    if (checksums == nullptr) return {};
+    if (stride < kLeastHashed || nbytes % stride != 0) throw nb::value_error("nbytes must be whole granules");
+    if (first < 0 || first > checksums->sums->count() - nbytes / stride) {
+        throw nb::value_error("there are no such checksums");
+    }
+    return {checksums->sums, first, stride};
+}
+
+nb::bytes py_granule_sums(std::uintptr_t address, std::int64_t count, std::int64_t stride,
+                          const std::optional<std::string>& isa) {
+    if (count < 0 || stride < kLeastHashed) throw nb::value_error("a granule has more than 240 bytes");
+    const Kernels* const kernels = isa ? find_kernels(isa->c_str()) : best_kernels();
+    if (kernels == nullptr) throw nb::value_error(("this processor or build has no " + *isa + " kernels").c_str());
+    std::vector<std::uint64_t> found(static_cast<std::size_t>(count));
+    {
+        nb::gil_scoped_release release;
+        for (std::int64_t i = 0; i < count; ++i) {
+            found[static_cast<std::size_t>(i)] =
+                kernels->hash(pointer(address) + i * stride, static_cast<std::size_t>(stride));
+        }
+    }
+    return nb::bytes(found.data(), found.size() * sizeof(std::uint64_t));
+}
+
+PyObject* damaged_type = nullptr;  // the exception _native.Damaged; never freed
+
+[[noreturn]] void raise_damaged(std::int64_t granule) {
+    const nb::object value = nb::int_(granule);
+    PyErr_SetObject(damaged_type, value.ptr());
+    throw nb::python_error();
+}
+
 // A load that was begun.
 struct Begun {
     std::shared_ptr<Reads> reads;
@@ -141,6 +186,7 @@ struct Begun {
             if (PyErr_CheckSignals() != 0) throw nb::python_error();
         }
         if (load->error != 0) raise_errno(load->error);
+        if (load->damaged) raise_damaged(*load->damaged);
         return load->good;
     }
 };
@@ -160,9 +206,11 @@ std::shared_ptr<Reads> make_reads(const std::string& engine, int depth, std::int
 struct Reader {
     std::shared_ptr<Reads> reads;
 
-    Begun start(int fd, std::int64_t offset, std::uintptr_t address, std::int64_t nbytes) const {
+    Begun start(int fd, std::int64_t offset, std::uintptr_t address, std::int64_t nbytes, const Checksums* sums,
+                std::int64_t first, std::int64_t stride) const {
         check_read(offset, nbytes);
-        LoadPtr load = reads->start(fd, offset, pointer(address), nbytes);
+        const Expected expected = make_expected(sums, first, stride, nbytes);
+        LoadPtr load = reads->start(fd, offset, pointer(address), nbytes, expected);
         if (load == nullptr) throw nb::value_error("the reader is closed");
         return {reads, std::move(load)};
     }
@@ -172,15 +220,18 @@ struct Reader {
         reads->close();
     }
 
-    std::int64_t read(int fd, std::int64_t offset, std::uintptr_t address, std::int64_t nbytes) const {
+    std::int64_t read(int fd, std::int64_t offset, std::uintptr_t address, std::int64_t nbytes, const Checksums* sums,
+                      std::int64_t first, std::int64_t stride) const {
         check_read(offset, nbytes);
-        ReadResult result;
+        const Expected expected = make_expected(sums, first, stride, nbytes);
+        CheckedRead result;
         {
             nb::gil_scoped_release release;
-            result = reads->read(fd, offset, pointer(address), nbytes);
+            result = reads->read(fd, offset, pointer(address), nbytes, expected);
         }
-        if (result.error != 0) raise_errno(result.error);
-        return result.nbytes;
+        if (result.read.error != 0) raise_errno(result.read.error);
+        if (result.damaged) raise_damaged(*result.damaged);
+        return result.read.nbytes;
     }
 };
 
@@ -214,6 +265,24 @@ NB_MODULE(_native, m) {
 
     m.def("read_into", &py_read_into, "fd"_a, "offset"_a, "address"_a, "nbytes"_a, "block_bytes"_a);
     m.def("open_direct", &py_open_direct, "path"_a);
+    damaged_type = PyErr_NewException("penstock._native.Damaged", nullptr, nullptr);
+    m.attr("Damaged") = nb::borrow(damaged_type);
+    m.def("granule_sums", &py_granule_sums, "address"_a, "count"_a, "stride"_a, "isa"_a = nb::none());
+    nb::class_<Checksums>(m, "Sums")
+        .def(
+            "__init__",
+            [](Checksums* self, const nb::bytes& content) { new (self) Checksums(make_checksums(content)); },
+            "content"_a)
+        .def("__len__", [](const Checksums& self) { return self.sums->count(); })
+        .def(
+            "checked",
+            [](const Checksums& self, std::int64_t first, std::int64_t count) {
+                if (first < 0 || count < 0 || first > self.sums->count() - count) {
+                    throw nb::value_error("there are no such checksums");
+                }
+                return self.sums->checked(first, count);
+            },
+            "first"_a, "count"_a);
     nb::class_<Begun>(m, "Begun")
         .def_prop_ro("done", &Begun::done)
         .def_prop_ro("arrived", [](const Begun& self) { return self.done() ? self.load->good : 0; })
@@ -234,8 +303,10 @@ NB_MODULE(_native, m) {
         .def_prop_ro("depth", [](const Reader& self) { return self.reads->depth(); })
         .def_prop_ro("block_bytes", [](const Reader& self) { return self.reads->block_bytes(); })
         .def_prop_ro("bytes_read", [](const Reader& self) { return self.reads->bytes_read(); })
-        .def("start", &Reader::start, "fd"_a, "offset"_a, "address"_a, "nbytes"_a)
-        .def("read", &Reader::read, "fd"_a, "offset"_a, "address"_a, "nbytes"_a)
+        .def("start", &Reader::start, "fd"_a, "offset"_a, "address"_a, "nbytes"_a, "sums"_a = nb::none(), "first"_a = 0,
+             "stride"_a = 0)
+        .def("read", &Reader::read, "fd"_a, "offset"_a, "address"_a, "nbytes"_a, "sums"_a = nb::none(), "first"_a = 0,
+             "stride"_a = 0)
         .def("close", &Reader::close)
         .def(
             "inject",

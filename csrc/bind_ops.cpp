@@ -36,7 +36,7 @@ const std::map<std::string, Kind> kKinds{{"float32", Kind::kFloat32},
 Matrix make_matrix(int rows, int cols, const std::string& kind, int group, std::size_t offset) {
     const Matrix m{rows, cols, named(kKinds, kind), group, offset};
     if (rows < 1 || cols < 1) throw nb::value_error("rows and cols must be at least 1");
-    if (m.quantised() && (group < 8 || group > 1024 || group % 8 != 0)) {
+    if (m.quantised() && (group < 8 || group > kMostGroup || group % 8 != 0)) {
         throw nb::value_error("group must be a multiple of 8, at most 1024");
     }
     return m;
@@ -145,8 +145,8 @@ CacheShape make_cache(const std::string& kind, int group, int kv_heads, int page
     // Attention walks blocks of 64 positions, each within one page.
     if (page_tokens < 64 || page_tokens % 64 != 0) throw nb::value_error("page_tokens must be a multiple of 64");
     const bool quantised = kind == "int8" || kind == "int4";
-    if (quantised ? group < 32 || group > kMostKvGroup || group % 32 != 0 : group != 0) {
-        throw nb::value_error("group must be a multiple of 32, at most 4096, or 0 for floats");
+    if (quantised ? group < 32 || group > kMostGroup || group % 32 != 0 : group != 0) {
+        throw nb::value_error("group must be a multiple of 32, at most 1024, or 0 for floats");
     }
     return {named(kKinds, kind), group, kv_heads, page_tokens, head_dim};
 }

@@ -111,7 +111,7 @@ inline void store_row(const float* from, const KvCache& cache, std::uint8_t* blo
     }
     const bool int4 = cache.kind == Kind::kInt4;
     for (int g = 0; g < cache.groups(); ++g) {
-        alignas(64) std::uint8_t codes[kMostKvGroup];
+        alignas(64) std::uint8_t codes[kMostGroup];
         const int first = g * cache.group, count = std::min(cache.group, cache.head_dim - first);
         std::uint16_t halves[2];
         quantise_group(from + first, count, int4 ? 15 : 255, codes, halves, halves + 1);

@@ -1,6 +1,7 @@
 #include "file.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,6 +11,23 @@ namespace penstock {
 namespace {
 
 constexpr std::int64_t kSector = 512;  // the smallest alignment that any disk takes
+
+// A regular file's descriptor as one that blocks, or -1 with errno set: EISDIR, EINVAL for a pipe or a device.
+int regular(int fd) {
+    struct stat status;
+    int error = 0;
+    if (fstat(fd, &status) != 0) {
+        error = errno;
+    } else if (!S_ISREG(status.st_mode)) {
+        error = S_ISDIR(status.st_mode) ? EISDIR : EINVAL;
+    } else if (const int flags = fcntl(fd, F_GETFL); flags < 0 || fcntl(fd, F_SETFL, flags & ~O_NONBLOCK) != 0) {
+        error = errno;  // an io_uring would give EAGAIN for reads of a descriptor that does not block
+    }
+    if (error == 0) return fd;
+    close(fd);
+    errno = error;
+    return -1;
+}
 
 }  // namespace
 
@@ -42,15 +60,18 @@ OpenResult open_direct(const char* path) {
     const auto open_with = [path](int extra) {
         int fd;
         do {
-            fd = open(path, O_RDONLY | O_CLOEXEC | extra);
+            fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | extra);  // or a pipe waits for who writes to it
         } while (fd < 0 && errno == EINTR);
         return fd;
     };
     int fd = open_with(O_DIRECT);
-    if (fd >= 0) return {fd, true, 0};
-    if (errno != EINVAL && errno != EOPNOTSUPP) return {-1, false, errno};
-    fd = open_with(0);
-    return {fd, false, fd < 0 ? errno : 0};
+    const bool direct = fd >= 0;
+    if (!direct) {
+        if (errno != EINVAL && errno != EOPNOTSUPP) return {-1, false, errno};
+        fd = open_with(0);
+    }
+    if (fd >= 0) fd = regular(fd);
+    return {fd, direct, fd < 0 ? errno : 0};
 }
 
 int drop_cached(int fd, std::int64_t offset, std::int64_t nbytes) {

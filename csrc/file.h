@@ -38,6 +38,7 @@ struct OpenResult {
     int error;
 };
 
+// A regular file, to read from. What is none gives EISDIR or EINVAL, and is not waited for.
 OpenResult open_direct(const char* path);
 
 // Tells the kernel that the cache need not keep this range. Returns errno, 0 if all went well.

@@ -41,7 +41,6 @@ F load_some(const float* from, int count) {
 
 // ---- activations of a call -----------------------------------------------------------------------------------------
 
-constexpr int kMostGroup = 1024;  // make_matrix refuses more
 constexpr int kGranuleRows = 64;  // neurons of a granule, at most
 constexpr int kHiddenRows = 48;   // rows whose hidden values of a granule a thread holds at a time: 24 KB
 static_assert(kHiddenRows % kWideRows == 0, "whole panels");

@@ -98,7 +98,8 @@ struct FfnSum {
 
 constexpr int up_to(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-constexpr int kMostKvGroup = 4096;
+// Columns of a scale, of weights and of a KV cache: buffers of the kernels are so large. spec/format.py refuses more.
+constexpr int kMostGroup = 1024;
 
 // A layer's K and V in pages: for every KV head of a page a block, as spec/format.py draws it. `group`: columns of a
 // scale, 0 for floats.
@@ -212,6 +213,8 @@ struct Kernels {
     // `rounds` of products in registers, for the peak; return the operations done. `sink` [2] keeps compilers honest.
     std::int64_t (*int8_products)(std::int64_t rounds, float* sink);
     std::int64_t (*float_products)(std::int64_t rounds, float* sink);
+    // XXH3 of 64 bits without a seed, of more than 240 bytes: the checksum of a granule.
+    std::uint64_t (*hash)(const std::byte* data, std::size_t nbytes);
 };
 
 // The table of an instruction set ("avx512", "avxvnni", "avx2", "portable"); null if this build or processor has none

@@ -8,13 +8,14 @@
 #include "rows-inl.h"
 #include "widen-inl.h"
 #include "peak-inl.h"
+#include "hash-inl.h"
 // clang-format on
 
 namespace penstock {
 
 const Kernels kAvx512Kernels{
-    "avx512",        &avx512::project, &avx512::head,          &avx512::accumulate,    &avx512::ffn,
-    &avx512::qkv,    &avx512::attend,  &avx512::norm,          &avx512::merge,         &avx512::scale,
-    &avx512::gather, &avx512::widen,   &avx512::int8_products, &avx512::float_products};
+    "avx512",        &avx512::project, &avx512::head,          &avx512::accumulate,     &avx512::ffn,
+    &avx512::qkv,    &avx512::attend,  &avx512::norm,          &avx512::merge,          &avx512::scale,
+    &avx512::gather, &avx512::widen,   &avx512::int8_products, &avx512::float_products, &avx512::hash};
 
 }  // namespace penstock

@@ -8,13 +8,14 @@
 #include "rows-inl.h"
 #include "widen-inl.h"
 #include "peak-inl.h"
+#include "hash-inl.h"
 // clang-format on
 
 namespace penstock {
 
 const Kernels kAvxVnniKernels{
-    "avxvnni",        &avxvnni::project, &avxvnni::head,          &avxvnni::accumulate,    &avxvnni::ffn,
-    &avxvnni::qkv,    &avxvnni::attend,  &avxvnni::norm,          &avxvnni::merge,         &avxvnni::scale,
-    &avxvnni::gather, &avxvnni::widen,   &avxvnni::int8_products, &avxvnni::float_products};
+    "avxvnni",        &avxvnni::project, &avxvnni::head,          &avxvnni::accumulate,     &avxvnni::ffn,
+    &avxvnni::qkv,    &avxvnni::attend,  &avxvnni::norm,          &avxvnni::merge,          &avxvnni::scale,
+    &avxvnni::gather, &avxvnni::widen,   &avxvnni::int8_products, &avxvnni::float_products, &avxvnni::hash};
 
 }  // namespace penstock

@@ -8,13 +8,14 @@
 #include "rows-inl.h"
 #include "widen-inl.h"
 #include "peak-inl.h"
+#include "hash-inl.h"
 // clang-format on
 
 namespace penstock {
 
 const Kernels kPortableKernels{
-    "portable",        &portable::project, &portable::head,          &portable::accumulate,    &portable::ffn,
-    &portable::qkv,    &portable::attend,  &portable::norm,          &portable::merge,         &portable::scale,
-    &portable::gather, &portable::widen,   &portable::int8_products, &portable::float_products};
+    "portable",        &portable::project, &portable::head,          &portable::accumulate,     &portable::ffn,
+    &portable::qkv,    &portable::attend,  &portable::norm,          &portable::merge,          &portable::scale,
+    &portable::gather, &portable::widen,   &portable::int8_products, &portable::float_products, &portable::hash};
 
 }  // namespace penstock

@@ -13,19 +13,27 @@ double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock:
 
 }  // namespace
 
-LoadPtr Reads::start(int fd, std::int64_t offset, std::byte* to, std::int64_t nbytes) {
+LoadPtr Reads::start(int fd, std::int64_t offset, std::byte* to, std::int64_t nbytes, Expected expected) {
     auto load = std::make_shared<Load>();
     load->fd = fd;
     load->direct = is_direct(fd);
     load->offset = offset;
     load->to = to;
     load->nbytes = load->good = nbytes;
+    if (expected.sums != nullptr) {
+        const std::int64_t granules = nbytes / expected.stride;
+        if (!expected.sums->checked(expected.first, granules)) {
+            load->expected = std::move(expected);
+            load->lacking.assign(static_cast<std::size_t>(granules), load->expected.stride);
+        }
+    }
     {
         const std::lock_guard lock(mutex_);
         if (stop_) return nullptr;
+        if (load->expected.sums != nullptr && !comparer_.joinable()) comparer_ = std::thread([this] { compare(); });
         queue_.push_back(load);
+        wake();  // under the mutex: nobody closes what it wakes
     }
-    wake();
     return load;
 }
 
@@ -35,11 +43,15 @@ bool Reads::wait(const Load& load, double seconds) {
     return done_.wait_for(lock, std::chrono::duration<double>(seconds), is_done);
 }
 
-ReadResult Reads::read(int fd, std::int64_t offset, std::byte* to, std::int64_t nbytes) {
+CheckedRead Reads::read(int fd, std::int64_t offset, std::byte* to, std::int64_t nbytes, const Expected& expected) {
     Piece piece{fd, is_direct(fd), offset, to, nbytes};
     read_here(piece);
     bytes_read_ += piece.done;
-    return {piece.done, piece.error};
+    CheckedRead found{{piece.done, piece.error}, std::nullopt};
+    if (expected.sums != nullptr && piece.done == nbytes) {
+        found.damaged = expected.sums->first_wrong(expected.first, nbytes / expected.stride, to, expected.stride);
+    }
+    return found;
 }
 
 void Reads::inject(const Fault& fault) {
@@ -72,24 +84,78 @@ std::optional<Reads::Block> Reads::claim() {
 
 void Reads::finish(const Block& block) {
     Load& load = *block.load;
-    const std::int64_t arrived = block.piece.offset - load.offset + block.piece.done;
+    const std::int64_t lo = block.piece.offset - load.offset, hi = lo + block.piece.done;
     bytes_read_ += block.piece.done;
     if (block.piece.done < block.piece.nbytes) {
-        if (arrived < load.good) {
-            load.good = arrived;
-            load.error = block.piece.error;
-        }
+        spoil(load, hi, block.piece.error, std::nullopt);
         if (!load.all_claimed()) {  // what is left of it is of no use to anybody
             load.claimed = std::max<std::int64_t>(load.nbytes, 1);
             std::erase(queue_, block.load);
         }
+    } else if (auto arrived = arrived_whole(block.load, lo, hi)) {
+        to_compare_.push_back(*std::move(arrived));
+        comparing_.notify_one();
+        return;  // it stays under way
     }
-    if (--load.under_way > 0 || !load.all_claimed()) return;
-    load.end_s = now_s();
-    under_way_.remove(block.load);
-    load.done.store(true, std::memory_order_release);
+    settle(block.load);
+}
+
+std::optional<Reads::Arrived> Reads::arrived_whole(const LoadPtr& load, std::int64_t lo, std::int64_t hi) {
+    if (load->lacking.empty() || lo == hi) return std::nullopt;
+    const std::int64_t stride = load->expected.stride;
+    Arrived found{load, lo / stride, lo / stride};
+    for (std::int64_t g = lo / stride; g * stride < hi; ++g) {
+        std::int64_t& lacking = load->lacking[static_cast<std::size_t>(g)];
+        lacking -= std::min(hi, (g + 1) * stride) - std::max(lo, g * stride);
+        if (lacking == 0) {
+            found.hi = g + 1;
+        } else if (found.hi == found.lo) {  // the first one; those between it and the last lie in this block whole
+            found.lo = found.hi = g + 1;
+        }
+    }
+    if (found.lo == found.hi) return std::nullopt;
+    return found;
+}
+
+void Reads::spoil(Load& load, std::int64_t good, int error, std::optional<std::int64_t> damaged) {
+    if (good >= load.good) return;
+    load.good = good;
+    load.error = error;
+    load.damaged = damaged;
+}
+
+void Reads::settle(const LoadPtr& load) {
+    if (--load->under_way > 0 || !load->all_claimed()) return;
+    load->end_s = now_s();
+    under_way_.remove(load);
+    load->done.store(true, std::memory_order_release);
     done_.notify_all();
     if (!queue_.empty()) wake();  // one that had to wait for this load's memory
+}
+
+void Reads::compare() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        comparing_.wait(lock, [this] { return compares_no_more_ || !to_compare_.empty(); });
+        if (to_compare_.empty()) return;
+        const Arrived now = std::move(to_compare_.front());
+        to_compare_.pop_front();
+        lock.unlock();
+        const auto& [sums, first, stride] = now.load->expected;
+        const auto wrong = sums->first_wrong(first + now.lo, now.hi - now.lo, now.load->to + now.lo * stride, stride);
+        lock.lock();
+        if (wrong) spoil(*now.load, (now.lo + *wrong) * stride, 0, now.lo + *wrong);
+        settle(now.load);
+    }
+}
+
+void Reads::stop_comparing() {
+    {
+        const std::lock_guard lock(mutex_);
+        compares_no_more_ = true;
+    }
+    comparing_.notify_all();
+    if (comparer_.joinable()) comparer_.join();
 }
 
 void Reads::cancel() {
@@ -140,6 +206,7 @@ void ThreadReads::close() {
     work_.notify_all();
     for (auto& thread : threads_) thread.join();
     threads_.clear();
+    stop_comparing();
     const std::lock_guard lock(mutex_);
     cancel();
 }

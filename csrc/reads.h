@@ -1,6 +1,10 @@
 // Several reads of a disk in flight (PIPO section 3.3, blockwise and multi-threaded): loads queue up, each is cut into
 // blocks, and `depth` blocks are on their way at any time. The next load's first blocks start while this one's last are
 // still under way, and nobody has to be woken in between, so the disk does not idle between two loads.
+//
+// A load may say what its bytes must be. A thread of its own then compares each granule as soon as its last block is
+// there, while the disk goes on with `depth` blocks in flight, and the load is done when its last granule was right.
+// One thread hashes 10 GB/s and more, which is more than the disks that we know.
 #pragma once
 
 #include <atomic>
@@ -13,11 +17,19 @@
 #include <mutex>
 #include <optional>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "file.h"
+#include "sums.h"
 
 namespace penstock {
+
+// What a load must bring: granules of `stride` bytes, number `first` and on of `sums` (null: whatever it is).
+struct Expected {
+    std::shared_ptr<Sums> sums;
+    std::int64_t first = 0, stride = 0;
+};
 
 // A range of a file on its way to memory. The caller keeps file and memory until it is done.
 struct Load {
@@ -26,13 +38,16 @@ struct Load {
     std::int64_t offset;
     std::byte* to;
     std::int64_t nbytes;
+    Expected expected;
 
     // Guarded by the reader's mutex until `done`.
-    std::int64_t claimed = 0;       // where the next block starts
-    int under_way = 0;              // blocks
-    std::int64_t good;              // bytes from the start on that arrived, as far as known: what a bad block lowers
-    int error = 0;                  // of the first bad block
-    double start_s = 0, end_s = 0;  // steady clock
+    std::vector<std::int64_t> lacking;  // where granules are compared: bytes of each that have not arrived
+    std::int64_t claimed = 0;           // where the next block starts
+    int under_way = 0;                  // blocks, until their granules were compared
+    std::int64_t good;  // bytes from the start on that are right, as far as known: what a bad block lowers
+    int error = 0;      // of the first bad block
+    std::optional<std::int64_t> damaged;  // granule of this load, where that is what is bad
+    double start_s = 0, end_s = 0;        // steady clock
     std::atomic<bool> done = false;
 
     bool all_claimed() const { return claimed >= nbytes && claimed > 0; }
@@ -58,6 +73,12 @@ struct Attempt {
     std::int64_t result(std::int64_t true_result) const { return true_result < most ? true_result : most; }
 };
 
+// What came of reading one block: bytes, errno, and the first granule that is not what it should be.
+struct CheckedRead {
+    ReadResult read;
+    std::optional<std::int64_t> damaged;
+};
+
 class Reads {
   public:
     Reads(int depth, std::int64_t block_bytes) : depth_(depth), block_bytes_(block_bytes) {}
@@ -69,11 +90,12 @@ class Reads {
     virtual void close() = 0;
 
     // nullptr once closed.
-    LoadPtr start(int fd, std::int64_t offset, std::byte* to, std::int64_t nbytes);
+    LoadPtr start(int fd, std::int64_t offset, std::byte* to, std::int64_t nbytes, Expected expected = {});
     // True once the load is done; false after about so many seconds.
     bool wait(const Load& load, double seconds);
-    // One block, by the calling thread, past the queue: for what somebody waits for, waking another thread is dearer.
-    ReadResult read(int fd, std::int64_t offset, std::byte* to, std::int64_t nbytes);
+    // One block, read and compared by the calling thread, past the queue: for what somebody waits for, waking another
+    // thread is dearer.
+    CheckedRead read(int fd, std::int64_t offset, std::byte* to, std::int64_t nbytes, const Expected& expected = {});
 
     void inject(const Fault& fault);
     std::int64_t bytes_read() const { return bytes_read_.load(std::memory_order_relaxed); }
@@ -90,6 +112,8 @@ class Reads {
     std::optional<Block> claim();
     void finish(const Block& block);
     void cancel();  // what is left when nobody reads any more
+    // Not under mutex_: returns when what arrived has been compared. Nothing may arrive afterwards.
+    void stop_comparing();
     Attempt attempt(const Piece& piece);
     // Not under mutex_: reads a piece to its end, one read after the other.
     void read_here(Piece& piece);
@@ -100,7 +124,19 @@ class Reads {
     bool stop_ = false;
 
   private:
+    // Granules [lo, hi) of a load, which are there.
+    struct Arrived {
+        LoadPtr load;
+        std::int64_t lo, hi;
+    };
+
     bool blocked(const Load& load) const;
+    // Under mutex_, all of them.
+    static std::optional<Arrived> arrived_whole(const LoadPtr& load, std::int64_t lo, std::int64_t hi);
+    static void spoil(Load& load, std::int64_t good, int error, std::optional<std::int64_t> damaged);
+    void settle(const LoadPtr& load);
+
+    void compare();  // the thread that compares
 
     int depth_;
     std::int64_t block_bytes_;
@@ -109,6 +145,11 @@ class Reads {
     Fault fault_;
     std::int64_t attempts_ = 0;
     std::atomic<std::int64_t> bytes_read_ = 0;
+
+    std::deque<Arrived> to_compare_;
+    bool compares_no_more_ = false;
+    std::condition_variable comparing_;
+    std::thread comparer_;  // begun with the first load that is compared
 };
 
 // `depth` threads that read a block each, and sleep while there is none. Not pinned: they hardly compute, and the

@@ -134,6 +134,7 @@ class UringReads final : public Reads {
             wake();
             thread_.join();
         }
+        stop_comparing();
         const std::lock_guard lock(mutex_);
         cancel();
         ring_.close();

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from penstock.serve.engine import LLM
+    from penstock.serve.llm import LLM
     from penstock.serve.planning import plan
     from penstock.serve.sampling import SamplingParams
 
 __all__ = ["LLM", "SamplingParams", "__version__", "plan"]
 
 _HOMES = {
-    "LLM": "penstock.serve.engine",
+    "LLM": "penstock.serve.llm",
     "SamplingParams": "penstock.serve.sampling",
     "plan": "penstock.serve.planning",
 }

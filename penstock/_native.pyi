@@ -48,6 +48,24 @@ def read_into(fd: int, offset: int, address: int, nbytes: int, block_bytes: int)
     multiples of its disk's sector; 4 KiB always does.
     """
 
+class Damaged(Exception):
+    """A granule is not what its checksum says. `args[0]`: its number in the load, from 0."""
+
+def granule_sums(address: int, count: int, stride: int, isa: str | None = None) -> bytes:
+    """Checksums of `count` granules of `stride` bytes (more than 240), 8 bytes each, little-endian: XXH3 of 64 bits
+    without a seed, the same by all kernels. `isa`: None is the fastest. ValueError where there are none of that name.
+    """
+
+@final
+class Sums:
+    """Checksums as `granule_sums` gives them, and which granules were compared and right. Several readers may share
+    one."""
+
+    def __init__(self, content: bytes) -> None: ...
+    def __len__(self) -> int: ...
+    def checked(self, first: int, count: int) -> bool:
+        """Whether each of these granules was read and right once. ValueError beyond the last."""
+
 @final
 class Begun:
     """A load that a Reader was given. Its file and memory must stay until it is done."""
@@ -56,7 +74,7 @@ class Begun:
     def done(self) -> bool: ...
     @property
     def arrived(self) -> int:
-        """Bytes from the load's start on that are there; 0 while it is under way."""
+        """Bytes from the load's start on that are there and right; 0 while it is under way."""
 
     @property
     def span_s(self) -> tuple[float, float]:
@@ -65,7 +83,8 @@ class Begun:
 
     def wait(self) -> int:
         """Returns the bytes read when it is done; fewer than asked for means the end of the file. Raises OSError with
-        the first failed block's errno, and what a signal handler raises."""
+        the first failed block's errno, Damaged where a granule before that is not right, and what a signal handler
+        raises."""
 
 @final
 class Reader:
@@ -86,12 +105,20 @@ class Reader:
     def bytes_read(self) -> int:
         """What all reads of blocks have returned so far."""
 
-    def start(self, fd: int, offset: int, address: int, nbytes: int) -> Begun:
+    def start(
+        self, fd: int, offset: int, address: int, nbytes: int, sums: Sums | None = None, first: int = 0, stride: int = 0
+    ) -> Begun:
         """Queues a read of `nbytes` from `offset` to `address`. A direct file wants all three, and block_bytes, in
-        multiples of its disk's sector; 4 KiB always does. ValueError for negative ones, and once closed."""
+        multiples of its disk's sector; 4 KiB always does. ValueError for negative ones, and once closed.
 
-    def read(self, fd: int, offset: int, address: int, nbytes: int) -> int:
-        """Reads by the calling thread, past the queue and in one block; returns and raises as `Begun.wait`."""
+        `sums`: the bytes are granules of `stride` bytes, from number `first` on. Each that was not right before is
+        compared, by a thread of the reader's own, before the load is done. ValueError where `sums` has no such."""
+
+    def read(
+        self, fd: int, offset: int, address: int, nbytes: int, sums: Sums | None = None, first: int = 0, stride: int = 0
+    ) -> int:
+        """Reads, and compares, by the calling thread, past the queue and in one block; returns and raises as
+        `Begun.wait`."""
 
     def close(self) -> None:
         """Returns when nothing is under way; what was not begun fails with ECANCELED. A second call does nothing."""

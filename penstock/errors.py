@@ -32,6 +32,10 @@ class BrokenModel(PenstockError):
     """A checkpoint or packed model that is truncated, inconsistent or corrupt."""
 
 
+class DamagedModel(BrokenModel):
+    """A packed model whose bytes are not those that were packed. Weights name file, part and granule."""
+
+
 class DoesNotFit(PenstockError):
     """The request needs more of a tier than there is. With exactly `minimum_bytes` it fits."""
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from penstock.graph.arenas import Layout
-from penstock.planner.solve.skeleton import PINNED, page_tokens
+from penstock.planner.solve.fill import PINNED, page_tokens
 from penstock.spec.format import Format, parse_format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Part, parts

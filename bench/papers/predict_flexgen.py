@@ -2,7 +2,7 @@
 
 The slides give a policy for three rows. Those of all rows stand in FlexGen's public repository, FMInference/FlexLLMGen
 (benchmark/flexgen/bench_suite.py and bench_*_4x1.sh, benchmark/hf_ds/bench_hf.py and bench_all_1x4.sh,
-benchmark/batch_size_table.md), and are taken from there. Each is a plan of `solve/policy_plan` on the machine of
+benchmark/batch_size_table.md), and are taken from there. Each is a plan of `solve/flexgen` on the machine of
 Table 1: FlexGen's in its own order of loads, with attention on the CPU where its flags say so. The peers go row by row
 with KV on the device: DeepSpeed streams all weights ahead of time, Accelerate loads them when it needs them, so its
 time is the sum of the lanes'.
@@ -25,11 +25,11 @@ from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass
 from penstock.planner.cost import Cost
 from penstock.planner.shorten import quick
-from penstock.planner.solve import policy_lp
-from penstock.planner.solve.limits import fits
-from penstock.planner.solve.policy_cost import kv_bytes, weight_bytes
-from penstock.planner.solve.policy_plan import Shape
-from penstock.planner.solve.policy_program import Shares
+from penstock.planner.solve import flexgen
+from penstock.planner.solve.flexgen.program import Shares
+from penstock.planner.solve.flexgen.shape import Shape
+from penstock.planner.solve.flexgen.terms import kv_bytes, weight_bytes
+from penstock.planner.solve.problem import Problem
 from penstock.serve.planning import describe
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
@@ -87,7 +87,7 @@ CAUSES = {
 
 class Policy(NamedTuple):
     """What a row does, complete. `weights`, `kv`: shares on device, in RAM, on disk. `attends`: of
-    policy_plan.ATTENDS. `parts`: into so many the layers are cut, of which the plan has one."""
+    flexgen.shape.ATTENDS. `parts`: into so many the layers are cut, of which the plan has one."""
 
     model: str
     prompt: int
@@ -281,16 +281,15 @@ def _of_breakdown(row: Published, policy: Policy) -> float:
 def _plan(policy: Policy) -> tuple[Plan, Ask]:
     """The policy with as many rows of a prompt at a time as fit beside the rest, and the ring of two layers or one."""
     ask = _ask(policy)
-    spec = _spec(policy.model, policy.parts)
+    problem = Problem(ask, _spec(policy.model, policy.parts), parse_format(policy.weight_format), machine_of(T4))
     rows = sorted({min(policy.gpu_batch, max(1, n // policy.prompt)) * policy.prompt for n in (2048, 1024, 512)})
     for chunk_rows in reversed(rows):
         for ring_layers in (2.0, 1.0):
             shape = Shape(
-                ask, spec, parse_format(policy.weight_format), machine_of(T4), DEVICE, policy.gpu_batch, policy.batches,
-                chunk_rows, policy.attends, ring_layers, policy.order,
+                problem, DEVICE, policy.gpu_batch, policy.batches, chunk_rows, policy.attends, ring_layers, policy.order
             )  # fmt: skip
             plan = shape.plan(policy.weights, policy.kv)
-            if fits(plan, ask, machine_of(T4)):
+            if problem.fits(plan):
                 return plan, ask
     raise AssertionError(f"{policy} does not fit: {plan.tier_bytes()}")
 
@@ -299,11 +298,11 @@ def _plan(policy: Policy) -> tuple[Plan, Ask]:
 def _searched(policy: Policy) -> Policy:
     """What our search finds where the device attends. FlexGen's own policies do not fit then: KV from a disk to a
     device is not built, and our windows hold a layer's KV of the whole block, where FlexGen's hold a batch's."""
-    best: policy_lp.Found | None = None
+    best: flexgen.Found | None = None
     for block in (policy.block, policy.block // 2, policy.block // 4, policy.block // 8):
         ask = Ask(policy.prompt, OUTPUT, block, policy.prompt + OUTPUT, "latency", kv=policy.kv_format)
         spec, fmt = _spec(policy.model), parse_format(policy.weight_format)
-        found = policy_lp.search(ask, spec, fmt, machine_of(T4), ("device",)).get("device")
+        found = flexgen.search(Problem(ask, spec, fmt, machine_of(T4)), ("device",)).get("device")
         if found and (best is None or found.seconds_a_sequence < best.seconds_a_sequence):
             best = found
     assert best is not None

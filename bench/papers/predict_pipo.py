@@ -21,7 +21,8 @@ from bench.papers.predicted import Predicted
 from bench.papers.published import DESKTOP, LAPTOP, SEVERAL, UNSUPPORTED, Published
 from bench.papers.together import Speeds, together
 from penstock.planner.solve import pipo
-from penstock.planner.solve.pipo_memory import Choice
+from penstock.planner.solve.pipo.memory import Choice
+from penstock.planner.solve.problem import Problem
 from penstock.serve.planning import describe
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
@@ -146,12 +147,12 @@ def simulated(policy: Policy) -> tuple[Speeds, float]:
         context=policy.prompt + policy.output,
     )  # fmt: skip
     machine = machine_of(policy.machine)
-    work = pipo.Work(ask, spec, fmt, machine)
+    problem = Problem(ask, spec, fmt, machine)
     share, plan = policy.share, None
-    while plan is None or (not work.fits(plan) and policy.home != DEVICE and share > 0.01):
+    while plan is None or (not problem.fits(plan) and policy.home != DEVICE and share > 0.01):
         share -= 0.01 if plan else 0.0
         choice = Choice(policy.home, "overlapped", share)
-        plan = pipo.plan(work, choice, policy.kv_home, policy.batch * policy.prompt, policy.order)
+        plan = pipo.plan(problem, choice, policy.kv_home, policy.batch * policy.prompt, policy.order)
     return together(plan, ask, machine), share
 
 

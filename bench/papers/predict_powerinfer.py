@@ -1,6 +1,6 @@
 """PowerInfer's figures as penstock's planner predicts them: its policy and llama.cpp's on its two PCs.
 
-PowerInfer is `solve/neurons_plan.py` with the activity that the paper publishes, llama.cpp is `solve/layers.py`,
+PowerInfer is `solve/powerinfer.py` with the activity that the paper publishes, llama.cpp is `solve/llama_cpp`,
 FlexGen the device plan that lifts all that is not there. Speeds are of both phases, as the paper measures them.
 """
 
@@ -15,8 +15,10 @@ from bench.papers.beds import machine_of
 from bench.papers.predicted import Predicted
 from bench.papers.published import PC_HIGH, PC_LOW, SEVERAL, UNSUPPORTED, UNSUPPORTED_MACHINES, Published
 from penstock.planner.shorten import quick
-from penstock.planner.solve import device, layers, neurons_plan, settle_context
-from penstock.planner.solve.neurons import Profile, published, synthetic
+from penstock.planner.solve import llama_cpp, powerinfer, settle_context
+from penstock.planner.solve.ours import device
+from penstock.planner.solve.powerinfer.activity import Profile, published, synthetic
+from penstock.planner.solve.problem import Problem
 from penstock.serve.planning import describe
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
@@ -96,6 +98,10 @@ class Setting:
     @property
     def ask(self) -> Ask:
         return settle_context(Ask(self.prompt, _OUTPUT, context=self.prompt + max(_OUTPUTS)), self.spec)
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(self.ask, self.spec, self.format, machine_of(self.machine))
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,22 +226,20 @@ def _of_system(setting: Setting, system: str, output: int) -> Speed:
 
 @cache
 def _power_infer(setting: Setting) -> tuple[Speed, ...]:
-    found = neurons_plan.with_profile(
-        setting.ask, setting.spec, setting.format, machine_of(setting.machine), _profile(setting.model)
-    )
+    found = powerinfer.with_profile(setting.problem, _profile(setting.model))
     return tuple(_speed(candidate.plan, setting) for candidate in found)
 
 
 @cache
 def _llama_cpp(setting: Setting) -> tuple[Speed, ...]:
     """It has the device compute a prompt's products from 32 tokens on."""
-    plan = layers.plan_of(setting.ask, setting.spec, setting.format, machine_of(setting.machine))
+    plan = llama_cpp.plan_of(setting.problem)
     return (_speed(plan, setting),) if plan is not None else ()
 
 
 @cache
 def _flexgen_link_share(setting: Setting) -> float:
-    plans = device.candidates(setting.ask, setting.spec, setting.format, machine_of(setting.machine))
+    plans = device.candidates(setting.problem)
     return _speed(next(plans).plan, setting).lane_share["h2d0"]  # the first lifts all that is not there
 
 

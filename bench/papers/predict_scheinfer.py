@@ -1,10 +1,10 @@
 """ScheInfer's rows, predicted: its own policy and its peers', as plans on its test beds.
 
-*ScheInfer* is `slicing_plan` as the paper has it: attention on the device, memory assigned for decode. *llama.cpp*:
-`layers`, whole layers on the device; where a prompt is read it sends the others' FFNs there. *Fiddler* is for experts;
-of a dense model its rule makes whole FFNs: as many as fit on the device, the others the CPU's in decode, and where a
-prompt is read the link's or the CPU's, whichever is quicker. *PowerInfer* never sends weights: what is not on the
-device is the CPU's, in a prompt too.
+*ScheInfer* is `solve/scheinfer` as the paper has it: attention on the device, memory assigned for decode. *llama.cpp*:
+`solve/llama_cpp`, whole layers on the device; where a prompt is read it sends the others' FFNs there. *Fiddler* is for
+experts; of a dense model its rule makes whole FFNs: as many as fit on the device, the others the CPU's in decode, and
+where a prompt is read the link's or the CPU's, whichever is quicker. *PowerInfer* never sends weights: what is not on
+the device is the CPU's, in a prompt too.
 
 Rows over several models take LLaMA-2-70B in int4 and LLaMA-2-13B in float16, the two of the seven that are supported,
 on each bed with 12 and 24 GB (bed C: its 11).
@@ -25,20 +25,18 @@ from bench.papers.published import BED_A, BED_B, BED_C, UNSUPPORTED, Published, 
 from penstock.graph.arenas import ARENA_ALIGN
 from penstock.planner.predict import Prediction
 from penstock.planner.shorten import quick
-from penstock.planner.solve import layers, settle_context
-from penstock.planner.solve.device import device_skeleton, share_out, spare_bytes
-from penstock.planner.solve.device_plan import DeviceSkeleton, Split, vocabulary
-from penstock.planner.solve.layer_costs import LayerCosts, Shares
-from penstock.planner.solve.limits import device_limit_bytes, fits
-from penstock.planner.solve.skeleton import CHUNK_ROWS, PINNED, Resident
-from penstock.planner.solve.slicing import best_r_cg
-from penstock.planner.solve.slicing_plan import PAPER, plan_of, solve_slices
+from penstock.planner.solve import llama_cpp as whole_layers
+from penstock.planner.solve import settle_context
+from penstock.planner.solve.beside import DeviceSkeleton, Split, device_skeleton
+from penstock.planner.solve.fill import CHUNK_ROWS, Resident, share_out
+from penstock.planner.solve.layer_work import LayerWork, Shares
+from penstock.planner.solve.problem import Problem, spare_bytes
+from penstock.planner.solve.scheinfer import PAPER, plan_of, solve_slices
+from penstock.planner.solve.scheinfer.slicing import best_r_cg
 from penstock.serve.planning import describe
 from penstock.spec.ask import Ask
-from penstock.spec.format import Format, parse_format
+from penstock.spec.format import parse_format
 from penstock.spec.machine import MachineSpec
-from penstock.spec.model import ModelSpec
-from penstock.spec.parts import parts
 from penstock.spec.plan import DEVICE, Plan
 
 # What the paper does not state. Prompts are of 1024 tokens by default (section V-C); that the speed-ups of the whole
@@ -116,9 +114,9 @@ def _of_threads(row: Published) -> Predicted:
 def _of_rates(row: Published) -> Predicted:
     """Section V-E2: the best r_CG where no FFN has a share on the device, and what it gains over fixed ones."""
     setting = Setting(BED_A, "llama-2-70b", "int4", 24, _threads_of(row))
-    ask, spec, weights, machine = _case(setting)
-    costs = LayerCosts(ask, spec, weights, machine)
-    best, _ = best_r_cg(costs.ffn(spec.layers[0], costs.decode(), Shares()))
+    problem = _problem(setting)
+    work = LayerWork(problem)
+    best, _ = best_r_cg(work.ffn(problem.spec.layers[0], work.decode(), Shares()))
     if row.metric == "share":
         return Predicted(best, None, "a CPU's time goes as 1 / threads; the link's 24.9 GB/s, not Table I's 38")
     speed = no_ffns(setting, best).decode_tokens_per_s
@@ -149,20 +147,19 @@ def _of_tokens(row: Published) -> Predicted:
 @cache
 def scheinfer(setting: Setting, prompts: bool | None = None) -> Prediction:
     """Slices by §IV. `prompts`: whether the device takes a prompt's tokens with the CPU's weights; None: by Eq. 15."""
-    case = _case(setting)
-    found = solve_slices(*case, PAPER)
+    found = solve_slices(_problem(setting), PAPER)
     assert found is not None, setting
     plan, slices = found
     if prompts is not None:
         split = Split("slicing", 0.0, 0, DEVICE, prompts)
-        plan = plan_of(device_skeleton(*case, split, plan.chunk_rows), replace(slices, prompts=prompts))
+        plan = plan_of(device_skeleton(_problem(setting), split, plan.chunk_rows), replace(slices, prompts=prompts))
     return _predict(setting, plan)
 
 
 @cache
 def llama_cpp(setting: Setting) -> Prediction:
     """Whole layers on the device, as many as fit."""
-    plan = layers.plan_of(*_case(setting))
+    plan = whole_layers.plan_of(_problem(setting))
     assert plan is not None, setting
     return _predict(setting, plan)
 
@@ -183,8 +180,8 @@ def power_infer(setting: Setting) -> Prediction:
 @cache
 def whole_ffns(setting: Setting) -> Prediction:
     """Section V-E3's peer: r_GG is 0 or 1; with the best r_CG where it is 0."""
-    costs = LayerCosts(*_case(setting))
-    r_cg, _ = best_r_cg(costs.ffn(costs.spec.layers[0], costs.decode(), Shares()))
+    work = LayerWork(_problem(setting))
+    r_cg, _ = best_r_cg(work.ffn(work.problem.spec.layers[0], work.decode(), Shares()))
     return _predict(setting, _ffns(setting, whole=True, r_cg=r_cg))
 
 
@@ -192,24 +189,24 @@ def whole_ffns(setting: Setting) -> Prediction:
 def no_ffns(setting: Setting, r_cg: float) -> Prediction:
     """Section V-E2: no FFN has a share on the device, the link lifts `r_cg` of each."""
     skeleton, there = _beside(setting, r_cg)
-    return _predict(setting, _filled(skeleton, there))
+    return _predict(setting, skeleton.plan(there))
 
 
 def _ffns(setting: Setting, whole: bool, r_cg: float, prompts: bool = True) -> Plan:
     """Attention and head on the device, and FFNs: `whole` ones, or even shares; of the others the link lifts `r_cg`."""
     skeleton, there = _beside(setting, r_cg, prompts)
-    limit = device_limit_bytes(skeleton.ask, skeleton.machine)
-    budget = spare_bytes(_filled(skeleton, there), DEVICE, limit)
+    problem = skeleton.problem
+    budget = spare_bytes(skeleton.plan(there), DEVICE, problem.device_bytes)
     assert budget is not None, setting
-    ffns = [part for part in parts(skeleton.spec, skeleton.weights) if part.kind == "ffn"]
+    ffns = problem.of_kind("ffn")
     while True:
         more: Resident = {}
         if whole:
             more = {part.key: part.granules for part in ffns[: budget // ffns[0].nbytes]}
         else:
             share_out(ffns, {part.key: part.granules for part in ffns}, budget, more)
-        plan = _filled(skeleton, there | more)
-        if fits(plan, skeleton.ask, skeleton.machine):
+        plan = skeleton.plan(there | more)
+        if problem.fits(plan):
             return plan
         budget -= ARENA_ALIGN  # kernels take more scratch for units that stay
         assert budget > 0, setting
@@ -217,36 +214,29 @@ def _ffns(setting: Setting, whole: bool, r_cg: float, prompts: bool = True) -> P
 
 def _beside(setting: Setting, r_cg: float, prompts: bool = True) -> tuple[DeviceSkeleton, Resident]:
     """All but FFNs on the device."""
-    ask, spec, weights, machine = _case(setting)
-    split = Split("", r_cg, len(spec.layers), DEVICE, prompts)
-    skeleton = device_skeleton(ask, spec, weights, machine, split, CHUNK_ROWS)
-    head = vocabulary(spec, weights)
-    every = parts(spec, weights)
-    return skeleton, {p.key: p.granules for p in every if p.kind == "attn" or p.key == head.key}
-
-
-def _filled(skeleton: DeviceSkeleton, there: Resident) -> Plan:
-    """What is not there is in RAM."""
-    every = [part for part in parts(skeleton.spec, skeleton.weights) if part.kind not in PINNED]
-    return skeleton.plan(there, {part.key: part.granules - there.get(part.key, 0) for part in every})
+    problem = _problem(setting)
+    split = Split("", r_cg, problem.layers, DEVICE, prompts)
+    every = [*problem.of_kind("attn"), problem.head]
+    return device_skeleton(problem, split, CHUNK_ROWS), {part.key: part.granules for part in every}
 
 
 def _predict(setting: Setting, plan: Plan) -> Prediction:
-    ask, _, _, machine = _case(setting)
-    return quick(plan, ask, machine, spread=False)
+    problem = _problem(setting)
+    return quick(plan, problem.ask, problem.machine, spread=False)
 
 
 # -- settings -------------------------------------------------------------------------------------------
 
 
 @cache
-def _case(setting: Setting) -> tuple[Ask, ModelSpec, Format, MachineSpec]:
+def _problem(setting: Setting) -> Problem:
     spec, weights = describe(Path(setting.model), parse_format(setting.weights))
     ask = Ask(
         prompt_tokens=setting.prompt, output_tokens=OUTPUT, context=max(PROMPT, setting.prompt) + OUTPUT,
         device_memory_bytes=device_gb(setting.limit_gb),
     )  # fmt: skip
-    return settle_context(ask, spec), spec, weights, with_threads(machine_of(setting.machine), setting.threads)
+    machine = with_threads(machine_of(setting.machine), setting.threads)
+    return Problem(settle_context(ask, spec), spec, weights, machine)
 
 
 def with_threads(machine: MachineSpec, threads: int) -> MachineSpec:

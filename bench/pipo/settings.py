@@ -9,7 +9,8 @@ from pathlib import Path
 from bench.pipo.session import PipoSession
 from penstock.graph.arenas import Layout
 from penstock.planner.solve import settle_context, solve
-from penstock.planner.solve.skeleton import PINNED, Skeleton
+from penstock.planner.solve.fill import PINNED
+from penstock.planner.solve.ours.ram import Skeleton
 from penstock.runtime import host
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec, Rate, Tier

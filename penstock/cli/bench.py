@@ -7,7 +7,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from penstock.cli.bench_model import bench_model
-from penstock.cli.options import Json, Machine, PlanFile, TraceName, Weights, Work, as_path
+from penstock.cli.options import CacheLimit, Json, Machine, PlanFile, TraceName, Weights, Work, as_path
 from penstock.cli.output import print_json, progress
 from penstock.errors import BadRequest
 
@@ -28,6 +28,7 @@ def bench(
     calibrate: Annotated[
         bool, Option("--calibrate", help="Correct this machine's figures by what runs showed, and say how.")
     ] = False,
+    undo: Annotated[bool, Option("--undo", help="Undo --calibrate: the probe's own figures again.")] = False,
     weights: Weights = None,
     plan_file: PlanFile = None,
     repeats: Annotated[int, Option("--repeats", metavar="N", min=1, help="Answers to measure, at most.")] = 5,
@@ -36,6 +37,7 @@ def bench(
         Option("--seconds", metavar="S", min=0.1, help="About so long (20); one answer at least."),
     ] = 20.0,
     trace: TraceName = None,
+    cache_limit: CacheLimit = None,
     rows: Annotated[
         str | None,
         Option("--rows", metavar="N,N,…", help=f"For ops: rows of a pass, one setting each ({_ROWS})."),
@@ -52,21 +54,21 @@ def bench(
     --context), beside what memory and processor deliver at most, measured in the same run.
     """
     machine.prepare()
-    if calibrate:
+    if calibrate or undo:
         if what is not None:
             raise BadRequest("--calibrate goes alone: it uses the runs that there were")
-        _calibrate(machine, as_json)
+        _calibrate(machine, undo, as_json)
     elif what is None or (what == "ops" and config is None):
         raise BadRequest("say what to measure: penstock bench MODEL, penstock bench ops CONFIG, or --calibrate")
     elif what == "ops":
-        if trace or plan_file or work != Work(kv=work.kv, context=work.context):
+        if trace or plan_file or cache_limit or work != Work(kv=work.kv, context=work.context):
             raise BadRequest("ops takes --weights, --kv, --context and --rows; the rest is for a MODEL")
         assert config is not None
         _ops(config, machine, work, weights, rows or _ROWS, as_json)
     else:
         if config is not None or rows is not None:
             raise BadRequest(f"--rows and a second argument are for `penstock bench ops CONFIG`, not for {what}")
-        bench_model(what, machine, work, weights, plan_file, repeats, seconds, trace, as_json)
+        bench_model(what, machine, work, weights, plan_file, repeats, seconds, trace, cache_limit, as_json)
 
 
 def _ops(config: str, machine: Machine, work: Work, weights: str | None, rows: str, as_json: bool) -> None:
@@ -78,16 +80,15 @@ def _ops(config: str, machine: Machine, work: Work, weights: str | None, rows: s
         wanted = []
     if not wanted or min(wanted) < 1 or max(wanted) > context:
         raise BadRequest(f"--rows {rows} should be whole numbers from 1 to --context ({context}), with commas")
-    from penstock.runtime import host
     from penstock.runtime.bench_ops import bench_ops
     from penstock.runtime.ceilings import ceilings
     from penstock.serve.planning import describe
     from penstock.spec.format import parse_format
 
-    spec, fmt = describe(as_path(config), parse_format(weights) if weights else None)
+    spec, fmt = describe(as_path(config), parse_format(weights) if weights else None, not machine.no_verify)
     kept = parse_format(work.kv or "float16")
     kept.check_kv()
-    threads = min(machine.threads or host.usable_cpus(), host.usable_cpus())
+    threads = machine.usable_threads
     limits = ceilings(threads)
     line = "{:>5}  {:<8}{:<10}{:>10}{:>10}{:>12}{:>9}"
     print(
@@ -114,21 +115,38 @@ def _ops(config: str, machine: Machine, work: Work, weights: str | None, rows: s
         )
 
 
-def _calibrate(machine: Machine, as_json: bool) -> None:
-    """Prints every change, then writes the machine's file; the runs that it came from do not count again."""
-    from penstock.runtime.probe import keep, load_or_probe, machine_file
-    from penstock.serve.history import calibrated, history_file, runs
+def _calibrate(machine: Machine, undo: bool, as_json: bool) -> None:
+    """Prints every change of the machine's file. Runs that were predicted with other figures do not count any more."""
+    from penstock.runtime import calibrated as files
+    from penstock.runtime.probe import load_or_probe, machine_file
+    from penstock.serve import calibration
+    from penstock.serve.history import runs
 
     file = machine_file(machine.cache_folder)
-    seen = runs(file)
     with progress() as tell:
-        before = load_or_probe(machine.cache_folder, machine.cache_folder, tell)
-    after, changes = calibrated(before, seen)
-    if changes:
-        keep(file, after)
-        history_file(file).unlink(missing_ok=True)
-    lines = changes or [f"{len(seen)} runs so far, too few or too mixed to correct anything: run some more"]
+        now = load_or_probe(machine.cache_folder, machine.cache_folder, tell)
+    seen, probed = runs(file, now), files.probed(file, now)
+    try:
+        if undo:
+            changes, last = calibration.undone(now, probed), f"{file} is as the probe wrote it"
+            files.undo(file)
+        else:
+            after, found = calibration.calibrated(now, probed, seen)
+            changes = [str(change) for change in found]
+            last = f"written to {file}; penstock bench --undo gives the probe's own figures back"
+            if changes:
+                files.write(file, after)
+    except OSError as error:
+        raise BadRequest(f"{file} cannot be written: {error.strerror}") from None
     if as_json:
         print_json({"runs": len(seen), "changes": changes, "machine_file": str(file) if changes else None})
-        return
-    print("\n".join([*lines, *([f"written to {file}"] if changes else [])]))
+    elif changes:
+        print("\n".join([*changes, last]))
+    elif undo:
+        print("nothing to undo: the figures are the probe's own")
+    else:
+        counted = sum(map(calibration.counts, seen))
+        print(
+            f"{len(seen)} runs with these figures, {counted} of them of {calibration.LEAST_STEPS} decode steps and "
+            f"{calibration.LEAST_S:g} s or more: too few, too mixed, or as predicted; nothing is corrected"
+        )

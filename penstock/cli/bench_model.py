@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.cli.loading import loaded, packed_folder, tracing
-from penstock.cli.options import Machine, Work, read_plan
+from penstock.cli.loading import loaded, packed_model, tracing
+from penstock.cli.options import Machine, Work, given_plan
 from penstock.cli.output import print_json, progress
 from penstock.errors import BadRequest
 from penstock.units import format_bytes, format_rate, format_seconds
@@ -25,26 +25,23 @@ def bench_model(
     repeats: int,
     seconds: float,
     trace: str | None,
+    cache_limit: str | None,
     as_json: bool,
 ) -> None:
-    plan = read_plan(plan_file)
-    if plan is not None and (work.kv or work.context or machine.resident):
-        raise BadRequest("--plan says what --kv, --context and --resident would: give one or the other")
+    plan = given_plan(plan_file, machine, work)
     if work.output_tokens == 1:
         raise BadRequest("decoding cannot be measured with a single token: --output-tokens should be 2 or more")
     ask = work.ask(machine)
     with tracing(trace, f"penstock bench {model}") as record:
-        folder = packed_folder(model, weights, machine)
-        from penstock.runtime import host
+        source = packed_model(model, weights, machine, cache_limit)
         from penstock.runtime.probe import load_or_probe
         from penstock.serve.bench import Wanted, bench
 
         wanted = Wanted(work.prompt_tokens, work.output_tokens, repeats, seconds)
-        threads = min(machine.threads or host.usable_cpus(), host.usable_cpus())
-        with loaded(folder, ask, machine, plan, record) as engine:
+        with loaded(source, ask, machine, plan, record) as engine:
             figures = engine.machine or load_or_probe(machine.cache_folder, machine.cache_folder)
             with progress() as tell:
-                found = bench(engine, ask, figures, wanted, threads, tell)
+                found = bench(engine, ask, figures, wanted, machine.usable_threads, tell)
         print(table(found))
     if as_json:
         print_json(found.to_json())

@@ -10,8 +10,8 @@ from typing import Annotated
 from typer import Argument
 
 import penstock
-from penstock.cli.loading import loaded, packed_folder
-from penstock.cli.options import Json, Machine, Sampling, Work
+from penstock.cli.loading import loaded, packed_model
+from penstock.cli.options import CacheLimit, Json, Machine, Sampling, Work
 from penstock.cli.output import note
 from penstock.errors import BadRequest
 from penstock.units import format_bytes
@@ -27,6 +27,7 @@ def demo(
     machine: Machine,
     sampling: Sampling,
     prompt: Annotated[str, Argument(metavar="PROMPT", help="How the story begins.")] = PROMPT,
+    cache_limit: CacheLimit = None,
     as_json: Json = False,
 ) -> None:
     """A bundled model tells a story, half of it on disk.
@@ -39,22 +40,22 @@ def demo(
     machine.prepare()
     if not (MODEL / "config.json").is_file():
         raise BadRequest("this installation has no bundled model: install penstock again, from a wheel")
-    folder = packed_folder(str(MODEL), None, machine)
+    source = packed_model(str(MODEL), None, machine, cache_limit)
     from penstock.serve.tokenizer import Tokenizer
     from penstock.store.packed import open_packed
 
-    tokenizer = Tokenizer.open(folder)
+    tokenizer = Tokenizer.open(source.folder, Work().ask(machine).host_memory_bytes, not machine.no_verify)
     if sampling.seed is None:
         sampling = dataclasses.replace(sampling, seed=SEED)
     ids, params = tokenizer.encode(prompt), sampling.params(TELLING)
     ask = Work().ask(machine, prompt_tokens=max(1, len(ids)), output_tokens=params.max_tokens)
     if ask.resident_bytes is None:
-        total = open_packed(folder).total_bytes
+        total = open_packed(source.folder, verify=not machine.no_verify).total_bytes
         ask = Work().ask(
             machine, prompt_tokens=ask.prompt_tokens, output_tokens=ask.output_tokens, resident_bytes=total // 2
         )
         note(f"of {format_bytes(total)} of weights {format_bytes(total // 2)} may stay in memory")
-    with loaded(folder, ask, machine) as engine:
+    with loaded(source, ask, machine, tokenizer=tokenizer) as engine:
         from penstock.planner.explain import table
 
         print(table(engine.solved), file=sys.stderr, flush=True)

@@ -8,15 +8,17 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from penstock.cli.loading import loaded, packed_folder
-from penstock.cli.options import Json, Machine, Model, PlanFile, Weights, Work, read_plan, read_text
+from penstock.cli.loading import loaded, packed_model
+from penstock.cli.options import CacheLimit, Json, Machine, Model, PlanFile, Weights, Work, given_plan, read_text
 from penstock.cli.output import print_json, progress
 from penstock.errors import BadRequest
+from penstock.store.files import MAX_TEXT_BYTES
+from penstock.units import format_bytes
 
 
 def eval_(
     model: Model,
-    file: Annotated[str, Argument(metavar="FILE", help="A text, UTF-8.")],
+    file: Annotated[str, Argument(metavar="FILE", help=f"A text, UTF-8, of at most {format_bytes(MAX_TEXT_BYTES)}.")],
     machine: Machine,
     work: Work,
     weights: Weights = None,
@@ -25,6 +27,7 @@ def eval_(
         Option("--against", metavar="MODEL", help="Also the KL divergence from this (exact) model, without --kv."),
     ] = None,
     plan_file: PlanFile = None,
+    cache_limit: CacheLimit = None,
     as_json: Json = False,
 ) -> None:
     """Perplexity of a text, and what a lossy choice costs.
@@ -34,24 +37,25 @@ def eval_(
     machine.prepare()
     if work.context is not None or work.batch != 1 or work.prompt_tokens or work.output_tokens:
         raise BadRequest("eval scores one window of 512 tokens at a time; --context, --batch and lengths are settled")
-    text, plan = read_text(file), read_plan(plan_file)
+    text, plan = read_text(file), given_plan(plan_file, machine, work)
     work.ask(machine)  # wrong flags are said before a first use packs for minutes
-    folders = [packed_folder(model, weights, machine)]
+    sources = [packed_model(model, weights, machine, cache_limit)]
     if against is not None:
-        folders.append(packed_folder(against, None, machine))
+        sources.append(packed_model(against, None, machine, cache_limit))
     from penstock.serve.evaluate import WINDOW_TOKENS, evaluate
     from penstock.serve.planning import describe
 
-    window = min([WINDOW_TOKENS, *(describe(folder)[0].max_positions for folder in folders)])
+    described = [describe(source.folder, verify=not machine.no_verify)[0] for source in sources]
+    window = min([WINDOW_TOKENS, *(spec.max_positions for spec in described)])
     settled = {"score": True, "context": window, "prompt_tokens": window, "output_tokens": 1}
     ask = work.ask(machine, **settled)
     if against is not None and ask.host_memory_bytes is not None:
         # Both are in this process, and the limit is the process's.
         ask = dataclasses.replace(ask, host_memory_bytes=ask.host_memory_bytes // 2)
     with ExitStack() as stack:
-        engine = stack.enter_context(loaded(folders[0], ask, machine, plan))
+        engine = stack.enter_context(loaded(sources[0], ask, machine, plan))
         kept_whole = dataclasses.replace(ask, kv=None)  # --kv is one of the lossy choices
-        exact = stack.enter_context(loaded(folders[1], kept_whole, machine)) if against is not None else None
+        exact = stack.enter_context(loaded(sources[1], kept_whole, machine)) if against is not None else None
         with progress() as tell:
             found = evaluate(engine, text, exact, tell)
     if as_json:

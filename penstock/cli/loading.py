@@ -4,25 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.options import Machine, file_to_write
 from penstock.cli.output import note, progress
 from penstock.spec.ask import Ask
+from penstock.units import parse_bytes
 
 if TYPE_CHECKING:
     from penstock.serve.engine import Engine
+    from penstock.serve.source import Source
+    from penstock.serve.tokenizer import Tokenizer
     from penstock.serve.trace_file import TraceFile
     from penstock.spec.plan import Plan
 
 
-def packed_folder(model: str, weights: str | None, machine: Machine) -> Path:
-    """The packed model that MODEL names; a checkpoint is packed into the cache first."""
+def packed_model(
+    model: str, weights: str | None, machine: Machine, cache_limit: str | None = None, chat: bool = False
+) -> Source:
+    """The packed model that MODEL names; a checkpoint is packed into the cache first. Refuses a device that is not here
+    before that. `chat`: as for `resolve`."""
+    from penstock.runtime.device.choose import require_present
     from penstock.serve.source import resolve
 
+    limit_bytes = None if cache_limit is None else parse_bytes(cache_limit, "--cache-limit")
+    require_present(machine.device)
     with progress() as tell:
-        return resolve(model, weights=weights, cache=machine.cache_folder, on_progress=tell)
+        return resolve(
+            model,
+            weights=weights,
+            cache=machine.cache_folder,
+            cache_limit_bytes=limit_bytes,
+            verify=not machine.no_verify,
+            on_progress=tell,
+            chat=chat,
+        )
 
 
 @contextmanager
@@ -41,20 +57,28 @@ def tracing(name: str | None, title: str) -> Iterator[TraceFile | None]:
 
 @contextmanager
 def loaded(
-    folder: Path, ask: Ask, machine: Machine, plan: Plan | None = None, record: TraceFile | None = None
+    source: Source,
+    ask: Ask,
+    machine: Machine,
+    plan: Plan | None = None,
+    record: TraceFile | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Iterator[Engine]:
-    """An engine with its weights in place, closed at the end. `record` hears of its passes."""
+    """An engine with its weights in place, closed at the end. `record` hears of its passes; `tokenizer`: the model's,
+    where it is open already."""
     from penstock.serve.engine import Engine
 
     with progress() as tell:
-        engine = Engine.load(
-            folder,
+        engine = Engine.open(
+            source,
             ask,
             device=machine.device,
             cache=machine.cache_folder,
             plan=plan,
             threads=machine.threads,
             exact=machine.exact,
+            verify=not machine.no_verify,
+            tokenizer=tokenizer,
             on_progress=tell,
         )
     for line in engine.notes:

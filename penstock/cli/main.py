@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import typer
 
 import penstock
-from penstock.cli import bench, demo, eval, pack, plan, probe, run, synth
+from penstock.cli import bench, cache, demo, eval, pack, plan, probe, run, synth
 from penstock.cli.options import grouped
-from penstock.cli.output import note, print_json, say
+from penstock.cli.output import note, one_line, print_json, say
 from penstock.errors import BadRequest, InternalError, PenstockError, StorageFailed
 
 # rich markup off: importing rich alone takes as long as all the rest of `penstock --help`.
@@ -27,7 +27,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo.demo, run.run, plan.plan, pack.pack, synth.synth, eval.eval_, bench.bench, probe.probe):
+_MODELS = (demo.demo, run.run, plan.plan, pack.pack, synth.synth, eval.eval_, bench.bench, probe.probe)
+for command in (*_MODELS, cache.list_, cache.rm, cache.prune):
     app.command(command.__name__.rstrip("_"))(grouped(command))
 
 # typer carries its own copy of click since 0.26 and used click itself before: its errors by inheritance, not by name.
@@ -113,15 +114,15 @@ def _invoke(args: list[str]) -> int:
 def _explain(error: Exception) -> tuple[PenstockError, list[str]]:
     """The error as one of ours, and its lines for stderr: one, and a hint or a traceback where that helps."""
     if isinstance(error, PenstockError) and error.exit_code == 2:
-        return error, [f"penstock: {' '.join(error.message.splitlines())}"]
+        return error, [f"penstock: {one_line(error.message)}"]
     if isinstance(error, _ClickException):
-        failure: PenstockError = BadRequest(" ".join(str(_usage(error)).split()))
+        failure: PenstockError = BadRequest(" ".join(_usage(error).split()))
         path = getattr(getattr(error, "ctx", None), "command_path", "penstock")
-        return failure, [f"penstock: {failure.message}", f"Try `{path} --help`."]
+        return failure, [f"penstock: {one_line(failure.message)}", f"Try `{path} --help`."]
     if isinstance(error, OSError) and error.errno in _USERS_ERRNO:
         where = f"{error.filename}: " if error.filename is not None else ""
-        failure = StorageFailed(" ".join(f"{where}{error.strerror}".splitlines()))
-        return failure, [f"penstock: {failure.message}"]
+        failure = StorageFailed(f"{where}{error.strerror}")
+        return failure, [f"penstock: {one_line(failure.message)}"]
     lines = []
     if os.environ.get("PENSTOCK_DEBUG") == "1":
         import traceback
@@ -129,7 +130,7 @@ def _explain(error: Exception) -> tuple[PenstockError, list[str]]:
         lines = traceback.format_exception(error)
     said = " ".join(str(error).split()) or "no message"
     failure = error if isinstance(error, PenstockError) else InternalError(f"{type(error).__name__}: {said}")
-    lines.append(f"penstock: a fault of ours: {failure.message} (PENSTOCK_DEBUG=1 shows where)")
+    lines.append(f"penstock: a fault of ours: {one_line(failure.message)} (PENSTOCK_DEBUG=1 shows where)")
     return failure, [line.rstrip("\n") for line in lines]
 
 

@@ -6,10 +6,12 @@ typer reads, and folds the values again for the command.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import os
+import stat
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from penstock.errors import BadRequest
+from penstock.cli.output import note
+from penstock.errors import BadRequest, BrokenModel
 from penstock.spec.ask import Ask, check_device
 from penstock.units import parse_bytes
 
@@ -38,6 +41,22 @@ Json = Annotated[bool, Option("--json", help="Print one JSON object as the last 
 Weights = Annotated[
     str | None,
     Option("--weights", metavar="FORMAT", help="float32, bfloat16, float16, int8 or int4; default the checkpoint's."),
+]
+CacheName = Annotated[
+    str | None,
+    Option(
+        "--cache",
+        metavar="DIR",
+        help="Packed models and machine files; default $XDG_CACHE_HOME/penstock, or ~/.cache/penstock.",
+    ),
+]
+CacheLimit = Annotated[
+    str | None,
+    Option(
+        "--cache-limit",
+        metavar="SIZE",
+        help="Packed models in the cache take at most so much: the longest unused are removed.",
+    ),
 ]
 
 
@@ -63,23 +82,30 @@ class Machine:
     exact: Annotated[
         bool, Option("--exact", help="Multiply int4 weights with float32 activations, not with int8 ones.")
     ] = False
-    cache: Annotated[
-        str | None,
-        Option("--cache", metavar="DIR", help="Packed models and machine files; default ~/.cache/penstock."),
-    ] = None
+    no_verify: Annotated[
+        bool, Option("--no-verify", help="Do not compare what is read of a packed model with its checksums.")
+    ] = False
+    cache: CacheName = None
 
     def prepare(self) -> None:
-        """Checks the device and quiets numpy. Call it before anything imports numpy."""
+        """Checks the device, quiets numpy, and says what of --threads cannot be. Call it before anything imports
+        numpy."""
         check_device(self.device)
         quiet_blas()
+        if self.threads is not None and self.threads != self.usable_threads:
+            note(f"--threads {self.threads}: this process may use {self.usable_threads} CPUs and has as many threads")
+
+    @property
+    def usable_threads(self) -> int:
+        """--threads, by default and at most all CPUs that this process may use."""
+        from penstock.runtime import host
+
+        cpus = host.usable_cpus()
+        return min(self.threads or cpus, cpus)
 
     @property
     def cache_folder(self) -> Path:
-        from penstock.serve.planning import default_cache
-
-        if self.cache == "":
-            raise BadRequest("--cache names no folder")
-        return default_cache() if self.cache is None else as_path(self.cache)
+        return cache_folder(self.cache)
 
 
 @dataclass(frozen=True)
@@ -180,17 +206,25 @@ class Sampling:
         return with_model_defaults(generation_config, **named)
 
 
-def read_plan(file: str | None) -> Plan | None:
-    """A plan as `penstock plan --json` printed it, or its plan alone."""
+def given_plan(file: str | None, machine: Machine, work: Work) -> Plan | None:
+    """The plan of --plan, None where none is given. Raises BadRequest where another flag would say the same thing."""
     if file is None:
         return None
+    flags = {"--kv": work.kv, "--kv-home": work.kv_home, "--context": work.context, "--resident": machine.resident}
+    if any(flags.values()):
+        raise BadRequest(f"--plan says what {', '.join(flags)} would: give one or the other")
+    return _read_plan(file)
+
+
+def _read_plan(file: str) -> Plan:
+    """A plan as `penstock plan --json` printed it, or its plan alone."""
     import json
 
     from penstock.spec import plan as plans
 
     text = read_text(file)
     try:
-        data = json.loads(text)
+        data = json.loads(text.removeprefix("\ufeff"))  # some editors put a byte-order mark before what they save
         if isinstance(data, dict) and isinstance(data.get("plan"), dict):
             text = json.dumps(data["plan"])
     except (ValueError, RecursionError):
@@ -203,25 +237,54 @@ def as_path(text: str) -> Path:
     return Path(os.path.expanduser(text))
 
 
+def cache_folder(name: str | None) -> Path:
+    """The folder of --cache, or of what the environment says: XDG counts where it is an absolute path."""
+    from penstock.serve.planning import default_cache
+
+    if name == "":
+        raise BadRequest("--cache names no folder")
+    if name is not None:
+        return as_path(name)
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(base) / "penstock" if os.path.isabs(base) else default_cache()
+
+
 def file_to_write(name: str, flag: str) -> Path:
-    """A file that the user named, which may be there already. Raises BadRequest for what no file can replace."""
+    """The file that the user named for an output, where links lead; it may be there already.
+
+    Raises BadRequest for what no file can replace: a folder, a pipe, a device, and the file that this process reads its
+    input from or prints to.
+    """
+    path = as_path(name)
     try:
-        file = as_path(name).resolve()
-        if file.name and (not file.exists() or file.is_file()):
+        file = path.resolve()
+        there = path.stat() if path.exists() else None
+        if file.name and (there is None or (stat.S_ISREG(there.st_mode) and not _is_stream(there) and file.exists())):
             return file
     except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError
         raise BadRequest(f"{flag} {name} cannot be written: {getattr(error, 'strerror', None) or error}") from None
     raise BadRequest(f"{flag} {name!r} is not a file that can be written")
 
 
+def _is_stream(status: os.stat_result) -> bool:
+    """Whether a file is our standard input, output or error. `… --trace FILE > FILE` would lose one."""
+    for fd in range(3):
+        with contextlib.suppress(OSError):  # closed
+            if os.path.samestat(os.fstat(fd), status):
+                return True
+    return False
+
+
 def read_text(file: str) -> str:
     """A text file that the user named. Raises BadRequest."""
+    from penstock.store.files import load_text
+
     try:
-        return as_path(file).read_text(encoding="utf-8")
+        return load_text(as_path(file))
     except OSError as error:
         raise BadRequest(f"{file} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise BadRequest(f"{file} is not UTF-8 text") from None
+    except BrokenModel as error:
+        raise BadRequest(error.message) from None
 
 
 def quiet_blas() -> None:

@@ -20,6 +20,8 @@ Tell = Callable[[str, int, int], None]
 
 _FIRST_S, _TTY_S, _PLAIN_S = 0.5, 0.1, 5.0
 
+_LONGEST_LINE, _KEPT_END = 1000, 200
+
 
 def print_json(data: Any) -> None:
     """One line, ASCII only so that no locale can spoil it, null where a figure is no number."""
@@ -32,9 +34,19 @@ def say(text: str, end: str = "\n") -> None:
         print(text, end=end, file=sys.stderr, flush=True)
 
 
+def one_line(text: str) -> str:
+    """A text as one line that is safe to print. Line ends are spaces; what is no printable character, so that it might
+    move the cursor or turn the text round, is escaped. Of more than 1000 characters the middle is left out: the end
+    stays, for errors end with what would work."""
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.splitlines()))
+    if len(line) <= _LONGEST_LINE:
+        return line
+    return f"{line[: _LONGEST_LINE - _KEPT_END - 3]} … {line[-_KEPT_END:]}"
+
+
 def note(text: str) -> None:
     """One line on stderr, whatever file names and other people's texts are in it."""
-    say(f"penstock: {' '.join(text.splitlines())}")
+    say(f"penstock: {one_line(text)}")
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from typer import Argument, Option
@@ -20,7 +21,9 @@ def pack(
         str | None,
         Option("--spread", metavar="DIR", help="Put half of the bytes under DIR, on a second disk: both read at once."),
     ] = None,
-    check: Annotated[bool, Option("--verify", help="Read everything back and compare checksums.")] = False,
+    check: Annotated[
+        bool, Option("--verify", help="Compare every byte of the packed model with its checksum.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """A checkpoint to a packed model.
@@ -34,6 +37,7 @@ def pack(
     if dst is None and spread is not None:
         raise BadRequest("--spread is for packing: name DST too")
     quiet_blas()
+    from penstock.serve.before_packing import check_text_files
     from penstock.spec.format import parse_format
     from penstock.store.pack import pack as pack_checkpoint
     from penstock.store.packed import open_packed
@@ -49,6 +53,7 @@ def pack(
                 fmt,
                 progress=lambda done, total, key: tell(f"packing {key}", done, total),
                 spread=as_path(spread) if spread else None,
+                check=partial(check_text_files, chat=True, whole=False),
             )
         if check:
             verify(folder, lambda done, total, key: tell(f"verifying {key}", done, total))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,8 +51,10 @@ def plan(
     tokens.
     """
     machine.prepare()
-    with tracing(trace, f"penstock plan {model}, predicted") as record:
-        _plan(model, machine, work, weights, machine_file, svg, record, compare, as_json)
+    if trace is not None and svg is not None and file_to_write(trace, "--trace") == file_to_write(svg, "--svg"):
+        raise BadRequest(f"--trace and --svg both name {svg}: one would replace the other")
+    with tracing(trace, f"penstock plan {model}, predicted") as record, _drawing(svg) as draw:
+        _plan(model, machine, work, weights, machine_file, draw, record, compare, as_json)
 
 
 def _plan(
@@ -60,7 +63,7 @@ def _plan(
     work: Work,
     weights: str | None,
     machine_file: str | None,
-    svg: str | None,
+    draw: Callable[[str], None] | None,
     record: TraceFile | None,
     compare: bool,
     as_json: bool,
@@ -72,7 +75,7 @@ def _plan(
     from penstock.spec.format import parse_format
     from penstock.store.packed import part_disks
 
-    spec, fmt = describe(as_path(model), parse_format(weights) if weights else None)
+    spec, fmt = describe(as_path(model), parse_format(weights) if weights else None, not machine.no_verify)
     ask = work.ask(machine)
     spec_of_machine = _machine(machine_file, machine)
     if machine_file is None or machine.device in ("none", "emulated"):
@@ -81,8 +84,6 @@ def _plan(
         with progress() as tell:
             cache = machine.cache_folder
             chosen = choose(machine.device, spec_of_machine, ask.device_memory_bytes, cache, tell)
-        if chosen.surprise:
-            note(chosen.reason)
         spec_of_machine = chosen.machine
     solved = solve(
         ask,
@@ -94,12 +95,12 @@ def _plan(
         may_plan=machine_file is not None,
     )
     others = what_if(solved, ask, spec_of_machine)
-    band = explain.Band() if machine_file is not None else _band(machine)
-    if svg is not None:
+    band = explain.Band() if machine_file is not None else _band(machine, solved, spec_of_machine, ask.batch)
+    if draw is not None:
         from penstock.planner import picture
 
         notes = explain.others(solved, others, ask)
-        _write(svg, picture.svg(solved, ask, spec_of_machine, as_path(model).name or model, band, notes))
+        draw(picture.svg(solved, ask, spec_of_machine, as_path(model).name or model, band, notes))
     if record is not None:
         from penstock.planner.timelines import timelines
 
@@ -130,7 +131,7 @@ def _report(solved: Solved, limits: Iterable[Limit], band: Band, others: WhatIf)
     return {
         "plan": plans.to_json(solved.plan),
         "predicted": {name: codec.to_json(value) for name, value in vars(solved.prediction).items()},
-        "band": {"decode": band.decode, "ttft": band.ttft, "runs": band.runs},
+        "band": _band_report(band, solved.prediction),
         "limits": {each.tier: {"used_bytes": each.used_bytes, "limit_bytes": each.limit_bytes} for each in limits},
         "one_more_gib": beside(others.one_more_gib),
         "one_more_device_gib": beside(others.one_more_device_gib),
@@ -138,28 +139,61 @@ def _report(solved: Solved, limits: Iterable[Limit], band: Band, others: WhatIf)
         "faster_link": beside(others.faster_link),
         "other_formats": {fmt.name: beside(then) for fmt, then in others.other_formats},
         "strategy": solved.strategy,
-        "cannot_run": solved.cannot_run,
+        "cannot_run": solved.compared[0].candidate.cannot_run,
+        "not_yet": to_json(solved.not_yet),
         "reasons": solved.reasons,
-        "compared": to_json(solved),
+        "compared": to_json(solved.compared),
     }
 
 
-def _band(machine: Machine) -> Band:
-    """Of this machine, from its runs."""
+def _band(machine: Machine, solved: Solved, figures: MachineSpec, batch: int) -> Band:
+    """Of a prediction for this machine, from its runs."""
+    from penstock.runtime.probe import machine_file
     from penstock.serve.history import error_band
 
-    return error_band(machine.cache_folder)
+    return error_band(machine_file(machine.cache_folder), figures, solved.prediction, solved.plan, batch)
 
 
-def _write(name: str, text: str) -> None:
-    """A file in one step, or one line that says why not."""
-    from penstock.store.files import write_bytes
+def _band_report(band: Band, p: Prediction) -> dict[str, Any]:
+    """`decode`, `ttft`: how much more than promised, as a share, is still within; the same factor divides. Then both
+    intervals, and the runs that each width comes from."""
+    from penstock.planner.explain import spread
 
-    file = file_to_write(name, "--svg")
+    return {
+        "decode": band.decode.factor - 1,
+        "ttft": band.ttft.factor - 1,
+        "runs": band.decode.runs,
+        "ttft_runs": band.ttft.runs,
+        "assumed": {"decode": not band.decode.known, "ttft": not band.ttft.known},
+        "decode_tokens_per_s": spread(p.decode_tokens_per_s, band.decode.factor),
+        "ttft_s": spread(p.ttft_s, band.ttft.factor),
+    }
+
+
+@contextmanager
+def _drawing(name: str | None) -> Iterator[Callable[[str], None] | None]:
+    """Yields what writes a picture to the file of --svg; None where none is wanted. What cannot be written is said
+    before the plan is made."""
+    if name is None:
+        yield None
+        return
+    from penstock.planner import picture
+    from penstock.store.files import Kind, Output
+
     try:
-        write_bytes(file, text.encode())
+        output = Output(file_to_write(name, "--svg"), Kind("a picture of `penstock plan`", picture.BEGINS.encode()))
     except OSError as error:
         raise BadRequest(f"--svg {name} cannot be written: {error.strerror}") from None
+
+    def write(text: str) -> None:
+        try:
+            output.stream.write(text.encode())
+            output.commit()
+        except OSError as error:
+            raise BadRequest(f"--svg {name} cannot be written: {error.strerror}") from None
+
+    with output:
+        yield write
 
 
 def _machine(name: str | None, machine: Machine) -> MachineSpec:

@@ -6,20 +6,34 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
 from penstock.cli.live import live
-from penstock.cli.loading import loaded, packed_folder, tracing
-from penstock.cli.options import Json, Machine, Model, PlanFile, Sampling, TraceName, Weights, Work, read_plan
+from penstock.cli.loading import loaded, packed_model, tracing
+from penstock.cli.options import (
+    CacheLimit,
+    Json,
+    Machine,
+    Model,
+    PlanFile,
+    Sampling,
+    TraceName,
+    Weights,
+    Work,
+    given_plan,
+)
 from penstock.cli.output import note, print_json, speed_line
 from penstock.errors import BadRequest, PenstockError
+from penstock.units import format_bytes
 
 if TYPE_CHECKING:
     from penstock.serve.engine import Engine
+    from penstock.serve.generation import Generation
     from penstock.serve.sampling import SamplingParams
+    from penstock.serve.source import Source
+    from penstock.serve.tokenizer import Tokenizer
     from penstock.serve.trace_file import TraceFile
     from penstock.spec.plan import Plan
 
@@ -42,6 +56,7 @@ def run(
     weights: Weights = None,
     plan_file: PlanFile = None,
     trace: TraceName = None,
+    cache_limit: CacheLimit = None,
     as_json: Json = False,
 ) -> None:
     """One answer to PROMPT, or a chat; streams as it comes. Packs a checkpoint on first use.
@@ -50,31 +65,33 @@ def run(
     always taken.
     """
     machine.prepare()
-    plan = read_plan(plan_file)
-    if plan is not None and (work.kv or work.kv_home or work.context or machine.resident):
-        raise BadRequest("--plan says what --kv, --kv-home, --context and --resident would: give one or the other")
+    plan = given_plan(plan_file, machine, work)
     # Wrong flags are said before a first use packs for minutes.
     work.ask(machine)
     sampling.params({}, work)
     with tracing(trace, f"penstock run {model}") as record:
         chatting = prompt is None and not as_json and sys.stdin.isatty()
         text = None if chatting else read_prompt(prompt)
-        folder = packed_folder(model, weights, machine)
+        source = packed_model(model, weights, machine, cache_limit, chat=not raw)
         if text is None:
-            _talk(folder, machine, work, sampling, plan, raw, record)
+            _talk(source, machine, work, sampling, plan, raw, record)
             return
-        ids, params = _prepare(folder, text, raw, sampling, work)
+        tokenizer = _opened(source, machine, work)
+        ids, params = _prepare(tokenizer, text, raw, sampling, work)
         ask = work.ask(machine, prompt_tokens=max(1, len(ids)), output_tokens=params.max_tokens)
-        with loaded(folder, ask, machine, plan, record) as engine:
+        with loaded(source, ask, machine, plan, record, tokenizer) as engine:
             answer(engine, [ids] * work.batch, params, as_json)
 
 
 def answer(engine: Engine, prompts: list[list[int]], params: SamplingParams, as_json: bool, lead: str = "") -> None:
     """Generates and prints: streamed text after `lead` and a line of speed, or the JSON object."""
     if as_json:
-        first = engine.generate(prompts, params)[0]
-        engine.keep(first)
-        print_json(first.report(engine.prediction))
+        from penstock.serve.generation import report_all
+        from penstock.serve.run_bound import share_of_bound
+
+        answers = engine.generate(prompts, params)
+        engine.keep(answers[0])
+        print_json(report_all(answers, engine.prediction, share_of_bound(engine.session, answers[0])))
         return
     if len(prompts) == 1:
         generation = _print_stream(engine, prompts[0], params, lead)
@@ -84,6 +101,16 @@ def answer(engine: Engine, prompts: list[list[int]], params: SamplingParams, as_
         generation = answers[0]
         print("\n\n".join(each.text for each in answers), flush=True)
     engine.keep(generation)
+    _tell(engine, generation)
+
+
+def _tell(engine: Engine, generation: Generation) -> None:
+    """What came, beside what was promised; and where the context cut the answer, that it did."""
+    if generation.context_full:
+        most = engine.plan.target.spec.max_positions
+        room = generation.context < most
+        more = f"--context N makes room for more, up to {most}" if room else "it is the model's longest"
+        note(f"the answer ends here because the context of {generation.context} tokens is full: {more}")
     note(speed_line(generation, engine.prediction))
 
 
@@ -91,10 +118,15 @@ def read_prompt(prompt: str | None) -> str:
     """PROMPT, or all of standard input less the newline that ends it."""
     if prompt is not None:
         return prompt
+    from penstock.store.files import MAX_TEXT_BYTES
+
     try:
-        return sys.stdin.read().removesuffix("\n")
+        text = sys.stdin.read(MAX_TEXT_BYTES + 1)
     except UnicodeDecodeError:
         raise BadRequest("the prompt on standard input is not UTF-8 text") from None
+    if len(text) > MAX_TEXT_BYTES:
+        raise BadRequest(f"the prompt on standard input does not end within {format_bytes(MAX_TEXT_BYTES)}")
+    return text.removesuffix("\n")
 
 
 def chat(engine: Engine, params: SamplingParams, lines: Iterator[str]) -> None:
@@ -120,14 +152,20 @@ def chat(engine: Engine, params: SamplingParams, lines: Iterator[str]) -> None:
             note(f"{error.message} (/new starts over)")
             continue
         messages.append({"role": "assistant", "content": generation.text})
-        note(speed_line(generation, engine.prediction))
+        _tell(engine, generation)
 
 
-def _prepare(folder: Path, text: str, raw: bool, sampling: Sampling, work: Work) -> tuple[list[int], SamplingParams]:
-    """The prompt's ids and how to sample. Before the plan is made, which depends on the prompt's length."""
+def _opened(source: Source, machine: Machine, work: Work) -> Tokenizer:
+    """Before the weights are loaded: a tokenizer that is refused should not wait for them."""
     from penstock.serve.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.open(folder)
+    return Tokenizer.open(source.folder, work.ask(machine).host_memory_bytes, not machine.no_verify)
+
+
+def _prepare(
+    tokenizer: Tokenizer, text: str, raw: bool, sampling: Sampling, work: Work
+) -> tuple[list[int], SamplingParams]:
+    """The prompt's ids and how to sample. Before the plan is made, which depends on the prompt's length."""
     if raw or not tokenizer.has_chat_template:
         if not raw:
             note(f"{_NO_TEMPLATE}: it continues the prompt as it stands")
@@ -138,7 +176,7 @@ def _prepare(folder: Path, text: str, raw: bool, sampling: Sampling, work: Work)
 
 
 def _talk(
-    folder: Path,
+    source: Source,
     machine: Machine,
     work: Work,
     sampling: Sampling,
@@ -151,7 +189,8 @@ def _talk(
     if work.batch != 1:
         raise BadRequest("a chat is one sequence: --batch is for a PROMPT")
     settled = {} if sampling.max_tokens is None else {"output_tokens": sampling.max_tokens}
-    with loaded(folder, work.ask(machine, **settled), machine, plan, record) as engine:
+    ask = work.ask(machine, **settled)
+    with loaded(source, ask, machine, plan, record, _opened(source, machine, work)) as engine:
         note("Ctrl-D ends, /new starts over")
         chat(engine, sampling.params(engine.tokenizer.generation_config, work), _typed_lines())
 

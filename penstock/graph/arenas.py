@@ -67,9 +67,7 @@ class Layout:
     @property
     def gathers(self) -> str | None:
         """The executor whose memory holds all embedding rows; None: each is read from a disk."""
-        homes = {unit.home for unit in self.plan.units if unit.part == "embed"}
-        home = homes.pop()
-        return home if not homes and home in (self.plan.main, "host") else None
+        return gathers(self.plan)
 
     def _executors(self) -> tuple[str, ...]:
         found = [executor for unit in self.plan.units for executor in (unit.decode, unit.prefill)]
@@ -152,23 +150,39 @@ class Layout:
     def kv_spans(self, layer: int, batch: Batch, save: bool) -> list[tuple[int, int]]:
         """Byte ranges within `kv` that a batch's `kv_load` (or `kv_save`) moves, of K and of V alike: the pages before
         its rows (or with them), of a disk in whole blocks."""
+        seq_bytes = self.pages_per_seq * self.kv_page_bytes(layer, self.kv_home(layer, batch))
+        moved = self._moved_pages(layer, batch, save)
+        found = []
+        for seq, start, rows in zip(batch.seqs, batch.start, batch.rows, strict=True):
+            lo, hi = moved[start, rows]
+            if lo < hi:
+                at = (seq - batch.first_seq) * seq_bytes
+                found.append((at + lo, at + hi))
+        return found
+
+    def kv_moved(self, layer: int, batch: Batch, save: bool) -> tuple[int, int]:
+        """(bytes, how many) of the ranges of `kv_spans`, counted without listing them."""
+        counts = [
+            (hi - lo, batch.spans[span]) for span, (lo, hi) in self._moved_pages(layer, batch, save).items() if lo < hi
+        ]
+        return sum(nbytes * seqs for nbytes, seqs in counts), sum(seqs for _, seqs in counts)
+
+    def _moved_pages(self, layer: int, batch: Batch, save: bool) -> dict[tuple[int, int], tuple[int, int]]:
+        """(start, rows) → the bytes lo..hi, of a sequence's pages in a layer, that such a sequence moves."""
         home = self.kv_home(layer, batch)
         page, page_bytes = self.plan.page_tokens, self.kv_page_bytes(layer, home)
         block = PAGE_BYTES if home.home.startswith("disk") else 1
-        seq_bytes, found = self.pages_per_seq * page_bytes, []
-        for seq, start, rows in zip(batch.seqs, batch.start, batch.rows, strict=True):
+        found = {}
+        for start, rows in batch.spans:
             first, last = (start // page, -(-(start + rows) // page)) if save else (0, -(-start // page))
-            lo, hi = first * page_bytes // block * block, round_up(last * page_bytes, block)
-            if lo < hi:
-                at = (seq - min(batch.seqs)) * seq_bytes
-                found.append((at + lo, at + hi))
+            found[start, rows] = first * page_bytes // block * block, round_up(last * page_bytes, block)
         return found
 
     def _of_batch(self, layer: int, batch: Batch, pools: tuple[Slot, Slot]) -> tuple[Slot, Slot]:
         home, (keys, values) = self.kv_home(layer, batch), pools
         page_bytes = self.kv_page_bytes(layer, home)
-        lo = (min(batch.seqs) - home.seqs[0]) * self.pages_per_seq * page_bytes
-        hi = (max(batch.seqs) - home.seqs[0] + 1) * self.pages_per_seq * page_bytes
+        lo = (batch.first_seq - home.seqs[0]) * self.pages_per_seq * page_bytes
+        hi = (batch.last_seq - home.seqs[0] + 1) * self.pages_per_seq * page_bytes
         return (
             Slot(keys.arena, keys.lo + lo, keys.lo + hi),
             Slot(values.arena, values.lo + lo, values.lo + hi),
@@ -185,16 +199,18 @@ class Layout:
     # -- placing --------------------------------------------------------------------------------------
 
     def _take(self, arena: str, nbytes: int, align: int = SLOT_ALIGN) -> Slot:
-        lo = round_up(self._fill.get(arena, 0), align)
+        lo = -(-self._fill.get(arena, 0) // align) * align
         self._fill[arena] = lo + nbytes
         return Slot(arena, lo, lo + nbytes)
 
     def _place_weights(self) -> dict[int, Slot]:
         """Unit index → slot, for units whose home is a memory tier."""
+        parts, homes = self.parts, {unit.home for unit in self.plan.units}
+        arenas = {home: f"{home}.weights" for home in homes if not home.startswith("disk")}
         return {
-            i: self._take(f"{unit.home}.weights", (unit.hi - unit.lo) * self.parts[unit.part].granule_bytes)
+            i: self._take(arenas[unit.home], (unit.hi - unit.lo) * parts[unit.part].granule_bytes)
             for i, unit in enumerate(self.plan.units)
-            if not unit.home.startswith("disk")
+            if unit.home in arenas
         }
 
     def _place_norms(self) -> dict[tuple[str, int], Slot]:
@@ -273,6 +289,13 @@ class Layout:
         if self.gathers is not None:
             return None
         return self._take("host.staging", self.parts["embed"].granule_bytes)
+
+
+def gathers(plan: Plan) -> str | None:
+    """As `Layout.gathers`."""
+    homes = {unit.home for unit in plan.units if unit.part == "embed"}
+    home = homes.pop()
+    return home if not homes and home in (plan.main, "host") else None
 
 
 def head_units(plan: Plan) -> list[int]:

@@ -7,7 +7,7 @@ the window, or these pages, again (PIPO §3.1.2).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from penstock.errors import InternalError
 from penstock.graph import ops
@@ -61,7 +61,7 @@ class Attention:
                 slots = (weights[u], layout.norms(layer, executor), h, q, *new, scratch)
                 calls.add(executor, "qkv", u, batch, slots, (layer,), fmt, calls.matrix_cost(u, ops.QKV_BLOCKS, t))
             at, read, cache = executor, (q, *new), layout.kv(layer, batch)
-            if any(batch.start):
+            if batch.continues:
                 at = home.attend
                 read = (calls.copy(batch, "q", row_bytes, executor, at), *cache)
             calls.move_kv("d2h0", "kv_save", layer, batch, (*new, *cache), sum(slot.nbytes for slot in new), len(new))
@@ -70,7 +70,7 @@ class Attention:
                 slots = (*read, layout.act(at, batch.id, "a", row_bytes), calls.scratch(at))
                 calls.add(at, "attend", u, batch, slots, (layer,), home.format.kind, cost)
         for batch in p.batches:
-            if any(batch.start):
+            if batch.continues:
                 nbytes = 4 * batch.total_rows * a.heads * a.head_dim
                 calls.copy(batch, "a", nbytes, layout.kv_home(layer, batch).attend, executor)
         for u in units:
@@ -88,12 +88,11 @@ class Attention:
             return
         for batch in p.batches:
             home = self._layout.kv_home(layer, batch)
-            if home.home == home.attend or not any(batch.start):
+            if home.home == home.attend or not batch.continues:
                 continue
-            spans = self._layout.kv_spans(layer, batch, save=False)
             slots = (*self._layout.kv_stored(layer, batch), *self._layout.kv(layer, batch))
             lane = home.home if home.home != "host" else "h2d0"
-            self._move(lane, "kv_load", layer, batch, slots, spans)
+            self._move(lane, "kv_load", layer, batch, slots)
 
     def save_kv(self, p: Pass, layer: int) -> None:
         """The pages with each batch's rows to where they live."""
@@ -101,14 +100,11 @@ class Attention:
             home = self._layout.kv_home(layer, batch)
             if home.home == home.attend:
                 continue
-            spans = self._layout.kv_spans(layer, batch, save=True)
             slots = (*self._layout.kv(layer, batch), *self._layout.kv_stored(layer, batch))
             lane = home.home.replace("disk", "disk_write") if home.home != "host" else "d2h0"
-            self._move(lane, "kv_save", layer, batch, slots, spans)
+            self._move(lane, "kv_save", layer, batch, slots)
 
-    def _move(
-        self, lane: str, op: str, layer: int, batch: Batch, slots: tuple[Slot, ...], spans: Sequence[tuple[int, int]]
-    ) -> None:
-        """These byte ranges of K, and of V."""
-        nbytes = 2 * sum(hi - lo for lo, hi in spans)
-        self._calls.move_kv(lane, op, layer, batch, slots, nbytes, 2 * len(spans))
+    def _move(self, lane: str, op: str, layer: int, batch: Batch, slots: tuple[Slot, ...]) -> None:
+        """The byte ranges of `Layout.kv_spans` of K, and of V."""
+        nbytes, ranges = self._layout.kv_moved(layer, batch, op == "kv_save")
+        self._calls.move_kv(lane, op, layer, batch, slots, 2 * nbytes, 2 * ranges)

@@ -16,6 +16,14 @@ from penstock.graph.tasks import Call, Slot, Task
 _UNTRACKED = (".weights", ".scratch")  # constant while passes run; private to one lane
 
 
+class _Tracked(dict[str, bool]):
+    """Arena → whether its slots make edges."""
+
+    def __missing__(self, arena: str) -> bool:
+        found = self[arena] = not arena.endswith(_UNTRACKED)
+        return found
+
+
 class _Open:
     """A task still taking calls."""
 
@@ -33,6 +41,7 @@ class Emitter:
 
     def __init__(self) -> None:
         self._hazards = Hazards()
+        self._tracked = _Tracked()
         self._known: dict[str, dict[str, int]] = {}  # lane → other lane → latest task it has waited for
         self._open: dict[str, _Open] = {}
         self._next_id = 0
@@ -54,18 +63,12 @@ class Emitter:
         task = self._open.pop(lane, None)
         if task is None:
             return
-        self._closed.append(
-            Task(
-                task.id,
-                task.lanes,
-                tuple(task.calls),
-                tuple(task.reads),
-                tuple(task.writes),
-                sum(call.bytes for call in task.calls),
-                sum(call.flops for call in task.calls),
-                task.after,
-            )
-        )
+        calls = task.calls
+        nbytes, flops = calls[0].bytes, calls[0].flops
+        if len(calls) > 1:
+            nbytes, flops = sum([call.bytes for call in calls]), sum([call.flops for call in calls])
+        found = (tuple(calls), tuple(task.reads), tuple(task.writes), nbytes, flops)
+        self._closed.append(Task(task.id, task.lanes, *found, task.after))
 
     def closed(self) -> Iterator[Task]:
         """Hands out the tasks closed since the last time."""
@@ -104,7 +107,7 @@ class Emitter:
         for i, slot in enumerate(call.slots):
             mode = modes[i] if i < last else modes[last]
             arena, lo, hi = slot
-            if mode == "s" or arena.endswith(_UNTRACKED):
+            if mode == "s" or not self._tracked[arena]:
                 continue
             touched.append((slot, mode != "w", mode != "r"))
             for other, task in self._hazards.conflicts(arena, lo, hi, mode != "r"):

@@ -28,7 +28,12 @@ class Hazards:
         """Tasks that a read (or write) of [lo, hi) must come after."""
         found: list[Mark] = []
         starts, segments = self._arenas.get(arena, ([], []))
-        i = max(bisect_right(starts, lo) - 1, 0)
+        i = bisect_right(starts, lo) - 1
+        if i >= 0 and segments[i].lo == lo and segments[i].hi == hi:  # nearly always: the same operand again
+            segment = segments[i]
+            found = [segment.writer] if segment.writer is not None else []
+            return [*found, *segment.readers.items()] if write else found
+        i = max(i, 0)
         while i < len(segments) and segments[i].lo < hi:
             segment = segments[i]
             if segment.hi > lo:

@@ -112,12 +112,12 @@ def attend_cost(a: Attention, kv_heads: int, batch: Batch, kv_bytes_each: int) -
     """(KV bytes read, flops) of attention of `kv_heads` heads: 2 for scores, 2 for values, per element.
     `kv_bytes_each`: of a token in one head, K or V."""
     kv_bytes = flops = 0
-    for start, rows in zip(batch.start, batch.rows, strict=True):
+    for (start, rows), seqs in batch.spans.items():
         seen = start + rows if not a.window else min(start + rows, a.window + rows - 1)
-        kv_bytes += 2 * seen * kv_heads * kv_bytes_each
+        kv_bytes += seqs * 2 * seen * kv_heads * kv_bytes_each
         # A row at position p sees p + 1 positions, or the window.
         pairs = rows * start + rows * (rows + 1) // 2 if not a.window else rows * min(start + rows, a.window)
-        flops += 4 * pairs * kv_heads * a.heads_per_kv * a.head_dim
+        flops += seqs * 4 * pairs * kv_heads * a.heads_per_kv * a.head_dim
     return kv_bytes, flops
 
 

@@ -12,6 +12,8 @@ from typing import Any
 from penstock.graph.tasks import Pass
 from penstock.graph.timeline import COMPUTE, Span, Timeline
 
+# How a file of ours begins, and by what we know one again.
+BEGINS = '{"displayTimeUnit":"ms","traceEvents":['
 MOST_SPANS = 1_000_000  # some 250 MB of JSON; more than a viewer shows
 
 _PROCESS, _PASSES = 1, 0  # ids: the process, and the track of the passes

@@ -19,7 +19,13 @@ from penstock.models.hf.config import Config, short
 from penstock.models.hf.names import Source
 from penstock.spec.model import ModelSpec
 
-__all__ = ["Source", "model_types", "sources", "spec_from_config"]
+__all__ = ["Source", "model_types", "sources", "spec_from_config", "switches"]
+
+# Flags of config.json that decide which weights a model has, whatever type they belong to.
+_SWITCHES = (
+    "attention_bias", "mlp_bias", "enable_bias", "tie_word_embeddings", "layer_norm_elementwise_affine",
+    "_remove_final_layer_norm",
+)  # fmt: skip
 
 
 class _ModelType(Protocol):
@@ -50,6 +56,22 @@ def spec_from_config(config: dict[str, Any], where: str) -> ModelSpec:
         return module.spec(reader)
     except BadRequest as error:
         raise BrokenModel(f"{where}: {error.message}") from None
+
+
+def switches(config: dict[str, Any], where: str) -> dict[str, str]:
+    """Tensor name → what config.json says of a flag, of the tensors that another value of that flag would have the
+    model use: {"layers.0.self_attn.q_proj.bias": "says attention_bias false", …}, without a leading "model."."""
+    found: dict[str, str] = {}
+    for key in _SWITCHES:
+        says = f"says {key} {str(config[key]).lower()}" if key in config else f"leaves out {key}"
+        for value in (True, False):
+            try:
+                spec = spec_from_config({**config, key: value}, where)
+            except (BrokenModel, UnsupportedModel):
+                continue
+            for source in sources(spec).values():
+                found.setdefault(source.tensor.removeprefix("model."), says)
+    return found
 
 
 def sources(spec: ModelSpec) -> dict[tuple[str, str], Source]:

@@ -3,7 +3,7 @@ narrower embedding."""
 
 from __future__ import annotations
 
-from penstock.models.hf.config import MAX_WIDTH, Config
+from penstock.models.hf.config import MAX_VOCAB, MAX_WIDTH, Config
 from penstock.models.hf.decoder import TOKENIZER_BYTES_PER_ENTRY, layer_count
 from penstock.models.hf.names import Source, sources_of
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
@@ -53,7 +53,7 @@ def spec(config: Config) -> ModelSpec:
     heads = config.whole("num_attention_heads", hi=MAX_WIDTH)
     if d_model % heads:
         raise config.broken("num_attention_heads", f"{heads} should divide hidden_size {d_model}")
-    vocab = config.whole("vocab_size")
+    vocab = config.whole("vocab_size", hi=MAX_VOCAB)
     max_positions = config.whole("max_position_embeddings", 2048, hi=MAX_WIDTH)
     bias = config.flag("enable_bias", True)
     norm_first = config.flag("do_layer_norm_before", True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.planner.explain import lane_name, rate, tier_name
 from penstock.planner.solve import Solved
-from penstock.planner.solve.candidate import Candidate
+from penstock.planner.solve.candidate import Candidate, Compared
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_seconds
 
@@ -56,8 +56,8 @@ def comparison(solved: Solved) -> str:
     return "\n".join(lines)
 
 
-def to_json(solved: Solved) -> list[dict[str, Any]]:
-    """As it stands in `plan --json`, in the same order. `cannot_run` is empty where the runtime can."""
+def to_json(compared: Sequence[Compared]) -> list[dict[str, Any]]:
+    """As they stand in `plan --json`, in the same order. `cannot_run` is empty where the runtime can."""
     return [
         {
             "strategy": candidate.strategy,
@@ -71,7 +71,7 @@ def to_json(solved: Solved) -> list[dict[str, Any]]:
             "lossy": candidate.lossy,
             "reasons": candidate.reasons,
         }
-        for candidate, p in solved.compared
+        for candidate, p in compared
     ]
 
 

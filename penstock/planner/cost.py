@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from penstock.graph.tasks import KV_MOVES, Call, Task, link_lane
-from penstock.spec.machine import KV_IN_FLIGHT, MachineSpec, Rate
+from penstock.spec.machine import KV_IN_FLIGHT, Figure, MachineSpec, Rate
+
+_LEAST_S_PER_BYTE = 1e-15  # so that a speed is finite where bytes cost nothing
 
 Overheads = tuple[float, float]  # seconds of a task, and of a call that nobody has prepared
 
@@ -23,7 +27,7 @@ class Cost:
         alpha + max(bytes · s_per_byte, flops · s_per_flop), each (ScheInfer Eq. 3, with PIPO's two regimes), and what a
         task costs beside them. KV of several sequences is many ranges, of an alpha each; on a disk those in flight
         together share one. On two lanes the slower leg counts."""
-        return max(self._lane_s(lane, task) for lane in task.lanes)
+        return max([self._lane_s(lane, task) for lane in task.lanes])
 
     def factor(self, lane: str, busy: frozenset[str]) -> float:
         """How much longer a task on `lane` takes while other lanes are busy: by their sharings, all of them."""
@@ -41,6 +45,26 @@ class Cost:
         rate = self._known((lane, op, fmt, rows))
         return max(nbytes * rate.s_per_byte, flops * rate.s_per_flop)
 
+    def task_s(self, lane: str) -> float:
+        """Seconds that a task takes beside its calls, all of them prepared."""
+        return self._overhead(lane)[0]
+
+    def call_s(self, lane: str, op: str, fmt: str, rows: int = 1, nbytes: float = 0.0, flops: float = 0.0) -> float:
+        """Seconds of a prepared call among others of a task."""
+        rate = self._known((lane, op, fmt, rows))
+        return rate.alpha_s + max(nbytes * rate.s_per_byte, flops * rate.s_per_flop)
+
+    def call_parts_s(self, lane: str, call: Call) -> tuple[float, float]:
+        """Seconds that a call takes beside its bytes and flops, where nobody has prepared it, and for them."""
+        rate = self._rate(lane, call)
+        begins = 1 if call.op not in KV_MOVES else _kv_begins(lane, call)
+        fixed_s = begins * rate.alpha_s + self._overhead(lane)[1]
+        return fixed_s, max(call.bytes * rate.s_per_byte, call.flops * rate.s_per_flop)
+
+    def bytes_per_s(self, lane: str, op: str, fmt: str) -> float:
+        """Of large ones, where nothing else is busy."""
+        return 1 / max(self._known((lane, op, fmt, 1)).s_per_byte, _LEAST_S_PER_BYTE)
+
     def _as_measured(self, lane: str) -> str:
         """A second disk that nobody measured shares what the first one does."""
         if not (lane.startswith("disk") and lane[4:].isdigit()):
@@ -48,15 +72,36 @@ class Cost:
         return lane if any(lane in (s.lane, s.beside) for s in self.machine.sharing) else "disk0"
 
     def _lane_s(self, lane: str, task: Task) -> float:
-        if lane not in self._overheads:
-            self._overheads[lane] = (self.machine.overhead_s(lane, "task"), self.machine.overhead_s(lane, "call"))
-        task_s, call_s = self._overheads[lane]
+        task_s, call_s = self._overhead(lane)
         total = task_s + (call_s * len(task.calls) if task.like < 0 else 0.0)
         for call in task.calls:
-            rate = self._rate(lane, call)
-            begins = 1 if call.op not in KV_MOVES else _kv_begins(lane, call)
-            total += begins * rate.alpha_s + max(call.bytes * rate.s_per_byte, call.flops * rate.s_per_flop)
+            _, begin_s, bytes_s, flops_s = self._terms(lane, call)
+            total += begin_s + max(bytes_s, flops_s)
         return total
+
+    def by_figure(self, lane: str, task: Task) -> Iterator[tuple[Figure, float]]:
+        """The addends of the seconds that a task takes on a lane, each with the machine's figure that it comes from."""
+        for what, count in (("task", 1), ("call", len(task.calls) if task.like < 0 else 0)):
+            overhead = self.machine.overhead(lane, what)
+            if overhead is not None and count:
+                yield overhead.figure("alpha_s"), count * overhead.alpha_s
+        for call in task.calls:
+            rate, begin_s, bytes_s, flops_s = self._terms(lane, call)
+            yield rate.figure("alpha_s"), begin_s
+            yield (rate.figure("s_per_byte"), bytes_s) if bytes_s >= flops_s else (rate.figure("s_per_flop"), flops_s)
+
+    def _terms(self, lane: str, call: Call) -> tuple[Rate, float, float, float]:
+        """A call's rate, and the seconds that it takes to begin, for its bytes and for its flops."""
+        rate = self._rate(lane, call)
+        begins = 1 if call.op not in KV_MOVES else _kv_begins(lane, call)
+        return rate, begins * rate.alpha_s, call.bytes * rate.s_per_byte, call.flops * rate.s_per_flop
+
+    def _overhead(self, lane: str) -> Overheads:
+        found = self._overheads.get(lane)
+        if found is None:
+            found = (self.machine.overhead_s(lane, "task"), self.machine.overhead_s(lane, "call"))
+            self._overheads[lane] = found
+        return found
 
     def _rate(self, lane: str, call: Call) -> Rate:
         if call.op == "copy":  # on the device's lane, at the link's speed
@@ -81,4 +126,4 @@ def _rows(call: Call) -> int:
         return 1
     if call.op == "head":
         return max(1, len(call.batch.logits))
-    return max(call.batch.rows) if call.op == "attend" else call.batch.total_rows
+    return call.batch.most_rows if call.op == "attend" else call.batch.total_rows

@@ -40,18 +40,25 @@ _LANES = {
     "h2d0": "the link to the device",
     "d2h0": "the link from the device",
 }
-ENOUGH_RUNS = 3
 _SAME = 0.005  # relative change of speed that counts as none
 
 
 @dataclass(frozen=True)
-class Band:
-    """Relative half-widths of a prediction's error band: of tokens/s and of the time to the first token. `runs`: how
-    many runs on the machine are known; of less than `ENOUGH_RUNS` the widths are assumed."""
+class Width:
+    """Of an error band: from promise ÷ factor to promise × factor. `runs`: how many like the predicted one it comes
+    from. Not `known`: those were too few or too little like it, and the factor is assumed."""
 
-    decode: float = 0.25
-    ttft: float = 0.25
+    factor: float = 1.25
     runs: int = 0
+    known: bool = False
+
+
+@dataclass(frozen=True)
+class Band:
+    """A prediction's error band: of tokens/s, and of the time to the first token."""
+
+    decode: Width = Width()
+    ttft: Width = Width()
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ def table(
         _memory(solved.plan, found),
         _speed(solved.prediction, band),
         [] if what_if is None else others(solved, what_if, ask),
-        [f"planned only: {solved.cannot_run}"] if solved.cannot_run else [],
+        _not_yet(solved),
         [f"· {reason}" for reason in solved.reasons],
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
@@ -152,23 +159,40 @@ def _speed(p: Prediction, band: Band | None) -> list[str]:
     shares = ", ".join(f"{lane_name(lane)} {share:.0%}" for lane, share in sorted(p.lane_share.items()))
     first, speed = format_seconds(p.ttft_s), f"{rate(p.decode_tokens_per_s)} tokens/s"
     if band is not None:
-        lo, hi = spread(p.ttft_s, band.ttft)
+        lo, hi = spread(p.ttft_s, band.ttft.factor)
         first += f" ({format_seconds(lo)} to {format_seconds(hi)})"
-        speed += f" ({rates(p.decode_tokens_per_s, band.decode)})"
+        speed += f" ({rates(p.decode_tokens_per_s, band.decode.factor)})"
     lines = [f"predicted: first token after {first}, then {speed}"]
     if band is not None:
-        width = max(band.decode, band.ttft)
-        lines.append(f"error band ±{width:.0%}, {_origin(band)}")
+        lines += _band(band)
     lines.append(f"bound by {lane_name(p.bound_by)} (busy while decoding: {shares})")
     if p.disk_bytes_per_token:
         lines.append(f"read from disk per token: {format_bytes(p.disk_bytes_per_token)}")
     return lines
 
 
-def _origin(band: Band) -> str:
-    if band.runs >= ENOUGH_RUNS:
-        return f"from the last {band.runs} runs on this machine"
-    return f"assumed: {'no' if not band.runs else 'too few'} runs on this machine are known"
+def _band(band: Band) -> list[str]:
+    """One line, or two where the two figures' bands differ."""
+    if _width(band.decode) == _width(band.ttft):
+        return [f"error band {_width(band.decode)}"]
+    return [f"error band of tokens/s {_width(band.decode)}", f"error band of the first token {_width(band.ttft)}"]
+
+
+def _width(width: Width) -> str:
+    between = f"× or ÷ {width.factor:.2f}"
+    if width.known:
+        return f"{between}, from the last {width.runs} runs like this one on this machine"
+    return f"{between}, assumed: {'too few' if width.runs else 'no'} runs like this one on this machine are known"
+
+
+def _not_yet(solved: Solved) -> list[str]:
+    """Plans that would be better, and why this version cannot run them."""
+    lines = []
+    for candidate, p in solved.not_yet:
+        why = "; ".join(filter(None, (candidate.cannot_run, candidate.lossy)))
+        speed = f"{rate(p.decode_tokens_per_s)} tokens/s, first token after {format_seconds(p.ttft_s)}"
+        lines.append(f"not yet run by this version: {candidate.strategy} would give {speed} ({why})")
+    return lines
 
 
 def others(solved: Solved, what_if: WhatIf, ask: Ask | None) -> list[str]:
@@ -208,9 +232,9 @@ def gain(then: float, now: float) -> float:
     return then / now - 1
 
 
-def spread(value: float, half_width: float) -> tuple[float, float]:
-    """The ends of an error band."""
-    return max(0.0, value * (1 - half_width)), value * (1 + half_width)
+def spread(value: float, factor: float) -> tuple[float, float]:
+    """The ends of an error band. Errors multiply: half of a promise is as far from it as twice."""
+    return value / factor, value * factor
 
 
 def rate(per_s: float) -> str:
@@ -218,9 +242,9 @@ def rate(per_s: float) -> str:
     return f"{per_s:.{_digits(per_s)}f}"
 
 
-def rates(per_s: float, half_width: float) -> str:
-    """'6.48 to 7.92', with the digits of the value between them."""
-    lo, hi = spread(per_s, half_width)
+def rates(per_s: float, factor: float) -> str:
+    """'6.55 to 7.92', with the digits of the value between them."""
+    lo, hi = spread(per_s, factor)
     return f"{lo:.{_digits(per_s)}f} to {hi:.{_digits(per_s)}f}"
 
 

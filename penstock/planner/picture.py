@@ -14,6 +14,8 @@ from penstock.spec.machine import MachineSpec
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_seconds
 
+# How a picture of ours begins, and by what we know one again.
+BEGINS = '<svg xmlns="http://www.w3.org/2000/svg" data-made-by="penstock plan"'
 _WIDTH, _EDGE = 900, 24
 _LEFT, _LEFT_WIDTH = _EDGE, 384
 _RIGHT, _RIGHT_WIDTH = 448, 428
@@ -53,8 +55,7 @@ def svg(
     height = max(left_end, right_end) + _EDGE
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
-            f'width="{_WIDTH}" height="{height}">',
+            f'{BEGINS} viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}">',
             f"<title>{_clean(_title(solved.plan, name))}</title>",
             f"<style>{_STYLE}</style>",
             f'<rect class="page" width="{_WIDTH}" height="{height}"/>',
@@ -79,8 +80,8 @@ def _header(solved: Solved, machine: MachineSpec, name: str, band: Band | None) 
     p = solved.prediction
     speed, first = f"{rate(p.decode_tokens_per_s)} tokens/s", f"first token after {format_seconds(p.ttft_s)}"
     if band is not None:
-        speed += f" ({rates(p.decode_tokens_per_s, band.decode)})"
-        first += f" ({' to '.join(format_seconds(s) for s in spread(p.ttft_s, band.ttft))})"
+        speed += f" ({rates(p.decode_tokens_per_s, band.decode.factor)})"
+        first += f" ({' to '.join(format_seconds(s) for s in spread(p.ttft_s, band.ttft.factor))})"
     bound = f"bound by {lane_name(p.bound_by)}, busy {p.lane_share[p.bound_by]:.0%} of the time"
     return [
         _text(_LEFT, 38, _title(solved.plan, name), "big"),

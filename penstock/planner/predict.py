@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.graph import passes
 from penstock.graph.lower import Lowering
-from penstock.graph.tasks import Pass, fetched_bytes, kv_loaded_bytes, streamed_bytes
+from penstock.graph.tasks import Pass, Task, fetched_bytes, kv_loaded_bytes, streamed_bytes
 from penstock.planner.cost import Cost
 from penstock.planner.simulate import Simulator
 from penstock.spec.ask import Ask
@@ -17,7 +17,9 @@ from penstock.spec.plan import Plan
 # The first decode passes still profit from loads that ran ahead during prefill, and prepare calls that later ones
 # repeat; and passes differ a little, since units do not fill a ring evenly.
 _WARM_PASSES, _STEADY_PASSES = 2, 2
-_FIRST_PASSES, _SAMPLED_PASSES = 3, 16  # of prompts: the first ones start cold; of the others so many are simulated
+# Of prompts: the first ones start cold; of the others so many are simulated. What attention takes grows evenly from
+# chunk to chunk, so a few tell the sum; 16 made planning a prompt of 131,072 tokens take half a minute.
+_FIRST_PASSES, _SAMPLED_PASSES = 3, 6
 # The spread between tokens is taken over more of them where a pass has few tasks.
 _MOST_PASSES, _MOST_TASKS = 16, 2000
 
@@ -34,19 +36,26 @@ class Spread:
 @dataclass(frozen=True)
 class Prediction:
     """`ttft_s`: until every sequence has its first token. `decode_tokens_per_s` is of the whole batch, at the context
-    half-way through the output. `bound_by`: the lane that is busiest while decoding. `disk_bytes_per_token`: read per
-    decode pass, per sequence. `tier_bytes`: the peak per memory tier."""
+    half-way through the output. `bound_by`: the lane that is busiest while decoding. `lane_share`: how busy lanes are
+    while decoding, `ttft_lane_share` before. `disk_bytes_per_token`: read per decode pass, per sequence. `tier_bytes`:
+    the peak per memory tier."""
 
     ttft_s: float
     decode_tokens_per_s: float
     total_s: float
     bound_by: str
     lane_share: dict[str, float]
+    ttft_lane_share: dict[str, float]
     disk_bytes_per_token: float
     peak_host_bytes: int
     peak_device_bytes: int
     inter_token_s: Spread
     tier_bytes: dict[str, int]
+
+    @property
+    def ttft_bound_by(self) -> str:
+        """The lane that is busiest until the first tokens."""
+        return max(self.ttft_lane_share, key=lambda lane: self.ttft_lane_share[lane])
 
 
 def predict(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True) -> Prediction:
@@ -56,13 +65,15 @@ def predict(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True) -> 
     prompt = max(1, min(ask.prompt_tokens, plan.context - 1))
     pause_s = Cost(machine).between_passes_s
     ttft_s = 0.0
+    ttft_busy: dict[str, float] = {}
     for p, count in _sampled(list(passes.prompts(plan, seqs, (prompt,) * len(seqs), passes.DECODE))):
         start_s = simulator.now_s
-        simulator.run(lowering.step(p))
+        for lane, seconds in simulator.busy_s(lowering.step(p)).items():
+            ttft_busy[lane] = ttft_busy.get(lane, 0.0) + count * seconds
         simulator.pause(pause_s)
         ttft_s += count * (simulator.now_s - start_s)
     position = min(prompt + ask.output_tokens // 2, plan.context - 1)
-    streamed = tasks_seen = 0
+    tasks_seen, tasks = 0, list[Task]()
     busy: dict[str, float] = {}
     gaps: list[float] = []
     most_passes = _MOST_PASSES if spread else 0
@@ -71,12 +82,12 @@ def predict(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True) -> 
             busy = {}
         start_s = simulator.now_s
         tasks = list(lowering.step(passes.decode(plan, seqs, (position,) * len(seqs), passes.DECODE)))
-        for lane, seconds in simulator.run(tasks).busy_s().items():
+        for lane, seconds in simulator.busy_s(tasks).items():
             busy[lane] = busy.get(lane, 0.0) + seconds
         simulator.pause(pause_s)
         gaps.append(simulator.now_s - start_s)
-        streamed = sum(streamed_bytes(t, plan.units) + fetched_bytes(t) + kv_loaded_bytes(t) for t in tasks)
         tasks_seen += len(tasks)
+    streamed = sum(streamed_bytes(t, plan.units) + fetched_bytes(t) + kv_loaded_bytes(t) for t in tasks)
     steady = gaps[_WARM_PASSES:]
     step_s = sum(steady) / len(steady)
     tier_bytes = plan.tier_bytes()
@@ -87,6 +98,7 @@ def predict(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True) -> 
         bound_by=max(busy, key=lambda lane: busy[lane]),
         # What ended in the pause before counts too, and may have begun earlier.
         lane_share={lane: min(1.0, seconds / sum(steady)) for lane, seconds in busy.items()},
+        ttft_lane_share={lane: min(1.0, seconds / ttft_s) for lane, seconds in ttft_busy.items()},
         disk_bytes_per_token=streamed / len(seqs),
         peak_host_bytes=tier_bytes["host"],
         peak_device_bytes=sum(n for tier, n in tier_bytes.items() if tier.startswith("gpu")),

@@ -14,7 +14,7 @@ from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
 
-from penstock.graph.arenas import Layout
+from penstock.graph.arenas import gathers
 from penstock.planner.predict import Prediction, Spread, predict
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
@@ -153,20 +153,24 @@ def _further(near: Prediction, further: Sequence[tuple[float, Prediction]], plan
     def line(of: Callable[[Prediction], float]) -> float:
         return max(of(near), of(near) + sum(share * (of(far) - of(near)) for share, far in further))
 
-    per_token_s = line(lambda p: 1 / p.decode_tokens_per_s)
-    shares: dict[str, float] = {}
-    for lane in dict.fromkeys(lane for _, far in further for lane in far.lane_share):
-        busy_s = line(lambda p, lane=lane: p.lane_share.get(lane, 0.0) / p.decode_tokens_per_s)  # type: ignore[misc]
-        shares[lane] = min(1.0, busy_s / per_token_s)
+    def busy(of: Callable[[Prediction], dict[str, float]], wall_s: Callable[[Prediction], float]) -> dict[str, float]:
+        """Shares of lanes, from their seconds."""
+        return {
+            lane: min(1.0, line(lambda p, lane=lane: of(p).get(lane, 0.0) * wall_s(p)) / line(wall_s))  # type: ignore[misc]
+            for lane in dict.fromkeys(lane for _, far in further for lane in of(far))
+        }
+
+    shares = busy(lambda p: p.lane_share, lambda p: 1 / p.decode_tokens_per_s)
     seqs = min(ask.batch, plan.batch_seqs * plan.batches_per_pass)
-    fetched = 0 if Layout(plan).gathers else plan.parts["embed"].granule_bytes
+    fetched = 0 if gathers(plan) else plan.parts["embed"].granule_bytes
     tier_bytes = plan.tier_bytes()
     return Prediction(
         ttft_s=line(lambda p: p.ttft_s),
-        decode_tokens_per_s=1 / per_token_s,
+        decode_tokens_per_s=1 / line(lambda p: 1 / p.decode_tokens_per_s),
         total_s=line(lambda p: p.total_s),
         bound_by=max(shares, key=lambda lane: shares[lane]),
         lane_share=shares,
+        ttft_lane_share=busy(lambda p: p.ttft_lane_share, lambda p: p.ttft_s),
         disk_bytes_per_token=sum(streamed(plan, from_disk=True).values()) / seqs + fetched,
         peak_host_bytes=tier_bytes["host"],
         peak_device_bytes=sum(n for tier, n in tier_bytes.items() if tier.startswith("gpu")),

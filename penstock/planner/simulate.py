@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from penstock.graph.tasks import MOVES, Task
-from penstock.graph.timeline import Span, Timeline, span
+from penstock.graph.timeline import Timeline, span
 from penstock.planner.cost import Cost
 from penstock.spec.plan import Unit
 
@@ -25,17 +25,27 @@ class Simulator:
         self._queues: dict[str, deque[Task]] = {}
         self._waiting: set[int] = set()  # tasks that are not done
         self._running: dict[int, tuple[Task, float, float]] = {}  # task, when it started, seconds of work left
-        self._spans: list[Span] = []
+        self._ended: list[tuple[Task, float, float]] = []  # task, when it started and ended
+        self._slowed: dict[tuple[tuple[str, ...], frozenset[str]], float] = {}
         self.now_s = 0.0
 
     def run(self, tasks: Iterable[Task]) -> Timeline:
         """The tasks of one pass. It ends when its last task on an executor does; loads for the next pass may still be
         under way. Tokens are sampled in between, so executors wait for that. The spans are of tasks that ended
         since the timeline before."""
-        start_s, computing = self.now_s, self._add(tasks)
-        while not computing.isdisjoint(self._waiting):
-            self._step()
+        start_s = self.now_s
+        self._pass(tasks)
         return self._timeline(start_s)
+
+    def busy_s(self, tasks: Iterable[Task]) -> dict[str, float]:
+        """As `run`, but all that is told of the timeline is in how many seconds of it each lane had a task."""
+        self._pass(tasks)
+        total: dict[str, float] = {}
+        for task, start_s, end_s in self._ended:
+            for lane in task.lanes:
+                total[lane] = total.get(lane, 0.0) + end_s - start_s
+        self._ended = []
+        return total
 
     def drain(self) -> Timeline:
         """Everything that is still under way."""
@@ -50,6 +60,11 @@ class Simulator:
         while self.now_s < until_s * (1 - 1e-12):
             self._step(until_s)
 
+    def _pass(self, tasks: Iterable[Task]) -> None:
+        computing = self._add(tasks)
+        while not computing.isdisjoint(self._waiting):
+            self._step()
+
     def _add(self, tasks: Iterable[Task]) -> set[int]:
         computing = set()
         for task in tasks:
@@ -62,41 +77,48 @@ class Simulator:
 
     def _step(self, until_s: float = float("inf")) -> None:
         """Starts what can start, and goes on to the next task that is done, at most to `until_s`."""
+        running, waiting = self._running, self._waiting
         for queue in self._queues.values():
-            if queue and queue[0].id not in self._running and self._ready(queue[0]):
-                self._running[queue[0].id] = (queue[0], self.now_s, self._cost.seconds(queue[0]))
-        if not self._running:
+            if queue:
+                task = queue[0]
+                if task.id not in running and waiting.isdisjoint(task.after) and self._heads(task):
+                    running[task.id] = (task, self.now_s, self._cost.seconds(task))
+        if not running:
             assert until_s < float("inf"), "a task waits for one that never came"
             self.now_s = until_s
             return
-        busy = frozenset(lane for task, _, _ in self._running.values() for lane in task.lanes)
-        factors = {}
-        for i, (task, _, _) in self._running.items():
-            others = busy.difference(task.lanes)
-            factors[i] = max(self._cost.factor(lane, others) for lane in task.lanes)
-        next_s = min(left_s * factors[i] for i, (_, _, left_s) in self._running.items())
+        busy = frozenset([lane for task, _, _ in running.values() for lane in task.lanes])
+        factors = {i: self._factor(task.lanes, busy) for i, (task, _, _) in running.items()}
+        next_s = min([left_s * factors[i] for i, (_, _, left_s) in running.items()])
         passed_s = min(next_s, until_s - self.now_s)
         self.now_s += passed_s
-        for i, (task, start_s, left_s) in list(self._running.items()):
+        for i, (task, start_s, left_s) in list(running.items()):
             if left_s * factors[i] <= passed_s * (1 + 1e-12):
                 self._finish(task, start_s)
             else:
-                self._running[i] = (task, start_s, left_s - passed_s / factors[i])
+                running[i] = (task, start_s, left_s - passed_s / factors[i])
 
-    def _ready(self, task: Task) -> bool:
-        heads = all(self._queues[lane][0].id == task.id for lane in task.lanes)
-        return heads and self._waiting.isdisjoint(task.after)
+    def _factor(self, lanes: tuple[str, ...], busy: frozenset[str]) -> float:
+        found = self._slowed.get((lanes, busy))
+        if found is None:
+            others = busy.difference(lanes)
+            found = self._slowed[lanes, busy] = max(self._cost.factor(lane, others) for lane in lanes)
+        return found
+
+    def _heads(self, task: Task) -> bool:
+        """Whether the task is the next of all its lanes."""
+        return len(task.lanes) == 1 or all(self._queues[lane][0].id == task.id for lane in task.lanes)
 
     def _finish(self, task: Task, start_s: float) -> None:
         del self._running[task.id]
         self._waiting.discard(task.id)
         for lane in task.lanes:
             self._queues[lane].popleft()
-        self._spans.append(span(task, self._units, start_s, self.now_s))
+        self._ended.append((task, start_s, self.now_s))
 
     def _timeline(self, start_s: float) -> Timeline:
-        ended, self._spans = tuple(self._spans), []
-        return Timeline(ended, start_s, self.now_s)
+        ended, self._ended = self._ended, []
+        return Timeline(tuple(span(task, self._units, *times) for task, *times in ended), start_s, self.now_s)
 
 
 def simulate(tasks: Iterable[Task], cost: Cost) -> Timeline:

@@ -18,7 +18,7 @@ class BatchTables:
     """Arrays at fixed addresses; `move` gives them the positions of another batch of the same shape."""
 
     def __init__(self, batch: Batch, frequencies: Sequence[Frequencies], pages_per_seq: int) -> None:
-        first, t = min(batch.seqs), batch.total_rows
+        first, t = batch.first_seq, batch.total_rows
         # int32 [sequences, 3]: first page, counted from the first sequence's, start, rows.
         self._sequences = np.array(
             [((s - first) * pages_per_seq, 0, rows) for s, rows in zip(batch.seqs, batch.rows, strict=True)], np.int32

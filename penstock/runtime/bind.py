@@ -257,13 +257,13 @@ class Binding:
     def _pool(self, slot: Slot, layer: int, batch: Batch) -> KvPool:
         """The pages of the batch's sequences, from the first one's first page on."""
         a, fmt = self._spec.layers[layer].attention, self._layout.kv_home(layer, batch).format
-        pages = (max(batch.seqs) - min(batch.seqs) + 1) * self._layout.pages_per_seq
+        pages = (batch.last_seq - batch.first_seq + 1) * self._layout.pages_per_seq
         blocks = self._arenas.view(slot).reshape(pages, a.kv_heads, -1)
         return KvPool(blocks, self._plan.page_tokens, a.head_dim, fmt)
 
     def _tables(self, batch: Batch) -> Sequence[NDArray[np.int64]]:
         """Pages of each sequence, counted as in `_pool`."""
-        per_seq, first = self._layout.pages_per_seq, min(batch.seqs)
+        per_seq, first = self._layout.pages_per_seq, batch.first_seq
         return [np.arange((s - first) * per_seq, (s - first + 1) * per_seq) for s in batch.seqs]
 
     def _turn(self, layer: int, batch: Batch) -> tuple[Float32, Float32] | None:

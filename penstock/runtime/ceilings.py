@@ -7,7 +7,6 @@ compares a speed with it measures it in the same run.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from penstock import _native
 from penstock.errors import PenstockError, StorageFailed
-from penstock.runtime import host
+from penstock.runtime import child, host
 from penstock.runtime.probe_disk import ProbeFile, existing_file
 from penstock.units import MIB
 
@@ -50,11 +49,9 @@ def ceilings(threads: int, file: ProbeFile | None = None) -> Ceilings:
 
 def ceilings_apart(threads: int, file: Path | None) -> Ceilings:
     """In a process of its own, whose memory is not ours. Raises StorageFailed."""
-    command = [sys.executable, "-m", "penstock.runtime.ceilings", str(threads), *([str(file)] if file else [])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = child.run("penstock.runtime.ceilings", str(threads), *([str(file)] if file else []))
     if done.returncode:
-        said = (done.stderr.strip() or "no reason given").splitlines()[-1]
-        raise StorageFailed(f"measuring this machine's ceilings failed: {said}")
+        raise StorageFailed(f"measuring this machine's ceilings failed: {child.last_words(done)}")
     return Ceilings(**json.loads(done.stdout))
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock import _native
-from penstock.errors import StorageFailed
-from penstock.store.packed import Packed
+from penstock.errors import DamagedModel, PenstockError, StorageFailed
+from penstock.store.packed import Packed, damaged_granule
 
 
 class Load:
@@ -40,11 +40,13 @@ class Load:
         return self._begun.span_s
 
     def wait(self) -> int:
-        """Returns the bytes read when all are there. Raises StorageFailed."""
+        """Returns the bytes read when all are there, and right. Raises StorageFailed, DamagedModel."""
         try:
             got = self._begun.wait()
         except OSError as error:
             raise self._place.failed(error, self._begun.arrived) from None
+        except _native.Damaged as error:
+            raise self._place.damaged(error) from None
         if not self._settled:
             self._place.settle(got)
             self._settled = True
@@ -53,7 +55,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """`nbytes` at `offset` of an open file, which belong to a part."""
+    """`nbytes` at `offset` of an open file, which belong to a part, from its granule `lo` on."""
 
     path: Path
     fd: int
@@ -61,10 +63,14 @@ class FileRange:
     part: str
     offset: int
     nbytes: int
+    lo: int = 0
 
     def failed(self, error: OSError, arrived: int) -> StorageFailed:
         why = os.strerror(error.errno or 0)
         return StorageFailed(f"reading {self.path} at {self.offset + arrived} failed: {why}")
+
+    def damaged(self, error: _native.Damaged) -> DamagedModel:
+        return damaged_granule(self.path, self.part, self.lo + int(error.args[0]))
 
     def settle(self, got: int) -> None:
         """After a read that returned `got` bytes."""
@@ -79,12 +85,17 @@ class DiskReader:
     """Reads granule ranges of a packed model with O_DIRECT: `depth` blocks of `block_bytes` in flight on each disk that
     the model lies on (PIPO §3.3), by `engine`, "threads" or "io_uring".
 
+    Each granule is compared with its checksum when it is read first, by the reader's own thread; what was right once is
+    not compared again, so a disk that turns bad later is not noticed. A model without `sums` is read as it is.
+
     Where the kernel refuses an io_uring, threads do it. A file system that refuses O_DIRECT gets buffered reads, whose
     pages are dropped behind us, and one warning. `bytes_read` counts what the reads returned.
     """
 
     def __init__(self, packed: Packed, block_bytes: int, depth: int, engine: str) -> None:
         self._packed, self._block_bytes = packed, block_bytes
+        self._sums = None if packed.sums is None else _native.Sums(packed.sums)
+        self._first_granules = packed.first_granules
         self._fds: dict[Path, tuple[int, bool]] = {}
         self._readers: dict[str, _native.Reader] = {}
         self._closed: dict[str, int] = {}  # bytes that readers had read when they were closed
@@ -115,7 +126,7 @@ class DiskReader:
         says so; loads of a lane stay in order then, wherever the part lies."""
         place = self._locate(part, lo, hi)
         reader = self._readers.get(disk or "") or self._readers[self._packed.disks[place.path]]
-        return Load(reader.start(place.fd, place.offset, address, place.nbytes), place)
+        return Load(reader.start(place.fd, place.offset, address, place.nbytes, *self._expected(part, lo)), place)
 
     def read(self, part: str, lo: int, hi: int, address: int) -> int:
         """The same, and waits for it. A single block is read by this very thread, past what is queued."""
@@ -124,9 +135,11 @@ class DiskReader:
             return self.start(part, lo, hi, address).wait()
         reader = self._readers[self._packed.disks[place.path]]
         try:
-            got = reader.read(place.fd, place.offset, address, place.nbytes)
+            got = reader.read(place.fd, place.offset, address, place.nbytes, *self._expected(part, lo))
         except OSError as error:
             raise place.failed(error, 0) from None
+        except _native.Damaged as error:
+            raise place.damaged(error) from None
         place.settle(got)
         return got
 
@@ -141,7 +154,11 @@ class DiskReader:
 
     def _locate(self, part: str, lo: int, hi: int) -> FileRange:
         path, offset, nbytes = self._packed.locate(part, lo, hi)
-        return FileRange(path, *self._fds[path], part, offset, nbytes)
+        return FileRange(path, *self._fds[path], part, offset, nbytes, lo)
+
+    def _expected(self, part: str, lo: int) -> tuple[_native.Sums | None, int, int]:
+        """What granules from `lo` on are compared with, as the native reader takes it."""
+        return self._sums, self._first_granules[part] + lo, self._packed.parts[part].granule_bytes
 
 
 def waited_for(loads: Iterable[Load], ahead: int) -> Iterator[int]:
@@ -157,7 +174,7 @@ def waited_for(loads: Iterable[Load], ahead: int) -> Iterator[int]:
             yield begun.popleft().wait()
     finally:
         for load in begun:
-            with suppress(StorageFailed):
+            with suppress(PenstockError):
                 load.wait()
 
 

@@ -9,7 +9,6 @@ import os
 import platform
 import re
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -21,9 +20,9 @@ from pathlib import Path
 from threadpoolctl import threadpool_limits
 
 from penstock import _native
-from penstock.errors import BadRequest, PenstockError, StorageFailed
+from penstock.errors import BadRequest, BrokenModel, PenstockError, StorageFailed
 from penstock.kernels import cpu
-from penstock.runtime import host
+from penstock.runtime import child, host
 from penstock.runtime.bind_native import Native, native
 from penstock.runtime.ceilings import RAM_BYTES, ram_read_bytes_per_s
 from penstock.runtime.movers import new_reader
@@ -34,6 +33,7 @@ from penstock.runtime.probe_tasks import task_rates
 from penstock.spec import machine as machines
 from penstock.spec.format import DEFAULT_GROUP, Format
 from penstock.spec.machine import MachineSpec, Rate, Sharing, Tier
+from penstock.store.files import read_text, write_bytes
 
 _WORK_BYTES = RAM_BYTES
 _SHARING_S, _SHARING_READS, _SHARING_TURNS = 0.1, 9, 7
@@ -46,6 +46,11 @@ def machine_file(cache: Path) -> Path:
     return cache / "machines" / f"{_fingerprint()}.json"
 
 
+def probed_file(file: Path) -> Path:
+    """Beside a machine's file that was calibrated: as the probe wrote it."""
+    return file.with_suffix(".probed.json")
+
+
 def load_or_probe(
     cache: Path,
     disk_folder: Path,
@@ -55,23 +60,30 @@ def load_or_probe(
     """The machine as measured before, or measured now and kept. Memory is always read afresh. `detailed`: says what had
     to be measured again."""
     path = machine_file(cache)
-    if path.exists():
-        try:
-            return _with_memory(machines.loads(path.read_text(), str(path)))
-        except (BadRequest, UnicodeDecodeError):
-            path.unlink(missing_ok=True)  # damaged, or written by another version: measure again
+    if (known := kept(path)) is not None:
+        return _with_memory(known)
     if on_progress:
         on_progress("measuring this machine, once (about a minute)", 0, 0)
     found = probe_apart(disk_folder, on_progress if detailed else None)
     keep(path, found)
+    probed_file(path).unlink(missing_ok=True)  # of the probe before this one
     return found
+
+
+def kept(path: Path) -> MachineSpec | None:
+    """What `keep` wrote. A file that is damaged, or was written by another version, is removed: measure again."""
+    if not path.exists():
+        return None
+    try:
+        return machines.loads(read_text(path), str(path))
+    except (BadRequest, BrokenModel):
+        path.unlink(missing_ok=True)
+        return None
 
 
 def keep(path: Path, machine: MachineSpec) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{os.getpid()}.tmp")
-    aside.write_text(machines.dumps(machine))
-    aside.rename(path)
+    write_bytes(path, machines.dumps(machine).encode())
 
 
 def probe_apart(
@@ -81,19 +93,9 @@ def probe_apart(
     kv_formats: Sequence[str] = KV_FORMATS,
 ) -> MachineSpec:
     """In a process of its own: what the probe allocates must not count against the run that follows."""
-    command = [
-        sys.executable,
-        "-m",
-        "penstock.runtime.probe",
-        str(disk_folder),
-        ",".join(formats),
-        ",".join(kv_formats),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = child.run("penstock.runtime.probe", str(disk_folder), ",".join(formats), ",".join(kv_formats))
     if done.returncode:
-        raise StorageFailed(
-            f"measuring this machine failed: {(done.stderr.strip() or 'no reason given').splitlines()[-1]}"
-        )
+        raise StorageFailed(f"measuring this machine failed: {child.last_words(done)}")
     if on_progress is not None:
         for line in done.stderr.splitlines():
             on_progress(line, 0, 0)  # what was measured again

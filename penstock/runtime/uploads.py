@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 
-from penstock.errors import StorageFailed
+from penstock.errors import PenstockError
 from penstock.graph.arenas import Layout
 from penstock.graph.tasks import Slot
 from penstock.runtime.arena import Arenas
@@ -47,7 +47,7 @@ def lift_weights(plan: Plan, layout: Layout, reader: DiskReader, arenas: Arenas,
             yield finish()
     finally:
         for load, _, _ in begun:
-            with suppress(StorageFailed):
+            with suppress(PenstockError):
                 load.wait()
 
 

@@ -120,7 +120,7 @@ def bench(
         statistics.median(first.disk_bytes_per_token for first in firsts) * ask.batch,
         weight_bytes(engine.plan),
         _moved(firsts),
-        engine.session.peak_host_bytes,
+        engine.peak_host_bytes,
     )
 
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import BadRequest, DoesNotFit
+from penstock.errors import BadRequest, DamagedModel, DoesNotFit
 from penstock.graph import passes
 from penstock.graph.check_plan import check_plan
 from penstock.graph.tasks import Batch
 from penstock.planner.predict import predict
 from penstock.planner.solve import Solved, settle_context, solve
-from penstock.planner.solve.residency import require_minimum
+from penstock.planner.solve.ours.ram import require_minimum
 from penstock.runtime import host
 from penstock.runtime.device import Device, uses_device
 from penstock.runtime.device.choose import Chosen, choose
@@ -28,25 +29,50 @@ from penstock.serve.planning import default_cache
 from penstock.serve.sampling import Sampler, SamplingParams
 from penstock.serve.session import Progress, Session
 from penstock.serve.tokenizer import StopStrings, Tokenizer
+from penstock.serve.turns import Turns
 from penstock.spec.ask import Ask
 from penstock.spec.machine import PROCESS_BYTES, MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.spec.plan import DEVICE, Plan
 from penstock.store.packed import Packed, open_packed
-from penstock.units import MIB, format_bytes, format_mib_up, parse_bytes, round_up
+from penstock.units import MIB, format_bytes, format_mib_up, round_up
+
+if TYPE_CHECKING:
+    from penstock.serve.source import Source
 
 
 class Engine:
-    """One model, planned and loaded. `solved` has the plan, what it promises, and the reasons."""
+    """One model, planned and loaded. `solved` has the plan, what it promises, and the reasons.
+
+    Threads may share it: a call waits until the calls and streams of other threads have ended. The thread that holds
+    an open stream gets BadRequest from every other call until that stream is read to its end, closed or collected.
+    """
 
     def __init__(self, packed: Packed, solved: Solved, session: Session) -> None:
         self.packed, self.solved, self.session = packed, solved, session
         self.plan, self.prediction = solved.plan, solved.prediction
+        self._turns = Turns()
         self._tokenizer: Tokenizer | None = None
+        self._opening_tokenizer = threading.Lock()
+        self._limit_bytes: int | None = None  # of the host's memory, if the user has set one
         self._machine_file: Path | None = None  # whose predictions this engine's runs put to the test
         self.last: Generation | None = None
         self.notes: tuple[str, ...] = ()  # what a user should know of the device, a line each
         self.machine: MachineSpec | None = None  # whose figures the plan was made with
+        self._source: Source | None = None
+
+    @classmethod
+    def open(cls, source: Source, ask: Ask, **how: Any) -> Engine:
+        """`load` of what `serve.source.resolve` found, which stays where it is until `close`. A copy in the cache that
+        loading finds damaged is packed again and loaded; one that a pass finds damaged, when it is next wanted."""
+        try:
+            engine = cls.load(source.folder, ask, **how)
+        except DamagedModel as error:
+            source = source.again(error)
+            engine = cls.load(source.folder, ask, **how)
+        engine._source = source
+        engine.session.on_damage = source.mark_damaged
+        return engine
 
     @classmethod
     def load(
@@ -62,12 +88,15 @@ class Engine:
         kernels: str | None = None,
         exact: bool = False,
         serial: bool = False,
+        verify: bool = True,
+        tokenizer: Tokenizer | None = None,
         on_progress: Progress | None = None,
     ) -> Engine:
         """Plans (or takes `plan`), then loads; `device`: auto, cuda, none, emulated, or chosen already; `threads` to
-        `serial` are a Session's. Raises DoesNotFit before anything is loaded, and BadRequest for a `plan` that makes no
-        sense or is for another model."""
-        packed = open_packed(folder)
+        `serial` are a Session's; `verify`: every byte is compared with what was packed when it is read first;
+        `tokenizer`: the model's, where it is open already. Raises DoesNotFit before anything is loaded, DamagedModel
+        here and in later passes, and BadRequest for a `plan` that makes no sense or is for another model."""
+        packed = open_packed(folder, verify)
         _check_limit(ask)
         if plan is not None:
             check_plan(plan, packed.spec, packed.weights)
@@ -107,18 +136,31 @@ class Engine:
         why = (session.kernels, *([taken.description] if taken else [chosen.reason] if device != "auto" else []))
         engine = cls(packed, replace(solved, reasons=(*solved.reasons, *why)), session)
         engine.notes, engine.machine = _notes(chosen, taken, ask), machine
+        engine._tokenizer, engine._limit_bytes = tokenizer, ask.host_memory_bytes
         if kept is not None and threads is None and not exact and kernels is None and not serial and taken is None:
             engine._machine_file = kept
         return engine
 
     @property
     def tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            self._tokenizer = Tokenizer.open(self.packed.folder)
-        return self._tokenizer
+        with self._opening_tokenizer:
+            if self._tokenizer is None:
+                verify = self.packed.sums is not None
+                self._tokenizer = Tokenizer.open(self.packed.folder, self._limit_bytes, verify)
+            return self._tokenizer
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """Of this process and the tokenizer's."""
+        return self.session.peak_host_bytes + (self._tokenizer.peak_bytes if self._tokenizer else 0)
 
     def close(self) -> None:
+        """Frees the model. An answer under way in another thread ends with BadRequest at its next token."""
         self.session.close()
+        if self._source is not None:
+            self._source.close()
+        if self._tokenizer is not None:
+            self._tokenizer.close()
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Logits of every position, float32 [T, V]. The ask must have been one with `score`."""
@@ -127,7 +169,9 @@ class Engine:
 
     def score(self, token_ids: Sequence[int]) -> Iterator[NDArray[np.float32]]:
         """Logits chunk by chunk, float32 [n, V] each, all positions in order."""
-        ids = self._checked(token_ids)
+        return self._turns.stream(self._scored(self._checked(token_ids)))
+
+    def _scored(self, ids: NDArray[np.int32]) -> Iterator[NDArray[np.float32]]:
         for p in passes.prefill(self.plan, 0, len(ids), None, score=True):
             batch = p.batches[0]
             chunk = ids[batch.start[0] : batch.start[0] + batch.rows[0]]
@@ -140,18 +184,22 @@ class Engine:
         """Answers in the order of the prompts, as many at a time as the plan has sequences."""
         at_once = self.plan.batch_seqs * self.plan.batches_per_pass
         answers: list[Generation] = []
-        for lo in range(0, len(prompts), at_once):
-            run = _Run(self, prompts[lo : lo + at_once], params)
-            for _ in run.pieces():
-                pass
-            answers += run.answers
+        with self._turns.turn():
+            for lo in range(0, len(prompts), at_once):
+                run = _Run(self, prompts[lo : lo + at_once], params, streams=False)
+                for _ in run.pieces():
+                    pass
+                answers += run.answers
         if answers:
             self.last = answers[-1]
         return answers
 
     def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[str]:
         """Pieces of the answer's text as they become certain; afterwards `last` is the whole Generation."""
-        run = _Run(self, [prompt_ids], params)
+        return self._turns.stream(self._streamed(prompt_ids, params))
+
+    def _streamed(self, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[str]:
+        run = _Run(self, [prompt_ids], params, streams=True)
         for _, piece in run.pieces():
             if piece:
                 yield piece
@@ -160,7 +208,8 @@ class Engine:
     def keep(self, generation: Generation) -> None:
         """Notes predicted beside measured, for the error band of later predictions (`serve.history`)."""
         if self._machine_file is not None:
-            note_run(self._machine_file, self.plan, self.prediction, generation)
+            assert self.machine is not None, "load sets both"
+            note_run(self._machine_file, self.machine, self.plan, self.prediction, generation)
 
     def _checked(self, token_ids: Sequence[int]) -> NDArray[np.int32]:
         """Ids as int32 [T]. Raises BadRequest for none, unknown ones, or more than the plan's context."""
@@ -182,13 +231,15 @@ class Engine:
 class _Run:
     """A group of sequences that decode together."""
 
-    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, streams: bool) -> None:
+        """`streams`: somebody wants each piece of text as soon as it is certain."""
         self._engine, self._params = engine, params
         self._prompts = [engine._checked(prompt) for prompt in prompts]
         self.answers = [Generation(len(p), len(prompts), engine.plan.context) for p in self._prompts]
         self._samplers = [Sampler(params, p.tolist()) for p in self._prompts]
         self._eos = frozenset() if params.ignore_eos else engine.tokenizer.eos_ids
-        self._streams = [engine.tokenizer.stream() for _ in prompts]
+        # A decode for each token is 70 µs, of which a batch has many: it is decoded at its end, where that will do.
+        self._streams = [engine.tokenizer.stream(whole=not streams and not params.stop) for _ in prompts]
         self._stops = [StopStrings(params.stop) for _ in prompts]
         # A sequence may fill its context: its last token is then not fed back.
         self._room = [engine.plan.context - len(p) + 1 for p in self._prompts]
@@ -208,7 +259,7 @@ class _Run:
                     last_s[seq] = time.perf_counter()
                     self.answers[seq].ttft_s = last_s[seq] - start_s
                     yield seq, piece
-        decode_start_s, decode_tokens, decode_bytes = time.perf_counter(), 0, 0
+        decode_start_s, decode_steps, decode_tokens, decode_bytes = time.perf_counter(), 0, 0, 0
         while alive := [seq for seq, answer in enumerate(self.answers) if not answer.finish_reason]:
             for seq, logits, best in self._decode(alive):
                 piece = self._accept(seq, logits, best)
@@ -216,6 +267,7 @@ class _Run:
                 self.answers[seq].inter_token_s.append(now_s - last_s[seq])
                 last_s[seq] = now_s
                 yield seq, piece
+            decode_steps += 1
             decode_tokens += len(alive)
             decode_bytes += session.consumed_bytes
         decode_s = time.perf_counter() - decode_start_s
@@ -224,9 +276,10 @@ class _Run:
         for answer in self.answers:
             answer.batch_ttft_s = batch_ttft_s
             answer.decode_s, answer.decode_tokens = decode_s if decode_tokens else 0.0, decode_tokens
+            answer.decode_steps = decode_steps
             answer.decode_disk_bytes = decode_bytes
             answer.bytes_moved = {lane: now - before.get(lane, 0) for lane, now in session.bytes_moved().items()}
-            answer.peak_host_bytes = session.peak_host_bytes
+            answer.peak_host_bytes = self._engine.peak_host_bytes
             answer.peak_device_bytes = session.peak_device_bytes
 
     def _rows(self, batch: Batch) -> NDArray[np.int32]:
@@ -262,6 +315,7 @@ class _Run:
                 answer.finish_reason = "stop"
             elif len(answer.token_ids) >= self._limit(seq):
                 answer.finish_reason = "length"
+                answer.context_full = self._room[seq] < self._params.max_tokens
         if answer.finish_reason and stops.hit is None:
             piece += stops.push(stream.finish()) + stops.finish()
         answer.text += piece
@@ -308,8 +362,9 @@ def _notes(chosen: Chosen, taken: Device | None, ask: Ask) -> tuple[str, ...]:
         return tuple(line for line in (taken.description, taken.note) if line)
     if chosen.open is not None:
         return (f"{chosen.reason}, but is left alone: the CPU by itself is as fast",)
-    said = chosen.surprise or (ask.device_memory_bytes is not None and chosen.name == "none")
-    return (chosen.reason,) if said else ()
+    if ask.device_memory_bytes is not None and chosen.name == "none":
+        return (f"--device-memory limits nothing: {chosen.reason}",)
+    return ()
 
 
 def _check_free(plan: Plan, beside_bytes: int = 0) -> None:
@@ -325,75 +380,3 @@ def _check_free(plan: Plan, beside_bytes: int = 0) -> None:
             have_bytes=have,
             minimum_bytes=need,
         )
-
-
-@dataclass
-class Answer:
-    """What `LLM.generate` returns for a prompt."""
-
-    prompt: str
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-
-
-class LLM:
-    """`LLM(model, host_memory="12GiB", weights="int4").generate(prompts, SamplingParams(max_tokens=64))`.
-
-    `model`: a packed model, a Hugging Face folder (packed into the cache on first use) or a Hub id. Sizes are
-    bytes or strings such as "6GiB".
-    """
-
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        device: str = "auto",
-        device_memory: int | str | None = None,
-        host_memory: int | str | None = None,
-        resident: int | str | None = None,
-        weights: str | None = None,
-        kv: str | None = None,
-        kv_home: str | None = None,
-        batch: int = 1,
-        context: int | None = None,
-        cache: str | Path | None = None,
-        on_progress: Callable[[str, int, int], None] | None = None,
-    ) -> None:
-        from penstock.serve.source import resolve
-
-        folder = resolve(
-            str(model), weights=weights, cache=Path(cache) if cache else default_cache(), on_progress=on_progress
-        )
-        ask = Ask(
-            batch=batch,
-            context=context,
-            host_memory_bytes=_size(host_memory, "host_memory"),
-            device_memory_bytes=_size(device_memory, "device_memory"),
-            resident_bytes=_size(resident, "resident"),
-            kv=kv,
-            kv_home=kv_home,
-            use_device=device in ("cuda", "emulated"),
-        )
-        kept = Path(cache) if cache else None
-        self.engine = Engine.load(folder, ask, device=device, cache=kept, on_progress=on_progress)
-
-    def generate(self, prompts: str | Sequence[str], params: SamplingParams | None = None) -> list[Answer]:
-        """Completes each prompt as it stands; no chat template is applied."""
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        ids = [self.engine.tokenizer.encode(text) for text in texts]
-        found = self.engine.generate(ids, params or SamplingParams())
-        return [Answer(t, g.text, g.token_ids, g.finish_reason) for t, g in zip(texts, found, strict=True)]
-
-    def close(self) -> None:
-        self.engine.close()
-
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
-
-def _size(value: int | str | None, what: str) -> int | None:
-    return parse_bytes(value, what) if isinstance(value, str) else value

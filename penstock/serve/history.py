@@ -1,165 +1,197 @@
-"""What was predicted and what came, run by run: the error band of the next prediction, and a calibration.
+"""What was predicted and what came, run by run: the error band of the next prediction.
 
 One file per machine beside its figures, a JSON object a line, the last few hundred. A line that cannot be read (another
-version's, or half-written when the power went) counts as not there.
+version's, or half-written when the power went) counts as not there. A run tells something of predictions that are made
+with the same figures of the machine: after a calibration or another probe the runs before it wait until those figures
+are in force again. How likely a prediction is off by which factor is told by runs that are like it: the same lane
+binds, and steps are of the same size. So runs of a tiny model say nothing of a large one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import statistics
+import math
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
-from datetime import date
+from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.planner.explain import Band
+from penstock.errors import BadRequest, BrokenModel, StorageFailed
+from penstock.planner import dominant
+from penstock.planner.dominant import Dominant
+from penstock.planner.explain import Band, Width
 from penstock.planner.predict import Prediction
 from penstock.serve.generation import Generation
+from penstock.spec import codec
 from penstock.spec import plan as plans
-from penstock.spec.machine import MachineSpec, Rate
-from penstock.spec.plan import Plan
+from penstock.spec.machine import MachineSpec
+from penstock.spec.plan import DEVICE, Plan
+from penstock.store.files import read_text, write_bytes
 
 _KEPT, _RECENT = 500, 50
-# The band where nothing was seen yet, and the least where everything was right: machines drift by as much in an hour.
-_UNSEEN, _LEAST = 0.25, 0.1
-_ENOUGH = 3
-_SHARE = 0.8  # how busy a lane must have been for a run to say something of its speed
-_MOST_CHANGE = 4.0
+_LEAST_STEPS = 4  # of a run that says anything
+_ENOUGH_RUNS = 3
+# Factors: the least band, where everything was right, since machines drift by as much in an hour; and the most, beyond
+# which a band says nothing any more.
+_LEAST, _MOST = 1.1, 100.0
+_SHARE_WITHIN = 0.8  # of runs, that a band held
+_DECADES = 1.0  # between two predicted times that are nothing alike
+_OTHER_FORMAT = 0.5  # the likeness of a run in another format: other kernels, the same disk and RAM
+_LEAST_ALIKE = 0.25  # that counts
+_ENOUGH_ALIKE = 2.0  # of all that count together
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One of the two that a run has: until the first tokens, or a decode pass. `bound_by`: the lane that was to be
+    busiest. `dominant`: the machine's figure that `predicted_s` hangs on most."""
+
+    predicted_s: float
+    measured_s: float
+    bound_by: str
+    dominant: Dominant
+
+    @property
+    def log_ratio(self) -> float:
+        """Of measured over predicted seconds, the natural logarithm."""
+        return math.log(self.measured_s) - math.log(self.predicted_s)
+
+    def likeness(self, predicted_s: float, bound_by: str) -> float:
+        """From 0 to 1 to a prediction of so many seconds that this lane binds."""
+        if bound_by != self.bound_by or not predicted_s > 0:
+            return 0.0
+        return max(0.0, 1 - abs(math.log10(predicted_s) - math.log10(self.predicted_s)) / _DECADES)
 
 
 @dataclass(frozen=True)
 class Run:
-    """Predicted beside measured. `plan`: a hash; `bound_by`: a lane, `bound_share`: how busy it was while decoding."""
+    """`figures`: of the machine, as `figures_id` names them. `plan`: a hash. `weights`: their format. `decode_s`:
+    seconds of its `decode_steps` passes."""
 
+    figures: str
     plan: str
-    prompt_tokens: int
+    weights: str
     batch: int
-    predicted_ttft_s: float
-    ttft_s: float
-    predicted_tokens_per_s: float
-    tokens_per_s: float
-    bound_by: str
-    bound_share: float
+    prompt_tokens: int
+    output_tokens: int
+    decode_steps: int
+    decode_s: float
+    first: Phase
+    step: Phase
 
-    @property
-    def decode_error(self) -> float:
-        return abs(self.predicted_tokens_per_s / self.tokens_per_s - 1) if self.tokens_per_s else 0.0
 
-    @property
-    def ttft_error(self) -> float:
-        return abs(self.predicted_ttft_s / self.ttft_s - 1) if self.ttft_s else 0.0
+def figures_id(machine: MachineSpec) -> str:
+    """A hash of what predictions without a device are made of. Memory, which changes all the time, does not count."""
+
+    def here(lane: str) -> bool:
+        return lane.startswith(("host", "disk"))
+
+    rates = sorted((rate for rate in machine.rates if here(rate.lane)), key=repr)
+    sharing = sorted((each for each in machine.sharing if here(each.lane) and here(each.beside)), key=repr)
+    return hashlib.sha256(repr((machine.threads, rates, sharing)).encode()).hexdigest()[:16]
 
 
 def plan_hash(plan: Plan) -> str:
     return hashlib.sha256(plans.dumps(plan).encode()).hexdigest()[:16]
 
 
+def step_s(prediction: Prediction, plan: Plan, batch: int) -> float:
+    """Predicted seconds of a decode pass where `batch` sequences are wanted."""
+    return min(batch, plan.batch_seqs * plan.batches_per_pass) / prediction.decode_tokens_per_s
+
+
 def history_file(machine_file: Path) -> Path:
     return machine_file.with_suffix(".runs.jsonl")
 
 
-def note_run(machine_file: Path, plan: Plan, prediction: Prediction, generation: Generation) -> None:
-    """Keeps a run. Where nothing can be written the run was good all the same."""
-    if generation.decode_tokens < 4:  # too little to say anything
+def note_run(
+    machine_file: Path, machine: MachineSpec, plan: Plan, prediction: Prediction, generation: Generation
+) -> None:
+    """Keeps a run. `machine`: whose figures the prediction was made with. Where nothing can be written the run was good
+    all the same."""
+    steps, batch = generation.decode_steps, generation.batch
+    if steps < _LEAST_STEPS:
         return
+    prompt = max(1, generation.prompt_tokens)
+    position = min(prompt + steps // 2, plan.context - 1)
     run = Run(
+        figures=figures_id(machine),
         plan=plan_hash(plan),
+        weights=plan.target.weights.name,
+        batch=batch,
         prompt_tokens=generation.prompt_tokens,
-        batch=generation.batch,
-        predicted_ttft_s=prediction.ttft_s,
-        ttft_s=generation.batch_ttft_s,
-        predicted_tokens_per_s=prediction.decode_tokens_per_s,
-        tokens_per_s=generation.decode_tokens_per_s,
-        bound_by=prediction.bound_by,
-        bound_share=prediction.lane_share[prediction.bound_by],
+        output_tokens=generation.output_tokens,
+        decode_steps=steps,
+        decode_s=generation.decode_s,
+        first=Phase(
+            prediction.ttft_s,
+            generation.batch_ttft_s,
+            prediction.ttft_bound_by,
+            dominant.of_prompts(plan, prediction, machine, prompt, batch),
+        ),
+        step=Phase(
+            step_s(prediction, plan, batch),
+            generation.decode_s / steps,
+            prediction.bound_by,
+            dominant.of_decoding(plan, prediction, machine, position, batch),
+        ),
     )
     with suppress(OSError):
         file = history_file(machine_file)
         file.parent.mkdir(parents=True, exist_ok=True)
-        lines = [*_lines(file)[1 - _KEPT :], json.dumps(asdict(run))]
-        aside = file.with_suffix(f".{os.getpid()}.tmp")
-        aside.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        aside.rename(file)
+        lines = [*_lines(file)[1 - _KEPT :], json.dumps(codec.to_json(run))]
+        write_bytes(file, ("\n".join(lines) + "\n").encode())
 
 
-def runs(machine_file: Path) -> list[Run]:
-    """Oldest first."""
-    names, found = {f.name for f in fields(Run)}, []
+def runs(machine_file: Path, machine: MachineSpec) -> list[Run]:
+    """Those whose predictions were made with the figures that this machine has now, oldest first."""
+    figures, found = figures_id(machine), []
     for line in _lines(history_file(machine_file)):
-        with suppress(ValueError, TypeError):
-            data = json.loads(line)
-            if isinstance(data, dict) and set(data) == names:
-                run = Run(**data)
-                if min(run.ttft_s, run.tokens_per_s, run.predicted_ttft_s, run.predicted_tokens_per_s) > 0:
-                    found.append(run)
+        if figures not in line:  # before 70 µs are spent on it
+            continue
+        with suppress(BadRequest, ValueError, RecursionError):
+            run = codec.from_json(Run, json.loads(line))
+            seconds = [s for phase in (run.first, run.step) for s in (phase.predicted_s, phase.measured_s)]
+            if run.figures == figures and min(*seconds, run.decode_s) > 0:
+                found.append(run)
     return found
 
 
-def band(seen: list[Run]) -> Band:
-    """As wide as four of five of the last runs were wrong, and not narrower than a machine drifts."""
-    recent = seen[-_RECENT:]
-    if len(recent) < _ENOUGH:
-        return Band(_UNSEEN, _UNSEEN, len(recent))
-    decode, ttft = (_fifth(errors) for errors in ([r.decode_error for r in recent], [r.ttft_error for r in recent]))
-    return Band(max(_LEAST, decode), max(_LEAST, ttft), len(recent))
+def band(seen: Iterable[Run], prediction: Prediction, plan: Plan, batch: int) -> Band:
+    """Of a prediction for `batch` sequences, by the last runs that are like it."""
+    decode_s, weights = step_s(prediction, plan, batch), plan.target.weights.name
+    firsts, steps = list[tuple[float, float]](), list[tuple[float, float]]()  # likeness, log ratio
+    for run in seen:
+        like = 1.0 if run.weights == weights else _OTHER_FORMAT
+        firsts.append((like * run.first.likeness(prediction.ttft_s, prediction.ttft_bound_by), run.first.log_ratio))
+        steps.append((like * run.step.likeness(decode_s, prediction.bound_by), run.step.log_ratio))
+    return Band(_width(steps), _width(firsts))
 
 
-def error_band(cache: Path) -> Band:
-    """Of predictions on this machine."""
-    from penstock.runtime.probe import machine_file
-
-    return band(runs(machine_file(cache)))
-
-
-def calibrated(machine: MachineSpec, seen: list[Run]) -> tuple[MachineSpec, list[str]]:
-    """The machine with the speeds that runs showed, and a line per change. Decoding says how fast the busiest lane
-    moves bytes, a first token after a longer prompt how fast the processor multiplies."""
-    lines, rates = [], list(machine.rates)
-    for lane in ("host", "disk0"):
-        ratios = [r.predicted_tokens_per_s / r.tokens_per_s for r in seen if _shows(r, lane)]
-        if len(ratios) >= _ENOUGH:
-            factor = _within(statistics.median(ratios))
-            rates = [_scaled(r, lane, factor, 1.0) for r in rates]
-            lines.append(f"{lane}: {len(ratios)} runs decoded {1 / factor:.2f} times as fast as predicted")
-    ratios = [r.ttft_s / r.predicted_ttft_s for r in seen if r.bound_by == "host" and r.prompt_tokens >= 128]
-    if len(ratios) >= _ENOUGH:
-        factor = _within(statistics.median(ratios))
-        rates = [_scaled(r, "host", 1.0, factor) for r in rates]
-        lines.append(f"host: {len(ratios)} prompts took {factor:.2f} times as long as predicted")
-    source = f"{machine.source}; calibrated {date.today().isoformat()} by {len(seen)} runs" if lines else machine.source
-    return replace(machine, rates=tuple(rates), source=source), lines
+def error_band(machine_file: Path, machine: MachineSpec, prediction: Prediction, plan: Plan, batch: int) -> Band:
+    """Of a prediction for this machine. No runs with a device are kept, so those plans have the usual one."""
+    if DEVICE in plan.tier_bytes():
+        return Band()
+    return band(runs(machine_file, machine), prediction, plan, batch)
 
 
-def _shows(run: Run, lane: str) -> bool:
-    return run.bound_by == lane and run.bound_share >= _SHARE
-
-
-def _within(factor: float) -> float:
-    return min(_MOST_CHANGE, max(1 / _MOST_CHANGE, factor))
-
-
-def _scaled(rate: Rate, lane: str, bytes_factor: float, flops_factor: float) -> Rate:
-    if rate.lane != lane:
-        return rate
-    return replace(
-        rate,
-        alpha_s=rate.alpha_s * bytes_factor,
-        s_per_byte=rate.s_per_byte * bytes_factor,
-        s_per_flop=rate.s_per_flop * flops_factor,
-    )
-
-
-def _fifth(errors: list[float]) -> float:
-    """What one in five errors is above."""
-    ordered = sorted(errors)
-    return ordered[min(len(ordered) - 1, len(ordered) * 4 // 5)]
+def _width(seen: list[tuple[float, float]]) -> Width:
+    """By which factor four of five runs were wrong at most, each counting as much as it is alike, and not less than a
+    machine drifts. `seen`: likeness and log ratio, oldest first."""
+    alike = [(likeness, log_ratio) for likeness, log_ratio in seen if likeness >= _LEAST_ALIKE][-_RECENT:]
+    total, reached, within = sum(likeness for likeness, _ in alike), 0.0, 0.0
+    if len(alike) < _ENOUGH_RUNS or total < _ENOUGH_ALIKE:
+        return Width(runs=len(alike))
+    for error, likeness in sorted((abs(log_ratio), likeness) for likeness, log_ratio in alike):
+        reached, within = reached + likeness, error
+        if reached > _SHARE_WITHIN * total:
+            break
+    return Width(math.exp(min(math.log(_MOST), max(math.log(_LEAST), within))), len(alike), True)
 
 
 def _lines(file: Path) -> list[str]:
     try:
-        return file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
+        return read_text(file).splitlines()
+    except (BrokenModel, StorageFailed):
         return []

@@ -23,15 +23,17 @@ def default_cache() -> Path:
         raise BadRequest("this user has no home folder: name a cache folder (--cache DIR)") from None
 
 
-def describe(model: Path, weights: Format | None = None) -> tuple[ModelSpec, Format]:
+def describe(model: Path, weights: Format | None = None, verify: bool = True) -> tuple[ModelSpec, Format]:
     """A model's spec and the format that its weights have, or would have once packed.
 
-    `model`: a folder, a config.json, or where there is none the name of a bundled shape.
+    `model`: a folder, a config.json, or where there is none the name of a bundled shape. `verify`: a packed model's
+    config.json is what was packed, else DamagedModel.
     """
     model = shapes.locate(model)
-    _, spec = read_config(model)
+    manifest = read_manifest(model) if is_packed(model) else None
+    _, spec = read_config(model, manifest.files if verify and manifest is not None else ())
     if weights is None:
-        weights = parse_format(read_manifest(model).weights) if is_packed(model) else Format(spec.dtype)
+        weights = parse_format(manifest.weights) if manifest is not None else Format(spec.dtype)
     return spec, weights
 
 

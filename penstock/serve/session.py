@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
-from penstock.errors import BadRequest, PenstockError
+from penstock.errors import BadRequest, DamagedModel, PenstockError
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass, Task, kv_loaded_bytes, link_bytes, streamed_bytes
 from penstock.graph.timeline import Timeline
@@ -25,6 +26,7 @@ from penstock.runtime.dispatch import Dispatch
 from penstock.runtime.execute import Executor
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskReader, waited_for
+from penstock.runtime.reread import NOTHING, Read, from_disk, from_ram
 from penstock.runtime.uploads import lift_weights
 from penstock.spec.plan import Plan
 from penstock.store.packed import Packed
@@ -66,11 +68,16 @@ class Session:
         self.plan = plan
         self.lowering = Lowering(plan)
         self._serial, self._closed = serial, False
+        self._stepping = threading.Lock()  # memory is given back between two passes, never under one
         self._link_bytes: dict[str, int] = {}
         self._crossed: dict[int, dict[str, int]] = {}  # of tasks that come again
         self.watchers: list[Watch] = []  # without any no timeline is kept
+        # Hears of weights that a pass found to be damaged, and says what to raise.
+        self.on_damage: Callable[[DamagedModel], DamagedModel] | None = None
         self._origin_s = time.perf_counter()
         self.best: list[list[tuple[float, int]]] = []  # of the last pass, per batch and row: largest logit and its id
+        self.loading = NOTHING  # from the disks, before the first pass
+        self._threads = threads
         self.consumed_bytes = 0  # what the last pass took from slower tiers: its rings, embedding rows and KV
         with ExitStack() as opened:  # a load that fails half-way gives everything back
             self.reader = DiskReader(packed, plan.io_block_bytes, plan.io_depth, plan.io_engine)
@@ -101,9 +108,13 @@ class Session:
 
     def step(self, p: Pass, tokens: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         """One pass. `tokens[i]`: int32 [T] of p.batches[i]. Returns logits float32 [n, V] per batch, views that
-        hold until the next pass."""
-        if self._closed:
-            raise BadRequest("this model was closed: load it again")
+        hold until the next pass. Raises BadRequest after `close`."""
+        with self._stepping:
+            if self._closed:
+                raise BadRequest("this model was closed: load it again")
+            return self._step(p, tokens)
+
+    def _step(self, p: Pass, tokens: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         spec = self.plan.target.spec
         for batch, ids in zip(p.batches, tokens, strict=True):
             slot = self.lowering.layout.act("host", batch.id, "tokens", 4 * batch.total_rows)
@@ -117,8 +128,10 @@ class Session:
         try:
             with np.errstate(all="ignore"):
                 timeline = run(self._counted(p))
-        except BaseException:
+        except BaseException as error:
             self._start_over()
+            if isinstance(error, DamagedModel) and self.on_damage is not None:
+                raise self.on_damage(error) from None
             raise
         self.consumed_bytes += self._binding.fetched_bytes
         self._tell(timeline, p)
@@ -147,9 +160,11 @@ class Session:
         return self._device.peak_bytes if self._device else 0
 
     def close(self) -> None:
-        """Also after a pass that failed. A second call does nothing."""
+        """Also after a pass that failed, and from another thread than the one that steps: a pass under way ends first.
+        A second call does nothing."""
         self._closed = True
-        self._opened.close()
+        with self._stepping:
+            self._opened.close()
 
     def bytes_moved(self) -> dict[str, int]:
         """Bytes by lane so far: weights and KV from each disk, KV to it; what crossed the link each way."""
@@ -159,12 +174,30 @@ class Session:
             found["disk_write0"] = self.kv_file.bytes_written
         return found
 
+    def reread(self, seconds: float) -> tuple[Read, Read]:
+        """How fast the disk and the RAM are now: loads what a decode pass streams, for about so long, and reads the
+        weights that stay in RAM, for some 20 ms. Rings lose what they hold. Raises StorageFailed."""
+        self.drain()
+        plan, layout, streamed = self.plan, self.lowering.layout, NOTHING
+        units = [u for u in plan.units if layout.streams(u, "decode") and u.executor("decode") == "host"]
+        if units:
+            ranges = [(unit.part, unit.lo, unit.hi, plan.unit_bytes(unit)) for unit in units]
+            ring = self._arenas.whole("host.ring")
+            streamed = from_disk(self.reader, ranges, ring.ctypes.data, plan.ring_bytes["host"], seconds)
+            self._start_over()
+        weights = self._arenas.whole("host.weights")
+        threads = min(self._threads or host.usable_cpus(), host.usable_cpus())
+        return streamed, from_ram(weights.ctypes.data, len(weights), threads)
+
     def drain(self) -> None:
         """Waits for loads under way, so that counters stand still."""
-        try:
-            self._tell(self._executor.drain(), None)
-        except PenstockError:  # of a pass that never came; if the disk is broken, the next one says so
-            self._start_over()
+        with self._stepping:
+            if self._closed:
+                return
+            try:
+                self._tell(self._executor.drain(), None)
+            except PenstockError:  # of a pass that never came; if the disk is broken, the next one says so
+                self._start_over()
 
     def _start_over(self) -> None:
         """A pass broke off: forgets what rings hold and lanes have failed, so that the next one starts clean."""
@@ -203,7 +236,8 @@ class Session:
         layout, units = self.lowering.layout, self.plan.units
         copied = [slot for slots in layout.copied_norms.values() for slot in slots]
         total = sum(slot.nbytes for slot in (*layout.weights.values(), *copied))
-        done, told_s = 0, time.perf_counter()
+        done, start_s = 0, time.perf_counter()
+        told_s = start_s
         loads = (
             self.reader.start(units[i].part, units[i].lo, units[i].hi, self._arenas.address(slot))
             for i, slot in layout.weights.items()
@@ -222,6 +256,7 @@ class Session:
                 told_s = time.perf_counter()
                 on_progress("loading weights", done, total)
         self.loaded_bytes = self.reader.bytes_read
+        self.loading = Read(self.loaded_bytes, time.perf_counter() - start_s)
 
 
 def _bind(

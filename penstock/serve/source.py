@@ -1,19 +1,20 @@
-"""The MODEL argument: a packed model, a checkpoint folder or a Hub id, to the folder that the engine opens."""
+"""The MODEL argument, a packed model, a checkpoint folder or a Hub id, to the packed model that the engine opens."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, DamagedModel
 from penstock.serve import shapes
+from penstock.serve.cached import Cached
 from penstock.serve.session import Progress
 from penstock.spec.format import Format, parse_format
-from penstock.store import manifest as manifests
-from penstock.store.pack import COPIED, pack
+from penstock.store import copies
+from penstock.store.locks import FolderLock
+from penstock.store.pack import own_format
 from penstock.store.packed import is_packed, read_config, read_manifest
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -21,15 +22,58 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
-def resolve(model: str, *, weights: str | None, cache: Path, on_progress: Progress | None = None) -> Path:
-    """A packed model's folder; a checkpoint is packed into `cache` the first time and found there later.
+@dataclass(frozen=True)
+class Source:
+    """A packed model to load, kept where it is until `close`. `cached`: how to make it again; None where the user named
+    a packed model, which is the user's own."""
 
-    Raises BadRequest for what is no model, UnsupportedModel or BrokenModel for one that cannot be packed.
+    folder: Path
+    lock: FolderLock | None
+    cached: Cached | None = None
+
+    def again(self, error: DamagedModel) -> Source:
+        """The model packed once more, in place of this copy that loading has shown to be damaged. Raises `error` where
+        the user named it, else as `resolve`."""
+        if self.cached is None or self.lock is None:
+            raise error
+        folder, lock = self.cached.hold_again(self.folder, self.lock, copies.what_is_wrong(error))
+        return Source(folder, lock, self.cached)
+
+    def mark_damaged(self, error: DamagedModel) -> DamagedModel:
+        """What to raise where a pass has met `error`: a copy in the cache is packed again when it is wanted next."""
+        if self.cached is None or self.lock is None:
+            return error
+        why = copies.what_is_wrong(error)
+        if self.lock.is_at(self.folder):
+            copies.mark_damaged(self.folder, why)
+        return DamagedModel(f"{why}; the next start packs it again", **error.numbers)
+
+    def close(self) -> None:
+        if self.lock is not None:
+            self.lock.close()
+
+
+def resolve(
+    model: str,
+    *,
+    weights: str | None,
+    cache: Path,
+    cache_limit_bytes: int | None = None,
+    verify: bool = True,
+    on_progress: Progress | None = None,
+    chat: bool = False,
+) -> Source:
+    """A packed model; a checkpoint is packed into `cache` the first time and found there later.
+
+    `cache_limit_bytes`: what all copies in the cache may take; the longest unused go first. `verify`: a copy is
+    compared with what was packed. `chat`: it is wanted with its chat template, which must make sense before it is
+    packed. Raises BadRequest for what is no model, UnsupportedModel or BrokenModel for one that cannot be packed.
     """
     fmt = parse_format(weights) if weights else None
     path = Path(os.path.expanduser(model))
     if path.suffix == ".gguf":
         raise BadRequest(f"{model}: this version does not read GGUF files; give the model's Hugging Face folder")
+    hub_id = None
     if not path.exists():
         if shapes.find(model) is not None:
             raise BadRequest(
@@ -37,17 +81,20 @@ def resolve(model: str, *, weights: str | None, cache: Path, on_progress: Progre
                 f"`penstock synth {model} DIR` makes random ones"
             )
         if _HUB_ID.fullmatch(model):
-            path = download(model)
+            path, hub_id = download(model), model
     if path.is_dir() and is_packed(path):
-        return _already_packed(path, fmt)
-    _, spec = read_config(path)
+        source = Source(_already_packed(path, fmt), copies.hold(path))
+        copies.note_use(path)
+        return source
+    read_config(path)
     if not path.is_dir():
         raise BadRequest(f"{model} has no weights beside it: give the model's folder")
-    name = (fmt or Format(spec.dtype)).name
-    target = cache / "models" / f"{path.resolve().name}-{_digest(path)}-{name}"
-    if not is_packed(target):
-        pack(path, target, fmt, progress=_named(on_progress))
-    return target
+    path = path.resolve()
+    name = hub_id.rpartition("/")[2] if hub_id else path.name  # a download's folder is called by its revision
+    models = cache.absolute() / copies.MODELS
+    cached = Cached(path, name, fmt or own_format(path), models, chat, cache_limit_bytes, verify, on_progress)
+    folder, lock = cached.hold()
+    return Source(folder, lock, cached)
 
 
 def download(hub_id: str) -> Path:
@@ -69,17 +116,3 @@ def _already_packed(path: Path, fmt: Format | None) -> Path:
     if fmt is not None and fmt.name != found:
         raise BadRequest(f"{path} is packed with {found} weights: for {fmt.name} pack its checkpoint again")
     return path
-
-
-def _digest(path: Path) -> str:
-    """Tells checkpoints of the same name apart, and a copy from one of a newer checkpoint or penstock."""
-    files = [*sorted(path.glob("*.safetensors")), *(path / name for name in ("config.json", *COPIED))]
-    stamps = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in dict.fromkeys(files) if f.is_file()]
-    told = repr((manifests.VERSION, str(path.resolve()), stamps))
-    return hashlib.sha256(told.encode()).hexdigest()[:12]
-
-
-def _named(on_progress: Progress | None) -> Callable[[int, int, str], None] | None:
-    if on_progress is None:
-        return None
-    return lambda done, total, key: on_progress(f"packing {key}", done, total)

@@ -7,11 +7,15 @@ values only.
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import BadRequest, BrokenModel
+from penstock.serve.text_files import MAX_TEMPLATE_BYTES, template_files
+from penstock.store.files import read_text
 
 if TYPE_CHECKING:
     import jinja2
@@ -19,23 +23,38 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 
-def read_templates(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    """Name → template text, {} where the model has none. Files come before tokenizer_config.json."""
+def read_templates(
+    folder: Path, tokenizer_config: dict[str, Any], reads: Callable[[Path], None] = lambda _: None
+) -> dict[str, str]:
+    """Name → template text, {} where the model has none. Files come before tokenizer_config.json. `reads` hears of each
+    file before it is opened. Raises BrokenModel for one that is no text."""
     found: dict[str, str] = {}
-    files = {"default": folder / "chat_template.jinja"}
-    files.update({path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))})
-    for name, path in files.items():
-        if path.is_file():
-            try:
-                found[name] = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise BrokenModel(f"{path} cannot be read: {error}") from None
+    for name, path in template_files(folder).items():
+        if os.path.lexists(path):
+            reads(path)
+            found[name] = read_text(path, MAX_TEMPLATE_BYTES)
     given = tokenizer_config.get("chat_template")
     if found or not given:
         return found
     if isinstance(given, list):
         return {str(entry.get("name")): str(entry.get("template")) for entry in given if isinstance(entry, dict)}
     return {"default": str(given)}
+
+
+def check_templates(templates: dict[str, str]) -> None:
+    """Parses every template, and runs none. Raises BrokenModel with the parser's words."""
+    for name, source in templates.items():
+        try:
+            _environment().parse(source)
+        except MemoryError:
+            raise
+        except Exception as error:
+            said = " ".join(str(error).split()) or type(error).__name__
+            if isinstance(error, RecursionError):
+                said = "it nests too deep"
+            raise BrokenModel(
+                f"the model's chat template {name!r} cannot be parsed: {said[:300]}; `run --raw` goes without it"
+            ) from None
 
 
 def render(templates: dict[str, str], variables: dict[str, str], messages: list[Message], tools: Any) -> str:

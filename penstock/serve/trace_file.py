@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import json
-import os
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from penstock.errors import BadRequest
 from penstock.graph.tasks import Pass
 from penstock.graph.timeline import Timeline
-from penstock.graph.trace import Event, Trace
+from penstock.graph.trace import BEGINS, Event, Trace
+from penstock.store.files import Kind, Output
+
+TRACE = Kind("a trace", BEGINS.encode())
 
 
 class TraceFile:
     """`add` is a Session's Watch. Written aside and renamed at the end of a `with`; of work that was broken off nothing
     is left, and a file that was there before stays. A disk that fills up does not stop the work: the end says so.
 
-    Raises BadRequest where the file cannot be written: at once if that can be known, else at the end.
+    Raises BadRequest where the file cannot be written, or holds something else than a trace: at once if that can be
+    known, else at the end.
     """
 
     def __init__(self, file: Path, title: str) -> None:
-        self._file, self._aside = file, file.with_name(f"{file.name}.{os.getpid()}.tmp")
-        self._trace = Trace(title)
+        self._file, self._trace = file, Trace(title)
         self._failed: OSError | None = None
         self._between = ""
         try:
-            self._stream = self._aside.open("w", encoding="utf-8")
+            self._output = Output(file, TRACE)
         except OSError as error:
             raise self._refused(error) from None
-        self._write('{"displayTimeUnit":"ms","traceEvents":[')
+        self._write(BEGINS)
         self._events(list(self._trace.begin()))
 
     @property
@@ -46,14 +47,10 @@ class TraceFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        try:
+        with self._output:
             if kind is None:
                 self._write(f'\n],"otherData":{json.dumps(self._trace.summary())}}}\n')
                 self._finish()
-        finally:
-            with suppress(OSError):  # what was buffered finds no room: said already, or not wanted
-                self._stream.close()
-            self._aside.unlink(missing_ok=True)
         if kind is None and self._failed is not None:
             raise self._refused(self._failed)
 
@@ -65,16 +62,14 @@ class TraceFile:
     def _write(self, text: str) -> None:
         if self._failed is None:
             try:
-                self._stream.write(text)
+                self._output.stream.write(text.encode())
             except OSError as error:
                 self._failed = error
 
     def _finish(self) -> None:
         if self._failed is None:
             try:
-                self._stream.flush()
-                os.fsync(self._stream.fileno())
-                self._aside.rename(self._file)
+                self._output.commit()
             except OSError as error:
                 self._failed = error
 

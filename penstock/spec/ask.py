@@ -9,7 +9,9 @@ from penstock.spec.format import parse_format
 
 DEFAULT_CONTEXT = 4096
 DEVICES = ("auto", "cuda", "none", "emulated")  # that a user may ask for
-MOST = 2**31 - 1  # tokens or sequences; more is a typing error, and sums of it would leave a float's range
+MOST = 2**31 - 1  # tokens; more is a typing error, and sums of it would leave a float's range
+# Sequences at once. A plan takes time for each of them: 10,000 take seconds, a million took an hour.
+MOST_SEQUENCES = 2**14
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,9 @@ class Ask:
             raise BadRequest(f"KV home {self.kv_home!r} should be memory or disk")
         for name in ("prompt_tokens", "output_tokens", "batch", "context"):
             value = getattr(self, name)
-            if value is not None and not 1 <= value <= MOST:
-                raise BadRequest(f"{name} is {value}; it should be from 1 to {MOST}")
+            most = MOST_SEQUENCES if name == "batch" else MOST
+            if value is not None and not 1 <= value <= most:
+                raise BadRequest(f"{name} is {value}; it should be from 1 to {most}")
         for name in ("host_memory_bytes", "device_memory_bytes", "resident_bytes"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 2**63:

@@ -42,18 +42,39 @@ def dumps(value: Any, schema: str, version: int) -> str:
 
 def loads(cls: type[T], text: str, schema: str, version: int, where: str) -> T:
     """Reads what `dumps` wrote. Raises BadRequest for bad JSON, another schema or another version."""
+    data = parse(text, where)
+    found = data.pop("schema", None)
+    if found != f"{schema}/{version}":
+        raise BadRequest(f"{where} has schema {found!r}; this version reads {schema}/{version}")
+    return from_json(cls, data, where)
+
+
+def loads_json(text: str, **how: Any) -> Any:
+    """`json.loads` of a text that somebody else wrote, also behind a byte-order mark, which some editors put before it.
+
+    Raises ValueError and RecursionError as that does, and ValueError where a string holds half of a surrogate pair:
+    Python takes it for a character, but it has no UTF-8, so no file, tokenizer or picture could take it.
+    """
+    found = json.loads(text.removeprefix("\ufeff"), **how)
+    if "\\ud" in text or "\\uD" in text:
+        try:
+            json.dumps(found, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("a string holds half of a surrogate pair, which is no character") from None
+    return found
+
+
+def parse(text: str, where: str) -> dict[str, Any]:
+    """A JSON object that somebody else wrote. Raises BadRequest."""
     try:
-        data = json.loads(text, parse_constant=_reject_constant)
+        data = loads_json(text, parse_constant=_reject_constant)
     except ValueError as error:
         raise BadRequest(f"{where} is not JSON: {error}") from None
     except RecursionError:
         raise BadRequest(f"{where} is not JSON that anybody wrote: it nests too deep") from None
     if not isinstance(data, dict):
         raise BadRequest(f"{where} should hold a JSON object")
-    found = data.pop("schema", None)
-    if found != f"{schema}/{version}":
-        raise BadRequest(f"{where} has schema {found!r}; this version reads {schema}/{version}")
-    return from_json(cls, data, where)
+    return data
 
 
 def _reject_constant(name: str) -> float:

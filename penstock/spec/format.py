@@ -53,6 +53,7 @@ from penstock.errors import BadRequest
 _BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4}
 _ALIASES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
 DEFAULT_GROUP = 64
+MOST_GROUP = 1024  # the native kernels' buffers hold no more (kMostGroup of csrc/kernels.h)
 TILE_ROWS = 16
 _KV_GROUP = 32  # of a KV cache's groups, a multiple
 
@@ -67,8 +68,10 @@ class Format:
     def __post_init__(self) -> None:
         if self.kind not in _BITS:
             raise BadRequest(f"unknown number format {self.kind!r}: there are {', '.join(_BITS)}")
-        if self.is_quantised and (self.group < 8 or self.group % 8 or self.group > 4096):
-            raise BadRequest(f"group size {self.group} of {self.kind} should be a multiple of 8, from 8 to 4096")
+        if self.is_quantised and (self.group < 8 or self.group % 8 or self.group > MOST_GROUP):
+            raise BadRequest(
+                f"group size {self.group} of {self.kind} should be a multiple of 8, from 8 to {MOST_GROUP}"
+            )
         if not self.is_quantised and self.group:
             raise BadRequest(f"{self.kind} has no groups")
 

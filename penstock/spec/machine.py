@@ -8,7 +8,7 @@ noticed), `call` (a call whose operands nobody has prepared yet) and `pass` (bet
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.errors import BadRequest
 from penstock.spec import codec
@@ -60,6 +60,9 @@ class Rate:
     rows: int = 0
     source: str = ""
 
+    def figure(self, term: str) -> Figure:
+        return Figure(self.lane, self.op, self.format, self.rows, term)
+
     def __post_init__(self) -> None:
         if not 0 <= self.rows < 2**31 or not -_MOST_S <= self.r2 <= 1:
             raise BadRequest(f"rate of {self.lane}/{self.op}/{self.format}: rows {self.rows}, r2 {self.r2}")
@@ -69,6 +72,25 @@ class Rate:
                 raise BadRequest(f"rate of {self.lane}/{self.op}/{self.format}: {name} is {value}")
         if self.alpha_s + self.s_per_byte + self.s_per_flop < _LEAST_S:
             raise BadRequest(f"rate of {self.lane}/{self.op}/{self.format}: nothing is free, but this costs no time")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number of a machine: `term`, one of TERMS, of the rate with that key."""
+
+    lane: str
+    op: str
+    format: str
+    rows: int
+    term: str
+
+    def __str__(self) -> str:
+        """'host ffn int4, up to 4 rows: s_per_byte'."""
+        rows = f", up to {self.rows} row{'s' if self.rows > 1 else ''}" if self.rows else ""
+        return f"{self.lane} {self.op} {self.format}{rows}: {self.term}"
+
+
+TERMS = ("alpha_s", "s_per_byte", "s_per_flop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +197,15 @@ class MachineSpec:
                 return min(found, key=lambda r: r.rows or 2**31)
         raise BadRequest(f"machine {self.name} has no rate for {op} in {fmt} on the lane {lane}")
 
+    def faster(self, lanes: tuple[str, ...], times: float) -> MachineSpec:
+        """The same where these lanes (the beginnings of their names) move bytes so many times as fast. What a task
+        costs beside its bytes stays, and so does what lanes take from each other."""
+        rates = tuple(
+            replace(rate, s_per_byte=rate.s_per_byte / times) if rate.lane.startswith(lanes) else rate
+            for rate in self.rates
+        )
+        return replace(self, rates=rates)
+
     def reads_of(self, lane: str, nbytes: int) -> Reads:
         """How loads of so many bytes are read: by the entry for the fewest bytes that covers them, else USUAL_READS."""
         found = [r for r in self.reads if r.lane == lane and (r.most_bytes or nbytes) >= nbytes]
@@ -182,7 +213,12 @@ class MachineSpec:
 
     def overhead_s(self, lane: str, what: str) -> float:
         """What a `task`, a `call` or a `pass` costs on a lane beside its ops; 0 where the machine does not say."""
-        return next((r.alpha_s for r in self.rates if (r.lane, r.op) == (lane, what)), 0.0)
+        found = self.overhead(lane, what)
+        return found.alpha_s if found is not None else 0.0
+
+    def overhead(self, lane: str, what: str) -> Rate | None:
+        """The rate that `overhead_s` is of."""
+        return next((r for r in self.rates if (r.lane, r.op) == (lane, what)), None)
 
 
 def dumps(machine: MachineSpec) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import BadRequest, BrokenModel, StorageFailed, UnsupportedModel
-from penstock.store.files import read_json
+from penstock.store.files import open_regular, read_json
 from penstock.store.header import TensorInfo, quoted, read_header
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -48,18 +48,8 @@ class Checkpoint:
         """
         if not folder.is_dir():
             raise BadRequest(f"{folder} is no folder")
-        if (folder / SINGLE).exists():
-            return cls(folder, read_header(folder / SINGLE).tensors)
-        if (folder / INDEX).exists():
-            return cls(folder, _read_shards(folder))
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
-            hint = "; pickled weights are not read, save them as safetensors" if pickled else ""
-            raise BadRequest(f"{folder} holds no *.safetensors{hint}")
-        if len(files) > 1:
-            raise BrokenModel(f"{folder} holds {len(files)} *.safetensors but no {INDEX}")
-        return cls(folder, read_header(files[0]).tensors)
+        only = _only_file(folder)
+        return cls(folder, _read_shards(folder) if only is None else read_header(only).tensors)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -132,7 +122,7 @@ class Checkpoint:
         try:
             with self._fds_lock:
                 if tensor.file not in self._fds:
-                    self._fds[tensor.file] = os.open(tensor.file, os.O_RDONLY | os.O_CLOEXEC)
+                    self._fds[tensor.file] = open_regular(tensor.file)
                 fd = self._fds[tensor.file]
             done = 0
             while done < len(into):
@@ -148,19 +138,53 @@ class Checkpoint:
             raise StorageFailed(f"cannot read {tensor.file}: {error.strerror}") from None
 
 
-def _read_shards(folder: Path) -> dict[str, TensorInfo]:
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a checkpoint's weights, and the index that lists them; nothing is read of the weights.
+
+    Raises BadRequest (no safetensors there), BrokenModel.
+    """
+    only = _only_file(folder)
+    if only is not None:
+        return [only]
+    return [folder / INDEX, *(folder / name for name in sorted(set(_read_index(folder).values())))]
+
+
+def _only_file(folder: Path) -> Path | None:
+    """The file of a checkpoint in one piece; None where an index lists several."""
+    if (folder / SINGLE).exists():
+        return folder / SINGLE
+    if (folder / INDEX).exists():
+        return None
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
+        hint = "; pickled weights are not read, save them as safetensors" if pickled else ""
+        raise BadRequest(f"{folder} holds no *.safetensors{hint}")
+    if len(files) > 1:
+        raise BrokenModel(f"{folder} holds {len(files)} *.safetensors but no {INDEX}")
+    return files[0]
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Tensor name → file name, each of a file that is there."""
     index = folder / INDEX
     weight_map = read_json(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise BrokenModel(f"{index}: weight_map should map tensor names to file names")
-    headers = {}
     for name in sorted(set(weight_map.values())):
         if name != Path(name).name:  # "../../elsewhere" is no shard of this checkpoint
             raise BrokenModel(f"{index} names {quoted(name)}, which is no plain file name")
-        if not (folder / name).is_file():
+        if not (folder / name).exists():
             raise BrokenModel(f"{index} names {quoted(name)}, which is missing")
-        headers[name] = read_header(folder / name)
+    return weight_map
+
+
+def _read_shards(folder: Path) -> dict[str, TensorInfo]:
+    weight_map = _read_index(folder)
+    headers = {name: read_header(folder / name) for name in sorted(set(weight_map.values()))}
     for tensor, name in weight_map.items():
         if tensor not in headers[name].tensors:
             raise BrokenModel(f"{folder / name} lacks the tensor {quoted(tensor)} that {INDEX} promises")
-    return {tensor: headers[name].tensors[tensor] for tensor, name in weight_map.items()}
+    # A shard may hold what the index does not list; whoever loads the shard whole, as transformers does, finds it.
+    found = {name: tensor for header in headers.values() for name, tensor in header.tensors.items()}
+    return found | {tensor: headers[name].tensors[tensor] for tensor, name in weight_map.items()}

@@ -87,7 +87,7 @@ class DirectWriter:
                 if not self._direct or error.errno != errno.EINVAL:
                     raise
                 self._direct = False  # opened with O_DIRECT, but cannot: some file systems do that
-                fd = os.open(self._file, os.O_WRONLY | os.O_CLOEXEC)
+                fd = os.open(self._file, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 os.dup2(fd, self._fd, inheritable=False)
                 os.close(fd)
         end = offset + len(data)
@@ -98,12 +98,13 @@ class DirectWriter:
 
 
 def _open(file: Path) -> tuple[int, bool]:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         return os.open(file, flags | os.O_DIRECT, 0o666), True
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
+        file.unlink(missing_ok=True)  # it may have been created before the flag was refused
         return os.open(file, flags, 0o666), False
 
 

@@ -1,40 +1,102 @@
-"""Small files, read with one clear line for whatever is wrong and written in one step."""
+"""Files of others, read with one clear line for whatever is wrong; and our own, which take their names when whole.
+
+Only regular files are read. Opening a pipe waits until somebody writes to it, a device may give bytes without end, and
+some devices act when they are opened.
+"""
 
 from __future__ import annotations
 
-import json
 import os
+import re
+import stat
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from penstock.errors import BrokenModel, StorageFailed
+from penstock.errors import BadRequest, BrokenModel, StorageFailed
+from penstock.spec.codec import loads_json
+from penstock.units import MIB
+
+# Configs, templates, plans, machines, prompts, texts to be scored. The longest that we know of are plans cut at every
+# granule (some 10 MB for 405 billion parameters). Of a text, tokenizing takes about 180 times its bytes of memory.
+MAX_TEXT_BYTES = 16 * MIB
+# The small files of a model's folder that are taken as they are, tokenizer.json among them.
+MAX_COPIED_BYTES = 200_000_000
+
+_ASIDE = re.compile(r"\.penstock-[0-9a-f]{16}\.tmp")
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+
+
+def open_regular(file: Path) -> int:
+    """A descriptor to read a regular file, or the one that a link leads to.
+
+    Raises OSError, and BrokenModel for anything else of that name.
+    """
+    require_regular(file, file.stat())
+    # The name may lead to a pipe by now: O_NONBLOCK, and a second look.
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
+    try:
+        require_regular(file, os.fstat(fd))
+        os.set_blocking(fd, True)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def load(file: Path, max_bytes: int) -> bytes:
+    """A regular file's content, at most `max_bytes` of it in memory. Raises OSError, and BrokenModel for a longer file
+    or another kind of file."""
+    with os.fdopen(open_regular(file), "rb") as stream:
+        size, content = os.fstat(stream.fileno()).st_size, b""
+        if size <= max_bytes:
+            content = stream.read(size + 1)
+            if len(content) > size:  # it grows, or is one of those under /proc, which say 0
+                content += stream.read(max_bytes + 1 - len(content))
+                size = len(content)
+    if size > max_bytes:
+        raise BrokenModel(f"{file} has {size} bytes; at most {max_bytes} make sense")
+    return content
+
+
+def load_text(file: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """`load` of UTF-8 text, with the same errors."""
+    return _decode(load(file, max_bytes), file)
 
 
 def read_bytes(file: Path, max_bytes: int) -> bytes:
-    """A small file that somebody else wrote. Raises BrokenModel (missing, too long), StorageFailed."""
+    """`load`, and BrokenModel where the file is missing, StorageFailed where it cannot be read."""
     try:
-        size = file.stat().st_size
-        if size > max_bytes:
-            raise BrokenModel(f"{file} has {size} bytes; at most {max_bytes} make sense")
-        return file.read_bytes()
+        return load(file, max_bytes)
     except FileNotFoundError:
         raise BrokenModel(f"{file} is missing") from None
     except OSError as error:
         raise StorageFailed(f"cannot read {file}: {error.strerror}") from None
 
 
-def read_text(file: Path, max_bytes: int) -> str:
-    """UTF-8 text that somebody else wrote. Raises BrokenModel (missing, too long, no UTF-8), StorageFailed."""
+def read_text(file: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """UTF-8 text. Raises BrokenModel (missing, too long, no UTF-8, no regular file), StorageFailed."""
+    return _decode(read_bytes(file, max_bytes), file)
+
+
+def _decode(content: bytes, file: Path) -> str:
     try:
-        return read_bytes(file, max_bytes).decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError:
         raise BrokenModel(f"{file} is not UTF-8 text") from None
 
 
-def read_json(file: Path, max_bytes: int) -> dict[str, Any]:
+def read_json(file: Path, max_bytes: int = MAX_TEXT_BYTES) -> dict[str, Any]:
     """A JSON object that somebody else wrote. Raises BrokenModel, StorageFailed."""
+    return parse_json(read_bytes(file, max_bytes), file)
+
+
+def parse_json(content: bytes, file: Path) -> dict[str, Any]:
+    """The JSON object that `file` holds; a byte-order mark before it is no part of it. Raises BrokenModel."""
     try:
-        found = json.loads(read_text(file, max_bytes))
+        found = loads_json(_decode(content, file))
     except (ValueError, RecursionError) as error:
         why = "it nests too deep" if isinstance(error, RecursionError) else str(error).splitlines()[0]
         raise BrokenModel(f"{file} is not JSON: {why}") from None
@@ -43,17 +105,83 @@ def read_json(file: Path, max_bytes: int) -> dict[str, Any]:
     return found
 
 
-def write_bytes(file: Path, content: bytes) -> None:
-    """Written aside, synced, renamed: a reader sees the old file or the whole new one. Raises OSError."""
-    aside = file.with_name(file.name + ".tmp")
-    try:
-        with aside.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        aside.rename(file)
-    finally:
-        aside.unlink(missing_ok=True)
+def read_json_if_there(file: Path) -> dict[str, Any]:
+    """`read_json`, {} where there is no such name."""
+    return read_json(file) if os.path.lexists(file) else {}
+
+
+def require_regular(file: Path, status: os.stat_result) -> None:
+    """Raises BrokenModel for a folder, a pipe, a socket or a device."""
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
+        raise BrokenModel(f"{file} cannot be read: it is {kind}, not a regular file")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What an output is: files of this kind begin with `prefix`. `name` with its article: "a trace"."""
+
+    name: str
+    prefix: bytes
+
+
+class Output:
+    """A file that is written aside, under a name that nobody can guess, and takes its own name by `commit`.
+
+    A context manager: what was not committed is gone at its end, and the file that was there before is as it was.
+    With a `kind`, `file` is one that the user named: it may be new, empty, or a file of that kind; anything else is
+    refused (BadRequest), at once and again right before the rename. Without one it is a file of our own, by its place.
+    Raises OSError.
+    """
+
+    def __init__(self, file: Path, kind: Kind | None = None) -> None:
+        self._file, self._kind = file, kind
+        self._require_replaceable()
+        self._aside = file.with_name(f".penstock-{os.urandom(8).hex()}.tmp")
+        # O_EXCL: never a file that is there already, nor through a link that was planted.
+        fd = os.open(self._aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self.stream = os.fdopen(fd, "wb")
+
+    def commit(self) -> None:
+        """Syncs and renames: a reader sees the old file or the whole new one."""
+        self.stream.flush()
+        os.fsync(self.stream.fileno())
+        self._require_replaceable()
+        self._aside.rename(self._file)
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        with suppress(OSError):  # what a full disk has no room for is not wanted any more
+            self.stream.close()
+        with suppress(OSError):
+            self._aside.unlink()
+
+    def _require_replaceable(self) -> None:
+        if self._kind is None:
+            return
+        try:
+            with os.fdopen(open_regular(self._file), "rb") as stream:
+                begins = stream.read(len(self._kind.prefix))
+        except FileNotFoundError:
+            return
+        except BrokenModel as error:
+            raise BadRequest(error.message) from None
+        if begins and begins != self._kind.prefix:
+            raise BadRequest(f"{self._file} holds something else than {self._kind.name}, and stays: name another file")
+
+
+def write_bytes(file: Path, content: bytes, kind: Kind | None = None) -> None:
+    """`Output` in one step. Raises OSError, and BadRequest where `kind` forbids it."""
+    with Output(file, kind) as output:
+        output.stream.write(content)
+        output.commit()
+
+
+def is_aside(name: str) -> bool:
+    """Whether an `Output` has such a name before it is whole; one that lies about was left by a kill."""
+    return _ASIDE.fullmatch(name) is not None
 
 
 def sync_folder(folder: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import BrokenModel, StorageFailed, UnsupportedModel
+from penstock.store.files import open_regular
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIM = 2**48
@@ -61,7 +62,7 @@ def read_header(file: Path) -> Header:
     nobody has defined, StorageFailed where the file cannot be read.
     """
     try:
-        with file.open("rb", buffering=0) as stream:
+        with os.fdopen(open_regular(file), "rb", buffering=0) as stream:
             file_bytes = os.fstat(stream.fileno()).st_size
             prefix = stream.read(8)
             if len(prefix) < 8:

@@ -1,20 +1,53 @@
-"""`penstock.json`: what lies where in a packed model. Standard library only."""
+"""`penstock.json`: what lies where in a packed model, and what its bytes are compared with. Standard library only.
+
+Of version 3 on, each byte of a packed model's folder has one checksum:
+
+    a granule of weights     8 bytes in penstock.sums: XXH3 of 64 bits without a seed, little-endian; the parts in the
+                             order of penstock.json, the granules of each in their order
+    penstock.sums, and the   size and SHA-256 in penstock.json, under `files`
+    small files
+    penstock.json            SHA-256 in its own last field, of all bytes before that field's comma
+    a shard's header         none: it follows from penstock.json, to the byte
+
+A file that lies there, is not listed, and would be used (`COPIED`, `USED_FOLDER`) is refused; whatever else lies there
+is left alone. Version 2 had none but a CRC of each part. It is read, and its bytes are not checked.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import dataclass
+from typing import Any
 
+from penstock.errors import BadRequest, DamagedModel
 from penstock.spec import codec
 from penstock.spec.parts import PAGE_BYTES, Part
+from penstock.store.files import MAX_COPIED_BYTES
+from penstock.store.header import quoted
 from penstock.units import round_up
 
-SCHEMA, VERSION = "penstock.packed", 2
+SCHEMA, VERSION, UNCHECKED_VERSION = "penstock.packed", 3, 2
 FILE = "penstock.json"
 CONFIG = "config.json"
+SUMS = "penstock.sums"
+SUM_BYTES = 8  # of each granule
+RECORD = "source.json"  # of a copy in the cache (`store.copies`)
 MAX_BYTES = 100_000_000
 SHARD_NAME = re.compile(r"model-\d{5}\.safetensors")
+SMALL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+
+# Copied beside the shards where the checkpoint has them. Some keep the chat template in a file of its own.
+COPIED = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
+    "chat_template.json", "LICENSE", "LICENSE.txt", "NOTICE",
+)  # fmt: skip
+USED_FOLDER = "additional_chat_templates"  # in a checkpoint; a packed model has none
+
+AGAIN = "pack the checkpoint again (--no-verify takes it as it is)"  # what a damaged model's user can do
+_SEAL = re.compile(r',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +65,7 @@ class PackedBlock:
 
 @dataclass(frozen=True, slots=True)
 class PackedPart:
-    """A part is granules * granule_bytes bytes at `offset` of `file`; crc32 (zlib) over all of them."""
+    """A part is granules * granule_bytes bytes at `offset` of `file`."""
 
     key: str
     kind: str
@@ -42,7 +75,6 @@ class PackedPart:
     blocks: tuple[PackedBlock, ...]
     file: str
     offset: int
-    crc32: int
 
     @property
     def nbytes(self) -> int:
@@ -50,12 +82,27 @@ class PackedPart:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedFile:
+    """A file beside the shards: all of it, SHA-256 in hexadecimal."""
+
+    name: str
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
-    """Parts in the order in which a pass reads them. `total_bytes`: of all parts."""
+    """Parts in the order in which a pass reads them. `total_bytes`: of all parts. `files`: empty where an older version
+    packed, whose bytes cannot be checked."""
 
     weights: str
     total_bytes: int
     parts: tuple[PackedPart, ...]
+    files: tuple[PackedFile, ...] = ()
+
+    @property
+    def has_sums(self) -> bool:
+        return bool(self.files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +118,13 @@ class Shard:
         return len(self.header) + sum(part.nbytes for part, _ in self.parts)
 
 
-def describe(part: Part, file: str, offset: int, crc32: int) -> PackedPart:
+def describe(part: Part, file: str, offset: int) -> PackedPart:
     blocks = tuple(PackedBlock(b.name, b.rows, b.cols, b.format.name, b.offset, b.tiled) for b in part.blocks)
-    return PackedPart(part.key, part.kind, part.rows, part.granules, part.granule_bytes, blocks, file, offset, crc32)
+    return PackedPart(part.key, part.kind, part.rows, part.granules, part.granule_bytes, blocks, file, offset)
+
+
+def describe_file(name: str, content: bytes) -> PackedFile:
+    return PackedFile(name, len(content), hashlib.sha256(content).hexdigest())
 
 
 def shards(parts: tuple[Part, ...], shard_bytes: int, first: int = 0) -> tuple[Shard, ...]:
@@ -86,7 +137,7 @@ def shards(parts: tuple[Part, ...], shard_bytes: int, first: int = 0) -> tuple[S
         if groups[-1] and sum(p.nbytes for p in groups[-1]) + part.nbytes > shard_bytes:
             groups.append([])
         groups[-1].append(part)
-    return tuple(_shard(f"model-{first + i + 1:05d}.safetensors", group) for i, group in enumerate(groups))
+    return tuple(shard(f"model-{first + i + 1:05d}.safetensors", group) for i, group in enumerate(groups))
 
 
 def spread_shards(parts: tuple[Part, ...], shard_bytes: int) -> tuple[tuple[Shard, ...], frozenset[str]]:
@@ -101,7 +152,8 @@ def spread_shards(parts: tuple[Part, ...], shard_bytes: int) -> tuple[tuple[Shar
     return here + there, frozenset(shard.name for shard in there)
 
 
-def _shard(name: str, parts: list[Part]) -> Shard:
+def shard(name: str, parts: list[Part]) -> Shard:
+    """The file that holds these parts, one after the other."""
     entries: dict[str, object] = {"__metadata__": {"format": "penstock"}}
     begins, end = [], 0
     for part in parts:
@@ -117,9 +169,76 @@ def _shard(name: str, parts: list[Part]) -> Shard:
 
 
 def dumps(manifest: Manifest) -> str:
-    return codec.dumps(manifest, SCHEMA, VERSION) + "\n"
+    return seal(codec.dumps(manifest, SCHEMA, VERSION))
+
+
+def seal(text: str) -> str:
+    """A JSON object, indented by one, with its own checksum as the last field."""
+    body = text.removesuffix("\n}")
+    return f'{body},\n "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
 
 
 def loads(text: str, where: str) -> Manifest:
-    """Raises BadRequest, as `codec.loads`."""
-    return codec.loads(Manifest, text, SCHEMA, VERSION, where)
+    """Raises BadRequest as `codec.loads`, and DamagedModel for another text than `dumps` wrote."""
+    found = codec.from_json(Manifest, _parse(text, where), where)
+    if found.files:
+        _check_files(found.files, where)
+    return found
+
+
+def loads_files(text: str, where: str) -> tuple[PackedFile, ...]:
+    """`Manifest.files` alone, in a tenth of the time. Raises as `loads`."""
+    found = codec.from_json(_Files, {"files": _parse(text, where).get("files", [])}, where)
+    if found.files:
+        _check_files(found.files, where)
+    return found.files
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    files: tuple[PackedFile, ...]
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    """The fields of a Manifest, of either version."""
+    data = codec.parse(text, where)
+    schema = data.pop("schema", None)
+    if schema == f"{SCHEMA}/{UNCHECKED_VERSION}":
+        return _without_crcs(data, where)
+    if schema != f"{SCHEMA}/{VERSION}":
+        raise BadRequest(f"{where} has schema {schema!r}; this version reads {SCHEMA}/{VERSION}")
+    seal = _SEAL.search(text)
+    if seal is None or hashlib.sha256(text[: seal.start()].encode()).hexdigest() != seal[1]:
+        raise DamagedModel(
+            f"{where} is damaged, or was changed: its own checksum does not fit; pack the checkpoint again"
+        )
+    del data["sha256"]
+    if not data.get("files"):
+        raise BadRequest(f"{where} lists no files")
+    return data
+
+
+def _without_crcs(data: dict[str, Any], where: str) -> dict[str, Any]:
+    """What version 2 wrote, less the checksum of each part."""
+    parts = data.get("parts")
+    if "files" in data or not isinstance(parts, list):
+        raise BadRequest(f"{where} is not of version {UNCHECKED_VERSION}, which it claims to be")
+    for part in parts:
+        if not isinstance(part, dict) or not isinstance(part.pop("crc32", None), int):
+            raise BadRequest(f"{where} has a part without a crc32")
+    return data
+
+
+def _check_files(files: tuple[PackedFile, ...], where: str) -> None:
+    """Listed are plain names in the model's own folder, config.json and the granules' checksums among them."""
+    names = [file.name for file in files]
+    for file in files:
+        if not SMALL_NAME.fullmatch(file.name) or SHARD_NAME.fullmatch(file.name) or file.name == FILE:
+            raise BadRequest(f"{where} lists the file {quoted(file.name)}, which no packed model has")
+        if not 0 <= file.nbytes <= MAX_COPIED_BYTES:
+            raise BadRequest(f"{where} lists {file.name} with {file.nbytes} bytes")
+    if len(set(names)) < len(names):
+        raise BadRequest(f"{where} lists a file twice")
+    for name in (CONFIG, SUMS):
+        if name not in names:
+            raise BadRequest(f"{where} does not list {name}")

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,23 +24,16 @@ from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Block, Part, parts
 from penstock.store.checkpoint import KINDS, Checkpoint
-from penstock.store.files import read_bytes
+from penstock.store.files import MAX_COPIED_BYTES, read_bytes
 from penstock.store.header import TensorInfo, quoted
-from penstock.store.manifest import CONFIG
+from penstock.store.manifest import CONFIG, COPIED
 from penstock.store.packed import is_packed, read_config
 from penstock.store.quantize import encode
+from penstock.store.unused import check_unused
 from penstock.store.verify import verify
-from penstock.store.writer import SHARD_BYTES, Fill, Progress, write_packed
+from penstock.store.writer import SHARD_BYTES, Fill, Progress, Waiting, Writing, write_packed
 
-__all__ = ["pack", "verify"]
-
-# Copied beside the shards where the checkpoint has them. Some keep the chat template in a file of its own.
-COPIED = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
-    "chat_template.json", "LICENSE", "LICENSE.txt", "NOTICE",
-)  # fmt: skip
-MAX_COPIED_BYTES = 200_000_000
+__all__ = ["COPIED", "pack", "verify"]
 
 
 def pack(
@@ -48,37 +43,61 @@ def pack(
     progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
     spread: Path | None = None,
+    *,
+    check: Callable[[Path], None] | None = None,
+    waiting: Waiting | None = None,
+    writing: Writing | None = None,
 ) -> Path:
     """Packs the checkpoint folder `src` into the new folder `dst` and returns `dst`.
 
     `weights`: the format of every matrix but positions and projections, which keep the checkpoint's own, as
     all do by default; norms and biases become float32. `spread`: a folder on a second disk, which gets half of the
     bytes, so that both disks read at once. Interrupted, the same call goes on where it stopped.
-    `progress(bytes_done, bytes_total, part_key)` is called some hundred times per GB.
+    `progress(bytes_done, bytes_total, part_key)` is called some hundred times per GB. `check(folder)`: what else must
+    hold of the checkpoint; called before anything is written, and after all that is quicker to check. `waiting`,
+    `writing`: for a `dst` that several processes may want at once (`store.writer`).
 
     Raises BadRequest (`src` is no checkpoint, `dst` is there already), BrokenModel, UnsupportedModel,
     StorageFailed (a full disk names need and have).
     """
     if is_packed(src):
         raise BadRequest(f"{src} is packed already: give the checkpoint that it was packed from")
+    with opened(src, weights) as job, ThreadPoolExecutor(threads(), "penstock-pack") as pool:
+        if check is not None:
+            check(job.checkpoint.folder)
+        fingerprint = {"weights": job.weights.name, "source": _stamp(job.checkpoint, job.extras)}
+        how = (progress, shard_bytes, spread, waiting, writing)
+        return write_packed(dst, job.parts, job.weights, fingerprint, job.filler(pool), job.extras, *how)
+
+
+@contextmanager
+def opened(src: Path, weights: Format | None) -> Iterator[Packing]:
+    """A checkpoint that can be packed: headers, shapes and small files are read and checked. Raises as `pack`."""
     config, spec = read_config(src)
     folder = src if src.is_dir() else src.parent
     with Checkpoint.open(folder) as checkpoint:
         own = _own_dtype(checkpoint, spec)
         spec = replace(spec, dtype=own)
         weights = weights or Format(own)
-        packed_parts = parts(spec, weights)
-        packer = _Packer(checkpoint, packed_parts, sources(spec))
-        packer.check_shapes()
-        extras = {name: read_bytes(folder / name, MAX_COPIED_BYTES) for name in COPIED if (folder / name).is_file()}
+        extras = {
+            name: read_bytes(folder / name, MAX_COPIED_BYTES) for name in COPIED if os.path.lexists(folder / name)
+        }
         extras[CONFIG] = _config_bytes(folder / CONFIG, config, own)
-        fingerprint = {"weights": weights.name, "source": _stamp(checkpoint, extras)}
-        with ThreadPoolExecutor(_threads(), "penstock-pack") as pool:
-            fill = packer.filler(pool)
-            return write_packed(dst, packed_parts, weights, fingerprint, fill, extras, progress, shard_bytes, spread)
+        packing = Packing(checkpoint, parts(spec, weights), sources(spec), weights, extras)
+        packing.check_shapes()
+        check_unused(checkpoint, config, spec)
+        yield packing
 
 
-def _threads() -> int:
+def own_format(src: Path) -> Format:
+    """What `pack` keeps of a checkpoint's folder where no format is asked for: headers are read, no weights. Raises as
+    `pack`."""
+    _, spec = read_config(src)
+    with Checkpoint.open(src) as checkpoint:
+        return Format(_own_dtype(checkpoint, spec))
+
+
+def threads() -> int:
     # One more than cores, since a reading thread computes nothing; more than 8 only wait for the disk.
     return min(8, len(os.sched_getaffinity(0)) + 1)
 
@@ -112,12 +131,14 @@ def _stamp(checkpoint: Checkpoint, extras: dict[str, bytes]) -> list[list[Any]]:
 
 
 @dataclass(frozen=True)
-class _Packer:
-    """Reads blocks of parts out of a checkpoint and encodes them."""
+class Packing:
+    """Reads blocks of parts out of a checkpoint and encodes them. `extras`: the small files to lie beside them."""
 
     checkpoint: Checkpoint
     parts: tuple[Part, ...]
     sources: dict[tuple[str, str], Source]
+    weights: Format
+    extras: dict[str, bytes]
 
     def check_shapes(self) -> None:
         """Every tensor is there, of the shape that the spec leads to. Raises BrokenModel, UnsupportedModel."""
@@ -136,6 +157,10 @@ class _Packer:
                 raise BrokenModel(
                     f"{tensor.file}: tensor {quoted(name)} has shape {found}; config.json leads to {shape}"
                 )
+
+    def files(self, part: Part) -> set[str]:
+        """Names of the checkpoint's files that a part comes from."""
+        return {self.checkpoint.find(self.sources[part.key, block.name].tensor).file.name for block in part.blocks}
 
     def filler(self, pool: ThreadPoolExecutor) -> Fill:
         """The `Fill` of `write_packed`: every block of every granule is a job of its own."""

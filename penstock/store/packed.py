@@ -1,28 +1,33 @@
-"""Opening packed models: cheap checks, then only places. Standard library only; the movers read the bytes."""
+"""Opening packed models: all but the weights is checked, then only places. Standard library only; the movers read the
+weights, and check each granule when they read it first."""
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from penstock.errors import BadRequest, BrokenModel, StorageFailed
+from penstock.errors import BadRequest, BrokenModel, DamagedModel, StorageFailed
 from penstock.models import spec_from_config
 from penstock.spec.format import Format, parse_format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import PAGE_BYTES, Part, parts
 from penstock.store import manifest as manifests
-from penstock.store.files import read_json, read_text
+from penstock.store.files import MAX_COPIED_BYTES, open_regular, parse_json, read_bytes, read_text
 from penstock.store.header import quoted, read_header
-from penstock.store.manifest import CONFIG, SHARD_NAME, Manifest, PackedPart
+from penstock.store.manifest import AGAIN, CONFIG, COPIED, SHARD_NAME, SUM_BYTES, SUMS, Manifest, PackedFile, PackedPart
+
+T = TypeVar("T")
 
 MAX_CONFIG_BYTES = 16_000_000
 
-# What the tokenizer costs the process at its peak, per byte of tokenizer.json: one of 9 MB with 128 k
-# entries took 105 MiB.
-TOKENIZER_PEAK = 12
+# What the tokenizer costs at its peak, per byte of tokenizer.json. BPE files of 65 k to 256 k entries took 9 to 19 (270
+# for each string in them, however the JSON is laid out), one without any white space 23.
+TOKENIZER_PEAK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,8 @@ class Location:
 
 @dataclass(frozen=True)
 class Packed:
-    """A packed model that passed the checks of `open_packed`. `parts` in the order in which a pass reads them."""
+    """A packed model that passed the checks of `open_packed`. `parts` in the order in which a pass reads them. `sums`:
+    the checksum of each granule, of part after part, 8 bytes each; None: they are not to be compared."""
 
     folder: Path
     spec: ModelSpec
@@ -46,11 +52,27 @@ class Packed:
     parts: dict[str, Part]
     total_bytes: int
     disks: dict[Path, str]  # of each file
+    sums: bytes | None = None
 
     @property
     def part_disks(self) -> dict[str, str]:
         """The disk of each part."""
         return {key: self.disks[self.files[location.file_index]] for key, location in self.locations.items()}
+
+    @property
+    def first_granules(self) -> dict[str, int]:
+        """Of each part: how many granules the parts before it have, which is where its checksums begin."""
+        found, count = {}, 0
+        for key, part in self.parts.items():
+            found[key] = count
+            count += part.granules
+        return found
+
+    def sums_of(self, part_key: str) -> bytes:
+        """Checksums of a part's granules, in order, of a model that has them."""
+        assert self.sums is not None
+        begin = SUM_BYTES * self.first_granules[part_key]
+        return self.sums[begin : begin + SUM_BYTES * self.parts[part_key].granules]
 
     def locate(self, part_key: str, lo: int, hi: int) -> tuple[Path, int, int]:
         """Where granules lo..hi of a part lie: file, offset, bytes. One contiguous, aligned range."""
@@ -62,22 +84,31 @@ class Packed:
 
 
 def is_packed(folder: Path) -> bool:
-    return (folder / manifests.FILE).is_file()
+    return os.path.lexists(folder / manifests.FILE)  # what is no file of ours there is then refused by name
 
 
-def read_config(path: Path) -> tuple[dict[str, Any], ModelSpec]:
-    """`path`: a model's folder, or its config.json. The spec counts a tokenizer.json that stands beside it.
+def has_sums(folder: Path) -> bool:
+    """Whether every byte of a packed model can be checked, which an older version's cannot. Raises BrokenModel where
+    penstock.json cannot be read."""
+    return bool(read_files(folder))
 
-    Raises BadRequest (nothing there), BrokenModel (no JSON), UnsupportedModel (unknown model type).
+
+def read_config(path: Path, listed: Sequence[PackedFile] = ()) -> tuple[dict[str, Any], ModelSpec]:
+    """`path`: a model's folder, or its config.json. The spec counts a tokenizer.json that stands beside it. `listed`:
+    the files of the packed model that config.json belongs to, which it is compared with.
+
+    Raises BadRequest (nothing there), BrokenModel (no JSON), DamagedModel, UnsupportedModel (unknown model type).
     """
     file = path / CONFIG if path.is_dir() else path
-    if not file.is_file():
-        if path.is_dir():
-            raise BadRequest(f"{path} holds no {CONFIG}: a model folder has one")
-        raise BadRequest(f"{path} is not there" if not path.exists() else f"{path} is no file")
+    if not file.exists():
+        raise BadRequest(
+            f"{path} holds no {CONFIG}: a model folder has one" if path.is_dir() else f"{path} is not there"
+        )
     if file.suffix == ".safetensors":
         raise BadRequest(f"{path} is a weights file: give its folder, which should hold {CONFIG}")
-    config = read_json(file, MAX_CONFIG_BYTES)
+    content = read_bytes(file, MAX_CONFIG_BYTES)
+    _compare_file(file, content, listed)
+    config = parse_json(content, file)
     spec = spec_from_config(config, str(file))
     tokenizer = file.parent / "tokenizer.json"
     if tokenizer.is_file():
@@ -85,17 +116,62 @@ def read_config(path: Path) -> tuple[dict[str, Any], ModelSpec]:
     return config, spec
 
 
-def open_packed(folder: Path) -> Packed:
-    """Opens a packed model: reads penstock.json, config.json and the shards' headers, no weights.
+def check_files(folder: Path) -> None:
+    """Compares all small files of a packed model with penstock.json. Raises DamagedModel for one that is another, and
+    for one that penstock.json does not list and that would be used; whatever else lies there is nobody's. Nothing is
+    compared where an older version packed."""
+    listed = read_files(folder)
+    if not listed:
+        return
+    for each in listed:
+        file = folder / each.name
+        _compare_file(file, read_bytes(file, MAX_COPIED_BYTES), listed)
+    names = {each.name for each in listed}
+    for name in (*COPIED, manifests.USED_FOLDER):
+        if name not in names and os.path.lexists(folder / name):
+            raise DamagedModel(f"{folder / name} was not there when the model was packed; {AGAIN}")
+
+
+def _compare_file(file: Path, content: bytes, listed: Sequence[PackedFile]) -> None:
+    """Raises DamagedModel. A file that is not listed has nothing to be compared with."""
+    for each in listed:
+        if each.name != file.name:
+            continue
+        if len(content) != each.nbytes:
+            raise DamagedModel(f"{file} has {len(content)} bytes, it was packed with {each.nbytes}; {AGAIN}")
+        if hashlib.sha256(content).hexdigest() != each.sha256:
+            raise DamagedModel(f"{file} is damaged, or was changed after packing: its checksum does not fit; {AGAIN}")
+
+
+def damaged_granule(file: Path, part: str, granule: int) -> DamagedModel:
+    """The error where a granule is not what was packed."""
+    return DamagedModel(
+        f"{file}: granule {granule} of part {part} is damaged: its checksum does not fit; {AGAIN}",
+        file=str(file),
+        part=part,
+        granule=granule,
+    )
+
+
+def open_packed(folder: Path, verify: bool = True) -> Packed:
+    """Opens a packed model: reads penstock.json, config.json, the shards' headers and the checksums, no weights.
+
+    With `verify` each of them is compared with what was packed, and the movers will compare the weights; a model that
+    an older version packed cannot be, which is warned of. penstock.json, which says where all the rest lies, always is.
 
     Raises BadRequest where the folder holds no packed model, BrokenModel (one line: which file, what is
-    wrong) where it is truncated, inconsistent, or packed by another version, StorageFailed where a second disk is
-    missing.
+    wrong) where it is truncated, inconsistent, or packed by another version, DamagedModel where bytes are not those
+    that were packed, StorageFailed where a second disk is missing.
     """
     if not is_packed(folder):
         raise BadRequest(f"{folder} holds no packed model (no {manifests.FILE}): make one with `penstock pack`")
     manifest = read_manifest(folder)
-    _, spec = read_config(folder)
+    if verify and not manifest.has_sums:
+        warnings.warn(
+            f"{folder} was packed by an older version: its bytes are not checked; pack it again", stacklevel=2
+        )
+    verify = verify and manifest.has_sums
+    _, spec = read_config(folder, manifest.files if verify else ())
     try:
         weights = parse_format(manifest.weights)
     except BadRequest as error:
@@ -103,12 +179,16 @@ def open_packed(folder: Path) -> Packed:
     derived = parts(spec, weights)
     _compare(folder, manifest, derived)
     names = tuple(dict.fromkeys(part.file for part in manifest.parts))
+    by_key = {p.key: p for p in derived}
     for name in names:
-        _check_shard(folder / name, [part for part in manifest.parts if part.file == name])
+        listed = [part for part in manifest.parts if part.file == name]
+        _check_shard(folder / name, listed)
+        if verify:
+            _compare_header(folder / name, [by_key[part.key] for part in listed])
     locations = {part.key: Location(names.index(part.file), part.offset, part.nbytes) for part in manifest.parts}
     files = tuple(folder / name for name in names)
-    by_key = {p.key: p for p in derived}
-    return Packed(folder, spec, weights, files, locations, by_key, manifest.total_bytes, find_disks(files))
+    sums = _read_sums(folder / SUMS, manifest) if verify else None
+    return Packed(folder, spec, weights, files, locations, by_key, manifest.total_bytes, find_disks(files), sums)
 
 
 def part_disks(folder: Path) -> dict[str, str]:
@@ -137,10 +217,19 @@ def _require_target(file: Path) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """penstock.json, checked for its form alone. Raises BrokenModel."""
+    """penstock.json, checked for its form and compared with its own checksum. Raises BrokenModel, DamagedModel."""
+    return _read(folder, manifests.loads)
+
+
+def read_files(folder: Path) -> tuple[PackedFile, ...]:
+    """The files that a packed model lists; none where an older version packed. Raises as `read_manifest`."""
+    return _read(folder, manifests.loads_files)
+
+
+def _read(folder: Path, loads: Callable[[str, str], T]) -> T:
     file = folder / manifests.FILE
     try:
-        return manifests.loads(read_text(file, manifests.MAX_BYTES), str(file))
+        return loads(read_text(file, manifests.MAX_BYTES), str(file))
     except BadRequest as error:
         raise BrokenModel(f"{error.message} (packed by another version? pack the checkpoint again)") from None
 
@@ -154,7 +243,7 @@ def _compare(folder: Path, manifest: Manifest, derived: tuple[Part, ...]) -> Non
         wrong = next((k for k in expected + keys if k not in keys or k not in expected), "the order")
         raise BrokenModel(f"{where} does not fit {CONFIG} ({quoted(wrong)} differs); {again}")
     for found, part in zip(manifest.parts, derived, strict=True):
-        if found != manifests.describe(part, found.file, found.offset, found.crc32):
+        if found != manifests.describe(part, found.file, found.offset):
             raise BrokenModel(f"{where} does not fit {CONFIG}: part {part.key} has another layout; {again}")
         if not SHARD_NAME.fullmatch(found.file):
             raise BrokenModel(f"{where}: part {part.key} lies in {quoted(found.file)}, which is no shard's name")
@@ -181,3 +270,24 @@ def _check_shard(file: Path, listed: list[PackedPart]) -> None:
     end = max(part.offset + part.nbytes for part in listed)
     if header.file_bytes != end:
         raise BrokenModel(f"{file} has {header.file_bytes} bytes, its parts end at {end}")
+
+
+def _compare_header(file: Path, parts: list[Part]) -> None:
+    """A shard's header follows from its parts, to the byte."""
+    expected = manifests.shard(file.name, parts).header
+    try:
+        with os.fdopen(open_regular(file), "rb") as stream:
+            found = stream.read(len(expected))
+    except OSError as error:
+        raise StorageFailed(f"cannot read {file}: {error.strerror}") from None
+    if found != expected:
+        raise DamagedModel(f"{file} is damaged: its header is not what was packed; {AGAIN}")
+
+
+def _read_sums(file: Path, manifest: Manifest) -> bytes:
+    need = SUM_BYTES * sum(part.granules for part in manifest.parts)
+    content = read_bytes(file, MAX_COPIED_BYTES)
+    _compare_file(file, content, manifest.files)
+    if len(content) != need:
+        raise BrokenModel(f"{file} has {len(content)} bytes; the checksums of this model have {need}")
+    return content

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import BrokenModel, StorageFailed
+from penstock import _native
+from penstock.errors import BadRequest, BrokenModel, StorageFailed
 from penstock.spec.parts import Part
-from penstock.store.manifest import PackedPart
-from penstock.store.packed import open_packed, read_manifest
+from penstock.store.files import open_regular
+from penstock.store.manifest import SUM_BYTES
+from penstock.store.packed import Packed, check_files, damaged_granule, has_sums, is_packed, open_packed
 from penstock.store.quantize import fields
 from penstock.store.writer import Progress
 from penstock.units import MIB
@@ -23,57 +24,65 @@ _STEP_BYTES = 8 * MIB
 
 
 def verify(folder: Path, progress: Progress | None = None) -> None:
-    """Checks every byte of a packed model: checksums, and that all scales, minimums and floats are finite.
+    """Checks every byte of a packed model: all checksums, and that all scales, minimums and floats are finite.
 
-    Raises BrokenModel naming file, part and, for numbers that are not finite, the granule; StorageFailed.
+    Raises DamagedModel naming the file, and of weights part and granule; BrokenModel for numbers that are not finite;
+    BadRequest where an older version packed, which left nothing to compare with; StorageFailed.
     """
+    if is_packed(folder) and not has_sums(folder):
+        raise BadRequest(f"{folder} was packed by an older version, without checksums of all its bytes: pack it again")
     packed = open_packed(folder)
+    check_files(folder)
 
-    def check(listed: PackedPart) -> PackedPart:
-        _check_part(folder / listed.file, packed.parts[listed.key], listed)
-        return listed
+    def check(key: str) -> str:
+        _check_part(packed, packed.parts[key])
+        return key
 
     done = 0
     pool = ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0))), "penstock-verify")
     try:
-        for listed in pool.map(check, read_manifest(folder).parts):
-            done += listed.nbytes
+        for key in pool.map(check, packed.parts):
+            done += packed.parts[key].nbytes
             if progress is not None:
-                progress(done, packed.total_bytes, listed.key)
+                progress(done, packed.total_bytes, key)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _check_part(file: Path, part: Part, listed: PackedPart) -> None:
+def _check_part(packed: Packed, part: Part) -> None:
+    file, begin, _ = packed.locate(part.key, 0, 0)
+    first = packed.first_granules[part.key]
+    assert packed.sums is not None
+    step = max(1, _STEP_BYTES // part.granule_bytes)
+    buffer = np.empty((min(step, part.granules), part.granule_bytes), np.uint8)
     try:
-        crc = _read_part(file, part, listed)
+        fd = open_regular(file)
+        try:
+            for lo in range(0, part.granules, step):
+                granules = buffer[: min(lo + step, part.granules) - lo]
+                _read_whole(fd, begin + lo * part.granule_bytes, granules, f"{file} is truncated in part {part.key}")
+                found = _native.granule_sums(granules.ctypes.data, len(granules), part.granule_bytes)
+                expected = packed.sums[SUM_BYTES * (first + lo) :][: len(found)]
+                if found != expected:
+                    wrong = next(at for at in range(len(found)) if found[at] != expected[at])
+                    raise damaged_granule(file, part.key, lo + wrong // SUM_BYTES)
+                _require_finite(file, part, lo, granules)
+        finally:
+            os.close(fd)
     except OSError as error:
         raise StorageFailed(f"cannot read {file}: {error.strerror}") from None
-    if crc != listed.crc32:
-        raise BrokenModel(f"{file}: part {part.key} is corrupt (checksum {crc:08x}, should be {listed.crc32:08x})")
 
 
-def _read_part(file: Path, part: Part, listed: PackedPart) -> int:
-    step = max(1, _STEP_BYTES // part.granule_bytes)
-    buffer = np.empty(min(step, part.granules) * part.granule_bytes, np.uint8)
-    crc = 0
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        for lo in range(0, part.granules, step):
-            data = buffer[: (min(lo + step, part.granules) - lo) * part.granule_bytes]
-            offset = listed.offset + lo * part.granule_bytes
-            done = 0
-            while done < data.nbytes:
-                count = os.preadv(fd, [data[done:].data], offset + done)
-                if count == 0:
-                    raise BrokenModel(f"{file} is truncated in part {part.key}")
-                done += count
-            os.posix_fadvise(fd, offset, done, os.POSIX_FADV_DONTNEED)
-            crc = zlib.crc32(data.data, crc)
-            _require_finite(file, part, lo, data.reshape(-1, part.granule_bytes))
-    finally:
-        os.close(fd)
-    return crc
+def _read_whole(fd: int, offset: int, granules: npt.NDArray[Any], truncated: str) -> None:
+    """granules uint8 [n, granule_bytes] from `offset`, which the page cache then forgets."""
+    data = granules.reshape(-1)
+    done = 0
+    while done < data.nbytes:
+        count = os.preadv(fd, [data[done:].data], offset + done)
+        if count == 0:
+            raise BrokenModel(truncated)
+        done += count
+    os.posix_fadvise(fd, offset, done, os.POSIX_FADV_DONTNEED)
 
 
 def _require_finite(file: Path, part: Part, lo: int, granules: npt.NDArray[Any]) -> None:

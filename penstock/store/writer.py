@@ -1,33 +1,34 @@
 """Writing packed models: shard by shard, resumable, at disk speed, without filling the page cache.
 
 Everything is made in DST.partial: a shard is written as *.tmp, synced and renamed, then noted in
-`resume.json` with the checksums of its parts. One rename turns DST.partial into DST. So at any moment
+`resume.json` with the checksums of its granules. One rename turns DST.partial into DST. So at any moment
 DST is whole or not there, and after a kill the same command goes on with the next shard.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
-import zlib
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock import _native
 from penstock.errors import BadRequest, BrokenModel, PenstockError, StorageFailed
 from penstock.spec.format import Format
 from penstock.spec.parts import Part
 from penstock.store import manifest as manifests
 from penstock.store.direct import STAGE_BYTES, DirectWriter
-from penstock.store.files import read_json, sync_folder, write_bytes
-from penstock.store.manifest import SHARD_NAME, Manifest, Shard
+from penstock.store.files import is_aside, read_json, sync_folder, write_bytes
+from penstock.store.locks import FolderLock, lock_folder
+from penstock.store.manifest import SHARD_NAME, SUM_BYTES, SUMS, Manifest, Shard
 from penstock.units import GIB, format_bytes
 
 SHARD_BYTES = GIB
@@ -36,8 +37,20 @@ STATE = "resume.json"
 # Called with bytes done, bytes in total, and the key of the part at work.
 Progress = Callable[[int, int, str], None]
 
+# Of each shard that is whole: the checksums of its granules, 8 bytes each, in the order in which they lie there.
+Done = dict[str, bytes]
+
 # fill(part, lo, hi, out): granules lo..hi of a part into out, uint8 [(hi - lo) * granule_bytes], zeroed or not.
 Fill = Callable[[Part, int, int, npt.NDArray[Any]], None]
+
+# Called some times a second while another process writes the same packed model: bytes it has written, and in total.
+Waiting = Callable[[int, int], None]
+
+# Entered with DST.partial and the bytes still to be written, when this process alone may write there; left when all is
+# written and only the rename to DST is to come.
+Writing = Callable[[Path, int], AbstractContextManager[None]]
+
+_POLL_S = 0.2
 
 
 def write_packed(
@@ -50,12 +63,16 @@ def write_packed(
     progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
     spread: Path | None = None,
+    waiting: Waiting | None = None,
+    writing: Writing | None = None,
 ) -> Path:
     """Writes the packed model `dst` and returns it. `extras`: the small files beside the shards.
 
     An interrupted call goes on where it stopped if `fingerprint` (JSON: what the result depends on) is
     the same, else it starts over. `spread`: a folder on another disk, in whose folder of the same name half of the
-    bytes go; `dst` has links to them. Raises BadRequest (`dst` is there, or is being written), StorageFailed.
+    bytes go; `dst` has links to them. With `waiting` another process that writes `dst` is waited for: what it makes is
+    the result, and where it ends early this call goes on with its work. Raises BadRequest (`dst` is there, or without
+    `waiting` is being written), StorageFailed.
     """
     _refuse_existing(dst)
     if shard_bytes < 1:
@@ -63,23 +80,30 @@ def write_packed(
     shards, there = manifests.shards(parts, shard_bytes), frozenset[str]()
     if spread is not None:
         spread = (spread / dst.name).absolute()
+        if dst.resolve() in (spread.resolve(), *spread.resolve().parents):
+            raise BadRequest(f"{spread} is the model's own folder: half of the bytes should go to another disk")
         fingerprint = {**fingerprint, "spread": str(spread)}
         shards, there = manifests.spread_shards(parts, shard_bytes)
     state = {"fingerprint": {**fingerprint, "format": manifests.VERSION, "shard_bytes": shard_bytes}, "shards": {}}
     partial = dst.with_name(dst.name + ".partial")
     second = _Second(spread, there)
-    with _storage_errors(partial), _locked(dst, partial):
+    watch = None if waiting is None else _watch(waiting, partial, sum(shard.nbytes for shard in shards))
+    with _storage_errors(partial), _locked(dst, partial, watch) as ours:
+        if not ours:
+            return dst
         second.make(partial)
-        done = _resume(partial, state, shards, {*extras, manifests.FILE})
+        done = _resume(partial, state, shards, {*extras, manifests.FILE, manifests.RECORD, SUMS})
         try:
-            write_bytes(partial / STATE, json.dumps({**state, "shards": done}).encode())
+            _note(partial, state, done)
             missing_bytes = sum(s.nbytes for s in shards if s.name not in done) + sum(map(len, extras.values()))
             missing_there = sum(s.nbytes for s in shards if s.name not in done and s.name in there)
-            _require_room(partial, missing_bytes - missing_there)
-            if spread is not None:
-                _require_room(spread, missing_there)
-            _write_shards(partial, shards, state, done, fill, progress, second)
-            _finish(dst, partial, shards, parts, weights, done, extras)
+            with nullcontext() if writing is None else writing(partial, missing_bytes):
+                _require_room(partial, missing_bytes - missing_there)
+                if spread is not None:
+                    _require_room(spread, missing_there)
+                _write_shards(partial, shards, state, done, fill, progress, second)
+                _describe(partial, shards, parts, weights, done, extras)
+            _finish(dst, partial)
         except BaseException as error:
             for file in [*partial.glob("*.tmp"), *second.unfinished()]:
                 file.unlink(missing_ok=True)
@@ -104,9 +128,19 @@ class _Second:
         """Raises BadRequest where the folder holds what this packing did not write."""
         if self._spread is None:
             return
-        if self._spread.exists() and any(self._spread.iterdir()) and not (partial / STATE).exists():
+        if self._spread.exists() and any(self._spread.iterdir()) and not self._began(partial):
             raise BadRequest(f"{self._spread} holds files already: remove it or choose another folder")
         self._spread.mkdir(parents=True, exist_ok=True)
+        for file in self.unfinished():  # a kill left it
+            file.unlink()
+
+    def _began(self, partial: Path) -> bool:
+        """Whether an interrupted packing of this model wrote to this very folder."""
+        try:
+            found = read_json(partial / STATE, manifests.MAX_BYTES).get("fingerprint")
+        except BrokenModel:
+            return False
+        return isinstance(found, dict) and found.get("spread") == str(self._spread)
 
     def folder(self, name: str, partial: Path) -> Path:
         return self._spread if self._spread is not None and name in self._names else partial
@@ -120,7 +154,9 @@ class _Second:
             (partial / name).symlink_to(folder / name)
 
     def unfinished(self) -> list[Path]:
-        return list(self._spread.glob("*.tmp")) if self._spread is not None else []
+        if self._spread is None:
+            return []
+        return [file for name in self._names if os.path.lexists(file := self._spread / f"{name}.tmp")]
 
     def remove(self) -> None:
         """What was begun in vain."""
@@ -132,7 +168,7 @@ class _Second:
 
 
 def _write_shards(
-    partial: Path, shards: tuple[Shard, ...], state: dict[str, Any], done: dict[str, list[int]], fill: Fill,
+    partial: Path, shards: tuple[Shard, ...], state: dict[str, Any], done: Done, fill: Fill,
     progress: Progress | None, second: _Second,
 ) -> None:  # fmt: skip
     total = sum(part.nbytes for shard in shards for part, _ in shard.parts)
@@ -143,59 +179,81 @@ def _write_shards(
             written += sum(part.nbytes for part, _ in shard.parts)
             continue
         aside = second.folder(shard.name, partial) / (shard.name + ".tmp")
-        crcs = []
+        sums = b""
         with DirectWriter(aside, max(STAGE_BYTES, longest)) as file:
             file.reserve(len(shard.header))[:] = np.frombuffer(shard.header, np.uint8)
             for part, _ in shard.parts:
-                crc = 0
                 step = max(1, STAGE_BYTES // part.granule_bytes)
                 for lo in range(0, part.granules, step):
                     hi = min(lo + step, part.granules)
                     out = file.reserve((hi - lo) * part.granule_bytes)
                     fill(part, lo, hi, out)
-                    crc = zlib.crc32(out.data, crc)
+                    # On this thread, between two fills: at 10 GB/s and more it is a small part of encoding and writing.
+                    sums += _native.granule_sums(out.ctypes.data, hi - lo, part.granule_bytes)
                     written += out.nbytes
                     if progress is not None:
                         progress(written, total, part.key)
-                crcs.append(crc)
             file.sync()
         aside.rename(aside.with_suffix(""))
         second.link(shard.name, partial)
-        done[shard.name] = crcs
-        write_bytes(partial / STATE, json.dumps({**state, "shards": done}).encode())
+        done[shard.name] = sums
+        _note(partial, state, done)
         sync_folder(partial)
 
 
-def _finish(
-    dst: Path, partial: Path, shards: tuple[Shard, ...], parts: tuple[Part, ...], weights: Format,
-    done: dict[str, list[int]], extras: dict[str, bytes],
+def _note(partial: Path, state: dict[str, Any], done: Done) -> None:
+    """Writes down which shards are whole."""
+    sums = {name: each.hex() for name, each in done.items()}
+    write_bytes(partial / STATE, json.dumps({**state, "shards": sums}).encode())
+
+
+def _from_hex(text: Any) -> bytes:
+    """Checksums out of resume.json; none where it holds something else."""
+    try:
+        return bytes.fromhex(text)
+    except (TypeError, ValueError):
+        return b""
+
+
+def _describe(
+    partial: Path, shards: tuple[Shard, ...], parts: tuple[Part, ...], weights: Format,
+    done: Done, extras: dict[str, bytes],
 ) -> None:  # fmt: skip
-    described = {
-        part.key: manifests.describe(part, shard.name, offset, crc)
-        for shard in shards
-        for (part, offset), crc in zip(shard.parts, done[shard.name], strict=True)
-    }
+    described, sums = {}, {}
+    for shard in shards:
+        at = 0
+        for part, offset in shard.parts:
+            described[part.key] = manifests.describe(part, shard.name, offset)
+            sums[part.key] = done[shard.name][at : at + SUM_BYTES * part.granules]
+            at += SUM_BYTES * part.granules
     listed = tuple(described[part.key] for part in parts)
-    manifest = Manifest(weights.name, sum(part.nbytes for part in listed), listed)
-    for name, content in extras.items():
+    small = {**extras, SUMS: b"".join(sums[part.key] for part in parts)}
+    files = tuple(manifests.describe_file(name, content) for name, content in sorted(small.items()))
+    manifest = Manifest(weights.name, sum(part.nbytes for part in listed), listed, files)
+    for name, content in small.items():
         write_bytes(partial / name, content)
     write_bytes(partial / manifests.FILE, manifests.dumps(manifest).encode())
+
+
+def _finish(dst: Path, partial: Path) -> None:
     sync_folder(partial)
     partial.rename(dst)
     (dst / STATE).unlink()  # only now: without it, a kill in between would cost all that was packed
     sync_folder(dst.parent)
 
 
-def _resume(partial: Path, state: dict[str, Any], shards: tuple[Shard, ...], others: set[str]) -> dict[str, list[int]]:
-    """Checksums of the parts of each shard that is complete; clears away all else that packing left."""
+def _resume(partial: Path, state: dict[str, Any], shards: tuple[Shard, ...], others: set[str]) -> Done:
+    """Checksums of the granules of each shard that is complete; clears away all else that packing left."""
     present = {file.name for file in partial.iterdir()}
     if not present:
         return {}
     ours = others | {STATE}
     strange = [
-        name for name in present if not (SHARD_NAME.fullmatch(base := name.removesuffix(".tmp")) or base in ours)
+        name
+        for name in present
+        if not (SHARD_NAME.fullmatch(name.removesuffix(".tmp")) or name in ours or is_aside(name))
     ]
-    if strange or not ({STATE, STATE + ".tmp"} & present):
+    if strange or not (STATE in present or all(map(is_aside, present))):
         raise BadRequest(f"{partial} holds {min(strange or present)!r}, which packing did not write: move it away")
     done: Any = None
     with suppress(BrokenModel):  # a state that cannot be read: start over
@@ -204,34 +262,57 @@ def _resume(partial: Path, state: dict[str, Any], shards: tuple[Shard, ...], oth
             done = found.get("shards")
     whole = {}
     for shard in shards:
-        crcs = done.get(shard.name) if isinstance(done, dict) else None
-        if isinstance(crcs, list) and len(crcs) == len(shard.parts) and shard.name in present:
+        sums = _from_hex(done.get(shard.name) if isinstance(done, dict) else None)
+        if len(sums) == SUM_BYTES * sum(part.granules for part, _ in shard.parts) and shard.name in present:
             if (partial / shard.name).stat().st_size == shard.nbytes:
-                whole[shard.name] = crcs
+                whole[shard.name] = sums
     for name in present - whole.keys() - {STATE}:
         (partial / name).unlink()
     return whole
 
 
 @contextmanager
-def _locked(dst: Path, partial: Path) -> Iterator[None]:
-    """Makes DST.partial and keeps other processes out of it."""
+def _locked(dst: Path, partial: Path, watch: Callable[[], None] | None) -> Iterator[bool]:
+    """Makes DST.partial and keeps other processes out of it. `watch`: called while another process is in it. Yields
+    False where that one has made DST meanwhile. Without `watch` both are refused."""
     dst.parent.mkdir(parents=True, exist_ok=True)
-    partial.mkdir(exist_ok=True)
-    fd = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    lock = _take(partial, watch)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BadRequest(f"another process is writing {partial}: wait for it") from None
-        except OSError:
-            pass  # a file system without locks
-        _refuse_existing(dst)  # that other process may just have finished
-        yield
+        made = watch is not None and os.path.lexists(dst)
+        if not made:
+            _refuse_existing(dst)  # that other process may just have finished
+        yield not made
     finally:
-        os.close(fd)
         with suppress(OSError):  # gone, or it holds shards: both are fine
             partial.rmdir()
+        lock.close()
+
+
+def _take(partial: Path, watch: Callable[[], None] | None) -> FolderLock:
+    while True:
+        if partial.is_symlink():  # it would lead our files to another folder
+            raise BadRequest(f"{partial} is a link, where packing makes a folder: remove it")
+        partial.mkdir(exist_ok=True)
+        lock = lock_folder(partial, exclusive=True, wait=False)
+        if lock is not None:
+            return lock
+        if not partial.exists():  # its writer has finished, or given up, between the two lines
+            continue
+        if watch is None:
+            raise BadRequest(f"another process is writing {partial}: wait for it")
+        watch()
+        time.sleep(_POLL_S)
+
+
+def _watch(waiting: Waiting, partial: Path, total_bytes: int) -> Callable[[], None]:
+    def watch() -> None:
+        written = 0
+        for shard in partial.glob("model-*"):
+            with suppress(OSError):  # renamed, or removed, while we look
+                written += shard.stat().st_size
+        waiting(min(written, total_bytes), total_bytes)
+
+    return watch
 
 
 def _refuse_existing(dst: Path) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from penstock.models import sources, spec_from_config
 from penstock.spec.format import FLOAT32
 from penstock.spec.parts import parts
+from penstock.store.synth import byte_tokenizer
 
 Array = NDArray[Any]
 
@@ -95,6 +96,12 @@ def save_checkpoint(
     (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": NAMES[dtype]}))
     save_tensors(folder / "model.safetensors", tensors)
     return tensors
+
+
+def save_tokenizer(folder: Path, config: dict[str, Any]) -> None:
+    """What makes a checkpoint one that can be run: a byte tokenizer and what goes with it."""
+    for name, content in byte_tokenizer(spec_from_config(config, "test")).items():
+        (folder / name).write_bytes(content)
 
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from penstock.cli import main
+from penstock.cli.output import one_line
 from penstock.runtime.probe import machine_file
 from penstock.spec.machine import MachineSpec, Rate, Tier
 from penstock.spec.machine import dumps as dump_machine
@@ -22,7 +23,12 @@ RATES = (Rate("host", "*", "*", 1e-5, 1e-10, 1e-11), Rate("disk0", "*", "*", 1e-
 MACHINE = MachineSpec("test", (Tier("host", 1 << 34), Tier("disk0", 1 << 40)), RATES, 2)
 
 # What stderr may hold beside the error.
-_NOTES = ("penstock: this model has no chat template", "penstock: measuring this machine, once", "Try `penstock ")
+_NOTES = (
+    "penstock: this model has no chat template",
+    "penstock: measuring this machine, once",
+    "penstock: writes ",  # before a first packing
+    "Try `penstock ",
+)
 
 
 class Outcome(NamedTuple):
@@ -88,7 +94,6 @@ def refused(found: Outcome, says: str = "", kind: str | None = None, code: int =
     assert says in error["message"], error
     assert kind in (None, error["type"]), error
     lines = [line for line in found.err.splitlines() if not line.startswith(_NOTES)]
-    said = " ".join(error["message"].splitlines()).encode(errors="replace").decode()
-    assert lines == [f"penstock: {said}"], found.err
+    assert lines == [f"penstock: {one_line(error['message'])}"], found.err
     assert "Traceback" not in found.err
     return error

@@ -7,12 +7,13 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock.errors import PenstockError
@@ -21,8 +22,9 @@ from penstock.store import writer
 from penstock.store.pack import pack
 from penstock.store.packed import open_packed
 from penstock.store.synth import synth
-from tests.cpu.checkpoints import LLAMA, random_tensors, save_checkpoint, save_tensors
+from tests.cpu.checkpoints import LLAMA, random_tensors, save_checkpoint, save_tensors, save_tokenizer
 from tests.cpu.commands import Outcome, apart, here, machine_cache, refused
+from tests.cpu.sealed import edit, reseal
 
 Call = Callable[..., Outcome]
 SMALL_SHARDS = 100_000
@@ -141,6 +143,7 @@ def test_a_broken_checkpoint(name: str, call: Call, cache: Path, tmp_path: Path)
     breaks, says = CHECKPOINTS[name]
     source = tmp_path / "source"
     save_checkpoint(source, LLAMA)
+    save_tokenizer(source, LLAMA)
     breaks(source)
     error = refused(call("pack", source, tmp_path / "packed", "--weights", "int4"), says)
     assert {path.name for path in tmp_path.iterdir()} <= {"source"}
@@ -168,11 +171,10 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Several shards, int4, and a byte tokenizer."""
     folder = tmp_path_factory.mktemp("intact")
     save_checkpoint(folder / "source", {**LLAMA, "vocab_size": 300})
-    packed = pack(folder / "source", folder / "packed", parse_format("int4"), shard_bytes=SMALL_SHARDS)
     with_tokenizer = synth(folder / "source", folder / "synth", parse_format("int4"))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        if (with_tokenizer / name).exists():
-            shutil.copy(with_tokenizer / name, packed / name)
+        shutil.copy(with_tokenizer / name, folder / "source" / name)
+    packed = pack(folder / "source", folder / "packed", parse_format("int4"), shard_bytes=SMALL_SHARDS)
     assert len(list(packed.glob("*.safetensors"))) > 2
     return packed
 
@@ -180,6 +182,20 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def packed(intact: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(intact, tmp_path / "packed"))
+
+
+def sealed(breaks: Callable[[Path], None], weights: bool = False) -> Callable[[Path], None]:
+    """The same with checksums that fit: a model that was packed broken. tests/cpu/test_damage.py has the others."""
+
+    def broken(folder: Path) -> None:
+        breaks(folder)
+        reseal(folder, weights)
+
+    return broken
+
+
+def another_manifest(folder: Path) -> None:
+    edit(folder, "penstock.json", lambda manifest: manifest["parts"][3].update(key="7.ffn"))
 
 
 def swapped(folder: Path) -> None:
@@ -198,6 +214,7 @@ def with_nan(folder: Path, key: str, block: str) -> None:
         # Behind the codes of the first tile and group.
         stream.seek(offset + found.offset + 16 * found.format.group * found.format.bits // 8)
         stream.write((0x7E00).to_bytes(2, "little") * found.rows)
+    reseal(folder, weights=True)
 
 
 SECOND = "model-00002.safetensors"
@@ -208,13 +225,13 @@ PACKED = {
     "shard a folder": (a_folder_instead(SECOND), SECOND),
     "manifest flipped": (content(lambda c: c[:200] + b"\xff" + c[201:], "penstock.json"), "is not UTF-8"),
     "manifest cut": (content(lambda c: c[: len(c) // 2], "penstock.json"), "is not JSON"),
-    "manifest of another": (content(lambda c: c.replace(b'"1.ffn"', b'"7.ffn"'), "penstock.json"), "does not fit"),
-    "config of another": (config(num_attention_heads=3, num_key_value_heads=1), "does not fit config.json"),
-    "no config": (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
-    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer.json"),
-    "tokenizer cut": (content(lambda c: c[:100], "tokenizer.json"), "is not a tokenizer"),
-    "eos": (content(lambda c: b'{"eos_token_id": "2"}', "generation_config.json"), "eos_token_id is '2'"),
-    "sampling": (content(lambda c: b'{"top_p": 7}', "generation_config.json"), "top_p is 7"),
+    "manifest of another": (another_manifest, "does not fit config.json"),
+    "config of another": (sealed(config(num_attention_heads=3, num_key_value_heads=1)), "does not fit config.json"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
+    "no tokenizer": (sealed(lambda folder: (folder / "tokenizer.json").unlink()), "no tokenizer.json"),
+    "tokenizer cut": (sealed(content(lambda c: c[:100], "tokenizer.json")), "is not a tokenizer"),
+    "eos": (sealed(content(lambda c: b'{"eos_token_id": "2"}', "generation_config.json")), "eos_token_id is '2'"),
+    "sampling": (sealed(content(lambda c: b'{"top_p": 7}', "generation_config.json")), "top_p is 7"),
     "NaN in a scale": (lambda folder: with_nan(folder, "1.ffn", "down"), "weights may be damaged"),
     "NaN in the embedding": (lambda folder: with_nan(folder, "embed", "rows"), "weights may be damaged"),
     "NaN in the head": (lambda folder: with_nan(folder, "head", "rows"), "weights may be damaged"),
@@ -249,6 +266,7 @@ def test_numbers_that_overflow_are_no_noise(packed: Path, cache: Path) -> None:
     with path.open("r+b") as stream:
         stream.seek(offset)
         stream.write(np.full(nbytes // 4, 3e38, np.float32).tobytes())
+    reseal(packed, weights=True)
     refused(apart("run", packed, "ab", "--cache", cache, "--json"), "weights may be damaged", "BrokenModel")
     (packed / "text").write_text("some text")
     refused(apart("eval", packed, packed / "text", "--cache", cache, "--json"), "weights may be damaged")
@@ -268,7 +286,8 @@ def test_eval_needs_one_vocabulary(call: Call, intact: Path, tmp_path: Path) -> 
 @pytest.mark.fuzz
 @given(st.data())
 def test_fuzz_flipped_bytes(intact: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Of penstock.json, config.json or a shard's header: our errors, or the model as it was."""
+    """Of penstock.json, config.json or a shard's header: our errors, with checksums that fit and with those of the
+    model as it was."""
     folder = tmp_path_factory.mktemp("flip")
     for file in intact.iterdir():
         os.link(file, folder / file.name)
@@ -279,6 +298,12 @@ def test_fuzz_flipped_bytes(intact: Path, tmp_path_factory: pytest.TempPathFacto
         damaged[data.draw(st.integers(0, end - 1))] ^= data.draw(st.integers(1, 255))
     (folder / name).unlink()
     (folder / name).write_bytes(damaged)
+    assume(damaged != (intact / name).read_bytes())
+    with pytest.raises(PenstockError) as caught:
+        open_packed(folder)
+    assert caught.value.exit_code == 2 and "\n" not in caught.value.message
+    with suppress(ValueError):  # no longer JSON
+        reseal(folder)
     try:
         found = open_packed(folder)
     except PenstockError as error:
@@ -304,6 +329,7 @@ def tiny_disk(tmp_path: Path) -> Any:
 
 def test_a_full_disk(call: Call, tiny_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(tmp_path / "source", LLAMA)
+    save_tokenizer(tmp_path / "source", LLAMA)
     for name in ("pack", "synth"):
         error = refused(call(name, tmp_path / "source", tiny_disk / "packed"), "too full", "StorageFailed")
         assert error["need_bytes"] > error["have_bytes"] > 0

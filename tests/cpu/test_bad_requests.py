@@ -37,7 +37,7 @@ FLAGS = [
     ("--context 2147483648", "context is 2147483648"),
     ("--context 1.5", "--context"),
     ("--batch 0", "--batch"),
-    ("--batch 1000000", "is too little"),
+    ("--batch 16385", "batch is 16385; it should be from 1 to 16384"),
     (f"--batch {DIGITS}", "batch is 9"),
     ("--prompt-tokens 0", "--prompt-tokens"),
     ("--output-tokens -1", "--output-tokens"),
@@ -66,7 +66,7 @@ FLAGS = [
     ("--kv int8-g8", "a KV cache in int8-g8"),
     ("--objective speed", "latency or throughput"),
     ("--device gpu", "one of auto, cuda, none, emulated"),
-    ("--plan /dev/null", "is not JSON"),
+    ("--plan /dev/null", "is a device, not a regular file"),
     ("--plan /nonexistent", "cannot be read"),
     ("--cache /dev/null", "cannot measure the disk at /dev/null"),
 ]

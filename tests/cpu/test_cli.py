@@ -15,6 +15,7 @@ import pytest
 from penstock.cli import docs, main, options, output, run
 from penstock.errors import BadRequest, DoesNotFit, InternalError
 from tests.cpu.commands import Call
+from tests.cpu.traps import Trap
 
 ROOT = Path(__file__).parents[2]
 STORIES = ROOT.parent / "shared/models/stories-260k"
@@ -72,7 +73,7 @@ def test_planning_imports_neither_torch_nor_numpy():
 def test_help_names_every_command():
     done = penstock()
     assert done.returncode == 0
-    for name in ("demo", "run", "plan", "pack", "synth", "eval", "probe"):
+    for name in ("demo", "run", "plan", "pack", "synth", "eval", "probe", "list", "rm", "prune"):
         assert f"  {name} " in done.stdout
 
 
@@ -214,7 +215,7 @@ def test_text_files(tmp_path):
         options.read_text(str(tmp_path))
     (tmp_path / "plan").write_text('{"plan": 5}')
     with pytest.raises(BadRequest, match="schema"):
-        options.read_plan(str(tmp_path / "plan"))
+        options.given_plan(str(tmp_path / "plan"), options.Machine(), options.Work())
 
 
 # --- output ----------------------------------------------------------------------------------------------------
@@ -272,6 +273,7 @@ class Stub:
             disk_bytes_per_token=1e9,
             batch=1,
             output_tokens=2,
+            context_full=False,
         )
 
 
@@ -298,7 +300,11 @@ def test_chat_without_template_stops_at_the_next_turn(capsys):
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("cache"))
+    """A cache with this machine's own figures. The probe imports nothing from the folder that it is started in."""
+    folder = str(tmp_path_factory.mktemp("cache"))
+    done = Trap(tmp_path_factory.mktemp("here") / "folder").run("probe", "--cache", folder)
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
 @needs_stories
@@ -359,7 +365,7 @@ def test_pack_verify_and_eval(cache, tmp_path):
     shard.write_bytes(content)
     broken = penstock("pack", "--verify", str(packed), "--json")
     assert broken.returncode == 2
-    assert json.loads(broken.stdout)["error"]["type"] == "BrokenModel"
+    assert json.loads(broken.stdout)["error"]["type"] == "DamagedModel"
 
 
 @needs_stories

@@ -39,13 +39,17 @@ def test_a_plan_for_a_device_needs_one(call: Call, model: Path, tmp_path: Path) 
     assert call("run", model, "once", "--plan", file, "--device", "emulated", "--max-tokens", "4").code == 0
 
 
-def test_cuda_that_is_not_here_is_one_line(
-    call: Call, model: Path, monkeypatch: pytest.MonkeyPatch, cache: Path, capsys: pytest.CaptureFixture[str]
+def test_cuda_that_is_not_here_is_an_error(
+    model: Path, monkeypatch: pytest.MonkeyPatch, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(choosing, "_DRIVERS", ("/nowhere",))
-    done = here(capsys, "run", model, "once", "--cache", cache, "--device", "cuda", *GREEDY)
+    for command in (("run", model, "once", *GREEDY), ("plan", model), ("bench", model), ("probe",)):
+        done = here(capsys, *command, "--cache", cache, "--device", "cuda")
+        assert done.code == 2
+        assert done.err == "penstock: --device cuda: no driver of a GPU is here; --device none computes on the CPU\n"
+    done = here(capsys, "run", model, "once", "--cache", cache, "--device-memory", "1GiB", *GREEDY)
     assert done.code == 0
-    assert done.err.count("no device, the CPU computes: no driver of a GPU is here") == 1
+    assert "--device-memory limits nothing: no device, the CPU computes: no driver of a GPU is here" in done.err
     assert "no device" not in here(capsys, "run", model, "once", "--cache", cache, *GREEDY).err
 
 

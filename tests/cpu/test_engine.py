@@ -27,6 +27,7 @@ from penstock.store.pack import pack
 from penstock.store.packed import open_packed
 from tests.cpu.commands import MACHINE, ROOT, machine_cache
 from tests.cpu.engines import GREEDY, STORIES, load, make_model, needs_stories, streaming
+from tests.cpu.sealed import edit
 
 PROMPTS = ["Once upon a time", "The", "Lily and her dog went to the park. They", "One day, a big red", "He said"]
 # Where the two best logits differ by less, shapes of the products decide.
@@ -153,7 +154,7 @@ def test_an_engine_that_answered_answers_again(made: Any) -> None:
 
 def with_eos(folder: Path, target: Path, eos: Any) -> Path:
     shutil.copytree(folder, target, copy_function=shutil.copy)
-    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    edit(target, "generation_config.json", lambda config: config.update(eos_token_id=eos))
     return target
 
 
@@ -259,9 +260,10 @@ def test_seeds(made: Any) -> None:
 # --- what it took ----------------------------------------------------------------------------------------------------
 
 FIELDS = {
-    "text": str, "token_ids": list, "prompt_tokens": int, "output_tokens": int, "finish_reason": str, "ttft_s": float,
+    "text": str, "token_ids": list, "prompt_tokens": int, "output_tokens": int, "finish_reason": str,
+    "context_full": bool, "ttft_s": float,
     "decode_tokens_per_s": float, "predicted": dict, "bytes_moved": dict, "disk_bytes_per_token": float,
-    "inter_token_s": dict, "batch": int, "context": int, "bound_by": str, "share_of_bound": float,
+    "inter_token_s": dict, "batch": int, "context": int, "bound_by": str, "share_of_bound": type(None),
     "peak_host_bytes": int, "peak_device_bytes": int,
 }  # fmt: skip
 
@@ -279,7 +281,6 @@ def test_a_report_is_complete_and_finite(tokens: int, resident: int | None, made
     gaps = report["inter_token_s"]
     assert gaps.keys() == {"p50", "p95", "p99"} and 0 <= gaps["p50"] <= gaps["p95"] <= gaps["p99"]
     assert (report["decode_tokens_per_s"] > 0) == (gaps["p50"] > 0) == (tokens > 1)
-    assert 0 <= report["share_of_bound"] < 10
     assert (report["bytes_moved"]["disk0"] > 0) == (resident == 0)
     assert (report["disk_bytes_per_token"] > 0) == (resident == 0 and tokens > 1)
     assert report["peak_host_bytes"] > 20 << 20 and report["peak_device_bytes"] == 0
@@ -385,4 +386,4 @@ def test_nothing_is_imported_before_it_is_needed(made: Any, cache: Path) -> None
     )
     assert list(modules(planning)) == []
     answering = f"import penstock; penstock.LLM({folder!r}, cache={kept!r}).generate('hi')"
-    assert list(modules(answering)) == ["numpy", "tokenizers"]
+    assert list(modules(answering)) == ["numpy"]  # tokenizers is a child's

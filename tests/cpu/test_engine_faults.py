@@ -25,6 +25,7 @@ from penstock.spec.ask import Ask
 from penstock.store.packed import open_packed
 from tests.cpu.commands import MACHINE, here, machine_cache, refused
 from tests.cpu.engines import GREEDY, load, make_model, streaming
+from tests.cpu.sealed import edit
 
 T = TypeVar("T")
 PROMPT = list(range(40))
@@ -200,7 +201,7 @@ def test_what_was_read_ahead_in_vain_may_fail(intact: Path, tmp_path: Path) -> N
         (whole,) = engine.generate([PROMPT], GREEDY)
     folder = Path(shutil.copytree(intact, tmp_path / "eos"))
     eos = whole.token_ids[5]
-    (folder / "generation_config.json").write_text(f'{{"eos_token_id": {eos}}}')
+    edit(folder, "generation_config.json", lambda config: config.update(eos_token_id=eos))
     engine = loaded(folder)
     passes, true_step = 0, engine.session.step
 

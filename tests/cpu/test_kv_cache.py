@@ -23,7 +23,7 @@ from penstock.spec.format import Format, parse_format
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
 from penstock.store.quantize import encode
 
-FORMATS = ["int8", "int4", "int8-g32", "int4-g32", "int4-g96", "int4-g4096"]
+FORMATS = ["int8", "int4", "int8-g32", "int4-g32", "int4-g96", "int4-g1024"]
 HEAD_DIMS = [4, 16, 18, 32, 64, 80, 96, 128, 256]
 PAGE = 64
 

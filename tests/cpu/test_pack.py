@@ -1,8 +1,8 @@
 """Packing: lossless where it should be, within bounds where not; what cannot be packed is refused."""
 
+import hashlib
 import json
 import shutil
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from penstock.spec.format import Format, parse_format
 from penstock.spec.parts import Block, Part
 from penstock.store.header import read_header
 from penstock.store.pack import pack, verify
-from penstock.store.packed import Packed, open_packed
+from penstock.store.packed import TOKENIZER_PEAK, Packed, open_packed
 from penstock.store.quantize import decode, encode, fields
 from tests.cpu.checkpoints import (
     LLAMA,
@@ -29,6 +29,7 @@ from tests.cpu.checkpoints import (
     save_checkpoint,
     save_tensors,
 )
+from tests.xxh3 import xxh3_64
 
 SMALL_SHARDS = 100_000  # LLAMA in float32 becomes 8 shards
 
@@ -161,9 +162,10 @@ def test_small_files_come_along_and_the_tokenizer_is_counted(tmp_path: Path) -> 
     assert set(found) == set(expected) - {"model.safetensors", "training_args.bin"} | {
         "model-00001.safetensors",
         "penstock.json",
+        "penstock.sums",
     }
     assert all(found[name] == expected[name] for name in found.keys() & expected.keys())
-    assert packed.spec.tokenizer_bytes == 12 * len("tokenizer.json\n")
+    assert packed.spec.tokenizer_bytes == TOKENIZER_PEAK * len("tokenizer.json\n")
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -171,7 +173,7 @@ def test_manifest_says_what_lies_where(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "src", LLAMA)
     packed = open_packed(pack(tmp_path / "src", tmp_path / "dst", parse_format("int4")))
     manifest = json.loads((tmp_path / "dst/penstock.json").read_text())
-    assert manifest["schema"] == "penstock.packed/2" and manifest["weights"] == "int4"
+    assert manifest["schema"] == "penstock.packed/3" and manifest["weights"] == "int4"
     assert [part["key"] for part in manifest["parts"]] == list(packed.parts)
     ffn = next(part for part in manifest["parts"] if part["key"] == "1.ffn")
     assert (ffn["kind"], ffn["rows"], ffn["granules"]) == ("ffn", 172, 3)
@@ -183,7 +185,19 @@ def test_manifest_says_what_lies_where(tmp_path: Path) -> None:
         "final",
     }
     path, offset, nbytes = packed.locate("1.ffn", 0, 3)
-    assert ffn["crc32"] == zlib.crc32(path.read_bytes()[offset : offset + nbytes])
+    content = path.read_bytes()[offset : offset + nbytes]
+    before = sum(part["granules"] for part in manifest["parts"][: manifest["parts"].index(ffn)])
+    sums = (tmp_path / "dst/penstock.sums").read_bytes()
+    assert len(sums) == 8 * sum(part["granules"] for part in manifest["parts"]) and packed.sums == sums
+    for g in range(3):
+        granule = content[g * nbytes // 3 : (g + 1) * nbytes // 3]
+        assert int.from_bytes(sums[8 * (before + g) :][:8], "little") == xxh3_64(granule)
+    text = (tmp_path / "dst/penstock.json").read_text()
+    assert manifest["sha256"] == hashlib.sha256(text[: text.rindex(",")].encode()).hexdigest()
+    for file in manifest["files"]:
+        found = (tmp_path / "dst" / file["name"]).read_bytes()
+        assert (file["nbytes"], file["sha256"]) == (len(found), hashlib.sha256(found).hexdigest())
+    assert {file["name"] for file in manifest["files"]} == {"config.json", "penstock.sums"}
     with pytest.raises(ValueError, match="has 3 granules"):
         packed.locate("1.ffn", 2, 4)
 

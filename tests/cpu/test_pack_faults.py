@@ -134,14 +134,18 @@ CHILD = """
         if done >= {stop}:
             print("stopped", flush=True)
             time.sleep(60)
-    pack(Path(sys.argv[1]), Path(sys.argv[2]), None, progress, {shard_bytes})
+    spread = Path(sys.argv[3]) if sys.argv[3:] else None
+    pack(Path(sys.argv[1]), Path(sys.argv[2]), None, progress, {shard_bytes}, spread)
 """
 
 
-def interrupt(src: Path, dst: Path, how: signal.Signals, stop: int) -> subprocess.Popen[str]:
+def interrupt(src: Path, dst: Path, how: signal.Signals, stop: int, *spread: Path) -> subprocess.Popen[str]:
     code = textwrap.dedent(CHILD).format(stop=stop, shard_bytes=SMALL_SHARDS)
     child = subprocess.Popen(
-        [sys.executable, "-c", code, str(src), str(dst)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, *map(str, (src, dst, *spread))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert child.stdout is not None
     assert child.stdout.readline() == "stopped\n", child.communicate()[1]
@@ -166,6 +170,17 @@ def test_an_interrupted_pack_goes_on_to_the_same_bytes(tmp_path: Path, how: sign
     assert calls[0] > 100_000
     assert folder_bytes(tmp_path / "dst") == folder_bytes(tmp_path / "whole")
     assert not (tmp_path / "dst.partial").exists()
+
+
+def test_a_kill_while_the_second_disk_is_written(tmp_path: Path) -> None:
+    """The half of a shard that lies there is cleared away."""
+    save_checkpoint(tmp_path / "src", LLAMA)
+    pack(tmp_path / "src", tmp_path / "whole", shard_bytes=SMALL_SHARDS, spread=tmp_path / "far")
+    interrupt(tmp_path / "src", tmp_path / "dst", signal.SIGKILL, 400_000, tmp_path / "far")
+    assert list((tmp_path / "far" / "dst").glob("*.tmp"))
+    pack(tmp_path / "src", tmp_path / "dst", None, None, SMALL_SHARDS, tmp_path / "far")
+    assert folder_bytes(tmp_path / "dst") == folder_bytes(tmp_path / "whole")
+    assert not list((tmp_path / "far" / "dst").glob("*.tmp"))
 
 
 def test_an_interrupt_before_the_first_shard_leaves_nothing(tmp_path: Path) -> None:

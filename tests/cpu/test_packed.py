@@ -1,6 +1,5 @@
 """Opening packed models: what is damaged is refused, in one clear line."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import BadRequest, BrokenModel
+from penstock.errors import BadRequest, BrokenModel, DamagedModel
 from penstock.models import spec_from_config
 from penstock.spec.format import parse_format
 from penstock.store.pack import pack, verify
@@ -21,6 +20,7 @@ from tests.cpu.checkpoints import (
     LLAMA,
     save_checkpoint,
 )
+from tests.cpu.sealed import edit, reseal
 
 SMALL_SHARDS = 100_000  # LLAMA in float32 becomes 8 shards
 
@@ -35,12 +35,6 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(intact: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(intact, tmp_path / "copy"))
-
-
-def edit(folder: Path, name: str, change: Callable[[dict[str, Any]], object]) -> None:
-    content = json.loads((folder / name).read_text())
-    change(content)
-    (folder / name).write_text(json.dumps(content))
 
 
 SHARD = "model-00002.safetensors"
@@ -113,7 +107,7 @@ def test_verify_finds_one_changed_byte(copy: Path) -> None:
     verify(copy)
     packed = open_packed(copy)
     overwrite(packed, "1.ffn", 2, 7, b"\xa5")
-    with pytest.raises(BrokenModel, match=r"model-0000\d\.safetensors: part 1\.ffn is corrupt"):
+    with pytest.raises(DamagedModel, match=r"model-0000\d\.safetensors: granule 2 of part 1\.ffn is damaged"):
         verify(copy)
 
 
@@ -122,6 +116,7 @@ def test_verify_finds_scales_and_minimums_that_are_not_finite(copy: Path, bits: 
     packed = open_packed(copy)
     down = packed.parts["1.ffn"].block("down")
     overwrite(packed, "1.ffn", 1, down.offset + down.nbytes - 2, bits.to_bytes(2, "little"))
+    reseal(copy, weights=True)
     with pytest.raises(BrokenModel, match=r"part 1\.ffn, granule 1: down holds NaN or infinite"):
         verify(copy)
 

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from penstock.planner.picture import BEGINS
 from penstock.spec.machine import dumps
 from tests.cpu.commands import Call, apart, here, refused
 from tests.pure.machine import MACHINE
@@ -37,9 +38,13 @@ def test_json(call: Call, model: Path) -> None:
     assert done.code == 0, done
     report = done.report
     more = {"one_more_gib", "one_more_device_gib", "faster_disk", "faster_link", "other_formats"}
-    chosen = {"plan", "predicted", "strategy", "cannot_run", "reasons"}
+    chosen = {"plan", "predicted", "strategy", "cannot_run", "not_yet", "reasons"}
     assert {*chosen, "limits", "band", "compared", *more} == set(report)
-    assert set(report["band"]) == {"decode", "ttft", "runs"}
+    band, p = report["band"], report["predicted"]
+    assert (band["decode"], band["ttft"], band["runs"], band["ttft_runs"]) == (0.25, 0.25, 0, 0)
+    assert band["assumed"] == {"decode": True, "ttft": True}
+    for name in ("decode_tokens_per_s", "ttft_s"):
+        assert band[name] == pytest.approx([p[name] / 1.25, p[name] * 1.25])
     assert report["limits"]["host"]["used_bytes"] == report["predicted"]["peak_host_bytes"]
     assert report["limits"]["host"]["limit_bytes"] > report["limits"]["host"]["used_bytes"]
     assert set(report["other_formats"]) == {"int8", "int4"}
@@ -70,10 +75,10 @@ def test_the_table_and_a_picture(
     machine: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "plan.svg"
-    file.write_text("older")
+    file.write_text(f"{BEGINS}/>")
     done = here(capsys, "plan", model, "--machine", machine, "--svg", file, "--host-memory", "12GiB")
     assert (done.code, done.err) == (0, "")
-    assert " of 12.0 GiB" in done.out and "error band ±25%, assumed" in done.out
+    assert " of 12.0 GiB" in done.out and "error band × or ÷ 1.25, assumed" in done.out
     root = ElementTree.parse(file).getroot()
     assert root.tag.endswith("svg") and any(model.name in (node.text or "") for node in root.iter())
     assert list(tmp_path.glob("plan.svg*")) == [file]
@@ -112,7 +117,8 @@ def test_pictures_that_cannot_be_written(call: Call, model: Path, tmp_path: Path
 
 def test_the_band_of_a_machine_that_is_not_here(call: Call, model: Path, machine: Path) -> None:
     """What was measured here says nothing of it."""
-    assert call("plan", model, "--machine", machine).report["band"] == {"decode": 0.25, "ttft": 0.25, "runs": 0}
+    band = call("plan", model, "--machine", machine).report["band"]
+    assert (band["decode"], band["ttft"], band["runs"], band["assumed"]["decode"]) == (0.25, 0.25, 0, True)
 
 
 def test_a_large_model_in_no_time(large: Path, machine: Path) -> None:

@@ -1,48 +1,127 @@
-"""Runs are kept beside the machine's figures: they give the error band, and `bench --calibrate` uses them up."""
+"""Runs are kept beside the machine's figures: they give the error band, `bench --calibrate` corrects the figures by
+them, and `--undo` gives the probe's own back."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from penstock.runtime.probe import machine_file
-from penstock.serve.history import history_file, runs
+from penstock.runtime.probe import load_or_probe, machine_file, probed_file
+from penstock.serve.history import Run, figures_id, history_file, runs
+from penstock.spec import codec
 from penstock.spec import machine as machines
+from penstock.spec.machine import Figure
 from tests.cpu.commands import MACHINE, Call, here, machine_cache, refused
 
 FLAGS = ("--raw", "--max-tokens", "12", "--ignore-eos", "--json")
+PER_BYTE = Figure("host", "*", "*", 0, "s_per_byte")
 
 
-def test_runs_give_the_band_and_a_calibration(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cache = machine_cache(tmp_path / "cache")
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return machine_cache(tmp_path / "cache")
+
+
+@pytest.fixture
+def calibrate(cache: Path, capsys: pytest.CaptureFixture[str]) -> Call:
+    """`penstock bench --calibrate` with more flags."""
+    return lambda *flags: here(capsys, "bench", "--calibrate", *flags, "--cache", cache)
+
+
+def write_runs(cache: Path, *wanted: Run) -> None:
+    history_file(machine_file(cache)).write_text("".join(f"{json.dumps(codec.to_json(run))}\n" for run in wanted))
+
+
+def long_run(run: Run, ratio: float, figures: str = "") -> Run:
+    """As if it had been of a large model: a minute, on the bytes of its weights."""
+    dominant = replace(run.step.dominant, figure=PER_BYTE, share=1.0)
+    step = replace(run.step, predicted_s=0.1, measured_s=0.1 * ratio, dominant=dominant)
+    return replace(run, figures=figures or run.figures, decode_steps=600, decode_s=60 * ratio, step=step)
+
+
+def test_runs_give_the_band_and_short_ones_no_calibration(
+    model: Path, cache: Path, calibrate: Call, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = machine_file(cache)
     assert "assumed: no runs" in here(capsys, "plan", model, "--cache", cache).out
     reports = [here(capsys, "run", model, "ab", *FLAGS, "--cache", cache).report for _ in range(4)]
-    kept = runs(file)
-    assert [run.tokens_per_s for run in kept] == [report["decode_tokens_per_s"] for report in reports]
+    kept = runs(file, MACHINE)
+    assert [1 / run.step.measured_s for run in kept] == pytest.approx([r["decode_tokens_per_s"] for r in reports])
+    assert {(run.decode_steps, run.output_tokens, run.weights) for run in kept} == {(11, 12, "float32")}
     assert len({run.plan for run in kept}) == 1
-    assert "from the last 4 runs on this machine" in here(capsys, "plan", model, "--cache", cache).out
-    done = here(capsys, "bench", "--calibrate", "--cache", cache)
-    assert done.code == 0, done
-    assert "4 runs decoded" in done.out and f"written to {file}" in done.out
-    after = machines.loads(file.read_text(), "the file")
-    assert "calibrated" in after.source
-    assert after.rate("host", "ffn", "float32").s_per_byte != MACHINE.rate("host", "ffn", "float32").s_per_byte
-    assert not history_file(file).exists()
-    again = here(capsys, "bench", "--calibrate", "--cache", cache, "--json").report
-    assert again == {"runs": 0, "changes": [], "machine_file": None}
+    plan = here(capsys, "plan", model, "--cache", cache)
+    assert "from the last 4 runs like this one on this machine" in plan.out
+    band = here(capsys, "plan", model, "--cache", cache, "--json").report["band"]
+    assert band["runs"] == 4 and not band["assumed"]["decode"] and band["decode_tokens_per_s"][0] > 0
+    # A model of a thousand times the size has its own band.
+    other = here(capsys, "plan", "llama-3.2-1b", "--cache", cache)
+    assert "error band × or ÷ 1.25, assumed: no runs like this one" in other.out
+    before = file.read_bytes()
+    done = calibrate()
+    assert done.code == 0 and "4 runs with these figures, 0 of them of 16 decode steps and 1 s or more" in done.out
+    assert file.read_bytes() == before and len(runs(file, MACHINE)) == 4
 
 
-def test_other_threads_and_machines_say_nothing(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_calibration_and_its_undoing(
+    model: Path, cache: Path, calibrate: Call, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cache = machine_cache(tmp_path / "cache")
+    file = machine_file(cache)
+    own = file.read_bytes()
+    assert here(capsys, "run", model, "ab", *FLAGS, "--cache", cache).code == 0
+    (run,) = runs(file, MACHINE)
+    write_runs(cache, *[long_run(run, 1.3)] * 3)
+    done = calibrate()
+    assert done.code == 0 and "s_per_byte × 1.30 of what the probe measured" in done.out
+    assert f"written to {file}" in done.out
+    after = load_or_probe(cache, cache)
+    assert "calibrated" in after.source and after.rate("host", "ffn", "int4").s_per_byte == pytest.approx(1.3e-10)
+    assert after.rate("disk0", "load", "int4") == MACHINE.rate("disk0", "load", "int4")
+
+    # Those runs were predicted with other figures: again changes nothing, and later runs start from here.
+    once = file.read_bytes()
+    assert calibrate("--json").report == {"runs": 0, "changes": [], "machine_file": None}
+    assert file.read_bytes() == once
+    write_runs(cache, *[long_run(run, 1.3)] * 3, *[long_run(run, 1.2, figures_id(after))] * 4)
+    report = calibrate("--json").report
+    assert report["runs"] == 4 and len(report["changes"]) == 1 and report["machine_file"] == str(file)
+    assert load_or_probe(cache, cache).rate("host", "ffn", "int4").s_per_byte == pytest.approx(1.3 * 1.2e-10)
+
+    undone = calibrate("--undo")
+    assert undone.code == 0 and "s_per_byte back from × 1.56" in undone.out
+    assert file.read_bytes() == own and not probed_file(file).exists()
+    assert len(runs(file, MACHINE)) == 3  # predicted with these figures
+    assert "nothing to undo" in here(capsys, "bench", "--undo", "--cache", cache).out
+    assert file.read_bytes() == own
+
+
+def test_another_probe_is_no_calibration_to_undo(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figures kept beside are of the probe before; a damaged file beside is said, and nothing is built on it."""
+    file = machine_file(cache)
+    probed_file(file).write_text(machines.dumps(replace(MACHINE, name="of an earlier probe")))
+    file.unlink()
+    monkeypatch.setattr("penstock.runtime.probe.probe_apart", lambda *_: MACHINE)
+    load_or_probe(cache, cache)
+    assert file.exists() and not probed_file(file).exists()
+
+
+@pytest.mark.parametrize("flag", ["--calibrate", "--undo"])
+def test_a_damaged_file_of_the_probes_own_figures(flag: str, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = machine_file(cache)
+    own = file.read_bytes()
+    probed_file(file).write_text("{")
+    refused(here(capsys, "bench", flag, "--cache", cache, "--json"), "penstock probe --again")
+    assert file.read_bytes() == own
+
+
+def test_other_threads_and_machines_say_nothing(model: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flag in (("--threads", "1"), ("--exact",)):
         assert here(capsys, "run", model, "ab", *FLAGS, *flag, "--cache", cache).code == 0
-    assert runs(machine_file(cache)) == []
+    assert runs(machine_file(cache), MACHINE) == []
 
 
-@pytest.mark.parametrize("args", [(), ("ops",), ("nothing",), ("ops", "--calibrate")])
+@pytest.mark.parametrize("args", [(), ("ops",), ("nothing",), ("ops", "--calibrate"), ("ops", "--undo")])
 def test_bench_says_what_it_wants(args: tuple[str, ...], call: Call) -> None:
     refused(call("bench", *args))

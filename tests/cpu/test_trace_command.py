@@ -12,6 +12,7 @@ import pytest
 from penstock.errors import BadRequest
 from penstock.graph.tasks import Pass, Task
 from penstock.graph.timeline import Timeline
+from penstock.graph.trace import BEGINS
 from penstock.serve.trace_file import TraceFile
 from penstock.store.packed import open_packed
 from tests.cpu.commands import Call, here, refused, start
@@ -19,6 +20,7 @@ from tests.cpu.engines import GREEDY, load, streaming
 from tests.traces import read_trace, spans, tracks
 
 FLAGS = ("--raw", "--ignore-eos", "--max-tokens", "6", "--resident", "0")
+OLDER = BEGINS + "]}"
 ROWS_APART = [0, 64, 128, 192, 256]  # embedding rows of different granules, so that none shares a read
 
 
@@ -59,7 +61,7 @@ def test_nothing_is_lost_between_passes(model: Path, tmp_path: Path, ring: int) 
 
 def test_a_run_with_a_trace(model: Path, tmp_path: Path, call: Call) -> None:
     file = tmp_path / "run.json"
-    file.write_text("older")
+    file.write_text(OLDER)
     plain = call("run", model, "a", *FLAGS)
     traced = call("run", model, "a", *FLAGS, "--trace", file)
     assert traced.code == 0 and traced.report["token_ids"] == plain.report["token_ids"]
@@ -98,9 +100,9 @@ def test_traces_that_cannot_be_written(command: str, tmp_path: Path, call: Call)
 
 def test_a_failure_leaves_the_older_trace(model: Path, tmp_path: Path, call: Call) -> None:
     file = tmp_path / "run.json"
-    file.write_text("older")
+    file.write_text(OLDER)
     refused(call("run", model, "ab", "--host-memory", "1MiB", "--trace", file), kind="DoesNotFit")
-    assert file.read_text() == "older" and list(tmp_path.iterdir()) == [file]
+    assert file.read_text() == OLDER and list(tmp_path.iterdir()) == [file]
 
 
 def test_ctrl_c_leaves_nothing(model: Path, tmp_path: Path, cache: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import BadRequest, StorageFailed
+from penstock.errors import BadRequest, DamagedModel, StorageFailed
 from penstock.graph.check_plan import check_plan
 from penstock.planner.solve.reads import on_disks
 from penstock.serve.engine import Engine
@@ -24,6 +24,7 @@ from tests.cpu.checkpoints import LLAMA, folder_bytes, save_checkpoint
 from tests.cpu.commands import MACHINE, here, machine_cache, refused
 from tests.cpu.configs import TINY_CONFIGS
 from tests.cpu.engines import GREEDY, load, streaming
+from tests.cpu.sealed import damaged
 from tests.cpu.test_engine_faults import soon
 
 PROMPT = list(range(40))
@@ -124,6 +125,26 @@ def test_the_command_packs_verifies_and_runs(
         refused(here(capsys, *command), "is its disk mounted?", "StorageFailed")
     with pytest.raises(StorageFailed, match=r"is its disk mounted\?"):
         Engine.load(dst, Ask(), machine=MACHINE)
+
+
+def answer(model: Path, resident_bytes: int | None) -> list[int]:
+    with load(model, context=128, resident_bytes=resident_bytes) as engine:
+        return list(engine.generate_ids(PROMPT, GREEDY))
+
+
+@pytest.mark.parametrize("resident", [None, 0], ids=["resident", "streamed"])
+def test_damage_on_either_disk_is_met(models: tuple[Path, Path], expected: list[int], resident: int | None) -> None:
+    packed = open_packed(models[1])
+    for disk in ("disk0", "disk1"):
+        part = next(part for part in packed.parts if part.endswith("ffn") and packed.part_disks[part] == disk)
+        with damaged(packed, part, 1, 3, 16):
+            with pytest.raises(DamagedModel, match=f"granule 1 of part {part} is damaged") as caught:
+                answer(models[1], resident)
+            assert caught.value.message.startswith(str(models[1]))  # the link, not where it leads
+            with pytest.raises(DamagedModel, match=f"granule 1 of part {part} is damaged"):
+                verify(models[1])
+    verify(models[1])
+    assert answer(models[1], resident) == expected
 
 
 def test_packing_goes_on_where_it_stopped(tmp_path: Path, second_disk: Path) -> None:

@@ -20,7 +20,8 @@ from bench.papers.report import page, plot, text
 from bench.papers.together import together
 from penstock.planner.predict import predict
 from penstock.planner.solve import pipo
-from penstock.planner.solve.pipo_memory import Choice
+from penstock.planner.solve.pipo.memory import Choice
+from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
 from tests.pure.machine import LLAMA_1B, WITH_DEVICE
@@ -175,8 +176,8 @@ def test_a_share_that_does_not_fit_is_less() -> None:
 def test_together_is_what_predict_says() -> None:
     for batch in (1, 4):
         ask = Ask(prompt_tokens=128, output_tokens=32, batch=batch, context=160)
-        work = pipo.Work(ask, LLAMA_1B, parse_format("int4"), WITH_DEVICE)
-        plan = pipo.plan(work, Choice("host", "overlapped"), "host", 128 * batch)
+        problem = Problem(ask, LLAMA_1B, parse_format("int4"), WITH_DEVICE)
+        plan = pipo.plan(problem, Choice("host", "overlapped"), "host", 128 * batch)
         found, expected = together(plan, ask, WITH_DEVICE), predict(plan, ask, WITH_DEVICE, spread=False)
         assert found.step_s == pytest.approx(batch / expected.decode_tokens_per_s, rel=0.01)
         assert found.ttft_s == pytest.approx(expected.ttft_s, rel=0.01)

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from penstock.errors import DoesNotFit
 from penstock.planner.cost import Cost
 from penstock.planner.predict import predict
-from penstock.planner.solve import candidates, layers, policy_lp, settle_context, solve
+from penstock.planner.solve import candidates, flexgen, llama_cpp, settle_context, solve
 from penstock.planner.solve.bound import least_score_s, score_s
 from penstock.planner.solve.candidate import Candidate
+from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.plan import DEVICE
@@ -70,33 +71,38 @@ def test_what_is_not_simulated_could_not_have_won(
 def test_whole_layers_fill_the_device() -> None:
     """As many as fit, with their KV; one more would not."""
     ask = settle_context(Ask(context=512, device_memory_bytes=700 * MIB), LLAMA_1B)
-    (found,) = layers.candidates(ask, LLAMA_1B, parse_format("int4"), WITH_DEVICE)
+    (found,) = llama_cpp.candidates(Problem(ask, LLAMA_1B, parse_format("int4"), WITH_DEVICE))
     (count,) = {home.layers[1] for home in found.plan.kv if home.attend == DEVICE}
     assert 0 < count < len(LLAMA_1B.layers)
     for unit in found.plan.units:
         layer = found.plan.parts[unit.part].layer
         assert layer < 0 or unit.part.endswith("norms") or (unit.home == DEVICE) == (layer < count)
     roomier = replace(ask, device_memory_bytes=GIB)
-    (more,) = layers.candidates(roomier, LLAMA_1B, parse_format("int4"), WITH_DEVICE)
+    (more,) = llama_cpp.candidates(Problem(roomier, LLAMA_1B, parse_format("int4"), WITH_DEVICE))
     assert max(home.layers[1] for home in more.plan.kv if home.attend == DEVICE) > count
     assert not list(
-        layers.candidates(replace(ask, device_memory_bytes=300 * MIB), LLAMA_1B, Format("bfloat16"), WITH_DEVICE)
+        llama_cpp.candidates(
+            Problem(replace(ask, device_memory_bytes=300 * MIB), LLAMA_1B, Format("bfloat16"), WITH_DEVICE)
+        )
     )
 
 
 def test_candidates_that_apply_are_all_compared() -> None:
     ask = settle_context(Ask(context=512, device_memory_bytes=700 * MIB), LLAMA_1B)
-    asked = {each.strategy for each in candidates(ask, LLAMA_1B, parse_format("int4"), WITH_DEVICE, every=True)}
+    asked = {
+        each.strategy for each in candidates(Problem(ask, LLAMA_1B, parse_format("int4"), WITH_DEVICE), every=True)
+    }
     found = solve(ask, LLAMA_1B, parse_format("int4"), WITH_DEVICE, every=True)
-    assert {each.candidate.strategy for each in found.compared} == asked > {layers.NAME, "RAM"}
+    assert {each.candidate.strategy for each in found.compared} == asked > {llama_cpp.NAME, "RAM"}
 
 
 def test_what_cannot_run_is_no_reason_not_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Too little RAM for anything that runs, and a candidate that is only planned."""
     roomy = Ask(context=512, batch=4, objective="throughput")
     planned = Candidate("planned", solve(roomy, LLAMA_1B, Format("bfloat16"), MACHINE).plan, (), "not built yet")
-    monkeypatch.setattr(policy_lp, "candidates", lambda *_: iter([planned]))
+    monkeypatch.setattr(flexgen, "candidates", lambda *_: iter([planned]))
     small = replace(roomy, host_memory_bytes=10 * MIB)
     with pytest.raises(DoesNotFit):
         solve(small, LLAMA_1B, Format("bfloat16"), MACHINE)
-    assert solve(small, LLAMA_1B, Format("bfloat16"), MACHINE, may_plan=True).strategy == "planned"
+    with pytest.raises(DoesNotFit):
+        solve(small, LLAMA_1B, Format("bfloat16"), MACHINE, may_plan=True)

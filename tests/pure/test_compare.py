@@ -10,9 +10,11 @@ import pytest
 from penstock.planner.compare import bytes_per_tier, comparison, homes, to_json
 from penstock.planner.explain import rate
 from penstock.planner.shorten import quick
-from penstock.planner.solve import Solved, device, pipo, settle_context, solve
+from penstock.planner.solve import Solved, pipo, settle_context, solve
 from penstock.planner.solve.bound import score_s
 from penstock.planner.solve.candidate import Compared
+from penstock.planner.solve.ours import device
+from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
 from tests.pure.machine import LLAMA_1B, MACHINE, WITH_DEVICE
@@ -25,14 +27,14 @@ BESIDE = Ask(device_memory_bytes=GIB, host_memory_bytes=2 * GIB, context=512)
 def beside_a_device() -> Solved:
     """What `solve` would give if it simulated every plan of two solvers."""
     found = (
-        *pipo.candidates(BESIDE, LLAMA_1B, BF16, WITH_DEVICE),
-        *device.candidates(BESIDE, LLAMA_1B, BF16, WITH_DEVICE),
+        *pipo.candidates(Problem(BESIDE, LLAMA_1B, BF16, WITH_DEVICE)),
+        *device.candidates(Problem(BESIDE, LLAMA_1B, BF16, WITH_DEVICE)),
     )
     compared = [Compared(c, quick(c.plan, BESIDE, WITH_DEVICE, spread=False)) for c in found]
     best = max(compared, key=lambda each: each.prediction.decode_tokens_per_s)
     rest = tuple(each for each in compared if each is not best)
     strategy, plan, reasons, _, _ = best.candidate
-    return Solved(plan, best.prediction, reasons, None, strategy, "", (best, *rest))
+    return Solved(plan, best.prediction, reasons, None, strategy, (best, *rest))
 
 
 def test_a_line_for_each_the_chosen_one_first() -> None:
@@ -74,7 +76,7 @@ def test_what_is_only_planned_says_why() -> None:
     marked = Compared(first.candidate._replace(cannot_run="no sparse kernels yet"), first.prediction)
     shown = comparison(replace(solved, compared=(marked, *rest))).splitlines()
     assert shown[2] == "  planned only: no sparse kernels yet"
-    report = to_json(replace(solved, compared=(marked, *rest)))
+    report = to_json((marked, *rest))
     assert [each["cannot_run"] for each in report][:2] == ["no sparse kernels yet", ""]
 
 
@@ -98,4 +100,4 @@ def test_kv_on_the_disk_counts_there() -> None:
 
 def test_nothing_compared_is_just_a_header() -> None:
     solved = replace(beside_a_device(), compared=())
-    assert len(comparison(solved).splitlines()) == 1 and to_json(solved) == []
+    assert len(comparison(solved).splitlines()) == 1 and to_json(solved.compared) == []

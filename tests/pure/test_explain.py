@@ -6,18 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.planner.explain import Band, limits, packed_bytes, rate, rates, table
+from penstock.planner.explain import Band, Width, limits, packed_bytes, rate, rates, table
 from penstock.planner.solve import Solved, solve
+from penstock.planner.solve.candidate import Compared
 from penstock.planner.what_if import what_if
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
 from penstock.spec.machine import MachineSpec, Tier
-from penstock.units import format_bytes
+from penstock.units import format_bytes, format_seconds
 from tests.pure.machine import LLAMA_1B, MACHINE, WITH_DEVICE
 
 BF16 = Format("bfloat16")
 GIB = 1 << 30
 STREAMS = Ask(host_memory_bytes=GIB, context=512)
+SEEN, FEW = Width(1.12, 17, True), Width(1.25, 2)
 
 
 def lines(ask: Ask, band: Band | None = None, machine: MachineSpec = MACHINE) -> tuple[Solved, list[str]]:
@@ -29,8 +31,8 @@ def test_a_streaming_plan() -> None:
     solved, found = lines(STREAMS)
     text = "\n".join(found)
     p = solved.prediction
-    assert f"{rate(p.decode_tokens_per_s)} tokens/s ({rates(p.decode_tokens_per_s, 0.25)})" in text
-    assert "error band ±25%, assumed: no runs on this machine are known" in found
+    assert f"{rate(p.decode_tokens_per_s)} tokens/s ({rates(p.decode_tokens_per_s, 1.25)})" in text
+    assert "error band × or ÷ 1.25, assumed: no runs like this one on this machine are known" in found
     shares = f"the disk {p.lane_share['disk0']:.0%}, the processor {p.lane_share['host']:.0%}"
     assert f"bound by the disk (busy while decoding: {shares})" in found
     assert f"read from disk per token: {format_bytes(p.disk_bytes_per_token)}" in found
@@ -51,7 +53,7 @@ def test_a_resident_plan() -> None:
     _, found = lines(Ask())
     assert "one more GiB of RAM: no faster, all weights are in memory" in found
     assert "bound by the processor (busy while decoding: the processor 100%)" in found
-    assert not any(line.startswith(("read from disk", "a disk twice", "planned only")) for line in found)
+    assert not any(line.startswith(("read from disk", "a disk twice", "not yet run")) for line in found)
 
 
 def test_a_cap_on_what_stays() -> None:
@@ -73,9 +75,13 @@ def test_a_device() -> None:
     assert not any(line.startswith("device") for line in lines(STREAMS)[1])
 
 
-def test_a_plan_that_is_only_planned_says_so() -> None:
-    solved = replace(solve(STREAMS, LLAMA_1B, BF16, MACHINE), cannot_run="no sparse kernels yet")
-    assert "planned only: no sparse kernels yet" in table(solved).splitlines()
+def test_what_is_only_planned_stands_apart() -> None:
+    solved = solve(STREAMS, LLAMA_1B, BF16, MACHINE)
+    first, p = solved.compared[0]
+    marked = Compared(first._replace(strategy="hot neurons", cannot_run="no kernels yet", lossy="skips neurons"), p)
+    speed = f"{rate(p.decode_tokens_per_s)} tokens/s, first token after {format_seconds(p.ttft_s)}"
+    line = f"not yet run by this version: hot neurons would give {speed} (no kernels yet; skips neurons)"
+    assert line in table(replace(solved, not_yet=(marked,))).splitlines()
 
 
 def test_a_disk_that_is_too_small() -> None:
@@ -86,12 +92,20 @@ def test_a_disk_that_is_too_small() -> None:
 @pytest.mark.parametrize(
     ("band", "says"),
     [
-        (Band(0.1, 0.12, 17), "error band ±12%, from the last 17 runs on this machine"),
-        (Band(0.25, 0.25, 2), "error band ±25%, assumed: too few runs on this machine are known"),
+        (Band(SEEN, SEEN), ["error band × or ÷ 1.12, from the last 17 runs like this one on this machine"]),
+        (Band(FEW, FEW), ["error band × or ÷ 1.25, assumed: too few runs like this one on this machine are known"]),
+        (Band(Width(2.5, 9, True)), [
+            "error band of tokens/s × or ÷ 2.50, from the last 9 runs like this one on this machine",
+            "error band of the first token × or ÷ 1.25, assumed: no runs like this one on this machine are known",
+        ]),
     ],
-)
-def test_bands(band: Band, says: str) -> None:
-    assert says in lines(STREAMS, band)[1]
+)  # fmt: skip
+def test_bands(band: Band, says: list[str]) -> None:
+    solved, found = lines(STREAMS, band)
+    assert [line for line in found if line.startswith("error band")] == says
+    p = solved.prediction
+    first = " to ".join(format_seconds(s) for s in (p.ttft_s / band.ttft.factor, p.ttft_s * band.ttft.factor))
+    assert f"({first}), then {rate(p.decode_tokens_per_s)} tokens/s" in "\n".join(found)
 
 
 def test_limits() -> None:
@@ -118,5 +132,6 @@ def test_rates_have_three_digits(value: float, shown: str) -> None:
 
 
 def test_rates_of_a_band() -> None:
-    assert rates(7.2, 0.1) == "6.48 to 7.92"
-    assert rates(0.5, 1.5) == "0.000 to 1.250"
+    assert rates(7.2, 1.1) == "6.55 to 7.92"
+    assert rates(0.5, 2.5) == "0.200 to 1.250"
+    assert rates(0.5, 6.26) == "0.080 to 3.130"  # what was "0 ns to …" where errors were added

@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "models": {"spec"},
     "graph": {"spec"},
     "planner": {"graph", "spec"},
-    "store": {"models", "spec"},
+    "store": {"models", "spec", "_native"},  # the hash of granules
     "kernels": {"graph", "spec", "_native"},
     "runtime": {"graph", "spec", "kernels", "store", "_native"},
     "serve": {"planner", "runtime", "store", "graph", "models", "spec"},
@@ -24,6 +24,12 @@ MAY_IMPORT = {
 STANDARD_LIBRARY_ONLY = ("spec", "models", "graph", "planner")
 HIGHS_ALLOWED = ("planner/solve/",)  # the linear and integer programs; imported by the function that solves
 TORCH_ALLOWED = ("kernels/gpu", "runtime/device/cuda")
+# Who may read what a byte, a flop or a call costs: the cost formula, what measures, what shows measurements.
+RATES = {"alpha_s", "s_per_byte", "s_per_flop"}
+RATES_ALLOWED = (
+    "planner/cost.py", "spec/machine.py", "runtime/probe", "runtime/fit.py", "runtime/device/cuda/probe.py",
+    "serve/history.py", "cli/probe.py",
+)  # fmt: skip
 FILES = sorted(ROOT.rglob("*.py"))
 
 
@@ -71,3 +77,38 @@ def test_no_environment_outside_cli() -> None:
         if path.relative_to(ROOT).parts[0] != "cli":
             text = path.read_text()
             assert "os.environ" not in text and "getenv" not in text, f"{path} reads the environment"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_only_the_cost_formula_turns_bytes_into_seconds(path: Path) -> None:
+    relative = str(path.relative_to(ROOT))
+    if not relative.startswith(RATES_ALLOWED):
+        read = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        assert not read & RATES, f"{relative} reads {sorted(read & RATES)}: ask planner/cost.py"
+
+
+# What opens files by itself: others' files are read, and ours written, by store/files.py.
+OPENS = {
+    "store/files.py",
+    "store/direct.py",  # shards, past the page cache
+    "store/locks.py",  # folders
+    "runtime/kv_file.py",  # a file without a name
+    "runtime/host.py",  # the kernel's
+    "runtime/probe.py",  # the kernel's
+    "serve/confined_child.py",  # the kernel's
+    "cli/main.py",  # /dev/null
+    "cli/docs.py",  # for who develops penstock
+}
+
+
+def test_files_are_opened_in_one_place() -> None:
+    """A pipe would be waited for, a device never end, a name lead elsewhere."""
+    opening = {"read_text", "read_bytes", "write_text", "write_bytes"}
+    for path in FILES:
+        if str(path.relative_to(ROOT)) in OPENS:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func)
+                method = isinstance(node.func, ast.Attribute) and name.rpartition(".")[2] in opening
+                assert not method and name not in ("open", "os.open", "io.open"), f"{path}: {ast.unparse(node)}"

@@ -11,12 +11,9 @@ from pathlib import Path
 import pytest
 
 from bench.papers.predict_flexgen import memory_example
-from penstock.planner.solve import policy_lp
-from penstock.planner.solve.policy_cost import Terms, kv_bytes, modes, weight_bytes
-from penstock.planner.solve.policy_lanes import Mode
-from penstock.planner.solve.policy_lp import BATCH_STEP, MOST_BATCHES, blocks
-from penstock.planner.solve.policy_plan import Shape, whole_layers
-from penstock.planner.solve.policy_program import (
+from penstock.planner.solve import flexgen
+from penstock.planner.solve.flexgen import BATCH_STEP, MOST_BATCHES, blocks
+from penstock.planner.solve.flexgen.program import (
     COMPUTE,
     KINDS,
     LANES,
@@ -33,6 +30,9 @@ from penstock.planner.solve.policy_program import (
     settled,
     solve,
 )
+from penstock.planner.solve.flexgen.shape import Shape, whole_layers
+from penstock.planner.solve.flexgen.terms import Mode, Terms, kv_bytes, modes, weight_bytes
+from penstock.planner.solve.problem import Problem
 from penstock.serve.planning import describe
 from penstock.spec.machine import Sharing
 from penstock.units import GIB, TIB
@@ -105,7 +105,7 @@ def real_programs() -> Iterator[tuple[Shape, Mode, Program]]:
     for seed in range(CASES):
         ask, spec, fmt, machine = random_case(seed)
         machine = replace(machine, sharing=())
-        shape = random.Random(seed).choice(list(policy_lp.shapes(ask, spec, fmt, machine)))
+        shape = random.Random(seed).choice(list(flexgen.shapes(Problem(ask, spec, fmt, machine))))
         terms = Terms(shape)
         for mode in modes(shape):
             yield shape, mode, replace(terms.program(mode), ring_layers=0.0)

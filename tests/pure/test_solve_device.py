@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from penstock.errors import DoesNotFit
 from penstock.graph.check_plan import check_plan
 from penstock.planner.predict import predict
-from penstock.planner.solve import device, settle_context, solve
+from penstock.planner.solve import settle_context, solve
 from penstock.planner.solve.candidate import Candidate
+from penstock.planner.solve.ours import device
+from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec, Rate, Tier
@@ -54,7 +56,7 @@ def test_the_embedding_of_an_untied_model_stays_in_ram() -> None:
 def test_a_limit_is_used_and_kept(mib: int) -> None:
     """The device's memory is filled to within a granule or two and a huge page an arena."""
     ask = settle_context(Ask(context=512, device_memory_bytes=mib * MIB), LLAMA_1B)
-    found = list(device.candidates(ask, LLAMA_1B, BF16, WITH_DEVICE))
+    found = list(device.candidates(Problem(ask, LLAMA_1B, BF16, WITH_DEVICE)))
     assert found
     for plan in (each.plan for each in found):
         check_plan(plan, LLAMA_1B, BF16)
@@ -64,7 +66,7 @@ def test_a_limit_is_used_and_kept(mib: int) -> None:
 
 def test_the_candidates_cover_all_placements() -> None:
     ask = settle_context(Ask(context=512, device_memory_bytes=GIB, host_memory_bytes=2 * GIB), LLAMA_1B)
-    names = {c.strategy: placements(c) for c in device.candidates(ask, LLAMA_1B, BF16, WITH_DEVICE)}
+    names = {c.strategy: placements(c) for c in device.candidates(Problem(ask, LLAMA_1B, BF16, WITH_DEVICE))}
     assert {"GG", "CG", "CC", "DC", "DG"} <= set.union(*names.values())
     assert all(
         "CC" not in found and "DC" not in found for name, found in names.items() if name == "device memory, link"
@@ -95,7 +97,7 @@ def test_lifts_are_as_large_as_they_cost(link_gb_per_s: int, launch_us: int, mos
     rates += [Rate("h2d0", "*", "*", 5e-6, 1e-9 / link_gb_per_s), Rate("gpu0", "task", "*", launch_us * 1e-6, 0.0)]
     machine = replace(WITH_DEVICE, rates=tuple(rates))
     ask = settle_context(Ask(context=512, device_memory_bytes=GIB), LLAMA_1B)
-    for found in device.candidates(ask, LLAMA_1B, BF16, machine):
+    for found in device.candidates(Problem(ask, LLAMA_1B, BF16, machine)):
         plan = found.plan
         lifted = [plan.unit_bytes(u) for u in plan.units if u.placement == "CG" and u.part.endswith((".ffn", ".attn"))]
         assert not lifted or 0.6 * most_mib * MIB < max(lifted) <= most_mib * MIB
@@ -136,7 +138,7 @@ def test_the_minimum_is_exact(context: int, fmt: Format) -> None:
     assert caught.value.numbers["tier"] == "gpu0"
     exactly = replace(ask, device_memory_bytes=least)
     solve(exactly, LLAMA_1B, fmt, WITH_DEVICE)  # which may find the CPU as fast
-    found = [c.plan for c in device.candidates(exactly, LLAMA_1B, fmt, WITH_DEVICE)]
+    found = [c.plan for c in device.candidates(Problem(exactly, LLAMA_1B, fmt, WITH_DEVICE))]
     assert found and all(plan.tier_bytes()["gpu0"] <= least for plan in found)
     with pytest.raises(DoesNotFit):
         solve(replace(ask, device_memory_bytes=least - 1), LLAMA_1B, fmt, WITH_DEVICE)
@@ -186,7 +188,7 @@ def test_any_candidate_is_a_plan_that_runs(data: st.DataObject) -> None:
     )  # fmt: skip
     try:
         settled = settle_context(ask, spec)
-        found = list(device.candidates(settled, spec, fmt, WITH_DEVICE))
+        found = list(device.candidates(Problem(settled, spec, fmt, WITH_DEVICE)))
     except DoesNotFit:
         return
     for _, plan, reasons, *_ in found:

@@ -25,10 +25,13 @@ from penstock.graph.verify import verify
 from penstock.planner.cost import Cost
 from penstock.planner.predict import predict
 from penstock.planner.shorten import quick, shortened
-from penstock.planner.solve import neurons, neurons_ilp, neurons_plan, settle_context
+from penstock.planner.solve import powerinfer, settle_context
 from penstock.planner.solve.bound import least_score_s, score_s
 from penstock.planner.solve.candidate import Candidate
-from penstock.planner.solve.neurons_ilp import LayerGroups, Program, allowed, impact_of, least_groups
+from penstock.planner.solve.powerinfer import activity
+from penstock.planner.solve.powerinfer import program as ilp
+from penstock.planner.solve.powerinfer.program import LayerGroups, Program, allowed, impact_of, least_groups
+from penstock.planner.solve.problem import Problem
 from penstock.serve.planning import describe
 from penstock.spec import machine as machines
 from penstock.spec import plan as plans
@@ -63,10 +66,10 @@ def relu(**fields: Any) -> ModelSpec:
 
 @given(st.floats(0.001, 0.9), st.floats(0.05, 0.79))
 def test_a_curve_has_the_mean_and_the_hot_share_that_it_is_made_of(active: float, hot: float) -> None:
-    curve = neurons.fit(active, hot)
+    curve = activity.fit(active, hot)
     assert curve.total(1.0) == pytest.approx(active, rel=1e-4)
-    if hot > neurons.HOT_SHARE * active * 1.3:  # fewer neurons cannot make 80 %: none is active more often than always
-        assert curve.total(hot) / active == pytest.approx(neurons.HOT_SHARE, abs=2e-3)
+    if hot > activity.HOT_SHARE * active * 1.3:  # fewer neurons cannot make 80 %: none is active more often than always
+        assert curve.total(hot) / active == pytest.approx(activity.HOT_SHARE, abs=2e-3)
     at = [i / 100 for i in range(101)]
     steps = [curve.mean(lo, hi) for lo, hi in pairwise(at)]
     assert all(1 + 1e-9 >= a >= b - 1e-12 and b >= 0 for a, b in pairwise(steps))
@@ -78,25 +81,25 @@ def test_a_curve_has_the_mean_and_the_hot_share_that_it_is_made_of(active: float
 )
 def test_a_synthetic_profile_is_as_published(name: str, active: float, in_one: float, in_all: float) -> None:
     spec = shape(name)
-    profile = neurons.published(spec)
+    profile = activity.published(spec)
     assert profile is not None and len(profile.layers) == len(spec.layers)
     assert all(len(layer) == -(-spec.layers[0].ffn.neurons // 64) for layer in profile.layers)
     assert profile.mean == pytest.approx(active, rel=0.01)
-    assert neurons.hottest(profile.layers[:1], 0.8) == pytest.approx(in_one, abs=0.01)
-    assert neurons.hottest(profile.layers, 0.8) == pytest.approx(in_all, abs=0.005)
+    assert activity.hottest(profile.layers[:1], 0.8) == pytest.approx(in_one, abs=0.01)
+    assert activity.hottest(profile.layers, 0.8) == pytest.approx(in_all, abs=0.005)
     assert all(0 <= b <= a <= 1 + 1e-9 for layer in profile.layers for a, b in pairwise(layer))
 
 
 def test_of_models_without_a_relu_nothing_is_claimed() -> None:
     for name in ("llama-2-13b", "qwen3-8b", "gemma-2-9b", "phi-3-mini"):
-        assert neurons.published(shape(name)) is None
+        assert activity.published(shape(name)) is None
     mixed = relu(layers=2)
-    assert neurons.published(mixed) is not None
-    assert neurons.published(replace(mixed, layers=(mixed.layers[0], model().layers[0]))) is None
+    assert activity.published(mixed) is not None
+    assert activity.published(replace(mixed, layers=(mixed.layers[0], model().layers[0]))) is None
 
 
 def test_more_tokens_need_more_neurons() -> None:
-    profile = neurons.Profile(((0.5, 0.1), (0.0, 0.0)), "here")
+    profile = activity.Profile(((0.5, 0.1), (0.0, 0.0)), "here")
     assert profile.active(0, 0, 2, 1) == pytest.approx(0.3)
     assert profile.active(0, 0, 1, 2) == pytest.approx(0.75)
     assert profile.active(0, 0, 2, 1000) == pytest.approx(1.0)
@@ -106,10 +109,10 @@ def test_more_tokens_need_more_neurons() -> None:
 def test_predictors_have_the_sizes_of_table_6() -> None:
     for name, published in (("opt-13b", 0.88e9), ("opt-66b", 3.23e9), ("relullama-70b", 5.66e9)):
         spec = shape(name)
-        profile = neurons.published(spec)
+        profile = activity.published(spec)
         assert profile is not None
         rows = spec.d_model + spec.layers[0].ffn.neurons
-        found = sum(neurons.predictor_rank(spec.d_model, sum(f) / len(f)) for f in profile.layers) * rows
+        found = sum(activity.predictor_rank(spec.d_model, sum(f) / len(f)) for f in profile.layers) * rows
         assert found == pytest.approx(published, rel=0.25), name  # OPT's two differ by 0.168 to 0.119
 
 
@@ -139,29 +142,29 @@ def best(program: Program) -> float:
 
 @given(programs())
 def test_it_is_the_best_of_all_choices(program: Program) -> None:
-    found, most = neurons_ilp.solve(program), best(program)
+    found, most = ilp.solve(program), best(program)
     assert (found is None) == (most == -inf)
     if found is not None:
         assert allowed(program, found.chosen)
         assert found.impact == pytest.approx(impact_of(program, found.chosen))
         assert found.impact <= most + 1e-9 and most <= found.bound + 1e-6
         assert most - found.impact <= found.gap * found.impact + 1e-6
-        assert found.gap <= neurons_ilp.CLOSE + 1e-6
+        assert found.gap <= ilp.CLOSE + 1e-6
 
 
 @given(programs())
 def test_memory_alone_is_a_bound(program: Program) -> None:
-    assert neurons_ilp.relaxed(program, neurons_ilp._by_density(program)) >= best(program) - 1e-9
+    assert ilp.relaxed(program, ilp._by_density(program)) >= best(program) - 1e-9
 
 
 @given(programs())
 def test_greedy_is_allowed_or_nothing(program: Program) -> None:
-    found = neurons_ilp.greedy(program)
+    found = ilp.greedy(program)
     assert found is None or allowed(program, found)
 
 
 def curved(layers: int, groups: int, least: int, share: float) -> Program:
-    found = [neurons.fit(0.003 + 0.1 * i / layers, 0.26) for i in range(layers)]
+    found = [activity.fit(0.003 + 0.1 * i / layers, 0.26) for i in range(layers)]
     each = [
         LayerGroups(tuple(c.mean(g / groups, (g + 1) / groups) for g in range(groups)), 1 << 20, least) for c in found
     ]
@@ -172,14 +175,14 @@ def curved(layers: int, groups: int, least: int, share: float) -> Program:
 @pytest.mark.parametrize("least, share", [(3, 0.05), (40, 0.05), (120, 0.3)])
 def test_a_large_model_within_ten_seconds(least: int, share: float) -> None:
     program = curved(80, 250, least, share)
-    found = neurons_ilp.solve(program, limit_s=10.0)
+    found = ilp.solve(program, limit_s=10.0)
     assert found is not None and found.status in ("Optimal", "Time limit reached")
     assert allowed(program, found.chosen) and found.gap < 0.02
 
 
 def test_without_time_greedy_is_kept() -> None:
     program = curved(20, 100, 40, 0.05)
-    found, start = neurons_ilp.solve(program, limit_s=0.0), neurons_ilp.greedy(program)
+    found, start = ilp.solve(program, limit_s=0.0), ilp.greedy(program)
     assert found is not None and start is not None
     assert found.status == "Time limit reached" and found.impact >= impact_of(program, start) - 1e-9
     assert found.bound >= found.impact
@@ -187,13 +190,13 @@ def test_without_time_greedy_is_kept() -> None:
 
 def test_the_least_that_pays_for_a_synchronisation() -> None:
     """64 neurons of 64 KiB each: 65.5 µs on a host of 1 GB/s less 6.55 on a device of 10: 59 µs a neuron."""
-    assert least_groups(64 << 16, 64, 1e-10, 1e-9, 58e-6) == 1
-    assert least_groups(64 << 16, 64, 1e-10, 1e-9, 100 * 59e-6) == 2  # 101 neurons
-    assert least_groups(64 << 16, 64, 1e-9, 1e-9, 1e-6) == 2**31
+    assert least_groups(64, (64 << 16) * 1e-10, (64 << 16) * 1e-9, 58e-6) == 1
+    assert least_groups(64, (64 << 16) * 1e-10, (64 << 16) * 1e-9, 100 * 59e-6) == 2  # 101 neurons
+    assert least_groups(64, (64 << 16) * 1e-9, (64 << 16) * 1e-9, 1e-6) == 2**31
 
 
 def test_highs_is_loaded_by_who_solves() -> None:
-    code = "import sys, penstock.planner.solve.neurons_plan; assert 'highspy' not in sys.modules"
+    code = "import sys, penstock.planner.solve.powerinfer; assert 'highspy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -202,7 +205,7 @@ def test_highs_is_loaded_by_who_solves() -> None:
 
 def planned(spec: ModelSpec, machine: MachineSpec = WITH_DEVICE, **ask: Any) -> list[Candidate]:
     asked = settle_context(Ask(**{"context": 128, **ask}), spec)
-    return list(neurons_plan.candidates(asked, spec, F16, machine))
+    return list(powerinfer.candidates(Problem(asked, spec, F16, machine)))
 
 
 def decoded(plan: Plan, batch: int = 1) -> list[Call]:
@@ -226,7 +229,7 @@ def test_a_plan_fits_and_its_tasks_are_right() -> None:
     assert found
     for candidate in found:
         plan = candidate.plan
-        assert candidate.strategy == neurons_plan.NAME and candidate.cannot_run
+        assert candidate.strategy == powerinfer.NAME and candidate.cannot_run
         assert plan.arenas == Layout(plan).arenas()
         kinds = {(u.home, u.decode) for u in plan.units if u.part.endswith(".ffn")}
         assert kinds == {(DEVICE, DEVICE), ("host", "host")}
@@ -265,11 +268,15 @@ def test_more_memory_is_no_slower_and_fewer_active_neurons_are_faster() -> None:
     ask = settle_context(Ask(prompt_tokens=300, output_tokens=64, context=512), spec)
     speeds = []
     for gib in (4, 6, 8, 10):
-        (candidate,) = neurons_plan.candidates(replace(ask, device_memory_bytes=gib * GIB), spec, F16, machine)
+        (candidate,) = powerinfer.candidates(Problem(replace(ask, device_memory_bytes=gib * GIB), spec, F16, machine))
         speeds.append(predict(candidate.plan, ask, machine, spread=False).decode_tokens_per_s)
     assert speeds == sorted(speeds)
     sparse, dense = (
-        next(neurons_plan.with_profile(ask, spec, F16, machine, neurons.synthetic(spec, active, 0.26, 0.17, "test")))
+        next(
+            powerinfer.with_profile(
+                Problem(ask, spec, F16, machine), activity.synthetic(spec, active, 0.26, 0.17, "test")
+            )
+        )
         for active in (0.03, 0.5)
     )
     fast, slow = (predict(c.plan, ask, machine, spread=False).decode_tokens_per_s for c in (sparse, dense))
@@ -280,7 +287,7 @@ def test_it_is_predicted_layer_by_layer() -> None:
     """Layers differ in activity: no short plan stands for all of them."""
     spec, machine = shape("opt-30b"), bundled("pc-rtx4090-192gb")
     ask = settle_context(Ask(prompt_tokens=64, output_tokens=64, context=128), spec)
-    plan = next(neurons_plan.candidates(ask, spec, F16, machine)).plan
+    plan = next(powerinfer.candidates(Problem(ask, spec, F16, machine))).plan
     assert quick(plan, ask, machine, spread=False) == predict(plan, ask, machine, spread=False)
     few = shortened(plan, (3, 40))
     assert [p.layer for p in few.predictors] == [0, 1]
@@ -292,7 +299,7 @@ def test_what_it_could_do_at_best_counts_active_neurons_alone(batch: int) -> Non
     """`solve` leaves out candidates by that bound."""
     spec, machine = shape("opt-13b"), bundled("pc-rtx2080ti-64gb")
     ask = settle_context(Ask(prompt_tokens=8, output_tokens=200, context=256, batch=batch), spec)
-    for candidate in neurons_plan.candidates(ask, spec, F16, machine):
+    for candidate in powerinfer.candidates(Problem(ask, spec, F16, machine)):
         plan, prediction = candidate.plan, predict(candidate.plan, ask, machine, spread=False)
         dense = replace(plan, units=tuple(replace(unit, active=1.0) for unit in plan.units))
         least_s = least_score_s(plan, ask, Cost(machine))
@@ -342,7 +349,7 @@ def test_older_plan_files_are_read() -> None:
 def test_published_machines_hold_the_paper_s_models(weights: str) -> None:
     spec, machine = shape("opt-30b"), bundled("pc-rtx4090-192gb")
     asked = settle_context(Ask(prompt_tokens=64, output_tokens=128, context=192), spec)
-    found = list(neurons_plan.candidates(asked, spec, parse_format(weights), machine))
+    found = list(powerinfer.candidates(Problem(asked, spec, parse_format(weights), machine)))
     assert len(found) == 2  # the device or the CPU reads the CPU's part of a prompt
     for candidate in found:
         used = candidate.plan.tier_bytes()

@@ -16,11 +16,11 @@ from penstock.graph.lower import Lowering
 from penstock.graph.verify import verify
 from penstock.planner.predict import predict
 from penstock.planner.solve import settle_context
-from penstock.planner.solve.limits import fits
-from penstock.planner.solve.policy_cost import modes
-from penstock.planner.solve.policy_lp import BATCH_STEP, Found, candidates, plan_of, search
-from penstock.planner.solve.policy_plan import ATTENDS, Shape, kv_layers, split_granules, whole_layers
-from penstock.planner.solve.policy_program import Shares, settled
+from penstock.planner.solve.flexgen import BATCH_STEP, Found, candidates, plan_of, search
+from penstock.planner.solve.flexgen.program import Shares, settled
+from penstock.planner.solve.flexgen.shape import ATTENDS, Shape, kv_layers, split_granules, whole_layers
+from penstock.planner.solve.flexgen.terms import modes
+from penstock.planner.solve.problem import Problem
 from penstock.spec.machine import Tier
 from penstock.spec.parts import parts
 from penstock.spec.plan import DEVICE, Plan
@@ -34,8 +34,8 @@ ONE: Shares = (1.0, 0.0, 0.0)
 
 def simulated_s(found: Found, plan: Plan) -> float:
     """What FlexGen's T counts: the prompts, and a step for every token but the first."""
-    ask = found.shape.ask
-    prediction = predict(plan, ask, found.shape.machine, spread=False)
+    ask, machine = found.shape.problem.ask, found.shape.problem.machine
+    prediction = predict(plan, ask, machine, spread=False)
     seqs = min(ask.batch, found.shape.block)
     return prediction.ttft_s + (ask.output_tokens - 1) * seqs / prediction.decode_tokens_per_s
 
@@ -83,11 +83,11 @@ def test_the_programs_cost_is_that_of_its_plan(part: int) -> None:
     rounded plan differ by less than a tenth (FlexGen's own model drifts from its runtime; this one may not)."""
     for seed in range(part * MACHINES // 10, (part + 1) * MACHINES // 10):
         ask, spec, fmt, machine = random_case(seed)
-        best = min(search(ask, spec, fmt, machine).values(), key=lambda f: f.seconds_a_sequence, default=None)
+        best = min(search(Problem(ask, spec, fmt, machine)).values(), key=lambda f: f.seconds_a_sequence, default=None)
         if best is None:
             continue
         plan = plan_of(best)
-        assert plan is not None and fits(plan, ask, machine), f"machine {seed}: {best.shape}"
+        assert plan is not None and Problem(ask, spec, fmt, machine).fits(plan), f"machine {seed}: {best.shape}"
         by_program = settled(best.program, best.shape.shares_of(plan)).seconds
         assert simulated_s(best, plan) == pytest.approx(by_program, rel=0.1), f"machine {seed}"
 
@@ -107,8 +107,8 @@ def test_candidates_are_plans_that_fit_and_lower() -> None:
     seen: set[str] = set()
     for seed in range(16):
         ask, spec, fmt, machine = small_case(seed, device=seed % 4 != 0)
-        for candidate in candidates(ask, spec, fmt, machine):
-            assert fits(candidate.plan, ask, machine) and len(candidate.reasons) == 3
+        for candidate in candidates(Problem(ask, spec, fmt, machine)):
+            assert Problem(ask, spec, fmt, machine).fits(candidate.plan) and len(candidate.reasons) == 3
             assert candidate.plan.batch_seqs % BATCH_STEP == 0 and candidate.plan.batches_per_pass < 20
             if not candidate.cannot_run:
                 check_plan(candidate.plan, spec, fmt)
@@ -128,7 +128,7 @@ def test_any_shares_are_a_plan(device: bool, attends: str) -> None:
         ask, spec, fmt, machine = small_case(seed, device)
         batches = r.choice((1, 2))
         main = DEVICE if device else "host"
-        shape = Shape(ask, spec, fmt, machine, main, 8 // batches, batches, 24 * r.choice((1, 2, 4)), attends)
+        shape = Shape(Problem(ask, spec, fmt, machine), main, 8 // batches, batches, 24 * r.choice((1, 2, 4)), attends)
         for mode in modes(shape):
             weights, kv = (random_shares(r, free) for free in mode)
             plan = shape.plan(weights, kv)
@@ -153,7 +153,7 @@ def test_attention_on_the_cpu_leaves_kv_where_it_is() -> None:
     """With its projections on the device: q goes down and the result comes up, K and V are saved once, nothing is
     loaded; where the prompt begins the device attends by itself."""
     ask, spec, fmt, machine = random_case(1, device=True)
-    shape = Shape(ask, spec, fmt, machine, DEVICE, 4, 2, 4 * ask.prompt_tokens, "cpu scores")
+    shape = Shape(Problem(ask, spec, fmt, machine), DEVICE, 4, 2, 4 * ask.prompt_tokens, "cpu scores")
     plan = shape.plan(ONE, (0.0, 1.0, 0.0))
     lowering, seqs = Lowering(plan), range(8)
     prompt = [c for p in passes.prompts(plan, seqs, (ask.prompt_tokens,) * 8, passes.DECODE)
@@ -173,16 +173,16 @@ def test_attention_on_the_cpu_leaves_kv_where_it_is() -> None:
 def test_none_where_it_does_not_apply() -> None:
     ask, spec, fmt, machine = random_case(2)
     for other in (replace(ask, batch=1), replace(ask, resident_bytes=MIB), replace(ask, score=True)):
-        assert not list(candidates(other, spec, fmt, machine))
+        assert not list(candidates(Problem(other, spec, fmt, machine)))
     tiny = replace(machine, tiers=tuple(replace(tier, bytes=65 * MIB) for tier in machine.tiers))
-    assert not list(candidates(ask, spec, fmt, tiny))
+    assert not list(candidates(Problem(ask, spec, fmt, tiny)))
 
 
 def test_kv_stays_where_the_user_wants_it() -> None:
     for seed in range(8):
         ask, spec, fmt, machine = random_case(seed, device=False)
         for home, allowed in (("memory", "host"), ("disk", "disk0")):
-            for candidate in candidates(replace(ask, kv_home=home), spec, fmt, machine):
+            for candidate in candidates(Problem(replace(ask, kv_home=home), spec, fmt, machine)):
                 assert {kv.home for kv in candidate.plan.kv} == {allowed}
 
 
@@ -191,13 +191,13 @@ def test_several_batches_share_what_streams() -> None:
     ask, spec, fmt, machine = random_case(4, device=True)
     machine = replace(machine, tiers=(Tier("host", 16 * GIB), Tier("disk0", TIB), Tier(DEVICE, 300 * MIB)))
     ask = replace(ask, batch=24)
-    found = search(ask, spec, fmt, machine)
+    found = search(Problem(ask, spec, fmt, machine))
     assert set(found) == set(ATTENDS)
     best = min(found.values(), key=lambda f: f.seconds_a_sequence)
     assert best.shape.block >= 8
 
 
 def test_highs_comes_only_with_a_program() -> None:
-    code = "import sys; from penstock.planner.solve import policy_lp; print('highspy' in sys.modules)"
+    code = "import sys; from penstock.planner.solve import flexgen; print('highspy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

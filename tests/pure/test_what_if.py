@@ -8,7 +8,9 @@ import pytest
 
 from penstock.planner.predict import predict
 from penstock.planner.shorten import quick, streamed
-from penstock.planner.solve import Solved, device, pipo, residency, settle_context, solve
+from penstock.planner.solve import Solved, pipo, settle_context, solve
+from penstock.planner.solve.ours import device, ram
+from penstock.planner.solve.problem import Problem
 from penstock.planner.what_if import more_memory, other_formats, what_if
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
@@ -20,6 +22,10 @@ MIB = 1 << 20
 BF16, INT4 = Format("bfloat16"), parse_format("int4")
 LLAMA_8B = model(32, 4096, 32, 8, 14336, dtype="bfloat16", vocab=128256, max_positions=131072, tied=False)
 LLAMA_70B = model(80, 8192, 64, 8, 28672, dtype="bfloat16", vocab=128256, max_positions=131072, tied=False)
+
+
+def settled(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> Problem:
+    return Problem(settle_context(ask, spec), spec, weights, machine)
 
 
 def slower_cpu(factor: float) -> MachineSpec:
@@ -58,7 +64,7 @@ def test_a_faster_disk_and_link() -> None:
 
 def test_a_faster_link_beside_a_device() -> None:
     ask = settle_context(Ask(device_memory_bytes=700 * MIB, context=512), LLAMA_1B)
-    candidate = next(pipo.candidates(ask, LLAMA_1B, BF16, WITH_DEVICE))
+    candidate = next(pipo.candidates(settled(ask, LLAMA_1B, BF16, WITH_DEVICE)))
     solved = Solved(candidate.plan, quick(candidate.plan, ask, WITH_DEVICE), (), None, candidate.strategy)
     found = what_if(solved, ask, WITH_DEVICE)
     assert found.faster_disk is None and found.faster_link is not None
@@ -68,32 +74,35 @@ def test_a_faster_link_beside_a_device() -> None:
 
 
 def test_no_more_memory_where_all_is_in_it() -> None:
-    assert more_memory(Ask(), LLAMA_1B, BF16, MACHINE) is None
+    assert more_memory(settled(Ask(), LLAMA_1B, BF16, MACHINE)) is None
     assert what_if(solve(Ask(), LLAMA_1B, BF16, MACHINE), Ask(), MACHINE).one_more_gib is None
 
 
 def test_the_tier_is_what_grows_without_a_limit() -> None:
     """16 GiB of RAM and a model of 15 GiB in a process with much KV: one more GiB holds all of it."""
     small = replace(MACHINE, tiers=(replace(MACHINE.tiers[0], bytes=2 << 30), *MACHINE.tiers[1:]))
-    more = more_memory(Ask(context=512), LLAMA_1B, BF16, small)
+    more = more_memory(settled(Ask(context=512), LLAMA_1B, BF16, small))
     assert more is not None and more.disk_bytes_per_token == 0
 
 
 def test_other_formats() -> None:
-    found = other_formats(Ask(context=512), LLAMA_1B, BF16, MACHINE)
+    found = other_formats(settled(Ask(context=512), LLAMA_1B, BF16, MACHINE))
     assert [fmt.name for fmt, _ in found] == ["int4", "int8"]
     speeds = [prediction.decode_tokens_per_s for _, prediction in found]
     assert speeds[0] > speeds[1] > solve(Ask(context=512), LLAMA_1B, BF16, MACHINE).prediction.decode_tokens_per_s
-    assert [fmt.name for fmt, _ in other_formats(Ask(), LLAMA_1B, INT4, MACHINE)] == ["int8", "bfloat16"]
+    assert [fmt.name for fmt, _ in other_formats(settled(Ask(), LLAMA_1B, INT4, MACHINE))] == ["int8", "bfloat16"]
     own = replace(LLAMA_1B, dtype="float16")
-    assert [fmt.name for fmt, _ in other_formats(Ask(), own, parse_format("int4-g32"), MACHINE)] == ["int8", "float16"]
+    assert [fmt.name for fmt, _ in other_formats(settled(Ask(), own, parse_format("int4-g32"), MACHINE))] == [
+        "int8",
+        "float16",
+    ]
 
 
 def test_a_format_that_does_not_fit_is_left_out() -> None:
     fmt, ask = INT4, Ask(context=64, prompt_tokens=8, output_tokens=8)
     spec = model(2, 4096, 32, 8, 14336, dtype="bfloat16", vocab=1000)
-    least = residency.minimum_bytes(settle_context(ask, spec), spec, fmt, MACHINE.process_bytes)
-    assert other_formats(replace(ask, host_memory_bytes=least), spec, fmt, MACHINE) == []
+    least = ram.minimum_bytes(settle_context(ask, spec), spec, fmt, MACHINE.process_bytes)
+    assert other_formats(settled(replace(ask, host_memory_bytes=least), spec, fmt, MACHINE)) == []
 
 
 @pytest.mark.parametrize(
@@ -105,7 +114,7 @@ def test_a_plan_of_many_units_is_predicted_by_few_layers(
 ) -> None:
     machine = slower_cpu(cpu)
     ask = settle_context(Ask(host_memory_bytes=limit_gib << 30), spec)
-    plan = next(residency.candidates(ask, spec, fmt, machine)).plan
+    plan = next(ram.candidates(settled(ask, spec, fmt, machine))).plan
     exact, short = predict(plan, ask, machine), quick(plan, ask, machine)
     assert short != exact
     assert short.decode_tokens_per_s == pytest.approx(exact.decode_tokens_per_s, rel=0.03)
@@ -125,7 +134,7 @@ def test_layers_of_two_kinds_are_both_in_a_short_plan() -> None:
     )
     spec = replace(LLAMA_70B, layers=(near, far) * 40)
     ask = settle_context(Ask(host_memory_bytes=16 << 30, prompt_tokens=3000), spec)
-    plan = next(residency.candidates(ask, spec, INT4, MACHINE)).plan
+    plan = next(ram.candidates(settled(ask, spec, INT4, MACHINE))).plan
     exact, short = predict(plan, ask, MACHINE), quick(plan, ask, MACHINE)
     assert short != exact
     assert short.decode_tokens_per_s == pytest.approx(exact.decode_tokens_per_s, rel=0.03)
@@ -140,7 +149,9 @@ def test_layers_with_attention_here_and_there_are_both_in_short_plans(device_gib
     )
     ask = settle_context(Ask(context=context, prompt_tokens=300), LLAMA_70B)
     plan = next(
-        p for c in device.candidates(ask, LLAMA_70B, INT4, roomy) if len((p := c.plan).kv) == 2 or context < 9000
+        p
+        for c in device.candidates(settled(ask, LLAMA_70B, INT4, roomy))
+        if len((p := c.plan).kv) == 2 or context < 9000
     )
     exact, short = predict(plan, ask, roomy), quick(plan, ask, roomy)
     assert short != exact
@@ -151,7 +162,7 @@ def test_layers_with_attention_here_and_there_are_both_in_short_plans(device_gib
 
 def test_kv_partly_on_a_disk_is_in_short_plans() -> None:
     ask = settle_context(Ask(host_memory_bytes=20 << 30, context=65536, prompt_tokens=300), LLAMA_70B)
-    plans = [c.plan for c in residency.candidates(ask, LLAMA_70B, INT4, MACHINE)]
+    plans = [c.plan for c in ram.candidates(settled(ask, LLAMA_70B, INT4, MACHINE))]
     plan = next(plan for plan in plans if len(plan.kv) == 2)
     exact, short = predict(plan, ask, MACHINE), quick(plan, ask, MACHINE)
     assert short != exact and short.disk_bytes_per_token > 0
@@ -161,7 +172,7 @@ def test_kv_partly_on_a_disk_is_in_short_plans() -> None:
 
 def test_a_small_plan_is_simulated_itself() -> None:
     ask = settle_context(Ask(host_memory_bytes=900 * MIB), LLAMA_1B)
-    plan = next(residency.candidates(ask, LLAMA_1B, INT4, MACHINE)).plan
+    plan = next(ram.candidates(settled(ask, LLAMA_1B, INT4, MACHINE))).plan
     assert quick(plan, ask, MACHINE) == predict(plan, ask, MACHINE)
 
 
@@ -176,7 +187,7 @@ def test_plans_that_are_not_simulated_could_not_have_won(cpu: float, limit_mib: 
         p = quick(plan, ask, machine)  # type: ignore[arg-type]
         return p.total_s if objective == "latency" else 1 / p.decode_tokens_per_s
 
-    plans = [each.plan for each in residency.candidates(ask, LLAMA_1B, BF16, machine)]
+    plans = [each.plan for each in ram.candidates(settled(ask, LLAMA_1B, BF16, machine))]
     scores = [score_s(plan) for plan in plans]
     equal = [plan for plan, score in zip(plans, scores, strict=True) if score <= 1.05 * min(scores)]
     assert solve(ask, LLAMA_1B, BF16, machine).plan == min(equal, key=lambda plan: sum(streamed(plan).values()))

@@ -14,7 +14,9 @@ from penstock.errors import BrokenModel, UnsupportedModel
 
 # No width (neurons, heads, d_model) of any model comes near; beyond it a file is broken, not big.
 MAX_WIDTH = 2**24
-MAX_LAYERS = 4096
+# What is planned in seconds: 4096 layers took 26 s, a vocabulary of 2**31 a minute. The largest models of today have
+# some 130 layers and 262,208 tokens.
+MAX_LAYERS, MAX_VOCAB = 512, 2**22
 MAX_COUNT = 2**31 - 1
 
 _DTYPES = ("float32", "bfloat16", "float16")

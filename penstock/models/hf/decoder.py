@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.models.hf.config import MAX_LAYERS, MAX_WIDTH, Config, short
+from penstock.models.hf.config import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Config, short
 from penstock.models.hf.names import Source, sources_of
 from penstock.models.hf.rope import LLAMA_RULES, RopeRules, rope_of
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
@@ -88,7 +88,7 @@ def decoder(
     where `layer_types` is None)."""
     d_model = config.whole("hidden_size", hi=MAX_WIDTH)
     max_positions = config.whole("max_position_embeddings", defaults.max_positions)
-    vocab = config.whole("vocab_size")
+    vocab = config.whole("vocab_size", hi=MAX_VOCAB)
     if layer_types is None:
         layer_types = [FULL if window is None else SLIDING] * layer_count(config)
     elif SLIDING in layer_types and window is None:

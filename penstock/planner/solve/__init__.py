@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from penstock.errors import BadRequest, DoesNotFit
-from penstock.planner.cost import Cost
 from penstock.planner.predict import Prediction
 from penstock.planner.shorten import quick, streamed
-from penstock.planner.solve import device, layers, neurons_plan, pipo, policy_lp, residency, slicing_plan
+from penstock.planner.solve import flexgen, llama_cpp, pipo, powerinfer, scheinfer
 from penstock.planner.solve.bound import least_score_s, reads_bytes, score_s, sequences
 from penstock.planner.solve.candidate import Candidate, Compared
+from penstock.planner.solve.ours import device, ram
+from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.reads import on_disks, with_reads
 from penstock.spec.ask import DEFAULT_CONTEXT, Ask
 from penstock.spec.format import Format
@@ -22,16 +23,17 @@ from penstock.spec.plan import Plan
 
 @dataclass(frozen=True)
 class Solved:
-    """The best plan, what it will do, the runner-up, and a sentence per choice. `compared`: every candidate that was
-    simulated, this plan first, then the best."""
+    """The best plan that the runtime runs, what it will do, the runner-up, and a sentence per choice. `compared`: every
+    candidate that was simulated, this plan first, then the best. `not_yet`: those of them that would be better, and
+    that this version cannot run."""
 
     plan: Plan
     prediction: Prediction
     reasons: tuple[str, ...]
     runner_up: Prediction | None = None
     strategy: str = "as given"
-    cannot_run: str = ""
     compared: tuple[Compared, ...] = ()
+    not_yet: tuple[Compared, ...] = ()
 
 
 _EQUAL, _SURELY_EQUAL = 1.05, 1.04  # the difference: loads that ran ahead before the simulated passes
@@ -55,32 +57,30 @@ def settle_context(ask: Ask, spec: ModelSpec) -> Ask:
     return replace(ask, context=context)
 
 
-def candidates(
-    ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, every: bool = False, may_plan: bool = False
-) -> Iterator[Candidate]:
+def candidates(problem: Problem, every: bool = False, may_plan: bool = False) -> Iterator[Candidate]:
     """Of every solver that applies, those with a device first. A model that a device has room for needs no others,
-    unless `every` one is wanted. `may_plan`: also what the runtime cannot run yet."""
+    unless `every` one is wanted. `may_plan`: also solvers all of whose plans the runtime cannot run yet."""
     found = False
-    if device.has_device(machine, ask):
-        device.require_minimum(ask, spec, weights, machine)
-        for candidate in device.candidates(ask, spec, weights, machine):
+    if problem.has_device:
+        device.require_minimum(problem)
+        for candidate in device.candidates(problem):
             yield candidate
             found = True
             if candidate.strategy == device.WHOLE and not every:
                 return
         if found:
-            for solver in (slicing_plan, layers, pipo, *((neurons_plan,) if every or may_plan else ())):
-                yield from solver.candidates(ask, spec, weights, machine)
-    if ask.objective == "throughput":  # blocks of many batches: who waits for the first token has no use for them
-        for candidate in policy_lp.candidates(ask, spec, weights, machine):
+            for solver in (scheinfer, llama_cpp, pipo, *((powerinfer,) if every or may_plan else ())):
+                yield from solver.candidates(problem)
+    if problem.ask.objective == "throughput":  # blocks of many batches: who waits for a first token has no use for them
+        for candidate in flexgen.candidates(problem):
             yield candidate
-            found = found or _may_be_chosen(candidate, may_plan)
-    if ask.use_device and device.has_device(machine, ask):
+            found = found or _may_be_chosen(candidate)
+    if problem.ask.use_device and problem.has_device:
         if not found:
-            device.refuse(ask, spec, weights, machine)
+            device.refuse(problem)
         return
     try:
-        yield from residency.candidates(ask, spec, weights, machine)
+        yield from ram.candidates(problem)
     except DoesNotFit:
         if not found:
             raise
@@ -93,46 +93,42 @@ def solve(
     """Lowers and simulates every candidate that may win and takes the fastest for the ask's objective.
 
     `disks`: the disk of each part of the model, where it lies on more than one. `every`: also candidates that cannot
-    win, so that they can be compared. `may_plan`: also what the runtime cannot run yet may be chosen.
+    win, so that they can be compared. `may_plan`: also plans of solvers that the runtime cannot run yet. They are
+    compared and never chosen.
 
     Raises DoesNotFit with the minimum that would do, and BadRequest for what no machine could do.
     """
-    ask, cost = settle_context(ask, spec), Cost(machine)
+    ask = settle_context(ask, spec)
+    problem = Problem(ask, spec, weights, machine)
     bounded = []
-    for candidate in candidates(ask, spec, weights, machine, every, may_plan):
+    for candidate in candidates(problem, every, may_plan):
         plan = on_disks(candidate.plan, disks or {})
-        bounded.append((least_score_s(plan, ask, cost), candidate._replace(plan=plan)))
+        bounded.append((least_score_s(plan, ask, problem.cost), candidate._replace(plan=plan)))
     bounded.sort(key=lambda entry: entry[0])  # the most promising first: then most others need no simulation
     found: list[Compared] = []
     for least_s, candidate in bounded:
-        rivals = [each for each in found if _may_be_chosen(each.candidate, may_plan)]
+        rivals = [each for each in found if _may_be_chosen(each.candidate)]
         if every or not any(_settles(p, c.plan, least_s, candidate.plan, ask) for c, p in rivals):
             # The most promising one is mostly the one that is chosen, whose spread between tokens is wanted.
             found.append(Compared(candidate, quick(candidate.plan, ask, machine, spread=not found)))
+    # Ranked by themselves: what cannot run must not decide which of the others are equals.
+    chosen = _ranked([each for each in found if _may_be_chosen(each.candidate)], ask)[0]
     first, found = found[0], _ranked(found, ask)
-    chosen = next(each for each in found if _may_be_chosen(each.candidate, may_plan))
-    strategy, plan, reasons, cannot_run, _ = chosen.candidate
+    chosen_s = score_s(chosen.prediction, chosen.candidate.plan, ask)
+    better = (each for each in found if score_s(each.prediction, each.candidate.plan, ask) < chosen_s)
+    not_yet = tuple(each for each in better if each.candidate.cannot_run)
+    strategy, plan, reasons, _, _ = chosen.candidate
     prediction = chosen.prediction if chosen is first else quick(plan, ask, machine)
     plan, how = with_reads(plan, machine)  # which changes nothing that was predicted: rates hold for these reads
     reasons += (how,) if any(streamed(plan, from_disk=True).values()) else ()
     reasons += (f"{prediction.bound_by} is busiest while decoding: {prediction.lane_share[prediction.bound_by]:.0%}",)
-    reasons += _left_out(found, chosen)
     others = [each for each in found if each is not chosen]
     runner_up = others[0].prediction if others else None
-    return Solved(plan, prediction, reasons, runner_up, strategy, cannot_run, (chosen, *others))
+    return Solved(plan, prediction, reasons, runner_up, strategy, (chosen, *others), not_yet)
 
 
-def _may_be_chosen(candidate: Candidate, may_plan: bool) -> bool:
-    return not candidate.lossy and (may_plan or not candidate.cannot_run)
-
-
-def _left_out(ranked: list[Compared], chosen: Compared) -> tuple[str, ...]:
-    """The best one that comes before the chosen one, and why it was not chosen."""
-    candidate, prediction = ranked[0]
-    if ranked[0] is chosen:
-        return ()
-    why = " and ".join(filter(None, (candidate.lossy, candidate.cannot_run)))
-    return (f"{candidate.strategy} would give {prediction.decode_tokens_per_s:.3g} tokens/s, but {why}",)
+def _may_be_chosen(candidate: Candidate) -> bool:
+    return not candidate.lossy and not candidate.cannot_run
 
 
 def _ranked(found: list[Compared], ask: Ask) -> list[Compared]:

@@ -1,4 +1,4 @@
-"""Which device computes, and why. What a machine lacks is said in one line, and the CPU does it."""
+"""Which device computes, and why. Where `auto` finds none the CPU computes; a device that was named has to be there."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import ctypes.util
 import hashlib
 import importlib.util
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.errors import BadRequest
+from penstock.runtime import child
 from penstock.runtime.device import Device
 from penstock.runtime.device.emulated import LINK_BYTES_PER_S, EmulatedDevice
-from penstock.runtime.probe import keep, machine_file
+from penstock.runtime.probe import keep, kept, machine_file
 from penstock.spec import machine as machines
 from penstock.spec.ask import check_device
 from penstock.spec.machine import MachineSpec, Rate, Tier
@@ -32,14 +32,12 @@ Progress = Callable[[str, int, int], None] | None
 @dataclass(frozen=True)
 class Chosen:
     """`name`: cuda, emulated or none. `reason`: a sentence. `machine`: with the device's tier and lanes, or without.
-    `open`: takes the device with a cap in bytes, once a plan is made for it; None where there is none. `surprise`:
-    whether the user asked for a device and gets none."""
+    `open`: takes the device with a cap in bytes, once a plan is made for it; None where there is none."""
 
     name: str
     reason: str
     machine: MachineSpec
     open: Callable[[int], Device] | None = None
-    surprise: bool = False
 
 
 def choose(
@@ -47,19 +45,33 @@ def choose(
     on_progress: Progress = None,
 ) -> Chosen:  # fmt: skip
     """`name`: one of `spec.ask.DEVICES`. `machine`: as probed. `cache`: keeps the device's figures; None measures
-    nothing, and a device without figures is none. Raises BadRequest for another name."""
+    nothing, and a device without figures is none. Raises BadRequest for another name, and for `cuda` where no GPU can
+    be used."""
     check_device(name)
     if name == "emulated":
         return _emulated(machine, device_memory_bytes)
     if name == "none":
         return Chosen("none", "no device: asked for", without_device(machine))
+    require_present(name)
     why = _missing()
     if why is None:
         found = _gpu(machine, cache, on_progress)
         if isinstance(found, Chosen):
             return found
         why = found
-    return Chosen("none", f"no device, the CPU computes: {why}", without_device(machine), surprise=name == "cuda")
+        if name == "cuda":
+            raise _absent(why)
+    return Chosen("none", f"no device, the CPU computes: {why}", without_device(machine))
+
+
+def require_present(name: str) -> None:
+    """Refuses `cuda` where a look at this machine tells that it cannot be, without loading torch. Raises BadRequest."""
+    if name == "cuda" and (why := _missing()) is not None:
+        raise _absent(why)
+
+
+def _absent(why: str) -> BadRequest:
+    return BadRequest(f"--device cuda: {why}; --device none computes on the CPU")
 
 
 def without_device(machine: MachineSpec) -> MachineSpec:
@@ -110,20 +122,14 @@ def _figures(machine: MachineSpec, card: str, cache: Path | None, on_progress: P
     base = hashlib.sha256(repr((machine.rates, machine.sharing)).encode()).hexdigest()[:12]
     name = re.sub(r"[^A-Za-z0-9]+", "-", card).strip("-").lower()
     path = of_host.with_name(f"{of_host.stem}-{name}-{base}.json")
-    if path.exists():
-        try:
-            kept = machines.loads(path.read_text(), str(path))
-            memory = {tier.name: tier for tier in machine.tiers}
-            return replace(kept, tiers=tuple(memory.get(tier.name, tier) for tier in kept.tiers))
-        except (BadRequest, UnicodeDecodeError):
-            path.unlink(missing_ok=True)  # damaged, or written by another version: measure again
+    if (known := kept(path)) is not None:
+        memory = {tier.name: tier for tier in machine.tiers}
+        return replace(known, tiers=tuple(memory.get(tier.name, tier) for tier in known.tiers))
     if on_progress:
         on_progress(f"measuring {card}, once", 0, 0)
-    command = [sys.executable, "-m", "penstock.runtime.device.cuda.measure"]
-    done = subprocess.run(command, input=machines.dumps(machine), capture_output=True, text=True, check=False)
+    done = child.run("penstock.runtime.device.cuda.measure", stdin=machines.dumps(machine))
     if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        return f"measuring {card} failed: {lines[-1] if lines else 'no reason given'}"
+        return f"measuring {card} failed: {child.last_words(done)}"
     found = machines.loads(done.stdout, "the probe's answer")
     keep(path, found)
     return found

@@ -128,7 +128,7 @@ class TorchBinding:
         attention.attend(
             self._typed(q, torch.float32, shape), self._pool(keys, layer, batch), self._pool(values, layer, batch), a,
             unit.lo, unit.hi, tables.positions, tables.sequence, self._typed(out, torch.float32, shape),
-            max(batch.rows), self._kernels, self._scratch(scratch),
+            batch.most_rows, self._kernels, self._scratch(scratch),
         )  # fmt: skip
 
     def _out(self, call: Call) -> None:
@@ -219,7 +219,7 @@ class TorchBinding:
 
     def _pool(self, slot: Slot, layer: int, batch: Batch) -> KvPool:
         a, fmt = self._spec.layers[layer].attention, self._layout.kv_home(layer, batch).format
-        pages = (max(batch.seqs) - min(batch.seqs) + 1) * self._layout.pages_per_seq
+        pages = (batch.last_seq - batch.first_seq + 1) * self._layout.pages_per_seq
         blocks = self._view(slot).view(pages, a.kv_heads, -1)
         return KvPool(blocks, self._plan.page_tokens, a.head_dim, fmt, self._layout.pages_per_seq)
 

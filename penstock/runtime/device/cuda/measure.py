@@ -8,7 +8,6 @@ It has not run beside a card yet.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -16,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from penstock.errors import DeviceFailed, PenstockError
-from penstock.runtime import host
+from penstock.runtime import child, host
 from penstock.runtime.ceilings import RAM_BYTES, ram_read_bytes_per_s
 from penstock.runtime.device.cuda.device import WORKSPACE_BYTES
 from penstock.runtime.device.cuda.found import Card, find
@@ -59,12 +58,11 @@ def _context(card: Card) -> tuple[int, int]:
     """(what the context of one more process takes of the device, that process's peak of RAM)."""
     module = torch.get_device_module(card.device)
     free_before, _ = module.mem_get_info(card.device)
-    command = [sys.executable, "-m", "penstock.runtime.device.cuda.measure", _HOLD]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdin is not None and child.stdout is not None
-        answer = child.stdout.readline().split()
+    with child.start("penstock.runtime.device.cuda.measure", _HOLD) as holder:
+        assert holder.stdin is not None and holder.stdout is not None
+        answer = holder.stdout.readline().split()
         free_after, _ = module.mem_get_info(card.device)
-        child.stdin.close()
+        holder.stdin.close()
     reserved, peak = (int(each) for each in answer) if len(answer) == 2 else (0, 0)
     return max(0, free_before - free_after - reserved), peak
 

@@ -47,7 +47,7 @@ class DeviceTables:
         """On the current stream. The staged copy is read by the link until the pass ends; the next one comes after."""
         if batch == self._batch:
             return
-        at, first = 0, min(batch.seqs)
+        at, first = 0, batch.first_seq
         positions: list[int] = []
         sequences: list[int] = []
         for seq, start, rows in zip(batch.seqs, batch.start, batch.rows, strict=True):

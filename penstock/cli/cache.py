@@ -1,0 +1,117 @@
+"""`penstock list`, `rm` and `prune`: what lies in the cache of packed models, and its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument
+
+from penstock.cli.options import CacheName, Json, cache_folder
+from penstock.cli.output import note, one_line, print_json
+from penstock.units import format_bytes
+
+if TYPE_CHECKING:
+    from penstock.store.cache import Entry
+
+_HEAD = ("name", "format", "size", "last used", "state", "packed from")
+
+
+def list_(cache: CacheName = None, as_json: Json = False) -> None:
+    """What lies in the cache of packed models.
+
+    Name, format, size, when it was last used, its state, and the folder that it was packed from. States: whole; in use;
+    partial (packing or removing was interrupted); damaged; orphaned (its checkpoint is gone or holds something else);
+    old format or newer format (of another version); link; not ours (penstock did not write it, and leaves it alone).
+    """
+    from penstock.store import cache as caches
+    from penstock.store import copies
+
+    models = _models(cache)
+    found = caches.entries(models)
+    in_use = {each.name for each in found if caches.is_ours(each) and not copies.is_free(each.folder)}
+    total_bytes = sum(each.nbytes for each in found if caches.is_ours(each))
+    if as_json:
+        listed = [{**_report(each), "in_use": each.name in in_use} for each in found]
+        print_json({"folder": str(models), "bytes": total_bytes, "models": listed})
+        return
+    if not found:
+        note(f"{models} holds no packed models")
+        return
+    rows = [_HEAD, *(_row(each, each.name in in_use) for each in found)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD) - 1)]
+    for row in rows:
+        cells = [
+            cell.rjust(w) if i == 2 else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=False))
+        ]
+        print("  ".join([*cells, row[-1]]).rstrip())
+    for each in found:
+        if each.why is not None:
+            note(f"{each.name}: {each.why}")
+    note(f"{format_bytes(total_bytes)} in {models}")
+
+
+def rm(
+    names: Annotated[list[str], Argument(metavar="NAME…", help="Packed models, as `penstock list` names them.")],
+    cache: CacheName = None,
+    as_json: Json = False,
+) -> None:
+    """Removes packed models from the cache.
+
+    All that are named, or none where one is not there, in use, or not ours.
+    """
+    from penstock.store import cache as caches
+
+    _tell_cleared(caches.remove(_models(cache), names), (), as_json)
+
+
+def prune(cache: CacheName = None, as_json: Json = False) -> None:
+    """Removes from the cache what no command will use again.
+
+    What is partial, damaged, of an old format, or packed from a checkpoint that is gone or holds something else. What a
+    process uses stays.
+    """
+    from penstock.store import cache as caches
+
+    cleared = caches.prune(_models(cache))
+    _tell_cleared(cleared.removed, cleared.in_use, as_json)
+
+
+def _models(cache: str | None) -> Path:
+    from penstock.store.copies import MODELS
+
+    return cache_folder(cache).absolute() / MODELS
+
+
+def _tell_cleared(removed: Iterable[Entry], in_use: Iterable[Entry], as_json: bool) -> None:
+    freed_bytes = sum(each.nbytes for each in removed)
+    for each in removed:
+        note(f"removed {each.name}, {each.state}, {format_bytes(each.nbytes)}")
+    for each in in_use:
+        note(f"{each.name} is in use by another process and stays")
+    if as_json:
+        names = {"removed": [each.name for each in removed], "in_use": [each.name for each in in_use]}
+        print_json({**names, "freed_bytes": freed_bytes})
+        return
+    note(f"freed {format_bytes(freed_bytes)}")
+
+
+def _report(entry: Entry) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "format": entry.format,
+        "bytes": entry.nbytes,
+        "last_used": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(entry.used_s)),
+        "state": entry.state,
+        "packed_from": list(entry.origins),
+        "why": entry.why,
+    }
+
+
+def _row(entry: Entry, in_use: bool) -> tuple[str, ...]:
+    used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used_s))
+    state = f"{entry.state}, in use" if in_use else entry.state
+    cells = (entry.name, entry.format or "–", format_bytes(entry.nbytes), used, state, ", ".join(entry.origins) or "–")
+    return tuple(one_line(cell) for cell in cells)

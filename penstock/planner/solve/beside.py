@@ -1,0 +1,209 @@
+"""A plan beside a device, but which bytes stay where: what the solvers with a device vary.
+
+Granules of a part lie in the order GG | CG | CC | DC | DG, so what an executor computes is one or two runs of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from penstock.graph.arenas import ARENA_ALIGN
+from penstock.planner.solve.fill import MIN_CHUNK_ROWS, PINNED, UNIT_BYTES, Kv, Resident, Run, filled, units
+from penstock.planner.solve.problem import Problem, spare_bytes
+from penstock.spec.parts import Part
+from penstock.spec.plan import DEVICE, Plan, Predictor, Unit
+from penstock.units import MIB, format_bytes, round_up
+
+LINK = "h2d0"
+RING_BYTES = 128 * MIB  # of a device, where its memory has room for it
+_HOST_RING_BYTES, _STAGE_BYTES = 64 * MIB, 64 * MIB
+_SMALLEST_RING_SHARE = 8  # of the device's memory, at most so small a part
+# Of a lift's copying time, what its fixed cost may be. Half of it would ask for units of 60 MiB where a lift costs
+# 60 µs and the link does 25 GB/s: four of them in the ring are what a 6 GB card would rather keep.
+FIXED_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Split:
+    """Who computes what is not at home on the device: `name`. `lifted`: of the FFN granules outside its memory, the
+    share that it computes all the same, each token over the link; the CPU computes the others. `attention_layers`: the
+    first so many are the device's, with their KV at home in `kv_home`; the others' attention and KV are the CPU's.
+    `prompts`: whether the device also computes the CPU's granules where a prompt is read (CG', ScheInfer §IV-B).
+    `lifted_by_layer`: instead of `lifted`, where layers differ."""
+
+    name: str
+    lifted: float
+    attention_layers: int
+    kv_home: str
+    prompts: bool
+    lifted_by_layer: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class DeviceSkeleton:
+    """`ring_bytes`: of the device, and of the host; `stage_bytes`: between disk and device. `order`: of `plan.ORDERS`.
+    `unit_bytes`: of a block that crosses the link in one unit, at most; 0: by what lifts cost, and the ring.
+    `predictors`: a Plan's."""
+
+    problem: Problem
+    split: Split
+    chunk_rows: int
+    ring_bytes: int
+    host_ring_bytes: int
+    stage_bytes: int
+    order: str = "overlapped"
+    unit_bytes: int = 0
+    predictors: tuple[Predictor, ...] = ()
+
+    def with_split(self, **changes: object) -> DeviceSkeleton:
+        """The same with other fields of its split."""
+        return replace(self, split=replace(self.split, **changes))  # type: ignore[arg-type]
+
+    def plan(self, on_device: Resident, in_memory: Resident | None = None) -> Plan:
+        """Complete. `on_device`, `in_memory`: granules that stay there, part by part, None: all that are not on the
+        device; what is in neither is on the disk. Rings that nothing streams through are left out."""
+        problem, split, machine = self.problem, self.split, self.problem.machine
+        if in_memory is None:
+            in_memory = {key: part.granules - on_device.get(key, 0) for key, part in problem.parts.items()}
+        cut = units(problem.parts.values(), lambda part: self._runs(part, on_device, in_memory))
+        rings, stage_bytes = self._rings(cut)
+        attention = split.attention_layers
+        return filled(
+            problem.ask, problem.spec, problem.weights, cut,
+            (Kv(0, attention, split.kv_home, DEVICE), Kv(attention, problem.layers, "host", "host")),
+            chunk_rows=self.chunk_rows, rings=rings, stage_bytes=stage_bytes, order=self.order, main=DEVICE,
+            process_bytes=machine.process_bytes + machine.device_process_bytes, context_bytes=machine.context_bytes,
+            predictors=self.predictors,
+        )  # fmt: skip
+
+    def _runs(self, part: Part, on_device: Resident, in_memory: Resident) -> tuple[Run, ...]:
+        if part.kind in PINNED:
+            return (Run(0, part.granules, DEVICE, DEVICE, DEVICE, part.nbytes),)
+        there = on_device.get(part.key, 0)
+        memory = min(part.granules, there + in_memory.get(part.key, 0))
+        if part.kind == "embed" and not self.problem.spec.tied:  # gathered, row by row
+            home = "host" if memory == part.granules else "disk0"
+            return (Run(0, part.granules, home, DEVICE, DEVICE, part.nbytes),)
+        lifted, lift_bytes = self._lifted(part), self._lift_bytes(part)
+        here, far = (int(n * lifted + 0.5) for n in (memory - there, part.granules - memory))
+        prompts = DEVICE if self.split.prompts and part.kind == "ffn" else "host"
+        return (
+            Run(0, there, DEVICE, DEVICE, DEVICE, part.nbytes),
+            Run(there, there + here, "host", DEVICE, DEVICE, lift_bytes),
+            Run(there + here, memory, "host", "host", prompts, lift_bytes if prompts == DEVICE else part.nbytes),
+            Run(memory, part.granules - far, "disk0", "host", prompts, self._load_bytes(part, prompts)),
+            Run(part.granules - far, part.granules, "disk0", DEVICE, DEVICE, self._stage_unit_bytes(part)),
+        )
+
+    def _lifted(self, part: Part) -> float:
+        """The share of granules outside its memory that the device computes."""
+        if part.kind == "ffn":
+            return self.split.lifted_by_layer[part.layer] if self.split.lifted_by_layer else self.split.lifted
+        return 1.0 if part.kind != "attn" or part.layer < self.split.attention_layers else 0.0
+
+    def _lift_bytes(self, part: Part) -> int:
+        """A vocabulary is larger than the ring of two blocks that it comes through, where these are whole units."""
+        if self.unit_bytes:
+            return self.unit_bytes if part.kind in ("attn", "ffn") else min(self.unit_bytes, self.ring_bytes // 2)
+        return self._usual_lift_bytes
+
+    @cached_property
+    def _usual_lift_bytes(self) -> int:
+        return lift_bytes(self.problem, self.ring_bytes)
+
+    def _stage_unit_bytes(self, part: Part) -> int:
+        return min(self._lift_bytes(part), self.stage_bytes // 2)
+
+    def _load_bytes(self, part: Part, prompts: str) -> int:
+        loads = min(UNIT_BYTES, self.host_ring_bytes // 4)
+        return min(loads, self._stage_unit_bytes(part)) if prompts == DEVICE else loads
+
+    def _rings(self, units: list[Unit]) -> tuple[dict[str, int], int]:
+        """(rings that something streams through, the stage), none smaller than its largest unit."""
+        parts = self.problem.parts
+        gathered = "" if self.problem.spec.tied else "embed"
+        largest: dict[tuple[int, str, str, str], int] = {}  # granules of a unit; thousands are alike but for the layer
+        for unit in units:
+            if unit.part != gathered:
+                kind = (parts[unit.part].granule_bytes, unit.home, unit.decode, unit.prefill)
+                largest[kind] = max(largest.get(kind, 0), unit.hi - unit.lo)
+        need = {DEVICE: 0, "host": 0}
+        stage_bytes = 0
+        for (granule_bytes, home, *executors), granules in largest.items():
+            nbytes = granules * granule_bytes
+            if home == DEVICE:
+                stage_bytes = max(stage_bytes, 2 * granule_bytes, self.stage_bytes)
+            for executor in {*executors} - {home}:
+                need[executor] = max(need[executor], nbytes)
+                if executor == DEVICE and home.startswith("disk"):
+                    stage_bytes = max(stage_bytes, 2 * nbytes, self.stage_bytes)
+        wanted = {DEVICE: self.ring_bytes, "host": self.host_ring_bytes}
+        return {tier: max(wanted[tier], nbytes) for tier, nbytes in need.items() if nbytes}, stage_bytes
+
+    def device_budget(self) -> int | None:
+        """Bytes of weights that the device's memory has room for; None where the least does not fit."""
+        return spare_bytes(self.plan({}, {}), DEVICE, self.problem.device_bytes)
+
+
+def device_skeleton(problem: Problem, split: Split, chunk_rows: int) -> DeviceSkeleton:
+    """With rings of the usual sizes, smaller on a small device, and none too small for the largest granule twice."""
+    largest = max(part.granule_bytes for part in problem.parts.values() if part.kind not in PINNED)
+
+    def whole(nbytes: int) -> int:
+        return max(nbytes, 2 * largest) // ARENA_ALIGN * ARENA_ALIGN + (ARENA_ALIGN if largest % ARENA_ALIGN else 0)
+
+    ring = whole(min(RING_BYTES, problem.device_bytes // _SMALLEST_RING_SHARE))
+    return DeviceSkeleton(problem, split, chunk_rows, ring, whole(_HOST_RING_BYTES), whole(_STAGE_BYTES))
+
+
+def smallest(problem: Problem, split: Split) -> DeviceSkeleton:
+    """With the smallest rings and chunks."""
+    tiny = device_skeleton(problem.asking(device_memory_bytes=0), split, MIN_CHUNK_ROWS)
+    return replace(tiny, problem=problem, host_ring_bytes=tiny.ring_bytes, stage_bytes=tiny.ring_bytes)
+
+
+def within_device(
+    problem: Problem, budget: int | None, attempts: int, plan_of: Callable[[int], Plan | None]
+) -> Plan | None:
+    """The plan of as large a budget of weights on the device as fits. Some attempts: kernels need more scratch for
+    large units that stay than for those that come, and KV is in whole arenas. None where RAM is what is too small."""
+    for _ in range(attempts if budget is not None else 0):
+        assert budget is not None
+        plan = plan_of(budget)
+        if plan is None or problem.fits(plan):
+            return plan
+        over = plan.tier_bytes()[DEVICE] - problem.device_bytes
+        if over <= 0:
+            return None
+        budget -= round_up(over, ARENA_ALIGN)
+    return None
+
+
+def all_there(plan: Plan) -> bool:
+    """Whether the device holds everything but embedding rows that are looked up."""
+    return all(unit.home == DEVICE or unit.part == "embed" for unit in plan.units)
+
+
+def lift_bytes(problem: Problem, ring_bytes: int) -> int:
+    """The least unit whose copying takes 1 / FIXED_SHARE times its fixed cost, in whole MiB: the link's line (ScheInfer
+    Eq. 3) says what PIPO's appendix A finds by trying. Small enough that four fit into the ring."""
+    wanted = _fixed_s(problem) / FIXED_SHARE * problem.cost.bytes_per_s(LINK, "lift", "*")
+    return min(round_up(max(1, int(wanted)), MIB), ring_bytes // 4)
+
+
+def lift_reason(problem: Problem, ring_bytes: int) -> str:
+    nbytes = lift_bytes(problem, ring_bytes)
+    why = f"at most {FIXED_SHARE:.0%} of its copy"
+    if nbytes == ring_bytes // 4:
+        why = f"and a ring of {format_bytes(ring_bytes)} should hold four"
+    fixed = f"each costs {_fixed_s(problem) * 1e6:.0f} µs beside its bytes"
+    return f"lifted in units of at most {format_bytes(nbytes)}: {fixed}, {why}"
+
+
+def _fixed_s(problem: Problem) -> float:
+    """What a unit costs beside its bytes: its copy is begun on the link, its product launched on the device."""
+    cost = problem.cost
+    calls_s = cost.call_s(LINK, "lift", "*") + cost.call_s(DEVICE, "ffn", problem.weights.kind)
+    return calls_s + cost.task_s(LINK) + cost.task_s(DEVICE)

@@ -1,0 +1,160 @@
+"""The one place that makes a plan of what a solver decided: where granules live, where KV does, through which rings.
+
+A solver says of each part in which runs its granules lie (`Run`); `units` cuts them, `filled` adds the rest, with the
+arenas to the byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from penstock.graph.arenas import Layout
+from penstock.planner.solve.problem import kv_format
+from penstock.spec.ask import Ask
+from penstock.spec.format import Format
+from penstock.spec.machine import USUAL_READS
+from penstock.spec.model import ModelSpec
+from penstock.spec.parts import SUM_GRANULES, Part
+from penstock.spec.plan import ActHome, KvHome, Plan, PlanModel, Predictor, Unit
+from penstock.units import MIB, round_up
+
+# A direct read of 4 MiB and more runs at the disk's full rate; below, each halving costs (docs/LOG.md).
+UNIT_BYTES = 16 * MIB
+CHUNK_ROWS = 512  # weights are read once a chunk; beyond, arithmetic hides the reading anyway
+MIN_CHUNK_ROWS = 16
+PINNED = ("norms", "edges")  # under 1 % of a model, and read at every step
+
+Resident = dict[str, int]  # part key → granules that stay
+
+
+class Run(NamedTuple):
+    """Granules lo..hi of a part with one home and its executors, in units of at most `unit_bytes`."""
+
+    lo: int
+    hi: int
+    home: str
+    decode: str
+    prefill: str
+    unit_bytes: int
+
+
+class Kv(NamedTuple):
+    """KV of layers lo..hi: where it lives, and who attends to it."""
+
+    lo: int
+    hi: int
+    home: str
+    attend: str
+
+
+def units(every: Iterable[Part], runs: Callable[[Part], Iterable[Run]]) -> list[Unit]:
+    """The units of all parts; runs of no granules have none."""
+    found: list[Unit] = []
+    for part in every:
+        for run in runs(part):
+            if run.lo < run.hi:
+                found += _cut(part.key, run, *_steps(part, run.unit_bytes))
+    return found
+
+
+@lru_cache(maxsize=8192)  # most runs of a plan are those of another one that was tried
+def _cut(key: str, run: Run, per_unit: int, step: int) -> tuple[Unit, ...]:
+    return tuple(
+        Unit(key, lo, hi, run.home, run.decode, run.prefill) for lo, hi in _even(run.lo, run.hi, per_unit, step)
+    )
+
+
+def filled(
+    ask: Ask, spec: ModelSpec, weights: Format, units: Sequence[Unit], kv: Iterable[Kv], *, chunk_rows: int,
+    rings: Mapping[str, int], order: str, process_bytes: int, main: str = "host", stage_bytes: int = 0,
+    context_bytes: int = 0, batch_seqs: int | None = None, batches: int = 1, page: int | None = None,
+    predictors: tuple[Predictor, ...] = (),
+) -> Plan:  # fmt: skip
+    """The plan, complete. KV homes and rings of nothing are left out. Reads are the usual ones until `with_reads` knows
+    better. `process_bytes`: without the tokenizer. `batch_seqs`, `page` (tokens): the whole batch, and what suits the
+    context, unless given."""
+    assert ask.context is not None, "settle_context came first"
+    seqs = ask.batch if batch_seqs is None else batch_seqs
+    block, fmt = (0, seqs * batches), kv_format(ask, spec)
+    plan = Plan(
+        models=(PlanModel(spec, weights),),
+        units=tuple(units),
+        kv=tuple(KvHome((lo, hi), block, home, fmt, attend) for lo, hi, home, attend in kv if lo < hi),
+        acts=(ActHome((0, len(spec.layers)), block, main),),
+        arenas=(),
+        batches_per_pass=batches,
+        batch_seqs=seqs,
+        chunk_rows=chunk_rows,
+        logits_rows=max(seqs, chunk_rows if ask.score else 0),
+        context=ask.context,
+        page_tokens=page or page_tokens(ask.context),
+        ring_bytes={tier: nbytes for tier, nbytes in rings.items() if nbytes},
+        stage_bytes=stage_bytes,
+        order=order,
+        io_block_bytes=USUAL_READS.block_bytes,
+        io_depth=USUAL_READS.depth,
+        io_engine=USUAL_READS.engine,
+        process_bytes=round_up(process_bytes + spec.tokenizer_bytes, MIB),
+        context_bytes=context_bytes,
+        predictors=predictors,
+    )
+    return replace(plan, arenas=Layout(plan).arenas())
+
+
+def page_tokens(context: int) -> int:
+    """Long contexts take long pages (less book-keeping), short ones short pages (less rounding)."""
+    return 256 if context >= 1024 else 64
+
+
+def chunk_options(ask: Ask) -> list[int]:
+    """Rows of a prompt's chunk to try, most first. Long prompts may take longer ones: each reads all that streams."""
+    most = max(MIN_CHUNK_ROWS, min(CHUNK_ROWS, ask.context or CHUNK_ROWS))
+    longer = [rows for rows in (2048, 1024) if rows <= min(ask.prompt_tokens, ask.context or 0) and rows > most]
+    return [*longer, most, *(rows for rows in (128, 32, MIN_CHUNK_ROWS) if rows < most)]
+
+
+def usual_chunks(ask: Ask) -> Iterator[int]:
+    """Without the long ones, which save reading from a disk alone."""
+    return (rows for rows in chunk_options(ask) if rows <= CHUNK_ROWS)
+
+
+def even_units(part: Part, lo: int, hi: int, unit_bytes: int) -> tuple[tuple[int, int], ...]:
+    """Granules lo..hi in even ranges of at most `unit_bytes`, or of one granule. An FFN's begin at whole fours, which
+    are summed together: one that is cut costs another pass over its rows."""
+    return _even(lo, hi, *_steps(part, unit_bytes)) if lo < hi else ()
+
+
+def _steps(part: Part, unit_bytes: int) -> tuple[int, int]:
+    """(granules of a unit at most, of which it begins at a multiple)."""
+    per_unit = max(1, unit_bytes // part.granule_bytes)
+    return per_unit, SUM_GRANULES if part.kind == "ffn" and per_unit >= 4 * SUM_GRANULES else 1
+
+
+@lru_cache(maxsize=1024)  # the layers of a model are alike, and so are many of its plans
+def _even(lo: int, hi: int, per_unit: int, step: int) -> tuple[tuple[int, int], ...]:
+    count = 1 if per_unit >= hi - lo else -(-(hi - lo) // (per_unit - step + 1))
+    inner = ((lo + (hi - lo) * i // count) // step * step for i in range(1, count))
+    return tuple(pairwise([lo, *(edge for edge in inner if edge > lo), hi]))
+
+
+def share_out(wanted: Sequence[Part], rest: Mapping[str, int], budget: int, found: Resident) -> int:
+    """Adds even shares of `rest` (granules, part by part) to `found`; returns the bytes that they take."""
+    total = sum(rest[part.key] * part.granule_bytes for part in wanted)
+    share, taken = min(1.0, max(0, budget) / total) if total else 0.0, 0
+    for part in wanted:
+        found[part.key] = int(rest[part.key] * share)
+        taken += found[part.key] * part.granule_bytes
+    for part in wanted:  # the rest, a granule at a time
+        if taken + part.granule_bytes <= budget and found[part.key] < rest[part.key]:
+            found[part.key] += 1
+            taken += part.granule_bytes
+    return taken
+
+
+def bytes_of(parts: Mapping[str, Part], granules: Mapping[str, int]) -> int:
+    """Of so many granules of each part."""
+    return sum(count * parts[key].granule_bytes for key, count in granules.items())

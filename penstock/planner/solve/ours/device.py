@@ -1,0 +1,275 @@
+"""Plans beside a device: its memory is filled first, then RAM, and the rest is on the disk.
+
+What a byte saves by being at home on the device does not depend on where in the layers it is, so FFNs keep even shares
+there, and the CPU's and the link's work lies evenly under the device's. The head goes first (the CPU cannot take it),
+then attention (whole layers, and their KV with them), then FFNs. Of the FFN granules outside, the CPU computes all, the
+link lifts all, or each takes the share at which their layer is done first (`slicing`, with the RAM that both read).
+What each of these takes is estimated layer by layer (`layer_work`, within some hundredths where no disk is read), and
+`planner/solve` simulates the best few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import NoReturn
+
+from penstock.errors import DoesNotFit
+from penstock.planner.solve.beside import (
+    DeviceSkeleton,
+    Split,
+    all_there,
+    device_skeleton,
+    lift_reason,
+    smallest,
+    within_device,
+)
+from penstock.planner.solve.candidate import Candidate
+from penstock.planner.solve.fill import PINNED, Resident, bytes_of, share_out, usual_chunks
+from penstock.planner.solve.layer_work import Estimate, LayerWork, Shares
+from penstock.planner.solve.problem import Problem, most, spare_bytes
+from penstock.spec.plan import DEVICE, Plan
+from penstock.units import format_bytes, format_mib_up
+
+WHOLE = "device memory"  # the strategy that leaves nothing elsewhere
+_LINK = "link"
+_ATTEMPTS = 5
+# Splits that are simulated: so many, more where a disk is read, whose part in it the closed forms know least; of those
+# whose closed form is at most so many times the best one's.
+_MOST_SPLITS, _MOST_READING, _HOPELESS = 4, 7, 2.0
+
+
+def candidates(problem: Problem) -> Iterator[Candidate]:
+    """Plans that fit into both memories; none where the least does not. What stays where does not depend on who
+    computes the rest, so of the splits that leave nothing to compute elsewhere only the first comes."""
+    whole = _whole(problem)
+    skeletons = [device_skeleton(problem, whole, chunk_rows) for chunk_rows in usual_chunks(problem.ask)]
+    for skeleton in [*skeletons, smallest(problem, whole)]:
+        found = False
+        for split in _splits(skeleton):
+            plan = _filled(replace(skeleton, split=split))
+            if plan is None:
+                continue
+            found = True
+            yield Candidate(_name(plan, split), plan, _reasons(plan, skeleton, split))
+            if all_there(plan):
+                return
+        if found:
+            return
+
+
+def _whole(problem: Problem) -> Split:
+    """All is the device's."""
+    return Split(_LINK, 1.0, problem.layers, DEVICE, True)
+
+
+def minimum_bytes(problem: Problem) -> int:
+    """The least device memory with which the ask runs on the device at all: everything crosses the link."""
+    layers = problem.layers
+    splits = (
+        replace(_whole(problem), attention_layers=attention, kv_home=home)
+        for attention, home in ((layers, DEVICE), (layers, "host"), (0, DEVICE))
+    )
+    return min(smallest(problem, split).plan({}, {}).tier_bytes()[DEVICE] for split in splits)
+
+
+def require_minimum(problem: Problem) -> None:
+    """Raises DoesNotFit where the device's memory that the user named is too little for that."""
+    asked = problem.ask.device_memory_bytes
+    if problem.has_device and asked is not None and minimum_bytes(problem) > asked:
+        refuse(problem)
+
+
+def refuse(problem: Problem) -> NoReturn:
+    """Raises DoesNotFit: no plan on the device fits, by its memory or, where that would do, by the host's."""
+    have, host = problem.device_bytes, problem.host_bytes
+    need = minimum_bytes(problem)
+    if need > have:
+        raise DoesNotFit(
+            f"device memory of {format_bytes(have)} is too little: this model needs at least {format_bytes(need)}"
+            f" (--device-memory {format_mib_up(need)}, or --device none)",
+            tier=DEVICE, need_bytes=need, have_bytes=have, minimum_bytes=need,
+        )  # fmt: skip
+    need = smallest(problem, _whole(problem)).plan({}, {}).tier_bytes()["host"]
+    raise DoesNotFit(
+        f"host memory of {format_bytes(host)} is too little beside a device: this model needs at least"
+        f" {format_bytes(need)} (--host-memory {format_mib_up(need)}, or --device none)",
+        tier="host", need_bytes=need, have_bytes=host, minimum_bytes=need,
+    )  # fmt: skip
+
+
+def _splits(skeleton: DeviceSkeleton) -> list[Split]:
+    """Who may compute what: by their estimates the best few, the best first. The skeleton's split leaves all to the
+    device; where that leaves nothing elsewhere, it is the only one."""
+    found: list[tuple[float, int, Split]] = []
+    layers, count = skeleton.problem.layers, _MOST_SPLITS
+    for attention_layers, kv_home in _modes(skeleton):
+        whole = skeleton.with_split(attention_layers=attention_layers, kv_home=kv_home)
+        estimate = _estimate(whole)
+        if estimate is None:
+            continue
+        shares = {"link and CPU": estimate.lifted(), "CPU": (0.0,) * layers, _LINK: (1.0,) * layers}
+        if kv_home == "host":  # KV over the link is for those who have nothing else to do with it
+            shares = {_LINK: shares[_LINK]}
+        elif shares["link and CPU"] in (shares["CPU"], shares[_LINK]):
+            del shares["link and CPU"]
+        elif estimate.reads:
+            shares["less link, more CPU"], count = tuple(share / 2 for share in shares["link and CPU"]), _MOST_READING
+        for name, lifted in shares.items():
+            alike = len(set(lifted)) == 1
+            split = replace(whole.split, name=name, lifted=lifted[0], lifted_by_layer=() if alike else lifted)
+            found.append((estimate.seconds(lifted, True), len(found), split))
+            if name != _LINK:
+                found.append((estimate.seconds(lifted, False), len(found), replace(split, prompts=False)))
+    best_s = min((seconds for seconds, _, _ in found), default=0.0)
+    return [split for seconds, _, split in sorted(found)[:count] if seconds <= _HOPELESS * best_s]
+
+
+def _modes(skeleton: DeviceSkeleton) -> list[tuple[int, str]]:
+    """(layers whose attention is the device's, home of its KV), as they fit."""
+    problem, layers = skeleton.problem, skeleton.problem.layers
+
+    @cache
+    def used(attention_layers: int, stays: bool = True) -> int:
+        there = {f"{i}.attn": problem.parts[f"{i}.attn"].granules for i in range(attention_layers if stays else 0)}
+        return skeleton.with_split(attention_layers=attention_layers).plan(there, {}).tier_bytes()[DEVICE]
+
+    modes = [(layers, DEVICE)] if used(layers, False) <= problem.device_bytes else []
+    stay = most(layers, used, problem.device_bytes)
+    if stay < layers:  # of attention, what fits beside its KV; the CPU takes the other layers
+        modes += [(stay, DEVICE), (layers, "host")]
+    return modes
+
+
+def _estimate(skeleton: DeviceSkeleton) -> Estimate | None:
+    """What its splits would take, by where the bytes would be; None where the least does not fit."""
+    problem, sizes = skeleton.problem, skeleton.problem.parts
+    bare = skeleton.plan({}, {})
+    spare = spare_bytes(bare, DEVICE, problem.device_bytes)
+    memory = spare_bytes(bare, "host", problem.host_bytes)
+    if spare is None or memory is None:
+        return None
+    may_stay = problem.ask.resident_bytes
+    stays = _fill_device(skeleton, spare if may_stay is None else min(spare, may_stay))
+
+    def share(kind: str, layers: range) -> float:
+        keys = [f"{i}.{kind}" for i in layers]
+        return sum(stays.get(key, 0) for key in keys) / max(1, sum(sizes[key].granules for key in keys))
+
+    left = sum(part.nbytes for part in sizes.values()) - bytes_of(sizes, stays)
+    left -= 0 if problem.spec.tied else sizes["embed"].nbytes
+    if may_stay is not None:
+        memory = min(memory, max(0, may_stay - bytes_of(sizes, stays)))
+    disk = max(0.0, 1 - memory / left) if left > 0 else 0.0
+    attends, every = range(skeleton.split.attention_layers), range(problem.layers)
+    there = Shares(share("ffn", every), share("attn", attends), disk, True, skeleton.split.kv_home == "host")
+    work = LayerWork(problem, skeleton.ring_bytes)
+    return Estimate(work, skeleton.chunk_rows, there, len(attends), problem.head.key in stays)
+
+
+def _filled(skeleton: DeviceSkeleton) -> Plan | None:
+    """As much as fits stays on the device, then in RAM. None where the rest alone is too much for either."""
+    problem, may_stay = skeleton.problem, skeleton.problem.ask.resident_bytes
+    every = {part.key: part.granules for part in problem.parts.values()}
+    there_all = _computed_there(skeleton, every)
+    if may_stay is None and bytes_of(problem.parts, there_all) <= problem.device_bytes:
+        for memory in (every, {}):
+            whole = skeleton.plan(there_all, memory)
+            if problem.fits(whole):
+                return whole
+    budget = skeleton.device_budget()
+    if budget is not None and may_stay is not None:
+        budget = min(budget, may_stay)
+    return within_device(
+        problem, budget, _ATTEMPTS, lambda nbytes: _beside(skeleton, _fill_device(skeleton, nbytes))
+    )  # fmt: skip
+
+
+def _beside(skeleton: DeviceSkeleton, on_device: Resident) -> Plan | None:
+    """Of what is not on the device, as much as fits in RAM, the rest on the disk. None where RAM is too small for what
+    must be there; how much of the device it takes is not looked at."""
+    problem, limit, may_stay = skeleton.problem, skeleton.problem.host_bytes, skeleton.problem.ask.resident_bytes
+    if may_stay is None:
+        plan = skeleton.plan(on_device)
+        if plan.tier_bytes()["host"] <= limit:
+            return plan
+    spare = spare_bytes(skeleton.plan(on_device, {}), "host", limit)
+    if spare is None:
+        return None
+    if may_stay is not None:
+        spare = min(spare, max(0, may_stay - bytes_of(problem.parts, on_device)))
+    plan = skeleton.plan(on_device, _fill_memory(problem, on_device, spare))
+    return plan if plan.tier_bytes()["host"] <= limit else None
+
+
+def _computed_there(skeleton: DeviceSkeleton, every: Resident) -> Resident:
+    """All but the CPU's attention, and embedding rows that are only looked up: the CPU does that in no time."""
+    kept = dict(every)
+    if not skeleton.problem.spec.tied:
+        del kept["embed"]
+    for layer in range(skeleton.split.attention_layers, skeleton.problem.layers):
+        del kept[f"{layer}.attn"]
+    return kept
+
+
+def _fill_device(skeleton: DeviceSkeleton, budget: int) -> Resident:
+    """The head, whole; attention of the device's layers; of FFNs even shares."""
+    found: Resident = {}
+    problem, head = skeleton.problem, skeleton.problem.head
+    if head.nbytes <= budget:
+        found[head.key] = head.granules
+        budget -= head.nbytes
+    attention = problem.of_kind("attn")[: skeleton.split.attention_layers]
+    for wanted in (attention, problem.of_kind("ffn")):
+        budget -= share_out(wanted, {part.key: part.granules for part in wanted}, budget, found)
+    return found
+
+
+def _fill_memory(problem: Problem, on_device: Resident, budget: int) -> Resident:
+    """Even shares of everything that is not on the device; embedding rows that are only looked up come last."""
+    found: Resident = {}
+    rest = {key: part.granules - on_device.get(key, 0) for key, part in problem.parts.items()}
+    every = [part for part in problem.parts.values() if part.kind not in PINNED and rest[part.key]]
+    gathered = next((p for p in every if p.key == "embed" and not problem.spec.tied), None)
+    budget -= share_out([part for part in every if part is not gathered], rest, budget, found)
+    if gathered is not None and gathered.nbytes <= budget:
+        found[gathered.key] = gathered.granules
+    return found
+
+
+def _name(plan: Plan, split: Split) -> str:
+    """What `plan --compare` will call it."""
+    if all_there(plan):
+        return WHOLE
+    cpu = "" if split.attention_layers == len(plan.target.spec.layers) else ", attention of some layers on the CPU"
+    where = ", KV in RAM" if split.kv_home == "host" else ""
+    return f"device memory, {split.name}{cpu}{where}" + ("" if split.prompts else ", prompts too")
+
+
+def _reasons(plan: Plan, skeleton: DeviceSkeleton, split: Split) -> tuple[str, ...]:
+    homes = {DEVICE: 0, "host": 0, "disk0": 0}
+    computed = dict.fromkeys(("lifted", "by the CPU"), 0)
+    for unit in plan.units:
+        nbytes = plan.unit_bytes(unit)
+        homes[unit.home] += nbytes
+        if unit.home != DEVICE and (unit.part != "embed" or plan.target.spec.tied):
+            computed["lifted" if unit.decode == DEVICE else "by the CPU"] += nbytes
+    total = format_bytes(sum(homes.values()))
+    where = f"{format_bytes(homes[DEVICE])} of {total} of weights stay in device memory"
+    if homes["host"]:
+        where += f", {format_bytes(homes['host'])} in RAM"
+    if homes["disk0"]:
+        where += f", {format_bytes(homes['disk0'])} on the disk"
+    found = [where]
+    if any(computed.values()):
+        shares = [f"{format_bytes(nbytes)} {how}" for how, nbytes in computed.items() if nbytes]
+        found.append(f"of what is not there, each token: {' and '.join(shares)}")
+        if computed["lifted"]:
+            found.append(lift_reason(skeleton.problem, skeleton.ring_bytes))
+        if split.prompts and computed["by the CPU"]:
+            found.append("where a prompt is read, the device computes the CPU's share of FFNs too")
+    kv = plan.kv[0].format.name
+    layers = sum(home.layers[1] - home.layers[0] for home in plan.kv if home.home == DEVICE)
+    found.append(f"KV in {kv}, of {layers} of {len(plan.target.spec.layers)} layers in device memory")
+    return tuple(found)

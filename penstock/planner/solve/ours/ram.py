@@ -1,0 +1,240 @@
+"""As much as fits stays in RAM, the rest streams from the disk: placements CC and DC.
+
+The bytes read per token do not depend on which granules stay, so they stay spread evenly: of every
+part the same share. Then the disk's work lies evenly under the computing, and a small ring is enough. A tied
+embedding stays first of all: it is the head, and a row of it would otherwise be read on its own each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+
+from penstock.errors import DoesNotFit
+from penstock.graph.arenas import ARENA_ALIGN
+from penstock.planner.solve.candidate import Candidate
+from penstock.planner.solve.fill import (
+    CHUNK_ROWS,
+    MIN_CHUNK_ROWS,
+    PINNED,
+    UNIT_BYTES,
+    Kv,
+    Resident,
+    Run,
+    chunk_options,
+    filled,
+    share_out,
+    units,
+)
+from penstock.planner.solve.problem import Problem, spare_bytes
+from penstock.spec.ask import Ask
+from penstock.spec.format import Format
+from penstock.spec.model import ModelSpec
+from penstock.spec.parts import Part, parts_by_key
+from penstock.spec.plan import Plan
+from penstock.units import MIB, format_bytes, format_mib_up
+
+MAX_RING_BYTES = 256 * MIB
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """Everything of a plan but which granules stay. `kv_layers`: the first so many layers keep their KV in memory, the
+    others on the disk: so the first load of a pass has their time to come in. `order`: of `spec.plan.ORDERS`. Needs no
+    machine, so that the least memory can be told before a probe."""
+
+    ask: Ask
+    spec: ModelSpec
+    weights: Format
+    process_bytes: int
+    chunk_rows: int
+    kv_layers: int
+    order: str = "overlapped"
+
+    def plan(self, ring_bytes: int, resident: Resident | None) -> Plan:
+        """Complete. `resident`: granules that stay, part by part; None: everything does, and nothing streams."""
+
+        def runs(part: Part) -> tuple[Run, Run]:
+            stay = part.granules if resident is None or part.kind in PINNED else resident.get(part.key, 0)
+            return (
+                Run(0, stay, "host", "host", "host", part.nbytes),
+                Run(stay, part.granules, "disk0", "host", "host", min(UNIT_BYTES, ring_bytes // 4)),
+            )
+
+        kv = (Kv(0, self.kv_layers, "host", "host"), Kv(self.kv_layers, len(self.spec.layers), "disk0", "host"))
+        return filled(
+            self.ask, self.spec, self.weights, units(self._parts, runs), kv, chunk_rows=self.chunk_rows,
+            rings={"host": ring_bytes}, order=self.order, process_bytes=self.process_bytes,
+        )  # fmt: skip
+
+    @cached_property
+    def _parts(self) -> tuple[Part, ...]:
+        return tuple(parts_by_key(self.spec, self.weights).values())
+
+    @cached_property
+    def streamed(self) -> list[Part]:
+        """What may stream."""
+        return [part for part in self._parts if part.kind not in PINNED]
+
+    def spread(self, budget: int) -> Resident:
+        """Granules that stay, of every part the same share, within `budget` bytes. A gathered embedding reads one
+        granule a token: it stays only if everything does."""
+        resident: Resident = {}
+        embed = next(part for part in self.streamed if part.kind == "embed")
+        first = self.spec.tied and embed.nbytes <= budget
+        if first:
+            resident["embed"] = embed.granules
+            budget -= embed.nbytes
+        rest = [part for part in self.streamed if part is not embed or (self.spec.tied and not first)]
+        share_out(rest, {part.key: part.granules for part in rest}, budget, resident)
+        return resident
+
+    @property
+    def may_stay(self) -> int | None:
+        """Bytes of weights that the user lets stay; None: all of them."""
+        asked = self.ask.resident_bytes
+        return None if asked is None or asked >= sum(part.nbytes for part in self._parts) else asked
+
+    def ring_options(self) -> list[int]:
+        """Rings to try, the smallest first. It holds the largest granule once; twice where possible, so that
+        the disk reads while the processor computes."""
+        least = max(part.granule_bytes for part in self.streamed)
+        total = sum(part.nbytes for part in self.streamed)
+        wanted = {2 * least, total // 16, total // 8, 64 * MIB, 128 * MIB, MAX_RING_BYTES}
+        # An arena is charged in whole huge pages anyway.
+        whole = {max(n // ARENA_ALIGN, 1) * ARENA_ALIGN for n in wanted}
+        most = min(MAX_RING_BYTES, total // 2)
+        return [least, *sorted(n for n in whole if 2 * least <= n <= most)]
+
+    def streaming(self, ring_bytes: int, limit: int) -> Plan | None:
+        """Fills what the rest of the plan leaves with granules that stay; None where the rest alone is too big."""
+        budget = spare_bytes(self.plan(ring_bytes, {}), "host", limit)
+        if budget is None:
+            return None
+        if self.may_stay is not None:
+            pinned = sum(part.nbytes for part in self._parts if part.kind in PINNED)
+            budget = min(budget, max(0, self.may_stay - pinned))
+        plan = self.plan(ring_bytes, self.spread(budget))
+        return plan if plan.tier_bytes()["host"] <= limit else None
+
+
+def candidates(problem: Problem, near_ring_bytes: int | None = None) -> Iterator[Candidate]:
+    """Plans that fit, small rings first. Raises DoesNotFit where none does. `near_ring_bytes`: only with the ring that
+    is nearest to it, for each way to keep KV and read prompts.
+
+    KV stays in memory where it can: at the end of the context a byte of it saves as much reading as a byte of weights,
+    before that less, and the disk is spared. Where there is no room for it, part of it, or all, goes to the disk.
+    """
+    limit, any_found = problem.host_bytes, False
+    for kv_layers in _kv_options(problem):
+        for chunk_rows in chunk_options(problem.ask):
+            skeleton = _skeleton(problem, chunk_rows, kv_layers)
+            least_ring, *rings = skeleton.ring_options()
+            tried = max(1, len(rings))
+            if near_ring_bytes is not None:
+                rings, tried = sorted(rings, key=lambda ring: abs(ring - near_ring_bytes)), 1
+            # The smallest ring holds one granule, so nothing overlaps: only where no other fits.
+            found = list(islice(_fitting(skeleton, rings, limit), tried))
+            found = found or list(_fitting(skeleton, [least_ring], limit))
+            yield from found
+            any_found |= bool(found)
+            if found and chunk_rows <= CHUNK_ROWS:
+                break
+        if kv_layers == problem.layers and any_found and chunk_rows > MIN_CHUNK_ROWS:
+            return
+    if any_found:
+        return
+    for skeleton in _least(problem.ask, problem.spec, problem.weights, problem.machine.process_bytes):
+        least = list(_fitting(skeleton, skeleton.ring_options()[:1], limit))
+        if least:
+            yield from least
+            return
+    require_minimum(problem.ask, problem.spec, problem.weights, problem.machine.process_bytes, limit)
+    raise AssertionError("the least plan is among the candidates")
+
+
+def require_minimum(ask: Ask, spec: ModelSpec, weights: Format, process_bytes: int, limit: int) -> None:
+    """Raises DoesNotFit where not even the least plan fits. Needs no machine, so it can be asked before a probe."""
+    minimum = minimum_bytes(ask, spec, weights, process_bytes)
+    if minimum <= limit:
+        return
+    half = replace(ask, context=max(ask.prompt_tokens + ask.output_tokens, (ask.context or 1) // 4))
+    shorter = minimum_bytes(half, spec, weights, process_bytes)
+    hint = f"; with --context {half.context} too, {format_mib_up(shorter)}" if shorter < minimum - 8 * MIB else ""
+    raise DoesNotFit(
+        f"host memory of {format_bytes(limit)} is too little: this model needs at least {format_bytes(minimum)}"
+        f" (--host-memory {format_mib_up(minimum)}{hint})",
+        tier="host", need_bytes=minimum, have_bytes=limit, minimum_bytes=minimum,
+    )  # fmt: skip
+
+
+def minimum_bytes(ask: Ask, spec: ModelSpec, weights: Format, process_bytes: int) -> int:
+    """The least host memory with which the ask runs: every matrix streams through the smallest ring, or for
+    tiny models everything stays."""
+    least = _least(ask, spec, weights, process_bytes)
+    plans = [skeleton.plan(skeleton.ring_options()[0], {}) for skeleton in least]
+    if ask.resident_bytes is None:
+        plans += [skeleton.plan(0, None) for skeleton in least]
+    return min(plan.tier_bytes()["host"] for plan in plans)
+
+
+def _skeleton(problem: Problem, chunk_rows: int, kv_layers: int) -> Skeleton:
+    return Skeleton(
+        problem.ask, problem.spec, problem.weights, problem.machine.process_bytes, chunk_rows, kv_layers
+    )  # fmt: skip
+
+
+def _kv_options(problem: Problem) -> Iterator[int]:
+    """Layers whose KV stays in memory, by what is preferred."""
+    layers, home = problem.layers, problem.ask.kv_home
+    if home != "disk":
+        yield layers
+    if home is None and layers >= 4:
+        yield from (layers * part // 4 for part in (3, 2, 1))
+    if home != "memory":
+        yield 0
+
+
+def _least(ask: Ask, spec: ModelSpec, weights: Format, process_bytes: int) -> list[Skeleton]:
+    """The smallest skeletons: with KV in memory, and with all of it on the disk, a layer at a time."""
+    kinds = [(len(spec.layers), "overlapped")] if ask.kv_home != "disk" else []
+    kinds += [(0, "saving")] if ask.kv_home != "memory" else []
+    return [Skeleton(ask, spec, weights, process_bytes, MIN_CHUNK_ROWS, *kind) for kind in kinds]
+
+
+def _fitting(skeleton: Skeleton, rings: list[int], limit: int) -> Iterator[Candidate]:
+    """Everything in memory where that fits, else a plan for each ring that does."""
+    if skeleton.may_stay is None:
+        whole = skeleton.plan(0, None)
+        if whole.tier_bytes()["host"] <= limit:
+            if skeleton.chunk_rows <= CHUNK_ROWS:  # longer ones save reading, of which there is none
+                yield Candidate("RAM", whole, _reasons(whole, skeleton.ask))
+            return
+    for ring in rings:
+        plan = skeleton.streaming(ring, limit)
+        if plan is not None:
+            yield Candidate("RAM and disk", plan, _reasons(plan, skeleton.ask))
+
+
+def _reasons(plan: Plan, ask: Ask) -> tuple[str, ...]:
+    total_bytes = sum(part.nbytes for part in plan.parts.values())
+    in_memory = next((home.layers[1] for home in plan.kv if home.home == "host"), 0)
+    layers = len(plan.target.spec.layers)
+    kv = f"KV in {plan.kv[0].format.name}: {'asked for' if ask.kv else 'the width of the checkpoint'}"
+    if in_memory < layers:
+        which = "all layers" if not in_memory else f"{layers - in_memory} of {layers} layers"
+        why = "asked for" if ask.kv_home else "it would not fit"
+        kv += f"; that of {which} lives on the disk ({why}), and comes into memory a layer ahead"
+    if not plan.ring_bytes:
+        return (f"all {format_bytes(total_bytes)} of weights stay in memory", kv)
+    stays = sum(plan.unit_bytes(unit) for unit in plan.units if unit.home == "host")
+    ring = plan.ring_bytes["host"]
+    return (
+        f"{format_bytes(stays)} of {format_bytes(total_bytes)} of weights stay in memory, spread evenly over the "
+        f"layers; the rest streams from disk",
+        f"a ring of {format_bytes(ring)} in units of at most {format_bytes(min(UNIT_BYTES, ring // 4))}",
+        f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads what streams once",
+        kv,
+    )

@@ -1,0 +1,219 @@
+"""ScheInfer's point in the space of plans: every FFN in three slices GG | CG | CC, by the closed forms of `slicing`.
+
+Device memory goes to whatever saves most a byte: a layer's attention with its KV, granules of its FFN, the head (Eq.
+14). Of what is left of each FFN the link lifts r_CG, and the CPU computes the rest (Eq. 13), both as decode has it
+best; where a prompt is read, n_g of its tokens leave the CPU (Eq. 15). The runtime can give the device all of a
+chunk's rows or none, so the better of the two is taken; n_g itself stands in the reasons. Where the paper assigns
+memory for decode alone, here a prompt counts as much as the ask has of it.
+
+The paper knows no disk: there is no such plan where RAM does not hold the rest. `device` has that, and divides memory
+in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from penstock.planner.solve.beside import (
+    DeviceSkeleton,
+    Split,
+    all_there,
+    device_skeleton,
+    lift_reason,
+    within_device,
+)
+from penstock.planner.solve.candidate import Candidate
+from penstock.planner.solve.fill import Resident, page_tokens, share_out, usual_chunks
+from penstock.planner.solve.layer_work import LayerWork, Shares
+from penstock.planner.solve.problem import Problem
+from penstock.planner.solve.scheinfer.slicing import Option, assign, best_n_g, best_r_cg, finish_s
+from penstock.spec.model import Layer
+from penstock.spec.parts import Part
+from penstock.spec.plan import DEVICE, Plan
+from penstock.units import format_bytes, round_up
+
+NAME = "slicing (ScheInfer)"
+_STEPS = 16  # values of r_GG that are looked at (n_G of Eq. 14); what they leave is filled by granules
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """`attends`: whether a layer's attention may be the CPU's (False), the device's (True). `prompts`: whether they
+    count where memory is assigned."""
+
+    attends: tuple[bool, ...] = (False, True)
+    prompts: bool = True
+
+
+FREE, PAPER = Wanted(), Wanted((True,), prompts=False)
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Of each layer: whether attention is the device's, and of its FFN what is at home there, and what is lifted.
+    `prompts`: the device takes all of a prompt's rows with the CPU's weights."""
+
+    attends: tuple[bool, ...]
+    r_gg: tuple[float, ...]
+    r_cg: tuple[float, ...]
+    on_device: Resident
+    prompts: bool
+
+
+class Kept(NamedTuple):
+    """What a layer may keep on the device: whether attention and its KV, and how many granules of its FFN; and what
+    that takes: seconds of all tokens of an answer, and of the prompt if none (or all) of its rows leave the CPU."""
+
+    attends: bool
+    granules: int
+    nbytes: int
+    decode_s: float
+    prompts_s: tuple[float, float]
+
+
+def candidates(problem: Problem) -> Iterator[Candidate]:
+    """At most one: where there is a device, RAM holds what it has no room for, and that is anything."""
+    found = solve_slices(problem)
+    if found is not None and not all_there(found[0]):
+        plan, slices = found
+        work = LayerWork(problem, plan.ring_bytes.get(DEVICE, 0))
+        yield Candidate(NAME, plan, _reasons(plan, slices, work))
+
+
+def solve_slices(problem: Problem, wanted: Wanted = FREE) -> tuple[Plan, Slices] | None:
+    """The plan and its slices; None without a device, or where either memory is too small."""
+    total_bytes = sum(part.nbytes for part in problem.parts.values())
+    room = problem.device_bytes + problem.host_bytes
+    if problem.ask.resident_bytes is not None:
+        room = min(room, problem.ask.resident_bytes)
+    if not problem.has_device or total_bytes > room:
+        return None
+    for chunk_rows in usual_chunks(problem.ask):
+        skeleton = device_skeleton(problem, Split("slicing", 0.0, 0, DEVICE, True), chunk_rows)
+        tried: list[Slices] = []
+
+        def filled(budget: int, skeleton: DeviceSkeleton = skeleton, tried: list[Slices] = tried) -> Plan:
+            tried.append(_assigned(skeleton, budget, wanted))
+            return plan_of(skeleton, tried[-1])
+
+        plan = within_device(problem, skeleton.device_budget(), _ATTEMPTS, filled)
+        if plan is not None:
+            return plan, tried[-1]
+    return None
+
+
+def plan_of(skeleton: DeviceSkeleton, slices: Slices) -> Plan:
+    """Complete; what is not on the device is in RAM."""
+    outside = [1 - r_gg for r_gg in slices.r_gg]
+    lifted = tuple(r / left if left > 0 else 0.0 for r, left in zip(slices.r_cg, outside, strict=True))
+    split = skeleton.with_split(attention_layers=sum(slices.attends), lifted_by_layer=lifted, prompts=slices.prompts)
+    return split.plan(slices.on_device)
+
+
+def _assigned(skeleton: DeviceSkeleton, budget: int, wanted: Wanted) -> Slices:
+    """Greedy assignment of `budget` bytes, and of what is left of each FFN the best r_CG."""
+    problem, sizes, head = skeleton.problem, skeleton.problem.parts, skeleton.problem.head
+    work = LayerWork(problem, skeleton.ring_bytes)
+    tables: dict[Layer, list[Kept]] = {}
+    for i, layer in enumerate(problem.spec.layers):
+        if layer not in tables:
+            tables[layer] = _options(work, layer, (sizes[f"{i}.attn"], sizes[f"{i}.ffn"]), skeleton, wanted)
+    heads = [Option(0, work.head_s(stays=False)), Option(head.nbytes, work.head_s(stays=True))]
+
+    def greedy(prompts: bool) -> tuple[float, bool, list[int]]:
+        """(seconds, prompts, chosen), where all of a prompt's rows are the device's, or none."""
+        seen = {
+            layer: [Option(kept.nbytes, kept.decode_s + wanted.prompts * kept.prompts_s[prompts]) for kept in table]
+            for layer, table in tables.items()
+        }
+        chosen = assign([heads, *(seen[layer] for layer in problem.spec.layers)], budget)
+        picked = [tables[layer][i] for layer, i in zip(problem.spec.layers, chosen[1:], strict=True)]
+        return sum(kept.decode_s + kept.prompts_s[prompts] for kept in picked), prompts, chosen
+
+    _, prompts, chosen = min(greedy(prompts) for prompts in (True, False))
+    picked = [tables[layer][i] for layer, i in zip(problem.spec.layers, chosen[1:], strict=True)]
+    # The device takes attention of the first layers; those of one kind change places for that.
+    for layer in tables:
+        places = [i for i, each in enumerate(problem.spec.layers) if each == layer]
+        for i, kept in zip(places, sorted((picked[i] for i in places), reverse=True), strict=True):
+            picked[i] = kept
+    attends = tuple(i < sum(kept.attends for kept in picked) for i in range(len(picked)))
+    ffns = problem.of_kind("ffn")
+    left = {part.key: part.granules - kept.granules for part, kept in zip(ffns, picked, strict=True)}
+    more: Resident = {}
+    share_out(ffns, left, budget - sum(kept.nbytes for kept in picked) - heads[chosen[0]].nbytes, more)
+    on_device = {part.key: kept.granules + more[part.key] for part, kept in zip(ffns, picked, strict=True)}
+    alike = [
+        (layer, attends[i], on_device[part.key] / part.granules)
+        for i, (layer, part) in enumerate(zip(problem.spec.layers, ffns, strict=True))
+    ]
+    best = {key: _best_r_cg(work, *key) for key in set(alike)}
+    on_device |= {f"{i}.attn": sizes[f"{i}.attn"].granules for i, here in enumerate(attends) if here}
+    on_device |= {head.key: head.granules} if chosen[0] else {}
+    return Slices(attends, tuple(r_gg for _, _, r_gg in alike), tuple(best[key] for key in alike), on_device, prompts)
+
+
+def _best_r_cg(work: LayerWork, layer: Layer, attends: bool, r_gg: float) -> float:
+    return best_r_cg(work.ffn(layer, work.decode(), Shares(r_gg, attends=attends)), r_gg)[0]
+
+
+def _options(
+    work: LayerWork, layer: Layer, both: tuple[Part, Part], skeleton: DeviceSkeleton, wanted: Wanted
+) -> list[Kept]:
+    """What a layer may keep; `both`: its attention and its FFN. Nothing, or as little as is wanted, comes first."""
+    attn, ffn = both
+    kv_bytes = _kv_bytes(skeleton, layer)
+    steps, found = list(work.chunks(skeleton.chunk_rows)), []
+    for attends in wanted.attends:
+        decode = work.ffn(layer, work.decode(), Shares(attends=attends))
+        chunks = [(count, work.ffn(layer, step, Shares(attends=attends))) for step, count in steps]
+        for granules in dict.fromkeys(ffn.granules * i // _STEPS for i in range(_STEPS + 1)):
+            nbytes = granules * ffn.granule_bytes + (attn.nbytes + kv_bytes if attends else 0)
+            r_gg = granules / ffn.granules
+            r_cg, decode_s = best_r_cg(decode, r_gg)
+            none, every = (
+                sum(count * finish_s(block.lanes, block.times(r, r_gg)) for count, block in chunks)
+                for r in (r_cg, 1 - r_gg)
+            )
+            found.append(Kept(attends, granules, nbytes, work.problem.ask.output_tokens * decode_s, (none, every)))
+    return found
+
+
+def _kv_bytes(skeleton: DeviceSkeleton, layer: Layer) -> int:
+    """Of a layer's KV, K and V of all sequences in whole pages."""
+    problem, a = skeleton.problem, layer.attention
+    assert problem.ask.context is not None, "settle_context came first"
+    tokens = round_up(problem.ask.context, page_tokens(problem.ask.context))
+    return 2 * problem.ask.batch * tokens * a.kv_heads * problem.kv.kv_bytes(a.head_dim)
+
+
+def tokens_of(work: LayerWork, slices: Slices, layer: int, chunk_rows: int) -> tuple[int, int]:
+    """(n_g, rows) of a prompt's first chunk in a layer (Eq. 15)."""
+    step = next(step for step, _ in work.chunks(chunk_rows))
+    shares = Shares(slices.r_gg[layer], attends=slices.attends[layer])
+    finish_s = work.prompt_s(work.problem.spec.layers[layer], step, shares, slices.r_cg[layer])
+    return best_n_g(finish_s, step.total_rows)[0], step.total_rows
+
+
+def _reasons(plan: Plan, slices: Slices, work: LayerWork) -> tuple[str, ...]:
+    layers = len(slices.r_gg)
+    r_gg, r_cg = sum(slices.r_gg) / layers, sum(slices.r_cg) / layers
+    there = sum(plan.unit_bytes(unit) for unit in plan.units if unit.home == DEVICE)
+    total = sum(part.nbytes for part in plan.parts.values())
+    n_g, rows = tokens_of(work, slices, layers // 2, plan.chunk_rows)
+    whole = sum(slices.attends)
+    block = work.ffn(work.problem.spec.layers[0], work.decode(), Shares(slices.r_gg[0], attends=slices.attends[0]))
+    alone, best = (finish_s(block.lanes, block.times(r, slices.r_gg[0])) for r in (0.0, slices.r_cg[0]))
+    lifts = any(unit.home != DEVICE and unit.decode == DEVICE and unit.part != "embed" for unit in plan.units)
+    return (
+        f"{format_bytes(there)} of {format_bytes(total)} of weights stay in device memory, by what a byte saves there:"
+        f" attention and KV of {whole} of {layers} layers, {r_gg:.0%} of the FFNs (r_GG)",
+        f"of the FFNs the link lifts {r_cg:.0%} (r_CG) and the CPU computes {1 - r_gg - r_cg:.0%} (r_CC): the first"
+        f" layer takes {best * 1e3:.2f} ms, without the link {alone * 1e3:.2f}",
+        f"of a chunk of {rows} tokens the device had best take {n_g} with the CPU's weights (n_g);"
+        f" it can take all or none: {'all' if slices.prompts else 'none'}",
+        *([lift_reason(work.problem, work.ring_bytes)] if lifts else []),
+    )

@@ -1,0 +1,24 @@
+"""What a checkpoint has beside its weights, opened before minutes go into these."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from pathlib import Path
+
+from penstock.serve.sampling import with_model_defaults
+from penstock.serve.text_files import TOKENIZER
+from penstock.serve.tokenizer import Tokenizer
+from penstock.store.files import read_json_if_there
+
+
+def check_text_files(folder: Path, *, chat: bool, whole: bool = True) -> None:
+    """Opens the tokenizer and the sampling defaults of a checkpoint, and with `chat` parses its chat templates.
+
+    `whole`: the tokenizer must be there, since the model is to be run. Raises BrokenModel, StorageFailed.
+    """
+    with_model_defaults(read_json_if_there(folder / "generation_config.json"))
+    if whole or os.path.lexists(folder / TOKENIZER):
+        with closing(Tokenizer.open(folder)) as tokenizer:
+            if chat:
+                tokenizer.check_templates()

@@ -1,0 +1,117 @@
+"""A machine's figures, corrected by what runs showed: `penstock bench --calibrate`, and `--undo`.
+
+A run tells something of one figure alone, the one that most of its predicted time came from, and only where that was
+at least half of it: the figure changes by as much as the run was off. To blame it for all of the difference would be
+1 + (ratio - 1) / share; on a mixed history that overshot (docs/LOG.md), since what is slow is mostly the RAM, for other
+ops too. All corrections are of the probe's own figures, which are kept beside, and bounded; only runs count that were
+predicted with the figures in force. So calibrating again without new runs changes nothing, and no error adds to an
+earlier one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from datetime import date
+from typing import Any
+
+from penstock.serve.history import Phase, Run
+from penstock.spec.machine import TERMS, Figure, MachineSpec, Rate
+from penstock.units import MIB
+
+LEAST_STEPS, LEAST_S = 16, 1.0  # of a run that counts: decode passes, and their seconds
+_LEAST_SHARE = 0.5  # of the predicted time, that a figure dominates
+_ENOUGH = 3  # runs that one figure dominated
+_MOST_FACTOR = 2.0  # of the probe's own figure, both ways; beyond it the probe itself was disturbed
+_LEAST_RAM_BYTES = 64 * MIB  # of a pass: twice a large L3 cache
+_LEAST_FACTOR = 1.02  # a smaller correction is none
+_MOST_SHOWN = 100.0  # of a log ratio, which a file may hold any of
+
+
+@dataclass(frozen=True)
+class Change:
+    """A figure's factor over the probe's own, before and now. `log_ratio`: of measured over predicted seconds, the
+    median of `runs` runs that it dominated."""
+
+    figure: Figure
+    before: float
+    now: float
+    log_ratio: float
+    runs: int
+
+    def __str__(self) -> str:
+        ratio = math.exp(min(self.log_ratio, _MOST_SHOWN))
+        said = f"{self.runs} runs that it dominated took {ratio:.3g} times as long as predicted"
+        bounded = ", the most that a calibration does" if _at_bound(self.now) else ""
+        return f"{self.figure} × {self.now:.2f} of what the probe measured (was × {self.before:.2f}{bounded}): {said}"
+
+
+def counts(run: Run) -> bool:
+    """Whether it is long enough to tell anything of the machine's figures."""
+    return run.decode_steps >= LEAST_STEPS and run.decode_s >= LEAST_S
+
+
+def calibrated(machine: MachineSpec, probed: MachineSpec, seen: Iterable[Run]) -> tuple[MachineSpec, list[Change]]:
+    """The machine with the figures that runs showed. `probed`: with the probe's own; `seen`: runs that were predicted
+    with the figures of `machine`."""
+    shown: dict[Figure, list[Phase]] = {}
+    for run in filter(counts, seen):
+        for phase in (run.first, run.step):
+            if phase.dominant.share >= _LEAST_SHARE and phase.measured_s * _passes(phase, run) >= LEAST_S:
+                shown.setdefault(phase.dominant.figure, []).append(phase)
+    base, now = _values(probed), _values(machine)
+    changes = []
+    for figure, phases in shown.items():
+        if not base.get(figure) or not now.get(figure):
+            continue
+        phases = [phase for phase in phases if not _cached(phase, now[figure])]
+        if len(phases) < _ENOUGH:
+            continue
+        before, log_ratio = now[figure] / base[figure], statistics.median(phase.log_ratio for phase in phases)
+        most = math.log(_MOST_FACTOR)
+        after = math.exp(min(most, max(-most, math.log(before) + log_ratio)))
+        if abs(math.log(after / before)) >= math.log(_LEAST_FACTOR):
+            changes.append(Change(figure, before, after, log_ratio, len(phases)))
+    values = {change.figure: base[change.figure] * change.now for change in changes}
+    return _with(machine, values, probed.source), changes
+
+
+def _cached(phase: Phase, s_per_byte: float) -> bool:
+    """Whether a cache may have held what the figure is of: such a run is faster than the RAM, which the probe read."""
+    figure, share = phase.dominant.figure, phase.dominant.share
+    if (figure.lane, figure.term) != ("host", "s_per_byte"):
+        return False
+    return share * phase.predicted_s / s_per_byte < _LEAST_RAM_BYTES
+
+
+def _passes(phase: Phase, run: Run) -> int:
+    return run.decode_steps if phase is run.step else 1
+
+
+def _values(machine: MachineSpec) -> dict[Figure, float]:
+    return {rate.figure(term): getattr(rate, term) for rate in machine.rates for term in TERMS}
+
+
+def _with(machine: MachineSpec, values: dict[Figure, float], source: str) -> MachineSpec:
+    if not values:
+        return machine
+
+    def corrected(rate: Rate) -> Rate:
+        found: dict[str, Any] = {t: values[rate.figure(t)] for t in TERMS if rate.figure(t) in values}
+        return replace(rate, **found)
+
+    source = f"{source}; calibrated {date.today().isoformat()}"
+    return replace(machine, rates=tuple(map(corrected, machine.rates)), source=source)
+
+
+def undone(machine: MachineSpec, probed: MachineSpec) -> list[str]:
+    """A line for each figure that is no longer what a calibration had made of it."""
+    was, now = _values(machine), _values(probed)
+    differ = [figure for figure, value in was.items() if now.get(figure) and now[figure] != value]
+    return [f"{figure} back from × {was[figure] / now[figure]:.2f}" for figure in differ]
+
+
+def _at_bound(factor: float) -> bool:
+    return math.isclose(factor, _MOST_FACTOR) or math.isclose(factor, 1 / _MOST_FACTOR)

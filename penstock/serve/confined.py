@@ -1,0 +1,272 @@
+"""A process of its own for files that nobody has vetted: a model's tokenizer and its chat template.
+
+Both are programs in all but name. A template loops and multiplies strings; a tokenizer's normaliser may write a
+thousand characters for each that it reads, and its patterns may backtrack for ever, on every text that is encoded and
+on every token that is decoded. So neither is opened in the process that holds the model. A child opens both and answers
+over a socket; each request has a limit of processor time and one of memory. Beyond a limit the system ends the child,
+be it in Rust, C or Python. The user gets a line that names the file and the limit, and the next request a new child.
+
+Weighed, and not taken:
+- a trial in a child, then the same in this process: opens every file twice, and says nothing of the next text.
+- a template rendered here with its operators and filters counted: `*`, `**`, `%`, `~`, `join`, `center`, `format`,
+  loops and macros each need a bound of their own, and one that is forgotten is a hole.
+- fork instead of a new interpreter: 3 ms instead of 25 ms, but unsafe beside threads, which a process that uses `LLM`
+  may have by the dozen, and a limit of memory would start from whatever the process holds.
+- PR_SET_PDEATHSIG against orphans: it follows the thread that started the child, not the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from penstock.errors import BadRequest, BrokenModel, InternalError, PenstockError, StorageFailed
+from penstock.runtime import host
+from penstock.runtime.child import command
+from penstock.units import format_bytes
+
+# A child that twice in a row gives no byte for so long, and takes no processor time in between, has stopped. Not the
+# time alone: on a machine with much else to do, 4 s of processor time may well take a minute.
+_PATIENCE_S = 15.0
+_END_S = 10.0
+_LEAST_S = 1e-3  # a timer of 0 would never ring
+_CHUNK_BYTES = 1 << 16  # a read of 1 MiB costs 30 µs for its buffer, where most answers have 50 bytes
+T = TypeVar("T")
+_ERRORS = {error.__name__: error for error in (BadRequest, BrokenModel, StorageFailed)}
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a request is about, for the line that the user reads, and what it may take.
+
+    `doing`: "rendering a chat". `file`: on whose behalf. `answer_bytes`: of the answer, which this process will hold.
+    `spent_s`: what earlier requests took of `cpu_s`. `hint`: why it has no more memory, where that is ours to say.
+    """
+
+    doing: str
+    file: Path
+    cpu_s: float
+    memory_bytes: int
+    answer_bytes: int
+    spent_s: float = 0.0
+    hint: str = ""
+
+
+class Confined:
+    """The child for one model's folder. Starts with the first request, and anew after one that broke it.
+
+    Any thread may ask; one waits for the other. After a fork of this process, the copy starts a child of its own.
+    """
+
+    def __init__(self, folder: Path, opening: Callable[[], Task], patience_s: float = _PATIENCE_S) -> None:
+        """`opening` gives what opening the folder may take, each time that it is opened."""
+        self._folder = os.path.abspath(folder)  # the working folder may be another when it is opened again
+        self._opening, self._patience_s = opening, patience_s
+        self._owner, self._lock = os.getpid(), threading.Lock()
+        self._child: _Child | None = None
+        self._peak_bytes = 0
+
+    def open(self) -> dict[str, Any]:
+        """The facts of the folder's files (`Vocabulary.facts`). Raises BrokenModel."""
+        with self._mine():
+            return self._start()
+
+    def ask(self, what: str, arguments: list[Any], task: Task) -> tuple[Any, float]:
+        """The answer, and the processor time in seconds that it took. Raises BrokenModel beyond a limit, and what the
+        child raises."""
+        with self._mine():
+            if (
+                self._child is None or self._child.process.poll() is not None
+            ):  # or it was ended while it had nothing to do
+                self._start()
+            assert self._child is not None
+            return self._exchange(self._child, what, arguments, task)
+
+    def close(self) -> None:
+        """Ends the child. Another request would start one."""
+        with self._mine():
+            self._drop()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that a child had to itself so far."""
+        if self._child is not None:
+            self._peak_bytes = max(self._peak_bytes, host.peak_private_bytes(self._child.process.pid))
+        return self._peak_bytes
+
+    def _start(self) -> dict[str, Any]:
+        self._drop()
+        self._child = _Child(self._patience_s)
+        try:
+            facts: dict[str, Any]
+            facts, _ = self._exchange(self._child, "open", [self._folder], self._opening())
+        except BaseException:
+            self._drop()
+            raise
+        return facts
+
+    def _exchange(self, child: _Child, what: str, arguments: list[Any], task: Task) -> tuple[Any, float]:
+        try:
+            left_s = max(_LEAST_S, task.cpu_s - task.spent_s)
+            answer, cpu_s = child.exchange([what, arguments, left_s, task.memory_bytes, task.answer_bytes])
+        except BaseException as error:  # Ctrl-C too: this request's answer would be taken for the next one's
+            self._drop()
+            if isinstance(error, _Broke):
+                raise _explain(error, task, child.reads or task.file) from None
+            raise
+        if "value" in answer:
+            return answer["value"], cpu_s
+        if answer["failed"] == "MemoryError":
+            self._drop()  # with whatever it holds by now
+        raise _refused(answer, task, child.reads or task.file)
+
+    def _mine(self) -> threading.Lock:
+        if self._owner != os.getpid():  # a fork: the child is the other's, and a thread of the other may hold the lock
+            self._owner, self._lock, self._child = os.getpid(), threading.Lock(), None
+        return self._lock
+
+    def _drop(self) -> None:
+        if self._child is not None:
+            _ = self.peak_bytes
+            self._child.end()
+            self._child = None
+
+
+class _Broke(Exception):
+    """The child ended before it answered: by itself (`status` >= 0), by a signal (-status), or is to end (None)."""
+
+    def __init__(self, status: int | None, stderr: str = "") -> None:
+        super().__init__(status)
+        self.status, self.stderr = status, stderr
+
+
+class _Child:
+    """The process and our end of the socket."""
+
+    def __init__(self, patience_s: float) -> None:
+        self.reads: Path | None = None  # which file "open" has come to
+        self._received, self._searched = bytearray(), 0  # searched for the end of a line, in vain
+        self._link, theirs = socket.socketpair()
+        self._link.settimeout(patience_s)
+        with theirs:
+            try:
+                self.process = subprocess.Popen(
+                    command("penstock.serve.confined_child", str(os.getpid())),
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,  # Ctrl-C at the terminal is not for the child
+                )
+            except OSError as error:
+                self._link.close()
+                why = f"the tokenizer needs a process of its own, and {sys.executable} does not start"
+                raise BadRequest(f"{why}: {error.strerror}") from None
+        self.end = weakref.finalize(self, _end, self._link, self.process, os.getpid())
+
+    def exchange(self, request: list[Any]) -> tuple[dict[str, Any], float]:
+        """The answer to a request, and the seconds of processor time that it took. Raises _Broke."""
+        self.reads = None
+        try:
+            rest = memoryview(json.dumps(request).encode() + b"\n")
+            while rest:
+                rest = rest[self._patiently(self._link.send, rest) :]
+            while True:
+                cpu_s, _, answer = self._line().partition(b" ")
+                found: dict[str, Any] = json.loads(answer)
+                if "reads" not in found:
+                    return found, float(cpu_s)
+                self.reads = Path(found["reads"])
+        except ConnectionError:
+            raise self._broke() from None
+
+    def _line(self) -> bytes:
+        while (end := self._received.find(b"\n", self._searched)) < 0:
+            self._searched = len(self._received)
+            chunk = self._patiently(self._link.recv, _CHUNK_BYTES)
+            if not chunk:
+                raise self._broke()
+            self._received += chunk
+        line = bytes(self._received[:end])
+        del self._received[: end + 1]
+        self._searched = 0
+        return line
+
+    def _patiently(self, move: Callable[[Any], T], what: Any) -> T:
+        """`move(what)`, as long as the child makes headway."""
+        before_s = None
+        while True:
+            try:
+                return move(what)
+            except TimeoutError:
+                now_s = host.cpu_s(self.process.pid)
+                if now_s == before_s:
+                    raise _Broke(None) from None
+                before_s = now_s
+
+    def _broke(self) -> _Broke:
+        """Why the other end of the socket is closed."""
+        assert self.process.stderr is not None
+        try:
+            status = self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            return _Broke(None)
+        return _Broke(status, self.process.stderr.read().decode(errors="replace"))
+
+
+def _end(link: socket.socket, process: subprocess.Popen[bytes], owner: int) -> None:
+    """Also where nobody needs the child any more, and at this process's end."""
+    assert process.stderr is not None
+    link.close()
+    process.stderr.close()
+    if owner == os.getpid():
+        process.kill()
+        process.wait()
+    else:
+        process.returncode = 0  # a fork's copy of the handle: to wait is for the other
+
+
+def _refused(answer: dict[str, Any], task: Task, file: Path) -> PenstockError:
+    """The error that an answer stands for."""
+    kind, said = answer["failed"], answer["message"]
+    if kind == "MemoryError":
+        return _too_large(task, file)
+    if kind == "TooLong":
+        return BrokenModel(f"{file}: {task.doing} gives more than {format_bytes(task.answer_bytes)}")
+    if kind == "Library":
+        return BrokenModel(f"{file}: {task.doing} fails: {said[:300]}")
+    if kind in _ERRORS:
+        return _ERRORS[kind](said)
+    failure = InternalError(said)
+    failure.add_note(answer["trace"])
+    return failure
+
+
+def _explain(broke: _Broke, task: Task, file: Path) -> PenstockError:
+    """The line for a child that broke."""
+    if broke.status is None:
+        return BrokenModel(f"{file}: {task.doing} came to a standstill")
+    if broke.status > 0:
+        said = (broke.stderr.strip() or "it gave no reason").splitlines()[-1]
+        return InternalError(f"the process that opens tokenizers ended with code {broke.status}: {said[:300]}")
+    if -broke.status == signal.SIGPROF:
+        return BrokenModel(f"{file}: {task.doing} takes more than {task.cpu_s:.3g} s of processor time")
+    if "memory allocation" in broke.stderr:  # Rust says so and aborts
+        return _too_large(task, file)
+    # 0 is no reason either: it is what there is to know where this process ignores SIGCHLD.
+    how = signal.Signals(-broke.status).name if broke.status else "an unknown way"
+    within = f"{task.cpu_s:.3g} s of processor time and {format_bytes(task.memory_bytes)} of memory"
+    return BrokenModel(f"{file}: {task.doing} ended in {how}, within {within}")
+
+
+def _too_large(task: Task, file: Path) -> PenstockError:
+    return BrokenModel(f"{file}: {task.doing} takes more than {format_bytes(task.memory_bytes)} of memory{task.hint}")

@@ -1,0 +1,112 @@
+"""`LLM`: a model under the names that people know from other libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.serve.engine import Engine
+from penstock.serve.planning import default_cache
+from penstock.serve.sampling import SamplingParams
+from penstock.serve.tokenizer import Tokenizer
+from penstock.spec.ask import Ask
+from penstock.units import parse_bytes
+
+
+@dataclass
+class Answer:
+    """What `LLM.generate` returns for a prompt."""
+
+    prompt: str
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+
+
+class LLM:
+    """`LLM(model, host_memory="12GiB", weights="int4").generate(prompts, SamplingParams(max_tokens=64))`.
+
+    `model`: a packed model, a Hugging Face folder (packed into the cache on first use) or a Hub id. Sizes are
+    bytes or strings such as "6GiB". `verify`: every byte of the packed model is compared with its checksum when it is
+    read first; DamagedModel names file, part and granule. `cache`: default ~/.cache/penstock. The library reads no
+    environment: where XDG_CACHE_HOME is set and copies are to be shared with the command line, name its folder
+    `penstock` here.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        device: str = "auto",
+        device_memory: int | str | None = None,
+        host_memory: int | str | None = None,
+        resident: int | str | None = None,
+        weights: str | None = None,
+        kv: str | None = None,
+        kv_home: str | None = None,
+        batch: int = 1,
+        context: int | None = None,
+        cache: str | Path | None = None,
+        verify: bool = True,
+        on_progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        from penstock.serve.source import resolve
+
+        source = resolve(
+            str(model),
+            weights=weights,
+            cache=Path(cache) if cache else default_cache(),
+            verify=verify,
+            on_progress=on_progress,
+        )
+        ask = Ask(
+            batch=batch,
+            context=context,
+            host_memory_bytes=_size(host_memory, "host_memory"),
+            device_memory_bytes=_size(device_memory, "device_memory"),
+            resident_bytes=_size(resident, "resident"),
+            kv=kv,
+            kv_home=kv_home,
+            use_device=device in ("cuda", "emulated"),
+        )
+        kept = Path(cache) if cache else None
+        tokenizer = Tokenizer.open(source.folder, ask.host_memory_bytes, verify)
+        how = {"device": device, "cache": kept, "verify": verify, "tokenizer": tokenizer, "on_progress": on_progress}
+        self.engine = Engine.open(source, ask, **how)
+
+    def generate(self, prompts: str | Sequence[str], params: SamplingParams | None = None) -> list[Answer]:
+        """Completes each prompt as it stands; no chat template is applied. Raises TypeError for other prompts than a
+        string or a list of strings."""
+        texts = _texts(prompts)
+        if not isinstance(params, SamplingParams | None):
+            raise TypeError(f"params should be SamplingParams, not {type(params).__name__}")
+        ids = [self.engine.tokenizer.encode(text) for text in texts]
+        found = self.engine.generate(ids, params or SamplingParams())
+        return [Answer(t, g.text, g.token_ids, g.finish_reason) for t, g in zip(texts, found, strict=True)]
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def _texts(prompts: object) -> list[str]:
+    """The prompts of `LLM.generate`, checked: a dict would be read as its keys, and None fail deep inside."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray | memoryview):
+        raise TypeError(f"prompts should be a string or a list of strings, not {type(prompts).__name__}")
+    for i, prompt in enumerate(prompts):
+        if not isinstance(prompt, str):
+            raise TypeError(f"prompts[{i}] should be a string, not {type(prompt).__name__}")
+    return list(prompts)
+
+
+def _size(value: int | str | None, what: str) -> int | None:
+    return parse_bytes(value, what) if isinstance(value, str) else value

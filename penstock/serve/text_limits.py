@@ -1,0 +1,56 @@
+"""What a request to the tokenizer's process may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.runtime import host
+from penstock.serve.confined import Task
+from penstock.serve.text_files import TOKENIZER, text_bytes
+from penstock.store.packed import TOKENIZER_PEAK
+from penstock.units import MIB
+
+# A flat part, and a part that grows with the text that the user hands in. Opening a file of 15 MB takes 0.9 s of
+# processor time, encoding a text 0.6 µs a byte; in memory a byte of the file is 9 to 27 bytes, one of the text 155.
+_CPU_S, _CPU_S_PER_BYTE = 4.0, 4e-6
+_MEMORY_BYTES, _MEMORY_PER_BYTE = 128 * MIB, 256
+_ANSWER_BYTES, _ANSWER_PER_BYTE = 1 << 20, 64
+
+# The child's share of PROCESS_BYTES: it peaks at 12 MiB, with jinja2 at 19, this process at 55 MiB beside its arenas.
+_CHILD_BYTES = 24 * MIB
+# Of that, pages of its libraries, which are the child's alone and which its limit does not count: 5 MiB seen.
+_LIBRARY_BYTES = 6 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class TextLimits:
+    """For one folder, whose files have `file_bytes` together. `within_bytes`: what this process and the child may take
+    together, where the user has said so."""
+
+    folder: Path
+    file_bytes: int
+    within_bytes: int | None
+
+    @classmethod
+    def of(cls, folder: Path, within_bytes: int | None) -> TextLimits:
+        return cls(folder, text_bytes(folder), within_bytes)
+
+    def task(self, doing: str, text_bytes: int = 0, file: Path | None = None) -> Task:
+        """A request now. `text_bytes`: of what the user hands in. `file`: default the tokenizer's."""
+        memory_bytes = _MEMORY_BYTES + TOKENIZER_PEAK * self.file_bytes + _MEMORY_PER_BYTE * text_bytes
+        hint = ""
+        if self.within_bytes is not None:
+            # What the plan counts for the child, or all that this process leaves now, where that is more.
+            planned_bytes = _CHILD_BYTES + TOKENIZER_PEAK * self.file_bytes
+            left_bytes = max(planned_bytes, self.within_bytes - host.rss_bytes()) - _LIBRARY_BYTES
+            if left_bytes < memory_bytes:
+                memory_bytes, hint = left_bytes, ", all that --host-memory leaves it"
+        return Task(
+            doing,
+            file or self.folder / TOKENIZER,
+            _CPU_S + _CPU_S_PER_BYTE * text_bytes,
+            memory_bytes,
+            _ANSWER_BYTES + _ANSWER_PER_BYTE * text_bytes,
+            hint=hint,
+        )

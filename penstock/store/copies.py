@@ -1,0 +1,234 @@
+"""Packed copies of checkpoints in the cache: what each was made from, whether it is whole, how it is taken away.
+
+A copy is a packed model in a folder of its own under `models/`. `source.json` in it is its record; the time of that
+file is when the copy was last used. Who loads a copy holds a shared lock on its folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from penstock.errors import BadRequest, BrokenModel, PenstockError, StorageFailed
+from penstock.spec import codec
+from penstock.store import manifest as manifests
+from penstock.store.files import read_text, write_bytes
+from penstock.store.identity import Stamp
+from penstock.store.locks import FolderLock, lock_folder
+from penstock.store.packed import check_files, has_sums, open_packed
+
+MODELS = "models"
+RECORD = manifests.RECORD
+PARTIAL, REMOVED = ".partial", ".removed"
+_SCHEMA = "penstock.copy"
+_MAX_RECORD_BYTES = 16_000_000
+# Folders that a copy is known to be a copy of. More are alike by chance: each costs a comparison, once.
+_MAX_ORIGINS = 8
+# Bytes of a model's own name in the name of its copy: with what follows it stays within the 255 of a file system.
+_MAX_NAME_BYTES = 100
+# A model's name, a digest, a format; and what is appended while it is written or removed.
+_COPY_NAME = re.compile(
+    rf".+-[0-9a-f]{{12}}-([a-z][a-z0-9-]*)({re.escape(PARTIAL)})?(\.[0-9]+{re.escape(REMOVED)})?", re.DOTALL
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A checkpoint's folder, and its files when they held what the copy was made from."""
+
+    path: str
+    stamps: dict[str, Stamp]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """`weights`: the format, by name. `origins`: the latest first. `damaged`: what a pass over the copy met, if any."""
+
+    weights: str
+    origins: tuple[Origin, ...]
+    damaged: str | None = None
+
+
+def copy_name(name: str, stamps: dict[str, Stamp], weights: str) -> str:
+    """The name of a new copy: the checkpoint's own, a digest of what it looks like now, and the format."""
+    plain = "".join(c if c.isprintable() and c != "/" else "_" for c in name).lstrip("-. ")
+    short = plain.encode(errors="replace")[:_MAX_NAME_BYTES].decode(errors="ignore") or "model"
+    told = repr((manifests.VERSION, sorted(stamps.items())))
+    return f"{short}-{hashlib.sha256(told.encode()).hexdigest()[:12]}-{weights}"
+
+
+def weights_in_name(name: str) -> str | None:
+    """The format that a copy of this name has, also one that is being written or removed; None where no copy has it."""
+    match = _COPY_NAME.fullmatch(name)
+    return match[1] if match else None
+
+
+def read_record(folder: Path) -> Record | None:
+    """None where there is none that this version wrote."""
+    file = folder / RECORD
+    try:
+        return codec.loads(Record, read_text(file, _MAX_RECORD_BYTES), _SCHEMA, manifests.VERSION, str(file))
+    except (BadRequest, BrokenModel, StorageFailed):
+        return None
+
+
+def write_record(folder: Path, record: Record) -> None:
+    """Raises OSError."""
+    write_bytes(folder / RECORD, codec.dumps(record, _SCHEMA, manifests.VERSION).encode())
+
+
+def records(models: Path) -> dict[Path, Record]:
+    """Every copy that this version can find again, by folder."""
+    found = {}
+    for folder in sorted(_folders(models)):
+        if not folder.name.endswith((PARTIAL, REMOVED)) and (record := read_record(folder)) is not None:
+            found[folder] = record
+    return found
+
+
+def _folders(models: Path) -> list[Path]:
+    try:
+        return [Path(entry.path) for entry in os.scandir(models) if entry.is_dir()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StorageFailed(f"cannot read {models}: {error.strerror}") from None
+
+
+def add_origin(record: Record, origin: Origin) -> Record:
+    """With this origin as the latest, in place of an earlier one at its path."""
+    others = tuple(each for each in record.origins if each.path != origin.path)
+    return replace(record, origins=(origin, *others)[:_MAX_ORIGINS])
+
+
+def without_origin(record: Record, path: str) -> Record:
+    return replace(record, origins=tuple(origin for origin in record.origins if origin.path != path))
+
+
+def update(folder: Path, change: Callable[[Record], Record]) -> None:
+    """Changes a copy's record, not the time of its last use. In a cache that cannot be written the old one stays."""
+    with suppress(OSError), _alone(folder.parent):
+        before = read_record(folder)
+        if before is not None and (after := change(before)) != before:
+            used_ns = (folder / RECORD).stat().st_mtime_ns
+            write_record(folder, after)
+            os.utime(folder / RECORD, ns=(used_ns, used_ns))
+
+
+def note_use(folder: Path) -> None:
+    """Now. A folder without a record is no copy; in a cache that cannot be written the time stays as it was."""
+    if read_record(folder) is not None:
+        with suppress(OSError):
+            os.utime(folder / RECORD)
+
+
+def mark_damaged(folder: Path, why: str) -> None:
+    """Whoever wants this copy next makes it again."""
+    update(folder, lambda record: replace(record, damaged=why))
+
+
+def fault(folder: Path, verify: bool = True) -> str | None:
+    """What is wrong with a copy, as far as can be told without reading its weights; None where nothing is. Without
+    `verify` it may be marked as damaged, and small files may have been changed."""
+    try:
+        if verify:
+            record = read_record(folder)
+            if record is not None and record.damaged is not None:
+                return record.damaged
+            if not has_sums(folder):
+                return f"{folder} was packed by an older version, without checksums"
+            check_files(folder)
+        open_packed(folder, verify)
+    except PenstockError as error:
+        return what_is_wrong(error)
+    return None
+
+
+def what_is_wrong(error: PenstockError) -> str:
+    """An error's message without its advice to pack the checkpoint again: here that is done, not advised."""
+    return error.message.removesuffix(f"; {manifests.AGAIN}").removesuffix("; pack the checkpoint again")
+
+
+def hold(folder: Path) -> FolderLock | None:
+    """The lock of who reads a copy: nobody removes it meanwhile. None where it is gone."""
+    try:
+        return lock_folder(folder, exclusive=False, wait=True)
+    except OSError as error:
+        raise StorageFailed(f"cannot open {folder}: {error.strerror}") from None
+
+
+def is_free(folder: Path) -> bool:
+    """Whether no process reads or writes it just now."""
+    try:
+        lock = lock_folder(folder, exclusive=True, wait=False)
+    except OSError:
+        return False
+    if lock is not None:
+        lock.close()
+    return lock is not None
+
+
+def remove_free(folder: Path) -> bool:
+    """Takes a folder out of the cache; False where some process reads or writes it. Raises StorageFailed."""
+    with _storage_errors(folder):
+        lock = lock_folder(folder, exclusive=True, wait=False)
+        if lock is None:
+            return not folder.exists()
+        with lock:
+            away = _rename_away(folder, lock)
+        _remove(away)
+        return True
+
+
+def drop(folder: Path, lock: FolderLock) -> None:
+    """Takes the damaged copy that `lock` is on out of the cache, also while others read it: their open files stay.
+    Does nothing where another process has done so. Raises StorageFailed."""
+    with _storage_errors(folder):
+        _remove(_rename_away(folder, lock))
+
+
+def _rename_away(folder: Path, lock: FolderLock) -> Path | None:
+    """Gives the name free at once: removing takes time, and may be interrupted. None where it is not there any more."""
+    with _alone(folder.parent):
+        if not lock.is_at(folder):
+            return None
+        if folder.name.endswith(REMOVED):
+            return folder
+        away = folder.with_name(f"{folder.name}.{time.time_ns()}{REMOVED}")
+        folder.rename(away)
+        return away
+
+
+def _remove(away: Path | None) -> None:
+    """Follows no link. Another process may be removing it too."""
+    with suppress(FileNotFoundError):
+        if away is not None:
+            shutil.rmtree(away)
+
+
+@contextmanager
+def _alone(models: Path) -> Iterator[None]:
+    """No other process renames or marks a copy meanwhile."""
+    lock = lock_folder(models, exclusive=True, wait=True)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+@contextmanager
+def _storage_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except PenstockError:
+        raise
+    except OSError as error:
+        raise StorageFailed(f"cannot remove {folder}: {error.strerror or error}") from None

@@ -1,0 +1,117 @@
+"""Which packed model a checkpoint leads to. Size, times and inode of its files vouch for their content as long as they
+stay the same. Where they do not, packing is done again without writing, and the checksums decide.
+
+No hash of the checkpoint is kept: SHA-256 of it took 1.0 to 1.8 s of processor time per GB, once more reading it, where
+packing takes 2.6 s (int4) or 1.4 s (bfloat16), and every first start would pay it. The packed model's own checksums say
+as much, and cost something only when they are asked: as much as packing without the writing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from penstock import _native
+from penstock.errors import BrokenModel, StorageFailed
+from penstock.spec.format import Format
+from penstock.spec.parts import Part
+from penstock.store.checkpoint import INDEX, weight_files
+from penstock.store.direct import STAGE_BYTES
+from penstock.store.files import MAX_COPIED_BYTES, read_bytes, require_regular
+from penstock.store.manifest import CONFIG, COPIED, SUM_BYTES
+from penstock.store.pack import Packing, opened, threads
+from penstock.store.packed import Packed, open_packed
+from penstock.store.writer import Fill, Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """A file as the file system describes it. No program can set the time of change (ctime): two archives with the same
+    fixed times, unpacked one over the other, differ in nothing else where the inode is taken again."""
+
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+
+
+def stamps(folder: Path) -> dict[str, Stamp]:
+    """The stamp of every file of a checkpoint that packing reads, by name.
+
+    Raises BadRequest (no checkpoint), BrokenModel, StorageFailed.
+    """
+    others = (folder / name for name in (CONFIG, *COPIED))
+    return {file.name: _stamp(file) for file in (*weight_files(folder), *(f for f in others if f.is_file()))}
+
+
+def unchanged(before: Mapping[str, Stamp], now: Mapping[str, Stamp]) -> frozenset[str]:
+    """Names of the files that are the same by their stamps. None are where the index changed: it may give another
+    file's tensor the same name."""
+    if before.get(INDEX) != now.get(INDEX):
+        return frozenset()
+    return frozenset(name for name in now if before.get(name) == now[name])
+
+
+def find_same(
+    src: Path, weights: Format, candidates: Mapping[Path, Collection[str]], progress: Progress | None = None
+) -> Path | None:
+    """The packed model among `candidates` that packing the checkpoint `src` would write again, to the byte; None where
+    there is none. Their values: names of files of `src` that are known to be those that the candidate came from.
+
+    The smallest parts are compared first: most models that differ do so in their norms. Raises as `pack`.
+    """
+    if not candidates:
+        return None
+    with opened(src, weights) as packing, ThreadPoolExecutor(threads(), "penstock-pack") as pool:
+        alike = {folder: found for folder in candidates if (found := _alike(folder, packing)) is not None}
+        fill, done_bytes = packing.filler(pool), 0
+        total_bytes = sum(part.nbytes for part in packing.parts)
+        for part in sorted(packing.parts, key=lambda part: part.nbytes):
+            files = packing.files(part)
+            in_doubt = {f: packed.sums_of(part.key) for f, packed in alike.items() if not files <= set(candidates[f])}
+            for at, sums in _sums(part, fill) if in_doubt else ():
+                in_doubt = {f: expected for f, expected in in_doubt.items() if expected[at : at + len(sums)] == sums}
+                if not in_doubt:
+                    break
+            alike = {f: packed for f, packed in alike.items() if files <= set(candidates[f]) or f in in_doubt}
+            if not alike:
+                return None
+            done_bytes += part.nbytes
+            if progress is not None:
+                progress(done_bytes, total_bytes, part.key)
+    return next(iter(alike), None)
+
+
+def _alike(folder: Path, packing: Packing) -> Packed | None:
+    """A packed model that differs from what packing would write in weights alone, if at all."""
+    for name in (CONFIG, *COPIED):
+        there = read_bytes(folder / name, MAX_COPIED_BYTES) if (folder / name).is_file() else None
+        if there != packing.extras.get(name):
+            return None
+    packed = open_packed(folder)
+    return packed if packed.sums is not None and tuple(packed.parts.values()) == packing.parts else None
+
+
+def _sums(part: Part, fill: Fill) -> Iterator[tuple[int, bytes]]:
+    """Checksums of the granules that packing would write, some at a time, and where they stand among the part's own."""
+    step = max(1, STAGE_BYTES // part.granule_bytes)
+    made = np.empty((min(step, part.granules), part.granule_bytes), np.uint8)
+    for lo in range(0, part.granules, step):
+        granules = made[: min(lo + step, part.granules) - lo]
+        fill(part, lo, lo + len(granules), granules.reshape(-1))
+        yield SUM_BYTES * lo, _native.granule_sums(granules.ctypes.data, len(granules), part.granule_bytes)
+
+
+def _stamp(file: Path) -> Stamp:
+    try:
+        status = file.stat()
+    except FileNotFoundError:
+        raise BrokenModel(f"{file} is missing") from None
+    except OSError as error:
+        raise StorageFailed(f"cannot read {file}: {error.strerror}") from None
+    require_regular(file, status)
+    return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)

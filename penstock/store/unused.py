@@ -1,0 +1,107 @@
+"""Tensors of a checkpoint that the model has no use for.
+
+Most are harmless. Some say that config.json is of another model: with 4 layers of 5, or without the biases that the
+weights were trained with, a model computes nonsense and nobody notices.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import BrokenModel
+from penstock.models import sources, switches
+from penstock.spec.format import FLOAT32
+from penstock.spec.model import ModelSpec
+from penstock.spec.parts import head_key, parts
+from penstock.store.checkpoint import RAW_DTYPES, Checkpoint
+from penstock.store.header import TensorInfo, quoted
+from penstock.store.quantize import widen
+from penstock.units import MIB
+
+# Tables that are computed from config.json, and a version number that OPT's first checkpoints carry.
+_HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|decoder\.version)")
+_COMPARED_BYTES = 8 * MIB
+_NAMED = 3  # of those that are warned of
+
+
+def check_unused(checkpoint: Checkpoint, config: dict[str, Any], spec: ModelSpec) -> None:
+    """Refuses weights that config.json should lead to, and does not; warns of others that are not used.
+
+    Refused are all weights inside a layer (or of layers beyond the last), biases of matrices and norms that are used,
+    what another value of a flag in config.json would use, and a head that differs from the embedding it is tied to.
+    Raises BrokenModel, naming the tensor and what config.json says; StorageFailed.
+    """
+    blocks = sources(spec)
+    used = {checkpoint.find(source.tensor).name for source in blocks.values()}
+    unused = {name: t for name, t in checkpoint.tensors.items() if name not in used and not _HARMLESS.fullmatch(name)}
+    if spec.tied:
+        head = sources(replace(spec, tied=False))["head", "rows"].tensor
+        embedding = checkpoint.find(blocks[head_key(spec), "rows"].tensor)
+        for name in (head, _short(head)):
+            if name in unused and _equal(checkpoint, embedding, unused[name]):
+                del unused[name]
+    if not unused:
+        return
+    flags, weights, layers = switches(config, str(checkpoint.folder)), {_short(name) for name in used}, _layers(spec)
+    for name, tensor in unused.items():
+        what, short = f"{tensor.file}: tensor {quoted(name)}", _short(name)
+        layer, count = _layer(short, layers), len(spec.layers)
+        if layer is not None and layer >= count:
+            raise BrokenModel(f"{what} is of layer {layer}, counted from 0; config.json says num_hidden_layers {count}")
+        if short in flags:
+            raise BrokenModel(f"{what} would not be used: config.json {flags[short]}")
+        if layer is not None or (short.endswith(".bias") and short.removesuffix("bias") + "weight" in weights):
+            raise BrokenModel(f"{what} would not be used: by its config.json a {spec.model_type} model has none such")
+    warnings.warn(_list(checkpoint.folder, unused), stacklevel=2)
+
+
+def _layers(spec: ModelSpec) -> set[str]:
+    """What names of tensors inside layers begin with, up to the layer's number: {"layers"}."""
+    number = {part.key: part.layer for part in parts(spec, FLOAT32)}
+    return {
+        _short(source.tensor).partition(f".{number[key]}.")[0]
+        for (key, _), source in sources(spec).items()
+        if number[key] >= 0
+    }
+
+
+def _short(name: str) -> str:
+    """`Checkpoint.find` takes names with and without it."""
+    return name.removeprefix("model.")
+
+
+def _layer(short: str, layers: Iterable[str]) -> int | None:
+    """The number of the layer that a tensor lies in; None for one outside of the layers."""
+    for prefix in layers:
+        number = short.removeprefix(f"{prefix}.").partition(".")[0]
+        if short.startswith(f"{prefix}.") and number.isascii() and number.isdigit():
+            return int(number[:9])
+    return None
+
+
+def _equal(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:
+    """Whether two matrices hold the same numbers, as transformers asks before it ties them."""
+    if one.shape != other.shape or not one.nbytes or not {one.dtype, other.dtype} <= RAW_DTYPES.keys():
+        return False
+    rows = one.shape[0]
+    step = max(1, _COMPARED_BYTES * rows // one.nbytes)
+    for lo in range(0, rows, step):
+        a, b = (checkpoint.read(tensor.name, 0, lo, min(lo + step, rows)) for tensor in (one, other))
+        same = a.tobytes() == b.tobytes() if one.dtype == other.dtype else np.array_equal(widen(a), widen(b))
+        if not same:
+            return False
+    return True
+
+
+def _list(folder: Path, unused: Iterable[str]) -> str:
+    names = sorted(unused)
+    shown = ", ".join(quoted(name) for name in names[:_NAMED])
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{folder}: {len(names)} tensor{'s are' if len(names) > 1 else ' is'} not used: {shown}{more}"

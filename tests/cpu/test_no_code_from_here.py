@@ -1,0 +1,114 @@
+"""No command imports anything from the folder that the user stands in, nor do the processes that it starts."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock.runtime import child
+from tests.cpu.checkpoints import LLAMA, save_checkpoint, save_tokenizer
+from tests.cpu.traps import Trap
+
+CONFIG = {**LLAMA, "vocab_size": 300}
+PACKAGE = Path(penstock.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def trap(tmp_path_factory: pytest.TempPathFactory) -> Trap:
+    """The folder is a checkpoint's too: `penstock run .` is what its author hopes for."""
+    folder = tmp_path_factory.mktemp("traps") / "model"
+    save_checkpoint(folder, CONFIG)
+    save_tokenizer(folder, CONFIG)
+    (folder / "text.txt").write_text("some words to be scored\n")
+    return Trap(folder)
+
+
+COMMANDS = [
+    "run . hi --max-tokens 2 --cache {cache}",  # packs it
+    "run . --max-tokens 2 --cache {cache}",
+    "plan . --cache {cache} --compare",
+    "plan . --cache {cache} --device emulated --trace {out}/trace.json --svg {out}/plan.svg",
+    "plan llama-3.2-1b --machine pc-rtx4090-64gb --weights int4",  # asks the solvers that load HiGHS
+    "pack . {out}/packed --verify",
+    "synth . {out}/synth",
+    "eval . text.txt --cache {cache}",
+    "bench . --repeats 1 --seconds 0.1 --prompt-tokens 4 --output-tokens 2 --cache {cache}",  # starts `ceilings`
+    "bench ops . --rows 1 --context 16",
+    "bench --calibrate --cache {cache}",
+    "probe --cache {cache}",
+    "demo --max-tokens 2 --cache {cache}",
+    "--help",
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command(command: str, trap: Trap, cache: Path, tmp_path: Path) -> None:
+    done = trap.run(*command.format(cache=cache, out=tmp_path).split(), stdin="hi")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_probe(trap: Trap) -> None:
+    """It begins, with all of its imports, and finds no disk. (`test_cli` has one that measures.)"""
+    done = trap.run("probe", "--cache", "/dev/null")
+    assert (done.returncode, "cannot measure the disk at /dev/null" in done.stderr) == (2, True)
+
+
+def test_the_measuring_of_a_device(trap: Trap) -> None:
+    command = child.command("penstock.runtime.device.cuda.measure")
+    done = subprocess.run(command, cwd=trap.folder, input="{}", capture_output=True, text=True, timeout=120)
+    trap.check()
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_the_trap_works(tmp_path: Path) -> None:
+    trap = Trap(tmp_path / "model")
+    subprocess.run([sys.executable, "-m", "penstock.runtime.probe"], cwd=trap.folder, capture_output=True)
+    assert trap.caught
+
+
+def test_a_working_folder_that_is_gone(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from penstock.runtime.child import run; os.rmdir(os.getcwd());"
+        "sys.exit(run('penstock.cli', '--version').returncode)"
+    )
+    (tmp_path / "gone").mkdir()
+    assert subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path / "gone").returncode == 0
+
+
+@pytest.mark.parametrize("flags", [[], ["-I"], ["-E"], ["-s"]])
+def test_a_child_imports_from_no_more_places(flags: list[str], tmp_path: Path) -> None:
+    """PYTHONPATH and the user's own packages: as for the parent."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "told.py").write_text("import sys; print(sys.flags.no_user_site, *sys.path, sep='\\n')")
+    code = (
+        "import sys; from penstock.runtime.child import run; print(sys.flags.no_user_site, *sys.path, sep='\\n');"
+        "print('---'); print(run('told').stdout, end='')"
+    )
+    env = {"PYTHONPATH": str(tmp_path / "mine")}
+    done = subprocess.run(
+        [sys.executable, "-P", *flags, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+    )
+    ours, _, theirs = done.stdout.partition("---\n")
+    if flags in (["-I"], ["-E"]):
+        assert str(tmp_path / "mine") not in ours and theirs == ""  # no such module for the child either
+    else:
+        assert ours == theirs and str(tmp_path / "mine") in ours
+
+
+def test_every_process_is_started_by_that_command() -> None:
+    """`runtime.child.command`, which knows the flags."""
+    starters = {"multiprocessing", "system", "popen", "posix_spawn", "posix_spawnp", "execv", "execvp", "execve"}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                assert starters.isdisjoint(alias.name for alias in node.names), path
+            elif isinstance(node, ast.Attribute):
+                assert node.attr not in starters, path
+                assert ast.unparse(node) != "subprocess.call", path
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("subprocess."):
+                assert ast.unparse(node.args[0]).startswith("command("), path

@@ -1,0 +1,213 @@
+"""Tensors that a model has no use for: refused where config.json must be wrong, named where not, silent where known."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import BrokenModel
+from penstock.models import model_types
+from penstock.store.checkpoint import INDEX
+from penstock.store.pack import pack
+from tests.cpu.checkpoints import LLAMA, OPT, PHI3, Array, random_tensors, save_checkpoint, save_tensors, save_tokenizer
+from tests.cpu.commands import Call, here, refused
+
+TIED = {**LLAMA, "tie_word_embeddings": True}
+CONFIGS = {
+    **{name: {**LLAMA, "model_type": name} for name in ("llama", "mistral", "qwen2", "qwen3")},
+    "gemma2": {**LLAMA, "model_type": "gemma2", "query_pre_attn_scalar": 12},
+    "phi3": PHI3,
+    "opt": OPT,
+}
+LAYER = "model.layers.0."
+ATTENTION, FFN = LAYER + "self_attn.", LAYER + "mlp."
+
+
+def checkpoint(folder: Path, config: dict[str, Any], more: dict[str, Array] | None = None) -> Path:
+    save_checkpoint(folder / "src", config, {**random_tensors(config), **(more or {})})
+    return folder / "src"
+
+
+def packed(folder: Path, config: dict[str, Any], more: dict[str, Array] | None = None) -> list[str]:
+    """Packs it. Returns the warnings."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        pack(checkpoint(folder, config, more), folder / "dst")
+    return [str(each.message) for each in told]
+
+
+def not_packed(folder: Path, config: dict[str, Any], more: dict[str, Array] | None = None) -> str:
+    """Asserts one line that names the file, and nothing left. Returns the line."""
+    with pytest.raises(BrokenModel) as caught:
+        pack(checkpoint(folder, config, more), folder / "dst")
+    message = caught.value.message
+    assert "\n" not in message and str(folder / "src" / "model.safetensors") in message
+    assert sorted(path.name for path in folder.iterdir()) == ["src"]
+    return message
+
+
+def vector(length: int = 72) -> Array:
+    return np.ones(length, np.float32)
+
+
+# --- layers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", model_types())
+def test_a_config_of_fewer_layers(name: str, tmp_path: Path) -> None:
+    config = CONFIGS[name]
+    more = random_tensors({**config, "num_hidden_layers": 4})
+    message = not_packed(tmp_path, {**config, "num_hidden_layers": 3}, more)
+    assert "layers.3." in message and message.endswith(
+        "is of layer 3, counted from 0; config.json says num_hidden_layers 3"
+    )
+
+
+def test_a_run_of_it(call: Call, tmp_path: Path) -> None:
+    """Gibberish, and exit code 0, it was."""
+    config = {**LLAMA, "vocab_size": 300}
+    source = checkpoint(tmp_path, config, random_tensors({**config, "num_hidden_layers": 5}))
+    save_tokenizer(source, config)
+    refused(call("run", source, "hi", "--cache", tmp_path / "cache"), "num_hidden_layers 2", "BrokenModel")
+    assert not list(tmp_path.glob("cache/models/*"))
+
+
+@pytest.mark.parametrize("name", ["layers.2.mlp.up_proj.weight", "model.layers.99999999999999999999.x"])
+def test_layers_by_other_spellings(name: str, tmp_path: Path) -> None:
+    assert "num_hidden_layers 2" in not_packed(tmp_path, LLAMA, {name: vector()})
+
+
+def test_what_only_looks_like_a_layer(tmp_path: Path) -> None:
+    names = {"model.layers.x.weight": vector(), "model.layers.²": vector(), "vision.layers.7.weight": vector()}
+    assert "3 tensors are not used" in packed(tmp_path, LLAMA, names)[0]
+
+
+def test_weights_of_a_shard_that_no_index_lists(tmp_path: Path) -> None:
+    """Whoever loads the shard finds them."""
+    save_checkpoint(tmp_path / "src", LLAMA)
+    listed = {name: "model.safetensors" for name in random_tensors(LLAMA)}
+    save_tensors(tmp_path / "src" / "model.safetensors", random_tensors({**LLAMA, "num_hidden_layers": 3}))
+    (tmp_path / "src" / "model.safetensors").rename(tmp_path / "src" / "model-1.safetensors")
+    (tmp_path / "src" / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(listed, "model-1.safetensors")}))
+    with pytest.raises(BrokenModel, match="is of layer 2"):
+        pack(tmp_path / "src", tmp_path / "dst")
+
+
+# --- biases and norms ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "says"),
+    [
+        (LLAMA, ATTENTION + "q_proj.bias", "config.json leaves out attention_bias"),
+        ({**LLAMA, "attention_bias": False}, ATTENTION + "o_proj.bias", "config.json says attention_bias false"),
+        ({**LLAMA, "mlp_bias": False}, FFN + "down_proj.bias", "config.json says mlp_bias false"),
+        (CONFIGS["qwen3"], ATTENTION + "v_proj.bias", "config.json leaves out attention_bias"),
+        (CONFIGS["gemma2"], ATTENTION + "k_proj.bias", "config.json leaves out attention_bias"),
+        ({**OPT, "enable_bias": False}, "model.decoder.layers.1.fc1.bias", "config.json says enable_bias false"),
+        (
+            {**OPT, "layer_norm_elementwise_affine": False},
+            "model.decoder.layers.1.final_layer_norm.weight",
+            "config.json says layer_norm_elementwise_affine false",
+        ),
+        (
+            {**OPT, "_remove_final_layer_norm": True},
+            "model.decoder.final_layer_norm.weight",
+            "config.json says _remove_final_layer_norm true",
+        ),
+        # No flag of these types would use them: the config.json is another model's.
+        (CONFIGS["qwen2"], ATTENTION + "o_proj.bias", "by its config.json a qwen2 model has none such"),
+        (CONFIGS["mistral"], ATTENTION + "q_proj.bias", "by its config.json a mistral model has none such"),
+        (LLAMA, ATTENTION + "q_norm.weight", "by its config.json a llama model has none such"),
+        (LLAMA, LAYER + "pre_feedforward_layernorm.weight", "by its config.json a llama model has none such"),
+        (LLAMA, LAYER + "block_sparse_moe.gate.weight", "by its config.json a llama model has none such"),
+        (LLAMA, FFN + "gate_proj.lora_A.weight", "by its config.json a llama model has none such"),
+        (LLAMA, LAYER + "input_layernorm.bias", "by its config.json a llama model has none such"),
+        (LLAMA, "model.norm.bias", "by its config.json a llama model has none such"),
+        (LLAMA, "lm_head.bias", "by its config.json a llama model has none such"),
+        (LLAMA, "model.embed_tokens.bias", "by its config.json a llama model has none such"),
+    ],
+)  # fmt: skip
+def test_what_would_change_results(config: dict[str, Any], name: str, says: str, tmp_path: Path) -> None:
+    message = not_packed(tmp_path, config, {name: vector()})
+    assert f"tensor '{name}' would not be used: {says}" in message
+
+
+# --- heads -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [TIED, {**OPT, "word_embed_proj_dim": 72}], ids=["llama", "opt"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_head_that_is_the_embedding(config: dict[str, Any], dtype: type, tmp_path: Path) -> None:
+    """Tied, and there a second time: many published checkpoints are so."""
+    tensors = random_tensors(config)
+    name = next(name for name in tensors if "embed_tokens" in name)
+    tensors[name] = tensors[name].astype(np.float16).astype(np.float32)  # so that it is the same in either
+    head = tensors[name].astype(dtype)
+    assert packed(tmp_path, config, {name: tensors[name], "lm_head.weight": head}) == []
+
+
+@pytest.mark.parametrize("where", [0, 7, -1])
+def test_a_head_that_is_another(where: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers does not tie them then, whatever config.json says."""
+    monkeypatch.setattr("penstock.store.unused._COMPARED_BYTES", 4096)  # so that several pieces are compared
+    head = random_tensors(TIED)["model.embed_tokens.weight"].copy()
+    head.reshape(-1)[where] += 1
+    message = not_packed(tmp_path, TIED, {"lm_head.weight": head})
+    assert "'lm_head.weight' would not be used: config.json says tie_word_embeddings true" in message
+
+
+@pytest.mark.parametrize("head", [vector(), np.ones((203, 72), np.int8), np.ones((1, 0), np.float32)])
+def test_a_head_that_is_none(head: Array, tmp_path: Path) -> None:
+    assert "tie_word_embeddings" in not_packed(tmp_path, TIED, {"lm_head.weight": head})
+
+
+# --- what is no harm -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", model_types())
+def test_what_is_known_is_not_spoken_of(name: str, tmp_path: Path) -> None:
+    more = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": vector(6),
+        "layers.1.self_attn.rotary_emb.inv_freq": vector(6),
+        "model.rotary_emb.inv_freq": vector(6),
+        "model.decoder.version": vector(1),
+    }
+    assert packed(tmp_path, CONFIGS[name], more) == []
+
+
+def test_others_are_named(tmp_path: Path) -> None:
+    (told,) = packed(tmp_path, LLAMA, {"score.weight": vector()})
+    assert told == f"{tmp_path / 'src'}: 1 tensor is not used: 'score.weight'"
+    more = {f"vision_tower.{i}.\x1b[2Jbias\n": vector() for i in range(9)}
+    (told,) = packed(tmp_path / "more", LLAMA, more)
+    assert "9 tensors are not used" in told and told.endswith(" and 6 more") and told.isprintable()
+
+
+def test_a_command_says_it_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    source = checkpoint(tmp_path, LLAMA, {"score.weight": vector()})
+    done = here(capsys, "pack", source, tmp_path / "dst")
+    assert done.code == 0
+    assert f"penstock: {source}: 1 tensor is not used: 'score.weight'" in done.err.splitlines()
+
+
+@given(names=st.dictionaries(st.text(max_size=40) | st.from_regex(r"(model\.)?layers\.\d*.*"), st.none(), max_size=4))
+def test_any_names(names: dict[str, None], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Packed or refused in one line, never anything else."""
+    folder = tmp_path_factory.mktemp("names")
+    save_checkpoint(folder / "src", LLAMA)
+    more = {name: vector(3) for name in names if name != "__metadata__" and name not in random_tensors(LLAMA)}
+    save_tensors(folder / "src" / "model.safetensors", {**random_tensors(LLAMA), **more})
+    try:
+        with warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            pack(folder / "src", folder / "dst")
+    except BrokenModel as error:
+        assert "\n" not in error.message

@@ -1,0 +1,222 @@
+"""Seeds of what penstock writes itself: manifests, the state of a packing, plans, machines, the history of runs.
+
+They follow the versions of those files: after a change of one make them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import penstock
+from penstock.cli.main import main
+from penstock.spec import machine as machines
+from penstock.spec.machine import MachineSpec, Rate, Reads, Sharing, Tier
+from penstock.store import writer
+from penstock.store.manifest import seal
+from tests.fuzz_files.world import Files, World, put_all
+
+_FLOPS = 2e-11
+_RATES = (
+    Rate("host", "*", "*", 1e-5, 1e-10, _FLOPS),
+    Rate("host", "ffn", "int4", 8e-6, 4e-11, _FLOPS, 0.99, 4),
+    Rate("host", "ffn", "int4", 9e-6, 5e-11, _FLOPS / 2, 0.98),
+    Rate("host", "attend", "float16", 6e-6, 1e-10, _FLOPS),
+    Rate("disk0", "*", "*", 1e-4, 5e-10),
+)
+_TIERS = (Tier("host", 1 << 34), Tier("disk0", 1 << 40))
+_DEVICE = tuple(Rate(lane, "*", "*", 1e-5, 5e-11, 1e-13) for lane in ("gpu0", "h2d0", "d2h0"))
+_TWO_CORES = MachineSpec("two cores", _TIERS, _RATES, 2, source="made up")
+
+
+def machine_files() -> Files:
+    """Figures made up; one of a machine that comes with penstock."""
+    sharing = (Sharing("host", "disk0", 1.2), Sharing("disk0", "host", 1.3))
+    reads = (
+        Reads("disk0", 1 << 20, 2, "threads", 2e9, "measured"),
+        Reads("disk0", 4096, 8, "io_uring", 1e9, "", 1 << 16),
+    )
+    good = {
+        "two-cores": _TWO_CORES,
+        "sharing": MachineSpec("sharing", _TIERS, _RATES, 2, sharing=sharing, reads=reads),
+        "gpu": MachineSpec("gpu", (*_TIERS, Tier("gpu0", 1 << 30)), (*_RATES, *_DEVICE), 8, context_bytes=1 << 28),
+    }
+    found = {f"good-{name}.json": machines.dumps(machine).encode() for name, machine in good.items()}
+    bundled = Path(penstock.__file__).parent / "machines" / "pc-16gb-sata.json"
+    found["good-bundled.json"] = bundled.read_bytes()
+    plain = json.loads(found["good-two-cores.json"])
+    changes: dict[str, dict[str, Any]] = {
+        "odd-slow": {"rates": [{**rate, "s_per_byte": 1e6, "alpha_s": 1e6} for rate in plain["rates"]]},
+        "odd-fast": {
+            "rates": [{**rate, "s_per_byte": 1e-18, "s_per_flop": 0, "alpha_s": 0} for rate in plain["rates"]]
+        },
+        "odd-threads": {"threads": 2**31 - 1},
+        "odd-small": {"tiers": [{"name": "host", "bytes": 1}, {"name": "disk0", "bytes": 1}]},
+        "odd-large": {"tiers": [{"name": "host", "bytes": 2**63 - 1}, {"name": "disk0", "bytes": 2**63 - 1}]},
+        "odd-process": {"process_bytes": 2**62},
+        "odd-version": {"schema": "penstock.machine/99"},
+        "odd-no-rates": {"rates": []},
+        "odd-name": {"name": "\x1b[2J\n" + "m" * 3000},
+        "bad-half-a-character": {"name": "\ud800"},
+        "odd-many-rates": {"rates": [{**plain["rates"][0], "rows": i} for i in range(1, 40)] + plain["rates"]},
+    }
+    return found | {f"{name}.json": json.dumps({**plain, **change}).encode() for name, change in changes.items()}
+
+
+def manifests(world: World) -> Files:
+    """penstock.json of the packed llama; a name, an offset or a number wrong."""
+    text = world.packed["penstock.json"]
+    good = json.loads(text)
+    del good["sha256"]
+    old = {"schema": "penstock.packed/2", **{name: good[name] for name in ("weights", "total_bytes")}}
+    listed: list[dict[str, Any]] = good["files"]
+
+    def part(i: int, **changes: Any) -> dict[str, Any]:
+        parts = [{**p, **changes} if k == i else p for k, p in enumerate(good["parts"])]
+        return {**good, "parts": parts}
+
+    found: dict[str, Any] = {
+        "bad-version": {**good, "schema": "penstock.packed/0"},
+        "bad-weights": {**good, "weights": "int5"},
+        "bad-weights-other": {**good, "weights": "int8"},
+        "bad-total": {**good, "total_bytes": good["total_bytes"] + 1},
+        "bad-no-parts": {**good, "parts": []},
+        "bad-order": {**good, "parts": good["parts"][::-1]},
+        "bad-twice": {**good, "parts": [*good["parts"], good["parts"][0]]},
+        "bad-file-path": part(0, file="../model-00001.safetensors"),
+        "bad-file-other": part(0, file="model-00002.safetensors"),
+        "bad-offset": part(1, offset=-4096),
+        "bad-offset-far": part(1, offset=2**62),
+        "bad-granules": part(0, granules=2**40),
+        "bad-granule-bytes": part(0, granule_bytes=0),
+        "bad-block": part(0, blocks=[]),
+        "bad-key": part(0, key="x" * 3000),
+        "bad-files-none": {**good, "files": []},
+        "bad-files-path": {**good, "files": [*listed, {**listed[0], "name": "../in/text.txt"}]},
+        "bad-files-itself": {**good, "files": [*listed, {**listed[0], "name": "penstock.json"}]},
+        "bad-files-long": {**good, "files": [{**file, "nbytes": 2**62} for file in listed]},
+        "bad-files-twice": {**good, "files": listed * 2},
+        "bad-files-missing": {**good, "files": [*listed, {**listed[0], "name": "vocab.json"}]},
+    }
+    sealed = {name: seal(json.dumps(content, indent=1)).encode() for name, content in found.items()}
+    # Of the version without checksums; and one whose own checksum is not its own.
+    sealed["odd-version-2"] = json.dumps({**old, "parts": [{**p, "crc32": 0} for p in good["parts"]]}).encode()
+    sealed["bad-version-2-files"] = json.dumps({**old, "parts": good["parts"], "files": listed}).encode()
+    sealed["bad-seal"] = text.replace(b'"total_bytes"', b'"total_Bytes"')
+    return {"good-as-it-is.json": text, **{f"{name}.json": content for name, content in sealed.items()}}
+
+
+def sums(world: World) -> Files:
+    """penstock.sums: 8 bytes of checksum for each granule."""
+    good = world.packed["penstock.sums"]
+    return {
+        "good-as-it-is.sums": good,
+        "bad-cut.sums": good[:-8],
+        "bad-longer.sums": good + bytes(8),
+        "bad-empty.sums": b"",
+        "bad-flipped.sums": bytes([good[0] ^ 1]) + good[1:],
+        "bad-swapped.sums": good[8:16] + good[:8] + good[16:],
+    }
+
+
+def packed_headers(world: World) -> Files:
+    """The header of the packed model's shard, without its padding."""
+    whole = world.packed["model-00001.safetensors"]
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    key = next(name for name in header if name != "__metadata__")
+    entry = header[key]
+
+    def framed(content: dict[str, Any]) -> bytes:
+        return whole[:8] + json.dumps(content, separators=(",", ":")).encode()
+
+    found = {
+        "good-as-it-is": whole[: 8 + length].rstrip(),
+        "bad-renamed": framed({("renamed" if name == key else name): value for name, value in header.items()}),
+        "bad-dtype": framed({**header, key: {**entry, "dtype": "I8"}}),
+        "bad-moved": framed({**header, key: {**entry, "data_offsets": [end + 4096 for end in entry["data_offsets"]]}}),
+        "bad-length": (4096).to_bytes(8, "little") + whole[8 : 8 + length].rstrip(),
+    }
+    return {f"{name}.safetensors": content for name, content in found.items()}
+
+
+def resumes(world: World, folder: Path) -> Files:
+    """resume.json of a packing whose only shard is done. What cannot be used means to start over."""
+    put_all(folder / "model", world.base)
+    with mock.patch.object(writer, "_finish", side_effect=OSError("broken off here")):
+        assert main(["pack", str(folder / "model"), str(folder / "packed"), "--weights", "int4"]) == 2
+    good = json.loads((folder / "packed.partial" / "resume.json").read_bytes())
+    shard = next(iter(good["shards"]))
+    found: dict[str, Any] = {
+        "good-whole": good,
+        "good-nothing-done": {**good, "shards": {}},
+        "good-other": {**good, "fingerprint": {**good["fingerprint"], "weights": "int8"}},
+        "odd-crcs-few": {**good, "shards": {shard: []}},
+        "odd-crcs-text": {**good, "shards": {shard: ["x"] * len(good["shards"][shard])}},
+        "odd-shards-list": {**good, "shards": [shard]},
+        "odd-shard-path": {**good, "shards": {"../../model/config.json": [1, 2]}},
+        "odd-text": "resume",
+    }
+    return {f"{name}.json": json.dumps(content).encode() for name, content in found.items()}
+
+
+def plans(world: World, folder: Path) -> Files:
+    """What `penstock plan --json` says of the packed llama, under several wishes."""
+    put_all(folder / "model", world.packed)
+    (folder / "machine.json").write_bytes(machine_files()["good-two-cores.json"])
+
+    def planned(*flags: str) -> dict[str, Any]:
+        said = io.StringIO()
+        argv = ["plan", str(folder / "model"), "--machine", str(folder / "machine.json"), "--json", *flags]
+        with contextlib.redirect_stdout(said):
+            assert main(argv) == 0
+        found = json.loads(said.getvalue())
+        assert isinstance(found["plan"], dict)
+        return found["plan"]  # type: ignore[no-any-return]
+
+    plain = planned()
+    found = {
+        "odd-plain": plain,
+        "odd-within-plan": {"plan": plain, "predicted": {}},
+        "odd-streams": planned("--resident", "0"),
+        "odd-throughput": planned("--batch", "4", "--objective", "throughput", "--resident", "12KiB"),
+        "odd-kv-disk": planned("--kv-home", "disk", "--kv", "int8"),
+        "bad-version": {**plain, "schema": "penstock.plan/99"},
+        "bad-no-units": {**plain, "units": []},
+        "bad-arena-2-63": {**plain, "arenas": [{**arena, "bytes": 2**63} for arena in plain["arenas"]]},
+        "bad-context": {**plain, "context": 2**40},
+        "bad-page": {**plain, "page_tokens": 0},
+        "bad-rows": {**plain, "chunk_rows": -1},
+        "bad-two-models": {**plain, "models": plain["models"] * 2},
+        "bad-io": {**plain, "io_block_bytes": 1, "io_depth": 2**31},
+    }
+    return {f"{name}.json": json.dumps(content).encode() for name, content in found.items()}
+
+
+def histories() -> Files:
+    """Lines of runs, as `serve.history` keeps them. A line that cannot be read counts as not there."""
+    run = {
+        "plan": "0123456789abcdef", "prompt_tokens": 200, "batch": 1, "predicted_ttft_s": 0.1, "ttft_s": 0.2,
+        "predicted_tokens_per_s": 10.0, "tokens_per_s": 5.0, "bound_by": "host", "bound_share": 0.95,
+    }  # fmt: skip
+
+    def lines(*runs: dict[str, Any]) -> bytes:
+        return "".join(json.dumps(each) + "\n" for each in runs).encode()
+
+    found = {
+        "good-three": lines(run, {**run, "tokens_per_s": 6.0}, {**run, "bound_by": "disk0"}),
+        "good-many": lines(*({**run, "tokens_per_s": 1.0 + i, "batch": i + 1} for i in range(40))),
+        "good-empty": b"",
+        "good-cut": lines(run, run)[:-40],
+        "good-foreign": b'{"a": 1}\nnot json\n[]\n\x00\n' + lines(run),
+        "odd-extremes": lines(*({**run, "tokens_per_s": x, "ttft_s": 1 / x} for x in (1e-300, 1e300, 1e-3, 1e9))),
+        "odd-types": lines({**run, "tokens_per_s": "5"}, {**run, "ttft_s": None}, {**run, "bound_by": []}, run),
+        "odd-nan": lines(run, {**run, "tokens_per_s": float("nan")}, {**run, "ttft_s": float("inf")}, run),
+        "odd-lane": lines(*({**run, "bound_by": "gpu7", "bound_share": 3.0, "batch": -1} for _ in range(5))),
+        "odd-utf16": lines(run).decode().encode("utf-16"),
+    }
+    return {f"{name}.jsonl": content for name, content in found.items()}
