@@ -32,7 +32,7 @@ from penstock.planner.solve.fill import CHUNK_ROWS, Resident, share_out
 from penstock.planner.solve.layer_work import LayerWork, Shares
 from penstock.planner.solve.problem import Problem, spare_bytes
 from penstock.planner.solve.scheinfer import PAPER, plan_of, solve_slices
-from penstock.planner.solve.scheinfer.slicing import best_r_cg
+from penstock.planner.solve.slicing import best_r_cg
 from penstock.serve.planning import describe
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format

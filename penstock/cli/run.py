@@ -29,6 +29,7 @@ from penstock.errors import BadRequest, PenstockError
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
+    from penstock.serve.confined import Child
     from penstock.serve.engine import Engine
     from penstock.serve.generation import Generation
     from penstock.serve.sampling import SamplingParams
@@ -65,6 +66,9 @@ def run(
     always taken.
     """
     machine.prepare()
+    from penstock.serve.confined import Child
+
+    spare = Child()  # it comes up while this process imports the rest
     plan = given_plan(plan_file, machine, work)
     # Wrong flags are said before a first use packs for minutes.
     work.ask(machine)
@@ -74,9 +78,9 @@ def run(
         text = None if chatting else read_prompt(prompt)
         source = packed_model(model, weights, machine, cache_limit, chat=not raw)
         if text is None:
-            _talk(source, machine, work, sampling, plan, raw, record)
+            _talk(source, machine, work, sampling, plan, raw, record, spare)
             return
-        tokenizer = _opened(source, machine, work)
+        tokenizer = _opened(source, machine, work, spare)
         ids, params = _prepare(tokenizer, text, raw, sampling, work)
         ask = work.ask(machine, prompt_tokens=max(1, len(ids)), output_tokens=params.max_tokens)
         with loaded(source, ask, machine, plan, record, tokenizer) as engine:
@@ -155,11 +159,11 @@ def chat(engine: Engine, params: SamplingParams, lines: Iterator[str]) -> None:
         _tell(engine, generation)
 
 
-def _opened(source: Source, machine: Machine, work: Work) -> Tokenizer:
+def _opened(source: Source, machine: Machine, work: Work, spare: Child) -> Tokenizer:
     """Before the weights are loaded: a tokenizer that is refused should not wait for them."""
     from penstock.serve.tokenizer import Tokenizer
 
-    return Tokenizer.open(source.folder, work.ask(machine).host_memory_bytes, not machine.no_verify)
+    return Tokenizer.open(source.folder, work.ask(machine).host_memory_bytes, not machine.no_verify, spare)
 
 
 def _prepare(
@@ -183,6 +187,7 @@ def _talk(
     plan: Plan | None,
     raw: bool,
     record: TraceFile | None,
+    spare: Child,
 ) -> None:
     if raw:
         raise BadRequest("--raw continues a PROMPT; a chat needs the template")
@@ -190,7 +195,7 @@ def _talk(
         raise BadRequest("a chat is one sequence: --batch is for a PROMPT")
     settled = {} if sampling.max_tokens is None else {"output_tokens": sampling.max_tokens}
     ask = work.ask(machine, **settled)
-    with loaded(source, ask, machine, plan, record, _opened(source, machine, work)) as engine:
+    with loaded(source, ask, machine, plan, record, _opened(source, machine, work, spare)) as engine:
         note("Ctrl-D ends, /new starts over")
         chat(engine, sampling.params(engine.tokenizer.generation_config, work), _typed_lines())
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from penstock.planner.predict import Prediction
 from penstock.planner.solve import Solved
-from penstock.planner.what_if import WhatIf
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from penstock.planner.what_if import WhatIf
 
 PART_KINDS = {
     "attn": "attention",

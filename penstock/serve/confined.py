@@ -68,12 +68,20 @@ class Confined:
     Any thread may ask; one waits for the other. After a fork of this process, the copy starts a child of its own.
     """
 
-    def __init__(self, folder: Path, opening: Callable[[], Task], patience_s: float = _PATIENCE_S) -> None:
-        """`opening` gives what opening the folder may take, each time that it is opened."""
+    def __init__(
+        self,
+        folder: Path,
+        opening: Callable[[], Task],
+        patience_s: float = _PATIENCE_S,
+        spare: Child | None = None,
+    ) -> None:
+        """`opening` gives what opening the folder may take, each time that it is opened. `spare`: a child that has
+        started and was asked nothing, for the first request."""
         self._folder = os.path.abspath(folder)  # the working folder may be another when it is opened again
         self._opening, self._patience_s = opening, patience_s
         self._owner, self._lock = os.getpid(), threading.Lock()
-        self._child: _Child | None = None
+        self._spare = spare
+        self._child: Child | None = None
         self._peak_bytes = 0
 
     def open(self) -> dict[str, Any]:
@@ -106,7 +114,8 @@ class Confined:
 
     def _start(self) -> dict[str, Any]:
         self._drop()
-        self._child = _Child(self._patience_s)
+        spare, self._spare = self._spare, None
+        self._child = spare if spare is not None and spare.process.poll() is None else Child(self._patience_s)
         try:
             facts: dict[str, Any]
             facts, _ = self._exchange(self._child, "open", [self._folder], self._opening())
@@ -115,7 +124,7 @@ class Confined:
             raise
         return facts
 
-    def _exchange(self, child: _Child, what: str, arguments: list[Any], task: Task) -> tuple[Any, float]:
+    def _exchange(self, child: Child, what: str, arguments: list[Any], task: Task) -> tuple[Any, float]:
         try:
             left_s = max(_LEAST_S, task.cpu_s - task.spent_s)
             answer, cpu_s = child.exchange([what, arguments, left_s, task.memory_bytes, task.answer_bytes])
@@ -132,7 +141,8 @@ class Confined:
 
     def _mine(self) -> threading.Lock:
         if self._owner != os.getpid():  # a fork: the child is the other's, and a thread of the other may hold the lock
-            self._owner, self._lock, self._child = os.getpid(), threading.Lock(), None
+            self._owner, self._lock = os.getpid(), threading.Lock()
+            self._spare = self._child = None
         return self._lock
 
     def _drop(self) -> None:
@@ -150,10 +160,14 @@ class _Broke(Exception):
         self.status, self.stderr = status, stderr
 
 
-class _Child:
-    """The process and our end of the socket."""
+class Child:
+    """The process and our end of the socket.
 
-    def __init__(self, patience_s: float) -> None:
+    Python and its libraries take 60 ms to come up in it. Who knows early that a tokenizer will be opened starts one
+    before anything else, and has it come up on another processor meanwhile.
+    """
+
+    def __init__(self, patience_s: float = _PATIENCE_S) -> None:
         self.reads: Path | None = None  # which file "open" has come to
         self._received, self._searched = bytearray(), 0  # searched for the end of a line, in vain
         self._link, theirs = socket.socketpair()

@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.errors import BadRequest, BrokenModel
 from penstock.serve import template
-from penstock.serve.confined import Confined, Task
+from penstock.serve.confined import Child, Confined, Task
 from penstock.serve.text_files import TOKENIZER
 from penstock.serve.text_limits import TextLimits
 from penstock.store.packed import check_files, is_packed
@@ -31,11 +31,11 @@ class Tokenizer:
     begins with. `eos_ids`: those that end one.
     """
 
-    def __init__(self, folder: Path, within_bytes: int | None) -> None:
+    def __init__(self, folder: Path, within_bytes: int | None, spare: Child | None = None) -> None:
         """Raises BrokenModel where a file of the folder is missing, damaged, or takes more than it may."""
         self._limits = TextLimits.of(folder, within_bytes)
         # The limits and not this object: with a reference back to it the child would live until the collector comes.
-        self._child = Confined(folder, partial(self._limits.task, "opening it"))
+        self._child = Confined(folder, partial(self._limits.task, "opening it"), spare=spare)
         facts = self._child.open()
         self.size: int = facts["size"]
         self.bos: int | None = facts["bos"]
@@ -46,15 +46,18 @@ class Tokenizer:
         self._special, self._bytes = frozenset(facts["special"]), frozenset(facts["bytes"])
 
     @classmethod
-    def open(cls, folder: Path, within_bytes: int | None = None, verify: bool = True) -> Tokenizer:
+    def open(
+        cls, folder: Path, within_bytes: int | None = None, verify: bool = True, spare: Child | None = None
+    ) -> Tokenizer:
         """Reads a model's folder. `within_bytes`: what this process and the tokenizer's may take together (the limit of
-        --host-memory). `verify`: a packed model's files are compared with what was packed. Raises BrokenModel where
-        there is no tokenizer.json, and as the constructor does; DamagedModel where a file is another."""
+        --host-memory). `verify`: a packed model's files are compared with what was packed. `spare`: a child that was
+        started before. Raises BrokenModel where there is no tokenizer.json, and as the constructor does; DamagedModel
+        where a file is another."""
         if verify and is_packed(Path(folder)):
             check_files(Path(folder))
         if not os.path.lexists(Path(folder) / TOKENIZER):
             raise BrokenModel(f"{folder} has no {TOKENIZER}: save it with the model's tokenizer in that format")
-        return cls(Path(folder), within_bytes)
+        return cls(Path(folder), within_bytes, spare)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Ids of a text; `add_special` puts BOS first where tokenizer.json says so.

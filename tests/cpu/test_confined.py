@@ -18,6 +18,7 @@ from penstock.serve.confined import Confined, Task
 from penstock.serve.tokenizer import Tokenizer
 from tests.cpu.commands import ROOT
 from tests.cpu.test_tokenizer import build, in_folder
+from tests.left_open import open_now
 
 TASK = Task("doing a thing", Path("that.json"), 4.0, 128 << 20, 1 << 20)
 SLOW = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -325,9 +326,9 @@ def test_a_python_that_does_not_start(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_nothing_is_left_open(folder: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_now()
     for _ in range(3):
         tokenizer = Tokenizer.open(folder)
         tokenizer.encode("ab")
         tokenizer.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not open_now() - before

@@ -32,8 +32,9 @@ from tests.cpu.commands import MACHINE, Call, here, machine_cache, refused
 from tests.cpu.engines import GREEDY, load, streaming
 from tests.cpu.sealed import as_version_2, damaged, edit, flip
 from tests.cpu.test_emulated import FAST, ROOMY
-from tests.cpu.test_engine_faults import READS, descriptors, soon
+from tests.cpu.test_engine_faults import READS, soon
 from tests.cpu.test_placement import PROMPTS, STEPS, models, oracle  # noqa: F401 (fixtures)
+from tests.left_open import open_now
 from tests.plans import device_plans, random_plans
 
 PROMPT = list(range(40))
@@ -164,7 +165,7 @@ def test_streamed(
     """The engine refuses, again and again; where the file is mended while it is open, it answers."""
     if buffered:
         refuse_direct(monkeypatch)
-    packed, before = open_packed(model), descriptors()
+    packed, before = open_packed(model), open_now()
     plan = streaming(packed, context=128, chunk_rows=16, **READS[reads])
 
     def loaded() -> Engine:
@@ -174,7 +175,7 @@ def test_streamed(
         if part == "1.norms":
             with pytest.raises(DamagedModel, match=f"granule 0 of part {part} {DAMAGED}"):
                 soon(loaded)
-            assert descriptors() == before
+            assert not open_now() - before
             return
         engine = soon(loaded)
         for _ in range(2):
@@ -185,7 +186,7 @@ def test_streamed(
     with damaged(packed, part, 0, 100, 4):
         soon(lambda: engine.generate_ids(PROMPT, GREEDY))
     soon(engine.close)
-    assert descriptors() == before
+    assert not open_now() - before
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no tmpfs")

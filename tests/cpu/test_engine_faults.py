@@ -26,6 +26,7 @@ from penstock.store.packed import open_packed
 from tests.cpu.commands import MACHINE, here, machine_cache, refused
 from tests.cpu.engines import GREEDY, load, make_model, streaming
 from tests.cpu.sealed import edit
+from tests.left_open import open_now
 
 T = TypeVar("T")
 PROMPT = list(range(40))
@@ -66,10 +67,6 @@ def soon(work: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return result  # type: ignore[no-any-return]
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 Fault = dict[str, int]
@@ -130,7 +127,7 @@ def loaded(folder: Path, reads: str = "threads", **how: Any) -> Engine:
 def test_a_read_that_fails(name: str, at: int, reads: str, serial: bool, intact: Path) -> None:
     """The first, second, … read of the answer: in the prompt's chunks, and while it decodes."""
     fault, says = FAULTS[name]
-    before = descriptors()
+    before = open_now()
     engine = loaded(intact, reads, serial=serial)
     inject(engine, at, fault)
     with pytest.raises(StorageFailed, match=says) as caught:
@@ -141,7 +138,7 @@ def test_a_read_that_fails(name: str, at: int, reads: str, serial: bool, intact:
         soon(lambda: engine.generate_ids(PROMPT, GREEDY))
     soon(engine.close)
     soon(engine.close)
-    assert descriptors() == before
+    assert not open_now() - before
 
 
 @pytest.mark.parametrize("serial", [False, True], ids=["overlapped", "serial"])
@@ -247,12 +244,12 @@ def test_a_load_that_fails_gives_everything_back(
     name: str, intact: Path, born_faulty: Callable[[int, Fault], None]
 ) -> None:
     fault, says = FAULTS[name]
-    before, threads = descriptors(), threading.active_count()
+    before = open_now()
     blas = [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
     born_faulty(5, fault)
     with pytest.raises(StorageFailed, match=says):
         soon(lambda: Engine.load(intact, Ask(), machine=MACHINE, threads=7))
-    assert (descriptors(), threading.active_count()) == (before, threads)
+    assert not open_now() - before
     assert blas == [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
 
 
@@ -260,19 +257,19 @@ def test_memory_that_the_system_refuses(intact: Path, monkeypatch: pytest.Monkey
     def refuse(*_: Any) -> Any:
         raise MemoryError(123)
 
-    before = descriptors()
+    before = open_now()
     monkeypatch.setattr(_native, "Memory", refuse)
     with pytest.raises(StorageFailed, match=r"the system refused .* of memory for host\.weights"):
         Engine.load(intact, Ask(), machine=MACHINE)
-    assert descriptors() == before
+    assert not open_now() - before
 
 
 def test_a_shard_that_cannot_be_opened(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = descriptors()
+    before = open_now()
     monkeypatch.setattr(_native, "open_direct", fails(errno.EACCES))
     with pytest.raises(StorageFailed, match=r"cannot open .*: Permission denied"):
         Engine.load(model, Ask(), machine=MACHINE)
-    assert descriptors() == before
+    assert not open_now() - before
 
 
 def test_a_mistake_in_between_harms_nothing(intact: Path, expected: list[int]) -> None:

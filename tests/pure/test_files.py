@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from penstock.errors import BadRequest, BrokenModel, StorageFailed
 from penstock.spec import machine as machines
 from penstock.store.files import Kind, Output, is_aside, load, open_regular, read_json, read_text, write_bytes
+from tests.left_open import open_now
 from tests.pure.machine import MACHINE
 
 TRACE = Kind("a trace", b'{"trace":')
@@ -57,10 +58,10 @@ def test_a_pipe_that_takes_the_name_meanwhile(tmp_path: Path, monkeypatch: pytes
     file, is_file = tmp_path / "file", os.stat_result([stat.S_IFREG | 0o644, *[0] * 9])
     os.mkfifo(file)
     monkeypatch.setattr(Path, "stat", lambda self: is_file)
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_now()
     with pytest.raises(BrokenModel, match="it is a pipe"):
         open_regular(file)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert not open_now() - before
 
 
 def test_what_is_opened_blocks_and_is_not_inherited(tmp_path: Path) -> None:

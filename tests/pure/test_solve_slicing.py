@@ -21,7 +21,7 @@ from penstock.planner.solve.layer_work import Estimate, LayerWork, Shares, Step
 from penstock.planner.solve.ours import device
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.scheinfer import FREE, PAPER
-from penstock.planner.solve.scheinfer.slicing import (
+from penstock.planner.solve.slicing import (
     Block,
     Lanes,
     Line,

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from penstock.errors import BadRequest, DoesNotFit
 from penstock.planner.predict import Prediction
 from penstock.planner.shorten import quick, streamed
-from penstock.planner.solve import flexgen, llama_cpp, pipo, powerinfer, scheinfer
 from penstock.planner.solve.bound import least_score_s, reads_bytes, score_s, sequences
 from penstock.planner.solve.candidate import Candidate, Compared
 from penstock.planner.solve.ours import device, ram
@@ -59,9 +58,13 @@ def settle_context(ask: Ask, spec: ModelSpec) -> Ask:
 
 def candidates(problem: Problem, every: bool = False, may_plan: bool = False) -> Iterator[Candidate]:
     """Of every solver that applies, those with a device first. A model that a device has room for needs no others,
-    unless `every` one is wanted. `may_plan`: also solvers all of whose plans the runtime cannot run yet."""
+    unless `every` one is wanted. `may_plan`: also solvers all of whose plans the runtime cannot run yet.
+
+    The solvers are imported when they apply: a run without a device would wait 25 ms for nothing."""
     found = False
     if problem.has_device:
+        from penstock.planner.solve import llama_cpp, pipo, powerinfer, scheinfer
+
         device.require_minimum(problem)
         for candidate in device.candidates(problem):
             yield candidate
@@ -72,6 +75,8 @@ def candidates(problem: Problem, every: bool = False, may_plan: bool = False) ->
             for solver in (scheinfer, llama_cpp, pipo, *((powerinfer,) if every or may_plan else ())):
                 yield from solver.candidates(problem)
     if problem.ask.objective == "throughput":  # blocks of many batches: who waits for a first token has no use for them
+        from penstock.planner.solve import flexgen
+
         for candidate in flexgen.candidates(problem):
             yield candidate
             found = found or _may_be_chosen(candidate)

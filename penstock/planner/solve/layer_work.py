@@ -19,7 +19,7 @@ from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Batch, Pass
 from penstock.planner.solve.beside import LINK, RING_BYTES, Split, device_skeleton
 from penstock.planner.solve.problem import Problem
-from penstock.planner.solve.scheinfer.slicing import Block, Lanes, Line, Times, best_r_cg, finish_s
+from penstock.planner.solve.slicing import Block, Lanes, Line, Times, best_r_cg, finish_s
 from penstock.spec.model import Layer
 from penstock.spec.parts import GRANULE_ROWS, Part
 from penstock.spec.plan import DEVICE

@@ -28,7 +28,7 @@ from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import Resident, page_tokens, share_out, usual_chunks
 from penstock.planner.solve.layer_work import LayerWork, Shares
 from penstock.planner.solve.problem import Problem
-from penstock.planner.solve.scheinfer.slicing import Option, assign, best_n_g, best_r_cg, finish_s
+from penstock.planner.solve.slicing import Option, assign, best_n_g, best_r_cg, finish_s
 from penstock.spec.model import Layer
 from penstock.spec.parts import Part
 from penstock.spec.plan import DEVICE, Plan
