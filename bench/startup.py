@@ -1,5 +1,6 @@
-"""`python -m bench.startup [--beside PYTHON]`: wall time of `penstock --help`, and of `penstock run` of the bundled model
-for one token, beside that of a bare interpreter.
+"""`python -m bench.startup [--beside PYTHON]`: wall time of `penstock --help`, and of `penstock run` for one token.
+
+The model is the bundled one. Beside both, the time of a bare interpreter.
 
 `--beside`: the interpreter of another installation of penstock, say of the version before; the same commands of it take
 turns with these, so that whatever else the machine does meets all. Each installation has a cache of its own, in which a
@@ -34,8 +35,8 @@ def commands(python: str, cache: Path) -> dict[str, list[str]]:
 
 
 def measure(measured: dict[str, list[str]], runs: int = RUNS) -> dict[str, list[dict[str, float]]]:
-    """Name → of each run wall seconds from start to exit, and processor seconds of the process and its children. One run
-    of each goes first, uncounted, for the file cache."""
+    """Name → of each run the wall seconds from start to exit, and processor seconds, those of its children included.
+    One run of each goes first, uncounted, for the file cache."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in measured}
     for i in range(runs + 1):
         for name, command in measured.items():
