@@ -6,7 +6,7 @@ What differs from a command that a user types, so that a hundred thousand take m
 - the disk is not read again for 60 ms after a run, which serves to say how fast it was
 - the process that opens tokenizers is a fork and no new interpreter, and has 0.4 s of processor time, not 4 s
 
-`as_it_is` undoes the last two; the seeds themselves, and one mutant of twenty, run so.
+`as_it_is` undoes the last two; the seeds themselves, and one mutant of fifty, run so.
 """
 
 from __future__ import annotations
