@@ -12,7 +12,7 @@ import pytest
 
 from bench.papers.predict_flexgen import memory_example
 from penstock.planner.solve import flexgen
-from penstock.planner.solve.flexgen import BATCH_STEP, MOST_BATCHES, blocks
+from penstock.planner.solve.flexgen import BATCH_STEP, MOST_BATCHES, blocks, search
 from penstock.planner.solve.flexgen.program import (
     COMPUTE,
     KINDS,
@@ -30,11 +30,12 @@ from penstock.planner.solve.flexgen.program import (
     settled,
     solve,
 )
-from penstock.planner.solve.flexgen.shape import Shape, whole_layers
+from penstock.planner.solve.flexgen.shape import ATTENDS, Shape, whole_layers
 from penstock.planner.solve.flexgen.terms import Mode, Terms, kv_bytes, modes, weight_bytes
 from penstock.planner.solve.problem import Problem
 from penstock.serve.planning import describe
 from penstock.spec.machine import Sharing
+from penstock.spec.plan import DEVICE
 from penstock.units import GIB, TIB
 from tests.pure.policy_cases import CASES, FP16, random_case
 
@@ -100,12 +101,33 @@ def test_the_program_is_never_worse_than_a_grid() -> None:
     assert 0 < infeasible < CASES / 2
 
 
+def shapes(problem: Problem) -> Iterator[Shape]:
+    """All that a search may try."""
+    ask, main = problem.ask, DEVICE if problem.device_bytes else "host"
+    for gpu_batch, batches in blocks(ask.batch, ask.objective == "latency"):
+        for chunk_rows in flexgen.chunk_options(ask, gpu_batch):
+            for attends in ATTENDS if main == DEVICE else ("device",):
+                yield Shape(problem, main, gpu_batch, batches, chunk_rows, attends)
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_of_many_sizes_a_few_tell_the_best(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, spec, fmt, machine = random_case(seed)
+    ask = replace(ask, batch=5000, objective="throughput")
+    some = search(Problem(ask, spec, fmt, machine))
+    monkeypatch.setattr(flexgen, "_MANY_SIZES", 1000)
+    every = search(Problem(ask, spec, fmt, machine))
+    assert some.keys() == every.keys()
+    for attends, found in every.items():
+        assert some[attends].seconds_a_sequence <= found.seconds_a_sequence * 1.02
+
+
 def real_programs() -> Iterator[tuple[Shape, Mode, Program]]:
     """Of random machines and models, in every mode. Linear: nobody slows another, nor waits."""
     for seed in range(CASES):
         ask, spec, fmt, machine = random_case(seed)
         machine = replace(machine, sharing=())
-        shape = random.Random(seed).choice(list(flexgen.shapes(Problem(ask, spec, fmt, machine))))
+        shape = random.Random(seed).choice(list(shapes(Problem(ask, spec, fmt, machine))))
         terms = Terms(shape)
         for mode in modes(shape):
             yield shape, mode, replace(terms.program(mode), ring_layers=0.0)

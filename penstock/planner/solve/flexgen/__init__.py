@@ -37,6 +37,8 @@ from penstock.units import format_bytes, round_up
 
 BATCH_STEP, MOST_BATCHES = 4, 19
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, MOST_BATCHES)
+# Sizes of block that are all tried: those of some 1,000 sequences. 10,000 have 94, which took 20 s with a device.
+_MANY_SIZES, _EVERY = 61, 5
 _MOST_CHUNK_ROWS, _FEWER_ROWS = 2048, 512
 _ATTEMPTS = 4
 _DISK_BINDS = 1.05
@@ -76,26 +78,45 @@ def blocks(batch: int, whole: bool) -> list[tuple[int, int]]:
 
 def search(problem: Problem, attends: Sequence[str] = ATTENDS) -> dict[str, Found]:
     """The best policy for each of some ways to attend; empty where nothing fits."""
-    best: dict[str, Found] = {}
-    for shape in shapes(problem):
-        if shape.attends not in attends:
-            continue
-        terms = Terms(shape)
-        for mode in modes(shape):
-            known = best.get(shape.attends)
-            found = place(terms, mode, known.seconds_a_sequence if known else None)
-            if found is not None and (known is None or found.seconds_a_sequence < known.seconds_a_sequence):
-                best[shape.attends] = found
+    main = DEVICE if problem.device_bytes else "host"
+    found = {way: _best(problem, main, way) for way in (ATTENDS if main == DEVICE else ("device",)) if way in attends}
+    return {way: policy for way, policy in found.items() if policy is not None}
+
+
+def _best(problem: Problem, main: str, attends: str) -> Found | None:
+    """The best policy of all blocks, for one way to attend.
+
+    Where there are many sizes of block, which thousands of sequences have, only every few of them are tried at first.
+    Then come those that are next to the best one so far, until none of these is better.
+    """
+    ask, best = problem.ask, None
+    sizes = blocks(ask.batch, ask.objective == "latency")
+    trying, left = sizes, list[tuple[int, int]]()
+    if len(sizes) > _MANY_SIZES:
+        trying, left = sizes[::_EVERY], [size for size in sizes if size not in sizes[::_EVERY]]
+    while trying:
+        for gpu_batch, batches in trying:
+            for chunk_rows in chunk_options(ask, gpu_batch):
+                best = _better(best, Terms(Shape(problem, main, gpu_batch, batches, chunk_rows, attends)))
+        trying = [size for size in left if best is None or _alike(size, best.shape)]
+        left = [size for size in left if size not in trying]
     return best
 
 
-def shapes(problem: Problem) -> Iterator[Shape]:
-    """Every block, every way to attend, two lengths of a prompt's batch."""
-    ask, main = problem.ask, DEVICE if problem.device_bytes else "host"
-    for gpu_batch, batches in blocks(ask.batch, ask.objective == "latency"):
-        for chunk_rows in chunk_options(ask, gpu_batch):
-            for attends in ATTENDS if main == DEVICE else ("device",):
-                yield Shape(problem, main, gpu_batch, batches, chunk_rows, attends)
+def _alike(size: tuple[int, int], shape: Shape) -> bool:
+    """Whether a block has about as many sequences as a shape's, in about as many batches."""
+    gpu_batch, batches = size
+    steps = abs(_BATCHES.index(batches) - _BATCHES.index(shape.batches))
+    return steps <= 2 and 0.4 < gpu_batch * batches / shape.block < 2.5
+
+
+def _better(known: Found | None, terms: Terms) -> Found | None:
+    """The best policy of a shape, where it is better than the one that is known."""
+    for mode in modes(terms.shape):
+        found = place(terms, mode, known.seconds_a_sequence if known else None)
+        if found is not None and (known is None or found.seconds_a_sequence < known.seconds_a_sequence):
+            known = found
+    return known
 
 
 def chunk_options(ask: Ask, gpu_batch: int) -> list[int]:
