@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+
+# Hears what is being done, how much of it is done, and how much it is in all (0: nobody knows).
+Progress = Callable[[str, int, int], None]
 
 
 def peak_rss_bytes() -> int:
