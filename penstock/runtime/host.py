@@ -11,6 +11,12 @@ from pathlib import Path
 Progress = Callable[[str, int, int], None]
 
 
+def usable_threads(asked: int | None) -> int:
+    """By default, and at most, one for each CPU that this process may use."""
+    cpus = usable_cpus()
+    return min(asked or cpus, cpus)
+
+
 def peak_rss_bytes() -> int:
     """VmHWM of this process. Not ru_maxrss, which a child inherits from its parent."""
     return _status_bytes("VmHWM")

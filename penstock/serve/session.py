@@ -55,11 +55,6 @@ class Running:
     serial: bool = False
     poisoned: bool = False
 
-    @property
-    def usable_threads(self) -> int:
-        cpus = host.usable_cpus()
-        return min(self.threads or cpus, cpus)
-
 
 class Session:
     """Steps passes of one plan over one packed model.
@@ -103,7 +98,7 @@ class Session:
         opened.callback(self.reader.close)
         if device is not None:
             opened.callback(device.close)
-        self._arenas = Arenas(plan, device)
+        self._arenas = Arenas(plan, device.allocate if device is not None else None)
         opened.callback(self._arenas.close)
         self.kv_file: KvFile | None = None
         if kv_bytes := plan.tier_bytes().get("disk0", 0):
@@ -204,7 +199,7 @@ class Session:
             streamed = from_disk(self.reader, ranges, ring.ctypes.data, plan.ring_bytes["host"], seconds)
             self._start_over()
         weights = self._arenas.whole("host.weights")
-        return streamed, from_ram(weights.ctypes.data, len(weights), self._how.usable_threads)
+        return streamed, from_ram(weights.ctypes.data, len(weights), host.usable_threads(self._how.threads))
 
     def drain(self) -> None:
         """Waits for loads under way, so that counters stand still."""
@@ -274,5 +269,5 @@ def _bind(
     """(the binding, why these kernels)."""
     if how.kernels == "reference":
         return Binding(plan, arenas, reader, how.poisoned, kv_file), "numpy kernels: asked for"
-    chosen = native(how.kernels, how.usable_threads, how.exact)
+    chosen = native(how.kernels, host.usable_threads(how.threads), how.exact)
     return NativeBinding(plan, arenas, reader, chosen, how.poisoned, kv_file), chosen.reason
