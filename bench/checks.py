@@ -25,6 +25,7 @@ from penstock.graph import passes
 from penstock.kernels import cpu
 from penstock.serve import engine as engine_module
 from penstock.serve.engine import Engine
+from penstock.serve.loading import Loading
 from penstock.serve.session import Session
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec, Rate, Tier
@@ -62,7 +63,7 @@ def load(model: Path, resident: int | None, verify: bool) -> tuple[Engine, Times
     drop_caches()
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     engine = Engine.load(
-        model, Ask(context=128, resident_bytes=resident), machine=MACHINE, device="none", verify=verify
+        model, Ask(context=128, resident_bytes=resident), Loading(machine=MACHINE, device="none", verify=verify)
     )
     assert isinstance(engine.session, Timed)
     took_s, took_cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s

@@ -24,6 +24,7 @@ from penstock.planner.solve.bound import score_s
 from penstock.planner.solve.candidate import Compared
 from penstock.runtime.probe import probe_apart
 from penstock.serve.engine import Engine
+from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
@@ -53,7 +54,7 @@ def limited(model: Path, share: float, ask: Ask, machine: MachineSpec) -> Ask:
 
 def run_s(model: Path, plan: Plan, ask: Ask, machine: MachineSpec) -> float:
     """Seconds of all answers, or of a generated token where throughput is wanted: what the solver brings down."""
-    engine = Engine.load(model, ask, machine=machine, plan=plan)
+    engine = Engine.load(model, ask, Loading(machine=machine, plan=plan))
     try:
         vocab = engine.plan.target.spec.vocab
         prompts = [token_ids(vocab, ask.prompt_tokens, seq).tolist() for seq in range(ask.batch)]

@@ -31,6 +31,7 @@ from penstock.runtime.device.choose import Chosen, choose
 from penstock.runtime.probe import load_or_probe
 from penstock.runtime.probe_disk import probe_file
 from penstock.serve.engine import Engine
+from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
@@ -151,7 +152,7 @@ def measure(
     """One setting: decode (or the first token) beside prediction and bound. `host`: the machine without its device."""
     limits = ceilings(model.parent)
     plan = chosen_plan(setting, model, chosen.machine)
-    engine = Engine.load(model, setting.ask, machine=host, device=chosen, plan=plan, cache=cache)
+    engine = Engine.load(model, setting.ask, Loading(machine=host, device=chosen, plan=plan, cache=cache))
     vocab, prompt = plan.target.spec.vocab, setting.ask.prompt_tokens
     ids = token_ids(vocab, prompt).tolist()
     try:
@@ -226,7 +227,7 @@ def main() -> None:
         folder = wanted.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         start_s, rows = time.perf_counter(), []
-        host = load_or_probe(folder, folder)
+        host = load_or_probe(folder)
         chosen = choose("cuda", host, None, folder)
         if chosen.name != "cuda":
             sys.exit(f"bench.gpu: {chosen.reason}")

@@ -32,6 +32,7 @@ from penstock.runtime.probe import probe_apart
 from penstock.runtime.probe_disk import ProbeFile, probe_file
 from penstock.serve.engine import Engine
 from penstock.serve.generation import Generation
+from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
@@ -150,7 +151,7 @@ def _due(settings: Sequence[Setting], rows: dict[Setting, dict[str, Any]], attem
 def run(
     model: Path, found: Solved, ask: Ask, tokens: int, figures: MachineSpec, machine: Machine, at_probe: Ceilings
 ) -> dict[str, Any]:
-    engine = Engine.load(model, ask, machine=figures, plan=found.plan)
+    engine = Engine.load(model, ask, Loading(machine=figures, plan=found.plan))
     vocab = engine.plan.target.spec.vocab
     try:
         allocated = engine.session.arena_bytes

@@ -15,6 +15,7 @@ from typing import Any
 import penstock
 from penstock.serve.engine import Engine
 from penstock.serve.evaluate import evaluate
+from penstock.serve.loading import Loading
 from penstock.serve.planning import default_cache
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
@@ -31,7 +32,7 @@ KV_CHARACTERS = 100_000
 
 def load(folder: Path, fmt: str, exact: bool, kv: str | None = None) -> Engine:
     ask = Ask(score=True, context=512, prompt_tokens=512, output_tokens=1, kv=kv)
-    return Engine.load(folder / fmt, ask, cache=default_cache(), exact=exact)
+    return Engine.load(folder / fmt, ask, Loading(cache=default_cache(), exact=exact))
 
 
 def compared(engines: dict[str, Engine], text: str) -> dict[str, Any]:

@@ -44,9 +44,7 @@ def format_bytes(count: float) -> str:
     """1572864000 → '1.46 GiB'; three significant digits."""
     for factor, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(count) >= factor:
-            value = count / factor
-            digits = 2 if value < 10 else 1 if value < 100 else 0
-            return f"{value:.{digits}f} {name}"
+            return f"{_three_digits(count / factor)} {name}"
     return f"{int(count)} B"
 
 
@@ -59,10 +57,12 @@ def format_seconds(seconds: float) -> str:
     """0.0123 → '12.3 ms'."""
     for factor, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if seconds >= factor:
-            value = seconds / factor
-            digits = 2 if value < 10 else 1 if value < 100 else 0
-            return f"{value:.{digits}f} {name}"
+            return f"{_three_digits(seconds / factor)} {name}"
     return f"{seconds * 1e9:.0f} ns"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
 def format_rate(bytes_per_s: float) -> str:

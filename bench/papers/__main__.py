@@ -11,15 +11,16 @@ import json
 import time
 from pathlib import Path
 
-from bench.papers import CONTRADICTIONS, FIGURES, predict_flexgen, predict_pipo, predict_powerinfer, predict_scheinfer
+from bench.papers import flexgen, pipo, powerinfer, scheinfer
 from bench.papers.compare import Predictor, compare, median_ratio
+from bench.papers.published import CONTRADICTIONS, FIGURES
 from bench.papers.report import page, papers_of, plot, text
 
 PREDICTORS: dict[str, Predictor] = {
-    "PIPO": predict_pipo.predicted,
-    "FlexGen": predict_flexgen.predicted,
-    "ScheInfer": predict_scheinfer.predicted,
-    "PowerInfer": predict_powerinfer.predicted,
+    "PIPO": pipo.predicted,
+    "FlexGen": flexgen.predicted,
+    "ScheInfer": scheinfer.predicted,
+    "PowerInfer": powerinfer.predicted,
 }
 
 

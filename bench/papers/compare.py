@@ -5,11 +5,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
-from bench.papers.predicted import Predicted
-from bench.papers.published import METRICS, Published
-
-Predictor = Callable[[Published], Predicted | None]
+import penstock
+from bench.papers.published import METRICS, Published, cause_of
+from penstock.serve.planning import describe
+from penstock.spec import machine as machines
+from penstock.spec.format import Format, parse_format
+from penstock.spec.machine import MachineSpec
+from penstock.spec.model import ModelSpec
 
 # Of all other metrics more is better.
 SMALLER_IS_BETTER = frozenset(
@@ -19,6 +24,43 @@ assert set(METRICS) >= SMALLER_IS_BETTER
 ROUNDING = 0.02  # a figure so much beyond the bound may be one of two digits
 FAR_OFF = 1.5  # a ratio beyond this, or its inverse, is an outlier, which a sentence explains
 MEDIAN = (0.67, 1.5)  # what the median ratio of all papers should be within
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """`value`: in the row's metric and unit. `bound`: the best that physics allows in that metric on that machine
+    (None: no bound applies), e.g. link bytes/s peak / bytes a token must cross. `note`: what was assumed; why it is far
+    off, if it is (one sentence)."""
+
+    value: float
+    bound: float | None
+    note: str = ""
+
+
+Predictor = Callable[[Published], Predicted | None]
+
+
+@cache
+def machine_of(name: str) -> MachineSpec:
+    """A test bed: a machine that comes with penstock."""
+    file = Path(penstock.__file__).parent / "machines" / f"{name}.json"
+    return machines.loads(file.read_text(encoding="utf-8"), name)
+
+
+@cache
+def model_of(name: str, weights: str | None = None) -> tuple[ModelSpec, Format]:
+    """A bundled shape in a format, by default the checkpoint's own."""
+    return describe(Path(name), parse_format(weights) if weights else None)
+
+
+def is_far_off(ratio: float) -> bool:
+    return not 1 / FAR_OFF <= ratio <= FAR_OFF
+
+
+def explained(row: Published, value: float, bound: float | None, *notes: str) -> Predicted:
+    """What is predicted, with its notes, and after them why it is far off, where it is."""
+    why = cause_of(row) if is_far_off(value / row.value) else ""
+    return Predicted(value, bound, "; ".join(filter(None, (*notes, why))))
 
 
 @dataclass(frozen=True)
@@ -37,7 +79,7 @@ class Row:
 
     @property
     def far_off(self) -> bool:
-        return not 1 / FAR_OFF <= self.ratio <= FAR_OFF
+        return is_far_off(self.ratio)
 
     def to_json(self) -> dict[str, object]:
         f = self.figure

@@ -1,142 +1,295 @@
-"""FlexGen, from its slides, which show the paper's tables: throughput (Table 2 there), Tables 3, 4 and 8.
+"""FlexGen's figures, and its peers' beside them, as penstock's planner predicts them.
 
-All generate 32 tokens for each prompt. Weights and KV are in FP16; "(c)" and `int4` mean both in 4 bits (groups). The
-slides' text has lost some decimal points and signs (928 for 9.28), which stand here as their columns demand.
+The slides give a policy for three rows. Those of all rows stand in FlexGen's public repository, FMInference/FlexLLMGen
+(benchmark/flexgen/bench_suite.py and bench_*_4x1.sh, benchmark/hf_ds/bench_hf.py and bench_all_1x4.sh,
+benchmark/batch_size_table.md), and are taken from there. Each is a plan of `solve/flexgen` on the machine of
+Table 1: FlexGen's in its own order of loads, with attention on the CPU where its flags say so. The peers go row by row
+with KV on the device: DeepSpeed streams all weights ahead of time, Accelerate loads them when it needs them, so its
+time is the sum of the lanes'.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
 
+from bench.papers.compare import Predicted, explained, machine_of, model_of
 from bench.papers.published import T4, Published
+from penstock.graph import passes
+from penstock.graph.lower import Lowering
+from penstock.graph.tasks import Pass
+from penstock.planner.cost import Cost
+from penstock.planner.shorten import quick
+from penstock.planner.solve import flexgen
+from penstock.planner.solve.flexgen.program import Shares
+from penstock.planner.solve.flexgen.shape import Shape
+from penstock.planner.solve.flexgen.terms import kv_bytes, weight_bytes
+from penstock.planner.solve.problem import Problem
+from penstock.spec.ask import Ask
+from penstock.spec.format import parse_format
+from penstock.spec.model import ModelSpec
+from penstock.spec.plan import DEVICE, Plan
+from penstock.units import GIB
 
-_row = partial(Published, paper="FlexGen", machine=T4, output=32)
-_MODELS = ("opt-6.7b", "opt-30b", "opt-175b")
+OUTPUT, PROMPT = 32, 512  # tokens; the prompt of rows that do not state it (Figure 1)
+DEVICES = 4  # of Table 3
+BLOCKS = 4  # that a pipeline has under way (the scripts' inner iterations)
+NOT_PREDICTED = {"Petals": "many machines that share a model over a network: no plan of one machine"}
 
-# By prompt length, then by system, for the three models; None: out of memory.
-_TABLE_2: dict[int, dict[str, tuple[float | None, ...]]] = {
-    512: {
-        "Accelerate": (25.12, 0.62, 0.01),
-        "DeepSpeed": (9.28, 0.60, 0.01),
-        "Petals": (8.25, 2.84, 0.08),
-        "FlexGen": (25.26, 7.32, 0.69),
-        "FlexGen (c)": (29.12, 8.70, 1.12),
-    },
-    1024: {
-        "Accelerate": (13.01, 0.31, 0.01),
-        "DeepSpeed": (4.59, 0.29, None),
-        "Petals": (6.56, 1.51, 0.06),
-        "FlexGen": (13.72, 3.50, 0.35),
-        "FlexGen (c)": (13.18, 3.98, 0.42),
-    },
+# Physics: the T4's data sheet, the disk as FlexGen's pictures have it, the memories of Table 1.
+_FLOPS, _DISK, _WRITES, _MEMORY_BYTES = 65e12, 2e9, 1e9, (16 + 208) * GIB
+
+
+class Policy(NamedTuple):
+    """What a row does, complete. `weights`, `kv`: shares on device, in RAM, on disk. `attends`: of
+    flexgen.shape.ATTENDS. `parts`: into so many the layers are cut, of which the plan has one."""
+
+    model: str
+    prompt: int
+    weight_format: str
+    kv_format: str
+    gpu_batch: int
+    batches: int
+    weights: Shares
+    kv: Shares
+    attends: str
+    order: str
+    parts: int = 1
+
+    @property
+    def block(self) -> int:
+        return self.gpu_batch * self.batches
+
+
+class Spent(NamedTuple):
+    """Seconds of the prompts and of one step after them."""
+
+    prefill_s: float
+    step_s: float
+
+
+Flags = tuple[int, int, Shares, Shares, str]  # batch, batches, weights, KV, who attends
+_DEVICE, _RAM, _DISKS, _HALF = (1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (0.0, 0.5, 0.5)
+_FLEXGEN: dict[tuple[str, int, bool], Flags] = {  # by model, prompt, whether compressed
+    ("opt-6.7b", 512, False): (2, 1, _DEVICE, _DEVICE, "device"),
+    ("opt-6.7b", 1024, False): (1, 1, _DEVICE, _DEVICE, "device"),
+    ("opt-6.7b", 512, True): (72, 1, _DEVICE, _DEVICE, "device"),
+    ("opt-6.7b", 1024, True): (28, 1, _DEVICE, _DEVICE, "device"),
+    ("opt-30b", 512, False): (48, 3, (0.2, 0.8, 0.0), _RAM, "cpu scores"),
+    ("opt-30b", 1024, False): (20, 4, (0.04, 0.96, 0.0), _RAM, "cpu scores"),
+    ("opt-30b", 512, True): (64, 8, _RAM, _RAM, "device"),
+    ("opt-30b", 1024, True): (20, 12, _RAM, _RAM, "device"),
+    ("opt-175b", 512, False): (32, 8, _HALF, _DISKS, "cpu scores"),
+    ("opt-175b", 1024, False): (12, 12, _HALF, _DISKS, "cpu scores"),
+    ("opt-175b", 512, True): (48, 3, _RAM, _RAM, "device"),
+    ("opt-175b", 1024, True): (12, 4, _RAM, _RAM, "device"),
 }
-# Where Table 4 repeats a figure of Table 2 it says the batch: 48×3 and 32×8.
-_BATCHES = {("FlexGen", "opt-30b", 512): 144, ("FlexGen", "opt-175b", 512): 256}
-
-# devices, system: with the prompts' time, then decoding alone.
-_TABLE_3 = (
-    (1, "FlexGen", (25.26, 7.32, 0.69), (38.28, 11.52, 0.83)),
-    (4, "FlexGen", (201.12, 23.61, 2.33), (764.65, 48.94, 3.86)),
-    (4, "DeepSpeed", (50.00, 6.40, 0.05), (50.20, 6.40, 0.05)),
-)
-
-# of OPT-30B and OPT-175B: tokens/s (None: out of memory), (device batch, batches, % of weights on device, % in RAM)
-_TABLE_4 = (
-    ("all optimisations", (7.32, (48, 3, 20, 80)), (0.69, (32, 8, 0, 50))),
-    ("no policy search", (7.26, (48, 3, 0, 100)), (0.27, (32, 1, 0, 50))),
-    ("no overlap", (5.86, None), (0.59, None)),
-    ("no attention on the CPU", (4.03, None), (0.62, None)),
-    ("no disk", (7.32, None), (None, None)),
-    ("DeepSpeed's policy", (1.57, None), (0.01, None)),
-)
-
-_TABLE_8 = {
-    "prefill": {"total": 2711, "compute": 2220, "weights read": 768, "KV written": 261},
-    "decode": {"total": 11315, "compute": 1498, "weights read": 3047, "KV read": 7046, "KV written": 124},
+_NO_SEARCH: dict[str, Flags] = {
+    "opt-30b": (48, 3, _RAM, _RAM, "cpu scores"),
+    "opt-175b": (32, 1, _HALF, _DISKS, "cpu scores"),
 }
-_TABLE_8_NOTE = "batch not stated; at 256 the totals give 0.58 tokens/s, as Table 4 without overlap (0.59), not 0.69"
+_PIPELINE: dict[str, Flags] = {
+    "opt-6.7b": (24, 1, _DEVICE, _DEVICE, "device"),
+    "opt-30b": (64, 3, (0.2, 0.8, 0.0), _RAM, "cpu scores"),
+    "opt-175b": (40, 1, _RAM, _RAM, "cpu scores"),
+}
+# Batch and home of the weights.
+_DEEPSPEED_POLICY = {"opt-30b": (8, _RAM), "opt-175b": (2, _DISKS)}  # Table 4, in FlexGen's runtime
+_DEEPSPEED_4 = {"opt-6.7b": (12, _RAM), "opt-30b": (6, _RAM), "opt-175b": (1, _DISKS)}  # a device, of 48, 24, 4
+_PEERS = {
+    ("Accelerate", 512): {"opt-6.7b": (2, _DEVICE), "opt-30b": (8, _RAM), "opt-175b": (2, _DISKS)},
+    ("Accelerate", 1024): {"opt-6.7b": (1, _DEVICE), "opt-30b": (4, _RAM), "opt-175b": (1, _DISKS)},
+    ("DeepSpeed", 512): {"opt-6.7b": (16, _RAM), "opt-30b": (4, _RAM), "opt-175b": (1, _DISKS)},
+    ("DeepSpeed", 1024): {"opt-6.7b": (8, _RAM), "opt-30b": (2, _RAM), "opt-175b": (1, _DISKS)},
+}
 
 
-def _throughput() -> list[Published]:
-    found = []
-    for prompt, systems in _TABLE_2.items():
-        for system, values in systems.items():
-            fmt = "int4" if system.endswith("(c)") else "float16"
-            for model, value in zip(_MODELS, values, strict=True):
-                if value is None:
-                    continue
-                note = "rounded by the paper to one digit" if value < 0.02 else ""
-                if (system, model, prompt) == ("FlexGen (c)", "opt-30b", 512):
-                    note = "the public repository's later table has 8.38"
-                found.append(
-                    _row(
-                        table="throughput (Table 2)", setting="1 device, best policy", system=system, model=model,
-                        weights=fmt, kv=fmt, prompt=prompt, batch=_BATCHES.get((system, model, prompt)),
-                        metric="throughput", value=value, note=note,
-                    )
-                )  # fmt: skip
+def predicted(row: Published) -> Predicted | None:
+    """None: a figure that is no prediction (NOT_PREDICTED)."""
+    if row.system in NOT_PREDICTED:
+        return None
+    if row.metric == "speedup":
+        value, bound, note = _speedup(row), None, "both sides predicted, at prompts of 512 tokens"
+    else:
+        devices = DEVICES if "pipeline" in row.setting else 1
+        policy = policy_of(row, devices)
+        bound = _bound(row, policy, devices)
+        if row.setting == "no attention on the CPU":
+            policy = _searched(policy)
+        note = f"{policy.batches} device batches of {policy.gpu_batch}"
+        if row.table == "Table 8":
+            value = _of_breakdown(row, policy)
+        else:
+            value = _speed(row, policy, devices)
+    if "pipeline" in row.setting:
+        note += f"; {DEVICES} machines with a device each, as the repository's scripts have it"
+    return explained(row, value, bound, note)
+
+
+def policy_of(row: Published, devices: int = 1) -> Policy:
+    """The policy of a row, as its system's scripts have it."""
+    prompt, weights, kv = row.prompt or PROMPT, row.weights or "float16", row.kv or "float16"
+    compressed = kv == "int4"
+    if compressed and row.model == "opt-30b":
+        weights = "float16"  # its flags compress the cache alone
+    if row.system in ("Accelerate", "DeepSpeed") or row.setting == "DeepSpeed's policy":
+        peers = _DEEPSPEED_POLICY if row.system == "FlexGen" else _PEERS[row.system, prompt]
+        batch, home = (_DEEPSPEED_4 if devices > 1 else peers)[row.model]
+        return Policy(row.model, prompt, weights, kv, batch, 1, home, _DEVICE, "device", "overlapped")
+    flags = _FLEXGEN[row.model, prompt, compressed]
+    if devices > 1:
+        flags = _PIPELINE[row.model]
+    elif row.setting == "no policy search":
+        flags = _NO_SEARCH[row.model]
+    return Policy(row.model, prompt, weights, kv, *flags, "flexgen", devices)
+
+
+# -- seconds ----------------------------------------------------------------------------------------------
+
+
+def _speed(row: Published, policy: Policy, devices: int) -> float:
+    """Tokens a second. A pipeline has BLOCKS blocks under way, and is filled once; DeepSpeed's devices work side by
+    side, each with its own link."""
+    serial = row.setting == "no overlap" or row.system == "Accelerate"
+    spent = _serial(policy) if serial else _spent(policy)
+    if row.metric == "decode_tokens_per_s":
+        return policy.block / spent.step_s * (devices if row.system == "DeepSpeed" else 1)
+    if policy.parts > 1:
+        seconds = (BLOCKS + devices - 1) * spent.prefill_s + (OUTPUT - 1) * BLOCKS * spent.step_s
+        return BLOCKS * policy.block * OUTPUT / seconds
+    return devices * policy.block * OUTPUT / (spent.prefill_s + (OUTPUT - 1) * spent.step_s)
+
+
+def _speedup(row: Published) -> float:
+    """Over the better of the peers, both predicted."""
+    own = replace(row, setting="", metric="throughput", prompt=PROMPT)
+    peers = (replace(own, system=name, weights="float16", kv="float16") for name in ("DeepSpeed", "Accelerate"))
+    return _speed(own, policy_of(own), 1) / max(_speed(peer, policy_of(peer), 1) for peer in peers)
+
+
+@cache
+def _spent(policy: Policy) -> Spent:
+    """With the lanes side by side."""
+    plan, ask = _plan(policy)
+    found = quick(plan, ask, machine_of(T4), spread=False)
+    return Spent(found.ttft_s, policy.block / found.decode_tokens_per_s)
+
+
+@cache
+def _parts(policy: Policy) -> dict[tuple[str, str], float]:
+    """(stage, part) → seconds of all its tasks, one after the other; of decode, of all steps."""
+    plan, ask = _plan(policy)
+    lowering, cost = Lowering(plan), Cost(machine_of(T4))
+    seqs = range(policy.block)
+    position = ask.prompt_tokens + OUTPUT // 2
+    step = passes.decode(plan, seqs, (position,) * policy.block, passes.DECODE)
+    stages = {
+        "prefill": (list(passes.prompts(plan, seqs, (ask.prompt_tokens,) * policy.block, passes.DECODE)), 1),
+        "decode": ([step], OUTPUT - 1),
+    }
+    found: dict[tuple[str, str], float] = {}
+
+    def add(stage: str, wanted: list[Pass], times: int) -> None:
+        for p in wanted:
+            for task in lowering.step(p):
+                part = _PART_OF.get(task.calls[0].op, "compute")
+                found[stage, part] = found.get((stage, part), 0.0) + cost.seconds(task) * times
+
+    for stage, (wanted, times) in stages.items():
+        add(stage, wanted, times)
     return found
 
 
-def _devices() -> list[Published]:
-    found = []
-    for devices, system, whole, decoding in _TABLE_3:
-        setting = "1 device" if devices == 1 else f"a pipeline of {devices} devices"
-        of = partial(_row, table="Table 3", setting=setting, system=system, weights="float16", kv="float16", prompt=512)
-        for metric, values in (("throughput", whole), ("decode_tokens_per_s", decoding)):
-            found += [of(model=model, metric=metric, value=x) for model, x in zip(_MODELS, values, strict=True)]
-    return found
+_PART_OF = {"load": "weights read", "lift": "weights read", "kv_load": "KV read", "kv_save": "KV written"}
 
 
-def _ablation() -> list[Published]:
-    found = []
-    of = partial(
-        _row, table="Table 4", system="FlexGen", weights="float16", kv="float16", prompt=512, metric="throughput"
-    )
-    for setting, *columns in _TABLE_4:
-        for model, (value, policy) in zip(_MODELS[1:], columns, strict=True):
-            if value is None:
-                continue
-            batch, note = None, ""
-            if policy is not None:
-                size, count, on_device, in_ram = policy
-                batch = size * count
-                note = f"{count} device batches of {size}; weights {on_device}% on the device, {in_ram}% in RAM"
-            found.append(of(setting=setting, model=model, value=value, batch=batch, note=note))
-    return found
+@cache
+def _serial(policy: Policy) -> Spent:
+    """With the lanes one after the other."""
+    totals = {stage: sum(s for (at, _), s in _parts(policy).items() if at == stage) for stage in ("prefill", "decode")}
+    return Spent(totals["prefill"], totals["decode"] / (OUTPUT - 1))
 
 
-def _breakdown() -> list[Published]:
-    of = partial(
-        _row, table="Table 8", system="FlexGen", model="opt-175b", weights="float16", kv="float16", prompt=512,
-        metric="seconds", note=_TABLE_8_NOTE,
+def _of_breakdown(row: Published, policy: Policy) -> float:
+    """Table 8, which was measured without overlap: its totals are its parts' sums, nearly."""
+    stage, part = row.setting.split(", ")
+    found = _parts(policy)
+    total = sum(seconds for (at, _), seconds in found.items() if at == stage)
+    if row.metric == "share":
+        return found[stage, "compute"] / total
+    return total if part == "total" else found.get((stage, part), 0.0)
+
+
+# -- plans ------------------------------------------------------------------------------------------------
+
+
+@cache
+def _plan(policy: Policy) -> tuple[Plan, Ask]:
+    """The policy with as many rows of a prompt at a time as fit beside the rest, and the ring of two layers or one."""
+    ask = _ask(policy)
+    problem = Problem(ask, _spec(policy.model, policy.parts), parse_format(policy.weight_format), machine_of(T4))
+    rows = sorted({min(policy.gpu_batch, max(1, n // policy.prompt)) * policy.prompt for n in (2048, 1024, 512)})
+    for chunk_rows in reversed(rows):
+        for ring_layers in (2.0, 1.0):
+            shape = Shape(
+                problem, DEVICE, policy.gpu_batch, policy.batches, chunk_rows, policy.attends, ring_layers, policy.order
+            )  # fmt: skip
+            plan = shape.plan(policy.weights, policy.kv)
+            if problem.fits(plan):
+                return plan, ask
+    raise AssertionError(f"{policy} does not fit: {plan.tier_bytes()}")
+
+
+@cache
+def _searched(policy: Policy) -> Policy:
+    """What our search finds where the device attends. FlexGen's own policies do not fit then: KV from a disk to a
+    device is not built, and our windows hold a layer's KV of the whole block, where FlexGen's hold a batch's."""
+    best: flexgen.Found | None = None
+    for block in (policy.block, policy.block // 2, policy.block // 4, policy.block // 8):
+        ask = Ask(policy.prompt, OUTPUT, block, policy.prompt + OUTPUT, "latency", kv=policy.kv_format)
+        spec, fmt = _spec(policy.model), parse_format(policy.weight_format)
+        found = flexgen.search(Problem(ask, spec, fmt, machine_of(T4)), ("device",)).get("device")
+        if found and (best is None or found.seconds_a_sequence < best.seconds_a_sequence):
+            best = found
+    assert best is not None
+    shape, where = best.shape, best.solution.policy
+    return policy._replace(
+        gpu_batch=shape.gpu_batch, batches=shape.batches, weights=where.weights, kv=where.kv, attends="device",
+        order="overlapped",
     )  # fmt: skip
-    return [
-        of(setting=f"{stage}, {part}", value=float(value))
-        for stage, parts in _TABLE_8.items()
-        for part, value in parts.items()  # KV read during prefill is printed as 0
-    ]
 
 
-_busy = partial(
-    _row, table="Table 8", system="FlexGen", model="opt-175b", weights="float16", kv="float16", prompt=512,
-    metric="share", note=_TABLE_8_NOTE,
-)  # fmt: skip
-_ratio = partial(_row, system="FlexGen", model="opt-175b", against="the best of DeepSpeed and Accelerate")
-_TEXT = [
-    _busy(setting="prefill, device busy", value=0.82),
-    _busy(setting="decode, device busy", value=0.13),
-    _ratio(
-        table="Figure 1", setting="best throughput, without compression", weights="float16", kv="float16",
-        metric="speedup", value=69.0, note="0.69 over 0.01, which has one digit",
-    ),
-    _ratio(
-        table="Figure 1", setting="best throughput, compressed", weights="int4", kv="int4", metric="speedup",
-        value=100.0, note="the caption does not say that this is the compressed one; 1.12 over 0.01 is",
-    ),
-]  # fmt: skip
+def _ask(policy: Policy) -> Ask:
+    return Ask(policy.prompt, OUTPUT, policy.block, policy.prompt + OUTPUT, "throughput", kv=policy.kv_format)
 
-# Memory example of the slides: OPT-175B at batch 512, 512 + 32 tokens, in units of 2^30 and 2^40 bytes.
-EXAMPLE = {"weights_gib": 325, "kv_tib": 1.2, "kv_over_weights": 3.8, "batch": 512, "prompt": 512, "output": 32}
 
-FIGURES: tuple[Published, ...] = (*_throughput(), *_devices(), *_ablation(), *_breakdown(), *_TEXT)
+@cache
+def _spec(model: str, parts: int = 1) -> ModelSpec:
+    spec, _ = model_of(model)
+    return replace(spec, layers=spec.layers[: len(spec.layers) // parts])
+
+
+def _bound(row: Published, policy: Policy, devices: int) -> float | None:
+    """The best in the row's metric: all products at the data sheet's speed, and what no memory has room for read from
+    the disk once a step."""
+    spec, batch = _spec(policy.model), policy.block * (BLOCKS if policy.parts > 1 else devices)
+    fmt = parse_format(policy.weight_format)
+    weights = weight_bytes(spec, fmt)
+    flops = weight_bytes(spec, parse_format("float16")) * batch  # two for each weight, a token
+    kv = kv_bytes(spec, parse_format(policy.kv_format), batch, policy.prompt + OUTPUT // 2)
+    read_s = max(0, weights + kv - devices * _MEMORY_BYTES) / (_DISK * devices)
+    step_s = max(flops / (_FLOPS * devices), read_s)
+    first_read_s = max(0, weights - devices * _MEMORY_BYTES) / (_DISK * devices)
+    prefill_s = max(flops * policy.prompt / (_FLOPS * devices), first_read_s)
+    if row.metric == "decode_tokens_per_s":
+        return batch / step_s
+    if row.metric == "throughput":
+        return batch * OUTPUT / (prefill_s + (OUTPUT - 1) * step_s)
+    bounds = {
+        "prefill, total": prefill_s, "prefill, compute": flops * policy.prompt / _FLOPS,
+        "decode, total": (OUTPUT - 1) * step_s, "decode, compute": (OUTPUT - 1) * flops / _FLOPS,
+        "decode, KV read": (OUTPUT - 1) * max(0, kv - _MEMORY_BYTES) / _DISK,
+        "prefill, KV written": max(0, kv * policy.prompt / (policy.prompt + OUTPUT // 2) - _MEMORY_BYTES) / _WRITES,
+    }  # fmt: skip
+    return bounds.get(row.setting) if row.metric == "seconds" else None

@@ -1,222 +1,243 @@
-"""PowerInfer: the figures of its text and Tables 1, 3, 4, 5, 6, 8 and 9.
+"""PowerInfer's figures as penstock's planner predicts them: its policy and llama.cpp's on its two PCs.
 
-Batch 1 unless `batch` says otherwise (section 8.2); prompts of 8 to 128 tokens; the lengths in pictures are not in the
-text. KV stays in the host's memory (section 7), activations are in FP32. OPT-7B is OPT-6.7B.
+PowerInfer is `solve/powerinfer.py` with the activity that the paper publishes, llama.cpp is `solve/llama_cpp`,
+FlexGen the device plan that lifts all that is not there. Speeds are of both phases, as the paper measures them.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
 
-from bench.papers.published import PC_HIGH, PC_LOW, SEVERAL, Published
+from bench.papers.compare import Predicted, machine_of, model_of
+from bench.papers.published import PC_HIGH, PC_LOW, SEVERAL, UNSUPPORTED, UNSUPPORTED_MACHINES, Published, cause_of
+from penstock.planner.shorten import quick
+from penstock.planner.solve import llama_cpp, powerinfer, settle_context
+from penstock.planner.solve.ours import device
+from penstock.planner.solve.powerinfer.activity import Profile, published, synthetic
+from penstock.planner.solve.problem import Problem
+from penstock.spec.ask import Ask
+from penstock.spec.format import Format, parse_format
+from penstock.spec.model import ModelSpec
+from penstock.spec.parts import head_key, parts
+from penstock.spec.plan import DEVICE, Plan
 
-_row = partial(Published, paper="PowerInfer", system="PowerInfer")
-_A100 = "a100-80gb"
+_INPUTS = ("sparsity", "predictor_weights")  # what the plan is made from; the hot shares of Figure 4 too
+_SPEC_INFER = "speculative decoding is no plan yet"
+# Section 8.1 and data sheets, bytes/s: nothing reads faster.
+_RAM_PEAK = {PC_HIGH: 67.2e9, PC_LOW: 38.4e9}
+_DEVICE_PEAK = {PC_HIGH: 1008e9, PC_LOW: 616e9}
 
+# Figures 10, 11 and 13 have prompts of 64 and 128 tokens (the text) and answers of several lengths (an axis: assumed).
+# 64 is taken for all, and 128 for the answer where one length is to stand for all: they have both.
+_PROMPT, _OUTPUT, _OUTPUTS = 64, 128, (8, 128, 512)
+_ONE_NOTE = "prompt of 64 and answer of 128 tokens assumed"
+_SET_NOTE = "mean of {} with answers of 8, 128 and 512 tokens (assumed: models and lengths stand in a picture)"
 
-def _ratio(table: str, setting: str, machine: str, value: float, **facts: Any) -> Published:
-    defaults: dict[str, Any] = {"model": SEVERAL, "against": "llama.cpp", "batch": 1}
-    return _row(table=table, setting=setting, machine=machine, metric="speedup", value=value, **(defaults | facts))
-
-
-def _speed(table: str, setting: str, machine: str, value: float, **facts: Any) -> Published:
-    defaults: dict[str, Any] = {"model": SEVERAL, "batch": 1}
-    return _row(table=table, setting=setting, machine=machine, metric="throughput", value=value, **(defaults | facts))
-
-
-_F16: dict[str, Any] = {"weights": "float16"}
-_INT4: dict[str, Any] = {"weights": "int4"}
-_FALCON: dict[str, Any] = {"model": "falcon-relu-40b", "weights": "float16"}
-_8_TIMES = "section 1 ascribes the 8.00 to a PC with an RTX 4090, section 8.2 to PC-Low"
-
-_END_TO_END = [
-    _speed("Figure 10, section 8.2", "mean", PC_HIGH, 8.32, **_F16),
-    _speed("Figure 10, section 8.2", "most", PC_HIGH, 16.06, **_F16),
-    _ratio("Figure 10, section 8.2", "mean", PC_HIGH, 7.23, **_F16),
-    _ratio("Figure 10, section 8.2", "mean", PC_HIGH, 6.19, against="SpecInfer", **_F16),
-    _ratio("Figure 10, section 8.2", "most", PC_HIGH, 11.69, **_FALCON),
-    _ratio("Figure 11, section 8.2", "mean", PC_LOW, 4.71, **_F16),
-    _ratio("Figure 11, section 8.2", "mean", PC_LOW, 5.97, against="SpecInfer", **_F16),
-    _ratio("Figure 11, section 8.2", "most", PC_LOW, 7.06, **_F16),
-    _ratio("Figure 11, section 8.2", "most", PC_LOW, 7.47, against="SpecInfer", **_F16),
-    _ratio("section 8.2", "long prompts, answers below 8 tokens, least", SEVERAL, 1.07, **_F16),
-    _ratio("section 8.2", "long prompts, answers below 8 tokens, most", SEVERAL, 4.0, **_F16),
-    _speed("Figure 13, section 8.2", "mean", PC_HIGH, 13.20, **_INT4),
-    _speed("Figure 13, section 8.2", "most", PC_HIGH, 29.08, **_INT4),
-    _ratio("Figure 13, section 8.2", "mean", PC_HIGH, 2.89, **_INT4),
-    _ratio("Figure 13, section 8.2", "most", PC_HIGH, 4.28, **_INT4),
-    _ratio("Figure 13, section 8.2", "mean", PC_LOW, 5.01, **_INT4),
-    _ratio("Figure 13, section 8.2", "most", PC_LOW, 8.00, note=_8_TIMES, **_INT4),
-    _speed("section 8.2", "OPT-175B", PC_HIGH, 2.0, model="opt-175b", note="the text: nearly two", **_INT4),
-    _ratio("section 8.2", "OPT-175B", PC_HIGH, 2.66, model="opt-175b", **_INT4),
-    _ratio("Figure 14, section 8.2", "mean over batches below 32", PC_HIGH, 6.08, **(_FALCON | {"batch": None})),
-    _ratio("Figure 14, section 8.2", "batch of 32", PC_HIGH, 4.38, **(_FALCON | {"batch": 32})),
-]
-
-_BAMBOO: dict[str, Any] = {"model": "bamboo-7b"}
-_STEPS = (("with predictors and operators", 1.87, 3.32), ("with the hybrid engine", 2.60, 7.80),
-          ("with the placement policy", 3.62, 11.69))  # fmt: skip
-_BREAKDOWN = [
-    _ratio("Figure 15, section 8.3.1", setting, machine, value, **facts)
-    for setting, low, high in _STEPS
-    for machine, value, facts in ((PC_LOW, low, _BAMBOO), (PC_HIGH, high, _FALCON))
-]
-
-# model, llama.cpp, PowerInfer (printed as ms; they are seconds), speed-up
-_TABLE_4 = (
-    ("relullama-13b", 49.91, 14.38, 3.47),
-    ("falcon-relu-40b", 321.63, 56.48, 5.69),
-    ("relullama-70b", 92.76, 37.17, 2.50),
-)
-_T4_NOTE = "printed as ms, must be s (256 tokens); 1.5K taken as 1536"
-_70B_NOTE = (
-    "; FP16 as printed, yet 138 GB less 24 on the device over 67.2 GB/s are 1.7 s a token, 430 s an answer: "
-    "the row fits a 4-bit model"
-)
+# Models of Table 3 that the figures may be of: with a ReLU, larger than the device's memory, within both memories.
+_RELU = ("opt-6.7b", "opt-13b", "opt-30b", "opt-66b", "opt-175b", "relullama-7b", "relullama-13b", "relullama-70b")
+# On PC-High in FP16 no 13B: Table 4 has one at 17.8 tokens/s, and the figure's most is 16.06.
+_LEFT_OUT = {(PC_HIGH, "float16"): ("opt-13b", "relullama-13b")}
+# Tables 1 and 3, and Figure 4's curve of LLaMA2(SwiGLU)-70B: only here, of SiLU models the planner claims nothing.
+_GATED_ACTIVE = {"llama-2-13b": 0.57, "yi-1.5-34b": 0.47}
+_GATED_HOT = (0.69, 0.75)
 
 
-def _long_prompts() -> list[Published]:
+@dataclass(frozen=True, slots=True)
+class Setting:
+    machine: str
+    model: str
+    weights: str
+    prompt: int = _PROMPT
+
+    @property
+    def spec(self) -> ModelSpec:
+        return model_of(self.model)[0]
+
+    @property
+    def format(self) -> Format:
+        return parse_format(self.weights)
+
+    @property
+    def ask(self) -> Ask:
+        return settle_context(Ask(self.prompt, _OUTPUT, context=self.prompt + max(_OUTPUTS)), self.spec)
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(self.ask, self.spec, self.format, machine_of(self.machine))
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A plan and what it does. `token_s` is of the middle of an answer of 128 tokens; some hundred positions of KV more
+    are less than 1 % of it."""
+
+    ttft_s: float
+    token_s: float
+    lane_share: dict[str, float]
+    plan: Plan
+
+    def total_s(self, output: int) -> float:
+        return self.ttft_s + output * self.token_s
+
+
+def predicted(row: Published) -> Predicted | None:
+    """None: there is no prediction; `why_not` says why."""
+    if why_not(row):
+        return None
+    if row.metric == "share":
+        found = _share(row)
+    else:
+        found = _of_several(row) if row.model == SEVERAL else _of_one(row)
+    return replace(found, note="; ".join(filter(None, (cause_of(row), found.note))))
+
+
+def why_not(row: Published) -> str:
+    """Why a row is not predicted; empty where it is."""
+    if row.metric in _INPUTS or row.table.startswith("Figure 4"):
+        return "an input: what the plan is made from"
+    if row.model in UNSUPPORTED:
+        return f"{row.model}: {UNSUPPORTED[row.model]}"
+    if row.machine in UNSUPPORTED_MACHINES or "A100" in row.against:
+        return f"A100: {UNSUPPORTED_MACHINES['a100-80gb']}"
+    return _SPEC_INFER if "SpecInfer" in (row.system, row.against) else ""
+
+
+def _of_one(row: Published) -> Predicted:
+    setting = Setting(row.machine, row.model, row.weights or "float16", row.prompt or _PROMPT)
+    output = row.output or _OUTPUT
+    speed = _of_system(setting, row.system, output)
+    least_s = _least_token_s(setting, sparse=row.system == "PowerInfer")
+    note = "" if row.prompt else _ONE_NOTE
+    if row.metric == "throughput":
+        return Predicted(output / speed.total_s(output), 1 / least_s, note)
+    if row.metric == "speedup":
+        other = _of_system(setting, row.against, output)
+        return Predicted(other.total_s(output) / speed.total_s(output), None, note)
+    if row.metric == "latency_s":
+        return Predicted(speed.total_s(output), least_s * output, note)
+    assert row.metric == "decode_s", row
+    return Predicted(speed.token_s, least_s, note)
+
+
+def _of_several(row: Published) -> Predicted:
+    """Means and extremes over models and lengths."""
+    pcs = (PC_HIGH, PC_LOW) if row.machine == SEVERAL else (row.machine,)
+    settings = [setting for pc in pcs for setting in _settings(pc, row.weights or "float16")]
+    outputs = (8,) if "below 8 tokens" in row.setting else _OUTPUTS
+    values = []
+    for setting in settings:
+        for output in outputs:
+            total_s = _of_system(setting, "PowerInfer", output).total_s(output)
+            other_s = _of_system(setting, "llama.cpp", output).total_s(output)
+            values.append(other_s / total_s if row.metric == "speedup" else output / total_s)
+    of = max if "most" in row.setting else min if "least" in row.setting else _mean
+    bounds = [1 / _least_token_s(setting, sparse=True) for setting in settings]
+    names = ", ".join(dict.fromkeys(setting.model for setting in settings))
+    note = _SET_NOTE.format(names) if len(outputs) > 1 else f"a prompt of 64 and an answer of 8 tokens, of {names}"
+    return Predicted(of(values), of(bounds) if row.metric == "throughput" else None, note)
+
+
+def _share(row: Published) -> Predicted:
+    if "active neurons" in row.setting:
+        settings = _settings(row.machine, "float16")
+        settings = [setting for setting in settings if setting.model == "opt-30b" or "60 GB" not in row.note]
+        sparse = row.system == "PowerInfer"
+        shares = (_load_share(_of_system(setting, row.system, _OUTPUT).plan, sparse) for setting in settings)
+        names = ", ".join(setting.model for setting in settings)
+        return Predicted(_mean(shares), None, f"FP16, {names}; rows and columns of attention count, as in footnote 1")
+    setting = Setting(row.machine, row.model, row.weights or "float16")
+    if row.system == "FlexGen":
+        return Predicted(_flexgen_link_share(setting), None, _ONE_NOTE)
+    speed = _of_system(setting, row.system, _OUTPUT)
+    if "weights in device memory" in row.setting:
+        total = sum(part.nbytes for part in speed.plan.parts.values())
+        there = sum(speed.plan.unit_bytes(unit) for unit in speed.plan.units if unit.home == DEVICE)
+        return Predicted(there / total, None, "KV, activations and a GiB for driver and screen take the rest")
+    busy = speed.lane_share
+    return Predicted(busy["host"] / (busy["host"] + busy[DEVICE]), None, _ONE_NOTE)
+
+
+def _load_share(plan: Plan, sparse: bool) -> float:
+    """Of the rows and columns that a token needs, by their bytes, the share that the device computes."""
+    there = whole = 0.0
+    for unit in plan.units:
+        if unit.part.endswith((".attn", ".ffn")):
+            nbytes = plan.unit_bytes(unit) * (unit.active if sparse else 1.0)
+            there, whole = there + nbytes * (unit.decode == DEVICE), whole + nbytes
+    return there / whole
+
+
+@cache
+def _settings(pc: str, weights: str) -> list[Setting]:
+    """What may be behind a mean (see _RELU)."""
+    limit = machine_of(pc).tier(DEVICE).bytes
     found = []
-    for model, llama_cpp, power_infer, ratio in _TABLE_4:
-        note = _T4_NOTE + (_70B_NOTE if model == "relullama-70b" else "")
-        of = partial(
-            Published, paper="PowerInfer", table="Table 4", setting="long prompt", machine=PC_HIGH, model=model,
-            weights="float16", prompt=1536, output=256, batch=1, note=note,
-        )  # fmt: skip
-        found.append(of(system="llama.cpp", metric="latency_s", value=llama_cpp))
-        found.append(of(system="PowerInfer", metric="latency_s", value=power_infer))
-        found.append(of(system="PowerInfer", metric="speedup", value=ratio, against="llama.cpp"))
+    for setting in (Setting(pc, model, weights) for model in _RELU if model not in _LEFT_OUT.get((pc, weights), ())):
+        nbytes = sum(part.nbytes for part in parts(setting.spec, setting.format))
+        if nbytes > limit and _power_infer(setting) and _llama_cpp(setting):
+            found.append(setting)
     return found
 
 
-# task: mean, 95th and 99th percentile in ms
-_TABLE_5 = {
-    "STEM": (38.05, 40.75, 42.33),
-    "HumanEval": (36.71, 40.48, 42.37),
-    "role play": (37.08, 40.61, 43.87),
-    "table extraction": (37.42, 40.74, 42.93),
-}
-_TASKS = [
-    _row(
-        table="Table 5", setting=f"{task}, {which}", machine=PC_LOW, model="bamboo-7b", batch=1, metric="decode_s",
-        value=ms / 1e3, note="format not stated",
-    )
-    for task, values in _TABLE_5.items()
-    for which, ms in zip(("mean", "95th percentile", "99th percentile"), values, strict=True)
-]  # fmt: skip
-
-# machine, model, PowerInfer, llama.cpp, speed-up
-_TABLE_8 = (
-    (PC_HIGH, "yi-1.5-34b", 1.7, 1.0, 1.7),
-    (PC_LOW, "llama-2-13b", 3.1, 2.1, 1.5),
-    (PC_HIGH, "opt-30b", 12.0, 1.1, 10.9),
-)
-_T8_NOTE = "lengths not stated; FP16 assumed: in 4 bits the last two would fit the device, and not be as slow"
-_GATED_NOTE = {"yi-1.5-34b": "; Yi-34B, of the sizes of Yi-1.5-34B", "llama-2-13b": "; the text has 1.47"}
+def _of_system(setting: Setting, system: str, output: int) -> Speed:
+    """The fastest of its plans for an answer of so many tokens."""
+    found = _power_infer(setting) if system == "PowerInfer" else _llama_cpp(setting)
+    return min(found, key=lambda speed: speed.total_s(output))
 
 
-def _silu() -> list[Published]:
-    found = []
-    for machine, model, power_infer, llama_cpp, ratio in _TABLE_8:
-        of = partial(
-            Published, paper="PowerInfer", table="Table 8", setting="SwiGLU beside ReLU", machine=machine, model=model,
-            weights="float16", batch=1, note=_T8_NOTE + _GATED_NOTE.get(model, ""),
-        )  # fmt: skip
-        found.append(of(system="PowerInfer", metric="throughput", value=power_infer))
-        found.append(of(system="llama.cpp", metric="throughput", value=llama_cpp))
-        found.append(of(system="PowerInfer", metric="speedup", value=ratio, against="llama.cpp"))
+@cache
+def _power_infer(setting: Setting) -> tuple[Speed, ...]:
+    found = powerinfer.with_profile(setting.problem, _profile(setting.model))
+    return tuple(_speed(candidate.plan, setting) for candidate in found)
+
+
+@cache
+def _llama_cpp(setting: Setting) -> tuple[Speed, ...]:
+    """It has the device compute a prompt's products from 32 tokens on."""
+    plan = llama_cpp.plan_of(setting.problem)
+    return (_speed(plan, setting),) if plan is not None else ()
+
+
+@cache
+def _flexgen_link_share(setting: Setting) -> float:
+    plans = device.candidates(setting.problem)
+    return _speed(next(plans).plan, setting).lane_share["h2d0"]  # the first lifts all that is not there
+
+
+def _speed(plan: Plan, setting: Setting) -> Speed:
+    found = quick(plan, setting.ask, machine_of(setting.machine), spread=False)
+    return Speed(found.ttft_s, setting.ask.batch / found.decode_tokens_per_s, found.lane_share, plan)
+
+
+def _least_token_s(setting: Setting, sparse: bool) -> float:
+    """What a token needs, hottest first in the device's memory, the rest read from RAM while the device reads: at the
+    peaks of both. KV, predictors and prompts cost nothing."""
+    profile = _profile(setting.model) if sparse else None
+    needed: list[tuple[float, int]] = []  # how often, bytes
+    for part in parts(setting.spec, setting.format):
+        if part.kind == "ffn" and profile is not None:
+            needed += [(f, part.granule_bytes) for f in profile.layers[part.layer]]
+        elif part.kind in ("attn", "ffn") or part.key == head_key(setting.spec):
+            needed.append((1.0, part.nbytes))
+    left = machine_of(setting.machine).tier(DEVICE).bytes
+    device_bytes = host_bytes = 0.0
+    for often, nbytes in sorted(needed, reverse=True):
+        there = min(nbytes, left)
+        left -= there
+        device_bytes, host_bytes = device_bytes + often * there, host_bytes + often * (nbytes - there)
+    return max(device_bytes / _DEVICE_PEAK[setting.machine], host_bytes / _RAM_PEAK[setting.machine])
+
+
+@cache
+def _profile(model: str) -> Profile:
+    found = published(model_of(model)[0])
+    if found is None:
+        return synthetic(model_of(model)[0], _GATED_ACTIVE[model], *_GATED_HOT, "PowerInfer, Tables 1 and 3, Figure 4")
     return found
 
 
-_T9_NOTE = "machine and format not stated; PC-High assumed: 14 GB of FP16 in 18.54 ms is more than PC-Low's GPU reads"
-_SMALL = [
-    Published(
-        paper="PowerInfer", table="Table 9", setting=setting, system=system, machine=PC_HIGH, model=model, batch=1,
-        metric="decode_s", value=ms / 1e3, note=_T9_NOTE,
-    )
-    for setting, system, model, ms in (
-        ("a smaller model", "not stated", "qwen1.5-4b", 10.83),
-        ("sparse", "PowerInfer", "bamboo-7b", 11.85),
-        ("dense", "not stated", "bamboo-7b", 18.54),
-    )
-]  # fmt: skip
-
-# prompt: (llama.cpp, PowerInfer) of OPT-30B, then of Falcon-40B; None: not in the text
-_FIGURE_18: dict[int, dict[str, tuple[float | None, float]]] = {
-    1: {"opt-30b": (0.93, 0.18), "falcon-relu-40b": (0.92, 0.23)},
-    64: {"opt-30b": (None, 0.28), "falcon-relu-40b": (None, 0.29)},
-}
-_SERVER = [
-    Published(
-        paper="PowerInfer", table="Figure 18, section 8.3.5", setting="speed missing to an A100", system=system,
-        machine=PC_HIGH, model=model, weights="float16", prompt=prompt, batch=1, metric="slowdown", value=value,
-        against="vLLM on an A100 (80 GB)",
-    )
-    for prompt, models in _FIGURE_18.items()
-    for model, values in models.items()
-    for system, value in zip(("llama.cpp", "PowerInfer"), values, strict=True)
-    if value is not None
-]  # fmt: skip
-
-_OPT30 = partial(Published, paper="PowerInfer", table="section 2.2", model="opt-30b", weights="float16", batch=1)
-_MOTIVATION = [
-    _OPT30(setting="Figure 3", system="llama.cpp", machine=PC_HIGH, metric="decode_s", value=0.6,
-           note="the text: around 600 ms; Table 8 has 1.1 tokens/s, which is 909 ms"),
-    _OPT30(setting="all in device memory", system="not stated", machine=_A100, metric="decode_s", value=0.045),
-    _OPT30(setting="weights in device memory", system="llama.cpp", machine=PC_HIGH, metric="share", value=0.37),
-    _OPT30(setting="time spent by the CPU", system="llama.cpp", machine=PC_HIGH, metric="share", value=0.98),
-    _OPT30(setting="time spent on the link", system="FlexGen", machine=PC_HIGH, metric="share", value=0.995),
-]  # fmt: skip
-
-_LOAD = [
-    Published(
-        paper="PowerInfer", table="Figure 12, section 8.2", setting="active neurons that the device computes",
-        system=system, machine=machine, model=SEVERAL, metric="share", value=value, note=note,
-    )
-    for system, machine, value, note in (
-        ("llama.cpp", PC_HIGH, 0.20, "mean"),
-        ("PowerInfer", PC_HIGH, 0.70, "mean"),
-        ("PowerInfer", PC_LOW, 0.42, "a model of 60 GB"),
-    )
-]  # fmt: skip
-
-# Table 3 (Table 1 has OPT-30B, LLaMA2-13B and Yi-34B). SwiGLU: what may be left out with below 1% of perplexity.
-_SPARSITY = (
-    ("Table 1", "opt-30b", "", 0.97),
-    ("Table 3", "bamboo-7b", "", 0.90),
-    ("Table 3", SEVERAL, "OPT of 7B to 175B, least", 0.96),
-    ("Table 3", SEVERAL, "OPT of 7B to 175B, most", 0.98),
-    ("Table 3", "falcon-relu-40b", "", 0.95),
-    ("Table 3", "relullama-7b", "", 0.70),
-    ("Table 3", "relullama-13b", "", 0.78),
-    ("Table 3", "relullama-70b", "", 0.82),
-    ("Table 3", "qwen1.5-4b", "", 0.40),
-    ("Table 3", "llama-2-13b", "", 0.43),
-    ("Table 3", "yi-1.5-34b", "", 0.53),
-)
-# Share of the neurons that make 80% of the activations: in one FFN, over the model.
-_HOT = {"opt-30b": (0.26, 0.17), "relullama-70b": (0.43, 0.26), "llama-2-70b": (0.69, 0.75)}
-_PREDICTORS = {"opt-13b": 0.88e9, "opt-66b": 3.23e9, "falcon-relu-40b": 3.63e9, "relullama-70b": 5.66e9}
-_ACTIVITY = [
-    *(
-        _row(table=table, setting=setting or "mean", machine=SEVERAL, model=model, metric="sparsity", value=value)
-        for table, model, setting, value in _SPARSITY
-    ),
-    *(
-        _row(
-            table="Figure 4, section 3.1", setting=f"neurons with 80% of the activations, {where}", machine=SEVERAL,
-            model=model, metric="share", value=value,
-        )
-        for model, values in _HOT.items()
-        for where, value in zip(("one FFN", "the model"), values, strict=True)
-    ),
-    *(
-        _row(table="Table 6", setting="all layers", machine=SEVERAL, model=model, metric="predictor_weights", value=n)
-        for model, n in _PREDICTORS.items()
-    ),
-]  # fmt: skip
-
-FIGURES: tuple[Published, ...] = (
-    *_END_TO_END, *_BREAKDOWN, *_long_prompts(), *_TASKS, *_silu(), *_SMALL, *_SERVER, *_MOTIVATION, *_LOAD, *_ACTIVITY,
-)  # fmt: skip
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)

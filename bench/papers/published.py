@@ -1,10 +1,16 @@
-"""What a published figure is, and which of the papers' models and machines have no file here."""
+"""What the four papers publish, as data (`data/`): figures, why predictions of some are far off, and contradictions."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from penstock.units import GIB
+
+_DATA = Path(__file__).parent / "data"
+PAPERS = ("PIPO", "FlexGen", "ScheInfer", "PowerInfer")
 
 # Instead of a model or a machine, where a figure sums up several.
 SEVERAL = "several"
@@ -79,6 +85,78 @@ class Published:
         return tuple(getattr(self, name) for name in self.__slots__ if name not in ("value", "note"))
 
 
+@dataclass(frozen=True, slots=True)
+class Contradiction:
+    """`says`: what stands at `where`; `but`: what it cannot be reconciled with, and what is taken instead."""
+
+    paper: str
+    where: str
+    says: str
+    but: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """t = alpha_s + n · beta_s (ScheInfer's Eq. 3). n: multiply-adds (tokens × width × hidden) of a product, bytes over
+    the link. A launch has alpha_s only, and `r2` is its standard deviation in seconds."""
+
+    machine: str
+    what: str
+    weights: str
+    alpha_s: float
+    beta_s: float
+    r2: float
+
+
 def device_gb(count: int) -> int:
     """A paper's limit of device memory in bytes. Its GB are read as GiB, as makers of GPUs count."""
     return count * GIB
+
+
+def cause_of(row: Published) -> str:
+    """Why the prediction of a figure is far off; empty where nobody knows."""
+    for cause in CAUSES:
+        if cause["paper"] == row.paper and all(cause[name] in getattr(row, name) for name in _CAUSE_CELLS):
+            return cause["cause"]
+    return ""
+
+
+def _rows(name: str) -> Iterator[dict[str, str]]:
+    """The rows of a table in `data/`: cells between tabs, their names in the first line that is no comment (#) and no
+    note. A line `(3) text` is a note, which cells name."""
+    notes: dict[str, str] = {}
+    names: list[str] = []
+    for line in (_DATA / f"{name}.tsv").read_text(encoding="utf-8").splitlines():
+        if line.startswith("("):
+            number, _, text = line.partition(" ")
+            notes[number] = text
+        elif names:
+            cells = [*line.split("\t"), *[""] * len(names)]  # empty cells at a line's end may be left out
+            yield {name: notes.get(cell, cell) for name, cell in zip(names, cells, strict=False)}
+        elif not line.startswith("#"):
+            names = line.split("\t")
+
+
+def _figure(paper: str, cells: dict[str, str]) -> Published:
+    def count(name: str) -> int | None:
+        return int(cells[name]) if cells[name] else None
+
+    limit = count("device_gib")
+    names = ("table", "setting", "system", "machine", "model", "metric", "against")
+    texts: dict[str, Any] = {name: cells[name] for name in names}
+    return Published(
+        paper=paper, **texts, value=float(cells["value"]), weights=cells["weights"] or None, kv=cells["kv"] or None,
+        prompt=count("prompt"), output=count("output"), batch=count("batch"),
+        device_memory_bytes=None if limit is None else device_gb(limit), note=cells["note"],
+    )  # fmt: skip
+
+
+FIGURES: tuple[Published, ...] = tuple(_figure(paper, cells) for paper in PAPERS for cells in _rows(paper.lower()))
+CONTRADICTIONS = tuple(Contradiction(**cells) for cells in _rows("contradictions"))
+# ScheInfer's fits.
+TABLE_I = tuple(
+    Fit(c["machine"], c["what"], c["weights"], float(c["alpha_s"]), float(c["beta_s"]), float(c["r2"]))
+    for c in _rows("table_i")
+)
+CAUSES = tuple(_rows("causes"))
+_CAUSE_CELLS = ("system", "table", "setting", "model", "machine", "metric")

@@ -7,8 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from bench.papers.compare import FAR_OFF, ROUNDING, Row, median_ratio
-from bench.papers.contradictions import Contradiction
-from bench.papers.published import METRICS, UNSUPPORTED, Published
+from bench.papers.published import METRICS, UNSUPPORTED, Contradiction, Published
 
 _INTRO = f"""# The papers' tables, predicted
 

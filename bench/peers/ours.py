@@ -19,7 +19,7 @@ from penstock.planner.solve import solve
 from penstock.runtime import host
 from penstock.runtime.arena import Arenas
 from penstock.runtime.bind_native import NativeBinding, native
-from penstock.serve.session import Session
+from penstock.serve.session import Running, Session
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
 from penstock.spec.machine import MachineSpec, Rate, Tier
@@ -39,7 +39,7 @@ class Ours:
         self.packed, self.threads = open_packed(folder), threads
         ask = Ask(batch=SEQUENCES, context=context, prompt_tokens=context // 2, output_tokens=context // 2)
         self.plan = resident_plan(ask, self.packed.spec, self.packed.weights)
-        self.session = Session(self.packed, self.plan, threads=threads)
+        self.session = Session(self.packed, self.plan, Running(threads=threads))
         self._attention: Attention | None = None
 
     def facts(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from bench.peers import PROMPT_TOKENS, Answer, serve, token_ids
 from penstock.runtime import host
 from penstock.serve.engine import Engine
 from penstock.serve.generation import Generation
+from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
 from penstock.spec.plan import Plan
@@ -24,7 +25,7 @@ class Streamed:
     """One loaded engine, as a user would load it."""
 
     def __init__(self, folder: Path, ask: Ask, cache: Path) -> None:
-        self.engine = Engine.load(folder, ask, cache=cache)
+        self.engine = Engine.load(folder, ask, Loading(cache=cache))
         self.plan = self.engine.plan
 
     def facts(self) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def _calibrate(machine: Machine, undo: bool, as_json: bool) -> None:
 
     file = machine_file(machine.cache_folder)
     with progress() as tell:
-        now = load_or_probe(machine.cache_folder, machine.cache_folder, tell)
+        now = load_or_probe(machine.cache_folder, tell)
     seen, probed = runs(file, now), files.probed(file, now)
     try:
         if undo:

@@ -34,14 +34,11 @@ def bench_model(
     ask = work.ask(machine)
     with tracing(trace, f"penstock bench {model}") as record:
         source = packed_model(model, weights, machine, cache_limit)
-        from penstock.runtime.probe import load_or_probe
         from penstock.serve.bench import Wanted, bench
 
         wanted = Wanted(work.prompt_tokens, work.output_tokens, repeats, seconds)
-        with loaded(source, ask, machine, plan, record) as engine:
-            figures = engine.machine or load_or_probe(machine.cache_folder, machine.cache_folder)
-            with progress() as tell:
-                found = bench(engine, ask, figures, wanted, machine.usable_threads, tell)
+        with loaded(source, ask, machine, plan, record) as engine, progress() as tell:
+            found = bench(engine, wanted, machine.usable_threads, tell)
         print(table(found))
     if as_json:
         print_json(found.to_json())

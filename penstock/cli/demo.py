@@ -44,16 +44,15 @@ def demo(
     from penstock.serve.tokenizer import Tokenizer
     from penstock.store.packed import open_packed
 
-    tokenizer = Tokenizer.open(source.folder, Work().ask(machine).host_memory_bytes, not machine.no_verify)
+    ask = Work().ask(machine)
+    tokenizer = Tokenizer.open(source.folder, ask.host_memory_bytes, not machine.no_verify)
     if sampling.seed is None:
         sampling = dataclasses.replace(sampling, seed=SEED)
     ids, params = tokenizer.encode(prompt), sampling.params(TELLING)
-    ask = Work().ask(machine, prompt_tokens=max(1, len(ids)), output_tokens=params.max_tokens)
+    ask = dataclasses.replace(ask, prompt_tokens=max(1, len(ids)), output_tokens=params.max_tokens)
     if ask.resident_bytes is None:
         total = open_packed(source.folder, verify=not machine.no_verify).total_bytes
-        ask = Work().ask(
-            machine, prompt_tokens=ask.prompt_tokens, output_tokens=ask.output_tokens, resident_bytes=total // 2
-        )
+        ask = dataclasses.replace(ask, resident_bytes=total // 2)
         note(f"of {format_bytes(total)} of weights {format_bytes(total // 2)} may stay in memory")
     with loaded(source, ask, machine, tokenizer=tokenizer) as engine:
         from penstock.planner.explain import table

@@ -38,7 +38,7 @@ def eval_(
     if work.context is not None or work.batch != 1 or work.prompt_tokens or work.output_tokens:
         raise BadRequest("eval scores one window of 512 tokens at a time; --context, --batch and lengths are settled")
     text, plan = read_text(file), given_plan(plan_file, machine, work)
-    work.ask(machine)  # wrong flags are said before a first use packs for minutes
+    ask = work.ask(machine)  # wrong flags are said before a first use packs for minutes
     sources = [packed_model(model, weights, machine, cache_limit)]
     if against is not None:
         sources.append(packed_model(against, None, machine, cache_limit))
@@ -47,8 +47,7 @@ def eval_(
 
     described = [describe(source.folder, verify=not machine.no_verify)[0] for source in sources]
     window = min([WINDOW_TOKENS, *(spec.max_positions for spec in described)])
-    settled = {"score": True, "context": window, "prompt_tokens": window, "output_tokens": 1}
-    ask = work.ask(machine, **settled)
+    ask = dataclasses.replace(ask, score=True, context=window, prompt_tokens=window, output_tokens=1)
     if against is not None and ask.host_memory_bytes is not None:
         # Both are in this process, and the limit is the process's.
         ask = dataclasses.replace(ask, host_memory_bytes=ask.host_memory_bytes // 2)

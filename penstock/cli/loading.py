@@ -67,20 +67,19 @@ def loaded(
     """An engine with its weights in place, closed at the end. `record` hears of its passes; `tokenizer`: the model's,
     where it is open already."""
     from penstock.serve.engine import Engine
+    from penstock.serve.loading import Loading
 
+    how = Loading(
+        device=machine.device,
+        cache=machine.cache_folder,
+        plan=plan,
+        threads=machine.threads,
+        exact=machine.exact,
+        verify=not machine.no_verify,
+        tokenizer=tokenizer,
+    )
     with progress() as tell:
-        engine = Engine.open(
-            source,
-            ask,
-            device=machine.device,
-            cache=machine.cache_folder,
-            plan=plan,
-            threads=machine.threads,
-            exact=machine.exact,
-            verify=not machine.no_verify,
-            tokenizer=tokenizer,
-            on_progress=tell,
-        )
+        engine = Engine.open(source, ask, how, tell)
     for line in engine.notes:
         note(line)
     if record is not None:

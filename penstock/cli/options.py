@@ -139,24 +139,21 @@ class Work:
     ] = None
     objective: Annotated[str, Option("--objective", metavar="NAME", help="latency or throughput.")] = "latency"
 
-    def ask(self, machine: Machine, **settled: Any) -> Ask:
-        """The request, with `settled` for what the command knows better than a default."""
-        values: dict[str, Any] = {
-            "kv": self.kv,
-            "kv_home": self.kv_home,
-            "batch": self.batch,
-            "context": self.context,
-            "objective": self.objective,
-            "host_memory_bytes": _size(machine.host_memory, "--host-memory"),
-            "device_memory_bytes": _size(machine.device_memory, "--device-memory"),
-            "resident_bytes": _size(machine.resident, "--resident"),
-            "use_device": machine.device in ("cuda", "emulated"),
-            **settled,
-        }
-        for name in ("prompt_tokens", "output_tokens"):
-            if (named := getattr(self, name)) is not None:
-                values[name] = named
-        return Ask(**values)
+    def ask(self, machine: Machine, prompt_tokens: int = 64, output_tokens: int = 64) -> Ask:
+        """The request. `prompt_tokens`, `output_tokens`: for where no flag says them."""
+        return Ask(
+            prompt_tokens=self.prompt_tokens or prompt_tokens,
+            output_tokens=self.output_tokens or output_tokens,
+            batch=self.batch,
+            context=self.context,
+            objective=self.objective,
+            host_memory_bytes=_size(machine.host_memory, "--host-memory"),
+            device_memory_bytes=_size(machine.device_memory, "--device-memory"),
+            resident_bytes=_size(machine.resident, "--resident"),
+            kv=self.kv,
+            kv_home=self.kv_home,
+            use_device=machine.device in ("cuda", "emulated"),
+        )
 
 
 TraceName = Annotated[

@@ -204,7 +204,7 @@ def _machine(name: str | None, machine: Machine) -> MachineSpec:
         from penstock.runtime.probe import load_or_probe
 
         with progress() as tell:
-            return load_or_probe(machine.cache_folder, machine.cache_folder, tell)
+            return load_or_probe(machine.cache_folder, tell)
     bundled = {path.stem: path for path in sorted(_MACHINES.glob("*.json"))}
     if not as_path(name).exists() and name not in bundled:
         there = f"; bundled are {', '.join(bundled)}" if bundled else ""

@@ -36,7 +36,7 @@ def probe(
     if again:
         machine_file(folder).unlink(missing_ok=True)
     with progress() as tell:
-        found = load_or_probe(folder, folder, tell, detailed=True)
+        found = load_or_probe(folder, tell, detailed=True)
         chosen = choose(machine.device, found, None, folder, tell)
     found = chosen.machine
     if as_json:

@@ -29,14 +29,10 @@ from penstock.errors import BadRequest, PenstockError
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
-    from penstock.serve.confined import Child
     from penstock.serve.engine import Engine
     from penstock.serve.generation import Generation
     from penstock.serve.sampling import SamplingParams
-    from penstock.serve.source import Source
     from penstock.serve.tokenizer import Tokenizer
-    from penstock.serve.trace_file import TraceFile
-    from penstock.spec.plan import Plan
 
 _NO_TEMPLATE = "this model has no chat template"
 # What a base model writes where the user would speak again.
@@ -70,19 +66,30 @@ def run(
 
     spare = Child()  # it comes up while this process imports the rest
     plan = given_plan(plan_file, machine, work)
+    chatting = prompt is None and not as_json and sys.stdin.isatty()
     # Wrong flags are said before a first use packs for minutes.
-    work.ask(machine)
+    ask = work.ask(machine)
     sampling.params({}, work)
+    if chatting and raw:
+        raise BadRequest("--raw continues a PROMPT; a chat needs the template")
+    if chatting and work.batch != 1:
+        raise BadRequest("a chat is one sequence: --batch is for a PROMPT")
     with tracing(trace, f"penstock run {model}") as record:
-        chatting = prompt is None and not as_json and sys.stdin.isatty()
-        text = None if chatting else read_prompt(prompt)
+        text = "" if chatting else read_prompt(prompt)
         source = packed_model(model, weights, machine, cache_limit, chat=not raw)
-        if text is None:
-            _talk(source, machine, work, sampling, plan, raw, record, spare)
+        from penstock.serve.tokenizer import Tokenizer
+
+        # Before the weights are loaded: a tokenizer that is refused should not wait for them.
+        tokenizer = Tokenizer.open(source.folder, ask.host_memory_bytes, not machine.no_verify, spare)
+        params = sampling.params(tokenizer.generation_config, work)
+        if chatting:
+            ask = work.ask(machine, output_tokens=sampling.max_tokens or ask.output_tokens)
+            with loaded(source, ask, machine, plan, record, tokenizer) as engine:
+                note("Ctrl-D ends, /new starts over")
+                chat(engine, params, _typed_lines())
             return
-        tokenizer = _opened(source, machine, work, spare)
-        ids, params = _prepare(tokenizer, text, raw, sampling, work)
-        ask = work.ask(machine, prompt_tokens=max(1, len(ids)), output_tokens=params.max_tokens)
+        ids = _encoded(tokenizer, text, raw)
+        ask = work.ask(machine, max(1, len(ids)), params.max_tokens)
         with loaded(source, ask, machine, plan, record, tokenizer) as engine:
             answer(engine, [ids] * work.batch, params, as_json)
 
@@ -159,45 +166,13 @@ def chat(engine: Engine, params: SamplingParams, lines: Iterator[str]) -> None:
         _tell(engine, generation)
 
 
-def _opened(source: Source, machine: Machine, work: Work, spare: Child) -> Tokenizer:
-    """Before the weights are loaded: a tokenizer that is refused should not wait for them."""
-    from penstock.serve.tokenizer import Tokenizer
-
-    return Tokenizer.open(source.folder, work.ask(machine).host_memory_bytes, not machine.no_verify, spare)
-
-
-def _prepare(
-    tokenizer: Tokenizer, text: str, raw: bool, sampling: Sampling, work: Work
-) -> tuple[list[int], SamplingParams]:
-    """The prompt's ids and how to sample. Before the plan is made, which depends on the prompt's length."""
-    if raw or not tokenizer.has_chat_template:
-        if not raw:
-            note(f"{_NO_TEMPLATE}: it continues the prompt as it stands")
-        ids = tokenizer.encode(text)
-    else:
-        ids = tokenizer.encode_chat([{"role": "user", "content": text}])
-    return ids, sampling.params(tokenizer.generation_config, work)
-
-
-def _talk(
-    source: Source,
-    machine: Machine,
-    work: Work,
-    sampling: Sampling,
-    plan: Plan | None,
-    raw: bool,
-    record: TraceFile | None,
-    spare: Child,
-) -> None:
-    if raw:
-        raise BadRequest("--raw continues a PROMPT; a chat needs the template")
-    if work.batch != 1:
-        raise BadRequest("a chat is one sequence: --batch is for a PROMPT")
-    settled = {} if sampling.max_tokens is None else {"output_tokens": sampling.max_tokens}
-    ask = work.ask(machine, **settled)
-    with loaded(source, ask, machine, plan, record, _opened(source, machine, work, spare)) as engine:
-        note("Ctrl-D ends, /new starts over")
-        chat(engine, sampling.params(engine.tokenizer.generation_config, work), _typed_lines())
+def _encoded(tokenizer: Tokenizer, text: str, raw: bool) -> list[int]:
+    """The prompt's ids."""
+    if not raw and tokenizer.has_chat_template:
+        return tokenizer.encode_chat([{"role": "user", "content": text}])
+    if not raw:
+        note(f"{_NO_TEMPLATE}: it continues the prompt as it stands")
+    return tokenizer.encode(text)
 
 
 def _print_stream(engine: Engine, ids: list[int], params: SamplingParams, lead: str = "") -> Any:

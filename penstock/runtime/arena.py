@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,25 +12,24 @@ from numpy.typing import NDArray
 from penstock import _native
 from penstock.errors import InternalError, StorageFailed
 from penstock.graph.tasks import Slot
-from penstock.runtime.device import Device
 from penstock.spec.plan import DEVICE, Plan
 from penstock.units import format_bytes
 
 
 class Arenas:
-    """Byte arrays by arena name, in huge pages where the system grants them; a device's where the host sees them."""
+    """Byte arrays by arena name, in huge pages where the system grants them; a device's where the host sees them.
+    `on_device`: takes memory of the device for an arena of so many bytes."""
 
-    def __init__(self, plan: Plan, device: Device | None = None) -> None:
+    def __init__(self, plan: Plan, on_device: Callable[[str, int], memoryview | None] | None = None) -> None:
         self._memory: dict[str, _native.Memory] = {}
         self._bytes: dict[str, NDArray[np.uint8]] = {}
         for arena in plan.arenas:
             if arena.tier.startswith("disk"):
                 continue  # a file, which whoever moves its bytes keeps
             if arena.tier == DEVICE:
-                if device is None:
+                if on_device is None:
                     raise InternalError(f"{arena.name} lies on a device, but there is none")
-                seen = device.allocate(arena.name, arena.bytes)
-                if seen is not None:
+                if (seen := on_device(arena.name, arena.bytes)) is not None:
                     self._bytes[arena.name] = np.frombuffer(seen, dtype=np.uint8)
                 continue
             try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +22,7 @@ from penstock.kernels import cpu
 from penstock.runtime.arena import Arenas
 from penstock.runtime.bind_native import NativeBinding, native
 from penstock.runtime.ceilings import ceilings
+from penstock.runtime.host import Progress
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.plan import Plan
@@ -67,7 +68,7 @@ def bench_ops(
     isa: str | None,
     exact: bool,
     repeats: int = 5,
-    on_progress: Callable[[str, int, int], None] | None = None,
+    on_progress: Progress | None = None,
 ) -> Iterator[Measured]:
     """Times every op of `rows` rows at the end of a `context`, on layers like the first of `spec`."""
     plan = _plan(spec, weights, kv, max(rows), context)

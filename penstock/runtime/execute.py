@@ -1,8 +1,12 @@
 """Runs tasks: `run` overlaps the lanes, `run_serial` does one task at a time and is the oracle.
 
 The main thread computes (lane `host`). A load is only begun, and the disk's own reader does it; so is what a device
-does, which is told what it comes after and waits by itself. A lane's other tasks have a thread of the lane's own. Lanes
-are first in, first out; a task waits for the tasks that it names in `after`, and for nothing else.
+does, which is told what it comes after and waits by itself. A lane's other tasks have a thread of the lane's own. A
+task waits for the tasks that it names in `after`, and for nothing else.
+
+Every lane begins its tasks in the order in which it was given them. The host and a device also end them in that order.
+A disk does not: it has several loads under way, and a later one may be there first (see `_Lane`). An edge
+names only the last task of a lane, so who waits for a load waits for those before it too.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from enum import Enum
 from itertools import takewhile
 
 from penstock.errors import InternalError
@@ -95,10 +100,9 @@ class Executor:
         self._handed[task.id] = lane.take(task, waits)
 
     def _unfinished(self, task_id: int) -> list[_Handed]:
-        """The task, and those before it in its lane: edges name only a lane's last, but a disk has several loads under
-        way, and what was begun later may be done first. A device's lanes keep their order by themselves."""
+        """The task, and those before it in its lane that may end after it."""
         last = self._handed.get(task_id)
-        if last is None or last.on_device:
+        if last is None or last.on_device:  # whose lanes end their tasks in order
             return [] if last is None else [last]
         lane = self._lanes[last.task.lanes[0]]
         self._sweep(lane)
@@ -146,27 +150,36 @@ class Executor:
         return Timeline(ended, start_s - self._origin_s, end_s - self._origin_s)
 
 
+class _State(Enum):
+    """Of a task in a lane: WAITING → BEGUN, DONE or FAILED; a BEGUN one may become FAILED where it was interrupted."""
+
+    WAITING = "for tasks of other lanes, or for those before it in its own"
+    BEGUN = "it goes on by itself, and its Underway says whether it has ended, and how"
+    DONE = "by the lane's thread"
+    FAILED = "it could not be begun, or not be done: `error` says why"
+
+
 class _Handed:
-    """A task in a lane: begun or not, done or not."""
+    """A task in a lane. `on_device`: its lane ends its tasks in order, and the device waits for its own by itself."""
 
     def __init__(self, task: Task, on_device: bool) -> None:
         self.task, self.on_device = task, on_device
-        self._answered = threading.Event()  # begun, or done where it does not go on by itself
-        self._underway: Underway | None = None
-        self.error: BaseException | None = None
-        self._span_s = (0.0, 0.0)
+        self.state = _State.WAITING
+        self.error: BaseException | None = None  # of one that FAILED
+        self._left_waiting = threading.Event()
+        self._underway: Underway | None = None  # of one that was BEGUN
+        self._span_s = (0.0, 0.0)  # of one that is DONE
 
     def begin(self, work: Dispatch, waits: Sequence[_Handed]) -> bool:
-        """Whether it is a task that can be begun; it goes on by itself then. Keeps an error for those who wait."""
+        """Begins it, if it is a task that can be. Keeps an error for those who wait. Whether it is WAITING no more."""
         own = [other._underway for other in waits if other.on_device] if self.on_device else []
-        after = [underway for underway in own if underway is not None]
         try:
-            self._underway = work.start(self.task, after)
+            self._underway = work.start(self.task, [underway for underway in own if underway is not None])
         except BaseException as error:
             self.fail(error)
         if self._underway is not None:
-            self._answered.set()
-        return self.answered
+            self._become(_State.BEGUN)
+        return self.state is not _State.WAITING
 
     def do(self, work: Dispatch, waits: Sequence[_Handed]) -> None:
         """Begins it, or does it here and now. Keeps an error for those who wait."""
@@ -177,65 +190,69 @@ class _Handed:
             work.run(self.task)
             self._span_s = (start_s, time.perf_counter())
         except BaseException as error:
-            self.error = error
-        self._answered.set()
+            self.fail(error)
+        else:
+            self._become(_State.DONE)
 
     def fail(self, error: BaseException) -> None:
         self.error = error
-        self._answered.set()
-
-    @property
-    def answered(self) -> bool:
-        """Whether the lane may go on to the next task."""
-        return self._answered.is_set()
-
-    @property
-    def done(self) -> bool:
-        return self.answered and (self._underway is None or self._underway.done)
+        self._become(_State.FAILED)
 
     @property
     def succeeded(self) -> bool:
-        return self.done and self.error is None and (self._underway is None or self._underway.complete)
+        """Whether `wait` returns at once."""
+        if self.state is _State.BEGUN:
+            assert self._underway is not None
+            return self._underway.complete
+        return self.state is _State.DONE
 
     def may_follow(self, other: _Handed) -> bool:
         """Whether this one can be begun as far as that one goes: a device waits for its own tasks by itself. After one
         that failed none is begun: the lane's thread hears of it, and fails what follows."""
         if self.on_device and other.on_device:
-            return other.answered and other.error is None
+            return other.state is _State.BEGUN
         return other.succeeded
 
     def follow(self, other: _Handed) -> None:
         """Waits until it may. Raises what that one raised."""
         if self.on_device and other.on_device:
-            other._answered.wait()
-            if other.error is not None:
-                raise other.error
+            other._wait_begun()
         else:
             other.wait()
 
     def settle(self) -> None:
         """Waits for what was begun, also of a task that failed afterwards: it writes to memory."""
-        self._answered.wait()
+        self._left_waiting.wait()
         if self._underway is not None:
             self._underway.wait()
 
     def wait(self) -> tuple[float, float]:
         """When it began and ended, on the clock of time.perf_counter. Raises what it raised."""
-        self._answered.wait()
-        if self.error is not None:
-            raise self.error
+        self._wait_begun()
         if self._underway is None:
             return self._span_s
         self._underway.wait()
         return self._underway.span_s
 
+    def _wait_begun(self) -> None:
+        self._left_waiting.wait()
+        if self.error is not None:
+            raise self.error
+
+    def _become(self, state: _State) -> None:
+        self.state = state
+        self._left_waiting.set()
+
 
 class _Lane:
-    """The tasks of one lane in the order in which they came. What can be begun is begun where it is handed over,
-    without a hop to another thread, if nothing is left to wait for and no task before it waits for the thread."""
+    """The tasks of one lane, begun in the order in which they came. What can be begun is begun where it is handed over,
+    without a hop to another thread, if nothing is left to wait for and no task before it waits for the thread.
+
+    On a device they also end in that order. A disk has several loads under way, and a later one may be there first."""
 
     def __init__(self, name: str, work: Dispatch) -> None:
         self._name, self._to_do = name, work
+        self._on_device = work.on_device(name)
         self.handed: deque[_Handed] = deque()  # those that nobody has waited for
         self.end_s = 0.0  # of the last one waited for
         self._queue: queue.SimpleQueue[tuple[_Handed, list[_Handed]] | None] = queue.SimpleQueue()
@@ -243,10 +260,10 @@ class _Lane:
         self._thread: threading.Thread | None = None
 
     def take(self, task: Task, waits: list[_Handed]) -> _Handed:
-        handed = _Handed(task, self._to_do.on_device(self._name))
+        handed = _Handed(task, self._on_device)
         self.handed.append(handed)
         try:
-            if (self._last is None or self._last.answered) and all(handed.may_follow(other) for other in waits):
+            if not self._thread_is_behind and all(handed.may_follow(other) for other in waits):
                 if handed.begin(self._to_do, waits):
                     return handed
             if self._thread is None:
@@ -258,6 +275,10 @@ class _Lane:
             handed.fail(error)
             raise
         return handed
+
+    @property
+    def _thread_is_behind(self) -> bool:
+        return self._last is not None and self._last.state is _State.WAITING
 
     def stop(self) -> None:
         if self._thread is not None:

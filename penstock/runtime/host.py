@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+
+# Hears what is being done, how much of it is done, and how much it is in all (0: nobody knows).
+Progress = Callable[[str, int, int], None]
+
+
+def usable_threads(asked: int | None) -> int:
+    """By default, and at most, one for each CPU that this process may use."""
+    cpus = usable_cpus()
+    return min(asked or cpus, cpus)
 
 
 def peak_rss_bytes() -> int:

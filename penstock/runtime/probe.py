@@ -25,6 +25,7 @@ from penstock.kernels import cpu
 from penstock.runtime import child, host
 from penstock.runtime.bind_native import Native, native
 from penstock.runtime.ceilings import RAM_BYTES, ram_read_bytes_per_s
+from penstock.runtime.host import Progress
 from penstock.runtime.movers import new_reader
 from penstock.runtime.probe_disk import UNIT_BYTES, LoadVisits, ProbeFile, disk_rates, probe_file
 from penstock.runtime.probe_ops import FORMATS, KV_FORMATS, ROW_OPS, Layers, op_rates
@@ -52,19 +53,16 @@ def probed_file(file: Path) -> Path:
 
 
 def load_or_probe(
-    cache: Path,
-    disk_folder: Path,
-    on_progress: Callable[[str, int, int], None] | None = None,
-    detailed: bool = False,
+    cache: Path, on_progress: Progress | None = None, *, disk_folder: Path | None = None, detailed: bool = False
 ) -> MachineSpec:
-    """The machine as measured before, or measured now and kept. Memory is always read afresh. `detailed`: says what had
-    to be measured again."""
+    """The machine as measured before, or measured now and kept. Memory is always read afresh. `disk_folder`: on the
+    disk to measure; None is `cache`. `detailed`: says what had to be measured again."""
     path = machine_file(cache)
     if (known := kept(path)) is not None:
         return _with_memory(known)
     if on_progress:
         on_progress("measuring this machine, once (about a minute)", 0, 0)
-    found = probe_apart(disk_folder, on_progress if detailed else None)
+    found = probe_apart(disk_folder or cache, on_progress if detailed else None)
     keep(path, found)
     probed_file(path).unlink(missing_ok=True)  # of the probe before this one
     return found
@@ -88,7 +86,7 @@ def keep(path: Path, machine: MachineSpec) -> None:
 
 def probe_apart(
     disk_folder: Path,
-    on_progress: Callable[[str, int, int], None] | None = None,
+    on_progress: Progress | None = None,
     formats: Sequence[str] = FORMATS,
     kv_formats: Sequence[str] = KV_FORMATS,
 ) -> MachineSpec:

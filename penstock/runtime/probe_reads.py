@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,8 +39,7 @@ _ENGINE_TURNS = 8
 LoadsS = Callable[[_native.Reader, int, int], float]
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """A way of reading."""
 
     engine: str

@@ -18,13 +18,12 @@ from penstock.graph.tasks import Pass
 from penstock.graph.timeline import Timeline
 from penstock.planner.predict import predict
 from penstock.runtime.ceilings import ceilings_apart
+from penstock.runtime.host import Progress
 from penstock.serve.bench_result import Result, Spread
 from penstock.serve.engine import Engine
 from penstock.serve.generation import Generation, percentiles
 from penstock.serve.sampling import SamplingParams
-from penstock.serve.session import Progress
 from penstock.spec.ask import Ask
-from penstock.spec.machine import MachineSpec
 from penstock.spec.plan import DEVICE, Plan
 
 _LEAST_PROMPT, _LEAST_TOKENS = 8, 8  # where the user names no length and time is short
@@ -71,16 +70,14 @@ class _Decoding:
 
 def bench(
     engine: Engine,
-    ask: Ask,
-    machine: MachineSpec,
     wanted: Wanted,
     threads: int,
     on_progress: Progress | None = None,
 ) -> Result:
-    """Warms up, measures, and compares with `machine`'s figures. `ask`: what the engine was loaded for."""
+    """Warms up, measures, and compares with what the machine's figures promise."""
     tell = on_progress or (lambda what, done, total: None)
     at_once = engine.plan.batch_seqs * engine.plan.batches_per_pass
-    ask = replace(ask, context=engine.plan.context, batch=min(ask.batch, at_once))
+    ask = replace(engine.ask, context=engine.plan.context, batch=min(engine.ask.batch, at_once))
     ask = _lengths(engine, ask, wanted)
     file = max(engine.packed.files, key=lambda path: path.stat().st_size) if _streams(engine.plan) else None
     before = ceilings_apart(threads, file)
@@ -107,7 +104,7 @@ def bench(
         engine.plan,
         threads,
         len(answers),
-        predict(engine.plan, ask, machine),
+        predict(engine.plan, ask, engine.machine),
         Spread.of([first.batch_ttft_s for first in firsts]),
         Spread.of([ask.batch * ask.prompt_tokens / first.batch_ttft_s for first in firsts]),
         Spread.of([first.decode_tokens_per_s for first in firsts]),

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from penstock.errors import BadRequest, BrokenModel, StorageFailed
+from penstock.runtime.host import Progress
 from penstock.serve.before_packing import check_text_files
-from penstock.serve.session import Progress
 from penstock.spec.format import Format
 from penstock.store import cache, copies
 from penstock.store.copies import Origin, Record

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import BadRequest, BrokenModel
+from penstock.runtime.host import Progress
 from penstock.serve.engine import Engine
 from penstock.serve.sampling import log_softmax
 
@@ -32,7 +33,7 @@ def evaluate(
     engine: Engine,
     text: str,
     against: Engine | None = None,
-    on_progress: Callable[[str, int, int], None] | None = None,
+    on_progress: Progress | None = None,
 ) -> Evaluation:
     """Non-overlapping windows of 512 tokens (or the model's maximum), the first token of each unscored.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.serve.engine import Engine
+from penstock.serve.loading import Loading
 from penstock.serve.planning import default_cache
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.tokenizer import Tokenizer
@@ -54,13 +55,8 @@ class LLM:
     ) -> None:
         from penstock.serve.source import resolve
 
-        source = resolve(
-            str(model),
-            weights=weights,
-            cache=Path(cache) if cache else default_cache(),
-            verify=verify,
-            on_progress=on_progress,
-        )
+        folder = Path(cache) if cache else default_cache()
+        source = resolve(str(model), weights=weights, cache=folder, verify=verify, on_progress=on_progress)
         ask = Ask(
             batch=batch,
             context=context,
@@ -71,10 +67,9 @@ class LLM:
             kv_home=kv_home,
             use_device=device in ("cuda", "emulated"),
         )
-        kept = Path(cache) if cache else None
         tokenizer = Tokenizer.open(source.folder, ask.host_memory_bytes, verify)
-        how = {"device": device, "cache": kept, "verify": verify, "tokenizer": tokenizer, "on_progress": on_progress}
-        self.engine = Engine.open(source, ask, **how)
+        how = Loading(device=device, cache=folder, verify=verify, tokenizer=tokenizer)
+        self.engine = Engine.open(source, ask, how, on_progress)
 
     def generate(self, prompts: str | Sequence[str], params: SamplingParams | None = None) -> list[Answer]:
         """Completes each prompt as it stands; no chat template is applied. Raises TypeError for other prompts than a

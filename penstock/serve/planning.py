@@ -54,6 +54,5 @@ def plan(
     if machine is None:
         from penstock.runtime.probe import load_or_probe
 
-        folder = Path(cache) if cache is not None else default_cache()
-        machine = load_or_probe(folder, folder)
+        machine = load_or_probe(Path(cache) if cache is not None else default_cache())
     return solve(Ask(**ask), spec, fmt, machine, part_disks(Path(model)))

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from threadpoolctl import threadpool_limits
 
 from penstock.errors import BadRequest, DamagedModel, PenstockError
 from penstock.graph.lower import Lowering
-from penstock.graph.tasks import Pass, Task, kv_loaded_bytes, link_bytes, streamed_bytes
+from penstock.graph.tasks import Pass, Task
 from penstock.graph.timeline import Timeline
 from penstock.runtime import host
 from penstock.runtime.arena import Arenas
@@ -24,87 +25,99 @@ from penstock.runtime.bind_native import NativeBinding, native
 from penstock.runtime.device import Device, uses_device
 from penstock.runtime.dispatch import Dispatch
 from penstock.runtime.execute import Executor
+from penstock.runtime.host import Progress
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskReader, waited_for
 from penstock.runtime.reread import NOTHING, Read, from_disk, from_ram
 from penstock.runtime.uploads import lift_weights
+from penstock.serve.traffic import Traffic
 from penstock.spec.plan import Plan
 from penstock.store.packed import Packed
 
-Progress = Callable[[str, int, int], None]
 _LOADS_AHEAD = 8
 # Hears of each pass what ended since the one before; None: loads that ended after the last pass.
 Watch = Callable[[Timeline, Pass | None], None]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """How passes are computed.
+
+    `threads`: None is all CPUs that this process may use, and more than those there are not. `kernels`: avx512,
+    avxvnni, avx2, portable or reference (numpy); None is the best here. `exact`: integer weights times float32
+    activations instead of int8 ones. `serial`: one task at a time (the oracle). `poisoned`: ring slots are filled with
+    NaN before each load.
+    """
+
+    threads: int | None = None
+    kernels: str | None = None
+    exact: bool = False
+    serial: bool = False
+    poisoned: bool = False
+
+
 class Session:
     """Steps passes of one plan over one packed model.
 
-    `kernels`: avx512, avxvnni, avx2, portable or reference (numpy); None is the best here, and the attribute says why.
-    `exact`: integer weights times float32 activations instead of int8 ones.
-    `serial`: one task at a time (the oracle). `poisoned`: ring slots are filled with NaN before each load.
-    `kv_folder`: where KV goes that the plan keeps on a disk; None is the model's folder.
-    `device`: what a plan with a device's memory computes on; the session closes it.
+    `kv_folder`: where KV goes that the plan keeps on a disk; None is the model's folder. `device`: what a plan with a
+    device's memory computes on; the session closes it. The attribute `kernels` says which were taken, and why.
     """
 
     def __init__(
         self,
         packed: Packed,
         plan: Plan,
+        how: Running = Running(),
         *,
-        threads: int | None = None,
-        kernels: str | None = None,
-        exact: bool = False,
-        serial: bool = False,
-        poisoned: bool = False,
         kv_folder: Path | None = None,
         device: Device | None = None,
         on_progress: Progress | None = None,
     ) -> None:
-        if (packed.spec.vocab, packed.weights) != (plan.target.spec.vocab, plan.target.weights):
-            raise BadRequest(f"this plan is not for {packed.folder}: it has {plan.target.weights.name} weights")
-        if uses_device(plan) and device is None:
-            raise BadRequest("this plan computes on a device; here there is none (--device says which to take)")
-        self.plan = plan
+        _require_match(packed, plan, device)
+        self.plan, self.device, self._how, self._closed = plan, device, how, False
         self.lowering = Lowering(plan)
-        self._serial, self._closed = serial, False
+        self._traffic = Traffic(plan.units, device is not None)
         self._stepping = threading.Lock()  # memory is given back between two passes, never under one
-        self._link_bytes: dict[str, int] = {}
-        self._crossed: dict[int, dict[str, int]] = {}  # of tasks that come again
         self.watchers: list[Watch] = []  # without any no timeline is kept
         # Hears of weights that a pass found to be damaged, and says what to raise.
         self.on_damage: Callable[[DamagedModel], DamagedModel] | None = None
         self._origin_s = time.perf_counter()
         self.best: list[list[tuple[float, int]]] = []  # of the last pass, per batch and row: largest logit and its id
         self.loading = NOTHING  # from the disks, before the first pass
-        self._threads = threads
         self.consumed_bytes = 0  # what the last pass took from slower tiers: its rings, embedding rows and KV
         with ExitStack() as opened:  # a load that fails half-way gives everything back
-            self.reader = DiskReader(packed, plan.io_block_bytes, plan.io_depth, plan.io_engine)
-            opened.callback(self.reader.close)
-            if device is not None:
-                opened.callback(device.close)
-            self._arenas = Arenas(plan, device)
-            opened.callback(self._arenas.close)
-            self._device = device
-            kv_bytes = plan.tier_bytes().get("disk0", 0)
-            self.kv_file: KvFile | None = None
-            if kv_bytes:
-                folder = kv_folder or packed.folder
-                self.kv_file = KvFile(folder, kv_bytes, plan.io_block_bytes, plan.io_engine)
-                opened.callback(self.kv_file.close)
-            how = (kernels, threads, exact)
-            host, self.kernels = _bind(plan, self._arenas, self.reader, self.kv_file, *how, poisoned)
-            if device is not None:
-                device.attach(plan, self._arenas, lambda: _bind(plan, self._arenas, None, None, *how, True)[0])
-            self._binding, self._work = host, Dispatch(host, device)
-            # What is left to numpy is small, and its BLAS threads spin while they wait: beside one other busy process
-            # a product of 8 rows took 40 times as long with two of them as with one (docs/LOG.md).
-            opened.callback(threadpool_limits(1, user_api="blas").restore_original_limits)
-            self._executor = self._new_executor()
-            opened.callback(lambda: self._executor.close())
+            self._open_memory(packed, kv_folder, opened)
+            self._open_lanes(opened)
             self._load_weights(on_progress)
             self._opened = opened.pop_all()
+
+    def _open_memory(self, packed: Packed, kv_folder: Path | None, opened: ExitStack) -> None:
+        """The files that weights come from, the arenas that they go to, and KV on a disk."""
+        plan, device = self.plan, self.device
+        self.reader = DiskReader(packed, plan.io_block_bytes, plan.io_depth, plan.io_engine)
+        opened.callback(self.reader.close)
+        if device is not None:
+            opened.callback(device.close)
+        self._arenas = Arenas(plan, device.allocate if device is not None else None)
+        opened.callback(self._arenas.close)
+        self.kv_file: KvFile | None = None
+        if kv_bytes := plan.tier_bytes().get("disk0", 0):
+            self.kv_file = KvFile(kv_folder or packed.folder, kv_bytes, plan.io_block_bytes, plan.io_engine)
+            opened.callback(self.kv_file.close)
+
+    def _open_lanes(self, opened: ExitStack) -> None:
+        """The kernels of the host and of the device, and what hands tasks to them."""
+        plan, how, device = self.plan, self._how, self.device
+        self._binding, self.kernels = _bind(plan, self._arenas, self.reader, self.kv_file, how)
+        if device is not None:
+            beside = replace(how, poisoned=True)
+            device.attach(plan, self._arenas, lambda: _bind(plan, self._arenas, None, None, beside)[0])
+        self._work = Dispatch(self._binding, device)
+        # What is left to numpy is small, and its BLAS threads spin while they wait: beside one other busy process
+        # a product of 8 rows took 40 times as long with two of them as with one (docs/LOG.md).
+        opened.callback(threadpool_limits(1, user_api="blas").restore_original_limits)
+        self._executor = self._new_executor()
+        opened.callback(lambda: self._executor.close())
 
     def step(self, p: Pass, tokens: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         """One pass. `tokens[i]`: int32 [T] of p.batches[i]. Returns logits float32 [n, V] per batch, views that
@@ -119,11 +132,11 @@ class Session:
         for batch, ids in zip(p.batches, tokens, strict=True):
             slot = self.lowering.layout.act("host", batch.id, "tokens", 4 * batch.total_rows)
             self._arenas.view(slot).view(np.int32)[...] = ids
-        self.consumed_bytes = self._binding.fetched_bytes = 0
+        self._traffic.streamed_bytes = self._binding.fetched_bytes = 0
         self._executor.recording = bool(self.watchers)
-        if self._device is not None:
-            self._device.time_tasks(bool(self.watchers))
-        run = self._executor.run_serial if self._serial else self._executor.run
+        if self.device is not None:
+            self.device.time_tasks(bool(self.watchers))
+        run = self._executor.run_serial if self._how.serial else self._executor.run
         # Damaged weights overflow; whoever looks at the logits says so once, numpy would many times.
         try:
             with np.errstate(all="ignore"):
@@ -133,7 +146,7 @@ class Session:
             if isinstance(error, DamagedModel) and self.on_damage is not None:
                 raise self.on_damage(error) from None
             raise
-        self.consumed_bytes += self._binding.fetched_bytes
+        self.consumed_bytes = self._traffic.streamed_bytes + self._binding.fetched_bytes
         self._tell(timeline, p)
         logits, self.best = [], []
         for batch in p.batches:
@@ -153,11 +166,11 @@ class Session:
     @property
     def peak_host_bytes(self) -> int:
         """Of this process, less what stands in for a device's memory."""
-        return host.peak_rss_bytes() - (self._device.borrowed_bytes if self._device else 0)
+        return host.peak_rss_bytes() - (self.device.borrowed_bytes if self.device else 0)
 
     @property
     def peak_device_bytes(self) -> int:
-        return self._device.peak_bytes if self._device else 0
+        return self.device.peak_bytes if self.device else 0
 
     def close(self) -> None:
         """Also after a pass that failed, and from another thread than the one that steps: a pass under way ends first.
@@ -168,7 +181,7 @@ class Session:
 
     def bytes_moved(self) -> dict[str, int]:
         """Bytes by lane so far: weights and KV from each disk, KV to it; what crossed the link each way."""
-        found = {**self.reader.bytes_by_disk, **self._link_bytes}
+        found = {**self.reader.bytes_by_disk, **self._traffic.link_bytes}
         if self.kv_file is not None:
             found["disk0"] = found.get("disk0", 0) + self.kv_file.bytes_read
             found["disk_write0"] = self.kv_file.bytes_written
@@ -186,8 +199,7 @@ class Session:
             streamed = from_disk(self.reader, ranges, ring.ctypes.data, plan.ring_bytes["host"], seconds)
             self._start_over()
         weights = self._arenas.whole("host.weights")
-        threads = min(self._threads or host.usable_cpus(), host.usable_cpus())
-        return streamed, from_ram(weights.ctypes.data, len(weights), threads)
+        return streamed, from_ram(weights.ctypes.data, len(weights), host.usable_threads(self._how.threads))
 
     def drain(self) -> None:
         """Waits for loads under way, so that counters stand still."""
@@ -203,7 +215,7 @@ class Session:
         """A pass broke off: forgets what rings hold and lanes have failed, so that the next one starts clean."""
         self._executor.close()
         self._work.forget()
-        self._crossed.clear()
+        self._traffic.forget()
         self._executor, self.lowering = self._new_executor(), Lowering(self.plan)
 
     def _new_executor(self) -> Executor:
@@ -214,22 +226,7 @@ class Session:
             watch(timeline, p)
 
     def _counted(self, p: Pass) -> Iterator[Task]:
-        """The pass's tasks, noting what they read from the rings."""
-        for task in self.lowering.step(p):
-            if task.like < 0:  # what comes again streams nothing, and to look at all its calls takes a millisecond
-                self.consumed_bytes += streamed_bytes(task, self.plan.units) + kv_loaded_bytes(task)
-            if self._device is not None:
-                self._count_link(task)
-            yield task
-
-    def _count_link(self, task: Task) -> None:
-        crossed = self._crossed.get(task.like)
-        if crossed is None:
-            crossed = link_bytes(task)
-            if task.like >= 0:
-                self._crossed[task.like] = crossed
-        for lane, nbytes in crossed.items():
-            self._link_bytes[lane] = self._link_bytes.get(lane, 0) + nbytes
+        return self._traffic.counted(self.lowering.step(p))
 
     def _load_weights(self, on_progress: Progress | None) -> None:
         """Reads every resident unit to its place."""
@@ -249,7 +246,7 @@ class Session:
             for slot in slots
             if slot.arena.startswith("host.")
         )
-        uploads = lift_weights(self.plan, layout, self.reader, self._arenas, self._device) if self._device else ()
+        uploads = lift_weights(self.plan, layout, self.reader, self._arenas, self.device) if self.device else ()
         for nbytes in chain(waited_for(chain(loads, copies), _LOADS_AHEAD), uploads):
             done += nbytes
             if on_progress and (done == total or time.perf_counter() - told_s > 0.1):
@@ -259,18 +256,18 @@ class Session:
         self.loading = Read(self.loaded_bytes, time.perf_counter() - start_s)
 
 
+def _require_match(packed: Packed, plan: Plan, device: Device | None) -> None:
+    if (packed.spec.vocab, packed.weights) != (plan.target.spec.vocab, plan.target.weights):
+        raise BadRequest(f"this plan is not for {packed.folder}: it has {plan.target.weights.name} weights")
+    if uses_device(plan) and device is None:
+        raise BadRequest("this plan computes on a device; here there is none (--device says which to take)")
+
+
 def _bind(
-    plan: Plan,
-    arenas: Arenas,
-    reader: DiskReader | None,
-    kv_file: KvFile | None,
-    kernels: str | None,
-    threads: int | None,
-    exact: bool,
-    poisoned: bool,
+    plan: Plan, arenas: Arenas, reader: DiskReader | None, kv_file: KvFile | None, how: Running
 ) -> tuple[Binding, str]:
     """(the binding, why these kernels)."""
-    if kernels == "reference":
-        return Binding(plan, arenas, reader, poisoned, kv_file), "numpy kernels: asked for"
-    chosen = native(kernels, min(threads or host.usable_cpus(), host.usable_cpus()), exact)
-    return NativeBinding(plan, arenas, reader, chosen, poisoned, kv_file), chosen.reason
+    if how.kernels == "reference":
+        return Binding(plan, arenas, reader, how.poisoned, kv_file), "numpy kernels: asked for"
+    chosen = native(how.kernels, host.usable_threads(how.threads), how.exact)
+    return NativeBinding(plan, arenas, reader, chosen, how.poisoned, kv_file), chosen.reason

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import BadRequest, DamagedModel
+from penstock.runtime.host import Progress
 from penstock.serve import shapes
 from penstock.serve.cached import Cached
-from penstock.serve.session import Progress
 from penstock.spec.format import Format, parse_format
 from penstock.store import copies
 from penstock.store.locks import FolderLock

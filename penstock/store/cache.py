@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.errors import BadRequest, PenstockError, StorageFailed
+from penstock.errors import BadRequest, PenstockError
 from penstock.store import copies
 from penstock.store import manifest as manifests
 from penstock.store.copies import PARTIAL, RECORD, REMOVED
-from penstock.store.files import is_aside, read_json
+from penstock.store.files import is_aside, read_json, storage_errors
 from penstock.store.manifest import CONFIG, COPIED, SHARD_NAME, SUMS
 from penstock.store.writer import STATE
 from penstock.units import format_bytes
@@ -63,12 +63,9 @@ def is_ours(entry: Entry) -> bool:
 
 def entries(models: Path) -> list[Entry]:
     """All that lies there, by name; empty where there is no such folder. Raises StorageFailed."""
-    try:
+    names: list[str] = []
+    with storage_errors("read", models), suppress(FileNotFoundError):
         names = sorted(os.listdir(models))
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StorageFailed(f"cannot read {models}: {error.strerror}") from None
     found = (look(models / name) for name in names)
     return [entry for entry in found if entry is not None]
 

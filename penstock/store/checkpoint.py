@@ -6,14 +6,13 @@ import os
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import BadRequest, BrokenModel, StorageFailed, UnsupportedModel
-from penstock.store.files import open_regular, read_json
+from penstock.errors import BadRequest, BrokenModel, UnsupportedModel
+from penstock.store.files import open_regular, read_json, storage_errors
 from penstock.store.header import TensorInfo, quoted, read_header
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -54,9 +53,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -119,7 +116,7 @@ class Checkpoint:
         return found
 
     def _pread(self, tensor: TensorInfo, offset: int, into: memoryview) -> None:
-        try:
+        with storage_errors("read", tensor.file):
             with self._fds_lock:
                 if tensor.file not in self._fds:
                     self._fds[tensor.file] = open_regular(tensor.file)
@@ -134,8 +131,6 @@ class Checkpoint:
             # reads before this one straddled its start. Without this a third to all of a file stayed cached.
             first = max(0, offset - _FOLIO_BYTES)
             os.posix_fadvise(fd, first, offset + done - first, os.POSIX_FADV_DONTNEED)
-        except OSError as error:
-            raise StorageFailed(f"cannot read {tensor.file}: {error.strerror}") from None
 
 
 def weight_files(folder: Path) -> list[Path]:

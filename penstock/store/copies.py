@@ -19,7 +19,7 @@ from pathlib import Path
 from penstock.errors import BadRequest, BrokenModel, PenstockError, StorageFailed
 from penstock.spec import codec
 from penstock.store import manifest as manifests
-from penstock.store.files import read_text, write_bytes
+from penstock.store.files import read_text, storage_errors, write_bytes
 from penstock.store.identity import Stamp
 from penstock.store.locks import FolderLock, lock_folder
 from penstock.store.packed import check_files, has_sums, open_packed
@@ -94,12 +94,9 @@ def records(models: Path) -> dict[Path, Record]:
 
 
 def _folders(models: Path) -> list[Path]:
-    try:
+    with storage_errors("read", models), suppress(FileNotFoundError):
         return [Path(entry.path) for entry in os.scandir(models) if entry.is_dir()]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StorageFailed(f"cannot read {models}: {error.strerror}") from None
+    return []
 
 
 def add_origin(record: Record, origin: Origin) -> Record:
@@ -158,10 +155,8 @@ def what_is_wrong(error: PenstockError) -> str:
 
 def hold(folder: Path) -> FolderLock | None:
     """The lock of who reads a copy: nobody removes it meanwhile. None where it is gone."""
-    try:
+    with storage_errors("open", folder):
         return lock_folder(folder, exclusive=False, wait=True)
-    except OSError as error:
-        raise StorageFailed(f"cannot open {folder}: {error.strerror}") from None
 
 
 def is_free(folder: Path) -> bool:
@@ -177,7 +172,7 @@ def is_free(folder: Path) -> bool:
 
 def remove_free(folder: Path) -> bool:
     """Takes a folder out of the cache; False where some process reads or writes it. Raises StorageFailed."""
-    with _storage_errors(folder):
+    with storage_errors("remove", folder):
         lock = lock_folder(folder, exclusive=True, wait=False)
         if lock is None:
             return not folder.exists()
@@ -190,7 +185,7 @@ def remove_free(folder: Path) -> bool:
 def drop(folder: Path, lock: FolderLock) -> None:
     """Takes the damaged copy that `lock` is on out of the cache, also while others read it: their open files stay.
     Does nothing where another process has done so. Raises StorageFailed."""
-    with _storage_errors(folder):
+    with storage_errors("remove", folder):
         _remove(_rename_away(folder, lock))
 
 
@@ -222,13 +217,3 @@ def _alone(models: Path) -> Iterator[None]:
     finally:
         if lock is not None:
             lock.close()
-
-
-@contextmanager
-def _storage_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except PenstockError:
-        raise
-    except OSError as error:
-        raise StorageFailed(f"cannot remove {folder}: {error.strerror or error}") from None

@@ -7,7 +7,6 @@ import mmap
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -40,9 +39,7 @@ class DirectWriter:
     def __enter__(self) -> DirectWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._thread.shutdown(wait=True)
         os.close(self._fd)
         if kind is not None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import re
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from penstock.errors import BadRequest, BrokenModel, StorageFailed
@@ -27,6 +27,25 @@ MAX_COPIED_BYTES = 200_000_000
 
 _ASIDE = re.compile(r"\.penstock-[0-9a-f]{16}\.tmp")
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+
+
+@contextmanager
+def storage_errors(verb: str, path: Path) -> Iterator[None]:
+    """OSErrors inside become StorageFailed: "cannot read FILE: why"."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageFailed(f"cannot {verb} {path}: {error.strerror or error}") from None
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """`storage_errors` of a model's file, which is BrokenModel where it is missing."""
+    with storage_errors("read", file):
+        try:
+            yield
+        except FileNotFoundError:
+            raise BrokenModel(f"{file} is missing") from None
 
 
 def open_regular(file: Path) -> int:
@@ -68,12 +87,8 @@ def load_text(file: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
 
 def read_bytes(file: Path, max_bytes: int) -> bytes:
     """`load`, and BrokenModel where the file is missing, StorageFailed where it cannot be read."""
-    try:
+    with reading(file):
         return load(file, max_bytes)
-    except FileNotFoundError:
-        raise BrokenModel(f"{file} is missing") from None
-    except OSError as error:
-        raise StorageFailed(f"cannot read {file}: {error.strerror}") from None
 
 
 def read_text(file: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
@@ -98,11 +113,15 @@ def parse_json(content: bytes, file: Path) -> dict[str, Any]:
     try:
         found = loads_json(_decode(content, file))
     except (ValueError, RecursionError) as error:
-        why = "it nests too deep" if isinstance(error, RecursionError) else str(error).splitlines()[0]
-        raise BrokenModel(f"{file} is not JSON: {why}") from None
+        raise BrokenModel(f"{file} is not JSON: {no_json(error)}") from None
     if not isinstance(found, dict):
         raise BrokenModel(f"{file} should hold a JSON object")
     return found
+
+
+def no_json(error: Exception) -> str:
+    """Why a text is no JSON, by the ValueError or RecursionError of who read it."""
+    return "it nests too deep" if isinstance(error, RecursionError) else str(error).splitlines()[0]
 
 
 def read_json_if_there(file: Path) -> dict[str, Any]:
@@ -152,7 +171,7 @@ class Output:
     def __enter__(self) -> Output:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # what a full disk has no room for is not wanted any more
             self.stream.close()
         with suppress(OSError):

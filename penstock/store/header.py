@@ -11,10 +11,10 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from penstock.errors import BrokenModel, StorageFailed, UnsupportedModel
-from penstock.store.files import open_regular
+from penstock.errors import BrokenModel, UnsupportedModel
+from penstock.store.files import no_json, open_regular, reading
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIM = 2**48
@@ -39,8 +39,7 @@ class TensorInfo:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """`data_offset`: where the data starts, in bytes from the start of the file."""
 
     tensors: dict[str, TensorInfo]
@@ -61,26 +60,19 @@ def read_header(file: Path) -> Header:
     Raises BrokenModel (the line names the file and the tensor), UnsupportedModel for an element type that
     nobody has defined, StorageFailed where the file cannot be read.
     """
-    try:
-        with os.fdopen(open_regular(file), "rb", buffering=0) as stream:
-            file_bytes = os.fstat(stream.fileno()).st_size
-            prefix = stream.read(8)
-            if len(prefix) < 8:
-                raise BrokenModel(f"{file} has {len(prefix)} bytes: too short for a safetensors file")
-            length = int.from_bytes(prefix, "little")
-            if length > MAX_HEADER_BYTES:
-                raise BrokenModel(
-                    f"{file} claims a header of {length} bytes (at most {MAX_HEADER_BYTES}): no safetensors file"
-                )
-            if length > file_bytes - 8:
-                raise BrokenModel(
-                    f"{file} is truncated: its header should have {length} bytes, the file has {file_bytes}"
-                )
-            text = stream.read(length)
-    except FileNotFoundError:
-        raise BrokenModel(f"{file} is missing") from None
-    except OSError as error:
-        raise StorageFailed(f"cannot read {file}: {error.strerror}") from None
+    with reading(file), os.fdopen(open_regular(file), "rb", buffering=0) as stream:
+        file_bytes = os.fstat(stream.fileno()).st_size
+        prefix = stream.read(8)
+        if len(prefix) < 8:
+            raise BrokenModel(f"{file} has {len(prefix)} bytes: too short for a safetensors file")
+        length = int.from_bytes(prefix, "little")
+        if length > MAX_HEADER_BYTES:
+            raise BrokenModel(
+                f"{file} claims a header of {length} bytes (at most {MAX_HEADER_BYTES}): no safetensors file"
+            )
+        if length > file_bytes - 8:
+            raise BrokenModel(f"{file} is truncated: its header should have {length} bytes, the file has {file_bytes}")
+        text = stream.read(length)
     if len(text) < length:
         raise BrokenModel(f"{file} is truncated: its header should have {length} bytes, {len(text)} came")
     return parse_header(text, file, file_bytes)
@@ -110,8 +102,7 @@ def _json_object(text: bytes, file: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise BrokenModel(f"{file}: the header is not UTF-8") from None
     except (ValueError, RecursionError) as error:
-        why = "nests too deep" if isinstance(error, RecursionError) else str(error).splitlines()[0]
-        raise BrokenModel(f"{file}: the header is not JSON ({why})") from None
+        raise BrokenModel(f"{file}: the header is not JSON ({no_json(error).removeprefix('it ')})") from None
     if not isinstance(entries, dict):
         raise BrokenModel(f"{file}: the header is JSON, but no object")
     return entries

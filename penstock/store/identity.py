@@ -16,12 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from penstock import _native
-from penstock.errors import BrokenModel, StorageFailed
 from penstock.spec.format import Format
 from penstock.spec.parts import Part
 from penstock.store.checkpoint import INDEX, weight_files
 from penstock.store.direct import STAGE_BYTES
-from penstock.store.files import MAX_COPIED_BYTES, read_bytes, require_regular
+from penstock.store.files import MAX_COPIED_BYTES, read_bytes, reading, require_regular
 from penstock.store.manifest import CONFIG, COPIED, SUM_BYTES
 from penstock.store.pack import Packing, opened, threads
 from penstock.store.packed import Packed, open_packed
@@ -107,11 +106,7 @@ def _sums(part: Part, fill: Fill) -> Iterator[tuple[int, bytes]]:
 
 
 def _stamp(file: Path) -> Stamp:
-    try:
+    with reading(file):
         status = file.stat()
-    except FileNotFoundError:
-        raise BrokenModel(f"{file} is missing") from None
-    except OSError as error:
-        raise StorageFailed(f"cannot read {file}: {error.strerror}") from None
     require_regular(file, status)
     return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)

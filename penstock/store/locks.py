@@ -6,7 +6,6 @@ import fcntl
 import os
 import weakref
 from pathlib import Path
-from types import TracebackType
 
 
 class FolderLock:
@@ -30,9 +29,7 @@ class FolderLock:
     def __enter__(self) -> FolderLock:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -19,7 +19,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.errors import BadRequest, DamagedModel
 from penstock.spec import codec
@@ -82,15 +82,6 @@ class PackedPart:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedFile:
-    """A file beside the shards: all of it, SHA-256 in hexadecimal."""
-
-    name: str
-    nbytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True)
 class Manifest:
     """Parts in the order in which a pass reads them. `total_bytes`: of all parts. `files`: empty where an older version
     packed, whose bytes cannot be checked."""
@@ -106,7 +97,15 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class PackedFile:
+    """A file beside the shards: all of it, SHA-256 in hexadecimal."""
+
+    name: str
+    nbytes: int
+    sha256: str
+
+
+class Shard(NamedTuple):
     """One file to be: its name, its header with the length prefix, and its parts with their offsets."""
 
     name: str

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from penstock.errors import BadRequest, BrokenModel, DamagedModel, StorageFailed
 from penstock.models import spec_from_config
@@ -17,7 +17,7 @@ from penstock.spec.format import Format, parse_format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import PAGE_BYTES, Part, parts
 from penstock.store import manifest as manifests
-from penstock.store.files import MAX_COPIED_BYTES, open_regular, parse_json, read_bytes, read_text
+from penstock.store.files import MAX_COPIED_BYTES, open_regular, parse_json, read_bytes, read_text, storage_errors
 from penstock.store.header import quoted, read_header
 from penstock.store.manifest import AGAIN, CONFIG, COPIED, SHARD_NAME, SUM_BYTES, SUMS, Manifest, PackedFile, PackedPart
 
@@ -30,8 +30,7 @@ MAX_CONFIG_BYTES = 16_000_000
 TOKENIZER_PEAK = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(NamedTuple):
     """A part: `nbytes` at `offset` (a multiple of 4096) of `Packed.files[file_index]`."""
 
     file_index: int
@@ -275,11 +274,8 @@ def _check_shard(file: Path, listed: list[PackedPart]) -> None:
 def _compare_header(file: Path, parts: list[Part]) -> None:
     """A shard's header follows from its parts, to the byte."""
     expected = manifests.shard(file.name, parts).header
-    try:
-        with os.fdopen(open_regular(file), "rb") as stream:
-            found = stream.read(len(expected))
-    except OSError as error:
-        raise StorageFailed(f"cannot read {file}: {error.strerror}") from None
+    with storage_errors("read", file), os.fdopen(open_regular(file), "rb") as stream:
+        found = stream.read(len(expected))
     if found != expected:
         raise DamagedModel(f"{file} is damaged: its header is not what was packed; {AGAIN}")
 

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock import _native
-from penstock.errors import BadRequest, BrokenModel, StorageFailed
+from penstock.errors import BadRequest, BrokenModel
 from penstock.spec.parts import Part
-from penstock.store.files import open_regular
+from penstock.store.files import open_regular, storage_errors
 from penstock.store.manifest import SUM_BYTES
 from penstock.store.packed import Packed, check_files, damaged_granule, has_sums, is_packed, open_packed
 from penstock.store.quantize import fields
@@ -55,22 +55,17 @@ def _check_part(packed: Packed, part: Part) -> None:
     assert packed.sums is not None
     step = max(1, _STEP_BYTES // part.granule_bytes)
     buffer = np.empty((min(step, part.granules), part.granule_bytes), np.uint8)
-    try:
-        fd = open_regular(file)
-        try:
-            for lo in range(0, part.granules, step):
-                granules = buffer[: min(lo + step, part.granules) - lo]
-                _read_whole(fd, begin + lo * part.granule_bytes, granules, f"{file} is truncated in part {part.key}")
-                found = _native.granule_sums(granules.ctypes.data, len(granules), part.granule_bytes)
-                expected = packed.sums[SUM_BYTES * (first + lo) :][: len(found)]
-                if found != expected:
-                    wrong = next(at for at in range(len(found)) if found[at] != expected[at])
-                    raise damaged_granule(file, part.key, lo + wrong // SUM_BYTES)
-                _require_finite(file, part, lo, granules)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise StorageFailed(f"cannot read {file}: {error.strerror}") from None
+    with storage_errors("read", file), os.fdopen(open_regular(file), "rb", buffering=0) as stream:
+        for lo in range(0, part.granules, step):
+            granules = buffer[: min(lo + step, part.granules) - lo]
+            place = begin + lo * part.granule_bytes
+            _read_whole(stream.fileno(), place, granules, f"{file} is truncated in part {part.key}")
+            found = _native.granule_sums(granules.ctypes.data, len(granules), part.granule_bytes)
+            expected = packed.sums[SUM_BYTES * (first + lo) :][: len(found)]
+            if found != expected:
+                wrong = next(at for at in range(len(found)) if found[at] != expected[at])
+                raise damaged_granule(file, part.key, lo + wrong // SUM_BYTES)
+            _require_finite(file, part, lo, granules)
 
 
 def _read_whole(fd: int, offset: int, granules: npt.NDArray[Any], truncated: str) -> None:

@@ -21,12 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock import _native
-from penstock.errors import BadRequest, BrokenModel, PenstockError, StorageFailed
+from penstock.errors import BadRequest, BrokenModel, StorageFailed
 from penstock.spec.format import Format
 from penstock.spec.parts import Part
 from penstock.store import manifest as manifests
 from penstock.store.direct import STAGE_BYTES, DirectWriter
-from penstock.store.files import is_aside, read_json, sync_folder, write_bytes
+from penstock.store.files import is_aside, read_json, storage_errors, sync_folder, write_bytes
 from penstock.store.locks import FolderLock, lock_folder
 from penstock.store.manifest import SHARD_NAME, SUM_BYTES, SUMS, Manifest, Shard
 from penstock.units import GIB, format_bytes
@@ -88,7 +88,7 @@ def write_packed(
     partial = dst.with_name(dst.name + ".partial")
     second = _Second(spread, there)
     watch = None if waiting is None else _watch(waiting, partial, sum(shard.nbytes for shard in shards))
-    with _storage_errors(partial), _locked(dst, partial, watch) as ours:
+    with storage_errors("write", partial), _locked(dst, partial, watch) as ours:
         if not ours:
             return dst
         second.make(partial)
@@ -344,13 +344,3 @@ def _disk_full(partial: Path, need_bytes: int, resumable: bool) -> StorageFailed
         need_bytes=need_bytes,
         have_bytes=have,
     )
-
-
-@contextmanager
-def _storage_errors(partial: Path) -> Iterator[None]:
-    try:
-        yield
-    except PenstockError:
-        raise
-    except OSError as error:
-        raise StorageFailed(f"cannot write {partial}: {error.strerror or error}") from None

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.serve.engine import Engine
+from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
@@ -36,7 +37,7 @@ def make_model(folder: Path, name: str, weights: str) -> Path:
 
 def load(folder: Path, plan: Plan | None = None, **ask: Any) -> Any:
     """An engine on a made-up machine, closed at the end of a `with`."""
-    return closing(Engine.load(folder, Ask(**ask), machine=MACHINE, plan=plan))
+    return closing(Engine.load(folder, Ask(**ask), Loading(machine=MACHINE, plan=plan)))
 
 
 def streaming(packed: Packed, keep: Sequence[str] = ("norms", "edges"), ring: int = 3, **fields: Any) -> Plan:

@@ -19,7 +19,7 @@ from penstock.graph import passes
 from penstock.graph.lower import Lowering
 from penstock.graph.verify import verify
 from penstock.kernels import cpu
-from penstock.serve.session import Session
+from penstock.serve.session import Running, Session
 from penstock.spec.format import Format, parse_format
 from penstock.spec.parts import Block
 from penstock.store.packed import open_packed
@@ -93,7 +93,9 @@ def test_the_same_logits(shop: Workshop, setting: Setting) -> None:
     assert verify([task for p in wanted for task in lowering.step(p)], plan.arenas)
     session, oracle = (
         shop.open(setting),
-        Session(shop.packed, shop.plan(replace(OURS, resident=1.0, batch=2, context=64)), exact=setting.dequantise),
+        Session(
+            shop.packed, shop.plan(replace(OURS, resident=1.0, batch=2, context=64)), Running(exact=setting.dequantise)
+        ),
     )
     found, want = logits(session), logits(oracle)
     session.close()

@@ -23,6 +23,7 @@ from penstock.errors import BadRequest, BrokenModel, DamagedModel
 from penstock.models import spec_from_config
 from penstock.serve.engine import Engine
 from penstock.serve.llm import LLM
+from penstock.serve.loading import Loading
 from penstock.serve.source import Source, resolve
 from penstock.spec.ask import Ask
 from penstock.store import copies, identity
@@ -335,7 +336,7 @@ def test_a_copy_that_was_moved_to_another_disk_is_used_through_a_link_and_not_re
 
 @contextmanager
 def opened(source: Source, **ask: Any) -> Iterator[Engine]:
-    engine = Engine.open(source, Ask(**ask), machine=MACHINE)
+    engine = Engine.open(source, Ask(**ask), Loading(machine=MACHINE))
     try:
         yield engine
     finally:
@@ -378,7 +379,7 @@ def test_damage_that_a_streamed_pass_finds_is_an_error_and_healed_at_the_next_st
     flip(folder, "1.ffn")
     source = held(checkpoint, tmp_path / "cache")
     plan = streaming(open_packed(folder))
-    engine = Engine.open(source, Ask(), machine=MACHINE, plan=plan)
+    engine = Engine.open(source, Ask(), Loading(machine=MACHINE, plan=plan))
     with closing(engine), pytest.raises(DamagedModel, match=r"granule 2 of .* fit; the next start packs it") as caught:
         engine.generate_ids([1, 2, 3], GREEDY)
     assert caught.value.numbers["granule"] == 2
@@ -394,7 +395,7 @@ def test_without_verify_a_changed_copy_is_taken_as_it_is(checkpoint: Path, tmp_p
     copies.mark_damaged(folder, "seen by a pass")
     ears = Ears()
     source = resolve(str(checkpoint), weights=None, cache=tmp_path / "cache", verify=False, on_progress=ears)
-    with closing(Engine.open(source, Ask(), machine=MACHINE, verify=False)):
+    with closing(Engine.open(source, Ask(), Loading(machine=MACHINE, verify=False))):
         assert (source.folder, ears.news) == (folder, [])
 
 
@@ -404,7 +405,7 @@ def test_a_packed_model_that_the_user_named_is_never_replaced(checkpoint: Path, 
         flip(named, "1.ffn")
         before = folder_bytes(named)
         with pytest.raises(DamagedModel, match="granule"):
-            Engine.open(held(named, tmp_path / "cache"), Ask(), machine=MACHINE)
+            Engine.open(held(named, tmp_path / "cache"), Ask(), Loading(machine=MACHINE))
         assert folder_bytes(named) == before
 
 
@@ -417,7 +418,7 @@ def test_damage_where_the_checkpoint_is_not_what_it_was(checkpoint: Path, tmp_pa
     if how == "gone":
         checkpoint.rename(tmp_path / "elsewhere")
         with pytest.raises(BrokenModel, match=r"granule .*; it cannot be packed again: ") as caught:
-            Engine.open(source, Ask(), machine=MACHINE)
+            Engine.open(source, Ask(), Loading(machine=MACHINE))
         assert "\n" not in caught.value.message and folder.exists()
     else:
         replace_file(checkpoint / "model.safetensors")

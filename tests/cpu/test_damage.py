@@ -19,6 +19,7 @@ from penstock.errors import BadRequest, BrokenModel, DamagedModel
 from penstock.graph import passes
 from penstock.runtime.device.emulated import EmulatedDevice
 from penstock.serve.engine import Engine
+from penstock.serve.loading import Loading
 from penstock.serve.session import Session
 from penstock.serve.tokenizer import Tokenizer
 from penstock.spec.ask import Ask
@@ -169,7 +170,7 @@ def test_streamed(
     plan = streaming(packed, context=128, chunk_rows=16, **READS[reads])
 
     def loaded() -> Engine:
-        return Engine.load(model, Ask(), machine=MACHINE, plan=plan, serial=serial)
+        return Engine.load(model, Ask(), Loading(machine=MACHINE, plan=plan, serial=serial))
 
     with damaged(packed, part, 0, 100, 4):
         if part == "1.norms":
@@ -217,7 +218,7 @@ def test_without_checks_it_is_computed_on(model: Path) -> None:
     ask = Ask(context=128, score=True)
     found = []
     for verify_ in (True, False):
-        engine = Engine.load(model, ask, machine=MACHINE, verify=verify_)
+        engine = Engine.load(model, ask, Loading(machine=MACHINE, verify=verify_))
         found.append(engine.logits(PROMPT))
         engine.close()
         file, offset, nbytes = open_packed(model).locate("1.ffn", 0, 1)

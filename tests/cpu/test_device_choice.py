@@ -19,6 +19,7 @@ from penstock.runtime.device.cuda.found import Card
 from penstock.runtime.device.cuda.pinned import Pinned
 from penstock.runtime.device.cuda.probe import probe_device
 from penstock.serve.engine import Engine
+from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
@@ -134,7 +135,7 @@ def test_an_engine_on_it(tmp_path: Path, a_gpu: MachineSpec, memory_mib: int | N
         if device == "emulated" and memory is not None:
             memory -= 100 << 20  # it has no context
         ask = Ask(prompt_tokens=20, output_tokens=8, context=64, device_memory_bytes=memory, use_device=True)
-        engine = Engine.load(folder, ask, machine=MACHINE, device=device, cache=tmp_path)
+        engine = Engine.load(folder, ask, Loading(machine=MACHINE, device=device, cache=tmp_path))
         found[device] = engine.generate_ids(list(range(20)), GREEDY)
         assert ("gpu0" in engine.plan.tier_bytes()) == (device != "none")
         assert engine.last is not None and (engine.last.peak_device_bytes > 0) == (device != "none")
@@ -146,7 +147,9 @@ def test_a_cap_that_is_too_small(tmp_path: Path, a_gpu: MachineSpec) -> None:
     folder = make_model(tmp_path, "llama", "float32")
     with pytest.raises(DoesNotFit, match="--device none") as caught:
         Engine.load(
-            folder, Ask(context=64, device_memory_bytes=1 << 20), machine=MACHINE, device="cuda", cache=tmp_path
+            folder,
+            Ask(context=64, device_memory_bytes=1 << 20),
+            Loading(machine=MACHINE, device="cuda", cache=tmp_path),
         )
     assert caught.value.numbers["tier"] == "gpu0"
 

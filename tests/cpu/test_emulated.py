@@ -14,7 +14,7 @@ from penstock.graph import passes
 from penstock.graph.check_plan import check_plan
 from penstock.graph.tasks import Task
 from penstock.runtime.device.emulated import EmulatedDevice
-from penstock.serve.session import Session
+from penstock.serve.session import Running, Session
 from penstock.spec.plan import Plan, Unit
 from penstock.store.packed import Packed
 from tests.cpu.test_placement import FORMATS, KV_FORMATS, NEAR, models, oracle, run  # noqa: F401 (fixtures)
@@ -87,7 +87,7 @@ def test_a_missing_edge_is_seen(models: dict[str, Packed]) -> None:  # noqa: F81
     ids = np.random.default_rng(0).integers(0, packed.spec.vocab, 23).astype(np.int32)
     (p,) = passes.prefill(plan, 0, len(ids), None, score=True)
     slow = EmulatedDevice(ROOMY, link_bytes_per_s=2e6)
-    hasty = Hasty(packed, plan, device=slow, poisoned=True)
+    hasty = Hasty(packed, plan, Running(poisoned=True), device=slow)
     with np.errstate(all="ignore"):
         wrong = hasty.step(p, [ids])[0].copy()
     hasty.close()
@@ -158,7 +158,7 @@ def test_after_a_pass_that_broke_off_the_next_one_is_right(
     remembers it."""
     packed = models["llama"]
     plan = lifting(packed, "disk0", stage)
-    session = Session(packed, plan, device=EmulatedDevice(ROOMY, FAST), poisoned=True)
+    session = Session(packed, plan, Running(poisoned=True), device=EmulatedDevice(ROOMY, FAST))
     ids = np.random.default_rng(0).integers(0, packed.spec.vocab, 23).astype(np.int32)
     (p,) = passes.prefill(plan, 0, len(ids), None, score=True)
     start, begun = session.reader.start, []

@@ -21,6 +21,7 @@ from penstock import LLM, SamplingParams
 from penstock.errors import BadRequest, DoesNotFit
 from penstock.graph.arenas import Layout
 from penstock.serve.engine import Engine
+from penstock.serve.loading import Loading
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.store.pack import pack
@@ -132,7 +133,7 @@ def test_serial_and_overlapped_runs_are_one(made: Any) -> None:
     ask = Ask(score=True, context=128, resident_bytes=100_000)
     found = []
     for serial in (False, True):
-        with closing(Engine.load(folder, ask, machine=MACHINE, serial=serial)) as engine:
+        with closing(Engine.load(folder, ask, Loading(machine=MACHINE, serial=serial))) as engine:
             assert engine.prediction.disk_bytes_per_token > 0
             found.append((engine.logits(ids), engine.generate_ids(ids, GREEDY)))
     assert np.array_equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]

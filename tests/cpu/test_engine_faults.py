@@ -20,6 +20,7 @@ from penstock import _native
 from penstock.errors import BadRequest, StorageFailed
 from penstock.runtime import movers
 from penstock.serve.engine import Engine
+from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
 from penstock.store.packed import open_packed
@@ -117,7 +118,7 @@ FAULTS = {
 
 def loaded(folder: Path, reads: str = "threads", **how: Any) -> Engine:
     plan = streaming(open_packed(folder), context=128, chunk_rows=16, **READS[reads])
-    return Engine.load(folder, Ask(), machine=MACHINE, plan=plan, **how)
+    return Engine.load(folder, Ask(), Loading(machine=MACHINE, plan=plan, **how))
 
 
 @pytest.mark.parametrize("serial", [False, True], ids=["overlapped", "serial"])
@@ -248,7 +249,7 @@ def test_a_load_that_fails_gives_everything_back(
     blas = [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
     born_faulty(5, fault)
     with pytest.raises(StorageFailed, match=says):
-        soon(lambda: Engine.load(intact, Ask(), machine=MACHINE, threads=7))
+        soon(lambda: Engine.load(intact, Ask(), Loading(machine=MACHINE, threads=7)))
     assert not open_now() - before
     assert blas == [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
 
@@ -260,7 +261,7 @@ def test_memory_that_the_system_refuses(intact: Path, monkeypatch: pytest.Monkey
     before = open_now()
     monkeypatch.setattr(_native, "Memory", refuse)
     with pytest.raises(StorageFailed, match=r"the system refused .* of memory for host\.weights"):
-        Engine.load(intact, Ask(), machine=MACHINE)
+        Engine.load(intact, Ask(), Loading(machine=MACHINE))
     assert not open_now() - before
 
 
@@ -268,7 +269,7 @@ def test_a_shard_that_cannot_be_opened(model: Path, monkeypatch: pytest.MonkeyPa
     before = open_now()
     monkeypatch.setattr(_native, "open_direct", fails(errno.EACCES))
     with pytest.raises(StorageFailed, match=r"cannot open .*: Permission denied"):
-        Engine.load(model, Ask(), machine=MACHINE)
+        Engine.load(model, Ask(), Loading(machine=MACHINE))
     assert not open_now() - before
 
 

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from penstock.kernels import cpu
 from penstock.serve.engine import Engine
+from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
 from penstock.store.pack import pack
@@ -50,7 +51,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("kernels", [*cpu.available(), "reference"])
 def test_logits_are_those_of_transformers(subject: Subject, kernels: str) -> None:
     ask = Ask(prompt_tokens=LONGEST_PROMPT, output_tokens=1, context=CONTEXT, score=True)
-    with closing(Engine.load(subject.packed, ask, machine=MACHINE, kernels=kernels)) as engine:
+    with closing(Engine.load(subject.packed, ask, Loading(machine=MACHINE, kernels=kernels))) as engine:
         for length in subject.variant.prompts:
             ids = prompt(subject.variant, length)
             found, expected = engine.logits(ids), subject.oracle.logits(ids)
@@ -60,7 +61,7 @@ def test_logits_are_those_of_transformers(subject: Subject, kernels: str) -> Non
 
 def test_greedy_answers_are_those_of_transformers(subject: Subject) -> None:
     ask = Ask(prompt_tokens=LONGEST_PROMPT, output_tokens=NEW_TOKENS, context=CONTEXT)
-    with closing(Engine.load(subject.packed, ask, machine=MACHINE)) as engine:
+    with closing(Engine.load(subject.packed, ask, Loading(machine=MACHINE))) as engine:
         for length in subject.variant.prompts:
             ids = prompt(subject.variant, length)
             found, expected = engine.generate_ids(ids, GREEDY), subject.oracle.greedy(ids, NEW_TOKENS)
@@ -75,7 +76,7 @@ def test_a_trained_model_tells_its_story(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_file(str(STORIES / "tokenizer.json"))
     ids = tokenizer.encode("Once upon a time").ids
     ask = Ask(prompt_tokens=len(ids), output_tokens=NEW_TOKENS)
-    with closing(Engine.load(tmp_path / "packed", ask, machine=MACHINE)) as engine:
+    with closing(Engine.load(tmp_path / "packed", ask, Loading(machine=MACHINE))) as engine:
         text = tokenizer.decode(ids + engine.generate_ids(ids, GREEDY))
     expected = ", there was a little girl named Lily. She loved to play outside in the park."
     assert text.startswith("Once upon a time" + expected)

@@ -16,6 +16,7 @@ from penstock.errors import BadRequest, DoesNotFit, StorageFailed
 from penstock.runtime import host
 from penstock.runtime.kv_file import KvFile
 from penstock.serve.engine import Engine
+from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
@@ -122,13 +123,13 @@ def refusing(error: int) -> Callable[..., Any]:
 def test_no_room_on_the_disk(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", refusing(errno.ENOSPC))
     with pytest.raises(StorageFailed, match=r"no 2\.00 MiB for the KV cache .* No space left"):
-        Engine.load(model, Ask(context=256, kv_home="disk"), machine=MACHINE, cache=tmp_path)
+        Engine.load(model, Ask(context=256, kv_home="disk"), Loading(machine=MACHINE, cache=tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_file_has_no_name(model: Path, tmp_path: Path) -> None:
     """So a process that is killed leaves nothing behind."""
-    engine = Engine.load(model, Ask(context=256, kv_home="disk"), machine=MACHINE, cache=tmp_path)
+    engine = Engine.load(model, Ask(context=256, kv_home="disk"), Loading(machine=MACHINE, cache=tmp_path))
     assert list(tmp_path.iterdir()) == []
     engine.close()
 
@@ -138,7 +139,7 @@ def test_a_disk_that_breaks(
     model: Path, tmp_path: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
     """One clear error, and once the disk is well again the right tokens."""
-    engine = Engine.load(model, Ask(context=256, kv_home="disk"), machine=MACHINE, cache=tmp_path)
+    engine = Engine.load(model, Ask(context=256, kv_home="disk"), Loading(machine=MACHINE, cache=tmp_path))
     true, calls = getattr(KvFile, which), []
 
     def breaks(self: KvFile, offset: int, *rest: Any) -> Any:
@@ -175,7 +176,7 @@ def test_a_file_system_without_direct_io(
 
     monkeypatch.setattr(os, "open", no_direct)
     with pytest.warns(UserWarning, match="KV cache goes through the page cache"):
-        engine = Engine.load(model, Ask(context=256, kv_home="disk"), machine=MACHINE, cache=tmp_path)
+        engine = Engine.load(model, Ask(context=256, kv_home="disk"), Loading(machine=MACHINE, cache=tmp_path))
     assert engine.generate_ids(PROMPT, GREEDY) == expected
     engine.close()
 
@@ -184,5 +185,5 @@ def test_memory_that_is_gone_since_the_plan(model: Path, monkeypatch: pytest.Mon
     """Another process took it: refused before a byte is loaded, with the numbers."""
     monkeypatch.setattr(host, "available_bytes", lambda: 70 * MIB)
     with pytest.raises(DoesNotFit, match=r"now only 70\.0 MiB are free") as refused:
-        Engine.load(model, Ask(), machine=MACHINE)
+        Engine.load(model, Ask(), Loading(machine=MACHINE))
     assert refused.value.numbers["have_bytes"] == 70 * MIB < refused.value.numbers["need_bytes"]

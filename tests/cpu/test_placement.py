@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from penstock.graph import passes
 from penstock.graph.verify import verify
 from penstock.kernels import cpu
+from penstock.runtime.device import Device
 from penstock.runtime.movers import Load
-from penstock.serve.session import Session
+from penstock.serve.session import Running, Session
 from penstock.spec.format import parse_format
 from penstock.spec.plan import Plan
 from penstock.store.packed import Packed, open_packed
@@ -49,9 +50,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Packed]:
     return made
 
 
-def run(packed: Packed, plan: Plan, **how: Any) -> np.ndarray:
+def run(packed: Packed, plan: Plan, device: Device | None = None, **how: Any) -> np.ndarray:
     """Logits of every prompt token and of a few decode steps of both sequences, one array."""
-    session = Session(packed, plan, **how)
+    session = Session(packed, plan, Running(**how), device=device)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, packed.spec.vocab, n).astype(np.int32) for n in PROMPTS]
     found = []
@@ -138,7 +139,7 @@ def test_a_missing_edge_is_seen(models: dict[str, Packed], oracle: dict[tuple[st
         def _counted(self, p: passes.Pass) -> Iterator[object]:  # type: ignore[override]
             return (task._replace(after=()) for task in super()._counted(p))
 
-    hasty = Hasty(packed, plan, poisoned=True)
+    hasty = Hasty(packed, plan, Running(poisoned=True))
     true_start = hasty.reader.start
 
     class Late:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from penstock.errors import StorageFailed
 from penstock.runtime.reread import NOTHING, Read, from_disk, from_ram
 from penstock.serve.engine import Engine
+from penstock.serve.loading import Loading
 from penstock.serve.run_bound import share, share_of_bound
 from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
@@ -93,7 +94,7 @@ def test_not_told_where_nobody_measured(folder: Path) -> None:
         (one,) = engine.generate([PROMPT], SamplingParams(max_tokens=1, ignore_eos=True))
         assert share_of_bound(engine.session, one) is None
     ask = Ask(use_device=True, device_memory_bytes=64 << 20)
-    with closing(Engine.load(folder, ask, machine=MACHINE, device="emulated")) as engine:
+    with closing(Engine.load(folder, ask, Loading(machine=MACHINE, device="emulated"))) as engine:
         (first,) = engine.generate([PROMPT], LONG)
         assert engine.session.peak_device_bytes and share_of_bound(engine.session, first) is None
 

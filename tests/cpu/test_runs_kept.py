@@ -76,7 +76,7 @@ def test_a_calibration_and_its_undoing(
     done = calibrate()
     assert done.code == 0 and "s_per_byte × 1.30 of what the probe measured" in done.out
     assert f"written to {file}" in done.out
-    after = load_or_probe(cache, cache)
+    after = load_or_probe(cache)
     assert "calibrated" in after.source and after.rate("host", "ffn", "int4").s_per_byte == pytest.approx(1.3e-10)
     assert after.rate("disk0", "load", "int4") == MACHINE.rate("disk0", "load", "int4")
 
@@ -87,7 +87,7 @@ def test_a_calibration_and_its_undoing(
     write_runs(cache, *[long_run(run, 1.3)] * 3, *[long_run(run, 1.2, figures_id(after))] * 4)
     report = calibrate("--json").report
     assert report["runs"] == 4 and len(report["changes"]) == 1 and report["machine_file"] == str(file)
-    assert load_or_probe(cache, cache).rate("host", "ffn", "int4").s_per_byte == pytest.approx(1.3 * 1.2e-10)
+    assert load_or_probe(cache).rate("host", "ffn", "int4").s_per_byte == pytest.approx(1.3 * 1.2e-10)
 
     undone = calibrate("--undo")
     assert undone.code == 0 and "s_per_byte back from × 1.56" in undone.out
@@ -103,7 +103,7 @@ def test_another_probe_is_no_calibration_to_undo(cache: Path, monkeypatch: pytes
     probed_file(file).write_text(machines.dumps(replace(MACHINE, name="of an earlier probe")))
     file.unlink()
     monkeypatch.setattr("penstock.runtime.probe.probe_apart", lambda *_: MACHINE)
-    load_or_probe(cache, cache)
+    load_or_probe(cache)
     assert file.exists() and not probed_file(file).exists()
 
 

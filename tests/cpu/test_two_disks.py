@@ -15,6 +15,7 @@ from penstock.errors import BadRequest, DamagedModel, StorageFailed
 from penstock.graph.check_plan import check_plan
 from penstock.planner.solve.reads import on_disks
 from penstock.serve.engine import Engine
+from penstock.serve.loading import Loading
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
 from penstock.store.pack import pack, verify
@@ -86,7 +87,7 @@ def test_both_disks_are_read_and_the_answer_is_the_same(
     plan = on_disks(plan, packed.part_disks)
     check_plan(plan, packed.spec, packed.weights)
     assert {unit.home for unit in plan.units} == {"host", "disk0", "disk1"}
-    running = Engine.load(models[1], Ask(), machine=MACHINE, plan=plan, serial=serial)
+    running = Engine.load(models[1], Ask(), Loading(machine=MACHINE, plan=plan, serial=serial))
     found = soon(lambda: running.generate([PROMPT], GREEDY))[0]
     assert found.token_ids == expected
     assert min(found.bytes_moved["disk0"], found.bytes_moved["disk1"]) > 0
@@ -124,7 +125,7 @@ def test_the_command_packs_verifies_and_runs(
     for command in (("plan", dst, "--cache", cache, "--json"), ("pack", "--verify", dst, "--json")):
         refused(here(capsys, *command), "is its disk mounted?", "StorageFailed")
     with pytest.raises(StorageFailed, match=r"is its disk mounted\?"):
-        Engine.load(dst, Ask(), machine=MACHINE)
+        Engine.load(dst, Ask(), Loading(machine=MACHINE))
 
 
 def answer(model: Path, resident_bytes: int | None) -> list[int]:

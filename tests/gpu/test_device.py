@@ -127,6 +127,7 @@ def test_memory_comes_back(models: dict[str, Packed]) -> None:  # noqa: F811
 def test_the_same_greedy_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On cuda, emulated and none, through the engine's own choice; the figures are made up."""
     from penstock.serve.engine import Engine
+    from penstock.serve.loading import Loading
     from penstock.serve.sampling import SamplingParams
     from penstock.spec.ask import Ask
     from tests.cpu.engines import make_model
@@ -136,7 +137,7 @@ def test_the_same_greedy_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     folder, found = make_model(tmp_path, "llama", "float32"), {}
     for device in ("none", "emulated", "cuda"):
         ask = Ask(prompt_tokens=20, output_tokens=24, context=64, use_device=True)
-        engine = Engine.load(folder, ask, machine=MACHINE, device=device, cache=tmp_path)
+        engine = Engine.load(folder, ask, Loading(machine=MACHINE, device=device, cache=tmp_path))
         found[device] = engine.generate_ids(list(range(20)), SamplingParams(max_tokens=24, ignore_eos=True))
         engine.close()
     assert found["cuda"] == found["emulated"] == found["none"]

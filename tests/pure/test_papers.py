@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from bench.papers import (
+from bench.papers.published import (
     CONTRADICTIONS,
     FIGURES,
     METRICS,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.papers import TABLE_I, predict_scheinfer
-from bench.papers.scheinfer import FIGURES
+from bench.papers.published import FIGURES, TABLE_I
+from bench.papers.scheinfer import predicted
 from penstock.graph.check_plan import check_plan
 from penstock.planner.cost import Cost
 from penstock.planner.predict import predict
@@ -257,9 +257,10 @@ def test_no_slices_where_they_do_not_apply() -> None:
 
 def test_fewer_threads_lift_more() -> None:
     """Section V-E2's optima, 0.18 to 0.71 with 16 to 2 threads, within a third of ours. Mixtral is no prediction."""
-    rows = [f for f in FIGURES if f.metric == "share"]
-    found = [predict_scheinfer.predicted(row) for row in rows]
+    figures = [f for f in FIGURES if f.paper == "ScheInfer"]
+    rows = [f for f in figures if f.metric == "share"]
+    found = [predicted(row) for row in rows]
     shares = [each.value for each in found if each is not None]
     assert len(shares) == len(rows) == 4 and shares == sorted(shares)
     assert all(0.67 < share / row.value < 1.5 for share, row in zip(shares, rows, strict=True))
-    assert all(predict_scheinfer.predicted(f) is None for f in FIGURES if f.model == "mixtral-8x7b")
+    assert all(predicted(f) is None for f in figures if f.model == "mixtral-8x7b")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.graph.tasks import Slot, Task
+from penstock.runtime.arena import Arenas
+from penstock.runtime.bind import Binding
 from penstock.spec.plan import DEVICE, Plan
-
-if TYPE_CHECKING:
-    from penstock.runtime.arena import Arenas
-    from penstock.runtime.bind import Binding
 
 LANES = (DEVICE, "h2d0", "d2h0")
 
@@ -38,7 +36,7 @@ class Underway(Protocol):
 
 
 class Device(Protocol):
-    """`name`: emulated or cuda. `description`: for people. A device's lanes are first in, first out; `start` may be
+    """`name`: emulated or cuda. `description`: for people. A device's lanes end tasks in their order; `start` may be
     called by several threads, of one lane by one at a time."""
 
     name: str

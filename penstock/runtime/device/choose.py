@@ -15,6 +15,7 @@ from penstock.errors import BadRequest
 from penstock.runtime import child
 from penstock.runtime.device import Device
 from penstock.runtime.device.emulated import LINK_BYTES_PER_S, EmulatedDevice
+from penstock.runtime.host import Progress
 from penstock.runtime.probe import keep, kept, machine_file
 from penstock.spec import machine as machines
 from penstock.spec.ask import check_device
@@ -25,8 +26,6 @@ _EMULATED_SHARE = 4  # of RAM, so small a part stands in for device memory unles
 _LANES = (DEVICE, "h2d0", "d2h0")
 # What a driver leaves behind: NVIDIA's and AMD's on Linux, WSL2's. Looked at first, for torch takes seconds to import.
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-
-Progress = Callable[[str, int, int], None] | None
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Chosen:
 
 def choose(
     name: str, machine: MachineSpec, device_memory_bytes: int | None, cache: Path | None = None,
-    on_progress: Progress = None,
+    on_progress: Progress | None = None,
 ) -> Chosen:  # fmt: skip
     """`name`: one of `spec.ask.DEVICES`. `machine`: as probed. `cache`: keeps the device's figures; None measures
     nothing, and a device without figures is none. Raises BadRequest for another name, and for `cuda` where no GPU can
@@ -91,7 +90,7 @@ def _missing() -> str | None:
     return None
 
 
-def _gpu(machine: MachineSpec, cache: Path | None, on_progress: Progress) -> Chosen | str:
+def _gpu(machine: MachineSpec, cache: Path | None, on_progress: Progress | None) -> Chosen | str:
     from penstock.runtime.device.cuda.found import find
 
     card = find()
@@ -113,7 +112,7 @@ def _gpu(machine: MachineSpec, cache: Path | None, on_progress: Progress) -> Cho
     return Chosen("cuda", f"device: {card.name}", replace(figures, tiers=tiers), take)
 
 
-def _figures(machine: MachineSpec, card: str, cache: Path | None, on_progress: Progress) -> MachineSpec | str:
+def _figures(machine: MachineSpec, card: str, cache: Path | None, on_progress: Progress | None) -> MachineSpec | str:
     """The machine's with the device's, as kept or measured now; or why there are none."""
     if cache is None:
         return "its speed is not known yet (penstock probe)"

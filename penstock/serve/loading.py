@@ -1,0 +1,162 @@
+"""From an ask to a plan for this machine and the device it computes on: all that comes before weights are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import BadRequest, DoesNotFit
+from penstock.graph.check_plan import check_plan
+from penstock.planner.predict import predict
+from penstock.planner.solve import Solved, settle_context, solve
+from penstock.planner.solve.ours.ram import require_minimum
+from penstock.runtime import host
+from penstock.runtime.device import Device, uses_device
+from penstock.runtime.device.choose import Chosen, choose
+from penstock.runtime.host import Progress
+from penstock.runtime.probe import load_or_probe, machine_file
+from penstock.serve.planning import default_cache
+from penstock.serve.session import Running
+from penstock.serve.tokenizer import Tokenizer
+from penstock.spec.ask import Ask
+from penstock.spec.machine import PROCESS_BYTES, MachineSpec
+from penstock.spec.plan import DEVICE, Plan
+from penstock.store.packed import Packed
+from penstock.units import MIB, format_bytes, format_mib_up, round_up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading(Running):
+    """How a model is loaded.
+
+    `machine`: its figures; None is this one (probed once). `device`: auto, cuda, none, emulated, or chosen already.
+    `cache`: the folder of machine files and of KV on a disk; None is the user's. `plan`: is taken as it is; None makes
+    one. `verify`: every byte is compared with what was packed when it is read first. `tokenizer`: the model's, where it
+    is open already.
+    """
+
+    machine: MachineSpec | None = None
+    device: str | Chosen = "auto"
+    cache: Path | None = None
+    plan: Plan | None = None
+    verify: bool = True
+    tokenizer: Tokenizer | None = None
+
+    @property
+    def cache_folder(self) -> Path:
+        return self.cache or default_cache()
+
+    @property
+    def as_predicted(self) -> bool:
+        """Whether weights are computed on as predictions assume: without any of the fields of Running."""
+        return Running(**{name: getattr(self, name) for name in Running.__dataclass_fields__}) == Running()
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is to be loaded. `machine_file`: whose predictions the runs put to the test; None where a machine was
+    given."""
+
+    ask: Ask
+    how: Loading
+    solved: Solved
+    chosen: Chosen
+    machine_file: Path | None
+
+    @property
+    def plan(self) -> Plan:
+        return self.solved.plan
+
+    def open_device(self) -> Device | None:
+        """The device, where the plan computes on it: with a cap of what the user said, or of what it has."""
+        if not uses_device(self.plan):
+            return None
+        assert self.chosen.open is not None, "a machine without a device has no such plan"
+        limit, asked = self.chosen.machine.tier(DEVICE).bytes, self.ask.device_memory_bytes
+        return self.chosen.open(limit if asked is None else min(limit, asked))
+
+    def device_reasons(self, device: Device | None) -> tuple[str, ...]:
+        """Why this device computes, or none; nothing where nobody asked for one, and there is none."""
+        if device is not None:
+            return (device.description,)
+        return () if self.how.device == "auto" else (self.chosen.reason,)
+
+    def notes(self, device: Device | None) -> tuple[str, ...]:
+        """What a user should know of the device, a line each. `device`: what `open_device` returned."""
+        if device is not None:
+            return tuple(line for line in (device.description, device.note) if line)
+        if self.chosen.open is not None:
+            return (f"{self.chosen.reason}, but is left alone: the CPU by itself is as fast",)
+        if self.ask.device_memory_bytes is not None and self.chosen.name == "none":
+            return (f"--device-memory limits nothing: {self.chosen.reason}",)
+        return ()
+
+    def require_free(self) -> None:
+        """Memory may have gone to others since the plan was made; arenas are filled at once, and a system that has none
+        left kills somebody instead of saying no. Raises DoesNotFit."""
+        tiers = self.plan.tier_bytes()
+        # What is emulated lies in the host's memory too.
+        need = tiers["host"] + (tiers.get(DEVICE, 0) if self.chosen.name == "emulated" else 0)
+        have = host.available_bytes()
+        if need > have:
+            raise _does_not_fit(
+                f"the plan takes {format_bytes(need)} of memory, and now only {format_bytes(have)} are free: end what "
+                f"took the rest, or plan for less (--host-memory {format_mib_up(have * 9 // 10)})",
+                need,
+                have,
+            )
+
+
+def plan_here(ask: Ask, packed: Packed, how: Loading, on_progress: Progress | None = None) -> Planned:
+    """Plans a packed model for this machine, or takes `how.plan`. Raises DoesNotFit, and BadRequest for a plan that
+    makes no sense, is for another model, or needs a device that is not here."""
+    _require_limit(ask)
+    if how.plan is not None:
+        check_plan(how.plan, packed.spec, packed.weights)
+    elif ask.host_memory_bytes is not None:  # before a probe that takes seconds
+        settled = settle_context(ask, packed.spec)
+        require_minimum(settled, packed.spec, packed.weights, PROCESS_BYTES, ask.host_memory_bytes)
+    machine, file = how.machine, None
+    if machine is None:
+        machine, file = load_or_probe(how.cache_folder, on_progress), machine_file(how.cache_folder)
+    chosen = how.device
+    if isinstance(chosen, str):
+        chosen = choose(chosen, machine, ask.device_memory_bytes, how.cache_folder, on_progress)
+    if how.plan is None:
+        solved = solve(ask, packed.spec, packed.weights, chosen.machine, packed.part_disks)
+    else:
+        solved = _as_given(how.plan, ask, packed, chosen)
+    return Planned(ask, how, solved, chosen, file)
+
+
+def _as_given(plan: Plan, ask: Ask, packed: Packed, chosen: Chosen) -> Solved:
+    """A given plan with its prediction. It keeps the same limit as one that is made here, also where it says little of
+    the process."""
+    if uses_device(plan) and chosen.open is None:
+        raise BadRequest(f"this plan computes on a device (--device says which); {chosen.reason}")
+    machine = chosen.machine
+    process = round_up(machine.process_bytes + packed.spec.tokenizer_bytes, MIB)
+    need = plan.tier_bytes()["host"] + max(0, process - plan.process_bytes)
+    have = machine.tier("host").bytes if ask.host_memory_bytes is None else ask.host_memory_bytes
+    if need > have:
+        raise _does_not_fit(
+            f"host memory of {format_bytes(have)} is too little for this plan: it needs {format_bytes(need)}"
+            f" (--host-memory {format_mib_up(need)}, or a plan for less)",
+            need,
+            have,
+        )
+    return Solved(plan, predict(plan, settle_context(ask, packed.spec), machine), ("as given",))
+
+
+def _require_limit(ask: Ask) -> None:
+    """A limit beyond what the machine has would be a promise that the system breaks by killing us."""
+    most = host.memory_limit_bytes()
+    if ask.host_memory_bytes is not None and ask.host_memory_bytes > most:
+        raise BadRequest(
+            f"--host-memory {format_bytes(ask.host_memory_bytes)} is more than the {format_bytes(most)} "
+            "that this process may have"
+        )
+
+
+def _does_not_fit(text: str, need: int, have: int) -> DoesNotFit:
+    return DoesNotFit(text, tier="host", need_bytes=need, have_bytes=have, minimum_bytes=need)
