@@ -15,6 +15,7 @@ slots whoever computes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import gcd
 
 from penstock.graph import scratch
@@ -297,6 +298,11 @@ class Layout:
         if self.gathers is not None:
             return None
         return self._take("host.staging", self.parts["embed"].granule_bytes)
+
+
+def with_arenas(plan: Plan) -> Plan:
+    """The plan with the arenas that the rest of it leads to: the one place where they are derived."""
+    return replace(plan, arenas=Layout(plan).arenas())
 
 
 def gathers(plan: Plan) -> str | None:

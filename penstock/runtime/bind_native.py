@@ -87,7 +87,28 @@ class NativeBinding(Binding):
         if not edges.has("project_in") and not spec.position_rows:
             natively["embed"] = self._embed_on
         self._natively = natively
+        self._check_scratch()
         self._projects_out = edges.has("project_out")
+
+    def _check_scratch(self) -> None:
+        """With less than the kernels want they would be slower, and nobody would know."""
+        plan, spec, rows = self._plan, self._spec, max(self._plan.chunk_rows, self._plan.batch_seqs)
+        need = max(
+            _native.project_scratch(self._vocab, min(rows, plan.logits_rows)), _native.merge_scratch(rows, spec.d_model)
+        )
+        for layer in {id(layer): i for i, layer in enumerate(spec.layers)}.values():  # most are alike
+            ffn, attn = self._parts[f"{layer}.ffn"], self._parts[f"{layer}.attn"]
+            heads = cpu.attention_shape(spec.layers[layer].attention, 0, attn.granules)
+            home = next(home for home in plan.kv if home.layers[0] <= layer < home.layers[1])
+            cache = cpu.cache_shape(spec.layers[layer].attention, plan.page_tokens, home.format)
+            need = max(
+                need, _native.ffn_scratch(self._ffn_shapes[layer], ffn.granules, rows),
+                _native.qkv_scratch(self._qkv_shapes[layer], heads, rows),
+                _native.accumulate_scratch(self._o[layer], attn.granules, rows),
+                _native.attend_scratch(heads, cache, rows),
+            )  # fmt: skip
+        for executor, slot in self._layout.scratch.items():
+            assert slot.nbytes >= need, f"scratch of {executor}: {slot.nbytes} bytes, where kernels want {need}"
 
     def begin(self) -> None:
         super().begin()

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from penstock.graph.arenas import Layout
+from penstock.graph.arenas import with_arenas
 from penstock.graph.lower import Lowering
 from penstock.graph.ops import LayerOp
 from penstock.graph.resident import resident_plan
@@ -220,8 +220,7 @@ def _plan(width: int, layers: int, weights: Format, kv: Format) -> Plan:
         n = unit.hi
         edges = [0, n // 8, n // 8 + n // 4, n] if n >= 8 else [0, n]
         units += [replace(unit, lo=lo, hi=hi) for lo, hi in pairwise(edges)]
-    cut = replace(whole, units=tuple(units), arenas=())
-    return replace(cut, arenas=Layout(cut).arenas())
+    return with_arenas(replace(whole, units=tuple(units)))
 
 
 def _kv_bytes(plan: Plan) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from penstock import _native
 from penstock.graph import ops, passes
-from penstock.graph.arenas import Layout
+from penstock.graph.arenas import with_arenas
 from penstock.graph.lower import Lowering
 from penstock.graph.resident import resident_plan
 from penstock.graph.tasks import Call, Slot, Task
@@ -152,5 +152,4 @@ def _streaming(whole: Plan, pieces: int, kinds: tuple[str, ...]) -> Plan:
             continue
         edges = [unit.hi * i // pieces for i in range(pieces + 1)]
         units += [Unit(unit.part, lo, hi, "disk0", "host", "host") for lo, hi in pairwise(edges)]
-    plan = replace(whole, units=tuple(units), ring_bytes={"host": 8 * MIB}, arenas=())
-    return replace(plan, arenas=Layout(plan).arenas())
+    return with_arenas(replace(whole, units=tuple(units), ring_bytes={"host": 8 * MIB}))
