@@ -11,9 +11,6 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-constexpr int kBlockTokens = 256;  // between two looks at the running maximum
-constexpr int kQueryRows = 8;      // rows of a prefill chunk that go through the cache together
-
 // Running softmax of one query row.
 struct Running {
     float best, weight, shrink;
@@ -129,15 +126,7 @@ void blend(const float* weights, const float* shrink, const Cached& values, cons
 // Attention of `rows` consecutive rows (from position `start`) of one KV head: its G query heads each.
 class HeadAttention {
   public:
-    // Columns of queries and sums: whole vectors, as the cache is read.
-    static int width(const KvCache& cache) { return up_to(cache.head_dim, cache.kind == Kind::kInt4 ? 32 : 16); }
-
-    // Floats of memory for that many queries: [queries, width] twice, K or V (or the scales and minimums) [32, width],
-    // scores [queries, 256], Running.
-    static std::size_t floats(int queries, int width) {
-        return std::size_t(2 * queries + kPartTokens) * std::size_t(width) + std::size_t(queries) * (kBlockTokens + 3);
-    }
-
+    // `memory`: attend_floats() of them.
     HeadAttention(const AttentionShape& a, const KvCache& cache, int first_page, int head, int start, int rows,
                   float* memory)
         : a_(a),
@@ -146,7 +135,7 @@ class HeadAttention {
           head_(head),
           start_(start),
           rows_(rows),
-          width_(HeadAttention::width(cache)),
+          width_(attend_width(cache.head_dim, cache.kind)),
           group_(a.heads / a.kv_heads),
           queries_(group_ * rows),
           row_bytes_(cache.row_bytes()) {
@@ -320,11 +309,11 @@ class HeadAttention {
 
 bool attend(Pool& pool, const AttentionShape& a, const Sequence* sequences, int sequence_count, const KvCache& cache,
             const float* q, float* out, Scratch scratch) {
-    const int width = HeadAttention::width(cache), group = a.heads / a.kv_heads;
+    const int width = attend_width(cache.head_dim, cache.kind), group = a.heads / a.kv_heads;
     int longest = 1, items = 0;
     for (int s = 0; s < sequence_count; ++s) longest = std::max(longest, sequences[s].rows);
     const int rows_at_once = std::min(longest, kQueryRows), queries = group * rows_at_once;
-    const std::size_t share = (HeadAttention::floats(queries, width) + 15) / 16 * 16;
+    const std::size_t share = scratch_aligned(attend_floats(queries, width) * sizeof(float)) / sizeof(float);
     // With many heads of many queries the scratch may not hold a share for every thread: then fewer work.
     const int usable = std::min(pool.threads(), static_cast<int>(scratch.nbytes / (share * sizeof(float))));
     if (usable < 1) return false;

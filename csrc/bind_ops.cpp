@@ -1,6 +1,7 @@
 // Ops and their shapes for Python. Operands cross as addresses, which the caller keeps alive; `_native.pyi` is the
 // manual.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -10,9 +11,11 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <string>
 
 #include "bind.h"
 #include "kernels.h"
+#include "scratch.h"
 #include "threads.h"
 
 namespace nb = nanobind;
@@ -33,12 +36,16 @@ const std::map<std::string, Kind> kKinds{{"float32", Kind::kFloat32},
                                          {"int8", Kind::kInt8},
                                          {"int4", Kind::kInt4}};
 
+void check_group(int group, int multiple) {
+    if (group >= multiple && group <= kMostGroup && group % multiple == 0) return;
+    const std::string limits = std::to_string(multiple) + ", at most " + std::to_string(kMostGroup);
+    throw nb::value_error(("group must be a multiple of " + limits).c_str());
+}
+
 Matrix make_matrix(int rows, int cols, const std::string& kind, int group, std::size_t offset) {
     const Matrix m{rows, cols, named(kKinds, kind), group, offset};
     if (rows < 1 || cols < 1) throw nb::value_error("rows and cols must be at least 1");
-    if (m.quantised() && (group < 8 || group > kMostGroup || group % 8 != 0)) {
-        throw nb::value_error("group must be a multiple of 8, at most 1024");
-    }
+    if (m.quantised()) check_group(group, kWeightGroup);
     return m;
 }
 
@@ -142,11 +149,13 @@ struct CacheShape {
 };
 
 CacheShape make_cache(const std::string& kind, int group, int kv_heads, int page_tokens, int head_dim) {
-    // Attention walks blocks of 64 positions, each within one page.
-    if (page_tokens < 64 || page_tokens % 64 != 0) throw nb::value_error("page_tokens must be a multiple of 64");
-    const bool quantised = kind == "int8" || kind == "int4";
-    if (quantised ? group < 32 || group > kMostGroup || group % 32 != 0 : group != 0) {
-        throw nb::value_error("group must be a multiple of 32, at most 1024, or 0 for floats");
+    if (page_tokens < kPageTokens || page_tokens % kPageTokens != 0) {
+        throw nb::value_error(("page_tokens must be a multiple of " + std::to_string(kPageTokens)).c_str());
+    }
+    if (kind == "int8" || kind == "int4") {
+        check_group(group, kKvGroup);
+    } else if (group != 0) {
+        throw nb::value_error("group must be 0 for floats");
     }
     return {named(kKinds, kind), group, kv_heads, page_tokens, head_dim};
 }
@@ -316,4 +325,18 @@ void bind_ops(nb::module_& m) {
            "rows"_a, "out"_a);
     def_op(compute, program, "widen", &make_widen, "weights"_a, "count"_a, "stride"_a, "matrix"_a, "wide"_a, "out"_a,
            "out_stride"_a);
+    m.def("limits", [] {
+        return std::map<std::string, int>{{"most_group", kMostGroup},     {"weight_group", kWeightGroup},
+                                          {"kv_group", kKvGroup},         {"page_tokens", kPageTokens},
+                                          {"sum_granules", kSumGranules}, {"tile_rows", kTileRows}};
+    });
+    m.def("project_scratch", &project_scratch, "matrix"_a, "rows"_a);
+    m.def("accumulate_scratch", &accumulate_scratch, "matrix"_a, "count"_a, "rows"_a);
+    m.def("ffn_scratch", &ffn_scratch, "shape"_a, "count"_a, "rows"_a);
+    m.def("qkv_scratch", &qkv_scratch, "shape"_a, "attention"_a, "rows"_a);
+    m.def(
+        "attend_scratch",
+        [](const AttentionShape& a, const CacheShape& cache, int rows) { return attend_scratch(a, cache.kind, rows); },
+        "attention"_a, "cache"_a, "rows"_a);
+    m.def("merge_scratch", &merge_scratch, "rows"_a, "d"_a);
 }

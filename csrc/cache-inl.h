@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "kernels.h"
+#include "scratch.h"
 
 namespace penstock::PENSTOCK_ISA {
 namespace {
@@ -131,8 +132,6 @@ inline void store_row(const float* from, const KvCache& cache, std::uint8_t* blo
 }
 
 // ---- reading -------------------------------------------------------------------------------------------------------
-
-constexpr int kPartTokens = 32;  // whose keys or values stay in the L1 cache for all queries
 
 // Keys or values of a part: rows `row_bytes` apart. Integers: for each group of `group` columns scales and minimums
 // [G, 32]; floats are one group without.

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "kernels.h"
+#include "scratch.h"
 #include "tile-inl.h"
 
 namespace penstock::PENSTOCK_ISA {
@@ -13,7 +14,7 @@ namespace {
 
 template <class T>
 T* take(Scratch& scratch, std::size_t count) {
-    const std::size_t nbytes = (count * sizeof(T) + 63) / 64 * 64;
+    const std::size_t nbytes = scratch_aligned(count * sizeof(T));
     if (nbytes > scratch.nbytes) return nullptr;
     auto* found = reinterpret_cast<T*>(scratch.data);
     scratch.data += nbytes;
@@ -42,8 +43,8 @@ F load_some(const float* from, int count) {
 // ---- activations of a call -----------------------------------------------------------------------------------------
 
 constexpr int kGranuleRows = 64;  // neurons of a granule, at most
-constexpr int kHiddenRows = 48;   // rows whose hidden values of a granule a thread holds at a time: 24 KB
 static_assert(kHiddenRows % kWideRows == 0, "whole panels");
+static_assert(kFewRows <= kMostFewRows, "scratch is sized for so many");
 
 // One group of a row as int8 with scale = max / 127, and the sum of what that stands for.
 void round_group(const float* from, int count, int group, std::int8_t* q, float* scale, float* sum) {
@@ -120,9 +121,7 @@ class Input {
     bool plan(const Matrix& m, const float* x, std::ptrdiff_t x_stride, int granules, int t, bool exact,
               Scratch& scratch) {
         m_ = m, x_ = x, x_stride_ = x_stride, granules_ = granules, t_ = t;
-        const std::size_t item = m.quantised() && !exact ? 1 : 4;
-        chunk_ = static_cast<int>(kChunkBytes / (std::size_t(m.cols) * std::size_t(granules) * item));
-        chunk_ = std::min(t, std::max(1, chunk_ / kHiddenRows) * kHiddenRows);
+        chunk_ = chunk_rows(m, granules, t, exact);
         return Prepared::plan(m, granules, chunk_, exact, scratch, prepared_);
     }
 
@@ -143,8 +142,6 @@ class Input {
         team.barrier();
         return rows;
     }
-
-    static constexpr std::size_t kChunkBytes = std::size_t{512} << 10;  // half of an L2 cache
 
   private:
     Matrix m_;

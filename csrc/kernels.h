@@ -72,7 +72,7 @@ struct Granules {
     std::size_t stride;
 };
 
-// Temporaries. Kernels cut their work so that it fits; `native_bytes` of graph/scratch.py are enough for one granule.
+// Temporaries. scratch.h says how much an op wants; with less, kernels cut their work so that it fits while it can.
 struct Scratch {
     std::uint8_t* data;
     std::size_t nbytes;
@@ -98,8 +98,10 @@ struct FfnSum {
 
 constexpr int up_to(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// Columns of a scale, of weights and of a KV cache: buffers of the kernels are so large. spec/format.py refuses more.
-constexpr int kMostGroup = 1024;
+// The limits of formats; spec/format.py has the same, and a test compares them. Columns of a scale, of weights and of a
+// KV cache, are at most so many, for buffers of the kernels are so large, and multiples of so many.
+constexpr int kMostGroup = 1024, kWeightGroup = 8, kKvGroup = 32;
+constexpr int kPageTokens = 64;  // attention walks blocks of so many positions, each within one page
 
 // A layer's K and V in pages: for every KV head of a page a block, as spec/format.py draws it. `group`: columns of a
 // scale, 0 for floats.

@@ -178,6 +178,24 @@ class Norm:
 
     def __init__(self, kind: str, eps: float, offset: float, weight: int, bias: int) -> None: ...
 
+def limits() -> dict[str, int]:
+    """Of formats, as spec/format.py has them: "most_group", "weight_group", "kv_group" (columns), "page_tokens",
+    "sum_granules", "tile_rows"."""
+
+# Bytes of scratch that an op wants for calls of at most `rows` rows on as many as 8 threads: with them it is as fast as
+# it can be. `count`: granules of a call, the first of which begins a four.
+
+def project_scratch(matrix: Matrix, rows: int) -> int:
+    """Also of `head`."""
+
+def accumulate_scratch(matrix: Matrix, count: int, rows: int) -> int: ...
+def ffn_scratch(shape: FfnShape, count: int, rows: int) -> int: ...
+def qkv_scratch(shape: QkvShape, attention: AttentionShape, rows: int) -> int: ...
+def attend_scratch(attention: AttentionShape, cache: CacheShape, rows: int) -> int:
+    """`rows`: of one sequence."""
+
+def merge_scratch(rows: int, d: int) -> int: ...
+
 class _Ops:
     """The ops. All arrays cross as addresses of float32, or of int32 where that is said."""
 

@@ -14,6 +14,7 @@ import numpy as np
 from bench.peers import PROMPT_TOKENS, Answer, serve, token_ids
 from penstock.graph import passes
 from penstock.graph.lower import Lowering
+from penstock.graph.ops import Attend
 from penstock.graph.tasks import Call, Pass, Task
 from penstock.planner.solve import solve
 from penstock.runtime import host
@@ -103,7 +104,8 @@ class Attention:
         assert plan.kv[0].format.kind == "float16"
         normals = np.random.default_rng(0).standard_normal(1 << 20, np.float32)
         for i, call in enumerate(calls):
-            q, keys, values, *_ = call.slots
+            assert isinstance(call.operands, Attend)
+            q, keys, values = call.operands.q, call.operands.keys, call.operands.values
             arenas.view(q).view(np.float32)[...] = normals[: q.nbytes // 4]
             for k, slot in enumerate((keys, values)):
                 halves = np.roll(normals, 4096 * (2 * i + k)).astype(np.float16)

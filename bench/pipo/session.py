@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from bench.peers import token_ids
 from bench.pipo.plain import OrdinaryMemory, PlainFiles
 from penstock.errors import BadRequest
-from penstock.graph import passes
+from penstock.graph import ops, passes
 from penstock.graph.tasks import Call, Slot
 from penstock.kernels import cpu
 from penstock.runtime.arena import Arenas
@@ -62,35 +61,34 @@ class PipoBinding(NativeBinding):
             wide = replace(plan, models=(PlanModel(plan.target.spec, WIDE),))
             self._wide = NativeBinding(wide, arenas, None, kernels)
             for op in ("qkv", "out", "ffn", "head"):
-                self._natively[op] = partial(self._widened, op)
+                self._natively[op] = self._widened
 
     def start(self, task: Any) -> Any:
         """Plain reads are done by the lane's own thread, whatever else the runtime may do by itself."""
         return None if self._plain is not None else super().start(task)  # type: ignore[misc]
 
-    def _load(self, call: Call) -> None:
+    def _load(self, call: Call, op: ops.Load) -> None:
         if self._plain is None:
-            super()._load(call)
+            super()._load(call, op)
             return
         unit = self._plan.units[call.unit]
-        self._plain.read(unit.part, unit.lo, unit.hi, self._arenas.address(call.slots[0]))
+        self._plain.read(unit.part, unit.lo, unit.hi, self._arenas.address(op.target))
 
-    def _widened(self, op: str, on: Target, call: Call, tables: BatchTables) -> None:
+    def _widened(self, on: Target, call: Call, op: ops.WithUnit, tables: BatchTables) -> None:
         """The op on a float16 copy of its unit; `out` finds the one that `qkv` made."""
-        weights, *others = call.slots
         unit, at = self._plan.units[call.unit], self._arenas.address
         part, wide = self._parts[unit.part], self._wide._parts[unit.part]
         if not all(block.tiled for block in part.blocks):
             raise BadRequest(f"{unit.part} has biases, which this bench does not carry over")
         count = unit.hi - unit.lo
         copy = Slot(WIDE_ARENA, 0, count * wide.granule_bytes)
-        if op != "out":
+        if not isinstance(op, ops.Out):
             for block, target in zip(part.blocks, wide.blocks, strict=True):
                 on.widen(
-                    at(weights), count, part.granule_bytes, cpu.matrix(block), cpu.matrix(target), at(copy),
+                    at(op.weights), count, part.granule_bytes, cpu.matrix(block), cpu.matrix(target), at(copy),
                     wide.granule_bytes,
                 )  # fmt: skip
-        self._wide._natively[op](on, call._replace(slots=(copy, *others)), tables)
+        self._wide._natively[call.op](on, call, op._replace(weights=copy), tables)
 
 
 class PipoSession(Session):

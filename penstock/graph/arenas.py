@@ -15,6 +15,7 @@ slots whoever computes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import gcd
 
 from penstock.graph import scratch
@@ -25,6 +26,7 @@ from penstock.units import MIB, round_up
 
 ARENA_ALIGN = 2 * MIB  # a huge page: an arena is charged in whole ones whatever it uses
 SLOT_ALIGN = 64
+_KEPT_ACTS = 4096  # slots that `act` keeps: some of each batch's buffers, for a step's numbers of rows
 
 
 class Layout:
@@ -46,6 +48,7 @@ class Layout:
         self.windows: list[Slot] = []
         self._window_of = self._place_windows()
         self._act = self._place_acts()
+        self._cut_acts: dict[tuple[str, int, str, int], Slot] = {}  # as `act` gave them: a step asks for few, often
         self.scratch = {
             tier: self._take(f"{tier}.scratch", scratch.scratch_bytes(plan, tier)) for tier in self.executors
         }
@@ -109,11 +112,17 @@ class Layout:
 
     def act(self, executor: str, batch: int, name: str, nbytes: int | None = None) -> Slot:
         """A batch's buffer on an executor's tier; its first `nbytes` where given."""
-        slot = self._act[executor, batch, name]
         if nbytes is None:
-            return slot
-        assert nbytes <= slot.nbytes, f"{name} of batch {batch}: {nbytes} > {slot.nbytes}"
-        return Slot(slot.arena, slot.lo, slot.lo + nbytes)
+            return self._act[executor, batch, name]
+        key = (executor, batch, name, nbytes)
+        found = self._cut_acts.get(key)
+        if found is None:
+            slot = self._act[executor, batch, name]
+            assert nbytes <= slot.nbytes, f"{name} of batch {batch}: {nbytes} > {slot.nbytes}"
+            if len(self._cut_acts) >= _KEPT_ACTS:
+                self._cut_acts.clear()
+            found = self._cut_acts[key] = Slot(slot.arena, slot.lo, slot.lo + nbytes)
+        return found
 
     def kv_home(self, layer: int, batch: Batch) -> KvHome:
         """The home of the batch's KV in a layer; a batch has one."""
@@ -289,6 +298,11 @@ class Layout:
         if self.gathers is not None:
             return None
         return self._take("host.staging", self.parts["embed"].granule_bytes)
+
+
+def with_arenas(plan: Plan) -> Plan:
+    """The plan with the arenas that the rest of it leads to: the one place where they are derived."""
+    return replace(plan, arenas=Layout(plan).arenas())
 
 
 def gathers(plan: Plan) -> str | None:

@@ -38,11 +38,13 @@ class Attention:
         scratch, fmt = calls.scratch(executor), part.format.kind
         cost = calls.matrix_cost(u, ops.QKV_BLOCKS, t)
         norms = layout.norms(layer, executor)
-        calls.add(executor, "qkv", u, batch, (weights, norms, h, q, keys, values, scratch), (layer,), fmt, cost)
+        qkv = ops.Qkv(weights, norms, h, q, keys=keys, values=values, scratch=scratch, layer=layer)
+        calls.add(executor, qkv, u, batch, fmt, cost)
         cost = ops.attend_cost(a, heads, batch, home.format.kv_bytes(a.head_dim))
-        calls.add(executor, "attend", u, batch, (q, keys, values, out, scratch), (layer,), home.format.kind, cost)
+        attend = ops.Attend(q, keys, values, a=out, scratch=scratch, layer=layer)
+        calls.add(executor, attend, u, batch, home.format.kind, cost)
         cost = calls.matrix_cost(u, ops.OUT_BLOCKS, t)
-        calls.add(executor, "out", u, batch, (weights, out, partial, scratch), (layer, int(first)), fmt, cost)
+        calls.add(executor, ops.Out(weights, out, partial, scratch, layer=layer, starts_sum=first), u, batch, fmt, cost)
 
     def delegated(self, p: Pass, layer: int, executor: str) -> Iterator[Task]:
         """Projections on `executor`, attention where KV is (FlexGen's computation delegation): q, and the new K and V,
@@ -56,29 +58,31 @@ class Attention:
             t, home = batch.total_rows, layout.kv_home(layer, batch)
             row_bytes, each = 4 * t * a.heads * a.head_dim, home.format.kv_bytes(a.head_dim)
             q, h = layout.act(executor, batch.id, "q", row_bytes), calls.rows(executor, batch, "h")
-            new = [layout.act(executor, batch.id, name, t * a.kv_heads * each) for name in ("k", "v")]
+            k, v = (layout.act(executor, batch.id, name, t * a.kv_heads * each) for name in ("k", "v"))
+            norms = layout.norms(layer, executor)
             for u in units:
-                slots = (weights[u], layout.norms(layer, executor), h, q, *new, scratch)
-                calls.add(executor, "qkv", u, batch, slots, (layer,), fmt, calls.matrix_cost(u, ops.QKV_BLOCKS, t))
-            at, read, cache = executor, (q, *new), layout.kv(layer, batch)
+                qkv = ops.Qkv(weights[u], norms, h, q, keys=k, values=v, scratch=scratch, layer=layer)
+                calls.add(executor, qkv, u, batch, fmt, calls.matrix_cost(u, ops.QKV_BLOCKS, t))
+            at, keys, values, cache = executor, k, v, layout.kv(layer, batch)
             if batch.continues:
-                at = home.attend
-                read = (calls.copy(batch, "q", row_bytes, executor, at), *cache)
-            calls.move_kv("d2h0", "kv_save", layer, batch, (*new, *cache), sum(slot.nbytes for slot in new), len(new))
+                at, (keys, values) = home.attend, cache
+                q = calls.copy(batch, "q", row_bytes, executor, at)
+            calls.move_kv("d2h0", ops.KvSave(k, v, *cache, layer=layer, ranges=2), batch, k.nbytes + v.nbytes)
             for u in units:
                 cost = ops.attend_cost(a, self._plan.units[u].hi - self._plan.units[u].lo, batch, each)
-                slots = (*read, layout.act(at, batch.id, "a", row_bytes), calls.scratch(at))
-                calls.add(at, "attend", u, batch, slots, (layer,), home.format.kind, cost)
+                out = layout.act(at, batch.id, "a", row_bytes)
+                attend = ops.Attend(q, keys, values, a=out, scratch=calls.scratch(at), layer=layer)
+                calls.add(at, attend, u, batch, home.format.kind, cost)
         for batch in p.batches:
             if batch.continues:
                 nbytes = 4 * batch.total_rows * a.heads * a.head_dim
                 calls.copy(batch, "a", nbytes, layout.kv_home(layer, batch).attend, executor)
         for u in units:
             for batch in p.batches:
-                out = layout.act(executor, batch.id, "a", 4 * batch.total_rows * a.heads * a.head_dim)
-                slots = (weights[u], out, calls.rows(executor, batch, "partial"), scratch)
-                cost = calls.matrix_cost(u, ops.OUT_BLOCKS, batch.total_rows)
-                calls.add(executor, "out", u, batch, slots, (layer, int(u == units[0])), fmt, cost)
+                at_hand = layout.act(executor, batch.id, "a", 4 * batch.total_rows * a.heads * a.head_dim)
+                partial = calls.rows(executor, batch, "partial")
+                product = ops.Out(weights[u], at_hand, partial, scratch, layer=layer, starts_sum=u == units[0])
+                calls.add(executor, product, u, batch, fmt, calls.matrix_cost(u, ops.OUT_BLOCKS, batch.total_rows))
             self._streams.release(u, p.purpose)
             yield from calls.emit.closed()
 
@@ -90,9 +94,10 @@ class Attention:
             home = self._layout.kv_home(layer, batch)
             if home.home == home.attend or not batch.continues:
                 continue
-            slots = (*self._layout.kv_stored(layer, batch), *self._layout.kv(layer, batch))
             lane = home.home if home.home != "host" else "h2d0"
-            self._move(lane, "kv_load", layer, batch, slots)
+            nbytes, ranges = self._moved(layer, batch, save=False)
+            stored, window = self._layout.kv_stored(layer, batch), self._layout.kv(layer, batch)
+            self._calls.move_kv(lane, ops.KvLoad(*stored, *window, layer=layer, ranges=ranges), batch, nbytes)
 
     def save_kv(self, p: Pass, layer: int) -> None:
         """The pages with each batch's rows to where they live."""
@@ -100,11 +105,12 @@ class Attention:
             home = self._layout.kv_home(layer, batch)
             if home.home == home.attend:
                 continue
-            slots = (*self._layout.kv(layer, batch), *self._layout.kv_stored(layer, batch))
             lane = home.home.replace("disk", "disk_write") if home.home != "host" else "d2h0"
-            self._move(lane, "kv_save", layer, batch, slots)
+            nbytes, ranges = self._moved(layer, batch, save=True)
+            stored, window = self._layout.kv_stored(layer, batch), self._layout.kv(layer, batch)
+            self._calls.move_kv(lane, ops.KvSave(*window, *stored, layer=layer, ranges=ranges), batch, nbytes)
 
-    def _move(self, lane: str, op: str, layer: int, batch: Batch, slots: tuple[Slot, ...]) -> None:
-        """The byte ranges of `Layout.kv_spans` of K, and of V."""
-        nbytes, ranges = self._layout.kv_moved(layer, batch, op == "kv_save")
-        self._calls.move_kv(lane, op, layer, batch, slots, 2 * nbytes, 2 * ranges)
+    def _moved(self, layer: int, batch: Batch, save: bool) -> tuple[int, int]:
+        """(bytes, how many) of the byte ranges of `Layout.kv_spans`, of K and of V."""
+        nbytes, ranges = self._layout.kv_moved(layer, batch, save)
+        return 2 * nbytes, 2 * ranges

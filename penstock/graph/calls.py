@@ -23,30 +23,26 @@ class Calls:
     def add(
         self,
         executor: str,
-        op: str,
+        operands: ops.Operands,
         unit: int,
         batch: Batch,
-        slots: tuple[Slot, ...],
-        args: tuple[int | str, ...],
         fmt: str,
         cost: Cost,
     ) -> None:
-        self.emit.call(executor, Call(op, unit, batch, slots, args, fmt, *cost))
+        self.emit.call(executor, Call(operands, unit, batch, fmt, *cost))
 
     def copy(self, batch: Batch, name: str, nbytes: int, source: str, target: str, lands: str | None = None) -> Slot:
         """Activations across the link, on the device's lane; returns the slot that they land in."""
         from_slot = self.layout.act(source, batch.id, name, nbytes)
         to_slot = self.layout.act(target, batch.id, lands or name, nbytes)
         lane = target if source == "host" else source
-        self.add(lane, "copy", -1, batch, (from_slot, to_slot), (name,), "*", (nbytes, 0))
+        self.add(lane, ops.Copy(from_slot, to_slot, name), -1, batch, "*", (nbytes, 0))
         return to_slot
 
-    def move_kv(
-        self, lane: str, op: str, layer: int, batch: Batch, slots: tuple[Slot, ...], nbytes: int, ranges: int
-    ) -> None:  # fmt: skip
-        """K and V of a batch from one tier to another, a task of its own. `ranges`: in so many pieces."""
-        fmt = self.layout.kv_home(layer, batch).format.kind
-        self.emit.alone((lane,), Call(op, -1, batch, slots, (layer, ranges), fmt, nbytes, 0))
+    def move_kv(self, lane: str, move: ops.KvMove, batch: Batch, nbytes: int) -> None:
+        """K and V of a batch from one tier to another, a task of its own."""
+        fmt = self.layout.kv_home(move.layer, batch).format.kind
+        self.emit.alone((lane,), Call(move, -1, batch, fmt, nbytes, 0))
 
     def matrix_cost(self, u: int, blocks: tuple[str, ...], rows: int) -> Cost:
         """What it costs to multiply rows with a unit's blocks; for one row it is worked out once."""

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 
 from penstock.errors import BadRequest
-from penstock.graph.arenas import Layout
-from penstock.spec.format import Format
+from penstock.graph.arenas import with_arenas
+from penstock.spec.format import PAGE_TOKENS, Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import PAGE_BYTES, Part, parts
 from penstock.spec.plan import DEVICE, IO_ENGINES, ORDERS, ActHome, KvHome, Plan, PlanModel, Unit
@@ -40,7 +40,6 @@ _BOUNDS = {
 _MOST_RING_BYTES = 1024 * GIB
 # Home of KV, executor of attention. From a disk to a device KV would have to cross memory: not built.
 _KV_HOMES = (("host", "host"), (DISK, "host"), (DEVICE, DEVICE), ("host", DEVICE))
-_PAGE_TOKENS = 64  # attention walks blocks of so many positions, each within one page
 
 
 def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
@@ -55,7 +54,7 @@ def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
     _check_kv(plan)
     _check_main(plan.units, by_key, main)
     _check_rings(plan, by_key)
-    wanted = Layout(plan).arenas()
+    wanted = with_arenas(plan).arenas
     if plan.arenas != wanted:
         both = set(plan.arenas) & set(wanted)
         differs = [arena.name for arena in (*plan.arenas, *wanted) if arena not in both]
@@ -83,8 +82,8 @@ def _check_numbers(plan: Plan) -> None:
         raise _wrong(f"context {plan.context} is more than the model's {plan.target.spec.max_positions} positions")
     if plan.logits_rows < plan.batch_seqs:
         raise _wrong(f"logits_rows {plan.logits_rows} is less than batch_seqs {plan.batch_seqs}")
-    if plan.page_tokens % _PAGE_TOKENS:
-        raise _wrong(f"page_tokens {plan.page_tokens} is no multiple of {_PAGE_TOKENS}")
+    if plan.page_tokens % PAGE_TOKENS:
+        raise _wrong(f"page_tokens {plan.page_tokens} is no multiple of {PAGE_TOKENS}")
     if plan.io_block_bytes % PAGE_BYTES:
         raise _wrong(f"io_block_bytes {plan.io_block_bytes} is no multiple of {PAGE_BYTES}")
     for name, known in (("order", ORDERS), ("io_engine", IO_ENGINES)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from penstock.graph import ops
 from penstock.graph.tasks import Call, Task
 from penstock.spec.plan import Plan
 
@@ -19,19 +20,18 @@ def dump(tasks: Iterable[Task], plan: Plan) -> str:
 
 
 def _call(call: Call, plan: Plan) -> str:
-    words = [call.op]
+    operands, words = call.operands, [call.op]
     if call.unit >= 0:
         unit = plan.units[call.unit]
         words.append(f"{unit.part}[{unit.lo}:{unit.hi}]")
-    words += [str(arg) for arg in call.args if isinstance(arg, str)]
+    words += [value for value in operands if isinstance(value, str)]
     if call.batch is not None:
         words.append(f"b{call.batch.id}")
-    rings = [slot for slot in call.slots if slot.arena.endswith(".ring")]
-    if call.op in ("kv_load", "kv_save"):
-        rings += [slot for slot in call.slots if slot.arena.endswith(".window")][:1]  # its keys; the values lie behind
-    words += [str(slot) for slot in rings]
-    if call.op in ("kv_load", "kv_save"):
-        words.append(f"layer {call.args[0]}")
-    if call.op == "copy":
-        words.append(f"{call.slots[0].arena.split('.')[0]}→{call.slots[1].arena.split('.')[0]}")
+    slots = [slot for _, slot in ops.slots_of(operands)]
+    words += [str(slot) for slot in slots if slot.arena.endswith(".ring")]
+    if isinstance(operands, ops.KvMove):
+        words += [str(slot) for slot in slots if slot.arena.endswith(".window")][:1]  # its keys; the values lie behind
+        words.append(f"layer {operands.layer}")
+    if isinstance(operands, ops.Copy):
+        words.append(f"{operands.source.arena.split('.')[0]}→{operands.target.arena.split('.')[0]}")
     return " ".join(words)

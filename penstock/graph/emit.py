@@ -8,11 +8,17 @@ again, so an edge is kept only where it says something new.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from penstock.graph import ops
 from penstock.graph.hazards import Hazards
 from penstock.graph.tasks import Call, Slot, Task
 
+# Of each op, the operands that may make edges: field, whether it is several slots, whether it is read, and written.
+_TOUCHES = {
+    op.definition: tuple((o.field, o.many, o.mode != "w", o.mode != "r") for o in op.operands if o.mode != "s")
+    for op in ops.OPS.values()
+}
 _UNTRACKED = (".weights", ".scratch")  # constant while passes run; private to one lane
 
 
@@ -100,19 +106,18 @@ class Emitter:
         yield from self.closed()
 
     def _add(self, lanes: tuple[str, ...], call: Call) -> None:
-        modes = ops.OPS[call.op].modes
-        last = len(modes) - 1  # the last operand's mode repeats
         touched: list[tuple[Slot, bool, bool]] = []
         waits: dict[str, int] = {}
-        for i, slot in enumerate(call.slots):
-            mode = modes[i] if i < last else modes[last]
-            arena, lo, hi = slot
-            if mode == "s" or not self._tracked[arena]:
-                continue
-            touched.append((slot, mode != "w", mode != "r"))
-            for other, task in self._hazards.conflicts(arena, lo, hi, mode != "r"):
-                if other not in lanes and task > waits.get(other, -1):
-                    waits[other] = task
+        operands: Any = call.operands
+        for field, many, reads, writes in _TOUCHES[operands.__class__]:
+            for slot in operands[field] if many else (operands[field],):
+                arena, lo, hi = slot
+                if not self._tracked[arena]:
+                    continue
+                touched.append((slot, reads, writes))
+                for other, task in self._hazards.conflicts(arena, lo, hi, writes):
+                    if other not in lanes and task > waits.get(other, -1):
+                        waits[other] = task
         lane = lanes[0]
         if lane not in self._open:
             for other, task in self._ended.pop(lane, {}).items():

@@ -27,12 +27,18 @@ class Hazards:
     def conflicts(self, arena: str, lo: int, hi: int, write: bool) -> list[Mark]:
         """Tasks that a read (or write) of [lo, hi) must come after."""
         found: list[Mark] = []
-        starts, segments = self._arenas.get(arena, ([], []))
+        known = self._arenas.get(arena)
+        if known is None:
+            return found
+        starts, segments = known
         i = bisect_right(starts, lo) - 1
         if i >= 0 and segments[i].lo == lo and segments[i].hi == hi:  # nearly always: the same operand again
             segment = segments[i]
-            found = [segment.writer] if segment.writer is not None else []
-            return [*found, *segment.readers.items()] if write else found
+            if segment.writer is not None:
+                found.append(segment.writer)
+            if write:
+                found.extend(segment.readers.items())
+            return found
         i = max(i, 0)
         while i < len(segments) and segments[i].lo < hi:
             segment = segments[i]
@@ -46,7 +52,10 @@ class Hazards:
 
     def record(self, arena: str, lo: int, hi: int, write: bool, mark: Mark) -> None:
         """Notes that the task `mark` reads (or writes) [lo, hi)."""
-        starts, segments = self._arenas.setdefault(arena, ([], []))
+        known = self._arenas.get(arena)
+        if known is None:
+            known = self._arenas[arena] = ([], [])
+        starts, segments = known
         i = bisect_right(starts, lo) - 1
         if i >= 0 and segments[i].lo == lo and segments[i].hi == hi:  # nearly always: the same operand again
             if write:

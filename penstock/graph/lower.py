@@ -109,16 +109,16 @@ class Lowering:
                 tokens = calls.copy(batch, "tokens", tokens.nbytes, "host", at)
             first, last = layout.weights[units[0]], layout.weights[units[-1]]
             weights = Slot(first.arena, first.lo, last.hi)
-            calls.add(at, "gather", -1, batch, (weights, tokens, rows), (), part.format.kind, (rows.nbytes, 0))
+            calls.add(at, ops.Gather(weights, tokens, rows), -1, batch, part.format.kind, (rows.nbytes, 0))
         else:
             read_bytes = t * part.granule_bytes  # at most; tokens that share a granule share its read
-            slots = (tokens, rows, layout.staging)
-            self._emit.alone(("disk0",), Call("fetch", -1, batch, slots, (), part.format.kind, read_bytes, 0))
+            fetch = ops.Fetch(tokens, rows, layout.staging)
+            self._emit.alone(("disk0",), Call(fetch, -1, batch, part.format.kind, read_bytes, 0))
         if at != main:
             rows = calls.copy(batch, "rows", rows.nbytes, at, main)
         x = layout.act(main, batch.id, "x", 4 * t * spec.d_model)
-        cost = ops.rows_cost(spec, t, 2)
-        calls.add(main, "embed", -1, batch, (rows, calls.whole("edges"), x, calls.scratch(main)), (), "*", cost)
+        embed = ops.Embed(rows, calls.whole("edges"), x, calls.scratch(main))
+        calls.add(main, embed, -1, batch, "*", ops.rows_cost(spec, t, 2))
 
     def _block(self, p: Pass, layer: int, kind: str) -> Iterator[Task]:
         """Norm, the units' partial sums on each executor, merge; for every batch."""
@@ -132,7 +132,7 @@ class Lowering:
         row_bytes = 4 * self.plan.target.spec.d_model
         executors = sorted({self.plan.units[u].executor(purpose) for u in units}, key=lambda name: name == "host")
         for batch in p.batches:
-            self._norm(batch, f"{layer}.norms", (f"{kind}_in", layer), range(batch.total_rows))
+            self._norm(batch, f"{layer}.norms", f"{kind}_in", layer, range(batch.total_rows))
             for executor in executors:
                 if executor != main:
                     calls.copy(batch, "h", batch.total_rows * row_bytes, main, executor)
@@ -182,9 +182,10 @@ class Lowering:
             calls.copy(batch, "h", calls.rows(home, batch, "h").nbytes, self.plan.main, home)
         part = layout.predictor_part(predictor)
         active = calls.active(layer, home, batch)
-        slots = (layout.predictors[layer], calls.rows(home, batch, "h"), active, calls.scratch(home))
+        h, scratch = calls.rows(home, batch, "h"), calls.scratch(home)
         cost = ops.matrix_cost(part, 0, 1, ops.PREDICTOR_BLOCKS, batch.total_rows)
-        calls.add(home, "predict", -1, batch, slots, (layer,), part.format.kind, cost)
+        predict = ops.Predict(layout.predictors[layer], h, active, scratch, layer=layer)
+        calls.add(home, predict, -1, batch, part.format.kind, cost)
         for executor in executors:
             if executor != home:
                 calls.copy(batch, "active", active.nbytes, home, executor)
@@ -195,14 +196,16 @@ class Lowering:
         part = self.parts[unit.part]
         h, partial = calls.rows(executor, batch, "h"), calls.rows(executor, batch, "partial")
         cost = calls.matrix_cost(u, ops.FFN_BLOCKS, batch.total_rows)
-        slots: tuple[Slot, ...]
-        slots = (weights, h, partial, calls.rows(executor, batch, "pending"), calls.scratch(executor))
+        active: tuple[Slot, ...] = ()
         if purpose == "decode":
             cost = ops.active_cost(cost, unit.active) if unit.active < 1 else cost
-            slots += (calls.active(layer, executor, batch),) if layer in self._predictors else ()
-        continues, keeps = (int(self._cuts_a_four(u, other, purpose)) for other in (u - 1, u + 1))
-        args = (layer, int(first), continues, keeps)
-        calls.add(executor, "ffn", u, batch, slots, args, part.format.kind, cost)
+            active = (calls.active(layer, executor, batch),) if layer in self._predictors else ()
+        ffn = ops.Ffn(
+            weights, h, partial, calls.rows(executor, batch, "pending"), calls.scratch(executor), layer,
+            starts_sum=first, continues_four=self._cuts_a_four(u, u - 1, purpose),
+            leaves_four=self._cuts_a_four(u, u + 1, purpose), active=active,
+        )  # fmt: skip
+        calls.add(executor, ffn, u, batch, part.format.kind, cost)
 
     def _cuts_a_four(self, u: int, other: int, purpose: str) -> bool:
         """Whether a four of an FFN's granules lies partly in the unit next to it, computed by the same executor."""
@@ -218,17 +221,17 @@ class Lowering:
         calls = self._calls
         main = self.plan.main
         names = ["partial" if executor == main else f"partial.{executor}" for executor in executors]
-        partials = [calls.rows(main, batch, name) for name in names]
+        partials = tuple([calls.rows(main, batch, name) for name in names])
         x = calls.rows(main, batch, "x")
         cost = ops.rows_cost(self.plan.target.spec, batch.total_rows, 2 + len(partials))
-        slots = (calls.whole(f"{layer}.norms"), x, calls.scratch(main), *partials)
-        calls.add(main, "merge", -1, batch, slots, (layer, kind), "*", cost)
+        merge = ops.Merge(calls.whole(f"{layer}.norms"), x, calls.scratch(main), partials, layer=layer, block=kind)
+        calls.add(main, merge, -1, batch, "*", cost)
 
     def _logits(self, p: Pass) -> Iterator[Task]:
         calls = self._calls
         main, spec = self.plan.main, self.plan.target.spec
         for batch in p.batches:
-            self._norm(batch, "edges", ("final",), batch.logits)
+            self._norm(batch, "edges", "final", None, batch.logits)
         for u in self._head:
             weights = self._streams.take(u, p.purpose)
             unit = self.plan.units[u]
@@ -240,9 +243,8 @@ class Lowering:
                     logits = self.layout.act(main, batch.id, "logits", 4 * n * spec.vocab)
                     cost = calls.matrix_cost(u, ops.VOCAB_BLOCKS, n)
                     best = self.layout.act(main, batch.id, "best", 8 * n)
-                    slots = (weights, h, logits, best, calls.scratch(main))
-                    first = int(u == self._head[0])
-                    calls.add(main, "head", u, batch, slots, (first,), part.format.kind, cost)
+                    head = ops.Head(weights, h, logits, best, calls.scratch(main), starts=u == self._head[0])
+                    calls.add(main, head, u, batch, part.format.kind, cost)
             self._streams.release(u, p.purpose)
             yield from self._emit.closed()
         for batch in p.batches:
@@ -251,7 +253,9 @@ class Lowering:
                 calls.copy(batch, "logits", 4 * n * spec.vocab, main, "host")
                 calls.copy(batch, "best", 8 * n, main, "host")
 
-    def _norm(self, batch: Batch, norms: str, which: tuple[int | str, ...], rows: range | tuple[int, ...]) -> None:
+    def _norm(
+        self, batch: Batch, norms: str, which: str, layer: int | None, rows: range | tuple[int, ...]
+    ) -> None:  # fmt: skip
         """Also where the layer has no such norm: the op then copies, so every block reads h."""
         calls = self._calls
         if not len(rows):
@@ -260,8 +264,8 @@ class Lowering:
         x = calls.rows(main, batch, "x")
         wide = max(spec.d_model, spec.d_embed) if norms == "edges" else spec.d_model
         h = self.layout.act(main, batch.id, "h", 4 * len(rows) * wide)
-        slots = (calls.whole(norms), x, h, calls.scratch(main))
-        calls.add(main, "norm", -1, batch, slots, which, "*", ops.rows_cost(spec, len(rows), 2))
+        norm = ops.Norm(calls.whole(norms), x, h, calls.scratch(main), which=which, layer=layer)
+        calls.add(main, norm, -1, batch, "*", ops.rows_cost(spec, len(rows), 2))
 
     def _sync(self) -> None:
         """FlexGen's order waits for all that goes on at the end of each block."""
@@ -269,5 +273,4 @@ class Lowering:
             return
         slots = [*self._streams.slots, *self.layout.windows]
         if slots:
-            main = self.plan.main
-            self._emit.call(main, Call("sync", -1, None, tuple(slots), (), "*", 0, 0))
+            self._emit.call(self.plan.main, Call(ops.Sync(tuple(slots)), -1, None, "*", 0, 0))

@@ -33,11 +33,11 @@ class _Known:
         self.kinds: dict[int, Kind] = {}  # by the number of the call
         self.fixed_bytes = self.fixed_flops = 0  # of all other calls
         for number, call in enumerate(task.calls):
-            if call.op != "attend":
+            if not isinstance(call.operands, ops.Attend):
                 self.fixed_bytes, self.fixed_flops = self.fixed_bytes + call.bytes, self.fixed_flops + call.flops
                 continue
             assert call.batch is not None
-            layer, unit = int(call.args[0]), plan.units[call.unit]
+            layer, unit = call.operands.layer, plan.units[call.unit]
             each = layout.kv_home(layer, call.batch).format.kv_bytes(attentions[layer].head_dim)
             self.kinds[number] = (first[attentions[layer]], unit.hi - unit.lo, each, call.batch.id)
         self.counts = Counter(self.kinds.values())
@@ -66,9 +66,9 @@ class _Moved(Sequence[Call]):
         call = self._known.task.calls[number]
         assert call.batch is not None
         nbytes, flops = call.bytes, call.flops
-        if call.op == "attend":
+        if isinstance(call.operands, ops.Attend):
             nbytes, flops = self._known.attend_cost(self._known.kinds[number % len(self)], self._batches)
-        return Call(call.op, call.unit, self._batches[call.batch.id], call.slots, call.args, call.format, nbytes, flops)
+        return Call(call.operands, call.unit, self._batches[call.batch.id], call.format, nbytes, flops)
 
 
 class Repeats:

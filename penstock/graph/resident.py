@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from penstock.graph.arenas import Layout
+from penstock.graph.arenas import with_arenas
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import parts
@@ -26,4 +24,4 @@ def resident_plan(
         page_tokens=page_tokens, ring_bytes={}, stage_bytes=0, order="overlapped", io_block_bytes=8 * MIB,
         io_depth=1, io_engine="threads", process_bytes=1, context_bytes=0,
     )  # fmt: skip
-    return replace(plan, arenas=Layout(plan).arenas())
+    return with_arenas(plan)

@@ -7,9 +7,9 @@ stays in cache and its scratch stays small.
 
 from __future__ import annotations
 
-from penstock.graph import scratch_gpu
+from penstock.graph import scratch_gpu, scratch_native
 from penstock.spec.format import TILE_ROWS, tiles
-from penstock.spec.parts import SUM_GRANULES, Block, Part
+from penstock.spec.parts import Block, Part
 from penstock.spec.plan import DEVICE, Plan
 from penstock.units import round_up
 
@@ -30,35 +30,20 @@ def matmul_bytes(block: Block, rows: int) -> int:
     return round_up(4 * slab * padded, _ALIGN) * 2 + round_up(4 * rows * slab, _ALIGN) + 4 * _ALIGN
 
 
-def prepared_bytes(block: Block, rows: int, granules: int = 1) -> int:
-    """Activations laid out for a product: float32 at most; for integer weights padded to groups, a scale and a sum
-    each. (The kernels take some rows at a time where there are many.)"""
-    if not block.format.is_quantised:
-        return 4 * rows * block.cols * granules + _ALIGN
-    groups = block.format.groups(block.cols) * granules
-    return rows * groups * (4 * block.format.group + 8) + 3 * _ALIGN
-
-
 def native_bytes(plan: Plan, rows: int) -> int:
-    """What the native kernels need to do one granule of each part at a time (csrc/kernels.h); with more, the FFN takes
-    more of them between two barriers."""
-    need, layers = 0, plan.target.spec.layers
+    """What the native kernels want of any op of the plan, as they say it themselves (`scratch_native`)."""
+    layers = plan.target.spec.layers
+    need, kv_formats = 0, {home.format for home in plan.kv}
     for part in _unlike(plan):
         if part.kind == "ffn":
-            up, down = part.block("up"), part.block("down")
-            need = max(need, prepared_bytes(up, rows) + prepared_bytes(down, rows))
-            few, fours = min(rows, _FEW_ROWS), min(_FFN_FOURS, -(-part.granules // SUM_GRANULES))
-            sums = 4 * few * down.rows * fours + _ALIGN
-            need = max(need, prepared_bytes(up, few) + prepared_bytes(down, few, fours) + sums)
+            need = max(need, scratch_native.ffn_bytes(part, part.granules, rows))
         elif part.kind == "attn":
             a = layers[part.layer].attention
-            kv = 8 * rows * a.kv_heads * a.head_dim + _ALIGN
-            need = max(need, prepared_bytes(part.block("q"), rows) + kv)
-            need = max(need, prepared_bytes(part.block("o"), rows, part.granules))
-            queries, width = 8 * a.heads_per_kv, round_up(a.head_dim, _kv_lanes(plan))
-            need = max(need, 4 * ((2 * queries + 32) * width + 259 * queries) * _ATTEND_THREADS)
+            need = max(need, scratch_native.qkv_bytes(part, a, a.kv_heads, rows))
+            need = max(need, scratch_native.accumulate_bytes(part.block("o"), part.granules, rows))
+            need = max(need, *(scratch_native.attend_bytes(a, kv, rows) for kv in kv_formats))
         elif part.kind in ("embed", "head"):
-            need = max(need, prepared_bytes(part.block("rows"), min(rows, plan.logits_rows)))
+            need = max(need, scratch_native.project_bytes(part.block("rows"), min(rows, plan.logits_rows)))
     return need
 
 
@@ -73,14 +58,6 @@ def _unlike(plan: Plan) -> list[Part]:
 def _kv_lanes(plan: Plan) -> int:
     """Columns of the KV cache that attention reads at a time."""
     return 32 if any(home.format.kind == "int4" for home in plan.kv) else 16
-
-
-# Up to so many rows the threads take whole fours of an FFN's granules; a few more fours at a time than there are
-# threads, since they wait for each other after them.
-_FEW_ROWS, _FFN_FOURS = 8, 16
-
-# Attention runs on as many threads as the scratch has room for: 100 KB each for a head of 128 and four queries a row.
-_ATTEND_THREADS = 8
 
 
 def scratch_bytes(plan: Plan, tier: str) -> int:

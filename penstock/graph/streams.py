@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from math import inf
 
+from penstock.graph import ops
 from penstock.graph.arenas import Layout, head_units
 from penstock.graph.emit import Emitter
 from penstock.graph.ring import Ring, Streamed
@@ -80,7 +81,7 @@ class Streams:
                 unit = self._plan.units[u]
                 source = self._layout.weights[u] if unit.home == "host" else self._stage.take(u)
                 fmt = self._layout.parts[unit.part].format.kind
-                self._emit.alone(("h2d0",), Call("lift", u, None, (source, slot), (), fmt, slot.nbytes, 0))
+                self._emit.alone(("h2d0",), Call(ops.Lift(source, slot), u, None, fmt, slot.nbytes, 0))
                 if unit.home != "host":
                     self._stage.release(u)
                     self._load(self._stage)
@@ -91,7 +92,7 @@ class Streams:
             u, slot = load
             unit = self._plan.units[u]
             fmt = self._layout.parts[unit.part].format.kind
-            self._emit.alone((unit.home,), Call("load", u, None, (slot,), (), fmt, slot.nbytes, 0))
+            self._emit.alone((unit.home,), Call(ops.Load(slot), u, None, fmt, slot.nbytes, 0))
 
     def _at_hand(self, u: int) -> bool:
         """Whether a unit can be lifted: it is in memory, or will be when the load of it that was emitted is done."""

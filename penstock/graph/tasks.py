@@ -12,20 +12,9 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+from penstock.graph.ops import NAMES, Copy, Operands, WithUnit
+from penstock.graph.ops.operand import Slot as Slot
 from penstock.spec.plan import DEVICE, Unit
-
-
-class Slot(NamedTuple):
-    arena: str
-    lo: int
-    hi: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.hi - self.lo
-
-    def __str__(self) -> str:
-        return f"{self.arena}[{self.lo}:{self.hi}]"
 
 
 class _BatchFields(NamedTuple):
@@ -92,17 +81,20 @@ class Pass(NamedTuple):
 
 
 class Call(NamedTuple):
-    """`unit`: index into plan.units, -1 where the op reads none. `slots`: operands in the order that
-    `ops.OPS[op]` names; `args`: what else the op needs (layer, a norm's name, whether it starts a sum)."""
+    """One op on one executor. `operands`: what it works on, by name, as the op's definition says (`graph/ops`). `unit`:
+    index into plan.units, -1 where the op reads none."""
 
-    op: str
+    operands: Operands
     unit: int
     batch: Batch | None
-    slots: tuple[Slot, ...]
-    args: tuple[int | str, ...]
     format: str
     bytes: int
     flops: int
+
+    @property
+    def op(self) -> str:
+        """The op's name."""
+        return NAMES[self.operands.__class__]
 
 
 class Task(NamedTuple):
@@ -125,8 +117,12 @@ class Task(NamedTuple):
 def streamed_bytes(task: Task, units: Sequence[Unit]) -> int:
     """Bytes of units at home on a disk that a task's calls take out of rings: what a load brings is counted where it is
     used, in its own pass. `units`: the plan's."""
-    found = {call.slots[0] for call in task.calls if call.unit >= 0 and units[call.unit].home.startswith("disk")}
-    return sum(slot.nbytes for slot in found if slot.arena.endswith(".ring")) if task.calls[0].op not in MOVES else 0
+    found = {
+        call.operands.weights
+        for call in task.calls
+        if isinstance(call.operands, WithUnit) and units[call.unit].home.startswith("disk")
+    }
+    return sum(slot.nbytes for slot in found if slot.arena.endswith(".ring"))
 
 
 def fetched_bytes(task: Task) -> int:
@@ -145,15 +141,15 @@ def link_bytes(task: Task) -> dict[str, int]:
         return {task.lanes[0]: task.bytes}
     found: dict[str, int] = {}
     for call in task.calls if task.lanes[0] == DEVICE else ():
-        if call.op == "copy":
-            lane = link_lane(call)
+        if isinstance(call.operands, Copy):
+            lane = link_lane(call.operands)
             found[lane] = found.get(lane, 0) + call.bytes
     return found
 
 
-def link_lane(copy: Call) -> str:
+def link_lane(copy: Copy) -> str:
     """Which way a copy of activations crosses the link."""
-    return "d2h0" if copy.slots[1].arena.startswith("host.") else "h2d0"
+    return "d2h0" if copy.target.arena.startswith("host.") else "h2d0"
 
 
 # Their tasks move bytes while others compute: a pass does not end with them.

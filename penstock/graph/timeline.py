@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from penstock.graph.ops import Copy, KvMove
 from penstock.graph.tasks import Call, Task
 from penstock.spec.plan import Unit
 
@@ -76,7 +77,12 @@ def label(task: Task, units: Sequence[Unit] = ()) -> str:
     calls = task.calls
     first = calls[0]
     if _kind(calls) != COMPUTE:
-        return " ".join([first.op, *([_name(first.unit, units)] if first.unit >= 0 else []), *map(str, first.args)])
+        said: list[str] = []
+        if isinstance(first.operands, Copy):
+            said = [first.operands.what]
+        elif isinstance(first.operands, KvMove):
+            said = [str(first.operands.layer), str(first.operands.ranges)]
+        return " ".join([first.op, *([_name(first.unit, units)] if first.unit >= 0 else []), *said])
     one = next((call.unit for call in calls if call.unit >= 0), -1)
     if one < 0:
         return f"{COMPUTE} {first.op}" if len(calls) == 1 else f"{COMPUTE} {first.op}…{calls[-1].op}"

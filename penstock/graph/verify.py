@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock.errors import InternalError
-from penstock.graph.tasks import Slot, Task
+from penstock.graph import ops
+from penstock.graph.tasks import Call, Slot, Task
 from penstock.spec.plan import Arena
 
 # Written before the first pass: weights when they are loaded, KV over passes; and tokens, by the engine.
 _PRELOADED = (".weights", ".kv")
-_READS_TOKENS = {"gather": 1, "fetch": 0, "copy": 0}  # op → its operand that holds tokens
 
 
 def verify(tasks: Iterable[Task], arenas: Iterable[Arena]) -> int:
@@ -46,8 +46,10 @@ def _check_tiers(task: Task) -> None:
     """An executor reads and writes its own memory; only copies cross."""
     lane = task.lanes[0]
     for call in task.calls if lane in ("host", "gpu0") else ():
-        other = next((s for s in call.slots if not s.arena.startswith(f"{lane}.")), None)
-        if other is not None and call.op not in ("copy", "sync"):
+        if isinstance(call.operands, ops.Copy | ops.Sync):
+            continue
+        other = next((s for _, s in ops.slots_of(call.operands) if not s.arena.startswith(f"{lane}.")), None)
+        if other is not None:
             raise InternalError(f"task {task.id}: {call.op} on {lane} touches {other}")
 
 
@@ -58,11 +60,7 @@ def _check_slots(
     position: dict[int, int],
     ordered: int,
 ) -> None:
-    tokens = {
-        call.slots[_READS_TOKENS[call.op]]
-        for call in task.calls
-        if call.op in _READS_TOKENS and (call.op != "copy" or call.args == ("tokens",))
-    }
+    tokens = {slot for call in task.calls if (slot := _tokens_of(call)) is not None}
     slots = [(s, True) for s in task.writes] + [(s, False) for s in task.reads if s not in task.writes]
     for slot, write in slots:
         if not 0 <= slot.lo < slot.hi <= sizes.get(slot.arena, 0):
@@ -75,6 +73,14 @@ def _check_slots(
             _check_written(task, slot, touched.get(slot.arena, []))
     for slot, write in slots:
         touched.setdefault(slot.arena, []).append((slot.lo, slot.hi, write, task.id))
+
+
+def _tokens_of(call: Call) -> Slot | None:
+    """The slot of tokens that a call reads."""
+    operands = call.operands
+    if isinstance(operands, ops.Gather | ops.Fetch):
+        return operands.tokens
+    return operands.source if isinstance(operands, ops.Copy) and operands.what == "tokens" else None
 
 
 def _check_written(task: Task, slot: Slot, touched: list[tuple[int, int, bool, int]]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.graph.tasks import KV_MOVES, Call, Task, link_lane
+from penstock.graph.ops import Copy, KvMove
+from penstock.graph.tasks import Call, Task, link_lane
 from penstock.spec.machine import KV_IN_FLIGHT, Figure, MachineSpec, Rate
 
 _LEAST_S_PER_BYTE = 1e-15  # so that a speed is finite where bytes cost nothing
@@ -57,7 +58,7 @@ class Cost:
     def call_parts_s(self, lane: str, call: Call) -> tuple[float, float]:
         """Seconds that a call takes beside its bytes and flops, where nobody has prepared it, and for them."""
         rate = self._rate(lane, call)
-        begins = 1 if call.op not in KV_MOVES else _kv_begins(lane, call)
+        begins = _kv_begins(lane, call.operands) if isinstance(call.operands, KvMove) else 1
         fixed_s = begins * rate.alpha_s + self._overhead(lane)[1]
         return fixed_s, max(call.bytes * rate.s_per_byte, call.flops * rate.s_per_flop)
 
@@ -93,7 +94,7 @@ class Cost:
     def _terms(self, lane: str, call: Call) -> tuple[Rate, float, float, float]:
         """A call's rate, and the seconds that it takes to begin, for its bytes and for its flops."""
         rate = self._rate(lane, call)
-        begins = 1 if call.op not in KV_MOVES else _kv_begins(lane, call)
+        begins = _kv_begins(lane, call.operands) if isinstance(call.operands, KvMove) else 1
         return rate, begins * rate.alpha_s, call.bytes * rate.s_per_byte, call.flops * rate.s_per_flop
 
     def _overhead(self, lane: str) -> Overheads:
@@ -104,8 +105,8 @@ class Cost:
         return found
 
     def _rate(self, lane: str, call: Call) -> Rate:
-        if call.op == "copy":  # on the device's lane, at the link's speed
-            lane = link_lane(call)
+        if isinstance(call.operands, Copy):  # on the device's lane, at the link's speed
+            lane = link_lane(call.operands)
         return self._known((lane, call.op, call.format, _rows(call)))
 
     def _known(self, key: tuple[str, str, str, int]) -> Rate:
@@ -115,9 +116,9 @@ class Cost:
         return rate
 
 
-def _kv_begins(lane: str, call: Call) -> int:
+def _kv_begins(lane: str, move: KvMove) -> int:
     """How often what a KV move costs before its bytes is waited for."""
-    return -(-int(call.args[1]) // (KV_IN_FLIGHT if lane.startswith("disk") else 1))
+    return -(-move.ranges // (KV_IN_FLIGHT if lane.startswith("disk") else 1))
 
 
 def _rows(call: Call) -> int:

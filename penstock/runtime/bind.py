@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +48,7 @@ class Binding:
         found = {r: rope.frequencies(r, plan.context) if r else None for r in ropes}
         self._frequencies = [found[layer.attention.rope] for layer in self._spec.layers]
         self._turns: dict[tuple[int, Batch], tuple[Float32, Float32]] = {}
-        self._ops: dict[str, Callable[[Call], None]] = {
+        self._ops: dict[str, Callable[[Call, Any], None]] = {
             name: getattr(self, f"_{name}") for name in ops.OPS if name not in ops.PLANNED
         }
 
@@ -56,13 +57,14 @@ class Binding:
             self.call(call)
 
     def call(self, call: Call) -> None:
-        self._ops[call.op](call)
+        self._ops[call.op](call, call.operands)
 
     def start(self, task: Task) -> Load | None:
         """Begins a task that disks do by themselves, a load; None for any other, which `run` does."""
-        if len(task.calls) != 1 or task.calls[0].op != "load" or task.calls[0].unit < 0:
+        first = task.calls[0]
+        if len(task.calls) != 1 or not isinstance(first.operands, ops.Load) or first.unit < 0:
             return None
-        return self._begin_load(task.calls[0])
+        return self._begin_load(first, first.operands)
 
     def begin(self) -> None:
         """A pass starts: positions of earlier ones are forgotten."""
@@ -73,135 +75,127 @@ class Binding:
 
     # -- embedding and head ---------------------------------------------------------------------------
 
-    def _gather(self, call: Call) -> None:
-        weights, tokens, rows = call.slots
+    def _gather(self, call: Call, op: ops.Gather) -> None:
         part = self._parts["embed"]
-        dense.gather(self._granules(weights, part), part, self._tokens(tokens), self._embedded(rows))
+        dense.gather(self._granules(op.weights, part), part, self._tokens(op.tokens), self._embedded(op.rows))
 
-    def _fetch(self, call: Call) -> None:
+    def _fetch(self, call: Call, op: ops.Fetch) -> None:
         """Embedding rows straight from disk: each granule that a token lies in is read once."""
-        token_slot, row_slot, staging = call.slots
         part = self._parts["embed"]
-        tokens, rows = self._tokens(token_slot), self._embedded(row_slot)
-        granule = self._granules(staging, part)
+        tokens, rows = self._tokens(op.tokens), self._embedded(op.rows)
+        granule = self._granules(op.staging, part)
         owners, inside = np.divmod(tokens, part.granule_rows)
         for g in np.unique(owners).tolist():
-            self.fetched_bytes += self._disk.read("embed", g, g + 1, self._arenas.address(staging))
+            self.fetched_bytes += self._disk.read("embed", g, g + 1, self._arenas.address(op.staging))
             for i in np.flatnonzero(owners == g).tolist():
                 dense.gather(granule, part, inside[i : i + 1], rows[i : i + 1])
 
-    def _embed(self, call: Call) -> None:
-        rows, edges, x, scratch = call.slots
+    def _embed(self, call: Call, op: ops.Embed) -> None:
         batch = _batch(call)
         dense.embed(
-            self._embedded(rows), self._arenas.view(edges), self._parts["edges"], self._spec, positions(batch),
-            self._rows(x, batch.total_rows), self._scratch(scratch),
+            self._embedded(op.rows), self._arenas.view(op.edges), self._parts["edges"], self._spec, positions(batch),
+            self._rows(op.x, batch.total_rows), self._scratch(op.scratch),
         )  # fmt: skip
 
-    def _norm(self, call: Call) -> None:
-        norms, x, h, scratch = call.slots
-        batch, which = _batch(call), str(call.args[0])
-        spec, final = self._spec, call.args[0] == "final"
-        part = self._parts["edges" if final else f"{call.args[1]}.norms"]
-        present = spec.final_norm if final else spec.layers[int(call.args[1])].norm_in
+    def _norm(self, call: Call, op: ops.Norm) -> None:
+        batch, spec, final = _batch(call), self._spec, op.layer is None
+        part = self._parts["edges" if op.layer is None else f"{op.layer}.norms"]
+        present = spec.final_norm if op.layer is None else spec.layers[op.layer].norm_in
         n, width = (len(batch.logits), spec.d_embed) if final else (batch.total_rows, spec.d_model)
         dense.norm_in(
-            self._rows(x, batch.total_rows), self._arenas.view(norms), part, which, spec, present,
-            self._arenas.array(h, np.float32, (n, width)), self._scratch(scratch), batch.logits if final else None,
+            self._rows(op.x, batch.total_rows), self._arenas.view(op.norms), part, op.which, spec, present,
+            self._arenas.array(op.h, np.float32, (n, width)), self._scratch(op.scratch),
+            batch.logits if final else None,
         )  # fmt: skip
 
-    def _head(self, call: Call) -> None:
-        weights, h, logits, best, scratch = call.slots
+    def _head(self, call: Call, op: ops.Head) -> None:
         unit, n = self._plan.units[call.unit], len(_batch(call).logits)
         part = self._parts[unit.part]
-        wanted = self._arenas.view(best)
+        wanted = self._arenas.view(op.best)
         dense.head(
-            self._granules(weights, part), part, unit.lo, self._arenas.array(h, np.float32, (n, self._spec.d_embed)),
-            self._spec.logit_softcap, self._arenas.array(logits, np.float32, (n, self._spec.vocab)),
+            self._granules(op.weights, part), part, unit.lo,
+            self._arenas.array(op.h, np.float32, (n, self._spec.d_embed)), self._spec.logit_softcap,
+            self._arenas.array(op.logits, np.float32, (n, self._spec.vocab)),
             wanted.view(np.float32).reshape(n, 2)[:, 0], wanted.view(np.int32).reshape(n, 2)[:, 1],
-            bool(call.args[0]), self._scratch(scratch),
+            op.starts, self._scratch(op.scratch),
         )  # fmt: skip
 
     # -- layers ---------------------------------------------------------------------------------------
 
-    def _qkv(self, call: Call) -> None:
-        weights, norms, h, q, keys, values, scratch = call.slots
-        layer, batch = int(call.args[0]), _batch(call)
+    def _qkv(self, call: Call, op: ops.Qkv) -> None:
+        layer, batch = op.layer, _batch(call)
         a, unit = self._spec.layers[layer].attention, self._plan.units[call.unit]
         t, part = batch.total_rows, self._parts[unit.part]
         attention.qkv(
-            self._granules(weights, part), part, unit.lo, a, self._spec.norm, self._arenas.view(norms),
-            self._parts[f"{layer}.norms"], self._rows(h, t), self._turn(layer, batch), batch, self._tables(batch),
-            self._arenas.array(q, np.float32, (t, a.heads, a.head_dim)), self._pool(keys, layer, batch),
-            self._pool(values, layer, batch), self._scratch(scratch),
+            self._granules(op.weights, part), part, unit.lo, a, self._spec.norm, self._arenas.view(op.norms),
+            self._parts[f"{layer}.norms"], self._rows(op.h, t), self._turn(layer, batch), batch, self._tables(batch),
+            self._arenas.array(op.q, np.float32, (t, a.heads, a.head_dim)), self._pool(op.keys, layer, batch),
+            self._pool(op.values, layer, batch), self._scratch(op.scratch),
         )  # fmt: skip
 
-    def _attend(self, call: Call) -> None:
-        q, keys, values, out, scratch = call.slots
-        layer, batch = int(call.args[0]), _batch(call)
+    def _attend(self, call: Call, op: ops.Attend) -> None:
+        layer, batch = op.layer, _batch(call)
         a, unit = self._spec.layers[layer].attention, self._plan.units[call.unit]
         shape = (batch.total_rows, a.heads, a.head_dim)
         attention.attend(
-            self._arenas.array(q, np.float32, shape), self._pool(keys, layer, batch), self._pool(values, layer, batch),
-            a, unit.lo, unit.hi, batch, self._tables(batch), self._arenas.array(out, np.float32, shape),
-            self._scratch(scratch),
+            self._arenas.array(op.q, np.float32, shape), self._pool(op.keys, layer, batch),
+            self._pool(op.values, layer, batch), a, unit.lo, unit.hi, batch, self._tables(batch),
+            self._arenas.array(op.a, np.float32, shape), self._scratch(op.scratch),
         )  # fmt: skip
 
-    def _out(self, call: Call) -> None:
-        weights, a_slot, partial, scratch = call.slots
-        layer, t = int(call.args[0]), _batch(call).total_rows
-        a, unit = self._spec.layers[layer].attention, self._plan.units[call.unit]
+    def _out(self, call: Call, op: ops.Out) -> None:
+        t = _batch(call).total_rows
+        a, unit = self._spec.layers[op.layer].attention, self._plan.units[call.unit]
         part = self._parts[unit.part]
         attention.out(
-            self._granules(weights, part), part, unit.lo, a,
-            self._arenas.array(a_slot, np.float32, (t, a.heads, a.head_dim)), self._rows(partial, t),
-            bool(call.args[1]), self._scratch(scratch),
+            self._granules(op.weights, part), part, unit.lo, a,
+            self._arenas.array(op.a, np.float32, (t, a.heads, a.head_dim)), self._rows(op.partial, t),
+            op.starts_sum, self._scratch(op.scratch),
         )  # fmt: skip
 
-    def _ffn(self, call: Call) -> None:
-        weights, h, partial, pending, scratch = call.slots
-        layer, t = int(call.args[0]), _batch(call).total_rows
-        first, continues, keeps = (bool(arg) for arg in call.args[1:])
-        part = self._parts[f"{layer}.ffn"]
+    def _ffn(self, call: Call, op: ops.Ffn) -> None:
+        t, part = _batch(call).total_rows, self._parts[f"{op.layer}.ffn"]
+        flags = op.starts_sum, op.continues_four, op.leaves_four
         dense.ffn(
-            self._granules(weights, part), part, self._plan.units[call.unit].lo, self._spec.layers[layer],
-            self._rows(h, t), dense.FfnSum(self._rows(partial, t), self._rows(pending, t), first, continues, keeps),
-            self._scratch(scratch),
+            self._granules(op.weights, part), part, self._plan.units[call.unit].lo, self._spec.layers[op.layer],
+            self._rows(op.h, t), dense.FfnSum(self._rows(op.partial, t), self._rows(op.pending, t), *flags),
+            self._scratch(op.scratch),
         )  # fmt: skip
 
-    def _merge(self, call: Call) -> None:
-        norms, x, scratch, *partials = call.slots
-        layer, t = int(call.args[0]), _batch(call).total_rows
+    def _merge(self, call: Call, op: ops.Merge) -> None:
+        t = _batch(call).total_rows
         dense.merge(
-            self._arenas.view(norms), self._parts[f"{layer}.norms"], str(call.args[1]), self._spec.layers[layer],
-            self._spec.norm, self._rows(x, t), [self._rows(p, t) for p in partials], self._scratch(scratch),
+            self._arenas.view(op.norms), self._parts[f"{op.layer}.norms"], op.block, self._spec.layers[op.layer],
+            self._spec.norm, self._rows(op.x, t), [self._rows(p, t) for p in op.partials], self._scratch(op.scratch),
         )  # fmt: skip
 
     # -- movers ---------------------------------------------------------------------------------------
 
-    def _load(self, call: Call) -> None:
-        self._begin_load(call).wait()
+    def _load(self, call: Call, op: ops.Load) -> None:
+        self._begin_load(call, op).wait()
 
-    def _begin_load(self, call: Call) -> Load:
-        (target,) = call.slots
+    def _begin_load(self, call: Call, op: ops.Load) -> Load:
+        target = op.target
         unit = self._plan.units[call.unit]
         if self._poisoned:
             poison(self._arenas.view(target))
         return self._disk.start(unit.part, unit.lo, unit.hi, self._arenas.address(target), unit.home)
 
-    def _copy(self, call: Call) -> None:
-        source, target = call.slots
+    def _copy(self, call: Call, op: ops.Copy) -> None:
+        self._move(op.source, op.target)
+
+    def _lift(self, call: Call, op: ops.Lift) -> None:
+        self._move(op.source, op.target)
+
+    def _move(self, source: Slot, target: Slot) -> None:
         if self._poisoned:
             poison(self._arenas.view(target))
         self._arenas.view(target)[...] = self._arenas.view(source)
 
-    def _lift(self, call: Call) -> None:
-        self._copy(call)
-
-    def _kv_load(self, call: Call) -> None:
-        layer, batch = int(call.args[0]), _batch(call)
+    def _kv_load(self, call: Call, op: ops.KvLoad) -> None:
+        layer, batch = op.layer, _batch(call)
         reads: list[tuple[int, int, int]] = []
-        for source, target in zip(call.slots[:2], call.slots[2:], strict=True):
+        for source, target in ((op.stored_keys, op.keys), (op.stored_values, op.values)):
             if self._poisoned:
                 poison(self._arenas.view(target))
             for lo, hi in self._layout.kv_spans(layer, batch, save=False):
@@ -212,10 +206,10 @@ class Binding:
         if reads:
             self._kv.read(reads)
 
-    def _kv_save(self, call: Call) -> None:
-        layer, batch = int(call.args[0]), _batch(call)
+    def _kv_save(self, call: Call, op: ops.KvSave) -> None:
+        layer, batch = op.layer, _batch(call)
         writes: list[tuple[int, memoryview]] = []
-        for source, target in zip(call.slots[:2], call.slots[2:], strict=True):
+        for source, target in ((op.keys, op.stored_keys), (op.values, op.stored_values)):
             for lo, hi in self._layout.kv_spans(layer, batch, save=True):
                 if target.arena.startswith("disk"):
                     writes.append((target.lo + lo, self._arenas.view(source)[lo:hi].data))
@@ -224,7 +218,7 @@ class Binding:
         if writes:
             self._kv.write(writes)
 
-    def _sync(self, call: Call) -> None:
+    def _sync(self, call: Call, op: ops.Sync) -> None:
         """Whoever waits for it has waited for what came before."""
 
     @property

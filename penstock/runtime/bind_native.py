@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from penstock import _native
+from penstock.graph import ops
 from penstock.graph.tasks import Batch, Call, Task
 from penstock.kernels import cpu
 from penstock.runtime.arena import Arenas
@@ -78,14 +80,35 @@ class NativeBinding(Binding):
         self._tables_of: dict[Batch, BatchTables] = {}
         self._bound: dict[int, _Bound] = {}  # by the task that they are like
         edges = self._parts["edges"]
-        natively: dict[str, Callable[[Target, Call, BatchTables], None]] = {
+        natively: dict[str, Callable[[Target, Call, Any, BatchTables], None]] = {
             "gather": self._gather_on, "norm": self._norm_on, "qkv": self._qkv_on, "attend": self._attend_on,
             "out": self._out_on, "ffn": self._ffn_on, "merge": self._merge_on, "head": self._head_on,
         }  # fmt: skip
         if not edges.has("project_in") and not spec.position_rows:
             natively["embed"] = self._embed_on
         self._natively = natively
+        self._check_scratch()
         self._projects_out = edges.has("project_out")
+
+    def _check_scratch(self) -> None:
+        """With less than the kernels want they would be slower, and nobody would know."""
+        plan, spec, rows = self._plan, self._spec, max(self._plan.chunk_rows, self._plan.batch_seqs)
+        need = max(
+            _native.project_scratch(self._vocab, min(rows, plan.logits_rows)), _native.merge_scratch(rows, spec.d_model)
+        )
+        for layer in {id(layer): i for i, layer in enumerate(spec.layers)}.values():  # most are alike
+            ffn, attn = self._parts[f"{layer}.ffn"], self._parts[f"{layer}.attn"]
+            heads = cpu.attention_shape(spec.layers[layer].attention, 0, attn.granules)
+            home = next(home for home in plan.kv if home.layers[0] <= layer < home.layers[1])
+            cache = cpu.cache_shape(spec.layers[layer].attention, plan.page_tokens, home.format)
+            need = max(
+                need, _native.ffn_scratch(self._ffn_shapes[layer], ffn.granules, rows),
+                _native.qkv_scratch(self._qkv_shapes[layer], heads, rows),
+                _native.accumulate_scratch(self._o[layer], attn.granules, rows),
+                _native.attend_scratch(heads, cache, rows),
+            )  # fmt: skip
+        for executor, slot in self._layout.scratch.items():
+            assert slot.nbytes >= need, f"scratch of {executor}: {slot.nbytes} bytes, where kernels want {need}"
 
     def begin(self) -> None:
         super().begin()
@@ -121,7 +144,7 @@ class NativeBinding(Binding):
         batch = _batch(call)
         if batch not in self._tables_of:
             self._tables_of[batch] = self._new_tables(batch)
-        self._natively[call.op](self._compute, call, self._tables_of[batch])
+        self._natively[call.op](self._compute, call, call.operands, self._tables_of[batch])
 
     def alone(self, call: Call) -> Callable[[], None]:
         """What runs one native call again and again, without Python in between."""
@@ -130,11 +153,13 @@ class NativeBinding(Binding):
         if batch not in self._tables_of:
             self._tables_of[batch] = self._new_tables(batch)
         program = _native.Program(self._compute)
-        self._natively[call.op](program, call, self._tables_of[batch])
+        self._natively[call.op](program, call, call.operands, self._tables_of[batch])
         return program.run
 
     def _is_native(self, call: Call) -> bool:
-        return call.op in self._natively and not (call.args[:1] == ("final",) and self._projects_out)
+        if self._projects_out and isinstance(call.operands, ops.Norm) and call.operands.layer is None:
+            return False
+        return call.op in self._natively
 
     def _bind(self, task: Task) -> _Bound:
         steps: list[_native.Program | int] = []
@@ -151,7 +176,7 @@ class NativeBinding(Binding):
                 steps.append(_native.Program(self._compute))
             program = steps[-1]
             assert isinstance(program, _native.Program)
-            self._natively[call.op](program, call, tables[batch.id])
+            self._natively[call.op](program, call, call.operands, tables[batch.id])
         return _Bound(tuple(steps), tables, batches)
 
     def _new_tables(self, batch: Batch) -> BatchTables:
@@ -159,93 +184,83 @@ class NativeBinding(Binding):
 
     # -- ops: operands as addresses ---------------------------------------------------------------------
 
-    def _gather_on(self, on: Target, call: Call, tables: BatchTables) -> None:
-        weights, tokens, rows = call.slots
+    def _gather_on(self, on: Target, call: Call, op: ops.Gather, tables: BatchTables) -> None:
         part, at = self._parts["embed"], self._arenas.address
-        granules = weights.nbytes // part.granule_bytes
-        on.gather(at(weights), granules, part.granule_bytes, self._vocab, at(tokens), _batch(call).total_rows, at(rows))
+        on.gather(
+            at(op.weights), op.weights.nbytes // part.granule_bytes, part.granule_bytes, self._vocab, at(op.tokens),
+            _batch(call).total_rows, at(op.rows),
+        )  # fmt: skip
 
-    def _embed_on(self, on: Target, call: Call, tables: BatchTables) -> None:
-        rows, _, x, _ = call.slots
+    def _embed_on(self, on: Target, call: Call, op: ops.Embed, tables: BatchTables) -> None:
         at = self._arenas.address
-        on.scale(at(rows), self._spec.embed_scale, _batch(call).total_rows, self._spec.d_model, at(x))
+        on.scale(at(op.rows), self._spec.embed_scale, _batch(call).total_rows, self._spec.d_model, at(op.x))
 
-    def _norm_on(self, on: Target, call: Call, tables: BatchTables) -> None:
-        norms, x, h, _ = call.slots
-        batch, which, at = _batch(call), str(call.args[0]), self._arenas.address
-        final = which == "final"
-        part = self._parts["edges" if final else f"{call.args[1]}.norms"]
-        present = self._spec.final_norm if final else self._spec.layers[int(call.args[1])].norm_in
-        norm = cpu.norm(self._spec.norm if present else None, part, which, at(norms))
+    def _norm_on(self, on: Target, call: Call, op: ops.Norm, tables: BatchTables) -> None:
+        batch, at, final = _batch(call), self._arenas.address, op.layer is None
+        part = self._parts["edges" if op.layer is None else f"{op.layer}.norms"]
+        present = self._spec.final_norm if op.layer is None else self._spec.layers[op.layer].norm_in
+        norm = cpu.norm(self._spec.norm if present else None, part, op.which, at(op.norms))
         chosen, n = (tables.chosen_address, len(batch.logits)) if final else (0, batch.total_rows)
-        on.norm(norm, at(x), chosen, n, self._spec.d_model, at(h))
+        on.norm(norm, at(op.x), chosen, n, self._spec.d_model, at(op.h))
 
-    def _head_on(self, on: Target, call: Call, tables: BatchTables) -> None:
-        weights, h, logits, best, scratch = call.slots
+    def _head_on(self, on: Target, call: Call, op: ops.Head, tables: BatchTables) -> None:
         unit, n = self._plan.units[call.unit], len(_batch(call).logits)
         part, spec = self._parts[unit.part], self._spec
         first, at = unit.lo * part.granule_rows, self._arenas.address
         on.head(
-            at(weights), unit.hi - unit.lo, part.granule_bytes, self._vocab, at(h), spec.d_embed, n,
-            at(logits) + 4 * first, spec.vocab, spec.vocab - first, spec.logit_softcap, first, at(best),
-            bool(call.args[0]), self._exact, at(scratch), scratch.nbytes,
+            at(op.weights), unit.hi - unit.lo, part.granule_bytes, self._vocab, at(op.h), spec.d_embed, n,
+            at(op.logits) + 4 * first, spec.vocab, spec.vocab - first, spec.logit_softcap, first, at(op.best),
+            op.starts, self._exact, at(op.scratch), op.scratch.nbytes,
         )  # fmt: skip
 
-    def _qkv_on(self, on: Target, call: Call, tables: BatchTables) -> None:
-        weights, norms, h, q, keys, values, scratch = call.slots
-        layer, batch = int(call.args[0]), _batch(call)
+    def _qkv_on(self, on: Target, call: Call, op: ops.Qkv, tables: BatchTables) -> None:
+        layer, batch = op.layer, _batch(call)
         unit, a = self._plan.units[call.unit], self._spec.layers[layer].attention
         at, norms_part = self._arenas.address, self._parts[f"{layer}.norms"]
-        q_norm, k_norm = (at(norms) + norms_part.block(n).offset if a.qk_norm else 0 for n in ("q_norm", "k_norm"))
+        q_norm, k_norm = (at(op.norms) + norms_part.block(n).offset if a.qk_norm else 0 for n in ("q_norm", "k_norm"))
         cos, sin = tables.turn_addresses(layer)
         on.qkv(
-            at(weights), unit.hi - unit.lo, self._parts[unit.part].granule_bytes, self._qkv_shapes[layer],
-            self._attention_of(call.unit, layer), at(h), batch.total_rows, q_norm, k_norm, cos, sin,
-            tables.sequences_address, len(batch.seqs), self._cache(layer, batch), at(keys), at(values), at(q),
-            self._exact, at(scratch), scratch.nbytes,
+            at(op.weights), unit.hi - unit.lo, self._parts[unit.part].granule_bytes, self._qkv_shapes[layer],
+            self._attention_of(call.unit, layer), at(op.h), batch.total_rows, q_norm, k_norm, cos, sin,
+            tables.sequences_address, len(batch.seqs), self._cache(layer, batch), at(op.keys), at(op.values), at(op.q),
+            self._exact, at(op.scratch), op.scratch.nbytes,
         )  # fmt: skip
 
-    def _attend_on(self, on: Target, call: Call, tables: BatchTables) -> None:
-        q, keys, values, out, scratch = call.slots
-        layer, batch, at = int(call.args[0]), _batch(call), self._arenas.address
+    def _attend_on(self, on: Target, call: Call, op: ops.Attend, tables: BatchTables) -> None:
+        layer, batch, at = op.layer, _batch(call), self._arenas.address
         on.attend(
             self._attention_of(call.unit, layer), tables.sequences_address, len(batch.seqs), self._cache(layer, batch),
-            at(keys), at(values), at(q), at(out), at(scratch), scratch.nbytes,
+            at(op.keys), at(op.values), at(op.q), at(op.a), at(op.scratch), op.scratch.nbytes,
         )  # fmt: skip
 
-    def _out_on(self, on: Target, call: Call, tables: BatchTables) -> None:
-        weights, a_slot, partial, scratch = call.slots
-        layer, t = int(call.args[0]), _batch(call).total_rows
-        a, unit = self._spec.layers[layer].attention, self._plan.units[call.unit]
+    def _out_on(self, on: Target, call: Call, op: ops.Out, tables: BatchTables) -> None:
+        a, unit = self._spec.layers[op.layer].attention, self._plan.units[call.unit]
         at, width = self._arenas.address, a.heads * a.head_dim
         first_column = unit.lo * a.heads_per_kv * a.head_dim
         on.accumulate(
-            at(weights), unit.hi - unit.lo, self._parts[unit.part].granule_bytes, self._o[layer],
-            at(a_slot) + 4 * first_column, width, t, at(partial), bool(call.args[1]), self._exact,
-            at(scratch), scratch.nbytes,
+            at(op.weights), unit.hi - unit.lo, self._parts[unit.part].granule_bytes, self._o[op.layer],
+            at(op.a) + 4 * first_column, width, _batch(call).total_rows, at(op.partial), op.starts_sum, self._exact,
+            at(op.scratch), op.scratch.nbytes,
         )  # fmt: skip
 
-    def _ffn_on(self, on: Target, call: Call, tables: BatchTables) -> None:
-        weights, h, partial, pending, scratch = call.slots
-        layer, t = int(call.args[0]), _batch(call).total_rows
-        first, continues, keeps = (bool(arg) for arg in call.args[1:])
+    def _ffn_on(self, on: Target, call: Call, op: ops.Ffn, tables: BatchTables) -> None:
         unit, at = self._plan.units[call.unit], self._arenas.address
         on.ffn(
-            at(weights), unit.hi - unit.lo, self._parts[unit.part].granule_bytes, self._ffn_shapes[layer], at(h), t,
-            at(partial), at(pending), unit.lo, first, continues, keeps, self._exact, at(scratch), scratch.nbytes,
+            at(op.weights), unit.hi - unit.lo, self._parts[unit.part].granule_bytes, self._ffn_shapes[op.layer],
+            at(op.h), _batch(call).total_rows, at(op.partial), at(op.pending), unit.lo, op.starts_sum,
+            op.continues_four, op.leaves_four, self._exact, at(op.scratch), op.scratch.nbytes,
         )  # fmt: skip
 
-    def _merge_on(self, on: Target, call: Call, tables: BatchTables) -> None:
-        norms, x, scratch, *partials = call.slots
-        number, block, at = int(call.args[0]), str(call.args[1]), self._arenas.address
-        layer, part, norm = self._spec.layers[number], self._parts[f"{number}.norms"], self._spec.norm
-        out = cpu.norm(norm if layer.norm_out else None, part, f"{block}_out", at(norms))
-        after = cpu.norm(norm if layer.norm_after else None, part, f"{block}_after", at(norms))
-        bias = "o_bias" if block == "attn" else "down_bias"
-        bias_at = at(norms) + part.block(bias).offset if part.has(bias) else 0
+    def _merge_on(self, on: Target, call: Call, op: ops.Merge, tables: BatchTables) -> None:
+        at, norm = self._arenas.address, self._spec.norm
+        layer, part = self._spec.layers[op.layer], self._parts[f"{op.layer}.norms"]
+        out = cpu.norm(norm if layer.norm_out else None, part, f"{op.block}_out", at(op.norms))
+        after = cpu.norm(norm if layer.norm_after else None, part, f"{op.block}_after", at(op.norms))
+        bias = "o_bias" if op.block == "attn" else "down_bias"
+        bias_at = at(op.norms) + part.block(bias).offset if part.has(bias) else 0
         on.merge(
-            out, after, bias_at, at(x), [at(p) for p in partials], _batch(call).total_rows, self._spec.d_model,
-            at(scratch), scratch.nbytes,
+            out, after, bias_at, at(op.x), [at(p) for p in op.partials], _batch(call).total_rows, self._spec.d_model,
+            at(op.scratch), op.scratch.nbytes,
         )  # fmt: skip
 
     def _attention_of(self, u: int, layer: int) -> _native.AttentionShape:

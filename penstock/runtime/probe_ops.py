@@ -14,8 +14,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from penstock.graph.arenas import Layout
+from penstock.graph.arenas import with_arenas
 from penstock.graph.lower import Lowering
+from penstock.graph.ops import LayerOp
 from penstock.graph.resident import resident_plan
 from penstock.graph.tasks import Batch, Call, Pass
 from penstock.runtime.arena import Arenas
@@ -44,7 +45,6 @@ _STARTS = (255, 1023, _CONTEXT - 1)  # positions of a decode row
 _WIDTH, _INTEGER_WIDTH, _NEURONS, _VOCAB, _MOST_LAYERS = 2048, 4096, 4096, 8192, 16
 _KV_WIDTH, _MOST_KV_LAYERS = 256, 32
 _LOGITS_ROWS = 64
-_LAYER_OPS = ("qkv", "attend", "out", "ffn", "merge")
 PRODUCTS = ("qkv", "out", "ffn", "head")
 ROW_OPS = ("gather", "embed", "norm", "merge")
 Tell = Callable[[str], None]
@@ -182,7 +182,7 @@ class Layers:
         for call in task.calls:
             if call.op not in ops:
                 continue
-            if call.op in _LAYER_OPS and int(call.args[0]) >= most_layers:
+            if isinstance(call.operands, LayerOp) and call.operands.layer >= most_layers:
                 continue
             found.append((call, self.binding.alone(call)))
         return found
@@ -220,8 +220,7 @@ def _plan(width: int, layers: int, weights: Format, kv: Format) -> Plan:
         n = unit.hi
         edges = [0, n // 8, n // 8 + n // 4, n] if n >= 8 else [0, n]
         units += [replace(unit, lo=lo, hi=hi) for lo, hi in pairwise(edges)]
-    cut = replace(whole, units=tuple(units), arenas=())
-    return replace(cut, arenas=Layout(cut).arenas())
+    return with_arenas(replace(whole, units=tuple(units)))
 
 
 def _kv_bytes(plan: Plan) -> int:

@@ -14,11 +14,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from penstock import _native
-from penstock.graph import passes
-from penstock.graph.arenas import Layout
+from penstock.graph import ops, passes
+from penstock.graph.arenas import with_arenas
 from penstock.graph.lower import Lowering
 from penstock.graph.resident import resident_plan
-from penstock.graph.tasks import Call, Task
+from penstock.graph.tasks import Call, Slot, Task
 from penstock.runtime.arena import Arenas
 from penstock.runtime.bind_native import Native, NativeBinding
 from penstock.runtime.dispatch import Dispatch
@@ -60,7 +60,7 @@ class _WithoutReads(NativeBinding):
         super().__init__(plan, arenas, None, kernels)
         self._reads = _native.Reader("threads", 1, MIB)
 
-    def _begin_load(self, call: Call) -> Load:
+    def _begin_load(self, call: Call, op: ops.Load) -> Load:
         return Load(self._reads.start(0, 0, 0, 0), FileRange(Path(), 0, True, "", 0, 0))
 
 
@@ -126,7 +126,7 @@ def _hand_over_s(plan: Plan, kernels: Native) -> float:
     arenas = Arenas(plan)
     executor = Executor(Dispatch(_WithoutReads(plan, arenas, kernels)))
     executor.recording = False
-    load = Call("load", 0, None, (), (), "*", 0, 0)
+    load = Call(ops.Load(Slot("host.ring", 0, 0)), 0, None, "*", 0, 0)
     try:
         start_s = time.perf_counter()
         executor.run(Task(i, ("disk0",), (load,), (), (), 0, 0, ()) for i in range(_LOADS))
@@ -152,5 +152,4 @@ def _streaming(whole: Plan, pieces: int, kinds: tuple[str, ...]) -> Plan:
             continue
         edges = [unit.hi * i // pieces for i in range(pieces + 1)]
         units += [Unit(unit.part, lo, hi, "disk0", "host", "host") for lo, hi in pairwise(edges)]
-    plan = replace(whole, units=tuple(units), ring_bytes={"host": 8 * MIB}, arenas=())
-    return replace(plan, arenas=Layout(plan).arenas())
+    return with_arenas(replace(whole, units=tuple(units), ring_bytes={"host": 8 * MIB}))

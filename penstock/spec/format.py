@@ -53,9 +53,11 @@ from penstock.errors import BadRequest
 _BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4}
 _ALIASES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
 DEFAULT_GROUP = 64
-MOST_GROUP = 1024  # the native kernels' buffers hold no more (kMostGroup of csrc/kernels.h)
+# The limits of formats. The native kernels have the same (csrc/kernels.h), and a test compares them.
+WEIGHT_GROUP, KV_GROUP = 8, 32  # groups are multiples of so many columns
+MOST_GROUP = 1024  # columns of a group
+PAGE_TOKENS = 64  # attention walks blocks of so many positions, each within one page: pages are multiples of it
 TILE_ROWS = 16
-_KV_GROUP = 32  # of a KV cache's groups, a multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +70,10 @@ class Format:
     def __post_init__(self) -> None:
         if self.kind not in _BITS:
             raise BadRequest(f"unknown number format {self.kind!r}: there are {', '.join(_BITS)}")
-        if self.is_quantised and (self.group < 8 or self.group % 8 or self.group > MOST_GROUP):
+        if self.is_quantised and (self.group < WEIGHT_GROUP or self.group % WEIGHT_GROUP or self.group > MOST_GROUP):
             raise BadRequest(
-                f"group size {self.group} of {self.kind} should be a multiple of 8, from 8 to {MOST_GROUP}"
+                f"group size {self.group} of {self.kind} should be a multiple of {WEIGHT_GROUP}, from {WEIGHT_GROUP} to"
+                f" {MOST_GROUP}"
             )
         if not self.is_quantised and self.group:
             raise BadRequest(f"{self.kind} has no groups")
@@ -123,8 +126,8 @@ class Format:
 
     def check_kv(self) -> None:
         """Raises BadRequest where no KV cache is kept in this format."""
-        if self.group % _KV_GROUP:
-            raise BadRequest(f"a KV cache in {self.name}: its groups should be multiples of {_KV_GROUP}")
+        if self.group % KV_GROUP:
+            raise BadRequest(f"a KV cache in {self.name}: its groups should be multiples of {KV_GROUP}")
 
 
 def tiles(rows: int) -> int:

@@ -2,7 +2,7 @@
 
 Lanes: `host` (CPU kernels), `disk0` (reads), `disk_write0`, `h2d0`, `d2h0` (the link's two directions), `gpu0`.
 
-Besides the ops of `graph/ops.py` a lane may have rates for `task` (a task to be picked up, and what it waited for to be
+Besides the ops of `graph/ops` a lane may have rates for `task` (a task to be picked up, and what it waited for to be
 noticed), `call` (a call whose operands nobody has prepared yet) and `pass` (between two passes: sampling).
 """
 

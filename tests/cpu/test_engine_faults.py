@@ -24,6 +24,7 @@ from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
 from penstock.store.packed import open_packed
+from tests.calls import operands
 from tests.cpu.commands import MACHINE, here, machine_cache, refused
 from tests.cpu.engines import GREEDY, load, make_model, streaming
 from tests.cpu.sealed import edit
@@ -362,7 +363,7 @@ def test_an_interrupt_while_a_task_is_handed_over(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     executor._handed[7] = Late()  # type: ignore[assignment]
-    load = Task(8, ("disk0",), (Call("load", 0, None, (), (), "int4", 0, 0),), (), (), 0, 0, (7,))
+    load = Task(8, ("disk0",), (Call(operands("load"), 0, None, "int4", 0, 0),), (), (), 0, 0, (7,))
     with pytest.raises(KeyboardInterrupt):
         executor.run([load])
     assert lane_ready.is_set()

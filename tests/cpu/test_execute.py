@@ -9,6 +9,7 @@ from penstock.graph.tasks import Call, Task
 from penstock.runtime.device import Underway
 from penstock.runtime.dispatch import Dispatch
 from penstock.runtime.execute import Executor
+from tests.calls import operands
 
 
 class Reading:
@@ -54,7 +55,7 @@ def test_who_waits_for_a_load_waits_for_those_before_it() -> None:
     work = Two()
     executor = Executor(work)
     tasks = [
-        Task(i, (lane,), (Call(op, 0, None, (), (), "int4", 0, 0),), (), (), 0, 0, after)
+        Task(i, (lane,), (Call(operands(op), 0, None, "int4", 0, 0),), (), (), 0, 0, after)
         for i, (lane, op, after) in enumerate([("disk0", "load", ()), ("disk0", "load", ()), ("h2d0", "lift", (1,))])
     ]
     work.reads[1].arrived.set()

@@ -119,7 +119,7 @@ def test_native_kernels_store_the_same_bits(isa: str, name: str) -> None:
             for block in "qkv":
                 at = part.block(block)
                 granule[at.offset : at.offset + at.nbytes] = encode(np.eye(e, dtype=np.float32), fmt)
-            arenas.view(call.slots[2]).view(np.float32)[...] = h.astype(np.float32).reshape(-1)
+            arenas.view(call.operands.h).view(np.float32)[...] = h.astype(np.float32).reshape(-1)
             arenas.whole("host.kv")[...] = 0xA5
         Binding(plan, both[0], None).call(call)
         NativeBinding(plan, both[1], None, native(isa, 2, True)).call(call)

@@ -147,20 +147,20 @@ class Pair:
         return seen
 
     def compare(self, call: Call, rounded: bool) -> None:
-        op = ops.OPS[call.op]
-        near, size = op.tolerance, 0.0
-        if call.op in ("qkv", "out", "ffn", "head"):  # terms may be larger than their sum
-            source = call.slots[op.operands.index("a" if call.op == "out" else "h")]
+        operands = call.operands
+        near, size = ops.OPS[call.op].tolerance, 0.0
+        if isinstance(operands, ops.WithUnit):  # terms may be larger than their sum
+            source = operands.a if isinstance(operands, ops.Out) else operands.h
             size = float(np.abs(self.arenas[0].view(source).view(np.float32)).max())
             size = (1 + size) ** 3 if call.op == "ffn" else size  # relu² times up; biases are about 1
             if call.op == "head":
                 size = max(size, self.plan.target.spec.logit_softcap)
             near = ROUNDED if rounded else near
-        for i, slot in enumerate(call.slots):
-            if op.mode(i) not in ("w", "+"):
+        for operand, slot in ops.slots_of(operands):
+            if operand.mode not in ("w", "+"):
                 continue
-            name = op.operands[i]
-            if name == "pending" and not call.args[3]:
+            name = operand.name
+            if isinstance(operands, ops.Ffn) and name == "pending" and not operands.leaves_four:
                 continue  # nothing is left for a next call
             want, got = (self.numbers(arenas, name, slot) for arenas in self.arenas)
             if name == "best":
@@ -184,7 +184,8 @@ class Pair:
 
     def compare_best(self, call: Call, want: np.ndarray, got: np.ndarray, near: float, size: float) -> None:
         """The same token, or one whose logit is as large but for the tolerance."""
-        logits = self.arenas[0].view(call.slots[2]).view(np.float32).reshape(len(want) // 2, -1)
+        assert isinstance(call.operands, ops.Head)
+        logits = self.arenas[0].view(call.operands.logits).view(np.float32).reshape(len(want) // 2, -1)
         ids = got.view(np.int32)[1::2]
         size = near * max(np.abs(logits).max(), size) + 1e-30
         assert (np.abs(want[0::2] - got[0::2]) <= size).all()

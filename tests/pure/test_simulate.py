@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.graph.tasks import Call, Slot, Task
+from penstock.graph.tasks import Call, Task
 from penstock.planner.cost import Cost
 from penstock.planner.predict import predict
 from penstock.planner.simulate import simulate
@@ -16,6 +16,7 @@ from penstock.planner.solve import solve
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
 from penstock.spec.machine import KV_IN_FLIGHT, MachineSpec, Rate, Sharing
+from tests.calls import operands
 from tests.pure.machine import LLAMA_1B, MACHINE, model
 
 FOUR_LAYERS = model(4, 2048, 32, 8, 8192, dtype="bfloat16", vocab=128256, max_positions=131072)
@@ -29,7 +30,7 @@ def task_lists(draw: st.DrawFn) -> list[Task]:
         lanes = tuple(draw(st.lists(st.sampled_from(LANES), min_size=1, max_size=2, unique=True)))
         after = tuple(draw(st.sets(st.integers(0, i - 1), max_size=3))) if i else ()
         nbytes = draw(st.integers(0, 10**9))
-        call = Call("copy", -1, None, (Slot("a", 0, 1), Slot("a", 1, 2)), (), "*", nbytes, 0)
+        call = Call(operands("copy"), -1, None, "*", nbytes, 0)
         tasks.append(Task(i, lanes, (call,), (), (), nbytes, 0, after))
     return tasks
 
@@ -85,7 +86,7 @@ def test_simulate_equals_brute_force(tasks: list[Task], sharing: list[Sharing]) 
 
 def test_lanes_that_share_slow_each_other_only_while_both_are_busy() -> None:
     """10 s of computing beside 4 s of reading, each half as fast beside the other: 8 s together do 4 s of each."""
-    work = Call("norm", -1, None, (), (), "*", 0, 0)
+    work = Call(operands("norm"), -1, None, "*", 0, 0)
     tasks = [
         Task(0, ("host",), (work._replace(bytes=400 * 10**9),), (), (), 0, 0, ()),
         Task(1, ("disk0",), (work._replace(bytes=4 * 29 * 10**8),), (), (), 0, 0, ()),
@@ -115,7 +116,7 @@ def test_kv_of_many_sequences_begins_many_times() -> None:
     machine = replace(MACHINE, rates=(*MACHINE.rates, *(Rate(lane, "kv_load", "*", 1e-3, 0.0) for lane in lanes)))
 
     def seconds(lane: str, ranges: int) -> float:
-        call = Call("kv_load", -1, None, (), (0, ranges), "float16", 0, 0)
+        call = Call(operands("kv_load", ranges=ranges), -1, None, "float16", 0, 0)
         return Cost(machine).seconds(Task(0, (lane,), (call,), (), (), 0, 0, ()))
 
     assert math.isclose(seconds("disk0", 2 * KV_IN_FLIGHT + 2), 3e-3)

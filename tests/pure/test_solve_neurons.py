@@ -251,9 +251,9 @@ def test_a_decode_pass_reads_what_is_active_and_a_prompt_everything() -> None:
         unit = plan.units[call.unit]
         blocks = (unit.hi - unit.lo) * sum(b.nbytes for b in sizes[unit.part].blocks)
         assert call.bytes == pytest.approx(blocks * unit.active, rel=1e-3)
-        assert call.slots[-1].arena.endswith(".act")
+        assert call.operands.active[0].arena.endswith(".act")
     predicts = [call for call in calls if call.op == "predict"]
-    assert [call.args for call in predicts] == [(i,) for i in range(6)]
+    assert [call.operands.layer for call in predicts] == list(range(6))
     pieces = [Layout(plan).predictor_part(p).blocks for p in plan.predictors]
     assert [call.bytes for call in predicts] == [sum(block.nbytes for block in blocks) for blocks in pieces]
     prompt = next(iter(passes.prefill(plan, 0, 20, None)))

@@ -166,7 +166,7 @@ def test_attention_on_the_cpu_leaves_kv_where_it_is() -> None:
     a, layers = spec.layers[0].attention, len(spec.layers)
     new = 8 * 2 * a.kv_heads * a.head_dim * 2
     assert sum(call.bytes for _, call in step if call.op == "kv_save") == layers * new
-    crossed = [call.args[0] for _, call in step if call.op == "copy"]
+    crossed = [call.operands.what for _, call in step if call.op == "copy"]
     assert crossed.count("q") == crossed.count("a") == 2 * layers  # of each batch
 
 

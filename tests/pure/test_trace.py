@@ -9,7 +9,7 @@ import pytest
 from penstock.graph import passes
 from penstock.graph.lower import Lowering
 from penstock.graph.occupancy import LaneUse, Occupancy
-from penstock.graph.tasks import Call, Slot, Task, streamed_bytes
+from penstock.graph.tasks import Call, Task, streamed_bytes
 from penstock.graph.timeline import Span, Timeline, label, span
 from penstock.graph.trace import Trace
 from penstock.planner.solve import settle_context, solve
@@ -17,14 +17,15 @@ from penstock.planner.timelines import timelines
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
 from penstock.spec.plan import Unit
+from tests.calls import operands
 from tests.pure.machine import LLAMA_1B, MACHINE
 from tests.traces import check_events, spans, tracks
 
 UNITS = (Unit("3.attn", 0, 4, "host", "host", "host"), Unit("7.ffn", 0, 12, "disk0", "host", "host"))
 
 
-def task(*calls: tuple[str, int], lanes: tuple[str, ...] = ("host",), args: tuple[int | str, ...] = ()) -> Task:
-    made = tuple(Call(op, unit, None, (Slot("a", 0, 1),), args, "*", 10, 5) for op, unit in calls)
+def task(*calls: tuple[str, int], lanes: tuple[str, ...] = ("host",), **others: int | str) -> Task:
+    made = tuple(Call(operands(op, **others), unit, None, "*", 10, 5) for op, unit in calls)
     return Task(4, lanes, made, (), (), 10 * len(made), 5 * len(made), ())
 
 
@@ -33,13 +34,13 @@ def task(*calls: tuple[str, int], lanes: tuple[str, ...] = ("host",), args: tupl
     [
         (task(("load", 1), lanes=("disk0",)), "load 7.ffn[0:12]", "weight load"),
         (task(("fetch", -1), lanes=("disk0",)), "fetch", "weight load"),
-        (task(("kv_load", -1), lanes=("disk0",), args=(5,)), "kv_load 5", "KV load"),
-        (task(("kv_save", -1), lanes=("disk_write0",), args=(5,)), "kv_save 5", "KV save"),
+        (task(("kv_load", -1), lanes=("disk0",), layer=5, ranges=2), "kv_load 5 2", "KV load"),
+        (task(("kv_save", -1), lanes=("disk_write0",), layer=5, ranges=4), "kv_save 5 4", "KV save"),
         (task(("norm", -1), ("qkv", 0), ("attend", 0), ("out", 0)), "compute 3.attn[0:4]", "compute"),
         (task(("out", 0), ("merge", -1), ("ffn", 1)), "compute 3.attn[0:4] to 7.ffn[0:12]", "compute"),
         (task(("merge", -1), ("norm", -1)), "compute merge…norm", "compute"),
-        (task(("an_op_to_come", -1)), "compute an_op_to_come", "compute"),
-        (task(("copy", -1), lanes=("h2d0",)), "copy", "activation copy"),
+        (task(("predict", -1)), "compute predict", "compute"),
+        (task(("copy", -1), lanes=("h2d0",), what="h"), "copy h", "activation copy"),
     ],
 )
 def test_names_and_kinds(made: Task, name: str, kind: str) -> None:

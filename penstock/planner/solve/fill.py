@@ -7,12 +7,11 @@ arenas to the byte.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from penstock.graph.arenas import Layout
+from penstock.graph.arenas import with_arenas
 from penstock.planner.solve.problem import kv_format
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
@@ -102,7 +101,7 @@ def filled(
         context_bytes=context_bytes,
         predictors=predictors,
     )
-    return replace(plan, arenas=Layout(plan).arenas())
+    return with_arenas(plan)
 
 
 def page_tokens(context: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ class TorchBinding:
         self._layout, self._parts, self._spec = Layout(plan), plan.parts, plan.target.spec
         self._tables = tables_of(plan, device)
         others = ("load", "fetch", *ops.PLANNED)  # the host's disks do the loading
+        self._ops: dict[str, Callable[[Call, Any], None]]
         self._ops = {name: getattr(self, f"_{name}") for name in ops.OPS if name not in others}
         self._views: dict[Slot, Tensor] = {}
         self._numbers: dict[int, dict[int, int]] = {}  # task → batch → a call of it
@@ -59,7 +61,7 @@ class TorchBinding:
             self.call(call)
 
     def call(self, call: Call) -> None:
-        self._ops[call.op](call)
+        self._ops[call.op](call, call.operands)
 
     def forget_turns(self) -> None:
         for tables in self._tables:
@@ -67,121 +69,107 @@ class TorchBinding:
 
     # -- embedding and head ---------------------------------------------------------------------------
 
-    def _gather(self, call: Call) -> None:
-        weights, tokens, rows = call.slots
+    def _gather(self, call: Call, op: ops.Gather) -> None:
         part = self._parts["embed"]
         t = _batch(call).total_rows
-        ids = self._typed(tokens, torch.int32, (t,))
-        dense.gather(self._granules(weights, part), part, ids, self._embedded(rows, t), self._kernels)
+        ids = self._typed(op.tokens, torch.int32, (t,))
+        dense.gather(self._granules(op.weights, part), part, ids, self._embedded(op.rows, t), self._kernels)
 
-    def _embed(self, call: Call) -> None:
-        rows, edges, x, scratch = call.slots
+    def _embed(self, call: Call, op: ops.Embed) -> None:
         t = _batch(call).total_rows
         dense.embed(
-            self._embedded(rows, t), self._view(edges), self._parts["edges"], self._spec,
-            self._tables[_batch(call).id].positions, self._rows(x, t), self._kernels, self._scratch(scratch),
+            self._embedded(op.rows, t), self._view(op.edges), self._parts["edges"], self._spec,
+            self._tables[_batch(call).id].positions, self._rows(op.x, t), self._kernels, self._scratch(op.scratch),
         )  # fmt: skip
 
-    def _norm(self, call: Call) -> None:
-        norms, x, h, scratch = call.slots
-        batch, which = _batch(call), str(call.args[0])
-        spec, final = self._spec, which == "final"
-        part = self._parts["edges" if final else f"{call.args[1]}.norms"]
-        present = spec.final_norm if final else spec.layers[int(call.args[1])].norm_in
+    def _norm(self, call: Call, op: ops.Norm) -> None:
+        batch, spec, final = _batch(call), self._spec, op.layer is None
+        part = self._parts["edges" if op.layer is None else f"{op.layer}.norms"]
+        present = spec.final_norm if op.layer is None else spec.layers[op.layer].norm_in
         n, width = (len(batch.logits), spec.d_embed) if final else (batch.total_rows, spec.d_model)
         dense.norm_in(
-            self._rows(x, batch.total_rows), self._view(norms), part, which, spec, present,
-            self._typed(h, torch.float32, (n, width)), self._kernels, self._scratch(scratch),
+            self._rows(op.x, batch.total_rows), self._view(op.norms), part, op.which, spec, present,
+            self._typed(op.h, torch.float32, (n, width)), self._kernels, self._scratch(op.scratch),
             self._tables[batch.id].chosen if final else None,
         )  # fmt: skip
 
-    def _head(self, call: Call) -> None:
-        weights, h, logits, best, scratch = call.slots
+    def _head(self, call: Call, op: ops.Head) -> None:
         unit, n = self._plan.units[call.unit], len(_batch(call).logits)
         part = self._parts[unit.part]
         dense.head(
-            self._granules(weights, part), part, unit.lo, self._typed(h, torch.float32, (n, self._spec.d_embed)),
-            self._spec.logit_softcap, self._typed(logits, torch.float32, (n, self._spec.vocab)),
-            self._typed(best, torch.float32, (n, 2))[:, 0], self._typed(best, torch.int32, (n, 2))[:, 1],
-            bool(call.args[0]), self._kernels, self._scratch(scratch),
+            self._granules(op.weights, part), part, unit.lo, self._typed(op.h, torch.float32, (n, self._spec.d_embed)),
+            self._spec.logit_softcap, self._typed(op.logits, torch.float32, (n, self._spec.vocab)),
+            self._typed(op.best, torch.float32, (n, 2))[:, 0], self._typed(op.best, torch.int32, (n, 2))[:, 1],
+            op.starts, self._kernels, self._scratch(op.scratch),
         )  # fmt: skip
 
     # -- layers ---------------------------------------------------------------------------------------
 
-    def _qkv(self, call: Call) -> None:
-        weights, norms, h, q, keys, values, scratch = call.slots
-        layer, batch = int(call.args[0]), _batch(call)
+    def _qkv(self, call: Call, op: ops.Qkv) -> None:
+        layer, batch = op.layer, _batch(call)
         a, unit, tables = self._spec.layers[layer].attention, self._plan.units[call.unit], self._tables[batch.id]
         t, part = batch.total_rows, self._parts[unit.part]
         attention.qkv(
-            self._granules(weights, part), part, unit.lo, a, self._spec.norm, self._view(norms),
-            self._parts[f"{layer}.norms"], self._rows(h, t), tables.turn(layer), tables.positions, tables.sequence,
-            self._typed(q, torch.float32, (t, a.heads, a.head_dim)), self._pool(keys, layer, batch),
-            self._pool(values, layer, batch), self._kernels, self._scratch(scratch),
+            self._granules(op.weights, part), part, unit.lo, a, self._spec.norm, self._view(op.norms),
+            self._parts[f"{layer}.norms"], self._rows(op.h, t), tables.turn(layer), tables.positions, tables.sequence,
+            self._typed(op.q, torch.float32, (t, a.heads, a.head_dim)), self._pool(op.keys, layer, batch),
+            self._pool(op.values, layer, batch), self._kernels, self._scratch(op.scratch),
         )  # fmt: skip
 
-    def _attend(self, call: Call) -> None:
-        q, keys, values, out, scratch = call.slots
-        layer, batch = int(call.args[0]), _batch(call)
+    def _attend(self, call: Call, op: ops.Attend) -> None:
+        layer, batch = op.layer, _batch(call)
         a, unit, tables = self._spec.layers[layer].attention, self._plan.units[call.unit], self._tables[batch.id]
         shape = (batch.total_rows, a.heads, a.head_dim)
         attention.attend(
-            self._typed(q, torch.float32, shape), self._pool(keys, layer, batch), self._pool(values, layer, batch), a,
-            unit.lo, unit.hi, tables.positions, tables.sequence, self._typed(out, torch.float32, shape),
-            batch.most_rows, self._kernels, self._scratch(scratch),
+            self._typed(op.q, torch.float32, shape), self._pool(op.keys, layer, batch),
+            self._pool(op.values, layer, batch), a, unit.lo, unit.hi, tables.positions, tables.sequence,
+            self._typed(op.a, torch.float32, shape), batch.most_rows, self._kernels, self._scratch(op.scratch),
         )  # fmt: skip
 
-    def _out(self, call: Call) -> None:
-        weights, a_slot, partial, scratch = call.slots
-        layer, t = int(call.args[0]), _batch(call).total_rows
-        a, unit = self._spec.layers[layer].attention, self._plan.units[call.unit]
+    def _out(self, call: Call, op: ops.Out) -> None:
+        t = _batch(call).total_rows
+        a, unit = self._spec.layers[op.layer].attention, self._plan.units[call.unit]
         part = self._parts[unit.part]
         attention.out(
-            self._granules(weights, part), part, unit.lo, a,
-            self._typed(a_slot, torch.float32, (t, a.heads, a.head_dim)), self._rows(partial, t), bool(call.args[1]),
-            self._kernels, self._scratch(scratch),
+            self._granules(op.weights, part), part, unit.lo, a,
+            self._typed(op.a, torch.float32, (t, a.heads, a.head_dim)), self._rows(op.partial, t), op.starts_sum,
+            self._kernels, self._scratch(op.scratch),
         )  # fmt: skip
 
-    def _ffn(self, call: Call) -> None:
-        weights, h, partial, _, scratch = call.slots
-        layer, t = int(call.args[0]), _batch(call).total_rows
-        part = self._parts[f"{layer}.ffn"]
+    def _ffn(self, call: Call, op: ops.Ffn) -> None:
+        t, part = _batch(call).total_rows, self._parts[f"{op.layer}.ffn"]
         dense.ffn(
-            self._granules(weights, part), part, self._spec.layers[layer], self._rows(h, t), self._rows(partial, t),
-            bool(call.args[1]), self._kernels, self._scratch(scratch),
+            self._granules(op.weights, part), part, self._spec.layers[op.layer], self._rows(op.h, t),
+            self._rows(op.partial, t), op.starts_sum, self._kernels, self._scratch(op.scratch),
         )  # fmt: skip
 
-    def _merge(self, call: Call) -> None:
-        norms, x, scratch, *partials = call.slots
-        layer, t = int(call.args[0]), _batch(call).total_rows
+    def _merge(self, call: Call, op: ops.Merge) -> None:
+        t = _batch(call).total_rows
         dense.merge(
-            self._view(norms), self._parts[f"{layer}.norms"], str(call.args[1]), self._spec.layers[layer],
-            self._spec.norm, self._rows(x, t), [self._rows(p, t) for p in partials], self._kernels,
-            self._scratch(scratch),
+            self._view(op.norms), self._parts[f"{op.layer}.norms"], op.block, self._spec.layers[op.layer],
+            self._spec.norm, self._rows(op.x, t), [self._rows(p, t) for p in op.partials], self._kernels,
+            self._scratch(op.scratch),
         )  # fmt: skip
 
     # -- movers ---------------------------------------------------------------------------------------
 
-    def _copy(self, call: Call) -> None:
-        source, target = call.slots
-        self.move(source, target, 0, source.nbytes)
+    def _copy(self, call: Call, op: ops.Copy) -> None:
+        self.move(op.source, op.target, 0, op.source.nbytes)
 
-    def _lift(self, call: Call) -> None:
-        self._copy(call)
+    def _lift(self, call: Call, op: ops.Lift) -> None:
+        self.move(op.source, op.target, 0, op.source.nbytes)
 
-    def _kv_load(self, call: Call) -> None:
-        self._kv_moved(call, save=False)
-
-    def _kv_save(self, call: Call) -> None:
-        self._kv_moved(call, save=True)
-
-    def _kv_moved(self, call: Call, save: bool) -> None:
-        layer, batch = int(call.args[0]), _batch(call)
-        for source, target in zip(call.slots[:2], call.slots[2:], strict=True):
-            for lo, hi in self._layout.kv_spans(layer, batch, save):
+    def _kv_load(self, call: Call, op: ops.KvLoad) -> None:
+        for source, target in ((op.stored_keys, op.keys), (op.stored_values, op.values)):
+            for lo, hi in self._layout.kv_spans(op.layer, _batch(call), save=False):
                 self.move(source, target, lo, hi)
 
-    def _sync(self, call: Call) -> None:
+    def _kv_save(self, call: Call, op: ops.KvSave) -> None:
+        for source, target in ((op.keys, op.stored_keys), (op.values, op.stored_values)):
+            for lo, hi in self._layout.kv_spans(op.layer, _batch(call), save=True):
+                self.move(source, target, lo, hi)
+
+    def _sync(self, call: Call, op: ops.Sync) -> None:
         """Whoever waits for it has waited for what came before."""
 
     def move(self, source: Slot, target: Slot, lo: int, hi: int) -> None:

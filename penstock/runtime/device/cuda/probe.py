@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.graph.arenas import Layout
+from penstock.graph.arenas import with_arenas
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Batch, Call, Pass
 from penstock.kernels.gpu.choose import choose
@@ -284,9 +284,8 @@ def _on_device(plan: Plan) -> Plan:
         kv=tuple(replace(home, home=DEVICE, attend=DEVICE) for home in plan.kv),
         acts=tuple(replace(home, home=DEVICE) for home in plan.acts),
         stage_bytes=MIB,
-        arenas=(),
     )
-    return replace(moved, arenas=Layout(moved).arenas())
+    return with_arenas(moved)
 
 
 def _copy(target: Tensor, source: Tensor) -> Callable[[], object]:

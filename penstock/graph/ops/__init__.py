@@ -1,0 +1,80 @@
+"""The op table: one definition for each op, which says what its operands are, what is read and written, how far
+implementations may differ, and what it costs.
+
+`runtime/bind.py` binds the numpy reference to each op, the oracle of every other binding. The lowering takes edges from
+the operands' modes (`operand`).
+"""
+
+from typing import Any, NamedTuple
+
+from penstock.graph.ops.cost import active_cost, attend_cost, block_bytes, block_weights, matrix_cost, rows_cost
+from penstock.graph.ops.definitions import (
+    FFN_BLOCKS,
+    OUT_BLOCKS,
+    PREDICTOR_BLOCKS,
+    QKV_BLOCKS,
+    TOLERANCES,
+    VOCAB_BLOCKS,
+    Attend,
+    Copy,
+    Embed,
+    Fetch,
+    Ffn,
+    Gather,
+    Head,
+    KvLoad,
+    KvSave,
+    Lift,
+    Load,
+    Merge,
+    Norm,
+    Out,
+    Predict,
+    Qkv,
+    Sync,
+)  # fmt: skip
+from penstock.graph.ops.operand import Operand, Slot, operands_of
+
+__all__ = [
+    "FFN_BLOCKS", "NAMES", "OPS", "OUT_BLOCKS", "PLANNED", "PREDICTOR_BLOCKS", "QKV_BLOCKS", "VOCAB_BLOCKS",
+    "Attend", "Copy", "Embed", "Fetch", "Ffn", "Gather", "Head", "KvLoad", "KvMove", "KvSave", "LayerOp", "Lift",
+    "Load", "Merge", "Norm", "Op", "Operands", "Out", "Predict", "Qkv", "Slot", "Sync", "WithUnit", "active_cost",
+    "attend_cost", "block_bytes", "block_weights", "matrix_cost", "rows_cost", "slots_of",
+]  # fmt: skip
+
+LayerOp = Qkv | Attend | Out | Ffn | Merge
+KvMove = KvLoad | KvSave
+WithUnit = Qkv | Out | Ffn | Head  # they multiply with a unit's weights
+Operands = (
+    Gather | Fetch | Embed | Norm | Qkv | Attend | Out | Ffn | Predict | Merge | Head
+    | Copy | Load | Lift | KvLoad | KvSave | Sync
+)  # fmt: skip
+
+
+class Op(NamedTuple):
+    """`tolerance`: how far an implementation may be from the reference, of the largest number in a row."""
+
+    name: str
+    definition: type[Any]
+    operands: tuple[Operand, ...]
+    tolerance: float
+
+
+def _op(definition: type[Any], tolerance: float) -> Op:
+    name = definition.__name__.replace("Kv", "Kv_").lower()
+    return Op(name, definition, operands_of(definition), tolerance)
+
+
+_FOUND = [_op(*pair) for pair in TOLERANCES.items()]
+OPS = {op.name: op for op in _FOUND}
+NAMES: dict[type[Any], str] = {op.definition: op.name for op in _FOUND}
+PLANNED = ("predict",)  # what planning knows and no kernel does yet
+
+
+def slots_of(operands: Operands) -> list[tuple[Operand, Slot]]:
+    """The slots of an op's operands, in the order of its definition. For checks and tests, not for hot loops."""
+    found: list[tuple[Operand, Slot]] = []
+    for operand in OPS[NAMES[type(operands)]].operands:
+        value: Any = operands[operand.field]
+        found += [(operand, slot) for slot in (value if operand.many else (value,))]
+    return found

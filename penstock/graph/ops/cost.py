@@ -1,0 +1,50 @@
+"""What an op costs: bytes that it reads, and flops."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.spec.model import Attention, ModelSpec
+from penstock.spec.parts import Part
+
+if TYPE_CHECKING:
+    from penstock.graph.tasks import Batch
+
+
+def block_weights(part: Part, lo: int, hi: int, names: tuple[str, ...]) -> int:
+    """Weights of the named blocks in granules lo..hi; the tail counts as it is."""
+    per_granule = sum(b.rows * b.cols for b in part.blocks if b.name in names)
+    return per_granule * part.rows_of(lo, hi) // part.granule_rows
+
+
+def block_bytes(part: Part, lo: int, hi: int, names: tuple[str, ...]) -> int:
+    return (hi - lo) * sum(b.nbytes for b in part.blocks if b.name in names)
+
+
+def matrix_cost(part: Part, lo: int, hi: int, names: tuple[str, ...], rows: int) -> tuple[int, int]:
+    """(bytes read, flops) of multiplying `rows` rows with the named blocks of granules lo..hi."""
+    return block_bytes(part, lo, hi, names), 2 * rows * block_weights(part, lo, hi, names)
+
+
+def active_cost(cost: tuple[int, int], active: float) -> tuple[int, int]:
+    """(bytes read, flops) of a product where a share `active` of the neurons is computed and the others are neither
+    read nor computed: as the neuron layout allows, where a neuron's numbers lie together."""
+    return max(1, round(cost[0] * active)), max(1, round(cost[1] * active))
+
+
+def attend_cost(a: Attention, kv_heads: int, batch: Batch, kv_bytes_each: int) -> tuple[int, int]:
+    """(KV bytes read, flops) of attention of `kv_heads` heads: 2 for scores, 2 for values, per element.
+    `kv_bytes_each`: of a token in one head, K or V."""
+    kv_bytes = flops = 0
+    for (start, rows), seqs in batch.spans.items():
+        seen = start + rows if not a.window else min(start + rows, a.window + rows - 1)
+        kv_bytes += seqs * 2 * seen * kv_heads * kv_bytes_each
+        # A row at position p sees p + 1 positions, or the window.
+        pairs = rows * start + rows * (rows + 1) // 2 if not a.window else rows * min(start + rows, a.window)
+        flops += seqs * 4 * pairs * kv_heads * a.heads_per_kv * a.head_dim
+    return kv_bytes, flops
+
+
+def rows_cost(model: ModelSpec, rows: int, passes: int) -> tuple[int, int]:
+    """(bytes, flops) of an op that walks `passes` times over float32 [rows, D]: norm, merge, embed."""
+    return 4 * rows * model.d_model * passes, rows * model.d_model * passes

@@ -1,0 +1,74 @@
+"""Temporaries of the native kernels, to the byte: the arithmetic of csrc/scratch.h, for plans are made where nothing
+native runs. A test holds the two to each other; what is said of an op there is said once.
+
+`rows`: of a call, at most.
+"""
+
+from __future__ import annotations
+
+from penstock.spec.format import Format
+from penstock.spec.model import Attention
+from penstock.spec.parts import SUM_GRANULES, Block, Part
+from penstock.units import KIB, round_up
+
+_ALIGN = 64
+_THREADS, _FOURS = 8, 16  # attention has so many threads' worth; an FFN's fours summed at a time
+_FEW_ROWS, _HIDDEN_ROWS, _QUERY_ROWS = 8, 48, 8
+_PART_TOKENS, _BLOCK_TOKENS = 32, 256
+_CHUNK_BYTES = 512 * KIB
+
+
+def project_bytes(block: Block, rows: int) -> int:
+    """Also of the head."""
+    return _input_bytes(block, 1, rows)
+
+
+def accumulate_bytes(block: Block, granules: int, rows: int) -> int:
+    return _input_bytes(block, granules, rows)
+
+
+def ffn_bytes(part: Part, granules: int, rows: int) -> int:
+    up, down = part.block("up"), part.block("down")
+    few, fours = min(rows, _FEW_ROWS), min(_FOURS, -(-granules // SUM_GRANULES))
+    sums = round_up(4 * fours * few * down.rows, _ALIGN)
+    need = 0
+    for exact in (True, False):
+        chunk = _chunk_rows(up, 1, rows, exact)
+        need = max(need, _prepared_bytes(up, 1, chunk, exact) + _prepared_bytes(down, 1, chunk, exact))
+        need = max(need, _prepared_bytes(up, 1, few, exact) + _prepared_bytes(down, fours, few, exact) + sums)
+    return need
+
+
+def qkv_bytes(part: Part, a: Attention, kv_heads: int, rows: int) -> int:
+    return _input_bytes(part.block("q"), 1, rows) + round_up(8 * rows * kv_heads * a.head_dim, _ALIGN)
+
+
+def attend_bytes(a: Attention, kv: Format, rows: int) -> int:
+    queries = a.heads_per_kv * min(rows, _QUERY_ROWS)
+    width = round_up(a.head_dim, 32 if kv.kind == "int4" else 16)
+    floats = (2 * queries + _PART_TOKENS) * width + queries * (_BLOCK_TOKENS + 3)
+    return _THREADS * round_up(4 * floats, _ALIGN)
+
+
+def merge_bytes(d_model: int, rows: int) -> int:
+    return round_up(4 * rows * d_model, _ALIGN)
+
+
+def _chunk_rows(block: Block, granules: int, rows: int, exact: bool) -> int:
+    item_bytes = 1 if block.format.is_quantised and not exact else 4
+    chunk = _CHUNK_BYTES // (block.cols * granules * item_bytes)
+    return min(rows, max(1, chunk // _HIDDEN_ROWS) * _HIDDEN_ROWS)
+
+
+def _prepared_bytes(block: Block, granules: int, rows: int, exact: bool) -> int:
+    if not block.format.is_quantised:
+        return round_up(4 * rows * granules * block.cols, _ALIGN)
+    groups = rows * granules * block.format.groups(block.cols)
+    numbers, each = groups * block.format.group, round_up(4 * groups, _ALIGN)
+    return round_up(4 * numbers, _ALIGN) + each if exact else round_up(numbers, _ALIGN) + 2 * each
+
+
+def _input_bytes(block: Block, granules: int, rows: int) -> int:
+    return max(
+        _prepared_bytes(block, granules, _chunk_rows(block, granules, rows, exact), exact) for exact in (True, False)
+    )
