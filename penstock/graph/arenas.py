@@ -70,7 +70,8 @@ class Layout:
         return gathers(self.plan)
 
     def _executors(self) -> tuple[str, ...]:
-        found = [executor for unit in self.plan.units for executor in (unit.decode, unit.prefill)]
+        both = dict.fromkeys((unit.decode, unit.prefill) for unit in self.plan.units)
+        found = [executor for pair in both for executor in pair]
         attend = (home.attend for home in self.plan.kv)
         predict = (predictor.home for predictor in self.plan.predictors)
         return tuple(dict.fromkeys([self.plan.main, *found, *attend, *predict]))
@@ -205,13 +206,18 @@ class Layout:
 
     def _place_weights(self) -> dict[int, Slot]:
         """Unit index → slot, for units whose home is a memory tier."""
-        parts, homes = self.parts, {unit.home for unit in self.plan.units}
+        granule_bytes = {key: part.granule_bytes for key, part in self.parts.items()}
+        homes = dict.fromkeys(unit.home for unit in self.plan.units)
         arenas = {home: f"{home}.weights" for home in homes if not home.startswith("disk")}
-        return {
-            i: self._take(arenas[unit.home], (unit.hi - unit.lo) * parts[unit.part].granule_bytes)
-            for i, unit in enumerate(self.plan.units)
-            if unit.home in arenas
-        }
+        ends, found = dict.fromkeys(arenas, 0), dict[int, Slot]()
+        for i, unit in enumerate(self.plan.units):
+            home = unit.home
+            if home in arenas:
+                lo = ends[home]  # granules are whole pages, so nothing is lost between them
+                ends[home] = hi = lo + (unit.hi - unit.lo) * granule_bytes[unit.part]
+                found[i] = Slot(arenas[home], lo, hi)
+        self._fill |= {arenas[home]: end for home, end in ends.items()}
+        return found
 
     def _place_norms(self) -> dict[tuple[str, int], Slot]:
         """(executor, layer) → norms: at home where the activations are, and a copy where else attention is computed."""

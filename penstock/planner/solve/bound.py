@@ -6,15 +6,14 @@ one is better.
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from penstock.graph import ops
 from penstock.planner.cost import Cost
 from penstock.planner.predict import Prediction
 from penstock.planner.shorten import streamed
 from penstock.spec.ask import Ask
-from penstock.spec.parts import Part
-from penstock.spec.plan import DEVICE, Plan, Unit
-
-_MATRICES = ("attn", "ffn")
+from penstock.spec.plan import DEVICE, Plan
 
 
 def score_s(prediction: Prediction, plan: Plan, ask: Ask) -> float:
@@ -49,36 +48,49 @@ def _score_s(total_s: float, plan: Plan, ask: Ask) -> float:
     return total_s * rounds if ask.objective == "latency" else total_s / (sequences(plan, ask) * ask.output_tokens)
 
 
+def _alike(plan: Plan) -> dict[tuple[str, str, str, str, float], list[int]]:
+    """Granules, and their rows, of units that differ in their layer alone: a large model has thousands, of few kinds.
+    By part (the first that is like it), home, executors and the share that is active."""
+    spec, first = plan.target.spec, dict[tuple[str, int], str]()
+    kinds = {
+        key: (part, first.setdefault((part.kind, id(spec.layers[part.layer]) if part.layer >= 0 else 0), key))
+        for key, part in plan.parts.items()
+        if part.kind in _OPS and (part.kind != "embed" or spec.tied)
+    }
+    found: dict[tuple[str, str, str, str, float], list[int]] = {}
+    for unit in plan.units:
+        if unit.part in kinds:
+            part, like = kinds[unit.part]
+            sums = found.setdefault((like, unit.home, unit.decode, unit.prefill, unit.active), [0, 0])
+            sums[0] += unit.hi - unit.lo
+            sums[1] += part.rows_of(unit.lo, unit.hi)
+    return found
+
+
 def _pass_s(plan: Plan, cost: Cost, purpose: str, batches: int, rows: int) -> float:
     """Of the busiest lane, in a pass of `batches` batches of `rows` rows each: units cross lanes once, and are computed
     once a batch. Norms, attention's reading of KV and copies are left out."""
-    parts = plan.parts
-    lanes: dict[str, float] = {}
-    for unit in plan.units:
-        part = parts[unit.part]
-        if part.kind not in _MATRICES and not (purpose == "decode" and _is_head(plan, part)):
-            continue
-        executor, fmt, nbytes = unit.executor(purpose), part.format.kind, (unit.hi - unit.lo) * part.granule_bytes
-        active = unit.active if purpose == "decode" else 1.0
-        lanes[executor] = lanes.get(executor, 0.0) + batches * _compute_s(cost, unit, part, executor, rows, active)
-        if unit.home != executor:
-            if unit.home.startswith("disk"):
-                lanes[unit.home] = lanes.get(unit.home, 0.0) + cost.least_s(unit.home, "load", fmt, 1, nbytes)
-            if executor == DEVICE:
-                lanes["h2d0"] = lanes.get("h2d0", 0.0) + cost.least_s("h2d0", "lift", fmt, 1, nbytes)
+    lanes: defaultdict[str, float] = defaultdict(float)
+    for (key, home, decode, prefill, share), (granules, granule_rows) in _alike(plan).items():
+        part = plan.parts[key]
+        if purpose == "prefill" and part.layer < 0:
+            continue  # the head
+        executor, active = (prefill, 1.0) if purpose == "prefill" else (decode, share)
+        fmt, nbytes = part.format.kind, granules * part.granule_bytes
+        for op, blocks in _OPS[part.kind]:
+            read_bytes, flops = ops.matrix_cost(part, 0, 1, blocks, rows)
+            all_flops = active * flops * granule_rows / part.rows_of(0, 1)
+            lanes[executor] += batches * cost.least_s(executor, op, fmt, rows, active * granules * read_bytes, all_flops)
+        if home.startswith("disk") and home != executor:
+            lanes[home] += cost.least_s(home, "load", fmt, 1, nbytes)
+        if executor == DEVICE != home:
+            lanes["h2d0"] += cost.least_s("h2d0", "lift", fmt, 1, nbytes)
     return max(lanes.values(), default=0.0)
 
 
-def _is_head(plan: Plan, part: Part) -> bool:
-    return part.kind == "head" or (part.kind == "embed" and plan.target.spec.tied)
-
-
-def _compute_s(cost: Cost, unit: Unit, part: Part, executor: str, rows: int, active: float) -> float:
-    if part.kind == "attn":
-        return sum(
-            cost.least_s(executor, op, part.format.kind, rows, *ops.matrix_cost(part, unit.lo, unit.hi, blocks, rows))
-            for op, blocks in (("qkv", ops.QKV_BLOCKS), ("out", ops.OUT_BLOCKS))
-        )
-    op, blocks = ("ffn", ops.FFN_BLOCKS) if part.kind == "ffn" else ("head", ops.VOCAB_BLOCKS)
-    nbytes, flops = ops.matrix_cost(part, unit.lo, unit.hi, blocks, rows)
-    return cost.least_s(executor, op, part.format.kind, rows, active * nbytes, active * flops)
+_OPS = {
+    "attn": (("qkv", ops.QKV_BLOCKS), ("out", ops.OUT_BLOCKS)),
+    "ffn": (("ffn", ops.FFN_BLOCKS),),
+    "embed": (("head", ops.VOCAB_BLOCKS),),
+    "head": (("head", ops.VOCAB_BLOCKS),),
+}
