@@ -34,6 +34,7 @@ class Layout:
         self.plan = plan
         self.parts = plan.parts
         self._fill: dict[str, int] = {}
+        self._last_unit = {unit.part: i for i, unit in enumerate(plan.units)}
         self.executors = self._executors()
         self.delegated = self._delegated()
         self.weights = self._place_weights()
@@ -70,17 +71,17 @@ class Layout:
         return gathers(self.plan)
 
     def _executors(self) -> tuple[str, ...]:
-        both = dict.fromkeys((unit.decode, unit.prefill) for unit in self.plan.units)
-        found = [executor for pair in both for executor in pair]
+        units = self.plan.units
+        found = sorted({unit.decode for unit in units} | {unit.prefill for unit in units})
         attend = (home.attend for home in self.plan.kv)
         predict = (predictor.home for predictor in self.plan.predictors)
         return tuple(dict.fromkeys([self.plan.main, *found, *attend, *predict]))
 
     def _delegated(self) -> dict[int, str]:
         """Layer → executor of its projections, where attention itself runs on another one."""
-        projects = {unit.part: unit.decode for unit in self.plan.units if unit.part.endswith(".attn")}
+        units = self.plan.units
         attends = {layer: home.attend for home in self.plan.kv for layer in range(*home.layers)}
-        found = {layer: projects.get(f"{layer}.attn", at) for layer, at in attends.items()}
+        found = {layer: units[self._last_unit[f"{layer}.attn"]].decode for layer in attends}
         return {layer: executor for layer, executor in found.items() if executor != attends[layer]}
 
     # -- slots ----------------------------------------------------------------------------------------
@@ -221,12 +222,11 @@ class Layout:
 
     def _place_norms(self) -> dict[tuple[str, int], Slot]:
         """(executor, layer) → norms: at home where the activations are, and a copy where else attention is computed."""
-        homes = {unit.part: self.weights[i] for i, unit in enumerate(self.plan.units) if unit.part.endswith(".norms")}
         found = {}
         for home in self.plan.kv:
             for layer in range(*home.layers):
                 key = f"{layer}.norms"
-                found[self.plan.main, layer] = homes[key]
+                found[self.plan.main, layer] = self.weights[self._last_unit[key]]
                 if home.attend != self.plan.main and layer not in self.delegated:
                     nbytes = self.parts[key].granule_bytes
                     found[home.attend, layer] = self._take(f"{home.attend}.weights", nbytes, PAGE_BYTES)

@@ -55,9 +55,9 @@ def pieces(granules: int, block: Block) -> Iterator[Piece]:
 
 
 def wide_bytes(granules: int, block: Block) -> int:
-    """The largest of `pieces` as float32."""
-    rows = max(((p.hi - p.lo) * (p.row_hi - p.row_lo) for p in pieces(granules, block)), default=0)
-    return _floats(rows * block.cols)
+    """The largest of `pieces` as float32, which is the first one."""
+    p = next(pieces(granules, block), Piece(0, 0, 0, 0))
+    return _floats((p.hi - p.lo) * (p.row_hi - p.row_lo) * block.cols)
 
 
 def sum_splits(rows: int) -> int:

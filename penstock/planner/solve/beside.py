@@ -80,21 +80,21 @@ class DeviceSkeleton:
 
     def _runs(self, part: Part, on_device: Resident, in_memory: Resident) -> tuple[Run, ...]:
         if part.kind in PINNED:
-            return (Run(0, part.granules, DEVICE, DEVICE, DEVICE, part.nbytes),)
+            return ((0, part.granules, DEVICE, DEVICE, DEVICE, part.nbytes),)
         there = on_device.get(part.key, 0)
         memory = min(part.granules, there + in_memory.get(part.key, 0))
         if part.kind == "embed" and not self.problem.spec.tied:  # gathered, row by row
             home = "host" if memory == part.granules else "disk0"
-            return (Run(0, part.granules, home, DEVICE, DEVICE, part.nbytes),)
+            return ((0, part.granules, home, DEVICE, DEVICE, part.nbytes),)
         lifted, lift_bytes = self._lifted(part), self._lift_bytes(part)
         here, far = (int(n * lifted + 0.5) for n in (memory - there, part.granules - memory))
         prompts = DEVICE if self.split.prompts and part.kind == "ffn" else "host"
         return (
-            Run(0, there, DEVICE, DEVICE, DEVICE, part.nbytes),
-            Run(there, there + here, "host", DEVICE, DEVICE, lift_bytes),
-            Run(there + here, memory, "host", "host", prompts, lift_bytes if prompts == DEVICE else part.nbytes),
-            Run(memory, part.granules - far, "disk0", "host", prompts, self._load_bytes(part, prompts)),
-            Run(part.granules - far, part.granules, "disk0", DEVICE, DEVICE, self._stage_unit_bytes(part)),
+            (0, there, DEVICE, DEVICE, DEVICE, part.nbytes),
+            (there, there + here, "host", DEVICE, DEVICE, lift_bytes),
+            (there + here, memory, "host", "host", prompts, lift_bytes if prompts == DEVICE else part.nbytes),
+            (memory, part.granules - far, "disk0", "host", prompts, self._load_bytes(part, prompts)),
+            (part.granules - far, part.granules, "disk0", DEVICE, DEVICE, self._stage_unit_bytes(part)),
         )
 
     def _lifted(self, part: Part) -> float:
@@ -122,19 +122,16 @@ class DeviceSkeleton:
 
     def _rings(self, units: list[Unit]) -> tuple[dict[str, int], int]:
         """(rings that something streams through, the stage), none smaller than its largest unit."""
-        parts = self.problem.parts
         gathered = "" if self.problem.spec.tied else "embed"
-        largest: dict[tuple[int, str, str, str], int] = {}  # granules of a unit; thousands are alike but for the layer
-        for unit in units:
-            if unit.part != gathered:
-                kind = (parts[unit.part].granule_bytes, unit.home, unit.decode, unit.prefill)
-                largest[kind] = max(largest.get(kind, 0), unit.hi - unit.lo)
+        granule_bytes = {key: part.granule_bytes for key, part in self.problem.parts.items()}
+        # Thousands of units are alike but for the layer.
+        kinds = {(granule_bytes[u.part], u.hi - u.lo, u.home, u.decode, u.prefill) for u in units if u.part != gathered}
         need = {DEVICE: 0, "host": 0}
         stage_bytes = 0
-        for (granule_bytes, home, *executors), granules in largest.items():
-            nbytes = granules * granule_bytes
+        for each_bytes, granules, home, *executors in kinds:
+            nbytes = granules * each_bytes
             if home == DEVICE:
-                stage_bytes = max(stage_bytes, 2 * granule_bytes, self.stage_bytes)
+                stage_bytes = max(stage_bytes, 2 * each_bytes, self.stage_bytes)
             for executor in {*executors} - {home}:
                 need[executor] = max(need[executor], nbytes)
                 if executor == DEVICE and home.startswith("disk"):

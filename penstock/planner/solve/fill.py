@@ -31,15 +31,8 @@ PINNED = ("norms", "edges")  # under 1 % of a model, and read at every step
 Resident = dict[str, int]  # part key → granules that stay
 
 
-class Run(NamedTuple):
-    """Granules lo..hi of a part with one home and its executors, in units of at most `unit_bytes`."""
-
-    lo: int
-    hi: int
-    home: str
-    decode: str
-    prefill: str
-    unit_bytes: int
+# Granules lo..hi of a part, their home, executors of decode and prefill, and the most bytes of a unit.
+Run = tuple[int, int, str, str, str, int]
 
 
 class Kv(NamedTuple):
@@ -55,17 +48,15 @@ def units(every: Iterable[Part], runs: Callable[[Part], Iterable[Run]]) -> list[
     """The units of all parts; runs of no granules have none."""
     found: list[Unit] = []
     for part in every:
-        for run in runs(part):
-            if run.lo < run.hi:
-                found += _cut(part.key, run, *_steps(part, run.unit_bytes))
+        for lo, hi, home, decode, prefill, unit_bytes in runs(part):
+            if lo < hi:
+                found += _cut(part.key, lo, hi, home, decode, prefill, *_steps(part, unit_bytes))
     return found
 
 
 @lru_cache(maxsize=8192)  # most runs of a plan are those of another one that was tried
-def _cut(key: str, run: Run, per_unit: int, step: int) -> tuple[Unit, ...]:
-    return tuple(
-        Unit(key, lo, hi, run.home, run.decode, run.prefill) for lo, hi in _even(run.lo, run.hi, per_unit, step)
-    )
+def _cut(key: str, lo: int, hi: int, home: str, decode: str, prefill: str, per_unit: int, step: int) -> list[Unit]:
+    return [Unit(key, *edges, home, decode, prefill) for edges in _even(lo, hi, per_unit, step)]
 
 
 def filled(

@@ -155,12 +155,12 @@ class Shape:
             if part.key not in placed:
                 at = "host" if part.kind == "attn" else main  # with its KV; no other part is the CPU's
                 home = "host" if part.key == "embed" and not problem.spec.tied else at
-                return [Run(0, part.granules, home, at, at, part.nbytes)]
+                return [(0, part.granules, home, at, at, part.nbytes)]
             here, there = placed[part.key]
             here = there if main == "host" else here
             cuts = ((0, here, main, part.nbytes), (here, there, "host", self.unit_bytes))
             far = (there, part.granules, "disk0", self.unit_bytes)
-            return [Run(lo, hi, home, main, main, unit_bytes) for lo, hi, home, unit_bytes in (*cuts, far)]
+            return [(lo, hi, home, main, main, unit_bytes) for lo, hi, home, unit_bytes in (*cuts, far)]
 
         return units(problem.parts.values(), runs)
 

@@ -59,8 +59,8 @@ class Skeleton:
         def runs(part: Part) -> tuple[Run, Run]:
             stay = part.granules if resident is None or part.kind in PINNED else resident.get(part.key, 0)
             return (
-                Run(0, stay, "host", "host", "host", part.nbytes),
-                Run(stay, part.granules, "disk0", "host", "host", min(UNIT_BYTES, ring_bytes // 4)),
+                (0, stay, "host", "host", "host", part.nbytes),
+                (stay, part.granules, "disk0", "host", "host", min(UNIT_BYTES, ring_bytes // 4)),
             )
 
         kv = (Kv(0, self.kv_layers, "host", "host"), Kv(self.kv_layers, len(self.spec.layers), "disk0", "host"))
