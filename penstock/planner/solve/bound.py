@@ -80,7 +80,9 @@ def _pass_s(plan: Plan, cost: Cost, purpose: str, batches: int, rows: int) -> fl
         for op, blocks in _OPS[part.kind]:
             read_bytes, flops = ops.matrix_cost(part, 0, 1, blocks, rows)
             all_flops = active * flops * granule_rows / part.rows_of(0, 1)
-            lanes[executor] += batches * cost.least_s(executor, op, fmt, rows, active * granules * read_bytes, all_flops)
+            lanes[executor] += batches * cost.least_s(
+                executor, op, fmt, rows, active * granules * read_bytes, all_flops
+            )
         if home.startswith("disk") and home != executor:
             lanes[home] += cost.least_s(home, "load", fmt, 1, nbytes)
         if executor == DEVICE != home:
