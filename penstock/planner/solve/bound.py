@@ -7,13 +7,24 @@ one is better.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from penstock.graph import ops
 from penstock.planner.cost import Cost
 from penstock.planner.predict import Prediction
 from penstock.planner.shorten import streamed
 from penstock.spec.ask import Ask
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.parts import head_key
+from penstock.spec.plan import DEVICE, Plan, Unit
+
+
+class _Pass(NamedTuple):
+    """Of `batches` batches of `rows` rows each."""
+
+    purpose: str
+    batches: int
+    rows: int
 
 
 def score_s(prediction: Prediction, plan: Plan, ask: Ask) -> float:
@@ -29,8 +40,9 @@ def least_score_s(plan: Plan, ask: Ask, cost: Cost) -> float:
     together = min(seqs, plan.batch_seqs)
     prompt = max(1, min(ask.prompt_tokens, plan.context - 1))
     passes = -(-together * prompt // plan.chunk_rows)
-    prompts_s = passes * _pass_s(plan, cost, "prefill", batches, together * prompt // passes)
-    return _score_s(prompts_s + ask.output_tokens * _pass_s(plan, cost, "decode", batches, together), plan, ask)
+    wanted = _Pass("prefill", batches, together * prompt // passes), _Pass("decode", batches, together)
+    prompt_s, token_s = _busiest_s(plan, cost, wanted)
+    return _score_s(passes * prompt_s + ask.output_tokens * token_s, plan, ask)
 
 
 def reads_bytes(plan: Plan) -> int:
@@ -48,49 +60,44 @@ def _score_s(total_s: float, plan: Plan, ask: Ask) -> float:
     return total_s * rounds if ask.objective == "latency" else total_s / (sequences(plan, ask) * ask.output_tokens)
 
 
-def _alike(plan: Plan) -> dict[tuple[str, str, str, str, float], list[int]]:
-    """Granules, and their rows, of units that differ in their layer alone: a large model has thousands, of few kinds.
-    By part (the first that is like it), home, executors and the share that is active."""
-    spec, first = plan.target.spec, dict[tuple[str, int], str]()
+def _busiest_s(plan: Plan, cost: Cost, wanted: Sequence[_Pass]) -> list[float]:
+    """Of the busiest lane, in each of some passes: units cross lanes once, and are computed once a batch. Norms,
+    attention's reading of KV and copies are left out."""
+    spec, lanes = plan.target.spec, defaultdict[tuple[_Pass, str], float](float)
     kinds = {
-        key: (part, first.setdefault((part.kind, id(spec.layers[part.layer]) if part.layer >= 0 else 0), key))
+        key: (part.kind, id(spec.layers[part.layer]), part.granules)
         for key, part in plan.parts.items()
-        if part.kind in _OPS and (part.kind != "embed" or spec.tied)
+        if part.kind in ("attn", "ffn") or key == head_key(spec)
     }
-    found: dict[tuple[str, str, str, str, float], list[int]] = {}
+    known: dict[tuple[object, ...], list[tuple[tuple[_Pass, str], float]]] = {}  # of thousands of units there are few
     for unit in plan.units:
-        if unit.part in kinds:
-            part, like = kinds[unit.part]
-            sums = found.setdefault((like, unit.home, unit.decode, unit.prefill, unit.active), [0, 0])
-            sums[0] += unit.hi - unit.lo
-            sums[1] += part.rows_of(unit.lo, unit.hi)
-    return found
+        kind = kinds.get(unit.part)
+        if kind is not None:
+            tail = unit.hi == kind[2]  # the last granule may have fewer rows
+            alike = (kind, unit.hi - unit.lo, tail, unit.home, unit.decode, unit.prefill, unit.active)
+            if alike not in known:
+                known[alike] = [((p, lane), s) for p in wanted for lane, s in _unit_s(plan, unit, cost, p)]
+            for at, seconds in known[alike]:
+                lanes[at] += seconds
+    return [max((seconds for (other, _), seconds in lanes.items() if other == p), default=0.0) for p in wanted]
 
 
-def _pass_s(plan: Plan, cost: Cost, purpose: str, batches: int, rows: int) -> float:
-    """Of the busiest lane, in a pass of `batches` batches of `rows` rows each: units cross lanes once, and are computed
-    once a batch. Norms, attention's reading of KV and copies are left out."""
-    lanes: defaultdict[str, float] = defaultdict(float)
-    for (key, home, decode, prefill, share), (granules, granule_rows) in _alike(plan).items():
-        part = plan.parts[key]
-        if purpose == "prefill" and part.layer < 0:
-            continue  # the head
-        executor, active = (prefill, 1.0) if purpose == "prefill" else (decode, share)
-        fmt, nbytes = part.format.kind, granules * part.granule_bytes
-        for op, blocks in _OPS[part.kind]:
-            read_bytes, flops = ops.matrix_cost(part, 0, 1, blocks, rows)
-            all_flops = active * flops * granule_rows / part.rows_of(0, 1)
-            lanes[executor] += batches * cost.least_s(
-                executor, op, fmt, rows, active * granules * read_bytes, all_flops
-            )
-        if home.startswith("disk") and home != executor:
-            lanes[home] += cost.least_s(home, "load", fmt, 1, nbytes)
-        if executor == DEVICE != home:
-            lanes["h2d0"] += cost.least_s("h2d0", "lift", fmt, 1, nbytes)
-    return max(lanes.values(), default=0.0)
+def _unit_s(plan: Plan, unit: Unit, cost: Cost, p: _Pass) -> Iterator[tuple[str, float]]:
+    """(lane, seconds) of a unit."""
+    part, executor, home, rows = plan.parts[unit.part], unit.executor(p.purpose), unit.home, p.rows
+    if p.purpose == "prefill" and part.layer < 0:
+        return  # the head: few of a prompt's rows need it
+    fmt, nbytes, active = part.format.kind, plan.unit_bytes(unit), unit.active if p.purpose == "decode" else 1.0
+    calls = ((op, ops.matrix_cost(part, unit.lo, unit.hi, blocks, rows)) for op, blocks in _CALLS[part.kind])
+    seconds = (cost.least_s(executor, op, fmt, rows, active * read, active * flops) for op, (read, flops) in calls)
+    yield executor, p.batches * sum(seconds)
+    if home.startswith("disk"):
+        yield home, cost.least_s(home, "load", fmt, 1, nbytes)
+    if executor == DEVICE != home:
+        yield "h2d0", cost.least_s("h2d0", "lift", fmt, 1, nbytes)
 
 
-_OPS = {
+_CALLS = {
     "attn": (("qkv", ops.QKV_BLOCKS), ("out", ops.OUT_BLOCKS)),
     "ffn": (("ffn", ops.FFN_BLOCKS),),
     "embed": (("head", ops.VOCAB_BLOCKS),),
