@@ -63,23 +63,27 @@ def _score_s(total_s: float, plan: Plan, ask: Ask) -> float:
 def _busiest_s(plan: Plan, cost: Cost, wanted: Sequence[_Pass]) -> list[float]:
     """Of the busiest lane, in each of some passes: units cross lanes once, and are computed once a batch. Norms,
     attention's reading of KV and copies are left out."""
-    spec, lanes = plan.target.spec, defaultdict[tuple[_Pass, str], float](float)
+    spec, lanes = plan.target.spec, [defaultdict[str, float](float) for _ in wanted]
     kinds = {
         key: (part.kind, id(spec.layers[part.layer]), part.granules)
         for key, part in plan.parts.items()
         if part.kind in ("attn", "ffn") or key == head_key(spec)
     }
-    known: dict[tuple[object, ...], list[tuple[tuple[_Pass, str], float]]] = {}  # of thousands of units there are few
+    known: dict[tuple[object, ...], list[tuple[dict[str, float], str, float]]] = {}  # of thousands of units few differ
     for unit in plan.units:
         kind = kinds.get(unit.part)
         if kind is not None:
             tail = unit.hi == kind[2]  # the last granule may have fewer rows
             alike = (kind, unit.hi - unit.lo, tail, unit.home, unit.decode, unit.prefill, unit.active)
             if alike not in known:
-                known[alike] = [((p, lane), s) for p in wanted for lane, s in _unit_s(plan, unit, cost, p)]
-            for at, seconds in known[alike]:
-                lanes[at] += seconds
-    return [max((seconds for (other, _), seconds in lanes.items() if other == p), default=0.0) for p in wanted]
+                known[alike] = [
+                    (into, *each)
+                    for into, p in zip(lanes, wanted, strict=True)
+                    for each in _unit_s(plan, unit, cost, p)
+                ]
+            for into, lane, seconds in known[alike]:
+                into[lane] += seconds
+    return [max(each.values(), default=0.0) for each in lanes]
 
 
 def _unit_s(plan: Plan, unit: Unit, cost: Cost, p: _Pass) -> Iterator[tuple[str, float]]:
