@@ -14,20 +14,8 @@ from itertools import islice
 
 from penstock.errors import DoesNotFit
 from penstock.graph.arenas import ARENA_ALIGN
+from penstock.planner.solve import fill
 from penstock.planner.solve.candidate import Candidate
-from penstock.planner.solve.fill import (
-    CHUNK_ROWS,
-    MIN_CHUNK_ROWS,
-    PINNED,
-    UNIT_BYTES,
-    Kv,
-    Resident,
-    Run,
-    chunk_options,
-    filled,
-    share_out,
-    units,
-)
 from penstock.planner.solve.problem import Problem, spare_bytes
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
@@ -53,19 +41,22 @@ class Skeleton:
     kv_layers: int
     order: str = "overlapped"
 
-    def plan(self, ring_bytes: int, resident: Resident | None) -> Plan:
+    def plan(self, ring_bytes: int, resident: fill.Resident | None) -> Plan:
         """Complete. `resident`: granules that stay, part by part; None: everything does, and nothing streams."""
 
-        def runs(part: Part) -> tuple[Run, Run]:
-            stay = part.granules if resident is None or part.kind in PINNED else resident.get(part.key, 0)
+        def runs(part: Part) -> tuple[fill.Run, fill.Run]:
+            stay = part.granules if resident is None or part.kind in fill.PINNED else resident.get(part.key, 0)
             return (
                 (0, stay, "host", "host", "host", part.nbytes),
-                (stay, part.granules, "disk0", "host", "host", min(UNIT_BYTES, ring_bytes // 4)),
+                (stay, part.granules, "disk0", "host", "host", min(fill.UNIT_BYTES, ring_bytes // 4)),
             )
 
-        kv = (Kv(0, self.kv_layers, "host", "host"), Kv(self.kv_layers, len(self.spec.layers), "disk0", "host"))
-        return filled(
-            self.ask, self.spec, self.weights, units(self._parts, runs), kv, chunk_rows=self.chunk_rows,
+        kv = (
+            fill.Kv(0, self.kv_layers, "host", "host"),
+            fill.Kv(self.kv_layers, len(self.spec.layers), "disk0", "host"),
+        )
+        return fill.filled(
+            self.ask, self.spec, self.weights, fill.units(self._parts, runs), kv, chunk_rows=self.chunk_rows,
             rings={"host": ring_bytes}, order=self.order, process_bytes=self.process_bytes,
         )  # fmt: skip
 
@@ -76,19 +67,19 @@ class Skeleton:
     @cached_property
     def streamed(self) -> list[Part]:
         """What may stream."""
-        return [part for part in self._parts if part.kind not in PINNED]
+        return [part for part in self._parts if part.kind not in fill.PINNED]
 
-    def spread(self, budget: int) -> Resident:
+    def spread(self, budget: int) -> fill.Resident:
         """Granules that stay, of every part the same share, within `budget` bytes. A gathered embedding reads one
         granule a token: it stays only if everything does."""
-        resident: Resident = {}
+        resident: fill.Resident = {}
         embed = next(part for part in self.streamed if part.kind == "embed")
         first = self.spec.tied and embed.nbytes <= budget
         if first:
             resident["embed"] = embed.granules
             budget -= embed.nbytes
         rest = [part for part in self.streamed if part is not embed or (self.spec.tied and not first)]
-        share_out(rest, {part.key: part.granules for part in rest}, budget, resident)
+        fill.share_out(rest, {part.key: part.granules for part in rest}, budget, resident)
         return resident
 
     @property
@@ -114,7 +105,7 @@ class Skeleton:
         if budget is None:
             return None
         if self.may_stay is not None:
-            pinned = sum(part.nbytes for part in self._parts if part.kind in PINNED)
+            pinned = sum(part.nbytes for part in self._parts if part.kind in fill.PINNED)
             budget = min(budget, max(0, self.may_stay - pinned))
         plan = self.plan(ring_bytes, self.spread(budget))
         return plan if plan.tier_bytes()["host"] <= limit else None
@@ -129,7 +120,7 @@ def candidates(problem: Problem, near_ring_bytes: int | None = None) -> Iterator
     """
     limit, any_found = problem.host_bytes, False
     for kv_layers in _kv_options(problem):
-        for chunk_rows in chunk_options(problem.ask):
+        for chunk_rows in fill.chunk_options(problem.ask):
             skeleton = _skeleton(problem, chunk_rows, kv_layers)
             least_ring, *rings = skeleton.ring_options()
             tried = max(1, len(rings))
@@ -140,9 +131,9 @@ def candidates(problem: Problem, near_ring_bytes: int | None = None) -> Iterator
             found = found or list(_fitting(skeleton, [least_ring], limit))
             yield from found
             any_found |= bool(found)
-            if found and chunk_rows <= CHUNK_ROWS:
+            if found and chunk_rows <= fill.CHUNK_ROWS:
                 break
-        if kv_layers == problem.layers and any_found and chunk_rows > MIN_CHUNK_ROWS:
+        if kv_layers == problem.layers and any_found and chunk_rows > fill.MIN_CHUNK_ROWS:
             return
     if any_found:
         return
@@ -201,7 +192,7 @@ def _least(ask: Ask, spec: ModelSpec, weights: Format, process_bytes: int) -> li
     """The smallest skeletons: with KV in memory, and with all of it on the disk, a layer at a time."""
     kinds = [(len(spec.layers), "overlapped")] if ask.kv_home != "disk" else []
     kinds += [(0, "saving")] if ask.kv_home != "memory" else []
-    return [Skeleton(ask, spec, weights, process_bytes, MIN_CHUNK_ROWS, *kind) for kind in kinds]
+    return [Skeleton(ask, spec, weights, process_bytes, fill.MIN_CHUNK_ROWS, *kind) for kind in kinds]
 
 
 def _fitting(skeleton: Skeleton, rings: list[int], limit: int) -> Iterator[Candidate]:
@@ -209,7 +200,7 @@ def _fitting(skeleton: Skeleton, rings: list[int], limit: int) -> Iterator[Candi
     if skeleton.may_stay is None:
         whole = skeleton.plan(0, None)
         if whole.tier_bytes()["host"] <= limit:
-            if skeleton.chunk_rows <= CHUNK_ROWS:  # longer ones save reading, of which there is none
+            if skeleton.chunk_rows <= fill.CHUNK_ROWS:  # longer ones save reading, of which there is none
                 yield Candidate("RAM", whole, _reasons(whole, skeleton.ask))
             return
     for ring in rings:
@@ -234,7 +225,7 @@ def _reasons(plan: Plan, ask: Ask) -> tuple[str, ...]:
     return (
         f"{format_bytes(stays)} of {format_bytes(total_bytes)} of weights stay in memory, spread evenly over the "
         f"layers; the rest streams from disk",
-        f"a ring of {format_bytes(ring)} in units of at most {format_bytes(min(UNIT_BYTES, ring // 4))}",
+        f"a ring of {format_bytes(ring)} in units of at most {format_bytes(min(fill.UNIT_BYTES, ring // 4))}",
         f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads what streams once",
         kv,
     )
