@@ -64,25 +64,33 @@ class DeviceSkeleton:
     def plan(self, on_device: Resident, in_memory: Resident | None = None) -> Plan:
         """Complete. `on_device`, `in_memory`: granules that stay there, part by part, None: all that are not on the
         device; what is in neither is on the disk. Rings that nothing streams through are left out."""
-        problem, split, machine = self.problem, self.split, self.problem.machine
+        problem, split = self.problem, self.split
         if in_memory is None:
             in_memory = {key: part.granules - on_device.get(key, 0) for key, part in problem.parts.items()}
-        cut = units(problem.parts.values(), lambda part: self._runs(part, on_device, in_memory))
+        known: dict[tuple[object, ...], tuple[Run, ...]] = {}  # layers are alike, and most keep as much
+
+        def runs(part: Part) -> tuple[Run, ...]:
+            there = on_device.get(part.key, 0)
+            memory = min(part.granules, there + in_memory.get(part.key, 0))
+            alike = (part.kind, part.rows, part.granule_bytes, self._lifted(part), there, memory)
+            if alike not in known:
+                known[alike] = self._runs(part, there, memory)
+            return known[alike]
+
+        cut = units(problem.parts.values(), runs)
         rings, stage_bytes = self._rings(cut)
         attention = split.attention_layers
         return filled(
-            problem.ask, problem.spec, problem.weights, cut,
+            problem, cut,
             (Kv(0, attention, split.kv_home, DEVICE), Kv(attention, problem.layers, "host", "host")),
             chunk_rows=self.chunk_rows, rings=rings, stage_bytes=stage_bytes, order=self.order, main=DEVICE,
-            process_bytes=machine.process_bytes + machine.device_process_bytes, context_bytes=machine.context_bytes,
             predictors=self.predictors,
         )  # fmt: skip
 
-    def _runs(self, part: Part, on_device: Resident, in_memory: Resident) -> tuple[Run, ...]:
+    def _runs(self, part: Part, there: int, memory: int) -> tuple[Run, ...]:
+        """Of a part, so many granules of which are at home `there`, on the device, and those up to `memory` in RAM."""
         if part.kind in PINNED:
             return ((0, part.granules, DEVICE, DEVICE, DEVICE, part.nbytes),)
-        there = on_device.get(part.key, 0)
-        memory = min(part.granules, there + in_memory.get(part.key, 0))
         if part.kind == "embed" and not self.problem.spec.tied:  # gathered, row by row
             home = "host" if memory == part.granules else "disk0"
             return ((0, part.granules, home, DEVICE, DEVICE, part.nbytes),)

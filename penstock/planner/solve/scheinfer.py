@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from penstock.planner.homes import weights_bytes
 from penstock.planner.solve import beside
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import Resident, page_tokens, share_out, usual_chunks
@@ -78,11 +79,10 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 
 def solve_slices(problem: Problem, wanted: Wanted = FREE) -> tuple[Plan, Slices] | None:
     """The plan and its slices; None without a device, or where either memory is too small."""
-    total_bytes = sum(part.nbytes for part in problem.parts.values())
     room = problem.device_bytes + problem.host_bytes
     if problem.ask.resident_bytes is not None:
         room = min(room, problem.ask.resident_bytes)
-    if not problem.has_device or total_bytes > room:
+    if not problem.has_device or problem.total_bytes > room:
         return None
     for chunk_rows in usual_chunks(problem.ask):
         skeleton = beside.device_skeleton(problem, beside.Split("slicing", 0.0, 0, DEVICE, True), chunk_rows)
@@ -194,16 +194,15 @@ def tokens_of(work: LayerWork, slices: Slices, layer: int, chunk_rows: int) -> t
 def _reasons(plan: Plan, slices: Slices, work: LayerWork) -> tuple[str, ...]:
     layers = len(slices.r_gg)
     r_gg, r_cg = sum(slices.r_gg) / layers, sum(slices.r_cg) / layers
-    there = sum(plan.unit_bytes(unit) for unit in plan.units if unit.home == DEVICE)
-    total = sum(part.nbytes for part in plan.parts.values())
+    there = format_bytes(weights_bytes(plan)[DEVICE])
     n_g, rows = tokens_of(work, slices, layers // 2, plan.chunk_rows)
     whole = sum(slices.attends)
     block = work.ffn(work.problem.spec.layers[0], work.decode(), Shares(slices.r_gg[0], attends=slices.attends[0]))
     alone, best = (finish_s(block.lanes, block.times(r, slices.r_gg[0])) for r in (0.0, slices.r_cg[0]))
     lifts = any(unit.home != DEVICE and unit.decode == DEVICE and unit.part != "embed" for unit in plan.units)
     return (
-        f"{format_bytes(there)} of {format_bytes(total)} of weights stay in device memory, by what a byte saves there:"
-        f" attention and KV of {whole} of {layers} layers, {r_gg:.0%} of the FFNs (r_GG)",
+        f"{there} of {format_bytes(work.problem.total_bytes)} of weights stay in device memory, by what a byte saves"
+        f" there: attention and KV of {whole} of {layers} layers, {r_gg:.0%} of the FFNs (r_GG)",
         f"of the FFNs the link lifts {r_cg:.0%} (r_CG) and the CPU computes {1 - r_gg - r_cg:.0%} (r_CC): the first"
         f" layer takes {best * 1e3:.2f} ms, without the link {alone * 1e3:.2f}",
         f"of a chunk of {rows} tokens the device had best take {n_g} with the CPU's weights (n_g);"

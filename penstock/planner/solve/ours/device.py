@@ -15,12 +15,12 @@ from dataclasses import replace
 from functools import cache
 from typing import NoReturn
 
-from penstock.errors import DoesNotFit
+from penstock.planner.homes import kv_layers, weights_bytes
 from penstock.planner.solve import beside
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import PINNED, Resident, bytes_of, share_out, usual_chunks
 from penstock.planner.solve.layer_work import Estimate, LayerWork, Shares
-from penstock.planner.solve.problem import Problem, most, spare_bytes
+from penstock.planner.solve.problem import Problem, most, spare_bytes, too_little
 from penstock.spec.plan import DEVICE, Plan
 from penstock.units import format_bytes, format_mib_up
 
@@ -78,17 +78,11 @@ def refuse(problem: Problem) -> NoReturn:
     have, host = problem.device_bytes, problem.host_bytes
     need = minimum_bytes(problem)
     if need > have:
-        raise DoesNotFit(
-            f"device memory of {format_bytes(have)} is too little: this model needs at least {format_bytes(need)}"
-            f" (--device-memory {format_mib_up(need)}, or --device none)",
-            tier=DEVICE, need_bytes=need, have_bytes=have, minimum_bytes=need,
-        )  # fmt: skip
+        hint = f"--device-memory {format_mib_up(need)}, or --device none"
+        raise too_little("device memory", "", DEVICE, need, have, hint)
     need = beside.smallest(problem, _whole(problem)).plan({}, {}).tier_bytes()["host"]
-    raise DoesNotFit(
-        f"host memory of {format_bytes(host)} is too little beside a device: this model needs at least"
-        f" {format_bytes(need)} (--host-memory {format_mib_up(need)}, or --device none)",
-        tier="host", need_bytes=need, have_bytes=host, minimum_bytes=need,
-    )  # fmt: skip
+    hint = f"--host-memory {format_mib_up(need)}, or --device none"
+    raise too_little("host memory", " beside a device", "host", need, host, hint)
 
 
 def _splits(skeleton: beside.DeviceSkeleton) -> list[beside.Split]:
@@ -239,21 +233,19 @@ def _name(plan: Plan, split: beside.Split) -> str:
     return f"device memory, {split.name}{cpu}{where}" + ("" if split.prompts else ", prompts too")
 
 
+_ELSEWHERE = {"host": "in RAM", "disk0": "on the disk"}
+
+
 def _reasons(plan: Plan, skeleton: beside.DeviceSkeleton, split: beside.Split) -> tuple[str, ...]:
-    homes = {DEVICE: 0, "host": 0, "disk0": 0}
+    homes = weights_bytes(plan)
     computed = dict.fromkeys(("lifted", "by the CPU"), 0)
     for unit in plan.units:
-        nbytes = plan.unit_bytes(unit)
-        homes[unit.home] += nbytes
         if unit.home != DEVICE and (unit.part != "embed" or plan.target.spec.tied):
-            computed["lifted" if unit.decode == DEVICE else "by the CPU"] += nbytes
+            computed["lifted" if unit.decode == DEVICE else "by the CPU"] += plan.unit_bytes(unit)
     total = format_bytes(sum(homes.values()))
-    where = f"{format_bytes(homes[DEVICE])} of {total} of weights stay in device memory"
-    if homes["host"]:
-        where += f", {format_bytes(homes['host'])} in RAM"
-    if homes["disk0"]:
-        where += f", {format_bytes(homes['disk0'])} on the disk"
-    found = [where]
+    where = [f"{format_bytes(homes.get(DEVICE, 0))} of {total} of weights stay in device memory"]
+    where += [f"{format_bytes(homes[home])} {place}" for home, place in _ELSEWHERE.items() if homes.get(home)]
+    found = [", ".join(where)]
     if any(computed.values()):
         shares = [f"{format_bytes(nbytes)} {how}" for how, nbytes in computed.items() if nbytes]
         found.append(f"of what is not there, each token: {' and '.join(shares)}")
@@ -262,6 +254,5 @@ def _reasons(plan: Plan, skeleton: beside.DeviceSkeleton, split: beside.Split) -
         if split.prompts and computed["by the CPU"]:
             found.append("where a prompt is read, the device computes the CPU's share of FFNs too")
     kv = plan.kv[0].format.name
-    layers = sum(home.layers[1] - home.layers[0] for home in plan.kv if home.home == DEVICE)
-    found.append(f"KV in {kv}, of {layers} of {len(plan.target.spec.layers)} layers in device memory")
+    found.append(f"KV in {kv}, of {kv_layers(plan, DEVICE)} of {len(plan.target.spec.layers)} layers in device memory")
     return tuple(found)
