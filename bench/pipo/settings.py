@@ -11,6 +11,7 @@ from penstock.graph.arenas import Layout
 from penstock.planner.solve import settle_context, solve
 from penstock.planner.solve.fill import PINNED
 from penstock.planner.solve.ours.ram import Skeleton
+from penstock.planner.solve.problem import Problem
 from penstock.runtime import host
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec, Rate, Tier
@@ -77,8 +78,8 @@ class Workshop:
         if setting.order == "saving":
             ring_bytes = whole if setting.plain else max(max(blocks), granule)
         kv_layers = len(plan.target.spec.layers) if setting.kv_home == "memory" else 0
-        model = (self.packed.spec, self.packed.weights)
-        skeleton = Skeleton(ask, *model, self.machine.process_bytes, plan.chunk_rows, kv_layers, setting.order)
+        problem = Problem(ask, self.packed.spec, self.packed.weights, self.machine)
+        skeleton = Skeleton(problem, plan.chunk_rows, kv_layers, setting.order)
         found = skeleton.plan(ring_bytes, {})
         found = replace(
             found, io_block_bytes=plan.io_block_bytes, io_depth=plan.io_depth, io_engine=plan.io_engine,

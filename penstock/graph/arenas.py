@@ -36,6 +36,7 @@ class Layout:
         self.plan = plan
         self.parts = plan.parts
         self._fill: dict[str, int] = {}
+        self._last_unit = {unit.part: i for i, unit in enumerate(plan.units)}
         self.executors = self._executors()
         self.delegated = self._delegated()
         self.weights = self._place_weights()
@@ -73,16 +74,17 @@ class Layout:
         return gathers(self.plan)
 
     def _executors(self) -> tuple[str, ...]:
-        found = [executor for unit in self.plan.units for executor in (unit.decode, unit.prefill)]
+        units = self.plan.units
+        found = sorted({unit.decode for unit in units} | {unit.prefill for unit in units})
         attend = (home.attend for home in self.plan.kv)
         predict = (predictor.home for predictor in self.plan.predictors)
         return tuple(dict.fromkeys([self.plan.main, *found, *attend, *predict]))
 
     def _delegated(self) -> dict[int, str]:
         """Layer → executor of its projections, where attention itself runs on another one."""
-        projects = {unit.part: unit.decode for unit in self.plan.units if unit.part.endswith(".attn")}
+        units = self.plan.units
         attends = {layer: home.attend for home in self.plan.kv for layer in range(*home.layers)}
-        found = {layer: projects.get(f"{layer}.attn", at) for layer, at in attends.items()}
+        found = {layer: units[self._last_unit[f"{layer}.attn"]].decode for layer in attends}
         return {layer: executor for layer, executor in found.items() if executor != attends[layer]}
 
     # -- slots ----------------------------------------------------------------------------------------
@@ -214,22 +216,26 @@ class Layout:
 
     def _place_weights(self) -> dict[int, Slot]:
         """Unit index → slot, for units whose home is a memory tier."""
-        parts, homes = self.parts, {unit.home for unit in self.plan.units}
+        granule_bytes = {key: part.granule_bytes for key, part in self.parts.items()}
+        homes = dict.fromkeys(unit.home for unit in self.plan.units)
         arenas = {home: f"{home}.weights" for home in homes if not home.startswith("disk")}
-        return {
-            i: self._take(arenas[unit.home], (unit.hi - unit.lo) * parts[unit.part].granule_bytes)
-            for i, unit in enumerate(self.plan.units)
-            if unit.home in arenas
-        }
+        ends, found = dict.fromkeys(arenas, 0), dict[int, Slot]()
+        for i, unit in enumerate(self.plan.units):
+            home = unit.home
+            if home in arenas:
+                lo = ends[home]  # granules are whole pages, so nothing is lost between them
+                ends[home] = hi = lo + (unit.hi - unit.lo) * granule_bytes[unit.part]
+                found[i] = Slot(arenas[home], lo, hi)
+        self._fill |= {arenas[home]: end for home, end in ends.items()}
+        return found
 
     def _place_norms(self) -> dict[tuple[str, int], Slot]:
         """(executor, layer) → norms: at home where the activations are, and a copy where else attention is computed."""
-        homes = {unit.part: self.weights[i] for i, unit in enumerate(self.plan.units) if unit.part.endswith(".norms")}
         found = {}
         for home in self.plan.kv:
             for layer in range(*home.layers):
                 key = f"{layer}.norms"
-                found[self.plan.main, layer] = homes[key]
+                found[self.plan.main, layer] = self.weights[self._last_unit[key]]
                 if home.attend != self.plan.main and layer not in self.delegated:
                     nbytes = self.parts[key].granule_bytes
                     found[home.attend, layer] = self._take(f"{home.attend}.weights", nbytes, PAGE_BYTES)

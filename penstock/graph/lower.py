@@ -52,6 +52,12 @@ class Lowering:
         self._attention = Attention(self._calls, self._streams)
         self._repeats = Repeats(plan, self.layout, self._emit.adopt)
 
+    @property
+    def held(self) -> tuple[object, ...] | None:
+        """What the rings hold between two passes: where it is the same again, so are a pass's tasks, but for their ids
+        and for what they wait for of the pass before. None where nothing streams."""
+        return None if self._repeats.nothing_streams else self._streams.held
+
     # -- the pass -------------------------------------------------------------------------------------
 
     def step(self, p: Pass) -> Iterator[Task]:

@@ -76,7 +76,7 @@ class Repeats:
 
     def __init__(self, plan: Plan, layout: Layout, adopt: Adopt) -> None:
         self._plan, self._layout, self._adopt = plan, layout, adopt
-        self._nothing_streams = (
+        self.nothing_streams = (
             not any(plan.ring_bytes.values())
             and layout.staging is None
             and all(home.home == home.attend for home in plan.kv)
@@ -85,7 +85,7 @@ class Repeats:
 
     def find(self, p: Pass) -> list[Task] | None:
         """The tasks of a pass whose shape is known."""
-        found = self._known.get(_shape(p)) if self._nothing_streams else None
+        found = self._known.get(_shape(p)) if self.nothing_streams else None
         if found is None:
             return None
         batches, tasks = {batch.id: batch for batch in p.batches}, []
@@ -103,7 +103,7 @@ class Repeats:
         """Hands the tasks on, and remembers them where such a pass may come again."""
         seen: list[Task] = []
         for task in tasks:
-            seen += [task] if self._nothing_streams else []
+            seen += [task] if self.nothing_streams else []
             yield task
         if seen:
             self._known[_shape(p)] = tuple(_Known(self._plan, self._layout, task) for task in seen)

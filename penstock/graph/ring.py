@@ -40,6 +40,11 @@ class Ring:
         """What is still to be loaded, in order."""
         return self._waiting
 
+    @property
+    def held(self) -> tuple[object, ...]:
+        """Where it goes on, and what it holds: all that one pass leaves for the next."""
+        return self._cursor, *self._ahead
+
     def holds_next(self, unit: int) -> bool:
         """Whether `take` of this unit would do."""
         return bool(self._ahead) and self._ahead[0][0] == unit

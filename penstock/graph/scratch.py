@@ -7,9 +7,18 @@ stays in cache and its scratch stays small.
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 from penstock.graph import scratch_gpu, scratch_native
 from penstock.spec.format import TILE_ROWS, tiles
 from penstock.spec.parts import Block, Part
+=======
+from functools import lru_cache
+
+from penstock.graph import scratch_gpu
+from penstock.spec.format import TILE_ROWS, Format, tiles
+from penstock.spec.model import ModelSpec
+from penstock.spec.parts import SUM_GRANULES, Block, Part, parts
+>>>>>>> solve
 from penstock.spec.plan import DEVICE, Plan
 from penstock.units import round_up
 
@@ -30,48 +39,84 @@ def matmul_bytes(block: Block, rows: int) -> int:
     return round_up(4 * slab * padded, _ALIGN) * 2 + round_up(4 * rows * slab, _ALIGN) + 4 * _ALIGN
 
 
+<<<<<<< HEAD
 def native_bytes(plan: Plan, rows: int) -> int:
     """What the native kernels want of any op of the plan, as they say it themselves (`scratch_native`)."""
     layers = plan.target.spec.layers
     need, kv_formats = 0, {home.format for home in plan.kv}
     for part in _unlike(plan):
+=======
+def prepared_bytes(block: Block, rows: int, granules: int = 1) -> int:
+    """Activations laid out for a product: float32 at most; for integer weights padded to groups, a scale and a sum
+    each. (The kernels take some rows at a time where there are many.)"""
+    if not block.format.is_quantised:
+        return 4 * rows * block.cols * granules + _ALIGN
+    groups = block.format.groups(block.cols) * granules
+    return rows * groups * (4 * block.format.group + 8) + 3 * _ALIGN
+
+
+def native_bytes(spec: ModelSpec, weights: Format, rows: int, logits_rows: int, kv: frozenset[Format]) -> int:
+    """What the native kernels need to do one granule of each part at a time (csrc/kernels.h); with more, the FFN takes
+    more of them between two barriers."""
+    need, layers = 0, spec.layers
+    for part in _unlike(spec, weights):
+>>>>>>> solve
         if part.kind == "ffn":
             need = max(need, scratch_native.ffn_bytes(part, part.granules, rows))
         elif part.kind == "attn":
             a = layers[part.layer].attention
+<<<<<<< HEAD
             need = max(need, scratch_native.qkv_bytes(part, a, a.kv_heads, rows))
             need = max(need, scratch_native.accumulate_bytes(part.block("o"), part.granules, rows))
             need = max(need, *(scratch_native.attend_bytes(a, kv, rows) for kv in kv_formats))
         elif part.kind in ("embed", "head"):
             need = max(need, scratch_native.project_bytes(part.block("rows"), min(rows, plan.logits_rows)))
+=======
+            new_kv = 8 * rows * a.kv_heads * a.head_dim + _ALIGN
+            need = max(need, prepared_bytes(part.block("q"), rows) + new_kv)
+            need = max(need, prepared_bytes(part.block("o"), rows, part.granules))
+            queries, width = 8 * a.heads_per_kv, round_up(a.head_dim, _kv_lanes(kv))
+            need = max(need, 4 * ((2 * queries + 32) * width + 259 * queries) * _ATTEND_THREADS)
+        elif part.kind in ("embed", "head"):
+            need = max(need, prepared_bytes(part.block("rows"), min(rows, logits_rows)))
+>>>>>>> solve
     return need
 
 
-def _unlike(plan: Plan) -> list[Part]:
+def _unlike(spec: ModelSpec, weights: Format) -> list[Part]:
     """The parts, of layers that are one object only those of the first: a large model has hundreds, of few kinds."""
-    layers, found = plan.target.spec.layers, dict[tuple[str, int], Part]()
-    for part in plan.parts.values():
-        found.setdefault((part.kind, id(layers[part.layer]) if part.layer >= 0 else -1), part)
+    found: dict[tuple[str, int], Part] = {}
+    for part in parts(spec, weights):
+        found.setdefault((part.kind, id(spec.layers[part.layer]) if part.layer >= 0 else -1), part)
     return list(found.values())
 
 
-def _kv_lanes(plan: Plan) -> int:
+def _kv_lanes(kv: frozenset[Format]) -> int:
     """Columns of the KV cache that attention reads at a time."""
-    return 32 if any(home.format.kind == "int4" for home in plan.kv) else 16
+    return 32 if any(fmt.kind == "int4" for fmt in kv) else 16
 
 
 def scratch_bytes(plan: Plan, tier: str) -> int:
     """The scratch arena of an executor: the largest need of any op that it may run."""
-    spec = plan.target.spec
-    rows = max(plan.chunk_rows, plan.batch_seqs)
-    need = native_bytes(plan, rows)
+    target, rows = plan.target, max(plan.chunk_rows, plan.batch_seqs)
+    kv = frozenset(home.format for home in plan.kv)
+    need = _usual_bytes(target.spec, target.weights, rows, plan.logits_rows, plan.page_tokens, kv)
     if tier == DEVICE:  # a GPU's kernels, or the CPU's where the device is emulated
         need = max(need, scratch_gpu.scratch_bytes(plan, tier))
+    return round_up(need, 4096)
+
+
+@lru_cache(maxsize=256)  # a planner asks for the same in hundreds of plans
+def _usual_bytes(
+    spec: ModelSpec, weights: Format, rows: int, logits_rows: int, page: int, kv: frozenset[Format]
+) -> int:  # fmt: skip
+    """Of every op but a GPU's kernels. `page`: tokens of one; `kv`: formats of the cache."""
+    need = native_bytes(spec, weights, rows, logits_rows, kv)
     need = max(need, 16 * rows * max(spec.d_model, spec.d_embed))  # norms, merges and embeddings: four [rows, D]
-    for part in _unlike(plan):
+    for part in _unlike(spec, weights):
         if part.kind == "norms":
             continue
-        n = min(rows, plan.logits_rows) if part.kind in ("embed", "head") else rows
+        n = min(rows, logits_rows) if part.kind in ("embed", "head") else rows
         product = max((matmul_bytes(b, n) for b in part.blocks if b.tiled), default=0)
         if part.kind == "ffn":  # gate and up, float32 [rows, 64] each, and one temporary
             product += 6 * round_up(4 * rows * part.granule_rows, _ALIGN)
@@ -80,15 +125,15 @@ def scratch_bytes(plan: Plan, tier: str) -> int:
         elif part.kind in ("embed", "head"):  # a granule's logits
             product += round_up(4 * n * part.granule_rows, _ALIGN)
         need = max(need, product)
-    attn = next(p for p in plan.parts.values() if p.kind == "attn")
-    quantised = any(home.format.is_quantised for home in plan.kv)
+    attn = next(p for p in parts(spec, weights) if p.kind == "attn")
+    quantised = any(fmt.is_quantised for fmt in kv)
     for layer in dict.fromkeys(spec.layers):  # most are alike
-        a, page = layer.attention, plan.page_tokens
+        a = layer.attention
         projected = 4 * rows * (a.heads_per_kv + 2) * a.head_dim * 2  # q, k, v of one KV head, twice
         need = max(need, projected + max(matmul_bytes(b, rows) for b in attn.blocks if b.tiled) + 8 * rows * a.head_dim)
         query_rows = rows * a.heads_per_kv
         # A page of K and V as float32, scores and their exponentials [query_rows, page], running sums.
-        padded = round_up(a.head_dim, _kv_lanes(plan)) if quantised else a.head_dim
+        padded = round_up(a.head_dim, _kv_lanes(kv)) if quantised else a.head_dim
         attend = 4 * (3 * page * padded + 3 * query_rows * page + 3 * query_rows * a.head_dim + 4 * query_rows)
         need = max(need, attend + 64 * _ALIGN)
-    return round_up(need, 4096)
+    return need

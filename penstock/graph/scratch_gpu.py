@@ -55,9 +55,9 @@ def pieces(granules: int, block: Block) -> Iterator[Piece]:
 
 
 def wide_bytes(granules: int, block: Block) -> int:
-    """The largest of `pieces` as float32."""
-    rows = max(((p.hi - p.lo) * (p.row_hi - p.row_lo) for p in pieces(granules, block)), default=0)
-    return _floats(rows * block.cols)
+    """The largest of `pieces` as float32, which is the first one."""
+    p = next(pieces(granules, block), Piece(0, 0, 0, 0))
+    return _floats((p.hi - p.lo) * (p.row_hi - p.row_lo) * block.cols)
 
 
 def sum_splits(rows: int) -> int:
@@ -145,13 +145,11 @@ def scratch_bytes(plan: Plan, tier: str) -> int:
     rows = max(plan.chunk_rows, plan.batch_seqs)
     edges = parts["edges"]
     need = max(embed_bytes(edges, spec, rows), norm_bytes(edges, spec, plan.logits_rows), merge_bytes(spec, rows))
-    seen: set[tuple[str, int, int]] = set()  # a large model has thousands of units, of few sizes and kinds of layer
-    for unit in plan.units:
-        part, n = parts[unit.part], unit.hi - unit.lo
-        like = (part.kind, n, id(spec.layers[part.layer]))
-        if tier not in (unit.decode, unit.prefill) or like in seen:
-            continue
-        seen.add(like)
+    # A large model has thousands of units, of few sizes and kinds of layer.
+    like = {key: (part.kind, id(spec.layers[part.layer])) for key, part in parts.items()}
+    sizes = {(like[u.part], u.hi - u.lo): u.part for u in plan.units if u.decode == tier or u.prefill == tier}
+    for (_, n), key in sizes.items():
+        part = parts[key]
         if part.kind == "attn":
             a = spec.layers[part.layer].attention
             need = max(need, qkv_bytes(part, a, n, rows), out_bytes(part, n, rows), attend_bytes(a, n, rows))

@@ -37,6 +37,11 @@ class Streams:
             found.append(Slot("host.stage", 0, self._plan.stage_bytes))
         return found
 
+    @property
+    def held(self) -> tuple[object, ...]:
+        """What the rings hold between two passes."""
+        return tuple(ring.held for ring in (*self._rings.values(), self._stage))
+
     def begin(self, p: Pass) -> None:
         """A pass begins: what was loaded ahead for it stays."""
         blocks = 2 * len(self._plan.target.spec.layers) + int(p.stream.logits)

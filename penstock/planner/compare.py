@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.planner.explain import lane_name, rate, tier_name
+from penstock.planner.homes import kv_layers, weights_bytes
 from penstock.planner.solve import Solved
 from penstock.planner.solve.candidate import Candidate, Compared
 from penstock.spec.plan import Plan
@@ -15,18 +16,10 @@ _TIERS = ("gpu0", "host", "disk0", "disk1")
 _LEAST_WIDTH = 28  # of the names' column
 
 
-def homes(plan: Plan) -> dict[str, int]:
-    """Bytes of weights by home."""
-    parts, found = plan.parts, dict[str, int]()
-    for unit in plan.units:
-        found[unit.home] = found.get(unit.home, 0) + (unit.hi - unit.lo) * parts[unit.part].granule_bytes
-    return found
-
-
 def bytes_per_tier(plan: Plan) -> dict[str, int]:
     """Of memory all that the plan takes; of disks the weights and KV that have their home there."""
     found = dict(plan.tier_bytes())
-    for home, nbytes in homes(plan).items():
+    for home, nbytes in weights_bytes(plan).items():
         if home.startswith("disk"):
             found[home] = found.get(home, 0) + nbytes
     return found
@@ -66,7 +59,7 @@ def to_json(compared: Sequence[Compared]) -> list[dict[str, Any]]:
             "bound_by": p.bound_by,
             "lane_share": p.lane_share,
             "tier_bytes": bytes_per_tier(candidate.plan),
-            "weights_bytes": homes(candidate.plan),
+            "weights_bytes": weights_bytes(candidate.plan),
             "cannot_run": candidate.cannot_run,
             "lossy": candidate.lossy,
             "reasons": candidate.reasons,
@@ -87,5 +80,5 @@ def _names(candidates: Sequence[Candidate]) -> list[str]:
 def _details(plan: Plan) -> str:
     ring = sum(plan.ring_bytes.values())
     found = f"ring {format_bytes(ring)}, prompts by {plan.chunk_rows}"
-    on_disk = sum(home.layers[1] - home.layers[0] for home in plan.kv if home.home.startswith("disk"))
+    on_disk = kv_layers(plan, "disk")
     return found + (f", KV of {on_disk} layers on disk" if on_disk else "")

@@ -28,7 +28,8 @@ class Cost:
         alpha + max(bytes · s_per_byte, flops · s_per_flop), each (ScheInfer Eq. 3, with PIPO's two regimes), and what a
         task costs beside them. KV of several sequences is many ranges, of an alpha each; on a disk those in flight
         together share one. On two lanes the slower leg counts."""
-        return max([self._lane_s(lane, task) for lane in task.lanes])
+        lanes = task.lanes
+        return self._lane_s(lanes[0], task) if len(lanes) == 1 else max(self._lane_s(lane, task) for lane in lanes)
 
     def factor(self, lane: str, busy: frozenset[str]) -> float:
         """How much longer a task on `lane` takes while other lanes are busy: by their sharings, all of them."""

@@ -26,7 +26,7 @@ class Simulator:
         self._waiting: set[int] = set()  # tasks that are not done
         self._running: dict[int, tuple[Task, float, float]] = {}  # task, when it started, seconds of work left
         self._ended: list[tuple[Task, float, float]] = []  # task, when it started and ended
-        self._slowed: dict[tuple[tuple[str, ...], frozenset[str]], float] = {}
+        self._slowed: dict[tuple[tuple[str, ...], ...], list[float]] = {}  # by the lanes of all that run
         self.now_s = 0.0
 
     def run(self, tasks: Iterable[Task]) -> Timeline:
@@ -87,22 +87,24 @@ class Simulator:
             assert until_s < float("inf"), "a task waits for one that never came"
             self.now_s = until_s
             return
-        busy = frozenset([lane for task, _, _ in running.values() for lane in task.lanes])
-        factors = {i: self._factor(task.lanes, busy) for i, (task, _, _) in running.items()}
-        next_s = min([left_s * factors[i] for i, (_, _, left_s) in running.items()])
-        passed_s = min(next_s, until_s - self.now_s)
+        entries = list(running.values())
+        slowed = self._factors(tuple([task.lanes for task, _, _ in entries]))
+        ends_s = [left_s * factor for (_, _, left_s), factor in zip(entries, slowed, strict=True)]
+        passed_s = min(min(ends_s), until_s - self.now_s)
         self.now_s += passed_s
-        for i, (task, start_s, left_s) in list(running.items()):
-            if left_s * factors[i] <= passed_s * (1 + 1e-12):
+        for (task, start_s, left_s), factor, end_s in zip(entries, slowed, ends_s, strict=True):
+            if end_s <= passed_s * (1 + 1e-12):
                 self._finish(task, start_s)
             else:
-                running[i] = (task, start_s, left_s - passed_s / factors[i])
+                running[task.id] = (task, start_s, left_s - passed_s / factor)
 
-    def _factor(self, lanes: tuple[str, ...], busy: frozenset[str]) -> float:
-        found = self._slowed.get((lanes, busy))
+    def _factors(self, running: tuple[tuple[str, ...], ...]) -> list[float]:
+        """How much longer each of the running tasks takes beside the others, by their lanes."""
+        found = self._slowed.get(running)
         if found is None:
-            others = busy.difference(lanes)
-            found = self._slowed[lanes, busy] = max(self._cost.factor(lane, others) for lane in lanes)
+            busy = frozenset(lane for lanes in running for lane in lanes)
+            found = [max(self._cost.factor(lane, busy.difference(lanes)) for lane in lanes) for lanes in running]
+            self._slowed[running] = found
         return found
 
     def _heads(self, task: Task) -> bool:

@@ -1,4 +1,6 @@
-"""What another machine or another format would give: one more GiB of RAM, a faster disk, int4 instead of bfloat16."""
+"""What another machine or another format would give: one more GiB of RAM, a faster disk, int4 instead of bfloat16.
+
+Solvers for a device are imported where there is one: without, to wait for them would take longer than to use them."""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from types import ModuleType
 from penstock.errors import DoesNotFit
 from penstock.planner.predict import Prediction
 from penstock.planner.shorten import quick, streamed
-from penstock.planner.solve import Solved, llama_cpp, pipo, scheinfer, settle_context
+from penstock.planner.solve import Solved, settle_context
 from penstock.planner.solve.candidate import Candidate
-from penstock.planner.solve.ours import device, ram
+from penstock.planner.solve.ours import ram
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
@@ -50,6 +52,9 @@ def what_if(solved: Solved, ask: Ask, machine: MachineSpec) -> WhatIf:
     if like is None:
         more = more_memory(problem, ring_bytes=ring_bytes) if ring_bytes else None
         return WhatIf(more, None, formats, disk, link)
+    from penstock.planner.solve import pipo
+    from penstock.planner.solve.ours import device
+
     more = more_device = None
     if any(streamed(plan, from_disk=True).values()):
         more = _one(problem.asking(host_memory_bytes=problem.host_bytes + GIB), ring_bytes, like)
@@ -115,6 +120,9 @@ def _one(problem: Problem, ring_bytes: int, like: str | None = None) -> Predicti
 def _solvers(strategy: str) -> tuple[ModuleType, ...]:
     """Whose candidates a plan beside a device is compared with; none for blocks of many batches, whose search takes
     seconds each time."""
+    from penstock.planner.solve import llama_cpp, pipo, scheinfer
+    from penstock.planner.solve.ours import device
+
     if strategy.startswith(tuple(pipo.NAMES.values())):
         return (pipo,)
     if strategy == scheinfer.NAME:
@@ -126,6 +134,9 @@ def _solvers(strategy: str) -> tuple[ModuleType, ...]:
 
 def _alike(candidates: Iterable[Candidate], strategy: str) -> Plan | None:
     """The plan of the same strategy, or the one that leaves nothing to choose; else the first, the most promising."""
+    from penstock.planner.solve import llama_cpp, scheinfer
+    from penstock.planner.solve.ours import device
+
     first = None
     alone = strategy in (scheinfer.NAME, llama_cpp.NAME)  # the first, or none of those that follow is alike
     for candidate in islice(candidates, 1 if alone else _LOOKED_AT):

@@ -7,8 +7,9 @@ from functools import cache
 
 import pytest
 
-from penstock.planner.compare import bytes_per_tier, comparison, homes, to_json
+from penstock.planner.compare import bytes_per_tier, comparison, to_json
 from penstock.planner.explain import rate
+from penstock.planner.homes import weights_bytes
 from penstock.planner.shorten import quick
 from penstock.planner.solve import Solved, pipo, settle_context, solve
 from penstock.planner.solve.bound import score_s
@@ -84,7 +85,7 @@ def test_bytes_of_tiers() -> None:
     """Memory as planned, of the disk what lives there; weights by home sum to all of them."""
     for each in beside_a_device().compared:
         plan = each.candidate.plan
-        weights, used = homes(plan), bytes_per_tier(plan)
+        weights, used = weights_bytes(plan), bytes_per_tier(plan)
         assert sum(weights.values()) == sum(part.nbytes for part in plan.parts.values())
         assert used["host"] == each.prediction.peak_host_bytes
         assert used.get("gpu0", 0) == each.prediction.peak_device_bytes
@@ -95,7 +96,7 @@ def test_kv_on_the_disk_counts_there() -> None:
     ask = Ask(host_memory_bytes=GIB, context=512, kv_home="disk")
     solved = solve(ask, LLAMA_1B, BF16, MACHINE)
     plan = solved.plan
-    assert bytes_per_tier(plan)["disk0"] == homes(plan)["disk0"] + plan.tier_bytes()["disk0"]
+    assert bytes_per_tier(plan)["disk0"] == weights_bytes(plan)["disk0"] + plan.tier_bytes()["disk0"]
 
 
 def test_nothing_compared_is_just_a_header() -> None:

@@ -1,18 +1,24 @@
-"""Prompts in hundreds of chunks: a few of them tell the time of all."""
+"""Passes that are not lowered or not simulated, since others tell what they would take."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from penstock.graph import passes
+from penstock.graph.lower import Lowering
 from penstock.planner import predict as predicting
 from penstock.planner.predict import predict
 from penstock.planner.solve import settle_context, solve
 from penstock.spec.ask import Ask
-from penstock.spec.format import parse_format
+from penstock.spec.format import Format, parse_format
 from penstock.units import MIB
-from tests.pure.machine import LLAMA_1B, MACHINE
+from tests.plans import device_plans, random_plans
+from tests.pure.machine import LLAMA_1B, MACHINE, model
 
 
 @pytest.mark.parametrize("limit_mib", [350, 700, 3000])
@@ -31,3 +37,23 @@ def test_every_pass_is_counted_once() -> None:
         wanted = list(predicting._sampled(list(range(count))))  # type: ignore[arg-type]
         assert sum(n for _, n in wanted) == count and len(wanted) <= 4 + 16
         assert [p for p, _ in wanted] == sorted({p for p, _ in wanted})  # type: ignore[type-var]
+
+
+@given(st.data())
+def test_passes_that_come_round_are_those_of_the_lowering(data: st.DataObject) -> None:
+    """What streams comes round, and the tasks with it, edges and all."""
+    plans = data.draw(st.sampled_from([random_plans, device_plans]))
+    plan = data.draw(plans(model(layers=2), data.draw(st.sampled_from([Format("float32"), parse_format("int4")]))))
+    prompt = data.draw(st.integers(1, 40))
+    step = passes.decode(plan, (0,), (prompt,), passes.DECODE)
+
+    lowering, other = Lowering(plan), Lowering(plan)
+    for p in passes.prompts(plan, (0,), (prompt,), passes.DECODE):
+        _, before = list(other.step(p)), len(list(lowering.step(p)))
+    for tasks in islice(predicting._repeated(lowering, step), 8):
+        wanted, start = list(other.step(step)), tasks[0].id - before
+        for a, b in zip(tasks, wanted, strict=True):
+            # What they wait for of the pass before; older ones are done.
+            seen = [(t.id, t.lanes, tuple(t.calls), t.reads, [i for i in t.after if i >= start]) for t in (a, b)]
+            assert seen[0] == seen[1] and (a.like < 0) == (b.like < 0)
+        before = len(tasks)

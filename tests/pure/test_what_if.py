@@ -101,7 +101,7 @@ def test_other_formats() -> None:
 def test_a_format_that_does_not_fit_is_left_out() -> None:
     fmt, ask = INT4, Ask(context=64, prompt_tokens=8, output_tokens=8)
     spec = model(2, 4096, 32, 8, 14336, dtype="bfloat16", vocab=1000)
-    least = ram.minimum_bytes(settle_context(ask, spec), spec, fmt, MACHINE.process_bytes)
+    least = ram.minimum_bytes(Problem(settle_context(ask, spec), spec, fmt, MACHINE))
     assert other_formats(settled(replace(ask, host_memory_bytes=least), spec, fmt, MACHINE)) == []
 
 

@@ -10,7 +10,7 @@ from penstock.planner.predict import Prediction
 from penstock.planner.shorten import quick, streamed
 from penstock.planner.solve.bound import least_score_s, reads_bytes, score_s, sequences
 from penstock.planner.solve.candidate import Candidate, Compared
-from penstock.planner.solve.ours import device, ram
+from penstock.planner.solve.ours import ram
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.reads import on_disks, with_reads
 from penstock.spec.ask import DEFAULT_CONTEXT, Ask
@@ -64,6 +64,7 @@ def candidates(problem: Problem, every: bool = False, may_plan: bool = False) ->
     found = False
     if problem.has_device:
         from penstock.planner.solve import llama_cpp, pipo, powerinfer, scheinfer
+        from penstock.planner.solve.ours import device
 
         device.require_minimum(problem)
         for candidate in device.candidates(problem):

@@ -64,37 +64,45 @@ class DeviceSkeleton:
     def plan(self, on_device: Resident, in_memory: Resident | None = None) -> Plan:
         """Complete. `on_device`, `in_memory`: granules that stay there, part by part, None: all that are not on the
         device; what is in neither is on the disk. Rings that nothing streams through are left out."""
-        problem, split, machine = self.problem, self.split, self.problem.machine
+        problem, split = self.problem, self.split
         if in_memory is None:
             in_memory = {key: part.granules - on_device.get(key, 0) for key, part in problem.parts.items()}
-        cut = units(problem.parts.values(), lambda part: self._runs(part, on_device, in_memory))
+        known: dict[tuple[object, ...], tuple[Run, ...]] = {}  # layers are alike, and most keep as much
+
+        def runs(part: Part) -> tuple[Run, ...]:
+            there = on_device.get(part.key, 0)
+            memory = min(part.granules, there + in_memory.get(part.key, 0))
+            alike = (part.kind, part.rows, part.granule_bytes, self._lifted(part), there, memory)
+            if alike not in known:
+                known[alike] = self._runs(part, there, memory)
+            return known[alike]
+
+        cut = units(problem.parts.values(), runs)
         rings, stage_bytes = self._rings(cut)
         attention = split.attention_layers
         return filled(
-            problem.ask, problem.spec, problem.weights, cut,
+            problem, cut,
             (Kv(0, attention, split.kv_home, DEVICE), Kv(attention, problem.layers, "host", "host")),
             chunk_rows=self.chunk_rows, rings=rings, stage_bytes=stage_bytes, order=self.order, main=DEVICE,
-            process_bytes=machine.process_bytes + machine.device_process_bytes, context_bytes=machine.context_bytes,
             predictors=self.predictors,
         )  # fmt: skip
 
-    def _runs(self, part: Part, on_device: Resident, in_memory: Resident) -> tuple[Run, ...]:
+    def _runs(self, part: Part, there: int, memory: int) -> tuple[Run, ...]:
+        """Of a part, so many granules of which are at home `there`, on the device, and those up to `memory` in RAM."""
         if part.kind in PINNED:
-            return (Run(0, part.granules, DEVICE, DEVICE, DEVICE, part.nbytes),)
-        there = on_device.get(part.key, 0)
-        memory = min(part.granules, there + in_memory.get(part.key, 0))
+            return ((0, part.granules, DEVICE, DEVICE, DEVICE, part.nbytes),)
         if part.kind == "embed" and not self.problem.spec.tied:  # gathered, row by row
             home = "host" if memory == part.granules else "disk0"
-            return (Run(0, part.granules, home, DEVICE, DEVICE, part.nbytes),)
+            return ((0, part.granules, home, DEVICE, DEVICE, part.nbytes),)
         lifted, lift_bytes = self._lifted(part), self._lift_bytes(part)
         here, far = (int(n * lifted + 0.5) for n in (memory - there, part.granules - memory))
         prompts = DEVICE if self.split.prompts and part.kind == "ffn" else "host"
         return (
-            Run(0, there, DEVICE, DEVICE, DEVICE, part.nbytes),
-            Run(there, there + here, "host", DEVICE, DEVICE, lift_bytes),
-            Run(there + here, memory, "host", "host", prompts, lift_bytes if prompts == DEVICE else part.nbytes),
-            Run(memory, part.granules - far, "disk0", "host", prompts, self._load_bytes(part, prompts)),
-            Run(part.granules - far, part.granules, "disk0", DEVICE, DEVICE, self._stage_unit_bytes(part)),
+            (0, there, DEVICE, DEVICE, DEVICE, part.nbytes),
+            (there, there + here, "host", DEVICE, DEVICE, lift_bytes),
+            (there + here, memory, "host", "host", prompts, lift_bytes if prompts == DEVICE else part.nbytes),
+            (memory, part.granules - far, "disk0", "host", prompts, self._load_bytes(part, prompts)),
+            (part.granules - far, part.granules, "disk0", DEVICE, DEVICE, self._stage_unit_bytes(part)),
         )
 
     def _lifted(self, part: Part) -> float:
@@ -122,19 +130,16 @@ class DeviceSkeleton:
 
     def _rings(self, units: list[Unit]) -> tuple[dict[str, int], int]:
         """(rings that something streams through, the stage), none smaller than its largest unit."""
-        parts = self.problem.parts
         gathered = "" if self.problem.spec.tied else "embed"
-        largest: dict[tuple[int, str, str, str], int] = {}  # granules of a unit; thousands are alike but for the layer
-        for unit in units:
-            if unit.part != gathered:
-                kind = (parts[unit.part].granule_bytes, unit.home, unit.decode, unit.prefill)
-                largest[kind] = max(largest.get(kind, 0), unit.hi - unit.lo)
+        granule_bytes = {key: part.granule_bytes for key, part in self.problem.parts.items()}
+        # Thousands of units are alike but for the layer.
+        kinds = {(granule_bytes[u.part], u.hi - u.lo, u.home, u.decode, u.prefill) for u in units if u.part != gathered}
         need = {DEVICE: 0, "host": 0}
         stage_bytes = 0
-        for (granule_bytes, home, *executors), granules in largest.items():
-            nbytes = granules * granule_bytes
+        for each_bytes, granules, home, *executors in kinds:
+            nbytes = granules * each_bytes
             if home == DEVICE:
-                stage_bytes = max(stage_bytes, 2 * granule_bytes, self.stage_bytes)
+                stage_bytes = max(stage_bytes, 2 * each_bytes, self.stage_bytes)
             for executor in {*executors} - {home}:
                 need[executor] = max(need[executor], nbytes)
                 if executor == DEVICE and home.startswith("disk"):

@@ -6,15 +6,25 @@ one is better.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
 from penstock.graph import ops
 from penstock.planner.cost import Cost
 from penstock.planner.predict import Prediction
 from penstock.planner.shorten import streamed
 from penstock.spec.ask import Ask
-from penstock.spec.parts import Part
+from penstock.spec.parts import head_key
 from penstock.spec.plan import DEVICE, Plan, Unit
 
-_MATRICES = ("attn", "ffn")
+
+class _Pass(NamedTuple):
+    """Of `batches` batches of `rows` rows each."""
+
+    purpose: str
+    batches: int
+    rows: int
 
 
 def score_s(prediction: Prediction, plan: Plan, ask: Ask) -> float:
@@ -30,8 +40,9 @@ def least_score_s(plan: Plan, ask: Ask, cost: Cost) -> float:
     together = min(seqs, plan.batch_seqs)
     prompt = max(1, min(ask.prompt_tokens, plan.context - 1))
     passes = -(-together * prompt // plan.chunk_rows)
-    prompts_s = passes * _pass_s(plan, cost, "prefill", batches, together * prompt // passes)
-    return _score_s(prompts_s + ask.output_tokens * _pass_s(plan, cost, "decode", batches, together), plan, ask)
+    wanted = _Pass("prefill", batches, together * prompt // passes), _Pass("decode", batches, together)
+    prompt_s, token_s = _busiest_s(plan, cost, wanted)
+    return _score_s(passes * prompt_s + ask.output_tokens * token_s, plan, ask)
 
 
 def reads_bytes(plan: Plan) -> int:
@@ -49,36 +60,50 @@ def _score_s(total_s: float, plan: Plan, ask: Ask) -> float:
     return total_s * rounds if ask.objective == "latency" else total_s / (sequences(plan, ask) * ask.output_tokens)
 
 
-def _pass_s(plan: Plan, cost: Cost, purpose: str, batches: int, rows: int) -> float:
-    """Of the busiest lane, in a pass of `batches` batches of `rows` rows each: units cross lanes once, and are computed
-    once a batch. Norms, attention's reading of KV and copies are left out."""
-    parts = plan.parts
-    lanes: dict[str, float] = {}
+def _busiest_s(plan: Plan, cost: Cost, wanted: Sequence[_Pass]) -> list[float]:
+    """Of the busiest lane, in each of some passes: units cross lanes once, and are computed once a batch. Norms,
+    attention's reading of KV and copies are left out."""
+    spec, lanes = plan.target.spec, [defaultdict[str, float](float) for _ in wanted]
+    kinds = {
+        key: (part.kind, id(spec.layers[part.layer]), part.granules)
+        for key, part in plan.parts.items()
+        if part.kind in ("attn", "ffn") or key == head_key(spec)
+    }
+    known: dict[tuple[object, ...], list[tuple[dict[str, float], str, float]]] = {}  # of thousands of units few differ
     for unit in plan.units:
-        part = parts[unit.part]
-        if part.kind not in _MATRICES and not (purpose == "decode" and _is_head(plan, part)):
-            continue
-        executor, fmt, nbytes = unit.executor(purpose), part.format.kind, (unit.hi - unit.lo) * part.granule_bytes
-        active = unit.active if purpose == "decode" else 1.0
-        lanes[executor] = lanes.get(executor, 0.0) + batches * _compute_s(cost, unit, part, executor, rows, active)
-        if unit.home != executor:
-            if unit.home.startswith("disk"):
-                lanes[unit.home] = lanes.get(unit.home, 0.0) + cost.least_s(unit.home, "load", fmt, 1, nbytes)
-            if executor == DEVICE:
-                lanes["h2d0"] = lanes.get("h2d0", 0.0) + cost.least_s("h2d0", "lift", fmt, 1, nbytes)
-    return max(lanes.values(), default=0.0)
+        kind = kinds.get(unit.part)
+        if kind is not None:
+            tail = unit.hi == kind[2]  # the last granule may have fewer rows
+            alike = (kind, unit.hi - unit.lo, tail, unit.home, unit.decode, unit.prefill, unit.active)
+            if alike not in known:
+                known[alike] = [
+                    (into, *each)
+                    for into, p in zip(lanes, wanted, strict=True)
+                    for each in _unit_s(plan, unit, cost, p)
+                ]
+            for into, lane, seconds in known[alike]:
+                into[lane] += seconds
+    return [max(each.values(), default=0.0) for each in lanes]
 
 
-def _is_head(plan: Plan, part: Part) -> bool:
-    return part.kind == "head" or (part.kind == "embed" and plan.target.spec.tied)
+def _unit_s(plan: Plan, unit: Unit, cost: Cost, p: _Pass) -> Iterator[tuple[str, float]]:
+    """(lane, seconds) of a unit."""
+    part, executor, home, rows = plan.parts[unit.part], unit.executor(p.purpose), unit.home, p.rows
+    if p.purpose == "prefill" and part.layer < 0:
+        return  # the head: few of a prompt's rows need it
+    fmt, nbytes, active = part.format.kind, plan.unit_bytes(unit), unit.active if p.purpose == "decode" else 1.0
+    calls = ((op, ops.matrix_cost(part, unit.lo, unit.hi, blocks, rows)) for op, blocks in _CALLS[part.kind])
+    seconds = (cost.least_s(executor, op, fmt, rows, active * read, active * flops) for op, (read, flops) in calls)
+    yield executor, p.batches * sum(seconds)
+    if home.startswith("disk"):
+        yield home, cost.least_s(home, "load", fmt, 1, nbytes)
+    if executor == DEVICE != home:
+        yield "h2d0", cost.least_s("h2d0", "lift", fmt, 1, nbytes)
 
 
-def _compute_s(cost: Cost, unit: Unit, part: Part, executor: str, rows: int, active: float) -> float:
-    if part.kind == "attn":
-        return sum(
-            cost.least_s(executor, op, part.format.kind, rows, *ops.matrix_cost(part, unit.lo, unit.hi, blocks, rows))
-            for op, blocks in (("qkv", ops.QKV_BLOCKS), ("out", ops.OUT_BLOCKS))
-        )
-    op, blocks = ("ffn", ops.FFN_BLOCKS) if part.kind == "ffn" else ("head", ops.VOCAB_BLOCKS)
-    nbytes, flops = ops.matrix_cost(part, unit.lo, unit.hi, blocks, rows)
-    return cost.least_s(executor, op, part.format.kind, rows, active * nbytes, active * flops)
+_CALLS = {
+    "attn": (("qkv", ops.QKV_BLOCKS), ("out", ops.OUT_BLOCKS)),
+    "ffn": (("ffn", ops.FFN_BLOCKS),),
+    "embed": (("head", ops.VOCAB_BLOCKS),),
+    "head": (("head", ops.VOCAB_BLOCKS),),
+}

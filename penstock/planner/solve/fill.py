@@ -11,14 +11,17 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
+<<<<<<< HEAD
 from penstock.graph.arenas import with_arenas
 from penstock.planner.solve.problem import kv_format
+=======
+from penstock.graph.arenas import Layout
+from penstock.planner.solve.problem import Problem
+>>>>>>> solve
 from penstock.spec.ask import Ask
-from penstock.spec.format import Format
 from penstock.spec.machine import USUAL_READS
-from penstock.spec.model import ModelSpec
 from penstock.spec.parts import SUM_GRANULES, Part
-from penstock.spec.plan import ActHome, KvHome, Plan, PlanModel, Predictor, Unit
+from penstock.spec.plan import DEVICE, ActHome, KvHome, Plan, PlanModel, Predictor, Unit
 from penstock.units import MIB, round_up
 
 # A direct read of 4 MiB and more runs at the disk's full rate; below, each halving costs (docs/LOG.md).
@@ -30,15 +33,8 @@ PINNED = ("norms", "edges")  # under 1 % of a model, and read at every step
 Resident = dict[str, int]  # part key → granules that stay
 
 
-class Run(NamedTuple):
-    """Granules lo..hi of a part with one home and its executors, in units of at most `unit_bytes`."""
-
-    lo: int
-    hi: int
-    home: str
-    decode: str
-    prefill: str
-    unit_bytes: int
+# Granules lo..hi of a part, their home, executors of decode and prefill, and the most bytes of a unit.
+Run = tuple[int, int, str, str, str, int]
 
 
 class Kv(NamedTuple):
@@ -54,33 +50,32 @@ def units(every: Iterable[Part], runs: Callable[[Part], Iterable[Run]]) -> list[
     """The units of all parts; runs of no granules have none."""
     found: list[Unit] = []
     for part in every:
-        for run in runs(part):
-            if run.lo < run.hi:
-                found += _cut(part.key, run, *_steps(part, run.unit_bytes))
+        for lo, hi, home, decode, prefill, unit_bytes in runs(part):
+            if lo < hi:
+                found += _cut(part.key, lo, hi, home, decode, prefill, *_steps(part, unit_bytes))
     return found
 
 
 @lru_cache(maxsize=8192)  # most runs of a plan are those of another one that was tried
-def _cut(key: str, run: Run, per_unit: int, step: int) -> tuple[Unit, ...]:
-    return tuple(
-        Unit(key, lo, hi, run.home, run.decode, run.prefill) for lo, hi in _even(run.lo, run.hi, per_unit, step)
-    )
+def _cut(key: str, lo: int, hi: int, home: str, decode: str, prefill: str, per_unit: int, step: int) -> list[Unit]:
+    return [Unit(key, *edges, home, decode, prefill) for edges in _even(lo, hi, per_unit, step)]
 
 
 def filled(
-    ask: Ask, spec: ModelSpec, weights: Format, units: Sequence[Unit], kv: Iterable[Kv], *, chunk_rows: int,
-    rings: Mapping[str, int], order: str, process_bytes: int, main: str = "host", stage_bytes: int = 0,
-    context_bytes: int = 0, batch_seqs: int | None = None, batches: int = 1, page: int | None = None,
+    problem: Problem, units: Sequence[Unit], kv: Iterable[Kv], *, chunk_rows: int, rings: Mapping[str, int], order: str,
+    main: str = "host", stage_bytes: int = 0, batch_seqs: int | None = None, batches: int = 1, page: int | None = None,
     predictors: tuple[Predictor, ...] = (),
 ) -> Plan:  # fmt: skip
     """The plan, complete. KV homes and rings of nothing are left out. Reads are the usual ones until `with_reads` knows
-    better. `process_bytes`: without the tokenizer. `batch_seqs`, `page` (tokens): the whole batch, and what suits the
-    context, unless given."""
+    better. `main`: who holds activations. `batch_seqs`, `page` (tokens): the whole batch, and what suits the context,
+    unless given."""
+    ask, spec, machine = problem.ask, problem.spec, problem.machine
     assert ask.context is not None, "settle_context came first"
     seqs = ask.batch if batch_seqs is None else batch_seqs
-    block, fmt = (0, seqs * batches), kv_format(ask, spec)
+    block, fmt = (0, seqs * batches), problem.kv
+    device_bytes, context_bytes = (machine.device_process_bytes, machine.context_bytes) if main == DEVICE else (0, 0)
     plan = Plan(
-        models=(PlanModel(spec, weights),),
+        models=(PlanModel(spec, problem.weights),),
         units=tuple(units),
         kv=tuple(KvHome((lo, hi), block, home, fmt, attend) for lo, hi, home, attend in kv if lo < hi),
         acts=(ActHome((0, len(spec.layers)), block, main),),
@@ -97,7 +92,7 @@ def filled(
         io_block_bytes=USUAL_READS.block_bytes,
         io_depth=USUAL_READS.depth,
         io_engine=USUAL_READS.engine,
-        process_bytes=round_up(process_bytes + spec.tokenizer_bytes, MIB),
+        process_bytes=round_up(machine.process_bytes + device_bytes + spec.tokenizer_bytes, MIB),
         context_bytes=context_bytes,
         predictors=predictors,
     )

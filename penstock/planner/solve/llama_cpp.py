@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache, partial
 
+from penstock.planner.homes import kv_layers
 from penstock.planner.solve.beside import Split, device_skeleton
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import usual_chunks
@@ -23,7 +24,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     plan = plan_of(problem)
     if plan is None:
         return
-    count = sum(home.layers[1] - home.layers[0] for home in plan.kv if home.attend == DEVICE)
+    count = kv_layers(plan, DEVICE)
     yield Candidate(
         NAME, plan,
         (f"{count} of {problem.layers} layers in device memory with their KV, the CPU computes the others",

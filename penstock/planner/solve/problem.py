@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from penstock.errors import DoesNotFit
 from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.cost import Cost
 from penstock.spec.ask import Ask
@@ -15,6 +16,7 @@ from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Part, head_key, parts_by_key
 from penstock.spec.plan import DEVICE, Plan
+from penstock.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ class Problem:
     @property
     def layers(self) -> int:
         return len(self.spec.layers)
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all weights."""
+        return sum(part.nbytes for part in self.parts.values())
 
     @property
     def head(self) -> Part:
@@ -81,6 +88,14 @@ class Problem:
     def asking(self, **changes: Any) -> Problem:
         """The same with other fields of the ask."""
         return replace(self, ask=replace(self.ask, **changes))
+
+
+def too_little(what: str, where: str, tier: str, need: int, have: int, hint: str) -> DoesNotFit:
+    """The refusal of a limit. `where`: beside what it is too little; `hint`: the options that would do."""
+    return DoesNotFit(
+        f"{what} of {format_bytes(have)} is too little{where}: this model needs at least {format_bytes(need)} ({hint})",
+        tier=tier, need_bytes=need, have_bytes=have, minimum_bytes=need,
+    )  # fmt: skip
 
 
 def kv_format(ask: Ask, spec: ModelSpec) -> Format:

@@ -16,14 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.planner.solve.beside import (
-    DeviceSkeleton,
-    Split,
-    all_there,
-    device_skeleton,
-    lift_reason,
-    within_device,
-)
+from penstock.planner.homes import weights_bytes
+from penstock.planner.solve import beside
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import Resident, page_tokens, share_out, usual_chunks
 from penstock.planner.solve.layer_work import LayerWork, Shares
@@ -77,7 +71,7 @@ class Kept(NamedTuple):
 def candidates(problem: Problem) -> Iterator[Candidate]:
     """At most one: where there is a device, RAM holds what it has no room for, and that is anything."""
     found = solve_slices(problem)
-    if found is not None and not all_there(found[0]):
+    if found is not None and not beside.all_there(found[0]):
         plan, slices = found
         work = LayerWork(problem, plan.ring_bytes.get(DEVICE, 0))
         yield Candidate(NAME, plan, _reasons(plan, slices, work))
@@ -85,27 +79,26 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 
 def solve_slices(problem: Problem, wanted: Wanted = FREE) -> tuple[Plan, Slices] | None:
     """The plan and its slices; None without a device, or where either memory is too small."""
-    total_bytes = sum(part.nbytes for part in problem.parts.values())
     room = problem.device_bytes + problem.host_bytes
     if problem.ask.resident_bytes is not None:
         room = min(room, problem.ask.resident_bytes)
-    if not problem.has_device or total_bytes > room:
+    if not problem.has_device or problem.total_bytes > room:
         return None
     for chunk_rows in usual_chunks(problem.ask):
-        skeleton = device_skeleton(problem, Split("slicing", 0.0, 0, DEVICE, True), chunk_rows)
+        skeleton = beside.device_skeleton(problem, beside.Split("slicing", 0.0, 0, DEVICE, True), chunk_rows)
         tried: list[Slices] = []
 
-        def filled(budget: int, skeleton: DeviceSkeleton = skeleton, tried: list[Slices] = tried) -> Plan:
+        def filled(budget: int, skeleton: beside.DeviceSkeleton = skeleton, tried: list[Slices] = tried) -> Plan:
             tried.append(_assigned(skeleton, budget, wanted))
             return plan_of(skeleton, tried[-1])
 
-        plan = within_device(problem, skeleton.device_budget(), _ATTEMPTS, filled)
+        plan = beside.within_device(problem, skeleton.device_budget(), _ATTEMPTS, filled)
         if plan is not None:
             return plan, tried[-1]
     return None
 
 
-def plan_of(skeleton: DeviceSkeleton, slices: Slices) -> Plan:
+def plan_of(skeleton: beside.DeviceSkeleton, slices: Slices) -> Plan:
     """Complete; what is not on the device is in RAM."""
     outside = [1 - r_gg for r_gg in slices.r_gg]
     lifted = tuple(r / left if left > 0 else 0.0 for r, left in zip(slices.r_cg, outside, strict=True))
@@ -113,7 +106,7 @@ def plan_of(skeleton: DeviceSkeleton, slices: Slices) -> Plan:
     return split.plan(slices.on_device)
 
 
-def _assigned(skeleton: DeviceSkeleton, budget: int, wanted: Wanted) -> Slices:
+def _assigned(skeleton: beside.DeviceSkeleton, budget: int, wanted: Wanted) -> Slices:
     """Greedy assignment of `budget` bytes, and of what is left of each FFN the best r_CG."""
     problem, sizes, head = skeleton.problem, skeleton.problem.parts, skeleton.problem.head
     work = LayerWork(problem, skeleton.ring_bytes)
@@ -161,7 +154,7 @@ def _best_r_cg(work: LayerWork, layer: Layer, attends: bool, r_gg: float) -> flo
 
 
 def _options(
-    work: LayerWork, layer: Layer, both: tuple[Part, Part], skeleton: DeviceSkeleton, wanted: Wanted
+    work: LayerWork, layer: Layer, both: tuple[Part, Part], skeleton: beside.DeviceSkeleton, wanted: Wanted
 ) -> list[Kept]:
     """What a layer may keep; `both`: its attention and its FFN. Nothing, or as little as is wanted, comes first."""
     attn, ffn = both
@@ -182,7 +175,7 @@ def _options(
     return found
 
 
-def _kv_bytes(skeleton: DeviceSkeleton, layer: Layer) -> int:
+def _kv_bytes(skeleton: beside.DeviceSkeleton, layer: Layer) -> int:
     """Of a layer's KV, K and V of all sequences in whole pages."""
     problem, a = skeleton.problem, layer.attention
     assert problem.ask.context is not None, "settle_context came first"
@@ -201,19 +194,18 @@ def tokens_of(work: LayerWork, slices: Slices, layer: int, chunk_rows: int) -> t
 def _reasons(plan: Plan, slices: Slices, work: LayerWork) -> tuple[str, ...]:
     layers = len(slices.r_gg)
     r_gg, r_cg = sum(slices.r_gg) / layers, sum(slices.r_cg) / layers
-    there = sum(plan.unit_bytes(unit) for unit in plan.units if unit.home == DEVICE)
-    total = sum(part.nbytes for part in plan.parts.values())
+    there = format_bytes(weights_bytes(plan)[DEVICE])
     n_g, rows = tokens_of(work, slices, layers // 2, plan.chunk_rows)
     whole = sum(slices.attends)
     block = work.ffn(work.problem.spec.layers[0], work.decode(), Shares(slices.r_gg[0], attends=slices.attends[0]))
     alone, best = (finish_s(block.lanes, block.times(r, slices.r_gg[0])) for r in (0.0, slices.r_cg[0]))
     lifts = any(unit.home != DEVICE and unit.decode == DEVICE and unit.part != "embed" for unit in plan.units)
     return (
-        f"{format_bytes(there)} of {format_bytes(total)} of weights stay in device memory, by what a byte saves there:"
-        f" attention and KV of {whole} of {layers} layers, {r_gg:.0%} of the FFNs (r_GG)",
+        f"{there} of {format_bytes(work.problem.total_bytes)} of weights stay in device memory, by what a byte saves"
+        f" there: attention and KV of {whole} of {layers} layers, {r_gg:.0%} of the FFNs (r_GG)",
         f"of the FFNs the link lifts {r_cg:.0%} (r_CG) and the CPU computes {1 - r_gg - r_cg:.0%} (r_CC): the first"
         f" layer takes {best * 1e3:.2f} ms, without the link {alone * 1e3:.2f}",
         f"of a chunk of {rows} tokens the device had best take {n_g} with the CPU's weights (n_g);"
         f" it can take all or none: {'all' if slices.prompts else 'none'}",
-        *([lift_reason(work.problem, work.ring_bytes)] if lifts else []),
+        *([beside.lift_reason(work.problem, work.ring_bytes)] if lifts else []),
     )

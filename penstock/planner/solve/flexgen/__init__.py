@@ -14,20 +14,7 @@ from typing import NamedTuple
 
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import MIN_CHUNK_ROWS
-from penstock.planner.solve.flexgen.program import (
-    COMPUTE,
-    READ,
-    TO_DEVICE,
-    TO_HOST,
-    WINDOW,
-    WRITE,
-    Policy,
-    Program,
-    Solution,
-    lanes,
-    settled,
-    solve,
-)
+from penstock.planner.solve.flexgen import program as lp
 from penstock.planner.solve.flexgen.shape import ATTENDS, Shape, whole_layers
 from penstock.planner.solve.flexgen.terms import Mode, Terms, modes
 from penstock.planner.solve.problem import Problem
@@ -49,8 +36,8 @@ class Found(NamedTuple):
     """A policy: its shape, the program that it solves, and the solution with KV in whole layers."""
 
     shape: Shape
-    program: Program
-    solution: Solution
+    program: lp.Program
+    solution: lp.Solution
 
     @property
     def seconds_a_sequence(self) -> float:
@@ -135,28 +122,28 @@ def place(terms: Terms, mode: Mode, better_than_s: float | None = None) -> Found
     program = terms.program(mode)
     if better_than_s is not None and a_sequence(shape, program.least_s) >= better_than_s:
         return None
-    relaxed = solve(program)
+    relaxed = lp.solve(program)
     if relaxed is None:
         return None
     free = program.allowed["kv"]
     near = whole_layers(shape.problem.layers, relaxed.policy.kv, shape.moved_tier)
     near = [kv for kv in near if all(may or not share for share, may in zip(kv, free, strict=True))]
     program = terms.program(mode, relaxed.policy.weights)
-    options = (solve(program, kv) for kv in near)
+    options = (lp.solve(program, kv) for kv in near)
     found = min((each for each in options if each is not None), key=lambda each: each.seconds, default=None)
     if found is None:
         return None
     program = terms.program(mode, found.policy.weights)
     if shape.main == DEVICE and mode.weights[2] and mode.kv[2] and not _disk_binds(program, found.policy):
         return None
-    return Found(shape, program, settled(program, found.policy))
+    return Found(shape, program, lp.settled(program, found.policy))
 
 
-def _disk_binds(program: Program, policy: Policy) -> bool:
+def _disk_binds(program: lp.Program, policy: lp.Policy) -> bool:
     """Whether reading the disk is what takes longest in decode. Where it is not, and weights and KV both come from it,
     weights wait for room in the stage, so for the link, and KV waits behind them: the lanes take turns."""
-    found = lanes(program.decode, policy)
-    return found[READ] >= _DISK_BINDS * max(seconds for lane, seconds in found.items() if lane != READ)
+    found = lp.lanes(program.decode, policy)
+    return found[lp.READ] >= _DISK_BINDS * max(seconds for lane, seconds in found.items() if lane != lp.READ)
 
 
 def _may_fit(shape: Shape, mode: Mode) -> bool:
@@ -218,10 +205,10 @@ def _reasons(found: Found, plan: Plan) -> tuple[str, ...]:
 
 
 _LANE = {
-    READ: "bound by reading the disk",
-    WRITE: "bound by writing to the disk",
-    TO_DEVICE: "bound by the link to the device",
-    TO_HOST: "bound by the link to RAM",
-    COMPUTE: "bound by computing",
-    WINDOW: "bound by the windows that KV moves through",
+    lp.READ: "bound by reading the disk",
+    lp.WRITE: "bound by writing to the disk",
+    lp.TO_DEVICE: "bound by the link to the device",
+    lp.TO_HOST: "bound by the link to RAM",
+    lp.COMPUTE: "bound by computing",
+    lp.WINDOW: "bound by the windows that KV moves through",
 }

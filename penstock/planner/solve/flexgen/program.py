@@ -19,8 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
-from penstock.errors import InternalError
+from penstock.planner.solve import highs
 from penstock.spec.machine import Sharing
 
 TIERS = ("device", "host", "disk")
@@ -67,17 +68,16 @@ class Line:
         return (*self.weights, *self.kv, *self.acts)
 
     def __add__(self, other: Line) -> Line:
-        def both(a: Shares, b: Shares) -> Shares:
-            return a[0] + b[0], a[1] + b[1], a[2] + b[2]
-
-        kinds = (both(getattr(self, kind), getattr(other, kind)) for kind in KINDS)
-        return Line(self.constant + other.constant, *kinds)
+        both = [a + b for a, b in zip(self.vector, other.vector, strict=True)]
+        return Line(self.constant + other.constant, _three(both), _three(both[3:]), _three(both[6:]))
 
     def times(self, factor: float) -> Line:
-        def scaled(a: Shares) -> Shares:
-            return a[0] * factor, a[1] * factor, a[2] * factor
+        scaled = [x * factor for x in self.vector]
+        return Line(self.constant * factor, _three(scaled), _three(scaled[3:]), _three(scaled[6:]))
 
-        return Line(self.constant * factor, *(scaled(getattr(self, kind)) for kind in KINDS))
+
+def _three(numbers: Sequence[float]) -> Shares:
+    return numbers[0], numbers[1], numbers[2]
 
 
 Stage = Mapping[str, Line]  # seconds a layer, by lane; of compute by executor
@@ -265,55 +265,27 @@ def _least(line: Line, program: Program) -> float:
 def _optimum(program: Program, kv: Shares | None) -> Policy | None:
     """By HiGHS. Columns: nine shares, T_pre, T_gen in units of the bound; rows: lanes, tiers, sums. Everything is
     scaled to about one, since its tolerances are absolute."""
-    import highspy  # only who plans such a block needs it
-
-    scale = max(program.least_s, 1e-12)
-    costs = [0.0] * 9 + [program.layers, program.layers * program.steps]
-    free = [program.allowed[kind][i] for kind in KINDS for i in range(3)]
-    rows: list[tuple[Sequence[float], float, float]] = []  # coefficients of all columns, lower, upper
-    for column, stage in ((9, program.prefill), (10, program.decode)):
+    scale, every = max(program.least_s, 1e-12), range(11)
+    rows = []
+    for stage, seconds in ((program.prefill, (-1.0, 0.0)), (program.decode, (0.0, -1.0))):
         for found in _by_lane(stage).values():
             line = sum(found, Line())
-            row = [x / scale for x in line.vector] + [0.0, 0.0]
-            row[column] = -1.0
-            rows.append((row, -highspy.kHighsInf, -line.constant / scale))
+            rows.append(highs.Row(-inf, -line.constant / scale, every, [*(x / scale for x in line.vector), *seconds]))
     for tier, line in program.memory.items():
         unit = max(program.capacity[tier], 1.0)
-        row = [x / unit for x in line.vector] + [0.0, 0.0]
-        rows.append((row, -highspy.kHighsInf, (program.capacity[tier] - line.constant) / unit))
+        values = [x / unit for x in line.vector]
+        rows.append(highs.Row(-inf, (program.capacity[tier] - line.constant) / unit, every, [*values, 0.0, 0.0]))
     for kind in range(3):
-        rows.append(([1.0 if i // 3 == kind else 0.0 for i in range(9)] + [0.0, 0.0], 1.0, 1.0))
-    lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = 11, len(rows)
-    lp.col_cost_ = costs
-    lower, upper = [0.0] * 9, [1.0 if may else 0.0 for may in free]
+        rows.append(highs.Row(1.0, 1.0, range(3 * kind, 3 * kind + 3), (1.0, 1.0, 1.0)))
+    lower, upper = [0.0] * 9, [float(may) for kind in KINDS for may in program.allowed[kind]]
     if kv is not None:
         lower[3:6] = upper[3:6] = kv
-    lp.col_lower_ = [*lower, 0.0, 0.0]
-    lp.col_upper_ = [*upper, highspy.kHighsInf, highspy.kHighsInf]
-    lp.row_lower_ = [least for _, least, _ in rows]
-    lp.row_upper_ = [most for _, _, most in rows]
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.start_ = list(range(0, 11 * len(rows) + 1, 11))
-    lp.a_matrix_.index_ = list(range(11)) * len(rows)
-    lp.a_matrix_.value_ = [x for row, _, _ in rows for x in row]
-    solver = highspy.Highs()  # type: ignore[no-untyped-call]
-    solver.setOptionValue("output_flag", False)
-    solver.setOptionValue("threads", 1)
-    solver.passModel(lp)
-    solver.run()
-    status = solver.getModelStatus()
-    # Never unbounded: seconds have no negative coefficients.
-    if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
-        return None
-    if status != highspy.HighsModelStatus.kOptimal:
-        raise InternalError(f"the policy's linear program ended as {solver.modelStatusToString(status)}")
-    values = list(solver.getSolution().col_value)[:9]
-    return Policy(*(_cleaned(values[i : i + 3]) for i in (0, 3, 6)))
+    costs = [0.0] * 9 + [program.layers, program.layers * program.steps]
+    shares = highs.solve(costs, [*lower, 0.0, 0.0], [*upper, inf, inf], rows).values
+    return None if shares is None else Policy(*(_cleaned(shares[i : i + 3]) for i in (0, 3, 6)))
 
 
 def _cleaned(values: Sequence[float]) -> Shares:
     """Shares that sum to one, without what a simplex leaves of zeros."""
     kept = [value if value > _LEAST_SHARE else 0.0 for value in values]
-    total = sum(kept)
-    return kept[0] / total, kept[1] / total, kept[2] / total
+    return _three([value / sum(kept) for value in kept])

@@ -94,18 +94,16 @@ class Shape:
 
     def plan(self, weights: Shares, kv: Shares) -> Plan:
         """Complete. Without a device the first share is the CPU's own memory: that of the tier `host`."""
-        problem, machine, device = self.problem, self.problem.machine, self.main == DEVICE
+        problem, device = self.problem, self.main == DEVICE
         homes = kv_layers(problem.layers, kv)
         tiers = [(DEVICE, "host", "disk0")[i] if device else ("host", "host", "disk0")[i] for i in homes]
         edges = [0, *(i for i in range(1, len(tiers)) if tiers[i] != tiers[i - 1]), len(tiers)]
         cut = self._units(weights)
         rings, stage_bytes = self._rings(cut)
         return filled(
-            problem.ask, problem.spec, problem.weights, cut,
+            problem, cut,
             [Kv(lo, hi, tiers[lo], self._attends(tiers[lo])) for lo, hi in pairwise(edges)],
             chunk_rows=self.chunk_rows, rings=rings, stage_bytes=stage_bytes, order=self.order, main=self.main,
-            process_bytes=machine.process_bytes + (machine.device_process_bytes if device else 0),
-            context_bytes=machine.context_bytes if device else 0,
             batch_seqs=self.gpu_batch, batches=self.batches, page=PAGE_TOKENS,
         )  # fmt: skip
 
@@ -155,12 +153,12 @@ class Shape:
             if part.key not in placed:
                 at = "host" if part.kind == "attn" else main  # with its KV; no other part is the CPU's
                 home = "host" if part.key == "embed" and not problem.spec.tied else at
-                return [Run(0, part.granules, home, at, at, part.nbytes)]
+                return [(0, part.granules, home, at, at, part.nbytes)]
             here, there = placed[part.key]
             here = there if main == "host" else here
             cuts = ((0, here, main, part.nbytes), (here, there, "host", self.unit_bytes))
             far = (there, part.granules, "disk0", self.unit_bytes)
-            return [Run(lo, hi, home, main, main, unit_bytes) for lo, hi, home, unit_bytes in (*cuts, far)]
+            return [(lo, hi, home, main, main, unit_bytes) for lo, hi, home, unit_bytes in (*cuts, far)]
 
         return units(problem.parts.values(), runs)
 

@@ -28,19 +28,7 @@ from penstock.graph import passes
 from penstock.graph.arenas import ARENA_ALIGN
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Batch, Pass
-from penstock.planner.solve.flexgen.program import (
-    HELD,
-    LOADED,
-    READ,
-    SAVED,
-    TO_DEVICE,
-    TO_HOST,
-    WINDOW,
-    WRITE,
-    Line,
-    Program,
-    Shares,
-)
+from penstock.planner.solve.flexgen import program as lp
 from penstock.planner.solve.flexgen.shape import NEAR, Shape
 from penstock.spec.format import Format
 from penstock.spec.model import Layer, ModelSpec
@@ -50,8 +38,8 @@ from penstock.spec.plan import DEVICE
 Tiers = tuple[bool, bool, bool]
 _ARENAS = 8  # a tier's arenas, each rounded up to whole huge pages
 _ONLY_RAM, _ONLY_DISK = (False, True, False), (False, False, True)
-_IN: tuple[Shares, Shares, Shares] = (NEAR, (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
-_LANES = (READ, WRITE, TO_DEVICE, TO_HOST, WINDOW, DEVICE, "host")
+_IN: tuple[lp.Shares, lp.Shares, lp.Shares] = (NEAR, (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
+_LANES = (lp.READ, lp.WRITE, lp.TO_DEVICE, lp.TO_HOST, lp.WINDOW, DEVICE, "host")
 
 
 class Mode(NamedTuple):
@@ -99,7 +87,7 @@ def modes(shape: Shape) -> Iterator[Mode]:
             yield mode._replace(kv=kv)
 
 
-Lines = dict[str, Line]  # by lane
+Lines = dict[str, lp.Line]  # by lane
 
 
 class Learned(NamedTuple):
@@ -127,7 +115,7 @@ class Terms:
         self._tokens = Counter([_alike(passes.decode(home, seqs, (position,) * shape.block, passes.DECODE))])
         self._kinds = Counter(shape.problem.spec.layers)
 
-    def program(self, mode: Mode, near: Shares | None = None) -> Program:
+    def program(self, mode: Mode, near: lp.Shares | None = None) -> lp.Program:
         """Its lines, and what bounds them. `near`: shares of weights where the units that are not full are counted;
         they are no lines."""
         shape = self.shape
@@ -135,7 +123,7 @@ class Terms:
         memory, capacity = self._memory(mode)
         stages = [self._stage(counts, mode, begun) for counts in (self._prompts, self._tokens)]
         (prefill, prefill_ends_s), (decode, decode_ends_s) = stages
-        return Program(
+        return lp.Program(
             layers=self.layers,
             steps=max(0, shape.problem.ask.output_tokens - 1),
             block=shape.block,
@@ -157,10 +145,10 @@ class Terms:
         computes, the seconds that are in no layer."""
         shape, layers = self.shape, self.layers
         prepared = not mode.streams and not mode.kv[shape.moved_tier]
-        total: Lines = dict.fromkeys(_LANES, Line())
-        ends: Lines = {shape.main: Line()}
+        total: Lines = dict.fromkeys(_LANES, lp.Line())
+        ends: Lines = {shape.main: lp.Line()}
         for p, count in counts.items():
-            _add(total, {shape.main: Line(shape.problem.cost.between_passes_s)}, count)
+            _add(total, {shape.main: lp.Line(shape.problem.cost.between_passes_s)}, count)
             for batch, batches in Counter(batch._replace(id=0) for batch in p.batches).items():
                 first = batch == p.batches[0]._replace(id=0)
                 for layer, alike in self._kinds.items():
@@ -184,7 +172,7 @@ class Terms:
         do in the last layer and in what comes after."""
         main, layers = self.shape.main, self.layers
         ends_s = stage[main].constant / layers
-        for lane, tier in ((TO_DEVICE, 1), (READ, 2)):
+        for lane, tier in ((lp.TO_DEVICE, 1), (lp.READ, 2)):
             loads_s = stage[lane].kv[tier]
             if loads_s > 0:
                 _add(stage, {main: _of_kv(tier, loads_s / layers / batches), lane: _of_kv(tier, ends_s)}, 1.0)
@@ -201,7 +189,7 @@ class Terms:
         # Two windows take turns, batch by batch: each is loaded, read and saved before it is loaded again.
         alone = 1 / shape.batches
         turn_s = (sum(turn.values()) * alone + (1 - alone) * max(turn.values())) / 2
-        return found._replace(batch=found.batch | {WINDOW: _of_kv(shape.moved_tier, turn_s)})
+        return found._replace(batch=found.batch | {lp.WINDOW: _of_kv(shape.moved_tier, turn_s)})
 
     def _memory(self, mode: Mode) -> tuple[Lines, dict[str, float]]:
         """Peak bytes of the tiers, and what they have."""
@@ -217,22 +205,22 @@ class Terms:
         window = float(shape.window_bytes) if mode.kv[shape.moved_tier] else 0.0
         problem = shape.problem
         capacity = {"host": float(problem.host_bytes), "disk": float(problem.machine.tier("disk0").bytes)}
-        memory = {"disk": Line(0.0, (0.0, 0.0, total), (0.0, 0.0, kv_total))}
+        memory = {"disk": lp.Line(0.0, (0.0, 0.0, total), (0.0, 0.0, kv_total))}
         if not device:
             constant = fixed["host"] - total - kv_total + slack + window
-            memory["host"] = Line(constant, (total, 0.0, ring), (kv_total, 0.0, 0.0))
+            memory["host"] = lp.Line(constant, (total, 0.0, ring), (kv_total, 0.0, 0.0))
             return memory, capacity
         on_device = fixed[DEVICE] - total - near_kv * kv_total + slack
         in_ram = fixed["host"] - (1 - near_kv) * kv_total + slack + granule
         attends_there = shape.attends == "device"
         on_device, in_ram = on_device + window * attends_there, in_ram + window * (not attends_there)
-        memory["device"] = Line(on_device, (total, ring, ring), (kv_total, 0.0, 0.0))
-        memory["host"] = Line(in_ram, (0.0, total, ring), (0.0, kv_total, 0.0))
+        memory["device"] = lp.Line(on_device, (total, ring, ring), (kv_total, 0.0, 0.0))
+        memory["host"] = lp.Line(in_ram, (0.0, total, ring), (0.0, kv_total, 0.0))
         capacity["device"] = float(problem.device_bytes)
         return memory, capacity
 
 
-_TURN = (LOADED, HELD, SAVED)
+_TURN = (lp.LOADED, lp.HELD, lp.SAVED)
 Seconds = defaultdict[str, float]  # by lane
 
 
@@ -255,18 +243,18 @@ def _learn(shape: Shape, layer: Layer, batch: Batch, purpose: str, prepared: boo
     learned = Learned({}, {}, {}, {}, {})
     for lane in {*two.batch_s, *two.tasks_s}:
         layer_s, tasks_s = two.batch_s[lane] - near.batch_s[lane], two.tasks_s[lane] - near.tasks_s[lane]
-        learned.batch[lane], learned.once[lane] = Line(layer_s), Line(tasks_s)
-        learned.ends_batch[lane] = Line(near.batch_s[lane] - layer_s)
-        learned.ends_once[lane] = Line(near.tasks_s[lane] - tasks_s)
+        learned.batch[lane], learned.once[lane] = lp.Line(layer_s), lp.Line(tasks_s)
+        learned.ends_batch[lane] = lp.Line(near.batch_s[lane] - layer_s)
+        learned.ends_once[lane] = lp.Line(near.tasks_s[lane] - tasks_s)
     for tier in (2,) if shape.main == "host" else (1, 2):
         away = _sums(shape, (layer,), batch, purpose, prepared, _IN[tier], _IN[home])
         unit_batch, unit_once = learned.units[tier] = ({}, {})
         for lane in {*away.batch_s, *away.tasks_s, *away.once_s}:
             calls_s, tasks_s = away.batch_s[lane] - near.batch_s[lane], away.tasks_s[lane] - near.tasks_s[lane]
-            _add(learned.batch, {lane: Line(weights=_in(tier, calls_s))}, 1.0)
-            _add(learned.once, {lane: Line(weights=_in(tier, away.once_s[lane] + tasks_s))}, 1.0)
-            unit_batch[lane] = Line(calls_s / away.units)
-            unit_once[lane] = Line((away.fixed_s[lane] + tasks_s) / away.units)
+            _add(learned.batch, {lane: lp.Line(weights=_in(tier, calls_s))}, 1.0)
+            _add(learned.once, {lane: lp.Line(weights=_in(tier, away.once_s[lane] + tasks_s))}, 1.0)
+            unit_batch[lane] = lp.Line(calls_s / away.units)
+            unit_once[lane] = lp.Line((away.fixed_s[lane] + tasks_s) / away.units)
     for tier in {1, 2} - {home} if shape.main == DEVICE and shape.attends != "device" else {shape.moved_tier}:
         away = _sums(shape, (layer,), batch, purpose, prepared, NEAR, _IN[tier])
         more = {
@@ -275,14 +263,20 @@ def _learn(shape: Shape, layer: Layer, batch: Batch, purpose: str, prepared: boo
         }
         _add(learned.batch, {lane: _of_kv(tier, seconds) for lane, seconds in more.items()}, 1.0)
         if tier == shape.moved_tier:
-            loads, saves = (TO_DEVICE, TO_HOST) if tier == 1 else (READ, WRITE)
+            loads, saves = (lp.TO_DEVICE, lp.TO_HOST) if tier == 1 else (lp.READ, lp.WRITE)
             turn = zip(_TURN, (more.get(loads, 0.0), away.held_s, more.get(saves, 0.0)), strict=True)
             _add(learned.batch, {name: _of_kv(tier, seconds) for name, seconds in turn}, 1.0)
     return learned
 
 
 def _sums(
-    shape: Shape, layers: tuple[Layer, ...], batch: Batch, purpose: str, prepared: bool, weights: Shares, kv: Shares
+    shape: Shape,
+    layers: tuple[Layer, ...],
+    batch: Batch,
+    purpose: str,
+    prepared: bool,
+    weights: lp.Shares,
+    kv: lp.Shares,
 ) -> _Sums:
     """Of a pass of this batch through these layers."""
     problem, cost = shape.problem, shape.problem.cost
@@ -291,7 +285,7 @@ def _sums(
         batches=1, chunk_rows=batch.total_rows,
     )  # fmt: skip
     found = _Sums(Seconds(float), Seconds(float), Seconds(float), Seconds(float), 0.0, 0)
-    scores = (("attend", "host"), ("kv_save", TO_HOST)) if shape.attends == "cpu scores" else ()
+    scores = (("attend", "host"), ("kv_save", lp.TO_HOST)) if shape.attends == "cpu scores" else ()
     held_s = merge_s = 0.0
     plan = few.plan(weights, kv)
     for task in Lowering(plan).step(Pass(purpose, (batch,), None)):
@@ -315,18 +309,18 @@ def _sums(
 _PROJECTED = ("qkv", "attend", "out")
 
 
-def _in(tier: int, seconds: float) -> Shares:
+def _in(tier: int, seconds: float) -> lp.Shares:
     first, second, third = (seconds * share for share in _IN[tier])
     return first, second, third
 
 
-def _of_kv(tier: int, seconds: float) -> Line:
-    return Line(kv=_in(tier, seconds))
+def _of_kv(tier: int, seconds: float) -> lp.Line:
+    return lp.Line(kv=_in(tier, seconds))
 
 
-def _add(lines: Lines, more: Mapping[str, Line], times: float) -> None:
+def _add(lines: Lines, more: Mapping[str, lp.Line], times: float) -> None:
     for lane, line in more.items():
-        lines[lane] = lines.get(lane, Line()) + line.times(times)
+        lines[lane] = lines.get(lane, lp.Line()) + line.times(times)
 
 
 def _alike(p: Pass) -> Pass:

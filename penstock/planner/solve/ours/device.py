@@ -15,20 +15,12 @@ from dataclasses import replace
 from functools import cache
 from typing import NoReturn
 
-from penstock.errors import DoesNotFit
-from penstock.planner.solve.beside import (
-    DeviceSkeleton,
-    Split,
-    all_there,
-    device_skeleton,
-    lift_reason,
-    smallest,
-    within_device,
-)
+from penstock.planner.homes import kv_layers, weights_bytes
+from penstock.planner.solve import beside
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import PINNED, Resident, bytes_of, share_out, usual_chunks
 from penstock.planner.solve.layer_work import Estimate, LayerWork, Shares
-from penstock.planner.solve.problem import Problem, most, spare_bytes
+from penstock.planner.solve.problem import Problem, most, spare_bytes, too_little
 from penstock.spec.plan import DEVICE, Plan
 from penstock.units import format_bytes, format_mib_up
 
@@ -44,8 +36,8 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     """Plans that fit into both memories; none where the least does not. What stays where does not depend on who
     computes the rest, so of the splits that leave nothing to compute elsewhere only the first comes."""
     whole = _whole(problem)
-    skeletons = [device_skeleton(problem, whole, chunk_rows) for chunk_rows in usual_chunks(problem.ask)]
-    for skeleton in [*skeletons, smallest(problem, whole)]:
+    skeletons = [beside.device_skeleton(problem, whole, chunk_rows) for chunk_rows in usual_chunks(problem.ask)]
+    for skeleton in [*skeletons, beside.smallest(problem, whole)]:
         found = False
         for split in _splits(skeleton):
             plan = _filled(replace(skeleton, split=split))
@@ -53,15 +45,15 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
                 continue
             found = True
             yield Candidate(_name(plan, split), plan, _reasons(plan, skeleton, split))
-            if all_there(plan):
+            if beside.all_there(plan):
                 return
         if found:
             return
 
 
-def _whole(problem: Problem) -> Split:
+def _whole(problem: Problem) -> beside.Split:
     """All is the device's."""
-    return Split(_LINK, 1.0, problem.layers, DEVICE, True)
+    return beside.Split(_LINK, 1.0, problem.layers, DEVICE, True)
 
 
 def minimum_bytes(problem: Problem) -> int:
@@ -71,7 +63,7 @@ def minimum_bytes(problem: Problem) -> int:
         replace(_whole(problem), attention_layers=attention, kv_home=home)
         for attention, home in ((layers, DEVICE), (layers, "host"), (0, DEVICE))
     )
-    return min(smallest(problem, split).plan({}, {}).tier_bytes()[DEVICE] for split in splits)
+    return min(beside.smallest(problem, split).plan({}, {}).tier_bytes()[DEVICE] for split in splits)
 
 
 def require_minimum(problem: Problem) -> None:
@@ -86,23 +78,17 @@ def refuse(problem: Problem) -> NoReturn:
     have, host = problem.device_bytes, problem.host_bytes
     need = minimum_bytes(problem)
     if need > have:
-        raise DoesNotFit(
-            f"device memory of {format_bytes(have)} is too little: this model needs at least {format_bytes(need)}"
-            f" (--device-memory {format_mib_up(need)}, or --device none)",
-            tier=DEVICE, need_bytes=need, have_bytes=have, minimum_bytes=need,
-        )  # fmt: skip
-    need = smallest(problem, _whole(problem)).plan({}, {}).tier_bytes()["host"]
-    raise DoesNotFit(
-        f"host memory of {format_bytes(host)} is too little beside a device: this model needs at least"
-        f" {format_bytes(need)} (--host-memory {format_mib_up(need)}, or --device none)",
-        tier="host", need_bytes=need, have_bytes=host, minimum_bytes=need,
-    )  # fmt: skip
+        hint = f"--device-memory {format_mib_up(need)}, or --device none"
+        raise too_little("device memory", "", DEVICE, need, have, hint)
+    need = beside.smallest(problem, _whole(problem)).plan({}, {}).tier_bytes()["host"]
+    hint = f"--host-memory {format_mib_up(need)}, or --device none"
+    raise too_little("host memory", " beside a device", "host", need, host, hint)
 
 
-def _splits(skeleton: DeviceSkeleton) -> list[Split]:
+def _splits(skeleton: beside.DeviceSkeleton) -> list[beside.Split]:
     """Who may compute what: by their estimates the best few, the best first. The skeleton's split leaves all to the
     device; where that leaves nothing elsewhere, it is the only one."""
-    found: list[tuple[float, int, Split]] = []
+    found: list[tuple[float, int, beside.Split]] = []
     layers, count = skeleton.problem.layers, _MOST_SPLITS
     for attention_layers, kv_home in _modes(skeleton):
         whole = skeleton.with_split(attention_layers=attention_layers, kv_home=kv_home)
@@ -126,7 +112,7 @@ def _splits(skeleton: DeviceSkeleton) -> list[Split]:
     return [split for seconds, _, split in sorted(found)[:count] if seconds <= _HOPELESS * best_s]
 
 
-def _modes(skeleton: DeviceSkeleton) -> list[tuple[int, str]]:
+def _modes(skeleton: beside.DeviceSkeleton) -> list[tuple[int, str]]:
     """(layers whose attention is the device's, home of its KV), as they fit."""
     problem, layers = skeleton.problem, skeleton.problem.layers
 
@@ -142,7 +128,7 @@ def _modes(skeleton: DeviceSkeleton) -> list[tuple[int, str]]:
     return modes
 
 
-def _estimate(skeleton: DeviceSkeleton) -> Estimate | None:
+def _estimate(skeleton: beside.DeviceSkeleton) -> Estimate | None:
     """What its splits would take, by where the bytes would be; None where the least does not fit."""
     problem, sizes = skeleton.problem, skeleton.problem.parts
     bare = skeleton.plan({}, {})
@@ -168,7 +154,7 @@ def _estimate(skeleton: DeviceSkeleton) -> Estimate | None:
     return Estimate(work, skeleton.chunk_rows, there, len(attends), problem.head.key in stays)
 
 
-def _filled(skeleton: DeviceSkeleton) -> Plan | None:
+def _filled(skeleton: beside.DeviceSkeleton) -> Plan | None:
     """As much as fits stays on the device, then in RAM. None where the rest alone is too much for either."""
     problem, may_stay = skeleton.problem, skeleton.problem.ask.resident_bytes
     every = {part.key: part.granules for part in problem.parts.values()}
@@ -181,12 +167,12 @@ def _filled(skeleton: DeviceSkeleton) -> Plan | None:
     budget = skeleton.device_budget()
     if budget is not None and may_stay is not None:
         budget = min(budget, may_stay)
-    return within_device(
+    return beside.within_device(
         problem, budget, _ATTEMPTS, lambda nbytes: _beside(skeleton, _fill_device(skeleton, nbytes))
     )  # fmt: skip
 
 
-def _beside(skeleton: DeviceSkeleton, on_device: Resident) -> Plan | None:
+def _beside(skeleton: beside.DeviceSkeleton, on_device: Resident) -> Plan | None:
     """Of what is not on the device, as much as fits in RAM, the rest on the disk. None where RAM is too small for what
     must be there; how much of the device it takes is not looked at."""
     problem, limit, may_stay = skeleton.problem, skeleton.problem.host_bytes, skeleton.problem.ask.resident_bytes
@@ -203,7 +189,7 @@ def _beside(skeleton: DeviceSkeleton, on_device: Resident) -> Plan | None:
     return plan if plan.tier_bytes()["host"] <= limit else None
 
 
-def _computed_there(skeleton: DeviceSkeleton, every: Resident) -> Resident:
+def _computed_there(skeleton: beside.DeviceSkeleton, every: Resident) -> Resident:
     """All but the CPU's attention, and embedding rows that are only looked up: the CPU does that in no time."""
     kept = dict(every)
     if not skeleton.problem.spec.tied:
@@ -213,7 +199,7 @@ def _computed_there(skeleton: DeviceSkeleton, every: Resident) -> Resident:
     return kept
 
 
-def _fill_device(skeleton: DeviceSkeleton, budget: int) -> Resident:
+def _fill_device(skeleton: beside.DeviceSkeleton, budget: int) -> Resident:
     """The head, whole; attention of the device's layers; of FFNs even shares."""
     found: Resident = {}
     problem, head = skeleton.problem, skeleton.problem.head
@@ -238,38 +224,35 @@ def _fill_memory(problem: Problem, on_device: Resident, budget: int) -> Resident
     return found
 
 
-def _name(plan: Plan, split: Split) -> str:
+def _name(plan: Plan, split: beside.Split) -> str:
     """What `plan --compare` will call it."""
-    if all_there(plan):
+    if beside.all_there(plan):
         return WHOLE
     cpu = "" if split.attention_layers == len(plan.target.spec.layers) else ", attention of some layers on the CPU"
     where = ", KV in RAM" if split.kv_home == "host" else ""
     return f"device memory, {split.name}{cpu}{where}" + ("" if split.prompts else ", prompts too")
 
 
-def _reasons(plan: Plan, skeleton: DeviceSkeleton, split: Split) -> tuple[str, ...]:
-    homes = {DEVICE: 0, "host": 0, "disk0": 0}
+_ELSEWHERE = {"host": "in RAM", "disk0": "on the disk"}
+
+
+def _reasons(plan: Plan, skeleton: beside.DeviceSkeleton, split: beside.Split) -> tuple[str, ...]:
+    homes = weights_bytes(plan)
     computed = dict.fromkeys(("lifted", "by the CPU"), 0)
     for unit in plan.units:
-        nbytes = plan.unit_bytes(unit)
-        homes[unit.home] += nbytes
         if unit.home != DEVICE and (unit.part != "embed" or plan.target.spec.tied):
-            computed["lifted" if unit.decode == DEVICE else "by the CPU"] += nbytes
+            computed["lifted" if unit.decode == DEVICE else "by the CPU"] += plan.unit_bytes(unit)
     total = format_bytes(sum(homes.values()))
-    where = f"{format_bytes(homes[DEVICE])} of {total} of weights stay in device memory"
-    if homes["host"]:
-        where += f", {format_bytes(homes['host'])} in RAM"
-    if homes["disk0"]:
-        where += f", {format_bytes(homes['disk0'])} on the disk"
-    found = [where]
+    where = [f"{format_bytes(homes.get(DEVICE, 0))} of {total} of weights stay in device memory"]
+    where += [f"{format_bytes(homes[home])} {place}" for home, place in _ELSEWHERE.items() if homes.get(home)]
+    found = [", ".join(where)]
     if any(computed.values()):
         shares = [f"{format_bytes(nbytes)} {how}" for how, nbytes in computed.items() if nbytes]
         found.append(f"of what is not there, each token: {' and '.join(shares)}")
         if computed["lifted"]:
-            found.append(lift_reason(skeleton.problem, skeleton.ring_bytes))
+            found.append(beside.lift_reason(skeleton.problem, skeleton.ring_bytes))
         if split.prompts and computed["by the CPU"]:
             found.append("where a prompt is read, the device computes the CPU's share of FFNs too")
     kv = plan.kv[0].format.name
-    layers = sum(home.layers[1] - home.layers[0] for home in plan.kv if home.home == DEVICE)
-    found.append(f"KV in {kv}, of {layers} of {len(plan.target.spec.layers)} layers in device memory")
+    found.append(f"KV in {kv}, of {kv_layers(plan, DEVICE)} of {len(plan.target.spec.layers)} layers in device memory")
     return tuple(found)

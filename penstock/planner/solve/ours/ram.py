@@ -12,27 +12,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 
-from penstock.errors import DoesNotFit
 from penstock.graph.arenas import ARENA_ALIGN
+from penstock.planner.homes import kv_layers, weights_bytes
+from penstock.planner.solve import fill
 from penstock.planner.solve.candidate import Candidate
-from penstock.planner.solve.fill import (
-    CHUNK_ROWS,
-    MIN_CHUNK_ROWS,
-    PINNED,
-    UNIT_BYTES,
-    Kv,
-    Resident,
-    Run,
-    chunk_options,
-    filled,
-    share_out,
-    units,
-)
-from penstock.planner.solve.problem import Problem, spare_bytes
+from penstock.planner.solve.problem import Problem, spare_bytes, too_little
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
+from penstock.spec.machine import MachineSpec, Rate, Tier
 from penstock.spec.model import ModelSpec
-from penstock.spec.parts import Part, parts_by_key
+from penstock.spec.parts import Part
 from penstock.spec.plan import Plan
 from penstock.units import MIB, format_bytes, format_mib_up
 
@@ -42,60 +31,54 @@ MAX_RING_BYTES = 256 * MIB
 @dataclass(frozen=True)
 class Skeleton:
     """Everything of a plan but which granules stay. `kv_layers`: the first so many layers keep their KV in memory, the
-    others on the disk: so the first load of a pass has their time to come in. `order`: of `spec.plan.ORDERS`. Needs no
-    machine, so that the least memory can be told before a probe."""
+    others on the disk: so the first load of a pass has their time to come in. `order`: of `spec.plan.ORDERS`."""
 
-    ask: Ask
-    spec: ModelSpec
-    weights: Format
-    process_bytes: int
+    problem: Problem
     chunk_rows: int
     kv_layers: int
     order: str = "overlapped"
 
-    def plan(self, ring_bytes: int, resident: Resident | None) -> Plan:
+    def plan(self, ring_bytes: int, resident: fill.Resident | None) -> Plan:
         """Complete. `resident`: granules that stay, part by part; None: everything does, and nothing streams."""
 
-        def runs(part: Part) -> tuple[Run, Run]:
-            stay = part.granules if resident is None or part.kind in PINNED else resident.get(part.key, 0)
+        def runs(part: Part) -> tuple[fill.Run, fill.Run]:
+            stay = part.granules if resident is None or part.kind in fill.PINNED else resident.get(part.key, 0)
             return (
-                Run(0, stay, "host", "host", "host", part.nbytes),
-                Run(stay, part.granules, "disk0", "host", "host", min(UNIT_BYTES, ring_bytes // 4)),
+                (0, stay, "host", "host", "host", part.nbytes),
+                (stay, part.granules, "disk0", "host", "host", min(fill.UNIT_BYTES, ring_bytes // 4)),
             )
 
-        kv = (Kv(0, self.kv_layers, "host", "host"), Kv(self.kv_layers, len(self.spec.layers), "disk0", "host"))
-        return filled(
-            self.ask, self.spec, self.weights, units(self._parts, runs), kv, chunk_rows=self.chunk_rows,
-            rings={"host": ring_bytes}, order=self.order, process_bytes=self.process_bytes,
+        layers, kv_layers = self.problem.layers, self.kv_layers
+        return fill.filled(
+            self.problem, fill.units(self.problem.parts.values(), runs),
+            (fill.Kv(0, kv_layers, "host", "host"), fill.Kv(kv_layers, layers, "disk0", "host")),
+            chunk_rows=self.chunk_rows, rings={"host": ring_bytes}, order=self.order,
         )  # fmt: skip
-
-    @cached_property
-    def _parts(self) -> tuple[Part, ...]:
-        return tuple(parts_by_key(self.spec, self.weights).values())
 
     @cached_property
     def streamed(self) -> list[Part]:
         """What may stream."""
-        return [part for part in self._parts if part.kind not in PINNED]
+        return [part for part in self.problem.parts.values() if part.kind not in fill.PINNED]
 
-    def spread(self, budget: int) -> Resident:
+    def spread(self, budget: int) -> fill.Resident:
         """Granules that stay, of every part the same share, within `budget` bytes. A gathered embedding reads one
         granule a token: it stays only if everything does."""
-        resident: Resident = {}
+        resident: fill.Resident = {}
         embed = next(part for part in self.streamed if part.kind == "embed")
-        first = self.spec.tied and embed.nbytes <= budget
+        tied = self.problem.spec.tied
+        first = tied and embed.nbytes <= budget
         if first:
             resident["embed"] = embed.granules
             budget -= embed.nbytes
-        rest = [part for part in self.streamed if part is not embed or (self.spec.tied and not first)]
-        share_out(rest, {part.key: part.granules for part in rest}, budget, resident)
+        rest = [part for part in self.streamed if part is not embed or (tied and not first)]
+        fill.share_out(rest, {part.key: part.granules for part in rest}, budget, resident)
         return resident
 
     @property
     def may_stay(self) -> int | None:
         """Bytes of weights that the user lets stay; None: all of them."""
-        asked = self.ask.resident_bytes
-        return None if asked is None or asked >= sum(part.nbytes for part in self._parts) else asked
+        asked = self.problem.ask.resident_bytes
+        return None if asked is None or asked >= self.problem.total_bytes else asked
 
     def ring_options(self) -> list[int]:
         """Rings to try, the smallest first. It holds the largest granule once; twice where possible, so that
@@ -114,7 +97,7 @@ class Skeleton:
         if budget is None:
             return None
         if self.may_stay is not None:
-            pinned = sum(part.nbytes for part in self._parts if part.kind in PINNED)
+            pinned = self.problem.total_bytes - sum(part.nbytes for part in self.streamed)
             budget = min(budget, max(0, self.may_stay - pinned))
         plan = self.plan(ring_bytes, self.spread(budget))
         return plan if plan.tier_bytes()["host"] <= limit else None
@@ -128,9 +111,9 @@ def candidates(problem: Problem, near_ring_bytes: int | None = None) -> Iterator
     before that less, and the disk is spared. Where there is no room for it, part of it, or all, goes to the disk.
     """
     limit, any_found = problem.host_bytes, False
-    for kv_layers in _kv_options(problem):
-        for chunk_rows in chunk_options(problem.ask):
-            skeleton = _skeleton(problem, chunk_rows, kv_layers)
+    for in_memory in _kv_options(problem):
+        for chunk_rows in fill.chunk_options(problem.ask):
+            skeleton = Skeleton(problem, chunk_rows, in_memory)
             least_ring, *rings = skeleton.ring_options()
             tried = max(1, len(rings))
             if near_ring_bytes is not None:
@@ -140,50 +123,52 @@ def candidates(problem: Problem, near_ring_bytes: int | None = None) -> Iterator
             found = found or list(_fitting(skeleton, [least_ring], limit))
             yield from found
             any_found |= bool(found)
-            if found and chunk_rows <= CHUNK_ROWS:
+            if found and chunk_rows <= fill.CHUNK_ROWS:
                 break
-        if kv_layers == problem.layers and any_found and chunk_rows > MIN_CHUNK_ROWS:
+        if in_memory == problem.layers and any_found and chunk_rows > fill.MIN_CHUNK_ROWS:
             return
     if any_found:
         return
-    for skeleton in _least(problem.ask, problem.spec, problem.weights, problem.machine.process_bytes):
+    for skeleton in _least(problem):
         least = list(_fitting(skeleton, skeleton.ring_options()[:1], limit))
         if least:
             yield from least
             return
-    require_minimum(problem.ask, problem.spec, problem.weights, problem.machine.process_bytes, limit)
+    _require_minimum(problem, limit)
     raise AssertionError("the least plan is among the candidates")
 
 
 def require_minimum(ask: Ask, spec: ModelSpec, weights: Format, process_bytes: int, limit: int) -> None:
     """Raises DoesNotFit where not even the least plan fits. Needs no machine, so it can be asked before a probe."""
-    minimum = minimum_bytes(ask, spec, weights, process_bytes)
+    _require_minimum(Problem(ask, spec, weights, replace(_NOT_PROBED, process_bytes=process_bytes)), limit)
+
+
+_NOT_PROBED = MachineSpec(
+    "not probed",
+    (Tier("host", 1), Tier("disk0", 1)),
+    tuple(Rate(at, "*", "*", 1.0, 0.0) for at in ("host", "disk0")),
+    1,
+)
+
+
+def _require_minimum(problem: Problem, limit: int) -> None:
+    minimum, ask = minimum_bytes(problem), problem.ask
     if minimum <= limit:
         return
-    half = replace(ask, context=max(ask.prompt_tokens + ask.output_tokens, (ask.context or 1) // 4))
-    shorter = minimum_bytes(half, spec, weights, process_bytes)
-    hint = f"; with --context {half.context} too, {format_mib_up(shorter)}" if shorter < minimum - 8 * MIB else ""
-    raise DoesNotFit(
-        f"host memory of {format_bytes(limit)} is too little: this model needs at least {format_bytes(minimum)}"
-        f" (--host-memory {format_mib_up(minimum)}{hint})",
-        tier="host", need_bytes=minimum, have_bytes=limit, minimum_bytes=minimum,
-    )  # fmt: skip
+    half = problem.asking(context=max(ask.prompt_tokens + ask.output_tokens, (ask.context or 1) // 4))
+    shorter = minimum_bytes(half)
+    hint = f"; with --context {half.ask.context} too, {format_mib_up(shorter)}" if shorter < minimum - 8 * MIB else ""
+    raise too_little("host memory", "", "host", minimum, limit, f"--host-memory {format_mib_up(minimum)}{hint}")
 
 
-def minimum_bytes(ask: Ask, spec: ModelSpec, weights: Format, process_bytes: int) -> int:
+def minimum_bytes(problem: Problem) -> int:
     """The least host memory with which the ask runs: every matrix streams through the smallest ring, or for
     tiny models everything stays."""
-    least = _least(ask, spec, weights, process_bytes)
+    least = _least(problem)
     plans = [skeleton.plan(skeleton.ring_options()[0], {}) for skeleton in least]
-    if ask.resident_bytes is None:
+    if problem.ask.resident_bytes is None:
         plans += [skeleton.plan(0, None) for skeleton in least]
     return min(plan.tier_bytes()["host"] for plan in plans)
-
-
-def _skeleton(problem: Problem, chunk_rows: int, kv_layers: int) -> Skeleton:
-    return Skeleton(
-        problem.ask, problem.spec, problem.weights, problem.machine.process_bytes, chunk_rows, kv_layers
-    )  # fmt: skip
 
 
 def _kv_options(problem: Problem) -> Iterator[int]:
@@ -197,11 +182,11 @@ def _kv_options(problem: Problem) -> Iterator[int]:
         yield 0
 
 
-def _least(ask: Ask, spec: ModelSpec, weights: Format, process_bytes: int) -> list[Skeleton]:
+def _least(problem: Problem) -> list[Skeleton]:
     """The smallest skeletons: with KV in memory, and with all of it on the disk, a layer at a time."""
-    kinds = [(len(spec.layers), "overlapped")] if ask.kv_home != "disk" else []
-    kinds += [(0, "saving")] if ask.kv_home != "memory" else []
-    return [Skeleton(ask, spec, weights, process_bytes, MIN_CHUNK_ROWS, *kind) for kind in kinds]
+    kinds = [(problem.layers, "overlapped")] if problem.ask.kv_home != "disk" else []
+    kinds += [(0, "saving")] if problem.ask.kv_home != "memory" else []
+    return [Skeleton(problem, fill.MIN_CHUNK_ROWS, *kind) for kind in kinds]
 
 
 def _fitting(skeleton: Skeleton, rings: list[int], limit: int) -> Iterator[Candidate]:
@@ -209,18 +194,18 @@ def _fitting(skeleton: Skeleton, rings: list[int], limit: int) -> Iterator[Candi
     if skeleton.may_stay is None:
         whole = skeleton.plan(0, None)
         if whole.tier_bytes()["host"] <= limit:
-            if skeleton.chunk_rows <= CHUNK_ROWS:  # longer ones save reading, of which there is none
-                yield Candidate("RAM", whole, _reasons(whole, skeleton.ask))
+            if skeleton.chunk_rows <= fill.CHUNK_ROWS:  # longer ones save reading, of which there is none
+                yield Candidate("RAM", whole, _reasons(whole, skeleton.problem.ask))
             return
     for ring in rings:
         plan = skeleton.streaming(ring, limit)
         if plan is not None:
-            yield Candidate("RAM and disk", plan, _reasons(plan, skeleton.ask))
+            yield Candidate("RAM and disk", plan, _reasons(plan, skeleton.problem.ask))
 
 
 def _reasons(plan: Plan, ask: Ask) -> tuple[str, ...]:
-    total_bytes = sum(part.nbytes for part in plan.parts.values())
-    in_memory = next((home.layers[1] for home in plan.kv if home.home == "host"), 0)
+    homes, in_memory = weights_bytes(plan), kv_layers(plan, "host")
+    total_bytes = sum(homes.values())
     layers = len(plan.target.spec.layers)
     kv = f"KV in {plan.kv[0].format.name}: {'asked for' if ask.kv else 'the width of the checkpoint'}"
     if in_memory < layers:
@@ -229,12 +214,11 @@ def _reasons(plan: Plan, ask: Ask) -> tuple[str, ...]:
         kv += f"; that of {which} lives on the disk ({why}), and comes into memory a layer ahead"
     if not plan.ring_bytes:
         return (f"all {format_bytes(total_bytes)} of weights stay in memory", kv)
-    stays = sum(plan.unit_bytes(unit) for unit in plan.units if unit.home == "host")
     ring = plan.ring_bytes["host"]
     return (
-        f"{format_bytes(stays)} of {format_bytes(total_bytes)} of weights stay in memory, spread evenly over the "
-        f"layers; the rest streams from disk",
-        f"a ring of {format_bytes(ring)} in units of at most {format_bytes(min(UNIT_BYTES, ring // 4))}",
+        f"{format_bytes(homes.get('host', 0))} of {format_bytes(total_bytes)} of weights stay in memory, spread evenly"
+        " over the layers; the rest streams from disk",
+        f"a ring of {format_bytes(ring)} in units of at most {format_bytes(min(fill.UNIT_BYTES, ring // 4))}",
         f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads what streams once",
         kv,
     )

@@ -15,16 +15,7 @@ from penstock.graph.arenas import ARENA_ALIGN
 from penstock.planner.solve.beside import DeviceSkeleton, Split
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import PINNED, Resident, chunk_options
-from penstock.planner.solve.pipo.memory import (
-    HOMES,
-    PIPELINES,
-    Choice,
-    block_bytes,
-    equation_1,
-    limits_of,
-    peak_bytes,
-    sizes,
-)
+from penstock.planner.solve.pipo import memory
 from penstock.planner.solve.problem import Problem, most
 from penstock.spec.plan import DEVICE, Plan
 from penstock.units import format_bytes, format_rate, round_up
@@ -41,7 +32,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     the device one plan, since nothing is left to be pipelined."""
     if not problem.has_device or problem.ask.kv_home == "disk":
         return
-    for pipeline in PIPELINES:
+    for pipeline in memory.PIPELINES:
         whole = _whole(problem, pipeline)
         if whole is not None:
             yield _candidate(problem, *whole)
@@ -53,14 +44,19 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 
 
 def plan(
-    problem: Problem, choice: Choice, kv_home: str, chunk_rows: int, order: str | None = None, whole_blocks: bool = True
+    problem: Problem,
+    choice: memory.Choice,
+    kv_home: str,
+    chunk_rows: int,
+    order: str | None = None,
+    whole_blocks: bool = True,
 ) -> Plan:
     """Complete; whether it fits is another question. `order`: another than the pipeline's. Without `whole_blocks`,
     units and rings are as small as granules allow. An embedding that is only looked up stays in RAM, or on the disk
     where a limit on what stays is asked for. The stage between disk and device holds what the ring of two blocks does
     twice: with less, the disk waits for its bytes while a large block is lifted."""
     ask, parts = problem.ask, problem.parts
-    block, two = block_bytes(problem) if whole_blocks else (0, 0)
+    block, two = memory.block_bytes(problem) if whole_blocks else (0, 0)
     granule = max(part.granule_bytes for part in parts.values() if part.kind not in PINNED)
     ring = round_up(max(two if choice.pipeline == "overlapped" else block, 2 * granule), ARENA_ALIGN)
     skeleton = DeviceSkeleton(
@@ -82,24 +78,24 @@ def _homes(problem: Problem) -> tuple[str, ...]:
     stays in memory is asked for."""
     if problem.ask.resident_bytes is not None:
         return ("disk0",)
-    return HOMES if limits_of(problem).link_is_faster else (DEVICE, "disk0")
+    return memory.HOMES if memory.limits_of(problem).link_is_faster else (DEVICE, "disk0")
 
 
-def _whole(problem: Problem, pipeline: str) -> tuple[Choice, Plan] | None:
+def _whole(problem: Problem, pipeline: str) -> tuple[memory.Choice, Plan] | None:
     """The first home that fits, with the longest chunks of prompts that do."""
     matrices = [part for part in problem.parts.values() if part.kind not in PINNED]
     looked_up = 0 if problem.spec.tied else problem.parts["embed"].nbytes
     in_ram = sum(part.nbytes for part in matrices)
     too_large = {DEVICE: in_ram - looked_up > problem.device_bytes, "host": in_ram > problem.host_bytes}
     for home in (home for home in _homes(problem) if not too_large.get(home)):  # by weights alone
-        choice = Choice(home, pipeline, float(home == DEVICE))
+        choice = memory.Choice(home, pipeline, float(home == DEVICE))
         found = _fitting(problem, choice, (DEVICE, "host") if home == DEVICE else ("host",))
         if found is not None:
             return choice, found
     return None
 
 
-def _partial(problem: Problem, pipeline: str) -> tuple[Choice, Plan] | None:
+def _partial(problem: Problem, pipeline: str) -> tuple[memory.Choice, Plan] | None:
     """As much as fits on the device, in even shares of every part, beside the longest chunks that fit with none; the
     rest in the nearest home that takes it."""
     limit = problem.device_bytes
@@ -107,7 +103,7 @@ def _partial(problem: Problem, pipeline: str) -> tuple[Choice, Plan] | None:
 
         @cache
         def of(rows: int, shares: int, home: str = home) -> Plan:
-            return plan(problem, Choice(home, pipeline, shares / _SHARES), "host", rows)
+            return plan(problem, memory.Choice(home, pipeline, shares / _SHARES), "host", rows)
 
         def used(rows: int, shares: int, of: Callable[[int, int], Plan] = of) -> int:
             return of(rows, shares).tier_bytes()[DEVICE]
@@ -117,11 +113,11 @@ def _partial(problem: Problem, pipeline: str) -> tuple[Choice, Plan] | None:
             continue
         shares = most(_SHARES - 1, partial(used, rows), limit)
         if shares and problem.fits(of(rows, shares)):
-            return Choice(home, pipeline, shares / _SHARES), of(rows, shares)
+            return memory.Choice(home, pipeline, shares / _SHARES), of(rows, shares)
     return None
 
 
-def _fitting(problem: Problem, choice: Choice, kv_homes: tuple[str, ...]) -> Plan | None:
+def _fitting(problem: Problem, choice: memory.Choice, kv_homes: tuple[str, ...]) -> Plan | None:
     """The plan with the longest chunks that fits. Whole blocks; the memory-saving pipeline goes below them where they
     leave no room, and nothing else stays."""
     cuts = (True, False) if choice.pipeline == "saving" else (True,)
@@ -134,17 +130,17 @@ def _fitting(problem: Problem, choice: Choice, kv_homes: tuple[str, ...]) -> Pla
     return None
 
 
-def _candidate(problem: Problem, choice: Choice, found: Plan) -> Candidate:
+def _candidate(problem: Problem, choice: memory.Choice, found: Plan) -> Candidate:
     partly = PARTIAL if choice.home != DEVICE and choice.on_device else ""
     return Candidate(NAMES[choice.pipeline] + partly, found, _reasons(problem, choice, found))
 
 
-def _reasons(problem: Problem, choice: Choice, found: Plan) -> tuple[str, ...]:
+def _reasons(problem: Problem, choice: memory.Choice, found: Plan) -> tuple[str, ...]:
     """What Eq. 1 says with its own account of bytes, and what the plan does."""
-    ask, limits, s = problem.ask, limits_of(problem), sizes(problem.spec, problem.weights, problem.kv)
+    ask, limits, s = problem.ask, memory.limits_of(problem), memory.sizes(problem.spec, problem.weights, problem.kv)
     tokens = ask.prompt_tokens + ask.output_tokens
-    published = equation_1(s, ask.batch, tokens, limits)
-    need, kv = peak_bytes(s, ask.batch, tokens, "overlapped"), s.kv_total_bytes(ask.batch, tokens)
+    published = memory.equation_1(s, ask.batch, tokens, limits)
+    need, kv = memory.peak_bytes(s, ask.batch, tokens, "overlapped"), s.kv_total_bytes(ask.batch, tokens)
     account = (
         f"PIPO Eq. 1: W {format_bytes(s.weights_bytes)} and M {format_bytes(need)} against "
         f"{format_bytes(limits.device_bytes)} of the device, W and C {format_bytes(kv)} against "

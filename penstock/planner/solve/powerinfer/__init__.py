@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from penstock.graph.arenas import ARENA_ALIGN, Layout
+from penstock.planner.homes import kv_layers
 from penstock.planner.solve.beside import LINK, DeviceSkeleton, Split, device_skeleton
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import Resident, bytes_of, usual_chunks
@@ -148,7 +149,7 @@ def _reasons(plan: Plan, profile: Profile, placement: Placement, prompts: bool) 
     predictors = {DEVICE: 0, "host": 0}
     for predictor in plan.predictors:
         predictors[predictor.home] += layout.predictor_part(predictor).nbytes
-    attention, layers = sum(h.layers[1] - h.layers[0] for h in plan.kv if h.attend == DEVICE), len(profile.layers)
+    attention, layers = kv_layers(plan, DEVICE), len(profile.layers)
     where = f"predictors take {format_bytes(predictors[DEVICE])} of device memory"
     if predictors["host"]:
         where += f" and {format_bytes(predictors['host'])} of RAM"
