@@ -7,18 +7,12 @@ stays in cache and its scratch stays small.
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from penstock.graph import scratch_gpu, scratch_native
-from penstock.spec.format import TILE_ROWS, tiles
-from penstock.spec.parts import Block, Part
-=======
 from functools import lru_cache
 
-from penstock.graph import scratch_gpu
+from penstock.graph import scratch_gpu, scratch_native
 from penstock.spec.format import TILE_ROWS, Format, tiles
 from penstock.spec.model import ModelSpec
-from penstock.spec.parts import SUM_GRANULES, Block, Part, parts
->>>>>>> solve
+from penstock.spec.parts import Block, Part, parts
 from penstock.spec.plan import DEVICE, Plan
 from penstock.units import round_up
 
@@ -39,47 +33,19 @@ def matmul_bytes(block: Block, rows: int) -> int:
     return round_up(4 * slab * padded, _ALIGN) * 2 + round_up(4 * rows * slab, _ALIGN) + 4 * _ALIGN
 
 
-<<<<<<< HEAD
-def native_bytes(plan: Plan, rows: int) -> int:
-    """What the native kernels want of any op of the plan, as they say it themselves (`scratch_native`)."""
-    layers = plan.target.spec.layers
-    need, kv_formats = 0, {home.format for home in plan.kv}
-    for part in _unlike(plan):
-=======
-def prepared_bytes(block: Block, rows: int, granules: int = 1) -> int:
-    """Activations laid out for a product: float32 at most; for integer weights padded to groups, a scale and a sum
-    each. (The kernels take some rows at a time where there are many.)"""
-    if not block.format.is_quantised:
-        return 4 * rows * block.cols * granules + _ALIGN
-    groups = block.format.groups(block.cols) * granules
-    return rows * groups * (4 * block.format.group + 8) + 3 * _ALIGN
-
-
 def native_bytes(spec: ModelSpec, weights: Format, rows: int, logits_rows: int, kv: frozenset[Format]) -> int:
-    """What the native kernels need to do one granule of each part at a time (csrc/kernels.h); with more, the FFN takes
-    more of them between two barriers."""
+    """What the native kernels want of any op, as they say it themselves (`scratch_native`)."""
     need, layers = 0, spec.layers
     for part in _unlike(spec, weights):
->>>>>>> solve
         if part.kind == "ffn":
             need = max(need, scratch_native.ffn_bytes(part, part.granules, rows))
         elif part.kind == "attn":
             a = layers[part.layer].attention
-<<<<<<< HEAD
             need = max(need, scratch_native.qkv_bytes(part, a, a.kv_heads, rows))
             need = max(need, scratch_native.accumulate_bytes(part.block("o"), part.granules, rows))
-            need = max(need, *(scratch_native.attend_bytes(a, kv, rows) for kv in kv_formats))
+            need = max(need, *(scratch_native.attend_bytes(a, fmt, rows) for fmt in kv))
         elif part.kind in ("embed", "head"):
-            need = max(need, scratch_native.project_bytes(part.block("rows"), min(rows, plan.logits_rows)))
-=======
-            new_kv = 8 * rows * a.kv_heads * a.head_dim + _ALIGN
-            need = max(need, prepared_bytes(part.block("q"), rows) + new_kv)
-            need = max(need, prepared_bytes(part.block("o"), rows, part.granules))
-            queries, width = 8 * a.heads_per_kv, round_up(a.head_dim, _kv_lanes(kv))
-            need = max(need, 4 * ((2 * queries + 32) * width + 259 * queries) * _ATTEND_THREADS)
-        elif part.kind in ("embed", "head"):
-            need = max(need, prepared_bytes(part.block("rows"), min(rows, logits_rows)))
->>>>>>> solve
+            need = max(need, scratch_native.project_bytes(part.block("rows"), min(rows, logits_rows)))
     return need
 
 

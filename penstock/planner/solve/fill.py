@@ -11,13 +11,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-<<<<<<< HEAD
 from penstock.graph.arenas import with_arenas
-from penstock.planner.solve.problem import kv_format
-=======
-from penstock.graph.arenas import Layout
 from penstock.planner.solve.problem import Problem
->>>>>>> solve
 from penstock.spec.ask import Ask
 from penstock.spec.machine import USUAL_READS
 from penstock.spec.parts import SUM_GRANULES, Part
