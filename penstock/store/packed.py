@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from penstock.errors import BadRequest, BrokenModel, DamagedModel, StorageFailed
+from penstock.errors import BadRequest, BrokenModel, DamagedModel, StorageFailed, UnsupportedModel
 from penstock.models import spec_from_config
 from penstock.spec.format import Format, parse_format
 from penstock.spec.model import ModelSpec
@@ -258,7 +258,7 @@ def _check_shard(file: Path, listed: list[PackedPart]) -> None:
     _require_target(file)
     try:
         header = read_header(file)
-    except BrokenModel as error:
+    except (BrokenModel, UnsupportedModel) as error:  # an element type that nobody knows was U8 when it was packed
         raise BrokenModel(f"{error.message}; pack the checkpoint again") from None
     if set(header.tensors) != {part.key for part in listed}:
         raise BrokenModel(f"{file} holds other parts than {manifests.FILE} lists")

@@ -231,6 +231,15 @@ def test_without_checks_it_is_computed_on(model: Path) -> None:
 # --- any byte of any file --------------------------------------------------------------------------------------------
 
 
+def test_an_element_type_that_a_bit_made(model: Path) -> None:
+    """It is damage, which a cached copy is packed again for, and no kind of model that we do not know."""
+    shard = model / "model-00001.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content.replace(b'"U8"', b'"T8"', 1))
+    with pytest.raises(BrokenModel, match=r"unknown element type 'T8'; pack the checkpoint again"):
+        open_packed(model)
+
+
 @pytest.mark.fuzz
 @given(st.data())
 def test_one_byte_of_any_file(
