@@ -114,8 +114,8 @@ def _run(plan: Plan, those: range, found: Mapping[int, int], ring_layers: float,
     ]
     long, total = len(those) / period, sum(found[i] for i in those)
 
-    def read(numbers: Sequence[int]) -> int:
-        return sum(runs[i] for i in numbers)
+    def read(numbers: range) -> int:
+        return sum(runs[numbers.start : numbers.stop : numbers.step])
 
     near = min(_progressions(len(runs), few), key=lambda numbers: abs(read(numbers) / few * long - total))
     start, share = read(near), (long - few) / few
