@@ -307,8 +307,12 @@ class HeadAttention {
     Running* run_;
 };
 
-bool attend(Pool& pool, const AttentionShape& a, const Sequence* sequences, int sequence_count, const KvCache& cache,
-            const float* q, float* out, Scratch scratch) {
+bool attend(Pool& pool, const AttendOp& op) {
+    const AttentionShape& a = op.attention;
+    const Sequence* const sequences = op.sequences;
+    const int sequence_count = op.sequence_count;
+    const KvCache& cache = op.cache;
+    Scratch scratch = op.scratch;
     const int width = attend_width(cache.head_dim, cache.kind), group = a.heads / a.kv_heads;
     int longest = 1, items = 0;
     for (int s = 0; s < sequence_count; ++s) longest = std::max(longest, sequences[s].rows);
@@ -344,8 +348,8 @@ bool attend(Pool& pool, const AttentionShape& a, const Sequence* sequences, int 
             const int head = a.lo + left % heads, row = left / heads * rows_at_once;
             const int rows = std::min(rows_at_once, sequences[s].rows - row);
             const std::ptrdiff_t at = std::ptrdiff_t(before + row) * a.heads * a.head_dim;
-            HeadAttention{a, cache, sequences[s].first_page, head, sequences[s].start + row, rows, mine}(q + at,
-                                                                                                         out + at);
+            HeadAttention{a, cache, sequences[s].first_page, head, sequences[s].start + row, rows, mine}(op.q + at,
+                                                                                                         op.a + at);
         }
     });
     return true;

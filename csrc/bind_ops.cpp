@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 
 #include "bind.h"
 #include "kernels.h"
@@ -73,8 +74,8 @@ struct Compute {
 // An op with its operands, ready to run: false where the scratch is too small for one granule.
 using Step = std::function<bool(const Compute&)>;
 
-void run_step(const Compute& compute, const Step& step) {
-    if (!step(compute)) throw nb::value_error("the scratch is too small for one granule");
+void require(bool scratch_suffices) {
+    if (!scratch_suffices) throw nb::value_error("the scratch is too small for one granule");
 }
 
 // Ops in order, with no Python between them.
@@ -85,66 +86,7 @@ struct Program {
 
     void run() const {
         nb::gil_scoped_release release;
-        for (const Step& step : steps) run_step(*compute, step);
-    }
-};
-
-template <class Value>
-Value* at(std::uintptr_t address) {
-    return reinterpret_cast<Value*>(address);
-}
-Granules granules(std::uintptr_t weights, int count, std::size_t stride) {
-    return {at<const std::uint8_t>(weights), count, stride};
-}
-Scratch scratch_at(std::uintptr_t address, std::size_t nbytes) { return {at<std::uint8_t>(address), nbytes}; }
-
-Step make_project(std::uintptr_t weights, int count, std::size_t stride, const Matrix& m, std::uintptr_t x,
-                  std::ptrdiff_t x_stride, int rows, std::uintptr_t out, std::ptrdiff_t out_stride, int out_cols,
-                  bool exact, std::uintptr_t scratch, std::size_t scratch_bytes) {
-    return [=](const Compute& c) {
-        return c.kernels->project(*c.pool, granules(weights, count, stride), m, at<const float>(x), x_stride, rows,
-                                  at<float>(out), out_stride, out_cols, exact, scratch_at(scratch, scratch_bytes));
-    };
-}
-
-Step make_head(std::uintptr_t weights, int count, std::size_t stride, const Matrix& m, std::uintptr_t h,
-               std::ptrdiff_t h_stride, int rows, std::uintptr_t logits, std::ptrdiff_t out_stride, int out_cols,
-               float softcap, int first_token, std::uintptr_t best, bool start, bool exact, std::uintptr_t scratch,
-               std::size_t scratch_bytes) {
-    return [=](const Compute& c) {
-        auto* const most = at<Best>(best);
-        for (int row = 0; start && most != nullptr && row < rows; ++row) most[row] = {-INFINITY, 0};
-        return c.kernels->head(*c.pool, granules(weights, count, stride), m, at<const float>(h), h_stride, rows,
-                               at<float>(logits), out_stride, out_cols, softcap, first_token, most, exact,
-                               scratch_at(scratch, scratch_bytes));
-    };
-}
-
-Step make_accumulate(std::uintptr_t weights, int count, std::size_t stride, const Matrix& m, std::uintptr_t x,
-                     std::ptrdiff_t x_stride, int rows, std::uintptr_t sum, bool first, bool exact,
-                     std::uintptr_t scratch, std::size_t scratch_bytes) {
-    return [=](const Compute& c) {
-        return c.kernels->accumulate(*c.pool, granules(weights, count, stride), m, at<const float>(x), x_stride, rows,
-                                     at<float>(sum), first, exact, scratch_at(scratch, scratch_bytes));
-    };
-}
-
-Step make_ffn(std::uintptr_t weights, int count, std::size_t stride, const FfnShape& shape, std::uintptr_t h, int rows,
-              std::uintptr_t partial, std::uintptr_t pending, int granule, bool first, bool continues, bool keeps,
-              bool exact, std::uintptr_t scratch, std::size_t scratch_bytes) {
-    const FfnSum sum{at<float>(partial), at<float>(pending), granule, first, continues, keeps};
-    return [=](const Compute& c) {
-        return c.kernels->ffn(*c.pool, granules(weights, count, stride), shape, at<const float>(h), rows, sum, exact,
-                              scratch_at(scratch, scratch_bytes));
-    };
-}
-
-// The cache's form; where it lies comes with each call.
-struct CacheShape {
-    Kind kind;
-    int group, kv_heads, page_tokens, head_dim;
-    KvCache cache(std::uintptr_t keys, std::uintptr_t values) const {
-        return {at<std::uint8_t>(keys), at<std::uint8_t>(values), kind, group, kv_heads, page_tokens, head_dim};
+        for (const Step& step : steps) require(step(*compute));
     }
 };
 
@@ -160,93 +102,94 @@ CacheShape make_cache(const std::string& kind, int group, int kv_heads, int page
     return {named(kKinds, kind), group, kv_heads, page_tokens, head_dim};
 }
 
-Step make_qkv(std::uintptr_t weights, int count, std::size_t stride, const QkvShape& shape, const AttentionShape& a,
-              std::uintptr_t h, int rows, std::uintptr_t q_norm, std::uintptr_t k_norm, std::uintptr_t cos,
-              std::uintptr_t sin, std::uintptr_t sequences, int sequence_count, const CacheShape& cache,
-              std::uintptr_t keys, std::uintptr_t values, std::uintptr_t q, bool exact, std::uintptr_t scratch,
-              std::size_t scratch_bytes) {
-    return [=](const Compute& c) {
-        return c.kernels->qkv(*c.pool, granules(weights, count, stride), shape, a, at<const float>(h), rows,
-                              at<const float>(q_norm), at<const float>(k_norm), at<const float>(cos),
-                              at<const float>(sin), at<const Sequence>(sequences), sequence_count,
-                              cache.cache(keys, values), at<float>(q), exact, scratch_at(scratch, scratch_bytes));
-    };
-}
-
-Step make_attend(const AttentionShape& a, std::uintptr_t sequences, int sequence_count, const CacheShape& cache,
-                 std::uintptr_t keys, std::uintptr_t values, std::uintptr_t q, std::uintptr_t out,
-                 std::uintptr_t scratch, std::size_t scratch_bytes) {
-    return [=](const Compute& c) {
-        return c.kernels->attend(*c.pool, a, at<const Sequence>(sequences), sequence_count, cache.cache(keys, values),
-                                 at<const float>(q), at<float>(out), scratch_at(scratch, scratch_bytes));
-    };
-}
+// How a field crosses from Python: pointers as addresses.
+template <class Value>
+struct Crossing {
+    using type = Value;
+    static Value of(const Value& value) { return value; }
+};
+template <class Value>
+struct Crossing<Value*> {
+    using type = std::uintptr_t;
+    static Value* of(std::uintptr_t address) { return reinterpret_cast<Value*>(address); }
+};
+template <class Value>
+struct Crossing<std::vector<Value*>> {
+    using type = std::vector<std::uintptr_t>;
+    static std::vector<Value*> of(const type& addresses) {
+        std::vector<Value*> found;
+        for (const std::uintptr_t address : addresses) found.push_back(Crossing<Value*>::of(address));
+        return found;
+    }
+};
 
 Norm make_norm(const std::string& kind, float eps, float offset, std::uintptr_t weight, std::uintptr_t bias) {
     static const std::map<std::string, NormKind> kinds{
         {"none", NormKind::kNone}, {"rms", NormKind::kRms}, {"layer", NormKind::kLayer}};
-    return {named(kinds, kind), eps, offset, at<const float>(weight), at<const float>(bias)};
+    return {named(kinds, kind), eps, offset, Crossing<const float*>::of(weight), Crossing<const float*>::of(bias)};
 }
 
-Step make_norm_step(const Norm& norm, std::uintptr_t x, std::uintptr_t chosen, int rows, int d, std::uintptr_t out) {
-    return [=](const Compute& c) {
-        return c.kernels->norm(*c.pool, norm, at<const float>(x), at<const std::int32_t>(chosen), rows, d,
-                               at<float>(out));
-    };
-}
+// A field of an op: its name, and where it is in the op's struct.
+template <class Place>
+struct Field {
+    const char* name;
+    Place place;
+};
+template <class Op, class Place>
+using Crosses = Crossing<std::remove_reference_t<std::invoke_result_t<Place, Op&>>>;
 
-Step make_merge(const Norm& out, const Norm& after, std::uintptr_t bias, std::uintptr_t x,
-                const std::vector<std::uintptr_t>& partials, int rows, int d, std::uintptr_t scratch,
-                std::size_t scratch_bytes) {
-    std::vector<const float*> from;
-    for (const std::uintptr_t partial : partials) from.push_back(at<const float>(partial));
-    const Merge shape{out, after, at<const float>(bias)};
-    return [=](const Compute& c) {
-        return c.kernels->merge(*c.pool, shape, at<float>(x), from.data(), static_cast<int>(from.size()), rows, d,
-                                scratch_at(scratch, scratch_bytes));
-    };
-}
-
-Step make_scale(std::uintptr_t from, float factor, int rows, int d, std::uintptr_t to) {
-    return [=](const Compute& c) {
-        return c.kernels->scale(*c.pool, at<const float>(from), factor, rows, d, at<float>(to));
-    };
-}
-
-Step make_gather(std::uintptr_t weights, int count, std::size_t stride, const Matrix& m, std::uintptr_t tokens,
-                 int rows, std::uintptr_t out) {
-    return [=](const Compute& c) {
-        return c.kernels->gather(*c.pool, granules(weights, count, stride), m, at<const std::int32_t>(tokens), rows,
-                                 at<float>(out));
-    };
-}
-
-Step make_widen(std::uintptr_t weights, int count, std::size_t stride, const Matrix& m, const Matrix& wide,
-                std::uintptr_t out, std::size_t out_stride) {
-    if (!m.quantised() || (wide.kind != Kind::kFloat32 && wide.kind != Kind::kFloat16)) {
+void check(const WidenOp& op) {
+    if (!op.matrix.quantised() || (op.wide.kind != Kind::kFloat32 && op.wide.kind != Kind::kFloat16)) {
         throw nb::value_error("integer weights are widened to float32 or float16");
     }
-    if (m.rows != wide.rows || m.cols != wide.cols) throw nb::value_error("the shapes differ");
-    return [=](const Compute& c) {
-        return c.kernels->widen(*c.pool, granules(weights, count, stride), m, wide, at<std::uint8_t>(out), out_stride);
-    };
+    if (op.matrix.rows != op.wide.rows || op.matrix.cols != op.wide.cols) throw nb::value_error("the shapes differ");
 }
+template <class Op>
+void check(const Op&) {}
 
-// An op as a method of both: run now, or appended to a program.
-template <class... Operands, class... Names>
-void def_op(nb::class_<Compute>& compute, nb::class_<Program>& program, const char* name, Step (*make)(Operands...),
-            Names... names) {
-    compute.def(
-        name,
-        [make](const Compute& self, Operands... operands) {
-            const Step step = make(operands...);
-            nb::gil_scoped_release release;
-            run_step(self, step);
-        },
-        names...);
-    program.def(
-        name, [make](Program& self, Operands... operands) { self.steps.push_back(make(operands...)); }, names...);
-}
+// The ops, as methods of both classes: run now, or appended to a program. All operands are given by name.
+struct Ops {
+    nb::class_<Compute>& compute;
+    nb::class_<Program>& program;
+    nb::dict fields;  // op -> names, in order
+
+    template <class Op, class... Places>
+    void def(const char* name, bool (*Kernels::*run)(Pool&, const Op&), Field<Places>... places) {
+        const auto make = [=](const typename Crosses<Op, Places>::type&... values) {
+            Op op{};
+            ((places.place(op) = Crosses<Op, Places>::of(values)), ...);
+            check(op);
+            return op;
+        };
+        compute.def(
+            name,
+            [=](const Compute& self, const typename Crosses<Op, Places>::type&... values) {
+                const Op op = make(values...);
+                nb::gil_scoped_release release;
+                require((self.kernels->*run)(*self.pool, op));
+            },
+            nb::kw_only(), nb::arg(places.name)...);
+        program.def(
+            name,
+            [=](Program& self, const typename Crosses<Op, Places>::type&... values) {
+                self.steps.push_back(
+                    [=, op = make(values...)](const Compute& c) { return (c.kernels->*run)(*c.pool, op); });
+            },
+            nb::kw_only(), nb::arg(places.name)...);
+        fields[name] = nb::make_tuple(places.name...);
+    }
+};
+
+// The fields of an op's struct by name, several at once where ops share them.
+// clang-format off
+#define FIELD(op, name, member) Field{name, [](op& of) -> auto& { return of.member; }}
+#define SAME(op, member) FIELD(op, #member, member)
+#define WEIGHTS(op) FIELD(op, "weights", weights.data), FIELD(op, "count", weights.count), \
+                    FIELD(op, "stride", weights.stride)
+#define CACHE(op) Field{"cache", [](op& of) -> CacheShape& { return of.cache; }}, \
+                  FIELD(op, "keys", cache.keys), FIELD(op, "values", cache.values)
+#define SCRATCH(op) FIELD(op, "scratch", scratch.data), FIELD(op, "scratch_bytes", scratch.nbytes)
+// clang-format on
 
 }  // namespace
 
@@ -302,36 +245,55 @@ void bind_ops(nb::module_& m) {
                        .def(nb::init<const Compute&>(), nb::keep_alive<1, 2>(), "compute"_a)
                        .def("__len__", [](const Program& self) { return self.steps.size(); })
                        .def("run", &Program::run);
-    def_op(compute, program, "project", &make_project, "weights"_a, "count"_a, "stride"_a, "matrix"_a, "x"_a,
-           "x_stride"_a, "rows"_a, "out"_a, "out_stride"_a, "out_cols"_a, "exact"_a, "scratch"_a, "scratch_bytes"_a);
-    def_op(compute, program, "head", &make_head, "weights"_a, "count"_a, "stride"_a, "matrix"_a, "h"_a, "h_stride"_a,
-           "rows"_a, "logits"_a, "out_stride"_a, "out_cols"_a, "softcap"_a, "first_token"_a, "best"_a, "start"_a,
-           "exact"_a, "scratch"_a, "scratch_bytes"_a);
-    def_op(compute, program, "accumulate", &make_accumulate, "weights"_a, "count"_a, "stride"_a, "matrix"_a, "x"_a,
-           "x_stride"_a, "rows"_a, "sum"_a, "first"_a, "exact"_a, "scratch"_a, "scratch_bytes"_a);
-    def_op(compute, program, "qkv", &make_qkv, "weights"_a, "count"_a, "stride"_a, "shape"_a, "attention"_a, "h"_a,
-           "rows"_a, "q_norm"_a, "k_norm"_a, "cos"_a, "sin"_a, "sequences"_a, "sequence_count"_a, "cache"_a, "keys"_a,
-           "values"_a, "q"_a, "exact"_a, "scratch"_a, "scratch_bytes"_a);
-    def_op(compute, program, "attend", &make_attend, "attention"_a, "sequences"_a, "sequence_count"_a, "cache"_a,
-           "keys"_a, "values"_a, "q"_a, "out"_a, "scratch"_a, "scratch_bytes"_a);
-    def_op(compute, program, "ffn", &make_ffn, "weights"_a, "count"_a, "stride"_a, "shape"_a, "h"_a, "rows"_a,
-           "partial"_a, "pending"_a, "granule"_a, "first"_a, "continues"_a, "keeps"_a, "exact"_a, "scratch"_a,
-           "scratch_bytes"_a);
-    def_op(compute, program, "norm", &make_norm_step, "norm"_a, "x"_a, "chosen"_a, "rows"_a, "d"_a, "out"_a);
-    def_op(compute, program, "merge", &make_merge, "out"_a, "after"_a, "bias"_a, "x"_a, "partials"_a, "rows"_a, "d"_a,
-           "scratch"_a, "scratch_bytes"_a);
-    def_op(compute, program, "scale", &make_scale, "source"_a, "factor"_a, "rows"_a, "d"_a, "to"_a);
-    def_op(compute, program, "gather", &make_gather, "weights"_a, "count"_a, "stride"_a, "matrix"_a, "tokens"_a,
-           "rows"_a, "out"_a);
-    def_op(compute, program, "widen", &make_widen, "weights"_a, "count"_a, "stride"_a, "matrix"_a, "wide"_a, "out"_a,
-           "out_stride"_a);
+    // clang-format off
+    Ops ops{compute, program, nb::dict()};
+    ops.def("project", &Kernels::project,
+            WEIGHTS(ProjectOp), SAME(ProjectOp, matrix), SAME(ProjectOp, x), SAME(ProjectOp, x_stride),
+            SAME(ProjectOp, t), SAME(ProjectOp, out), SAME(ProjectOp, out_stride), SAME(ProjectOp, out_cols),
+            SAME(ProjectOp, exact), SCRATCH(ProjectOp));
+    ops.def("head", &Kernels::head,
+            WEIGHTS(HeadOp), SAME(HeadOp, matrix), SAME(HeadOp, h), SAME(HeadOp, h_stride), SAME(HeadOp, t),
+            SAME(HeadOp, logits), SAME(HeadOp, out_stride), SAME(HeadOp, out_cols), SAME(HeadOp, softcap),
+            SAME(HeadOp, first_token), SAME(HeadOp, best), SAME(HeadOp, starts), SAME(HeadOp, exact),
+            SCRATCH(HeadOp));
+    ops.def("out", &Kernels::out,
+            WEIGHTS(OutOp), SAME(OutOp, matrix), SAME(OutOp, a), SAME(OutOp, a_stride), SAME(OutOp, t),
+            SAME(OutOp, partial), SAME(OutOp, starts_sum), SAME(OutOp, exact), SCRATCH(OutOp));
+    ops.def("ffn", &Kernels::ffn,
+            WEIGHTS(FfnOp), SAME(FfnOp, shape), SAME(FfnOp, h), SAME(FfnOp, t), FIELD(FfnOp, "partial", sum.partial),
+            FIELD(FfnOp, "pending", sum.pending), FIELD(FfnOp, "granule", sum.granule),
+            FIELD(FfnOp, "starts_sum", sum.starts_sum), FIELD(FfnOp, "continues_four", sum.continues),
+            FIELD(FfnOp, "leaves_four", sum.keeps), SAME(FfnOp, exact), SCRATCH(FfnOp));
+    ops.def("qkv", &Kernels::qkv,
+            WEIGHTS(QkvOp), SAME(QkvOp, shape), SAME(QkvOp, attention), SAME(QkvOp, h), SAME(QkvOp, t),
+            SAME(QkvOp, q_norm), SAME(QkvOp, k_norm), SAME(QkvOp, cos), SAME(QkvOp, sin), SAME(QkvOp, sequences),
+            SAME(QkvOp, sequence_count), SAME(QkvOp, q), CACHE(QkvOp), SAME(QkvOp, exact), SCRATCH(QkvOp));
+    ops.def("attend", &Kernels::attend,
+            SAME(AttendOp, attention), SAME(AttendOp, sequences), SAME(AttendOp, sequence_count),
+            SAME(AttendOp, q), CACHE(AttendOp), SAME(AttendOp, a), SCRATCH(AttendOp));
+    ops.def("norm", &Kernels::norm,
+            SAME(NormOp, norm), SAME(NormOp, x), SAME(NormOp, chosen), SAME(NormOp, t), SAME(NormOp, d),
+            SAME(NormOp, h));
+    ops.def("merge", &Kernels::merge,
+            SAME(MergeOp, out), SAME(MergeOp, after), SAME(MergeOp, bias), SAME(MergeOp, x), SAME(MergeOp, partials),
+            SAME(MergeOp, t), SAME(MergeOp, d), SCRATCH(MergeOp));
+    ops.def("embed", &Kernels::embed,
+            SAME(EmbedOp, rows), SAME(EmbedOp, embed_scale), SAME(EmbedOp, t), SAME(EmbedOp, d), SAME(EmbedOp, x));
+    ops.def("gather", &Kernels::gather,
+            WEIGHTS(GatherOp), SAME(GatherOp, matrix), SAME(GatherOp, tokens), SAME(GatherOp, t),
+            SAME(GatherOp, rows));
+    ops.def("widen", &Kernels::widen,
+            WEIGHTS(WidenOp), SAME(WidenOp, matrix), SAME(WidenOp, wide), SAME(WidenOp, out),
+            SAME(WidenOp, out_stride));
+    m.attr("op_fields") = ops.fields;
+    // clang-format on
     m.def("limits", [] {
         return std::map<std::string, int>{{"most_group", kMostGroup},     {"weight_group", kWeightGroup},
                                           {"kv_group", kKvGroup},         {"page_tokens", kPageTokens},
                                           {"sum_granules", kSumGranules}, {"tile_rows", kTileRows}};
     });
     m.def("project_scratch", &project_scratch, "matrix"_a, "rows"_a);
-    m.def("accumulate_scratch", &accumulate_scratch, "matrix"_a, "count"_a, "rows"_a);
+    m.def("out_scratch", &out_scratch, "matrix"_a, "count"_a, "rows"_a);
     m.def("ffn_scratch", &ffn_scratch, "shape"_a, "count"_a, "rows"_a);
     m.def("qkv_scratch", &qkv_scratch, "shape"_a, "attention"_a, "rows"_a);
     m.def(

@@ -126,7 +126,7 @@ void fold_fours(const Team& team, const Fours& fours, int begin, int count, cons
         for (int tile = lo; tile < hi; ++tile) {
             const std::ptrdiff_t at = std::ptrdiff_t(row) * d + tile * kTileRows;
             const int some = d - tile * kTileRows;
-            F y = sum.first && begin == 0 ? f_zero() : load_some(sum.partial + at, some);
+            F y = sum.starts_sum && begin == 0 ? f_zero() : load_some(sum.partial + at, some);
             for (int i = 0; i < count; ++i) {
                 const F term = load_some(sums + std::ptrdiff_t(i) * t * d + at, some);
                 if (fours.at(begin + i).keeps) {
@@ -198,7 +198,7 @@ void sum_columns(const Team& team, const Granules& weights, const Matrix& down, 
         const auto count = [&](int tile) { return down.rows - column - tile * kTileRows; };
         for (int i = 0; i < fours.count; ++i) {
             const Four four = fours.at(i);
-            const bool starts = sum.first && fours.begin == 0 && i == 0;
+            const bool starts = sum.starts_sum && fours.begin == 0 && i == 0;
             Tiles tiles = cuts.tiles_of(weights, down, four.lo * cuts.per_granule + cut);
             tiles.granule = four.lo - fours.begin;
             tiles.series.count = four.hi - four.lo;
@@ -257,15 +257,19 @@ bool ffn_many(Pool& pool, const Granules& weights, const FfnShape& shape, const 
     return true;
 }
 
-bool ffn(Pool& pool, const Granules& weights, const FfnShape& shape, const float* h, int t, const FfnSum& sum,
-         bool exact, Scratch scratch) {
+bool ffn(Pool& pool, const FfnOp& op) {
+    const FfnShape& shape = op.shape;
+    const FfnSum& sum = op.sum;
     if (shape.up.rows > kGranuleRows) return false;
     const std::size_t bytes = bytes_of(shape.up) * (shape.gate.rows > 0 ? 2 : 1) + bytes_of(shape.down);
-    const auto run = t <= kFewRows ? ffn_few : ffn_many;
-    if (!run(pool, weights, shape, h, t, sum, cost_of(weights, bytes, t), exact, scratch)) return false;
+    const auto run = op.t <= kFewRows ? ffn_few : ffn_many;
+    const std::size_t cost = cost_of(op.weights, bytes, op.t);
+    if (!run(pool, op.weights, shape, op.h, op.t, sum, cost, op.exact, op.scratch)) return false;
     // A four that this call leaves to the next one adds nothing yet.
-    const Fours fours(sum, 0, weights.count, weights.count);
-    if (sum.first && fours.count == 1 && sum.keeps) std::fill_n(sum.partial, std::size_t(t) * shape.down.rows, 0.0F);
+    const Fours fours(sum, 0, op.weights.count, op.weights.count);
+    if (sum.starts_sum && fours.count == 1 && sum.keeps) {
+        std::fill_n(sum.partial, std::size_t(op.t) * std::size_t(shape.down.rows), 0.0F);
+    }
     return true;
 }
 

@@ -38,11 +38,11 @@ bool multiply(Pool& pool, const Granules& weights, const Matrix& m, const float*
     return true;
 }
 
-bool project(Pool& pool, const Granules& weights, const Matrix& m, const float* x, std::ptrdiff_t x_stride, int t,
-             float* out, std::ptrdiff_t out_stride, int out_cols, bool exact, Scratch scratch) {
-    return multiply(pool, weights, m, x, x_stride, t, out_cols, exact, scratch,
+bool project(Pool& pool, const ProjectOp& op) {
+    Scratch scratch = op.scratch;
+    return multiply(pool, op.weights, op.matrix, op.x, op.x_stride, op.t, op.out_cols, op.exact, scratch,
                     [&](const Team&, int row, int column, F y, int count) {
-                        store_some(out + row * out_stride + column, y, count);
+                        store_some(op.out + row * op.out_stride + column, y, count);
                     });
 }
 
@@ -63,18 +63,22 @@ inline void follow(Best& best, F logits, int count, int first) {
     }
 }
 
-bool head(Pool& pool, const Granules& weights, const Matrix& m, const float* h, std::ptrdiff_t h_stride, int t,
-          float* logits, std::ptrdiff_t stride, int out_cols, float softcap, int first_token, Best* best, bool exact,
-          Scratch scratch) {
+bool head(Pool& pool, const HeadOp& op) {
+    const int t = op.t;
+    Best* const best = op.best;
+    if (op.starts && best != nullptr) std::fill_n(best, t, Best{-INFINITY, 0});
     std::vector<Best> each;  // [threads][T]; a thread's own, so that none waits for another
     for (int i = 0; best != nullptr && i < pool.threads(); ++i) each.insert(each.end(), best, best + t);
-    const bool done = multiply(pool, weights, m, h, h_stride, t, out_cols, exact, scratch,
-                               [&](const Team& team, int row, int column, F y, int count) {
-                                   if (softcap > 0) y = f_mul(f_tanh(f_mul(y, f_set(1.0F / softcap))), f_set(softcap));
-                                   store_some(logits + row * stride + column, y, count);
-                                   if (best != nullptr)
-                                       follow(each[std::size_t(team.id() * t + row)], y, count, first_token + column);
-                               });
+    Scratch scratch = op.scratch;
+    const float softcap = op.softcap;
+    const bool done =
+        multiply(pool, op.weights, op.matrix, op.h, op.h_stride, t, op.out_cols, op.exact, scratch,
+                 [&](const Team& team, int row, int column, F y, int count) {
+                     if (softcap > 0) y = f_mul(f_tanh(f_mul(y, f_set(1.0F / softcap))), f_set(softcap));
+                     store_some(op.logits + row * op.out_stride + column, y, count);
+                     if (best != nullptr)
+                         follow(each[std::size_t(team.id() * t + row)], y, count, op.first_token + column);
+                 });
     for (int i = 0; best != nullptr && i < pool.threads(); ++i) {
         for (int row = 0; row < t; ++row) {
             const Best& other = each[std::size_t(i * t + row)];
@@ -137,14 +141,17 @@ const std::uint8_t* first_tile(const Team& team, const Granules& weights, const 
     return cuts.tiles_of(weights, m, team.share(cuts.per_granule).first).series.first;
 }
 
-bool accumulate(Pool& pool, const Granules& weights, const Matrix& m, const float* x, std::ptrdiff_t x_stride, int t,
-                float* sum, bool first, bool exact, Scratch scratch) {
+bool out(Pool& pool, const OutOp& op) {
+    const Granules& weights = op.weights;
+    const Matrix& m = op.matrix;
+    Scratch scratch = op.scratch;
     Input input;
-    if (!input.plan(m, x, x_stride, weights.count, t, exact, scratch)) return false;
-    pool.run(cost_of(weights, bytes_of(m), t), [&](const Team& team) {
+    if (!input.plan(m, op.a, op.a_stride, weights.count, op.t, op.exact, scratch)) return false;
+    pool.run(cost_of(weights, bytes_of(m), op.t), [&](const Team& team) {
         prefetch_run(first_tile(team, weights, m, input.chunk()));
-        for (int row0 = 0; row0 < t; row0 += input.chunk()) {
-            accumulate_share(team, weights, m, input.chunk_at(team, row0), sum + std::ptrdiff_t(row0) * m.rows, first);
+        for (int row0 = 0; row0 < op.t; row0 += input.chunk()) {
+            float* const sum = op.partial + std::ptrdiff_t(row0) * m.rows;
+            accumulate_share(team, weights, m, input.chunk_at(team, row0), sum, op.starts_sum);
         }
     });
     return true;

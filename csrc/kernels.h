@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "threads.h"
 
@@ -93,7 +94,7 @@ constexpr int kSumGranules = 4;  // SUM_GRANULES of spec/parts.py
 struct FfnSum {
     float *partial, *pending;
     int granule;  // of the layer: the call's first
-    bool first, continues, keeps;
+    bool starts_sum, continues, keeps;
 };
 
 constexpr int up_to(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -103,12 +104,11 @@ constexpr int up_to(int n, int multiple) { return (n + multiple - 1) / multiple 
 constexpr int kMostGroup = 1024, kWeightGroup = 8, kKvGroup = 32;
 constexpr int kPageTokens = 64;  // attention walks blocks of so many positions, each within one page
 
-// A layer's K and V in pages: for every KV head of a page a block, as spec/format.py draws it. `group`: columns of a
-// scale, 0 for floats.
-struct KvCache {
-    std::uint8_t *keys, *values;
-    Kind kind;
-    int group, kv_heads, page_tokens, head_dim;
+// The form of a layer's K and V in pages: for every KV head of a page a block, as spec/format.py draws it. `group`:
+// columns of a scale, 0 for floats.
+struct CacheShape {
+    Kind kind = Kind::kFloat32;
+    int group = 0, kv_heads = 0, page_tokens = 0, head_dim = 0;
 
     int groups() const { return group > 0 ? (head_dim + group - 1) / group : 0; }
     // A token's numbers or codes in one head.
@@ -134,6 +134,10 @@ struct KvCache {
         return std::size_t(page_tokens) * (row_bytes() + 2 * std::size_t(g)) + 2 * std::size_t(slot);
     }
     std::size_t minimum_at(int g, int slot) const { return scale_at(groups() + g, slot); }
+};
+
+struct KvCache : CacheShape {
+    std::uint8_t *keys = nullptr, *values = nullptr;
 };
 
 // Rows of one sequence in a batch: `rows` of them from position `start`; its pages are consecutive from `first_page`.
@@ -166,52 +170,161 @@ struct Norm {
     const float *weight = nullptr, *bias = nullptr;
 };
 
-// x += out(Σ partials + bias), then x = after(x).
-struct Merge {
-    Norm out, after;
-    const float* bias = nullptr;
-};
-
 // The most likely token of a row so far; NaN once a logit was NaN.
 struct Best {
     float logit;
     std::int32_t token;
 };
 
+// ---- operands ------------------------------------------------------------------------------------------------------
+//
+// What each op works on, by name; graph/ops says what is read and written. bind_ops.cpp fills these structs from Python
+// field by field, and a test holds their names to the definitions there. `t`: T.
+
+// out [T, rows of all granules] = x [T, cols] · block of each granule; `exact`: no int8 activations.
+// Granule i writes columns i * rows …; at most `out_cols` columns in all.
+struct ProjectOp {
+    Granules weights;
+    Matrix matrix;
+    const float* x;
+    std::ptrdiff_t x_stride;
+    int t;
+    float* out;
+    std::ptrdiff_t out_stride;
+    int out_cols;
+    bool exact;
+    Scratch scratch;
+};
+
+// The same for logits, capped at ±softcap where that is above 0. `best` [T] (null: not wanted) follows the most
+// likely token over the calls of a pass, the lowest id where they tie, from nothing where it `starts`; column 0 is
+// `first_token`.
+struct HeadOp {
+    Granules weights;
+    Matrix matrix;
+    const float* h;
+    std::ptrdiff_t h_stride;
+    int t;
+    float* logits;
+    std::ptrdiff_t out_stride;
+    int out_cols;
+    float softcap;
+    int first_token;
+    Best* best;
+    bool starts, exact;
+    Scratch scratch;
+};
+
+// partial [T, rows] (+)= Σ granules: a [T, granule i's cols] · block; granule i reads columns i * cols … of a.
+struct OutOp {
+    Granules weights;
+    Matrix matrix;
+    const float* a;
+    std::ptrdiff_t a_stride;
+    int t;
+    float* partial;
+    bool starts_sum, exact;
+    Scratch scratch;
+};
+
+// partial [T, D] (+)= Σ granules: down · (act(gate h) * up h), or down · act(up h).
+struct FfnOp {
+    Granules weights;
+    FfnShape shape;
+    const float* h;
+    int t;
+    FfnSum sum;
+    bool exact;
+    Scratch scratch;
+};
+
+// q [T, H, E], and k and v into the cache, for the KV heads of `attention`, of h [T, D]. cos, sin: float32
+// [T, rope_dims / 2].
+struct QkvOp {
+    Granules weights;
+    QkvShape shape;
+    AttentionShape attention;
+    const float* h;
+    int t;
+    const float *q_norm, *k_norm, *cos, *sin;
+    const Sequence* sequences;
+    int sequence_count;
+    KvCache cache;
+    float* q;
+    bool exact;
+    Scratch scratch;
+};
+
+// a [T, H, E] = softmax(scale · q kᵀ, causal and windowed) v.
+struct AttendOp {
+    AttentionShape attention;
+    const Sequence* sequences;
+    int sequence_count;
+    KvCache cache;
+    const float* q;
+    float* a;
+    Scratch scratch;
+};
+
+// h [T, D] = norm of x's rows, or of those that `chosen` [T] names (null: all); kNone copies.
+struct NormOp {
+    Norm norm;
+    const float* x;
+    const std::int32_t* chosen;
+    int t, d;
+    float* h;
+};
+
+// x [T, D] += out(Σ partials + bias), then x = after(x).
+struct MergeOp {
+    Norm out, after;
+    const float* bias;
+    float* x;
+    std::vector<const float*> partials;
+    int t, d;
+    Scratch scratch;
+};
+
+// x [T, D] = embed_scale · rows.
+struct EmbedOp {
+    const float* rows;
+    float embed_scale;
+    int t, d;
+    float* x;
+};
+
+// rows [T, cols] = those of `tokens` of a matrix that lies in granules of matrix.rows rows.
+struct GatherOp {
+    Granules weights;
+    Matrix matrix;
+    const std::int32_t* tokens;
+    int t;
+    float* rows;
+};
+
+// Integer weights as float32 or float16: the block `matrix` of each granule, in the tiles of `wide`, a block of
+// granules `out_stride` bytes apart. Values must be within float16's range where that is wanted.
+struct WidenOp {
+    Granules weights;
+    Matrix matrix, wide;
+    std::uint8_t* out;
+    std::size_t out_stride;
+};
+
+// Ops return false where the scratch is too small.
 struct Kernels {
     const char* isa;
-    // out [T, rows of all granules] = x [T, cols] · block of each granule; `exact`: no int8 activations.
-    // Granule i writes columns i * rows …; at most `out_cols` columns in all. Returns false if scratch is too small.
-    bool (*project)(Pool&, const Granules&, const Matrix&, const float* x, std::ptrdiff_t x_stride, int t, float* out,
-                    std::ptrdiff_t out_stride, int out_cols, bool exact, Scratch);
-    // The same for logits, capped at ±softcap where that is above 0. `best` [T] (null: not wanted) follows the most
-    // likely token over the calls of a pass, the lowest id where they tie; column 0 is `first_token`.
-    bool (*head)(Pool&, const Granules&, const Matrix&, const float* h, std::ptrdiff_t h_stride, int t, float* logits,
-                 std::ptrdiff_t stride, int out_cols, float softcap, int first_token, Best* best, bool exact, Scratch);
-    // sum [T, rows] (+)= Σ granules: x [T, granule i's cols] · block; granule i reads columns i * cols … of x.
-    bool (*accumulate)(Pool&, const Granules&, const Matrix&, const float* x, std::ptrdiff_t x_stride, int t,
-                       float* sum, bool first, bool exact, Scratch);
-    // partial [T, D] (+)= Σ granules: down · (act(gate h) * up h), or down · act(up h).
-    bool (*ffn)(Pool&, const Granules&, const FfnShape&, const float* h, int t, const FfnSum&, bool exact, Scratch);
-    // q [T, H, E], and k and v into the cache, for KV heads [lo, hi) of h [T, D]. cos, sin: float32 [T, rope_dims / 2].
-    bool (*qkv)(Pool&, const Granules&, const QkvShape&, const AttentionShape&, const float* h, int t,
-                const float* q_norm, const float* k_norm, const float* cos, const float* sin, const Sequence*,
-                int sequences, const KvCache&, float* q, bool exact, Scratch);
-    // out [T, H, E] = softmax(scale · q kᵀ, causal and windowed) v.
-    bool (*attend)(Pool&, const AttentionShape&, const Sequence*, int sequences, const KvCache&, const float* q,
-                   float* out, Scratch);
-    // out [T, D] = norm of x's rows, or of those that `rows` [T] names (null: all); kNone copies.
-    bool (*norm)(Pool&, const Norm&, const float* x, const std::int32_t* rows, int t, int d, float* out);
-    // x [T, D] += …: see Merge. `count` partials [T, D].
-    bool (*merge)(Pool&, const Merge&, float* x, const float* const* partials, int count, int t, int d, Scratch);
-    // to [T, D] = factor · from.
-    bool (*scale)(Pool&, const float* from, float factor, int t, int d, float* to);
-    // out [T, cols] = rows `tokens` of a matrix that lies in granules of m.rows rows.
-    bool (*gather)(Pool&, const Granules&, const Matrix&, const std::int32_t* tokens, int t, float* out);
-    // Integer weights as float32 or float16: the block `m` of each granule, in the tiles of `wide`, a block of granules
-    // `out_stride` bytes apart. Values must be within float16's range where that is wanted.
-    bool (*widen)(Pool&, const Granules&, const Matrix& m, const Matrix& wide, std::uint8_t* out,
-                  std::size_t out_stride);
+    bool (*project)(Pool&, const ProjectOp&);
+    bool (*head)(Pool&, const HeadOp&);
+    bool (*out)(Pool&, const OutOp&);
+    bool (*ffn)(Pool&, const FfnOp&);
+    bool (*qkv)(Pool&, const QkvOp&);
+    bool (*attend)(Pool&, const AttendOp&);
+    bool (*norm)(Pool&, const NormOp&);
+    bool (*merge)(Pool&, const MergeOp&);
+    bool (*embed)(Pool&, const EmbedOp&);
+    bool (*gather)(Pool&, const GatherOp&);
+    bool (*widen)(Pool&, const WidenOp&);
     // `rounds` of products in registers, for the peak; return the operations done. `sink` [2] keeps compilers honest.
     std::int64_t (*int8_products)(std::int64_t rounds, float* sink);
     std::int64_t (*float_products)(std::int64_t rounds, float* sink);

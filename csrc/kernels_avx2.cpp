@@ -13,8 +13,9 @@
 
 namespace penstock {
 
-const Kernels kAvx2Kernels{"avx2",        &avx2::project, &avx2::head,          &avx2::accumulate,     &avx2::ffn,
-                           &avx2::qkv,    &avx2::attend,  &avx2::norm,          &avx2::merge,          &avx2::scale,
-                           &avx2::gather, &avx2::widen,   &avx2::int8_products, &avx2::float_products, &avx2::hash};
+const Kernels kAvx2Kernels{
+    "avx2",      &avx2::project, &avx2::head,  &avx2::out,    &avx2::ffn,   &avx2::qkv,           &avx2::attend,
+    &avx2::norm, &avx2::merge,   &avx2::embed, &avx2::gather, &avx2::widen, &avx2::int8_products, &avx2::float_products,
+    &avx2::hash};
 
 }  // namespace penstock

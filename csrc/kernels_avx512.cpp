@@ -13,9 +13,20 @@
 
 namespace penstock {
 
-const Kernels kAvx512Kernels{
-    "avx512",        &avx512::project, &avx512::head,          &avx512::accumulate,     &avx512::ffn,
-    &avx512::qkv,    &avx512::attend,  &avx512::norm,          &avx512::merge,          &avx512::scale,
-    &avx512::gather, &avx512::widen,   &avx512::int8_products, &avx512::float_products, &avx512::hash};
+const Kernels kAvx512Kernels{"avx512",
+                             &avx512::project,
+                             &avx512::head,
+                             &avx512::out,
+                             &avx512::ffn,
+                             &avx512::qkv,
+                             &avx512::attend,
+                             &avx512::norm,
+                             &avx512::merge,
+                             &avx512::embed,
+                             &avx512::gather,
+                             &avx512::widen,
+                             &avx512::int8_products,
+                             &avx512::float_products,
+                             &avx512::hash};
 
 }  // namespace penstock

@@ -13,9 +13,20 @@
 
 namespace penstock {
 
-const Kernels kAvxVnniKernels{
-    "avxvnni",        &avxvnni::project, &avxvnni::head,          &avxvnni::accumulate,     &avxvnni::ffn,
-    &avxvnni::qkv,    &avxvnni::attend,  &avxvnni::norm,          &avxvnni::merge,          &avxvnni::scale,
-    &avxvnni::gather, &avxvnni::widen,   &avxvnni::int8_products, &avxvnni::float_products, &avxvnni::hash};
+const Kernels kAvxVnniKernels{"avxvnni",
+                              &avxvnni::project,
+                              &avxvnni::head,
+                              &avxvnni::out,
+                              &avxvnni::ffn,
+                              &avxvnni::qkv,
+                              &avxvnni::attend,
+                              &avxvnni::norm,
+                              &avxvnni::merge,
+                              &avxvnni::embed,
+                              &avxvnni::gather,
+                              &avxvnni::widen,
+                              &avxvnni::int8_products,
+                              &avxvnni::float_products,
+                              &avxvnni::hash};
 
 }  // namespace penstock

@@ -13,9 +13,20 @@
 
 namespace penstock {
 
-const Kernels kPortableKernels{
-    "portable",        &portable::project, &portable::head,          &portable::accumulate,     &portable::ffn,
-    &portable::qkv,    &portable::attend,  &portable::norm,          &portable::merge,          &portable::scale,
-    &portable::gather, &portable::widen,   &portable::int8_products, &portable::float_products, &portable::hash};
+const Kernels kPortableKernels{"portable",
+                               &portable::project,
+                               &portable::head,
+                               &portable::out,
+                               &portable::ffn,
+                               &portable::qkv,
+                               &portable::attend,
+                               &portable::norm,
+                               &portable::merge,
+                               &portable::embed,
+                               &portable::gather,
+                               &portable::widen,
+                               &portable::int8_products,
+                               &portable::float_products,
+                               &portable::hash};
 
 }  // namespace penstock

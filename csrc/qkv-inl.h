@@ -22,17 +22,20 @@ inline void rotate_head(float* x, const float* cos, const float* sin, int half) 
     }
 }
 
-bool qkv(Pool& pool, const Granules& weights, const QkvShape& shape, const AttentionShape& a, const float* h, int t,
-         const float* q_norm, const float* k_norm, const float* cos, const float* sin, const Sequence* sequences,
-         int sequence_count, const KvCache& cache, float* q, bool exact, Scratch scratch) {
-    const int e = a.head_dim, heads = weights.count, group = a.heads / a.kv_heads;
+bool qkv(Pool& pool, const QkvOp& op) {
+    const Granules& weights = op.weights;
+    const QkvShape& shape = op.shape;
+    const AttentionShape& a = op.attention;
+    const KvCache& cache = op.cache;
+    const int t = op.t, e = a.head_dim, heads = weights.count, group = a.heads / a.kv_heads;
+    Scratch scratch = op.scratch;
     const std::ptrdiff_t q_stride = std::ptrdiff_t(a.heads) * e;
     Input input;
-    if (!input.plan(shape.q, h, shape.q.cols, 1, t, exact, scratch)) return false;
+    if (!input.plan(shape.q, op.h, shape.q.cols, 1, t, op.exact, scratch)) return false;
     auto* kv = take<float>(scratch, std::size_t(2) * std::size_t(t) * std::size_t(heads) * std::size_t(e));
     if (kv == nullptr) return false;
     float* const made[2] = {kv, kv + std::ptrdiff_t(t) * heads * e};
-    float* const q_out = q + std::ptrdiff_t(a.lo) * group * e;
+    float* const q_out = op.q + std::ptrdiff_t(a.lo) * group * e;
     const std::size_t bytes = bytes_of(shape.q) + bytes_of(shape.k) + bytes_of(shape.v);
     pool.run(cost_of(weights, bytes, t), [&](const Team& team) {
         const Matrix* const blocks[3] = {&shape.q, &shape.k, &shape.v};
@@ -72,19 +75,20 @@ bool qkv(Pool& pool, const Granules& weights, const QkvShape& shape, const Atten
                 if (norm != nullptr) norm_head(x, norm, shape.norm_eps, e);
                 const int half = shape.rope_dims / 2;
                 if (turns && half > 0) {
-                    rotate_head(x, cos + std::ptrdiff_t(row) * half, sin + std::ptrdiff_t(row) * half, half);
+                    rotate_head(x, op.cos + std::ptrdiff_t(row) * half, op.sin + std::ptrdiff_t(row) * half, half);
                 }
             };
             for (int g = 0; g < group; ++g) {
                 finish(q_out + row * q_stride + (std::ptrdiff_t(head) * group + g) * e, shape.q_bias,
-                       std::ptrdiff_t(g) * e, q_norm, true);
+                       std::ptrdiff_t(g) * e, op.q_norm, true);
             }
             float* const k = made[0] + (std::ptrdiff_t(row) * heads + head) * e;
             float* const v = made[1] + (std::ptrdiff_t(row) * heads + head) * e;
-            finish(k, shape.k_bias, 0, k_norm, true);
+            finish(k, shape.k_bias, 0, op.k_norm, true);
             finish(v, shape.v_bias, 0, nullptr, false);
+            const Sequence* const sequences = op.sequences;
             int s = 0, before = 0;
-            while (s + 1 < sequence_count && row >= before + sequences[s].rows) before += sequences[s++].rows;
+            while (s + 1 < op.sequence_count && row >= before + sequences[s].rows) before += sequences[s++].rows;
             const int position = sequences[s].start + row - before;
             const std::size_t block =
                 cache.block_at(sequences[s].first_page + position / cache.page_tokens, a.lo + head);

@@ -50,49 +50,53 @@ void each_row(Pool& pool, int t, int d, const Function& f) {
     });
 }
 
-bool norm(Pool& pool, const Norm& shape, const float* x, const std::int32_t* rows, int t, int d, float* out) {
-    each_row(pool, t, d, [&](int row) {
-        const float* from = x + std::ptrdiff_t(rows != nullptr ? rows[row] : row) * d;
-        float* to = out + std::ptrdiff_t(row) * d;
-        if (shape.kind == NormKind::kNone) {
-            std::memcpy(to, from, std::size_t(d) * 4);
+bool norm(Pool& pool, const NormOp& op) {
+    each_row(pool, op.t, op.d, [&](int row) {
+        const float* from = op.x + std::ptrdiff_t(op.chosen != nullptr ? op.chosen[row] : row) * op.d;
+        float* to = op.h + std::ptrdiff_t(row) * op.d;
+        if (op.norm.kind == NormKind::kNone) {
+            std::memcpy(to, from, std::size_t(op.d) * 4);
         } else {
-            norm_row(shape, from, d, to);
+            norm_row(op.norm, from, op.d, to);
         }
     });
     return true;
 }
 
-bool merge(Pool& pool, const Merge& shape, float* x, const float* const* partials, int count, int t, int d,
-           Scratch scratch) {
-    const bool through = shape.out.kind != NormKind::kNone;  // the sum needs a place of its own
+bool merge(Pool& pool, const MergeOp& op) {
+    const int t = op.t, d = op.d;
+    const auto& partials = op.partials;
+    Scratch scratch = op.scratch;
+    const bool through = op.out.kind != NormKind::kNone;  // the sum needs a place of its own
     float* memory = through ? take<float>(scratch, std::size_t(t) * std::size_t(d)) : nullptr;
     if (through && memory == nullptr) return false;
     each_row(pool, t, d, [&](int row) {
-        float* const to = x + std::ptrdiff_t(row) * d;
+        float* const to = op.x + std::ptrdiff_t(row) * d;
         float* const sum = through ? memory + std::ptrdiff_t(row) * d : to;
         each16(d, [&](int i, int left) {
             F y = load_some(partials[0] + std::ptrdiff_t(row) * d + i, left);
-            for (int p = 1; p < count; ++p) y = f_add(y, load_some(partials[p] + std::ptrdiff_t(row) * d + i, left));
-            if (shape.bias != nullptr) y = f_add(y, load_some(shape.bias + i, left));
+            for (std::size_t p = 1; p < partials.size(); ++p) {
+                y = f_add(y, load_some(partials[p] + std::ptrdiff_t(row) * d + i, left));
+            }
+            if (op.bias != nullptr) y = f_add(y, load_some(op.bias + i, left));
             store_some(sum + i, through ? y : f_add(load_some(to + i, left), y), left);
         });
         if (through) {
-            norm_row(shape.out, sum, d, sum);
+            norm_row(op.out, sum, d, sum);
             each16(d, [&](int i, int left) {
                 store_some(to + i, f_add(load_some(to + i, left), load_some(sum + i, left)), left);
             });
         }
-        if (shape.after.kind != NormKind::kNone) norm_row(shape.after, to, d, to);
+        if (op.after.kind != NormKind::kNone) norm_row(op.after, to, d, to);
     });
     return true;
 }
 
-bool scale(Pool& pool, const float* from, float factor, int t, int d, float* to) {
-    each_row(pool, t, d, [&](int row) {
-        const std::ptrdiff_t at = std::ptrdiff_t(row) * d;
-        each16(d, [&](int i, int left) {
-            store_some(to + at + i, f_mul(load_some(from + at + i, left), f_set(factor)), left);
+bool embed(Pool& pool, const EmbedOp& op) {
+    each_row(pool, op.t, op.d, [&](int row) {
+        const std::ptrdiff_t at = std::ptrdiff_t(row) * op.d;
+        each16(op.d, [&](int i, int left) {
+            store_some(op.x + at + i, f_mul(load_some(op.rows + at + i, left), f_set(op.embed_scale)), left);
         });
     });
     return true;
@@ -140,12 +144,13 @@ void tile_row(const Matrix& m, const std::uint8_t* tile, int r, float* out) {
     }
 }
 
-bool gather(Pool& pool, const Granules& weights, const Matrix& m, const std::int32_t* tokens, int t, float* out) {
-    each_row(pool, t, m.cols * 4, [&](int row) {
-        const int granule = tokens[row] / m.rows, inside = tokens[row] % m.rows;
-        const std::uint8_t* tile = weights.data + std::size_t(granule) * weights.stride + m.offset +
+bool gather(Pool& pool, const GatherOp& op) {
+    const Matrix& m = op.matrix;
+    each_row(pool, op.t, m.cols * 4, [&](int row) {
+        const int granule = op.tokens[row] / m.rows, inside = op.tokens[row] % m.rows;
+        const std::uint8_t* tile = op.weights.data + std::size_t(granule) * op.weights.stride + m.offset +
                                    std::size_t(inside / kTileRows) * m.tile_bytes();
-        tile_row(m, tile, inside % kTileRows, out + std::ptrdiff_t(row) * m.cols);
+        tile_row(m, tile, inside % kTileRows, op.rows + std::ptrdiff_t(row) * m.cols);
     });
     return true;
 }

@@ -48,7 +48,7 @@ inline std::size_t input_scratch(const Matrix& m, int granules, int t) {
 
 inline std::size_t project_scratch(const Matrix& m, int t) { return input_scratch(m, 1, t); }
 
-inline std::size_t accumulate_scratch(const Matrix& m, int granules, int t) { return input_scratch(m, granules, t); }
+inline std::size_t out_scratch(const Matrix& m, int granules, int t) { return input_scratch(m, granules, t); }
 
 // Many rows: the hidden values of one granule at least. Few: those of a granule and the sum of a four, for each of some
 // fours.

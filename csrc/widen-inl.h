@@ -35,8 +35,9 @@ void widen_tile(const Matrix& m, const std::uint8_t* p, std::uint8_t* out) {
     }
 }
 
-bool widen(Pool& pool, const Granules& weights, const Matrix& m, const Matrix& wide, std::uint8_t* out,
-           std::size_t out_stride) {
+bool widen(Pool& pool, const WidenOp& op) {
+    const Granules& weights = op.weights;
+    const Matrix &m = op.matrix, &wide = op.wide;
     const bool int4 = m.kind == Kind::kInt4, half = wide.kind == Kind::kFloat16;
     const auto tile = int4   ? half ? &widen_tile<true, true> : &widen_tile<true, false>
                       : half ? &widen_tile<false, true>
@@ -46,7 +47,7 @@ bool widen(Pool& pool, const Granules& weights, const Matrix& m, const Matrix& w
         for (int i = first; i < last; ++i) {
             const std::size_t granule = std::size_t(i / m.tiles()), number = std::size_t(i % m.tiles());
             tile(m, weights.data + granule * weights.stride + m.offset + number * m.tile_bytes(),
-                 out + granule * out_stride + wide.offset + number * wide.tile_bytes());
+                 op.out + granule * op.out_stride + wide.offset + number * wide.tile_bytes());
         }
     });
     return true;

@@ -188,7 +188,7 @@ def limits() -> dict[str, int]:
 def project_scratch(matrix: Matrix, rows: int) -> int:
     """Also of `head`."""
 
-def accumulate_scratch(matrix: Matrix, count: int, rows: int) -> int: ...
+def out_scratch(matrix: Matrix, count: int, rows: int) -> int: ...
 def ffn_scratch(shape: FfnShape, count: int, rows: int) -> int: ...
 def qkv_scratch(shape: QkvShape, attention: AttentionShape, rows: int) -> int: ...
 def attend_scratch(attention: AttentionShape, cache: CacheShape, rows: int) -> int:
@@ -196,69 +196,73 @@ def attend_scratch(attention: AttentionShape, cache: CacheShape, rows: int) -> i
 
 def merge_scratch(rows: int, d: int) -> int: ...
 
+# op → the names of its operands, in the order of the native struct
+op_fields: dict[str, tuple[str, ...]]
+
 class _Ops:
-    """The ops. All arrays cross as addresses of float32, or of int32 where that is said."""
+    """The ops. Operands are given by name: those of an op's definition (`graph/ops`) are called as they are there. All
+    arrays cross as addresses of float32, or of int32 where that is said. `t`: rows."""
 
     def project(
-        self, weights: int, count: int, stride: int, matrix: Matrix, x: int, x_stride: int, rows: int, out: int,
+        self, *, weights: int, count: int, stride: int, matrix: Matrix, x: int, x_stride: int, t: int, out: int,
         out_stride: int, out_cols: int, exact: bool, scratch: int, scratch_bytes: int,
     ) -> None:  # fmt: skip
-        """out [rows, count · matrix.rows] = x · block of each granule, at most `out_cols` columns of it."""
+        """out [t, count · matrix.rows] = x · block of each granule, at most `out_cols` columns of it."""
 
     def head(
-        self, weights: int, count: int, stride: int, matrix: Matrix, h: int, h_stride: int, rows: int, logits: int,
-        out_stride: int, out_cols: int, softcap: float, first_token: int, best: int, start: bool, exact: bool,
+        self, *, weights: int, count: int, stride: int, matrix: Matrix, h: int, h_stride: int, t: int, logits: int,
+        out_stride: int, out_cols: int, softcap: float, first_token: int, best: int, starts: bool, exact: bool,
         scratch: int, scratch_bytes: int,
     ) -> None:  # fmt: skip
-        """The same for logits, capped where softcap > 0. `best` [rows] of (float32, int32), 0: not wanted: the largest
+        """The same for logits, capped where softcap > 0. `best` [t] of (float32, int32), 0: not wanted: the largest
         logit and its id so far, from nothing where it starts; the first column is `first_token`."""
 
-    def accumulate(
-        self, weights: int, count: int, stride: int, matrix: Matrix, x: int, x_stride: int, rows: int, sum: int,
-        first: bool, exact: bool, scratch: int, scratch_bytes: int,
+    def out(
+        self, *, weights: int, count: int, stride: int, matrix: Matrix, a: int, a_stride: int, t: int, partial: int,
+        starts_sum: bool, exact: bool, scratch: int, scratch_bytes: int,
     ) -> None:  # fmt: skip
-        """sum [rows, matrix.rows] (+)= x · block, granule after granule, each with its own columns of x."""
+        """partial [t, matrix.rows] (+)= a · block, granule after granule, each with its own columns of a."""
 
     def ffn(
-        self, weights: int, count: int, stride: int, shape: FfnShape, h: int, rows: int, partial: int,
-        pending: int, granule: int, first: bool, continues: bool, keeps: bool, exact: bool, scratch: int,
+        self, *, weights: int, count: int, stride: int, shape: FfnShape, h: int, t: int, partial: int, pending: int,
+        granule: int, starts_sum: bool, continues_four: bool, leaves_four: bool, exact: bool, scratch: int,
         scratch_bytes: int,
     ) -> None:  # fmt: skip
-        """partial [rows, D] (+)= down · act(gate h) * (up h) of every granule, by fours of the layer's, whose granule
-        number `granule` comes first. pending [rows, D]: the sum of a four that the call before left or this one leaves.
+        """partial [t, D] (+)= down · act(gate h) * (up h) of every granule, by fours of the layer's, whose granule
+        number `granule` comes first. pending [t, D]: the sum of a four that the call before left or this one leaves.
         """
 
     def qkv(
-        self, weights: int, count: int, stride: int, shape: QkvShape, attention: AttentionShape, h: int, rows: int,
-        q_norm: int, k_norm: int, cos: int, sin: int, sequences: int, sequence_count: int, cache: CacheShape, keys: int,
-        values: int, q: int, exact: bool, scratch: int, scratch_bytes: int,
+        self, *, weights: int, count: int, stride: int, shape: QkvShape, attention: AttentionShape, h: int, t: int,
+        q_norm: int, k_norm: int, cos: int, sin: int, sequences: int, sequence_count: int, q: int, cache: CacheShape,
+        keys: int, values: int, exact: bool, scratch: int, scratch_bytes: int,
     ) -> None:  # fmt: skip
-        """q [rows, H, E], and k and v into the cache, for the KV heads of `attention`. `sequences`: int32 [n, 3], first
+        """q [t, H, E], and k and v into the cache, for the KV heads of `attention`. `sequences`: int32 [n, 3], first
         page, start and rows of each."""
 
     def attend(
-        self, attention: AttentionShape, sequences: int, sequence_count: int, cache: CacheShape, keys: int, values: int,
-        q: int, out: int, scratch: int, scratch_bytes: int,
+        self, *, attention: AttentionShape, sequences: int, sequence_count: int, q: int, cache: CacheShape, keys: int,
+        values: int, a: int, scratch: int, scratch_bytes: int,
     ) -> None:  # fmt: skip
-        """out [rows, H, E] = softmax(scale · q kᵀ) v over the cache."""
+        """a [t, H, E] = softmax(scale · q kᵀ) v over the cache."""
 
-    def norm(self, norm: Norm, x: int, chosen: int, rows: int, d: int, out: int) -> None:
-        """out [rows, d] = norm of x's rows, or of those that `chosen` int32 [rows] names (0: all)."""
+    def norm(self, *, norm: Norm, x: int, chosen: int, t: int, d: int, h: int) -> None:
+        """h [t, d] = norm of x's rows, or of those that `chosen` int32 [t] names (0: all)."""
 
     def merge(
-        self, out: Norm, after: Norm, bias: int, x: int, partials: Sequence[int], rows: int, d: int, scratch: int,
+        self, *, out: Norm, after: Norm, bias: int, x: int, partials: Sequence[int], t: int, d: int, scratch: int,
         scratch_bytes: int,
     ) -> None:  # fmt: skip
         """x += out(sum of partials + bias), then x = after(x)."""
 
-    def scale(self, source: int, factor: float, rows: int, d: int, to: int) -> None:
-        """to = factor · source."""
+    def embed(self, *, rows: int, embed_scale: float, t: int, d: int, x: int) -> None:
+        """x = embed_scale · rows."""
 
-    def gather(self, weights: int, count: int, stride: int, matrix: Matrix, tokens: int, rows: int, out: int) -> None:
-        """out [rows, matrix.cols] = the rows `tokens` int32 [rows] of the granules."""
+    def gather(self, *, weights: int, count: int, stride: int, matrix: Matrix, tokens: int, t: int, rows: int) -> None:
+        """rows [t, matrix.cols] = those of `tokens` int32 [t] in the granules."""
 
     def widen(
-        self, weights: int, count: int, stride: int, matrix: Matrix, wide: Matrix, out: int, out_stride: int
+        self, *, weights: int, count: int, stride: int, matrix: Matrix, wide: Matrix, out: int, out_stride: int
     ) -> None:
         """Integer weights as floats: the block `matrix` of each granule becomes the block `wide`, float32 or float16,
         of granules `out_stride` bytes apart at `out`. ValueError for other formats and where the shapes differ."""

@@ -85,8 +85,8 @@ class PipoBinding(NativeBinding):
         if not isinstance(op, ops.Out):
             for block, target in zip(part.blocks, wide.blocks, strict=True):
                 on.widen(
-                    at(op.weights), count, part.granule_bytes, cpu.matrix(block), cpu.matrix(target), at(copy),
-                    wide.granule_bytes,
+                    weights=at(op.weights), count=count, stride=part.granule_bytes, matrix=cpu.matrix(block),
+                    wide=cpu.matrix(target), out=at(copy), out_stride=wide.granule_bytes,
                 )  # fmt: skip
         self._wide._natively[call.op](on, call, op._replace(weights=copy), tables)
 

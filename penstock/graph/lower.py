@@ -230,7 +230,7 @@ class Lowering:
         partials = tuple([calls.rows(main, batch, name) for name in names])
         x = calls.rows(main, batch, "x")
         cost = ops.rows_cost(self.plan.target.spec, batch.total_rows, 2 + len(partials))
-        merge = ops.Merge(calls.whole(f"{layer}.norms"), x, calls.scratch(main), partials, layer=layer, block=kind)
+        merge = ops.Merge(calls.whole(f"{layer}.norms"), x, partials, calls.scratch(main), layer=layer, block=kind)
         calls.add(main, merge, -1, batch, "*", cost)
 
     def _logits(self, p: Pass) -> Iterator[Task]:

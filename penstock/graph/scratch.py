@@ -42,7 +42,7 @@ def native_bytes(spec: ModelSpec, weights: Format, rows: int, logits_rows: int, 
         elif part.kind == "attn":
             a = layers[part.layer].attention
             need = max(need, scratch_native.qkv_bytes(part, a, a.kv_heads, rows))
-            need = max(need, scratch_native.accumulate_bytes(part.block("o"), part.granules, rows))
+            need = max(need, scratch_native.out_bytes(part.block("o"), part.granules, rows))
             need = max(need, *(scratch_native.attend_bytes(a, fmt, rows) for fmt in kv))
         elif part.kind in ("embed", "head"):
             need = max(need, scratch_native.project_bytes(part.block("rows"), min(rows, logits_rows)))

@@ -23,7 +23,7 @@ def project_bytes(block: Block, rows: int) -> int:
     return _input_bytes(block, 1, rows)
 
 
-def accumulate_bytes(block: Block, granules: int, rows: int) -> int:
+def out_bytes(block: Block, granules: int, rows: int) -> int:
     return _input_bytes(block, granules, rows)
 
 

@@ -104,7 +104,7 @@ class NativeBinding(Binding):
             need = max(
                 need, _native.ffn_scratch(self._ffn_shapes[layer], ffn.granules, rows),
                 _native.qkv_scratch(self._qkv_shapes[layer], heads, rows),
-                _native.accumulate_scratch(self._o[layer], attn.granules, rows),
+                _native.out_scratch(self._o[layer], attn.granules, rows),
                 _native.attend_scratch(heads, cache, rows),
             )  # fmt: skip
         for executor, slot in self._layout.scratch.items():
@@ -187,13 +187,16 @@ class NativeBinding(Binding):
     def _gather_on(self, on: Target, call: Call, op: ops.Gather, tables: BatchTables) -> None:
         part, at = self._parts["embed"], self._arenas.address
         on.gather(
-            at(op.weights), op.weights.nbytes // part.granule_bytes, part.granule_bytes, self._vocab, at(op.tokens),
-            _batch(call).total_rows, at(op.rows),
+            weights=at(op.weights), count=op.weights.nbytes // part.granule_bytes, stride=part.granule_bytes,
+            matrix=self._vocab, tokens=at(op.tokens), t=_batch(call).total_rows, rows=at(op.rows),
         )  # fmt: skip
 
     def _embed_on(self, on: Target, call: Call, op: ops.Embed, tables: BatchTables) -> None:
         at = self._arenas.address
-        on.scale(at(op.rows), self._spec.embed_scale, _batch(call).total_rows, self._spec.d_model, at(op.x))
+        on.embed(
+            rows=at(op.rows), embed_scale=self._spec.embed_scale, t=_batch(call).total_rows, d=self._spec.d_model,
+            x=at(op.x),
+        )  # fmt: skip
 
     def _norm_on(self, on: Target, call: Call, op: ops.Norm, tables: BatchTables) -> None:
         batch, at, final = _batch(call), self._arenas.address, op.layer is None
@@ -201,16 +204,17 @@ class NativeBinding(Binding):
         present = self._spec.final_norm if op.layer is None else self._spec.layers[op.layer].norm_in
         norm = cpu.norm(self._spec.norm if present else None, part, op.which, at(op.norms))
         chosen, n = (tables.chosen_address, len(batch.logits)) if final else (0, batch.total_rows)
-        on.norm(norm, at(op.x), chosen, n, self._spec.d_model, at(op.h))
+        on.norm(norm=norm, x=at(op.x), chosen=chosen, t=n, d=self._spec.d_model, h=at(op.h))
 
     def _head_on(self, on: Target, call: Call, op: ops.Head, tables: BatchTables) -> None:
         unit, n = self._plan.units[call.unit], len(_batch(call).logits)
         part, spec = self._parts[unit.part], self._spec
         first, at = unit.lo * part.granule_rows, self._arenas.address
         on.head(
-            at(op.weights), unit.hi - unit.lo, part.granule_bytes, self._vocab, at(op.h), spec.d_embed, n,
-            at(op.logits) + 4 * first, spec.vocab, spec.vocab - first, spec.logit_softcap, first, at(op.best),
-            op.starts, self._exact, at(op.scratch), op.scratch.nbytes,
+            weights=at(op.weights), count=unit.hi - unit.lo, stride=part.granule_bytes, matrix=self._vocab,
+            h=at(op.h), h_stride=spec.d_embed, t=n, logits=at(op.logits) + 4 * first, out_stride=spec.vocab,
+            out_cols=spec.vocab - first, softcap=spec.logit_softcap, first_token=first, best=at(op.best),
+            starts=op.starts, exact=self._exact, scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
 
     def _qkv_on(self, on: Target, call: Call, op: ops.Qkv, tables: BatchTables) -> None:
@@ -220,35 +224,39 @@ class NativeBinding(Binding):
         q_norm, k_norm = (at(op.norms) + norms_part.block(n).offset if a.qk_norm else 0 for n in ("q_norm", "k_norm"))
         cos, sin = tables.turn_addresses(layer)
         on.qkv(
-            at(op.weights), unit.hi - unit.lo, self._parts[unit.part].granule_bytes, self._qkv_shapes[layer],
-            self._attention_of(call.unit, layer), at(op.h), batch.total_rows, q_norm, k_norm, cos, sin,
-            tables.sequences_address, len(batch.seqs), self._cache(layer, batch), at(op.keys), at(op.values), at(op.q),
-            self._exact, at(op.scratch), op.scratch.nbytes,
+            weights=at(op.weights), count=unit.hi - unit.lo, stride=self._parts[unit.part].granule_bytes,
+            shape=self._qkv_shapes[layer], attention=self._attention_of(call.unit, layer), h=at(op.h),
+            t=batch.total_rows, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, sequences=tables.sequences_address,
+            sequence_count=len(batch.seqs), q=at(op.q), cache=self._cache(layer, batch), keys=at(op.keys),
+            values=at(op.values), exact=self._exact, scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
 
     def _attend_on(self, on: Target, call: Call, op: ops.Attend, tables: BatchTables) -> None:
         layer, batch, at = op.layer, _batch(call), self._arenas.address
         on.attend(
-            self._attention_of(call.unit, layer), tables.sequences_address, len(batch.seqs), self._cache(layer, batch),
-            at(op.keys), at(op.values), at(op.q), at(op.a), at(op.scratch), op.scratch.nbytes,
+            attention=self._attention_of(call.unit, layer), sequences=tables.sequences_address,
+            sequence_count=len(batch.seqs), q=at(op.q), cache=self._cache(layer, batch), keys=at(op.keys),
+            values=at(op.values), a=at(op.a), scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
 
     def _out_on(self, on: Target, call: Call, op: ops.Out, tables: BatchTables) -> None:
         a, unit = self._spec.layers[op.layer].attention, self._plan.units[call.unit]
         at, width = self._arenas.address, a.heads * a.head_dim
         first_column = unit.lo * a.heads_per_kv * a.head_dim
-        on.accumulate(
-            at(op.weights), unit.hi - unit.lo, self._parts[unit.part].granule_bytes, self._o[op.layer],
-            at(op.a) + 4 * first_column, width, _batch(call).total_rows, at(op.partial), op.starts_sum, self._exact,
-            at(op.scratch), op.scratch.nbytes,
+        on.out(
+            weights=at(op.weights), count=unit.hi - unit.lo, stride=self._parts[unit.part].granule_bytes,
+            matrix=self._o[op.layer], a=at(op.a) + 4 * first_column, a_stride=width, t=_batch(call).total_rows,
+            partial=at(op.partial), starts_sum=op.starts_sum, exact=self._exact, scratch=at(op.scratch),
+            scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
 
     def _ffn_on(self, on: Target, call: Call, op: ops.Ffn, tables: BatchTables) -> None:
         unit, at = self._plan.units[call.unit], self._arenas.address
         on.ffn(
-            at(op.weights), unit.hi - unit.lo, self._parts[unit.part].granule_bytes, self._ffn_shapes[op.layer],
-            at(op.h), _batch(call).total_rows, at(op.partial), at(op.pending), unit.lo, op.starts_sum,
-            op.continues_four, op.leaves_four, self._exact, at(op.scratch), op.scratch.nbytes,
+            weights=at(op.weights), count=unit.hi - unit.lo, stride=self._parts[unit.part].granule_bytes,
+            shape=self._ffn_shapes[op.layer], h=at(op.h), t=_batch(call).total_rows, partial=at(op.partial),
+            pending=at(op.pending), granule=unit.lo, starts_sum=op.starts_sum, continues_four=op.continues_four,
+            leaves_four=op.leaves_four, exact=self._exact, scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
 
     def _merge_on(self, on: Target, call: Call, op: ops.Merge, tables: BatchTables) -> None:
@@ -259,8 +267,8 @@ class NativeBinding(Binding):
         bias = "o_bias" if op.block == "attn" else "down_bias"
         bias_at = at(op.norms) + part.block(bias).offset if part.has(bias) else 0
         on.merge(
-            out, after, bias_at, at(op.x), [at(p) for p in op.partials], _batch(call).total_rows, self._spec.d_model,
-            at(op.scratch), op.scratch.nbytes,
+            out=out, after=after, bias=bias_at, x=at(op.x), partials=[at(p) for p in op.partials],
+            t=_batch(call).total_rows, d=self._spec.d_model, scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
 
     def _attention_of(self, u: int, layer: int) -> _native.AttentionShape:

@@ -51,8 +51,9 @@ def test_widen(isa: str, name: str, to: str, granules: int, rows: int, cols: int
     packed = np.stack([np.pad(encode(v, fmt), (64, 0)) for v in values])
     wide = np.full((granules, 128 + target.matrix_bytes(rows, cols)), 7, np.uint8)
     COMPUTE[isa, threads].widen(
-        packed.ctypes.data, granules, packed.shape[1], cpu.matrix(Block("up", rows, cols, fmt, 64)),
-        cpu.matrix(Block("up", rows, cols, target, 64)), wide.ctypes.data, wide.shape[1],
+        weights=packed.ctypes.data, count=granules, stride=packed.shape[1],
+        matrix=cpu.matrix(Block("up", rows, cols, fmt, 64)), wide=cpu.matrix(Block("up", rows, cols, target, 64)),
+        out=wide.ctypes.data, out_stride=wide.shape[1],
     )  # fmt: skip
     assert (wide[:, :64] == 7).all() and (wide[:, -64:] == 7).all()
     for raw, found in zip(packed, wide, strict=True):
@@ -63,10 +64,11 @@ def test_widen(isa: str, name: str, to: str, granules: int, rows: int, cols: int
 def test_widen_refuses() -> None:
     four, eight = (_native.Matrix(16, 64, kind, 64, 0) for kind in ("int4", "int8"))
     compute = COMPUTE[cpu.available()[0], 1]
+    nowhere = {"weights": 0, "count": 1, "stride": 0, "out": 0, "out_stride": 0}
     with pytest.raises(ValueError, match="float32 or float16"):
-        compute.widen(0, 1, 0, four, eight, 0, 0)
+        compute.widen(matrix=four, wide=eight, **nowhere)
     with pytest.raises(ValueError, match="shapes"):
-        compute.widen(0, 1, 0, four, _native.Matrix(16, 65, "float16", 0, 0), 0, 0)
+        compute.widen(matrix=four, wide=_native.Matrix(16, 65, "float16", 0, 0), **nowhere)
 
 
 STEPS = (

@@ -53,8 +53,9 @@ def test_project(
     for exact in (True, False):
         out = np.full((t, width + 3), 7.0, np.float32)
         COMPUTE[isa, threads].project(
-            address(weights), granules, weights.shape[1], m, address(x), cols, t, address(out), width + 3, width, exact,
-            address(SCRATCH), SCRATCH.nbytes,
+            weights=address(weights), count=granules, stride=weights.shape[1], matrix=m, x=address(x), x_stride=cols,
+            t=t, out=address(out), out_stride=width + 3, out_cols=width, exact=exact, scratch=address(SCRATCH),
+            scratch_bytes=SCRATCH.nbytes,
         )  # fmt: skip
         assert (out[:, width:] == 7.0).all()
         magnitude = np.concatenate([np.abs(x) @ np.abs(w).T for w in wide], axis=1) + 1e-30
@@ -91,9 +92,10 @@ def test_accumulate_has_the_same_bits_however_it_is_cut(
     def run(x: np.ndarray, cuts: list[int], threads: int) -> np.ndarray:
         total = np.full((len(x), rows), np.nan, np.float32)
         for lo, hi in pairwise(cuts):
-            COMPUTE[isa, threads].accumulate(
-                address(weights[lo]), hi - lo, weights.shape[1], m, address(x) + 4 * lo * cols, x.shape[1], len(x),
-                address(total), lo == 0, exact, address(SCRATCH), SCRATCH.nbytes,
+            COMPUTE[isa, threads].out(
+                weights=address(weights[lo]), count=hi - lo, stride=weights.shape[1], matrix=m,
+                a=address(x) + 4 * lo * cols, a_stride=x.shape[1], t=len(x), partial=address(total),
+                starts_sum=lo == 0, exact=exact, scratch=address(SCRATCH), scratch_bytes=SCRATCH.nbytes,
             )  # fmt: skip
         return total
 
@@ -146,8 +148,9 @@ def test_ffn(isa: str, activation: str, gated: bool, name: str) -> None:
     for exact, threads, nbytes in ((True, 1, SCRATCH.nbytes), (True, 3, 16384), (False, 2, SCRATCH.nbytes)):
         got = np.full((t, d), np.nan, np.float32)
         COMPUTE[isa, threads].ffn(
-            address(weights), part.granules, part.granule_bytes, shape, address(h), t, address(got),
-            address(pending), 0, True, False, False, exact, address(SCRATCH), nbytes,
+            weights=address(weights), count=part.granules, stride=part.granule_bytes, shape=shape, h=address(h), t=t,
+            partial=address(got), pending=address(pending), granule=0, starts_sum=True, continues_four=False,
+            leaves_four=False, exact=exact, scratch=address(SCRATCH), scratch_bytes=nbytes,
         )  # fmt: skip
         results.append(got)
     assert np.abs(results[0] - want).max() <= 3e-5 * np.abs(want).max()
@@ -169,8 +172,9 @@ def test_damage_stays_visible(isa: str, bad: float, activation: str) -> None:
     for exact in (True, False):
         out = np.zeros((1, 64), np.float32)
         COMPUTE[isa, 1].ffn(
-            address(weights), 2, weights.shape[1], shape, address(x), 1, address(out), 0, 0, True, False, False, exact,
-            address(SCRATCH), SCRATCH.nbytes,
+            weights=address(weights), count=2, stride=weights.shape[1], shape=shape, h=address(x), t=1,
+            partial=address(out), pending=0, granule=0, starts_sum=True, continues_four=False, leaves_four=False,
+            exact=exact, scratch=address(SCRATCH), scratch_bytes=SCRATCH.nbytes,
         )  # fmt: skip
         assert not np.isfinite(out).any()
 
@@ -179,8 +183,9 @@ def test_a_scratch_that_is_too_small_is_refused() -> None:
     block = Block("up", 16, 64, parse_format("int4"), 0)
     with pytest.raises(ValueError, match="scratch"):
         COMPUTE[ISAS[0], 1].project(
-            address(SCRATCH), 1, 576, cpu.matrix(block), address(SCRATCH), 64, 1, address(SCRATCH), 16, 16, False,
-            address(SCRATCH), 64,
+            weights=address(SCRATCH), count=1, stride=576, matrix=cpu.matrix(block), x=address(SCRATCH), x_stride=64,
+            t=1, out=address(SCRATCH), out_stride=16, out_cols=16, exact=False, scratch=address(SCRATCH),
+            scratch_bytes=64,
         )  # fmt: skip
 
 
@@ -219,9 +224,10 @@ def test_ffn_over_many_fours_however_it_is_cut(isa: str, name: str, t: int) -> N
         got, pending = np.full((t, d), np.nan, np.float32), np.full((t, d), np.nan, np.float32)
         for lo, hi in pairwise(cuts):
             COMPUTE[isa, threads].ffn(
-                address(weights[lo:hi]), hi - lo, part.granule_bytes, shape, address(h), t, address(got),
-                address(pending), lo, lo == 0, lo % 4 != 0, hi < granules and hi % 4 != 0, exact, address(SCRATCH),
-                nbytes,
+                weights=address(weights[lo:hi]), count=hi - lo, stride=part.granule_bytes, shape=shape, h=address(h),
+                t=t, partial=address(got), pending=address(pending), granule=lo, starts_sum=lo == 0,
+                continues_four=lo % 4 != 0, leaves_four=hi < granules and hi % 4 != 0, exact=exact,
+                scratch=address(SCRATCH), scratch_bytes=nbytes,
             )  # fmt: skip
         return got
 

@@ -62,7 +62,7 @@ def test_plans_say_what_the_kernels_say(made: tuple[Layer, dict[str, Part]], row
     said = scratch_native
     assert said.project_bytes(vocab, rows) == _native.project_scratch(cpu.matrix(vocab), rows)
     for n in {1, attn.granules}:
-        assert said.accumulate_bytes(o, n, rows) == _native.accumulate_scratch(cpu.matrix(o), n, rows)
+        assert said.out_bytes(o, n, rows) == _native.out_scratch(cpu.matrix(o), n, rows)
     for n in {1, ffn.granules}:
         assert said.ffn_bytes(ffn, n, rows) == _native.ffn_scratch(cpu.ffn_shape(ffn, layer), n, rows)
     qkv = _native.qkv_scratch(cpu.qkv_shape(attn, a, norm), heads, rows)
@@ -83,15 +83,16 @@ def aligned(nbytes: int) -> np.ndarray:
 def test_kernels_run_in_what_they_want(isa: str, name: str, granules: int, cols: int, rows: int) -> None:
     """Activations exact and rounded; in a line less one of the two does not."""
     m = cpu.matrix(Block("o", 16, cols, parse_format(name), 0))
-    nbytes = _native.accumulate_scratch(m, granules, rows)
+    nbytes = _native.out_scratch(m, granules, rows)
     weights, x = np.zeros(granules * m.tile_bytes, np.uint8), np.ones((rows, granules * cols), np.float32)
     total, temporaries = np.ones((rows, 16), np.float32), aligned(nbytes)
 
     def refused(nbytes: int, exact: bool) -> bool:
         try:
-            COMPUTE[isa].accumulate(
-                int(weights.ctypes.data), granules, m.tile_bytes, m, int(x.ctypes.data), granules * cols, rows,
-                int(total.ctypes.data), True, exact, int(temporaries.ctypes.data), nbytes,
+            COMPUTE[isa].out(
+                weights=int(weights.ctypes.data), count=granules, stride=m.tile_bytes, matrix=m, a=int(x.ctypes.data),
+                a_stride=granules * cols, t=rows, partial=int(total.ctypes.data), starts_sum=True, exact=exact,
+                scratch=int(temporaries.ctypes.data), scratch_bytes=nbytes,
             )  # fmt: skip
         except ValueError:
             return True

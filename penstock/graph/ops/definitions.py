@@ -151,8 +151,8 @@ class Merge(NamedTuple):
 
     norms: Read
     x: Added
-    scratch: Scratch
     partials: Reads
+    scratch: Scratch
     layer: int
     block: str
 
