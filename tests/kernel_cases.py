@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from penstock.graph import ops, scratch_gpu
-from penstock.graph.tasks import Batch
+from penstock.graph.batch import Batch
 from penstock.kernels import rope
 from penstock.kernels.reference import attention, cache, dense
 from penstock.kernels.reference.matrix import Scratch

@@ -19,7 +19,8 @@ from dataclasses import replace
 from math import gcd
 
 from penstock.graph import scratch
-from penstock.graph.tasks import Batch, Slot
+from penstock.graph.batch import Batch
+from penstock.graph.tasks import Slot
 from penstock.spec.parts import PAGE_BYTES, Part, head_key, predictor_part
 from penstock.spec.plan import Arena, KvHome, Plan, Predictor, Unit
 from penstock.units import MIB, round_up

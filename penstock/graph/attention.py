@@ -11,9 +11,10 @@ from collections.abc import Iterator
 
 from penstock.errors import InternalError
 from penstock.graph import ops
+from penstock.graph.batch import Batch
 from penstock.graph.calls import Calls
 from penstock.graph.streams import Streams
-from penstock.graph.tasks import Batch, Pass, Slot, Task
+from penstock.graph.tasks import Pass, Slot, Task
 
 
 class Attention:

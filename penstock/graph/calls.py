@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from penstock.graph import ops
 from penstock.graph.arenas import Layout
+from penstock.graph.batch import Batch
 from penstock.graph.emit import Emitter
-from penstock.graph.tasks import Batch, Call, Slot
+from penstock.graph.tasks import Call, Slot
 
 Cost = tuple[int, int]  # bytes, flops
 

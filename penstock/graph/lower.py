@@ -28,11 +28,12 @@ from collections.abc import Iterator
 from penstock.graph import ops
 from penstock.graph.arenas import Layout, head_units
 from penstock.graph.attention import Attention
+from penstock.graph.batch import Batch
 from penstock.graph.calls import Calls
 from penstock.graph.emit import Emitter
 from penstock.graph.repeats import Repeats
 from penstock.graph.streams import Streams
-from penstock.graph.tasks import Batch, Call, Pass, Slot, Task
+from penstock.graph.tasks import Call, Pass, Slot, Task
 from penstock.spec.parts import SUM_GRANULES
 from penstock.spec.plan import Plan
 

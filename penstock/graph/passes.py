@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
-from penstock.graph.tasks import Batch, Pass, Stream
+from penstock.graph.batch import Batch
+from penstock.graph.tasks import Pass, Stream
 from penstock.spec.plan import Plan
 
 DECODE = Stream("decode", True)

@@ -13,7 +13,8 @@ from typing import Any, overload
 
 from penstock.graph import ops
 from penstock.graph.arenas import Layout
-from penstock.graph.tasks import Batch, Call, Pass, Task
+from penstock.graph.batch import Batch
+from penstock.graph.tasks import Call, Pass, Task
 from penstock.spec.plan import Plan
 
 _KEPT = 4  # shapes: decode, a prompt's chunks, its last chunk, and one to spare

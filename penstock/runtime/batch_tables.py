@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.graph.tasks import Batch
+from penstock.graph.batch import Batch
 from penstock.kernels import rope
 
 Float32 = NDArray[np.float32]

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock.graph import passes
+from penstock.graph.batch import Batch
 from penstock.graph.lower import Lowering
 from penstock.graph.resident import resident_plan
-from penstock.graph.tasks import Batch, Pass, Task
+from penstock.graph.tasks import Pass, Task
 from penstock.kernels import cpu
 from penstock.runtime.arena import Arenas
 from penstock.runtime.bind_native import NativeBinding, native

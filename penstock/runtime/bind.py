@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from penstock.graph import ops
 from penstock.graph.arenas import Layout
-from penstock.graph.tasks import Batch, Call, Slot, Task
+from penstock.graph.batch import Batch
+from penstock.graph.tasks import Call, Slot, Task
 from penstock.kernels import rope
 from penstock.kernels.reference import attention, dense
 from penstock.kernels.reference.cache import KvPool

@@ -13,7 +13,8 @@ from typing import Any
 
 from penstock import _native
 from penstock.graph import ops
-from penstock.graph.tasks import Batch, Call, Task
+from penstock.graph.batch import Batch
+from penstock.graph.tasks import Call, Task
 from penstock.kernels import cpu
 from penstock.runtime.arena import Arenas
 from penstock.runtime.batch_tables import BatchTables

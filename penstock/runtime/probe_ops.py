@@ -15,10 +15,11 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.graph.arenas import with_arenas
+from penstock.graph.batch import Batch
 from penstock.graph.lower import Lowering
 from penstock.graph.ops import LayerOp
 from penstock.graph.resident import resident_plan
-from penstock.graph.tasks import Batch, Call, Pass
+from penstock.graph.tasks import Call, Pass
 from penstock.runtime.arena import Arenas
 from penstock.runtime.bind_native import Native, NativeBinding
 from penstock.runtime.fit import Fit, fit_well, middle, steady

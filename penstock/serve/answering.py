@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import BadRequest
 from penstock.graph import passes
-from penstock.graph.tasks import Batch
+from penstock.graph.batch import Batch
 from penstock.serve.generation import Generation
 from penstock.serve.sampling import Sampler, SamplingParams
 from penstock.serve.session import Session

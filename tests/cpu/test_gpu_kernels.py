@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.graph.tasks import Batch
+from penstock.graph.batch import Batch
 from penstock.kernels.gpu import attention, dense, product
 from penstock.kernels.gpu.cache import KvPool
 from penstock.kernels.gpu.choose import Kernels, choose

@@ -10,9 +10,10 @@ from hypothesis.extra import numpy as arrays
 
 from penstock.errors import BadRequest
 from penstock.graph.arenas import Layout
+from penstock.graph.batch import Batch
 from penstock.graph.lower import Lowering
 from penstock.graph.resident import resident_plan
-from penstock.graph.tasks import Batch, Pass
+from penstock.graph.tasks import Pass
 from penstock.kernels import cpu
 from penstock.kernels.reference.cache import KvPool
 from penstock.kernels.reference.matrix import Scratch

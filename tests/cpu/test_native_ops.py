@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.graph import ops
+from penstock.graph.batch import Batch
 from penstock.graph.lower import Lowering
 from penstock.graph.resident import resident_plan
-from penstock.graph.tasks import Batch, Call, Pass, Slot
+from penstock.graph.tasks import Call, Pass, Slot
 from penstock.kernels import cpu
 from penstock.kernels.reference.cache import KvPool
 from penstock.kernels.reference.matrix import Scratch

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.graph.tasks import Batch
+from penstock.graph.batch import Batch
 from penstock.kernels.gpu.choose import choose
 from penstock.spec.format import parse_format
 from penstock.spec.model import ModelSpec

@@ -67,11 +67,19 @@ def test_imports(path: Path) -> None:
             assert layer in MAY_IMPORT[folder], f"{relative} imports {name}: {folder} may import {MAY_IMPORT[folder]}"
 
 
+def modules_of(found: set[str], modules: set[str]) -> set[str]:
+    """Of imported names those that are modules. `from package import module` needs the module, not the package."""
+    packages = {name.rpartition(".")[0] for name in found & modules}
+    beyond = {name.rpartition(".")[0] for name in found - modules}
+    return {name for name in found & modules if name not in packages or name in beyond}
+
+
 def test_imports_go_in_no_circle() -> None:
     """Those under TYPE_CHECKING and inside functions too. `penstock` itself names what others import lazily."""
     whole = {path: path.relative_to(ROOT.parent).with_suffix("").parts for path in FILES}
     names = {path: ".".join(parts).removesuffix(".__init__") for path, parts in whole.items()}
-    left = {names[path]: imports(path) & set(names.values()) - {names[path], "penstock"} for path in FILES}
+    modules = set(names.values())
+    left = {names[path]: modules_of(imports(path), modules) - {names[path], "penstock"} for path in FILES}
     while leaves := [name for name, wanted in left.items() if not wanted & left.keys()]:
         for name in leaves:
             del left[name]

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from penstock.errors import InternalError
 from penstock.graph import passes
 from penstock.graph.arenas import Layout
+from penstock.graph.batch import Batch
 from penstock.graph.check_plan import check_plan
 from penstock.graph.dump import dump
 from penstock.graph.lower import Lowering
-from penstock.graph.tasks import Batch, Pass, Stream, Task
+from penstock.graph.tasks import Pass, Stream, Task
 from penstock.graph.verify import verify
 from penstock.spec.format import Format
 from penstock.spec.parts import parts

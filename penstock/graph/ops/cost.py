@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from penstock.graph.batch import Batch
 from penstock.spec.model import Attention, ModelSpec
 from penstock.spec.parts import Part
-
-if TYPE_CHECKING:
-    from penstock.graph.tasks import Batch
 
 
 def block_weights(part: Part, lo: int, hi: int, names: tuple[str, ...]) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.graph.tasks import Batch
+from penstock.graph.batch import Batch
 from penstock.kernels import rope
 from penstock.kernels.reference.cache import KvPool
 from penstock.kernels.reference.dense import normalise

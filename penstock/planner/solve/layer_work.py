@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from penstock.graph import ops
+from penstock.graph.batch import Batch
 from penstock.graph.lower import Lowering
-from penstock.graph.tasks import Batch, Pass
+from penstock.graph.tasks import Pass
 from penstock.planner.solve.beside import LINK, RING_BYTES, Split, device_skeleton
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.slicing import Block, Lanes, Line, Times, best_r_cg, finish_s

@@ -26,8 +26,9 @@ from typing import NamedTuple
 
 from penstock.graph import passes
 from penstock.graph.arenas import ARENA_ALIGN
+from penstock.graph.batch import Batch
 from penstock.graph.lower import Lowering
-from penstock.graph.tasks import Batch, Pass
+from penstock.graph.tasks import Pass
 from penstock.planner.solve.flexgen import program as lp
 from penstock.planner.solve.flexgen.shape import NEAR, Shape
 from penstock.spec.format import Format

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from penstock.graph import ops
 from penstock.graph.arenas import Layout
-from penstock.graph.tasks import Batch, Call, Slot, Task
+from penstock.graph.batch import Batch
+from penstock.graph.tasks import Call, Slot, Task
 from penstock.kernels.gpu import attention, dense
 from penstock.kernels.gpu.cache import KvPool
 from penstock.kernels.gpu.choose import Kernels

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from penstock.graph.arenas import with_arenas
+from penstock.graph.batch import Batch
 from penstock.graph.lower import Lowering
-from penstock.graph.tasks import Batch, Call, Pass
+from penstock.graph.tasks import Call, Pass
 from penstock.kernels.gpu.choose import choose
 from penstock.runtime.device.cuda.bind import TorchBinding
 from penstock.runtime.fit import Fit, fit, fit_well

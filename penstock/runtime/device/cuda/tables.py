@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.graph.tasks import Batch
+from penstock.graph.batch import Batch
 from penstock.kernels import rope
 from penstock.kernels.gpu.attention import turns
 from penstock.spec.plan import Plan

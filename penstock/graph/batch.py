@@ -1,0 +1,51 @@
+"""A batch: the sequences, and the rows of each, that go through the model together in one pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cached_property
+from typing import NamedTuple
+
+
+class _BatchFields(NamedTuple):
+    id: int
+    seqs: tuple[int, ...]
+    start: tuple[int, ...]
+    rows: tuple[int, ...]
+    logits: tuple[int, ...]
+    parent: tuple[int, ...] = ()
+
+
+class Batch(_BatchFields):
+    """Rows that go through the model together: `rows[i]` tokens of sequence `seqs[i]` from position
+    `start[i]`. `parent` () is a chain. `logits`: rows (counted over the batch) whose logits are wanted.
+
+    What all layers ask of a batch is counted once: planning 10,000 sequences took minutes when each layer did.
+    """
+
+    @cached_property
+    def total_rows(self) -> int:
+        return sum(self.rows)
+
+    @cached_property
+    def first_seq(self) -> int:
+        return min(self.seqs)
+
+    @cached_property
+    def last_seq(self) -> int:
+        return max(self.seqs)
+
+    @cached_property
+    def most_rows(self) -> int:
+        """Of one sequence."""
+        return max(self.rows)
+
+    @cached_property
+    def continues(self) -> bool:
+        """Whether any of its rows has tokens before it in the KV cache."""
+        return any(self.start)
+
+    @cached_property
+    def spans(self) -> Counter[tuple[int, int]]:
+        """(start, rows) → how many of its sequences have this span. Sequences of equal length share one."""
+        return Counter(zip(self.start, self.rows, strict=True))
