@@ -6,8 +6,9 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from penstock.cli.bench_model import bench_model
-from penstock.cli.options import CacheLimit, Json, Machine, PlanFile, TraceName, Weights, Work, as_path
+from penstock.cli.bench_model import table
+from penstock.cli.loading import loaded, packed_model, tracing
+from penstock.cli.options import CacheLimit, Json, Machine, PlanFile, TraceName, Weights, Work, as_path, given_plan
 from penstock.cli.output import print_json, progress
 from penstock.errors import BadRequest
 
@@ -68,7 +69,21 @@ def bench(
     else:
         if config is not None or rows is not None:
             raise BadRequest(f"--rows and a second argument are for `penstock bench ops CONFIG`, not for {what}")
-        bench_model(what, machine, work, weights, plan_file, repeats, seconds, trace, cache_limit, as_json)
+        plan = given_plan(plan_file, machine, work)
+        if work.output_tokens == 1:
+            raise BadRequest("decoding cannot be measured with a single token: --output-tokens should be 2 or more")
+        ask = work.ask(machine)
+        with tracing(trace, f"penstock bench {what}") as record:
+            source = packed_model(what, weights, machine, cache_limit)
+            from penstock.serve.bench import Wanted
+            from penstock.serve.bench import bench as measure
+
+            wanted = Wanted(work.prompt_tokens, work.output_tokens, repeats, seconds)
+            with loaded(source, ask, machine, plan, record) as engine, progress() as tell:
+                found = measure(engine, wanted, machine.usable_threads, tell)
+            print(table(found))
+        if as_json:
+            print_json(found.to_json())
 
 
 def _ops(config: str, machine: Machine, work: Work, weights: str | None, rows: str, as_json: bool) -> None:

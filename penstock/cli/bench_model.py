@@ -1,47 +1,15 @@
-"""`penstock bench MODEL`: the table of what was measured, beside what was predicted and what the machine allows."""
+"""What `penstock bench MODEL` prints: what was measured, beside what was predicted and what the machine allows."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.cli.loading import loaded, packed_model, tracing
-from penstock.cli.options import Machine, Work, given_plan
-from penstock.cli.output import print_json, progress
-from penstock.errors import BadRequest
 from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from penstock.serve.bench_result import Result, Spread
 
 _ROW = "{:<26}{:>12}{:>26}{:>14}{:>8}"
-
-
-def bench_model(
-    model: str,
-    machine: Machine,
-    work: Work,
-    weights: str | None,
-    plan_file: str | None,
-    repeats: int,
-    seconds: float,
-    trace: str | None,
-    cache_limit: str | None,
-    as_json: bool,
-) -> None:
-    plan = given_plan(plan_file, machine, work)
-    if work.output_tokens == 1:
-        raise BadRequest("decoding cannot be measured with a single token: --output-tokens should be 2 or more")
-    ask = work.ask(machine)
-    with tracing(trace, f"penstock bench {model}") as record:
-        source = packed_model(model, weights, machine, cache_limit)
-        from penstock.serve.bench import Wanted, bench
-
-        wanted = Wanted(work.prompt_tokens, work.output_tokens, repeats, seconds)
-        with loaded(source, ask, machine, plan, record) as engine, progress() as tell:
-            found = bench(engine, wanted, machine.usable_threads, tell)
-        print(table(found))
-    if as_json:
-        print_json(found.to_json())
 
 
 def table(found: Result) -> str:
@@ -94,15 +62,14 @@ def _speeds(found: Result) -> list[str]:
 
 
 def _lanes(found: Result) -> list[str]:
-    line = "{:<26}{:>12}{:>26}{:>14}"
+    decoding, line = found.decoding, "{:<26}{:>12}{:>26}{:>14}"
     lines = [line.format("while decoding", "busy", "bytes", "GB/s busy")]
-    for lane, use in found.lanes.items():
+    for lane, use in decoding.lanes.items():
         busy_rate = f"{use.bytes / use.busy_s / 1e9:.2f}" if use.busy_s else "–"
-        lines.append(line.format(lane, f"{use.busy_s / found.wall_s:.0%}", format_bytes(use.bytes), busy_rate))
-    together = sum(use.busy_s for use in found.lanes.values()) / found.wall_s
+        lines.append(line.format(lane, f"{use.busy_s / decoding.wall_s:.0%}", format_bytes(use.bytes), busy_rate))
     lines.append(
-        f"loading and computing at once {found.overlap_s / found.wall_s:.0%} of the time; "
-        f"lanes are busy {together:.2f} × the time that passes"
+        f"loading and computing at once {decoding.overlap_share:.0%} of the time; "
+        f"lanes are busy {decoding.busy_over_wall:.2f} × the time that passes"
     )
     return lines
 

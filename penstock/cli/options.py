@@ -1,6 +1,6 @@
 """Flags that commands share, as groups: a command takes `machine: Machine` and has all of its flags.
 
-A group is a frozen dataclass whose fields are typer options; `grouped` unfolds them into the signature that
+A group is a frozen dataclass whose fields are flags; `grouped` unfolds them into the signature that
 typer reads, and folds the values again for the command.
 """
 
@@ -42,14 +42,8 @@ Weights = Annotated[
     str | None,
     Option("--weights", metavar="FORMAT", help="float32, bfloat16, float16, int8 or int4; default the checkpoint's."),
 ]
-CacheName = Annotated[
-    str | None,
-    Option(
-        "--cache",
-        metavar="DIR",
-        help="Packed models and machine files; default $XDG_CACHE_HOME/penstock, or ~/.cache/penstock.",
-    ),
-]
+_CACHE_HELP = "Packed models and machine files; default $XDG_CACHE_HOME/penstock, or ~/.cache/penstock."
+CacheName = Annotated[str | None, Option("--cache", metavar="DIR", help=_CACHE_HELP)]
 CacheLimit = Annotated[
     str | None,
     Option(
@@ -60,32 +54,27 @@ CacheLimit = Annotated[
 ]
 
 
+def flag(name: str, metavar: str | None, help: str, default: Any = None, **how: Any) -> Any:
+    """A field of a group that is a flag; `metavar`: None for one that takes no value. `how`: as for typer's Option."""
+    return dataclasses.field(default=default, metadata={"option": Option(name, metavar=metavar, help=help, **how)})
+
+
 @dataclass(frozen=True)
 class Machine:
     """What penstock may use."""
 
-    device: Annotated[str, Option("--device", metavar="NAME", help="auto, cuda, none or emulated.")] = "auto"
-    device_memory: Annotated[
-        str | None, Option("--device-memory", metavar="SIZE", help="Limit of device memory, such as 6GiB.")
-    ] = None
-    host_memory: Annotated[
-        str | None, Option("--host-memory", metavar="SIZE", help="Limit of the whole process, such as 12GiB.")
-    ] = None
-    resident: Annotated[
-        str | None,
-        Option("--resident", metavar="SIZE", help="At most so many bytes of weights stay in memory; the rest streams."),
-    ] = None
-    threads: Annotated[
-        int | None,
-        Option("--threads", metavar="N", min=1, max=4096, help="CPU threads; default and at most: all CPUs allowed."),
-    ] = None
-    exact: Annotated[
-        bool, Option("--exact", help="Multiply int4 weights with float32 activations, not with int8 ones.")
-    ] = False
-    no_verify: Annotated[
-        bool, Option("--no-verify", help="Do not compare what is read of a packed model with its checksums.")
-    ] = False
-    cache: CacheName = None
+    device: str = flag("--device", "NAME", "auto, cuda, none or emulated.", "auto")
+    device_memory: str | None = flag("--device-memory", "SIZE", "Limit of device memory, such as 6GiB.")
+    host_memory: str | None = flag("--host-memory", "SIZE", "Limit of the whole process, such as 12GiB.")
+    resident: str | None = flag(
+        "--resident", "SIZE", "At most so many bytes of weights stay in memory; the rest streams."
+    )
+    threads: int | None = flag("--threads", "N", "CPU threads; default and at most: all CPUs allowed.", min=1, max=4096)
+    exact: bool = flag("--exact", None, "Multiply int4 weights with float32 activations, not with int8 ones.", False)
+    no_verify: bool = flag(
+        "--no-verify", None, "Do not compare what is read of a packed model with its checksums.", False
+    )
+    cache: str | None = flag("--cache", "DIR", _CACHE_HELP)
 
     def prepare(self) -> None:
         """Checks the device, quiets numpy, and says what of --threads cannot be. Call it before anything imports
@@ -100,8 +89,7 @@ class Machine:
         """--threads, by default and at most all CPUs that this process may use."""
         from penstock.runtime import host
 
-        cpus = host.usable_cpus()
-        return min(self.threads or cpus, cpus)
+        return host.usable_threads(self.threads)
 
     @property
     def cache_folder(self) -> Path:
@@ -112,32 +100,23 @@ class Machine:
 class Work:
     """What the plan is for."""
 
-    kv: Annotated[
-        str | None,
-        Option(
-            "--kv",
-            metavar="FORMAT",
-            help="KV cache in float32, bfloat16, float16, int8 or int4; default 16 bits, or 32 for a float32 model.",
-        ),
-    ] = None
-    kv_home: Annotated[
-        str | None,
-        Option("--kv-home", metavar="TIER", help="memory or disk; default memory, and the disk for what does not fit."),
-    ] = None
-    batch: Annotated[int, Option("--batch", metavar="N", min=1, help="Sequences at once.")] = 1
-    prompt_tokens: Annotated[
-        int | None,
-        Option("--prompt-tokens", metavar="N", min=1, help="Expected prompt length; default 64 or the prompt's."),
-    ] = None
-    output_tokens: Annotated[
-        int | None,
-        Option("--output-tokens", metavar="N", min=1, help="Expected answer length; default 64 or --max-tokens."),
-    ] = None
-    context: Annotated[
-        int | None,
-        Option("--context", metavar="N", min=1, help="KV room in tokens; default the model's maximum, at most 4096."),
-    ] = None
-    objective: Annotated[str, Option("--objective", metavar="NAME", help="latency or throughput.")] = "latency"
+    kv: str | None = flag(
+        "--kv",
+        "FORMAT",
+        "KV cache in float32, bfloat16, float16, int8 or int4; default 16 bits, or 32 for a float32 model.",
+    )
+    kv_home: str | None = flag(
+        "--kv-home", "TIER", "memory or disk; default memory, and the disk for what does not fit."
+    )
+    batch: int = flag("--batch", "N", "Sequences at once.", 1, min=1)
+    prompt_tokens: int | None = flag(
+        "--prompt-tokens", "N", "Expected prompt length; default 64 or the prompt's.", min=1
+    )
+    output_tokens: int | None = flag(
+        "--output-tokens", "N", "Expected answer length; default 64 or --max-tokens.", min=1
+    )
+    context: int | None = flag("--context", "N", "KV room in tokens; default the model's maximum, at most 4096.", min=1)
+    objective: str = flag("--objective", "NAME", "latency or throughput.", "latency")
 
     def ask(self, machine: Machine, prompt_tokens: int = 64, output_tokens: int = 64) -> Ask:
         """The request. `prompt_tokens`, `output_tokens`: for where no flag says them."""
@@ -169,30 +148,19 @@ PlanFile = Annotated[
 class Sampling:
     """How tokens are chosen; what is not named comes from the model's generation_config.json, else greedy."""
 
-    max_tokens: Annotated[
-        int | None,
-        Option("--max-tokens", metavar="N", help=f"Longest answer; default {DEFAULT_MAX_TOKENS}, or --output-tokens."),
-    ] = None
-    temperature: Annotated[
-        float | None, Option("--temperature", metavar="X", help="0 is greedy; default the model's own, else 0.")
-    ] = None
-    top_k: Annotated[int | None, Option("--top-k", metavar="N", help="Draw from the best N tokens only; 0 is off.")] = (
-        None
+    max_tokens: int | None = flag(
+        "--max-tokens", "N", f"Longest answer; default {DEFAULT_MAX_TOKENS}, or --output-tokens."
     )
-    top_p: Annotated[
-        float | None, Option("--top-p", metavar="X", help="Draw from the best tokens that reach this probability.")
-    ] = None
-    min_p: Annotated[
-        float | None, Option("--min-p", metavar="X", help="Drop tokens less likely than this share of the best.")
-    ] = None
-    repetition_penalty: Annotated[
-        float | None, Option("--repetition-penalty", metavar="X", help="Above 1 makes tokens seen before less likely.")
-    ] = None
-    stop: Annotated[
-        list[str] | None, Option("--stop", metavar="TEXT", help="End the answer before this text; may be repeated.")
-    ] = None
-    seed: Annotated[int | None, Option("--seed", metavar="N", help="Makes a draw repeatable.")] = None
-    ignore_eos: Annotated[bool, Option("--ignore-eos", help="Go on past the end of text, to --max-tokens.")] = False
+    temperature: float | None = flag("--temperature", "X", "0 is greedy; default the model's own, else 0.")
+    top_k: int | None = flag("--top-k", "N", "Draw from the best N tokens only; 0 is off.")
+    top_p: float | None = flag("--top-p", "X", "Draw from the best tokens that reach this probability.")
+    min_p: float | None = flag("--min-p", "X", "Drop tokens less likely than this share of the best.")
+    repetition_penalty: float | None = flag(
+        "--repetition-penalty", "X", "Above 1 makes tokens seen before less likely."
+    )
+    stop: list[str] | None = flag("--stop", "TEXT", "End the answer before this text; may be repeated.")  # noqa: RUF009
+    seed: int | None = flag("--seed", "N", "Makes a draw repeatable.")
+    ignore_eos: bool = flag("--ignore-eos", None, "Go on past the end of text, to --max-tokens.", False)
 
     def params(self, generation_config: dict[str, Any], work: Work | None = None) -> SamplingParams:
         from penstock.serve.sampling import with_model_defaults
@@ -300,11 +268,10 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[parameter.name]))
             continue
         group = groups[parameter.name]
-        field_hints = typing.get_type_hints(group, include_extras=True)
-        parameters += [
-            inspect.Parameter(f.name, parameter.KEYWORD_ONLY, default=f.default, annotation=field_hints[f.name])
-            for f in dataclasses.fields(group)
-        ]
+        kinds = typing.get_type_hints(group)
+        for f in dataclasses.fields(group):
+            kind = Annotated[kinds[f.name], f.metadata["option"]]  # type: ignore[valid-type,name-defined]
+            parameters.append(inspect.Parameter(f.name, parameter.KEYWORD_ONLY, default=f.default, annotation=kind))
 
     @functools.wraps(command)
     def call(**values: Any) -> None:

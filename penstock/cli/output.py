@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,8 @@ from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from penstock.planner.predict import Prediction
+    from penstock.runtime.host import Progress
     from penstock.serve.generation import Generation
-
-Tell = Callable[[str, int, int], None]
 
 _FIRST_S, _TTY_S, _PLAIN_S = 0.5, 0.1, 5.0
 
@@ -50,7 +49,7 @@ def note(text: str) -> None:
 
 
 @contextmanager
-def progress() -> Iterator[Tell]:
+def progress() -> Iterator[Progress]:
     """Yields `tell(what, done, total)` in bytes (or in tokens, where `what` ends so); `total` 0 is news alone.
 
     A terminal gets one line that is rewritten and then cleared; a file or pipe a line now and then. What takes

@@ -20,11 +20,18 @@ if TYPE_CHECKING:
     from penstock.planner.predict import Prediction
     from penstock.planner.solve import Solved
     from penstock.planner.what_if import WhatIf
-    from penstock.serve.trace_file import TraceFile
+    from penstock.spec.ask import Ask
     from penstock.spec.machine import MachineSpec
 
 _TRACED_TOKENS = 16  # of a prediction; more look alike
 _MACHINES = Path(penstock.__file__).parent / "machines"
+
+MachineName = Annotated[
+    str | None, Option("--machine", metavar="NAME", help="A bundled machine, or a file of `penstock probe --json`.")
+]
+SvgName = Annotated[
+    str | None, Option("--svg", metavar="FILE", help="Also draw it: what fills each tier, what each lane does.")
+]
 
 
 def plan(
@@ -32,13 +39,8 @@ def plan(
     machine: Machine,
     work: Work,
     weights: Weights = None,
-    machine_file: Annotated[
-        str | None,
-        Option("--machine", metavar="NAME", help="A bundled machine, or a file of `penstock probe --json`."),
-    ] = None,
-    svg: Annotated[
-        str | None, Option("--svg", metavar="FILE", help="Also draw it: what fills each tier, what each lane does.")
-    ] = None,
+    machine_file: MachineName = None,
+    svg: SvgName = None,
     trace: TraceName = None,
     compare: Annotated[
         bool, Option("--compare", help="Also list every plan that was compared: speed, what binds, bytes per tier.")
@@ -53,21 +55,6 @@ def plan(
     machine.prepare()
     if trace is not None and svg is not None and file_to_write(trace, "--trace") == file_to_write(svg, "--svg"):
         raise BadRequest(f"--trace and --svg both name {svg}: one would replace the other")
-    with tracing(trace, f"penstock plan {model}, predicted") as record, _drawing(svg) as draw:
-        _plan(model, machine, work, weights, machine_file, draw, record, compare, as_json)
-
-
-def _plan(
-    model: str,
-    machine: Machine,
-    work: Work,
-    weights: str | None,
-    machine_file: str | None,
-    draw: Callable[[str], None] | None,
-    record: TraceFile | None,
-    compare: bool,
-    as_json: bool,
-) -> None:
     from penstock.planner import explain
     from penstock.planner.solve import settle_context, solve
     from penstock.planner.what_if import what_if
@@ -75,45 +62,32 @@ def _plan(
     from penstock.spec.format import parse_format
     from penstock.store.packed import part_disks
 
-    spec, fmt = describe(as_path(model), parse_format(weights) if weights else None, not machine.no_verify)
-    ask = work.ask(machine)
-    spec_of_machine = _machine(machine_file, machine)
-    if machine_file is None or machine.device in ("none", "emulated"):
-        from penstock.runtime.device.choose import choose
+    with tracing(trace, f"penstock plan {model}, predicted") as record, _drawing(svg) as draw:
+        spec, fmt = describe(as_path(model), parse_format(weights) if weights else None, not machine.no_verify)
+        ask = work.ask(machine)
+        figures = _figures(machine_file, machine, ask)
+        disks = part_disks(as_path(model))
+        solved = solve(ask, spec, fmt, figures, disks, every=compare, may_plan=machine_file is not None)
+        others = what_if(solved, ask, figures)
+        band = explain.Band() if machine_file is not None else _band(machine, solved, figures, ask.batch)
+        if draw is not None:
+            from penstock.planner import picture
 
-        with progress() as tell:
-            cache = machine.cache_folder
-            chosen = choose(machine.device, spec_of_machine, ask.device_memory_bytes, cache, tell)
-        spec_of_machine = chosen.machine
-    solved = solve(
-        ask,
-        spec,
-        fmt,
-        spec_of_machine,
-        part_disks(as_path(model)),
-        every=compare,
-        may_plan=machine_file is not None,
-    )
-    others = what_if(solved, ask, spec_of_machine)
-    band = explain.Band() if machine_file is not None else _band(machine, solved, spec_of_machine, ask.batch)
-    if draw is not None:
-        from penstock.planner import picture
+            notes = explain.others(solved, others, ask)
+            draw(picture.svg(solved, ask, figures, as_path(model).name or model, band, notes))
+        if record is not None:
+            from penstock.planner.timelines import timelines
 
-        notes = explain.others(solved, others, ask)
-        draw(picture.svg(solved, ask, spec_of_machine, as_path(model).name or model, band, notes))
-    if record is not None:
-        from penstock.planner.timelines import timelines
+            for timeline, p in timelines(solved.plan, settle_context(ask, spec), figures, _TRACED_TOKENS):
+                record.add(timeline, p)
+        if as_json:
+            print_json(_report(solved, explain.limits(solved, ask, figures), band, others))
+        else:
+            print(explain.table(solved, ask, figures, band, others))
+            if compare:
+                from penstock.planner.compare import comparison
 
-        for timeline, p in timelines(solved.plan, settle_context(ask, spec), spec_of_machine, _TRACED_TOKENS):
-            record.add(timeline, p)
-    if as_json:
-        print_json(_report(solved, explain.limits(solved, ask, spec_of_machine), band, others))
-    else:
-        print(explain.table(solved, ask, spec_of_machine, band, others))
-        if compare:
-            from penstock.planner.compare import comparison
-
-            print(f"\n{comparison(solved)}")
+                print(f"\n{comparison(solved)}")
 
 
 def _report(solved: Solved, limits: Iterable[Limit], band: Band, others: WhatIf) -> dict[str, Any]:
@@ -194,6 +168,17 @@ def _drawing(name: str | None) -> Iterator[Callable[[str], None] | None]:
 
     with output:
         yield write
+
+
+def _figures(name: str | None, machine: Machine, ask: Ask) -> MachineSpec:
+    """Of the machine to plan for, with the device that --device chooses here; of another one with its own."""
+    found = _machine(name, machine)
+    if name is not None and machine.device not in ("none", "emulated"):
+        return found
+    from penstock.runtime.device.choose import choose
+
+    with progress() as tell:
+        return choose(machine.device, found, ask.device_memory_bytes, machine.cache_folder, tell).machine
 
 
 def _machine(name: str | None, machine: Machine) -> MachineSpec:

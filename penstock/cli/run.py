@@ -81,17 +81,18 @@ def run(
 
         # Before the weights are loaded: a tokenizer that is refused should not wait for them.
         tokenizer = Tokenizer.open(source.folder, ask.host_memory_bytes, not machine.no_verify, spare)
+        ids = [] if chatting else _encoded(tokenizer, text, raw)
         params = sampling.params(tokenizer.generation_config, work)
         if chatting:
             ask = work.ask(machine, output_tokens=sampling.max_tokens or ask.output_tokens)
-            with loaded(source, ask, machine, plan, record, tokenizer) as engine:
+        else:
+            ask = work.ask(machine, max(1, len(ids)), params.max_tokens)
+        with loaded(source, ask, machine, plan, record, tokenizer) as engine:
+            if chatting:
                 note("Ctrl-D ends, /new starts over")
                 chat(engine, params, _typed_lines())
-            return
-        ids = _encoded(tokenizer, text, raw)
-        ask = work.ask(machine, max(1, len(ids)), params.max_tokens)
-        with loaded(source, ask, machine, plan, record, tokenizer) as engine:
-            answer(engine, [ids] * work.batch, params, as_json)
+            else:
+                answer(engine, [ids] * work.batch, params, as_json)
 
 
 def answer(engine: Engine, prompts: list[list[int]], params: SamplingParams, as_json: bool, lead: str = "") -> None:

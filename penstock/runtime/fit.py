@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 Points = Sequence[tuple[float, float]]  # (amount, seconds)
+Tell = Callable[[str], None]  # hears what was measured again, or does not lie on a line
 
 GOOD_R2 = 0.95
 _ATTEMPTS = 3

@@ -25,6 +25,7 @@ from penstock.kernels import cpu
 from penstock.runtime import child, host
 from penstock.runtime.bind_native import Native, native
 from penstock.runtime.ceilings import RAM_BYTES, ram_read_bytes_per_s
+from penstock.runtime.fit import Tell
 from penstock.runtime.host import Progress
 from penstock.runtime.movers import new_reader
 from penstock.runtime.probe_disk import UNIT_BYTES, LoadVisits, ProbeFile, disk_rates, probe_file
@@ -39,8 +40,6 @@ from penstock.store.files import read_text, write_bytes
 _WORK_BYTES = RAM_BYTES
 _SHARING_S, _SHARING_READS, _SHARING_TURNS = 0.1, 9, 7
 _MOST_FACTOR = 100.0
-
-Tell = Callable[[str], None]
 
 
 def machine_file(cache: Path) -> Path:

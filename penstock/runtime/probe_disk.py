@@ -7,7 +7,7 @@ import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import numpy as np
 from penstock import _native
 from penstock.errors import StorageFailed
 from penstock.runtime import host
-from penstock.runtime.fit import Fit, Points, fit_well
+from penstock.runtime.fit import Fit, Points, Tell, fit_well
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import new_reader
 from penstock.spec.machine import KV_IN_FLIGHT, USUAL_READS, Rate
@@ -34,7 +34,6 @@ _WRITES = (16 * KIB, 64 * KIB, 256 * KIB, MIB)  # its pages with new rows
 _WRITTEN_BYTES, _WRITE_ROUNDS, _WRITE_TURNS = 32 * MIB, 4, 5
 _TURNS = 2  # of a visit, 0.5 GB together
 _EVERY_S = 1.5  # is a visit due
-Tell = Callable[[str], None]
 
 
 class ProbeFile:

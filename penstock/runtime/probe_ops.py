@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.graph.arenas import with_arenas
 from penstock.graph.batch import Batch
@@ -22,7 +23,7 @@ from penstock.graph.resident import resident_plan
 from penstock.graph.tasks import Call, Pass
 from penstock.runtime.arena import Arenas
 from penstock.runtime.bind_native import Native, NativeBinding
-from penstock.runtime.fit import Fit, fit_well, middle, steady
+from penstock.runtime.fit import Fit, Points, Tell, fit_well, middle, steady
 from penstock.spec.format import DEFAULT_GROUP, Format, parse_format
 from penstock.spec.machine import Rate
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Rope
@@ -48,11 +49,10 @@ _KV_WIDTH, _MOST_KV_LAYERS = 256, 32
 _LOGITS_ROWS = 64
 PRODUCTS = ("qkv", "out", "ffn", "head")
 ROW_OPS = ("gather", "embed", "norm", "merge")
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class _Timed:
+class Timed:
     op: str
     bytes: int
     flops: int
@@ -129,19 +129,8 @@ class Layers:
         return rates
 
     def attention_rates(self, kv: str, tell: Tell) -> list[Rate]:
-        def decode() -> list[tuple[float, float]]:
-            return [(t.bytes, t.seconds) for start in _STARTS for t in self.time(1, start, ("attend",))]
-
-        def prefill() -> list[tuple[float, float]]:
-            rows = _MANY_ROWS[-1]
-            return [(t.flops, t.seconds) for start in (0, _CONTEXT - rows) for t in self.time(rows, start, ("attend",))]
-
-        few = fit_well(decode, f"attend, {kv}, 1 row", tell)
-        many = fit_well(prefill, f"attend, {kv}, many rows", tell)
-        return [
-            Rate("host", "attend", kv, few.alpha_s, few.slope_s, 0.0, few.r2, 1),
-            Rate("host", "attend", kv, many.alpha_s, few.slope_s, many.slope_s, many.r2),
-        ]
+        places = _STARTS, (0, _CONTEXT - _MANY_ROWS[-1]), _MANY_ROWS[-1]
+        return attention_rates("host", kv, lambda rows, start: self.time(rows, start, ("attend",)), *places, tell)
 
     def _fits(self, ops: Sequence[str], rows: Sequence[int], over: str, tell: Tell) -> dict[str, Fit]:
         """By op, seconds over bytes or flops. All ops are timed together; a bad one alone is timed again."""
@@ -150,7 +139,7 @@ class Layers:
         found = {}
         for op in ops:
 
-            def measure(op: str = op) -> list[tuple[float, float]]:
+            def measure(op: str = op) -> Points:
                 if op in first:
                     return first.pop(op)
                 again = [t for n in rows for t in self.time(n, 0 if n > 1 else _CONTEXT // 2, (op,))]
@@ -159,7 +148,7 @@ class Layers:
             found[op] = fit_well(measure, f"{op}, {self.weights.name}, {rows[-1]} rows", tell)
         return found
 
-    def time(self, rows: int, start: int, ops: Sequence[str], repeats: int = 3) -> list[_Timed]:
+    def time(self, rows: int, start: int, ops: Sequence[str], repeats: int = 3) -> list[Timed]:
         """Means per op and size, over layers and repeats, after a round to warm up. Many rows: of two layers, which are
         more than a cache holds and take their time."""
         batch = Batch(0, (0,), (start,), (rows,), tuple(range(rows))[-_LOGITS_ROWS:])
@@ -173,7 +162,7 @@ class Layers:
                 taken_s = time.perf_counter() - start_s
                 if repeat:
                     times.setdefault((call.op, call.bytes, call.flops), []).append(taken_s)
-        return [_Timed(*key, _typical(taken)) for key, taken in times.items()]
+        return [Timed(*key, _typical(taken)) for key, taken in times.items()]
 
     def _calls(self, p: Pass, ops: Sequence[str], most_layers: int) -> list[tuple[Call, Callable[[], None]]]:
         """The pass's calls with what runs them, natively and without Python in between."""
@@ -187,6 +176,28 @@ class Layers:
                 continue
             found.append((call, self.binding.alone(call)))
         return found
+
+
+def attention_rates(
+    lane: str, kv: str, time: Callable[[int, int], list[Timed]], decodes: Sequence[int], prefills: Sequence[int],
+    rows: int, tell: Tell,
+) -> list[Rate]:  # fmt: skip
+    """Of attention over KV in a format: of one row at the positions `decodes`, and of `rows` from `prefills` on.
+    `time`: its calls of so many rows from a position on, timed."""
+
+    def decode() -> Points:
+        return [(t.bytes, t.seconds) for start in decodes for t in time(1, start)]
+
+    def prefill() -> Points:
+        return [(t.flops, t.seconds) for start in prefills for t in time(rows, start)]
+
+    where = "" if lane == "host" else ", device"
+    few = fit_well(decode, f"attend, {kv}, 1 row{where}", tell)
+    many = fit_well(prefill, f"attend, {kv}, many rows{where}", tell)
+    return [
+        Rate(lane, "attend", kv, few.alpha_s, few.slope_s, 0.0, few.r2, 1),
+        Rate(lane, "attend", kv, many.alpha_s, few.slope_s, many.slope_s, many.r2),
+    ]
 
 
 def _typical(taken: list[float]) -> float:
@@ -228,11 +239,16 @@ def _kv_bytes(plan: Plan) -> int:
     return sum(arena.bytes for arena in plan.arenas if arena.name == "host.kv")
 
 
-def _fill(plan: Plan, arenas: Arenas) -> None:
-    """Numbers around 1 in 16 bits (scales of integers too) and around 0.01 in 32; zeros would be kind to a processor
-    that skips work on them."""
+def some_numbers() -> NDArray[np.uint8]:
+    """A MiB of numbers around 1 in 16 bits (scales of integers too) and around 0.01 in 32; zeros would be kind to a
+    processor that skips work on them."""
     some = np.random.default_rng(0).integers(0, 256, MIB, np.uint8)
     some[1::2] = 0x3C
+    return some
+
+
+def _fill(plan: Plan, arenas: Arenas) -> None:
+    some = some_numbers()
     for arena in plan.arenas:
         if arena.name in ("host.kv", "host.weights"):
             view = arenas.whole(arena.name)

@@ -13,13 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock.errors import BadRequest
-from penstock.graph.occupancy import LaneUse, Occupancy
-from penstock.graph.tasks import Pass
-from penstock.graph.timeline import Timeline
 from penstock.planner.predict import predict
 from penstock.runtime.ceilings import ceilings_apart
 from penstock.runtime.host import Progress
-from penstock.serve.bench_result import Result, Spread
+from penstock.serve.bench_result import Decoding, Result, Spread
 from penstock.serve.engine import Engine
 from penstock.serve.generation import Generation, percentiles
 from penstock.serve.sampling import SamplingParams
@@ -41,33 +38,6 @@ class Wanted:
     seconds: float
 
 
-class _Decoding:
-    """A Session's Watch: what lanes do from the last prompt's end to the last token."""
-
-    def __init__(self) -> None:
-        self._now = Occupancy()
-        self._start_s = self._end_s = 0.0
-        self.lanes: dict[str, LaneUse] = {}
-        self.overlap_s = self.wall_s = 0.0
-
-    def watch(self, timeline: Timeline, p: Pass | None) -> None:
-        if p is None:
-            return
-        if p.purpose == "prefill":
-            self._now, self._start_s = Occupancy(), timeline.end_s
-        else:
-            self._now.add(timeline)
-            self._end_s = timeline.end_s
-
-    def end(self) -> None:
-        """Of one repeat."""
-        for lane, use in self._now.lanes(self._start_s, self._end_s).items():
-            before = self.lanes.get(lane, LaneUse(0.0, 0))
-            self.lanes[lane] = LaneUse(before.busy_s + use.busy_s, before.bytes + use.bytes)
-        self.overlap_s += self._now.overlap_s(self._start_s, self._end_s)
-        self.wall_s += self._end_s - self._start_s
-
-
 def bench(
     engine: Engine,
     wanted: Wanted,
@@ -81,7 +51,7 @@ def bench(
     ask = _lengths(engine, ask, wanted)
     file = max(engine.packed.files, key=lambda path: path.stat().st_size) if _streams(engine.plan) else None
     before = ceilings_apart(threads, file)
-    decoding = _Decoding()
+    decoding = Decoding()
     answers: list[list[Generation]] = []
     params = SamplingParams(max_tokens=ask.output_tokens, temperature=0.0, ignore_eos=True)
     engine.session.watchers.append(decoding.watch)
@@ -109,9 +79,7 @@ def bench(
         Spread.of([ask.batch * ask.prompt_tokens / first.batch_ttft_s for first in firsts]),
         Spread.of([first.decode_tokens_per_s for first in firsts]),
         percentiles(gaps),
-        decoding.lanes,
-        decoding.overlap_s,
-        decoding.wall_s,
+        decoding,
         before,
         after,
         statistics.median(first.disk_bytes_per_token for first in firsts) * ask.batch,

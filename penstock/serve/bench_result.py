@@ -6,7 +6,9 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.graph.occupancy import LaneUse
+from penstock.graph.occupancy import LaneUse, Occupancy
+from penstock.graph.tasks import Pass
+from penstock.graph.timeline import Timeline
 from penstock.planner.predict import Prediction
 from penstock.runtime.ceilings import Ceilings
 from penstock.spec.ask import Ask
@@ -28,10 +30,46 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values))
 
 
+class Decoding:
+    """What lanes do from the last prompt's end to the last token, of all repeats together. `watch`: a Session's Watch.
+    `overlap_s`: loading and computing at once; `wall_s`: all the time that passed."""
+
+    def __init__(self) -> None:
+        self._now = Occupancy()
+        self._start_s = self._end_s = 0.0
+        self.lanes: dict[str, LaneUse] = {}
+        self.overlap_s = self.wall_s = 0.0
+
+    def watch(self, timeline: Timeline, p: Pass | None) -> None:
+        if p is None:
+            return
+        if p.purpose == "prefill":
+            self._now, self._start_s = Occupancy(), timeline.end_s
+        else:
+            self._now.add(timeline)
+            self._end_s = timeline.end_s
+
+    def end(self) -> None:
+        """Of one repeat."""
+        for lane, use in self._now.lanes(self._start_s, self._end_s).items():
+            before = self.lanes.get(lane, LaneUse(0.0, 0))
+            self.lanes[lane] = LaneUse(before.busy_s + use.busy_s, before.bytes + use.bytes)
+        self.overlap_s += self._now.overlap_s(self._start_s, self._end_s)
+        self.wall_s += self._end_s - self._start_s
+
+    @property
+    def overlap_share(self) -> float:
+        return self.overlap_s / self.wall_s
+
+    @property
+    def busy_over_wall(self) -> float:
+        return sum(use.busy_s for use in self.lanes.values()) / self.wall_s
+
+
 @dataclass(frozen=True)
 class Result:
-    """`lanes`, `overlap_s`, `wall_s`: while decoding, of all repeats together. `before`, `after`: the ceilings.
-    `disk_bytes`, `weight_bytes`: of one decode pass, what it streams and what it reads from RAM."""
+    """`before`, `after`: the ceilings. `disk_bytes`, `weight_bytes`: of one decode pass, what it streams and what it
+    reads from RAM."""
 
     ask: Ask
     plan: Plan
@@ -42,9 +80,7 @@ class Result:
     prefill_tokens_per_s: Spread
     decode_tokens_per_s: Spread
     inter_token_s: dict[str, float]
-    lanes: dict[str, LaneUse]
-    overlap_s: float
-    wall_s: float
+    decoding: Decoding
     before: Ceilings
     after: Ceilings
     disk_bytes: float
@@ -84,7 +120,7 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """Under the names of `run --json` where it has them."""
-        predicted, wall_s = self.prediction, self.wall_s
+        predicted, wall_s = self.prediction, self.decoding.wall_s
         return {
             "batch": self.ask.batch,
             "context": self.plan.context,
@@ -121,10 +157,10 @@ class Result:
                     "bytes_per_s": use.bytes / wall_s,
                     "bytes_per_busy_s": use.bytes / use.busy_s if use.busy_s else 0.0,
                 }
-                for lane, use in self.lanes.items()
+                for lane, use in self.decoding.lanes.items()
             },
-            "overlap_share": self.overlap_s / wall_s,
-            "busy_over_wall": sum(use.busy_s for use in self.lanes.values()) / wall_s,
+            "overlap_share": self.decoding.overlap_share,
+            "busy_over_wall": self.decoding.busy_over_wall,
             "bytes_moved": self.bytes_moved,
             "disk_bytes_per_token": self.disk_bytes / self.ask.batch,
             "ceilings": {"before": vars(self.before), "after": vars(self.after)},

@@ -45,7 +45,7 @@ class Engine:
         self.plan, self.prediction = planned.plan, planned.solved.prediction
         self.notes = planned.notes(device)
         # Whose predictions this engine's runs put to the test: what nobody predicts so is not held against them.
-        self._machine_file = planned.machine_file if planned.how.as_predicted and device is None else None
+        self._machine_file = planned.machine_file if planned.how.is_usual and device is None else None
         self._turns = Turns()
         self._tokenizer = planned.how.tokenizer
         self._opening_tokenizer = threading.Lock()

@@ -46,11 +46,6 @@ class Loading(Running):
     def cache_folder(self) -> Path:
         return self.cache or default_cache()
 
-    @property
-    def as_predicted(self) -> bool:
-        """Whether weights are computed on as predictions assume: without any of the fields of Running."""
-        return Running(**{name: getattr(self, name) for name in Running.__dataclass_fields__}) == Running()
-
 
 @dataclass(frozen=True)
 class Planned:

@@ -55,6 +55,11 @@ class Running:
     serial: bool = False
     poisoned: bool = False
 
+    @property
+    def is_usual(self) -> bool:
+        """Whether passes are computed as predictions assume."""
+        return self.threads is None and self.kernels is None and not (self.exact or self.serial or self.poisoned)
+
 
 class Session:
     """Steps passes of one plan over one packed model.

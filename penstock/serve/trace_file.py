@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 from penstock.errors import BadRequest
 from penstock.graph.tasks import Pass
@@ -46,11 +46,11 @@ class TraceFile:
     def __enter__(self) -> TraceFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._output:
             if kind is None:
                 self._write(f'\n],"otherData":{json.dumps(self._trace.summary())}}}\n')
-                self._finish()
+                self._unless_failed(self._output.commit)
         if kind is None and self._failed is not None:
             raise self._refused(self._failed)
 
@@ -60,16 +60,12 @@ class TraceFile:
             self._between = ","
 
     def _write(self, text: str) -> None:
-        if self._failed is None:
-            try:
-                self._output.stream.write(text.encode())
-            except OSError as error:
-                self._failed = error
+        self._unless_failed(lambda: self._output.stream.write(text.encode()))
 
-    def _finish(self) -> None:
+    def _unless_failed(self, act: Callable[[], object]) -> None:
         if self._failed is None:
             try:
-                self._output.commit()
+                act()
             except OSError as error:
                 self._failed = error
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from penstock.errors import BadRequest
 from penstock.runtime import child
-from penstock.runtime.device import Device
+from penstock.runtime.device import LANES, Device
 from penstock.runtime.device.emulated import LINK_BYTES_PER_S, EmulatedDevice
 from penstock.runtime.host import Progress
 from penstock.runtime.probe import keep, kept, machine_file
@@ -23,7 +23,6 @@ from penstock.spec.machine import MachineSpec, Rate, Tier
 from penstock.spec.plan import DEVICE
 
 _EMULATED_SHARE = 4  # of RAM, so small a part stands in for device memory unless the user says how much
-_LANES = (DEVICE, "h2d0", "d2h0")
 # What a driver leaves behind: NVIDIA's and AMD's on Linux, WSL2's. Looked at first, for torch takes seconds to import.
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
@@ -139,9 +138,9 @@ def _emulated(machine: MachineSpec, device_memory_bytes: int | None) -> Chosen:
     machine = without_device(machine)
     have = machine.tier("host").bytes
     limit = have // _EMULATED_SHARE if device_memory_bytes is None else device_memory_bytes
-    rates = [rate for rate in machine.rates if rate.lane not in _LANES]
+    rates = [rate for rate in machine.rates if rate.lane not in LANES]
     rates += [replace(rate, lane=DEVICE) for rate in machine.rates if rate.lane == "host" and rate.op != "pass"]
-    rates += [Rate(lane, "*", "*", 5e-5, 1 / LINK_BYTES_PER_S, source="as emulated") for lane in _LANES[1:]]
+    rates += [Rate(lane, "*", "*", 5e-5, 1 / LINK_BYTES_PER_S, source="as emulated") for lane in LANES[1:]]
     tiers = [replace(t, bytes=max(1, t.bytes - limit)) if t.name == "host" else t for t in machine.tiers]
     made = replace(
         machine, tiers=(*tiers, Tier(DEVICE, max(1, limit), "emulated")), rates=tuple(rates),

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,8 +21,8 @@ from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Call, Pass
 from penstock.kernels.gpu.choose import choose
 from penstock.runtime.device.cuda.bind import TorchBinding
-from penstock.runtime.fit import Fit, fit, fit_well
-from penstock.runtime.probe_ops import PRODUCTS, ROW_OPS, probe_plan
+from penstock.runtime.fit import Fit, Tell, fit, fit_well
+from penstock.runtime.probe_ops import PRODUCTS, ROW_OPS, Timed, attention_rates, probe_plan, some_numbers
 from penstock.spec.format import DEFAULT_GROUP, Format, parse_format
 from penstock.spec.machine import Rate
 from penstock.spec.plan import DEVICE, Plan
@@ -36,7 +35,6 @@ _ROWS = ((1,), (8,), (32,), (64, 128), (256, 512))
 _MOST_BYTES = 2 << 30  # of weights at a time: some times what a large card's cache holds
 _SYNC_BYTES = 16 * KIB  # PIPO's T_sync
 _STARTS, _CONTEXT = (255, 1023, 2047), 2048
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -165,7 +163,7 @@ class _Layers:
     ) -> None:
         self._clock, self._kind, self._device = clock, weights.kind, device
         self.plan = _on_device(probe_plan(weights, kv, most_bytes, mostly_kv))
-        some = torch.from_numpy(_numbers())
+        some = torch.from_numpy(some_numbers())
         memory = {}
         for arena in self.plan.arenas:
             at = device if arena.tier == DEVICE else torch.device("cpu")
@@ -198,34 +196,20 @@ class _Layers:
         return rates
 
     def attention_rates(self, kv: str, tell: Tell) -> list[Rate]:
-        def decode() -> list[tuple[float, float]]:
-            return [(t[0], t[2]) for start in _STARTS for t in self._time(1, start, ("attend",))["attend"]]
-
-        def prefill() -> list[tuple[float, float]]:
-            rows = _ROWS[-1][-1]
-            starts = (0, _CONTEXT - rows)
-            return [(t[1], t[2]) for start in starts for t in self._time(rows, start, ("attend",))["attend"]]
-
-        few = fit_well(decode, f"attend, {kv}, 1 row, device", tell)
-        many = fit_well(prefill, f"attend, {kv}, many rows, device", tell)
-        return [
-            Rate(DEVICE, "attend", kv, few.alpha_s, few.slope_s, 0.0, few.r2, 1),
-            Rate(DEVICE, "attend", kv, many.alpha_s, few.slope_s, many.slope_s, many.r2),
-        ]
+        rows = _ROWS[-1][-1]
+        places = _STARTS, (0, _CONTEXT - rows), rows
+        return attention_rates(DEVICE, kv, lambda rows, start: self._time(rows, start, ("attend",)), *places, tell)
 
     def _fits(self, ops: Sequence[str], rows: Sequence[int], over: str, tell: Tell) -> dict[str, Fit]:
-        timed: dict[str, list[tuple[float, float, float]]] = {op: [] for op in ops}
-        for n in rows:
-            for op, found in self._time(n, 0 if n > 1 else _CONTEXT // 2, ops).items():
-                timed[op] += found
-        lines = {op: fit([(t[over == "flops"], t[2]) for t in found]) for op, found in timed.items()}
+        timed = [t for n in rows for t in self._time(n, 0 if n > 1 else _CONTEXT // 2, ops)]
+        lines = {op: fit([(getattr(t, over), t.seconds) for t in timed if t.op == op]) for op in ops}
         for op, line in lines.items():
             if line.r2 < 0.9:
                 tell(f"{op}, {self._kind}, {rows[-1]} rows, device: r² {line.r2:.2f}")
         return lines
 
-    def _time(self, rows: int, start: int, ops: Sequence[str]) -> dict[str, list[tuple[float, float, float]]]:
-        """(bytes, flops, seconds) per op and size; calls of one size are timed as one run through the layers, which are
+    def _time(self, rows: int, start: int, ops: Sequence[str]) -> list[Timed]:
+        """Per op and size; calls of one size are timed as one run through the layers, which are
         more than a cache holds."""
         batch = Batch(0, (0,), (start,), (rows,), tuple(range(rows))[-64:])
         tasks = Lowering(self.plan).step(Pass("prefill" if rows > 1 else "decode", (batch,), None))
@@ -236,11 +220,7 @@ class _Layers:
                 for call in task.calls:
                     if call.op in ops:
                         alike.setdefault((call.op, call.bytes, call.flops), []).append(call)
-        found: dict[str, list[tuple[float, float, float]]] = {op: [] for op in ops}
-        for (op, nbytes, flops), calls in alike.items():
-            seconds = self._clock.seconds(self._recorded(calls), 2) / len(calls)
-            found[op].append((float(nbytes), float(flops), seconds))
-        return found
+        return [Timed(*key, self._clock.seconds(self._recorded(calls), 2) / len(calls)) for key, calls in alike.items()]
 
     def launch_s(self) -> float:
         """Of the thread that launches the calls of a step one by one, a call."""
@@ -291,10 +271,3 @@ def _on_device(plan: Plan) -> Plan:
 
 def _copy(target: Tensor, source: Tensor) -> Callable[[], object]:
     return lambda: target.copy_(source, non_blocking=True)
-
-
-def _numbers() -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Some around 1 in 16 bits and around 0.01 in 32, as the CPU's probe has them."""
-    some = np.random.default_rng(0).integers(0, 256, MIB, np.uint8)
-    some[1::2] = 0x3C
-    return some
