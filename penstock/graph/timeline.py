@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.graph.ops import Copy, KvMove
@@ -38,8 +37,7 @@ class Span(NamedTuple):
     flops: int = 0
 
 
-@dataclass(frozen=True)
-class Timeline:
+class Timeline(NamedTuple):
     """Tasks that ended since the one before; the pass itself went on from `start_s` to `end_s`. Loads for the next pass
     may have begun in it and end in the next timeline."""
 

@@ -8,8 +8,7 @@ Python in between, and what changes from pass to pass (positions) lies in tables
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock import _native
 from penstock.graph import ops
@@ -29,8 +28,7 @@ Target = _native.Compute | _native.Program
 _KEPT = 8  # programs
 
 
-@dataclass(frozen=True)
-class Native:
+class Native(NamedTuple):
     """Which kernels, on how many threads; `exact`: no int8 activations. `reason`: why these."""
 
     compute: _native.Compute
@@ -44,8 +42,7 @@ def native(isa: str | None, threads: int, exact: bool) -> Native:
     return Native(_native.Compute(chosen, threads), exact, reason)
 
 
-@dataclass(frozen=True)
-class _Bound:
+class _Bound(NamedTuple):
     """A task as it is run again: programs, and the numbers of calls that stay with numpy. `batches`: the number of a
     call of each batch."""
 

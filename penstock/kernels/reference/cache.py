@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +13,7 @@ from penstock.spec.format import Format
 _MOST_HALF = np.float32(65504)
 
 
-@dataclass(frozen=True)
-class KvPool:
+class KvPool(NamedTuple):
     """K or V of some sequences in one layer: `blocks` uint8 [pages, K, page_tokens · kv_bytes], one a KV head."""
 
     blocks: Bytes
