@@ -6,7 +6,7 @@ one is better.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -20,11 +20,15 @@ from penstock.spec.plan import DEVICE, Plan, Unit
 
 
 class _Pass(NamedTuple):
-    """Of `batches` batches of `rows` rows each."""
+    """Of `batches` batches of `rows` rows each. `seqs`: of a batch. `seq_rows`: at most so many rows of a sequence,
+    which together see `pairs` positions, on average of all passes."""
 
     purpose: str
     batches: int
     rows: int
+    seqs: int
+    seq_rows: int
+    pairs: float
 
 
 def score_s(prediction: Prediction, plan: Plan, ask: Ask) -> float:
@@ -40,7 +44,14 @@ def least_score_s(plan: Plan, ask: Ask, cost: Cost) -> float:
     together = min(seqs, plan.batch_seqs)
     prompt = max(1, min(ask.prompt_tokens, plan.context - 1))
     passes = -(-together * prompt // plan.chunk_rows)
-    wanted = _Pass("prefill", batches, together * prompt // passes), _Pass("decode", batches, together)
+    wanted = (
+        _Pass(
+            *("prefill", batches, together * prompt // passes, together),
+            seq_rows=min(prompt, plan.chunk_rows),
+            pairs=prompt * (prompt + 1) / 2 / passes,
+        ),
+        _Pass("decode", batches, together, together, 1, prompt),
+    )
     prompt_s, token_s = _busiest_s(plan, cost, wanted)
     return _score_s(passes * prompt_s + ask.output_tokens * token_s, plan, ask)
 
@@ -61,8 +72,8 @@ def _score_s(total_s: float, plan: Plan, ask: Ask) -> float:
 
 
 def _busiest_s(plan: Plan, cost: Cost, wanted: Sequence[_Pass]) -> list[float]:
-    """Of the busiest lane, in each of some passes: units cross lanes once, and are computed once a batch. Norms,
-    attention's reading of KV and copies are left out."""
+    """Of the busiest lane, in each of some passes: units cross lanes once, and are computed once a batch. Norms, moves
+    of KV and copies are left out."""
     spec, lanes = plan.target.spec, [defaultdict[str, float](float) for _ in wanted]
     kinds = {
         key: (part.kind, id(spec.layers[part.layer]), part.granules)
@@ -83,7 +94,27 @@ def _busiest_s(plan: Plan, cost: Cost, wanted: Sequence[_Pass]) -> list[float]:
                 ]
             for into, lane, seconds in known[alike]:
                 into[lane] += seconds
+    for into, p in zip(lanes, wanted, strict=True):
+        for lane, seconds in _attention_s(plan, cost, p):
+            into[lane] += seconds
     return [max(each.values(), default=0.0) for each in lanes]
+
+
+def _attention_s(plan: Plan, cost: Cost, p: _Pass) -> Iterator[tuple[str, float]]:
+    """(lane, seconds) of attention over all that came before, which is most of a prompt of 131,072 tokens. Left out are
+    layers with a window, and those whose attention is somewhere else than their projections."""
+    for home in plan.kv:
+        if home.attend != plan.main:
+            continue
+        layers = Counter(layer.attention for layer in plan.target.spec.layers[slice(*home.layers)])
+        for a, count in layers.items():
+            if not a.window:
+                flops = 4 * p.seqs * p.pairs * a.heads * a.head_dim
+                rows = max(1, p.rows // p.seqs)
+                yield (
+                    home.attend,
+                    count * p.batches * cost.least_s(home.attend, "attend", home.format.kind, rows, 0, flops),
+                )
 
 
 def _unit_s(plan: Plan, unit: Unit, cost: Cost, p: _Pass) -> Iterator[tuple[str, float]]:
