@@ -1,6 +1,7 @@
-"""`python -m bench.startup [--beside PYTHON]`: wall time of `penstock --help`, and of `penstock run` for one token.
+"""`python -m bench.startup [--beside PYTHON]`: wall time of `penstock --help`, of `penstock run` and of `penstock plan`.
 
-The model is the bundled one. Beside both, the time of a bare interpreter.
+`run` is for one token of the bundled model, `plan` for 80 layers, without a device and beside one. Beside all of them,
+the time of a bare interpreter.
 
 `--beside`: the interpreter of another installation of penstock, say of the version before; the same commands of it take
 turns with these, so that whatever else the machine does meets all. Each installation has a cache of its own, in which a
@@ -28,10 +29,12 @@ MOST_ADDED_S = 0.050
 
 def commands(python: str, cache: Path) -> dict[str, list[str]]:
     """Name → what is measured, of the installation that `python` belongs to."""
-    found = subprocess.run([python, "-c", "import penstock; print(penstock.__file__)"], capture_output=True, text=True)
-    model = Path(found.stdout.strip()).parent / "assets" / "tale-llama"
+    where = subprocess.run([python, "-c", "import penstock; print(penstock.__file__)"], capture_output=True, text=True)
+    model = Path(where.stdout.strip()).parent / "assets" / "tale-llama"
     run = ["run", str(model), "Once upon a time", "--max-tokens", "1", "--temperature", "0", "--cache", str(cache)]
-    return {name: [python, "-m", "penstock.cli", *how] for name, how in (("help", ["--help"]), ("run", run))}
+    plan = ["plan", "llama-3.1-70b", "--weights", "int4", "--machine"]
+    found = {"help": ["--help"], "run": run, "plan": [*plan, "pc-32gb-nvme"], "plan gpu": [*plan, "pc-rtx4090-64gb"]}
+    return {name: [python, "-m", "penstock.cli", *words] for name, words in found.items()}
 
 
 def measure(measured: dict[str, list[str]], runs: int = RUNS) -> dict[str, list[dict[str, float]]]:
@@ -69,7 +72,7 @@ def main() -> None:
         found = {name: summary(runs) for name, runs in measure(measured, how.runs).items()}
     for name, taken in found.items():
         spread = f"{taken['min_s']:.3f} to {taken['max_s']:.3f}, {how.runs} runs"
-        print(f"{name:<12}{taken['median_s']:.3f} s  ({spread}; processor {taken['cpu_s']:.3f} s)")
+        print(f"{name:<16}{taken['median_s']:.3f} s  ({spread}; processor {taken['cpu_s']:.3f} s)")
     report: dict[str, Any] = {"bench": "startup", "runs": how.runs, **found, "limit_s": LIMIT_S}
     report["within_limit"] = found["help"]["median_s"] < LIMIT_S
     if how.beside:

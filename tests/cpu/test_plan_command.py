@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -121,10 +120,8 @@ def test_the_band_of_a_machine_that_is_not_here(call: Call, model: Path, machine
     assert (band["decode"], band["ttft"], band["runs"], band["assumed"]["decode"]) == (0.25, 0.25, 0, True)
 
 
-def test_a_large_model_in_no_time(large: Path, machine: Path) -> None:
-    """About 0.9 s with the start of Python where nothing else runs; a busy machine of CI gets more."""
-    start_s = time.perf_counter()
+def test_a_large_model(large: Path, machine: Path) -> None:
+    """How long that takes, `bench.startup` measures."""
     done = apart("plan", large, "--machine", machine, "--weights", "int4")
     assert done.code == 0, done
     assert "bound by the disk" in done.out and "one more GiB of RAM: " in done.out
-    assert time.perf_counter() - start_s < 4

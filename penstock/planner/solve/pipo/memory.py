@@ -1,10 +1,10 @@
 """PIPO's memory model (section 3.5, appendix B) and its automatic configuration (Eq. 1), as pure functions.
 
 Letters are the paper's: l layers, d width, d_h neurons, h heads, h_kv KV heads, V vocabulary, b sequences, s tokens of
-prompt and answer. Its one precision p is three here: of weights, of activations, of KV. Where text and appendix differ
-(bench/papers/contradictions.py): W_mha is the appendix's, with K and V both; KV buffers are the text's, 2C/l while
-attention computes and C/l beside an FFN where the next block is preloaded, the safer bound; scores of a decode step
-take p·b·h·s bytes.
+prompt and answer. Its one precision p is three here: of weights, of activations, of KV. Text and appendix differ in
+places (bench/papers/data/contradictions.tsv): W_mha is the appendix's, with K and V both; KV buffers are the text's,
+2C/l while attention computes and C/l beside an FFN where the next block is preloaded, the safer bound; scores of a
+decode step take p·b·h·s bytes.
 """
 
 from __future__ import annotations
