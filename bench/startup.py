@@ -1,4 +1,4 @@
-"""`python -m bench.startup [--beside PYTHON]`: wall time of `penstock --help`, of `penstock run` and of `penstock plan`.
+"""`python -m bench.startup [--beside PYTHON]`: wall time of `penstock --help`, `run` and `plan`.
 
 `run` is for one token of the bundled model, `plan` for 80 layers, without a device and beside one. Beside all of them,
 the time of a bare interpreter.
