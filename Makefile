@@ -46,7 +46,7 @@ fuzz: .venv/test.stamp build/sanitize/stamp ## search for counterexamples 30 tim
 fuzz-files: .venv/test.stamp ## 10^5 mutated model files, plans and machine files under every command that reads them (ARGS="--minutes 5", "--case NAME")
 	@$(BIN)/python -m tests.fuzz_files $(ARGS)
 
-bench-startup: .venv/run.stamp ## measure how long penstock takes to start, and a run of one token (ARGS="--beside PYTHON": of another installation)
+bench-startup: .venv/run.stamp ## measure starting, a run of one token and planning 80 layers (ARGS="--beside PYTHON": of another installation)
 	@$(BIN)/python -m bench.startup $(ARGS)
 
 bench-checks: .venv/run.stamp ## what comparing a 2.5 GB model with its checksums costs: on loading, in the first pass, in later ones

@@ -1,8 +1,8 @@
 """Calls to tasks: derives the edges from the slots, and fuses neighbouring calls of a lane into one task.
 
 A call joins its lane's open task unless it has to wait for another lane; so where nothing streams, a whole
-step is one task. Lanes are first in, first out, and what a lane has waited for once it need not wait for
-again, so an edge is kept only where it says something new.
+step is one task. Who waits for a task of a lane waits for those before it too, and what a lane has waited for
+once it need not wait for again, so an edge is kept only where it says something new.
 """
 
 from __future__ import annotations

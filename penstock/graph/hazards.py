@@ -1,7 +1,7 @@
 """Edges from slots: who wrote a byte range last, and who has read it since.
 
-Keeps, per arena, disjoint segments sorted by address. A read depends on the segment's writer, a write on
-its writer and its readers; only the latest task per lane is kept, since lanes are first in, first out.
+Keeps, per arena, disjoint segments sorted by address. A read depends on the segment's writer, a write on its writer and
+its readers. Only the latest task per lane is kept: who waits for a task of a lane waits for those before it too.
 """
 
 from __future__ import annotations

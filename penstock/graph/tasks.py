@@ -1,8 +1,8 @@
 """What a schedule is made of. NamedTuples: a step of a large model makes thousands of them.
 
 A Slot is a byte range of an arena; two tasks conflict where ranges overlap and one of them writes. A Call
-is one op on one executor; a Task is calls that run in order on its lanes. Lanes are first in, first out,
-so `after` names tasks of other lanes only, at most one (the latest) per lane.
+is one op on one executor; a Task is calls that run in order on its lanes. Who waits for a task of a lane waits
+for those before it too, so `after` names tasks of other lanes only, at most one (the latest) per lane.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Runs a task list on a clock instead of a machine: lanes are first in, first out, and share what they share.
+"""Runs a task list on a clock instead of a machine: each lane does one task at a time, and lanes slow each other.
 
+A disk's loads, of which several are under way on a machine, come one after the other here, at the disk's full rate.
 A task has so much work, in seconds alone; while other lanes are busy it proceeds more slowly (`Cost.factor`). So the
 clock goes from event to event: a task starts, a task is done.
 """

@@ -102,7 +102,7 @@ def _busiest_s(plan: Plan, cost: Cost, wanted: Sequence[_Pass]) -> list[float]:
 
 def _attention_s(plan: Plan, cost: Cost, p: _Pass) -> Iterator[tuple[str, float]]:
     """(lane, seconds) of attention over all that came before, which is most of a prompt of 131,072 tokens. Left out are
-    layers with a window, and those whose attention is somewhere else than their projections."""
+    layers with a window, and those whose attention is somewhere else than the activations."""
     for home in plan.kv:
         if home.attend != plan.main:
             continue

@@ -80,7 +80,8 @@ def _best(problem: Problem, main: str, attends: str) -> Found | None:
     sizes = blocks(ask.batch, ask.objective == "latency")
     trying, left = sizes, list[tuple[int, int]]()
     if len(sizes) > _MANY_SIZES:
-        trying, left = sizes[::_EVERY], [size for size in sizes if size not in sizes[::_EVERY]]
+        trying = sizes[::_EVERY]
+        left = [size for size in sizes if size not in trying]
     while trying:
         for gpu_batch, batches in trying:
             for chunk_rows in chunk_options(ask, gpu_batch):
