@@ -71,7 +71,7 @@ class Worker:
     def _once(self, seed: Seed, number: int, codes: tuple[int, ...]) -> tuple[Case, Outcome, list[Fault]]:
         made = case(self._world, self.place, seed, number, self._families[seed.kind])
         before = snapshot(self.place)
-        as_it_is = not made.changed or number % 50 == 0
+        as_it_is = not made.changed or number % 200 == 0
         outcome = child.run(made.argv, made.cwd, self.place.home, made.stdin, self._logs, as_it_is=as_it_is)
         return made, outcome, faults(made, outcome, before, snapshot(self.place), codes)
 

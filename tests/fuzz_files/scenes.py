@@ -119,9 +119,7 @@ SCENES: dict[str, Scene] = {
             ("probe", "--json"),
         ),
     ),
-    "plan": Scene(
-        (given("plan.json"),), ((*_RUN, "--plan", "{file}"), (*_EVAL[:2], "{file}", "--plan", "{file}", "--json"))
-    ),
+    "plan": Scene((given("plan.json"),), ((*_RUN, "--plan", "{file}"), (*_EVAL, "--plan", "{file}"))),
     "history": Scene((as_the_history,), (_PLAN, ("bench", "--calibrate", "--json"), (*_RUN, "--max-tokens", "9"))),
     "text": Scene((given("text.txt"),), (_EVAL, ("run", "{model}", "--max-tokens", "2", "--raw", "--json"))),
 }

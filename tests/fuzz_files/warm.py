@@ -7,7 +7,7 @@ What differs from a command that a user types, so that a hundred thousand take m
 - the process that opens tokenizers is a fork and no new interpreter, and has 0.4 s of processor time, not 4 s
 - cycles of references are not collected
 
-`as_it_is` undoes the last three; the seeds themselves, and one mutant of fifty, run so.
+`as_it_is` undoes the last three; the seeds themselves, and one mutant of two hundred, run so.
 """
 
 from __future__ import annotations
