@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -139,10 +140,21 @@ def _sampled(wanted: list[Pass]) -> Iterator[tuple[Pass, int]]:
     inner = range(_FIRST_PASSES, len(wanted) - 1)
     step = max(1, -(-len(inner) // _SAMPLED_PASSES))
     yield from ((p, 1) for p in wanted[:_FIRST_PASSES])
+    found: list[tuple[Pass, int]] = []
     for lo in range(inner.start, inner.stop, step):
         hi = min(lo + step, inner.stop)
-        yield wanted[(lo + hi) // 2], hi - lo
+        p, times = wanted[(lo + hi) // 2], hi - lo
+        if len(found) > 1 and _spans(p) == _spans(found[-1][0]) == _spans(found[-2][0]):
+            # Whole prompts, of one length: two of these passes stand for all.
+            p, times = found[-1][0], times + found.pop()[1]
+        found.append((p, times))
+    yield from found
     yield from ((p, 1) for p in wanted[max(_FIRST_PASSES, len(wanted) - 1) :])
+
+
+def _spans(p: Pass) -> list[Counter[tuple[int, int]]]:
+    """What each batch's attention works on."""
+    return [batch.spans for batch in p.batches]
 
 
 def _spread(gaps: list[float]) -> Spread:

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.graph import passes
+from penstock.graph.batch import Batch
 from penstock.graph.lower import Lowering
+from penstock.graph.tasks import Pass
 from penstock.planner import predict as predicting
 from penstock.planner.predict import predict
 from penstock.planner.solve import settle_context, solve
@@ -32,11 +34,15 @@ def test_sampled_chunks_tell_the_sum(limit_mib: int, prompt: int, batch: int, mo
     assert found.ttft_s == pytest.approx(predict(plan, ask, MACHINE, spread=False).ttft_s, rel=0.02)
 
 
-def test_every_pass_is_counted_once() -> None:
+@pytest.mark.parametrize(("alike", "most"), [(False, 10), (True, 6)])
+def test_every_pass_is_counted_once(alike: bool, most: int) -> None:
     for count in range(1, 80):
-        wanted = list(predicting._sampled(list(range(count))))  # type: ignore[arg-type]
-        assert sum(n for _, n in wanted) == count and len(wanted) <= 4 + 16
-        assert [p for p, _ in wanted] == sorted({p for p, _ in wanted})  # type: ignore[type-var]
+        starts = [0 if alike else i for i in range(count)]
+        wanted = [Pass("prefill", (Batch(i, (0,), (start,), (1,), ()),), None) for i, start in enumerate(starts)]
+        sampled = list(predicting._sampled(wanted))
+        assert sum(times for _, times in sampled) == count and len(sampled) <= most
+        numbers = [p.batches[0].id for p, _ in sampled]
+        assert numbers == sorted(set(numbers))
 
 
 @given(st.data())

@@ -116,10 +116,12 @@ def solve(
         rivals = [each for each in found if _may_be_chosen(each.candidate)]
         if every or not any(_settles(p, c.plan, least_s, candidate.plan, ask) for c, p in rivals):
             # The most promising one is mostly the one that is chosen, whose spread between tokens is wanted.
-            found.append(Compared(candidate, quick(candidate.plan, ask, machine, spread=not found)))
+            spread = not rivals and _may_be_chosen(candidate)
+            found.append(Compared(candidate, quick(candidate.plan, ask, machine, spread)))
     # Ranked by themselves: what cannot run must not decide which of the others are equals.
-    chosen = _ranked([each for each in found if _may_be_chosen(each.candidate)], ask)[0]
-    first, found = found[0], _ranked(found, ask)
+    may_be_chosen = [each for each in found if _may_be_chosen(each.candidate)]
+    first, chosen = may_be_chosen[0], _ranked(may_be_chosen, ask)[0]
+    found = _ranked(found, ask)
     chosen_s = score_s(chosen.prediction, chosen.candidate.plan, ask)
     better = (each for each in found if score_s(each.prediction, each.candidate.plan, ask) < chosen_s)
     not_yet = tuple(each for each in better if each.candidate.cannot_run)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from typing import NamedTuple
 
 from penstock.planner.solve.candidate import Candidate
@@ -25,7 +26,7 @@ from penstock.units import format_bytes, round_up
 BATCH_STEP, MOST_BATCHES = 4, 19
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, MOST_BATCHES)
 # Sizes of block that are all tried: those of some 1,000 sequences. 10,000 have 94, which took 20 s with a device.
-_MANY_SIZES, _EVERY = 61, 5
+_MANY_SIZES, _USUAL_BATCHES = 61, 4
 _MOST_CHUNK_ROWS, _FEWER_ROWS = 2048, 512
 _ATTEMPTS = 4
 _DISK_BINDS = 1.05
@@ -73,29 +74,31 @@ def search(problem: Problem, attends: Sequence[str] = ATTENDS) -> dict[str, Foun
 def _best(problem: Problem, main: str, attends: str) -> Found | None:
     """The best policy of all blocks, for one way to attend.
 
-    Where there are many sizes of block, which thousands of sequences have, only every few of them are tried at first.
-    Then come those that are next to the best one so far, until none of these is better.
+    Thousands of sequences have many sizes of block. T of a sequence is smooth in the size of the block and nearly flat
+    in its batches (docs/LOG.md). So one number of batches tells which blocks are worth trying with the others.
     """
     ask, best = problem.ask, None
-    sizes = blocks(ask.batch, ask.objective == "latency")
-    trying, left = sizes, list[tuple[int, int]]()
-    if len(sizes) > _MANY_SIZES:
-        trying = sizes[::_EVERY]
-        left = [size for size in sizes if size not in trying]
+    trying, left = blocks(ask.batch, ask.objective == "latency"), list[tuple[int, int]]()
+    coarse = len(trying) > _MANY_SIZES
+    if coarse:
+        left = trying
+        trying = [size for size in left if size[1] == _USUAL_BATCHES][::2]
     while trying:
         for gpu_batch, batches in trying:
-            for chunk_rows in chunk_options(ask, gpu_batch):
+            for chunk_rows in chunk_options(ask, gpu_batch)[-1 if coarse else 0 :]:
                 best = _better(best, Terms(Shape(problem, main, gpu_batch, batches, chunk_rows, attends)))
-        trying = [size for size in left if best is None or _alike(size, best.shape)]
+        coarse = False
+        trying = [size for size in left if best is not None and _alike(size, best.shape)]
         left = [size for size in left if size not in trying]
     return best
 
 
 def _alike(size: tuple[int, int], shape: Shape) -> bool:
-    """Whether a block has about as many sequences as a shape's, in about as many batches."""
+    """Whether a block has as many sequences as a shape's in about as many batches, or half or twice as many."""
     gpu_batch, batches = size
     steps = abs(_BATCHES.index(batches) - _BATCHES.index(shape.batches))
-    return steps <= 2 and 0.4 < gpu_batch * batches / shape.block < 2.5
+    ratio = gpu_batch * batches / shape.block
+    return 0.7 < ratio < 1.4 if 0 < steps <= 2 else 0.4 < ratio < 2.5 if steps == 0 else False
 
 
 def _better(known: Found | None, terms: Terms) -> Found | None:
@@ -121,16 +124,17 @@ def place(terms: Terms, mode: Mode, better_than_s: float | None = None) -> Found
     if not _may_fit(shape, mode):
         return None
     program = terms.program(mode)
-    if better_than_s is not None and a_sequence(shape, program.least_s) >= better_than_s:
+    below_s = inf if better_than_s is None else better_than_s / a_sequence(shape, 1.0)
+    if program.least_s >= below_s:
         return None
-    relaxed = lp.solve(program)
+    relaxed = lp.solve(program, None, below_s)
     if relaxed is None:
         return None
     free = program.allowed["kv"]
     near = whole_layers(shape.problem.layers, relaxed.policy.kv, shape.moved_tier)
     near = [kv for kv in near if all(may or not share for share, may in zip(kv, free, strict=True))]
     program = terms.program(mode, relaxed.policy.weights)
-    options = (lp.solve(program, kv) for kv in near)
+    options = (lp.solve(program, kv, below_s) for kv in near)
     found = min((each for each in options if each is not None), key=lambda each: each.seconds, default=None)
     if found is None:
         return None

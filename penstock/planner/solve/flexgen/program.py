@@ -143,16 +143,18 @@ def lanes(stage: Stage, policy: Policy) -> dict[str, float]:
     return {lane: sum(line.at(policy) for line in found) for lane, found in _by_lane(stage).items()}
 
 
-def solve(program: Program, kv: Shares | None = None) -> Solution | None:
-    """The optimum (with `kv`, the one that has KV so), or None where nothing fits. Lanes that slow each other are
-    slowed by how much of the time the other one is busy in the solution before, and wait as they do there, some rounds
-    long."""
+def solve(program: Program, kv: Shares | None = None, below_s: float = inf) -> Solution | None:
+    """The optimum (with `kv`, the one that has KV so), or None where nothing fits or takes less than `below_s`. Lanes
+    that slow each other are slowed by how much of the time the other one is busy in the solution before, and wait as
+    they do there, some rounds long."""
     slowed, found = program, None
     for _ in range(1 + program.rounds):
         policy = _optimum(slowed, kv)
         if policy is None:
             return found
         found = evaluate(slowed, policy)
+        if slowed is program and found.seconds >= below_s:
+            return None  # without slowing and waiting: with them it only takes longer
         slowed = _slowed(program, slowed, policy)
     return found
 
