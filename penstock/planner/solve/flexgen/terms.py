@@ -28,6 +28,7 @@ from penstock.graph import passes
 from penstock.graph.arenas import ARENA_ALIGN
 from penstock.graph.batch import Batch
 from penstock.graph.lower import Lowering
+from penstock.graph.ops import Copy
 from penstock.graph.tasks import Pass
 from penstock.planner.solve.flexgen import program as lp
 from penstock.planner.solve.flexgen.shape import NEAR, Shape
@@ -184,13 +185,15 @@ class Terms:
         if key not in known:
             known[key] = _learn(shape, layer, batch, purpose, prepared)
         found: Learned = known[key]
-        turn = {name: line.kv[shape.moved_tier] for name, line in found.batch.items() if name in _TURN}
-        if not turn:
-            return found
-        # Two windows take turns, batch by batch: each is loaded, read and saved before it is loaded again.
-        alone = 1 / shape.batches
-        turn_s = (sum(turn.values()) * alone + (1 - alone) * max(turn.values())) / 2
-        return found._replace(batch=found.batch | {lp.WINDOW: _of_kv(shape.moved_tier, turn_s)})
+        alone, mine = 1 / shape.batches, dict(found.batch)
+        turn = {name: line.kv[shape.moved_tier] for name, line in mine.items() if name in _TURN}
+        if turn:
+            # Two windows take turns, batch by batch: each is loaded, read and saved before it is loaded again.
+            turn_s = (sum(turn.values()) * alone + (1 - alone) * max(turn.values())) / 2
+            mine[lp.WINDOW] = _of_kv(shape.moved_tier, turn_s)
+        if late := mine.pop(_LATE, None):
+            _add(mine, {"host": late}, alone)  # other batches are computed meanwhile
+        return found._replace(batch=mine)
 
     def _memory(self, mode: Mode) -> tuple[Lines, dict[str, float]]:
         """Peak bytes of the tiers, and what they have."""
@@ -222,18 +225,20 @@ class Terms:
 
 
 _TURN = (lp.LOADED, lp.HELD, lp.SAVED)
+_LATE = "late"  # not a lane: what the CPU's scores wait for new K and V longer than for q
 Seconds = defaultdict[str, float]  # by lane
 
 
 class _Sums(NamedTuple):
     """Of a lowered pass of one batch: moves that come once a pass, what a batch does, tasks beside their calls; of the
-    moves what they take beside their bytes; how long attention needs a window; units that stream."""
+    moves what they take beside their bytes; how long attention needs a window; copies of q; units that stream."""
 
     once_s: Seconds
     batch_s: Seconds
     tasks_s: Seconds
     fixed_s: Seconds
     held_s: float
+    q_s: float
     units: int
 
 
@@ -263,6 +268,9 @@ def _learn(shape: Shape, layer: Layer, batch: Batch, purpose: str, prepared: boo
             for lane in {*away.batch_s, *away.tasks_s}
         }
         _add(learned.batch, {lane: _of_kv(tier, seconds) for lane, seconds in more.items()}, 1.0)
+        if shape.attends == "cpu scores" and batch.continues:
+            late_s = max(0.0, more.get(lp.TO_HOST, 0.0) - away.q_s)
+            _add(learned.batch, {_LATE: _of_kv(tier, late_s)}, 1.0)
         if tier == shape.moved_tier:
             loads, saves = (lp.TO_DEVICE, lp.TO_HOST) if tier == 1 else (lp.READ, lp.WRITE)
             turn = zip(_TURN, (more.get(loads, 0.0), away.held_s, more.get(saves, 0.0)), strict=True)
@@ -285,9 +293,9 @@ def _sums(
         shape, problem=replace(problem, spec=replace(problem.spec, layers=layers)), gpu_batch=len(batch.seqs),
         batches=1, chunk_rows=batch.total_rows,
     )  # fmt: skip
-    found = _Sums(Seconds(float), Seconds(float), Seconds(float), Seconds(float), 0.0, 0)
+    found = _Sums(Seconds(float), Seconds(float), Seconds(float), Seconds(float), 0.0, 0.0, 0)
     scores = (("attend", "host"), ("kv_save", lp.TO_HOST)) if shape.attends == "cpu scores" else ()
-    held_s = merge_s = 0.0
+    held_s = merge_s = q_s = 0.0
     plan = few.plan(weights, kv)
     for task in Lowering(plan).step(Pass(purpose, (batch,), None)):
         lane = task.lanes[0]
@@ -303,8 +311,10 @@ def _sums(
                 held_s += sum(cost.call_parts_s(lane, call))
             elif call.op == "merge" and shape.attends == "device":
                 merge_s = sum(cost.call_parts_s(lane, call))  # of attention, which ends in the save's task
+            elif isinstance(call.operands, Copy) and call.operands.what == "q":
+                q_s += sum(cost.call_parts_s(lane, call))
     streams = sum(unit.home != unit.decode and unit.part != "embed" for unit in plan.units)
-    return found._replace(held_s=held_s + merge_s, units=streams)
+    return found._replace(held_s=held_s + merge_s, q_s=q_s, units=streams)
 
 
 _PROJECTED = ("qkv", "attend", "out")
