@@ -28,7 +28,7 @@ from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.serve.session import Session
 from penstock.spec.ask import Ask
-from penstock.spec.machine import MachineSpec, Rate, Tier
+from penstock.spec.machine import Capacity, MachineSpec, Rate
 from penstock.store.packed import open_packed
 from penstock.store.synth import synth
 from penstock.units import MIB
@@ -38,7 +38,7 @@ ROUNDS, LATER_PASSES = 9, 3
 LIMIT = 1.02
 # Made up, so that no probe is needed and the plan is the same everywhere.
 RATES = (Rate("host", "*", "*", 1e-5, 1e-10, 1e-11), Rate("disk0", "*", "*", 1e-4, 5e-10))
-MACHINE = MachineSpec("any", (Tier("host", 1 << 34), Tier("disk0", 1 << 40)), RATES, 2)
+MACHINE = MachineSpec("any", (Capacity("host", 1 << 34), Capacity("disk0", 1 << 40)), RATES, 2)
 
 Times = dict[str, float]
 

@@ -36,7 +36,8 @@ from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
 from penstock.spec.machine import MachineSpec
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.places import GPU
+from penstock.spec.plan import Plan
 from penstock.store.packed import open_packed
 from penstock.store.synth import synth
 from penstock.units import GIB, MIB
@@ -137,7 +138,9 @@ def ceilings(folder: Path) -> dict[str, float]:
 def chosen_plan(setting: Setting, model: Path, machine: MachineSpec) -> Plan:
     packed = open_packed(model)
     ask = settle_context(replace(setting.ask, use_device=True), packed.spec)
-    found = [c for c in candidates(Problem(ask, packed.spec, packed.weights, machine)) if DEVICE in c.plan.tier_bytes()]
+    found = [
+        c for c in candidates(Problem(ask, packed.spec, packed.weights, machine)) if GPU.executor in c.plan.tier_bytes()
+    ]
     if setting.strategy is not None:
         found = [c for c in found if c.strategy == setting.strategy]
     if not found:
@@ -168,9 +171,11 @@ def measure(
     decode = [answer.decode_tokens_per_s for answer in answers]
     ttft = [answer.ttft_s for answer in answers]
     speed, first_s = statistics.median(decode), statistics.median(ttft)
-    there = sum(plan.unit_bytes(u) for u in plan.units if u.home == DEVICE and u.decode == DEVICE)
+    there = sum(plan.unit_bytes(u) for u in plan.units if u.home == GPU.executor and u.decode == GPU.executor)
     crosses = sum(
-        plan.unit_bytes(u) for u in plan.units if u.home != DEVICE and u.decode == DEVICE and u.part != "embed"
+        plan.unit_bytes(u)
+        for u in plan.units
+        if u.home != GPU.executor and u.decode == GPU.executor and u.part != "embed"
     )
     read = sum(plan.unit_bytes(u) for u in plan.units if u.home.startswith("disk") and u.part != "embed")
     flops = 2 * prompt * sum(p.weights_of(0, p.granules) for p in plan.parts.values() if p.kind in ("attn", "ffn"))
@@ -192,7 +197,7 @@ def measure(
         "predicted_ttft_s": predicted.ttft_s,
         "decode_error": abs(predicted.decode_tokens_per_s / speed - 1),
         "peak_device_bytes": answers[-1].peak_device_bytes,
-        "planned_device_bytes": plan.tier_bytes()[DEVICE],
+        "planned_device_bytes": plan.tier_bytes()[GPU.executor],
         "peak_host_bytes": answers[-1].peak_host_bytes,
         "planned_host_bytes": plan.tier_bytes()["host"],
         "bytes_there": there,

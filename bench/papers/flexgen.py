@@ -29,7 +29,8 @@ from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
 from penstock.spec.model import ModelSpec
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.places import GPU
+from penstock.spec.plan import Plan
 from penstock.units import GIB
 
 OUTPUT, PROMPT = 32, 512  # tokens; the prompt of rows that do not state it (Figure 1)
@@ -233,7 +234,8 @@ def _plan(policy: Policy) -> tuple[Plan, Ask]:
     for chunk_rows in reversed(rows):
         for ring_layers in (2.0, 1.0):
             shape = Shape(
-                problem, DEVICE, policy.gpu_batch, policy.batches, chunk_rows, policy.attends, ring_layers, policy.order
+                problem, GPU.executor, policy.gpu_batch, policy.batches, chunk_rows, policy.attends, ring_layers,
+                policy.order,
             )  # fmt: skip
             plan = shape.plan(policy.weights, policy.kv)
             if problem.fits(plan):

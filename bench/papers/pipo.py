@@ -29,7 +29,8 @@ from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.parts import head_key, parts
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.places import GPU
+from penstock.spec.plan import Plan
 from penstock.units import GIB
 
 BATCH, MOST_BATCH, OUTPUT = 4, 32, 32  # assumed; the largest, and the answers, of section 4.1
@@ -43,7 +44,7 @@ _DISK = 7.88e9
 _MEMORY = {LAPTOP: 336e9, DESKTOP: 1008e9}
 _FLOPS = {LAPTOP: 22.81e12, DESKTOP: 165.15e12}
 _HOST_BYTES = {LAPTOP: 16 * GIB, DESKTOP: 64 * GIB}  # the machine's; its tier is less by what the system takes
-_HOMES = {"on the device": DEVICE, "in RAM": "host", "on disk": "disk0"}
+_HOMES = {"on the device": GPU.executor, "in RAM": "host", "on disk": "disk0"}
 _ORDERS = {"PIPO": "overlapped", "FlexGen": "flexgen"}
 _FAMILIES = ("opt-6.7b", "opt-13b", "opt-30b", "opt-66b", "llama-3.1-8b", "llama-3.1-70b")  # section 4.1
 _WARM_PASSES, _STEADY_PASSES = 2, 2  # as planner.predict, without a spread
@@ -98,7 +99,7 @@ def together(plan: Plan, ask: Ask, machine: MachineSpec) -> Speeds:
 
     def run(p: Pass) -> tuple[float, float]:
         start_s = simulator.now_s
-        busy_s = simulator.run(lowering.step(p)).busy_s().get(DEVICE, 0.0)
+        busy_s = simulator.run(lowering.step(p)).busy_s().get(GPU.executor, 0.0)
         simulator.pause(cost.between_passes_s)
         return simulator.now_s - start_s, busy_s
 
@@ -127,7 +128,7 @@ def predicted(row: Published) -> Predicted | None:
         "throughput": speeds.throughput(policy.batch, policy.output),
         "ttft_s": speeds.ttft_s,
         "decode_s": speeds.step_s,
-        "device_gb": speeds.tier_bytes[DEVICE] / 1e9,
+        "device_gb": speeds.tier_bytes[GPU.executor] / 1e9,
         "host_gb": (speeds.tier_bytes["host"] + _system_bytes(policy.machine)) / 1e9,
     }[row.metric]
     notes = _assumed(row)
@@ -151,7 +152,7 @@ def policy_of(row: Published) -> Policy:
     return Policy(
         row.machine, row.model, row.weights or "", row.kv or "float16", row.prompt, row.output or OUTPUT,
         row.batch or BATCH, _ORDERS[row.system], home,
-        int(share[1]) / 100 if share else float(home == DEVICE), kv_home,
+        int(share[1]) / 100 if share else float(home == GPU.executor), kv_home,
     )  # fmt: skip
 
 
@@ -166,7 +167,7 @@ def simulated(policy: Policy) -> tuple[Speeds, float]:
     machine = machine_of(policy.machine)
     problem = Problem(ask, spec, fmt, machine)
     share, plan = policy.share, None
-    while plan is None or (not problem.fits(plan) and policy.home != DEVICE and share > 0.01):
+    while plan is None or (not problem.fits(plan) and policy.home != GPU.executor and share > 0.01):
         share -= 0.01 if plan else 0.0
         choice = Choice(policy.home, "overlapped", share)
         plan = pipo.plan(problem, choice, policy.kv_home, policy.batch * policy.prompt, policy.order)
@@ -187,8 +188,8 @@ def bound(row: Published, policy: Policy, batch: int) -> float | None:
     kv_bytes = 2 * batch * tokens * len(spec.layers) * a.kv_heads * a.head_dim * parse_format(policy.kv).bits / 8
     away = (1 - policy.share) * weight_bytes
     if row.metric in ("device_gb", "host_gb"):
-        tier = DEVICE if row.metric == "device_gb" else "host"
-        held = policy.share * weight_bytes if tier == DEVICE else away if policy.home == "host" else 0.0
+        tier = GPU.executor if row.metric == "device_gb" else "host"
+        held = policy.share * weight_bytes if tier == GPU.executor else away if policy.home == "host" else 0.0
         return (held + (kv_bytes if policy.kv_home == tier else 0.0)) / 1e9 or None
     moved_s = away / (min(_LINK[policy.machine], _DISK) if policy.home == "disk0" else _LINK[policy.machine])
     kv_s = kv_bytes / _LINK[policy.machine] if policy.kv_home == "host" else 0.0
@@ -209,7 +210,7 @@ def _speedup(row: Published) -> Predicted:
             of = [
                 Policy(
                     row.machine, model, weights, "float16", 512, 32, row.batch or BATCH, order, home,
-                    float(home == DEVICE), "host",
+                    float(home == GPU.executor), "host",
                 )
                 for order in ("overlapped", "flexgen")
             ]  # fmt: skip

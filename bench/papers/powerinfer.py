@@ -21,7 +21,8 @@ from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import head_key, parts
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.places import GPU
+from penstock.spec.plan import Plan
 
 _INPUTS = ("sparsity", "predictor_weights")  # what the plan is made from; the hot shares of Figure 4 too
 _SPEC_INFER = "speculative decoding is no plan yet"
@@ -153,10 +154,10 @@ def _share(row: Published) -> Predicted:
     speed = _of_system(setting, row.system, _OUTPUT)
     if "weights in device memory" in row.setting:
         total = sum(part.nbytes for part in speed.plan.parts.values())
-        there = sum(speed.plan.unit_bytes(unit) for unit in speed.plan.units if unit.home == DEVICE)
+        there = sum(speed.plan.unit_bytes(unit) for unit in speed.plan.units if unit.home == GPU.executor)
         return Predicted(there / total, None, "KV, activations and a GiB for driver and screen take the rest")
     busy = speed.lane_share
-    return Predicted(busy["host"] / (busy["host"] + busy[DEVICE]), None, _ONE_NOTE)
+    return Predicted(busy["host"] / (busy["host"] + busy[GPU.executor]), None, _ONE_NOTE)
 
 
 def _load_share(plan: Plan, sparse: bool) -> float:
@@ -165,14 +166,14 @@ def _load_share(plan: Plan, sparse: bool) -> float:
     for unit in plan.units:
         if unit.part.endswith((".attn", ".ffn")):
             nbytes = plan.unit_bytes(unit) * (unit.active if sparse else 1.0)
-            there, whole = there + nbytes * (unit.decode == DEVICE), whole + nbytes
+            there, whole = there + nbytes * (unit.decode == GPU.executor), whole + nbytes
     return there / whole
 
 
 @cache
 def _settings(pc: str, weights: str) -> list[Setting]:
     """What may be behind a mean (see _RELU)."""
-    limit = machine_of(pc).tier(DEVICE).bytes
+    limit = machine_of(pc).tier(GPU.executor).bytes
     found = []
     for setting in (Setting(pc, model, weights) for model in _RELU if model not in _LEFT_OUT.get((pc, weights), ())):
         nbytes = sum(part.nbytes for part in parts(setting.spec, setting.format))
@@ -221,7 +222,7 @@ def _least_token_s(setting: Setting, sparse: bool) -> float:
             needed += [(f, part.granule_bytes) for f in profile.layers[part.layer]]
         elif part.kind in ("attn", "ffn") or part.key == head_key(setting.spec):
             needed.append((1.0, part.nbytes))
-    left = machine_of(setting.machine).tier(DEVICE).bytes
+    left = machine_of(setting.machine).tier(GPU.executor).bytes
     device_bytes = host_bytes = 0.0
     for often, nbytes in sorted(needed, reverse=True):
         there = min(nbytes, left)

@@ -33,7 +33,8 @@ from penstock.planner.solve.scheinfer import PAPER, plan_of, solve_slices
 from penstock.planner.solve.slicing import best_r_cg
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.places import GPU
+from penstock.spec.plan import Plan
 
 # What the paper does not state. Prompts are of 1024 tokens by default (section V-C); that the speed-ups of the whole
 # answer are close to decode's tells that answers took longer than prompts, as 128 tokens do.
@@ -147,7 +148,7 @@ def scheinfer(setting: Setting, prompts: bool | None = None) -> Prediction:
     assert found is not None, setting
     plan, slices = found
     if prompts is not None:
-        split = Split("slicing", 0.0, 0, DEVICE, prompts)
+        split = Split("slicing", 0.0, 0, GPU.executor, prompts)
         plan = plan_of(device_skeleton(_problem(setting), split, plan.chunk_rows), replace(slices, prompts=prompts))
     return _predict(setting, plan)
 
@@ -192,7 +193,7 @@ def _ffns(setting: Setting, whole: bool, r_cg: float, prompts: bool = True) -> P
     """Attention and head on the device, and FFNs: `whole` ones, or even shares; of the others the link lifts `r_cg`."""
     skeleton, there = _beside(setting, r_cg, prompts)
     problem = skeleton.problem
-    budget = spare_bytes(skeleton.plan(there), DEVICE, problem.device_bytes)
+    budget = spare_bytes(skeleton.plan(there), GPU.executor, problem.device_bytes)
     assert budget is not None, setting
     ffns = problem.of_kind("ffn")
     while True:
@@ -211,7 +212,7 @@ def _ffns(setting: Setting, whole: bool, r_cg: float, prompts: bool = True) -> P
 def _beside(setting: Setting, r_cg: float, prompts: bool = True) -> tuple[DeviceSkeleton, Resident]:
     """All but FFNs on the device."""
     problem = _problem(setting)
-    split = Split("", r_cg, problem.layers, DEVICE, prompts)
+    split = Split("", r_cg, problem.layers, GPU.executor, prompts)
     every = [*problem.of_kind("attn"), problem.head]
     return device_skeleton(problem, split, CHUNK_ROWS), {part.key: part.granules for part in every}
 

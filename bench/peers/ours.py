@@ -23,7 +23,7 @@ from penstock.runtime.bind_native import NativeBinding, native
 from penstock.serve.session import Running, Session
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
-from penstock.spec.machine import MachineSpec, Rate, Tier
+from penstock.spec.machine import Capacity, MachineSpec, Rate
 from penstock.spec.model import ModelSpec
 from penstock.spec.plan import Plan
 from penstock.store.packed import open_packed
@@ -124,7 +124,7 @@ def resident_plan(ask: Ask, spec: ModelSpec, weights: Format) -> Plan:
     """The plan of a machine with memory to spare. Its rates choose between plans that stream, so any do here."""
     machine = MachineSpec(
         name="bench",
-        tiers=(Tier("host", 1 << 60), Tier("disk0", 1 << 60)),
+        tiers=(Capacity("host", 1 << 60), Capacity("disk0", 1 << 60)),
         rates=(Rate("host", "*", "*", 1e-6, 1e-10), Rate("disk0", "*", "*", 1e-4, 1e-9)),
         threads=host.usable_cpus(),
     )

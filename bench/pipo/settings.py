@@ -14,7 +14,7 @@ from penstock.planner.solve.ours.ram import Skeleton
 from penstock.planner.solve.problem import Problem
 from penstock.runtime import host
 from penstock.spec.ask import Ask
-from penstock.spec.machine import MachineSpec, Rate, Tier
+from penstock.spec.machine import Capacity, MachineSpec, Rate
 from penstock.spec.plan import Plan, Unit
 from penstock.store.packed import Packed
 
@@ -99,7 +99,7 @@ def guessed_machine() -> MachineSpec:
     """For a quick look, without a probe: its rates choose between plans that stream, so any do."""
     return MachineSpec(
         name="bench",
-        tiers=(Tier("host", 1 << 60), Tier("disk0", 1 << 60)),
+        tiers=(Capacity("host", 1 << 60), Capacity("disk0", 1 << 60)),
         rates=(Rate("host", "*", "*", 1e-6, 1e-10), Rate("disk0", "*", "*", 1e-4, 1e-9)),
         threads=host.usable_cpus(),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from penstock.spec.places import CPU, DISK
 from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _bound(found: Result) -> list[str]:
     """Both terms, and which is longer."""
     if not found.bound_tokens_per_s:
         return ["no bound: all weights are in the device's memory, whose speed is not read here"]
-    name = {"disk0": "the disk", "host": "reading weights from RAM"}[found.bound_by]
+    name = {DISK.reads: "the disk", CPU: "reading weights from RAM"}[found.bound_by]
     terms = f"{format_bytes(found.weight_bytes)} of weights from RAM {format_seconds(found.ram_s)}"
     if found.disk_s:
         terms = f"{format_bytes(found.disk_bytes)} from disk {format_seconds(found.disk_s)}, {terms}"

@@ -22,6 +22,7 @@ from penstock.graph import scratch
 from penstock.graph.batch import Batch
 from penstock.graph.tasks import Slot
 from penstock.spec.parts import PAGE_BYTES, Part, head_key, predictor_part
+from penstock.spec.places import HOST, Executor, executor_of, is_disk, tier_of
 from penstock.spec.plan import Arena, KvHome, Plan, Predictor, Unit
 from penstock.units import MIB, round_up
 
@@ -50,7 +51,8 @@ class Layout:
         self.windows: list[Slot] = []
         self._window_of = self._place_windows()
         self._act = self._place_acts()
-        self._cut_acts: dict[tuple[str, int, str, int], Slot] = {}  # as `act` gave them: a step asks for few, often
+        # As `act` gave them: a step asks for few of them, often.
+        self._cut_acts: dict[tuple[Executor, int, str, int], Slot] = {}
         self.scratch = {
             tier: self._take(f"{tier}.scratch", scratch.scratch_bytes(plan, tier)) for tier in self.executors
         }
@@ -70,18 +72,18 @@ class Layout:
         return unit.home != unit.executor(purpose)
 
     @property
-    def gathers(self) -> str | None:
+    def gathers(self) -> Executor | None:
         """The executor whose memory holds all embedding rows; None: each is read from a disk."""
         return gathers(self.plan)
 
-    def _executors(self) -> tuple[str, ...]:
+    def _executors(self) -> tuple[Executor, ...]:
         units = self.plan.units
         found = sorted({unit.decode for unit in units} | {unit.prefill for unit in units})
         attend = (home.attend for home in self.plan.kv)
         predict = (predictor.home for predictor in self.plan.predictors)
         return tuple(dict.fromkeys([self.plan.main, *found, *attend, *predict]))
 
-    def _delegated(self) -> dict[int, str]:
+    def _delegated(self) -> dict[int, Executor]:
         """Layer → executor of its projections, where attention itself runs on another one."""
         units = self.plan.units
         attends = {layer: home.attend for home in self.plan.kv for layer in range(*home.layers)}
@@ -95,7 +97,7 @@ class Layout:
         neurons = spec.layers[predictor.layer].ffn.neurons
         return predictor_part(predictor.layer, spec.d_model, predictor.rank, neurons, weights)
 
-    def norms(self, layer: int, executor: str) -> Slot:
+    def norms(self, layer: int, executor: Executor) -> Slot:
         """A layer's norms where an executor reads them: qkv norms q and k wherever attention is computed."""
         return self._norms[executor, layer]
 
@@ -113,7 +115,7 @@ class Layout:
         """What of an arena is used, before it is rounded up to whole huge pages."""
         return self._fill.get(arena, 0)
 
-    def act(self, executor: str, batch: int, name: str, nbytes: int | None = None) -> Slot:
+    def act(self, executor: Executor, batch: int, name: str, nbytes: int | None = None) -> Slot:
         """A batch's buffer on an executor's tier; its first `nbytes` where given."""
         if nbytes is None:
             return self._act[executor, batch, name]
@@ -138,7 +140,7 @@ class Layout:
         """Pages of a sequence; where KV lives on a disk, so many that they are whole blocks of it."""
         pages = -(-self.plan.context // self.plan.page_tokens)
         for home in self.plan.kv:
-            if home.home.startswith("disk"):
+            if is_disk(home.home):
                 for layer in range(*home.layers):
                     page_bytes = self.kv_page_bytes(layer, home)
                     pages = round_up(pages, PAGE_BYTES // gcd(PAGE_BYTES, page_bytes))
@@ -183,7 +185,7 @@ class Layout:
         """(start, rows) → the bytes lo..hi, of a sequence's pages in a layer, that such a sequence moves."""
         home = self.kv_home(layer, batch)
         page, page_bytes = self.plan.page_tokens, self.kv_page_bytes(layer, home)
-        block = PAGE_BYTES if home.home.startswith("disk") else 1
+        block = PAGE_BYTES if is_disk(home.home) else 1
         found = {}
         for start, rows in batch.spans:
             first, last = (start // page, -(-(start + rows) // page)) if save else (0, -(-start // page))
@@ -203,9 +205,7 @@ class Layout:
     def arenas(self) -> tuple[Arena, ...]:
         """Every arena with its size, rounded up to whole huge pages. Empty ones are left out."""
         return tuple(
-            Arena(name, name.split(".")[0], round_up(nbytes, ARENA_ALIGN))
-            for name, nbytes in self._fill.items()
-            if nbytes
+            Arena(name, tier_of(name), round_up(nbytes, ARENA_ALIGN)) for name, nbytes in self._fill.items() if nbytes
         )
 
     # -- placing --------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class Layout:
         """Unit index → slot, for units whose home is a memory tier."""
         granule_bytes = {key: part.granule_bytes for key, part in self.parts.items()}
         homes = dict.fromkeys(unit.home for unit in self.plan.units)
-        arenas = {home: f"{home}.weights" for home in homes if not home.startswith("disk")}
+        arenas = {home: f"{home}.weights" for home in homes if not is_disk(home)}
         ends, found = dict.fromkeys(arenas, 0), dict[int, Slot]()
         for i, unit in enumerate(self.plan.units):
             home = unit.home
@@ -230,7 +230,7 @@ class Layout:
         self._fill |= {arenas[home]: end for home, end in ends.items()}
         return found
 
-    def _place_norms(self) -> dict[tuple[str, int], Slot]:
+    def _place_norms(self) -> dict[tuple[Executor, int], Slot]:
         """(executor, layer) → norms: at home where the activations are, and a copy where else attention is computed."""
         found = {}
         for home in self.plan.kv:
@@ -248,7 +248,7 @@ class Layout:
             pages = (home.seqs[1] - home.seqs[0]) * self.pages_per_seq
             for layer in range(*home.layers):
                 nbytes = pages * self.kv_page_bytes(layer, home)
-                arena, align = f"{home.home}.kv", PAGE_BYTES if home.home.startswith("disk") else SLOT_ALIGN
+                arena, align = f"{home.home}.kv", PAGE_BYTES if is_disk(home.home) else SLOT_ALIGN
                 pools[layer, home.seqs[0]] = (self._take(arena, nbytes, align), self._take(arena, nbytes, align))
         return pools
 
@@ -268,7 +268,7 @@ class Layout:
             found |= {layer: pairs[i % count] for i, layer in enumerate(layers)}
         return found
 
-    def _place_acts(self) -> dict[tuple[str, int, str], Slot]:
+    def _place_acts(self) -> dict[tuple[Executor, int, str], Slot]:
         plan, spec = self.plan, self.plan.target.spec
         rows = max(plan.chunk_rows, plan.batch_seqs)
         heads = max(layer.attention.heads * layer.attention.head_dim for layer in spec.layers)
@@ -284,10 +284,10 @@ class Layout:
             buffers["active"] = plan.batch_seqs * max(layer.ffn.neurons for layer in spec.layers)
         answers = {"logits": 4 * plan.logits_rows * spec.vocab, "best": 8 * plan.logits_rows}
         ends = {"tokens": 4 * rows, "rows": 4 * rows * spec.d_embed}
-        wanted: dict[str, dict[str, int]] = {executor: dict(buffers) for executor in self.executors}
+        wanted: dict[Executor, dict[str, int]] = {executor: dict(buffers) for executor in self.executors}
         wanted[plan.main] |= {**ends, "x": 4 * rows * spec.d_model, **answers}
-        if plan.main != "host":
-            wanted.setdefault("host", {}).update({**ends, **answers})
+        if plan.main != HOST:
+            wanted.setdefault(HOST, {}).update({**ends, **answers})
         for layer, executor in self.delegated.items():  # new K and V, on their way to where attention runs
             a, home = spec.layers[layer].attention, next(h for h in plan.kv if h.layers[0] <= layer < h.layers[1])
             nbytes = rows * a.kv_heads * home.format.kv_bytes(a.head_dim)
@@ -312,11 +312,11 @@ def with_arenas(plan: Plan) -> Plan:
     return replace(plan, arenas=Layout(plan).arenas())
 
 
-def gathers(plan: Plan) -> str | None:
+def gathers(plan: Plan) -> Executor | None:
     """As `Layout.gathers`."""
     homes = {unit.home for unit in plan.units if unit.part == "embed"}
     home = homes.pop()
-    return home if not homes and home in (plan.main, "host") else None
+    return executor_of(home) if not homes and home in (plan.main, HOST) else None
 
 
 def head_units(plan: Plan) -> list[int]:

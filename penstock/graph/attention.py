@@ -15,6 +15,7 @@ from penstock.graph.batch import Batch
 from penstock.graph.calls import Calls
 from penstock.graph.streams import Streams
 from penstock.graph.tasks import Pass, Slot, Task
+from penstock.spec.places import Executor, lane_between
 
 
 class Attention:
@@ -24,7 +25,7 @@ class Attention:
         self._calls, self._streams = calls, streams
         self._plan, self._layout = calls.plan, calls.layout
 
-    def unit(self, layer: int, u: int, executor: str, weights: Slot, batch: Batch, first: bool) -> None:
+    def unit(self, layer: int, u: int, executor: Executor, weights: Slot, batch: Batch, first: bool) -> None:
         """A unit's share of a layer: all of it on one executor. `first`: it starts the batch's sum."""
         calls, layout, unit = self._calls, self._layout, self._plan.units[u]
         part, a = layout.parts[unit.part], self._plan.target.spec.layers[layer].attention
@@ -47,7 +48,7 @@ class Attention:
         cost = calls.matrix_cost(u, ops.OUT_BLOCKS, t)
         calls.add(executor, ops.Out(weights, out, partial, scratch, layer=layer, starts_sum=first), u, batch, fmt, cost)
 
-    def delegated(self, p: Pass, layer: int, executor: str) -> Iterator[Task]:
+    def delegated(self, p: Pass, layer: int, executor: Executor) -> Iterator[Task]:
         """Projections on `executor`, attention where KV is (FlexGen's computation delegation): q, and the new K and V,
         cross the link, and what attention gives comes back. Rows that begin a prompt find nothing in the cache: there
         `executor` attends itself, and K and V follow behind."""
@@ -68,7 +69,8 @@ class Attention:
             if batch.continues:
                 at, (keys, values) = home.attend, cache
                 q = calls.copy(batch, "q", row_bytes, executor, at)
-            calls.move_kv("d2h0", ops.KvSave(k, v, *cache, layer=layer, ranges=2), batch, k.nbytes + v.nbytes)
+            lane = lane_between(executor, home.attend)
+            calls.move_kv(lane, ops.KvSave(k, v, *cache, layer=layer, ranges=2), batch, k.nbytes + v.nbytes)
             for u in units:
                 cost = ops.attend_cost(a, self._plan.units[u].hi - self._plan.units[u].lo, batch, each)
                 out = layout.act(at, batch.id, "a", row_bytes)
@@ -95,7 +97,7 @@ class Attention:
             home = self._layout.kv_home(layer, batch)
             if home.home == home.attend or not batch.continues:
                 continue
-            lane = home.home if home.home != "host" else "h2d0"
+            lane = lane_between(home.home, home.attend)
             nbytes, ranges = self._moved(layer, batch, save=False)
             stored, window = self._layout.kv_stored(layer, batch), self._layout.kv(layer, batch)
             self._calls.move_kv(lane, ops.KvLoad(*stored, *window, layer=layer, ranges=ranges), batch, nbytes)
@@ -106,7 +108,7 @@ class Attention:
             home = self._layout.kv_home(layer, batch)
             if home.home == home.attend:
                 continue
-            lane = home.home.replace("disk", "disk_write") if home.home != "host" else "d2h0"
+            lane = lane_between(home.attend, home.home)
             nbytes, ranges = self._moved(layer, batch, save=True)
             stored, window = self._layout.kv_stored(layer, batch), self._layout.kv(layer, batch)
             self._calls.move_kv(lane, ops.KvSave(*window, *stored, layer=layer, ranges=ranges), batch, nbytes)

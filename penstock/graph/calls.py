@@ -7,6 +7,7 @@ from penstock.graph.arenas import Layout
 from penstock.graph.batch import Batch
 from penstock.graph.emit import Emitter
 from penstock.graph.tasks import Call, Slot
+from penstock.spec.places import HOST, Executor, Lane, kernels_of
 
 Cost = tuple[int, int]  # bytes, flops
 
@@ -23,24 +24,26 @@ class Calls:
 
     def add(
         self,
-        executor: str,
+        executor: Executor,
         operands: ops.Operands,
         unit: int,
         batch: Batch,
         fmt: str,
         cost: Cost,
     ) -> None:
-        self.emit.call(executor, Call(operands, unit, batch, fmt, *cost))
+        self.emit.call(kernels_of(executor), Call(operands, unit, batch, fmt, *cost))
 
-    def copy(self, batch: Batch, name: str, nbytes: int, source: str, target: str, lands: str | None = None) -> Slot:
+    def copy(
+        self, batch: Batch, name: str, nbytes: int, source: Executor, target: Executor, lands: str | None = None
+    ) -> Slot:
         """Activations across the link, on the device's lane; returns the slot that they land in."""
         from_slot = self.layout.act(source, batch.id, name, nbytes)
         to_slot = self.layout.act(target, batch.id, lands or name, nbytes)
-        lane = target if source == "host" else source
-        self.add(lane, ops.Copy(from_slot, to_slot, name), -1, batch, "*", (nbytes, 0))
+        device = target if source == HOST else source
+        self.add(device, ops.Copy(from_slot, to_slot, name), -1, batch, "*", (nbytes, 0))
         return to_slot
 
-    def move_kv(self, lane: str, move: ops.KvMove, batch: Batch, nbytes: int) -> None:
+    def move_kv(self, lane: Lane, move: ops.KvMove, batch: Batch, nbytes: int) -> None:
         """K and V of a batch from one tier to another, a task of its own."""
         fmt = self.layout.kv_home(move.layer, batch).format.kind
         self.emit.alone((lane,), Call(move, -1, batch, fmt, nbytes, 0))
@@ -54,16 +57,16 @@ class Calls:
             self._matrix_costs[u, blocks] = one
         return one[0], one[1] * rows
 
-    def rows(self, executor: str, batch: Batch, name: str) -> Slot:
+    def rows(self, executor: Executor, batch: Batch, name: str) -> Slot:
         """A buffer float32 [T, D]."""
         return self.layout.act(executor, batch.id, name, 4 * batch.total_rows * self.plan.target.spec.d_model)
 
-    def active(self, layer: int, executor: str, batch: Batch) -> Slot:
+    def active(self, layer: int, executor: Executor, batch: Batch) -> Slot:
         """Which neurons of the layer's FFN rows need, a byte each: [T, N]."""
         nbytes = batch.total_rows * self.plan.target.spec.layers[layer].ffn.neurons
         return self.layout.act(executor, batch.id, "active", nbytes)
 
-    def scratch(self, executor: str) -> Slot:
+    def scratch(self, executor: Executor) -> Slot:
         return self.layout.scratch[executor]
 
     def whole(self, key: str) -> Slot:

@@ -16,12 +16,13 @@ from penstock.graph.arenas import with_arenas
 from penstock.spec.format import PAGE_TOKENS, Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import PAGE_BYTES, Part, parts
-from penstock.spec.plan import DEVICE, IO_ENGINES, ORDERS, ActHome, KvHome, Plan, PlanModel, Unit
+from penstock.spec.places import HOST, Executor, device, disk, is_device, is_disk
+from penstock.spec.plan import IO_ENGINES, ORDERS, ActHome, KvHome, Plan, PlanModel, Unit
 from penstock.units import GIB
 
-TIERS = ("host", DEVICE)  # of memory; an executor computes on its own tier
-DISK = "disk0"
-DISKS = (DISK, "disk1")  # that weights may lie on
+DEVICES = (device(0).executor,)  # that this version drives
+EXECUTORS = (HOST, *DEVICES)  # and tiers of memory
+DISKS = (disk(0).tier, disk(1).tier)  # that weights may lie on
 
 # Beyond these nothing sensible lies, and below them everything is computed in no time.
 _BOUNDS = {
@@ -39,7 +40,9 @@ _BOUNDS = {
 }
 _MOST_RING_BYTES = 1024 * GIB
 # Home of KV, executor of attention. From a disk to a device KV would have to cross memory: not built.
-_KV_HOMES = (("host", "host"), (DISK, "host"), (DEVICE, DEVICE), ("host", DEVICE))
+_KV_HOMES = (
+    (HOST, HOST), (DISKS[0], HOST), *((there, there) for there in DEVICES), *((HOST, there) for there in DEVICES),
+)  # fmt: skip
 
 
 def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
@@ -90,8 +93,8 @@ def _check_numbers(plan: Plan) -> None:
         if getattr(plan, name) not in known:
             raise _wrong(f"{name} is {getattr(plan, name)!r}; there are {', '.join(known)}")
     for tier, nbytes in plan.ring_bytes.items():
-        if tier not in TIERS or not 0 <= nbytes <= _MOST_RING_BYTES:
-            raise _wrong(f"a ring of {nbytes} bytes on {tier!r}; there are {', '.join(TIERS)}")
+        if tier not in EXECUTORS or not 0 <= nbytes <= _MOST_RING_BYTES:
+            raise _wrong(f"a ring of {nbytes} bytes on {tier!r}; there are {', '.join(EXECUTORS)}")
 
 
 def _check_units(units: Iterable[Unit], by_key: dict[str, Part]) -> None:
@@ -109,15 +112,15 @@ def _check_units(units: Iterable[Unit], by_key: dict[str, Part]) -> None:
             raise _wrong(
                 f"a unit of {unit.part} has granules {unit.lo}..{unit.hi}, where {at}.. of {part.granules} come next"
             )
-        if unit.home not in (*TIERS, *DISKS) or unit.decode not in TIERS or unit.prefill not in TIERS:
+        if unit.home not in (*EXECUTORS, *DISKS) or not {unit.decode, unit.prefill} <= set(EXECUTORS):
             raise _wrong(
                 f"a unit of {unit.part} is at home in {unit.home!r} and computed by {unit.decode!r} and "
-                f"{unit.prefill!r}; this version has {', '.join((*DISKS, *TIERS))}"
+                f"{unit.prefill!r}; this version has {', '.join((*DISKS, *EXECUTORS))}"
             )
-        if unit.home == DEVICE and (unit.decode, unit.prefill) != (DEVICE, DEVICE):
+        if is_device(unit.home) and (unit.decode, unit.prefill) != (unit.home, unit.home):
             raise _wrong(
-                f"a unit of {unit.part} is at home in {DEVICE} and computed by {unit.decode} and {unit.prefill}; what "
-                "lies there is computed there"
+                f"a unit of {unit.part} is at home in {unit.home} and computed by {unit.decode} and {unit.prefill}; "
+                "what lies there is computed there"
             )
         covered[unit.part], last = unit.hi, unit.part
     for key, part in by_key.items():
@@ -125,11 +128,11 @@ def _check_units(units: Iterable[Unit], by_key: dict[str, Part]) -> None:
             raise _wrong(f"granules {covered.get(key, 0)}..{part.granules} of {key} have no home")
 
 
-def _check_acts(plan: Plan) -> str:
+def _check_acts(plan: Plan) -> Executor:
     """Returns the one executor that holds all activations."""
     _check_cover("activations", plan.acts, plan)
     homes = {home.home for home in plan.acts}
-    if len(homes) != 1 or not homes <= set(TIERS):
+    if len(homes) != 1 or not homes <= set(EXECUTORS):
         raise _wrong(f"activations are at home in {sorted(homes)}; this version keeps them together")
     return homes.pop()
 
@@ -164,7 +167,7 @@ def _check_cover(what: str, homes: Iterable[KvHome] | Iterable[ActHome], plan: P
         raise _wrong(f"{what} of layers {at}..{layers} has no home")
 
 
-def _check_main(units: Iterable[Unit], by_key: dict[str, Part], main: str) -> None:
+def _check_main(units: Iterable[Unit], by_key: dict[str, Part], main: Executor) -> None:
     """Norms and the model's ends are read where the activations are; the head computes there."""
     for unit in units:
         kind = by_key[unit.part].kind
@@ -176,8 +179,8 @@ def _check_main(units: Iterable[Unit], by_key: dict[str, Part], main: str) -> No
 
 def _check_rings(plan: Plan, by_key: dict[str, Part]) -> None:
     tied = plan.target.spec.tied
-    there = {unit.part for unit in plan.units if unit.home == DEVICE}
-    there |= {f"{layer}.norms" for home in plan.kv if home.attend == DEVICE for layer in range(*home.layers)}
+    there = {unit.part for unit in plan.units if is_device(unit.home)}
+    there |= {f"{layer}.norms" for home in plan.kv if is_device(home.attend) for layer in range(*home.layers)}
     for part in there:
         if by_key[part].granule_bytes > plan.stage_bytes:
             raise _wrong(f"{part} is loaded through a stage of {plan.stage_bytes} bytes, less than a granule")
@@ -189,7 +192,7 @@ def _check_rings(plan: Plan, by_key: dict[str, Part]) -> None:
             room = plan.ring_bytes.get(executor, 0)
             if nbytes > room:
                 raise _wrong(f"{unit.part} streams units of {nbytes} bytes through a ring of {room} on {executor}")
-            if executor == DEVICE and unit.home in DISKS and nbytes > plan.stage_bytes:
+            if is_device(executor) and is_disk(unit.home) and nbytes > plan.stage_bytes:
                 raise _wrong(f"{unit.part} streams units of {nbytes} bytes through a stage of {plan.stage_bytes}")
 
 

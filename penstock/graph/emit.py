@@ -13,6 +13,7 @@ from typing import Any
 from penstock.graph import ops
 from penstock.graph.hazards import Hazards
 from penstock.graph.tasks import Call, Slot, Task
+from penstock.spec.places import Lane
 
 # Of each op, the operands that may make edges: field, whether it is several slots, whether it is read, and written.
 _TOUCHES = {
@@ -35,7 +36,7 @@ class _Open:
 
     __slots__ = ("after", "calls", "id", "lanes", "reads", "writes")
 
-    def __init__(self, task_id: int, lanes: tuple[str, ...], after: tuple[int, ...]) -> None:
+    def __init__(self, task_id: int, lanes: tuple[Lane, ...], after: tuple[int, ...]) -> None:
         self.id, self.lanes, self.after = task_id, lanes, after
         self.calls: list[Call] = []
         self.reads: dict[Slot, None] = {}
@@ -48,23 +49,24 @@ class Emitter:
     def __init__(self) -> None:
         self._hazards = Hazards()
         self._tracked = _Tracked()
-        self._known: dict[str, dict[str, int]] = {}  # lane → other lane → latest task it has waited for
-        self._open: dict[str, _Open] = {}
+        self._known: dict[Lane, dict[Lane, int]] = {}  # lane → other lane → latest task it has waited for
+        self._open: dict[Lane, _Open] = {}
         self._next_id = 0
         self._closed: list[Task] = []
-        self._ended: dict[str, dict[str, int]] = {}  # lane → other lane → task adopted there that comes before its next
+        # For lane A: the last adopted task of lane B that A's next task must wait for.
+        self._ended: dict[Lane, dict[Lane, int]] = {}
 
-    def alone(self, lanes: tuple[str, ...], call: Call) -> None:
+    def alone(self, lanes: tuple[Lane, ...], call: Call) -> None:
         """A task of this one call, on one lane or on two at once."""
         self.close(lanes[0])
         self._add(lanes, call)
         self.close(lanes[0])
 
-    def call(self, lane: str, call: Call) -> None:
+    def call(self, lane: Lane, call: Call) -> None:
         """Appends to the lane's open task, or to a new one where the call has to wait for another lane."""
         self._add((lane,), call)
 
-    def close(self, lane: str) -> None:
+    def close(self, lane: Lane) -> None:
         """The lane's open task takes no more calls."""
         task = self._open.pop(lane, None)
         if task is None:
@@ -89,7 +91,7 @@ class Emitter:
         lane_of = {task.id: task.lanes[0] for task in tasks}
         self._next_id += len(tasks)
         found: list[tuple[int, tuple[int, ...]]] = []
-        last: dict[str, int] = {}
+        last: dict[Lane, int] = {}
         for task in tasks:
             waits = self._ended.pop(task.lanes[0], {})
             waits |= {lane_of[other]: number[other] for other in task.after if other in number}
@@ -105,9 +107,9 @@ class Emitter:
             self.close(lane)
         yield from self.closed()
 
-    def _add(self, lanes: tuple[str, ...], call: Call) -> None:
+    def _add(self, lanes: tuple[Lane, ...], call: Call) -> None:
         touched: list[tuple[Slot, bool, bool]] = []
-        waits: dict[str, int] = {}
+        waits: dict[Lane, int] = {}
         operands: Any = call.operands
         for field, many, reads, writes in _TOUCHES[operands.__class__]:
             for slot in operands[field] if many else (operands[field],):

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-Mark = tuple[str, int]  # (lane, task id)
+from penstock.spec.places import Lane
+
+Mark = tuple[Lane, int]  # of a task: its lane, its id
 
 
 class _Segment:
     __slots__ = ("hi", "lo", "readers", "writer")
 
-    def __init__(self, lo: int, hi: int, writer: Mark | None, readers: dict[str, int]) -> None:
+    def __init__(self, lo: int, hi: int, writer: Mark | None, readers: dict[Lane, int]) -> None:
         self.lo, self.hi, self.writer, self.readers = lo, hi, writer, readers
 
 

@@ -35,6 +35,7 @@ from penstock.graph.repeats import Repeats
 from penstock.graph.streams import Streams
 from penstock.graph.tasks import Call, Pass, Slot, Task
 from penstock.spec.parts import SUM_GRANULES
+from penstock.spec.places import DISK, HOST, Executor, kernels_of
 from penstock.spec.plan import Plan
 
 
@@ -107,20 +108,20 @@ class Lowering:
         calls = self._calls
         main, spec, layout = self.plan.main, self.plan.target.spec, self.layout
         t = batch.total_rows
-        part, at = self.parts["embed"], layout.gathers or "host"
-        tokens = layout.act("host", batch.id, "tokens", 4 * t)
+        part, at = self.parts["embed"], layout.gathers or HOST
+        tokens = layout.act(HOST, batch.id, "tokens", 4 * t)
         rows = layout.act(at, batch.id, "rows", 4 * t * spec.d_embed)
         units = calls.units["embed"]
         if layout.staging is None:
-            if at != "host":
-                tokens = calls.copy(batch, "tokens", tokens.nbytes, "host", at)
+            if at != HOST:
+                tokens = calls.copy(batch, "tokens", tokens.nbytes, HOST, at)
             first, last = layout.weights[units[0]], layout.weights[units[-1]]
             weights = Slot(first.arena, first.lo, last.hi)
             calls.add(at, ops.Gather(weights, tokens, rows), -1, batch, part.format.kind, (rows.nbytes, 0))
         else:
             read_bytes = t * part.granule_bytes  # at most; tokens that share a granule share its read
             fetch = ops.Fetch(tokens, rows, layout.staging)
-            self._emit.alone(("disk0",), Call(fetch, -1, batch, part.format.kind, read_bytes, 0))
+            self._emit.alone((DISK.reads,), Call(fetch, -1, batch, part.format.kind, read_bytes, 0))
         if at != main:
             rows = calls.copy(batch, "rows", rows.nbytes, at, main)
         x = layout.act(main, batch.id, "x", 4 * t * spec.d_model)
@@ -137,7 +138,7 @@ class Lowering:
         if layer or kind == "ffn":
             self._begin_block(p, 2 * layer + (kind == "ffn"))
         row_bytes = 4 * self.plan.target.spec.d_model
-        executors = sorted({self.plan.units[u].executor(purpose) for u in units}, key=lambda name: name == "host")
+        executors = sorted({self.plan.units[u].executor(purpose) for u in units}, key=lambda name: name == HOST)
         for batch in p.batches:
             self._norm(batch, f"{layer}.norms", f"{kind}_in", layer, range(batch.total_rows))
             for executor in executors:
@@ -146,7 +147,7 @@ class Lowering:
             if kind == "ffn" and purpose == "decode":
                 self._predict(layer, batch, executors)
         if len(executors) > 1:  # what one executor waits for does not wait for the other one's share
-            self._emit.close(main)
+            self._emit.close(kernels_of(main))
         for executor in executors:
             if delegated:
                 yield from self._attention.delegated(p, layer, executor)
@@ -170,7 +171,7 @@ class Lowering:
                     nbytes = batch.total_rows * row_bytes
                     calls.copy(batch, "partial", nbytes, executor, main, f"partial.{executor}")
             if len(executors) > 1:
-                self._emit.close(executor)
+                self._emit.close(kernels_of(executor))
         for batch in p.batches:
             self._merge(batch, layer, kind, executors)
         if kind == "attn" and self.plan.order != "flexgen":
@@ -178,7 +179,7 @@ class Lowering:
         self._sync()
         yield from self._emit.closed()
 
-    def _predict(self, layer: int, batch: Batch, executors: list[str]) -> None:
+    def _predict(self, layer: int, batch: Batch, executors: list[Executor]) -> None:
         """Which neurons of its FFN the batch needs, for every executor of some of them (PowerInfer §4.2)."""
         calls = self._calls
         predictor = self._predictors.get(layer)
@@ -197,7 +198,9 @@ class Lowering:
             if executor != home:
                 calls.copy(batch, "active", active.nbytes, home, executor)
 
-    def _ffn(self, layer: int, u: int, executor: str, weights: Slot, batch: Batch, first: bool, purpose: str) -> None:
+    def _ffn(
+        self, layer: int, u: int, executor: Executor, weights: Slot, batch: Batch, first: bool, purpose: str
+    ) -> None:
         calls = self._calls
         unit = self.plan.units[u]
         part = self.parts[unit.part]
@@ -224,7 +227,7 @@ class Lowering:
             return False
         return max(unit.lo, neighbour.lo) % SUM_GRANULES != 0
 
-    def _merge(self, batch: Batch, layer: int, kind: str, executors: list[str]) -> None:
+    def _merge(self, batch: Batch, layer: int, kind: str, executors: list[Executor]) -> None:
         calls = self._calls
         main = self.plan.main
         names = ["partial" if executor == main else f"partial.{executor}" for executor in executors]
@@ -256,9 +259,9 @@ class Lowering:
             yield from self._emit.closed()
         for batch in p.batches:
             n = len(batch.logits)
-            if n and main != "host":
-                calls.copy(batch, "logits", 4 * n * spec.vocab, main, "host")
-                calls.copy(batch, "best", 8 * n, main, "host")
+            if n and main != HOST:
+                calls.copy(batch, "logits", 4 * n * spec.vocab, main, HOST)
+                calls.copy(batch, "best", 8 * n, main, HOST)
 
     def _norm(
         self, batch: Batch, norms: str, which: str, layer: int | None, rows: range | tuple[int, ...]
@@ -280,4 +283,4 @@ class Lowering:
             return
         slots = [*self._streams.slots, *self.layout.windows]
         if slots:
-            self._emit.call(self.plan.main, Call(ops.Sync(tuple(slots)), -1, None, "*", 0, 0))
+            self._emit.call(kernels_of(self.plan.main), Call(ops.Sync(tuple(slots)), -1, None, "*", 0, 0))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from penstock.graph.timeline import COMPUTE, Timeline
+from penstock.spec.places import Lane
 
 
 class LaneUse(NamedTuple):
@@ -20,8 +21,9 @@ class Occupancy:
     """Adds timelines up; 16 bytes a task."""
 
     def __init__(self) -> None:
-        self._busy: dict[tuple[str, bool], array[float]] = {}  # (lane, whether it computes) → start, end, start, end, …
-        self._bytes: dict[str, int] = {}
+        # (lane, whether it computes) → start, end, start, end, …
+        self._busy: dict[tuple[Lane, bool], array[float]] = {}
+        self._bytes: dict[Lane, int] = {}
 
     def add(self, timeline: Timeline) -> None:
         for span in timeline.spans:
@@ -29,7 +31,7 @@ class Occupancy:
                 self._busy.setdefault((lane, span.kind == COMPUTE), array("d")).extend((span.start_s, span.end_s))
                 self._bytes[lane] = self._bytes.get(lane, 0) + span.bytes
 
-    def lanes(self, start_s: float, end_s: float) -> dict[str, LaneUse]:
+    def lanes(self, start_s: float, end_s: float) -> dict[Lane, LaneUse]:
         """Within a time."""
         found = {}
         for lane in sorted({lane for lane, _ in self._busy}):
@@ -43,7 +45,7 @@ class Occupancy:
         moving = self._merged([key for key in self._busy if not key[1]], start_s, end_s)
         return sum(end - start for start, end in _common(computing, moving))
 
-    def _merged(self, keys: list[tuple[str, bool]], start_s: float, end_s: float) -> list[tuple[float, float]]:
+    def _merged(self, keys: list[tuple[Lane, bool]], start_s: float, end_s: float) -> list[tuple[float, float]]:
         """The union of these lanes' intervals, in order."""
         found: list[tuple[float, float]] = []
         pairs = (pair for key in keys for pair in zip(self._busy[key][0::2], self._busy[key][1::2], strict=True))

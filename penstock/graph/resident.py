@@ -6,6 +6,7 @@ from penstock.graph.arenas import with_arenas
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import parts
+from penstock.spec.places import HOST
 from penstock.spec.plan import ActHome, KvHome, Plan, PlanModel, Unit
 from penstock.units import MIB
 
@@ -17,9 +18,9 @@ def resident_plan(
     """`rows`: of a prefill chunk, at most; `seqs`: sequences of the one batch of a pass."""
     plan = Plan(
         models=(PlanModel(spec, weights),),
-        units=tuple(Unit(p.key, 0, p.granules, "host", "host", "host") for p in parts(spec, weights)),
-        kv=(KvHome((0, len(spec.layers)), (0, seqs), "host", kv, "host"),),
-        acts=(ActHome((0, len(spec.layers)), (0, seqs), "host"),),
+        units=tuple(Unit(p.key, 0, p.granules, HOST, HOST, HOST) for p in parts(spec, weights)),
+        kv=(KvHome((0, len(spec.layers)), (0, seqs), HOST, kv, HOST),),
+        acts=(ActHome((0, len(spec.layers)), (0, seqs), HOST),),
         arenas=(), batches_per_pass=1, batch_seqs=seqs, chunk_rows=rows, logits_rows=logits_rows, context=context,
         page_tokens=page_tokens, ring_bytes={}, stage_bytes=0, order="overlapped", io_block_bytes=8 * MIB,
         io_depth=1, io_engine="threads", process_bytes=1, context_bytes=0,

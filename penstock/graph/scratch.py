@@ -13,7 +13,8 @@ from penstock.graph import scratch_gpu, scratch_native
 from penstock.spec.format import TILE_ROWS, Format, tiles
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Block, Part, parts
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.places import is_device
+from penstock.spec.plan import Plan
 from penstock.units import round_up
 
 SLAB_BYTES = 1 << 20  # float32 weights at a time: half of a core's L2 cache
@@ -67,7 +68,7 @@ def scratch_bytes(plan: Plan, tier: str) -> int:
     target, rows = plan.target, max(plan.chunk_rows, plan.batch_seqs)
     kv = frozenset(home.format for home in plan.kv)
     need = _usual_bytes(target.spec, target.weights, rows, plan.logits_rows, plan.page_tokens, kv)
-    if tier == DEVICE:  # a GPU's kernels, or the CPU's where the device is emulated
+    if is_device(tier):  # a GPU's kernels, or the CPU's where the device is emulated
         need = max(need, scratch_gpu.scratch_bytes(plan, tier))
     return round_up(need, 4096)
 

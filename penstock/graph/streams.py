@@ -13,7 +13,7 @@ from penstock.graph.arenas import Layout, head_units
 from penstock.graph.emit import Emitter
 from penstock.graph.ring import Ring, Streamed
 from penstock.graph.tasks import Call, Pass, Slot, Stream
-from penstock.spec.plan import DEVICE
+from penstock.spec.places import HOST, Executor, is_device, kernels_of, lane_between
 
 _BLOCKS_AHEAD = {"overlapped": inf, "saving": 0, "flexgen": 1}  # that loads may be for, beyond the one being computed
 
@@ -25,6 +25,7 @@ class Streams:
         plan = self._plan = layout.plan
         self._layout, self._emit = layout, emit
         self._rings = {tier: Ring(f"{tier}.ring", nbytes) for tier, nbytes in plan.ring_bytes.items()}
+        self._device = next((tier for tier in self._rings if is_device(tier)), None)  # whose units cross the stage
         self._stage = Ring("host.stage", plan.stage_bytes)
         self._known: dict[tuple[Stream, str], list[Streamed]] = {}
         self._last_block: float = 0  # that loads may be for
@@ -33,7 +34,7 @@ class Streams:
     def slots(self) -> list[Slot]:
         """The whole rings."""
         found = [Slot(ring.arena, 0, ring.nbytes) for ring in self._rings.values()]
-        if DEVICE in self._rings and self._plan.stage_bytes:
+        if self._device and self._plan.stage_bytes:
             found.append(Slot("host.stage", 0, self._plan.stage_bytes))
         return found
 
@@ -48,9 +49,9 @@ class Streams:
         for tier, ring in self._rings.items():
             then = self._stream(p.then, tier) if p.then else []
             ring.begin(self._stream(p.stream, tier), [(u, nbytes, blocks + at) for u, nbytes, at in then])
-        if DEVICE in self._rings:
-            waiting = self._rings[DEVICE].waiting
-            self._stage.begin([load for load in waiting if self._plan.units[load[0]].home != "host"], [])
+        if self._device:
+            waiting = self._rings[self._device].waiting
+            self._stage.begin([load for load in waiting if self._plan.units[load[0]].home != HOST], [])
 
     def begin_block(self, number: int) -> None:
         """Block `number` of the pass is emitted from here on."""
@@ -70,24 +71,25 @@ class Streams:
         """The unit's last call is emitted: its ring bytes are free for the loads that wait."""
         unit = self._plan.units[u]
         if self._layout.streams(unit, purpose):
-            self._emit.close(unit.executor(purpose))
+            self._emit.close(kernels_of(unit.executor(purpose)))
             self._rings[unit.executor(purpose)].release(u)
             self.pump()
 
     def pump(self) -> None:
         """Emits every load that a ring has room for, of the blocks that may be loaded now."""
         for tier, ring in self._rings.items():
-            if tier == "host":
+            if tier == HOST:
                 self._load(ring)
                 continue
             self._load(self._stage)
             while (lift := ring.admit(self._last_block, self._at_hand)) is not None:
                 u, slot = lift
                 unit = self._plan.units[u]
-                source = self._layout.weights[u] if unit.home == "host" else self._stage.take(u)
+                source = self._layout.weights[u] if unit.home == HOST else self._stage.take(u)
                 fmt = self._layout.parts[unit.part].format.kind
-                self._emit.alone(("h2d0",), Call(ops.Lift(source, slot), u, None, fmt, slot.nbytes, 0))
-                if unit.home != "host":
+                lift_call = Call(ops.Lift(source, slot), u, None, fmt, slot.nbytes, 0)
+                self._emit.alone((lane_between(HOST, tier),), lift_call)
+                if unit.home != HOST:
                     self._stage.release(u)
                     self._load(self._stage)
 
@@ -97,13 +99,13 @@ class Streams:
             u, slot = load
             unit = self._plan.units[u]
             fmt = self._layout.parts[unit.part].format.kind
-            self._emit.alone((unit.home,), Call(ops.Load(slot), u, None, fmt, slot.nbytes, 0))
+            self._emit.alone((lane_between(unit.home, HOST),), Call(ops.Load(slot), u, None, fmt, slot.nbytes, 0))
 
     def _at_hand(self, u: int) -> bool:
         """Whether a unit can be lifted: it is in memory, or will be when the load of it that was emitted is done."""
-        return self._plan.units[u].home == "host" or self._stage.holds_next(u)
+        return self._plan.units[u].home == HOST or self._stage.holds_next(u)
 
-    def _stream(self, stream: Stream, tier: str) -> list[Streamed]:
+    def _stream(self, stream: Stream, tier: Executor) -> list[Streamed]:
         """What a pass of this kind streams through a tier's ring, in order. Worked out once."""
         if (stream, tier) in self._known:
             return self._known[stream, tier]

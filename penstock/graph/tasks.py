@@ -13,7 +13,8 @@ from typing import NamedTuple
 from penstock.graph.batch import Batch
 from penstock.graph.ops import NAMES, Copy, Operands, WithUnit
 from penstock.graph.ops.operand import Slot as Slot
-from penstock.spec.plan import DEVICE, Unit
+from penstock.spec.places import Lane, is_device, is_disk, is_link, lane_between, tier_of
+from penstock.spec.plan import Unit
 
 
 class Stream(NamedTuple):
@@ -59,7 +60,7 @@ class Task(NamedTuple):
     known. Whoever has prepared that one need not prepare this one."""
 
     id: int
-    lanes: tuple[str, ...]
+    lanes: tuple[Lane, ...]
     calls: Sequence[Call]
     reads: tuple[Slot, ...]
     writes: tuple[Slot, ...]
@@ -75,7 +76,7 @@ def streamed_bytes(task: Task, units: Sequence[Unit]) -> int:
     found = {
         call.operands.weights
         for call in task.calls
-        if isinstance(call.operands, WithUnit) and units[call.unit].home.startswith("disk")
+        if isinstance(call.operands, WithUnit) and is_disk(units[call.unit].home)
     }
     return sum(slot.nbytes for slot in found if slot.arena.endswith(".ring"))
 
@@ -87,24 +88,25 @@ def fetched_bytes(task: Task) -> int:
 
 def kv_loaded_bytes(task: Task) -> int:
     """Bytes of KV that a task brings from a disk."""
-    return sum(call.bytes for call in task.calls if call.op == "kv_load" and task.lanes[0].startswith("disk"))
+    return sum(call.bytes for call in task.calls if call.op == "kv_load" and is_disk(task.lanes[0]))
 
 
-def link_bytes(task: Task) -> dict[str, int]:
+def link_bytes(task: Task) -> dict[Lane, int]:
     """Bytes that a task moves over a device's link, by direction."""
-    if task.lanes[0] in ("h2d0", "d2h0"):
+    if is_link(task.lanes[0]):
         return {task.lanes[0]: task.bytes}
-    found: dict[str, int] = {}
-    for call in task.calls if task.lanes[0] == DEVICE else ():
+    found: dict[Lane, int] = {}
+    for call in task.calls if is_device(task.lanes[0]) else ():
         if isinstance(call.operands, Copy):
             lane = link_lane(call.operands)
             found[lane] = found.get(lane, 0) + call.bytes
     return found
 
 
-def link_lane(copy: Copy) -> str:
+def link_lane(copy: Copy) -> Lane:
     """Which way a copy of activations crosses the link."""
-    return "d2h0" if copy.target.arena.startswith("host.") else "h2d0"
+    source, target = (tier_of(slot.arena) for slot in (copy.source, copy.target))
+    return lane_between(source, target)
 
 
 # Their tasks move bytes while others compute: a pass does not end with them.

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from penstock.graph.ops import Copy, KvMove
 from penstock.graph.tasks import Call, Task
+from penstock.spec.places import Lane
 from penstock.spec.plan import Unit
 
 COMPUTE = "compute"
@@ -26,7 +27,7 @@ class Span(NamedTuple):
     `bytes`: as the op table counts them; of single embedding rows at most. Times: seconds from one start."""
 
     task: int
-    lanes: tuple[str, ...]
+    lanes: tuple[Lane, ...]
     label: str
     start_s: float
     end_s: float
@@ -45,9 +46,9 @@ class Timeline(NamedTuple):
     start_s: float = 0.0
     end_s: float = 0.0
 
-    def busy_s(self) -> dict[str, float]:
+    def busy_s(self) -> dict[Lane, float]:
         """Seconds in which each lane had a task."""
-        total: dict[str, float] = {}
+        total: dict[Lane, float] = {}
         for span in self.spans:
             for lane in span.lanes:
                 total[lane] = total.get(lane, 0.0) + span.end_s - span.start_s

@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.graph.tasks import Pass
 from penstock.graph.timeline import COMPUTE, Span, Timeline
+from penstock.spec.places import Lane
 
 # How a file of ours begins, and by what we know one again.
 BEGINS = '{"displayTimeUnit":"ms","traceEvents":['
@@ -27,7 +28,7 @@ class Trace:
 
     def __init__(self, title: str, most_spans: int = MOST_SPANS) -> None:
         self._title, self._most = title, most_spans
-        self._tracks: dict[tuple[str, int], int] = {}  # (lane, number on the lane) → id of the track
+        self._tracks: dict[tuple[Lane, int], int] = {}  # (lane, number on the lane) → id of the track
         self._ends_us: dict[int, float] = {}
         self._last_s = 0.0  # when the timeline before ended
         self.passes = self.spans = self.left_out = 0
@@ -66,7 +67,7 @@ class Trace:
         }
         return _complete(f"{p.purpose} {self.passes}", "pass", _PASSES, timeline.start_s, timeline.end_s, args)
 
-    def _span(self, span: Span, lane: str) -> Iterator[Event]:
+    def _span(self, span: Span, lane: Lane) -> Iterator[Event]:
         seconds = span.end_s - span.start_s
         args = {
             "bytes": span.bytes,
@@ -90,7 +91,7 @@ class Trace:
     def _rates(self, timeline: Timeline) -> Iterator[Event]:
         """What each lane that moves bytes moved a second, since the timeline before."""
         seconds = timeline.end_s - self._last_s
-        moved: dict[str, int] = {}
+        moved: dict[Lane, int] = {}
         for span in timeline.spans:
             if span.kind != COMPUTE:
                 for lane in span.lanes:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from penstock.errors import InternalError
 from penstock.graph import ops
 from penstock.graph.tasks import Call, Slot, Task
+from penstock.spec.places import CPU, Lane, is_device
 from penstock.spec.plan import Arena
 
 # Written before the first pass: weights when they are loaded, KV over passes; and tokens, by the engine.
@@ -22,7 +23,7 @@ def verify(tasks: Iterable[Task], arenas: Iterable[Arena]) -> int:
     sizes = {arena.name: arena.bytes for arena in arenas}
     before: dict[int, int] = {}  # task → bit set of all tasks ordered before it
     position: dict[int, int] = {}
-    last_on_lane: dict[str, int] = {}
+    last_on_lane: dict[Lane, int] = {}
     touched: dict[str, list[tuple[int, int, bool, int]]] = {}
     count = 0
     for task in tasks:
@@ -45,7 +46,7 @@ def verify(tasks: Iterable[Task], arenas: Iterable[Arena]) -> int:
 def _check_tiers(task: Task) -> None:
     """An executor reads and writes its own memory; only copies cross."""
     lane = task.lanes[0]
-    for call in task.calls if lane in ("host", "gpu0") else ():
+    for call in task.calls if lane == CPU or is_device(lane) else ():
         if isinstance(call.operands, ops.Copy | ops.Sync):
             continue
         other = next((s for _, s in ops.slots_of(call.operands) if not s.arena.startswith(f"{lane}.")), None)

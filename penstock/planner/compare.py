@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.planner.explain import lane_name, rate, tier_name
-from penstock.planner.homes import kv_layers, weights_bytes
+from penstock.planner.homes import weights_bytes
 from penstock.planner.solve import Solved
 from penstock.planner.solve.candidate import Candidate, Compared
+from penstock.spec.places import Tier, is_disk, nearness
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_seconds
 
-_TIERS = ("gpu0", "host", "disk0", "disk1")
 _LEAST_WIDTH = 28  # of the names' column
 
 
-def bytes_per_tier(plan: Plan) -> dict[str, int]:
+def bytes_per_tier(plan: Plan) -> dict[Tier, int]:
     """Of memory all that the plan takes; of disks the weights and KV that have their home there."""
     found = dict(plan.tier_bytes())
     for home, nbytes in weights_bytes(plan).items():
-        if home.startswith("disk"):
+        if is_disk(home):
             found[home] = found.get(home, 0) + nbytes
     return found
 
@@ -30,7 +30,7 @@ def comparison(solved: Solved) -> str:
     compared = solved.compared
     names = _names([each.candidate for each in compared])
     used = [bytes_per_tier(each.candidate.plan) for each in compared]
-    tiers = [tier for tier in _TIERS if any(tier in each for each in used)]
+    tiers = sorted({tier for each in used for tier in each}, key=nearness)
     width = max([_LEAST_WIDTH, *map(len, names)])
     lines = [
         f"{'compared, the chosen first':{width}}{'tokens/s':>10}{'first token':>13}"
@@ -80,5 +80,5 @@ def _names(candidates: Sequence[Candidate]) -> list[str]:
 def _details(plan: Plan) -> str:
     ring = sum(plan.ring_bytes.values())
     found = f"ring {format_bytes(ring)}, prompts by {plan.chunk_rows}"
-    on_disk = kv_layers(plan, "disk")
+    on_disk = sum(kv.layers[1] - kv.layers[0] for kv in plan.kv if is_disk(kv.home))
     return found + (f", KV of {on_disk} layers on disk" if on_disk else "")

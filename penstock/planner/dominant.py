@@ -11,6 +11,7 @@ from penstock.graph.tasks import Pass
 from penstock.planner.cost import Cost
 from penstock.planner.predict import Prediction
 from penstock.spec.machine import TERMS, Figure, MachineSpec
+from penstock.spec.places import CPU, Lane
 from penstock.spec.plan import Plan
 
 _REPEATED = 3  # decode passes until calls that come again need no preparing
@@ -38,13 +39,13 @@ def of_decoding(plan: Plan, prediction: Prediction, machine: MachineSpec, positi
     wanted = [passes.decode(plan, seqs, (position,) * batch, passes.DECODE)] * _REPEATED
     lane = prediction.bound_by
     dominant = _most(_by_figure(wanted, plan, lane, cost), lane, prediction.lane_share[lane])
-    pause, step_s = machine.overhead("host", "pass"), batch / prediction.decode_tokens_per_s
+    pause, step_s = machine.overhead(CPU, "pass"), batch / prediction.decode_tokens_per_s
     if pause is not None and cost.between_passes_s / step_s > dominant.share:
         return Dominant(pause.figure("alpha_s"), min(1.0, cost.between_passes_s / step_s))
     return dominant
 
 
-def _by_figure(wanted: Sequence[Pass], plan: Plan, lane: str, cost: Cost) -> dict[Figure, float]:
+def _by_figure(wanted: Sequence[Pass], plan: Plan, lane: Lane, cost: Cost) -> dict[Figure, float]:
     """Seconds of the last of these passes on a lane, where nothing else is busy."""
     lowering, found = Lowering(plan), dict[Figure, float]()
     for p in wanted:
@@ -55,7 +56,7 @@ def _by_figure(wanted: Sequence[Pass], plan: Plan, lane: str, cost: Cost) -> dic
     return found
 
 
-def _most(found: dict[Figure, float], lane: str, lane_share: float) -> Dominant:
+def _most(found: dict[Figure, float], lane: Lane, lane_share: float) -> Dominant:
     """`lane_share`: how much of the time the lane is busy, other lanes slowing it down. Where it has nothing to do in
     the pass that was looked at, nothing dominates."""
     if not any(found.values()):

@@ -9,6 +9,7 @@ from penstock.planner.predict import Prediction
 from penstock.planner.solve import Solved
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
+from penstock.spec.places import CPU, DISK, GPU, HOST, Lane, Tier, disk, is_device, is_disk
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_seconds
 
@@ -33,15 +34,15 @@ ARENAS = {
     "staging": "embedding rows in flight",
     "stage": "between disk and device",
 }
-_TIERS = {"host": "RAM", "disk0": "disk", "disk1": "second disk", "gpu0": "device"}
-_LANES = {
-    "host": "the processor",
-    "disk0": "the disk",
-    "disk1": "the second disk",
-    "disk_write0": "writes to the disk",
-    "gpu0": "the device",
-    "h2d0": "the link to the device",
-    "d2h0": "the link from the device",
+_TIERS: dict[Tier, str] = {HOST: "RAM", DISK.tier: "disk", disk(1).tier: "second disk", GPU.executor: "device"}
+_LANES: dict[Lane, str] = {
+    CPU: "the processor",
+    DISK.reads: "the disk",
+    disk(1).reads: "the second disk",
+    DISK.writes: "writes to the disk",
+    GPU.kernels: "the device",
+    GPU.to_device: "the link to the device",
+    GPU.to_host: "the link from the device",
 }
 _SAME = 0.005  # relative change of speed that counts as none
 
@@ -68,7 +69,7 @@ class Band:
 class Limit:
     """Bytes of a tier that a plan takes, and that it may take."""
 
-    tier: str
+    tier: Tier
     used_bytes: int
     limit_bytes: int
 
@@ -76,10 +77,10 @@ class Limit:
 def limits(solved: Solved, ask: Ask, machine: MachineSpec) -> tuple[Limit, ...]:
     """Of each tier of the machine: memory as planned, the disk as the packed model and KV fill it."""
     used = solved.plan.tier_bytes()
-    asked = {"host": ask.host_memory_bytes, "gpu0": ask.device_memory_bytes}
+    asked: dict[Tier, int | None] = {HOST: ask.host_memory_bytes, GPU.executor: ask.device_memory_bytes}
     found = []
     for tier in machine.tiers:
-        packed = packed_bytes(solved.plan) if tier.name == "disk0" else 0
+        packed = packed_bytes(solved.plan) if tier.name == DISK.tier else 0
         limit = asked.get(tier.name)
         found.append(Limit(tier.name, packed + used.get(tier.name, 0), tier.bytes if limit is None else limit))
     return tuple(found)
@@ -109,8 +110,8 @@ def table(
 
 def _weights(plan: Plan) -> list[str]:
     """Bytes per kind of part and home."""
-    homes = sorted({unit.home for unit in plan.units}, key=lambda home: (home.startswith("disk"), home))
-    rows: dict[str, dict[str, int]] = {}
+    homes = sorted({unit.home for unit in plan.units}, key=lambda home: (is_disk(home), home))
+    rows: dict[str, dict[Tier, int]] = {}
     parts = plan.parts
     for unit in plan.units:
         part = parts[unit.part]
@@ -130,27 +131,27 @@ def _memory(plan: Plan, found: tuple[Limit, ...]) -> list[str]:
     of = {limit.tier: limit.limit_bytes for limit in found}
     lines = []
     for tier, total in plan.tier_bytes().items():
-        if tier.startswith("disk"):
+        if is_disk(tier):
             continue
         limit = f" of {format_bytes(of[tier])}" if tier in of else ""
         lines.append(f"{'memory of ' + tier_name(tier):38}{format_bytes(total):>14}{limit}")
         entries = [(ARENAS[a.name.split(".")[1]], a.bytes) for a in plan.arenas if a.tier == tier]
-        if tier == "host":
+        if tier == HOST:
             entries.append(("the process itself", plan.process_bytes))
         elif plan.context_bytes:
             entries.append(("its driver and libraries", plan.context_bytes))
         lines += [f"  {what:36}{format_bytes(nbytes):>14}" for what, nbytes in entries]
     for each in found:
         bound = format_bytes(each.limit_bytes)
-        if each.tier == "disk0":
+        if each.tier == DISK.tier:
             short = "" if each.used_bytes <= each.limit_bytes else ": too little"
             kv = " and KV" if each.tier in plan.tier_bytes() else ""
             name = f"{tier_name(each.tier)}, all weights{kv}"
             lines.append(f"{name:38}{format_bytes(each.used_bytes):>14} of {bound}{short}")
-        elif each.tier.startswith("gpu") and not each.used_bytes:
+        elif is_device(each.tier) and not each.used_bytes:
             why = "not used, the CPU alone is as fast"
             lines.append(f"{tier_name(each.tier):38}{'–':>14} of {bound}: {why}")
-    on_disk = plan.tier_bytes().get("disk0", 0)
+    on_disk = plan.tier_bytes().get(DISK.tier, 0)
     lines.append(
         f"context {plan.context} tokens × {plan.batch_seqs} sequences, KV in {plan.kv[0].format.name}"
         + (f", {format_bytes(on_disk)} of it on the disk" if on_disk else "")
@@ -258,9 +259,9 @@ def _digits(value: float) -> int:
     return 5
 
 
-def tier_name(name: str) -> str:
-    return _TIERS.get(name, name)
+def tier_name(tier: Tier) -> str:
+    return _TIERS.get(tier, tier)
 
 
-def lane_name(name: str) -> str:
-    return _LANES.get(name, name)
+def lane_name(lane: Lane) -> str:
+    return _LANES.get(lane, lane)

@@ -11,6 +11,7 @@ from penstock.planner.cost import Cost
 from penstock.planner.simulate import Simulator
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
+from penstock.spec.places import CPU, Lane
 from penstock.spec.plan import Plan
 
 _WARM_PASSES = 2
@@ -30,7 +31,7 @@ class Piece(NamedTuple):
     end_s: float
 
 
-def decode_pass(plan: Plan, ask: Ask, machine: MachineSpec) -> tuple[dict[str, list[Piece]], float]:
+def decode_pass(plan: Plan, ask: Ask, machine: MachineSpec) -> tuple[dict[Lane, list[Piece]], float]:
     """Lane → its pieces in order, executors first; and how long the pass takes in seconds, with what lies
     between two. It is one of many: loads run ahead into it, and out of it into the next."""
     cost = Cost(machine)
@@ -48,7 +49,7 @@ def decode_pass(plan: Plan, ask: Ask, machine: MachineSpec) -> tuple[dict[str, l
             simulator.pause(cost.between_passes_s)
     end_s = simulator.now_s + cost.between_passes_s  # in which loads go on, as they do while draining
     spans += simulator.drain().spans
-    lanes: dict[str, list[Piece]] = {lane: [] for lane in ("host", *sorted({ln for s in spans for ln in s.lanes}))}
+    lanes: dict[Lane, list[Piece]] = {lane: [] for lane in (CPU, *sorted({ln for s in spans for ln in s.lanes}))}
     for span in spans:
         for lane in span.lanes:
             for piece in _cut(tasks[span.task], cost, span.start_s, span.end_s):

@@ -11,6 +11,7 @@ from penstock.planner.lanes import Piece, decode_pass
 from penstock.planner.solve import Solved
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
+from penstock.spec.places import DISK, HOST, is_disk, nearness
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_seconds
 
@@ -41,7 +42,6 @@ _ARENAS = {
     "staging": ("activations, logits, scratch", "green"),
     "stage": ("between disk and device", "orange"),
 }
-_ORDER = {"gpu0": 0, "host": 1, "disk0": 2, "disk1": 3}
 _KINDS = {"attention": "violet", "FFN": "blue", "head": "green", "rest": "gray", "weights that stream": "orange"}
 
 
@@ -96,8 +96,8 @@ def _header(solved: Solved, machine: MachineSpec, name: str, band: Band | None) 
 def _tiers(solved: Solved, found: tuple[Limit, ...], y: int) -> tuple[list[str], int]:
     """Boxes from the fastest tier down, and where they end."""
     drawn: list[str] = []
-    for i, limit in enumerate(sorted(found, key=lambda limit: _ORDER.get(limit.tier, len(_ORDER)))):
-        if limit.tier == "disk0":
+    for i, limit in enumerate(sorted(found, key=lambda limit: nearness(limit.tier))):
+        if limit.tier == DISK.tier:
             if i:
                 drawn += _arrow(solved, y)
                 y += _GAP
@@ -121,7 +121,7 @@ def _memory_rows(plan: Plan, limit: Limit) -> list[Row]:
             key = _ARENAS[arena.name.split(".")[1]]
             sums[key] = sums.get(key, 0) + arena.bytes
     rows = [(label, colour, nbytes) for (label, colour), nbytes in sums.items()]
-    if limit.tier == "host":
+    if limit.tier == HOST:
         rows.append(("the process itself", "gray", plan.process_bytes))
     elif plan.context_bytes:
         rows.append(("its driver and libraries", "gray", plan.context_bytes))
@@ -132,9 +132,9 @@ def _disk_rows(plan: Plan) -> list[Row]:
     parts, tied = plan.parts, plan.target.spec.tied
     sums = {"streams": 0, "once": 0, "rows": 0}
     for unit in plan.units:
-        key = "once" if not unit.home.startswith("disk") else "rows" if unit.part == "embed" and not tied else "streams"
+        key = "once" if not is_disk(unit.home) else "rows" if unit.part == "embed" and not tied else "streams"
         sums[key] += (unit.hi - unit.lo) * parts[unit.part].granule_bytes
-    kv_bytes = plan.tier_bytes().get("disk0", 0)
+    kv_bytes = plan.tier_bytes().get(DISK.tier, 0)
     rows = [
         ("weights that stream, read at every token", "orange", sums["streams"]),
         ("embedding, read a row at a time", "gray", sums["rows"]),

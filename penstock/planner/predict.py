@@ -14,6 +14,7 @@ from penstock.planner.cost import Cost
 from penstock.planner.simulate import Simulator
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
+from penstock.spec.places import HOST, Lane, Tier, is_device
 from penstock.spec.plan import Plan
 
 # The first decode passes still profit from loads that ran ahead during prefill, and prepare calls that later ones
@@ -45,17 +46,17 @@ class Prediction:
     ttft_s: float
     decode_tokens_per_s: float
     total_s: float
-    bound_by: str
-    lane_share: dict[str, float]
-    ttft_lane_share: dict[str, float]
+    bound_by: Lane
+    lane_share: dict[Lane, float]
+    ttft_lane_share: dict[Lane, float]
     disk_bytes_per_token: float
     peak_host_bytes: int
     peak_device_bytes: int
     inter_token_s: Spread
-    tier_bytes: dict[str, int]
+    tier_bytes: dict[Tier, int]
 
     @property
-    def ttft_bound_by(self) -> str:
+    def ttft_bound_by(self) -> Lane:
         """The lane that is busiest until the first tokens."""
         return max(self.ttft_lane_share, key=lambda lane: self.ttft_lane_share[lane])
 
@@ -67,7 +68,7 @@ def predict(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True) -> 
     prompt = max(1, min(ask.prompt_tokens, plan.context - 1))
     pause_s = Cost(machine).between_passes_s
     ttft_s = 0.0
-    ttft_busy: dict[str, float] = {}
+    ttft_busy: dict[Lane, float] = {}
     for p, times in _sampled(list(passes.prompts(plan, seqs, (prompt,) * len(seqs), passes.DECODE))):
         start_s = simulator.now_s
         for lane, seconds in simulator.busy_s(lowering.step(p)).items():
@@ -76,7 +77,7 @@ def predict(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True) -> 
         ttft_s += times * (simulator.now_s - start_s)
     position = min(prompt + ask.output_tokens // 2, plan.context - 1)
     tasks_seen, tasks = 0, list[Task]()
-    busy: dict[str, float] = {}
+    busy: dict[Lane, float] = {}
     gaps: list[float] = []
     most_passes = _MOST_PASSES if spread else 0
     decoding = _repeated(lowering, passes.decode(plan, seqs, (position,) * len(seqs), passes.DECODE))
@@ -103,8 +104,8 @@ def predict(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True) -> 
         lane_share={lane: min(1.0, seconds / sum(steady)) for lane, seconds in busy.items()},
         ttft_lane_share={lane: min(1.0, seconds / ttft_s) for lane, seconds in ttft_busy.items()},
         disk_bytes_per_token=streamed / len(seqs),
-        peak_host_bytes=tier_bytes["host"],
-        peak_device_bytes=sum(n for tier, n in tier_bytes.items() if tier.startswith("gpu")),
+        peak_host_bytes=tier_bytes[HOST],
+        peak_device_bytes=sum(n for tier, n in tier_bytes.items() if is_device(tier)),
         inter_token_s=_spread(steady),
         tier_bytes=tier_bytes,
     )

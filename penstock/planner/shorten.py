@@ -18,6 +18,7 @@ from penstock.graph.arenas import gathers
 from penstock.planner.predict import Prediction, Spread, predict
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
+from penstock.spec.places import HOST, Lane, is_device, is_disk
 from penstock.spec.plan import Plan, PlanModel
 
 _FEW_UNITS = 400  # up to so many the plan itself is simulated, in a tenth of a second
@@ -80,7 +81,7 @@ def _choose(plan: Plan) -> list[_Run] | None:
     """The layers of the short plans, or None: simulate the plan itself. Layers whose KV lives in one place are one run,
     of which there may be two; a plan for each run is longer in that one."""
     count = len(plan.target.spec.layers)
-    if len({unit.home for unit in plan.units if unit.home.startswith("disk")}) > 1:
+    if len({unit.home for unit in plan.units if is_disk(unit.home)}) > 1:
         return None  # every n-th layer may lie on one of the disks alone
     if plan.predictors:
         return None  # layers differ in how many of their neurons are active
@@ -139,7 +140,7 @@ def streamed(plan: Plan, from_disk: bool = False, purpose: str = "decode") -> di
     parts, tied = plan.parts, plan.target.spec.tied
     found = dict.fromkeys(range(-1, len(plan.target.spec.layers)), 0)
     for unit in plan.units:
-        away = unit.home.startswith("disk") if from_disk else unit.home != unit.executor(purpose)
+        away = is_disk(unit.home) if from_disk else unit.home != unit.executor(purpose)
         if away and (unit.part != "embed" or tied):  # as `Layout.streams` has it
             part = parts[unit.part]
             found[part.layer] += (unit.hi - unit.lo) * part.granule_bytes
@@ -153,7 +154,7 @@ def _further(near: Prediction, further: Sequence[tuple[float, Prediction]], plan
     def line(of: Callable[[Prediction], float]) -> float:
         return max(of(near), of(near) + sum(share * (of(far) - of(near)) for share, far in further))
 
-    def busy(of: Callable[[Prediction], dict[str, float]], wall_s: Callable[[Prediction], float]) -> dict[str, float]:
+    def busy(of: Callable[[Prediction], dict[Lane, float]], wall_s: Callable[[Prediction], float]) -> dict[Lane, float]:
         """Shares of lanes, from their seconds."""
         return {
             lane: min(1.0, line(lambda p, lane=lane: of(p).get(lane, 0.0) * wall_s(p)) / line(wall_s))  # type: ignore[misc]
@@ -172,8 +173,8 @@ def _further(near: Prediction, further: Sequence[tuple[float, Prediction]], plan
         lane_share=shares,
         ttft_lane_share=busy(lambda p: p.ttft_lane_share, lambda p: p.ttft_s),
         disk_bytes_per_token=sum(streamed(plan, from_disk=True).values()) / seqs + fetched,
-        peak_host_bytes=tier_bytes["host"],
-        peak_device_bytes=sum(n for tier, n in tier_bytes.items() if tier.startswith("gpu")),
+        peak_host_bytes=tier_bytes[HOST],
+        peak_device_bytes=sum(n for tier, n in tier_bytes.items() if is_device(tier)),
         inter_token_s=Spread(
             line(lambda p: p.inter_token_s.p50), line(lambda p: p.inter_token_s.p95),
             line(lambda p: p.inter_token_s.most),

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from penstock.graph.tasks import MOVES, Task
 from penstock.graph.timeline import Timeline, span
 from penstock.planner.cost import Cost
+from penstock.spec.places import Lane
 from penstock.spec.plan import Unit
 
 
@@ -23,11 +24,11 @@ class Simulator:
 
     def __init__(self, cost: Cost, units: Sequence[Unit] = ()) -> None:
         self._cost, self._units = cost, units
-        self._queues: dict[str, deque[Task]] = {}
+        self._queues: dict[Lane, deque[Task]] = {}
         self._waiting: set[int] = set()  # tasks that are not done
         self._running: dict[int, tuple[Task, float, float]] = {}  # task, when it started, seconds of work left
         self._ended: list[tuple[Task, float, float]] = []  # task, when it started and ended
-        self._slowed: dict[tuple[tuple[str, ...], ...], list[float]] = {}  # by the lanes of all that run
+        self._slowed: dict[tuple[tuple[Lane, ...], ...], list[float]] = {}  # by the lanes of all that run
         self.now_s = 0.0
 
     def run(self, tasks: Iterable[Task]) -> Timeline:
@@ -38,10 +39,10 @@ class Simulator:
         self._pass(tasks)
         return self._timeline(start_s)
 
-    def busy_s(self, tasks: Iterable[Task]) -> dict[str, float]:
+    def busy_s(self, tasks: Iterable[Task]) -> dict[Lane, float]:
         """As `run`, but all that is told of the timeline is in how many seconds of it each lane had a task."""
         self._pass(tasks)
-        total: dict[str, float] = {}
+        total: dict[Lane, float] = {}
         for task, start_s, end_s in self._ended:
             for lane in task.lanes:
                 total[lane] = total.get(lane, 0.0) + end_s - start_s
@@ -99,7 +100,7 @@ class Simulator:
             else:
                 running[task.id] = (task, start_s, left_s - passed_s / factor)
 
-    def _factors(self, running: tuple[tuple[str, ...], ...]) -> list[float]:
+    def _factors(self, running: tuple[tuple[Lane, ...], ...]) -> list[float]:
         """How much longer each of the running tasks takes beside the others, by their lanes."""
         found = self._slowed.get(running)
         if found is None:

@@ -4,7 +4,7 @@ Solvers for a device are imported where there is one: without, to wait for them 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from types import ModuleType
@@ -19,10 +19,10 @@ from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.places import GPU, Lane, is_disk, is_link
+from penstock.spec.plan import Plan
 from penstock.units import GIB, MIB
 
-DISK_LANES, LINK_LANES = ("disk",), ("h2d", "d2h")
 _LOOKED_AT = 2  # candidates: the best come first, and each takes some 40 ms to plan
 _USUAL_RING_BYTES = 64 * MIB  # among equals the solver takes the plan that reads least, so a small ring
 
@@ -46,9 +46,9 @@ def what_if(solved: Solved, ask: Ask, machine: MachineSpec) -> WhatIf:
     plan = solved.plan
     problem = Problem(settle_context(ask, plan.target.spec), plan.target.spec, plan.target.weights, machine)
     ring_bytes = sum(plan.ring_bytes.values())
-    like = solved.strategy if DEVICE in plan.tier_bytes() or plan.batches_per_pass > 1 else None
+    like = solved.strategy if GPU.executor in plan.tier_bytes() or plan.batches_per_pass > 1 else None
     formats = tuple(other_formats(problem, ring_bytes, like))
-    disk, link = (with_faster(solved, problem.ask, machine, lanes) for lanes in (DISK_LANES, LINK_LANES))
+    disk, link = (with_faster(solved, problem.ask, machine, which) for which in (is_disk, is_link))
     if like is None:
         more = more_memory(problem, ring_bytes=ring_bytes) if ring_bytes else None
         return WhatIf(more, None, formats, disk, link)
@@ -60,7 +60,7 @@ def what_if(solved: Solved, ask: Ask, machine: MachineSpec) -> WhatIf:
         more = _one(problem.asking(host_memory_bytes=problem.host_bytes + GIB), ring_bytes, like)
     if like != device.WHOLE:
         limit = problem.device_bytes + GIB
-        tiers = tuple(replace(tier, bytes=limit) if tier.name == DEVICE else tier for tier in machine.tiers)
+        tiers = tuple(replace(tier, bytes=limit) if tier.name == GPU.executor else tier for tier in machine.tiers)
         roomy = replace(problem.asking(device_memory_bytes=limit), machine=replace(machine, tiers=tiers))
         # PIPO with all weights elsewhere has no use for it; with a part of them there it has.
         more_like = like + pipo.PARTIAL if like in pipo.NAMES.values() else like
@@ -69,13 +69,13 @@ def what_if(solved: Solved, ask: Ask, machine: MachineSpec) -> WhatIf:
 
 
 def with_faster(
-    solved: Solved, ask: Ask, machine: MachineSpec, lanes: tuple[str, ...], times: float = 2
+    solved: Solved, ask: Ask, machine: MachineSpec, which: Callable[[Lane], bool], times: float = 2
 ) -> Prediction | None:
-    """The same plan where these lanes (the beginnings of their names) move bytes so many times as fast; None where it
-    does not use them. What a task costs beside its bytes stays, and so does what lanes take from each other."""
-    if not any(lane.startswith(lanes) for lane in solved.prediction.lane_share):
+    """The same plan where `which` lanes move bytes so many times as fast; None where it uses none of them. What a task
+    costs beside its bytes stays, and so does what lanes take from each other."""
+    if not any(map(which, solved.prediction.lane_share)):
         return None
-    return quick(solved.plan, ask, machine.faster(lanes, times), spread=False)
+    return quick(solved.plan, ask, machine.faster(which, times), spread=False)
 
 
 def more_memory(problem: Problem, extra_bytes: int = GIB, ring_bytes: int = 0) -> Prediction | None:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from penstock import _native
 from penstock.errors import InternalError, StorageFailed
 from penstock.graph.tasks import Slot
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.places import GPU, is_disk
+from penstock.spec.plan import Plan
 from penstock.units import format_bytes
 
 
@@ -24,9 +25,9 @@ class Arenas:
         self._memory: dict[str, _native.Memory] = {}
         self._bytes: dict[str, NDArray[np.uint8]] = {}
         for arena in plan.arenas:
-            if arena.tier.startswith("disk"):
+            if is_disk(arena.tier):
                 continue  # a file, which whoever moves its bytes keeps
-            if arena.tier == DEVICE:
+            if arena.tier == GPU.executor:
                 if on_device is None:
                     raise InternalError(f"{arena.name} lies on a device, but there is none")
                 if (seen := on_device(arena.name, arena.bytes)) is not None:

@@ -21,6 +21,7 @@ from penstock.runtime.batch_tables import positions
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskReader, Load, poison
 from penstock.spec.parts import Part
+from penstock.spec.places import is_disk
 from penstock.spec.plan import Plan
 
 Float32 = NDArray[np.float32]
@@ -200,7 +201,7 @@ class Binding:
             if self._poisoned:
                 poison(self._arenas.view(target))
             for lo, hi in self._layout.kv_spans(layer, batch, save=False):
-                if source.arena.startswith("disk"):
+                if is_disk(source.arena):
                     reads.append((source.lo + lo, self._arenas.address(target) + lo, hi - lo))
                 else:
                     self._arenas.view(target)[lo:hi] = self._arenas.view(source)[lo:hi]
@@ -212,7 +213,7 @@ class Binding:
         writes: list[tuple[int, memoryview]] = []
         for source, target in ((op.keys, op.stored_keys), (op.values, op.stored_values)):
             for lo, hi in self._layout.kv_spans(layer, batch, save=True):
-                if target.arena.startswith("disk"):
+                if is_disk(target.arena):
                     writes.append((target.lo + lo, self._arenas.view(source)[lo:hi].data))
                 else:
                     self._arenas.view(target)[lo:hi] = self._arenas.view(source)[lo:hi]

@@ -25,9 +25,9 @@ from penstock.graph.tasks import MOVES, Task
 from penstock.graph.timeline import Span, Timeline, span
 from penstock.runtime.device import Underway
 from penstock.runtime.dispatch import Dispatch
+from penstock.spec.places import CPU
 from penstock.spec.plan import Unit
 
-MAIN_LANE = "host"
 _SWEEP = 256  # tasks of a lane that nobody waited for; beyond, those that are done are forgotten
 
 
@@ -50,7 +50,7 @@ class Executor:
         self._work.begin()
         computing = []
         for task in tasks:
-            if MAIN_LANE not in task.lanes:
+            if CPU not in task.lanes:
                 self._hand_over(task)
                 if task.calls[0].op not in MOVES:
                     computing.append(task.id)

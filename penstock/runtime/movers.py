@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from penstock import _native
 from penstock.errors import DamagedModel, PenstockError, StorageFailed
+from penstock.spec.places import Lane, Tier, disk_of
 from penstock.store.packed import Packed, damaged_granule
 
 
@@ -97,8 +98,8 @@ class DiskReader:
         self._sums = None if packed.sums is None else _native.Sums(packed.sums)
         self._first_granules = packed.first_granules
         self._fds: dict[Path, tuple[int, bool]] = {}
-        self._readers: dict[str, _native.Reader] = {}
-        self._closed: dict[str, int] = {}  # bytes that readers had read when they were closed
+        self._readers: dict[Tier, _native.Reader] = {}
+        self._closed: dict[Lane, int] = {}  # bytes that readers had read when they were closed
         for path in packed.files:
             try:
                 self._fds[path] = _native.open_direct(str(path))
@@ -117,15 +118,16 @@ class DiskReader:
         return sum(self.bytes_by_disk.values())
 
     @property
-    def bytes_by_disk(self) -> dict[str, int]:
-        return self._closed or {disk: reader.bytes_read for disk, reader in self._readers.items()}
+    def bytes_by_disk(self) -> dict[Lane, int]:
+        """By the lane of its reads."""
+        return self._closed or {disk_of(tier).reads: reader.bytes_read for tier, reader in self._readers.items()}
 
-    def start(self, part: str, lo: int, hi: int, address: int, disk: str | None = None) -> Load:
+    def start(self, part: str, lo: int, hi: int, address: int, disk: Tier | None = None) -> Load:
         """Begins to read granules lo..hi of a part to `address`, 4096-aligned, after what this disk was given before.
         Whoever owns the memory waits for the load before giving it away. `disk`: whose queue it joins, where a plan
         says so; loads of a lane stay in order then, wherever the part lies."""
         place = self._locate(part, lo, hi)
-        reader = self._readers.get(disk or "") or self._readers[self._packed.disks[place.path]]
+        reader = (disk and self._readers.get(disk)) or self._readers[self._packed.disks[place.path]]
         return Load(reader.start(place.fd, place.offset, address, place.nbytes, *self._expected(part, lo)), place)
 
     def read(self, part: str, lo: int, hi: int, address: int) -> int:

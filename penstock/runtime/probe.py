@@ -34,7 +34,8 @@ from penstock.runtime.probe_reads import best_reads
 from penstock.runtime.probe_tasks import task_rates
 from penstock.spec import machine as machines
 from penstock.spec.format import DEFAULT_GROUP, Format
-from penstock.spec.machine import MachineSpec, Rate, Sharing, Tier
+from penstock.spec.machine import Capacity, MachineSpec, Rate, Sharing
+from penstock.spec.places import CPU, DISK, HOST
 from penstock.store.files import read_text, write_bytes
 
 _WORK_BYTES = RAM_BYTES
@@ -119,10 +120,10 @@ def probe(
         loads.visit()
         rates += loads.rates(tell)
     alpha_s = min(rate.alpha_s for rate in rates if rate.op in ROW_OPS)
-    rates.append(Rate("host", "*", "*", alpha_s, 1 / ram_read_bytes_per_s(threads)))
+    rates.append(Rate(CPU, "*", "*", alpha_s, 1 / ram_read_bytes_per_s(threads)))
     found = MachineSpec(
         name=platform.node() or "this machine",
-        tiers=(Tier("host", host.memory_limit_bytes()), Tier("disk0", _disk_bytes(disk_folder))),
+        tiers=(Capacity(HOST, host.memory_limit_bytes()), Capacity(DISK.tier, _disk_bytes(disk_folder))),
         rates=tuple(rates),
         threads=threads,
         cpu=cpu_name(),
@@ -136,7 +137,7 @@ def probe(
 def _with_memory(machine: MachineSpec) -> MachineSpec:
     """With the memory that a process may use here now, nine tenths of what is free."""
     usable = int(host.available_bytes() * 0.9)
-    tiers = tuple(replace(t, bytes=max(1, usable)) if t.name == "host" else t for t in machine.tiers)
+    tiers = tuple(replace(t, bytes=max(1, usable)) if t.name == HOST else t for t in machine.tiers)
     return replace(machine, tiers=tiers)
 
 
@@ -164,8 +165,8 @@ def _sharing(file: ProbeFile, kernels: Native, memory_bytes: int, between: Calla
         layers.close()
     host_factor, disk_factor = (statistics.median(factors) for factors in zip(*turns, strict=True))
     return (
-        Sharing("host", "disk0", min(_MOST_FACTOR, max(1.0, host_factor))),
-        Sharing("disk0", "host", min(_MOST_FACTOR, max(1.0, disk_factor))),
+        Sharing(CPU, DISK.reads, min(_MOST_FACTOR, max(1.0, host_factor))),
+        Sharing(DISK.reads, CPU, min(_MOST_FACTOR, max(1.0, disk_factor))),
     )
 
 

@@ -20,6 +20,7 @@ from penstock.runtime.fit import Fit, Points, Tell, fit_well
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import new_reader
 from penstock.spec.machine import KV_IN_FLIGHT, USUAL_READS, Rate
+from penstock.spec.places import DISK
 from penstock.units import KIB, MIB
 
 FILE_BYTES = 192 * MIB
@@ -143,8 +144,8 @@ def disk_rates(file: ProbeFile, folder: Path, tell: Tell) -> list[Rate]:
     rows = fit_well(lambda: _row_reads(file), "small reads from disk", tell)
     writes = fit_well(lambda: _writes(folder), "writes to disk", tell)
     return [
-        Rate("disk0", "fetch", "*", rows.alpha_s, rows.slope_s, 0.0, rows.r2),
-        Rate("disk_write0", "*", "*", writes.alpha_s, writes.slope_s, 0.0, writes.r2),
+        Rate(DISK.reads, "fetch", "*", rows.alpha_s, rows.slope_s, 0.0, rows.r2),
+        Rate(DISK.writes, "*", "*", writes.alpha_s, writes.slope_s, 0.0, writes.r2),
     ]
 
 
@@ -179,8 +180,8 @@ class LoadVisits:
         loads = self._fit(self._times, 1, "loads from disk", tell)
         kv = self._fit(self._kv_times, KV_IN_FLIGHT, "KV reads from disk", tell)
         return [
-            Rate("disk0", "*", "*", loads.alpha_s, loads.slope_s, 0.0, loads.r2),
-            Rate("disk0", "kv_load", "*", kv.alpha_s, kv.slope_s, 0.0, kv.r2),
+            Rate(DISK.reads, "*", "*", loads.alpha_s, loads.slope_s, 0.0, loads.r2),
+            Rate(DISK.reads, "kv_load", "*", kv.alpha_s, kv.slope_s, 0.0, kv.r2),
         ]
 
     def _fit(self, times: dict[int, list[float]], at_once: int, what: str, tell: Tell) -> Fit:

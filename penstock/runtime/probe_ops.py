@@ -27,6 +27,7 @@ from penstock.runtime.fit import Fit, Points, Tell, fit_well, middle, steady
 from penstock.spec.format import DEFAULT_GROUP, Format, parse_format
 from penstock.spec.machine import Rate
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Rope
+from penstock.spec.places import CPU, Lane
 from penstock.spec.plan import Plan, Unit
 from penstock.units import MIB
 
@@ -119,18 +120,18 @@ class Layers:
                 one = middle([turn[op] for turn in turns]) if rows in _FEW else steady(turns[0][op], turns[-1][op])
                 if rows in _FEW:
                     s_per_byte.setdefault(op, one.slope_s)
-                    rates.append(Rate("host", op, kind, one.alpha_s, one.slope_s, 0.0, one.r2, rows[0]))
+                    rates.append(Rate(CPU, op, kind, one.alpha_s, one.slope_s, 0.0, one.r2, rows[0]))
                     continue
                 most = 0 if rows is _MANY_ROWS else rows[-1]
-                rates.append(Rate("host", op, kind, one.alpha_s, s_per_byte[op], one.slope_s, one.r2, most))
+                rates.append(Rate(CPU, op, kind, one.alpha_s, s_per_byte[op], one.slope_s, one.r2, most))
         if every_op:
             for op, found in self._fits(ROW_OPS, (1, 64, 512), "bytes", tell).items():
-                rates.append(Rate("host", op, "*", found.alpha_s, found.slope_s, 0.0, found.r2))
+                rates.append(Rate(CPU, op, "*", found.alpha_s, found.slope_s, 0.0, found.r2))
         return rates
 
     def attention_rates(self, kv: str, tell: Tell) -> list[Rate]:
         places = _STARTS, (0, _CONTEXT - _MANY_ROWS[-1]), _MANY_ROWS[-1]
-        return attention_rates("host", kv, lambda rows, start: self.time(rows, start, ("attend",)), *places, tell)
+        return attention_rates(CPU, kv, lambda rows, start: self.time(rows, start, ("attend",)), *places, tell)
 
     def _fits(self, ops: Sequence[str], rows: Sequence[int], over: str, tell: Tell) -> dict[str, Fit]:
         """By op, seconds over bytes or flops. All ops are timed together; a bad one alone is timed again."""
@@ -179,7 +180,7 @@ class Layers:
 
 
 def attention_rates(
-    lane: str, kv: str, time: Callable[[int, int], list[Timed]], decodes: Sequence[int], prefills: Sequence[int],
+    lane: Lane, kv: str, time: Callable[[int, int], list[Timed]], decodes: Sequence[int], prefills: Sequence[int],
     rows: int, tell: Tell,
 ) -> list[Rate]:  # fmt: skip
     """Of attention over KV in a format: of one row at the positions `decodes`, and of `rows` from `prefills` on.
@@ -191,7 +192,7 @@ def attention_rates(
     def prefill() -> Points:
         return [(t.flops, t.seconds) for start in prefills for t in time(rows, start)]
 
-    where = "" if lane == "host" else ", device"
+    where = "" if lane == CPU else ", device"
     few = fit_well(decode, f"attend, {kv}, 1 row{where}", tell)
     many = fit_well(prefill, f"attend, {kv}, many rows{where}", tell)
     return [

@@ -16,6 +16,7 @@ import numpy as np
 
 from penstock import _native
 from penstock.spec.machine import Reads
+from penstock.spec.places import DISK
 from penstock.units import KIB, MIB, format_bytes
 
 # Larger ones were not faster (16 MiB: 2.54 GB/s under computing where two of 8 MiB gave 2.72), and a load has few.
@@ -110,7 +111,7 @@ def _engine(way: Way, loads_s: LoadsS, sizes: Sequence[tuple[int, int]], refused
 def _reads(way: Way, seen: _Seen, most_bytes: int, why: str) -> Reads:
     flight = f"{way.depth} in flight" if way.depth > 1 else "one at a time"
     reason = f"measured: blocks of {format_bytes(way.block_bytes)}, {flight}, by {way.engine}; {why}"
-    return Reads("disk0", way.block_bytes, way.depth, way.engine, seen.bytes_per_s, reason, most_bytes)
+    return Reads(DISK.reads, way.block_bytes, way.depth, way.engine, seen.bytes_per_s, reason, most_bytes)
 
 
 def choose(ratios: dict[Way, float]) -> Way:

@@ -27,6 +27,7 @@ from penstock.runtime.movers import FileRange, Load
 from penstock.spec.format import Format
 from penstock.spec.machine import Rate
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Rope
+from penstock.spec.places import CPU, DISK, HOST
 from penstock.spec.plan import Plan, Unit
 from penstock.units import MIB
 
@@ -46,10 +47,10 @@ def task_rates(kernels: Native) -> list[Rate]:
     many = _pass_s(_streaming(whole, _HEADS, ("attn", "ffn")), kernels)
     task_s, call_s = _solve(few, many, pass_s)
     return [
-        Rate("host", "pass", "*", pass_s + _SAMPLING_S, 0.0),
-        Rate("host", "task", "*", max(task_s, 1e-6), 0.0),
-        Rate("host", "call", "*", max(call_s, 1e-6), 0.0),
-        Rate("disk0", "task", "*", max(_hand_over_s(whole, kernels), 1e-6), 0.0),
+        Rate(CPU, "pass", "*", pass_s + _SAMPLING_S, 0.0),
+        Rate(CPU, "task", "*", max(task_s, 1e-6), 0.0),
+        Rate(CPU, "call", "*", max(call_s, 1e-6), 0.0),
+        Rate(DISK.reads, "task", "*", max(_hand_over_s(whole, kernels), 1e-6), 0.0),
     ]
 
 
@@ -82,7 +83,7 @@ def _pass_s(plan: Plan, kernels: Native) -> Passed:
             start_s = time.perf_counter()
             executor.run(_noting(lowering.step(p), tasks))
             taken.append(time.perf_counter() - start_s)
-        computing = [task for task in tasks if "host" in task.lanes]
+        computing = [task for task in tasks if CPU in task.lanes]
         native_s = sum(_native_s(binding, task) for task in computing)
         calls = sum(len(task.calls) for task in computing)
         return max(0.0, statistics.median(taken[_WARM:]) - native_s), len(computing), calls
@@ -129,7 +130,7 @@ def _hand_over_s(plan: Plan, kernels: Native) -> float:
     load = Call(ops.Load(Slot("host.ring", 0, 0)), 0, None, "*", 0, 0)
     try:
         start_s = time.perf_counter()
-        executor.run(Task(i, ("disk0",), (load,), (), (), 0, 0, ()) for i in range(_LOADS))
+        executor.run(Task(i, (DISK.reads,), (load,), (), (), 0, 0, ()) for i in range(_LOADS))
         executor.drain()
         return (time.perf_counter() - start_s) / _LOADS
     finally:
@@ -151,5 +152,5 @@ def _streaming(whole: Plan, pieces: int, kinds: tuple[str, ...]) -> Plan:
             units.append(unit)
             continue
         edges = [unit.hi * i // pieces for i in range(pieces + 1)]
-        units += [Unit(unit.part, lo, hi, "disk0", "host", "host") for lo, hi in pairwise(edges)]
-    return with_arenas(replace(whole, units=tuple(units), ring_bytes={"host": 8 * MIB}))
+        units += [Unit(unit.part, lo, hi, DISK.tier, HOST, HOST) for lo, hi in pairwise(edges)]
+    return with_arenas(replace(whole, units=tuple(units), ring_bytes={HOST: 8 * MIB}))

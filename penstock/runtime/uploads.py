@@ -12,7 +12,8 @@ from penstock.graph.tasks import Slot
 from penstock.runtime.arena import Arenas
 from penstock.runtime.device import Device
 from penstock.runtime.movers import DiskReader, Load
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.places import GPU
+from penstock.spec.plan import Plan
 from penstock.units import MIB
 
 _PIECE_BYTES = 16 * MIB  # of the stage at a time; two, so that the disk reads while the link copies
@@ -54,10 +55,10 @@ def lift_weights(plan: Plan, layout: Layout, reader: DiskReader, arenas: Arenas,
 def _pieces(plan: Plan, layout: Layout) -> Iterator[Piece]:
     """Whole granules, as many as half of the stage holds."""
     for part, slots in layout.copied_norms.items():
-        yield from ((part, 0, 1, slot) for slot in slots if slot.arena.startswith(f"{DEVICE}."))
+        yield from ((part, 0, 1, slot) for slot in slots if slot.arena.startswith(f"{GPU.executor}."))
     for i, slot in layout.weights.items():
         unit = plan.units[i]
-        if unit.home != DEVICE:
+        if unit.home != GPU.executor:
             continue
         each = layout.parts[unit.part].granule_bytes
         count = max(1, min(plan.stage_bytes // 2, _PIECE_BYTES) // each)

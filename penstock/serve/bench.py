@@ -21,7 +21,8 @@ from penstock.serve.engine import Engine
 from penstock.serve.generation import Generation, percentiles
 from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.places import GPU, HOST
+from penstock.spec.plan import Plan
 
 _LEAST_PROMPT, _LEAST_TOKENS = 8, 8  # where the user names no length and time is short
 _WARM_PROMPT, _WARM_TOKENS = 16, 3
@@ -93,7 +94,7 @@ def weight_bytes(plan: Plan) -> int:
     """Of weights that a decode pass reads from RAM: all but an embedding that is no head, of which it takes a row, and
     what is at home on a device."""
     tied = plan.target.spec.tied
-    units = [unit for unit in plan.units if unit.home != DEVICE]
+    units = [unit for unit in plan.units if unit.home != GPU.executor]
     return sum(plan.unit_bytes(unit) for unit in units if tied or unit.part != "embed")
 
 
@@ -130,7 +131,7 @@ def _prompts(engine: Engine, tokens: int, batch: int, repeat: int) -> list[list[
 
 def _streams(plan: Plan) -> bool:
     homes = {*(unit.home for unit in plan.units), *(kv.home for kv in plan.kv)}
-    return not homes <= {"host", plan.main}
+    return not homes <= {HOST, plan.main}
 
 
 def _moved(answers: list[Generation]) -> dict[str, int]:

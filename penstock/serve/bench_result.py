@@ -12,6 +12,7 @@ from penstock.graph.timeline import Timeline
 from penstock.planner.predict import Prediction
 from penstock.runtime.ceilings import Ceilings
 from penstock.spec.ask import Ask
+from penstock.spec.places import CPU, DISK, Lane
 from penstock.spec.plan import Plan
 
 _SPREADS = ("ttft_s", "prefill_tokens_per_s", "decode_tokens_per_s")
@@ -100,8 +101,8 @@ class Result:
         return 2 * self.weight_bytes / (self.before.ram_read_bytes_per_s + self.after.ram_read_bytes_per_s)
 
     @property
-    def bound_by(self) -> str:
-        return "disk0" if self.disk_s > self.ram_s else "host"
+    def bound_by(self) -> Lane:
+        return DISK.reads if self.disk_s > self.ram_s else CPU
 
     @property
     def bound_tokens_per_s(self) -> float:

@@ -19,6 +19,7 @@ from typing import Any
 
 from penstock.serve.history import Phase, Run
 from penstock.spec.machine import TERMS, Figure, MachineSpec, Rate
+from penstock.spec.places import CPU
 from penstock.units import MIB
 
 LEAST_STEPS, LEAST_S = 16, 1.0  # of a run that counts: decode passes, and their seconds
@@ -81,7 +82,7 @@ def calibrated(machine: MachineSpec, probed: MachineSpec, seen: Iterable[Run]) -
 def _cached(phase: Phase, s_per_byte: float) -> bool:
     """Whether a cache may have held what the figure is of: such a run is faster than the RAM, which the probe read."""
     figure, share = phase.dominant.figure, phase.dominant.share
-    if (figure.lane, figure.term) != ("host", "s_per_byte"):
+    if (figure.lane, figure.term) != (CPU, "s_per_byte"):
         return False
     return share * phase.predicted_s / s_per_byte < _LEAST_RAM_BYTES
 

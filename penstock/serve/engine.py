@@ -23,6 +23,7 @@ from penstock.serve.session import Session
 from penstock.serve.tokenizer import Tokenizer
 from penstock.serve.turns import Turns
 from penstock.spec.ask import Ask
+from penstock.spec.places import DISK
 from penstock.store.packed import Packed, open_packed
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Engine:
         planned = plan_here(ask, packed, how, on_progress)
         device = planned.open_device()
         planned.require_free()
-        kv_folder = how.cache_folder if "disk0" in planned.plan.tier_bytes() else None
+        kv_folder = how.cache_folder if DISK.tier in planned.plan.tier_bytes() else None
         session = Session(packed, planned.plan, how, kv_folder=kv_folder, device=device, on_progress=on_progress)
         return cls(packed, planned, session)
 

@@ -26,7 +26,8 @@ from penstock.serve.generation import Generation
 from penstock.spec import codec
 from penstock.spec import plan as plans
 from penstock.spec.machine import MachineSpec
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.places import CPU, GPU, is_disk
+from penstock.spec.plan import Plan
 from penstock.store.files import read_text, write_bytes
 
 _KEPT, _RECENT = 500, 50
@@ -85,7 +86,7 @@ def figures_id(machine: MachineSpec) -> str:
     """A hash of what predictions without a device are made of. Memory, which changes all the time, does not count."""
 
     def here(lane: str) -> bool:
-        return lane.startswith(("host", "disk"))
+        return lane == CPU or is_disk(lane)
 
     rates = sorted((rate for rate in machine.rates if here(rate.lane)), key=repr)
     sharing = sorted((each for each in machine.sharing if here(each.lane) and here(each.beside)), key=repr)
@@ -171,7 +172,7 @@ def band(seen: Iterable[Run], prediction: Prediction, plan: Plan, batch: int) ->
 
 def error_band(machine_file: Path, machine: MachineSpec, prediction: Prediction, plan: Plan, batch: int) -> Band:
     """Of a prediction for this machine. No runs with a device are kept, so those plans have the usual one."""
-    if DEVICE in plan.tier_bytes():
+    if GPU.executor in plan.tier_bytes():
         return Band()
     return band(runs(machine_file, machine), prediction, plan, batch)
 

@@ -20,7 +20,8 @@ from penstock.serve.session import Running
 from penstock.serve.tokenizer import Tokenizer
 from penstock.spec.ask import Ask
 from penstock.spec.machine import PROCESS_BYTES, MachineSpec
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.places import GPU, HOST
+from penstock.spec.plan import Plan
 from penstock.store.packed import Packed
 from penstock.units import MIB, format_bytes, format_mib_up, round_up
 
@@ -67,7 +68,7 @@ class Planned:
         if not uses_device(self.plan):
             return None
         assert self.chosen.open is not None, "a machine without a device has no such plan"
-        limit, asked = self.chosen.machine.tier(DEVICE).bytes, self.ask.device_memory_bytes
+        limit, asked = self.chosen.machine.tier(GPU.executor).bytes, self.ask.device_memory_bytes
         return self.chosen.open(limit if asked is None else min(limit, asked))
 
     def device_reasons(self, device: Device | None) -> tuple[str, ...]:
@@ -91,7 +92,7 @@ class Planned:
         left kills somebody instead of saying no. Raises DoesNotFit."""
         tiers = self.plan.tier_bytes()
         # What is emulated lies in the host's memory too.
-        need = tiers["host"] + (tiers.get(DEVICE, 0) if self.chosen.name == "emulated" else 0)
+        need = tiers[HOST] + (tiers.get(GPU.executor, 0) if self.chosen.name == "emulated" else 0)
         have = host.available_bytes()
         if need > have:
             raise _does_not_fit(
@@ -131,8 +132,8 @@ def _as_given(plan: Plan, ask: Ask, packed: Packed, chosen: Chosen) -> Solved:
         raise BadRequest(f"this plan computes on a device (--device says which); {chosen.reason}")
     machine = chosen.machine
     process = round_up(machine.process_bytes + packed.spec.tokenizer_bytes, MIB)
-    need = plan.tier_bytes()["host"] + max(0, process - plan.process_bytes)
-    have = machine.tier("host").bytes if ask.host_memory_bytes is None else ask.host_memory_bytes
+    need = plan.tier_bytes()[HOST] + max(0, process - plan.process_bytes)
+    have = machine.tier(HOST).bytes if ask.host_memory_bytes is None else ask.host_memory_bytes
     if need > have:
         raise _does_not_fit(
             f"host memory of {format_bytes(have)} is too little for this plan: it needs {format_bytes(need)}"
@@ -154,4 +155,4 @@ def _require_limit(ask: Ask) -> None:
 
 
 def _does_not_fit(text: str, need: int, have: int) -> DoesNotFit:
-    return DoesNotFit(text, tier="host", need_bytes=need, have_bytes=have, minimum_bytes=need)
+    return DoesNotFit(text, tier=HOST, need_bytes=need, have_bytes=have, minimum_bytes=need)

@@ -31,6 +31,7 @@ from penstock.runtime.movers import DiskReader, waited_for
 from penstock.runtime.reread import NOTHING, Read, from_disk, from_ram
 from penstock.runtime.uploads import lift_weights
 from penstock.serve.traffic import Traffic
+from penstock.spec.places import DISK, HOST, Lane
 from penstock.spec.plan import Plan
 from penstock.store.packed import Packed
 
@@ -106,7 +107,7 @@ class Session:
         self._arenas = Arenas(plan, device.allocate if device is not None else None)
         opened.callback(self._arenas.close)
         self.kv_file: KvFile | None = None
-        if kv_bytes := plan.tier_bytes().get("disk0", 0):
+        if kv_bytes := plan.tier_bytes().get(DISK.tier, 0):
             self.kv_file = KvFile(kv_folder or packed.folder, kv_bytes, plan.io_block_bytes, plan.io_engine)
             opened.callback(self.kv_file.close)
 
@@ -135,7 +136,7 @@ class Session:
     def _step(self, p: Pass, tokens: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         spec = self.plan.target.spec
         for batch, ids in zip(p.batches, tokens, strict=True):
-            slot = self.lowering.layout.act("host", batch.id, "tokens", 4 * batch.total_rows)
+            slot = self.lowering.layout.act(HOST, batch.id, "tokens", 4 * batch.total_rows)
             self._arenas.view(slot).view(np.int32)[...] = ids
         self._traffic.streamed_bytes = self._binding.fetched_bytes = 0
         self._executor.recording = bool(self.watchers)
@@ -156,10 +157,10 @@ class Session:
         logits, self.best = [], []
         for batch in p.batches:
             n = len(batch.logits)
-            best = self._arenas.view(self.lowering.layout.act("host", batch.id, "best", 8 * n))
+            best = self._arenas.view(self.lowering.layout.act(HOST, batch.id, "best", 8 * n))
             values, ids = best.view(np.float32)[0::2], best.view(np.int32)[1::2]
             self.best.append(list(zip(values.tolist(), ids.tolist(), strict=True)))
-            slot = self.lowering.layout.act("host", batch.id, "logits", 4 * n * spec.vocab)
+            slot = self.lowering.layout.act(HOST, batch.id, "logits", 4 * n * spec.vocab)
             logits.append(self._arenas.array(slot, np.float32, (n, spec.vocab)))
         return logits
 
@@ -184,12 +185,12 @@ class Session:
         with self._stepping:
             self._opened.close()
 
-    def bytes_moved(self) -> dict[str, int]:
+    def bytes_moved(self) -> dict[Lane, int]:
         """Bytes by lane so far: weights and KV from each disk, KV to it; what crossed the link each way."""
         found = {**self.reader.bytes_by_disk, **self._traffic.link_bytes}
         if self.kv_file is not None:
-            found["disk0"] = found.get("disk0", 0) + self.kv_file.bytes_read
-            found["disk_write0"] = self.kv_file.bytes_written
+            found[DISK.reads] = found.get(DISK.reads, 0) + self.kv_file.bytes_read
+            found[DISK.writes] = self.kv_file.bytes_written
         return found
 
     def reread(self, seconds: float) -> tuple[Read, Read]:
@@ -197,11 +198,11 @@ class Session:
         weights that stay in RAM, for some 20 ms. Rings lose what they hold. Raises StorageFailed."""
         self.drain()
         plan, layout, streamed = self.plan, self.lowering.layout, NOTHING
-        units = [u for u in plan.units if layout.streams(u, "decode") and u.executor("decode") == "host"]
+        units = [u for u in plan.units if layout.streams(u, "decode") and u.executor("decode") == HOST]
         if units:
             ranges = [(unit.part, unit.lo, unit.hi, plan.unit_bytes(unit)) for unit in units]
             ring = self._arenas.whole("host.ring")
-            streamed = from_disk(self.reader, ranges, ring.ctypes.data, plan.ring_bytes["host"], seconds)
+            streamed = from_disk(self.reader, ranges, ring.ctypes.data, plan.ring_bytes[HOST], seconds)
             self._start_over()
         weights = self._arenas.whole("host.weights")
         return streamed, from_ram(weights.ctypes.data, len(weights), host.usable_threads(self._how.threads))
@@ -243,7 +244,7 @@ class Session:
         loads = (
             self.reader.start(units[i].part, units[i].lo, units[i].hi, self._arenas.address(slot))
             for i, slot in layout.weights.items()
-            if units[i].home == "host"
+            if units[i].home == HOST
         )
         copies = (
             self.reader.start(part, 0, 1, self._arenas.address(slot))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from penstock.graph.tasks import Task, kv_loaded_bytes, link_bytes, streamed_bytes
+from penstock.spec.places import Lane
 from penstock.spec.plan import Unit
 
 
@@ -15,8 +16,8 @@ class Traffic:
     def __init__(self, units: Sequence[Unit], has_device: bool) -> None:
         self._units, self._has_device = units, has_device
         self.streamed_bytes = 0  # whoever wants those of a pass sets it back
-        self.link_bytes: dict[str, int] = {}
-        self._crossed: dict[int, dict[str, int]] = {}  # of tasks that come again
+        self.link_bytes: dict[Lane, int] = {}
+        self._crossed: dict[int, dict[Lane, int]] = {}  # of tasks that come again
 
     def counted(self, tasks: Iterable[Task]) -> Iterator[Task]:
         """The same tasks."""
@@ -32,7 +33,7 @@ class Traffic:
         """Task ids start over."""
         self._crossed.clear()
 
-    def _crossing(self, task: Task) -> dict[str, int]:
+    def _crossing(self, task: Task) -> dict[Lane, int]:
         crossed = self._crossed.get(task.like)
         if crossed is None:
             crossed = link_bytes(task)

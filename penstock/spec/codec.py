@@ -135,6 +135,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _decode_scalar(hint: Any, data: Any, where: str) -> Any:
+    hint = _plain(hint)
     if hint is float and isinstance(data, int) and not isinstance(data, bool):
         if abs(data) >= 2**1023:
             raise BadRequest(f"{where} should be a finite number")
@@ -144,6 +145,13 @@ def _decode_scalar(hint: Any, data: Any, where: str) -> Any:
     if hint is Any or (isinstance(data, hint) and (hint is bool or not isinstance(data, bool))):
         return data
     raise BadRequest(f"{where} should be {hint.__name__}, not {_short(data)}")
+
+
+def _plain(hint: Any) -> Any:
+    """The type behind a NewType, which is all that is left of one at run time."""
+    while isinstance(hint, typing.NewType):
+        hint = hint.__supertype__
+    return hint
 
 
 def _short(data: Any) -> str:

@@ -1,19 +1,20 @@
 """A machine as data: tiers in bytes, and for each lane, op and format what a task costs in seconds.
 
-Lanes: `host` (CPU kernels), `disk0` (reads), `disk_write0`, `h2d0`, `d2h0` (the link's two directions), `gpu0`.
-
-Besides the ops of `graph/ops` a lane may have rates for `task` (a task to be picked up, and what it waited for to be
-noticed), `call` (a call whose operands nobody has prepared yet) and `pass` (between two passes: sampling).
+Tiers and lanes are named as `spec/places` says. Besides the ops of `graph/ops` a lane may have rates for `task` (a task
+to be picked up, and what it waited for to be noticed), `call` (a call whose operands nobody has prepared yet) and
+`pass` (between two passes: sampling).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from penstock.errors import BadRequest
 from penstock.spec import codec
 from penstock.spec.parts import PAGE_BYTES
-from penstock.spec.plan import DEVICE, IO_ENGINES
+from penstock.spec.places import CPU, DISK, HOST, Lane, Tier, device_of, is_device, is_disk
+from penstock.spec.plan import IO_ENGINES
 from penstock.units import MIB
 
 SCHEMA, VERSION = "penstock.machine", 3
@@ -28,11 +29,11 @@ _LEAST_S, _MOST_S = 1e-18, 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Tier:
-    """A home of bytes: `host`, `disk0`, `gpu0`. `bytes`: what a process may use of it. `source`: of the figure, where
-    it is not the machine's."""
+class Capacity:
+    """A tier of a machine. `bytes`: what a process may use of it. `source`: where that figure is from, if not from
+    where the machine's are."""
 
-    name: str
+    name: Tier
     bytes: int
     source: str = ""
 
@@ -50,7 +51,7 @@ class Rate:
     variance the fit explains.
     """
 
-    lane: str
+    lane: Lane
     op: str
     format: str
     alpha_s: float
@@ -78,7 +79,7 @@ class Rate:
 class Figure:
     """One number of a machine: `term`, one of TERMS, of the rate with that key."""
 
-    lane: str
+    lane: Lane
     op: str
     format: str
     rows: int
@@ -97,8 +98,8 @@ TERMS = ("alpha_s", "s_per_byte", "s_per_flop")
 class Sharing:
     """Tasks on `lane` take `factor` times as long while `beside` is busy: they share the RAM, and its bus."""
 
-    lane: str
-    beside: str
+    lane: Lane
+    beside: Lane
     factor: float
 
     def __post_init__(self) -> None:
@@ -113,7 +114,7 @@ class Reads:
     """How loads of at most `most_bytes` (0: of any size) are read from a disk: in blocks, `depth` of them in flight, by
     `engine`, one of IO_ENGINES. `reason`: why so."""
 
-    lane: str
+    lane: Lane
     block_bytes: int
     depth: int
     engine: str
@@ -132,7 +133,9 @@ class Reads:
 
 # Where nobody measured. PIPO's appendix A finds 8 MiB best on a laptop's NVMe disk; two in flight, so that the disk has
 # the next block while this one's arrival is noticed.
-USUAL_READS = Reads("disk0", 8 * MIB, 2, "threads", 0.0, "not measured: 2 blocks of 8 MiB in flight, as on most disks")
+USUAL_READS = Reads(
+    DISK.reads, 8 * MIB, 2, "threads", 0.0, "not measured: 2 blocks of 8 MiB in flight, as on most disks"
+)  # fmt: skip
 
 # A batch's KV on a disk is many reads and writes of some 100 KiB. 32 reads of 128 KiB: 0.87 GB/s one at a time, 1.07
 # with 2 in flight, 1.3 with 4, 1.5 with 8 and with 16, on a disk that gives 2 GB/s to large ones. 32 writes of 64 KiB:
@@ -147,7 +150,7 @@ class MachineSpec:
     memory, what the driver and libraries take."""
 
     name: str
-    tiers: tuple[Tier, ...]
+    tiers: tuple[Capacity, ...]
     rates: tuple[Rate, ...]
     threads: int
     cpu: str = ""
@@ -167,12 +170,12 @@ class MachineSpec:
         names = [tier.name for tier in self.tiers]
         if len(set(names)) != len(names):
             raise BadRequest(f"machine {self.name} names a tier twice")
-        for tier, lane in (("host", "host"), ("disk0", "disk0")):
+        for tier, lane in ((HOST, CPU), (DISK.tier, DISK.reads)):
             if tier not in names:
                 raise BadRequest(f"machine {self.name} lacks the tier {tier}")
             if not any(rate.lane == lane for rate in self.rates):
                 raise BadRequest(f"machine {self.name} has no rate for the lane {lane}")
-        for lane in (DEVICE, "h2d0", "d2h0") if DEVICE in names else ():
+        for lane in (lane for name in names if is_device(name) for lane in device_of(name)[1:]):
             if not any(rate.lane == lane for rate in self.rates):
                 raise BadRequest(f"machine {self.name} has device memory but no rate for the lane {lane}")
         keys = [(rate.lane, rate.op, rate.format, rate.rows) for rate in self.rates]
@@ -180,43 +183,42 @@ class MachineSpec:
         if twice is not None:
             raise BadRequest(f"machine {self.name} has two rates for {'/'.join(str(part) for part in twice)}")
 
-    def tier(self, name: str) -> Tier:
+    def tier(self, name: Tier) -> Capacity:
         for tier in self.tiers:
             if tier.name == name:
                 return tier
         raise BadRequest(f"machine {self.name} has no tier {name}")
 
-    def rate(self, lane: str, op: str, fmt: str, rows: int = 1) -> Rate:
+    def rate(self, lane: Lane, op: str, fmt: str, rows: int = 1) -> Rate:
         """The most specific rate: op and format, op, format, lane; of these the one for the fewest rows that do.
         Raises BadRequest where there is none."""
-        if lane.startswith("disk") and not any(rate.lane == lane for rate in self.rates):
-            lane = "disk0"  # writes and a second disk, where nobody has measured them
+        if is_disk(lane) and not any(rate.lane == lane for rate in self.rates):
+            lane = DISK.reads  # writes and a second disk, where nobody has measured them
         for key in ((op, fmt), (op, "*"), ("*", fmt), ("*", "*")):
             found = [r for r in self.rates if r.lane == lane and (r.op, r.format) == key and (r.rows or rows) >= rows]
             if found:
                 return min(found, key=lambda r: r.rows or 2**31)
         raise BadRequest(f"machine {self.name} has no rate for {op} in {fmt} on the lane {lane}")
 
-    def faster(self, lanes: tuple[str, ...], times: float) -> MachineSpec:
-        """The same where these lanes (the beginnings of their names) move bytes so many times as fast. What a task
-        costs beside its bytes stays, and so does what lanes take from each other."""
+    def faster(self, which: Callable[[Lane], bool], times: float) -> MachineSpec:
+        """The same where `which` lanes move bytes so many times as fast. What a task costs beside its bytes stays, and
+        so does what lanes take from each other."""
         rates = tuple(
-            replace(rate, s_per_byte=rate.s_per_byte / times) if rate.lane.startswith(lanes) else rate
-            for rate in self.rates
+            replace(rate, s_per_byte=rate.s_per_byte / times) if which(rate.lane) else rate for rate in self.rates
         )
         return replace(self, rates=rates)
 
-    def reads_of(self, lane: str, nbytes: int) -> Reads:
+    def reads_of(self, lane: Lane, nbytes: int) -> Reads:
         """How loads of so many bytes are read: by the entry for the fewest bytes that covers them, else USUAL_READS."""
         found = [r for r in self.reads if r.lane == lane and (r.most_bytes or nbytes) >= nbytes]
         return min(found, key=lambda r: r.most_bytes or 2**63, default=USUAL_READS)
 
-    def overhead_s(self, lane: str, what: str) -> float:
+    def overhead_s(self, lane: Lane, what: str) -> float:
         """What a `task`, a `call` or a `pass` costs on a lane beside its ops; 0 where the machine does not say."""
         found = self.overhead(lane, what)
         return found.alpha_s if found is not None else 0.0
 
-    def overhead(self, lane: str, what: str) -> Rate | None:
+    def overhead(self, lane: Lane, what: str) -> Rate | None:
         """The rate that `overhead_s` is of."""
         return next((r for r in self.rates if (r.lane, r.op) == (lane, what)), None)
 

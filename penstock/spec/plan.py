@@ -1,7 +1,7 @@
 """A plan: where every byte lives, who computes on it, in what order. Complete: no "auto", no None.
 
-Names of placements (DESIGN §2) follow from home and executor: GG = (gpu0, gpu0), CG = (host, gpu0),
-CC = (host, host), DG = (disk0, gpu0), DC = (disk0, host).
+Tiers and executors are named as `spec/places` says. A unit's placement is written in two letters, its home and its
+executor, each one of G (a device), C (RAM, the CPU) and D (a disk): CG lies in RAM and a device computes it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,14 @@ from penstock.spec import codec
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Part, parts_by_key
+from penstock.spec.places import GPU, HOST, Executor, Tier, is_device, is_disk
 
 SCHEMA, VERSION = "penstock.plan", 3
-
-DEVICE = "gpu0"  # the tier of a device's memory, and the lane of its kernels
 
 # In which order work is handed out (PIPO §3.2): `overlapped` loads as far ahead as the ring holds, `saving` only what
 # the block at hand needs, `flexgen` loads the next block under this one and waits for everything in between.
 ORDERS = ("overlapped", "saving", "flexgen")
 IO_ENGINES = ("threads", "io_uring")
-
-_INITIAL = {"disk0": "D", "disk1": "D", "host": "C", "gpu0": "G"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +31,17 @@ class Unit:
     part: str
     lo: int
     hi: int
-    home: str
-    decode: str
-    prefill: str
+    home: Tier
+    decode: Executor
+    prefill: Executor
     active: float = 1.0
 
-    def executor(self, purpose: str) -> str:
+    def executor(self, purpose: str) -> Executor:
         return self.prefill if purpose == "prefill" else self.decode
 
     @property
     def placement(self) -> str:
-        return _INITIAL.get(self.home, "?") + _INITIAL.get(self.decode, "?")
+        return _letter(self.home) + _letter(self.decode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +50,9 @@ class KvHome:
 
     layers: tuple[int, int]
     seqs: tuple[int, int]
-    home: str
+    home: Tier
     format: Format
-    attend: str
+    attend: Executor
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +61,7 @@ class ActHome:
 
     layers: tuple[int, int]
     seqs: tuple[int, int]
-    home: str
+    home: Executor
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ class Predictor:
 
     layer: int
     rank: int
-    home: str
+    home: Executor
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +79,7 @@ class Arena:
     """One allocation: `host.weights`, `host.ring`, `host.kv`, … on a tier."""
 
     name: str
-    tier: str
+    tier: Tier
     bytes: int
 
 
@@ -114,7 +111,7 @@ class Plan:
     logits_rows: int
     context: int
     page_tokens: int
-    ring_bytes: dict[str, int]
+    ring_bytes: dict[Executor, int]
     stage_bytes: int
     order: str
     io_block_bytes: int
@@ -133,21 +130,25 @@ class Plan:
         return parts_by_key(self.target.spec, self.target.weights)
 
     @property
-    def main(self) -> str:
+    def main(self) -> Executor:
         """The executor that holds activations, norms and merges."""
         return self.acts[0].home
 
     def unit_bytes(self, unit: Unit) -> int:
         return (unit.hi - unit.lo) * self.parts[unit.part].granule_bytes
 
-    def tier_bytes(self) -> dict[str, int]:
+    def tier_bytes(self) -> dict[Tier, int]:
         """Peak bytes per memory tier: the arenas, and on the host the process itself, on a device its context."""
-        total = {"host": self.process_bytes}
+        total: dict[Tier, int] = {HOST: self.process_bytes}
         if self.context_bytes:
-            total[DEVICE] = self.context_bytes
+            total[GPU.executor] = self.context_bytes
         for arena in self.arenas:
             total[arena.tier] = total.get(arena.tier, 0) + arena.bytes
         return total
+
+
+def _letter(place: Tier) -> str:
+    return "D" if is_disk(place) else "G" if is_device(place) else "C" if place == HOST else "?"
 
 
 def dumps(plan: Plan) -> str:

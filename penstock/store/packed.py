@@ -16,6 +16,7 @@ from penstock.models import spec_from_config
 from penstock.spec.format import Format, parse_format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import PAGE_BYTES, Part, parts
+from penstock.spec.places import Tier, disk
 from penstock.store import manifest as manifests
 from penstock.store.files import MAX_COPIED_BYTES, open_regular, parse_json, read_bytes, read_text, storage_errors
 from penstock.store.header import quoted, read_header
@@ -50,11 +51,11 @@ class Packed:
     locations: dict[str, Location]
     parts: dict[str, Part]
     total_bytes: int
-    disks: dict[Path, str]  # of each file
+    disks: dict[Path, Tier]  # of each file
     sums: bytes | None = None
 
     @property
-    def part_disks(self) -> dict[str, str]:
+    def part_disks(self) -> dict[str, Tier]:
         """The disk of each part."""
         return {key: self.disks[self.files[location.file_index]] for key, location in self.locations.items()}
 
@@ -190,7 +191,7 @@ def open_packed(folder: Path, verify: bool = True) -> Packed:
     return Packed(folder, spec, weights, files, locations, by_key, manifest.total_bytes, find_disks(files), sums)
 
 
-def part_disks(folder: Path) -> dict[str, str]:
+def part_disks(folder: Path) -> dict[str, Tier]:
     """The disk of each part of a packed model; empty where the folder holds none."""
     if not is_packed(folder):
         return {}
@@ -199,13 +200,13 @@ def part_disks(folder: Path) -> dict[str, str]:
     return {part.key: disks[folder / part.file] for part in listed}
 
 
-def find_disks(files: Sequence[Path]) -> dict[Path, str]:
-    """disk0, disk1, … for each file, by the file system that it (or what a link leads to) lies on, in order."""
-    devices: dict[int, str] = {}
+def find_disks(files: Sequence[Path]) -> dict[Path, Tier]:
+    """The disk of each file, numbered in order of the file systems that files (or what links lead to) lie on."""
+    devices: dict[int, Tier] = {}
     found = {}
     for file in files:
         _require_target(file)
-        found[file] = devices.setdefault(file.stat().st_dev, f"disk{len(devices)}")
+        found[file] = devices.setdefault(file.stat().st_dev, disk(len(devices)).tier)
     return found
 
 

@@ -15,12 +15,12 @@ import pytest
 from penstock.cli import main
 from penstock.cli.output import one_line
 from penstock.runtime.probe import machine_file
-from penstock.spec.machine import MachineSpec, Rate, Tier
+from penstock.spec.machine import Capacity, MachineSpec, Rate
 from penstock.spec.machine import dumps as dump_machine
 
 ROOT = Path(__file__).parents[2]
 RATES = (Rate("host", "*", "*", 1e-5, 1e-10, 1e-11), Rate("disk0", "*", "*", 1e-4, 5e-10))
-MACHINE = MachineSpec("test", (Tier("host", 1 << 34), Tier("disk0", 1 << 40)), RATES, 2)
+MACHINE = MachineSpec("test", (Capacity("host", 1 << 34), Capacity("disk0", 1 << 40)), RATES, 2)
 
 # What stderr may hold beside the error.
 _NOTES = (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.spec.format import Format
-from penstock.spec.machine import PROCESS_BYTES, MachineSpec, Rate, Tier
+from penstock.spec.machine import PROCESS_BYTES, Capacity, MachineSpec, Rate
 from penstock.spec.machine import dumps as dump_machine
 from penstock.store.synth import synth
 from tests.cpu.memory_cgroup import memory_cgroup, run_inside
@@ -41,7 +41,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rates = (Rate("host", "*", "*", 1e-5, 1e-10, 1e-11), Rate("disk0", "*", "*", 1e-4, 5e-10))
     path = machine_file(folder)
     path.parent.mkdir(parents=True)
-    path.write_text(dump_machine(MachineSpec("test", (Tier("host", 1 << 34), Tier("disk0", 1 << 40)), rates, 2)))
+    path.write_text(
+        dump_machine(MachineSpec("test", (Capacity("host", 1 << 34), Capacity("disk0", 1 << 40)), rates, 2))
+    )
     return folder
 
 

@@ -12,7 +12,7 @@ from penstock.planner.solve.flexgen.shape import Shape
 from penstock.planner.solve.flexgen.terms import modes
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
-from penstock.spec.plan import DEVICE
+from penstock.spec.places import GPU
 from penstock.store.packed import Packed
 from tests.cpu.test_emulated import on_device
 from tests.cpu.test_placement import FORMATS, NEAR, models, oracle  # noqa: F401 (fixtures)
@@ -29,7 +29,7 @@ def test_a_policy_is_exact(
 ) -> None:
     packed = models[name]
     ask = Ask(batch=2, context=64, prompt_tokens=32, output_tokens=8, kv="float32", score=True)
-    shape = Shape(Problem(ask, packed.spec, packed.weights, WITH_DEVICE), DEVICE, 1, 2, 32, attends)
+    shape = Shape(Problem(ask, packed.spec, packed.weights, WITH_DEVICE), GPU.executor, 1, 2, 32, attends)
     for mode in modes(shape):
         plan = shape.plan(_even(mode.weights), _even(mode.kv))
         check_plan(plan, packed.spec, packed.weights)

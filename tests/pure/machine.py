@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.spec.machine import MachineSpec, Rate, Tier
+from penstock.spec.machine import Capacity, MachineSpec, Rate
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Rope
 
 MACHINE = MachineSpec(
     name="test",
-    tiers=(Tier("host", 16 << 30), Tier("disk0", 1 << 40)),
+    tiers=(Capacity("host", 16 << 30), Capacity("disk0", 1 << 40)),
     rates=(
         Rate("host", "*", "*", 1e-6, 1 / 40e9, 1 / 1e12),
         Rate("gpu0", "*", "*", 1e-5, 1 / 400e9, 1 / 20e12),
@@ -22,7 +22,7 @@ MACHINE = MachineSpec(
 )
 # Its lanes have rates above; with memory it is there.
 WITH_DEVICE = replace(
-    MACHINE, tiers=(*MACHINE.tiers, Tier("gpu0", 8 << 30)), device_process_bytes=512 << 20, context_bytes=300 << 20
+    MACHINE, tiers=(*MACHINE.tiers, Capacity("gpu0", 8 << 30)), device_process_bytes=512 << 20, context_bytes=300 << 20
 )
 
 

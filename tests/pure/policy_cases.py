@@ -9,9 +9,9 @@ from math import exp, log
 from penstock.planner.solve.flexgen.terms import kv_bytes, weight_bytes
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
-from penstock.spec.machine import MachineSpec, Rate, Sharing, Tier
+from penstock.spec.machine import Capacity, MachineSpec, Rate, Sharing
 from penstock.spec.model import ModelSpec
-from penstock.spec.plan import DEVICE
+from penstock.spec.places import GPU
 from penstock.units import MIB, TIB
 from tests.pure.machine import model
 
@@ -48,11 +48,11 @@ def random_machine(r: random.Random, weights: float, kv: float, device: bool) ->
         rate("disk_write0", "*", between(r, 0.3e9, 5e9), alpha_s=5e-5),
     ]
     base = 150 * MIB
-    tiers = [Tier("host", int(base + weights * r.uniform(0.1, 1) + kv * r.uniform(0, 1))), Tier("disk0", TIB)]
+    tiers = [Capacity("host", int(base + weights * r.uniform(0.1, 1) + kv * r.uniform(0, 1))), Capacity("disk0", TIB)]
     if device:
-        rates += processor(DEVICE, (50e9, 2000e9), (2e12, 100e12))
+        rates += processor(GPU.executor, (50e9, 2000e9), (2e12, 100e12))
         rates += [rate(lane, "*", between(r, 2e9, 60e9)) for lane in ("h2d0", "d2h0")]
-        tiers.append(Tier(DEVICE, int(base + weights * r.uniform(0, 0.7) + kv * r.uniform(0, 0.7))))
+        tiers.append(Capacity(GPU.executor, int(base + weights * r.uniform(0, 0.7) + kv * r.uniform(0, 0.7))))
     shared = [Sharing("host", lane, r.uniform(1, 1.5)) for lane in ("disk0", "h2d0", "d2h0")]
     return MachineSpec(
         "random",

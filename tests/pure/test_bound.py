@@ -17,7 +17,7 @@ from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
-from penstock.spec.plan import DEVICE
+from penstock.spec.places import GPU
 from penstock.units import GIB, MIB
 from tests.plans import device_plans, random_plans
 from tests.pure.machine import LLAMA_1B, MACHINE, WITH_DEVICE, model
@@ -72,14 +72,14 @@ def test_whole_layers_fill_the_device() -> None:
     """As many as fit, with their KV; one more would not."""
     ask = settle_context(Ask(context=512, device_memory_bytes=700 * MIB), LLAMA_1B)
     (found,) = llama_cpp.candidates(Problem(ask, LLAMA_1B, parse_format("int4"), WITH_DEVICE))
-    (count,) = {home.layers[1] for home in found.plan.kv if home.attend == DEVICE}
+    (count,) = {home.layers[1] for home in found.plan.kv if home.attend == GPU.executor}
     assert 0 < count < len(LLAMA_1B.layers)
     for unit in found.plan.units:
         layer = found.plan.parts[unit.part].layer
-        assert layer < 0 or unit.part.endswith("norms") or (unit.home == DEVICE) == (layer < count)
+        assert layer < 0 or unit.part.endswith("norms") or (unit.home == GPU.executor) == (layer < count)
     roomier = replace(ask, device_memory_bytes=GIB)
     (more,) = llama_cpp.candidates(Problem(roomier, LLAMA_1B, parse_format("int4"), WITH_DEVICE))
-    assert max(home.layers[1] for home in more.plan.kv if home.attend == DEVICE) > count
+    assert max(home.layers[1] for home in more.plan.kv if home.attend == GPU.executor) > count
     assert not list(
         llama_cpp.candidates(
             Problem(replace(ask, device_memory_bytes=300 * MIB), LLAMA_1B, Format("bfloat16"), WITH_DEVICE)

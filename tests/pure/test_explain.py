@@ -12,7 +12,7 @@ from penstock.planner.solve.candidate import Compared
 from penstock.planner.what_if import what_if
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
-from penstock.spec.machine import MachineSpec, Tier
+from penstock.spec.machine import Capacity, MachineSpec
 from penstock.units import format_bytes, format_seconds
 from tests.pure.machine import LLAMA_1B, MACHINE, WITH_DEVICE
 
@@ -85,7 +85,7 @@ def test_what_is_only_planned_stands_apart() -> None:
 
 
 def test_a_disk_that_is_too_small() -> None:
-    small = replace(MACHINE, tiers=(MACHINE.tiers[0], Tier("disk0", GIB)))
+    small = replace(MACHINE, tiers=(MACHINE.tiers[0], Capacity("disk0", GIB)))
     assert any(line.endswith("of 1.00 GiB: too little") for line in lines(STREAMS, machine=small)[1])
 
 

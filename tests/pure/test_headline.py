@@ -21,7 +21,7 @@ from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import parts
-from penstock.spec.plan import DEVICE
+from penstock.spec.places import GPU
 from penstock.units import GIB
 
 MACHINES = Path(penstock.__file__).parent / "machines"
@@ -52,7 +52,9 @@ def planned(name: str, shape: str, weights: str, objective: str) -> Solved:
     spec, fmt = short(shape, weights)
     there = {tier.name: tier.bytes for tier in machine(name).tiers}
     wanted = int(0.6 * sum(part.nbytes for part in parts(spec, fmt))) + GIB
-    ask = replace(ASKS[objective], device_memory_bytes=min(wanted, there[DEVICE]) if DEVICE in there else None)
+    ask = replace(
+        ASKS[objective], device_memory_bytes=min(wanted, there[GPU.executor]) if GPU.executor in there else None
+    )
     return solve(ask, spec, fmt, machine(name), may_plan=True)
 
 

@@ -34,7 +34,7 @@ from penstock.planner.solve.flexgen.terms import Mode, Terms, kv_bytes, modes, w
 from penstock.planner.solve.problem import Problem
 from penstock.serve.planning import describe
 from penstock.spec.machine import Sharing
-from penstock.spec.plan import DEVICE
+from penstock.spec.places import GPU
 from penstock.units import GIB, TIB
 from tests.pure.policy_cases import CASES, FP16, random_case
 
@@ -102,10 +102,10 @@ def test_the_program_is_never_worse_than_a_grid() -> None:
 
 def shapes(problem: Problem) -> Iterator[Shape]:
     """All that a search may try."""
-    ask, main = problem.ask, DEVICE if problem.device_bytes else "host"
+    ask, main = problem.ask, GPU.executor if problem.device_bytes else "host"
     for gpu_batch, batches in blocks(ask.batch, ask.objective == "latency"):
         for chunk_rows in flexgen.chunk_options(ask, gpu_batch):
-            for attends in ATTENDS if main == DEVICE else ("device",):
+            for attends in ATTENDS if main == GPU.executor else ("device",):
                 yield Shape(problem, main, gpu_batch, batches, chunk_rows, attends)
 
 

@@ -18,7 +18,7 @@ from penstock.planner.solve.ours import device
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
-from penstock.spec.machine import MachineSpec, Rate, Tier
+from penstock.spec.machine import Capacity, MachineSpec, Rate
 from penstock.spec.model import ModelSpec
 from penstock.units import GIB, MIB, format_bytes
 from tests.pure.machine import LLAMA_1B, MACHINE, WITH_DEVICE, model
@@ -27,7 +27,7 @@ INT4, BF16 = parse_format("int4"), Format("bfloat16")
 
 
 def with_memory(device_bytes: int, host_bytes: int = 16 * GIB) -> MachineSpec:
-    tiers = (Tier("host", host_bytes), WITH_DEVICE.tier("disk0"), Tier("gpu0", device_bytes))
+    tiers = (Capacity("host", host_bytes), WITH_DEVICE.tier("disk0"), Capacity("gpu0", device_bytes))
     return replace(WITH_DEVICE, tiers=tiers)
 
 

@@ -40,7 +40,8 @@ from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import parts
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.places import GPU
+from penstock.spec.plan import Plan
 from penstock.units import GIB
 from tests.pure.machine import WITH_DEVICE, model
 
@@ -219,7 +220,7 @@ TIGHT = replace(WITH_DEVICE, context_bytes=0)
 
 def tight(share: float, spec: ModelSpec = TINY, **ask: Any) -> list[Candidate]:
     """With a device that holds the rest of the plan, and about a share of the weights."""
-    bare = min(c.plan.tier_bytes()[DEVICE] for c in planned(spec, TIGHT, **ask))
+    bare = min(c.plan.tier_bytes()[GPU.executor] for c in planned(spec, TIGHT, **ask))
     weights = sum(part.nbytes for part in parts(spec, F16))
     return planned(spec, TIGHT, device_memory_bytes=bare - int(weights * (1 - share)) // (2 << 20) * (2 << 20), **ask)
 
@@ -232,7 +233,7 @@ def test_a_plan_fits_and_its_tasks_are_right() -> None:
         assert candidate.strategy == powerinfer.NAME and candidate.cannot_run
         assert plan.arenas == Layout(plan).arenas()
         kinds = {(u.home, u.decode) for u in plan.units if u.part.endswith(".ffn")}
-        assert kinds == {(DEVICE, DEVICE), ("host", "host")}
+        assert kinds == {(GPU.executor, GPU.executor), ("host", "host")}
         assert all(0 < u.active < 1 for u in plan.units if u.part.endswith(".ffn"))
         assert all(u.active == 1 for u in plan.units if not u.part.endswith(".ffn"))
         lowering = Lowering(plan)
@@ -353,5 +354,7 @@ def test_published_machines_hold_the_paper_s_models(weights: str) -> None:
     assert len(found) == 2  # the device or the CPU reads the CPU's part of a prompt
     for candidate in found:
         used = candidate.plan.tier_bytes()
-        assert used[DEVICE] <= machine.tier(DEVICE).bytes and used["host"] <= machine.tier("host").bytes
-        assert used[DEVICE] > 0.97 * machine.tier(DEVICE).bytes or weights == "int4"  # Eq. 6: memory is used
+        assert used[GPU.executor] <= machine.tier(GPU.executor).bytes and used["host"] <= machine.tier("host").bytes
+        assert (
+            used[GPU.executor] > 0.97 * machine.tier(GPU.executor).bytes or weights == "int4"
+        )  # Eq. 6: memory is used

@@ -32,9 +32,9 @@ from penstock.planner.solve.problem import Problem
 from penstock.serve.planning import describe
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
-from penstock.spec.machine import MachineSpec, Tier
+from penstock.spec.machine import Capacity, MachineSpec
 from penstock.spec.model import ModelSpec
-from penstock.spec.plan import DEVICE
+from penstock.spec.places import GPU
 from penstock.units import GIB, MIB
 from tests.pure.machine import LLAMA_1B, MACHINE, WITH_DEVICE, model
 
@@ -105,7 +105,7 @@ Letters = tuple[Sizes, int, int, Limits]  # with the batch and the tokens
 def fits(letters: Letters, home: str, pipeline: str) -> bool:
     """By the memory model: M, and all weights or none, on the device; KV (section 3.1.1), and weights there, in RAM."""
     s, batch, tokens, limits = letters
-    on_device = peak_bytes(s, batch, tokens, pipeline) + (home == DEVICE) * s.weights_bytes
+    on_device = peak_bytes(s, batch, tokens, pipeline) + (home == GPU.executor) * s.weights_bytes
     in_ram = s.kv_total_bytes(batch, tokens) + (home == "host") * s.weights_bytes
     return on_device < limits.device_bytes and in_ram < limits.host_bytes
 
@@ -114,7 +114,7 @@ def token_s(letters: Letters, compute_s: float, home: str, pipeline: str) -> flo
     """A decode step as Eq. 1 goes by: loads beside computing, or one after the other. What comes from the disk crosses
     the link too, blockwise, so the slower of the two counts; so does KV (section 3.1.1)."""
     s, batch, tokens, limits = letters
-    away = (home != DEVICE) * s.weights_bytes
+    away = (home != GPU.executor) * s.weights_bytes
     load_s = (away + s.kv_total_bytes(batch, tokens)) / limits.link_bytes_per_s
     if home == "disk0":
         load_s = max(load_s, away / limits.disk_bytes_per_s)
@@ -146,7 +146,7 @@ def test_equation_1_is_the_best_of_all_but_on_a_nearly_full_device(problem: tupl
     least_s = min(token_s(letters, compute_s, *each) for each in every)
     found_s = token_s(letters, compute_s, published.home, published.pipeline)
     assert least_s <= found_s
-    nearly = fits(letters, DEVICE, "saving") and published.home != DEVICE
+    nearly = fits(letters, GPU.executor, "saving") and published.home != GPU.executor
     if not nearly:
         assert found_s == pytest.approx(least_s, rel=1e-12)
 
@@ -165,7 +165,7 @@ def test_preloading_takes_memory_and_no_time(problem: tuple[Letters, float]) -> 
 
 
 def machine(device_bytes: int, host_bytes: int = 16 * GIB, disk_times: float = 1) -> MachineSpec:
-    tiers = (Tier("host", host_bytes), WITH_DEVICE.tier("disk0"), Tier("gpu0", device_bytes))
+    tiers = (Capacity("host", host_bytes), WITH_DEVICE.tier("disk0"), Capacity("gpu0", device_bytes))
     rates = tuple(
         replace(rate, s_per_byte=rate.s_per_byte / disk_times) if rate.lane == "disk0" else rate
         for rate in WITH_DEVICE.rates
@@ -188,7 +188,7 @@ def test_everything_on_the_device_where_it_fits() -> None:
     found = candidates(LLAMA_1B, machine(4 * GIB))
     assert list(found) == ["PIPO, overlapped"]
     plan = found["PIPO, overlapped"].plan
-    assert {unit.home for unit in plan.units} == {DEVICE} == {kv.home for kv in plan.kv} and not plan.ring_bytes
+    assert {unit.home for unit in plan.units} == {GPU.executor} == {kv.home for kv in plan.kv} and not plan.ring_bytes
 
 
 def test_whole_blocks_come_from_ram_and_kv_is_there() -> None:
@@ -200,19 +200,19 @@ def test_whole_blocks_come_from_ram_and_kv_is_there() -> None:
     for candidate in (whole, saving):
         plan = candidate.plan
         assert homes(candidate) == {"host"} and {kv.home for kv in plan.kv} == {"host"}
-        assert {unit.decode for unit in plan.units} == {DEVICE} == {unit.prefill for unit in plan.units}
+        assert {unit.decode for unit in plan.units} == {GPU.executor} == {unit.prefill for unit in plan.units}
         blocks = [unit for unit in plan.units if unit.part.endswith((".attn", ".ffn"))]
         assert all((unit.lo, unit.hi) == (0, plan.parts[unit.part].granules) for unit in blocks)
         assert candidate.cannot_run == "" and "PIPO Eq. 1: W " in candidate.reasons[0]
     assert (whole.plan.order, saving.plan.order) == ("overlapped", "saving")
     sizes_of = {part.kind: part.nbytes for part in whole.plan.parts.values()}
     both = sizes_of["attn"] + sizes_of["ffn"]
-    assert both <= whole.plan.ring_bytes[DEVICE] < both + 2 * MIB
-    assert sizes_of["ffn"] <= saving.plan.ring_bytes[DEVICE] < sizes_of["ffn"] + 2 * MIB
-    assert saving.plan.tier_bytes()[DEVICE] < whole.plan.tier_bytes()[DEVICE]
+    assert both <= whole.plan.ring_bytes[GPU.executor] < both + 2 * MIB
+    assert sizes_of["ffn"] <= saving.plan.ring_bytes[GPU.executor] < sizes_of["ffn"] + 2 * MIB
+    assert saving.plan.tier_bytes()[GPU.executor] < whole.plan.tier_bytes()[GPU.executor]
     partly = found["PIPO, overlapped" + pipo.PARTIAL]
-    assert homes(partly) == {DEVICE, "host"}
-    used = partly.plan.tier_bytes()[DEVICE]
+    assert homes(partly) == {GPU.executor, "host"}
+    used = partly.plan.tier_bytes()[GPU.executor]
     assert SMALL - 30 * MIB < used <= SMALL
 
 
@@ -261,7 +261,7 @@ def test_no_home_is_faster_than_the_candidates(device_mib: int, host_mib: int, d
     for home in HOMES:
         for pipeline in PIPELINES:
             for chunk_rows in chunk_options(ask):
-                plan = pipo.plan(problem, Choice(home, pipeline, float(home == DEVICE)), "host", chunk_rows)
+                plan = pipo.plan(problem, Choice(home, pipeline, float(home == GPU.executor)), "host", chunk_rows)
                 if problem.fits(plan):
                     every.append(predict(plan, ask, of, spread=False).decode_tokens_per_s)
                     break

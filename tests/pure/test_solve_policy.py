@@ -21,9 +21,10 @@ from penstock.planner.solve.flexgen.program import Shares, settled
 from penstock.planner.solve.flexgen.shape import ATTENDS, Shape, kv_layers, split_granules, whole_layers
 from penstock.planner.solve.flexgen.terms import modes
 from penstock.planner.solve.problem import Problem
-from penstock.spec.machine import Tier
+from penstock.spec.machine import Capacity
 from penstock.spec.parts import parts
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.places import GPU
+from penstock.spec.plan import Plan
 from penstock.units import GIB, MIB, TIB
 from tests.pure.machine import model
 from tests.pure.policy_cases import CASES, FP16, FUZZ, Case, random_case
@@ -127,12 +128,12 @@ def test_any_shares_are_a_plan(device: bool, attends: str) -> None:
     for seed in range(10):
         ask, spec, fmt, machine = small_case(seed, device)
         batches = r.choice((1, 2))
-        main = DEVICE if device else "host"
+        main = GPU.executor if device else "host"
         shape = Shape(Problem(ask, spec, fmt, machine), main, 8 // batches, batches, 24 * r.choice((1, 2, 4)), attends)
         for mode in modes(shape):
             weights, kv = (random_shares(r, free) for free in mode)
             plan = shape.plan(weights, kv)
-            if attends != "cpu scores" or all(home.attend == DEVICE for home in plan.kv):
+            if attends != "cpu scores" or all(home.attend == GPU.executor for home in plan.kv):
                 check_plan(plan, spec, fmt)
             verified(plan)
 
@@ -153,14 +154,14 @@ def test_attention_on_the_cpu_leaves_kv_where_it_is() -> None:
     """With its projections on the device: q goes down and the result comes up, K and V are saved once, nothing is
     loaded; where the prompt begins the device attends by itself."""
     ask, spec, fmt, machine = random_case(1, device=True)
-    shape = Shape(Problem(ask, spec, fmt, machine), DEVICE, 4, 2, 4 * ask.prompt_tokens, "cpu scores")
+    shape = Shape(Problem(ask, spec, fmt, machine), GPU.executor, 4, 2, 4 * ask.prompt_tokens, "cpu scores")
     plan = shape.plan(ONE, (0.0, 1.0, 0.0))
     lowering, seqs = Lowering(plan), range(8)
     prompt = [c for p in passes.prompts(plan, seqs, (ask.prompt_tokens,) * 8, passes.DECODE)
               for task in lowering.step(p) for c in [(task.lanes[0], call) for call in task.calls]]  # fmt: skip
     step = [(task.lanes[0], call) for task in lowering.step(passes.decode(plan, seqs, (40,) * 8, passes.DECODE))
             for call in task.calls]  # fmt: skip
-    assert {lane for lane, call in prompt if call.op == "attend"} == {DEVICE}
+    assert {lane for lane, call in prompt if call.op == "attend"} == {GPU.executor}
     assert {lane for lane, call in step if call.op == "attend"} == {"host"}
     assert not any(call.op == "kv_load" for _, call in prompt + step)
     a, layers = spec.layers[0].attention, len(spec.layers)
@@ -189,7 +190,9 @@ def test_kv_stays_where_the_user_wants_it() -> None:
 def test_several_batches_share_what_streams() -> None:
     """A machine that has to stream weights takes a block of several sequences, not one after the other."""
     ask, spec, fmt, machine = random_case(4, device=True)
-    machine = replace(machine, tiers=(Tier("host", 16 * GIB), Tier("disk0", TIB), Tier(DEVICE, 300 * MIB)))
+    machine = replace(
+        machine, tiers=(Capacity("host", 16 * GIB), Capacity("disk0", TIB), Capacity(GPU.executor, 300 * MIB))
+    )
     ask = replace(ask, batch=24)
     found = search(Problem(ask, spec, fmt, machine))
     assert set(found) == set(ATTENDS)

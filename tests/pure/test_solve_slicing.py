@@ -34,7 +34,7 @@ from penstock.planner.solve.slicing import (
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
 from penstock.spec.machine import MachineSpec, Rate, Sharing
-from penstock.spec.plan import DEVICE
+from penstock.spec.places import GPU
 from penstock.units import GIB, MIB
 from tests.pure.machine import LLAMA_1B, WITH_DEVICE
 
@@ -172,7 +172,7 @@ def test_r_cg_is_right_where_it_is_simulated(machine: MachineSpec, lane: str, fa
     """The closed form's share against a grid of simulated plans, and its seconds against the simulated ones."""
     machine = slower(machine, lane, factor)
     ask = settle_context(Ask(context=512), LLAMA_1B)
-    split = Split("", 0.0, len(LLAMA_1B.layers), DEVICE, True)
+    split = Split("", 0.0, len(LLAMA_1B.layers), GPU.executor, True)
     skeleton = device_skeleton(Problem(ask, LLAMA_1B, BF16, machine), split, 64)
     estimate = Estimate(LayerWork(Problem(ask, LLAMA_1B, BF16, machine)), 64, Shares(), len(LLAMA_1B.layers), True)
     lifted = estimate.lifted()
@@ -206,7 +206,7 @@ def test_slices_fit_and_are_as_good_as_any_order(mib: int, prompt: int) -> None:
     (found,) = scheinfer.candidates(Problem(ask, LLAMA_1B, BF16, SHARED))
     check_plan(found.plan, LLAMA_1B, BF16)
     used = found.plan.tier_bytes()
-    assert mib * MIB - 40 * MIB < used[DEVICE] <= mib * MIB and used["host"] <= 16 * GIB
+    assert mib * MIB - 40 * MIB < used[GPU.executor] <= mib * MIB and used["host"] <= 16 * GIB
     assert found.strategy == scheinfer.NAME
     lifts = any(unit.placement in ("CG", "DG") and unit.part != "embed" for unit in found.plan.units)
     assert len(found.reasons) == 3 + lifts
@@ -238,7 +238,7 @@ def test_n_g_stands_in_the_reasons() -> None:
         (found,) = scheinfer.candidates(Problem(ask, LLAMA_1B, BF16, slower(SHARED, lane, factor)))
         assert f"it can take all or none: {word}" in found.reasons[2]
         cpu = [unit for unit in found.plan.units if unit.part.endswith(".ffn") and unit.decode == "host"]
-        assert cpu and {unit.prefill for unit in cpu} == {"host" if word == "none" else DEVICE}
+        assert cpu and {unit.prefill for unit in cpu} == {"host" if word == "none" else GPU.executor}
 
 
 def test_no_slices_where_they_do_not_apply() -> None:

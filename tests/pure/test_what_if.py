@@ -14,7 +14,7 @@ from penstock.planner.solve.problem import Problem
 from penstock.planner.what_if import more_memory, other_formats, what_if
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
-from penstock.spec.machine import MachineSpec, Tier
+from penstock.spec.machine import Capacity, MachineSpec
 from penstock.spec.model import ModelSpec
 from tests.pure.machine import LLAMA_1B, MACHINE, WITH_DEVICE, model
 
@@ -145,7 +145,7 @@ def test_layers_of_two_kinds_are_both_in_a_short_plan() -> None:
 def test_layers_with_attention_here_and_there_are_both_in_short_plans(device_gib: int, context: int) -> None:
     """The first layers' KV is on a device, the others' in RAM: three short plans."""
     roomy = replace(
-        WITH_DEVICE, tiers=(Tier("host", 64 << 30), *WITH_DEVICE.tiers[1:-1], Tier("gpu0", device_gib << 30))
+        WITH_DEVICE, tiers=(Capacity("host", 64 << 30), *WITH_DEVICE.tiers[1:-1], Capacity("gpu0", device_gib << 30))
     )
     ask = settle_context(Ask(context=context, prompt_tokens=300), LLAMA_70B)
     plan = next(

@@ -17,6 +17,7 @@ from penstock.spec.ask import DEFAULT_CONTEXT, Ask
 from penstock.spec.format import Format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
+from penstock.spec.places import Tier
 from penstock.spec.plan import Plan
 
 
@@ -93,7 +94,7 @@ def candidates(problem: Problem, every: bool = False, may_plan: bool = False) ->
 
 
 def solve(
-    ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, disks: Mapping[str, str] | None = None,
+    ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, disks: Mapping[str, Tier] | None = None,
     *, every: bool = False, may_plan: bool = False,
 ) -> Solved:  # fmt: skip
     """Lowers and simulates every candidate that may win and takes the fastest for the ask's objective.

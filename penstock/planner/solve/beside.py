@@ -13,10 +13,10 @@ from penstock.graph.arenas import ARENA_ALIGN
 from penstock.planner.solve.fill import MIN_CHUNK_ROWS, PINNED, UNIT_BYTES, Kv, Resident, Run, filled, units
 from penstock.planner.solve.problem import Problem, spare_bytes
 from penstock.spec.parts import Part
-from penstock.spec.plan import DEVICE, Plan, Predictor, Unit
+from penstock.spec.places import DISK, GPU, HOST, Executor, Tier, is_disk
+from penstock.spec.plan import Plan, Predictor, Unit
 from penstock.units import MIB, format_bytes, round_up
 
-LINK = "h2d0"
 RING_BYTES = 128 * MIB  # of a device, where its memory has room for it
 _HOST_RING_BYTES, _STAGE_BYTES = 64 * MIB, 64 * MIB
 _SMALLEST_RING_SHARE = 8  # of the device's memory, at most so small a part
@@ -36,7 +36,7 @@ class Split:
     name: str
     lifted: float
     attention_layers: int
-    kv_home: str
+    kv_home: Tier
     prompts: bool
     lifted_by_layer: tuple[float, ...] = ()
 
@@ -82,27 +82,27 @@ class DeviceSkeleton:
         attention = split.attention_layers
         return filled(
             problem, cut,
-            (Kv(0, attention, split.kv_home, DEVICE), Kv(attention, problem.layers, "host", "host")),
-            chunk_rows=self.chunk_rows, rings=rings, stage_bytes=stage_bytes, order=self.order, main=DEVICE,
+            (Kv(0, attention, split.kv_home, GPU.executor), Kv(attention, problem.layers, HOST, HOST)),
+            chunk_rows=self.chunk_rows, rings=rings, stage_bytes=stage_bytes, order=self.order, main=GPU.executor,
             predictors=self.predictors,
         )  # fmt: skip
 
     def _runs(self, part: Part, there: int, memory: int) -> tuple[Run, ...]:
         """Of a part, so many granules of which are at home `there`, on the device, and those up to `memory` in RAM."""
         if part.kind in PINNED:
-            return ((0, part.granules, DEVICE, DEVICE, DEVICE, part.nbytes),)
+            return ((0, part.granules, GPU.executor, GPU.executor, GPU.executor, part.nbytes),)
         if part.kind == "embed" and not self.problem.spec.tied:  # gathered, row by row
-            home = "host" if memory == part.granules else "disk0"
-            return ((0, part.granules, home, DEVICE, DEVICE, part.nbytes),)
+            home = HOST if memory == part.granules else DISK.tier
+            return ((0, part.granules, home, GPU.executor, GPU.executor, part.nbytes),)
         lifted, lift_bytes = self._lifted(part), self._lift_bytes(part)
         here, far = (int(n * lifted + 0.5) for n in (memory - there, part.granules - memory))
-        prompts = DEVICE if self.split.prompts and part.kind == "ffn" else "host"
+        prompts = GPU.executor if self.split.prompts and part.kind == "ffn" else HOST
         return (
-            (0, there, DEVICE, DEVICE, DEVICE, part.nbytes),
-            (there, there + here, "host", DEVICE, DEVICE, lift_bytes),
-            (there + here, memory, "host", "host", prompts, lift_bytes if prompts == DEVICE else part.nbytes),
-            (memory, part.granules - far, "disk0", "host", prompts, self._load_bytes(part, prompts)),
-            (part.granules - far, part.granules, "disk0", DEVICE, DEVICE, self._stage_unit_bytes(part)),
+            (0, there, GPU.executor, GPU.executor, GPU.executor, part.nbytes),
+            (there, there + here, HOST, GPU.executor, GPU.executor, lift_bytes),
+            (there + here, memory, HOST, HOST, prompts, lift_bytes if prompts == GPU.executor else part.nbytes),
+            (memory, part.granules - far, DISK.tier, HOST, prompts, self._load_bytes(part, prompts)),
+            (part.granules - far, part.granules, DISK.tier, GPU.executor, GPU.executor, self._stage_unit_bytes(part)),
         )
 
     def _lifted(self, part: Part) -> float:
@@ -124,32 +124,32 @@ class DeviceSkeleton:
     def _stage_unit_bytes(self, part: Part) -> int:
         return min(self._lift_bytes(part), self.stage_bytes // 2)
 
-    def _load_bytes(self, part: Part, prompts: str) -> int:
+    def _load_bytes(self, part: Part, prompts: Executor) -> int:
         loads = min(UNIT_BYTES, self.host_ring_bytes // 4)
-        return min(loads, self._stage_unit_bytes(part)) if prompts == DEVICE else loads
+        return min(loads, self._stage_unit_bytes(part)) if prompts == GPU.executor else loads
 
-    def _rings(self, units: list[Unit]) -> tuple[dict[str, int], int]:
+    def _rings(self, units: list[Unit]) -> tuple[dict[Executor, int], int]:
         """(rings that something streams through, the stage), none smaller than its largest unit."""
         gathered = "" if self.problem.spec.tied else "embed"
         granule_bytes = {key: part.granule_bytes for key, part in self.problem.parts.items()}
         # Thousands of units are alike but for the layer.
         kinds = {(granule_bytes[u.part], u.hi - u.lo, u.home, u.decode, u.prefill) for u in units if u.part != gathered}
-        need = {DEVICE: 0, "host": 0}
+        need = {GPU.executor: 0, HOST: 0}
         stage_bytes = 0
         for each_bytes, granules, home, *executors in kinds:
             nbytes = granules * each_bytes
-            if home == DEVICE:
+            if home == GPU.executor:
                 stage_bytes = max(stage_bytes, 2 * each_bytes, self.stage_bytes)
             for executor in {*executors} - {home}:
                 need[executor] = max(need[executor], nbytes)
-                if executor == DEVICE and home.startswith("disk"):
+                if executor == GPU.executor and is_disk(home):
                     stage_bytes = max(stage_bytes, 2 * nbytes, self.stage_bytes)
-        wanted = {DEVICE: self.ring_bytes, "host": self.host_ring_bytes}
+        wanted = {GPU.executor: self.ring_bytes, HOST: self.host_ring_bytes}
         return {tier: max(wanted[tier], nbytes) for tier, nbytes in need.items() if nbytes}, stage_bytes
 
     def device_budget(self) -> int | None:
         """Bytes of weights that the device's memory has room for; None where the least does not fit."""
-        return spare_bytes(self.plan({}, {}), DEVICE, self.problem.device_bytes)
+        return spare_bytes(self.plan({}, {}), GPU.executor, self.problem.device_bytes)
 
 
 def device_skeleton(problem: Problem, split: Split, chunk_rows: int) -> DeviceSkeleton:
@@ -179,7 +179,7 @@ def within_device(
         plan = plan_of(budget)
         if plan is None or problem.fits(plan):
             return plan
-        over = plan.tier_bytes()[DEVICE] - problem.device_bytes
+        over = plan.tier_bytes()[GPU.executor] - problem.device_bytes
         if over <= 0:
             return None
         budget -= round_up(over, ARENA_ALIGN)
@@ -188,13 +188,13 @@ def within_device(
 
 def all_there(plan: Plan) -> bool:
     """Whether the device holds everything but embedding rows that are looked up."""
-    return all(unit.home == DEVICE or unit.part == "embed" for unit in plan.units)
+    return all(unit.home == GPU.executor or unit.part == "embed" for unit in plan.units)
 
 
 def lift_bytes(problem: Problem, ring_bytes: int) -> int:
     """The least unit whose copying takes 1 / FIXED_SHARE times its fixed cost, in whole MiB: the link's line (ScheInfer
     Eq. 3) says what PIPO's appendix A finds by trying. Small enough that four fit into the ring."""
-    wanted = _fixed_s(problem) / FIXED_SHARE * problem.cost.bytes_per_s(LINK, "lift", "*")
+    wanted = _fixed_s(problem) / FIXED_SHARE * problem.cost.bytes_per_s(GPU.to_device, "lift", "*")
     return min(round_up(max(1, int(wanted)), MIB), ring_bytes // 4)
 
 
@@ -210,5 +210,5 @@ def lift_reason(problem: Problem, ring_bytes: int) -> str:
 def _fixed_s(problem: Problem) -> float:
     """What a unit costs beside its bytes: its copy is begun on the link, its product launched on the device."""
     cost = problem.cost
-    calls_s = cost.call_s(LINK, "lift", "*") + cost.call_s(DEVICE, "ffn", problem.weights.kind)
-    return calls_s + cost.task_s(LINK) + cost.task_s(DEVICE)
+    calls_s = cost.call_s(GPU.to_device, "lift", "*") + cost.call_s(GPU.kernels, "ffn", problem.weights.kind)
+    return calls_s + cost.task_s(GPU.to_device) + cost.task_s(GPU.kernels)

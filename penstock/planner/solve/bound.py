@@ -16,7 +16,8 @@ from penstock.planner.predict import Prediction
 from penstock.planner.shorten import streamed
 from penstock.spec.ask import Ask
 from penstock.spec.parts import head_key
-from penstock.spec.plan import DEVICE, Plan, Unit
+from penstock.spec.places import GPU, Lane, disk_of, is_disk, kernels_of
+from penstock.spec.plan import Plan, Unit
 
 
 class _Pass(NamedTuple):
@@ -100,7 +101,7 @@ def _busiest_s(plan: Plan, cost: Cost, wanted: Sequence[_Pass]) -> list[float]:
     return [max(each.values(), default=0.0) for each in lanes]
 
 
-def _attention_s(plan: Plan, cost: Cost, p: _Pass) -> Iterator[tuple[str, float]]:
+def _attention_s(plan: Plan, cost: Cost, p: _Pass) -> Iterator[tuple[Lane, float]]:
     """(lane, seconds) of attention over all that came before, which is most of a prompt of 131,072 tokens. Left out are
     layers with a window, and those whose attention is somewhere else than the activations."""
     for home in plan.kv:
@@ -111,25 +112,25 @@ def _attention_s(plan: Plan, cost: Cost, p: _Pass) -> Iterator[tuple[str, float]
             if not a.window:
                 flops = 4 * p.seqs * p.pairs * a.heads * a.head_dim
                 rows = max(1, p.rows // p.seqs)
-                yield (
-                    home.attend,
-                    count * p.batches * cost.least_s(home.attend, "attend", home.format.kind, rows, 0, flops),
-                )
+                lane = kernels_of(home.attend)
+                yield lane, count * p.batches * cost.least_s(lane, "attend", home.format.kind, rows, 0, flops)
 
 
-def _unit_s(plan: Plan, unit: Unit, cost: Cost, p: _Pass) -> Iterator[tuple[str, float]]:
+def _unit_s(plan: Plan, unit: Unit, cost: Cost, p: _Pass) -> Iterator[tuple[Lane, float]]:
     """(lane, seconds) of a unit."""
     part, executor, home, rows = plan.parts[unit.part], unit.executor(p.purpose), unit.home, p.rows
     if p.purpose == "prefill" and part.layer < 0:
         return  # the head: few of a prompt's rows need it
+    lane = kernels_of(executor)
     fmt, nbytes, active = part.format.kind, plan.unit_bytes(unit), unit.active if p.purpose == "decode" else 1.0
     calls = ((op, ops.matrix_cost(part, unit.lo, unit.hi, blocks, rows)) for op, blocks in _CALLS[part.kind])
-    seconds = (cost.least_s(executor, op, fmt, rows, active * read, active * flops) for op, (read, flops) in calls)
-    yield executor, p.batches * sum(seconds)
-    if home.startswith("disk"):
-        yield home, cost.least_s(home, "load", fmt, 1, nbytes)
-    if executor == DEVICE != home:
-        yield "h2d0", cost.least_s("h2d0", "lift", fmt, 1, nbytes)
+    seconds = (cost.least_s(lane, op, fmt, rows, active * read, active * flops) for op, (read, flops) in calls)
+    yield lane, p.batches * sum(seconds)
+    if is_disk(home):
+        reads = disk_of(home).reads
+        yield reads, cost.least_s(reads, "load", fmt, 1, nbytes)
+    if executor == GPU.executor != home:
+        yield GPU.to_device, cost.least_s(GPU.to_device, "lift", fmt, 1, nbytes)
 
 
 _CALLS = {

@@ -16,7 +16,8 @@ from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.machine import USUAL_READS
 from penstock.spec.parts import SUM_GRANULES, Part
-from penstock.spec.plan import DEVICE, ActHome, KvHome, Plan, PlanModel, Predictor, Unit
+from penstock.spec.places import GPU, HOST, Executor, Tier
+from penstock.spec.plan import ActHome, KvHome, Plan, PlanModel, Predictor, Unit
 from penstock.units import MIB, round_up
 
 # A direct read of 4 MiB and more runs at the disk's full rate; below, each halving costs (docs/LOG.md).
@@ -29,7 +30,7 @@ Resident = dict[str, int]  # part key → granules that stay
 
 
 # Granules lo..hi of a part, their home, executors of decode and prefill, and the most bytes of a unit.
-Run = tuple[int, int, str, str, str, int]
+Run = tuple[int, int, Tier, Executor, Executor, int]
 
 
 class Kv(NamedTuple):
@@ -37,8 +38,8 @@ class Kv(NamedTuple):
 
     lo: int
     hi: int
-    home: str
-    attend: str
+    home: Tier
+    attend: Executor
 
 
 def units(every: Iterable[Part], runs: Callable[[Part], Iterable[Run]]) -> list[Unit]:
@@ -52,14 +53,16 @@ def units(every: Iterable[Part], runs: Callable[[Part], Iterable[Run]]) -> list[
 
 
 @lru_cache(maxsize=8192)  # most runs of a plan are those of another one that was tried
-def _cut(key: str, lo: int, hi: int, home: str, decode: str, prefill: str, per_unit: int, step: int) -> list[Unit]:
+def _cut(
+    key: str, lo: int, hi: int, home: Tier, decode: Executor, prefill: Executor, per_unit: int, step: int
+) -> list[Unit]:
     return [Unit(key, *edges, home, decode, prefill) for edges in _even(lo, hi, per_unit, step)]
 
 
 def filled(
-    problem: Problem, units: Sequence[Unit], kv: Iterable[Kv], *, chunk_rows: int, rings: Mapping[str, int], order: str,
-    main: str = "host", stage_bytes: int = 0, batch_seqs: int | None = None, batches: int = 1, page: int | None = None,
-    predictors: tuple[Predictor, ...] = (),
+    problem: Problem, units: Sequence[Unit], kv: Iterable[Kv], *, chunk_rows: int, rings: Mapping[Executor, int],
+    order: str, main: Executor = HOST, stage_bytes: int = 0, batch_seqs: int | None = None, batches: int = 1,
+    page: int | None = None, predictors: tuple[Predictor, ...] = (),
 ) -> Plan:  # fmt: skip
     """The plan, complete. KV homes and rings of nothing are left out. Reads are the usual ones until `with_reads` knows
     better. `main`: who holds activations. `batch_seqs`, `page` (tokens): the whole batch, and what suits the context,
@@ -68,7 +71,9 @@ def filled(
     assert ask.context is not None, "settle_context came first"
     seqs = ask.batch if batch_seqs is None else batch_seqs
     block, fmt = (0, seqs * batches), problem.kv
-    device_bytes, context_bytes = (machine.device_process_bytes, machine.context_bytes) if main == DEVICE else (0, 0)
+    device_bytes, context_bytes = (
+        (machine.device_process_bytes, machine.context_bytes) if main == GPU.executor else (0, 0)
+    )
     plan = Plan(
         models=(PlanModel(spec, problem.weights),),
         units=tuple(units),

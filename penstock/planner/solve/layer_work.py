@@ -18,12 +18,12 @@ from penstock.graph import ops
 from penstock.graph.batch import Batch
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass
-from penstock.planner.solve.beside import LINK, RING_BYTES, Split, device_skeleton
+from penstock.planner.solve.beside import RING_BYTES, Split, device_skeleton
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.slicing import Block, Lanes, Line, Times, best_r_cg, finish_s
 from penstock.spec.model import Layer
 from penstock.spec.parts import GRANULE_ROWS, Part
-from penstock.spec.plan import DEVICE
+from penstock.spec.places import CPU, DISK, GPU, HOST, Lane, Tier
 
 _SLICES = 3  # of the FFN that is lowered
 
@@ -99,11 +99,11 @@ class LayerWork:
         learned, cost, kind = self._learned(layer, step, shares), self.problem.cost, self.problem.weights.kind
         away = (1 - shares.attention) * self._part(layer, "attn").nbytes if shares.attends else 0.0
         lanes = Lanes(
-            cpu_factor=cost.factor("host", frozenset({LINK})),
-            link_factor=cost.factor(LINK, frozenset({"host"})),
+            cpu_factor=cost.factor(CPU, frozenset({GPU.to_device})),
+            link_factor=cost.factor(GPU.to_device, frozenset({CPU})),
             ahead_s=learned.ahead_s,
-            ring_s=cost.least_s(LINK, "lift", kind, 1, self.ring_bytes),
-            link_also_s=learned.kv_s + (cost.call_s(LINK, "lift", kind, nbytes=away) if away else 0.0),
+            ring_s=cost.least_s(GPU.to_device, "lift", kind, 1, self.ring_bytes),
+            link_also_s=learned.kv_s + (cost.call_s(GPU.to_device, "lift", kind, nbytes=away) if away else 0.0),
             cpu_also_s=learned.cpu_also_s,
         )
         return Block(lanes, learned.cpu, learned.link, learned.gpu)
@@ -115,7 +115,7 @@ class LayerWork:
         cost, kind, r_cc = self.problem.cost, self.problem.weights.kind, max(0.0, 1 - r_cg - shares.ffn)
         dense = block.gpu.at(r_cg) + block.gpu.at(shares.ffn)
 
-        def product_s(lane: str, rows: int) -> float:
+        def product_s(lane: Lane, rows: int) -> float:
             if not rows or not r_cc:
                 return 0.0
             nbytes, flops = ops.matrix_cost(part, 0, part.granules, ops.FFN_BLOCKS, rows)
@@ -123,8 +123,8 @@ class LayerWork:
 
         def finish(n_g: int) -> float:
             lifted = block.link.at(r_cg) + block.link.at(r_cc if n_g else 0.0)
-            gpu_s = product_s(DEVICE, n_g) + (cost.task_s(DEVICE) if n_g and r_cc else 0.0)
-            return finish_s(block.lanes, Times(product_s("host", rows - n_g), lifted, dense + gpu_s))
+            gpu_s = product_s(GPU.kernels, n_g) + (cost.task_s(GPU.kernels) if n_g and r_cc else 0.0)
+            return finish_s(block.lanes, Times(product_s(CPU, rows - n_g), lifted, dense + gpu_s))
 
         return finish
 
@@ -132,13 +132,15 @@ class LayerWork:
         """What a layer reads from the disk."""
         away = (1 - shares.ffn) * self._part(layer, "ffn").nbytes
         away += (1 - shares.attention) * self._part(layer, "attn").nbytes
-        return self.problem.cost.least_s("disk0", "load", self.problem.weights.kind, 1, shares.disk * away)
+        return self.problem.cost.least_s(DISK.reads, "load", self.problem.weights.kind, 1, shares.disk * away)
 
     def ends_s(self, step: Step, head_stays: bool) -> float:
         """The head, and what lies between two passes."""
         problem, seconds = self.problem, self._learned(self.problem.spec.layers[0], step, Shares()).ends_s
         if not head_stays:
-            seconds = max(seconds, problem.cost.call_s(LINK, "lift", problem.weights.kind, nbytes=problem.head.nbytes))
+            seconds = max(
+                seconds, problem.cost.call_s(GPU.to_device, "lift", problem.weights.kind, nbytes=problem.head.nbytes)
+            )
         return seconds + problem.cost.between_passes_s
 
     def head_s(self, stays: bool) -> float:
@@ -160,9 +162,9 @@ class _Sums(NamedTuple):
     """Of a lowered pass, seconds: of each lane all that is no FFN (`other_s`) and what tasks take beside their calls
     (`tasks_s`); of an FFN in each slice the granules, the calls' fixed seconds, and those that go with bytes."""
 
-    other_s: dict[str, float]
-    tasks_s: dict[str, float]
-    slices: dict[tuple[str, str], tuple[int, float, float]]  # by lane and home
+    other_s: dict[Lane, float]
+    tasks_s: dict[Lane, float]
+    slices: dict[tuple[Lane, Tier], tuple[int, float, float]]  # by lane and home
 
 
 def _learn(problem: Problem, layer: Layer, step: Step, attends: bool, kv_away: bool) -> Learned:
@@ -171,34 +173,34 @@ def _learn(problem: Problem, layer: Layer, step: Step, attends: bool, kv_away: b
     wide = replace(layer, ffn=replace(layer.ffn, neurons=max(layer.ffn.neurons, _SLICES * GRANULE_ROWS)))
     one, two = (_sums(problem, (wide,) * count, step, attends, kv_away) for count in (1, 2))
 
-    def line(lane: str, home: str) -> Line:
+    def line(lane: Lane, home: Tier) -> Line:
         count, fixed_s, moving_s = one.slices[lane, home]
-        return Line(fixed_s + problem.cost.task_s(lane) * (lane != "host"), moving_s / count * granules)
+        return Line(fixed_s + problem.cost.task_s(lane) * (lane != CPU), moving_s / count * granules)
 
     other_s = {lane: two.other_s[lane] - one.other_s[lane] for lane in two.other_s}
     tasks_s = {lane: two.tasks_s[lane] - one.tasks_s[lane] for lane in two.tasks_s}
-    launched_s = 2 * problem.cost.task_s(DEVICE)  # of the two slices that are the device's, in their lines
+    launched_s = 2 * problem.cost.task_s(GPU.kernels)  # of the two slices that are the device's, in their lines
     return Learned(
-        cpu=line("host", "host"),
-        link=line(LINK, "host"),
-        gpu=line(DEVICE, DEVICE),
-        ahead_s=other_s[DEVICE] + max(0.0, tasks_s[DEVICE] - launched_s) + tasks_s["host"],
-        cpu_also_s=other_s.get("host", 0.0) if not attends else 0.0,
-        kv_s=other_s.get(LINK, 0.0),
-        ends_s=one.other_s[DEVICE] + one.tasks_s[DEVICE] - other_s[DEVICE] - tasks_s[DEVICE],
+        cpu=line(CPU, HOST),
+        link=line(GPU.to_device, HOST),
+        gpu=line(GPU.kernels, GPU.executor),
+        ahead_s=other_s[GPU.kernels] + max(0.0, tasks_s[GPU.kernels] - launched_s) + tasks_s[CPU],
+        cpu_also_s=other_s.get(CPU, 0.0) if not attends else 0.0,
+        kv_s=other_s.get(GPU.to_device, 0.0),
+        ends_s=one.other_s[GPU.kernels] + one.tasks_s[GPU.kernels] - other_s[GPU.kernels] - tasks_s[GPU.kernels],
     )
 
 
 def _sums(problem: Problem, layers: tuple[Layer, ...], step: Step, attends: bool, kv_away: bool) -> _Sums:
     """Of a pass through these layers, the FFN of each in three slices GG, CG and CC of one unit."""
     few = replace(problem, spec=replace(problem.spec, layers=layers))
-    split = Split("", 0.5, len(layers) if attends else 0, "host" if kv_away else DEVICE, prompts=False)
+    split = Split("", 0.5, len(layers) if attends else 0, HOST if kv_away else GPU.executor, prompts=False)
     skeleton = replace(device_skeleton(few, split, step.total_rows), unit_bytes=few.parts["0.ffn"].nbytes)
     there = {part.key: part.granules // _SLICES for part in few.of_kind("ffn")}
     there |= {part.key: part.granules for part in (few.head, *few.of_kind("attn")[: split.attention_layers])}
     plan, cost = skeleton.plan(there), problem.cost
-    other_s, tasks_s = defaultdict[str, float](float), defaultdict[str, float](float)
-    slices: dict[tuple[str, str], tuple[int, float, float]] = {}
+    other_s, tasks_s = defaultdict[Lane, float](float), defaultdict[Lane, float](float)
+    slices: dict[tuple[Lane, Tier], tuple[int, float, float]] = {}
     for task in Lowering(plan).step(step.lowered):
         lane = task.lanes[0]
         tasks_s[lane] += cost.task_s(lane)

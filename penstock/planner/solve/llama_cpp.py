@@ -14,7 +14,8 @@ from penstock.planner.solve.beside import Split, device_skeleton
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import usual_chunks
 from penstock.planner.solve.problem import Problem, most
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.places import GPU
+from penstock.spec.plan import Plan
 
 NAME = "whole layers (llama.cpp)"
 
@@ -24,7 +25,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     plan = plan_of(problem)
     if plan is None:
         return
-    count = kv_layers(plan, DEVICE)
+    count = kv_layers(plan, GPU.executor)
     yield Candidate(
         NAME, plan,
         (f"{count} of {problem.layers} layers in device memory with their KV, the CPU computes the others",
@@ -39,14 +40,14 @@ def plan_of(problem: Problem) -> Plan | None:
         return None
     for chunk_rows in usual_chunks(problem.ask):
         of = cache(partial(_plan, problem, chunk_rows))
-        layers = most(problem.layers, lambda count, of=of: of(count).tier_bytes()[DEVICE], problem.device_bytes)  # type: ignore[misc]
+        layers = most(problem.layers, lambda count, of=of: of(count).tier_bytes()[GPU.executor], problem.device_bytes)  # type: ignore[misc]
         if layers and problem.fits(of(layers)):
             return of(layers)
     return None
 
 
 def _plan(problem: Problem, chunk_rows: int, layers: int) -> Plan:
-    skeleton = device_skeleton(problem, Split("CPU", 0.0, layers, DEVICE, True), chunk_rows)
+    skeleton = device_skeleton(problem, Split("CPU", 0.0, layers, GPU.executor, True), chunk_rows)
     there = {key: p.granules for key, p in problem.parts.items() if p.kind in ("attn", "ffn") and p.layer < layers}
     there[problem.head.key] = problem.head.granules
     return skeleton.plan(there)

@@ -15,7 +15,8 @@ from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Part, head_key, parts_by_key
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.places import GPU, HOST, Tier
+from penstock.spec.plan import Plan
 from penstock.units import format_bytes
 
 
@@ -65,7 +66,7 @@ class Problem:
     @property
     def device_bytes(self) -> int:
         """Of device memory that may be taken: what is there, or less where the user says so. 0 without a device."""
-        there = next((tier.bytes for tier in self.machine.tiers if tier.name == DEVICE), 0)
+        there = next((tier.bytes for tier in self.machine.tiers if tier.name == GPU.executor), 0)
         asked = self.ask.device_memory_bytes
         return there if asked is None else min(there, asked)
 
@@ -73,24 +74,24 @@ class Problem:
     def host_bytes(self) -> int:
         """Of RAM: the user's word; without one the machine's figure, which is what is free, with a margin."""
         asked = self.ask.host_memory_bytes
-        return self.machine.tier("host").bytes if asked is None else asked
+        return self.machine.tier(HOST).bytes if asked is None else asked
 
     @property
     def has_device(self) -> bool:
         """Whether there is one, and the ask allows it any memory."""
-        return any(tier.name == DEVICE for tier in self.machine.tiers) and self.ask.device_memory_bytes != 0
+        return any(tier.name == GPU.executor for tier in self.machine.tiers) and self.ask.device_memory_bytes != 0
 
     def fits(self, plan: Plan) -> bool:
         """Whether the plan stays within both memories."""
         used = plan.tier_bytes()
-        return used.get(DEVICE, 0) <= self.device_bytes and used["host"] <= self.host_bytes
+        return used.get(GPU.executor, 0) <= self.device_bytes and used[HOST] <= self.host_bytes
 
     def asking(self, **changes: Any) -> Problem:
         """The same with other fields of the ask."""
         return replace(self, ask=replace(self.ask, **changes))
 
 
-def too_little(what: str, where: str, tier: str, need: int, have: int, hint: str) -> DoesNotFit:
+def too_little(what: str, where: str, tier: Tier, need: int, have: int, hint: str) -> DoesNotFit:
     """The refusal of a limit. `where`: beside what it is too little; `hint`: the options that would do."""
     return DoesNotFit(
         f"{what} of {format_bytes(have)} is too little{where}: this model needs at least {format_bytes(need)} ({hint})",
@@ -106,7 +107,7 @@ def kv_format(ask: Ask, spec: ModelSpec) -> Format:
     return Format("float32" if spec.dtype == "float32" else "float16")
 
 
-def spare_bytes(plan: Plan, tier: str, limit: int) -> int | None:
+def spare_bytes(plan: Plan, tier: Tier, limit: int) -> int | None:
     """What a tier's limit leaves for more weights that stay, with what the last huge page of their arena has left.
     None where the plan is too large already."""
     spare = limit - plan.tier_bytes().get(tier, 0)

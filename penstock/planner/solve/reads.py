@@ -6,23 +6,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock.spec.machine import MachineSpec
+from penstock.spec.places import DISK, Tier, is_disk
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_rate
 
 
-def on_disks(plan: Plan, disks: Mapping[str, str]) -> Plan:
+def on_disks(plan: Plan, disks: Mapping[str, Tier]) -> Plan:
     """The plan with what streams at home on the disk that its part lies on; disk0 where `disks` does not say."""
-    units = (
-        replace(unit, home=disks.get(unit.part, unit.home)) if unit.home.startswith("disk") else unit
-        for unit in plan.units
-    )
-    return replace(plan, units=tuple(units)) if set(disks.values()) - {"disk0"} else plan
+    units = (replace(unit, home=disks.get(unit.part, unit.home)) if is_disk(unit.home) else unit for unit in plan.units)
+    return replace(plan, units=tuple(units)) if set(disks.values()) - {DISK.tier} else plan
 
 
 def with_reads(plan: Plan, machine: MachineSpec) -> tuple[Plan, str]:
     """The plan with block size, depth and engine for units of its size, and the reason."""
-    largest = max((plan.unit_bytes(unit) for unit in plan.units if unit.home.startswith("disk")), default=0)
-    found = machine.reads_of("disk0", largest or 2**62)  # what only is loaded once comes in large units
+    largest = max((plan.unit_bytes(unit) for unit in plan.units if is_disk(unit.home)), default=0)
+    found = machine.reads_of(DISK.reads, largest or 2**62)  # what only is loaded once comes in large units
     plan = replace(plan, io_block_bytes=found.block_bytes, io_depth=found.depth, io_engine=found.engine)
     speed = f" ({format_rate(found.bytes_per_s)})" if found.bytes_per_s else ""
     size = f" of at most {format_bytes(found.most_bytes)}" if found.most_bytes else ""

@@ -25,7 +25,8 @@ from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.slicing import Option, assign, best_n_g, best_r_cg, finish_s
 from penstock.spec.model import Layer
 from penstock.spec.parts import Part
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.places import GPU
+from penstock.spec.plan import Plan
 from penstock.units import format_bytes, round_up
 
 NAME = "slicing (ScheInfer)"
@@ -73,7 +74,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     found = solve_slices(problem)
     if found is not None and not beside.all_there(found[0]):
         plan, slices = found
-        work = LayerWork(problem, plan.ring_bytes.get(DEVICE, 0))
+        work = LayerWork(problem, plan.ring_bytes.get(GPU.executor, 0))
         yield Candidate(NAME, plan, _reasons(plan, slices, work))
 
 
@@ -85,7 +86,7 @@ def solve_slices(problem: Problem, wanted: Wanted = FREE) -> tuple[Plan, Slices]
     if not problem.has_device or problem.total_bytes > room:
         return None
     for chunk_rows in usual_chunks(problem.ask):
-        skeleton = beside.device_skeleton(problem, beside.Split("slicing", 0.0, 0, DEVICE, True), chunk_rows)
+        skeleton = beside.device_skeleton(problem, beside.Split("slicing", 0.0, 0, GPU.executor, True), chunk_rows)
         tried: list[Slices] = []
 
         def filled(budget: int, skeleton: beside.DeviceSkeleton = skeleton, tried: list[Slices] = tried) -> Plan:
@@ -194,12 +195,14 @@ def tokens_of(work: LayerWork, slices: Slices, layer: int, chunk_rows: int) -> t
 def _reasons(plan: Plan, slices: Slices, work: LayerWork) -> tuple[str, ...]:
     layers = len(slices.r_gg)
     r_gg, r_cg = sum(slices.r_gg) / layers, sum(slices.r_cg) / layers
-    there = format_bytes(weights_bytes(plan)[DEVICE])
+    there = format_bytes(weights_bytes(plan)[GPU.executor])
     n_g, rows = tokens_of(work, slices, layers // 2, plan.chunk_rows)
     whole = sum(slices.attends)
     block = work.ffn(work.problem.spec.layers[0], work.decode(), Shares(slices.r_gg[0], attends=slices.attends[0]))
     alone, best = (finish_s(block.lanes, block.times(r, slices.r_gg[0])) for r in (0.0, slices.r_cg[0]))
-    lifts = any(unit.home != DEVICE and unit.decode == DEVICE and unit.part != "embed" for unit in plan.units)
+    lifts = any(
+        unit.home != GPU.executor and unit.decode == GPU.executor and unit.part != "embed" for unit in plan.units
+    )
     return (
         f"{there} of {format_bytes(work.problem.total_bytes)} of weights stay in device memory, by what a byte saves"
         f" there: attention and KV of {whole} of {layers} layers, {r_gg:.0%} of the FFNs (r_GG)",

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from penstock.graph.tasks import Slot, Task
 from penstock.runtime.arena import Arenas
 from penstock.runtime.bind import Binding
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.places import GPU
+from penstock.spec.plan import Plan
 
-LANES = (DEVICE, "h2d0", "d2h0")
+LANES = (GPU.kernels, GPU.to_device, GPU.to_host)  # of the device that this runtime drives
 
 
 class Underway(Protocol):
@@ -81,4 +82,4 @@ class Device(Protocol):
 
 
 def uses_device(plan: Plan) -> bool:
-    return any(arena.tier == DEVICE for arena in plan.arenas)
+    return any(arena.tier == GPU.executor for arena in plan.arenas)

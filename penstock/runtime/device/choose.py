@@ -19,8 +19,8 @@ from penstock.runtime.host import Progress
 from penstock.runtime.probe import keep, kept, machine_file
 from penstock.spec import machine as machines
 from penstock.spec.ask import check_device
-from penstock.spec.machine import MachineSpec, Rate, Tier
-from penstock.spec.plan import DEVICE
+from penstock.spec.machine import Capacity, MachineSpec, Rate
+from penstock.spec.places import CPU, GPU, HOST
 
 _EMULATED_SHARE = 4  # of RAM, so small a part stands in for device memory unless the user says how much
 # What a driver leaves behind: NVIDIA's and AMD's on Linux, WSL2's. Looked at first, for torch takes seconds to import.
@@ -74,9 +74,9 @@ def _absent(why: str) -> BadRequest:
 
 def without_device(machine: MachineSpec) -> MachineSpec:
     """The same machine, the CPU computes."""
-    if not any(tier.name == DEVICE for tier in machine.tiers):
+    if not any(tier.name == GPU.executor for tier in machine.tiers):
         return machine
-    return replace(machine, tiers=tuple(tier for tier in machine.tiers if tier.name != DEVICE))
+    return replace(machine, tiers=tuple(tier for tier in machine.tiers if tier.name != GPU.executor))
 
 
 def _missing() -> str | None:
@@ -100,7 +100,7 @@ def _gpu(machine: MachineSpec, cache: Path | None, on_progress: Progress | None)
         return figures
     # What is free changes from run to run; this process's context is taken already.
     free = card.free_bytes + figures.context_bytes
-    tiers = tuple(replace(t, bytes=max(1, free)) if t.name == DEVICE else t for t in figures.tiers)
+    tiers = tuple(replace(t, bytes=max(1, free)) if t.name == GPU.executor else t for t in figures.tiers)
     device, context_bytes = card.device, figures.context_bytes
 
     def take(limit_bytes: int) -> Device:
@@ -136,14 +136,14 @@ def _figures(machine: MachineSpec, card: str, cache: Path | None, on_progress: P
 def _emulated(machine: MachineSpec, device_memory_bytes: int | None) -> Chosen:
     """A part of RAM stands in for the device's memory; its rates are the CPU's, since that computes."""
     machine = without_device(machine)
-    have = machine.tier("host").bytes
+    have = machine.tier(HOST).bytes
     limit = have // _EMULATED_SHARE if device_memory_bytes is None else device_memory_bytes
     rates = [rate for rate in machine.rates if rate.lane not in LANES]
-    rates += [replace(rate, lane=DEVICE) for rate in machine.rates if rate.lane == "host" and rate.op != "pass"]
+    rates += [replace(rate, lane=GPU.kernels) for rate in machine.rates if rate.lane == CPU and rate.op != "pass"]
     rates += [Rate(lane, "*", "*", 5e-5, 1 / LINK_BYTES_PER_S, source="as emulated") for lane in LANES[1:]]
-    tiers = [replace(t, bytes=max(1, t.bytes - limit)) if t.name == "host" else t for t in machine.tiers]
+    tiers = [replace(t, bytes=max(1, t.bytes - limit)) if t.name == HOST else t for t in machine.tiers]
     made = replace(
-        machine, tiers=(*tiers, Tier(DEVICE, max(1, limit), "emulated")), rates=tuple(rates),
+        machine, tiers=(*tiers, Capacity(GPU.executor, max(1, limit), "emulated")), rates=tuple(rates),
         device_process_bytes=0, context_bytes=0,
     )  # fmt: skip
     return Chosen("emulated", "device: emulated, for tests; its speed means nothing", made, EmulatedDevice)

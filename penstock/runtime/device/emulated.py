@@ -21,7 +21,8 @@ from penstock.graph.tasks import Slot, Task
 from penstock.runtime.arena import Arenas
 from penstock.runtime.bind import Binding
 from penstock.runtime.device import LANES, Underway
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.places import GPU
+from penstock.spec.plan import Plan
 from penstock.units import format_bytes
 
 LINK_BYTES_PER_S = 6e9  # of PCIe 3.0 with 8 lanes, a laptop's: slow enough that copying memory keeps up
@@ -61,8 +62,11 @@ class EmulatedDevice:
             raise DoesNotFit(
                 f"device memory of {format_bytes(self._limit_bytes)} is too little: with {arena} it would be"
                 f" {format_bytes(taken + nbytes)}",
-                tier=DEVICE, need_bytes=taken + nbytes, have_bytes=self._limit_bytes, minimum_bytes=taken + nbytes,
-            )  # fmt: skip
+                tier=GPU.executor,
+                need_bytes=taken + nbytes,
+                have_bytes=self._limit_bytes,
+                minimum_bytes=taken + nbytes,
+            )
         memory = _native.Memory(nbytes, True)
         memory.populate()
         self._memory[arena] = memory
@@ -75,7 +79,7 @@ class EmulatedDevice:
         def copy() -> None:
             memory[target.lo : target.hi] = source
 
-        return self._lane("h2d0").submit(copy, ())
+        return self._lane(GPU.to_device).submit(copy, ())
 
     def attach(self, plan: Plan, arenas: Arenas, cpu: Callable[[], Binding]) -> None:
         self._binding = cpu()
@@ -114,7 +118,7 @@ class EmulatedDevice:
             time.sleep(delay_s)
         start_s = time.perf_counter()
         self._binding.run(task)
-        if task.lanes[0] != DEVICE:
+        if task.lanes[0] != GPU.kernels:
             time.sleep(max(0.0, task.bytes / self._link_bytes_per_s - (time.perf_counter() - start_s)))
 
 

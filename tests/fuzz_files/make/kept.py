@@ -15,7 +15,7 @@ from unittest import mock
 import penstock
 from penstock.cli.main import main
 from penstock.spec import machine as machines
-from penstock.spec.machine import MachineSpec, Rate, Reads, Sharing, Tier
+from penstock.spec.machine import Capacity, MachineSpec, Rate, Reads, Sharing
 from penstock.store import writer
 from penstock.store.manifest import seal
 from tests.fuzz_files.world import Files, World, put_all
@@ -28,7 +28,7 @@ _RATES = (
     Rate("host", "attend", "float16", 6e-6, 1e-10, _FLOPS),
     Rate("disk0", "*", "*", 1e-4, 5e-10),
 )
-_TIERS = (Tier("host", 1 << 34), Tier("disk0", 1 << 40))
+_TIERS = (Capacity("host", 1 << 34), Capacity("disk0", 1 << 40))
 _DEVICE = tuple(Rate(lane, "*", "*", 1e-5, 5e-11, 1e-13) for lane in ("gpu0", "h2d0", "d2h0"))
 _TWO_CORES = MachineSpec("two cores", _TIERS, _RATES, 2, source="made up")
 
@@ -43,7 +43,7 @@ def machine_files() -> Files:
     good = {
         "two-cores": _TWO_CORES,
         "sharing": MachineSpec("sharing", _TIERS, _RATES, 2, sharing=sharing, reads=reads),
-        "gpu": MachineSpec("gpu", (*_TIERS, Tier("gpu0", 1 << 30)), (*_RATES, *_DEVICE), 8, context_bytes=1 << 28),
+        "gpu": MachineSpec("gpu", (*_TIERS, Capacity("gpu0", 1 << 30)), (*_RATES, *_DEVICE), 8, context_bytes=1 << 28),
     }
     found = {f"good-{name}.json": machines.dumps(machine).encode() for name, machine in good.items()}
     bundled = Path(penstock.__file__).parent / "machines" / "pc-16gb-sata.json"

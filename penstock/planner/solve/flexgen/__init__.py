@@ -20,13 +20,14 @@ from penstock.planner.solve.flexgen.shape import ATTENDS, Shape, whole_layers
 from penstock.planner.solve.flexgen.terms import Mode, Terms, modes
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.places import GPU, HOST, Executor
+from penstock.spec.plan import Plan
 from penstock.units import format_bytes, round_up
 
 BATCH_STEP, MOST_BATCHES = 4, 19
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, MOST_BATCHES)
 # Sizes of block that are all tried: those of some 1,000 sequences. 10,000 have 94, which took 20 s with a device.
-_MANY_SIZES, _USUAL_BATCHES = 61, 4
+_MANY_SIZES, _USUAL_BATCHES = 61, (1, 4)
 _MOST_CHUNK_ROWS, _FEWER_ROWS = 2048, 512
 _ATTEMPTS = 4
 _DISK_BINDS = 1.05
@@ -66,39 +67,42 @@ def blocks(batch: int, whole: bool) -> list[tuple[int, int]]:
 
 def search(problem: Problem, attends: Sequence[str] = ATTENDS) -> dict[str, Found]:
     """The best policy for each of some ways to attend; empty where nothing fits."""
-    main = DEVICE if problem.device_bytes else "host"
-    found = {way: _best(problem, main, way) for way in (ATTENDS if main == DEVICE else ("device",)) if way in attends}
-    return {way: policy for way, policy in found.items() if policy is not None}
+    main, found = GPU.executor if problem.device_bytes else HOST, dict[str, Found]()
+    for way in ATTENDS if main == GPU.executor else ("device",):
+        # Scores on the CPU want blocks like those of the other ways: only these are tried.
+        like = [policy.shape for policy in found.values()] if way == "cpu scores" else []
+        best = _best(problem, main, way, like) if way in attends else None
+        if best is not None:
+            found[way] = best
+    return found
 
 
-def _best(problem: Problem, main: str, attends: str) -> Found | None:
+def _best(problem: Problem, main: Executor, attends: str, like: Sequence[Shape]) -> Found | None:
     """The best policy of all blocks, for one way to attend.
 
     Thousands of sequences have many sizes of block. T of a sequence is smooth in the size of the block and nearly flat
-    in its batches (docs/LOG.md). So one number of batches tells which blocks are worth trying with the others.
+    in its batches (docs/LOG.md). So few numbers of batches tell which blocks are worth trying with all; where `like`
+    shapes are known, they do.
     """
     ask, best = problem.ask, None
-    trying, left = blocks(ask.batch, ask.objective == "latency"), list[tuple[int, int]]()
-    coarse = len(trying) > _MANY_SIZES
-    if coarse:
-        left = trying
-        trying = [size for size in left if size[1] == _USUAL_BATCHES][::2]
+    left = trying = blocks(ask.batch, ask.objective == "latency")
+    if len(left) > _MANY_SIZES:
+        trying = [size for size in left if any(_alike(size, shape) for shape in like)]
+        trying = trying or [size for size in left if size[1] in _USUAL_BATCHES]
     while trying:
         for gpu_batch, batches in trying:
-            for chunk_rows in chunk_options(ask, gpu_batch)[-1 if coarse else 0 :]:
+            for chunk_rows in chunk_options(ask, gpu_batch):
                 best = _better(best, Terms(Shape(problem, main, gpu_batch, batches, chunk_rows, attends)))
-        coarse = False
-        trying = [size for size in left if best is not None and _alike(size, best.shape)]
         left = [size for size in left if size not in trying]
+        trying = [size for size in left if best is None or _alike(size, best.shape)]
     return best
 
 
 def _alike(size: tuple[int, int], shape: Shape) -> bool:
-    """Whether a block has as many sequences as a shape's in about as many batches, or half or twice as many."""
+    """Whether a block has about as many sequences as a shape's, or half or twice as many in as many batches."""
     gpu_batch, batches = size
-    steps = abs(_BATCHES.index(batches) - _BATCHES.index(shape.batches))
     ratio = gpu_batch * batches / shape.block
-    return 0.7 < ratio < 1.4 if 0 < steps <= 2 else 0.4 < ratio < 2.5 if steps == 0 else False
+    return 0.7 < ratio < 1.4 or (batches == shape.batches and 0.4 < ratio < 2.5)
 
 
 def _better(known: Found | None, terms: Terms) -> Found | None:
@@ -139,7 +143,7 @@ def place(terms: Terms, mode: Mode, better_than_s: float | None = None) -> Found
     if found is None:
         return None
     program = terms.program(mode, found.policy.weights)
-    if shape.main == DEVICE and mode.weights[2] and mode.kv[2] and not _disk_binds(program, found.policy):
+    if shape.main == GPU.executor and mode.weights[2] and mode.kv[2] and not _disk_binds(program, found.policy):
         return None
     return Found(shape, program, lp.settled(program, found.policy))
 
@@ -153,7 +157,7 @@ def _disk_binds(program: lp.Program, policy: lp.Policy) -> bool:
 
 def _may_fit(shape: Shape, mode: Mode) -> bool:
     """Whether what has to stay with the executor is less than it has."""
-    most = shape.problem.device_bytes if shape.main == DEVICE else shape.problem.host_bytes
+    most = shape.problem.device_bytes if shape.main == GPU.executor else shape.problem.host_bytes
     return (not mode.streams) * shape.placed_bytes + (not any(mode.kv[1:])) * shape.kv_bytes <= most
 
 
@@ -191,7 +195,7 @@ _WHO = {"device": "", "cpu": ", attention on the CPU", "cpu scores": ", scores o
 
 def _reasons(found: Found, plan: Plan) -> tuple[str, ...]:
     shape, solution = found.shape, found.solution
-    here = "device memory" if shape.main == DEVICE else "RAM"
+    here = "device memory" if shape.main == GPU.executor else "RAM"
     policy, asked = shape.shares_of(plan), shape.problem.ask.batch
     where = " · ".join(
         f"{what} {share:.0%} in {place}" if place != "disk" else f"{what} {share:.0%} on the disk"

@@ -23,13 +23,16 @@ from math import inf
 
 from penstock.planner.solve import highs
 from penstock.spec.machine import Sharing
+from penstock.spec.places import CPU, DISK, GPU
 
-TIERS = ("device", "host", "disk")
+TIERS = ("device", "ram", "disk")
 KINDS = ("weights", "kv", "acts")
-READ, WRITE, TO_DEVICE, TO_HOST, COMPUTE = LANES = ("disk0", "disk_write0", "h2d0", "d2h0", "compute")
+READ, WRITE, TO_DEVICE, TO_HOST, COMPUTE = LANES = (
+    DISK.reads, DISK.writes, GPU.to_device, GPU.to_host, "compute",
+)  # fmt: skip
 WINDOW = "window"  # a sixth bound: see `terms`
 LOADED, HELD, SAVED = "loaded", "held", "saved"  # what a window's turn is made of; bounds too, but never the greatest
-EXECUTORS = ("gpu0", "host")  # whose seconds make up `compute`
+EXECUTORS = (GPU.kernels, CPU)  # whose seconds make up `compute`
 _ROUNDS = 3  # after which busy shares move by less than a hundredth
 _WAITING = ", waiting"  # a lane with what it waits beside its work
 _LEAST_SHARE = 1e-6  # what HiGHS leaves of a zero

@@ -17,7 +17,8 @@ from penstock.planner.solve.fill import Kv, Run, even_units, filled, units
 from penstock.planner.solve.flexgen.program import Policy, Shares
 from penstock.planner.solve.problem import Problem
 from penstock.spec.parts import Part
-from penstock.spec.plan import DEVICE, Plan, Unit
+from penstock.spec.places import DISK, GPU, HOST, Executor, Tier
+from penstock.spec.plan import Plan, Unit
 from penstock.units import MIB, round_up
 
 # Who attends where KV is not at home on the device: the device, to which KV crosses; the CPU, which computes the whole
@@ -37,7 +38,7 @@ class Shape:
     how many layers' weights the rings hold."""
 
     problem: Problem
-    main: str
+    main: Executor
     gpu_batch: int
     batches: int
     chunk_rows: int
@@ -90,13 +91,13 @@ class Shape:
     def least_stage_bytes(self) -> int:
         """What is at home on a device is loaded through the stage, two granules at least."""
         sizes = [p.granule_bytes for p in self.problem.parts.values() if p.kind not in ("attn", "ffn")]
-        return 2 * max(*sizes, *(part.granule_bytes for part in self.placed)) if self.main == DEVICE else 0
+        return 2 * max(*sizes, *(part.granule_bytes for part in self.placed)) if self.main == GPU.executor else 0
 
     def plan(self, weights: Shares, kv: Shares) -> Plan:
         """Complete. Without a device the first share is the CPU's own memory: that of the tier `host`."""
-        problem, device = self.problem, self.main == DEVICE
+        problem, device = self.problem, self.main == GPU.executor
         homes = kv_layers(problem.layers, kv)
-        tiers = [(DEVICE, "host", "disk0")[i] if device else ("host", "host", "disk0")[i] for i in homes]
+        tiers = [(GPU.executor, HOST, DISK.tier)[i] if device else (HOST, HOST, DISK.tier)[i] for i in homes]
         edges = [0, *(i for i in range(1, len(tiers)) if tiers[i] != tiers[i - 1]), len(tiers)]
         cut = self._units(weights)
         rings, stage_bytes = self._rings(cut)
@@ -126,7 +127,7 @@ class Shape:
     @property
     def moved_tier(self) -> int:
         """The tier whose KV comes through windows to be attended to."""
-        return 1 if self.main == DEVICE and self.attends == "device" else 2
+        return 1 if self.main == GPU.executor and self.attends == "device" else 2
 
     def rounded(self, policy: Policy) -> Plan:
         return self.plan(policy.weights, policy.kv)
@@ -134,7 +135,7 @@ class Shape:
     def shares_of(self, plan: Plan) -> Policy:
         """What a plan made of: by its units' bytes and its layers' KV."""
         weights, kv = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
-        tiers = {self.main: 0, "disk0": 2} if self.main == "host" else {self.main: 0, "host": 1, "disk0": 2}
+        tiers = {self.main: 0, DISK.tier: 2} if self.main == HOST else {self.main: 0, HOST: 1, DISK.tier: 2}
         sizes = {part.key: part.granule_bytes for part in self.placed}
         for unit in plan.units:
             weights[tiers[unit.home]] += (unit.hi - unit.lo) * sizes.get(unit.part, 0) / self.placed_bytes
@@ -142,8 +143,8 @@ class Shape:
             kv[tiers[home.home]] += (home.layers[1] - home.layers[0]) / self.problem.layers
         return Policy((weights[0], weights[1], weights[2]), (kv[0], kv[1], kv[2]), (1.0, 0.0, 0.0))
 
-    def _attends(self, home: str) -> str:
-        return self.main if home == self.main or self.attends == "device" else "host"
+    def _attends(self, home: Tier) -> Executor:
+        return self.main if home == self.main or self.attends == "device" else HOST
 
     def _units(self, weights: Shares) -> list[Unit]:
         problem, main = self.problem, self.main
@@ -151,29 +152,29 @@ class Shape:
 
         def runs(part: Part) -> list[Run]:
             if part.key not in placed:
-                at = "host" if part.kind == "attn" else main  # with its KV; no other part is the CPU's
-                home = "host" if part.key == "embed" and not problem.spec.tied else at
+                at = HOST if part.kind == "attn" else main  # with its KV; no other part is the CPU's
+                home = HOST if part.key == "embed" and not problem.spec.tied else at
                 return [(0, part.granules, home, at, at, part.nbytes)]
             here, there = placed[part.key]
-            here = there if main == "host" else here
-            cuts = ((0, here, main, part.nbytes), (here, there, "host", self.unit_bytes))
-            far = (there, part.granules, "disk0", self.unit_bytes)
+            here = there if main == HOST else here
+            cuts = ((0, here, main, part.nbytes), (here, there, HOST, self.unit_bytes))
+            far = (there, part.granules, DISK.tier, self.unit_bytes)
             return [(lo, hi, home, main, main, unit_bytes) for lo, hi, home, unit_bytes in (*cuts, far)]
 
         return units(problem.parts.values(), runs)
 
-    def _rings(self, units: Sequence[Unit]) -> tuple[dict[str, int], int]:
+    def _rings(self, units: Sequence[Unit]) -> tuple[dict[Executor, int], int]:
         """The main executor's ring, and the stage before a device's: so many layers' share of what passes through, and
         two units more."""
         sizes = {part.key: part.granule_bytes for part in self.placed}
 
-        def ring(homes: set[str]) -> int:
+        def ring(homes: set[Tier]) -> int:
             passing = [(u.hi - u.lo) * sizes[u.part] for u in units if u.part in sizes and u.home in homes]
             share = int(self.ring_layers * sum(passing) / self.problem.layers)
             return round_up(share + 2 * max(passing), ARENA_ALIGN) if passing else 0
 
-        whole = ring({"host", "disk0"} - {self.main})
-        stage = max(ring({"disk0"}), self.least_stage_bytes) if self.main == DEVICE else 0
+        whole = ring({HOST, DISK.tier} - {self.main})
+        stage = max(ring({DISK.tier}), self.least_stage_bytes) if self.main == GPU.executor else 0
         return ({self.main: whole} if whole else {}), stage
 
 

@@ -35,13 +35,13 @@ from penstock.planner.solve.flexgen.shape import NEAR, Shape
 from penstock.spec.format import Format
 from penstock.spec.model import Layer, ModelSpec
 from penstock.spec.parts import parts
-from penstock.spec.plan import DEVICE
+from penstock.spec.places import CPU, DISK, GPU, HOST
 
 Tiers = tuple[bool, bool, bool]
 _ARENAS = 8  # a tier's arenas, each rounded up to whole huge pages
 _ONLY_RAM, _ONLY_DISK = (False, True, False), (False, False, True)
 _IN: tuple[lp.Shares, lp.Shares, lp.Shares] = (NEAR, (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
-_LANES = (lp.READ, lp.WRITE, lp.TO_DEVICE, lp.TO_HOST, lp.WINDOW, DEVICE, "host")
+_LANES = (lp.READ, lp.WRITE, lp.TO_DEVICE, lp.TO_HOST, lp.WINDOW, GPU.kernels, CPU)
 
 
 class Mode(NamedTuple):
@@ -73,7 +73,7 @@ def modes(shape: Shape) -> Iterator[Mode]:
     that brings weights brings KV of all layers or of none: a layer's KV is one large load, and waits behind weights
     that wait for room, so lanes would not be evenly busy; bytes of weights can make up for the rest."""
     near, ram, disk, ram_disk = (True, False, False), (True, True, False), (True, False, True), (True, True, True)
-    if shape.main == "host":
+    if shape.main == HOST:
         found = [Mode(near, near), Mode(near, disk), Mode(disk, near), Mode(disk, _ONLY_DISK)]
     elif shape.attends == "device":
         found = [Mode(near, near), Mode(near, ram)]
@@ -192,13 +192,13 @@ class Terms:
             turn_s = (sum(turn.values()) * alone + (1 - alone) * max(turn.values())) / 2
             mine[lp.WINDOW] = _of_kv(shape.moved_tier, turn_s)
         if late := mine.pop(_LATE, None):
-            _add(mine, {"host": late}, alone)  # other batches are computed meanwhile
+            _add(mine, {CPU: late}, alone)  # other batches are computed meanwhile
         return found._replace(batch=mine)
 
     def _memory(self, mode: Mode) -> tuple[Lines, dict[str, float]]:
         """Peak bytes of the tiers, and what they have."""
         shape, layers = self.shape, self.layers
-        device, total = shape.main == DEVICE, float(shape.placed_bytes)
+        device, total = shape.main == GPU.executor, float(shape.placed_bytes)
         at_home = shape.home.tier_bytes()
         kv_total = float(shape.kv_bytes)
         ring = shape.ring_layers * total / layers
@@ -208,18 +208,18 @@ class Terms:
         granule = float(max(part.granule_bytes for part in shape.placed))
         window = float(shape.window_bytes) if mode.kv[shape.moved_tier] else 0.0
         problem = shape.problem
-        capacity = {"host": float(problem.host_bytes), "disk": float(problem.machine.tier("disk0").bytes)}
+        capacity = {"ram": float(problem.host_bytes), "disk": float(problem.machine.tier(DISK.tier).bytes)}
         memory = {"disk": lp.Line(0.0, (0.0, 0.0, total), (0.0, 0.0, kv_total))}
         if not device:
-            constant = fixed["host"] - total - kv_total + slack + window
-            memory["host"] = lp.Line(constant, (total, 0.0, ring), (kv_total, 0.0, 0.0))
+            constant = fixed[HOST] - total - kv_total + slack + window
+            memory["ram"] = lp.Line(constant, (total, 0.0, ring), (kv_total, 0.0, 0.0))
             return memory, capacity
-        on_device = fixed[DEVICE] - total - near_kv * kv_total + slack
-        in_ram = fixed["host"] - (1 - near_kv) * kv_total + slack + granule
+        on_device = fixed[GPU.executor] - total - near_kv * kv_total + slack
+        in_ram = fixed[HOST] - (1 - near_kv) * kv_total + slack + granule
         attends_there = shape.attends == "device"
         on_device, in_ram = on_device + window * attends_there, in_ram + window * (not attends_there)
         memory["device"] = lp.Line(on_device, (total, ring, ring), (kv_total, 0.0, 0.0))
-        memory["host"] = lp.Line(in_ram, (0.0, total, ring), (0.0, kv_total, 0.0))
+        memory["ram"] = lp.Line(in_ram, (0.0, total, ring), (0.0, kv_total, 0.0))
         capacity["device"] = float(problem.device_bytes)
         return memory, capacity
 
@@ -252,7 +252,7 @@ def _learn(shape: Shape, layer: Layer, batch: Batch, purpose: str, prepared: boo
         learned.batch[lane], learned.once[lane] = lp.Line(layer_s), lp.Line(tasks_s)
         learned.ends_batch[lane] = lp.Line(near.batch_s[lane] - layer_s)
         learned.ends_once[lane] = lp.Line(near.tasks_s[lane] - tasks_s)
-    for tier in (2,) if shape.main == "host" else (1, 2):
+    for tier in (2,) if shape.main == HOST else (1, 2):
         away = _sums(shape, (layer,), batch, purpose, prepared, _IN[tier], _IN[home])
         unit_batch, unit_once = learned.units[tier] = ({}, {})
         for lane in {*away.batch_s, *away.tasks_s, *away.once_s}:
@@ -261,7 +261,7 @@ def _learn(shape: Shape, layer: Layer, batch: Batch, purpose: str, prepared: boo
             _add(learned.once, {lane: lp.Line(weights=_in(tier, away.once_s[lane] + tasks_s))}, 1.0)
             unit_batch[lane] = lp.Line(calls_s / away.units)
             unit_once[lane] = lp.Line((away.fixed_s[lane] + tasks_s) / away.units)
-    for tier in {1, 2} - {home} if shape.main == DEVICE and shape.attends != "device" else {shape.moved_tier}:
+    for tier in {1, 2} - {home} if shape.main == GPU.executor and shape.attends != "device" else {shape.moved_tier}:
         away = _sums(shape, (layer,), batch, purpose, prepared, NEAR, _IN[tier])
         more = {
             lane: away.batch_s[lane] - near.batch_s[lane] + away.tasks_s[lane] - near.tasks_s[lane]
@@ -294,7 +294,7 @@ def _sums(
         batches=1, chunk_rows=batch.total_rows,
     )  # fmt: skip
     found = _Sums(Seconds(float), Seconds(float), Seconds(float), Seconds(float), 0.0, 0.0, 0)
-    scores = (("attend", "host"), ("kv_save", lp.TO_HOST)) if shape.attends == "cpu scores" else ()
+    scores = (("attend", CPU), ("kv_save", lp.TO_HOST)) if shape.attends == "cpu scores" else ()
     held_s = merge_s = q_s = 0.0
     plan = few.plan(weights, kv)
     for task in Lowering(plan).step(Pass(purpose, (batch,), None)):

@@ -21,7 +21,8 @@ from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import PINNED, Resident, bytes_of, share_out, usual_chunks
 from penstock.planner.solve.layer_work import Estimate, LayerWork, Shares
 from penstock.planner.solve.problem import Problem, most, spare_bytes, too_little
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.places import DISK, GPU, HOST, Tier
+from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_mib_up
 
 WHOLE = "device memory"  # the strategy that leaves nothing elsewhere
@@ -53,7 +54,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 
 def _whole(problem: Problem) -> beside.Split:
     """All is the device's."""
-    return beside.Split(_LINK, 1.0, problem.layers, DEVICE, True)
+    return beside.Split(_LINK, 1.0, problem.layers, GPU.executor, True)
 
 
 def minimum_bytes(problem: Problem) -> int:
@@ -61,9 +62,9 @@ def minimum_bytes(problem: Problem) -> int:
     layers = problem.layers
     splits = (
         replace(_whole(problem), attention_layers=attention, kv_home=home)
-        for attention, home in ((layers, DEVICE), (layers, "host"), (0, DEVICE))
+        for attention, home in ((layers, GPU.executor), (layers, HOST), (0, GPU.executor))
     )
-    return min(beside.smallest(problem, split).plan({}, {}).tier_bytes()[DEVICE] for split in splits)
+    return min(beside.smallest(problem, split).plan({}, {}).tier_bytes()[GPU.executor] for split in splits)
 
 
 def require_minimum(problem: Problem) -> None:
@@ -79,10 +80,10 @@ def refuse(problem: Problem) -> NoReturn:
     need = minimum_bytes(problem)
     if need > have:
         hint = f"--device-memory {format_mib_up(need)}, or --device none"
-        raise too_little("device memory", "", DEVICE, need, have, hint)
-    need = beside.smallest(problem, _whole(problem)).plan({}, {}).tier_bytes()["host"]
+        raise too_little("device memory", "", GPU.executor, need, have, hint)
+    need = beside.smallest(problem, _whole(problem)).plan({}, {}).tier_bytes()[HOST]
     hint = f"--host-memory {format_mib_up(need)}, or --device none"
-    raise too_little("host memory", " beside a device", "host", need, host, hint)
+    raise too_little("host memory", " beside a device", HOST, need, host, hint)
 
 
 def _splits(skeleton: beside.DeviceSkeleton) -> list[beside.Split]:
@@ -96,7 +97,7 @@ def _splits(skeleton: beside.DeviceSkeleton) -> list[beside.Split]:
         if estimate is None:
             continue
         shares = {"link and CPU": estimate.lifted(), "CPU": (0.0,) * layers, _LINK: (1.0,) * layers}
-        if kv_home == "host":  # KV over the link is for those who have nothing else to do with it
+        if kv_home == HOST:  # KV over the link is for those who have nothing else to do with it
             shares = {_LINK: shares[_LINK]}
         elif shares["link and CPU"] in (shares["CPU"], shares[_LINK]):
             del shares["link and CPU"]
@@ -112,19 +113,19 @@ def _splits(skeleton: beside.DeviceSkeleton) -> list[beside.Split]:
     return [split for seconds, _, split in sorted(found)[:count] if seconds <= _HOPELESS * best_s]
 
 
-def _modes(skeleton: beside.DeviceSkeleton) -> list[tuple[int, str]]:
+def _modes(skeleton: beside.DeviceSkeleton) -> list[tuple[int, Tier]]:
     """(layers whose attention is the device's, home of its KV), as they fit."""
     problem, layers = skeleton.problem, skeleton.problem.layers
 
     @cache
     def used(attention_layers: int, stays: bool = True) -> int:
         there = {f"{i}.attn": problem.parts[f"{i}.attn"].granules for i in range(attention_layers if stays else 0)}
-        return skeleton.with_split(attention_layers=attention_layers).plan(there, {}).tier_bytes()[DEVICE]
+        return skeleton.with_split(attention_layers=attention_layers).plan(there, {}).tier_bytes()[GPU.executor]
 
-    modes = [(layers, DEVICE)] if used(layers, False) <= problem.device_bytes else []
+    modes: list[tuple[int, Tier]] = [(layers, GPU.executor)] if used(layers, False) <= problem.device_bytes else []
     stay = most(layers, used, problem.device_bytes)
     if stay < layers:  # of attention, what fits beside its KV; the CPU takes the other layers
-        modes += [(stay, DEVICE), (layers, "host")]
+        modes += [(stay, GPU.executor), (layers, HOST)]
     return modes
 
 
@@ -132,8 +133,8 @@ def _estimate(skeleton: beside.DeviceSkeleton) -> Estimate | None:
     """What its splits would take, by where the bytes would be; None where the least does not fit."""
     problem, sizes = skeleton.problem, skeleton.problem.parts
     bare = skeleton.plan({}, {})
-    spare = spare_bytes(bare, DEVICE, problem.device_bytes)
-    memory = spare_bytes(bare, "host", problem.host_bytes)
+    spare = spare_bytes(bare, GPU.executor, problem.device_bytes)
+    memory = spare_bytes(bare, HOST, problem.host_bytes)
     if spare is None or memory is None:
         return None
     may_stay = problem.ask.resident_bytes
@@ -149,7 +150,7 @@ def _estimate(skeleton: beside.DeviceSkeleton) -> Estimate | None:
         memory = min(memory, max(0, may_stay - bytes_of(sizes, stays)))
     disk = max(0.0, 1 - memory / left) if left > 0 else 0.0
     attends, every = range(skeleton.split.attention_layers), range(problem.layers)
-    there = Shares(share("ffn", every), share("attn", attends), disk, True, skeleton.split.kv_home == "host")
+    there = Shares(share("ffn", every), share("attn", attends), disk, True, skeleton.split.kv_home == HOST)
     work = LayerWork(problem, skeleton.ring_bytes)
     return Estimate(work, skeleton.chunk_rows, there, len(attends), problem.head.key in stays)
 
@@ -178,15 +179,15 @@ def _beside(skeleton: beside.DeviceSkeleton, on_device: Resident) -> Plan | None
     problem, limit, may_stay = skeleton.problem, skeleton.problem.host_bytes, skeleton.problem.ask.resident_bytes
     if may_stay is None:
         plan = skeleton.plan(on_device)
-        if plan.tier_bytes()["host"] <= limit:
+        if plan.tier_bytes()[HOST] <= limit:
             return plan
-    spare = spare_bytes(skeleton.plan(on_device, {}), "host", limit)
+    spare = spare_bytes(skeleton.plan(on_device, {}), HOST, limit)
     if spare is None:
         return None
     if may_stay is not None:
         spare = min(spare, max(0, may_stay - bytes_of(problem.parts, on_device)))
     plan = skeleton.plan(on_device, _fill_memory(problem, on_device, spare))
-    return plan if plan.tier_bytes()["host"] <= limit else None
+    return plan if plan.tier_bytes()[HOST] <= limit else None
 
 
 def _computed_there(skeleton: beside.DeviceSkeleton, every: Resident) -> Resident:
@@ -229,21 +230,21 @@ def _name(plan: Plan, split: beside.Split) -> str:
     if beside.all_there(plan):
         return WHOLE
     cpu = "" if split.attention_layers == len(plan.target.spec.layers) else ", attention of some layers on the CPU"
-    where = ", KV in RAM" if split.kv_home == "host" else ""
+    where = ", KV in RAM" if split.kv_home == HOST else ""
     return f"device memory, {split.name}{cpu}{where}" + ("" if split.prompts else ", prompts too")
 
 
-_ELSEWHERE = {"host": "in RAM", "disk0": "on the disk"}
+_ELSEWHERE = {HOST: "in RAM", DISK.tier: "on the disk"}
 
 
 def _reasons(plan: Plan, skeleton: beside.DeviceSkeleton, split: beside.Split) -> tuple[str, ...]:
     homes = weights_bytes(plan)
     computed = dict.fromkeys(("lifted", "by the CPU"), 0)
     for unit in plan.units:
-        if unit.home != DEVICE and (unit.part != "embed" or plan.target.spec.tied):
-            computed["lifted" if unit.decode == DEVICE else "by the CPU"] += plan.unit_bytes(unit)
+        if unit.home != GPU.executor and (unit.part != "embed" or plan.target.spec.tied):
+            computed["lifted" if unit.decode == GPU.executor else "by the CPU"] += plan.unit_bytes(unit)
     total = format_bytes(sum(homes.values()))
-    where = [f"{format_bytes(homes.get(DEVICE, 0))} of {total} of weights stay in device memory"]
+    where = [f"{format_bytes(homes.get(GPU.executor, 0))} of {total} of weights stay in device memory"]
     where += [f"{format_bytes(homes[home])} {place}" for home, place in _ELSEWHERE.items() if homes.get(home)]
     found = [", ".join(where)]
     if any(computed.values()):
@@ -254,5 +255,7 @@ def _reasons(plan: Plan, skeleton: beside.DeviceSkeleton, split: beside.Split) -
         if split.prompts and computed["by the CPU"]:
             found.append("where a prompt is read, the device computes the CPU's share of FFNs too")
     kv = plan.kv[0].format.name
-    found.append(f"KV in {kv}, of {kv_layers(plan, DEVICE)} of {len(plan.target.spec.layers)} layers in device memory")
+    found.append(
+        f"KV in {kv}, of {kv_layers(plan, GPU.executor)} of {len(plan.target.spec.layers)} layers in device memory"
+    )
     return tuple(found)

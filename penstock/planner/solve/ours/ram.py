@@ -19,9 +19,10 @@ from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.problem import Problem, spare_bytes, too_little
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
-from penstock.spec.machine import MachineSpec, Rate, Tier
+from penstock.spec.machine import Capacity, MachineSpec, Rate
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Part
+from penstock.spec.places import CPU, DISK, HOST
 from penstock.spec.plan import Plan
 from penstock.units import MIB, format_bytes, format_mib_up
 
@@ -44,15 +45,15 @@ class Skeleton:
         def runs(part: Part) -> tuple[fill.Run, fill.Run]:
             stay = part.granules if resident is None or part.kind in fill.PINNED else resident.get(part.key, 0)
             return (
-                (0, stay, "host", "host", "host", part.nbytes),
-                (stay, part.granules, "disk0", "host", "host", min(fill.UNIT_BYTES, ring_bytes // 4)),
+                (0, stay, HOST, HOST, HOST, part.nbytes),
+                (stay, part.granules, DISK.tier, HOST, HOST, min(fill.UNIT_BYTES, ring_bytes // 4)),
             )
 
         layers, kv_layers = self.problem.layers, self.kv_layers
         return fill.filled(
             self.problem, fill.units(self.problem.parts.values(), runs),
-            (fill.Kv(0, kv_layers, "host", "host"), fill.Kv(kv_layers, layers, "disk0", "host")),
-            chunk_rows=self.chunk_rows, rings={"host": ring_bytes}, order=self.order,
+            (fill.Kv(0, kv_layers, HOST, HOST), fill.Kv(kv_layers, layers, DISK.tier, HOST)),
+            chunk_rows=self.chunk_rows, rings={HOST: ring_bytes}, order=self.order,
         )  # fmt: skip
 
     @cached_property
@@ -93,14 +94,14 @@ class Skeleton:
 
     def streaming(self, ring_bytes: int, limit: int) -> Plan | None:
         """Fills what the rest of the plan leaves with granules that stay; None where the rest alone is too big."""
-        budget = spare_bytes(self.plan(ring_bytes, {}), "host", limit)
+        budget = spare_bytes(self.plan(ring_bytes, {}), HOST, limit)
         if budget is None:
             return None
         if self.may_stay is not None:
             pinned = self.problem.total_bytes - sum(part.nbytes for part in self.streamed)
             budget = min(budget, max(0, self.may_stay - pinned))
         plan = self.plan(ring_bytes, self.spread(budget))
-        return plan if plan.tier_bytes()["host"] <= limit else None
+        return plan if plan.tier_bytes()[HOST] <= limit else None
 
 
 def candidates(problem: Problem, near_ring_bytes: int | None = None) -> Iterator[Candidate]:
@@ -145,8 +146,8 @@ def require_minimum(ask: Ask, spec: ModelSpec, weights: Format, process_bytes: i
 
 _NOT_PROBED = MachineSpec(
     "not probed",
-    (Tier("host", 1), Tier("disk0", 1)),
-    tuple(Rate(at, "*", "*", 1.0, 0.0) for at in ("host", "disk0")),
+    (Capacity(HOST, 1), Capacity(DISK.tier, 1)),
+    tuple(Rate(at, "*", "*", 1.0, 0.0) for at in (CPU, DISK.reads)),
     1,
 )
 
@@ -158,7 +159,7 @@ def _require_minimum(problem: Problem, limit: int) -> None:
     half = problem.asking(context=max(ask.prompt_tokens + ask.output_tokens, (ask.context or 1) // 4))
     shorter = minimum_bytes(half)
     hint = f"; with --context {half.ask.context} too, {format_mib_up(shorter)}" if shorter < minimum - 8 * MIB else ""
-    raise too_little("host memory", "", "host", minimum, limit, f"--host-memory {format_mib_up(minimum)}{hint}")
+    raise too_little("host memory", "", HOST, minimum, limit, f"--host-memory {format_mib_up(minimum)}{hint}")
 
 
 def minimum_bytes(problem: Problem) -> int:
@@ -168,7 +169,7 @@ def minimum_bytes(problem: Problem) -> int:
     plans = [skeleton.plan(skeleton.ring_options()[0], {}) for skeleton in least]
     if problem.ask.resident_bytes is None:
         plans += [skeleton.plan(0, None) for skeleton in least]
-    return min(plan.tier_bytes()["host"] for plan in plans)
+    return min(plan.tier_bytes()[HOST] for plan in plans)
 
 
 def _kv_options(problem: Problem) -> Iterator[int]:
@@ -193,7 +194,7 @@ def _fitting(skeleton: Skeleton, rings: list[int], limit: int) -> Iterator[Candi
     """Everything in memory where that fits, else a plan for each ring that does."""
     if skeleton.may_stay is None:
         whole = skeleton.plan(0, None)
-        if whole.tier_bytes()["host"] <= limit:
+        if whole.tier_bytes()[HOST] <= limit:
             if skeleton.chunk_rows <= fill.CHUNK_ROWS:  # longer ones save reading, of which there is none
                 yield Candidate("RAM", whole, _reasons(whole, skeleton.problem.ask))
             return
@@ -204,7 +205,7 @@ def _fitting(skeleton: Skeleton, rings: list[int], limit: int) -> Iterator[Candi
 
 
 def _reasons(plan: Plan, ask: Ask) -> tuple[str, ...]:
-    homes, in_memory = weights_bytes(plan), kv_layers(plan, "host")
+    homes, in_memory = weights_bytes(plan), kv_layers(plan, HOST)
     total_bytes = sum(homes.values())
     layers = len(plan.target.spec.layers)
     kv = f"KV in {plan.kv[0].format.name}: {'asked for' if ask.kv else 'the width of the checkpoint'}"
@@ -214,9 +215,9 @@ def _reasons(plan: Plan, ask: Ask) -> tuple[str, ...]:
         kv += f"; that of {which} lives on the disk ({why}), and comes into memory a layer ahead"
     if not plan.ring_bytes:
         return (f"all {format_bytes(total_bytes)} of weights stay in memory", kv)
-    ring = plan.ring_bytes["host"]
+    ring = plan.ring_bytes[HOST]
     return (
-        f"{format_bytes(homes.get('host', 0))} of {format_bytes(total_bytes)} of weights stay in memory, spread evenly"
+        f"{format_bytes(homes.get(HOST, 0))} of {format_bytes(total_bytes)} of weights stay in memory, spread evenly"
         " over the layers; the rest streams from disk",
         f"a ring of {format_bytes(ring)} in units of at most {format_bytes(min(fill.UNIT_BYTES, ring // 4))}",
         f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads what streams once",

@@ -17,13 +17,14 @@ from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import PINNED, Resident, chunk_options
 from penstock.planner.solve.pipo import memory
 from penstock.planner.solve.problem import Problem, most
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.places import DISK, GPU, HOST, Tier
+from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_rate, round_up
 
 NAMES = {"overlapped": "PIPO, overlapped", "saving": "PIPO, memory-saving"}
 PARTIAL = ", partly on the device"
 _SHARES = 256  # a share of weights on the device is a multiple of 1/256
-_PLACES = {DEVICE: "in device memory", "host": "in RAM", "disk0": "on the disk"}
+_PLACES = {GPU.executor: "in device memory", HOST: "in RAM", DISK.tier: "on the disk"}
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
@@ -36,7 +37,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
         whole = _whole(problem, pipeline)
         if whole is not None:
             yield _candidate(problem, *whole)
-            if whole[0].home == DEVICE:
+            if whole[0].home == GPU.executor:
                 return
         partial = _partial(problem, pipeline) if problem.ask.resident_bytes is None else None
         if partial is not None:
@@ -46,7 +47,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 def plan(
     problem: Problem,
     choice: memory.Choice,
-    kv_home: str,
+    kv_home: Tier,
     chunk_rows: int,
     order: str | None = None,
     whole_blocks: bool = True,
@@ -66,19 +67,19 @@ def plan(
     )  # fmt: skip
     on_device = {key: int(part.granules * choice.on_device) for key, part in parts.items()}
     in_memory: Resident = {}
-    if choice.home == "host":
+    if choice.home == HOST:
         in_memory = {key: part.granules - on_device[key] for key, part in parts.items()}
     if not problem.spec.tied:
         on_device["embed"], in_memory["embed"] = 0, parts["embed"].granules if ask.resident_bytes is None else 0
     return skeleton.plan(on_device, in_memory)
 
 
-def _homes(problem: Problem) -> tuple[str, ...]:
+def _homes(problem: Problem) -> tuple[Tier, ...]:
     """The nearest first. RAM only where the link is faster than the disk (Eq. 1); the disk alone where a limit on what
     stays in memory is asked for."""
     if problem.ask.resident_bytes is not None:
-        return ("disk0",)
-    return memory.HOMES if memory.limits_of(problem).link_is_faster else (DEVICE, "disk0")
+        return (DISK.tier,)
+    return memory.HOMES if memory.limits_of(problem).link_is_faster else (GPU.executor, DISK.tier)
 
 
 def _whole(problem: Problem, pipeline: str) -> tuple[memory.Choice, Plan] | None:
@@ -86,10 +87,13 @@ def _whole(problem: Problem, pipeline: str) -> tuple[memory.Choice, Plan] | None
     matrices = [part for part in problem.parts.values() if part.kind not in PINNED]
     looked_up = 0 if problem.spec.tied else problem.parts["embed"].nbytes
     in_ram = sum(part.nbytes for part in matrices)
-    too_large = {DEVICE: in_ram - looked_up > problem.device_bytes, "host": in_ram > problem.host_bytes}
+    too_large: dict[Tier, bool] = {
+        GPU.executor: in_ram - looked_up > problem.device_bytes,
+        HOST: in_ram > problem.host_bytes,
+    }
     for home in (home for home in _homes(problem) if not too_large.get(home)):  # by weights alone
-        choice = memory.Choice(home, pipeline, float(home == DEVICE))
-        found = _fitting(problem, choice, (DEVICE, "host") if home == DEVICE else ("host",))
+        choice = memory.Choice(home, pipeline, float(home == GPU.executor))
+        found = _fitting(problem, choice, (GPU.executor, HOST) if home == GPU.executor else (HOST,))
         if found is not None:
             return choice, found
     return None
@@ -99,14 +103,14 @@ def _partial(problem: Problem, pipeline: str) -> tuple[memory.Choice, Plan] | No
     """As much as fits on the device, in even shares of every part, beside the longest chunks that fit with none; the
     rest in the nearest home that takes it."""
     limit = problem.device_bytes
-    for home in (home for home in _homes(problem) if home != DEVICE):
+    for home in (home for home in _homes(problem) if home != GPU.executor):
 
         @cache
-        def of(rows: int, shares: int, home: str = home) -> Plan:
-            return plan(problem, memory.Choice(home, pipeline, shares / _SHARES), "host", rows)
+        def of(rows: int, shares: int, home: Tier = home) -> Plan:
+            return plan(problem, memory.Choice(home, pipeline, shares / _SHARES), HOST, rows)
 
         def used(rows: int, shares: int, of: Callable[[int, int], Plan] = of) -> int:
-            return of(rows, shares).tier_bytes()[DEVICE]
+            return of(rows, shares).tier_bytes()[GPU.executor]
 
         rows = next((rows for rows in chunk_options(problem.ask) if used(rows, 0) <= limit), None)
         if rows is None:
@@ -117,7 +121,7 @@ def _partial(problem: Problem, pipeline: str) -> tuple[memory.Choice, Plan] | No
     return None
 
 
-def _fitting(problem: Problem, choice: memory.Choice, kv_homes: tuple[str, ...]) -> Plan | None:
+def _fitting(problem: Problem, choice: memory.Choice, kv_homes: tuple[Tier, ...]) -> Plan | None:
     """The plan with the longest chunks that fits. Whole blocks; the memory-saving pipeline goes below them where they
     leave no room, and nothing else stays."""
     cuts = (True, False) if choice.pipeline == "saving" else (True,)
@@ -131,7 +135,7 @@ def _fitting(problem: Problem, choice: memory.Choice, kv_homes: tuple[str, ...])
 
 
 def _candidate(problem: Problem, choice: memory.Choice, found: Plan) -> Candidate:
-    partly = PARTIAL if choice.home != DEVICE and choice.on_device else ""
+    partly = PARTIAL if choice.home != GPU.executor and choice.on_device else ""
     return Candidate(NAMES[choice.pipeline] + partly, found, _reasons(problem, choice, found))
 
 
@@ -147,7 +151,7 @@ def _reasons(problem: Problem, choice: memory.Choice, found: Plan) -> tuple[str,
         f"{format_bytes(limits.host_bytes)} of RAM, link {format_rate(limits.link_bytes_per_s)}, disk "
         f"{format_rate(limits.disk_bytes_per_s)}: weights {_PLACES[published.home]}, {NAMES[published.pipeline][6:]}"
     )
-    ring = found.ring_bytes.get(DEVICE)
+    ring = found.ring_bytes.get(GPU.executor)
     if ring is None:
         lines = [account, f"all weights {_PLACES[choice.home]}"]
     elif choice.on_device:
@@ -158,7 +162,5 @@ def _reasons(problem: Problem, choice: memory.Choice, found: Plan) -> tuple[str,
         how = "two blocks: one comes while the other computes" if choice.pipeline == "overlapped" else "one block"
         lines.append(f"a ring of {format_bytes(ring)}, for {how}")
     home = found.kv[0].home
-    lines.append(
-        f"KV in {found.kv[0].format.name} {_PLACES[home]}" + (", an attention ahead" if home == "host" else "")
-    )
+    lines.append(f"KV in {found.kv[0].format.name} {_PLACES[home]}" + (", an attention ahead" if home == HOST else ""))
     return tuple(lines)

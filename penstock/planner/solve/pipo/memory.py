@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.planner.solve.beside import LINK
 from penstock.planner.solve.problem import Problem
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
-from penstock.spec.plan import DEVICE
+from penstock.spec.places import DISK, GPU, HOST, Tier
 
-HOMES = (DEVICE, "host", "disk0")
+HOMES = (GPU.executor, HOST, DISK.tier)
 PIPELINES = ("overlapped", "saving")  # performance-optimised, memory-efficient: orders of spec.plan
 
 
@@ -99,7 +98,7 @@ class Limits:
 class Choice:
     """`home` of all weights but the share `on_device`, which is at home on the device; `pipeline`: the plan's order."""
 
-    home: str
+    home: Tier
     pipeline: str
     on_device: float = 0.0
 
@@ -145,12 +144,12 @@ def equation_1(s: Sizes, batch: int, tokens: int, limits: Limits) -> Choice:
     """The configuration as published. It asks for no more than its lines say: the disk is what is left."""
     need, kv = peak_bytes(s, batch, tokens, "overlapped"), s.kv_total_bytes(batch, tokens)
     if s.weights_bytes + need < limits.device_bytes:
-        home = DEVICE
+        home: Tier = GPU.executor
     elif s.weights_bytes + kv < limits.host_bytes and limits.link_is_faster:
-        home = "host"
+        home = HOST
     else:
-        home = "disk0"
-    return Choice(home, "overlapped" if need < limits.device_bytes else "saving", float(home == DEVICE))
+        home = DISK.tier
+    return Choice(home, "overlapped" if need < limits.device_bytes else "saving", float(home == GPU.executor))
 
 
 def limits_of(problem: Problem) -> Limits:
@@ -159,7 +158,7 @@ def limits_of(problem: Problem) -> Limits:
     return Limits(problem.device_bytes, problem.host_bytes, link, disk)
 
 
-_MOVES = ((LINK, "lift"), ("disk0", "load"))
+_MOVES = ((GPU.to_device, "lift"), (DISK.reads, "load"))
 
 
 def block_bytes(problem: Problem) -> tuple[int, int]:

@@ -17,13 +17,14 @@ from dataclasses import replace
 
 from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.homes import kv_layers
-from penstock.planner.solve.beside import LINK, DeviceSkeleton, Split, device_skeleton
+from penstock.planner.solve.beside import DeviceSkeleton, Split, device_skeleton
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import Resident, bytes_of, usual_chunks
 from penstock.planner.solve.powerinfer.activity import Profile, predictor_rank, published
 from penstock.planner.solve.powerinfer.program import LIMIT_S, LayerGroups, Placement, Program, least_groups, solve
 from penstock.planner.solve.problem import Problem, most
-from penstock.spec.plan import DEVICE, Plan, Predictor
+from penstock.spec.places import CPU, GPU, HOST, Tier
+from penstock.spec.plan import Plan, Predictor
 from penstock.units import format_bytes
 
 NAME = "hot and cold neurons (PowerInfer)"
@@ -48,7 +49,7 @@ def with_profile(problem: Problem, profile: Profile, limit_s: float = LIMIT_S) -
         return
     for prompts in (True, False) if ask.prompt_tokens <= _SHORT_PROMPT else (True,):
         for chunk_rows in usual_chunks(ask):
-            skeleton = device_skeleton(problem, Split("CPU", 0.0, problem.layers, DEVICE, prompts), chunk_rows)
+            skeleton = device_skeleton(problem, Split("CPU", 0.0, problem.layers, GPU.executor, prompts), chunk_rows)
             found = _filled(skeleton, profile, limit_s)
             if found is not None:
                 plan, placement = found
@@ -63,7 +64,7 @@ def device_share(plan: Plan, profile: Profile) -> float:
         part = sizes[unit.part]
         for i in range(unit.lo, unit.hi) if part.kind == "ffn" else ():
             active = profile.layers[part.layer][i] * part.rows_of(i, i + 1)
-            there, whole = there + active * (unit.decode == DEVICE), whole + active
+            there, whole = there + active * (unit.decode == GPU.executor), whole + active
     return there / whole
 
 
@@ -71,13 +72,13 @@ def program_of(problem: Problem, profile: Profile, device_bytes: int, host_bytes
     """Coefficients are the machine's: what a group takes on either executor; a synchronisation is a task's way to the
     device and one to the CPU, and activations over the link both ways."""
     cost, kind, row_bytes = problem.cost, problem.weights.kind, 4 * problem.spec.d_model
-    sync_s = sum(cost.call_s(lane, "copy", "*", nbytes=row_bytes) for lane in (LINK, "d2h0"))
-    sync_s += sum(cost.task_s(lane) for lane in (DEVICE, "host"))
+    sync_s = sum(cost.call_s(lane, "copy", "*", nbytes=row_bytes) for lane in (GPU.to_device, GPU.to_host))
+    sync_s += sum(cost.task_s(lane) for lane in (GPU.kernels, CPU))
     layers = []
     for part in problem.of_kind("ffn"):
         rows = [part.rows_of(i, i + 1) / part.granule_rows for i in range(part.granules)]  # of the last one fewer
         impacts = tuple(f * share for f, share in zip(profile.layers[part.layer], rows, strict=True))
-        device_s, host_s = (cost.least_s(lane, "ffn", kind, 1, part.granule_bytes) for lane in (DEVICE, "host"))
+        device_s, host_s = (cost.least_s(lane, "ffn", kind, 1, part.granule_bytes) for lane in (GPU.kernels, CPU))
         least = least_groups(part.granule_rows, device_s, host_s, sync_s)
         layers.append(LayerGroups(impacts, part.granule_bytes, least))
     return Program(tuple(layers), device_bytes, host_bytes)
@@ -86,20 +87,22 @@ def program_of(problem: Problem, profile: Profile, device_bytes: int, host_bytes
 def _filled(skeleton: DeviceSkeleton, profile: Profile, limit_s: float) -> tuple[Plan, Placement] | None:
     problem, limit = skeleton.problem, skeleton.problem.device_bytes
 
-    def used(attention: int, predictors: int, ffns: Resident | None = None) -> dict[str, int]:
+    def used(attention: int, predictors: int, ffns: Resident | None = None) -> dict[Tier, int]:
         return _plan(skeleton, profile, attention, predictors, ffns or {}).tier_bytes()
 
-    if used(0, 0)[DEVICE] > limit:
+    if used(0, 0)[GPU.executor] > limit:
         return None
-    predictors = most(problem.layers, lambda count: used(0, count)[DEVICE], limit)
-    attention = most(problem.layers, lambda count: used(count, predictors)[DEVICE], limit)
+    predictors = most(problem.layers, lambda count: used(0, count)[GPU.executor], limit)
+    attention = most(problem.layers, lambda count: used(count, predictors)[GPU.executor], limit)
     bare, ffns = used(attention, predictors), problem.of_kind("ffn")
     total = sum(part.nbytes for part in ffns)
-    host_bytes = problem.host_bytes - (bare["host"] - total)
+    host_bytes = problem.host_bytes - (bare[HOST] - total)
     # Kernels need more scratch for units that stay than for those that cross the link: as much as for even shares.
-    spare = (limit - bare[DEVICE]) // ARENA_ALIGN * ARENA_ALIGN
+    spare = (limit - bare[GPU.executor]) // ARENA_ALIGN * ARENA_ALIGN
     even = {part.key: int(part.granules * min(1.0, spare / total)) for part in ffns}
-    spare -= max(0, used(attention, predictors, even)[DEVICE] - bare[DEVICE] - bytes_of(problem.parts, even))
+    spare -= max(
+        0, used(attention, predictors, even)[GPU.executor] - bare[GPU.executor] - bytes_of(problem.parts, even)
+    )
     for _ in range(_ATTEMPTS):
         placement = solve(program_of(problem, profile, spare, host_bytes), limit_s) if spare >= 0 else None
         if placement is None:
@@ -108,7 +111,7 @@ def _filled(skeleton: DeviceSkeleton, profile: Profile, limit_s: float) -> tuple
         plan = _plan(skeleton, profile, attention, predictors, chosen)
         if problem.fits(plan):
             return _with_activity(plan, profile), placement
-        spare -= max(ARENA_ALIGN, plan.tier_bytes()[DEVICE] - limit)
+        spare -= max(ARENA_ALIGN, plan.tier_bytes()[GPU.executor] - limit)
     return None
 
 
@@ -120,7 +123,7 @@ def _plan(skeleton: DeviceSkeleton, profile: Profile, attention: int, predictors
     there |= {f"{i}.attn": problem.parts[f"{i}.attn"].granules for i in range(attention)}
     found = tuple(
         Predictor(
-            i, predictor_rank(problem.spec.d_model, sum(layer) / len(layer)), DEVICE if i < predictors else "host"
+            i, predictor_rank(problem.spec.d_model, sum(layer) / len(layer)), GPU.executor if i < predictors else HOST
         )
         for i, layer in enumerate(profile.layers)
     )
@@ -145,14 +148,14 @@ def _reasons(plan: Plan, profile: Profile, placement: Placement, prompts: bool) 
     for unit in plan.units:
         if sizes[unit.part].kind == "ffn":
             nbytes = plan.unit_bytes(unit)
-            hot, whole = hot + nbytes * (unit.home == DEVICE), whole + nbytes
-    predictors = {DEVICE: 0, "host": 0}
+            hot, whole = hot + nbytes * (unit.home == GPU.executor), whole + nbytes
+    predictors = {GPU.executor: 0, HOST: 0}
     for predictor in plan.predictors:
         predictors[predictor.home] += layout.predictor_part(predictor).nbytes
-    attention, layers = kv_layers(plan, DEVICE), len(profile.layers)
-    where = f"predictors take {format_bytes(predictors[DEVICE])} of device memory"
-    if predictors["host"]:
-        where += f" and {format_bytes(predictors['host'])} of RAM"
+    attention, layers = kv_layers(plan, GPU.executor), len(profile.layers)
+    where = f"predictors take {format_bytes(predictors[GPU.executor])} of device memory"
+    if predictors[HOST]:
+        where += f" and {format_bytes(predictors[HOST])} of RAM"
     return (
         f"a token is expected to need {profile.mean:.0%} of the FFNs' neurons: {profile.source}",
         f"the hottest {format_bytes(hot)} of {format_bytes(whole)} of FFNs stay in device memory and make "

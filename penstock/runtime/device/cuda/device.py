@@ -24,7 +24,8 @@ from penstock.runtime.device.cuda.bind import TorchBinding
 from penstock.runtime.device.cuda.graphs import Graphs
 from penstock.runtime.device.cuda.lanes import AtOnce, Streams, failed
 from penstock.runtime.device.cuda.pinned import Pinned
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.places import GPU, HOST
+from penstock.spec.plan import Plan
 from penstock.units import MIB, format_bytes
 
 # Of what the context takes: torch's products (32 MiB a stream on large cards, cuBLAS), and what it rounds up to.
@@ -82,7 +83,7 @@ class TorchDevice:
             raise DoesNotFit(
                 f"device memory of {format_bytes(self._limit_bytes)} is too little: with {arena} it would be"
                 f" {format_bytes(need)}",
-                tier=DEVICE, need_bytes=need, have_bytes=self._limit_bytes, minimum_bytes=need,
+                tier=GPU.executor, need_bytes=need, have_bytes=self._limit_bytes, minimum_bytes=need,
             )  # fmt: skip
         try:
             self._memory[arena] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -96,7 +97,7 @@ class TorchDevice:
     def attach(self, plan: Plan, arenas: Arenas, cpu: Callable[[], Binding]) -> None:
         memory = dict(self._memory)
         for arena in plan.arenas:
-            if arena.tier == "host":
+            if arena.tier == HOST:
                 whole = arenas.whole(arena.name)
                 memory[arena.name] = torch.from_numpy(whole)
                 if _crosses(arena.name):
@@ -110,12 +111,12 @@ class TorchDevice:
 
     def upload(self, target: Slot, source: NDArray[np.uint8]) -> Underway:
         there, here = self._memory[target.arena][target.lo : target.hi], torch.from_numpy(source)
-        return self._lanes.enqueue("h2d0", lambda: _ignored(there.copy_(here, non_blocking=True)), ())
+        return self._lanes.enqueue(GPU.to_device, lambda: _ignored(there.copy_(here, non_blocking=True)), ())
 
     def start(self, task: Task, after: Sequence[Underway]) -> Underway:
         assert self._binding is not None and self._graphs is not None, "a device computes when it is attached"
         binding, graphs, lane = self._binding, self._graphs, task.lanes[0]
-        if lane == DEVICE:
+        if lane == GPU.kernels:
             return self._lanes.enqueue(lane, lambda: graphs.run(task), after)
         return self._lanes.enqueue(lane, lambda: binding.run(task), after)
 

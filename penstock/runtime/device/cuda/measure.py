@@ -21,8 +21,8 @@ from penstock.runtime.device.cuda.device import WORKSPACE_BYTES
 from penstock.runtime.device.cuda.found import Card, find
 from penstock.runtime.device.cuda.probe import Found, probe_device
 from penstock.spec import machine as machines
-from penstock.spec.machine import PROCESS_BYTES, MachineSpec, Sharing, Tier
-from penstock.spec.plan import DEVICE
+from penstock.spec.machine import PROCESS_BYTES, Capacity, MachineSpec, Sharing
+from penstock.spec.places import CPU, GPU
 from penstock.units import MIB, round_up
 
 _HOLD = "hold"
@@ -43,10 +43,13 @@ def measure(machine: MachineSpec) -> MachineSpec:
 def with_device(machine: MachineSpec, card: Card, found: Found, context_bytes: int, process_bytes: int) -> MachineSpec:
     """`process_bytes`: the peak of a process that drives the device."""
     lanes = {rate.lane for rate in found.rates}
-    sharing = (Sharing("host", "h2d0", found.beside_copies), Sharing("host", "d2h0", found.beside_copies))
+    sharing = (Sharing(CPU, GPU.to_device, found.beside_copies), Sharing(CPU, GPU.to_host, found.beside_copies))
     return replace(
         machine,
-        tiers=(*(t for t in machine.tiers if t.name != DEVICE), Tier(DEVICE, card.free_bytes, card.name)),
+        tiers=(
+            *(t for t in machine.tiers if t.name != GPU.executor),
+            Capacity(GPU.executor, card.free_bytes, card.name),
+        ),
         rates=(*(rate for rate in machine.rates if rate.lane not in lanes), *found.rates),
         sharing=(*(s for s in machine.sharing if s.beside not in lanes), *sharing),
         context_bytes=round_up(context_bytes + WORKSPACE_BYTES, MIB),

@@ -25,7 +25,8 @@ from penstock.runtime.fit import Fit, Tell, fit, fit_well
 from penstock.runtime.probe_ops import PRODUCTS, ROW_OPS, Timed, attention_rates, probe_plan, some_numbers
 from penstock.spec.format import DEFAULT_GROUP, Format, parse_format
 from penstock.spec.machine import Rate
-from penstock.spec.plan import DEVICE, Plan
+from penstock.spec.places import GPU
+from penstock.spec.plan import Plan
 from penstock.units import KIB, MIB
 
 FORMATS = ("int4", "int8", "float16", "bfloat16", "float32")
@@ -88,7 +89,7 @@ def probe_device(
         layers = _Layers(device, clock, parse_format(kind), Format("float16"), most_bytes)
         rates += layers.rates(tell, every_op=not number)
         if not number:
-            rates.append(Rate(DEVICE, "call", "*", layers.launch_s(), 0.0))
+            rates.append(Rate(GPU.kernels, "call", "*", layers.launch_s(), 0.0))
     for kv in kv_formats:
         layers = _Layers(device, clock, Format("int4", DEFAULT_GROUP), parse_format(kv), most_bytes, mostly_kv=True)
         rates += layers.attention_rates(kv, tell)
@@ -101,12 +102,12 @@ def _link(device: torch.device, clock: Clock, copies: Sequence[int], tell: Tell)
     found = []
     for kind, pinned in (("*", True), ("pageable", False)):
         here = torch.empty(max(copies), dtype=torch.uint8, pin_memory=pinned and device.type != "cpu")
-        for lane in ("h2d0", "d2h0"):
+        for lane in (GPU.to_device, GPU.to_host):
 
             def points(lane: str = lane, here: Tensor = here) -> list[tuple[float, float]]:
                 timed = []
                 for nbytes in copies:
-                    target, source = (there, here) if lane == "h2d0" else (here, there)
+                    target, source = (there, here) if lane == GPU.to_device else (here, there)
                     copy = _copy(target[:nbytes], source[:nbytes])
                     timed.append((float(nbytes), clock.seconds(copy, max(1, 64 * MIB // nbytes))))
                 return timed
@@ -135,7 +136,7 @@ def _round_trip(device: torch.device, clock: Clock) -> Rate:
         return (time.perf_counter() - start_s) / repeats
 
     sync_s = statistics.median(wall_s(round_trip, 50) for _ in range(5))
-    return Rate(DEVICE, "task", "*", sync_s / 2, 0.0)
+    return Rate(GPU.kernels, "task", "*", sync_s / 2, 0.0)
 
 
 def _beside(device: torch.device, clock: Clock, ram_read_s: Callable[[], float], nbytes: int) -> float:
@@ -166,7 +167,7 @@ class _Layers:
         some = torch.from_numpy(some_numbers())
         memory = {}
         for arena in self.plan.arenas:
-            at = device if arena.tier == DEVICE else torch.device("cpu")
+            at = device if arena.tier == GPU.executor else torch.device("cpu")
             if arena.name in ("gpu0.weights", "gpu0.kv"):
                 memory[arena.name] = some.to(at).repeat(-(-arena.bytes // len(some)))[: arena.bytes]
             else:  # tokens among it, which must be in the vocabulary
@@ -183,22 +184,22 @@ class _Layers:
                 most = 0 if rows is _ROWS[-1] else rows[-1]
                 if over == "bytes":
                     s_per_byte.setdefault(op, line.slope_s)
-                    rates.append(Rate(DEVICE, op, self._kind, line.alpha_s, line.slope_s, 0.0, line.r2, most))
+                    rates.append(Rate(GPU.kernels, op, self._kind, line.alpha_s, line.slope_s, 0.0, line.r2, most))
                 else:
                     rates.append(
-                        Rate(DEVICE, op, self._kind, line.alpha_s, s_per_byte[op], line.slope_s, line.r2, most)
+                        Rate(GPU.kernels, op, self._kind, line.alpha_s, s_per_byte[op], line.slope_s, line.r2, most)
                     )
         if every_op:
             for op, line in self._fits(ROW_OPS, (1, 64, 512), "bytes", tell).items():
-                rates.append(Rate(DEVICE, op, "*", line.alpha_s, line.slope_s, 0.0, line.r2))
+                rates.append(Rate(GPU.kernels, op, "*", line.alpha_s, line.slope_s, 0.0, line.r2))
             slowest = max(rate.s_per_byte for rate in rates)
-            rates.append(Rate(DEVICE, "*", "*", min(rate.alpha_s for rate in rates), slowest))
+            rates.append(Rate(GPU.kernels, "*", "*", min(rate.alpha_s for rate in rates), slowest))
         return rates
 
     def attention_rates(self, kv: str, tell: Tell) -> list[Rate]:
         rows = _ROWS[-1][-1]
         places = _STARTS, (0, _CONTEXT - rows), rows
-        return attention_rates(DEVICE, kv, lambda rows, start: self._time(rows, start, ("attend",)), *places, tell)
+        return attention_rates(GPU.kernels, kv, lambda rows, start: self._time(rows, start, ("attend",)), *places, tell)
 
     def _fits(self, ops: Sequence[str], rows: Sequence[int], over: str, tell: Tell) -> dict[str, Fit]:
         timed = [t for n in rows for t in self._time(n, 0 if n > 1 else _CONTEXT // 2, ops)]
@@ -215,7 +216,7 @@ class _Layers:
         tasks = Lowering(self.plan).step(Pass("prefill" if rows > 1 else "decode", (batch,), None))
         alike: dict[tuple[str, int, int], list[Call]] = {}
         for task in tasks:
-            if task.lanes[0] == DEVICE:
+            if task.lanes[0] == GPU.kernels:
                 self._binding.prepare(task)
                 for call in task.calls:
                     if call.op in ops:
@@ -225,7 +226,7 @@ class _Layers:
     def launch_s(self) -> float:
         """Of the thread that launches the calls of a step one by one, a call."""
         batch = Batch(0, (0,), (_CONTEXT // 2,), (1,), (0,))
-        tasks = [t for t in Lowering(self.plan).step(Pass("decode", (batch,), None)) if t.lanes[0] == DEVICE]
+        tasks = [t for t in Lowering(self.plan).step(Pass("decode", (batch,), None)) if t.lanes[0] == GPU.kernels]
         for task in tasks:
             self._binding.prepare(task)
             self._binding.run(task)
@@ -261,9 +262,9 @@ def _on_device(plan: Plan) -> Plan:
     """The same plan with everything at home on the device."""
     moved = replace(
         plan,
-        units=tuple(replace(u, home=DEVICE, decode=DEVICE, prefill=DEVICE) for u in plan.units),
-        kv=tuple(replace(home, home=DEVICE, attend=DEVICE) for home in plan.kv),
-        acts=tuple(replace(home, home=DEVICE) for home in plan.acts),
+        units=tuple(replace(u, home=GPU.executor, decode=GPU.executor, prefill=GPU.executor) for u in plan.units),
+        kv=tuple(replace(home, home=GPU.executor, attend=GPU.executor) for home in plan.kv),
+        acts=tuple(replace(home, home=GPU.executor) for home in plan.acts),
         stage_bytes=MIB,
     )
     return with_arenas(moved)

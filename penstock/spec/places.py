@@ -1,0 +1,118 @@
+"""The places of a machine and their names: tiers hold bytes, executors compute, lanes do one thing after the other.
+
+Plans, machine files and tasks name places by short strings. This module alone spells them:
+
+    tier        holds bytes: RAM `host`, a device's memory `gpu0`, a disk `disk0`
+    executor    computes, on bytes in the tier that it is named after: `host` (the CPU), `gpu0`
+    lane        an executor's kernels (named after it); a disk's reads `disk0` and writes `disk_write0`; the link to a
+                device `h2d0` and back `d2h0`
+
+The types are strings at run time. An executor may stand wherever its tier is asked for.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple, NewType
+
+Tier = NewType("Tier", str)
+Executor = NewType("Executor", Tier)
+Lane = NewType("Lane", str)
+
+HOST = Executor(Tier("host"))  # the CPU; also the tier that it computes on, RAM
+CPU = Lane("host")  # its kernels
+
+
+class Device(NamedTuple):
+    """An accelerator. `executor`: also the tier of its memory. `kernels`: the lane of what it computes. `to_device`,
+    `to_host`: the two directions of its link to RAM."""
+
+    executor: Executor
+    kernels: Lane
+    to_device: Lane
+    to_host: Lane
+
+
+class Disk(NamedTuple):
+    """A disk, with a lane of its reads and one of its writes."""
+
+    tier: Tier
+    reads: Lane
+    writes: Lane
+
+
+@lru_cache
+def device(index: int) -> Device:
+    """The `index`-th device, from 0."""
+    name = f"gpu{index}"
+    return Device(Executor(Tier(name)), Lane(name), Lane(f"h2d{index}"), Lane(f"d2h{index}"))
+
+
+@lru_cache
+def disk(index: int) -> Disk:
+    """The `index`-th disk, from 0. Disk 0 is the one that the model and KV lie on where there is only one."""
+    return Disk(Tier(f"disk{index}"), Lane(f"disk{index}"), Lane(f"disk_write{index}"))
+
+
+def is_device(place: str) -> bool:
+    """Whether a tier, an executor or a lane is a device, its memory or its kernels."""
+    number = place.removeprefix("gpu")
+    return number != place and number.isdecimal() and len(number) < 4  # a machine file may name anything
+
+
+def is_disk(tier: str) -> bool:
+    """Whether a tier is a disk; of lanes, whether one reads or writes a disk."""
+    return tier.startswith("disk")
+
+
+def is_link(lane: str) -> bool:
+    """Whether a lane is one direction of a device's link."""
+    return lane.startswith(("h2d", "d2h"))
+
+
+def device_of(executor: Tier) -> Device:
+    """The device that an executor, or a tier of device memory, belongs to."""
+    return device(int(executor.removeprefix("gpu")))
+
+
+def disk_of(tier: Tier) -> Disk:
+    """The disk that a tier is."""
+    return disk(int(tier.removeprefix("disk")))
+
+
+def kernels_of(executor: Executor) -> Lane:
+    """The lane on which an executor computes."""
+    return Lane(executor)
+
+
+def tier_of(arena: str) -> Tier:
+    """The tier of an arena, `host.ring`."""
+    return Tier(arena.partition(".")[0])
+
+
+def executor_of(memory: Tier) -> Executor:
+    """Who computes on a tier of memory."""
+    assert not is_disk(memory), "nobody computes on a disk"
+    return Executor(memory)
+
+
+def lane_between(source: Tier, target: Tier) -> Lane:
+    """The lane that carries bytes from one tier to another, one of which is RAM."""
+    if source == HOST:
+        return disk_of(target).writes if is_disk(target) else device_of(target).to_device
+    assert target == HOST, f"nothing goes from {source} to {target} without crossing RAM"
+    return disk_of(source).reads if is_disk(source) else device_of(source).to_host
+
+
+def reads_disk(lane: Lane) -> bool:
+    """Whether a lane is that of a disk's reads."""
+    return lane.removeprefix("disk").isdigit()
+
+
+def nearness(tier: Tier) -> tuple[int, str]:
+    """A key to sort tiers by, the fastest first: devices, RAM, disks."""
+    return 0 if is_device(tier) else 2 if is_disk(tier) else 1, tier
+
+
+# The device and the disk that the planner places on, and that a machine's figures are measured for.
+GPU, DISK = device(0), disk(0)
