@@ -131,8 +131,12 @@ def _repeated(lowering: Lowering, p: Pass) -> Iterator[list[Task]]:
 
 
 def _alike(tasks: list[Task], others: list[Task]) -> bool:
-    """Whether two passes are the same but for ids, and for what they wait for."""
-    return [t.writes for t in tasks] == [t.writes for t in others]
+    """Whether two passes are the same but for ids. Their edges too: an edge that an earlier one implies is left out, so
+    the first passes may lack some that the later ones have."""
+    first, other = tasks[0].id, others[0].id
+    return [(t.writes, [i - first for i in t.after]) for t in tasks] == [
+        (t.writes, [i - other for i in t.after]) for t in others
+    ]
 
 
 def _sampled(wanted: list[Pass]) -> Iterator[tuple[Pass, int]]:
