@@ -130,54 +130,57 @@ class Lowering:
 
     def _block(self, p: Pass, layer: int, kind: str) -> Iterator[Task]:
         """Norm, the units' partial sums on each executor, merge; for every batch."""
-        calls = self._calls
-        part = self.parts[f"{layer}.{kind}"]
-        units = calls.units[part.key]
-        main, purpose = self.plan.main, p.purpose
-        delegated = kind == "attn" and layer in self.layout.delegated
         if layer or kind == "ffn":
             self._begin_block(p, 2 * layer + (kind == "ffn"))
-        row_bytes = 4 * self.plan.target.spec.d_model
-        executors = sorted({self.plan.units[u].executor(purpose) for u in units}, key=lambda name: name == HOST)
-        for batch in p.batches:
-            self._norm(batch, f"{layer}.norms", f"{kind}_in", layer, range(batch.total_rows))
-            for executor in executors:
-                if executor != main:
-                    calls.copy(batch, "h", batch.total_rows * row_bytes, main, executor)
-            if kind == "ffn" and purpose == "decode":
-                self._predict(layer, batch, executors)
-        if len(executors) > 1:  # what one executor waits for does not wait for the other one's share
-            self._emit.close(kernels_of(main))
+        found = {self.plan.units[u].executor(p.purpose) for u in self._calls.units[f"{layer}.{kind}"]}
+        executors = sorted(found, key=lambda name: name == HOST)
+        self._inputs(p, layer, kind, executors)
         for executor in executors:
-            if delegated:
+            if kind == "attn" and layer in self.layout.delegated:
                 yield from self._attention.delegated(p, layer, executor)
-                continue
-            started: set[int] = set()
-            for u in units:
-                if self.plan.units[u].executor(purpose) != executor:
-                    continue
-                weights = self._streams.take(u, purpose)
-                for batch in p.batches:
-                    first = batch.id not in started
-                    started.add(batch.id)
-                    if kind == "attn":
-                        self._attention.unit(layer, u, executor, weights, batch, first)
-                    else:
-                        self._ffn(layer, u, executor, weights, batch, first, purpose)
-                self._streams.release(u, purpose)
-                yield from self._emit.closed()
-            if executor != main:
-                for batch in p.batches:
-                    nbytes = batch.total_rows * row_bytes
-                    calls.copy(batch, "partial", nbytes, executor, main, f"partial.{executor}")
-            if len(executors) > 1:
-                self._emit.close(kernels_of(executor))
+            else:
+                yield from self._share(p, layer, kind, executor)
+                if len(executors) > 1:
+                    self._emit.close(kernels_of(executor))
         for batch in p.batches:
             self._merge(batch, layer, kind, executors)
         if kind == "attn" and self.plan.order != "flexgen":
             self._attention.save_kv(p, layer)
         self._sync()
         yield from self._emit.closed()
+
+    def _inputs(self, p: Pass, layer: int, kind: str, executors: list[Executor]) -> None:
+        """The block's norm, on the main executor, and what the others need of it."""
+        main, row_bytes = self.plan.main, 4 * self.plan.target.spec.d_model
+        for batch in p.batches:
+            self._norm(batch, f"{layer}.norms", f"{kind}_in", layer, range(batch.total_rows))
+            for executor in executors:
+                if executor != main:
+                    self._calls.copy(batch, "h", batch.total_rows * row_bytes, main, executor)
+            if kind == "ffn" and p.purpose == "decode":
+                self._predict(layer, batch, executors)
+        if len(executors) > 1:  # what one executor waits for does not wait for the other one's share
+            self._emit.close(kernels_of(main))
+
+    def _share(self, p: Pass, layer: int, kind: str, executor: Executor) -> Iterator[Task]:
+        """One executor's units of the block, and its partial sums to the main executor."""
+        started: set[int] = set()
+        for u in self._calls.units[f"{layer}.{kind}"]:
+            if self.plan.units[u].executor(p.purpose) != executor:
+                continue
+            weights = self._streams.take(u, p.purpose)
+            for batch in p.batches:
+                first = batch.id not in started
+                started.add(batch.id)
+                if kind == "attn":
+                    self._attention.unit(layer, u, executor, weights, batch, first)
+                else:
+                    self._ffn(layer, u, executor, weights, batch, first, p.purpose)
+            self._streams.release(u, p.purpose)
+            yield from self._emit.closed()
+        main, row_bytes = self.plan.main, 4 * self.plan.target.spec.d_model
+        for batch in p.batches if executor != main else ():
+            self._calls.copy(batch, "partial", batch.total_rows * row_bytes, executor, main, f"partial.{executor}")
 
     def _predict(self, layer: int, batch: Batch, executors: list[Executor]) -> None:
         """Which neurons of its FFN the batch needs, for every executor of some of them (PowerInfer §4.2)."""
