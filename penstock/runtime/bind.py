@@ -20,7 +20,7 @@ from penstock.runtime.arena import Arenas
 from penstock.runtime.batch_tables import positions
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskReader, Load, poison
-from penstock.spec.parts import Part
+from penstock.spec.parts import Part, norm_before
 from penstock.spec.places import is_disk
 from penstock.spec.plan import Plan
 
@@ -100,14 +100,12 @@ class Binding:
         )  # fmt: skip
 
     def _norm(self, call: Call, op: ops.Norm) -> None:
-        batch, spec, final = _batch(call), self._spec, op.layer is None
-        part = self._parts["edges" if op.layer is None else f"{op.layer}.norms"]
-        present = spec.final_norm if op.layer is None else spec.layers[op.layer].norm_in
-        n, width = (len(batch.logits), spec.d_embed) if final else (batch.total_rows, spec.d_model)
+        batch, (key, present, width) = _batch(call), norm_before(self._spec, op.layer)
+        chosen = batch.logits if op.layer is None else None
+        shape = (batch.total_rows if chosen is None else len(chosen), width)
         dense.norm_in(
-            self._rows(op.x, batch.total_rows), self._arenas.view(op.norms), part, op.which, spec, present,
-            self._arenas.array(op.h, np.float32, (n, width)), self._scratch(op.scratch),
-            batch.logits if final else None,
+            self._rows(op.x, batch.total_rows), self._arenas.view(op.norms), self._parts[key], op.which, self._spec,
+            present, self._arenas.array(op.h, np.float32, shape), self._scratch(op.scratch), chosen,
         )  # fmt: skip
 
     def _head(self, call: Call, op: ops.Head) -> None:
@@ -146,11 +144,9 @@ class Binding:
         )  # fmt: skip
 
     def _out(self, call: Call, op: ops.Out) -> None:
-        t = _batch(call).total_rows
-        a, unit = self._spec.layers[op.layer].attention, self._plan.units[call.unit]
-        part = self._parts[unit.part]
+        t, part, a = _batch(call).total_rows, self._parts[f"{op.layer}.attn"], self._spec.layers[op.layer].attention
         attention.out(
-            self._granules(op.weights, part), part, unit.lo, a,
+            self._granules(op.weights, part), part, self._plan.units[call.unit].lo, a,
             self._arenas.array(op.a, np.float32, (t, a.heads, a.head_dim)), self._rows(op.partial, t),
             op.starts_sum, self._scratch(op.scratch),
         )  # fmt: skip

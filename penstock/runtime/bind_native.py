@@ -21,6 +21,7 @@ from penstock.runtime.bind import Binding, _batch
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskReader
 from penstock.spec.format import Format
+from penstock.spec.parts import norm_before
 from penstock.spec.plan import Plan
 
 # What ops are called on: they run at once, or are written down.
@@ -198,8 +199,8 @@ class NativeBinding(Binding):
 
     def _norm_on(self, on: Target, call: Call, op: ops.Norm, tables: BatchTables) -> None:
         batch, at, final = _batch(call), self._arenas.address, op.layer is None
-        part = self._parts["edges" if op.layer is None else f"{op.layer}.norms"]
-        present = self._spec.final_norm if op.layer is None else self._spec.layers[op.layer].norm_in
+        key, present, _ = norm_before(self._spec, op.layer)
+        part = self._parts[key]
         norm = cpu.norm(self._spec.norm if present else None, part, op.which, at(op.norms))
         chosen, n = (tables.chosen_address, len(batch.logits)) if final else (0, batch.total_rows)
         on.norm(norm=norm, x=at(op.x), chosen=chosen, t=n, d=self._spec.d_model, h=at(op.h))

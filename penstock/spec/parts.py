@@ -207,5 +207,13 @@ def parts_by_key(model: ModelSpec, weights: Format) -> Mapping[str, Part]:
     return MappingProxyType({part.key: part for part in parts(model, weights)})
 
 
+def norm_before(spec: ModelSpec, layer: int | None) -> tuple[str, bool, int]:
+    """Of a block of a layer, of the head where that is None: the key of the part that holds the norm before it, whether
+    the model has that norm, and the values of a row."""
+    if layer is None:
+        return "edges", spec.final_norm, spec.d_embed
+    return f"{layer}.norms", spec.layers[layer].norm_in, spec.d_model
+
+
 def head_key(model: ModelSpec) -> str:
     return "embed" if model.tied else "head"

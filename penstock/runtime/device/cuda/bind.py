@@ -18,7 +18,7 @@ from penstock.kernels.gpu.cache import KvPool
 from penstock.kernels.gpu.choose import Kernels
 from penstock.kernels.gpu.memory import Scratch
 from penstock.runtime.device.cuda.tables import tables_of
-from penstock.spec.parts import Part
+from penstock.spec.parts import Part, norm_before
 from penstock.spec.plan import Plan
 
 
@@ -84,13 +84,12 @@ class TorchBinding:
         )  # fmt: skip
 
     def _norm(self, call: Call, op: ops.Norm) -> None:
-        batch, spec, final = _batch(call), self._spec, op.layer is None
-        part = self._parts["edges" if op.layer is None else f"{op.layer}.norms"]
-        present = spec.final_norm if op.layer is None else spec.layers[op.layer].norm_in
-        n, width = (len(batch.logits), spec.d_embed) if final else (batch.total_rows, spec.d_model)
+        batch, (key, present, width) = _batch(call), norm_before(self._spec, op.layer)
+        final = op.layer is None
+        shape = (len(batch.logits) if final else batch.total_rows, width)
         dense.norm_in(
-            self._rows(op.x, batch.total_rows), self._view(op.norms), part, op.which, spec, present,
-            self._typed(op.h, torch.float32, (n, width)), self._kernels, self._scratch(op.scratch),
+            self._rows(op.x, batch.total_rows), self._view(op.norms), self._parts[key], op.which, self._spec, present,
+            self._typed(op.h, torch.float32, shape), self._kernels, self._scratch(op.scratch),
             self._tables[batch.id].chosen if final else None,
         )  # fmt: skip
 
@@ -128,11 +127,9 @@ class TorchBinding:
         )  # fmt: skip
 
     def _out(self, call: Call, op: ops.Out) -> None:
-        t = _batch(call).total_rows
-        a, unit = self._spec.layers[op.layer].attention, self._plan.units[call.unit]
-        part = self._parts[unit.part]
+        t, part, a = _batch(call).total_rows, self._parts[f"{op.layer}.attn"], self._spec.layers[op.layer].attention
         attention.out(
-            self._granules(op.weights, part), part, unit.lo, a,
+            self._granules(op.weights, part), part, self._plan.units[call.unit].lo, a,
             self._typed(op.a, torch.float32, (t, a.heads, a.head_dim)), self._rows(op.partial, t), op.starts_sum,
             self._kernels, self._scratch(op.scratch),
         )  # fmt: skip
