@@ -7,13 +7,16 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// Granules [lo, hi) of a call, all of one four of the layer.
+// Granules [lo, hi) of a call, all of one four of the layer. `continues`: the sum of this four was begun by granules
+// before these. `keeps`: it goes on with granules after these.
 struct Four {
     int lo, hi;
     bool continues, keeps;
 };
 
-// The fours that granules [begin, end) of a call with `all` of them touch.
+// The fours that granules [begin, end) of a call with `all` granules touch. Fours are counted from the layer's first
+// granule, so the first and the last of them may reach beyond these granules: into others of the same call, or, at the
+// call's own ends, into the units beside it, of which the operands tell (`FfnSum`).
 struct Fours {
     const FfnSum& sum;
     int begin, end, all, first, count;
@@ -26,8 +29,9 @@ struct Fours {
           count((s.granule + to - 1) / kSumGranules - first + 1) {}
     Four at(int i) const {
         const int lo = (first + i) * kSumGranules - sum.granule, hi = lo + kSumGranules;
-        return {std::max(lo, begin), std::min(hi, end), begin == 0 ? i == 0 && sum.continues : lo < begin,
-                end == all ? i == count - 1 && sum.keeps : hi > end};
+        const bool at_start = begin == 0 && i == 0, at_end = end == all && i == count - 1;
+        return {std::max(lo, begin), std::min(hi, end), at_start ? sum.continues : lo < begin,
+                at_end ? sum.keeps : hi > end};
     }
 };
 
