@@ -8,7 +8,7 @@ from penstock.spec.places import CPU, DISK
 from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from penstock.serve.bench_result import Result, Spread
+    from penstock.serve.bench_result import Measured, Result
 
 _ROW = "{:<26}{:>12}{:>26}{:>14}{:>8}"
 
@@ -39,7 +39,7 @@ def _speeds(found: Result) -> list[str]:
     p = found.prediction
     lines = [_ROW.format("", "measured", "least … most", "predicted", "ratio")]
 
-    def row(name: str, value: Spread, predicted: float, shown: str) -> None:
+    def row(name: str, value: Measured, predicted: float, shown: str) -> None:
         between = f"{_value(value.least, shown)} … {_value(value.most, shown)}"
         ratio = f"{value.median / predicted:.2f}" if predicted else "–"
         lines.append(_ROW.format(name, _value(value.median, shown), between, _value(predicted, shown), ratio))

@@ -203,7 +203,8 @@ def as_path(text: str) -> Path:
 
 
 def cache_folder(name: str | None) -> Path:
-    """The folder of --cache, or of what the environment says: XDG counts where it is an absolute path."""
+    """The folder of --cache, or of what the environment says: XDG counts where it is an absolute path. Raises
+    BadRequest for an empty name."""
     from penstock.serve.planning import default_cache
 
     if name == "":

@@ -127,7 +127,8 @@ def _tell(engine: Engine, generation: Generation) -> None:
 
 
 def read_prompt(prompt: str | None) -> str:
-    """PROMPT, or all of standard input less the newline that ends it."""
+    """PROMPT, or all of standard input less the newline that ends it. Raises BadRequest where that is
+    too long or not UTF-8."""
     if prompt is not None:
         return prompt
     from penstock.store.files import MAX_TEXT_BYTES

@@ -46,7 +46,7 @@ _KV_HOMES = (
 
 
 def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
-    """`spec`, `weights`: of the model that it should be for."""
+    """`spec`, `weights`: of the model that it should be for. Raises BadRequest."""
     _check_model(plan.models, spec, weights)
     _check_numbers(plan)
     if plan.predictors or any(unit.active != 1 for unit in plan.units):

@@ -30,7 +30,7 @@ ATTEND_BLOCK, ATTEND_ROWS, ATTEND_PROGRAMS, MOST_SPLITS = 64, 64, 512, 64
 SUM_PROGRAMS, MOST_SUM_SPLITS = 256, 16
 
 
-class Piece(NamedTuple):
+class WeightPiece(NamedTuple):
     """Rows `row_lo`..`row_hi` of a block in granules `lo`..`hi` (counted from the unit's first)."""
 
     lo: int
@@ -39,24 +39,24 @@ class Piece(NamedTuple):
     row_hi: int
 
 
-def pieces(granules: int, block: Block) -> Iterator[Piece]:
+def pieces(granules: int, block: Block) -> Iterator[WeightPiece]:
     """A unit's block in pieces that take at most WIDE_BYTES as float32: whole granules, or where one is larger, whole
     tiles of it."""
     each = 4 * block.rows * block.cols
     if each <= WIDE_BYTES:
         step = WIDE_BYTES // each
         for lo in range(0, granules, step):
-            yield Piece(lo, min(lo + step, granules), 0, block.rows)
+            yield WeightPiece(lo, min(lo + step, granules), 0, block.rows)
         return
     rows = max(1, WIDE_BYTES // (4 * block.cols * TILE_ROWS)) * TILE_ROWS
     for lo in range(granules):
         for row in range(0, block.rows, rows):
-            yield Piece(lo, lo + 1, row, min(row + rows, block.rows))
+            yield WeightPiece(lo, lo + 1, row, min(row + rows, block.rows))
 
 
 def wide_bytes(granules: int, block: Block) -> int:
     """The largest of `pieces` as float32, which is the first one."""
-    p = next(pieces(granules, block), Piece(0, 0, 0, 0))
+    p = next(pieces(granules, block), WeightPiece(0, 0, 0, 0))
     return _floats((p.hi - p.lo) * (p.row_hi - p.row_lo) * block.cols)
 
 

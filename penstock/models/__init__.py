@@ -16,10 +16,10 @@ from typing import Any, Protocol, cast
 
 from penstock.errors import BadRequest, BrokenModel, UnsupportedModel
 from penstock.models.hf.config import Config, short
-from penstock.models.hf.names import Source
+from penstock.models.hf.names import TensorSource
 from penstock.spec.model import ModelSpec
 
-__all__ = ["Source", "model_types", "sources", "spec_from_config", "switches"]
+__all__ = ["TensorSource", "model_types", "sources", "spec_from_config", "switches"]
 
 # Flags of config.json that decide which weights a model has, whatever type they belong to.
 _SWITCHES = (
@@ -31,7 +31,7 @@ _SWITCHES = (
 class _ModelType(Protocol):
     def spec(self, config: Config) -> ModelSpec: ...
 
-    def sources(self, spec: ModelSpec) -> dict[tuple[str, str], Source]: ...
+    def sources(self, spec: ModelSpec) -> dict[tuple[str, str], TensorSource]: ...
 
 
 def model_types() -> tuple[str, ...]:
@@ -74,7 +74,7 @@ def switches(config: dict[str, Any], where: str) -> dict[str, str]:
     return found
 
 
-def sources(spec: ModelSpec) -> dict[tuple[str, str], Source]:
+def sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource]:
     """(part key, block name) → where it stands in the checkpoint, for every block of `spec.parts.parts`."""
     return _find(spec.model_type, "the plan").sources(spec)
 

@@ -14,7 +14,7 @@ from penstock.models.hf.decoder import (
     layer_count,
     layer_types_of,
 )
-from penstock.models.hf.names import Source, sources_of
+from penstock.models.hf.names import TensorSource, sources_of
 from penstock.spec.model import ModelSpec
 
 DEFAULTS = Defaults(max_positions=8192, kv_heads=4, head_dim=256, tied=True, activation="gelu_pytorch_tanh")
@@ -28,6 +28,7 @@ _LAYER_NAMES = LAYER_NAMES | {
 
 
 def spec(config: Config) -> ModelSpec:
+    """Raises BrokenModel and UnsupportedModel."""
     if config.has("use_bidirectional_attention") and config.flag("use_bidirectional_attention", False):
         raise config.unsupported("use_bidirectional_attention", "is set; penstock runs causal models")
     attention_bias = config.flag("attention_bias", False)
@@ -54,5 +55,5 @@ def spec(config: Config) -> ModelSpec:
     )
 
 
-def sources(spec: ModelSpec) -> dict[tuple[str, str], Source]:
+def sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource]:
     return sources_of(spec, _LAYER_NAMES, END_NAMES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from penstock.models.hf.config import MAX_VOCAB, MAX_WIDTH, Config
 from penstock.models.hf.decoder import TOKENIZER_BYTES_PER_ENTRY, layer_count
-from penstock.models.hf.names import Source, sources_of
+from penstock.models.hf.names import TensorSource, sources_of
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
 
 # torch.nn.LayerNorm's own; no OPT config names it.
@@ -49,6 +49,7 @@ _END_NAMES = {
 
 
 def spec(config: Config) -> ModelSpec:
+    """Raises BrokenModel."""
     d_model = config.whole("hidden_size", hi=MAX_WIDTH)
     heads = config.whole("num_attention_heads", hi=MAX_WIDTH)
     if d_model % heads:
@@ -93,5 +94,5 @@ def spec(config: Config) -> ModelSpec:
     )
 
 
-def sources(spec: ModelSpec) -> dict[tuple[str, str], Source]:
+def sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource]:
     return sources_of(spec, _LAYER_NAMES, _END_NAMES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.models.hf.config import Config
 from penstock.models.hf.decoder import END_NAMES, LAYER_NAMES, Defaults, Details, decoder
-from penstock.models.hf.names import Source, sources_of
+from penstock.models.hf.names import TensorSource, sources_of
 from penstock.models.hf.rope import RopeRules
 from penstock.spec.model import ModelSpec
 
@@ -25,7 +25,7 @@ def spec(config: Config) -> ModelSpec:
     return decoder(config, "phi3", DEFAULTS, Details(rope=_ROPE), window=window)
 
 
-def sources(spec: ModelSpec) -> dict[tuple[str, str], Source]:
+def sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource]:
     attention, ffn = spec.layers[0].attention, spec.layers[0].ffn
     q_rows, kv_rows = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
     offsets = {"k": q_rows, "v": q_rows + kv_rows, "up": ffn.neurons}

@@ -45,7 +45,7 @@ class KvFile:
 
     def read(self, spans: Sequence[tuple[int, int, int]]) -> None:
         """(offset, address, length) each, multiples of 4096, to memory. All queued at once: a batch's pages are many
-        reads of some 100 KiB."""
+        reads of some 100 KiB. Raises StorageFailed after all of them have ended."""
         begun = [self._reader.start(self._fd, *span) for span in spans]
         failed: StorageFailed | None = None
         for load, (offset, _, nbytes) in zip(begun, spans, strict=True):  # of a bad one's others, none may be under way

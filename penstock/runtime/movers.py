@@ -74,7 +74,7 @@ class FileRange:
         return damaged_granule(self.path, self.part, self.lo + int(error.args[0]))
 
     def settle(self, got: int) -> None:
-        """After a read that returned `got` bytes."""
+        """After a read that returned `got` bytes. Raises StorageFailed where these are too few."""
         if got != self.nbytes:
             end = self.offset + got
             raise StorageFailed(f"{self.path} ends at {end}, inside {self.part}: it was truncated while in use")
@@ -131,7 +131,8 @@ class DiskReader:
         return Load(reader.start(place.fd, place.offset, address, place.nbytes, *self._expected(part, lo)), place)
 
     def read(self, part: str, lo: int, hi: int, address: int) -> int:
-        """The same, and waits for it. A single block is read by this very thread, past what is queued."""
+        """The same, and waits for it. A single block is read by this very thread, past what is queued. Raises
+        StorageFailed, and DamagedModel where a granule is not what its checksum says."""
         place = self._locate(part, lo, hi)
         if place.nbytes > self._block_bytes:
             return self.start(part, lo, hi, address).wait()

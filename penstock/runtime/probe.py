@@ -90,7 +90,8 @@ def probe_apart(
     formats: Sequence[str] = FORMATS,
     kv_formats: Sequence[str] = KV_FORMATS,
 ) -> MachineSpec:
-    """In a process of its own: what the probe allocates must not count against the run that follows."""
+    """In a process of its own: what the probe allocates must not count against the run that follows. Raises
+    StorageFailed where that process fails."""
     done = child.run("penstock.runtime.probe", str(disk_folder), ",".join(formats), ",".join(kv_formats))
     if done.returncode:
         raise StorageFailed(f"measuring this machine failed: {child.last_words(done)}")

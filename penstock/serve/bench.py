@@ -16,7 +16,7 @@ from penstock.errors import BadRequest
 from penstock.planner.predict import predict
 from penstock.runtime.ceilings import ceilings_apart
 from penstock.runtime.host import Progress
-from penstock.serve.bench_result import Decoding, Result, Spread
+from penstock.serve.bench_result import Decoding, Measured, Result
 from penstock.serve.engine import Engine
 from penstock.serve.generation import Generation, percentiles
 from penstock.serve.sampling import SamplingParams
@@ -76,9 +76,9 @@ def bench(
         threads,
         len(answers),
         predict(engine.plan, ask, engine.machine),
-        Spread.of([first.batch_ttft_s for first in firsts]),
-        Spread.of([ask.batch * ask.prompt_tokens / first.batch_ttft_s for first in firsts]),
-        Spread.of([first.decode_tokens_per_s for first in firsts]),
+        Measured.of([first.batch_ttft_s for first in firsts]),
+        Measured.of([ask.batch * ask.prompt_tokens / first.batch_ttft_s for first in firsts]),
+        Measured.of([first.decode_tokens_per_s for first in firsts]),
         percentiles(gaps),
         decoding,
         before,

@@ -19,7 +19,7 @@ _SPREADS = ("ttft_s", "prefill_tokens_per_s", "decode_tokens_per_s")
 
 
 @dataclass(frozen=True)
-class Spread:
+class Measured:
     """A median with minimum and maximum."""
 
     median: float
@@ -27,7 +27,7 @@ class Spread:
     most: float
 
     @classmethod
-    def of(cls, values: list[float]) -> Spread:
+    def of(cls, values: list[float]) -> Measured:
         return cls(statistics.median(values), min(values), max(values))
 
 
@@ -77,9 +77,9 @@ class Result:
     threads: int
     repeats: int
     prediction: Prediction
-    ttft_s: Spread
-    prefill_tokens_per_s: Spread
-    decode_tokens_per_s: Spread
+    ttft_s: Measured
+    prefill_tokens_per_s: Measured
+    decode_tokens_per_s: Measured
     inter_token_s: dict[str, float]
     decoding: Decoding
     before: Ceilings

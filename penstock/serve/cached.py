@@ -66,7 +66,8 @@ class Cached:
         )
 
     def hold_again(self, folder: Path, lock: FolderLock, why: str) -> tuple[Path, FolderLock]:
-        """The same, when loading the copy in `folder`, which `lock` is on, has shown that it is damaged."""
+        """The same, when loading the copy in `folder`, which `lock` is on, has shown that it is damaged. Raises
+        BrokenModel where the checkpoint can no longer be packed."""
         try:
             stamps(self.checkpoint)
         except (BadRequest, BrokenModel) as error:

@@ -46,7 +46,7 @@ _ERRORS = {error.__name__: error for error in (BadRequest, BrokenModel, StorageF
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class Request:
     """What a request is about, for the line that the user reads, and what it may take.
 
     `doing`: "rendering a chat". `file`: on whose behalf. `answer_bytes`: of the answer, which this process will hold.
@@ -71,7 +71,7 @@ class Confined:
     def __init__(
         self,
         folder: Path,
-        opening: Callable[[], Task],
+        opening: Callable[[], Request],
         patience_s: float = _PATIENCE_S,
         spare: Child | None = None,
     ) -> None:
@@ -89,7 +89,7 @@ class Confined:
         with self._mine():
             return self._start()
 
-    def ask(self, what: str, arguments: list[Any], task: Task) -> tuple[Any, float]:
+    def ask(self, what: str, arguments: list[Any], task: Request) -> tuple[Any, float]:
         """The answer, and the processor time in seconds that it took. Raises BrokenModel beyond a limit, and what the
         child raises."""
         with self._mine():
@@ -124,7 +124,7 @@ class Confined:
             raise
         return facts
 
-    def _exchange(self, child: Child, what: str, arguments: list[Any], task: Task) -> tuple[Any, float]:
+    def _exchange(self, child: Child, what: str, arguments: list[Any], task: Request) -> tuple[Any, float]:
         try:
             left_s = max(_LEAST_S, task.cpu_s - task.spent_s)
             answer, cpu_s = child.exchange([what, arguments, left_s, task.memory_bytes, task.answer_bytes])
@@ -249,7 +249,7 @@ def _end(link: socket.socket, process: subprocess.Popen[bytes], owner: int) -> N
         process.returncode = 0  # a fork's copy of the handle: to wait is for the other
 
 
-def _refused(answer: dict[str, Any], task: Task, file: Path) -> PenstockError:
+def _refused(answer: dict[str, Any], task: Request, file: Path) -> PenstockError:
     """The error that an answer stands for."""
     kind, said = answer["failed"], answer["message"]
     if kind == "MemoryError":
@@ -265,7 +265,7 @@ def _refused(answer: dict[str, Any], task: Task, file: Path) -> PenstockError:
     return failure
 
 
-def _explain(broke: _Broke, task: Task, file: Path) -> PenstockError:
+def _explain(broke: _Broke, task: Request, file: Path) -> PenstockError:
     """The line for a child that broke."""
     if broke.status is None:
         return BrokenModel(f"{file}: {task.doing} came to a standstill")
@@ -282,5 +282,5 @@ def _explain(broke: _Broke, task: Task, file: Path) -> PenstockError:
     return BrokenModel(f"{file}: {task.doing} ended in {how}, within {within}")
 
 
-def _too_large(task: Task, file: Path) -> PenstockError:
+def _too_large(task: Request, file: Path) -> PenstockError:
     return BrokenModel(f"{file}: {task.doing} takes more than {format_bytes(task.memory_bytes)} of memory{task.hint}")

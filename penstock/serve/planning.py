@@ -16,7 +16,8 @@ from penstock.store.packed import is_packed, part_disks, read_config, read_manif
 
 
 def default_cache() -> Path:
-    """Where packed models and machine files are kept unless the user says otherwise."""
+    """Where packed models and machine files are kept unless the user says otherwise. Raises BadRequest where
+    the user has no home folder."""
     try:
         return Path.home() / ".cache" / "penstock"
     except RuntimeError:

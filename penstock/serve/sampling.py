@@ -5,7 +5,7 @@ The order is that of transformers, so a model's own generation_config.json means
     repetition penalty → temperature → top-k → top-p → min-p → draw
 
 Every step works on what the step before left, with probabilities renormalised. A sampler depends on its own
-sequence only, never on which others share a pass (DESIGN §5).
+sequence only, never on which others share a pass.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def with_model_defaults(config: Mapping[str, Any], **named: Any) -> SamplingPara
     """What the user named, the rest from the model's generation_config.json, the rest greedy.
 
     As in transformers, the file's temperature counts only beside `"do_sample": true`. A user who names top_k,
-    top_p or min_p wants to sample: the temperature is then 1 where nobody gives one.
+    top_p or min_p wants to sample: the temperature is then 1 where nobody gives one. Raises BadRequest for what the
+    user named, BrokenModel for what the file says.
     """
     values = {key: value for key, value in named.items() if value is not None}
     found = {key: config[key] for key in _CONFIG_FIELDS if config.get(key) is not None}

@@ -98,7 +98,8 @@ def resolve(
 
 
 def download(hub_id: str) -> Path:
-    """A snapshot of a Hub repository, resumed where an earlier download stopped. Needs the extra `hub`."""
+    """A snapshot of a Hub repository, resumed where an earlier download stopped. Needs the extra `hub`. Raises
+    BadRequest without it, and where the download fails."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError

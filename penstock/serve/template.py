@@ -88,7 +88,7 @@ def _environment() -> jinja2.Environment:
     import jinja2.utils
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(jinja2.ext.Extension):
+    class GenerationTag(jinja2.ext.Extension):
         """`{% generation %}` marks what training learns from; for a prompt it is its body."""
 
         tags = {"generation"}  # noqa: RUF012 (jinja's own declaration)
@@ -122,7 +122,7 @@ def _environment() -> jinja2.Environment:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = tojson
     environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now, namespace=Namespace)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.runtime import host
-from penstock.serve.confined import Task
+from penstock.serve.confined import Request
 from penstock.serve.text_files import TOKENIZER, text_bytes
 from penstock.store.packed import TOKENIZER_PEAK
 from penstock.units import MIB
@@ -36,7 +36,7 @@ class TextLimits:
     def of(cls, folder: Path, within_bytes: int | None) -> TextLimits:
         return cls(folder, text_bytes(folder), within_bytes)
 
-    def task(self, doing: str, text_bytes: int = 0, file: Path | None = None) -> Task:
+    def task(self, doing: str, text_bytes: int = 0, file: Path | None = None) -> Request:
         """A request now. `text_bytes`: of what the user hands in. `file`: default the tokenizer's."""
         memory_bytes = _MEMORY_BYTES + TOKENIZER_PEAK * self.file_bytes + _MEMORY_PER_BYTE * text_bytes
         hint = ""
@@ -46,7 +46,7 @@ class TextLimits:
             left_bytes = max(planned_bytes, self.within_bytes - host.rss_bytes()) - _LIBRARY_BYTES
             if left_bytes < memory_bytes:
                 memory_bytes, hint = left_bytes, ", all that --host-memory leaves it"
-        return Task(
+        return Request(
             doing,
             file or self.folder / TOKENIZER,
             _CPU_S + _CPU_S_PER_BYTE * text_bytes,

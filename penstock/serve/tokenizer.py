@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.errors import BadRequest, BrokenModel
 from penstock.serve import template
-from penstock.serve.confined import Child, Confined, Task
+from penstock.serve.confined import Child, Confined, Request
 from penstock.serve.text_files import TOKENIZER
 from penstock.serve.text_limits import TextLimits
 from penstock.store.packed import check_files, is_packed
@@ -62,7 +62,8 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Ids of a text; `add_special` puts BOS first where tokenizer.json says so.
 
-        As in transformers, `add_bos_token` of tokenizer_config.json has no say beside a tokenizer.json.
+        As in transformers, `add_bos_token` of tokenizer_config.json has no say beside a tokenizer.json. Raises
+        BadRequest where the text has no UTF-8.
         """
         try:
             nbytes = len(text.encode())
@@ -77,16 +78,17 @@ class Tokenizer:
         text: str = self._ask("decode", [known, skip_special], self._limits.task("decoding with it", 4 * len(known)))
         return text
 
-    def stream(self, whole: bool = False) -> Stream | Whole:
+    def stream(self, whole: bool = False) -> TextStream | Whole:
         """A detokeniser for one answer; `whole`: nothing is wanted before the end."""
         if whole:
             return Whole(self)
-        return Stream(self._child, self._limits.task("decoding an answer with it"), self._special, self._bytes)
+        return TextStream(self._child, self._limits.task("decoding an answer with it"), self._special, self._bytes)
 
     def chat(self, messages: Sequence[template.Message], tools: Any = None) -> str:
         """A conversation as one prompt, up to where the assistant speaks. Encode it with `encode_chat`.
 
-        Without a template of the model's own it is plain lines of User and Assistant.
+        Without a template of the model's own it is plain lines of User and Assistant. Raises BadRequest where messages
+        or tools are not what JSON can hold, or the template refuses them.
         """
         for message in messages:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -118,18 +120,18 @@ class Tokenizer:
         """The most memory that the child had so far."""
         return self._child.peak_bytes
 
-    def _ask(self, what: str, arguments: list[Any], task: Task) -> Any:
+    def _ask(self, what: str, arguments: list[Any], task: Request) -> Any:
         return self._child.ask(what, arguments, task)[0]
 
 
-class Stream:
+class TextStream:
     """Ids in, text out, as soon as it is certain: `"".join` of all pieces equals `decode` of all ids.
 
     What is certain `Vocabulary.advance` knows. A run of byte tokens waits here: the library replaces *every* byte of a
     run that turns out not to be UTF-8.
     """
 
-    def __init__(self, child: Confined, task: Task, special: Container[int], byte_tokens: Container[int]) -> None:
+    def __init__(self, child: Confined, task: Request, special: Container[int], byte_tokens: Container[int]) -> None:
         """`task`: what decoding it all may take, less what each token adds."""
         self._child, self._task, self._special, self._bytes = child, task, special, byte_tokens
         self._window: list[int] = []
@@ -160,7 +162,7 @@ class Stream:
 
 
 class Whole:
-    """A Stream of one piece, which comes at the end: one request instead of one for each token."""
+    """A TextStream of one piece, which comes at the end: one request instead of one for each token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -184,6 +184,7 @@ class MachineSpec:
             raise BadRequest(f"machine {self.name} has two rates for {'/'.join(str(part) for part in twice)}")
 
     def tier(self, name: Tier) -> Capacity:
+        """Raises BadRequest where the machine has none of that name."""
         for tier in self.tiers:
             if tier.name == name:
                 return tier

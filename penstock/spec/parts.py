@@ -1,4 +1,4 @@
-"""Parts and granules: how a model's weights are cut, to the byte (DESIGN §2).
+"""Parts and granules: how a model's weights are cut, to the byte.
 
 A part is `granules` granules of one fixed stride. A granule holds whole matrices ("blocks"), so any range
 of granules can be computed by itself and partial results add up. What is multiplied lies in tiles of 16

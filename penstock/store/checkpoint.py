@@ -75,7 +75,7 @@ class Checkpoint:
         raise BrokenModel(f"{self.folder} lacks the tensor {quoted(name)}")
 
     def weights(self, name: str) -> TensorInfo:
-        """`find`, and UnsupportedModel where its elements are not float32, float16 or bfloat16."""
+        """As `find`. Raises UnsupportedModel where the elements are not float32, float16 or bfloat16."""
         tensor = self.find(name)
         if tensor.dtype not in RAW_DTYPES:
             raise UnsupportedModel(
@@ -87,7 +87,8 @@ class Checkpoint:
         """Elements start..stop along `axis`: float32, float16, or uint16 holding bfloat16's bits.
 
         Along axis 0 just these bytes are read. Axis 1 needs the whole tensor, which is kept until another
-        one is asked for; the result is then a view of it, not to be written.
+        one is asked for; the result is then a view of it, not to be written. Raises BrokenModel where the tensor has
+        no such elements.
         """
         tensor = self.weights(name)
         if axis >= len(tensor.shape) or not 0 <= start <= stop <= tensor.shape[axis]:

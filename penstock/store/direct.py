@@ -46,7 +46,8 @@ class DirectWriter:
             self._file.unlink(missing_ok=True)
 
     def reserve(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """The next `nbytes` of the file, to be filled before the next call. At most one stage."""
+        """The next `nbytes` of the file, to be filled before the next call. At most one stage:
+        raises ValueError for more."""
         stage = self._stages[self._current]
         if self._filled + nbytes > stage.nbytes:
             self._push()

@@ -31,7 +31,7 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a so
 
 @contextmanager
 def storage_errors(verb: str, path: Path) -> Iterator[None]:
-    """OSErrors inside become StorageFailed: "cannot read FILE: why"."""
+    """Raises StorageFailed, "cannot read FILE: why", for an OSError inside."""
     try:
         yield
     except OSError as error:
@@ -40,7 +40,7 @@ def storage_errors(verb: str, path: Path) -> Iterator[None]:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """`storage_errors` of a model's file, which is BrokenModel where it is missing."""
+    """As `storage_errors`, of a model's file. Raises BrokenModel where the file is missing, StorageFailed else."""
     with storage_errors("read", file):
         try:
             yield

@@ -19,7 +19,7 @@ from typing import Any
 import numpy.typing as npt
 
 from penstock.errors import BadRequest, BrokenModel, PenstockError
-from penstock.models import Source, sources
+from penstock.models import TensorSource, sources
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Block, Part, parts
@@ -136,7 +136,7 @@ class Packing:
 
     checkpoint: Checkpoint
     parts: tuple[Part, ...]
-    sources: dict[tuple[str, str], Source]
+    sources: dict[tuple[str, str], TensorSource]
     weights: Format
     extras: dict[str, bytes]
 
@@ -199,11 +199,11 @@ class Packing:
             raise type(error)(f"{tensor.file}: tensor {quoted(source.tensor)} holds {error.message}") from None
 
 
-def _extent(block: Block, source: Source, one_dim: bool) -> int:
+def _extent(block: Block, source: TensorSource, one_dim: bool) -> int:
     return block.cols if one_dim or source.axis == 1 else block.rows
 
 
-def _shape(part: Part, block: Block, source: Source, dims: int) -> list[int]:
+def _shape(part: Part, block: Block, source: TensorSource, dims: int) -> list[int]:
     """The shape that a block's tensor should have, up to the end of this block."""
     one_dim = block.rows == 1 and dims == 1
     end = source.offset + _extent(block, source, one_dim) * part.rows // part.granule_rows

@@ -75,7 +75,8 @@ class Packed:
         return self.sums[begin : begin + SUM_BYTES * self.parts[part_key].granules]
 
     def locate(self, part_key: str, lo: int, hi: int) -> tuple[Path, int, int]:
-        """Where granules lo..hi of a part lie: file, offset, bytes. One contiguous, aligned range."""
+        """Where granules lo..hi of a part lie: file, offset, bytes. One contiguous, aligned range.
+        Raises ValueError for granules that the part does not have."""
         part, location = self.parts[part_key], self.locations[part_key]
         if not 0 <= lo <= hi <= part.granules:
             raise ValueError(f"{part_key} has {part.granules} granules, not {lo}..{hi}")

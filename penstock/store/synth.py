@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.models import Source, sources
+from penstock.models import TensorSource, sources
 from penstock.spec.format import TILE_ROWS, Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Block, Part, parts
@@ -67,7 +67,7 @@ class RandomWeights:
 
     def __init__(self, spec: ModelSpec, seed: int) -> None:
         self.spec, self.seed = spec, seed
-        self.sources: dict[tuple[str, str], Source] = sources(spec)
+        self.sources: dict[tuple[str, str], TensorSource] = sources(spec)
         self._pools: dict[tuple[str, Format, float], Array] = {}
 
     def fill(self, part: Part, lo: int, hi: int, out: Array) -> None:

@@ -10,7 +10,7 @@ from penstock.cli.demo import MODEL
 from penstock.graph.resident import resident_plan
 from penstock.runtime.ceilings import Ceilings, ceilings_apart
 from penstock.serve.bench import weight_bytes
-from penstock.serve.bench_result import Spread
+from penstock.serve.bench_result import Measured
 from penstock.serve.generation import percentiles
 from penstock.spec.format import Format
 from penstock.store.packed import open_packed
@@ -101,7 +101,7 @@ def test_what_cannot_be_measured(args: tuple[str, ...], says: str, model: Path, 
 
 
 def test_arithmetic() -> None:
-    assert Spread.of([3.0, 1.0, 8.0]) == Spread(3.0, 1.0, 8.0)
+    assert Measured.of([3.0, 1.0, 8.0]) == Measured(3.0, 1.0, 8.0)
     assert percentiles([]) == {"p50": 0.0, "p95": 0.0, "p99": 0.0}
     assert percentiles([float(i) for i in range(100)]) == {"p50": 50.0, "p95": 95.0, "p99": 99.0}
     tied, untied = (

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import BrokenModel
-from penstock.serve.confined import Confined, Task
+from penstock.serve.confined import Confined, Request
 from penstock.serve.tokenizer import Tokenizer
 from tests.cpu.commands import ROOT
 from tests.cpu.test_tokenizer import build, in_folder
 from tests.left_open import open_now
 
-TASK = Task("doing a thing", Path("that.json"), 4.0, 128 << 20, 1 << 20)
+TASK = Request("doing a thing", Path("that.json"), 4.0, 128 << 20, 1 << 20)
 SLOW = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
@@ -69,7 +69,7 @@ def script(text: str, *arguments: object, **kwargs: object) -> subprocess.Comple
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, **kwargs)  # type: ignore[call-overload, no-any-return]
 
 
-def encode(child: Confined, text: str, task: Task = TASK) -> list[int]:
+def encode(child: Confined, text: str, task: Request = TASK) -> list[int]:
     ids: list[int] = child.ask("encode", [text, True], task)[0]
     return ids
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import BrokenModel, UnsupportedModel
-from penstock.models import Source, model_types, sources, spec_from_config
+from penstock.models import TensorSource, model_types, sources, spec_from_config
 from penstock.spec import codec
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec, Rope
@@ -90,16 +90,16 @@ def test_opt_350m_norms_stand_behind_and_its_embedding_is_projected() -> None:
     assert (spec.d_embed, spec.d_model, spec.position_rows, spec.position_offset) == (512, 1024, 2050, 2)
     assert spec.layers[0].norm_after and not spec.layers[0].norm_in and not spec.final_norm
     found = sources(spec)
-    assert found["edges", "project_out"] == Source("model.decoder.project_out.weight", 0, 0)
+    assert found["edges", "project_out"] == TensorSource("model.decoder.project_out.weight", 0, 0)
     assert found["3.norms", "ffn_after_bias"].tensor == "model.decoder.layers.3.final_layer_norm.bias"
 
 
 def test_fused_tensors_are_cut_by_offset() -> None:
     found = sources(spec_from_config(TINY["phi3"], "c"))
-    assert found["1.attn", "q"] == Source("model.layers.1.self_attn.qkv_proj.weight", 0, 0)
+    assert found["1.attn", "q"] == TensorSource("model.layers.1.self_attn.qkv_proj.weight", 0, 0)
     assert (found["1.attn", "k"].offset, found["1.attn", "v"].offset) == (80, 120)
     assert (found["1.ffn", "gate"].offset, found["1.ffn", "up"].offset) == (0, 172)
-    assert found["1.ffn", "down"] == Source("model.layers.1.mlp.down_proj.weight", 1, 0)
+    assert found["1.ffn", "down"] == TensorSource("model.layers.1.mlp.down_proj.weight", 1, 0)
 
 
 # --- old keys and new ----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from penstock.graph.lower import Lowering
 from penstock.graph.verify import verify
 from penstock.planner.predict import predict
 from penstock.planner.solve import settle_context
-from penstock.planner.solve.flexgen import BATCH_STEP, Found, candidates, plan_of, search
+from penstock.planner.solve.flexgen import BATCH_STEP, BestPolicy, candidates, plan_of, search
 from penstock.planner.solve.flexgen.program import Shares, settled
 from penstock.planner.solve.flexgen.shape import ATTENDS, Shape, kv_layers, split_granules, whole_layers
 from penstock.planner.solve.flexgen.terms import modes
@@ -33,7 +33,7 @@ MACHINES = 400 if FUZZ else 100  # a machine takes 0.3 s
 ONE: Shares = (1.0, 0.0, 0.0)
 
 
-def simulated_s(found: Found, plan: Plan) -> float:
+def simulated_s(found: BestPolicy, plan: Plan) -> float:
     """What FlexGen's T counts: the prompts, and a step for every token but the first."""
     ask, machine = found.shape.problem.ask, found.shape.problem.machine
     prediction = predict(plan, ask, machine, spread=False)

@@ -73,7 +73,7 @@ class Config:
         return self.data.get(key) is not None
 
     def whole(self, key: str, default: int | None = None, *, lo: int = 1, hi: int = MAX_COUNT) -> int:
-        """A whole number in lo..hi. Without a default the key must be there."""
+        """A whole number in lo..hi. Without a default the key must be there. Raises BrokenModel."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.broken(key, f"should be a whole number, not {short(value)}")
@@ -88,7 +88,7 @@ class Config:
         return None if self.data[key] is None else self.whole(key, hi=hi)
 
     def real(self, key: str, default: float | None = None, *, lo: float = 1e-12, hi: float = 1e12) -> float:
-        """A finite number in lo..hi. Without a default the key must be there."""
+        """A finite number in lo..hi. Without a default the key must be there. Raises BrokenModel."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.broken(key, f"should be a number, not {short(value)}")
@@ -104,19 +104,21 @@ class Config:
         return None if self.data[key] is None else self.real(key)
 
     def flag(self, key: str, default: bool) -> bool:
+        """Raises BrokenModel."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise self.broken(key, f"should be true or false, not {short(value)}")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
+        """Raises BrokenModel."""
         value = self._get(key, default)
         if not isinstance(value, str):
             raise self.broken(key, f"should be a string, not {short(value)}")
         return value
 
     def reals(self, key: str, count: int) -> tuple[float, ...]:
-        """A list of `count` positive numbers."""
+        """A list of `count` positive numbers. Raises BrokenModel."""
         values = self._get(key, None)
         if not isinstance(values, list) or len(values) != count:
             raise self.broken(key, f"should be a list of {count} numbers, not {short(values)}")
@@ -128,7 +130,7 @@ class Config:
         return Config(self._get(key, None), self.where, f"{self.prefix}{key}.")
 
     def activation(self, key: str, default: str) -> str:
-        """One of `spec.model.ACTIVATIONS`."""
+        """One of `spec.model.ACTIVATIONS`. Raises UnsupportedModel."""
         name = self.text(key, default)
         if name not in _ACTIVATIONS:
             raise self.unsupported(key, f"{short(name)} is not one of {', '.join(_ACTIVATIONS)}")
@@ -137,7 +139,8 @@ class Config:
     def dtype(self) -> str:
         """The checkpoint's number format, under its new (`dtype`) or old (`torch_dtype`) key.
 
-        float32 where neither is set, as transformers assumes. The tensors' own headers are the last word.
+        float32 where neither is set, as transformers assumes. The tensors' own headers are the last word. Raises
+        UnsupportedModel.
         """
         key = "dtype" if self.has("dtype") else "torch_dtype"
         if not self.has(key):

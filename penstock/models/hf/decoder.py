@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.models.hf.config import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Config, short
-from penstock.models.hf.names import Source, sources_of
+from penstock.models.hf.names import TensorSource, sources_of
 from penstock.models.hf.rope import LLAMA_RULES, RopeRules, rope_of
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
 
@@ -85,7 +85,7 @@ def decoder(
     layer_types: Sequence[str] | None = None,
 ) -> ModelSpec:
     """The spec of a llama-like model. `window` holds in the layers whose type is sliding (in all layers
-    where `layer_types` is None)."""
+    where `layer_types` is None). Raises BrokenModel."""
     d_model = config.whole("hidden_size", hi=MAX_WIDTH)
     max_positions = config.whole("max_position_embeddings", defaults.max_positions)
     vocab = config.whole("vocab_size", hi=MAX_VOCAB)
@@ -126,7 +126,7 @@ def decoder(
     )
 
 
-def decoder_sources(spec: ModelSpec) -> dict[tuple[str, str], Source]:
+def decoder_sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource]:
     return sources_of(spec, LAYER_NAMES, END_NAMES)
 
 
@@ -135,7 +135,8 @@ def layer_count(config: Config) -> int:
 
 
 def head_dim_of(config: Config, d_model: int, heads: int, default: int | None = None) -> int:
-    """`head_dim`, or hidden_size / heads where it is null, or absent and without a default."""
+    """`head_dim`, or hidden_size / heads where it is null, or absent and without a default. Raises
+    BrokenModel."""
     given = config.optional_whole("head_dim", default, hi=MAX_WIDTH)
     if given is not None:
         return given
@@ -145,7 +146,7 @@ def head_dim_of(config: Config, d_model: int, heads: int, default: int | None = 
 
 
 def layer_types_of(config: Config, default: Sequence[str]) -> list[str]:
-    """`layer_types`, or the default where it is null or absent."""
+    """`layer_types`, or the default where it is null or absent. Raises BrokenModel and UnsupportedModel."""
     if not config.has("layer_types"):
         return list(default)
     found = config.data["layer_types"]

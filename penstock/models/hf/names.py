@@ -13,7 +13,7 @@ from penstock.spec.parts import parts
 _BY_COLUMN = ("o", "down")
 
 
-class Source(NamedTuple):
+class TensorSource(NamedTuple):
     """Granule g's block is the slice of `tensor` along `axis` (0 rows, 1 columns) that starts at
     offset + g * extent; extent is the block's rows (axis 0), its columns (axis 1), or for a vector its length.
 
@@ -28,13 +28,13 @@ class Source(NamedTuple):
 
 def sources_of(
     spec: ModelSpec, layer: Mapping[str, str], ends: Mapping[str, str], offsets: Mapping[str, int] | None = None
-) -> dict[tuple[str, str], Source]:
-    """(part key, block name) → Source for all blocks that this spec has.
+) -> dict[tuple[str, str], TensorSource]:
+    """(part key, block name) → TensorSource for all blocks that this spec has.
 
     `layer`: block name → tensor name, `{}` being the layer's number. `ends`: the same for "embed.rows",
     "head.rows", "edges.final", … `offsets`: where a block starts inside a fused tensor.
     """
-    found: dict[tuple[str, str], Source] = {}
+    found: dict[tuple[str, str], TensorSource] = {}
     for part in parts(spec, FLOAT32):
         for block in part.blocks:
             if part.layer < 0:
@@ -42,5 +42,5 @@ def sources_of(
             else:
                 name = layer[block.name].format(part.layer)
             axis = 1 if block.name in _BY_COLUMN else 0
-            found[part.key, block.name] = Source(name, axis, (offsets or {}).get(block.name, 0))
+            found[part.key, block.name] = TensorSource(name, axis, (offsets or {}).get(block.name, 0))
     return found

@@ -19,7 +19,7 @@ class Row(NamedTuple):
     values: Sequence[float]
 
 
-class Answer(NamedTuple):
+class Optimum(NamedTuple):
     """`values`: of the columns, None where nothing feasible was found. `bound`: proven of a program in whole numbers.
     `status`: in HiGHS's words."""
 
@@ -31,7 +31,7 @@ class Answer(NamedTuple):
 def solve(
     costs: Sequence[float], lower: Sequence[float], upper: Sequence[float], rows: Sequence[Row], *,
     maximise: bool = False, whole: bool = False, start: Sequence[float] | None = None, **options: object,
-) -> Answer:  # fmt: skip
+) -> Optimum:  # fmt: skip
     """The columns between `lower` and `upper` that make Σ cost · column least, or most. `whole`: in whole numbers.
     `options`: HiGHS's."""
     import highspy as typed_in_parts
@@ -64,4 +64,4 @@ def solve(
         raise InternalError(f"HiGHS ended as {text}")
     feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     bound = float(info.mip_dual_bound) if whole and not none else inf
-    return Answer(list(highs.getSolution().col_value) if feasible and not none else None, bound, text)
+    return Optimum(list(highs.getSolution().col_value) if feasible and not none else None, bound, text)

@@ -20,7 +20,7 @@ from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass
 from penstock.planner.solve.beside import RING_BYTES, Split, device_skeleton
 from penstock.planner.solve.problem import Problem
-from penstock.planner.solve.slicing import Block, Lanes, Line, Times, best_r_cg, finish_s
+from penstock.planner.solve.slicing import FfnBlock, Lanes, Line, Times, best_r_cg, finish_s
 from penstock.spec.model import Layer
 from penstock.spec.parts import GRANULE_ROWS, Part
 from penstock.spec.places import CPU, DISK, GPU, HOST, Lane, Tier
@@ -60,7 +60,7 @@ class Shares:
     kv_away: bool = False
 
 
-class Learned(NamedTuple):
+class LayerLines(NamedTuple):
     """A layer's FFN as lines of each lane. Outside it the device and the waits for the other lanes take `ahead_s`, the
     CPU `cpu_also_s`, the link `kv_s`. `ends_s`: of a pass, what the device does in no layer."""
 
@@ -94,7 +94,7 @@ class LayerWork:
                 seqs = max(1, rows // ask.prompt_tokens)
                 yield Step("prefill", seqs, rows // seqs, max(0, (ask.prompt_tokens - rows) // 2)), count
 
-    def ffn(self, layer: Layer, step: Step, shares: Shares) -> Block:
+    def ffn(self, layer: Layer, step: Step, shares: Shares) -> FfnBlock:
         """The FFN of a layer like this one, where loads run ahead while the device does the rest of the layer."""
         learned, cost, kind = self._learned(layer, step, shares), self.problem.cost, self.problem.weights.kind
         away = (1 - shares.attention) * self._part(layer, "attn").nbytes if shares.attends else 0.0
@@ -106,7 +106,7 @@ class LayerWork:
             link_also_s=learned.kv_s + (cost.call_s(GPU.to_device, "lift", kind, nbytes=away) if away else 0.0),
             cpu_also_s=learned.cpu_also_s,
         )
-        return Block(lanes, learned.cpu, learned.link, learned.gpu)
+        return FfnBlock(lanes, learned.cpu, learned.link, learned.gpu)
 
     def prompt_s(self, layer: Layer, step: Step, shares: Shares, r_cg: float) -> Callable[[int], float]:
         """The same FFN in a chunk of a prompt, as a function of the tokens that the device takes with the CPU's weights
@@ -150,15 +150,15 @@ class LayerWork:
     def _part(self, layer: Layer, kind: str) -> Part:
         return self.problem.parts[f"{self._first[layer]}.{kind}"]
 
-    def _learned(self, layer: Layer, step: Step, shares: Shares) -> Learned:
-        known: dict[object, Learned] = self.problem.learned
+    def _learned(self, layer: Layer, step: Step, shares: Shares) -> LayerLines:
+        known: dict[object, LayerLines] = self.problem.learned
         key = (layer, step, shares.attends, shares.kv_away)
         if key not in known:
             known[key] = _learn(self.problem, layer, step, shares.attends, shares.kv_away)
         return known[key]
 
 
-class _Sums(NamedTuple):
+class _LayerSums(NamedTuple):
     """Of a lowered pass, seconds: of each lane all that is no FFN (`other_s`) and what tasks take beside their calls
     (`tasks_s`); of an FFN in each slice the granules, the calls' fixed seconds, and those that go with bytes."""
 
@@ -167,7 +167,7 @@ class _Sums(NamedTuple):
     slices: dict[tuple[Lane, Tier], tuple[int, float, float]]  # by lane and home
 
 
-def _learn(problem: Problem, layer: Layer, step: Step, attends: bool, kv_away: bool) -> Learned:
+def _learn(problem: Problem, layer: Layer, step: Step, attends: bool, kv_away: bool) -> LayerLines:
     """By lowering one layer, and two."""
     granules = -(-layer.ffn.neurons // GRANULE_ROWS)
     wide = replace(layer, ffn=replace(layer.ffn, neurons=max(layer.ffn.neurons, _SLICES * GRANULE_ROWS)))
@@ -180,7 +180,7 @@ def _learn(problem: Problem, layer: Layer, step: Step, attends: bool, kv_away: b
     other_s = {lane: two.other_s[lane] - one.other_s[lane] for lane in two.other_s}
     tasks_s = {lane: two.tasks_s[lane] - one.tasks_s[lane] for lane in two.tasks_s}
     launched_s = 2 * problem.cost.task_s(GPU.kernels)  # of the two slices that are the device's, in their lines
-    return Learned(
+    return LayerLines(
         cpu=line(CPU, HOST),
         link=line(GPU.to_device, HOST),
         gpu=line(GPU.kernels, GPU.executor),
@@ -191,7 +191,7 @@ def _learn(problem: Problem, layer: Layer, step: Step, attends: bool, kv_away: b
     )
 
 
-def _sums(problem: Problem, layers: tuple[Layer, ...], step: Step, attends: bool, kv_away: bool) -> _Sums:
+def _sums(problem: Problem, layers: tuple[Layer, ...], step: Step, attends: bool, kv_away: bool) -> _LayerSums:
     """Of a pass through these layers, the FFN of each in three slices GG, CG and CC of one unit."""
     few = replace(problem, spec=replace(problem.spec, layers=layers))
     split = Split("", 0.5, len(layers) if attends else 0, HOST if kv_away else GPU.executor, prompts=False)
@@ -211,7 +211,7 @@ def _sums(problem: Problem, layers: tuple[Layer, ...], step: Step, attends: bool
                 slices[lane, unit.home] = (unit.hi - unit.lo, fixed_s, moving_s)
             else:
                 other_s[lane] += fixed_s + moving_s
-    return _Sums(other_s, tasks_s, slices)
+    return _LayerSums(other_s, tasks_s, slices)
 
 
 class Estimate:
@@ -277,5 +277,5 @@ class _Period(NamedTuple):
     """Layers that are alike; the FFN of one, and what it reads from the disk."""
 
     layers: tuple[int, ...]
-    block: Block
+    block: FfnBlock
     disk_s: float

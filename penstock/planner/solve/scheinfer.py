@@ -35,7 +35,7 @@ _ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SliceRules:
     """`attends`: whether a layer's attention may be the CPU's (False), the device's (True). `prompts`: whether they
     count where memory is assigned."""
 
@@ -43,7 +43,7 @@ class Wanted:
     prompts: bool = True
 
 
-FREE, PAPER = Wanted(), Wanted((True,), prompts=False)
+FREE, PAPER = SliceRules(), SliceRules((True,), prompts=False)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
         yield Candidate(NAME, plan, _reasons(plan, slices, work))
 
 
-def solve_slices(problem: Problem, wanted: Wanted = FREE) -> tuple[Plan, Slices] | None:
+def solve_slices(problem: Problem, wanted: SliceRules = FREE) -> tuple[Plan, Slices] | None:
     """The plan and its slices; None without a device, or where either memory is too small."""
     room = problem.device_bytes + problem.host_bytes
     if problem.ask.resident_bytes is not None:
@@ -107,7 +107,7 @@ def plan_of(skeleton: beside.DeviceSkeleton, slices: Slices) -> Plan:
     return split.plan(slices.on_device)
 
 
-def _assigned(skeleton: beside.DeviceSkeleton, budget: int, wanted: Wanted) -> Slices:
+def _assigned(skeleton: beside.DeviceSkeleton, budget: int, wanted: SliceRules) -> Slices:
     """Greedy assignment of `budget` bytes, and of what is left of each FFN the best r_CG."""
     problem, sizes, head = skeleton.problem, skeleton.problem.parts, skeleton.problem.head
     work = LayerWork(problem, skeleton.ring_bytes)
@@ -155,7 +155,7 @@ def _best_r_cg(work: LayerWork, layer: Layer, attends: bool, r_gg: float) -> flo
 
 
 def _options(
-    work: LayerWork, layer: Layer, both: tuple[Part, Part], skeleton: beside.DeviceSkeleton, wanted: Wanted
+    work: LayerWork, layer: Layer, both: tuple[Part, Part], skeleton: beside.DeviceSkeleton, wanted: SliceRules
 ) -> list[Kept]:
     """What a layer may keep; `both`: its attention and its FFN. Nothing, or as little as is wanted, comes first."""
     attn, ffn = both

@@ -75,7 +75,7 @@ class Times(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class FfnBlock:
     """An FFN in one pass: each lane's time for it, were all of it that lane's."""
 
     lanes: Lanes
@@ -114,7 +114,7 @@ def _ends(lanes: Lanes, times: Times) -> tuple[float, ...]:
     return link_s, outside_s + cpu_s, begins_s + times.gpu_s, *lifted
 
 
-def best_r_cg(block: Block, r_gg: float = 0.0) -> tuple[float, float]:
+def best_r_cg(block: FfnBlock, r_gg: float = 0.0) -> tuple[float, float]:
     """(r_CG, seconds): the optimum for a block of which `r_gg` is on the device already (Eq. 13), by at most some dozen
     evaluations. Among equals the least over the link."""
     most = 1 - r_gg

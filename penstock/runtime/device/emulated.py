@@ -57,6 +57,7 @@ class EmulatedDevice:
         return self._taken_bytes
 
     def allocate(self, arena: str, nbytes: int) -> memoryview:
+        """Memory of the device. Raises DoesNotFit beyond its limit."""
         taken = self._taken_bytes
         if taken + nbytes > self._limit_bytes:
             raise DoesNotFit(

@@ -34,7 +34,7 @@ _DISK_BINDS = 1.05
 CANNOT_RUN = "attention on the CPU with its projections on the device"
 
 
-class Found(NamedTuple):
+class BestPolicy(NamedTuple):
     """A policy: its shape, the program that it solves, and the solution with KV in whole layers."""
 
     shape: Shape
@@ -65,9 +65,9 @@ def blocks(batch: int, whole: bool) -> list[tuple[int, int]]:
         block = -(-block // 2)
 
 
-def search(problem: Problem, attends: Sequence[str] = ATTENDS) -> dict[str, Found]:
+def search(problem: Problem, attends: Sequence[str] = ATTENDS) -> dict[str, BestPolicy]:
     """The best policy for each of some ways to attend; empty where nothing fits."""
-    main, found = GPU.executor if problem.device_bytes else HOST, dict[str, Found]()
+    main, found = GPU.executor if problem.device_bytes else HOST, dict[str, BestPolicy]()
     for way in ATTENDS if main == GPU.executor else ("device",):
         # Scores on the CPU want blocks like those of the other ways: only these are tried.
         like = [policy.shape for policy in found.values()] if way == "cpu scores" else []
@@ -77,7 +77,7 @@ def search(problem: Problem, attends: Sequence[str] = ATTENDS) -> dict[str, Foun
     return found
 
 
-def _best(problem: Problem, main: Executor, attends: str, like: Sequence[Shape]) -> Found | None:
+def _best(problem: Problem, main: Executor, attends: str, like: Sequence[Shape]) -> BestPolicy | None:
     """The best policy of all blocks, for one way to attend.
 
     Thousands of sequences have many sizes of block. T of a sequence is smooth in the size of the block and nearly flat
@@ -105,7 +105,7 @@ def _alike(size: tuple[int, int], shape: Shape) -> bool:
     return 0.7 < ratio < 1.4 or (batches == shape.batches and 0.4 < ratio < 2.5)
 
 
-def _better(known: Found | None, terms: Terms) -> Found | None:
+def _better(known: BestPolicy | None, terms: Terms) -> BestPolicy | None:
     """The best policy of a shape, where it is better than the one that is known."""
     for mode in modes(terms.shape):
         found = place(terms, mode, known.seconds_a_sequence if known else None)
@@ -122,7 +122,7 @@ def chunk_options(ask: Ask, gpu_batch: int) -> list[int]:
     return sorted({max(MIN_CHUNK_ROWS, min(rows, _MOST_CHUNK_ROWS)) for rows in whole})
 
 
-def place(terms: Terms, mode: Mode, better_than_s: float | None = None) -> Found | None:
+def place(terms: Terms, mode: Mode, better_than_s: float | None = None) -> BestPolicy | None:
     """The optimum of a shape with KV in whole layers; None where nothing fits or, by the bound, nothing is better."""
     shape = terms.shape
     if not _may_fit(shape, mode):
@@ -145,7 +145,7 @@ def place(terms: Terms, mode: Mode, better_than_s: float | None = None) -> Found
     program = terms.program(mode, found.policy.weights)
     if shape.main == GPU.executor and mode.weights[2] and mode.kv[2] and not _disk_binds(program, found.policy):
         return None
-    return Found(shape, program, lp.settled(program, found.policy))
+    return BestPolicy(shape, program, lp.settled(program, found.policy))
 
 
 def _disk_binds(program: lp.Program, policy: lp.Policy) -> bool:
@@ -161,7 +161,7 @@ def _may_fit(shape: Shape, mode: Mode) -> bool:
     return (not mode.streams) * shape.placed_bytes + (not any(mode.kv[1:])) * shape.kv_bytes <= most
 
 
-def plan_of(found: Found) -> Plan | None:
+def plan_of(found: BestPolicy) -> Plan | None:
     """The policy as a plan that fits; where rounding up to huge pages took too much, with a little less at home."""
     policy = found.solution.policy
     for _ in range(_ATTEMPTS):
@@ -186,14 +186,14 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
             yield Candidate(_name(found), plan, _reasons(found, plan), CANNOT_RUN if attends == "cpu scores" else "")
 
 
-def _name(found: Found) -> str:
+def _name(found: BestPolicy) -> str:
     return f"block of {found.shape.batches} × {found.shape.gpu_batch}{_WHO[found.shape.attends]}"
 
 
 _WHO = {"device": "", "cpu": ", attention on the CPU", "cpu scores": ", scores on the CPU"}
 
 
-def _reasons(found: Found, plan: Plan) -> tuple[str, ...]:
+def _reasons(found: BestPolicy, plan: Plan) -> tuple[str, ...]:
     shape, solution = found.shape, found.solution
     here = "device memory" if shape.main == GPU.executor else "RAM"
     policy, asked = shape.shares_of(plan), shape.problem.ask.batch

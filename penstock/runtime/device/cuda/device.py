@@ -22,7 +22,7 @@ from penstock.runtime.bind import Binding
 from penstock.runtime.device import LANES, Underway
 from penstock.runtime.device.cuda.bind import TorchBinding
 from penstock.runtime.device.cuda.graphs import Graphs
-from penstock.runtime.device.cuda.lanes import AtOnce, Streams, failed
+from penstock.runtime.device.cuda.lanes import AtOnce, CudaStreams, failed
 from penstock.runtime.device.cuda.pinned import Pinned
 from penstock.spec.places import GPU, HOST
 from penstock.spec.plan import Plan
@@ -51,7 +51,7 @@ class TorchDevice:
         self._memory: dict[str, Tensor] = {}
         self._taken_bytes = 0
         self._pinned = Pinned(device)
-        self._lanes: Streams | AtOnce = AtOnce() if device.type == "cpu" else Streams(device, LANES)
+        self._lanes: CudaStreams | AtOnce = AtOnce() if device.type == "cpu" else CudaStreams(device, LANES)
         self._binding: TorchBinding | None = None
         self._graphs: Graphs | None = None
         if device.type == "cuda":  # what an earlier one left is neither ours nor our peak
@@ -78,6 +78,7 @@ class TorchDevice:
         return self._pinned.note or (self._graphs.note if self._graphs is not None else "")
 
     def allocate(self, arena: str, nbytes: int) -> None:
+        """Memory of the device. Raises DoesNotFit beyond its limit, DeviceFailed where the device has no more."""
         need = self._context_bytes + self._taken_bytes + nbytes
         if need > self._limit_bytes:
             raise DoesNotFit(
@@ -140,7 +141,7 @@ class TorchDevice:
 
     def _wait(self) -> None:
         """For this device's own lanes, not for the whole card."""
-        if isinstance(self._lanes, Streams):
+        if isinstance(self._lanes, CudaStreams):
             for lane in LANES:
                 with suppress(RuntimeError):  # whoever waited for the task has heard of it
                     self._lanes.stream(lane).synchronize()

@@ -64,7 +64,7 @@ class Ended:
             raise self._error
 
 
-class Streams:
+class CudaStreams:
     """A stream for each lane. `enqueue` calls `work` with that stream current; it runs there after the events of
     `after`, which are this device's own."""
 

@@ -19,7 +19,7 @@ from penstock.runtime import child, host
 from penstock.runtime.ceilings import RAM_BYTES, ram_read_bytes_per_s
 from penstock.runtime.device.cuda.device import WORKSPACE_BYTES
 from penstock.runtime.device.cuda.found import Card, find
-from penstock.runtime.device.cuda.probe import Found, probe_device
+from penstock.runtime.device.cuda.probe import DeviceFigures, probe_device
 from penstock.spec import machine as machines
 from penstock.spec.machine import PROCESS_BYTES, Capacity, MachineSpec, Sharing
 from penstock.spec.places import CPU, GPU
@@ -40,7 +40,9 @@ def measure(machine: MachineSpec) -> MachineSpec:
     return with_device(machine, card, found, context_bytes, process_bytes)
 
 
-def with_device(machine: MachineSpec, card: Card, found: Found, context_bytes: int, process_bytes: int) -> MachineSpec:
+def with_device(
+    machine: MachineSpec, card: Card, found: DeviceFigures, context_bytes: int, process_bytes: int
+) -> MachineSpec:
     """`process_bytes`: the peak of a process that drives the device."""
     lanes = {rate.lane for rate in found.rates}
     sharing = (Sharing(CPU, GPU.to_device, found.beside_copies), Sharing(CPU, GPU.to_host, found.beside_copies))

@@ -39,7 +39,7 @@ _STARTS, _CONTEXT = (255, 1023, 2047), 2048
 
 
 @dataclass(frozen=True)
-class Found:
+class DeviceFigures:
     """`rates`: of gpu0, h2d0, d2h0. `beside_copies`: how much longer the CPU's reading of RAM takes meanwhile."""
 
     rates: tuple[Rate, ...]
@@ -80,7 +80,7 @@ class Clock:
 def probe_device(
     device: torch.device, ram_read_s: Callable[[], float], tell: Tell, *, formats: Sequence[str] = FORMATS,
     kv_formats: Sequence[str] = KV_FORMATS, most_bytes: int = _MOST_BYTES, copies: Sequence[int] = _COPIES,
-) -> Found:  # fmt: skip
+) -> DeviceFigures:  # fmt: skip
     """`ram_read_s`: seconds of reading a fixed amount of RAM with all threads, for what copies cost the CPU."""
     clock = Clock(device)
     rates = list(_link(device, clock, copies, tell))
@@ -93,7 +93,7 @@ def probe_device(
     for kv in kv_formats:
         layers = _Layers(device, clock, Format("int4", DEFAULT_GROUP), parse_format(kv), most_bytes, mostly_kv=True)
         rates += layers.attention_rates(kv, tell)
-    return Found(tuple(rates), _beside(device, clock, ram_read_s, max(copies)))
+    return DeviceFigures(tuple(rates), _beside(device, clock, ram_read_s, max(copies)))
 
 
 def _link(device: torch.device, clock: Clock, copies: Sequence[int], tell: Tell) -> list[Rate]:
