@@ -9,8 +9,8 @@ Of version 3 on, each byte of a packed model's folder has one checksum:
     penstock.json            SHA-256 in its own last field, of all bytes before that field's comma
     a shard's header         none: it follows from penstock.json, to the byte
 
-A file that lies there, is not listed, and would be used (`COPIED`, `USED_FOLDER`) is refused; whatever else lies there
-is left alone. Version 2 had none but a CRC of each part. It is read, and its bytes are not checked.
+A file in the folder that is not listed and would be used (`COPIED`, `USED_FOLDER`) is refused. Any other file in the
+folder is left alone. Version 2 had no checksums but a CRC of each part. It is read, and its bytes are not checked.
 """
 
 from __future__ import annotations

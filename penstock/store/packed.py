@@ -1,5 +1,7 @@
-"""Opening packed models: all but the weights is checked, then only places. Standard library only; the movers read the
-weights, and check each granule when they read it first."""
+"""Opening packed models: everything but the weights is checked, and the places of the weights are told.
+
+The movers read the weights, and check each granule when they read it first. Standard library only.
+"""
 
 from __future__ import annotations
 
