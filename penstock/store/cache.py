@@ -109,7 +109,9 @@ def make_room(models: Path, limit_bytes: int, need_bytes: int = 0, partial: Path
     """Keeps the cache within `limit_bytes`, with `need_bytes` that are to come into the folder `partial`.
 
     Entries of no use go first, then the longest unused. Entries that processes read or write stay, even where they are
-    more than the limit. Raises BadRequest, and removes nothing, where the bytes to come do not fit all the same. Raises StorageFailed.
+    more than the limit.
+
+    Raises BadRequest, and removes nothing, where the bytes to come do not fit all the same; StorageFailed.
     """
     ours = [entry for entry in entries(models) if is_ours(entry)]
     need_bytes += sum(entry.nbytes for entry in ours if entry.folder == partial)

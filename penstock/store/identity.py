@@ -1,7 +1,7 @@
 """Which packed model in the cache a checkpoint leads to.
 
-As long as size, times and inode of a checkpoint's files stay the same, so does their content. Where they have changed,
-packing is done again without writing, and the checksums of its result decide.
+As long as size, times and inode of a checkpoint's files stay the same, their content is taken to be the same. Where
+they have changed, packing is done again without writing, and the checksums of its result decide.
 
 No hash of the checkpoint is kept, because every first start would pay for it: SHA-256 takes 1.0 to 1.8 s of processor
 time per GB and reads the checkpoint once more, where packing takes 2.6 s (int4) or 1.4 s (bfloat16). The packed model's

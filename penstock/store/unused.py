@@ -73,7 +73,7 @@ def _layers(spec: ModelSpec) -> set[str]:
 
 
 def _short(name: str) -> str:
-    """`Checkpoint.find` takes names with and without it."""
+    """A name without its leading "model.": `Checkpoint.find` takes names with and without it."""
     return name.removeprefix("model.")
 
 
