@@ -21,7 +21,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Lazy: `import penstock` costs milliseconds, and numpy comes in only with what needs it."""
+    """A public name, imported when it is first used: so `import penstock` costs milliseconds, and loads no numpy."""
     if name in _HOMES:
         import importlib
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 
 class PenstockError(Exception):
-    """What the user can mend (exit code 2), unless a subclass says otherwise."""
+    """A fault that the user can mend (exit code 2), unless a subclass says otherwise."""
 
     exit_code: ClassVar[int] = 2
 

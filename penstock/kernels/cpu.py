@@ -1,5 +1,5 @@
-"""The native kernels behind the op table: shapes made once per part, calls by address. `reference` defines what they
-compute.
+"""Shapes and choice of the native kernels behind the op table. Shapes are made once per part; calls go by address.
+`kernels/reference` defines the results of every op.
 
 `exact` keeps float32 activations. Otherwise integer weights are multiplied with activations rounded to int8, one scale
 per group; docs/LOG.md has what that costs. Float weights are always multiplied exactly.
@@ -22,8 +22,8 @@ def available() -> tuple[str, ...]:
 
 def best_isa() -> tuple[str, str]:
     """(the family to use, why)."""
-    found = available()
-    return found[0], f"{found[0]} kernels: the best of {', '.join(found)} here"
+    isas = available()
+    return isas[0], f"{isas[0]} kernels: the best of {', '.join(isas)} here"
 
 
 def rounds_activations(weights: Format) -> bool:
@@ -63,7 +63,7 @@ def qkv_shape(part: Part, a: Attention, norm: Norm) -> _native.QkvShape:
 
 
 def attention_shape(a: Attention, lo: int, hi: int) -> _native.AttentionShape:
-    """For KV heads lo..hi."""
+    """The shape of attention over KV heads lo..hi."""
     return _native.AttentionShape(a.heads, a.kv_heads, a.head_dim, lo, hi, a.scale, a.softcap, a.window)
 
 

@@ -50,7 +50,7 @@ def rotate(x: Float32, cos: Float32, sin: Float32) -> None:
 
 
 def _llama3(inv_freq: Float32, f: dict[str, float]) -> Float32:
-    """Long wavelengths are slowed by `factor`, short ones kept, those between blended."""
+    """Frequencies of long wavelengths are divided by `factor`, of short ones kept, of those between blended."""
     wavelength = 2 * math.pi / inv_freq
     original = f["original_max_position_embeddings"]
     low, high = f["low_freq_factor"], f["high_freq_factor"]

@@ -35,7 +35,7 @@ class _ModelType(Protocol):
 
 
 def model_types() -> tuple[str, ...]:
-    """The `model_type`s there is a file for, sorted. Folders hold what types share, so they are none."""
+    """The `model_type`s that there is a file for, sorted. Folders hold code that types share: they are no types."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg))
 
 

@@ -8,7 +8,7 @@ from penstock.errors import BadRequest
 from penstock.spec.format import parse_format
 
 DEFAULT_CONTEXT = 4096
-DEVICES = ("auto", "cuda", "none", "emulated")  # that a user may ask for
+DEVICES = ("auto", "cuda", "none", "emulated")  # names that a user may give
 MOST = 2**31 - 1  # tokens; more is a typing error, and sums of it would leave a float's range
 # Sequences at once. A plan takes time for each of them: 10,000 take seconds, a million took an hour.
 MOST_SEQUENCES = 2**14
@@ -20,7 +20,7 @@ class Ask:
 
     `resident_bytes`: at most so many bytes of weights stay in memory. `context`: KV room in tokens, per
     sequence. `kv_home`: "memory" or "disk". `score`: logits of every prompt row are wanted (evaluation), not
-    of the last alone. `use_device`: plans that leave a device alone, where there is one, are out.
+    of the last alone. `use_device`: where there is a device, plans that do not use it are left out.
     """
 
     prompt_tokens: int = 64

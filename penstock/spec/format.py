@@ -28,8 +28,8 @@ each row has a 16-bit float scale and minimum:
 
 int4 with groups of 64 takes 8 · 64 + 64 = 576 bytes for 16 x 64 weights: 4.5 bits a weight, as Q4_0 does.
 
-What is looked up or added and never multiplied by (norm weights, biases, learned positions) lies row by row
-without gaps, always as floats.
+Norm weights, biases and learned positions are multiplied with no matrix. They lie row by row without gaps, always as
+floats.
 
 The KV cache of a layer is two pools, K and V, of pages of P positions (a multiple of 64). A page has a block for each
 KV head, and a block its P rows of head_dim numbers, one after the other:
@@ -37,10 +37,11 @@ KV head, and a block its P rows of head_dim numbers, one after the other:
     floats         | row 0 | row 1 |  …  | row P-1 |
     int8, int4     | codes 0 |  …  | codes P-1 | scales float16 [G][P] | minimums float16 [G][P] |
 
-A row is cut into G groups by the same rule, the last of which may have fewer numbers; so what is stored depends on
-one token alone. Codes of a row: in int8 a byte each, padded with zeros to a multiple of 16; in int4 padded to a
-multiple of 32, and of each 32 byte b holds number b in its low nibble and number 16 + b in its high one. Groups are
-multiples of 32, so that what a vector holds has one scale. 64 numbers in int4 take 36 bytes, 4.5 bits a number.
+A row is cut into G groups by the same rule; the last group may have fewer numbers. So the bytes stored for a token
+depend on that token alone. Codes of a row in int8 take a byte each, padded with zeros to a multiple of 16. In int4 they
+are padded to a multiple of 32; of each 32 codes, byte b holds number b in its low nibble and number 16 + b in its high
+nibble. Groups are multiples of 32, so that all numbers in a SIMD vector have one scale. 64 numbers in int4 take 36
+bytes: 4.5 bits a number.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4}
 _ALIASES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
 DEFAULT_GROUP = 64
 # The limits of formats. The native kernels have the same (csrc/kernels.h), and a test compares them.
-WEIGHT_GROUP, KV_GROUP = 8, 32  # groups are multiples of so many columns
+WEIGHT_GROUP, KV_GROUP = 8, 32  # a group of weights, of KV, has a multiple of so many columns
 MOST_GROUP = 1024  # columns of a group
 PAGE_TOKENS = 64  # attention walks blocks of so many positions, each within one page: pages are multiples of it
 TILE_ROWS = 16
@@ -117,11 +118,11 @@ class Format:
         """A token's numbers in one KV head, K or V; of integer formats the codes."""
         if not self.is_quantised:
             return self.plain_bytes(1, head_dim)
-        lanes = 128 // self.bits  # of 16 bytes
+        lanes = 128 // self.bits  # codes in 16 bytes
         return -(-head_dim // lanes) * 16
 
     def kv_bytes(self, head_dim: int) -> int:
-        """The same with scales and minimums: all that the token takes in one head, K or V."""
+        """All bytes that a token takes in one KV head, K or V: codes, scales and minimums."""
         return self.kv_codes_bytes(head_dim) + 4 * self.groups(head_dim)
 
     def check_kv(self) -> None:

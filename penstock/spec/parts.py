@@ -1,8 +1,8 @@
 """Parts and granules: how a model's weights are cut, to the byte.
 
 A part is `granules` granules of one fixed stride. A granule holds whole matrices ("blocks"), so any range
-of granules can be computed by itself and partial results add up. What is multiplied lies in tiles of 16
-rows, vectors and learned positions row by row (`spec.format`):
+of granules can be computed by itself and partial results add up. Matrices that are multiplied lie in tiles of 16
+rows; vectors and learned positions lie row by row (`spec.format`):
 
     N.attn   a granule is one KV head:   q [G*E, D] | k [E, D] | v [E, D] | o [D, G*E] | biases
     N.ffn    a granule is 64 neurons:    gate [64, D] | up [64, D] | down [D, 64] | biases
@@ -26,7 +26,7 @@ from penstock.spec.model import Layer, ModelSpec
 from penstock.units import round_up
 
 GRANULE_ROWS = 64
-SUM_GRANULES = 4  # of an FFN are summed before they are added to the rest (csrc/kernels.h, FfnSum)
+SUM_GRANULES = 4  # granules of an FFN that are summed before they are added to the rest (csrc/kernels.h, FfnSum)
 PAGE_BYTES = 4096
 
 
@@ -175,7 +175,7 @@ def _edges_part(model: ModelSpec, base: Format) -> Part:
 
 @lru_cache(maxsize=1024)
 def predictor_part(layer: int, d_model: int, rank: int, neurons: int, weights: Format) -> Part:
-    """The predictor of a layer's active neurons, two matrices in one granule: no part of the model, but of a plan."""
+    """The predictor of a layer's active neurons: two matrices in one granule. A plan has it, not the model."""
     shapes = [_matrix("hidden", rank, d_model, weights), _matrix("neurons", neurons, rank, weights)]
     return _part(f"{layer}.predictor", "predictor", layer, 1, 1, shapes)
 
@@ -189,17 +189,17 @@ def parts(model: ModelSpec, weights: Format) -> tuple[Part, ...]:
     """
     base = Format(model.dtype)
     vocab = [_matrix("rows", GRANULE_ROWS, model.d_embed, weights)]
-    found = [_part("embed", "embed", -1, model.vocab, GRANULE_ROWS, vocab)]
+    in_order = [_part("embed", "embed", -1, model.vocab, GRANULE_ROWS, vocab)]
     for i, layer in enumerate(model.layers):
-        found += [
+        in_order += [
             _norms_part(i, layer, model),
             _attention_part(i, layer, model.d_model, weights),
             _ffn_part(i, layer, model.d_model, weights),
         ]
-    found.append(_edges_part(model, base))
+    in_order.append(_edges_part(model, base))
     if not model.tied:
-        found.append(_part("head", "head", -1, model.vocab, GRANULE_ROWS, vocab))
-    return tuple(found)
+        in_order.append(_part("head", "head", -1, model.vocab, GRANULE_ROWS, vocab))
+    return tuple(in_order)
 
 
 @lru_cache(maxsize=64)

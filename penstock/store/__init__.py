@@ -1,1 +1,1 @@
-"""Bytes at rest: checkpoints in, packed models out. No torch; `packed` needs not even numpy."""
+"""Bytes at rest: checkpoints in, packed models out. No torch; `packed` does not even need numpy."""

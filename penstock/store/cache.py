@@ -1,5 +1,7 @@
-"""What lies in the cache of packed models, and how it is kept small. Only what packing wrote is ever removed, and no
-link is followed."""
+"""What lies in the cache of packed models, and how it is kept small.
+
+Only folders that packing wrote, and links that the user names, are ever removed. No link is followed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from penstock.store.manifest import CONFIG, COPIED, SHARD_NAME, SUMS
 from penstock.store.writer import STATE
 from penstock.units import format_bytes
 
-# States of what lies there. The second line is what `prune` removes.
+# States of an entry of the cache. `prune` removes those of the second line.
 WHOLE, FOREIGN, LINK, NEWER = "whole", "not ours", "link", "newer format"
 PARTLY, DAMAGED, OLD, ORPHANED = "partial", "damaged", "old format", "orphaned"
 WASTE = frozenset({PARTLY, DAMAGED, OLD, ORPHANED})
@@ -57,21 +59,21 @@ class Cleared:
 
 
 def is_ours(entry: Entry) -> bool:
-    """Whether packing wrote it. Only that counts, and only that is removed."""
+    """Whether packing wrote it. Only such entries count towards a limit, and only they are removed to keep it."""
     return entry.state not in (FOREIGN, LINK)
 
 
 def entries(models: Path) -> list[Entry]:
-    """All that lies there, by name; empty where there is no such folder. Raises StorageFailed."""
+    """All entries of the folder `models`, by name; none where there is no such folder. Raises StorageFailed."""
     names: list[str] = []
     with storage_errors("read", models), suppress(FileNotFoundError):
         names = sorted(os.listdir(models))
-    found = (look(models / name) for name in names)
-    return [entry for entry in found if entry is not None]
+    looked_at = (look(models / name) for name in names)
+    return [entry for entry in looked_at if entry is not None]
 
 
 def look(folder: Path) -> Entry | None:
-    """One of them; None where it is not there any more."""
+    """The entry of one folder; None where it is not there any more."""
     try:
         return _entry(folder)
     except FileNotFoundError:
@@ -104,8 +106,10 @@ def prune(models: Path) -> Cleared:
 
 
 def make_room(models: Path, limit_bytes: int, need_bytes: int = 0, partial: Path | None = None) -> Cleared:
-    """Keeps what lies there, and `need_bytes` that come into the folder `partial`, within `limit_bytes`: what is of no
-    use goes first, then the longest unused. What processes read or write stays, which may be more than the limit.
+    """Keeps the cache within `limit_bytes`, with `need_bytes` that are to come into the folder `partial`.
+
+    Entries of no use go first, then the longest unused. Entries that processes read or write stay, even where they are
+    more than the limit.
 
     Raises BadRequest, and removes nothing, where the bytes to come do not fit all the same; StorageFailed.
     """
@@ -163,17 +167,17 @@ def _entry(folder: Path) -> Entry:
 
 
 def _files(folder: Path) -> dict[str, os.stat_result] | None:
-    found = {}
+    files = {}
     try:
         with os.scandir(folder) as listed:
             for entry in listed:
                 with suppress(FileNotFoundError):
-                    found[entry.name] = entry.stat(follow_symlinks=False)
+                    files[entry.name] = entry.stat(follow_symlinks=False)
     except FileNotFoundError:
         raise
     except OSError:
         return None
-    return found
+    return files
 
 
 def _is_ours(name: str, status: os.stat_result) -> bool:

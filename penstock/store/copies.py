@@ -1,7 +1,7 @@
 """Packed copies of checkpoints in the cache: what each was made from, whether it is whole, how it is taken away.
 
-A copy is a packed model in a folder of its own under `models/`. `source.json` in it is its record; the time of that
-file is when the copy was last used. Who loads a copy holds a shared lock on its folder.
+A copy is a packed model in a folder of its own under `models/`. The file `source.json` in that folder is the copy's
+record; the time of the file is when the copy was last used. Who loads a copy holds a shared lock on its folder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RECORD = manifests.RECORD
 PARTIAL, REMOVED = ".partial", ".removed"
 _SCHEMA = "penstock.copy"
 _MAX_RECORD_BYTES = 16_000_000
-# Folders that a copy is known to be a copy of. More are alike by chance: each costs a comparison, once.
+# Folders that a record names as alike. One that fell out of it costs a comparison when it comes again.
 _MAX_ORIGINS = 8
 # Bytes of a model's own name in the name of its copy: with what follows it stays within the 255 of a file system.
 _MAX_NAME_BYTES = 100
@@ -86,11 +86,11 @@ def write_record(folder: Path, record: Record) -> None:
 
 def records(models: Path) -> dict[Path, Record]:
     """Every copy that this version can find again, by folder."""
-    found = {}
+    by_folder = {}
     for folder in sorted(_folders(models)):
         if not folder.name.endswith((PARTIAL, REMOVED)) and (record := read_record(folder)) is not None:
-            found[folder] = record
-    return found
+            by_folder[folder] = record
+    return by_folder
 
 
 def _folders(models: Path) -> list[Path]:
@@ -100,7 +100,7 @@ def _folders(models: Path) -> list[Path]:
 
 
 def add_origin(record: Record, origin: Origin) -> Record:
-    """With this origin as the latest, in place of an earlier one at its path."""
+    """The record with this origin as the latest, in place of an earlier one at its path."""
     others = tuple(each for each in record.origins if each.path != origin.path)
     return replace(record, origins=(origin, *others)[:_MAX_ORIGINS])
 
@@ -120,7 +120,8 @@ def update(folder: Path, change: Callable[[Record], Record]) -> None:
 
 
 def note_use(folder: Path) -> None:
-    """Now. A folder without a record is no copy; in a cache that cannot be written the time stays as it was."""
+    """Sets the time of last use to now. A folder without a record is no copy, and is left alone. In a cache that cannot
+    be written the time stays as it was."""
     if read_record(folder) is not None:
         with suppress(OSError):
             os.utime(folder / RECORD)

@@ -1,9 +1,11 @@
-"""Which packed model a checkpoint leads to. Size, times and inode of its files vouch for their content as long as they
-stay the same. Where they do not, packing is done again without writing, and the checksums decide.
+"""Which packed model in the cache a checkpoint leads to.
 
-No hash of the checkpoint is kept: SHA-256 of it took 1.0 to 1.8 s of processor time per GB, once more reading it, where
-packing takes 2.6 s (int4) or 1.4 s (bfloat16), and every first start would pay it. The packed model's own checksums say
-as much, and cost something only when they are asked: as much as packing without the writing.
+As long as size, times and inode of a checkpoint's files stay the same, their content is taken to be the same. Where
+they have changed, packing is done again without writing, and the checksums of its result decide.
+
+No hash of the checkpoint is kept, because every first start would pay for it: SHA-256 takes 1.0 to 1.8 s of processor
+time per GB and reads the checkpoint once more, where packing takes 2.6 s (int4) or 1.4 s (bfloat16). The packed model's
+own checksums say as much. They cost something only when they are asked: as much as packing without the writing.
 """
 
 from __future__ import annotations
@@ -59,21 +61,21 @@ def find_same(
     src: Path, weights: Format, candidates: Mapping[Path, Collection[str]], progress: Progress | None = None
 ) -> Path | None:
     """The packed model among `candidates` that packing the checkpoint `src` would write again, to the byte; None where
-    there is none. Their values: names of files of `src` that are known to be those that the candidate came from.
+    there is none. `candidates`: to each packed model the names of files of `src` that it is known to come from.
 
     The smallest parts are compared first: most models that differ do so in their norms. Raises as `pack`.
     """
     if not candidates:
         return None
     with opened(src, weights) as packing, ThreadPoolExecutor(threads(), "penstock-pack") as pool:
-        alike = {folder: found for folder in candidates if (found := _alike(folder, packing)) is not None}
+        alike = {folder: packed for folder in candidates if (packed := _alike(folder, packing)) is not None}
         fill, done_bytes = packing.filler(pool), 0
         total_bytes = sum(part.nbytes for part in packing.parts)
         for part in sorted(packing.parts, key=lambda part: part.nbytes):
             files = packing.files(part)
             in_doubt = {f: packed.sums_of(part.key) for f, packed in alike.items() if not files <= set(candidates[f])}
-            for at, sums in _sums(part, fill) if in_doubt else ():
-                in_doubt = {f: expected for f, expected in in_doubt.items() if expected[at : at + len(sums)] == sums}
+            for lo, sums in _sums(part, fill) if in_doubt else ():
+                in_doubt = {f: expected for f, expected in in_doubt.items() if expected[lo : lo + len(sums)] == sums}
                 if not in_doubt:
                     break
             alike = {f: packed for f, packed in alike.items() if files <= set(candidates[f]) or f in in_doubt}
@@ -96,7 +98,8 @@ def _alike(folder: Path, packing: Packing) -> Packed | None:
 
 
 def _sums(part: Part, fill: Fill) -> Iterator[tuple[int, bytes]]:
-    """Checksums of the granules that packing would write, some at a time, and where they stand among the part's own."""
+    """Checksums of the granules that packing would write, some at a time, each with its offset in bytes among the
+    part's checksums."""
     step = max(1, STAGE_BYTES // part.granule_bytes)
     made = np.empty((min(step, part.granules), part.granule_bytes), np.uint8)
     for lo in range(0, part.granules, step):

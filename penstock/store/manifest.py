@@ -9,8 +9,8 @@ Of version 3 on, each byte of a packed model's folder has one checksum:
     penstock.json            SHA-256 in its own last field, of all bytes before that field's comma
     a shard's header         none: it follows from penstock.json, to the byte
 
-A file that lies there, is not listed, and would be used (`COPIED`, `USED_FOLDER`) is refused; whatever else lies there
-is left alone. Version 2 had none but a CRC of each part. It is read, and its bytes are not checked.
+A file in the folder that is not listed and would be used (`COPIED`, `USED_FOLDER`) is refused. Any other file in the
+folder is left alone. Version 2 had no checksums but a CRC of each part. It is read, and its bytes are not checked.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SCHEMA, VERSION, UNCHECKED_VERSION = "penstock.packed", 3, 2
 FILE = "penstock.json"
 CONFIG = "config.json"
 SUMS = "penstock.sums"
-SUM_BYTES = 8  # of each granule
+SUM_BYTES = 8  # a granule's checksum
 RECORD = "source.json"  # of a copy in the cache (`store.copies`)
 MAX_BYTES = 100_000_000
 SHARD_NAME = re.compile(r"model-\d{5}\.safetensors")

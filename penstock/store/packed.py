@@ -1,5 +1,7 @@
-"""Opening packed models: all but the weights is checked, then only places. Standard library only; the movers read the
-weights, and check each granule when they read it first."""
+"""Opening packed models: everything but the weights is checked, and the places of the weights are told.
+
+The movers read the weights, and check each granule when they read it first. Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """A packed model that passed the checks of `open_packed`. `parts` in the order in which a pass reads them. `sums`:
-    the checksum of each granule, of part after part, 8 bytes each; None: they are not to be compared."""
+    """A packed model that passed the checks of `open_packed`. `parts` stand in the order in which a pass reads them.
+    `sums`: the checksums of all granules, part after part, 8 bytes each; None: granules are not to be compared."""
 
     folder: Path
     spec: ModelSpec
@@ -61,12 +63,12 @@ class Packed:
 
     @property
     def first_granules(self) -> dict[str, int]:
-        """Of each part: how many granules the parts before it have, which is where its checksums begin."""
-        found, count = {}, 0
+        """For each part the granules of all parts before it: its checksums begin at SUM_BYTES times that."""
+        firsts, count = {}, 0
         for key, part in self.parts.items():
-            found[key] = count
+            firsts[key] = count
             count += part.granules
-        return found
+        return firsts
 
     def sums_of(self, part_key: str) -> bytes:
         """Checksums of a part's granules, in order, of a model that has them."""
@@ -85,11 +87,11 @@ class Packed:
 
 
 def is_packed(folder: Path) -> bool:
-    return os.path.lexists(folder / manifests.FILE)  # what is no file of ours there is then refused by name
+    return os.path.lexists(folder / manifests.FILE)  # opening it refuses by name a penstock.json that is not ours
 
 
 def has_sums(folder: Path) -> bool:
-    """Whether every byte of a packed model can be checked, which an older version's cannot. Raises BrokenModel where
+    """Whether every byte of a packed model can be checked: those of an older version cannot. Raises BrokenModel where
     penstock.json cannot be read."""
     return bool(read_files(folder))
 
@@ -118,9 +120,11 @@ def read_config(path: Path, listed: Sequence[PackedFile] = ()) -> tuple[dict[str
 
 
 def check_files(folder: Path) -> None:
-    """Compares all small files of a packed model with penstock.json. Raises DamagedModel for one that is another, and
-    for one that penstock.json does not list and that would be used; whatever else lies there is nobody's. Nothing is
-    compared where an older version packed."""
+    """Compares all small files of a packed model with penstock.json; of an older version's model nothing is compared.
+
+    Raises DamagedModel for a file that has changed, and for a file that would be used and is not listed there. Other
+    files in the folder are left alone.
+    """
     listed = read_files(folder)
     if not listed:
         return
@@ -157,8 +161,8 @@ def damaged_granule(file: Path, part: str, granule: int) -> DamagedModel:
 def open_packed(folder: Path, verify: bool = True) -> Packed:
     """Opens a packed model: reads penstock.json, config.json, the shards' headers and the checksums, no weights.
 
-    With `verify` each of them is compared with what was packed, and the movers will compare the weights; a model that
-    an older version packed cannot be, which is warned of. penstock.json, which says where all the rest lies, always is.
+    With `verify` each of these files is compared with its checksum, and the movers will compare the weights. A model of
+    an older version cannot be compared: a warning says so. penstock.json is always compared where it has a checksum.
 
     Raises BadRequest where the folder holds no packed model, BrokenModel (one line: which file, what is
     wrong) where it is truncated, inconsistent, or packed by another version, DamagedModel where bytes are not those
@@ -204,15 +208,15 @@ def part_disks(folder: Path) -> dict[str, Tier]:
 def find_disks(files: Sequence[Path]) -> dict[Path, Tier]:
     """The disk of each file, numbered in order of the file systems that files (or what links lead to) lie on."""
     devices: dict[int, Tier] = {}
-    found = {}
+    disks = {}
     for file in files:
         _require_target(file)
-        found[file] = devices.setdefault(file.stat().st_dev, disk(len(devices)).tier)
-    return found
+        disks[file] = devices.setdefault(file.stat().st_dev, disk(len(devices)).tier)
+    return disks
 
 
 def _require_target(file: Path) -> None:
-    """A link to a file on a second disk leads somewhere. Raises StorageFailed."""
+    """Raises StorageFailed where a link to a file on a second disk leads nowhere."""
     if file.is_symlink() and not file.exists():
         raise StorageFailed(f"{file} leads to {os.readlink(file)}, which is not there: is its disk mounted?")
 
@@ -236,7 +240,7 @@ def _read(folder: Path, loads: Callable[[str, str], T]) -> T:
 
 
 def _compare(folder: Path, manifest: Manifest, derived: tuple[Part, ...]) -> None:
-    """The parts that penstock.json lists are those that config.json leads to."""
+    """Raises BrokenModel where penstock.json lists other parts than config.json leads to."""
     where = folder / manifests.FILE
     keys, expected = [part.key for part in manifest.parts], [part.key for part in derived]
     again = "packed by another version, or config.json was changed: pack the checkpoint again"
@@ -256,7 +260,7 @@ def _compare(folder: Path, manifest: Manifest, derived: tuple[Part, ...]) -> Non
 
 
 def _check_shard(file: Path, listed: list[PackedPart]) -> None:
-    """A shard's own header says the same as penstock.json."""
+    """Raises BrokenModel where a shard's own header and penstock.json disagree."""
     _require_target(file)
     try:
         header = read_header(file)
@@ -274,7 +278,7 @@ def _check_shard(file: Path, listed: list[PackedPart]) -> None:
 
 
 def _compare_header(file: Path, parts: list[Part]) -> None:
-    """A shard's header follows from its parts, to the byte."""
+    """Raises DamagedModel where a shard's header is not, to the byte, the one that follows from its parts."""
     expected = manifests.shard(file.name, parts).header
     with storage_errors("read", file), os.fdopen(open_regular(file), "rb") as stream:
         found = stream.read(len(expected))

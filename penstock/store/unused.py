@@ -28,11 +28,11 @@ from penstock.units import MIB
 # Tables that are computed from config.json, and a version number that OPT's first checkpoints carry.
 _HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|decoder\.version)")
 _COMPARED_BYTES = 8 * MIB
-_NAMED = 3  # of those that are warned of
+_NAMED = 3  # unused tensors that a warning names
 
 
 def check_unused(checkpoint: Checkpoint, config: dict[str, Any], spec: ModelSpec) -> None:
-    """Refuses weights that config.json should lead to, and does not; warns of others that are not used.
+    """Refuses unused weights that config.json should have led to. Warns of other weights that are not used.
 
     Refused are all weights inside a layer (or of layers beyond the last), biases of matrices and norms that are used,
     what another value of a flag in config.json would use, and a head that differs from the embedding it is tied to.
@@ -73,7 +73,7 @@ def _layers(spec: ModelSpec) -> set[str]:
 
 
 def _short(name: str) -> str:
-    """`Checkpoint.find` takes names with and without it."""
+    """A name without its leading "model.": `Checkpoint.find` takes names with and without it."""
     return name.removeprefix("model.")
 
 

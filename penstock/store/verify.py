@@ -26,8 +26,8 @@ _STEP_BYTES = 8 * MIB
 def verify(folder: Path, progress: Progress | None = None) -> None:
     """Checks every byte of a packed model: all checksums, and that all scales, minimums and floats are finite.
 
-    Raises DamagedModel naming the file, and of weights part and granule; BrokenModel for numbers that are not finite;
-    BadRequest where an older version packed, which left nothing to compare with; StorageFailed.
+    Raises DamagedModel, which names the file, and for weights the part and the granule; BrokenModel for numbers that
+    are not finite, BadRequest for a model of an older version (it has no checksums to compare with), StorageFailed.
     """
     if is_packed(folder) and not has_sums(folder):
         raise BadRequest(f"{folder} was packed by an older version, without checksums of all its bytes: pack it again")
@@ -60,16 +60,16 @@ def _check_part(packed: Packed, part: Part) -> None:
             granules = buffer[: min(lo + step, part.granules) - lo]
             place = begin + lo * part.granule_bytes
             _read_whole(stream.fileno(), place, granules, f"{file} is truncated in part {part.key}")
-            found = _native.granule_sums(granules.ctypes.data, len(granules), part.granule_bytes)
-            expected = packed.sums[SUM_BYTES * (first + lo) :][: len(found)]
-            if found != expected:
-                wrong = next(at for at in range(len(found)) if found[at] != expected[at])
+            sums = _native.granule_sums(granules.ctypes.data, len(granules), part.granule_bytes)
+            expected = packed.sums[SUM_BYTES * (first + lo) :][: len(sums)]
+            if sums != expected:
+                wrong = next(i for i in range(len(sums)) if sums[i] != expected[i])  # a byte of the checksums
                 raise damaged_granule(file, part.key, lo + wrong // SUM_BYTES)
             _require_finite(file, part, lo, granules)
 
 
 def _read_whole(fd: int, offset: int, granules: npt.NDArray[Any], truncated: str) -> None:
-    """granules uint8 [n, granule_bytes] from `offset`, which the page cache then forgets."""
+    """Reads granules uint8 [n, granule_bytes] from `offset`; the page cache then forgets them. Raises BrokenModel."""
     data = granules.reshape(-1)
     done = 0
     while done < data.nbytes:
@@ -81,7 +81,7 @@ def _read_whole(fd: int, offset: int, granules: npt.NDArray[Any], truncated: str
 
 
 def _require_finite(file: Path, part: Part, lo: int, granules: npt.NDArray[Any]) -> None:
-    """granules uint8 [n, granule_bytes]."""
+    """Of granules uint8 [n, granule_bytes]. Raises BrokenModel where one holds NaN or infinite numbers."""
     for i, granule in enumerate(granules):
         for block in part.blocks:
             data = granule[block.offset : block.offset + block.nbytes]

@@ -69,10 +69,11 @@ def write_packed(
     """Writes the packed model `dst` and returns it. `extras`: the small files beside the shards.
 
     An interrupted call goes on where it stopped if `fingerprint` (JSON: what the result depends on) is
-    the same, else it starts over. `spread`: a folder on another disk, in whose folder of the same name half of the
-    bytes go; `dst` has links to them. With `waiting` another process that writes `dst` is waited for: what it makes is
-    the result, and where it ends early this call goes on with its work. Raises BadRequest (`dst` is there, or without
-    `waiting` is being written), StorageFailed.
+    the same, else it starts over. `spread`: a folder on another disk. Half of the bytes go into its folder of the same
+    name, and `dst` has links to them. With `waiting` another process that writes `dst` is waited for. Its model is the
+    result; where that process ends early, this call goes on with its work.
+
+    Raises BadRequest (`dst` is there, or is being written and there is no `waiting`), StorageFailed.
     """
     _refuse_existing(dst)
     if shard_bytes < 1:
@@ -118,8 +119,8 @@ def write_packed(
 
 
 class _Second:
-    """The folder on a second disk that the shards `names` go to, if any: there is no other name for a file on another
-    disk than a link."""
+    """The folder on a second disk that the shards `names` go to, if there is one. The model's own folder has links to
+    these shards."""
 
     def __init__(self, spread: Path | None, names: frozenset[str]) -> None:
         self._spread, self._names = spread, names
@@ -137,10 +138,10 @@ class _Second:
     def _began(self, partial: Path) -> bool:
         """Whether an interrupted packing of this model wrote to this very folder."""
         try:
-            found = read_json(partial / STATE, manifests.MAX_BYTES).get("fingerprint")
+            fingerprint = read_json(partial / STATE, manifests.MAX_BYTES).get("fingerprint")
         except BrokenModel:
             return False
-        return isinstance(found, dict) and found.get("spread") == str(self._spread)
+        return isinstance(fingerprint, dict) and fingerprint.get("spread") == str(self._spread)
 
     def folder(self, name: str, partial: Path) -> Path:
         return self._spread if self._spread is not None and name in self._names else partial
@@ -159,7 +160,7 @@ class _Second:
         return [file for name in self._names if os.path.lexists(file := self._spread / f"{name}.tmp")]
 
     def remove(self) -> None:
-        """What was begun in vain."""
+        """Removes all shards there, and the folder if nothing else is in it: no shard is whole."""
         if self._spread is not None:
             for name in self._names:
                 (self._spread / name).unlink(missing_ok=True)
@@ -221,11 +222,11 @@ def _describe(
 ) -> None:  # fmt: skip
     described, sums = {}, {}
     for shard in shards:
-        at = 0
+        lo = 0  # bytes, among the shard's checksums
         for part, offset in shard.parts:
             described[part.key] = manifests.describe(part, shard.name, offset)
-            sums[part.key] = done[shard.name][at : at + SUM_BYTES * part.granules]
-            at += SUM_BYTES * part.granules
+            sums[part.key] = done[shard.name][lo : lo + SUM_BYTES * part.granules]
+            lo += SUM_BYTES * part.granules
     listed = tuple(described[part.key] for part in parts)
     small = {**extras, SUMS: b"".join(sums[part.key] for part in parts)}
     files = tuple(manifests.describe_file(name, content) for name, content in sorted(small.items()))
@@ -243,7 +244,8 @@ def _finish(dst: Path, partial: Path) -> None:
 
 
 def _resume(partial: Path, state: dict[str, Any], shards: tuple[Shard, ...], others: set[str]) -> Done:
-    """Checksums of the granules of each shard that is complete; clears away all else that packing left."""
+    """Checksums of the granules of each shard that is complete. Clears away all else that packing left.
+    Raises BadRequest where the folder holds a file that packing did not write."""
     present = {file.name for file in partial.iterdir()}
     if not present:
         return {}
@@ -257,9 +259,9 @@ def _resume(partial: Path, state: dict[str, Any], shards: tuple[Shard, ...], oth
         raise BadRequest(f"{partial} holds {min(strange or present)!r}, which packing did not write: move it away")
     done: Any = None
     with suppress(BrokenModel):  # a state that cannot be read: start over
-        found = read_json(partial / STATE, manifests.MAX_BYTES)
-        if found.get("fingerprint") == json.loads(json.dumps(state["fingerprint"])):
-            done = found.get("shards")
+        noted = read_json(partial / STATE, manifests.MAX_BYTES)
+        if noted.get("fingerprint") == json.loads(json.dumps(state["fingerprint"])):
+            done = noted.get("shards")
     whole = {}
     for shard in shards:
         sums = _from_hex(done.get(shard.name) if isinstance(done, dict) else None)
@@ -273,8 +275,11 @@ def _resume(partial: Path, state: dict[str, Any], shards: tuple[Shard, ...], oth
 
 @contextmanager
 def _locked(dst: Path, partial: Path, watch: Callable[[], None] | None) -> Iterator[bool]:
-    """Makes DST.partial and keeps other processes out of it. `watch`: called while another process is in it. Yields
-    False where that one has made DST meanwhile. Without `watch` both are refused."""
+    """Makes DST.partial and keeps other processes out of it.
+
+    `watch` is called while another process writes there. Yields False where that process has made DST meanwhile.
+    Raises BadRequest where DST is there or, without `watch`, another process writes it.
+    """
     dst.parent.mkdir(parents=True, exist_ok=True)
     lock = _take(partial, watch)
     try:
@@ -321,7 +326,7 @@ def _refuse_existing(dst: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """What a user may still write to the file system of an existing folder."""
+    """Bytes that a user may still write to the file system of an existing folder."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
 
