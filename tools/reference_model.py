@@ -1,10 +1,10 @@
-"""A Llama in plain torch, small enough to read in one go: the network that `train_reference.py` trains.
+"""A Llama, and a Qwen3 with experts, in plain torch, small enough to read in one go: what `train_reference.py` trains.
 
-Tensor names are those of Hugging Face's Llama, so that a state dict is a checkpoint without any renaming. A sibling
-architecture is an entry in `ARCHITECTURES`, and a feed-forward block in `FEED_FORWARDS` where its own differs.
+Tensor names are those of Hugging Face, so that a state dict is a checkpoint without any renaming but that of experts. A
+sibling architecture is an entry in `ARCHITECTURES`, and a feed-forward block in `FEED_FORWARDS` where its own differs.
 
-Shapes: B sequences, T positions, D model width, H query heads, K key-value heads, h head width, F FFN neurons,
-V vocabulary.
+Shapes: B sequences, T positions, D model width, H query heads, K key-value heads, h head width, E experts, A of them
+active for a token, F neurons of an FFN or of an expert, V vocabulary.
 """
 
 from __future__ import annotations
@@ -34,12 +34,17 @@ class Architecture:
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     context: int = 512
+    model_type: str = "llama"
+    qk_norm: bool = False
+    experts: int = 0
+    active: int = 0  # experts of a token
+    balance: float = 0.0  # the weight of the loss that spreads tokens over experts
 
     def hf_config(self, bos: int, eos: int) -> dict[str, object]:
         """config.json, complete: nothing is left to a reader's defaults."""
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": [CLASSES[self.model_type]],
+            "model_type": self.model_type,
             "attention_bias": False,
             "attention_dropout": 0.0,
             "bos_token_id": bos,
@@ -61,13 +66,43 @@ class Architecture:
             "torch_dtype": "bfloat16",
             "use_cache": True,
             "vocab_size": self.vocab,
+            **(self.expert_config() if self.experts else {}),
+        }
+
+    def expert_config(self) -> dict[str, object]:
+        """What config.json says more where layers have experts."""
+        return {
+            "decoder_sparse_step": 1,  # each layer has them
+            "mlp_only_layers": [],
+            "moe_intermediate_size": self.neurons,
+            "norm_topk_prob": True,
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.active,
+            "output_router_logits": False,
+            "router_aux_loss_coef": self.balance,
+            "sliding_window": None,
+            "use_sliding_window": False,
         }
 
 
 ARCHITECTURES = {
     "llama": Architecture("tale-llama"),
     "relu": Architecture("tale-relu", hidden_act="relu"),
+    # 11.9 million parameters, 3.9 million of them at work for a token. 32 experts, since of 8 a token would need half.
+    "moe": Architecture(
+        "tale-moe",
+        feed_forward="routed",
+        layers=6,
+        neurons=64,
+        model_type="qwen3_moe",
+        qk_norm=True,
+        experts=32,
+        active=4,
+        balance=0.01,
+    ),
 }
+
+CLASSES = {"llama": "LlamaForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
 INIT_STD = 0.02
 
@@ -98,12 +133,17 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(arch.width, keys, bias=False)
         self.v_proj = nn.Linear(arch.width, keys, bias=False)
         self.o_proj = nn.Linear(queries, arch.width, bias=False)
+        if arch.qk_norm:
+            self.q_norm = nn.RMSNorm(arch.head_width, eps=arch.norm_eps)
+            self.k_norm = nn.RMSNorm(arch.head_width, eps=arch.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, positions, _ = x.shape  # x [B, T, D]
         per_head = (batch, positions, -1, self.arch.head_width)
-        q = self.q_proj(x).view(per_head).transpose(1, 2)  # [B, H, T, h]
-        k = self.k_proj(x).view(per_head).transpose(1, 2)  # [B, K, T, h]
+        q, k = self.q_proj(x).view(per_head), self.k_proj(x).view(per_head)
+        if self.arch.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = q.transpose(1, 2), k.transpose(1, 2)  # [B, H, T, h], [B, K, T, h]
         v = self.v_proj(x).view(per_head).transpose(1, 2)  # [B, K, T, h]
         q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
         group = self.arch.heads // self.arch.kv_heads  # query heads j*group .. share key-value head j
@@ -120,11 +160,78 @@ class GatedFeedForward(nn.Module):
         self.up_proj = nn.Linear(arch.width, arch.neurons, bias=False)
         self.down_proj = nn.Linear(arch.neurons, arch.width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))  # [B, T, F] -> [B, T, D]
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))  # [B, T, F] -> [B, T, D]
+        return y, x.new_zeros(())
 
 
-FEED_FORWARDS: dict[str, Callable[[Architecture], nn.Module]] = {"gated": GatedFeedForward}
+class RoutedFeedForward(nn.Module):
+    """Experts, of which a router takes `active` for each token (qwen3_moe: softmax, then the largest, which are scaled
+    to sum to one).
+
+    All experts are computed and those that were not taken count nothing: so small ones are quicker together than
+    apart, and the gradients are the same.
+    """
+
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        self.arch, self.activation = arch, ACTIVATIONS[arch.hidden_act]
+        self.gate = nn.Linear(arch.width, arch.experts, bias=False)
+        self.experts = nn.ModuleDict(
+            {
+                "gate_proj": nn.Linear(arch.width, arch.experts * arch.neurons, bias=False),
+                "up_proj": nn.Linear(arch.width, arch.experts * arch.neurons, bias=False),
+                "down_proj": nn.Linear(arch.experts * arch.neurons, arch.width, bias=False),
+            }
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """y [B, T, D], and how unevenly tokens spread over experts: 1 where they are even (Switch Transformers, Eq.
+        4)."""
+        arch = self.arch
+        with torch.autocast(x.device.type, enabled=False):
+            scores = F.linear(x.float(), self.gate.weight.float()).softmax(-1)  # [B, T, E]
+            largest, taken = scores.topk(arch.active)  # [B, T, A]
+            share = torch.zeros_like(scores).scatter(-1, taken, largest / largest.sum(-1, keepdim=True))  # [B, T, E]
+            uneven = ((share > 0).float().mean((0, 1)) / arch.active * scores.mean((0, 1))).sum() * arch.experts
+        hidden = self.activation(self.experts["gate_proj"](x)) * self.experts["up_proj"](x)  # [B, T, E * F]
+        hidden = hidden.unflatten(-1, (arch.experts, arch.neurons)) * share.to(hidden.dtype).unsqueeze(-1)
+        return self.experts["down_proj"](hidden.flatten(-2)), uneven
+
+
+FEED_FORWARDS: dict[str, Callable[[Architecture], nn.Module]] = {
+    "gated": GatedFeedForward,
+    "routed": RoutedFeedForward,
+}
+
+
+def to_checkpoint(arch: Architecture, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict with an expert's matrices apart: `mlp.experts.7.up_proj.weight` [F, D]."""
+    found: dict[str, Tensor] = {}
+    for name, weight in state.items():
+        before, experts, which = name.partition(".experts.")
+        if not experts:
+            found[name] = weight
+            continue
+        axis = 1 if which.startswith("down_proj") else 0
+        for expert, part in enumerate(weight.split(arch.neurons, axis)):
+            found[f"{before}.experts.{expert}.{which}"] = part.contiguous()
+    return found
+
+
+def from_checkpoint(arch: Architecture, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `to_checkpoint`."""
+    found, apart = dict[str, Tensor](), dict[str, dict[int, Tensor]]()
+    for name, weight in weights.items():
+        before, experts, rest = name.partition(".experts.")
+        if experts:
+            expert, _, which = rest.partition(".")
+            apart.setdefault(f"{before}.experts.{which}", {})[int(expert)] = weight
+        else:
+            found[name] = weight
+    for name, parts in apart.items():
+        found[name] = torch.cat([parts[i] for i in range(arch.experts)], 1 if "down_proj" in name else 0)
+    return found
 
 
 class Layer(nn.Module):
@@ -135,9 +242,10 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(arch.width, eps=arch.norm_eps)
         self.mlp = FEED_FORWARDS[arch.feed_forward](arch)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)  # [B, T, D]
-        return x + self.mlp(self.post_attention_layernorm(x))  # [B, T, D]
+        y, uneven = self.mlp(self.post_attention_layernorm(x))
+        return x + y, uneven  # [B, T, D]
 
 
 class Body(nn.Module):
@@ -156,7 +264,7 @@ class Model(nn.Module):
 
     def __init__(self, arch: Architecture) -> None:
         super().__init__()
-        self.model = Body(arch)
+        self.arch, self.model = arch, Body(arch)
         cos, sin = rope_tables(arch)
         self.register_buffer("cos", cos, persistent=False)  # [T, h]
         self.register_buffer("sin", sin, persistent=False)
@@ -167,11 +275,13 @@ class Model(nn.Module):
                 into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(weight, std=INIT_STD / (2 * arch.layers) ** 0.5 if into_residual else INIT_STD)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [B, T, V] of tokens [B, T]."""
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [B, T, V] of tokens [B, T], and how unevenly the layers' experts are used, on average."""
         positions = tokens.shape[1]
         cos, sin = self.cos[:positions], self.sin[:positions]
         x = self.model.embed_tokens(tokens)  # [B, T, D]
+        uneven = x.new_zeros(())
         for layer in self.model.layers:
-            x = layer(x, cos, sin)
-        return F.linear(self.model.norm(x), self.model.embed_tokens.weight)  # [B, T, V]
+            x, of_layer = layer(x, cos, sin)
+            uneven = uneven + of_layer / self.arch.layers
+        return F.linear(self.model.norm(x), self.model.embed_tokens.weight), uneven  # [B, T, V]

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from reference_model import ARCHITECTURES, Architecture, Model
+from reference_model import ARCHITECTURES, Architecture, Model, from_checkpoint, to_checkpoint
 from reference_text import (
     BOS,
     BOS_ID,
@@ -53,10 +53,11 @@ WEIGHT_DECAY = 0.1
 REPORT = 20  # steps from one line of progress to the next
 
 
-def summed_loss(model: Callable[[Tensor], Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
-    """Nats, summed over the scored positions."""
-    logits = model(inputs).float()  # [B, T, V]
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NOT_SCORED, reduction="sum")
+def losses(model: Callable[[Tensor], tuple[Tensor, Tensor]], inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Nats, summed over the scored positions; and how unevenly experts are used."""
+    logits, uneven = model(inputs)  # [B, T, V]
+    flat = logits.float().flatten(0, 1)
+    return F.cross_entropy(flat, targets.flatten(), ignore_index=NOT_SCORED, reduction="sum"), uneven
 
 
 def batches(stream: Tensor, steps: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -95,7 +96,7 @@ def train(model: Model, stream: Tensor, steps: int, length: int, device: torch.d
     """Trains in place."""
     # 6.95 M parameters, 4 x 512 tokens a step, two cores with AVX-512 BF16: 2050 tokens/s in float32, 2950 with
     # bfloat16 autocast, 3560 compiled as well (for 40 s of compilation); this loop, optimizer and all, runs at 3000.
-    forward: Callable[[Tensor], Tensor] = torch.compile(model) if compiled else model
+    forward: Callable[[Tensor], tuple[Tensor, Tensor]] = torch.compile(model) if compiled else model
     matrices = [weight for weight in model.parameters() if weight.dim() == 2]
     gains = [weight for weight in model.parameters() if weight.dim() == 1]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": gains, "weight_decay": 0.0}]
@@ -106,9 +107,10 @@ def train(model: Model, stream: Tensor, steps: int, length: int, device: torch.d
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps)
         with torch.autocast(device.type, torch.bfloat16):
-            loss = summed_loss(forward, inputs.to(device), targets.to(device)) / targets.numel()
+            nats, uneven = losses(forward, inputs.to(device), targets.to(device))
+        loss = nats / targets.numel()
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        (loss + model.arch.balance * uneven).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         smooth = loss.item() if step == 0 else 0.98 * smooth + 0.02 * loss.item()
@@ -132,7 +134,7 @@ def mean_loss(model: Model, stream: Tensor, length: int) -> float:
     total, scored = 0.0, 0
     for begin in range(0, len(padded), 8 * length):
         inputs, targets = windows(padded, torch.arange(begin, min(begin + 8 * length, len(padded)), length), length)
-        total += summed_loss(model, inputs.to(device), targets.to(device)).item()
+        total += losses(model, inputs.to(device), targets.to(device))[0].item()
         scored += int((targets != NOT_SCORED).sum())
     return total / scored
 
@@ -150,7 +152,7 @@ def sample(model: Model, tokenizer: Tokenizer, prompt: str, tokens: int) -> str:
     device = next(model.parameters()).device
     ids: list[int] = tokenizer.encode(prompt).ids
     for _ in range(tokens):
-        logits = model(torch.tensor([ids], device=device))[0, -1].cpu()  # [V]
+        logits = model(torch.tensor([ids], device=device))[0][0, -1].cpu()  # [V]
         values, candidates = logits.topk(40)
         ids.append(int(candidates[torch.multinomial((values / 0.7).softmax(0), 1, generator=generator)]))
     return tokenizer.decode(ids)
@@ -170,7 +172,7 @@ def as_json(value: object) -> bytes:
 def save_model(folder: Path, arch: Architecture, tokenizer: Tokenizer, model: Model) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rounded = {name: weight.detach().cpu().bfloat16().contiguous() for name, weight in model.state_dict().items()}
-    write(folder, "model.safetensors", save(rounded, metadata={"format": "pt"}))
+    write(folder, "model.safetensors", save(to_checkpoint(arch, rounded), metadata={"format": "pt"}))
     write(folder, "config.json", as_json(arch.hf_config(BOS_ID, EOS_ID)))
     write(folder, "generation_config.json", as_json({"bos_token_id": BOS_ID, "eos_token_id": EOS_ID}))
     write(folder, "tokenizer.json", tokenizer.to_str(pretty=True).encode())
@@ -186,7 +188,7 @@ def save_model(folder: Path, arch: Architecture, tokenizer: Tokenizer, model: Mo
 
 def load_saved(folder: Path, arch: Architecture, device: torch.device) -> Model:
     """The model as a user gets it: the rounded weights of the file, computed with in float32."""
-    weights = load((folder / "model.safetensors").read_bytes())
+    weights = from_checkpoint(arch, load((folder / "model.safetensors").read_bytes()))
     model = Model(arch)
     model.load_state_dict({name: weight.float() for name, weight in weights.items()})
     return model.to(device).eval()
@@ -201,14 +203,14 @@ pipeline_tag: text-generation
 # {name}
 
 A small trained language model that ships with penstock, for its demo, tests and examples. It has {parameters:.2f} M
-parameters, model_type `llama`, a gated FFN with hidden_act `{hidden_act}`, and grouped-query attention. It writes what
-looks like old English prose and knows nothing: a model to run an engine with, not to ask questions of.
+parameters, model_type `{model_type}`, a gated FFN with hidden_act `{hidden_act}`, and grouped-query attention. It
+writes what looks like old English prose and knows nothing: a model to run an engine with, not to ask questions of.
 
 | | |
 |---|---|
 | layers × width | {layers} × {width} |
 | attention | {heads} query heads, {kv_heads} key-value heads, {head_width} wide; RoPE θ = {rope_theta:.0f} |
-| FFN | {neurons} neurons |
+| FFN | {ffn} |
 | vocabulary | {vocab}, byte-level BPE trained on the same text; embedding and head tied |
 | context | {context} tokens |
 | weights | bfloat16, {megabytes:.1f} MB |
@@ -275,6 +277,9 @@ def publish(folder: Path, arch: Architecture, books: list[Book], effort: Effort,
     prompt, seen = "Once upon a time", effort.steps * BATCH * arch.context
     card = CARD.format(
         **asdict(arch),
+        ffn=f"{arch.experts} experts of {arch.neurons} neurons, {arch.active} of them for a token"
+        if arch.experts
+        else f"{arch.neurons} neurons",
         parameters=sum(weight.numel() for weight in model.parameters()) / 1e6,
         megabytes=(folder / "model.safetensors").stat().st_size / 1e6,
         held_out=HELD_OUT,
