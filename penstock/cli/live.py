@@ -172,7 +172,7 @@ def _one_terminal() -> bool:
 
 
 def _size() -> os.terminal_size:
-    """Of the terminal behind stderr; where it does not know, what most have."""
+    """The size of the terminal behind stderr; 80 × 24 where it does not know."""
     with suppress(OSError):
         found = os.get_terminal_size(sys.stderr.fileno())
         if found.columns > 0 and found.lines > 0:

@@ -121,7 +121,7 @@ def _report(solved: Solved, limits: Iterable[Limit], band: Band, others: WhatIf)
 
 
 def _band(machine: Machine, solved: Solved, figures: MachineSpec, batch: int) -> Band:
-    """Of a prediction for this machine, from its runs."""
+    """The error band of a prediction for this machine, from the runs that it has done."""
     from penstock.runtime.probe import machine_file
     from penstock.serve.history import error_band
 
@@ -171,7 +171,7 @@ def _drawing(name: str | None) -> Iterator[Callable[[str], None] | None]:
 
 
 def _figures(name: str | None, machine: Machine, ask: Ask) -> MachineSpec:
-    """Of the machine to plan for, with the device that --device chooses here; of another one with its own."""
+    """The figures of the machine to plan for: this one with the device that --device chooses, another with its own."""
     found = _machine(name, machine)
     if name is not None and machine.device not in ("none", "emulated"):
         return found

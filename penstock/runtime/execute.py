@@ -151,7 +151,8 @@ class Executor:
 
 
 class _State(Enum):
-    """Of a task in a lane: WAITING → BEGUN, DONE or FAILED; a BEGUN one may become FAILED where it was interrupted."""
+    """How far a task in a lane is: WAITING → BEGUN, DONE or FAILED. A task that is BEGUN may become FAILED, where
+    waiting for it was interrupted."""
 
     WAITING = "for tasks of other lanes, or for those before it in its own"
     BEGUN = "it goes on by itself, and its Underway says whether it has ended, and how"
@@ -171,7 +172,8 @@ class _Handed:
         self._span_s = (0.0, 0.0)  # of one that is DONE
 
     def begin(self, work: Dispatch, waits: Sequence[_Handed]) -> bool:
-        """Begins it, if it is a task that can be. Keeps an error for those who wait. Whether it is WAITING no more."""
+        """Begins the task, if it is one that goes on by itself. An error is kept for whoever waits for the task.
+        Returns whether the task is WAITING no more."""
         own = [other._underway for other in waits if other.on_device] if self.on_device else []
         try:
             self._underway = work.start(self.task, [underway for underway in own if underway is not None])
@@ -182,7 +184,7 @@ class _Handed:
         return self.state is not _State.WAITING
 
     def do(self, work: Dispatch, waits: Sequence[_Handed]) -> None:
-        """Begins it, or does it here and now. Keeps an error for those who wait."""
+        """Begins the task, or does it here and now. An error is kept for whoever waits for the task."""
         if self.begin(work, waits):
             return
         try:

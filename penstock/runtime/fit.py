@@ -60,8 +60,8 @@ def fit_well(measure: Callable[[], Points], what: str, tell: Callable[[str], Non
 
 
 def steady(one: Fit, other: Fit) -> Fit:
-    """Of two fits of the same, their middle where they are alike, and else the faster: only what disturbs can make a
-    measurement slow."""
+    """One fit out of two of the same thing: their middle where they are alike, else the faster, since a disturbance can
+    only make a measurement slower."""
     fast, slow = sorted((one, other), key=lambda found: found.slope_s)
     if slow.slope_s > _ALIKE * fast.slope_s:
         return fast
@@ -69,6 +69,6 @@ def steady(one: Fit, other: Fit) -> Fit:
 
 
 def middle(fits: Sequence[Fit]) -> Fit:
-    """Of fits of the same, taken at several moments, the one of the median slope (of two, the faster): what swings both
-    ways."""
+    """One fit out of several of the same thing, taken at different moments: that of the median slope, of two the
+    faster. For what swings both ways."""
     return sorted(fits, key=lambda found: found.slope_s)[(len(fits) - 1) // 2]

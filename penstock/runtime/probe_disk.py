@@ -140,7 +140,7 @@ def existing_file(path: Path) -> Iterator[ProbeFile]:
 
 
 def disk_rates(file: ProbeFile, folder: Path, tell: Tell) -> list[Rate]:
-    """Of reads for single rows (`fetch`), and of a KV file's writes (the lane `disk_write0`)."""
+    """The rates of reads for single rows (`fetch`), and of a KV file's writes."""
     rows = fit_well(lambda: _row_reads(file), "small reads from disk", tell)
     writes = fit_well(lambda: _writes(folder), "writes to disk", tell)
     return [
@@ -175,8 +175,8 @@ class LoadVisits:
         self._last_s = time.perf_counter()
 
     def rates(self, tell: Tell) -> list[Rate]:
-        """Of all visits so far; goes once more where they do not lie on a line. Of KV the alpha is a round's, of reads
-        that are in flight together."""
+        """The rates of loads and of KV reads, over all visits so far. Pays another visit where the times do not lie on
+        a line. The alpha of KV is that of a round: of reads that are in flight together."""
         loads = self._fit(self._times, 1, "loads from disk", tell)
         kv = self._fit(self._kv_times, KV_IN_FLIGHT, "KV reads from disk", tell)
         return [
@@ -196,7 +196,7 @@ class LoadVisits:
 
 
 def largest_file(folder: Path) -> Path | None:
-    """Of the packed models in `folder`, where it is large enough."""
+    """The largest file of the packed models in `folder`; None where it is too small to measure with."""
     found = [(file.stat().st_size, file) for pattern in _MODELS for file in folder.glob(pattern)]
     most, file = max(found, default=(0, None))
     return file if most >= FILE_BYTES else None

@@ -183,8 +183,8 @@ def attention_rates(
     lane: Lane, kv: str, time: Callable[[int, int], list[Timed]], decodes: Sequence[int], prefills: Sequence[int],
     rows: int, tell: Tell,
 ) -> list[Rate]:  # fmt: skip
-    """Of attention over KV in a format: of one row at the positions `decodes`, and of `rows` from `prefills` on.
-    `time`: its calls of so many rows from a position on, timed."""
+    """The rates of attention over KV in one format: for one row at the positions `decodes`, and for `rows` rows from
+    the positions `prefills` on. `time(rows, start)` times attention's calls for so many rows from a position on."""
 
     def decode() -> Points:
         return [(t.bytes, t.seconds) for start in decodes for t in time(1, start)]

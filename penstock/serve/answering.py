@@ -64,8 +64,8 @@ class Answering:
         seqs = range(len(self._prompts))
         following = passes.DECODE if any(self._limit(seq) > 1 for seq in seqs) else None
         for p in passes.prompts(session.plan, seqs, [len(ids) for ids in self._prompts], following):
-            found = session.step(p, [self._rows(batch) for batch in p.batches])
-            for batch, rows, likeliest in zip(p.batches, found, session.best, strict=True):
+            logits_of_batches = session.step(p, [self._rows(batch) for batch in p.batches])
+            for batch, rows, likeliest in zip(p.batches, logits_of_batches, session.best, strict=True):
                 for i, seq in enumerate(passes.ended(batch)):
                     piece = self._accept(seq, rows[i], likeliest[i])
                     last_s[seq] = time.perf_counter()

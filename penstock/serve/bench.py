@@ -91,16 +91,16 @@ def bench(
 
 
 def weight_bytes(plan: Plan) -> int:
-    """Of weights that a decode pass reads from RAM: all but an embedding that is no head, of which it takes a row, and
-    what is at home on a device."""
+    """Bytes of weights that a decode pass reads from RAM. Left out are units at home on a device, and an embedding that
+    is no head: a pass reads one row of it."""
     tied = plan.target.spec.tied
     units = [unit for unit in plan.units if unit.home != GPU.executor]
     return sum(plan.unit_bytes(unit) for unit in units if tied or unit.part != "embed")
 
 
 def _lengths(engine: Engine, ask: Ask, wanted: Wanted) -> Ask:
-    """The ask with the lengths to run, after a warm-up: the first passes are slower, and what they take tells how many
-    there is time for."""
+    """The ask with the lengths to run, after a warm-up. The first passes are slower, and their time tells how many
+    passes there is time for. Raises BadRequest where the context is too small, or a single token is asked for."""
     plan = engine.plan
     room = plan.context // 2
     prompt = min(wanted.prompt_tokens or min(ask.prompt_tokens, max(1, room)), plan.context)
@@ -111,8 +111,8 @@ def _lengths(engine: Engine, ask: Ask, wanted: Wanted) -> Ask:
     if tokens < 2:
         raise BadRequest("decoding cannot be measured with a single token: --output-tokens should be 2 or more")
     warm = SamplingParams(max_tokens=min(_WARM_TOKENS, tokens), temperature=0.0, ignore_eos=True)
-    (found, *_) = engine.generate(_prompts(engine, min(_WARM_PROMPT, prompt), ask.batch, -1), warm)
-    pass_s = min(found.inter_token_s)
+    (warmed_up, *_) = engine.generate(_prompts(engine, min(_WARM_PROMPT, prompt), ask.batch, -1), warm)
+    pass_s = min(warmed_up.inter_token_s)
     each_s = wanted.seconds / wanted.repeats
     slower = pass_s * engine.prediction.decode_tokens_per_s / ask.batch
     ttft_s = slower * engine.prediction.ttft_s * prompt / ask.prompt_tokens

@@ -59,7 +59,7 @@ class Phase:
         return math.log(self.measured_s) - math.log(self.predicted_s)
 
     def likeness(self, predicted_s: float, bound_by: str) -> float:
-        """From 0 to 1 to a prediction of so many seconds that this lane binds."""
+        """How much this run tells of a prediction of so many seconds that is bound by this lane: from 0 to 1."""
         if bound_by != self.bound_by or not predicted_s > 0:
             return 0.0
         return max(0.0, 1 - abs(math.log10(predicted_s) - math.log10(self.predicted_s)) / _DECADES)
@@ -146,7 +146,7 @@ def note_run(
 
 
 def runs(machine_file: Path, machine: MachineSpec) -> list[Run]:
-    """Those whose predictions were made with the figures that this machine has now, oldest first."""
+    """The runs whose predictions were made with the figures that this machine has now, oldest first."""
     figures, found = figures_id(machine), []
     for line in _lines(history_file(machine_file)):
         if figures not in line:  # before 70 µs are spent on it
@@ -160,7 +160,7 @@ def runs(machine_file: Path, machine: MachineSpec) -> list[Run]:
 
 
 def band(seen: Iterable[Run], prediction: Prediction, plan: Plan, batch: int) -> Band:
-    """Of a prediction for `batch` sequences, by the last runs that are like it."""
+    """The error band of a prediction for `batch` sequences, from the last runs that are like it."""
     decode_s, weights = step_s(prediction, plan, batch), plan.target.weights.name
     firsts, steps = list[tuple[float, float]](), list[tuple[float, float]]()  # likeness, log ratio
     for run in seen:
@@ -171,15 +171,17 @@ def band(seen: Iterable[Run], prediction: Prediction, plan: Plan, batch: int) ->
 
 
 def error_band(machine_file: Path, machine: MachineSpec, prediction: Prediction, plan: Plan, batch: int) -> Band:
-    """Of a prediction for this machine. No runs with a device are kept, so those plans have the usual one."""
+    """The error band of a prediction for this machine. No runs with a device are kept, so plans with a device have the
+    usual band."""
     if GPU.executor in plan.tier_bytes():
         return Band()
     return band(runs(machine_file, machine), prediction, plan, batch)
 
 
 def _width(seen: list[tuple[float, float]]) -> Width:
-    """By which factor four of five runs were wrong at most, each counting as much as it is alike, and not less than a
-    machine drifts. `seen`: likeness and log ratio, oldest first."""
+    """The factor that the error of four of five alike runs stayed within, each run weighted by its likeness; at least
+    `_LEAST` (a machine drifts by that much), at most `_MOST`. The usual width where too few runs are alike, or too
+    little. `seen`: likeness and log ratio, oldest first."""
     alike = [(likeness, log_ratio) for likeness, log_ratio in seen if likeness >= _LEAST_ALIKE][-_RECENT:]
     total, reached, within = sum(likeness for likeness, _ in alike), 0.0, 0.0
     if len(alike) < _ENOUGH_RUNS or total < _ENOUGH_ALIKE:

@@ -22,8 +22,8 @@ _STRETCH, _LEAST_STRETCHES = 8, 4  # passes of one, and how many of those a run 
 
 
 def share_of_bound(session: Session, generation: Generation) -> float | None:
-    """Of a run that this session just did; from 0 to 1. None where that cannot be told: no token was decoded, a device
-    computed, or nothing said how fast the disk is. What rings hold is forgotten."""
+    """The share of the bound that the run reached which this session just did, from 0 to 1. None where that cannot be
+    told: no token was decoded, a device computed, or nothing said how fast the disk is. Rings lose what they hold."""
     steps, loaded = generation.decode_steps, session.loading
     if not steps or uses_device(session.plan):
         return None
@@ -43,8 +43,9 @@ def share_of_bound(session: Session, generation: Generation) -> float | None:
 
 
 def share(least_s: float, pass_s: float, passes_s: list[float]) -> float | None:
-    """`least_s` of `pass_s`, the seconds of a pass; `passes_s`: of single ones, whose fastest stretch shows what was
-    possible too. None where the run as a whole was faster than it should have been able to be."""
+    """least_s / pass_s, from 0 to 1. `least_s`: the seconds that a pass takes at least, by the speeds of disk and RAM.
+    `pass_s`: the seconds that a pass took on average. `passes_s`: of each pass. Where the fastest stretch of
+    `_STRETCH` passes took less than `least_s` a pass, it takes its place. None where `pass_s` itself is less."""
     if not least_s > 0 or not pass_s > 0:
         return None
     stretches = [sum(passes_s[i : i + _STRETCH]) / _STRETCH for i in range(0, len(passes_s) - _STRETCH + 1, _STRETCH)]

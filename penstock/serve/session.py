@@ -171,7 +171,7 @@ class Session:
 
     @property
     def peak_host_bytes(self) -> int:
-        """Of this process, less what stands in for a device's memory."""
+        """The peak of this process's memory, less what stands in for a device's."""
         return host.peak_rss_bytes() - (self.device.borrowed_bytes if self.device else 0)
 
     @property

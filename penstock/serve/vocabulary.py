@@ -91,8 +91,8 @@ class Vocabulary:
 
     def decode(self, ids: Iterable[int], skip_special: bool) -> str:
         """Text of ids. Ids that the tokenizer does not know are nothing."""
-        known = [i for i in ids if 0 <= i < 2**32]
-        return str(self._core.decode(known, skip_special_tokens=skip_special))
+        possible = [i for i in ids if 0 <= i < 2**32]  # what the library can be asked for
+        return str(self._core.decode(possible, skip_special_tokens=skip_special))
 
     def advance(self, window: list[int], out: int, out_text: str, at_end: bool) -> tuple[str, StreamState] | None:
         """The text that the last id of a stream's window completes, and where the stream is then; None: it waits.
