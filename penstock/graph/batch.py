@@ -37,7 +37,7 @@ class Batch(_BatchFields):
 
     @cached_property
     def most_rows(self) -> int:
-        """Of one sequence."""
+        """The most rows that one sequence has."""
         return max(self.rows)
 
     @cached_property

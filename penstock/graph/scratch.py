@@ -77,7 +77,8 @@ def scratch_bytes(plan: Plan, tier: str) -> int:
 def _usual_bytes(
     spec: ModelSpec, weights: Format, rows: int, logits_rows: int, page: int, kv: frozenset[Format]
 ) -> int:  # fmt: skip
-    """Of every op but a GPU's kernels. `page`: tokens of one; `kv`: formats of the cache."""
+    """Bytes of scratch that is enough for every op but a GPU's kernels. `page`: tokens of a page. `kv`: formats of the
+    cache."""
     need = native_bytes(spec, weights, rows, logits_rows, kv)
     need = max(need, 16 * rows * max(spec.d_model, spec.d_embed))  # norms, merges and embeddings: four [rows, D]
     for part in _unlike(spec, weights):

@@ -17,7 +17,7 @@ _LEAST_WIDTH = 28  # of the names' column
 
 
 def bytes_per_tier(plan: Plan) -> dict[Tier, int]:
-    """Of memory all that the plan takes; of disks the weights and KV that have their home there."""
+    """Bytes that the plan takes of each tier: of a memory all, of a disk the weights and KV at home there."""
     found = dict(plan.tier_bytes())
     for home, nbytes in weights_bytes(plan).items():
         if is_disk(home):

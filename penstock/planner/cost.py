@@ -65,7 +65,7 @@ class Cost:
         return fixed_s, max(call.bytes * rate.s_per_byte, call.flops * rate.s_per_flop)
 
     def bytes_per_s(self, lane: Lane, op: str, fmt: str) -> float:
-        """Of large ones, where nothing else is busy."""
+        """The rate of large calls of an op, where no other lane is busy."""
         return 1 / max(self._known((lane, op, fmt, 1)).s_per_byte, _LEAST_S_PER_BYTE)
 
     def _as_measured(self, lane: Lane) -> Lane:

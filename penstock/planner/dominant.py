@@ -34,7 +34,7 @@ def of_prompts(plan: Plan, prediction: Prediction, machine: MachineSpec, prompt:
 
 
 def of_decoding(plan: Plan, prediction: Prediction, machine: MachineSpec, position: int, batch: int) -> Dominant:
-    """Of a decode pass of `batch` sequences at a position."""
+    """What dominates a decode pass of `batch` sequences at a position."""
     cost, seqs = Cost(machine), range(batch)
     wanted = [passes.decode(plan, seqs, (position,) * batch, passes.DECODE)] * _REPEATED
     lane = prediction.bound_by

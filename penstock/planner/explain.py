@@ -49,8 +49,8 @@ _SAME = 0.005  # relative change of speed that counts as none
 
 @dataclass(frozen=True)
 class Width:
-    """Of an error band: from promise ÷ factor to promise × factor. `runs`: how many like the predicted one it comes
-    from. Not `known`: those were too few or too little like it, and the factor is assumed."""
+    """How wide an error band is: from promise ÷ factor to promise × factor. `runs`: how many runs like the predicted
+    one it comes from. Not `known`: these were too few, or too little like it, and the factor is assumed."""
 
     factor: float = 1.25
     runs: int = 0
@@ -75,7 +75,8 @@ class Limit:
 
 
 def limits(solved: Solved, ask: Ask, machine: MachineSpec) -> tuple[Limit, ...]:
-    """Of each tier of the machine: memory as planned, the disk as the packed model and KV fill it."""
+    """What is used of each tier, and its limit: of memory what is planned, of the disk what the packed model and KV
+    fill."""
     used = solved.plan.tier_bytes()
     asked: dict[Tier, int | None] = {HOST: ask.host_memory_bytes, GPU.executor: ask.device_memory_bytes}
     found = []

@@ -16,8 +16,8 @@ from penstock.spec.plan import Plan
 
 
 def timelines(plan: Plan, ask: Ask, machine: MachineSpec, most_tokens: int) -> Iterator[tuple[Timeline, Pass | None]]:
-    """Of the prompts and of the first tokens after them, at most `most_tokens`; at the end, with None, of the loads
-    that are then under way."""
+    """The predicted timelines of the prompts' passes and of the first tokens after them, at most `most_tokens`. The
+    last one, with None for its pass, is of the loads that are then under way."""
     cost = Cost(machine)
     lowering, simulator = Lowering(plan), Simulator(cost, plan.units)
     seqs = tuple(range(min(ask.batch, plan.batch_seqs * plan.batches_per_pass)))

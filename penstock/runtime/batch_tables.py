@@ -53,7 +53,7 @@ class BatchTables:
         return int(self._chosen.ctypes.data)
 
     def turn_addresses(self, layer: int) -> tuple[int, int]:
-        """Of cos and sin of a layer; 0 where it does not rotate."""
+        """The addresses of a layer's cosines and sines; 0 where the layer does not rotate."""
         key = self._turn_of[layer]
         if key is None:
             return 0, 0

@@ -50,7 +50,8 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class _Seen:
-    """Of a way: `logs`: of its time beside the average, turn by turn; `bytes_per_s` of the largest loads."""
+    """What was measured of one way to read. `logs`: ln(its time ÷ the average of all ways), turn by turn.
+    `bytes_per_s`: of the largest loads."""
 
     logs: tuple[float, ...]
     bytes_per_s: float

@@ -208,8 +208,8 @@ def parts_by_key(model: ModelSpec, weights: Format) -> Mapping[str, Part]:
 
 
 def norm_before(spec: ModelSpec, layer: int | None) -> tuple[str, bool, int]:
-    """Of a block of a layer, of the head where that is None: the key of the part that holds the norm before it, whether
-    the model has that norm, and the values of a row."""
+    """The norm before a layer's blocks, or before the head where `layer` is None: the key of the part that holds it,
+    whether the model has it, and the values of a row."""
     if layer is None:
         return "edges", spec.final_norm, spec.d_embed
     return f"{layer}.norms", spec.layers[layer].norm_in, spec.d_model

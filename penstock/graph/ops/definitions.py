@@ -182,7 +182,7 @@ class Lift(NamedTuple):
 
 
 class KvLoad(NamedTuple):
-    """Of KV that lives elsewhere, the pages before a batch's rows into a window, in so many byte `ranges`."""
+    """Loads KV that lives elsewhere into a window: the pages before a batch's rows, in so many byte `ranges`."""
 
     stored_keys: Read
     stored_values: Read

@@ -58,10 +58,11 @@ def settle_context(ask: Ask, spec: ModelSpec) -> Ask:
 
 
 def candidates(problem: Problem, every: bool = False, may_plan: bool = False) -> Iterator[Candidate]:
-    """Of every solver that applies, those with a device first. A model that a device has room for needs no others,
-    unless `every` one is wanted. `may_plan`: also solvers all of whose plans the runtime cannot run yet.
+    """The candidates of every solver that applies, those with a device first. A model that a device has room for needs
+    no others, unless `every` one is wanted. `may_plan`: also solvers all of whose plans the runtime cannot run yet.
 
-    The solvers are imported when they apply: a run without a device would wait 25 ms for nothing."""
+    The solvers are imported when they apply: a run without a device would wait 25 ms for nothing.
+    """
     found = False
     if problem.has_device:
         from penstock.planner.solve import llama_cpp, pipo, powerinfer, scheinfer

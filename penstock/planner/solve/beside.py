@@ -88,7 +88,8 @@ class DeviceSkeleton:
         )  # fmt: skip
 
     def _runs(self, part: Part, there: int, memory: int) -> tuple[Run, ...]:
-        """Of a part, so many granules of which are at home `there`, on the device, and those up to `memory` in RAM."""
+        """The runs of a part whose granules up to `there` are at home on the device, and from there up to `memory` in
+        RAM."""
         if part.kind in PINNED:
             return ((0, part.granules, GPU.executor, GPU.executor, GPU.executor, part.nbytes),)
         if part.kind == "embed" and not self.problem.spec.tied:  # gathered, row by row

@@ -39,7 +39,7 @@ class Problem:
 
     @property
     def total_bytes(self) -> int:
-        """Of all weights."""
+        """Bytes of all weights."""
         return sum(part.nbytes for part in self.parts.values())
 
     @property
@@ -65,14 +65,15 @@ class Problem:
 
     @property
     def device_bytes(self) -> int:
-        """Of device memory that may be taken: what is there, or less where the user says so. 0 without a device."""
+        """Bytes of device memory that may be taken: what is there, or less where the user says so; 0 without one."""
         there = next((tier.bytes for tier in self.machine.tiers if tier.name == GPU.executor), 0)
         asked = self.ask.device_memory_bytes
         return there if asked is None else min(there, asked)
 
     @property
     def host_bytes(self) -> int:
-        """Of RAM: the user's word; without one the machine's figure, which is what is free, with a margin."""
+        """Bytes of RAM that may be taken: what the user says, else the machine's figure, which is what is free, with a
+        margin."""
         asked = self.ask.host_memory_bytes
         return self.machine.tier(HOST).bytes if asked is None else asked
 

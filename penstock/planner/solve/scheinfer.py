@@ -48,8 +48,8 @@ FREE, PAPER = SliceRules(), SliceRules((True,), prompts=False)
 
 @dataclass(frozen=True)
 class Slices:
-    """Of each layer: whether attention is the device's, and of its FFN what is at home there, and what is lifted.
-    `prompts`: the device takes all of a prompt's rows with the CPU's weights."""
+    """How layers are sliced. For each layer: whether its attention is the device's, and how much of its FFN is at home
+    there, or lifted. `prompts`: the device takes all of a prompt's rows with the CPU's weights."""
 
     attends: tuple[bool, ...]
     r_gg: tuple[float, ...]
@@ -177,7 +177,7 @@ def _options(
 
 
 def _kv_bytes(skeleton: beside.DeviceSkeleton, layer: Layer) -> int:
-    """Of a layer's KV, K and V of all sequences in whole pages."""
+    """Bytes of a layer's K and V, of all sequences, in whole pages."""
     problem, a = skeleton.problem, layer.attention
     assert problem.ask.context is not None, "settle_context came first"
     tokens = round_up(problem.ask.context, page_tokens(problem.ask.context))

@@ -56,7 +56,7 @@ class Device(Protocol):
 
     @property
     def borrowed_bytes(self) -> int:
-        """Of the host's memory that stands in for its own."""
+        """Bytes of the host's memory that stand in for the device's own."""
 
     def allocate(self, arena: str, nbytes: int) -> memoryview | None:
         """Takes memory for an arena; the bytes where the host can see them. Raises DoesNotFit, DeviceFailed."""

@@ -43,7 +43,7 @@ class BestPolicy(NamedTuple):
 
     @property
     def seconds_a_sequence(self) -> float:
-        """Of all that were asked for, in blocks of which the last may not be full."""
+        """T of all sequences that were asked for, in blocks of which the last may not be full, over their number."""
         return a_sequence(self.shape, self.solution.seconds)
 
 
@@ -175,8 +175,8 @@ def plan_of(found: BestPolicy) -> Plan | None:
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
-    """Of each way to attend the best policy, as a plan. None for fewer sequences than a batch has, where a limit of
-    weights was named (the program has no row for it), or where every row's logits are wanted."""
+    """The best policy of each way to attend, as a plan. No candidate for fewer sequences than a batch has, where a
+    limit of weights was named (the program has no row for it), or where every row's logits are wanted."""
     ask = problem.ask
     if ask.batch < BATCH_STEP or ask.resident_bytes is not None or ask.score:
         return

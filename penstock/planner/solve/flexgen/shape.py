@@ -63,7 +63,7 @@ class Shape:
 
     @cached_property
     def unit_bytes(self) -> int:
-        """Of what streams, at most so much at once."""
+        """The largest unit that streams."""
         a_layer = self.placed_bytes // self.problem.layers
         return max(min(_LEAST_UNIT_BYTES, a_layer // _FEWEST_UNITS), a_layer // _UNITS_A_LAYER)
 
@@ -73,8 +73,8 @@ class Shape:
         return 2 * max(self.unit_bytes, *(part.granule_bytes for part in self.placed))
 
     def begun_units(self, weights: Shares) -> dict[int, float]:
-        """Of the tiers beside the executor's: how many units of a layer are more than its share of those that the layer
-        would have if all of it were there, since the last one of each part is not full."""
+        """For each tier but the executor's: how many units a layer has there beyond its share of the units that it
+        would have if all of it were there. The last unit of each part is not full."""
         first = {part.key: part for part in self.placed if part.layer == 0}
 
         def count(part: Part, lo: int, hi: int) -> int:
@@ -120,7 +120,7 @@ class Shape:
 
     @cached_property
     def window_bytes(self) -> int:
-        """Of KV that comes from elsewhere; of a plan that has all of it there."""
+        """Bytes of the windows, of a plan whose KV all comes from elsewhere."""
         away: Shares = (0.0, 1.0, 0.0) if self.moved_tier == 1 else (0.0, 0.0, 1.0)
         return sum(slot.nbytes for slot in Layout(self.plan(NEAR, away)).windows)
 
@@ -224,9 +224,9 @@ def whole_layers(layers: int, shares: Shares, moved: int) -> list[Shares]:
 
 
 def kv_layers(layers: int, shares: Shares) -> list[int]:
-    """Of each layer the tier of its KV (an index of shares), each spread evenly: from the last layer on, whoever is
-    furthest behind its share. So the first layers have theirs at home, and a pass begins before the first load is done.
-    """
+    """The tier of each layer's KV, an index of `shares`, so that tiers are spread evenly: from the last layer on, the
+    tier that is furthest behind its share. So the first layers have theirs at home, and a pass begins before the first
+    load is done."""
     counts, found = [0, 0, 0], []
     whole = [int(share * layers + 1e-6) for share in shares]
     slowest = max(tier for tier in range(3) if shares[tier] > 0)  # takes what rounding left

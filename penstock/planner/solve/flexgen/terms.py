@@ -57,7 +57,7 @@ class Mode(NamedTuple):
 
 
 def weight_bytes(spec: ModelSpec, weights: Format) -> int:
-    """Of all matrices of the layers: in FlexGen's shape and 16 bits, l · (8·h1² + 4·h1·h2)."""
+    """Bytes of all matrices of the layers: in FlexGen's shape and 16 bits, l · (8·h1² + 4·h1·h2)."""
     layers = (part for part in parts(spec, weights) if part.kind in ("attn", "ffn"))
     return sum(block.nbytes * part.granules for part in layers for block in part.blocks if block.tiled)
 
@@ -143,8 +143,8 @@ class Terms:
         )
 
     def _stage(self, counts: Counter[Pass], mode: Mode, begun: Mapping[int, float]) -> tuple[Lines, float]:
-        """Of a stage's passes together, a line of an average layer for each lane; and, of what the executor of norms
-        computes, the seconds that are in no layer."""
+        """A line for each lane: the seconds of an average layer, over all passes of a stage. And the seconds, shared
+        among the layers, that the executor of norms computes in no layer."""
         shape, layers = self.shape, self.layers
         prepared = not mode.streams and not mode.kv[shape.moved_tier]
         total: Lines = dict.fromkeys(_LANES, lp.Line())
@@ -230,8 +230,9 @@ Seconds = defaultdict[str, float]  # by lane
 
 
 class _Sums(NamedTuple):
-    """Of a lowered pass of one batch: moves that come once a pass, what a batch does, tasks beside their calls; of the
-    moves what they take beside their bytes; how long attention needs a window; copies of q; units that stream."""
+    """What a lowered pass of one batch takes. `once_s`: moves that come once a pass. `batch_s`: the batch's calls.
+    `tasks_s`: tasks beside their calls. `fixed_s`: the moves beside their bytes. `held_s`: attention, while it needs a
+    window. `q_s`: copies of q. `units`: how many units stream."""
 
     once_s: Seconds
     batch_s: Seconds
@@ -287,7 +288,7 @@ def _sums(
     weights: lp.Shares,
     kv: lp.Shares,
 ) -> _Sums:
-    """Of a pass of this batch through these layers."""
+    """What a pass of this batch through these layers takes, by lowering it."""
     problem, cost = shape.problem, shape.problem.cost
     few = replace(
         shape, problem=replace(problem, spec=replace(problem.spec, layers=layers)), gpu_batch=len(batch.seqs),

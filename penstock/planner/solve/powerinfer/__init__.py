@@ -58,7 +58,7 @@ def with_profile(problem: Problem, profile: Profile, limit_s: float = LIMIT_S) -
 
 
 def device_share(plan: Plan, profile: Profile) -> float:
-    """Of the neurons that a token needs, the share that the device computes."""
+    """The share of the neurons that a token needs which the device computes."""
     there, whole, sizes = 0.0, 0.0, plan.parts
     for unit in plan.units:
         part = sizes[unit.part]

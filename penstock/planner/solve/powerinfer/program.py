@@ -196,7 +196,7 @@ def _columns(program: Program) -> list[list[int]]:
 
 
 def _rows(program: Program, columns: list[list[int]]) -> list[highs.Row]:
-    """Of a column for each of `columns`, and then one for the y of each layer."""
+    """The program's rows. Their columns are one for each of `columns`, and then one for the y of each layer."""
     unit = gcd(*(layer.group_bytes for layer in program.layers))  # so that numbers are small, and whole
     pairs = list(zip(program.layers, columns, strict=True))
     sizes = [float(layer.group_bytes // unit) for layer, groups in pairs for _ in groups]

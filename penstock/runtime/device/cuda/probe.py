@@ -54,7 +54,7 @@ class Clock:
         self._torch: Any = torch.get_device_module(device)
 
     def seconds(self, work: Callable[[], object], repeats: int) -> float:
-        """Of one of `repeats`; the median of three turns, after one to warm up."""
+        """Seconds of `work` once: the median of three turns of `repeats`, after one to warm up."""
         work()
         return statistics.median(self._turn_s(work, repeats) for _ in range(3))
 
@@ -224,7 +224,7 @@ class _Layers:
         return [Timed(*key, self._clock.seconds(self._recorded(calls), 2) / len(calls)) for key, calls in alike.items()]
 
     def launch_s(self) -> float:
-        """Of the thread that launches the calls of a step one by one, a call."""
+        """Seconds a call of the thread that launches a step's calls one by one."""
         batch = Batch(0, (0,), (_CONTEXT // 2,), (1,), (0,))
         tasks = [t for t in Lowering(self.plan).step(Pass("decode", (batch,), None)) if t.lanes[0] == GPU.kernels]
         for task in tasks:
