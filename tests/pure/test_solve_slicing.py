@@ -22,7 +22,7 @@ from penstock.planner.solve.ours import device
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.scheinfer import FREE, PAPER
 from penstock.planner.solve.slicing import (
-    Block,
+    FfnBlock,
     Lanes,
     Line,
     Option,
@@ -52,11 +52,11 @@ lanes = st.builds(
     cpu_also_s=st.sampled_from([0.0, 0.0, 1e-3]),
 )  # fmt: skip
 lines = st.builds(Line, fixed_s=st.sampled_from([0.0, 1e-5, 1e-3]), whole_s=some_seconds)
-blocks = st.builds(Block, lanes=lanes, cpu=lines, link=lines, gpu=lines)
+blocks = st.builds(FfnBlock, lanes=lanes, cpu=lines, link=lines, gpu=lines)
 
 
 @given(blocks, shares)
-def test_r_cg_is_as_good_as_brute_force(block: Block, r_gg: float) -> None:
+def test_r_cg_is_as_good_as_brute_force(block: FfnBlock, r_gg: float) -> None:
     r_cg, found = best_r_cg(block, r_gg)
     most = 1 - r_gg
     assert 0 <= r_cg <= most
@@ -72,7 +72,7 @@ def test_r_cg_is_as_good_as_brute_force(block: Block, r_gg: float) -> None:
 @given(st.floats(1e-4, 1e-2), st.floats(1e-4, 1e-2), factors, factors)
 def test_cpu_and_link_alone_have_a_formula(cpu_s: float, link_s: float, c: float, k: float) -> None:
     """As derived in the module: one of them alone, or both, ending together."""
-    block = Block(Lanes(cpu_factor=c, link_factor=k), Line(0, cpu_s), Line(0, link_s), Line(0, 1e-12))
+    block = FfnBlock(Lanes(cpu_factor=c, link_factor=k), Line(0, cpu_s), Line(0, link_s), Line(0, 1e-12))
     r_cg, found = best_r_cg(block)
     together = c * cpu_s / (c * cpu_s + k * link_s)
     at_once = together * k * link_s
@@ -88,7 +88,7 @@ def test_table_i_gives_029_not_018() -> None:
     fit = {(f.what, f.weights): f for f in TABLE_I if f.machine == "server-a6000-48gb"}
     work, nbytes = 8192 * 28672, 8192 * 28672 / 2  # one product, 4 bits a weight
     cpu, gpu, link = (fit[key] for key in (("cpu", "int4"), ("gpu", "int4"), ("link", "")))
-    block = Block(
+    block = FfnBlock(
         Lanes(),
         Line(cpu.alpha_s, work * cpu.beta_s), Line(link.alpha_s, nbytes * link.beta_s),
         Line(gpu.alpha_s, work * gpu.beta_s),
@@ -186,7 +186,7 @@ def test_the_link_slows_the_cpu_down() -> None:
     ask = settle_context(Ask(context=512), LLAMA_1B)
     crowded = replace(WITH_DEVICE, sharing=(Sharing("host", "h2d0", 3.0),))
 
-    def block(machine: MachineSpec) -> Block:
+    def block(machine: MachineSpec) -> FfnBlock:
         step = Step("decode", 1, 1, 100)
         found = LayerWork(Problem(ask, LLAMA_1B, BF16, machine)).ffn(LLAMA_1B.layers[0], step, Shares())
         return replace(found, lanes=replace(found.lanes, ahead_s=0.0))
