@@ -30,7 +30,7 @@ def task_lists(draw: st.DrawFn) -> list[Task]:
         lanes = tuple(draw(st.lists(st.sampled_from(LANES), min_size=1, max_size=2, unique=True)))
         after = tuple(draw(st.sets(st.integers(0, i - 1), max_size=3))) if i else ()
         nbytes = draw(st.integers(0, 10**9))
-        call = Call(operands("copy"), -1, None, "*", nbytes, 0)
+        call = Call(operands("norm"), -1, None, "*", nbytes, 0)
         tasks.append(Task(i, lanes, (call,), (), (), nbytes, 0, after))
     return tasks
 

@@ -27,7 +27,7 @@ from penstock.units import format_bytes, round_up
 BATCH_STEP, MOST_BATCHES = 4, 19
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, MOST_BATCHES)
 # Sizes of block that are all tried: those of some 1,000 sequences. 10,000 have 94, which took 20 s with a device.
-_MANY_SIZES, _USUAL_BATCHES = 61, (1, 4)
+_MANY_SIZES, _USUAL_BATCHES = 61, (1, 2)
 _MOST_CHUNK_ROWS, _FEWER_ROWS = 2048, 512
 _ATTEMPTS = 4
 _DISK_BINDS = 1.05
