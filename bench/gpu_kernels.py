@@ -108,7 +108,7 @@ class Bench:
             "out": (attn, ("o",), lambda w: attention.out(
                 w, attn, 0, self.a, q, partial, True, self.kernels, self.scratch())),
             "ffn": (ffn, ("gate", "up", "down"), lambda w: dense.ffn(
-                w, ffn, self.spec.layers[0], h, partial, True, self.kernels, self.scratch())),
+                w, ffn, self.spec.layers[0].ffns[0], h, partial, True, self.kernels, self.scratch())),
         }  # fmt: skip
         for op, (part, blocks, call) in run.items():
             nbytes = part.granules * sum(part.block(b).nbytes for b in blocks)
@@ -124,7 +124,7 @@ class Bench:
                 kernels = replace(self.kernels, few_rows=few_rows)
 
                 def call(w: Tensor, kernels: Kernels = kernels, h: Tensor = h, partial: Tensor = partial) -> None:
-                    dense.ffn(w, part, self.spec.layers[0], h, partial, True, kernels, self.scratch())
+                    dense.ffn(w, part, self.spec.layers[0].ffns[0], h, partial, True, kernels, self.scratch())
 
                 each[way] = statistics.median(self.over_copies(part, call))
             found[rows] = each
@@ -169,7 +169,7 @@ class Bench:
                 attention.out(a_weights, attn, 0, self.a, out, partial, True, k, s())
                 dense.merge(edge, norms, "attn", layer, norm, x, [partial], k, s())
                 dense.norm_in(x, edge, norms, "ffn_in", self.spec, True, h, k, s())
-                dense.ffn(f_weights, ffn, layer, h, partial, True, k, s())
+                dense.ffn(f_weights, ffn, layer.ffns[0], h, partial, True, k, s())
                 dense.merge(edge, norms, "ffn", layer, norm, x, [partial], k, s())
 
         each = sum(block.nbytes for part in (attn, ffn) for block in part.blocks for _ in range(part.granules))

@@ -108,6 +108,11 @@ struct Crossing {
     using type = Value;
     static Value of(const Value& value) { return value; }
 };
+template <>
+struct Crossing<Routes> {
+    using type = std::uintptr_t;
+    static Routes of(std::uintptr_t address) { return {reinterpret_cast<std::uint8_t*>(address)}; }
+};
 template <class Value>
 struct Crossing<Value*> {
     using type = std::uintptr_t;
@@ -144,6 +149,13 @@ void check(const WidenOp& op) {
     }
     if (op.matrix.rows != op.wide.rows || op.matrix.cols != op.wide.cols) throw nb::value_error("the shapes differ");
 }
+void check(const ExpertsOp& op) {
+    if (op.ids.size() != op.weights.size()) throw nb::value_error("each expert has weights and an id");
+    for (const int id : op.ids) {
+        if (id < 0) throw nb::value_error("ids of experts are not negative");
+    }
+}
+
 template <class Op>
 void check(const Op&) {}
 
@@ -215,9 +227,27 @@ void bind_ops(nb::module_& m) {
         .def(
             "__init__",
             [](QkvShape* self, const Matrix& q, const Matrix& k, const Matrix& v, std::size_t q_bias,
-               std::size_t k_bias, std::size_t v_bias, float norm_eps,
-               int rope_dims) { new (self) QkvShape{q, k, v, q_bias, k_bias, v_bias, norm_eps, rope_dims}; },
-            "q"_a, "k"_a, "v"_a, "q_bias"_a, "k_bias"_a, "v_bias"_a, "norm_eps"_a, "rope_dims"_a);
+               std::size_t k_bias, std::size_t v_bias, float norm_eps, int rope_dims, bool norms_all_heads) {
+                new (self) QkvShape{q, k, v, q_bias, k_bias, v_bias, norm_eps, rope_dims, norms_all_heads};
+            },
+            "q"_a, "k"_a, "v"_a, "q_bias"_a, "k_bias"_a, "v_bias"_a, "norm_eps"_a, "rope_dims"_a, "norms_all_heads"_a);
+    nb::class_<RouterShape>(m, "RouterShape")
+        .def(
+            "__init__",
+            [](RouterShape* self, const Matrix& scores, std::optional<Matrix> gate, std::uintptr_t bias, bool softmax,
+               bool normalised, int groups, int groups_kept, float scale, int active) {
+                new (self) RouterShape{scores,
+                                       gate.value_or(Matrix{}),
+                                       Crossing<const float*>::of(bias),
+                                       softmax,
+                                       normalised,
+                                       groups,
+                                       groups_kept,
+                                       scale,
+                                       active};
+            },
+            "scores"_a, "gate"_a.none(), "bias"_a, "softmax"_a, "normalised"_a, "groups"_a, "groups_kept"_a, "scale"_a,
+            "active"_a);
     nb::class_<AttentionShape>(m, "AttentionShape")
         .def(
             "__init__",
@@ -264,6 +294,19 @@ void bind_ops(nb::module_& m) {
             FIELD(FfnOp, "pending", sum.pending), FIELD(FfnOp, "granule", sum.granule),
             FIELD(FfnOp, "starts_sum", sum.starts_sum), FIELD(FfnOp, "continues_four", sum.continues),
             FIELD(FfnOp, "leaves_four", sum.keeps), SAME(FfnOp, exact), SCRATCH(FfnOp));
+    ops.def("route", &Kernels::route,
+            SAME(RouteOp, weights), SAME(RouteOp, shape), SAME(RouteOp, h), SAME(RouteOp, t), SAME(RouteOp, routes),
+            SCRATCH(RouteOp));
+    ops.def("experts", &Kernels::experts,
+            SAME(ExpertsOp, weights), SAME(ExpertsOp, ids), SAME(ExpertsOp, stride), SAME(ExpertsOp, shape),
+            SAME(ExpertsOp, per_expert), SAME(ExpertsOp, active), SAME(ExpertsOp, h), SAME(ExpertsOp, t),
+            SAME(ExpertsOp, routes), SAME(ExpertsOp, partial), SAME(ExpertsOp, outputs), SAME(ExpertsOp, starts_sum),
+            SAME(ExpertsOp, exact), SCRATCH(ExpertsOp));
+    ops.def("combine", &Kernels::combine,
+            SAME(CombineOp, routes), SAME(CombineOp, outputs), SAME(CombineOp, active), SAME(CombineOp, t),
+            SAME(CombineOp, d), SAME(CombineOp, partial), SAME(CombineOp, starts_sum));
+    ops.def("gate", &Kernels::gate,
+            SAME(GateOp, routes), SAME(GateOp, active), SAME(GateOp, t), SAME(GateOp, d), SAME(GateOp, partial));
     ops.def("qkv", &Kernels::qkv,
             WEIGHTS(QkvOp), SAME(QkvOp, shape), SAME(QkvOp, attention), SAME(QkvOp, h), SAME(QkvOp, t),
             SAME(QkvOp, q_norm), SAME(QkvOp, k_norm), SAME(QkvOp, cos), SAME(QkvOp, sin), SAME(QkvOp, sequences),
@@ -295,6 +338,8 @@ void bind_ops(nb::module_& m) {
     m.def("project_scratch", &project_scratch, "matrix"_a, "rows"_a);
     m.def("out_scratch", &out_scratch, "matrix"_a, "count"_a, "rows"_a);
     m.def("ffn_scratch", &ffn_scratch, "shape"_a, "count"_a, "rows"_a);
+    m.def("route_scratch", &route_scratch, "shape"_a, "rows"_a);
+    m.def("experts_scratch", &experts_scratch, "shape"_a, "per_expert"_a, "active"_a, "rows"_a);
     m.def("qkv_scratch", &qkv_scratch, "shape"_a, "attention"_a, "rows"_a);
     m.def(
         "attend_scratch",

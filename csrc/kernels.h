@@ -159,6 +159,27 @@ struct QkvShape {
     std::size_t q_bias, k_bias, v_bias;
     float norm_eps;
     int rope_dims;
+    bool norms_all_heads;  // together; then a granule holds all of them
+};
+
+// A layer's router: scores of its experts, and the gate of the shared expert (rows == 0: none), blocks of one granule.
+// `bias` [X] (null: none) counts where experts are chosen; `groups`: ranges of experts, of which some are kept.
+struct RouterShape {
+    Matrix scores, gate;
+    const float* bias;
+    bool softmax, normalised;
+    int groups, groups_kept;
+    float scale;
+    int active;
+};
+
+// Which experts rows go to: ids [T, A], upwards in each row; what multiplies their outputs [T, A]; and the shared
+// expert's [T].
+struct Routes {
+    std::uint8_t* data;
+    std::int32_t* ids() const { return reinterpret_cast<std::int32_t*>(data); }
+    float* weights(int t, int active) const { return reinterpret_cast<float*>(data) + std::ptrdiff_t(t) * active; }
+    float* shared(int t, int active) const { return weights(t, active) + std::ptrdiff_t(t) * active; }
 };
 
 enum class NormKind : int { kNone, kRms, kLayer };
@@ -236,6 +257,49 @@ struct FfnOp {
     FfnSum sum;
     bool exact;
     Scratch scratch;
+};
+
+// routes of h [T, D]. `weights`: the router's granule.
+struct RouteOp {
+    const std::uint8_t* weights;
+    RouterShape shape;
+    const float* h;
+    int t;
+    Routes routes;
+    Scratch scratch;
+};
+
+// partial [T, D] (+)= Σ weight · FFN of h over some experts, upwards. With `outputs` [T, A, D] (null: none) each
+// expert's FFN goes there instead, for `combine` to add up, and the experts may come in any order. `weights`: where
+// each expert begins; it has `per_expert` granules, `stride` bytes apart.
+struct ExpertsOp {
+    std::vector<const std::uint8_t*> weights;
+    std::vector<int> ids;
+    std::size_t stride;
+    FfnShape shape;
+    int per_expert, active;
+    const float* h;
+    int t;
+    Routes routes;
+    float *partial, *outputs;
+    bool starts_sum, exact;
+    Scratch scratch;
+};
+
+// partial [T, D] (+)= Σ weight · outputs [T, A, D], in the order of `routes`.
+struct CombineOp {
+    Routes routes;
+    const float* outputs;
+    int active, t, d;
+    float* partial;
+    bool starts_sum;
+};
+
+// partial [T, D] times the shared expert's weights.
+struct GateOp {
+    Routes routes;
+    int active, t, d;
+    float* partial;
 };
 
 // q [T, H, E], and k and v into the cache, for the KV heads of `attention`, of h [T, D]. cos, sin: float32
@@ -318,6 +382,10 @@ struct Kernels {
     bool (*head)(Pool&, const HeadOp&);
     bool (*out)(Pool&, const OutOp&);
     bool (*ffn)(Pool&, const FfnOp&);
+    bool (*route)(Pool&, const RouteOp&);
+    bool (*experts)(Pool&, const ExpertsOp&);
+    bool (*combine)(Pool&, const CombineOp&);
+    bool (*gate)(Pool&, const GateOp&);
     bool (*qkv)(Pool&, const QkvOp&);
     bool (*attend)(Pool&, const AttendOp&);
     bool (*norm)(Pool&, const NormOp&);

@@ -3,6 +3,7 @@
 #include "simd_avx512.h"
 #include "kernels-inl.h"
 #include "ffn-inl.h"
+#include "experts-inl.h"
 #include "qkv-inl.h"
 #include "attention-inl.h"
 #include "rows-inl.h"
@@ -13,20 +14,10 @@
 
 namespace penstock {
 
-const Kernels kAvx512Kernels{"avx512",
-                             &avx512::project,
-                             &avx512::head,
-                             &avx512::out,
-                             &avx512::ffn,
-                             &avx512::qkv,
-                             &avx512::attend,
-                             &avx512::norm,
-                             &avx512::merge,
-                             &avx512::embed,
-                             &avx512::gather,
-                             &avx512::widen,
-                             &avx512::int8_products,
-                             &avx512::float_products,
-                             &avx512::hash};
+const Kernels kAvx512Kernels{
+    "avx512",        &avx512::project,       &avx512::head,           &avx512::out,   &avx512::ffn,
+    &avx512::route,  &avx512::experts,       &avx512::combine,        &avx512::gate,  &avx512::qkv,
+    &avx512::attend, &avx512::norm,          &avx512::merge,          &avx512::embed, &avx512::gather,
+    &avx512::widen,  &avx512::int8_products, &avx512::float_products, &avx512::hash};
 
 }  // namespace penstock

@@ -3,6 +3,7 @@
 #include "simd_avx2.h"
 #include "kernels-inl.h"
 #include "ffn-inl.h"
+#include "experts-inl.h"
 #include "qkv-inl.h"
 #include "attention-inl.h"
 #include "rows-inl.h"
@@ -13,20 +14,10 @@
 
 namespace penstock {
 
-const Kernels kAvxVnniKernels{"avxvnni",
-                              &avxvnni::project,
-                              &avxvnni::head,
-                              &avxvnni::out,
-                              &avxvnni::ffn,
-                              &avxvnni::qkv,
-                              &avxvnni::attend,
-                              &avxvnni::norm,
-                              &avxvnni::merge,
-                              &avxvnni::embed,
-                              &avxvnni::gather,
-                              &avxvnni::widen,
-                              &avxvnni::int8_products,
-                              &avxvnni::float_products,
-                              &avxvnni::hash};
+const Kernels kAvxVnniKernels{
+    "avxvnni",        &avxvnni::project,       &avxvnni::head,           &avxvnni::out,   &avxvnni::ffn,
+    &avxvnni::route,  &avxvnni::experts,       &avxvnni::combine,        &avxvnni::gate,  &avxvnni::qkv,
+    &avxvnni::attend, &avxvnni::norm,          &avxvnni::merge,          &avxvnni::embed, &avxvnni::gather,
+    &avxvnni::widen,  &avxvnni::int8_products, &avxvnni::float_products, &avxvnni::hash};
 
 }  // namespace penstock

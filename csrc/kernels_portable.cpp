@@ -3,6 +3,7 @@
 #include "simd_portable.h"
 #include "kernels-inl.h"
 #include "ffn-inl.h"
+#include "experts-inl.h"
 #include "qkv-inl.h"
 #include "attention-inl.h"
 #include "rows-inl.h"
@@ -13,20 +14,10 @@
 
 namespace penstock {
 
-const Kernels kPortableKernels{"portable",
-                               &portable::project,
-                               &portable::head,
-                               &portable::out,
-                               &portable::ffn,
-                               &portable::qkv,
-                               &portable::attend,
-                               &portable::norm,
-                               &portable::merge,
-                               &portable::embed,
-                               &portable::gather,
-                               &portable::widen,
-                               &portable::int8_products,
-                               &portable::float_products,
-                               &portable::hash};
+const Kernels kPortableKernels{
+    "portable",        &portable::project,       &portable::head,           &portable::out,   &portable::ffn,
+    &portable::route,  &portable::experts,       &portable::combine,        &portable::gate,  &portable::qkv,
+    &portable::attend, &portable::norm,          &portable::merge,          &portable::embed, &portable::gather,
+    &portable::widen,  &portable::int8_products, &portable::float_products, &portable::hash};
 
 }  // namespace penstock

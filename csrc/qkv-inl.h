@@ -22,12 +22,33 @@ inline void rotate_head(float* x, const float* cos, const float* sin, int half) 
     }
 }
 
+// Biases and one norm over all heads of a row, q and k each, where a granule holds all of them.
+inline void norm_all(const Team& team, const QkvOp& op, float* k_made, float* q) {
+    const AttentionShape& a = op.attention;
+    const QkvShape& shape = op.shape;
+    const auto [first, last] = team.share(op.t);
+    const auto finish = [&](float* x, std::size_t bias, const float* norm, int width) {
+        if (bias != 0) {
+            const auto* b = reinterpret_cast<const float*>(op.weights.data + bias);
+            for (int i = 0; i < width; ++i) x[i] += b[i];
+        }
+        norm_head(x, norm, shape.norm_eps, width);
+    };
+    for (int row = first; row < last; ++row) {
+        finish(q + std::ptrdiff_t(row) * a.heads * a.head_dim, shape.q_bias, op.q_norm, a.heads * a.head_dim);
+        finish(k_made + std::ptrdiff_t(row) * a.kv_heads * a.head_dim, shape.k_bias, op.k_norm,
+               a.kv_heads * a.head_dim);
+    }
+    team.barrier();
+}
+
 bool qkv(Pool& pool, const QkvOp& op) {
     const Granules& weights = op.weights;
     const QkvShape& shape = op.shape;
     const AttentionShape& a = op.attention;
     const KvCache& cache = op.cache;
-    const int t = op.t, e = a.head_dim, heads = weights.count, group = a.heads / a.kv_heads;
+    const int t = op.t, e = a.head_dim, heads = a.hi - a.lo, group = a.heads / a.kv_heads;
+    const int together = heads / weights.count;  // KV heads of a granule
     Scratch scratch = op.scratch;
     const std::ptrdiff_t q_stride = std::ptrdiff_t(a.heads) * e;
     Input input;
@@ -41,7 +62,7 @@ bool qkv(Pool& pool, const QkvOp& op) {
         const Matrix* const blocks[3] = {&shape.q, &shape.k, &shape.v};
         const Cuts q_cuts(shape.q, input.chunk()), kv_cuts(shape.k, input.chunk());
         const int per_head = q_cuts.per_granule + 2 * kv_cuts.per_granule;
-        const auto [first, last] = team.share(heads * per_head);
+        const auto [first, last] = team.share(weights.count * per_head);
         prefetch_run(weights.data + std::size_t(first / per_head) * weights.stride + shape.q.offset);
         for (int row0 = 0; row0 < t; row0 += input.chunk()) {
             const Rows rows = input.chunk_at(team, row0);
@@ -53,8 +74,9 @@ bool qkv(Pool& pool, const QkvOp& op) {
                 const Cuts& cuts = which == 0 ? q_cuts : kv_cuts;
                 const auto sink = [&](int row, int tile, F y) {
                     row += row0;
-                    float* to = which == 0 ? q_out + row * q_stride + std::ptrdiff_t(head) * m.rows
-                                           : made[which - 1] + (std::ptrdiff_t(row) * heads + head) * e;
+                    float* to = which == 0
+                                    ? q_out + row * q_stride + std::ptrdiff_t(head) * m.rows
+                                    : made[which - 1] + std::ptrdiff_t(row) * heads * e + std::ptrdiff_t(head) * m.rows;
                     const int column = (cuts.tile(cut) + tile) * kTileRows;
                     store_some(to + column, y, m.rows - column);
                 };
@@ -63,10 +85,12 @@ bool qkv(Pool& pool, const QkvOp& op) {
             }
         }
         team.barrier();
+        if (shape.norms_all_heads) norm_all(team, op, made[0], q_out);
         const auto [begin, end] = team.share(heads * t);
         for (int i = begin; i < end; ++i) {
             const int head = i / t, row = i % t;
-            const std::uint8_t* granule = weights.data + std::size_t(head) * weights.stride;
+            const std::uint8_t* granule = weights.data + std::size_t(head / together) * weights.stride;
+            const std::ptrdiff_t nth = head % together;  // of its granule's heads
             const auto finish = [&](float* x, std::size_t bias, std::ptrdiff_t bias_at, const float* norm, bool turns) {
                 if (bias != 0) {
                     const auto* b = reinterpret_cast<const float*>(granule + bias) + bias_at;
@@ -78,14 +102,16 @@ bool qkv(Pool& pool, const QkvOp& op) {
                     rotate_head(x, op.cos + std::ptrdiff_t(row) * half, op.sin + std::ptrdiff_t(row) * half, half);
                 }
             };
+            const bool apart = !shape.norms_all_heads;  // else biases and norms are done
+            const float* const q_norm = apart ? op.q_norm : nullptr;
             for (int g = 0; g < group; ++g) {
-                finish(q_out + row * q_stride + (std::ptrdiff_t(head) * group + g) * e, shape.q_bias,
-                       std::ptrdiff_t(g) * e, op.q_norm, true);
+                finish(q_out + row * q_stride + (std::ptrdiff_t(head) * group + g) * e, apart ? shape.q_bias : 0,
+                       (nth * group + g) * e, q_norm, true);
             }
             float* const k = made[0] + (std::ptrdiff_t(row) * heads + head) * e;
             float* const v = made[1] + (std::ptrdiff_t(row) * heads + head) * e;
-            finish(k, shape.k_bias, 0, op.k_norm, true);
-            finish(v, shape.v_bias, 0, nullptr, false);
+            finish(k, apart ? shape.k_bias : 0, nth * e, apart ? op.k_norm : nullptr, true);
+            finish(v, shape.v_bias, nth * e, nullptr, false);
             const Sequence* const sequences = op.sequences;
             int s = 0, before = 0;
             while (s + 1 < op.sequence_count && row >= before + sequences[s].rows) before += sequences[s++].rows;

@@ -69,6 +69,30 @@ inline std::size_t ffn_scratch(const FfnShape& shape, int granules, int t) {
     return most;
 }
 
+// Scores of all experts for every row, and for one row again.
+inline std::size_t route_scratch(const RouterShape& shape, int t) {
+    const std::size_t x = std::size_t(shape.scores.rows);
+    return scratch_aligned(4 * x * std::size_t(t)) + scratch_aligned(4 * x) + input_scratch(shape.scores, 1, t);
+}
+
+// All rows may go to one expert: they are gathered, and its output is kept. Or, of few rows, what each expert's rows
+// want of the FFN's, for all of them at once.
+inline std::size_t experts_scratch(const FfnShape& shape, int per_expert, int active, int t) {
+    const std::size_t d = std::size_t(shape.down.rows), columns = std::size_t(shape.up.cols), n = std::size_t(t);
+    std::size_t most =
+        scratch_aligned(4 * n * columns) + scratch_aligned(4 * n * d) + ffn_scratch(shape, per_expert, t);
+    const int few = std::min(t, kMostFewRows);
+    const std::size_t fours = std::size_t((per_expert + kSumGranules - 1) / kSumGranules);
+    for (const bool exact : {true, false}) {
+        // At most so many experts at once, with a row each, or fewer with more rows.
+        const std::size_t pairs = std::size_t(few) * std::size_t(active);
+        const std::size_t each =
+            prepared_scratch(shape.up, 1, 1, exact) + scratch_aligned(4 * fours * d) + kScratchAlign;
+        most = std::max(most, pairs * each + kScratchThreads * prepared_scratch(shape.down, 1, few, exact));
+    }
+    return most;
+}
+
 // Beside the input k and v of the call's heads, before they go into the cache.
 inline std::size_t qkv_scratch(const QkvShape& shape, const AttentionShape& a, int t) {
     const std::size_t kv = std::size_t(2) * std::size_t(t) * std::size_t(a.hi - a.lo) * std::size_t(a.head_dim);

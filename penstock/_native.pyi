@@ -158,8 +158,18 @@ class FfnShape:
 
 class QkvShape:
     def __init__(
-        self, q: Matrix, k: Matrix, v: Matrix, q_bias: int, k_bias: int, v_bias: int, norm_eps: float, rope_dims: int
-    ) -> None: ...
+        self, q: Matrix, k: Matrix, v: Matrix, q_bias: int, k_bias: int, v_bias: int, norm_eps: float, rope_dims: int,
+        norms_all_heads: bool,
+    ) -> None: ...  # fmt: skip
+
+class RouterShape:
+    """A router: matrices of scores and of the shared expert's gate in one granule, and a bias at an address of float32
+    [X] (0: none)."""
+
+    def __init__(
+        self, scores: Matrix, gate: Matrix | None, bias: int, softmax: bool, normalised: bool, groups: int,
+        groups_kept: int, scale: float, active: int,
+    ) -> None: ...  # fmt: skip
 
 class AttentionShape:
     """Attention of KV heads lo..hi."""
@@ -190,6 +200,8 @@ def project_scratch(matrix: Matrix, rows: int) -> int:
 
 def out_scratch(matrix: Matrix, count: int, rows: int) -> int: ...
 def ffn_scratch(shape: FfnShape, count: int, rows: int) -> int: ...
+def route_scratch(shape: RouterShape, rows: int) -> int: ...
+def experts_scratch(shape: FfnShape, per_expert: int, active: int, rows: int) -> int: ...
 def qkv_scratch(shape: QkvShape, attention: AttentionShape, rows: int) -> int: ...
 def attend_scratch(attention: AttentionShape, cache: CacheShape, rows: int) -> int:
     """`rows`: of one sequence."""
@@ -231,6 +243,27 @@ class _Ops:
         """partial [t, D] (+)= down · act(gate h) * (up h) of every granule, by fours of the layer's, whose granule
         number `granule` comes first. pending [t, D]: the sum of a four that the call before left or this one leaves.
         """
+
+    def route(
+        self, *, weights: int, shape: RouterShape, h: int, t: int, routes: int, scratch: int, scratch_bytes: int
+    ) -> None:
+        """routes = the experts of each row of h: ids int32 [t, A], weights [t, A], the shared expert's weight [t]."""
+
+    def experts(
+        self, *, weights: Sequence[int], ids: Sequence[int], stride: int, shape: FfnShape, per_expert: int, active: int,
+        h: int, t: int, routes: int, partial: int, outputs: int, starts_sum: bool, exact: bool, scratch: int,
+        scratch_bytes: int,
+    ) -> None:  # fmt: skip
+        """partial [t, D] (+)= Σ weight · FFN of the experts `ids`, upwards, which begin at `weights`. Where `outputs`
+        [t, A, D] is not 0 each FFN goes there instead, and partial is left alone."""
+
+    def combine(
+        self, *, routes: int, outputs: int, active: int, t: int, d: int, partial: int, starts_sum: bool
+    ) -> None:
+        """partial [t, d] (+)= Σ weight · outputs [t, A, d], in the order of the routes."""
+
+    def gate(self, *, routes: int, active: int, t: int, d: int, partial: int) -> None:
+        """partial [t, d] times the shared expert's weights."""
 
     def qkv(
         self, *, weights: int, count: int, stride: int, shape: QkvShape, attention: AttentionShape, h: int, t: int,

@@ -335,9 +335,9 @@ class Case:
         for lo, hi in units:
             into = dense.FfnSum(want, pending, lo == 0, lo > 0, hi < part.granules)
             room = Scratch(np.empty(1 << 23, np.uint8))
-            dense.ffn(self.packed["0.ffn"][lo:hi], part, lo, self.layer, h, into, room)
+            dense.ffn(self.packed["0.ffn"][lo:hi], part, lo, self.layer.ffns[0], h, into, room)
             gpu.ffn(
-                self.on_device["0.ffn"][lo:hi], part, self.layer, on_device, got, lo == 0, self.kernels,
+                self.on_device["0.ffn"][lo:hi], part, self.layer.ffns[0], on_device, got, lo == 0, self.kernels,
                 self.scratch(scratch_gpu.ffn_bytes(part, hi - lo, self.t)),
             )  # fmt: skip
         self.compare("ffn", want, got, (1 + float(np.abs(h).max())) ** 3)  # relu² times up; biases are about 1

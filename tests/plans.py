@@ -9,11 +9,12 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from penstock.graph.arenas import Layout
-from penstock.planner.solve.fill import PINNED, page_tokens
+from penstock.graph.cache import POLICIES
+from penstock.planner.solve.fill import page_tokens
 from penstock.spec.format import Format, parse_format
 from penstock.spec.model import ModelSpec
-from penstock.spec.parts import Part, parts
-from penstock.spec.plan import ORDERS, ActHome, KvHome, Plan, PlanModel, Unit
+from penstock.spec.parts import FFNS, PINNED, Part, parts
+from penstock.spec.plan import ORDERS, ActHome, Cache, KvHome, Plan, PlanModel, Unit
 
 
 def make_plan(
@@ -36,6 +37,7 @@ def make_plan(
     kv: str = "float32",
     kv_spilled: frozenset[int] = frozenset(),
     kv_homes: Sequence[tuple[str, str]] | None = None,
+    caches: tuple[Cache, ...] = (),
 ) -> Plan:
     """`kv_spilled`: layers whose KV lives on the disk. `kv_homes`: instead, (home, executor of attention) per layer.
     `main`: the executor that holds the activations."""
@@ -63,6 +65,7 @@ def make_plan(
         io_engine=io_engine,
         process_bytes=64 << 20,
         context_bytes=0,
+        caches=caches,
     )
     return replace(plan, arenas=Layout(plan).arenas())
 
@@ -74,15 +77,22 @@ def resident_plan(spec: ModelSpec, weights: Format, **fields: int | str) -> Plan
 
 
 @st.composite
-def random_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, **fields: int | str) -> Plan:
+def random_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, cached: bool = False, **fields: int | str) -> Plan:
     """Any cut of any part into units, each at home in memory or on disk; any ring that holds the largest; KV of any
-    layers on disk; any order."""
+    layers on disk; any order. `cached`: any cache of any layer's experts, where all of them are on disk."""
     units: list[Unit] = []
+    caches: list[Cache] = []
     largest = 0
     for part in parts(spec, weights):
         cuts = _cuts(draw, part)
+        has_cache = cached and part.kind == "experts" and draw(st.booleans())
+        if has_cache:
+            caches.append(
+                Cache(part.layer, "host", draw(st.integers(1, part.experts)), draw(st.sampled_from(POLICIES)))
+            )
         for lo, hi in pairwise(cuts):
             home = "host" if part.kind in PINNED else draw(st.sampled_from(["host", "disk0"]))
+            home = "disk0" if has_cache else home
             units.append(Unit(part.key, lo, hi, home, "host", "host"))
             if home == "disk0":
                 largest = max(largest, (hi - lo) * part.granule_bytes)
@@ -91,6 +101,7 @@ def random_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, **fields: in
     spilled = draw(st.just(frozenset[int]()) | st.frozensets(st.integers(0, len(spec.layers) - 1)))
     return make_plan(
         spec, weights, units, ring_bytes={"host": ring} if ring else {}, io_block_bytes=block, kv_spilled=spilled,
+        caches=tuple(caches),
         order=draw(st.sampled_from(ORDERS)), **fields,  # type: ignore[arg-type]
     )  # fmt: skip
 
@@ -106,7 +117,7 @@ def device_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, **fields: in
     for part in parts(spec, weights):
         for lo, hi in pairwise(_cuts(draw, part)):
             decode = prefill = attends[part.layer] if part.kind == "attn" else main
-            if part.kind == "ffn":
+            if part.kind in FFNS:
                 decode, prefill = draw(st.sampled_from(executors)), draw(st.sampled_from(executors))
             homes = feeds["gpu0" if decode == prefill == "gpu0" else "host"]
             home = main if part.kind in PINNED else draw(st.sampled_from(homes))
@@ -134,5 +145,6 @@ def device_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, **fields: in
 def _cuts(draw: st.DrawFn, part: Part) -> list[int]:
     if part.kind in PINNED or part.granules == 1:
         return [0, part.granules]
-    inner = draw(st.sets(st.integers(1, part.granules - 1), max_size=4))
-    return [0, *sorted(inner), part.granules]
+    least = part.least_granules
+    inner = draw(st.sets(st.integers(1, max(1, part.granules // least - 1)), max_size=4))
+    return [0, *sorted(least * i for i in inner if least * i < part.granules), part.granules]

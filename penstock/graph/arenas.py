@@ -5,6 +5,7 @@ Per memory tier (`host`, `gpu0`) these arenas, each 2 MiB-aligned so that huge p
     T.weights   resident units, in plan order          T.kv       K and V pools, layer after layer
     T.ring      units in flight from a slower tier     T.act      activations, per batch of a pass
     T.scratch   an op's own temporaries (one lane runs one op at a time)
+    T.cache     slots of experts that are at home on a disk, layer after layer
     T.window    K and V of a layer or two whose KV lives elsewhere, while attention runs
     host.staging  granules read for single embedding rows
     host.stage    units on their way from a disk to a device
@@ -21,9 +22,10 @@ from math import gcd
 from penstock.graph import scratch
 from penstock.graph.batch import Batch
 from penstock.graph.tasks import Slot
+from penstock.spec.model import Layer, Routed
 from penstock.spec.parts import PAGE_BYTES, Part, head_key, predictor_part
 from penstock.spec.places import HOST, Executor, executor_of, is_disk, tier_of
-from penstock.spec.plan import Arena, KvHome, Plan, Predictor, Unit
+from penstock.spec.plan import Arena, Cache, KvHome, Plan, Predictor, Unit
 from penstock.units import MIB, round_up
 
 ARENA_ALIGN = 2 * MIB  # a huge page: an arena is charged in whole ones whatever it uses
@@ -39,6 +41,7 @@ class Layout:
         self.parts = plan.parts
         self._fill: dict[str, int] = {}
         self._last_unit = {unit.part: i for i, unit in enumerate(plan.units)}
+        self._cached = {f"{cache.layer}.experts" for cache in plan.caches}
         self.executors = self._executors()
         self.delegated = self._delegated()
         self.weights = self._place_weights()
@@ -59,6 +62,7 @@ class Layout:
         self.staging = self._place_staging()
         for tier, nbytes in plan.ring_bytes.items():
             self._take(f"{tier}.ring", nbytes)
+        self.cache_slots = {cache.layer: self._place_cache(cache) for cache in plan.caches}
         if plan.stage_bytes:
             self._take("host.stage", plan.stage_bytes)
 
@@ -66,8 +70,10 @@ class Layout:
 
     def streams(self, unit: Unit, purpose: str) -> bool:
         """Whether a pass loads the unit into its executor's ring. An embedding is gathered instead,
-        unless it is the head as well."""
+        unless it is the head as well; experts with a cache are loaded when a decode pass asks for them."""
         if unit.part == "embed" and not self.plan.target.spec.tied:
+            return False
+        if purpose == "decode" and unit.part in self._cached:
             return False
         return unit.home != unit.executor(purpose)
 
@@ -94,7 +100,7 @@ class Layout:
 
     def predictor_part(self, predictor: Predictor) -> Part:
         spec, weights = self.plan.target.spec, self.plan.target.weights
-        neurons = spec.layers[predictor.layer].ffn.neurons
+        neurons = neurons_of(spec.layers[predictor.layer])
         return predictor_part(predictor.layer, spec.d_model, predictor.rank, neurons, weights)
 
     def norms(self, layer: int, executor: Executor) -> Slot:
@@ -280,8 +286,13 @@ class Layout:
             "partial": 4 * rows * spec.d_model,
             "pending": 4 * rows * spec.d_model,
         }
+        routed = [layer.ffn for layer in spec.layers if isinstance(layer.ffn, Routed)]
+        if routed:
+            buffers["routes"] = max(each.routes_bytes(rows) for each in routed)
+        if plan.caches:
+            buffers["outputs"] = 4 * plan.batch_seqs * max(each.active for each in routed) * spec.d_model
         if plan.predictors:
-            buffers["active"] = plan.batch_seqs * max(layer.ffn.neurons for layer in spec.layers)
+            buffers["active"] = plan.batch_seqs * max(map(neurons_of, spec.layers))
         answers = {"logits": 4 * plan.logits_rows * spec.vocab, "best": 8 * plan.logits_rows}
         ends = {"tokens": 4 * rows, "rows": 4 * rows * spec.d_embed}
         wanted: dict[Executor, dict[str, int]] = {executor: dict(buffers) for executor in self.executors}
@@ -301,6 +312,10 @@ class Layout:
             for name, nbytes in names.items()
         }
 
+    def _place_cache(self, cache: Cache) -> list[Slot]:
+        nbytes = self.parts[f"{cache.layer}.experts"].least_bytes
+        return [self._take(f"{cache.executor}.cache", nbytes, PAGE_BYTES) for _ in range(cache.slots)]
+
     def _place_staging(self) -> Slot | None:
         if self.gathers is not None:
             return None
@@ -310,6 +325,11 @@ class Layout:
 def with_arenas(plan: Plan) -> Plan:
     """The plan with the arenas that the rest of it leads to: the one place where they are derived."""
     return replace(plan, arenas=Layout(plan).arenas())
+
+
+def neurons_of(layer: Layer) -> int:
+    """Of its dense FFN, or of an expert."""
+    return layer.ffns[0].neurons
 
 
 def gathers(plan: Plan) -> Executor | None:

@@ -29,7 +29,7 @@ class Attention:
         """A unit's share of a layer: all of it on one executor. `first`: it starts the batch's sum."""
         calls, layout, unit = self._calls, self._layout, self._plan.units[u]
         part, a = layout.parts[unit.part], self._plan.target.spec.layers[layer].attention
-        t, heads = batch.total_rows, unit.hi - unit.lo
+        t, (first_head, end_head) = batch.total_rows, self._plan.unit_rows(unit)
         home = layout.kv_home(layer, batch)
         if home.attend != executor:
             raise InternalError(f"layer {layer}: attention on {home.attend} but its projections on {executor}")
@@ -42,7 +42,7 @@ class Attention:
         norms = layout.norms(layer, executor)
         qkv = ops.Qkv(weights, norms, h, q, keys=keys, values=values, scratch=scratch, layer=layer)
         calls.add(executor, qkv, u, batch, fmt, cost)
-        cost = ops.attend_cost(a, heads, batch, home.format.kv_bytes(a.head_dim))
+        cost = ops.attend_cost(a, end_head - first_head, batch, home.format.kv_bytes(a.head_dim))
         attend = ops.Attend(q, keys, values, a=out, scratch=scratch, layer=layer)
         calls.add(executor, attend, u, batch, home.format.kind, cost)
         cost = calls.matrix_cost(u, ops.OUT_BLOCKS, t)
@@ -72,7 +72,8 @@ class Attention:
             lane = lane_between(executor, home.attend)
             calls.move_kv(lane, ops.KvSave(k, v, *cache, layer=layer, ranges=2), batch, k.nbytes + v.nbytes)
             for u in units:
-                cost = ops.attend_cost(a, self._plan.units[u].hi - self._plan.units[u].lo, batch, each)
+                lo, hi = self._plan.unit_rows(self._plan.units[u])
+                cost = ops.attend_cost(a, hi - lo, batch, each)
                 out = layout.act(at, batch.id, "a", row_bytes)
                 attend = ops.Attend(q, keys, values, a=out, scratch=calls.scratch(at), layer=layer)
                 calls.add(at, attend, u, batch, home.format.kind, cost)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from penstock.graph import ops
-from penstock.graph.arenas import Layout
+from penstock.graph.arenas import Layout, neurons_of
 from penstock.graph.batch import Batch
 from penstock.graph.emit import Emitter
 from penstock.graph.tasks import Call, Slot
+from penstock.spec.parts import block_keys
 from penstock.spec.places import HOST, Executor, Lane, kernels_of
 
 Cost = tuple[int, int]  # bytes, flops
@@ -20,7 +21,17 @@ class Calls:
         self.units: dict[str, list[int]] = {}
         for i, unit in enumerate(self.plan.units):
             self.units.setdefault(unit.part, []).append(i)
+        spec = self.plan.target.spec
+        self._blocks = {
+            (layer, kind): [u for key in block_keys(spec, layer, kind) for u in self.units[key]]
+            for layer in range(len(spec.layers))
+            for kind in ("attn", "ffn")
+        }
         self._matrix_costs: dict[tuple[int, tuple[str, ...]], Cost] = {}
+
+    def of_block(self, layer: int, kind: str) -> list[int]:
+        """The units of a layer's block, in the order in which they are computed. `kind`: attn or ffn."""
+        return self._blocks[layer, kind]
 
     def add(
         self,
@@ -30,8 +41,11 @@ class Calls:
         batch: Batch,
         fmt: str,
         cost: Cost,
-    ) -> None:
-        self.emit.call(kernels_of(executor), Call(operands, unit, batch, fmt, *cost))
+    ) -> Call:
+        """Hands a call of the executor to the emitter, and returns it."""
+        call = Call(operands, unit, batch, fmt, *cost)
+        self.emit.call(kernels_of(executor), call)
+        return call
 
     def copy(
         self, batch: Batch, name: str, nbytes: int, source: Executor, target: Executor, lands: str | None = None
@@ -63,7 +77,7 @@ class Calls:
 
     def active(self, layer: int, executor: Executor, batch: Batch) -> Slot:
         """Which neurons of the layer's FFN rows need, a byte each: [T, N]."""
-        nbytes = batch.total_rows * self.plan.target.spec.layers[layer].ffn.neurons
+        nbytes = batch.total_rows * neurons_of(self.plan.target.spec.layers[layer])
         return self.layout.act(executor, batch.id, "active", nbytes)
 
     def scratch(self, executor: Executor) -> Slot:

@@ -13,9 +13,10 @@ from dataclasses import fields, replace
 
 from penstock.errors import BadRequest
 from penstock.graph.arenas import with_arenas
+from penstock.graph.cache import POLICIES
 from penstock.spec.format import PAGE_TOKENS, Format
 from penstock.spec.model import ModelSpec
-from penstock.spec.parts import PAGE_BYTES, Part, parts
+from penstock.spec.parts import FFNS, PAGE_BYTES, PINNED, Part, parts
 from penstock.spec.places import HOST, Executor, device, disk, is_device, is_disk
 from penstock.spec.plan import IO_ENGINES, ORDERS, ActHome, KvHome, Plan, PlanModel, Unit
 from penstock.units import GIB
@@ -54,6 +55,7 @@ def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
     by_key = {part.key: part for part in parts(spec, weights)}
     _check_units(plan.units, by_key)
     main = _check_acts(plan)
+    _check_caches(plan, by_key)
     _check_kv(plan)
     _check_main(plan.units, by_key, main)
     _check_rings(plan, by_key)
@@ -122,10 +124,32 @@ def _check_units(units: Iterable[Unit], by_key: dict[str, Part]) -> None:
                 f"a unit of {unit.part} is at home in {unit.home} and computed by {unit.decode} and {unit.prefill}; "
                 "what lies there is computed there"
             )
+        if (unit.lo % part.expert_granules or unit.hi % part.expert_granules) and part.experts > 1:
+            raise _wrong(
+                f"a unit of {unit.part} has granules {unit.lo}..{unit.hi}: no whole experts of {part.expert_granules}"
+            )
         covered[unit.part], last = unit.hi, unit.part
     for key, part in by_key.items():
         if covered.get(key, 0) != part.granules:
             raise _wrong(f"granules {covered.get(key, 0)}..{part.granules} of {key} have no home")
+
+
+def _check_caches(plan: Plan, by_key: dict[str, Part]) -> None:
+    layers = [cache.layer for cache in plan.caches]
+    if sorted(set(layers)) != layers:
+        raise _wrong(f"its caches are of the layers {layers}; each has one at most, in their order")
+    for cache in plan.caches:
+        part = by_key.get(f"{cache.layer}.experts")
+        if part is None:
+            raise _wrong(f"a cache is of layer {cache.layer}, which has no experts")
+        if not 1 <= cache.slots <= part.experts or cache.policy not in POLICIES or cache.executor != plan.main:
+            raise _wrong(
+                f"the cache of layer {cache.layer} has {cache.slots} slots of {part.experts} experts, {cache.policy!r}"
+                f" on {cache.executor!r}; there are {', '.join(POLICIES)} on {plan.main}"
+            )
+        units = [unit for unit in plan.units if unit.part == part.key]
+        if any(not is_disk(unit.home) or unit.decode != HOST for unit in units):
+            raise _wrong(f"the experts of layer {cache.layer} have a cache, but are not all at home on a disk")
 
 
 def _check_acts(plan: Plan) -> Executor:
@@ -171,9 +195,9 @@ def _check_main(units: Iterable[Unit], by_key: dict[str, Part], main: Executor) 
     """Norms and the model's ends are read where the activations are; the head computes there."""
     for unit in units:
         kind = by_key[unit.part].kind
-        if kind in ("norms", "edges") and unit.home != main:
+        if kind in PINNED and unit.home != main:
             raise _wrong(f"{unit.part} is at home in {unit.home}; {main} reads it at every step")
-        if kind not in ("attn", "ffn") and (unit.decode, unit.prefill) != (main, main):
+        if kind not in ("attn", *FFNS) and (unit.decode, unit.prefill) != (main, main):
             raise _wrong(f"{unit.part} is computed by {unit.decode} and {unit.prefill}, not by {main}")
 
 

@@ -23,14 +23,16 @@ where nothing streams the pass of each shape as lowered once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from penstock.errors import InternalError
 from penstock.graph import ops
 from penstock.graph.arenas import Layout, head_units
 from penstock.graph.attention import Attention
 from penstock.graph.batch import Batch
 from penstock.graph.calls import Calls
 from penstock.graph.emit import Emitter
+from penstock.graph.experts import Answer, ExpertCalls
 from penstock.graph.repeats import Repeats
 from penstock.graph.streams import Streams
 from penstock.graph.tasks import Call, Pass, Slot, Task
@@ -52,33 +54,41 @@ class Lowering:
         self._streams = Streams(self.layout, self._emit)
         self._calls = Calls(self.layout, self._emit)
         self._attention = Attention(self._calls, self._streams)
+        self._experts = ExpertCalls(self._calls)
         self._repeats = Repeats(plan, self.layout, self._emit.adopt)
 
     @property
     def held(self) -> tuple[object, ...] | None:
         """What the rings hold between two passes: where it is the same again, so are a pass's tasks, but for their ids
-        and for what they wait for of the pass before. None where nothing streams."""
-        return None if self._repeats.nothing_streams else self._streams.held
+        and for what they wait for of the pass before. None where nothing streams, or where answers decide."""
+        return None if self._repeats.nothing_streams or self.plan.caches else self._streams.held
 
     # -- the pass -------------------------------------------------------------------------------------
 
-    def step(self, p: Pass) -> Iterator[Task]:
-        """Tasks of one pass. Must be consumed to its end before the next pass is lowered."""
+    def step(self, p: Pass, answer: Answer | None = None) -> Iterator[Task]:
+        """Tasks of one pass. Must be consumed to its end before the next pass is lowered.
+
+        `answer(call)`: what a router said, the experts of each row upwards. It is asked where a plan has caches, after
+        the router's task was handed out, and before any task that depends on it is."""
         known = self._repeats.find(p)
         if known is not None:
             yield from known
         else:
-            yield from self._repeats.keep(p, self._lower(p))
+            yield from self._repeats.keep(p, self._lower(p, answer or _nobody))
 
-    def _lower(self, p: Pass) -> Iterator[Task]:
+    def warm(self, layer: int, experts: Sequence[int]) -> None:
+        """As if a pass had asked for these experts of a layer with a cache: predictions begin with warm caches."""
+        self._experts.warm(layer, experts)
+
+    def _lower(self, p: Pass, answer: Answer) -> Iterator[Task]:
         layers = len(self.plan.target.spec.layers)
         self._streams.begin(p)
         self._begin_block(p, 0)
         for batch in p.batches:
             self._embed(batch)
         for layer in range(layers):
-            yield from self._block(p, layer, "attn")
-            yield from self._block(p, layer, "ffn")
+            yield from self._block(p, layer, "attn", answer)
+            yield from self._block(p, layer, "ffn", answer)
         if p.stream.logits:
             self._begin_block(p, 2 * layers)
             yield from self._logits(p)
@@ -128,13 +138,16 @@ class Lowering:
         embed = ops.Embed(rows, calls.whole("edges"), x, calls.scratch(main))
         calls.add(main, embed, -1, batch, "*", ops.rows_cost(spec, t, 2))
 
-    def _block(self, p: Pass, layer: int, kind: str) -> Iterator[Task]:
+    def _block(self, p: Pass, layer: int, kind: str, answer: Answer) -> Iterator[Task]:
         """Norm, the units' partial sums on each executor, merge; for every batch."""
         if layer or kind == "ffn":
             self._begin_block(p, 2 * layer + (kind == "ffn"))
-        found = {self.plan.units[u].executor(p.purpose) for u in self._calls.units[f"{layer}.{kind}"]}
+        found = {self.plan.units[u].executor(p.purpose) for u in self._calls.of_block(layer, kind)}
         executors = sorted(found, key=lambda name: name == HOST)
         self._inputs(p, layer, kind, executors)
+        on_demand = kind == "ffn" and self._experts.on_demand(layer, p.purpose)
+        if on_demand:
+            yield from self._experts.ask(p, layer, answer)
         for executor in executors:
             if kind == "attn" and layer in self.layout.delegated:
                 yield from self._attention.delegated(p, layer, executor)
@@ -157,27 +170,39 @@ class Lowering:
             for executor in executors:
                 if executor != main:
                     self._calls.copy(batch, "h", batch.total_rows * row_bytes, main, executor)
-            if kind == "ffn" and p.purpose == "decode":
+            if kind == "ffn" and self.plan.target.spec.layers[layer].routed is not None:
+                if not self._experts.on_demand(layer, p.purpose):
+                    self._experts.route(layer, batch, executors)
+            elif kind == "ffn" and p.purpose == "decode":
                 self._predict(layer, batch, executors)
         if len(executors) > 1:  # what one executor waits for does not wait for the other one's share
             self._emit.close(kernels_of(main))
 
     def _share(self, p: Pass, layer: int, kind: str, executor: Executor) -> Iterator[Task]:
         """One executor's units of the block, and its partial sums to the main executor."""
+        units = [u for u in self._calls.of_block(layer, kind) if self.plan.units[u].executor(p.purpose) == executor]
+        on_demand = kind == "ffn" and self._experts.on_demand(layer, p.purpose)
+        if on_demand:
+            units = [u for u in units if self.parts[self.plan.units[u].part].kind != "experts"]
+        kinds = [self.parts[self.plan.units[u].part].kind for u in units]
         started: set[int] = set()
-        for u in self._calls.units[f"{layer}.{kind}"]:
-            if self.plan.units[u].executor(p.purpose) != executor:
-                continue
+        for i, u in enumerate(units):
             weights = self._streams.take(u, p.purpose)
             for batch in p.batches:
                 first = batch.id not in started
                 started.add(batch.id)
                 if kind == "attn":
                     self._attention.unit(layer, u, executor, weights, batch, first)
+                elif kinds[i] == "experts":
+                    self._experts.unit(layer, u, executor, weights, batch, first)
                 else:
                     self._ffn(layer, u, executor, weights, batch, first, p.purpose)
+                if kinds[i] == "shared" and "shared" not in kinds[i + 1 :]:
+                    self._experts.shared_done(layer, executor, batch)
             self._streams.release(u, p.purpose)
             yield from self._emit.closed()
+        if on_demand:
+            yield from self._experts.demanded(p, layer, started)
         main, row_bytes = self.plan.main, 4 * self.plan.target.spec.d_model
         for batch in p.batches if executor != main else ():
             self._calls.copy(batch, "partial", batch.total_rows * row_bytes, executor, main, f"partial.{executor}")
@@ -287,3 +312,7 @@ class Lowering:
         slots = [*self._streams.slots, *self.layout.windows]
         if slots:
             self._emit.call(kernels_of(self.plan.main), Call(ops.Sync(tuple(slots)), -1, None, "*", 0, 0))
+
+
+def _nobody(call: Call) -> Sequence[Sequence[int]]:
+    raise InternalError(f"{call.op} of this plan has to be answered, but nobody was named who does")

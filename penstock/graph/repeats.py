@@ -40,7 +40,8 @@ class _Known:
             assert call.batch is not None
             layer, unit = call.operands.layer, plan.units[call.unit]
             each = layout.kv_home(layer, call.batch).format.kv_bytes(attentions[layer].head_dim)
-            self.kinds[number] = (first[attentions[layer]], unit.hi - unit.lo, each, call.batch.id)
+            lo, hi = plan.unit_rows(unit)
+            self.kinds[number] = (first[attentions[layer]], hi - lo, each, call.batch.id)
         self.counts = Counter(self.kinds.values())
 
     def attend_cost(self, kind: Kind, batches: dict[int, Batch]) -> tuple[int, int]:
@@ -79,6 +80,7 @@ class Repeats:
         self._plan, self._layout, self._adopt = plan, layout, adopt
         self.nothing_streams = (
             not any(plan.ring_bytes.values())
+            and not plan.caches
             and layout.staging is None
             and all(home.home == home.attend for home in plan.kv)
         )

@@ -12,7 +12,7 @@ from functools import lru_cache
 from penstock.graph import scratch_gpu, scratch_native
 from penstock.spec.format import TILE_ROWS, Format, tiles
 from penstock.spec.model import ModelSpec
-from penstock.spec.parts import Block, Part, parts
+from penstock.spec.parts import FFNS, Block, Part, parts
 from penstock.spec.places import is_device
 from penstock.spec.plan import Plan
 from penstock.units import round_up
@@ -38,8 +38,12 @@ def native_bytes(spec: ModelSpec, weights: Format, rows: int, logits_rows: int, 
     """What the native kernels want of any op, as they say it themselves (`scratch_native`)."""
     need, layers = 0, spec.layers
     for part in _unlike(spec, weights):
-        if part.kind == "ffn":
+        if part.kind in ("ffn", "shared"):
             need = max(need, scratch_native.ffn_bytes(part, part.granules, rows))
+        elif part.kind == "experts":
+            need = max(need, scratch_native.experts_bytes(part, layers[part.layer].active, rows))
+        elif part.kind == "router":
+            need = max(need, scratch_native.route_bytes(part, rows))
         elif part.kind == "attn":
             a = layers[part.layer].attention
             need = max(need, scratch_native.qkv_bytes(part, a, a.kv_heads, rows))
@@ -86,8 +90,12 @@ def _usual_bytes(
             continue
         n = min(rows, logits_rows) if part.kind in ("embed", "head") else rows
         product = max((matmul_bytes(b, n) for b in part.blocks if b.tiled), default=0)
-        if part.kind == "ffn":  # gate and up, float32 [rows, 64] each, and one temporary
+        if part.kind in FFNS:  # gate and up, float32 [rows, 64] each, and one temporary
             product += 6 * round_up(4 * rows * part.granule_rows, _ALIGN)
+            # Rows that go to an expert, its output, and the sum of a four.
+            product += 3 * round_up(4 * rows * spec.d_model, _ALIGN) if part.kind == "experts" else 0
+        elif part.kind == "router":
+            product += round_up(4 * rows * (part.block("scores").rows + 1), _ALIGN)
         elif part.kind == "edges":  # what is projected
             product += round_up(4 * rows * max(spec.d_model, spec.d_embed), _ALIGN)
         elif part.kind in ("embed", "head"):  # a granule's logits
@@ -97,7 +105,8 @@ def _usual_bytes(
     quantised = any(fmt.is_quantised for fmt in kv)
     for layer in dict.fromkeys(spec.layers):  # most are alike
         a = layer.attention
-        projected = 4 * rows * (a.heads_per_kv + 2) * a.head_dim * 2  # q, k, v of one KV head, twice
+        heads = a.kv_heads if a.norms_all_heads else 1  # of a granule, whose q, k and v there are, twice
+        projected = 4 * rows * heads * (a.heads_per_kv + 2) * a.head_dim * 2
         need = max(need, projected + max(matmul_bytes(b, rows) for b in attn.blocks if b.tiled) + 8 * rows * a.head_dim)
         query_rows = rows * a.heads_per_kv
         # A page of K and V as float32, scores and their exponentials [query_rows, page], running sums.

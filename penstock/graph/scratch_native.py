@@ -39,6 +39,23 @@ def ffn_bytes(part: Part, granules: int, rows: int) -> int:
     return need
 
 
+def route_bytes(part: Part, rows: int) -> int:
+    scores = part.block("scores")
+    each = round_up(4 * scores.rows * rows, _ALIGN) + round_up(4 * scores.rows, _ALIGN)
+    return each + _input_bytes(scores, 1, rows)
+
+
+def experts_bytes(part: Part, active: int, rows: int) -> int:
+    up, down, few = part.block("up"), part.block("down"), min(rows, _FEW_ROWS)
+    gathered = round_up(4 * rows * up.cols, _ALIGN) + round_up(4 * rows * down.rows, _ALIGN)
+    need = gathered + ffn_bytes(part, part.expert_granules, rows)
+    fours = -(-part.expert_granules // SUM_GRANULES)
+    for exact in (True, False):
+        each = _prepared_bytes(up, 1, 1, exact) + round_up(4 * fours * down.rows, _ALIGN) + _ALIGN
+        need = max(need, few * active * each + _THREADS * _prepared_bytes(down, 1, few, exact))
+    return need
+
+
 def qkv_bytes(part: Part, a: Attention, kv_heads: int, rows: int) -> int:
     return _input_bytes(part.block("q"), 1, rows) + round_up(8 * rows * kv_heads * a.head_dim, _ALIGN)
 

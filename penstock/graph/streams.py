@@ -13,6 +13,7 @@ from penstock.graph.arenas import Layout, head_units
 from penstock.graph.emit import Emitter
 from penstock.graph.ring import Ring, Streamed
 from penstock.graph.tasks import Call, Pass, Slot, Stream
+from penstock.spec.parts import block_keys
 from penstock.spec.places import HOST, Executor, is_device, kernels_of, lane_between
 
 _BLOCKS_AHEAD = {"overlapped": inf, "saving": 0, "flexgen": 1}  # that loads may be for, beyond the one being computed
@@ -99,7 +100,9 @@ class Streams:
             u, slot = load
             unit = self._plan.units[u]
             fmt = self._layout.parts[unit.part].format.kind
-            self._emit.alone((lane_between(unit.home, HOST),), Call(ops.Load(slot), u, None, fmt, slot.nbytes, 0))
+            self._emit.alone(
+                (lane_between(unit.home, HOST),), Call(ops.Load(slot, unit.lo, unit.hi), u, None, fmt, slot.nbytes, 0)
+            )
 
     def _at_hand(self, u: int) -> bool:
         """Whether a unit can be lifted: it is in memory, or will be when the load of it that was emitted is done."""
@@ -113,7 +116,8 @@ class Streams:
         for u, unit in enumerate(self._plan.units):
             by_part.setdefault(unit.part, []).append(u)
         layers = range(len(self._plan.target.spec.layers))
-        blocks = [by_part[f"{i}.{kind}"] for i in layers for kind in ("attn", "ffn")]
+        spec, kinds = self._plan.target.spec, ("attn", "ffn")
+        blocks = [[u for key in block_keys(spec, i, kind) for u in by_part[key]] for i in layers for kind in kinds]
         blocks += [head_units(self._plan)] if stream.logits else []
         found: list[Streamed] = []
         for at, block in enumerate(blocks):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.graph.batch import Batch
-from penstock.graph.ops import NAMES, Copy, Operands, WithUnit
+from penstock.graph.ops import NAMES, Copy, Experts, Load, Operands, WithUnit
 from penstock.graph.ops.operand import Slot as Slot
 from penstock.spec.places import Lane, is_device, is_disk, is_link, lane_between, tier_of
 from penstock.spec.plan import Unit
@@ -71,14 +71,17 @@ class Task(NamedTuple):
 
 
 def streamed_bytes(task: Task, units: Sequence[Unit]) -> int:
-    """Bytes of units at home on a disk that a task's calls take out of rings: what a load brings is counted where it is
-    used, in its own pass. `units`: the plan's."""
-    found = {
-        call.operands.weights
-        for call in task.calls
-        if isinstance(call.operands, WithUnit) and is_disk(units[call.unit].home)
-    }
-    return sum(slot.nbytes for slot in found if slot.arena.endswith(".ring"))
+    """Bytes of units at home on a disk that a task's calls take out of rings, or that it loads into a cache: what a
+    load brings is counted where it is used, in its own pass. `units`: the plan's."""
+    found: set[Slot] = set()
+    for call in task.calls:
+        operands = call.operands
+        if isinstance(operands, Load) and operands.target.arena.endswith(".cache"):
+            found.add(operands.target)  # of the pass that asks for it
+        elif isinstance(operands, WithUnit) and is_disk(units[call.unit].home):
+            weights = operands.weights if isinstance(operands, Experts) else (operands.weights,)
+            found.update(slot for slot in weights if slot.arena.endswith(".ring"))
+    return sum(slot.nbytes for slot in found)
 
 
 def fetched_bytes(task: Task) -> int:

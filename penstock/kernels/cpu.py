@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from penstock import _native
 from penstock.spec.format import Format
-from penstock.spec.model import Attention, Layer, Norm
+from penstock.spec.model import Attention, Ffn, Norm, Routed
 from penstock.spec.parts import Block, Part
 
 ISAS = ("avx512", "avxvnni", "avx2", "portable")
@@ -49,17 +49,28 @@ def _offset(part: Part, name: str) -> int:
     return part.block(name).offset if part.has(name) else 0
 
 
-def ffn_shape(part: Part, layer: Layer) -> _native.FfnShape:
+def ffn_shape(part: Part, ffn: Ffn) -> _native.FfnShape:
     gate = matrix(part.block("gate")) if part.has("gate") else None
     up, down = matrix(part.block("up")), matrix(part.block("down"))
     gate_bias, up_bias = _offset(part, "gate_bias"), _offset(part, "up_bias")
-    return _native.FfnShape(gate, up, down, layer.ffn.activation, gate_bias, up_bias)
+    return _native.FfnShape(gate, up, down, ffn.activation, gate_bias, up_bias)
 
 
 def qkv_shape(part: Part, a: Attention, norm: Norm) -> _native.QkvShape:
     q, k, v = (matrix(part.block(name)) for name in ("q", "k", "v"))
     q_bias, k_bias, v_bias = (_offset(part, name) for name in ("q_bias", "k_bias", "v_bias"))
-    return _native.QkvShape(q, k, v, q_bias, k_bias, v_bias, norm.eps, a.rope.dims if a.rope else 0)
+    return _native.QkvShape(
+        q, k, v, q_bias, k_bias, v_bias, norm.eps, a.rope.dims if a.rope else 0, a.qk_norm and a.norms_all_heads
+    )
+
+
+def router_shape(part: Part, routed: Routed, address: int) -> _native.RouterShape:
+    """The router in a part whose granule lies at `address`."""
+    router, gate = routed.router, matrix(part.block("shared_gate")) if routed.shared_gate else None
+    return _native.RouterShape(
+        matrix(part.block("scores")), gate, address + part.block("bias").offset if router.bias else 0,
+        router.score == "softmax", router.normalised, router.groups, router.groups_kept, router.scale, routed.active,
+    )  # fmt: skip
 
 
 def attention_shape(a: Attention, lo: int, hi: int) -> _native.AttentionShape:

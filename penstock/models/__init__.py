@@ -5,6 +5,10 @@ A file holds two functions, found by its name, so that a new type is a new file 
     spec(config)   what its `config.json` says, as a ModelSpec; raises what `hf.config` raises
     sources(spec)  where in the checkpoint every block of `spec.parts.parts` stands
 
+and, of types with experts, a third:
+
+    stacked_sources(spec)  the same, of a checkpoint whose experts stand in one tensor with three axes
+
 What the types share lives in the folder `hf`. Standard library only: `penstock plan` runs on this alone.
 """
 
@@ -19,7 +23,7 @@ from penstock.models.hf.config import Config, short
 from penstock.models.hf.names import TensorSource
 from penstock.spec.model import ModelSpec
 
-__all__ = ["TensorSource", "model_types", "sources", "spec_from_config", "switches"]
+__all__ = ["TensorSource", "model_types", "sources", "spec_from_config", "stacked_sources", "switches"]
 
 # Flags of config.json that decide which weights a model has, whatever type they belong to.
 _SWITCHES = (
@@ -69,14 +73,22 @@ def switches(config: dict[str, Any], where: str) -> dict[str, str]:
                 spec = spec_from_config({**config, key: value}, where)
             except (BrokenModel, UnsupportedModel):
                 continue
+            experts = max((layer.routed.experts for layer in spec.layers if layer.routed is not None), default=0)
             for source in sources(spec).values():
-                found.setdefault(source.tensor.removeprefix("model."), says)
+                for name in source.tensors(experts):
+                    found.setdefault(name.removeprefix("model."), says)
     return found
 
 
 def sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource]:
     """(part key, block name) → where it stands in the checkpoint, for every block of `spec.parts.parts`."""
     return _find(spec.model_type, "the plan").sources(spec)
+
+
+def stacked_sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource] | None:
+    """The same where all experts of a layer stand in one tensor; None for a type without experts."""
+    found = getattr(_find(spec.model_type, "the plan"), "stacked_sources", None)
+    return None if found is None else cast("dict[tuple[str, str], TensorSource]", found(spec))
 
 
 def _find(model_type: str, where: str) -> _ModelType:

@@ -26,7 +26,7 @@ def spec(config: Config) -> ModelSpec:
 
 
 def sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource]:
-    attention, ffn = spec.layers[0].attention, spec.layers[0].ffn
+    attention, ffn = spec.layers[0].attention, spec.layers[0].ffns[0]
     q_rows, kv_rows = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
     offsets = {"k": q_rows, "v": q_rows + kv_rows, "up": ffn.neurons}
     return sources_of(spec, _LAYER_NAMES, END_NAMES, offsets)

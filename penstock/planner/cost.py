@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.graph.ops import Copy, KvMove
+from penstock.graph.ops import Copy, Experts, KvMove
 from penstock.graph.tasks import Call, Task, link_lane
 from penstock.spec.machine import KV_IN_FLIGHT, Figure, MachineSpec, Rate
 from penstock.spec.places import CPU, DISK, Lane, is_disk, reads_disk
@@ -129,4 +129,6 @@ def _rows(call: Call) -> int:
         return 1
     if call.op == "head":
         return max(1, len(call.batch.logits))
+    if isinstance(call.operands, Experts):
+        return call.operands.expert_rows
     return call.batch.most_rows if call.op == "attend" else call.batch.total_rows

@@ -10,6 +10,7 @@ from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass
 from penstock.planner.cost import Cost
 from penstock.planner.predict import Prediction
+from penstock.planner.routing import Replay
 from penstock.spec.machine import TERMS, Figure, MachineSpec
 from penstock.spec.places import CPU, Lane
 from penstock.spec.plan import Plan
@@ -47,10 +48,10 @@ def of_decoding(plan: Plan, prediction: Prediction, machine: MachineSpec, positi
 
 def _by_figure(wanted: Sequence[Pass], plan: Plan, lane: Lane, cost: Cost) -> dict[Figure, float]:
     """Seconds of the last of these passes on a lane, where nothing else is busy."""
-    lowering, found = Lowering(plan), dict[Figure, float]()
+    lowering, replay, found = Lowering(plan), Replay(plan), dict[Figure, float]()
     for p in wanted:
         found = {}
-        for task in lowering.step(p):
+        for task in lowering.step(p, replay.answer):
             for figure, seconds in cost.by_figure(lane, task) if lane in task.lanes else ():
                 found[figure] = found.get(figure, 0.0) + seconds
     return found

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 PART_KINDS = {
     "attn": "attention",
     "ffn": "FFN",
+    "shared": "shared experts",
+    "experts": "experts",
+    "router": "routers",
     "embed": "embedding",
     "head": "head",
     "norms": "norms",
@@ -27,6 +30,7 @@ PART_KINDS = {
 ARENAS = {
     "weights": "weights that stay",
     "ring": "ring that weights stream through",
+    "cache": "caches for experts",
     "kv": "KV cache",
     "window": "KV on its way",
     "act": "activations, logits",
@@ -173,6 +177,10 @@ def _speed(p: Prediction, band: Band | None) -> list[str]:
     lines.append(f"bound by {lane_name(p.bound_by)} (busy while decoding: {shares})")
     if p.disk_bytes_per_token:
         lines.append(f"read from disk per token: {format_bytes(p.disk_bytes_per_token)}")
+    if p.experts is not None:
+        use = p.experts
+        of = f"{use.missed:.1f} of {use.wanted:.0f} that a token wants"
+        lines += [f"experts: {of} are missing, {use.hit_rate:.0%} are there", f"  {use.source}"]
     return lines
 
 

@@ -8,6 +8,8 @@ from penstock.graph import passes
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Task
 from penstock.planner.cost import Cost
+from penstock.planner.predict import CACHE_PASSES
+from penstock.planner.routing import Replay
 from penstock.planner.simulate import Simulator
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
@@ -17,7 +19,7 @@ from penstock.spec.plan import Plan
 _WARM_PASSES = 2
 _KINDS = {
     **dict.fromkeys(("qkv", "attend", "out"), "attention"),
-    **dict.fromkeys(("ffn", "predict"), "FFN"),
+    **dict.fromkeys(("ffn", "predict", "route", "experts", "combine", "gate"), "FFN"),
     "head": "head",
     "load": "weights that stream",
 }
@@ -35,13 +37,14 @@ def decode_pass(plan: Plan, ask: Ask, machine: MachineSpec) -> tuple[dict[Lane, 
     """Lane → its pieces in order, executors first; and how long the pass takes in seconds, with what lies
     between two. It is one of many: loads run ahead into it, and out of it into the next."""
     cost = Cost(machine)
-    lowering, simulator = Lowering(plan), Simulator(cost)
+    lowering, simulator, replay = Lowering(plan), Simulator(cost), Replay(plan)
     seqs = tuple(range(min(ask.batch, plan.batch_seqs * plan.batches_per_pass)))
     position = min(ask.prompt_tokens + ask.output_tokens // 2, plan.context - 1)
     step = passes.decode(plan, seqs, (position,) * len(seqs), passes.DECODE)
     tasks: dict[int, Task] = {}
+    replay.warm(lowering, step, CACHE_PASSES)
     for i in range(_WARM_PASSES + 1):
-        emitted = list(lowering.step(step))
+        emitted = list(lowering.step(step, replay.answer))
         tasks.update((task.id, task) for task in emitted)
         start_s = simulator.now_s
         spans = simulator.run(emitted).spans

@@ -40,6 +40,7 @@ _ARENAS = {
     "act": ("activations, logits, scratch", "green"),
     "scratch": ("activations, logits, scratch", "green"),
     "staging": ("activations, logits, scratch", "green"),
+    "cache": ("experts that were asked for", "orange"),
     "stage": ("between disk and device", "orange"),
 }
 _KINDS = {"attention": "violet", "FFN": "blue", "head": "green", "rest": "gray", "weights that stream": "orange"}

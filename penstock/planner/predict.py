@@ -9,8 +9,10 @@ from itertools import count
 
 from penstock.graph import passes
 from penstock.graph.lower import Lowering
+from penstock.graph.ops import Experts, Load
 from penstock.graph.tasks import Pass, Task, fetched_bytes, kv_loaded_bytes, streamed_bytes
 from penstock.planner.cost import Cost
+from penstock.planner.routing import Replay, Trace, stated
 from penstock.planner.simulate import Simulator
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
@@ -25,6 +27,8 @@ _WARM_PASSES, _STEADY_PASSES = 2, 2
 _FIRST_PASSES, _SAMPLED_PASSES = 3, 6
 # The spread between tokens is taken over more of them where a pass has few tasks.
 _MOST_PASSES, _MOST_TASKS = 16, 2000
+# Where passes depend on what routers say: so many come before, to fill the caches, and are averaged.
+CACHE_PASSES, _ANSWERED_PASSES = 128, 16
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,26 @@ class Spread:
 
 
 @dataclass(frozen=True)
+class ExpertUse:
+    """Of a decode pass, per sequence, on average: experts that layers with a cache want, those that are missing, and
+    their bytes. `source`: what routers were taken to say."""
+
+    wanted: float
+    missed: float
+    missed_bytes: float
+    source: str
+
+    @property
+    def hit_rate(self) -> float:
+        return 1 - self.missed / self.wanted if self.wanted else 1.0
+
+
+@dataclass(frozen=True)
 class Prediction:
     """`ttft_s`: until every sequence has its first token. `decode_tokens_per_s` is of the whole batch, at the context
     half-way through the output. `bound_by`: the lane that is busiest while decoding. `lane_share`: how busy lanes are
     while decoding, `ttft_lane_share` before. `disk_bytes_per_token`: read per decode pass, per sequence. `tier_bytes`:
-    the peak per memory tier."""
+    the peak per memory tier. `experts`: of plans with caches, how these fare."""
 
     ttft_s: float
     decode_tokens_per_s: float
@@ -54,6 +73,7 @@ class Prediction:
     peak_device_bytes: int
     inter_token_s: Spread
     tier_bytes: dict[Tier, int]
+    experts: ExpertUse | None = None
 
     @property
     def ttft_bound_by(self) -> Lane:
@@ -61,9 +81,10 @@ class Prediction:
         return max(self.ttft_lane_share, key=lambda lane: self.ttft_lane_share[lane])
 
 
-def predict(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True) -> Prediction:
-    """Lowers and simulates the prompts and a few decode passes; without `spread`, as few as speed needs."""
-    lowering, simulator = Lowering(plan), Simulator(Cost(machine))
+def predict(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True, trace: Trace | None = None) -> Prediction:
+    """Lowers and simulates the prompts and a few decode passes; without `spread`, as few as speed needs. `trace`: what
+    routers say; None: what is stated of them."""
+    lowering, simulator, replay = Lowering(plan), Simulator(Cost(machine)), Replay(plan, trace)
     seqs = tuple(range(min(ask.batch, plan.batch_seqs * plan.batches_per_pass)))
     prompt = max(1, min(ask.prompt_tokens, plan.context - 1))
     pause_s = Cost(machine).between_passes_s
@@ -71,7 +92,7 @@ def predict(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True) -> 
     ttft_busy: dict[Lane, float] = {}
     for p, times in _sampled(list(passes.prompts(plan, seqs, (prompt,) * len(seqs), passes.DECODE))):
         start_s = simulator.now_s
-        for lane, seconds in simulator.busy_s(lowering.step(p)).items():
+        for lane, seconds in simulator.busy_s(lowering.step(p, replay.answer)).items():
             ttft_busy[lane] = ttft_busy.get(lane, 0.0) + times * seconds
         simulator.pause(pause_s)
         ttft_s += times * (simulator.now_s - start_s)
@@ -80,10 +101,14 @@ def predict(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True) -> 
     busy: dict[Lane, float] = {}
     gaps: list[float] = []
     most_passes = _MOST_PASSES if spread else 0
-    decoding = _repeated(lowering, passes.decode(plan, seqs, (position,) * len(seqs), passes.DECODE))
-    while len(gaps) < _WARM_PASSES + _STEADY_PASSES or (tasks_seen < _MOST_TASKS and len(gaps) < most_passes):
+    step = passes.decode(plan, seqs, (position,) * len(seqs), passes.DECODE)
+    replay.warm(lowering, step, CACHE_PASSES)
+    decoding = _repeated(lowering, step, replay)
+    least = _WARM_PASSES + (_ANSWERED_PASSES if plan.caches else _STEADY_PASSES)
+    streamed, use = 0.0, _Use(plan)
+    while len(gaps) < least or (tasks_seen < _MOST_TASKS and len(gaps) < most_passes):
         if len(gaps) == _WARM_PASSES:
-            busy = {}
+            busy, streamed, use = {}, 0.0, _Use(plan)
         start_s = simulator.now_s
         tasks = next(decoding)
         for lane, seconds in simulator.busy_s(tasks).items():
@@ -91,8 +116,10 @@ def predict(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True) -> 
         simulator.pause(pause_s)
         gaps.append(simulator.now_s - start_s)
         tasks_seen += len(tasks)
-    streamed = sum(streamed_bytes(t, plan.units) + fetched_bytes(t) + kv_loaded_bytes(t) for t in tasks)
+        streamed += sum(streamed_bytes(t, plan.units) + fetched_bytes(t) + kv_loaded_bytes(t) for t in tasks)
+        use.count(tasks)
     steady = gaps[_WARM_PASSES:]
+    streamed = streamed / len(steady)
     step_s = sum(steady) / len(steady)
     tier_bytes = plan.tier_bytes()
     return Prediction(
@@ -108,10 +135,30 @@ def predict(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True) -> 
         peak_device_bytes=sum(n for tier, n in tier_bytes.items() if is_device(tier)),
         inter_token_s=_spread(steady),
         tier_bytes=tier_bytes,
+        experts=use.found(len(steady) * len(seqs), (trace or stated(plan.target.spec)).source) if plan.caches else None,
     )
 
 
-def _repeated(lowering: Lowering, p: Pass) -> Iterator[list[Task]]:
+class _Use:
+    """Counts what passes want of caches, and what they find missing."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._cached = {cache.layer for cache in plan.caches}
+        self._wanted = self._missed = self._missed_bytes = 0
+
+    def count(self, tasks: list[Task]) -> None:
+        for call in (call for task in tasks for call in task.calls) if self._cached else ():
+            operands = call.operands
+            if isinstance(operands, Load) and operands.target.arena.endswith(".cache"):
+                self._missed, self._missed_bytes = self._missed + 1, self._missed_bytes + call.bytes
+            elif isinstance(operands, Experts) and operands.outputs:
+                self._wanted += len(operands.first_experts)
+
+    def found(self, times: int, source: str) -> ExpertUse:
+        return ExpertUse(self._wanted / times, self._missed / times, self._missed_bytes / times, source)
+
+
+def _repeated(lowering: Lowering, p: Pass, replay: Replay) -> Iterator[list[Task]]:
     """The tasks of this pass, again and again. What streams comes round after a few passes: where the rings hold the
     same before two passes running as they did before two others, what follows is known."""
     held: list[tuple[object, ...] | None] = []
@@ -121,7 +168,7 @@ def _repeated(lowering: Lowering, p: Pass) -> Iterator[list[Task]]:
         first = next((i for i in range(1, len(found)) if held[i] == held[-1] and _alike(found[i - 1], found[-1])), None)
         if first is not None and held[-1] is not None:
             break
-        found.append(list(lowering.step(p)))
+        found.append(list(lowering.step(p, replay.answer)))
         yield found[-1]
     cycle = found[first:]
     ids = sum(map(len, cycle))

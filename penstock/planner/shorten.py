@@ -15,7 +15,7 @@ from math import ceil
 from typing import NamedTuple
 
 from penstock.graph.arenas import gathers
-from penstock.planner.predict import Prediction, Spread, predict
+from penstock.planner.predict import ExpertUse, Prediction, Spread, predict
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
 from penstock.spec.places import HOST, Lane, is_device, is_disk
@@ -65,6 +65,7 @@ def shortened(plan: Plan, layers: Sequence[int]) -> Plan:
         kv=tuple(replace(home, layers=within(home.layers)) for home in plan.kv),
         acts=tuple(replace(home, layers=within(home.layers)) for home in plan.acts),
         predictors=tuple(replace(p, layer=number[str(p.layer)]) for p in plan.predictors if str(p.layer) in number),
+        caches=tuple(replace(c, layer=number[str(c.layer)]) for c in plan.caches if str(c.layer) in number),
     )
 
 
@@ -94,8 +95,16 @@ def _choose(plan: Plan) -> list[_Run] | None:
     most = max(sum(found.values()) - found[-1], sum(prompts.values()) - prompts[-1])
     ring_layers = sum(plan.ring_bytes.values()) * count / max(1, most)
     least = 1 if len(plan.units) > _MANY_UNITS * count else 2
-    chosen = [_run(plan, range(*span), found, ring_layers, least) for span in spans]
+    chosen = [_run(plan, those, found, ring_layers, least) for span in spans for those in _split(plan, range(*span))]
     return chosen if any(run.far for run in chosen) else None
+
+
+def _split(plan: Plan, those: range) -> list[range]:
+    """Layers whose first are unlike all others (dense ones before those with experts) are two runs."""
+    layers = plan.target.spec.layers
+    first = next((i for i in those if layers[i] != layers[those.start]), those.stop)
+    leads = first < those.stop and len(set(layers[first : those.stop])) == 1
+    return [range(those.start, first), range(first, those.stop)] if leads else [those]
 
 
 def _run(plan: Plan, those: range, found: Mapping[int, int], ring_layers: float, least: int) -> _Run:
@@ -136,10 +145,14 @@ def _progressions(count: int, wanted: int) -> Iterator[range]:
 
 
 def streamed(plan: Plan, from_disk: bool = False, purpose: str = "decode") -> dict[int, int]:
-    """Bytes that a pass streams (or reads from disks), of each layer; -1: of what is in none, the head."""
+    """Bytes that a pass streams (or reads from disks), of each layer; -1: of what is in none, the head. In decode
+    experts with a cache are left out."""
     parts, tied = plan.parts, plan.target.spec.tied
+    cached = {f"{cache.layer}.experts" for cache in plan.caches}
     found = dict.fromkeys(range(-1, len(plan.target.spec.layers)), 0)
     for unit in plan.units:
+        if purpose == "decode" and unit.part in cached:
+            continue  # what is missing of them depends on the routers
         away = is_disk(unit.home) if from_disk else unit.home != unit.executor(purpose)
         if away and (unit.part != "embed" or tied):  # as `Layout.streams` has it
             part = parts[unit.part]
@@ -165,6 +178,15 @@ def _further(near: Prediction, further: Sequence[tuple[float, Prediction]], plan
     seqs = min(ask.batch, plan.batch_seqs * plan.batches_per_pass)
     fetched = 0 if gathers(plan) else plan.parts["embed"].granule_bytes
     tier_bytes = plan.tier_bytes()
+
+    def of_experts(of: Callable[[ExpertUse], float]) -> float:
+        return line(lambda p: of(p.experts) if p.experts is not None else 0.0)
+
+    missed_bytes = of_experts(lambda use: use.missed_bytes)
+    use = None
+    if near.experts is not None:
+        wanted, missed = of_experts(lambda use: use.wanted), of_experts(lambda use: use.missed)
+        use = ExpertUse(wanted, missed, missed_bytes, near.experts.source)
     return Prediction(
         ttft_s=line(lambda p: p.ttft_s),
         decode_tokens_per_s=1 / line(lambda p: 1 / p.decode_tokens_per_s),
@@ -172,7 +194,7 @@ def _further(near: Prediction, further: Sequence[tuple[float, Prediction]], plan
         bound_by=max(shares, key=lambda lane: shares[lane]),
         lane_share=shares,
         ttft_lane_share=busy(lambda p: p.ttft_lane_share, lambda p: p.ttft_s),
-        disk_bytes_per_token=sum(streamed(plan, from_disk=True).values()) / seqs + fetched,
+        disk_bytes_per_token=sum(streamed(plan, from_disk=True).values()) / seqs + fetched + missed_bytes,
         peak_host_bytes=tier_bytes[HOST],
         peak_device_bytes=sum(n for tier, n in tier_bytes.items() if is_device(tier)),
         inter_token_s=Spread(
@@ -180,4 +202,5 @@ def _further(near: Prediction, further: Sequence[tuple[float, Prediction]], plan
             line(lambda p: p.inter_token_s.most),
         ),
         tier_bytes=tier_bytes,
+        experts=use,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass
 from penstock.graph.timeline import Timeline
 from penstock.planner.cost import Cost
+from penstock.planner.routing import Replay
 from penstock.planner.simulate import Simulator
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
@@ -19,7 +20,7 @@ def timelines(plan: Plan, ask: Ask, machine: MachineSpec, most_tokens: int) -> I
     """The predicted timelines of the prompts' passes and of the first tokens after them, at most `most_tokens`. The
     last one, with None for its pass, is of the loads that are then under way."""
     cost = Cost(machine)
-    lowering, simulator = Lowering(plan), Simulator(cost, plan.units)
+    lowering, simulator, replay = Lowering(plan), Simulator(cost, plan.units), Replay(plan)
     seqs = tuple(range(min(ask.batch, plan.batch_seqs * plan.batches_per_pass)))
     prompt = max(1, min(ask.prompt_tokens, plan.context - 1))
     wanted = list(passes.prompts(plan, seqs, (prompt,) * len(seqs), passes.DECODE))
@@ -28,6 +29,6 @@ def timelines(plan: Plan, ask: Ask, machine: MachineSpec, most_tokens: int) -> I
         then = passes.DECODE if position + 1 < last else None
         wanted.append(passes.decode(plan, seqs, (position,) * len(seqs), then))
     for p in wanted:
-        yield simulator.run(lowering.step(p)), p
+        yield simulator.run(lowering.step(p, replay.answer)), p
         simulator.pause(cost.between_passes_s)
     yield simulator.drain(), None

@@ -13,6 +13,7 @@ from penstock.errors import DoesNotFit
 from penstock.planner.predict import Prediction
 from penstock.planner.shorten import quick, streamed
 from penstock.planner.solve import Solved, settle_context
+from penstock.planner.solve.bound import score_s
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.ours import ram
 from penstock.planner.solve.problem import Problem
@@ -109,12 +110,17 @@ def _one(problem: Problem, ring_bytes: int, like: str | None = None) -> Predicti
     is nearest to `ring_bytes`. One simulation, not one for every candidate."""
     try:
         if like is not None:
-            plan = _alike(chain.from_iterable(solver.candidates(problem) for solver in _solvers(like)), like)
+            alike = _alike(chain.from_iterable(solver.candidates(problem) for solver in _solvers(like)), like)
+            plans = [] if alike is None else [alike]
         else:
-            plan = next(ram.candidates(problem, ring_bytes or _USUAL_RING_BYTES)).plan
+            every = ram.candidates(problem, ring_bytes or _USUAL_RING_BYTES)
+            # Experts may stream, or have caches.
+            plans = [candidate.plan for candidate in islice(every, 2 if problem.spec.is_routed else 1)]
     except DoesNotFit:
         return None
-    return None if plan is None else quick(plan, problem.ask, problem.machine, spread=False)
+    found = [(plan, quick(plan, problem.ask, problem.machine, spread=False)) for plan in plans]
+    best = min(found, key=lambda pair: score_s(pair[1], pair[0], problem.ask), default=None)
+    return None if best is None else best[1]
 
 
 def _solvers(strategy: str) -> tuple[ModuleType, ...]:

@@ -13,13 +13,14 @@ from penstock.graph.arenas import Layout
 from penstock.graph.batch import Batch
 from penstock.graph.tasks import Call, Slot, Task
 from penstock.kernels import rope
-from penstock.kernels.reference import attention, dense
+from penstock.kernels.reference import attention, dense, experts
 from penstock.kernels.reference.cache import KvPool
 from penstock.kernels.reference.matrix import Scratch
 from penstock.runtime.arena import Arenas
 from penstock.runtime.batch_tables import positions
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskReader, Load, poison
+from penstock.spec.model import Routed
 from penstock.spec.parts import Part, norm_before
 from penstock.spec.places import is_disk
 from penstock.spec.plan import Plan
@@ -139,7 +140,7 @@ class Binding:
         shape = (batch.total_rows, a.heads, a.head_dim)
         attention.attend(
             self._arenas.array(op.q, np.float32, shape), self._pool(op.keys, layer, batch),
-            self._pool(op.values, layer, batch), a, unit.lo, unit.hi, batch, self._tables(batch),
+            self._pool(op.values, layer, batch), a, *self._plan.unit_rows(unit), batch, self._tables(batch),
             self._arenas.array(op.a, np.float32, shape), self._scratch(op.scratch),
         )  # fmt: skip
 
@@ -152,13 +153,42 @@ class Binding:
         )  # fmt: skip
 
     def _ffn(self, call: Call, op: ops.Ffn) -> None:
-        t, part = _batch(call).total_rows, self._parts[f"{op.layer}.ffn"]
+        unit, t = self._plan.units[call.unit], _batch(call).total_rows
+        part, shape = self._parts[unit.part], self._spec.layers[op.layer].ffns[-1]  # dense, or the shared expert
         flags = op.starts_sum, op.continues_four, op.leaves_four
         dense.ffn(
-            self._granules(op.weights, part), part, self._plan.units[call.unit].lo, self._spec.layers[op.layer],
-            self._rows(op.h, t), dense.FfnSum(self._rows(op.partial, t), self._rows(op.pending, t), *flags),
+            self._granules(op.weights, part), part, unit.lo, shape, self._rows(op.h, t),
+            dense.FfnSum(self._rows(op.partial, t), self._rows(op.pending, t), *flags),
             self._scratch(op.scratch),
         )  # fmt: skip
+
+    def _route(self, call: Call, op: ops.Route) -> None:
+        t, part = _batch(call).total_rows, self._parts[f"{op.layer}.router"]
+        experts.route(
+            self._arenas.view(op.weights), part, self._routed(op.layer), self._rows(op.h, t),
+            self._routes(op.layer, op.routes, t), self._scratch(op.scratch),
+        )  # fmt: skip
+
+    def _experts(self, call: Call, op: ops.Experts) -> None:
+        t, part, routed = _batch(call).total_rows, self._parts[f"{op.layer}.experts"], self._routed(op.layer)
+        placed = experts_of(op, part)
+        experts.experts(
+            [self._granules(slot, part) for _, slot in placed], [expert for expert, _ in placed], part, routed,
+            self._rows(op.h, t), self._routes(op.layer, op.routes, t), self._rows(op.partial, t),
+            self._outputs(op.layer, op.outputs[0], t) if op.outputs else None, op.starts_sum,
+            self._scratch(op.scratch),
+        )  # fmt: skip
+
+    def _combine(self, call: Call, op: ops.Combine) -> None:
+        t = _batch(call).total_rows
+        experts.combine(
+            self._routes(op.layer, op.routes, t), self._outputs(op.layer, op.outputs, t), self._rows(op.partial, t),
+            op.starts_sum,
+        )  # fmt: skip
+
+    def _gate(self, call: Call, op: ops.Gate) -> None:
+        t = _batch(call).total_rows
+        experts.gate(self._routes(op.layer, op.routes, t), self._rows(op.partial, t))
 
     def _merge(self, call: Call, op: ops.Merge) -> None:
         t = _batch(call).total_rows
@@ -177,7 +207,7 @@ class Binding:
         unit = self._plan.units[call.unit]
         if self._poisoned:
             poison(self._arenas.view(target))
-        return self._disk.start(unit.part, unit.lo, unit.hi, self._arenas.address(target), unit.home)
+        return self._disk.start(unit.part, op.lo, op.hi, self._arenas.address(target), unit.home)
 
     def _copy(self, call: Call, op: ops.Copy) -> None:
         self._move(op.source, op.target)
@@ -234,6 +264,29 @@ class Binding:
     def _rows(self, slot: Slot, t: int) -> Float32:
         return self._arenas.array(slot, np.float32, (t, self._spec.d_model))
 
+    def _routed(self, layer: int) -> Routed:
+        routed = self._spec.layers[layer].routed
+        assert routed is not None, f"layer {layer} is dense"
+        return routed
+
+    def _routes(self, layer: int, slot: Slot, t: int) -> experts.Routes:
+        active, view = self._routed(layer).active, self._arenas.view(slot)
+        ids, weights, shared = np.split(view[: 4 * t * (2 * active + 1)], [4 * t * active, 8 * t * active])
+        return experts.Routes(
+            ids.view(np.int32).reshape(t, active), weights.view(np.float32).reshape(t, active), shared.view(np.float32)
+        )
+
+    def _outputs(self, layer: int, slot: Slot, t: int) -> Float32:
+        shape = (t, self._routed(layer).active, self._spec.d_model)
+        return self._arenas.array(slot, np.float32, shape)
+
+    def answer(self, call: Call) -> list[list[int]]:
+        """What a router's call, which is done, said: the experts of each row."""
+        op = call.operands
+        assert isinstance(op, ops.Route)
+        found: list[list[int]] = self._routes(op.layer, op.routes, _batch(call).total_rows).ids.tolist()
+        return found
+
     def _embedded(self, slot: Slot) -> Float32:
         return self._arenas.view(slot).view(np.float32).reshape(-1, self._spec.d_embed)
 
@@ -272,6 +325,16 @@ class Binding:
         if key not in self._turns:
             self._turns[key] = rope.tables(*found, positions(batch))
         return self._turns[key]
+
+
+def experts_of(op: ops.Experts, part: Part) -> list[tuple[int, Slot]]:
+    """The experts of a call, and where each of them is."""
+    each = part.least_bytes
+    return [
+        (first + i, Slot(slot.arena, slot.lo + i * each, slot.lo + (i + 1) * each))
+        for first, slot in zip(op.first_experts, op.weights, strict=True)
+        for i in range(slot.nbytes // each)
+    ]
 
 
 def _batch(call: Call) -> Batch:

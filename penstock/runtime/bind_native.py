@@ -17,11 +17,11 @@ from penstock.graph.tasks import Call, Task
 from penstock.kernels import cpu
 from penstock.runtime.arena import Arenas
 from penstock.runtime.batch_tables import BatchTables
-from penstock.runtime.bind import Binding, _batch
+from penstock.runtime.bind import Binding, _batch, experts_of
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskReader
 from penstock.spec.format import Format
-from penstock.spec.parts import norm_before
+from penstock.spec.parts import FFNS, norm_before
 from penstock.spec.plan import Plan
 
 # What ops are called on: they run at once, or are written down.
@@ -68,7 +68,11 @@ class NativeBinding(Binding):
         self._compute = kernels.compute
         self._exact = kernels.exact or not cpu.rounds_activations(plan.target.weights)
         spec, layers = self._spec, self._spec.layers
-        self._ffn_shapes = [cpu.ffn_shape(self._parts[f"{i}.ffn"], layer) for i, layer in enumerate(layers)]
+        self._ffn_shapes = {
+            part.key: cpu.ffn_shape(part, layers[part.layer].ffns[0 if part.kind == "experts" else -1])
+            for part in self._parts.values()
+            if part.kind in FFNS
+        }
         self._qkv_shapes = [
             cpu.qkv_shape(self._parts[f"{i}.attn"], layer.attention, spec.norm) for i, layer in enumerate(layers)
         ]
@@ -81,7 +85,9 @@ class NativeBinding(Binding):
         edges = self._parts["edges"]
         natively: dict[str, Callable[[Target, Call, Any, BatchTables], None]] = {
             "gather": self._gather_on, "norm": self._norm_on, "qkv": self._qkv_on, "attend": self._attend_on,
-            "out": self._out_on, "ffn": self._ffn_on, "merge": self._merge_on, "head": self._head_on,
+            "out": self._out_on, "ffn": self._ffn_on, "route": self._route_on, "experts": self._experts_on,
+            "combine": self._combine_on, "gate": self._gate_on,
+            "merge": self._merge_on, "head": self._head_on,
         }  # fmt: skip
         if not edges.has("project_in") and not spec.position_rows:
             natively["embed"] = self._embed_on
@@ -91,21 +97,34 @@ class NativeBinding(Binding):
 
     def _check_scratch(self) -> None:
         """With less than the kernels want they would be slower, and nobody would know."""
-        plan, spec, rows = self._plan, self._spec, max(self._plan.chunk_rows, self._plan.batch_seqs)
+        plan, spec, layers_of, rows = (
+            self._plan,
+            self._spec,
+            self._spec.layers,
+            max(self._plan.chunk_rows, self._plan.batch_seqs),
+        )
         need = max(
             _native.project_scratch(self._vocab, min(rows, plan.logits_rows)), _native.merge_scratch(rows, spec.d_model)
         )
         for layer in {id(layer): i for i, layer in enumerate(spec.layers)}.values():  # most are alike
-            ffn, attn = self._parts[f"{layer}.ffn"], self._parts[f"{layer}.attn"]
-            heads = cpu.attention_shape(spec.layers[layer].attention, 0, attn.granules)
+            attn = self._parts[f"{layer}.attn"]
+            heads = cpu.attention_shape(spec.layers[layer].attention, 0, attn.rows)
             home = next(home for home in plan.kv if home.layers[0] <= layer < home.layers[1])
             cache = cpu.cache_shape(spec.layers[layer].attention, plan.page_tokens, home.format)
             need = max(
-                need, _native.ffn_scratch(self._ffn_shapes[layer], ffn.granules, rows),
-                _native.qkv_scratch(self._qkv_shapes[layer], heads, rows),
+                need, _native.qkv_scratch(self._qkv_shapes[layer], heads, rows),
                 _native.out_scratch(self._o[layer], attn.granules, rows),
                 _native.attend_scratch(heads, cache, rows),
             )  # fmt: skip
+        for key, shape in self._ffn_shapes.items():
+            part, routed = self._parts[key], layers_of[self._parts[key].layer].routed
+            if part.kind == "experts" and routed is not None:
+                need = max(
+                    need, _native.experts_scratch(shape, part.expert_granules, routed.active, rows),
+                    _native.route_scratch(self._router_of(part.layer, 0), rows),
+                )  # fmt: skip
+            else:
+                need = max(need, _native.ffn_scratch(shape, part.granules, rows))
         for executor, slot in self._layout.scratch.items():
             assert slot.nbytes >= need, f"scratch of {executor}: {slot.nbytes} bytes, where kernels want {need}"
 
@@ -241,7 +260,7 @@ class NativeBinding(Binding):
     def _out_on(self, on: Target, call: Call, op: ops.Out, tables: BatchTables) -> None:
         a, unit = self._spec.layers[op.layer].attention, self._plan.units[call.unit]
         at, width = self._arenas.address, a.heads * a.head_dim
-        first_column = unit.lo * a.heads_per_kv * a.head_dim
+        first_column = self._plan.unit_rows(unit)[0] * a.heads_per_kv * a.head_dim
         on.out(
             weights=at(op.weights), count=unit.hi - unit.lo, stride=self._parts[unit.part].granule_bytes,
             matrix=self._o[op.layer], a=at(op.a) + 4 * first_column, a_stride=width, t=_batch(call).total_rows,
@@ -253,10 +272,44 @@ class NativeBinding(Binding):
         unit, at = self._plan.units[call.unit], self._arenas.address
         on.ffn(
             weights=at(op.weights), count=unit.hi - unit.lo, stride=self._parts[unit.part].granule_bytes,
-            shape=self._ffn_shapes[op.layer], h=at(op.h), t=_batch(call).total_rows, partial=at(op.partial),
+            shape=self._ffn_shapes[unit.part], h=at(op.h), t=_batch(call).total_rows, partial=at(op.partial),
             pending=at(op.pending), granule=unit.lo, starts_sum=op.starts_sum, continues_four=op.continues_four,
             leaves_four=op.leaves_four, exact=self._exact, scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
+
+    def _route_on(self, on: Target, call: Call, op: ops.Route, tables: BatchTables) -> None:
+        at = self._arenas.address
+        on.route(
+            weights=at(op.weights), shape=self._router_of(op.layer, at(op.weights)), h=at(op.h),
+            t=_batch(call).total_rows, routes=at(op.routes), scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
+        )  # fmt: skip
+
+    def _router_of(self, layer: int, address: int) -> _native.RouterShape:
+        return cpu.router_shape(self._parts[f"{layer}.router"], self._routed(layer), address)
+
+    def _experts_on(self, on: Target, call: Call, op: ops.Experts, tables: BatchTables) -> None:
+        at, part = self._arenas.address, self._parts[f"{op.layer}.experts"]
+        placed = experts_of(op, part)
+        on.experts(
+            weights=[at(slot) for _, slot in placed], ids=[expert for expert, _ in placed], stride=part.granule_bytes,
+            shape=self._ffn_shapes[part.key], per_expert=part.expert_granules, active=self._routed(op.layer).active,
+            h=at(op.h), t=_batch(call).total_rows, routes=at(op.routes), partial=at(op.partial),
+            outputs=at(op.outputs[0]) if op.outputs else 0, starts_sum=op.starts_sum, exact=self._exact,
+            scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
+        )  # fmt: skip
+
+    def _combine_on(self, on: Target, call: Call, op: ops.Combine, tables: BatchTables) -> None:
+        at, active = self._arenas.address, self._routed(op.layer).active
+        on.combine(
+            routes=at(op.routes), outputs=at(op.outputs), active=active, t=_batch(call).total_rows,
+            d=self._spec.d_model, partial=at(op.partial), starts_sum=op.starts_sum,
+        )  # fmt: skip
+
+    def _gate_on(self, on: Target, call: Call, op: ops.Gate, tables: BatchTables) -> None:
+        at, active = self._arenas.address, self._routed(op.layer).active
+        on.gate(
+            routes=at(op.routes), active=active, t=_batch(call).total_rows, d=self._spec.d_model, partial=at(op.partial)
+        )
 
     def _merge_on(self, on: Target, call: Call, op: ops.Merge, tables: BatchTables) -> None:
         at, norm = self._arenas.address, self._spec.norm
@@ -273,7 +326,7 @@ class NativeBinding(Binding):
     def _attention_of(self, u: int, layer: int) -> _native.AttentionShape:
         if u not in self._heads:
             unit = self._plan.units[u]
-            self._heads[u] = cpu.attention_shape(self._spec.layers[layer].attention, unit.lo, unit.hi)
+            self._heads[u] = cpu.attention_shape(self._spec.layers[layer].attention, *self._plan.unit_rows(unit))
         return self._heads[u]
 
     def _cache(self, layer: int, batch: Batch) -> _native.CacheShape:

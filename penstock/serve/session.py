@@ -232,7 +232,7 @@ class Session:
             watch(timeline, p)
 
     def _counted(self, p: Pass) -> Iterator[Task]:
-        return self._traffic.counted(self.lowering.step(p))
+        return self._traffic.counted(self.lowering.step(p, self._binding.answer))
 
     def _load_weights(self, on_progress: Progress | None) -> None:
         """Reads every resident unit to its place."""

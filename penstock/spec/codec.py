@@ -84,9 +84,9 @@ def _reject_constant(name: str) -> float:
 def _decode(hint: Any, data: Any, where: str) -> Any:
     origin = typing.get_origin(hint)
     if origin in (Union, types.UnionType):
-        if data is None:
+        if data is None and type(None) in typing.get_args(hint):
             return None
-        return _decode(next(a for a in typing.get_args(hint) if a is not type(None)), data, where)
+        return _decode(_member(hint, data), data, where)
     if origin is tuple:
         return _decode_tuple(typing.get_args(hint), data, where)
     if origin is dict:
@@ -97,6 +97,14 @@ def _decode(hint: Any, data: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return _decode_dataclass(typing.cast(type, hint), data, where)
     return _decode_scalar(hint, data, where)
+
+
+def _member(hint: Any, data: Any) -> Any:
+    """Of a union the type that an object is of: the one that has all its keys, or the first."""
+    members = [member for member in typing.get_args(hint) if member is not type(None)]
+    if len(members) > 1 and isinstance(data, dict):
+        return next((m for m in members if set(data) <= {f.name for f in dataclasses.fields(m)}), members[0])
+    return members[0]
 
 
 def _decode_tuple(args: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:

@@ -143,6 +143,10 @@ USUAL_READS = Reads(
 KV_IN_FLIGHT = 8
 
 
+# Where nobody has measured an op: the op whose products are most like its own.
+_LIKE = {"experts": "ffn", "route": "head"}
+
+
 @dataclass(frozen=True, slots=True)
 class MachineSpec:
     """`source` says where the figures are from: a probe with its date, or a data sheet. `process_bytes`: of the process
@@ -191,11 +195,12 @@ class MachineSpec:
         raise BadRequest(f"machine {self.name} has no tier {name}")
 
     def rate(self, lane: Lane, op: str, fmt: str, rows: int = 1) -> Rate:
-        """The most specific rate: op and format, op, format, lane; of these the one for the fewest rows that do.
-        Raises BadRequest where there is none."""
+        """The most specific rate: op and format, op, an op like it, format, lane; of these the one for the fewest rows
+        that do. Raises BadRequest where there is none."""
         if is_disk(lane) and not any(rate.lane == lane for rate in self.rates):
             lane = DISK.reads  # writes and a second disk, where nobody has measured them
-        for key in ((op, fmt), (op, "*"), ("*", fmt), ("*", "*")):
+        like = _LIKE.get(op, op)
+        for key in ((op, fmt), (op, "*"), (like, fmt), (like, "*"), ("*", fmt), ("*", "*")):
             found = [r for r in self.rates if r.lane == lane and (r.op, r.format) == key and (r.rows or rows) >= rows]
             if found:
                 return min(found, key=lambda r: r.rows or 2**31)

@@ -2,7 +2,7 @@
 
 ModelSpec holds no weights and no formats; `spec.parts` turns it and a format into parts and bytes.
 Letters used in shapes: T rows (tokens), D d_model, V vocab, H heads, K kv_heads, G = H / K, E head_dim,
-N neurons.
+N neurons, X experts, A experts that a token goes to.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import cached_property
 from penstock.errors import BadRequest
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2")
+SCORES = ("softmax", "sigmoid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,8 @@ class Norm:
 @dataclass(frozen=True, slots=True)
 class Attention:
     """`scale` multiplies the scores; `softcap` s squashes them to s·tanh(score/s), 0 = none; a query sees
-    the last `window` positions, its own included, 0 = all. `qk_norm`: RMS norm of each head's q and k."""
+    the last `window` positions, its own included, 0 = all. `qk_norm`: RMS norm of each head's q and k; where it
+    `norms_all_heads`, of all heads' q together, and of all heads' k (olmoe)."""
 
     heads: int
     kv_heads: int
@@ -68,6 +70,7 @@ class Attention:
     out_bias: bool = False
     qk_norm: bool = False
     rope: Rope | None = None
+    norms_all_heads: bool = False
 
     @property
     def heads_per_kv(self) -> int:
@@ -90,6 +93,62 @@ class Ffn:
 
 
 @dataclass(frozen=True, slots=True)
+class Router:
+    """How a token's experts are chosen: those with the highest scores, of equal ones that with the lowest id.
+
+    `score`: of an expert, "softmax" over the router's X outputs or "sigmoid" of its own. `bias`: the router has a
+    number for each expert that is added to its score where experts are chosen, and nowhere else. `groups`: experts are
+    cut into so many ranges; only the experts of `groups_kept` of them may be chosen, those whose two best scores add up
+    to most. `normalised`: the chosen scores are divided by their sum. `scale` multiplies them in the end.
+    """
+
+    score: str
+    normalised: bool
+    bias: bool = False
+    groups: int = 1
+    groups_kept: int = 1
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """An FFN of `experts`, of which each token goes to `active`: the sum of their outputs, each times its score.
+
+    `expert`: the shape of each. `shared`: an FFN that every token goes to as well; where `shared_gate`, its output is
+    multiplied by the sigmoid of one more output of the router. Raises BadRequest for numbers that make no sense.
+    """
+
+    experts: int
+    active: int
+    expert: Ffn
+    router: Router
+    shared: Ffn | None = None
+    shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        router = self.router
+        if not 1 <= self.active <= self.experts:
+            raise BadRequest(f"a token goes to {self.active} experts, of which there are {self.experts}")
+        if router.score not in SCORES:
+            raise BadRequest(f"unknown score {router.score!r}")
+        if not 1 <= router.groups_kept <= router.groups or self.experts % router.groups:
+            raise BadRequest(
+                f"{router.groups_kept} of {router.groups} groups of {self.experts} experts cannot be chosen"
+            )
+        eligible = self.experts // router.groups * router.groups_kept
+        if self.active > eligible:
+            raise BadRequest(f"a token goes to {self.active} experts, but the groups that are kept have {eligible}")
+        if router.groups > 1 and self.experts // router.groups < 2:
+            raise BadRequest(f"{router.groups} groups of {self.experts} experts: each should have two")
+        if self.shared_gate and self.shared is None:
+            raise BadRequest("there is a gate of a shared expert, but no shared expert")
+
+    def routes_bytes(self, rows: int) -> int:
+        """What a router says of so many rows: A ids int32 of each, A weights float32, the shared expert's weight."""
+        return 4 * rows * (2 * self.active + 1)
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """One decoder layer. Where its norms stand is the same for attention and FFN:
 
@@ -98,10 +157,27 @@ class Layer:
     """
 
     attention: Attention
-    ffn: Ffn
+    ffn: Ffn | Routed
     norm_in: bool = True
     norm_out: bool = False
     norm_after: bool = False
+
+    @property
+    def routed(self) -> Routed | None:
+        """Its experts; None where its FFN is dense."""
+        return self.ffn if isinstance(self.ffn, Routed) else None
+
+    @property
+    def active(self) -> int:
+        """Experts that a token goes to; 0 where the FFN is dense."""
+        return self.ffn.active if isinstance(self.ffn, Routed) else 0
+
+    @property
+    def ffns(self) -> tuple[Ffn, ...]:
+        """The dense FFN; or that of an expert, and the shared one."""
+        if isinstance(self.ffn, Ffn):
+            return (self.ffn,)
+        return (self.ffn.expert,) if self.ffn.shared is None else (self.ffn.expert, self.ffn.shared)
 
 
 @dataclass(frozen=True)
@@ -129,6 +205,11 @@ class ModelSpec:
     logit_softcap: float = 0.0
     tokenizer_bytes: int = 0
 
+    @property
+    def is_routed(self) -> bool:
+        """Whether any of its layers has experts."""
+        return any(layer.routed is not None for layer in self.layers)
+
     def __hash__(self) -> int:
         return self._hash
 
@@ -145,8 +226,8 @@ class ModelSpec:
         if not self.layers:
             raise BadRequest("the model has no layers")
         for i, layer in enumerate(self.layers):
-            a = layer.attention
-            if min(a.heads, a.kv_heads, a.head_dim, layer.ffn.neurons) < 1 or a.heads % a.kv_heads:
+            a, neurons = layer.attention, min(ffn.neurons for ffn in layer.ffns)
+            if min(a.heads, a.kv_heads, a.head_dim, neurons) < 1 or a.heads % a.kv_heads:
                 raise BadRequest(
-                    f"layer {i}: {a.heads} heads, {a.kv_heads} KV heads of {a.head_dim}, {layer.ffn.neurons} neurons"
+                    f"layer {i}: {a.heads} heads, {a.kv_heads} KV heads of {a.head_dim}, {neurons} neurons"
                 )

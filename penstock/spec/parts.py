@@ -5,7 +5,11 @@ of granules can be computed by itself and partial results add up. Matrices that 
 rows; vectors and learned positions lie row by row (`spec.format`):
 
     N.attn   a granule is one KV head:   q [G*E, D] | k [E, D] | v [E, D] | o [D, G*E] | biases
+             (where all heads are normed together, a granule is all of them)
     N.ffn    a granule is 64 neurons:    gate [64, D] | up [64, D] | down [D, 64] | biases
+    N.experts   the same, expert after expert: an expert is a range of whole granules with a tail of its own
+    N.shared    the same, of the FFN that all tokens go to beside their experts
+    N.router    one granule, float:      scores [X, D] | bias [X] | shared_gate [1, D]
     embed, head   64 vocabulary rows:    rows [64, d_embed]
     N.norms, edges   one granule, float: norm weights and what is added once per layer; the model's ends
 
@@ -22,11 +26,13 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from penstock.spec.format import FLOAT32, Format
-from penstock.spec.model import Layer, ModelSpec
+from penstock.spec.model import Ffn, Layer, ModelSpec, Routed
 from penstock.units import round_up
 
 GRANULE_ROWS = 64
 SUM_GRANULES = 4  # granules of an FFN that are summed before they are added to the rest (csrc/kernels.h, FfnSum)
+PINNED = ("norms", "router", "edges")  # read at every step, under 1 % of a model: they stay where activations are
+FFNS = ("ffn", "shared", "experts")  # kinds of parts that are neurons
 PAGE_BYTES = 4096
 
 
@@ -49,9 +55,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """key: "7.ffn"; kind: attn, ffn, norms, embed, head or edges; layer: -1 outside layers.
+    """key: "7.ffn"; kind: attn, ffn, experts, shared, router, norms, embed, head or edges; layer: -1 outside layers.
 
-    `rows` counts what the granules cut (neurons, KV heads, vocabulary rows), `granule_rows` of them each.
+    `rows` counts what the granules cut (neurons, KV heads, vocabulary rows), `granule_rows` of them each. There are
+    `experts` times as many: of each expert so many rows.
     """
 
     key: str
@@ -61,18 +68,39 @@ class Part:
     granule_rows: int
     granule_bytes: int
     blocks: tuple[Block, ...]
+    experts: int = 1
+
+    @property
+    def expert_granules(self) -> int:
+        """Granules of one expert; where there are none, of the part."""
+        return -(-self.rows // self.granule_rows)
 
     @property
     def granules(self) -> int:
-        return -(-self.rows // self.granule_rows)
+        return self.experts * self.expert_granules
+
+    @property
+    def least_granules(self) -> int:
+        """Of a unit, which holds a multiple of it: a granule, or an expert."""
+        return self.expert_granules if self.experts > 1 else 1
+
+    @property
+    def least_bytes(self) -> int:
+        return self.least_granules * self.granule_bytes
 
     @property
     def nbytes(self) -> int:
         return self.granules * self.granule_bytes
 
     def rows_of(self, lo: int, hi: int) -> int:
-        """Rows in granules lo..hi, the tail counted as it is."""
-        return min(hi * self.granule_rows, self.rows) - lo * self.granule_rows
+        """Rows in granules lo..hi, tails counted as they are."""
+        return self._rows_before(hi) - self._rows_before(lo)
+
+    def _rows_before(self, granule: int) -> int:
+        if self.experts == 1:
+            return min(granule * self.granule_rows, self.rows)
+        expert, nth = divmod(granule, self.expert_granules)
+        return expert * self.rows + nth * self.granule_rows
 
     def weights_of(self, lo: int, hi: int) -> int:
         """Weights (multiply-adds per token) in granules lo..hi, padding left out."""
@@ -102,41 +130,60 @@ def _vector(name: str, cols: int) -> _Shape:
     return name, 1, cols, FLOAT32, False
 
 
-def _part(key: str, kind: str, layer: int, rows: int, granule_rows: int, shapes: list[_Shape]) -> Part:
+def _part(
+    key: str, kind: str, layer: int, rows: int, granule_rows: int, shapes: list[_Shape], experts: int = 1
+) -> Part:  # fmt: skip
     blocks, offset = [], 0
     for name, n_rows, n_cols, fmt, tiled in shapes:
         blocks.append(Block(name, n_rows, n_cols, fmt, offset, tiled))
         # 64-byte alignment of every matrix costs at most 63 bytes and gives kernels aligned loads.
         offset = round_up(offset + blocks[-1].nbytes, 64)
-    return Part(key, kind, layer, rows, granule_rows, round_up(max(offset, 1), PAGE_BYTES), tuple(blocks))
+    return Part(key, kind, layer, rows, granule_rows, round_up(max(offset, 1), PAGE_BYTES), tuple(blocks), experts)
 
 
 def _attention_part(i: int, layer: Layer, d: int, fmt: Format) -> Part:
     a = layer.attention
-    q_rows = a.heads_per_kv * a.head_dim
+    heads = a.kv_heads if a.norms_all_heads else 1  # of a granule: what is normed together is computed together
+    q_rows, k_rows = heads * a.heads_per_kv * a.head_dim, heads * a.head_dim
     shapes = [
         _matrix("q", q_rows, d, fmt),
-        _matrix("k", a.head_dim, d, fmt),
-        _matrix("v", a.head_dim, d, fmt),
+        _matrix("k", k_rows, d, fmt),
+        _matrix("v", k_rows, d, fmt),
         _matrix("o", d, q_rows, fmt),
     ]
     if a.qkv_bias:
         shapes += [
             _vector("q_bias", q_rows),
-            _vector("k_bias", a.head_dim),
-            _vector("v_bias", a.head_dim),
+            _vector("k_bias", k_rows),
+            _vector("v_bias", k_rows),
         ]
-    return _part(f"{i}.attn", "attn", i, a.kv_heads, 1, shapes)
+    return _part(f"{i}.attn", "attn", i, a.kv_heads, heads, shapes)
 
 
-def _ffn_part(i: int, layer: Layer, d: int, fmt: Format) -> Part:
-    f, n = layer.ffn, GRANULE_ROWS
+def _ffn_parts(i: int, layer: Layer, d: int, fmt: Format, base: Format) -> list[Part]:
+    """The FFN of a layer: one part, or router, shared expert (where there is one) and experts."""
+    if isinstance(layer.ffn, Ffn):
+        return [_ffn_part(i, "ffn", layer.ffn, d, fmt)]
+    found, routed = [_router_part(i, layer.ffn, d, base)], layer.ffn
+    found += [_ffn_part(i, "shared", routed.shared, d, fmt)] if routed.shared is not None else []
+    return [*found, _ffn_part(i, "experts", routed.expert, d, fmt, routed.experts)]
+
+
+def _ffn_part(i: int, kind: str, f: Ffn, d: int, fmt: Format, experts: int = 1) -> Part:
+    n = GRANULE_ROWS
     shapes = [_matrix("gate", n, d, fmt)] if f.gated else []
     shapes += [_matrix("up", n, d, fmt), _matrix("down", d, n, fmt)]
     if f.up_bias:
         shapes += [_vector("gate_bias", n)] if f.gated else []
         shapes += [_vector("up_bias", n)]
-    return _part(f"{i}.ffn", "ffn", i, f.neurons, n, shapes)
+    return _part(f"{i}.{kind}", kind, i, f.neurons, n, shapes, experts)
+
+
+def _router_part(i: int, routed: Routed, d: int, base: Format) -> Part:
+    shapes = [_matrix("scores", routed.experts, d, base)]
+    shapes += [_vector("bias", routed.experts)] if routed.router.bias else []
+    shapes += [_matrix("shared_gate", 1, d, base)] if routed.shared_gate else []
+    return _part(f"{i}.router", "router", i, 1, 1, shapes)
 
 
 def _norms_part(i: int, layer: Layer, model: ModelSpec) -> Part:
@@ -148,11 +195,13 @@ def _norms_part(i: int, layer: Layer, model: ModelSpec) -> Part:
                 shapes.append(_vector(f"{block}_{place}", d))
                 if norm.has_bias:
                     shapes.append(_vector(f"{block}_{place}_bias", d))
-    if layer.attention.qk_norm:
-        shapes += [_vector("q_norm", layer.attention.head_dim), _vector("k_norm", layer.attention.head_dim)]
-    if layer.attention.out_bias:
+    a = layer.attention
+    if a.qk_norm:
+        q_heads, k_heads = (a.heads, a.kv_heads) if a.norms_all_heads else (1, 1)
+        shapes += [_vector("q_norm", q_heads * a.head_dim), _vector("k_norm", k_heads * a.head_dim)]
+    if a.out_bias:
         shapes.append(_vector("o_bias", d))
-    if layer.ffn.down_bias:
+    if isinstance(layer.ffn, Ffn) and layer.ffn.down_bias:
         shapes.append(_vector("down_bias", d))
     return _part(f"{i}.norms", "norms", i, 1, 1, shapes)
 
@@ -184,8 +233,8 @@ def predictor_part(layer: int, d_model: int, rank: int, neurons: int, weights: F
 def parts(model: ModelSpec, weights: Format) -> tuple[Part, ...]:
     """All parts in the order in which a pass reads them. A tied head is the part `embed`, read twice.
 
-    `weights` applies to every matrix but norms, biases, positions and projections, which stay in the
-    checkpoint's own format (float32 for vectors).
+    `weights` applies to every matrix but routers, positions and projections, which stay in the checkpoint's own format,
+    and norms and biases, which become float32.
     """
     base = Format(model.dtype)
     vocab = [_matrix("rows", GRANULE_ROWS, model.d_embed, weights)]
@@ -194,7 +243,7 @@ def parts(model: ModelSpec, weights: Format) -> tuple[Part, ...]:
         in_order += [
             _norms_part(i, layer, model),
             _attention_part(i, layer, model.d_model, weights),
-            _ffn_part(i, layer, model.d_model, weights),
+            *_ffn_parts(i, layer, model.d_model, weights, base),
         ]
     in_order.append(_edges_part(model, base))
     if not model.tied:
@@ -213,6 +262,14 @@ def norm_before(spec: ModelSpec, layer: int | None) -> tuple[str, bool, int]:
     if layer is None:
         return "edges", spec.final_norm, spec.d_embed
     return f"{layer}.norms", spec.layers[layer].norm_in, spec.d_model
+
+
+def block_keys(model: ModelSpec, layer: int, kind: str) -> tuple[str, ...]:
+    """The parts whose units a layer's block is made of, as they are computed one after the other. `kind`: attn, ffn."""
+    routed = model.layers[layer].routed
+    if kind == "attn" or routed is None:
+        return (f"{layer}.{kind}",)
+    return (f"{layer}.experts",) if routed.shared is None else (f"{layer}.shared", f"{layer}.experts")
 
 
 def head_key(model: ModelSpec) -> str:

@@ -75,6 +75,17 @@ class Predictor:
 
 
 @dataclass(frozen=True, slots=True)
+class Cache:
+    """`slots` for experts of a layer in the memory of `executor`, while its units' home is a disk: a decode pass loads
+    what it asks for and does not find there. `policy`: who leaves, of `graph.cache.POLICIES`."""
+
+    layer: int
+    executor: Executor
+    slots: int
+    policy: str
+
+
+@dataclass(frozen=True, slots=True)
 class Arena:
     """One allocation: `host.weights`, `host.ring`, `host.kv`, … on a tier."""
 
@@ -97,7 +108,8 @@ class Plan:
     weights stream through; it bounds how far loads run ahead. `stage_bytes`: of pinned memory that units cross on
     their way from a disk to a device. `order`: one of ORDERS. A read of a disk is done in blocks of `io_block_bytes`,
     `io_depth` of them in flight, by `io_engine`. `process_bytes`: of the process beside its arenas; `context_bytes`:
-    of the device's memory, what its driver and libraries take (0 without one). `predictors`: one at most of each layer.
+    of the device's memory, what its driver and libraries take (0 without one). `predictors`, `caches`: one at most of
+    each layer.
     """
 
     models: tuple[PlanModel, ...]
@@ -120,6 +132,7 @@ class Plan:
     process_bytes: int
     context_bytes: int
     predictors: tuple[Predictor, ...] = ()
+    caches: tuple[Cache, ...] = ()
 
     @property
     def target(self) -> PlanModel:
@@ -136,6 +149,11 @@ class Plan:
 
     def unit_bytes(self, unit: Unit) -> int:
         return (unit.hi - unit.lo) * self.parts[unit.part].granule_bytes
+
+    def unit_rows(self, unit: Unit) -> tuple[int, int]:
+        """lo..hi of what its granules cut: neurons, KV heads or vocabulary rows. Not of experts, which have tails."""
+        part = self.parts[unit.part]
+        return unit.lo * part.granule_rows, min(unit.hi * part.granule_rows, part.rows)
 
     def tier_bytes(self) -> dict[Tier, int]:
         """Peak bytes per memory tier: the arenas, and on the host the process itself, on a device its context."""

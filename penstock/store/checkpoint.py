@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Checkpoint:
     folder: Path
     tensors: dict[str, TensorInfo]
     _fds: dict[Path, int] = field(default_factory=dict, repr=False)
-    _cached: tuple[str, npt.NDArray[Any]] | None = field(default=None, repr=False)
+    _cached: tuple[tuple[str, int | None], npt.NDArray[Any]] | None = field(default=None, repr=False)
     _fds_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _cache_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -74,6 +74,10 @@ class Checkpoint:
                 return self.tensors[candidate]
         raise BrokenModel(f"{self.folder} lacks the tensor {quoted(name)}")
 
+    def has(self, name: str) -> bool:
+        """Whether `find` finds it."""
+        return any(each in self.tensors for each in (name, name.removeprefix("model."), "model." + name))
+
     def weights(self, name: str) -> TensorInfo:
         """As `find`. Raises UnsupportedModel where the elements are not float32, float16 or bfloat16."""
         tensor = self.find(name)
@@ -83,14 +87,17 @@ class Checkpoint:
             )
         return tensor
 
-    def read(self, name: str, axis: int, start: int, stop: int) -> npt.NDArray[Any]:
-        """Elements start..stop along `axis`: float32, float16, or uint16 holding bfloat16's bits.
+    def read(self, name: str, axis: int, start: int, stop: int, item: int | None = None) -> npt.NDArray[Any]:
+        """Elements start..stop along `axis`: float32, float16, or uint16 holding bfloat16's bits. `item`: of the matrix
+        with that number, of a tensor with three axes.
 
-        Along axis 0 just these bytes are read. Axis 1 needs the whole tensor, which is kept until another
+        Along axis 0 just these bytes are read. Axis 1 needs the whole matrix, which is kept until another
         one is asked for; the result is then a view of it, not to be written. Raises BrokenModel where the tensor has
         no such elements.
         """
         tensor = self.weights(name)
+        if item is not None:
+            tensor = _matrix(tensor, item)
         if axis >= len(tensor.shape) or not 0 <= start <= stop <= tensor.shape[axis]:
             raise BrokenModel(
                 f"{tensor.file}: tensor {quoted(name)} {list(tensor.shape)} has no {start}..{stop} on axis {axis}"
@@ -98,9 +105,9 @@ class Checkpoint:
         if axis == 0:
             return self._rows(tensor, start, stop)
         with self._cache_lock:
-            if self._cached is None or self._cached[0] != tensor.name:
+            if self._cached is None or self._cached[0] != (tensor.name, item):
                 self._cached = None  # before the read: never two whole tensors at once
-                self._cached = (tensor.name, self._rows(tensor, 0, tensor.shape[0]))
+                self._cached = ((tensor.name, item), self._rows(tensor, 0, tensor.shape[0]))
             whole = self._cached[1]
         return whole[:, start:stop]
 
@@ -132,6 +139,14 @@ class Checkpoint:
             # reads before this one straddled its start. Without this a third to all of a file stayed cached.
             first = max(0, offset - _FOLIO_BYTES)
             os.posix_fadvise(fd, first, offset + done - first, os.POSIX_FADV_DONTNEED)
+
+
+def _matrix(tensor: TensorInfo, item: int) -> TensorInfo:
+    """One matrix of a tensor with three axes. Raises BrokenModel."""
+    if len(tensor.shape) != 3 or not 0 <= item < tensor.shape[0]:
+        raise BrokenModel(f"{tensor.file}: tensor {quoted(tensor.name)} {list(tensor.shape)} has no matrix {item}")
+    nbytes = tensor.nbytes // tensor.shape[0]
+    return replace(tensor, shape=tensor.shape[1:], offset=tensor.offset + item * nbytes, nbytes=nbytes)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy.typing as npt
 
 from penstock.errors import BadRequest, BrokenModel, PenstockError
-from penstock.models import TensorSource, sources
+from penstock.models import TensorSource
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Block, Part, parts
@@ -29,6 +29,7 @@ from penstock.store.header import TensorInfo, quoted
 from penstock.store.manifest import CONFIG, COPIED
 from penstock.store.packed import is_packed, read_config
 from penstock.store.quantize import encode
+from penstock.store.sources import sources_in
 from penstock.store.unused import check_unused
 from penstock.store.verify import verify
 from penstock.store.writer import SHARD_BYTES, Fill, Progress, Waiting, Writing, write_packed
@@ -83,7 +84,7 @@ def opened(src: Path, weights: Format | None) -> Iterator[Packing]:
             name: read_bytes(folder / name, MAX_COPIED_BYTES) for name in COPIED if os.path.lexists(folder / name)
         }
         extras[CONFIG] = _config_bytes(folder / CONFIG, config, own)
-        packing = Packing(checkpoint, parts(spec, weights), sources(spec), weights, extras)
+        packing = Packing(checkpoint, parts(spec, weights), sources_in(checkpoint, spec), weights, extras)
         packing.check_shapes()
         check_unused(checkpoint, config, spec)
         yield packing
@@ -106,9 +107,10 @@ def _own_dtype(checkpoint: Checkpoint, spec: ModelSpec) -> str:
     """The narrowest format that holds every matrix exactly. Headers are the last word, not config.json."""
     by_name = {part.key: part for part in parts(spec, Format("float32"))}
     found = {
-        checkpoint.weights(source.tensor).dtype
-        for (key, block), source in sources(spec).items()
+        checkpoint.weights(name).dtype
+        for (key, block), source in sources_in(checkpoint, spec).items()
         if (b := by_name[key].block(block)).tiled or b.rows > 1
+        for name in source.tensors(by_name[key].experts)
     }
     return KINDS[found.pop()] if len(found) == 1 else "float32"
 
@@ -146,11 +148,12 @@ class Packing:
         for part in self.parts:
             for block in part.blocks:
                 source = self.sources[part.key, block.name]
-                tensor = self.checkpoint.weights(source.tensor)
-                shape = _shape(part, block, source, len(tensor.shape))
-                before = needed.setdefault(source.tensor, (tensor, shape))[1]
-                # A fused tensor (q, k and v in one) ends where its last block does.
-                before[source.axis] = max(before[source.axis], shape[source.axis])
+                for name in source.tensors(part.experts):
+                    tensor = self.checkpoint.weights(name)
+                    shape = _shape(part, block, source, len(tensor.shape))
+                    before, axis = needed.setdefault(name, (tensor, shape))[1], source.axis + source.stacked
+                    # A fused tensor (q, k and v in one) ends where its last block does.
+                    before[axis] = max(before[axis], shape[axis])
         for name, (tensor, shape) in needed.items():
             if list(tensor.shape) != shape:
                 found = list(tensor.shape)
@@ -160,7 +163,8 @@ class Packing:
 
     def files(self, part: Part) -> set[str]:
         """Names of the checkpoint's files that a part comes from."""
-        return {self.checkpoint.find(self.sources[part.key, block.name].tensor).file.name for block in part.blocks}
+        names = (name for b in part.blocks for name in self.sources[part.key, b.name].tensors(part.experts))
+        return {self.checkpoint.find(name).file.name for name in names}
 
     def filler(self, pool: ThreadPoolExecutor) -> Fill:
         """The `Fill` of `write_packed`: every block of every granule is a job of its own."""
@@ -186,17 +190,18 @@ class Packing:
         return fill
 
     def _encode(self, part: Part, block: Block, g: int, into: npt.NDArray[Any]) -> None:
-        source = self.sources[part.key, block.name]
-        one_dim = len(self.checkpoint.find(source.tensor).shape) == 1
+        source, (expert, nth) = self.sources[part.key, block.name], divmod(g, part.expert_granules)
+        name = source.of_expert(expert)
+        one_dim = len(self.checkpoint.find(name).shape) == 1
         extent = _extent(block, source, one_dim)
-        start = source.offset + g * extent
+        start = source.offset + nth * extent
         stop = start + extent * part.rows_of(g, g + 1) // part.granule_rows
-        raw = self.checkpoint.read(source.tensor, source.axis, start, stop)
+        raw = self.checkpoint.read(name, source.axis, start, stop, expert if source.stacked else None)
         try:
             encode(raw.reshape(1, -1) if one_dim else raw, block.format, block.rows, block.cols, into, block.tiled)
         except PenstockError as error:
-            tensor = self.checkpoint.find(source.tensor)
-            raise type(error)(f"{tensor.file}: tensor {quoted(source.tensor)} holds {error.message}") from None
+            file = self.checkpoint.find(name).file
+            raise type(error)(f"{file}: tensor {quoted(name)} holds {error.message}") from None
 
 
 def _extent(block: Block, source: TensorSource, one_dim: bool) -> int:
@@ -209,4 +214,5 @@ def _shape(part: Part, block: Block, source: TensorSource, dims: int) -> list[in
     end = source.offset + _extent(block, source, one_dim) * part.rows // part.granule_rows
     if one_dim:
         return [end]
-    return [end, block.cols] if source.axis == 0 else [block.rows, end]
+    matrix = [end, block.cols] if source.axis == 0 else [block.rows, end]
+    return [part.experts, *matrix] if source.stacked else matrix

@@ -23,6 +23,7 @@ from penstock.spec.parts import head_key, parts
 from penstock.store.checkpoint import RAW_DTYPES, Checkpoint
 from penstock.store.header import TensorInfo, quoted
 from penstock.store.quantize import widen
+from penstock.store.sources import sources_in
 from penstock.units import MIB
 
 # Tables that are computed from config.json, and a version number that OPT's first checkpoints carry.
@@ -38,8 +39,8 @@ def check_unused(checkpoint: Checkpoint, config: dict[str, Any], spec: ModelSpec
     what another value of a flag in config.json would use, and a head that differs from the embedding it is tied to.
     Raises BrokenModel, naming the tensor and what config.json says; StorageFailed.
     """
-    blocks = sources(spec)
-    used = {checkpoint.find(source.tensor).name for source in blocks.values()}
+    blocks, experts = sources_in(checkpoint, spec), {part.key: part.experts for part in parts(spec, FLOAT32)}
+    used = {checkpoint.find(name).name for (key, _), source in blocks.items() for name in source.tensors(experts[key])}
     unused = {name: t for name, t in checkpoint.tensors.items() if name not in used and not _HARMLESS.fullmatch(name)}
     if spec.tied:
         head = sources(replace(spec, tied=False))["head", "rows"].tensor
@@ -50,9 +51,13 @@ def check_unused(checkpoint: Checkpoint, config: dict[str, Any], spec: ModelSpec
     if not unused:
         return
     flags, weights, layers = switches(config, str(checkpoint.folder)), {_short(name) for name in used}, _layers(spec)
+    ahead = config.get("num_nextn_predict_layers")  # behind the last layer, to guess tokens ahead (GLM)
+    guessing = ahead if isinstance(ahead, int) and not isinstance(ahead, bool) else 0
     for name, tensor in unused.items():
         what, short = f"{tensor.file}: tensor {quoted(name)}", _short(name)
         layer, count = _layer(short, layers), len(spec.layers)
+        if layer is not None and count <= layer < count + guessing:
+            continue  # only the warning names it
         if layer is not None and layer >= count:
             raise BrokenModel(f"{what} is of layer {layer}, counted from 0; config.json says num_hidden_layers {count}")
         if short in flags:

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models import sources, spec_from_config
+from penstock.models import sources, spec_from_config, stacked_sources
 from penstock.spec.format import FLOAT32
 from penstock.spec.parts import parts
 from penstock.store.synth import byte_tokenizer
@@ -34,6 +34,20 @@ LLAMA = {
 }
 PHI3 = {**LLAMA, "model_type": "phi3", "pad_token_id": 0}  # q, k, v in one tensor, gate and up in another
 del PHI3["head_dim"]
+MOE = {  # 44 neurons of an expert, a shared one behind a gate
+    **LLAMA, "model_type": "qwen2_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 44,
+    "shared_expert_intermediate_size": 100,
+}  # fmt: skip
+EXPERTS = {  # by type; a normed bias, groups, all heads normed together
+    "qwen2_moe": MOE,
+    "qwen3_moe": {**MOE, "model_type": "qwen3_moe", "mlp_only_layers": [0]},
+    "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 3, "intermediate_size": 44},
+    "olmoe": {**LLAMA, "model_type": "olmoe", "num_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 70},
+    "glm4_moe": {
+        **LLAMA, "model_type": "glm4_moe", "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 3,
+        "topk_group": 2, "moe_intermediate_size": 44, "first_k_dense_replace": 1, "head_dim": 16,
+    },
+}  # fmt: skip
 OPT = {
     "model_type": "opt",
     "hidden_size": 72,
@@ -51,26 +65,47 @@ DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.d
 NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name → shape, from the sources of every block."""
+def shapes(config: dict[str, Any], stacked: bool = False) -> dict[str, tuple[int, ...]]:
+    """Tensor name → shape, from the sources of every block. `stacked`: all experts of a layer in one tensor."""
     spec = spec_from_config(config, "test")
     by_key = {part.key: part for part in parts(spec, FLOAT32)}
     found: dict[str, tuple[int, ...]] = {}
-    for (key, name), (tensor, axis, offset) in sources(spec).items():
+    where = stacked_sources(spec) if stacked else sources(spec)
+    assert where is not None
+    for (key, name), source in where.items():
         part, block = by_key[key], by_key[key].block(name)
-        if block.rows == 1:
-            shape: tuple[int, ...] = (offset + block.cols * part.rows // part.granule_rows,)
-        elif axis == 0:
-            shape = (offset + block.rows * part.rows // part.granule_rows, block.cols)
+        if block.rows == 1 and not block.tiled:
+            shape: tuple[int, ...] = (source.offset + block.cols * part.rows // part.granule_rows,)
+        elif source.axis == 0:
+            shape = (source.offset + block.rows * part.rows // part.granule_rows, block.cols)
         else:
-            shape = (block.rows, offset + block.cols * part.rows // part.granule_rows)
-        found[tensor] = max(found.get(tensor, shape), shape)
+            shape = (block.rows, source.offset + block.cols * part.rows // part.granule_rows)
+        for tensor in source.tensors(part.experts):
+            whole = (part.experts, *shape) if source.stacked else shape
+            found[tensor] = max(found.get(tensor, whole), whole)
     return found
 
 
 def random_tensors(config: dict[str, Any], dtype: str = "F32", seed: int = 0) -> dict[str, Array]:
     rng = np.random.default_rng(seed)
     return {name: rng.standard_normal(shape).astype(DTYPES[dtype]) for name, shape in shapes(config).items()}
+
+
+def stacked_tensors(config: dict[str, Any], apart: dict[str, Array]) -> dict[str, Array]:
+    """The same numbers with all experts of a layer in one tensor."""
+    spec = spec_from_config(config, "test")
+    by_key = {part.key: part for part in parts(spec, FLOAT32)}
+    where, found = stacked_sources(spec), dict[str, Array]()
+    assert where is not None
+    for block, source in sources(spec).items():
+        other, part = where[block], by_key[block[0]]
+        if not other.stacked:
+            found[other.tensor] = apart[source.tensor]
+            continue
+        matrices = np.stack([apart[name] for name in source.tensors(part.experts)])
+        whole = found.setdefault(other.tensor, np.zeros(shapes(config, True)[other.tensor], matrices.dtype))
+        whole[:, other.offset : other.offset + matrices.shape[1]] = matrices
+    return found
 
 
 def save_tensors(file: Path, tensors: dict[str, Array]) -> None:

@@ -34,6 +34,21 @@ TINY_CONFIGS = {
             "final_logit_softcapping": 30.0,
         }
     ),
+    # Experts with a tail, a shared one behind a gate, a dense layer.
+    "qwen2_moe": json.dumps(
+        {
+            "model_type": "qwen2_moe", **_COMMON, "intermediate_size": 100, "num_experts": 7,
+            "num_experts_per_tok": 3, "moe_intermediate_size": 72, "shared_expert_intermediate_size": 300,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "mlp_only_layers": [1], "torch_dtype": "float32",
+        }
+    ),
+    # All heads normed together.
+    "olmoe": json.dumps(
+        {
+            "model_type": "olmoe", **_COMMON, "intermediate_size": 64, "num_experts": 5, "num_experts_per_tok": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "torch_dtype": "bfloat16",
+        }
+    ),
     # Learned positions, layer norms after the residual, projected embeddings, ReLU.
     "opt": json.dumps(
         {

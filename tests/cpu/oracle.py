@@ -58,6 +58,11 @@ def _opt(neurons: int = 172, **keys: Any) -> dict[str, Any]:
     return shape | {"ffn_dim": neurons}
 
 
+def _experts(key: str, count: int, active: int, neurons: int | None = None) -> dict[str, Any]:
+    found = {key: count, "num_experts_per_tok": active, "num_key_value_heads": 2}
+    return found if neurons is None else found | {"moe_intermediate_size": neurons}
+
+
 def _gated(activation: str) -> Variant:
     return Variant(f"llama-{activation}", "llama", _shape() | {"num_key_value_heads": 2, "hidden_act": activation})
 
@@ -175,6 +180,52 @@ VARIANTS = (
         _shape() | _longrope(16, partial=0.8),
         prompts=(17, LONGEST_PROMPT),
     ),
+    Variant("mixtral", "mixtral", _shape() | _experts("num_local_experts", 5, 2) | {"sliding_window": 24}),
+    Variant(
+        "qwen2-moe",
+        "qwen2_moe",
+        _shape(layers=3)
+        | _experts("num_experts", 6, 3, neurons=44)
+        | {"shared_expert_intermediate_size": 100, "mlp_only_layers": [1]},
+    ),
+    Variant(
+        "qwen2-moe-window",
+        "qwen2_moe",
+        _shape()
+        | _experts("num_experts", 3, 3, neurons=130)
+        | {"shared_expert_intermediate_size": 70, "norm_topk_prob": True, "qkv_bias": False}
+        | {"use_sliding_window": True, "sliding_window": 24},
+    ),
+    Variant(
+        "qwen3-moe",
+        "qwen3_moe",
+        _shape(layers=3) | _experts("num_experts", 9, 4, neurons=72) | {"head_dim": 16, "decoder_sparse_step": 2},
+    ),
+    Variant(
+        "qwen3-moe-normalised",
+        "qwen3_moe",
+        _shape() | _experts("num_experts", 33, 8, neurons=20) | {"norm_topk_prob": True, "attention_bias": True},
+    ),
+    Variant("olmoe", "olmoe", _shape(neurons=100) | _experts("num_experts", 7, 2)),
+    Variant(
+        "olmoe-biases",
+        "olmoe",
+        _shape(neurons=60) | _experts("num_experts", 4, 1) | {"attention_bias": True, "norm_topk_prob": True},
+    ),
+    Variant(
+        "glm4-moe",
+        "glm4_moe",
+        _shape(layers=3)
+        | _experts("n_routed_experts", 9, 3, neurons=50)
+        | {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True},
+    ),
+    Variant(
+        "glm4-moe-raw",
+        "glm4_moe",
+        _shape()
+        | _experts("n_routed_experts", 6, 2, neurons=30)
+        | {"n_shared_experts": 2, "norm_topk_prob": False, "first_k_dense_replace": 0},
+    ),
 )
 
 
@@ -207,7 +258,10 @@ def _randomise(model: torch.nn.Module, embedding_spread: float) -> None:
             elif "embed_positions" in name:
                 p.normal_(0.0, 0.2)
             else:
-                p.normal_(0.0, 1.5 / p.shape[1] ** 0.5)
+                p.normal_(0.0, 1.5 / p.shape[-1] ** 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
 
 
 def prompt(variant: Variant, length: int) -> list[int]:
@@ -220,7 +274,8 @@ class Oracle:
     """A saved model in transformers: float32 weights and arithmetic, attention without fused kernels."""
 
     def __init__(self, folder: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+        eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **eager)
         self.model.eval()
 
     def logits(self, token_ids: list[int]) -> NDArray[np.float32]:

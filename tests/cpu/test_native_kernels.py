@@ -142,8 +142,8 @@ def test_ffn(isa: str, activation: str, gated: bool, name: str) -> None:
     want = np.zeros((t, d), np.float32)
     pending = np.zeros((t, d), np.float32)
     sums = dense.FfnSum(want, pending, True, False, False)
-    dense.ffn(weights, part, 0, layer, h, sums, Scratch(np.zeros(1 << 24, np.uint8)))
-    shape = cpu.ffn_shape(part, layer)
+    dense.ffn(weights, part, 0, layer.ffns[0], h, sums, Scratch(np.zeros(1 << 24, np.uint8)))
+    shape = cpu.ffn_shape(part, layer.ffns[0])
     results = []
     for exact, threads, nbytes in ((True, 1, SCRATCH.nbytes), (True, 3, 16384), (False, 2, SCRATCH.nbytes)):
         got = np.full((t, d), np.nan, np.float32)
@@ -218,7 +218,7 @@ def test_ffn_over_many_fours_however_it_is_cut(isa: str, name: str, t: int) -> N
             values = (rng.normal(size=(block.rows, block.cols)) * 0.1).astype(np.float32)
             granule[block.offset : block.offset + block.nbytes] = encode(values, block.format)
     h = rng.normal(size=(t, d)).astype(np.float32)
-    shape = cpu.ffn_shape(part, layer)
+    shape = cpu.ffn_shape(part, layer.ffns[0])
 
     def run(cuts: list[int], threads: int, nbytes: int, exact: bool) -> np.ndarray:
         got, pending = np.full((t, d), np.nan, np.float32), np.full((t, d), np.nan, np.float32)
@@ -233,7 +233,7 @@ def test_ffn_over_many_fours_however_it_is_cut(isa: str, name: str, t: int) -> N
 
     want, pending = np.zeros((t, d), np.float32), np.zeros((t, d), np.float32)
     sums = dense.FfnSum(want, pending, True, False, False)
-    dense.ffn(weights, part, 0, layer, h, sums, Scratch(np.zeros(1 << 24, np.uint8)))
+    dense.ffn(weights, part, 0, layer.ffns[0], h, sums, Scratch(np.zeros(1 << 24, np.uint8)))
     for exact in (True, False):
         whole = run([0, granules], 1, SCRATCH.nbytes, exact)
         assert np.abs(whole - want).max() <= (3e-5 if exact else 0.03) * np.abs(want).max()

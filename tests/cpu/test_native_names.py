@@ -22,6 +22,10 @@ NOT_CROSSING = {
     "attend": {"layer"},
     "out": {"layer"},
     "ffn": {"layer", "active"},
+    "route": {"layer"},
+    "combine": {"layer"},
+    "experts": {"layer", "first_experts", "expert_rows"},
+    "gate": {"layer"},
     "merge": {"norms", "layer", "block"},
 }
 

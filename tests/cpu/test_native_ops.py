@@ -21,8 +21,19 @@ from penstock.runtime.arena import Arenas
 from penstock.runtime.bind import Binding
 from penstock.runtime.bind_native import NativeBinding, native
 from penstock.spec.format import parse_format
-from penstock.spec.model import ACTIVATIONS, Attention, Ffn, Layer, ModelSpec, Norm, Rope
-from penstock.spec.parts import Part
+from penstock.spec.model import (
+    ACTIVATIONS,
+    SCORES,
+    Attention,
+    Ffn,
+    Layer,
+    ModelSpec,
+    Norm,
+    Rope,
+    Routed,
+    Router,
+)
+from penstock.spec.parts import FFNS, Part
 from penstock.spec.plan import Plan
 from penstock.store.quantize import encode
 
@@ -38,6 +49,21 @@ STEPS = {"float32": 0.0, "float16": 2**-10, "bfloat16": 2**-7, "int8": 2 / 255 +
 
 
 @st.composite
+def routed(draw: st.DrawFn) -> Routed:
+    """Odd experts, few and many, with whatever a router may do."""
+    flag, of_group = st.booleans(), draw(st.integers(2, 6))
+    groups = draw(st.integers(1, 4))
+    kept, count = draw(st.integers(1, groups)), groups * of_group
+    router = Router(
+        draw(st.sampled_from(SCORES)), draw(flag), draw(flag), groups, kept, draw(st.sampled_from([1.0, 2.5]))
+    )
+    shared = Ffn(draw(st.integers(1, 150)), "silu", True) if draw(flag) else None
+    expert = Ffn(draw(st.integers(1, 300)), draw(st.sampled_from(ACTIVATIONS)), draw(flag), draw(flag))
+    active = draw(st.integers(1, kept * of_group))
+    return Routed(count, active, expert, router, shared, shared is not None and draw(flag))
+
+
+@st.composite
 def layers(draw: st.DrawFn) -> ModelSpec:
     """One odd layer, with anything that some model has."""
     flag = st.booleans()
@@ -46,9 +72,13 @@ def layers(draw: st.DrawFn) -> ModelSpec:
     rope = Rope(1e4, draw(st.integers(1, head_dim // 2)) * 2) if draw(flag) else None
     attention = Attention(
         kv_heads * group, kv_heads, head_dim, head_dim**-0.5, draw(st.sampled_from([0.0, 5.0])),
-        draw(st.sampled_from([0, 1, 7, 70])), draw(flag), draw(flag), draw(flag), rope,
+        draw(st.sampled_from([0, 1, 7, 70])), draw(flag), draw(flag), draw(flag), rope, draw(flag),
     )  # fmt: skip
-    ffn = Ffn(draw(st.integers(1, 150)), draw(st.sampled_from(ACTIVATIONS)), draw(flag), draw(flag), draw(flag))
+    ffn: Ffn | Routed = Ffn(
+        draw(st.integers(1, 150)), draw(st.sampled_from(ACTIVATIONS)), draw(flag), draw(flag), draw(flag)
+    )
+    if draw(flag):
+        ffn = draw(routed())
     layer = Layer(attention, ffn, draw(flag), draw(flag), draw(flag))
     norm = Norm(draw(st.sampled_from(["rms", "layer"])), 1e-5, draw(st.sampled_from([0.0, 1.0])), draw(flag))
     d = draw(st.integers(1, 150))
@@ -78,9 +108,9 @@ def fill(part: Part, out: np.ndarray, rng: np.random.Generator) -> None:
                 values *= block.cols**-0.5
             if block.name == "down":
                 values[:, n:] = 0
-            elif part.kind in ("ffn", "embed", "head") and block.rows > 1:
+            elif part.kind in (*FFNS, "embed", "head") and block.rows > 1:
                 values[n:] = 0
-            elif part.kind == "ffn":
+            elif part.kind in FFNS:
                 values[:, n:] = 0
             raw = encode(values, block.format) if block.tiled else values.view(np.uint8).reshape(-1)
             granule[block.offset : block.offset + block.nbytes] = raw
@@ -153,7 +183,8 @@ class Pair:
         if isinstance(operands, ops.WithUnit):  # terms may be larger than their sum
             source = operands.a if isinstance(operands, ops.Out) else operands.h
             size = float(np.abs(self.arenas[0].view(source).view(np.float32)).max())
-            size = (1 + size) ** 3 if call.op == "ffn" else size  # relu² times up; biases are about 1
+            if isinstance(operands, ops.Ffn | ops.Experts):  # relu² times up; biases are about 1
+                size = (1 + size) ** 3
             if call.op == "head":
                 size = max(size, self.plan.target.spec.logit_softcap)
             near = ROUNDED if rounded else near
@@ -164,7 +195,9 @@ class Pair:
             if isinstance(operands, ops.Ffn) and name == "pending" and not operands.leaves_four:
                 continue  # nothing is left for a next call
             want, got = (self.numbers(arenas, name, slot) for arenas in self.arenas)
-            if name == "best":
+            if name == "routes":
+                self.compare_routes(want, got, call)
+            elif name == "best":
                 self.compare_best(call, want, got, near, size)
             else:
                 kept = near
@@ -183,6 +216,17 @@ class Pair:
             for page in range(len(pool.blocks)) for head in range(pool.blocks.shape[1])
         ])  # fmt: skip
 
+    def compare_routes(self, want: np.ndarray, got: np.ndarray, call: Call) -> None:
+        """The same experts, and nearly the same weights. Scores that are nearly equal are too rare to wait for."""
+        assert call.batch is not None
+        routed, t = self.plan.target.spec.layers[0].routed, call.batch.total_rows
+        assert routed is not None
+        ids = want.view(np.int32)[: t * routed.active].reshape(t, -1)
+        assert (np.diff(ids, axis=1) > 0).all() and (ids >= 0).all() and (ids < routed.experts).all()
+        assert np.array_equal(ids, got.view(np.int32)[: t * routed.active].reshape(t, -1))
+        weights, found = want[t * routed.active :], got[t * routed.active :]
+        assert np.abs(weights - found).max() <= ops.OPS["route"].tolerance * max(1.0, np.abs(weights).max())
+
     def compare_best(self, call: Call, want: np.ndarray, got: np.ndarray, near: float, size: float) -> None:
         """The same token, or one whose logit is as large but for the tolerance."""
         assert isinstance(call.operands, ops.Head)
@@ -195,6 +239,13 @@ class Pair:
     def close(self) -> None:
         for arenas in self.arenas:
             arenas.close()
+
+
+def ffn_ops(layer: Layer) -> set[str]:
+    if layer.routed is None:
+        return {"ffn"}
+    shared = {"ffn"} if layer.routed.shared else set[str]()
+    return {"route", "experts"} | shared | ({"gate"} if layer.routed.shared_gate else set[str]())
 
 
 @pytest.mark.fuzz
@@ -215,7 +266,7 @@ def test_every_op(
     )  # fmt: skip
     pair = Pair(plan, isa, threads, exact, seed)
     seen = pair.run(Pass("prefill", (batch,), None), np.random.default_rng(seed), not exact)
-    assert seen == {"gather", "embed", "norm", "qkv", "attend", "out", "ffn", "merge", "head"}
+    assert seen == {"gather", "embed", "norm", "qkv", "attend", "out", "merge", "head"} | ffn_ops(spec.layers[0])
     pair.close()
 
 

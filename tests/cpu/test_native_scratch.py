@@ -64,7 +64,7 @@ def test_plans_say_what_the_kernels_say(made: tuple[Layer, dict[str, Part]], row
     for n in {1, attn.granules}:
         assert said.out_bytes(o, n, rows) == _native.out_scratch(cpu.matrix(o), n, rows)
     for n in {1, ffn.granules}:
-        assert said.ffn_bytes(ffn, n, rows) == _native.ffn_scratch(cpu.ffn_shape(ffn, layer), n, rows)
+        assert said.ffn_bytes(ffn, n, rows) == _native.ffn_scratch(cpu.ffn_shape(ffn, layer.ffns[0]), n, rows)
     qkv = _native.qkv_scratch(cpu.qkv_shape(attn, a, norm), heads, rows)
     assert said.qkv_bytes(attn, a, a.kv_heads, rows) == qkv
     assert said.attend_bytes(a, fmt, rows) == _native.attend_scratch(heads, cache, rows)

@@ -20,6 +20,7 @@ from penstock.store.pack import pack, verify
 from penstock.store.packed import TOKENIZER_PEAK, Packed, open_packed
 from penstock.store.quantize import decode, encode, fields
 from tests.cpu.checkpoints import (
+    EXPERTS,
     LLAMA,
     OPT,
     PHI3,
@@ -28,6 +29,7 @@ from tests.cpu.checkpoints import (
     random_tensors,
     save_checkpoint,
     save_tensors,
+    stacked_tensors,
 )
 from tests.xxh3 import xxh3_64
 
@@ -69,15 +71,15 @@ def assert_padding_is_zero(raw: Array, block: Block) -> None:
 
 def expected_block(packed: Packed, tensors: dict[str, Array], part: Part, block: Block, g: int) -> Array:
     """What the checkpoint holds at that place, cut short at the end: float32 [r, c]."""
-    name, axis, offset = sources(packed.spec)[part.key, block.name]
-    tensor = tensors[name].astype(np.float32)
-    extent = block.cols if axis == 1 or block.rows == 1 else block.rows
+    source, (expert, nth) = sources(packed.spec)[part.key, block.name], divmod(g, part.expert_granules)
+    tensor = tensors[source.of_expert(expert)].astype(np.float32)
+    extent = block.cols if source.axis == 1 or (block.rows == 1 and not block.tiled) else block.rows
     total = extent * part.rows // part.granule_rows
-    lo, hi = offset + g * extent, offset + min((g + 1) * extent, total)
-    return tensor[:, lo:hi] if axis == 1 else np.atleast_2d(tensor[lo:hi])
+    lo, hi = source.offset + nth * extent, source.offset + min((nth + 1) * extent, total)
+    return tensor[:, lo:hi] if source.axis == 1 else np.atleast_2d(tensor[lo:hi])
 
 
-@pytest.mark.parametrize("config", [LLAMA, PHI3, OPT], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize("config", [LLAMA, PHI3, OPT, *EXPERTS.values()], ids=lambda config: config["model_type"])
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
 def test_by_default_every_number_is_kept(tmp_path: Path, config: dict[str, Any], dtype: str) -> None:
     tensors = save_checkpoint(tmp_path / "src", config, dtype=dtype)
@@ -89,6 +91,17 @@ def test_by_default_every_number_is_kept(tmp_path: Path, config: dict[str, Any],
         r, c = expected.shape
         assert np.array_equal(found[:r, :c], expected), (part.key, block.name, g)
         assert not found[r:].any() and not found[:, c:].any()
+
+
+@pytest.mark.parametrize("name", ["float32", "int4"])
+@pytest.mark.parametrize("config", EXPERTS.values(), ids=lambda config: config["model_type"])
+def test_experts_in_one_tensor_are_the_same(tmp_path: Path, config: dict[str, Any], name: str) -> None:
+    """All experts of a layer as one tensor with three axes, or each by itself: the same packed bytes."""
+    apart = save_checkpoint(tmp_path / "apart", config)
+    save_checkpoint(tmp_path / "stacked", config, stacked_tensors(config, apart))
+    made = [pack(tmp_path / how, tmp_path / f"packed-{how}", parse_format(name)) for how in ("apart", "stacked")]
+    contents = [{n: c for n, c in folder_bytes(folder).items() if n.endswith(".safetensors")} for folder in made]
+    assert contents[0] == contents[1] and contents[0]
 
 
 @pytest.mark.parametrize("name", ["int4", "int8-g32", "bfloat16"])

@@ -18,6 +18,7 @@ from penstock.runtime.device import Device
 from penstock.runtime.movers import Load
 from penstock.serve.session import Running, Session
 from penstock.spec.format import parse_format
+from penstock.spec.parts import FFNS
 from penstock.spec.plan import Plan
 from penstock.store.packed import Packed, open_packed
 from penstock.store.synth import synth
@@ -30,7 +31,14 @@ KV_FORMATS = ("float32", "int8", "int4-g32")
 # How far families of kernels may be from each other. Where one rounds a number of the cache up and another down, the
 # logits differ by as much as a step of the format makes.
 NEAR = {"float32": 1e-4, "int8": 2e-2, "int4-g32": 0.3}
-FORMATS = {"llama": "float32", "qwen3": "int4", "gemma2": "int8", "opt": "bfloat16"}
+FORMATS = {
+    "llama": "float32",
+    "qwen3": "int4",
+    "gemma2": "int8",
+    "opt": "bfloat16",
+    "qwen2_moe": "int4",
+    "olmoe": "float32",
+}
 
 
 def near(name: str, kv: str) -> float:
@@ -86,7 +94,7 @@ def test_any_placement_gives_the_same_bits(
     name = data.draw(st.sampled_from(sorted(models)))
     packed = models[name]
     kv = data.draw(st.sampled_from(KV_FORMATS))
-    plan = data.draw(random_plans(packed.spec, packed.weights, batch_seqs=2, kv=kv))
+    plan = data.draw(random_plans(packed.spec, packed.weights, cached=True, batch_seqs=2, kv=kv))
     assert np.isfinite(oracle[name, kv]).all()
     overlapped = run(packed, plan, poisoned=True)
     assert np.array_equal(overlapped, oracle[name, kv])
@@ -102,7 +110,7 @@ def test_batches_share_a_pass(
     name = data.draw(st.sampled_from(sorted(models)))
     packed = models[name]
     kv = data.draw(st.sampled_from(KV_FORMATS))
-    plan = data.draw(random_plans(packed.spec, packed.weights, batch_seqs=1, batches_per_pass=2, kv=kv))
+    plan = data.draw(random_plans(packed.spec, packed.weights, cached=True, batch_seqs=1, batches_per_pass=2, kv=kv))
     assert np.abs(run(packed, plan, poisoned=True) - oracle[name, kv]).max() <= near(name, kv)
 
 
@@ -186,9 +194,9 @@ def _streaming(packed: Packed, kv: str = "float32") -> Plan:
     from tests.plans import make_plan
 
     units = [
-        Unit(p.key, lo, lo + 1, "disk0" if p.kind in ("attn", "ffn") else "host", "host", "host")
+        Unit(p.key, lo, lo + p.least_granules, "disk0" if p.kind in ("attn", *FFNS) else "host", "host", "host")
         for p in packed.parts.values()
-        for lo in range(p.granules)
+        for lo in range(0, p.granules, p.least_granules)
     ]
-    ring = 3 * max(p.granule_bytes for p in packed.parts.values())
+    ring = 3 * max(p.least_bytes for p in packed.parts.values())
     return make_plan(packed.spec, packed.weights, units, ring_bytes={"host": ring}, batch_seqs=2, kv=kv)

@@ -16,7 +16,17 @@ from penstock.errors import BrokenModel
 from penstock.models import model_types
 from penstock.store.checkpoint import INDEX
 from penstock.store.pack import pack
-from tests.cpu.checkpoints import LLAMA, OPT, PHI3, Array, random_tensors, save_checkpoint, save_tensors, save_tokenizer
+from tests.cpu.checkpoints import (
+    EXPERTS,
+    LLAMA,
+    OPT,
+    PHI3,
+    Array,
+    random_tensors,
+    save_checkpoint,
+    save_tensors,
+    save_tokenizer,
+)
 from tests.cpu.commands import Call, here, refused
 
 TIED = {**LLAMA, "tie_word_embeddings": True}
@@ -25,6 +35,7 @@ CONFIGS = {
     "gemma2": {**LLAMA, "model_type": "gemma2", "query_pre_attn_scalar": 12},
     "phi3": PHI3,
     "opt": OPT,
+    **EXPERTS,
 }
 LAYER = "model.layers.0."
 ATTENTION, FFN = LAYER + "self_attn.", LAYER + "mlp."
@@ -68,6 +79,22 @@ def test_a_config_of_fewer_layers(name: str, tmp_path: Path) -> None:
     assert "layers.3." in message and message.endswith(
         "is of layer 3, counted from 0; config.json says num_hidden_layers 3"
     )
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_config_of_fewer_experts(name: str, tmp_path: Path) -> None:
+    config = EXPERTS[name]
+    key = next(k for k in ("num_experts", "num_local_experts", "n_routed_experts") if k in config)
+    more = random_tensors({**config, key: config[key] + 3, "n_group": 1, "topk_group": 1})
+    extra = {tensor: values for tensor, values in more.items() if f"experts.{config[key]}." in tensor}
+    assert extra and f"experts.{config[key]}." in not_packed(tmp_path, config, extra)
+
+
+def test_layers_that_guess_tokens_ahead(tmp_path: Path) -> None:
+    """GLM's checkpoints have one behind the last layer. It is not used, and that is said."""
+    config = {**EXPERTS["glm4_moe"], "num_nextn_predict_layers": 1}
+    more = random_tensors({**config, "num_hidden_layers": 3})
+    assert "not used" in packed(tmp_path, config, more)[0]
 
 
 def test_a_run_of_it(call: Call, tmp_path: Path) -> None:

@@ -155,7 +155,16 @@ REAL = [
 
 BY_NAME = {real.name: real.config for real in REAL}
 # The least that each type needs, in an odd shape. (Some types default to more KV heads than these have heads.)
+_MOE = {"moe_intermediate_size": 44, "num_key_value_heads": 2}
+_TINY_KEYS: dict[str, dict[str, Any]] = {
+    "opt": {},
+    "glm4_moe": {**_MOE, "n_routed_experts": 9},
+    "mixtral": {"num_local_experts": 3, "num_key_value_heads": 2},
+    "olmoe": {"num_experts": 5, "num_experts_per_tok": 2, "num_key_value_heads": 2},
+    "qwen2_moe": {**_MOE, "num_experts": 5, "shared_expert_intermediate_size": 100},
+    "qwen3_moe": {**_MOE, "num_experts": 9},
+}
 TINY = {
-    model_type: config(model_type, 80, 3, 4, 172, 203, **({} if model_type == "opt" else {"num_key_value_heads": 2}))
-    for model_type in ("gemma2", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3")
+    model_type: config(model_type, 80, 3, 4, 172, 203, **_TINY_KEYS.get(model_type, {"num_key_value_heads": 2}))
+    for model_type in sorted({"gemma2", "llama", "mistral", "phi3", "qwen2", "qwen3", *_TINY_KEYS})
 }

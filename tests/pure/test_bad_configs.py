@@ -51,7 +51,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"sliding_attention": {}}}, "rope_parameters.full_attention is missing"),
 ]  # fmt: skip
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "gpt_neox"}, "model_type 'gpt_neox' is not one of gemma2, llama, mistral, opt, phi3, qwen2, qwen3"),
+    ({"model_type": "gpt_neox"}, "model_type 'gpt_neox' is not one of gemma2, glm4_moe, llama, mistral, mixtral"),
     ({"model_type": "../x"}, "is not one of gemma2"),
     ({"model_type": "hf"}, "is not one of gemma2"),
     ({"model_type": "codec"}, "is not one of gemma2"),

@@ -57,6 +57,12 @@ PUBLISHED = {
     "relullama-13b": 13.0,
     "relullama-70b": 69.0,
     "yi-1.5-34b": 34.4,
+    "glm-4.5-air": 106.0,
+    "mixtral-8x7b": 46.7,
+    "mixtral-8x22b": 141.0,
+    "olmoe-1b-7b": 6.92,
+    "qwen3-30b-a3b": 30.5,
+    "qwen3-235b-a22b": 235.0,
 }
 SOURCES = (Path(penstock.__file__).parent / "shapes" / "SOURCES.md").read_text(encoding="utf-8")
 ROWS = {cells[1]: cells for line in SOURCES.splitlines() if (cells := [c.strip() for c in line.split("|")])[2:]}

@@ -84,7 +84,7 @@ def test_a_synthetic_profile_is_as_published(name: str, active: float, in_one: f
     spec = shape(name)
     profile = activity.published(spec)
     assert profile is not None and len(profile.layers) == len(spec.layers)
-    assert all(len(layer) == -(-spec.layers[0].ffn.neurons // 64) for layer in profile.layers)
+    assert all(len(layer) == -(-spec.layers[0].ffns[0].neurons // 64) for layer in profile.layers)
     assert profile.mean == pytest.approx(active, rel=0.01)
     assert activity.hottest(profile.layers[:1], 0.8) == pytest.approx(in_one, abs=0.01)
     assert activity.hottest(profile.layers, 0.8) == pytest.approx(in_all, abs=0.005)
@@ -112,7 +112,7 @@ def test_predictors_have_the_sizes_of_table_6() -> None:
         spec = shape(name)
         profile = activity.published(spec)
         assert profile is not None
-        rows = spec.d_model + spec.layers[0].ffn.neurons
+        rows = spec.d_model + spec.layers[0].ffns[0].neurons
         found = sum(activity.predictor_rank(spec.d_model, sum(f) / len(f)) for f in profile.layers) * rows
         assert found == pytest.approx(published, rel=0.25), name  # OPT's two differ by 0.168 to 0.119
 

@@ -7,19 +7,31 @@ the operands' modes (`operand`).
 
 from typing import Any, NamedTuple
 
-from penstock.graph.ops.cost import active_cost, attend_cost, block_bytes, block_weights, matrix_cost, rows_cost
+from penstock.graph.ops.cost import (
+    active_cost,
+    attend_cost,
+    block_bytes,
+    block_weights,
+    experts_cost,
+    matrix_cost,
+    rows_cost,
+)
 from penstock.graph.ops.definitions import (
     FFN_BLOCKS,
     OUT_BLOCKS,
     PREDICTOR_BLOCKS,
     QKV_BLOCKS,
+    ROUTER_BLOCKS,
     TOLERANCES,
     VOCAB_BLOCKS,
     Attend,
+    Combine,
     Copy,
     Embed,
+    Experts,
     Fetch,
     Ffn,
+    Gate,
     Gather,
     Head,
     KvLoad,
@@ -31,22 +43,24 @@ from penstock.graph.ops.definitions import (
     Out,
     Predict,
     Qkv,
+    Route,
     Sync,
 )  # fmt: skip
 from penstock.graph.ops.operand import Operand, Slot, operands_of
 
 __all__ = [
-    "FFN_BLOCKS", "NAMES", "OPS", "OUT_BLOCKS", "PLANNED", "PREDICTOR_BLOCKS", "QKV_BLOCKS", "VOCAB_BLOCKS",
-    "Attend", "Copy", "Embed", "Fetch", "Ffn", "Gather", "Head", "KvLoad", "KvMove", "KvSave", "LayerOp", "Lift",
-    "Load", "Merge", "Norm", "Op", "Operands", "Out", "Predict", "Qkv", "Slot", "Sync", "WithUnit", "active_cost",
-    "attend_cost", "block_bytes", "block_weights", "matrix_cost", "rows_cost", "slots_of",
+    "FFN_BLOCKS", "NAMES", "OPS", "OUT_BLOCKS", "PLANNED", "PREDICTOR_BLOCKS", "QKV_BLOCKS", "ROUTER_BLOCKS",
+    "VOCAB_BLOCKS", "Attend", "Combine", "Copy", "Embed", "Experts", "Fetch", "Ffn", "Gate", "Gather", "Head", "KvLoad",
+    "KvMove", "KvSave", "LayerOp", "Lift", "Load", "Merge", "Norm", "Op", "Operands", "Out", "Predict", "Qkv", "Route",
+    "Slot", "Sync", "WithUnit", "active_cost", "attend_cost", "block_bytes", "block_weights", "experts_cost",
+    "matrix_cost", "rows_cost", "slots_of",
 ]  # fmt: skip
 
-LayerOp = Qkv | Attend | Out | Ffn | Merge
+LayerOp = Qkv | Attend | Out | Ffn | Route | Experts | Combine | Gate | Merge
 KvMove = KvLoad | KvSave
-WithUnit = Qkv | Out | Ffn | Head  # they multiply with a unit's weights
+WithUnit = Qkv | Out | Ffn | Experts | Head  # they multiply with a unit's weights
 Operands = (
-    Gather | Fetch | Embed | Norm | Qkv | Attend | Out | Ffn | Predict | Merge | Head
+    Gather | Fetch | Embed | Norm | Qkv | Attend | Out | Ffn | Route | Experts | Combine | Gate | Predict | Merge | Head
     | Copy | Load | Lift | KvLoad | KvSave | Sync
 )  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.graph.batch import Batch
-from penstock.spec.model import Attention, ModelSpec
+from penstock.spec.model import Attention, ModelSpec, Routed
 from penstock.spec.parts import Part
 
 
@@ -20,6 +20,18 @@ def block_bytes(part: Part, lo: int, hi: int, names: tuple[str, ...]) -> int:
 def matrix_cost(part: Part, lo: int, hi: int, names: tuple[str, ...], rows: int) -> tuple[int, int]:
     """(bytes read, flops) of multiplying `rows` rows with the named blocks of granules lo..hi."""
     return block_bytes(part, lo, hi, names), 2 * rows * block_weights(part, lo, hi, names)
+
+
+def experts_cost(
+    part: Part, routed: Routed, lo: int, hi: int, names: tuple[str, ...], rows: int
+) -> tuple[int, int, int]:
+    """(bytes read, flops, rows of an expert) of the experts in granules lo..hi for `rows` rows, as expected where every
+    expert is as likely as any other: those that no row goes to are not read."""
+    share = (hi - lo) // part.expert_granules / routed.experts
+    wanted = share * (1 - (1 - routed.active / routed.experts) ** rows) * routed.experts  # experts, by some row
+    pairs = share * rows * routed.active
+    nbytes, flops = matrix_cost(part, 0, part.expert_granules, names, 1)
+    return max(1, round(wanted * nbytes)), max(1, round(pairs * flops)), max(1, round(pairs / wanted))
 
 
 def active_cost(cost: tuple[int, int], active: float) -> tuple[int, int]:

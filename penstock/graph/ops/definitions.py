@@ -3,7 +3,9 @@
 Shapes: T rows of the batch, D d_model, H heads, K KV heads, E head_dim, N neurons, P page_tokens, V vocab, n rows whose
 logits are wanted. tokens int32 [T]; rows float32 [T, d_embed]; x, h, partial, pending float32 [T, D] (h of the head
 [n, max(D, d_embed)]); q, a float32 [T, H, E]; keys, values [pages, K, P, E] in the KV format, laid out as
-spec/format.py says; active uint8 [T, N]; logits float32 [n, V].
+spec/format.py says; active uint8 [T, N]; logits float32 [n, V]. X experts, A of a token; routes: int32 [T, A], the
+experts of each row upwards; float32 [T, A], what multiplies their outputs; float32 [T], what multiplies the shared
+expert's.
 """
 
 from typing import Any, NamedTuple
@@ -25,6 +27,7 @@ QKV_BLOCKS = ("q", "k", "v", "q_bias", "k_bias", "v_bias")
 OUT_BLOCKS = ("o",)
 FFN_BLOCKS = ("gate", "up", "down", "gate_bias", "up_bias")
 PREDICTOR_BLOCKS = ("hidden", "neurons")
+ROUTER_BLOCKS = ("scores", "bias", "shared_gate")
 VOCAB_BLOCKS = ("rows",)
 
 # -- the model's ends -------------------------------------------------------------------------------
@@ -136,6 +139,54 @@ class Ffn(NamedTuple):
     active: Reads = ()
 
 
+class Route(NamedTuple):
+    """routes = which experts each row goes to, by the router's scores of h, and what multiplies their outputs."""
+
+    weights: Read
+    h: Read
+    routes: Write
+    scratch: Scratch
+    layer: int
+
+
+class Experts(NamedTuple):
+    """partial (+)= Σ routes' weight · FFN of the expert, over some experts. A row's sum has one order, upwards: so
+    calls that add to `partial` come by rising experts. With `outputs` (one slot, or none: float32 [T, A, D]) each FFN
+    is kept there instead, in any order, until `Combine`.
+
+    `first_experts`: of each slot of weights, which hold whole experts. `starts_sum`: this call is the first addend.
+    `expert_rows`: about so many rows go to an expert that has any."""
+
+    weights: Reads
+    h: Read
+    routes: Read
+    partial: Added
+    outputs: Writes
+    scratch: Scratch
+    layer: int
+    first_experts: tuple[int, ...]
+    starts_sum: bool
+    expert_rows: int
+
+
+class Combine(NamedTuple):
+    """partial (+)= Σ routes' weight · outputs, experts upwards. `starts_sum`: this is the first addend."""
+
+    routes: Read
+    outputs: Read
+    partial: Added
+    layer: int
+    starts_sum: bool
+
+
+class Gate(NamedTuple):
+    """partial, which holds what the shared expert gave, times its weight of `routes`."""
+
+    routes: Read
+    partial: Added
+    layer: int
+
+
 class Predict(NamedTuple):
     """active = whether a row needs a neuron of the layer's FFN. Only planned so far: no kernel does it."""
 
@@ -169,9 +220,13 @@ class Copy(NamedTuple):
 
 
 class Load(NamedTuple):
-    """A unit from its disk into a ring."""
+    """Granules lo..hi of a unit's part from its disk into a ring or a cache. `asked`: where stands what asked for them,
+    since nobody knows of them before that is written."""
 
     target: Write
+    lo: int
+    hi: int
+    asked: Reads = ()
 
 
 class Lift(NamedTuple):
@@ -212,6 +267,7 @@ class Sync(NamedTuple):
 # How far an implementation may be from the reference, of the largest number in a row.
 TOLERANCES: dict[type[Any], float] = {
     Gather: 1e-6, Fetch: 1e-6, Embed: SUMS, Norm: SUMS, Qkv: EXPONENTIALS, Attend: EXPONENTIALS, Out: SUMS,
-    Ffn: EXPONENTIALS, Predict: SUMS, Merge: SUMS, Head: SUMS,
+    Ffn: EXPONENTIALS, Route: EXPONENTIALS, Experts: EXPONENTIALS, Combine: SUMS, Gate: SUMS, Predict: SUMS,
+    Merge: SUMS, Head: SUMS,
     Copy: BYTES, Load: BYTES, Lift: BYTES, KvLoad: BYTES, KvSave: BYTES, Sync: BYTES,
 }  # fmt: skip

@@ -18,7 +18,7 @@ from penstock.kernels.gpu.choose import Kernels
 from penstock.kernels.gpu.memory import Scratch, table, vector
 from penstock.kernels.gpu.product import add_up, hidden, spread
 from penstock.kernels.gpu.widen import take_rows
-from penstock.spec.model import Layer, ModelSpec, Norm
+from penstock.spec.model import Ffn, Layer, ModelSpec, Norm
 from penstock.spec.parts import Part
 
 
@@ -84,7 +84,7 @@ def named_norm(
 
 
 def ffn(
-    weights: Tensor, part: Part, layer: Layer, h: Tensor, partial: Tensor, first: bool, kernels: Kernels,
+    weights: Tensor, part: Part, shape: Ffn, h: Tensor, partial: Tensor, first: bool, kernels: Kernels,
     scratch: Scratch,
 ) -> None:  # fmt: skip
     """partial [T, D] (+)= down · act(gate h) * (up h) over a unit's granules, h [T, D].
@@ -98,7 +98,7 @@ def ffn(
         scratch.rewind(mark)
         some = weights[lo : lo + step]
         gate, up = (scratch.take((t, some.shape[0] * width)) for _ in range(2))
-        found = hidden(h, some, part, layer.ffn, gate, up, kernels, scratch)
+        found = hidden(h, some, part, shape, gate, up, kernels, scratch)
         add_up(found, some, part.block("down"), partial, first and lo == 0, kernels, scratch)
     scratch.rewind(mark)
 

@@ -27,18 +27,18 @@ def qkv(
     turn: tuple[Float32, Float32] | None, batch: Batch, tables: Tables, q: Float32, keys: KvPool,
     values: KvPool, scratch: Scratch,
 ) -> None:  # fmt: skip
-    """Projects h [T, D] for the KV heads lo…, adds biases, norms and turns q and k, and stores k and v.
+    """Projects h [T, D] for the granules lo…, adds biases, norms and turns q and k, and stores k and v.
 
-    weights [heads, granule_bytes]; `turn`: cos and sin [T, dims / 2] or None; q [T, H, E] is written.
+    weights [granules, granule_bytes], each of one KV head, or of all; `turn`: cos and sin [T, dims / 2] or None; q
+    [T, H, E] is written.
     """
     t, g, e = h.shape[0], a.heads_per_kv, a.head_dim
-    start = scratch.mark()
+    start, heads = scratch.mark(), part.granule_rows
     qk_norm = Norm("rms", norm.eps)
-    for i, granule in enumerate(weights):
-        head = lo + i
+    for head, granule in zip(range(lo * heads, a.kv_heads, heads), weights, strict=False):
         scratch.rewind(start)
         made = {}
-        for name, width in (("q", g * e), ("k", e), ("v", e)):
+        for name, width in (("q", heads * g * e), ("k", heads * e), ("v", heads * e)):
             out = scratch.take((t, width))
             multiply(h, granule, part.block(name), out, scratch)
             if part.has(name + "_bias"):
@@ -47,13 +47,15 @@ def qkv(
         if a.qk_norm:
             for name in ("q", "k"):
                 weight = vector(norms, norms_part.block(name + "_norm"))
-                normalise(made[name], qk_norm, weight, None, made[name])
+                normed = made[name].reshape(t, -1) if a.norms_all_heads else made[name]
+                normalise(normed, qk_norm, weight, None, normed)
         if turn is not None:
             rope.rotate(made["q"], *turn)
             rope.rotate(made["k"], *turn)
-        q[:, head * g : (head + 1) * g] = made["q"]
-        _store(keys, made["k"][:, 0], head, batch, tables)
-        _store(values, made["v"][:, 0], head, batch, tables)
+        q[:, head * g : (head + heads) * g] = made["q"]
+        for i in range(heads):
+            _store(keys, made["k"][:, i], head + i, batch, tables)
+            _store(values, made["v"][:, i], head + i, batch, tables)
     scratch.rewind(start)
 
 
@@ -146,10 +148,10 @@ def out(
     weights: Bytes, part: Part, lo: int, a: Attention, heads_out: Float32, partial: Float32, first: bool,
     scratch: Scratch,
 ) -> None:  # fmt: skip
-    """partial [T, D] (+)= attention output of the KV heads lo… · o, head by head."""
+    """partial [T, D] (+)= attention output of the granules lo… · o, granule by granule."""
     if first:
         partial[...] = 0
-    g, t = a.heads_per_kv, heads_out.shape[0]
+    g, t = a.heads_per_kv * part.granule_rows, heads_out.shape[0]
     start = scratch.mark()
     for i, granule in enumerate(weights):
         scratch.rewind(start)

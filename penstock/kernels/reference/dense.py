@@ -20,7 +20,7 @@ from penstock.kernels.reference.matrix import (
     vector,
     widen_plain,
 )
-from penstock.spec.model import Layer, ModelSpec, Norm
+from penstock.spec.model import Ffn, Layer, ModelSpec, Norm
 from penstock.spec.parts import SUM_GRANULES, Part
 
 
@@ -133,7 +133,7 @@ class FfnSum(NamedTuple):
     keeps: bool
 
 
-def ffn(weights: Bytes, part: Part, lo: int, layer: Layer, h: Float32, out: FfnSum, scratch: Scratch) -> None:
+def ffn(weights: Bytes, part: Part, lo: int, shape: Ffn, h: Float32, out: FfnSum, scratch: Scratch) -> None:
     """partial [T, D] (+)= down · act(gate h) * (up h); weights [n, granule_bytes], granules lo … of the layer."""
     if out.first:
         out.partial[...] = 0
@@ -146,14 +146,14 @@ def ffn(weights: Bytes, part: Part, lo: int, layer: Layer, h: Float32, out: FfnS
         multiply(h, granule, part.block("up"), up, scratch)
         if part.has("up_bias"):
             up += vector(granule, part.block("up_bias"))
-        if layer.ffn.gated:
+        if shape.gated:
             gate = scratch.take((t, width))
             multiply(h, granule, part.block("gate"), gate, scratch)
             if part.has("gate_bias"):
                 gate += vector(granule, part.block("gate_bias"))
-            up *= activate(gate, layer.ffn.activation)
+            up *= activate(gate, shape.activation)
         else:
-            activate(up, layer.ffn.activation)
+            activate(up, shape.activation)
         multiply(up, granule, part.block("down"), out.pending, scratch, add=True)
         last = g == lo + len(weights) - 1
         if ((g + 1) % SUM_GRANULES == 0 or last) and not (last and out.keeps):

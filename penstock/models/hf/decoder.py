@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from penstock.models.hf.config import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Config, short
 from penstock.models.hf.names import TensorSource, sources_of
 from penstock.models.hf.rope import LLAMA_RULES, RopeRules, rope_of
-from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
+from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Routed
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -65,6 +65,7 @@ class Details:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    norms_all_heads: bool = False
     scale: float | None = None
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
@@ -83,9 +84,10 @@ def decoder(
     *,
     window: int | None = None,
     layer_types: Sequence[str] | None = None,
+    routed: Sequence[Routed | None] | None = None,
 ) -> ModelSpec:
     """The spec of a llama-like model. `window` holds in the layers whose type is sliding (in all layers
-    where `layer_types` is None). Raises BrokenModel."""
+    where `layer_types` is None). `routed`: the experts of each layer, None for a dense one. Raises BrokenModel."""
     d_model = config.whole("hidden_size", hi=MAX_WIDTH)
     max_positions = config.whole("max_position_embeddings", defaults.max_positions)
     vocab = config.whole("vocab_size", hi=MAX_VOCAB)
@@ -94,21 +96,22 @@ def decoder(
     elif SLIDING in layer_types and window is None:
         raise config.broken("sliding_window", f"is not set (or not in use), but layer_types has {SLIDING}")
 
-    ffn = Ffn(
-        neurons=config.whole("intermediate_size", hi=MAX_WIDTH),
-        activation=config.activation(details.activation_key, defaults.activation),
-        gated=True,
-        up_bias=details.mlp_bias,
-        down_bias=details.mlp_bias,
-    )
-    kinds = {
-        kind: Layer(
-            attention=_attention(config, defaults, details, d_model, max_positions, kind, window),
-            ffn=ffn,
-            norm_out=details.norm_out,
+    ffns: list[Ffn | Routed | None] = list(routed or [None] * len(layer_types))
+    if None in ffns:
+        dense = Ffn(
+            neurons=config.whole("intermediate_size", hi=MAX_WIDTH),
+            activation=config.activation(details.activation_key, defaults.activation),
+            gated=True,
+            up_bias=details.mlp_bias,
+            down_bias=details.mlp_bias,
         )
-        for kind in sorted(set(layer_types))
-    }
+        ffns = [dense if ffn is None else ffn for ffn in ffns]
+    kinds: dict[tuple[str, Ffn | Routed | None], Layer] = {}  # alike layers are one object
+    for kind, ffn in zip(layer_types, ffns, strict=True):
+        assert ffn is not None
+        if (kind, ffn) not in kinds:
+            attention = _attention(config, defaults, details, d_model, max_positions, kind, window)
+            kinds[kind, ffn] = Layer(attention=attention, ffn=ffn, norm_out=details.norm_out)
     return ModelSpec(
         model_type=model_type,
         dtype=config.dtype(),
@@ -116,7 +119,7 @@ def decoder(
         d_model=d_model,
         d_embed=d_model,
         max_positions=max_positions,
-        layers=tuple(kinds[kind] for kind in layer_types),
+        layers=tuple(kinds[kind, ffn] for kind, ffn in zip(layer_types, ffns, strict=True)),
         norm=Norm("rms", config.real("rms_norm_eps", defaults.eps, lo=0.0, hi=1.0), details.norm_offset),
         final_norm=True,
         tied=config.flag("tie_word_embeddings", defaults.tied),
@@ -182,5 +185,6 @@ def _attention(
         qkv_bias=details.qkv_bias,
         out_bias=details.out_bias,
         qk_norm=details.qk_norm,
+        norms_all_heads=details.norms_all_heads,
         rope=rope_of(config, details.rope, head_dim, max_positions, layer_type),
     )

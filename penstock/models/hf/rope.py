@@ -19,11 +19,13 @@ _ORIGINAL = "original_max_position_embeddings"
 @dataclass(frozen=True, slots=True)
 class RopeRules:
     """What differs between types: the kinds a type knows, other names for them, whether a part of each head
-    may be rotated, and the original context length of a config that does not say (0: its whole length)."""
+    may be rotated (`share` of it where the config does not say), and the original context length of a config that does
+    not say (0: its whole length)."""
 
     kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "longrope")
     aliases: dict[str, str] = field(default_factory=dict)
     partial: bool = False
+    share: float = 1.0
     original: int = 0
 
 
@@ -93,7 +95,7 @@ def _scaling(config: Config, layer_type: str) -> Config:
 
 
 def _dims(holder: Config, rules: RopeRules, head_dim: int) -> int:
-    share = holder.real("partial_rotary_factor", 1.0, hi=1.0) if holder.has("partial_rotary_factor") else 1.0
+    share = holder.real("partial_rotary_factor", hi=1.0) if holder.has("partial_rotary_factor") else rules.share
     if share != 1.0 and not rules.partial:
         raise holder.unsupported("partial_rotary_factor", f"{share:g} is not supported for this model_type")
     dims = int(head_dim * share)

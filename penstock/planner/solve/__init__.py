@@ -63,8 +63,10 @@ def candidates(problem: Problem, every: bool = False, may_plan: bool = False) ->
 
     The solvers are imported when they apply: a run without a device would wait 25 ms for nothing.
     """
-    found = False
-    if problem.has_device:
+    found, dense = False, not problem.spec.is_routed
+    if problem.ask.use_device and problem.has_device and not dense:
+        raise BadRequest("experts are computed by the CPU alone in this version: give --device none")
+    if problem.has_device and dense:
         from penstock.planner.solve import llama_cpp, pipo, powerinfer, scheinfer
         from penstock.planner.solve.ours import device
 
@@ -77,7 +79,9 @@ def candidates(problem: Problem, every: bool = False, may_plan: bool = False) ->
         if found:
             for solver in (scheinfer, llama_cpp, pipo, *((powerinfer,) if every or may_plan else ())):
                 yield from solver.candidates(problem)
-    if problem.ask.objective == "throughput":  # blocks of many batches: who waits for a first token has no use for them
+    if (
+        problem.ask.objective == "throughput" and dense
+    ):  # blocks of many batches: who waits for a first token has no use for them
         from penstock.planner.solve import flexgen
 
         for candidate in flexgen.candidates(problem):

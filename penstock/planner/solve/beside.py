@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.graph.arenas import ARENA_ALIGN
-from penstock.planner.solve.fill import MIN_CHUNK_ROWS, PINNED, UNIT_BYTES, Kv, Resident, Run, filled, units
+from penstock.planner.solve.fill import MIN_CHUNK_ROWS, UNIT_BYTES, Kv, Resident, Run, filled, units
 from penstock.planner.solve.problem import Problem, spare_bytes
-from penstock.spec.parts import Part
+from penstock.spec.parts import PINNED, Part
 from penstock.spec.places import DISK, GPU, HOST, Executor, Tier, is_disk
 from penstock.spec.plan import Plan, Predictor, Unit
 from penstock.units import MIB, format_bytes, round_up
@@ -155,7 +155,7 @@ class DeviceSkeleton:
 
 def device_skeleton(problem: Problem, split: Split, chunk_rows: int) -> DeviceSkeleton:
     """With rings of the usual sizes, smaller on a small device, and none too small for the largest granule twice."""
-    largest = max(part.granule_bytes for part in problem.parts.values() if part.kind not in PINNED)
+    largest = max(part.least_bytes for part in problem.parts.values() if part.kind not in PINNED)
 
     def whole(nbytes: int) -> int:
         return max(nbytes, 2 * largest) // ARENA_ALIGN * ARENA_ALIGN + (ARENA_ALIGN if largest % ARENA_ALIGN else 0)

@@ -15,7 +15,7 @@ from penstock.planner.cost import Cost
 from penstock.planner.predict import Prediction
 from penstock.planner.shorten import streamed
 from penstock.spec.ask import Ask
-from penstock.spec.parts import head_key
+from penstock.spec.parts import FFNS, head_key
 from penstock.spec.places import GPU, Lane, disk_of, is_disk, kernels_of
 from penstock.spec.plan import Plan, Unit
 
@@ -79,7 +79,7 @@ def _busiest_s(plan: Plan, cost: Cost, wanted: Sequence[_Pass]) -> list[float]:
     kinds = {
         key: (part.kind, id(spec.layers[part.layer]), part.granules)
         for key, part in plan.parts.items()
-        if part.kind in ("attn", "ffn") or key == head_key(spec)
+        if part.kind in ("attn", *FFNS) or key == head_key(spec)
     }
     known: dict[tuple[object, ...], list[tuple[dict[str, float], str, float]]] = {}  # of thousands of units few differ
     for unit in plan.units:
@@ -119,14 +119,20 @@ def _attention_s(plan: Plan, cost: Cost, p: _Pass) -> Iterator[tuple[Lane, float
 def _unit_s(plan: Plan, unit: Unit, cost: Cost, p: _Pass) -> Iterator[tuple[Lane, float]]:
     """(lane, seconds) of a unit."""
     part, executor, home, rows = plan.parts[unit.part], unit.executor(p.purpose), unit.home, p.rows
+    cached = {f"{cache.layer}.experts" for cache in plan.caches}
     if p.purpose == "prefill" and part.layer < 0:
         return  # the head: few of a prompt's rows need it
     lane = kernels_of(executor)
     fmt, nbytes, active = part.format.kind, plan.unit_bytes(unit), unit.active if p.purpose == "decode" else 1.0
-    calls = ((op, ops.matrix_cost(part, unit.lo, unit.hi, blocks, rows)) for op, blocks in _CALLS[part.kind])
-    seconds = (cost.least_s(lane, op, fmt, rows, active * read, active * flops) for op, (read, flops) in calls)
-    yield lane, p.batches * sum(seconds)
-    if is_disk(home):
+    routed = plan.target.spec.layers[part.layer].routed
+    if part.kind == "experts" and routed is not None:
+        read, flops, expert_rows = ops.experts_cost(part, routed, unit.lo, unit.hi, ops.FFN_BLOCKS, rows)
+        yield lane, p.batches * cost.least_s(lane, "experts", fmt, expert_rows, read, flops)
+    else:
+        calls = ((op, ops.matrix_cost(part, unit.lo, unit.hi, blocks, rows)) for op, blocks in _CALLS[part.kind])
+        seconds = (cost.least_s(lane, op, fmt, rows, active * read, active * flops) for op, (read, flops) in calls)
+        yield lane, p.batches * sum(seconds)
+    if is_disk(home) and not (p.purpose == "decode" and unit.part in cached):  # at best nothing is missing
         reads = disk_of(home).reads
         yield reads, cost.least_s(reads, "load", fmt, 1, nbytes)
     if executor == GPU.executor != home:
@@ -136,6 +142,7 @@ def _unit_s(plan: Plan, unit: Unit, cost: Cost, p: _Pass) -> Iterator[tuple[Lane
 _CALLS = {
     "attn": (("qkv", ops.QKV_BLOCKS), ("out", ops.OUT_BLOCKS)),
     "ffn": (("ffn", ops.FFN_BLOCKS),),
+    "shared": (("ffn", ops.FFN_BLOCKS),),
     "embed": (("head", ops.VOCAB_BLOCKS),),
     "head": (("head", ops.VOCAB_BLOCKS),),
 }

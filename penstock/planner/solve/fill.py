@@ -15,16 +15,15 @@ from penstock.graph.arenas import with_arenas
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.machine import USUAL_READS
-from penstock.spec.parts import SUM_GRANULES, Part
+from penstock.spec.parts import FFNS, SUM_GRANULES, Part
 from penstock.spec.places import GPU, HOST, Executor, Tier
-from penstock.spec.plan import ActHome, KvHome, Plan, PlanModel, Predictor, Unit
+from penstock.spec.plan import ActHome, Cache, KvHome, Plan, PlanModel, Predictor, Unit
 from penstock.units import MIB, round_up
 
 # A direct read of 4 MiB and more runs at the disk's full rate; below, each halving costs (docs/LOG.md).
 UNIT_BYTES = 16 * MIB
 CHUNK_ROWS = 512  # weights are read once a chunk; beyond, arithmetic hides the reading anyway
 MIN_CHUNK_ROWS = 16
-PINNED = ("norms", "edges")  # under 1 % of a model, and read at every step
 
 Resident = dict[str, int]  # part key → granules that stay
 
@@ -62,7 +61,7 @@ def _cut(
 def filled(
     problem: Problem, units: Sequence[Unit], kv: Iterable[Kv], *, chunk_rows: int, rings: Mapping[Executor, int],
     order: str, main: Executor = HOST, stage_bytes: int = 0, batch_seqs: int | None = None, batches: int = 1,
-    page: int | None = None, predictors: tuple[Predictor, ...] = (),
+    page: int | None = None, predictors: tuple[Predictor, ...] = (), caches: tuple[Cache, ...] = (),
 ) -> Plan:  # fmt: skip
     """The plan, complete. KV homes and rings of nothing are left out. Reads are the usual ones until `with_reads` knows
     better. `main`: who holds activations. `batch_seqs`, `page` (tokens): the whole batch, and what suits the context,
@@ -95,6 +94,7 @@ def filled(
         process_bytes=round_up(machine.process_bytes + device_bytes + spec.tokenizer_bytes, MIB),
         context_bytes=context_bytes,
         predictors=predictors,
+        caches=caches,
     )
     return with_arenas(plan)
 
@@ -117,22 +117,25 @@ def usual_chunks(ask: Ask) -> Iterator[int]:
 
 
 def even_units(part: Part, lo: int, hi: int, unit_bytes: int) -> tuple[tuple[int, int], ...]:
-    """Granules lo..hi in even ranges of at most `unit_bytes`, or of one granule. An FFN's begin at whole fours, which
-    are summed together: one that is cut costs another pass over its rows."""
+    """Granules lo..hi in even ranges of at most `unit_bytes`, or of one granule (one expert). An FFN's begin at whole
+    fours, which are summed together: one that is cut costs another pass over its rows."""
     return _even(lo, hi, *_steps(part, unit_bytes)) if lo < hi else ()
 
 
 def _steps(part: Part, unit_bytes: int) -> tuple[int, int]:
     """(granules of a unit at most, of which it begins at a multiple)."""
-    per_unit = max(1, unit_bytes // part.granule_bytes)
-    return per_unit, SUM_GRANULES if part.kind == "ffn" and per_unit >= 4 * SUM_GRANULES else 1
+    least = part.least_granules
+    per_unit = max(1, unit_bytes // part.least_bytes) * least
+    if least > 1:
+        return per_unit, least
+    return per_unit, SUM_GRANULES if part.kind in FFNS and per_unit >= 4 * SUM_GRANULES else 1
 
 
 @lru_cache(maxsize=1024)  # the layers of a model are alike, and so are many of its plans
 def _even(lo: int, hi: int, per_unit: int, step: int) -> tuple[tuple[int, int], ...]:
     count = 1 if per_unit >= hi - lo else -(-(hi - lo) // (per_unit - step + 1))
     inner = ((lo + (hi - lo) * i // count) // step * step for i in range(1, count))
-    return tuple(pairwise([lo, *(edge for edge in inner if edge > lo), hi]))
+    return tuple(pairwise([lo, *(edge for edge in dict.fromkeys(inner) if edge > lo), hi]))
 
 
 def share_out(wanted: Sequence[Part], rest: Mapping[str, int], budget: int, found: Resident) -> int:
@@ -140,12 +143,12 @@ def share_out(wanted: Sequence[Part], rest: Mapping[str, int], budget: int, foun
     total = sum(rest[part.key] * part.granule_bytes for part in wanted)
     share, taken = min(1.0, max(0, budget) / total) if total else 0.0, 0
     for part in wanted:
-        found[part.key] = int(rest[part.key] * share)
+        found[part.key] = int(rest[part.key] * share) // part.least_granules * part.least_granules
         taken += found[part.key] * part.granule_bytes
     for part in wanted:  # the rest, a granule at a time
-        if taken + part.granule_bytes <= budget and found[part.key] < rest[part.key]:
-            found[part.key] += 1
-            taken += part.granule_bytes
+        if taken + part.least_bytes <= budget and found[part.key] < rest[part.key]:
+            found[part.key] += part.least_granules
+            taken += part.least_bytes
     return taken
 
 

@@ -169,8 +169,9 @@ class _LayerSums(NamedTuple):
 
 def _learn(problem: Problem, layer: Layer, step: Step, attends: bool, kv_away: bool) -> LayerLines:
     """By lowering one layer, and two."""
-    granules = -(-layer.ffn.neurons // GRANULE_ROWS)
-    wide = replace(layer, ffn=replace(layer.ffn, neurons=max(layer.ffn.neurons, _SLICES * GRANULE_ROWS)))
+    ffn = layer.ffns[0]
+    granules = -(-ffn.neurons // GRANULE_ROWS)
+    wide = replace(layer, ffn=replace(ffn, neurons=max(ffn.neurons, _SLICES * GRANULE_ROWS)))
     one, two = (_sums(problem, (wide,) * count, step, attends, kv_away) for count in (1, 2))
 
     def line(lane: Lane, home: Tier) -> Line:

@@ -18,9 +18,10 @@ from typing import NoReturn
 from penstock.planner.homes import kv_layers, weights_bytes
 from penstock.planner.solve import beside
 from penstock.planner.solve.candidate import Candidate
-from penstock.planner.solve.fill import PINNED, Resident, bytes_of, share_out, usual_chunks
+from penstock.planner.solve.fill import Resident, bytes_of, share_out, usual_chunks
 from penstock.planner.solve.layer_work import Estimate, LayerWork, Shares
 from penstock.planner.solve.problem import Problem, most, spare_bytes, too_little
+from penstock.spec.parts import PINNED
 from penstock.spec.places import DISK, GPU, HOST, Tier
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_mib_up

@@ -7,10 +7,10 @@ embedding stays first of all: it is the head, and a row of it would otherwise be
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 
 from penstock.graph.arenas import ARENA_ALIGN
 from penstock.planner.homes import kv_layers, weights_bytes
@@ -21,12 +21,13 @@ from penstock.spec.ask import Ask
 from penstock.spec.format import Format
 from penstock.spec.machine import Capacity, MachineSpec, Rate
 from penstock.spec.model import ModelSpec
-from penstock.spec.parts import Part
+from penstock.spec.parts import PINNED, Part
 from penstock.spec.places import CPU, DISK, HOST
-from penstock.spec.plan import Plan
+from penstock.spec.plan import Cache, Plan
 from penstock.units import MIB, format_bytes, format_mib_up
 
 MAX_RING_BYTES = 256 * MIB
+POLICY = "lru"  # of caches for experts
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,12 @@ class Skeleton:
     kv_layers: int
     order: str = "overlapped"
 
-    def plan(self, ring_bytes: int, resident: fill.Resident | None) -> Plan:
-        """Complete. `resident`: granules that stay, part by part; None: everything does, and nothing streams."""
+    def plan(self, ring_bytes: int, resident: fill.Resident | None, slots: Sequence[int] | None = None) -> Plan:
+        """Complete. `resident`: granules that stay, part by part; None: everything does, and nothing streams. `slots`:
+        of a cache for each layer with experts, in their order."""
 
         def runs(part: Part) -> tuple[fill.Run, fill.Run]:
-            stay = part.granules if resident is None or part.kind in fill.PINNED else resident.get(part.key, 0)
+            stay = part.granules if resident is None or part.kind in PINNED else resident.get(part.key, 0)
             return (
                 (0, stay, HOST, HOST, HOST, part.nbytes),
                 (stay, part.granules, DISK.tier, HOST, HOST, min(fill.UNIT_BYTES, ring_bytes // 4)),
@@ -54,16 +56,21 @@ class Skeleton:
             self.problem, fill.units(self.problem.parts.values(), runs),
             (fill.Kv(0, kv_layers, HOST, HOST), fill.Kv(kv_layers, layers, DISK.tier, HOST)),
             chunk_rows=self.chunk_rows, rings={HOST: ring_bytes}, order=self.order,
+            caches=tuple(Cache(part.layer, HOST, n, POLICY) for part, n in zip(self.experts, slots or ())),  # noqa: B905
         )  # fmt: skip
+
+    @cached_property
+    def experts(self) -> list[Part]:
+        return self.problem.of_kind("experts")
 
     @cached_property
     def streamed(self) -> list[Part]:
         """What may stream."""
-        return [part for part in self.problem.parts.values() if part.kind not in fill.PINNED]
+        return [part for part in self.problem.parts.values() if part.kind not in PINNED]
 
-    def spread(self, budget: int) -> fill.Resident:
+    def spread(self, budget: int, cached: bool = False) -> fill.Resident:
         """Granules that stay, of every part the same share, within `budget` bytes. A gathered embedding reads one
-        granule a token: it stays only if everything does."""
+        granule a token: it stays only if everything does. `cached`: of experts none do, they have caches."""
         resident: fill.Resident = {}
         embed = next(part for part in self.streamed if part.kind == "embed")
         tied = self.problem.spec.tied
@@ -72,6 +79,7 @@ class Skeleton:
             resident["embed"] = embed.granules
             budget -= embed.nbytes
         rest = [part for part in self.streamed if part is not embed or (tied and not first)]
+        rest = [part for part in rest if part.kind != "experts"] if cached else rest
         fill.share_out(rest, {part.key: part.granules for part in rest}, budget, resident)
         return resident
 
@@ -84,7 +92,7 @@ class Skeleton:
     def ring_options(self) -> list[int]:
         """Rings to try, the smallest first. It holds the largest granule once; twice where possible, so that
         the disk reads while the processor computes."""
-        least = max(part.granule_bytes for part in self.streamed)
+        least = max(part.least_bytes for part in self.streamed)
         total = sum(part.nbytes for part in self.streamed)
         wanted = {2 * least, total // 16, total // 8, 64 * MIB, 128 * MIB, MAX_RING_BYTES}
         # An arena is charged in whole huge pages anyway.
@@ -101,6 +109,24 @@ class Skeleton:
             pinned = self.problem.total_bytes - sum(part.nbytes for part in self.streamed)
             budget = min(budget, max(0, self.may_stay - pinned))
         plan = self.plan(ring_bytes, self.spread(budget))
+        return plan if plan.tier_bytes()[HOST] <= limit else None
+
+    def caching(self, ring_bytes: int, limit: int) -> Plan | None:
+        """Slots for experts in what is left once all else stays, which every token reads; at least one a layer. None
+        where the rest alone is too big, or where there are no experts."""
+        each = [part.least_bytes for part in self.experts]
+        least = self.plan(ring_bytes, {}, [1] * len(each))
+        budget = spare_bytes(least, HOST, limit)
+        if budget is None or not each or self.may_stay is not None:
+            return None
+        resident = self.spread(budget, cached=True)
+        left = budget - fill.bytes_of(self.problem.parts, resident) - ARENA_ALIGN
+        slots = [1 + max(0, min(left // sum(each), part.experts - 1)) for part in self.experts]
+        left -= sum((n - 1) * nbytes for n, nbytes in zip(slots, each, strict=True))
+        for i, part in enumerate(self.experts):
+            if each[i] <= left and slots[i] < part.experts:
+                slots[i], left = slots[i] + 1, left - each[i]
+        plan = self.plan(ring_bytes, resident, slots)
         return plan if plan.tier_bytes()[HOST] <= limit else None
 
 
@@ -122,7 +148,7 @@ def candidates(problem: Problem, near_ring_bytes: int | None = None) -> Iterator
             # The smallest ring holds one granule, so nothing overlaps: only where no other fits.
             found = list(islice(_fitting(skeleton, rings, limit), tried))
             found = found or list(_fitting(skeleton, [least_ring], limit))
-            yield from found
+            yield from chain.from_iterable(found)
             any_found |= bool(found)
             if found and chunk_rows <= fill.CHUNK_ROWS:
                 break
@@ -133,7 +159,7 @@ def candidates(problem: Problem, near_ring_bytes: int | None = None) -> Iterator
     for skeleton in _least(problem):
         least = list(_fitting(skeleton, skeleton.ring_options()[:1], limit))
         if least:
-            yield from least
+            yield from chain.from_iterable(least)
             return
     _require_minimum(problem, limit)
     raise AssertionError("the least plan is among the candidates")
@@ -190,18 +216,19 @@ def _least(problem: Problem) -> list[Skeleton]:
     return [Skeleton(problem, fill.MIN_CHUNK_ROWS, *kind) for kind in kinds]
 
 
-def _fitting(skeleton: Skeleton, rings: list[int], limit: int) -> Iterator[Candidate]:
-    """Everything in memory where that fits, else a plan for each ring that does."""
+def _fitting(skeleton: Skeleton, rings: list[int], limit: int) -> Iterator[list[Candidate]]:
+    """Everything in memory where that fits, else the plans for each ring that fits."""
     if skeleton.may_stay is None:
         whole = skeleton.plan(0, None)
         if whole.tier_bytes()[HOST] <= limit:
             if skeleton.chunk_rows <= fill.CHUNK_ROWS:  # longer ones save reading, of which there is none
-                yield Candidate("RAM", whole, _reasons(whole, skeleton.problem.ask))
+                yield [Candidate("RAM", whole, _reasons(whole, skeleton.problem.ask))]
             return
     for ring in rings:
-        plan = skeleton.streaming(ring, limit)
-        if plan is not None:
-            yield Candidate("RAM and disk", plan, _reasons(plan, skeleton.problem.ask))
+        named = {"RAM and disk": skeleton.streaming(ring, limit), "experts in caches": skeleton.caching(ring, limit)}
+        found = [Candidate(name, p, _reasons(p, skeleton.problem.ask)) for name, p in named.items() if p is not None]
+        if found:
+            yield found
 
 
 def _reasons(plan: Plan, ask: Ask) -> tuple[str, ...]:
@@ -216,10 +243,22 @@ def _reasons(plan: Plan, ask: Ask) -> tuple[str, ...]:
     if not plan.ring_bytes:
         return (f"all {format_bytes(total_bytes)} of weights stay in memory", kv)
     ring = plan.ring_bytes[HOST]
+    if plan.caches:
+        return (_caches(plan), f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads all experts once", kv)
     return (
         f"{format_bytes(homes.get(HOST, 0))} of {format_bytes(total_bytes)} of weights stay in memory, spread evenly"
         " over the layers; the rest streams from disk",
         f"a ring of {format_bytes(ring)} in units of at most {format_bytes(min(fill.UNIT_BYTES, ring // 4))}",
         f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads what streams once",
         kv,
+    )
+
+
+def _caches(plan: Plan) -> str:
+    slots = [cache.slots for cache in plan.caches]
+    part = plan.parts[f"{plan.caches[0].layer}.experts"]
+    some = f"{min(slots)} to {max(slots)}" if min(slots) < max(slots) else str(slots[0])
+    return (
+        f"caches for {some} of {part.experts} experts a layer ({format_bytes(sum(slots) * part.least_bytes)}):"
+        f" a token loads those that it wants and that are not there, {format_bytes(part.least_bytes)} each"
     )

@@ -14,9 +14,10 @@ from functools import cache, partial
 from penstock.graph.arenas import ARENA_ALIGN
 from penstock.planner.solve.beside import DeviceSkeleton, Split
 from penstock.planner.solve.candidate import Candidate
-from penstock.planner.solve.fill import PINNED, Resident, chunk_options
+from penstock.planner.solve.fill import Resident, chunk_options
 from penstock.planner.solve.pipo import memory
 from penstock.planner.solve.problem import Problem, most
+from penstock.spec.parts import PINNED
 from penstock.spec.places import DISK, GPU, HOST, Tier
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_rate, round_up

@@ -106,7 +106,7 @@ class Choice:
 def sizes(spec: ModelSpec, weights: Format, kv: Format) -> Sizes:
     """A model's, by its first layer. Activations in half precision (section 4.1), float32 of a float32 model.
     Integer formats count with their scales and minimums."""
-    a, f = spec.layers[0].attention, spec.layers[0].ffn
+    a, f = spec.layers[0].attention, spec.layers[0].ffns[0]
     scales = 32 / weights.group if weights.group else 0.0
     return Sizes(
         layers=len(spec.layers), d=spec.d_model, attention=a.heads * a.head_dim, hidden=f.neurons,

@@ -107,7 +107,7 @@ def _of_mean(active: float, steepness: float) -> Curve:
 def synthetic(spec: ModelSpec, active: float, hot: float, hot_of_all: float, source: str) -> Profile:
     """A profile with a mean share of `active`; `hot` of a layer's neurons, and `hot_of_all` of the model's, make
     HOT_SHARE of the activations. Where layers alike make more than `hot_of_all`, they stay alike."""
-    neurons = tuple(layer.ffn.neurons for layer in spec.layers)
+    neurons = tuple(layer.ffns[0].neurons for layer in spec.layers)
     return Profile(_spread(neurons, active, hot, hot_of_all), source)
 
 
@@ -148,7 +148,7 @@ def hottest(layers: Sequence[Sequence[float]], share: float) -> float:
 
 def published(spec: ModelSpec) -> Profile | None:
     """By PowerInfer's figures; None where it has none for the model's activation, or layers differ in it."""
-    ffns = {(layer.ffn.activation, layer.ffn.gated) for layer in spec.layers}
+    ffns = {(ffn.activation, ffn.gated) for layer in spec.layers for ffn in layer.ffns}
     if len(ffns) != 1:
         return None
     activation, gated = ffns.pop()

@@ -122,7 +122,7 @@ class TorchBinding:
         shape = (batch.total_rows, a.heads, a.head_dim)
         attention.attend(
             self._typed(op.q, torch.float32, shape), self._pool(op.keys, layer, batch),
-            self._pool(op.values, layer, batch), a, unit.lo, unit.hi, tables.positions, tables.sequence,
+            self._pool(op.values, layer, batch), a, *self._plan.unit_rows(unit), tables.positions, tables.sequence,
             self._typed(op.a, torch.float32, shape), batch.most_rows, self._kernels, self._scratch(op.scratch),
         )  # fmt: skip
 
@@ -135,9 +135,9 @@ class TorchBinding:
         )  # fmt: skip
 
     def _ffn(self, call: Call, op: ops.Ffn) -> None:
-        t, part = _batch(call).total_rows, self._parts[f"{op.layer}.ffn"]
+        t, part = _batch(call).total_rows, self._parts[self._plan.units[call.unit].part]
         dense.ffn(
-            self._granules(op.weights, part), part, self._spec.layers[op.layer], self._rows(op.h, t),
+            self._granules(op.weights, part), part, self._spec.layers[op.layer].ffns[-1], self._rows(op.h, t),
             self._rows(op.partial, t), op.starts_sum, self._kernels, self._scratch(op.scratch),
         )  # fmt: skip
 

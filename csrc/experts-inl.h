@@ -1,0 +1,307 @@
+// Routed FFNs of one instruction set: which experts a row goes to, and the sum of their outputs. Included after
+// ffn-inl.h.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+namespace penstock::PENSTOCK_ISA {
+namespace {
+
+// ---- the router ----------------------------------------------------------------------------------------------------
+
+inline float sigmoid(float x) { return 1.0F / (1.0F + std::exp(-x)); }
+
+// scores [X] of the router as what experts are chosen by and weighed with; false where one is no finite number.
+inline bool score(const RouterShape& shape, float* scores, int experts) {
+    float most = scores[0];
+    for (int i = 0; i < experts; ++i) {
+        if (!std::isfinite(scores[i])) return false;
+        most = std::max(most, scores[i]);
+    }
+    if (!shape.softmax) {
+        for (int i = 0; i < experts; ++i) scores[i] = sigmoid(scores[i]);
+        return true;
+    }
+    float total = 0;
+    for (int i = 0; i < experts; ++i) total += scores[i] = std::exp(scores[i] - most);
+    for (int i = 0; i < experts; ++i) scores[i] /= total;
+    return true;
+}
+
+// ranked [X] is -inf outside of the groups whose two best add up to most. Of equal groups the first is kept.
+inline void keep_groups(const RouterShape& shape, float* ranked, int experts) {
+    const int each = experts / shape.groups;
+    std::vector<float> sums(static_cast<std::size_t>(shape.groups));
+    for (int g = 0; g < shape.groups; ++g) {
+        float best = -INFINITY, second = -INFINITY;
+        for (int i = g * each; i < (g + 1) * each; ++i) {
+            second = std::max(second, std::min(best, ranked[i]));
+            best = std::max(best, ranked[i]);
+        }
+        sums[std::size_t(g)] = best + second;
+    }
+    for (int dropped = shape.groups; dropped > shape.groups_kept; --dropped) {
+        int worst = 0;
+        for (int g = 1; g < shape.groups; ++g) worst = sums[std::size_t(g)] <= sums[std::size_t(worst)] ? g : worst;
+        sums[std::size_t(worst)] = INFINITY;
+        std::fill_n(ranked + worst * each, each, -INFINITY);
+    }
+}
+
+// One row: ids [A] upwards and their weights [A], of scores [X], which are overwritten. `ranked` [X]: room.
+inline void choose(const RouterShape& shape, float* scores, float* ranked, int experts, std::int32_t* ids,
+                   float* weights) {
+    const int active = shape.active;
+    if (!score(shape, scores, experts)) {  // damage shows in the logits
+        for (int i = 0; i < active; ++i) ids[i] = i, weights[i] = NAN;
+        return;
+    }
+    for (int i = 0; i < experts; ++i) ranked[i] = shape.bias != nullptr ? scores[i] + shape.bias[i] : scores[i];
+    if (shape.groups > 1) keep_groups(shape, ranked, experts);
+    for (int i = 0; i < active; ++i) {
+        ids[i] = static_cast<std::int32_t>(std::max_element(ranked, ranked + experts) - ranked);  // the first of equals
+        ranked[ids[i]] = -INFINITY;
+    }
+    std::sort(ids, ids + active);
+    float total = 0;
+    for (int i = 0; i < active; ++i) total += weights[i] = scores[ids[i]];
+    // Scores may all round to 0; then so do the weights (transformers' Glm4MoeTopkRouter adds the same).
+    const float by = shape.normalised ? total + 1e-20F : 1.0F;
+    for (int i = 0; i < active; ++i) weights[i] = weights[i] / by * shape.scale;
+}
+
+bool route(Pool& pool, const RouteOp& op) {
+    const RouterShape& shape = op.shape;
+    const int experts = shape.scores.rows, t = op.t;
+    Scratch scratch = op.scratch;
+    const std::size_t x = std::size_t(experts);
+    auto* scores = take<float>(scratch, x * std::size_t(t));
+    auto* ranked = take<float>(scratch, x);
+    if (scores == nullptr || ranked == nullptr) return false;
+    float* const weights = op.routes.weights(t, shape.active);
+    float* const shared = op.routes.shared(t, shape.active);
+    const auto product = [&](const Matrix& m, float* to) {
+        Scratch left = scratch;
+        const Granules granule{op.weights, 1, 0};
+        return multiply(pool, granule, m, op.h, m.cols, t, m.rows, true, left,
+                        [&](const Team&, int row, int column, F y, int count) {
+                            store_some(to + std::ptrdiff_t(row) * m.rows + column, y, count);
+                        });
+    };
+    if (!product(shape.scores, scores)) return false;
+    for (int row = 0; row < t; ++row) {
+        const std::ptrdiff_t at = std::ptrdiff_t(row) * shape.active;
+        choose(shape, scores + std::ptrdiff_t(row) * experts, ranked, experts, op.routes.ids() + at, weights + at);
+    }
+    if (shape.gate.rows == 0) {
+        std::fill_n(shared, t, 1.0F);
+        return true;
+    }
+    if (!product(shape.gate, shared)) return false;
+    for (int row = 0; row < t; ++row) shared[row] = sigmoid(shared[row]);
+    return true;
+}
+
+// ---- experts -------------------------------------------------------------------------------------------------------
+
+// An expert of a call, and the rows that go to it.
+struct Taken {
+    const std::uint8_t* weights;
+    std::vector<int> rows;     // upwards
+    std::vector<int> ranks;    // which of the row's experts it is
+    std::vector<float> scale;  // what multiplies each row's output
+};
+
+// The experts of a call that any row goes to, in the call's order. Reads T·A ids.
+inline std::vector<Taken> taken(const ExpertsOp& op) {
+    int most = 0;
+    for (const int id : op.ids) most = std::max(most, id + 1);
+    std::vector<int> place(static_cast<std::size_t>(most), -1);  // by id, in `found`
+    std::vector<Taken> found;
+    const int pairs = op.t * op.active;
+    const std::int32_t* const ids = op.routes.ids();
+    const float* const weights = op.routes.weights(op.t, op.active);
+    for (int i = 0; i < pairs; ++i) {
+        if (ids[i] >= 0 && ids[i] < most) place[std::size_t(ids[i])] = most;  // some row goes to it
+    }
+    for (std::size_t i = 0; i < op.ids.size(); ++i) {
+        int& at = place[std::size_t(op.ids[i])];
+        if (at < 0) continue;
+        at = static_cast<int>(found.size());
+        found.push_back({op.weights[i], {}, {}, {}});
+    }
+    for (int i = 0; i < pairs; ++i) {
+        if (ids[i] < 0 || ids[i] >= most) continue;
+        const int at = place[std::size_t(ids[i])];
+        if (at < 0 || at >= static_cast<int>(found.size())) continue;  // an expert of another call
+        Taken& of = found[std::size_t(at)];
+        of.rows.push_back(i / op.active);
+        of.ranks.push_back(i % op.active);
+        of.scale.push_back(weights[i]);
+    }
+    return found;
+}
+
+inline Granules granules_of(const ExpertsOp& op, const Taken& of) { return {of.weights, op.per_expert, op.stride}; }
+
+// What an expert's FFN gave for one of its rows, 16 columns from `column` on: added to partial, or kept for `combine`.
+// A product and a sum, never one rounding: so both ways lead to the same number.
+inline void deliver(const ExpertsOp& op, const Taken& of, int nth, int column, F y) {
+    const int d = op.shape.down.rows, count = d - column;
+    const auto row = std::ptrdiff_t(of.rows[std::size_t(nth)]);
+    if (op.outputs != nullptr) {
+        store_some(op.outputs + (row * op.active + of.ranks[std::size_t(nth)]) * d + column, y, count);
+        return;
+    }
+    float* const partial = op.partial + row * d + column;
+    store_some(partial, f_add(load_some(partial, count), f_mul(y, f_set(of.scale[std::size_t(nth)]))), count);
+}
+
+// Experts [begin, end) of `all`, none of which has more than kFewRows rows, in one region: threads take fours of any of
+// them as they come, then each adds up its columns. False: scratch is too small.
+bool experts_few(Pool& pool, const ExpertsOp& op, const std::vector<Taken>& all, int begin, int end, Scratch scratch) {
+    const int d = op.shape.down.rows, columns = op.shape.up.cols;
+    const int fours = (op.per_expert + kSumGranules - 1) / kSumGranules;
+    const int count = end - begin, items = count * fours;
+    // Activations of each expert's rows, hidden values of each thread, and the sums of each four.
+    const auto wanted = static_cast<std::size_t>(count);
+    std::vector<Prepared> inputs(wanted), hidden;
+    std::vector<float*> sums(wanted);
+    int most = 0;
+    for (int i = 0; i < count; ++i) {
+        const int n = static_cast<int>(all[std::size_t(begin + i)].rows.size());
+        most = std::max(most, n);
+        if (!Prepared::plan(op.shape.up, 1, n, op.exact, scratch, inputs[std::size_t(i)])) return false;
+        sums[std::size_t(i)] = take<float>(scratch, std::size_t(fours) * std::size_t(n) * std::size_t(d));
+        if (sums[std::size_t(i)] == nullptr) return false;
+    }
+    const int busy = std::min(pool.threads(), items);
+    hidden.resize(std::size_t(busy));
+    for (Prepared& each : hidden) {
+        if (!Prepared::plan(op.shape.down, 1, most, op.exact, scratch, each)) return false;
+    }
+    const std::size_t bytes = bytes_of(op.shape.up) * (op.shape.gate.rows > 0 ? 2 : 1) + bytes_of(op.shape.down);
+    const std::size_t cost = std::size_t(count) * std::size_t(op.per_expert) * bytes * std::size_t((most + 3) / 4);
+    const FfnSum whole{nullptr, nullptr, 0, true, false, false};  // an expert's fours count from its own first granule
+    std::atomic<int> next{0};
+    pool.run(cost, [&](const Team& team) {
+        const auto granule = [&](int item) { return granules_of(op, all[std::size_t(begin + item / fours)]); };
+        const auto take_next = [&] {
+            const int found = team.id() < busy ? next.fetch_add(1, std::memory_order_relaxed) : items;
+            if (found < items) {
+                const std::size_t at = std::size_t(found % fours) * kSumGranules * op.stride;
+                prefetch_run(granule(found).data + at);
+            }
+            return found;
+        };
+        int mine = take_next();
+        const int per_row = std::max(1, op.shape.up.groups());
+        for (int i = 0; i < count; ++i) {
+            const Taken& of = all[std::size_t(begin + i)];
+            const Rows& rows = inputs[std::size_t(i)].rows;
+            const auto [lo, hi] = team.share(rows.count * per_row);
+            for (int k = lo; k < hi; ++k) {
+                const float* from = op.h + std::ptrdiff_t(of.rows[std::size_t(k / per_row)]) * columns;
+                Prepared::put(rows, op.shape.up, k / per_row, 0, k % per_row, from);
+            }
+        }
+        team.barrier();
+        for (; mine < items; mine = take_next()) {
+            const int i = mine / fours;
+            const Granules weights = granule(mine);
+            const Fours cut(whole, 0, weights.count, weights.count);
+            const Rows& x = inputs[std::size_t(i)].rows;
+            Rows mid = hidden[std::size_t(team.id())].rows;
+            mid.count = x.count;
+            float* const to = sums[std::size_t(i)] + std::ptrdiff_t(mine % fours) * x.count * d;
+            sum_four(weights, op.shape, x, mid, 0, cut.at(mine % fours), nullptr, to);
+        }
+        team.barrier();
+        const auto [lo, hi] = team.share((d + kTileRows - 1) / kTileRows);
+        for (int i = 0; i < count; ++i) {
+            const Taken& of = all[std::size_t(begin + i)];
+            const int n = static_cast<int>(of.rows.size());
+            for (int row = 0; row < n; ++row) {
+                for (int tile = lo; tile < hi; ++tile) {
+                    const int column = tile * kTileRows;
+                    F y = f_zero();
+                    for (int f = 0; f < fours; ++f) {
+                        const std::ptrdiff_t at = (std::ptrdiff_t(f) * n + row) * d + column;
+                        y = f_add(y, load_some(sums[std::size_t(i)] + at, d - column));
+                    }
+                    deliver(op, of, row, column, y);
+                }
+            }
+        }
+    });
+    return true;
+}
+
+// One expert with any number of rows: gathered, through the FFN, and added.
+bool expert_alone(Pool& pool, const ExpertsOp& op, const Taken& of, Scratch scratch) {
+    const int n = static_cast<int>(of.rows.size()), d = op.shape.down.rows, columns = op.shape.up.cols;
+    auto* x = take<float>(scratch, std::size_t(n) * std::size_t(columns));
+    auto* y = take<float>(scratch, std::size_t(n) * std::size_t(d));
+    if (x == nullptr || y == nullptr) return false;
+    for (int row = 0; row < n; ++row) {
+        std::copy_n(op.h + std::ptrdiff_t(of.rows[std::size_t(row)]) * columns, columns,
+                    x + std::ptrdiff_t(row) * columns);
+    }
+    const FfnSum sum{y, nullptr, 0, true, false, false};
+    if (!ffn(pool, {granules_of(op, of), op.shape, x, n, sum, op.exact, scratch})) return false;
+    for (int row = 0; row < n; ++row) {
+        for (int column = 0; column < d; column += kTileRows) {
+            deliver(op, of, row, column, load_some(y + std::ptrdiff_t(row) * d + column, d - column));
+        }
+    }
+    return true;
+}
+
+bool combine(Pool&, const CombineOp& op) {
+    const float* const weights = op.routes.weights(op.t, op.active);
+    for (int row = 0; row < op.t; ++row) {
+        float* const partial = op.partial + std::ptrdiff_t(row) * op.d;
+        for (int column = 0; column < op.d; column += kTileRows) {
+            const int count = op.d - column;
+            F y = op.starts_sum ? f_zero() : load_some(partial + column, count);
+            for (int i = 0; i < op.active; ++i) {
+                const std::ptrdiff_t pair = std::ptrdiff_t(row) * op.active + i;
+                y = f_add(y, f_mul(load_some(op.outputs + pair * op.d + column, count), f_set(weights[pair])));
+            }
+            store_some(partial + column, y, count);
+        }
+    }
+    return true;
+}
+
+bool gate(Pool&, const GateOp& op) {
+    const float* const shared = op.routes.shared(op.t, op.active);
+    for (int row = 0; row < op.t; ++row) {
+        float* const partial = op.partial + std::ptrdiff_t(row) * op.d;
+        for (int i = 0; i < op.d; ++i) partial[i] *= shared[row];
+    }
+    return true;
+}
+
+bool experts(Pool& pool, const ExpertsOp& op) {
+    const int d = op.shape.down.rows, t = op.t;
+    if (op.shape.up.rows > kGranuleRows) return false;
+    const std::vector<Taken> all = taken(op);
+    if (op.starts_sum && op.outputs == nullptr) std::fill_n(op.partial, std::size_t(t) * std::size_t(d), 0.0F);
+    const int count = static_cast<int>(all.size());
+    const auto few = [&](int i) { return all[std::size_t(i)].rows.size() <= std::size_t(kFewRows); };
+    for (int begin = 0; begin < count;) {
+        // As many experts with few rows as there are in a row, and scratch for.
+        int end = begin;
+        while (end < count && few(end)) ++end;
+        while (end > begin && !experts_few(pool, op, all, begin, end, op.scratch)) end = begin + (end - begin) / 2;
+        if (end == begin && !expert_alone(pool, op, all[std::size_t(end++)], op.scratch)) return false;
+        begin = end;
+    }
+    return true;
+}
+
+}  // namespace
+}  // namespace penstock::PENSTOCK_ISA

@@ -1,0 +1,66 @@
+"""A keyed cache: which experts of a layer lie in its slots, and which of them leaves for another.
+
+A ring holds what comes in a known order; a cache holds what was asked for. It decides as data: the slot that a missing
+expert takes is a function of what was asked before, so a run's tasks can be derived again from its answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+POLICIES = ("lru", "lfu")
+# Passes after which an expert's past uses count half ("lfu"): docs/LOG.md has what others cost.
+HALF_LIFE = 64.0
+
+
+class ExpertCache:
+    """The slots of one layer. `policy`: "lru" lets the longest unused go; "lfu" that which was used least, where a use
+    counts half after HALF_LIFE passes. Of equals the lowest slot goes."""
+
+    def __init__(self, slots: int, policy: str) -> None:
+        assert slots > 0 and policy in POLICIES, f"{slots} slots, {policy}"
+        self.slots, self.policy = slots, policy
+        self._slot_of: dict[int, int] = {}
+        self._held: list[int | None] = [None] * slots  # by slot
+        self._now = 0  # passes
+        self._used_at: dict[int, int] = {}  # expert → its last pass
+        self._uses: dict[int, float] = {}  # expert → its uses, decayed up to that pass
+
+    @property
+    def held(self) -> tuple[int | None, ...]:
+        """The expert in each slot."""
+        return tuple(self._held)
+
+    def slot(self, expert: int) -> int | None:
+        """Where it lies; None: it is missing."""
+        return self._slot_of.get(expert)
+
+    def ask(self, experts: Iterable[int]) -> None:
+        """A pass wants these: once for each pass, before `admit`."""
+        self._now += 1
+        for expert in experts:
+            self._uses[expert] = self._decayed(expert) + 1
+            self._used_at[expert] = self._now
+
+    def admit(self, expert: int, keep: Collection[int]) -> int | None:
+        """The slot that a missing expert takes: a free one, or that of the expert that leaves. None where all slots
+        hold experts to `keep`."""
+        free = [slot for slot, held in enumerate(self._held) if held is None]
+        slot = free[0] if free else self._victim(keep)
+        if slot is None:
+            return None
+        leaving = self._held[slot]
+        if leaving is not None:
+            del self._slot_of[leaving]
+        self._held[slot], self._slot_of[expert] = expert, slot
+        return slot
+
+    def _victim(self, keep: Collection[int]) -> int | None:
+        worth = self._used_at.__getitem__ if self.policy == "lru" else self._decayed
+        slots = [(worth(held), slot) for slot, held in enumerate(self._held) if held is not None and held not in keep]
+        return min(slots)[1] if slots else None
+
+    def _decayed(self, expert: int) -> float:
+        """Its uses so far, as they count now."""
+        uses = self._uses.get(expert, 0.0)
+        return uses * 0.5 ** ((self._now - self._used_at[expert]) / HALF_LIFE) if uses else 0.0

@@ -1,0 +1,192 @@
+"""FFNs of experts: the router, and the experts that its answer asks for. A part of the lowering.
+
+Where experts are at home with their executor, or where a pass reads all of them, a call computes all experts of a unit;
+which rows go to which of them stands in the slot `routes`, which the router's call writes, and nobody waits for it.
+
+With a cache (`Plan.caches`) a decode pass asks what the router said, loads what is missing, and computes what is there
+meanwhile. Each expert's output is kept apart, and one call adds them up in the order of their numbers: so no bit
+depends on what was there, or on what came first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from penstock.graph import ops
+from penstock.graph.batch import Batch
+from penstock.graph.cache import ExpertCache
+from penstock.graph.calls import Calls
+from penstock.graph.tasks import Call, Pass, Slot, Task
+from penstock.spec.model import Routed
+from penstock.spec.places import HOST, Executor, kernels_of, lane_between
+
+# What a router said: the experts of each row, upwards. Asked once its call's task was handed out.
+Answer = Callable[[Call], Sequence[Sequence[int]]]
+
+
+class ExpertCalls:
+    """The calls of layers whose FFN is routed. The lowering says which unit, layer and executor come next."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls, self._plan, self._layout = calls, calls.plan, calls.layout
+        self.caches = {cache.layer: ExpertCache(cache.slots, cache.policy) for cache in self._plan.caches}
+        self._wanted: dict[int, Sequence[Sequence[int]]] = {}  # batch → the answer of the layer at hand
+        self._waiting: list[int] = []  # experts of that layer that are missing and have no slot yet
+        self._loaded: list[int] = []  # and those that are missing and whose load was emitted
+
+    def on_demand(self, layer: int, purpose: str) -> bool:
+        """Whether a pass reads of the layer only the experts that it is asked for."""
+        return purpose == "decode" and layer in self.caches
+
+    # -- all experts of a unit --------------------------------------------------------------------------
+
+    def route(self, layer: int, batch: Batch, executors: list[Executor]) -> None:
+        """The router, where the activations are, and what others need of what it says."""
+        main = self._plan.main
+        self._route(layer, batch)
+        for executor in executors:
+            if executor != main:
+                nbytes = self._routed(layer).routes_bytes(batch.total_rows)
+                self._calls.copy(batch, "routes", nbytes, main, executor)
+
+    def unit(self, layer: int, u: int, executor: Executor, weights: Slot, batch: Batch, first: bool) -> None:
+        """A unit's experts. `first`: they start the batch's sum."""
+        unit = self._plan.units[u]
+        part, routed = self._layout.parts[unit.part], self._routed(layer)
+        *cost, rows = ops.experts_cost(part, routed, unit.lo, unit.hi, ops.FFN_BLOCKS, batch.total_rows)
+        number = unit.lo // part.expert_granules
+        self._experts(layer, u, executor, {number: weights}, batch, (cost[0], cost[1]), rows, first, ())
+
+    def shared_done(self, layer: int, executor: Executor, batch: Batch) -> None:
+        """The shared expert's units on this executor are computed: where it has a gate, it weighs their sum."""
+        calls, routed = self._calls, self._routed(layer)
+        if not routed.shared_gate:
+            return
+        gate = ops.Gate(self._routes(layer, executor, batch), calls.rows(executor, batch, "partial"), layer=layer)
+        cost = ops.rows_cost(self._plan.target.spec, batch.total_rows, 2)
+        calls.add(executor, gate, -1, batch, "*", cost)
+
+    # -- those that are asked for -------------------------------------------------------------------------
+
+    def ask(self, p: Pass, layer: int, answer: Answer) -> Iterator[Task]:
+        """Asks the router, and emits the loads of what is missing, as many as there are slots whose experts are not
+        wanted."""
+        asked = [self._route(layer, batch) for batch in p.batches]
+        self._calls.emit.close(kernels_of(self._plan.main))
+        yield from self._calls.emit.closed()
+        self._wanted = {b.id: answer(call) for b, call in zip(p.batches, asked, strict=True)}
+        wanted = self._all_wanted()
+        cache = self.caches[layer]
+        cache.ask(wanted)
+        self._waiting, self._loaded = [expert for expert in wanted if cache.slot(expert) is None], []
+        self._load(layer, p.batches, wanted)
+        yield from self._calls.emit.closed()
+
+    def demanded(self, p: Pass, layer: int, started: set[int]) -> Iterator[Task]:
+        """The experts that were asked for: first those that are there, then each that comes. `started`: batches whose
+        sum has an addend already."""
+        executor, cache = self._plan.main, self.caches[layer]
+        coming = set(self._loaded) | set(self._waiting)
+        present = [expert for expert in self._all_wanted() if expert not in coming]
+        self._compute(p, layer, present)
+        while self._loaded or self._waiting:
+            self._load(layer, p.batches, self._loaded)  # what is computed may leave
+            loaded, self._loaded = self._loaded, []
+            assert loaded, f"layer {layer}: {cache.slots} slots hold nothing"
+            for expert in loaded:
+                self._compute(p, layer, [expert])
+                yield from self._calls.emit.closed()
+        for batch in p.batches:
+            calls, routed = self._calls, self._routed(layer)
+            combine = ops.Combine(
+                self._routes(layer, executor, batch), self._outputs(layer, executor, batch),
+                calls.rows(executor, batch, "partial"), layer=layer, starts_sum=batch.id not in started,
+            )  # fmt: skip
+            cost = ops.rows_cost(self._plan.target.spec, batch.total_rows, routed.active + 1)
+            calls.add(executor, combine, -1, batch, "*", cost)
+
+    def warm(self, layer: int, experts: Sequence[int]) -> None:
+        """As if a pass had asked for these: what a cache holds after others' passes."""
+        cache = self.caches[layer]
+        wanted = sorted(set(experts))
+        cache.ask(wanted)
+        for expert in wanted:
+            if cache.slot(expert) is None:
+                cache.admit(expert, ())
+
+    def _all_wanted(self) -> list[int]:
+        return sorted({expert for rows in self._wanted.values() for row in rows for expert in row})
+
+    def _load(self, layer: int, batches: Sequence[Batch], keep: Sequence[int]) -> None:
+        """Emits loads of what waits, while there are slots whose experts need not be kept."""
+        cache, emit = self.caches[layer], self._calls.emit
+        units, part = self._calls.units[f"{layer}.experts"], self._layout.parts[f"{layer}.experts"]
+        kept = [*keep, *self._loaded]
+        asked = tuple(self._routes(layer, self._plan.main, batch) for batch in batches)
+        while self._waiting:
+            slot = cache.admit(self._waiting[0], kept)
+            if slot is None:
+                return
+            expert = self._waiting.pop(0)
+            self._loaded.append(expert)
+            kept.append(expert)
+            lo = expert * part.expert_granules
+            u = next(u for u in units if self._plan.units[u].lo <= lo < self._plan.units[u].hi)
+            target = self._layout.cache_slots[layer][slot]
+            load = ops.Load(target, lo, lo + part.expert_granules, asked)
+            lane = lane_between(self._plan.units[u].home, HOST)
+            emit.alone((lane,), Call(load, u, None, part.format.kind, target.nbytes, 0))
+
+    def _compute(self, p: Pass, layer: int, experts: Sequence[int]) -> None:
+        part, slots = self._layout.parts[f"{layer}.experts"], self._layout.cache_slots[layer]
+        u, cache = self._calls.units[f"{layer}.experts"][0], self.caches[layer]
+        nbytes, flops = ops.matrix_cost(part, 0, part.expert_granules, ops.FFN_BLOCKS, 1)
+        for batch in p.batches if experts else ():
+            rows = [expert for row in self._wanted[batch.id] for expert in row]
+            counts = {expert: count for expert in experts if (count := rows.count(expert))}
+            if not counts:
+                continue
+            held = {expert: cache.slot(expert) for expert in counts}
+            weights = {expert: slots[slot] for expert, slot in held.items() if slot is not None}
+            assert len(weights) == len(counts), f"layer {layer}: {counts} are wanted, {weights} are there"
+            cost = (len(counts) * nbytes, sum(counts.values()) * flops)
+            each = max(1, round(sum(counts.values()) / len(counts)))
+            kept = (self._outputs(layer, self._plan.main, batch),)
+            self._experts(layer, u, self._plan.main, weights, batch, cost, each, False, kept)
+
+    # -- calls and slots ----------------------------------------------------------------------------------
+
+    def _route(self, layer: int, batch: Batch) -> Call:
+        calls, main, key = self._calls, self._plan.main, f"{layer}.router"
+        part = self._layout.parts[key]
+        route = ops.Route(
+            calls.whole(key), calls.rows(main, batch, "h"), self._routes(layer, main, batch), calls.scratch(main),
+            layer=layer,
+        )  # fmt: skip
+        cost = ops.matrix_cost(part, 0, 1, ops.ROUTER_BLOCKS, batch.total_rows)
+        return calls.add(main, route, -1, batch, part.format.kind, cost)
+
+    def _experts(
+        self, layer: int, u: int, executor: Executor, weights: dict[int, Slot], batch: Batch, cost: tuple[int, int],
+        rows: int, first: bool, outputs: tuple[Slot, ...],
+    ) -> None:  # fmt: skip
+        calls = self._calls
+        experts = ops.Experts(
+            tuple(weights.values()), calls.rows(executor, batch, "h"), self._routes(layer, executor, batch),
+            calls.rows(executor, batch, "partial"), outputs, calls.scratch(executor), layer=layer,
+            first_experts=tuple(weights), starts_sum=first, expert_rows=rows,
+        )  # fmt: skip
+        calls.add(executor, experts, u, batch, self._layout.parts[f"{layer}.experts"].format.kind, cost)
+
+    def _routed(self, layer: int) -> Routed:
+        routed = self._plan.target.spec.layers[layer].routed
+        assert routed is not None, f"layer {layer} is dense"
+        return routed
+
+    def _routes(self, layer: int, executor: Executor, batch: Batch) -> Slot:
+        return self._layout.act(executor, batch.id, "routes", self._routed(layer).routes_bytes(batch.total_rows))
+
+    def _outputs(self, layer: int, executor: Executor, batch: Batch) -> Slot:
+        """float32 [T, A, D]."""
+        nbytes = 4 * batch.total_rows * self._routed(layer).active * self._plan.target.spec.d_model
+        return self._layout.act(executor, batch.id, "outputs", nbytes)

@@ -1,0 +1,115 @@
+"""route and experts in numpy float32.
+
+Shapes: T rows of the batch, X experts, A of a row, D d_model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.kernels.reference.dense import FfnSum, ffn
+from penstock.kernels.reference.matrix import Bytes, Float32, Scratch, multiply, vector
+from penstock.spec.model import Routed, Router
+from penstock.spec.parts import Part
+
+_SMALLEST_SUM = np.float32(1e-20)  # what scores are divided by is never 0 (Glm4MoeTopkRouter)
+
+
+class Routes(NamedTuple):
+    """Which experts a row goes to, upwards, and what multiplies the outputs: of each, and of the shared expert."""
+
+    ids: NDArray[np.int32]  # [T, A]
+    weights: Float32  # [T, A]
+    shared: Float32  # [T]
+
+
+def route(weights: Bytes, part: Part, routed: Routed, h: Float32, routes: Routes, scratch: Scratch) -> None:
+    """Fills `routes` for h [T, D]; weights [granule_bytes], the router's. A row with a score that is no finite number
+    goes to the first experts, with weights NaN: damage shows in the logits, as anywhere else."""
+    t, start = h.shape[0], scratch.mark()
+    scores = scratch.take((t, routed.experts))
+    multiply(h, weights, part.block("scores"), scores, scratch)
+    damaged = ~np.isfinite(scores).all(axis=1)
+    scores[damaged] = 0
+    with np.errstate(over="ignore"):
+        if routed.router.score == "softmax":
+            scores -= scores.max(axis=1, keepdims=True)
+            np.exp(scores, out=scores)
+            scores /= scores.sum(axis=1, keepdims=True)
+        else:
+            scores[...] = 1 / (1 + np.exp(-scores))
+        bias = vector(weights, part.block("bias")) if routed.router.bias else None
+        _choose(scores, bias, routed, routes)
+        routes.shared[...] = 1
+        if routed.shared_gate:
+            gate = scratch.take((t, 1))
+            multiply(h, weights, part.block("shared_gate"), gate, scratch)
+            routes.shared[...] = 1 / (1 + np.exp(-gate[:, 0]))
+    routes.weights[damaged] = np.nan
+    scratch.rewind(start)
+
+
+def _choose(scores: Float32, bias: Float32 | None, routed: Routed, routes: Routes) -> None:
+    router, active = routed.router, routed.active
+    ranked = scores if bias is None else scores + bias
+    if router.groups > 1:
+        ranked = _kept_groups(ranked, router)
+    # The highest first, of equal ones the lowest id; then upwards by id, the order of their sum.
+    ids = np.sort(np.argsort(-ranked, axis=1, kind="stable")[:, :active], axis=1)
+    chosen = np.take_along_axis(scores, ids, axis=1)
+    if router.normalised:
+        chosen = chosen / (chosen.sum(axis=1, keepdims=True) + _SMALLEST_SUM)
+    routes.ids[...] = ids
+    routes.weights[...] = chosen * np.float32(router.scale)
+
+
+def _kept_groups(ranked: Float32, router: Router) -> Float32:
+    """The scores [T, X], -inf outside of the groups that are kept."""
+    grouped = ranked.reshape(len(ranked), router.groups, -1)
+    two_best = np.sort(grouped, axis=2)[:, :, -2:].sum(axis=2)
+    kept = np.argsort(-two_best, axis=1, kind="stable")[:, : router.groups_kept]
+    found = np.full_like(grouped, -np.inf)
+    np.put_along_axis(found, kept[:, :, None], np.take_along_axis(grouped, kept[:, :, None], axis=1), axis=1)
+    return found.reshape(ranked.shape)
+
+
+def experts(
+    weights: Sequence[Bytes], ids: Sequence[int], part: Part, routed: Routed, h: Float32, routes: Routes,
+    partial: Float32, outputs: Float32 | None, starts_sum: bool, scratch: Scratch,
+) -> None:  # fmt: skip
+    """partial [T, D] (+)= Σ weight · FFN of h [T, D] over the experts `ids`, each of weights [granules, granule_bytes].
+    With `outputs` [T, A, D] the FFNs go there instead."""
+    if starts_sum and outputs is None:
+        partial[...] = 0
+    start = scratch.mark()
+    for expert, granules in zip(ids, weights, strict=True):
+        rows, rank = np.nonzero(routes.ids == expert)
+        if not len(rows):
+            continue
+        scratch.rewind(start)
+        x, y, pending = (scratch.take((len(rows), h.shape[1])) for _ in range(3))
+        np.take(h, rows, axis=0, out=x)
+        ffn(granules, part, 0, routed.expert, x, FfnSum(y, pending, True, False, False), scratch)
+        if outputs is not None:
+            outputs[rows, rank] = y
+            continue
+        y *= routes.weights[rows, rank][:, None]
+        partial[rows] += y
+    scratch.rewind(start)
+
+
+def combine(routes: Routes, outputs: Float32, partial: Float32, starts_sum: bool) -> None:
+    """partial [T, D] (+)= Σ weight · outputs [T, A, D], experts upwards."""
+    if starts_sum:
+        partial[...] = 0
+    for rank in range(outputs.shape[1]):
+        partial += outputs[:, rank] * routes.weights[:, rank, None]
+
+
+def gate(routes: Routes, partial: Float32) -> None:
+    """partial [T, D] times the shared expert's weights."""
+    partial *= routes.shared[:, None]

@@ -1,0 +1,65 @@
+"""What types with experts share: reading them from a config, and where they stand in a checkpoint."""
+
+from __future__ import annotations
+
+from penstock.models.hf.config import MAX_WIDTH, Config
+from penstock.models.hf.decoder import END_NAMES, LAYER_NAMES, layer_count
+from penstock.models.hf.names import EXPERT, TensorSource, sources_of
+from penstock.spec.model import Ffn, ModelSpec
+
+MAX_EXPERTS = 4096  # the largest models of today have 512
+
+_MLP = "model.layers.{}.mlp."
+_APART = f"{_MLP}experts.{EXPERT}."
+ROUTER_NAMES = {
+    "router.scores": _MLP + "gate.weight",
+    "router.shared_gate": _MLP + "shared_expert_gate.weight",
+}
+APART_NAMES = {f"experts.{block}": f"{_APART}{block}_proj.weight" for block in ("gate", "up", "down")}
+_STACKED_NAMES = {
+    "experts.gate": _MLP + "experts.gate_up_proj",
+    "experts.up": _MLP + "experts.gate_up_proj",
+    "experts.down": _MLP + "experts.down_proj",
+}
+
+
+def shared_names(name: str) -> dict[str, str]:
+    """Of the shared expert that a checkpoint calls `name`."""
+    return {f"shared.{block}": f"{_MLP}{name}.{block}_proj.weight" for block in ("gate", "up", "down")}
+
+
+def gated(config: Config, neurons_key: str, times: int = 1) -> Ffn:
+    """A gated FFN without biases, of `times` as many neurons as the key says. Raises BrokenModel."""
+    return Ffn(times * config.whole(neurons_key, hi=MAX_WIDTH // times), config.activation("hidden_act", "silu"), True)
+
+
+def experts(config: Config, key: str, default: int) -> int:
+    """Raises BrokenModel."""
+    return config.whole(key, default, hi=MAX_EXPERTS)
+
+
+def sparse_layers(config: Config) -> list[bool]:
+    """Which layers are routed, by Qwen's two keys: every `decoder_sparse_step`th, but those of `mlp_only_layers`.
+    Raises BrokenModel."""
+    step, count = config.whole("decoder_sparse_step", 1), layer_count(config)
+    dense = config.data.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in dense):
+        raise config.broken("mlp_only_layers", "should be a list of layer numbers")
+    return [i not in dense and (i + 1) % step == 0 for i in range(count)]
+
+
+def apart(
+    spec: ModelSpec, shared: str = "shared_expert", names: dict[str, str] = APART_NAMES
+) -> dict[tuple[str, str], TensorSource]:
+    """A matrix of an expert is a tensor of its own."""
+    return sources_of(spec, LAYER_NAMES | ROUTER_NAMES | shared_names(shared) | names, END_NAMES)
+
+
+def stacked(
+    spec: ModelSpec, shared: str = "shared_expert", names: dict[str, str] | None = None
+) -> dict[tuple[str, str], TensorSource]:
+    """All experts of a layer stand in two tensors [X, 2 N, D] (gate, then up) and [X, D, N]."""
+    routed = [layer.routed for layer in spec.layers if layer.routed is not None]
+    offsets = {"experts.up": routed[0].expert.neurons} if routed else {}
+    layer_names = LAYER_NAMES | ROUTER_NAMES | shared_names(shared) | (names or {}) | _STACKED_NAMES
+    return sources_of(spec, layer_names, END_NAMES, offsets, stacked=True)

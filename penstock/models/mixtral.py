@@ -1,0 +1,37 @@
+"""Mixtral: Mistral's attention, and experts in every layer, whose scores are normalised over those chosen."""
+
+from __future__ import annotations
+
+from penstock.models.hf.config import Config
+from penstock.models.hf.decoder import Defaults, Details, decoder, layer_count
+from penstock.models.hf.experts import apart, experts, gated, stacked
+from penstock.models.hf.names import EXPERT, TensorSource
+from penstock.spec.model import ModelSpec, Routed, Router
+
+DEFAULTS = Defaults(max_positions=131072, kv_heads=8, eps=1e-5)
+
+_MOE = "model.layers.{}.block_sparse_moe."
+_NAMES = {
+    "router.scores": _MOE + "gate.weight",
+    "experts.gate": f"{_MOE}experts.{EXPERT}.w1.weight",
+    "experts.up": f"{_MOE}experts.{EXPERT}.w3.weight",
+    "experts.down": f"{_MOE}experts.{EXPERT}.w2.weight",
+}
+
+
+def spec(config: Config) -> ModelSpec:
+    """Raises BrokenModel."""
+    routed = Routed(
+        experts(config, "num_local_experts", 8), config.whole("num_experts_per_tok", 2),
+        gated(config, "intermediate_size"), Router("softmax", normalised=True),
+    )  # fmt: skip
+    window = config.optional_whole("sliding_window", None)
+    return decoder(config, "mixtral", DEFAULTS, Details(), window=window, routed=[routed] * layer_count(config))
+
+
+def sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource]:
+    return apart(spec, names=_NAMES)
+
+
+def stacked_sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource]:
+    return stacked(spec)

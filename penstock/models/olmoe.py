@@ -1,0 +1,25 @@
+"""OLMoE: q and k are normed over all heads together, and every layer has experts."""
+
+from __future__ import annotations
+
+from penstock.models.hf.config import Config
+from penstock.models.hf.decoder import Defaults, Details, decoder, layer_count
+from penstock.models.hf.experts import apart, experts, gated, stacked
+from penstock.spec.model import ModelSpec, Routed, Router
+
+DEFAULTS = Defaults(max_positions=4096, eps=1e-5)
+
+sources, stacked_sources = apart, stacked
+
+
+def spec(config: Config) -> ModelSpec:
+    """Raises BrokenModel, and UnsupportedModel for a model that clips q, k and v: none is published."""
+    if config.has("clip_qkv"):
+        raise config.unsupported("clip_qkv", "is set; penstock runs models without it")
+    routed = Routed(
+        experts(config, "num_experts", 64), config.whole("num_experts_per_tok", 8), gated(config, "intermediate_size"),
+        Router("softmax", config.flag("norm_topk_prob", False)),
+    )  # fmt: skip
+    bias = config.flag("attention_bias", False)
+    details = Details(qkv_bias=bias, out_bias=bias, qk_norm=True, norms_all_heads=True)
+    return decoder(config, "olmoe", DEFAULTS, details, routed=[routed] * layer_count(config))

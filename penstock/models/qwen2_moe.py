@@ -1,0 +1,37 @@
+"""Qwen 2 with experts: a shared expert behind a gate of its own, dense layers by two keys."""
+
+from __future__ import annotations
+
+from penstock.models.hf.config import MAX_LAYERS, Config
+from penstock.models.hf.decoder import FULL, SLIDING, Defaults, Details, decoder, layer_count, layer_types_of
+from penstock.models.hf.experts import apart, experts, gated, sparse_layers, stacked
+from penstock.spec.model import ModelSpec, Routed, Router
+
+DEFAULTS = Defaults(max_positions=32768, kv_heads=16)
+
+sources, stacked_sources = apart, stacked
+
+
+def spec(config: Config) -> ModelSpec:
+    """Raises BrokenModel."""
+    routed = Routed(
+        experts(config, "num_experts", 60), config.whole("num_experts_per_tok", 4),
+        gated(config, "moe_intermediate_size"), Router("softmax", config.flag("norm_topk_prob", False)),
+        shared=gated(config, "shared_expert_intermediate_size"), shared_gate=True,
+    )  # fmt: skip
+    used = config.flag("use_sliding_window", False)
+    window = config.optional_whole("sliding_window", 4096) if used else None
+    # Every other layer below it, the first one first.
+    most = config.whole("max_window_layers", 28, lo=0, hi=MAX_LAYERS)
+    by_rule = [SLIDING if window is not None and i % 2 == 0 and i < most else FULL for i in range(layer_count(config))]
+    details = Details(qkv_bias=config.flag("qkv_bias", True))
+    layers = [routed if sparse else None for sparse in sparse_layers(config)]
+    return decoder(
+        config,
+        "qwen2_moe",
+        DEFAULTS,
+        details,
+        window=window,
+        layer_types=layer_types_of(config, by_rule),
+        routed=layers,
+    )
