@@ -9,12 +9,12 @@ from pathlib import Path
 from bench.pipo.session import PipoSession
 from penstock.graph.arenas import Layout
 from penstock.planner.solve import settle_context, solve
-from penstock.planner.solve.fill import PINNED
 from penstock.planner.solve.ours.ram import Skeleton
 from penstock.planner.solve.problem import Problem
 from penstock.runtime import host
 from penstock.spec.ask import Ask
 from penstock.spec.machine import Capacity, MachineSpec, Rate
+from penstock.spec.parts import PINNED
 from penstock.spec.plan import Plan, Unit
 from penstock.store.packed import Packed
 

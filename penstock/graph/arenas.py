@@ -21,7 +21,7 @@ from math import gcd
 
 from penstock.graph import scratch
 from penstock.graph.batch import Batch
-from penstock.graph.tasks import Slot
+from penstock.graph.tasks import Slot, Stream
 from penstock.spec.model import Layer, Routed
 from penstock.spec.parts import PAGE_BYTES, Part, head_key, predictor_part
 from penstock.spec.places import HOST, Executor, executor_of, is_disk, tier_of
@@ -68,14 +68,14 @@ class Layout:
 
     # -- what streams ---------------------------------------------------------------------------------
 
-    def streams(self, unit: Unit, purpose: str) -> bool:
+    def streams(self, unit: Unit, stream: Stream) -> bool:
         """Whether a pass loads the unit into its executor's ring. An embedding is gathered instead,
-        unless it is the head as well; experts with a cache are loaded when a decode pass asks for them."""
+        unless it is the head as well; experts with a cache are loaded when they are asked for."""
         if unit.part == "embed" and not self.plan.target.spec.tied:
             return False
-        if purpose == "decode" and unit.part in self._cached:
+        if stream.asks and unit.part in self._cached:
             return False
-        return unit.home != unit.executor(purpose)
+        return unit.home != unit.executor(stream.purpose)
 
     @property
     def gathers(self) -> Executor | None:
@@ -290,7 +290,7 @@ class Layout:
         if routed:
             buffers["routes"] = max(each.routes_bytes(rows) for each in routed)
         if plan.caches:
-            buffers["outputs"] = 4 * plan.batch_seqs * max(each.active for each in routed) * spec.d_model
+            buffers["outputs"] = 4 * plan.asking_rows * max(each.active for each in routed) * spec.d_model
         if plan.predictors:
             buffers["active"] = plan.batch_seqs * max(map(neurons_of, spec.layers))
         answers = {"logits": 4 * plan.logits_rows * spec.vocab, "best": 8 * plan.logits_rows}

@@ -54,7 +54,7 @@ class Attention:
         `executor` attends itself, and K and V follow behind."""
         calls, layout, key = self._calls, self._layout, f"{layer}.attn"
         units, a = calls.units[key], self._plan.target.spec.layers[layer].attention
-        weights = {u: self._streams.take(u, p.purpose) for u in units}
+        weights = {u: self._streams.take(u, p.stream) for u in units}
         scratch, fmt = calls.scratch(executor), layout.parts[key].format.kind
         for batch in p.batches:
             t, home = batch.total_rows, layout.kv_home(layer, batch)
@@ -87,7 +87,7 @@ class Attention:
                 partial = calls.rows(executor, batch, "partial")
                 product = ops.Out(weights[u], at_hand, partial, scratch, layer=layer, starts_sum=u == units[0])
                 calls.add(executor, product, u, batch, fmt, calls.matrix_cost(u, ops.OUT_BLOCKS, batch.total_rows))
-            self._streams.release(u, p.purpose)
+            self._streams.release(u, p.stream)
             yield from calls.emit.closed()
 
     def load_kv(self, p: Pass, layer: int) -> None:

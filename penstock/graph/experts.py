@@ -16,7 +16,7 @@ from penstock.graph import ops
 from penstock.graph.batch import Batch
 from penstock.graph.cache import ExpertCache
 from penstock.graph.calls import Calls
-from penstock.graph.tasks import Call, Pass, Slot, Task
+from penstock.graph.tasks import Call, Pass, Slot, Stream, Task
 from penstock.spec.model import Routed
 from penstock.spec.places import HOST, Executor, kernels_of, lane_between
 
@@ -34,9 +34,9 @@ class ExpertCalls:
         self._waiting: list[int] = []  # experts of that layer that are missing and have no slot yet
         self._loaded: list[int] = []  # and those that are missing and whose load was emitted
 
-    def on_demand(self, layer: int, purpose: str) -> bool:
-        """Whether a pass reads of the layer only the experts that it is asked for."""
-        return purpose == "decode" and layer in self.caches
+    def asks(self, layer: int, stream: Stream) -> bool:
+        """Whether a pass reads of the layer only the experts that its router asks for."""
+        return stream.asks and layer in self.caches
 
     # -- all experts of a unit --------------------------------------------------------------------------
 

@@ -145,8 +145,8 @@ class Lowering:
         found = {self.plan.units[u].executor(p.purpose) for u in self._calls.of_block(layer, kind)}
         executors = sorted(found, key=lambda name: name == HOST)
         self._inputs(p, layer, kind, executors)
-        on_demand = kind == "ffn" and self._experts.on_demand(layer, p.purpose)
-        if on_demand:
+        asking = kind == "ffn" and self._experts.asks(layer, p.stream)
+        if asking:
             yield from self._experts.ask(p, layer, answer)
         for executor in executors:
             if kind == "attn" and layer in self.layout.delegated:
@@ -171,7 +171,7 @@ class Lowering:
                 if executor != main:
                     self._calls.copy(batch, "h", batch.total_rows * row_bytes, main, executor)
             if kind == "ffn" and self.plan.target.spec.layers[layer].routed is not None:
-                if not self._experts.on_demand(layer, p.purpose):
+                if not self._experts.asks(layer, p.stream):
                     self._experts.route(layer, batch, executors)
             elif kind == "ffn" and p.purpose == "decode":
                 self._predict(layer, batch, executors)
@@ -181,13 +181,13 @@ class Lowering:
     def _share(self, p: Pass, layer: int, kind: str, executor: Executor) -> Iterator[Task]:
         """One executor's units of the block, and its partial sums to the main executor."""
         units = [u for u in self._calls.of_block(layer, kind) if self.plan.units[u].executor(p.purpose) == executor]
-        on_demand = kind == "ffn" and self._experts.on_demand(layer, p.purpose)
-        if on_demand:
+        asking = kind == "ffn" and self._experts.asks(layer, p.stream)
+        if asking:
             units = [u for u in units if self.parts[self.plan.units[u].part].kind != "experts"]
         kinds = [self.parts[self.plan.units[u].part].kind for u in units]
         started: set[int] = set()
         for i, u in enumerate(units):
-            weights = self._streams.take(u, p.purpose)
+            weights = self._streams.take(u, p.stream)
             for batch in p.batches:
                 first = batch.id not in started
                 started.add(batch.id)
@@ -199,9 +199,9 @@ class Lowering:
                     self._ffn(layer, u, executor, weights, batch, first, p.purpose)
                 if kinds[i] == "shared" and "shared" not in kinds[i + 1 :]:
                     self._experts.shared_done(layer, executor, batch)
-            self._streams.release(u, p.purpose)
+            self._streams.release(u, p.stream)
             yield from self._emit.closed()
-        if on_demand:
+        if asking:
             yield from self._experts.demanded(p, layer, started)
         main, row_bytes = self.plan.main, 4 * self.plan.target.spec.d_model
         for batch in p.batches if executor != main else ():
@@ -271,7 +271,7 @@ class Lowering:
         for batch in p.batches:
             self._norm(batch, "edges", "final", None, batch.logits)
         for u in self._head:
-            weights = self._streams.take(u, p.purpose)
+            weights = self._streams.take(u, p.stream)
             unit = self.plan.units[u]
             part = self.parts[unit.part]
             for batch in p.batches:
@@ -283,7 +283,7 @@ class Lowering:
                     best = self.layout.act(main, batch.id, "best", 8 * n)
                     head = ops.Head(weights, h, logits, best, calls.scratch(main), starts=u == self._head[0])
                     calls.add(main, head, u, batch, part.format.kind, cost)
-            self._streams.release(u, p.purpose)
+            self._streams.release(u, p.stream)
             yield from self._emit.closed()
         for batch in p.batches:
             n = len(batch.logits)

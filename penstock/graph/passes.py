@@ -22,7 +22,9 @@ def prompts(plan: Plan, seqs: Sequence[int], lengths: Sequence[int], then: Strea
     wanted = []
     for at in range(max(map(len, groups))):
         found = (chunks[at]._replace(id=index) for index, chunks in enumerate(groups) if at < len(chunks))
-        wanted.append(Pass("prefill", tuple(found), then))
+        batches = tuple(found)
+        few = max(batch.total_rows for batch in batches) <= plan.asking_rows
+        wanted.append(Pass("prefill", batches, then, few))
     for p, following in pairwise(wanted):
         yield p._replace(then=following.stream)
     yield wanted[-1]

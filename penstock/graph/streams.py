@@ -61,19 +61,19 @@ class Streams:
             for ring in (*self._rings.values(), self._stage):
                 ring.rewind()
 
-    def take(self, u: int, purpose: str) -> Slot:
+    def take(self, u: int, stream: Stream) -> Slot:
         """Where the unit's bytes are when its calls run: at home, or in the ring."""
         unit = self._plan.units[u]
-        if not self._layout.streams(unit, purpose):
+        if not self._layout.streams(unit, stream):
             return self._layout.weights[u]
-        return self._rings[unit.executor(purpose)].take(u)
+        return self._rings[unit.executor(stream.purpose)].take(u)
 
-    def release(self, u: int, purpose: str) -> None:
+    def release(self, u: int, stream: Stream) -> None:
         """The unit's last call is emitted: its ring bytes are free for the loads that wait."""
         unit = self._plan.units[u]
-        if self._layout.streams(unit, purpose):
-            self._emit.close(kernels_of(unit.executor(purpose)))
-            self._rings[unit.executor(purpose)].release(u)
+        if self._layout.streams(unit, stream):
+            self._emit.close(kernels_of(unit.executor(stream.purpose)))
+            self._rings[unit.executor(stream.purpose)].release(u)
             self.pump()
 
     def pump(self) -> None:
@@ -123,7 +123,7 @@ class Streams:
         for at, block in enumerate(blocks):
             for u in block:
                 unit = self._plan.units[u]
-                if unit.executor(stream.purpose) == tier and self._layout.streams(unit, stream.purpose):
+                if unit.executor(stream.purpose) == tier and self._layout.streams(unit, stream):
                     found.append((u, (unit.hi - unit.lo) * self._layout.parts[unit.part].granule_bytes, at))
         self._known[stream, tier] = found
         return found

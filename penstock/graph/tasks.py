@@ -18,22 +18,31 @@ from penstock.spec.plan import Unit
 
 
 class Stream(NamedTuple):
-    """Which weights a pass reads, in order: by purpose, and whether the head is among them."""
+    """Which weights a pass reads, in order: by purpose, whether the head is among them, and whether so `few` rows come
+    that it asks routers which experts they want, as decode does."""
 
     purpose: str
     logits: bool
+    few: bool = False
+
+    @property
+    def asks(self) -> bool:
+        """Whether of experts with a cache only those are read that routers ask for."""
+        return self.few or self.purpose == "decode"
 
 
 class Pass(NamedTuple):
-    """One step of the model over its batches. `then`: what the next pass will read, None = nothing."""
+    """One step of the model over its batches. `then`: what the next pass will read, None = nothing. `few`: as of its
+    stream."""
 
     purpose: str  # prefill | decode | verify
     batches: tuple[Batch, ...]
     then: Stream | None
+    few: bool = False
 
     @property
     def stream(self) -> Stream:
-        return Stream(self.purpose, any(batch.logits for batch in self.batches))
+        return Stream(self.purpose, any(batch.logits for batch in self.batches), self.few)
 
 
 class Call(NamedTuple):

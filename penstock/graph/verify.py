@@ -1,30 +1,33 @@
 """Checks any task list that anybody produced, by rules of its own: it shares no code with the lowering.
 
 Raises InternalError at the first task that reaches outside an arena, reads bytes that nobody wrote, waits
-for a task that has not been handed out, or conflicts with an earlier one that it is not ordered after.
+for a task that has not been handed out, or conflicts with an earlier one that it is not ordered after; and where a call
+takes an expert from a slot of a cache that holds another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from penstock.errors import InternalError
 from penstock.graph import ops
 from penstock.graph.tasks import Call, Slot, Task
 from penstock.spec.places import CPU, Lane, is_device
-from penstock.spec.plan import Arena
+from penstock.spec.plan import Arena, Unit
 
 # Written before the first pass: weights when they are loaded, KV over passes; and tokens, by the engine.
 _PRELOADED = (".weights", ".kv")
 
 
-def verify(tasks: Iterable[Task], arenas: Iterable[Arena]) -> int:
-    """Returns how many tasks it checked. Quadratic in the tasks that share an arena: for tests and dumps."""
+def verify(tasks: Iterable[Task], arenas: Iterable[Arena], units: Sequence[Unit] = ()) -> int:
+    """Returns how many tasks it checked. Quadratic in the tasks that share an arena: for tests and dumps. `units`: the
+    plan's; with them it is checked which experts slots of caches hold."""
     sizes = {arena.name: arena.bytes for arena in arenas}
     before: dict[int, int] = {}  # task → bit set of all tasks ordered before it
     position: dict[int, int] = {}
     last_on_lane: dict[Lane, int] = {}
     touched: dict[str, list[tuple[int, int, bool, int]]] = {}
+    held: dict[Slot, tuple[str, int]] = {}  # slot of a cache → part and number of the expert that was loaded there
     count = 0
     for task in tasks:
         ordered = 0
@@ -38,6 +41,7 @@ def verify(tasks: Iterable[Task], arenas: Iterable[Arena]) -> int:
         for lane in task.lanes:
             last_on_lane[lane] = task.id
         _check_tiers(task)
+        _check_experts(task, units, held)
         _check_slots(task, sizes, touched, position, ordered)
         count += 1
     return count
@@ -52,6 +56,25 @@ def _check_tiers(task: Task) -> None:
         other = next((s for _, s in ops.slots_of(call.operands) if not s.arena.startswith(f"{lane}.")), None)
         if other is not None:
             raise InternalError(f"task {task.id}: {call.op} on {lane} touches {other}")
+
+
+def _check_experts(task: Task, units: Sequence[Unit], held: dict[Slot, tuple[str, int]]) -> None:
+    for call in task.calls if units else ():
+        operands = call.operands
+        if isinstance(operands, ops.Load) and operands.target.arena.endswith(".cache"):
+            slot = operands.target
+            for other in [
+                each for each in held if each.arena == slot.arena and each.lo < slot.hi and slot.lo < each.hi
+            ]:
+                del held[other]
+            held[slot] = (units[call.unit].part, operands.lo // (operands.hi - operands.lo))
+        elif isinstance(operands, ops.Experts):
+            for slot, expert in zip(operands.weights, operands.first_experts, strict=True):
+                wanted = (units[call.unit].part, expert)
+                if slot.arena.endswith(".cache") and held.get(slot) != wanted:
+                    raise InternalError(
+                        f"task {task.id} takes expert {wanted} from {slot}, which holds {held.get(slot)}"
+                    )
 
 
 def _check_slots(

@@ -5,9 +5,10 @@ A file holds two functions, found by its name, so that a new type is a new file 
     spec(config)   what its `config.json` says, as a ModelSpec; raises what `hf.config` raises
     sources(spec)  where in the checkpoint every block of `spec.parts.parts` stands
 
-and, of types with experts, a third:
+and, of types with experts, a third, and a constant:
 
     stacked_sources(spec)  the same, of a checkpoint whose experts stand in one tensor with three axes
+    COUNT_KEYS             the keys of config.json that count the experts; the first that is there does
 
 What the types share lives in the folder `hf`. Standard library only: `penstock plan` runs on this alone.
 """
@@ -20,10 +21,13 @@ from typing import Any, Protocol, cast
 
 from penstock.errors import BadRequest, BrokenModel, UnsupportedModel
 from penstock.models.hf.config import Config, short
+from penstock.models.hf.experts import count_key
 from penstock.models.hf.names import TensorSource
 from penstock.spec.model import ModelSpec
 
-__all__ = ["TensorSource", "model_types", "sources", "spec_from_config", "stacked_sources", "switches"]
+__all__ = [
+    "TensorSource", "model_types", "says_experts", "sources", "spec_from_config", "stacked_sources", "switches",
+]  # fmt: skip
 
 # Flags of config.json that decide which weights a model has, whatever type they belong to.
 _SWITCHES = (
@@ -67,17 +71,25 @@ def switches(config: dict[str, Any], where: str) -> dict[str, str]:
     model use: {"layers.0.self_attn.q_proj.bias": "says attention_bias false", …}, without a leading "model."."""
     found: dict[str, str] = {}
     for key in _SWITCHES:
-        says = f"says {key} {str(config[key]).lower()}" if key in config else f"leaves out {key}"
+        says = _says(config, key)
         for value in (True, False):
             try:
                 spec = spec_from_config({**config, key: value}, where)
             except (BrokenModel, UnsupportedModel):
                 continue
-            experts = max((layer.routed.experts for layer in spec.layers if layer.routed is not None), default=0)
-            for source in sources(spec).values():
-                for name in source.tensors(experts):
-                    found.setdefault(name.removeprefix("model."), says)
+            for source in sources(spec).values():  # none decides how many experts there are
+                found.setdefault(source.tensor.removeprefix("model."), says)
     return found
+
+
+def says_experts(config: dict[str, Any]) -> str:
+    """What a config.json that was read says of the number of experts: "says num_experts 8"; "" of a type without."""
+    keys = getattr(_find(config["model_type"], "config.json"), "COUNT_KEYS", ())
+    return _says(config, count_key(config, keys)) if keys else ""
+
+
+def _says(config: dict[str, Any], key: str) -> str:
+    return f"says {key} {str(config[key]).lower()}" if key in config else f"leaves out {key}"
 
 
 def sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource]:

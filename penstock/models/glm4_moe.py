@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from penstock.models.hf.config import MAX_LAYERS, Config
 from penstock.models.hf.decoder import Defaults, Details, decoder, layer_count
-from penstock.models.hf.experts import APART_NAMES, apart, experts, gated, stacked
+from penstock.models.hf.experts import APART_NAMES, active, apart, experts, gated, stacked
 from penstock.models.hf.names import TensorSource
 from penstock.models.hf.rope import RopeRules
 from penstock.spec.model import ModelSpec, Routed, Router
 
 DEFAULTS = Defaults(max_positions=131072, kv_heads=8, eps=1e-5)
+COUNT_KEYS = ("n_routed_experts",)
 
 _BIAS = {"router.bias": "model.layers.{}.mlp.gate.e_score_correction_bias"}
 _SHARED = "shared_experts"
@@ -18,13 +19,16 @@ _SHARED = "shared_experts"
 
 def spec(config: Config) -> ModelSpec:
     """Raises BrokenModel."""
-    shared = config.whole("n_shared_experts", 1, lo=0, hi=64)
+    count, shared = experts(config, COUNT_KEYS, 128), config.whole("n_shared_experts", 1, lo=0, hi=64)
+    groups = config.whole("n_group", 1, hi=max(1, count // 2))  # two of each are looked at
+    if count % groups:
+        raise config.broken("n_group", f"{groups} should divide n_routed_experts {count}")
     router = Router(
-        "sigmoid", config.flag("norm_topk_prob", True), bias=True, groups=config.whole("n_group", 1),
-        groups_kept=config.whole("topk_group", 1), scale=config.real("routed_scaling_factor", 1.0),
+        "sigmoid", config.flag("norm_topk_prob", True), bias=True, groups=groups,
+        groups_kept=config.whole("topk_group", 1, hi=groups), scale=config.real("routed_scaling_factor", 1.0),
     )  # fmt: skip
     routed = Routed(
-        experts(config, "n_routed_experts", 128), config.whole("num_experts_per_tok", 8),
+        count, active(config, count // groups * router.groups_kept, 8),
         gated(config, "moe_intermediate_size"), router,
         shared=gated(config, "moe_intermediate_size", shared) if shared else None,
     )  # fmt: skip

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from penstock.models.hf.config import Config
 from penstock.models.hf.decoder import Defaults, Details, decoder, layer_count
-from penstock.models.hf.experts import apart, experts, gated, stacked
+from penstock.models.hf.experts import active, apart, experts, gated, stacked
 from penstock.models.hf.names import EXPERT, TensorSource
+from penstock.models.hf.rope import RopeRules
 from penstock.spec.model import ModelSpec, Routed, Router
 
 DEFAULTS = Defaults(max_positions=131072, kv_heads=8, eps=1e-5)
+COUNT_KEYS = ("num_local_experts",)
 
 _MOE = "model.layers.{}.block_sparse_moe."
 _NAMES = {
@@ -21,12 +23,13 @@ _NAMES = {
 
 def spec(config: Config) -> ModelSpec:
     """Raises BrokenModel."""
+    count = experts(config, COUNT_KEYS, 8)
     routed = Routed(
-        experts(config, "num_local_experts", 8), config.whole("num_experts_per_tok", 2),
-        gated(config, "intermediate_size"), Router("softmax", normalised=True),
+        count, active(config, count, 2), gated(config, "intermediate_size"), Router("softmax", normalised=True)
     )  # fmt: skip
     window = config.optional_whole("sliding_window", None)
-    return decoder(config, "mixtral", DEFAULTS, Details(), window=window, routed=[routed] * layer_count(config))
+    details = Details(rope=RopeRules(theta=1e6))
+    return decoder(config, "mixtral", DEFAULTS, details, window=window, routed=[routed] * layer_count(config))
 
 
 def sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from penstock.models.hf.config import Config
 from penstock.models.hf.decoder import Defaults, Details, decoder, layer_count
-from penstock.models.hf.experts import apart, experts, gated, stacked
+from penstock.models.hf.experts import active, apart, experts, gated, stacked
 from penstock.spec.model import ModelSpec, Routed, Router
 
 DEFAULTS = Defaults(max_positions=4096, eps=1e-5)
+COUNT_KEYS = ("num_experts",)
 
 sources, stacked_sources = apart, stacked
 
@@ -16,8 +17,9 @@ def spec(config: Config) -> ModelSpec:
     """Raises BrokenModel, and UnsupportedModel for a model that clips q, k and v: none is published."""
     if config.has("clip_qkv"):
         raise config.unsupported("clip_qkv", "is set; penstock runs models without it")
+    count = experts(config, COUNT_KEYS, 64)
     routed = Routed(
-        experts(config, "num_experts", 64), config.whole("num_experts_per_tok", 8), gated(config, "intermediate_size"),
+        count, active(config, count, 8), gated(config, "intermediate_size"),
         Router("softmax", config.flag("norm_topk_prob", False)),
     )  # fmt: skip
     bias = config.flag("attention_bias", False)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from penstock.models.hf.config import MAX_LAYERS, Config
 from penstock.models.hf.decoder import FULL, SLIDING, Defaults, Details, decoder, layer_count, layer_types_of
-from penstock.models.hf.experts import apart, experts, gated, sparse_layers, stacked
+from penstock.models.hf.experts import active, apart, experts, gated, sparse_layers, stacked
 from penstock.spec.model import ModelSpec, Routed, Router
 
 DEFAULTS = Defaults(max_positions=32768, kv_heads=16)
+COUNT_KEYS = ("num_experts",)
 
 sources, stacked_sources = apart, stacked
 
 
 def spec(config: Config) -> ModelSpec:
     """Raises BrokenModel."""
+    count = experts(config, COUNT_KEYS, 60)
     routed = Routed(
-        experts(config, "num_experts", 60), config.whole("num_experts_per_tok", 4),
-        gated(config, "moe_intermediate_size"), Router("softmax", config.flag("norm_topk_prob", False)),
+        count, active(config, count, 4), gated(config, "moe_intermediate_size"),
+        Router("softmax", config.flag("norm_topk_prob", False)),
         shared=gated(config, "shared_expert_intermediate_size"), shared_gate=True,
     )  # fmt: skip
     used = config.flag("use_sliding_window", False)

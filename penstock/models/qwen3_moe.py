@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from penstock.models.hf.config import Config
 from penstock.models.hf.decoder import Defaults, Details, decoder
-from penstock.models.hf.experts import apart, experts, gated, sparse_layers, stacked
+from penstock.models.hf.experts import active, apart, experts, gated, sparse_layers, stacked
 from penstock.spec.model import ModelSpec, Routed, Router
 
 DEFAULTS = Defaults(max_positions=32768, kv_heads=4)
+COUNT_KEYS = ("num_experts", "num_local_experts")  # transformers 5 writes the second
 
 sources, stacked_sources = apart, stacked
 
 
 def spec(config: Config) -> ModelSpec:
     """Raises BrokenModel."""
-    count_key = "num_experts" if config.has("num_experts") else "num_local_experts"
+    count = experts(config, COUNT_KEYS, 128)
     routed = Routed(
-        experts(config, count_key, 128), config.whole("num_experts_per_tok", 8),
-        gated(config, "moe_intermediate_size"), Router("softmax", config.flag("norm_topk_prob", False)),
+        count, active(config, count, 8), gated(config, "moe_intermediate_size"),
+        Router("softmax", config.flag("norm_topk_prob", False)),
     )  # fmt: skip
     window = config.optional_whole("sliding_window", 4096) if config.flag("use_sliding_window", False) else None
     bias = config.flag("attention_bias", False)

@@ -16,6 +16,7 @@ from threadpoolctl import threadpool_limits
 
 from penstock.errors import BadRequest, DamagedModel, PenstockError
 from penstock.graph.lower import Lowering
+from penstock.graph.passes import DECODE
 from penstock.graph.tasks import Pass, Task
 from penstock.graph.timeline import Timeline
 from penstock.runtime import host
@@ -195,12 +196,15 @@ class Session:
 
     def reread(self, seconds: float) -> tuple[Read, Read]:
         """How fast the disk and the RAM are now: loads what a decode pass streams, for about so long, and reads the
-        weights that stay in RAM, for some 20 ms. Rings lose what they hold. Raises StorageFailed."""
+        weights that stay in RAM, for some 20 ms. Rings and caches lose what they hold. Raises StorageFailed."""
         self.drain()
         plan, layout, streamed = self.plan, self.lowering.layout, NOTHING
-        units = [u for u in plan.units if layout.streams(u, "decode") and u.executor("decode") == HOST]
-        if units:
-            ranges = [(unit.part, unit.lo, unit.hi, plan.unit_bytes(unit)) for unit in units]
+        units = [u for u in plan.units if layout.streams(u, DECODE) and u.executor("decode") == HOST]
+        ranges = [(unit.part, unit.lo, unit.hi, plan.unit_bytes(unit)) for unit in units]
+        for part in (plan.parts[f"{cache.layer}.experts"] for cache in plan.caches):
+            each = part.least_granules
+            ranges += [(part.key, lo, lo + each, part.least_bytes) for lo in range(0, part.granules, each)]
+        if ranges:
             ring = self._arenas.whole("host.ring")
             streamed = from_disk(self.reader, ranges, ring.ctypes.data, plan.ring_bytes[HOST], seconds)
             self._start_over()

@@ -143,6 +143,14 @@ class Plan:
         return parts_by_key(self.target.spec, self.target.weights)
 
     @property
+    def asking_rows(self) -> int:
+        """Rows of a pass that asks routers which experts it wants, at most: those of decode, and of a prompt so few
+        that half of the experts are not wanted. 0 where no layer has a cache."""
+        routed = [self.target.spec.layers[cache.layer].routed for cache in self.caches]
+        few = min((each.experts // (2 * each.active) for each in routed if each is not None), default=0)
+        return max(self.batch_seqs, few) if routed else 0
+
+    @property
     def main(self) -> Executor:
         """The executor that holds activations, norms and merges."""
         return self.acts[0].home

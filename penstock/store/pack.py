@@ -19,7 +19,7 @@ from typing import Any
 import numpy.typing as npt
 
 from penstock.errors import BadRequest, BrokenModel, PenstockError
-from penstock.models import TensorSource
+from penstock.models import TensorSource, says_experts
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Block, Part, parts
@@ -85,7 +85,7 @@ def opened(src: Path, weights: Format | None) -> Iterator[Packing]:
         }
         extras[CONFIG] = _config_bytes(folder / CONFIG, config, own)
         packing = Packing(checkpoint, parts(spec, weights), sources_in(checkpoint, spec), weights, extras)
-        packing.check_shapes()
+        packing.check_shapes(says_experts(config))
         check_unused(checkpoint, config, spec)
         yield packing
 
@@ -142,12 +142,16 @@ class Packing:
     weights: Format
     extras: dict[str, bytes]
 
-    def check_shapes(self) -> None:
-        """Every tensor is there, of the shape that the spec leads to. Raises BrokenModel, UnsupportedModel."""
+    def check_shapes(self, says_experts: str) -> None:
+        """Every tensor is there, of the shape that the spec leads to. `says_experts`: what config.json says of their
+        number. Raises BrokenModel, UnsupportedModel."""
         needed: dict[str, tuple[TensorInfo, list[int]]] = {}
+        by_expert: set[str] = set()  # tensors with as many rows, or matrices, as there are experts
         for part in self.parts:
             for block in part.blocks:
                 source = self.sources[part.key, block.name]
+                if source.stacked or (part.kind == "router" and block.name != "shared_gate"):
+                    by_expert.add(source.tensor)
                 for name in source.tensors(part.experts):
                     tensor = self.checkpoint.weights(name)
                     shape = _shape(part, block, source, len(tensor.shape))
@@ -157,8 +161,9 @@ class Packing:
         for name, (tensor, shape) in needed.items():
             if list(tensor.shape) != shape:
                 found = list(tensor.shape)
+                why = f": it {says_experts}" if name in by_expert and found[1:] == shape[1:] else ""
                 raise BrokenModel(
-                    f"{tensor.file}: tensor {quoted(name)} has shape {found}; config.json leads to {shape}"
+                    f"{tensor.file}: tensor {quoted(name)} has shape {found}; config.json leads to {shape}{why}"
                 )
 
     def files(self, part: Part) -> set[str]:

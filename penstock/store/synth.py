@@ -93,7 +93,7 @@ class RandomWeights:
             return
         if vector:
             shape = (1, block.cols * rows // part.granule_rows)
-            mean, std = (0.0, _BIAS_STD) if block.name.endswith("_bias") else (1.0 - self.spec.norm.offset, _NORM_STD)
+            mean, std = (0.0, _BIAS_STD) if block.name.endswith("bias") else (1.0 - self.spec.norm.offset, _NORM_STD)
         else:
             shape = (block.rows, block.cols * rows // part.granule_rows) if by_column else (rows, block.cols)
             mean, std = 0.0, 1 / math.sqrt(part.rows if by_column else block.cols)

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import BrokenModel
-from penstock.models import sources, switches
+from penstock.models import says_experts, sources, switches
+from penstock.models.hf.names import EXPERT
 from penstock.spec.format import FLOAT32
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import head_key, parts
@@ -35,9 +36,10 @@ _NAMED = 3  # unused tensors that a warning names
 def check_unused(checkpoint: Checkpoint, config: dict[str, Any], spec: ModelSpec) -> None:
     """Refuses unused weights that config.json should have led to. Warns of other weights that are not used.
 
-    Refused are all weights inside a layer (or of layers beyond the last), biases of matrices and norms that are used,
-    what another value of a flag in config.json would use, and a head that differs from the embedding it is tied to.
-    Raises BrokenModel, naming the tensor and what config.json says; StorageFailed.
+    Refused are all weights inside a layer (or of layers and experts beyond the last), biases of matrices and norms that
+    are used, what another value of a flag in config.json would use, and a head that differs from the embedding it is
+    tied to. Layers behind the last that guess tokens ahead are only warned of. Raises BrokenModel, naming the tensor
+    and what config.json says; StorageFailed.
     """
     blocks, experts = sources_in(checkpoint, spec), {part.key: part.experts for part in parts(spec, FLOAT32)}
     used = {checkpoint.find(name).name for (key, _), source in blocks.items() for name in source.tensors(experts[key])}
@@ -51,6 +53,7 @@ def check_unused(checkpoint: Checkpoint, config: dict[str, Any], spec: ModelSpec
     if not unused:
         return
     flags, weights, layers = switches(config, str(checkpoint.folder)), {_short(name) for name in used}, _layers(spec)
+    stems = _stems(spec)
     ahead = config.get("num_nextn_predict_layers")  # behind the last layer, to guess tokens ahead (GLM)
     guessing = ahead if isinstance(ahead, int) and not isinstance(ahead, bool) else 0
     for name, tensor in unused.items():
@@ -60,6 +63,9 @@ def check_unused(checkpoint: Checkpoint, config: dict[str, Any], spec: ModelSpec
             continue  # only the warning names it
         if layer is not None and layer >= count:
             raise BrokenModel(f"{what} is of layer {layer}, counted from 0; config.json says num_hidden_layers {count}")
+        expert = _number(short, stems[layer]) if layer in stems else None
+        if expert is not None and expert >= experts[f"{layer}.experts"]:
+            raise BrokenModel(f"{what} is of expert {expert}, counted from 0; config.json {says_experts(config)}")
         if short in flags:
             raise BrokenModel(f"{what} would not be used: config.json {flags[short]}")
         if layer is not None or (short.endswith(".bias") and short.removesuffix("bias") + "weight" in weights):
@@ -84,11 +90,20 @@ def _short(name: str) -> str:
 
 def _layer(short: str, layers: Iterable[str]) -> int | None:
     """The number of the layer that a tensor lies in; None for one outside of the layers."""
-    for prefix in layers:
-        number = short.removeprefix(f"{prefix}.").partition(".")[0]
-        if short.startswith(f"{prefix}.") and number.isascii() and number.isdigit():
-            return int(number[:9])
-    return None
+    return next((number for prefix in layers if (number := _number(short, f"{prefix}.")) is not None), None)
+
+
+def _stems(spec: ModelSpec) -> dict[int, str]:
+    """Of each layer with experts, what the names of their tensors begin with, up to the expert's number."""
+    number = {part.key: part.layer for part in parts(spec, FLOAT32)}
+    names = ((number[key], source.tensor) for (key, _), source in sources(spec).items())
+    return {layer: _short(name).partition(EXPERT)[0] for layer, name in names if EXPERT in name}
+
+
+def _number(short: str, prefix: str) -> int | None:
+    """The number that stands in a name behind the prefix, up to a point."""
+    number = short.removeprefix(prefix).partition(".")[0]
+    return int(number[:9]) if short.startswith(prefix) and number.isascii() and number.isdigit() else None
 
 
 def _equal(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:

@@ -93,21 +93,39 @@ def test_by_default_every_number_is_kept(tmp_path: Path, config: dict[str, Any],
         assert not found[r:].any() and not found[:, c:].any()
 
 
-@pytest.mark.parametrize("name", ["float32", "int4"])
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+@pytest.mark.parametrize("name", [None, "float32", "bfloat16", "int4"])
 @pytest.mark.parametrize("config", EXPERTS.values(), ids=lambda config: config["model_type"])
-def test_experts_in_one_tensor_are_the_same(tmp_path: Path, config: dict[str, Any], name: str) -> None:
+def test_experts_in_one_tensor_are_the_same(
+    tmp_path: Path, config: dict[str, Any], name: str | None, dtype: str
+) -> None:
     """All experts of a layer as one tensor with three axes, or each by itself: the same packed bytes."""
-    apart = save_checkpoint(tmp_path / "apart", config)
-    save_checkpoint(tmp_path / "stacked", config, stacked_tensors(config, apart))
-    made = [pack(tmp_path / how, tmp_path / f"packed-{how}", parse_format(name)) for how in ("apart", "stacked")]
-    contents = [{n: c for n, c in folder_bytes(folder).items() if n.endswith(".safetensors")} for folder in made]
-    assert contents[0] == contents[1] and contents[0]
+    apart = save_checkpoint(tmp_path / "apart", config, dtype=dtype)
+    stacked = save_checkpoint(tmp_path / "stacked", config, stacked_tensors(config, apart), dtype)
+    assert {tensor.ndim for tensor in stacked.values()} == {1, 2, 3}
+    weights = None if name is None else parse_format(name)
+    made = [pack(tmp_path / how, tmp_path / f"packed-{how}", weights) for how in ("apart", "stacked")]
+    assert folder_bytes(made[0]) == folder_bytes(made[1])
+
+
+def test_a_router_with_a_bias_in_float32_changes_no_format(tmp_path: Path) -> None:
+    """Its bias is a vector, which is float32 in any case."""
+    tensors = random_tensors(EXPERTS["glm4_moe"], "BF16")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    tensors[name] = tensors[name].astype(np.float32) * np.float32(1.0001)
+    save_checkpoint(tmp_path / "src", EXPERTS["glm4_moe"], tensors, "BF16")
+    packed = open_packed(pack(tmp_path / "src", tmp_path / "dst"))
+    assert packed.weights == Format("bfloat16")
+    router = packed.parts["1.router"]
+    found = decode(block_bytes(packed, router, router.block("bias"), 0), 1, 6, Format("float32"), tiled=False)
+    assert np.array_equal(found[0], tensors[name])
 
 
 @pytest.mark.parametrize("name", ["int4", "int8-g32", "bfloat16"])
-def test_named_formats_apply_to_matrices_alone(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("config", [OPT, *EXPERTS.values()], ids=lambda config: config["model_type"])
+def test_named_formats_apply_to_matrices_alone(tmp_path: Path, config: dict[str, Any], name: str) -> None:
     weights = parse_format(name)
-    tensors = save_checkpoint(tmp_path / "src", OPT)
+    tensors = save_checkpoint(tmp_path / "src", config)
     packed = open_packed(pack(tmp_path / "src", tmp_path / "dst", weights))
     verify(tmp_path / "dst")
     kept = set()
@@ -120,7 +138,12 @@ def test_named_formats_apply_to_matrices_alone(tmp_path: Path, name: str) -> Non
         else:
             kept.add(block.name)
             assert np.array_equal(found[:r, :c], expected)
-    assert {"positions", "project_in", "attn_in", "q_bias", "up_bias", "final"} <= kept
+    expected_kept = {
+        "opt": {"positions", "project_in", "q_bias", "up_bias"},
+        "qwen2_moe": {"scores", "shared_gate"},  # who goes to which expert is not rounded
+        "glm4_moe": {"scores", "bias"},
+    }
+    assert kept >= {"attn_in", "final"} | expected_kept.get(config["model_type"], {"scores"})
 
 
 def test_headers_are_the_last_word_on_the_number_format(tmp_path: Path) -> None:
@@ -264,6 +287,62 @@ def test_bad_tensors(
     change(tensors)
     save_checkpoint(tmp_path / "src", LLAMA, tensors)
     refused(tmp_path, kind, message)
+
+
+MOE = EXPERTS["qwen2_moe"]
+_MLP = "model.layers.1.mlp."
+_LAST, _ROUTER, _BOTH = f"{_MLP}experts.4.up_proj.weight", f"{_MLP}gate.weight", f"{_MLP}experts.gate_up_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(_LAST), f"lacks the tensor '{_LAST}'"),
+        (lambda t: t.pop(f"{_MLP}experts.0.down_proj.weight"), r"lacks the tensor .*experts\.0\.down"),
+        (lambda t: t.pop(_ROUTER), "lacks the tensor 'model.layers.1.mlp.gate.weight'"),
+        (lambda t: t.pop(f"{_MLP}shared_expert_gate.weight"), "lacks the tensor .*shared_expert_gate"),
+        (lambda t: t.pop(f"{_MLP}shared_expert.up_proj.weight"), "lacks the tensor .*shared_expert.up_proj"),
+        (lambda t: t.update({_LAST: t[_LAST][:40].copy()}), r"shape \[40, 72\]; config.json leads to \[44, 72\]$"),
+        (lambda t: t.update({_LAST: t[_LAST][None].copy()}), r"has shape \[1, 44, 72\]"),
+        (
+            lambda t: t.update({_ROUTER: np.zeros((8, 72), np.float32)}),
+            r"gate.weight' has shape \[8, 72\]; config.json leads to \[5, 72\]: it says num_experts 5$",
+        ),
+        (lambda t: t.update({_ROUTER: t[_ROUTER][:, :8].copy()}), r"leads to \[5, 72\]$"),
+        (lambda t: t[_LAST].__setitem__((43, 71), np.nan), f"'{_LAST}' holds NaN or infinite"),
+    ],
+)  # fmt: skip
+def test_bad_experts(tmp_path: Path, change: Callable[[dict[str, Array]], Any], message: str) -> None:
+    tensors = random_tensors(MOE)
+    change(tensors)
+    save_checkpoint(tmp_path / "src", MOE, tensors)
+    refused(tmp_path, BrokenModel, message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(_BOTH), f"lacks the tensor '{_BOTH}'"),
+        (lambda t: t.pop(f"{_MLP}experts.down_proj"), "lacks the tensor .*experts.down_proj'"),
+        (
+            lambda t: t.update({_BOTH: np.concatenate([t[_BOTH], t[_BOTH]])}),
+            r"shape \[10, 88, 72\]; config.json leads to \[5, 88, 72\]: it says num_experts 5$",
+        ),
+        (lambda t: t.update({_BOTH: t[_BOTH][:4].copy()}), r"\[4, 88, 72\]; .* \[5, 88, 72\]: it says num_experts 5$"),
+        (lambda t: t.update({_BOTH: t[_BOTH].swapaxes(1, 2).copy()}), r"has shape \[5, 72, 88\].* \[5, 88, 72\]$"),
+        (lambda t: t.update({_BOTH: t[_BOTH].reshape(-1, 72)}), r"has shape \[440, 72\]"),
+        (lambda t: t.update({_BOTH: t[_BOTH].ravel()}), r"has shape \[31680\]"),
+        (lambda t: t.update({_BOTH: t[_BOTH][:0].copy()}), r"has shape \[0, 88, 72\]"),
+        (lambda t: t[_BOTH].__setitem__((4, 87, 71), np.inf), f"'{_BOTH}' holds NaN or infinite"),
+        # Of one layer stacked, of another apart: nobody saves that.
+        (lambda t: t.update({_LAST: t.pop(_BOTH)[4, 44:].copy()}), f"lacks the tensor '{_BOTH}'"),
+    ],
+)  # fmt: skip
+def test_bad_stacked_experts(tmp_path: Path, change: Callable[[dict[str, Array]], Any], message: str) -> None:
+    tensors = stacked_tensors(MOE, random_tensors(MOE))
+    change(tensors)
+    save_checkpoint(tmp_path / "src", MOE, tensors)
+    refused(tmp_path, BrokenModel, message)
 
 
 def test_bad_folders(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from penstock.errors import BrokenModel
 from penstock.models import model_types
 from penstock.store.checkpoint import INDEX
 from penstock.store.pack import pack
+from penstock.store.packed import open_packed
 from tests.cpu.checkpoints import (
     EXPERTS,
     LLAMA,
@@ -81,20 +82,70 @@ def test_a_config_of_fewer_layers(name: str, tmp_path: Path) -> None:
     )
 
 
+COUNTS = {"mixtral": "num_local_experts", "glm4_moe": "n_routed_experts"}
+
+
 @pytest.mark.parametrize("name", EXPERTS)
 def test_a_config_of_fewer_experts(name: str, tmp_path: Path) -> None:
-    config = EXPERTS[name]
-    key = next(k for k in ("num_experts", "num_local_experts", "n_routed_experts") if k in config)
-    more = random_tensors({**config, key: config[key] + 3, "n_group": 1, "topk_group": 1})
-    extra = {tensor: values for tensor, values in more.items() if f"experts.{config[key]}." in tensor}
-    assert extra and f"experts.{config[key]}." in not_packed(tmp_path, config, extra)
+    """Their routers are shorter; where only the router was cut, there are experts too many."""
+    config, key = EXPERTS[name], COUNTS.get(name, "num_experts")
+    count, groups = config[key], {"n_group": 1, "topk_group": 1}
+    more = random_tensors({**config, **groups, key: count + 3})
+    message = not_packed(tmp_path / "whole", config, more)
+    assert f"has shape [{count + 3}" in message and message.endswith(f": it says {key} {count}")
+    kept = {tensor: values for tensor, values in more.items() if f"experts.{count}." in tensor}
+    message = not_packed(tmp_path / "router", config, kept)
+    assert f"experts.{count}." in message
+    assert message.endswith(f"is of expert {count}, counted from 0; config.json says {key} {count}")
 
 
-def test_layers_that_guess_tokens_ahead(tmp_path: Path) -> None:
+def test_a_config_that_counts_experts_otherwise(tmp_path: Path) -> None:
+    config = {key: value for key, value in EXPERTS["mixtral"].items() if key != "num_local_experts"}  # 8 by default
+    extra = {"model.layers.0.block_sparse_moe.experts.8.w1.weight": np.ones((44, 72), np.float32)}
+    assert not_packed(tmp_path, config, extra).endswith("config.json leaves out num_local_experts")
+    also = {**EXPERTS["qwen3_moe"], "num_local_experts": 5}
+    del also["num_experts"]
+    extra = {"layers.1.mlp.experts.99999999999999999999.x": vector()}
+    assert not_packed(tmp_path / "also", also, extra).endswith("config.json says num_local_experts 5")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (FFN + "experts.0.up_proj.bias", "by its config.json a qwen2_moe model has none such"),
+        (FFN + "experts.4.extra.weight", "by its config.json a qwen2_moe model has none such"),
+        (FFN + "experts.x.up_proj.weight", "by its config.json a qwen2_moe model has none such"),
+        (FFN + "experts.gate_up_proj", "by its config.json a qwen2_moe model has none such"),
+        (FFN + "gate.e_score_correction_bias", "by its config.json a qwen2_moe model has none such"),
+        (FFN + "shared_experts.up_proj.weight", "by its config.json a qwen2_moe model has none such"),
+        (FFN + "up_proj.weight", "by its config.json a qwen2_moe model has none such"),
+    ],
+)
+def test_what_is_beside_the_experts(name: str, says: str, tmp_path: Path) -> None:
+    assert f"tensor '{name}' would not be used: {says}" in not_packed(tmp_path, EXPERTS["qwen2_moe"], {name: vector()})
+
+
+def test_experts_in_a_layer_that_should_be_dense(tmp_path: Path) -> None:
+    config = {**EXPERTS["qwen2_moe"], "mlp_only_layers": [1]}
+    extra = {"model.layers.1.mlp.experts.0.up_proj.weight": np.ones((44, 72), np.float32)}
+    assert "a qwen2_moe model has none such" in not_packed(tmp_path, config, extra)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "layers", "message"),
+    [(1, 3, None), (2, 4, None), (1, 4, "layer 3,"), (0, 3, "layer 2,"), (None, 3, "layer 2,"), (True, 3, "layer 2,"),
+     ("1", 3, "layer 2,"), (-1, 3, "layer 2,"), (1.0, 3, "layer 2,")],
+)  # fmt: skip
+def test_layers_that_guess_tokens_ahead(ahead: Any, layers: int, message: str | None, tmp_path: Path) -> None:
     """GLM's checkpoints have one behind the last layer. It is not used, and that is said."""
-    config = {**EXPERTS["glm4_moe"], "num_nextn_predict_layers": 1}
-    more = random_tensors({**config, "num_hidden_layers": 3})
-    assert "not used" in packed(tmp_path, config, more)[0]
+    config = {**EXPERTS["glm4_moe"], "num_nextn_predict_layers": ahead}
+    more = random_tensors({**config, "num_hidden_layers": layers}) | {"model.layers.2.eh_proj.weight": vector()}
+    if message is not None:
+        assert message in not_packed(tmp_path, config, more)
+        return
+    (told,) = packed(tmp_path, config, more)
+    assert "tensors are not used: 'model.layers.2." in told
+    assert len(open_packed(tmp_path / "dst").spec.layers) == 2
 
 
 def test_a_run_of_it(call: Call, tmp_path: Path) -> None:

@@ -151,6 +151,59 @@ REAL = [
         ),
         3_821_079_552, 32, (32, 32, 96),
     ),
+    Real(
+        "Mixtral-8x7B-v0.1",
+        config(
+            "mixtral", 4096, 32, 32, 14336, 32000, num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2,
+            rms_norm_eps=1e-5, sliding_window=None, max_position_embeddings=32768, rope_theta=1e6, hidden_act="silu",
+            tie_word_embeddings=False, torch_dtype="bfloat16", output_router_logits=False, router_aux_loss_coef=0.02,
+        ),
+        46_702_792_704, 32, (32, 8, 128),
+    ),
+    Real(
+        "Qwen1.5-MoE-A2.7B",
+        config(
+            "qwen2_moe", 2048, 24, 16, 5632, 151936, num_key_value_heads=16, num_experts=60, num_experts_per_tok=4,
+            moe_intermediate_size=1408, shared_expert_intermediate_size=5632, norm_topk_prob=False,
+            decoder_sparse_step=1, rms_norm_eps=1e-6, sliding_window=32768, use_sliding_window=False,
+            max_window_layers=21, max_position_embeddings=8192, rope_theta=1000000.0, tie_word_embeddings=False,
+            torch_dtype="bfloat16",
+        ),
+        14_315_784_192, 24, (16, 16, 128),
+    ),
+    Real(
+        "Qwen3-30B-A3B",
+        config(
+            "qwen3_moe", 2048, 48, 32, 6144, 151936, num_key_value_heads=4, head_dim=128, num_experts=128,
+            num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1,
+            mlp_only_layers=[], rms_norm_eps=1e-6, sliding_window=None, use_sliding_window=False,
+            max_window_layers=48, max_position_embeddings=40960, rope_theta=1000000.0, rope_scaling=None,
+            attention_bias=False, tie_word_embeddings=False, torch_dtype="bfloat16",
+        ),
+        30_532_122_624, 48, (32, 4, 128),
+    ),
+    Real(
+        "OLMoE-1B-7B-0924",
+        config(
+            "olmoe", 2048, 16, 16, 1024, 50304, num_key_value_heads=16, num_experts=64, num_experts_per_tok=8,
+            norm_topk_prob=False, clip_qkv=None, rms_norm_eps=1e-5, max_position_embeddings=4096, rope_theta=10000.0,
+            rope_scaling=None, attention_bias=False, tie_word_embeddings=False, torch_dtype="bfloat16",
+        ),
+        6_919_161_856, 16, (16, 16, 128),
+    ),
+    Real(
+        # 110,468,824,832 with the layer that guesses a token ahead.
+        "GLM-4.5-Air",
+        config(
+            "glm4_moe", 4096, 46, 96, 10944, 151552, num_key_value_heads=8, head_dim=128, n_routed_experts=128,
+            n_shared_experts=1, num_experts_per_tok=8, moe_intermediate_size=1408, n_group=1, topk_group=1,
+            norm_topk_prob=True, routed_scaling_factor=1.0, first_k_dense_replace=1, attention_bias=True,
+            use_qk_norm=False, partial_rotary_factor=0.5, num_nextn_predict_layers=1, rms_norm_eps=1e-5,
+            max_position_embeddings=131072, rope_theta=1000000, rope_scaling=None, tie_word_embeddings=False,
+            torch_dtype="bfloat16",
+        ),
+        106_852_251_264, 46, (96, 8, 128),
+    ),
 ]  # fmt: skip
 
 BY_NAME = {real.name: real.config for real in REAL}

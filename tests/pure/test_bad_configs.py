@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import BrokenModel, PenstockError, UnsupportedModel
-from penstock.models import sources, spec_from_config
+from penstock.models import sources, spec_from_config, stacked_sources, switches
 from penstock.spec import codec
 from penstock.spec.format import Format
 from penstock.spec.parts import parts
@@ -24,7 +25,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": 80.0}, "hidden_size should be a whole number, not 80.0"),
     ({"hidden_size": True}, "hidden_size should be a whole number, not True"),
     ({"hidden_size": None}, "hidden_size should be a whole number, not None"),
-    ({"hidden_size": 10**5000}, "hidden_size should be from 1 to 16777216, not an integer of"),
+    ({"hidden_size": 10**5000}, "hidden_size should be from 1 to 1048576, not an integer of"),
     ({"vocab_size": [10**5000]}, "vocab_size should be a whole number, not a list"),
     ({"num_hidden_layers": 0}, "num_hidden_layers should be from 1 to 512, not 0"),
     ({"num_hidden_layers": 2**31 - 1}, "num_hidden_layers should be from 1 to 512"),
@@ -102,13 +103,162 @@ def test_gemma_and_phi_refuse_what_they_do_not_run() -> None:
         spec_from_config(TINY["phi3"] | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "c")
 
 
+# --- experts -------------------------------------------------------------------------------------------------------
+
+COUNTS = {
+    "glm4_moe": "n_routed_experts",
+    "mixtral": "num_local_experts",
+    "olmoe": "num_experts",
+    "qwen2_moe": "num_experts",
+    "qwen3_moe": "num_experts",
+}
+WIDTHS = {"mixtral": "intermediate_size", "olmoe": "intermediate_size"}
+
+
+@pytest.mark.parametrize("model_type", COUNTS)
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        (0, "should be from 1 to 4096, not 0"),
+        (-8, "should be from 1 to 4096, not -8"),
+        (4097, "should be from 1 to 4096, not 4097"),
+        (10**9, "should be from 1 to 4096, not 1000000000"),
+        (10**4000, "should be from 1 to 4096, not an integer of"),
+        ("8", "should be a whole number, not '8'"),
+        (8.0, "should be a whole number, not 8.0"),
+        (True, "should be a whole number, not True"),
+        (None, "should be a whole number, not None"),
+        ([8], "should be a whole number, not"),
+        (math.nan, "should be a finite number, not nan"),
+    ],
+)
+def test_a_count_of_experts_that_is_none(model_type: str, value: Any, line: str) -> None:
+    refused_experts(model_type, {COUNTS[model_type]: value}, f"{COUNTS[model_type]} {line}")
+
+
+@pytest.mark.parametrize("model_type", COUNTS)
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        (0, "should be from 1 to {}, not 0"),
+        (-1, "should be from 1 to {}, not -1"),
+        (10, "should be from 1 to {}, not 10"),
+        (10**400, "should be from 1 to {}, not an integer of"),
+        ("2", "should be a whole number, not '2'"),
+        (None, "should be a whole number, not None"),
+        (math.inf, "should be a finite number, not inf"),
+    ],
+)
+def test_more_active_than_there_are(model_type: str, value: Any, line: str) -> None:
+    config = TINY[model_type]
+    line = f"num_experts_per_tok {line.format(config[COUNTS[model_type]])}"
+    refused_experts(model_type, {"num_experts_per_tok": value}, line)
+
+
+@pytest.mark.parametrize("model_type", COUNTS)
+@pytest.mark.parametrize("value", [0, -1, 2**40, "44", None, 44.0, math.nan])
+def test_experts_of_no_width(model_type: str, value: Any) -> None:
+    key = WIDTHS.get(model_type, "moe_intermediate_size")
+    refused_experts(model_type, {key: value}, f"{key} should be ")
+
+
+BAD_EXPERTS: list[tuple[str, dict[str, Any], str]] = [
+    ("glm4_moe", {"n_group": 2}, "n_group 2 should divide n_routed_experts 9"),
+    ("glm4_moe", {"n_group": 9}, "n_group should be from 1 to 4, not 9"),
+    ("glm4_moe", {"n_group": 0}, "n_group should be from 1 to 4, not 0"),
+    ("glm4_moe", {"n_group": None}, "n_group should be a whole number"),
+    ("glm4_moe", {"n_group": 3, "topk_group": 4}, "topk_group should be from 1 to 3, not 4"),
+    ("glm4_moe", {"n_group": 3, "topk_group": 0}, "topk_group should be from 1 to 3, not 0"),
+    ("glm4_moe", {"n_group": 3, "topk_group": 1, "num_experts_per_tok": 4}, "per_tok should be from 1 to 3, not 4"),
+    ("glm4_moe", {"n_shared_experts": -1}, "n_shared_experts should be from 0 to 64"),
+    ("glm4_moe", {"n_shared_experts": 65}, "n_shared_experts should be from 0 to 64"),
+    ("glm4_moe", {"n_shared_experts": 64, "moe_intermediate_size": 2**20}, "moe_intermediate_size should be from 1 to"),
+    ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace should be from 0 to 512"),
+    ("glm4_moe", {"first_k_dense_replace": 10**9}, "first_k_dense_replace should be from 0 to 512"),
+    ("glm4_moe", {"first_k_dense_replace": True}, "first_k_dense_replace should be a whole number"),
+    ("glm4_moe", {"routed_scaling_factor": -2.5}, "routed_scaling_factor should be from 1e-12 to 1e[+]12, not -2.5"),
+    ("glm4_moe", {"routed_scaling_factor": 0}, "routed_scaling_factor should be from"),
+    ("glm4_moe", {"routed_scaling_factor": math.nan}, "routed_scaling_factor should be a finite number, not nan"),
+    ("glm4_moe", {"routed_scaling_factor": "1"}, "routed_scaling_factor should be a number"),
+    ("glm4_moe", {"norm_topk_prob": 1}, "norm_topk_prob should be true or false"),
+    ("glm4_moe", {"use_qk_norm": "no"}, "use_qk_norm should be true or false"),
+    ("glm4_moe", {"partial_rotary_factor": 0}, "partial_rotary_factor should be from"),
+    ("glm4_moe", {"partial_rotary_factor": 0.05}, "head_dim 20 gives 1 rotated dimensions"),
+    ("olmoe", {"clip_qkv": "8"}, "clip_qkv is set"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size should be from 1"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size should be a whole"),
+    ("qwen2_moe", {"norm_topk_prob": None}, "norm_topk_prob should be true or false"),
+    ("qwen2_moe", {"qkv_bias": "true"}, "qkv_bias should be true or false"),
+    ("qwen2_moe", {"max_window_layers": 10**6}, "max_window_layers should be from 0 to 512"),
+    *[
+        (model_type, {"mlp_only_layers": value}, "mlp_only_layers should be a list of up to 512 layers, not ")
+        for model_type in ("qwen2_moe", "qwen3_moe")
+        for value in (["0", "1"], [True], [0.0], [None], [[1]], [math.nan], {"0": 1}, {}, 0, 3, "", "01", False,
+                      ["x" * 10_000], [10**5000, "1"], list(range(513)))
+    ],
+    *[
+        (model_type, {"decoder_sparse_step": value}, "decoder_sparse_step should be ")
+        for model_type in ("qwen2_moe", "qwen3_moe")
+        for value in (0, -1, None, "1", 1.5, True, 2**40)
+    ],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "keys", "line"), BAD_EXPERTS)
+def test_bad_experts(model_type: str, keys: dict[str, Any], line: str) -> None:
+    refused_experts(model_type, keys, line)
+
+
+def refused_experts(model_type: str, keys: dict[str, Any], line: str) -> None:
+    with pytest.raises((BrokenModel, UnsupportedModel), match=line) as caught:
+        spec_from_config(TINY[model_type] | keys, "there/config.json")
+    assert caught.value.message.startswith("there/config.json: ") and "\n" not in caught.value.message
+    assert len(caught.value.message) < 200
+
+
+def test_clipping_is_not_run() -> None:
+    for value in (8.0, 0, False):
+        with pytest.raises(UnsupportedModel, match="clip_qkv is set; penstock runs models without it"):
+            spec_from_config(TINY["olmoe"] | {"clip_qkv": value}, "c")
+    assert spec_from_config(TINY["olmoe"] | {"clip_qkv": None}, "c").is_routed
+
+
+@pytest.mark.parametrize("model_type", COUNTS)
+def test_a_missing_width_of_experts_is_named(model_type: str) -> None:
+    key = WIDTHS.get(model_type, "moe_intermediate_size")
+    with pytest.raises(BrokenModel, match=f"there/config.json: {key} is missing"):
+        spec_from_config({k: v for k, v in TINY[model_type].items() if k != key}, "there/config.json")
+
+
+LARGE = {
+    "qwen3-235b-a22b": BY_NAME["Qwen3-30B-A3B"]
+    | {"hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "moe_intermediate_size": 1536},
+    "the most layers and experts": BY_NAME["Qwen1.5-MoE-A2.7B"]
+    | {"num_hidden_layers": 512, "num_experts": 4096, "num_experts_per_tok": 4096, "vocab_size": 2**22},
+    "the longest list": TINY["qwen3_moe"] | {"num_hidden_layers": 512, "mlp_only_layers": list(range(511, 1023))},
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_largest_are_read_at_once(name: str) -> None:
+    """No name is made for each of two million experts."""
+    start_s = time.process_time()
+    spec = spec_from_config(LARGE[name], "config.json")
+    for found in (sources(spec), stacked_sources(spec)):
+        assert found is not None and len(found) == sum(len(part.blocks) for part in parts(spec, Format("int4", 64)))
+    assert sum(part.weights_of(0, part.granules) for part in parts(spec, Format("int4", 64))) > 1e6
+    assert time.process_time() - start_s < 0.6
+    switches(LARGE[name], "config.json")
+    assert time.process_time() - start_s < 3
+
+
 # --- fuzz ----------------------------------------------------------------------------------------------------------
 
 # Keys that any of the types reads: what the real configs have, and what none of them sets.
 KEYS = sorted(
     {key for real in REAL for key in real.config}
     | {"rope_parameters", "partial_rotary_factor", "layer_types", "dtype", "enable_bias", "quantization_config"}
-    | {"layer_norm_elementwise_affine", "use_bidirectional_attention"}
+    | {"layer_norm_elementwise_affine", "use_bidirectional_attention", "qkv_bias"}
 )
 ROPE_KEYS = sorted(set(LLAMA3_ROPE) | set(PHI3_LONGROPE) | {"rope_theta", "attention_factor", "beta_fast", "mscale"})
 
@@ -156,4 +306,5 @@ def check(mutated: dict[str, Any]) -> None:
     # What is accepted can be cut, named and written down.
     blocks = {(part.key, block.name) for part in parts(spec, Format("int4", 64)) for block in part.blocks}
     assert set(sources(spec)) == blocks
+    assert set(stacked_sources(spec) or blocks) == blocks
     json.dumps(codec.to_json(spec), allow_nan=False)

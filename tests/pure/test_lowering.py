@@ -180,7 +180,7 @@ def test_random_plans_beside_a_device_pass_the_verifier(data: st.DataObject) -> 
         plan.unit_bytes(u)
         for p in steps
         for u in plan.units
-        if Layout(plan).streams(u, p.purpose) and u.executor(p.purpose) == "gpu0"
+        if Layout(plan).streams(u, p.stream) and u.executor(p.purpose) == "gpu0"
         if p.stream.logits or u.part not in ("head", "embed")
     )
     room = plan.ring_bytes.get("gpu0", 0)
@@ -213,13 +213,13 @@ def test_random_plans_pass_the_verifier(data: st.DataObject) -> None:
         steps.append(passes.decode(plan, tuple(range(data.draw(st.integers(1, 4)))), (at,) * 4, guess))
     tasks = lowered(plan, *steps)
     verify(tasks, plan.arenas)
-    streamed = sum(plan.unit_bytes(u) for u in plan.units if Layout(plan).streams(u, "decode"))
+    streamed = sum(plan.unit_bytes(u) for u in plan.units if Layout(plan).streams(u, passes.DECODE))
     ring = plan.ring_bytes.get("host", 0)
     loads = [t for t in tasks if t.calls[0].op == "load"]
     with_head = sum(1 for s in steps if s.stream.logits)
     # Every pass loads each streamed unit once; a wrong guess of what follows costs at most a ring of reads.
     head = sum(
-        plan.unit_bytes(u) for u in plan.units if Layout(plan).streams(u, "decode") and u.part in ("head", "embed")
+        plan.unit_bytes(u) for u in plan.units if Layout(plan).streams(u, passes.DECODE) and u.part in ("head", "embed")
     )
     needed = streamed * len(steps) - head * (len(steps) - with_head)
     assert needed <= sum(t.bytes for t in loads) <= needed + ring * len(steps)

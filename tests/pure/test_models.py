@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from penstock.errors import BrokenModel, UnsupportedModel
-from penstock.models import TensorSource, model_types, sources, spec_from_config
+from penstock.models import TensorSource, model_types, sources, spec_from_config, stacked_sources
 from penstock.spec import codec
 from penstock.spec.format import Format
-from penstock.spec.model import ModelSpec, Rope
+from penstock.spec.model import Ffn, ModelSpec, Rope, Router
 from penstock.spec.parts import parts
 from tests.pure.real_models import BY_NAME, LLAMA3_ROPE, PHI3_LONGROPE, REAL, TINY, Real
+
+ALL = BY_NAME | TINY
 
 
 def weights(spec: ModelSpec) -> int:
@@ -34,20 +36,43 @@ def test_a_real_model_has_its_published_size(real: Real) -> None:
     assert spec.tokenizer_bytes == 840 * spec.vocab
 
 
-@pytest.mark.parametrize("real", REAL, ids=lambda real: real.name)
-def test_every_block_has_one_source(real: Real) -> None:
-    spec = spec_from_config(real.config, "config.json")
-    found = sources(spec)
-    blocks = {(part.key, block.name) for part in parts(spec, Format("int4", 64)) for block in part.blocks}
-    assert set(found) == blocks
-    # No two blocks come from the same place.
-    assert len(set(found.values())) == len(found)
-    assert all("{" not in source.tensor for source in found.values())
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("Mixtral-8x7B-v0.1", 12.9), ("Qwen1.5-MoE-A2.7B", 2.7), ("Qwen3-30B-A3B", 3.3), ("OLMoE-1B-7B-0924", 1.3),
+     ("GLM-4.5-Air", 13.4)],
+)  # fmt: skip
+def test_a_token_goes_through_as_many_weights_as_published(name: str, billions: float) -> None:
+    """GLM says 12: it leaves out embedding and head."""
+    spec, active = spec_from_config(BY_NAME[name], "config.json"), 0
+    for part in parts(spec, Format("bfloat16")):
+        routed = spec.layers[part.layer].routed if part.kind == "experts" else None
+        assert part.experts == (1 if routed is None else routed.experts)
+        chosen = part.granules if routed is None else routed.active * part.expert_granules
+        active += part.weights_of(part.granules - chosen, part.granules)
+    assert active == pytest.approx(billions * 1e9, rel=0.02)
 
 
-@pytest.mark.parametrize("real", REAL, ids=lambda real: real.name)
-def test_a_spec_survives_json(real: Real) -> None:
-    spec = spec_from_config(real.config, "config.json")
+@pytest.mark.parametrize("name", ALL)
+def test_every_block_has_one_source(name: str) -> None:
+    spec = spec_from_config(ALL[name], "config.json")
+    cut = {part.key: part for part in parts(spec, Format("int4", 64))}
+    blocks = {(part.key, block.name) for part in cut.values() for block in part.blocks}
+    stacked = stacked_sources(spec)
+    assert (stacked is None) == (not spec.is_routed)
+    for found in (sources(spec), stacked or {}):
+        assert not found or set(found) == blocks
+        # No two blocks come from the same place.
+        places = [(t, *s[1:]) for (key, _), s in found.items() for t in s.tensors(cut[key].experts)]
+        assert len(set(places)) == len(places)
+        assert not any(mark in place[0] for place in places for mark in "{}<>")
+        assert all(
+            source.stacked == (found is stacked and key.endswith("experts")) for (key, _), source in found.items()
+        )
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_spec_survives_json(name: str) -> None:
+    spec = spec_from_config(ALL[name], "config.json")
     assert codec.from_json(ModelSpec, json.loads(json.dumps(codec.to_json(spec), allow_nan=False))) == spec
 
 
@@ -100,6 +125,66 @@ def test_fused_tensors_are_cut_by_offset() -> None:
     assert (found["1.attn", "k"].offset, found["1.attn", "v"].offset) == (80, 120)
     assert (found["1.ffn", "gate"].offset, found["1.ffn", "up"].offset) == (0, 172)
     assert found["1.ffn", "down"] == TensorSource("model.layers.1.mlp.down_proj.weight", 1, 0)
+
+
+def test_glm_is_dense_first_and_turns_half_of_each_head() -> None:
+    spec = spec_from_config(BY_NAME["GLM-4.5-Air"], "c")
+    assert [layer.routed is None for layer in spec.layers[:3]] == [True, False, False]
+    first, routed, attention = spec.layers[0].ffn, spec.layers[1].routed, spec.layers[1].attention
+    assert isinstance(first, Ffn) and first.neurons == 10944 and routed is not None and routed.shared is not None
+    assert (routed.experts, routed.active, routed.expert.neurons, routed.shared.neurons) == (128, 8, 1408, 1408)
+    assert routed.router == Router("sigmoid", normalised=True, bias=True) and not routed.shared_gate
+    assert attention.qkv_bias and not attention.out_bias and attention.rope is not None and attention.rope.dims == 64
+    found = sources(spec)
+    assert found["1.router", "bias"].tensor == "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert found["1.shared", "down"] == TensorSource("model.layers.1.mlp.shared_experts.down_proj.weight", 1, 0)
+    assert found["0.ffn", "down"].tensor == "model.layers.0.mlp.down_proj.weight"
+
+
+def test_two_shared_experts_are_one_of_twice_the_neurons() -> None:
+    routed = spec_from_config(TINY["glm4_moe"] | {"n_shared_experts": 2}, "c").layers[1].routed
+    assert routed is not None and routed.shared is not None and routed.shared.neurons == 88
+    routed = spec_from_config(TINY["glm4_moe"] | {"n_shared_experts": 0}, "c").layers[1].routed
+    assert routed is not None and routed.shared is None
+
+
+def test_mixtral_calls_its_experts_otherwise() -> None:
+    spec = spec_from_config(BY_NAME["Mixtral-8x7B-v0.1"], "c")
+    found, moe = sources(spec)["3.experts", "up"], "model.layers.3.block_sparse_moe."
+    assert found.of_expert(7) == f"{moe}experts.7.w3.weight"
+    assert sources(spec)["3.router", "scores"].tensor == f"{moe}gate.weight"
+    assert {key: spec_from_config(TINY["mixtral"] | {"sliding_window": key}, "c").layers[0].attention.window
+            for key in (None, 24)} == {None: 0, 24: 24}  # fmt: skip
+
+
+def test_stacked_experts_lie_in_two_tensors() -> None:
+    spec = spec_from_config(TINY["qwen3_moe"], "c")
+    found = stacked_sources(spec)
+    assert found is not None
+    both = "model.layers.2.mlp.experts.gate_up_proj"
+    assert found["2.experts", "gate"] == TensorSource(both, 0, 0, True)
+    assert found["2.experts", "up"] == TensorSource(both, 0, 44, True)
+    assert found["2.experts", "down"] == TensorSource("model.layers.2.mlp.experts.down_proj", 1, 0, True)
+    assert found["2.experts", "up"].tensors(9) == [both]
+
+
+def test_olmoe_norms_all_heads_together() -> None:
+    spec = spec_from_config(BY_NAME["OLMoE-1B-7B-0924"], "c")
+    by_key = {part.key: part for part in parts(spec, Format("bfloat16"))}
+    assert (by_key["0.attn"].granules, by_key["0.attn"].block("q").rows) == (1, 2048)
+    assert (by_key["0.norms"].block("q_norm").cols, by_key["0.norms"].block("k_norm").cols) == (2048, 2048)
+
+
+def test_qwen_has_experts_in_every_nth_layer() -> None:
+    def dense(model_type: str = "qwen3_moe", **keys: Any) -> list[int]:
+        spec = spec_from_config(TINY[model_type] | {"num_hidden_layers": 6} | keys, "c")
+        return [i for i, layer in enumerate(spec.layers) if layer.routed is None]
+
+    assert dense() == dense(mlp_only_layers=None) == dense("qwen2_moe", mlp_only_layers=[]) == []
+    assert dense(decoder_sparse_step=2) == [0, 2, 4]
+    assert dense(mlp_only_layers=[5, 0, -1, 77]) == [0, 5]
+    assert dense("qwen2_moe", decoder_sparse_step=3, mlp_only_layers=[2]) == [0, 1, 2, 3, 4]
+    assert dense(decoder_sparse_step=7) == [0, 1, 2, 3, 4, 5]
 
 
 # --- old keys and new ----------------------------------------------------------------------------------------------

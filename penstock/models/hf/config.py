@@ -12,8 +12,9 @@ from typing import Any
 
 from penstock.errors import BrokenModel, UnsupportedModel
 
-# No width (neurons, heads, d_model) of any model comes near; beyond it a file is broken, not big.
-MAX_WIDTH = 2**24
+# No width (neurons, heads, d_model) of any model comes near; beyond it a file is broken, not big. 2**24 led to granules
+# of 2 GiB, which `synth` made before anything refused them.
+MAX_WIDTH = 2**20
 # What is planned in seconds: 4096 layers took 26 s, a vocabulary of 2**31 a minute. The largest models of today have
 # some 130 layers and 262,208 tokens.
 MAX_LAYERS, MAX_VOCAB = 512, 2**22

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from penstock.models.hf.config import MAX_WIDTH, Config
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.models.hf.config import MAX_LAYERS, MAX_WIDTH, Config, short
 from penstock.models.hf.decoder import END_NAMES, LAYER_NAMES, layer_count
 from penstock.models.hf.names import EXPERT, TensorSource, sources_of
 from penstock.spec.model import Ffn, ModelSpec
@@ -33,18 +36,29 @@ def gated(config: Config, neurons_key: str, times: int = 1) -> Ffn:
     return Ffn(times * config.whole(neurons_key, hi=MAX_WIDTH // times), config.activation("hidden_act", "silu"), True)
 
 
-def experts(config: Config, key: str, default: int) -> int:
+def count_key(config: dict[str, Any], keys: Sequence[str]) -> str:
+    """Which of the keys that a type counts its experts by a config has; the first where it has none."""
+    return next((key for key in keys if key in config), keys[0])
+
+
+def experts(config: Config, keys: Sequence[str], default: int) -> int:
     """Raises BrokenModel."""
-    return config.whole(key, default, hi=MAX_EXPERTS)
+    return config.whole(count_key(config.data, keys), default, hi=MAX_EXPERTS)
+
+
+def active(config: Config, eligible: int, default: int) -> int:
+    """Experts that a token goes to, of those that may be chosen. Raises BrokenModel."""
+    return config.whole("num_experts_per_tok", default, hi=eligible)
 
 
 def sparse_layers(config: Config) -> list[bool]:
     """Which layers are routed, by Qwen's two keys: every `decoder_sparse_step`th, but those of `mlp_only_layers`.
     Raises BrokenModel."""
     step, count = config.whole("decoder_sparse_step", 1), layer_count(config)
-    dense = config.data.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in dense):
-        raise config.broken("mlp_only_layers", "should be a list of layer numbers")
+    dense = config.data["mlp_only_layers"] if config.has("mlp_only_layers") else []
+    good = isinstance(dense, list) and len(dense) <= MAX_LAYERS
+    if not good or any(isinstance(i, bool) or not isinstance(i, int) for i in dense):
+        raise config.broken("mlp_only_layers", f"should be a list of up to {MAX_LAYERS} layers, not {short(dense)}")
     return [i not in dense and (i + 1) % step == 0 for i in range(count)]
 
 

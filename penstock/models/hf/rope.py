@@ -12,21 +12,21 @@ from dataclasses import dataclass, field
 from penstock.models.hf.config import Config, short
 from penstock.spec.model import Rope
 
-_DEFAULT_THETA = 10_000.0
 _ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True, slots=True)
 class RopeRules:
     """What differs between types: the kinds a type knows, other names for them, whether a part of each head
-    may be rotated (`share` of it where the config does not say), and the original context length of a config that does
-    not say (0: its whole length)."""
+    may be rotated (`share` of it where the config does not say), the original context length of a config that does not
+    say (0: its whole length), and its base frequency (`theta`)."""
 
     kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "longrope")
     aliases: dict[str, str] = field(default_factory=dict)
     partial: bool = False
     share: float = 1.0
     original: int = 0
+    theta: float = 10_000.0
 
 
 LLAMA_RULES = RopeRules()
@@ -42,7 +42,7 @@ def rope_of(config: Config, rules: RopeRules, head_dim: int, max_positions: int,
         raise scaling.unsupported(kind_key, f"{short(name)} is not one of {', '.join(rules.kinds)}")
 
     # A value beside the scaling is older than one inside it, and loses to it.
-    theta = (scaling if "rope_theta" in scaling.data else config).real("rope_theta", _DEFAULT_THETA, lo=1.001)
+    theta = (scaling if "rope_theta" in scaling.data else config).real("rope_theta", rules.theta, lo=1.001)
     dims = _dims(scaling if "partial_rotary_factor" in scaling.data else config, rules, head_dim)
     if kind == "default":
         return Rope(theta, dims)

@@ -1,0 +1,196 @@
+"""Caches for experts: who leaves, what is loaded, and that tasks are a function of plan, passes and answers."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import InternalError
+from penstock.graph import ops, passes
+from penstock.graph.cache import HALF_LIFE, POLICIES, ExpertCache
+from penstock.graph.lower import Lowering
+from penstock.graph.tasks import Call, Task
+from penstock.graph.verify import verify
+from penstock.models import spec_from_config
+from penstock.planner.routing import Replay, stated
+from penstock.spec.format import Format
+from penstock.spec.plan import Cache, Plan, Unit
+from tests.plans import make_plan, random_plans
+from tests.pure.real_models import TINY
+
+SPEC = spec_from_config(TINY["qwen3_moe"] | {"num_experts_per_tok": 3}, "tiny")  # 9 experts
+FORMAT = Format("float32")
+asked = st.lists(st.sets(st.integers(0, 11), min_size=1, max_size=5).map(sorted), max_size=60)
+
+
+@given(st.integers(1, 12), asked)
+def test_lru_lets_the_longest_unused_go(slots: int, passes_of: list[list[int]]) -> None:
+    cache, order = ExpertCache(slots, "lru"), OrderedDict[int, None]()
+    for wanted in passes_of:
+        cache.ask(wanted)
+        for expert in wanted:
+            assert (cache.slot(expert) is not None) == (expert in order)
+        for expert in [e for e in wanted if e in order]:
+            order.move_to_end(expert)
+        for expert in [e for e in wanted if e not in order]:
+            if cache.admit(expert, wanted) is None:  # all slots hold what this pass wants
+                assert len(order) == slots and set(order) <= set(wanted)
+                continue
+            if len(order) == slots:
+                # Those of one pass were used at one time: the lowest slot goes, so any of the oldest may.
+                gone = next(e for e in order if cache.slot(e) is None)
+                assert gone not in wanted
+                del order[gone]
+            order[expert] = None
+        assert sorted(e for e in cache.held if e is not None) == sorted(order)
+
+
+@given(st.integers(1, 12), asked, st.sampled_from(POLICIES))
+def test_a_slot_holds_one_expert(slots: int, passes_of: list[list[int]], policy: str) -> None:
+    cache = ExpertCache(slots, policy)
+    for wanted in passes_of:
+        cache.ask(wanted)
+        for expert in wanted:
+            if cache.slot(expert) is None:
+                slot = cache.admit(expert, wanted)
+                assert slot is None or cache.held[slot] == expert
+        held = [e for e in cache.held if e is not None]
+        assert len(set(held)) == len(held) and all(cache.held[cache.slot(e) or 0] == e for e in held)
+
+
+def test_lfu_keeps_what_is_used_often_and_forgets() -> None:
+    cache = ExpertCache(2, "lfu")
+    for _ in range(5):
+        cache.ask([1])
+        if cache.slot(1) is None:
+            cache.admit(1, [1])
+    cache.ask([2])
+    cache.admit(2, [2])
+    cache.ask([3])
+    slot = cache.admit(3, [3])
+    assert slot is not None and cache.held[slot] == 3 and cache.slot(1) is not None and cache.slot(2) is None
+    for _ in range(int(8 * HALF_LIFE)):
+        cache.ask([3])
+    cache.ask([4])
+    cache.admit(4, [4])
+    assert cache.slot(1) is None and cache.slot(3) is not None
+
+
+def cached_plan(slots: int, policy: str = "lru", **fields: int) -> Plan:
+    from penstock.spec.parts import parts
+
+    units = [
+        Unit(p.key, 0, p.granules, "disk0" if p.kind == "experts" else "host", "host", "host")  # type: ignore[arg-type]
+        for p in parts(SPEC, FORMAT)
+    ]
+    caches = tuple(Cache(i, "host", slots, policy) for i in range(len(SPEC.layers)))  # type: ignore[arg-type]
+    largest = max(p.nbytes for p in parts(SPEC, FORMAT) if p.kind == "experts")
+    return make_plan(SPEC, FORMAT, units, ring_bytes={"host": largest}, caches=caches, **fields)  # type: ignore[arg-type]
+
+
+Said = Callable[[Call], Sequence[Sequence[int]]]
+
+
+def worst(plan: Plan) -> Said:
+    """Always those that were wanted longest ago."""
+    at = [0] * len(SPEC.layers)
+
+    def answer(call: Call) -> list[list[int]]:
+        assert isinstance(call.operands, ops.Route) and call.batch is not None
+        layer, found = call.operands.layer, []
+        for _ in range(call.batch.total_rows):
+            found.append(sorted((at[layer] + i) % 9 for i in range(3)))
+            at[layer] += 3
+        return found
+
+    return answer
+
+
+def one(plan: Plan) -> Said:
+    """All rows to the same."""
+    return lambda call: [[0, 4, 8]] * (call.batch.total_rows if call.batch else 0)
+
+
+def drawn(plan: Plan) -> Said:
+    draw = random.Random(5)
+    return lambda call: [sorted(draw.sample(range(9), 3)) for _ in range(call.batch.total_rows if call.batch else 0)]
+
+
+def lowered(plan: Plan, answer: Said, steps: int = 6) -> list[Task]:
+    lowering, tasks = Lowering(plan), list[Task]()
+    seqs = tuple(range(plan.batch_seqs))
+    for p in passes.prompts(plan, seqs, (2,) * len(seqs), passes.DECODE):
+        tasks += lowering.step(p, answer)
+    for position in range(2, 2 + steps):
+        tasks += lowering.step(passes.decode(plan, seqs, (position,) * len(seqs), passes.DECODE), answer)
+    return tasks
+
+
+@pytest.mark.parametrize("seqs", [1, 4])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("slots", [1, 2, 3, 5, 8, 9])
+@pytest.mark.parametrize("of", [worst, one, drawn])
+def test_any_answers_make_tasks_that_hold(of: Callable[[Plan], Said], slots: int, policy: str, seqs: int) -> None:
+    plan = cached_plan(slots, policy, batch_seqs=seqs)
+    tasks = lowered(plan, of(plan))
+    assert verify(tasks, plan.arenas, plan.units) == len(tasks)
+    assert tasks == lowered(plan, of(plan))  # a function of plan, passes and answers
+    loads = [call for task in tasks for call in task.calls if isinstance(call.operands, ops.Load)]
+    if of is one and slots >= 3:
+        assert len([c for c in loads if c.operands.target.arena == "host.cache"]) == 3 * len(SPEC.layers)
+
+
+@pytest.mark.fuzz
+@given(st.data())
+def test_any_plan_with_caches(data: st.DataObject) -> None:
+    plan = data.draw(random_plans(SPEC, FORMAT, cached=True, batch_seqs=data.draw(st.integers(1, 3))))
+    of = data.draw(st.sampled_from([worst, one, drawn]))
+    tasks = lowered(plan, of(plan), 3)
+    assert verify(tasks, plan.arenas, plan.units) == len(tasks)
+
+
+def test_a_call_that_takes_another_expert_is_found() -> None:
+    plan = cached_plan(3)
+    tasks = lowered(plan, worst(plan))
+    number, task, call = next(
+        (i, t, c)
+        for i, t in enumerate(tasks)
+        for c in t.calls
+        if isinstance(c.operands, ops.Experts) and c.operands.outputs
+    )
+    assert isinstance(call.operands, ops.Experts)
+    other = tuple((expert + 1) % 9 for expert in call.operands.first_experts)
+    wrong = call._replace(operands=call.operands._replace(first_experts=other))
+    tasks[number] = task._replace(calls=[wrong if each is call else each for each in task.calls])
+    with pytest.raises(InternalError, match="which holds"):
+        verify(tasks, plan.arenas, plan.units)
+
+
+def test_nobody_answers() -> None:
+    plan = cached_plan(3)
+    with pytest.raises(InternalError, match="has to be answered"):
+        list(Lowering(plan).step(passes.decode(plan, (0,), (1,), None)))
+
+
+def test_a_stated_trace_favours_some_and_leaves_out_none() -> None:
+    trace = stated(SPEC)
+    for tokens in trace.layers:
+        assert all(len(set(token)) == 3 == len(token) and list(token) == sorted(token) for token in tokens)
+        counts = sorted((sum(e in token for token in tokens) for e in range(9)), reverse=True)
+        assert counts[0] > 1.5 * counts[-1] > 0
+    assert trace == stated(SPEC) and "r^-0.5" in trace.source
+
+
+def test_a_replay_goes_round() -> None:
+    plan = cached_plan(2)
+    replay, tokens = Replay(plan), stated(SPEC).layers[1]
+    call = next(c for t in lowered(plan, one(plan)) for c in t.calls if isinstance(c.operands, ops.Route))
+    call = call._replace(operands=call.operands._replace(layer=1))  # type: ignore[union-attr]
+    rows = call.batch.total_rows if call.batch else 0
+    found = [token for _ in range(len(tokens)) for token in replay.answer(call)]
+    assert found == list(tokens) * rows
