@@ -45,8 +45,7 @@ class ExpertCache:
     def admit(self, expert: int, keep: Collection[int]) -> int | None:
         """The slot that a missing expert takes: a free one, or that of the expert that leaves. None where all slots
         hold experts to `keep`."""
-        free = [slot for slot, held in enumerate(self._held) if held is None]
-        slot = free[0] if free else self._victim(keep)
+        slot = len(self._slot_of) if len(self._slot_of) < self.slots else self._victim(keep)
         if slot is None:
             return None
         leaving = self._held[slot]

@@ -13,7 +13,7 @@ from typing import Any
 from penstock.graph import ops
 from penstock.graph.hazards import Hazards
 from penstock.graph.tasks import Call, Slot, Task
-from penstock.spec.places import Lane
+from penstock.spec.places import CPU, Lane
 
 # Of each op, the operands that may make edges: field, whether it is several slots, whether it is read, and written.
 _TOUCHES = {
@@ -21,6 +21,8 @@ _TOUCHES = {
     for op in ops.OPS.values()
 }
 _UNTRACKED = (".weights", ".scratch")  # constant while passes run; private to one lane
+_MOVING = (".ring", ".window", ".cache")  # what lies there is another thing each time
+_MOST_ALIKE = 4096  # tasks that are remembered, to find those that are like them
 
 
 class _Tracked(dict[str, bool]):
@@ -44,9 +46,12 @@ class _Open:
 
 
 class Emitter:
-    """Ids rise in the order in which tasks are opened; a task is handed out after all it waits for."""
+    """Ids rise in the order in which tasks are opened; a task is handed out after all it waits for. `likens`: a task of
+    the processor says which earlier one it is like, so that whoever prepared that one need not prepare it."""
 
-    def __init__(self) -> None:
+    def __init__(self, likens: bool = False) -> None:
+        self._likens = likens
+        self._alike: dict[tuple[object, ...], int] = {}
         self._hazards = Hazards()
         self._tracked = _Tracked()
         self._known: dict[Lane, dict[Lane, int]] = {}  # lane → other lane → latest task it has waited for
@@ -76,7 +81,22 @@ class Emitter:
         if len(calls) > 1:
             nbytes, flops = sum([call.bytes for call in calls]), sum([call.flops for call in calls])
         found = (tuple(calls), tuple(task.reads), tuple(task.writes), nbytes, flops)
-        self._closed.append(Task(task.id, task.lanes, *found, task.after))
+        like = self._like(task) if self._likens and lane == CPU else -1
+        self._closed.append(Task(task.id, task.lanes, *found, task.after, like))
+
+    def _like(self, task: _Open) -> int:
+        """An earlier task with the same calls on weights at home, for batches of the same shape; -1: none."""
+        batches = {call.batch.id: call.batch for call in task.calls if call.batch is not None}
+        if any(call.batch is None for call in task.calls):
+            return -1
+        if any(slot.arena.endswith(_MOVING) for slots in (task.reads, task.writes) for slot in slots):
+            return -1
+        shapes = tuple([(b.id, b.seqs, b.rows, b.logits, b.parent) for b in batches.values()])
+        key = (shapes, *[call.operands for call in task.calls])
+        if len(self._alike) >= _MOST_ALIKE:
+            self._alike.clear()
+        found = self._alike.setdefault(key, task.id)
+        return found if found != task.id else -1
 
     def closed(self) -> Iterator[Task]:
         """Hands out the tasks closed since the last time."""

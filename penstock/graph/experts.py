@@ -96,6 +96,7 @@ class ExpertCalls:
             for expert in loaded:
                 self._compute(p, layer, [expert])
                 yield from self._calls.emit.closed()
+        self._calls.emit.close(kernels_of(executor))  # what follows comes again with every pass
         for batch in p.batches:
             calls, routed = self._calls, self._routed(layer)
             combine = ops.Combine(

@@ -50,7 +50,7 @@ class Lowering:
         self.parts = self.layout.parts
         self._head = head_units(plan)
         self._predictors = {predictor.layer: predictor for predictor in plan.predictors}
-        self._emit = Emitter()
+        self._emit = Emitter(likens=bool(plan.caches))
         self._streams = Streams(self.layout, self._emit)
         self._calls = Calls(self.layout, self._emit)
         self._attention = Attention(self._calls, self._streams)

@@ -26,7 +26,8 @@ from penstock.spec.plan import Plan
 
 # What ops are called on: they run at once, or are written down.
 Target = _native.Compute | _native.Program
-_KEPT = 8  # programs
+_KEPT = 8  # programs, where a pass is one; with caches a layer is three
+_KEPT_SHAPES = 16  # of batches, whose tables are kept
 
 
 class Native(NamedTuple):
@@ -81,6 +82,9 @@ class NativeBinding(Binding):
         self._heads: dict[int, _native.AttentionShape] = {}  # by unit
         self._caches: dict[tuple[int, Format], _native.CacheShape] = {}
         self._tables_of: dict[Batch, BatchTables] = {}
+        self._shared: dict[tuple[object, ...], BatchTables] = {}  # of programs, by the batch's shape
+        self._moved: set[int] = set()  # those of them that have the positions of this pass
+        self._kept = _KEPT * (3 * len(layers) if plan.caches else 1)
         self._bound: dict[int, _Bound] = {}  # by the task that they are like
         edges = self._parts["edges"]
         natively: dict[str, Callable[[Target, Call, Any, BatchTables], None]] = {
@@ -131,6 +135,7 @@ class NativeBinding(Binding):
     def begin(self) -> None:
         super().begin()
         self._tables_of.clear()
+        self._moved.clear()
 
     def forget(self) -> None:
         """Task ids start over."""
@@ -143,12 +148,14 @@ class NativeBinding(Binding):
         bound = self._bound.get(task.like)
         if bound is None:
             bound = self._bind(task)
-            while len(self._bound) >= _KEPT:
+            while len(self._bound) >= self._kept:
                 del self._bound[next(iter(self._bound))]
             self._bound[task.like] = bound
-        else:
-            for batch_id, number in bound.batches.items():
-                bound.tables[batch_id].move(_batch(task.calls[number]))
+        for batch_id, number in bound.batches.items():
+            tables = bound.tables[batch_id]
+            if id(tables) not in self._moved:
+                tables.move(_batch(task.calls[number]))
+                self._moved.add(id(tables))
         for step in bound.steps:
             if isinstance(step, int):
                 super().call(task.calls[step])
@@ -186,7 +193,7 @@ class NativeBinding(Binding):
         for number, call in enumerate(task.calls):
             batch = _batch(call)
             if batch.id not in tables:
-                tables[batch.id], batches[batch.id] = self._new_tables(batch), number
+                tables[batch.id], batches[batch.id] = self._shared_tables(batch), number
             if not self._is_native(call):
                 steps.append(number)
                 continue
@@ -196,6 +203,14 @@ class NativeBinding(Binding):
             assert isinstance(program, _native.Program)
             self._natively[call.op](program, call, call.operands, tables[batch.id])
         return _Bound(tuple(steps), tables, batches)
+
+    def _shared_tables(self, batch: Batch) -> BatchTables:
+        shape = (batch.id, batch.seqs, batch.rows, batch.logits)
+        if shape not in self._shared:
+            while len(self._shared) >= _KEPT_SHAPES:
+                del self._shared[next(iter(self._shared))]
+            self._shared[shape] = self._new_tables(batch)
+        return self._shared[shape]
 
     def _new_tables(self, batch: Batch) -> BatchTables:
         return BatchTables(batch, self._frequencies, self._layout.pages_per_seq)
