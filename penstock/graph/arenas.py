@@ -62,7 +62,7 @@ class Layout:
         self.staging = self._place_staging()
         for tier, nbytes in plan.ring_bytes.items():
             self._take(f"{tier}.ring", nbytes)
-        self.cache_slots = {cache.layer: self._place_cache(cache) for cache in plan.caches}
+        self._caches = {cache.layer: self._place_cache(cache) for cache in plan.caches}
         if plan.stage_bytes:
             self._take("host.stage", plan.stage_bytes)
 
@@ -116,6 +116,11 @@ class Layout:
             if executor != main:
                 found.setdefault(f"{layer}.norms", []).append(slot)
         return found
+
+    def cache_slot(self, layer: int, number: int) -> Slot:
+        """A slot of a layer's cache: room for an expert."""
+        whole, nbytes = self._caches[layer], self.parts[f"{layer}.experts"].least_bytes
+        return Slot(whole.arena, whole.lo + number * nbytes, whole.lo + (number + 1) * nbytes)
 
     def filled_bytes(self, arena: str) -> int:
         """What of an arena is used, before it is rounded up to whole huge pages."""
@@ -312,9 +317,9 @@ class Layout:
             for name, nbytes in names.items()
         }
 
-    def _place_cache(self, cache: Cache) -> list[Slot]:
-        nbytes = self.parts[f"{cache.layer}.experts"].least_bytes
-        return [self._take(f"{cache.executor}.cache", nbytes, PAGE_BYTES) for _ in range(cache.slots)]
+    def _place_cache(self, cache: Cache) -> Slot:
+        nbytes = self.parts[f"{cache.layer}.experts"].least_bytes  # whole pages
+        return self._take(f"{cache.executor}.cache", cache.slots * nbytes, PAGE_BYTES)
 
     def _place_staging(self) -> Slot | None:
         if self.gathers is not None:

@@ -15,12 +15,12 @@ HALF_LIFE = 64.0
 
 class ExpertCache:
     """The slots of one layer. `policy`: "lru" lets the longest unused go; "lfu" that which was used least, where a use
-    counts half after HALF_LIFE passes. Of equals the lowest slot goes."""
+    counts half after HALF_LIFE passes. Of equals the lowest number goes."""
 
     def __init__(self, slots: int, policy: str) -> None:
         assert slots > 0 and policy in POLICIES, f"{slots} slots, {policy}"
         self.slots, self.policy = slots, policy
-        self._slot_of: dict[int, int] = {}
+        self._slot_of: dict[int, int] = {}  # the longest unused first
         self._held: list[int | None] = [None] * slots  # by slot
         self._now = 0  # passes
         self._used_at: dict[int, int] = {}  # expert → its last pass
@@ -39,8 +39,12 @@ class ExpertCache:
         """A pass wants these: once for each pass, before `admit`."""
         self._now += 1
         for expert in experts:
-            self._uses[expert] = self._decayed(expert) + 1
-            self._used_at[expert] = self._now
+            slot = self._slot_of.pop(expert, None)
+            if slot is not None:
+                self._slot_of[expert] = slot
+            if self.policy == "lfu":
+                self._uses[expert] = self._decayed(expert) + 1
+                self._used_at[expert] = self._now
 
     def admit(self, expert: int, keep: Collection[int]) -> int | None:
         """The slot that a missing expert takes: a free one, or that of the expert that leaves. None where all slots
@@ -55,9 +59,12 @@ class ExpertCache:
         return slot
 
     def _victim(self, keep: Collection[int]) -> int | None:
-        worth = self._used_at.__getitem__ if self.policy == "lru" else self._decayed
-        slots = [(worth(held), slot) for slot, held in enumerate(self._held) if held is not None and held not in keep]
-        return min(slots)[1] if slots else None
+        may_leave = (expert for expert in self._slot_of if expert not in keep)
+        if self.policy == "lru":
+            leaving = next(may_leave, None)
+        else:
+            leaving = min(may_leave, key=lambda expert: (self._decayed(expert), expert), default=None)
+        return None if leaving is None else self._slot_of[leaving]
 
     def _decayed(self, expert: int) -> float:
         """Its uses so far, as they count now."""

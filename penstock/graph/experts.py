@@ -122,7 +122,7 @@ class ExpertCalls:
         """Emits loads of what waits, while there are slots whose experts need not be kept."""
         cache, emit = self.caches[layer], self._calls.emit
         units, part = self._calls.units[f"{layer}.experts"], self._layout.parts[f"{layer}.experts"]
-        kept = [*keep, *self._loaded]
+        kept = {*keep, *self._loaded}
         asked = tuple(self._routes(layer, self._plan.main, batch) for batch in batches)
         while self._waiting:
             slot = cache.admit(self._waiting[0], kept)
@@ -130,16 +130,16 @@ class ExpertCalls:
                 return
             expert = self._waiting.pop(0)
             self._loaded.append(expert)
-            kept.append(expert)
+            kept.add(expert)
             lo = expert * part.expert_granules
             u = next(u for u in units if self._plan.units[u].lo <= lo < self._plan.units[u].hi)
-            target = self._layout.cache_slots[layer][slot]
+            target = self._layout.cache_slot(layer, slot)
             load = ops.Load(target, lo, lo + part.expert_granules, asked)
             lane = lane_between(self._plan.units[u].home, HOST)
             emit.alone((lane,), Call(load, u, None, part.format.kind, target.nbytes, 0))
 
     def _compute(self, p: Pass, layer: int, experts: Sequence[int]) -> None:
-        part, slots = self._layout.parts[f"{layer}.experts"], self._layout.cache_slots[layer]
+        part = self._layout.parts[f"{layer}.experts"]
         u, cache = self._calls.units[f"{layer}.experts"][0], self.caches[layer]
         nbytes, flops = ops.matrix_cost(part, 0, part.expert_granules, ops.FFN_BLOCKS, 1)
         for batch in p.batches if experts else ():
@@ -148,7 +148,7 @@ class ExpertCalls:
             if not counts:
                 continue
             held = {expert: cache.slot(expert) for expert in counts}
-            weights = {expert: slots[slot] for expert, slot in held.items() if slot is not None}
+            weights = {e: self._layout.cache_slot(layer, slot) for e, slot in held.items() if slot is not None}
             assert len(weights) == len(counts), f"layer {layer}: {counts} are wanted, {weights} are there"
             cost = (len(counts) * nbytes, sum(counts.values()) * flops)
             each = max(1, round(sum(counts.values()) / len(counts)))

@@ -20,7 +20,9 @@ from penstock.spec.plan import Plan
 
 # Where nobody has counted, the r-th most wanted expert of a layer is drawn as often as r to this power says.
 SKEW = -0.5
-_TOKENS = 192  # of a stated trace
+# Of a stated trace: tokens, more than a prediction asks for; layers, after which they come again: fewer where there are
+# so many experts that drawing takes long.
+_TOKENS, _LAYERS, _DRAWS = 160, 8, 1 << 19
 
 Token = tuple[int, ...]  # the experts that it goes to, upwards
 
@@ -64,8 +66,10 @@ class Replay:
 
 def stated(spec: ModelSpec) -> Trace:
     """Tokens drawn one by one, each for itself, the more wanted experts more often (SKEW)."""
+    most = max((layer.routed.experts for layer in spec.layers if layer.routed is not None), default=1)
+    unlike = max(1, min(_LAYERS, _DRAWS // (_TOKENS * most)))
     return Trace(
-        tuple(_drawn(i, layer.routed) if layer.routed is not None else () for i, layer in enumerate(spec.layers)),
+        tuple(_drawn(i % unlike, each.routed) if each.routed is not None else () for i, each in enumerate(spec.layers)),
         f"assumed: each token draws its experts for itself, the r-th most wanted one by r^{SKEW:g}",
     )
 

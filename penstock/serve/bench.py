@@ -91,11 +91,14 @@ def bench(
 
 
 def weight_bytes(plan: Plan) -> int:
-    """Bytes of weights that a decode pass reads from RAM. Left out are units at home on a device, and an embedding that
-    is no head: a pass reads one row of it."""
-    tied = plan.target.spec.tied
-    units = [unit for unit in plan.units if unit.home != GPU.executor]
-    return sum(plan.unit_bytes(unit) for unit in units if tied or unit.part != "embed")
+    """Bytes of weights that a decode pass reads from RAM, at least. Left out are units at home on a device, and an
+    embedding that is no head: a pass reads one row of it. Of experts those of one token count, for all may want them.
+    """
+    spec, parts = plan.target.spec, plan.parts
+    units = [unit for unit in plan.units if unit.home != GPU.executor and parts[unit.part].kind != "experts"]
+    found = sum(plan.unit_bytes(unit) for unit in units if spec.tied or unit.part != "embed")
+    experts = [part for part in parts.values() if part.kind == "experts"]
+    return found + sum(spec.layers[part.layer].active * part.least_bytes for part in experts)
 
 
 def _lengths(engine: Engine, ask: Ask, wanted: Wanted) -> Ask:
