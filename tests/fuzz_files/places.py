@@ -34,6 +34,12 @@ def beside_the_weights(name: str) -> Placing:
     return place
 
 
+def as_the_weights(rng: random.Random, world: World, place: Place, seed: Seed, content: bytes) -> Path:
+    """model.safetensors, beside the config that the seed's name says."""
+    put_all(place.model, world.experts if "experts" in seed.path.name else world.base)
+    return put(place.model / "model.safetensors", content)
+
+
 def in_the_pack(name: str) -> Placing:
     """Into the packed model, most often as somebody would who makes all checksums fit."""
 

@@ -17,6 +17,7 @@ from tests.fuzz_files.places import (
     as_the_machine,
     as_the_manifest,
     as_the_shard,
+    as_the_weights,
     beside_the_weights,
     given,
     half_packed,
@@ -98,7 +99,7 @@ def _texts(name: str) -> tuple[Placing, ...]:
 
 SCENES: dict[str, Scene] = {
     "config": Scene((as_the_config,), (_PLAN, _RUN, _PACK, _SYNTH, ("plan", "{file}")), (in_the_pack("config.json"),)),
-    "shard": Scene((beside_the_weights("model.safetensors"),), (_PACK, _RUN)),
+    "shard": Scene((as_the_weights,), (_PACK, _RUN)),
     "index": Scene((as_the_index,), (_PACK, _RUN)),
     "tokenizer": Scene(_texts("tokenizer.json"), (_RUN, _RAW, _EVAL)),
     "tokenizer_config": Scene(_texts("tokenizer_config.json"), (_RUN,)),

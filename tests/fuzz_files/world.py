@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.runtime.probe import machine_file
-from tests.cpu.checkpoints import random_tensors, save_tensors
+from tests.cpu.checkpoints import random_tensors, save_tensors, stacked_tensors
 from tests.fuzz_files.corpus import SEEDS, Seed
 
 Files = dict[str, bytes]
@@ -39,6 +39,17 @@ CONFIG: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
+}
+# A checkpoint with experts, in a layer behind a dense one.
+MOE: dict[str, Any] = {
+    **CONFIG,
+    "model_type": "qwen2_moe",
+    "num_hidden_layers": 2,
+    "mlp_only_layers": [0],
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "shared_expert_intermediate_size": 4,
 }
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
@@ -128,21 +139,27 @@ class World:
         config = {**json.loads(found["tokenizer_config.json"]), "chat_template": TEMPLATE}
         return {**found, "tokenizer_config.json": json.dumps(config).encode()}
 
-    def checkpoint(self, config: bytes | None = None) -> Files:
-        """`config`: with weights of the shapes that it leads to."""
+    def checkpoint(self, config: bytes | None = None, stacked: bool = False) -> Files:
+        """`config`: with weights of the shapes that it leads to. `stacked`: all experts of a layer in one tensor."""
         text = json.dumps(CONFIG).encode() if config is None else config
-        return {"config.json": text, "model.safetensors": self.shard(json.loads(text)), **self.tokenizer}
+        return {"config.json": text, "model.safetensors": self.shard(json.loads(text), stacked), **self.tokenizer}
 
-    def shard(self, config: dict[str, Any] = CONFIG) -> bytes:
+    def shard(self, config: dict[str, Any] = CONFIG, stacked: bool = False) -> bytes:
         """model.safetensors with random weights of the shapes that a config leads to."""
         names = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
         file = self._folder / "shard"
-        save_tensors(file, random_tensors(config, names[config.get("torch_dtype", "float32")]))
+        tensors = random_tensors(config, names[config.get("torch_dtype", "float32")])
+        save_tensors(file, stacked_tensors(config, tensors) if stacked else tensors)
         return file.read_bytes()
 
     @cached_property
     def base(self) -> Files:
         return self.checkpoint()
+
+    @cached_property
+    def experts(self) -> Files:
+        """The checkpoint with experts."""
+        return self.checkpoint(json.dumps(MOE).encode())
 
     @cached_property
     def packed(self) -> Files:
@@ -161,7 +178,7 @@ class World:
     def checkpoint_of(self, seed: Seed) -> Files:
         """The checkpoint of a seed that is a model's config as it should be."""
         if seed.name not in self._checkpoints:
-            self._checkpoints[seed.name] = self.checkpoint(seed.content)
+            self._checkpoints[seed.name] = self.checkpoint(seed.content, "stacked" in seed.path.name)
         return self._checkpoints[seed.name]
 
     @cached_property

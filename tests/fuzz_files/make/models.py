@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
-from tests.fuzz_files.world import CONFIG, Files, World
+from tests.fuzz_files.world import CONFIG, MOE, Files, World
 
 _QWEN: dict[str, Any] = {**CONFIG, "attention_bias": True, "tie_word_embeddings": False}
 _PHI = {key: value for key, value in CONFIG.items() if key != "head_dim"}
@@ -13,6 +14,12 @@ _OPT = {
     "model_type": "opt", "hidden_size": 8, "word_embed_proj_dim": 6, "num_attention_heads": 2, "num_hidden_layers": 1,
     "ffn_dim": 12, "vocab_size": 264, "max_position_embeddings": 512, "activation_function": "relu",
     "torch_dtype": "float16",
+}  # fmt: skip
+_GLM = {
+    **CONFIG, "model_type": "glm4_moe", "num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 2, "moe_intermediate_size": 4,
+    "routed_scaling_factor": 2.5, "norm_topk_prob": True, "attention_bias": True, "partial_rotary_factor": 0.5,
+    "num_nextn_predict_layers": 1,
 }  # fmt: skip
 _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -38,6 +45,20 @@ _GOOD: dict[str, dict[str, Any]] = {
         **_PHI, "model_type": "phi3", "original_max_position_embeddings": 32, "partial_rotary_factor": 0.5,
         "rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]},
     },
+    "qwen2_moe": MOE,
+    "qwen2_moe-stacked": MOE,
+    "qwen3_moe": {
+        **CONFIG, "model_type": "qwen3_moe", "num_hidden_layers": 2, "decoder_sparse_step": 2, "num_experts": 5,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 4, "norm_topk_prob": True, "attention_bias": True,
+    },
+    "mixtral": {**CONFIG, "model_type": "mixtral", "num_local_experts": 3, "sliding_window": 8},
+    "mixtral-stacked": {**CONFIG, "model_type": "mixtral", "num_local_experts": 2, "torch_dtype": "float16"},
+    "olmoe": {
+        **CONFIG, "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 1, "num_key_value_heads": 2,
+        "clip_qkv": None,
+    },
+    "glm4_moe": _GLM,
+    "glm4_moe-stacked": {**_GLM, "use_qk_norm": True, "n_shared_experts": 0},
     "opt": _OPT,
     "opt-after": {**_OPT, "do_layer_norm_before": False, "enable_bias": False, "torch_dtype": "bfloat16"},
 }  # fmt: skip
@@ -64,6 +85,20 @@ _BAD: dict[str, dict[str, Any]] = {
     "tied-number": {"tie_word_embeddings": 1},
 }
 
+# Each changes the config of a model with experts.
+_BAD_EXPERTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "experts-none": (MOE, {"num_experts": 0}),
+    "experts-many": (MOE, {"num_experts": 10**9}),
+    "experts-active": (MOE, {"num_experts_per_tok": 4}),
+    "experts-text": (MOE, {"num_experts": "3"}),
+    "experts-layers-text": (MOE, {"mlp_only_layers": ["0"]}),
+    "experts-step-0": (MOE, {"decoder_sparse_step": 0}),
+    "experts-groups": (_GLM, {"n_group": 3}),
+    "experts-kept": (_GLM, {"topk_group": 3}),
+    "experts-scale": (_GLM, {"routed_scaling_factor": -1}),
+    "experts-clipped": (MOE, {"model_type": "olmoe", "clip_qkv": 8.0}),
+}
+
 # Config text that is no llama at all, by name: (content, what it must do).
 _TEXTS: dict[str, bytes] = {
     "bad-empty": b"",
@@ -83,12 +118,16 @@ _TEXTS: dict[str, bytes] = {
     "odd-vocab-2-31": json.dumps({**CONFIG, "vocab_size": 2**31 - 1}).encode(),
     "odd-one-more-layer": json.dumps({**CONFIG, "num_hidden_layers": 2}).encode(),
     "odd-nested": json.dumps({"model_type": "llava", "text_config": CONFIG}).encode(),
+    "odd-experts-4096": json.dumps({**MOE, "num_hidden_layers": 512, "num_experts": 4096}).encode(),
+    "odd-experts-all-active": json.dumps({**MOE, "num_experts": 4096, "num_experts_per_tok": 4096}).encode(),
+    "odd-experts-wide": json.dumps({**_GLM, "moe_intermediate_size": 2**20, "n_shared_experts": 16}).encode(),
 }
 
 
 def configs() -> Files:
     found = {f"good-{name}.json": _json(config) for name, config in _GOOD.items()}
     found |= {f"bad-{name}.json": _json({**CONFIG, **changes}) for name, changes in _BAD.items()}
+    found |= {f"bad-{name}.json": _json({**base, **changes}) for name, (base, changes) in _BAD_EXPERTS.items()}
     return found | {f"{name}.json": text for name, text in _TEXTS.items()}
 
 
@@ -139,7 +178,46 @@ def shards(world: World) -> Files:
         "bad-nan": _raw(text, broken),
         "bad-pickle": b"\x80\x04\x95cposix\nsystem\n(S'touch pwned'\ntR." + bytes(40),
     }
+    found |= _with_experts(world)
     return {f"{name}.safetensors": content for name, content in found.items()}
+
+
+def _with_experts(world: World) -> Files:
+    """The same of the model with experts, whose matrices stand apart, or all of a layer's in one tensor."""
+    apart, stacked = world.experts["model.safetensors"], world.shard(MOE, stacked=True)
+    (header, data), (one, joined) = _parted(apart), _parted(stacked)
+    experts, both = "model.layers.1.mlp.experts.", "model.layers.1.mlp.experts.gate_up_proj"
+    up = f"{experts}2.up_proj.weight"
+    room = bytes(2 * math.prod(header[up]["shape"]))
+    extra = {**header[up], "data_offsets": [len(data), len(data) + len(room)]}
+    more, (begin, end) = one[both]["shape"], one[both]["data_offsets"]
+    beside = {**one[both], "data_offsets": [len(data), len(data) + end - begin]}
+
+    def with_both(**changes: Any) -> bytes:
+        return _framed({**one, both: {**one[both], **changes}}, joined)
+
+    return {
+        "good-experts-apart": apart,
+        "good-experts-stacked": stacked,
+        "bad-experts-missing": _framed({name: entry for name, entry in header.items() if name != up}, data),
+        "bad-experts-one-more": _framed({**header, f"{experts}3.up_proj.weight": extra}, data + room),
+        "bad-experts-far": _framed({**header, f"{experts}{9**30}.up_proj.weight": extra}, data + room),
+        "bad-experts-both-ways": _framed({**header, both: beside}, data + bytes(end - begin)),
+        "bad-experts-stacked-turned": with_both(shape=[more[0], more[2], more[1]]),
+        "bad-experts-stacked-flat": with_both(shape=[more[0] * more[1], more[2]]),
+        "bad-experts-stacked-fewer": with_both(
+            shape=[more[0] - 1, *more[1:]], data_offsets=[begin, begin + 2 * (more[0] - 1) * more[1] * more[2]]
+        ),
+        "bad-experts-stacked-none": with_both(shape=[0, *more[1:]], data_offsets=[begin, begin]),
+        "bad-experts-stacked-far": with_both(shape=[2**40, 2**20, 8], data_offsets=[0, 2**62]),
+        "odd-experts-placeholder": _framed({**header, f"{experts}<expert>.up_proj.weight": extra}, data + room),
+    }
+
+
+def _parted(whole: bytes) -> tuple[dict[str, Any], bytes]:
+    """A file's header and its data."""
+    length = int.from_bytes(whole[:8], "little")
+    return json.loads(whole[8 : 8 + length]), whole[8 + length :]
 
 
 def indices(world: World) -> Files:
