@@ -10,12 +10,13 @@ depends on what was there, or on what came first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from penstock.graph import ops
 from penstock.graph.batch import Batch
 from penstock.graph.cache import ExpertCache
 from penstock.graph.calls import Calls
+from penstock.graph.streams import Streams
 from penstock.graph.tasks import Call, Pass, Slot, Stream, Task
 from penstock.spec.model import Routed
 from penstock.spec.places import HOST, Executor, kernels_of, lane_between
@@ -27,9 +28,9 @@ Answer = Callable[[Call], Sequence[Sequence[int]]]
 class ExpertCalls:
     """The calls of layers whose FFN is routed. The lowering says which unit, layer and executor come next."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Calls, streams: Streams, caches: Mapping[int, ExpertCache]) -> None:
         self._calls, self._plan, self._layout = calls, calls.plan, calls.layout
-        self.caches = {cache.layer: ExpertCache(cache.slots, cache.policy) for cache in self._plan.caches}
+        self._streams, self.caches = streams, caches
         self._wanted: dict[int, Sequence[Sequence[int]]] = {}  # batch → the answer of the layer at hand
         self._waiting: list[int] = []  # experts of that layer that are missing and have no slot yet
         self._loaded: list[int] = []  # and those that are missing and whose load was emitted
@@ -49,13 +50,33 @@ class ExpertCalls:
                 nbytes = self._routed(layer).routes_bytes(batch.total_rows)
                 self._calls.copy(batch, "routes", nbytes, main, executor)
 
-    def unit(self, layer: int, u: int, executor: Executor, weights: Slot, batch: Batch, first: bool) -> None:
-        """A unit's experts. `first`: they start the batch's sum."""
-        unit = self._plan.units[u]
-        part, routed = self._layout.parts[unit.part], self._routed(layer)
-        *cost, rows = ops.experts_cost(part, routed, unit.lo, unit.hi, ops.FFN_BLOCKS, batch.total_rows)
-        number = unit.lo // part.expert_granules
-        self._experts(layer, u, executor, {number: weights}, batch, (cost[0], cost[1]), rows, first, ())
+    def unit(self, p: Pass, layer: int, u: int, executor: Executor, started: set[int]) -> Iterator[Task]:
+        """A unit's experts, upwards: those in the layer's cache from there, the others from where they stream or are at
+        home. `started`: batches whose sum has an addend already."""
+        part = self._layout.parts[self._plan.units[u].part]
+        there: dict[int, Slot] = {}  # the first expert of each slot that waits to be computed
+        granules = 0
+        for lo, hi, slot in self._streams.cut(u, p.stream):
+            granules += hi - lo
+            there[lo // part.expert_granules] = slot or self._streams.take(u, p.stream, (lo, hi))
+            if slot is None:
+                self._some(p, layer, u, executor, there, granules, started)
+                self._streams.release(u, p.stream, (lo, hi))
+                yield from self._calls.emit.closed()
+                there, granules = {}, 0
+        if there:
+            self._some(p, layer, u, executor, there, granules, started)
+
+    def _some(
+        self, p: Pass, layer: int, u: int, executor: Executor, weights: dict[int, Slot], granules: int,
+        started: set[int],
+    ) -> None:  # fmt: skip
+        part, routed = self._layout.parts[f"{layer}.experts"], self._routed(layer)
+        for batch in p.batches:
+            *cost, rows = ops.experts_cost(part, routed, 0, granules, ops.FFN_BLOCKS, batch.total_rows)
+            first = batch.id not in started
+            started.add(batch.id)
+            self._experts(layer, u, executor, weights, batch, (cost[0], cost[1]), rows, first, ())
 
     def shared_done(self, layer: int, executor: Executor, batch: Batch) -> None:
         """The shared expert's units on this executor are computed: where it has a gate, it weighs their sum."""

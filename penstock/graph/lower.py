@@ -30,6 +30,7 @@ from penstock.graph import ops
 from penstock.graph.arenas import Layout, head_units
 from penstock.graph.attention import Attention
 from penstock.graph.batch import Batch
+from penstock.graph.cache import ExpertCache
 from penstock.graph.calls import Calls
 from penstock.graph.emit import Emitter
 from penstock.graph.experts import Answer, ExpertCalls
@@ -51,10 +52,11 @@ class Lowering:
         self._head = head_units(plan)
         self._predictors = {predictor.layer: predictor for predictor in plan.predictors}
         self._emit = Emitter(likens=bool(plan.caches))
-        self._streams = Streams(self.layout, self._emit)
+        caches = {cache.layer: ExpertCache(cache.slots, cache.policy) for cache in plan.caches}
+        self._streams = Streams(self.layout, self._emit, caches)
         self._calls = Calls(self.layout, self._emit)
         self._attention = Attention(self._calls, self._streams)
-        self._experts = ExpertCalls(self._calls)
+        self._experts = ExpertCalls(self._calls, self._streams, caches)
         self._repeats = Repeats(plan, self.layout, self._emit.adopt)
 
     @property
@@ -187,14 +189,15 @@ class Lowering:
         kinds = [self.parts[self.plan.units[u].part].kind for u in units]
         started: set[int] = set()
         for i, u in enumerate(units):
+            if kinds[i] == "experts":
+                yield from self._experts.unit(p, layer, u, executor, started)
+                continue
             weights = self._streams.take(u, p.stream)
             for batch in p.batches:
                 first = batch.id not in started
                 started.add(batch.id)
                 if kind == "attn":
                     self._attention.unit(layer, u, executor, weights, batch, first)
-                elif kinds[i] == "experts":
-                    self._experts.unit(layer, u, executor, weights, batch, first)
                 else:
                     self._ffn(layer, u, executor, weights, batch, first, p.purpose)
                 if kinds[i] == "shared" and "shared" not in kinds[i + 1 :]:

@@ -6,12 +6,14 @@ that follows. Units of a disk that a device computes are loaded into the stage f
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from math import inf
 
 from penstock.graph import ops
 from penstock.graph.arenas import Layout, head_units
+from penstock.graph.cache import ExpertCache
 from penstock.graph.emit import Emitter
-from penstock.graph.ring import Ring, Streamed
+from penstock.graph.ring import Piece, Ring, Streamed
 from penstock.graph.tasks import Call, Pass, Slot, Stream
 from penstock.spec.parts import block_keys
 from penstock.spec.places import HOST, Executor, is_device, kernels_of, lane_between
@@ -22,13 +24,15 @@ _BLOCKS_AHEAD = {"overlapped": inf, "saving": 0, "flexgen": 1}  # that loads may
 class Streams:
     """The rings of a plan. The lowering says which block begins, takes units, and gives their bytes back."""
 
-    def __init__(self, layout: Layout, emit: Emitter) -> None:
+    def __init__(self, layout: Layout, emit: Emitter, caches: Mapping[int, ExpertCache]) -> None:
         plan = self._plan = layout.plan
+        self._caches = caches
         self._layout, self._emit = layout, emit
         self._rings = {tier: Ring(f"{tier}.ring", nbytes) for tier, nbytes in plan.ring_bytes.items()}
         self._device = next((tier for tier in self._rings if is_device(tier)), None)  # whose units cross the stage
         self._stage = Ring("host.stage", plan.stage_bytes)
-        self._known: dict[tuple[Stream, str], list[Streamed]] = {}
+        self._known: dict[tuple[Stream, str], list[tuple[int, int]]] = {}  # units, and the blocks that compute them
+        self._whole: dict[tuple[Stream, str], list[Streamed]] = {}  # the same as whole units
         self._last_block: float = 0  # that loads may be for
 
     @property
@@ -49,10 +53,10 @@ class Streams:
         blocks = 2 * len(self._plan.target.spec.layers) + int(p.stream.logits)
         for tier, ring in self._rings.items():
             then = self._stream(p.then, tier) if p.then else []
-            ring.begin(self._stream(p.stream, tier), [(u, nbytes, blocks + at) for u, nbytes, at in then])
+            ring.begin(self._stream(p.stream, tier), [(piece, nbytes, blocks + at) for piece, nbytes, at in then])
         if self._device:
             waiting = self._rings[self._device].waiting
-            self._stage.begin([load for load in waiting if self._plan.units[load[0]].home != HOST], [])
+            self._stage.begin([load for load in waiting if self._plan.units[load[0][0]].home != HOST], [])
 
     def begin_block(self, number: int) -> None:
         """Block `number` of the pass is emitted from here on."""
@@ -61,19 +65,39 @@ class Streams:
             for ring in (*self._rings.values(), self._stage):
                 ring.rewind()
 
-    def take(self, u: int, stream: Stream) -> Slot:
-        """Where the unit's bytes are when its calls run: at home, or in the ring."""
+    def cut(self, u: int, stream: Stream) -> Iterator[tuple[int, int, Slot | None]]:
+        """A unit's granules in runs: each expert that lies in its layer's cache with its slot, and what is missing
+        between them, which `take` gives. Other units are one run."""
+        unit, part = self._plan.units[u], self._layout.parts[self._plan.units[u].part]
+        cache = self._caches.get(part.layer) if part.kind == "experts" else None
+        if cache is None or not self._layout.streams(unit, stream):
+            yield unit.lo, unit.hi, None
+            return
+        each, start = part.expert_granules, unit.lo
+        for lo in range(unit.lo, unit.hi, each):
+            number = cache.slot(lo // each)
+            if number is None:
+                continue
+            if start < lo:
+                yield start, lo, None
+            yield lo, lo + each, self._layout.cache_slot(part.layer, number)
+            start = lo + each
+        if start < unit.hi:
+            yield start, unit.hi, None
+
+    def take(self, u: int, stream: Stream, run: tuple[int, int] | None = None) -> Slot:
+        """Where the bytes of a unit (or of a run of its granules) are when its calls run: at home, or in the ring."""
         unit = self._plan.units[u]
         if not self._layout.streams(unit, stream):
             return self._layout.weights[u]
-        return self._rings[unit.executor(stream.purpose)].take(u)
+        return self._rings[unit.executor(stream.purpose)].take((u, *(run or (unit.lo, unit.hi))))
 
-    def release(self, u: int, stream: Stream) -> None:
-        """The unit's last call is emitted: its ring bytes are free for the loads that wait."""
+    def release(self, u: int, stream: Stream, run: tuple[int, int] | None = None) -> None:
+        """Its last call is emitted: its ring bytes are free for the loads that wait."""
         unit = self._plan.units[u]
         if self._layout.streams(unit, stream):
             self._emit.close(kernels_of(unit.executor(stream.purpose)))
-            self._rings[unit.executor(stream.purpose)].release(u)
+            self._rings[unit.executor(stream.purpose)].release((u, *(run or (unit.lo, unit.hi))))
             self.pump()
 
     def pump(self) -> None:
@@ -84,34 +108,48 @@ class Streams:
                 continue
             self._load(self._stage)
             while (lift := ring.admit(self._last_block, self._at_hand)) is not None:
-                u, slot = lift
-                unit = self._plan.units[u]
-                source = self._layout.weights[u] if unit.home == HOST else self._stage.take(u)
+                piece, slot = lift
+                u, unit = piece[0], self._plan.units[piece[0]]
+                source = self._layout.weights[u] if unit.home == HOST else self._stage.take(piece)
                 fmt = self._layout.parts[unit.part].format.kind
                 lift_call = Call(ops.Lift(source, slot), u, None, fmt, slot.nbytes, 0)
                 self._emit.alone((lane_between(HOST, tier),), lift_call)
                 if unit.home != HOST:
-                    self._stage.release(u)
+                    self._stage.release(piece)
                     self._load(self._stage)
 
     def _load(self, ring: Ring) -> None:
         """Emits what the disks may load into a ring of the host now."""
         while (load := ring.admit(self._last_block, lambda _: True)) is not None:
-            u, slot = load
+            (u, lo, hi), slot = load
             unit = self._plan.units[u]
             fmt = self._layout.parts[unit.part].format.kind
             self._emit.alone(
-                (lane_between(unit.home, HOST),), Call(ops.Load(slot, unit.lo, unit.hi), u, None, fmt, slot.nbytes, 0)
+                (lane_between(unit.home, HOST),), Call(ops.Load(slot, lo, hi), u, None, fmt, slot.nbytes, 0)
             )
 
-    def _at_hand(self, u: int) -> bool:
+    def _at_hand(self, piece: Piece) -> bool:
         """Whether a unit can be lifted: it is in memory, or will be when the load of it that was emitted is done."""
-        return self._plan.units[u].home == HOST or self._stage.holds_next(u)
+        return self._plan.units[piece[0]].home == HOST or self._stage.holds_next(piece)
 
     def _stream(self, stream: Stream, tier: Executor) -> list[Streamed]:
-        """What a pass of this kind streams through a tier's ring, in order. Worked out once."""
-        if (stream, tier) in self._known:
-            return self._known[stream, tier]
+        """What a pass of this kind streams through a tier's ring, in order."""
+        key = (stream, tier)
+        if key not in self._known:
+            self._known[key] = list(self._streaming(stream, tier))
+            self._whole[key] = [each for u, at in self._known[key] for each in self._pieces(u, at, stream)]
+        if not self._caches or stream.asks:
+            return self._whole[key]
+        return [each for u, at in self._known[key] for each in self._pieces(u, at, stream)]
+
+    def _pieces(self, u: int, at: int, stream: Stream) -> Iterator[Streamed]:
+        granule_bytes = self._layout.parts[self._plan.units[u].part].granule_bytes
+        for lo, hi, slot in self.cut(u, stream):
+            if slot is None:
+                yield (u, lo, hi), (hi - lo) * granule_bytes, at
+
+    def _streaming(self, stream: Stream, tier: Executor) -> Iterator[tuple[int, int]]:
+        """The units that such a pass streams, and the blocks that compute them."""
         by_part: dict[str, list[int]] = {}
         for u, unit in enumerate(self._plan.units):
             by_part.setdefault(unit.part, []).append(u)
@@ -119,11 +157,8 @@ class Streams:
         spec, kinds = self._plan.target.spec, ("attn", "ffn")
         blocks = [[u for key in block_keys(spec, i, kind) for u in by_part[key]] for i in layers for kind in kinds]
         blocks += [head_units(self._plan)] if stream.logits else []
-        found: list[Streamed] = []
         for at, block in enumerate(blocks):
             for u in block:
                 unit = self._plan.units[u]
                 if unit.executor(stream.purpose) == tier and self._layout.streams(unit, stream):
-                    found.append((u, (unit.hi - unit.lo) * self._layout.parts[unit.part].granule_bytes, at))
-        self._known[stream, tier] = found
-        return found
+                    yield u, at

@@ -124,10 +124,11 @@ def drawn(plan: Plan) -> Said:
 def lowered(plan: Plan, answer: Said, steps: int = 6) -> list[Task]:
     lowering, tasks = Lowering(plan), list[Task]()
     seqs = tuple(range(plan.batch_seqs))
-    for p in passes.prompts(plan, seqs, (2,) * len(seqs), passes.DECODE):
-        tasks += lowering.step(p, answer)
-    for position in range(2, 2 + steps):
-        tasks += lowering.step(passes.decode(plan, seqs, (position,) * len(seqs), passes.DECODE), answer)
+    for prompt in (2, 20, 45):  # few rows ask, many read all but what lies in caches
+        for p in passes.prompts(plan, seqs, (prompt,) * len(seqs), passes.DECODE):
+            tasks += lowering.step(p, answer)
+        for position in range(prompt, prompt + steps):
+            tasks += lowering.step(passes.decode(plan, seqs, (position,) * len(seqs), passes.DECODE), answer)
     return tasks
 
 
@@ -152,6 +153,20 @@ def test_any_plan_with_caches(data: st.DataObject) -> None:
     of = data.draw(st.sampled_from([worst, one, drawn]))
     tasks = lowered(plan, of(plan), 3)
     assert verify(tasks, plan.arenas, plan.units) == len(tasks)
+
+
+@pytest.mark.parametrize("slots", [1, 4, 9])
+def test_a_long_prompt_reads_what_no_cache_holds(slots: int) -> None:
+    plan = cached_plan(slots)
+    lowering = Lowering(plan)
+    answer = drawn(plan)
+    for position in range(12):
+        list(lowering.step(passes.decode(plan, (0,), (position,), passes.DECODE), answer))
+    (p,) = passes.prompts(plan, (0,), (30,), None)
+    tasks = list(lowering.step(p, answer))
+    part = plan.parts["0.experts"]
+    read = sum(task.bytes for task in tasks if isinstance(task.calls[0].operands, ops.Load))
+    assert read == len(SPEC.layers) * (9 - slots) * part.least_bytes
 
 
 def test_a_call_that_takes_another_expert_is_found() -> None:

@@ -118,7 +118,7 @@ _TEXTS: dict[str, bytes] = {
     "odd-vocab-2-31": json.dumps({**CONFIG, "vocab_size": 2**31 - 1}).encode(),
     "odd-one-more-layer": json.dumps({**CONFIG, "num_hidden_layers": 2}).encode(),
     "odd-nested": json.dumps({"model_type": "llava", "text_config": CONFIG}).encode(),
-    "odd-experts-4096": json.dumps({**MOE, "num_hidden_layers": 512, "num_experts": 4096}).encode(),
+    "odd-experts-4096": json.dumps({**MOE, "num_hidden_layers": 9, "num_experts": 4096}).encode(),
     "odd-experts-all-active": json.dumps({**MOE, "num_experts": 4096, "num_experts_per_tok": 4096}).encode(),
     "odd-experts-wide": json.dumps({**_GLM, "moe_intermediate_size": 2**20, "n_shared_experts": 16}).encode(),
 }
