@@ -12,11 +12,11 @@ from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.store.packed import Packed
 from tests.cpu.test_emulated import on_device
-from tests.cpu.test_placement import FORMATS, NEAR, models, oracle  # noqa: F401 (fixtures)
+from tests.cpu.test_placement import DENSE, NEAR, models, oracle  # noqa: F401 (fixtures)
 from tests.pure.machine import WITH_DEVICE
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("home", ["host", "disk0"])
 def test_a_pipeline_is_exact(

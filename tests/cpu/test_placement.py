@@ -39,6 +39,7 @@ FORMATS = {
     "qwen2_moe": "int4",
     "olmoe": "float32",
 }
+DENSE = tuple(sorted(name for name in FORMATS if name not in ("qwen2_moe", "olmoe")))  # what runs on devices
 
 
 def near(name: str, kv: str) -> float:
@@ -72,9 +73,6 @@ def run(packed: Packed, plan: Plan, device: Device | None = None, **how: Any) ->
         p = passes.decode(plan, (0, 1), tuple(n + step for n in PROMPTS), passes.DECODE if step + 1 < STEPS else None)
         tokens = [np.full(len(b.seqs), 7 + step, np.int32) for b in p.batches]
         found += [logits.copy() for logits in session.step(p, tokens)]
-    for p in passes.prefill(plan, 1, len(prompts[1]), None, score=True):  # with what the steps left in caches
-        batch = p.batches[0]
-        found.append(session.step(p, [prompts[1][batch.start[0] : batch.start[0] + batch.rows[0]]])[0].copy())
     session.close()
     return np.concatenate(found)
 

@@ -15,11 +15,11 @@ from penstock.spec.parts import parts
 from penstock.spec.places import GPU
 from penstock.store.packed import Packed
 from tests.cpu.test_emulated import on_device
-from tests.cpu.test_placement import FORMATS, NEAR, models, oracle  # noqa: F401 (fixtures)
+from tests.cpu.test_placement import DENSE, NEAR, models, oracle  # noqa: F401 (fixtures)
 from tests.pure.machine import WITH_DEVICE
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("prompts", [False, True])
 @pytest.mark.parametrize("attends", [0, 1, 99])
 def test_slices_are_exact(
