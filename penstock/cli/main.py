@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 import penstock
-from penstock.cli import bench, cache, demo, eval, pack, plan, probe, run, synth
+from penstock.cli import bench, cache, demo, eval, pack, plan, probe, profile, run, synth
 from penstock.cli.options import grouped
 from penstock.cli.output import note, one_line, print_json, say
 from penstock.errors import BadRequest, InternalError, PenstockError, StorageFailed
@@ -27,7 +27,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_MODELS = (demo.demo, run.run, plan.plan, pack.pack, synth.synth, eval.eval_, bench.bench, probe.probe)
+_MODELS = (
+    *(demo.demo, run.run, plan.plan, pack.pack, synth.synth, eval.eval_, profile.profile, bench.bench, probe.probe),
+)
 for command in (*_MODELS, cache.list_, cache.rm, cache.prune):
     app.command(command.__name__.rstrip("_"))(grouped(command))
 

@@ -58,7 +58,7 @@ def plan(
     from penstock.planner import explain
     from penstock.planner.solve import settle_context, solve
     from penstock.planner.what_if import what_if
-    from penstock.serve.planning import describe
+    from penstock.serve.planning import describe, routers_of
     from penstock.spec.format import parse_format
     from penstock.store.packed import part_disks
 
@@ -67,8 +67,9 @@ def plan(
         ask = work.ask(machine)
         figures = _figures(machine_file, machine, ask)
         disks = part_disks(as_path(model))
-        solved = solve(ask, spec, fmt, figures, disks, every=compare, may_plan=machine_file is not None)
-        others = what_if(solved, ask, figures)
+        routers = routers_of(as_path(model), spec)
+        solved = solve(ask, spec, fmt, figures, disks, every=compare, may_plan=machine_file is not None, trace=routers)
+        others = what_if(solved, ask, figures, routers)
         band = explain.Band() if machine_file is not None else _band(machine, solved, figures, ask.batch)
         if draw is not None:
             from penstock.planner import picture

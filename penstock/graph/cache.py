@@ -6,6 +6,7 @@ expert takes is a function of what was asked before, so a run's tasks can be der
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable
 
 POLICIES = ("lru", "lfu")
@@ -20,7 +21,8 @@ class ExpertCache:
     def __init__(self, slots: int, policy: str) -> None:
         assert slots > 0 and policy in POLICIES, f"{slots} slots, {policy}"
         self.slots, self.policy = slots, policy
-        self._slot_of: dict[int, int] = {}  # the longest unused first
+        self._slot_of: dict[int, int] = {}  # the longest unused first, those of one pass by their numbers
+        self._asked: list[int] = []  # by the latest pass
         self._held: list[int | None] = [None] * slots  # by slot
         self._now = 0  # passes
         self._used_at: dict[int, int] = {}  # expert → its last pass
@@ -38,7 +40,8 @@ class ExpertCache:
     def ask(self, experts: Iterable[int]) -> None:
         """A pass wants these: once for each pass, before `admit`."""
         self._now += 1
-        for expert in experts:
+        self._asked = sorted(experts)
+        for expert in self._asked:
             slot = self._slot_of.pop(expert, None)
             if slot is not None:
                 self._slot_of[expert] = slot
@@ -56,6 +59,9 @@ class ExpertCache:
         if leaving is not None:
             del self._slot_of[leaving]
         self._held[slot], self._slot_of[expert] = expert, slot
+        for later in self._asked[bisect_right(self._asked, expert) :]:
+            if (where := self._slot_of.pop(later, None)) is not None:
+                self._slot_of[later] = where
         return slot
 
     def _victim(self, keep: Collection[int]) -> int | None:

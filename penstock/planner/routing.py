@@ -17,6 +17,7 @@ from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Call, Pass
 from penstock.spec.model import ModelSpec, Routed
 from penstock.spec.plan import Plan
+from penstock.spec.profile import Profile
 
 # Where nobody has counted, the r-th most wanted expert of a layer is drawn as often as r to this power says.
 SKEW = -0.5
@@ -33,6 +34,12 @@ class Trace:
 
     layers: tuple[tuple[Token, ...], ...]
     source: str
+
+
+def recorded(profile: Profile, spec: ModelSpec) -> Trace:
+    """The trace that a profile kept."""
+    tokens = {each.layer: each.trace for each in profile.layers}
+    return Trace(tuple(tokens.get(i, ()) for i in range(len(spec.layers))), profile.source)
 
 
 class Replay:

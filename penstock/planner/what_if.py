@@ -11,6 +11,7 @@ from types import ModuleType
 
 from penstock.errors import DoesNotFit
 from penstock.planner.predict import Prediction
+from penstock.planner.routing import Trace
 from penstock.planner.shorten import quick, streamed
 from penstock.planner.solve import Solved, settle_context
 from penstock.planner.solve.bound import score_s
@@ -41,15 +42,15 @@ class WhatIf:
     faster_link: Prediction | None = None
 
 
-def what_if(solved: Solved, ask: Ask, machine: MachineSpec) -> WhatIf:
-    """All of it, for a plan that `solve` made of this ask on this machine. Compared are plans of the same strategy;
-    with a faster disk or link, this very plan."""
+def what_if(solved: Solved, ask: Ask, machine: MachineSpec, trace: Trace | None = None) -> WhatIf:
+    """All of it, for a plan that `solve` made of this ask on this machine, and of what routers say. Compared are plans
+    of the same strategy; with a faster disk or link, this very plan."""
     plan = solved.plan
-    problem = Problem(settle_context(ask, plan.target.spec), plan.target.spec, plan.target.weights, machine)
+    problem = Problem(settle_context(ask, plan.target.spec), plan.target.spec, plan.target.weights, machine, trace)
     ring_bytes = sum(plan.ring_bytes.values())
     like = solved.strategy if GPU.executor in plan.tier_bytes() or plan.batches_per_pass > 1 else None
     formats = tuple(other_formats(problem, ring_bytes, like))
-    disk, link = (with_faster(solved, problem.ask, machine, which) for which in (is_disk, is_link))
+    disk, link = (with_faster(solved, problem.ask, machine, which, trace=trace) for which in (is_disk, is_link))
     if like is None:
         more = more_memory(problem, ring_bytes=ring_bytes) if ring_bytes else None
         return WhatIf(more, None, formats, disk, link)
@@ -70,13 +71,14 @@ def what_if(solved: Solved, ask: Ask, machine: MachineSpec) -> WhatIf:
 
 
 def with_faster(
-    solved: Solved, ask: Ask, machine: MachineSpec, which: Callable[[Lane], bool], times: float = 2
-) -> Prediction | None:
+    solved: Solved, ask: Ask, machine: MachineSpec, which: Callable[[Lane], bool], times: float = 2,
+    trace: Trace | None = None,
+) -> Prediction | None:  # fmt: skip
     """The same plan where `which` lanes move bytes so many times as fast; None where it uses none of them. What a task
     costs beside its bytes stays, and so does what lanes take from each other."""
     if not any(map(which, solved.prediction.lane_share)):
         return None
-    return quick(solved.plan, ask, machine.faster(which, times), spread=False)
+    return quick(solved.plan, ask, machine.faster(which, times), spread=False, trace=trace)
 
 
 def more_memory(problem: Problem, extra_bytes: int = GIB, ring_bytes: int = 0) -> Prediction | None:
@@ -118,7 +120,7 @@ def _one(problem: Problem, ring_bytes: int, like: str | None = None) -> Predicti
             plans = [candidate.plan for candidate in islice(every, 2 if problem.spec.is_routed else 1)]
     except DoesNotFit:
         return None
-    found = [(plan, quick(plan, problem.ask, problem.machine, spread=False)) for plan in plans]
+    found = [(plan, quick(plan, problem.ask, problem.machine, False, problem.trace)) for plan in plans]
     best = min(found, key=lambda pair: score_s(pair[1], pair[0], problem.ask), default=None)
     return None if best is None else best[1]
 

@@ -26,6 +26,7 @@ from penstock.spec.places import is_disk
 from penstock.spec.plan import Plan
 
 Float32 = NDArray[np.float32]
+OnRoute = Callable[[Call, list[list[int]]], None]
 
 
 class Binding:
@@ -43,6 +44,7 @@ class Binding:
     ) -> None:
         self._plan, self._arenas, self._reader, self._poisoned = plan, arenas, reader, poisoned
         self._kv_file = kv_file
+        self.on_route: OnRoute | None = None  # hears what every router says, call by call
         self.fetched_bytes = 0  # embedding rows read from disk; whoever counts sets it back
         self._layout = Layout(plan)
         self._parts = plan.parts
@@ -61,6 +63,8 @@ class Binding:
 
     def call(self, call: Call) -> None:
         self._ops[call.op](call, call.operands)
+        if self.on_route is not None and isinstance(call.operands, ops.Route):
+            self.on_route(call, self.answer(call))
 
     def start(self, task: Task) -> Load | None:
         """Begins a task that disks do by themselves, a load; None for any other, which `run` does."""
@@ -275,6 +279,12 @@ class Binding:
         return experts.Routes(
             ids.view(np.int32).reshape(t, active), weights.view(np.float32).reshape(t, active), shared.view(np.float32)
         )
+
+    def set_routes(self, call: Call, experts: Sequence[Sequence[int]]) -> None:
+        """What a router's call, which is done, said instead: the experts of each row, upwards. Their weights stay."""
+        op = call.operands
+        assert isinstance(op, ops.Route)
+        self._routes(op.layer, op.routes, _batch(call).total_rows).ids[...] = experts
 
     def _outputs(self, layer: int, slot: Slot, t: int) -> Float32:
         shape = (t, self._routed(layer).active, self._spec.d_model)

@@ -142,7 +142,7 @@ class NativeBinding(Binding):
         self._bound.clear()
 
     def run(self, task: Task) -> None:
-        if task.like < 0:
+        if task.like < 0 or self.on_route is not None:
             super().run(task)
             return
         bound = self._bound.get(task.like)
@@ -170,6 +170,8 @@ class NativeBinding(Binding):
         if batch not in self._tables_of:
             self._tables_of[batch] = self._new_tables(batch)
         self._natively[call.op](self._compute, call, call.operands, self._tables_of[batch])
+        if self.on_route is not None and isinstance(call.operands, ops.Route):
+            self.on_route(call, self.answer(call))
 
     def alone(self, call: Call) -> Callable[[], None]:
         """What runs one native call again and again, without Python in between."""

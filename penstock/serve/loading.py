@@ -15,7 +15,7 @@ from penstock.runtime.device import Device, uses_device
 from penstock.runtime.device.choose import Chosen, choose
 from penstock.runtime.host import Progress
 from penstock.runtime.probe import load_or_probe, machine_file
-from penstock.serve.planning import default_cache
+from penstock.serve.planning import default_cache, routers_of
 from penstock.serve.session import Running
 from penstock.serve.tokenizer import Tokenizer
 from penstock.spec.ask import Ask
@@ -119,7 +119,8 @@ def plan_here(ask: Ask, packed: Packed, how: Loading, on_progress: Progress | No
     if isinstance(chosen, str):
         chosen = choose(chosen, machine, ask.device_memory_bytes, how.cache_folder, on_progress)
     if how.plan is None:
-        solved = solve(ask, packed.spec, packed.weights, chosen.machine, packed.part_disks)
+        trace = routers_of(packed.folder, packed.spec)
+        solved = solve(ask, packed.spec, packed.weights, chosen.machine, packed.part_disks, trace=trace)
     else:
         solved = _as_given(how.plan, ask, packed, chosen)
     return Planned(ask, how, solved, chosen, file)
@@ -141,7 +142,8 @@ def _as_given(plan: Plan, ask: Ask, packed: Packed, chosen: Chosen) -> Solved:
             need,
             have,
         )
-    return Solved(plan, predict(plan, settle_context(ask, packed.spec), machine), ("as given",))
+    trace = routers_of(packed.folder, packed.spec)
+    return Solved(plan, predict(plan, settle_context(ask, packed.spec), machine, trace=trace), ("as given",))
 
 
 def _require_limit(ask: Ask) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import BadRequest
+from penstock.planner.routing import Trace, recorded
 from penstock.planner.solve import Solved, solve
 from penstock.serve import shapes
 from penstock.spec.ask import Ask
@@ -13,6 +14,7 @@ from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.store.packed import is_packed, part_disks, read_config, read_manifest
+from penstock.store.profile_file import kept
 
 
 def default_cache() -> Path:
@@ -56,4 +58,11 @@ def plan(
         from penstock.runtime.probe import load_or_probe
 
         machine = load_or_probe(Path(cache) if cache is not None else default_cache())
-    return solve(Ask(**ask), spec, fmt, machine, part_disks(Path(model)))
+    return solve(Ask(**ask), spec, fmt, machine, part_disks(Path(model)), trace=routers_of(Path(model), spec))
+
+
+def routers_of(model: Path, spec: ModelSpec) -> Trace | None:
+    """What the routers of a packed model said to the text of its profile; None where none was made. Raises BadRequest
+    and BrokenModel for a profile that is damaged, or of another model."""
+    found = kept(model, spec) if spec.is_routed and is_packed(model) else None
+    return None if found is None else recorded(found, spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from penstock.errors import BadRequest, DamagedModel, PenstockError
+from penstock.graph.experts import Answer
 from penstock.graph.lower import Lowering
 from penstock.graph.passes import DECODE
-from penstock.graph.tasks import Pass, Task
+from penstock.graph.tasks import Call, Pass, Task
 from penstock.graph.timeline import Timeline
 from penstock.runtime import host
 from penstock.runtime.arena import Arenas
-from penstock.runtime.bind import Binding
+from penstock.runtime.bind import Binding, OnRoute
 from penstock.runtime.bind_native import NativeBinding, native
 from penstock.runtime.device import Device, uses_device
 from penstock.runtime.dispatch import Dispatch
@@ -119,6 +120,7 @@ class Session:
         if device is not None:
             beside = replace(how, poisoned=True)
             device.attach(plan, self._arenas, lambda: _bind(plan, self._arenas, None, None, beside)[0])
+        self._answer: Answer = self._binding.answer
         self._work = Dispatch(self._binding, device)
         # What is left to numpy is small, and its BLAS threads spin while they wait: beside one other busy process
         # a product of 8 rows took 40 times as long with two of them as with one (docs/LOG.md).
@@ -211,6 +213,33 @@ class Session:
         weights = self._arenas.whole("host.weights")
         return streamed, from_ram(weights.ctypes.data, len(weights), host.usable_threads(self._how.threads))
 
+    @contextmanager
+    def hearing_routers(self, heard: OnRoute) -> Iterator[None]:
+        """`heard` is told what every router says, call by call: passes are slower meanwhile."""
+        self._binding.on_route = heard
+        try:
+            yield
+        finally:
+            self._binding.on_route = None
+
+    @contextmanager
+    def answered_by(self, given: Answer, every_pass: bool = True) -> Iterator[None]:
+        """The experts of each row are those that `given(call)` says, and not the router's: for tests and benches. It
+        may be asked twice of one call. Without `every_pass` only where the plan asks, and nothing is slower."""
+
+        def answer(call: Call) -> Sequence[Sequence[int]]:
+            experts = given(call)
+            self._binding.set_routes(call, experts)
+            return experts
+
+        instead = self.hearing_routers(lambda call, _: self._binding.set_routes(call, given(call)))
+        self._answer = answer
+        with instead if every_pass else nullcontext():
+            try:
+                yield
+            finally:
+                self._answer = self._binding.answer
+
     def drain(self) -> None:
         """Waits for loads under way, so that counters stand still."""
         with self._stepping:
@@ -236,7 +265,7 @@ class Session:
             watch(timeline, p)
 
     def _counted(self, p: Pass) -> Iterator[Task]:
-        return self._traffic.counted(self.lowering.step(p, self._binding.answer))
+        return self._traffic.counted(self.lowering.step(p, self._answer))
 
     def _load_weights(self, on_progress: Progress | None) -> None:
         """Reads every resident unit to its place."""

@@ -95,10 +95,10 @@ def half_packed(rng: random.Random, world: World, place: Place, seed: Seed, cont
 
 
 def given(name: str) -> Placing:
-    """A file that a flag names, beside the packed model."""
+    """A file that a flag names, beside the packed model that the seed's name says."""
 
     def place(rng: random.Random, world: World, place: Place, seed: Seed, content: bytes) -> Path:
-        put_all(place.model, world.packed)
+        put_all(place.model, world.packed_experts if "experts" in seed.path.name else world.packed)
         return put(place.given / name, content)
 
     return place

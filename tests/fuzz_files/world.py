@@ -166,6 +166,11 @@ class World:
         """The checkpoint packed in int4, which has every kind of block."""
         return self.packed_from(self.base)
 
+    @cached_property
+    def packed_experts(self) -> Files:
+        """The checkpoint with experts, packed in int4."""
+        return self.packed_from(self.experts)
+
     def packed_from(self, files: Files) -> Files:
         source, target = self._folder / "source", self._folder / "packed"
         for folder in (source, target):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from penstock.errors import BadRequest, DoesNotFit
 from penstock.planner.predict import Prediction
+from penstock.planner.routing import Trace
 from penstock.planner.shorten import quick, streamed
 from penstock.planner.solve.bound import least_score_s, reads_bytes, score_s, sequences
 from penstock.planner.solve.candidate import Candidate, Compared
@@ -100,18 +101,18 @@ def candidates(problem: Problem, every: bool = False, may_plan: bool = False) ->
 
 def solve(
     ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, disks: Mapping[str, Tier] | None = None,
-    *, every: bool = False, may_plan: bool = False,
+    *, every: bool = False, may_plan: bool = False, trace: Trace | None = None,
 ) -> Solved:  # fmt: skip
     """Lowers and simulates every candidate that may win and takes the fastest for the ask's objective.
 
     `disks`: the disk of each part of the model, where it lies on more than one. `every`: also candidates that cannot
     win, so that they can be compared. `may_plan`: also plans of solvers that the runtime cannot run yet. They are
-    compared and never chosen.
+    compared and never chosen. `trace`: what routers are known to say; None: what is stated of them.
 
     Raises DoesNotFit with the minimum that would do, and BadRequest for what no machine could do.
     """
     ask = settle_context(ask, spec)
-    problem = Problem(ask, spec, weights, machine)
+    problem = Problem(ask, spec, weights, machine, trace)
     bounded = []
     for candidate in candidates(problem, every, may_plan):
         plan = on_disks(candidate.plan, disks or {})
@@ -123,7 +124,7 @@ def solve(
         if every or not any(_settles(p, c.plan, least_s, candidate.plan, ask) for c, p in rivals):
             # The most promising one is mostly the one that is chosen, whose spread between tokens is wanted.
             spread = not rivals and _may_be_chosen(candidate)
-            found.append(Compared(candidate, quick(candidate.plan, ask, machine, spread)))
+            found.append(Compared(candidate, quick(candidate.plan, ask, machine, spread, trace)))
     # Ranked by themselves: what cannot run must not decide which of the others are equals.
     may_be_chosen = [each for each in found if _may_be_chosen(each.candidate)]
     first, chosen = may_be_chosen[0], _ranked(may_be_chosen, ask)[0]
@@ -132,7 +133,7 @@ def solve(
     better = (each for each in found if score_s(each.prediction, each.candidate.plan, ask) < chosen_s)
     not_yet = tuple(each for each in better if each.candidate.cannot_run)
     strategy, plan, reasons, _, _ = chosen.candidate
-    prediction = chosen.prediction if chosen is first else quick(plan, ask, machine)
+    prediction = chosen.prediction if chosen is first else quick(plan, ask, machine, trace=trace)
     plan, how = with_reads(plan, machine)  # which changes nothing that was predicted: rates hold for these reads
     reasons += (how,) if any(streamed(plan, from_disk=True).values()) else ()
     reasons += (f"{prediction.bound_by} is busiest while decoding: {prediction.lane_share[prediction.bound_by]:.0%}",)

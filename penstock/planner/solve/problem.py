@@ -10,6 +10,7 @@ from typing import Any
 from penstock.errors import DoesNotFit
 from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.cost import Cost
+from penstock.planner.routing import Trace
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
@@ -22,12 +23,13 @@ from penstock.units import format_bytes
 
 @dataclass(frozen=True)
 class Problem:
-    """`ask` has its context settled."""
+    """`ask` has its context settled. `trace`: what routers are known to say."""
 
     ask: Ask
     spec: ModelSpec
     weights: Format
     machine: MachineSpec
+    trace: Trace | None = None
 
     @property
     def parts(self) -> Mapping[str, Part]:

@@ -14,7 +14,10 @@ from unittest import mock
 
 import penstock
 from penstock.cli.main import main
+from penstock.graph.arenas import with_arenas
+from penstock.graph.cache import POLICIES
 from penstock.spec import machine as machines
+from penstock.spec import plan as plan_files
 from penstock.spec.machine import Capacity, MachineSpec, Rate, Reads, Sharing
 from penstock.store import writer
 from penstock.store.manifest import seal
@@ -165,13 +168,14 @@ def resumes(world: World, folder: Path) -> Files:
 
 
 def plans(world: World, folder: Path) -> Files:
-    """What `penstock plan --json` says of the packed llama, under several wishes."""
+    """What `penstock plan --json` says of the packed llama, and of the model with experts, under several wishes."""
     put_all(folder / "model", world.packed)
+    put_all(folder / "experts", world.packed_experts)
     (folder / "machine.json").write_bytes(machine_files()["good-two-cores.json"])
 
-    def planned(*flags: str) -> dict[str, Any]:
+    def planned(*flags: str, model: str = "model") -> dict[str, Any]:
         said = io.StringIO()
-        argv = ["plan", str(folder / "model"), "--machine", str(folder / "machine.json"), "--json", *flags]
+        argv = ["plan", str(folder / model), "--machine", str(folder / "machine.json"), "--json", *flags]
         with contextlib.redirect_stdout(said):
             assert main(argv) == 0
         found = json.loads(said.getvalue())
@@ -193,7 +197,25 @@ def plans(world: World, folder: Path) -> Files:
         "bad-rows": {**plain, "chunk_rows": -1},
         "bad-two-models": {**plain, "models": plain["models"] * 2},
         "bad-io": {**plain, "io_block_bytes": 1, "io_depth": 2**31},
+        "odd-experts-plain": planned(model="experts"),
     }
+    streams = planned("--resident", "0", model="experts")
+    cache: dict[str, Any] = {"layer": 1, "executor": "host", "slots": 2, "policy": POLICIES[0]}
+    cached = with_arenas(plan_files.loads(json.dumps({**streams, "caches": [cache]}), "plan"))
+    found |= {"odd-experts-streams": streams, "odd-experts-cache": json.loads(plan_files.dumps(cached))}
+    changes: dict[str, dict[str, Any]] = {
+        "dense": {"layer": 0},
+        "layer-far": {"layer": 2**40},
+        "layer-negative": {"layer": -1},
+        "slots-none": {"slots": 0},
+        "slots-many": {"slots": 2**62},
+        "policy": {"policy": "random"},
+        "device": {"executor": "gpu0"},
+        "disk": {"executor": "disk0"},
+    }
+    for name, change in changes.items():
+        found[f"bad-experts-cache-{name}"] = {**found["odd-experts-cache"], "caches": [{**cache, **change}]}
+    found["bad-experts-cache-twice"] = {**found["odd-experts-cache"], "caches": [cache, cache]}
     return {f"{name}.json": json.dumps(content).encode() for name, content in found.items()}
 
 

@@ -1,0 +1,48 @@
+"""`penstock profile`: reads a text and notes which experts its tokens go to."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from penstock.errors import BadRequest
+from penstock.graph import passes
+from penstock.graph.tasks import Call
+from penstock.runtime.host import Progress
+from penstock.serve.engine import Engine
+from penstock.spec.profile import Counting, Profile
+
+WINDOW_TOKENS = 512
+
+
+def profile(
+    engine: Engine, text: str, name: str, most_tokens: int | None = None, on_progress: Progress | None = None
+) -> Profile:
+    """Reads the text in windows of 512 tokens (or the model's maximum), at most `most_tokens` of it. Raises BadRequest
+    for a model without experts, or a text without tokens."""
+    spec, plan = engine.packed.spec, engine.plan
+    if not spec.is_routed:
+        raise BadRequest(f"{engine.packed.folder} has no experts to count")
+    counting = {i: Counting(i, layer.routed.experts) for i, layer in enumerate(spec.layers) if layer.routed is not None}
+
+    def note(call: Call, answer: list[list[int]]) -> None:
+        layer = getattr(call.operands, "layer", None)
+        assert isinstance(layer, int)
+        for row in answer:
+            counting[layer].token(tuple(row))
+
+    ids = engine.tokenizer.encode(text)[:most_tokens]
+    if not ids:
+        raise BadRequest("the text has no tokens")
+    width = min(WINDOW_TOKENS, spec.max_positions, plan.context)
+    with engine.session.hearing_routers(note):
+        for lo in range(0, len(ids), width):
+            window = ids[lo : lo + width]
+            for p in passes.prefill(plan, 0, len(window), None):
+                start, rows = p.batches[0].start[0], p.batches[0].rows[0]
+                engine.session.step(p, [np.array(window[start : start + rows], np.int32)])
+            if on_progress:
+                on_progress("reading tokens", min(lo + width, len(ids)), len(ids))
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    return Profile(name, sha256, len(ids), tuple(each.found() for each in counting.values()))

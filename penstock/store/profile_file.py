@@ -1,0 +1,33 @@
+"""The profile of a model's routers, which lies beside its packed weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from penstock.spec import profile as profiles
+from penstock.spec.model import ModelSpec
+from penstock.spec.profile import Profile
+from penstock.store.files import read_text, storage_errors, write_bytes
+
+FILE = "profile.json"
+MAX_BYTES = 64 << 20
+
+
+def keep(profile: Profile, folder: Path) -> Path:
+    """Writes it beside a packed model, and returns where. Raises StorageFailed."""
+    file = folder / FILE
+    with storage_errors("write", file):
+        write_bytes(file, profiles.dumps(profile).encode())
+    return file
+
+
+def kept(folder: Path, spec: ModelSpec) -> Profile | None:
+    """The profile beside a packed model; None where there is none. Raises BadRequest and BrokenModel for one that is of
+    another model, or damaged."""
+    file = folder / FILE
+    if not os.path.lexists(file):
+        return None
+    found = profiles.loads(read_text(file, MAX_BYTES), str(file))
+    found.check(spec, str(file))
+    return found

@@ -1,0 +1,121 @@
+"""Whatever routers say, a cache of any size gives the bits of the run that has all experts in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.graph import ops, passes
+from penstock.graph.cache import POLICIES
+from penstock.graph.tasks import Call
+from penstock.serve.session import Running, Session
+from penstock.spec.format import parse_format
+from penstock.spec.plan import Cache, Plan, Unit
+from penstock.store.packed import Packed, open_packed
+from penstock.store.synth import synth
+from tests.cpu.configs import TINY_CONFIGS
+from tests.plans import make_plan, resident_plan
+
+EXPERTS, ACTIVE = 7, 3
+Said = Callable[[Call], Sequence[Sequence[int]]]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Packed:
+    folder = tmp_path_factory.mktemp("answers")
+    config = {**json.loads(TINY_CONFIGS["qwen2_moe"]), "num_hidden_layers": 3}
+    assert (config["num_experts"], config["num_experts_per_tok"]) == (EXPERTS, ACTIVE)
+    (folder / "config.json").write_text(json.dumps(config))
+    return open_packed(synth(folder / "config.json", folder / "packed", parse_format("int4")))
+
+
+def rows_of(call: Call) -> list[int]:
+    """The position of each row, and where it is among its batch's: answers are a function of them."""
+    assert call.batch is not None
+    return [start + i for start, n in zip(call.batch.start, call.batch.rows, strict=True) for i in range(n)]
+
+
+def layer_of(call: Call) -> int:
+    assert isinstance(call.operands, ops.Route)
+    return call.operands.layer
+
+
+def worst(call: Call) -> list[list[int]]:
+    """Always those that were wanted longest ago."""
+    return [sorted((ACTIVE * row + i + layer_of(call)) % EXPERTS for i in range(ACTIVE)) for row in rows_of(call)]
+
+
+def one(call: Call) -> list[list[int]]:
+    return [[1, 4, 6] for _ in rows_of(call)]
+
+
+def each_once(call: Call) -> list[list[int]]:
+    """So many different ones as rows can want."""
+    return [sorted((ACTIVE * i + j) % EXPERTS for j in range(ACTIVE)) for i, _ in enumerate(rows_of(call))]
+
+
+def caching(packed: Packed, slots: int, policy: str, seqs: int) -> Plan:
+    parts = packed.parts.values()
+    units = [
+        Unit(p.key, lo, lo + p.least_granules, "disk0" if p.kind == "experts" else "host", "host", "host")  # type: ignore[arg-type]
+        for p in parts
+        for lo in range(0, p.granules, p.least_granules)
+    ]
+    caches = tuple(Cache(p.layer, "host", slots, policy) for p in parts if p.kind == "experts")  # type: ignore[arg-type]
+    ring = 2 * max(p.least_bytes for p in parts if p.kind == "experts")
+    return make_plan(
+        packed.spec, packed.weights, units, ring_bytes={"host": ring}, caches=caches, batch_seqs=seqs, context=64
+    )
+
+
+def run(packed: Packed, plan: Plan, said: Said, **how: bool) -> np.ndarray:
+    """Logits of two prompts, one of few rows, and of some steps."""
+    session, found = Session(packed, plan, Running(**how)), []
+    seqs = tuple(range(plan.batch_seqs))
+    with session.answered_by(said):
+        for length in (2, 21):
+            for p in passes.prompts(plan, seqs, (length,) * len(seqs), passes.DECODE):
+                ids = [np.arange(b.total_rows, dtype=np.int32) % 250 for b in p.batches]
+                found += [logits.copy() for logits in session.step(p, ids)]
+            for position in range(length, length + 4):
+                p = passes.decode(plan, seqs, (position,) * len(seqs), passes.DECODE)
+                found += [logits.copy() for logits in session.step(p, [np.full(len(seqs), position, np.int32)])]
+    session.close()
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("seqs", [1, 3])
+@pytest.mark.parametrize("said", [worst, one, each_once])
+def test_any_answers_give_the_resident_bits(packed: Packed, said: Said, seqs: int) -> None:
+    resident = resident_plan(packed.spec, packed.weights, batch_seqs=seqs, context=64)
+    expected = run(packed, resident, said, serial=True)
+    assert np.isfinite(expected).all()
+    for slots in range(1, EXPERTS + 1):
+        for policy in POLICIES:
+            plan = caching(packed, slots, policy, seqs)
+            assert np.array_equal(run(packed, plan, said, poisoned=True), expected), (slots, policy)
+
+
+def test_answers_change_results(packed: Packed) -> None:
+    resident = resident_plan(packed.spec, packed.weights, batch_seqs=1, context=64)
+    assert not np.array_equal(run(packed, resident, one), run(packed, resident, worst))
+
+
+def test_what_was_said_is_heard(packed: Packed, tmp_path: Path) -> None:
+    """Of a plan in memory, whose passes are one program otherwise, and the router's own again afterwards."""
+    plan = resident_plan(packed.spec, packed.weights, batch_seqs=1, context=64)
+    session, heard = Session(packed, plan), list[tuple[int, list[list[int]]]]()
+    (p,) = passes.prompts(plan, (0,), (5,), None)
+    own = session.step(p, [np.arange(5, dtype=np.int32)])[0].copy()
+    with session.hearing_routers(lambda call, said: heard.append((layer_of(call), said))):
+        session.step(p, [np.arange(5, dtype=np.int32)])
+    assert [layer for layer, _ in heard] == [0, 2] and all(len(said) == 5 for _, said in heard)
+    with session.answered_by(one):
+        other = session.step(p, [np.arange(5, dtype=np.int32)])[0].copy()
+    assert not np.array_equal(own, other)
+    assert np.array_equal(session.step(p, [np.arange(5, dtype=np.int32)])[0], own)
+    session.close()
