@@ -10,6 +10,7 @@ depends on what was there, or on what came first.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from penstock.graph import ops
@@ -153,7 +154,7 @@ class ExpertCalls:
             self._loaded.append(expert)
             kept.add(expert)
             lo = expert * part.expert_granules
-            u = next(u for u in units if self._plan.units[u].lo <= lo < self._plan.units[u].hi)
+            u = units[bisect_right(units, lo, key=lambda u: self._plan.units[u].lo) - 1]
             target = self._layout.cache_slot(layer, slot)
             load = ops.Load(target, lo, lo + part.expert_granules, asked)
             lane = lane_between(self._plan.units[u].home, HOST)

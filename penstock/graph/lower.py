@@ -144,8 +144,7 @@ class Lowering:
         """Norm, the units' partial sums on each executor, merge; for every batch."""
         if layer or kind == "ffn":
             self._begin_block(p, 2 * layer + (kind == "ffn"))
-        found = {self.plan.units[u].executor(p.purpose) for u in self._calls.of_block(layer, kind)}
-        executors = sorted(found, key=lambda name: name == HOST)
+        executors = list(self._calls.shares(layer, kind, p.purpose))
         self._inputs(p, layer, kind, executors)
         asking = kind == "ffn" and self._experts.asks(layer, p.stream)
         if asking:
@@ -182,10 +181,8 @@ class Lowering:
 
     def _share(self, p: Pass, layer: int, kind: str, executor: Executor) -> Iterator[Task]:
         """One executor's units of the block, and its partial sums to the main executor."""
-        units = [u for u in self._calls.of_block(layer, kind) if self.plan.units[u].executor(p.purpose) == executor]
         asking = kind == "ffn" and self._experts.asks(layer, p.stream)
-        if asking:
-            units = [u for u in units if self.parts[self.plan.units[u].part].kind != "experts"]
+        units = self._calls.shares(layer, kind, p.purpose, asking)[executor]
         kinds = [self.parts[self.plan.units[u].part].kind for u in units]
         started: set[int] = set()
         for i, u in enumerate(units):

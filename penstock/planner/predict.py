@@ -29,6 +29,8 @@ _FIRST_PASSES, _SAMPLED_PASSES = 3, 6
 _MOST_PASSES, _MOST_TASKS = 16, 2000
 # Where passes depend on what routers say: so many come before, to fill the caches, and are averaged.
 CACHE_PASSES, _ANSWERED_PASSES = 128, 16
+# No pass is taken to be shorter, in seconds: a simulated clock that stands at hours does not see less.
+_LEAST_S = 1e-12
 COLD_PASSES = 16  # the first ones after a prompt, which are told apart: their caches are empty or nearly so
 
 
@@ -99,7 +101,7 @@ def predict(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True, tra
         for lane, seconds in simulator.busy_s(lowering.step(p, replay.answer)).items():
             ttft_busy[lane] = ttft_busy.get(lane, 0.0) + times * seconds
         simulator.pause(pause_s)
-        ttft_s += times * (simulator.now_s - start_s)
+        ttft_s += times * max(_LEAST_S, simulator.now_s - start_s)
     position = min(prompt + ask.output_tokens // 2, plan.context - 1)
     tasks_seen, tasks = 0, list[Task]()
     busy: dict[Lane, float] = {}
@@ -125,7 +127,7 @@ def predict(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True, tra
         for lane, seconds in simulator.busy_s(tasks).items():
             busy[lane] = busy.get(lane, 0.0) + seconds
         simulator.pause(pause_s)
-        gaps.append(simulator.now_s - start_s)
+        gaps.append(max(_LEAST_S, simulator.now_s - start_s))
         tasks_seen += len(tasks)
         streamed += sum(streamed_bytes(t, plan.units) + fetched_bytes(t) + kv_loaded_bytes(t) for t in tasks)
         use.count(tasks)

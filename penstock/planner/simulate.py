@@ -26,6 +26,7 @@ class Simulator:
         self._cost, self._units = cost, units
         self._queues: dict[Lane, deque[Task]] = {}
         self._waiting: set[int] = set()  # tasks that are not done
+        self._computing: set[int] = set()  # those of them that a pass waits for
         self._running: dict[int, tuple[Task, float, float]] = {}  # task, when it started, seconds of work left
         self._ended: list[tuple[Task, float, float]] = []  # task, when it started and ended
         self._slowed: dict[tuple[tuple[Lane, ...], ...], list[float]] = {}  # by the lanes of all that run
@@ -63,19 +64,17 @@ class Simulator:
             self._step(until_s)
 
     def _pass(self, tasks: Iterable[Task]) -> None:
-        computing = self._add(tasks)
-        while not computing.isdisjoint(self._waiting):
+        self._add(tasks)
+        while self._computing:
             self._step()
 
-    def _add(self, tasks: Iterable[Task]) -> set[int]:
-        computing = set()
+    def _add(self, tasks: Iterable[Task]) -> None:
         for task in tasks:
             for lane in task.lanes:
                 self._queues.setdefault(lane, deque()).append(task)
             self._waiting.add(task.id)
             if task.calls[0].op not in MOVES:
-                computing.add(task.id)
-        return computing
+                self._computing.add(task.id)
 
     def _step(self, until_s: float = float("inf")) -> None:
         """Starts what can start, and goes on to the next task that is done, at most to `until_s`."""
@@ -116,6 +115,7 @@ class Simulator:
     def _finish(self, task: Task, start_s: float) -> None:
         del self._running[task.id]
         self._waiting.discard(task.id)
+        self._computing.discard(task.id)
         for lane in task.lanes:
             self._queues[lane].popleft()
         self._ended.append((task, start_s, self.now_s))

@@ -14,7 +14,7 @@ from penstock.planner.predict import Prediction
 from penstock.planner.routing import Trace
 from penstock.planner.shorten import quick, streamed
 from penstock.planner.solve import Solved, settle_context
-from penstock.planner.solve.bound import score_s
+from penstock.planner.solve.bound import least_score_s, score_s
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.ours import ram
 from penstock.planner.solve.problem import Problem
@@ -120,9 +120,14 @@ def _one(problem: Problem, ring_bytes: int, like: str | None = None) -> Predicti
             plans = [candidate.plan for candidate in islice(every, 2 if problem.spec.is_routed else 1)]
     except DoesNotFit:
         return None
-    found = [(plan, quick(plan, problem.ask, problem.machine, False, problem.trace)) for plan in plans]
-    best = min(found, key=lambda pair: score_s(pair[1], pair[0], problem.ask), default=None)
-    return None if best is None else best[1]
+    best, best_s = None, float("inf")
+    bounded = sorted((least_score_s(plan, problem.ask, problem.cost), i) for i, plan in enumerate(plans))
+    for least_s, i in bounded:
+        if least_s < best_s:
+            prediction = quick(plans[i], problem.ask, problem.machine, False, problem.trace)
+            seconds = score_s(prediction, plans[i], problem.ask)
+            best, best_s = (prediction, seconds) if seconds < best_s else (best, best_s)
+    return best
 
 
 def _solvers(strategy: str) -> tuple[ModuleType, ...]:

@@ -18,6 +18,7 @@ from penstock.planner.predict import predict
 from penstock.planner.solve import settle_context, solve
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
+from penstock.spec.machine import Rate
 from penstock.units import MIB
 from tests.plans import device_plans, random_plans
 from tests.pure.machine import LLAMA_1B, MACHINE, model
@@ -63,3 +64,16 @@ def test_passes_that_come_round_are_those_of_the_lowering(data: st.DataObject) -
             seen = [(t.id, t.lanes, tuple(t.calls), t.reads, [i for i in t.after if i >= start]) for t in (a, b)]
             assert seen[0] == seen[1] and (a.like < 0) == (b.like < 0)
         before = len(tasks)
+
+
+def test_passes_that_cost_next_to_nothing_take_some_time() -> None:
+    """Beside figures of hours a clock in float64 does not see them: the fuzzer found a division by zero."""
+    rates = (
+        Rate("host", "*", "*", 0, 0, 1e-18),
+        Rate("host", "qkv", "*", 0, 0, 1e-18),
+        Rate("disk0", "*", "*", 1e6, 1e6),
+    )
+    machine = replace(MACHINE, rates=rates)
+    ask = settle_context(Ask(prompt_tokens=8, context=64), LLAMA_1B)
+    found = predict(solve(ask, LLAMA_1B, parse_format("int4"), MACHINE).plan, ask, machine)
+    assert 0 < found.decode_tokens_per_s <= 1e12 and found.ttft_s > 0
