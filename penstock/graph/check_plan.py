@@ -109,12 +109,12 @@ def _check_units(units: Iterable[Unit], by_key: dict[str, Part]) -> None:
         part = by_key.get(unit.part)
         if part is None:
             raise _wrong(f"the model has no part {unit.part!r}")
-        expected = covered.get(unit.part, 0)
-        if unit.part != last and expected:
+        start = covered.get(unit.part, 0)
+        if unit.part != last and start:
             raise _wrong(f"the units of {unit.part} do not stand side by side")
-        if unit.lo != expected or not unit.lo < unit.hi <= part.granules:
+        if unit.lo != start or not unit.lo < unit.hi <= part.granules:
             raise _wrong(
-                f"a unit of {unit.part} has granules {unit.lo}..{unit.hi}, where {expected}.. of {part.granules} come next"
+                f"a unit of {unit.part} has granules {unit.lo}..{unit.hi}, where {start}.. of {part.granules} come next"
             )
         if unit.home not in (*EXECUTORS, *DISKS) or not {unit.decode, unit.prefill} <= set(EXECUTORS):
             raise _wrong(
@@ -183,15 +183,15 @@ def _check_cover(name: str, homes: Iterable[KvHome] | Iterable[ActHome], plan: P
     """The homes cover the layers one after the other. Each has all sequences, since a batch may mix any of them.
     `name`: KV or activations."""
     layers, seqs = len(plan.target.spec.layers), plan.batches_per_pass * plan.batch_seqs
-    expected = 0
+    start = 0
     for home in homes:
-        if home.layers[0] != expected or not expected < home.layers[1] <= layers:
-            raise _wrong(f"{name} of layers {home.layers[0]}..{home.layers[1]}, where {expected}.. of {layers} come next")
+        if home.layers[0] != start or not start < home.layers[1] <= layers:
+            raise _wrong(f"{name} of layers {home.layers[0]}..{home.layers[1]}, where {start}.. of {layers} come next")
         if home.seqs != (0, seqs):
             raise _wrong(f"{name} of sequences {home.seqs[0]}..{home.seqs[1]}; a pass has {seqs}")
-        expected = home.layers[1]
-    if expected != layers:
-        raise _wrong(f"{name} of layers {expected}..{layers} has no home")
+        start = home.layers[1]
+    if start != layers:
+        raise _wrong(f"{name} of layers {start}..{layers} has no home")
 
 
 def _check_main(units: Iterable[Unit], by_key: dict[str, Part], main: Executor) -> None:
