@@ -80,9 +80,9 @@ void score(const float* queries, int width, const Cached& keys, const std::uint8
                 }
             }
         }
-        alignas(64) float found[16];
-        f_store(found, f_mul(f_sums(sums), f_set(scale)));
-        for (int i = 0; i < n; ++i) std::memcpy(scores + i * kBlockTokens + token, found + i * kTokens, kTokens * 4);
+        alignas(64) float products[16];
+        f_store(products, f_mul(f_sums(sums), f_set(scale)));
+        for (int i = 0; i < n; ++i) std::memcpy(scores + i * kBlockTokens + token, products + i * kTokens, kTokens * 4);
     }
 }
 

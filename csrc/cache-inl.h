@@ -46,8 +46,8 @@ inline void narrow_row(const float* from, Kind kind, int count, std::uint8_t* to
     }
 }
 
-// The float16 nearest to a value; if that is above it (`down`) or below it, the next float16 on the other side. `value`
-// is the float16 as a float.
+// The float16 that is nearest to a value among those that are not above it (`down`) or not below it. `value` is the
+// float16 as a float.
 struct Half {
     std::uint16_t bits;
     float value;
@@ -99,8 +99,8 @@ inline void quantise_group(const float* from, int count, int levels, std::uint8_
     for (int i = 0; i < count; i += 16) {
         const F x = f_max(f_min(values(i), most), least);
         alignas(64) float scaled[16];
-        f_store(scaled,
-                f_add(f_mul(f_add(x, base), inverse), f_set(0.5F)));  // below levels + 1, since steps are rounded up
+        // Below levels + 1, since steps are rounded up.
+        f_store(scaled, f_add(f_mul(f_add(x, base), inverse), f_set(0.5F)));
         for (int k = 0; k < std::min(16, count - i); ++k) codes[i + k] = static_cast<std::uint8_t>(scaled[k]);
     }
     *scale = step.bits, *minimum = offset.bits;

@@ -187,8 +187,7 @@ bool ffn_few(Pool& pool, const Granules& weights, const FfnShape& shape, const f
     return true;
 }
 
-// ---- many rows: threads share the hidden values of some granules, then the columns of their sum
-// ----------------------
+// ---- many rows: threads share the hidden values of some granules, then the columns of their sum ---------------------
 
 // Adds up granules [fours.begin, fours.end), whose hidden values are `hidden`, for this thread's tiles. A tile's sums
 // stay in registers over a four.
@@ -272,7 +271,7 @@ bool ffn(Pool& pool, const FfnOp& op) {
     const auto run = op.t <= kFewRows ? ffn_few : ffn_many;
     const std::size_t cost = cost_of(op.weights, bytes, op.t);
     if (!run(pool, op.weights, shape, op.h, op.t, sum, cost, op.exact, op.scratch)) return false;
-    // If the only four of this call is left to the next call, nothing was written to partial yet.
+    // If the only four of this call is left to the next call, this call adds nothing to partial, which starts as zeros.
     const Fours fours(sum, 0, op.weights.count, op.weights.count);
     if (sum.starts_sum && fours.count == 1 && sum.keeps) {
         std::fill_n(sum.partial, std::size_t(op.t) * std::size_t(shape.down.rows), 0.0F);

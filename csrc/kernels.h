@@ -156,7 +156,8 @@ struct AttentionShape {
 };
 
 // The matrices of q, k and v, and what is done to their products: biases are added (byte offsets in a granule, 0:
-// none), each head of q and k is normed (RMS), and its first `rope_dims` dimensions are rotated.
+// none), each head of q and k is normed (RMS) where the op has weights for that, and its first `rope_dims` dimensions
+// are rotated.
 struct QkvShape {
     Matrix q, k, v;
     std::size_t q_bias, k_bias, v_bias;

@@ -68,18 +68,18 @@ bool qkv(Pool& pool, const QkvOp& op) {
             const Rows rows = input.chunk_at(team, row0);
             for (int i = first; i < last; ++i) {
                 const int head = i / per_head, place = i % per_head;
-                const int nth_block = place < q_cuts.per_granule                         ? 0
-                                      : place < q_cuts.per_granule + kv_cuts.per_granule ? 1
-                                                                                         : 2;
-                const int cut =
-                    nth_block == 0 ? place : place - q_cuts.per_granule - (nth_block - 1) * kv_cuts.per_granule;
-                const Matrix& m = *blocks[nth_block];
-                const Cuts& cuts = nth_block == 0 ? q_cuts : kv_cuts;
+                // 0: q, 1: k, 2: v.
+                const int part = place < q_cuts.per_granule                         ? 0
+                                 : place < q_cuts.per_granule + kv_cuts.per_granule ? 1
+                                                                                    : 2;
+                const int cut = part == 0 ? place : place - q_cuts.per_granule - (part - 1) * kv_cuts.per_granule;
+                const Matrix& m = *blocks[part];
+                const Cuts& cuts = part == 0 ? q_cuts : kv_cuts;
                 const auto sink = [&](int row, int tile, F y) {
                     row += row0;
-                    float* to = nth_block == 0 ? q_out + row * q_stride + std::ptrdiff_t(head) * m.rows
-                                               : kv_out[nth_block - 1] + std::ptrdiff_t(row) * heads * e +
-                                                     std::ptrdiff_t(head) * m.rows;
+                    float* to =
+                        part == 0 ? q_out + row * q_stride + std::ptrdiff_t(head) * m.rows
+                                  : kv_out[part - 1] + std::ptrdiff_t(row) * heads * e + std::ptrdiff_t(head) * m.rows;
                     const int column = (cuts.tile(cut) + tile) * kTileRows;
                     store_some(to + column, y, m.rows - column);
                 };

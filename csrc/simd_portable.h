@@ -110,9 +110,8 @@ inline F f_unless_below(const F& x, float limit, F y) {
 inline F f_power(const F& n) {
     std::uint32_t bits[16];
     for (int i = 0; i < 16; ++i) {
-        const float exponent = n.v[i] >= -126.0F && n.v[i] <= 127.0F
-                                   ? n.v[i]
-                                   : 0.0F;  // for NaN it is 1: the number that it scales is NaN already
+        // For NaN the power is 1: the number that it scales is NaN already.
+        const float exponent = n.v[i] >= -126.0F && n.v[i] <= 127.0F ? n.v[i] : 0.0F;
         bits[i] = static_cast<std::uint32_t>(static_cast<std::int32_t>(exponent) + 127) << 23;
     }
     F r;

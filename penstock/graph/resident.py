@@ -1,4 +1,5 @@
-"""Plans with everything in memory, without a machine to solve for: for probes, benches and tests of single ops."""
+"""Makes plans with a whole model in RAM, without a machine to solve for: for probes, benches and tests of single
+ops."""
 
 from __future__ import annotations
 

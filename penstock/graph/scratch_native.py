@@ -21,15 +21,17 @@ _CHUNK_BYTES = 512 * KIB
 
 
 def project_bytes(block: Block, rows: int) -> int:
-    """Of a projection by one granule's block; also of the head."""
+    """Of a projection, or of the head, granule by granule."""
     return _input_bytes(block, 1, rows)
 
 
 def out_bytes(block: Block, granules: int, rows: int) -> int:
+    """Of a product with `granules` granules of the block, summed over them."""
     return _input_bytes(block, granules, rows)
 
 
 def ffn_bytes(part: Part, granules: int, rows: int) -> int:
+    """Of an FFN of so many granules."""
     up, down = part.block("up"), part.block("down")
     few, fours = min(rows, _FEW_ROWS), min(_FOURS, -(-granules // SUM_GRANULES))
     sums = round_up(4 * fours * few * down.rows, _ALIGN)
@@ -48,6 +50,7 @@ def route_bytes(part: Part, rows: int) -> int:
 
 
 def experts_bytes(part: Part, active: int, rows: int) -> int:
+    """Of experts, of which each row goes to `active`."""
     up, down, few = part.block("up"), part.block("down"), min(rows, _FEW_ROWS)
     gathered = round_up(4 * rows * up.cols, _ALIGN) + round_up(4 * rows * down.rows, _ALIGN)
     need = gathered + ffn_bytes(part, part.expert_granules, rows)

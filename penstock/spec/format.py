@@ -96,6 +96,7 @@ class Format:
         return self.kind if self.group in (0, DEFAULT_GROUP) else f"{self.kind}-g{self.group}"
 
     def groups(self, cols: int) -> int:
+        """Groups of a row of so many columns; 0 for floats."""
         return -(-cols // self.group) if self.is_quantised else 0
 
     @property
@@ -104,6 +105,7 @@ class Format:
         return TILE_ROWS * (self.group * self.bits // 8 + 4)
 
     def tile_bytes(self, cols: int) -> int:
+        """Bytes of a tile of a matrix with so many columns, padding included."""
         if self.is_quantised:
             return self.groups(cols) * self.group_bytes
         even = cols + cols % 2 if self.kind == "bfloat16" else cols
@@ -135,6 +137,7 @@ class Format:
 
 
 def tiles(rows: int) -> int:
+    """Tiles of a matrix with so many rows."""
     return -(-rows // TILE_ROWS)
 
 

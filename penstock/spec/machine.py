@@ -238,8 +238,10 @@ class MachineSpec:
 
 
 def dumps(machine: MachineSpec) -> str:
+    """The machine as the text of a machine file."""
     return codec.dumps(machine, SCHEMA, VERSION)
 
 
 def loads(text: str, where: str) -> MachineSpec:
+    """The machine of a machine file's text. `where` names the file in errors. Raises BadRequest."""
     return codec.loads(MachineSpec, text, SCHEMA, VERSION, where)

@@ -165,6 +165,7 @@ class Plan:
         return self.acts[0].home
 
     def unit_bytes(self, unit: Unit) -> int:
+        """Bytes of a unit's weights, padding included."""
         return (unit.hi - unit.lo) * self.parts[unit.part].granule_bytes
 
     def unit_rows(self, unit: Unit) -> tuple[int, int]:
@@ -188,10 +189,12 @@ def _letter(place: Tier) -> str:
 
 
 def dumps(plan: Plan) -> str:
+    """The plan as the text of a plan file."""
     return codec.dumps(plan, SCHEMA, VERSION)
 
 
 def loads(text: str, where: str) -> Plan:
+    """The plan of a plan file's text. `where` names the file in errors. Raises BadRequest."""
     return codec.loads(Plan, text, SCHEMA, VERSION, where)
 
 

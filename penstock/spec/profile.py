@@ -105,5 +105,5 @@ def dumps(profile: Profile) -> str:
 
 
 def loads(text: str, where: str) -> Profile:
-    """Raises BadRequest."""
+    """The profile of a profile file's text. `where` names the file in errors. Raises BadRequest."""
     return codec.loads(Profile, text, SCHEMA, VERSION, where)
