@@ -94,8 +94,8 @@ class Layout:
         """Layer → executor of its projections, where attention itself runs on another one."""
         units = self.plan.units
         attends = {layer: home.attend for home in self.plan.kv for layer in range(*home.layers)}
-        projects = {layer: units[self._last_unit[f"{layer}.attn"]].decode for layer in attends}
-        return {layer: executor for layer, executor in projects.items() if executor != attends[layer]}
+        projecting = {layer: units[self._last_unit[f"{layer}.attn"]].decode for layer in attends}
+        return {layer: executor for layer, executor in projecting.items() if executor != attends[layer]}
 
     # -- slots ----------------------------------------------------------------------------------------
 

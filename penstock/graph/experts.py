@@ -62,17 +62,19 @@ class ExpertCalls:
             granules += hi - lo
             ready[lo // part.expert_granules] = slot or self._streams.take(u, p.stream, (lo, hi))
             if slot is None:
-                self._some(p, layer, u, executor, ready, granules, started)
+                self._compute_ready(p, layer, u, executor, ready, granules, started)
                 self._streams.release(u, p.stream, (lo, hi))
                 yield from self._calls.emit.closed()
                 ready, granules = {}, 0
         if ready:
-            self._some(p, layer, u, executor, ready, granules, started)
+            self._compute_ready(p, layer, u, executor, ready, granules, started)
 
-    def _some(
+    def _compute_ready(
         self, p: Pass, layer: int, u: int, executor: Executor, weights: dict[int, Slot], granules: int,
         started: set[int],
     ) -> None:  # fmt: skip
+        """Emits a call per batch for experts of a unit whose weights are at hand, `granules` granules in all.
+        `weights`: first expert of a slot → the slot."""
         part, routed = self._layout.parts[f"{layer}.experts"], self._routed(layer)
         for batch in p.batches:
             *cost, rows = ops.experts_cost(part, routed, 0, granules, ops.FFN_BLOCKS, batch.total_rows)
@@ -165,6 +167,7 @@ class ExpertCalls:
             emit.alone((lane,), Call(load, u, None, part.format.kind, target.nbytes, 0))
 
     def _compute(self, p: Pass, layer: int, experts: Sequence[int]) -> None:
+        """Emits a call per batch for experts in the layer's cache. Their outputs are kept for `Combine`."""
         part = self._layout.parts[f"{layer}.experts"]
         u, cache = self._calls.units[f"{layer}.experts"][0], self.caches[layer]
         nbytes, flops = ops.matrix_cost(part, 0, part.expert_granules, ops.FFN_BLOCKS, 1)

@@ -1,4 +1,4 @@
-"""Which earlier tasks a task must come after: the last writer of each byte range, and its readers since.
+"""Finds the earlier tasks that a task must come after: the last writer of each byte range, and its readers since.
 
 Each arena is kept as disjoint segments, sorted by address. A read depends on the segment's writer. A write depends on
 its writer and its readers. Of readers only the latest task per lane is kept, since to wait for a task is to wait for

@@ -45,8 +45,8 @@ def ffn_bytes(part: Part, granules: int, rows: int) -> int:
 
 def route_bytes(part: Part, rows: int) -> int:
     scores = part.block("scores")
-    per_pass = round_up(4 * scores.rows * rows, _ALIGN) + round_up(4 * scores.rows, _ALIGN)
-    return per_pass + _input_bytes(scores, 1, rows)
+    score_bytes = round_up(4 * scores.rows * rows, _ALIGN) + round_up(4 * scores.rows, _ALIGN)
+    return score_bytes + _input_bytes(scores, 1, rows)
 
 
 def experts_bytes(part: Part, active: int, rows: int) -> int:

@@ -34,7 +34,8 @@ class Streams:
         self._stage = Ring("host.stage", plan.stage_bytes)
         # By stream and tier: the units that stream, each with the block that computes it.
         self._units_of: dict[tuple[Stream, str], list[tuple[int, int]]] = {}
-        self._whole: dict[tuple[Stream, str], list[Streamed]] = {}  # the same units as pieces, as first cut
+        # The same units as whole pieces, for passes in which caches cut none of them.
+        self._whole: dict[tuple[Stream, str], list[Streamed]] = {}
         self._last_block: float = 0  # the last block that loads may be for
 
     @property

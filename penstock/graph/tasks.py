@@ -1,4 +1,4 @@
-"""What a schedule is made of: slots, calls, tasks and passes. They are NamedTuples, since a step of a large model makes
+"""The elements of a schedule: slots, calls, tasks and passes. They are NamedTuples, since a step of a large model makes
 thousands of them.
 
 A Slot is a byte range of an arena. Two tasks conflict where their ranges overlap and one of them writes. A Call is one

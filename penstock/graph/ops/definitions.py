@@ -226,8 +226,8 @@ class Copy(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Loads granules lo..hi of a unit's part from its disk into a ring or a cache. `asked`: the slots of `routes` that
-    ask for them, for a load into a cache. It depends on them because it is not known before they are written."""
+    """Loads granules lo..hi of a unit's part from its disk into a ring or a cache. `asked`: for a load into a cache,
+    the slots of `routes` that ask for it. The load depends on them, since it is not known before they are written."""
 
     target: Write
     lo: int
