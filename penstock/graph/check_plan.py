@@ -42,7 +42,7 @@ _BOUNDS = {
 _MOST_RING_BYTES = 1024 * GIB
 # (home of KV, executor of attention). KV on a disk for a device is not built: it would have to cross memory.
 _KV_HOMES = (
-    (HOST, HOST), (DISKS[0], HOST), *((there, there) for there in DEVICES), *((HOST, there) for there in DEVICES),
+    (HOST, HOST), (DISKS[0], HOST), *((gpu, gpu) for gpu in DEVICES), *((HOST, gpu) for gpu in DEVICES),
 )  # fmt: skip
 
 

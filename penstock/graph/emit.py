@@ -55,7 +55,7 @@ class Emitter:
         self._alike: dict[tuple[object, ...], int] = {}  # shapes of batches, operands of calls → first such task
         self._hazards = Hazards()
         self._tracked = _Tracked()
-        self._known: dict[Lane, dict[Lane, int]] = {}  # lane → other lane → the latest task there it has waited for
+        self._waited_for: dict[Lane, dict[Lane, int]] = {}  # lane → other lane → the latest task there it has waited for
         self._open: dict[Lane, _Open] = {}
         self._next_id = 0
         self._closed: list[Task] = []
@@ -118,7 +118,7 @@ class Emitter:
             waits |= {lane_of[other]: new_id[other] for other in task.after if other in new_id}
             adopted.append((new_id[task.id], tuple(sorted(waits.values()))))
             last_on[task.lanes[0]] = new_id[task.id]
-        for lane in {*self._known, *last_on, *self._ended}:
+        for lane in {*self._waited_for, *last_on, *self._ended}:
             self._ended[lane] = {other: task for other, task in last_on.items() if other != lane}
         return adopted
 
@@ -146,7 +146,7 @@ class Emitter:
             for other, task in self._ended.pop(lane, {}).items():
                 waits[other] = max(task, waits.get(other, -1))
         if waits:
-            waited_for = self._known.setdefault(lane, {})
+            waited_for = self._waited_for.setdefault(lane, {})
             waits = {other: task for other, task in waits.items() if task > waited_for.get(other, -1)}
             waited_for.update(waits)
             for other, task in waits.items():

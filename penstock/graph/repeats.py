@@ -27,7 +27,7 @@ Adopt = Callable[[Sequence[Task]], list[tuple[int, tuple[int, ...]]]]  # as `Emi
 Kind = tuple[int, int, int, int]
 
 
-class _Known:
+class _KnownTask:
     """A lowered task, and how many calls of attention of each kind it has."""
 
     def __init__(self, plan: Plan, layout: Layout, task: Task) -> None:
@@ -52,10 +52,10 @@ class _Known:
         return ops.attend_cost(self.plan.target.spec.layers[layer].attention, heads, batches[batch], kv_bytes_each)
 
 
-class _Moved(Sequence[Call]):
+class _MovedCalls(Sequence[Call]):
     """The calls of a known task at other positions. Each is made when somebody looks at it."""
 
-    def __init__(self, known: _Known, batches: dict[int, Batch]) -> None:
+    def __init__(self, known: _KnownTask, batches: dict[int, Batch]) -> None:
         self._known, self._batches = known, batches
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class Repeats:
             and layout.staging is None
             and all(home.home == home.attend for home in plan.kv)
         )
-        self._known: dict[Shape, tuple[_Known, ...]] = {}
+        self._known: dict[Shape, tuple[_KnownTask, ...]] = {}
 
     def find(self, p: Pass) -> list[Task] | None:
         """The tasks of a pass whose shape is known, else None."""
@@ -102,7 +102,7 @@ class Repeats:
             for kind, count in known.counts.items():
                 attend_bytes, attend_flops = known.attend_cost(kind, batches)
                 nbytes, flops = nbytes + count * attend_bytes, flops + count * attend_flops
-            task, calls = known.task, _Moved(known, batches)
+            task, calls = known.task, _MovedCalls(known, batches)
             tasks.append(Task(number, task.lanes, calls, task.reads, task.writes, nbytes, flops, after, task.id))
         return tasks
 
@@ -113,7 +113,7 @@ class Repeats:
             seen += [task] if self.nothing_streams else []
             yield task
         if seen:
-            self._known[_shape(p)] = tuple(_Known(self._plan, self._layout, task) for task in seen)
+            self._known[_shape(p)] = tuple(_KnownTask(self._plan, self._layout, task) for task in seen)
             if len(self._known) > _KEPT:
                 del self._known[next(iter(self._known))]
 

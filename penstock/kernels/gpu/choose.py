@@ -21,8 +21,7 @@ class Kernels:
     triton    False: everything is done by torch, and weights are widened first
     few_rows  the most rows that are multiplied without widening weights
     matmul    how widened integer and 16-bit weights are multiplied by many rows, "float32" or "tf32". TF32 rounds
-    inputs
-              to 10 bits of mantissa for tensor cores. Its error is some 5e-4 of a term: more than the op table's
+              inputs to 10 bits of mantissa for tensor cores. Its error is some 5e-4 of a term: more than the op table's
               tolerance, and as much as that of float16 activations. float32 weights are always multiplied in float32
     dot       the precision of Triton's products in attention: "ieee", "tf32" or "tf32x3" (three products on tensor
               cores, as accurate as float32 except for the last bits)

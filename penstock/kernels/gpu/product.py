@@ -96,8 +96,7 @@ def spread(
     x: Tensor, weights: Tensor, blocks: Sequence[Block], outs: Sequence[Tensor], kernels: Kernels, scratch: Scratch
 ) -> None:
     """outs[i] [T, n · R_i] = x [T, C] · block i of each of the n granules, transposed. x and outs are float32 with
-    contiguous rows; weights uint8 [n, granule_bytes]. outs[0] may have fewer columns; the others are not computed into
-    it."""
+    contiguous rows; weights uint8 [n, granule_bytes]. outs[0] may have fewer columns: then the rest is left out."""
     if not few_rows(kernels, x.shape[0]):
         for block, out in zip(blocks, outs, strict=True):
             _spread_many(x, weights, block, out, kernels, scratch)

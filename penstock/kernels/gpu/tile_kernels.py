@@ -3,8 +3,8 @@
 A program computes one tile. A warp reads one chunk at a time: LINES lines (8, in int4 a group of 64 columns) of a
 tile's 16 words, 512 bytes that lie together. The chunks of a program's warps are neighbours.
 
-Codes become floats without a conversion, which is half as fast on many cards. A byte is shifted into the upper
-mantissa, under the exponent of 2^4 (high nibbles) or 2^8 (others). That is exactly the number 16 + code or 256 + code.
+Codes become floats without conversion instructions, which are half as fast on many cards. A byte is shifted into the
+upper mantissa, under the exponent of 2^4 (high nibbles) or 2^8 (others). That is exactly 16 + code or 256 + code.
 A card of 4.8 TB/s has time for three operations a weight, the product included: at 4.5 bits a weight it loads 8.5e12
 weights a second, and does some 30e12 operations.
 
