@@ -55,7 +55,8 @@ class Emitter:
         self._alike: dict[tuple[object, ...], int] = {}  # shapes of batches, operands of calls → first such task
         self._hazards = Hazards()
         self._tracked = _Tracked()
-        self._waited_for: dict[Lane, dict[Lane, int]] = {}  # lane → other lane → the latest task there it has waited for
+        # Lane → other lane → the latest task there that it has waited for.
+        self._waited_for: dict[Lane, dict[Lane, int]] = {}
         self._open: dict[Lane, _Open] = {}
         self._next_id = 0
         self._closed: list[Task] = []
