@@ -11,6 +11,7 @@ from itertools import accumulate
 
 from penstock.errors import BadRequest
 from penstock.spec import codec
+from penstock.spec.answers import all_possible
 from penstock.spec.model import ModelSpec
 
 SCHEMA, VERSION = "penstock.profile", 1
@@ -55,11 +56,9 @@ class Profile:
         for router in self.layers:
             routed = wanted[router.layer]
             assert routed is not None
-            experts = range(routed.experts)
-            fits = len(router.counts) == len(router.distances) == routed.experts and all(
-                len(token) == routed.active and list(token) == sorted(set(token)) and all(e in experts for e in token)
-                for token in router.trace
-            )
+            numbers = (*router.counts, *router.distances)
+            fits = len(router.counts) == len(router.distances) == routed.experts and min(numbers) >= 0
+            fits = fits and all_possible(router.trace, routed)
             if not fits or not router.trace or len(router.trace) > TRACED_TOKENS:
                 raise BadRequest(
                     f"{where} is the profile of another model, or damaged: layer {router.layer} has {routed.experts}"

@@ -180,6 +180,11 @@ def seal(text: str) -> str:
 def loads(text: str, where: str) -> Manifest:
     """Raises BadRequest as `codec.loads`, and DamagedModel for another text than `dumps` wrote."""
     found = codec.from_json(Manifest, _parse(text, where), where)
+    for part in found.parts:
+        if not SHARD_NAME.fullmatch(part.file):
+            raise BadRequest(
+                f"{where} has {quoted(part.key)} in the file {quoted(part.file)}, which is no shard's name"
+            )
     if found.files:
         _check_files(found.files, where)
     return found
