@@ -1,4 +1,4 @@
-// Activation functions, 16 at a time, without library calls.
+// Activation functions for one instruction set, 16 numbers at a time, without library calls.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,8 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// e^x to 2 units in the last place: x = n ln 2 + r, |r| ≤ ln 2 / 2, a polynomial for e^r, n into the exponent.
+// e^x to 2 units in the last place: x = n ln 2 + r with |r| ≤ ln 2 / 2. A polynomial gives e^r, and n goes into the
+// exponent.
 inline float exp_of(float x) {
     x = std::min(std::max(x, -87.0F), 88.0F);
     const float n = (x * 1.44269504F + 12582912.0F) - 12582912.0F;
@@ -29,7 +30,7 @@ inline float exp_of(float x) {
     return y * power;
 }
 
-// The same for 16 at once, and 0 below -87; NaN stays NaN.
+// e^x of 16 numbers at once. It is 0 below -87, and NaN stays NaN.
 inline F f_exp(F x) {
     const F magic = f_set(12582912.0F), least = f_set(-87.0F);
     const F z = f_min(f_set(88.0F), f_max(least, x));
@@ -44,7 +45,7 @@ inline F f_exp(F x) {
     return f_unless_below(x, -87.0F, f_mul(y, f_power(n)));
 }
 
-// 1 - 2 / (e^2x + 1), to 1e-7 of 1.
+// tanh x = 1 - 2 / (e^2x + 1), with an error of at most 1e-7.
 inline F f_tanh(F x) {
     const F one = f_set(1.0F);
     return f_add(one, f_div(f_set(-2.0F), f_add(f_exp(f_add(x, x)), one)));
@@ -55,7 +56,7 @@ inline F f_sigmoid(F x) {
     return f_div(one, f_add(one, f_exp(f_mul(x, f_set(-1.0F)))));
 }
 
-// Abramowitz and Stegun 7.1.26, as in the reference.
+// The error function by Abramowitz and Stegun 7.1.26, as in the reference.
 inline F f_erf(F x) {
     const F one = f_set(1.0F), z = f_abs(x), t = f_div(one, f_fma(f_set(0.3275911F), z, one));
     F series = f_set(1.061405429F);
@@ -66,7 +67,8 @@ inline F f_erf(F x) {
     return f_with_sign(f_add(one, f_mul(rest, f_set(-1.0F))), x);
 }
 
-// `count` is a multiple of 16. By hand: `out` is often `times`, and then a compiler's own loops are scalar.
+// out [count] = f(x), multiplied by `times` where given. `count` is a multiple of 16. The loop is vectorised by hand,
+// since `out` is often `times`, and then a compiler's own loops are scalar.
 template <class Function>
 inline void each(Function f, const float* x, const float* times, float* out, int count) {
     for (int i = 0; i < count; i += 16) {
@@ -75,7 +77,7 @@ inline void each(Function f, const float* x, const float* times, float* out, int
     }
 }
 
-// out = act(x), times `times` where given. `out` may be `x` or `times`.
+// out [count] = act(x), multiplied by `times` where given. `out` may be `x` or `times`.
 inline void activate(Activation kind, const float* x, const float* times, float* out, int count) {
     switch (kind) {
         case Activation::kSilu:

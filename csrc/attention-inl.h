@@ -1,9 +1,9 @@
-// Attention for one instruction set; included after kernels-inl.h.
+// Attention for one instruction set. Included after kernels-inl.h.
 //
-// A head's positions are walked in blocks of 256 from position 0 on, with a running maximum (log-sum-exp), so a row's
-// result depends on its position and the cache alone: not on the chunk it came in, nor on its neighbours. Keys and
-// values are converted in registers, each once for up to four queries: for one row of a model with grouped heads
-// memory is the limit, at 2 bytes a number and 8 k context 24 GB/s a core.
+// A head's positions are walked in blocks of 256 from position 0 on, with a running maximum (log-sum-exp). So a row's
+// result depends on its position and the cache alone, not on its chunk or its neighbours. Keys and values are converted
+// in registers, each once for up to four queries. For one row of a model with grouped heads memory is the limit: at 2
+// bytes a number and 8 k context a core reads 24 GB/s.
 #pragma once
 
 #include "cache-inl.h"
@@ -11,12 +11,13 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// Running softmax of one query row.
+// The running softmax of one query: the largest score so far, the sum of weights, and the factor of earlier sums.
 struct Running {
     float best, weight, shrink;
 };
 
-// Turns the 256 scores of a block into weights; returns what earlier sums shrink by. Hidden scores are -inf.
+// Turns the 256 scores of a block into weights. Returns the factor by which earlier sums shrink. Hidden scores are
+// -inf.
 inline float soften(float* scores, Running& run) {
     I most_bits = i_zero();
     F peaks = f_load(scores);
@@ -25,7 +26,7 @@ inline float soften(float* scores, Running& run) {
         most_bits = i_max(most_bits, i_magnitude(s));
         peaks = f_max(peaks, s);
     }
-    if (i_max_of(most_bits) > 0x7f800000) {  // a maximum passes over NaN; a row that met one stays NaN
+    if (i_max_of(most_bits) > 0x7f800000) {  // f_max ignores NaN, but a row that met one must stay NaN
         run.weight = scores[0] = NAN;
         return NAN;
     }
@@ -47,7 +48,7 @@ inline float soften(float* scores, Running& run) {
 }
 
 // scores[i][token] = scale · query i · key of token, for n queries of `width` columns and `count` tokens of a part, 16
-// at a time; meanwhile as much is fetched from `ahead`.
+// products at a time. Meanwhile as many bytes are fetched from `ahead`.
 template <Kind kind, int n>
 void score(const float* queries, int width, const Cached& keys, const std::uint8_t* ahead, int count, float scale,
            float* scores) {
@@ -79,14 +80,14 @@ void score(const float* queries, int width, const Cached& keys, const std::uint8
                 }
             }
         }
-        alignas(64) float found[16];
-        f_store(found, f_mul(f_sums(sums), f_set(scale)));
-        for (int i = 0; i < n; ++i) std::memcpy(scores + i * kBlockTokens + token, found + i * kTokens, kTokens * 4);
+        alignas(64) float products[16];
+        f_store(products, f_mul(f_sums(sums), f_set(scale)));
+        for (int i = 0; i < n; ++i) std::memcpy(scores + i * kBlockTokens + token, products + i * kTokens, kTokens * 4);
     }
 }
 
-// sums[i] = sums[i] · shrink[i] + Σ tokens: weights[i][token] · value, for n queries and the columns from `first` on,
-// 16 · `wide` of `width`; meanwhile as much is fetched from `ahead`.
+// sums[i] = sums[i] · shrink[i] + Σ tokens: weights[i][token] · value, for n queries and 16 · `wide` of `width`
+// columns, from `first` on. Meanwhile as many bytes are fetched from `ahead`.
 template <Kind kind, int n, int wide>
 void blend(const float* weights, const float* shrink, const Cached& values, const std::uint8_t* ahead, int count,
            int width, int first, float* sums) {
@@ -102,7 +103,7 @@ void blend(const float* weights, const float* shrink, const Cached& values, cons
     const std::uint8_t* row = values.data + skip;
     if (ahead != nullptr) ahead += skip;
     int token = 0;
-    do {  // there is one at least, and the compiler should know it: else it moves the sums to memory and back
+    do {  // tells the compiler that there is a token at least: else it moves the sums to memory and back
         if (ahead != nullptr) {
             for (std::size_t at = 0; at < wide * kVectorBytes<kind>; at += 64) __builtin_prefetch(ahead + at);
             ahead += values.row_bytes;
@@ -123,10 +124,10 @@ void blend(const float* weights, const float* shrink, const Cached& values, cons
     }
 }
 
-// Attention of `rows` consecutive rows (from position `start`) of one KV head: its G query heads each.
+// Attention of one KV head for `rows` consecutive rows from position `start`, with G query heads each.
 class HeadAttention {
   public:
-    // `memory`: attend_floats() of them.
+    // `memory`: attend_floats() floats.
     HeadAttention(const AttentionShape& a, const KvCache& cache, int first_page, int head, int start, int rows,
                   float* memory)
         : a_(a),
@@ -150,9 +151,9 @@ class HeadAttention {
         const int e = a_.head_dim, end = start_ + rows_;
         const std::ptrdiff_t stride = std::ptrdiff_t(a_.heads) * e, first = std::ptrdiff_t(head_) * group_ * e;
         const int begin = a_.window > 0 ? std::max(0, start_ - a_.window + 1) / kBlockTokens * kBlockTokens : 0;
-        const std::size_t some = std::min<std::size_t>(kPartTokens, std::size_t(end - begin)) * row_bytes_;
-        prefetch_run(rows_at(cache_.keys, begin), some);  // while the queries are laid out
-        prefetch_run(rows_at(cache_.values, begin), some);
+        const std::size_t first_bytes = std::min<std::size_t>(kPartTokens, std::size_t(end - begin)) * row_bytes_;
+        prefetch_run(rows_at(cache_.keys, begin), first_bytes);  // arrives while the queries are laid out
+        prefetch_run(rows_at(cache_.values, begin), first_bytes);
         for (int i = 0; i < queries_; ++i) {
             const float* from = q + (i / group_) * stride + first + std::ptrdiff_t(i % group_) * e;
             for (int c = 0; c < width_; ++c) query_[i * width_ + c] = c < e ? from[c] : 0.0F;
@@ -186,7 +187,7 @@ class HeadAttention {
     }
 
   private:
-    // Parts never cross pages: page_tokens is a multiple of 64.
+    // Parts of 32 tokens never cross pages, since page_tokens is a multiple of 64.
     const std::uint8_t* block_at(const std::uint8_t* pool, int position) const {
         return pool + cache_.block_at(first_page_ + position / cache_.page_tokens, head_);
     }
@@ -194,8 +195,9 @@ class HeadAttention {
         return block_at(pool, position) + std::size_t(position % cache_.page_tokens) * row_bytes_;
     }
 
-    // A block: scores of all its parts, weights, then values of all its parts. What the next part reads is fetched
-    // meanwhile, so that memory never waits for arithmetic; further ahead it would not stay in the L1 cache.
+    // Walks a block: scores of all its parts, then weights, then values of all its parts. The bytes of the next part
+    // are fetched meanwhile, so that memory never waits for arithmetic. Fetched further ahead they would not stay in
+    // the L1 cache.
     template <Kind kind>
     void walk(int start, int end) {
         // Parts that no row's window reaches back to are left out.
@@ -220,7 +222,7 @@ class HeadAttention {
                     rows.group = cache_.group;
                     rows.scales = wide_, rows.minimums = wide_ + cache_.groups() * kPartTokens;
                 } else if (!in_place) {
-                    // Rows that end inside a vector: what follows may be anything, NaN too.
+                    // Rows end inside a vector, and the bytes that follow may be anything, NaN too.
                     for (int i = 0; i < count; ++i) {
                         widen_row<kind>(from + std::size_t(i) * row_bytes_, a_.head_dim, wide_ + i * width_);
                     }
@@ -246,7 +248,7 @@ class HeadAttention {
                   });
     }
 
-    // The rows of the part at a position, whose scales and minimums are fetched now: two lines a group.
+    // The rows of the part at a position. Fetches its scales and minimums now: two cache lines for each group.
     const std::uint8_t* next(const std::uint8_t* pool, int position) const {
         const std::uint8_t* block = block_at(pool, position);
         for (int g = 0; g < 2 * cache_.groups(); ++g) {
@@ -255,19 +257,19 @@ class HeadAttention {
         return rows_at(pool, position);
     }
 
-    // work<n>(i) for n queries from i on, all of them.
+    // Calls work<n>(i) for n queries from i on, until all queries are done.
     template <class Work>
     void each_query(const Work& work) const {
         int i = 0;
-        const auto some = [&]<int n>() {
+        const auto by_count = [&]<int n>() {
             for (; i + n <= queries_; i += n) work.template operator()<n>(i);
         };
-        some.template operator()<4>();
-        some.template operator()<2>();
-        some.template operator()<1>();
+        by_count.template operator()<4>();
+        by_count.template operator()<2>();
+        by_count.template operator()<1>();
     }
 
-    // A query's scores of a block become weights; those from `lo` on were computed.
+    // Turns query i's scores of a block into weights. Scores before `lo` were not computed.
     void weigh(int i, int start, int end, int lo) {
         float* const s = scores_ + std::ptrdiff_t(i) * kBlockTokens;
         if (a_.softcap > 0) {
@@ -285,18 +287,18 @@ class HeadAttention {
     }
 
     template <Kind kind, int n>
-    void add_values(int first, int at, const Cached& values, int count, bool starts, const std::uint8_t* ahead) {
-        const float* weights = scores_ + std::ptrdiff_t(first) * kBlockTokens + at;
+    void add_values(int first, int offset, const Cached& values, int count, bool starts, const std::uint8_t* ahead) {
+        const float* weights = scores_ + std::ptrdiff_t(first) * kBlockTokens + offset;
         float shrink[n];
         for (int i = 0; i < n; ++i) shrink[i] = starts ? run_[first + i].shrink : 1.0F;
         int c = 0;
-        const auto some = [&]<int wide>() {
+        const auto by_width = [&]<int wide>() {
             for (; c + 16 * wide <= width_; c += 16 * wide) {
                 blend<kind, n, wide>(weights, shrink, values, ahead, count, width_, c, sums_ + first * width_);
             }
         };
-        some.template operator()<n == 4 ? 4 : 8>();
-        some.template operator()<kVectors<kind>>();
+        by_width.template operator()<n == 4 ? 4 : 8>();
+        by_width.template operator()<kVectors<kind>>();
     }
 
     const AttentionShape& a_;
@@ -318,18 +320,19 @@ bool attend(Pool& pool, const AttendOp& op) {
     for (int s = 0; s < sequence_count; ++s) longest = std::max(longest, sequences[s].rows);
     const int rows_at_once = std::min(longest, kQueryRows), queries = group * rows_at_once;
     const std::size_t share = scratch_aligned(attend_floats(queries, width) * sizeof(float)) / sizeof(float);
-    // With many heads of many queries the scratch may not hold a share for every thread: then fewer work.
+    // With many heads of many queries scratch may not have room for every thread. Then fewer threads work.
     const int usable = std::min(pool.threads(), static_cast<int>(scratch.nbytes / (share * sizeof(float))));
     if (usable < 1) return false;
     auto* memory = take<float>(scratch, share * std::size_t(usable));
     const int heads = a.hi - a.lo;
     for (int s = 0; s < sequence_count; ++s) items += (sequences[s].rows + rows_at_once - 1) / rows_at_once * heads;
-    std::atomic<int> next{
-        0};  // causal rows cost unequally: whoever is free takes the next; results do not depend on it
+    // Causal rows differ in cost, so a thread that is free takes the next item. Results do not depend on which.
+    std::atomic<int> next{0};
     std::size_t cost = 0;
     for (int s = 0; s < sequence_count; ++s) {
         const int seen = sequences[s].start + sequences[s].rows;
-        // As if in 16 bits, for fewer bytes are no less work. A byte costs more than one of weights: 9 ns a token.
+        // Counted as if numbers had 16 bits, since fewer bytes are no less work. A byte costs more than a byte of
+        // weights: 9 ns a token.
         cost += std::size_t(4 * heads) * std::size_t(seen) * std::size_t(a.head_dim) *
                 std::size_t((sequences[s].rows + 3) / 4) * 4;
     }

@@ -1,5 +1,5 @@
-// The module: memory, files and measurements; the ops are in bind_ops.cpp. No other file sees Python. Arrays cross as
-// addresses, which the caller keeps alive; `_native.pyi` is the manual.
+// The Python module: memory, files and measurements. The ops are in bind_ops.cpp. No other file sees Python. Arrays
+// cross as addresses, and the caller keeps them alive. `_native.pyi` is the manual.
 #include "bind.h"
 
 #include <nanobind/nanobind.h>
@@ -34,10 +34,10 @@ namespace {
 
 std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
-// A mapping that cannot go while somebody looks at it. `users` is guarded by the GIL.
+// A mapping that cannot be closed while it is in use. `users` is guarded by the GIL.
 struct Memory {
     Mapping mapping;
-    Py_ssize_t users = 0;  // exported buffers, and calls under way without the GIL
+    Py_ssize_t users = 0;  // exported buffers and calls that run without the GIL
 
     Mapping& open() {
         if (mapping.data() == nullptr) throw nb::value_error("the memory is closed");
@@ -103,7 +103,7 @@ std::int64_t py_read_into(int fd, std::int64_t offset, std::uintptr_t address, s
 }
 
 nb::tuple py_open_direct(nb::object path) {
-    PyObject* converted = nullptr;  // bytes, by the file system's encoding: any name that the disk holds will do
+    PyObject* converted = nullptr;  // bytes, in the file system's encoding, so that it may be any name on the disk
     if (!PyUnicode_FSConverter(path.ptr(), &converted)) throw nb::python_error();
     const nb::object name = nb::steal(converted);
     OpenResult result;
@@ -152,15 +152,15 @@ nb::bytes py_granule_sums(std::uintptr_t address, std::int64_t count, std::int64
     if (count < 0 || stride < kLeastHashed) throw nb::value_error("a granule has more than 240 bytes");
     const Kernels* const kernels = isa ? find_kernels(isa->c_str()) : best_kernels();
     if (kernels == nullptr) throw nb::value_error(("this processor or build has no " + *isa + " kernels").c_str());
-    std::vector<std::uint64_t> found(static_cast<std::size_t>(count));
+    std::vector<std::uint64_t> hashes(static_cast<std::size_t>(count));
     {
         nb::gil_scoped_release release;
         for (std::int64_t i = 0; i < count; ++i) {
-            found[static_cast<std::size_t>(i)] =
+            hashes[static_cast<std::size_t>(i)] =
                 kernels->hash(pointer(address) + i * stride, static_cast<std::size_t>(stride));
         }
     }
-    return nb::bytes(found.data(), found.size() * sizeof(std::uint64_t));
+    return nb::bytes(hashes.data(), hashes.size() * sizeof(std::uint64_t));
 }
 
 PyObject* damaged_type = nullptr;  // the exception _native.Damaged; never freed
@@ -171,7 +171,7 @@ PyObject* damaged_type = nullptr;  // the exception _native.Damaged; never freed
     throw nb::python_error();
 }
 
-// A load that was begun.
+// A load that was begun, for Python to wait for.
 struct Begun {
     std::shared_ptr<Reads> reads;
     LoadPtr load;
@@ -198,9 +198,9 @@ std::shared_ptr<Reads> make_reads(const std::string& engine, int depth, std::int
     }
     if (engine == "threads") return std::make_shared<ThreadReads>(depth, block_bytes);
     if (engine != "io_uring") throw nb::value_error(("there is no engine " + engine).c_str());
-    auto found = uring_reads(depth, block_bytes);
-    if (found == nullptr) raise_errno(errno);
-    return found;
+    auto reads = uring_reads(depth, block_bytes);
+    if (reads == nullptr) raise_errno(errno);
+    return reads;
 }
 
 struct Reader {
@@ -250,7 +250,8 @@ double py_peak_per_s(const std::string& kind, int threads) {
 
 NB_MODULE(_native, m) {
     using namespace nb::literals;
-    // Arenas may live until the interpreter ends, under numpy views that nobody dropped: no leak worth a page of text.
+    // Arenas may live until the interpreter ends, under numpy views that nobody dropped. Such a leak is not worth the
+    // page of warnings that nanobind would print.
     nb::set_leak_warnings(false);
 
     m.def("cpu_features", &cpu_features);

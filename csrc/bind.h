@@ -2,5 +2,5 @@
 
 #include <nanobind/nanobind.h>
 
-// Shapes, Compute and Program.
+// Adds the ops to the module: shapes, Compute and Program.
 void bind_ops(nanobind::module_& m);

@@ -1,5 +1,5 @@
-// Ops and their shapes for Python. Operands cross as addresses, which the caller keeps alive; `_native.pyi` is the
-// manual.
+// Makes the ops and their shapes callable from Python. Arrays cross as addresses, and the caller keeps them alive.
+// `_native.pyi` is the manual.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
@@ -26,9 +26,9 @@ namespace {
 
 template <class Value>
 Value named(const std::map<std::string, Value>& names, const std::string& name) {
-    const auto found = names.find(name);
-    if (found == names.end()) throw nb::value_error(("there is no " + name).c_str());
-    return found->second;
+    const auto entry = names.find(name);
+    if (entry == names.end()) throw nb::value_error(("there is no " + name).c_str());
+    return entry->second;
 }
 
 const std::map<std::string, Kind> kKinds{{"float32", Kind::kFloat32},
@@ -56,7 +56,7 @@ FfnShape make_ffn(std::optional<Matrix> gate, const Matrix& up, const Matrix& do
         {"silu", Activation::kSilu},          {"gelu", Activation::kGelu},
         {"gelu_tanh", Activation::kGeluTanh}, {"gelu_quick", Activation::kGeluQuick},
         {"relu", Activation::kRelu},          {"relu2", Activation::kRelu2}};
-    // A granule's neurons come in whole tiles, so a tile's outputs never run into its neighbour's.
+    // A granule's neurons come in whole tiles, so that a tile's outputs never reach into its neighbour's.
     if (up.rows % kTileRows != 0 || down.cols != up.rows) throw nb::value_error("neurons must be whole tiles");
     return {gate.value_or(Matrix{}), up, down, gate_bias, up_bias, named(activations, activation)};
 }
@@ -71,14 +71,14 @@ struct Compute {
     std::unique_ptr<Pool> pool;
 };
 
-// An op with its operands, ready to run: false where the scratch is too small for one granule.
+// An op with its operands, ready to run. It returns false where the scratch is too small for one granule.
 using Step = std::function<bool(const Compute&)>;
 
 void require(bool scratch_suffices) {
     if (!scratch_suffices) throw nb::value_error("the scratch is too small for one granule");
 }
 
-// Ops in order, with no Python between them.
+// Ops that run in order, with no Python between them.
 struct Program {
     explicit Program(const Compute& on) : compute(&on) {}
     const Compute* compute;
@@ -102,7 +102,7 @@ CacheShape make_cache(const std::string& kind, int group, int kv_heads, int page
     return {named(kKinds, kind), group, kv_heads, page_tokens, head_dim};
 }
 
-// How a field crosses from Python: pointers as addresses.
+// How a field of an op comes from Python. Pointers come as addresses.
 template <class Value>
 struct Crossing {
     using type = Value;
@@ -122,9 +122,9 @@ template <class Value>
 struct Crossing<std::vector<Value*>> {
     using type = std::vector<std::uintptr_t>;
     static std::vector<Value*> of(const type& addresses) {
-        std::vector<Value*> found;
-        for (const std::uintptr_t address : addresses) found.push_back(Crossing<Value*>::of(address));
-        return found;
+        std::vector<Value*> pointers;
+        for (const std::uintptr_t address : addresses) pointers.push_back(Crossing<Value*>::of(address));
+        return pointers;
     }
 };
 
@@ -134,7 +134,7 @@ Norm make_norm(const std::string& kind, float eps, float offset, std::uintptr_t 
     return {named(kinds, kind), eps, offset, Crossing<const float*>::of(weight), Crossing<const float*>::of(bias)};
 }
 
-// A field of an op: its name, and where it is in the op's struct.
+// A field of an op: its name, and its place in the op's struct.
 template <class Place>
 struct Field {
     const char* name;
@@ -159,11 +159,12 @@ void check(const ExpertsOp& op) {
 template <class Op>
 void check(const Op&) {}
 
-// The ops, as methods of both classes: run now, or appended to a program. All operands are given by name.
+// Defines each op as a method of both classes. Compute runs it at once, and Program appends it. All operands are given
+// by name.
 struct Ops {
     nb::class_<Compute>& compute;
     nb::class_<Program>& program;
-    nb::dict fields;  // op -> names, in order
+    nb::dict fields;  // op -> names of its operands, in order
 
     template <class Op, class... Places>
     void def(const char* name, bool (*Kernels::*run)(Pool&, const Op&), Field<Places>... places) {
@@ -192,7 +193,7 @@ struct Ops {
     }
 };
 
-// The fields of an op's struct by name, several at once where ops share them.
+// Fields of an op's struct by name. WEIGHTS, CACHE and SCRATCH are several fields that ops share.
 // clang-format off
 #define FIELD(op, name, member) Field{name, [](op& of) -> auto& { return of.member; }}
 #define SAME(op, member) FIELD(op, #member, member)

@@ -1,4 +1,5 @@
-// Rows of the KV cache in and out of its formats, for one instruction set. spec/format.py says how they lie.
+// Stores rows in the KV cache and reads them, in any of its formats, for one instruction set. spec/format.py says how
+// they lie.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +25,7 @@ inline std::uint16_t to_bf16(float value) {
 
 constexpr float kMostHalf = 65504.0F;
 
-// float32 to a float format; float16 saturates at ±65504 instead of becoming infinite.
+// Writes `count` numbers in a float format. float16 saturates at ±65504 instead of becoming infinite.
 inline void narrow_row(const float* from, Kind kind, int count, std::uint8_t* to) {
     if (kind == Kind::kFloat32) {
         std::memcpy(to, from, std::size_t(count) * 4);
@@ -45,7 +46,8 @@ inline void narrow_row(const float* from, Kind kind, int count, std::uint8_t* to
     }
 }
 
-// The float16 nearest to a value, or the next one that is not above it (`down`) or not below it; and what it says.
+// The float16 that is nearest to a value among those that are not above it (`down`) or not below it. `value` is the
+// float16 as a float.
 struct Half {
     std::uint16_t bits;
     float value;
@@ -68,12 +70,12 @@ inline Half half_beyond(float value, bool down) {
     return {halves[0], lanes[0]};
 }
 
-// One group of a row: codes [count], float16 scale and minimum. The rule of weights (store/quantize.py), of values
-// within ±65504; a NaN makes the whole group NaN.
+// Quantises one group of a row to codes [count], a float16 scale and a float16 minimum. The rule is that of weights
+// (store/quantize.py), after values are clipped to ±65504. A NaN makes the whole group NaN.
 inline void quantise_group(const float* from, int count, int levels, std::uint8_t* codes, std::uint16_t* scale,
                            std::uint16_t* minimum) {
     const F most = f_set(kMostHalf), least = f_set(-kMostHalf);
-    const auto values = [&](int i) {  // 16 of them; beyond the last the first again
+    const auto values = [&](int i) {  // 16 values; lanes beyond the last hold the group's first value
         alignas(64) float lanes[16];
         for (int k = 0; k < 16; ++k) lanes[k] = from[i + k < count ? i + k : 0];
         return f_load(lanes);
@@ -97,13 +99,14 @@ inline void quantise_group(const float* from, int count, int levels, std::uint8_
     for (int i = 0; i < count; i += 16) {
         const F x = f_max(f_min(values(i), most), least);
         alignas(64) float scaled[16];
-        f_store(scaled, f_add(f_mul(f_add(x, base), inverse), f_set(0.5F)));  // below levels + 1: steps are rounded up
+        // Below levels + 1, since steps are rounded up.
+        f_store(scaled, f_add(f_mul(f_add(x, base), inverse), f_set(0.5F)));
         for (int k = 0; k < std::min(16, count - i); ++k) codes[i + k] = static_cast<std::uint8_t>(scaled[k]);
     }
     *scale = step.bits, *minimum = offset.bits;
 }
 
-// A row of K or V of the token at `slot` of a page, whose head's block begins at `block`.
+// Stores a row of K or V for the token at `slot` of a page. `block`: the block of its KV head in the page.
 inline void store_row(const float* from, const KvCache& cache, std::uint8_t* block, int slot) {
     std::uint8_t* const row = block + std::size_t(slot) * cache.row_bytes();
     if (!quantised(cache.kind)) {
@@ -133,8 +136,8 @@ inline void store_row(const float* from, const KvCache& cache, std::uint8_t* blo
 
 // ---- reading -------------------------------------------------------------------------------------------------------
 
-// Keys or values of a part: rows `row_bytes` apart. Integers: for each group of `group` columns scales and minimums
-// [G, 32]; floats are one group without.
+// Keys or values of a part: rows `row_bytes` apart. For integers, each group of `group` columns has scales and
+// minimums, float32 [G, 32] each. Floats are one group without them.
 struct Cached {
     const std::uint8_t* data;
     std::size_t row_bytes;
@@ -142,7 +145,7 @@ struct Cached {
     const float *scales, *minimums;
 };
 
-// Columns that are read together, 16 a vector.
+// Vectors of 16 columns that are read together.
 template <Kind kind>
 constexpr int kVectors = kind == Kind::kInt4 ? 2 : 1;
 
@@ -153,7 +156,7 @@ constexpr std::size_t kVectorBytes = kind == Kind::kFloat32 ? 64
                                      : kind == Kind::kInt4  ? 8
                                                             : 32;
 
-// 16 · kVectors columns of a row's token, from those at `row` on.
+// Reads 16 · kVectors columns of a token's row, from the bytes at `row` on, with the scale and minimum of their group.
 template <Kind kind>
 [[gnu::always_inline]] inline void read(const std::uint8_t* row, const float* scale, const float* minimum, F* out) {
     if constexpr (kind == Kind::kInt8) {
@@ -165,7 +168,7 @@ template <Kind kind>
     }
 }
 
-// A row of floats to float32, `count` of them, the rest of 16 zero.
+// Widens a row of `count` floats to float32. The rest of the last 16 are zeros.
 template <Kind kind>
 inline void widen_row(const std::uint8_t* from, int count, float* to) {
     constexpr std::size_t kItem = kVectorBytes<kind> / 16;
@@ -183,7 +186,7 @@ inline void widen_row(const std::uint8_t* from, int count, float* to) {
     }
 }
 
-// Scales and minimums of the 32 tokens from `slot` on to float32 [2 G, 32].
+// Widens scales and minimums of the 32 tokens from `slot` on to float32 [2 G, 32].
 inline void widen_factors(const KvCache& cache, const std::uint8_t* block, int slot, float* to) {
     for (int g = 0; g < 2 * cache.groups(); ++g, to += kPartTokens) {
         const std::uint8_t* from = block + cache.scale_at(g, slot);  // minimums follow the last group's scales

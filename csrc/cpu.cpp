@@ -25,8 +25,8 @@ Registers cpuid(unsigned leaf, unsigned subleaf) {
     return r;
 }
 
-// XCR0: the register files that the operating system saves on a context switch. By hand, because the intrinsic
-// _xgetbv would need this file compiled with -mxsave.
+// XCR0: the register files that the operating system saves on a context switch. It is read by an instruction written
+// out, because the intrinsic _xgetbv would need this file compiled with -mxsave.
 uint64_t saved_state() {
     uint32_t low, high;
     __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
@@ -75,8 +75,8 @@ std::vector<std::string> detect() { return {}; }
 #endif
 
 const std::vector<std::string>& features() {
-    static const std::vector<std::string> found = detect();  // cpuid traps under a hypervisor: microseconds each
-    return found;
+    static const std::vector<std::string> names = detect();  // kept: cpuid traps under a hypervisor, microseconds each
+    return names;
 }
 
 }  // namespace
@@ -84,8 +84,8 @@ const std::vector<std::string>& features() {
 std::vector<std::string> cpu_features() { return features(); }
 
 bool has_feature(const char* name) {
-    const auto& found = features();
-    return std::find(found.begin(), found.end(), name) != found.end();
+    const auto& names = features();
+    return std::find(names.begin(), names.end(), name) != names.end();
 }
 
 }  // namespace penstock

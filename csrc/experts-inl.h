@@ -1,5 +1,5 @@
-// Routed FFNs of one instruction set: which experts a row goes to, and the sum of their outputs. Included after
-// ffn-inl.h.
+// FFNs with experts, for one instruction set: the choice of each row's experts, and the sum of their outputs. Included
+// after ffn-inl.h.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace {
 
 inline float sigmoid(float x) { return 1.0F / (1.0F + std::exp(-x)); }
 
-// scores [X] of the router as what experts are chosen by and weighed with; false where one is no finite number.
+// Turns the router's outputs [X] into scores in place, by softmax or sigmoid. Returns false if one is no finite number.
 inline bool score(const RouterShape& shape, float* scores, int experts) {
     float most = scores[0];
     for (int i = 0; i < experts; ++i) {
@@ -30,13 +30,14 @@ inline bool score(const RouterShape& shape, float* scores, int experts) {
     return true;
 }
 
-// ranked [X] is -inf outside of the groups whose two best add up to most. Of equal groups the first is kept.
+// Sets ranked [X] to -inf outside of the groups that are kept: those with the largest sums of their two best. Of equal
+// groups the first is kept.
 inline void keep_groups(const RouterShape& shape, float* ranked, int experts) {
-    const int each = experts / shape.groups;
+    const int per_group = experts / shape.groups;
     std::vector<float> sums(static_cast<std::size_t>(shape.groups));
     for (int g = 0; g < shape.groups; ++g) {
         float best = -INFINITY, second = -INFINITY;
-        for (int i = g * each; i < (g + 1) * each; ++i) {
+        for (int i = g * per_group; i < (g + 1) * per_group; ++i) {
             second = std::max(second, std::min(best, ranked[i]));
             best = std::max(best, ranked[i]);
         }
@@ -46,15 +47,16 @@ inline void keep_groups(const RouterShape& shape, float* ranked, int experts) {
         int worst = 0;
         for (int g = 1; g < shape.groups; ++g) worst = sums[std::size_t(g)] <= sums[std::size_t(worst)] ? g : worst;
         sums[std::size_t(worst)] = INFINITY;
-        std::fill_n(ranked + worst * each, each, -INFINITY);
+        std::fill_n(ranked + worst * per_group, per_group, -INFINITY);
     }
 }
 
-// One row: ids [A] upwards and their weights [A], of scores [X], which are overwritten. `ranked` [X]: room.
+// Chooses the experts of one row by its scores [X], which are overwritten. Writes ids [A] in rising order and their
+// weights [A]. `ranked` [X]: room.
 inline void choose(const RouterShape& shape, float* scores, float* ranked, int experts, std::int32_t* ids,
                    float* weights) {
     const int active = shape.active;
-    if (!score(shape, scores, experts)) {  // damage shows in the logits
+    if (!score(shape, scores, experts)) {  // NaN weights, so that damage shows in the logits
         for (int i = 0; i < active; ++i) ids[i] = i, weights[i] = NAN;
         return;
     }
@@ -109,45 +111,45 @@ bool route(Pool& pool, const RouteOp& op) {
 // An expert of a call, and the rows that go to it.
 struct Taken {
     const std::uint8_t* weights;
-    std::vector<int> rows;     // upwards
-    std::vector<int> ranks;    // which of the row's experts it is
-    std::vector<float> scale;  // what multiplies each row's output
+    std::vector<int> rows;     // in rising order
+    std::vector<int> ranks;    // its rank among the experts of each of these rows
+    std::vector<float> scale;  // the factor of each row's output
 };
 
 // The experts of a call that any row goes to, in the call's order. Reads T·A ids.
 inline std::vector<Taken> taken(const ExpertsOp& op) {
     int most = 0;
     for (const int id : op.ids) most = std::max(most, id + 1);
-    std::vector<int> place(static_cast<std::size_t>(most), -1);  // by id, in `found`
-    std::vector<Taken> found;
+    std::vector<int> place(static_cast<std::size_t>(most), -1);  // id → index in `chosen`
+    std::vector<Taken> chosen;
     const int pairs = op.t * op.active;
     const std::int32_t* const ids = op.routes.ids();
     const float* const weights = op.routes.weights(op.t, op.active);
     for (int i = 0; i < pairs; ++i) {
-        if (ids[i] >= 0 && ids[i] < most) place[std::size_t(ids[i])] = most;  // some row goes to it
+        if (ids[i] >= 0 && ids[i] < most) place[std::size_t(ids[i])] = most;  // marks an expert that some row goes to
     }
     for (std::size_t i = 0; i < op.ids.size(); ++i) {
         int& at = place[std::size_t(op.ids[i])];
         if (at < 0) continue;
-        at = static_cast<int>(found.size());
-        found.push_back({op.weights[i], {}, {}, {}});
+        at = static_cast<int>(chosen.size());
+        chosen.push_back({op.weights[i], {}, {}, {}});
     }
     for (int i = 0; i < pairs; ++i) {
         if (ids[i] < 0 || ids[i] >= most) continue;
         const int at = place[std::size_t(ids[i])];
-        if (at < 0 || at >= static_cast<int>(found.size())) continue;  // an expert of another call
-        Taken& of = found[std::size_t(at)];
+        if (at < 0 || at >= static_cast<int>(chosen.size())) continue;  // an expert of another call
+        Taken& of = chosen[std::size_t(at)];
         of.rows.push_back(i / op.active);
         of.ranks.push_back(i % op.active);
         of.scale.push_back(weights[i]);
     }
-    return found;
+    return chosen;
 }
 
 inline Granules granules_of(const ExpertsOp& op, const Taken& of) { return {of.weights, op.per_expert, op.stride}; }
 
-// What an expert's FFN gave for one of its rows, 16 columns from `column` on: added to partial, or kept for `combine`.
-// A product and a sum, never one rounding: so both ways lead to the same number.
+// Takes 16 columns, from `column` on, of an expert's output for its nth row. They are added to partial, or stored for
+// `combine`. Product and sum are rounded apart, never fused, so that both ways give the same number.
 inline void deliver(const ExpertsOp& op, const Taken& of, int nth, int column, F y) {
     const int d = op.shape.down.rows, count = d - column;
     const auto row = std::ptrdiff_t(of.rows[std::size_t(nth)]);
@@ -159,13 +161,14 @@ inline void deliver(const ExpertsOp& op, const Taken& of, int nth, int column, F
     store_some(partial, f_add(load_some(partial, count), f_mul(y, f_set(of.scale[std::size_t(nth)]))), count);
 }
 
-// Experts [begin, end) of `all`, none of which has more than kFewRows rows, in one region: threads take fours of any of
-// them as they come, then each adds up its columns. False: scratch is too small.
+// Computes experts [begin, end) of `all`, each with at most kFewRows rows, in one run of the pool. Threads take fours
+// of any of these experts as they come. Then each thread adds up its own columns. Returns false if scratch is too
+// small.
 bool experts_few(Pool& pool, const ExpertsOp& op, const std::vector<Taken>& all, int begin, int end, Scratch scratch) {
     const int d = op.shape.down.rows, columns = op.shape.up.cols;
     const int fours = (op.per_expert + kSumGranules - 1) / kSumGranules;
     const int count = end - begin, items = count * fours;
-    // Activations of each expert's rows, hidden values of each thread, and the sums of each four.
+    // Scratch holds activations of each expert's rows, hidden values of each thread, and the sums of each four.
     const auto wanted = static_cast<std::size_t>(count);
     std::vector<Prepared> inputs(wanted), hidden;
     std::vector<float*> sums(wanted);
@@ -189,12 +192,12 @@ bool experts_few(Pool& pool, const ExpertsOp& op, const std::vector<Taken>& all,
     pool.run(cost, [&](const Team& team) {
         const auto granule = [&](int item) { return granules_of(op, all[std::size_t(begin + item / fours)]); };
         const auto take_next = [&] {
-            const int found = team.id() < busy ? next.fetch_add(1, std::memory_order_relaxed) : items;
-            if (found < items) {
-                const std::size_t at = std::size_t(found % fours) * kSumGranules * op.stride;
-                prefetch_run(granule(found).data + at);
+            const int item = team.id() < busy ? next.fetch_add(1, std::memory_order_relaxed) : items;
+            if (item < items) {
+                const std::size_t at = std::size_t(item % fours) * kSumGranules * op.stride;
+                prefetch_run(granule(item).data + at);
             }
-            return found;
+            return item;
         };
         int mine = take_next();
         const int per_row = std::max(1, op.shape.up.groups());
@@ -239,7 +242,7 @@ bool experts_few(Pool& pool, const ExpertsOp& op, const std::vector<Taken>& all,
     return true;
 }
 
-// One expert with any number of rows: gathered, through the FFN, and added.
+// Computes one expert with any number of rows: gathers its rows, runs the FFN on them, and adds its output.
 bool expert_alone(Pool& pool, const ExpertsOp& op, const Taken& of, Scratch scratch) {
     const int n = static_cast<int>(of.rows.size()), d = op.shape.down.rows, columns = op.shape.up.cols;
     auto* x = take<float>(scratch, std::size_t(n) * std::size_t(columns));
@@ -293,7 +296,7 @@ bool experts(Pool& pool, const ExpertsOp& op) {
     const int count = static_cast<int>(all.size());
     const auto few = [&](int i) { return all[std::size_t(i)].rows.size() <= std::size_t(kFewRows); };
     for (int begin = 0; begin < count;) {
-        // As many experts with few rows as there are in a row, and scratch for.
+        // As many neighbouring experts with few rows as there is scratch for; else one expert by itself.
         int end = begin;
         while (end < count && few(end)) ++end;
         while (end > begin && !experts_few(pool, op, all, begin, end, op.scratch)) end = begin + (end - begin) / 2;

@@ -1,4 +1,4 @@
-// The FFN of one instruction set: hidden values of a granule, and sums over granules by fours (kernels.h, FfnSum).
+// The FFN for one instruction set: hidden values of a granule, and sums over granules by fours (kernels.h, FfnSum).
 // Included after kernels-inl.h.
 #pragma once
 
@@ -7,16 +7,16 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// Granules [lo, hi) of a call, all of one four of the layer. `continues`: the sum of this four was begun by granules
-// before these. `keeps`: it goes on with granules after these.
+// Granules [lo, hi) of a call that belong to one four of the layer. `continues`: granules before these began the sum of
+// the four. `keeps`: granules after these complete it.
 struct Four {
     int lo, hi;
     bool continues, keeps;
 };
 
-// The fours that granules [begin, end) of a call with `all` granules touch. Fours are counted from the layer's first
-// granule, so the first and the last of them may reach beyond these granules: into others of the same call, or, at the
-// call's own ends, into the units beside it, of which the operands tell (`FfnSum`).
+// The fours that granules [begin, end) touch, of a call with `all` granules. Fours are counted from the layer's first
+// granule, so the first and the last of these fours may reach beyond [begin, end): into other granules of the same
+// call, or at the call's own ends into neighbouring units. `FfnSum` says whether they do the latter.
 struct Fours {
     const FfnSum& sum;
     int begin, end, all, first, count;
@@ -35,8 +35,8 @@ struct Fours {
     }
 };
 
-// Hidden values of one granule: act(gate h) * up h, laid out for `down` as granule `nth` of `to`. What is read after it
-// begins at `next`.
+// Hidden values of one granule: act(gate h) * up h, laid out for `down` as granule `nth` of `to`. `next`: the bytes
+// that are read after the granule, which are fetched meanwhile.
 void hidden_of(const FfnShape& shape, const std::uint8_t* granule, const std::uint8_t* next, const Rows& h,
                const Rows& to, int nth) {
     alignas(64) float values[kHiddenRows * kGranuleRows], gates[kHiddenRows * kGranuleRows];
@@ -59,7 +59,7 @@ void hidden_of(const FfnShape& shape, const std::uint8_t* granule, const std::ui
         };
         if (gated) fill(shape.gate, shape.gate_bias, gates);
         fill(shape.up, shape.up_bias, values);
-        prefetch_run(next);  // comes in during the arithmetic below, which reads nothing
+        prefetch_run(next);  // it arrives during the arithmetic below, which reads no weights
         for (int row = row0; row < end; ++row) {
             float* x = values + (row - row0) * kGranuleRows;
             const float* gate = gated ? gates + (row - row0) * kGranuleRows : x;
@@ -71,7 +71,7 @@ void hidden_of(const FfnShape& shape, const std::uint8_t* granule, const std::ui
 
 // ---- few rows: a thread takes whole fours, so that its bytes come in one run ----------------------------------------
 
-// to [n, D] = before (null: 0) + x · down, for the whole tiles of a granule and n rows of a panel.
+// to [n, D] = before [n, D] (null: 0) + x · down, for the whole tiles of a granule and the n rows of a panel.
 void down_panel(const Matrix& m, const std::uint8_t* block, int tiles, int n, const Operand& x, const float* before,
                 float* to) {
     const auto run = [&]<int rows>() {
@@ -92,7 +92,8 @@ void down_panel(const Matrix& m, const std::uint8_t* block, int tiles, int n, co
     }
 }
 
-// to [T, D] = Σ granules of a four. Hidden values go through granule `nth` of `hidden`, which is this thread's own.
+// to [T, D] = the sum over the granules of a four. Hidden values are laid out in granule `nth` of `hidden`, which only
+// this thread uses.
 void sum_four(const Granules& weights, const FfnShape& shape, const Rows& x, const Rows& hidden, int nth,
               const Four& four, const float* pending, float* to) {
     const Matrix& down = shape.down;
@@ -122,24 +123,25 @@ void sum_four(const Granules& weights, const FfnShape& shape, const Rows& x, con
     }
 }
 
-// The sums of fours [begin, begin + count), one after the other, for this thread's columns.
+// Adds the sums [count, T, D] of fours [begin, begin + count) to partial, one after the other, for this thread's
+// columns. The sum of a four that is not complete goes to `pending`.
 void fold_fours(const Team& team, const Fours& fours, int begin, int count, const float* sums, int t, int d) {
     const FfnSum& sum = fours.sum;
     const auto [lo, hi] = team.share((d + kTileRows - 1) / kTileRows);
     for (int row = 0; row < t; ++row) {
         for (int tile = lo; tile < hi; ++tile) {
             const std::ptrdiff_t at = std::ptrdiff_t(row) * d + tile * kTileRows;
-            const int some = d - tile * kTileRows;
-            F y = sum.starts_sum && begin == 0 ? f_zero() : load_some(sum.partial + at, some);
+            const int columns = d - tile * kTileRows;
+            F y = sum.starts_sum && begin == 0 ? f_zero() : load_some(sum.partial + at, columns);
             for (int i = 0; i < count; ++i) {
-                const F term = load_some(sums + std::ptrdiff_t(i) * t * d + at, some);
+                const F term = load_some(sums + std::ptrdiff_t(i) * t * d + at, columns);
                 if (fours.at(begin + i).keeps) {
-                    store_some(sum.pending + at, term, some);
+                    store_some(sum.pending + at, term, columns);
                 } else {
                     y = f_add(y, term);
                 }
             }
-            store_some(sum.partial + at, y, some);
+            store_some(sum.partial + at, y, columns);
         }
     }
 }
@@ -162,12 +164,12 @@ bool ffn_few(Pool& pool, const Granules& weights, const FfnShape& shape, const f
         if (wave >= busy) sums = take<float>(left, std::size_t(wave) * sum_bytes / sizeof(float));
     }
     if (sums == nullptr) return false;
-    std::atomic<int> next{0};  // threads take fours as they come: where one is held up, the others do more
+    std::atomic<int> next{0};  // threads take fours as they come, so that others do more while one is held up
     pool.run(cost, [&](const Team& team) {
         const auto take_next = [&] {
-            const int found = team.id() < busy ? next.fetch_add(1, std::memory_order_relaxed) : fours.count;
-            if (found < fours.count) prefetch_run(weights.data + std::size_t(fours.at(found).lo) * weights.stride);
-            return found;
+            const int four = team.id() < busy ? next.fetch_add(1, std::memory_order_relaxed) : fours.count;
+            if (four < fours.count) prefetch_run(weights.data + std::size_t(fours.at(four).lo) * weights.stride);
+            return four;
         };
         int mine = take_next();
         const Rows x = input.chunk_at(team, 0);
@@ -185,10 +187,10 @@ bool ffn_few(Pool& pool, const Granules& weights, const FfnShape& shape, const f
     return true;
 }
 
-// ---- many rows: threads share the hidden values of some granules, then the columns of what they add up to -----------
+// ---- many rows: threads share the hidden values of some granules, then the columns of their sum ---------------------
 
-// This thread's tiles of the sums over granules [fours.begin, fours.end), whose hidden values are `hidden`. A tile's
-// sums stay in registers over a four.
+// Adds up granules [fours.begin, fours.end), whose hidden values are `hidden`, for this thread's tiles. A tile's sums
+// stay in registers over a four.
 void sum_columns(const Team& team, const Granules& weights, const Matrix& down, const Rows& hidden, const Fours& fours,
                  std::ptrdiff_t row0) {
     const FfnSum& sum = fours.sum;
@@ -230,7 +232,7 @@ bool ffn_many(Pool& pool, const Granules& weights, const FfnShape& shape, const 
     const Matrix& down = shape.down;
     Input input;
     if (!input.plan(shape.up, h, shape.up.cols, 1, t, exact, scratch)) return false;
-    // As many granules at a time as the scratch holds hidden values of, but no more than stay in the L2 cache.
+    // Granules at a time: as many as scratch has room for hidden values of, but no more than stay in the L2 cache.
     constexpr int kMostGranules = 64;
     int block = std::min(weights.count, kMostGranules);
     Prepared prepared;
@@ -247,7 +249,7 @@ bool ffn_many(Pool& pool, const Granules& weights, const FfnShape& shape, const 
             hidden.count = x.count;
             for (int begin = 0; begin < weights.count; begin += block) {
                 const int end = std::min(begin + block, weights.count);
-                if (begin > 0) team.barrier();  // hidden values of the block before are used up
+                if (begin > 0) team.barrier();  // all threads have used the hidden values of the block before
                 const auto [lo, hi] = team.share(end - begin);
                 for (int i = lo; i < hi; ++i) {
                     const std::uint8_t* granule = weights.data + std::size_t(begin + i) * weights.stride;
@@ -269,7 +271,7 @@ bool ffn(Pool& pool, const FfnOp& op) {
     const auto run = op.t <= kFewRows ? ffn_few : ffn_many;
     const std::size_t cost = cost_of(op.weights, bytes, op.t);
     if (!run(pool, op.weights, shape, op.h, op.t, sum, cost, op.exact, op.scratch)) return false;
-    // A four that this call leaves to the next one adds nothing yet.
+    // If the only four of this call is left to the next call, this call adds nothing to partial, which starts as zeros.
     const Fours fours(sum, 0, op.weights.count, op.weights.count);
     if (sum.starts_sum && fours.count == 1 && sum.keeps) {
         std::fill_n(sum.partial, std::size_t(op.t) * std::size_t(shape.down.rows), 0.0F);

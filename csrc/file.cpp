@@ -10,9 +10,10 @@
 namespace penstock {
 namespace {
 
-constexpr std::int64_t kSector = 512;  // the smallest alignment that any disk takes
+constexpr std::int64_t kSector = 512;  // bytes; the smallest alignment that any disk takes
 
-// A regular file's descriptor as one that blocks, or -1 with errno set: EISDIR, EINVAL for a pipe or a device.
+// Makes a regular file's descriptor a blocking one and returns it. For anything else closes it and returns -1 with
+// errno set: EISDIR, or EINVAL for a pipe or a device.
 int regular(int fd) {
     struct stat status;
     int error = 0;
@@ -21,7 +22,7 @@ int regular(int fd) {
     } else if (!S_ISREG(status.st_mode)) {
         error = S_ISDIR(status.st_mode) ? EISDIR : EINVAL;
     } else if (const int flags = fcntl(fd, F_GETFL); flags < 0 || fcntl(fd, F_SETFL, flags & ~O_NONBLOCK) != 0) {
-        error = errno;  // an io_uring would give EAGAIN for reads of a descriptor that does not block
+        error = errno;  // it must block: an io_uring would give EAGAIN for reads of a descriptor that does not
     }
     if (error == 0) return fd;
     close(fd);
@@ -33,7 +34,7 @@ int regular(int fd) {
 
 bool Piece::take(std::int64_t result, std::int64_t wanted) {
     if (result == -EINTR) return false;
-    // A direct read cut short at half a 4 KiB sector has met the end of the file; asking for more is an error there.
+    // A direct read that ended inside a 4 KiB sector has met the end of the file. To ask for more there is an error.
     if (result == -EINVAL && direct && done > 0) return true;
     if (result < 0) {
         error = static_cast<int>(-result);
@@ -41,7 +42,7 @@ bool Piece::take(std::int64_t result, std::int64_t wanted) {
     }
     done += result;
     if (result == 0 || done == nbytes) return true;
-    return direct && result < wanted && result % kSector != 0;  // the end of the file, for the same reason
+    return direct && result < wanted && result % kSector != 0;  // this too is the end of the file
 }
 
 bool is_direct(int fd) { return (fcntl(fd, F_GETFL) & O_DIRECT) != 0; }
@@ -60,7 +61,7 @@ OpenResult open_direct(const char* path) {
     const auto open_with = [path](int extra) {
         int fd;
         do {
-            fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | extra);  // or a pipe waits for who writes to it
+            fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | extra);  // O_NONBLOCK: else a pipe waits for a writer
         } while (fd < 0 && errno == EINTR);
         return fd;
     };

@@ -1,4 +1,5 @@
-// Reads that go around the page cache: a cyclic scan bigger than RAM gets nothing from it, and evicts what would.
+// Reads of files that bypass the page cache. A cyclic scan of more than RAM gets nothing from the cache, and evicts
+// other data from it.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +8,7 @@
 namespace penstock {
 
 struct ReadResult {
-    std::int64_t nbytes;  // fewer than asked for only at the end of the file
+    std::int64_t nbytes;  // fewer than asked for only at the end of the file, or after an error
     int error;            // errno, 0 if all went well
 };
 
@@ -21,24 +22,24 @@ struct Piece {
     std::int64_t done = 0;
     int error = 0;
 
-    // Takes what a read of the next `wanted` bytes came to: bytes, or -errno. True if nothing is left to ask for: all
-    // is there, the file ended, or it failed.
+    // Takes the result of a read of the next `wanted` bytes: how many came, or -errno. Returns true if nothing is left
+    // to ask for: all bytes are there, the file ended, or the read failed.
     bool take(std::int64_t result, std::int64_t wanted);
 };
 
 bool is_direct(int fd);
 
-// Blocks of at most block_bytes, one after the other. With O_DIRECT offset, address and block_bytes must be multiples
-// of what the disk asks for: 512 bytes or 4 KiB.
+// Reads a range in blocks of at most block_bytes, one after the other. With O_DIRECT offset, address and block_bytes
+// must be multiples of the disk's sector: 512 bytes or 4 KiB.
 ReadResult read_into(int fd, std::int64_t offset, std::byte* to, std::int64_t nbytes, std::int64_t block_bytes);
 
 struct OpenResult {
     int fd;       // -1 if it failed
-    bool direct;  // false where the file system knows no O_DIRECT
+    bool direct;  // false where the file system has no O_DIRECT
     int error;
 };
 
-// A regular file, to read from. What is none gives EISDIR or EINVAL, and is not waited for.
+// Opens a regular file for reading. Anything else gives EISDIR or EINVAL at once: it never waits for a pipe's writer.
 OpenResult open_direct(const char* path);
 
 // Tells the kernel that the cache need not keep this range. Returns errno, 0 if all went well.

@@ -1,11 +1,12 @@
-// XXH3 of 64 bits without a seed, written from its public specification (github.com/Cyan4973/xxHash,
-// doc/xxhash_spec.md, "XXH3 Algorithm Description (for large inputs)"). Shorter inputs than 241 bytes, which that
-// hashes in other ways, do not occur: a granule has 4096 bytes at least. Every instruction set gives the same number.
+// The checksum of a granule: XXH3 of 64 bits without a seed, written from its public specification
+// (github.com/Cyan4973/xxHash, doc/xxhash_spec.md, "XXH3 Algorithm Description (for large inputs)"). XXH3 hashes inputs
+// of less than 241 bytes in other ways. They do not occur here: a granule has at least 4096 bytes. Every instruction
+// set gives the same number. Included after kernels-inl.h.
 //
-// There are eight sums of 64 bits. A stripe is 64 bytes, a word for each sum. A sum adds the product of the two halves
-// of its word XOR a word of the secret, and its neighbour's word as it is. Sixteen stripes, each with the secret 8
-// bytes further, are a block; at its end the sums are scrambled. The input's last 64 bytes are always a stripe of their
-// own. Included after kernels-inl.h.
+// There are eight sums of 64 bits. A stripe is 64 bytes, a word for each sum. For each stripe a sum adds two numbers:
+// the product of the two halves of (its word XOR a word of the secret), and the word of its neighbour. A block is
+// sixteen stripes, each with the secret 8 bytes further on. At the end of a block the sums are scrambled. The input's
+// last 64 bytes are always a stripe of their own.
 #pragma once
 
 namespace penstock::PENSTOCK_ISA {
@@ -33,8 +34,8 @@ alignas(64) constexpr std::uint8_t kSecret[kSecretBytes] = {
     0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e};
 // clang-format on
 
-// As many words as a register holds. w_swap: the words of each pair exchanged. w_halves: the product of each word's
-// halves. w_times: each word times a factor of 32 bits. Words are little-endian, as they lie in memory.
+// W: as many 64-bit words as a register holds, little-endian, as they lie in memory. w_swap exchanges the words of each
+// pair. w_low_product multiplies the low halves of two words.
 #if defined(__AVX512F__)
 using W = __m512i;
 inline W w_load(const void* p) { return _mm512_loadu_si512(p); }
@@ -101,7 +102,7 @@ inline void hash_scramble(W* sums) {
     for (std::size_t i = 0; i < kSums / kWords; ++i) {
         const W secret = w_load(kSecret + kSecretBytes - kStripe + i * sizeof(W));
         const W mixed = w_xor(w_xor(sums[i], w_right<47>(sums[i])), secret);
-        // 64 bits times 32: the low half's product, and the high half's 32 bits further up.
+        // A product of 64 and 32 bits: that of the low half, and that of the high half 32 bits further up.
         sums[i] = w_add(w_low_product(mixed, prime), w_left32(w_low_product(w_right<32>(mixed), prime)));
     }
 }

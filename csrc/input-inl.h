@@ -1,4 +1,5 @@
-// What a call multiplies: activations laid out for the kernels, and weights cut into tiles that are taken together.
+// Prepares the operands of a product: lays out activations for the kernels, and cuts weights into tiles that are taken
+// together.
 #pragma once
 
 #include <algorithm>
@@ -12,16 +13,18 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
+// `count` numbers from the beginning of scratch, or null if it is too small.
 template <class T>
 T* take(Scratch& scratch, std::size_t count) {
     const std::size_t nbytes = scratch_aligned(count * sizeof(T));
     if (nbytes > scratch.nbytes) return nullptr;
-    auto* found = reinterpret_cast<T*>(scratch.data);
+    auto* memory = reinterpret_cast<T*>(scratch.data);
     scratch.data += nbytes;
     scratch.nbytes -= nbytes;
-    return found;
+    return memory;
 }
 
+// Stores the first `count` of 16 numbers.
 void store_some(float* to, F x, int count) {
     if (count >= kTileRows) {
         f_store(to, x);
@@ -32,7 +35,7 @@ void store_some(float* to, F x, int count) {
     for (int i = 0; i < count; ++i) to[i] = lanes[i];
 }
 
-// The first `count` of 16, the others 0.
+// Loads `count` numbers; the others of the 16 are 0.
 F load_some(const float* from, int count) {
     if (count >= kTileRows) return f_load(from);
     float lanes[kTileRows] = {};
@@ -42,11 +45,12 @@ F load_some(const float* from, int count) {
 
 // ---- activations of a call -----------------------------------------------------------------------------------------
 
-constexpr int kGranuleRows = 64;  // neurons of a granule, at most
+constexpr int kGranuleRows = 64;  // the most neurons of a granule
 static_assert(kHiddenRows % kWideRows == 0, "whole panels");
 static_assert(kFewRows <= kMostFewRows, "scratch is sized for so many");
 
-// One group of a row as int8 with scale = max / 127, and the sum of what that stands for.
+// Rounds one group of a row, `count` numbers padded to `group`, to int8 with scale = max / 127. `sum`: the sum of the
+// rounded numbers, as floats.
 void round_group(const float* from, int count, int group, std::int8_t* q, float* scale, float* sum) {
     I most_bits = i_zero();
     for (int i = 0; i < count; i += 16) most_bits = i_max(most_bits, i_magnitude(load_some(from + i, count - i)));
@@ -60,16 +64,17 @@ void round_group(const float* from, int count, int group, std::int8_t* q, float*
         i_store_bytes(q + i, codes);
         total = i_add(total, codes);
     }
-    // NaN and infinite activations stay visible in the scale: damaged weights must not pass for zeros.
+    // NaN and infinite activations stay visible in the scale, so that damaged weights do not pass for zeros.
     *scale = most / 127.0F;
     *sum = *scale * static_cast<float>(i_sum(total));
 }
 
-// Memory for the activations that weights of one or more granules are multiplied with.
+// Memory for activations that the weights of one or more granules are multiplied with.
 struct Prepared {
     Rows rows;
 
-    // Room for `count` rows, `granules` granules of m.cols columns each. False: scratch is too small.
+    // Takes room for `count` rows of `granules` granules, with m.cols columns each. Returns false if scratch is too
+    // small.
     static bool plan(const Matrix& m, int granules, int count, bool exact, Scratch& scratch, Prepared& to) {
         const std::size_t groups = std::size_t(m.groups()) * std::size_t(granules), n = std::size_t(count);
         const std::size_t width = m.quantised() ? groups * std::size_t(m.group) : std::size_t(m.cols * granules);
@@ -86,7 +91,7 @@ struct Prepared {
                (rows.sum != nullptr || !m.quantised());
     }
 
-    // Lays out group j of a granule's columns `from` of one row; of float weights, which know no groups, all columns.
+    // Lays out group j of one row's columns `from` for a granule. Float weights have no groups: then it is all columns.
     static void put(const Rows& rows, const Matrix& m, int row, int granule, int j, const float* from) {
         const Panel panel = panel_of(row, rows.count);
         const int n = panel.n, r = row - panel.row;
@@ -114,8 +119,8 @@ struct Prepared {
     }
 };
 
-// What a call multiplies, some rows at a time: those whose activations stay in a core's L2 cache while the weights go
-// by.
+// The activations of a call, laid out a chunk of rows at a time. The activations of a chunk stay in a core's L2 cache
+// while all weights are read.
 class Input {
   public:
     bool plan(const Matrix& m, const float* x, std::ptrdiff_t x_stride, int granules, int t, bool exact,
@@ -127,17 +132,17 @@ class Input {
 
     int chunk() const { return chunk_; }
 
-    // The rows from `row` on, at most a chunk, laid out. All threads share the work and wait for each other.
+    // Lays out the rows from `row` on, at most a chunk of them. All threads share the work and wait for each other.
     Rows chunk_at(const Team& team, int row) const {
-        if (row > 0) team.barrier();  // the rows before are used up
+        if (row > 0) team.barrier();  // all threads have used the chunk before
         Rows rows = prepared_.rows;
         rows.count = std::min(chunk_, t_ - row);
         const int per_granule = std::max(1, m_.groups()), per_row = per_granule * granules_;
         const auto [first, last] = team.share(rows.count * per_row);
         for (int i = first; i < last; ++i) {
-            const int r = i / per_row, at = i % per_row, granule = at / per_granule;
+            const int r = i / per_row, group = i % per_row, granule = group / per_granule;
             const float* from = x_ + (row + r) * x_stride_ + std::ptrdiff_t(granule) * m_.cols;
-            Prepared::put(rows, m_, r, granule, at % per_granule, from);
+            Prepared::put(rows, m_, r, granule, group % per_granule, from);
         }
         team.barrier();
         return rows;
@@ -151,15 +156,15 @@ class Input {
     Prepared prepared_;
 };
 
-// What a call walks through, in bytes; arithmetic counts from four rows on.
+// The cost of a call for `Pool::run`: the bytes of weights that it walks through, once per four rows.
 std::size_t cost_of(const Granules& weights, std::size_t bytes_per_granule, int t) {
     return std::size_t(weights.count) * bytes_per_granule * std::size_t((t + 3) / 4);
 }
 std::size_t bytes_of(const Matrix& m) { return std::size_t(m.tiles()) * m.tile_bytes(); }
 
-// How a matrix is cut into tiles that are multiplied together. Many rows share a broadcast between kWideTiles. For few
-// rows what counts is that bytes come in the order in which they lie: one tile after the other, unless tiles are so
-// short that starting and ending them is most of the work.
+// Cuts a matrix into groups of `width` tiles that are multiplied together. With many rows kWideTiles tiles share a
+// broadcast. With few rows it matters more that bytes are read in the order in which they lie. So tiles are taken one
+// by one, unless they are so short that the work at their beginning and end is most of all work.
 struct Cuts {
     int tiles, width, per_granule;
     Cuts(const Matrix& m, int rows)
@@ -178,7 +183,7 @@ struct Cuts {
     }
 };
 
-constexpr auto nothing = [](int, int) { return f_zero(); };  // where a sum starts
+constexpr auto nothing = [](int, int) { return f_zero(); };  // `start` of `tile_rows` for sums that begin at 0
 
 }  // namespace
 }  // namespace penstock::PENSTOCK_ISA

@@ -1,4 +1,5 @@
-// Products of weights with rows, for one instruction set: one by one, as logits, and summed over granules.
+// Products of packed weights with rows, for one instruction set: one result per granule (`project`), logits (`head`),
+// and sums over granules (`out`).
 #pragma once
 
 #include <algorithm>
@@ -13,7 +14,8 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// out(team, row, column, 16 products, how many of them are wanted) for x [T, cols] · block of each granule.
+// Multiplies x [T, cols] with the block of each granule. Calls out(team, row, column, 16 products, how many of them are
+// wanted).
 template <class Out>
 bool multiply(Pool& pool, const Granules& weights, const Matrix& m, const float* x, std::ptrdiff_t x_stride, int t,
               int out_cols, bool exact, Scratch& scratch, const Out& out) {
@@ -22,13 +24,14 @@ bool multiply(Pool& pool, const Granules& weights, const Matrix& m, const float*
     pool.run(cost_of(weights, bytes_of(m), t), [&](const Team& team) {
         const Cuts cuts(m, input.chunk());
         const auto [first, last] = team.share(weights.count * cuts.per_granule);
-        prefetch_run(cuts.tiles_of(weights, m, first).series.first);  // while activations are laid out
+        prefetch_run(cuts.tiles_of(weights, m, first).series.first);  // arrives while activations are laid out
         for (int row0 = 0; row0 < t; row0 += input.chunk()) {
             const Rows rows = input.chunk_at(team, row0);
             for (int cut = first; cut < last; ++cut) {
                 const auto sink = [&](int row, int tile, F y) {
-                    const int at = (cuts.tile(cut) + tile) * kTileRows, column = cuts.granule(cut) * m.rows + at;
-                    const int count = std::min({kTileRows, m.rows - at, out_cols - column});
+                    const int inside = (cuts.tile(cut) + tile) * kTileRows,
+                              column = cuts.granule(cut) * m.rows + inside;
+                    const int count = std::min({kTileRows, m.rows - inside, out_cols - column});
                     if (count > 0) out(team, row0 + row, column, y, count);
                 };
                 tile_rows(m, cuts.tiles_of(weights, m, cut), rows, 0, rows.count, nothing, sink);
@@ -46,7 +49,7 @@ bool project(Pool& pool, const ProjectOp& op) {
                     });
 }
 
-// Takes `count` logits from token `first` on into account.
+// Updates `best` with `count` logits, of the tokens from `first` on.
 inline void follow(Best& best, F logits, int count, int first) {
     float lanes[kTileRows];
     if (count < kTileRows) {
@@ -67,31 +70,32 @@ bool head(Pool& pool, const HeadOp& op) {
     const int t = op.t;
     Best* const best = op.best;
     if (op.starts && best != nullptr) std::fill_n(best, t, Best{-INFINITY, 0});
-    std::vector<Best> each;  // [threads][T]; a thread's own, so that none waits for another
-    for (int i = 0; best != nullptr && i < pool.threads(); ++i) each.insert(each.end(), best, best + t);
+    std::vector<Best> own;  // [threads][T]: each thread has its own, so that none waits for another
+    for (int i = 0; best != nullptr && i < pool.threads(); ++i) own.insert(own.end(), best, best + t);
     Scratch scratch = op.scratch;
     const float softcap = op.softcap;
-    const bool done =
-        multiply(pool, op.weights, op.matrix, op.h, op.h_stride, t, op.out_cols, op.exact, scratch,
-                 [&](const Team& team, int row, int column, F y, int count) {
-                     if (softcap > 0) y = f_mul(f_tanh(f_mul(y, f_set(1.0F / softcap))), f_set(softcap));
-                     store_some(op.logits + row * op.out_stride + column, y, count);
-                     if (best != nullptr)
-                         follow(each[std::size_t(team.id() * t + row)], y, count, op.first_token + column);
-                 });
+    const bool done = multiply(pool, op.weights, op.matrix, op.h, op.h_stride, t, op.out_cols, op.exact, scratch,
+                               [&](const Team& team, int row, int column, F y, int count) {
+                                   if (softcap > 0) y = f_mul(f_tanh(f_mul(y, f_set(1.0F / softcap))), f_set(softcap));
+                                   store_some(op.logits + row * op.out_stride + column, y, count);
+                                   if (best != nullptr)
+                                       follow(own[std::size_t(team.id() * t + row)], y, count, op.first_token + column);
+                               });
     for (int i = 0; best != nullptr && i < pool.threads(); ++i) {
         for (int row = 0; row < t; ++row) {
-            const Best& other = each[std::size_t(i * t + row)];
-            Best& now = best[row];
-            if (std::isnan(other.logit)) now.logit = NAN;
-            if (other.logit > now.logit || (other.logit == now.logit && other.token < now.token)) now = other;
+            const Best& candidate = own[std::size_t(i * t + row)];
+            Best& winner = best[row];
+            if (std::isnan(candidate.logit)) winner.logit = NAN;
+            if (candidate.logit > winner.logit || (candidate.logit == winner.logit && candidate.token < winner.token))
+                winner = candidate;
         }
     }
     return done;
 }
 
-// This thread's tiles of `sum`. With few rows granule by granule, for then weights are read in the order in which they
-// lie; with many a tile's sums stay in registers over all granules. The terms of a sum come in one order either way.
+// Computes this thread's tiles of `sum` [count, rows of m]. With few rows it goes granule by granule, so that weights
+// are read in the order in which they lie. With many rows a tile's sums stay in registers over all granules. Either way
+// the terms of a sum are added in the same order.
 void accumulate_share(const Team& team, const Granules& weights, const Matrix& m, const Rows& x, float* sum,
                       bool first) {
     const Cuts cuts(m, x.count);
@@ -99,8 +103,8 @@ void accumulate_share(const Team& team, const Granules& weights, const Matrix& m
     if (lo == hi) return;
     const bool few = x.count <= kFewRows;
     const int together = few ? 1 : weights.count;
-    // A thread's run of a granule may be short (KV heads of a small model), and what lies kAhead further on is then not
-    // its own: what is fetched meanwhile are the cuts that it takes next, or the same tiles of the next granule.
+    // A thread's part of a granule may be short (KV heads of a small model). Then the bytes kAhead further on are not
+    // its own. So it fetches the cuts that it takes next, or its tiles of the next granule.
     const bool short_tiles = cuts.width * m.tile_bytes() <= kAhead;
     const int cuts_ahead = static_cast<int>(kAhead / (std::size_t(cuts.width) * m.tile_bytes())) + 1;
     for (int g = 0; g < weights.count; g += together) {
@@ -111,9 +115,9 @@ void accumulate_share(const Team& team, const Granules& weights, const Matrix& m
                 tiles.series.ahead = 0;
                 const int later = cut + cuts_ahead - lo, next = g + later / (hi - lo);
                 if (next < weights.count) {
-                    const int at = next * cuts.per_granule + lo + later % (hi - lo);
-                    const Tiles wanted = cuts.tiles_of(weights, m, at);
-                    prefetch_run(wanted.series.first, std::size_t(wanted.count) * m.tile_bytes());
+                    const int later_cut = next * cuts.per_granule + lo + later % (hi - lo);
+                    const Tiles later_tiles = cuts.tiles_of(weights, m, later_cut);
+                    prefetch_run(later_tiles.series.first, std::size_t(later_tiles.count) * m.tile_bytes());
                 }
             } else if (few && cut + 1 == hi && g + 1 < weights.count) {
                 prefetch_run(cuts.tiles_of(weights, m, (g + 1) * cuts.per_granule + lo).series.first);
@@ -135,7 +139,7 @@ void accumulate_share(const Team& team, const Granules& weights, const Matrix& m
     }
 }
 
-// Where this thread's tiles begin.
+// The address of this thread's first tile.
 const std::uint8_t* first_tile(const Team& team, const Granules& weights, const Matrix& m, int rows) {
     const Cuts cuts(m, rows);
     return cuts.tiles_of(weights, m, team.share(cuts.per_granule).first).series.first;

@@ -14,7 +14,7 @@ const Kernels* find_kernels(const char* name) {
     if (is("avx2") && avx2) return &kAvx2Kernels;
     // PCs since 2021 that lack AVX-512 have its 8-bit dot product for AVX registers.
     if (is("avxvnni") && avx2 && has_feature("avxvnni")) return &kAvxVnniKernels;
-    // One build for AVX-512 with VNNI: the processors that lack it (before 2019) run the AVX2 kernels.
+    // AVX-512 is built only with VNNI. Processors that have AVX-512 without VNNI (before 2019) run the AVX2 kernels.
     if (is("avx512") && avx2 && has_feature("avx512bw") && has_feature("avx512vl") && has_feature("avx512dq") &&
         has_feature("avx512vnni")) {
         return &kAvx512Kernels;
@@ -25,7 +25,7 @@ const Kernels* find_kernels(const char* name) {
 
 const Kernels* best_kernels() {
     for (const char* isa : {"avx512", "avxvnni", "avx2"}) {
-        if (const Kernels* found = find_kernels(isa)) return found;
+        if (const Kernels* kernels = find_kernels(isa)) return kernels;
     }
     return &kPortableKernels;
 }

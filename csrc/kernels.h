@@ -1,11 +1,12 @@
-// The native ops: raw pointers in, raw pointers out, one table of functions per instruction set.
+// The native ops: their operands as structs of raw pointers, and one table of functions per instruction set.
 //
-// Letters: T rows (tokens), D d_model, H heads, K KV heads, G = H / K, E head_dim, N neurons of a granule.
+// Letters in shapes: T rows (tokens), D d_model, H heads, K KV heads, G = H / K, E head_dim, N neurons of a granule,
+// X experts, A experts that a row goes to. Arrays are float32 where nothing else is said.
 //
-// Matrices lie in tiles of 16 rows, as spec/format.py draws them; a tile's outputs are the 16 lanes of a vector, so
-// no sum ever crosses lanes. Every output element is computed by one thread, its terms added in one order: columns (or
-// groups) upwards, granules upwards (FFNs: see FfnSum). Which rows share a call, how many threads there are and where
-// units are cut changes no bit.
+// Matrices lie in tiles of 16 rows, as spec/format.py draws them. A tile's outputs are the 16 lanes of a vector, so no
+// sum ever crosses lanes. Every output element is computed by one thread, and its terms are added in one order: columns
+// (or groups) upwards, granules upwards (FFNs: see FfnSum). So no bit depends on which rows share a call, on the number
+// of threads, or on where units are cut.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +21,7 @@ enum class Kind : int { kFloat32, kFloat16, kBfloat16, kInt8, kInt4 };
 
 constexpr int kTileRows = 16;
 
-// A tile and group of int4 weights: codes, then 16 scales, then 16 minimums. The one layout for CPU and GPU.
+// One group of a tile of int4 weights: codes, then 16 scales, then 16 minimums. CPU and GPU read the same layout.
 template <int kGroup>
 struct Int4Tile {
     std::uint8_t codes[kGroup / 8][16][4];  // line i, row r, byte b: columns 8i + b (low nibble) and 8i + 4 + b
@@ -37,7 +38,7 @@ static_assert(sizeof(Int4Tile<64>) == 576, "4.5 bits a weight");
 static_assert(sizeof(Int4Tile<32>) == 320, "5 bits a weight");
 static_assert(sizeof(Int8Tile<64>) == 1088, "8.5 bits a weight");
 
-// A block of a granule: a matrix [rows, cols] at `offset` of it. rows == 0: there is none.
+// A block of a granule: a matrix [rows, cols] at byte `offset` of the granule. rows == 0: there is no such block.
 struct Matrix {
     int rows = 0, cols = 0;
     Kind kind = Kind::kFloat32;
@@ -66,14 +67,15 @@ struct Matrix {
 
 enum class Activation : int { kSilu, kGelu, kGeluTanh, kGeluQuick, kRelu, kRelu2 };
 
-// Weights of a unit: n granules, `stride` bytes apart.
+// Weights of a unit: `count` granules, `stride` bytes apart.
 struct Granules {
     const std::uint8_t* data;
     int count;
     std::size_t stride;
 };
 
-// Temporaries. scratch.h says how much an op wants; with less, kernels cut their work so that it fits while it can.
+// Memory for temporaries. scratch.h says how much an op wants. With less, kernels cut their work into smaller pieces,
+// as long as one piece fits.
 struct Scratch {
     std::uint8_t* data;
     std::size_t nbytes;
@@ -81,37 +83,37 @@ struct Scratch {
 
 struct FfnShape {
     Matrix gate, up, down;
-    std::size_t gate_bias = 0, up_bias = 0;  // offsets of float32 [N]; 0: none
+    std::size_t gate_bias = 0, up_bias = 0;  // byte offsets of float32 [N] in a granule; 0: none
     Activation activation = Activation::kSilu;
 };
 
-// Where the sums of an FFN go. Granules are summed by fours, counted from the layer's first, and then the fours, both
-// in their order. So a thread can take a whole four, whose bytes lie in one run, and neither the number of threads nor
-// the cuts of units change a bit. `pending` [T, D] holds the sum of a four that is cut: the call before left it
-// (`continues`), or this one leaves it (`keeps`).
+// Where the sums of an FFN go. Granules are summed by fours, counted from the layer's first granule. Then the fours are
+// summed. Both sums go upwards. So a thread can take a whole four, whose bytes lie in one run, and neither the number
+// of threads nor the cuts of units change a bit.
 constexpr int kSumGranules = 4;  // SUM_GRANULES of spec/parts.py
 
 struct FfnSum {
-    float *partial, *pending;
-    int granule;  // of the layer: the call's first
-    bool starts_sum, continues, keeps;
+    float *partial, *pending;  // [T, D]; `pending` holds the sum of a four that is cut by units
+    int granule;               // number of the call's first granule in the layer
+    bool starts_sum;           // this call is the first addend of `partial`
+    bool continues, keeps;     // the call before left a sum in `pending`; this call leaves one
 };
 
 constexpr int up_to(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// The limits of formats; spec/format.py has the same, and a test compares them. Columns of a scale, of weights and of a
-// KV cache, are at most so many, for buffers of the kernels are so large, and multiples of so many.
-constexpr int kMostGroup = 1024, kWeightGroup = 8, kKvGroup = 32;
-constexpr int kPageTokens = 64;  // attention walks blocks of so many positions, each within one page
+// The limits of formats. spec/format.py has the same limits, and a test compares them.
+constexpr int kMostGroup = 1024;                // the most columns of a scale: buffers of the kernels are so large
+constexpr int kWeightGroup = 8, kKvGroup = 32;  // columns of a scale are a multiple of this, for weights and for KV
+constexpr int kPageTokens = 64;                 // attention walks blocks of so many positions, each within one page
 
-// The form of a layer's K and V in pages: for every KV head of a page a block, as spec/format.py draws it. `group`:
-// columns of a scale, 0 for floats.
+// How a layer's K and V lie in pages. A page has a block for each KV head, as spec/format.py draws it. `group`: columns
+// of a scale, 0 for floats.
 struct CacheShape {
     Kind kind = Kind::kFloat32;
     int group = 0, kv_heads = 0, page_tokens = 0, head_dim = 0;
 
     int groups() const { return group > 0 ? (head_dim + group - 1) / group : 0; }
-    // A token's numbers or codes in one head.
+    // Bytes of a token's numbers or codes in one head.
     std::size_t row_bytes() const {
         switch (kind) {
             case Kind::kFloat32:
@@ -124,12 +126,12 @@ struct CacheShape {
                 return std::size_t(head_dim) * 2;
         }
     }
-    // Where a head's block begins; its rows lie row_bytes() apart.
+    // Byte offset of a head's block in the pool. Its rows lie row_bytes() apart.
     std::size_t block_at(int page, int head) const {
         return (std::size_t(page) * std::size_t(kv_heads) + std::size_t(head)) * std::size_t(page_tokens) *
                (row_bytes() + 4 * std::size_t(groups()));
     }
-    // In its block, the float16 scale of a token's group, and its minimum.
+    // Byte offsets in its block of the float16 scale and minimum of a token's group g.
     std::size_t scale_at(int g, int slot) const {
         return std::size_t(page_tokens) * (row_bytes() + 2 * std::size_t(g)) + 2 * std::size_t(slot);
     }
@@ -140,30 +142,33 @@ struct KvCache : CacheShape {
     std::uint8_t *keys = nullptr, *values = nullptr;
 };
 
-// Rows of one sequence in a batch: `rows` of them from position `start`; its pages are consecutive from `first_page`.
+// Rows of one sequence in a batch: `rows` of them from position `start`. The sequence's pages are consecutive from
+// `first_page`.
 struct Sequence {
     std::int32_t first_page, start, rows;
 };
 
-// What attention does, and for which KV heads [lo, hi). window 0: all positions; softcap 0: none.
+// The settings of attention, for the KV heads [lo, hi). window 0: all positions. softcap 0: none.
 struct AttentionShape {
     int heads, kv_heads, head_dim, lo, hi;
     float scale, softcap;
     int window;
 };
 
-// What becomes of projected q, k and v: biases (per granule, byte offsets, 0: none), RMS norm of each head (null:
-// none), rotation of the first `rope_dims`.
+// The matrices of q, k and v, and what is done to their products: biases are added (byte offsets in a granule, 0:
+// none), each head of q and k is normed (RMS) where the op has weights for that, and its first `rope_dims` dimensions
+// are rotated.
 struct QkvShape {
     Matrix q, k, v;
     std::size_t q_bias, k_bias, v_bias;
     float norm_eps;
     int rope_dims;
-    bool norms_all_heads;  // together; then a granule holds all of them
+    bool norms_all_heads;  // one norm over all heads together; then a granule holds all heads
 };
 
-// A layer's router: scores of its experts, and the gate of the shared expert (rows == 0: none), blocks of one granule.
-// `bias` [X] (null: none) counts where experts are chosen; `groups`: ranges of experts, of which some are kept.
+// A layer's router. `scores` and `gate` (of the shared expert; rows == 0: none) are blocks of one granule. `bias` [X]
+// (null: none) is added to scores for the choice of experts only. `groups`: ranges of experts, of which `groups_kept`
+// may be chosen from.
 struct RouterShape {
     Matrix scores, gate;
     const float* bias;
@@ -173,8 +178,8 @@ struct RouterShape {
     int active;
 };
 
-// Which experts rows go to: ids [T, A], upwards in each row; what multiplies their outputs [T, A]; and the shared
-// expert's [T].
+// A router's answer, one array after the other: ids int32 [T, A] of the experts of each row in rising order, weights
+// [T, A] that multiply their outputs, and weights [T] that multiply the shared expert's output.
 struct Routes {
     std::uint8_t* data;
     std::int32_t* ids() const { return reinterpret_cast<std::int32_t*>(data); }
@@ -184,14 +189,15 @@ struct Routes {
 
 enum class NormKind : int { kNone, kRms, kLayer };
 
-// RMS: x / sqrt(mean x² + eps) · (weight + offset); layer: of x - mean, plus bias. Null: no such term.
+// RMS: x / sqrt(mean x² + eps) · (weight + offset). Layer: the same of x - mean, plus bias. weight, bias [D]; null:
+// there is no such term.
 struct Norm {
     NormKind kind = NormKind::kNone;
     float eps = 0, offset = 0;
     const float *weight = nullptr, *bias = nullptr;
 };
 
-// The most likely token of a row so far; NaN once a logit was NaN.
+// The most likely token of a row so far. `logit` is NaN once a logit was NaN.
 struct Best {
     float logit;
     std::int32_t token;
@@ -199,11 +205,12 @@ struct Best {
 
 // ---- operands ------------------------------------------------------------------------------------------------------
 //
-// What each op works on, by name; graph/ops says what is read and written. bind_ops.cpp fills these structs from Python
-// field by field, and a test holds their names to the definitions there. `t`: T.
+// The operands of each op by name. graph/ops says which of them are read and written. bind_ops.cpp fills these structs
+// from Python field by field, and a test holds their names to the definitions there. `t` is T. Strides count elements,
+// but that of granules counts bytes. `exact`: activations are not rounded to int8.
 
-// out [T, rows of all granules] = x [T, cols] · block of each granule; `exact`: no int8 activations.
-// Granule i writes columns i * rows …; at most `out_cols` columns in all.
+// out [T, rows of all granules] = x [T, cols] · block of each granule. Granule i writes the columns from i * rows on,
+// and at most `out_cols` columns are written in all.
 struct ProjectOp {
     Granules weights;
     Matrix matrix;
@@ -217,9 +224,9 @@ struct ProjectOp {
     Scratch scratch;
 };
 
-// The same for logits, capped at ±softcap where that is above 0. `best` [T] (null: not wanted) follows the most
-// likely token over the calls of a pass, the lowest id where they tie, from nothing where it `starts`; column 0 is
-// `first_token`.
+// As `project`, for logits, which are capped at ±softcap where that is above 0. `best` [T] (null: not wanted) is
+// updated to the most likely token over the calls of a pass, which is the lowest id where logits tie. `starts`: this is
+// the first of these calls. Column 0 is the token `first_token`.
 struct HeadOp {
     Granules weights;
     Matrix matrix;
@@ -236,7 +243,8 @@ struct HeadOp {
     Scratch scratch;
 };
 
-// partial [T, rows] (+)= Σ granules: a [T, granule i's cols] · block; granule i reads columns i * cols … of a.
+// partial [T, rows] (+)= Σ granules: a [T, granule i's cols] · block. Granule i reads the columns of a from i * cols
+// on.
 struct OutOp {
     Granules weights;
     Matrix matrix;
@@ -248,7 +256,7 @@ struct OutOp {
     Scratch scratch;
 };
 
-// partial [T, D] (+)= Σ granules: down · (act(gate h) * up h), or down · act(up h).
+// partial [T, D] (+)= Σ granules: down · (act(gate h) * up h), or down · act(up h). h [T, D].
 struct FfnOp {
     Granules weights;
     FfnShape shape;
@@ -259,7 +267,7 @@ struct FfnOp {
     Scratch scratch;
 };
 
-// routes of h [T, D]. `weights`: the router's granule.
+// routes = the router's answer for h [T, D]. `weights`: the router's granule.
 struct RouteOp {
     const std::uint8_t* weights;
     RouterShape shape;
@@ -269,9 +277,10 @@ struct RouteOp {
     Scratch scratch;
 };
 
-// partial [T, D] (+)= Σ weight · FFN of h over some experts, upwards. With `outputs` [T, A, D] (null: none) each
-// expert's FFN goes there instead, for `combine` to add up, and the experts may come in any order. `weights`: where
-// each expert begins; it has `per_expert` granules, `stride` bytes apart.
+// partial [T, D] (+)= Σ weight · FFN of h [T, D] over some experts, in rising order. With `outputs` [T, A, D] (null:
+// none) each expert's FFN is stored there instead, for `combine` to add up, and the experts may come in any order.
+// `weights`: the first granule of each expert, which has `per_expert` granules, `stride` bytes apart. `ids`: the
+// experts' numbers.
 struct ExpertsOp {
     std::vector<const std::uint8_t*> weights;
     std::vector<int> ids;
@@ -295,15 +304,15 @@ struct CombineOp {
     bool starts_sum;
 };
 
-// partial [T, D] times the shared expert's weights.
+// partial [T, D] = partial times the shared expert's weight of each row.
 struct GateOp {
     Routes routes;
     int active, t, d;
     float* partial;
 };
 
-// q [T, H, E], and k and v into the cache, for the KV heads of `attention`, of h [T, D]. cos, sin: float32
-// [T, rope_dims / 2].
+// q [T, H, E] of h [T, D], for the KV heads of `attention`; k and v go into the cache. q_norm, k_norm: weights [E], or
+// of all heads; null: no norm. cos, sin [T, rope_dims / 2].
 struct QkvOp {
     Granules weights;
     QkvShape shape;
@@ -319,7 +328,7 @@ struct QkvOp {
     Scratch scratch;
 };
 
-// a [T, H, E] = softmax(scale · q kᵀ, causal and windowed) v.
+// a [T, H, E] = softmax(scale · q kᵀ, causal and windowed) v, of q [T, H, E].
 struct AttendOp {
     AttentionShape attention;
     const Sequence* sequences;
@@ -330,7 +339,7 @@ struct AttendOp {
     Scratch scratch;
 };
 
-// h [T, D] = norm of x's rows, or of those that `chosen` [T] names (null: all); kNone copies.
+// h [T, D] = norm of the rows of x that `chosen` int32 [T] names (null: all rows). kNone copies.
 struct NormOp {
     Norm norm;
     const float* x;
@@ -339,7 +348,7 @@ struct NormOp {
     float* h;
 };
 
-// x [T, D] += out(Σ partials + bias), then x = after(x).
+// x [T, D] += out(Σ partials [T, D] + bias [D]), then x = after(x).
 struct MergeOp {
     Norm out, after;
     const float* bias;
@@ -349,7 +358,7 @@ struct MergeOp {
     Scratch scratch;
 };
 
-// x [T, D] = embed_scale · rows.
+// x [T, D] = embed_scale · rows [T, D].
 struct EmbedOp {
     const float* rows;
     float embed_scale;
@@ -357,7 +366,7 @@ struct EmbedOp {
     float* x;
 };
 
-// rows [T, cols] = those of `tokens` of a matrix that lies in granules of matrix.rows rows.
+// rows [T, cols] = the rows `tokens` int32 [T] of a matrix that lies in granules of matrix.rows rows.
 struct GatherOp {
     Granules weights;
     Matrix matrix;
@@ -366,8 +375,8 @@ struct GatherOp {
     float* rows;
 };
 
-// Integer weights as float32 or float16: the block `matrix` of each granule, in the tiles of `wide`, a block of
-// granules `out_stride` bytes apart. Values must be within float16's range where that is wanted.
+// Integer weights as float32 or float16: the block `matrix` of each granule is written in tiles as the block `wide` of
+// granules that are `out_stride` bytes apart. For float16 values must be within its range.
 struct WidenOp {
     Granules weights;
     Matrix matrix, wide;
@@ -375,7 +384,7 @@ struct WidenOp {
     std::size_t out_stride;
 };
 
-// Ops return false where the scratch is too small.
+// The ops of an instruction set. They return false where the scratch is too small.
 struct Kernels {
     const char* isa;
     bool (*project)(Pool&, const ProjectOp&);
@@ -393,10 +402,11 @@ struct Kernels {
     bool (*embed)(Pool&, const EmbedOp&);
     bool (*gather)(Pool&, const GatherOp&);
     bool (*widen)(Pool&, const WidenOp&);
-    // `rounds` of products in registers, for the peak; return the operations done. `sink` [2] keeps compilers honest.
+    // `rounds` rounds of products in registers, to measure the peak. They return the number of operations. `sink` [2]
+    // is input and output, so that the compiler drops nothing.
     std::int64_t (*int8_products)(std::int64_t rounds, float* sink);
     std::int64_t (*float_products)(std::int64_t rounds, float* sink);
-    // XXH3 of 64 bits without a seed, of more than 240 bytes: the checksum of a granule.
+    // The checksum of a granule: XXH3 of 64 bits without a seed. `nbytes` must be more than 240.
     std::uint64_t (*hash)(const std::byte* data, std::size_t nbytes);
 };
 

@@ -1,5 +1,5 @@
 #define PENSTOCK_ISA avxvnni
-// clang-format off: each is written in terms of the one before
+// clang-format off: each header uses those before it
 #include "simd_avx2.h"
 #include "kernels-inl.h"
 #include "ffn-inl.h"

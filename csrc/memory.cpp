@@ -6,7 +6,7 @@
 #include <new>
 
 #ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23  // Linux 5.14; older C libraries do not name it
+#define MADV_POPULATE_WRITE 23  // since Linux 5.14; older C libraries do not name it
 #endif
 
 namespace penstock {
@@ -20,7 +20,8 @@ std::size_t round_up(std::size_t n, std::size_t unit) { return (n + unit - 1) / 
 
 Mapping::Mapping(std::size_t nbytes, bool huge) : nbytes_(nbytes) {
     mapped_ = round_up(nbytes, page_bytes());
-    // mmap aligns to 4 KiB only: take one huge page more than asked for, and give back what lies before and after.
+    // mmap aligns to 4 KiB only. So one huge page more than asked for is mapped, and the bytes before and after the
+    // aligned range are given back.
     const std::size_t taken = mapped_ + kHugePage;
     void* start = mmap(nullptr, taken, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (start == MAP_FAILED) throw std::bad_alloc();

@@ -1,4 +1,5 @@
-// What the arithmetic units deliver at most: chains of products in registers. Included after kernels-inl.h.
+// Measures the most that the arithmetic units deliver, by chains of products in registers. Included after
+// kernels-inl.h.
 #pragma once
 
 namespace penstock::PENSTOCK_ISA {
@@ -7,7 +8,7 @@ namespace {
 constexpr int kPeakChains =
     kFewRows >= 8 ? 12 : 5;  // enough to hide an instruction's latency, few enough for registers
 
-// Both return the operations done: a multiplication and an addition are two.
+// Both functions return the number of operations: a multiplication and an addition are two.
 std::int64_t float_products(std::int64_t rounds, float* sink) {
     F chains[kPeakChains], x = f_set(sink[0]);
     const F factor = f_set(sink[1]);
@@ -23,7 +24,7 @@ std::int64_t float_products(std::int64_t rounds, float* sink) {
 std::int64_t int8_products(std::int64_t rounds, float* sink) {
     alignas(64) std::uint8_t bytes[64];
     std::memset(bytes, static_cast<int>(sink[0]), 64);
-    const std::uint8_t* volatile from = bytes;  // looked up in every round, so that nothing moves out of the loop
+    const std::uint8_t* volatile from = bytes;  // volatile, so that nothing moves out of the loop
     const std::int8_t four[4] = {1, 2, 3, static_cast<std::int8_t>(sink[1])};
     constexpr int kAgain = 64;
     I chains[kPeakChains];

@@ -23,11 +23,12 @@ namespace penstock {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using Words = std::uint64_t __attribute__((vector_size(64)));  // one cache line; the compiler splits it as it must
+// One cache line. The compiler splits it where registers are smaller.
+using Words = std::uint64_t __attribute__((vector_size(64)));
 using Sum = std::uint64_t (*)(const std::byte*, std::size_t);
 
-// One stream and no prefetch: two and four streams per thread read 20-35 % slower, software prefetch changed nothing.
-// Four independent sums: at one addition per load, arithmetic is far from the limit.
+// Reads one stream without prefetch: two and four streams per thread were 20-35 % slower, and software prefetch changed
+// nothing. There are four independent sums, so that at one addition per load arithmetic is far from the limit.
 [[gnu::always_inline]] inline std::uint64_t sum_lines(const std::byte* data, std::size_t nbytes) {
     constexpr std::size_t kLine = sizeof(Words);
     Words sums[4] = {};
@@ -66,7 +67,7 @@ Sum best_sum() {
 }
 
 std::vector<int> allowed_cpus() {
-    // 8192 is NR_CPUS of the distributions' kernels; the fixed cpu_set_t ends at 1024 and fails on bigger machines.
+    // 8192 is NR_CPUS of the distributions' kernels. The fixed cpu_set_t ends at 1024 and fails on bigger machines.
     constexpr int kMost = 8192;
     std::vector<int> cpus;
     cpu_set_t* set = CPU_ALLOC(kMost);
@@ -94,7 +95,8 @@ void pin_to(int cpu) {
 
 namespace {
 
-// Median seconds from the first start to the last end of work(thread) on pinned threads that start together.
+// Seconds from the first start to the last end of work(thread), on pinned threads that start together: the median over
+// `repeats` runs.
 template <class Work>
 double timed_s(int threads, int repeats, const Work& work) {
     const std::vector<int> cpus = allowed_cpus();

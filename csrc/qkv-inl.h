@@ -1,5 +1,5 @@
-// q, k and v of a layer's KV heads for one instruction set: products, biases, norms, rotation, and k and v into the
-// cache. Included after kernels-inl.h.
+// q, k and v of a layer's KV heads, for one instruction set: products, biases, norms and rotation. k and v are stored
+// in the cache. Included after kernels-inl.h.
 #pragma once
 
 #include "cache-inl.h"
@@ -22,8 +22,9 @@ inline void rotate_head(float* x, const float* cos, const float* sin, int half) 
     }
 }
 
-// Biases and one norm over all heads of a row, q and k each, where a granule holds all of them.
-inline void norm_all(const Team& team, const QkvOp& op, float* k_made, float* q) {
+// Adds biases to all heads' q and k of each row, and norms them: one norm for q and one for k. A granule holds all
+// heads.
+inline void norm_all(const Team& team, const QkvOp& op, float* k_out, float* q) {
     const AttentionShape& a = op.attention;
     const QkvShape& shape = op.shape;
     const auto [first, last] = team.share(op.t);
@@ -36,8 +37,7 @@ inline void norm_all(const Team& team, const QkvOp& op, float* k_made, float* q)
     };
     for (int row = first; row < last; ++row) {
         finish(q + std::ptrdiff_t(row) * a.heads * a.head_dim, shape.q_bias, op.q_norm, a.heads * a.head_dim);
-        finish(k_made + std::ptrdiff_t(row) * a.kv_heads * a.head_dim, shape.k_bias, op.k_norm,
-               a.kv_heads * a.head_dim);
+        finish(k_out + std::ptrdiff_t(row) * a.kv_heads * a.head_dim, shape.k_bias, op.k_norm, a.kv_heads * a.head_dim);
     }
     team.barrier();
 }
@@ -55,7 +55,7 @@ bool qkv(Pool& pool, const QkvOp& op) {
     if (!input.plan(shape.q, op.h, shape.q.cols, 1, t, op.exact, scratch)) return false;
     auto* kv = take<float>(scratch, std::size_t(2) * std::size_t(t) * std::size_t(heads) * std::size_t(e));
     if (kv == nullptr) return false;
-    float* const made[2] = {kv, kv + std::ptrdiff_t(t) * heads * e};
+    float* const kv_out[2] = {kv, kv + std::ptrdiff_t(t) * heads * e};
     float* const q_out = op.q + std::ptrdiff_t(a.lo) * group * e;
     const std::size_t bytes = bytes_of(shape.q) + bytes_of(shape.k) + bytes_of(shape.v);
     pool.run(cost_of(weights, bytes, t), [&](const Team& team) {
@@ -67,16 +67,19 @@ bool qkv(Pool& pool, const QkvOp& op) {
         for (int row0 = 0; row0 < t; row0 += input.chunk()) {
             const Rows rows = input.chunk_at(team, row0);
             for (int i = first; i < last; ++i) {
-                const int head = i / per_head, at = i % per_head;
-                const int which = at < q_cuts.per_granule ? 0 : at < q_cuts.per_granule + kv_cuts.per_granule ? 1 : 2;
-                const int cut = which == 0 ? at : at - q_cuts.per_granule - (which - 1) * kv_cuts.per_granule;
-                const Matrix& m = *blocks[which];
-                const Cuts& cuts = which == 0 ? q_cuts : kv_cuts;
+                const int head = i / per_head, place = i % per_head;
+                // 0: q, 1: k, 2: v.
+                const int part = place < q_cuts.per_granule                         ? 0
+                                 : place < q_cuts.per_granule + kv_cuts.per_granule ? 1
+                                                                                    : 2;
+                const int cut = part == 0 ? place : place - q_cuts.per_granule - (part - 1) * kv_cuts.per_granule;
+                const Matrix& m = *blocks[part];
+                const Cuts& cuts = part == 0 ? q_cuts : kv_cuts;
                 const auto sink = [&](int row, int tile, F y) {
                     row += row0;
-                    float* to = which == 0
-                                    ? q_out + row * q_stride + std::ptrdiff_t(head) * m.rows
-                                    : made[which - 1] + std::ptrdiff_t(row) * heads * e + std::ptrdiff_t(head) * m.rows;
+                    float* to =
+                        part == 0 ? q_out + row * q_stride + std::ptrdiff_t(head) * m.rows
+                                  : kv_out[part - 1] + std::ptrdiff_t(row) * heads * e + std::ptrdiff_t(head) * m.rows;
                     const int column = (cuts.tile(cut) + tile) * kTileRows;
                     store_some(to + column, y, m.rows - column);
                 };
@@ -85,12 +88,12 @@ bool qkv(Pool& pool, const QkvOp& op) {
             }
         }
         team.barrier();
-        if (shape.norms_all_heads) norm_all(team, op, made[0], q_out);
+        if (shape.norms_all_heads) norm_all(team, op, kv_out[0], q_out);
         const auto [begin, end] = team.share(heads * t);
         for (int i = begin; i < end; ++i) {
             const int head = i / t, row = i % t;
             const std::uint8_t* granule = weights.data + std::size_t(head / together) * weights.stride;
-            const std::ptrdiff_t nth = head % together;  // of its granule's heads
+            const std::ptrdiff_t nth = head % together;  // number among the heads of its granule
             const auto finish = [&](float* x, std::size_t bias, std::ptrdiff_t bias_at, const float* norm, bool turns) {
                 if (bias != 0) {
                     const auto* b = reinterpret_cast<const float*>(granule + bias) + bias_at;
@@ -102,14 +105,14 @@ bool qkv(Pool& pool, const QkvOp& op) {
                     rotate_head(x, op.cos + std::ptrdiff_t(row) * half, op.sin + std::ptrdiff_t(row) * half, half);
                 }
             };
-            const bool apart = !shape.norms_all_heads;  // else biases and norms are done
+            const bool apart = !shape.norms_all_heads;  // else norm_all has done biases and norms of q and k
             const float* const q_norm = apart ? op.q_norm : nullptr;
             for (int g = 0; g < group; ++g) {
                 finish(q_out + row * q_stride + (std::ptrdiff_t(head) * group + g) * e, apart ? shape.q_bias : 0,
                        (nth * group + g) * e, q_norm, true);
             }
-            float* const k = made[0] + (std::ptrdiff_t(row) * heads + head) * e;
-            float* const v = made[1] + (std::ptrdiff_t(row) * heads + head) * e;
+            float* const k = kv_out[0] + (std::ptrdiff_t(row) * heads + head) * e;
+            float* const v = kv_out[1] + (std::ptrdiff_t(row) * heads + head) * e;
             finish(k, apart ? shape.k_bias : 0, nth * e, apart ? op.k_norm : nullptr, true);
             finish(v, shape.v_bias, nth * e, nullptr, false);
             const Sequence* const sequences = op.sequences;

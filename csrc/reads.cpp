@@ -32,7 +32,7 @@ LoadPtr Reads::start(int fd, std::int64_t offset, std::byte* to, std::int64_t nb
         if (stop_) return nullptr;
         if (load->expected.sums != nullptr && !comparer_.joinable()) comparer_ = std::thread([this] { compare(); });
         queue_.push_back(load);
-        wake();  // under the mutex: nobody closes what it wakes
+        wake();  // under the mutex, so that close() cannot come in between
     }
     return load;
 }
@@ -47,11 +47,11 @@ CheckedRead Reads::read(int fd, std::int64_t offset, std::byte* to, std::int64_t
     Piece piece{fd, is_direct(fd), offset, to, nbytes};
     read_here(piece);
     bytes_read_ += piece.done;
-    CheckedRead found{{piece.done, piece.error}, std::nullopt};
+    CheckedRead result{{piece.done, piece.error}, std::nullopt};
     if (expected.sums != nullptr && piece.done == nbytes) {
-        found.damaged = expected.sums->first_wrong(expected.first, nbytes / expected.stride, to, expected.stride);
+        result.damaged = expected.sums->first_wrong(expected.first, nbytes / expected.stride, to, expected.stride);
     }
-    return found;
+    return result;
 }
 
 void Reads::inject(const Fault& fault) {
@@ -74,12 +74,12 @@ std::optional<Reads::Block> Reads::claim() {
         load->start_s = now_s();
         under_way_.push_back(load);
     }
-    const std::int64_t at = load->claimed;
-    const std::int64_t nbytes = std::min(block_bytes_, load->nbytes - at);
-    load->claimed = at + std::max<std::int64_t>(nbytes, 1);  // a load of nothing is one block of nothing
+    const std::int64_t start = load->claimed;
+    const std::int64_t nbytes = std::min(block_bytes_, load->nbytes - start);
+    load->claimed = start + std::max<std::int64_t>(nbytes, 1);  // a load of nothing is one block of nothing
     ++load->under_way;
     if (load->all_claimed()) queue_.pop_front();
-    return Block{load, Piece{load->fd, load->direct, load->offset + at, load->to + at, nbytes}};
+    return Block{load, Piece{load->fd, load->direct, load->offset + start, load->to + start, nbytes}};
 }
 
 void Reads::finish(const Block& block) {
@@ -88,14 +88,14 @@ void Reads::finish(const Block& block) {
     bytes_read_ += block.piece.done;
     if (block.piece.done < block.piece.nbytes) {
         spoil(load, hi, block.piece.error, std::nullopt);
-        if (!load.all_claimed()) {  // what is left of it is of no use to anybody
+        if (!load.all_claimed()) {  // nobody needs the rest of a bad load
             load.claimed = std::max<std::int64_t>(load.nbytes, 1);
             std::erase(queue_, block.load);
         }
     } else if (auto arrived = arrived_whole(block.load, lo, hi)) {
         to_compare_.push_back(*std::move(arrived));
         comparing_.notify_one();
-        return;  // it stays under way
+        return;  // the block stays under way until compare() settles it
     }
     settle(block.load);
 }
@@ -103,18 +103,18 @@ void Reads::finish(const Block& block) {
 std::optional<Reads::Arrived> Reads::arrived_whole(const LoadPtr& load, std::int64_t lo, std::int64_t hi) {
     if (load->lacking.empty() || lo == hi) return std::nullopt;
     const std::int64_t stride = load->expected.stride;
-    Arrived found{load, lo / stride, lo / stride};
+    Arrived arrived{load, lo / stride, lo / stride};
     for (std::int64_t g = lo / stride; g * stride < hi; ++g) {
         std::int64_t& lacking = load->lacking[static_cast<std::size_t>(g)];
         lacking -= std::min(hi, (g + 1) * stride) - std::max(lo, g * stride);
         if (lacking == 0) {
-            found.hi = g + 1;
-        } else if (found.hi == found.lo) {  // the first one; those between it and the last lie in this block whole
-            found.lo = found.hi = g + 1;
+            arrived.hi = g + 1;
+        } else if (arrived.hi == arrived.lo) {  // only the block's first and last granules can lack bytes
+            arrived.lo = arrived.hi = g + 1;
         }
     }
-    if (found.lo == found.hi) return std::nullopt;
-    return found;
+    if (arrived.lo == arrived.hi) return std::nullopt;
+    return arrived;
 }
 
 void Reads::spoil(Load& load, std::int64_t good, int error, std::optional<std::int64_t> damaged) {
@@ -130,7 +130,7 @@ void Reads::settle(const LoadPtr& load) {
     under_way_.remove(load);
     load->done.store(true, std::memory_order_release);
     done_.notify_all();
-    if (!queue_.empty()) wake();  // one that had to wait for this load's memory
+    if (!queue_.empty()) wake();  // the next load may have waited for this load's memory
 }
 
 void Reads::compare() {

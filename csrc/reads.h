@@ -1,10 +1,11 @@
-// Several reads of a disk in flight (PIPO section 3.3, blockwise and multi-threaded): loads queue up, each is cut into
-// blocks, and `depth` blocks are on their way at any time. The next load's first blocks start while this one's last are
-// still under way, and nobody has to be woken in between, so the disk does not idle between two loads.
+// Reads a disk with several reads in flight (PIPO section 3.3, blockwise and multi-threaded). Loads queue up, each is
+// cut into blocks, and `depth` blocks are on their way at any time. The first blocks of the next load start while the
+// last blocks of this load are still under way, and no thread has to be woken in between. So the disk does not idle
+// between two loads.
 //
-// A load may say what its bytes must be. A thread of its own then compares each granule as soon as its last block is
-// there, while the disk goes on with `depth` blocks in flight, and the load is done when its last granule was right.
-// One thread hashes 10 GB/s and more, which is more than the disks that we know.
+// A load may come with checksums. A separate thread then compares each granule as soon as its last block is there,
+// while the disk goes on with `depth` blocks in flight. The load is done when its last granule was right. One thread
+// hashes 10 GB/s and more, which is more than any disk known to us reads.
 #pragma once
 
 #include <atomic>
@@ -25,7 +26,8 @@
 
 namespace penstock {
 
-// What a load must bring: granules of `stride` bytes, number `first` and on of `sums` (null: whatever it is).
+// The granules that a load must bring: of `stride` bytes each, with the checksums from number `first` of `sums` on.
+// Null: nothing is compared.
 struct Expected {
     std::shared_ptr<Sums> sums;
     std::int64_t first = 0, stride = 0;
@@ -41,12 +43,12 @@ struct Load {
     Expected expected;
 
     // Guarded by the reader's mutex until `done`.
-    std::vector<std::int64_t> lacking;  // where granules are compared: bytes of each that have not arrived
-    std::int64_t claimed = 0;           // where the next block starts
-    int under_way = 0;                  // blocks, until their granules were compared
-    std::int64_t good;  // bytes from the start on that are right, as far as known: what a bad block lowers
-    int error = 0;      // of the first bad block
-    std::optional<std::int64_t> damaged;  // granule of this load, where that is what is bad
+    std::vector<std::int64_t> lacking;  // bytes of each granule that have not arrived; empty if nothing is compared
+    std::int64_t claimed = 0;           // byte at which the next block starts
+    int under_way = 0;                  // blocks that are being read, or whose granules are being compared
+    std::int64_t good;  // bytes from the start on that are right, as far as known; a bad block lowers it
+    int error = 0;      // errno of the first bad block
+    std::optional<std::int64_t> damaged;  // the granule of this load whose checksum is wrong
     double start_s = 0, end_s = 0;        // steady clock
     std::atomic<bool> done = false;
 
@@ -55,8 +57,8 @@ struct Load {
 
 using LoadPtr = std::shared_ptr<Load>;
 
-// For tests: from the block read number `at` on (counted from 1), or at it alone, a read fails with `error`, or where
-// that is 0, tells of at most `most_bytes`.
+// A fault for tests. Read number `at` (counted from 1) fails with `error`, or if that is 0, gives at most `most_bytes`.
+// With `forever` all reads after it do so too.
 struct Fault {
     std::int64_t at = 0;  // 0: never
     int error = 0;
@@ -64,7 +66,8 @@ struct Fault {
     bool forever = true;
 };
 
-// A read of what a piece lacks: `error` instead of it, or at most `most` of its bytes count.
+// A read of the `wanted` bytes that a piece lacks. A fault makes it fail with `error`, or makes at most `most` bytes
+// count.
 struct Attempt {
     int error;
     std::int64_t wanted;
@@ -73,7 +76,7 @@ struct Attempt {
     std::int64_t result(std::int64_t true_result) const { return true_result < most ? true_result : most; }
 };
 
-// What came of reading one block: bytes, errno, and the first granule that is not what it should be.
+// The result of reading one block: bytes, errno, and the first granule whose checksum is wrong.
 struct CheckedRead {
     ReadResult read;
     std::optional<std::int64_t> damaged;
@@ -86,15 +89,15 @@ class Reads {
     Reads(const Reads&) = delete;
     Reads& operator=(const Reads&) = delete;
     virtual const char* engine() const = 0;
-    // Returns when nothing is under way any more. Loads that no block was read of are done with ECANCELED.
+    // Returns when nothing is under way any more. Loads of which no block was read end with ECANCELED.
     virtual void close() = 0;
 
-    // nullptr once closed.
+    // Begins a load. Returns nullptr once closed.
     LoadPtr start(int fd, std::int64_t offset, std::byte* to, std::int64_t nbytes, Expected expected = {});
-    // True once the load is done; false after about so many seconds.
+    // Waits for a load. Returns true once it is done, false after about so many seconds.
     bool wait(const Load& load, double seconds);
-    // One block, read and compared by the calling thread, past the queue: for what somebody waits for, waking another
-    // thread is dearer.
+    // Reads and compares one block in the calling thread, past the queue. If the caller waits for the block anyway, to
+    // wake another thread would take longer.
     CheckedRead read(int fd, std::int64_t offset, std::byte* to, std::int64_t nbytes, const Expected& expected = {});
 
     void inject(const Fault& fault);
@@ -108,30 +111,31 @@ class Reads {
         Piece piece;
     };
 
-    // Under mutex_. A load that writes where an unfinished one does waits for it, and what follows waits behind it.
+    // The next block to read. Call it under mutex_. A load waits for an unfinished load that writes to the same memory,
+    // and later loads wait behind it.
     std::optional<Block> claim();
     void finish(const Block& block);
-    void cancel();  // what is left when nobody reads any more
-    // Not under mutex_: returns when what arrived has been compared. Nothing may arrive afterwards.
+    void cancel();  // ends the loads that are left when nothing reads any more
+    // Returns when all granules that arrived were compared. Call it without mutex_, when nothing arrives any more.
     void stop_comparing();
     Attempt attempt(const Piece& piece);
-    // Not under mutex_: reads a piece to its end, one read after the other.
+    // Reads a piece to its end, one read after the other. Call it without mutex_.
     void read_here(Piece& piece);
-    virtual void wake() = 0;  // there is something to claim, or it stops
+    virtual void wake() = 0;  // tells the reading threads that there is something to claim, or that they stop
 
     std::mutex mutex_;
     std::condition_variable done_;
     bool stop_ = false;
 
   private:
-    // Granules [lo, hi) of a load, which are there.
+    // Granules [lo, hi) of a load that have arrived.
     struct Arrived {
         LoadPtr load;
         std::int64_t lo, hi;
     };
 
     bool blocked(const Load& load) const;
-    // Under mutex_, all of them.
+    // These three are called under mutex_.
     static std::optional<Arrived> arrived_whole(const LoadPtr& load, std::int64_t lo, std::int64_t hi);
     static void spoil(Load& load, std::int64_t good, int error, std::optional<std::int64_t> damaged);
     void settle(const LoadPtr& load);
@@ -140,8 +144,8 @@ class Reads {
 
     int depth_;
     std::int64_t block_bytes_;
-    std::deque<LoadPtr> queue_;     // not claimed whole
-    std::list<LoadPtr> under_way_;  // claimed at least in part, and not done
+    std::deque<LoadPtr> queue_;     // loads with blocks that are not claimed yet
+    std::list<LoadPtr> under_way_;  // loads that are claimed at least in part, and not done
     Fault fault_;
     std::int64_t attempts_ = 0;
     std::atomic<std::int64_t> bytes_read_ = 0;
@@ -149,11 +153,11 @@ class Reads {
     std::deque<Arrived> to_compare_;
     bool compares_no_more_ = false;
     std::condition_variable comparing_;
-    std::thread comparer_;  // begun with the first load that is compared
+    std::thread comparer_;  // starts with the first load that has checksums
 };
 
-// `depth` threads that read a block each, and sleep while there is none. Not pinned: they hardly compute, and the
-// system finds them a core between those that do.
+// Reads by `depth` threads, each with one block at a time. They sleep while there is no block. They are not pinned,
+// since they hardly compute, and the system finds them a core between the threads that do.
 class ThreadReads final : public Reads {
   public:
     ThreadReads(int depth, std::int64_t block_bytes);
@@ -169,8 +173,8 @@ class ThreadReads final : public Reads {
     std::vector<std::thread> threads_;
 };
 
-// One thread that keeps `depth` blocks in flight through an io_uring. nullptr where the kernel has none or refuses it;
-// errno says why.
+// Reads by one thread that keeps `depth` blocks in flight through an io_uring. Returns nullptr where the kernel has
+// none or refuses it; errno says why.
 std::shared_ptr<Reads> uring_reads(int depth, std::int64_t block_bytes);
 
 }  // namespace penstock

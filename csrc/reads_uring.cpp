@@ -1,4 +1,4 @@
-// The io_uring engine, by system calls alone: liburing would be one more thing to install.
+// Reads through an io_uring, by system calls alone: liburing would be one more thing to install.
 #include <cerrno>
 #include <memory>
 
@@ -8,7 +8,7 @@
 #include <linux/io_uring.h>
 #endif
 
-#ifdef IORING_FEAT_RW_CUR_POS  // Linux 5.6: IORING_OP_READ is there
+#ifdef IORING_FEAT_RW_CUR_POS  // since Linux 5.6, which has IORING_OP_READ
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -19,7 +19,7 @@
 namespace penstock {
 namespace {
 
-// The two rings that the kernel shares with us. One thread submits and takes.
+// The two rings that the kernel shares with us. One thread submits reads and takes results.
 class Ring {
   public:
     explicit Ring(unsigned entries) {
@@ -64,7 +64,7 @@ class Ring {
         rings_ = nullptr;
     }
 
-    // There is room: the rings hold one entry more than blocks are in flight.
+    // Adds a read. There is always room: the rings have one entry more than there are blocks in flight.
     void push(int fd, void* to, std::int64_t nbytes, std::int64_t offset, std::uint64_t tag) {
         const unsigned tail = *sq_tail_;
         io_uring_sqe& entry = entries_[tail & sq_mask_];
@@ -80,8 +80,8 @@ class Ring {
         ++unsubmitted_;
     }
 
-    // Submits what was pushed and sleeps until something is done. Interrupted or short of memory for a moment: the next
-    // call does the rest.
+    // Submits the reads that were pushed and sleeps until one is done. If it is interrupted, or memory is short for a
+    // moment, the next call submits the rest.
     void enter() {
         const long taken = syscall(__NR_io_uring_enter, fd_, unsubmitted_, 1, IORING_ENTER_GETEVENTS, nullptr, 0);
         if (taken > 0) unsubmitted_ -= static_cast<unsigned>(taken);
@@ -98,9 +98,9 @@ class Ring {
     }
 
   private:
-    void* map(std::size_t nbytes, off_t what) {
-        void* found = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, what);
-        return found == MAP_FAILED ? nullptr : found;
+    void* map(std::size_t nbytes, off_t offset) {
+        void* address = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, offset);
+        return address == MAP_FAILED ? nullptr : address;
     }
     void fail(int error) {
         close();
@@ -147,7 +147,7 @@ class UringReads final : public Reads {
   private:
     void wake() override {
         const std::uint64_t one = 1;
-        if (write(wakeup_, &one, sizeof one) < 0) return;  // full: it is awake
+        if (write(wakeup_, &one, sizeof one) < 0) return;  // the counter is full, so the thread is awake
     }
 
     void serve() {
@@ -173,7 +173,7 @@ class UringReads final : public Reads {
         }
     }
 
-    // Under mutex_: every free slot gets a block.
+    // Gives every free slot a block. Called under mutex_.
     void fill() {
         for (std::size_t i = 0; i < slots_.size(); ++i) {
             while (!slots_[i].block) {
@@ -198,7 +198,7 @@ class UringReads final : public Reads {
         }
     }
 
-    // Submits a read of what the slot's piece lacks; what fails at once frees the slot.
+    // Submits a read of the bytes that the slot's piece lacks. A read that fails at once frees the slot.
     void ask(std::size_t i) {
         Piece& piece = slots_[i].block->piece;
         for (;;) {
@@ -233,9 +233,9 @@ class UringReads final : public Reads {
 }  // namespace
 
 std::shared_ptr<Reads> uring_reads(int depth, std::int64_t block_bytes) {
-    auto found = std::make_shared<UringReads>(depth, block_bytes);
-    if (!found->open()) return nullptr;
-    return found;
+    auto reads = std::make_shared<UringReads>(depth, block_bytes);
+    if (!reads->open()) return nullptr;
+    return reads;
 }
 
 }  // namespace penstock

@@ -1,16 +1,16 @@
-// Ops that walk over rows [T, D] and multiply no matrix: norms, merges, embedding rows. Included after kernels-inl.h.
+// Ops that walk over rows [T, D] and multiply no matrix: norm, merge, embed, gather. Included after kernels-inl.h.
 #pragma once
 
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// f(lanes of 16, first column) over D columns; the last call may hold fewer, padded with zeros.
+// Calls f(first column, columns left) for every 16 of d columns. The last call may have fewer than 16 left.
 template <class Function>
 inline void each16(int d, const Function& f) {
     for (int i = 0; i < d; i += kTileRows) f(i, d - i);
 }
 
-// out = norm(x); may be x itself. Lanes are added up 16 columns apart, then across (f_sum).
+// out [d] = norm(x [d]). `out` may be x itself. Sums are added up in 16 lanes, and then across lanes (f_sum).
 void norm_row(const Norm& norm, const float* x, int d, float* out) {
     float mean = 0;
     if (norm.kind == NormKind::kLayer) {
@@ -22,7 +22,7 @@ void norm_row(const Norm& norm, const float* x, int d, float* out) {
     const F shift = f_set(-mean);
     each16(d, [&](int i, int left) {
         F v = load_some(x + i, left);
-        if (mean != 0) {  // columns that are not there stay 0
+        if (mean != 0) {  // lanes beyond the last column must stay 0
             v = f_add(v, shift);
             if (left < kTileRows) {
                 float lanes[kTileRows];
@@ -41,7 +41,7 @@ void norm_row(const Norm& norm, const float* x, int d, float* out) {
     });
 }
 
-// Rows are shared out; each costs some passes over its D floats.
+// Calls f(row) for t rows, shared out to threads. The cost of a row is taken as 8 bytes for each of its d floats.
 template <class Function>
 void each_row(Pool& pool, int t, int d, const Function& f) {
     pool.run(std::size_t(t) * std::size_t(d) * 8, [&](const Team& team) {
@@ -67,7 +67,7 @@ bool merge(Pool& pool, const MergeOp& op) {
     const int t = op.t, d = op.d;
     const auto& partials = op.partials;
     Scratch scratch = op.scratch;
-    const bool through = op.out.kind != NormKind::kNone;  // the sum needs a place of its own
+    const bool through = op.out.kind != NormKind::kNone;  // the sum is normed first, so it needs memory of its own
     float* memory = through ? take<float>(scratch, std::size_t(t) * std::size_t(d)) : nullptr;
     if (through && memory == nullptr) return false;
     each_row(pool, t, d, [&](int row) {
@@ -94,16 +94,16 @@ bool merge(Pool& pool, const MergeOp& op) {
 
 bool embed(Pool& pool, const EmbedOp& op) {
     each_row(pool, op.t, op.d, [&](int row) {
-        const std::ptrdiff_t at = std::ptrdiff_t(row) * op.d;
+        const std::ptrdiff_t first = std::ptrdiff_t(row) * op.d;
         each16(op.d, [&](int i, int left) {
-            store_some(op.x + at + i, f_mul(load_some(op.rows + at + i, left), f_set(op.embed_scale)), left);
+            store_some(op.x + first + i, f_mul(load_some(op.rows + first + i, left), f_set(op.embed_scale)), left);
         });
     });
     return true;
 }
 
-// One row of a tile as float32: column by column out of the words of 16 rows. A token's row is a few KB: nothing here
-// needs to be fast.
+// Row r of a tile as float32 [cols], column by column from the words of 16 rows. A token's row is a few KB, so nothing
+// here needs to be fast.
 void tile_row(const Matrix& m, const std::uint8_t* tile, int r, float* out) {
     const auto number = [](const std::uint8_t* p, auto value) {
         std::memcpy(&value, p, sizeof value);

@@ -1,6 +1,6 @@
-// What the ops want of scratch: enough to run as fast as they can on kScratchThreads threads. The same arithmetic for
-// every instruction set; penstock/graph/scratch_native.py repeats it, for plans are made where nothing native runs, and
-// a test holds the two to each other.
+// How many bytes of scratch each op wants: enough to run as fast as it can on kScratchThreads threads. The arithmetic
+// is the same for every instruction set. penstock/graph/scratch_native.py repeats it, since plans are made also where
+// nothing native runs. A test holds the two to each other.
 #pragma once
 
 #include <algorithm>
@@ -11,27 +11,28 @@
 namespace penstock {
 
 constexpr std::size_t kScratchAlign = 64;
-constexpr int kScratchThreads = 8;  // attention has so many threads' worth
-constexpr int kScratchFours = 16;   // of an FFN summed at a time: more than threads, since they wait after them
-constexpr int kMostFewRows = 8;     // up to so many rows threads take whole fours, at most
+constexpr int kScratchThreads = 8;  // attention gets temporaries for so many threads
+constexpr int kScratchFours = 16;   // fours of an FFN summed at a time: more than threads, which wait after them
+constexpr int kMostFewRows = 8;     // the most rows for which threads take whole fours
 constexpr int kHiddenRows = 48;     // rows whose hidden values of a granule a thread holds at a time: 24 KB
 constexpr int kQueryRows = 8;       // rows of a prefill chunk that go through the KV cache together
-constexpr int kPartTokens = 32;     // whose keys or values stay in the L1 cache for all queries
-constexpr int kBlockTokens = 256;   // of attention between two looks at the running maximum
-constexpr std::size_t kChunkBytes = std::size_t{512} << 10;  // of activations laid out: half of an L2 cache
+constexpr int kPartTokens = 32;     // tokens whose keys or values stay in the L1 cache for all queries
+constexpr int kBlockTokens = 256;   // tokens between two updates of attention's running maximum
+constexpr std::size_t kChunkBytes = std::size_t{512} << 10;  // activations laid out at a time: half of an L2 cache
 
 constexpr std::size_t scratch_aligned(std::size_t nbytes) {
     return (nbytes + kScratchAlign - 1) / kScratchAlign * kScratchAlign;
 }
 
-// Rows of a call's t that are laid out at a time, granules · m.cols columns each: `item` bytes a number.
+// How many of a call's t rows are laid out at a time. A row has granules · m.cols numbers of `item` bytes.
 inline int chunk_rows(const Matrix& m, int granules, int t, bool exact) {
     const std::size_t item = m.quantised() && !exact ? 1 : 4;
     const int rows = static_cast<int>(kChunkBytes / (std::size_t(m.cols) * std::size_t(granules) * item));
     return std::min(t, std::max(1, rows / kHiddenRows) * kHiddenRows);
 }
 
-// Activations of `rows` rows laid out: float32, or int8 with a scale a group; a sum a group beside integer weights.
+// Bytes of `rows` rows of activations as they are laid out: float32, or int8 with a scale for each group. For integer
+// weights there is also a sum for each group.
 inline std::size_t prepared_scratch(const Matrix& m, int granules, int rows, bool exact) {
     const std::size_t n = std::size_t(rows) * std::size_t(granules);
     if (!m.quantised()) return scratch_aligned(4 * n * std::size_t(m.cols));
@@ -40,7 +41,7 @@ inline std::size_t prepared_scratch(const Matrix& m, int granules, int rows, boo
                  : scratch_aligned(numbers) + 2 * scratch_aligned(4 * groups);
 }
 
-// What a call of up to t rows lays out at a time, of activations rounded or exact, whatever is more.
+// Bytes that a call of up to t rows lays out at a time: for rounded or for exact activations, whichever are more.
 inline std::size_t input_scratch(const Matrix& m, int granules, int t) {
     return std::max(prepared_scratch(m, granules, chunk_rows(m, granules, t, true), true),
                     prepared_scratch(m, granules, chunk_rows(m, granules, t, false), false));
@@ -50,8 +51,8 @@ inline std::size_t project_scratch(const Matrix& m, int t) { return input_scratc
 
 inline std::size_t out_scratch(const Matrix& m, int granules, int t) { return input_scratch(m, granules, t); }
 
-// Many rows: the hidden values of one granule at least. Few: those of a granule and the sum of a four, for each of some
-// fours.
+// Many rows need the hidden values of one granule at least. Few rows need the hidden values of one granule and a sum
+// for each of the fours that are summed at a time.
 inline std::size_t ffn_scratch(const FfnShape& shape, int granules, int t) {
     const int few = std::min(t, kMostFewRows);
     const int fours = std::min(kScratchFours, (granules + kSumGranules - 1) / kSumGranules);
@@ -75,8 +76,8 @@ inline std::size_t route_scratch(const RouterShape& shape, int t) {
     return scratch_aligned(4 * x * std::size_t(t)) + scratch_aligned(4 * x) + input_scratch(shape.scores, 1, t);
 }
 
-// All rows may go to one expert: they are gathered, and its output is kept. Or, of few rows, what each expert's rows
-// want of the FFN's, for all of them at once.
+// The larger of two cases. All rows may go to one expert: then they are gathered, and its output is kept. Or there are
+// few rows: then each expert's rows want the scratch of an FFN, for all experts at once.
 inline std::size_t experts_scratch(const FfnShape& shape, int per_expert, int active, int t) {
     const std::size_t d = std::size_t(shape.down.rows), columns = std::size_t(shape.up.cols), n = std::size_t(t);
     std::size_t most =
@@ -84,38 +85,38 @@ inline std::size_t experts_scratch(const FfnShape& shape, int per_expert, int ac
     const int few = std::min(t, kMostFewRows);
     const std::size_t fours = std::size_t((per_expert + kSumGranules - 1) / kSumGranules);
     for (const bool exact : {true, false}) {
-        // At most so many experts at once, with a row each, or fewer with more rows.
+        // At most so many experts at once have a row each; or fewer experts have more rows.
         const std::size_t pairs = std::size_t(few) * std::size_t(active);
-        const std::size_t each =
+        const std::size_t expert_bytes =
             prepared_scratch(shape.up, 1, 1, exact) + scratch_aligned(4 * fours * d) + kScratchAlign;
-        most = std::max(most, pairs * each + kScratchThreads * prepared_scratch(shape.down, 1, few, exact));
+        most = std::max(most, pairs * expert_bytes + kScratchThreads * prepared_scratch(shape.down, 1, few, exact));
     }
     return most;
 }
 
-// Beside the input k and v of the call's heads, before they go into the cache.
+// The input, and k and v of the call's heads before they go into the cache.
 inline std::size_t qkv_scratch(const QkvShape& shape, const AttentionShape& a, int t) {
     const std::size_t kv = std::size_t(2) * std::size_t(t) * std::size_t(a.hi - a.lo) * std::size_t(a.head_dim);
     return input_scratch(shape.q, 1, t) + scratch_aligned(4 * kv);
 }
 
-// Columns of queries and sums: whole vectors, as the cache is read.
+// Columns of queries and sums, rounded up to the whole vectors in which the cache is read.
 inline int attend_width(int head_dim, Kind kind) { return up_to(head_dim, kind == Kind::kInt4 ? 32 : 16); }
 
-// Floats of one thread, in whole lines: queries and sums [queries, width], K or V (or its scales and minimums)
-// [32, width], scores [queries, 256], three numbers a query.
+// Floats of one thread: queries and sums [queries, width], K or V (or its scales and minimums) [32, width], scores
+// [queries, 256], and three numbers for each query.
 inline std::size_t attend_floats(int queries, int width) {
     return std::size_t(2 * queries + kPartTokens) * std::size_t(width) + std::size_t(queries) * (kBlockTokens + 3);
 }
 
-// For sequences of which none has more than t rows.
+// `t`: the most rows that a sequence has.
 inline std::size_t attend_scratch(const AttentionShape& a, Kind kind, int t) {
     const int queries = a.heads / a.kv_heads * std::min(t, kQueryRows);
-    const std::size_t each = scratch_aligned(4 * attend_floats(queries, attend_width(a.head_dim, kind)));
-    return kScratchThreads * each;
+    const std::size_t thread_bytes = scratch_aligned(4 * attend_floats(queries, attend_width(a.head_dim, kind)));
+    return kScratchThreads * thread_bytes;
 }
 
-// The sum of partials, where it is normed before it is added.
+// Room for the sum of partials, where it is normed before it is added.
 inline std::size_t merge_scratch(int t, int d) { return scratch_aligned(4 * std::size_t(t) * std::size_t(d)); }
 
 }  // namespace penstock

@@ -1,4 +1,4 @@
-// 16 lanes as two AVX2 registers (with FMA and F16C).
+// 16 lanes as two AVX2 registers. Needs FMA and F16C too.
 #pragma once
 
 #include <immintrin.h>
@@ -36,7 +36,7 @@ inline F f_half(const void* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128(h)), _mm256_cvtph_ps(_mm_loadu_si128(h + 1))};
 }
 inline F f_from(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
-// Of NaN and a number the second operand.
+// Where one operand is NaN, the result is the second operand.
 inline F f_max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 inline F f_min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
 inline F f_abs(F x) {
@@ -67,9 +67,9 @@ inline __m256 power8(__m256 n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
 inline F f_power(F n) { return {power8(n.a), power8(n.b)}; }
-// Lane i: the lanes of v[i], added at distances 8, 4, 2, 1.
+// Lane i of the result is the sum of the lanes of v[i], added at distances 8, 4, 2, 1.
 inline __m256 sums8(const F* v) {
-    // Vectors go in where the halvings below leave their sums in order.
+    // Vectors are placed so that the halvings below leave their sums in order.
     constexpr int kPlace[8] = {0, 2, 1, 3, 4, 6, 5, 7};
     __m256 w[8];
     for (int i = 0; i < 8; ++i) w[kPlace[i]] = _mm256_add_ps(v[i].a, v[i].b);
@@ -107,7 +107,7 @@ inline I i_bytes(const void* p) {
             _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes + 8)))};
 }
 inline F f_bytes(const void* p) { return f_from(i_bytes(p)); }
-// The low nibbles of 16 bytes and their high ones, times scale plus minimum.
+// The low nibbles and the high nibbles of 16 bytes, each times scale plus minimum.
 inline void f_nibbles(const void* p, F scale, F minimum, F& low, F& high) {
     const I both = i_bytes(p);
     const __m256i mask = _mm256_set1_epi32(15);
@@ -136,7 +136,7 @@ inline F f_bf16_odd(Line x) {
     return {_mm256_castsi256_ps(_mm256_and_si256(x.a, mask)), _mm256_castsi256_ps(_mm256_and_si256(x.b, mask))};
 }
 
-// Magnitudes as integers: floats of one sign order like them, and NaN is above all.
+// Magnitudes as integers. They are ordered as the floats' magnitudes are, and NaN is above all others.
 inline I i_magnitude(F x) {
     const __m256i mask = _mm256_set1_epi32(0x7fffffff);
     return {_mm256_and_si256(_mm256_castps_si256(x.a), mask), _mm256_and_si256(_mm256_castps_si256(x.b), mask)};
@@ -166,8 +166,9 @@ inline void i_store_bytes(std::int8_t* to, I x) {
 
 inline I i_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 inline I i_add(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
-// acc + Σ over the four bytes of each row: unsigned weights × signed activations. `nibbles`: no weight is above 15, so
-// that two products fit 16 bits; with others maddubs would saturate at 255 · 127 · 2, and bytes go in by even and odd.
+// acc + Σ over the four bytes of each row: unsigned weights × signed activations. With `nibbles` no weight is above 15,
+// so two products fit into 16 bits. Otherwise maddubs would saturate, since products reach 255 · 127 · 2. So even and
+// odd bytes are multiplied apart.
 template <bool nibbles>
 inline __m256i dot8(__m256i acc, __m256i weights, __m256i a) {
 #ifdef __AVXVNNI__

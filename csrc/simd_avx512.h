@@ -1,4 +1,4 @@
-// 16 lanes in AVX-512 (F, BW, VL, DQ); dot products by VNNI where the build has it.
+// 16 lanes as one AVX-512 register (F, BW, VL, DQ). Dot products are by VNNI where the build has it.
 #pragma once
 
 #include <immintrin.h>
@@ -11,9 +11,9 @@ using F = __m512;
 using I = __m512i;
 using Line = __m512i;  // 64 bytes of a tile: 16 rows × 4 bytes
 
-// Rows of activations that one tile is multiplied with at once, at most, and the shape for many rows. Eight chains of
-// int8 products and eight sums fit the 32 registers, as do 6 × 2 of each; the latter needs a broadcast for two
-// products.
+// kFewRows: the most rows of activations that one tile is multiplied with at once. kWideRows, kWideTiles: rows and
+// tiles at once where there are many rows. Eight chains of int8 products and eight sums fit into the 32 registers. So
+// do 6 × 2 of each, which need one broadcast for two products.
 constexpr int kFewRows = 8, kWideRows = 6, kWideTiles = 2;
 
 inline F f_zero() { return _mm512_setzero_ps(); }
@@ -26,7 +26,7 @@ inline F f_div(F a, F b) { return _mm512_div_ps(a, b); }
 inline F f_fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 inline F f_half(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
 inline F f_from(I x) { return _mm512_cvtepi32_ps(x); }
-// Of NaN and a number the second operand.
+// Where one operand is NaN, the result is the second operand.
 inline F f_max(F a, F b) { return _mm512_max_ps(a, b); }
 inline F f_min(F a, F b) { return _mm512_min_ps(a, b); }
 inline F f_abs(F x) { return _mm512_abs_ps(x); }
@@ -76,19 +76,20 @@ inline F f_bf16(const void* p) {
 inline F f_bytes(const void* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
 }
-// The low nibbles of 16 bytes and their high ones, times scale plus minimum: looked up in a table of the 16 values.
+// The low nibbles and the high nibbles of 16 bytes, each times scale plus minimum, looked up in a table of the 16
+// values.
 inline void f_nibbles(const void* p, F scale, F minimum, F& low, F& high) {
     const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
     const F codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
             table = f_fma(codes, scale, minimum);
-    low = _mm512_permutexvar_ps(both, table);  // by an index's low four bits
+    low = _mm512_permutexvar_ps(both, table);  // it reads only the low four bits of an index
     high = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), table);
 }
 
 inline Line line(const void* p) { return _mm512_loadu_si512(p); }
 inline Line low_nibbles(Line x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline Line high_nibbles(Line x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
-// Byte b of each row as a float; bfloat16 b of each row's two.
+// f_byte: byte b of each row as a float. f_bf16_even, f_bf16_odd: the first and second of each row's two bfloat16.
 template <int b>
 inline F f_byte(Line x) {
     return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(x, 8 * b), _mm512_set1_epi32(255)));
@@ -96,12 +97,12 @@ inline F f_byte(Line x) {
 inline F f_bf16_even(Line x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
 inline F f_bf16_odd(Line x) { return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(-65536))); }
 
-// Magnitudes as integers: floats of one sign order like them, and NaN is above all.
+// Magnitudes as integers. They are ordered as the floats' magnitudes are, and NaN is above all others.
 inline I i_magnitude(F x) { return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff)); }
 inline I i_max(I a, I b) { return _mm512_max_epi32(a, b); }
 inline std::int32_t i_max_of(I x) { return _mm512_reduce_max_epi32(x); }
 inline std::int32_t i_sum(I x) { return _mm512_reduce_add_epi32(x); }
-// To the nearest integers, ties to even; all within ±127.
+// Rounds to the nearest integers, ties to even. Numbers are within ±127.
 inline I i_round(F x) { return _mm512_cvtps_epi32(x); }
 inline void i_store_bytes(std::int8_t* to, I x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(x));
@@ -109,7 +110,7 @@ inline void i_store_bytes(std::int8_t* to, I x) {
 
 inline I i_zero() { return _mm512_setzero_si512(); }
 inline I i_add(I a, I b) { return _mm512_add_epi32(a, b); }
-// acc + Σ over the four bytes of each row: unsigned weights × signed activations; exact, nothing saturates.
+// acc + Σ over the four bytes of each row: unsigned weights × signed activations. It is exact: nothing saturates.
 // `nibbles`: no weight is above 15.
 template <bool nibbles>
 inline I i_dot(I acc, Line weights, const std::int8_t* four) {

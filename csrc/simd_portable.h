@@ -1,4 +1,4 @@
-// 16 lanes as arrays: any processor, any compiler. The loops are for the auto-vectoriser.
+// 16 lanes as arrays, for any processor and compiler. The loops are for the auto-vectoriser.
 #pragma once
 
 #include <cmath>
@@ -78,7 +78,7 @@ inline F f_from(const I& x) {
     return r;
 }
 
-// Of NaN and a number the second operand.
+// Where one operand is NaN, the result is the second operand.
 inline F f_max(F x, const F& y) {
     PENSTOCK_LANES x.v[i] = x.v[i] > y.v[i] ? x.v[i] : y.v[i];
     return x;
@@ -110,14 +110,15 @@ inline F f_unless_below(const F& x, float limit, F y) {
 inline F f_power(const F& n) {
     std::uint32_t bits[16];
     for (int i = 0; i < 16; ++i) {
-        const float exponent = n.v[i] >= -126.0F && n.v[i] <= 127.0F ? n.v[i] : 0.0F;  // NaN stays in what it scales
+        // For NaN the power is 1: the number that it scales is NaN already.
+        const float exponent = n.v[i] >= -126.0F && n.v[i] <= 127.0F ? n.v[i] : 0.0F;
         bits[i] = static_cast<std::uint32_t>(static_cast<std::int32_t>(exponent) + 127) << 23;
     }
     F r;
     std::memcpy(r.v, bits, 64);
     return r;
 }
-// Lane i: the lanes of v[i], added at distances 8, 4, 2, 1.
+// Lane i of the result is the sum of the lanes of v[i], added at distances 8, 4, 2, 1.
 inline F f_sums(const F (&v)[16]) {
     F r;
     for (int k = 0; k < 16; ++k) {
@@ -166,14 +167,14 @@ inline F f_bf16(const void* p) {
     return r;
 }
 
-// 16 unsigned bytes.
+// 16 unsigned bytes as floats.
 inline F f_bytes(const void* p) {
     const auto* bytes = static_cast<const std::uint8_t*>(p);
     F r;
     PENSTOCK_LANES r.v[i] = static_cast<float>(bytes[i]);
     return r;
 }
-// The low nibbles of 16 bytes and their high ones, times scale plus minimum.
+// The low nibbles and the high nibbles of 16 bytes, each times scale plus minimum.
 inline void f_nibbles(const void* p, const F& scale, const F& minimum, F& low, F& high) {
     const auto* bytes = static_cast<const std::uint8_t*>(p);
     PENSTOCK_LANES low.v[i] = static_cast<float>(bytes[i] & 15U);
@@ -214,7 +215,7 @@ inline F f_bf16_odd(Line x) {
     return f_bits(x);
 }
 
-// Magnitudes as integers: floats of one sign order like them, and NaN is above all.
+// Magnitudes as integers. They are ordered as the floats' magnitudes are, and NaN is above all others.
 inline I i_magnitude(const F& x) {
     I r;
     std::memcpy(r.v, x.v, 64);
@@ -235,7 +236,8 @@ inline std::int32_t i_sum(const I& x) {
     PENSTOCK_LANES sum += x.v[i];
     return sum;
 }
-// To the nearest integers, ties to even (what adding and taking away 1.5 · 2^23 does); all within ±127, or damaged.
+// Rounds to the nearest integers, ties to even, by adding and taking away 1.5 · 2^23. Numbers are within ±127; others
+// come from damaged weights, and give 0.
 inline I i_round(const F& x) {
     I r;
     for (int i = 0; i < 16; ++i) {

@@ -26,7 +26,7 @@ bool Sums::checked(std::int64_t first, std::int64_t count) const {
 
 std::optional<std::int64_t> Sums::first_wrong(std::int64_t first, std::int64_t count, const std::byte* data,
                                               std::int64_t stride) {
-    static const Kernels* const kernels = best_kernels();  // to look it up takes longer than to hash 4 KiB
+    static const Kernels* const kernels = best_kernels();  // kept, since a look-up takes longer than to hash 4 KiB
     for (std::int64_t i = 0; i < count; ++i) {
         const auto number = static_cast<std::size_t>(first + i);
         if (is_checked(number)) continue;

@@ -1,4 +1,4 @@
-// Checksums of a packed model's granules, and which of them were compared with what was read.
+// The checksums of a packed model's granules, and a note of which granules were compared with them already.
 #pragma once
 
 #include <atomic>
@@ -11,17 +11,17 @@ namespace penstock {
 
 inline constexpr std::int64_t kLeastHashed = 241;  // bytes: `Kernels::hash` takes no fewer
 
-// Numbered from 0 over all parts of a model. A granule is compared until it was right once: whoever reads it again
-// finds `checked` and hashes nothing. Any thread may call anything.
+// Granules are numbered from 0 over all parts of a model. A granule that was right once is not compared again. Any
+// thread may call any function.
 class Sums {
   public:
     Sums(const std::byte* content, std::size_t count);  // 8 bytes each, little-endian
 
     std::int64_t count() const { return static_cast<std::int64_t>(expected_.size()); }
-    // Whether all of [first, first + count) were right once.
+    // Whether all granules [first, first + count) were right once.
     bool checked(std::int64_t first, std::int64_t count) const;
-    // Compares granules first, first + 1, … of `stride` bytes at `data`. Returns the first one that is wrong, counted
-    // from `first`.
+    // Compares granules first, first + 1, … of `stride` bytes each, which lie at `data`. Returns the number of the
+    // first one that is wrong, counted from `first`.
     std::optional<std::int64_t> first_wrong(std::int64_t first, std::int64_t count, const std::byte* data,
                                             std::int64_t stride);
 

@@ -8,9 +8,9 @@
 namespace penstock {
 namespace {
 
-// About 0.4 ms. Between two jobs of a step lie some tens of microseconds of Python: worth spinning through, since a
-// worker that sleeps takes longer than that to come back. A worker with nothing to do for longer leaves its core to
-// others.
+// Spins before a worker sleeps: about 0.4 ms. Between two jobs of a step lie some tens of microseconds of Python. It is
+// worth spinning through them, since a worker that sleeps takes longer to come back. A worker with nothing to do for
+// longer leaves its core to others.
 constexpr int kSpins = 40000;
 
 void relax() {

@@ -1,4 +1,5 @@
-// A small pool of our own: the caller works too, workers are pinned, waiting is a short spin and then a sleep.
+// A small pool of threads of our own. The caller works too, workers are pinned, and to wait is a short spin and then a
+// sleep.
 #pragma once
 
 #include <atomic>
@@ -18,7 +19,7 @@ class Team {
     int id() const { return id_; }
     int size() const { return size_; }
     void barrier() const;
-    // This thread's part of [0, total), contiguous. Which thread computes what never changes a result.
+    // This thread's part [first, last) of [0, total). No result depends on which thread computes it.
     std::pair<int, int> share(int total) const {
         const auto n = static_cast<std::int64_t>(size_);
         return {static_cast<int>(total * static_cast<std::int64_t>(id_) / n),
@@ -32,7 +33,7 @@ class Team {
 
 class Pool {
   public:
-    // Workers take CPUs of the affinity mask from its second on; the caller stays where the system puts it.
+    // Workers are pinned to CPUs of the affinity mask, from its second on. The caller stays where the system puts it.
     explicit Pool(int threads);
     ~Pool();
     Pool(const Pool&) = delete;
@@ -40,9 +41,10 @@ class Pool {
 
     int threads() const { return threads_; }
 
-    // Calls work(team) on every thread and returns when all are done. Not re-entrant; `work` must not throw.
-    // `cost`: about how many bytes of weights or KV it walks through, once per four rows. What takes a few microseconds
-    // the caller does alone: where another process holds a core, every barrier waits for that core's next turn.
+    // Calls work(team) on every thread and returns when all are done. It is not re-entrant, and `work` must not throw.
+    // `cost`: about how many bytes of weights or KV the job walks through, once per four rows. A job of a few
+    // microseconds is done by the caller alone: where another process holds a core, every barrier waits for that core's
+    // next turn.
     template <class Work>
     void run(std::size_t cost, const Work& work) {
         if (threads_ == 1 || cost < kAlone) {
@@ -65,7 +67,7 @@ class Pool {
     Entry entry_ = nullptr;
     const void* job_ = nullptr;
     bool stop_ = false;
-    // Written by one side and spun on by the other: a cache line each.
+    // Each has a cache line of its own, since one side writes it while the other spins on it.
     alignas(64) std::atomic<std::uint32_t> job_number_{0};
     alignas(64) std::atomic<std::uint32_t> phase_{0};
     alignas(64) std::atomic<int> arrived_{0};

@@ -9,9 +9,9 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// Rows of activations are multiplied some at a time: n of them make a panel, in which what one instruction after the
-// other needs lies side by side ([columns][n], int8 by fours: [columns / 4][n][4]). Many rows are cut into panels of
-// kWideRows and a rest; few rows, and the rest, into eights (where registers allow), fours, twos and ones.
+// Rows of activations are multiplied some at a time. n rows make a panel: [columns][n], or for int8 [columns /
+// 4][n][4]. So numbers lie in the order in which instructions read them. Many rows are cut into panels of kWideRows and
+// a rest. Few rows, and the rest, are cut into eights (where there are registers enough), fours, twos and ones.
 struct Panel {
     int row, n;
 };
@@ -28,43 +28,44 @@ inline Panel panel_of(int row, int count) {
     return {from, 1};
 }
 
-// A panel's activations, padded to whole groups for integer weights, granule by granule: int8 with a scale per group,
-// or float32; integer weights also need the sum of each group.
+// A panel's activations, granule by granule: `f` float32, or `q` int8 with a `scale` per group. For integer weights
+// they are padded to whole groups, and there is the `sum` of each group.
 struct Operand {
     const float* f;
     const std::int8_t* q;
     const float *scale, *sum;  // [groups][n]
 
-    // Seen from the first column and group of a later granule.
+    // The same activations from a later column and group on.
     Operand at(std::ptrdiff_t columns, std::ptrdiff_t groups, int n) const {
         return {f ? f + columns * n : nullptr, q ? q + columns * n : nullptr, scale ? scale + groups * n : nullptr,
                 sum ? sum + groups * n : nullptr};
     }
 };
 
-// All panels of `count` rows, one after the other.
+// All panels of `count` rows, one after the other. Pointers are as in Operand.
 struct Rows {
     float* f = nullptr;
     std::int8_t* q = nullptr;
     float *scale = nullptr, *sum = nullptr;
-    std::ptrdiff_t width = 0, groups = 0;  // of a row
+    std::ptrdiff_t width = 0, groups = 0;  // columns of a row, padded; groups of a row
     int count = 0;
 
     Operand panel(int row) const { return Operand{f, q, scale, sum}.at(width, groups, row); }
 };
 
-// n rows × k tiles of 16 outputs.
+// Sums of n rows × k tiles, 16 outputs each.
 template <int n, int k>
 struct Sums {
     F at[n][k];
 };
 
-// Bytes ahead of what is multiplied. The processor's own prefetcher stops short of the RAM's speed as soon as rows add
-// arithmetic: 27 GB/s of 45 with four of them, without this.
+// How many bytes ahead of the bytes in use are fetched. The processor's own prefetcher does not reach the RAM's speed
+// once there is much arithmetic: with four rows it gave 27 GB/s of 45 without this.
 constexpr std::size_t kAhead = 6144;
 
-// Weights that are read once pass by the L2 cache: what lies in it must not be written to the L3 to make room for them
-// (four rows 0.81 -> 0.86 of the RAM's speed, eight 0.58 -> 0.70). With many rows they come again, for the next panel.
+// Weights that are read once bypass the L2 cache, so that nothing in it has to be written to the L3 to make room for
+// them (four rows 0.81 -> 0.86 of the RAM's speed, eight 0.58 -> 0.70). With many rows (`reused`) they are read again,
+// for the next panel.
 inline void prefetch(const std::uint8_t* p, bool reused) {
     if (reused) {
         __builtin_prefetch(p, 0, 3);
@@ -73,8 +74,8 @@ inline void prefetch(const std::uint8_t* p, bool reused) {
     }
 }
 
-// Where a run of bytes ends and the next begins elsewhere: without this the first of them come at the pace of single
-// misses.
+// Fetches the beginning of a run of bytes that does not follow the run before it. Without this its first bytes come one
+// cache miss after the other.
 inline void prefetch_run(const std::uint8_t* p, std::size_t nbytes = kAhead) {
     for (std::size_t i = 0; i < nbytes; i += 64) __builtin_prefetch(p + i);
 }
@@ -91,17 +92,18 @@ inline void two_columns(const std::uint8_t* p, F& even, F& odd) {
     }
 }
 
-// Weights of `count` granules, `stride` bytes apart, for one sum after the other: the activations of one follow those
-// of the one before.
+// The same tile in `count` granules, `stride` bytes apart, whose products are added one after the other. The
+// activations of a granule follow those of the granule before.
 struct Series {
     const std::uint8_t* first;
     int count;
     std::size_t stride;
-    std::size_t ahead = kAhead;  // what is fetched while a byte is used lies so many bytes after it
-    bool reused = false;         // by further rows
+    std::size_t ahead = kAhead;  // while a byte is used, the byte so far after it is fetched
+    bool reused = false;         // further rows read the same weights
 };
 
-// sums += tile · x, even and odd columns apart: one fused multiply-add waits 4 cycles for the one before it.
+// sums += tile · x. Even and odd columns have sums of their own, since a fused multiply-add waits 4 cycles for the one
+// before it in the same sum.
 template <Kind kind, int n, int k>
 void dot_float(const Matrix& m, const Series& series, const Operand& x, Sums<n, k>& sums) {
     constexpr std::size_t kTwo = kind == Kind::kFloat32 ? 128 : 64;  // bytes of two columns
@@ -151,8 +153,8 @@ void dot_float(const Matrix& m, const Series& series, const Operand& x, Sums<n, 
     }
 }
 
-// sums += one group: (Σ code · q) · (scale · x scale) + minimum · x sum, of k tiles `next` bytes apart. `kLines`: lines
-// of a group, where they are known to the compiler, which then unrolls them; else 0.
+// sums += one group of k tiles, which are `next` bytes apart: (Σ code · q) · (scale · x_scale) + minimum · x_sum.
+// `kLines`: lines of a group, so that the compiler unrolls them; 0: known at run time only.
 template <bool int4, int kLines, int n, int k>
 [[gnu::always_inline]] inline void add_group(const Matrix& m, const std::uint8_t* p, std::size_t next,
                                              std::size_t ahead, bool reused, const std::int8_t* a, const float* x_scale,
@@ -204,7 +206,7 @@ void dot_int8(const Matrix& m, const Series& series, const Operand& x, Sums<n, k
     const std::size_t next = m.tile_bytes(), group_bytes = next / std::size_t(groups);
     const std::int8_t* a = x.q;
     const float *x_scale = x.scale, *x_sum = x.sum;
-    Sums<n, k> sums = out;  // in registers
+    Sums<n, k> sums = out;  // a copy, so that it stays in registers
     const std::uint8_t* p = series.first;
     for (int j = 0, left = groups * series.count; left > 0; ++j, --left, a += m.group * n, x_scale += n, x_sum += n) {
         if (j == groups) j = 0, p += series.stride - next;
@@ -214,9 +216,10 @@ void dot_int8(const Matrix& m, const Series& series, const Operand& x, Sums<n, k
     out = sums;
 }
 
-// to [n, tiles · 16] = before (null: 0) + x · a granule of `tiles` tiles, rows `stride` floats apart: for tiles so
-// short that to begin and end each of them as `tile_rows` does is most of the work (an FFN of one row in cache: 51 GB/s
-// of weights instead of 181). Tile after tile: two or four at once read out of the order in which bytes lie.
+// to [n, tiles · 16] = before (null: 0) + x · a granule of `tiles` tiles. Rows of `to` and `before` are `stride` floats
+// apart. This is for short tiles, for which the work of `tile_rows` at each tile's beginning and end is most of all
+// work: an FFN of one row in cache reads 181 GB/s of weights this way, and 51 through `tile_rows`. Tiles are taken one
+// after the other: two or four at once would read out of the order in which bytes lie.
 template <bool int4, int kLines, int n>
 void dot_short(const Matrix& m, const std::uint8_t* p, int tiles, const Operand& x, const float* before, float* to,
                std::ptrdiff_t stride) {
@@ -234,7 +237,7 @@ void dot_short(const Matrix& m, const std::uint8_t* p, int tiles, const Operand&
     }
 }
 
-// The same without rounding activations: sums += Σ groups: (Σ code · x) · scale + minimum · x sum.
+// As dot_int8, but with activations that are not rounded: sums += Σ groups: (Σ code · x) · scale + minimum · x_sum.
 template <bool int4, int n>
 void dot_exact(const Matrix& m, const Series& series, const Operand& x, Sums<n, 1>& out) {
     const int lines = m.group / (int4 ? 8 : 4), groups = m.groups();
@@ -291,7 +294,7 @@ void dot(const Matrix& m, const Series& weights, const Operand& x, Sums<n, k>& s
         if (m.kind == Kind::kInt8) return dot_int8<false, 0>(m, weights, x, sums);
         return m.group == 64 ? dot_int8<true, 8>(m, weights, x, sums) : dot_int8<true, 0>(m, weights, x, sums);
     }
-    // One tile at a time: with two chains a sum and four columns of weights the registers are full.
+    // One tile at a time: two chains for each sum and four columns of weights fill the registers.
     for (int i = 0; i < k; ++i) {
         Sums<n, 1> one;
         for (int r = 0; r < n; ++r) one.at[r][0] = sums.at[r][i];
@@ -306,21 +309,21 @@ void dot(const Matrix& m, const Series& weights, const Operand& x, Sums<n, k>& s
 struct Tiles {
     int count;
     Series series;
-    int granule = 0;  // of the activations: the one that the first is multiplied with
+    int granule = 0;  // the granule of the activations that the first of these granules is multiplied with
 };
 constexpr int kMostTiles = 4;
 
-// For rows [lo, hi) of x, whole panels, and each tile: start(row, tile) gives the 16 sums so far, products are added in
-// the order of the granules, sink(row, tile, sums) takes them.
+// Multiplies rows [lo, hi) of x, which are whole panels, with each tile. start(row, tile) gives the 16 sums so far.
+// Products are added to them in the order of the granules. sink(row, tile, sums) takes the results.
 template <class Start, class Sink>
 void tile_rows(const Matrix& m, const Tiles& tiles, const Rows& x, int lo, int hi, const Start& start,
                const Sink& sink) {
     const std::ptrdiff_t groups = std::ptrdiff_t(m.groups()) * tiles.granule;
     const std::ptrdiff_t columns = m.quantised() ? groups * m.group : std::ptrdiff_t(m.cols) * tiles.granule;
-    // n rows with k tiles at a time, and what is left of the tiles one by one.
+    // n rows with k tiles at a time, and the remaining tiles one by one.
     const auto step = [&]<int n, int k>(int row) {
         int tile = 0;
-        const auto some = [&]<int width>() {
+        const auto by_width = [&]<int width>() {
             for (; tile + width <= tiles.count; tile += width) {
                 Sums<n, width> sums;
                 for (int r = 0; r < n; ++r) {
@@ -335,8 +338,8 @@ void tile_rows(const Matrix& m, const Tiles& tiles, const Rows& x, int lo, int h
                 }
             }
         };
-        if constexpr (k > 1) some.template operator()<k>();
-        some.template operator()<1>();
+        if constexpr (k > 1) by_width.template operator()<k>();
+        by_width.template operator()<1>();
     };
     for (int row = lo; row < hi;) {
         const int n = panel_of(row, x.count).n;

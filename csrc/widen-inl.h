@@ -1,12 +1,12 @@
-// Integer weights as floats, in the tiles of a float format: what an engine does first that multiplies floats alone
-// (PIPO §3.4). No op of the table needs it; benches set it against multiplying from the codes. Included after
+// Widens integer weights to floats, in the tiles of a float format. An engine that multiplies only floats does this
+// first (PIPO §3.4). No op of the table needs it: benches compare it with multiplying from the codes. Included after
 // kernels-inl.h.
 #pragma once
 
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// One tile. A code times a 16-bit scale is exact in float32, so fusing the addition changes nothing.
+// Widens one tile. A code times a 16-bit scale is exact in float32, so a fused multiply-add gives the same number.
 template <bool int4, bool half>
 void widen_tile(const Matrix& m, const std::uint8_t* p, std::uint8_t* out) {
     const int lines = m.group / (int4 ? 8 : 4);
@@ -15,7 +15,7 @@ void widen_tile(const Matrix& m, const std::uint8_t* p, std::uint8_t* out) {
         const F scale = f_half(ends), minimum = f_half(ends + 32);
         int columns = std::min(m.group, left);
         const auto put = [&](F code) {
-            if (columns-- <= 0) return;  // what pads the last group
+            if (columns-- <= 0) return;  // padding of the last group
             const F value = f_fma(code, scale, minimum);
             if constexpr (half) {
                 f_store_half(out, value);

@@ -6,12 +6,12 @@ Per memory tier (`host`, `gpu0`) these arenas, each 2 MiB-aligned so that huge p
     T.ring      units in flight from a slower tier     T.act      activations, per batch of a pass
     T.scratch   an op's own temporaries (one lane runs one op at a time)
     T.cache     slots of experts that are at home on a disk, layer after layer
-    T.window    K and V of a layer or two whose KV lives elsewhere, while attention runs
+    T.window    K and V of one or two layers whose KV lives elsewhere, while attention runs
     host.staging  granules read for single embedding rows
     host.stage    units on their way from a disk to a device
 
-`disk0.kv` is a file: what of the KV lives on a disk. Tokens come from the host and logits go to it: there they have
-slots whoever computes.
+`disk0.kv` is a file: the KV that lives on a disk. Tokens come from the host and logits go to it, so they have slots
+there whichever executor computes. Sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from penstock.spec.places import HOST, Executor, executor_of, is_disk, tier_of
 from penstock.spec.plan import Arena, Cache, KvHome, Plan, Predictor, Unit
 from penstock.units import MIB, round_up
 
-ARENA_ALIGN = 2 * MIB  # a huge page: an arena is charged in whole ones whatever it uses
+ARENA_ALIGN = 2 * MIB  # a huge page: the kernel charges an arena in whole ones, however much of it is used
 SLOT_ALIGN = 64
-_KEPT_ACTS = 4096  # slots that `act` keeps: some of each batch's buffers, for a step's numbers of rows
+_KEPT_ACTS = 4096  # slots that `act` keeps: the buffers of each batch, for several numbers of rows
 
 
 class Layout:
-    """The slots of a plan. Pure arithmetic; asks nothing of a machine. `executors`: of the plan, the main one first."""
+    """The slots of a plan. It is pure arithmetic, and asks nothing of a machine. `executors`: all executors of the
+    plan, the main one first."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -54,7 +55,7 @@ class Layout:
         self.windows: list[Slot] = []
         self._window_of = self._place_windows()
         self._act = self._place_acts()
-        # As `act` gave them: a step asks for few of them, often.
+        # The slots that `act` gave so far, since a step asks for the same few of them often.
         self._cut_acts: dict[tuple[Executor, int, str, int], Slot] = {}
         self.scratch = {
             tier: self._take(f"{tier}.scratch", scratch.scratch_bytes(plan, tier)) for tier in self.executors
@@ -69,8 +70,8 @@ class Layout:
     # -- what streams ---------------------------------------------------------------------------------
 
     def streams(self, unit: Unit, stream: Stream) -> bool:
-        """Whether a pass loads the unit into its executor's ring. An embedding is gathered instead,
-        unless it is the head as well; experts with a cache are loaded when they are asked for."""
+        """Whether a pass loads the unit into its executor's ring. An embedding is gathered instead, unless it is the
+        head as well. Experts with a cache are loaded when they are asked for."""
         if unit.part == "embed" and not self.plan.target.spec.tied:
             return False
         if stream.asks and unit.part in self._cached:
@@ -79,22 +80,22 @@ class Layout:
 
     @property
     def gathers(self) -> Executor | None:
-        """The executor whose memory holds all embedding rows; None: each is read from a disk."""
+        """The executor whose memory holds all embedding rows. None: each row is read from a disk."""
         return gathers(self.plan)
 
     def _executors(self) -> tuple[Executor, ...]:
         units = self.plan.units
-        found = sorted({unit.decode for unit in units} | {unit.prefill for unit in units})
+        computing = sorted({unit.decode for unit in units} | {unit.prefill for unit in units})
         attend = (home.attend for home in self.plan.kv)
         predict = (predictor.home for predictor in self.plan.predictors)
-        return tuple(dict.fromkeys([self.plan.main, *found, *attend, *predict]))
+        return tuple(dict.fromkeys([self.plan.main, *computing, *attend, *predict]))
 
     def _delegated(self) -> dict[int, Executor]:
         """Layer → executor of its projections, where attention itself runs on another one."""
         units = self.plan.units
         attends = {layer: home.attend for home in self.plan.kv for layer in range(*home.layers)}
-        found = {layer: units[self._last_unit[f"{layer}.attn"]].decode for layer in attends}
-        return {layer: executor for layer, executor in found.items() if executor != attends[layer]}
+        projecting = {layer: units[self._last_unit[f"{layer}.attn"]].decode for layer in attends}
+        return {layer: executor for layer, executor in projecting.items() if executor != attends[layer]}
 
     # -- slots ----------------------------------------------------------------------------------------
 
@@ -104,18 +105,19 @@ class Layout:
         return predictor_part(predictor.layer, spec.d_model, predictor.rank, neurons, weights)
 
     def norms(self, layer: int, executor: Executor) -> Slot:
-        """A layer's norms where an executor reads them: qkv norms q and k wherever attention is computed."""
+        """The slot of a layer's norms where an executor reads them. The executor of attention needs them too, since qkv
+        norms q and k."""
         return self._norms[executor, layer]
 
     @property
     def copied_norms(self) -> dict[str, list[Slot]]:
-        """Part → slots that hold it besides its home."""
+        """Part → slots that hold a copy of it, besides the slot at its home."""
         main = self.plan.main
-        found: dict[str, list[Slot]] = {}
+        copies: dict[str, list[Slot]] = {}
         for (executor, layer), slot in self._norms.items():
             if executor != main:
-                found.setdefault(f"{layer}.norms", []).append(slot)
-        return found
+                copies.setdefault(f"{layer}.norms", []).append(slot)
+        return copies
 
     def cache_slot(self, layer: int, number: int) -> Slot:
         """A slot of a layer's cache: room for an expert."""
@@ -123,32 +125,32 @@ class Layout:
         return Slot(whole.arena, whole.lo + number * nbytes, whole.lo + (number + 1) * nbytes)
 
     def filled_bytes(self, arena: str) -> int:
-        """What of an arena is used, before it is rounded up to whole huge pages."""
+        """Bytes of an arena that are used, before they are rounded up to whole huge pages."""
         return self._fill.get(arena, 0)
 
     def act(self, executor: Executor, batch: int, name: str, nbytes: int | None = None) -> Slot:
-        """A batch's buffer on an executor's tier; its first `nbytes` where given."""
+        """A batch's buffer on an executor's tier, or its first `nbytes` where given."""
         if nbytes is None:
             return self._act[executor, batch, name]
         key = (executor, batch, name, nbytes)
-        found = self._cut_acts.get(key)
-        if found is None:
+        slot_of_rows = self._cut_acts.get(key)
+        if slot_of_rows is None:
             slot = self._act[executor, batch, name]
             assert nbytes <= slot.nbytes, f"{name} of batch {batch}: {nbytes} > {slot.nbytes}"
             if len(self._cut_acts) >= _KEPT_ACTS:
                 self._cut_acts.clear()
-            found = self._cut_acts[key] = Slot(slot.arena, slot.lo, slot.lo + nbytes)
-        return found
+            slot_of_rows = self._cut_acts[key] = Slot(slot.arena, slot.lo, slot.lo + nbytes)
+        return slot_of_rows
 
     def kv_home(self, layer: int, batch: Batch) -> KvHome:
-        """The home of the batch's KV in a layer; a batch has one."""
+        """The home of the batch's KV in a layer. A batch has one home per layer."""
         for home in self.plan.kv:
             if home.layers[0] <= layer < home.layers[1] and home.seqs[0] <= batch.seqs[0] < home.seqs[1]:
                 return home
         raise AssertionError(f"no KV home for layer {layer}, sequence {batch.seqs[0]}")
 
     def _pages_per_seq(self) -> int:
-        """Pages of a sequence; where KV lives on a disk, so many that they are whole blocks of it."""
+        """Pages of a sequence. Where KV lives on a disk they are rounded up until they fill whole blocks of it."""
         pages = -(-self.plan.context // self.plan.page_tokens)
         for home in self.plan.kv:
             if is_disk(home.home):
@@ -158,50 +160,49 @@ class Layout:
         return pages
 
     def kv_page_bytes(self, layer: int, home: KvHome) -> int:
-        """One page of K (or of V) of one layer: a block of P positions for each KV head (spec/format.py)."""
+        """Bytes of one page of K (or of V) of one layer: a block of P positions for each KV head (spec/format.py)."""
         a = self.plan.target.spec.layers[layer].attention
         return a.kv_heads * self.plan.page_tokens * home.format.kv_bytes(a.head_dim)
 
     def kv(self, layer: int, batch: Batch) -> tuple[Slot, Slot]:
-        """(keys, values) where attention reads them: the pages of the batch's sequences, from the first one's to the
-        last one's."""
+        """(keys, values) where attention reads them: the pages from the batch's first sequence to its last one."""
         home = self.kv_home(layer, batch)
         return self._of_batch(layer, batch, self._window_of.get(layer, self._kv[layer, home.seqs[0]]))
 
     def kv_stored(self, layer: int, batch: Batch) -> tuple[Slot, Slot]:
-        """(keys, values) where they live, the same pages."""
+        """(keys, values) of the same pages as `kv`, at their home."""
         return self._of_batch(layer, batch, self._kv[layer, self.kv_home(layer, batch).seqs[0]])
 
     def kv_spans(self, layer: int, batch: Batch, save: bool) -> list[tuple[int, int]]:
-        """Byte ranges within `kv` that a batch's `kv_load` (or `kv_save`) moves, of K and of V alike: the pages before
-        its rows (or with them), of a disk in whole blocks."""
+        """Byte ranges within `kv` that a batch's `kv_load` (or `kv_save`) moves. They are the same for K and for V: the
+        pages before the batch's rows (or the pages with its rows), for a disk in whole blocks."""
         seq_bytes = self.pages_per_seq * self.kv_page_bytes(layer, self.kv_home(layer, batch))
         moved = self._moved_pages(layer, batch, save)
-        found = []
+        spans = []
         for seq, start, rows in zip(batch.seqs, batch.start, batch.rows, strict=True):
             lo, hi = moved[start, rows]
             if lo < hi:
-                at = (seq - batch.first_seq) * seq_bytes
-                found.append((at + lo, at + hi))
-        return found
+                seq_lo = (seq - batch.first_seq) * seq_bytes
+                spans.append((seq_lo + lo, seq_lo + hi))
+        return spans
 
     def kv_moved(self, layer: int, batch: Batch, save: bool) -> tuple[int, int]:
-        """(bytes, how many) of the ranges of `kv_spans`, counted without listing them."""
+        """(bytes, count) of the ranges of `kv_spans`, without listing them."""
         counts = [
             (hi - lo, batch.spans[span]) for span, (lo, hi) in self._moved_pages(layer, batch, save).items() if lo < hi
         ]
         return sum(nbytes * seqs for nbytes, seqs in counts), sum(seqs for _, seqs in counts)
 
     def _moved_pages(self, layer: int, batch: Batch, save: bool) -> dict[tuple[int, int], tuple[int, int]]:
-        """(start, rows) → the bytes lo..hi, of a sequence's pages in a layer, that such a sequence moves."""
+        """(start, rows) → lo..hi, the bytes of a sequence's pages in a layer that a sequence with these rows moves."""
         home = self.kv_home(layer, batch)
         page, page_bytes = self.plan.page_tokens, self.kv_page_bytes(layer, home)
         block = PAGE_BYTES if is_disk(home.home) else 1
-        found = {}
+        ranges = {}
         for start, rows in batch.spans:
             first, last = (start // page, -(-(start + rows) // page)) if save else (0, -(-start // page))
-            found[start, rows] = first * page_bytes // block * block, round_up(last * page_bytes, block)
-        return found
+            ranges[start, rows] = first * page_bytes // block * block, round_up(last * page_bytes, block)
+        return ranges
 
     def _of_batch(self, layer: int, batch: Batch, pools: tuple[Slot, Slot]) -> tuple[Slot, Slot]:
         home, (keys, values) = self.kv_home(layer, batch), pools
@@ -231,27 +232,28 @@ class Layout:
         granule_bytes = {key: part.granule_bytes for key, part in self.parts.items()}
         homes = dict.fromkeys(unit.home for unit in self.plan.units)
         arenas = {home: f"{home}.weights" for home in homes if not is_disk(home)}
-        ends, found = dict.fromkeys(arenas, 0), dict[int, Slot]()
+        ends, slots = dict.fromkeys(arenas, 0), dict[int, Slot]()
         for i, unit in enumerate(self.plan.units):
             home = unit.home
             if home in arenas:
-                lo = ends[home]  # granules are whole pages, so nothing is lost between them
+                lo = ends[home]  # granules are whole pages, so units need no alignment between them
                 ends[home] = hi = lo + (unit.hi - unit.lo) * granule_bytes[unit.part]
-                found[i] = Slot(arenas[home], lo, hi)
+                slots[i] = Slot(arenas[home], lo, hi)
         self._fill |= {arenas[home]: end for home, end in ends.items()}
-        return found
+        return slots
 
     def _place_norms(self) -> dict[tuple[Executor, int], Slot]:
-        """(executor, layer) → norms: at home where the activations are, and a copy where else attention is computed."""
-        found = {}
+        """(executor, layer) → slot of its norms. They are at home with the activations. An executor of attention
+        elsewhere has a copy."""
+        slots = {}
         for home in self.plan.kv:
             for layer in range(*home.layers):
                 key = f"{layer}.norms"
-                found[self.plan.main, layer] = self.weights[self._last_unit[key]]
+                slots[self.plan.main, layer] = self.weights[self._last_unit[key]]
                 if home.attend != self.plan.main and layer not in self.delegated:
                     nbytes = self.parts[key].granule_bytes
-                    found[home.attend, layer] = self._take(f"{home.attend}.weights", nbytes, PAGE_BYTES)
-        return found
+                    slots[home.attend, layer] = self._take(f"{home.attend}.weights", nbytes, PAGE_BYTES)
+        return slots
 
     def _place_kv(self) -> dict[tuple[int, int], tuple[Slot, Slot]]:
         pools = {}
@@ -265,9 +267,10 @@ class Layout:
 
     def _place_windows(self) -> dict[int, tuple[Slot, Slot]]:
         """Layer → (keys, values) in a window, for layers whose KV lives elsewhere. One such layer's attention may run
-        while the next one's KV comes: two windows by turns, one where the order saves memory."""
+        while the next layer's KV is loaded, so there are two windows that layers use by turns. Where the order saves
+        memory there is one."""
         moved = [home for home in self.plan.kv if home.home != home.attend]
-        found: dict[int, tuple[Slot, Slot]] = {}
+        windows: dict[int, tuple[Slot, Slot]] = {}
         for tier in dict.fromkeys(home.attend for home in moved):
             layers = [layer for home in moved if home.attend == tier for layer in range(*home.layers)]
             nbytes = max(self._kv[layer, home.seqs[0]][0].nbytes for home in moved for layer in range(*home.layers))
@@ -276,8 +279,8 @@ class Layout:
             pairs = [(self._take(arena, nbytes, PAGE_BYTES), self._take(arena, nbytes, PAGE_BYTES))
                      for _ in range(count)]  # fmt: skip
             self.windows += [slot for pair in pairs for slot in pair]
-            found |= {layer: pairs[i % count] for i, layer in enumerate(layers)}
-        return found
+            windows |= {layer: pairs[i % count] for i, layer in enumerate(layers)}
+        return windows
 
     def _place_acts(self) -> dict[tuple[Executor, int, str], Slot]:
         plan, spec = self.plan, self.plan.target.spec
@@ -293,27 +296,27 @@ class Layout:
         }
         routed = [layer.ffn for layer in spec.layers if isinstance(layer.ffn, Routed)]
         if routed:
-            buffers["routes"] = max(each.routes_bytes(rows) for each in routed)
+            buffers["routes"] = max(ffn.routes_bytes(rows) for ffn in routed)
         if plan.caches:
-            buffers["outputs"] = 4 * plan.asking_rows * max(each.active for each in routed) * spec.d_model
+            buffers["outputs"] = 4 * plan.asking_rows * max(ffn.active for ffn in routed) * spec.d_model
         if plan.predictors:
             buffers["active"] = plan.batch_seqs * max(map(neurons_of, spec.layers))
         answers = {"logits": 4 * plan.logits_rows * spec.vocab, "best": 8 * plan.logits_rows}
         ends = {"tokens": 4 * rows, "rows": 4 * rows * spec.d_embed}
-        wanted: dict[Executor, dict[str, int]] = {executor: dict(buffers) for executor in self.executors}
-        wanted[plan.main] |= {**ends, "x": 4 * rows * spec.d_model, **answers}
+        needed: dict[Executor, dict[str, int]] = {executor: dict(buffers) for executor in self.executors}
+        needed[plan.main] |= {**ends, "x": 4 * rows * spec.d_model, **answers}
         if plan.main != HOST:
-            wanted.setdefault(HOST, {}).update({**ends, **answers})
+            needed.setdefault(HOST, {}).update({**ends, **answers})
         for layer, executor in self.delegated.items():  # new K and V, on their way to where attention runs
             a, home = spec.layers[layer].attention, next(h for h in plan.kv if h.layers[0] <= layer < h.layers[1])
             nbytes = rows * a.kv_heads * home.format.kv_bytes(a.head_dim)
-            wanted[executor] |= {name: max(nbytes, wanted[executor].get(name, 0)) for name in ("k", "v")}
-        for executor in self.executors[1:]:  # where its partial lands before the merge
-            wanted[plan.main][f"partial.{executor}"] = buffers["partial"]
+            needed[executor] |= {name: max(nbytes, needed[executor].get(name, 0)) for name in ("k", "v")}
+        for executor in self.executors[1:]:  # its partial sums land here before the merge
+            needed[plan.main][f"partial.{executor}"] = buffers["partial"]
         return {
             (tier, batch, name): self._take(f"{tier}.act", nbytes)
             for batch in range(plan.batches_per_pass)
-            for tier, names in wanted.items()
+            for tier, names in needed.items()
             for name, nbytes in names.items()
         }
 
@@ -328,12 +331,12 @@ class Layout:
 
 
 def with_arenas(plan: Plan) -> Plan:
-    """The plan with the arenas that the rest of it leads to: the one place where they are derived."""
+    """The plan with the arenas that follow from its other fields. Arenas are derived nowhere else."""
     return replace(plan, arenas=Layout(plan).arenas())
 
 
 def neurons_of(layer: Layer) -> int:
-    """Of its dense FFN, or of an expert."""
+    """Neurons of a layer's dense FFN, or of one of its experts."""
     return layer.ffns[0].neurons
 
 
@@ -345,6 +348,6 @@ def gathers(plan: Plan) -> Executor | None:
 
 
 def head_units(plan: Plan) -> list[int]:
-    """Units of the head, in order; with a tied head those of the embedding."""
+    """Indices of the head's units, in order. A tied head has the units of the embedding."""
     key = head_key(plan.target.spec)
     return [i for i, unit in enumerate(plan.units) if unit.part == key]

@@ -1,8 +1,9 @@
-"""Attention blocks: projections, scores where KV is, and KV that lives elsewhere. A part of the lowering.
+"""Emits attention blocks: projections, attention where KV is, and moves of KV that lives elsewhere. A part of the
+lowering.
 
-KV that does not live where attention runs comes through a window of a layer or two: what came before a batch's
-rows is loaded one attention ahead and what they add is saved after it; nobody waits for that but who needs
-the window, or these pages, again (PIPO §3.1.2).
+KV that does not live where attention runs comes through a window that holds one layer or two. The pages before a
+batch's rows are loaded one attention ahead. The pages that the rows add to are saved after it. A task waits for a save
+only if it needs the window or these pages again (PIPO §3.1.2).
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from penstock.spec.places import Executor, lane_between
 
 
 class Attention:
-    """Its blocks' calls. The lowering says which unit, layer and executor come next."""
+    """The calls of attention blocks. The lowering says which unit, layer and executor come next."""
 
     def __init__(self, calls: Calls, streams: Streams) -> None:
         self._calls, self._streams = calls, streams
         self._plan, self._layout = calls.plan, calls.layout
 
     def unit(self, layer: int, u: int, executor: Executor, weights: Slot, batch: Batch, first: bool) -> None:
-        """A unit's share of a layer: all of it on one executor. `first`: it starts the batch's sum."""
+        """A unit's share of a layer, all of it on one executor. `weights`: the unit's slot. `first`: the unit's output
+        is the first addend of the batch's sum."""
         calls, layout, unit = self._calls, self._layout, self._plan.units[u]
         part, a = layout.parts[unit.part], self._plan.target.spec.layers[layer].attention
         t, (first_head, end_head) = batch.total_rows, self._plan.unit_rows(unit)
@@ -49,49 +51,49 @@ class Attention:
         calls.add(executor, ops.Out(weights, out, partial, scratch, layer=layer, starts_sum=first), u, batch, fmt, cost)
 
     def delegated(self, p: Pass, layer: int, executor: Executor) -> Iterator[Task]:
-        """Projections on `executor`, attention where KV is (FlexGen's computation delegation): q, and the new K and V,
-        cross the link, and what attention gives comes back. Rows that begin a prompt find nothing in the cache: there
-        `executor` attends itself, and K and V follow behind."""
+        """Projections on `executor`, attention where KV is (FlexGen's computation delegation). q and the new K and V
+        cross the link, and the output of attention comes back. Rows that begin a prompt have nothing before them in the
+        cache. For such rows `executor` attends itself, and K and V are saved meanwhile."""
         calls, layout, key = self._calls, self._layout, f"{layer}.attn"
         units, a = calls.units[key], self._plan.target.spec.layers[layer].attention
         weights = {u: self._streams.take(u, p.stream) for u in units}
         scratch, fmt = calls.scratch(executor), layout.parts[key].format.kind
         for batch in p.batches:
             t, home = batch.total_rows, layout.kv_home(layer, batch)
-            row_bytes, each = 4 * t * a.heads * a.head_dim, home.format.kv_bytes(a.head_dim)
+            row_bytes, kv_bytes_each = 4 * t * a.heads * a.head_dim, home.format.kv_bytes(a.head_dim)
             q, h = layout.act(executor, batch.id, "q", row_bytes), calls.rows(executor, batch, "h")
-            k, v = (layout.act(executor, batch.id, name, t * a.kv_heads * each) for name in ("k", "v"))
+            k, v = (layout.act(executor, batch.id, name, t * a.kv_heads * kv_bytes_each) for name in ("k", "v"))
             norms = layout.norms(layer, executor)
             for u in units:
                 qkv = ops.Qkv(weights[u], norms, h, q, keys=k, values=v, scratch=scratch, layer=layer)
                 calls.add(executor, qkv, u, batch, fmt, calls.matrix_cost(u, ops.QKV_BLOCKS, t))
-            at, keys, values, cache = executor, k, v, layout.kv(layer, batch)
+            attender, keys, values, cache = executor, k, v, layout.kv(layer, batch)
             if batch.continues:
-                at, (keys, values) = home.attend, cache
-                q = calls.copy(batch, "q", row_bytes, executor, at)
+                attender, (keys, values) = home.attend, cache
+                q = calls.copy(batch, "q", row_bytes, executor, attender)
             lane = lane_between(executor, home.attend)
             calls.move_kv(lane, ops.KvSave(k, v, *cache, layer=layer, ranges=2), batch, k.nbytes + v.nbytes)
             for u in units:
                 lo, hi = self._plan.unit_rows(self._plan.units[u])
-                cost = ops.attend_cost(a, hi - lo, batch, each)
-                out = layout.act(at, batch.id, "a", row_bytes)
-                attend = ops.Attend(q, keys, values, a=out, scratch=calls.scratch(at), layer=layer)
-                calls.add(at, attend, u, batch, home.format.kind, cost)
+                cost = ops.attend_cost(a, hi - lo, batch, kv_bytes_each)
+                out = layout.act(attender, batch.id, "a", row_bytes)
+                attend = ops.Attend(q, keys, values, a=out, scratch=calls.scratch(attender), layer=layer)
+                calls.add(attender, attend, u, batch, home.format.kind, cost)
         for batch in p.batches:
             if batch.continues:
                 nbytes = 4 * batch.total_rows * a.heads * a.head_dim
                 calls.copy(batch, "a", nbytes, layout.kv_home(layer, batch).attend, executor)
         for u in units:
             for batch in p.batches:
-                at_hand = layout.act(executor, batch.id, "a", 4 * batch.total_rows * a.heads * a.head_dim)
+                outputs = layout.act(executor, batch.id, "a", 4 * batch.total_rows * a.heads * a.head_dim)
                 partial = calls.rows(executor, batch, "partial")
-                product = ops.Out(weights[u], at_hand, partial, scratch, layer=layer, starts_sum=u == units[0])
+                product = ops.Out(weights[u], outputs, partial, scratch, layer=layer, starts_sum=u == units[0])
                 calls.add(executor, product, u, batch, fmt, calls.matrix_cost(u, ops.OUT_BLOCKS, batch.total_rows))
             self._streams.release(u, p.stream)
             yield from calls.emit.closed()
 
     def load_kv(self, p: Pass, layer: int) -> None:
-        """The pages before each batch's rows into the layer's window."""
+        """Emits loads of the pages before each batch's rows into the layer's window."""
         if layer >= len(self._plan.target.spec.layers):
             return
         for batch in p.batches:
@@ -104,7 +106,7 @@ class Attention:
             self._calls.move_kv(lane, ops.KvLoad(*stored, *window, layer=layer, ranges=ranges), batch, nbytes)
 
     def save_kv(self, p: Pass, layer: int) -> None:
-        """The pages with each batch's rows to where they live."""
+        """Emits saves of the pages with each batch's rows to their home."""
         for batch in p.batches:
             home = self._layout.kv_home(layer, batch)
             if home.home == home.attend:
@@ -115,6 +117,6 @@ class Attention:
             self._calls.move_kv(lane, ops.KvSave(*window, *stored, layer=layer, ranges=ranges), batch, nbytes)
 
     def _moved(self, layer: int, batch: Batch, save: bool) -> tuple[int, int]:
-        """(bytes, how many) of the byte ranges of `Layout.kv_spans`, of K and of V."""
+        """(bytes, count) of the byte ranges of `Layout.kv_spans`, K and V together."""
         nbytes, ranges = self._layout.kv_moved(layer, batch, save)
         return 2 * nbytes, 2 * ranges

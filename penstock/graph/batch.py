@@ -1,4 +1,4 @@
-"""A batch: the sequences, and the rows of each, that go through the model together in one pass."""
+"""A batch: the sequences that go through the model together in one pass, and the rows of each."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class _BatchFields(NamedTuple):
 
 
 class Batch(_BatchFields):
-    """Rows that go through the model together: `rows[i]` tokens of sequence `seqs[i]` from position
-    `start[i]`. `parent` () is a chain. `logits`: rows (counted over the batch) whose logits are wanted.
+    """Rows that go through the model together: `rows[i]` tokens of sequence `seqs[i]` from position `start[i]`.
+    `logits`: rows (counted over the batch) whose logits are wanted. `parent`: () where each row follows the row before.
 
-    What all layers ask of a batch is counted once: planning 10,000 sequences took minutes when each layer did.
-    """
+    Its sums are cached, because all layers ask for them: planning 10,000 sequences took minutes when each layer
+    counted."""
 
     @cached_property
     def total_rows(self) -> int:

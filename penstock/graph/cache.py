@@ -1,7 +1,7 @@
-"""A keyed cache: which experts of a layer lie in its slots, and which of them leaves for another.
+"""The cache of a layer's experts: which of them lie in its slots, and which one leaves for another.
 
-A ring holds what comes in a known order; a cache holds what was asked for. It decides as data: the slot that a missing
-expert takes is a function of what was asked before, so a run's tasks can be derived again from its answers.
+A ring holds units that come in a known order. A cache holds experts that were asked for. The slot that a missing expert
+takes is a function of the requests before alone, so a run's tasks can be derived again from its routers' answers.
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable
 
 POLICIES = ("lru", "lfu")
-# Passes after which an expert's past uses count half ("lfu"): docs/LOG.md has what others cost.
+# Passes after which an expert's past uses count half ("lfu"). docs/LOG.md has the cost of other values.
 HALF_LIFE = 64.0
 
 
 class ExpertCache:
-    """The slots of one layer. `policy`: "lru" lets the longest unused go; "lfu" that which was used least, where a use
-    counts half after HALF_LIFE passes. Of equals the lowest number goes."""
+    """The slots of one layer. `policy` says which expert leaves. With "lru" it is the one that was unused for longest.
+    With "lfu" it is the one that was used least, where a use counts half after HALF_LIFE passes. Of equals the one with
+    the lowest number leaves."""
 
     def __init__(self, slots: int, policy: str) -> None:
         assert slots > 0 and policy in POLICIES, f"{slots} slots, {policy}"
         self.slots, self.policy = slots, policy
-        self._slot_of: dict[int, int] = {}  # the longest unused first, those of one pass by their numbers
-        self._asked: list[int] = []  # by the latest pass
-        self._held: list[int | None] = [None] * slots  # by slot
-        self._now = 0  # passes
+        self._slot_of: dict[int, int] = {}  # expert → slot; the longest unused first, those of one pass by numbers
+        self._asked: list[int] = []  # experts that the latest pass asked for, in rising order
+        self._held: list[int | None] = [None] * slots  # slot → expert
+        self._now = 0  # passes so far
         self._used_at: dict[int, int] = {}  # expert → its last pass
         self._uses: dict[int, float] = {}  # expert → its uses, decayed up to that pass
 
@@ -34,11 +35,11 @@ class ExpertCache:
         return tuple(self._held)
 
     def slot(self, expert: int) -> int | None:
-        """Where it lies; None: it is missing."""
+        """The slot of an expert, None if it is missing."""
         return self._slot_of.get(expert)
 
     def ask(self, experts: Iterable[int]) -> None:
-        """A pass wants these: once for each pass, before `admit`."""
+        """A pass wants these experts. To be called once for each pass, before `admit`."""
         self._now += 1
         self._asked = sorted(experts)
         for expert in self._asked:
@@ -60,8 +61,8 @@ class ExpertCache:
             del self._slot_of[leaving]
         self._held[slot], self._slot_of[expert] = expert, slot
         for later in self._asked[bisect_right(self._asked, expert) :]:
-            if (where := self._slot_of.pop(later, None)) is not None:
-                self._slot_of[later] = where
+            if (later_slot := self._slot_of.pop(later, None)) is not None:
+                self._slot_of[later] = later_slot
         return slot
 
     def _victim(self, keep: Collection[int]) -> int | None:
@@ -73,6 +74,6 @@ class ExpertCache:
         return None if leaving is None else self._slot_of[leaving]
 
     def _decayed(self, expert: int) -> float:
-        """Its uses so far, as they count now."""
+        """The uses of an expert so far, weighted as they count now."""
         uses = self._uses.get(expert, 0.0)
         return uses * 0.5 ** ((self._now - self._used_at[expert]) / HALF_LIFE) if uses else 0.0

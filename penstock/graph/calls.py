@@ -1,4 +1,4 @@
-"""Calls with their operands: slots and costs by name, for every block alike. A part of the lowering."""
+"""Makes calls: looks up slots and costs of operands by name, for all blocks alike. A part of the lowering."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ class Calls:
     def copy(
         self, batch: Batch, name: str, nbytes: int, source: Executor, target: Executor, lands: str | None = None
     ) -> Slot:
-        """Activations across the link, on the device's lane; returns the slot that they land in."""
+        """Copies activations across the link, on the device's lane. Returns the slot that they land in. `lands`: the
+        buffer's name on the target, where it differs from `name`."""
         from_slot = self.layout.act(source, batch.id, name, nbytes)
         to_slot = self.layout.act(target, batch.id, lands or name, nbytes)
         device = target if source == HOST else source
@@ -75,25 +76,25 @@ class Calls:
         return to_slot
 
     def move_kv(self, lane: Lane, move: ops.KvMove, batch: Batch, nbytes: int) -> None:
-        """K and V of a batch from one tier to another, a task of its own."""
+        """Moves K and V of a batch from one tier to another, in a task of its own."""
         fmt = self.layout.kv_home(move.layer, batch).format.kind
         self.emit.alone((lane,), Call(move, -1, batch, fmt, nbytes, 0))
 
     def matrix_cost(self, u: int, blocks: tuple[str, ...], rows: int) -> Cost:
-        """What it costs to multiply rows with a unit's blocks; for one row it is worked out once."""
-        one = self._matrix_costs.get((u, blocks))
-        if one is None:
+        """The cost of multiplying `rows` rows with a unit's blocks. The cost of one row is worked out once per unit."""
+        cost_of_row = self._matrix_costs.get((u, blocks))
+        if cost_of_row is None:
             unit = self.plan.units[u]
-            one = ops.matrix_cost(self.layout.parts[unit.part], unit.lo, unit.hi, blocks, 1)
-            self._matrix_costs[u, blocks] = one
-        return one[0], one[1] * rows
+            cost_of_row = ops.matrix_cost(self.layout.parts[unit.part], unit.lo, unit.hi, blocks, 1)
+            self._matrix_costs[u, blocks] = cost_of_row
+        return cost_of_row[0], cost_of_row[1] * rows
 
     def rows(self, executor: Executor, batch: Batch, name: str) -> Slot:
-        """A buffer float32 [T, D]."""
+        """The slot of a buffer float32 [T, D] of a batch."""
         return self.layout.act(executor, batch.id, name, 4 * batch.total_rows * self.plan.target.spec.d_model)
 
     def active(self, layer: int, executor: Executor, batch: Batch) -> Slot:
-        """Which neurons of the layer's FFN rows need, a byte each: [T, N]."""
+        """The slot of a batch's `active`, uint8 [T, N]: which neurons of the layer's FFN each row needs."""
         nbytes = batch.total_rows * neurons_of(self.plan.target.spec.layers[layer])
         return self.layout.act(executor, batch.id, "active", nbytes)
 
@@ -101,5 +102,5 @@ class Calls:
         return self.layout.scratch[executor]
 
     def whole(self, key: str) -> Slot:
-        """A part that is one unit, at home."""
+        """The slot of a part that is one unit, at its home."""
         return self.layout.weights[self.units[key][0]]

@@ -1,7 +1,7 @@
-"""Checks a plan that somebody else made, before anything is computed from it.
+"""Checks a plan from a file that somebody else made, before anything is computed from it.
 
-A plan that passes can be lowered for every pass of the engine, and its task lists satisfy `graph.verify`. What
-it asks of memory is true, so whether it fits is one comparison.
+A plan that passes can be lowered for every pass of the engine, and its task lists satisfy `graph.verify`. The arena
+sizes that it states are true, so one comparison tells whether it fits in memory.
 
 Raises BadRequest, one line, for the first thing that is wrong.
 """
@@ -21,11 +21,11 @@ from penstock.spec.places import HOST, Executor, device, disk, is_device, is_dis
 from penstock.spec.plan import IO_ENGINES, ORDERS, ActHome, KvHome, Plan, PlanModel, Unit
 from penstock.units import GIB
 
-DEVICES = (device(0).executor,)  # that this version drives
-EXECUTORS = (HOST, *DEVICES)  # and tiers of memory
-DISKS = (disk(0).tier, disk(1).tier)  # that weights may lie on
+DEVICES = (device(0).executor,)  # the devices that this version drives
+EXECUTORS = (HOST, *DEVICES)  # also the tiers of memory
+DISKS = (disk(0).tier, disk(1).tier)  # the disks that weights may lie on
 
-# Beyond these nothing sensible lies, and below them everything is computed in no time.
+# Field → (least, most). No sensible plan lies beyond these, and within them every check and size is computed at once.
 _BOUNDS = {
     "batches_per_pass": (1, 1024),
     "batch_seqs": (1, 1 << 20),
@@ -40,14 +40,16 @@ _BOUNDS = {
     "stage_bytes": (0, 1024 * GIB),
 }
 _MOST_RING_BYTES = 1024 * GIB
-# Home of KV, executor of attention. From a disk to a device KV would have to cross memory: not built.
+# (home of KV, executor of attention). KV on a disk for a device is not built: it would have to cross memory.
 _KV_HOMES = (
-    (HOST, HOST), (DISKS[0], HOST), *((there, there) for there in DEVICES), *((HOST, there) for there in DEVICES),
+    (HOST, HOST), (DISKS[0], HOST), *((gpu, gpu) for gpu in DEVICES), *((HOST, gpu) for gpu in DEVICES),
 )  # fmt: skip
 
 
 def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
-    """`spec`, `weights`: of the model that it should be for. Raises BadRequest."""
+    """`spec`, `weights`: of the model that the plan should be for.
+
+    Raises BadRequest."""
     _check_model(plan.models, spec, weights)
     _check_numbers(plan)
     if plan.predictors or any(unit.active != 1 for unit in plan.units):
@@ -63,8 +65,8 @@ def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
     if plan.arenas != wanted:
         both = set(plan.arenas) & set(wanted)
         differs = [arena.name for arena in (*plan.arenas, *wanted) if arena not in both]
-        which = f"arena {differs[0]!r}" if differs else "the list of arenas"
-        raise _wrong(f"{which} is not what the rest of the plan leads to")
+        culprit = f"arena {differs[0]!r}" if differs else "the list of arenas"
+        raise _wrong(f"{culprit} is not what the rest of the plan leads to")
 
 
 def _check_model(models: tuple[PlanModel, ...], spec: ModelSpec, weights: Format) -> None:
@@ -91,28 +93,28 @@ def _check_numbers(plan: Plan) -> None:
         raise _wrong(f"page_tokens {plan.page_tokens} is no multiple of {PAGE_TOKENS}")
     if plan.io_block_bytes % PAGE_BYTES:
         raise _wrong(f"io_block_bytes {plan.io_block_bytes} is no multiple of {PAGE_BYTES}")
-    for name, known in (("order", ORDERS), ("io_engine", IO_ENGINES)):
-        if getattr(plan, name) not in known:
-            raise _wrong(f"{name} is {getattr(plan, name)!r}; there are {', '.join(known)}")
+    for name, choices in (("order", ORDERS), ("io_engine", IO_ENGINES)):
+        if getattr(plan, name) not in choices:
+            raise _wrong(f"{name} is {getattr(plan, name)!r}; there are {', '.join(choices)}")
     for tier, nbytes in plan.ring_bytes.items():
         if tier not in EXECUTORS or not 0 <= nbytes <= _MOST_RING_BYTES:
             raise _wrong(f"a ring of {nbytes} bytes on {tier!r}; there are {', '.join(EXECUTORS)}")
 
 
 def _check_units(units: Iterable[Unit], by_key: dict[str, Part]) -> None:
-    """Every granule of every part once, ascending, a part's units side by side."""
+    """Every granule of every part is in one unit. The units of a part stand side by side, with ascending granules."""
     covered: dict[str, int] = {}
     last = ""
     for unit in units:
         part = by_key.get(unit.part)
         if part is None:
             raise _wrong(f"the model has no part {unit.part!r}")
-        at = covered.get(unit.part, 0)
-        if unit.part != last and at:
+        start = covered.get(unit.part, 0)
+        if unit.part != last and start:
             raise _wrong(f"the units of {unit.part} do not stand side by side")
-        if unit.lo != at or not unit.lo < unit.hi <= part.granules:
+        if unit.lo != start or not unit.lo < unit.hi <= part.granules:
             raise _wrong(
-                f"a unit of {unit.part} has granules {unit.lo}..{unit.hi}, where {at}.. of {part.granules} come next"
+                f"a unit of {unit.part} has granules {unit.lo}..{unit.hi}, where {start}.. of {part.granules} come next"
             )
         if unit.home not in (*EXECUTORS, *DISKS) or not {unit.decode, unit.prefill} <= set(EXECUTORS):
             raise _wrong(
@@ -177,22 +179,23 @@ def _check_kv(plan: Plan) -> None:
                     raise _wrong(f"attention of layer {layer} on {home.attend} but its projections elsewhere")
 
 
-def _check_cover(what: str, homes: Iterable[KvHome] | Iterable[ActHome], plan: Plan) -> None:
-    """Homes follow each other over the layers; each has all sequences, since a batch may mix any of them."""
+def _check_cover(name: str, homes: Iterable[KvHome] | Iterable[ActHome], plan: Plan) -> None:
+    """The homes cover the layers one after the other. Each has all sequences, since a batch may mix any of them.
+    `name`: KV or activations."""
     layers, seqs = len(plan.target.spec.layers), plan.batches_per_pass * plan.batch_seqs
-    at = 0
+    start = 0
     for home in homes:
-        if home.layers[0] != at or not at < home.layers[1] <= layers:
-            raise _wrong(f"{what} of layers {home.layers[0]}..{home.layers[1]}, where {at}.. of {layers} come next")
+        if home.layers[0] != start or not start < home.layers[1] <= layers:
+            raise _wrong(f"{name} of layers {home.layers[0]}..{home.layers[1]}, where {start}.. of {layers} come next")
         if home.seqs != (0, seqs):
-            raise _wrong(f"{what} of sequences {home.seqs[0]}..{home.seqs[1]}; a pass has {seqs}")
-        at = home.layers[1]
-    if at != layers:
-        raise _wrong(f"{what} of layers {at}..{layers} has no home")
+            raise _wrong(f"{name} of sequences {home.seqs[0]}..{home.seqs[1]}; a pass has {seqs}")
+        start = home.layers[1]
+    if start != layers:
+        raise _wrong(f"{name} of layers {start}..{layers} has no home")
 
 
 def _check_main(units: Iterable[Unit], by_key: dict[str, Part], main: Executor) -> None:
-    """Norms and the model's ends are read where the activations are; the head computes there."""
+    """Norms and the model's ends lie with the activations, on the main executor. It computes the head too."""
     for unit in units:
         kind = by_key[unit.part].kind
         if kind in PINNED and unit.home != main:
@@ -203,9 +206,9 @@ def _check_main(units: Iterable[Unit], by_key: dict[str, Part], main: Executor) 
 
 def _check_rings(plan: Plan, by_key: dict[str, Part]) -> None:
     tied = plan.target.spec.tied
-    there = {unit.part for unit in plan.units if is_device(unit.home)}
-    there |= {f"{layer}.norms" for home in plan.kv if is_device(home.attend) for layer in range(*home.layers)}
-    for part in there:
+    device_parts = {unit.part for unit in plan.units if is_device(unit.home)}
+    device_parts |= {f"{layer}.norms" for home in plan.kv if is_device(home.attend) for layer in range(*home.layers)}
+    for part in device_parts:
         if by_key[part].granule_bytes > plan.stage_bytes:
             raise _wrong(f"{part} is loaded through a stage of {plan.stage_bytes} bytes, less than a granule")
     for unit in plan.units:
@@ -220,5 +223,5 @@ def _check_rings(plan: Plan, by_key: dict[str, Part]) -> None:
                 raise _wrong(f"{unit.part} streams units of {nbytes} bytes through a stage of {plan.stage_bytes}")
 
 
-def _wrong(what: str) -> BadRequest:
-    return BadRequest(f"this plan cannot run: {what}")
+def _wrong(fault: str) -> BadRequest:
+    return BadRequest(f"this plan cannot run: {fault}")

@@ -1,4 +1,4 @@
-"""A task list as text, a line a task: what the golden tests hold and a person reads."""
+"""Writes a task list as text, one line per task. The golden tests compare it, and people read it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from penstock.spec.plan import Plan
 
 
 def dump(tasks: Iterable[Task], plan: Plan) -> str:
-    """`id lanes: calls | after ids`. A call: op, the unit's part and granules, the batch, and for what
-    streams the ring's byte range."""
+    """One line per task: its id, lanes and calls, and `after` with the ids that it waits for. A call is written as its
+    op, the unit's part and granules, the batch, and for weights that stream the byte range in their ring."""
     lines = []
     for task in tasks:
         after = f"  after {' '.join(map(str, task.after))}" if task.after else ""

@@ -1,8 +1,8 @@
-"""Calls to tasks: derives the edges from the slots, and fuses neighbouring calls of a lane into one task.
+"""Turns calls into tasks: derives the edges from the slots, and fuses neighbouring calls of a lane into one task.
 
-A call joins its lane's open task unless it has to wait for another lane; so where nothing streams, a whole
-step is one task. Who waits for a task of a lane waits for those before it too, and what a lane has waited for
-once it need not wait for again, so an edge is kept only where it says something new.
+A call joins its lane's open task unless it has to wait for another lane. So where nothing streams, a whole step is one
+task. An edge is kept only where it says something new: to wait for a task is to wait for all earlier tasks of its lane
+too, and a lane that has waited for a task once need not wait for it again.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from penstock.graph.hazards import Hazards
 from penstock.graph.tasks import Call, Slot, Task
 from penstock.spec.places import CPU, Lane
 
-# Of each op, the operands that may make edges: field, whether it is several slots, whether it is read, and written.
+# Op → its operands that may make edges: (field, whether it is several slots, whether it is read, whether it is
+# written).
 _TOUCHES = {
     op.definition: tuple((o.field, o.many, o.mode != "w", o.mode != "r") for o in op.operands if o.mode != "s")
     for op in ops.OPS.values()
 }
-_UNTRACKED = (".weights", ".scratch")  # constant while passes run; private to one lane
-_MOVING = (".ring", ".window", ".cache")  # what lies there is another thing each time
-_MOST_ALIKE = 4096  # tasks that are remembered, to find those that are like them
+_UNTRACKED = (".weights", ".scratch")  # weights are constant while passes run, scratch is private to one lane
+_MOVING = (".ring", ".window", ".cache")  # these hold other content in every pass
+_MOST_ALIKE = 4096  # tasks that are remembered, to find later ones that are like them
 
 
 class _Tracked(dict[str, bool]):
     """Arena → whether its slots make edges."""
 
     def __missing__(self, arena: str) -> bool:
-        found = self[arena] = not arena.endswith(_UNTRACKED)
-        return found
+        tracked = self[arena] = not arena.endswith(_UNTRACKED)
+        return tracked
 
 
 class _Open:
@@ -46,15 +47,16 @@ class _Open:
 
 
 class Emitter:
-    """Ids rise in the order in which tasks are opened; a task is handed out after all it waits for. `likens`: a task of
-    the processor says which earlier one it is like, so that whoever prepared that one need not prepare it."""
+    """Turns calls into tasks. Ids rise in the order in which tasks are opened. A task is handed out after all tasks
+    that it waits for. `likens`: sets `Task.like` of tasks of the CPU."""
 
     def __init__(self, likens: bool = False) -> None:
         self._likens = likens
-        self._alike: dict[tuple[object, ...], int] = {}
+        self._alike: dict[tuple[object, ...], int] = {}  # shapes of batches, operands of calls → first such task
         self._hazards = Hazards()
         self._tracked = _Tracked()
-        self._known: dict[Lane, dict[Lane, int]] = {}  # lane → other lane → latest task it has waited for
+        # Lane → other lane → the latest task there that it has waited for.
+        self._waited_for: dict[Lane, dict[Lane, int]] = {}
         self._open: dict[Lane, _Open] = {}
         self._next_id = 0
         self._closed: list[Task] = []
@@ -80,12 +82,12 @@ class Emitter:
         nbytes, flops = calls[0].bytes, calls[0].flops
         if len(calls) > 1:
             nbytes, flops = sum([call.bytes for call in calls]), sum([call.flops for call in calls])
-        found = (tuple(calls), tuple(task.reads), tuple(task.writes), nbytes, flops)
+        calls_and_sums = (tuple(calls), tuple(task.reads), tuple(task.writes), nbytes, flops)
         like = self._like(task) if self._likens and lane == CPU else -1
-        self._closed.append(Task(task.id, task.lanes, *found, task.after, like))
+        self._closed.append(Task(task.id, task.lanes, *calls_and_sums, task.after, like))
 
     def _like(self, task: _Open) -> int:
-        """An earlier task with the same calls on weights at home, for batches of the same shape; -1: none."""
+        """The id of an earlier task with the same calls on weights at home, for batches of the same shape; -1: none."""
         batches = {call.batch.id: call.batch for call in task.calls if call.batch is not None}
         if any(call.batch is None for call in task.calls):
             return -1
@@ -95,31 +97,31 @@ class Emitter:
         key = (shapes, *[call.operands for call in task.calls])
         if len(self._alike) >= _MOST_ALIKE:
             self._alike.clear()
-        found = self._alike.setdefault(key, task.id)
-        return found if found != task.id else -1
+        first_id = self._alike.setdefault(key, task.id)
+        return first_id if first_id != task.id else -1
 
     def closed(self) -> Iterator[Task]:
         """Hands out the tasks closed since the last time."""
         while self._closed:
-            batch, self._closed = self._closed, []
-            yield from batch
+            closed, self._closed = self._closed, []
+            yield from closed
 
     def adopt(self, tasks: Sequence[Task]) -> list[tuple[int, tuple[int, ...]]]:
-        """(id, after) for tasks of an earlier pass that come again; nothing is open. What comes next on a lane comes
-        after all of them."""
-        number = {task.id: self._next_id + i for i, task in enumerate(tasks)}
+        """New (id, after) for tasks of an earlier pass that come again. No task may be open. The next task of each lane
+        will wait for all of these."""
+        new_id = {task.id: self._next_id + i for i, task in enumerate(tasks)}
         lane_of = {task.id: task.lanes[0] for task in tasks}
         self._next_id += len(tasks)
-        found: list[tuple[int, tuple[int, ...]]] = []
-        last: dict[Lane, int] = {}
+        adopted: list[tuple[int, tuple[int, ...]]] = []
+        last_on: dict[Lane, int] = {}
         for task in tasks:
             waits = self._ended.pop(task.lanes[0], {})
-            waits |= {lane_of[other]: number[other] for other in task.after if other in number}
-            found.append((number[task.id], tuple(sorted(waits.values()))))
-            last[task.lanes[0]] = number[task.id]
-        for lane in {*self._known, *last, *self._ended}:
-            self._ended[lane] = {other: task for other, task in last.items() if other != lane}
-        return found
+            waits |= {lane_of[other]: new_id[other] for other in task.after if other in new_id}
+            adopted.append((new_id[task.id], tuple(sorted(waits.values()))))
+            last_on[task.lanes[0]] = new_id[task.id]
+        for lane in {*self._waited_for, *last_on, *self._ended}:
+            self._ended[lane] = {other: task for other, task in last_on.items() if other != lane}
+        return adopted
 
     def finish(self) -> Iterator[Task]:
         """Closes every lane and hands out the rest."""
@@ -145,9 +147,9 @@ class Emitter:
             for other, task in self._ended.pop(lane, {}).items():
                 waits[other] = max(task, waits.get(other, -1))
         if waits:
-            known = self._known.setdefault(lane, {})
-            waits = {other: task for other, task in waits.items() if task > known.get(other, -1)}
-            known.update(waits)
+            waited_for = self._waited_for.setdefault(lane, {})
+            waits = {other: task for other, task in waits.items() if task > waited_for.get(other, -1)}
+            waited_for.update(waits)
             for other, task in waits.items():
                 if other in self._open and self._open[other].id == task:
                     self.close(other)

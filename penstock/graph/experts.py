@@ -1,11 +1,12 @@
-"""FFNs of experts: the router, and the experts that its answer asks for. A part of the lowering.
+"""Emits the FFNs of layers with experts: the router, and the experts that its answer asks for. A part of the lowering.
 
-Where experts are at home with their executor, or where a pass reads all of them, a call computes all experts of a unit;
-which rows go to which of them stands in the slot `routes`, which the router's call writes, and nobody waits for it.
+Where experts are at home with their executor, or where a pass reads all of them, one call computes all experts of a
+unit. The router's call writes which rows go to which expert into the slot `routes`, and the kernels read it there. So
+the lowering does not wait for the router.
 
-With a cache (`Plan.caches`) a decode pass asks what the router said, loads what is missing, and computes what is there
-meanwhile. Each expert's output is kept apart, and one call adds them up in the order of their numbers: so no bit
-depends on what was there, or on what came first.
+With a cache (`Plan.caches`) a decode pass asks for the router's answer, loads the experts that are missing, and
+meanwhile computes those that are in the cache. Each expert's output is kept apart, and one call adds the outputs up in
+the order of the experts' numbers. So no bit depends on what the cache held, or on which load ended first.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from penstock.graph.tasks import Call, Pass, Slot, Stream, Task
 from penstock.spec.model import Routed
 from penstock.spec.places import HOST, Executor, kernels_of, lane_between
 
-# What a router said: the experts of each row, upwards. Asked once its call's task was handed out.
+# Gives the experts that a router's call chose for each row, in rising order. It may be called once the task with that
+# call was handed out.
 Answer = Callable[[Call], Sequence[Sequence[int]]]
 
 
@@ -33,17 +35,17 @@ class ExpertCalls:
         self._calls, self._plan, self._layout = calls, calls.plan, calls.layout
         self._streams, self.caches = streams, caches
         self._wanted: dict[int, Sequence[Sequence[int]]] = {}  # batch → the answer of the layer at hand
-        self._waiting: list[int] = []  # experts of that layer that are missing and have no slot yet
-        self._loaded: list[int] = []  # and those that are missing and whose load was emitted
+        self._waiting: list[int] = []  # missing experts of that layer that have no slot yet
+        self._loaded: list[int] = []  # missing experts of that layer whose load was emitted
 
     def asks(self, layer: int, stream: Stream) -> bool:
-        """Whether a pass reads of the layer only the experts that its router asks for."""
+        """Whether a pass reads, of this layer, only the experts that the router asks for."""
         return stream.asks and layer in self.caches
 
     # -- all experts of a unit --------------------------------------------------------------------------
 
     def route(self, layer: int, batch: Batch, executors: list[Executor]) -> None:
-        """The router, where the activations are, and what others need of what it says."""
+        """Runs the router on the main executor, and copies its answer to the other executors."""
         main = self._plan.main
         self._route(layer, batch)
         for executor in executors:
@@ -52,26 +54,28 @@ class ExpertCalls:
                 self._calls.copy(batch, "routes", nbytes, main, executor)
 
     def unit(self, p: Pass, layer: int, u: int, executor: Executor, started: set[int]) -> Iterator[Task]:
-        """A unit's experts, upwards: those in the layer's cache from there, the others from where they stream or are at
-        home. `started`: batches whose sum has an addend already."""
+        """Computes a unit's experts in rising order. Experts in the layer's cache are read there, the others in the
+        ring or at home. `started`: ids of batches whose sum has an addend already."""
         part = self._layout.parts[self._plan.units[u].part]
-        there: dict[int, Slot] = {}  # the first expert of each slot that waits to be computed
+        ready: dict[int, Slot] = {}  # first expert of a slot → the slot, not computed yet
         granules = 0
         for lo, hi, slot in self._streams.cut(u, p.stream):
             granules += hi - lo
-            there[lo // part.expert_granules] = slot or self._streams.take(u, p.stream, (lo, hi))
+            ready[lo // part.expert_granules] = slot or self._streams.take(u, p.stream, (lo, hi))
             if slot is None:
-                self._some(p, layer, u, executor, there, granules, started)
+                self._compute_ready(p, layer, u, executor, ready, granules, started)
                 self._streams.release(u, p.stream, (lo, hi))
                 yield from self._calls.emit.closed()
-                there, granules = {}, 0
-        if there:
-            self._some(p, layer, u, executor, there, granules, started)
+                ready, granules = {}, 0
+        if ready:
+            self._compute_ready(p, layer, u, executor, ready, granules, started)
 
-    def _some(
+    def _compute_ready(
         self, p: Pass, layer: int, u: int, executor: Executor, weights: dict[int, Slot], granules: int,
         started: set[int],
     ) -> None:  # fmt: skip
+        """Emits a call per batch for experts of a unit whose weights are at hand, `granules` granules in all.
+        `weights`: first expert of a slot → the slot."""
         part, routed = self._layout.parts[f"{layer}.experts"], self._routed(layer)
         for batch in p.batches:
             *cost, rows = ops.experts_cost(part, routed, 0, granules, ops.FFN_BLOCKS, batch.total_rows)
@@ -80,7 +84,8 @@ class ExpertCalls:
             self._experts(layer, u, executor, weights, batch, (cost[0], cost[1]), rows, first, ())
 
     def shared_done(self, layer: int, executor: Executor, batch: Batch) -> None:
-        """The shared expert's units on this executor are computed: where it has a gate, it weighs their sum."""
+        """Called when the shared expert's units on this executor are computed. Its gate, if any, multiplies their
+        sum."""
         calls, routed = self._calls, self._routed(layer)
         if not routed.shared_gate:
             return
@@ -88,11 +93,11 @@ class ExpertCalls:
         cost = ops.rows_cost(self._plan.target.spec, batch.total_rows, 2)
         calls.add(executor, gate, -1, batch, "*", cost)
 
-    # -- those that are asked for -------------------------------------------------------------------------
+    # -- the experts that a router asks for ---------------------------------------------------------------
 
     def ask(self, p: Pass, layer: int, answer: Answer) -> Iterator[Task]:
-        """Asks the router, and emits the loads of what is missing, as many as there are slots whose experts are not
-        wanted."""
+        """Asks the router, and emits loads of missing experts: as many as the cache has slots whose experts are not
+        wanted by this pass."""
         asked = [self._route(layer, batch) for batch in p.batches]
         self._calls.emit.close(kernels_of(self._plan.main))
         yield from self._calls.emit.closed()
@@ -105,20 +110,21 @@ class ExpertCalls:
         yield from self._calls.emit.closed()
 
     def demanded(self, p: Pass, layer: int, started: set[int]) -> Iterator[Task]:
-        """The experts that were asked for: first those that are there, then each that comes. `started`: batches whose
-        sum has an addend already."""
+        """Computes the experts that were asked for: first those in the cache, then each of the others after its load.
+        `started`: ids of batches whose sum has an addend already."""
         executor, cache = self._plan.main, self.caches[layer]
         coming = set(self._loaded) | set(self._waiting)
         present = [expert for expert in self._all_wanted() if expert not in coming]
         self._compute(p, layer, present)
         while self._loaded or self._waiting:
-            self._load(layer, p.batches, self._loaded)  # what is computed may leave
+            self._load(layer, p.batches, self._loaded)  # experts that were computed may leave the cache
             loaded, self._loaded = self._loaded, []
             assert loaded, f"layer {layer}: {cache.slots} slots hold nothing"
             for expert in loaded:
                 self._compute(p, layer, [expert])
                 yield from self._calls.emit.closed()
-        self._calls.emit.close(kernels_of(executor))  # what follows comes again with every pass
+        # What follows is the same in every pass, so as a task of its own it can be like an earlier one.
+        self._calls.emit.close(kernels_of(executor))
         for batch in p.batches:
             calls, routed = self._calls, self._routed(layer)
             combine = ops.Combine(
@@ -129,7 +135,7 @@ class ExpertCalls:
             calls.add(executor, combine, -1, batch, "*", cost)
 
     def warm(self, layer: int, experts: Sequence[int]) -> None:
-        """As if a pass had asked for these: what a cache holds after others' passes."""
+        """Puts experts into the layer's cache as if a pass had asked for them."""
         cache = self.caches[layer]
         wanted = sorted(set(experts))
         cache.ask(wanted)
@@ -141,7 +147,8 @@ class ExpertCalls:
         return sorted({expert for rows in self._wanted.values() for row in rows for expert in row})
 
     def _load(self, layer: int, batches: Sequence[Batch], keep: Sequence[int]) -> None:
-        """Emits loads of what waits, while there are slots whose experts need not be kept."""
+        """Emits loads of the waiting experts, while there are slots whose experts need not be kept. `keep`: experts
+        that may not leave the cache."""
         cache, emit = self.caches[layer], self._calls.emit
         units, part = self._calls.units[f"{layer}.experts"], self._layout.parts[f"{layer}.experts"]
         kept = {*keep, *self._loaded}
@@ -161,6 +168,7 @@ class ExpertCalls:
             emit.alone((lane,), Call(load, u, None, part.format.kind, target.nbytes, 0))
 
     def _compute(self, p: Pass, layer: int, experts: Sequence[int]) -> None:
+        """Emits a call per batch for experts in the layer's cache. Their outputs are kept for `Combine`."""
         part = self._layout.parts[f"{layer}.experts"]
         u, cache = self._calls.units[f"{layer}.experts"][0], self.caches[layer]
         nbytes, flops = ops.matrix_cost(part, 0, part.expert_granules, ops.FFN_BLOCKS, 1)
@@ -173,9 +181,9 @@ class ExpertCalls:
             weights = {e: self._layout.cache_slot(layer, slot) for e, slot in held.items() if slot is not None}
             assert len(weights) == len(counts), f"layer {layer}: {counts} are wanted, {weights} are there"
             cost = (len(counts) * nbytes, sum(counts.values()) * flops)
-            each = max(1, round(sum(counts.values()) / len(counts)))
-            kept = (self._outputs(layer, self._plan.main, batch),)
-            self._experts(layer, u, self._plan.main, weights, batch, cost, each, False, kept)
+            expert_rows = max(1, round(sum(counts.values()) / len(counts)))
+            outputs = (self._outputs(layer, self._plan.main, batch),)
+            self._experts(layer, u, self._plan.main, weights, batch, cost, expert_rows, False, outputs)
 
     # -- calls and slots ----------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
-"""Edges from slots: who wrote a byte range last, and who has read it since.
+"""Finds the earlier tasks that a task must come after: the last writer of each byte range, and its readers since.
 
-Keeps, per arena, disjoint segments sorted by address. A read depends on the segment's writer, a write on its writer and
-its readers. Only the latest task per lane is kept: who waits for a task of a lane waits for those before it too.
+Each arena is kept as disjoint segments, sorted by address. A read depends on the segment's writer. A write depends on
+its writer and its readers. Of readers only the latest task per lane is kept, since to wait for a task is to wait for
+all earlier tasks of its lane too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from bisect import bisect_right
 
 from penstock.spec.places import Lane
 
-Mark = tuple[Lane, int]  # of a task: its lane, its id
+Mark = tuple[Lane, int]  # a task, by its lane and its id
 
 
 class _Segment:
@@ -21,43 +22,43 @@ class _Segment:
 
 
 class Hazards:
-    """The last writer and the readers since, for every byte range touched so far."""
+    """The last writer of every byte range touched so far, and the readers since that write."""
 
     def __init__(self) -> None:
         self._arenas: dict[str, tuple[list[int], list[_Segment]]] = {}
 
     def conflicts(self, arena: str, lo: int, hi: int, write: bool) -> list[Mark]:
         """Tasks that a read (or write) of [lo, hi) must come after."""
-        found: list[Mark] = []
-        known = self._arenas.get(arena)
-        if known is None:
-            return found
-        starts, segments = known
+        earlier: list[Mark] = []
+        arena_segments = self._arenas.get(arena)
+        if arena_segments is None:
+            return earlier
+        starts, segments = arena_segments
         i = bisect_right(starts, lo) - 1
         if i >= 0 and segments[i].lo == lo and segments[i].hi == hi:  # nearly always: the same operand again
             segment = segments[i]
             if segment.writer is not None:
-                found.append(segment.writer)
+                earlier.append(segment.writer)
             if write:
-                found.extend(segment.readers.items())
-            return found
+                earlier.extend(segment.readers.items())
+            return earlier
         i = max(i, 0)
         while i < len(segments) and segments[i].lo < hi:
             segment = segments[i]
             if segment.hi > lo:
                 if segment.writer is not None:
-                    found.append(segment.writer)
+                    earlier.append(segment.writer)
                 if write:
-                    found.extend(segment.readers.items())
+                    earlier.extend(segment.readers.items())
             i += 1
-        return found
+        return earlier
 
     def record(self, arena: str, lo: int, hi: int, write: bool, mark: Mark) -> None:
         """Notes that the task `mark` reads (or writes) [lo, hi)."""
-        known = self._arenas.get(arena)
-        if known is None:
-            known = self._arenas[arena] = ([], [])
-        starts, segments = known
+        arena_segments = self._arenas.get(arena)
+        if arena_segments is None:
+            arena_segments = self._arenas[arena] = ([], [])
+        starts, segments = arena_segments
         i = bisect_right(starts, lo) - 1
         if i >= 0 and segments[i].lo == lo and segments[i].hi == hi:  # nearly always: the same operand again
             if write:

@@ -1,24 +1,24 @@
-"""The lowering: a plan and a pass in, tasks in order out. Nothing else in penstock orders work.
+"""The lowering: turns a plan and a pass into tasks in order. Nothing else in penstock orders work.
 
-A pass goes layer by layer; inside a block (attention or FFN) unit by unit, and every unit serves all batches
-of the pass before the next one comes (FlexGen's zig-zag block), so a streamed unit crosses once a pass.
+A pass goes layer by layer, and inside a block (attention or FFN) unit by unit. Every unit serves all batches of the
+pass before the next unit comes (FlexGen's zig-zag block). So a streamed unit is loaded once per pass.
 
-Weights do not read tokens. Each ring is filled from a cyclic stream: the units that this pass streams
-through it, in order, then those of the pass that follows (`Pass.then`). A load is emitted as soon as its
-bytes are free, that is when the last call that reads what lies there has been emitted; its edge to that
-call is derived like any other (write after read). How far loads run ahead is just the ring's size, or by
-`Plan.order` less: to the block at hand ("saving"), or to the next one with a wait for everything between
-blocks ("flexgen").
+Which weights stream does not depend on tokens. Each ring is filled from a cyclic stream: the units that this pass
+streams through the ring, in order, then the units of the pass that follows (`Pass.then`). A load is emitted as soon as
+its bytes in the ring are free. They are free when the last call that reads their old content has been emitted. The
+load's edge to that call is derived like any other (write after read). Loads run ahead as far as the ring's size allows.
+Two values of `Plan.order` allow less: "saving" loads only for the current block, and "flexgen" only for the next block,
+with a wait for everything between blocks.
 
-On a machine with a device each executor adds up its units' share of a block, and the device's calls are handed out
-first, so that it and the CPU work at once (ScheInfer §III). What the device computes it finds in its memory, or in its
-ring, into which units are lifted over the link: straight from memory, or, at home on a disk, from the stage, a ring of
-pinned memory that the disk fills (PIPO §3.3). Two rings and not one task on two lanes: while the disk fills the stage,
-the link lifts what is at home in memory. Activations, tokens and logits, kilobytes, cross on the device's own lane,
-where they wait for no weights.
+On a machine with a device each executor adds up the share of a block that its own units give. The device's calls are
+handed out first, so that the device and the CPU work at once (ScheInfer §III). The device reads weights from its memory
+or from its ring. Units at home in RAM are lifted over the link straight into that ring. Units at home on a disk are
+loaded into the stage first, a ring of pinned memory, and lifted from there (PIPO §3.3). Stage and ring are two rings,
+and not one task on two lanes, so that the link can lift units from RAM while the disk fills the stage. Activations,
+tokens and logits are kilobytes. They cross on the device's own lane, where they wait for no weights.
 
-State kept between passes: what the rings hold, the streams' cursors, the last readers and writers per slot, and
-where nothing streams the pass of each shape as lowered once.
+State kept between passes: the content of the rings, the streams' cursors, and the last readers and writers per slot.
+Where nothing streams, also the tasks of each shape of pass, so that each shape is lowered once.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ class Lowering:
 
     @property
     def held(self) -> tuple[object, ...] | None:
-        """What the rings hold between two passes: where it is the same again, so are a pass's tasks, but for their ids
-        and for what they wait for of the pass before. None where nothing streams, or where answers decide."""
+        """The content of the rings between two passes. Where it is the same again, a pass has the same tasks again.
+        Only their ids differ, and which tasks of the pass before they wait for. None where nothing streams, or where
+        routers' answers decide."""
         return None if self._repeats.nothing_streams or self.plan.caches else self._streams.held
 
     # -- the pass -------------------------------------------------------------------------------------
@@ -70,16 +71,17 @@ class Lowering:
     def step(self, p: Pass, answer: Answer | None = None) -> Iterator[Task]:
         """Tasks of one pass. Must be consumed to its end before the next pass is lowered.
 
-        `answer(call)`: what a router said, the experts of each row upwards. It is asked where a plan has caches, after
-        the router's task was handed out, and before any task that depends on it is."""
-        known = self._repeats.find(p)
-        if known is not None:
-            yield from known
+        `answer(call)`: the experts that a router chose for each row, in rising order. It is called only where a plan
+        has caches: after the router's task was handed out, and before any task that depends on the answer."""
+        repeated = self._repeats.find(p)
+        if repeated is not None:
+            yield from repeated
         else:
             yield from self._repeats.keep(p, self._lower(p, answer or _nobody))
 
     def warm(self, layer: int, experts: Sequence[int]) -> None:
-        """As if a pass had asked for these experts of a layer with a cache: predictions begin with warm caches."""
+        """Puts experts of a layer into its cache, as if a pass had asked for them. So predictions begin with warm
+        caches."""
         self._experts.warm(layer, experts)
 
     def _lower(self, p: Pass, answer: Answer) -> Iterator[Task]:
@@ -98,11 +100,12 @@ class Lowering:
         yield from self._emit.finish()
 
     def _begin_block(self, p: Pass, number: int) -> None:
-        """Emits the loads that may begin. Block 2·i is the attention of layer i, 2·i + 1 its FFN, the last the head."""
+        """Emits the loads that may begin with a block. Block 2·i is the attention of layer i, block 2·i + 1 its FFN,
+        and the last block the head."""
         self._streams.begin_block(number)
         layer, is_ffn = divmod(number, 2)
         order = self.plan.order
-        if order == "flexgen":  # beside this block: what the next one needs, and what the last one left
+        if order == "flexgen":  # beside this block: loads for the next block, and the KV that the last block added
             if number == 0:
                 self._attention.load_kv(p, 0)
             self._streams.pump()
@@ -120,28 +123,28 @@ class Lowering:
         calls = self._calls
         main, spec, layout = self.plan.main, self.plan.target.spec, self.layout
         t = batch.total_rows
-        part, at = self.parts["embed"], layout.gathers or HOST
+        part, gatherer = self.parts["embed"], layout.gathers or HOST
         tokens = layout.act(HOST, batch.id, "tokens", 4 * t)
-        rows = layout.act(at, batch.id, "rows", 4 * t * spec.d_embed)
+        rows = layout.act(gatherer, batch.id, "rows", 4 * t * spec.d_embed)
         units = calls.units["embed"]
         if layout.staging is None:
-            if at != HOST:
-                tokens = calls.copy(batch, "tokens", tokens.nbytes, HOST, at)
+            if gatherer != HOST:
+                tokens = calls.copy(batch, "tokens", tokens.nbytes, HOST, gatherer)
             first, last = layout.weights[units[0]], layout.weights[units[-1]]
             weights = Slot(first.arena, first.lo, last.hi)
-            calls.add(at, ops.Gather(weights, tokens, rows), -1, batch, part.format.kind, (rows.nbytes, 0))
+            calls.add(gatherer, ops.Gather(weights, tokens, rows), -1, batch, part.format.kind, (rows.nbytes, 0))
         else:
-            read_bytes = t * part.granule_bytes  # at most; tokens that share a granule share its read
+            read_bytes = t * part.granule_bytes  # the most: tokens that share a granule share its read
             fetch = ops.Fetch(tokens, rows, layout.staging)
             self._emit.alone((DISK.reads,), Call(fetch, -1, batch, part.format.kind, read_bytes, 0))
-        if at != main:
-            rows = calls.copy(batch, "rows", rows.nbytes, at, main)
+        if gatherer != main:
+            rows = calls.copy(batch, "rows", rows.nbytes, gatherer, main)
         x = layout.act(main, batch.id, "x", 4 * t * spec.d_model)
         embed = ops.Embed(rows, calls.whole("edges"), x, calls.scratch(main))
         calls.add(main, embed, -1, batch, "*", ops.rows_cost(spec, t, 2))
 
     def _block(self, p: Pass, layer: int, kind: str, answer: Answer) -> Iterator[Task]:
-        """Norm, the units' partial sums on each executor, merge; for every batch."""
+        """A block for every batch: the norm, then the units' partial sums on each executor, then the merge."""
         if layer or kind == "ffn":
             self._begin_block(p, 2 * layer + (kind == "ffn"))
         executors = list(self._calls.shares(layer, kind, p.purpose))
@@ -164,7 +167,7 @@ class Lowering:
         yield from self._emit.closed()
 
     def _inputs(self, p: Pass, layer: int, kind: str, executors: list[Executor]) -> None:
-        """The block's norm, on the main executor, and what the others need of it."""
+        """The block's norm on the main executor, and copies of its output for the other executors."""
         main, row_bytes = self.plan.main, 4 * self.plan.target.spec.d_model
         for batch in p.batches:
             self._norm(batch, f"{layer}.norms", f"{kind}_in", layer, range(batch.total_rows))
@@ -176,11 +179,11 @@ class Lowering:
                     self._experts.route(layer, batch, executors)
             elif kind == "ffn" and p.purpose == "decode":
                 self._predict(layer, batch, executors)
-        if len(executors) > 1:  # what one executor waits for does not wait for the other one's share
+        if len(executors) > 1:  # so that other executors wait for the norm alone, not for the main one's units too
             self._emit.close(kernels_of(main))
 
     def _share(self, p: Pass, layer: int, kind: str, executor: Executor) -> Iterator[Task]:
-        """One executor's units of the block, and its partial sums to the main executor."""
+        """One executor's units of the block, and the copy of its partial sums to the main executor."""
         asking = kind == "ffn" and self._experts.asks(layer, p.stream)
         units = self._calls.shares(layer, kind, p.purpose, asking)[executor]
         kinds = [self.parts[self.plan.units[u].part].kind for u in units]
@@ -208,7 +211,8 @@ class Lowering:
             self._calls.copy(batch, "partial", batch.total_rows * row_bytes, executor, main, f"partial.{executor}")
 
     def _predict(self, layer: int, batch: Batch, executors: list[Executor]) -> None:
-        """Which neurons of its FFN the batch needs, for every executor of some of them (PowerInfer §4.2)."""
+        """Predicts which neurons of the layer's FFN the batch needs (PowerInfer §4.2), and copies the answer to every
+        executor that computes some of them."""
         calls = self._calls
         predictor = self._predictors.get(layer)
         if predictor is None:
@@ -246,7 +250,8 @@ class Lowering:
         calls.add(executor, ffn, u, batch, part.format.kind, cost)
 
     def _cuts_a_four(self, u: int, other: int, purpose: str) -> bool:
-        """Whether a four of an FFN's granules lies partly in the unit next to it, computed by the same executor."""
+        """Whether a four of an FFN's granules lies partly in unit `u` and partly in its neighbour `other`, and the same
+        executor computes both."""
         units = self.plan.units
         if other not in range(len(units)):
             return False
@@ -294,7 +299,7 @@ class Lowering:
     def _norm(
         self, batch: Batch, norms: str, which: str, layer: int | None, rows: range | tuple[int, ...]
     ) -> None:  # fmt: skip
-        """Also where the layer has no such norm: the op then copies, so every block reads h."""
+        """Emits a norm also where the layer has no such norm. The op then copies x to h, so every block reads h."""
         calls = self._calls
         if not len(rows):
             return
@@ -306,7 +311,7 @@ class Lowering:
         calls.add(main, norm, -1, batch, "*", ops.rows_cost(spec, len(rows), 2))
 
     def _sync(self) -> None:
-        """FlexGen's order waits for all that goes on at the end of each block."""
+        """In FlexGen's order: waits at the end of a block for all loads and KV moves that are under way."""
         if self.plan.order != "flexgen":
             return
         slots = [*self._streams.slots, *self.layout.windows]

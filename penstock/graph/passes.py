@@ -1,5 +1,5 @@
-"""The passes of a generation: prompt chunks, then one pass a token. The engine runs them, the planner
-simulates them; both take them from here."""
+"""Makes the passes of a generation: prompt chunks, then one pass per token. The engine runs these passes, and the
+planner simulates the same ones."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ DECODE = Stream("decode", True)
 
 
 def prompts(plan: Plan, seqs: Sequence[int], lengths: Sequence[int], then: Stream | None) -> Iterator[Pass]:
-    """The prompts of sequences that decode together, `lengths[i]` tokens of sequence `seqs[i]`: as many rows a pass as
-    its batches hold, since what streams is read once a pass. Logits: of each prompt's last row. `then`: what follows
-    the last pass."""
+    """The prompts of sequences that decode together, `lengths[i]` tokens of sequence `seqs[i]`. A pass has as many rows
+    as its batches hold, since weights that stream are read once a pass. Logits are wanted of each prompt's last row.
+    `then`: the stream of the pass that follows the last one."""
     size = plan.batch_seqs
     groups = [_chunks(plan, seqs[lo : lo + size], lengths[lo : lo + size]) for lo in range(0, len(seqs), size)]
-    wanted = []
-    for at in range(max(map(len, groups))):
-        found = (chunks[at]._replace(id=index) for index, chunks in enumerate(groups) if at < len(chunks))
-        batches = tuple(found)
+    passes = []
+    for i in range(max(map(len, groups))):
+        in_pass = (chunks[i]._replace(id=index) for index, chunks in enumerate(groups) if i < len(chunks))
+        batches = tuple(in_pass)
         few = max(batch.total_rows for batch in batches) <= plan.asking_rows
-        wanted.append(Pass("prefill", batches, then, few))
-    for p, following in pairwise(wanted):
+        passes.append(Pass("prefill", batches, then, few))
+    for p, following in pairwise(passes):
         yield p._replace(then=following.stream)
-    yield wanted[-1]
+    yield passes[-1]
 
 
 def ended(batch: Batch) -> list[int]:
@@ -37,19 +37,19 @@ def ended(batch: Batch) -> list[int]:
 
 
 def _chunks(plan: Plan, seqs: Sequence[int], lengths: Sequence[int]) -> list[Batch]:
-    """The prompts of one batch's sequences, one after the other, in batches of `plan.chunk_rows`."""
-    found: list[Batch] = []
-    now: list[tuple[int, int, int, bool]] = []  # sequence, start, rows, whether its prompt ends here
+    """The prompts of one batch's sequences, one after the other, in batches of `plan.chunk_rows` rows."""
+    batches: list[Batch] = []
+    chunk: list[tuple[int, int, int, bool]] = []  # sequence, start, rows, whether its prompt ends here
     room = plan.chunk_rows
     for seq, length in zip(seqs, lengths, strict=True):
         start = 0
         while start < length:
             rows = min(room, length - start)
-            now.append((seq, start, rows, start + rows == length))
+            chunk.append((seq, start, rows, start + rows == length))
             start, room = start + rows, room - rows
             if not room:
-                found, now, room = [*found, _batch(now)], [], plan.chunk_rows
-    return [*found, _batch(now)] if now else found
+                batches, chunk, room = [*batches, _batch(chunk)], [], plan.chunk_rows
+    return [*batches, _batch(chunk)] if chunk else batches
 
 
 def _batch(chunk: Sequence[tuple[int, int, int, bool]]) -> Batch:
@@ -59,8 +59,9 @@ def _batch(chunk: Sequence[tuple[int, int, int, bool]]) -> Batch:
 
 
 def prefill(plan: Plan, seq: int, tokens: int, then: Stream | None, score: bool = False) -> Iterator[Pass]:
-    """The prompt of one sequence in chunks of `plan.chunk_rows`. Logits: of the last row; with `score` of every row, in
-    chunks of `plan.logits_rows` at most. `then`: what follows the last chunk."""
+    """The prompt of one sequence in chunks of `plan.chunk_rows`. Logits are wanted of the last row. With `score` they
+    are wanted of every row, and chunks have at most `plan.logits_rows` rows. `then`: the stream of the pass that
+    follows the last chunk."""
     if not score:
         yield from prompts(plan, (seq,), (tokens,), then)
         return
@@ -72,7 +73,7 @@ def prefill(plan: Plan, seq: int, tokens: int, then: Stream | None, score: bool 
 
 
 def decode(plan: Plan, seqs: Sequence[int], positions: Sequence[int], then: Stream | None) -> Pass:
-    """One token of each sequence, at its position; sequences go into batches of `plan.batch_seqs`."""
+    """A pass with one token of each sequence, at its position. Sequences go into batches of `plan.batch_seqs`."""
     batches = []
     for index, lo in enumerate(range(0, len(seqs), plan.batch_seqs)):
         chosen = tuple(seqs[lo : lo + plan.batch_seqs])

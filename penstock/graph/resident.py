@@ -1,4 +1,5 @@
-"""Plans with everything in memory, without a machine to solve for: for probes, benches and tests of single ops."""
+"""Makes plans with a whole model in RAM, without a machine to solve for: for probes, benches and tests of single
+ops."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ def resident_plan(
     spec: ModelSpec, weights: Format, *, kv: Format, context: int, rows: int = 1, seqs: int = 1, logits_rows: int = 1,
     page_tokens: int = 64,
 ) -> Plan:  # fmt: skip
-    """`rows`: of a prefill chunk, at most; `seqs`: sequences of the one batch of a pass."""
+    """A plan with all of a model in RAM. `rows`: the most rows of a prefill chunk. `seqs`: sequences of the one batch
+    of a pass."""
     plan = Plan(
         models=(PlanModel(spec, weights),),
         units=tuple(Unit(p.key, 0, p.granules, HOST, HOST, HOST) for p in parts(spec, weights)),

@@ -1,4 +1,4 @@
-"""A ring: the byte range that units stream through, and which of them it holds."""
+"""The bookkeeping of a ring, the arena that units stream through: which units it holds, and which may come next."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from penstock.errors import InternalError
 from penstock.graph.tasks import Slot
 
-Piece = tuple[int, int, int]  # granules lo..hi of a unit: all of it, or experts of it that are in no cache
+Piece = tuple[int, int, int]  # (unit, lo, hi): all granules of a unit, or those of its experts that are in no cache
 Streamed = tuple[Piece, int, int]  # a piece, its bytes, the block of the pass that computes it
 
 
@@ -18,13 +18,13 @@ class Ring:
     def __init__(self, arena: str, nbytes: int) -> None:
         self.arena, self.nbytes = arena, nbytes
         self._cursor = 0
-        self._waiting: deque[Streamed] = deque()  # still to be loaded
-        self._ahead: deque[tuple[Piece, Slot]] = deque()  # loaded, its calls not emitted yet
-        self._taken: dict[Piece, Slot] = {}  # its calls are being emitted
+        self._waiting: deque[Streamed] = deque()  # pieces whose loads are not emitted yet
+        self._ahead: deque[tuple[Piece, Slot]] = deque()  # pieces whose loads are emitted, and their calls not yet
+        self._taken: dict[Piece, Slot] = {}  # pieces whose calls are being emitted
 
     def begin(self, now: list[Streamed], then: list[Streamed]) -> None:
-        """A pass starts that streams `now`; `then` follows it. What was loaded ahead for another pass than
-        this one is dropped, at most one ring of reads."""
+        """A pass starts that streams `now`, and the pass after it streams `then`. Pieces that were loaded ahead for a
+        pass other than this one are dropped. That wastes at most one ring of reads."""
         kept = 0
         while kept < min(len(self._ahead), len(now)) and self._ahead[kept][0] == now[kept][0]:
             kept += 1
@@ -33,26 +33,26 @@ class Ring:
         self._waiting = deque([*now[kept:], *then])
 
     def rewind(self) -> None:
-        """The next unit is loaded to the beginning, so that it waits for what is computed from there."""
+        """The next unit goes to the beginning of the ring. So its load waits for calls that still read from there."""
         self._cursor = 0
 
     @property
     def waiting(self) -> Iterable[Streamed]:
-        """What is still to be loaded, in order."""
+        """The pieces that are still to be loaded, in order."""
         return self._waiting
 
     @property
     def held(self) -> tuple[object, ...]:
-        """Where it goes on, and what it holds: all that one pass leaves for the next."""
+        """The cursor and the pieces that the ring holds: all that one pass leaves for the next."""
         return self._cursor, *self._ahead
 
     def holds_next(self, piece: Piece) -> bool:
-        """Whether `take` of this piece would do."""
+        """Whether this piece is the next that `take` would give."""
         return bool(self._ahead) and self._ahead[0][0] == piece
 
     def admit(self, last_block: float, at_hand: Callable[[Piece], bool]) -> tuple[Piece, Slot] | None:
-        """The next piece to load and its slot, or None: nothing of the blocks to `last_block` waits, or it is not
-        `at_hand` where it comes from, or its bytes are not free yet."""
+        """The next piece to load and its slot. None where no piece of the blocks up to `last_block` waits, or where the
+        piece's source is not filled yet (`at_hand`), or where its bytes in the ring are not free yet."""
         if not self._waiting or self._waiting[0][2] > last_block or not at_hand(self._waiting[0][0]):
             return None
         piece, nbytes, _ = self._waiting[0]
@@ -75,7 +75,7 @@ class Ring:
     def take(self, piece: Piece) -> Slot:
         """The slot of the piece whose calls come next in the stream."""
         if not self._ahead or self._ahead[0][0] != piece:
-            raise InternalError(f"{self.arena} holds {[each for each, _ in self._ahead]}, but {piece} is needed")
+            raise InternalError(f"{self.arena} holds {[piece for piece, _ in self._ahead]}, but {piece} is needed")
         _, self._taken[piece] = self._ahead.popleft()
         return self._taken[piece]
 

@@ -1,8 +1,8 @@
-"""Temporaries of the ops, to the byte: what a kernel may use beside its operands.
+"""How many bytes of temporaries the ops may use beside their operands.
 
-The bound covers every implementation of the op table. The widest user is the numpy reference, which turns
-weights into float32 before it multiplies; it does so in slabs of rows, so that a slab of a large model
-stays in cache and its scratch stays small.
+The bound covers every implementation of the op table. The widest user is the numpy reference, which turns weights into
+float32 before it multiplies. It does so in slabs of rows, so that a slab of a large model stays in the processor's
+cache and the scratch stays small.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ _ALIGN = 64
 
 
 def slab_rows(block: Block) -> int:
-    """Rows of a block that are widened at once, in whole tiles. A function of the shape alone: results do
+    """Rows of a block that are widened at once, in whole tiles. It is a function of the shape alone, so that results do
     not depend on where units are cut."""
     return TILE_ROWS * min(tiles(block.rows), max(1, SLAB_BYTES // (4 * block.cols * TILE_ROWS)))
 
 
 def matmul_bytes(block: Block, rows: int) -> int:
-    """A slab as float32, its codes or integers while widening, and the product [rows, slab]."""
+    """Bytes of a slab as float32, of its codes or integers while it is widened, and of the product, float32 [rows,
+    slab]."""
     slab = slab_rows(block)
     padded = block.format.groups(block.cols) * block.format.group or block.cols + block.cols % 2
     return round_up(4 * slab * padded, _ALIGN) * 2 + round_up(4 * rows * slab, _ALIGN) + 4 * _ALIGN
 
 
 def native_bytes(spec: ModelSpec, weights: Format, rows: int, logits_rows: int, kv: frozenset[Format]) -> int:
-    """What the native kernels want of any op, as they say it themselves (`scratch_native`)."""
+    """The most bytes that the native kernels want for any op, by `scratch_native`."""
     need, layers = 0, spec.layers
     for part in _unlike(spec, weights):
         if part.kind in ("ffn", "shared"):
@@ -55,11 +56,12 @@ def native_bytes(spec: ModelSpec, weights: Format, rows: int, logits_rows: int, 
 
 
 def _unlike(spec: ModelSpec, weights: Format) -> list[Part]:
-    """The parts, of layers that are one object only those of the first: a large model has hundreds, of few kinds."""
-    found: dict[tuple[str, int], Part] = {}
+    """The parts of the model, each kind once. Layers that are one `Layer` object have the same parts, and only those of
+    the first are kept: a large model has hundreds of parts, but few kinds."""
+    by_kind: dict[tuple[str, int], Part] = {}
     for part in parts(spec, weights):
-        found.setdefault((part.kind, id(spec.layers[part.layer]) if part.layer >= 0 else -1), part)
-    return list(found.values())
+        by_kind.setdefault((part.kind, id(spec.layers[part.layer]) if part.layer >= 0 else -1), part)
+    return list(by_kind.values())
 
 
 def _kv_lanes(kv: frozenset[Format]) -> int:
@@ -68,7 +70,7 @@ def _kv_lanes(kv: frozenset[Format]) -> int:
 
 
 def scratch_bytes(plan: Plan, tier: str) -> int:
-    """The scratch arena of an executor: the largest need of any op that it may run."""
+    """Bytes of the scratch arena of an executor: the largest need of any op that it may run."""
     target, rows = plan.target, max(plan.chunk_rows, plan.batch_seqs)
     kv = frozenset(home.format for home in plan.kv)
     need = _usual_bytes(target.spec, target.weights, rows, plan.logits_rows, plan.page_tokens, kv)
@@ -81,31 +83,32 @@ def scratch_bytes(plan: Plan, tier: str) -> int:
 def _usual_bytes(
     spec: ModelSpec, weights: Format, rows: int, logits_rows: int, page: int, kv: frozenset[Format]
 ) -> int:  # fmt: skip
-    """Bytes of scratch that is enough for every op but a GPU's kernels. `page`: tokens of a page. `kv`: formats of the
-    cache."""
+    """Bytes of scratch that are enough for every op except a GPU's kernels. `page`: tokens of a page. `kv`: formats of
+    the KV cache."""
     need = native_bytes(spec, weights, rows, logits_rows, kv)
     need = max(need, 16 * rows * max(spec.d_model, spec.d_embed))  # norms, merges and embeddings: four [rows, D]
     for part in _unlike(spec, weights):
         if part.kind == "norms":
             continue
-        n = min(rows, logits_rows) if part.kind in ("embed", "head") else rows
-        product = max((matmul_bytes(b, n) for b in part.blocks if b.tiled), default=0)
+        op_rows = min(rows, logits_rows) if part.kind in ("embed", "head") else rows
+        product = max((matmul_bytes(b, op_rows) for b in part.blocks if b.tiled), default=0)
         if part.kind in FFNS:  # gate and up, float32 [rows, 64] each, and one temporary
             product += 6 * round_up(4 * rows * part.granule_rows, _ALIGN)
             # Rows that go to an expert, its output, and the sum of a four.
             product += 3 * round_up(4 * rows * spec.d_model, _ALIGN) if part.kind == "experts" else 0
         elif part.kind == "router":
             product += round_up(4 * rows * (part.block("scores").rows + 1), _ALIGN)
-        elif part.kind == "edges":  # what is projected
+        elif part.kind == "edges":  # the rows that are projected
             product += round_up(4 * rows * max(spec.d_model, spec.d_embed), _ALIGN)
         elif part.kind in ("embed", "head"):  # a granule's logits
-            product += round_up(4 * n * part.granule_rows, _ALIGN)
+            product += round_up(4 * op_rows * part.granule_rows, _ALIGN)
         need = max(need, product)
     attn = next(p for p in parts(spec, weights) if p.kind == "attn")
     quantised = any(fmt.is_quantised for fmt in kv)
     for layer in dict.fromkeys(spec.layers):  # most are alike
         a = layer.attention
-        heads = a.kv_heads if a.norms_all_heads else 1  # of a granule, whose q, k and v there are, twice
+        # KV heads whose q, k and v are projected at once. They are held twice.
+        heads = a.kv_heads if a.norms_all_heads else 1
         projected = 4 * rows * heads * (a.heads_per_kv + 2) * a.head_dim * 2
         need = max(need, projected + max(matmul_bytes(b, rows) for b in attn.blocks if b.tiled) + 8 * rows * a.head_dim)
         query_rows = rows * a.heads_per_kv

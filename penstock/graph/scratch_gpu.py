@@ -1,8 +1,8 @@
-"""Temporaries of the GPU kernels, to the byte, and the rules by which they cut their work: what decides a size decides
-it here, so that an arena can be sized where no torch is installed.
+"""Bytes of temporaries of the GPU kernels, and the rules by which the kernels cut their work. The rules are here, and
+not beside the kernels, so that an arena can be sized where no torch is installed.
 
 Many rows are multiplied by widened weights: a piece of a unit as float32, at most WIDE_BYTES of it at a time. Few rows
-are multiplied straight from the packed weights and need next to nothing.
+are multiplied straight from the packed weights and need next to no temporaries.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from penstock.spec.parts import Block, Part
 from penstock.spec.plan import Plan
 from penstock.units import MIB, round_up
 
-ALIGN = 256  # of every temporary: a GPU's memory transactions, and what its matrix products like
-# 4096 x 2048 float32: half of a large card's cache (40 to 96 MiB), so that the product may find there what was widened.
-# Not measured yet.
+ALIGN = 256  # bytes, of every temporary: it suits a GPU's memory transactions and its matrix products
+# 4096 x 2048 float32: half of a large card's cache (40 to 96 MiB), so that the product may find the widened weights
+# there. Not measured yet.
 WIDE_BYTES = 32 * MIB
-SUM_PARTS = 4  # partials that one merge reads; the others are summed before
+SUM_PARTS = 4  # partials that one merge reads; further ones are summed before
 
-# Attention: a program has up to ATTEND_ROWS queries of one KV head; work is split, into no less than ATTEND_BLOCK
-# positions each, until there are ATTEND_PROGRAMS of them, four for each of the 130 or so processors of a large card.
+# Attention: a program has up to ATTEND_ROWS queries of one KV head. The KV is split until there are ATTEND_PROGRAMS
+# programs: four for each of the 130 or so processors of a large card. A split has at least ATTEND_BLOCK positions, and
+# there are at most MOST_SPLITS.
 ATTEND_BLOCK, ATTEND_ROWS, ATTEND_PROGRAMS, MOST_SPLITS = 64, 64, 512, 64
 
-# A sum over granules is split where tiles are so few that their programs, of 16 warps at most, would leave a card idle.
+# A sum over granules is split where there are so few tiles that their programs, of 16 warps at most, would leave a card
+# idle. It is split into at most MOST_SUM_SPLITS parts, until there are about SUM_PROGRAMS programs.
 SUM_PROGRAMS, MOST_SUM_SPLITS = 256, 16
 
 
@@ -40,11 +42,11 @@ class WeightPiece(NamedTuple):
 
 
 def pieces(granules: int, block: Block) -> Iterator[WeightPiece]:
-    """A unit's block in pieces that take at most WIDE_BYTES as float32: whole granules, or where one is larger, whole
-    tiles of it."""
-    each = 4 * block.rows * block.cols
-    if each <= WIDE_BYTES:
-        step = WIDE_BYTES // each
+    """Cuts a unit's block into pieces that take at most WIDE_BYTES as float32. A piece is whole granules, or where one
+    granule is larger than that, whole tiles of it."""
+    float_bytes = 4 * block.rows * block.cols
+    if float_bytes <= WIDE_BYTES:
+        step = WIDE_BYTES // float_bytes
         for lo in range(0, granules, step):
             yield WeightPiece(lo, min(lo + step, granules), 0, block.rows)
         return
@@ -55,31 +57,32 @@ def pieces(granules: int, block: Block) -> Iterator[WeightPiece]:
 
 
 def wide_bytes(granules: int, block: Block) -> int:
-    """The largest of `pieces` as float32, which is the first one."""
+    """Bytes of the largest of `pieces` as float32, which is the first one."""
     p = next(pieces(granules, block), WeightPiece(0, 0, 0, 0))
     return _floats((p.hi - p.lo) * (p.row_hi - p.row_lo) * block.cols)
 
 
 def sum_splits(rows: int) -> int:
-    """Into how many parts the sum over a unit's granules is split at most, for `rows` of its result's columns."""
+    """The most parts that the sum over a unit's granules is split into, for a result of `rows` columns: the rows of the
+    block."""
     return min(max(1, SUM_PROGRAMS // tiles(rows)), MOST_SUM_SPLITS)
 
 
 def spread_bytes(granules: int, blocks: tuple[Block, ...]) -> int:
-    """Products of the same activations with blocks of every granule."""
+    """Bytes for products of the same activations with blocks of every granule."""
     return max(wide_bytes(granules, block) for block in blocks)
 
 
 def add_up_bytes(granules: int, block: Block, rows: int) -> int:
-    """A product summed over granules."""
+    """Bytes for a product that is summed over granules."""
     splits = sum_splits(block.rows)
     return max(wide_bytes(granules, block), _floats(splits * rows * block.rows) if splits > 1 else 0)
 
 
 def qkv_bytes(part: Part, a: Attention, granules: int, rows: int) -> int:
-    """What is projected, before it turns, and its products."""
-    made = _floats(rows * granules * a.heads_per_kv * a.head_dim) + 2 * _floats(rows * granules * a.head_dim)
-    return made + spread_bytes(granules, (part.block("q"), part.block("k"), part.block("v")))
+    """Bytes of q, k and v before rope, and for the products that give them."""
+    projected = _floats(rows * granules * a.heads_per_kv * a.head_dim) + 2 * _floats(rows * granules * a.head_dim)
+    return projected + spread_bytes(granules, (part.block("q"), part.block("k"), part.block("v")))
 
 
 def out_bytes(part: Part, granules: int, rows: int) -> int:
@@ -87,36 +90,36 @@ def out_bytes(part: Part, granules: int, rows: int) -> int:
 
 
 def ffn_granules(part: Part, rows: int) -> int:
-    """Granules whose hidden activations are there at once: WIDE_BYTES of them."""
+    """Granules whose hidden activations are held at once: WIDE_BYTES of them."""
     return max(1, WIDE_BYTES // (4 * rows * part.granule_rows))
 
 
 def ffn_bytes(part: Part, granules: int, rows: int) -> int:
-    """Hidden activations, gate and up, and the products."""
+    """Bytes of hidden activations (gate and up), and for the products."""
     blocks = tuple(part.block(name) for name in ("gate", "up") if part.has(name))
     hidden = 2 * round_up(min(4 * rows * granules * part.granule_rows, WIDE_BYTES), ALIGN)
     return hidden + max(spread_bytes(granules, blocks), add_up_bytes(granules, part.block("down"), rows))
 
 
 def attend_tile_rows(a: Attention, longest: int) -> int:
-    """Batch rows that one program of attention takes, of sequences of which none has more than `longest`: fewer of
-    wide heads, or they outgrow the memory that a small card's processor has."""
+    """Batch rows that one program of attention takes. `longest`: the most rows of a sequence. With wide heads they are
+    fewer, since they would outgrow the memory that a processor of a small card has."""
     most = ATTEND_ROWS if a.head_dim <= 128 else ATTEND_ROWS // 2 if a.head_dim <= 256 else ATTEND_ROWS // 4
     return max(1, min(most // a.heads_per_kv, longest))
 
 
 def attend_splits(programs: int, context: int) -> int:
-    """Into how many parts the KV of each row is split: a function of shapes and of the room for context alone, so that
-    a recorded graph holds at any position."""
+    """How many parts the KV of each row is split into. It is a function of shapes and of the room for context alone, so
+    that a recorded graph holds at any position."""
     return min(-(-ATTEND_PROGRAMS // programs), MOST_SPLITS, -(-context // ATTEND_BLOCK))
 
 
 def attend_bytes(a: Attention, kv_heads: int, rows: int) -> int:
-    """Parts of attention of up to `rows` rows before they are merged: outputs, and two numbers each. Splits times rows
-    are most where tiles of ATTEND_ROWS just fail to be ATTEND_PROGRAMS."""
+    """Bytes of the parts of attention before they are merged, for up to `rows` rows: an output [E] and two numbers for
+    each part, float32. Splits times rows is largest where tiles of ATTEND_ROWS just fail to be ATTEND_PROGRAMS."""
     most = 2 * ATTEND_PROGRAMS * attend_tile_rows(a, rows) // kv_heads + 2
-    found = min(MOST_SPLITS * rows, most) * kv_heads * a.heads_per_kv
-    return _floats(found * a.head_dim) + _floats(found * 2)
+    parts = min(MOST_SPLITS * rows, most) * kv_heads * a.heads_per_kv
+    return _floats(parts * a.head_dim) + _floats(parts * 2)
 
 
 def embed_bytes(edges: Part, spec: ModelSpec, rows: int) -> int:
@@ -125,7 +128,7 @@ def embed_bytes(edges: Part, spec: ModelSpec, rows: int) -> int:
 
 
 def norm_bytes(edges: Part, spec: ModelSpec, rows: int) -> int:
-    """The final norm of a model that projects its output."""
+    """Bytes for the final norm of a model that projects its output."""
     projection = edges.block("project_out") if edges.has("project_out") else None
     return _floats(rows * spec.d_model) + spread_bytes(1, (projection,)) if projection else 0
 
@@ -139,8 +142,8 @@ def head_bytes(part: Part, granules: int) -> int:
 
 
 def scratch_bytes(plan: Plan, tier: str) -> int:
-    """The scratch arena of a device `tier` (`gpu0`): the largest need of any op on any unit that it executes in some
-    pass. The main executor's edges, norms and merges are counted for every device: they are small."""
+    """Bytes of the scratch arena of a device `tier` (`gpu0`): the largest need of any op on any unit that it executes
+    in some pass. The main executor's edges, norms and merges are counted for every device, since they are small."""
     spec, parts = plan.target.spec, plan.parts
     rows = max(plan.chunk_rows, plan.batch_seqs)
     edges = parts["edges"]

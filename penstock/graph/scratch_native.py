@@ -1,7 +1,8 @@
-"""Temporaries of the native kernels, to the byte: the arithmetic of csrc/scratch.h, for plans are made where nothing
-native runs. A test holds the two to each other; what is said of an op there is said once.
+"""Bytes of temporaries of the native kernels: the arithmetic of csrc/scratch.h, repeated here because plans are also
+made where nothing native runs. A test holds the two to each other. csrc/scratch.h explains each term; this file does
+not repeat that.
 
-`rows`: of a call, at most.
+`rows`: the most rows of a call.
 """
 
 from __future__ import annotations
@@ -12,22 +13,25 @@ from penstock.spec.parts import SUM_GRANULES, Block, Part
 from penstock.units import KIB, round_up
 
 _ALIGN = 64
-_THREADS, _FOURS = 8, 16  # attention has so many threads' worth; an FFN's fours summed at a time
+_THREADS = 8  # attention has temporaries for so many threads
+_FOURS = 16  # fours of an FFN's granules that are summed at a time
 _FEW_ROWS, _HIDDEN_ROWS, _QUERY_ROWS = 8, 48, 8
 _PART_TOKENS, _BLOCK_TOKENS = 32, 256
 _CHUNK_BYTES = 512 * KIB
 
 
 def project_bytes(block: Block, rows: int) -> int:
-    """Also of the head."""
+    """Of a projection, or of the head, granule by granule."""
     return _input_bytes(block, 1, rows)
 
 
 def out_bytes(block: Block, granules: int, rows: int) -> int:
+    """Of a product with `granules` granules of the block, summed over them."""
     return _input_bytes(block, granules, rows)
 
 
 def ffn_bytes(part: Part, granules: int, rows: int) -> int:
+    """Of an FFN of so many granules."""
     up, down = part.block("up"), part.block("down")
     few, fours = min(rows, _FEW_ROWS), min(_FOURS, -(-granules // SUM_GRANULES))
     sums = round_up(4 * fours * few * down.rows, _ALIGN)
@@ -41,18 +45,19 @@ def ffn_bytes(part: Part, granules: int, rows: int) -> int:
 
 def route_bytes(part: Part, rows: int) -> int:
     scores = part.block("scores")
-    each = round_up(4 * scores.rows * rows, _ALIGN) + round_up(4 * scores.rows, _ALIGN)
-    return each + _input_bytes(scores, 1, rows)
+    score_bytes = round_up(4 * scores.rows * rows, _ALIGN) + round_up(4 * scores.rows, _ALIGN)
+    return score_bytes + _input_bytes(scores, 1, rows)
 
 
 def experts_bytes(part: Part, active: int, rows: int) -> int:
+    """Of experts, of which each row goes to `active`."""
     up, down, few = part.block("up"), part.block("down"), min(rows, _FEW_ROWS)
     gathered = round_up(4 * rows * up.cols, _ALIGN) + round_up(4 * rows * down.rows, _ALIGN)
     need = gathered + ffn_bytes(part, part.expert_granules, rows)
     fours = -(-part.expert_granules // SUM_GRANULES)
     for exact in (True, False):
-        each = _prepared_bytes(up, 1, 1, exact) + round_up(4 * fours * down.rows, _ALIGN) + _ALIGN
-        need = max(need, few * active * each + _THREADS * _prepared_bytes(down, 1, few, exact))
+        pair_bytes = _prepared_bytes(up, 1, 1, exact) + round_up(4 * fours * down.rows, _ALIGN) + _ALIGN
+        need = max(need, few * active * pair_bytes + _THREADS * _prepared_bytes(down, 1, few, exact))
     return need
 
 
@@ -81,8 +86,8 @@ def _prepared_bytes(block: Block, granules: int, rows: int, exact: bool) -> int:
     if not block.format.is_quantised:
         return round_up(4 * rows * granules * block.cols, _ALIGN)
     groups = rows * granules * block.format.groups(block.cols)
-    numbers, each = groups * block.format.group, round_up(4 * groups, _ALIGN)
-    return round_up(4 * numbers, _ALIGN) + each if exact else round_up(numbers, _ALIGN) + 2 * each
+    numbers, group_bytes = groups * block.format.group, round_up(4 * groups, _ALIGN)
+    return round_up(4 * numbers, _ALIGN) + group_bytes if exact else round_up(numbers, _ALIGN) + 2 * group_bytes
 
 
 def _input_bytes(block: Block, granules: int, rows: int) -> int:

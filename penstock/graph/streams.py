@@ -1,7 +1,7 @@
-"""What streams through the rings: which loads and lifts are handed out, and when. A part of the lowering.
+"""Decides which loads and lifts of weights are handed out, and when. A part of the lowering.
 
-Each ring is filled from a cyclic stream: the units that this pass streams through it, in order, then those of the pass
-that follows. Units of a disk that a device computes are loaded into the stage first, a ring of pinned memory.
+Each ring is filled from a cyclic stream: the units that this pass streams through it, in order, then the units of the
+pass that follows. Units on a disk that a device computes are loaded into the stage first, a ring of pinned memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from penstock.graph.tasks import Call, Pass, Slot, Stream
 from penstock.spec.parts import block_keys
 from penstock.spec.places import HOST, Executor, is_device, kernels_of, lane_between
 
-_BLOCKS_AHEAD = {"overlapped": inf, "saving": 0, "flexgen": 1}  # that loads may be for, beyond the one being computed
+# How many blocks beyond the one being computed loads may be for.
+_BLOCKS_AHEAD = {"overlapped": inf, "saving": 0, "flexgen": 1}
 
 
 class Streams:
@@ -29,31 +30,33 @@ class Streams:
         self._caches = caches
         self._layout, self._emit = layout, emit
         self._rings = {tier: Ring(f"{tier}.ring", nbytes) for tier, nbytes in plan.ring_bytes.items()}
-        self._device = next((tier for tier in self._rings if is_device(tier)), None)  # whose units cross the stage
+        self._device = next((tier for tier in self._rings if is_device(tier)), None)  # its disk units cross the stage
         self._stage = Ring("host.stage", plan.stage_bytes)
-        self._known: dict[tuple[Stream, str], list[tuple[int, int]]] = {}  # units, and the blocks that compute them
-        self._whole: dict[tuple[Stream, str], list[Streamed]] = {}  # the same as whole units
-        self._last_block: float = 0  # that loads may be for
+        # By stream and tier: the units that stream, each with the block that computes it.
+        self._units_of: dict[tuple[Stream, str], list[tuple[int, int]]] = {}
+        # The same units as whole pieces, for passes in which caches cut none of them.
+        self._whole: dict[tuple[Stream, str], list[Streamed]] = {}
+        self._last_block: float = 0  # the last block that loads may be for
 
     @property
     def slots(self) -> list[Slot]:
         """The whole rings."""
-        found = [Slot(ring.arena, 0, ring.nbytes) for ring in self._rings.values()]
+        slots = [Slot(ring.arena, 0, ring.nbytes) for ring in self._rings.values()]
         if self._device and self._plan.stage_bytes:
-            found.append(Slot("host.stage", 0, self._plan.stage_bytes))
-        return found
+            slots.append(Slot("host.stage", 0, self._plan.stage_bytes))
+        return slots
 
     @property
     def held(self) -> tuple[object, ...]:
-        """What the rings hold between two passes."""
+        """The state of all rings between two passes."""
         return tuple(ring.held for ring in (*self._rings.values(), self._stage))
 
     def begin(self, p: Pass) -> None:
-        """A pass begins: what was loaded ahead for it stays."""
+        """A pass begins. Units that were loaded ahead for it stay in the rings."""
         blocks = 2 * len(self._plan.target.spec.layers) + int(p.stream.logits)
         for tier, ring in self._rings.items():
             then = self._stream(p.then, tier) if p.then else []
-            ring.begin(self._stream(p.stream, tier), [(piece, nbytes, blocks + at) for piece, nbytes, at in then])
+            ring.begin(self._stream(p.stream, tier), [(piece, nbytes, blocks + block) for piece, nbytes, block in then])
         if self._device:
             waiting = self._rings[self._device].waiting
             self._stage.begin([load for load in waiting if self._plan.units[load[0][0]].home != HOST], [])
@@ -61,39 +64,40 @@ class Streams:
     def begin_block(self, number: int) -> None:
         """Block `number` of the pass is emitted from here on."""
         self._last_block = number + _BLOCKS_AHEAD[self._plan.order]
-        if self._plan.order == "saving":  # a small ring, and each block lies where the one before it lay
+        if self._plan.order == "saving":  # the ring is small: each block takes the bytes of the block before it
             for ring in (*self._rings.values(), self._stage):
                 ring.rewind()
 
     def cut(self, u: int, stream: Stream) -> Iterator[tuple[int, int, Slot | None]]:
-        """A unit's granules in runs: each expert that lies in its layer's cache with its slot, and what is missing
-        between them, which `take` gives. Other units are one run."""
+        """Cuts a unit's granules into runs lo..hi. Each expert that lies in its layer's cache is a run with its slot.
+        The experts missing between them are runs with None, whose slots `take` gives. A unit of another kind is one
+        run."""
         unit, part = self._plan.units[u], self._layout.parts[self._plan.units[u].part]
         cache = self._caches.get(part.layer) if part.kind == "experts" else None
         if cache is None or not self._layout.streams(unit, stream):
             yield unit.lo, unit.hi, None
             return
-        each, start = part.expert_granules, unit.lo
-        for lo in range(unit.lo, unit.hi, each):
-            number = cache.slot(lo // each)
+        expert_granules, start = part.expert_granules, unit.lo
+        for lo in range(unit.lo, unit.hi, expert_granules):
+            number = cache.slot(lo // expert_granules)
             if number is None:
                 continue
             if start < lo:
                 yield start, lo, None
-            yield lo, lo + each, self._layout.cache_slot(part.layer, number)
-            start = lo + each
+            yield lo, lo + expert_granules, self._layout.cache_slot(part.layer, number)
+            start = lo + expert_granules
         if start < unit.hi:
             yield start, unit.hi, None
 
     def take(self, u: int, stream: Stream, run: tuple[int, int] | None = None) -> Slot:
-        """Where the bytes of a unit (or of a run of its granules) are when its calls run: at home, or in the ring."""
+        """The slot that holds a unit (or a run of its granules) when its calls run: at home, or in the ring."""
         unit = self._plan.units[u]
         if not self._layout.streams(unit, stream):
             return self._layout.weights[u]
         return self._rings[unit.executor(stream.purpose)].take((u, *(run or (unit.lo, unit.hi))))
 
     def release(self, u: int, stream: Stream, run: tuple[int, int] | None = None) -> None:
-        """Its last call is emitted: its ring bytes are free for the loads that wait."""
+        """The unit's last call is emitted, so its bytes in the ring are free for loads that wait."""
         unit = self._plan.units[u]
         if self._layout.streams(unit, stream):
             self._emit.close(kernels_of(unit.executor(stream.purpose)))
@@ -101,7 +105,7 @@ class Streams:
             self.pump()
 
     def pump(self) -> None:
-        """Emits every load that a ring has room for, of the blocks that may be loaded now."""
+        """Emits every load and lift that a ring has room for, for the blocks that may be loaded now."""
         for tier, ring in self._rings.items():
             if tier == HOST:
                 self._load(ring)
@@ -119,7 +123,7 @@ class Streams:
                     self._load(self._stage)
 
     def _load(self, ring: Ring) -> None:
-        """Emits what the disks may load into a ring of the host now."""
+        """Emits the loads from disks into a ring of the host that may begin now."""
         while (load := ring.admit(self._last_block, lambda _: True)) is not None:
             (u, lo, hi), slot = load
             unit = self._plan.units[u]
@@ -129,27 +133,27 @@ class Streams:
             )
 
     def _at_hand(self, piece: Piece) -> bool:
-        """Whether a unit can be lifted: it is in memory, or will be when the load of it that was emitted is done."""
+        """Whether a unit can be lifted: it is at home in memory, or its load into the stage was emitted."""
         return self._plan.units[piece[0]].home == HOST or self._stage.holds_next(piece)
 
     def _stream(self, stream: Stream, tier: Executor) -> list[Streamed]:
-        """What a pass of this kind streams through a tier's ring, in order."""
+        """All that a pass of this kind streams through a tier's ring, in order."""
         key = (stream, tier)
-        if key not in self._known:
-            self._known[key] = list(self._streaming(stream, tier))
-            self._whole[key] = [each for u, at in self._known[key] for each in self._pieces(u, at, stream)]
+        if key not in self._units_of:
+            self._units_of[key] = list(self._streaming(stream, tier))
+            self._whole[key] = [piece for u, block in self._units_of[key] for piece in self._pieces(u, block, stream)]
         if not self._caches or stream.asks:
             return self._whole[key]
-        return [each for u, at in self._known[key] for each in self._pieces(u, at, stream)]
+        return [piece for u, block in self._units_of[key] for piece in self._pieces(u, block, stream)]
 
-    def _pieces(self, u: int, at: int, stream: Stream) -> Iterator[Streamed]:
+    def _pieces(self, u: int, block: int, stream: Stream) -> Iterator[Streamed]:
         granule_bytes = self._layout.parts[self._plan.units[u].part].granule_bytes
         for lo, hi, slot in self.cut(u, stream):
             if slot is None:
-                yield (u, lo, hi), (hi - lo) * granule_bytes, at
+                yield (u, lo, hi), (hi - lo) * granule_bytes, block
 
     def _streaming(self, stream: Stream, tier: Executor) -> Iterator[tuple[int, int]]:
-        """The units that such a pass streams, and the blocks that compute them."""
+        """Yields each unit that such a pass streams to the tier, with the block that computes it."""
         by_part: dict[str, list[int]] = {}
         for u, unit in enumerate(self._plan.units):
             by_part.setdefault(unit.part, []).append(u)
@@ -157,8 +161,8 @@ class Streams:
         spec, kinds = self._plan.target.spec, ("attn", "ffn")
         blocks = [[u for key in block_keys(spec, i, kind) for u in by_part[key]] for i in layers for kind in kinds]
         blocks += [head_units(self._plan)] if stream.logits else []
-        for at, block in enumerate(blocks):
-            for u in block:
+        for block, block_units in enumerate(blocks):
+            for u in block_units:
                 unit = self._plan.units[u]
                 if unit.executor(stream.purpose) == tier and self._layout.streams(unit, stream):
-                    yield u, at
+                    yield u, block

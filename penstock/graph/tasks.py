@@ -1,8 +1,9 @@
-"""What a schedule is made of. NamedTuples: a step of a large model makes thousands of them.
+"""The elements of a schedule: slots, calls, tasks and passes. They are NamedTuples, since a step of a large model makes
+thousands of them.
 
-A Slot is a byte range of an arena; two tasks conflict where ranges overlap and one of them writes. A Call
-is one op on one executor; a Task is calls that run in order on its lanes. Who waits for a task of a lane waits
-for those before it too, so `after` names tasks of other lanes only, at most one (the latest) per lane.
+A Slot is a byte range of an arena. Two tasks conflict where their ranges overlap and one of them writes. A Call is one
+op on one executor. A Task is a sequence of calls that run in order on the task's lanes. To wait for a task is to wait
+for all earlier tasks of its lane too. So `after` names tasks of other lanes only, and of each lane only the latest.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from penstock.spec.plan import Unit
 
 
 class Stream(NamedTuple):
-    """Which weights a pass reads, in order: by purpose, whether the head is among them, and whether so `few` rows come
-    that it asks routers which experts they want, as decode does."""
+    """All that decides which weights a pass reads, in which order. `logits`: the pass reads the head. `few`: a prompt
+    has so few rows that the pass asks routers which experts they want, as a decode pass does."""
 
     purpose: str
     logits: bool
@@ -27,13 +28,13 @@ class Stream(NamedTuple):
 
     @property
     def asks(self) -> bool:
-        """Whether of experts with a cache only those are read that routers ask for."""
+        """Whether the pass reads, of layers with a cache of experts, only the experts that routers ask for."""
         return self.few or self.purpose == "decode"
 
 
 class Pass(NamedTuple):
-    """One step of the model over its batches. `then`: what the next pass will read, None = nothing. `few`: as of its
-    stream."""
+    """One step of the model over its batches. `then`: what the next pass will read, None = nothing. `few`: as in
+    `Stream`."""
 
     purpose: str  # prefill | decode | verify
     batches: tuple[Batch, ...]
@@ -46,8 +47,9 @@ class Pass(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One op on one executor. `operands`: what it works on, by name, as the op's definition says (`graph/ops`). `unit`:
-    index into plan.units, -1 where the op reads none."""
+    """One op on one executor. `operands`: the op's slots and settings by name, defined in `graph/ops`. `unit`: index
+    into plan.units, -1 where the op reads none. `format`: number format of the weights or KV, `*` where the op has
+    none. `bytes`: read from memory or moved. `flops`: multiplications and additions."""
 
     operands: Operands
     unit: int
@@ -65,8 +67,8 @@ class Call(NamedTuple):
 class Task(NamedTuple):
     """Calls that run in order while all of `lanes` are occupied. `bytes`, `flops`: the sums over the calls.
 
-    `like`: an earlier task that differs in its batches' positions alone (and what follows from them), -1: none is
-    known. Whoever has prepared that one need not prepare this one."""
+    `like`: id of an earlier task that differs only in its batches' positions and in what follows from them. -1: none is
+    known. Whoever has prepared the earlier task need not prepare this one."""
 
     id: int
     lanes: tuple[Lane, ...]
@@ -80,21 +82,22 @@ class Task(NamedTuple):
 
 
 def streamed_bytes(task: Task, units: Sequence[Unit]) -> int:
-    """Bytes of units at home on a disk that a task's calls take out of rings, or that it loads into a cache: what a
-    load brings is counted where it is used, in its own pass. `units`: the plan's."""
-    found: set[Slot] = set()
+    """Bytes of weights at home on a disk that a task uses: units that its calls take out of rings, and experts that it
+    loads into a cache. A unit in a ring is counted where it is used and not where it is loaded, since the load may
+    belong to the pass before. `units`: the plan's."""
+    streamed: set[Slot] = set()
     for call in task.calls:
         operands = call.operands
         if isinstance(operands, Load) and operands.target.arena.endswith(".cache"):
-            found.add(operands.target)  # of the pass that asks for it
+            streamed.add(operands.target)  # of the pass that asks for it
         elif isinstance(operands, WithUnit) and is_disk(units[call.unit].home):
-            weights = operands.weights if isinstance(operands, Experts) else (operands.weights,)
-            found.update(slot for slot in weights if slot.arena.endswith(".ring"))
-    return sum(slot.nbytes for slot in found)
+            weight_slots = operands.weights if isinstance(operands, Experts) else (operands.weights,)
+            streamed.update(slot for slot in weight_slots if slot.arena.endswith(".ring"))
+    return sum(slot.nbytes for slot in streamed)
 
 
 def fetched_bytes(task: Task) -> int:
-    """Bytes that a task reads for single embedding rows, at most: tokens that share a granule share its read."""
+    """The most bytes that a task reads for single embedding rows. Tokens that share a granule share its read."""
     return sum(call.bytes for call in task.calls if call.op == "fetch")
 
 
@@ -104,23 +107,23 @@ def kv_loaded_bytes(task: Task) -> int:
 
 
 def link_bytes(task: Task) -> dict[Lane, int]:
-    """Bytes that a task moves over a device's link, by direction."""
+    """Lane → bytes that a task moves over a device's link. The two directions are two lanes."""
     if is_link(task.lanes[0]):
         return {task.lanes[0]: task.bytes}
-    found: dict[Lane, int] = {}
+    by_lane: dict[Lane, int] = {}
     for call in task.calls if is_device(task.lanes[0]) else ():
         if isinstance(call.operands, Copy):
             lane = link_lane(call.operands)
-            found[lane] = found.get(lane, 0) + call.bytes
-    return found
+            by_lane[lane] = by_lane.get(lane, 0) + call.bytes
+    return by_lane
 
 
 def link_lane(copy: Copy) -> Lane:
-    """Which way a copy of activations crosses the link."""
+    """The lane, so the direction of the link, that a copy of activations takes."""
     source, target = (tier_of(slot.arena) for slot in (copy.source, copy.target))
     return lane_between(source, target)
 
 
-# Their tasks move bytes while others compute: a pass does not end with them.
+# Ops whose tasks move bytes while others compute. A pass may end before they do.
 KV_MOVES = ("kv_load", "kv_save")
 MOVES = ("load", "lift", *KV_MOVES)

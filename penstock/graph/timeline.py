@@ -11,7 +11,7 @@ from penstock.spec.places import Lane
 from penstock.spec.plan import Unit
 
 COMPUTE = "compute"
-# The kinds of work (PIPO §3.1) by a task's first op; what is not named here computes.
+# Op → kind of work (PIPO §3.1) of a task that consists of it. All other tasks are of the kind COMPUTE.
 _KINDS = {
     "load": "weight load",
     "lift": "weight load",
@@ -24,7 +24,8 @@ _KINDS = {
 
 class Span(NamedTuple):
     """A task that ran. `kind`: compute, weight load, KV load, KV save, activation copy. `ops`: its first and last op.
-    `bytes`: as the op table counts them; of single embedding rows at most. Times: seconds from one start."""
+    `bytes`: as the op table counts them, for single embedding rows the most that may be read. Times are seconds from a
+    start that all spans share."""
 
     task: int
     lanes: tuple[Lane, ...]
@@ -39,8 +40,8 @@ class Span(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """Tasks that ended since the one before; the pass itself went on from `start_s` to `end_s`. Loads for the next pass
-    may have begun in it and end in the next timeline."""
+    """Tasks that ended since the timeline before. The pass itself went on from `start_s` to `end_s`. Loads for the next
+    pass may begin in this pass and end in the next timeline."""
 
     spans: tuple[Span, ...]
     start_s: float = 0.0
@@ -56,7 +57,7 @@ class Timeline(NamedTuple):
 
 
 def span(task: Task, units: Sequence[Unit], start_s: float, end_s: float) -> Span:
-    """What is kept of a task that ran. `units`: the plan's, for their names."""
+    """The record of a task that ran. `units`: the plan's, for their names."""
     calls = task.calls
     first, last = calls[0].op, calls[-1].op
     ops = first if len(calls) == 1 else f"{first}…{last}"
@@ -65,33 +66,33 @@ def span(task: Task, units: Sequence[Unit], start_s: float, end_s: float) -> Spa
 
 
 def _kind(calls: Sequence[Call]) -> str:
-    """What all calls are; a device's copies among its other calls are part of its computing."""
+    """The kind of work of a task. A device's copies among its other calls count as computing."""
     first = calls[0].op
     return _KINDS.get(first, COMPUTE) if all(call.op == first for call in calls) else COMPUTE
 
 
 def label(task: Task, units: Sequence[Unit] = ()) -> str:
-    """'load 7.ffn[0:12]', 'compute 3.attn[0:4]', 'compute 3.attn[0:4] to 4.ffn[0:9]'; where a task has no weights, or
-    nothing is known of the units, its ops."""
+    """A name for viewers: 'load 7.ffn[0:12]', 'compute 3.attn[0:4]', 'compute 3.attn[0:4] to 4.ffn[0:9]'. A computing
+    task without weights is named by its ops. Without `units`, a unit is named by its number."""
     calls = task.calls
     first = calls[0]
     if _kind(calls) != COMPUTE:
-        said: list[str] = []
+        details: list[str] = []
         if isinstance(first.operands, Copy):
-            said = [first.operands.what]
+            details = [first.operands.what]
         elif isinstance(first.operands, KvMove):
-            said = [str(first.operands.layer), str(first.operands.ranges)]
-        return " ".join([first.op, *([_name(first.unit, units)] if first.unit >= 0 else []), *said])
-    one = next((call.unit for call in calls if call.unit >= 0), -1)
-    if one < 0:
+            details = [str(first.operands.layer), str(first.operands.ranges)]
+        return " ".join([first.op, *([_name(first.unit, units)] if first.unit >= 0 else []), *details])
+    first_unit = next((call.unit for call in calls if call.unit >= 0), -1)
+    if first_unit < 0:
         return f"{COMPUTE} {first.op}" if len(calls) == 1 else f"{COMPUTE} {first.op}…{calls[-1].op}"
-    other = next(call.unit for call in reversed(calls) if call.unit >= 0)
-    names = _name(one, units), _name(other, units)
-    return f"{COMPUTE} {names[0]}" if one == other else f"{COMPUTE} {names[0]} to {names[1]}"
+    last_unit = next(call.unit for call in reversed(calls) if call.unit >= 0)
+    names = _name(first_unit, units), _name(last_unit, units)
+    return f"{COMPUTE} {names[0]}" if first_unit == last_unit else f"{COMPUTE} {names[0]} to {names[1]}"
 
 
 def _name(unit: int, units: Sequence[Unit]) -> str:
     if not units:
         return str(unit)
-    found = units[unit]
-    return f"{found.part}[{found.lo}:{found.hi}]"
+    named = units[unit]
+    return f"{named.part}[{named.lo}:{named.hi}]"

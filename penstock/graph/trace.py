@@ -1,7 +1,7 @@
-"""Timelines as trace events, for ui.perfetto.dev and chrome://tracing. Times in a trace are microseconds.
+"""Turns timelines into trace events for ui.perfetto.dev and chrome://tracing. Times in a trace are microseconds.
 
-One track per lane, and one for the passes. A lane that has several tasks under way at once gets further tracks
-("disk0 (2)"), since events of one track may not overlap.
+A trace has one track per lane, and one for the passes. A lane that has several tasks under way at once gets further
+tracks ("disk0 (2)"), since events of one track may not overlap.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from penstock.graph.tasks import Pass
 from penstock.graph.timeline import COMPUTE, Span, Timeline
 from penstock.spec.places import Lane
 
-# How a file of ours begins, and by what we know one again.
+# The first bytes of a trace file of ours. A file is taken for one of ours if it begins like this.
 BEGINS = '{"displayTimeUnit":"ms","traceEvents":['
-MOST_SPANS = 1_000_000  # some 250 MB of JSON; more than a viewer shows
+MOST_SPANS = 1_000_000  # some 250 MB of JSON, which is more than a viewer shows
 
 _PROCESS, _PASSES = 1, 0  # ids: the process, and the track of the passes
-_SAME_US = 5e-4  # times are rounded to nanoseconds
+_SAME_US = 5e-4  # times closer than this are equal: they are rounded to nanoseconds
 
 Event = dict[str, Any]
 
 
 class Trace:
-    """Makes the events of timelines as they come; keeps no more than the tracks' names and ends."""
+    """Makes the events of each timeline as it comes. It keeps only the tracks' numbers and the ends of their events."""
 
     def __init__(self, title: str, most_spans: int = MOST_SPANS) -> None:
         self._title, self._most = title, most_spans
@@ -34,12 +34,12 @@ class Trace:
         self.passes = self.spans = self.left_out = 0
 
     def begin(self) -> Iterator[Event]:
-        """The names that come first."""
+        """The events that stand first: names of the process and of the passes' track."""
         yield _named("process_name", _PASSES, self._title)
         yield _named("thread_name", _PASSES, "passes")
 
     def add(self, timeline: Timeline, p: Pass | None) -> Iterator[Event]:
-        """The events of one pass, or of what ended after the last (None)."""
+        """The events of one pass. `p` is None for tasks that ended after the last pass."""
         if p is not None:
             self.passes += 1
         room = max(0, self._most - self.spans)
@@ -89,7 +89,7 @@ class Trace:
         yield _complete(span.label, span.kind, track, span.start_s, span.end_s, args)
 
     def _rates(self, timeline: Timeline) -> Iterator[Event]:
-        """What each lane that moves bytes moved a second, since the timeline before."""
+        """Counter events: the GB/s of each lane that moves bytes, averaged since the end of the timeline before."""
         seconds = timeline.end_s - self._last_s
         moved: dict[Lane, int] = {}
         for span in timeline.spans:
@@ -104,8 +104,8 @@ class Trace:
                 }  # fmt: skip
 
 
-def _named(what: str, track: int, name: str) -> Event:
-    return {"name": what, "ph": "M", "pid": _PROCESS, "tid": track, "args": {"name": name}}
+def _named(event_name: str, track: int, name: str) -> Event:
+    return {"name": event_name, "ph": "M", "pid": _PROCESS, "tid": track, "args": {"name": name}}
 
 
 def _complete(name: str, kind: str, track: int, start_s: float, end_s: float, args: dict[str, Any]) -> Event:

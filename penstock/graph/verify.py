@@ -1,8 +1,11 @@
-"""Checks any task list that anybody produced, by rules of its own: it shares no code with the lowering.
+"""Checks a task list, whoever produced it, by rules of its own. It shares no code with the lowering.
 
-Raises InternalError at the first task that reaches outside an arena, reads bytes that nobody wrote, waits
-for a task that has not been handed out, or conflicts with an earlier one that it is not ordered after; and where a call
-takes an expert from a slot of a cache that holds another one.
+Raises InternalError at the first task that
+- reaches outside an arena,
+- reads bytes that nobody wrote,
+- waits for a task that has not been handed out,
+- conflicts with an earlier task that it is not ordered after,
+- or takes an expert from a slot of a cache that holds another expert.
 """
 
 from __future__ import annotations
@@ -15,18 +18,21 @@ from penstock.graph.tasks import Call, Slot, Task
 from penstock.spec.places import CPU, Lane, is_device
 from penstock.spec.plan import Arena, Unit
 
-# Written before the first pass: weights when they are loaded, KV over passes; and tokens, by the engine.
+# Arenas that a task list may read without having written them. Weights are loaded before the first pass, and KV stays
+# from earlier passes. (Slots of tokens, which the engine writes, are excepted by `_tokens_of`.)
 _PRELOADED = (".weights", ".kv")
 
 
 def verify(tasks: Iterable[Task], arenas: Iterable[Arena], units: Sequence[Unit] = ()) -> int:
-    """Returns how many tasks it checked. Quadratic in the tasks that share an arena: for tests and dumps. `units`: the
-    plan's; with them it is checked which experts slots of caches hold."""
+    """Returns how many tasks it checked. `units`: the plan's. With them it also checks which experts the slots of
+    caches hold. It takes time quadratic in the tasks that share an arena, so it is for tests and dumps.
+
+    Raises InternalError."""
     sizes = {arena.name: arena.bytes for arena in arenas}
     before: dict[int, int] = {}  # task → bit set of all tasks ordered before it
-    position: dict[int, int] = {}
+    position: dict[int, int] = {}  # task → its bit
     last_on_lane: dict[Lane, int] = {}
-    touched: dict[str, list[tuple[int, int, bool, int]]] = {}
+    touched: dict[str, list[tuple[int, int, bool, int]]] = {}  # arena → lo, hi, whether it was written, task
     held: dict[Slot, tuple[str, int]] = {}  # slot of a cache → part and number of the expert that was loaded there
     count = 0
     for task in tasks:
@@ -48,7 +54,7 @@ def verify(tasks: Iterable[Task], arenas: Iterable[Arena], units: Sequence[Unit]
 
 
 def _check_tiers(task: Task) -> None:
-    """An executor reads and writes its own memory; only copies cross."""
+    """An executor reads and writes only its own memory. Copies alone reach from one tier into another."""
     lane = task.lanes[0]
     for call in task.calls if lane == CPU or is_device(lane) else ():
         if isinstance(call.operands, ops.Copy | ops.Sync):
@@ -63,9 +69,7 @@ def _check_experts(task: Task, units: Sequence[Unit], held: dict[Slot, tuple[str
         operands = call.operands
         if isinstance(operands, ops.Load) and operands.target.arena.endswith(".cache"):
             slot = operands.target
-            for other in [
-                each for each in held if each.arena == slot.arena and each.lo < slot.hi and slot.lo < each.hi
-            ]:
+            for other in [old for old in held if old.arena == slot.arena and old.lo < slot.hi and slot.lo < old.hi]:
                 del held[other]
             held[slot] = (units[call.unit].part, operands.lo // (operands.hi - operands.lo))
         elif isinstance(operands, ops.Experts):

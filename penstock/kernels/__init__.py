@@ -1,1 +1,1 @@
-"""Arrays in, arrays out. Kernels know shapes and formats, never plans, tasks or files."""
+"""The ops' mathematics, on arrays. Kernels know shapes and formats, never plans, tasks or files."""

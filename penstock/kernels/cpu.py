@@ -1,8 +1,8 @@
-"""Shapes and choice of the native kernels behind the op table. Shapes are made once per part; calls go by address.
-`kernels/reference` defines the results of every op.
+"""Chooses the family of native kernels, and describes parts to them. Shapes are made once per part. Operands of calls
+are addresses. `kernels/reference` defines the results of every op.
 
-`exact` keeps float32 activations. Otherwise integer weights are multiplied with activations rounded to int8, one scale
-per group; docs/LOG.md has what that costs. Float weights are always multiplied exactly.
+With `exact` activations stay float32. Otherwise activations are rounded to int8 before integer weights multiply them,
+with one scale per group. docs/LOG.md has the cost of that. Float weights are always multiplied exactly.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ def available() -> tuple[str, ...]:
 
 
 def best_isa() -> tuple[str, str]:
-    """(the family to use, why)."""
+    """(the family to use, the reason for the user)."""
     isas = available()
     return isas[0], f"{isas[0]} kernels: the best of {', '.join(isas)} here"
 
 
 def rounds_activations(weights: Format) -> bool:
     """Whether activations are rounded to int8 unless the user wants them exact. That costs int4 weights 0.06 % of
-    perplexity, but int8 weights 0.15 % (stories-260k), as much as their own rounding: those stay exact."""
+    perplexity. It would cost int8 weights 0.15 % (stories-260k), as much as their own rounding, so for those
+    activations stay exact."""
     return weights.kind == "int4"
 
 
@@ -78,12 +79,12 @@ def attention_shape(a: Attention, lo: int, hi: int) -> _native.AttentionShape:
     return _native.AttentionShape(a.heads, a.kv_heads, a.head_dim, lo, hi, a.scale, a.softcap, a.window)
 
 
-def norm(shape: Norm | None, part: Part, which: str, address: int) -> _native.Norm:
-    """The norm `which` of a part whose granule lies at `address`; None: x itself."""
+def norm(shape: Norm | None, part: Part, name: str, address: int) -> _native.Norm:
+    """The norm `name` of a part whose granule lies at `address`. `shape` None: no norm, x itself."""
     if shape is None:
         return _native.Norm("none", 0.0, 0.0, 0, 0)
-    weight = address + part.block(which).offset if part.has(which) else 0
-    bias = address + part.block(f"{which}_bias").offset if part.has(f"{which}_bias") else 0
+    weight = address + part.block(name).offset if part.has(name) else 0
+    bias = address + part.block(f"{name}_bias").offset if part.has(f"{name}_bias") else 0
     return _native.Norm(shape.kind, shape.eps, shape.offset, weight, bias)
 
 

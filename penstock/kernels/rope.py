@@ -1,4 +1,4 @@
-"""Rotary position tables for every scaling kind. Shared by all implementations of `qkv`."""
+"""Rotary positions: tables of cos and sin for every kind of scaling. All implementations of `qkv` use them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Float32 = NDArray[np.float32]
 def frequencies(rope: Rope, context: int) -> tuple[Float32, float]:
     """(inverse frequencies float32 [dims / 2], factor on cos and sin), as transformers computes them.
 
-    `context`: the plan's KV room. longrope switches to its long factors where that is beyond the original
-    training length (transformers switches by the longest position seen so far).
+    `context`: the plan's KV room in tokens. longrope takes its long factors where that is beyond the original training
+    length. (transformers switches by the longest position seen so far.)
     """
     exponents = np.arange(0, rope.dims, 2, dtype=np.float32) / np.float32(rope.dims)
     inv_freq: Float32 = (1.0 / np.power(rope.theta, exponents)).astype(np.float32)
@@ -35,13 +35,14 @@ def frequencies(rope: Rope, context: int) -> tuple[Float32, float]:
 
 
 def tables(inv_freq: Float32, factor: float, positions: NDArray[np.int64]) -> tuple[Float32, Float32]:
-    """cos and sin, float32 [T, dims / 2]."""
+    """cos and sin, float32 [T, dims / 2] each, of positions int64 [T]; `factor` multiplies both."""
     angles = positions.astype(np.float32)[:, None] * inv_freq[None, :]
     return np.cos(angles) * np.float32(factor), np.sin(angles) * np.float32(factor)
 
 
 def rotate(x: Float32, cos: Float32, sin: Float32) -> None:
-    """In place on x [T, heads, E]: dimension i of the first half turns with i of the second."""
+    """Rotates x float32 [T, heads, E] in place by cos and sin float32 [T, dims / 2]. Dimension i of the first half of
+    the rotated dimensions turns with dimension i of the second half."""
     half = cos.shape[1]
     lo, hi = x[..., :half], x[..., half : 2 * half]
     turned = lo * cos[:, None] - hi * sin[:, None]
@@ -50,7 +51,8 @@ def rotate(x: Float32, cos: Float32, sin: Float32) -> None:
 
 
 def _llama3(inv_freq: Float32, f: dict[str, float]) -> Float32:
-    """Frequencies of long wavelengths are divided by `factor`, of short ones kept, of those between blended."""
+    """Frequencies of long wavelengths are divided by `factor`. Those of short wavelengths stay. Between them the two
+    are blended."""
     wavelength = 2 * math.pi / inv_freq
     original = f["original_max_position_embeddings"]
     low, high = f["low_freq_factor"], f["high_freq_factor"]

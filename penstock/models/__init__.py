@@ -1,16 +1,18 @@
-"""An architecture is data: one file per Hugging Face `model_type`, named as the type is.
+"""Reads `config.json` of every model type that penstock runs: one file per Hugging Face `model_type`, named as the
+type.
 
-A file holds two functions, found by its name, so that a new type is a new file and nothing to register:
+A file is found by its name, so a new type is a new file and nothing to register. It holds two functions:
 
-    spec(config)   what its `config.json` says, as a ModelSpec; raises what `hf.config` raises
+    spec(config)   the content of `config.json` as a ModelSpec; raises what `hf.config` raises
     sources(spec)  where in the checkpoint every block of `spec.parts.parts` stands
 
-and, of types with experts, a third, and a constant:
+A type with experts has a third function and a constant:
 
-    stacked_sources(spec)  the same, of a checkpoint whose experts stand in one tensor with three axes
-    COUNT_KEYS             the keys of config.json that count the experts; the first that is there does
+    stacked_sources(spec)  as `sources`, for a checkpoint whose experts stand in one tensor with three axes
+    COUNT_KEYS             the keys of config.json that count the experts; the first that a config has is read
 
-What the types share lives in the folder `hf`. Standard library only: `penstock plan` runs on this alone.
+Code that types share lives in the folder `hf`. This package uses the standard library only, since `penstock plan` runs
+on this alone.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ __all__ = [
     "TensorSource", "model_types", "says_experts", "sources", "spec_from_config", "stacked_sources", "switches",
 ]  # fmt: skip
 
-# Flags of config.json that decide which weights a model has, whatever type they belong to.
+# Flags of config.json that decide which weights a model has, of all types together.
 _SWITCHES = (
     "attention_bias", "mlp_bias", "enable_bias", "tie_word_embeddings", "layer_norm_elementwise_affine",
     "_remove_final_layer_norm",
@@ -43,15 +45,15 @@ class _ModelType(Protocol):
 
 
 def model_types() -> tuple[str, ...]:
-    """The `model_type`s that there is a file for, sorted. Folders hold code that types share: they are no types."""
+    """The `model_type`s that there is a file for, sorted. Folders are no types: they hold code that types share."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg))
 
 
 def spec_from_config(config: dict[str, Any], where: str) -> ModelSpec:
-    """The architecture that a parsed `config.json` describes; `where` names the file in errors.
+    """The architecture that a parsed `config.json` describes. `where` names the file in errors.
 
-    Keys that the file leaves out have the defaults of the transformers class of that type. The shape keys
-    (sizes, layers, heads) are never left to a default: that would be another model.
+    Keys that the file leaves out have the defaults of the transformers class of that type. The shape keys (sizes,
+    layers, heads) have no defaults, since a default would describe another model.
 
     Raises UnsupportedModel for a type, activation, rope or number format that penstock does not run, and
     BrokenModel for a key that is missing, ill-typed or absurd, naming it.
@@ -67,9 +69,10 @@ def spec_from_config(config: dict[str, Any], where: str) -> ModelSpec:
 
 
 def switches(config: dict[str, Any], where: str) -> dict[str, str]:
-    """Tensor name → what config.json says of a flag, of the tensors that another value of that flag would have the
-    model use: {"layers.0.self_attn.q_proj.bias": "says attention_bias false", …}, without a leading "model."."""
-    found: dict[str, str] = {}
+    """Explains tensors that a model does not use because of a flag in its config.json. Returns tensor name (without a
+    leading "model.") → the flag as config.json has it: {"layers.0.self_attn.q_proj.bias": "says attention_bias false"}.
+    These are the tensors that the model would use with another value of the flag."""
+    said: dict[str, str] = {}
     for key in _SWITCHES:
         says = _says(config, key)
         for value in (True, False):
@@ -77,13 +80,14 @@ def switches(config: dict[str, Any], where: str) -> dict[str, str]:
                 spec = spec_from_config({**config, key: value}, where)
             except (BrokenModel, UnsupportedModel):
                 continue
-            for source in sources(spec).values():  # none decides how many experts there are
-                found.setdefault(source.tensor.removeprefix("model."), says)
-    return found
+            for source in sources(spec).values():  # no flag decides how many experts there are
+                said.setdefault(source.tensor.removeprefix("model."), says)
+    return said
 
 
 def says_experts(config: dict[str, Any]) -> str:
-    """What a config.json that was read says of the number of experts: "says num_experts 8"; "" of a type without."""
+    """What a config.json says of the number of experts, as words for an error: "says num_experts 8". It is "" for a
+    type without experts. `config`: of a type that there is a file for."""
     keys = getattr(_find(config["model_type"], "config.json"), "COUNT_KEYS", ())
     return _says(config, count_key(config, keys)) if keys else ""
 
@@ -93,19 +97,19 @@ def _says(config: dict[str, Any], key: str) -> str:
 
 
 def sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource]:
-    """(part key, block name) → where it stands in the checkpoint, for every block of `spec.parts.parts`."""
+    """(part key, block name) → its place in the checkpoint, for every block of `spec.parts.parts`."""
     return _find(spec.model_type, "the plan").sources(spec)
 
 
 def stacked_sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource] | None:
-    """The same where all experts of a layer stand in one tensor; None for a type without experts."""
-    found = getattr(_find(spec.model_type, "the plan"), "stacked_sources", None)
-    return None if found is None else cast("dict[tuple[str, str], TensorSource]", found(spec))
+    """As `sources`, where all experts of a layer stand in one tensor. None for a type without experts."""
+    function = getattr(_find(spec.model_type, "the plan"), "stacked_sources", None)
+    return None if function is None else cast("dict[tuple[str, str], TensorSource]", function(spec))
 
 
 def _find(model_type: str, where: str) -> _ModelType:
     # Looked up among the names of our own files, so no string of a config ever reaches the import system.
-    known = model_types()
-    if model_type not in known:
-        raise UnsupportedModel(f"{where}: model_type {short(model_type)} is not one of {', '.join(known)}")
+    types = model_types()
+    if model_type not in types:
+        raise UnsupportedModel(f"{where}: model_type {short(model_type)} is not one of {', '.join(types)}")
     return cast(_ModelType, import_module(f"{__name__}.{model_type}"))

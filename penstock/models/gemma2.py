@@ -40,7 +40,7 @@ def spec(config: Config) -> ModelSpec:
         logit_softcap=config.optional_real("final_logit_softcapping", 30.0) or 0.0,
         norm_offset=1.0,
         norm_out=True,
-        # sqrt(d_model), which transformers rounds to bfloat16 where it computes in that. We compute in float32.
+        # By sqrt(d_model). transformers rounds it to bfloat16 where it computes in that. We compute in float32.
         scale_embedding=True,
         activation_key="hidden_activation",
     )

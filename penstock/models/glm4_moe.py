@@ -1,5 +1,5 @@
-"""GLM 4.5 and 4.6: sigmoid scores with a bias that only chooses, groups of experts, a shared expert, and dense layers
-first. Half of each head is turned."""
+"""GLM 4.5 and 4.6: experts by sigmoid scores, with a bias that only the choice uses, in groups, and a shared expert.
+The first layers are dense. Half of each head is rotated."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _SHARED = "shared_experts"
 
 
 def spec(config: Config) -> ModelSpec:
-    """Raises BrokenModel."""
+    """Raises BrokenModel and UnsupportedModel."""
     count, shared = experts(config, COUNT_KEYS, 128), config.whole("n_shared_experts", 1, lo=0, hi=64)
-    groups = config.whole("n_group", 1, hi=max(1, count // 2))  # two of each are looked at
+    groups = config.whole("n_group", 1, hi=max(1, count // 2))  # a group has two experts at least
     if count % groups:
         raise config.broken("n_group", f"{groups} should divide n_routed_experts {count}")
     router = Router(

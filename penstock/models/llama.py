@@ -12,6 +12,7 @@ sources = decoder_sources
 
 
 def spec(config: Config) -> ModelSpec:
+    """Raises BrokenModel and UnsupportedModel."""
     attention_bias = config.flag("attention_bias", False)
     details = Details(
         qkv_bias=attention_bias,

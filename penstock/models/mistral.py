@@ -12,5 +12,6 @@ sources = decoder_sources
 
 
 def spec(config: Config) -> ModelSpec:
-    # An absent window is 4096 and null is none: v0.1 has 4096, v0.2 says null.
+    """Raises BrokenModel and UnsupportedModel."""
+    # Without the key the window is 4096, and null means none: v0.1 has 4096, v0.2 says null.
     return decoder(config, "mistral", DEFAULTS, Details(), window=config.optional_whole("sliding_window", 4096))

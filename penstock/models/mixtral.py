@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's attention, and experts in every layer, whose scores are normalised over those chosen."""
+"""Mixtral: Mistral's attention, and experts in every layer. Scores are normalised over the chosen experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAMES = {
 
 
 def spec(config: Config) -> ModelSpec:
-    """Raises BrokenModel."""
+    """Raises BrokenModel and UnsupportedModel."""
     count = experts(config, COUNT_KEYS, 8)
     routed = Routed(
         count, active(config, count, 2), gated(config, "intermediate_size"), Router("softmax", normalised=True)

@@ -14,7 +14,7 @@ sources, stacked_sources = apart, stacked
 
 
 def spec(config: Config) -> ModelSpec:
-    """Raises BrokenModel, and UnsupportedModel for a model that clips q, k and v: none is published."""
+    """Raises BrokenModel and UnsupportedModel. The latter also for a model that clips q, k and v: none is published."""
     if config.has("clip_qkv"):
         raise config.unsupported("clip_qkv", "is set; penstock runs models without it")
     count = experts(config, COUNT_KEYS, 64)

@@ -1,5 +1,5 @@
-"""OPT: layer norms with biases, learned positions, a plain ReLU FFN. 350m has its norms behind the blocks and a
-narrower embedding."""
+"""OPT: layer norms with biases, learned positions, a plain ReLU FFN. The 350m model has its norms after the blocks and
+a narrower embedding."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from penstock.models.hf.decoder import TOKENIZER_BYTES_PER_ENTRY, layer_count
 from penstock.models.hf.names import TensorSource, sources_of
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
 
-# torch.nn.LayerNorm's own; no OPT config names it.
+# The default of torch.nn.LayerNorm. No OPT config names it.
 _EPS = 1e-5
 
-# The first rows of the position table stand for padding, which we never feed.
+# The first rows of the position table stand for padding, which penstock never feeds.
 _POSITION_OFFSET = 2
 
 _LAYER = "model.decoder.layers.{}."
@@ -29,7 +29,7 @@ _LAYER_NAMES = {
     "up_bias": _LAYER + "fc1.bias",
     "down_bias": _LAYER + "fc2.bias",
 }
-# The same two norms stand before the blocks, or behind them.
+# The same two norms stand before the blocks, or after them.
 for _place in ("in", "after"):
     _LAYER_NAMES |= {
         f"attn_{_place}": _LAYER + "self_attn_layer_norm.weight",
@@ -49,7 +49,7 @@ _END_NAMES = {
 
 
 def spec(config: Config) -> ModelSpec:
-    """Raises BrokenModel."""
+    """Raises BrokenModel and UnsupportedModel."""
     d_model = config.whole("hidden_size", hi=MAX_WIDTH)
     heads = config.whole("num_attention_heads", hi=MAX_WIDTH)
     if d_model % heads:

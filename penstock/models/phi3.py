@@ -10,7 +10,7 @@ from penstock.spec.model import ModelSpec
 
 DEFAULTS = Defaults(max_positions=4096, eps=1e-5)
 
-# The first releases said "su" or "yarn" for what became longrope.
+# The first releases called longrope "su" or "yarn".
 _ROPE = RopeRules(
     kinds=("default", "longrope"), aliases={"su": "longrope", "yarn": "longrope"}, partial=True, original=4096
 )
@@ -21,6 +21,7 @@ _LAYER_NAMES = LAYER_NAMES | {"q": _QKV, "k": _QKV, "v": _QKV, "gate": _GATE_UP,
 
 
 def spec(config: Config) -> ModelSpec:
+    """Raises BrokenModel and UnsupportedModel."""
     window = config.optional_whole("sliding_window", None)
     return decoder(config, "phi3", DEFAULTS, Details(rope=_ROPE), window=window)
 

@@ -21,15 +21,16 @@ sources = decoder_sources
 
 
 def spec(config: Config) -> ModelSpec:
+    """Raises BrokenModel and UnsupportedModel."""
     window, layer_types = windows(config)
     return decoder(config, "qwen2", DEFAULTS, Details(qkv_bias=True), window=window, layer_types=layer_types)
 
 
 def windows(config: Config) -> tuple[int | None, list[str]]:
-    """The window (None unless `use_sliding_window`) and each layer's type."""
+    """The window (None unless `use_sliding_window`) and each layer's type. Raises BrokenModel and UnsupportedModel."""
     used = config.flag("use_sliding_window", False)
     window = config.optional_whole("sliding_window", 4096) if used else None
-    # Layers below it see everything: the other way round from what its name says.
+    # Layers below `max_window_layers` see everything, which is the opposite of what that name says.
     first = config.whole("max_window_layers", 28, lo=0, hi=MAX_LAYERS)
     default = [SLIDING if window is not None and i >= first else FULL for i in range(layer_count(config))]
     return window, layer_types_of(config, default)

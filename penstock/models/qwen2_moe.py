@@ -1,4 +1,4 @@
-"""Qwen 2 with experts: a shared expert behind a gate of its own, dense layers by two keys."""
+"""Qwen 2 with experts: a shared expert behind a gate of its own. Two keys say which layers are dense."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ sources, stacked_sources = apart, stacked
 
 
 def spec(config: Config) -> ModelSpec:
-    """Raises BrokenModel."""
+    """Raises BrokenModel and UnsupportedModel."""
     count = experts(config, COUNT_KEYS, 60)
     routed = Routed(
         count, active(config, count, 4), gated(config, "moe_intermediate_size"),
@@ -23,7 +23,7 @@ def spec(config: Config) -> ModelSpec:
     )  # fmt: skip
     used = config.flag("use_sliding_window", False)
     window = config.optional_whole("sliding_window", 4096) if used else None
-    # Every other layer below it, the first one first.
+    # Below `max_window_layers` every other layer has the window, beginning with layer 0.
     most = config.whole("max_window_layers", 28, lo=0, hi=MAX_LAYERS)
     by_rule = [SLIDING if window is not None and i % 2 == 0 and i < most else FULL for i in range(layer_count(config))]
     details = Details(qkv_bias=config.flag("qkv_bias", True))

@@ -13,6 +13,7 @@ sources = decoder_sources
 
 
 def spec(config: Config) -> ModelSpec:
+    """Raises BrokenModel and UnsupportedModel."""
     window, layer_types = windows(config)
     attention_bias = config.flag("attention_bias", False)
     details = Details(qkv_bias=attention_bias, out_bias=attention_bias, qk_norm=True)

@@ -14,7 +14,7 @@ sources, stacked_sources = apart, stacked
 
 
 def spec(config: Config) -> ModelSpec:
-    """Raises BrokenModel."""
+    """Raises BrokenModel and UnsupportedModel."""
     count = experts(config, COUNT_KEYS, 128)
     routed = Routed(
         count, active(config, count, 8), gated(config, "moe_intermediate_size"),

@@ -1,6 +1,7 @@
-"""What routers said in a run, so that its tasks can be derived again: they are a function of plan, passes and answers.
+"""Records of a run's routers: the experts that they chose for each token.
 
-Experts have the checkpoint's numbers.
+A run's tasks are a function of its plan, its passes and these answers, so a record lets them be derived again. Experts
+have the checkpoint's numbers.
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ from penstock.spec import codec
 from penstock.spec.model import ModelSpec, Routed
 
 SCHEMA, VERSION = "penstock.answers", 1
-BEGINS = f'{{\n "schema": "{SCHEMA}/'  # a file of them; whatever begins otherwise is not replaced
-MOST_TOKENS = 16384  # of a layer: 48 layers of 8 experts a token take 40 MB of JSON
+BEGINS = f'{{\n "schema": "{SCHEMA}/'  # how a file of answers begins; a file that begins otherwise is not replaced
+MOST_TOKENS = 16384  # the most tokens of a layer: 48 layers of 8 experts a token take 40 MB of JSON
 
-Token = tuple[int, ...]  # the experts that it goes to, upwards
+Token = tuple[int, ...]  # the experts that a token goes to, in rising order
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """`layers`: of each layer the tokens that its router was asked about, in the order in which they came; none of
-    layers that are dense, or whose router nobody asked."""
+    """`layers`: for each layer, the tokens that its router was asked about, in the order in which they came. A layer
+    has none if it is dense, or if nobody asked its router. `model`: the name of the packed model's folder."""
 
     model: str
     layers: tuple[tuple[Token, ...], ...]
 
     def check(self, spec: ModelSpec, where: str) -> None:
-        """Raises BadRequest where they are not of such a model, or none."""
+        """Raises BadRequest if the answers are damaged, of another model, or missing for a layer with experts."""
         if len(self.layers) != len(spec.layers):
             raise BadRequest(f"{where} has answers for {len(self.layers)} layers; this model has {len(spec.layers)}")
         for i, (tokens, layer) in enumerate(zip(self.layers, spec.layers, strict=True)):
@@ -38,13 +39,14 @@ class Answers:
 
 
 class Recorder:
-    """Keeps what routers say, up to MOST_TOKENS tokens of each layer."""
+    """Keeps the answers of routers, up to MOST_TOKENS tokens of each layer."""
 
     def __init__(self, spec: ModelSpec, model: str) -> None:
         self._model = model
         self._layers: list[list[Token]] = [[] for _ in spec.layers]
 
     def hear(self, layer: int, tokens: list[list[int]]) -> None:
+        """Adds a router's answer: the experts of each token, in rising order."""
         kept = self._layers[layer]
         kept += [tuple(token) for token in tokens[: MOST_TOKENS - len(kept)]]
 
@@ -53,7 +55,7 @@ class Recorder:
 
 
 def all_possible(tokens: tuple[Token, ...], routed: Routed) -> bool:
-    """Whether each goes to as many different experts of the layer as it has to, upwards."""
+    """Whether each token goes to exactly `routed.active` different experts of the layer, in rising order."""
     experts = range(routed.experts)
     return all(
         len(token) == routed.active and list(token) == sorted(set(token)) and all(expert in experts for expert in token)
@@ -62,9 +64,10 @@ def all_possible(tokens: tuple[Token, ...], routed: Routed) -> bool:
 
 
 def dumps(answers: Answers) -> str:
+    """The answers as the text of a file."""
     return codec.dumps(answers, SCHEMA, VERSION)
 
 
 def loads(text: str, where: str) -> Answers:
-    """Raises BadRequest."""
+    """The answers of a file's text. `where` names the file in errors. Raises BadRequest."""
     return codec.loads(Answers, text, SCHEMA, VERSION, where)

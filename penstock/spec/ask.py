@@ -1,4 +1,4 @@
-"""What the user wants. None means "choose for me"; a Plan has no None left."""
+"""The user's request: lengths, batch, limits and choices. None means "choose for me". A Plan has no None left."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from penstock.spec.format import parse_format
 
 DEFAULT_CONTEXT = 4096
 DEVICES = ("auto", "cuda", "none", "emulated")  # names that a user may give
-MOST = 2**31 - 1  # tokens; more is a typing error, and sums of it would leave a float's range
-# Sequences at once. A plan takes time for each of them: 10,000 take seconds, a million took an hour.
+MOST = 2**31 - 1  # tokens. More is a typing error, and sums of it would leave a float's range
+# Sequences at once. Planning takes time for each of them: 10,000 take seconds, a million took an hour.
 MOST_SEQUENCES = 2**14
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Limits are bytes of the whole process (`host_memory_bytes`) and of the device.
+    """`host_memory_bytes`: limit of the whole process. `device_memory_bytes`: limit of the device's memory.
 
-    `resident_bytes`: at most so many bytes of weights stay in memory. `context`: KV room in tokens, per
-    sequence. `kv_home`: "memory" or "disk". `score`: logits of every prompt row are wanted (evaluation), not
-    of the last alone. `use_device`: where there is a device, plans that do not use it are left out.
+    `resident_bytes`: at most so many bytes of weights stay in memory. `context`: KV room in tokens, per sequence.
+    `batch`: sequences at once. `kv`: number format of the KV cache. `kv_home`: "memory" or "disk". `score`: logits of
+    every prompt row are wanted (for evaluation), not of the last row alone. `use_device`: where there is a device,
+    plans that do not use it are left out.
+
+    Raises BadRequest for a value that no plan could have.
     """
 
     prompt_tokens: int = 64

@@ -1,7 +1,7 @@
-"""JSON both ways for the frozen dataclasses of `spec`, driven by their type hints.
+"""Writes the frozen dataclasses of `spec` as JSON and reads them back, by their type hints.
 
-A file's top object carries `"schema"`: a name and a version, so that an old file is refused with a
-clear line instead of being misread.
+A file's top object has a key `"schema"` with a name and a version. So an old file is refused with a clear line instead
+of being misread.
 """
 
 from __future__ import annotations
@@ -36,32 +36,34 @@ def from_json(cls: type[T], data: Any, where: str = "") -> T:
 
 
 def dumps(value: Any, schema: str, version: int) -> str:
-    """A document of its own: the value with its schema name and version."""
+    """A whole document: the value with its schema name and version."""
     return json.dumps({"schema": f"{schema}/{version}", **to_json(value)}, indent=1, allow_nan=False)
 
 
 def loads(cls: type[T], text: str, schema: str, version: int, where: str) -> T:
     """Reads what `dumps` wrote. Raises BadRequest for bad JSON, another schema or another version."""
     data = parse(text, where)
-    found = data.pop("schema", None)
-    if found != f"{schema}/{version}":
-        raise BadRequest(f"{where} has schema {found!r}; this version reads {schema}/{version}")
+    schema_found = data.pop("schema", None)
+    if schema_found != f"{schema}/{version}":
+        raise BadRequest(f"{where} has schema {schema_found!r}; this version reads {schema}/{version}")
     return from_json(cls, data, where)
 
 
 def loads_json(text: str, **how: Any) -> Any:
-    """`json.loads` of a text that somebody else wrote, also behind a byte-order mark, which some editors put before it.
+    """`json.loads` of a text that somebody else wrote. A byte-order mark at its beginning is skipped: some editors put
+    one there.
 
-    Raises ValueError and RecursionError as that does, and ValueError where a string holds half of a surrogate pair:
-    Python takes it for a character, but it has no UTF-8, so no file, tokenizer or picture could take it.
+    Raises ValueError and RecursionError as `json.loads` does. Raises ValueError also where a string holds half of a
+    surrogate pair. Python takes that for a character, but it has no UTF-8, so no file, tokenizer or picture could take
+    it.
     """
-    found = json.loads(text.removeprefix("\ufeff"), **how)
+    value = json.loads(text.removeprefix("\ufeff"), **how)
     if "\\ud" in text or "\\uD" in text:
         try:
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise ValueError("a string holds half of a surrogate pair, which is no character") from None
-    return found
+    return value
 
 
 def parse(text: str, where: str) -> dict[str, Any]:
@@ -100,7 +102,8 @@ def _decode(hint: Any, data: Any, where: str) -> Any:
 
 
 def _member(hint: Any, data: Any) -> Any:
-    """Of a union the type that an object is of: the one that has all its keys, or the first."""
+    """The member of a union that `data` is decoded as: the first one that has all keys of the object, else the
+    first."""
     members = [member for member in typing.get_args(hint) if member is not type(None)]
     if len(members) > 1 and isinstance(data, dict):
         return next((m for m in members if set(data) <= {f.name for f in dataclasses.fields(m)}), members[0])

@@ -1,8 +1,9 @@
-"""Number formats at rest, and what a matrix costs in each: format version 2 of a packed model.
+"""Number formats of weights and KV at rest: how bytes lie, and how many they are. This is format version 2 of a packed
+model.
 
-Whatever is multiplied lies in tiles of 16 rows, one after the other; so a SIMD kernel loads 16 rows of the
-same columns at once. A matrix [R, C] has ceil(R / 16) tiles; rows beyond R are zero bits. Inside a tile the
-rows' numbers lie in words, and a line is one word of each of the 16 rows:
+Matrices that are multiplied lie in tiles of 16 rows, one after the other, so that a SIMD kernel loads 16 rows of the
+same columns at once. A matrix [R, C] has ceil(R / 16) tiles. Rows beyond R are zero bits. Inside a tile the rows'
+numbers lie in words, and a line is one word of each of the 16 rows:
 
                   row 0    row 1           row 15
     line 0      | word 0 | word 0 |  …  | word 0 |     64 bytes (float16: 32)
@@ -18,8 +19,8 @@ rows' numbers lie in words, and a line is one word of each of the 16 rows:
 In bfloat16 an odd C is padded with a column of zeros. In int4 byte b of word i holds column 8i + b in its low
 nibble and column 8i + 4 + b in its high nibble.
 
-Integer formats (FlexGen, groupwise quantisation) cut every row into G = ceil(C / group) groups; each group of
-each row has a 16-bit float scale and minimum:
+Integer formats (FlexGen, groupwise quantisation) cut every row into G = ceil(C / group) groups. Each group of each row
+has a 16-bit float scale and minimum:
 
     value = code * scale + minimum          code: 4 or 8 bits, unsigned; columns beyond C have code 0
 
@@ -28,7 +29,7 @@ each row has a 16-bit float scale and minimum:
 
 int4 with groups of 64 takes 8 · 64 + 64 = 576 bytes for 16 x 64 weights: 4.5 bits a weight, as Q4_0 does.
 
-Norm weights, biases and learned positions are multiplied with no matrix. They lie row by row without gaps, always as
+Norm weights, biases and learned positions take part in no matrix product. They lie row by row without gaps, always as
 floats.
 
 The KV cache of a layer is two pools, K and V, of pages of P positions (a multiple of 64). A page has a block for each
@@ -37,10 +38,10 @@ KV head, and a block its P rows of head_dim numbers, one after the other:
     floats         | row 0 | row 1 |  …  | row P-1 |
     int8, int4     | codes 0 |  …  | codes P-1 | scales float16 [G][P] | minimums float16 [G][P] |
 
-A row is cut into G groups by the same rule; the last group may have fewer numbers. So the bytes stored for a token
-depend on that token alone. Codes of a row in int8 take a byte each, padded with zeros to a multiple of 16. In int4 they
-are padded to a multiple of 32; of each 32 codes, byte b holds number b in its low nibble and number 16 + b in its high
-nibble. Groups are multiples of 32, so that all numbers in a SIMD vector have one scale. 64 numbers in int4 take 36
+A row is cut into G groups by the same rule. The last group may have fewer numbers. So the bytes stored for a token
+depend on that token alone. In int8 the codes of a row take a byte each, padded with zeros to a multiple of 16. In int4
+they are padded to a multiple of 32. Of each 32 codes, byte b holds number b in its low nibble and number 16 + b in its
+high nibble. Groups are multiples of 32, so that all numbers in a SIMD vector have one scale. 64 numbers in int4 take 36
 bytes: 4.5 bits a number.
 """
 
@@ -54,16 +55,18 @@ from penstock.errors import BadRequest
 _BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4}
 _ALIASES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
 DEFAULT_GROUP = 64
-# The limits of formats. The native kernels have the same (csrc/kernels.h), and a test compares them.
-WEIGHT_GROUP, KV_GROUP = 8, 32  # a group of weights, of KV, has a multiple of so many columns
-MOST_GROUP = 1024  # columns of a group
-PAGE_TOKENS = 64  # attention walks blocks of so many positions, each within one page: pages are multiples of it
+# The limits of formats. The native kernels have the same limits (csrc/kernels.h), and a test compares them.
+WEIGHT_GROUP, KV_GROUP = 8, 32  # columns of a group are a multiple of this, for weights and for KV
+MOST_GROUP = 1024  # the most columns of a group
+PAGE_TOKENS = 64  # tokens of a page are a multiple of this: attention walks blocks of so many, each within one page
 TILE_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """`kind`: float32, bfloat16, float16, int8 or int4. `group`: columns per scale, 0 for floats."""
+    """`kind`: float32, bfloat16, float16, int8 or int4. `group`: columns per scale, 0 for floats.
+
+    Raises BadRequest for a kind or a group size that there is not."""
 
     kind: str
     group: int = 0
@@ -93,45 +96,48 @@ class Format:
         return self.kind if self.group in (0, DEFAULT_GROUP) else f"{self.kind}-g{self.group}"
 
     def groups(self, cols: int) -> int:
+        """Groups of a row of so many columns; 0 for floats."""
         return -(-cols // self.group) if self.is_quantised else 0
 
     @property
     def group_bytes(self) -> int:
-        """One group of a tile of an integer format: codes, scales and minimums of 16 rows."""
+        """Bytes of one group of a tile of an integer format: codes, scales and minimums of 16 rows."""
         return TILE_ROWS * (self.group * self.bits // 8 + 4)
 
     def tile_bytes(self, cols: int) -> int:
+        """Bytes of a tile of a matrix with so many columns, padding included."""
         if self.is_quantised:
             return self.groups(cols) * self.group_bytes
         even = cols + cols % 2 if self.kind == "bfloat16" else cols
         return TILE_ROWS * even * self.bits // 8
 
     def matrix_bytes(self, rows: int, cols: int) -> int:
-        """A matrix in tiles."""
+        """Bytes of a matrix in tiles."""
         return tiles(rows) * self.tile_bytes(cols)
 
     def plain_bytes(self, rows: int, cols: int) -> int:
-        """A float matrix row by row."""
+        """Bytes of a float matrix that lies row by row."""
         return rows * cols * self.bits // 8
 
     def kv_codes_bytes(self, head_dim: int) -> int:
-        """A token's numbers in one KV head, K or V; of integer formats the codes."""
+        """Bytes of a token's numbers in one KV head, K or V. Of integer formats these are the codes alone."""
         if not self.is_quantised:
             return self.plain_bytes(1, head_dim)
         lanes = 128 // self.bits  # codes in 16 bytes
         return -(-head_dim // lanes) * 16
 
     def kv_bytes(self, head_dim: int) -> int:
-        """All bytes that a token takes in one KV head, K or V: codes, scales and minimums."""
+        """All bytes that a token takes in one KV head, K or V: numbers (or codes), scales and minimums."""
         return self.kv_codes_bytes(head_dim) + 4 * self.groups(head_dim)
 
     def check_kv(self) -> None:
-        """Raises BadRequest where no KV cache is kept in this format."""
+        """Raises BadRequest if a KV cache cannot be kept in this format."""
         if self.group % KV_GROUP:
             raise BadRequest(f"a KV cache in {self.name}: its groups should be multiples of {KV_GROUP}")
 
 
 def tiles(rows: int) -> int:
+    """Tiles of a matrix with so many rows."""
     return -(-rows // TILE_ROWS)
 
 
@@ -139,7 +145,7 @@ FLOAT32 = Format("float32")
 
 
 def parse_format(text: str) -> Format:
-    """`int4`, `int4-g32`, `bf16`, … Raises BadRequest."""
+    """The format that a user names: `int4`, `int4-g32`, `bf16`, … Raises BadRequest."""
     name, _, group = text.strip().lower().partition("-g")
     kind = _ALIASES.get(name, name)
     if kind in ("int8", "int4"):

@@ -1,8 +1,10 @@
-"""A machine as data: tiers in bytes, and for each lane, op and format what a task costs in seconds.
+"""A machine as data: its tiers in bytes, and for each lane, op and format the cost of a task in seconds.
 
-Tiers and lanes are named as `spec/places` says. Besides the ops of `graph/ops` a lane may have rates for `task` (a task
-to be picked up, and what it waited for to be noticed), `call` (a call whose operands nobody has prepared yet) and
-`pass` (between two passes: sampling).
+Tiers and lanes are named as `spec/places` says. Besides the ops of `graph/ops` a lane may have rates for
+
+    task   picking up a task, and noticing that the tasks it waits for have ended
+    call   preparing the operands of a call that nobody has prepared yet
+    pass   the time between two passes: sampling
 """
 
 from __future__ import annotations
@@ -19,19 +21,19 @@ from penstock.units import MIB
 
 SCHEMA, VERSION = "penstock.machine", 3
 
-# What the process takes beside its arenas: interpreter, numpy, tokenizers and our own code peak at
-# 57 to 61 MiB (docs/LOG.md); jinja2 and thread stacks want a margin. One number, not a measurement of
-# the moment, so that the minimum that a refusal names is the minimum the next time too.
+# Bytes of the process beside its arenas. Interpreter, numpy, tokenizers and our own code peak at 57 to 61 MiB
+# (docs/LOG.md). The rest is a margin for jinja2 and thread stacks. It is one number, not a measurement of the moment,
+# so that the minimum that a refusal names is the minimum the next time too.
 PROCESS_BYTES = 80 * MIB
 
-# Bounds of every figure in seconds, so that what is computed from them stays finite and above zero.
+# Bounds of every figure in seconds, so that all results computed from figures stay finite and above zero.
 _LEAST_S, _MOST_S = 1e-18, 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """A tier of a machine. `bytes`: what a process may use of it. `source`: where that figure is from, if not from
-    where the machine's are."""
+    """A tier of a machine. `bytes`: how much of it a process may use. `source`: the source of that figure, if it is not
+    the machine's."""
 
     name: Tier
     bytes: int
@@ -44,11 +46,11 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """t = alpha_s + max(bytes · s_per_byte, flops · s_per_flop), ScheInfer Eq. 3 in two regimes.
+    """The time of an op: t = alpha_s + max(bytes · s_per_byte, flops · s_per_flop), ScheInfer Eq. 3 in two regimes.
 
-    `op` and `format` may be "*". `rows`: for passes of at most so many rows (of logits, for the head; of a sequence,
-    for attention), 0: of any number; kernels for few rows have speeds of their own. `r2`: how much of the measurements'
-    variance the fit explains.
+    `op` and `format` may be "*". `rows`: the rate holds for passes of at most so many rows, 0: of any number. Kernels
+    for few rows have speeds of their own, so there may be several. For the head it counts rows of logits, for attention
+    rows of a sequence. `r2`: how much of the measurements' variance the fit explains.
     """
 
     lane: Lane
@@ -69,7 +71,7 @@ class Rate:
             raise BadRequest(f"rate of {self.lane}/{self.op}/{self.format}: rows {self.rows}, r2 {self.r2}")
         for name in ("alpha_s", "s_per_byte", "s_per_flop"):
             value = getattr(self, name)
-            if not 0 <= value <= _MOST_S:  # NaN is neither
+            if not 0 <= value <= _MOST_S:  # NaN fails both comparisons
                 raise BadRequest(f"rate of {self.lane}/{self.op}/{self.format}: {name} is {value}")
         if self.alpha_s + self.s_per_byte + self.s_per_flop < _LEAST_S:
             raise BadRequest(f"rate of {self.lane}/{self.op}/{self.format}: nothing is free, but this costs no time")
@@ -77,7 +79,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number of a machine: `term`, one of TERMS, of the rate with that key."""
+    """Names one number of a machine: `term`, one of TERMS, of the rate that has this lane, op, format and rows."""
 
     lane: Lane
     op: str
@@ -96,7 +98,7 @@ TERMS = ("alpha_s", "s_per_byte", "s_per_flop")
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Tasks on `lane` take `factor` times as long while `beside` is busy: they share the RAM, and its bus."""
+    """Tasks on `lane` take `factor` times as long while the lane `beside` is busy: both use the RAM and its bus."""
 
     lane: Lane
     beside: Lane
@@ -111,8 +113,9 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """How loads of at most `most_bytes` (0: of any size) are read from a disk: in blocks, `depth` of them in flight, by
-    `engine`, one of IO_ENGINES. `reason`: why so."""
+    """How loads of at most `most_bytes` (0: of any size) are read from a disk: in blocks of `block_bytes`, `depth` of
+    them in flight, by `engine`, one of IO_ENGINES. `bytes_per_s`: the speed that was measured so, 0: not measured.
+    `reason`: why these were chosen, for people."""
 
     lane: Lane
     block_bytes: int
@@ -131,27 +134,29 @@ class Reads:
             raise BadRequest(f"reads of {self.lane}: {self.bytes_per_s} bytes/s, most_bytes {self.most_bytes}")
 
 
-# Where nobody measured. PIPO's appendix A finds 8 MiB best on a laptop's NVMe disk; two in flight, so that the disk has
-# the next block while this one's arrival is noticed.
+# For disks that nobody measured. PIPO's appendix A finds blocks of 8 MiB best on a laptop's NVMe disk. Two are in
+# flight, so that the disk has the next block to read while the end of this one is noticed.
 USUAL_READS = Reads(
     DISK.reads, 8 * MIB, 2, "threads", 0.0, "not measured: 2 blocks of 8 MiB in flight, as on most disks"
 )  # fmt: skip
 
-# A batch's KV on a disk is many reads and writes of some 100 KiB. 32 reads of 128 KiB: 0.87 GB/s one at a time, 1.07
-# with 2 in flight, 1.3 with 4, 1.5 with 8 and with 16, on a disk that gives 2 GB/s to large ones. 32 writes of 64 KiB:
-# 0.64, 0.78, 1.01, 1.13 GB/s with 1, 2, 4, 8.
+# Reads or writes of KV in flight. A batch's KV on a disk is many reads and writes of some 100 KiB. On a disk that gives
+# 2 GB/s to large reads, 32 reads of 128 KiB gave 0.87 GB/s one at a time, 1.07 with 2 in flight, 1.3 with 4, 1.5 with 8
+# and with 16. 32 writes of 64 KiB gave 0.64, 0.78, 1.01 and 1.13 GB/s with 1, 2, 4 and 8.
 KV_IN_FLIGHT = 8
 
 
-# Where nobody has measured an op: the op whose products are most like its own.
+# Op → the op whose products are most like its own. Its rate is taken where nobody has measured the first.
 _LIKE = {"experts": "ffn", "route": "head"}
 
 
 @dataclass(frozen=True, slots=True)
 class MachineSpec:
-    """`source` says where the figures are from: a probe with its date, or a data sheet. `process_bytes`: of the process
-    beside its arenas; `device_process_bytes`: what it takes more where it drives a device; `context_bytes`: of device
-    memory, what the driver and libraries take."""
+    """All figures of a machine. `source`: where they are from, a probe with its date or a data sheet. `process_bytes`:
+    memory of the process beside its arenas. `device_process_bytes`: what the process takes more where it drives a
+    device. `context_bytes`: device memory that the driver and libraries take.
+
+    Raises BadRequest for figures that are missing or contradict each other."""
 
     name: str
     tiers: tuple[Capacity, ...]
@@ -188,50 +193,55 @@ class MachineSpec:
             raise BadRequest(f"machine {self.name} has two rates for {'/'.join(str(part) for part in twice)}")
 
     def tier(self, name: Tier) -> Capacity:
-        """Raises BadRequest where the machine has none of that name."""
+        """The tier of that name. Raises BadRequest if the machine has none."""
         for tier in self.tiers:
             if tier.name == name:
                 return tier
         raise BadRequest(f"machine {self.name} has no tier {name}")
 
     def rate(self, lane: Lane, op: str, fmt: str, rows: int = 1) -> Rate:
-        """The most specific rate: op and format, op, an op like it, format, lane; of these the one for the fewest rows
-        that do. Raises BadRequest where there is none."""
+        """The most specific rate for a call: for its op and format, then its op, then an op like it, then its format,
+        then its lane alone. Of several such rates it is the one for the fewest rows that are at least `rows`. Raises
+        BadRequest where there is none."""
         if is_disk(lane) and not any(rate.lane == lane for rate in self.rates):
-            lane = DISK.reads  # writes and a second disk, where nobody has measured them
+            lane = DISK.reads  # for writes, or a second disk, that nobody has measured
         like = _LIKE.get(op, op)
         for key in ((op, fmt), (op, "*"), (like, fmt), (like, "*"), ("*", fmt), ("*", "*")):
-            found = [r for r in self.rates if r.lane == lane and (r.op, r.format) == key and (r.rows or rows) >= rows]
-            if found:
-                return min(found, key=lambda r: r.rows or 2**31)
+            rates = [r for r in self.rates if r.lane == lane and (r.op, r.format) == key and (r.rows or rows) >= rows]
+            if rates:
+                return min(rates, key=lambda r: r.rows or 2**31)
         raise BadRequest(f"machine {self.name} has no rate for {op} in {fmt} on the lane {lane}")
 
-    def faster(self, which: Callable[[Lane], bool], times: float) -> MachineSpec:
-        """The same where `which` lanes move bytes so many times as fast. What a task costs beside its bytes stays, and
-        so does what lanes take from each other."""
+    def faster(self, is_faster: Callable[[Lane], bool], times: float) -> MachineSpec:
+        """The same machine, but lanes that `is_faster` picks move bytes so many `times` as fast. The cost of a task
+        beside its bytes stays the same, and so does the slowing of lanes by each other."""
         rates = tuple(
-            replace(rate, s_per_byte=rate.s_per_byte / times) if which(rate.lane) else rate for rate in self.rates
+            replace(rate, s_per_byte=rate.s_per_byte / times) if is_faster(rate.lane) else rate for rate in self.rates
         )
         return replace(self, rates=rates)
 
     def reads_of(self, lane: Lane, nbytes: int) -> Reads:
-        """How loads of so many bytes are read: by the entry for the fewest bytes that covers them, else USUAL_READS."""
-        found = [r for r in self.reads if r.lane == lane and (r.most_bytes or nbytes) >= nbytes]
-        return min(found, key=lambda r: r.most_bytes or 2**63, default=USUAL_READS)
+        """How loads of so many bytes are read. Of the entries that cover them it is the one for the fewest bytes, else
+        USUAL_READS."""
+        covering = [r for r in self.reads if r.lane == lane and (r.most_bytes or nbytes) >= nbytes]
+        return min(covering, key=lambda r: r.most_bytes or 2**63, default=USUAL_READS)
 
-    def overhead_s(self, lane: Lane, what: str) -> float:
-        """What a `task`, a `call` or a `pass` costs on a lane beside its ops; 0 where the machine does not say."""
-        found = self.overhead(lane, what)
-        return found.alpha_s if found is not None else 0.0
+    def overhead_s(self, lane: Lane, kind: str) -> float:
+        """Seconds that a `task`, a `call` or a `pass` costs on a lane beside its ops; 0 where the machine does not
+        say."""
+        rate = self.overhead(lane, kind)
+        return rate.alpha_s if rate is not None else 0.0
 
-    def overhead(self, lane: Lane, what: str) -> Rate | None:
-        """The rate that `overhead_s` is of."""
-        return next((r for r in self.rates if (r.lane, r.op) == (lane, what)), None)
+    def overhead(self, lane: Lane, kind: str) -> Rate | None:
+        """The rate whose `alpha_s` is `overhead_s`, if there is one. `kind`: task, call or pass."""
+        return next((r for r in self.rates if (r.lane, r.op) == (lane, kind)), None)
 
 
 def dumps(machine: MachineSpec) -> str:
+    """The machine as the text of a machine file."""
     return codec.dumps(machine, SCHEMA, VERSION)
 
 
 def loads(text: str, where: str) -> MachineSpec:
+    """The machine of a machine file's text. `where` names the file in errors. Raises BadRequest."""
     return codec.loads(MachineSpec, text, SCHEMA, VERSION, where)

@@ -1,8 +1,8 @@
-"""An architecture as data: what `config.json` says, in one vocabulary for all model types.
+"""A model's architecture as data: the content of `config.json`, in one vocabulary for all model types.
 
-ModelSpec holds no weights and no formats; `spec.parts` turns it and a format into parts and bytes.
-Letters used in shapes: T rows (tokens), D d_model, V vocab, H heads, K kv_heads, G = H / K, E head_dim,
-N neurons, X experts, A experts that a token goes to.
+ModelSpec holds no weights and no formats. `spec.parts` turns it and a format into parts and bytes. Letters used in
+shapes: T rows (tokens), D d_model, V vocab, H heads, K kv_heads, G = H / K, E head_dim, N neurons, X experts, A experts
+that a token goes to.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ SCORES = ("softmax", "sigmoid")
 class Rope:
     """Rotary positions over the first `dims` of each head.
 
-    `factors` holds all scalars of the kind, by name, worked out where a config leaves them to a rule:
+    `factors` holds all scalars of the kind, by name. Where a config leaves them to a rule they are worked out already:
 
     default   none
     linear    factor
     llama3    factor, low_freq_factor, high_freq_factor, original_max_position_embeddings
     yarn      factor, attention_factor, beta_fast, beta_slow, truncate (0 or 1), original_max_position_embeddings
-    longrope  attention_factor, original_max_position_embeddings; its per-frequency divisors stand in
-              `short_factor` and `long_factor` (dims / 2 each), long from the first sequence that exceeds it on
+    longrope  attention_factor, original_max_position_embeddings. Its divisors of the frequencies stand in
+              `short_factor` and `long_factor` (dims / 2 each). `long_factor` is used from the first sequence on that
+              is longer than original_max_position_embeddings
 
     `attention_factor` multiplies cos and sin.
     """
@@ -42,7 +43,8 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """kind "rms" or "layer"; `offset` is added to the weight (gemma stores weight - 1)."""
+    """`kind`: "rms" or "layer". `offset` is added to the weight, since gemma stores weight - 1. `affine`: there is a
+    weight (and for "layer" a bias)."""
 
     kind: str
     eps: float
@@ -56,9 +58,9 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """`scale` multiplies the scores; `softcap` s squashes them to s·tanh(score/s), 0 = none; a query sees
-    the last `window` positions, its own included, 0 = all. `qk_norm`: RMS norm of each head's q and k; where it
-    `norms_all_heads`, of all heads' q together, and of all heads' k (olmoe)."""
+    """`scale` multiplies the scores. `softcap` s squashes them to s·tanh(score/s), 0 = none. `window`: a query sees so
+    many last positions, its own included, 0 = all. `qk_norm`: each head's q, and each head's k, goes through an RMS
+    norm. With `norms_all_heads` (olmoe) one norm is over all heads' q together, and one over all heads' k."""
 
     heads: int
     kv_heads: int
@@ -79,7 +81,9 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Ffn:
-    """gated: down(act(gate x) * (up x)); else down(act(up x))."""
+    """A feed-forward block: down(act(gate x) * (up x)) where `gated`, else down(act(up x)).
+
+    Raises BadRequest for an unknown activation."""
 
     neurons: int
     activation: str
@@ -94,12 +98,12 @@ class Ffn:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """How a token's experts are chosen: those with the highest scores, of equal ones that with the lowest id.
+    """How a token's experts are chosen: those with the highest scores. Of equal scores the lowest id wins.
 
-    `score`: of an expert, "softmax" over the router's X outputs or "sigmoid" of its own. `bias`: the router has a
-    number for each expert that is added to its score where experts are chosen, and nowhere else. `groups`: experts are
-    cut into so many ranges; only the experts of `groups_kept` of them may be chosen, those whose two best scores add up
-    to most. `normalised`: the chosen scores are divided by their sum. `scale` multiplies them in the end.
+    `score`: an expert's score is "softmax" over the router's X outputs, or "sigmoid" of its own output. `bias`: the
+    router has a number for each expert, which is added to its score for the choice only. `groups`: experts are cut into
+    so many ranges, of which only `groups_kept` may be chosen from: those with the largest sums of their two best
+    scores. `normalised`: the chosen scores are divided by their sum. `scale` multiplies them in the end.
     """
 
     score: str
@@ -112,10 +116,13 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """An FFN of `experts`, of which each token goes to `active`: the sum of their outputs, each times its score.
+    """An FFN of `experts`, of which each token goes to `active`. Its output is the sum of their outputs, each times its
+    score.
 
-    `expert`: the shape of each. `shared`: an FFN that every token goes to as well; where `shared_gate`, its output is
-    multiplied by the sigmoid of one more output of the router. Raises BadRequest for numbers that make no sense.
+    `expert`: the shape of each expert. `shared`: an FFN that every token goes to as well. With `shared_gate` its output
+    is multiplied by the sigmoid of one more output of the router.
+
+    Raises BadRequest for numbers that make no sense.
     """
 
     experts: int
@@ -144,16 +151,18 @@ class Routed:
             raise BadRequest("there is a gate of a shared expert, but no shared expert")
 
     def routes_bytes(self, rows: int) -> int:
-        """What a router says of so many rows: A ids int32 of each, A weights float32, the shared expert's weight."""
+        """Bytes of a router's answer for so many rows. Each row has A ids int32, A factors float32, and the shared
+        expert's factor float32."""
         return 4 * rows * (2 * self.active + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer. Where its norms stand is the same for attention and FFN:
+    """One decoder layer. Its norms stand at the same places for attention and FFN:
 
-    norm_in: the block reads norm(x);  norm_out: norm(block output) is added to x (gemma2);
-    norm_after: x becomes norm(x + block output) (OPT-350m).
+    norm_in     the block reads norm(x)
+    norm_out    norm(block output) is added to x (gemma2)
+    norm_after  x becomes norm(x + block output) (OPT-350m)
     """
 
     attention: Attention
@@ -164,7 +173,7 @@ class Layer:
 
     @property
     def routed(self) -> Routed | None:
-        """Its experts; None where its FFN is dense."""
+        """The layer's experts; None where its FFN is dense."""
         return self.ffn if isinstance(self.ffn, Routed) else None
 
     @property
@@ -174,7 +183,7 @@ class Layer:
 
     @property
     def ffns(self) -> tuple[Ffn, ...]:
-        """The dense FFN; or that of an expert, and the shared one."""
+        """The dense FFN; or the FFN of an expert, and the shared FFN if there is one."""
         if isinstance(self.ffn, Ffn):
             return (self.ffn,)
         return (self.ffn.expert,) if self.ffn.shared is None else (self.ffn.expert, self.ffn.shared)
@@ -184,9 +193,12 @@ class Layer:
 class ModelSpec:
     """A decoder-only transformer.
 
-    d_embed differs from d_model only where the embedding is projected (OPT-350m). `position_rows` > 0
-    means learned positions, read at index position + `position_offset`. `dtype` is the checkpoint's own
-    number format. `tokenizer_bytes` is what the tokenizer adds to the process at its peak.
+    `d_embed` differs from `d_model` only where the embedding is projected (OPT-350m). `tied`: the head's weights are
+    the embedding's. `embed_scale` multiplies the embedding rows. `position_rows` > 0 means learned positions, read at
+    index position + `position_offset`. `logit_softcap` s squashes logits to s·tanh(logit/s), 0 = none. `dtype` is the
+    checkpoint's own number format. `tokenizer_bytes`: memory that the tokenizer adds to the process at its peak.
+
+    Raises BadRequest for sizes that make no sense.
     """
 
     model_type: str
@@ -215,8 +227,8 @@ class ModelSpec:
 
     @cached_property
     def _hash(self) -> int:
-        """Once: of 80 layers it takes 35 µs, and a planner asks for a model's parts thousands of times."""
-        return hash(tuple(getattr(self, each.name) for each in fields(self)))
+        """Computed once: for 80 layers it takes 35 µs, and a planner asks for a model's parts thousands of times."""
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def __post_init__(self) -> None:
         for name in ("vocab", "d_model", "d_embed", "max_positions"):

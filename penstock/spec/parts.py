@@ -1,21 +1,22 @@
-"""Parts and granules: how a model's weights are cut, to the byte.
+"""Parts and granules: how a model's weights are cut into pieces that can be placed and computed one by one, to the
+byte.
 
 A part is `granules` granules of one fixed stride. A granule holds whole matrices ("blocks"), so any range
 of granules can be computed by itself and partial results add up. Matrices that are multiplied lie in tiles of 16
 rows; vectors and learned positions lie row by row (`spec.format`):
 
-    N.attn   a granule is one KV head:   q [G*E, D] | k [E, D] | v [E, D] | o [D, G*E] | biases
-             (where all heads are normed together, a granule is all of them)
-    N.ffn    a granule is 64 neurons:    gate [64, D] | up [64, D] | down [D, 64] | biases
-    N.experts   the same, expert after expert: an expert is a range of whole granules with a tail of its own
-    N.shared    the same, of the FFN that all tokens go to beside their experts
-    N.router    one granule, float:      scores [X, D] | bias [X] | shared_gate [1, D]
-    embed, head   64 vocabulary rows:    rows [64, d_embed]
-    N.norms, edges   one granule, float: norm weights and what is added once per layer; the model's ends
+    N.attn      a granule is one KV head:       q [G*E, D] | k [E, D] | v [E, D] | o [D, G*E] | biases
+                (where all heads are normed together, a granule is all of them)
+    N.ffn       a granule is 64 neurons:        gate [64, D] | up [64, D] | down [D, 64] | biases
+    N.experts   the same, expert after expert:  an expert is a range of whole granules with a tail of its own
+    N.shared    the same, for the FFN that all tokens go to beside their experts
+    N.router    one granule, float:             scores [X, D] | bias [X] | shared_gate [1, D]
+    embed, head   64 vocabulary rows:           rows [64, d_embed]
+    N.norms     one granule, float:             norm weights, and biases that are added once per layer
+    edges       one granule, float:             the model's ends: final norm, learned positions, projections
 
-The stride is a multiple of 4096 bytes, so every range of granules is one aligned direct read. A last
-granule with fewer rows (172 neurons: 64 + 64 + 44) is padded with zeros; an activation of 0 is 0, so
-padding computes nothing that counts.
+The stride is a multiple of 4096 bytes, so every range of granules is one aligned direct read. A last granule with fewer
+rows (172 neurons: 64 + 64 + 44) is padded with zeros. The activation of 0 is 0, so padding adds nothing to a result.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ from penstock.units import round_up
 
 GRANULE_ROWS = 64
 SUM_GRANULES = 4  # granules of an FFN that are summed before they are added to the rest (csrc/kernels.h, FfnSum)
-PINNED = ("norms", "router", "edges")  # read at every step, under 1 % of a model: they stay where activations are
+# Kinds of parts that always stay where activations are: every step reads them, and they are under 1 % of a model.
+PINNED = ("norms", "router", "edges")
 FFNS = ("ffn", "shared", "experts")  # kinds of parts that are neurons
 PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One matrix inside a granule: [rows, cols] at `offset`, in `format`; tiled, or row by row. `nbytes` follows."""
+    """One matrix inside a granule: [rows, cols] at byte `offset` of the granule, in `format`. It is tiled, or lies row
+    by row."""
 
     name: str
     rows: int
@@ -55,10 +58,11 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """key: "7.ffn"; kind: attn, ffn, experts, shared, router, norms, embed, head or edges; layer: -1 outside layers.
+    """A kind of weights of one layer, or of the model's ends. `key`: "7.ffn". `kind`: attn, ffn, experts, shared,
+    router, norms, embed, head or edges. `layer`: -1 outside layers.
 
-    `rows` counts what the granules cut (neurons, KV heads, vocabulary rows), `granule_rows` of them each. There are
-    `experts` times as many: of each expert so many rows.
+    `rows`: the neurons, KV heads or vocabulary rows that granules cut, of one expert where there are experts.
+    `granule_rows`: how many of them a granule has. `experts`: their number, 1 for other parts.
     """
 
     key: str
@@ -72,7 +76,7 @@ class Part:
 
     @property
     def expert_granules(self) -> int:
-        """Granules of one expert; where there are none, of the part."""
+        """Granules of one expert. Where there are no experts, granules of the part."""
         return -(-self.rows // self.granule_rows)
 
     @property
@@ -81,7 +85,7 @@ class Part:
 
     @property
     def least_granules(self) -> int:
-        """Of a unit, which holds a multiple of it: a granule, or an expert."""
+        """Granules of the smallest unit: one, or those of one expert. Every unit holds a multiple of it."""
         return self.expert_granules if self.experts > 1 else 1
 
     @property
@@ -93,7 +97,7 @@ class Part:
         return self.granules * self.granule_bytes
 
     def rows_of(self, lo: int, hi: int) -> int:
-        """Rows in granules lo..hi, tails counted as they are."""
+        """Rows in granules lo..hi, without padding."""
         return self._rows_before(hi) - self._rows_before(lo)
 
     def _rows_before(self, granule: int) -> int:
@@ -103,7 +107,7 @@ class Part:
         return expert * self.rows + nth * self.granule_rows
 
     def weights_of(self, lo: int, hi: int) -> int:
-        """Weights (multiply-adds per token) in granules lo..hi, padding left out."""
+        """Weights (multiply-adds per token) in granules lo..hi, without padding."""
         per_row = sum(b.rows * b.cols for b in self.blocks) / self.granule_rows
         return int(per_row * self.rows_of(lo, hi))
 
@@ -143,7 +147,7 @@ def _part(
 
 def _attention_part(i: int, layer: Layer, d: int, fmt: Format) -> Part:
     a = layer.attention
-    heads = a.kv_heads if a.norms_all_heads else 1  # of a granule: what is normed together is computed together
+    heads = a.kv_heads if a.norms_all_heads else 1  # KV heads of a granule: heads normed together go together
     q_rows, k_rows = heads * a.heads_per_kv * a.head_dim, heads * a.head_dim
     shapes = [
         _matrix("q", q_rows, d, fmt),
@@ -161,12 +165,12 @@ def _attention_part(i: int, layer: Layer, d: int, fmt: Format) -> Part:
 
 
 def _ffn_parts(i: int, layer: Layer, d: int, fmt: Format, base: Format) -> list[Part]:
-    """The FFN of a layer: one part, or router, shared expert (where there is one) and experts."""
+    """The parts of a layer's FFN: one part; or router, shared expert (if there is one) and experts."""
     if isinstance(layer.ffn, Ffn):
         return [_ffn_part(i, "ffn", layer.ffn, d, fmt)]
-    found, routed = [_router_part(i, layer.ffn, d, base)], layer.ffn
-    found += [_ffn_part(i, "shared", routed.shared, d, fmt)] if routed.shared is not None else []
-    return [*found, _ffn_part(i, "experts", routed.expert, d, fmt, routed.experts)]
+    ffn_parts, routed = [_router_part(i, layer.ffn, d, base)], layer.ffn
+    ffn_parts += [_ffn_part(i, "shared", routed.shared, d, fmt)] if routed.shared is not None else []
+    return [*ffn_parts, _ffn_part(i, "experts", routed.expert, d, fmt, routed.experts)]
 
 
 def _ffn_part(i: int, kind: str, f: Ffn, d: int, fmt: Format, experts: int = 1) -> Part:
@@ -224,7 +228,8 @@ def _edges_part(model: ModelSpec, base: Format) -> Part:
 
 @lru_cache(maxsize=1024)
 def predictor_part(layer: int, d_model: int, rank: int, neurons: int, weights: Format) -> Part:
-    """The predictor of a layer's active neurons: two matrices in one granule. A plan has it, not the model."""
+    """The predictor of a layer's active neurons: two matrices in one granule. It belongs to a plan, not to the
+    model."""
     shapes = [_matrix("hidden", rank, d_model, weights), _matrix("neurons", neurons, rank, weights)]
     return _part(f"{layer}.predictor", "predictor", layer, 1, 1, shapes)
 
@@ -233,8 +238,8 @@ def predictor_part(layer: int, d_model: int, rank: int, neurons: int, weights: F
 def parts(model: ModelSpec, weights: Format) -> tuple[Part, ...]:
     """All parts in the order in which a pass reads them. A tied head is the part `embed`, read twice.
 
-    `weights` applies to every matrix but routers, positions and projections, which stay in the checkpoint's own format,
-    and norms and biases, which become float32.
+    `weights` is the format of all matrices except routers, positions and projections, which stay in the checkpoint's
+    own format. Norms and biases become float32.
     """
     base = Format(model.dtype)
     vocab = [_matrix("rows", GRANULE_ROWS, model.d_embed, weights)]
@@ -257,15 +262,16 @@ def parts_by_key(model: ModelSpec, weights: Format) -> Mapping[str, Part]:
 
 
 def norm_before(spec: ModelSpec, layer: int | None) -> tuple[str, bool, int]:
-    """The norm before a layer's blocks, or before the head where `layer` is None: the key of the part that holds it,
-    whether the model has it, and the values of a row."""
+    """(key of its part, whether the model has it, values of a row) of the norm before a layer's blocks, or before the
+    head where `layer` is None."""
     if layer is None:
         return "edges", spec.final_norm, spec.d_embed
     return f"{layer}.norms", spec.layers[layer].norm_in, spec.d_model
 
 
 def block_keys(model: ModelSpec, layer: int, kind: str) -> tuple[str, ...]:
-    """The parts whose units a layer's block is made of, as they are computed one after the other. `kind`: attn, ffn."""
+    """Keys of the parts whose units make up a layer's block, in the order in which they are computed. `kind`: attn or
+    ffn."""
     routed = model.layers[layer].routed
     if kind == "attn" or routed is None:
         return (f"{layer}.{kind}",)

@@ -1,6 +1,6 @@
-"""The places of a machine and their names: tiers hold bytes, executors compute, lanes do one thing after the other.
+"""The names of a machine's places: tiers hold bytes, executors compute, lanes begin tasks one after the other.
 
-Plans, machine files and tasks name places by short strings. This module alone spells them:
+Plans, machine files and tasks name places by short strings. No other module spells them:
 
     tier        holds bytes: RAM `host`, a device's memory `gpu0`, a disk `disk0`
     executor    computes, on bytes in the tier that it is named after: `host` (the CPU), `gpu0`
@@ -19,13 +19,13 @@ Tier = NewType("Tier", str)
 Executor = NewType("Executor", Tier)
 Lane = NewType("Lane", str)
 
-HOST = Executor(Tier("host"))  # the CPU; also the tier that it computes on, RAM
-CPU = Lane("host")  # its kernels
+HOST = Executor(Tier("host"))  # the CPU, and the tier that it computes on: RAM
+CPU = Lane("host")  # the CPU's kernels
 
 
 class Device(NamedTuple):
-    """An accelerator. `executor`: also the tier of its memory. `kernels`: the lane of what it computes. `to_device`,
-    `to_host`: the two directions of its link to RAM."""
+    """An accelerator. `executor`: also the tier of its memory. `kernels`: the lane of its kernels. `to_device`,
+    `to_host`: the lanes of the two directions of its link to RAM."""
 
     executor: Executor
     kernels: Lane
@@ -55,13 +55,14 @@ def disk(index: int) -> Disk:
 
 
 def is_device(place: str) -> bool:
-    """Whether a tier, an executor or a lane is a device, its memory or its kernels."""
+    """Whether a name is that of a device: of its memory (a tier), of itself (an executor) or of its kernels (a
+    lane)."""
     number = place.removeprefix("gpu")
     return number != place and number.isdecimal() and len(number) < 4  # a machine file may name anything
 
 
 def is_disk(tier: str) -> bool:
-    """Whether a tier is a disk; of lanes, whether one reads or writes a disk."""
+    """Whether a tier is a disk, or a lane reads or writes a disk."""
     return tier.startswith("disk")
 
 
@@ -86,12 +87,12 @@ def kernels_of(executor: Executor) -> Lane:
 
 
 def tier_of(arena: str) -> Tier:
-    """The tier of an arena, `host.ring`."""
+    """The tier of an arena: `host` for `host.ring`."""
     return Tier(arena.partition(".")[0])
 
 
 def executor_of(memory: Tier) -> Executor:
-    """Who computes on a tier of memory."""
+    """The executor that computes on a tier of memory."""
     assert not is_disk(memory), "nobody computes on a disk"
     return Executor(memory)
 

@@ -1,7 +1,7 @@
-"""A plan: where every byte lives, who computes on it, in what order. Complete: no "auto", no None.
+"""A plan: where every byte lives, who computes on it, and in what order. It is complete: it has no "auto" and no None.
 
-Tiers and executors are named as `spec/places` says. A unit's placement is written in two letters, its home and its
-executor, each one of G (a device), C (RAM, the CPU) and D (a disk): CG lies in RAM and a device computes it.
+Tiers and executors are named as `spec/places` says. A unit's placement is written in two letters, for its home and its
+executor: G (a device), C (RAM, the CPU) or D (a disk). A unit of placement CG lies in RAM, and a device computes it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from penstock.spec.places import GPU, HOST, Executor, Tier, is_device, is_disk
 
 SCHEMA, VERSION = "penstock.plan", 3
 
-# In which order work is handed out (PIPO §3.2): `overlapped` loads as far ahead as the ring holds, `saving` only what
-# the block at hand needs, `flexgen` loads the next block under this one and waits for everything in between.
+# In which order work is handed out (PIPO §3.2). `overlapped` loads as far ahead as the ring has room. `saving` loads
+# only for the current block. `flexgen` loads the next block while this one is computed, and waits for everything in
+# between.
 ORDERS = ("overlapped", "saving", "flexgen")
 IO_ENGINES = ("threads", "io_uring")
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Granules lo..hi of a part: one home, one executor for decode and one for prefill. `active`: of its neurons, the
-    share that decoding a full batch is expected to compute (PowerInfer); the others are skipped."""
+    """Granules lo..hi of a part, with one home, one executor for decode and one for prefill. `active`: the share of its
+    neurons that decoding a full batch is expected to compute (PowerInfer). The others are skipped."""
 
     part: str
     lo: int
@@ -46,7 +47,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class KvHome:
-    """KV of layers [lo, hi) × sequences [lo, hi): home tier, number format, executor of attention."""
+    """KV of layers [lo, hi) × sequences [lo, hi): its home tier, its number format, and the executor of attention."""
 
     layers: tuple[int, int]
     seqs: tuple[int, int]
@@ -57,7 +58,7 @@ class KvHome:
 
 @dataclass(frozen=True, slots=True)
 class ActHome:
-    """Activations of layers × sequences: the tier that holds them; its executor does norms and merges."""
+    """Activations of layers [lo, hi) × sequences [lo, hi): `home` holds them, and does norms and merges."""
 
     layers: tuple[int, int]
     seqs: tuple[int, int]
@@ -66,8 +67,9 @@ class ActHome:
 
 @dataclass(frozen=True, slots=True)
 class Predictor:
-    """What says before a layer's FFN which of its neurons a token needs (PowerInfer §5.1): two matrices, from d_model
-    to `rank` to the neurons, in the format of the weights. `home`: the memory that holds it and the executor of it."""
+    """Predicts before a layer's FFN which of its neurons a token needs (PowerInfer §5.1). It is two matrices, from
+    d_model to `rank` and from there to the neurons, in the format of the weights. `home`: the tier that holds it, which
+    is also its executor."""
 
     layer: int
     rank: int
@@ -76,8 +78,9 @@ class Predictor:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """`slots` for experts of a layer in the memory of `executor`, while its units' home is a disk: a decode pass loads
-    what it asks for and does not find there. `policy`: who leaves, of `graph.cache.POLICIES`."""
+    """`slots` for experts of a layer in the memory of `executor`, where the home of the experts is a disk. A decode
+    pass loads the experts that it asks for and that have no slot. `policy`: which expert leaves, one of
+    `graph.cache.POLICIES`."""
 
     layer: int
     executor: Executor
@@ -102,14 +105,20 @@ class PlanModel:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`batches_per_pass` batches of up to `batch_seqs` sequences go through a layer together (FlexGen's
-    zig-zag block). `chunk_rows`: rows of a prefill pass, at most. `logits_rows`: logits kept of a batch.
-    `context`: KV room per sequence in tokens, in pages of `page_tokens`. `ring_bytes`: per tier, what
-    weights stream through; it bounds how far loads run ahead. `stage_bytes`: of pinned memory that units cross on
-    their way from a disk to a device. `order`: one of ORDERS. A read of a disk is done in blocks of `io_block_bytes`,
-    `io_depth` of them in flight, by `io_engine`. `process_bytes`: of the process beside its arenas; `context_bytes`:
-    of the device's memory, what its driver and libraries take (0 without one). `predictors`, `caches`: one at most of
-    each layer.
+    """All decisions about a run, in these fields:
+
+    batches_per_pass, batch_seqs  so many batches of up to so many sequences go through a layer together (FlexGen's
+                                  zig-zag block)
+    chunk_rows      the most rows of a batch in a prefill pass
+    logits_rows     the most rows of a batch whose logits are kept
+    context         KV room per sequence in tokens, in pages of `page_tokens`
+    ring_bytes      per tier, the ring that weights stream through. It bounds how far loads run ahead
+    stage_bytes     pinned memory that units cross on their way from a disk to a device
+    order           one of ORDERS
+    io_block_bytes, io_depth, io_engine  reads of a disk are cut into such blocks, so many in flight, by this engine
+    process_bytes   memory of the process beside its arenas
+    context_bytes   device memory that its driver and libraries take (0 without a device)
+    predictors, caches  at most one for each layer
     """
 
     models: tuple[PlanModel, ...]
@@ -144,10 +153,10 @@ class Plan:
 
     @property
     def asking_rows(self) -> int:
-        """Rows of a pass that asks routers which experts it wants, at most: those of decode, and of a prompt so few
-        that half of the experts are not wanted. 0 where no layer has a cache."""
+        """The most rows of a batch in a pass that asks routers which experts it wants. These are decode passes, and
+        prompts of so few rows that at least half of the experts are not wanted. 0 where no layer has a cache."""
         routed = [self.target.spec.layers[cache.layer].routed for cache in self.caches]
-        few = min((each.experts // (2 * each.active) for each in routed if each is not None), default=0)
+        few = min((ffn.experts // (2 * ffn.active) for ffn in routed if ffn is not None), default=0)
         return max(self.batch_seqs, few) if routed else 0
 
     @property
@@ -156,15 +165,17 @@ class Plan:
         return self.acts[0].home
 
     def unit_bytes(self, unit: Unit) -> int:
+        """Bytes of a unit's weights, padding included."""
         return (unit.hi - unit.lo) * self.parts[unit.part].granule_bytes
 
     def unit_rows(self, unit: Unit) -> tuple[int, int]:
-        """lo..hi of what its granules cut: neurons, KV heads or vocabulary rows. Not of experts, which have tails."""
+        """lo..hi of the neurons, KV heads or vocabulary rows of a unit. Not for experts, which have tails of their
+        own."""
         part = self.parts[unit.part]
         return unit.lo * part.granule_rows, min(unit.hi * part.granule_rows, part.rows)
 
     def tier_bytes(self) -> dict[Tier, int]:
-        """Peak bytes per memory tier: the arenas, and on the host the process itself, on a device its context."""
+        """Peak bytes per memory tier: the arenas, on the host also the process itself, on a device also its context."""
         total: dict[Tier, int] = {HOST: self.process_bytes}
         if self.context_bytes:
             total[GPU.executor] = self.context_bytes
@@ -178,10 +189,12 @@ def _letter(place: Tier) -> str:
 
 
 def dumps(plan: Plan) -> str:
+    """The plan as the text of a plan file."""
     return codec.dumps(plan, SCHEMA, VERSION)
 
 
 def loads(text: str, where: str) -> Plan:
+    """The plan of a plan file's text. `where` names the file in errors. Raises BadRequest."""
     return codec.loads(Plan, text, SCHEMA, VERSION, where)
 
 

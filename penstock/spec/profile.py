@@ -1,4 +1,5 @@
-"""What a text asked of a model's experts: counts, how soon they are asked for again, and the first tokens' own answers.
+"""Profiles of a text: how often it asked for each expert of a model, how soon it asked again, and the routers' answers
+for its first tokens.
 
 Experts have the checkpoint's numbers. A profile is kept beside the packed model that it was made with.
 """
@@ -14,15 +15,15 @@ from penstock.spec.answers import all_possible
 from penstock.spec.model import ModelSpec
 
 SCHEMA, VERSION = "penstock.profile", 1
-TRACED_TOKENS = 512  # whose answers are kept: more than a prediction asks for
+TRACED_TOKENS = 512  # tokens whose answers are kept: more than a prediction asks for
 
 
 @dataclass(frozen=True, slots=True)
 class LayerProfile:
-    """Of a layer's router. `counts`: tokens that went to each expert. `distances[d]`: how often an expert was asked for
-    when so many others had been asked for since its last time; what was asked for the first time is in none, so a cache
-    of n slots that lets the longest unused go would have had the sum of the first n. `trace`: the experts of the first
-    tokens, upwards."""
+    """The profile of a layer's router. `counts[x]`: how many tokens went to expert x. `distances[d]`: how often an
+    expert was asked for when exactly d others had been asked for since its last time. An expert's first time counts in
+    none of them. So a cache of n slots that lets the longest unused expert go would have held the sum of the first n.
+    `trace`: the experts of each of the first tokens, in rising order."""
 
     layer: int
     counts: tuple[int, ...]
@@ -30,13 +31,13 @@ class LayerProfile:
     trace: tuple[tuple[int, ...], ...]
 
     def hit_rate(self, slots: int) -> float:
-        """Of a cache of so many slots that lets the longest unused go."""
+        """The share of requests that a cache of so many slots would hold, if it lets the longest unused expert go."""
         return sum(self.distances[:slots]) / max(1, sum(self.counts))
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """`text_sha256`: of the text, whose first `tokens` tokens were read. `name`: of its file."""
+    """The profile of a text's first `tokens` tokens. `name`: of the text's file. `text_sha256`: of the whole text."""
 
     name: str
     text_sha256: str
@@ -48,19 +49,19 @@ class Profile:
         return f"by a profile of {self.tokens} tokens of {self.name} (sha256 {self.text_sha256[:12]})"
 
     def check(self, spec: ModelSpec, where: str) -> None:
-        """Raises BadRequest where it is not of such a model."""
+        """Raises BadRequest if the profile is damaged, or of a model with other experts."""
         wanted = {i: layer.routed for i, layer in enumerate(spec.layers) if layer.routed is not None}
-        if [each.layer for each in self.layers] != list(wanted):
+        if [router.layer for router in self.layers] != list(wanted):
             raise BadRequest(f"{where} is the profile of another model: its layers with experts differ")
-        for each in self.layers:
-            routed = wanted[each.layer]
+        for router in self.layers:
+            routed = wanted[router.layer]
             assert routed is not None
-            numbers = (*each.counts, *each.distances)
-            fits = len(each.counts) == len(each.distances) == routed.experts and min(numbers) >= 0
-            fits = fits and all_possible(each.trace, routed)
-            if not fits or not each.trace or len(each.trace) > TRACED_TOKENS:
+            numbers = (*router.counts, *router.distances)
+            fits = len(router.counts) == len(router.distances) == routed.experts and min(numbers) >= 0
+            fits = fits and all_possible(router.trace, routed)
+            if not fits or not router.trace or len(router.trace) > TRACED_TOKENS:
                 raise BadRequest(
-                    f"{where} is the profile of another model, or damaged: layer {each.layer} has {routed.experts}"
+                    f"{where} is the profile of another model, or damaged: layer {router.layer} has {routed.experts}"
                     f" experts, of which a token goes to {routed.active}"
                 )
 
@@ -71,14 +72,14 @@ class Counting:
     def __init__(self, layer: int, experts: int) -> None:
         self._layer = layer
         self._counts, self._distances = [0] * experts, [0] * experts
-        self._recent: list[int] = []  # the latest last
+        self._recent: list[int] = []  # experts asked for so far, the latest last
         self._trace: list[tuple[int, ...]] = []
 
     def token(self, experts: tuple[int, ...]) -> None:
-        """The experts that a token goes to, upwards."""
+        """Counts the experts that the next token goes to, in rising order."""
         if len(self._trace) < TRACED_TOKENS:
             self._trace.append(experts)
-        before = list(self._recent)  # those of one token are asked for at once
+        before = list(self._recent)  # as it was before this token, which asks for all its experts at once
         for expert in experts:
             self._counts[expert] += 1
             if expert in before:
@@ -91,10 +92,10 @@ class Counting:
 
 
 def hit_rates(profile: Profile) -> list[float]:
-    """Of all layers together, with 0, 1, … slots in each."""
-    asked = sum(sum(each.counts) for each in profile.layers)
-    most = max(len(each.distances) for each in profile.layers)
-    hits = [sum(each.distances[d] for each in profile.layers if d < len(each.distances)) for d in range(most)]
+    """The hit rate of all layers together, for 0, 1, … slots in each layer."""
+    asked = sum(sum(router.counts) for router in profile.layers)
+    most = max(len(router.distances) for router in profile.layers)
+    hits = [sum(router.distances[d] for router in profile.layers if d < len(router.distances)) for d in range(most)]
     return [0.0, *(total / max(1, asked) for total in accumulate(hits))]
 
 
@@ -103,5 +104,5 @@ def dumps(profile: Profile) -> str:
 
 
 def loads(text: str, where: str) -> Profile:
-    """Raises BadRequest."""
+    """The profile of a profile file's text. `where` names the file in errors. Raises BadRequest."""
     return codec.loads(Profile, text, SCHEMA, VERSION, where)

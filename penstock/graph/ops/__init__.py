@@ -1,8 +1,8 @@
-"""The op table: one definition for each op, which says what its operands are, what is read and written, how far
+"""The op table. The definition of an op says what its operands are, which of them it reads and writes, how far
 implementations may differ, and what it costs.
 
-`runtime/bind.py` binds the numpy reference to each op, the oracle of every other binding. The lowering takes edges from
-the operands' modes (`operand`).
+`runtime/bind.py` binds the numpy reference to each op. The reference is the oracle of every other binding. The lowering
+derives edges from the operands' modes (`operand`).
 """
 
 from typing import Any, NamedTuple
@@ -66,7 +66,8 @@ Operands = (
 
 
 class Op(NamedTuple):
-    """`tolerance`: how far an implementation may be from the reference, of the largest number in a row."""
+    """A row of the table. `tolerance`: how far an implementation may be from the reference, as a share of the largest
+    number in a row."""
 
     name: str
     definition: type[Any]
@@ -79,16 +80,16 @@ def _op(definition: type[Any], tolerance: float) -> Op:
     return Op(name, definition, operands_of(definition), tolerance)
 
 
-_FOUND = [_op(*pair) for pair in TOLERANCES.items()]
-OPS = {op.name: op for op in _FOUND}
-NAMES: dict[type[Any], str] = {op.definition: op.name for op in _FOUND}
-PLANNED = ("predict",)  # what planning knows and no kernel does yet
+_TABLE = [_op(*pair) for pair in TOLERANCES.items()]
+OPS = {op.name: op for op in _TABLE}
+NAMES: dict[type[Any], str] = {op.definition: op.name for op in _TABLE}
+PLANNED = ("predict",)  # ops that plans may have, but that no kernel does yet
 
 
 def slots_of(operands: Operands) -> list[tuple[Operand, Slot]]:
     """The slots of an op's operands, in the order of its definition. For checks and tests, not for hot loops."""
-    found: list[tuple[Operand, Slot]] = []
+    slots: list[tuple[Operand, Slot]] = []
     for operand in OPS[NAMES[type(operands)]].operands:
         value: Any = operands[operand.field]
-        found += [(operand, slot) for slot in (value if operand.many else (value,))]
-    return found
+        slots += [(operand, slot) for slot in (value if operand.many else (value,))]
+    return slots

@@ -1,4 +1,4 @@
-"""What an op costs: bytes that it reads, and flops."""
+"""The cost of an op: how many bytes it reads, and how many flops it does."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from penstock.spec.parts import Part
 
 
 def block_weights(part: Part, lo: int, hi: int, names: tuple[str, ...]) -> int:
-    """Weights of the named blocks in granules lo..hi; the tail counts as it is."""
+    """How many weights the named blocks have in granules lo..hi, without padding."""
     per_granule = sum(b.rows * b.cols for b in part.blocks if b.name in names)
     return per_granule * part.rows_of(lo, hi) // part.granule_rows
 
 
 def block_bytes(part: Part, lo: int, hi: int, names: tuple[str, ...]) -> int:
+    """Bytes of the named blocks in granules lo..hi, with padding."""
     return (hi - lo) * sum(b.nbytes for b in part.blocks if b.name in names)
 
 
@@ -25,24 +26,24 @@ def matrix_cost(part: Part, lo: int, hi: int, names: tuple[str, ...], rows: int)
 def experts_cost(
     part: Part, routed: Routed, lo: int, hi: int, names: tuple[str, ...], rows: int
 ) -> tuple[int, int, int]:
-    """(bytes read, flops, rows of an expert) of the experts in granules lo..hi for `rows` rows, as expected where every
-    expert is as likely as any other: those that no row goes to are not read."""
+    """(bytes read, flops, rows per expert that has any) of the experts in granules lo..hi for `rows` rows. These are
+    expected values where every expert is as likely as any other. Experts that no row goes to are not read."""
     share = (hi - lo) // part.expert_granules / routed.experts
-    wanted = share * (1 - (1 - routed.active / routed.experts) ** rows) * routed.experts  # experts, by some row
-    pairs = share * rows * routed.active
+    wanted = share * (1 - (1 - routed.active / routed.experts) ** rows) * routed.experts  # experts with some row
+    pairs = share * rows * routed.active  # of a row and one of its experts
     nbytes, flops = matrix_cost(part, 0, part.expert_granules, names, 1)
     return max(1, round(wanted * nbytes)), max(1, round(pairs * flops)), max(1, round(pairs / wanted))
 
 
 def active_cost(cost: tuple[int, int], active: float) -> tuple[int, int]:
-    """(bytes read, flops) of a product where a share `active` of the neurons is computed and the others are neither
-    read nor computed: as the neuron layout allows, where a neuron's numbers lie together."""
+    """(bytes read, flops) of a product in which only a share `active` of the neurons is read and computed. A layout
+    where each neuron's numbers lie together allows that."""
     return max(1, round(cost[0] * active)), max(1, round(cost[1] * active))
 
 
 def attend_cost(a: Attention, kv_heads: int, batch: Batch, kv_bytes_each: int) -> tuple[int, int]:
-    """(KV bytes read, flops) of attention of `kv_heads` heads: 2 for scores, 2 for values, per element.
-    `kv_bytes_each`: of a token in one head, K or V."""
+    """(KV bytes read, flops) of attention of `kv_heads` KV heads. Flops per element: 2 for scores, 2 for values.
+    `kv_bytes_each`: bytes of a token in one head, K or V."""
     kv_bytes = flops = 0
     for (start, rows), seqs in batch.spans.items():
         seen = start + rows if not a.window else min(start + rows, a.window + rows - 1)

@@ -1,11 +1,17 @@
-"""Every op: its operands by name, what else it needs, and the blocks of a granule that it multiplies with.
+"""Defines every op: its operands by name, its settings, and the blocks of a granule that it multiplies with.
 
-Shapes: T rows of the batch, D d_model, H heads, K KV heads, E head_dim, N neurons, P page_tokens, V vocab, n rows whose
-logits are wanted. tokens int32 [T]; rows float32 [T, d_embed]; x, h, partial, pending float32 [T, D] (h of the head
-[n, max(D, d_embed)]); q, a float32 [T, H, E]; keys, values [pages, K, P, E] in the KV format, laid out as
-spec/format.py says; active uint8 [T, N]; logits float32 [n, V]. X experts, A of a token; routes: int32 [T, A], the
-experts of each row upwards; float32 [T, A], what multiplies their outputs; float32 [T], what multiplies the shared
-expert's.
+Letters in shapes: T rows of the batch, D d_model, H heads, K KV heads, E head_dim, N neurons, P page_tokens, V vocab,
+n rows whose logits are wanted, X experts, A experts that a token goes to.
+
+    tokens                  int32 [T]
+    rows                    float32 [T, d_embed]
+    x, h, partial, pending  float32 [T, D]; the head's h is [n, max(D, d_embed)]
+    q, a                    float32 [T, H, E]
+    keys, values            [pages, K, P, E] in the KV format, laid out as spec/format.py says
+    active                  uint8 [T, N]
+    logits                  float32 [n, V]
+    routes                  int32 [T, A], the experts of each row in rising order, then float32 [T, A], the factors of
+                            their outputs, then float32 [T], the factor of the shared expert's output
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +28,7 @@ from penstock.graph.ops.operand import (
     Writes,
 )  # fmt: skip
 
-# The blocks of a granule that an op multiplies with or adds: they are its cost.
+# The blocks of a granule that an op multiplies with or adds. The op's cost is counted over them.
 QKV_BLOCKS = ("q", "k", "v", "q_bias", "k_bias", "v_bias")
 OUT_BLOCKS = ("o",)
 FFN_BLOCKS = ("gate", "up", "down", "gate_bias", "up_bias")
@@ -34,7 +40,7 @@ VOCAB_BLOCKS = ("rows",)
 
 
 class Gather(NamedTuple):
-    """rows = the embedding rows of the batch's tokens, out of resident weights."""
+    """rows = the embedding rows of the batch's tokens, from weights in memory."""
 
     weights: Read
     tokens: Read
@@ -42,7 +48,7 @@ class Gather(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """rows = the embedding rows of the batch's tokens, out of the disk. `staging` holds one granule."""
+    """rows = the embedding rows of the batch's tokens, read from the disk. `staging` holds one granule."""
 
     tokens: Read
     rows: Write
@@ -59,8 +65,8 @@ class Embed(NamedTuple):
 
 
 class Head(NamedTuple):
-    """logits of the unit's tokens. `best` [n]: the most likely token of each row so far, float32 logit and int32 id.
-    `starts`: there is none so far."""
+    """logits = h · rows, for the vocabulary rows of the unit. `best` [n]: the most likely token of each row so far, its
+    float32 logit and its int32 id. `starts`: this is the first unit, so `best` holds nothing yet."""
 
     weights: Read
     h: Read
@@ -74,7 +80,7 @@ class Head(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """h = norm(x), or x where the model has no such norm. `which`: attn_in, ffn_in or final. The final norm has no
+    """h = norm(x), or h = x where the model has no such norm. `which`: attn_in, ffn_in or final. The final norm has no
     layer (None), and takes only the rows whose logits are wanted."""
 
     norms: Read
@@ -86,7 +92,7 @@ class Norm(NamedTuple):
 
 
 class Qkv(NamedTuple):
-    """q, k and v of the unit's KV heads, with bias, q/k norm and rope; k and v go into the cache."""
+    """q, k and v of the unit's KV heads, with bias, q/k norm and rope. k and v are written into the KV cache."""
 
     weights: Read
     norms: Read
@@ -140,7 +146,7 @@ class Ffn(NamedTuple):
 
 
 class Route(NamedTuple):
-    """routes = which experts each row goes to, by the router's scores of h, and what multiplies their outputs."""
+    """routes = the experts that each row goes to, by the router's scores of h, and the factors of their outputs."""
 
     weights: Read
     h: Read
@@ -150,12 +156,12 @@ class Route(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """partial (+)= Σ routes' weight · FFN of the expert, over some experts. A row's sum has one order, upwards: so
-    calls that add to `partial` come by rising experts. With `outputs` (one slot, or none: float32 [T, A, D]) each FFN
-    is kept there instead, in any order, until `Combine`.
+    """partial (+)= Σ factor · FFN of the expert, over some experts. A row's experts are always added in rising order,
+    so calls that add to `partial` come by rising experts. With `outputs` (one slot, or none: float32 [T, A, D]) each
+    FFN's output is kept there instead, in any order, until `Combine`.
 
-    `first_experts`: of each slot of weights, which hold whole experts. `starts_sum`: this call is the first addend.
-    `expert_rows`: about so many rows go to an expert that has any."""
+    `weights`: slots that hold whole experts. `first_experts`: the first expert of each slot. `starts_sum`: this call is
+    the first addend. `expert_rows`: about so many rows go to an expert that has any."""
 
     weights: Reads
     h: Read
@@ -170,7 +176,7 @@ class Experts(NamedTuple):
 
 
 class Combine(NamedTuple):
-    """partial (+)= Σ routes' weight · outputs, experts upwards. `starts_sum`: this is the first addend."""
+    """partial (+)= Σ factor · outputs, experts in rising order. `starts_sum`: this call is the first addend."""
 
     routes: Read
     outputs: Read
@@ -180,7 +186,7 @@ class Combine(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """partial, which holds what the shared expert gave, times its weight of `routes`."""
+    """partial = partial times the shared expert's factor in `routes`. `partial` holds the shared expert's output."""
 
     routes: Read
     partial: Added
@@ -188,7 +194,7 @@ class Gate(NamedTuple):
 
 
 class Predict(NamedTuple):
-    """active = whether a row needs a neuron of the layer's FFN. Only planned so far: no kernel does it."""
+    """active = whether a row needs a neuron of the layer's FFN. Plans may have it, but no kernel does it yet."""
 
     weights: Read
     h: Read
@@ -220,8 +226,8 @@ class Copy(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Granules lo..hi of a unit's part from its disk into a ring or a cache. `asked`: where stands what asked for them,
-    since nobody knows of them before that is written."""
+    """Loads granules lo..hi of a unit's part from its disk into a ring or a cache. `asked`: for a load into a cache,
+    the slots of `routes` that ask for it. The load depends on them, since it is not known before they are written."""
 
     target: Write
     lo: int
@@ -230,14 +236,15 @@ class Load(NamedTuple):
 
 
 class Lift(NamedTuple):
-    """A unit from memory into a device's ring."""
+    """Copies a unit from RAM into a device's ring."""
 
     source: Read
     target: Write
 
 
 class KvLoad(NamedTuple):
-    """Loads KV that lives elsewhere into a window: the pages before a batch's rows, in so many byte `ranges`."""
+    """Loads KV that lives elsewhere into a window: the pages before a batch's rows. `ranges`: how many byte ranges they
+    are."""
 
     stored_keys: Read
     stored_values: Read
@@ -248,7 +255,7 @@ class KvLoad(NamedTuple):
 
 
 class KvSave(NamedTuple):
-    """The pages with a batch's rows to where they live, in so many byte `ranges`."""
+    """Saves the pages with a batch's rows to their home. `ranges`: how many byte ranges they are."""
 
     keys: Read
     values: Read
@@ -259,12 +266,12 @@ class KvSave(NamedTuple):
 
 
 class Sync(NamedTuple):
-    """Nothing but an edge: what was loaded is there, and no load to come has begun."""
+    """Does nothing, but makes edges: it waits for all loads before it, and all loads after it wait for it."""
 
     loaded: Writes
 
 
-# How far an implementation may be from the reference, of the largest number in a row.
+# How far an implementation may be from the reference, as a share of the largest number in a row.
 TOLERANCES: dict[type[Any], float] = {
     Gather: 1e-6, Fetch: 1e-6, Embed: SUMS, Norm: SUMS, Qkv: EXPONENTIALS, Attend: EXPONENTIALS, Out: SUMS,
     Ffn: EXPONENTIALS, Route: EXPONENTIALS, Experts: EXPONENTIALS, Combine: SUMS, Gate: SUMS, Predict: SUMS,

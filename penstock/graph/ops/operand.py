@@ -1,7 +1,7 @@
-"""Slots, and how an op's definition says what it does to each of them.
+"""Slots, and the types by which an op's definition says what the op does to each of its slots.
 
-An op is a NamedTuple. A field of one of the types below is an operand, a slot or several; every other field says what
-else the op needs (a layer, whether it starts a sum).
+An op is a NamedTuple. A field of one of the types below is an operand: a slot, or several. Every other field is a
+setting (a layer, whether the call starts a sum).
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -30,12 +30,13 @@ Added = Annotated[Slot, "+"]  # read and written
 Scratch = Annotated[Slot, "s"]  # private to the lane, so it makes no edge
 
 # Tolerances of the definitions. A sum of thousands of float32 products in another order differs by some 1e-6 of its
-# terms' size; exponentials and what they are divided by add a few more.
+# terms' size. Exponentials and their divisors add a few more.
 SUMS, EXPONENTIALS, BYTES = 1e-5, 5e-5, 0.0
 
 
 class Operand(NamedTuple):
-    """`mode`: r read, w written, + added to, s scratch. `many`: the field is a tuple of slots."""
+    """An operand of an op. `field`: its index in the tuple. `mode`: r read, w written, + added to, s scratch. `many`:
+    the field is a tuple of slots."""
 
     field: int
     name: str

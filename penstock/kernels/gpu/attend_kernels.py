@@ -1,12 +1,12 @@
-"""Triton kernels of attention over the paged cache, in any format. Have run in the interpreter only.
+"""Triton kernels of attention over the paged cache, in any format. They have run in the interpreter only.
 
-A program has some queries of one KV head, `M` pairs of (row, query head), and reads every SPLITS-th block of N
-positions of their sequence with a running maximum. Blocks are dealt out by turns, so that all splits have work at any
-position although the grid knows only the room for context. A second kernel merges the splits.
+A program has some queries of one KV head: `M` pairs of (row, query head). It reads every SPLITS-th block of N positions
+of their sequence, with a running maximum. Blocks are dealt out by turns, so that all splits have work at any position,
+although the grid knows only the room for context. A second kernel merges the splits.
 
-Numbers of a row are taken in the order (group, place in it), both padded to powers of 2; in int4 as two halves, of the
-low and of the high nibbles. Scores sum over that order and values come out in it, so nothing is ever put back into its
-place but what is stored in the end.
+Numbers of a row of the cache are taken in the order (group, place in the group), both padded to powers of 2. In int4
+they are two halves, one of the low and one of the high nibbles. Scores are sums over that order, and values keep it. So
+only the output is brought into the order of columns, when it is stored.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from penstock.kernels.gpu.tile_kernels import tanh
 
 
 @triton.jit
-def _codes_of(pool, halves, at, slot, there, HIGH: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr,
+def _codes_of(pool, halves, block_at, slot, there, HIGH: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr,
               KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, CODES: tl.constexpr, WIDE: tl.constexpr,
               PLACES: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """Rows `slot` [N] of the block at byte `at` as float32 [N, WIDE · PLACES]; 0 where not there. HIGH: high nibbles.
-    WIDE, PLACES: groups, and numbers of each (of int4 half of them), padded. Where they need no padding, columns are
-    not masked: the compiler would load byte by byte."""
+    """Rows `slot` [N] of the block at byte `block_at` as float32 [N, WIDE · PLACES]; 0 where not `there` [N]. HIGH:
+    high nibbles. WIDE: groups, padded. PLACES: numbers of a group (for int4 half of them), padded. Where they need no
+    padding, columns are not masked, since with a mask the compiler would load byte by byte."""
     group = tl.arange(0, WIDE)
     place = tl.arange(0, PLACES)
     if KIND == "int4" or KIND == "int8":
@@ -36,29 +36,29 @@ def _codes_of(pool, halves, at, slot, there, HIGH: tl.constexpr, E: tl.constexpr
         kept = there[:, None, None]
         if WIDE * PLACES != CODES:
             kept = kept & (inside[None, :] & (byte < CODES))[None, :, :]
-        spots = pool + at + (slot * CODES)[:, None, None] + byte[None, :, :]
+        spots = pool + block_at + (slot * CODES)[:, None, None] + byte[None, :, :]
         code = tl.load(spots, mask=kept, other=0).to(tl.int32)
         if KIND == "int4":
             code = (code >> 4) if HIGH else (code & 15)
-        factors = halves + at // 2 + PAGE * CODES // 2 + group[None, :] * PAGE + slot[:, None]
-        known = there[:, None]
+        factors = halves + block_at // 2 + PAGE * CODES // 2 + group[None, :] * PAGE + slot[:, None]
+        factor_kept = there[:, None]
         if WIDE != GROUPS:
-            known = known & (group < GROUPS)[None, :]
-        scale = tl.load(factors, mask=known, other=0.0).to(tl.float32)  # [N, WIDE]
-        minimum = tl.load(factors + GROUPS * PAGE, mask=known, other=0.0).to(tl.float32)
-        found = code.to(tl.float32) * scale[:, :, None] + minimum[:, :, None]
-        return tl.reshape(found, (N, WIDE * PLACES))
+            factor_kept = factor_kept & (group < GROUPS)[None, :]
+        scale = tl.load(factors, mask=factor_kept, other=0.0).to(tl.float32)  # [N, WIDE]
+        minimum = tl.load(factors + GROUPS * PAGE, mask=factor_kept, other=0.0).to(tl.float32)
+        numbers = code.to(tl.float32) * scale[:, :, None] + minimum[:, :, None]
+        return tl.reshape(numbers, (N, WIDE * PLACES))
     else:
         kept = there[:, None]
         if PLACES != E:
             kept = kept & (place < E)[None, :]
-        where = (slot * E)[:, None] + place[None, :]
+        offset = (slot * E)[:, None] + place[None, :]
         if KIND == "float32":
-            return tl.load(pool + at // 4 + where, mask=kept, other=0.0)
+            return tl.load(pool + block_at // 4 + offset, mask=kept, other=0.0)
         elif KIND == "float16":
-            return tl.load(pool + at // 2 + where, mask=kept, other=0.0).to(tl.float32)
+            return tl.load(pool + block_at // 2 + offset, mask=kept, other=0.0).to(tl.float32)
         else:  # bfloat16, as int16
-            bits = tl.load(pool + at // 2 + where, mask=kept, other=0).to(tl.int32)
+            bits = tl.load(pool + block_at // 2 + offset, mask=kept, other=0).to(tl.int32)
             return (bits << 16).to(tl.float32, bitcast=True)
 
 
@@ -71,10 +71,13 @@ def attend_kernel(
     KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, CODES: tl.constexpr, WIDE: tl.constexpr,
     PLACES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q [T, H, E] → out [T, H, E] from the head head_lo on; with SPLITS > 1 out [SPLITS, T, HEADS · G, E], not yet
-    divided, and stats [SPLITS, T, HEADS · G, 2]: the largest score and the sum. Grid: (tiles, HEADS, SPLITS).
+    """q float32 [T, H, E] → out float32 [T, H, E], for HEADS KV heads from head_lo on. Grid: (tiles, HEADS, SPLITS).
 
-    Rows of a tile may be of several sequences; it then reads one after the other. Strides of the pools count bytes."""
+    With SPLITS > 1, out is float32 [SPLITS, T, HEADS · G, E] and not yet divided by the sums. stats float32 [SPLITS, T,
+    HEADS · G, 2] gets the largest score and the sum.
+
+    Rows of a tile may be of several sequences. The program then reads one sequence after the other. Strides of the
+    pools count bytes."""
     tile = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -105,56 +108,56 @@ def attend_kernel(
         high_sum = tl.zeros((M, WIDE * PLACES), tl.float32)
     peak = tl.full((M,), float("-inf"), tl.float32)
     weight = tl.zeros((M,), tl.float32)
-    for one in range(tl.min(tl.where(real, owner, 0x7FFFFFFF), 0), tl.max(owner, 0) + 1):
-        ours = real & (owner == one)
-        reach = tl.max(tl.where(ours, position, -1), 0)  # -1: none of these rows is its
+    for seq in range(tl.min(tl.where(real, owner, 0x7FFFFFFF), 0), tl.max(owner, 0) + 1):
+        ours = real & (owner == seq)
+        reach = tl.max(tl.where(ours, position, -1), 0)  # -1: no row of the tile is of this sequence
         begin = 0
         if WINDOW > 0:
             begin = tl.maximum(tl.min(tl.where(ours, position, 0x7FFFFFFF), 0) - (WINDOW - 1), 0) // N
         for block in range(begin + split, (reach + N) // N, SPLITS):
-            at_position = block * N + tl.arange(0, N)
-            there = at_position <= reach
-            page = one * pages_per_seq + (block * N) // PAGE
+            positions_read = block * N + tl.arange(0, N)
+            there = positions_read <= reach
+            page = seq * pages_per_seq + (block * N) // PAGE
             slot = (block * N) % PAGE + tl.arange(0, N)
-            at = page.to(tl.int64) * page_stride + (head_lo + head) * head_stride
-            key = _codes_of(keys, key_halves, at, slot, there, False, E, PAGE, KIND, GROUP, GROUPS, CODES, WIDE,
+            block_at = page.to(tl.int64) * page_stride + (head_lo + head) * head_stride
+            key = _codes_of(keys, key_halves, block_at, slot, there, False, E, PAGE, KIND, GROUP, GROUPS, CODES, WIDE,
                             PLACES, N)  # fmt: skip
             score = tl.dot(low_q, tl.trans(key), input_precision=PRECISION)
             if KIND == "int4":
-                key = _codes_of(keys, key_halves, at, slot, there, True, E, PAGE, KIND, GROUP, GROUPS, CODES, WIDE,
-                                PLACES, N)  # fmt: skip
+                key = _codes_of(keys, key_halves, block_at, slot, there, True, E, PAGE, KIND, GROUP, GROUPS, CODES,
+                                WIDE, PLACES, N)  # fmt: skip
                 score += tl.dot(high_q, tl.trans(key), input_precision=PRECISION)
             score = score * scale  # [M, N]
             if SOFTCAP > 0:
                 score = SOFTCAP * tanh(score / SOFTCAP)
-            seen = ours[:, None] & (at_position[None, :] <= position[:, None])
+            seen = ours[:, None] & (positions_read[None, :] <= position[:, None])
             if WINDOW > 0:
-                seen = seen & (at_position[None, :] > position[:, None] - WINDOW)
+                seen = seen & (positions_read[None, :] > position[:, None] - WINDOW)
             score = tl.where(seen, score, float("-inf"))
             higher = tl.maximum(peak, tl.max(score, 1))
-            # A row that has seen nothing yet has peak -inf; 0 there keeps exp(-inf - 0) = 0.
+            # A row that has seen nothing yet has peak -inf. Base 0 gives it exp(-inf - 0) = 0, and no NaN.
             base = tl.where(higher == float("-inf"), 0.0, higher)
             share = tl.exp(score - base[:, None])
             shrink = tl.exp(peak - base)
             weight = weight * shrink + tl.sum(share, 1)
             peak = higher
-            value = _codes_of(values, value_halves, at, slot, there, False, E, PAGE, KIND, GROUP, GROUPS, CODES, WIDE,
-                              PLACES, N)  # fmt: skip
+            value = _codes_of(values, value_halves, block_at, slot, there, False, E, PAGE, KIND, GROUP, GROUPS, CODES,
+                              WIDE, PLACES, N)  # fmt: skip
             low_sum = low_sum * shrink[:, None] + tl.dot(share, value, input_precision=PRECISION)
             if KIND == "int4":
-                value = _codes_of(values, value_halves, at, slot, there, True, E, PAGE, KIND, GROUP, GROUPS, CODES,
-                                  WIDE, PLACES, N)  # fmt: skip
+                value = _codes_of(values, value_halves, block_at, slot, there, True, E, PAGE, KIND, GROUP, GROUPS,
+                                  CODES, WIDE, PLACES, N)  # fmt: skip
                 high_sum = high_sum * shrink[:, None] + tl.dot(share, value, input_precision=PRECISION)
     if SPLITS == 1:
         low_sum = low_sum / weight[:, None]
         target = out + t64[:, None] * out_stride + ((head_lo + head) * G + query)[:, None] * E + column[None, :]
     else:
-        which = split.to(tl.int64)
-        spot = stats + which * stats_stride + (t64 * HEADS * G + head * G + query) * 2
+        split64 = split.to(tl.int64)
+        spot = stats + split64 * stats_stride + (t64 * HEADS * G + head * G + query) * 2
         tl.store(spot, peak, mask=real)
         tl.store(spot + 1, weight, mask=real)
-        target = out + which * split_stride + (t64 * HEADS * G + head * G + query)[:, None] * E + column[None, :]
-        real = real & (weight != 0)  # what has seen nothing is not read either
+        target = out + split64 * split_stride + (t64 * HEADS * G + head * G + query)[:, None] * E + column[None, :]
+        real = real & (weight != 0)  # parts that have seen nothing are not stored, since the merge does not read them
     tl.store(target, low_sum, mask=real[:, None] & low_kept[None, :])
     if KIND == "int4":
         if SPLITS == 1:
@@ -167,7 +170,8 @@ def merge_splits_kernel(
     parts, stats, out, head_lo, out_stride, split_stride, stats_stride,
     HEADS: tl.constexpr, E: tl.constexpr, SPLITS: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out [T, H, E] from the query head head_lo on, of HEADS query heads. Grid: (T, HEADS)."""
+    """Merges the splits of `attend_kernel`, parts [SPLITS, T, HEADS, E] and stats [SPLITS, T, HEADS, 2], into out
+    [T, H, E], for HEADS query heads from head_lo on. All float32. Grid: (T, HEADS)."""
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.arange(0, ALL)
@@ -175,9 +179,9 @@ def merge_splits_kernel(
     spot = stats + split.to(tl.int64) * stats_stride + (t * HEADS + head) * 2
     weight = tl.load(spot + 1, mask=split < SPLITS, other=0.0)
     peak = tl.load(spot, mask=split < SPLITS, other=float("-inf"))
-    used = weight != 0  # NaN too: it shows
+    used = weight != 0  # true for NaN too, so that it shows in the result
     factor = tl.where(used, tl.exp(peak - tl.max(tl.where(used, peak, float("-inf")), 0)), 0.0)
     source = parts + split.to(tl.int64)[:, None] * split_stride + (t * HEADS + head) * E + column[None, :]
-    found = tl.load(source, mask=used[:, None] & (column < E)[None, :], other=0.0)  # [ALL, BLOCK]
-    total = tl.sum(found * factor[:, None], 0) / tl.sum(weight * factor, 0)
+    values = tl.load(source, mask=used[:, None] & (column < E)[None, :], other=0.0)  # [ALL, BLOCK]
+    total = tl.sum(values * factor[:, None], 0) / tl.sum(weight * factor, 0)
     tl.store(out + t * out_stride + (head_lo + head) * E + column, total, mask=column < E)

@@ -1,7 +1,7 @@
-"""qkv, attend and out on torch tensors; `kernels.reference.attention` defines them.
+"""The ops of attention on torch tensors: qkv, attend and out. `kernels.reference.attention` defines them.
 
-Shapes: T rows of the batch, H heads, K KV heads, G = H / K, E head_dim. `positions` and `sequence` are int32 [T]: where
-each row stands, and in which sequence of the pool. Other tensors as in `dense`. Triton parts have run in the
+Shapes: T rows of the batch, H heads, K KV heads, G = H / K, E head_dim. `positions` int32 [T]: the position of each
+row. `sequence` int32 [T]: the row's sequence in the pool. Other tensors are as in `dense`. Triton parts have run in the
 interpreter only.
 """
 
@@ -19,13 +19,13 @@ from penstock.spec.format import Format
 from penstock.spec.model import Attention, Norm
 from penstock.spec.parts import Part
 
-# Numbers of the keys that the torch path has as float32 at once, 16 MiB; its temporaries are some four times that.
+# How many numbers of keys the torch path widens to float32 at once: 16 MiB. Its temporaries are some four times that.
 _TORCH_NUMBERS = 4 << 20
 
 
 def turns(positions: Tensor, frequencies: Tensor, factor: float, cos: Tensor, sin: Tensor) -> None:
-    """cos and sin float32 [T, dims / 2] of positions int32 [T], once a pass for layers that share a rope; frequencies
-    float32 [dims / 2] and the factor are what `kernels.rope.frequencies` gives."""
+    """Fills cos and sin float32 [T, dims / 2] for positions int32 [T], once a pass for all layers that share a rope.
+    `frequencies` float32 [dims / 2] and `factor` come from `kernels.rope.frequencies`."""
     torch.mul(positions[:, None], frequencies[None, :], out=sin)
     torch.cos(sin, out=cos)
     torch.sin(sin, out=sin)
@@ -39,9 +39,10 @@ def qkv(
     turn: tuple[Tensor, Tensor] | None, positions: Tensor, sequence: Tensor, q: Tensor, keys: KvPool, values: KvPool,
     kernels: Kernels, scratch: Scratch,
 ) -> None:  # fmt: skip
-    """Projects h [T, D] for the unit's KV heads lo…, adds biases, norms and turns q and k, and stores k and v.
+    """Projects h [T, D] for the unit's KV heads from `lo` on, adds biases, norms and rotates q and k, and stores k and
+    v in the cache. Writes q float32 [T, H, E].
 
-    weights uint8 [heads, granule_bytes]; `turn`: cos and sin [T, dims / 2] or None; q [T, H, E] is written."""
+    weights uint8 [heads, granule_bytes]. `turn`: cos and sin float32 [T, dims / 2], or None."""
     t, n, g, e = h.shape[0], weights.shape[0], a.heads_per_kv, a.head_dim
     mark = scratch.mark()
     raw = [scratch.take((t, n * width)) for width in (g * e, e, e)]
@@ -72,7 +73,8 @@ def qkv(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """In place on x [T, n, heads, E]: dimension i of the first half turns with i of the second."""
+    """Rotates x [T, n, heads, E] in place by cos and sin [T, dims / 2]. Dimension i of the first half of the rotated
+    dimensions turns with dimension i of the second half."""
     half = cos.shape[1]
     low, high = x[..., :half], x[..., half : 2 * half]
     c, s = cos[:, None, None], sin[:, None, None]
@@ -106,10 +108,10 @@ def attend(
     q: Tensor, keys: KvPool, values: KvPool, a: Attention, lo: int, hi: int, positions: Tensor, sequence: Tensor,
     out: Tensor, longest: int, kernels: Kernels, scratch: Scratch,
 ) -> None:  # fmt: skip
-    """out [T, H, E] = softmax(scale · q kᵀ, causal, windowed) v for the KV heads lo…hi.
+    """out [T, H, E] = softmax(scale · q kᵀ, causal, windowed) v for the KV heads lo…hi; q [T, H, E].
 
-    `longest`: rows of the sequence that has the most in the batch, 1 when decoding. It decides how many rows share what
-    a program reads, and nothing else: rows of a sequence lie together, but results hold for any."""
+    `longest`: the most rows that a sequence of the batch has, 1 when decoding. It only decides how many rows of a tile
+    share the KV that a program reads. Results do not depend on it."""
     if not kernels.triton:
         _attend_by_torch(q, keys, values, a, lo, hi, positions, sequence, out)
         return
@@ -134,7 +136,7 @@ def attend(
         keys.format.group, keys.groups, keys.codes_bytes, wide, places,
         "tf32" if rounded else kernels.dot,
         num_warps=4 if m * wide * places <= 4096 else 8,
-        # By one row the next block is asked for before this one is done; more rows need the shared memory themselves.
+        # With one row the next block is asked for before this one is done. More rows need the shared memory themselves.
         num_stages=2 if rows == 1 else 1,
     )  # fmt: skip
     if splits > 1:
@@ -159,7 +161,8 @@ def out(
     weights: Tensor, part: Part, lo: int, a: Attention, heads_out: Tensor, partial: Tensor, first: bool,
     kernels: Kernels, scratch: Scratch,
 ) -> None:  # fmt: skip
-    """partial [T, D] (+)= attention output [T, H, E] of the unit's KV heads lo… · o."""
+    """partial [T, D] (+)= heads_out [T, H, E] · o, for the unit's KV heads from `lo` on. `first`: this call is the
+    first addend."""
     width = a.heads_per_kv * a.head_dim
     x = heads_out.flatten(1)[:, lo * width : (lo + weights.shape[0]) * width]
     add_up(x, weights, part.block("o"), partial, first, kernels, scratch)
@@ -169,14 +172,14 @@ def _attend_by_torch(
     q: Tensor, keys: KvPool, values: KvPool, a: Attention, lo: int, hi: int, positions: Tensor, sequence: Tensor,
     result: Tensor,
 ) -> None:  # fmt: skip
-    """Page by page with a running maximum, over the whole room for context on a device (nothing waits for positions),
-    so far as some row sees on the processor."""
+    """`attend` by torch, page by page with a running maximum. On a device it goes over the whole room for context, so
+    that nothing waits for positions. On the processor it goes as far as some row sees."""
     g, p = a.heads_per_kv, keys.page_tokens
     pages = keys.pages_per_seq if positions.device.type != "cpu" else int(positions.max()) // p + 1
     step = max(1, _TORCH_NUMBERS // (p * a.head_dim))
     for begin in range(0, q.shape[0], step):
         rows = slice(begin, begin + step)
-        at, first_page = positions[rows].long()[:, None, None], sequence[rows].long() * keys.pages_per_seq
+        position, first_page = positions[rows].long()[:, None, None], sequence[rows].long() * keys.pages_per_seq
         for head in range(lo, hi):
             query = q[rows, head * g : (head + 1) * g]  # [T, G, E]
             total = torch.zeros_like(query)
@@ -184,20 +187,20 @@ def _attend_by_torch(
             weight = torch.zeros_like(best)
             for page in range(pages):
                 seen = torch.arange(page * p, (page + 1) * p, device=q.device)[None, None, :]
-                visible = seen <= at
+                visible = seen <= position
                 scores = torch.matmul(query, keys.load(head, first_page + page).transpose(1, 2)).mul_(a.scale)
                 if a.softcap:
                     scores.div_(a.softcap).tanh_().mul_(a.softcap)
-                near = visible & (seen > at - a.window) if a.window else visible
+                near = visible & (seen > position - a.window) if a.window else visible
                 scores.masked_fill_(~near, -torch.inf)
                 peak = torch.maximum(best, scores.amax(-1, keepdim=True))
-                # A row that has seen nothing yet has peak -inf; 0 there keeps exp(-inf - 0) = 0.
+                # A row that has seen nothing yet has peak -inf. Base 0 gives it exp(-inf - 0) = 0, and no NaN.
                 base = peak.masked_fill(peak == -torch.inf, 0.0)
                 scores.sub_(base).exp_()
                 shrink = torch.exp(best - base)
                 weight.mul_(shrink).add_(scores.sum(-1, keepdim=True))
                 value = values.load(head, first_page + page)
-                # What lies beyond a row may be anything, NaN too, and 0 times that is not 0.
+                # Positions beyond a row may hold anything, NaN too, and 0 times NaN is not 0.
                 value = value.masked_fill_(~visible.transpose(1, 2), 0.0)
                 total.mul_(shrink).add_(torch.matmul(scores, value))
                 best = peak
@@ -205,7 +208,8 @@ def _attend_by_torch(
 
 
 def _places(fmt: Format, head_dim: int) -> tuple[int, int]:
-    """(groups, numbers of a group, of int4 half of them), padded to powers of 2: at least 16 numbers in all."""
+    """(groups, numbers of a group) of a row of the cache, each padded to a power of 2, with at least 16 numbers. For
+    int4 it is half of a group's numbers."""
     if not fmt.is_quantised:
         return 1, max(16, _pow2(head_dim))
     inside = min(fmt.group, -(-head_dim // 32) * 32)
@@ -213,8 +217,8 @@ def _places(fmt: Format, head_dim: int) -> tuple[int, int]:
 
 
 def _block(head_dim: int) -> int:
-    """Positions that are read at once: so few that keys and values fit into the registers of a program and into the
-    100 KB of memory that small cards' processors share."""
+    """Positions that a program reads at once. They are so few that keys and values fit into the program's registers,
+    and into the 100 KB of shared memory that a processor of a small card has."""
     return 32 if head_dim <= 128 else 16
 
 
@@ -223,7 +227,7 @@ def _pow2(n: int) -> int:
 
 
 def _typed(pool: KvPool) -> Tensor:
-    """The pool's blocks in their numbers' type; bfloat16 as int16."""
+    """The pool's blocks in the type of their numbers: bfloat16 as int16, codes as uint8."""
     types = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.int16}
     return pool.blocks.view(types.get(pool.format.kind, torch.uint8))
 

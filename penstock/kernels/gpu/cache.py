@@ -1,6 +1,6 @@
-"""The KV cache on a device: pages as views, and rows into them and out again by torch (spec/format.py has the layout).
+"""The KV cache on a device: pages as views, and storing and loading rows by torch (spec/format.py has the layout).
 
-The Triton kernels do both within qkv and attend; these are for where Triton is missing."""
+The Triton kernels store and load within qkv and attend. `store` and `load` are for where Triton is missing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _MOST_HALF = 65504.0
 
 @dataclass(frozen=True)
 class KvPool:
-    """K or V of some sequences in one layer: `blocks` uint8 [pages, K, page_tokens · kv_bytes], one a KV head. The
-    pages of sequence s are s · pages_per_seq and those after it."""
+    """K or V of some sequences in one layer. `blocks` uint8 [pages, K, page_tokens · kv_bytes]: a page has a block for
+    each KV head. The pages of sequence s begin with page s · pages_per_seq."""
 
     blocks: Tensor
     page_tokens: int
@@ -28,12 +28,12 @@ class KvPool:
 
     @property
     def context(self) -> int:
-        """Room of a sequence."""
+        """Room of a sequence, in tokens."""
         return self.pages_per_seq * self.page_tokens
 
     @property
     def groups(self) -> int:
-        """Groups of a row; 1 of floats."""
+        """Groups of a row; 1 for float formats."""
         return max(1, self.format.groups(self.head_dim))
 
     @property
@@ -41,7 +41,7 @@ class KvPool:
         return self.format.kv_codes_bytes(self.head_dim)
 
     def numbers(self) -> Tensor:
-        """Codes uint8, or numbers, [pages, K, P, …], a view."""
+        """Codes uint8, or float numbers, of all rows: [pages, K, P, …], a view."""
         raw = self.blocks[:, :, : self.page_tokens * self.codes_bytes]
         typed = raw if self.format.is_quantised else raw.view(storage_dtype(self.format))
         return typed.unflatten(2, (self.page_tokens, -1))
@@ -52,7 +52,7 @@ class KvPool:
         return raw.view(torch.float16).unflatten(2, (2, self.groups, self.page_tokens))
 
     def store(self, head: int, rows: Tensor, positions: Tensor, sequence: Tensor) -> None:
-        """rows float32 [T, E] of one KV head at positions int32 [T] of the sequences int32 [T]."""
+        """Writes rows float32 [T, E] of one KV head to positions int32 [T] of the sequences `sequence` int32 [T]."""
         page, slot = self._place(positions, sequence)
         if not self.format.is_quantised:
             kept = rows.clamp(-_MOST_HALF, _MOST_HALF) if self.format.kind == "float16" else rows
@@ -73,17 +73,17 @@ class KvPool:
         self.numbers()[page, head, slot] = codes
 
     def load(self, head: int, page: Tensor) -> Tensor:
-        """One page of one KV head for each of some rows, page int64 [T]: float32 [T, P, E]."""
-        found = self.numbers()[page, head]
+        """The pages `page` int64 [T] of one KV head, one for each row: float32 [T, P, E]."""
+        numbers = self.numbers()[page, head]
         if not self.format.is_quantised:
-            return found.float()
+            return numbers.float()
         if self.format.kind == "int4":
-            by_lane = found.unflatten(2, (-1, 1, 16))
-            found = torch.cat([by_lane & 15, by_lane >> 4], 3).flatten(2)
+            by_lane = numbers.unflatten(2, (-1, 1, 16))
+            numbers = torch.cat([by_lane & 15, by_lane >> 4], 3).flatten(2)
         scale, minimum = self.factors()[page, head].float().transpose(2, 3).repeat_interleave(
             self.format.group, 3
         )[..., : self.head_dim].unbind(1)  # fmt: skip
-        return found[..., : self.head_dim].float().mul_(scale).add_(minimum)
+        return numbers[..., : self.head_dim].float().mul_(scale).add_(minimum)
 
     def _place(self, positions: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
         """(page, slot) int64 [T] of every row."""
@@ -93,7 +93,8 @@ class KvPool:
 
 
 def _quantise(values: Tensor, levels: int) -> tuple[Tensor, Tensor, Tensor]:
-    """values float32 [T, columns of a group] → codes uint8, scales and minimums float16 [T]: the reference's rule."""
+    """values float32 [T, columns of a group] → codes uint8 [T, columns], scales and minimums float16 [T]. The rule is
+    the reference's."""
     spoilt = values.isnan().any(1)
     kept = torch.where(spoilt[:, None], 0.0, values).clamp(-_MOST_HALF, _MOST_HALF)
     minimum = _half_beyond(kept.amin(1), down=True)
@@ -106,11 +107,12 @@ def _quantise(values: Tensor, levels: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _half_beyond(values: Tensor, down: bool) -> Tensor:
-    """float32 → the next float16 that is not above (down) or not below the value; not below is for 0 and more."""
+    """float32 [T] → float16 [T]: the nearest one that is not above (`down`) or not below the value. "Not below" is
+    right only for values of 0 and more."""
     near = values.half()
     bits, back = near.view(torch.int16), near.float()
     if not down:
         return torch.where(back < values, bits + 1, bits).view(torch.float16)
-    zero = (bits & 0x7FFF) == 0  # followed by the smallest negative number, 0x8001
+    zero = (bits & 0x7FFF) == 0  # below a zero of either sign comes the smallest negative number, 0x8001
     below = torch.where(zero, -32767, torch.where(bits < 0, bits + 1, bits - 1)).to(torch.int16)
     return torch.where(back > values, below, bits).view(torch.float16)

@@ -1,4 +1,4 @@
-"""Which implementation a device gets, and why."""
+"""Chooses which implementation of the ops a device gets, and says why."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ from dataclasses import dataclass
 import torch
 
 # Up to so many rows are multiplied straight from packed weights, four at a time. Four rows take some eight operations a
-# weight, of 30e12 a second on a card of 4.8 TB/s; widening writes and reads each weight as float32 once, 8 bytes
-# whatever the rows. By these figures the two cross near 26 rows; `bench/gpu_kernels.py` measures it.
+# weight, and a card of 4.8 TB/s does 30e12 a second. Widening writes and reads each weight as float32 once: 8 bytes,
+# however many rows there are. By these figures both take the same time near 26 rows. `bench/gpu_kernels.py` measures
+# it.
 FEW_ROWS = 24
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """`triton`: False does everything by torch, widening weights first. `few_rows`: the most rows that are multiplied
-    without widening. `matmul`: how widened integer and 16-bit weights are multiplied by many rows, "float32" or "tf32"
-    (inputs rounded to 10 bits of mantissa on tensor cores: some 5e-4 of a term, beyond the op table's tolerance, as far
-    as float16 activations are); float32 weights are always multiplied in float32. `dot`: the precision of Triton's
-    products in attention, "ieee", "tf32" or "tf32x3" (three products on tensor cores, float32's accuracy but for the
-    last bits)."""
+    """Choices for one device.
+
+    triton    False: everything is done by torch, and weights are widened first
+    few_rows  the most rows that are multiplied without widening weights
+    matmul    how widened integer and 16-bit weights are multiplied by many rows, "float32" or "tf32". TF32 rounds
+              inputs to 10 bits of mantissa for tensor cores. Its error is some 5e-4 of a term: more than the op table's
+              tolerance, and as much as that of float16 activations. float32 weights are always multiplied in float32
+    dot       the precision of Triton's products in attention: "ieee", "tf32" or "tf32x3" (three products on tensor
+              cores, as accurate as float32 except for the last bits)
+    """
 
     triton: bool
     few_rows: int = FEW_ROWS

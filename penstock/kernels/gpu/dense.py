@@ -1,9 +1,9 @@
-"""gather, embed, norm_in, ffn, merge and head on torch tensors; `kernels.reference.dense` defines them.
+"""The dense ops on torch tensors: gather, embed, norm_in, ffn, merge and head. `kernels.reference.dense` defines them.
 
-Shapes: T rows, D d_model. Activations are float32, their last axis contiguous; `weights` uint8 [n, granule_bytes] is a
-unit as packed, `edges` and `norms` uint8 [granule_bytes] the one granule of such a part. Integer tensors are int32 and
-may change between replays of a recorded graph. Wrong shapes are a programmer's error (AssertionError or torch's own).
-Triton parts have run in the interpreter only.
+Shapes: T rows, D d_model, n rows whose logits are wanted, V vocab. Activations are float32, their last axis contiguous.
+`weights` uint8 [n, granule_bytes] is a unit as packed; `edges` and `norms` uint8 [granule_bytes] are the one granule of
+such a part. Integer tensors are int32, and may change between replays of a recorded graph. Wrong shapes are a
+programmer's error (AssertionError or torch's own). Triton parts have run in the interpreter only.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def embed(
     rows: Tensor, edges: Tensor, edges_part: Part, spec: ModelSpec, positions: Tensor, x: Tensor, kernels: Kernels,
     scratch: Scratch,
 ) -> None:  # fmt: skip
-    """x [T, D] = rows [T, d_embed] · embed_scale, projected, plus the learned positions of positions int32 [T] (torch
-    makes a temporary of [T, D] for these)."""
+    """x [T, D] = rows [T, d_embed] · embed_scale, projected where the model does so, plus its learned positions, if
+    any. positions int32 [T]. For learned positions torch makes a temporary [T, D]."""
     mark = scratch.mark()
     if edges_part.has("project_in"):
         scaled = scratch.take(rows.shape)
@@ -47,15 +47,15 @@ def embed(
 
 
 def norm_in(
-    x: Tensor, norms: Tensor, part: Part, which: str, spec: ModelSpec, present: bool, h: Tensor, kernels: Kernels,
+    x: Tensor, norms: Tensor, part: Part, name: str, spec: ModelSpec, present: bool, h: Tensor, kernels: Kernels,
     scratch: Scratch, rows: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """h = norm(x), or x itself where the layer has no such norm. The final norm takes the rows `rows` int32 [n], and
-    projects down to d_embed where the model does (OPT-350m)."""
-    projected, mark = part.has("project_out") and which == "final", scratch.mark()
+    """h = norm(x), or h = x where the layer has no such norm (`present`). The final norm takes the rows `rows` int32
+    [n] of x, and projects down to d_embed where the model does (OPT-350m)."""
+    projected, mark = part.has("project_out") and name == "final", scratch.mark()
     wide = scratch.take((h.shape[0], x.shape[1])) if projected else h
     if present:
-        named_norm(x, norms, part, which, spec.norm, wide, kernels, rows)
+        named_norm(x, norms, part, name, spec.norm, wide, kernels, rows)
     elif rows is None:
         wide.copy_(x)
     else:
@@ -66,11 +66,12 @@ def norm_in(
 
 
 def named_norm(
-    x: Tensor, norms: Tensor, part: Part, which: str, norm: Norm, out: Tensor, kernels: Kernels,
+    x: Tensor, norms: Tensor, part: Part, name: str, norm: Norm, out: Tensor, kernels: Kernels,
     rows: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """out [n, D] = the norm `which` of x [T, D], of the rows `rows` where given. out may be x."""
-    weight, bias = _norm_vectors(norms, part, which)
+    """out [n, D] = the norm `name` of the rows `rows` int32 [n] of x [T, D], or of all rows where None. out may be
+    x."""
+    weight, bias = _norm_vectors(norms, part, name)
     if not kernels.triton:
         out.copy_(_normalise(x if rows is None else x[rows.long()], norm, weight, bias))
         return
@@ -87,19 +88,20 @@ def ffn(
     weights: Tensor, part: Part, shape: Ffn, h: Tensor, partial: Tensor, first: bool, kernels: Kernels,
     scratch: Scratch,
 ) -> None:  # fmt: skip
-    """partial [T, D] (+)= down · act(gate h) * (up h) over a unit's granules, h [T, D].
+    """partial [T, D] (+)= down · (act(gate h) * (up h)) over a unit's granules, h [T, D]. `first`: this call is the
+    first addend.
 
-    The reference sums a layer's granules by fours so that results do not depend on where units are cut, to the bit.
-    Here a unit's whole sum is added to partial: the op table's tolerance holds, and nothing is pending."""
+    The reference sums a layer's granules by fours, so that results do not depend on where units are cut, to the bit.
+    Here a unit's whole sum is added to partial. That stays within the op table's tolerance, and nothing is pending."""
     n, t = weights.shape[0], h.shape[0]
     step = ffn_granules(part, t)
     mark, width = scratch.mark(), part.granule_rows
     for lo in range(0, n, step):
         scratch.rewind(mark)
-        some = weights[lo : lo + step]
-        gate, up = (scratch.take((t, some.shape[0] * width)) for _ in range(2))
-        found = hidden(h, some, part, shape, gate, up, kernels, scratch)
-        add_up(found, some, part.block("down"), partial, first and lo == 0, kernels, scratch)
+        piece = weights[lo : lo + step]
+        gate, up = (scratch.take((t, piece.shape[0] * width)) for _ in range(2))
+        hidden_rows = hidden(h, piece, part, shape, gate, up, kernels, scratch)
+        add_up(hidden_rows, piece, part.block("down"), partial, first and lo == 0, kernels, scratch)
     scratch.rewind(mark)
 
 
@@ -107,7 +109,8 @@ def merge(
     norms: Tensor, part: Part, block: str, layer: Layer, norm: Norm, x: Tensor, partials: Sequence[Tensor],
     kernels: Kernels, scratch: Scratch,
 ) -> None:  # fmt: skip
-    """x += norm_out(sum of partials + bias), then x = norm_after(x). `block`: attn or ffn. Partials are left alone."""
+    """x += norm_out(sum of partials + bias), then x = norm_after(x). x and each partial [T, D]. `block`: attn or ffn.
+    Partials are not changed."""
     bias_name = "o_bias" if block == "attn" else "down_bias"
     bias = vector(norms, part.block(bias_name)) if part.has(bias_name) else None
     out_weight, out_bias = _norm_vectors(norms, part, f"{block}_out")
@@ -127,19 +130,19 @@ def merge(
         return
     from penstock.kernels.gpu import row_kernels
 
-    found = list(partials)
-    if len(found) > SUM_PARTS:
+    addends = list(partials)
+    if len(addends) > SUM_PARTS:
         y = scratch.take(x.shape)
-        torch.add(found[0], found[1], out=y)
-        for partial in found[2 : len(found) - SUM_PARTS + 1]:
+        torch.add(addends[0], addends[1], out=y)
+        for partial in addends[2 : len(addends) - SUM_PARTS + 1]:
             y += partial
-        found = [y, *found[len(found) - SUM_PARTS + 1 :]]
-    sources = found + [found[0]] * (SUM_PARTS - len(found))
+        addends = [y, *addends[len(addends) - SUM_PARTS + 1 :]]
+    sources = addends + [addends[0]] * (SUM_PARTS - len(addends))
     d = x.shape[1]
     row_kernels.merge_kernel[(x.shape[0],)](
         x, *sources, *(_or(v, x) for v in (bias, out_weight, out_bias, after_weight, after_bias)),
         x.stride(0), *(p.stride(0) for p in sources), norm.eps, norm.offset,
-        d, len(found), bias is not None, norm.kind == "layer", norm.affine, norm.has_bias, layer.norm_out,
+        d, len(addends), bias is not None, norm.kind == "layer", norm.affine, norm.has_bias, layer.norm_out,
         layer.norm_after, **_row(d),
     )  # fmt: skip
     scratch.rewind(mark)
@@ -149,31 +152,32 @@ def head(
     weights: Tensor, part: Part, lo: int, h: Tensor, softcap: float, logits: Tensor, best: Tensor, best_ids: Tensor,
     starts: bool, kernels: Kernels, scratch: Scratch,
 ) -> None:  # fmt: skip
-    """logits[:, 64·lo : …] = h [n, d_embed] · rows of granules lo… ; logits float32 [n, V]. best float32 [n] follows
-    the largest logit and best_ids int32 [n] its id, the lowest where they tie; NaN once a logit was."""
+    """logits[:, 64·lo : …] = h [n, d_embed] · the vocabulary rows of `weights`, the granules from `lo` on. logits
+    float32 [n, V]. `best` float32 [n] is updated to the largest logit so far, and `best_ids` int32 [n] to its id, which
+    is the lowest where logits tie. Once a logit is NaN, `best` stays NaN. `starts`: this is the first unit."""
     if starts:
         best.fill_(-torch.inf)
         best_ids.zero_()
-    at = lo * part.granule_rows
-    made = logits[:, at : at + part.rows_of(lo, lo + weights.shape[0])]
-    spread(h, weights, (part.block("rows"),), (made,), kernels, scratch)
+    first_id = lo * part.granule_rows
+    unit_logits = logits[:, first_id : first_id + part.rows_of(lo, lo + weights.shape[0])]
+    spread(h, weights, (part.block("rows"),), (unit_logits,), kernels, scratch)
     if softcap:
-        made.div_(softcap).tanh_().mul_(softcap)
-    largest, ids = torch.max(made, 1)  # the first of equals, and of NaN; [n] each
-    ids = (ids + at).int()
+        unit_logits.div_(softcap).tanh_().mul_(softcap)
+    largest, ids = torch.max(unit_logits, 1)  # [n] each; of equal logits, or of NaN, the first
+    ids = (ids + first_id).int()
     better = (largest > best) | ((largest == best) & (ids < best_ids)) | (largest.isnan() & ~best.isnan())
     best.copy_(torch.where(better, largest, best))
     best_ids.copy_(torch.where(better, ids, best_ids))
 
 
-def _norm_vectors(norms: Tensor, part: Part, which: str) -> tuple[Tensor | None, Tensor | None]:
+def _norm_vectors(norms: Tensor, part: Part, name: str) -> tuple[Tensor | None, Tensor | None]:
     """(weight, bias) of a norm, each float32 [D] or None where there is none."""
-    found = [vector(norms, part.block(name)) if part.has(name) else None for name in (which, which + "_bias")]
-    return found[0], found[1]
+    tensors = [vector(norms, part.block(key)) if part.has(key) else None for key in (name, name + "_bias")]
+    return tensors[0], tensors[1]
 
 
 def _normalise(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """By torch, with a few temporaries as large as x."""
+    """norm(x) over the last axis by torch, with a few temporaries as large as x. weight and bias [D]."""
     if norm.kind == "layer":
         x = x - x.mean(-1, keepdim=True)
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
@@ -185,11 +189,12 @@ def _normalise(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """What a kernel gets for an argument that it does not use."""
+    """`tensor`, or a placeholder for an argument that a kernel does not use."""
     return other if tensor is None else tensor
 
 
 def _row(d: int) -> dict[str, int]:
-    """A program's share of a row of d numbers: all of it, with a warp for every 512 numbers, 16 warps at most."""
+    """Launch arguments for programs that each take a whole row of d numbers: a warp for every 512 numbers, at most 16
+    warps."""
     block = 1 << max(4, (d - 1).bit_length())
     return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}

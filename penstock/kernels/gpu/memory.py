@@ -1,4 +1,4 @@
-"""Temporaries out of a device tensor, and typed views of a granule's bytes."""
+"""Hands out temporaries from a device tensor, and makes typed views of a granule's bytes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from penstock.units import round_up
 
 
 class Scratch:
-    """Hands out temporaries from `memory`, a uint8 tensor [bytes] that one lane owns; a new one per call starts over.
-
-    What is taken holds what was there before. Sizes: `graph.scratch_gpu`."""
+    """Hands out temporaries from `memory`, uint8 [bytes], which one lane owns. Each call makes a new Scratch, which
+    starts from the beginning. Temporaries are not cleared. `graph.scratch_gpu` has the sizes."""
 
     def __init__(self, memory: Tensor) -> None:
         self._memory, self._used = memory, 0
@@ -39,21 +38,21 @@ class Scratch:
 
 
 def storage_dtype(fmt: Format) -> torch.dtype:
-    """How torch holds a float format."""
+    """The torch type that holds a float format."""
     return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[fmt.kind]
 
 
 def vector(granule: Tensor, block: Block) -> Tensor:
-    """A float32 vector inside a granule uint8 [granule_bytes]: a bias, a norm's weight. A view."""
+    """A float32 vector [columns] inside a granule uint8 [granule_bytes]: a bias, or a norm's weight. A view."""
     return granule[block.offset : block.offset + block.nbytes].view(torch.float32)
 
 
 def vectors(weights: Tensor, block: Block) -> Tensor:
-    """The same of every granule of a unit: uint8 [n, granule_bytes] → float32 [n, columns], a view."""
+    """The `vector` of every granule of a unit: weights uint8 [n, granule_bytes] → float32 [n, columns], a view."""
     return weights[:, block.offset : block.offset + block.nbytes].view(torch.float32)
 
 
 def table(granule: Tensor, block: Block) -> Tensor:
     """A float matrix that lies row by row, in its storage type: [rows, columns], a view."""
-    found = granule[block.offset : block.offset + block.nbytes].view(storage_dtype(block.format))
-    return found.view(block.rows, block.cols)
+    flat = granule[block.offset : block.offset + block.nbytes].view(storage_dtype(block.format))
+    return flat.view(block.rows, block.cols)

@@ -1,7 +1,8 @@
-"""Products with packed weights: few rows straight from the tiles, many with widened pieces; one result per granule
-(`spread`: q, k, v, the head) or summed over granules (`add_up`: o, down). `hidden` is an FFN's first half.
+"""Products with packed weights on a device. Few rows are multiplied straight from the tiles, many rows by widened
+pieces.
 
-Triton parts have run in the interpreter only.
+`spread` gives one result per granule (q, k, v, the head). `add_up` sums over granules (o, down). `hidden` is the first
+half of an FFN. Triton parts have run in the interpreter only.
 """
 
 from __future__ import annotations
@@ -21,19 +22,21 @@ from penstock.spec.format import TILE_ROWS, tiles
 from penstock.spec.model import Ffn
 from penstock.spec.parts import Block, Part
 
-# Rows that a program multiplies with the numbers it has unpacked; each takes four sums a thread. At four a thread needs
-# 128 registers, at eight 200, and few programs would share a processor.
+# Rows that a program multiplies with the numbers it has unpacked. Each takes four sums per thread. With four rows a
+# thread needs 128 registers. With eight it needs 200, and few programs would share a processor.
 _ROWS_AT_ONCE = 4
-# Warps that a large card has at work at once, 32 on each of 130 processors: where tiles are fewer, more warps share
-# a tile's columns, but not so many that a last round of programs would leave most processors idle.
+# _WARPS: warps that a large card has at work at once, 32 on each of 130 processors. Where there are fewer tiles, more
+# warps share a tile's columns, but not so many that a last round of programs would leave most processors idle.
+# _LEAST_WARPS, _MOST_WARPS: of a program.
 _WARPS, _LEAST_WARPS, _MOST_WARPS = 4224, 4, 16
-# Chunks that a warp asks for before it waits, 16 bytes a thread each, by one row; by more the compiler takes half a
-# minute over so many. In sums over granules their addresses need registers too, and 16 warps of two programs have 64.
+# Chunks that a warp asks for before it waits, 16 bytes a thread each, for one row. For more rows there are fewer, since
+# the compiler takes half a minute over so many. In sums over granules the chunks' addresses need registers too, and 16
+# warps of two programs have 64 per thread.
 _UNROLL, _SUM_UNROLL = 4, 2
 
 
 def _warps(programs: int, chunks: int) -> int:
-    """Warps of a program, a power of 2; never more than it has chunks."""
+    """Warps of a program: a power of 2, never more than the program has chunks."""
     warps = 1
     while 2 * warps <= min(chunks, _MOST_WARPS) and (warps < _LEAST_WARPS or 2 * warps * programs <= _WARPS):
         warps *= 2
@@ -41,6 +44,7 @@ def _warps(programs: int, chunks: int) -> int:
 
 
 def few_rows(kernels: Kernels, rows: int) -> bool:
+    """Whether so many rows are multiplied straight from packed weights."""
     return kernels.triton and rows <= kernels.few_rows
 
 
@@ -59,7 +63,8 @@ def _tile_words(block: Block) -> int:
 
 
 def _chunks(block: Block) -> tuple[int, int, int, int]:
-    """Of a row of the block: groups (one of float formats), lines of a group, lines of a chunk, chunks of a group."""
+    """For a row of the block: (groups, lines of a group, lines of a chunk, chunks of a group). Float formats have one
+    group."""
     fmt, per_word = block.format, columns_of(block.format)
     groups = fmt.groups(block.cols) if fmt.is_quantised else 1
     group_lines = fmt.group // per_word if fmt.is_quantised else -(-block.cols // per_word)
@@ -70,8 +75,8 @@ def _chunks(block: Block) -> tuple[int, int, int, int]:
 def _walk(
     block: Block, programs: int, rows: int, granules: int = 1, splits: int = 1, summed: bool = False
 ) -> dict[str, Any]:
-    """How `_tile_dot` walks a tile of the block (in so many granules, split into so many parts): its compile-time
-    arguments, and `num_warps`."""
+    """Compile-time arguments that say how `_tile_dot` walks a tile of the block, and `num_warps`. `programs`: in the
+    grid. `granules`: over how many the sum goes. `splits`: into how many parts it is split. `summed`: for `add_up`."""
     fmt = block.format
     per_word, (groups, group_lines, lines, group_chunks) = columns_of(fmt), _chunks(block)
     per_granule = groups * group_chunks
@@ -90,8 +95,8 @@ def _walk(
 def spread(
     x: Tensor, weights: Tensor, blocks: Sequence[Block], outs: Sequence[Tensor], kernels: Kernels, scratch: Scratch
 ) -> None:
-    """outs[i] [T, n · R_i] = x [T, C] · block i of each of the n granules, transposed. x and outs float32, rows
-    contiguous; weights uint8 [n, granule_bytes]. outs[0] may have fewer columns: the rest is left out."""
+    """outs[i] [T, n · R_i] = x [T, C] · block i of each of the n granules, transposed. x and outs are float32 with
+    contiguous rows; weights uint8 [n, granule_bytes]. outs[0] may have fewer columns: then the rest is left out."""
     if not few_rows(kernels, x.shape[0]):
         for block, out in zip(blocks, outs, strict=True):
             _spread_many(x, weights, block, out, kernels, scratch)
@@ -129,8 +134,9 @@ def _spread_many(x: Tensor, weights: Tensor, block: Block, out: Tensor, kernels:
 def add_up(
     x: Tensor, weights: Tensor, block: Block, partial: Tensor, first: bool, kernels: Kernels, scratch: Scratch
 ) -> None:
-    """partial [T, R] = (first) or += the sum over the n granules of x [T, n · C] · block [R, C]ᵀ. The order of the sum
-    is fixed, but not the CPU's: the op table's tolerance holds, bits may differ."""
+    """partial [T, R] = (first) or += the sum over the n granules of x [T, n · C] · block [R, C]ᵀ. partial and x are
+    float32; weights uint8 [n, granule_bytes]. The order of the sum is fixed, but differs from the CPU's. So bits may
+    differ, within the op table's tolerance."""
     n, t = weights.shape[0], x.shape[0]
     if not few_rows(kernels, t):
         _add_up_many(x, weights, block, partial, first, kernels, scratch)
@@ -178,8 +184,9 @@ def _add_up_many(
 def hidden(
     x: Tensor, weights: Tensor, part: Part, f: Ffn, gate: Tensor, up: Tensor, kernels: Kernels, scratch: Scratch
 ) -> Tensor:
-    """act(x · gateᵀ) · (x · upᵀ), or act(x · upᵀ), of n granules: float32 [T, n · neurons], in `up` or in `gate`, which
-    are both of that shape."""
+    """Returns act(x · gateᵀ) · (x · upᵀ), or act(x · upᵀ), of n granules: float32 [T, n · neurons]. x float32 [T, D];
+    weights uint8 [n, granule_bytes]. `gate` and `up` are room for results of that shape. The result is in one of
+    them."""
     block, t = part.block("up"), x.shape[0]
     if few_rows(kernels, t):
         from penstock.kernels.gpu import tile_kernels
@@ -195,8 +202,8 @@ def hidden(
             f.activation, block.rows, _tile_words(block), **walk,
         )  # fmt: skip
         return up
-    made = [("up", up)] + ([("gate", gate)] if f.gated else [])
-    for name, out in made:
+    products = [("up", up)] + ([("gate", gate)] if f.gated else [])
+    for name, out in products:
         spread(x, weights, (part.block(name),), (out,), kernels, scratch)
         if part.has(name + "_bias"):
             bias = vectors(weights, part.block(name + "_bias"))  # [n, neurons]
@@ -208,7 +215,8 @@ def hidden(
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """In place but for relu2 and gelu, for which torch has no such variant: one temporary as large as x."""
+    """Applies the activation to x in place, and returns x. For the gelus torch has no such variant: they make
+    temporaries as large as x."""
     if activation == "silu":
         return torch.nn.functional.silu(x, inplace=True)
     if activation in ("gelu", "gelu_tanh"):
@@ -221,7 +229,7 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 @contextlib.contextmanager
 def _precision(kernels: Kernels, block: Block, x: Tensor) -> Iterator[None]:
-    """Whether torch may round a product's inputs to TF32, on a device alone; set back after."""
+    """On a device, sets whether torch may round a product's inputs to TF32, and sets it back afterwards."""
     if x.device.type == "cpu":
         yield
         return

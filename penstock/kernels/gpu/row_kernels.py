@@ -1,4 +1,4 @@
-"""Triton kernels on whole rows: norms and merges, a program a row. Have run in the interpreter only."""
+"""Triton kernels on whole rows: norms and merges, one program per row. They have run in the interpreter only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def _norm(
     x, columns, kept, weight, bias, eps, offset, D: tl.constexpr, LAYER: tl.constexpr, WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
 ):  # fmt: skip
-    """norm(x) of a row x [BLOCK], 0 beyond D."""
+    """norm(x) of a row x float32 [BLOCK], which is 0 beyond D."""
     if LAYER:
         mean = tl.sum(x, 0) / D
         x = tl.where(kept, x - mean, 0.0)
@@ -30,7 +30,7 @@ def norm_kernel(
     D: tl.constexpr, LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, CHOSEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """h [n, D] = norm(x [T, D]); with CHOSEN of the rows `chosen` int32 [n]. Grid: (n,)."""
+    """h float32 [n, D] = norm(x float32 [T, D]). With CHOSEN it takes the rows `chosen` int32 [n] of x. Grid: (n,)."""
     row = tl.program_id(0)
     source = row
     if CHOSEN:
@@ -49,7 +49,7 @@ def merge_kernel(
     D: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, LAYER: tl.constexpr, WEIGHT: tl.constexpr,
     NORM_BIAS: tl.constexpr, OUT: tl.constexpr, AFTER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x [T, D] += norm_out(sum of PARTS partials [T, D] + bias), then norm_after. Grid: (T,)."""
+    """x [T, D] += norm_out(sum of PARTS partials [T, D] + bias), then x = norm_after(x). All float32. Grid: (T,)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     kept = columns < D

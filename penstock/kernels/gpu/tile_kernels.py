@@ -1,18 +1,23 @@
-"""Triton kernels on packed weights: products of few rows, widening, single rows. Has run in the interpreter only.
+"""Triton kernels on packed weights: products of few rows, widening, single rows. They have run in the interpreter only.
 
-A warp reads a chunk at a time: LINES lines (8: in int4 a group of 64 columns) of a tile's 16 words, 512 bytes that lie
-together; a program is one tile, its warps' chunks are neighbours. Codes become floats without a conversion (half as
-fast on many cards): a byte shifted into the upper mantissa, under the exponent of 2^4 (high nibbles) or 2^8, is 16 +
-code or 256 + code exactly. Three operations a weight, the product included, are what a card of 4.8 TB/s has time for:
-at 4.5 bits a weight it brings 8.5e12 of them a second and does some 30e12 operations. A group's scale multiplies the
-sum of its products, less what was added; its minimum the sum of its activations. All sums are float32; no atomics, so
-results come out the same every time.
+A program computes one tile. A warp reads one chunk at a time: LINES lines (8, in int4 a group of 64 columns) of a
+tile's 16 words, 512 bytes that lie together. The chunks of a program's warps are neighbours.
 
-`exponent4` and `exponent8`, EXPONENT4 and EXPONENT8, are arguments because an instruction holds one constant: with the
-mask, they would be two, and one operation more for each weight.
+Codes become floats without conversion instructions, which are half as fast on many cards. A byte is shifted into the
+upper mantissa, under the exponent of 2^4 (high nibbles) or 2^8 (others). That is exactly 16 + code or 256 + code.
+A card of 4.8 TB/s has time for three operations a weight, the product included: at 4.5 bits a weight it loads 8.5e12
+weights a second, and does some 30e12 operations.
 
-Tensors: `words` are the weights as int32 (float16 weights: as float16), `halves` as float16 (scales and minimums), both
-[granules, …] with `granule_words` of the former from one granule to the next; offsets count words.
+A group's scale multiplies the sum of its products, after the part that comes from the added 16 or 256 is taken away. A
+group's minimum multiplies the sum of its activations. All sums are float32. There are no atomics, so results are the
+same every time.
+
+`exponent4` and `exponent8` (EXPONENT4 and EXPONENT8) are arguments because an instruction holds one constant. With the
+mask they would be two constants, and cost one operation more for each weight.
+
+Tensors: `words` are the weights as int32 (float16 weights as float16), `halves` the weights as float16, for scales and
+minimums. Both are [granules, …]. `granule_words` is the number of words from one granule to the next. Offsets count
+words.
 """
 
 from __future__ import annotations
@@ -20,13 +25,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-EXPONENT4, EXPONENT8 = 0x41800000, 0x43800000  # of 2^4 and of 2^8, in float32
+EXPONENT4, EXPONENT8 = 0x41800000, 0x43800000  # the bits of 2^4 and of 2^8 in float32
 
 
 @triton.jit
 def _numbers(word, c: tl.constexpr, exponent4, exponent8, KIND: tl.constexpr):
-    """Column c of each word as float32; of integer formats its code plus what `_tile_dot` takes away from the sum: 256
-    (int8) or 16 (high nibbles). The 256 of low nibbles go here, exactly: from a sum they would cost 1e-5 of it."""
+    """Column c of each word as float32. For integer formats it is the code plus 256 (int8) or 16 (high nibbles), which
+    `_tile_dot` takes away from the sum. For low nibbles the 256 is subtracted here, exactly: subtracted from the sum it
+    would cost 1e-5 of the sum."""
     if KIND == "int4" or KIND == "int8":
         # Byte c % 4 of the word goes to the upper 8 bits of the mantissa, 15..22.
         SHIFT: tl.constexpr = 15 - (c % 4) * 8
@@ -55,7 +61,7 @@ def _numbers(word, c: tl.constexpr, exponent4, exponent8, KIND: tl.constexpr):
 
 @triton.jit
 def _factors(halves, place, real, GROUP_WORDS: tl.constexpr):
-    """Scales and minimums [CHUNKS, 1, 16] of the groups at `place` [CHUNKS]."""
+    """Scales and minimums float32 [CHUNKS, 1, 16] of the groups that begin at the words `place` [CHUNKS]."""
     spot = halves + (place + (GROUP_WORDS - 16))[:, None] * 2 + tl.arange(0, 16)[None, :]
     scale = tl.load(spot, mask=real[:, None], other=0.0).to(tl.float32)
     minimum = tl.load(spot + 16, mask=real[:, None], other=0.0).to(tl.float32)
@@ -64,18 +70,21 @@ def _factors(halves, place, real, GROUP_WORDS: tl.constexpr):
 
 @triton.jit
 def _tile_dot(
-    words, halves, x, at, other, granule_words, row, n_rows, x_stride, first, last, exponent4, exponent8,
+    words, halves, x, tile_at, pair_at, granule_words, row, n_rows, x_stride, first, last, exponent4, exponent8,
     KIND: tl.constexpr, COLS: tl.constexpr, PER_WORD: tl.constexpr, GROUP: tl.constexpr, GROUP_WORDS: tl.constexpr,
     GROUP_LINES: tl.constexpr, GROUP_CHUNKS: tl.constexpr, GRANULE_CHUNKS: tl.constexpr, LINES: tl.constexpr,
     TAILS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, SUM: tl.constexpr,
     PAIR: tl.constexpr,
 ):  # fmt: skip
-    """ROWS tensors [16]: the rows of x from `row` on (the last again, beyond n_rows) times a tile at `at`, over the
-    chunks first..last of its columns; with PAIR so many again, times the tile at `other`. With SUM over the same tile
-    of one granule after the other, x [T, granules · COLS].
+    """Products of a tile with ROWS rows of x: a tuple of ROWS tensors float32 [16].
 
-    A tuple of sums [CHUNKS, LINES, 16], not one tensor with an axis more: so all that is in the loop keeps the layout
-    in which words are loaded, and nothing passes through shared memory."""
+    The tile begins at word `tile_at`. The rows are those from `row` on; rows beyond n_rows are the last one again. The
+    products go over the chunks first..last of the tile's columns. With PAIR the tuple has as many tensors again, for
+    the tile at `pair_at`. With SUM the products go over the same tile of all granules, one after the other, and x is
+    [T, granules · COLS].
+
+    Sums are a tuple of [CHUNKS, LINES, 16], and not one tensor with one more axis. So all tensors in the loop keep the
+    layout in which words are loaded, and nothing passes through shared memory."""
     QUANTISED: tl.constexpr = KIND == "int4" or KIND == "int8"
     lines = tl.arange(0, LINES)
     lane = tl.arange(0, 16)
@@ -97,17 +106,17 @@ def _tile_dot(
         place = place + group * GROUP_WORDS  # [CHUNKS]
         line = (chunk - group * GROUP_CHUNKS)[:, None] * LINES + lines[None, :]  # [CHUNKS, LINES]
         column = group[:, None] * GROUP + line * PER_WORD
-        there = real[:, None]
+        loaded = real[:, None]
         if TAILS:
-            there = there & (line < GROUP_LINES)
+            loaded = loaded & (line < GROUP_LINES)
         inside = line[:, :, None] * 16 + lane[None, None, :]
-        word = tl.load(words + (at + place)[:, None, None] + inside, mask=there[:, :, None], other=0)
+        word = tl.load(words + (tile_at + place)[:, None, None] + inside, mask=loaded[:, :, None], other=0)
         if PAIR:
-            word2 = tl.load(words + (other + place)[:, None, None] + inside, mask=there[:, :, None], other=0)
+            word2 = tl.load(words + (pair_at + place)[:, None, None] + inside, mask=loaded[:, :, None], other=0)
         if QUANTISED:
-            scale, minimum = _factors(halves, at + place, real, GROUP_WORDS)
+            scale, minimum = _factors(halves, tile_at + place, real, GROUP_WORDS)
             if PAIR:
-                scale2, minimum2 = _factors(halves, other + place, real, GROUP_WORDS)
+                scale2, minimum2 = _factors(halves, pair_at + place, real, GROUP_WORDS)
         numbers = ()
         for c in tl.static_range(PER_WORD):
             numbers = numbers + (_numbers(word, c, exponent4, exponent8, KIND),)
@@ -122,7 +131,7 @@ def _tile_dot(
             sums = tl.zeros((CHUNKS, LINES), tl.float32)
             added = sums
             for c in tl.static_range(PER_WORD):
-                seen = there
+                seen = loaded
                 if TAILS:
                     seen = seen & (column + c < COLS)
                 value = tl.load(source + c, mask=seen, other=0.0)
@@ -142,7 +151,7 @@ def _tile_dot(
             news = news + (totals[r] + products,)
             if PAIR:
                 news = news + (totals[ROWS + r] + products2,)
-        if PAIR:  # made by turns: back to one tile after the other
+        if PAIR:  # `news` has the two tiles' sums by turns; totals have those of one tile after those of the other
             totals = ()
             for r in tl.static_range(ROWS):
                 totals = totals + (news[2 * r],)
@@ -150,10 +159,10 @@ def _tile_dot(
                 totals = totals + (news[2 * r + 1],)
         else:
             totals = news
-    found = ()
+    sums_of_rows = ()
     for r in tl.static_range(2 * ROWS if PAIR else ROWS):
-        found = found + (tl.sum(tl.sum(totals[r], 1), 0),)
-    return found
+        sums_of_rows = sums_of_rows + (tl.sum(tl.sum(totals[r], 1), 0),)
+    return sums_of_rows
 
 
 @triton.jit(do_not_specialize=["n_rows", "limit"])
@@ -166,8 +175,8 @@ def spread_kernel(
     GROUP_LINES: tl.constexpr, GROUP_CHUNKS: tl.constexpr, GRANULE_CHUNKS: tl.constexpr, LINES: tl.constexpr,
     TAILS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """y_i [T, granules · R_i] = x [T, COLS] · block i of each granule, transposed; R_i = 0: there is no such block.
-    Of y0 the first `limit` columns are written. Grid: (granules · tiles of all blocks, ROWS rows at a time)."""
+    """y_i float32 [T, granules · R_i] = x float32 [T, COLS] · block i of each granule, transposed. R_i = 0: there is no
+    such block. Only the first `limit` columns of y0 are written. Grid: (granules · tiles of all blocks, T / ROWS)."""
     TILES0: tl.constexpr = (R0 + 15) // 16
     TILES1: tl.constexpr = (R1 + 15) // 16
     TILES2: tl.constexpr = (R2 + 15) // 16
@@ -175,17 +184,17 @@ def spread_kernel(
     granule = tl.program_id(0) // ALL
     tile = tl.program_id(0) - granule * ALL
     row = tl.program_id(1) * ROWS
-    at = granule.to(tl.int64) * granule_words
+    tile_at = granule.to(tl.int64) * granule_words
     if tile < TILES0:
-        at += OFFSET0 + tile * TILE_WORDS
+        tile_at += OFFSET0 + tile * TILE_WORDS
     elif tile < TILES0 + TILES1:
-        at += OFFSET1 + (tile - TILES0) * TILE_WORDS
+        tile_at += OFFSET1 + (tile - TILES0) * TILE_WORDS
     else:
-        at += OFFSET2 + (tile - TILES0 - TILES1) * TILE_WORDS
-    found = _tile_dot(
-        words, halves, x, at, at, granule_words, row, n_rows, x_stride, 0, GRANULE_CHUNKS, exponent4, exponent8,
-        KIND, COLS, PER_WORD, GROUP, GROUP_WORDS, GROUP_LINES, GROUP_CHUNKS, GRANULE_CHUNKS, LINES, TAILS, CHUNKS,
-        ROWS, UNROLL, False, False,
+        tile_at += OFFSET2 + (tile - TILES0 - TILES1) * TILE_WORDS
+    sums = _tile_dot(
+        words, halves, x, tile_at, tile_at, granule_words, row, n_rows, x_stride, 0, GRANULE_CHUNKS, exponent4,
+        exponent8, KIND, COLS, PER_WORD, GROUP, GROUP_WORDS, GROUP_LINES, GROUP_CHUNKS, GRANULE_CHUNKS, LINES, TAILS,
+        CHUNKS, ROWS, UNROLL, False, False,
     )  # fmt: skip
     lane = tl.arange(0, 16)
     for r in tl.static_range(ROWS):
@@ -194,18 +203,18 @@ def spread_kernel(
             if tile < TILES0:
                 inside = tile * 16 + lane
                 column = granule * R0 + inside
-                tl.store(y0 + t * y0_stride + column, found[r], mask=(inside < R0) & (column < limit))
+                tl.store(y0 + t * y0_stride + column, sums[r], mask=(inside < R0) & (column < limit))
             elif tile < TILES0 + TILES1:
                 inside = (tile - TILES0) * 16 + lane
-                tl.store(y1 + t * y1_stride + granule * R1 + inside, found[r], mask=inside < R1)
+                tl.store(y1 + t * y1_stride + granule * R1 + inside, sums[r], mask=inside < R1)
             else:
                 inside = (tile - TILES0 - TILES1) * 16 + lane
-                tl.store(y2 + t * y2_stride + granule * R2 + inside, found[r], mask=inside < R2)
+                tl.store(y2 + t * y2_stride + granule * R2 + inside, sums[r], mask=inside < R2)
 
 
 @triton.jit
 def tanh(x):
-    """By one exponential: right to 1e-7 of 1, at infinities too. (Triton's own is not on every backend.)"""
+    """tanh by one exponential. Its error is at most 1e-7, at infinities too. (Triton's own is not on every backend.)"""
     return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
 
 
@@ -236,33 +245,34 @@ def hidden_kernel(
     GROUP_LINES: tl.constexpr, GROUP_CHUNKS: tl.constexpr, GRANULE_CHUNKS: tl.constexpr, LINES: tl.constexpr,
     TAILS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """y [T, granules · R] = act(x · gateᵀ) · (x · upᵀ), or act(x · upᵀ); what is not there has offset -1. Biases count
-    float32. R is a multiple of 16. Grid: (granules · tiles, ROWS rows at a time)."""
+    """y float32 [T, granules · R] = act(x · gateᵀ) · (x · upᵀ), or act(x · upᵀ). GATE, UP: word offsets of the blocks.
+    GATE_BIAS, UP_BIAS: offsets in float32. A block or bias that does not exist has offset -1. R is a multiple of 16.
+    Grid: (granules · tiles, T / ROWS)."""
     TILES: tl.constexpr = R // 16
     granule = tl.program_id(0) // TILES
     tile = tl.program_id(0) - granule * TILES
     row = tl.program_id(1) * ROWS
     base = granule.to(tl.int64) * granule_words + tile * TILE_WORDS
     bias = floats + granule.to(tl.int64) * granule_floats + tile * 16 + tl.arange(0, 16)
-    found = _tile_dot(
+    sums = _tile_dot(
         words, halves, x, base + UP, base + GATE, granule_words, row, n_rows, x_stride, 0, GRANULE_CHUNKS, exponent4,
         exponent8, KIND, COLS, PER_WORD, GROUP, GROUP_WORDS, GROUP_LINES, GROUP_CHUNKS, GRANULE_CHUNKS, LINES, TAILS,
         CHUNKS, ROWS, UNROLL, False, GATE >= 0,
     )  # fmt: skip
     column = granule * R + tile * 16 + tl.arange(0, 16)
     for r in tl.static_range(ROWS):
-        one = found[r]
+        up = sums[r]
         if UP_BIAS >= 0:
-            one += tl.load(bias + UP_BIAS)
+            up += tl.load(bias + UP_BIAS)
         if GATE >= 0:
-            other = found[ROWS + r]
+            gate = sums[ROWS + r]
             if GATE_BIAS >= 0:
-                other += tl.load(bias + GATE_BIAS)
-            one = _activate(other, ACTIVATION) * one
+                gate += tl.load(bias + GATE_BIAS)
+            up = _activate(gate, ACTIVATION) * up
         else:
-            one = _activate(one, ACTIVATION)
+            up = _activate(up, ACTIVATION)
         if row + r < n_rows:
-            tl.store(y + (row + r).to(tl.int64) * y_stride + column, one)
+            tl.store(y + (row + r).to(tl.int64) * y_stride + column, up)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_chunks"])
@@ -274,17 +284,17 @@ def add_up_kernel(
     GROUP_LINES: tl.constexpr, GROUP_CHUNKS: tl.constexpr, GRANULE_CHUNKS: tl.constexpr, LINES: tl.constexpr,
     TAILS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """y [T, R] = or += sum over granules of x [T, granule · COLS …] · blockᵀ. With SPLITS > 1, y [SPLITS, T, R] gets
-    the sums of so many parts. Grid: (tiles, SPLITS, ROWS rows at a time)."""
+    """y float32 [T, R] = (or += with ADD) the sum over granules of x float32 [T, granule · COLS …] · blockᵀ. With
+    SPLITS > 1, y is [SPLITS, T, R] and gets the sums of so many parts. Grid: (tiles, SPLITS, T / ROWS)."""
     tile = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2) * ROWS
-    each = (n_chunks + SPLITS - 1) // SPLITS
-    first = split * each
-    last = tl.minimum(first + each, n_chunks)
-    at = OFFSET + tile.to(tl.int64) * TILE_WORDS
-    found = _tile_dot(
-        words, halves, x, at, at, granule_words, row, n_rows, x_stride, first, last, exponent4, exponent8,
+    split_chunks = (n_chunks + SPLITS - 1) // SPLITS
+    first = split * split_chunks
+    last = tl.minimum(first + split_chunks, n_chunks)
+    tile_at = OFFSET + tile.to(tl.int64) * TILE_WORDS
+    sums = _tile_dot(
+        words, halves, x, tile_at, tile_at, granule_words, row, n_rows, x_stride, first, last, exponent4, exponent8,
         KIND, COLS, PER_WORD, GROUP, GROUP_WORDS, GROUP_LINES, GROUP_CHUNKS, GRANULE_CHUNKS, LINES, TAILS, CHUNKS,
         ROWS, UNROLL, True, False,
     )  # fmt: skip
@@ -292,7 +302,7 @@ def add_up_kernel(
     for r in tl.static_range(ROWS):
         if row + r < n_rows:
             spot = y + split.to(tl.int64) * split_stride + (row + r).to(tl.int64) * y_stride + column
-            total = found[r]
+            total = sums[r]
             if ADD:
                 total += tl.load(spot, mask=column < R, other=0.0)
             tl.store(spot, total, mask=column < R)
@@ -302,7 +312,8 @@ def add_up_kernel(
 def sum_parts_kernel(
     parts, y, count, R, y_stride, split_stride, SPLITS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """y [T, R] = or += the sum of parts [SPLITS, T, R], in order. `count`: T · R."""
+    """y float32 [T, R] = (or += with ADD) the sum of parts float32 [SPLITS, T, R], in order. `count`: T · R. Grid:
+    (count / BLOCK,)."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     kept = i < count
     row = i // R
@@ -319,7 +330,7 @@ def sum_parts_kernel(
 def _elements(
     words, halves, tile_at, lane, column, kept, KIND: tl.constexpr, GROUP: tl.constexpr, GROUP_WORDS: tl.constexpr
 ):
-    """Single numbers of tiles as float32: row `lane` of the tile at `tile_at`, in `column`; all three broadcast."""
+    """Single numbers of tiles as float32: row `lane` of the tile at `tile_at`, in `column`. All three broadcast."""
     if KIND == "int4" or KIND == "int8":
         group = column // GROUP
         inside = column - group * GROUP
@@ -346,23 +357,23 @@ def _elements(
         return tl.load(words + tile_at + column * 16 + lane, mask=kept, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["at", "n_rows"])
+@triton.jit(do_not_specialize=["first_word", "n_rows"])
 def widen_kernel(
-    words, halves, out, granule_words, at, n_rows, granule_stride, row_stride,
+    words, halves, out, granule_words, first_word, n_rows, granule_stride, row_stride,
     COLS: tl.constexpr, TILE_WORDS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, GROUP_WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out [granule_stride · granule + row_stride · row + column] float32 = `n_rows` rows from the tile at `at` of each
-    granule on. Grid: (granules, tiles, BLOCK columns at a time)."""
+    """out [granule_stride · granule + row_stride · row + column] float32 = `n_rows` rows of each granule, from the tile
+    at word `first_word` of the granule on. Grid: (granules, tiles, COLS / BLOCK)."""
     granule = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     lane = tl.arange(0, 16)[:, None]
     column = (tl.program_id(2) * BLOCK + tl.arange(0, BLOCK))[None, :]
     row = tile * 16 + lane
     kept = (row < n_rows) & (column < COLS)
-    tile_at = granule * granule_words + at + tile * TILE_WORDS
-    found = _elements(words, halves, tile_at, lane, column, kept, KIND, GROUP, GROUP_WORDS)
-    tl.store(out + granule * granule_stride + row.to(tl.int64) * row_stride + column, found, mask=kept)
+    tile_at = granule * granule_words + first_word + tile * TILE_WORDS
+    numbers = _elements(words, halves, tile_at, lane, column, kept, KIND, GROUP, GROUP_WORDS)
+    tl.store(out + granule * granule_stride + row.to(tl.int64) * row_stride + column, numbers, mask=kept)
 
 
 @triton.jit
@@ -371,12 +382,13 @@ def gather_kernel(
     AT: tl.constexpr, R: tl.constexpr, COLS: tl.constexpr, TILE_WORDS: tl.constexpr, KIND: tl.constexpr,
     GROUP: tl.constexpr, GROUP_WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out [T, COLS] = the rows `tokens` int32 [T] of a block of R rows a granule. Grid: (T, BLOCK columns)."""
+    """out float32 [T, COLS] = the rows `tokens` int32 [T] of a block that has R rows in each granule. Grid: (T, COLS /
+    BLOCK)."""
     token = tl.load(tokens + tl.program_id(0))
     granule = token // R
     inside = token - granule * R
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     kept = column < COLS
     tile_at = granule.to(tl.int64) * granule_words + AT + (inside // 16) * TILE_WORDS
-    found = _elements(words, halves, tile_at, inside % 16, column, kept, KIND, GROUP, GROUP_WORDS)
-    tl.store(out + tl.program_id(0).to(tl.int64) * out_stride + column, found, mask=kept)
+    numbers = _elements(words, halves, tile_at, inside % 16, column, kept, KIND, GROUP, GROUP_WORDS)
+    tl.store(out + tl.program_id(0).to(tl.int64) * out_stride + column, numbers, mask=kept)

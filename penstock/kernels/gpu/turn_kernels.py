@@ -1,8 +1,8 @@
-"""Triton kernel between the products of qkv and the cache: bias, q/k norm, rotation, and rows into pages in any format.
-Has run in the interpreter only.
+"""Triton kernel between the products of qkv and the cache: bias, q/k norm, rotation, and storing rows in pages of any
+format. It has run in the interpreter only.
 
-Codes come out as the reference's where the numbers do: divisions are rounded right, and the launch forbids fused
-multiply-adds (`enable_fp_fusion=False`).
+Codes are the same as the reference's where the numbers are: divisions are rounded correctly, and the launch forbids
+fused multiply-adds (`enable_fp_fusion=False`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ def _turned(
     source, columns, kept, bias, inverse, weight, cos, sin,
     BIAS: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of a head's row: source + bias, normed, turned; 0 where not kept."""
+    """Some columns of a head's row: source + bias, normed, then rotated; 0 where not `kept`. HALF: half of the rotated
+    dimensions, 0 for none."""
     value = tl.load(source + columns, mask=kept, other=0.0)
     if BIAS:
         value += tl.load(bias + columns, mask=kept, other=0.0)
@@ -42,13 +43,13 @@ def _turned(
 
 @triton.jit
 def _half_bits(value, DOWN: tl.constexpr):
-    """float32 within ±65504 → the bits, as int32, of the next float16 that is not above (DOWN) or not below it. Not
-    below is for numbers of 0 and more."""
+    """float32 within ±65504 → the bits, as int32, of the nearest float16 that is not above (DOWN) or not below it. "Not
+    below" is right only for numbers of 0 and more."""
     near = value.to(tl.float16)
     back = near.to(tl.float32)
     bits = near.to(tl.int16, bitcast=True).to(tl.int32)
     if DOWN:
-        # Zeros of either sign are followed by the smallest negative number, 0x8001.
+        # Below a zero of either sign comes the smallest negative number, 0x8001.
         below = tl.where((bits & 0x7FFF) == 0, -32767, tl.where(bits < 0, bits + 1, bits - 1))
         return tl.where(back > value, below, bits)
     else:
@@ -62,7 +63,7 @@ def _value_of(bits):
 
 @triton.jit
 def _clean(value, kept):
-    """(value within ±65504 and 0 for NaN, whether any was NaN)."""
+    """(value clipped to ±65504, all 0 if one was NaN; 1 if one was NaN, else 0)."""
     spoilt = tl.max((kept & (value != value)).to(tl.int32), 0)
     value = tl.where(spoilt == 1, 0.0, value)
     return tl.minimum(tl.maximum(value, -MOST_HALF), MOST_HALF), spoilt
@@ -82,48 +83,52 @@ def turn_kernel(
     KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (T, HEADS, G + 2): of the KV head head_lo + i the queries, the key, the value.
+    """q_raw [T, HEADS, G, E], k_raw and v_raw [T, HEADS, E], all float32 → q float32 [T, H, E] and rows of the cache,
+    at positions int32 [T] of the sequences int32 [T].
 
-    q_raw [T, HEADS, G, E], k_raw, v_raw [T, HEADS, E] → q [T, H, E] and rows of the cache, at positions int32 [T] of
-    the sequences int32 [T]. cos, sin [T, HALF]. `floats`: the unit's granules as float32, the biases at Q_BIAS …
-    keys, values: the pool in its numbers' type (bfloat16 as int16; codes as bytes), the halves as int16; strides count
-    bytes. CODES: bytes of a row's codes (or numbers)."""
+    Grid: (T, HEADS, G + 2). For a row and the KV head head_lo + i, G programs do its queries, one its key, one its
+    value.
+
+    cos, sin: float32 [T, HALF]. floats: the unit's granules as float32, with biases at Q_BIAS, K_BIAS and V_BIAS in
+    each. keys, values: the pools in the type of their numbers (bfloat16 as int16, codes as bytes). key_halves,
+    value_halves: the pools as int16. page_stride and head_stride count bytes. CODES: bytes of a row's codes (or
+    numbers)."""
     t = tl.program_id(0)
     head = tl.program_id(1)
-    what = tl.program_id(2)
+    role = tl.program_id(2)
     t64 = t.to(tl.int64)
     granule = floats + head.to(tl.int64) * granule_floats
     columns = tl.arange(0, BLOCK)
     kept = columns < E
     cos += t * HALF
     sin += t * HALF
-    if what < G:
-        source = q_raw + (t64 * HEADS + head) * G * E + what * E
-        bias = granule + Q_BIAS + what * E
+    if role < G:
+        source = q_raw + (t64 * HEADS + head) * G * E + role * E
+        bias = granule + Q_BIAS + role * E
         inverse = 1.0
         if NORM:
             inverse = _inverse_rms(source, bias, columns, kept, eps, E, BIAS)
-        found = _turned(source, columns, kept, bias, inverse, q_weight, cos, sin, BIAS, NORM, HALF)
-        tl.store(q + t64 * q_stride + ((head_lo + head) * G + what) * E + columns, found, mask=kept)
+        turned = _turned(source, columns, kept, bias, inverse, q_weight, cos, sin, BIAS, NORM, HALF)
+        tl.store(q + t64 * q_stride + ((head_lo + head) * G + role) * E + columns, turned, mask=kept)
     else:
         position = tl.load(positions + t)
         page = tl.load(sequence + t) * pages_per_seq + position // PAGE
         slot = position % PAGE
-        at = page.to(tl.int64) * page_stride + (head_lo + head) * head_stride
-        if what == G:
+        block_at = page.to(tl.int64) * page_stride + (head_lo + head) * head_stride
+        if role == G:
             source = k_raw + (t64 * HEADS + head) * E
             bias = granule + K_BIAS
             inverse = 1.0
             if NORM:
                 inverse = _inverse_rms(source, bias, columns, kept, eps, E, BIAS)
             _store(
-                source, bias, inverse, k_weight, cos, sin, keys, key_halves, at, slot,
+                source, bias, inverse, k_weight, cos, sin, keys, key_halves, block_at, slot,
                 BIAS, NORM, HALF, E, PAGE, KIND, GROUP, GROUPS, CODES, BLOCK, BLOCK_GROUP,
             )  # fmt: skip
         else:
             source = v_raw + (t64 * HEADS + head) * E
             _store(
-                source, granule + V_BIAS, 1.0, k_weight, cos, sin, values, value_halves, at, slot,
+                source, granule + V_BIAS, 1.0, k_weight, cos, sin, values, value_halves, block_at, slot,
                 BIAS, False, 0, E, PAGE, KIND, GROUP, GROUPS, CODES, BLOCK, BLOCK_GROUP,
             )  # fmt: skip
 
@@ -138,17 +143,17 @@ def _inverse_rms(source, bias, columns, kept, eps, E: tl.constexpr, BIAS: tl.con
 
 @triton.jit
 def _store(
-    source, bias, inverse, weight, cos, sin, pool, halves, at, slot,
+    source, bias, inverse, weight, cos, sin, pool, halves, block_at, slot,
     BIAS: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One row of a KV head into slot `slot` of the block that begins at byte `at` of the pool."""
+    """Stores one row of a KV head in slot `slot` of the block that begins at byte `block_at` of the pool."""
     LEVELS: tl.constexpr = 15 if KIND == "int4" else 255
     if KIND == "int4" or KIND == "int8":
-        factors = halves + at // 2 + PAGE * CODES // 2 + slot
+        factors = halves + block_at // 2 + PAGE * CODES // 2 + slot
         for g in tl.static_range(GROUPS):
-            i = tl.arange(0, BLOCK_GROUP)  # of int4 half a group: a byte each
+            i = tl.arange(0, BLOCK_GROUP)  # numbers of a group; for int4 its bytes, of two numbers each
             if KIND == "int4":
                 low_at = g * GROUP + (i // 16) * 32 + i % 16
                 inside = i * 2 < GROUP
@@ -182,7 +187,7 @@ def _store(
                 byte = g * (GROUP // 2) + i
             else:
                 byte = low_at
-            tl.store(pool + at + slot * CODES + byte, code.to(tl.uint8), mask=inside & (byte < CODES))
+            tl.store(pool + block_at + slot * CODES + byte, code.to(tl.uint8), mask=inside & (byte < CODES))
             tl.store(factors + g * PAGE, scale_bits.to(tl.int16))
             minimum_bits = tl.where(spoilt == 1, 0x7E00, minimum_bits)
             tl.store(factors + (GROUPS + g) * PAGE, minimum_bits.to(tl.int16))
@@ -191,12 +196,12 @@ def _store(
         kept = columns < E
         value = _turned(source, columns, kept, bias, inverse, weight, cos, sin, BIAS, NORM, HALF)
         if KIND == "float32":
-            tl.store(pool + at // 4 + slot * E + columns, value, mask=kept)
-        elif KIND == "float16":  # beyond its numbers: the largest; NaN stays
+            tl.store(pool + block_at // 4 + slot * E + columns, value, mask=kept)
+        elif KIND == "float16":  # values beyond its range become the largest; NaN stays
             value = tl.where(value > MOST_HALF, MOST_HALF, tl.where(value < -MOST_HALF, -MOST_HALF, value))
-            tl.store(pool + at // 2 + slot * E + columns, value.to(tl.float16), mask=kept)
-        else:  # to nearest, ties to even, on the bits
+            tl.store(pool + block_at // 2 + slot * E + columns, value.to(tl.float16), mask=kept)
+        else:  # bfloat16: rounds to nearest, ties to even, on the bits
             bits = value.to(tl.int32, bitcast=True)
             rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
             rounded = tl.where(value != value, 0x7FC0, rounded)
-            tl.store(pool + at // 2 + slot * E + columns, rounded.to(tl.int16), mask=kept)
+            tl.store(pool + block_at // 2 + slot * E + columns, rounded.to(tl.int16), mask=kept)

@@ -1,6 +1,6 @@
-"""Packed weights as float32: whole pieces of a unit for products of many rows, single rows for the embedding.
+"""Widens packed weights to float32: whole pieces of a unit for products of many rows, single rows for the embedding.
 
-The torch path makes temporaries of its own, about as large as what it widens. Triton parts have run in the
+The torch path makes temporaries of its own, about as large as the widened weights. Triton parts have run in the
 interpreter only.
 """
 
@@ -13,8 +13,8 @@ from penstock.kernels.gpu.choose import Kernels
 from penstock.spec.format import TILE_ROWS, Format, tiles
 from penstock.spec.parts import Block
 
-_COLUMNS = 128  # that a program of `widen_kernel` writes of 16 rows: 8 KiB
-_GATHER_COLUMNS = 256
+_COLUMNS = 128  # columns of 16 rows that a program of `widen_kernel` writes: 8 KiB
+_GATHER_COLUMNS = 256  # columns of a row that a program of `gather_kernel` writes
 _PER_WORD = {"float32": 1, "float16": 1, "bfloat16": 2, "int8": 4, "int4": 8}
 
 
@@ -28,14 +28,15 @@ def word_bytes(fmt: Format) -> int:
 
 
 def typed(weights: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """weights uint8 [n, granule_bytes] as words (int32; float16 of float16 weights) and as float16, both views."""
+    """Two views of weights uint8 [n, granule_bytes]: as words (int32, but float16 for float16 weights), and as
+    float16."""
     halves = weights.view(torch.float16)
     return (halves if fmt.kind == "float16" else weights.view(torch.int32)), halves
 
 
 def widen(weights: Tensor, block: Block, row_lo: int, out: Tensor, kernels: Kernels) -> None:
-    """out float32 [n, rows, C] = rows `row_lo`… (a multiple of 16) of the block in n granules [n, granule_bytes]. Of
-    out only the columns need to lie together."""
+    """out float32 [n, rows, C] = rows from `row_lo` on (a multiple of 16) of the block in each of n granules; weights
+    uint8 [n, granule_bytes]. Only the columns of `out` need to be contiguous."""
     n, rows, cols = out.shape
     fmt = block.format
     if not kernels.triton:
@@ -45,15 +46,16 @@ def widen(weights: Tensor, block: Block, row_lo: int, out: Tensor, kernels: Kern
 
     words, halves = typed(weights, fmt)
     tile_words = fmt.tile_bytes(cols) // word_bytes(fmt)
-    at = block.offset // word_bytes(fmt) + row_lo // TILE_ROWS * tile_words
+    first_word = block.offset // word_bytes(fmt) + row_lo // TILE_ROWS * tile_words
     tile_kernels.widen_kernel[(n, tiles(rows), -(-cols // _COLUMNS))](
-        words, halves, out, words.stride(0), at, rows, out.stride(0), out.stride(1),
+        words, halves, out, words.stride(0), first_word, rows, out.stride(0), out.stride(1),
         cols, tile_words, fmt.kind, fmt.group, fmt.group_bytes // 4 if fmt.is_quantised else 0, _COLUMNS,
     )  # fmt: skip
 
 
 def take_rows(weights: Tensor, block: Block, rows: Tensor, out: Tensor, kernels: Kernels) -> None:
-    """out float32 [T, C] = single rows of a block that is cut into granules [n, granule_bytes]; rows int32 [T]."""
+    """out float32 [T, C] = the rows `rows` int32 [T] of a block that is cut into granules; weights uint8 [n,
+    granule_bytes]."""
     fmt, t = block.format, rows.shape[0]
     words, halves = typed(weights, fmt)
     tile_words = fmt.tile_bytes(block.cols) // word_bytes(fmt)
@@ -69,17 +71,17 @@ def take_rows(weights: Tensor, block: Block, rows: Tensor, out: Tensor, kernels:
     granule = torch.div(rows, block.rows, rounding_mode="floor").long()
     inside = rows - granule * block.rows
     words, scales, minimums = _fields(weights, block, 0, tiles(block.rows))
-    at = (granule, torch.div(inside, TILE_ROWS, rounding_mode="floor"))
+    tile = (granule, torch.div(inside, TILE_ROWS, rounding_mode="floor"))
     lane = inside % TILE_ROWS
-    # [T, groups, lines] and [T, groups]: advanced indices apart from each other come first.
-    found = words[*at, :, :, lane]
-    factors = None if scales is None or minimums is None else (scales[*at, :, lane], minimums[*at, :, lane])
-    out.copy_(_numbers(found, factors, fmt)[:, : block.cols])
+    # words_of_rows [T, groups, lines] and factors [T, groups]: advanced indices that stand apart make the first axis.
+    words_of_rows = words[*tile, :, :, lane]
+    factors = None if scales is None or minimums is None else (scales[*tile, :, lane], minimums[*tile, :, lane])
+    out.copy_(_numbers(words_of_rows, factors, fmt)[:, : block.cols])
 
 
 def _fields(weights: Tensor, block: Block, lo: int, hi: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Tiles lo..hi of a block in n granules, as views: words [n, tiles, groups, lines, 16] (one group of float
-    formats), scales and minimums float16 [n, tiles, groups, 16]."""
+    """Views of tiles lo..hi of a block in n granules: words [n, tiles, groups, lines, 16], scales and minimums float16
+    [n, tiles, groups, 16]. Float formats have one group."""
     fmt, tile_bytes = block.format, block.format.tile_bytes(block.cols)
     raw = weights[:, block.offset + lo * tile_bytes : block.offset + hi * tile_bytes]
     if not fmt.is_quantised:
@@ -112,7 +114,7 @@ def _numbers(words: Tensor, factors: tuple[Tensor, Tensor] | None, fmt: Format) 
 
 
 def _widen(weights: Tensor, block: Block, lo: int, hi: int) -> Tensor:
-    """Tiles lo..hi of a block in n granules, by torch: float32 [n, 16 · tiles, padded columns]."""
+    """Tiles lo..hi of a block in n granules, widened by torch: float32 [n, 16 · tiles, padded columns]."""
     words, scales, minimums = _fields(weights, block, lo, hi)
     factors = None if scales is None or minimums is None else (scales.transpose(2, 3), minimums.transpose(2, 3))
     return _numbers(words.permute(0, 1, 4, 2, 3), factors, block.format).flatten(1, 2)

@@ -1,7 +1,7 @@
-"""qkv, attend and out in numpy float32.
+"""The ops of attention in numpy float32: qkv, attend and out.
 
-Shapes: T rows of the batch, H heads, K KV heads, G = H / K, E head_dim. The cache of a layer is keys and values, each a
-KvPool; `tables[i]` lists the pages of the batch's sequence i.
+Shapes: T rows of the batch, D d_model, H heads, K KV heads, G = H / K, E head_dim. The cache of a layer is two pools,
+`keys` and `values`. `tables[i]`, int64 [pages], lists the pages of the batch's sequence i.
 """
 
 from __future__ import annotations
@@ -27,47 +27,48 @@ def qkv(
     turn: tuple[Float32, Float32] | None, batch: Batch, tables: Tables, q: Float32, keys: KvPool,
     values: KvPool, scratch: Scratch,
 ) -> None:  # fmt: skip
-    """Projects h [T, D] for the granules lo…, adds biases, norms and turns q and k, and stores k and v.
+    """Projects h float32 [T, D] for the granules from `lo` on, adds biases, norms and rotates q and k, and stores k and
+    v in the cache. Writes q float32 [T, H, E].
 
-    weights [granules, granule_bytes], each of one KV head, or of all; `turn`: cos and sin [T, dims / 2] or None; q
-    [T, H, E] is written.
+    weights uint8 [granules, granule_bytes]: a granule is one KV head, or all of them. `turn`: cos and sin float32
+    [T, dims / 2], or None.
     """
     t, g, e = h.shape[0], a.heads_per_kv, a.head_dim
     start, heads = scratch.mark(), part.granule_rows
     qk_norm = Norm("rms", norm.eps)
     for head, granule in zip(range(lo * heads, a.kv_heads, heads), weights, strict=False):
         scratch.rewind(start)
-        made = {}
+        projected = {}
         for name, width in (("q", heads * g * e), ("k", heads * e), ("v", heads * e)):
             out = scratch.take((t, width))
             multiply(h, granule, part.block(name), out, scratch)
             if part.has(name + "_bias"):
                 out += vector(granule, part.block(name + "_bias"))
-            made[name] = out.reshape(t, width // e, e)
+            projected[name] = out.reshape(t, width // e, e)
         if a.qk_norm:
             for name in ("q", "k"):
                 weight = vector(norms, norms_part.block(name + "_norm"))
-                normed = made[name].reshape(t, -1) if a.norms_all_heads else made[name]
+                normed = projected[name].reshape(t, -1) if a.norms_all_heads else projected[name]
                 normalise(normed, qk_norm, weight, None, normed)
         if turn is not None:
-            rope.rotate(made["q"], *turn)
-            rope.rotate(made["k"], *turn)
-        q[:, head * g : (head + heads) * g] = made["q"]
+            rope.rotate(projected["q"], *turn)
+            rope.rotate(projected["k"], *turn)
+        q[:, head * g : (head + heads) * g] = projected["q"]
         for i in range(heads):
-            _store(keys, made["k"][:, i], head + i, batch, tables)
-            _store(values, made["v"][:, i], head + i, batch, tables)
+            _store(keys, projected["k"][:, i], head + i, batch, tables)
+            _store(values, projected["v"][:, i], head + i, batch, tables)
     scratch.rewind(start)
 
 
 def _store(pool: KvPool, rows: Float32, head: int, batch: Batch, tables: Tables) -> None:
-    """Writes rows [T, E] of one KV head to their positions, page by page."""
+    """Writes rows float32 [T, E] of one KV head to their positions in the pool, page by page."""
     page_tokens, done = pool.page_tokens, 0
     for start, count, table in zip(batch.start, batch.rows, tables, strict=True):
         position = start
         while position < start + count:
-            page, at = divmod(position, page_tokens)
-            n = min(page_tokens - at, start + count - position)
-            pool.store(int(table[page]), head, at, rows[done : done + n])
+            page, slot = divmod(position, page_tokens)
+            n = min(page_tokens - slot, start + count - position)
+            pool.store(int(table[page]), head, slot, rows[done : done + n])
             position, done = position + n, done + n
 
 
@@ -75,10 +76,10 @@ def attend(
     q: Float32, keys: KvPool, values: KvPool, a: Attention, lo: int, hi: int, batch: Batch, tables: Tables,
     out: Float32, scratch: Scratch,
 ) -> None:  # fmt: skip
-    """out [T, H, E] = softmax(scale · q kᵀ, causal, windowed) v for the KV heads lo…hi.
+    """out float32 [T, H, E] = softmax(scale · q kᵀ, causal, windowed) v for the KV heads lo…hi; q float32 [T, H, E].
 
-    Page by page with a running maximum (log-sum-exp merge), so the memory for scores does not grow
-    with the context.
+    It goes page by page with a running maximum (log-sum-exp merge), so the memory for scores does not grow with the
+    context.
     """
     g, start_mark, done = a.heads_per_kv, scratch.mark(), 0
     for start, count, table in zip(batch.start, batch.rows, tables, strict=True):
@@ -97,7 +98,8 @@ def _attend_head(
     query: Float32, keys: KvPool, values: KvPool, a: Attention, head: int, start: int, table: NDArray[np.int64],
     scratch: Scratch,
 ) -> Float32:  # fmt: skip
-    """One KV head, its G query heads: query [G, count, E] → [G, count, E]."""
+    """Attention of one KV head for its G query heads: query float32 [G, count, E] → [G, count, E]. `start`: position of
+    the first row."""
     g, count, e = query.shape
     page_tokens = keys.page_tokens
     flat = query.reshape(g * count, e)
@@ -107,7 +109,7 @@ def _attend_head(
     best[...] = -np.inf
     weight = scratch.take((g * count, 1))
     weight[...] = 0
-    at = np.arange(start, start + count)[:, None]  # positions of the queries
+    positions = np.arange(start, start + count)[:, None]  # of the queries
     first = max(0, start - a.window + 1) // page_tokens if a.window else 0
     mark = scratch.mark()
     for page in range(first, (start + count - 1) // page_tokens + 1):
@@ -121,13 +123,13 @@ def _attend_head(
         if a.softcap:
             scores[...] = np.float32(a.softcap) * np.tanh(scores / np.float32(a.softcap))
         seen = np.arange(begin, begin + n)[None, :]
-        hidden = seen > at
+        hidden = seen > positions
         if a.window:
-            hidden |= seen <= at - a.window
+            hidden |= seen <= positions - a.window
         if hidden.any():
             scores.reshape(g, count, n)[:, hidden] = -np.inf
         peak = np.maximum(best, scores.max(axis=1, keepdims=True))
-        # A row that has seen nothing yet has peak -inf; 0 there keeps exp(-inf - 0) = 0.
+        # A row that has seen nothing yet has peak -inf. Base 0 gives it exp(-inf - 0) = 0, and no NaN.
         base = np.where(np.isfinite(peak), peak, np.float32(0))
         scores -= base
         np.exp(scores, out=scores)
@@ -148,7 +150,8 @@ def out(
     weights: Bytes, part: Part, lo: int, a: Attention, heads_out: Float32, partial: Float32, first: bool,
     scratch: Scratch,
 ) -> None:  # fmt: skip
-    """partial [T, D] (+)= attention output of the granules lo… · o, granule by granule."""
+    """partial float32 [T, D] (+)= heads_out float32 [T, H, E] · o, for the heads of the granules from `lo` on, granule
+    by granule."""
     if first:
         partial[...] = 0
     g, t = a.heads_per_kv * part.granule_rows, heads_out.shape[0]

@@ -1,4 +1,4 @@
-"""The KV cache in numpy: rows of keys or values into pages and out again, in any format (spec/format.py)."""
+"""The KV cache in numpy: stores rows of keys or values in pages and loads them, in any format (spec/format.py)."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ _MOST_HALF = np.float32(65504)
 
 
 class KvPool(NamedTuple):
-    """K or V of some sequences in one layer: `blocks` uint8 [pages, K, page_tokens · kv_bytes], one a KV head."""
+    """K or V of some sequences in one layer. `blocks` uint8 [pages, K, page_tokens · kv_bytes]: a page has a block for
+    each KV head."""
 
     blocks: Bytes
     page_tokens: int
     head_dim: int
     format: Format
 
-    def store(self, page: int, head: int, at: int, rows: Float32) -> None:
-        """Writes rows [n, E] to the slots from `at` on."""
+    def store(self, page: int, head: int, slot: int, rows: Float32) -> None:
+        """Writes rows float32 [n, E] to the slots of a block from `slot` on."""
         block, n = self.blocks[page, head], len(rows)
         codes = self._rows(block)
         if not self.format.is_quantised:
-            codes.view(storage_dtype(self.format))[at : at + n] = narrow(rows, self.format)
+            codes.view(storage_dtype(self.format))[slot : slot + n] = narrow(rows, self.format)
             return
         scales, minimums = self._factors(block)
         wide = np.zeros((n, codes.shape[1] * 8 // self.format.bits), np.uint8)
         for g, columns in enumerate(self._groups()):
             group = _quantise(rows[:, columns], 2**self.format.bits - 1)
-            wide[:, columns], scales[g, at : at + n], minimums[g, at : at + n] = group
+            wide[:, columns], scales[g, slot : slot + n], minimums[g, slot : slot + n] = group
         if self.format.kind == "int4":
             halves = wide.reshape(n, -1, 2, 16)
             wide = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(n, -1)
-        codes[at : at + n] = wide
+        codes[slot : slot + n] = wide
 
     def load(self, page: int, head: int, n: int, scratch: Scratch) -> Float32:
-        """The first n slots as float32 [n, E], in scratch or where they lie."""
+        """The first n slots of a block as float32 [n, E]: in scratch, or a view of a float32 cache."""
         block = self.blocks[page, head]
         codes = self._rows(block)[:n]
         if not self.format.is_quantised:
@@ -61,12 +62,12 @@ class KvPool(NamedTuple):
         return wide[:, : self.head_dim]
 
     def _rows(self, block: Bytes) -> Bytes:
-        """[P, bytes of a row's numbers or codes]."""
-        each = self.format.kv_codes_bytes(self.head_dim)
-        return block[: self.page_tokens * each].reshape(self.page_tokens, each)
+        """The rows of a block as uint8 [P, bytes of a row's numbers or codes], a view."""
+        row_bytes = self.format.kv_codes_bytes(self.head_dim)
+        return block[: self.page_tokens * row_bytes].reshape(self.page_tokens, row_bytes)
 
     def _factors(self, block: Bytes) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Scales and minimums float16 [G, P]."""
+        """Scales and minimums of a block, each float16 [G, P], views."""
         after = self.page_tokens * self.format.kv_codes_bytes(self.head_dim)
         both = block[after:].view(np.float16).reshape(2, -1, self.page_tokens)
         return both[0], both[1]
@@ -77,8 +78,8 @@ class KvPool(NamedTuple):
 
 
 def _quantise(values: Float32, levels: int) -> tuple[Bytes, NDArray[Any], NDArray[Any]]:
-    """values [n, columns of a group] → codes uint8 [n, columns], scales and minimums float16 [n]: the rule of weights
-    (store/quantize.py), of values within ±65504. A row with a NaN becomes NaN as a whole."""
+    """values float32 [n, columns of a group] → codes uint8 [n, columns], scales and minimums float16 [n]. The rule is
+    that of weights (store/quantize.py), after values are clipped to ±65504. A row with a NaN becomes NaN as a whole."""
     spoilt = np.isnan(values.min(axis=1))
     kept = np.clip(np.where(spoilt[:, None], np.float32(0), values), -_MOST_HALF, _MOST_HALF)
     minimum = _half_beyond(kept.min(axis=1), down=True)
@@ -92,7 +93,7 @@ def _quantise(values: Float32, levels: int) -> tuple[Bytes, NDArray[Any], NDArra
 
 
 def _half_beyond(values: Float32, down: bool) -> NDArray[Any]:
-    """float32 → the next float16 that is not above (down) or not below the value."""
+    """float32 [n] → float16 [n]: the nearest one that is not above (`down`) or not below the value."""
     near = values.astype(np.float16)
     back = near.astype(np.float32)
     (wrong,) = np.nonzero(back > values if down else back < values)

@@ -1,4 +1,9 @@
-"""embed, norm, ffn, merge and head in numpy float32."""
+"""The dense ops in numpy float32: gather, embed, norm, ffn, merge and head.
+
+Shapes: T rows of the batch, D d_model, n rows whose logits are wanted, V vocab. Activations are float32. `weights`
+uint8 [granules, granule_bytes] is a unit as packed; `edges` and `norms` uint8 [granule_bytes] are the one granule of
+such a part.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,7 @@ from penstock.spec.parts import SUM_GRANULES, Part
 
 
 def gather(weights: Bytes, part: Part, tokens: NDArray[np.int32], rows: Float32) -> None:
-    """rows [T, d_embed] = the embedding rows of tokens [T]; weights [granules, granule_bytes]."""
+    """rows [T, d_embed] = the embedding rows of tokens int32 [T]."""
     take_rows(weights, part.block("rows"), tokens, rows)
 
 
@@ -33,28 +38,30 @@ def embed(
     rows: Float32, edges: Bytes, edges_part: Part, spec: ModelSpec, positions: NDArray[np.int64], x: Float32,
     scratch: Scratch,
 ) -> None:  # fmt: skip
-    """x [T, D] = rows [T, d_embed] · embed_scale, projected, plus learned positions."""
+    """x [T, D] = rows [T, d_embed] · embed_scale, projected where the model does so, plus its learned positions, if
+    any. positions int64 [T]."""
     projected, start = edges_part.has("project_in"), scratch.mark()
-    step = 64  # slabs, as in `multiply`: embedding rows are as wide as the model
+    step = 64  # rows of a slab, so that temporaries stay small as in `multiply`: rows are as wide as the model
     for lo in range(0, len(positions), step):
         scratch.rewind(start)
-        at = slice(lo, lo + step)
+        slab = slice(lo, lo + step)
         if projected:
-            scaled = scratch.take(rows[at].shape)
-            np.multiply(rows[at], np.float32(spec.embed_scale), out=scaled)
-            multiply(scaled, edges, edges_part.block("project_in"), x[at], scratch)
+            scaled = scratch.take(rows[slab].shape)
+            np.multiply(rows[slab], np.float32(spec.embed_scale), out=scaled)
+            multiply(scaled, edges, edges_part.block("project_in"), x[slab], scratch)
         else:
-            np.multiply(rows[at], np.float32(spec.embed_scale), out=x[at])
+            np.multiply(rows[slab], np.float32(spec.embed_scale), out=x[slab])
         if spec.position_rows:
             block = edges_part.block("positions")
-            learned = table(edges, block)[positions[at] + spec.position_offset]
-            x[at] += widen_plain(learned, block.format, scratch)
+            learned = table(edges, block)[positions[slab] + spec.position_offset]
+            x[slab] += widen_plain(learned, block.format, scratch)
     scratch.rewind(start)
 
 
 def normalise(x: Float32, norm: Norm, weight: Float32 | None, bias: Float32 | None, out: Float32) -> None:
-    """out = norm(x) over the last axis. RMS: x / sqrt(mean x² + eps) · (weight + offset)."""
-    step = max(1, SLAB_BYTES // (4 * x.shape[-1]))  # temporaries of a slab of rows, not of the whole chunk
+    """out = norm(x) over the last axis of x [rows, columns]. An RMS norm is x / sqrt(mean x² + eps) · (weight +
+    offset). A layer norm subtracts the mean from x first. weight and bias [columns]."""
+    step = max(1, SLAB_BYTES // (4 * x.shape[-1]))  # so that temporaries are of a slab of rows, not of the whole chunk
     for lo in range(0, x.shape[0], step):
         rows = x[lo : lo + step]
         if norm.kind == "layer":
@@ -67,35 +74,36 @@ def normalise(x: Float32, norm: Norm, weight: Float32 | None, bias: Float32 | No
             out[lo : lo + step] += bias
 
 
-def named_norm(x: Float32, norms: Bytes, part: Part, which: str, norm: Norm, out: Float32) -> None:
-    weight = vector(norms, part.block(which)) if part.has(which) else None
-    bias = vector(norms, part.block(which + "_bias")) if part.has(which + "_bias") else None
+def named_norm(x: Float32, norms: Bytes, part: Part, name: str, norm: Norm, out: Float32) -> None:
+    """out = the norm `name` of x, with weight and bias from the part's granule `norms`."""
+    weight = vector(norms, part.block(name)) if part.has(name) else None
+    bias = vector(norms, part.block(name + "_bias")) if part.has(name + "_bias") else None
     normalise(x, norm, weight, bias, out)
 
 
 def norm_in(
-    x: Float32, norms: Bytes, part: Part, which: str, spec: ModelSpec, present: bool, h: Float32, scratch: Scratch,
+    x: Float32, norms: Bytes, part: Part, name: str, spec: ModelSpec, present: bool, h: Float32, scratch: Scratch,
     rows: Sequence[int] | None = None,
 ) -> None:  # fmt: skip
-    """h = norm(x), or x itself where the layer has no such norm. The final norm takes chosen rows, and
-    projects down to d_embed where the model does (OPT-350m)."""
+    """h = norm(x), or h = x where the layer has no such norm (`present`). The final norm takes the rows `rows` of x,
+    and projects down to d_embed where the model does (OPT-350m)."""
     source = x if rows is None else x[list(rows)]
-    if not part.has("project_out") or which != "final":
+    if not part.has("project_out") or name != "final":
         if present:
-            named_norm(source, norms, part, which, spec.norm, h)
+            named_norm(source, norms, part, name, spec.norm, h)
         else:
             h[...] = source
         return
     wide = scratch.take(source.shape)
     if present:
-        named_norm(source, norms, part, which, spec.norm, wide)
+        named_norm(source, norms, part, name, spec.norm, wide)
     else:
         wide[...] = source
     multiply(wide, norms, part.block("project_out"), h, scratch)
 
 
 def activate(x: Float32, activation: str) -> Float32:
-    """In place."""
+    """Applies the activation to x in place, and returns x."""
     if activation == "silu":
         with np.errstate(over="ignore"):  # exp(-x) = inf for x < -88 gives 0, which is right
             x /= 1.0 + np.exp(-x)
@@ -114,7 +122,8 @@ def activate(x: Float32, activation: str) -> Float32:
 
 
 def _erf(x: Float32) -> Float32:
-    """Abramowitz and Stegun 7.1.26; its error of 1.5e-7 is about float32's own. numpy has no erf."""
+    """The error function by Abramowitz and Stegun 7.1.26, since numpy has none. Its error of 1.5e-7 is about float32's
+    own."""
     sign, z = np.sign(x), np.abs(x)
     t = 1.0 / (1.0 + np.float32(0.3275911) * z)
     series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
@@ -123,8 +132,9 @@ def _erf(x: Float32) -> Float32:
 
 
 class FfnSum(NamedTuple):
-    """Where an FFN's sums go. Granules are summed by fours (SUM_GRANULES, counted from the layer's first), then the
-    fours. `pending`: the sum of a four that is cut; the call before left it (continues), this one leaves it (keeps)."""
+    """Where an FFN's sums go. Granules are summed by fours (SUM_GRANULES, counted from the layer's first granule), then
+    the fours are. `first`: this call is the first addend of `partial`. `pending`: the sum of a four that is not
+    complete. `continues`: the call before left one there. `keeps`: this call leaves one."""
 
     partial: Float32  # [T, D]
     pending: Float32  # [T, D]
@@ -134,7 +144,7 @@ class FfnSum(NamedTuple):
 
 
 def ffn(weights: Bytes, part: Part, lo: int, shape: Ffn, h: Float32, out: FfnSum, scratch: Scratch) -> None:
-    """partial [T, D] (+)= down · act(gate h) * (up h); weights [n, granule_bytes], granules lo … of the layer."""
+    """partial [T, D] (+)= down · (act(gate h) * (up h)). `weights` holds the granules of the layer from `lo` on."""
     if out.first:
         out.partial[...] = 0
     t, width, start = h.shape[0], part.granule_rows, scratch.mark()
@@ -165,7 +175,8 @@ def merge(
     norms: Bytes, part: Part, block: str, layer: Layer, norm: Norm, x: Float32, partials: Sequence[Float32],
     scratch: Scratch,
 ) -> None:  # fmt: skip
-    """x += norm_out(sum of partials + bias), then x = norm_after(x). `block`: attn or ffn."""
+    """x += norm_out(sum of partials + bias), then x = norm_after(x). x and each partial [T, D]. `block`: attn or
+    ffn."""
     y = scratch.take(x.shape)
     y[...] = partials[0]
     for partial in partials[1:]:
@@ -184,8 +195,9 @@ def head(
     weights: Bytes, part: Part, lo: int, h: Float32, softcap: float, logits: Float32, best: Float32,
     best_ids: NDArray[np.int32], starts: bool, scratch: Scratch,
 ) -> None:  # fmt: skip
-    """logits[:, 64·lo : …] = h [n, d_embed] · rows of granules lo… ; weights [granules, granule_bytes]. `best` [n]
-    follows the largest logit and its id, the lowest where they tie; NaN once a logit was."""
+    """logits[:, 64·lo : …] = h [n, d_embed] · the vocabulary rows of `weights`, the granules from `lo` on. logits
+    float32 [n, V]. `best` float32 [n] is updated to the largest logit so far, and `best_ids` int32 [n] to its id, which
+    is the lowest where logits tie. Once a logit is NaN, `best` stays NaN. `starts`: this is the first unit."""
     if starts:
         best[...], best_ids[...] = -np.inf, 0
     block, width = part.block("rows"), part.granule_rows
@@ -196,13 +208,13 @@ def head(
         multiply(h, granule, block, out, scratch)
         if softcap:
             out[...] = np.float32(softcap) * np.tanh(out / np.float32(softcap))
-        at = (lo + i) * width
-        keep = min(width, part.rows - at)
-        logits[:, at : at + keep] = out[:, :keep]
-        ids = np.argmax(out[:, :keep], axis=1)  # the first NaN, where there is one
+        first_id = (lo + i) * width
+        keep = min(width, part.rows - first_id)
+        logits[:, first_id : first_id + keep] = out[:, :keep]
+        ids = np.argmax(out[:, :keep], axis=1)  # argmax gives the first NaN, where there is one
         largest = out[np.arange(len(out)), ids]
-        better = (largest > best) | ((largest == best) & (at + ids < best_ids)) | np.isnan(largest)
-        best_ids[better] = at + ids[better]
+        better = (largest > best) | ((largest == best) & (first_id + ids < best_ids)) | np.isnan(largest)
+        best_ids[better] = first_id + ids[better]
         best[better] = largest[better]
-        # A NaN stays: nothing is larger than it.
+        # A NaN stays, since no comparison with it is true.
     scratch.rewind(start)

@@ -1,6 +1,6 @@
-"""route and experts in numpy float32.
+"""The ops of FFNs with experts in numpy float32: route, experts, combine and gate.
 
-Shapes: T rows of the batch, X experts, A of a row, D d_model.
+Shapes: T rows of the batch, X experts, A experts that a row goes to, D d_model. h and partial are float32 [T, D].
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from penstock.kernels.reference.matrix import Bytes, Float32, Scratch, multiply,
 from penstock.spec.model import Routed, Router
 from penstock.spec.parts import Part
 
-_SMALLEST_SUM = np.float32(1e-20)  # what scores are divided by is never 0 (Glm4MoeTopkRouter)
+_SMALLEST_SUM = np.float32(1e-20)  # is added to the sum that scores are divided by, as Glm4MoeTopkRouter does
 
 
 class Routes(NamedTuple):
-    """Which experts a row goes to, upwards, and what multiplies the outputs: of each, and of the shared expert."""
+    """A router's answer: the experts that each row goes to in rising order, the factors of their outputs, and the
+    factor of the shared expert's output."""
 
     ids: NDArray[np.int32]  # [T, A]
     weights: Float32  # [T, A]
@@ -28,8 +29,9 @@ class Routes(NamedTuple):
 
 
 def route(weights: Bytes, part: Part, routed: Routed, h: Float32, routes: Routes, scratch: Scratch) -> None:
-    """Fills `routes` for h [T, D]; weights [granule_bytes], the router's. A row with a score that is no finite number
-    goes to the first experts, with weights NaN: damage shows in the logits, as anywhere else."""
+    """Fills `routes` for h float32 [T, D]. `weights` uint8 [granule_bytes] is the router's granule. A row with a score
+    that is no finite number goes to the first experts, with weights NaN. So damage shows in the logits, as it does
+    elsewhere."""
     t, start = h.shape[0], scratch.mark()
     scores = scratch.take((t, routed.experts))
     multiply(h, weights, part.block("scores"), scores, scratch)
@@ -58,7 +60,7 @@ def _choose(scores: Float32, bias: Float32 | None, routed: Routed, routes: Route
     ranked = scores if bias is None else scores + bias
     if router.groups > 1:
         ranked = _kept_groups(ranked, router)
-    # The highest first, of equal ones the lowest id; then upwards by id, the order of their sum.
+    # The highest scores are chosen, of equal ones the lowest ids. Then ids rise: that is the order of the sum.
     ids = np.sort(np.argsort(-ranked, axis=1, kind="stable")[:, :active], axis=1)
     chosen = np.take_along_axis(scores, ids, axis=1)
     if router.normalised:
@@ -68,21 +70,21 @@ def _choose(scores: Float32, bias: Float32 | None, routed: Routed, routes: Route
 
 
 def _kept_groups(ranked: Float32, router: Router) -> Float32:
-    """The scores [T, X], -inf outside of the groups that are kept."""
+    """The scores float32 [T, X], but -inf outside of the groups that are kept."""
     grouped = ranked.reshape(len(ranked), router.groups, -1)
     two_best = np.sort(grouped, axis=2)[:, :, -2:].sum(axis=2)
     kept = np.argsort(-two_best, axis=1, kind="stable")[:, : router.groups_kept]
-    found = np.full_like(grouped, -np.inf)
-    np.put_along_axis(found, kept[:, :, None], np.take_along_axis(grouped, kept[:, :, None], axis=1), axis=1)
-    return found.reshape(ranked.shape)
+    only_kept = np.full_like(grouped, -np.inf)
+    np.put_along_axis(only_kept, kept[:, :, None], np.take_along_axis(grouped, kept[:, :, None], axis=1), axis=1)
+    return only_kept.reshape(ranked.shape)
 
 
 def experts(
     weights: Sequence[Bytes], ids: Sequence[int], part: Part, routed: Routed, h: Float32, routes: Routes,
     partial: Float32, outputs: Float32 | None, starts_sum: bool, scratch: Scratch,
 ) -> None:  # fmt: skip
-    """partial [T, D] (+)= Σ weight · FFN of h [T, D] over the experts `ids`, each of weights [granules, granule_bytes].
-    With `outputs` [T, A, D] the FFNs go there instead."""
+    """partial [T, D] (+)= Σ weight · FFN of h [T, D] over the experts `ids`. Each has weights uint8 [granules,
+    granule_bytes]. With `outputs` float32 [T, A, D] the FFNs' outputs are stored there instead."""
     if starts_sum and outputs is None:
         partial[...] = 0
     start = scratch.mark()
@@ -103,7 +105,7 @@ def experts(
 
 
 def combine(routes: Routes, outputs: Float32, partial: Float32, starts_sum: bool) -> None:
-    """partial [T, D] (+)= Σ weight · outputs [T, A, D], experts upwards."""
+    """partial [T, D] (+)= Σ weight · outputs float32 [T, A, D], experts in rising order."""
     if starts_sum:
         partial[...] = 0
     for rank in range(outputs.shape[1]):
@@ -111,5 +113,5 @@ def combine(routes: Routes, outputs: Float32, partial: Float32, starts_sum: bool
 
 
 def gate(routes: Routes, partial: Float32) -> None:
-    """partial [T, D] times the shared expert's weights."""
+    """partial [T, D] = partial times the shared expert's weight of each row."""
     partial *= routes.shared[:, None]

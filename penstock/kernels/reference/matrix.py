@@ -1,4 +1,5 @@
-"""Weights to float32 and matrix products, a slab of tiles at a time."""
+"""Matrix products with packed weights in numpy: widens weights to float32, a slab of tiles at a time, and
+multiplies."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ Float32 = NDArray[np.float32]
 
 
 class Scratch:
-    """Hands out temporaries from a byte range that one lane owns; a new one per call starts over."""
+    """Hands out temporaries from `memory`, uint8 [bytes], which one lane owns. Each call makes a new Scratch, which
+    starts from the beginning."""
 
     def __init__(self, memory: Bytes) -> None:
         self._memory, self._used = memory, 0
@@ -26,8 +28,8 @@ class Scratch:
         lo = -(-self._used // 64) * 64
         assert lo + nbytes <= self._memory.nbytes, f"scratch of {self._memory.nbytes} bytes is too small: {lo + nbytes}"
         self._used = lo + nbytes
-        found: NDArray[Any] = self._memory[lo : self._used].view(dtype).reshape(shape)
-        return found
+        view: NDArray[Any] = self._memory[lo : self._used].view(dtype).reshape(shape)
+        return view
 
     def mark(self) -> int:
         return self._used
@@ -36,15 +38,15 @@ class Scratch:
         self._used = mark
 
 
-# Elements of single rows widened at a time: `take_rows` has no scratch and allocates some 9 bytes for each.
+# Elements of single rows that are widened at a time. `take_rows` has no scratch, and allocates some 9 bytes for each.
 _ROW_ELEMENTS = 64 * 1024
 
 Fields = tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]
 
 
 def _fields(packed: Bytes, cols: int, fmt: Format) -> Fields:
-    """Tiles uint8 [..., tile_bytes] as views whose last axis is the row: words [..., lines, 16], for integer
-    formats [..., G, lines, 16], and their scales and minimums float16 [..., G, 16]."""
+    """Views of tiles uint8 [..., tile_bytes] whose last axis is the row: words [..., lines, 16]. For integer formats:
+    words [..., G, lines, 16], and scales and minimums float16 [..., G, 16]."""
     if not fmt.is_quantised:
         word = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint32}[fmt.kind]
         return packed.view(word).reshape(*packed.shape[:-1], -1, TILE_ROWS), None, None
@@ -55,14 +57,14 @@ def _fields(packed: Bytes, cols: int, fmt: Format) -> Fields:
 
 
 def _padded(cols: int, fmt: Format) -> int:
-    """Columns that a tile holds."""
+    """Columns that a tile holds, padding included."""
     return fmt.groups(cols) * fmt.group if fmt.is_quantised else cols + (fmt.kind == "bfloat16") * (cols % 2)
 
 
 def _expand(fields: Fields, fmt: Format, wide: Float32, codes: Bytes | None) -> None:
-    """wide float32 [n, padded columns] = fields with their row axis moved to the front: words [..., lines] or
-    [..., G, lines], scales and minimums [..., G]. codes uint8, of the same shape as wide: room for the codes
-    of integer formats."""
+    """wide float32 [n, padded columns] = the numbers of fields whose row axis was moved to the front: words [...,
+    lines] or [..., G, lines], scales and minimums [..., G]. `codes` uint8, of the same shape as `wide`, is room for the
+    codes of integer formats."""
     words, scales, minimums = fields
     if scales is None or minimums is None or codes is None:
         if fmt.kind == "bfloat16":
@@ -75,7 +77,7 @@ def _expand(fields: Fields, fmt: Format, wide: Float32, codes: Bytes | None) -> 
     if fmt.kind == "int8":
         np.copyto(codes.view(np.uint32).reshape(words.shape), words)
     else:
-        # A word becomes 8 bytes: its low nibbles, then, shifted by 32 - 4 bits, its high ones.
+        # A word becomes 8 bytes: its low nibbles, then its high nibbles, which are shifted by 32 - 4 bits.
         pairs = codes.view(np.uint64).reshape(words.shape)
         shifted = wide.reshape(-1)[: codes.size // 4].view(np.uint64).reshape(words.shape)
         np.copyto(pairs, words)
@@ -104,7 +106,8 @@ def widen(packed: Bytes, cols: int, fmt: Format, scratch: Scratch) -> Float32:
 
 
 def take_rows(granules: Bytes, block: Block, rows: NDArray[Any], out: Float32) -> None:
-    """out float32 [n, cols] = single rows of the block, which is cut into granules [granules, granule_bytes]."""
+    """out float32 [n, cols] = the rows `rows` (integers [n]) of the block, which is cut into granules uint8 [granules,
+    granule_bytes]."""
     fmt, width = block.format, _padded(block.cols, block.format)
     packed = granules[:, block.offset : block.offset + block.nbytes]
     fields = _fields(packed.reshape(len(granules), tiles(block.rows), -1), block.cols, fmt)
@@ -126,17 +129,18 @@ def block_bytes(granule: Bytes, block: Block) -> Bytes:
 
 
 def vector(granule: Bytes, block: Block) -> Float32:
-    """A float32 vector inside a granule: a bias, a norm's weight."""
+    """A float32 vector [cols] inside a granule: a bias, or a norm's weight. A view."""
     return block_bytes(granule, block).view(np.float32)
 
 
 def table(granule: Bytes, block: Block) -> NDArray[Any]:
-    """A float matrix that lies row by row, in its storage type."""
+    """A float matrix [rows, cols] that lies row by row, in its storage type. A view."""
     return block_bytes(granule, block).view(storage_dtype(block.format)).reshape(block.rows, block.cols)
 
 
 def widen_plain(stored: NDArray[Any], fmt: Format, scratch: Scratch) -> Float32:
-    """Rows in a float format's storage type as float32: themselves, or in scratch."""
+    """Rows in a float format's storage type as float32. float32 rows are returned as they are, others are widened into
+    scratch."""
     if fmt.kind == "float32":
         return stored
     if fmt.kind == "float16":
@@ -150,7 +154,7 @@ def widen_plain(stored: NDArray[Any], fmt: Format, scratch: Scratch) -> Float32:
 
 
 def multiply(x: Float32, granule: Bytes, block: Block, out: Float32, scratch: Scratch, add: bool = False) -> None:
-    """out [T, R] = x [T, C] · block [R, C]ᵀ, or out += with `add`."""
+    """out float32 [T, R] = x float32 [T, C] · block [R, C]ᵀ, or out += that with `add`."""
     packed = block_bytes(granule, block).reshape(tiles(block.rows), -1)
     rows, start = slab_rows(block), scratch.mark()
     for lo in range(0, block.rows, rows):
@@ -167,8 +171,8 @@ def multiply(x: Float32, granule: Bytes, block: Block, out: Float32, scratch: Sc
 
 
 def narrow(values: Float32, fmt: Format) -> NDArray[Any]:
-    """float32 to a float format's storage: bfloat16 as uint16 bits rounded to nearest even; float16
-    saturates at ±65504 instead of becoming infinite."""
+    """float32 values in a float format's storage type. bfloat16 is rounded to nearest even, and its bits are uint16.
+    float16 saturates at ±65504 instead of becoming infinite."""
     if fmt.kind == "float32":
         return values
     if fmt.kind == "float16":
@@ -180,5 +184,5 @@ def narrow(values: Float32, fmt: Format) -> NDArray[Any]:
 
 
 def storage_dtype(fmt: Format) -> np.dtype[Any]:
-    """How numpy holds a float format; bfloat16 as its bits."""
+    """The numpy type that holds a float format. bfloat16 is held as its bits."""
     return np.dtype({"float32": "float32", "float16": "float16", "bfloat16": "uint16"}[fmt.kind])

@@ -1,8 +1,8 @@
-"""Typed, bounded reads of a `config.json` that anybody may have written.
+"""Reads values of a `config.json` that anybody may have written, and checks their types and bounds.
 
-JSON's `null` is not the same as an absent key: transformers gives an absent key its class default, and
-`null` a meaning of its own (Mistral: no `sliding_window` is 4096, `null` is none). The `optional_…` reads
-keep that difference; the others refuse `null`.
+JSON's `null` is not the same as an absent key. transformers gives an absent key its class default, and `null` a meaning
+of its own (Mistral: without the key `sliding_window` the window is 4096, with `null` there is none). The `optional_…`
+reads keep that difference. The others refuse `null`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 from penstock.errors import BrokenModel, UnsupportedModel
 
-# No width (neurons, heads, d_model) of any model comes near; beyond it a file is broken, not big. 2**24 led to granules
-# of 2 GiB, which `synth` made before anything refused them.
+# No width (neurons, heads, d_model) of any model comes near this. A file with a larger one is broken, not big. A limit
+# of 2**24 allowed granules of 2 GiB, which `synth` made before anything refused them.
 MAX_WIDTH = 2**20
-# What is planned in seconds: 4096 layers took 26 s, a vocabulary of 2**31 a minute. The largest models of today have
-# some 130 layers and 262,208 tokens.
+# So much is planned within seconds: 4096 layers took 26 s, a vocabulary of 2**31 a minute. The largest models of today
+# have some 130 layers and 262,208 tokens.
 MAX_LAYERS, MAX_VOCAB = 512, 2**22
 MAX_COUNT = 2**31 - 1
 
@@ -27,7 +27,7 @@ _ACTIVATIONS = {
     "swish": "silu",
     "gelu": "gelu",
     "gelu_python": "gelu",
-    # Five spellings of the tanh approximation; they differ in rounding only.
+    # Five spellings of the tanh approximation. They differ in rounding only.
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "gelu_accurate": "gelu_tanh",
@@ -53,7 +53,9 @@ def short(value: Any) -> str:
 
 
 class Config:
-    """One JSON object of a config. `where` names the file; `prefix` the object inside it (`"rope_scaling."`)."""
+    """One JSON object of a config. `where` names the file in errors, `prefix` the object inside it (`"rope_scaling."`).
+
+    Raises BrokenModel if `data` is no object."""
 
     def __init__(self, data: Any, where: str, prefix: str = "") -> None:
         self.where = where
@@ -70,7 +72,7 @@ class Config:
         return UnsupportedModel(f"{self.where}: {self.prefix}{key} {complaint}")
 
     def has(self, key: str) -> bool:
-        """Whether the key stands there with a value other than null."""
+        """Whether the object has the key with a value other than null."""
         return self.data.get(key) is not None
 
     def whole(self, key: str, default: int | None = None, *, lo: int = 1, hi: int = MAX_COUNT) -> int:
@@ -83,7 +85,7 @@ class Config:
         return value
 
     def optional_whole(self, key: str, default: int | None, *, hi: int = MAX_COUNT) -> int | None:
-        """A whole number from 1, None for null, the default where the key is absent."""
+        """A whole number in 1..hi, None for null, the default where the key is absent. Raises BrokenModel."""
         if key not in self.data:
             return default
         return None if self.data[key] is None else self.whole(key, hi=hi)
@@ -99,20 +101,20 @@ class Config:
         return float(value)
 
     def optional_real(self, key: str, default: float | None) -> float | None:
-        """A positive number, None for null, the default where the key is absent."""
+        """A positive number, None for null, the default where the key is absent. Raises BrokenModel."""
         if key not in self.data:
             return default
         return None if self.data[key] is None else self.real(key)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Raises BrokenModel."""
+        """True or false. Raises BrokenModel."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise self.broken(key, f"should be true or false, not {short(value)}")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Raises BrokenModel."""
+        """A string. Without a default the key must be there. Raises BrokenModel."""
         value = self._get(key, default)
         if not isinstance(value, str):
             raise self.broken(key, f"should be a string, not {short(value)}")
@@ -127,7 +129,7 @@ class Config:
         return tuple(items.real(name) for name in items.data)
 
     def inner(self, key: str) -> Config:
-        """The object under `key`."""
+        """The object under `key`. Raises BrokenModel."""
         return Config(self._get(key, None), self.where, f"{self.prefix}{key}.")
 
     def activation(self, key: str, default: str) -> str:
@@ -140,8 +142,8 @@ class Config:
     def dtype(self) -> str:
         """The checkpoint's number format, under its new (`dtype`) or old (`torch_dtype`) key.
 
-        float32 where neither is set, as transformers assumes. The tensors' own headers are the last word. Raises
-        UnsupportedModel.
+        It is float32 where neither is set, as transformers assumes. Packing goes by the tensors' own headers instead.
+        Raises UnsupportedModel.
         """
         key = "dtype" if self.has("dtype") else "torch_dtype"
         if not self.has(key):

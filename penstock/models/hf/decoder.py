@@ -1,4 +1,5 @@
-"""The llama-like decoder: RMS norms, gated FFN, rotary positions. Its types differ in defaults and details."""
+"""Makes the spec of a llama-like decoder: RMS norms, gated FFN, rotary positions. Model types of this kind differ in
+defaults and details."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Routed
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-# A tokenizer's peak is 0.84 KB an entry (105 MiB for 128 k). The store knows better once it sees the file.
+# A tokenizer's peak is 0.84 KB an entry (105 MiB for 128 k). The store replaces this estimate once it sees the file.
 TOKENIZER_BYTES_PER_ENTRY = 840
 
 LAYER_NAMES = {
@@ -44,10 +45,10 @@ END_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What the transformers class of a type takes for keys that a config leaves out.
+    """Values of the transformers class of a type for keys that a config leaves out.
 
-    kv_heads None: as many as heads; head_dim None: hidden_size / heads. That is also what `null` means.
-    """
+    `kv_heads` None: as many as heads. `head_dim` None: hidden_size / heads. For both, `null` in a config means the
+    same."""
 
     max_positions: int
     kv_heads: int | None = None
@@ -59,7 +60,7 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What a type does beside the plain llama layer. `scale` None: head_dim ** -0.5; softcaps: 0 is none."""
+    """Differences of a type from the plain llama layer. `scale` None: head_dim ** -0.5. Softcaps: 0 is none."""
 
     qkv_bias: bool = False
     out_bias: bool = False
@@ -86,8 +87,10 @@ def decoder(
     layer_types: Sequence[str] | None = None,
     routed: Sequence[Routed | None] | None = None,
 ) -> ModelSpec:
-    """The spec of a llama-like model. `window` holds in the layers whose type is sliding (in all layers
-    where `layer_types` is None). `routed`: the experts of each layer, None for a dense one. Raises BrokenModel."""
+    """The spec of a llama-like model. `window` holds in the layers whose type is sliding, or in all layers if
+    `layer_types` is None. `routed`: the experts of each layer, None for a dense layer.
+
+    Raises BrokenModel, and UnsupportedModel for an activation, a rope or a number format that penstock does not run."""
     d_model = config.whole("hidden_size", hi=MAX_WIDTH)
     max_positions = config.whole("max_position_embeddings", defaults.max_positions)
     vocab = config.whole("vocab_size", hi=MAX_VOCAB)
@@ -106,7 +109,7 @@ def decoder(
             down_bias=details.mlp_bias,
         )
         ffns = [dense if ffn is None else ffn for ffn in ffns]
-    kinds: dict[tuple[str, Ffn | Routed | None], Layer] = {}  # alike layers are one object
+    kinds: dict[tuple[str, Ffn | Routed | None], Layer] = {}  # layers that are alike are one object
     for kind, ffn in zip(layer_types, ffns, strict=True):
         assert ffn is not None
         if (kind, ffn) not in kinds:
@@ -134,12 +137,12 @@ def decoder_sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource]:
 
 
 def layer_count(config: Config) -> int:
+    """The number of layers. Raises BrokenModel."""
     return config.whole("num_hidden_layers", hi=MAX_LAYERS)
 
 
 def head_dim_of(config: Config, d_model: int, heads: int, default: int | None = None) -> int:
-    """`head_dim`, or hidden_size / heads where it is null, or absent and without a default. Raises
-    BrokenModel."""
+    """`head_dim` of the config, or its default. Where that is None it is hidden_size / heads. Raises BrokenModel."""
     given = config.optional_whole("head_dim", default, hi=MAX_WIDTH)
     if given is not None:
         return given
@@ -149,16 +152,17 @@ def head_dim_of(config: Config, d_model: int, heads: int, default: int | None = 
 
 
 def layer_types_of(config: Config, default: Sequence[str]) -> list[str]:
-    """`layer_types`, or the default where it is null or absent. Raises BrokenModel and UnsupportedModel."""
+    """`layer_types` of the config, or the default where it is null or absent. Raises BrokenModel and
+    UnsupportedModel."""
     if not config.has("layer_types"):
         return list(default)
-    found = config.data["layer_types"]
-    if not isinstance(found, list) or len(found) != len(default):
-        raise config.broken("layer_types", f"should be a list of {len(default)} names, not {short(found)}")
-    for name in found:
+    layer_types = config.data["layer_types"]
+    if not isinstance(layer_types, list) or len(layer_types) != len(default):
+        raise config.broken("layer_types", f"should be a list of {len(default)} names, not {short(layer_types)}")
+    for name in layer_types:
         if not isinstance(name, str) or name not in (FULL, SLIDING):
             raise config.unsupported("layer_types", f"has {short(name)}; penstock runs {FULL} and {SLIDING}")
-    return found
+    return layer_types
 
 
 def _attention(

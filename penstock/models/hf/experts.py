@@ -1,4 +1,4 @@
-"""What types with experts share: reading them from a config, and where they stand in a checkpoint."""
+"""Shared by types with experts: reads experts from a config, and says where they stand in a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ _STACKED_NAMES = {
 
 
 def shared_names(name: str) -> dict[str, str]:
-    """Of the shared expert that a checkpoint calls `name`."""
+    """Tensor names of the shared expert that a checkpoint calls `name`."""
     return {f"shared.{block}": f"{_MLP}{name}.{block}_proj.weight" for block in ("gate", "up", "down")}
 
 
 def gated(config: Config, neurons_key: str, times: int = 1) -> Ffn:
-    """A gated FFN without biases, of `times` as many neurons as the key says. Raises BrokenModel."""
+    """A gated FFN without biases. It has `times` as many neurons as the key `neurons_key` says. Raises BrokenModel."""
     return Ffn(times * config.whole(neurons_key, hi=MAX_WIDTH // times), config.activation("hidden_act", "silu"), True)
 
 
 def count_key(config: dict[str, Any], keys: Sequence[str]) -> str:
-    """Which of the keys that a type counts its experts by a config has; the first where it has none."""
+    """The first of a type's `keys` for the number of experts that the config has, or `keys[0]` if it has none."""
     return next((key for key in keys if key in config), keys[0])
 
 
 def experts(config: Config, keys: Sequence[str], default: int) -> int:
-    """Of a layer. Raises BrokenModel, and UnsupportedModel for more than can be planned in seconds."""
+    """The number of experts of a layer. Raises BrokenModel, and UnsupportedModel for more than can be planned in
+    seconds."""
     key, layers = count_key(config.data, keys), layer_count(config)
     count = config.whole(key, default, hi=MAX_EXPERTS)
     if count * layers > MAX_ALL_EXPERTS:
@@ -53,13 +54,13 @@ def experts(config: Config, keys: Sequence[str], default: int) -> int:
 
 
 def active(config: Config, eligible: int, default: int) -> int:
-    """Experts that a token goes to, of those that may be chosen. Raises BrokenModel."""
+    """The number of experts that a token goes to, at most `eligible`. Raises BrokenModel."""
     return config.whole("num_experts_per_tok", default, hi=eligible)
 
 
 def sparse_layers(config: Config) -> list[bool]:
-    """Which layers are routed, by Qwen's two keys: every `decoder_sparse_step`th, but those of `mlp_only_layers`.
-    Raises BrokenModel."""
+    """Whether each layer is routed, by Qwen's two keys: every `decoder_sparse_step`th layer is, except those in
+    `mlp_only_layers`. Raises BrokenModel."""
     step, count = config.whole("decoder_sparse_step", 1), layer_count(config)
     dense = config.data["mlp_only_layers"] if config.has("mlp_only_layers") else []
     good = isinstance(dense, list) and len(dense) <= MAX_LAYERS
@@ -71,14 +72,16 @@ def sparse_layers(config: Config) -> list[bool]:
 def apart(
     spec: ModelSpec, shared: str = "shared_expert", names: dict[str, str] = APART_NAMES
 ) -> dict[tuple[str, str], TensorSource]:
-    """A matrix of an expert is a tensor of its own."""
+    """`sources` of a checkpoint where each matrix of each expert is a tensor of its own. `shared`: the checkpoint's
+    name of the shared expert. `names`: names of the experts' tensors, and of others that the type has."""
     return sources_of(spec, LAYER_NAMES | ROUTER_NAMES | shared_names(shared) | names, END_NAMES)
 
 
 def stacked(
     spec: ModelSpec, shared: str = "shared_expert", names: dict[str, str] | None = None
 ) -> dict[tuple[str, str], TensorSource]:
-    """All experts of a layer stand in two tensors [X, 2 N, D] (gate, then up) and [X, D, N]."""
+    """`sources` of a checkpoint where all experts of a layer stand in two tensors: [X, 2 N, D] (gate, then up) and
+    [X, D, N]."""
     routed = [layer.routed for layer in spec.layers if layer.routed is not None]
     offsets = {"experts.up": routed[0].expert.neurons} if routed else {}
     layer_names = LAYER_NAMES | ROUTER_NAMES | shared_names(shared) | (names or {}) | _STACKED_NAMES

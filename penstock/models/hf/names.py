@@ -1,4 +1,4 @@
-"""Where the blocks of `spec.parts` stand in a checkpoint."""
+"""Says where in a checkpoint the blocks of `spec.parts` stand: in which tensor, and where in it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from penstock.spec.format import FLOAT32
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import parts
 
-EXPERT = "<expert>"  # in the names of tensors: the number of an expert
+EXPERT = "<expert>"  # stands for the number of an expert in the names of tensors
 
-# A granule of these takes columns of its tensor; of every other block it takes rows.
+# Blocks for which a granule takes columns of the tensor. For every other block it takes rows.
 _BY_COLUMN = ("o", "down")
-_OWN_NAMES = ("router", "shared", "experts")  # kinds of parts whose blocks are called as others' are
+# Kinds of parts whose blocks have the same names as other parts' blocks. So their keys name the part too: "shared.up".
+_OWN_NAMES = ("router", "shared", "experts")
 
 
 class TensorSource(NamedTuple):
-    """Granule g's block is the slice of `tensor` along `axis` (0 rows, 1 columns) that starts at
-    offset + g * extent; extent is the block's rows (axis 0), its columns (axis 1), or for a vector its length.
+    """Granule g's block is the slice of `tensor` along `axis` (0 rows, 1 columns) that starts at offset + g * extent.
+    The extent is the block's rows (axis 0), its columns (axis 1), or for a vector its length.
 
-    A part's last granule may stop short: it takes `part.rows_of(g, g + 1)` of `granule_rows`. In a fused
-    tensor what follows it is the next matrix, so the tensor's end is not where to stop.
+    A part's last granule may be shorter: it takes `part.rows_of(g, g + 1)` of `granule_rows`. It may not read on to the
+    end of the tensor, since in a fused tensor the next matrix follows.
 
-    Of experts g counts from the expert's first granule. Each has a tensor of its own, by the name with EXPERT replaced
-    by its number; or, `stacked`, tensor[e] of one tensor with three axes, to which `axis` and `offset` apply.
+    For experts, g counts from the expert's first granule. Each expert has a tensor of its own, whose name is `tensor`
+    with EXPERT replaced by the expert's number. Or with `stacked`, expert e is tensor[e] of one tensor with three axes,
+    and `axis` and `offset` count within that.
     """
 
     tensor: str
@@ -47,15 +49,16 @@ def sources_of(
 ) -> dict[tuple[str, str], TensorSource]:  # fmt: skip
     """(part key, block name) → TensorSource for all blocks that this spec has.
 
-    `layer`: block name → tensor name, `{}` being the layer's number; "shared.up", "experts.up" and "router.scores" for
-    the blocks of such parts. `ends`: the same for "embed.rows", "head.rows", "edges.final", … `offsets`: where a block
-    starts inside a fused tensor. `stacked`: of experts, all in one tensor with three axes.
+    `layer`: block name → tensor name, in which `{}` is the layer's number. Blocks of routers, shared experts and
+    experts are named with their part: "shared.up", "experts.up", "router.scores". `ends`: the same for "embed.rows",
+    "head.rows", "edges.final", … `offsets`: block name → its first row inside a fused tensor. `stacked`: all experts of
+    a layer stand in one tensor with three axes.
     """
-    found: dict[tuple[str, str], TensorSource] = {}
+    sources: dict[tuple[str, str], TensorSource] = {}
     for part in parts(spec, FLOAT32):
         for block in part.blocks:
             key = f"{part.kind}.{block.name}" if part.kind in _OWN_NAMES else block.name
             name = layer[key].format(part.layer) if part.layer >= 0 else ends[f"{part.kind}.{block.name}"]
             axis, offset = 1 if block.name in _BY_COLUMN else 0, (offsets or {}).get(key, 0)
-            found[part.key, block.name] = TensorSource(name, axis, offset, stacked and part.kind == "experts")
-    return found
+            sources[part.key, block.name] = TensorSource(name, axis, offset, stacked and part.kind == "experts")
+    return sources

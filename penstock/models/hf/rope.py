@@ -1,7 +1,8 @@
-"""Rotary positions from a config, old keys (`rope_theta`, `rope_scaling`) and new (`rope_parameters`).
+"""Reads rotary positions from a config, by its old keys (`rope_theta`, `rope_scaling`) or its new one
+(`rope_parameters`).
 
-All that transformers works out of several keys is worked out here, so `Rope.factors` is complete and needs
-no further defaults; spec.model.Rope lists what each kind has.
+Values that transformers works out of several keys are worked out here. So `Rope.factors` is complete and needs no
+further defaults. `spec.model.Rope` lists the factors of each kind.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ _ORIGINAL = "original_max_position_embeddings"
 
 @dataclass(frozen=True, slots=True)
 class RopeRules:
-    """What differs between types: the kinds a type knows, other names for them, whether a part of each head
-    may be rotated (`share` of it where the config does not say), the original context length of a config that does not
-    say (0: its whole length), and its base frequency (`theta`)."""
+    """Differences between model types. `kinds`: the kinds of rope that a type has. `aliases`: other names for them.
+    `partial`: a config may rotate a part of each head. Defaults for a config that does not say: `share`, the part of
+    each head that is rotated; `original`, the context length before scaling (0: its whole length); `theta`, the base
+    frequency."""
 
     kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "longrope")
     aliases: dict[str, str] = field(default_factory=dict)
@@ -33,7 +35,8 @@ LLAMA_RULES = RopeRules()
 
 
 def rope_of(config: Config, rules: RopeRules, head_dim: int, max_positions: int, layer_type: str) -> Rope:
-    """The rope of the layers of one `layer_type`. Raises UnsupportedModel for kinds that are not run."""
+    """The rope of the layers of one `layer_type`. Raises UnsupportedModel for a kind that the type does not have, and
+    BrokenModel for a key that is missing or wrong."""
     scaling = _scaling(config, layer_type)
     kind_key = "rope_type" if scaling.has("rope_type") else "type"
     name = scaling.text(kind_key, "default") if scaling.has(kind_key) else "default"
@@ -41,7 +44,7 @@ def rope_of(config: Config, rules: RopeRules, head_dim: int, max_positions: int,
     if kind not in rules.kinds:
         raise scaling.unsupported(kind_key, f"{short(name)} is not one of {', '.join(rules.kinds)}")
 
-    # A value beside the scaling is older than one inside it, and loses to it.
+    # Old files have theta beside the scaling, new ones inside it. The one inside it counts.
     theta = (scaling if "rope_theta" in scaling.data else config).real("rope_theta", rules.theta, lo=1.001)
     dims = _dims(scaling if "partial_rotary_factor" in scaling.data else config, rules, head_dim)
     if kind == "default":
@@ -83,8 +86,8 @@ def rope_of(config: Config, rules: RopeRules, head_dim: int, max_positions: int,
 
 
 def _scaling(config: Config, layer_type: str) -> Config:
-    """The object that holds the kind and its factors, for this layer type where each has its own; empty where
-    the config has none."""
+    """The object that holds the kind of rope and its factors. Where each layer type has its own, it is that of
+    `layer_type`. It is empty where the config has none."""
     # transformers prefers a non-empty old key where a file has both.
     key = "rope_scaling" if config.data.get("rope_scaling") else "rope_parameters"
     if not config.has(key):
@@ -105,8 +108,8 @@ def _dims(holder: Config, rules: RopeRules, head_dim: int) -> int:
 
 
 def _original(config: Config, scaling: Config, rules: RopeRules, max_positions: int) -> float:
-    """The context length before scaling. The key outside wins, against the rule for all others: that is
-    where phi3 keeps it. From 2, since its logarithm divides."""
+    """The context length before scaling. If the key stands beside the scaling, that one counts, unlike for all other
+    keys: phi3 keeps it there. It is at least 2, since its logarithm is a divisor."""
     if rules.original:
         return float(config.whole(_ORIGINAL, rules.original, lo=2))
     holder = config if config.has(_ORIGINAL) else scaling
@@ -118,7 +121,7 @@ def _or_default(scaling: Config, key: str, default: float) -> float:
 
 
 def _yarn_attention(scaling: Config, factor: float) -> float:
-    """What yarn multiplies cos and sin by, DeepSeek's two `mscale` keys included."""
+    """The factor by which yarn multiplies cos and sin. DeepSeek's two `mscale` keys are read too."""
     if scaling.has("attention_factor"):
         return scaling.real("attention_factor", lo=0.0)
     if scaling.data.get("mscale") and scaling.data.get("mscale_all_dim"):
