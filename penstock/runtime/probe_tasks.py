@@ -23,7 +23,7 @@ from penstock.runtime.arena import Arenas
 from penstock.runtime.bind_native import Native, NativeBinding
 from penstock.runtime.dispatch import Dispatch
 from penstock.runtime.execute import Executor
-from penstock.runtime.movers import FileRange, Load
+from penstock.runtime.movers import DiskLoad, FileRange
 from penstock.spec.format import Format
 from penstock.spec.machine import Rate
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Rope
@@ -61,8 +61,8 @@ class _WithoutReads(NativeBinding):
         super().__init__(plan, arenas, None, kernels)
         self._reads = _native.Reader("threads", 1, MIB)
 
-    def _begin_load(self, call: Call, op: ops.Load) -> Load:
-        return Load(self._reads.start(0, 0, 0, 0), FileRange(Path(), 0, True, "", 0, 0))
+    def _begin_load(self, call: Call, op: ops.Load) -> DiskLoad:
+        return DiskLoad(self._reads.start(0, 0, 0, 0), FileRange(Path(), 0, True, "", 0, 0))
 
 
 Passed = tuple[float, int, int]

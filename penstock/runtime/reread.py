@@ -8,7 +8,7 @@ from itertools import cycle
 from typing import NamedTuple
 
 from penstock import _native
-from penstock.runtime.movers import DiskReader, Load, waited_for
+from penstock.runtime.movers import DiskLoad, DiskReader, waited_for
 from penstock.spec.parts import PAGE_BYTES
 from penstock.units import MIB, round_up
 
@@ -42,7 +42,7 @@ def from_disk(
     slots = max(1, room_bytes // size)
     start_s = time.perf_counter()
 
-    def loads() -> Iterator[Load]:
+    def loads() -> Iterator[DiskLoad]:
         for number, (part, lo, hi, _) in enumerate(cycle(ranges)):
             if number and time.perf_counter() - start_s > seconds:
                 return

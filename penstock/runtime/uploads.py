@@ -11,7 +11,7 @@ from penstock.graph.arenas import Layout
 from penstock.graph.tasks import Slot
 from penstock.runtime.arena import Arenas
 from penstock.runtime.device import Device
-from penstock.runtime.movers import DiskReader, Load
+from penstock.runtime.movers import DiskLoad, DiskReader
 from penstock.spec.places import GPU
 from penstock.spec.plan import Plan
 from penstock.units import MIB
@@ -29,7 +29,7 @@ def lift_weights(plan: Plan, layout: Layout, reader: DiskReader, arenas: Arenas,
         return
     size = max(slot.nbytes for *_, slot in pieces)
     halves = [Slot("host.stage", i * size, (i + 1) * size) for i in range(2 if 2 * size <= plan.stage_bytes else 1)]
-    begun: deque[tuple[Load, Slot, Slot]] = deque()
+    begun: deque[tuple[DiskLoad, Slot, Slot]] = deque()
 
     def finish() -> int:
         load, half, target = begun[0]
