@@ -156,7 +156,7 @@ class DiskReader:
         return read_bytes
 
     def close(self) -> None:
-        """Waits for the loads under way and closes the files."""
+        """Returns when no read is under way any more, and closes the files. Loads that had not begun fail."""
         for reader in self._readers.values():
             reader.close()
         self._closed = self.bytes_by_disk
