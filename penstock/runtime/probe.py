@@ -39,7 +39,7 @@ from penstock.spec.places import CPU, DISK, HOST
 from penstock.store.files import read_text, write_bytes
 
 _WORK_BYTES = RAM_BYTES
-_SHARING_S, _SHARING_READS, _SHARING_TURNS = 0.1, 9, 7  # seconds of computing alone, loads alone, turns of both
+_SHARING_S, _SHARING_READS, _SHARING_TURNS = 0.1, 9, 7  # computing alone; rounds of reads alone; turns of both
 _MOST_FACTOR = 100.0
 
 
