@@ -35,22 +35,25 @@ class Reading:
 class Ceilings:
     """Direct reads go on where the ones before ended, around and around, so that no cache below us helps."""
 
-    def __init__(self, files: Iterable[Path]) -> None:
+    def __init__(
+        self, files: Iterable[Path], blocks: tuple[int, ...] = BLOCKS, depths: tuple[int, ...] = DEPTHS
+    ) -> None:
+        self._blocks, self._depths = blocks, depths
         self._fds: list[tuple[int, int]] = []
         for file in files:
             fd, direct = _native.open_direct(str(file))
             if not direct:
                 sys.exit(f"{file}: this file system refuses direct reads, so there is no ceiling to measure")
             self._fds.append((fd, file.stat().st_size))
-        self._memory = _native.Memory(max(DEPTHS) * max(BLOCKS), True)
+        self._memory = _native.Memory(max(depths) * max(blocks), True)
         self._memory.populate()
-        self._places = {nbytes: itertools.cycle(self._blocks(nbytes)) for nbytes in BLOCKS}
-        self._pool = ThreadPoolExecutor(max(DEPTHS))
+        self._places = {nbytes: itertools.cycle(self._whole_blocks(nbytes)) for nbytes in blocks}
+        self._pool = ThreadPoolExecutor(max(depths))
 
     def read(self) -> Reading:
         """The best of all depths and blocks, and the median of some reads of RAM."""
         ram = statistics.median(ram_read_bytes_per_s(host.usable_cpus()) for _ in range(RAM_READINGS))
-        tried = ((self._disk(depth, block), depth, block) for depth in DEPTHS for block in BLOCKS)
+        tried = ((self._disk(depth, block), depth, block) for depth in self._depths for block in self._blocks)
         return Reading(ram, *max(tried))
 
     def close(self) -> None:
@@ -58,7 +61,7 @@ class Ceilings:
         for fd, _ in self._fds:
             os.close(fd)
 
-    def _blocks(self, nbytes: int) -> list[tuple[int, int]]:
+    def _whole_blocks(self, nbytes: int) -> list[tuple[int, int]]:
         """(file, offset) of every whole block."""
         return [(fd, at) for fd, size in self._fds for at in range(0, size - nbytes + 1, nbytes)]
 
@@ -70,7 +73,7 @@ class Ceilings:
             done = 0
             while time.perf_counter() - start_s < READ_S:
                 fd, at = next(self._places[nbytes])
-                done += _native.read_into(fd, at, self._memory.address + i * max(BLOCKS), nbytes, nbytes)
+                done += _native.read_into(fd, at, self._memory.address + i * max(self._blocks), nbytes, nbytes)
             return done
 
         read_bytes = sum(self._pool.map(reads, range(depth)))

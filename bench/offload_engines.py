@@ -64,31 +64,34 @@ class Engines:
         """Without a limit everything stays in memory, outside any cgroup."""
         within = () if limit is None else ("--limit", limit)
         arguments = ("--cache", self.cache, "--context", CONTEXT, *within, *more)
-        with self._started("bench.peers.streamed", limit, self.packed(shape), *arguments) as started:
-            yield started
+        with started(self.folder, "bench.peers.streamed", limit, self.packed(shape), *arguments) as ours:
+            yield ours
 
     @contextmanager
     def llamacpp(self, limit: int) -> Iterator[tuple[Worker, Cgroup | None]]:
         arguments = ("--config", DEFAULT_SHAPES["8b"], "--threads", self.threads, "--context", CONTEXT, "--mmap")
-        with self._started("bench.peers.llamacpp", limit, self.gguf, *arguments) as started:
-            yield started
+        with started(self.folder, "bench.peers.llamacpp", limit, self.gguf, *arguments) as peer:
+            yield peer
 
     @contextmanager
     def accelerate(self, limit: int, cpu_bytes: int, copied: bool) -> Iterator[tuple[Worker, Cgroup | None]]:
         with tempfile.TemporaryDirectory(prefix="offload-", dir=self.folder) as offload:
             split = ("--cpu-bytes", cpu_bytes, *(["--copied"] if copied else []))
             arguments = ("--offload", offload, "--threads", self.threads, *split)
-            with self._started("bench.peers.accelerate", limit, self.checkpoint, *arguments) as started:
-                yield started
+            with started(self.folder, "bench.peers.accelerate", limit, self.checkpoint, *arguments) as peer:
+                yield peer
 
-    @contextmanager
-    def _started(self, module: str, limit: int | None, *arguments: object) -> Iterator[tuple[Worker, Cgroup | None]]:
-        drop_page_cache(file for file in self.folder.glob("**/*") if file.is_file())
-        with ExitStack() as stack:
-            cgroup = stack.enter_context(limited(limit)) if limit is not None else None
-            worker = Worker(module, *arguments, cgroup=cgroup.folder if cgroup else None)
-            stack.callback(worker.close)
-            yield worker, cgroup
+
+@contextmanager
+def started(folder: Path, module: str, limit: int | None, *arguments: object) -> Iterator[tuple[Worker, Cgroup | None]]:
+    """A worker whose process is alone in a cgroup of so many bytes; None: in none. The page cache holds none of the
+    models of `folder`."""
+    drop_page_cache(file for file in folder.glob("**/*") if file.is_file())
+    with ExitStack() as stack:
+        cgroup = stack.enter_context(limited(limit)) if limit is not None else None
+        worker = Worker(module, *arguments, cgroup=cgroup.folder if cgroup else None)
+        stack.callback(worker.close)
+        yield worker, cgroup
 
 
 def tell(text: str) -> None:

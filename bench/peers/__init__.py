@@ -20,12 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 PROMPT_TOKENS = 16  # before a decode; attention over so few costs next to nothing
-Answer = dict[str, float]  # seconds, and what the work comes to: bytes of weights or of KV, flops
+Answer = dict[str, Any]  # seconds, and what the work comes to: bytes of weights or of KV, flops
 
 
 def token_ids(vocab: int, count: int, seed: int = 0) -> NDArray[np.int32]:
     """The same random prompt for both engines, int32 [count]."""
     return np.random.default_rng(seed).integers(0, vocab, count, np.int32)
+
+
+def followed_ids(vocab: int, first: int, count: int) -> NDArray[np.int32]:
+    """Tokens `first`, `first` + 1, … of a random text that all engines read, int32 [count]."""
+    return token_ids(vocab, first + count, seed=7)[first:]
 
 
 def serve(load: Callable[[], tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]]) -> None:

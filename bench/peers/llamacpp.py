@@ -3,7 +3,7 @@ interface.
 
 Everything is left at its default but the threads, the context, one batch for the whole prompt, and that the file is
 read rather than mapped, as a repacked model has to be copied anyway. With --mmap it is mapped and not repacked, for
-memory that does not hold it.
+memory that does not hold it. With --plain it is read and not repacked.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.peers import PROMPT_TOKENS, Answer, serve, token_ids
+from bench.peers import PROMPT_TOKENS, Answer, followed_ids, serve, token_ids
 from bench.peers.random_gguf import bytes_per_token, load_config
 
 
 class LlamaCpp:
     """One loaded model and a context of one sequence."""
 
-    def __init__(self, file: Path, config: dict[str, Any], threads: int, context: int, mmap: bool = False) -> None:
+    def __init__(
+        self, file: Path, config: dict[str, Any], threads: int, context: int, mmap: bool = False, repack: bool = True
+    ) -> None:
         self._log: list[str] = []
         # Kept, since llama.cpp calls it for as long as it lives.
         self._on_log = llama_cpp.llama_log_callback(lambda _, text, __: self._log.append(text.decode(errors="replace")))
@@ -35,8 +37,7 @@ class LlamaCpp:
         llama_cpp.llama_backend_init()
         of_model = llama_cpp.llama_model_default_params()
         of_model.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP if mmap else llama_cpp.LLAMA_LOAD_MODE_NONE
-        if mmap:
-            of_model.use_extra_bufts = False  # repacking would copy every weight
+        of_model.use_extra_bufts = repack and not mmap  # of a mapped file repacking would copy every weight
         self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), of_model)
         self._need(self._model is not None, f"no model from {file.name}")
         of_context = llama_cpp.llama_context_default_params()
@@ -47,6 +48,7 @@ class LlamaCpp:
         self._need(self._context is not None, "no context")
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._vocab, self._bytes_per_token = config["vocab_size"], bytes_per_token(config)
+        self._followed = 0  # tokens
 
     def facts(self) -> dict[str, Any]:
         repacked = re.search(r"CPU_REPACK model buffer size\s*=\s*([\d.]+) MiB", "".join(self._log))
@@ -59,6 +61,7 @@ class LlamaCpp:
     def prefill(self, tokens: int) -> Answer:
         ids = token_ids(self._vocab, tokens)
         llama_cpp.llama_memory_clear(self._memory, True)
+        self._followed = 0
         start_s = time.perf_counter()
         logits = self._step(ids)
         seconds = time.perf_counter() - start_s
@@ -72,6 +75,19 @@ class LlamaCpp:
         for _ in range(tokens):
             logits = self._step(np.array([following], np.int32))
             following = logits.argmax()
+        seconds = time.perf_counter() - start_s
+        assert np.isfinite(logits).all()
+        return {"seconds": seconds, "bytes": tokens * self._bytes_per_token}
+
+    def follow(self, tokens: int) -> Answer:
+        """So many steps along the same random text for all engines, on from where the last call ended."""
+        if not self._followed:
+            llama_cpp.llama_memory_clear(self._memory, True)
+        ids = followed_ids(self._vocab, self._followed, tokens)
+        self._followed += tokens
+        start_s = time.perf_counter()
+        for i in range(tokens):
+            logits = self._step(ids[i : i + 1])
         seconds = time.perf_counter() - start_s
         assert np.isfinite(logits).all()
         return {"seconds": seconds, "bytes": tokens * self._bytes_per_token}
@@ -95,11 +111,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--context", type=int, required=True)
     parser.add_argument("--mmap", action="store_true")
+    parser.add_argument("--plain", action="store_true")
     wanted = parser.parse_args()
 
     def load() -> tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]:
-        peer = LlamaCpp(wanted.model, load_config(wanted.config), wanted.threads, wanted.context, wanted.mmap)
-        return peer.facts(), {"prefill": peer.prefill, "decode": peer.decode}
+        config = load_config(wanted.config)
+        peer = LlamaCpp(wanted.model, config, wanted.threads, wanted.context, wanted.mmap, not wanted.plain)
+        return peer.facts(), {"prefill": peer.prefill, "decode": peer.decode, "follow": peer.follow}
 
     serve(load)
 

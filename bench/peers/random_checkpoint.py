@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.peers.random_gguf import load_config, matrices
+from bench.peers.random_gguf import Matrix, load_config, matrices
 from penstock.store.packed import read_config
 from penstock.store.synth import byte_tokenizer
 
@@ -53,12 +53,13 @@ def write(config_file: Path, target: Path) -> None:
     aside.rename(target)
 
 
-def _tensors(layers: int, hidden: int, wanted: list[tuple[str, int, int]]) -> Iterator[tuple[str, Shape]]:
+def _tensors(layers: int, hidden: int, wanted: list[Matrix]) -> Iterator[tuple[str, Shape]]:
     """(name, shape) of every tensor."""
-    for name, rows, cols in wanted:
+    for matrix in wanted:
+        name = matrix.name
         _, _, inner = name.rpartition(".")
         layer = f"model.layers.{name.split('.')[1]}." if inner in _LAYER_NAMES else ""
-        yield f"{layer}{_LAYER_NAMES.get(inner) or _NAMES[name]}.weight", (rows, cols)
+        yield f"{layer}{_LAYER_NAMES.get(inner) or _NAMES[name]}.weight", (matrix.rows, matrix.cols)
     for i in range(layers):
         for norm in ("input_layernorm", "post_attention_layernorm"):
             yield f"model.layers.{i}.{norm}.weight", (hidden,)

@@ -1,6 +1,8 @@
-"""A GGUF of a llama's shape with random weights, for llama.cpp: every matrix in Q4_0, 4.5 bits a weight.
+"""A GGUF of the shape of a llama or a qwen3_moe with random weights, for llama.cpp: every matrix in Q4_0, 4.5 bits a
+weight.
 
 The usual Q4_0 file keeps the head in Q6_K. Here it is Q4_0 too, so that both engines read the same bytes a token.
+Routers are float32, and have the very rows that `penstock synth` gives them.
 """
 
 from __future__ import annotations
@@ -9,13 +11,18 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels.rope import frequencies
+from penstock.spec.format import Format
+from penstock.spec.model import ModelSpec
+from penstock.spec.parts import parts
 from penstock.store.packed import read_config
+from penstock.store.quantize import decode
+from penstock.store.synth import RandomWeights
 
 BLOCK_WEIGHTS, BLOCK_BYTES = 32, 18  # Q4_0: a float16 scale, then 32 codes of 4 bits; value = (code - 8) * scale
 _WEIGHT_STD = 0.02
@@ -25,40 +32,69 @@ _POOL_BLOCKS = 1 << 19  # 9 MiB, beyond a core's caches, around and around: draw
 Array = NDArray[Any]
 
 
-def matrices(config: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
-    """(name, rows, columns) of all matrices of a llama's config.json, as llama.cpp names them."""
-    hidden, neurons, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+class Matrix(NamedTuple):
+    """`name`: as llama.cpp has it. `experts`: so many of this shape lie one after the other, and a token goes to
+    `active` of them; 0 and 1 where there are none."""
+
+    name: str
+    rows: int
+    cols: int
+    experts: int = 0
+    active: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.cols // BLOCK_WEIGHTS * BLOCK_BYTES * max(1, self.experts)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.nbytes // max(1, self.experts) * self.active
+
+
+def matrices(config: dict[str, Any]) -> Iterator[Matrix]:
+    """All quantised matrices of a config.json."""
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
     q = config["num_attention_heads"] * config["head_dim"]
     kv = config["num_key_value_heads"] * config["head_dim"]
-    yield "token_embd", vocab, hidden
+    yield Matrix("token_embd", vocab, hidden)
     for i in range(config["num_hidden_layers"]):
-        yield f"blk.{i}.attn_q", q, hidden
-        yield f"blk.{i}.attn_k", kv, hidden
-        yield f"blk.{i}.attn_v", kv, hidden
-        yield f"blk.{i}.attn_output", hidden, q
-        yield f"blk.{i}.ffn_gate", neurons, hidden
-        yield f"blk.{i}.ffn_up", neurons, hidden
-        yield f"blk.{i}.ffn_down", hidden, neurons
+        yield Matrix(f"blk.{i}.attn_q", q, hidden)
+        yield Matrix(f"blk.{i}.attn_k", kv, hidden)
+        yield Matrix(f"blk.{i}.attn_v", kv, hidden)
+        yield Matrix(f"blk.{i}.attn_output", hidden, q)
+        neurons, end, many = config["intermediate_size"], "", (0, 1)
+        if has_experts(config):
+            neurons, end = config["moe_intermediate_size"], "_exps"
+            many = (config["num_experts"], config["num_experts_per_tok"])
+        yield Matrix(f"blk.{i}.ffn_gate{end}", neurons, hidden, *many)
+        yield Matrix(f"blk.{i}.ffn_up{end}", neurons, hidden, *many)
+        yield Matrix(f"blk.{i}.ffn_down{end}", hidden, neurons, *many)
     if not config["tie_word_embeddings"]:
-        yield "output", vocab, hidden
+        yield Matrix("output", vocab, hidden)
+
+
+def has_experts(config: dict[str, Any]) -> bool:
+    return bool(config["model_type"] == "qwen3_moe")
 
 
 def bytes_per_token(config: dict[str, Any]) -> int:
-    """Bytes of weights that a decode step reads: all matrices, of the embedding a row alone unless it is the head."""
-    read = [(rows, cols) for name, rows, cols in matrices(config) if name != "token_embd"]
+    """Bytes of weights that a decode step reads: all matrices, of the embedding a row alone unless it is the head, of
+    experts those that are active."""
+    read = [each for each in matrices(config) if each.name != "token_embd"]
     if config["tie_word_embeddings"]:
-        read.append((config["vocab_size"], config["hidden_size"]))
-    return sum(rows * cols // BLOCK_WEIGHTS * BLOCK_BYTES for rows, cols in read)
+        read.append(Matrix("output", config["vocab_size"], config["hidden_size"]))
+    return sum(each.bytes_per_token for each in read)
 
 
-def write(config_file: Path, target: Path) -> None:
-    """Tensor after tensor: no more than one of them is in memory."""
+def write(config_file: Path, target: Path, router_skew: float = 0.0) -> None:
+    """Tensor after tensor: no more than one of them is in memory. `router_skew`: as `penstock synth` has it."""
     # Here, so that benches without llama.cpp, which share what else is in this file, need not have it.
     from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 
     config, spec = read_config(config_file)
+    layers = range(config["num_hidden_layers"])
     aside = target.with_suffix(".tmp")
-    writer = GGUFWriter(aside, "llama")
+    writer = GGUFWriter(aside, "qwen3moe" if has_experts(config) else "llama")
     writer.add_name(config_file.stem)
     writer.add_file_type(LlamaFileType.MOSTLY_Q4_0)
     writer.add_quantization_version(2)
@@ -74,11 +110,19 @@ def write(config_file: Path, target: Path) -> None:
     writer.add_rope_dimension_count(config["head_dim"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if has_experts(config):
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_tokenizer_model("none")  # token ids in, logits out
 
     ones = np.ones(config["hidden_size"], np.float32)
-    norms = [f"blk.{i}.{kind}_norm" for i in range(config["num_hidden_layers"]) for kind in ("attn", "ffn")]
-    vectors = dict.fromkeys((*norms, "output_norm"), ones)
+    norms = [f"blk.{i}.{kind}_norm" for i in layers for kind in ("attn", "ffn")]
+    vectors: dict[str, Array] = dict.fromkeys((*norms, "output_norm"), ones)
+    if has_experts(config):
+        heads = [f"blk.{i}.attn_{kind}_norm" for i in layers for kind in "qk"]
+        vectors |= dict.fromkeys(heads, np.ones(config["head_dim"], np.float32))
+        vectors |= {f"blk.{i}.ffn_gate_inp": rows for i, rows in enumerate(routers(spec, router_skew))}
     rope = spec.layers[0].attention.rope
     assert rope is not None
     if rope.kind == "llama3":  # llama.cpp takes the scaling as divisors of the frequencies
@@ -88,20 +132,31 @@ def write(config_file: Path, target: Path) -> None:
     q4_0 = GGMLQuantizationType.Q4_0
     for name, vector in vectors.items():
         writer.add_tensor_info(f"{name}.weight", vector.shape, vector.dtype, vector.nbytes)
-    for name, rows, cols in matrices(config):
-        shape = (rows, cols // BLOCK_WEIGHTS * BLOCK_BYTES)
-        writer.add_tensor_info(f"{name}.weight", shape, np.dtype(np.uint8), rows * shape[1], q4_0)
+    for each in matrices(config):
+        shape = (*([each.experts] if each.experts else []), each.rows, each.cols // BLOCK_WEIGHTS * BLOCK_BYTES)
+        writer.add_tensor_info(f"{each.name}.weight", shape, np.dtype(np.uint8), each.nbytes, q4_0)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for vector in vectors.values():
         writer.write_tensor_data(vector)
     pool = _blocks(np.random.default_rng(0))
-    for i, (_, rows, cols) in enumerate(matrices(config)):
-        blocks = rows * cols // BLOCK_WEIGHTS
+    for i, each in enumerate(matrices(config)):
+        blocks = each.nbytes // BLOCK_BYTES
         writer.write_tensor_data(np.resize(np.roll(pool, 4099 * i, axis=0), (blocks, BLOCK_BYTES)))
     writer.close()
     aside.rename(target)
+
+
+def routers(spec: ModelSpec, router_skew: float) -> Iterator[Array]:
+    """float32 [X, D] of each layer: what `penstock synth` packs."""
+    made = RandomWeights(spec, 0, router_skew)
+    for part in parts(spec, Format("int4")):
+        if part.kind == "router":
+            granule, scores = np.empty(part.granule_bytes, np.uint8), part.block("scores")
+            made.fill(part, 0, 1, granule)
+            stored = granule[scores.offset : scores.offset + scores.nbytes]
+            yield decode(stored, scores.rows, scores.cols, scores.format, scores.tiled).astype(np.float32)
 
 
 def _blocks(rng: np.random.Generator) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.planner.predict import Prediction
+from penstock.planner.predict import COLD_PASSES, Prediction
 from penstock.planner.solve import Solved
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
@@ -181,6 +181,8 @@ def _speed(p: Prediction, band: Band | None) -> list[str]:
         use = p.experts
         of = f"{use.missed:.1f} of {use.wanted:.0f} that a token wants"
         lines += [f"experts: {of} are missing, {use.hit_rate:.0%} are there", f"  {use.source}"]
+        if use.cold_s:
+            lines.append(f"  the first {COLD_PASSES} tokens, before caches are warm: {format_seconds(use.cold_s)}")
     return lines
 
 

@@ -29,6 +29,7 @@ _FIRST_PASSES, _SAMPLED_PASSES = 3, 6
 _MOST_PASSES, _MOST_TASKS = 16, 2000
 # Where passes depend on what routers say: so many come before, to fill the caches, and are averaged.
 CACHE_PASSES, _ANSWERED_PASSES = 128, 16
+COLD_PASSES = 16  # the first ones after a prompt, which are told apart: their caches are empty or nearly so
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,14 @@ class Spread:
 @dataclass(frozen=True)
 class ExpertUse:
     """Of a decode pass, per sequence, on average: experts that layers with a cache want, those that are missing, and
-    their bytes. `source`: what routers were taken to say."""
+    their bytes. `source`: what routers were taken to say. `cold_s`: of the first COLD_PASSES passes after the prompts;
+    0 where they were not simulated."""
 
     wanted: float
     missed: float
     missed_bytes: float
     source: str
+    cold_s: float
 
     @property
     def hit_rate(self) -> float:
@@ -85,6 +88,7 @@ def predict(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True, tra
     """Lowers and simulates the prompts and a few decode passes; without `spread`, as few as speed needs. `trace`: what
     routers say; None: what is stated of them."""
     lowering, simulator, replay = Lowering(plan), Simulator(Cost(machine)), Replay(plan, trace)
+    spec = plan.target.spec
     seqs = tuple(range(min(ask.batch, plan.batch_seqs * plan.batches_per_pass)))
     prompt = max(1, min(ask.prompt_tokens, plan.context - 1))
     pause_s = Cost(machine).between_passes_s
@@ -102,6 +106,13 @@ def predict(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True, tra
     gaps: list[float] = []
     most_passes = _MOST_PASSES if spread else 0
     step = passes.decode(plan, seqs, (position,) * len(seqs), passes.DECODE)
+    cold_s = 0.0
+    if plan.caches and spread:
+        start_s = simulator.now_s
+        for _ in range(COLD_PASSES):
+            simulator.busy_s(lowering.step(step, replay.answer))
+            simulator.pause(pause_s)
+        cold_s = simulator.now_s - start_s
     replay.warm(lowering, step, CACHE_PASSES)
     decoding = _repeated(lowering, step, replay)
     least = _WARM_PASSES + (_ANSWERED_PASSES if plan.caches else _STEADY_PASSES)
@@ -135,7 +146,7 @@ def predict(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True, tra
         peak_device_bytes=sum(n for tier, n in tier_bytes.items() if is_device(tier)),
         inter_token_s=_spread(steady),
         tier_bytes=tier_bytes,
-        experts=use.found(len(steady) * len(seqs), (trace or stated(plan.target.spec)).source) if plan.caches else None,
+        experts=use.per_token(len(steady) * len(seqs), (trace or stated(spec)).source, cold_s) if plan.caches else None,
     )
 
 
@@ -154,8 +165,9 @@ class _Use:
             elif isinstance(operands, Experts) and operands.outputs:
                 self._wanted += len(operands.first_experts)
 
-    def found(self, times: int, source: str) -> ExpertUse:
-        return ExpertUse(self._wanted / times, self._missed / times, self._missed_bytes / times, source)
+    def per_token(self, tokens: int, source: str, cold_s: float) -> ExpertUse:
+        counts = (self._wanted / tokens, self._missed / tokens, self._missed_bytes / tokens)
+        return ExpertUse(*counts, source, cold_s)
 
 
 def _repeated(lowering: Lowering, p: Pass, replay: Replay) -> Iterator[list[Task]]:

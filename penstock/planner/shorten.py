@@ -192,7 +192,8 @@ def _further(near: Prediction, further: Sequence[tuple[float, Prediction]], plan
     use = None
     if near.experts is not None:
         wanted, missed = of_experts(lambda use: use.wanted), of_experts(lambda use: use.missed)
-        use = ExpertUse(wanted, missed, missed_bytes, near.experts.source)
+        cold_s = of_experts(lambda use: use.cold_s)
+        use = ExpertUse(wanted, missed, missed_bytes, near.experts.source, cold_s)
     return Prediction(
         ttft_s=line(lambda p: p.ttft_s),
         decode_tokens_per_s=1 / line(lambda p: 1 / p.decode_tokens_per_s),

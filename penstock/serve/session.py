@@ -223,6 +223,22 @@ class Session:
             self._binding.on_route = None
 
     @contextmanager
+    def hearing_answers(self, heard: OnRoute) -> Iterator[None]:
+        """`heard` is told what those routers say that the plan's caches ask. Nothing is slower."""
+        answer_before = self._answer
+
+        def answer(call: Call) -> Sequence[Sequence[int]]:
+            experts = [list(row) for row in answer_before(call)]
+            heard(call, experts)
+            return experts
+
+        self._answer = answer
+        try:
+            yield
+        finally:
+            self._answer = answer_before
+
+    @contextmanager
     def answered_by(self, given: Answer, every_pass: bool = True) -> Iterator[None]:
         """The experts of each row are those that `given(call)` says, and not the router's: for tests and benches. It
         may be asked twice of one call. Without `every_pass` only where the plan asks, and nothing is slower."""
@@ -265,7 +281,12 @@ class Session:
             watch(timeline, p)
 
     def _counted(self, p: Pass) -> Iterator[Task]:
-        return self._traffic.counted(self.lowering.step(p, self._answer))
+        return self._traffic.counted(self.lowering.step(p, self._asked))
+
+    def _asked(self, call: Call) -> Sequence[Sequence[int]]:
+        """What the router said, once its task is done."""
+        self._executor.catch_up()
+        return self._answer(call)
 
     def _load_weights(self, on_progress: Progress | None) -> None:
         """Reads every resident unit to its place."""

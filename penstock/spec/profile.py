@@ -55,9 +55,16 @@ class Profile:
             routed = wanted[each.layer]
             assert routed is not None
             experts = range(routed.experts)
-            fits = len(each.counts) == len(each.distances) == routed.experts and all(
-                len(token) == routed.active and list(token) == sorted(set(token)) and all(e in experts for e in token)
-                for token in each.trace
+            numbers = (*each.counts, *each.distances)
+            fits = (
+                len(each.counts) == len(each.distances) == routed.experts
+                and min(numbers) >= 0
+                and all(
+                    len(token) == routed.active
+                    and list(token) == sorted(set(token))
+                    and all(e in experts for e in token)
+                    for token in each.trace
+                )
             )
             if not fits or not each.trace or len(each.trace) > TRACED_TOKENS:
                 raise BadRequest(

@@ -45,18 +45,23 @@ def synth(
     progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
     spread: Path | None = None,
+    router_skew: float = 0.0,
 ) -> Path:
     """Writes the packed model `dst` of the shape that `config` (a folder or its config.json) describes.
 
-    `weights`: the format, None for the config's own. The same arguments give the same bytes. A byte tokenizer and its
-    generation_config.json are written too. Raises and resumes as `pack.pack`.
+    `weights`: the format, None for the config's own. `router_skew`: the norms of a router's rows fall as
+    rank^-router_skew, so that some experts are asked for more often than others; with 0 all norms are alike. The same
+    arguments give the same bytes. A byte tokenizer and its generation_config.json are written too. Raises and resumes
+    as `pack.pack`.
     """
     _, spec = read_config(config)
     file = config / CONFIG if config.is_dir() else config
     weights = weights or Format(spec.dtype)
     extras = {CONFIG: read_bytes(file, MAX_CONFIG_BYTES), **byte_tokenizer(spec)}
     fingerprint = {"weights": weights.name, "seed": seed, "config": zlib.crc32(extras[CONFIG])}
-    maker = RandomWeights(spec, seed)
+    if router_skew:
+        fingerprint["router_skew"] = str(router_skew)
+    maker = RandomWeights(spec, seed, router_skew)
     return write_packed(
         dst, parts(spec, weights), weights, fingerprint, maker.fill, extras, progress, shard_bytes, spread
     )
@@ -66,8 +71,8 @@ class RandomWeights:
     """Makes granules out of the pools. Matrices of whole granules are copied from a pool in the format. Vectors, and
     matrices of granules that are not full and so hold padding, are encoded."""
 
-    def __init__(self, spec: ModelSpec, seed: int) -> None:
-        self.spec, self.seed = spec, seed
+    def __init__(self, spec: ModelSpec, seed: int, router_skew: float = 0.0) -> None:
+        self.spec, self.seed, self.router_skew = spec, seed, router_skew
         self.sources: dict[tuple[str, str], TensorSource] = sources(spec)
         self._pools: dict[tuple[str, Format, float], Array] = {}
 
@@ -90,6 +95,9 @@ class RandomWeights:
         vector = block.rows == 1 and not block.tiled
         if not vector and rows == part.granule_rows:
             fan_in = block.cols * part.rows // part.granule_rows if by_column else block.cols
+            if part.kind == "router" and block.name == "scores" and self.router_skew:
+                encode(self.router_rows(part.layer, block), block.format, out=out, tiled=block.tiled)
+                return
             self._whole(block.format, 1 / math.sqrt(fan_in), start, block, out)
             return
         if vector:
@@ -103,6 +111,13 @@ class RandomWeights:
         values *= np.float32(std)
         values += np.float32(mean)
         encode(values, block.format, block.rows, block.cols, out, block.tiled)
+
+    def router_rows(self, layer: int, block: Block) -> Array:
+        """float32 [X, D]: of a router with skew. Ranks are shuffled, in each layer differently."""
+        rng = np.random.default_rng([self.seed, layer])
+        norms = (1 + rng.permutation(block.rows)) ** -self.router_skew
+        rows = rng.standard_normal((block.rows, block.cols), np.float32) / math.sqrt(block.cols)
+        return rows * norms[:, np.newaxis].astype(np.float32)
 
     def _whole(self, fmt: Format, std: float, start: int, block: Block, out: Array) -> None:
         if not fmt.is_quantised:

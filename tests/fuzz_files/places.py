@@ -11,6 +11,7 @@ from pathlib import Path
 
 from penstock.runtime.probe import machine_file
 from penstock.store import manifest as manifests
+from penstock.store import profile_file
 from tests.fuzz_files.corpus import Seed
 from tests.fuzz_files.mutate import of_bytes
 from tests.fuzz_files.world import Files, Place, World, put, put_all
@@ -102,6 +103,12 @@ def given(name: str) -> Placing:
         return put(place.given / name, content)
 
     return place
+
+
+def as_the_profile(rng: random.Random, world: World, place: Place, seed: Seed, content: bytes) -> Path:
+    """Beside the packed weights of the model with experts."""
+    put_all(place.model, world.packed_experts)
+    return put(place.model / profile_file.FILE, content)
 
 
 def as_the_machine(rng: random.Random, world: World, place: Place, seed: Seed, content: bytes) -> Path:

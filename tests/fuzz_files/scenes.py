@@ -16,6 +16,7 @@ from tests.fuzz_files.places import (
     as_the_index,
     as_the_machine,
     as_the_manifest,
+    as_the_profile,
     as_the_shard,
     as_the_weights,
     beside_the_weights,
@@ -121,6 +122,7 @@ SCENES: dict[str, Scene] = {
         ),
     ),
     "plan": Scene((given("plan.json"),), ((*_RUN, "--plan", "{file}"), (*_EVAL, "--plan", "{file}"))),
+    "profile": Scene((as_the_profile,), (_PLAN, _RUN, ("plan", "{model}", "--resident", "0", "--json"))),
     "history": Scene((as_the_history,), (_PLAN, ("bench", "--calibrate", "--json"), (*_RUN, "--max-tokens", "9"))),
     "text": Scene((given("text.txt"),), (_EVAL, ("run", "{model}", "--max-tokens", "2", "--raw", "--json"))),
 }

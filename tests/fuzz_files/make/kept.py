@@ -18,10 +18,12 @@ from penstock.graph.arenas import with_arenas
 from penstock.graph.cache import POLICIES
 from penstock.spec import machine as machines
 from penstock.spec import plan as plan_files
+from penstock.spec import profile as profile_format
 from penstock.spec.machine import Capacity, MachineSpec, Rate, Reads, Sharing
+from penstock.spec.profile import Counting, Profile
 from penstock.store import writer
 from penstock.store.manifest import seal
-from tests.fuzz_files.world import Files, World, put_all
+from tests.fuzz_files.world import MOE, Files, World, put_all
 
 _FLOPS = 2e-11
 _RATES = (
@@ -216,6 +218,37 @@ def plans(world: World, folder: Path) -> Files:
     for name, change in changes.items():
         found[f"bad-experts-cache-{name}"] = {**found["odd-experts-cache"], "caches": [{**cache, **change}]}
     found["bad-experts-cache-twice"] = {**found["odd-experts-cache"], "caches": [cache, cache]}
+    return {f"{name}.json": json.dumps(content).encode() for name, content in found.items()}
+
+
+def profiles() -> Files:
+    """What the routers of the model with experts said to a text."""
+    experts = MOE["num_experts"]
+    trace = tuple((i % experts, (i + 1) % experts) for i in range(12))
+    counting = Counting(1, experts)
+    for token in trace:
+        counting.token(tuple(sorted(token)))
+    good = json.loads(profile_format.dumps(Profile("a text", "0" * 64, len(trace), (counting.found(),))))
+    (layer,) = good["layers"]
+
+    def changed(**changes: Any) -> dict[str, Any]:
+        return {**good, "layers": [{**layer, **changes}]}
+
+    found = {
+        "good-twelve-tokens": good,
+        "good-one-token": changed(trace=layer["trace"][:1]),
+        "odd-counts": changed(counts=[2**62] * experts, distances=[0] * experts),
+        "bad-version": {**good, "schema": "penstock.profile/99"},
+        "bad-no-layers": {**good, "layers": []},
+        "bad-dense-layer": changed(layer=0),
+        "bad-negative": changed(distances=[-1] * experts),
+        "bad-few-counts": changed(counts=layer["counts"][:-1]),
+        "bad-no-trace": changed(trace=[]),
+        "bad-expert-far": changed(trace=[[0, experts]]),
+        "bad-expert-twice": changed(trace=[[1, 1]]),
+        "bad-long-trace": changed(trace=layer["trace"] * 100),
+        "bad-text": changed(trace="trace"),
+    }
     return {f"{name}.json": json.dumps(content).encode() for name, content in found.items()}
 
 

@@ -1,0 +1,219 @@
+"""`python -m bench.peers.routed MODEL`: penstock as a worker of `bench.experts`, planned for a memory limit.
+
+What caches miss is counted beside them: from what routers were heard to say, by a rule of one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.peers import Answer, followed_ids, serve, token_ids
+from penstock.graph import passes
+from penstock.graph.ops import Route
+from penstock.graph.tasks import Call
+from penstock.planner.routing import Trace
+from penstock.planner.shorten import quick
+from penstock.runtime import host
+from penstock.serve.engine import Engine
+from penstock.serve.loading import Loading
+from penstock.spec.ask import Ask
+from penstock.spec.model import Layer, Routed
+from penstock.spec.places import DISK, HOST
+
+OUTPUT_TOKENS = 32  # that plans are made for
+KEPT, SKEW = 0.5, -0.5  # of injected answers: a token keeps each expert so often, else the r-th is drawn by r^SKEW
+
+Experts = tuple[int, ...]  # that a token goes to, upwards
+
+
+class LeastRecent:
+    """What a cache misses that lets the longest unused go: of a layer whose passes want no more than its slots."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._held: list[int] = []  # the longest unused first
+
+    def misses(self, wanted: Experts) -> int:
+        missing = len(set(wanted) - set(self._held))
+        self._held = [*(expert for expert in self._held if expert not in wanted), *wanted][-self._slots :]
+        return missing
+
+
+class Local:
+    """Answers with locality: the same for the same seed, whatever is computed."""
+
+    def __init__(self, layers: Sequence[Layer], seed: int) -> None:
+        self._layers, self._rng = layers, np.random.default_rng(seed)
+        self._order = [self._rng.permutation(layer.routed.experts) if layer.routed else None for layer in layers]
+        self._last: dict[int, set[int]] = {}
+
+    def answer(self, call: Call) -> list[list[int]]:
+        """Of a call of one row."""
+        assert isinstance(call.operands, Route)
+        layer = call.operands.layer
+        routed, order = self._layers[layer].routed, self._order[layer]
+        assert routed is not None and order is not None
+        chosen = {expert for expert in sorted(self._last.get(layer, ())) if self._rng.random() < KEPT}
+        while len(chosen) < routed.active:
+            weights = np.arange(1, routed.experts + 1) ** SKEW
+            weights[[expert in chosen for expert in order]] = 0
+            chosen.add(int(order[self._rng.choice(routed.experts, p=weights / weights.sum())]))
+        self._last[layer] = chosen
+        return [sorted(chosen)]
+
+
+class RoutedModel:
+    """One loaded engine, as a user would load it, that follows a text token by token."""
+
+    def __init__(self, folder: Path, ask: Ask, cache: Path) -> None:
+        self.ask, self.engine = ask, Engine.load(folder, ask, Loading(cache=cache))
+        self.plan, self._session = self.engine.plan, self.engine.session
+        self._layers = self.plan.target.spec.layers
+        self._caches = {cache.layer: LeastRecent(cache.slots) for cache in self.plan.caches}
+        self._answers: dict[int, list[Experts]] = {i: [] for i, layer in enumerate(self._layers) if layer.routed}
+        self._followed = 0  # tokens
+        self._misses: list[int] = []  # by token and layer, since the last command began
+        self._local = Local(self._layers, seed=3)
+
+    def facts(self) -> dict[str, Any]:
+        plan, predicted = self.plan, self.engine.prediction
+        use = predicted.experts
+        return {
+            "dense_bytes": self._dense_bytes(),
+            "expert_bytes": self._expert_bytes,
+            "active": self._routed.active,
+            "routed_layers": len(self._answers),
+            "slots": [cache.slots for cache in plan.caches],
+            "policies": sorted({cache.policy for cache in plan.caches}),
+            "planned_host_bytes": plan.tier_bytes()[HOST],
+            "predicted_tokens_per_s": predicted.decode_tokens_per_s,
+            "predicted_cold_s": use.cold_s if use else None,
+            "predicted_hit_rate": use.hit_rate if use else None,
+            "predicted_ttft_s": predicted.ttft_s,
+            "reasons": list(self.engine.solved.reasons),
+        }
+
+    def follow(self, tokens: int) -> Answer:
+        """So many steps along the text that all engines read, on from where the last call ended."""
+        return self._along(tokens, nullcontext())
+
+    def follow_local(self, tokens: int) -> Answer:
+        """The same with injected answers."""
+        return self._along(tokens, self._session.answered_by(self._local.answer, every_pass=False))
+
+    def predicted(self, _: int) -> Answer:
+        """What is predicted of routers that say what they were heard to say."""
+        trace = Trace(tuple(tuple(self._answers.get(i, ())) for i in range(len(self._layers))), "heard")
+        found = quick(self.plan, self.ask, self.engine.machine, trace=trace)
+        rate = found.experts.hit_rate if found.experts else 1.0
+        return {"tokens_per_s": found.decode_tokens_per_s, "hit_rate": rate}
+
+    def prefill(self, tokens: int) -> Answer:
+        """A prompt, to its last row's logits."""
+        ids = token_ids(self.plan.target.spec.vocab, tokens)
+        before = self._read_bytes()
+        start_s = time.perf_counter()
+        for p in passes.prefill(self.plan, 0, tokens, None):
+            batch = p.batches[0]
+            (logits,) = self._session.step(p, [ids[batch.start[0] : batch.start[0] + batch.rows[0]]])
+        seconds = time.perf_counter() - start_s
+        assert np.isfinite(logits).all()
+        self._followed = 0
+        read = self._read_bytes() - before
+        return {"seconds": seconds, "disk_bytes": read, "peak_host_bytes": host.peak_rss_bytes()}
+
+    def _along(self, tokens: int, answers: AbstractContextManager[None]) -> Answer:
+        ids = followed_ids(self.plan.target.spec.vocab, self._followed, tokens)
+        positions = range(self._followed, self._followed + tokens)
+        self._followed += tokens
+        self._misses = []
+        steps = [passes.decode(self.plan, (0,), (at,), passes.DECODE) for at in positions]
+        before = self._read_bytes()
+        with answers, self._session.hearing_answers(self._heard):
+            start_s = time.perf_counter()
+            for i, p in enumerate(steps):
+                (logits,) = self._session.step(p, [ids[i : i + 1]])
+            seconds = time.perf_counter() - start_s
+        assert np.isfinite(logits).all()
+        read, missed = self._read_bytes() - before, sum(self._misses)
+        expected = missed * self._expert_bytes + tokens * self._streamed_bytes() + self._embedding_bytes(ids)
+        wanted = tokens * len(self._answers) * self._routed.active
+        by_misses = [self._misses.count(n) for n in range(self._routed.active + 1)]
+        return {
+            "seconds": seconds,
+            "disk_bytes": read,
+            "exact": read == expected,
+            "missed": missed,
+            "hit_rate": 1 - missed / wanted,
+            "by_misses": by_misses,  # how often a layer of a token missed 0, 1, …
+            "peak_host_bytes": host.peak_rss_bytes(),
+        }
+
+    def _heard(self, call: Call, said: list[list[int]]) -> None:
+        assert isinstance(call.operands, Route)
+        layer = call.operands.layer
+        for row in said:
+            self._answers[layer].append(tuple(row))
+            self._misses.append(self._caches[layer].misses(tuple(row)))
+
+    def _read_bytes(self) -> int:
+        self._session.drain()
+        return self._session.bytes_moved()[DISK.reads]
+
+    @property
+    def _routed(self) -> Routed:
+        return next(layer.routed for layer in self._layers if layer.routed)
+
+    @property
+    def _expert_bytes(self) -> int:
+        return next(part.least_bytes for part in self.plan.parts.values() if part.kind == "experts")
+
+    def _dense_bytes(self) -> int:
+        """What a token reads of memory beside its experts."""
+        table = set() if self.plan.target.spec.tied else {"embed"}
+        parts = [part for part in self.plan.parts.values() if part.kind != "experts" and part.key not in table]
+        return sum(part.granules * part.granule_bytes for part in parts)
+
+    def _streamed_bytes(self) -> int:
+        """What each token reads of the disk whatever it asks for."""
+        cached = {f"{cache.layer}.experts" for cache in self.plan.caches}
+        table = set() if self.plan.target.spec.tied else {"embed"}
+        units = [u for u in self.plan.units if u.home == "disk0" and u.part not in cached | table]
+        return sum(self.plan.unit_bytes(u) for u in units)
+
+    def _embedding_bytes(self, ids: np.ndarray[Any, np.dtype[np.int32]]) -> int:
+        """Of a table on disk the granule that each token's row lies in."""
+        away = any(unit.part == "embed" and unit.home == "disk0" for unit in self.plan.units)
+        return len(ids) * self.plan.parts["embed"].granule_bytes if away else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--cache", type=Path, required=True, help="where the probe's figures are kept")
+    parser.add_argument("--limit", type=int, help="bytes of the whole process; default all weights stay in memory")
+    parser.add_argument("--context", type=int, required=True)
+    parser.add_argument("--prompt", type=int, default=1, help="tokens that the plan is made for")
+    wanted = parser.parse_args()
+
+    def load() -> tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]:
+        lengths = {"prompt_tokens": wanted.prompt, "output_tokens": OUTPUT_TOKENS, "context": wanted.context}
+        ours = RoutedModel(wanted.model, Ask(batch=1, host_memory_bytes=wanted.limit, **lengths), wanted.cache)
+        commands = {
+            "follow": ours.follow, "follow_local": ours.follow_local, "predicted": ours.predicted,
+            "prefill": ours.prefill,
+        }  # fmt: skip
+        return ours.facts(), commands
+
+    serve(load)
+
+
+if __name__ == "__main__":
+    main()
