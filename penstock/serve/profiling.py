@@ -1,4 +1,4 @@
-"""`penstock profile`: reads a text and notes which experts its tokens go to."""
+"""Reads a text and counts the experts that its tokens go to, for `penstock profile`."""
 
 from __future__ import annotations
 
