@@ -1,4 +1,4 @@
-"""`penstock profile`: which experts a text asks for, and what caches of any size would hold of them."""
+"""`penstock profile`: counts the experts that a text asks for, and the share that caches of any size would hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.errors import BadRequest
 from penstock.store.files import MAX_TEXT_BYTES
 from penstock.units import format_bytes
 
-_SHOWN = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # shares of the experts
+_SHOWN = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # sizes of caches, as shares of a layer's experts
 
 
 def profile(

@@ -206,7 +206,7 @@ def _nucleus(scaled: Floats, top_p: float) -> NDArray[np.int64]:
     look = _FIRST_LOOK
     while True:
         if look < len(scaled):
-            # All entries that equal the last one are taken too: the partition orders equal entries at random.
+            # All entries that equal the last one are taken too, for the partition leaves equal entries in any order.
             places = np.flatnonzero(scaled >= np.partition(scaled, len(scaled) - look)[-look])
         else:
             places = np.arange(len(scaled))

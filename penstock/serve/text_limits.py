@@ -20,7 +20,8 @@ _ANSWER_BYTES, _ANSWER_PER_BYTE = 1 << 20, 64
 # The child's share of PROCESS_BYTES. The child peaks at 12 MiB, with jinja2 at 19 MiB; this process at 55 MiB beside
 # its arenas.
 _CHILD_BYTES = 24 * MIB
-# Pages of its libraries, which are the child's alone and which its limit does not count: 5 MiB were seen.
+# The part of that share for pages of its libraries, which are the child's alone and which its limit does not count:
+# 5 MiB were seen.
 _LIBRARY_BYTES = 6 * MIB
 
 
