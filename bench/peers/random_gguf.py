@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels.rope import frequencies
-from penstock.spec.format import Format
+from penstock.spec.format import parse_format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import parts
 from penstock.store.packed import read_config
@@ -151,7 +151,7 @@ def write(config_file: Path, target: Path, router_skew: float = 0.0) -> None:
 def routers(spec: ModelSpec, router_skew: float) -> Iterator[Array]:
     """float32 [X, D] of each layer: what `penstock synth` packs."""
     made = RandomWeights(spec, 0, router_skew)
-    for part in parts(spec, Format("int4")):
+    for part in parts(spec, parse_format("int4")):
         if part.kind == "router":
             granule, scores = np.empty(part.granule_bytes, np.uint8), part.block("scores")
             made.fill(part, 0, 1, granule)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,21 +13,27 @@ import penstock
 from penstock.cli.loading import tracing
 from penstock.cli.options import Json, Machine, Shape, TraceName, Weights, Work, as_path, file_to_write, read_text
 from penstock.cli.output import note, print_json, progress
+from penstock.cli.writing import writing
 from penstock.errors import BadRequest
 
 if TYPE_CHECKING:
     from penstock.planner.explain import Band, Limit
     from penstock.planner.predict import Prediction
+    from penstock.planner.routing import Trace as RouterTrace
     from penstock.planner.solve import Solved
     from penstock.planner.what_if import WhatIf
     from penstock.spec.ask import Ask
     from penstock.spec.machine import MachineSpec
+    from penstock.spec.model import ModelSpec
 
 _TRACED_TOKENS = 16  # that the trace of a prediction has; further tokens look alike
 _MACHINES = Path(penstock.__file__).parent / "machines"
 
 MachineName = Annotated[
     str | None, Option("--machine", metavar="NAME", help="A bundled machine, or a file of `penstock probe --json`.")
+]
+AnswersName = Annotated[
+    str | None, Option("--answers", metavar="FILE", help="Routers say what a run's did: a file of `run --record`.")
 ]
 SvgName = Annotated[
     str | None, Option("--svg", metavar="FILE", help="Also draw it: what fills each tier, what each lane does.")
@@ -42,6 +48,7 @@ def plan(
     machine_file: MachineName = None,
     svg: SvgName = None,
     trace: TraceName = None,
+    answers: AnswersName = None,
     compare: Annotated[
         bool, Option("--compare", help="Also list every plan that was compared: speed, what binds, bytes per tier.")
     ] = False,
@@ -67,7 +74,7 @@ def plan(
         ask = work.ask(machine)
         figures = _figures(machine_file, machine, ask)
         disks = part_disks(as_path(model))
-        routers = routers_of(as_path(model), spec)
+        routers = routers_of(as_path(model), spec) if answers is None else _replayed(answers, spec)
         solved = solve(ask, spec, fmt, figures, disks, every=compare, may_plan=machine_file is not None, trace=routers)
         others = what_if(solved, ask, figures, routers)
         band = explain.Band() if machine_file is not None else _band(machine, solved, figures, ask.batch)
@@ -79,7 +86,7 @@ def plan(
         if record is not None:
             from penstock.planner.timelines import timelines
 
-            for timeline, p in timelines(solved.plan, settle_context(ask, spec), figures, _TRACED_TOKENS):
+            for timeline, p in timelines(solved.plan, settle_context(ask, spec), figures, _TRACED_TOKENS, routers):
                 record.add(timeline, p)
         if as_json:
             print_json(_report(solved, explain.limits(solved, ask, figures), band, others))
@@ -145,30 +152,25 @@ def _band_report(band: Band, p: Prediction) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _drawing(name: str | None) -> Iterator[Callable[[str], None] | None]:
+def _drawing(name: str | None) -> AbstractContextManager[Callable[[str], None] | None]:
     """Yields a function that writes a picture to the file of --svg; None where no picture is wanted. Raises BadRequest
     where the file cannot be written, if possible before the plan is made."""
     if name is None:
-        yield None
-        return
+        return nullcontext()
     from penstock.planner import picture
-    from penstock.store.files import Kind, Output
+    from penstock.store.files import Kind
 
-    try:
-        output = Output(file_to_write(name, "--svg"), Kind("a picture of `penstock plan`", picture.BEGINS.encode()))
-    except OSError as error:
-        raise BadRequest(f"--svg {name} cannot be written: {error.strerror}") from None
+    return writing(name, "--svg", Kind("a picture of `penstock plan`", picture.BEGINS.encode()))
 
-    def write(text: str) -> None:
-        try:
-            output.stream.write(text.encode())
-            output.commit()
-        except OSError as error:
-            raise BadRequest(f"--svg {name} cannot be written: {error.strerror}") from None
 
-    with output:
-        yield write
+def _replayed(name: str, spec: ModelSpec) -> RouterTrace:
+    """What `run --record` kept. Raises BadRequest where it is of another model."""
+    from penstock.planner.routing import replayed
+    from penstock.spec.answers import loads
+
+    answers = loads(read_text(name), name)
+    answers.check(spec, name)
+    return replayed(answers, name)
 
 
 def _figures(name: str | None, machine: Machine, ask: Ask) -> MachineSpec:

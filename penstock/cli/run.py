@@ -25,6 +25,7 @@ from penstock.cli.options import (
     given_plan,
 )
 from penstock.cli.output import note, print_json, speed_line
+from penstock.cli.writing import writing
 from penstock.errors import BadRequest, PenstockError
 from penstock.units import format_bytes
 
@@ -53,6 +54,10 @@ def run(
     weights: Weights = None,
     plan_file: PlanFile = None,
     trace: TraceName = None,
+    record: Annotated[
+        str | None,
+        Option("--record", metavar="FILE", help="Also keep what routers said, for `penstock plan --answers`."),
+    ] = None,
     cache_limit: CacheLimit = None,
     as_json: Json = False,
 ) -> None:
@@ -74,9 +79,15 @@ def run(
         raise BadRequest("--raw continues a PROMPT; a chat needs the template")
     if chatting and work.batch != 1:
         raise BadRequest("a chat is one sequence: --batch is for a PROMPT")
-    with tracing(trace, f"penstock run {model}") as record:
+    from penstock.serve.planning import describe
+    from penstock.serve.recording import ANSWERS, recording
+    from penstock.spec import answers
+
+    with tracing(trace, f"penstock run {model}") as traced, writing(record, "--record", ANSWERS) as keep:
         text = "" if chatting else read_prompt(prompt)
         source = packed_model(model, weights, machine, cache_limit, chat=not raw)
+        if keep is not None and not describe(source.folder, verify=not machine.no_verify)[0].is_routed:
+            raise BadRequest(f"--record keeps what routers say, and {source.folder} has none")
         from penstock.serve.tokenizer import Tokenizer
 
         # Opened before the weights are loaded: a tokenizer that is refused should not wait for them.
@@ -87,12 +98,17 @@ def run(
             ask = work.ask(machine, output_tokens=sampling.max_tokens or ask.output_tokens)
         else:
             ask = work.ask(machine, max(1, len(ids)), params.max_tokens)
-        with loaded(source, ask, machine, plan, record, tokenizer) as engine:
+        with (
+            loaded(source, ask, machine, plan, traced, tokenizer) as engine,
+            recording(engine) if keep is not None else contextlib.nullcontext() as recorder,
+        ):
             if chatting:
                 note("Ctrl-D ends, /new starts over")
                 chat(engine, params, _typed_lines())
             else:
                 answer(engine, [ids] * work.batch, params, as_json)
+        if keep is not None and recorder is not None:
+            keep(answers.dumps(recorder.answers()))
 
 
 def answer(engine: Engine, prompts: list[list[int]], params: SamplingParams, as_json: bool, lead: str = "") -> None:

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Call, Pass
+from penstock.spec.answers import Answers
 from penstock.spec.model import ModelSpec, Routed
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile
@@ -34,6 +35,11 @@ class Trace:
 
     layers: tuple[tuple[Token, ...], ...]
     source: str
+
+
+def replayed(answers: Answers, where: str) -> Trace:
+    """The trace of a run's answers."""
+    return Trace(answers.layers, f"as recorded in {where}")
 
 
 def recorded(profile: Profile, spec: ModelSpec) -> Trace:

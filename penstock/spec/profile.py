@@ -10,6 +10,7 @@ from itertools import accumulate
 
 from penstock.errors import BadRequest
 from penstock.spec import codec
+from penstock.spec.answers import all_possible
 from penstock.spec.model import ModelSpec
 
 SCHEMA, VERSION = "penstock.profile", 1
@@ -54,18 +55,9 @@ class Profile:
         for each in self.layers:
             routed = wanted[each.layer]
             assert routed is not None
-            experts = range(routed.experts)
             numbers = (*each.counts, *each.distances)
-            fits = (
-                len(each.counts) == len(each.distances) == routed.experts
-                and min(numbers) >= 0
-                and all(
-                    len(token) == routed.active
-                    and list(token) == sorted(set(token))
-                    and all(e in experts for e in token)
-                    for token in each.trace
-                )
-            )
+            fits = len(each.counts) == len(each.distances) == routed.experts and min(numbers) >= 0
+            fits = fits and all_possible(each.trace, routed)
             if not fits or not each.trace or len(each.trace) > TRACED_TOKENS:
                 raise BadRequest(
                     f"{where} is the profile of another model, or damaged: layer {each.layer} has {routed.experts}"

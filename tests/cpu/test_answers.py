@@ -11,8 +11,11 @@ import pytest
 
 from penstock.graph import ops, passes
 from penstock.graph.cache import POLICIES
-from penstock.graph.tasks import Call
+from penstock.graph.lower import Lowering
+from penstock.graph.tasks import Call, Task
+from penstock.planner.routing import Replay, replayed
 from penstock.serve.session import Running, Session
+from penstock.spec.answers import Recorder, dumps, loads
 from penstock.spec.format import parse_format
 from penstock.spec.plan import Cache, Plan, Unit
 from penstock.store.packed import Packed, open_packed
@@ -119,3 +122,33 @@ def test_what_was_said_is_heard(packed: Packed, tmp_path: Path) -> None:
     assert not np.array_equal(own, other)
     assert np.array_equal(session.step(p, [np.arange(5, dtype=np.int32)])[0], own)
     session.close()
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_tasks_come_again_from_a_runs_answers(packed: Packed, slots: int) -> None:
+    """They are a function of the plan, the passes, and what routers said; and so are the bits of a run that is given
+    these answers."""
+    plan = caching(packed, slots, "lru", 1)
+    wanted = [*passes.prompts(plan, (0,), (3,), passes.DECODE)]
+    wanted += [passes.decode(plan, (0,), (position,), passes.DECODE) for position in range(3, 9)]
+    recorder = Recorder(packed.spec, "m")
+
+    def stepped(session: Session) -> list[np.ndarray]:
+        tokens = [np.arange(p.batches[0].total_rows, dtype=np.int32) for p in wanted]
+        return [session.step(p, [ids])[0].copy() for p, ids in zip(wanted, tokens, strict=True)]
+
+    def hear(call: Call, said: list[list[int]]) -> None:
+        recorder.hear(layer_of(call), said)
+
+    session, ran = Session(packed, plan), list[Task]()
+    session._counted = lambda p: (ran.append(task) or task for task in Session._counted(session, p))  # type: ignore[method-assign]
+    with session.hearing_answers(hear):
+        logits = stepped(session)
+    session.close()
+    trace = replayed(loads(dumps(recorder.answers()), "answers"), "answers")
+    lowering, replay = Lowering(plan), Replay(plan, trace)
+    assert [task for p in wanted for task in lowering.step(p, replay.answer)] == ran
+    again, replay = Session(packed, plan, Running(serial=True, poisoned=True)), Replay(plan, trace)
+    with again.answered_by(replay.answer, every_pass=False):
+        assert all(np.array_equal(a, b) for a, b in zip(logits, stepped(again), strict=True))
+    again.close()

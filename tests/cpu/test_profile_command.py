@@ -1,4 +1,4 @@
-"""`penstock profile`: a text's experts are counted and kept, and plans go by them."""
+"""`penstock profile` and `run --record`: what routers say is kept, and plans go by it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.spec import answers
 from penstock.spec.format import parse_format
+from penstock.store.packed import open_packed
 from penstock.store.profile_file import FILE
 from penstock.store.synth import synth
 from tests.cpu.commands import Call, here, refused
@@ -75,3 +77,39 @@ def test_a_damaged_profile_is_one_line(call: Call, routed: Path, text: Path) -> 
 def test_an_empty_text_is_refused(call: Call, routed: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     refused(call("profile", routed, tmp_path / "empty.txt"), "no tokens")
+
+
+def test_what_a_run_recorded_is_replayed(call: Call, routed: Path, tmp_path: Path) -> None:
+    file = tmp_path / "answers.json"
+    run = call("run", routed, "abc", "--max-tokens", "5", "--ignore-eos", "--record", file)
+    assert run.code == 0, run
+    kept = answers.loads(file.read_text(), "answers")
+    spec = open_packed(routed).spec
+    kept.check(spec, "answers")
+    assert [len(tokens) for tokens in kept.layers] == [0 if layer.routed is None else 3 + 4 for layer in spec.layers]
+    whole = call("plan", routed, "--context", "64").report["predicted"]["peak_host_bytes"]
+    planned = call(
+        "plan", routed, "--context", "64", "--host-memory", f"{(whole >> 20) - 5}MiB", "--answers", file
+    ).report
+    assert planned["predicted"]["experts"]["source"] == f"as recorded in {file}"
+
+
+def test_a_dense_model_has_no_routers_to_record(call: Call, model: Path, tmp_path: Path) -> None:
+    refused(call("run", model, "abc", "--record", tmp_path / "answers.json"), "what routers say")
+    assert not (tmp_path / "answers.json").exists()
+
+
+def test_records_replace_only_records(call: Call, routed: Path, text: Path) -> None:
+    refused(call("run", routed, "abc", "--record", text), "something else than what routers said")
+    assert text.read_text() == TEXT
+
+
+@pytest.mark.parametrize(
+    ("layers", "says"), [([], "layers"), ([[], []], "nobody asked"), ([[[0, 1, 99]], []], "another model, or damaged")]
+)
+def test_answers_of_another_model_are_refused(
+    call: Call, routed: Path, tmp_path: Path, layers: list[object], says: str
+) -> None:
+    file = tmp_path / "answers.json"
+    file.write_text(json.dumps({"schema": "penstock.answers/1", "model": "other", "layers": layers}))
+    refused(call("plan", routed, "--answers", file), says)

@@ -123,6 +123,7 @@ SCENES: dict[str, Scene] = {
     ),
     "plan": Scene((given("plan.json"),), ((*_RUN, "--plan", "{file}"), (*_EVAL, "--plan", "{file}"))),
     "profile": Scene((as_the_profile,), (_PLAN, _RUN, ("plan", "{model}", "--resident", "0", "--json"))),
+    "answers": Scene((given("answers.json"),), (("plan", "{model}", "--answers", "{file}", "--json"),)),
     "history": Scene((as_the_history,), (_PLAN, ("bench", "--calibrate", "--json"), (*_RUN, "--max-tokens", "9"))),
     "text": Scene((given("text.txt"),), (_EVAL, ("run", "{model}", "--max-tokens", "2", "--raw", "--json"))),
 }

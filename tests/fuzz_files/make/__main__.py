@@ -29,6 +29,7 @@ def main() -> None:
         _write("sums", kept.sums(world))
         _write("packed_shard", kept.packed_headers(world))
         _write("history", kept.histories())
+        _write("answers", kept.answers())
         _write("profile", kept.profiles())
         _write("plan", kept.plans(world, scratch / "plans"))
         _write("resume", kept.resumes(world, scratch / "resumes"))  # last: it starts threads

@@ -16,6 +16,7 @@ import penstock
 from penstock.cli.main import main
 from penstock.graph.arenas import with_arenas
 from penstock.graph.cache import POLICIES
+from penstock.spec import answers as answers_format
 from penstock.spec import machine as machines
 from penstock.spec import plan as plan_files
 from penstock.spec import profile as profile_format
@@ -218,6 +219,23 @@ def plans(world: World, folder: Path) -> Files:
     for name, change in changes.items():
         found[f"bad-experts-cache-{name}"] = {**found["odd-experts-cache"], "caches": [{**cache, **change}]}
     found["bad-experts-cache-twice"] = {**found["odd-experts-cache"], "caches": [cache, cache]}
+    return {f"{name}.json": json.dumps(content).encode() for name, content in found.items()}
+
+
+def answers() -> Files:
+    """What `run --record` kept of the model with experts."""
+    tokens = [[0, 1], [1, 2], [0, 2], [1, 2]]
+    good = {"schema": f"{answers_format.SCHEMA}/{answers_format.VERSION}", "model": "m", "layers": [[], tokens]}
+    found = {
+        "good-experts-four-tokens": good,
+        "bad-experts-none": {**good, "layers": [[], []]},
+        "bad-experts-dense-layer": {**good, "layers": [tokens, tokens]},
+        "bad-experts-far": {**good, "layers": [[], [[1, 2**40]]]},
+        "bad-experts-negative": {**good, "layers": [[], [[-1, 1]]]},
+        "bad-experts-few": {**good, "layers": [[], [[1]]]},
+        "bad-experts-version": {**good, "schema": "penstock.answers/7"},
+        "bad-experts-layers": {**good, "layers": [[]] * 1000},
+    }
     return {f"{name}.json": json.dumps(content).encode() for name, content in found.items()}
 
 

@@ -1,0 +1,29 @@
+"""Keeps what routers say while an engine works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from penstock.graph.ops import Route
+from penstock.graph.tasks import Call
+from penstock.serve.engine import Engine
+from penstock.spec.answers import BEGINS, Recorder
+from penstock.store.files import Kind
+
+ANSWERS = Kind("what routers said", BEGINS.encode())
+
+
+@contextmanager
+def recording(engine: Engine) -> Iterator[Recorder]:
+    """Hears the answers that decide over the plan's tasks: of a plan with caches those that these ask for, which costs
+    nothing; of another plan all, and passes are slower."""
+    recorder = Recorder(engine.packed.spec, engine.packed.folder.name)
+
+    def hear(call: Call, said: list[list[int]]) -> None:
+        assert isinstance(call.operands, Route)
+        recorder.hear(call.operands.layer, said)
+
+    session = engine.session
+    with session.hearing_answers(hear) if engine.plan.caches else session.hearing_routers(hear):
+        yield recorder
