@@ -18,7 +18,7 @@ _ROWS, _CONTEXT = "1,4,64,512", 1024  # for `bench ops`
 def bench(
     machine: Machine,
     work: Work,
-    what: Annotated[
+    target: Annotated[
         str | None,
         Argument(metavar="MODEL", help="A packed model, a Hugging Face folder or a Hub id; or the word ops."),
     ] = None,
@@ -56,25 +56,25 @@ def bench(
     """
     machine.prepare()
     if calibrate or undo:
-        if what is not None:
+        if target is not None:
             raise BadRequest("--calibrate goes alone: it uses the runs that there were")
         _calibrate(machine, undo, as_json)
-    elif what is None or (what == "ops" and config is None):
+    elif target is None or (target == "ops" and config is None):
         raise BadRequest("say what to measure: penstock bench MODEL, penstock bench ops CONFIG, or --calibrate")
-    elif what == "ops":
+    elif target == "ops":
         if trace or plan_file or cache_limit or work != Work(kv=work.kv, context=work.context):
             raise BadRequest("ops takes --weights, --kv, --context and --rows; the rest is for a MODEL")
         assert config is not None
         _ops(config, machine, work, weights, rows or _ROWS, as_json)
     else:
         if config is not None or rows is not None:
-            raise BadRequest(f"--rows and a second argument are for `penstock bench ops CONFIG`, not for {what}")
+            raise BadRequest(f"--rows and a second argument are for `penstock bench ops CONFIG`, not for {target}")
         plan = given_plan(plan_file, machine, work)
         if work.output_tokens == 1:
             raise BadRequest("decoding cannot be measured with a single token: --output-tokens should be 2 or more")
         ask = work.ask(machine)
-        with tracing(trace, f"penstock bench {what}") as record:
-            source = packed_model(what, weights, machine, cache_limit)
+        with tracing(trace, f"penstock bench {target}") as record:
+            source = packed_model(target, weights, machine, cache_limit)
             from penstock.serve.bench import Wanted
             from penstock.serve.bench import bench as measure
 

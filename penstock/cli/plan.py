@@ -164,7 +164,7 @@ def _drawing(name: str | None) -> AbstractContextManager[Callable[[str], None] |
 
 
 def _replayed(name: str, spec: ModelSpec) -> RouterTrace:
-    """What `run --record` kept. Raises BadRequest where it is of another model."""
+    """The answers of routers in a file of `run --record`. Raises BadRequest where they are of another model."""
     from penstock.planner.routing import replayed
     from penstock.spec.answers import loads
 
@@ -174,18 +174,19 @@ def _replayed(name: str, spec: ModelSpec) -> RouterTrace:
 
 
 def _figures(name: str | None, machine: Machine, ask: Ask) -> MachineSpec:
-    """The figures of the machine to plan for: this one with the device that --device chooses, another with its own."""
-    found = _machine(name, machine)
+    """The figures of the machine to plan for: of this one with the device that --device chooses, of a named one with
+    its own device."""
+    figures = _machine(name, machine)
     if name is not None and machine.device not in ("none", "emulated"):
-        return found
+        return figures
     from penstock.runtime.device.choose import choose
 
     with progress() as tell:
-        return choose(machine.device, found, ask.device_memory_bytes, machine.cache_folder, tell).machine
+        return choose(machine.device, figures, ask.device_memory_bytes, machine.cache_folder, tell).machine
 
 
 def _machine(name: str | None, machine: Machine) -> MachineSpec:
-    """A file, a machine that comes with penstock by its name, or this one."""
+    """The machine of a file, a bundled machine by its name, or with None this one. Raises BadRequest."""
     from penstock.spec import machine as machines
 
     if name is None:

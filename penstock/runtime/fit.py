@@ -47,15 +47,15 @@ def _r2(points: Points, alpha: float, slope: float) -> float:
     return 1.0 if around_mean == 0 else max(-1.0, 1.0 - around_line / around_mean)
 
 
-def fit_well(measure: Callable[[], Points], what: str, tell: Callable[[str], None]) -> Fit:
+def fit_well(measure: Callable[[], Points], figure: str, tell: Callable[[str], None]) -> Fit:
     """A fit with an r² of at least 0.95. Where it is less, measures again and tells so, up to three times in all; then
-    the best of the three. `what` names the figure in the line that is told."""
+    the best of the three. `figure`: its name, in the line that is told."""
     best = fit(measure())
     for _ in range(_ATTEMPTS - 1):
         if best.r2 >= GOOD_R2:
             return best
         again = fit(measure())
-        tell(f"{what}: measured again, r² {best.r2:.2f}, then {again.r2:.2f}")
+        tell(f"{figure}: measured again, r² {best.r2:.2f}, then {again.r2:.2f}")
         best = max(best, again, key=lambda line: line.r2)
     return best
 

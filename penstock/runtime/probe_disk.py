@@ -187,7 +187,7 @@ class LoadVisits:
             Rate(DISK.reads, "kv_load", "*", kv.alpha_s, kv.slope_s, 0.0, kv.r2),
         ]
 
-    def _fit(self, times: dict[int, list[float]], at_once: int, what: str, tell: Tell) -> Fit:
+    def _fit(self, times: dict[int, list[float]], at_once: int, figure: str, tell: Tell) -> Fit:
         def points() -> Points:
             if tried:
                 self.visit()
@@ -195,7 +195,7 @@ class LoadVisits:
             return [(at_once * nbytes, statistics.fmean(seconds)) for nbytes, seconds in times.items()]
 
         tried: list[bool] = []
-        return fit_well(points, what, tell)
+        return fit_well(points, figure, tell)
 
 
 def largest_file(folder: Path) -> Path | None:

@@ -45,4 +45,4 @@ def profile(
             if on_progress:
                 on_progress("reading tokens", min(lo + width, len(ids)), len(ids))
     sha256 = hashlib.sha256(text.encode()).hexdigest()
-    return Profile(name, sha256, len(ids), tuple(each.found() for each in counting.values()))
+    return Profile(name, sha256, len(ids), tuple(counted.found() for counted in counting.values()))

@@ -96,7 +96,7 @@ def _missing() -> str | None:
 
 def _gpu(machine: MachineSpec, cache: Path | None, on_progress: Progress | None) -> Chosen | str:
     """The GPU that torch finds; or why it cannot be used, as half a sentence."""
-    from penstock.runtime.device.cuda.found import find
+    from penstock.runtime.device.cuda.card import find
 
     card = find()
     if isinstance(card, str):

@@ -17,8 +17,8 @@ import torch
 from penstock.errors import DeviceFailed, PenstockError
 from penstock.runtime import child, host
 from penstock.runtime.ceilings import RAM_BYTES, ram_read_bytes_per_s
+from penstock.runtime.device.cuda.card import Card, find
 from penstock.runtime.device.cuda.device import WORKSPACE_BYTES
-from penstock.runtime.device.cuda.found import Card, find
 from penstock.runtime.device.cuda.probe import DeviceFigures, probe_device
 from penstock.spec import machine as machines
 from penstock.spec.machine import PROCESS_BYTES, Capacity, MachineSpec, Sharing
