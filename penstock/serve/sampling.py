@@ -72,7 +72,7 @@ class SamplingParams:
             (self.top_k >= -1, "top_k", "at least 1, or 0 for off"),
             (0 < self.top_p <= 1, "top_p", "above 0 and at most 1"),
             (0 <= self.min_p <= 1, "min_p", "from 0 to 1"),
-            (0 < self.repetition_penalty <= 1e6, "repetition_penalty", "above 0 and at most 1e6"),
+            (1e-6 <= self.repetition_penalty <= 1e6, "repetition_penalty", "from 1e-6 to 1e6"),
             (all(isinstance(s, str) and s for s in stop), "stop", "strings that are not empty"),
         ):
             if not good:
@@ -155,7 +155,9 @@ class Sampler:
             return logits
         penalty = np.float32(self.params.repetition_penalty)
         logits, seen = logits.copy(), logits[ids]
-        logits[ids] = np.where(seen < 0, seen * penalty, seen / penalty)
+        most = np.finfo(np.float32).max  # beyond it lies infinity, and the difference of two infinities is NaN
+        with np.errstate(over="ignore"):
+            logits[ids] = np.clip(np.where(seen < 0, seen * penalty, seen / penalty), -most, most)
         return logits
 
 

@@ -185,6 +185,11 @@ def loads(text: str, where: str) -> Manifest:
     """Reads penstock.json. `where`: its path, for messages. Raises BadRequest as `codec.loads`, and DamagedModel for a
     text that `dumps` did not write."""
     manifest = codec.from_json(Manifest, _parse(text, where), where)
+    for part in manifest.parts:
+        if not SHARD_NAME.fullmatch(part.file):
+            raise BadRequest(
+                f"{where} has {quoted(part.key)} in the file {quoted(part.file)}, which is no shard's name"
+            )
     if manifest.files:
         _check_files(manifest.files, where)
     return manifest

@@ -15,7 +15,7 @@ from penstock.errors import BadRequest, BrokenModel, DamagedModel
 from penstock.models import spec_from_config
 from penstock.spec.format import parse_format
 from penstock.store.pack import pack, verify
-from penstock.store.packed import Packed, is_packed, open_packed, read_config
+from penstock.store.packed import Packed, is_packed, open_packed, part_disks, read_config
 from tests.cpu.checkpoints import (
     LLAMA,
     save_checkpoint,
@@ -66,6 +66,15 @@ def test_an_inconsistent_packed_model_is_refused(
     edit(copy, name, change)
     with pytest.raises(BrokenModel, match=message) as caught:
         open_packed(copy)
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["../model-00001.safetensors", "model-00001\0.safetensors", "", "config.json"])
+def test_a_shard_has_a_shards_name(copy: Path, name: str) -> None:
+    """Also where nothing but the disks of the parts is asked for: the fuzzer found a name that no file can have."""
+    edit(copy, "penstock.json", lambda c: c["parts"][0].update(file=name))
+    with pytest.raises(BrokenModel, match="no shard's name") as caught:
+        part_disks(copy)
     assert "\n" not in caught.value.message
 
 

@@ -177,3 +177,19 @@ def test_log_softmax():
     np.testing.assert_allclose(np.exp(found).sum(-1), [1, 1], rtol=1e-6)
     np.testing.assert_allclose(found[1], [-np.log(2), -np.inf, -np.log(2)], rtol=1e-6)
     np.testing.assert_array_equal(log_softmax(logits[0]), found[0])
+
+
+@pytest.mark.parametrize("penalty", [1e-6, 1e6])
+def test_the_strongest_penalties_leave_something_to_draw_from(penalty: float) -> None:
+    """Also where a penalised logit would be infinite: the fuzzer found that none was left."""
+    logits = np.array([3e38, -3e38, 1.0, 0.0], np.float32)
+    sampler = Sampler(
+        SamplingParams(temperature=1.0, top_k=3, min_p=0.05, repetition_penalty=penalty, seed=1), [0, 1, 3]
+    )
+    assert all(0 <= sampler.next(logits) < 4 for _ in range(4))
+
+
+@pytest.mark.parametrize("penalty", [0, 1e-300, 1e7, float("nan")])
+def test_penalties_that_float32_cannot_hold_are_refused(penalty: float) -> None:
+    with pytest.raises(BadRequest, match="repetition_penalty"):
+        SamplingParams(repetition_penalty=penalty)
