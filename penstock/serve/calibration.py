@@ -1,7 +1,7 @@
 """Corrects a machine's figures by past runs, for `penstock bench --calibrate` and `--undo`.
 
-A run corrects only one figure, the dominant one: that which most of its predicted time came from. It counts only where
-that was at least half of the time. The figure is multiplied by
+A run tells something of only one figure, the dominant one: that which most of its predicted time came from. It counts
+only where that was at least half of the time. The figure is multiplied by the median, over such runs, of
 
     ratio = measured seconds / predicted seconds
 
