@@ -1,1 +1,1 @@
-"""One file per command: argument parsing and printing only. Nothing heavy is imported before a command runs."""
+"""The commands, one file each: they parse arguments and print. Nothing heavy is imported before a command runs."""

@@ -1,4 +1,4 @@
-"""`penstock bench`: speed with its physical bound."""
+"""`penstock bench`: measures speed beside its physical bound; corrects the machine's figures by past runs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from penstock.cli.options import CacheLimit, Json, Machine, PlanFile, TraceName,
 from penstock.cli.output import print_json, progress
 from penstock.errors import BadRequest
 
-_ROWS, _CONTEXT = "1,4,64,512", 1024  # of ops
+_ROWS, _CONTEXT = "1,4,64,512", 1024  # for `bench ops`
 
 
 def bench(
     machine: Machine,
     work: Work,
-    what: Annotated[
+    target: Annotated[
         str | None,
         Argument(metavar="MODEL", help="A packed model, a Hugging Face folder or a Hub id; or the word ops."),
     ] = None,
@@ -56,38 +56,38 @@ def bench(
     """
     machine.prepare()
     if calibrate or undo:
-        if what is not None:
+        if target is not None:
             raise BadRequest("--calibrate goes alone: it uses the runs that there were")
         _calibrate(machine, undo, as_json)
-    elif what is None or (what == "ops" and config is None):
+    elif target is None or (target == "ops" and config is None):
         raise BadRequest("say what to measure: penstock bench MODEL, penstock bench ops CONFIG, or --calibrate")
-    elif what == "ops":
+    elif target == "ops":
         if trace or plan_file or cache_limit or work != Work(kv=work.kv, context=work.context):
             raise BadRequest("ops takes --weights, --kv, --context and --rows; the rest is for a MODEL")
         assert config is not None
         _ops(config, machine, work, weights, rows or _ROWS, as_json)
     else:
         if config is not None or rows is not None:
-            raise BadRequest(f"--rows and a second argument are for `penstock bench ops CONFIG`, not for {what}")
+            raise BadRequest(f"--rows and a second argument are for `penstock bench ops CONFIG`, not for {target}")
         plan = given_plan(plan_file, machine, work)
         if work.output_tokens == 1:
             raise BadRequest("decoding cannot be measured with a single token: --output-tokens should be 2 or more")
         ask = work.ask(machine)
-        with tracing(trace, f"penstock bench {what}") as record:
-            source = packed_model(what, weights, machine, cache_limit)
+        with tracing(trace, f"penstock bench {target}") as record:
+            source = packed_model(target, weights, machine, cache_limit)
             from penstock.serve.bench import Wanted
             from penstock.serve.bench import bench as measure
 
             wanted = Wanted(work.prompt_tokens, work.output_tokens, repeats, seconds)
             with loaded(source, ask, machine, plan, record) as engine, progress() as tell:
-                found = measure(engine, wanted, machine.usable_threads, tell)
-            print(table(found))
+                result = measure(engine, wanted, machine.usable_threads, tell)
+            print(table(result))
         if as_json:
-            print_json(found.to_json())
+            print_json(result.to_json())
 
 
 def _ops(config: str, machine: Machine, work: Work, weights: str | None, rows: str, as_json: bool) -> None:
-    """Prints a line per op and number of rows."""
+    """`penstock bench ops`: prints a line per op and number of rows. Raises BadRequest for wrong --rows."""
     context = work.context or _CONTEXT
     try:
         wanted = [int(n) for n in rows.split(",")]
@@ -101,8 +101,8 @@ def _ops(config: str, machine: Machine, work: Work, weights: str | None, rows: s
     from penstock.spec.format import parse_format
 
     spec, fmt = describe(as_path(config), parse_format(weights) if weights else None, not machine.no_verify)
-    kept = parse_format(work.kv or "float16")
-    kept.check_kv()
+    kv = parse_format(work.kv or "float16")
+    kv.check_kv()
     threads = machine.usable_threads
     limits = ceilings(threads)
     line = "{:>5}  {:<8}{:<10}{:>10}{:>10}{:>12}{:>9}"
@@ -111,13 +111,13 @@ def _ops(config: str, machine: Machine, work: Work, weights: str | None, rows: s
         f"{limits.int8_ops_per_s / 1e9:.0f} GOP/s, float32 {limits.float32_flops_per_s / 1e9:.0f} GFLOP/s"
     )
     print(line.format("rows", "op", "format", "time", "GB/s", "GFLOP/s", "share"))
-    found = []
+    times = []
     with progress() as tell:
-        for m in bench_ops(spec, fmt, kept, wanted, context, threads, None, machine.exact, on_progress=tell):
-            found.append(m)
-            time_us = f"{m.seconds * 1e6:.0f} µs"
-            speed = (f"{m.bytes / m.seconds / 1e9:.1f}", f"{m.flops / m.seconds / 1e9:.1f}", f"{m.share_of_bound:.2f}")
-            print(line.format(m.rows, m.op, m.format, time_us, *speed))
+        for t in bench_ops(spec, fmt, kv, wanted, context, threads, None, machine.exact, on_progress=tell):
+            times.append(t)
+            time_us = f"{t.seconds * 1e6:.0f} µs"
+            speed = (f"{t.bytes / t.seconds / 1e9:.1f}", f"{t.flops / t.seconds / 1e9:.1f}", f"{t.share_of_bound:.2f}")
+            print(line.format(t.rows, t.op, t.format, time_us, *speed))
     if as_json:
         names = ("ram_read_bytes_per_s", "int8_ops_per_s", "float32_flops_per_s")
         print_json(
@@ -125,13 +125,14 @@ def _ops(config: str, machine: Machine, work: Work, weights: str | None, rows: s
                 "threads": threads,
                 "context": context,
                 "ceilings": {name: getattr(limits, name) for name in names},
-                "ops": [m.to_json() for m in found],
+                "ops": [t.to_json() for t in times],
             }
         )
 
 
 def _calibrate(machine: Machine, undo: bool, as_json: bool) -> None:
-    """Prints every change of the machine's file. Runs that were predicted with other figures do not count any more."""
+    """Corrects the machine's file by past runs, or undoes that, and prints every change. Raises BadRequest where the
+    file cannot be written."""
     from penstock.runtime import calibrated as files
     from penstock.runtime.probe import load_or_probe, machine_file
     from penstock.serve import calibration
@@ -146,8 +147,8 @@ def _calibrate(machine: Machine, undo: bool, as_json: bool) -> None:
             changes, last = calibration.undone(now, probed), f"{file} is as the probe wrote it"
             files.undo(file)
         else:
-            after, found = calibration.calibrated(now, probed, seen)
-            changes = [str(change) for change in found]
+            after, corrections = calibration.calibrated(now, probed, seen)
+            changes = [str(correction) for correction in corrections]
             last = f"written to {file}; penstock bench --undo gives the probe's own figures back"
             if changes:
                 files.write(file, after)

@@ -1,4 +1,4 @@
-"""What `penstock bench MODEL` prints: what was measured, beside what was predicted and what the machine allows."""
+"""Prints the result of `penstock bench MODEL` as a table: measured, predicted, and the bound of the machine."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 _ROW = "{:<26}{:>12}{:>26}{:>14}{:>8}"
 
 
-def table(found: Result) -> str:
-    """Lines without a newline at the end."""
-    return "\n\n".join("\n".join(lines) for lines in (_setting(found), _speeds(found), _lanes(found), _bound(found)))
+def table(result: Result) -> str:
+    """The whole table, without a newline at its end."""
+    return "\n\n".join("\n".join(part(result)) for part in (_setting, _speeds, _lanes, _bound))
 
 
-def _setting(found: Result) -> list[str]:
-    plan, ask = found.plan, found.ask
+def _setting(result: Result) -> list[str]:
+    plan, ask = result.plan, result.ask
     total = sum(plan.unit_bytes(unit) for unit in plan.units)
     stays = sum(plan.unit_bytes(unit) for unit in plan.units if unit.home == plan.main)
-    before, after = found.before, found.after
+    before, after = result.before, result.after
     ceilings = f"RAM {_rates(before.ram_read_bytes_per_s, after.ram_read_bytes_per_s)}"
     if before.disk_read_bytes_per_s:
         ceilings += f", disk {_rates(before.disk_read_bytes_per_s, after.disk_read_bytes_per_s)}"
@@ -30,13 +30,13 @@ def _setting(found: Result) -> list[str]:
         f"{format_bytes(total)} of weights in {plan.target.weights.name}, {format_bytes(stays)} of them in memory; "
         f"KV in {plan.kv[0].format.name}, context {plan.context}",
         f"{ask.prompt_tokens} + {ask.output_tokens} tokens × {ask.batch} sequences, "
-        f"{found.repeats} × after a warm-up, on {found.threads} threads",
+        f"{result.repeats} × after a warm-up, on {result.threads} threads",
         f"ceilings before and after: {ceilings}",
     ]
 
 
-def _speeds(found: Result) -> list[str]:
-    p = found.prediction
+def _speeds(result: Result) -> list[str]:
+    p = result.prediction
     lines = [_ROW.format("", "measured", "least … most", "predicted", "ratio")]
 
     def row(name: str, value: Measured, predicted: float, shown: str) -> None:
@@ -44,26 +44,26 @@ def _speeds(found: Result) -> list[str]:
         ratio = f"{value.median / predicted:.2f}" if predicted else "–"
         lines.append(_ROW.format(name, _value(value.median, shown), between, _value(predicted, shown), ratio))
 
-    row("first token", found.ttft_s, p.ttft_s, "s")
-    row("prefill, tokens/s", found.prefill_tokens_per_s, found.predicted_prefill_tokens_per_s, "")
-    row("decode, tokens/s", found.decode_tokens_per_s, p.decode_tokens_per_s, "")
+    row("first token", result.ttft_s, p.ttft_s, "s")
+    row("prefill, tokens/s", result.prefill_tokens_per_s, result.predicted_prefill_tokens_per_s, "")
+    row("decode, tokens/s", result.decode_tokens_per_s, p.decode_tokens_per_s, "")
     promised = {"p50": p.inter_token_s.p50, "p95": p.inter_token_s.p95}
-    for name, seconds in found.inter_token_s.items():
+    for name, seconds in result.inter_token_s.items():
         foreseen = promised.get(name)
         beside = ("–", "") if foreseen is None else (format_seconds(foreseen), f"{seconds / foreseen:.2f}")
         lines.append(_ROW.format(f"between tokens, {name}", format_seconds(seconds), "", *beside))
-    per_token, foreseen = found.disk_bytes / found.ask.batch, p.disk_bytes_per_token
+    per_token, foreseen = result.disk_bytes / result.ask.batch, p.disk_bytes_per_token
     ratio = f"{per_token / foreseen:.2f}" if foreseen else "–"
     lines.append(_ROW.format("disk bytes a token", format_bytes(per_token), "", format_bytes(foreseen), ratio))
-    peaks = found.peak_host_bytes, p.peak_host_bytes
+    peaks = result.peak_host_bytes, p.peak_host_bytes
     lines.append(
         _ROW.format("peak memory", format_bytes(peaks[0]), "", format_bytes(peaks[1]), f"{peaks[0] / peaks[1]:.2f}")
     )
     return lines
 
 
-def _lanes(found: Result) -> list[str]:
-    decoding, line = found.decoding, "{:<26}{:>12}{:>26}{:>14}"
+def _lanes(result: Result) -> list[str]:
+    decoding, line = result.decoding, "{:<26}{:>12}{:>26}{:>14}"
     lines = [line.format("while decoding", "busy", "bytes", "GB/s busy")]
     for lane, use in decoding.lanes.items():
         busy_rate = f"{use.bytes / use.busy_s / 1e9:.2f}" if use.busy_s else "–"
@@ -75,18 +75,18 @@ def _lanes(found: Result) -> list[str]:
     return lines
 
 
-def _bound(found: Result) -> list[str]:
-    """Both terms, and which is longer."""
-    if not found.bound_tokens_per_s:
+def _bound(result: Result) -> list[str]:
+    """Both terms of the bound, and which one is longer."""
+    if not result.bound_tokens_per_s:
         return ["no bound: all weights are in the device's memory, whose speed is not read here"]
-    name = {DISK.reads: "the disk", CPU: "reading weights from RAM"}[found.bound_by]
-    terms = f"{format_bytes(found.weight_bytes)} of weights from RAM {format_seconds(found.ram_s)}"
-    if found.disk_s:
-        terms = f"{format_bytes(found.disk_bytes)} from disk {format_seconds(found.disk_s)}, {terms}"
+    name = {DISK.reads: "the disk", CPU: "reading weights from RAM"}[result.bound_by]
+    terms = f"{format_bytes(result.weight_bytes)} of weights from RAM {format_seconds(result.ram_s)}"
+    if result.disk_s:
+        terms = f"{format_bytes(result.disk_bytes)} from disk {format_seconds(result.disk_s)}, {terms}"
     return [
         f"a pass at least: {terms}",
-        f"so at most {_value(found.bound_tokens_per_s, '')} tokens/s, bound by {name}; "
-        f"{found.share_of_bound:.0%} of that is reached",
+        f"so at most {_value(result.bound_tokens_per_s, '')} tokens/s, bound by {name}; "
+        f"{result.share_of_bound:.0%} of that is reached",
     ]
 
 

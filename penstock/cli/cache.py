@@ -1,4 +1,4 @@
-"""`penstock list`, `rm` and `prune`: what lies in the cache of packed models, and its end."""
+"""`penstock list`, `rm` and `prune`: lists the cache of packed models, and removes models from it."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ def list_(cache: CacheName = None, as_json: Json = False) -> None:
     from penstock.store import copies
 
     models = _models(cache)
-    found = caches.entries(models)
-    in_use = {each.name for each in found if caches.is_ours(each) and not copies.is_free(each.folder)}
-    total_bytes = sum(each.nbytes for each in found if caches.is_ours(each))
+    entries = caches.entries(models)
+    in_use = {entry.name for entry in entries if caches.is_ours(entry) and not copies.is_free(entry.folder)}
+    total_bytes = sum(entry.nbytes for entry in entries if caches.is_ours(entry))
     if as_json:
-        listed = [{**_report(each), "in_use": each.name in in_use} for each in found]
+        listed = [{**_report(entry), "in_use": entry.name in in_use} for entry in entries]
         print_json({"folder": str(models), "bytes": total_bytes, "models": listed})
         return
-    if not found:
+    if not entries:
         note(f"{models} holds no packed models")
         return
-    rows = [_HEAD, *(_row(each, each.name in in_use) for each in found)]
+    rows = [_HEAD, *(_row(entry, entry.name in in_use) for entry in entries)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD) - 1)]
     for row in rows:
         cells = [
             cell.rjust(w) if i == 2 else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=False))
         ]
         print("  ".join([*cells, row[-1]]).rstrip())
-    for each in found:
-        if each.why is not None:
-            note(f"{each.name}: {each.why}")
+    for entry in entries:
+        if entry.why is not None:
+            note(f"{entry.name}: {entry.why}")
     note(f"{format_bytes(total_bytes)} in {models}")
 
 
@@ -86,13 +86,13 @@ def _models(cache: str | None) -> Path:
 
 
 def _tell_cleared(removed: Iterable[Entry], in_use: Iterable[Entry], as_json: bool) -> None:
-    freed_bytes = sum(each.nbytes for each in removed)
-    for each in removed:
-        note(f"removed {each.name}, {each.state}, {format_bytes(each.nbytes)}")
-    for each in in_use:
-        note(f"{each.name} is in use by another process and stays")
+    freed_bytes = sum(entry.nbytes for entry in removed)
+    for entry in removed:
+        note(f"removed {entry.name}, {entry.state}, {format_bytes(entry.nbytes)}")
+    for entry in in_use:
+        note(f"{entry.name} is in use by another process and stays")
     if as_json:
-        names = {"removed": [each.name for each in removed], "in_use": [each.name for each in in_use]}
+        names = {"removed": [entry.name for entry in removed], "in_use": [entry.name for entry in in_use]}
         print_json({**names, "freed_bytes": freed_bytes})
         return
     note(f"freed {format_bytes(freed_bytes)}")

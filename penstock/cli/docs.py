@@ -1,6 +1,6 @@
-"""`python -m penstock.cli.docs [--check]`: docs/cli.md from the commands themselves.
+"""Writes docs/cli.md from the commands themselves: `python -m penstock.cli.docs [--check]`.
 
-It reads the parameters, not the help text, so neither the terminal's width nor typer's layout matters.
+It reads the parameters and not the printed help, so neither the terminal's width nor typer's layout matters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ failure `{"error": {"type", "message", …}}`; all else goes to stderr.
 
 
 def page() -> str:
-    """The whole page."""
+    """The whole page, docs/cli.md."""
     group: Any = typer.main.get_command(app)
     sections = [_INTRO]
     for name, command in group.commands.items():

@@ -1,4 +1,4 @@
-"""The console script's entry: so light that Ctrl-C during its imports already ends in one line and 130."""
+"""The entry of the console script. It imports so little that even Ctrl-C during imports ends in one line and 130."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 
 
 def main() -> int:
+    """Runs one command and returns its exit code."""
     try:
         from penstock.cli.main import main as run
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""`penstock eval`: perplexity of a text, and what a lossy choice costs against the exact model."""
+"""`penstock eval`: measures the perplexity of a text, and what a lossy choice costs against the exact model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def eval_(
     if work.context is not None or work.batch != 1 or work.prompt_tokens or work.output_tokens:
         raise BadRequest("eval scores one window of 512 tokens at a time; --context, --batch and lengths are settled")
     text, plan = read_text(file), given_plan(plan_file, machine, work)
-    ask = work.ask(machine)  # wrong flags are said before a first use packs for minutes
+    ask = work.ask(machine)  # raises for wrong flags, before a first use packs for minutes
     sources = [packed_model(model, weights, machine, cache_limit)]
     if against is not None:
         sources.append(packed_model(against, None, machine, cache_limit))
@@ -49,17 +49,17 @@ def eval_(
     window = min([WINDOW_TOKENS, *(spec.max_positions for spec in described)])
     ask = dataclasses.replace(ask, score=True, context=window, prompt_tokens=window, output_tokens=1)
     if against is not None and ask.host_memory_bytes is not None:
-        # Both are in this process, and the limit is the process's.
+        # Both models are in this process, and the limit is the process's.
         ask = dataclasses.replace(ask, host_memory_bytes=ask.host_memory_bytes // 2)
     with ExitStack() as stack:
         engine = stack.enter_context(loaded(sources[0], ask, machine, plan))
         kept_whole = dataclasses.replace(ask, kv=None)  # --kv is one of the lossy choices
         exact = stack.enter_context(loaded(sources[1], kept_whole, machine)) if against is not None else None
         with progress() as tell:
-            found = evaluate(engine, text, exact, tell)
+            scores = evaluate(engine, text, exact, tell)
     if as_json:
-        print_json({name: value for name, value in vars(found).items() if value is not None})
+        print_json({name: value for name, value in vars(scores).items() if value is not None})
         return
-    print(f"perplexity {found.perplexity:.4f} over {found.tokens} tokens")
-    if found.kl is not None and found.agree is not None:
-        print(f"KL {found.kl:.6f} nats a token; the same best token in {found.agree:.2%}")
+    print(f"perplexity {scores.perplexity:.4f} over {scores.tokens} tokens")
+    if scores.kl is not None and scores.agree is not None:
+        print(f"KL {scores.kl:.6f} nats a token; the same best token in {scores.agree:.2%}")

@@ -1,7 +1,7 @@
-"""A line on the terminal while an answer comes: what is done, how fast, and what the disk gives.
+"""Shows a line on the terminal while an answer comes: what is done, how fast, and the disk's speed.
 
-It is drawn under the streamed text and taken away before more text comes, or in its own place on stderr where no text
-is streamed to the same terminal. Nothing is drawn where stderr is no terminal, or in the first half second.
+Where text streams to the same terminal, the line is drawn under the text and erased before more text comes. Else it is
+drawn on stderr alone. Nothing is drawn where stderr is no terminal, or in the first half second.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
     from penstock.serve.engine import Engine
 
 _FIRST_S, _EVERY_S = 0.5, 0.25
-_WINDOW_S = 2.0  # that the disk's speed is taken over
+_WINDOW_S = 2.0  # over which the disk's speed is taken
 _LEAST_ROWS, _LEAST_COLUMNS = 3, 20
 
-# Index and reverse index make room below without leaving the column, at the bottom of the screen too.
+# Index and reverse index (the codes of _ROOM) make room below and keep the column, also at the bottom of the screen.
 _ROOM, _SAVE, _BELOW, _RESTORE = "\033D\033M", "\0337", "\033[B\r", "\0338"
 _ERASE_BELOW, _ERASE_LINE = "\033[J", "\033[K"
 
 
 class Progress:
-    """What passes have done so far: a Session's Watch. `read_bytes`: of the disk, ever growing."""
+    """Counts what passes have done so far. `watch`: a Session's Watch. `chunks`: passes that read the prompt.
+    `read_bytes`: returns the bytes that were read from the disk so far."""
 
     def __init__(self, chunks: int, read_bytes: Callable[[], int], clock: Callable[[], float]) -> None:
         self._chunks, self._read_bytes, self._clock = chunks, read_bytes, clock
@@ -42,13 +43,14 @@ class Progress:
         self._reads = deque([(self._start_s, read_bytes())])
 
     def watch(self, timeline: Timeline, p: Pass | None) -> None:
+        """Counts a pass."""
         if p is None:
             return
         count = sum(batch.total_rows for batch in p.batches)
         if p.purpose == "prefill":
             self._chunk, self._rows = self._chunk + 1, self._rows + count
             if self._chunk == self._chunks:
-                self._start_s = self._clock()  # of decoding
+                self._start_s = self._clock()  # from here on of decoding
         else:
             self._tokens += count
 
@@ -77,7 +79,8 @@ class Progress:
 
 
 class Live:
-    """Text goes through `write`; a thread redraws the line. `below`: under the text, on their one terminal."""
+    """Draws the line in a thread. Text has to go through `write`. `line`: returns the line's text. `below`: the line is
+    drawn under the text, on the same terminal."""
 
     def __init__(self, line: Callable[[], str], below: bool) -> None:
         self._line, self._below = line, below
@@ -96,7 +99,7 @@ class Live:
         self._emit(self._erased())
 
     def write(self, text: str) -> None:
-        """Text of the answer, to stdout at once."""
+        """Prints text of the answer to stdout at once."""
         if not self._below:
             print(text, end="", flush=True)
             return
@@ -117,7 +120,7 @@ class Live:
         if not self._shown or size.lines < _LEAST_ROWS or size.columns < _LEAST_COLUMNS:
             return ""
         if self._below and self._column == size.columns:
-            return ""  # the cursor hangs behind the last column, and terminals differ in what they then make of it
+            return ""  # the cursor hangs behind the last column, where terminals treat these codes differently
         self._on_screen = True
         line = self._shown[: size.columns - 1]
         if not self._below:
@@ -131,13 +134,13 @@ class Live:
         return _ERASE_BELOW if self._below else f"\r{_ERASE_LINE}"
 
     def _emit(self, codes: str) -> None:
-        """Codes alone. A terminal that is gone must not end the answer here; its text will."""
+        """Prints codes alone. Where the terminal is gone, this must not end the answer; printing its text will."""
         with suppress(OSError, ValueError):
             print(codes, end="", file=sys.stdout if self._below else sys.stderr, flush=True)
 
 
 class Plain:
-    """Text alone."""
+    """Prints text, and no line. In place of `Live`."""
 
     def write(self, text: str) -> None:
         print(text, end="", flush=True)
@@ -145,8 +148,8 @@ class Plain:
 
 @contextmanager
 def live(engine: Engine, prompts: list[list[int]], streams: bool) -> Iterator[Live | Plain]:
-    """Yields what to write an answer with. `streams`: text comes while the line is shown, from the first
-    column on."""
+    """Yields an object whose `write` prints the answer. `streams`: whether text comes while the line is shown, from the
+    first column on."""
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield Plain()
         return
@@ -164,7 +167,7 @@ def live(engine: Engine, prompts: list[list[int]], streams: bool) -> Iterator[Li
 
 
 def _one_terminal() -> bool:
-    """Whether stdout and stderr are the same one."""
+    """Whether stdout and stderr are the same terminal."""
     if not sys.stdout.isatty():
         return False
     ours, other = os.fstat(sys.stdout.fileno()), os.fstat(sys.stderr.fileno())
@@ -174,14 +177,15 @@ def _one_terminal() -> bool:
 def _size() -> os.terminal_size:
     """The size of the terminal behind stderr; 80 × 24 where it does not know."""
     with suppress(OSError):
-        found = os.get_terminal_size(sys.stderr.fileno())
-        if found.columns > 0 and found.lines > 0:
-            return found
+        size = os.get_terminal_size(sys.stderr.fileno())
+        if size.columns > 0 and size.lines > 0:
+            return size
     return os.terminal_size((80, 24))
 
 
 def _advance(column: int, text: str, columns: int) -> int:
-    """The cursor's column after text, 0 … columns; `columns`: the last one is written, the next character wraps."""
+    """The cursor's column after text, 0 … `columns`. It is `columns` where the last column is written and the next
+    character wraps."""
     for character in text:
         if character == "\n":
             column = 0

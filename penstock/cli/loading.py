@@ -1,4 +1,4 @@
-"""From flags to a loaded engine and its trace: what `run`, `demo`, `bench` and `eval` share."""
+"""Loads an engine and opens its trace by the flags of a command. `run`, `demo`, `bench`, `eval`, `profile` share it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def packed_model(
     model: str, weights: str | None, machine: Machine, cache_limit: str | None = None, chat: bool = False
 ) -> Source:
-    """The packed model that MODEL names; a checkpoint is packed into the cache first. Refuses a device that is not here
-    before that. `chat`: as for `resolve`."""
+    """The packed model of MODEL. A checkpoint is packed into the cache first; a device that is not here is refused
+    before that. `chat`: as for `resolve`. Raises BadRequest, and as `resolve`."""
     from penstock.runtime.device.choose import require_present
     from penstock.serve.source import resolve
 
@@ -43,7 +43,8 @@ def packed_model(
 
 @contextmanager
 def tracing(name: str | None, title: str) -> Iterator[TraceFile | None]:
-    """The file of --trace, open from now on and whole at the end; None where none is wanted."""
+    """Yields the file of --trace, which is whole at the end; None where no trace is wanted. Raises BadRequest where it
+    cannot be written."""
     if name is None:
         yield None
         return
@@ -64,8 +65,8 @@ def loaded(
     record: TraceFile | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Iterator[Engine]:
-    """An engine with its weights in place, closed at the end. `record` hears of its passes; `tokenizer`: the model's,
-    where it is open already."""
+    """Yields an engine with its weights in place, and closes it at the end. `record`: a trace of its passes.
+    `tokenizer`: the model's, where it is open already. Raises as `Engine.open`."""
     from penstock.serve.engine import Engine
     from penstock.serve.loading import Loading
 

@@ -1,6 +1,6 @@
-"""`penstock`: the commands, and errors as one line with an exit code.
+"""Runs `penstock` with its commands, and turns errors into one line and an exit code.
 
-0 done; 2 what the user can mend; 1 a fault of ours (PENSTOCK_DEBUG=1 shows its traceback); 130 on Ctrl-C.
+0: done. 2: an error that the user can mend. 1: a fault of ours (PENSTOCK_DEBUG=1 shows its traceback). 130: Ctrl-C.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.cli.options import grouped
 from penstock.cli.output import note, one_line, print_json, say
 from penstock.errors import BadRequest, InternalError, PenstockError, StorageFailed
 
-# rich markup off: importing rich alone takes as long as all the rest of `penstock --help`.
+# Without rich: to import it takes as long as all the rest of `penstock --help`.
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
@@ -33,11 +33,12 @@ _MODELS = (
 for command in (*_MODELS, cache.list_, cache.rm, cache.prune):
     app.command(command.__name__.rstrip("_"))(grouped(command))
 
-# typer carries its own copy of click since 0.26 and used click itself before: its errors by inheritance, not by name.
+# Since 0.26 typer has its own copy of click; before it used click itself. So its errors are found by inheritance, not
+# by name.
 _UsageError = typer.BadParameter.__mro__[1]
 _ClickException = _UsageError.__mro__[1]
 
-# What the user can mend about files and disks.
+# Errors of files and disks that the user can mend.
 _USERS_ERRNO = (
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP),
     *(errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG, errno.EIO),
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     wants_json = "--json" in args[: args.index("--")] if "--" in args else "--json" in args
     _mend_streams()
-    # One line each, as our own; where they come from does not help the user.
+    # Warnings are one line each, as our own notes. The place that they come from does not help the user.
     warnings.showwarning = lambda message, *_, **__: note(str(message))
     code = 0
     try:
@@ -84,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         note("stopped")
         return 130
     except BrokenPipeError:
-        # Whoever read our output has seen enough, as `head` has. Python would complain when it flushes at exit.
+        # The reader of our output has seen enough, as `head` has. Without this Python would complain when it flushes at
+        # exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code
     except OSError as error:  # the last flush: `penstock … > /dev/full`
@@ -94,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _mend_streams() -> None:
-    """Nothing must fail for want of a stream (`>&-`) or of a character that the terminal's encoding lacks."""
+    """Mends streams, so that nothing fails where one is closed (`>&-`) or its encoding lacks a character."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
@@ -114,7 +116,7 @@ def _invoke(args: list[str]) -> int:
 
 
 def _explain(error: Exception) -> tuple[PenstockError, list[str]]:
-    """The error as one of ours, and its lines for stderr: one, and a hint or a traceback where that helps."""
+    """The error as one of ours, and its lines for stderr: one line, and a hint or a traceback where that helps."""
     if isinstance(error, PenstockError) and error.exit_code == 2:
         return error, [f"penstock: {one_line(error.message)}"]
     if isinstance(error, _ClickException):

@@ -1,7 +1,7 @@
-"""Flags that commands share, as groups: a command takes `machine: Machine` and has all of its flags.
+"""Defines the flags that commands share, in groups. A command that takes `machine: Machine` has all of its flags.
 
-A group is a frozen dataclass whose fields are flags; `grouped` unfolds them into the signature that
-typer reads, and folds the values again for the command.
+A group is a frozen dataclass whose fields are flags. `grouped` unfolds them into the signature that typer reads, and
+folds the values again for the command.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CacheLimit = Annotated[
 
 
 def flag(name: str, metavar: str | None, help: str, default: Any = None, **how: Any) -> Any:
-    """A field of a group that is a flag; `metavar`: None for one that takes no value. `how`: as for typer's Option."""
+    """A field of a group, which is a flag. `metavar`: None for a flag without a value. `how`: as for typer's Option."""
     return dataclasses.field(default=default, metadata={"option": Option(name, metavar=metavar, help=help, **how)})
 
 
@@ -77,8 +77,8 @@ class Machine:
     cache: str | None = flag("--cache", "DIR", _CACHE_HELP)
 
     def prepare(self) -> None:
-        """Checks the device, quiets numpy, and says what of --threads cannot be. Call it before anything imports
-        numpy."""
+        """Checks --device, notes where --threads is more than there can be, and keeps numpy from starting threads. Must
+        be called before anything imports numpy. Raises BadRequest."""
         check_device(self.device)
         quiet_blas()
         if self.threads is not None and self.threads != self.usable_threads:
@@ -86,13 +86,14 @@ class Machine:
 
     @property
     def usable_threads(self) -> int:
-        """--threads, by default and at most all CPUs that this process may use."""
+        """--threads, but at most one for each CPU that this process may use, which is also the default."""
         from penstock.runtime import host
 
         return host.usable_threads(self.threads)
 
     @property
     def cache_folder(self) -> Path:
+        """The folder of --cache. Raises BadRequest."""
         return cache_folder(self.cache)
 
 
@@ -119,7 +120,8 @@ class Work:
     objective: str = flag("--objective", "NAME", "latency or throughput.", "latency")
 
     def ask(self, machine: Machine, prompt_tokens: int = 64, output_tokens: int = 64) -> Ask:
-        """The request. `prompt_tokens`, `output_tokens`: for where no flag says them."""
+        """The request that these flags and `machine`'s make. `prompt_tokens`, `output_tokens`: count where no flag
+        gives them. Raises BadRequest."""
         return Ask(
             prompt_tokens=self.prompt_tokens or prompt_tokens,
             output_tokens=self.output_tokens or output_tokens,
@@ -163,6 +165,7 @@ class Sampling:
     ignore_eos: bool = flag("--ignore-eos", None, "Go on past the end of text, to --max-tokens.", False)
 
     def params(self, generation_config: dict[str, Any], work: Work | None = None) -> SamplingParams:
+        """The parameters of these flags and the model's generation_config.json. Raises BadRequest, BrokenModel."""
         from penstock.serve.sampling import with_model_defaults
 
         named = dataclasses.asdict(self)
@@ -172,7 +175,8 @@ class Sampling:
 
 
 def given_plan(file: str | None, machine: Machine, work: Work) -> Plan | None:
-    """The plan of --plan, None where none is given. Raises BadRequest where another flag would say the same thing."""
+    """The plan of --plan; None without that flag. Raises BadRequest where it is given beside a flag that the plan
+    already decides, and where the file is no plan."""
     if file is None:
         return None
     flags = {"--kv": work.kv, "--kv-home": work.kv_home, "--context": work.context, "--resident": machine.resident}
@@ -182,14 +186,14 @@ def given_plan(file: str | None, machine: Machine, work: Work) -> Plan | None:
 
 
 def _read_plan(file: str) -> Plan:
-    """A plan as `penstock plan --json` printed it, or its plan alone."""
+    """Reads a file with the JSON object of `penstock plan --json`, or with the plan alone. Raises BadRequest."""
     import json
 
     from penstock.spec import plan as plans
 
     text = read_text(file)
     try:
-        data = json.loads(text.removeprefix("\ufeff"))  # some editors put a byte-order mark before what they save
+        data = json.loads(text.removeprefix("\ufeff"))  # some editors begin files with a byte-order mark
         if isinstance(data, dict) and isinstance(data.get("plan"), dict):
             text = json.dumps(data["plan"])
     except (ValueError, RecursionError):
@@ -198,13 +202,14 @@ def _read_plan(file: str) -> Plan:
 
 
 def as_path(text: str) -> Path:
-    """A path as the user typed it. The home of a user that nobody knows is left as it stands, to be not there."""
+    """A path as the user typed it, with ~ expanded. ~NAME stays as it is where there is no such user, and so is not
+    found."""
     return Path(os.path.expanduser(text))
 
 
 def cache_folder(name: str | None) -> Path:
-    """The folder of --cache, or of what the environment says: XDG counts where it is an absolute path. Raises
-    BadRequest for an empty name."""
+    """The folder of --cache; without that flag $XDG_CACHE_HOME/penstock if that is an absolute path, else the default.
+    Raises BadRequest for an empty name."""
     from penstock.serve.planning import default_cache
 
     if name == "":
@@ -216,33 +221,35 @@ def cache_folder(name: str | None) -> Path:
 
 
 def file_to_write(name: str, flag: str) -> Path:
-    """The file that the user named for an output, where links lead; it may be there already.
+    """The file that the user named for an output, with links followed. It may be there already.
 
-    Raises BadRequest for what no file can replace: a folder, a pipe, a device, and the file that this process reads its
-    input from or prints to.
+    Raises BadRequest for a name that an output cannot replace: a folder, a pipe, a device, and the file that this
+    process reads its input from or prints to.
     """
     path = as_path(name)
     try:
         file = path.resolve()
-        there = path.stat() if path.exists() else None
-        if file.name and (there is None or (stat.S_ISREG(there.st_mode) and not _is_stream(there) and file.exists())):
+        before = path.stat() if path.exists() else None
+        if file.name and (
+            before is None or (stat.S_ISREG(before.st_mode) and not _is_stream(before) and file.exists())
+        ):
             return file
-    except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
         raise BadRequest(f"{flag} {name} cannot be written: {getattr(error, 'strerror', None) or error}") from None
     raise BadRequest(f"{flag} {name!r} is not a file that can be written")
 
 
 def _is_stream(status: os.stat_result) -> bool:
-    """Whether a file is our standard input, output or error. `… --trace FILE > FILE` would lose one."""
+    """Whether a file is our standard input, output or error. `… --trace FILE > FILE` would lose one of the two."""
     for fd in range(3):
-        with contextlib.suppress(OSError):  # closed
+        with contextlib.suppress(OSError):  # the stream is closed
             if os.path.samestat(os.fstat(fd), status):
                 return True
     return False
 
 
 def read_text(file: str) -> str:
-    """A text file that the user named. Raises BadRequest."""
+    """The text of a file that the user named. Raises BadRequest where it cannot be read, is too long or not UTF-8."""
     from penstock.store.files import load_text
 
     try:
@@ -254,13 +261,14 @@ def read_text(file: str) -> str:
 
 
 def quiet_blas() -> None:
-    """numpy's BLAS starts its threads when it is loaded, and each costs work space; our kernels have their own."""
+    """Keeps numpy's BLAS to one thread. It starts its threads when it is loaded, and each costs work space. Our kernels
+    have threads of their own."""
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the fields of its dataclass parameters as flags of their own, in their places."""
+    """The command for typer: in place of each parameter that is a group, a parameter for every flag of the group."""
     hints = typing.get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []
@@ -280,7 +288,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             values[name] = group(**{f.name: values.pop(f.name) for f in dataclasses.fields(group)})
         command(**values)
 
-    del call.__dict__["__wrapped__"]  # or inspect would look through to the folded signature
+    del call.__dict__["__wrapped__"]  # by which inspect would find the folded signature
     call.__dict__["__signature__"] = inspect.Signature(parameters)
     call.__annotations__ = {p.name: p.annotation for p in parameters}
     call.__dict__["groups"] = tuple(groups.values())

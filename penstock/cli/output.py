@@ -1,4 +1,4 @@
-"""Printing: the JSON line, notes and progress on stderr, the line of predicted beside measured."""
+"""Prints for all commands: the JSON line, notes and progress on stderr, the line of predicted beside measured."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
     from penstock.runtime.host import Progress
     from penstock.serve.generation import Generation
 
-_FIRST_S, _TTY_S, _PLAIN_S = 0.5, 0.1, 5.0
+_FIRST_S, _TTY_S, _PLAIN_S = 0.5, 0.1, 5.0  # until progress is shown; between two updates, of a terminal and of a file
 
-_LONGEST_LINE, _KEPT_END = 1000, 200
+_LONGEST_LINE, _KEPT_END = 1000, 200  # characters
 
 
 def print_json(data: Any) -> None:
-    """One line, ASCII only so that no locale can spoil it, null where a figure is no number."""
+    """Prints data as JSON on one line. Only ASCII, so that no locale can spoil it; NaN and infinity become null."""
     print(json.dumps(_finite(data), allow_nan=False), flush=True)
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Text on stderr. Where nobody can read it, on a full disk or behind a closed pipe, the work goes on."""
+    """Prints text to stderr. Where that fails, on a full disk or a closed pipe, the work goes on."""
     with suppress(OSError):
         print(text, end=end, file=sys.stderr, flush=True)
 
 
 def one_line(text: str) -> str:
-    """A text as one line that is safe to print. Line ends are spaces; what is no printable character, so that it might
-    move the cursor or turn the text round, is escaped. Of more than 1000 characters the middle is left out: the end
-    stays, for errors end with what would work."""
+    """A text as one line that is safe to print. Line ends become spaces. Characters that are not printable are escaped,
+    for they might move the cursor or turn the text round. Of more than 1000 characters the middle is left out; the end
+    stays, for errors end with the way out."""
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.splitlines()))
     if len(line) <= _LONGEST_LINE:
         return line
@@ -44,16 +44,17 @@ def one_line(text: str) -> str:
 
 
 def note(text: str) -> None:
-    """One line on stderr, whatever file names and other people's texts are in it."""
+    """Prints one line to stderr, whatever file names and other people's texts are in it."""
     say(f"penstock: {one_line(text)}")
 
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """Yields `tell(what, done, total)` in bytes (or in tokens, where `what` ends so); `total` 0 is news alone.
+    """Yields `tell(text, done, total)`. `done` and `total` count bytes, or tokens where the text ends with " tokens".
+    With a `total` of 0 the text is printed as a note.
 
-    A terminal gets one line that is rewritten and then cleared; a file or pipe a line now and then. What takes
-    less than half a second is not shown.
+    A terminal gets one line that is rewritten, and cleared at the end; a file or pipe gets a line now and then. Work
+    that takes less than half a second is not shown.
     """
     shown = _Shown(sys.stderr.isatty())
     try:
@@ -67,10 +68,10 @@ class _Shown:
         self._tty, self._dirty = tty, False
         self._start_s, self._told_s, self._first, self._total = 0.0, 0.0, 0, -1
 
-    def tell(self, what: str, done: int, total: int) -> None:
+    def tell(self, text: str, done: int, total: int) -> None:
         if total <= 0:
             self.clear()
-            note(what)
+            note(text)
             return
         now_s = time.perf_counter()
         if total != self._total:  # another piece of work
@@ -78,7 +79,7 @@ class _Shown:
         if now_s - self._start_s < _FIRST_S or now_s - self._told_s < (_TTY_S if self._tty else _PLAIN_S):
             return
         self._told_s = now_s
-        line = progress_line(what, done, total, (done - self._first) / (now_s - self._start_s))
+        line = progress_line(text, done, total, (done - self._first) / (now_s - self._start_s))
         say(f"\r{line}\033[K" if self._tty else line, end="" if self._tty else "\n")
         self._dirty = self._tty
 
@@ -88,16 +89,16 @@ class _Shown:
             self._dirty = False
 
 
-def progress_line(what: str, done: int, total: int, per_s: float) -> str:
+def progress_line(text: str, done: int, total: int, per_s: float) -> str:
     """`packing 3.ffn: 1.20 GiB of 13.5 GiB, 1.83 GB/s, 7.12 s left`."""
     left = f", {format_seconds((total - done) / per_s)} left" if per_s > 0 else ""
-    if what.endswith(" tokens"):
-        return f"{what}: {done} of {total}, {per_s:.1f} a second{left}"
-    return f"{what}: {format_bytes(done)} of {format_bytes(total)}, {format_rate(per_s)}{left}"
+    if text.endswith(" tokens"):
+        return f"{text}: {done} of {total}, {per_s:.1f} a second{left}"
+    return f"{text}: {format_bytes(done)} of {format_bytes(total)}, {format_rate(per_s)}{left}"
 
 
 def speed_line(generation: Generation, prediction: Prediction) -> str:
-    """Predicted beside measured, and what the disk gave meanwhile."""
+    """A line of measured speed beside predicted, and the disk's speed meanwhile."""
     speed = generation.decode_tokens_per_s
     parts = [
         f"{speed:.2f} tok/s (predicted {prediction.decode_tokens_per_s:.2f})",

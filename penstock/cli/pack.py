@@ -1,4 +1,4 @@
-"""`penstock pack`: a checkpoint to a packed model."""
+"""`penstock pack`: makes a packed model of a checkpoint, or verifies one."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def pack(
             )
         if check:
             verify(folder, lambda done, total, key: tell(f"verifying {key}", done, total))
-    found = open_packed(folder)
+    packed = open_packed(folder)
     if as_json:
-        report = {"folder": str(folder), "weights": found.weights.name, "bytes": found.total_bytes, "verified": check}
+        report = {"folder": str(folder), "weights": packed.weights.name, "bytes": packed.total_bytes, "verified": check}
         print_json(report)
         return
-    note(f"{folder}: {format_bytes(found.total_bytes)} in {found.weights.name}{', verified' if check else ''}")
+    note(f"{folder}: {format_bytes(packed.total_bytes)} in {packed.weights.name}{', verified' if check else ''}")

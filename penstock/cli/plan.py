@@ -1,4 +1,4 @@
-"""`penstock plan`: where everything would go, and how fast it would be. Reads no weights."""
+"""`penstock plan`: shows where everything would go, and how fast it would be, without reading weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.spec.machine import MachineSpec
     from penstock.spec.model import ModelSpec
 
-_TRACED_TOKENS = 16  # of a prediction; more look alike
+_TRACED_TOKENS = 16  # that the trace of a prediction has; further tokens look alike
 _MACHINES = Path(penstock.__file__).parent / "machines"
 
 MachineName = Annotated[
@@ -99,27 +99,27 @@ def plan(
 
 
 def _report(solved: Solved, limits: Iterable[Limit], band: Band, others: WhatIf) -> dict[str, Any]:
-    """The JSON object: the plan as `--plan` reads it, and what the table says."""
+    """The JSON object: the plan as `--plan` reads it, and the figures of the table."""
     from penstock.planner.compare import to_json
     from penstock.spec import codec
     from penstock.spec import plan as plans
 
-    def beside(then: Prediction | None) -> dict[str, float] | None:
-        if then is None:
+    def beside(other: Prediction | None) -> dict[str, float] | None:
+        if other is None:
             return None
-        change = then.decode_tokens_per_s / solved.prediction.decode_tokens_per_s - 1
-        return {"decode_tokens_per_s": then.decode_tokens_per_s, "ttft_s": then.ttft_s, "decode_change": change}
+        change = other.decode_tokens_per_s / solved.prediction.decode_tokens_per_s - 1
+        return {"decode_tokens_per_s": other.decode_tokens_per_s, "ttft_s": other.ttft_s, "decode_change": change}
 
     return {
         "plan": plans.to_json(solved.plan),
         "predicted": {name: codec.to_json(value) for name, value in vars(solved.prediction).items()},
         "band": _band_report(band, solved.prediction),
-        "limits": {each.tier: {"used_bytes": each.used_bytes, "limit_bytes": each.limit_bytes} for each in limits},
+        "limits": {limit.tier: {"used_bytes": limit.used_bytes, "limit_bytes": limit.limit_bytes} for limit in limits},
         "one_more_gib": beside(others.one_more_gib),
         "one_more_device_gib": beside(others.one_more_device_gib),
         "faster_disk": beside(others.faster_disk),
         "faster_link": beside(others.faster_link),
-        "other_formats": {fmt.name: beside(then) for fmt, then in others.other_formats},
+        "other_formats": {fmt.name: beside(other) for fmt, other in others.other_formats},
         "strategy": solved.strategy,
         "cannot_run": solved.compared[0].candidate.cannot_run,
         "not_yet": to_json(solved.not_yet),
@@ -137,8 +137,8 @@ def _band(machine: Machine, solved: Solved, figures: MachineSpec, batch: int) ->
 
 
 def _band_report(band: Band, p: Prediction) -> dict[str, Any]:
-    """`decode`, `ttft`: how much more than promised, as a share, is still within; the same factor divides. Then both
-    intervals, and the runs that each width comes from."""
+    """The JSON of a band. `decode`, `ttft`: the factor of the band less 1; the band reaches from prediction ÷ factor to
+    prediction · factor. Then the runs that each width comes from, and both intervals."""
     from penstock.planner.explain import spread
 
     return {
@@ -153,7 +153,8 @@ def _band_report(band: Band, p: Prediction) -> dict[str, Any]:
 
 
 def _drawing(name: str | None) -> AbstractContextManager[Callable[[str], None] | None]:
-    """What writes a picture to the file of --svg."""
+    """Yields a function that writes a picture to the file of --svg; None where no picture is wanted. Raises BadRequest
+    where the file cannot be written, if possible before the plan is made."""
     if name is None:
         return nullcontext()
     from penstock.planner import picture
@@ -163,7 +164,7 @@ def _drawing(name: str | None) -> AbstractContextManager[Callable[[str], None] |
 
 
 def _replayed(name: str, spec: ModelSpec) -> RouterTrace:
-    """What `run --record` kept. Raises BadRequest where it is of another model."""
+    """The answers of routers in a file of `run --record`. Raises BadRequest where they are of another model."""
     from penstock.planner.routing import replayed
     from penstock.spec.answers import loads
 
@@ -173,18 +174,19 @@ def _replayed(name: str, spec: ModelSpec) -> RouterTrace:
 
 
 def _figures(name: str | None, machine: Machine, ask: Ask) -> MachineSpec:
-    """The figures of the machine to plan for: this one with the device that --device chooses, another with its own."""
-    found = _machine(name, machine)
+    """The figures of the machine to plan for: of this one with the device that --device chooses, of a named one with
+    its own device."""
+    figures = _machine(name, machine)
     if name is not None and machine.device not in ("none", "emulated"):
-        return found
+        return figures
     from penstock.runtime.device.choose import choose
 
     with progress() as tell:
-        return choose(machine.device, found, ask.device_memory_bytes, machine.cache_folder, tell).machine
+        return choose(machine.device, figures, ask.device_memory_bytes, machine.cache_folder, tell).machine
 
 
 def _machine(name: str | None, machine: Machine) -> MachineSpec:
-    """A file, a machine that comes with penstock by its name, or this one."""
+    """The machine of a file, a bundled machine by its name, or with None this one. Raises BadRequest."""
     from penstock.spec import machine as machines
 
     if name is None:
@@ -194,8 +196,8 @@ def _machine(name: str | None, machine: Machine) -> MachineSpec:
             return load_or_probe(machine.cache_folder, tell)
     bundled = {path.stem: path for path in sorted(_MACHINES.glob("*.json"))}
     if not as_path(name).exists() and name not in bundled:
-        there = f"; bundled are {', '.join(bundled)}" if bundled else ""
-        raise BadRequest(f"--machine {name}: there is no such file{there}")
+        hint = f"; bundled are {', '.join(bundled)}" if bundled else ""
+        raise BadRequest(f"--machine {name}: there is no such file{hint}")
     if machine.threads is not None:
         note(f"--threads {machine.threads} says nothing about --machine {name}")
     return machines.loads(read_text(name if name not in bundled else str(bundled[name])), name)

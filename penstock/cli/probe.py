@@ -13,7 +13,7 @@ from penstock.units import format_bytes, format_rate, format_seconds
 if TYPE_CHECKING:
     from penstock.spec.machine import MachineSpec
 
-_BUSY = 0.5  # of all CPUs, in the last minute
+_BUSY = 0.5  # a load, over the last minute, beyond this share of all CPUs is told
 
 
 def probe(
@@ -36,17 +36,18 @@ def probe(
     if again:
         machine_file(folder).unlink(missing_ok=True)
     with progress() as tell:
-        found = load_or_probe(folder, tell, detailed=True)
-        chosen = choose(machine.device, found, None, folder, tell)
-    found = chosen.machine
+        figures = load_or_probe(folder, tell, detailed=True)
+        chosen = choose(machine.device, figures, None, folder, tell)
+    figures = chosen.machine
     if as_json:
-        print_json(json.loads(machines.dumps(found)))
+        print_json(json.loads(machines.dumps(figures)))
         return
-    print("\n".join([*fit_lines(found), *here_lines(), f"  {chosen.reason}"]))
+    print("\n".join([*fit_lines(figures), *here_lines(), f"  {chosen.reason}"]))
 
 
 def fit_lines(machine: MachineSpec) -> list[str]:
-    """The machine as text: its tiers, and what a task costs on each lane: alpha, and the longer of bytes and flops."""
+    """The machine as lines of text: its tiers, and the rates of each lane. A task takes alpha, and then the longer one
+    of its bytes and its flops."""
     lines = [f"{machine.name}: {machine.cpu or 'unknown processor'}, {machine.threads} threads ({machine.source})"]
     lines += [f"  {tier.name:<8}{format_bytes(tier.bytes)}" for tier in machine.tiers]
     lines.append(
@@ -56,8 +57,8 @@ def fit_lines(machine: MachineSpec) -> list[str]:
         read = format_rate(1 / rate.s_per_byte) if rate.s_per_byte else "-"
         flops = f"{1e-9 / rate.s_per_flop:.0f} GFLOP/s" if rate.s_per_flop else "-"
         rows, alpha = f"≤ {rate.rows}" if rate.rows else "any", format_seconds(rate.alpha_s)
-        what = f"  {rate.lane:<13}{rate.op:<8}{rate.format:<10}{rows:>6}"
-        lines.append(f"{what}{alpha:>9}  {read:>11}  {flops:>13}  {rate.r2:>6.3f}")
+        heading = f"  {rate.lane:<13}{rate.op:<8}{rate.format:<10}{rows:>6}"
+        lines.append(f"{heading}{alpha:>9}  {read:>11}  {flops:>13}  {rate.r2:>6.3f}")
     lines += [
         f"  {r.lane} {f'up to {format_bytes(r.most_bytes)}' if r.most_bytes else 'loads'} {r.reason}"
         for r in machine.reads
@@ -67,7 +68,7 @@ def fit_lines(machine: MachineSpec) -> list[str]:
 
 
 def here_lines() -> list[str]:
-    """What this machine has left just now."""
+    """Lines about the memory and the processors that are free on this machine just now."""
     from penstock.runtime import host
 
     load, cpus = host.load(), host.usable_cpus()

@@ -1,4 +1,4 @@
-"""`penstock profile`: which experts a text asks for, and what caches of any size would hold of them."""
+"""`penstock profile`: counts the experts that a text asks for, and the share that caches of any size would hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.errors import BadRequest
 from penstock.store.files import MAX_TEXT_BYTES
 from penstock.units import format_bytes
 
-_SHOWN = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # shares of the experts
+_SHOWN = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # sizes of caches, as shares of a layer's experts
 
 
 def profile(
@@ -49,15 +49,15 @@ def profile(
     window = min(profiling.WINDOW_TOKENS, spec.max_positions)
     ask = dataclasses.replace(ask, context=window, prompt_tokens=window, output_tokens=1)
     with loaded(source, ask, machine) as engine, progress() as tell:
-        found = profiling.profile(engine, text, Path(file).name, tokens, tell)
-    kept = keep(found, source.folder)
-    rates = hit_rates(found)
+        seen = profiling.profile(engine, text, Path(file).name, tokens, tell)
+    kept = keep(seen, source.folder)
+    rates = hit_rates(seen)
     experts = len(rates) - 1
     if as_json:
-        print_json({"tokens": found.tokens, "text_sha256": found.text_sha256, "hit_rates": rates, "file": str(kept)})
+        print_json({"tokens": seen.tokens, "text_sha256": seen.text_sha256, "hit_rates": rates, "file": str(kept)})
         return
     note(f"kept in {kept}: `plan` and `run` of this model go by it")
-    print(f"{found.tokens} tokens; a cache of so many of {experts} experts a layer would have had")
+    print(f"{seen.tokens} tokens; a cache of so many of {experts} experts a layer would have had")
     for share in _SHOWN:
         slots = round(share * experts)
         print(f"  {slots:4} experts ({share:.0%})  {rates[slots]:.1%}")

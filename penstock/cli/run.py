@@ -1,4 +1,4 @@
-"""`penstock run`: one answer, or a chat."""
+"""`penstock run`: answers a prompt, or chats."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from penstock.serve.tokenizer import Tokenizer
 
 _NO_TEMPLATE = "this model has no chat template"
-# What a base model writes where the user would speak again.
+# A base model writes this where the user would speak again.
 _NEXT_TURN = "\nUser:"
-# What a model writes must not move the cursor or rename the window.
+# Control characters are left out of a model's text, which must not move the cursor or rename the window.
 _CONTROLS = dict.fromkeys([*(c for c in range(32) if chr(c) not in "\n\t"), *range(127, 160)])
 
 
@@ -72,7 +72,7 @@ def run(
     spare = Child()  # it comes up while this process imports the rest
     plan = given_plan(plan_file, machine, work)
     chatting = prompt is None and not as_json and sys.stdin.isatty()
-    # Wrong flags are said before a first use packs for minutes.
+    # These two raise for wrong flags, before a first use packs for minutes.
     ask = work.ask(machine)
     sampling.params({}, work)
     if chatting and raw:
@@ -90,7 +90,7 @@ def run(
             raise BadRequest(f"--record keeps what routers say, and {source.folder} has none")
         from penstock.serve.tokenizer import Tokenizer
 
-        # Before the weights are loaded: a tokenizer that is refused should not wait for them.
+        # Opened before the weights are loaded: a tokenizer that is refused should not wait for them.
         tokenizer = Tokenizer.open(source.folder, ask.host_memory_bytes, not machine.no_verify, spare)
         ids = [] if chatting else _encoded(tokenizer, text, raw)
         params = sampling.params(tokenizer.generation_config, work)
@@ -112,7 +112,8 @@ def run(
 
 
 def answer(engine: Engine, prompts: list[list[int]], params: SamplingParams, as_json: bool, lead: str = "") -> None:
-    """Generates and prints: streamed text after `lead` and a line of speed, or the JSON object."""
+    """Generates an answer to each prompt (token ids). Prints `lead`, the text as it comes and a line of speed, or else
+    the JSON object. Raises as `Engine.generate`."""
     if as_json:
         from penstock.serve.generation import report_all
         from penstock.serve.run_bound import share_of_bound
@@ -127,13 +128,13 @@ def answer(engine: Engine, prompts: list[list[int]], params: SamplingParams, as_
         with live(engine, prompts, streams=False):
             answers = engine.generate(prompts, params)
         generation = answers[0]
-        print("\n\n".join(each.text for each in answers), flush=True)
+        print("\n\n".join(answered.text for answered in answers), flush=True)
     engine.keep(generation)
     _tell(engine, generation)
 
 
 def _tell(engine: Engine, generation: Generation) -> None:
-    """What came, beside what was promised; and where the context cut the answer, that it did."""
+    """Prints measured speed beside predicted, and says so where the context cut the answer."""
     if generation.context_full:
         most = engine.plan.target.spec.max_positions
         room = generation.context < most
@@ -143,8 +144,8 @@ def _tell(engine: Engine, generation: Generation) -> None:
 
 
 def read_prompt(prompt: str | None) -> str:
-    """PROMPT, or all of standard input less the newline that ends it. Raises BadRequest where that is
-    too long or not UTF-8."""
+    """PROMPT, or all of standard input without its last newline. Raises BadRequest where that is too long or not
+    UTF-8."""
     if prompt is not None:
         return prompt
     from penstock.store.files import MAX_TEXT_BYTES
@@ -159,7 +160,8 @@ def read_prompt(prompt: str | None) -> str:
 
 
 def chat(engine: Engine, params: SamplingParams, lines: Iterator[str]) -> None:
-    """A conversation: `lines` are the user's turns. `/new` forgets; an error takes its turn back."""
+    """Runs a conversation. `lines`: the user's turns. The line `/new` starts over. A turn whose answer fails by an
+    error that the user can mend is taken back."""
     tokenizer = engine.tokenizer
     if not tokenizer.has_chat_template:
         note(f"{_NO_TEMPLATE}: it reads plain lines of User and Assistant")
@@ -185,7 +187,7 @@ def chat(engine: Engine, params: SamplingParams, lines: Iterator[str]) -> None:
 
 
 def _encoded(tokenizer: Tokenizer, text: str, raw: bool) -> list[int]:
-    """The prompt's ids."""
+    """The ids of a prompt, by the chat template unless `raw`."""
     if not raw and tokenizer.has_chat_template:
         return tokenizer.encode_chat([{"role": "user", "content": text}])
     if not raw:
@@ -205,13 +207,13 @@ def _print_stream(engine: Engine, ids: list[int], params: SamplingParams, lead: 
 
 
 def _typed_lines() -> Iterator[str]:
-    """What the user types until Ctrl-D, with line editing where the platform has it."""
+    """The lines that the user types until Ctrl-D, with line editing where the platform has it."""
     ask: Callable[[str], str] = input
     if sys.stdout.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 (its import makes `input` edit lines)
     else:
-        ask = _ask_on_stderr  # the answers go to a file, the prompt should not
+        ask = _ask_on_stderr  # the answers go to a file, and the "> " should not
     while True:
         try:
             yield ask("> ")

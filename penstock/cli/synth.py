@@ -1,4 +1,4 @@
-"""`penstock synth`: a packed model of a real shape with random weights."""
+"""`penstock synth`: writes a packed model of a real shape with random weights."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def synth(
             seed=seed,
             progress=lambda done, total, key: tell(f"writing {key}", done, total),
         )
-    found = open_packed(folder)
+    packed = open_packed(folder)
     if as_json:
-        print_json({"folder": str(folder), "weights": found.weights.name, "bytes": found.total_bytes})
+        print_json({"folder": str(folder), "weights": packed.weights.name, "bytes": packed.total_bytes})
         return
-    note(f"{folder}: {format_bytes(found.total_bytes)} in {found.weights.name}, random weights")
+    note(f"{folder}: {format_bytes(packed.total_bytes)} in {packed.weights.name}, random weights")

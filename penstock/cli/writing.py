@@ -1,4 +1,4 @@
-"""A file that the user named for one text, held open while the work goes on."""
+"""Opens a file that the user named before the work begins, and writes one text to it at the end."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def writing(name: str | None, flag: str, kind: Kind) -> Iterator[Callable[[str], None] | None]:
-    """Yields what writes the text, once; None where no file is wanted. Without a text nothing is left, and a file that
-    was there stays. Raises BadRequest at once for what cannot be written, or holds something else than this kind."""
+    """Yields a function that writes the text, once; None where no file is wanted. Where no text was written no file is
+    left, and one that was there before stays. Raises BadRequest at once where the file cannot be written, or holds
+    something else than this kind."""
     if name is None:
         yield None
         return

@@ -1,4 +1,4 @@
-"""The plan's arenas as memory: allocated once, of the sizes that `graph.arenas` computed."""
+"""Allocates the memory of a plan's arenas, once and before the first pass. `graph.arenas` computed the sizes."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ from penstock.units import format_bytes
 
 
 class Arenas:
-    """Byte arrays by arena name, in huge pages where the system grants them; a device's where the host sees them.
-    `on_device`: takes memory of the device for an arena of so many bytes."""
+    """The bytes of every arena that the host can see, by the arena's name.
+
+    Memory of the host is in huge pages where the system grants them. `on_device(name, nbytes)` takes memory of the
+    device for an arena; it returns the bytes if the host can see them, else None. Raises StorageFailed where the
+    system refuses memory, and what `on_device` raises."""
 
     def __init__(self, plan: Plan, on_device: Callable[[str, int], memoryview | None] | None = None) -> None:
         self._memory: dict[str, _native.Memory] = {}
         self._bytes: dict[str, NDArray[np.uint8]] = {}
         for arena in plan.arenas:
             if is_disk(arena.tier):
-                continue  # a file, which whoever moves its bytes keeps
+                continue  # a file: `KvFile` or `DiskReader` holds it
             if arena.tier == GPU.executor:
                 if on_device is None:
                     raise InternalError(f"{arena.name} lies on a device, but there is none")
-                if (seen := on_device(arena.name, arena.bytes)) is not None:
-                    self._bytes[arena.name] = np.frombuffer(seen, dtype=np.uint8)
+                if (visible_bytes := on_device(arena.name, arena.bytes)) is not None:
+                    self._bytes[arena.name] = np.frombuffer(visible_bytes, dtype=np.uint8)
                 continue
             try:
                 memory = _native.Memory(arena.bytes, True)
-                # Now, not at the first long prompt: what was promised to fit is taken while we can still say no.
+                # All pages are taken now, and not at the first long prompt: now the plan can still be refused.
                 memory.populate()
             except MemoryError:
                 raise StorageFailed(
@@ -43,11 +46,12 @@ class Arenas:
                 ) from None
             self._memory[arena.name] = memory
             self._bytes[arena.name] = np.frombuffer(memoryview(memory), dtype=np.uint8)
-        self._addresses = {name: each.ctypes.data for name, each in self._bytes.items()}  # which costs 1 µs a time
+        # Kept, for `ctypes.data` takes 1 µs a time.
+        self._addresses = {name: array.ctypes.data for name, array in self._bytes.items()}
 
     @property
     def nbytes(self) -> int:
-        """What was allocated of the host's memory."""
+        """Bytes that were allocated of the host's memory."""
         return sum(len(self._bytes[name]) for name in self._memory)
 
     def view(self, slot: Slot) -> NDArray[np.uint8]:
@@ -55,20 +59,21 @@ class Arenas:
         return self._bytes[slot.arena][slot.lo : slot.hi]
 
     def whole(self, arena: str) -> NDArray[np.uint8]:
-        """All bytes of an arena."""
+        """All bytes of an arena, uint8 [arena's bytes]."""
         return self._bytes[arena]
 
     def array(self, slot: Slot, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
-        """The beginning of the slot as an array."""
-        count = math.prod(shape) * np.dtype(dtype).itemsize
-        assert count <= slot.nbytes, f"{slot} holds less than {shape} of {dtype}"
-        found: NDArray[Any] = self._bytes[slot.arena][slot.lo : slot.lo + count].view(dtype).reshape(shape)
-        return found
+        """The first bytes of the slot as an array of this dtype and shape."""
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        assert nbytes <= slot.nbytes, f"{slot} holds less than {shape} of {dtype}"
+        view: NDArray[Any] = self._bytes[slot.arena][slot.lo : slot.lo + nbytes].view(dtype).reshape(shape)
+        return view
 
     def address(self, slot: Slot) -> int:
+        """The memory address of the slot's first byte."""
         return self._addresses[slot.arena] + slot.lo
 
     def close(self) -> None:
-        """Lets the memory go; it is freed with the last view of it."""
+        """Lets the memory go. It is freed when the last view of it is gone."""
         self._bytes.clear()
         self._memory.clear()

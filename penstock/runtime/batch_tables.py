@@ -1,4 +1,4 @@
-"""What native kernels read of a batch beside its activations: positions, rotations, and which rows want logits."""
+"""Tables that native kernels read of a batch beside its activations: positions, rotations, rows that want logits."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from penstock.graph.batch import Batch
 from penstock.kernels import rope
 
 Float32 = NDArray[np.float32]
-Frequencies = tuple[Float32, float] | None  # of a layer: inverse frequencies and a factor; None: no rotation
+# A layer's inverse frequencies, float32 [dims / 2], and the factor of its cosines and sines. None: no rotation.
+Frequencies = tuple[Float32, float] | None
 
 
 class BatchTables:
-    """Arrays at fixed addresses; `move` gives them the positions of another batch of the same shape."""
+    """Tables of a batch, at fixed addresses, so that a recorded program can point at them. `move` fills them with the
+    positions of another batch of the same shape."""
 
     def __init__(self, batch: Batch, frequencies: Sequence[Frequencies], pages_per_seq: int) -> None:
         first, t = batch.first_seq, batch.total_rows
-        # int32 [sequences, 3]: first page, counted from the first sequence's, start, rows.
+        # int32 [sequences, 3]: the first page (counted from the first page of the first sequence), start, rows.
         self._sequences = np.array(
             [((s - first) * pages_per_seq, 0, rows) for s, rows in zip(batch.seqs, batch.rows, strict=True)], np.int32
         )
@@ -28,32 +30,35 @@ class BatchTables:
         self._frequencies: dict[int, tuple[Float32, float]] = {}
         self._turns: dict[int, tuple[Float32, Float32]] = {}
         self._turn_of: list[int | None] = []
-        for found in frequencies:
-            self._turn_of.append(None if found is None else id(found[0]))
-            if found is not None and id(found[0]) not in self._turns:
-                shape = (t, len(found[0]))
-                self._frequencies[id(found[0])] = found
-                self._turns[id(found[0])] = np.empty(shape, np.float32), np.empty(shape, np.float32)
+        for rotation in frequencies:
+            self._turn_of.append(None if rotation is None else id(rotation[0]))
+            if rotation is not None and id(rotation[0]) not in self._turns:
+                shape = (t, len(rotation[0]))
+                self._frequencies[id(rotation[0])] = rotation
+                self._turns[id(rotation[0])] = np.empty(shape, np.float32), np.empty(shape, np.float32)
         self.move(batch)
 
     def move(self, batch: Batch) -> None:
+        """Fills the tables with the positions of this batch, which has the shape of the first one."""
         self._sequences[:, 1] = batch.start
-        where = positions(batch)
+        row_positions = positions(batch)
         for key, frequencies in self._frequencies.items():
             cos, sin = self._turns[key]
-            cos[...], sin[...] = rope.tables(*frequencies, where)
+            cos[...], sin[...] = rope.tables(*frequencies, row_positions)
 
     @property
     def sequences_address(self) -> int:
+        """The address of int32 [sequences, 3]: first page, start, rows of each sequence."""
         return int(self._sequences.ctypes.data)
 
     @property
     def chosen_address(self) -> int:
-        """int32 [n]: the rows whose logits are wanted."""
+        """The address of int32 [n]: the rows whose logits are wanted."""
         return int(self._chosen.ctypes.data)
 
     def turn_addresses(self, layer: int) -> tuple[int, int]:
-        """The addresses of a layer's cosines and sines; 0 where the layer does not rotate."""
+        """The addresses of a layer's cosines and sines, float32 [T, dims / 2] each; 0 where the layer does not
+        rotate."""
         key = self._turn_of[layer]
         if key is None:
             return 0, 0

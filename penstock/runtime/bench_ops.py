@@ -1,8 +1,11 @@
-"""`penstock bench ops`: every op of the table on a model's shapes, as a pass runs it, against ceilings of the same run.
+"""Times every op of a model on the CPU beside its physical bound, for `penstock bench ops`.
 
-The layers walked over are more than a cache holds, so that weights and KV come out of memory as they do in a run. The
-bound of an op is the longer of its bytes at the RAM's read speed and its operations at the processor's peak in
-registers; a share near 1 means that nothing is left to win.
+Each op runs as in a pass, on the model's shapes. The layers are together larger than a processor's cache, so that
+weights and KV come out of memory as they do in a run. An op's bound in seconds is
+
+    max(bytes / RAM's read speed, operations / processor's peak in registers)
+
+with both speeds measured in the same run. A share of the bound near 1 means that nothing is left to win.
 """
 
 from __future__ import annotations
@@ -30,22 +33,22 @@ from penstock.spec.plan import Plan
 from penstock.store.synth import RandomWeights
 from penstock.units import GIB
 
-_LAYERS_BYTES = GIB  # of weights and KV walked over before any comes again
+_LAYERS_BYTES = GIB  # of weights and KV that a pass reads before it reads any of them again
 _MOST_LAYERS = 64
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One op in one pass of `rows` rows of which the last sees `context` positions: medians over its calls."""
+class OpTime:
+    """One op in passes of `rows` rows, of which the last sees `context` positions."""
 
     op: str
     format: str
     rows: int
     context: int
-    seconds: float
-    bytes: int
-    flops: int
-    bound_s: float
+    seconds: float  # of one call: the median over its calls
+    bytes: int  # that one call reads and writes
+    flops: int  # of one call
+    bound_s: float  # the least that one call can take
 
     @property
     def share_of_bound(self) -> float:
@@ -70,8 +73,10 @@ def bench_ops(
     exact: bool,
     repeats: int = 5,
     on_progress: Progress | None = None,
-) -> Iterator[Measured]:
-    """Times every op of `rows` rows at the end of a `context`, on layers like the first of `spec`."""
+) -> Iterator[OpTime]:
+    """Times every op in passes of each number of `rows`, whose last row sees `context` positions. All layers are like
+    the first one of `spec`. `exact`: activations are not rounded to int8. Raises ValueError for an `isa` that this
+    processor has not, and StorageFailed where the system refuses memory."""
     plan = _plan(spec, weights, kv, max(rows), context)
     arenas = Arenas(plan)
     try:
@@ -89,22 +94,24 @@ def bench_ops(
 
 def _plan(spec: ModelSpec, weights: Format, kv: Format, rows: int, context: int) -> Plan:
     layer = spec.layers[0]
-    one = resident_plan(replace(spec, layers=(layer,)), weights, kv=kv, rows=rows, context=context)
-    each = sum(one.unit_bytes(unit) for unit in one.units if unit.part.startswith("0."))
-    each += 2 * layer.attention.kv_heads * context * kv.kv_bytes(layer.attention.head_dim)
-    layers = max(2, min(_MOST_LAYERS, -(-_LAYERS_BYTES // each)))
+    one_layer = resident_plan(replace(spec, layers=(layer,)), weights, kv=kv, rows=rows, context=context)
+    layer_bytes = sum(one_layer.unit_bytes(unit) for unit in one_layer.units if unit.part.startswith("0."))
+    layer_bytes += 2 * layer.attention.kv_heads * context * kv.kv_bytes(layer.attention.head_dim)
+    layers = max(2, min(_MOST_LAYERS, -(-_LAYERS_BYTES // layer_bytes)))
     return resident_plan(replace(spec, layers=(layer,) * layers), weights, kv=kv, rows=rows, context=context)
 
 
 def _fill(plan: Plan, lowering: Lowering, arenas: Arenas) -> None:
-    """Random weights, keys and values: zeros would be kind to a processor that skips work on them."""
+    """Fills the arenas with random weights, keys and values. Zeros would flatter a processor that skips work on
+    them."""
     maker = RandomWeights(plan.target.spec, 0)
     for i, slot in lowering.layout.weights.items():
         unit = plan.units[i]
         maker.fill(plan.parts[unit.part], unit.lo, unit.hi, arenas.view(slot))
     rng = np.random.default_rng(0)
     for arena in plan.arenas:
-        if arena.name == "host.kv":  # bytes 0x3c00 … 0x3cff: about 1 in 16-bit formats, as scales too; small in float32
+        if arena.name == "host.kv":
+            # Numbers 0x3c00 … 0x3cff: about 1 in 16-bit formats, and as scales of integers. Small in float32.
             view = arenas.whole(arena.name)
             view[0::2] = rng.integers(0, 256, len(view[0::2]), np.uint8)
             view[1::2] = 0x3C
@@ -112,12 +119,12 @@ def _fill(plan: Plan, lowering: Lowering, arenas: Arenas) -> None:
 
 def _measure(
     binding: NativeBinding, lowering: Lowering, t: int, context: int, threads: int, integer: bool, repeats: int
-) -> Iterator[Measured]:
+) -> Iterator[OpTime]:
     batch = Batch(0, (0,), (context - t,), (t,), (t - 1,))
     p = Pass("decode" if t == 1 else "prefill", (batch,), None)
     assert t > 1 or p == passes.decode(lowering.plan, (0,), (context - 1,), None)
     binding.begin()
-    taken: dict[str, list[float]] = {}
+    seconds_by_op: dict[str, list[float]] = {}
     task: Task | None = None
     limits = []
     for repeat in range(repeats + 1):
@@ -126,8 +133,8 @@ def _measure(
         for call in task.calls:
             start_s = time.perf_counter()
             binding.call(call)
-            if repeat:  # the first one warms up
-                taken.setdefault(call.op, []).append(time.perf_counter() - start_s)
+            if repeat:  # the first pass warms up
+                seconds_by_op.setdefault(call.op, []).append(time.perf_counter() - start_s)
     assert task is not None
     ram = statistics.median(c.ram_read_bytes_per_s for c in limits)
     peak = {
@@ -135,8 +142,8 @@ def _measure(
         False: statistics.median(c.float32_flops_per_s for c in limits),
     }
     calls = {call.op: call for call in task.calls}
-    for op, times in taken.items():
+    for op, times in seconds_by_op.items():
         call = calls[op]
-        per_s = peak[integer and op in ("qkv", "out", "ffn", "head")]
-        bound_s = max(call.bytes / ram, call.flops / per_s)
-        yield Measured(op, call.format, t, context, statistics.median(times), call.bytes, call.flops, bound_s)
+        peak_per_s = peak[integer and op in ("qkv", "out", "ffn", "head")]
+        bound_s = max(call.bytes / ram, call.flops / peak_per_s)
+        yield OpTime(op, call.format, t, context, statistics.median(times), call.bytes, call.flops, bound_s)

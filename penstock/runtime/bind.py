@@ -1,4 +1,4 @@
-"""Binds calls to kernels: slots become arrays, the op's function gets them."""
+"""Runs the calls of tasks with the numpy kernels: a call's slots become arrays, which its op's function gets."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from penstock.kernels.reference.matrix import Scratch
 from penstock.runtime.arena import Arenas
 from penstock.runtime.batch_tables import positions
 from penstock.runtime.kv_file import KvFile
-from penstock.runtime.movers import DiskReader, Load, poison
+from penstock.runtime.movers import DiskLoad, DiskReader, poison
 from penstock.spec.model import Routed
 from penstock.spec.parts import Part, norm_before
 from penstock.spec.places import is_disk
 from penstock.spec.plan import Plan
 
 Float32 = NDArray[np.float32]
-OnRoute = Callable[[Call, list[list[int]]], None]
+OnRoute = Callable[[Call, list[list[int]]], None]  # gets a router's call and the experts of each row
 
 
 class Binding:
-    """`call(c)` does one call. `poisoned`: ring slots are filled with NaN before each load (tests).
+    """`call` does one call, `run` all calls of a task.
 
-    A plan that streams nothing needs no `reader`, one without KV on a disk no `kv_file`."""
+    `reader`: reads weights from disks; a plan that streams nothing needs none. `kv_file`: a plan without KV on a disk
+    needs none. `poisoned`: ring slots are filled with NaN before each load, so that tests see a missing edge."""
 
     def __init__(
         self,
@@ -44,41 +45,43 @@ class Binding:
     ) -> None:
         self._plan, self._arenas, self._reader, self._poisoned = plan, arenas, reader, poisoned
         self._kv_file = kv_file
-        self.on_route: OnRoute | None = None  # hears what every router says, call by call
-        self.fetched_bytes = 0  # embedding rows read from disk; whoever counts sets it back
+        self.on_route: OnRoute | None = None  # called after each router's call
+        self.fetched_bytes = 0  # of embedding rows read from disk; the session sets it back to 0
         self._layout = Layout(plan)
         self._parts = plan.parts
         self._spec = plan.target.spec
         ropes = {layer.attention.rope: None for layer in self._spec.layers}
-        found = {r: rope.frequencies(r, plan.context) if r else None for r in ropes}
-        self._frequencies = [found[layer.attention.rope] for layer in self._spec.layers]
+        frequencies = {r: rope.frequencies(r, plan.context) if r else None for r in ropes}
+        self._frequencies = [frequencies[layer.attention.rope] for layer in self._spec.layers]
         self._turns: dict[tuple[int, Batch], tuple[Float32, Float32]] = {}
         self._ops: dict[str, Callable[[Call, Any], None]] = {
             name: getattr(self, f"_{name}") for name in ops.OPS if name not in ops.PLANNED
         }
 
     def run(self, task: Task) -> None:
+        """Does all calls of a task, here and now."""
         for call in task.calls:
             self.call(call)
 
     def call(self, call: Call) -> None:
+        """Does one call. Raises StorageFailed and DamagedModel where it reads from a disk."""
         self._ops[call.op](call, call.operands)
         if self.on_route is not None and isinstance(call.operands, ops.Route):
             self.on_route(call, self.answer(call))
 
-    def start(self, task: Task) -> Load | None:
-        """Begins a task that disks do by themselves, a load; None for any other, which `run` does."""
+    def start(self, task: Task) -> DiskLoad | None:
+        """Begins a load, which a disk does by itself. Returns None for any other task: `run` does it."""
         first = task.calls[0]
         if len(task.calls) != 1 or not isinstance(first.operands, ops.Load) or first.unit < 0:
             return None
         return self._begin_load(first, first.operands)
 
     def begin(self) -> None:
-        """A pass starts: positions of earlier ones are forgotten."""
+        """A pass starts: rotations of earlier positions are forgotten."""
         self._turns.clear()
 
     def forget(self) -> None:
-        """Task ids start over: what was kept by them is forgotten."""
+        """Task ids start over. Everything that was kept by a task's id is forgotten."""
 
     # -- embedding and head ---------------------------------------------------------------------------
 
@@ -87,15 +90,15 @@ class Binding:
         dense.gather(self._granules(op.weights, part), part, self._tokens(op.tokens), self._embedded(op.rows))
 
     def _fetch(self, call: Call, op: ops.Fetch) -> None:
-        """Embedding rows straight from disk: each granule that a token lies in is read once."""
+        """Reads embedding rows straight from disk. A granule that holds the rows of several tokens is read once."""
         part = self._parts["embed"]
         tokens, rows = self._tokens(op.tokens), self._embedded(op.rows)
         granule = self._granules(op.staging, part)
-        owners, inside = np.divmod(tokens, part.granule_rows)
-        for g in np.unique(owners).tolist():
+        granules, rows_inside = np.divmod(tokens, part.granule_rows)  # int32 [T] each
+        for g in np.unique(granules).tolist():
             self.fetched_bytes += self._disk.read("embed", g, g + 1, self._arenas.address(op.staging))
-            for i in np.flatnonzero(owners == g).tolist():
-                dense.gather(granule, part, inside[i : i + 1], rows[i : i + 1])
+            for i in np.flatnonzero(granules == g).tolist():
+                dense.gather(granule, part, rows_inside[i : i + 1], rows[i : i + 1])
 
     def _embed(self, call: Call, op: ops.Embed) -> None:
         batch = _batch(call)
@@ -116,12 +119,12 @@ class Binding:
     def _head(self, call: Call, op: ops.Head) -> None:
         unit, n = self._plan.units[call.unit], len(_batch(call).logits)
         part = self._parts[unit.part]
-        wanted = self._arenas.view(op.best)
+        best = self._arenas.view(op.best)  # of each row the highest logit, float32, and its token, int32
         dense.head(
             self._granules(op.weights, part), part, unit.lo,
             self._arenas.array(op.h, np.float32, (n, self._spec.d_embed)), self._spec.logit_softcap,
             self._arenas.array(op.logits, np.float32, (n, self._spec.vocab)),
-            wanted.view(np.float32).reshape(n, 2)[:, 0], wanted.view(np.int32).reshape(n, 2)[:, 1],
+            best.view(np.float32).reshape(n, 2)[:, 0], best.view(np.int32).reshape(n, 2)[:, 1],
             op.starts, self._scratch(op.scratch),
         )  # fmt: skip
 
@@ -206,7 +209,7 @@ class Binding:
     def _load(self, call: Call, op: ops.Load) -> None:
         self._begin_load(call, op).wait()
 
-    def _begin_load(self, call: Call, op: ops.Load) -> Load:
+    def _begin_load(self, call: Call, op: ops.Load) -> DiskLoad:
         target = op.target
         unit = self._plan.units[call.unit]
         if self._poisoned:
@@ -251,7 +254,7 @@ class Binding:
             self._kv.write(writes)
 
     def _sync(self, call: Call, op: ops.Sync) -> None:
-        """Whoever waits for it has waited for what came before."""
+        """Nothing to do: a task that waits for this one has waited for all tasks before it."""
 
     @property
     def _kv(self) -> KvFile:
@@ -266,6 +269,7 @@ class Binding:
     # -- slots to arrays ------------------------------------------------------------------------------
 
     def _rows(self, slot: Slot, t: int) -> Float32:
+        """float32 [T, d_model]."""
         return self._arenas.array(slot, np.float32, (t, self._spec.d_model))
 
     def _routed(self, layer: int) -> Routed:
@@ -281,50 +285,55 @@ class Binding:
         )
 
     def set_routes(self, call: Call, experts: Sequence[Sequence[int]]) -> None:
-        """What a router's call, which is done, said instead: the experts of each row, upwards. Their weights stay."""
+        """Replaces the answer of a router's call, which is done. `experts`: of each row, in ascending order. Their
+        weights stay."""
         op = call.operands
         assert isinstance(op, ops.Route)
         self._routes(op.layer, op.routes, _batch(call).total_rows).ids[...] = experts
 
     def _outputs(self, layer: int, slot: Slot, t: int) -> Float32:
+        """The outputs of each row's experts, float32 [T, active experts, d_model]."""
         shape = (t, self._routed(layer).active, self._spec.d_model)
         return self._arenas.array(slot, np.float32, shape)
 
     def answer(self, call: Call) -> list[list[int]]:
-        """What a router's call, which is done, said: the experts of each row."""
+        """The answer of a router's call, which is done: the experts of each row."""
         op = call.operands
         assert isinstance(op, ops.Route)
-        found: list[list[int]] = self._routes(op.layer, op.routes, _batch(call).total_rows).ids.tolist()
-        return found
+        experts_by_row: list[list[int]] = self._routes(op.layer, op.routes, _batch(call).total_rows).ids.tolist()
+        return experts_by_row
 
     def _embedded(self, slot: Slot) -> Float32:
+        """float32 [T, d_embed]."""
         return self._arenas.view(slot).view(np.float32).reshape(-1, self._spec.d_embed)
 
     def _tokens(self, slot: Slot) -> NDArray[np.int32]:
+        """int32 [T]."""
         return self._arenas.view(slot).view(np.int32)
 
     def _scratch(self, slot: Slot) -> Scratch:
         return Scratch(self._arenas.view(slot))
 
     def _granules(self, slot: Slot, part: Part) -> NDArray[np.uint8]:
+        """uint8 [granules, bytes of a granule]."""
         return self._arenas.view(slot).reshape(-1, part.granule_bytes)
 
     def _pool(self, slot: Slot, layer: int, batch: Batch) -> KvPool:
-        """The pages of the batch's sequences, from the first one's first page on."""
+        """The pages of the batch's sequences. Page 0 is the first page of the batch's first sequence."""
         a, fmt = self._spec.layers[layer].attention, self._layout.kv_home(layer, batch).format
         pages = (batch.last_seq - batch.first_seq + 1) * self._layout.pages_per_seq
         blocks = self._arenas.view(slot).reshape(pages, a.kv_heads, -1)
         return KvPool(blocks, self._plan.page_tokens, a.head_dim, fmt)
 
     def _tables(self, batch: Batch) -> Sequence[NDArray[np.int64]]:
-        """Pages of each sequence, counted as in `_pool`."""
+        """The pages of each sequence, int64 [pages_per_seq] each, numbered as in `_pool`."""
         per_seq, first = self._layout.pages_per_seq, batch.first_seq
         return [np.arange((s - first) * per_seq, (s - first + 1) * per_seq) for s in batch.seqs]
 
     def _turn(self, layer: int, batch: Batch) -> tuple[Float32, Float32] | None:
-        """cos and sin for the batch's positions; layers with the same rope share them."""
-        found = self._frequencies[layer]
-        if found is None:
+        """cos and sin for the batch's positions, float32 [T, dims / 2] each. Layers with the same rope share them."""
+        frequencies = self._frequencies[layer]
+        if frequencies is None:
             return None
         first = next(
             i
@@ -333,17 +342,17 @@ class Binding:
         )
         key = (first, batch)
         if key not in self._turns:
-            self._turns[key] = rope.tables(*found, positions(batch))
+            self._turns[key] = rope.tables(*frequencies, positions(batch))
         return self._turns[key]
 
 
 def experts_of(op: ops.Experts, part: Part) -> list[tuple[int, Slot]]:
-    """The experts of a call, and where each of them is."""
-    each = part.least_bytes
+    """The numbers of a call's experts, and the slot of each one's weights."""
+    expert_bytes = part.least_bytes
     return [
-        (first + i, Slot(slot.arena, slot.lo + i * each, slot.lo + (i + 1) * each))
+        (first + i, Slot(slot.arena, slot.lo + i * expert_bytes, slot.lo + (i + 1) * expert_bytes))
         for first, slot in zip(op.first_experts, op.weights, strict=True)
-        for i in range(slot.nbytes // each)
+        for i in range(slot.nbytes // expert_bytes)
     ]
 
 

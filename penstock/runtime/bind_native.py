@@ -1,8 +1,8 @@
-"""Binds the ops to the native kernels. What a model has beyond them (projected or learned-position embeddings) stays
-with numpy.
+"""Runs the calls of tasks with the native kernels. Numpy still does what these lack: embeddings that are projected or
+have learned positions.
 
-A task that the lowering knows to come again is bound once: its ops become a `_native.Program`, which runs without
-Python in between, and what changes from pass to pass (positions) lies in tables that the program points at.
+A task that the lowering marks as coming again is bound once. Its calls become a `_native.Program`, which runs without
+Python between the ops. Positions change from pass to pass: they lie in tables that the program points at.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from penstock.spec.format import Format
 from penstock.spec.parts import FFNS, norm_before
 from penstock.spec.plan import Plan
 
-# What ops are called on: they run at once, or are written down.
+# An op called on a Compute runs at once; called on a Program it is recorded.
 Target = _native.Compute | _native.Program
-_KEPT = 8  # programs, where a pass is one; with caches a layer is three
-_KEPT_SHAPES = 16  # of batches, whose tables are kept
+_KEPT = 8  # programs, where a whole pass is one program; with caches of experts a layer has three
+_KEPT_SHAPES = 16  # shapes of batches whose tables are kept
 
 
 class Native(NamedTuple):
-    """Which kernels, on how many threads; `exact`: no int8 activations. `reason`: why these."""
+    """The kernels of one instruction set, on their threads.
+
+    `exact`: activations are not rounded to int8. `reason`: why this instruction set, for the user."""
 
     compute: _native.Compute
     exact: bool
@@ -39,22 +41,22 @@ class Native(NamedTuple):
 
 
 def native(isa: str | None, threads: int, exact: bool) -> Native:
-    """The family of that name, or the best one here. Raises ValueError for one that is not here."""
+    """The kernels of this instruction set; None: of the best one of this processor. Raises ValueError for one that
+    this processor has not."""
     chosen, reason = cpu.best_isa() if isa is None else (isa, f"{isa} kernels: asked for")
     return Native(_native.Compute(chosen, threads), exact, reason)
 
 
 class _Bound(NamedTuple):
-    """A task as it is run again: programs, and the numbers of calls that stay with numpy. `batches`: the number of a
-    call of each batch."""
+    """A task bound once, to be run again."""
 
-    steps: tuple[_native.Program | int, ...]
-    tables: dict[int, BatchTables]
-    batches: dict[int, int]
+    steps: tuple[_native.Program | int, ...]  # in order: a program, or the index of a call that numpy does
+    tables: dict[int, BatchTables]  # by batch id
+    batches: dict[int, int]  # batch id → the index of one call of that batch
 
 
 class NativeBinding(Binding):
-    """Every op of a layer in native code, straight from where the weights lie."""
+    """Runs every op of a layer in native code, on weights where they lie. Arguments as for `Binding`."""
 
     def __init__(
         self,
@@ -79,13 +81,13 @@ class NativeBinding(Binding):
         ]
         self._o = [cpu.matrix(self._parts[f"{i}.attn"].block("o")) for i in range(len(layers))]
         self._vocab = cpu.matrix(self._parts["embed"].block("rows"))
-        self._heads: dict[int, _native.AttentionShape] = {}  # by unit
-        self._caches: dict[tuple[int, Format], _native.CacheShape] = {}
-        self._tables_of: dict[Batch, BatchTables] = {}
+        self._heads: dict[int, _native.AttentionShape] = {}  # by the unit's number
+        self._caches: dict[tuple[int, Format], _native.CacheShape] = {}  # by layer and format
+        self._tables_of: dict[Batch, BatchTables] = {}  # of calls that run alone, for this pass
         self._shared: dict[tuple[object, ...], BatchTables] = {}  # of programs, by the batch's shape
-        self._moved: set[int] = set()  # those of them that have the positions of this pass
-        self._kept = _KEPT * (3 * len(layers) if plan.caches else 1)
-        self._bound: dict[int, _Bound] = {}  # by the task that they are like
+        self._moved: set[int] = set()  # ids of the shared tables that hold the positions of this pass
+        self._most_bound = _KEPT * (3 * len(layers) if plan.caches else 1)
+        self._bound: dict[int, _Bound] = {}  # by `Task.like`
         edges = self._parts["edges"]
         natively: dict[str, Callable[[Target, Call, Any, BatchTables], None]] = {
             "gather": self._gather_on, "norm": self._norm_on, "qkv": self._qkv_on, "attend": self._attend_on,
@@ -100,7 +102,8 @@ class NativeBinding(Binding):
         self._projects_out = edges.has("project_out")
 
     def _check_scratch(self) -> None:
-        """With less than the kernels want they would be slower, and nobody would know."""
+        """Asserts that the plan's scratch is as large as the kernels want. With less they would run, but slower, and
+        nobody would notice."""
         plan, spec, layers_of, rows = (
             self._plan,
             self._spec,
@@ -138,7 +141,7 @@ class NativeBinding(Binding):
         self._moved.clear()
 
     def forget(self) -> None:
-        """Task ids start over."""
+        """Task ids start over: bound tasks are forgotten."""
         self._bound.clear()
 
     def run(self, task: Task) -> None:
@@ -148,7 +151,7 @@ class NativeBinding(Binding):
         bound = self._bound.get(task.like)
         if bound is None:
             bound = self._bind(task)
-            while len(self._bound) >= self._kept:
+            while len(self._bound) >= self._most_bound:
                 del self._bound[next(iter(self._bound))]
             self._bound[task.like] = bound
         for batch_id, number in bound.batches.items():
@@ -174,7 +177,7 @@ class NativeBinding(Binding):
             self.on_route(call, self.answer(call))
 
     def alone(self, call: Call) -> Callable[[], None]:
-        """What runs one native call again and again, without Python in between."""
+        """Returns a function that runs this one native call, with little Python around it. For probes."""
         assert self._is_native(call), f"{call.op} is not native here"
         batch = _batch(call)
         if batch not in self._tables_of:
@@ -217,7 +220,7 @@ class NativeBinding(Binding):
     def _new_tables(self, batch: Batch) -> BatchTables:
         return BatchTables(batch, self._frequencies, self._layout.pages_per_seq)
 
-    # -- ops: operands as addresses ---------------------------------------------------------------------
+    # -- ops: operands as addresses (`at` gives the address of a slot) -----------------------------------
 
     def _gather_on(self, on: Target, call: Call, op: ops.Gather, tables: BatchTables) -> None:
         part, at = self._parts["embed"], self._arenas.address

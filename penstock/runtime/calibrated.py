@@ -1,4 +1,4 @@
-"""A machine's file that a calibration changed, and the probe's own beside it."""
+"""Changes a machine's file by a calibration, and keeps the probe's own file beside it, so that it can be undone."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from penstock.store.files import MAX_TEXT_BYTES, load, load_text, write_bytes
 
 
 def probed(file: Path, machine: MachineSpec) -> MachineSpec:
-    """The probe's own figures: kept beside a machine's file that was calibrated, else those of the `machine`. Raises
-    BadRequest where that file is damaged."""
+    """The probe's own figures. They are kept beside the machine's `file` if it was calibrated; else they are those of
+    `machine`, which that file holds. Raises BadRequest where the kept figures are damaged."""
     try:
         return machines.loads(load_text(probed_file(file)), "it")
     except FileNotFoundError:
@@ -26,13 +26,13 @@ def probed(file: Path, machine: MachineSpec) -> MachineSpec:
 
 
 def write(file: Path, after: MachineSpec) -> None:
-    """The calibrated machine in its place, the probe's own file beside. Raises OSError."""
+    """Writes the calibrated machine to `file`, after a copy of the probe's own beside it. Raises OSError."""
     if not probed_file(file).exists():
         write_bytes(probed_file(file), load(file, MAX_TEXT_BYTES))
     keep(file, after)
 
 
 def undo(file: Path) -> None:
-    """Puts the probe's own file back, byte for byte; nothing where none is kept. Raises OSError."""
+    """Puts the probe's own file back, byte for byte. Does nothing where none is kept. Raises OSError."""
     if probed_file(file).exists():
         probed_file(file).rename(file)

@@ -1,7 +1,8 @@
-"""What this machine delivers at most, now: reads of RAM and of a disk, and dot products. That drifts, so whoever
-compares a speed with it measures it in the same run.
+"""Measures the highest speeds of this machine now: reading RAM, reading a disk, dot products.
 
-`python -m penstock.runtime.ceilings THREADS [FILE]` prints them as JSON, of the disk that FILE lies on.
+These ceilings drift, so a speed must be compared with ceilings of the same run.
+
+`python -m penstock.runtime.ceilings THREADS [FILE]` prints them as JSON; the disk is the one that FILE lies on.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from penstock.runtime import child, host
 from penstock.runtime.probe_disk import ProbeFile, existing_file
 from penstock.units import MIB
 
-# 16 times a large L3 cache; less where memory is short. With 128 and 192 MiB what a cache still held at the next round
-# made the figures 10 to 14 % better than what a run of a large model then gets.
+# 16 times a large L3 cache. Less is read where memory is short. With 128 and 192 MiB a cache still held some of it at
+# the next round: the figures were 10 to 14 % better than those of a run of a large model.
 RAM_BYTES = 512 * MIB
-_DISK_S = 0.5  # of reads
-_LOAD_BYTES, _LOADS = 8 * MIB, 8  # one after the other, before the clock is read
+_DISK_S = 0.5  # seconds of reading a disk
+_LOAD_BYTES, _LOADS = 8 * MIB, 8  # so many loads, one after the other, before the clock is read
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """`disk_read_bytes_per_s`: 0 where no file was read."""
+    """The highest speeds of the machine. `disk_read_bytes_per_s`: 0 where no file was read."""
 
     ram_read_bytes_per_s: float
     int8_ops_per_s: float
@@ -37,8 +38,8 @@ class Ceilings:
 
 
 def ceilings(threads: int, file: ProbeFile | None = None) -> Ceilings:
-    """RAM: what `threads` pinned threads read; the peaks: dot products in registers; the disk: half a second of direct
-    reads of `file`."""
+    """Measures in this process. RAM is read by `threads` pinned threads. The peaks are those of dot products in
+    registers. The disk is read directly, for half a second, from `file`."""
     return Ceilings(
         ram_read_bytes_per_s(threads),
         _native.peak_per_s("int8", threads),
@@ -48,7 +49,8 @@ def ceilings(threads: int, file: ProbeFile | None = None) -> Ceilings:
 
 
 def ceilings_apart(threads: int, file: Path | None) -> Ceilings:
-    """In a process of its own, whose memory is not ours. Raises StorageFailed."""
+    """Measures in a process of its own, so that its memory does not count as ours. Raises StorageFailed where that
+    process fails."""
     done = child.run("penstock.runtime.ceilings", str(threads), *([str(file)] if file else []))
     if done.returncode:
         raise StorageFailed(f"measuring this machine's ceilings failed: {child.last_words(done)}")
@@ -56,7 +58,7 @@ def ceilings_apart(threads: int, file: Path | None) -> Ceilings:
 
 
 def ram_read_bytes_per_s(threads: int) -> float:
-    """What pinned threads read."""
+    """The speed at which pinned threads read RAM."""
     nbytes = max(8 * MIB, min(RAM_BYTES, host.available_bytes() // 4))
     memory = _native.Memory(nbytes, True)
     memory.populate()
@@ -66,7 +68,7 @@ def ram_read_bytes_per_s(threads: int) -> float:
 
 
 def disk_read_bytes_per_s(file: ProbeFile) -> float:
-    """What direct reads of a file give, one after the other, as a pass loads its units."""
+    """The speed of direct reads of a file, one load after the other, as a pass loads its units."""
     nbytes = min(_LOAD_BYTES, file.file_bytes)
     read_bytes, start_s = 0, time.perf_counter()
     while (taken_s := time.perf_counter() - start_s) < _DISK_S or not read_bytes:

@@ -24,14 +24,14 @@ def command(module: str, *arguments: str) -> list[str]:
 
 
 def run(module: str, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """Waits for the child; what it wrote is in `stdout` and `stderr`."""
+    """Runs `python -m MODULE ARGUMENTS` and waits for its end. The result has its output in `stdout` and `stderr`."""
     return subprocess.run(
         command(module, *arguments), input=stdin, capture_output=True, text=True, errors="replace", check=False
     )
 
 
 def start(module: str, *arguments: str) -> subprocess.Popen[str]:
-    """A child that is talked to: its standard input and output are pipes."""
+    """Starts `python -m MODULE ARGUMENTS` and returns at once. Its standard input and output are pipes."""
     return subprocess.Popen(
         command(module, *arguments), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, errors="replace"
     )

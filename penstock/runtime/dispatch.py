@@ -1,4 +1,4 @@
-"""Who does a task: the host's kernels, its disks, or a device."""
+"""Hands each task to the one that does it: the host's kernels, its disks, or a device."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from penstock.runtime.device import LANES, Device, Underway
 
 
 class Dispatch:
-    """What an executor knows of the machine. Without a device, tasks on its lanes are a fault of whoever made them."""
+    """All that an executor knows of the machine: how to begin a task, and how to do one. Without a device a plan must
+    not have tasks on a device's lanes."""
 
     def __init__(self, host: Binding, device: Device | None = None) -> None:
         self._host, self._device = host, device
 
     def on_device(self, lane: str) -> bool:
+        """Whether a device does the tasks of this lane."""
         return self._device is not None and lane in LANES
 
     def begin(self) -> None:
@@ -25,20 +27,21 @@ class Dispatch:
             self._device.begin()
 
     def start(self, task: Task, after: Sequence[Underway] = ()) -> Underway | None:
-        """Begins a task that goes on by itself; None for any other, which `run` does."""
+        """Begins a task that then goes on by itself, after those in `after`. Returns None for any other task: `run`
+        does it."""
         if self._device is not None and task.lanes[0] in LANES:
             return self._device.start(task, after)
         return self._host.start(task)
 
     def run(self, task: Task) -> None:
-        """Does it, here and now."""
+        """Does a task and returns when it is done."""
         if self._device is not None and task.lanes[0] in LANES:
             self._device.start(task, ()).wait()
         else:
             self._host.run(task)
 
     def forget(self) -> None:
-        """Task ids start over: what was kept by them is forgotten."""
+        """Task ids start over. Everything that was kept by a task's id is forgotten."""
         self._host.forget()
         if self._device is not None:
             self._device.forget()

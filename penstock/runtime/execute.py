@@ -1,14 +1,14 @@
 """Runs tasks: `run` overlaps the lanes, `run_serial` does one task at a time and is the oracle.
 
 The main thread computes (lane `host`), and lowers the tasks as it takes them. While a task of its own has to wait for a
-load, it takes the tasks that follow, so that lowering them costs no time: with experts a layer's take half a
-millisecond. A load is only begun, and the disk's own reader does it; so is what a device
-does, which is told what it comes after and waits by itself. A lane's other tasks have a thread of the lane's own. A
-task waits for the tasks that it names in `after`, and for nothing else.
+load, it takes the tasks that follow, so that lowering them costs no time: with experts, lowering a layer takes half a
+millisecond. A load is only begun here; the disk's own reader does it. A device's task is only begun too: the device is
+told which of its tasks it comes after, and waits for these by itself. All other tasks of a lane are done by a thread of
+the lane. A task waits for the tasks that it names in `after`, and for nothing else.
 
 Every lane begins its tasks in the order in which it was given them. The host and a device also end them in that order.
-A disk does not: it has several loads under way, and a later one may be there first (see `_Lane`). An edge
-names only the last task of a lane, so who waits for a load waits for those before it too.
+A disk does not: it has several loads under way, and a later one may be there first (see `_Lane`). An edge names only
+the last task of a lane. So to wait for a load is to wait for the loads before it too.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ from penstock.runtime.dispatch import Dispatch
 from penstock.spec.places import CPU
 from penstock.spec.plan import Unit
 
-_SWEEP = 256  # tasks of a lane that nobody waited for; beyond, those that are done are forgotten
+_SWEEP = 256  # beyond so many tasks of a lane that nobody waited for, those that are done are forgotten
 
 
 class Executor:
     """Runs the passes of one plan. Loads for a coming pass may go on between two calls of `run`.
 
-    `units`: the plan's, which timelines name. `origin_s`: when timelines start, of time.perf_counter. `recording`:
-    whether timelines hold the tasks, which costs 2 µs each."""
+    `units`: the plan's, which timelines name. `origin_s`: the time of time.perf_counter from which timelines count.
+    `recording`: whether timelines hold the tasks, which costs 2 µs each."""
 
     def __init__(self, work: Dispatch, units: Sequence[Unit] = (), origin_s: float | None = None) -> None:
         self._work, self._units, self.recording = work, units, True
         self._lanes: dict[str, _Lane] = {}
-        self._handed: dict[int, _Handed] = {}  # tasks handed to a lane and not known to be done
-        self._later: dict[int, Task] = {}  # of the main thread, by id: taken, in order, and not done yet
+        self._handed: dict[int, _Handed] = {}  # by id: tasks handed to a lane and not known to be done
+        self._later: dict[int, Task] = {}  # by id, in order: tasks of the main thread that are taken and not done yet
         self._spans: list[Span] = []  # of tasks that ended and are in no timeline yet
         self._origin_s = time.perf_counter() if origin_s is None else origin_s
 
     def run(self, tasks: Iterable[Task]) -> Timeline:
-        """Returns when all tasks are done but those that move weights and KV. Raises what a lane raised."""
+        """Runs tasks. Returns when all of them are done but those that move weights and KV. Raises the error of the
+        first task that failed."""
         start_s = time.perf_counter()
         self._work.begin()
         self._later.clear()
@@ -71,12 +72,12 @@ class Executor:
         return self._timeline(start_s)
 
     def catch_up(self) -> None:
-        """Does all of the main thread's tasks that were taken so far. Raises what a lane raised."""
+        """Does all tasks of the main thread that were taken so far. Raises as `run`."""
         while self._later:
             self._do_next()
 
     def run_serial(self, tasks: Iterable[Task]) -> Timeline:
-        """One task after the other, in the order in which they come."""
+        """Runs one task after the other, in the order in which they come. Raises a task's error."""
         start_s = time.perf_counter()
         self._work.begin()
         for task in tasks:
@@ -84,7 +85,8 @@ class Executor:
         return self._timeline(start_s)
 
     def drain(self) -> Timeline:
-        """Waits for what is under way, and returns what ended since the last pass."""
+        """Waits for the tasks under way. Returns a timeline of those that ended since the last pass. Raises as
+        `run`."""
         start_s = time.perf_counter()
         for lane in self._lanes.values():
             while lane.handed:
@@ -92,7 +94,7 @@ class Executor:
         return self._timeline(start_s)
 
     def close(self) -> None:
-        """Also waits for loads that failed or that nobody wants: they write to memory."""
+        """Ends the lanes. Waits also for loads that failed or that nobody wants: they write to memory."""
         for lane in self._lanes.values():
             lane.stop()
         self._lanes.clear()
@@ -100,14 +102,14 @@ class Executor:
         self._later.clear()
 
     def _do_next(self) -> None:
-        """The first of the main thread's tasks: waits for what it comes after, and does it."""
+        """Does the first of the main thread's tasks, after it has waited for the tasks that it comes after."""
         task = self._later.pop(next(iter(self._later)))
         for other in task.after:
             self._wait(other)
         self._do(task)
 
     def _do_those_before(self, task: Task) -> None:
-        """The main thread's tasks that this one comes after, and those before them."""
+        """Does the main thread's tasks that this task comes after, and all before them."""
         for other in task.after:
             while other in self._later:
                 self._do_next()
@@ -135,7 +137,7 @@ class Executor:
         self._handed[task.id] = lane.take(task, waits)
 
     def _unfinished(self, task_id: int) -> list[_Handed]:
-        """The task, and those before it in its lane that may end after it."""
+        """The task, if it is not done, and the tasks before it in its lane that may end after it."""
         last = self._handed.get(task_id)
         if last is None or last.on_device:  # whose lanes end their tasks in order
             return [] if last is None else [last]
@@ -145,7 +147,8 @@ class Executor:
         return [*before, last] if task_id in self._handed else []
 
     def _wait(self, task_id: int) -> None:
-        """Until the task is done, and those before it in its lane: edges name only a lane's last."""
+        """Waits until the task is done, and all tasks before it in its lane: edges name only the last task of a
+        lane."""
         handed = self._handed.get(task_id)
         if handed is None:
             return
@@ -154,10 +157,11 @@ class Executor:
             self._next(lane)
 
     def _next(self, lane: _Lane) -> None:
-        """Waits for the lane's first task and forgets it. Raises what it raised."""
+        """Waits for the lane's first task and forgets it. Raises the task's error."""
         handed = lane.handed[0]
         start_s, end_s = handed.wait()
-        # It may have begun, or even ended, under the one before; in a lane one task follows the other.
+        # It may have begun, or even ended, while the task before it was under way. In a timeline the tasks of a lane
+        # follow each other.
         start_s, end_s = max(start_s, lane.end_s), max(end_s, lane.end_s)
         lane.end_s = end_s
         self._note(handed.task, start_s, end_s)
@@ -165,7 +169,7 @@ class Executor:
         del self._handed[handed.task.id]
 
     def _sweep(self, lane: _Lane) -> None:
-        """Forgets what is done. What failed stays, for whoever waits for it."""
+        """Forgets the lane's first tasks that are done. A task that failed stays, for the one who waits for it."""
         while lane.handed and lane.handed[0].succeeded:
             self._next(lane)
 
@@ -179,7 +183,7 @@ class Executor:
             self._spans.append(span(task, self._units, start_s - self._origin_s, end_s - self._origin_s))
 
     def _timeline(self, start_s: float) -> Timeline:
-        """All that ended by now and is in no earlier timeline."""
+        """A timeline of all tasks that ended by now and are in no earlier timeline."""
         end_s = time.perf_counter()
         ended, self._spans = tuple(self._spans), []
         return Timeline(ended, start_s - self._origin_s, end_s - self._origin_s)
@@ -207,8 +211,8 @@ class _Handed:
         self._span_s = (0.0, 0.0)  # of one that is DONE
 
     def begin(self, work: Dispatch, waits: Sequence[_Handed]) -> bool:
-        """Begins the task, if it is one that goes on by itself. An error is kept for whoever waits for the task.
-        Returns whether the task is WAITING no more."""
+        """Begins the task, if it is one that goes on by itself. An error is kept for the one who waits for the task.
+        Returns whether the task is no longer WAITING."""
         own = [other._underway for other in waits if other.on_device] if self.on_device else []
         try:
             self._underway = work.start(self.task, [underway for underway in own if underway is not None])
@@ -219,7 +223,7 @@ class _Handed:
         return self.state is not _State.WAITING
 
     def do(self, work: Dispatch, waits: Sequence[_Handed]) -> None:
-        """Begins the task, or does it here and now. An error is kept for whoever waits for the task."""
+        """Begins the task, or does it here and now. An error is kept for the one who waits for the task."""
         if self.begin(work, waits):
             return
         try:
@@ -244,27 +248,29 @@ class _Handed:
         return self.state is _State.DONE
 
     def may_follow(self, other: _Handed) -> bool:
-        """Whether this one can be begun as far as that one goes: a device waits for its own tasks by itself. After one
-        that failed none is begun: the lane's thread hears of it, and fails what follows."""
+        """Whether `other` is no reason to wait before this task is begun: it is done, or a device that does both will
+        wait for it by itself. After a task that failed none is begun here: the lane's thread waits for it, gets the
+        error, and fails the tasks that follow."""
         if self.on_device and other.on_device:
             return other.state is _State.BEGUN
         return other.succeeded
 
     def follow(self, other: _Handed) -> None:
-        """Waits until it may. Raises what that one raised."""
+        """Waits until this task may follow `other`. Raises the error of `other`."""
         if self.on_device and other.on_device:
             other._wait_begun()
         else:
             other.wait()
 
     def settle(self) -> None:
-        """Waits for what was begun, also of a task that failed afterwards: it writes to memory."""
+        """Waits until nothing of the task is under way, also where it failed after it was begun: it writes to
+        memory."""
         self._left_waiting.wait()
         if self._underway is not None:
             self._underway.wait()
 
     def wait(self) -> tuple[float, float]:
-        """When it began and ended, on the clock of time.perf_counter. Raises what it raised."""
+        """Waits for the task. Returns when it began and ended, in seconds of time.perf_counter. Raises its error."""
         self._wait_begun()
         if self._underway is None:
             return self._span_s
@@ -282,21 +288,24 @@ class _Handed:
 
 
 class _Lane:
-    """The tasks of one lane, begun in the order in which they came. What can be begun is begun where it is handed over,
-    without a hop to another thread, if nothing is left to wait for and no task before it waits for the thread.
+    """The tasks of one lane, which begin in the order in which they came. A task is begun by the thread that hands it
+    over, without a hop to another thread, if nothing is left to wait for and no task before it waits for the lane's
+    thread.
 
-    On a device they also end in that order. A disk has several loads under way, and a later one may be there first."""
+    On a device the tasks also end in that order. A disk has several loads under way, and a later one may be there
+    first."""
 
     def __init__(self, name: str, work: Dispatch) -> None:
         self._name, self._to_do = name, work
         self._on_device = work.on_device(name)
-        self.handed: deque[_Handed] = deque()  # those that nobody has waited for
-        self.end_s = 0.0  # of the last one waited for
+        self.handed: deque[_Handed] = deque()  # tasks that nobody has waited for
+        self.end_s = 0.0  # when the last task that was waited for ended
         self._queue: queue.SimpleQueue[tuple[_Handed, list[_Handed]] | None] = queue.SimpleQueue()
-        self._last: _Handed | None = None  # that the thread was given
+        self._last: _Handed | None = None  # the last task that the thread was given
         self._thread: threading.Thread | None = None
 
     def take(self, task: Task, waits: list[_Handed]) -> _Handed:
+        """Begins a task, or gives it to the lane's thread. `waits`: tasks that it comes after and that are not done."""
         handed = _Handed(task, self._on_device)
         self.handed.append(handed)
         try:
@@ -308,7 +317,7 @@ class _Lane:
                 self._thread.start()
             self._last = handed
             self._queue.put((handed, waits))
-        except BaseException as error:  # Ctrl-C, between any two lines: nobody else would answer, and `stop` waits
+        except BaseException as error:  # Ctrl-C, between any two lines: without this `stop` would wait for ever
             handed.fail(error)
             raise
         return handed
@@ -318,6 +327,7 @@ class _Lane:
         return self._last is not None and self._last.state is _State.WAITING
 
     def stop(self) -> None:
+        """Ends the lane's thread, and waits for everything that was begun."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
@@ -337,5 +347,5 @@ class _Lane:
             if failed is None:
                 handed.do(self._to_do, waits)
                 failed = handed.error
-            else:  # after an error the rest is answered, not done: nobody may wait for ever
+            else:  # after an error all later tasks fail with it, so that nobody waits for ever
                 handed.fail(failed)

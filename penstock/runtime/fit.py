@@ -1,4 +1,4 @@
-"""Straight lines through measurements: seconds = alpha + amount · slope."""
+"""Fits straight lines to measurements: seconds = alpha + amount · slope."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 Points = Sequence[tuple[float, float]]  # (amount, seconds)
-Tell = Callable[[str], None]  # hears what was measured again, or does not lie on a line
+Tell = Callable[[str], None]  # gets a line about figures that were measured again, or do not lie on a line
 
 GOOD_R2 = 0.95
 _ATTEMPTS = 3
-_ALIKE = 1.15  # of two slopes
+_ALIKE = 1.15  # slopes whose ratio is at most this are alike
 
 
 @dataclass(frozen=True)
 class Fit:
-    """`slope_s`: seconds per unit of the amount. `r2`: the share of the variance that the line explains."""
+    """A line. `slope_s`: seconds per unit of the amount. `r2`: the share of the variance that the line explains."""
 
     alpha_s: float
     slope_s: float
@@ -23,8 +23,8 @@ class Fit:
 
 
 def fit(points: Points) -> Fit:
-    """The line with the least squares of relative errors, neither of whose figures is below 0: what takes 50 µs should
-    be as near as what takes 50 ms."""
+    """The line with the least squares of relative errors: a point of 50 µs counts as much as one of 50 ms. Neither
+    alpha nor slope is below 0."""
     weights = [1.0 / (seconds * seconds) for _, seconds in points]
     total = sum(weights)
     mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
@@ -47,28 +47,29 @@ def _r2(points: Points, alpha: float, slope: float) -> float:
     return 1.0 if around_mean == 0 else max(-1.0, 1.0 - around_line / around_mean)
 
 
-def fit_well(measure: Callable[[], Points], what: str, tell: Callable[[str], None]) -> Fit:
-    """A fit whose r² is good; measures again where it is not, and says so. The best of three otherwise."""
+def fit_well(measure: Callable[[], Points], figure: str, tell: Callable[[str], None]) -> Fit:
+    """A fit with an r² of at least 0.95. Where it is less, measures again and tells so, up to three times in all; then
+    the best of the three. `figure`: its name, in the line that is told."""
     best = fit(measure())
     for _ in range(_ATTEMPTS - 1):
         if best.r2 >= GOOD_R2:
             return best
         again = fit(measure())
-        tell(f"{what}: measured again, r² {best.r2:.2f}, then {again.r2:.2f}")
-        best = max(best, again, key=lambda found: found.r2)
+        tell(f"{figure}: measured again, r² {best.r2:.2f}, then {again.r2:.2f}")
+        best = max(best, again, key=lambda line: line.r2)
     return best
 
 
 def steady(one: Fit, other: Fit) -> Fit:
-    """One fit out of two of the same thing: their middle where they are alike, else the faster, since a disturbance can
-    only make a measurement slower."""
-    fast, slow = sorted((one, other), key=lambda found: found.slope_s)
+    """One fit out of two of the same thing: their middle where they are alike, else the faster. A disturbance can only
+    make a measurement slower."""
+    fast, slow = sorted((one, other), key=lambda line: line.slope_s)
     if slow.slope_s > _ALIKE * fast.slope_s:
         return fast
     return Fit((fast.alpha_s + slow.alpha_s) / 2, (fast.slope_s + slow.slope_s) / 2, min(fast.r2, slow.r2))
 
 
 def middle(fits: Sequence[Fit]) -> Fit:
-    """One fit out of several of the same thing, taken at different moments: that of the median slope, of two the
-    faster. For what swings both ways."""
-    return sorted(fits, key=lambda found: found.slope_s)[(len(fits) - 1) // 2]
+    """One fit out of several of the same thing, measured at different moments: the one of the median slope, or the
+    faster of two. For speeds that swing both ways, up and down."""
+    return sorted(fits, key=lambda line: line.slope_s)[(len(fits) - 1) // 2]

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: memory and processors, cgroups (v1 and v2) included."""
+"""Reads how much memory and how many processors this process may use. Limits of cgroups (v1 and v2) count."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-# Hears what is being done, how much of it is done, and how much it is in all (0: nobody knows).
+# Gets a line about the work under way, how much of it is done, and how much it is in all (0: unknown).
 Progress = Callable[[str, int, int], None]
 
 
 def usable_threads(asked: int | None) -> int:
-    """By default, and at most, one for each CPU that this process may use."""
+    """How many threads to compute with: `asked`, but at most one for each CPU that this process may use, which is also
+    the default."""
     cpus = usable_cpus()
     return min(asked or cpus, cpus)
 
 
 def peak_rss_bytes() -> int:
-    """VmHWM of this process. Not ru_maxrss, which a child inherits from its parent."""
+    """The most RAM that this process has had. By VmHWM, for a child inherits ru_maxrss from its parent."""
     return _status_bytes("VmHWM")
 
 
 def peak_private_bytes(process: int) -> int:
-    """The peak of another process, less the pages that it shares now: those of the interpreter and its libraries, which
-    whoever else maps them counts. 0 where the process has ended."""
+    """The peak RAM of another process, less the pages that it shares now. Shared pages are those of the interpreter
+    and its libraries, which count for every process that maps them. 0 where the process has ended."""
     try:
         text = Path(f"/proc/{process}/smaps_rollup").read_text()
     except OSError:
@@ -34,11 +35,12 @@ def peak_private_bytes(process: int) -> int:
 
 
 def rss_bytes() -> int:
+    """The RAM that this process has now."""
     return _status_bytes("VmRSS")
 
 
 def cpu_s(process: int) -> float:
-    """The processor time that a process has taken, user and system; 0 where the system does not say."""
+    """Seconds of processor time that a process has taken, user and system. 0 where the system does not say."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -51,22 +53,22 @@ def _status_bytes(field: str, process: int | None = None) -> int:
         text = Path(f"/proc/{process or 'self'}/status").read_text()
     except OSError:
         return 0
-    found = re.search(rf"{field}:\s+(\d+) kB", text)
-    return int(found[1]) * 1024 if found else 0
+    line = re.search(rf"{field}:\s+(\d+) kB", text)
+    return int(line[1]) * 1024 if line else 0
 
 
 def physical_bytes() -> int:
-    """RAM of the machine, whatever part of it we may use."""
+    """All RAM of the machine, whatever part of it this process may use."""
     return _meminfo("MemTotal")
 
 
 def memory_limit_bytes() -> int:
-    """The most that a process here may ever have: physical memory, or the smallest cgroup limit above us."""
+    """The most RAM that a process here may ever have: physical memory, or the smallest limit of a cgroup above us."""
     return min([physical_bytes(), *(limit for limit, _ in _cgroups())])
 
 
 def available_bytes() -> int:
-    """What this process can have now: what is free, plus what it holds already."""
+    """The RAM that this process can have now: free memory, and the memory that it holds already."""
     own = rss_bytes()
     return min([_meminfo("MemAvailable") + own, *(limit - max(0, used - own) for limit, used in _cgroups())])
 
@@ -87,12 +89,12 @@ def usable_cpus() -> int:
 
 
 def all_cpus() -> int:
-    """CPUs of the machine, whether we may use them or not."""
+    """All CPUs of the machine, whatever part of them this process may use."""
     return os.cpu_count() or 1
 
 
 def load() -> float:
-    """Processes that ran or wanted to, over the last minute; 0 where the system does not say."""
+    """How many processes ran or wanted to run, on average over the last minute. 0 where the system does not say."""
     try:
         return os.getloadavg()[0]
     except OSError:
@@ -104,12 +106,12 @@ def _meminfo(field: str) -> int:
         text = Path("/proc/meminfo").read_text()
     except OSError:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    found = re.search(rf"{field}:\s+(\d+) kB", text)
-    return int(found[1]) * 1024 if found else 0
+    line = re.search(rf"{field}:\s+(\d+) kB", text)
+    return int(line[1]) * 1024 if line else 0
 
 
 def _cgroup_folders(controller: str) -> list[Path]:
-    """Folders of our cgroup and of those above it, v1 (its controller) and v2."""
+    """The folders of our cgroup and of all cgroups above it: of v1, those of this controller, and of v2."""
     folders = []
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -128,19 +130,19 @@ def _cgroup_folders(controller: str) -> list[Path]:
 
 
 def _cgroups() -> list[tuple[int, int]]:
-    """(limit, use without page cache) of every memory cgroup above us that has a limit."""
-    found = []
+    """(limit, use without page cache), in bytes, of every memory cgroup above us that has a limit."""
+    limits = []
     for folder in _cgroup_folders("memory"):
         limit = _number(folder / "memory.limit_in_bytes") or _number(folder / "memory.max")
         if not limit or limit >= 1 << 60:  # v1 writes "no limit" as a huge number
             continue
         used = _number(folder / "memory.usage_in_bytes") or _number(folder / "memory.current") or 0
-        found.append((limit, max(0, used - _cached(folder / "memory.stat"))))
-    return found
+        limits.append((limit, max(0, used - _cached(folder / "memory.stat"))))
+    return limits
 
 
 def _cached(stat: Path) -> int:
-    """Page cache, which the kernel gives back before it refuses memory."""
+    """Bytes of page cache, which the kernel gives back before it refuses memory."""
     try:
         pairs = dict(line.split() for line in stat.read_text().splitlines())
     except (OSError, ValueError):

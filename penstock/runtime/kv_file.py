@@ -1,4 +1,4 @@
-"""KV that lives on a disk: a file without a name, which is gone with the process whatever happens to it."""
+"""Keeps the KV cache on a disk, in a file without a name: however the process ends, the file is gone with it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from penstock.units import format_bytes
 
 
 class KvFile:
-    """`nbytes` of disk in `folder`, all taken now, so that a full disk is met before a long run and not in it.
+    """`nbytes` of disk in `folder`. All of it is taken now: a full disk must show before a long run, not in it.
 
-    Direct reads in blocks of `block_bytes` by `engine`, and direct writes, several of each in flight; a file system
-    that refuses them gets buffered ones, and one warning. `bytes_read` and `bytes_written` count. Raises StorageFailed.
+    Reads are direct, in blocks of `block_bytes`, by `engine` ("threads" or "io_uring"). Writes are direct too. Several
+    of each are in flight. A file system that refuses direct I/O gets buffered I/O, with one warning. `bytes_read` and
+    `bytes_written` count all bytes so far. Raises StorageFailed where the file cannot be made.
     """
 
     def __init__(self, folder: Path, nbytes: int, block_bytes: int, engine: str = USUAL_READS.engine) -> None:
@@ -31,7 +32,7 @@ class KvFile:
             fd, name = tempfile.mkstemp(dir=folder, prefix=".penstock-kv-")
             try:
                 os.posix_fallocate(fd, 0, nbytes)
-                self._fd, self._direct = self._again(name)
+                self._fd, self._direct = self._open_direct(name)
             finally:
                 os.close(fd)
                 os.unlink(name)
@@ -44,18 +45,20 @@ class KvFile:
         self._writers = ThreadPoolExecutor(KV_IN_FLIGHT, "penstock-kv-write")
 
     def read(self, spans: Sequence[tuple[int, int, int]]) -> None:
-        """(offset, address, length) each, multiples of 4096, to memory. All queued at once: a batch's pages are many
-        reads of some 100 KiB. Raises StorageFailed after all of them have ended."""
+        """Reads spans of the file to memory: (offset, address, length) each, all multiples of 4096. All are queued at
+        once, for the pages of a batch are many reads of some 100 KiB. Raises StorageFailed, but only after all reads
+        have ended."""
         begun = [self._reader.start(self._fd, *span) for span in spans]
         failed: StorageFailed | None = None
-        for load, (offset, _, nbytes) in zip(begun, spans, strict=True):  # of a bad one's others, none may be under way
+        # Where one read fails, the others are still waited for: they write to memory.
+        for load, (offset, _, nbytes) in zip(begun, spans, strict=True):
             try:
-                got = load.wait()
+                read_bytes = load.wait()
             except OSError as error:
                 failed = failed or self._failed("reading", offset + load.arrived, error)
                 continue
-            if got != nbytes:
-                failed = failed or StorageFailed(f"the KV file in {self._folder} ends at {offset + got}")
+            if read_bytes != nbytes:
+                failed = failed or StorageFailed(f"the KV file in {self._folder} ends at {offset + read_bytes}")
             if not self._direct:
                 _native.drop_cached(self._fd, offset, nbytes)
         if failed is not None:
@@ -66,29 +69,31 @@ class KvFile:
         return self._reader.bytes_read
 
     def write(self, spans: Sequence[tuple[int, memoryview]]) -> None:
-        """(offset, bytes) each to the file, by several threads: the system's call for one write waits for its end."""
+        """Writes (offset, bytes) each to the file. By several threads, for the system's call for one write waits for
+        its end. Raises StorageFailed, but only after all writes have ended."""
         begun = [self._writers.submit(self._write, *span) for span in spans]
-        wait(begun)  # of a bad one's others, none may be under way
-        self.bytes_written += sum(each.result() for each in begun)
+        wait(begun)  # also where one of them failed: the others read memory that the caller may then overwrite
+        self.bytes_written += sum(write.result() for write in begun)
 
     def _write(self, offset: int, data: memoryview) -> int:
-        done = 0
-        while done < len(data):
+        written_bytes = 0
+        while written_bytes < len(data):
+            block = data[written_bytes : written_bytes + self._block_bytes]
             try:
-                done += os.pwrite(self._fd, data[done : done + self._block_bytes], offset + done)
+                written_bytes += os.pwrite(self._fd, block, offset + written_bytes)
             except OSError as error:
-                raise self._failed("writing", offset + done, error) from None
+                raise self._failed("writing", offset + written_bytes, error) from None
         if not self._direct:
             _native.drop_cached(self._fd, offset, len(data))
-        return done
+        return written_bytes
 
     def close(self) -> None:
         self._reader.close()
         self._writers.shutdown()
         os.close(self._fd)
 
-    def _again(self, name: str) -> tuple[int, bool]:
-        """(a descriptor for direct I/O, whether it is)."""
+    def _open_direct(self, name: str) -> tuple[int, bool]:
+        """Opens the file for direct I/O, or for buffered where that is refused: (descriptor, whether it is direct)."""
         flags = os.O_RDWR | os.O_CLOEXEC
         try:
             return os.open(name, flags | os.O_DIRECT), True
@@ -101,6 +106,6 @@ class KvFile:
             )
             return os.open(name, flags), False
 
-    def _failed(self, what: str, offset: int, error: OSError) -> StorageFailed:
+    def _failed(self, doing: str, offset: int, error: OSError) -> StorageFailed:
         why = os.strerror(error.errno or 0)
-        return StorageFailed(f"{what} the KV file in {self._folder} at {offset} failed: {why}")
+        return StorageFailed(f"{doing} the KV file in {self._folder} at {offset} failed: {why}")

@@ -1,4 +1,4 @@
-"""Moves bytes between tiers. Here: packed files to memory by direct reads, past the page cache."""
+"""Loads weights: packed files to memory, by direct reads past the page cache, compared with their checksums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.spec.places import Lane, Tier, disk_of
 from penstock.store.packed import Packed, damaged_granule
 
 
-class Load:
+class DiskLoad:
     """Granules on their way from a disk to memory."""
 
     def __init__(self, begun: _native.Begun, place: FileRange) -> None:
@@ -37,26 +37,28 @@ class Load:
 
     @property
     def span_s(self) -> tuple[float, float]:
-        """When the disk began and ended, on the clock of time.perf_counter. Only of a load that is done."""
+        """When the disk began and ended, in seconds of time.perf_counter. Only of a load that is done."""
         return self._begun.span_s
 
     def wait(self) -> int:
-        """Returns the bytes read when all are there, and right. Raises StorageFailed, DamagedModel."""
+        """Waits until all bytes are there and are right; returns how many were read. Raises StorageFailed, and
+        DamagedModel where a granule is not what its checksum says."""
         try:
-            got = self._begun.wait()
+            read_bytes = self._begun.wait()
         except OSError as error:
             raise self._place.failed(error, self._begun.arrived) from None
         except _native.Damaged as error:
             raise self._place.damaged(error) from None
         if not self._settled:
-            self._place.settle(got)
+            self._place.settle(read_bytes)
             self._settled = True
-        return got
+        return read_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """`nbytes` at `offset` of an open file, which belong to a part, from its granule `lo` on."""
+    """`nbytes` at `offset` of an open file. They belong to a part, and begin with its granule `lo`. `direct`: whether
+    the file was opened for direct reads."""
 
     path: Path
     fd: int
@@ -67,30 +69,34 @@ class FileRange:
     lo: int = 0
 
     def failed(self, error: OSError, arrived: int) -> StorageFailed:
+        """The error of a read that failed after `arrived` bytes."""
         why = os.strerror(error.errno or 0)
         return StorageFailed(f"reading {self.path} at {self.offset + arrived} failed: {why}")
 
     def damaged(self, error: _native.Damaged) -> DamagedModel:
+        """The error of a read whose granule `error.args[0]`, counted from `lo`, is not what its checksum says."""
         return damaged_granule(self.path, self.part, self.lo + int(error.args[0]))
 
-    def settle(self, got: int) -> None:
-        """After a read that returned `got` bytes. Raises StorageFailed where these are too few."""
-        if got != self.nbytes:
-            end = self.offset + got
+    def settle(self, read_bytes: int) -> None:
+        """Ends a read that returned `read_bytes`. Raises StorageFailed where these are too few."""
+        if read_bytes != self.nbytes:
+            end = self.offset + read_bytes
             raise StorageFailed(f"{self.path} ends at {end}, inside {self.part}: it was truncated while in use")
         if not self.direct:
             _native.drop_cached(self.fd, self.offset, self.nbytes)
 
 
 class DiskReader:
-    """Reads granule ranges of a packed model with O_DIRECT: `depth` blocks of `block_bytes` in flight on each disk that
-    the model lies on (PIPO §3.3), by `engine`, "threads" or "io_uring".
+    """Reads granule ranges of a packed model with O_DIRECT. Each disk that the model lies on has `depth` blocks of
+    `block_bytes` in flight (PIPO §3.3), by `engine`, "threads" or "io_uring".
 
-    Each granule is compared with its checksum when it is read first, by the reader's own thread; what was right once is
-    not compared again, so a disk that turns bad later is not noticed. A model without `sums` is read as it is.
+    Each granule is compared with its checksum when it is read first, by the reader's own thread. A granule that was
+    right once is not compared again, so a disk that turns bad later is not noticed. A model without `sums` is read
+    unchecked.
 
-    Where the kernel refuses an io_uring, threads do it. A file system that refuses O_DIRECT gets buffered reads, whose
-    pages are dropped behind us, and one warning. `bytes_read` counts what the reads returned.
+    Where the kernel refuses an io_uring, threads read. A file system that refuses O_DIRECT gets buffered reads, with
+    one warning; the pages are dropped from the cache right after. `bytes_read` counts the bytes that reads returned.
+    Raises StorageFailed where a file cannot be opened.
     """
 
     def __init__(self, packed: Packed, block_bytes: int, depth: int, engine: str) -> None:
@@ -119,34 +125,38 @@ class DiskReader:
 
     @property
     def bytes_by_disk(self) -> dict[Lane, int]:
-        """By the lane of its reads."""
+        """Bytes read from each disk so far, by the lane of its reads. Still valid after `close`."""
         return self._closed or {disk_of(tier).reads: reader.bytes_read for tier, reader in self._readers.items()}
 
-    def start(self, part: str, lo: int, hi: int, address: int, disk: Tier | None = None) -> Load:
-        """Begins to read granules lo..hi of a part to `address`, 4096-aligned, after what this disk was given before.
-        Whoever owns the memory waits for the load before giving it away. `disk`: whose queue it joins, where a plan
-        says so; loads of a lane stay in order then, wherever the part lies."""
+    def start(self, part: str, lo: int, hi: int, address: int, disk: Tier | None = None) -> DiskLoad:
+        """Begins to read granules lo..hi of a part to `address`, which is a multiple of 4096. The load queues behind
+        earlier loads of its disk. The caller must wait for the load before the memory is used for anything else.
+
+        `disk`: the disk whose queue the load joins, None for the disk that the part lies on. A plan names the disk, so
+        that the loads of one lane stay in order wherever their parts lie."""
         place = self._locate(part, lo, hi)
         reader = (disk and self._readers.get(disk)) or self._readers[self._packed.disks[place.path]]
-        return Load(reader.start(place.fd, place.offset, address, place.nbytes, *self._expected(part, lo)), place)
+        return DiskLoad(reader.start(place.fd, place.offset, address, place.nbytes, *self._expected(part, lo)), place)
 
     def read(self, part: str, lo: int, hi: int, address: int) -> int:
-        """The same, and waits for it. A single block is read by this very thread, past what is queued. Raises
-        StorageFailed, and DamagedModel where a granule is not what its checksum says."""
+        """As `start`, but waits for the end and returns the bytes read. A single block is read by the calling thread
+        itself, ahead of the queue. Raises StorageFailed, and DamagedModel where a granule is not what its checksum
+        says."""
         place = self._locate(part, lo, hi)
         if place.nbytes > self._block_bytes:
             return self.start(part, lo, hi, address).wait()
         reader = self._readers[self._packed.disks[place.path]]
         try:
-            got = reader.read(place.fd, place.offset, address, place.nbytes, *self._expected(part, lo))
+            read_bytes = reader.read(place.fd, place.offset, address, place.nbytes, *self._expected(part, lo))
         except OSError as error:
             raise place.failed(error, 0) from None
         except _native.Damaged as error:
             raise place.damaged(error) from None
-        place.settle(got)
-        return got
+        place.settle(read_bytes)
+        return read_bytes
 
     def close(self) -> None:
+        """Returns when no read is under way any more, and closes the files. Loads that had not begun fail."""
         for reader in self._readers.values():
             reader.close()
         self._closed = self.bytes_by_disk
@@ -160,14 +170,16 @@ class DiskReader:
         return FileRange(path, *self._fds[path], part, offset, nbytes, lo)
 
     def _expected(self, part: str, lo: int) -> tuple[_native.Sums | None, int, int]:
-        """What granules from `lo` on are compared with, as the native reader takes it."""
+        """What the native reader compares granules from `lo` on with: the model's checksums, the index of the first
+        granule among them, and the bytes of a granule."""
         return self._sums, self._first_granules[part] + lo, self._packed.parts[part].granule_bytes
 
 
-def waited_for(loads: Iterable[Load], ahead: int) -> Iterator[int]:
-    """The bytes of each load as it is done, in order. So many more than the one waited for are begun meanwhile, so that
-    no disk idles. However it ends, no load is under way afterwards: nobody may write to memory that is given back."""
-    begun: deque[Load] = deque()
+def waited_for(loads: Iterable[DiskLoad], ahead: int) -> Iterator[int]:
+    """Yields the bytes of each load as it is done, in order. `ahead`: how many more loads are begun before the first
+    one is waited for, so that no disk idles. However this ends, no load is under way afterwards: none may write to
+    memory that was given back. Raises StorageFailed, DamagedModel."""
+    begun: deque[DiskLoad] = deque()
     try:
         for load in loads:
             begun.append(load)
@@ -182,7 +194,7 @@ def waited_for(loads: Iterable[Load], ahead: int) -> Iterator[int]:
 
 
 def new_reader(engine: str, depth: int, block_bytes: int) -> _native.Reader:
-    """A reader by this engine, or by threads where the kernel refuses an io_uring (containers often do)."""
+    """A reader by this engine, or by threads where the kernel refuses an io_uring (kernels of containers often do)."""
     try:
         return _native.Reader(engine, depth, block_bytes)
     except OSError:
@@ -190,6 +202,6 @@ def new_reader(engine: str, depth: int, block_bytes: int) -> _native.Reader:
 
 
 def poison(target: NDArray[np.uint8]) -> None:
-    """Fills a slot with 0xFF (NaN in every float format) when a write to it starts, so that a missing edge
-    shows as a wrong answer. For tests."""
+    """Fills a slot's bytes, uint8, with 0xFF, which is NaN in every float format. Called when a write to the slot
+    starts, so that a missing edge shows as a wrong answer. For tests."""
     target[...] = 0xFF

@@ -1,6 +1,6 @@
-"""Measures this machine, once: RAM, the CPU kernels, scheduling, the disk, and what they cost each other.
+"""Measures this machine, once: RAM, the CPU kernels, scheduling, the disk, and how much these slow each other down.
 
-With the movers and kernels that run later, in a process of its own; the figures are kept under the cache folder.
+It uses the movers and kernels that runs use, in a process of its own. The figures are kept under the cache folder.
 """
 
 from __future__ import annotations
@@ -39,37 +39,40 @@ from penstock.spec.places import CPU, DISK, HOST
 from penstock.store.files import read_text, write_bytes
 
 _WORK_BYTES = RAM_BYTES
-_SHARING_S, _SHARING_READS, _SHARING_TURNS = 0.1, 9, 7
+_SHARING_S, _SHARING_READS, _SHARING_TURNS = 0.1, 9, 7  # computing alone; rounds of reads alone; turns of both
 _MOST_FACTOR = 100.0
 
 
 def machine_file(cache: Path) -> Path:
+    """The file that keeps this machine's figures."""
     return cache / "machines" / f"{_fingerprint()}.json"
 
 
 def probed_file(file: Path) -> Path:
-    """Beside a machine's file that was calibrated: as the probe wrote it."""
+    """The file beside a machine's `file` that keeps the probe's own figures, where a calibration changed them."""
     return file.with_suffix(".probed.json")
 
 
 def load_or_probe(
     cache: Path, on_progress: Progress | None = None, *, disk_folder: Path | None = None, detailed: bool = False
 ) -> MachineSpec:
-    """The machine as measured before, or measured now and kept. Memory is always read afresh. `disk_folder`: on the
-    disk to measure; None is `cache`. `detailed`: says what had to be measured again."""
+    """The machine as measured before, or measured now and kept. Its memory is always read afresh. `disk_folder`: lies
+    on the disk to measure; None is `cache`. `detailed`: tells `on_progress` which figures were measured again. Raises
+    StorageFailed where measuring fails."""
     path = machine_file(cache)
     if (known := kept(path)) is not None:
         return _with_memory(known)
     if on_progress:
         on_progress("measuring this machine, once (about a minute)", 0, 0)
-    found = probe_apart(disk_folder or cache, on_progress if detailed else None)
-    keep(path, found)
-    probed_file(path).unlink(missing_ok=True)  # of the probe before this one
-    return found
+    machine = probe_apart(disk_folder or cache, on_progress if detailed else None)
+    keep(path, machine)
+    probed_file(path).unlink(missing_ok=True)  # it is of the probe before this one
+    return machine
 
 
 def kept(path: Path) -> MachineSpec | None:
-    """What `keep` wrote. A file that is damaged, or was written by another version, is removed: measure again."""
+    """The machine that `keep` wrote. None where there is none. A file that is damaged, or that another version wrote,
+    is removed, and the machine has to be measured again."""
     if not path.exists():
         return None
     try:
@@ -80,6 +83,7 @@ def kept(path: Path) -> MachineSpec | None:
 
 
 def keep(path: Path, machine: MachineSpec) -> None:
+    """Writes the machine for `kept`. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, machines.dumps(machine).encode())
 
@@ -90,21 +94,22 @@ def probe_apart(
     formats: Sequence[str] = FORMATS,
     kv_formats: Sequence[str] = KV_FORMATS,
 ) -> MachineSpec:
-    """In a process of its own: what the probe allocates must not count against the run that follows. Raises
+    """Measures in a process of its own: memory of the probe must not count against the run that follows. Raises
     StorageFailed where that process fails."""
     done = child.run("penstock.runtime.probe", str(disk_folder), ",".join(formats), ",".join(kv_formats))
     if done.returncode:
         raise StorageFailed(f"measuring this machine failed: {child.last_words(done)}")
     if on_progress is not None:
         for line in done.stderr.splitlines():
-            on_progress(line, 0, 0)  # what was measured again
+            on_progress(line, 0, 0)  # a line about a figure that was measured again
     return machines.loads(done.stdout, "the probe's answer")
 
 
 def probe(
     disk_folder: Path, tell: Tell, formats: Sequence[str] = FORMATS, kv_formats: Sequence[str] = KV_FORMATS
 ) -> MachineSpec:
-    """Measures now; the disk is the one that holds `disk_folder`. `tell` hears what was measured again."""
+    """Measures now, in this process. The disk is the one that holds `disk_folder`. `tell` gets a line about each
+    figure that was measured again. Raises StorageFailed."""
     threadpool_limits(1, user_api="blas")  # as a session does
     threads = host.usable_cpus()
     memory_bytes = min(_WORK_BYTES, host.available_bytes() // 4)
@@ -122,7 +127,7 @@ def probe(
         rates += loads.rates(tell)
     alpha_s = min(rate.alpha_s for rate in rates if rate.op in ROW_OPS)
     rates.append(Rate(CPU, "*", "*", alpha_s, 1 / ram_read_bytes_per_s(threads)))
-    found = MachineSpec(
+    machine = MachineSpec(
         name=platform.node() or "this machine",
         tiers=(Capacity(HOST, host.memory_limit_bytes()), Capacity(DISK.tier, _disk_bytes(disk_folder))),
         rates=tuple(rates),
@@ -132,27 +137,29 @@ def probe(
         sharing=sharing,
         reads=reads,
     )
-    return _with_memory(found)
+    return _with_memory(machine)
 
 
 def _with_memory(machine: MachineSpec) -> MachineSpec:
-    """With the memory that a process may use here now, nine tenths of what is free."""
+    """The same machine with the RAM that a process may use here now: nine tenths of what is available."""
     usable = int(host.available_bytes() * 0.9)
     tiers = tuple(replace(t, bytes=max(1, usable)) if t.name == HOST else t for t in machine.tiers)
     return replace(machine, tiers=tiers)
 
 
 def _sharing(file: ProbeFile, kernels: Native, memory_bytes: int, between: Callable[[], None]) -> tuple[Sharing, ...]:
-    """How much kernels and reads slow each other down: FFNs of one row alone, reads alone, then both at once. The
-    median of several turns, for RAM and disk swing: in one turn of a second the factors were anything from 1 to 1.4."""
+    """How much kernels and reads slow each other down: FFNs of one row alone, reads alone, then both at once.
+
+    The median of several turns, for RAM and disk swing: in single turns of a second the factors were anything from 1
+    to 1.4."""
     layers = Layers(Format("int4", DEFAULT_GROUP), Format("float16"), kernels, memory_bytes)
 
     def compute_s(seconds: float) -> float:
-        found: list[float] = []
+        rounds_s: list[float] = []
         until_s = time.perf_counter() + seconds
-        while time.perf_counter() < until_s or len(found) < 3:
-            found.append(sum(timed.seconds for timed in layers.time(1, 64, ("ffn",), repeats=1)))
-        return statistics.fmean(found)
+        while time.perf_counter() < until_s or len(rounds_s) < 3:
+            rounds_s.append(sum(timed.seconds for timed in layers.time(1, 64, ("ffn",), repeats=1)))
+        return statistics.fmean(rounds_s)
 
     def read_s() -> float:
         return file.loads_s(file.reader, UNIT_BYTES, 8)
@@ -172,7 +179,7 @@ def _sharing(file: ProbeFile, kernels: Native, memory_bytes: int, between: Calla
 
 
 def _turn(compute_s: Callable[[float], float], read_s: Callable[[], float]) -> tuple[float, float]:
-    """How many times as long computing takes beside reads, and reads beside computing."""
+    """(computing beside reads ÷ computing alone, reads beside computing ÷ reads alone), both in seconds."""
     stop, reads = threading.Event(), list[float]()
 
     def read_on() -> None:
@@ -197,15 +204,16 @@ def _disk_bytes(folder: Path) -> int:
 
 
 def cpu_name() -> str:
+    """The processor's model as Linux names it, or else its architecture."""
     try:
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+        model_name = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     except OSError:
-        found = None
-    return found[1].strip() if found else platform.machine()
+        model_name = None
+    return model_name[1].strip() if model_name else platform.machine()
 
 
 def _fingerprint() -> str:
-    """What the figures belong to: processor, CPUs we may use, RAM to the GiB, and the code that was measured."""
+    """Names everything that the figures depend on: processor, CPUs we may use, RAM to the GiB, and the native code."""
     hardware = f"{cpu_name()}-{host.usable_cpus()}cpu-{host.physical_bytes() >> 30}g"
     built = Path(_native.__file__).stat()
     text = f"{hardware}-{cpu.best_isa()[0]}-{built.st_size:x}-{built.st_mtime_ns // 10**9:x}"

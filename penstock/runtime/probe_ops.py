@@ -1,8 +1,8 @@
-"""The probe's figures of the CPU kernels: every op, over rows and sizes, as a pass runs it.
+"""Measures the CPU kernels for the probe: every op, over rows and sizes, as a pass runs it.
 
-Layers of real widths, cut into units of several sizes; more of them than a cache holds, so that weights and KV come out
-of memory. Few rows wait for bytes, many for arithmetic: two regimes, fitted apart, and kernels for 1, 2, 4 and 8 rows
-have speeds of their own.
+The layers have real widths and are cut into units of several sizes. There are more of them than a cache holds, so that
+weights and KV come out of memory. Ops on few rows wait for bytes, ops on many rows for arithmetic: the two are fitted
+apart. Kernels for 1, 2, 4 and 8 rows have speeds of their own.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ KV_FORMATS = ("float16", "bfloat16", "float32", "int8", "int4")
 FEW_ROWS = (1, 2, 4, 8)
 _SOME_ROWS, _MANY_ROWS = (16, 64), (256, 512)
 _FEW = tuple((rows,) for rows in FEW_ROWS)
-# Many rows twice, some time apart: what comes out of a moment in which others had a core is then known for it. Few rows
-# in between, for they take as long as the RAM lets them, which on a shared machine swings by half within seconds: two
-# turns found 43 tokens/s where runs, and the RAM alone, gave 58 (docs/LOG.md).
+# Many rows are timed twice, some time apart: a figure from a moment in which another process had a core then stands
+# out. Few rows are timed in between, five times. Their speed is that of the RAM, which on a shared machine swings by
+# half within seconds: two turns gave 43 tokens/s where runs, and the RAM alone, gave 58 (docs/LOG.md).
 _TURNS = (*_FEW, _SOME_ROWS, *_FEW, _MANY_ROWS, *_FEW, _SOME_ROWS, *_FEW, _MANY_ROWS, *_FEW)
-# Each kind of turn comes at least once, but none begins after a format's share of so many seconds: users wait a minute
-# for the probe, not 70 s where processors and RAM are half as fast as those that took 38.
+# Each kind of turn comes at least once. No other turn begins after a format's share of so many seconds: users should
+# wait a minute for the probe, not 70 s where processors and RAM are half as fast as those that took 38.
 _LEAST_TURNS, _PRODUCTS_S = len(_FEW) * 2 + 2, 25.0
 _CONTEXT = 2048
 _STARTS = (255, 1023, _CONTEXT - 1)  # positions of a decode row
@@ -54,6 +54,8 @@ ROW_OPS = ("gather", "embed", "norm", "merge")
 
 @dataclass(frozen=True)
 class Timed:
+    """One size of an op. `bytes`, `flops` and `seconds` are those of one call."""
+
     op: str
     bytes: int
     flops: int
@@ -68,8 +70,8 @@ def op_rates(
     kv_formats: Sequence[str] = KV_FORMATS,
     between: Callable[[], None] = lambda: None,
 ) -> list[Rate]:
-    """Rates of all ops in these formats, in about `memory_bytes` of memory at a time. `between` is called whenever
-    nothing is being timed."""
+    """Rates of all ops in these formats of weights and of KV, in about `memory_bytes` of memory at a time. `between` is
+    called whenever nothing is being timed. Raises StorageFailed where the system refuses memory."""
     rates: list[Rate] = []
     for kind in formats:
         layers = Layers(parse_format(kind), Format("float16"), kernels, memory_bytes)
@@ -105,6 +107,8 @@ class Layers:
         self._arenas.close()
 
     def rates(self, tell: Tell, between: Callable[[], None], most_s: float, every_op: bool) -> list[Rate]:
+        """The rates of products, in at most about `most_s` seconds; with `every_op` also those of all other ops, which
+        do not depend on the format. `between` is called between two turns."""
         kind, rates = self.weights.kind, []
         timed: dict[tuple[int, ...], list[dict[str, Fit]]] = {}
         start_s = time.perf_counter()
@@ -117,27 +121,29 @@ class Layers:
         s_per_byte: dict[str, float] = {}
         for rows, turns in timed.items():
             for op in PRODUCTS:
-                one = middle([turn[op] for turn in turns]) if rows in _FEW else steady(turns[0][op], turns[-1][op])
+                line = middle([turn[op] for turn in turns]) if rows in _FEW else steady(turns[0][op], turns[-1][op])
                 if rows in _FEW:
-                    s_per_byte.setdefault(op, one.slope_s)
-                    rates.append(Rate(CPU, op, kind, one.alpha_s, one.slope_s, 0.0, one.r2, rows[0]))
+                    s_per_byte.setdefault(op, line.slope_s)
+                    rates.append(Rate(CPU, op, kind, line.alpha_s, line.slope_s, 0.0, line.r2, rows[0]))
                     continue
                 most = 0 if rows is _MANY_ROWS else rows[-1]
-                rates.append(Rate(CPU, op, kind, one.alpha_s, s_per_byte[op], one.slope_s, one.r2, most))
+                rates.append(Rate(CPU, op, kind, line.alpha_s, s_per_byte[op], line.slope_s, line.r2, most))
         if every_op:
-            for op, found in self._fits(ROW_OPS, (1, 64, 512), "bytes", tell).items():
-                rates.append(Rate(CPU, op, "*", found.alpha_s, found.slope_s, 0.0, found.r2))
+            for op, line in self._fits(ROW_OPS, (1, 64, 512), "bytes", tell).items():
+                rates.append(Rate(CPU, op, "*", line.alpha_s, line.slope_s, 0.0, line.r2))
         return rates
 
     def attention_rates(self, kv: str, tell: Tell) -> list[Rate]:
+        """The rates of attention over KV in this format, which these layers have."""
         places = _STARTS, (0, _CONTEXT - _MANY_ROWS[-1]), _MANY_ROWS[-1]
         return attention_rates(CPU, kv, lambda rows, start: self.time(rows, start, ("attend",)), *places, tell)
 
     def _fits(self, ops: Sequence[str], rows: Sequence[int], over: str, tell: Tell) -> dict[str, Fit]:
-        """By op, seconds over bytes or flops. All ops are timed together; a bad one alone is timed again."""
+        """For each op a line of seconds over `over`, "bytes" or "flops". All ops are timed together. An op whose times
+        do not lie on a line is timed again by itself."""
         timed = [t for n in rows for t in self.time(n, 0 if n > 1 else _CONTEXT // 2, ops)]
         first = {op: [(float(getattr(t, over)), t.seconds) for t in timed if t.op == op] for op in ops}
-        found = {}
+        lines = {}
         for op in ops:
 
             def measure(op: str = op) -> Points:
@@ -146,12 +152,12 @@ class Layers:
                 again = [t for n in rows for t in self.time(n, 0 if n > 1 else _CONTEXT // 2, (op,))]
                 return [(float(getattr(t, over)), t.seconds) for t in again]
 
-            found[op] = fit_well(measure, f"{op}, {self.weights.name}, {rows[-1]} rows", tell)
-        return found
+            lines[op] = fit_well(measure, f"{op}, {self.weights.name}, {rows[-1]} rows", tell)
+        return lines
 
     def time(self, rows: int, start: int, ops: Sequence[str], repeats: int = 3) -> list[Timed]:
-        """Means per op and size, over layers and repeats, after a round to warm up. Many rows: of two layers, which are
-        more than a cache holds and take their time."""
+        """Mean times per op and size, over layers and repeats, after a round to warm up. Many rows are timed on two
+        layers only: these are more than a cache holds, and take long."""
         batch = Batch(0, (0,), (start,), (rows,), tuple(range(rows))[-_LOGITS_ROWS:])
         most = 2 if rows > _SOME_ROWS[-1] else self._layers
         calls = self._calls(Pass("prefill" if rows > 1 else "decode", (batch,), None), ops, most)
@@ -166,8 +172,8 @@ class Layers:
         return [Timed(*key, _typical(taken)) for key, taken in times.items()]
 
     def _calls(self, p: Pass, ops: Sequence[str], most_layers: int) -> list[tuple[Call, Callable[[], None]]]:
-        """The pass's calls with what runs them, natively and without Python in between."""
-        found: list[tuple[Call, Callable[[], None]]] = []
+        """The pass's calls of these ops, each with a function that runs it natively, with little Python around."""
+        calls: list[tuple[Call, Callable[[], None]]] = []
         self.binding.begin()
         (task,) = Lowering(self.plan).step(p)
         for call in task.calls:
@@ -175,16 +181,17 @@ class Layers:
                 continue
             if isinstance(call.operands, LayerOp) and call.operands.layer >= most_layers:
                 continue
-            found.append((call, self.binding.alone(call)))
-        return found
+            calls.append((call, self.binding.alone(call)))
+        return calls
 
 
 def attention_rates(
     lane: Lane, kv: str, time: Callable[[int, int], list[Timed]], decodes: Sequence[int], prefills: Sequence[int],
     rows: int, tell: Tell,
 ) -> list[Rate]:  # fmt: skip
-    """The rates of attention over KV in one format: for one row at the positions `decodes`, and for `rows` rows from
-    the positions `prefills` on. `time(rows, start)` times attention's calls for so many rows from a position on."""
+    """The rates of attention over KV in one format: for one row at each position of `decodes`, and for `rows` rows from
+    each position of `prefills` on. `time(rows, start)` times attention's calls of so many rows, the first at position
+    `start`."""
 
     def decode() -> Points:
         return [(t.bytes, t.seconds) for start in decodes for t in time(1, start)]
@@ -192,9 +199,9 @@ def attention_rates(
     def prefill() -> Points:
         return [(t.flops, t.seconds) for start in prefills for t in time(rows, start)]
 
-    where = "" if lane == CPU else ", device"
-    few = fit_well(decode, f"attend, {kv}, 1 row{where}", tell)
-    many = fit_well(prefill, f"attend, {kv}, many rows{where}", tell)
+    device_note = "" if lane == CPU else ", device"
+    few = fit_well(decode, f"attend, {kv}, 1 row{device_note}", tell)
+    many = fit_well(prefill, f"attend, {kv}, many rows{device_note}", tell)
     return [
         Rate(lane, "attend", kv, few.alpha_s, few.slope_s, 0.0, few.r2, 1),
         Rate(lane, "attend", kv, many.alpha_s, few.slope_s, many.slope_s, many.r2),
@@ -202,18 +209,19 @@ def attention_rates(
 
 
 def _typical(taken: list[float]) -> float:
-    """The mean without the slowest fifth: where another process holds a core for a while, all threads wait for it."""
+    """The mean without the slowest fifth: when another process holds a core for a while, all threads wait for it."""
     kept = sorted(taken)[: len(taken) - len(taken) // 5]
     return sum(kept) / len(kept)
 
 
 def probe_plan(weights: Format, kv: Format, memory_bytes: int, mostly_kv: bool) -> Plan:
-    """As many layers as that memory holds, for products of weights or (`mostly_kv`) for attention; at home in RAM."""
+    """A plan of as many layers as `memory_bytes` hold, all at home in RAM. They have the widths to time products of
+    weights, or with `mostly_kv` attention."""
     width = _KV_WIDTH if mostly_kv else _INTEGER_WIDTH if weights.is_quantised else _WIDTH
-    one = _plan(width, 1, weights, kv)
-    each = sum(one.unit_bytes(unit) for unit in one.units if unit.part.startswith("0."))
-    each = each + _kv_bytes(one) if mostly_kv else each
-    layers = max(1, min(_MOST_KV_LAYERS if mostly_kv else _MOST_LAYERS, memory_bytes // each))
+    one_layer = _plan(width, 1, weights, kv)
+    layer_bytes = sum(one_layer.unit_bytes(unit) for unit in one_layer.units if unit.part.startswith("0."))
+    layer_bytes = layer_bytes + _kv_bytes(one_layer) if mostly_kv else layer_bytes
+    layers = max(1, min(_MOST_KV_LAYERS if mostly_kv else _MOST_LAYERS, memory_bytes // layer_bytes))
     return _plan(width, layers, weights, kv)
 
 
@@ -229,7 +237,7 @@ def _plan(width: int, layers: int, weights: Format, kv: Format) -> Plan:
         spec, weights, kv=kv, context=_CONTEXT, rows=_MANY_ROWS[-1], logits_rows=_LOGITS_ROWS, page_tokens=256
     )
     units: list[Unit] = []
-    for unit in whole.units:  # of an eighth, a quarter and the rest
+    for unit in whole.units:  # each is cut into an eighth, a quarter and the rest
         n = unit.hi
         edges = [0, n // 8, n // 8 + n // 4, n] if n >= 8 else [0, n]
         units += [replace(unit, lo=lo, hi=hi) for lo, hi in pairwise(edges)]
@@ -241,18 +249,18 @@ def _kv_bytes(plan: Plan) -> int:
 
 
 def some_numbers() -> NDArray[np.uint8]:
-    """A MiB of numbers around 1 in 16 bits (scales of integers too) and around 0.01 in 32; zeros would be kind to a
-    processor that skips work on them."""
+    """A MiB of numbers, uint8 [2**20]: around 1 in 16-bit formats (and as scales of integers), around 0.01 in float32.
+    Zeros would flatter a processor that skips work on them."""
     some = np.random.default_rng(0).integers(0, 256, MIB, np.uint8)
     some[1::2] = 0x3C
     return some
 
 
 def _fill(plan: Plan, arenas: Arenas) -> None:
-    some = some_numbers()
+    numbers = some_numbers()
     for arena in plan.arenas:
         if arena.name in ("host.kv", "host.weights"):
             view = arenas.whole(arena.name)
-            for at in range(0, len(view), MIB):
-                part = view[at : at + MIB]
-                part[:] = some[: len(part)]
+            for lo in range(0, len(view), MIB):
+                piece = view[lo : lo + MIB]
+                piece[:] = numbers[: len(piece)]

@@ -1,7 +1,7 @@
-"""How loads are best read from this disk: block size, blocks in flight and engine, by experiment (PIPO appendix A).
+"""Finds by experiment how loads are best read from this disk: block size, blocks in flight, engine (PIPO appendix A).
 
-A disk's speed swings from second to second, so candidates take turns, and what counts is how each does beside the
-others of the same turn; the median of a few turns decides. First all of them briefly, then the best ones again.
+A disk's speed swings from second to second, so the candidates take turns. Each is judged by its time beside the others'
+of the same turn, and the median of a few turns decides. First all candidates run briefly, then the best ones again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from penstock.spec.machine import Reads
 from penstock.spec.places import DISK
 from penstock.units import KIB, MIB, format_bytes
 
-# Larger ones were not faster (16 MiB: 2.54 GB/s under computing where two of 8 MiB gave 2.72), and a load has few.
+# Larger blocks were not faster (16 MiB: 2.54 GB/s under computing, where two of 8 MiB gave 2.72), and a load of few
+# blocks has little in flight.
 BLOCKS = (256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB)
 DEPTHS = (1, 2, 4, 8)
 SMALL = MIB  # loads up to here are one block each, and may have an engine of their own
@@ -27,21 +28,23 @@ _LOAD, _SMALL_LOADS = 16 * MIB, (16 * KIB, 128 * KIB, MIB)
 _LARGE_TURN = ((_LOAD, 6),)
 _SMALL_COUNT = 16
 _FINALISTS, _FINAL_TURNS = 6, 6
-# Among equals the fewest and largest blocks: less work for the processor, which computes meanwhile.
+# Ways whose times differ by less than this are equals. Among equals the fewest and largest blocks win: less work for
+# the processor, which computes meanwhile.
 _EQUAL = 1.03
-# One in flight is often as fast here, where nothing else runs. Under computing it is not, since whoever sends the next
-# one has to get a core first: an 8B model read at 2.58 GB/s with one block of 8 MiB in flight, at 2.80 with two.
+# One block in flight is often as fast here, where nothing else runs. Under computing it is not, for the thread that
+# sends the next block has to get a core first: an 8B model read at 2.58 GB/s with one block of 8 MiB in flight, at 2.80
+# with two.
 _LEAST_DEPTH = 2
-# An io_uring has to be clearly better: it is one more thing that a system may refuse.
+# An io_uring has to be faster by this factor, for it is one more thing that a system may refuse.
 _MARGIN = 1.05
 _ENGINE_TURNS = 8
 
-# Seconds per load of so many bytes each, of a run of so many loads, by a reader.
+# (reader, bytes of a load, number of loads) → seconds per load of a run of such loads.
 LoadsS = Callable[[_native.Reader, int, int], float]
 
 
 class Way(NamedTuple):
-    """A way of reading."""
+    """A way to read loads. `engine`: "threads" or "io_uring". `depth`: blocks in flight."""
 
     engine: str
     depth: int
@@ -49,8 +52,8 @@ class Way(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What was measured of one way to read. `logs`: ln(its time ÷ the average of all ways), turn by turn.
+class _Tried:
+    """Measurements of one way to read. `logs`: ln(its time ÷ the geometric mean of all ways), turn by turn.
     `bytes_per_s`: of the largest loads."""
 
     logs: tuple[float, ...]
@@ -62,7 +65,7 @@ class _Seen:
 
 
 def best_reads(loads_s: LoadsS) -> tuple[Reads, ...]:
-    """For loads of at most 1 MiB, and for larger ones."""
+    """The best ways to read loads of at most 1 MiB, and to read larger ones, in this order."""
     try:
         _native.Reader("io_uring", 1, MIB)
         refused = ""
@@ -74,12 +77,12 @@ def best_reads(loads_s: LoadsS) -> tuple[Reads, ...]:
 def _large(loads_s: LoadsS, refused: str) -> Reads:
     ways = [Way("threads", depth, block) for block in BLOCKS for depth in DEPTHS]
     first = _compare(ways, loads_s, ((_LOAD, 4),), 2)
-    # Of each depth the best, so that a shallow one is not out for bad luck.
+    # The best way of each depth is among them, so that no depth drops out by bad luck.
     finalists = [min((w for w in ways if w.depth == depth), key=lambda w: first[w].ratio) for depth in DEPTHS]
     others = sorted(set(ways) - set(finalists), key=lambda w: first[w].ratio)
     finalists += others[: _FINALISTS - len(finalists)]
-    seen = _compare(finalists, loads_s, _LARGE_TURN, _FINAL_TURNS)
-    best = choose({way: found.ratio for way, found in seen.items()})
+    tried = _compare(finalists, loads_s, _LARGE_TURN, _FINAL_TURNS)
+    best = choose({way: times.ratio for way, times in tried.items()})
     chosen, final, why = _engine(best, loads_s, _LARGE_TURN, refused)
     slow = Way("threads", 1, BLOCKS[0])
     beside = f"one of {format_bytes(slow.block_bytes)} at a time took {first[slow].ratio / first[best].ratio:.1f} times"
@@ -89,54 +92,57 @@ def _large(loads_s: LoadsS, refused: str) -> Reads:
 def _small(loads_s: LoadsS, refused: str) -> Reads:
     sizes = tuple((nbytes, _SMALL_COUNT) for nbytes in _SMALL_LOADS)
     ways = [Way("threads", depth, SMALL) for depth in DEPTHS]
-    seen = _compare(ways, loads_s, sizes, 4)
-    best = choose({way: found.ratio for way, found in seen.items()})
-    chosen, found, why = _engine(best, loads_s, sizes, refused)
-    return _reads(chosen, found, SMALL, why)
+    tried = _compare(ways, loads_s, sizes, 4)
+    best = choose({way: times.ratio for way, times in tried.items()})
+    chosen, final, why = _engine(best, loads_s, sizes, refused)
+    return _reads(chosen, final, SMALL, why)
 
 
-def _engine(way: Way, loads_s: LoadsS, sizes: Sequence[tuple[int, int]], refused: str) -> tuple[Way, _Seen, str]:
-    """The way itself, or an io_uring where that is faster by the margin; and why."""
+def _engine(way: Way, loads_s: LoadsS, sizes: Sequence[tuple[int, int]], refused: str) -> tuple[Way, _Tried, str]:
+    """The way itself, or the same with an io_uring where that is faster by the margin; its times; and the reason.
+    `refused`: why this system has no io_uring, or "" where it has."""
     other = Way("io_uring", way.depth, way.block_bytes)
     if refused:
         return way, _compare([way], loads_s, sizes, 3)[way], refused
-    seen = _compare([way, other], loads_s, sizes, _ENGINE_TURNS)
-    gains = [math.exp(a - b) for a, b in zip(seen[way].logs, seen[other].logs, strict=True)]
-    gain, wins = statistics.median(gains), sum(each > 1 for each in gains)
+    tried = _compare([way, other], loads_s, sizes, _ENGINE_TURNS)
+    gains = [math.exp(a - b) for a, b in zip(tried[way].logs, tried[other].logs, strict=True)]
+    gain, wins = statistics.median(gains), sum(turn > 1 for turn in gains)
     told = f"io_uring took {1 / gain:.0%} of the time of threads, and less in {wins} of {len(gains)} turns"
     if gain >= _MARGIN and wins >= _ENGINE_TURNS - 1:
-        return other, seen[other], told
-    return way, seen[way], f"{told}: not surely {_MARGIN - 1:.0%} faster"
+        return other, tried[other], told
+    return way, tried[way], f"{told}: not surely {_MARGIN - 1:.0%} faster"
 
 
-def _reads(way: Way, seen: _Seen, most_bytes: int, why: str) -> Reads:
+def _reads(way: Way, times: _Tried, most_bytes: int, why: str) -> Reads:
     flight = f"{way.depth} in flight" if way.depth > 1 else "one at a time"
     reason = f"measured: blocks of {format_bytes(way.block_bytes)}, {flight}, by {way.engine}; {why}"
-    return Reads(DISK.reads, way.block_bytes, way.depth, way.engine, seen.bytes_per_s, reason, most_bytes)
+    return Reads(DISK.reads, way.block_bytes, way.depth, way.engine, times.bytes_per_s, reason, most_bytes)
 
 
 def choose(ratios: dict[Way, float]) -> Way:
-    """The least depth from two on, then the largest block, among those about as fast as the fastest of them."""
+    """The best of several ways, by their time beside the others': of those about as fast as the fastest, the one with
+    the least depth, and then with the largest blocks. Depths below two count only where there are no others."""
     ratios = {way: ratio for way, ratio in ratios.items() if way.depth >= _LEAST_DEPTH} or ratios
     best = min(ratios.values())
     return min((way for way in ratios if ratios[way] <= best * _EQUAL), key=lambda way: (way.depth, -way.block_bytes))
 
 
-def _compare(ways: Sequence[Way], loads_s: LoadsS, sizes: Sequence[tuple[int, int]], turns: int) -> dict[Way, _Seen]:
-    """`sizes`: bytes of a load, and how many loads a turn has of them."""
+def _compare(ways: Sequence[Way], loads_s: LoadsS, sizes: Sequence[tuple[int, int]], turns: int) -> dict[Way, _Tried]:
+    """Times all ways in each of `turns` turns. `sizes`: (bytes of a load, how many such loads a turn has)."""
     rng = np.random.default_rng(0)
-    taken: dict[Way, list[float]] = {way: [] for way in ways}
+    logs_by_way: dict[Way, list[float]] = {way: [] for way in ways}
     largest: dict[Way, list[float]] = {way: [] for way in ways}
     for _ in range(turns):
         logs = {}
         for i in rng.permutation(len(ways)):
             way = ways[i]
-            reader = _native.Reader(way.engine, way.depth, way.block_bytes)  # not all at once: they have 100 threads
-            found = [loads_s(reader, nbytes, count) for nbytes, count in sizes]
+            # One reader at a time: those of all ways together would have 100 threads.
+            reader = _native.Reader(way.engine, way.depth, way.block_bytes)
+            seconds_by_size = [loads_s(reader, nbytes, count) for nbytes, count in sizes]
             reader.close()
-            logs[way] = statistics.fmean(math.log(seconds) for seconds in found)
-            largest[way].append(found[-1])
+            logs[way] = statistics.fmean(math.log(seconds) for seconds in seconds_by_size)
+            largest[way].append(seconds_by_size[-1])
         mean = statistics.fmean(logs.values())
         for way, log in logs.items():
-            taken[way].append(log - mean)
-    return {way: _Seen(tuple(taken[way]), sizes[-1][0] / statistics.median(largest[way])) for way in ways}
+            logs_by_way[way].append(log - mean)
+    return {way: _Tried(tuple(logs_by_way[way]), sizes[-1][0] / statistics.median(largest[way])) for way in ways}

@@ -1,7 +1,7 @@
-"""The probe's figures of everything around the kernels: what a pass, a task and a call cost in scheduling.
+"""Measures scheduling for the probe: the seconds that a pass, a task and a call take beside their kernels.
 
-A tiny model whose weights "stream" (the loads read nothing), lowered and run as real passes are; what its kernels take
-is subtracted.
+A tiny model is lowered and run as real ones are. Its weights stream, but its loads read nothing. The time of its
+kernels is subtracted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.runtime.arena import Arenas
 from penstock.runtime.bind_native import Native, NativeBinding
 from penstock.runtime.dispatch import Dispatch
 from penstock.runtime.execute import Executor
-from penstock.runtime.movers import FileRange, Load
+from penstock.runtime.movers import DiskLoad, FileRange
 from penstock.spec.format import Format
 from penstock.spec.machine import Rate
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Rope
@@ -34,7 +34,7 @@ from penstock.units import MIB
 _LAYERS, _HEADS, _GRANULES = 8, 4, 12
 _PASSES, _WARM = 40, 3
 _LOADS = 200
-_SAMPLING_S = 2.5e-4  # choosing a token and making text of it, outside the runtime (docs/LOG.md)
+_SAMPLING_S = 2.5e-4  # of choosing a token and making text of it, which the runtime does not do (docs/LOG.md)
 
 
 def task_rates(kernels: Native) -> list[Rate]:
@@ -42,7 +42,8 @@ def task_rates(kernels: Native) -> list[Rate]:
     spec = _spec()
     whole = resident_plan(spec, Format("float32"), kv=Format("float32"), context=256)
     pass_s, _, _ = _pass_s(whole, kernels)
-    # Eight calls a task, and two: where both have about as many, nothing tells a task from its calls.
+    # Passes of eight calls a task, and of two: if both had about as many, the cost of a task could not be told from
+    # that of its calls.
     few = _pass_s(_streaming(whole, 1, ("ffn",)), kernels)
     many = _pass_s(_streaming(whole, _HEADS, ("attn", "ffn")), kernels)
     task_s, call_s = _solve(few, many, pass_s)
@@ -55,25 +56,24 @@ def task_rates(kernels: Native) -> list[Rate]:
 
 
 class _WithoutReads(NativeBinding):
-    """Its loads read nothing, by the threads that would read."""
+    """A binding whose loads read nothing, by the threads that would read."""
 
     def __init__(self, plan: Plan, arenas: Arenas, kernels: Native) -> None:
         super().__init__(plan, arenas, None, kernels)
         self._reads = _native.Reader("threads", 1, MIB)
 
-    def _begin_load(self, call: Call, op: ops.Load) -> Load:
-        return Load(self._reads.start(0, 0, 0, 0), FileRange(Path(), 0, True, "", 0, 0))
+    def _begin_load(self, call: Call, op: ops.Load) -> DiskLoad:
+        return DiskLoad(self._reads.start(0, 0, 0, 0), FileRange(Path(), 0, True, "", 0, 0))
 
 
-Passed = tuple[float, int, int]
+Passed = tuple[float, int, int]  # seconds of a decode pass beside its kernels, its tasks, its calls
 
 
 def _pass_s(plan: Plan, kernels: Native) -> Passed:
-    """(seconds of a decode pass beside its kernels, its tasks, its calls)."""
     arenas = Arenas(plan)
     binding = _WithoutReads(plan, arenas, kernels)
     executor, lowering = Executor(Dispatch(binding)), Lowering(plan)
-    executor.recording = False  # as where nobody watches
+    executor.recording = False  # as in runs without --trace
     p = passes.decode(plan, (0,), (64,), passes.DECODE)
     try:
         taken: list[float] = []
@@ -99,7 +99,7 @@ def _noting(tasks: Iterator[Task], into: list[Task]) -> Iterator[Task]:
 
 
 def _native_s(binding: NativeBinding, task: Task) -> float:
-    """Seconds of a task's calls, prepared."""
+    """Seconds of a task's calls, which are prepared beforehand."""
     binding.begin()
     runs = [binding.alone(call) for call in task.calls]
     for run in runs:
@@ -112,7 +112,11 @@ def _native_s(binding: NativeBinding, task: Task) -> float:
 
 
 def _solve(few: Passed, many: Passed, pass_s: float) -> tuple[float, float]:
-    """Seconds of a task and of a call, out of two passes of different shape."""
+    """Seconds of a task and of a call, from two passes of different shape: solves
+
+    t - pass_s = tasks · task_s + calls · call_s
+
+    for both, where t, tasks and calls are those of `few` and of `many`. Neither is below 0."""
     (t1, n1, c1), (t2, n2, c2) = few, many
     a, b = max(0.0, t1 - pass_s), max(0.0, t2 - pass_s)
     task_s = (a * c2 - b * c1) / (n1 * c2 - n2 * c1)
@@ -123,7 +127,7 @@ def _solve(few: Passed, many: Passed, pass_s: float) -> tuple[float, float]:
 
 
 def _hand_over_s(plan: Plan, kernels: Native) -> float:
-    """What lies between two loads in a lane, when the next one waits already: of loads that read nothing, each."""
+    """Seconds between two loads of a lane whose next load waits already: the time per load that reads nothing."""
     arenas = Arenas(plan)
     executor = Executor(Dispatch(_WithoutReads(plan, arenas, kernels)))
     executor.recording = False
@@ -145,7 +149,7 @@ def _spec() -> ModelSpec:
 
 
 def _streaming(whole: Plan, pieces: int, kinds: tuple[str, ...]) -> Plan:
-    """Every layer's parts of these kinds on disk, each in so many units."""
+    """The same plan with every layer's parts of these kinds on disk, each cut into `pieces` units."""
     units: list[Unit] = []
     for unit in whole.units:
         if whole.parts[unit.part].kind not in kinds:

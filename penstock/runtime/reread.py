@@ -1,4 +1,4 @@
-"""Reads what a loaded model reads once more, to see how fast disk and RAM are in this very minute."""
+"""Times disk and RAM in this very minute, by reading weights of a loaded model once more."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from itertools import cycle
 from typing import NamedTuple
 
 from penstock import _native
-from penstock.runtime.movers import DiskReader, Load, waited_for
+from penstock.runtime.movers import DiskLoad, DiskReader, waited_for
 from penstock.spec.parts import PAGE_BYTES
 from penstock.units import MIB, round_up
 
-_RAM_BYTES = 800 * MIB  # to read all in all: about 20 ms
+_RAM_BYTES = 800 * MIB  # read in all rounds together, about 20 ms
 _MOST_ROUNDS = 5
 
 
 class Read(NamedTuple):
-    """What was read, and the seconds that took."""
+    """Bytes that were read, and the seconds that this took."""
 
     bytes: int
     seconds: float
@@ -34,15 +34,15 @@ NOTHING = Read(0, 0.0)
 def from_disk(
     reader: DiskReader, ranges: Sequence[tuple[str, int, int, int]], address: int, room_bytes: int, seconds: float
 ) -> Read:
-    """Loads granule ranges (part, lo, hi, bytes) in turns, for about so long, to `room_bytes` of memory that nobody
-    uses: as many in flight as it holds. Raises StorageFailed."""
+    """Loads granule ranges (part, lo, hi, bytes) in turns for about so many `seconds`, to the `room_bytes` of memory
+    at `address`, which nobody uses. As many loads are in flight as it holds. Raises StorageFailed, DamagedModel."""
     if not ranges:
         return NOTHING
     size = round_up(max(nbytes for *_, nbytes in ranges), PAGE_BYTES)
     slots = max(1, room_bytes // size)
     start_s = time.perf_counter()
 
-    def loads() -> Iterator[Load]:
+    def loads() -> Iterator[DiskLoad]:
         for number, (part, lo, hi, _) in enumerate(cycle(ranges)):
             if number and time.perf_counter() - start_s > seconds:
                 return
@@ -52,7 +52,8 @@ def from_disk(
 
 
 def from_ram(address: int, nbytes: int, threads: int) -> Read:
-    """Reads memory with all threads, some times where it is short: one round, in the median time."""
+    """Reads `nbytes` of memory with all threads, several times if they are few. Returns one round, which took the
+    median time."""
     nbytes = min(nbytes, _RAM_BYTES)
     if nbytes <= 0:
         return NOTHING

@@ -1,4 +1,4 @@
-"""Weights that stay in a device's memory, on their way there when a model is loaded: disk, stage, device."""
+"""Brings the weights that stay in a device's memory there, when a model is loaded: from disk by the stage."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from penstock.graph.arenas import Layout
 from penstock.graph.tasks import Slot
 from penstock.runtime.arena import Arenas
 from penstock.runtime.device import Device
-from penstock.runtime.movers import DiskReader, Load
+from penstock.runtime.movers import DiskLoad, DiskReader
 from penstock.spec.places import GPU
 from penstock.spec.plan import Plan
 from penstock.units import MIB
 
-_PIECE_BYTES = 16 * MIB  # of the stage at a time; two, so that the disk reads while the link copies
+_PIECE_BYTES = 16 * MIB  # of the stage; it holds two pieces, so that the disk reads one while the link copies the other
 
-Piece = tuple[str, int, int, Slot]  # part, granules lo..hi, where they go
+Piece = tuple[str, int, int, Slot]  # part, granules lo..hi, their slot on the device
 
 
 def lift_weights(plan: Plan, layout: Layout, reader: DiskReader, arenas: Arenas, device: Device) -> Iterator[int]:
-    """Reads every unit that is at home on the device through the stage; yields bytes as they arrive. However it ends,
-    no load is under way afterwards."""
+    """Loads every unit that is at home on the device through the stage, and yields the bytes of each piece as it
+    arrives. However this ends, no load is under way afterwards. Raises StorageFailed, DamagedModel, DeviceFailed."""
     pieces = list(_pieces(plan, layout))
     if not pieces:
         return
     size = max(slot.nbytes for *_, slot in pieces)
     halves = [Slot("host.stage", i * size, (i + 1) * size) for i in range(2 if 2 * size <= plan.stage_bytes else 1)]
-    begun: deque[tuple[Load, Slot, Slot]] = deque()
+    begun: deque[tuple[DiskLoad, Slot, Slot]] = deque()
 
     def finish() -> int:
         load, half, target = begun[0]
@@ -53,16 +53,16 @@ def lift_weights(plan: Plan, layout: Layout, reader: DiskReader, arenas: Arenas,
 
 
 def _pieces(plan: Plan, layout: Layout) -> Iterator[Piece]:
-    """Whole granules, as many as half of the stage holds."""
+    """The pieces of all units on the device: each has whole granules, as many as half of the stage holds."""
     for part, slots in layout.copied_norms.items():
         yield from ((part, 0, 1, slot) for slot in slots if slot.arena.startswith(f"{GPU.executor}."))
     for i, slot in layout.weights.items():
         unit = plan.units[i]
         if unit.home != GPU.executor:
             continue
-        each = layout.parts[unit.part].granule_bytes
-        count = max(1, min(plan.stage_bytes // 2, _PIECE_BYTES) // each)
+        granule_bytes = layout.parts[unit.part].granule_bytes
+        count = max(1, min(plan.stage_bytes // 2, _PIECE_BYTES) // granule_bytes)
         for lo in range(unit.lo, unit.hi, count):
             hi = min(lo + count, unit.hi)
-            at = slot.lo + (lo - unit.lo) * each
-            yield unit.part, lo, hi, Slot(slot.arena, at, at + (hi - lo) * each)
+            offset = slot.lo + (lo - unit.lo) * granule_bytes
+            yield unit.part, lo, hi, Slot(slot.arena, offset, offset + (hi - lo) * granule_bytes)

@@ -1,1 +1,1 @@
-"""Where planner and runtime meet: engine, sampling, tokenizer, evaluation."""
+"""Answers prompts with a model: plans it, loads it, runs passes, samples tokens. Planner and runtime meet here."""

@@ -1,4 +1,4 @@
-"""Prompts to answers: passes over the prompts, then a token of each live sequence at a time."""
+"""Turns prompts into answers: passes over the prompts first, then passes of one token of each live sequence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from penstock.spec.plan import Plan
 
 
 def checked_ids(token_ids: Sequence[int], plan: Plan) -> NDArray[np.int32]:
-    """Ids as int32 [T]. Raises BadRequest for none, unknown ones, or more than the plan's context."""
+    """Ids as int32 [T]. Raises BadRequest for no ids, ids beyond the vocabulary, and more ids than the plan's
+    context."""
     if not len(token_ids):
         raise BadRequest("the prompt is empty: it has no tokens")
     ids = np.asarray(token_ids)
@@ -36,7 +37,8 @@ def checked_ids(token_ids: Sequence[int], plan: Plan) -> NDArray[np.int32]:
 
 
 class Answering:
-    """A group of sequences that decode together. `streams`: each piece of text is wanted as soon as it is certain."""
+    """A group of sequences that decode together. `prompts`: int32 [T] each. `streams`: whether text is wanted as soon
+    as it is certain, and not only at the end. `answers`: whole when `pieces` has ended."""
 
     def __init__(
         self,
@@ -50,14 +52,16 @@ class Answering:
         self.answers = [Generation(len(p), len(prompts), session.plan.context) for p in prompts]
         self._samplers = [Sampler(params, p.tolist()) for p in prompts]
         self._eos = frozenset() if params.ignore_eos else tokenizer.eos_ids
-        # A decode for each token is 70 µs, of which a batch has many: it is decoded at its end, where that will do.
+        # To make text of each token takes 70 µs, and a batch has many tokens. So text is made at the end where nobody
+        # wants it before.
         self._streams = [tokenizer.stream(whole=not streams and not params.stop) for _ in prompts]
         self._stops = [StopStrings(params.stop) for _ in prompts]
-        # A sequence may fill its context: its last token is then not fed back.
+        # How many tokens each answer may have. The last one needs no room: it is not fed back.
         self._room = [session.plan.context - len(p) + 1 for p in prompts]
 
     def pieces(self) -> Iterator[tuple[int, str]]:
-        """(sequence, text) as text becomes certain."""
+        """Runs all passes. Yields (sequence, text) after each token; the text is that which has become certain, often
+        none. Raises as `Session.step`, and BrokenModel for logits that are not finite."""
         session = self._session
         start_s, before = time.perf_counter(), session.bytes_moved()
         last_s = [start_s] * len(self._prompts)
@@ -100,7 +104,7 @@ class Answering:
         return np.concatenate([self._prompts[seq][start : start + rows] for seq, start, rows in spans])
 
     def _decode(self, alive: list[int]) -> Iterator[tuple[int, NDArray[np.float32], tuple[float, int]]]:
-        """One token of every live sequence: its logits, and the largest with its id."""
+        """One decode pass. For each live sequence: (sequence, logits float32 [V], (largest logit, its id))."""
         positions = [len(self._prompts[seq]) + len(self.answers[seq].token_ids) - 1 for seq in alive]
         more = any(len(self.answers[seq].token_ids) + 1 < self._limit(seq) for seq in alive)
         session = self._session
@@ -113,7 +117,8 @@ class Answering:
         return min(self._params.max_tokens, self._room[seq])
 
     def _accept(self, seq: int, logits: NDArray[np.float32], best: tuple[float, int]) -> str:
-        """Samples a token, and says what text it makes certain. End-of-text tokens are not part of the text."""
+        """Samples a token from logits float32 [V] and returns the text that it makes certain. End-of-text tokens are
+        not part of the text."""
         answer = self.answers[seq]
         token = self._samplers[seq].next(logits, best)
         answer.token_ids.append(token)

@@ -1,4 +1,4 @@
-"""What a checkpoint has beside its weights, opened before minutes go into these."""
+"""Checks the files beside a checkpoint's weights before the weights are packed, which may take minutes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.store.files import read_json_if_there
 def check_text_files(folder: Path, *, chat: bool, whole: bool = True) -> None:
     """Opens the tokenizer and the sampling defaults of a checkpoint, and with `chat` parses its chat templates.
 
-    `whole`: the tokenizer must be there, since the model is to be run. Raises BrokenModel, StorageFailed.
+    `whole`: whether the tokenizer must be there, since the model is to be run. Raises BrokenModel, StorageFailed.
     """
     with_model_defaults(read_json_if_there(folder / "generation_config.json"))
     if whole or os.path.lexists(folder / TOKENIZER):

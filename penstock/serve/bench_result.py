@@ -1,4 +1,4 @@
-"""What `penstock bench MODEL` found, and what it means beside the prediction and the bound."""
+"""The result of `penstock bench MODEL`: measured speeds, beside the prediction and the bound of disk and RAM."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class Measured:
 
 
 class Decoding:
-    """What lanes do from the last prompt's end to the last token, of all repeats together. `watch`: a Session's Watch.
-    `overlap_s`: loading and computing at once; `wall_s`: all the time that passed."""
+    """How long lanes were busy while decoding, which is from the last prompt's end to the last token, summed over all
+    repeats. `watch`: a Session's Watch. `overlap_s`: seconds of loading and computing at once. `wall_s`: all seconds
+    that passed."""
 
     def __init__(self) -> None:
         self._now = Occupancy()
@@ -42,6 +43,7 @@ class Decoding:
         self.overlap_s = self.wall_s = 0.0
 
     def watch(self, timeline: Timeline, p: Pass | None) -> None:
+        """Counts a pass of the current repeat."""
         if p is None:
             return
         if p.purpose == "prefill":
@@ -51,7 +53,7 @@ class Decoding:
             self._end_s = timeline.end_s
 
     def end(self) -> None:
-        """Of one repeat."""
+        """Adds the current repeat, which has ended, to the sums."""
         for lane, use in self._now.lanes(self._start_s, self._end_s).items():
             before = self.lanes.get(lane, LaneUse(0.0, 0))
             self.lanes[lane] = LaneUse(before.busy_s + use.busy_s, before.bytes + use.bytes)
@@ -69,8 +71,8 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Result:
-    """`before`, `after`: the ceilings. `disk_bytes`, `weight_bytes`: of one decode pass, what it streams and what it
-    reads from RAM."""
+    """Everything that was measured. `before`, `after`: the ceilings before and after the answers. `disk_bytes`: that a
+    decode pass streams. `weight_bytes`: of weights that a decode pass reads from RAM."""
 
     ask: Ask
     plan: Plan
@@ -91,22 +93,24 @@ class Result:
 
     @property
     def disk_s(self) -> float:
-        """What a decode pass takes at least for the disk."""
+        """The least seconds of a decode pass, by the disk."""
         rate = (self.before.disk_read_bytes_per_s + self.after.disk_read_bytes_per_s) / 2
         return self.disk_bytes / rate if rate else 0.0
 
     @property
     def ram_s(self) -> float:
-        """What a decode pass takes at least for the RAM."""
+        """The least seconds of a decode pass, by the RAM."""
         return 2 * self.weight_bytes / (self.before.ram_read_bytes_per_s + self.after.ram_read_bytes_per_s)
 
     @property
     def bound_by(self) -> Lane:
+        """The lane of the longer one: the disk's reads, or the CPU for the RAM."""
         return DISK.reads if self.disk_s > self.ram_s else CPU
 
     @property
     def bound_tokens_per_s(self) -> float:
-        """0: no bound is known, since nothing comes from the disk or out of RAM."""
+        """The most tokens per second that disk and RAM allow. 0 where there is no bound, since nothing comes from the
+        disk or out of RAM."""
         longer_s = max(self.disk_s, self.ram_s)
         return self.ask.batch / longer_s if longer_s else 0.0
 
@@ -120,7 +124,7 @@ class Result:
         return self.ask.batch * self.ask.prompt_tokens / self.prediction.ttft_s
 
     def to_json(self) -> dict[str, Any]:
-        """Under the names of `run --json` where it has them."""
+        """The JSON object of `bench --json`. Fields that `run --json` has too have the same names."""
         predicted, wall_s = self.prediction, self.decoding.wall_s
         return {
             "batch": self.ask.batch,

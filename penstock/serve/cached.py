@@ -1,4 +1,4 @@
-"""A checkpoint's packed copy in the cache: found, made where there is none, made again where it is damaged."""
+"""Finds the packed copy of a checkpoint in the cache, makes it where there is none, and makes a damaged one again."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ from penstock.store.pack import pack
 from penstock.store.writer import Waiting, free_bytes
 from penstock.units import format_bytes
 
-# Another process may remove a copy between two looks at it. So often in a row, something else is wrong.
+# Another process may remove a copy between two looks at it. Where that happens so often in a row, something else is
+# wrong.
 _TRIES = 5
 
 
 @dataclass(frozen=True)
 class Cached:
-    """A checkpoint's folder that is wanted in a format, and `models`, the folder of the cache that copies lie in.
+    """The folder of a checkpoint whose weights are wanted in a format. `models`: the folder of the cache that copies
+    lie in.
 
-    `name`: what the copy is called after. `chat`: its chat template must make sense before it is packed.
-    `limit_bytes`: of all copies together. `verify`: its small files are compared with what was packed. `tell`: hears of
-    progress and news.
+    `name`: with which the copy's name begins. `chat`: whether its chat template is parsed before it is packed.
+    `limit_bytes`: of all copies together. `verify`: whether its small files are compared with their checksums. `tell`:
+    gets progress and news.
     """
 
     checkpoint: Path
@@ -46,8 +48,8 @@ class Cached:
     tell: Progress | None = None
 
     def hold(self) -> tuple[Path, FolderLock]:
-        """The copy's folder, whole as far as can be told without reading its weights, and the lock that keeps it
-        there. Raises as `pack`."""
+        """The copy's folder, and the lock that keeps it there. The copy is whole as far as can be told without reading
+        its weights. Raises as `pack`."""
         for _ in range(_TRIES):
             now = stamps(self.checkpoint)
             folder = self._find(now) or self._make(now)
@@ -66,7 +68,7 @@ class Cached:
         )
 
     def hold_again(self, folder: Path, lock: FolderLock, why: str) -> tuple[Path, FolderLock]:
-        """The same, when loading the copy in `folder`, which `lock` is on, has shown that it is damaged. Raises
+        """As `hold`, after loading has shown that the copy in `folder`, which `lock` is on, is damaged. Raises
         BrokenModel where the checkpoint can no longer be packed."""
         try:
             stamps(self.checkpoint)
@@ -76,7 +78,8 @@ class Cached:
         return self.hold()
 
     def _find(self, now: dict[str, Stamp]) -> Path | None:
-        """A copy made from what the checkpoint holds now. Its files' stamps say so, or else a comparison."""
+        """A copy of what the checkpoint holds now, found by its files' stamps, or else by a comparison. None where
+        there is none."""
         origin = Origin(str(self.checkpoint), now)
         wanted = {f: r for f, r in copies.records(self.models).items() if r.weights == self.weights.name}
         for folder, record in wanted.items():
@@ -97,6 +100,7 @@ class Cached:
         return same
 
     def _make(self, now: dict[str, Stamp]) -> Path:
+        """Packs the checkpoint into the cache, unless another process has done so. `now`: its files' stamps."""
         folder = self.models / copies.copy_name(self.name, now, self.weights.name)
         if os.path.lexists(folder):
             if copies.read_record(folder) is not None:
@@ -121,8 +125,8 @@ class Cached:
         return pack(self.checkpoint, folder, self.weights, packing, check=check, waiting=waiting, writing=writing)
 
     def _drop(self, folder: Path, lock: FolderLock | None, why: str) -> None:
-        """`lock`: on the folder, where it is held already. Raises BadRequest where the folder holds what packing did
-        not write, which no damage makes ours."""
+        """Removes a damaged copy. `lock`: on the folder, where it is held already. Raises BadRequest where the folder
+        holds files that packing did not write."""
         entry = cache.look(folder)
         if entry is not None and not cache.is_ours(entry):
             raise BadRequest(f"{folder} is in the way of a packed copy: {entry.why}; move it away ({why})")
@@ -150,15 +154,15 @@ class Cached:
 
         return waiting
 
-    def _progress(self, what: str) -> Callable[[int, int, str], None] | None:
-        """`what` with the key of the part at work in it."""
+    def _progress(self, doing: str) -> Callable[[int, int, str], None] | None:
+        """A `Progress` of packing. `doing`: "packing {}", in which {} becomes the key of the part at work."""
         tell = self.tell
         if tell is None:
             return None
-        return lambda done, total, key: tell(what.format(key), done, total)
+        return lambda done, total, key: tell(doing.format(key), done, total)
 
     def _say(self, text: str, loud: bool = False) -> None:
-        """News. `loud`: also where nobody asked to hear of progress."""
+        """Tells news. `loud`: as a warning where nobody asked for progress."""
         if self.tell is not None:
             self.tell(text, 0, 0)
         elif loud:
@@ -166,5 +170,5 @@ class Cached:
 
 
 def _known(record: Record, now: dict[str, Stamp]) -> frozenset[str]:
-    """Files of a checkpoint that stamps show to be those that a copy was made from."""
+    """Names of the checkpoint's files that the copy was made from, by their stamps."""
     return frozenset().union(*(unchanged(origin.stamps, now) for origin in record.origins))

@@ -1,11 +1,16 @@
-"""A machine's figures, corrected by what runs showed: `penstock bench --calibrate`, and `--undo`.
+"""Corrects a machine's figures by past runs, for `penstock bench --calibrate` and `--undo`.
 
-A run tells something of one figure alone, the one that most of its predicted time came from, and only where that was
-at least half of it: the figure changes by as much as the run was off. To blame it for all of the difference would be
-1 + (ratio - 1) / share; on a mixed history that overshot (docs/LOG.md), since what is slow is mostly the RAM, for other
-ops too. All corrections are of the probe's own figures, which are kept beside, and bounded; only runs count that were
-predicted with the figures in force. So calibrating again without new runs changes nothing, and no error adds to an
-earlier one.
+A run tells something of only one figure, the dominant one: that which most of its predicted time came from. It counts
+only where that was at least half of the time. The figure is multiplied by the median, over such runs, of
+
+    ratio = measured seconds / predicted seconds
+
+If the figure alone were to blame for the whole difference, the factor would be 1 + (ratio - 1) / share. On a mixed
+history that overshot (docs/LOG.md): the RAM is mostly the cause of slow runs, and other ops suffer from it too.
+
+All corrections start from the probe's own figures, which are kept in a file beside, and are bounded. Only runs count
+that were predicted with the figures in force. So to calibrate again without new runs changes nothing, and no error adds
+to an earlier one.
 """
 
 from __future__ import annotations
@@ -22,19 +27,19 @@ from penstock.spec.machine import TERMS, Figure, MachineSpec, Rate
 from penstock.spec.places import CPU
 from penstock.units import MIB
 
-LEAST_STEPS, LEAST_S = 16, 1.0  # of a run that counts: decode passes, and their seconds
-_LEAST_SHARE = 0.5  # of the predicted time, that a figure dominates
-_ENOUGH = 3  # runs that one figure dominated
-_MOST_FACTOR = 2.0  # of the probe's own figure, both ways; beyond it the probe itself was disturbed
-_LEAST_RAM_BYTES = 64 * MIB  # of a pass: twice a large L3 cache
-_LEAST_FACTOR = 1.02  # a smaller correction is none
-_MOST_SHOWN = 100.0  # of a log ratio, which a file may hold any of
+LEAST_STEPS, LEAST_S = 16, 1.0  # the least decode passes, and seconds of them, of a run that counts
+_LEAST_SHARE = 0.5  # a dominant figure makes up at least so much of the predicted time
+_ENOUGH = 3  # runs with the same dominant figure
+_MOST_FACTOR = 2.0  # over the probe's own figure, both ways; beyond it the probe itself was disturbed
+_LEAST_RAM_BYTES = 64 * MIB  # that a pass reads: twice a large L3 cache
+_LEAST_FACTOR = 1.02  # smaller corrections are not made
+_MOST_SHOWN = 100.0  # larger log ratios, which a damaged file may hold, are shown as this
 
 
 @dataclass(frozen=True)
 class Change:
-    """A figure's factor over the probe's own, before and now. `log_ratio`: of measured over predicted seconds, the
-    median of `runs` runs that it dominated."""
+    """A correction of a figure. `before`, `now`: its factor over the probe's own figure. `log_ratio`: the median of
+    ln(measured / predicted seconds) over the `runs` runs that it dominated."""
 
     figure: Figure
     before: float
@@ -50,29 +55,29 @@ class Change:
 
 
 def counts(run: Run) -> bool:
-    """Whether it is long enough to tell anything of the machine's figures."""
+    """Whether a run is long enough to tell anything of the machine's figures."""
     return run.decode_steps >= LEAST_STEPS and run.decode_s >= LEAST_S
 
 
 def calibrated(machine: MachineSpec, probed: MachineSpec, seen: Iterable[Run]) -> tuple[MachineSpec, list[Change]]:
-    """The machine with the figures that runs showed. `probed`: with the probe's own; `seen`: runs that were predicted
-    with the figures of `machine`."""
-    shown: dict[Figure, list[Phase]] = {}
+    """The machine with its figures corrected, and the corrections. `probed`: the machine with the probe's own figures.
+    `seen`: runs that were predicted with the figures of `machine`."""
+    phases_of: dict[Figure, list[Phase]] = {}
     for run in filter(counts, seen):
         for phase in (run.first, run.step):
             if phase.dominant.share >= _LEAST_SHARE and phase.measured_s * _passes(phase, run) >= LEAST_S:
-                shown.setdefault(phase.dominant.figure, []).append(phase)
+                phases_of.setdefault(phase.dominant.figure, []).append(phase)
     base, now = _values(probed), _values(machine)
     changes = []
-    for figure, phases in shown.items():
+    for figure, phases in phases_of.items():
         if not base.get(figure) or not now.get(figure):
             continue
         phases = [phase for phase in phases if not _cached(phase, now[figure])]
         if len(phases) < _ENOUGH:
             continue
         before, log_ratio = now[figure] / base[figure], statistics.median(phase.log_ratio for phase in phases)
-        most = math.log(_MOST_FACTOR)
-        after = math.exp(min(most, max(-most, math.log(before) + log_ratio)))
+        most_log = math.log(_MOST_FACTOR)
+        after = math.exp(min(most_log, max(-most_log, math.log(before) + log_ratio)))
         if abs(math.log(after / before)) >= math.log(_LEAST_FACTOR):
             changes.append(Change(figure, before, after, log_ratio, len(phases)))
     values = {change.figure: base[change.figure] * change.now for change in changes}
@@ -80,7 +85,8 @@ def calibrated(machine: MachineSpec, probed: MachineSpec, seen: Iterable[Run]) -
 
 
 def _cached(phase: Phase, s_per_byte: float) -> bool:
-    """Whether a cache may have held what the figure is of: such a run is faster than the RAM, which the probe read."""
+    """Whether the bytes that the figure prices may have been in a cache: such a run is faster than the RAM, which the
+    probe measured."""
     figure, share = phase.dominant.figure, phase.dominant.share
     if (figure.lane, figure.term) != (CPU, "s_per_byte"):
         return False
@@ -88,6 +94,7 @@ def _cached(phase: Phase, s_per_byte: float) -> bool:
 
 
 def _passes(phase: Phase, run: Run) -> int:
+    """How many passes a phase of a run had; the first one counts as one."""
     return run.decode_steps if phase is run.step else 1
 
 
@@ -100,15 +107,16 @@ def _with(machine: MachineSpec, values: dict[Figure, float], source: str) -> Mac
         return machine
 
     def corrected(rate: Rate) -> Rate:
-        found: dict[str, Any] = {t: values[rate.figure(t)] for t in TERMS if rate.figure(t) in values}
-        return replace(rate, **found)
+        corrections: dict[str, Any] = {t: values[rate.figure(t)] for t in TERMS if rate.figure(t) in values}
+        return replace(rate, **corrections)
 
     source = f"{source}; calibrated {date.today().isoformat()}"
     return replace(machine, rates=tuple(map(corrected, machine.rates)), source=source)
 
 
 def undone(machine: MachineSpec, probed: MachineSpec) -> list[str]:
-    """A line for each figure that is no longer what a calibration had made of it."""
+    """A line for each figure that a calibration had changed. `machine`: as calibrated; `probed`: with the probe's own
+    figures."""
     was, now = _values(machine), _values(probed)
     differ = [figure for figure, value in was.items() if now.get(figure) and now[figure] != value]
     return [f"{figure} back from × {was[figure] / now[figure]:.2f}" for figure in differ]

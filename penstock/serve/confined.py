@@ -1,17 +1,20 @@
-"""A process of its own for files that nobody has vetted: a model's tokenizer and its chat template.
+"""Opens files that nobody has vetted, a model's tokenizer and its chat template, in a child process with limits.
 
-Both are programs in all but name. A template loops and multiplies strings; a tokenizer's normaliser may write a
+Both are programs in all but name. A template loops and multiplies strings. A tokenizer's normaliser may write a
 thousand characters for each that it reads, and its patterns may backtrack for ever, on every text that is encoded and
 on every token that is decoded. So neither is opened in the process that holds the model. A child opens both and answers
-over a socket; each request has a limit of processor time and one of memory. Beyond a limit the system ends the child,
-be it in Rust, C or Python. The user gets a line that names the file and the limit, and the next request a new child.
+over a socket. Each request has a limit of processor time and one of memory. Beyond a limit the system ends the child,
+whether it is in Rust, C or Python. The user gets a line that names the file and the limit. The next request gets a new
+child.
 
 Weighed, and not taken:
-- a trial in a child, then the same in this process: opens every file twice, and says nothing of the next text.
-- a template rendered here with its operators and filters counted: `*`, `**`, `%`, `~`, `join`, `center`, `format`,
-  loops and macros each need a bound of their own, and one that is forgotten is a hole.
-- fork instead of a new interpreter: 3 ms instead of 25 ms, but unsafe beside threads, which a process that uses `LLM`
-  may have by the dozen, and a limit of memory would start from whatever the process holds.
+- To try a file in a child, and then open it in this process: that opens every file twice, and says nothing of the next
+  text.
+- To render a template here and count its operators and filters: `*`, `**`, `%`, `~`, `join`, `center`, `format`, loops
+  and macros each need a bound of their own, and one that is forgotten is a hole.
+- To fork instead of starting a new interpreter: that takes 3 ms instead of 25 ms. But it is unsafe beside threads,
+  which a process that uses `LLM` may have by the dozen, and a limit of memory would start from whatever the process
+  holds.
 - PR_SET_PDEATHSIG against orphans: it follows the thread that started the child, not the process.
 """
 
@@ -35,11 +38,11 @@ from penstock.runtime import host
 from penstock.runtime.child import command
 from penstock.units import format_bytes
 
-# A child that twice in a row gives no byte for so long, and takes no processor time in between, has stopped. Not the
-# time alone: on a machine with much else to do, 4 s of processor time may well take a minute.
+# A child has stopped if twice in a row it gives no byte for so long, and takes no processor time in between. The time
+# alone does not tell: on a machine with much else to do, 4 s of processor time may well take a minute.
 _PATIENCE_S = 15.0
-_END_S = 10.0
-_LEAST_S = 1e-3  # a timer of 0 would never ring
+_END_S = 10.0  # until a child that closed the socket has ended
+_LEAST_S = 1e-3  # of processor time: a timer of 0 would never ring
 _CHUNK_BYTES = 1 << 16  # a read of 1 MiB costs 30 µs for its buffer, where most answers have 50 bytes
 T = TypeVar("T")
 _ERRORS = {error.__name__: error for error in (BadRequest, BrokenModel, StorageFailed)}
@@ -47,10 +50,11 @@ _ERRORS = {error.__name__: error for error in (BadRequest, BrokenModel, StorageF
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a request is about, for the line that the user reads, and what it may take.
+    """The limits of a request, and what it is about, for the error that the user reads.
 
-    `doing`: "rendering a chat". `file`: on whose behalf. `answer_bytes`: of the answer, which this process will hold.
-    `spent_s`: what earlier requests took of `cpu_s`. `hint`: why it has no more memory, where that is ours to say.
+    `doing`: "rendering a chat". `file`: that the request needs. `answer_bytes`: the most bytes of the answer, which
+    this process will hold. `spent_s`: seconds of `cpu_s` that earlier requests took. `hint`: why there is no more
+    memory, where we know.
     """
 
     doing: str
@@ -63,9 +67,9 @@ class Request:
 
 
 class Confined:
-    """The child for one model's folder. Starts with the first request, and anew after one that broke it.
+    """The child for one model's folder. It is started by the first request, and again after a request that broke it.
 
-    Any thread may ask; one waits for the other. After a fork of this process, the copy starts a child of its own.
+    Any thread may ask; threads wait for each other. After a fork of this process, the copy starts a child of its own.
     """
 
     def __init__(
@@ -75,8 +79,8 @@ class Confined:
         patience_s: float = _PATIENCE_S,
         spare: Child | None = None,
     ) -> None:
-        """`opening` gives what opening the folder may take, each time that it is opened. `spare`: a child that has
-        started and was asked nothing, for the first request."""
+        """`opening`: returns the limits of opening the folder, and is called each time that it is opened. `spare`: a
+        child that was started and asked nothing yet; the first request takes it."""
         self._folder = os.path.abspath(folder)  # the working folder may be another when it is opened again
         self._opening, self._patience_s = opening, patience_s
         self._owner, self._lock = os.getpid(), threading.Lock()
@@ -85,20 +89,20 @@ class Confined:
         self._peak_bytes = 0
 
     def open(self) -> dict[str, Any]:
-        """The facts of the folder's files (`Vocabulary.facts`). Raises BrokenModel."""
+        """Opens the folder's files and returns their facts (`Vocabulary.facts`). Raises BrokenModel beyond a limit, and
+        the child's errors."""
         with self._mine():
             return self._start()
 
-    def ask(self, what: str, arguments: list[Any], task: Request) -> tuple[Any, float]:
-        """The answer, and the processor time in seconds that it took. Raises BrokenModel beyond a limit, and what the
-        child raises."""
+    def ask(self, action: str, arguments: list[Any], task: Request) -> tuple[Any, float]:
+        """The answer, and the seconds of processor time that it took. Raises BrokenModel beyond a limit, and the
+        child's errors. `action`: the name of a method of `Vocabulary`."""
         with self._mine():
-            if (
-                self._child is None or self._child.process.poll() is not None
-            ):  # or it was ended while it had nothing to do
+            # A child may also have been ended from outside, while it had nothing to do.
+            if self._child is None or self._child.process.poll() is not None:
                 self._start()
             assert self._child is not None
-            return self._exchange(self._child, what, arguments, task)
+            return self._exchange(self._child, action, arguments, task)
 
     def close(self) -> None:
         """Ends the child. Another request would start one."""
@@ -107,7 +111,7 @@ class Confined:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that a child had to itself so far."""
+        """The most bytes of memory that a child had to itself so far."""
         if self._child is not None:
             self._peak_bytes = max(self._peak_bytes, host.peak_private_bytes(self._child.process.pid))
         return self._peak_bytes
@@ -124,11 +128,11 @@ class Confined:
             raise
         return facts
 
-    def _exchange(self, child: Child, what: str, arguments: list[Any], task: Request) -> tuple[Any, float]:
+    def _exchange(self, child: Child, action: str, arguments: list[Any], task: Request) -> tuple[Any, float]:
         try:
             left_s = max(_LEAST_S, task.cpu_s - task.spent_s)
-            answer, cpu_s = child.exchange([what, arguments, left_s, task.memory_bytes, task.answer_bytes])
-        except BaseException as error:  # Ctrl-C too: this request's answer would be taken for the next one's
+            answer, cpu_s = child.exchange([action, arguments, left_s, task.memory_bytes, task.answer_bytes])
+        except BaseException as error:  # Ctrl-C too: the next request would take this one's answer for its own
             self._drop()
             if isinstance(error, _Broke):
                 raise _explain(error, task, child.reads or task.file) from None
@@ -136,11 +140,12 @@ class Confined:
         if "value" in answer:
             return answer["value"], cpu_s
         if answer["failed"] == "MemoryError":
-            self._drop()  # with whatever it holds by now
+            self._drop()  # and the memory that it holds by now
         raise _refused(answer, task, child.reads or task.file)
 
     def _mine(self) -> threading.Lock:
-        if self._owner != os.getpid():  # a fork: the child is the other's, and a thread of the other may hold the lock
+        # After a fork the child belongs to the other process, and a thread of that one may hold the lock.
+        if self._owner != os.getpid():
             self._owner, self._lock = os.getpid(), threading.Lock()
             self._spare = self._child = None
         return self._lock
@@ -153,7 +158,8 @@ class Confined:
 
 
 class _Broke(Exception):
-    """The child ended before it answered: by itself (`status` >= 0), by a signal (-status), or is to end (None)."""
+    """The child gave no answer. `status`: its exit code if it ended by itself; minus the signal that ended it; None if
+    it still runs and must be ended."""
 
     def __init__(self, status: int | None, stderr: str = "") -> None:
         super().__init__(status)
@@ -161,15 +167,15 @@ class _Broke(Exception):
 
 
 class Child:
-    """The process and our end of the socket.
+    """The child process, and our end of the socket.
 
-    Python and its libraries take 60 ms to come up in it. Who knows early that a tokenizer will be opened starts one
-    before anything else, and has it come up on another processor meanwhile.
+    Python and its libraries take 60 ms to come up in it. A command that will open a tokenizer starts a child before
+    anything else, so that it comes up on another processor meanwhile. Raises BadRequest where Python does not start.
     """
 
     def __init__(self, patience_s: float = _PATIENCE_S) -> None:
-        self.reads: Path | None = None  # which file "open" has come to
-        self._received, self._searched = bytearray(), 0  # searched for the end of a line, in vain
+        self.reads: Path | None = None  # the file that "open" is reading
+        self._received, self._searched = bytearray(), 0  # so many of these bytes have no end of a line
         self._link, theirs = socket.socketpair()
         self._link.settimeout(patience_s)
         with theirs:
@@ -196,14 +202,15 @@ class Child:
                 rest = rest[self._patiently(self._link.send, rest) :]
             while True:
                 cpu_s, _, answer = self._line().partition(b" ")
-                found: dict[str, Any] = json.loads(answer)
-                if "reads" not in found:
-                    return found, float(cpu_s)
-                self.reads = Path(found["reads"])
+                message: dict[str, Any] = json.loads(answer)
+                if "reads" not in message:
+                    return message, float(cpu_s)
+                self.reads = Path(message["reads"])
         except ConnectionError:
             raise self._broke() from None
 
     def _line(self) -> bytes:
+        """The child's next line. Raises _Broke."""
         while (end := self._received.find(b"\n", self._searched)) < 0:
             self._searched = len(self._received)
             chunk = self._patiently(self._link.recv, _CHUNK_BYTES)
@@ -215,12 +222,12 @@ class Child:
         self._searched = 0
         return line
 
-    def _patiently(self, move: Callable[[Any], T], what: Any) -> T:
-        """`move(what)`, as long as the child makes headway."""
+    def _patiently(self, move: Callable[[Any], T], argument: Any) -> T:
+        """`move(argument)`, tried again after each timeout as long as the child takes processor time. Raises _Broke."""
         before_s = None
         while True:
             try:
-                return move(what)
+                return move(argument)
             except TimeoutError:
                 now_s = host.cpu_s(self.process.pid)
                 if now_s == before_s:
@@ -238,7 +245,7 @@ class Child:
 
 
 def _end(link: socket.socket, process: subprocess.Popen[bytes], owner: int) -> None:
-    """Also where nobody needs the child any more, and at this process's end."""
+    """Ends the child. Called by `Child.end`, when the Child is collected, and when this process ends."""
     assert process.stderr is not None
     link.close()
     process.stderr.close()
@@ -246,11 +253,11 @@ def _end(link: socket.socket, process: subprocess.Popen[bytes], owner: int) -> N
         process.kill()
         process.wait()
     else:
-        process.returncode = 0  # a fork's copy of the handle: to wait is for the other
+        process.returncode = 0  # this handle is a fork's copy: the process that forked waits for the child
 
 
 def _refused(answer: dict[str, Any], task: Request, file: Path) -> PenstockError:
-    """The error that an answer stands for."""
+    """The error that the child's answer reports."""
     kind, said = answer["failed"], answer["message"]
     if kind == "MemoryError":
         return _too_large(task, file)
@@ -266,7 +273,7 @@ def _refused(answer: dict[str, Any], task: Request, file: Path) -> PenstockError
 
 
 def _explain(broke: _Broke, task: Request, file: Path) -> PenstockError:
-    """The line for a child that broke."""
+    """The error for a child that gave no answer."""
     if broke.status is None:
         return BrokenModel(f"{file}: {task.doing} came to a standstill")
     if broke.status > 0:
@@ -276,7 +283,7 @@ def _explain(broke: _Broke, task: Request, file: Path) -> PenstockError:
         return BrokenModel(f"{file}: {task.doing} takes more than {task.cpu_s:.3g} s of processor time")
     if "memory allocation" in broke.stderr:  # Rust says so and aborts
         return _too_large(task, file)
-    # 0 is no reason either: it is what there is to know where this process ignores SIGCHLD.
+    # A status of 0 gives no reason: where this process ignores SIGCHLD, the system says no more.
     how = signal.Signals(-broke.status).name if broke.status else "an unknown way"
     within = f"{task.cpu_s:.3g} s of processor time and {format_bytes(task.memory_bytes)} of memory"
     return BrokenModel(f"{file}: {task.doing} ended in {how}, within {within}")

@@ -1,13 +1,14 @@
-"""The child process that opens a model's tokenizer and template: one request at a time, each within its limits.
+"""The child process that opens a model's tokenizer and template, and answers one request at a time within its limits.
 
-`penstock.serve.confined` starts it and says in each request how much processor time and memory it may take. Requests
-and answers are lines over one socket, which is the child's standard input. Nothing is remembered from one request to
-the next but the files that "open" read, so a child that broke can be replaced by another.
+`penstock.serve.confined` starts it. Each request says how much processor time and memory it may take. Requests and
+answers are lines over one socket, which is the child's standard input. From one request to the next the child remembers
+only the files that "open" read, so another child can replace one that broke.
 
-request: JSON [what, arguments, cpu_s, memory_bytes, answer_bytes]
-answer:  the processor time it took, a space, JSON {"value": …} or {"failed": kind, "message": …, "trace": …}; kind:
-         MemoryError, TooLong, Library (the message is the tokenizers library's), or the name of one of our errors
-Before its answer, "open" sends a line like it, {"reads": path}, for each file that it comes to.
+request: JSON [action, arguments, cpu_s, memory_bytes, answer_bytes]
+answer:  seconds of processor time, a space, JSON {"value": …} or {"failed": kind, "message": …, "trace": …}
+kind:    MemoryError; TooLong; Library (the message is the tokenizers library's); or the name of one of our errors
+
+Before its answer, "open" sends such a line with {"reads": path} for each file that it is about to read.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from penstock.errors import PenstockError
 from penstock.serve.vocabulary import Vocabulary
 
 _LINK = 0  # standard input: a socket, for both directions
-_LOOK_UP_MS = 5_000  # how often a child that waits asks whether its parent is still there
-_STACK_BYTES = 8 << 20  # the usual limit; where there is none, endless recursion would take all memory
+_LOOK_UP_MS = 5_000  # a child that waits asks so often whether its parent is still there
+_STACK_BYTES = 8 << 20  # the usual limit; without one, endless recursion would take all memory
 _CHUNK_BYTES = 1 << 16  # a read of 1 MiB costs 30 µs for its buffer, where most answers have 50 bytes
 
 
@@ -38,13 +39,13 @@ def main() -> None:
     _settle()
     vocabulary: Vocabulary | None = None
     while line := _receive():
-        what, arguments, cpu_s, memory_bytes, answer_bytes = json.loads(line)
+        action, arguments, cpu_s, memory_bytes, answer_bytes = json.loads(line)
         unlimited = _lower(resource.RLIMIT_DATA, memory_bytes)
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         try:
-            if what == "open":
+            if action == "open":
                 vocabulary = Vocabulary.open(Path(arguments[0]), lambda file: _send(_json({"reads": str(file)})))
-            answer = _json({"value": _value(vocabulary, what, arguments)})
+            answer = _json({"value": _value(vocabulary, action, arguments)})
             if len(answer) > answer_bytes:
                 answer = _json({"failed": "TooLong", "message": ""})
         except BaseException as error:
@@ -54,9 +55,9 @@ def main() -> None:
         _send(answer, cpu_s - left_s)
 
 
-def _value(vocabulary: Vocabulary | None, what: str, arguments: list[Any]) -> Any:
+def _value(vocabulary: Vocabulary | None, action: str, arguments: list[Any]) -> Any:
     assert vocabulary is not None, "the first request is to open"
-    if what == "open":
+    if action == "open":
         return vocabulary.facts
     answers: dict[str, Callable[..., Any]] = {
         "encode": vocabulary.encode,
@@ -65,7 +66,7 @@ def _value(vocabulary: Vocabulary | None, what: str, arguments: list[Any]) -> An
         "chat": vocabulary.chat,
         "check_templates": vocabulary.check_templates,
     }
-    return answers[what](*arguments)
+    return answers[action](*arguments)
 
 
 def _failure(error: BaseException) -> dict[str, str]:
@@ -74,7 +75,7 @@ def _failure(error: BaseException) -> dict[str, str]:
         return {"failed": "MemoryError", "message": said}
     if isinstance(error, PenstockError):
         return {"failed": type(error).__name__, "message": said}
-    # The tokenizers library raises nothing more special than Exception, and its panics, which are no Exception.
+    # The tokenizers library raises plain Exceptions. Its panics raise PanicException, which is no Exception.
     if type(error) is Exception or type(error).__name__ == "PanicException":
         return {"failed": "Library", "message": said}
     trace = traceback.format_exc()[-4000:]
@@ -82,24 +83,24 @@ def _failure(error: BaseException) -> dict[str, str]:
 
 
 def _settle() -> None:
-    """Undoes what a process inherits and what would weaken the limits."""
-    # Ctrl-C, where it reaches us at all (we have a session of our own), is for the parent, which may still need us.
+    """Sets signals and limits, also where the parent's settings, which a process inherits, would weaken the limits."""
+    # Ctrl-C hardly reaches us, for we have a session of our own. It is for the parent, which may still need us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The processor timer ends us wherever we are, in the library or in Python, if nobody ignores or blocks it.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.set_blocking(_LINK, False)
-    os.set_blocking(sys.stderr.fileno(), False)  # nobody reads it before we end
+    os.set_blocking(sys.stderr.fileno(), False)  # the parent reads it only when we have ended
     _lower(resource.RLIMIT_STACK, _STACK_BYTES)
     _lower(resource.RLIMIT_CORE, 0)
     # One text at a time has no use for the library's threads, and each would take 2 MiB of the limit for its stack.
     os.putenv("TOKENIZERS_PARALLELISM", "false")
-    with contextlib.suppress(OSError):  # where memory runs out after all, we end, and not the parent with its model
+    with contextlib.suppress(OSError):  # where the system's memory runs out, it ends us and not the parent
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _lower(limit: int, value: int) -> tuple[int, int]:
-    """Sets a soft limit; the hard one stays, so that the next request can have more. Returns both as they were."""
+    """Sets a soft limit. The hard limit stays, so that the next request can have more. Returns both as they were."""
     soft, hard = resource.getrlimit(limit)
     resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
     return soft, hard
@@ -110,18 +111,19 @@ def _json(value: dict[str, Any]) -> bytes:
 
 
 def _receive() -> bytes:
-    """The parent's next line."""
+    """The parent's next line; no bytes where the parent has closed the socket or ended."""
     received = bytearray()
     while not received.endswith(b"\n"):
         _wait(select.POLLIN)
         chunk = os.read(_LINK, _CHUNK_BYTES)
         if not chunk:
-            return b""  # the parent has closed or ended
+            return b""
         received += chunk
     return bytes(received)
 
 
 def _send(answer: bytes, cpu_s: float = 0.0) -> None:
+    """Sends a line to the parent."""
     rest = memoryview(b"%.6f %b\n" % (cpu_s, answer))
     while rest:
         _wait(select.POLLOUT)
@@ -129,8 +131,8 @@ def _send(answer: bytes, cpu_s: float = 0.0) -> None:
 
 
 def _wait(event: int) -> None:
-    """Until the socket is ready. Ends this process where the parent has ended: a fork of the parent may still hold the
-    other end, so the socket alone does not always tell."""
+    """Waits until the socket is ready. Ends this process where the parent has ended. The socket alone does not always
+    tell that, for a fork of the parent may still hold the other end."""
     poller = select.poll()
     poller.register(_LINK, event)
     while not poller.poll(_LOOK_UP_MS):

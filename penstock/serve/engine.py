@@ -1,4 +1,4 @@
-"""A model, planned and loaded, that answers requests. `LLM` is the same under the names that people know."""
+"""Plans and loads a model, and answers requests with it. `LLM` does the same under the names that people know."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """One model, planned and loaded. `solved` has the plan, what it promises, and the reasons; `machine` the figures
-    that it was made with. `notes`: what a user should know of the device, a line each.
+    """One model, planned and loaded. `solved`: the plan, its prediction and its reasons. `machine`: the figures that
+    the plan was made with. `notes`: lines about the device for the user.
 
-    Threads may share it: a call waits until the calls and streams of other threads have ended. The thread that holds
-    an open stream gets BadRequest from every other call until that stream is read to its end, closed or collected.
+    Threads may share it. A call waits until the calls and streams of other threads have ended. A thread that holds an
+    open stream gets BadRequest from every other call, until that stream is read to its end, closed or collected.
     """
 
     def __init__(self, packed: Packed, planned: Planned, session: Session) -> None:
@@ -45,7 +45,8 @@ class Engine:
         self.solved = replace(planned.solved, reasons=reasons)
         self.plan, self.prediction = planned.plan, planned.solved.prediction
         self.notes = planned.notes(device)
-        # Whose predictions this engine's runs put to the test: what nobody predicts so is not held against them.
+        # The machine whose error band this engine's runs count for. None where passes are not computed as predictions
+        # assume, for then an error says nothing of the machine.
         self._machine_file = planned.machine_file if planned.how.is_usual and device is None else None
         self._turns = Turns()
         self._tokenizer = planned.how.tokenizer
@@ -55,8 +56,9 @@ class Engine:
 
     @classmethod
     def open(cls, source: Source, ask: Ask, how: Loading, on_progress: Progress | None = None) -> Engine:
-        """`load` of what `serve.source.resolve` found, which stays where it is until `close`. A copy in the cache that
-        loading finds damaged is packed again and loaded; one that a pass finds damaged, when it is next wanted."""
+        """Loads the model that `serve.source.resolve` found, and holds it until `close`. A copy in the cache that
+        loading finds damaged is packed again and loaded. One that a pass finds damaged is packed again when it is next
+        opened. Raises as `load`."""
         try:
             engine = cls.load(source.folder, ask, how, on_progress)
         except DamagedModel as error:
@@ -68,8 +70,8 @@ class Engine:
 
     @classmethod
     def load(cls, folder: Path, ask: Ask, how: Loading = Loading(), on_progress: Progress | None = None) -> Engine:
-        """Plans, then loads. Raises DoesNotFit before anything is loaded, DamagedModel here and in later passes, and
-        BadRequest for a plan that makes no sense or is for another model."""
+        """Plans, then loads. Raises DoesNotFit before anything is loaded; DamagedModel here and in later passes;
+        BadRequest for a given plan that makes no sense or is for another model; StorageFailed, DeviceFailed."""
         packed = open_packed(folder, how.verify)
         planned = plan_here(ask, packed, how, on_progress)
         device = planned.open_device()
@@ -80,6 +82,7 @@ class Engine:
 
     @property
     def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, opened when it is first wanted. Raises as `Tokenizer.open`."""
         with self._opening_tokenizer:
             if self._tokenizer is None:
                 verify = self.packed.sums is not None
@@ -88,7 +91,7 @@ class Engine:
 
     @property
     def peak_host_bytes(self) -> int:
-        """Of this process and the tokenizer's."""
+        """The most memory that this process and the tokenizer's have had, less what stands in for a device's."""
         return self.session.peak_host_bytes + (self._tokenizer.peak_bytes if self._tokenizer else 0)
 
     def close(self) -> None:
@@ -100,12 +103,12 @@ class Engine:
             self._tokenizer.close()
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Logits of every position, float32 [T, V]. The ask must have been one with `score`."""
+        """Logits of every position, float32 [T, V]. The ask must have been one with `score`. Raises as `generate`."""
         rows = list(self.score(token_ids))
         return np.concatenate(rows)
 
     def score(self, token_ids: Sequence[int]) -> Iterator[NDArray[np.float32]]:
-        """Logits chunk by chunk, float32 [n, V] each, all positions in order."""
+        """Logits of every position in order, chunk by chunk, float32 [n, V] each. Raises as `generate`."""
         return self._turns.stream(self._scored(checked_ids(token_ids, self.plan)))
 
     def _scored(self, ids: NDArray[np.int32]) -> Iterator[NDArray[np.float32]]:
@@ -118,7 +121,9 @@ class Engine:
         return self.generate([prompt_ids], params)[0].token_ids
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Generation]:
-        """Answers in the order of the prompts, as many at a time as the plan has sequences."""
+        """Answers in the order of the prompts, as many at a time as the plan has sequences. Raises BadRequest for
+        prompts that are no ids of this model or do not fit the context, and where this thread holds an open stream;
+        DamagedModel, StorageFailed and DeviceFailed from passes; BrokenModel for logits that are not finite."""
         at_once = self.plan.batch_seqs * self.plan.batches_per_pass
         answers: list[Generation] = []
         with self._turns.turn():
@@ -132,7 +137,8 @@ class Engine:
         return answers
 
     def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[str]:
-        """Pieces of the answer's text as they become certain; afterwards `last` is the whole Generation."""
+        """Pieces of the answer's text as they become certain. When all are read, `last` is the whole Generation. Raises
+        as `generate`."""
         return self._turns.stream(self._streamed(prompt_ids, params))
 
     def _streamed(self, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[str]:
@@ -147,6 +153,7 @@ class Engine:
         return Answering(self.session, self.tokenizer, ids, params, streams)
 
     def keep(self, generation: Generation) -> None:
-        """Notes predicted beside measured, for the error band of later predictions (`serve.history`)."""
+        """Keeps the predicted and the measured speed of this run, for the error band of later predictions
+        (`serve.history`)."""
         if self._machine_file is not None:
             note_run(self._machine_file, self.machine, self.plan, self.prediction, generation)

@@ -1,4 +1,4 @@
-"""What a lossy choice costs: perplexity of a text, and KL divergence against another model."""
+"""Measures what a lossy choice costs: perplexity of a text, and KL divergence from another model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from penstock.serve.engine import Engine
 from penstock.serve.sampling import log_softmax
 
 WINDOW_TOKENS = 512
-_MOST_NLL = 700.0  # nats: e to it is just a float; a model that is so wrong is wrong enough
+_MOST_NLL = 700.0  # nats a token: e^700 is about the largest float64, and no model needs a worse figure
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`tokens`: how many were scored. `kl`: mean KL(other ‖ this) in nats per token; `agree`: the share of
-    positions where both rank the same token first. None without another model."""
+    """Scores of a text. `tokens`: how many were scored. `kl`: mean KL(other ‖ this) in nats per token. `agree`: the
+    share of positions where both models rank the same token first. Both are None without another model."""
 
     perplexity: float
     tokens: int
@@ -35,10 +35,11 @@ def evaluate(
     against: Engine | None = None,
     on_progress: Progress | None = None,
 ) -> Evaluation:
-    """Non-overlapping windows of 512 tokens (or the model's maximum), the first token of each unscored.
+    """Scores a text in windows of 512 tokens (or the model's maximum), which do not overlap. The first token of each
+    window is not scored.
 
-    The engines must have been loaded with `Ask(score=True)`. Raises BadRequest for a text of one token, or
-    where the models do not share a vocabulary.
+    The engines must have been loaded with `Ask(score=True)`. Raises BadRequest for a text of one token, for models with
+    different vocabularies, and for a plan with too small a context; BrokenModel where a model computes NaN.
     """
     engines = [engine] if against is None else [engine, against]
     if against is not None and against.packed.spec.vocab != engine.packed.spec.vocab:
@@ -47,8 +48,8 @@ def evaluate(
             f"{engine.packed.folder} one of {engine.packed.spec.vocab}: they cannot be compared"
         )
     ids = engine.tokenizer.encode(text)
-    width = min([WINDOW_TOKENS, *(each.packed.spec.max_positions for each in engines)])
-    room = min(each.plan.context for each in engines)
+    width = min([WINDOW_TOKENS, *(model.packed.spec.max_positions for model in engines)])
+    room = min(model.plan.context for model in engines)
     if room < min(width, len(ids)):
         raise BadRequest(f"the plan has a context of {room} tokens; windows of {width} are scored")
     nll = kl = 0.0
@@ -57,18 +58,18 @@ def evaluate(
         window = ids[lo : lo + width]
         if len(window) < 2:
             continue
-        at = 0
-        for logits, *others in _in_step([each.score(window) for each in engines]):
-            # Row i predicts token i + 1 of the window; the last row predicts nothing that is scored.
-            n = min(len(logits), len(window) - 1 - at)
-            targets = np.array(window[at + 1 : at + 1 + n], np.int64)  # none after the last row alone
+        row = 0  # of the window: the first one of this chunk
+        for logits, *others in _in_step([model.score(window) for model in engines]):
+            # Row i predicts token i + 1 of the window. The last row predicts a token beyond it, and is not scored.
+            n = min(len(logits), len(window) - 1 - row)
+            targets = np.array(window[row + 1 : row + 1 + n], np.int64)  # empty where the chunk is the last row alone
             logp = log_softmax(logits[:n])
             nll -= float(logp[np.arange(n), targets].sum(dtype=np.float64))
             for other in others:
                 exact = log_softmax(other[:n])
                 kl += float((np.exp(exact) * (exact - logp)).sum(dtype=np.float64))
                 agreed += int((exact.argmax(axis=1) == logp.argmax(axis=1)).sum())
-            scored, at = scored + n, at + len(logits)
+            scored, row = scored + n, row + len(logits)
         if on_progress:
             on_progress("scoring tokens", min(lo + width, len(ids)), len(ids))
     if not scored:
@@ -87,7 +88,8 @@ def evaluate(
 
 
 def _in_step(sources: Sequence[Iterator[NDArray[np.float32]]]) -> Iterator[list[NDArray[np.float32]]]:
-    """Rows [n, V] of all sources, the same n of each at a time: plans differ in how many rows a chunk has."""
+    """Yields rows float32 [n, V] of each source, the same n rows of all at a time. Plans differ in how many rows their
+    chunks have."""
     held = [next(source, None) for source in sources]
     while all(rows is not None for rows in held):
         chunks = [rows for rows in held if rows is not None]

@@ -1,4 +1,4 @@
-"""A finished answer and what it took."""
+"""Holds an answer with its times and bytes, and reports it as JSON."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from penstock.planner.predict import Prediction
 
 @dataclass
 class Generation:
-    """`finish_reason`: stop (end of text or a stop string) or length. `context_full`: the length was the context's, not
-    the one asked for. `ttft_s`: from the request to its first token. `inter_token_s`: seconds between its tokens. Byte
-    counts are of the whole batch it ran in."""
+    """An answer to a prompt. Byte counts are of the whole batch that it ran in.
+
+    `finish_reason`: stop (end of text or a stop string) or length. `context_full`: the answer ends because the context
+    is full, before the length that was asked for. `ttft_s`: seconds from the request to its first token.
+    `inter_token_s`: seconds between its tokens."""
 
     prompt_tokens: int
     batch: int
@@ -23,13 +25,13 @@ class Generation:
     finish_reason: str = ""
     context_full: bool = False
     ttft_s: float = 0.0
-    batch_ttft_s: float = 0.0  # of the last sequence of its batch to get one
+    batch_ttft_s: float = 0.0  # until every sequence of the batch had its first token
     inter_token_s: list[float] = field(default_factory=list)
-    decode_s: float = 0.0
+    decode_s: float = 0.0  # of all decode passes
     decode_tokens: int = 0  # of the whole batch, in `decode_s`
     decode_steps: int = 0  # passes, in `decode_s`
-    decode_disk_bytes: int = 0
-    bytes_moved: dict[str, int] = field(default_factory=dict)
+    decode_disk_bytes: int = 0  # that these passes took from slower tiers
+    bytes_moved: dict[str, int] = field(default_factory=dict)  # by lane
     peak_host_bytes: int = 0
     peak_device_bytes: int = 0
 
@@ -39,7 +41,7 @@ class Generation:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Of the batch; 0 where a single token came."""
+        """Of the whole batch; 0 where each answer has a single token."""
         return self.decode_tokens / self.decode_s if self.decode_s else 0.0
 
     @property
@@ -47,7 +49,7 @@ class Generation:
         return self.decode_disk_bytes / self.decode_tokens if self.decode_tokens else 0.0
 
     def answer(self) -> dict[str, Any]:
-        """What was answered, and why it ends there."""
+        """The JSON fields of the answer itself: its text, its length, and why it ends there."""
         return {
             "text": self.text,
             "token_ids": self.token_ids,
@@ -58,8 +60,8 @@ class Generation:
         }
 
     def report(self, prediction: Prediction, share_of_bound: float | None = None) -> dict[str, Any]:
-        """The fields of `run --json`: the answer, and what it and its batch took. `share_of_bound`: of what disk and
-        RAM allowed in this run's own minute (`serve.run_bound`); None where nobody measured that."""
+        """The fields of `run --json`: the answer, and the times and bytes of it and its batch. `share_of_bound`: of the
+        speed that disk and RAM allowed in this run's own minute (`serve.run_bound`); None where it is not known."""
         return {
             **self.answer(),
             "ttft_s": self.batch_ttft_s,
@@ -81,11 +83,11 @@ class Generation:
 
 
 def report_all(answers: Sequence[Generation], prediction: Prediction, share_of_bound: float | None) -> dict[str, Any]:
-    """`run --json` of prompts that were answered together: the first one's fields, and `answers` with every one."""
-    return {**answers[0].report(prediction, share_of_bound), "answers": [each.answer() for each in answers]}
+    """`run --json` of prompts that were answered together: the first one's fields, and all of them in `answers`."""
+    return {**answers[0].report(prediction, share_of_bound), "answers": [answer.answer() for answer in answers]}
 
 
 def percentiles(gaps: list[float]) -> dict[str, float]:
-    """p50, p95 and p99 of seconds between tokens; 0 where there are none."""
+    """p50, p95 and p99 of the seconds between tokens; 0 where there are none."""
     ordered = sorted(gaps)
     return {f"p{p}": ordered[min(len(gaps) - 1, len(gaps) * p // 100)] if gaps else 0.0 for p in (50, 95, 99)}

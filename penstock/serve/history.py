@@ -1,10 +1,11 @@
-"""What was predicted and what came, run by run: the error band of the next prediction.
+"""Keeps predicted and measured speed of every run, and derives the error band of the next prediction from them.
 
-One file per machine beside its figures, a JSON object a line, the last few hundred. A line that cannot be read (another
-version's, or half-written when the power went) counts as not there. A run tells something of predictions that are made
-with the same figures of the machine: after a calibration or another probe the runs before it wait until those figures
-are in force again. How likely a prediction is off by which factor is told by runs that are like it: the same lane
-binds, and steps are of the same size. So runs of a tiny model say nothing of a large one.
+Each machine has a file beside its figures, with a JSON object a line, of the last few hundred runs. A line that cannot
+be read (of another version, or half written when the power went) counts as not there.
+
+Only runs that were predicted with the machine's present figures count. After a calibration or another probe the earlier
+runs stay in the file, and count again if those figures return. The band of a prediction comes from runs that are like
+it: the same lane binds, and a pass takes about as long. So runs of a tiny model say nothing of a large one.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ from penstock.spec.places import CPU, GPU, is_disk
 from penstock.spec.plan import Plan
 from penstock.store.files import read_text, write_bytes
 
-_KEPT, _RECENT = 500, 50
-_LEAST_STEPS = 4  # of a run that says anything
+_KEPT, _RECENT = 500, 50  # runs in a file; alike runs that a band comes from
+_LEAST_STEPS = 4  # decode passes of a run that is kept
 _ENOUGH_RUNS = 3
-# Factors: the least band, where everything was right, since machines drift by as much in an hour; and the most, beyond
-# which a band says nothing any more.
+# Factors of a band. The least is for predictions that were all right, since machines drift by as much in an hour.
+# Beyond the most a band says nothing any more.
 _LEAST, _MOST = 1.1, 100.0
-_SHARE_WITHIN = 0.8  # of runs, that a band held
-_DECADES = 1.0  # between two predicted times that are nothing alike
+_SHARE_WITHIN = 0.8  # of runs whose error was within the band
+_DECADES = 1.0  # two predicted times that lie so far apart have likeness 0
 _OTHER_FORMAT = 0.5  # the likeness of a run in another format: other kernels, the same disk and RAM
-_LEAST_ALIKE = 0.25  # that counts
-_ENOUGH_ALIKE = 2.0  # of all that count together
+_LEAST_ALIKE = 0.25  # the likeness of a run that counts
+_ENOUGH_ALIKE = 2.0  # the sum of the likenesses of all runs that count
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One of the two that a run has: until the first tokens, or a decode pass. `bound_by`: the lane that was to be
-    busiest. `dominant`: the machine's figure that `predicted_s` hangs on most."""
+    """One of the two phases of a run: until the first tokens, or a decode pass. `bound_by`: the lane that was predicted
+    to be busiest. `dominant`: the machine's figure that `predicted_s` depends on most."""
 
     predicted_s: float
     measured_s: float
@@ -55,11 +56,12 @@ class Phase:
 
     @property
     def log_ratio(self) -> float:
-        """Of measured over predicted seconds, the natural logarithm."""
+        """ln(measured seconds / predicted seconds)."""
         return math.log(self.measured_s) - math.log(self.predicted_s)
 
     def likeness(self, predicted_s: float, bound_by: str) -> float:
-        """How much this run tells of a prediction of so many seconds that is bound by this lane: from 0 to 1."""
+        """How much this phase tells of a prediction of `predicted_s` that is bound by this lane, from 0 to 1: 1 less
+        the decades between the two predicted times, and 0 where another lane binds."""
         if bound_by != self.bound_by or not predicted_s > 0:
             return 0.0
         return max(0.0, 1 - abs(math.log10(predicted_s) - math.log10(self.predicted_s)) / _DECADES)
@@ -67,8 +69,8 @@ class Phase:
 
 @dataclass(frozen=True)
 class Run:
-    """`figures`: of the machine, as `figures_id` names them. `plan`: a hash. `weights`: their format. `decode_s`:
-    seconds of its `decode_steps` passes."""
+    """One run, as it is kept. `figures`: the machine's, by their hash (`figures_id`). `plan`: by its hash. `weights`:
+    their format. `decode_s`: seconds of its `decode_steps` decode passes."""
 
     figures: str
     plan: str
@@ -83,34 +85,37 @@ class Run:
 
 
 def figures_id(machine: MachineSpec) -> str:
-    """A hash of what predictions without a device are made of. Memory, which changes all the time, does not count."""
+    """A hash of the machine's figures that predictions without a device use. Its memory, which changes all the time,
+    is left out."""
 
-    def here(lane: str) -> bool:
+    def of_host(lane: str) -> bool:
         return lane == CPU or is_disk(lane)
 
-    rates = sorted((rate for rate in machine.rates if here(rate.lane)), key=repr)
-    sharing = sorted((each for each in machine.sharing if here(each.lane) and here(each.beside)), key=repr)
+    rates = sorted((rate for rate in machine.rates if of_host(rate.lane)), key=repr)
+    sharing = sorted((s for s in machine.sharing if of_host(s.lane) and of_host(s.beside)), key=repr)
     return hashlib.sha256(repr((machine.threads, rates, sharing)).encode()).hexdigest()[:16]
 
 
 def plan_hash(plan: Plan) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of a plan's JSON."""
     return hashlib.sha256(plans.dumps(plan).encode()).hexdigest()[:16]
 
 
 def step_s(prediction: Prediction, plan: Plan, batch: int) -> float:
-    """Predicted seconds of a decode pass where `batch` sequences are wanted."""
+    """Predicted seconds of a decode pass of `batch` sequences, or of as many as the plan has at once."""
     return min(batch, plan.batch_seqs * plan.batches_per_pass) / prediction.decode_tokens_per_s
 
 
 def history_file(machine_file: Path) -> Path:
+    """The file of runs beside a machine's file."""
     return machine_file.with_suffix(".runs.jsonl")
 
 
 def note_run(
     machine_file: Path, machine: MachineSpec, plan: Plan, prediction: Prediction, generation: Generation
 ) -> None:
-    """Keeps a run. `machine`: whose figures the prediction was made with. Where nothing can be written the run was good
-    all the same."""
+    """Keeps a run. `machine`: with the figures that the prediction was made with. Where the file cannot be written,
+    nothing is kept and nothing raised: the answer is good all the same."""
     steps, batch = generation.decode_steps, generation.batch
     if steps < _LEAST_STEPS:
         return
@@ -146,17 +151,17 @@ def note_run(
 
 
 def runs(machine_file: Path, machine: MachineSpec) -> list[Run]:
-    """The runs whose predictions were made with the figures that this machine has now, oldest first."""
-    figures, found = figures_id(machine), []
+    """The runs that were predicted with the figures that this machine has now, oldest first."""
+    figures, kept = figures_id(machine), []
     for line in _lines(history_file(machine_file)):
-        if figures not in line:  # before 70 µs are spent on it
+        if figures not in line:  # to parse it would take 70 µs
             continue
         with suppress(BadRequest, ValueError, RecursionError):
             run = codec.from_json(Run, json.loads(line))
             seconds = [s for phase in (run.first, run.step) for s in (phase.predicted_s, phase.measured_s)]
             if run.figures == figures and min(*seconds, run.decode_s) > 0:
-                found.append(run)
-    return found
+                kept.append(run)
+    return kept
 
 
 def band(seen: Iterable[Run], prediction: Prediction, plan: Plan, batch: int) -> Band:
@@ -179,9 +184,9 @@ def error_band(machine_file: Path, machine: MachineSpec, prediction: Prediction,
 
 
 def _width(seen: list[tuple[float, float]]) -> Width:
-    """The factor that the error of four of five alike runs stayed within, each run weighted by its likeness; at least
-    `_LEAST` (a machine drifts by that much), at most `_MOST`. The usual width where too few runs are alike, or too
-    little. `seen`: likeness and log ratio, oldest first."""
+    """The factor that the error stayed within for `_SHARE_WITHIN` of the alike runs, each weighted by its likeness. It
+    is at least `_LEAST` and at most `_MOST`. The usual width where too few runs are alike, or not enough. `seen`:
+    (likeness, log ratio), oldest first."""
     alike = [(likeness, log_ratio) for likeness, log_ratio in seen if likeness >= _LEAST_ALIKE][-_RECENT:]
     total, reached, within = sum(likeness for likeness, _ in alike), 0.0, 0.0
     if len(alike) < _ENOUGH_RUNS or total < _ENOUGH_ALIKE:
@@ -194,6 +199,7 @@ def _width(seen: list[tuple[float, float]]) -> Width:
 
 
 def _lines(file: Path) -> list[str]:
+    """The lines of a file of runs; none where it cannot be read."""
     try:
         return read_text(file).splitlines()
     except (BrokenModel, StorageFailed):

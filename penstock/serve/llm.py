@@ -1,4 +1,4 @@
-"""`LLM`: a model under the names that people know from other libraries."""
+"""Offers a model to Python programs as `LLM`, under the names that people know from other libraries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.units import parse_bytes
 
 @dataclass
 class Answer:
-    """What `LLM.generate` returns for a prompt."""
+    """The answer of `LLM.generate` to a prompt. `finish_reason`: stop or length."""
 
     prompt: str
     text: str
@@ -29,11 +29,14 @@ class Answer:
 class LLM:
     """`LLM(model, host_memory="12GiB", weights="int4").generate(prompts, SamplingParams(max_tokens=64))`.
 
-    `model`: a packed model, a Hugging Face folder (packed into the cache on first use) or a Hub id. Sizes are
-    bytes or strings such as "6GiB". `verify`: every byte of the packed model is compared with its checksum when it is
-    read first; DamagedModel names file, part and granule. `cache`: default ~/.cache/penstock. The library reads no
-    environment: where XDG_CACHE_HOME is set and copies are to be shared with the command line, name its folder
-    `penstock` here.
+    `model`: a packed model, a Hugging Face folder (packed into the cache on first use) or a Hub id. Sizes are numbers
+    of bytes or strings such as "6GiB". `verify`: every byte of the packed model is compared with its checksum when it
+    is read first; DamagedModel names file, part and granule. `cache`: the folder of the cache, default
+    ~/.cache/penstock. The library reads no environment. To share copies with the command line where XDG_CACHE_HOME is
+    set, name its subfolder `penstock` here. `on_progress(text, done, total)`: is called while packing and loading.
+
+    Raises BadRequest, BrokenModel, UnsupportedModel, DamagedModel, DoesNotFit, StorageFailed and DeviceFailed, all of
+    them PenstockErrors.
     """
 
     def __init__(
@@ -72,16 +75,17 @@ class LLM:
         self.engine = Engine.open(source, ask, how, on_progress)
 
     def generate(self, prompts: str | Sequence[str], params: SamplingParams | None = None) -> list[Answer]:
-        """Completes each prompt as it stands; no chat template is applied. Raises TypeError for other prompts than a
-        string or a list of strings."""
+        """Completes each prompt as it stands; no chat template is applied. Raises TypeError for prompts that are not a
+        string or a list of strings, and as `Engine.generate`."""
         texts = _texts(prompts)
         if not isinstance(params, SamplingParams | None):
             raise TypeError(f"params should be SamplingParams, not {type(params).__name__}")
         ids = [self.engine.tokenizer.encode(text) for text in texts]
-        found = self.engine.generate(ids, params or SamplingParams())
-        return [Answer(t, g.text, g.token_ids, g.finish_reason) for t, g in zip(texts, found, strict=True)]
+        generations = self.engine.generate(ids, params or SamplingParams())
+        return [Answer(t, g.text, g.token_ids, g.finish_reason) for t, g in zip(texts, generations, strict=True)]
 
     def close(self) -> None:
+        """Frees the model's memory."""
         self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -92,7 +96,8 @@ class LLM:
 
 
 def _texts(prompts: object) -> list[str]:
-    """The prompts of `LLM.generate`, checked: a dict would be read as its keys, and None fail deep inside."""
+    """The prompts of `LLM.generate` as a list. Raises TypeError for anything but strings: of a dict the keys would be
+    read, and None would fail deep inside."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray | memoryview):
@@ -103,5 +108,5 @@ def _texts(prompts: object) -> list[str]:
     return list(prompts)
 
 
-def _size(value: int | str | None, what: str) -> int | None:
-    return parse_bytes(value, what) if isinstance(value, str) else value
+def _size(value: int | str | None, name: str) -> int | None:
+    return parse_bytes(value, name) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""From an ask to a plan for this machine and the device it computes on: all that comes before weights are read."""
+"""Makes a plan for an ask on this machine, with the device that it computes on. No weights are read here."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from penstock.units import MIB, format_bytes, format_mib_up, round_up
 class Loading(Running):
     """How a model is loaded.
 
-    `machine`: its figures; None is this one (probed once). `device`: auto, cuda, none, emulated, or chosen already.
-    `cache`: the folder of machine files and of KV on a disk; None is the user's. `plan`: is taken as it is; None makes
-    one. `verify`: every byte is compared with what was packed when it is read first. `tokenizer`: the model's, where it
-    is open already.
+    `machine`: its figures; None for this one, which is probed once. `device`: auto, cuda, none, emulated, or one that
+    was chosen already. `cache`: the folder of machine files and of KV on a disk; None for the user's. `plan`: is taken
+    as it is; None to make one. `verify`: every byte is compared with its checksum when it is read first. `tokenizer`:
+    the model's, where it is open already.
     """
 
     machine: MachineSpec | None = None
@@ -50,8 +50,8 @@ class Loading(Running):
 
 @dataclass(frozen=True)
 class Planned:
-    """What is to be loaded. `machine_file`: whose predictions the runs put to the test; None where a machine was
-    given."""
+    """A plan and a device, before loading. `machine_file`: of the machine whose figures the prediction comes from; None
+    where a machine was given."""
 
     ask: Ask
     how: Loading
@@ -64,7 +64,7 @@ class Planned:
         return self.solved.plan
 
     def open_device(self) -> Device | None:
-        """The device, where the plan computes on it: with a cap of what the user said, or of what it has."""
+        """Opens the device if the plan computes on one. Its cap is the user's limit, or else all of its memory."""
         if not uses_device(self.plan):
             return None
         assert self.chosen.open is not None, "a machine without a device has no such plan"
@@ -72,13 +72,14 @@ class Planned:
         return self.chosen.open(limit if asked is None else min(limit, asked))
 
     def device_reasons(self, device: Device | None) -> tuple[str, ...]:
-        """Why this device computes, or none; nothing where nobody asked for one, and there is none."""
+        """Why this device computes, or why none does. Empty where none does and nobody asked for one. `device`: as
+        `open_device` returned it."""
         if device is not None:
             return (device.description,)
         return () if self.how.device == "auto" else (self.chosen.reason,)
 
     def notes(self, device: Device | None) -> tuple[str, ...]:
-        """What a user should know of the device, a line each. `device`: what `open_device` returned."""
+        """Lines about the device for the user. `device`: as `open_device` returned it."""
         if device is not None:
             return tuple(line for line in (device.description, device.note) if line)
         if self.chosen.open is not None:
@@ -88,10 +89,11 @@ class Planned:
         return ()
 
     def require_free(self) -> None:
-        """Memory may have gone to others since the plan was made; arenas are filled at once, and a system that has none
-        left kills somebody instead of saying no. Raises DoesNotFit."""
+        """Raises DoesNotFit where the memory that the plan takes is no longer free: other processes may have taken it
+        since the plan was made. All pages of arenas are taken at once, and a system without free memory kills a process
+        instead of refusing."""
         tiers = self.plan.tier_bytes()
-        # What is emulated lies in the host's memory too.
+        # The memory of an emulated device is the host's too.
         need = tiers[HOST] + (tiers.get(GPU.executor, 0) if self.chosen.name == "emulated" else 0)
         have = host.available_bytes()
         if need > have:
@@ -109,7 +111,7 @@ def plan_here(ask: Ask, packed: Packed, how: Loading, on_progress: Progress | No
     _require_limit(ask)
     if how.plan is not None:
         check_plan(how.plan, packed.spec, packed.weights)
-    elif ask.host_memory_bytes is not None:  # before a probe that takes seconds
+    elif ask.host_memory_bytes is not None:  # checked before the probe, which may take a minute
         settled = settle_context(ask, packed.spec)
         require_minimum(settled, packed.spec, packed.weights, PROCESS_BYTES, ask.host_memory_bytes)
     machine, file = how.machine, None
@@ -127,8 +129,8 @@ def plan_here(ask: Ask, packed: Packed, how: Loading, on_progress: Progress | No
 
 
 def _as_given(plan: Plan, ask: Ask, packed: Packed, chosen: Chosen) -> Solved:
-    """A given plan with its prediction. It keeps the same limit as one that is made here, also where it says little of
-    the process."""
+    """A given plan with its prediction. It is held to the same limit as a plan that is made here: where it counts fewer
+    bytes for the process itself than such a plan would, the difference is added. Raises BadRequest, DoesNotFit."""
     if uses_device(plan) and chosen.open is None:
         raise BadRequest(f"this plan computes on a device (--device says which); {chosen.reason}")
     machine = chosen.machine
@@ -147,7 +149,8 @@ def _as_given(plan: Plan, ask: Ask, packed: Packed, chosen: Chosen) -> Solved:
 
 
 def _require_limit(ask: Ask) -> None:
-    """A limit beyond what the machine has would be a promise that the system breaks by killing us."""
+    """Raises BadRequest for a limit beyond the memory that this process may have: the system would kill us before we
+    reach it."""
     most = host.memory_limit_bytes()
     if ask.host_memory_bytes is not None and ask.host_memory_bytes > most:
         raise BadRequest(

@@ -1,4 +1,4 @@
-"""From a model's folder and the user's wishes to a plan: what `penstock plan` and the engine share."""
+"""Makes a plan from a model's folder and the user's wishes. `penstock plan` and the engine share this."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from penstock.store.profile_file import kept
 
 
 def default_cache() -> Path:
-    """Where packed models and machine files are kept unless the user says otherwise. Raises BadRequest where
-    the user has no home folder."""
+    """The folder of packed models and machine files, unless the user names another. Raises BadRequest where the user
+    has no home folder."""
     try:
         return Path.home() / ".cache" / "penstock"
     except RuntimeError:
@@ -27,10 +27,11 @@ def default_cache() -> Path:
 
 
 def describe(model: Path, weights: Format | None = None, verify: bool = True) -> tuple[ModelSpec, Format]:
-    """A model's spec and the format that its weights have, or would have once packed.
+    """A model's spec, and the format that its weights have or would have once packed.
 
-    `model`: a folder, a config.json, or where there is none the name of a bundled shape. `verify`: a packed model's
-    config.json is what was packed, else DamagedModel.
+    `model`: a folder, a config.json, or where there is no such path the name of a bundled shape. `weights`: the format
+    to pack to, if not the model's own. `verify`: a packed model's config.json is compared with its checksum. Raises
+    BadRequest, BrokenModel, UnsupportedModel, DamagedModel.
     """
     model = shapes.locate(model)
     manifest = read_manifest(model) if is_packed(model) else None
@@ -50,8 +51,9 @@ def plan(
 ) -> Solved:
     """Where everything of a model would go and how fast it would be, before a byte is loaded.
 
-    `model`: a folder, a config.json or the name of a bundled shape. `machine`: None is this one (probed once).
-    `ask`: the fields of `spec.ask.Ask`, sizes in bytes. Raises DoesNotFit, BadRequest, UnsupportedModel or BrokenModel.
+    `model`: a folder, a config.json or the name of a bundled shape. `machine`: None for this one, which is probed once.
+    `cache`: the folder that keeps its figures. `ask`: the fields of `spec.ask.Ask`, sizes in bytes. Raises DoesNotFit,
+    BadRequest, UnsupportedModel or BrokenModel.
     """
     spec, fmt = describe(Path(model), parse_format(weights) if weights else None)
     if machine is None:
@@ -62,7 +64,7 @@ def plan(
 
 
 def routers_of(model: Path, spec: ModelSpec) -> Trace | None:
-    """What the routers of a packed model said to the text of its profile; None where none was made. Raises BadRequest
-    and BrokenModel for a profile that is damaged, or of another model."""
-    found = kept(model, spec) if spec.is_routed and is_packed(model) else None
-    return None if found is None else recorded(found, spec)
+    """What the routers of a packed model said to the text of its profile; None where it has no profile. Raises
+    BadRequest and BrokenModel for a profile that is damaged, or of another model."""
+    profile = kept(model, spec) if spec.is_routed and is_packed(model) else None
+    return None if profile is None else recorded(profile, spec)

@@ -1,4 +1,4 @@
-"""`penstock profile`: reads a text and notes which experts its tokens go to."""
+"""Reads a text and counts the experts that its tokens go to, for `penstock profile`."""
 
 from __future__ import annotations
 
@@ -45,4 +45,4 @@ def profile(
             if on_progress:
                 on_progress("reading tokens", min(lo + width, len(ids)), len(ids))
     sha256 = hashlib.sha256(text.encode()).hexdigest()
-    return Profile(name, sha256, len(ids), tuple(each.found() for each in counting.values()))
+    return Profile(name, sha256, len(ids), tuple(counted.found() for counted in counting.values()))

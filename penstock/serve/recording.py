@@ -1,4 +1,4 @@
-"""Keeps what routers say while an engine works."""
+"""Records the answers of routers while an engine works, for `penstock run --record`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ANSWERS = Kind("what routers said", BEGINS.encode())
 
 @contextmanager
 def recording(engine: Engine) -> Iterator[Recorder]:
-    """Hears the answers that decide over the plan's tasks: of a plan with caches those that these ask for, which costs
-    nothing; of another plan all, and passes are slower."""
+    """Records answers until the end of the block. Of a plan with caches these are the answers that its tasks depend on,
+    which costs nothing. Of any other plan they are all answers, and passes are slower."""
     recorder = Recorder(engine.packed.spec, engine.packed.folder.name)
 
     def hear(call: Call, said: list[list[int]]) -> None:

@@ -1,10 +1,13 @@
-"""The share of what disk and RAM allow that a run's decoding reached, by their speeds in the run's own minute.
+"""Computes the share of the physical bound that a run's decoding reached, by the speeds of its own minute.
 
-A decode pass takes at least as long as the disk needs for the bytes that it streams, or the RAM for the weights that it
-reads, whichever is longer. How fast the disk is shows twice: while the weights that stay were loaded, right before, and
-when the answer is there, in what streams being read once more. The RAM then reads what stays in it. The faster figure
-counts. Where even a stretch of the run itself was faster, that stretch is the bound: a share above 1 would only say
-that the bound was none.
+A decode pass takes at least
+
+    max(bytes streamed / the disk's speed, bytes of weights / the RAM's speed)
+
+The disk's speed shows twice: while the weights that stay are loaded, right before the run, and after the answer, when
+the weights that stream are read once more. The faster of the two counts. The RAM's speed is measured after the answer,
+by reading the weights that stay. Where a stretch of the run itself was faster than the bound, that stretch is the
+bound: a share above 1 would only show that the bound was wrong.
 """
 
 from __future__ import annotations
@@ -16,20 +19,20 @@ from penstock.serve.generation import Generation
 from penstock.serve.session import Session
 from penstock.units import MIB
 
-_LEAST_LOADED_BYTES, _LEAST_LOADED_S = 64 * MIB, 0.05  # that tell how fast the disk is, one or the other
-_REREAD_S = 0.06  # of the disk
-_STRETCH, _LEAST_STRETCHES = 8, 4  # passes of one, and how many of those a run must have
+_LEAST_LOADED_BYTES, _LEAST_LOADED_S = 64 * MIB, 0.05  # loading tells the disk's speed if it had either
+_REREAD_S = 0.06  # of reading the disk once more
+_STRETCH, _LEAST_STRETCHES = 8, 4  # passes of a stretch, and the least stretches of a run that count
 
 
 def share_of_bound(session: Session, generation: Generation) -> float | None:
-    """The share of the bound that the run reached which this session just did, from 0 to 1. None where that cannot be
-    told: no token was decoded, a device computed, or nothing said how fast the disk is. Rings lose what they hold."""
+    """The share of the bound, from 0 to 1, that the session's last run reached. `generation`: of that run. None where
+    no token was decoded, a device computed, or the disk's speed is not known. Rings lose what they hold."""
     steps, loaded = generation.decode_steps, session.loading
     if not steps or uses_device(session.plan):
         return None
     try:
         streamed, resident = session.reread(_REREAD_S)
-    except PenstockError:  # a disk that fails now takes nothing away from the answer, which is there
+    except PenstockError:  # the answer is there, even if the disk fails now
         return None
     disk_bytes_per_s = streamed.bytes_per_s
     if loaded.bytes >= _LEAST_LOADED_BYTES or loaded.seconds >= _LEAST_LOADED_S:
@@ -43,9 +46,9 @@ def share_of_bound(session: Session, generation: Generation) -> float | None:
 
 
 def share(least_s: float, pass_s: float, passes_s: list[float]) -> float | None:
-    """least_s / pass_s, from 0 to 1. `least_s`: the seconds that a pass takes at least, by the speeds of disk and RAM.
-    `pass_s`: the seconds that a pass took on average. `passes_s`: of each pass. Where the fastest stretch of
-    `_STRETCH` passes took less than `least_s` a pass, it takes its place. None where `pass_s` itself is less."""
+    """least_s / pass_s, from 0 to 1. `least_s`: the least seconds of a pass, by the speeds of disk and RAM. `pass_s`:
+    the seconds that a pass took on average. `passes_s`: those of each pass. If passes of the fastest stretch of
+    `_STRETCH` took less than `least_s`, theirs is used instead. None where `pass_s` itself is below the bound."""
     if not least_s > 0 or not pass_s > 0:
         return None
     stretches = [sum(passes_s[i : i + _STRETCH]) / _STRETCH for i in range(0, len(passes_s) - _STRETCH + 1, _STRETCH)]

@@ -1,11 +1,11 @@
-"""From logits to a token: parameters by their usual names, one sampler per sequence.
+"""Chooses tokens from logits: parameters by their usual names, one sampler per sequence.
 
 The order is that of transformers, so a model's own generation_config.json means here what it means there:
 
     repetition penalty → temperature → top-k → top-p → min-p → draw
 
-Every step works on what the step before left, with probabilities renormalised. A sampler depends on its own
-sequence only, never on which others share a pass.
+Every step works on the ids that the step before left, with their probabilities renormalised. A sampler depends on its
+own sequence only, never on other sequences of the same pass.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from penstock.errors import BadRequest, BrokenModel
 
 Floats = NDArray[np.float32]
 
-# top-p alone looks at the best few tokens first: of 128k entries, sorting all costs 10 ms a token, picking
-# out 512 costs 1 ms, and they hold 0.95 of the mass of nearly every step of a trained model.
+# top-p alone looks at the best few tokens first. To sort all of 128k entries costs 10 ms a token, to pick out 512 costs
+# 1 ms, and these hold 0.95 of the probability in nearly every step of a trained model.
 _FIRST_LOOK = 512
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -34,16 +34,16 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "min_p": (int, float),
     "repetition_penalty": (int, float),
 }
-# What a generation_config.json may say about sampling.
+# The fields of a generation_config.json that are about sampling.
 _CONFIG_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens, by vLLM's names. The defaults are greedy.
+    """How to choose tokens, by vLLM's names. The defaults are greedy. Raises BadRequest for values out of range.
 
-    `temperature` 0 is greedy (the lowest id wins a tie); `top_k` 0 or -1 is off; `stop` ends the answer before
-    the first of these strings; `seed` None draws a fresh one; `ignore_eos` goes on to `max_tokens`.
+    `temperature`: 0 is greedy, where the lowest id wins a tie. `top_k`: 0 or -1 is off. `stop`: the answer ends before
+    the first of these strings. `seed`: None draws a fresh one. `ignore_eos`: goes on to `max_tokens`.
     """
 
     max_tokens: int = 128
@@ -62,7 +62,7 @@ class SamplingParams:
             if not isinstance(value, types) or isinstance(value, bool):
                 kind = "a whole number" if types == (int,) else "a number"
                 raise BadRequest(f"{name} is {value!r}; it should be {kind}")
-        # `stop="a"` and `stop=["a"]` are what people write; a lone string must not become its letters.
+        # People write `stop="a"` and `stop=["a"]`. A lone string must not become its letters.
         given: Any = self.stop
         stop = tuple(given) if isinstance(given, list | tuple) else () if given is None else (given,)
         object.__setattr__(self, "stop", stop)
@@ -82,33 +82,35 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
         return self.temperature == 0
 
 
 def with_model_defaults(config: Mapping[str, Any], **named: Any) -> SamplingParams:
-    """What the user named, the rest from the model's generation_config.json, the rest greedy.
+    """The values that the user `named`; for others those of the model's generation_config.json, `config`; else the
+    defaults, which are greedy.
 
-    As in transformers, the file's temperature counts only beside `"do_sample": true`. A user who names top_k,
-    top_p or min_p wants to sample: the temperature is then 1 where nobody gives one. Raises BadRequest for what the
-    user named, BrokenModel for what the file says.
+    As in transformers, the file's temperature counts only beside `"do_sample": true`. A user who names top_k, top_p or
+    min_p wants to sample: the temperature is then 1 where neither gives one. Raises BadRequest for values of the user's
+    that are out of range, BrokenModel for such values of the file.
     """
     values = {key: value for key, value in named.items() if value is not None}
-    found = {key: config[key] for key in _CONFIG_FIELDS if config.get(key) is not None}
+    from_file = {key: config[key] for key in _CONFIG_FIELDS if config.get(key) is not None}
     if not config.get("do_sample"):
-        found.pop("temperature", None)
+        from_file.pop("temperature", None)
         if any(key in values for key in ("top_k", "top_p", "min_p")):
-            found["temperature"] = 1.0
-    elif found.get("temperature") is None:
-        found["temperature"] = 1.0
+            from_file["temperature"] = 1.0
+    elif from_file.get("temperature") is None:
+        from_file["temperature"] = 1.0
     try:
-        SamplingParams(**found)
+        SamplingParams(**from_file)
     except BadRequest as error:
         raise BrokenModel(f"generation_config.json: {error.message}") from None
-    return SamplingParams(**{**found, **values})
+    return SamplingParams(**{**from_file, **values})
 
 
 class Sampler:
-    """The state of one sequence: which ids it has seen, and its random generator (PCG64)."""
+    """Chooses the tokens of one sequence. Its state is the ids that it has seen, and its random generator (PCG64)."""
 
     def __init__(self, params: SamplingParams, prompt_ids: Iterable[int]) -> None:
         self.params = params
@@ -116,8 +118,9 @@ class Sampler:
         self._rng = np.random.Generator(np.random.PCG64(params.seed))
 
     def next(self, logits: Floats, best: tuple[float, int] | None = None) -> int:
-        """The next token's id. `logits` [V] is read, never written: it may be the engine's own slot. `best`: the
-        largest logit and its id, where the head has found them already."""
+        """The next token's id. `logits`, float32 [V], is never written to: it may be the engine's own slot. `best`: the
+        largest logit and its id, where the head has found them already. Raises BrokenModel for logits that are not
+        finite."""
         if self.params.greedy and best is not None and self.params.repetition_penalty == 1:
             _check_best(best[0])
             return best[1]
@@ -136,7 +139,8 @@ class Sampler:
         return chosen
 
     def distribution(self, logits: Floats) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The ids that `next` would draw from, and their probabilities. Draws nothing."""
+        """The ids that `next` would draw from, int64 [n], and their probabilities, float64 [n]. Draws nothing. Raises
+        as `next`."""
         _check(logits)
         logits = self._penalise(logits)
         if self.params.greedy:
@@ -144,7 +148,8 @@ class Sampler:
         return _kept(logits, self.params)
 
     def _penalise(self, logits: Floats) -> Floats:
-        """CTRL's penalty: a seen token's logit moves towards less likely, on whichever side of 0 it is."""
+        """CTRL's repetition penalty on logits float32 [V]: the logit of a seen token becomes smaller, on either side
+        of 0."""
         ids = np.array([i for i in self._seen if 0 <= i < len(logits)], np.int64)
         if not len(ids):
             return logits
@@ -157,7 +162,7 @@ class Sampler:
 
 
 def _check(logits: Floats) -> None:
-    # max() carries NaN along, so this costs one pass and no memory.
+    # max() is NaN where any logit is, so one pass without memory tells.
     _check_best(float(np.max(logits)))
 
 
@@ -170,12 +175,12 @@ def _check_best(best: float) -> None:
 
 
 def _kept(logits: Floats, params: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Ids left after top-k, top-p and min-p, and their probabilities.
+    """The ids left after top-k, top-p and min-p, int64 [n], and their probabilities, float64 [n].
 
-    Ids ascend, or where top-p sorted them probabilities descend. Beside one float32 [V] it allocates only what
-    is kept: nothing of size V in float64 or int64 unless nothing cuts.
+    The ids ascend, unless top-p sorted them: then their probabilities descend. Beside one float32 [V] this allocates
+    only arrays of the ids that are left, so float64 or int64 of size V only where nothing is cut.
     """
-    # The maximum leaves before the division, so that a temperature near 0 drives all others to -inf, not to NaN.
+    # The maximum is subtracted before the division, so that a temperature near 0 drives all others to -inf, not to NaN.
     with np.errstate(over="ignore"):
         scaled = (logits - np.max(logits)) / np.float32(max(params.temperature, 1e-30))
     ids: NDArray[np.int64] | None = None
@@ -197,25 +202,26 @@ def _kept(logits: Floats, params: SamplingParams) -> tuple[NDArray[np.int64], ND
 
 
 def _nucleus(scaled: Floats, top_p: float) -> NDArray[np.int64]:
-    """Places of the fewest best entries whose probabilities reach `top_p`, best first; ties by place."""
+    """Indices, int64 [n], of the fewest best entries whose probabilities reach `top_p` together: the best first, equal
+    ones in ascending order. `scaled`: logits float32 [V], the largest 0."""
     total = float(np.exp(scaled).sum(dtype=np.float64))
     look = _FIRST_LOOK
     while True:
         if look < len(scaled):
-            # Whole runs of equal entries, so that which of them the partition put first does not matter.
+            # All entries that equal the last one are taken too, for the partition leaves equal entries in any order.
             places = np.flatnonzero(scaled >= np.partition(scaled, len(scaled) - look)[-look])
         else:
             places = np.arange(len(scaled))
         order = places[np.argsort(-scaled[places], kind="stable")]
         mass = np.cumsum(np.exp(scaled[order], dtype=np.float64)) / total
         if mass[-1] >= top_p or len(places) == len(scaled):
-            # An entry stays where the mass before it is below top_p; the first always does.
+            # An entry stays if the probability of all before it is below top_p. The first one always stays.
             return order[: int(np.searchsorted(mass, top_p, side="left")) + 1]
         look *= 8
 
 
 def log_softmax(logits: Floats) -> Floats:
-    """log p over the last axis, float32, the sum taken in float64. Shape as given: [V] or [T, V]."""
+    """log p over the last axis: float32 [V] or [T, V], of the shape of the logits. The sum is taken in float64."""
     shifted = logits - np.max(logits, axis=-1, keepdims=True)
     total = np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float64)
     result: Floats = shifted - np.log(total).astype(np.float32)

@@ -1,4 +1,4 @@
-"""A loaded model that steps: arenas, weights and lanes of one plan. Token ids in, logits out."""
+"""Holds a loaded model, which is the arenas, weights and lanes of one plan, and runs its passes: ids in, logits out."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ from penstock.spec.places import DISK, HOST, Lane
 from penstock.spec.plan import Plan
 from penstock.store.packed import Packed
 
-_LOADS_AHEAD = 8
-# Hears of each pass what ended since the one before; None: loads that ended after the last pass.
+_LOADS_AHEAD = 8  # loads of weights that are begun beyond the one waited for
+# Called after each pass with the tasks that ended since the pass before. With None: loads that ended after the last
+# pass.
 Watch = Callable[[Timeline, Pass | None], None]
 
 
@@ -46,10 +47,10 @@ Watch = Callable[[Timeline, Pass | None], None]
 class Running:
     """How passes are computed.
 
-    `threads`: None is all CPUs that this process may use, and more than those there are not. `kernels`: avx512,
-    avxvnni, avx2, portable or reference (numpy); None is the best here. `exact`: integer weights times float32
-    activations instead of int8 ones. `serial`: one task at a time (the oracle). `poisoned`: ring slots are filled with
-    NaN before each load.
+    `threads`: at most one for each CPU that this process may use, which is also what None means. `kernels`: avx512,
+    avxvnni, avx2, portable or reference (numpy); None for the best here. `exact`: integer weights are multiplied with
+    float32 activations instead of int8 ones. `serial`: one task at a time (the oracle). `poisoned`: ring slots are
+    filled with NaN before each load.
     """
 
     threads: int | None = None
@@ -67,8 +68,11 @@ class Running:
 class Session:
     """Steps passes of one plan over one packed model.
 
-    `kv_folder`: where KV goes that the plan keeps on a disk; None is the model's folder. `device`: what a plan with a
-    device's memory computes on; the session closes it. The attribute `kernels` says which were taken, and why.
+    `kv_folder`: for KV that the plan keeps on a disk; None for the model's folder. `device`: for a plan that computes
+    on a device; the session closes it. The attribute `kernels` says which kernels were taken, and why.
+
+    Raises BadRequest where the plan is for another model, or needs a device and there is none; StorageFailed,
+    DamagedModel, DoesNotFit and DeviceFailed while loading.
     """
 
     def __init__(
@@ -85,22 +89,22 @@ class Session:
         self.plan, self.device, self._how, self._closed = plan, device, how, False
         self.lowering = Lowering(plan)
         self._traffic = Traffic(plan.units, device is not None)
-        self._stepping = threading.Lock()  # memory is given back between two passes, never under one
-        self.watchers: list[Watch] = []  # without any no timeline is kept
-        # Hears of weights that a pass found to be damaged, and says what to raise.
+        self._stepping = threading.Lock()  # so that memory is given back between two passes, never during one
+        self.watchers: list[Watch] = []  # where there are none, no timeline is kept
+        # Called when a pass meets damaged weights. Returns the error to raise.
         self.on_damage: Callable[[DamagedModel], DamagedModel] | None = None
         self._origin_s = time.perf_counter()
         self.best: list[list[tuple[float, int]]] = []  # of the last pass, per batch and row: largest logit and its id
-        self.loading = NOTHING  # from the disks, before the first pass
-        self.consumed_bytes = 0  # what the last pass took from slower tiers: its rings, embedding rows and KV
-        with ExitStack() as opened:  # a load that fails half-way gives everything back
+        self.loading = NOTHING  # bytes and seconds of loading the weights that stay, before the first pass
+        self.consumed_bytes = 0  # that the last pass took from slower tiers: through its rings, embedding rows and KV
+        with ExitStack() as opened:  # where loading fails half-way, everything is given back
             self._open_memory(packed, kv_folder, opened)
             self._open_lanes(opened)
             self._load_weights(on_progress)
             self._opened = opened.pop_all()
 
     def _open_memory(self, packed: Packed, kv_folder: Path | None, opened: ExitStack) -> None:
-        """The files that weights come from, the arenas that they go to, and KV on a disk."""
+        """Opens the files of weights, allocates the arenas, and makes the file of KV on a disk."""
         plan, device = self.plan, self.device
         self.reader = DiskReader(packed, plan.io_block_bytes, plan.io_depth, plan.io_engine)
         opened.callback(self.reader.close)
@@ -114,7 +118,7 @@ class Session:
             opened.callback(self.kv_file.close)
 
     def _open_lanes(self, opened: ExitStack) -> None:
-        """The kernels of the host and of the device, and what hands tasks to them."""
+        """Binds the plan to the kernels of the host and of the device, and makes the executor."""
         plan, how, device = self.plan, self._how, self.device
         self._binding, self.kernels = _bind(plan, self._arenas, self.reader, self.kv_file, how)
         if device is not None:
@@ -122,15 +126,17 @@ class Session:
             device.attach(plan, self._arenas, lambda: _bind(plan, self._arenas, None, None, beside)[0])
         self._answer: Answer = self._binding.answer
         self._work = Dispatch(self._binding, device)
-        # What is left to numpy is small, and its BLAS threads spin while they wait: beside one other busy process
-        # a product of 8 rows took 40 times as long with two of them as with one (docs/LOG.md).
+        # numpy has little left to do, and the threads of its BLAS spin while they wait. Beside one other busy process
+        # a product of 8 rows took 40 times as long with two of these threads as with one (docs/LOG.md).
         opened.callback(threadpool_limits(1, user_api="blas").restore_original_limits)
         self._executor = self._new_executor()
         opened.callback(lambda: self._executor.close())
 
     def step(self, p: Pass, tokens: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        """One pass. `tokens[i]`: int32 [T] of p.batches[i]. Returns logits float32 [n, V] per batch, views that
-        hold until the next pass. Raises BadRequest after `close`."""
+        """Runs one pass. `tokens[i]`: the ids of p.batches[i], int32 [T]. Returns the logits of each batch, float32
+        [n, V], for its n rows that want them. They are views that hold until the next pass.
+
+        Raises BadRequest after `close`, DamagedModel, StorageFailed, DeviceFailed."""
         with self._stepping:
             if self._closed:
                 raise BadRequest("this model was closed: load it again")
@@ -146,7 +152,7 @@ class Session:
         if self.device is not None:
             self.device.time_tasks(bool(self.watchers))
         run = self._executor.run_serial if self._how.serial else self._executor.run
-        # Damaged weights overflow; whoever looks at the logits says so once, numpy would many times.
+        # Damaged weights overflow. The sampler says so once; numpy would say so many times.
         try:
             with np.errstate(all="ignore"):
                 timeline = run(self._counted(p))
@@ -169,12 +175,12 @@ class Session:
 
     @property
     def arena_bytes(self) -> int:
-        """What was allocated of the host's memory for the plan's arenas."""
+        """Bytes that were allocated of the host's memory for the plan's arenas."""
         return self._arenas.nbytes
 
     @property
     def peak_host_bytes(self) -> int:
-        """The peak of this process's memory, less what stands in for a device's."""
+        """The peak of this process's memory, less the memory that stands in for a device's."""
         return host.peak_rss_bytes() - (self.device.borrowed_bytes if self.device else 0)
 
     @property
@@ -182,30 +188,32 @@ class Session:
         return self.device.peak_bytes if self.device else 0
 
     def close(self) -> None:
-        """Also after a pass that failed, and from another thread than the one that steps: a pass under way ends first.
-        A second call does nothing."""
+        """Gives all memory back. May be called after a pass that failed, and from another thread than the one that
+        steps: a pass under way ends first. A second call does nothing."""
         self._closed = True
         with self._stepping:
             self._opened.close()
 
     def bytes_moved(self) -> dict[Lane, int]:
-        """Bytes by lane so far: weights and KV from each disk, KV to it; what crossed the link each way."""
-        found = {**self.reader.bytes_by_disk, **self._traffic.link_bytes}
+        """Bytes by lane so far: weights and KV that were read from each disk, KV that was written to it, and bytes that
+        crossed the link each way."""
+        moved = {**self.reader.bytes_by_disk, **self._traffic.link_bytes}
         if self.kv_file is not None:
-            found[DISK.reads] = found.get(DISK.reads, 0) + self.kv_file.bytes_read
-            found[DISK.writes] = self.kv_file.bytes_written
-        return found
+            moved[DISK.reads] = moved.get(DISK.reads, 0) + self.kv_file.bytes_read
+            moved[DISK.writes] = self.kv_file.bytes_written
+        return moved
 
     def reread(self, seconds: float) -> tuple[Read, Read]:
-        """How fast the disk and the RAM are now: loads what a decode pass streams, for about so long, and reads the
-        weights that stay in RAM, for some 20 ms. Rings and caches lose what they hold. Raises StorageFailed."""
+        """Times the disk and the RAM, in this order. Loads the weights that a decode pass streams, for about so many
+        `seconds`, and reads the weights that stay in RAM, for some 20 ms. Rings and caches lose what they hold. Raises
+        StorageFailed, DamagedModel."""
         self.drain()
         plan, layout, streamed = self.plan, self.lowering.layout, NOTHING
         units = [u for u in plan.units if layout.streams(u, DECODE) and u.executor("decode") == HOST]
         ranges = [(unit.part, unit.lo, unit.hi, plan.unit_bytes(unit)) for unit in units]
         for part in (plan.parts[f"{cache.layer}.experts"] for cache in plan.caches):
-            each = part.least_granules
-            ranges += [(part.key, lo, lo + each, part.least_bytes) for lo in range(0, part.granules, each)]
+            n = part.least_granules  # of an expert
+            ranges += [(part.key, lo, lo + n, part.least_bytes) for lo in range(0, part.granules, n)]
         if ranges:
             ring = self._arenas.whole("host.ring")
             streamed = from_disk(self.reader, ranges, ring.ctypes.data, plan.ring_bytes[HOST], seconds)
@@ -215,7 +223,7 @@ class Session:
 
     @contextmanager
     def hearing_routers(self, heard: OnRoute) -> Iterator[None]:
-        """`heard` is told what every router says, call by call: passes are slower meanwhile."""
+        """In this block `heard` is called with the answer of every router, call by call. Passes are slower in it."""
         self._binding.on_route = heard
         try:
             yield
@@ -224,7 +232,8 @@ class Session:
 
     @contextmanager
     def hearing_answers(self, heard: OnRoute) -> Iterator[None]:
-        """`heard` is told what those routers say that the plan's caches ask. Nothing is slower."""
+        """In this block `heard` is called with the answers that the plan's caches ask for, and no others. Nothing is
+        slower."""
         answer_before = self._answer
 
         def answer(call: Call) -> Sequence[Sequence[int]]:
@@ -240,8 +249,9 @@ class Session:
 
     @contextmanager
     def answered_by(self, given: Answer, every_pass: bool = True) -> Iterator[None]:
-        """The experts of each row are those that `given(call)` says, and not the router's: for tests and benches. It
-        may be asked twice of one call. Without `every_pass` only where the plan asks, and nothing is slower."""
+        """In this block the experts of each row are those of `given(call)`, and not the router's. `given` may be called
+        twice with one call. Without `every_pass` only the answers that the plan's caches ask for are replaced, and
+        nothing is slower. For tests and benches."""
 
         def answer(call: Call) -> Sequence[Sequence[int]]:
             experts = given(call)
@@ -257,17 +267,18 @@ class Session:
                 self._answer = self._binding.answer
 
     def drain(self) -> None:
-        """Waits for loads under way, so that counters stand still."""
+        """Waits for the loads under way, so that counters stand still."""
         with self._stepping:
             if self._closed:
                 return
             try:
                 self._tell(self._executor.drain(), None)
-            except PenstockError:  # of a pass that never came; if the disk is broken, the next one says so
+            except PenstockError:  # a load for a pass that never came; a broken disk fails the next pass too
                 self._start_over()
 
     def _start_over(self) -> None:
-        """A pass broke off: forgets what rings hold and lanes have failed, so that the next one starts clean."""
+        """Forgets what rings hold and which lanes have failed. Called when a pass broke off, so that the next one
+        starts clean."""
         self._executor.close()
         self._work.forget()
         self._traffic.forget()
@@ -284,12 +295,12 @@ class Session:
         return self._traffic.counted(self.lowering.step(p, self._asked))
 
     def _asked(self, call: Call) -> Sequence[Sequence[int]]:
-        """What the router said, once its task is done."""
+        """The answer of a router's call, whose task is done first."""
         self._executor.catch_up()
         return self._answer(call)
 
     def _load_weights(self, on_progress: Progress | None) -> None:
-        """Reads every resident unit to its place."""
+        """Loads every unit that stays in memory to its place."""
         layout, units = self.lowering.layout, self.plan.units
         copied = [slot for slots in layout.copied_norms.values() for slot in slots]
         total = sum(slot.nbytes for slot in (*layout.weights.values(), *copied))
@@ -317,6 +328,7 @@ class Session:
 
 
 def _require_match(packed: Packed, plan: Plan, device: Device | None) -> None:
+    """Raises BadRequest for a plan of another model, or one that needs a device where there is none."""
     if (packed.spec.vocab, packed.weights) != (plan.target.spec.vocab, plan.target.weights):
         raise BadRequest(f"this plan is not for {packed.folder}: it has {plan.target.weights.name} weights")
     if uses_device(plan) and device is None:
@@ -326,7 +338,8 @@ def _require_match(packed: Packed, plan: Plan, device: Device | None) -> None:
 def _bind(
     plan: Plan, arenas: Arenas, reader: DiskReader | None, kv_file: KvFile | None, how: Running
 ) -> tuple[Binding, str]:
-    """(the binding, why these kernels)."""
+    """(the binding of the plan to kernels of the host, why these kernels). Raises ValueError for kernels that this
+    processor has not."""
     if how.kernels == "reference":
         return Binding(plan, arenas, reader, how.poisoned, kv_file), "numpy kernels: asked for"
     chosen = native(how.kernels, host.usable_threads(how.threads), how.exact)

@@ -1,4 +1,4 @@
-"""Shapes of published models that come with penstock: enough to plan with, no weights (shapes/SOURCES.md)."""
+"""Finds the bundled shapes of published models: configs to plan with, without weights (shapes/SOURCES.md)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ _FOLDER = Path(penstock.__file__).parent / "shapes"
 
 
 def names() -> list[str]:
-    """The bundled shapes, sorted."""
+    """The names of all bundled shapes, sorted."""
     return sorted(path.name.removesuffix(".json") for path in _FOLDER.glob("*.json"))
 
 
 def find(name: str) -> Path | None:
-    """The config of the bundled shape of that name."""
+    """The config of the bundled shape of that name; None where there is none."""
     return _FOLDER / f"{name}.json" if name in names() else None
 
 
 def locate(model: Path) -> Path:
-    """`model` itself where there is such a path, or where it can be nothing but one; else the bundled shape called so.
+    """`model` itself where there is such a path, or where it has several parts and so must be a path. Else the config
+    of the bundled shape of that name.
 
-    Raises BadRequest, naming those that are spelt alike.
+    Raises BadRequest where there is neither; it names shapes that are spelt alike.
     """
     if len(model.parts) != 1 or model.exists():
         return model

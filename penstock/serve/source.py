@@ -1,4 +1,4 @@
-"""The MODEL argument, a packed model, a checkpoint folder or a Hub id, to the packed model that the engine opens."""
+"""Finds or makes the packed model for a MODEL argument: a packed model, a checkpoint's folder or a Hub id."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ from penstock.store.pack import own_format
 from penstock.store.packed import is_packed, read_config, read_manifest
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# What a model needs, and no other framework's copy of the weights.
+# The files that are downloaded: none of another framework's copies of the weights.
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A packed model to load, kept where it is until `close`. `cached`: how to make it again; None where the user named
-    a packed model, which is the user's own."""
+    """A packed model to load, which `lock` keeps in its place until `close`. `cached`: how to make it again; None where
+    the user named a packed model, which is the user's own."""
 
     folder: Path
     lock: FolderLock | None
     cached: Cached | None = None
 
     def again(self, error: DamagedModel) -> Source:
-        """The model packed once more, in place of this copy that loading has shown to be damaged. Raises `error` where
-        the user named it, else as `resolve`."""
+        """Packs the model once more, in place of this copy, which loading has shown to be damaged. Raises `error` where
+        the user named the packed model, else as `resolve`."""
         if self.cached is None or self.lock is None:
             raise error
         folder, lock = self.cached.hold_again(self.folder, self.lock, copies.what_is_wrong(error))
         return Source(folder, lock, self.cached)
 
     def mark_damaged(self, error: DamagedModel) -> DamagedModel:
-        """What to raise where a pass has met `error`: a copy in the cache is packed again when it is wanted next."""
+        """Notes that a pass has met `error`, so that a copy in the cache is packed again when it is next wanted.
+        Returns the error to raise."""
         if self.cached is None or self.lock is None:
             return error
         why = copies.what_is_wrong(error)
@@ -49,6 +50,7 @@ class Source:
         return DamagedModel(f"{why}; the next start packs it again", **error.numbers)
 
     def close(self) -> None:
+        """Lets other processes remove the packed model."""
         if self.lock is not None:
             self.lock.close()
 
@@ -63,11 +65,14 @@ def resolve(
     on_progress: Progress | None = None,
     chat: bool = False,
 ) -> Source:
-    """A packed model; a checkpoint is packed into `cache` the first time and found there later.
+    """The packed model of `model`. A checkpoint is packed into `cache` the first time, and found there later.
 
-    `cache_limit_bytes`: what all copies in the cache may take; the longest unused go first. `verify`: a copy is
-    compared with what was packed. `chat`: it is wanted with its chat template, which must make sense before it is
-    packed. Raises BadRequest for what is no model, UnsupportedModel or BrokenModel for one that cannot be packed.
+    `weights`: the format, None for the model's own. `cache_limit_bytes`: the most bytes of all copies in the cache;
+    those unused for longest are removed first. `verify`: whether a copy's small files are compared with their
+    checksums. `chat`: whether the chat template is parsed before the model is packed.
+
+    Raises BadRequest where `model` is no model; UnsupportedModel or BrokenModel where it cannot be packed;
+    StorageFailed.
     """
     fmt = parse_format(weights) if weights else None
     path = Path(os.path.expanduser(model))
@@ -98,8 +103,8 @@ def resolve(
 
 
 def download(hub_id: str) -> Path:
-    """A snapshot of a Hub repository, resumed where an earlier download stopped. Needs the extra `hub`. Raises
-    BadRequest without it, and where the download fails."""
+    """The folder of a Hub repository's snapshot. An earlier download that was interrupted goes on. Needs the extra
+    `hub`. Raises BadRequest without it, and where the download fails."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError
@@ -113,7 +118,7 @@ def download(hub_id: str) -> Path:
 
 
 def _already_packed(path: Path, fmt: Format | None) -> Path:
-    found = read_manifest(path).weights
-    if fmt is not None and fmt.name != found:
-        raise BadRequest(f"{path} is packed with {found} weights: for {fmt.name} pack its checkpoint again")
+    packed_format = read_manifest(path).weights
+    if fmt is not None and fmt.name != packed_format:
+        raise BadRequest(f"{path} is packed with {packed_format} weights: for {fmt.name} pack its checkpoint again")
     return path

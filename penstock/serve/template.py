@@ -1,7 +1,7 @@
-"""A model's own chat template (Jinja, from its folder), rendered as transformers renders it.
+"""Renders a model's own chat template (Jinja, from its folder) as transformers renders it.
 
-A template is code that somebody put beside weights: it runs in jinja2's immutable sandbox and sees plain JSON
-values only.
+A template is code that somebody put beside weights. It runs in jinja2's immutable sandbox, and sees plain JSON values
+only.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ Message = dict[str, Any]
 def read_templates(
     folder: Path, tokenizer_config: dict[str, Any], reads: Callable[[Path], None] = lambda _: None
 ) -> dict[str, str]:
-    """Name → template text, {} where the model has none. Files come before tokenizer_config.json. `reads` hears of each
-    file before it is opened. Raises BrokenModel for one that is no text."""
-    found: dict[str, str] = {}
+    """Name → text of each template, {} where the model has none. Files of templates win over tokenizer_config.json.
+    `reads` is called with each file before it is opened. Raises BrokenModel for a file that is no text."""
+    templates: dict[str, str] = {}
     for name, path in template_files(folder).items():
         if os.path.lexists(path):
             reads(path)
-            found[name] = read_text(path, MAX_TEMPLATE_BYTES)
+            templates[name] = read_text(path, MAX_TEMPLATE_BYTES)
     given = tokenizer_config.get("chat_template")
-    if found or not given:
-        return found
+    if templates or not given:
+        return templates
     if isinstance(given, list):
         return {str(entry.get("name")): str(entry.get("template")) for entry in given if isinstance(entry, dict)}
     return {"default": str(given)}
 
 
 def check_templates(templates: dict[str, str]) -> None:
-    """Parses every template, and runs none. Raises BrokenModel with the parser's words."""
+    """Parses every template, and runs none. Raises BrokenModel with the parser's message."""
     for name, source in templates.items():
         try:
             _environment().parse(source)
@@ -58,8 +58,8 @@ def check_templates(templates: dict[str, str]) -> None:
 
 
 def render(templates: dict[str, str], variables: dict[str, str], messages: list[Message], tools: Any) -> str:
-    """The prompt up to where the assistant speaks. Raises BadRequest with the template's own words."""
-    # Among several, `tool_use` is for requests with tools; a lone template serves all.
+    """The prompt up to the point where the assistant speaks. Raises BadRequest with the template's own message."""
+    # Among several templates, `tool_use` is for requests with tools. A lone template serves all requests.
     name = "tool_use" if tools and "tool_use" in templates else "default"
     source = templates.get(name) or next(iter(templates.values()))
     try:
@@ -77,7 +77,7 @@ def render(templates: dict[str, str], variables: dict[str, str], messages: list[
 
 
 def render_plain(messages: list[Message]) -> str:
-    """For models without a template: lines of User and Assistant, which a base model can continue."""
+    """The prompt for models without a template: lines of User and Assistant, which a base model can continue."""
     lines = [f"{str(m.get('role', 'user')).capitalize()}: {m.get('content') or ''}" for m in messages]
     return "\n".join([*lines, "Assistant:"])
 
@@ -89,7 +89,8 @@ def _environment() -> jinja2.Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationTag(jinja2.ext.Extension):
-        """`{% generation %}` marks what training learns from; for a prompt it is its body."""
+        """`{% generation %}` marks the text that training learns from. A prompt has the body of the tag in its
+        place."""
 
         tags = {"generation"}  # noqa: RUF012 (jinja's own declaration)
 
@@ -102,7 +103,7 @@ def _environment() -> jinja2.Environment:
             return caller()
 
     class Namespace(jinja2.utils.Namespace):
-        """No underscore names: they could shadow the interpreter's own attributes."""
+        """A namespace without names that begin with an underscore, which could shadow the interpreter's attributes."""
 
         def __setitem__(self, name: str, value: Any) -> None:
             if name.startswith("_"):
@@ -118,7 +119,7 @@ def _environment() -> jinja2.Environment:
     def tojson(
         value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
-        # Jinja's own escapes HTML, which no model was trained on.
+        # Jinja's own filter escapes HTML, and no model was trained on that.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(

@@ -1,4 +1,4 @@
-"""What a request to the tokenizer's process may take."""
+"""Computes the limits of a request to the tokenizer's process: processor time, memory, bytes of the answer."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from penstock.serve.text_files import TOKENIZER, text_bytes
 from penstock.store.packed import TOKENIZER_PEAK
 from penstock.units import MIB
 
-# A flat part, and a part that grows with the text that the user hands in. Opening a file of 15 MB takes 0.9 s of
-# processor time, encoding a text 0.6 µs a byte; in memory a byte of the file is 9 to 27 bytes, one of the text 155.
+# Each limit has a flat part, and a part that grows with the user's text. To open a file of 15 MB takes 0.9 s of
+# processor time, to encode a text 0.6 µs a byte. In memory a byte of the file takes 9 to 27 bytes, one of the text 155.
 _CPU_S, _CPU_S_PER_BYTE = 4.0, 4e-6
 _MEMORY_BYTES, _MEMORY_PER_BYTE = 128 * MIB, 256
 _ANSWER_BYTES, _ANSWER_PER_BYTE = 1 << 20, 64
 
-# The child's share of PROCESS_BYTES: it peaks at 12 MiB, with jinja2 at 19, this process at 55 MiB beside its arenas.
+# The child's share of PROCESS_BYTES. The child peaks at 12 MiB, with jinja2 at 19 MiB; this process at 55 MiB beside
+# its arenas.
 _CHILD_BYTES = 24 * MIB
-# Of that, pages of its libraries, which are the child's alone and which its limit does not count: 5 MiB seen.
+# The part of that share for pages of its libraries, which are the child's alone and which its limit does not count:
+# 5 MiB were seen.
 _LIBRARY_BYTES = 6 * MIB
 
 
 @dataclass(frozen=True, slots=True)
 class TextLimits:
-    """For one folder, whose files have `file_bytes` together. `within_bytes`: what this process and the child may take
-    together, where the user has said so."""
+    """The limits for one folder, whose files have `file_bytes` together. `within_bytes`: the most memory of this
+    process and the child together; None where the user has set no limit."""
 
     folder: Path
     file_bytes: int
@@ -34,14 +36,16 @@ class TextLimits:
 
     @classmethod
     def of(cls, folder: Path, within_bytes: int | None) -> TextLimits:
+        """The limits for a folder, whose files are measured now."""
         return cls(folder, text_bytes(folder), within_bytes)
 
     def task(self, doing: str, text_bytes: int = 0, file: Path | None = None) -> Request:
-        """A request now. `text_bytes`: of what the user hands in. `file`: default the tokenizer's."""
+        """The limits of a request that is made now. `text_bytes`: of the user's text. `file`: that the request needs,
+        None for the tokenizer's."""
         memory_bytes = _MEMORY_BYTES + TOKENIZER_PEAK * self.file_bytes + _MEMORY_PER_BYTE * text_bytes
         hint = ""
         if self.within_bytes is not None:
-            # What the plan counts for the child, or all that this process leaves now, where that is more.
+            # The child may take the bytes that the plan counts for it, or all that this process leaves now, if more.
             planned_bytes = _CHILD_BYTES + TOKENIZER_PEAK * self.file_bytes
             left_bytes = max(planned_bytes, self.within_bytes - host.rss_bytes()) - _LIBRARY_BYTES
             if left_bytes < memory_bytes:

@@ -1,6 +1,6 @@
-"""Text to ids and back: the model's own tokenizer.json, its chat template, and text as it streams.
+"""Turns text into ids and ids into text, by the model's own tokenizer.json and chat template; also text that streams.
 
-Both files are opened by a child process (`confined`); here are the requests to it and what each may take.
+A child process opens both files (`confined`). Here are the requests to it, each with its limits.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ from penstock.serve.text_files import TOKENIZER
 from penstock.serve.text_limits import TextLimits
 from penstock.store.packed import check_files, is_packed
 
-# Decoding an answer may take as long as a request without a text, and so much for each token, which takes some 10 µs.
+# To decode an answer may take as long as a request without a text, and this for each token. A token takes some 10 µs.
 _CPU_S_PER_TOKEN = 1e-3
 
 
 class Tokenizer:
-    """Made by `Tokenizer.open(folder)`. `generation_config` is the model's file as it stands, {} without one.
+    """A model's tokenizer. Made by `Tokenizer.open(folder)`.
 
-    `size`: entries, added tokens included; the model's vocabulary may be larger (padded). `bos`: the id that a text
-    begins with. `eos_ids`: those that end one.
+    `size`: entries, with added tokens; the model's vocabulary may be larger (padded). `bos`: the id that a text begins
+    with, if any. `eos_ids`: the ids that end a text. `generation_config`: the content of the model's file, {} without
+    one.
     """
 
     def __init__(self, folder: Path, within_bytes: int | None, spare: Child | None = None) -> None:
         """Raises BrokenModel where a file of the folder is missing, damaged, or takes more than it may."""
         self._limits = TextLimits.of(folder, within_bytes)
-        # The limits and not this object: with a reference back to it the child would live until the collector comes.
+        # A method of the limits and not of this object: with a reference back to it the child would live until the
+        # garbage collector comes.
         self._child = Confined(folder, partial(self._limits.task, "opening it"), spare=spare)
         facts = self._child.open()
         self.size: int = facts["size"]
@@ -49,10 +51,10 @@ class Tokenizer:
     def open(
         cls, folder: Path, within_bytes: int | None = None, verify: bool = True, spare: Child | None = None
     ) -> Tokenizer:
-        """Reads a model's folder. `within_bytes`: what this process and the tokenizer's may take together (the limit of
-        --host-memory). `verify`: a packed model's files are compared with what was packed. `spare`: a child that was
-        started before. Raises BrokenModel where there is no tokenizer.json, and as the constructor does; DamagedModel
-        where a file is another."""
+        """Opens the tokenizer of a model's folder. `within_bytes`: the most memory of this process and the tokenizer's
+        together (the limit of --host-memory). `verify`: a packed model's files are compared with their checksums.
+        `spare`: a child that was started before. Raises BrokenModel where there is no tokenizer.json, and as the
+        constructor does; DamagedModel where a file has changed."""
         if verify and is_packed(Path(folder)):
             check_files(Path(folder))
         if not os.path.lexists(Path(folder) / TOKENIZER):
@@ -60,10 +62,10 @@ class Tokenizer:
         return cls(Path(folder), within_bytes, spare)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Ids of a text; `add_special` puts BOS first where tokenizer.json says so.
+        """Ids of a text. `add_special`: puts BOS first where tokenizer.json says so.
 
-        As in transformers, `add_bos_token` of tokenizer_config.json has no say beside a tokenizer.json. Raises
-        BadRequest where the text has no UTF-8.
+        As in transformers, `add_bos_token` of tokenizer_config.json does not count beside a tokenizer.json. Raises
+        BadRequest where the text cannot be UTF-8, and BrokenModel where encoding takes more than it may.
         """
         try:
             nbytes = len(text.encode())
@@ -73,22 +75,24 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Text of ids. Ids that the tokenizer does not know are nothing."""
-        known = [int(i) for i in ids]
-        text: str = self._ask("decode", [known, skip_special], self._limits.task("decoding with it", 4 * len(known)))
+        """Text of ids. Ids that the tokenizer does not know are left out. Raises BrokenModel where decoding takes more
+        than it may."""
+        plain = [int(i) for i in ids]
+        text: str = self._ask("decode", [plain, skip_special], self._limits.task("decoding with it", 4 * len(plain)))
         return text
 
     def stream(self, whole: bool = False) -> TextStream | Whole:
-        """A detokeniser for one answer; `whole`: nothing is wanted before the end."""
+        """Makes text of one answer's ids. `whole`: no text is wanted before the end."""
         if whole:
             return Whole(self)
         return TextStream(self._child, self._limits.task("decoding an answer with it"), self._special, self._bytes)
 
     def chat(self, messages: Sequence[template.Message], tools: Any = None) -> str:
-        """A conversation as one prompt, up to where the assistant speaks. Encode it with `encode_chat`.
+        """A conversation as one prompt, up to the point where the assistant speaks. `encode_chat` gives its ids.
 
-        Without a template of the model's own it is plain lines of User and Assistant. Raises BadRequest where messages
-        or tools are not what JSON can hold, or the template refuses them.
+        Where the model has no template of its own, the prompt is plain lines of User and Assistant. Raises BadRequest
+        where JSON cannot hold messages or tools, or the template refuses them; BrokenModel where the template takes
+        more than it may.
         """
         for message in messages:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -117,25 +121,26 @@ class Tokenizer:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that the child had so far."""
+        """The most bytes of memory that the child had so far."""
         return self._child.peak_bytes
 
-    def _ask(self, what: str, arguments: list[Any], task: Request) -> Any:
-        return self._child.ask(what, arguments, task)[0]
+    def _ask(self, action: str, arguments: list[Any], task: Request) -> Any:
+        return self._child.ask(action, arguments, task)[0]
 
 
 class TextStream:
-    """Ids in, text out, as soon as it is certain: `"".join` of all pieces equals `decode` of all ids.
+    """Turns an answer's ids into text as soon as the text is certain. `"".join` of all pieces equals `decode` of all
+    ids.
 
-    What is certain `Vocabulary.advance` knows. A run of byte tokens waits here: the library replaces *every* byte of a
-    run that turns out not to be UTF-8.
+    `Vocabulary.advance` decides which text is certain. A run of byte tokens waits here until it ends, for the library
+    replaces *every* byte of a run that turns out not to be UTF-8.
     """
 
     def __init__(self, child: Confined, task: Request, special: Container[int], byte_tokens: Container[int]) -> None:
-        """`task`: what decoding it all may take, less what each token adds."""
+        """`task`: the limits of decoding the whole answer, to which each token adds. `special`, `byte_tokens`: ids."""
         self._child, self._task, self._special, self._bytes = child, task, special, byte_tokens
         self._window: list[int] = []
-        self._out = 0  # so many tokens of the window are out, and decode to `_out_text`
+        self._out = 0  # how many tokens of the window are out already; they decode to `_out_text`
         self._out_text = ""
 
     def push(self, token: int) -> str:
@@ -146,23 +151,23 @@ class TextStream:
         return "" if token in self._bytes else self._advance(at_end=False)
 
     def finish(self) -> str:
-        """What was held back. The stream is then at its end."""
+        """Ends the stream and returns the text that was held back."""
         return self._advance(at_end=True)
 
     def _advance(self, at_end: bool) -> str:
         arguments = [self._window, self._out, self._out_text, at_end]
-        found, taken_s = self._child.ask("advance", arguments, self._task)
+        progress, taken_s = self._child.ask("advance", arguments, self._task)
         cpu_s, spent_s = self._task.cpu_s + _CPU_S_PER_TOKEN, self._task.spent_s + taken_s
         self._task = replace(self._task, cpu_s=cpu_s, spent_s=spent_s)
-        if found is None:
+        if progress is None:
             return ""
         piece: str
-        piece, (self._window, self._out, self._out_text) = found
+        piece, (self._window, self._out, self._out_text) = progress
         return piece
 
 
 class Whole:
-    """A TextStream of one piece, which comes at the end: one request instead of one for each token."""
+    """A TextStream whose only piece comes at the end. It makes one request, and not one for each token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -178,10 +183,10 @@ class Whole:
 
 
 class StopStrings:
-    """Passes text on up to the first stop string, holding back only what may become one.
+    """Passes text on up to the first stop string. Holds back only text that may be the beginning of one.
 
-    The first is the one that is complete first (of two that end together, the longer), so the result does not
-    depend on how the text was cut into pieces. `hit` is the stop string found.
+    The first stop string is the one that is complete first; of two that end together, the longer. So the result does
+    not depend on how the text was cut into pieces. `hit`: the stop string that was found, else None.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -190,22 +195,22 @@ class StopStrings:
         self.hit: str | None = None
 
     def push(self, text: str) -> str:
-        """The part of the text so far, not given yet, that no stop string can claim any more."""
+        """Takes more text. Returns the text, not returned before, that can no longer be part of a stop string."""
         if self.hit is not None:
             return ""
         text = self._held + text
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            _, at, self.hit = min(found)
+        hits = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if hits:
+            _, start, self.hit = min(hits)
             self._held = ""
-            return text[:at]
+            return text[:start]
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         keep = next((k for k in range(min(longest, len(text)), 0, -1) if self._may_begin(text[-k:])), 0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """What was held back, now that no more text comes."""
+        """The text that was held back, once no more text comes."""
         held, self._held = self._held, ""
         return held
 

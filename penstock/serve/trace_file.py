@@ -1,4 +1,4 @@
-"""A trace that grows on disk while passes run, and takes its name when it is whole."""
+"""Writes a trace to disk while passes run. The file takes its name when it is whole."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ TRACE = Kind("a trace", BEGINS.encode())
 
 
 class TraceFile:
-    """`add` is a Session's Watch. Written aside and renamed at the end of a `with`; of work that was broken off nothing
-    is left, and a file that was there before stays. A disk that fills up does not stop the work: the end says so.
+    """A file of --trace. `add` is a Session's Watch.
+
+    A context manager: the file is written aside, and renamed at the end. Where the work was broken off no file is left,
+    and one that was there before stays. A disk that fills up does not stop the work; the error comes at the end.
 
     Raises BadRequest where the file cannot be written, or holds something else than a trace: at once if that can be
     known, else at the end.
@@ -36,10 +38,11 @@ class TraceFile:
 
     @property
     def left_out(self) -> int:
-        """Tasks that are not in the file, since it would be too long."""
+        """How many tasks are left out of the file, which would be too long with them."""
         return self._trace.left_out
 
     def add(self, timeline: Timeline, p: Pass | None) -> None:
+        """Writes the tasks of a timeline. `p`: the pass that they belong to."""
         if self._failed is None:
             self._events(list(self._trace.add(timeline, p)))
 

@@ -1,4 +1,4 @@
-"""What the tasks of passes take from slower tiers, and what they move over the link to a device."""
+"""Counts the bytes that the tasks of passes take from slower tiers, and move over the link to a device."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from penstock.spec.plan import Unit
 
 
 class Traffic:
-    """Counts tasks as they pass by. `streamed_bytes`: of weights and KV that they read from rings and windows;
-    `link_bytes`: by lane, with a device."""
+    """Counts bytes of tasks on their way to the executor. `streamed_bytes`: of weights and KV that tasks read from
+    rings and windows. `link_bytes`: by lane; empty without a device."""
 
     def __init__(self, units: Sequence[Unit], has_device: bool) -> None:
         self._units, self._has_device = units, has_device
-        self.streamed_bytes = 0  # whoever wants those of a pass sets it back
+        self.streamed_bytes = 0  # the session sets it back to 0 before each pass
         self.link_bytes: dict[Lane, int] = {}
-        self._crossed: dict[int, dict[Lane, int]] = {}  # of tasks that come again
+        self._crossed: dict[int, dict[Lane, int]] = {}  # Task.like → bytes by lane
 
     def counted(self, tasks: Iterable[Task]) -> Iterator[Task]:
-        """The same tasks."""
+        """Yields the same tasks, and counts each."""
         for task in tasks:
-            if task.like < 0:  # what comes again streams nothing, and to look at all its calls takes a millisecond
+            if task.like < 0:  # a task that comes again streams nothing, and to look at all its calls takes 1 ms
                 self.streamed_bytes += streamed_bytes(task, self._units) + kv_loaded_bytes(task)
             if self._has_device:
                 for lane, nbytes in self._crossing(task).items():
@@ -30,10 +30,11 @@ class Traffic:
             yield task
 
     def forget(self) -> None:
-        """Task ids start over."""
+        """Task ids start over. Everything that was kept by a task's id is forgotten."""
         self._crossed.clear()
 
     def _crossing(self, task: Task) -> dict[Lane, int]:
+        """The bytes that a task moves over the link, by lane."""
         crossed = self._crossed.get(task.like)
         if crossed is None:
             crossed = link_bytes(task)

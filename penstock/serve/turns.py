@@ -1,4 +1,4 @@
-"""Whose turn it is: a loaded model answers one call, or one open stream, at a time.
+"""Lets a loaded model answer one call, or one open stream, at a time.
 
 A model has one KV cache and one ring of weights, so two answers that step it by turns would read each other's tokens.
 """
@@ -16,17 +16,18 @@ T = TypeVar("T")
 
 
 class Turns:
-    """One turn at a time. A thread that wants the model while another thread has it waits.
+    """The turns of a model. A thread that wants the model while another thread has it waits.
 
-    A thread that has the model already (it left a stream open) would wait for itself for ever: it gets BadRequest.
-    A stream keeps its turn from its first piece until it ends, is closed or is collected as garbage.
+    A thread that has the model already, since it left a stream open, would wait for itself for ever. It gets
+    BadRequest. A stream keeps its turn from its first piece until it ends, is closed or is collected as garbage.
     """
 
     def __init__(self) -> None:
         # A plain lock and no condition: garbage collection may end a stream in any thread, in the middle of any line
-        # here, and `release` alone is safe then.
+        # here, and only `release` is safe then.
         self._free = threading.Lock()
-        self._holder: int | None = None  # the thread that has the turn, or that last read from the stream that has it
+        # The thread that has the turn; where a stream has it, the thread that last read from that stream.
+        self._holder: int | None = None
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -44,7 +45,7 @@ class Turns:
                 self._holder = None
 
     def stream(self, pieces: Iterator[T]) -> Iterator[T]:
-        """The same pieces, all in one turn, which begins when the first is asked for."""
+        """Yields the same pieces, all in one turn, which begins when the first piece is asked for. Raises as `turn`."""
         with self.turn():
             for piece in pieces:
                 yield piece

@@ -1,7 +1,7 @@
-"""A model's tokenizer and chat template, opened in the process that calls.
+"""Opens a model's tokenizer and chat template in the calling process. Only `confined_child` does so.
 
-Only `confined_child` does so: both are files that somebody put beside weights, and what they take of processor and
-memory is theirs to decide. Everybody else has `Tokenizer`, which asks that child.
+Both are files that somebody put beside weights, and may take any amount of processor time and memory. All other code
+uses `Tokenizer`, which asks that child.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from penstock.serve.text_files import (
 )
 from penstock.store.files import read_bytes, read_json
 
-# What a decoder writes for bytes that are not UTF-8, so also for half a character.
+# A decoder writes this for bytes that are not UTF-8, so also for half a character.
 _BROKEN = "\ufffd"
-# Where a stream stands: the ids of its window, how many of them are out, and the text of these. Whoever streams keeps
-# it: the child remembers nothing from one request to the next.
+# The state of a stream: the ids of its window, how many of them are out already, and the text of these. `TextStream`
+# keeps it, for the child remembers nothing from one request to the next.
 StreamState = tuple[list[int], int, str]
 
 
 class Vocabulary:
-    """Made by `Vocabulary.open(folder)`. `facts` is all that others want to know of it, as JSON."""
+    """A model's tokenizer and chat templates. Made by `Vocabulary.open(folder)`."""
 
     def __init__(self, core: Core, folder: Path, reads: Callable[[Path], None] = lambda _: None) -> None:
-        """`core`: a Tokenizer of the `tokenizers` library. `reads` hears of each file before it is opened."""
+        """`core`: a Tokenizer of the `tokenizers` library. `reads` is called with each file before it is opened."""
         self._core = core
         config, special_map, self._generation_config, model_config = (
             _settings(folder / name, reads) for name in SETTINGS
@@ -46,7 +46,7 @@ class Vocabulary:
         own = folder / TEMPLATE
         self._template_file = own if own.is_file() else folder / TOKENIZER_CONFIG
         self._variables = {**_special_tokens(special_map), **_special_tokens(config)}
-        # What tokenizer_config.json names is special even where tokenizer.json forgot to say so.
+        # Tokens that tokenizer_config.json names are special, even where tokenizer.json forgot to say so.
         core.add_special_tokens([t for t in self._variables.values() if core.token_to_id(t) is not None])
         self._special = {i for i, token in core.get_added_tokens_decoder().items() if token.special}
         self._bos = self._id_of("bos_token", model_config)
@@ -54,7 +54,7 @@ class Vocabulary:
 
     @classmethod
     def open(cls, folder: Path, reads: Callable[[Path], None] = lambda _: None) -> Vocabulary:
-        """Reads a model's folder. Raises BrokenModel where a file is missing or damaged."""
+        """Opens the files of a model's folder. Raises BrokenModel where a file is missing or damaged."""
         path = folder / TOKENIZER
         reads(path)
         content = read_bytes(path, MAX_TOKENIZER_BYTES).removeprefix(codecs.BOM_UTF8)
@@ -65,13 +65,15 @@ class Vocabulary:
         except Exception as error:
             raise BrokenModel(f"{path} is not a tokenizer: {' '.join(str(error).split())[:200]}") from None
         del content
-        # Some files ask to cut at 512 tokens or to pad: right for training, silent damage to a prompt.
+        # Some files ask to cut texts at 512 tokens, or to pad them. That is right for training, and silent damage to a
+        # prompt.
         core.no_truncation()
         core.no_padding()
         return cls(core, folder, reads)
 
     @property
     def facts(self) -> dict[str, Any]:
+        """Everything that `Tokenizer` wants to know of these files, as JSON."""
         return {
             "size": int(self._core.get_vocab_size(with_added_tokens=True)),
             "bos": self._bos,
@@ -85,21 +87,23 @@ class Vocabulary:
 
     def encode(self, text: str, add_special: bool) -> list[int]:
         """Ids of a text."""
-        # Without the offsets of each token in the text, which `encode` keeps: half the time and memory, the same ids.
-        (found,) = self._core.encode_batch_fast([text], add_special_tokens=add_special)
-        return list(found.ids)
+        # The library's `encode` gives the same ids in twice the time and memory: it keeps each token's offsets in the
+        # text.
+        (encoding,) = self._core.encode_batch_fast([text], add_special_tokens=add_special)
+        return list(encoding.ids)
 
     def decode(self, ids: Iterable[int], skip_special: bool) -> str:
-        """Text of ids. Ids that the tokenizer does not know are nothing."""
-        possible = [i for i in ids if 0 <= i < 2**32]  # what the library can be asked for
+        """Text of ids. Ids that the tokenizer does not know are left out."""
+        possible = [i for i in ids if 0 <= i < 2**32]  # the library takes no others
         return str(self._core.decode(possible, skip_special_tokens=skip_special))
 
     def advance(self, window: list[int], out: int, out_text: str, at_end: bool) -> tuple[str, StreamState] | None:
-        """The text that the last id of a stream's window completes, and where the stream is then; None: it waits.
+        """The text that the last id of a stream's window completes, and the stream's new state. None where the text
+        has to wait for more tokens. `window`, `out`, `out_text`: the stream's state, with the new id in the window.
 
-        A decoder treats the first token apart (it drops a leading space) and writes U+FFFD for half a character.
-        So each new piece is the difference of two decodes, with and without the new tokens, of a window that starts
-        at a token whose text is already out; text that ends in U+FFFD waits, unless the stream is at its end.
+        A decoder treats the first token apart (it drops a leading space), and writes U+FFFD for half a character. So
+        the window starts at a token whose text is out already, and a new piece is the text of the whole window less the
+        text that is out. Text that ends in U+FFFD waits, unless the stream is at its end.
         """
         if window and not (0 <= window[-1] < 2**32 and self._core.id_to_token(window[-1]) is not None):
             return "", (window[:-1], out, out_text)
@@ -109,21 +113,23 @@ class Vocabulary:
         piece = text[len(out_text) :]
         newest = window[out:]
         newest_text = self.decode(newest, skip_special=True)
-        # Only a window whose start shows text of its own is past the decoder's care for a first token.
+        # The window may start at the newest tokens only if these have text of their own: the decoder's treatment of a
+        # first token then falls on text that is out.
         if newest_text:
             window, text = newest, newest_text
         return piece, (window, len(window), text)
 
     def chat(self, messages: list[template.Message], tools: Any) -> str:
-        """A conversation as one prompt, by the model's own template. Raises BadRequest with the template's words."""
+        """A conversation as one prompt, by the model's own template. Raises BadRequest with the template's message."""
         return template.render(self._templates, self._variables, messages, tools)
 
     def check_templates(self) -> None:
-        """Parses every template. Raises BrokenModel with the parser's words."""
+        """Parses every template. Raises BrokenModel with the parser's message."""
         template.check_templates(self._templates)
 
     def _byte_tokens(self) -> list[int]:
-        """Ids of `<0x00>` … `<0xFF>`, where their text depends on their neighbours."""
+        """Ids of `<0x00>` … `<0xFF>` in a tokenizer where the text of these tokens depends on their neighbours; else
+        none."""
         state = self._core.decoder.__getstate__() if self._core.decoder is not None else b""
         if b'"ByteFallback"' not in state:
             return []
@@ -131,10 +137,11 @@ class Vocabulary:
         return [i for i in map(self._core.token_to_id, sorted(names)) if i is not None]
 
     def _id_of(self, name: str, model_config: dict[str, Any]) -> int | None:
-        """A special token's id, by its name in tokenizer_config.json, else by config.json; fills its variable."""
+        """A special token's id, by its text in tokenizer_config.json, else by config.json. In the second case its text
+        becomes a variable of the templates."""
         if name in self._variables:
-            found = self._core.token_to_id(self._variables[name])
-            return None if found is None else int(found)
+            known = self._core.token_to_id(self._variables[name])
+            return None if known is None else int(known)
         token = model_config.get(name + "_id")
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**32:
             return None
@@ -144,6 +151,8 @@ class Vocabulary:
         return token
 
     def _find_eos(self, model_config: dict[str, Any]) -> frozenset[int]:
+        """The ids that end a text: by generation_config.json, else config.json, else tokenizer_config.json. Raises
+        BrokenModel where they are no numbers."""
         eos = self._id_of("eos_token", model_config)
         for config in (self._generation_config, model_config):
             given = config.get("eos_token_id")
@@ -163,9 +172,9 @@ def _settings(path: Path, reads: Callable[[Path], None]) -> dict[str, Any]:
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """`bos_token`, `eos_token`, … of a tokenizer_config.json, whose values are strings or {"content": …}."""
-    found = {}
+    tokens = {}
     for name, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(content, str):
-            found[name] = content
-    return found
+            tokens[name] = content
+    return tokens

@@ -1,1 +1,1 @@
-"""Bytes at rest: checkpoints in, packed models out. No torch; `packed` does not even need numpy."""
+"""Reads checkpoints, writes packed models and opens them. Nothing here needs torch; `packed` needs not even numpy."""

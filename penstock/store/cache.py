@@ -1,4 +1,4 @@
-"""What lies in the cache of packed models, and how it is kept small.
+"""Lists the cache of packed models, and keeps it small.
 
 Only folders that packing wrote, and links that the user names, are ever removed. No link is followed.
 """
@@ -30,8 +30,9 @@ _OURS = frozenset({manifests.FILE, CONFIG, RECORD, STATE, SUMS, *COPIED})
 
 @dataclass(frozen=True)
 class Entry:
-    """One name under `models/`. `format`: of the weights, None where nothing says it. `used_s`: seconds since 1970 when
-    it was last used, or changed. `origins`: the folders that it is a copy of. `why`: what is wrong with it."""
+    """One name under `models/`. `format`: of the weights, None where its name does not say it. `used_s`: when it was
+    last used, or else changed, in seconds since 1970. `origins`: the folders of the checkpoints that it is a copy of.
+    `why`: what is wrong with it, if anything."""
 
     folder: Path
     state: str
@@ -48,7 +49,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Cleared:
-    """What was removed, and what could not be because a process reads or writes it."""
+    """The entries that were removed, and those that could not be, because a process reads or writes them."""
 
     removed: tuple[Entry, ...]
     in_use: tuple[Entry, ...]
@@ -59,21 +60,21 @@ class Cleared:
 
 
 def is_ours(entry: Entry) -> bool:
-    """Whether packing wrote it. Only such entries count towards a limit, and only they are removed to keep it."""
+    """Whether packing wrote the entry. Only such entries count towards a limit, and are removed to keep it."""
     return entry.state not in (FOREIGN, LINK)
 
 
 def entries(models: Path) -> list[Entry]:
-    """All entries of the folder `models`, by name; none where there is no such folder. Raises StorageFailed."""
+    """All entries of the folder `models`, sorted by name; none where there is no such folder. Raises StorageFailed."""
     names: list[str] = []
     with storage_errors("read", models), suppress(FileNotFoundError):
         names = sorted(os.listdir(models))
-    looked_at = (look(models / name) for name in names)
-    return [entry for entry in looked_at if entry is not None]
+    entries_or_none = (look(models / name) for name in names)
+    return [entry for entry in entries_or_none if entry is not None]
 
 
 def look(folder: Path) -> Entry | None:
-    """The entry of one folder; None where it is not there any more."""
+    """The entry of one folder, or None if it is not there any more."""
     try:
         return _entry(folder)
     except FileNotFoundError:
@@ -81,7 +82,9 @@ def look(folder: Path) -> Entry | None:
 
 
 def remove(models: Path, names: list[str]) -> tuple[Entry, ...]:
-    """Removes entries by name (of a link the link), or none where one cannot be. Raises BadRequest, StorageFailed."""
+    """Removes entries by name. Of a link only the link is removed. Where one of them cannot be removed, none is.
+
+    Raises BadRequest for a name that is not there, not ours, or in use; StorageFailed."""
     by_name = {entry.name: entry for entry in entries(models)}
     for name in names:
         if name not in by_name:
@@ -101,23 +104,24 @@ def remove(models: Path, names: list[str]) -> tuple[Entry, ...]:
 
 
 def prune(models: Path) -> Cleared:
-    """Removes what no command will use again: partial, damaged, of an old format, or orphaned. Raises StorageFailed."""
+    """Removes entries that no command will use again: partial, damaged, of an old format, or orphaned. Raises
+    StorageFailed."""
     return _clear([entry for entry in entries(models) if entry.state in WASTE])
 
 
 def make_room(models: Path, limit_bytes: int, need_bytes: int = 0, partial: Path | None = None) -> Cleared:
-    """Keeps the cache within `limit_bytes`, with `need_bytes` that are to come into the folder `partial`.
+    """Keeps the cache within `limit_bytes`, when `need_bytes` more are to be written into the folder `partial`.
 
-    Entries of no use go first, then the longest unused. Entries that processes read or write stay, even where they are
-    more than the limit.
+    Entries that no command will use go first, then those that were not used for longest. Entries that processes read
+    or write stay, even where they take more than the limit.
 
-    Raises BadRequest, and removes nothing, where the bytes to come do not fit all the same; StorageFailed.
+    Raises BadRequest, and removes nothing, where the bytes to come do not fit even so; StorageFailed.
     """
     ours = [entry for entry in entries(models) if is_ours(entry)]
     need_bytes += sum(entry.nbytes for entry in ours if entry.folder == partial)
     others = [entry for entry in ours if entry.folder != partial]
     free = [entry for entry in others if copies.is_free(entry.folder)]
-    used_bytes, free_bytes = (sum(entry.nbytes for entry in some) for some in (others, free))
+    used_bytes, free_bytes = (sum(entry.nbytes for entry in kind) for kind in (others, free))
     if need_bytes and need_bytes + used_bytes - free_bytes > limit_bytes:
         held = f" with {format_bytes(used_bytes - free_bytes)} in use beside it" if used_bytes > free_bytes else ""
         raise BadRequest(
@@ -126,13 +130,13 @@ def make_room(models: Path, limit_bytes: int, need_bytes: int = 0, partial: Path
             need_bytes=need_bytes + used_bytes - free_bytes,
             limit_bytes=limit_bytes,
         )
-    go, over_bytes = [], need_bytes + used_bytes - limit_bytes
+    to_remove, over_bytes = [], need_bytes + used_bytes - limit_bytes
     for entry in sorted(free, key=lambda entry: (entry.state not in WASTE, entry.used_s)):
         if over_bytes <= 0:
             break
-        go.append(entry)
+        to_remove.append(entry)
         over_bytes -= entry.nbytes
-    return _clear(go)
+    return _clear(to_remove)
 
 
 def _clear(wanted: list[Entry]) -> Cleared:
@@ -144,7 +148,7 @@ def _clear(wanted: list[Entry]) -> Cleared:
 
 
 def _entry(folder: Path) -> Entry:
-    """Raises FileNotFoundError where it is gone."""
+    """The entry of a folder. Raises FileNotFoundError where it is gone."""
     status = folder.lstat()
     used_s = status.st_mtime
     if stat.S_ISLNK(status.st_mode):
@@ -183,13 +187,13 @@ def _files(folder: Path) -> dict[str, os.stat_result] | None:
 def _is_ours(name: str, status: os.stat_result) -> bool:
     base = name.removesuffix(".tmp")
     named = base in _OURS or SHARD_NAME.fullmatch(base) is not None or is_aside(name)
-    # A shard may be a link to a second disk (`pack --spread`), which removing does not follow. A pipe or a device file
-    # of that name holds nothing that could be lost.
+    # Anything but a folder may have such a name. A shard may be a link to a second disk (`pack --spread`), which
+    # removing does not follow. A pipe or a device file holds nothing that could be lost.
     return named and not stat.S_ISDIR(status.st_mode)
 
 
 def _state(folder: Path) -> tuple[str, str | None]:
-    """Of a folder that holds nothing but what packing writes."""
+    """(state, why) of a folder that holds only files that packing writes."""
     if copies.weights_in_name(folder.name) is None:
         return FOREIGN, "its name is none that the cache gives"
     if folder.name.endswith(REMOVED):
@@ -212,7 +216,7 @@ def _state(folder: Path) -> tuple[str, str | None]:
 
 
 def _version(folder: Path) -> int | None:
-    """Of the format that penstock.json is in; None where there is none."""
+    """The version of the format that penstock.json is in; None where it does not say one."""
     with suppress(PenstockError, ValueError):
         schema = read_json(folder / manifests.FILE, manifests.MAX_BYTES).get("schema")
         name, _, version = str(schema).partition("/")
@@ -221,7 +225,7 @@ def _version(folder: Path) -> int | None:
 
 
 def _may_be_there(path: str) -> bool:
-    """Whether a checkpoint may still lie there: True too where nobody may look."""
+    """Whether a checkpoint may still lie at this path. True also where we may not look."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError, ValueError):

@@ -1,4 +1,4 @@
-"""Reading checkpoints: a folder of safetensors files, slice by slice, without filling the page cache."""
+"""Reads checkpoints, which are folders of safetensors files, slice by slice and without filling the page cache."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from penstock.store.header import TensorInfo, quoted, read_header
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 100_000_000
 
-# numpy has no bfloat16: its bits cross as uint16.
+# numpy has no bfloat16: its bits are held as uint16.
 RAW_DTYPES: dict[str, npt.DTypeLike] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
-# One read, at most: a signal (Ctrl-C) is seen between two of them.
-_READ_BYTES = 16 << 20
-_FOLIO_BYTES = 4 << 20
+_READ_BYTES = 16 << 20  # of one read at most: a signal (Ctrl-C) is seen between two reads
+_FOLIO_BYTES = 4 << 20  # of the largest folio of the page cache
 
 
 @dataclass
@@ -40,8 +39,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """`model.safetensors`, or the shards that `model.safetensors.index.json` lists, or the only
-        *.safetensors there is. Reads headers only.
+        """Opens a folder with `model.safetensors`, or with the shards that `model.safetensors.index.json` lists, or
+        with one *.safetensors of any name. Reads headers only.
 
         Raises BadRequest (no such folder, no safetensors in it), BrokenModel, UnsupportedModel.
         """
@@ -57,6 +56,7 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
+        """Closes the files and lets go of the tensor that is kept. Later reads open the files again."""
         self._cached = None
         while self._fds:
             fd = self._fds.popitem()[1]
@@ -65,10 +65,12 @@ class Checkpoint:
 
     @property
     def files(self) -> list[Path]:
+        """The files of all tensors, sorted."""
         return sorted({tensor.file for tensor in self.tensors.values()})
 
     def find(self, name: str) -> TensorInfo:
-        """The tensor, also where the file leaves out or adds a leading "model.". Raises BrokenModel."""
+        """The tensor of this name, also where the file's name for it lacks or adds a leading "model.". Raises
+        BrokenModel where there is none."""
         for candidate in (name, name.removeprefix("model."), "model." + name):
             if candidate in self.tensors:
                 return self.tensors[candidate]
@@ -76,7 +78,7 @@ class Checkpoint:
 
     def has(self, name: str) -> bool:
         """Whether `find` finds it."""
-        return any(each in self.tensors for each in (name, name.removeprefix("model."), "model." + name))
+        return any(spelling in self.tensors for spelling in (name, name.removeprefix("model."), "model." + name))
 
     def weights(self, name: str) -> TensorInfo:
         """As `find`. Raises UnsupportedModel where the elements are not float32, float16 or bfloat16."""
@@ -88,12 +90,13 @@ class Checkpoint:
         return tensor
 
     def read(self, name: str, axis: int, start: int, stop: int, item: int | None = None) -> npt.NDArray[Any]:
-        """Elements start..stop along `axis`: float32, float16, or uint16 holding bfloat16's bits. `item`: of the matrix
-        with that number, of a tensor with three axes.
+        """Elements start..stop of a tensor along `axis`, all elements along its other axes: float32, float16, or uint16
+        holding bfloat16's bits. `item`: the number of a matrix in a tensor with three axes; `axis` is then that
+        matrix's.
 
-        Along axis 0 just these bytes are read. Axis 1 needs the whole matrix, which is kept until another
-        one is asked for; the result is then a view of it, not to be written. Raises BrokenModel where the tensor has
-        no such elements.
+        Along axis 0 only these bytes are read. Along axis 1 the whole matrix is read, and kept until another one is
+        asked for; the result is then a view of it, and must not be written to. Raises BrokenModel where the tensor has
+        no such elements, UnsupportedModel as `weights`, StorageFailed.
         """
         tensor = self.weights(name)
         if item is not None:
@@ -106,22 +109,22 @@ class Checkpoint:
             return self._rows(tensor, start, stop)
         with self._cache_lock:
             if self._cached is None or self._cached[0] != (tensor.name, item):
-                self._cached = None  # before the read: never two whole tensors at once
+                self._cached = None  # before the read, so that two whole tensors are never held at once
                 self._cached = ((tensor.name, item), self._rows(tensor, 0, tensor.shape[0]))
             whole = self._cached[1]
         return whole[:, start:stop]
 
     def forget(self) -> None:
-        """Lets go of the whole tensor that an axis-1 read keeps."""
+        """Lets go of the matrix that a read along axis 1 keeps."""
         with self._cache_lock:
             self._cached = None
 
     def _rows(self, tensor: TensorInfo, start: int, stop: int) -> npt.NDArray[Any]:
-        found = np.empty((stop - start, *tensor.shape[1:]), RAW_DTYPES[tensor.dtype])
-        if found.nbytes:
+        rows = np.empty((stop - start, *tensor.shape[1:]), RAW_DTYPES[tensor.dtype])
+        if rows.nbytes:
             offset = tensor.offset + start * (tensor.nbytes // tensor.shape[0])
-            self._pread(tensor, offset, found.reshape(-1).data.cast("B"))
-        return found
+            self._pread(tensor, offset, rows.reshape(-1).data.cast("B"))
+        return rows
 
     def _pread(self, tensor: TensorInfo, offset: int, into: memoryview) -> None:
         with storage_errors("read", tensor.file):
@@ -129,20 +132,21 @@ class Checkpoint:
                 if tensor.file not in self._fds:
                     self._fds[tensor.file] = open_regular(tensor.file)
                 fd = self._fds[tensor.file]
-            done = 0
-            while done < len(into):
-                count = os.preadv(fd, [into[done : done + _READ_BYTES]], offset + done)
+            read_bytes = 0
+            while read_bytes < len(into):
+                count = os.preadv(fd, [into[read_bytes : read_bytes + _READ_BYTES]], offset + read_bytes)
                 if count == 0:
                     raise BrokenModel(f"{tensor.file} is truncated: tensor {quoted(tensor.name)} ends early")
-                done += count
-            # The page cache drops whole folios only, and reading ahead makes them large: the last ones of the
-            # reads before this one straddled its start. Without this a third to all of a file stayed cached.
+                read_bytes += count
+            # The page cache drops whole folios only, and reading ahead makes them large. The last folio of the read
+            # before this one may reach into this one, so the range to drop begins one folio earlier. Without that a
+            # third to all of a file stayed cached.
             first = max(0, offset - _FOLIO_BYTES)
-            os.posix_fadvise(fd, first, offset + done - first, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(fd, first, offset + read_bytes - first, os.POSIX_FADV_DONTNEED)
 
 
 def _matrix(tensor: TensorInfo, item: int) -> TensorInfo:
-    """One matrix of a tensor with three axes. Raises BrokenModel."""
+    """Matrix `item` of a tensor with three axes. Raises BrokenModel where there is none."""
     if len(tensor.shape) != 3 or not 0 <= item < tensor.shape[0]:
         raise BrokenModel(f"{tensor.file}: tensor {quoted(tensor.name)} {list(tensor.shape)} has no matrix {item}")
     nbytes = tensor.nbytes // tensor.shape[0]
@@ -150,7 +154,7 @@ def _matrix(tensor: TensorInfo, item: int) -> TensorInfo:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold a checkpoint's weights, and the index that lists them; nothing is read of the weights.
+    """The files that hold a checkpoint's weights, and the index that lists them. The weights are not read.
 
     Raises BadRequest (no safetensors there), BrokenModel.
     """
@@ -177,7 +181,7 @@ def _only_file(folder: Path) -> Path | None:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Tensor name → file name, each of a file that is there."""
+    """Tensor name → file name. Raises BrokenModel where a file is missing."""
     index = folder / INDEX
     weight_map = read_json(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -196,6 +200,6 @@ def _read_shards(folder: Path) -> dict[str, TensorInfo]:
     for tensor, name in weight_map.items():
         if tensor not in headers[name].tensors:
             raise BrokenModel(f"{folder / name} lacks the tensor {quoted(tensor)} that {INDEX} promises")
-    # A shard may hold what the index does not list; whoever loads the shard whole, as transformers does, finds it.
-    found = {name: tensor for header in headers.values() for name, tensor in header.tensors.items()}
-    return found | {tensor: headers[name].tensors[tensor] for tensor, name in weight_map.items()}
+    # A shard may hold tensors that the index does not list. transformers loads shards whole, so it finds these too.
+    tensors = {name: tensor for header in headers.values() for name, tensor in header.tensors.items()}
+    return tensors | {tensor: headers[name].tensors[tensor] for tensor, name in weight_map.items()}

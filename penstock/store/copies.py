@@ -1,7 +1,8 @@
-"""Packed copies of checkpoints in the cache: what each was made from, whether it is whole, how it is taken away.
+"""Keeps packed copies of checkpoints in the cache: records what each was made from, finds its faults, removes it.
 
 A copy is a packed model in a folder of its own under `models/`. The file `source.json` in that folder is the copy's
-record; the time of the file is when the copy was last used. Who loads a copy holds a shared lock on its folder.
+record. The time of that file is when the copy was last used. A process that loads a copy holds a shared lock on its
+folder.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ RECORD = manifests.RECORD
 PARTIAL, REMOVED = ".partial", ".removed"
 _SCHEMA = "penstock.copy"
 _MAX_RECORD_BYTES = 16_000_000
-# Folders that a record names as alike. One that fell out of it costs a comparison when it comes again.
+# The most folders that a record names as holding the same checkpoint. One that fell out of the record is compared with
+# the copy when it is used again.
 _MAX_ORIGINS = 8
-# Bytes of a model's own name in the name of its copy: with what follows it stays within the 255 of a file system.
+# Bytes of a model's own name in the name of its copy. With the digest, the format and the endings it stays within the
+# 255 bytes that a file system allows.
 _MAX_NAME_BYTES = 100
-# A model's name, a digest, a format; and what is appended while it is written or removed.
+# A model's name, a digest, a format, and the endings that are appended while the copy is written or removed.
 _COPY_NAME = re.compile(
     rf".+-[0-9a-f]{{12}}-([a-z][a-z0-9-]*)({re.escape(PARTIAL)})?(\.[0-9]+{re.escape(REMOVED)})?", re.DOTALL
 )
@@ -41,7 +44,7 @@ _COPY_NAME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A checkpoint's folder, and its files when they held what the copy was made from."""
+    """A folder of a checkpoint that the copy was made from, or that held the same. `stamps`: of its files then."""
 
     path: str
     stamps: dict[str, Stamp]
@@ -49,7 +52,8 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """`weights`: the format, by name. `origins`: the latest first. `damaged`: what a pass over the copy met, if any."""
+    """A copy's record. `weights`: the format, by name. `origins`: the latest first. `damaged`: the fault that a run met
+    in the copy, if any."""
 
     weights: str
     origins: tuple[Origin, ...]
@@ -57,21 +61,22 @@ class Record:
 
 
 def copy_name(name: str, stamps: dict[str, Stamp], weights: str) -> str:
-    """The name of a new copy: the checkpoint's own, a digest of what it looks like now, and the format."""
+    """The name of a new copy: the checkpoint's own name, a digest of its files' stamps, and the format."""
     plain = "".join(c if c.isprintable() and c != "/" else "_" for c in name).lstrip("-. ")
     short = plain.encode(errors="replace")[:_MAX_NAME_BYTES].decode(errors="ignore") or "model"
-    told = repr((manifests.VERSION, sorted(stamps.items())))
-    return f"{short}-{hashlib.sha256(told.encode()).hexdigest()[:12]}-{weights}"
+    identity = repr((manifests.VERSION, sorted(stamps.items())))
+    return f"{short}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}-{weights}"
 
 
 def weights_in_name(name: str) -> str | None:
-    """The format that a copy of this name has, also one that is being written or removed; None where no copy has it."""
+    """The format of a copy of this name, also of one that is being written or removed. None where no copy has such a
+    name."""
     match = _COPY_NAME.fullmatch(name)
     return match[1] if match else None
 
 
 def read_record(folder: Path) -> Record | None:
-    """None where there is none that this version wrote."""
+    """A copy's record. None where there is none, or none that this version wrote."""
     file = folder / RECORD
     try:
         return codec.loads(Record, read_text(file, _MAX_RECORD_BYTES), _SCHEMA, manifests.VERSION, str(file))
@@ -80,12 +85,12 @@ def read_record(folder: Path) -> Record | None:
 
 
 def write_record(folder: Path, record: Record) -> None:
-    """Raises OSError."""
+    """Writes a copy's record. Raises OSError."""
     write_bytes(folder / RECORD, codec.dumps(record, _SCHEMA, manifests.VERSION).encode())
 
 
 def records(models: Path) -> dict[Path, Record]:
-    """Every copy that this version can find again, by folder."""
+    """The records of all copies that this version can use, by folder. Raises StorageFailed."""
     by_folder = {}
     for folder in sorted(_folders(models)):
         if not folder.name.endswith((PARTIAL, REMOVED)) and (record := read_record(folder)) is not None:
@@ -101,16 +106,18 @@ def _folders(models: Path) -> list[Path]:
 
 def add_origin(record: Record, origin: Origin) -> Record:
     """The record with this origin as the latest, in place of an earlier one at its path."""
-    others = tuple(each for each in record.origins if each.path != origin.path)
+    others = tuple(other for other in record.origins if other.path != origin.path)
     return replace(record, origins=(origin, *others)[:_MAX_ORIGINS])
 
 
 def without_origin(record: Record, path: str) -> Record:
+    """The record without the origin at this path."""
     return replace(record, origins=tuple(origin for origin in record.origins if origin.path != path))
 
 
 def update(folder: Path, change: Callable[[Record], Record]) -> None:
-    """Changes a copy's record, not the time of its last use. In a cache that cannot be written the old one stays."""
+    """Changes a copy's record, and not the time of its last use. In a cache that cannot be written the old record
+    stays."""
     with suppress(OSError), _alone(folder.parent):
         before = read_record(folder)
         if before is not None and (after := change(before)) != before:
@@ -128,13 +135,13 @@ def note_use(folder: Path) -> None:
 
 
 def mark_damaged(folder: Path, why: str) -> None:
-    """Whoever wants this copy next makes it again."""
+    """Notes the fault in the copy's record, so that the next process that wants the copy makes it again."""
     update(folder, lambda record: replace(record, damaged=why))
 
 
 def fault(folder: Path, verify: bool = True) -> str | None:
-    """What is wrong with a copy, as far as can be told without reading its weights; None where nothing is. Without
-    `verify` it may be marked as damaged, and small files may have been changed."""
+    """What is wrong with a copy, as far as can be told without reading its weights; None where nothing is wrong.
+    Without `verify` a mark as damaged and changed small files are no faults."""
     try:
         if verify:
             record = read_record(folder)
@@ -150,18 +157,19 @@ def fault(folder: Path, verify: bool = True) -> str | None:
 
 
 def what_is_wrong(error: PenstockError) -> str:
-    """An error's message without its advice to pack the checkpoint again: here that is done, not advised."""
+    """An error's message without its advice to pack the checkpoint again: a damaged copy is packed again anyway."""
     return error.message.removesuffix(f"; {manifests.AGAIN}").removesuffix("; pack the checkpoint again")
 
 
 def hold(folder: Path) -> FolderLock | None:
-    """The lock of who reads a copy: nobody removes it meanwhile. None where it is gone."""
+    """A shared lock on a copy for a process that reads it, so that nobody removes it. None where it is gone. Raises
+    StorageFailed."""
     with storage_errors("open", folder):
         return lock_folder(folder, exclusive=False, wait=True)
 
 
 def is_free(folder: Path) -> bool:
-    """Whether no process reads or writes it just now."""
+    """Whether no process reads or writes the folder just now."""
     try:
         lock = lock_folder(folder, exclusive=True, wait=False)
     except OSError:
@@ -172,7 +180,7 @@ def is_free(folder: Path) -> bool:
 
 
 def remove_free(folder: Path) -> bool:
-    """Takes a folder out of the cache; False where some process reads or writes it. Raises StorageFailed."""
+    """Removes a folder from the cache. Returns False where some process reads or writes it. Raises StorageFailed."""
     with storage_errors("remove", folder):
         lock = lock_folder(folder, exclusive=True, wait=False)
         if lock is None:
@@ -184,14 +192,15 @@ def remove_free(folder: Path) -> bool:
 
 
 def drop(folder: Path, lock: FolderLock) -> None:
-    """Takes the damaged copy that `lock` is on out of the cache, also while others read it: their open files stay.
-    Does nothing where another process has done so. Raises StorageFailed."""
+    """Removes the damaged copy that `lock` is on from the cache, even while others read it: the files that they have
+    open stay. Does nothing where another process has removed it. Raises StorageFailed."""
     with storage_errors("remove", folder):
         _remove(_rename_away(folder, lock))
 
 
 def _rename_away(folder: Path, lock: FolderLock) -> Path | None:
-    """Gives the name free at once: removing takes time, and may be interrupted. None where it is not there any more."""
+    """Renames the folder, so that its name is free at once: removing takes time, and may be interrupted. Returns the
+    new name; None where the folder is not there any more."""
     with _alone(folder.parent):
         if not lock.is_at(folder):
             return None
@@ -203,7 +212,7 @@ def _rename_away(folder: Path, lock: FolderLock) -> Path | None:
 
 
 def _remove(away: Path | None) -> None:
-    """Follows no link. Another process may be removing it too."""
+    """Removes a folder that was renamed, following no link. Another process may be removing it too."""
     with suppress(FileNotFoundError):
         if away is not None:
             shutil.rmtree(away)
@@ -211,7 +220,7 @@ def _remove(away: Path | None) -> None:
 
 @contextmanager
 def _alone(models: Path) -> Iterator[None]:
-    """No other process renames or marks a copy meanwhile."""
+    """Keeps other processes from renaming or marking copies."""
     lock = lock_folder(models, exclusive=True, wait=True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Sequential writes past the page cache, overlapped with whatever makes the bytes."""
+"""Writes a file front to back past the page cache, while the caller makes the next bytes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _SYNC_BYTES = 64 * MIB
 
 
 class DirectWriter:
-    """A new file, written front to back in multiples of 4096 bytes. One stage fills while the other is written.
+    """Writes a new file front to back, in multiples of 4096 bytes. The caller fills one stage of memory while a thread
+    writes the other. A context manager: where its block is left by an exception, the file is removed.
 
-    A file system that refuses O_DIRECT gets buffered writes, dropped from the page cache every 64 MiB.
-    Raises OSError; where the block is left by an exception, the file is removed.
+    A file system that refuses O_DIRECT gets buffered writes, which are dropped from the page cache every 64 MiB. Raises
+    OSError.
     """
 
     def __init__(self, file: Path, stage_bytes: int = STAGE_BYTES) -> None:
@@ -46,20 +47,20 @@ class DirectWriter:
             self._file.unlink(missing_ok=True)
 
     def reserve(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """The next `nbytes` of the file, to be filled before the next call. At most one stage:
-        raises ValueError for more."""
+        """The next `nbytes` of the file as uint8 [nbytes], to be filled before the next call. Raises ValueError for
+        more than one stage, and OSError where an earlier write failed."""
         stage = self._stages[self._current]
         if self._filled + nbytes > stage.nbytes:
             self._push()
             stage = self._stages[self._current]
-        found = stage[self._filled : self._filled + nbytes]
-        if found.nbytes < nbytes:
+        reserved = stage[self._filled : self._filled + nbytes]
+        if reserved.nbytes < nbytes:
             raise ValueError(f"{nbytes} bytes do not go into a stage of {stage.nbytes}")
         self._filled += nbytes
-        return found
+        return reserved
 
     def sync(self) -> None:
-        """Returns when all bytes are on the disk."""
+        """Returns when all bytes are on the disk. Raises OSError where a write failed."""
         self._push()
         self._wait()
         os.fsync(self._fd)
@@ -77,14 +78,14 @@ class DirectWriter:
         self._current, self._filled = 1 - self._current, 0
 
     def _write(self, data: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(data):
+        written = 0
+        while written < len(data):
             try:
-                done += os.pwrite(self._fd, data[done:], offset + done)
+                written += os.pwrite(self._fd, data[written:], offset + written)
             except OSError as error:
                 if not self._direct or error.errno != errno.EINVAL:
                     raise
-                self._direct = False  # opened with O_DIRECT, but cannot: some file systems do that
+                self._direct = False  # some file systems open a file with O_DIRECT, and then refuse direct writes
                 fd = os.open(self._file, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 os.dup2(fd, self._fd, inheritable=False)
                 os.close(fd)
@@ -107,7 +108,8 @@ def _open(file: Path) -> tuple[int, bool]:
 
 
 def _stage(nbytes: int) -> npt.NDArray[Any]:
-    """Page-aligned, on huge pages where the kernel grants them: direct I/O pins 1 page instead of 512."""
+    """Page-aligned memory, uint8 [nbytes], on huge pages where the kernel grants them: direct I/O then pins 1 page
+    instead of 512."""
     memory = mmap.mmap(-1, nbytes)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)

@@ -1,6 +1,7 @@
-"""Files of others, read with one clear line for whatever is wrong; and our own, which take their names when whole.
+"""Reads files that others wrote, and writes our own.
 
-Only regular files are read. Opening a pipe waits until somebody writes to it, a device may give bytes without end, and
+For anything wrong with a file the error is one clear line. Our own files take their names only when they are whole.
+Only regular files are read: opening a pipe waits until somebody writes to it, a device may give bytes without end, and
 some devices act when they are opened.
 """
 
@@ -19,10 +20,11 @@ from penstock.errors import BadRequest, BrokenModel, StorageFailed
 from penstock.spec.codec import loads_json
 from penstock.units import MIB
 
-# Configs, templates, plans, machines, prompts, texts to be scored. The longest that we know of are plans cut at every
-# granule (some 10 MB for 405 billion parameters). Of a text, tokenizing takes about 180 times its bytes of memory.
+# The most bytes of a config, template, plan, machine, prompt, or text to be scored. The longest that we know of are
+# plans cut at every granule (some 10 MB for 405 billion parameters). To tokenize a text takes about 180 times its bytes
+# of memory.
 MAX_TEXT_BYTES = 16 * MIB
-# The small files of a model's folder that are taken as they are, tokenizer.json among them.
+# The most bytes of a small file of a model's folder that is copied as it is, such as tokenizer.json.
 MAX_COPIED_BYTES = 200_000_000
 
 _ASIDE = re.compile(r"\.penstock-[0-9a-f]{16}\.tmp")
@@ -31,7 +33,7 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a so
 
 @contextmanager
 def storage_errors(verb: str, path: Path) -> Iterator[None]:
-    """Raises StorageFailed, "cannot read FILE: why", for an OSError inside."""
+    """Turns an OSError inside into StorageFailed, "cannot VERB PATH: why"."""
     try:
         yield
     except OSError as error:
@@ -40,7 +42,7 @@ def storage_errors(verb: str, path: Path) -> Iterator[None]:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """As `storage_errors`, of a model's file. Raises BrokenModel where the file is missing, StorageFailed else."""
+    """As `storage_errors`, for reading a model's file: BrokenModel where the file is missing, else StorageFailed."""
     with storage_errors("read", file):
         try:
             yield
@@ -49,12 +51,12 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def open_regular(file: Path) -> int:
-    """A descriptor to read a regular file, or the one that a link leads to.
+    """A descriptor to read a regular file, or the regular file that a link leads to.
 
-    Raises OSError, and BrokenModel for anything else of that name.
+    Raises OSError, and BrokenModel where the name is that of anything else.
     """
     require_regular(file, file.stat())
-    # The name may lead to a pipe by now: O_NONBLOCK, and a second look.
+    # Meanwhile the name may have come to lead to a pipe: hence O_NONBLOCK, and a second look.
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
     try:
         require_regular(file, os.fstat(fd))
@@ -72,7 +74,7 @@ def load(file: Path, max_bytes: int) -> bytes:
         size, content = os.fstat(stream.fileno()).st_size, b""
         if size <= max_bytes:
             content = stream.read(size + 1)
-            if len(content) > size:  # it grows, or is one of those under /proc, which say 0
+            if len(content) > size:  # the file grows, or lies under /proc, where files have size 0
                 content += stream.read(max_bytes + 1 - len(content))
                 size = len(content)
     if size > max_bytes:
@@ -86,7 +88,7 @@ def load_text(file: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
 
 
 def read_bytes(file: Path, max_bytes: int) -> bytes:
-    """`load`, and BrokenModel where the file is missing, StorageFailed where it cannot be read."""
+    """As `load`, but raises BrokenModel where the file is missing, and StorageFailed where it cannot be read."""
     with reading(file):
         return load(file, max_bytes)
 
@@ -109,23 +111,23 @@ def read_json(file: Path, max_bytes: int = MAX_TEXT_BYTES) -> dict[str, Any]:
 
 
 def parse_json(content: bytes, file: Path) -> dict[str, Any]:
-    """The JSON object that `file` holds; a byte-order mark before it is no part of it. Raises BrokenModel."""
+    """The JSON object that is the `content` of `file`. A byte-order mark before it is skipped. Raises BrokenModel."""
     try:
-        found = loads_json(_decode(content, file))
+        value = loads_json(_decode(content, file))
     except (ValueError, RecursionError) as error:
         raise BrokenModel(f"{file} is not JSON: {no_json(error)}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise BrokenModel(f"{file} should hold a JSON object")
-    return found
+    return value
 
 
 def no_json(error: Exception) -> str:
-    """Why a text is no JSON, by the ValueError or RecursionError of who read it."""
+    """Why a text is no JSON, by the ValueError or RecursionError that its parser raised."""
     return "it nests too deep" if isinstance(error, RecursionError) else str(error).splitlines()[0]
 
 
 def read_json_if_there(file: Path) -> dict[str, Any]:
-    """`read_json`, {} where there is no such name."""
+    """As `read_json`, but {} where there is no such file."""
     return read_json(file) if os.path.lexists(file) else {}
 
 
@@ -138,31 +140,32 @@ def require_regular(file: Path, status: os.stat_result) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What an output is: files of this kind begin with `prefix`. `name` with its article: "a trace"."""
+    """A kind of output file. `name`: with its article, as "a trace". `prefix`: all files of the kind begin with it."""
 
     name: str
     prefix: bytes
 
 
 class Output:
-    """A file that is written aside, under a name that nobody can guess, and takes its own name by `commit`.
+    """A file that is written aside, under a name that nobody can guess. `commit` gives it its own name.
 
-    A context manager: what was not committed is gone at its end, and the file that was there before is as it was.
-    With a `kind`, `file` is one that the user named: it may be new, empty, or a file of that kind; anything else is
-    refused (BadRequest), at once and again right before the rename. Without one it is a file of our own, by its place.
-    Raises OSError.
+    A context manager. Where nothing was committed, the file that was there before is as it was.
+
+    With a `kind`, `file` is one that the user named. It must be new, empty, or a file of that kind. This is checked at
+    once, and again right before the rename. Without a `kind`, `file` is one of our own by its place. Raises OSError,
+    and BadRequest for a file of the user's that may not be replaced.
     """
 
     def __init__(self, file: Path, kind: Kind | None = None) -> None:
         self._file, self._kind = file, kind
         self._require_replaceable()
         self._aside = file.with_name(f".penstock-{os.urandom(8).hex()}.tmp")
-        # O_EXCL: never a file that is there already, nor through a link that was planted.
+        # O_EXCL: never writes to a file that is there already, nor through a link that somebody planted.
         fd = os.open(self._aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self.stream = os.fdopen(fd, "wb")
 
     def commit(self) -> None:
-        """Syncs and renames: a reader sees the old file or the whole new one."""
+        """Syncs and renames: a reader sees either the old file or the whole new one. Raises as `Output`."""
         self.stream.flush()
         os.fsync(self.stream.fileno())
         self._require_replaceable()
@@ -172,7 +175,7 @@ class Output:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # what a full disk has no room for is not wanted any more
+        with suppress(OSError):  # of a full disk: the bytes are not wanted any more
             self.stream.close()
         with suppress(OSError):
             self._aside.unlink()
@@ -182,29 +185,30 @@ class Output:
             return
         try:
             with os.fdopen(open_regular(self._file), "rb") as stream:
-                begins = stream.read(len(self._kind.prefix))
+                beginning = stream.read(len(self._kind.prefix))
         except FileNotFoundError:
             return
         except BrokenModel as error:
             raise BadRequest(error.message) from None
-        if begins and begins != self._kind.prefix:
+        if beginning and beginning != self._kind.prefix:
             raise BadRequest(f"{self._file} holds something else than {self._kind.name}, and stays: name another file")
 
 
 def write_bytes(file: Path, content: bytes, kind: Kind | None = None) -> None:
-    """`Output` in one step. Raises OSError, and BadRequest where `kind` forbids it."""
+    """Writes a whole file by `Output`. Raises OSError, and BadRequest where `kind` forbids to replace the file."""
     with Output(file, kind) as output:
         output.stream.write(content)
         output.commit()
 
 
 def is_aside(name: str) -> bool:
-    """Whether an `Output` has such a name before it is whole; one that lies about was left by a kill."""
+    """Whether an `Output` has such a name before it is committed. A file of such a name was left by a process that was
+    killed, if nobody is writing it."""
     return _ASIDE.fullmatch(name) is not None
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder survive a power cut."""
+    """Syncs a folder, so that the names in it survive a power cut. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -1,8 +1,12 @@
-"""The header of a safetensors file, read without trusting it.
+"""Reads the header of a safetensors file without trusting it.
 
-A safetensors file is: its header's length (8 bytes, little endian), the header (a JSON object, name →
-{dtype, shape, data_offsets}), the data. Offsets count from the end of the header. Source: the README of the
-safetensors library, "Format"; the cap of 100 MB on the header is that library's too.
+A safetensors file has three parts:
+
+    8 bytes    the header's length, little-endian
+    header     a JSON object: name → {dtype, shape, data_offsets}
+    data       the tensors; offsets count from the end of the header
+
+Source: the README of the safetensors library, "Format". The cap of 100 MB on the header is that library's too.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from penstock.store.files import no_json, open_regular, reading
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIM = 2**48
 
-# Bits per element. Those that no weight of ours comes in are known too, so that a file may hold them.
+# Bits per element. Types in which no weight that we read comes are known too, so that a file may hold them.
 DTYPE_BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F6_E2M3": 6,
     "F6_E3M2": 6, "F4": 4, "C64": 64, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32,
@@ -29,7 +33,7 @@ DTYPE_BITS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """`offset`: bytes from the start of the file to the tensor's first element."""
+    """A tensor of a file. `offset`: bytes from the start of the file to the tensor's first element."""
 
     name: str
     dtype: str
@@ -40,7 +44,7 @@ class TensorInfo:
 
 
 class Header(NamedTuple):
-    """`data_offset`: where the data starts, in bytes from the start of the file."""
+    """A file's header. `data_offset`: bytes from the start of the file to the data."""
 
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
@@ -49,7 +53,7 @@ class Header(NamedTuple):
 
 
 def quoted(name: str) -> str:
-    """A name out of a file, made fit for a one-line message."""
+    """A name out of a file, escaped and cut to at most 100 characters, for a message of one line."""
     text = repr(name)
     return text if len(text) <= 100 else text[:97] + "..."
 
@@ -57,8 +61,8 @@ def quoted(name: str) -> str:
 def read_header(file: Path) -> Header:
     """Reads and checks one file's header.
 
-    Raises BrokenModel (the line names the file and the tensor), UnsupportedModel for an element type that
-    nobody has defined, StorageFailed where the file cannot be read.
+    Raises BrokenModel, which names the file and the tensor; UnsupportedModel for an unknown element type;
+    StorageFailed where the file cannot be read.
     """
     with reading(file), os.fdopen(open_regular(file), "rb", buffering=0) as stream:
         file_bytes = os.fstat(stream.fileno()).st_size

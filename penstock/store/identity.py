@@ -1,11 +1,11 @@
-"""Which packed model in the cache a checkpoint leads to.
+"""Finds the packed model in the cache that a checkpoint was packed to.
 
 As long as size, times and inode of a checkpoint's files stay the same, their content is taken to be the same. Where
-they have changed, packing is done again without writing, and the checksums of its result decide.
+they have changed, the checkpoint is packed again without writing, and the checksums of the result decide.
 
-No hash of the checkpoint is kept, because every first start would pay for it: SHA-256 takes 1.0 to 1.8 s of processor
-time per GB and reads the checkpoint once more, where packing takes 2.6 s (int4) or 1.4 s (bfloat16). The packed model's
-own checksums say as much. They cost something only when they are asked: as much as packing without the writing.
+No hash of the checkpoint is kept, for every first start would pay for it. SHA-256 takes 1.0 to 1.8 s of processor time
+per GB and reads the checkpoint once more, where packing takes 2.6 s (int4) or 1.4 s (bfloat16). The packed model's own
+checksums tell as much. To compare them costs as much as packing without the writing, and only where files changed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from penstock.store.writer import Fill, Progress
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """A file as the file system describes it. No program can set the time of change (ctime): two archives with the same
-    fixed times, unpacked one over the other, differ in nothing else where the inode is taken again."""
+    """A file as the file system describes it. The time of change (ctime) is in it, for no program can set it: where two
+    archives with the same fixed times are unpacked one over the other, files of the same size may differ in nothing
+    else, if the inode is taken again."""
 
     size_bytes: int
     mtime_ns: int
@@ -50,8 +51,8 @@ def stamps(folder: Path) -> dict[str, Stamp]:
 
 
 def unchanged(before: Mapping[str, Stamp], now: Mapping[str, Stamp]) -> frozenset[str]:
-    """Names of the files that are the same by their stamps. None are where the index changed: it may give another
-    file's tensor the same name."""
+    """Names of the files whose stamps are the same. Empty where the index changed, for a tensor's name may then lead to
+    another file."""
     if before.get(INDEX) != now.get(INDEX):
         return frozenset()
     return frozenset(name for name in now if before.get(name) == now[name])
@@ -60,10 +61,11 @@ def unchanged(before: Mapping[str, Stamp], now: Mapping[str, Stamp]) -> frozense
 def find_same(
     src: Path, weights: Format, candidates: Mapping[Path, Collection[str]], progress: Progress | None = None
 ) -> Path | None:
-    """The packed model among `candidates` that packing the checkpoint `src` would write again, to the byte; None where
-    there is none. `candidates`: to each packed model the names of files of `src` that it is known to come from.
+    """The packed model among `candidates` that packing the checkpoint `src` would write again, to the byte. None where
+    there is none. `candidates`: packed model → names of files of `src` that it is known to come from; a part that comes
+    from these alone is not compared.
 
-    The smallest parts are compared first: most models that differ do so in their norms. Raises as `pack`.
+    The smallest parts are compared first, for models that differ mostly differ in their norms. Raises as `pack`.
     """
     if not candidates:
         return None
@@ -88,22 +90,23 @@ def find_same(
 
 
 def _alike(folder: Path, packing: Packing) -> Packed | None:
-    """A packed model that differs from what packing would write in weights alone, if at all."""
+    """Opens the packed model `folder`. None where its small files or the layout of its parts differ from what packing
+    would write, so that its weights need not be compared."""
     for name in (CONFIG, *COPIED):
-        there = read_bytes(folder / name, MAX_COPIED_BYTES) if (folder / name).is_file() else None
-        if there != packing.extras.get(name):
+        content = read_bytes(folder / name, MAX_COPIED_BYTES) if (folder / name).is_file() else None
+        if content != packing.extras.get(name):
             return None
     packed = open_packed(folder)
     return packed if packed.sums is not None and tuple(packed.parts.values()) == packing.parts else None
 
 
 def _sums(part: Part, fill: Fill) -> Iterator[tuple[int, bytes]]:
-    """Checksums of the granules that packing would write, some at a time, each with its offset in bytes among the
-    part's checksums."""
+    """Checksums of the granules that packing would write, some granules at a time: (offset in bytes among the part's
+    checksums, checksums)."""
     step = max(1, STAGE_BYTES // part.granule_bytes)
-    made = np.empty((min(step, part.granules), part.granule_bytes), np.uint8)
+    buffer = np.empty((min(step, part.granules), part.granule_bytes), np.uint8)
     for lo in range(0, part.granules, step):
-        granules = made[: min(lo + step, part.granules) - lo]
+        granules = buffer[: min(lo + step, part.granules) - lo]
         fill(part, lo, lo + len(granules), granules.reshape(-1))
         yield SUM_BYTES * lo, _native.granule_sums(granules.ctypes.data, len(granules), part.granule_bytes)
 

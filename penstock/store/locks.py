@@ -1,4 +1,4 @@
-"""Locks on folders between processes: shared while a folder is read, exclusive while it is written or removed."""
+"""Locks folders between processes: shared while a folder is read, exclusive while it is written or removed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FolderLock:
             return False
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Ends the lock. A second call does nothing."""
         self._close()
 
     def __enter__(self) -> FolderLock:
@@ -34,19 +34,19 @@ class FolderLock:
 
 
 def lock_folder(folder: Path, *, exclusive: bool, wait: bool) -> FolderLock | None:
-    """The lock; None where the folder is not there, or where another holder stands against it and `wait` is False.
+    """Locks a folder. None where the folder is not there, or where another lock is in the way and `wait` is False.
 
-    Two locks of one process stand against each other as those of two processes do. On a file system without locks
-    nobody stands against anybody. Raises OSError for what is no folder or may not be opened.
+    Two locks of one process are in each other's way as those of two processes are. On a file system without locks no
+    lock is in the way. Raises OSError for anything but a folder, and for a folder that may not be opened.
     """
-    how = (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | (0 if wait else fcntl.LOCK_NB)
+    operation = (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | (0 if wait else fcntl.LOCK_NB)
     while True:
         try:
             lock = FolderLock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         except FileNotFoundError:
             return None
         try:
-            fcntl.flock(lock._fd, how)
+            fcntl.flock(lock._fd, operation)
         except BlockingIOError:
             lock.close()
             return None
@@ -54,4 +54,4 @@ def lock_folder(folder: Path, *, exclusive: bool, wait: bool) -> FolderLock | No
             return lock
         if lock.is_at(folder):
             return lock
-        lock.close()  # it was renamed or removed meanwhile: the name may be another folder's now
+        lock.close()  # the folder was renamed or removed meanwhile: another one may have its name now

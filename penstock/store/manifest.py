@@ -1,4 +1,6 @@
-"""`penstock.json`: what lies where in a packed model, and what its bytes are compared with. Standard library only.
+"""Reads and writes `penstock.json`, which says what lies where in a packed model, and has its checksums.
+
+Only the standard library is used here.
 
 Of version 3 on, each byte of a packed model's folder has one checksum:
 
@@ -32,13 +34,14 @@ SCHEMA, VERSION, UNCHECKED_VERSION = "penstock.packed", 3, 2
 FILE = "penstock.json"
 CONFIG = "config.json"
 SUMS = "penstock.sums"
-SUM_BYTES = 8  # a granule's checksum
-RECORD = "source.json"  # of a copy in the cache (`store.copies`)
+SUM_BYTES = 8  # of a granule's checksum
+RECORD = "source.json"  # the record of a copy in the cache (`store.copies`)
 MAX_BYTES = 100_000_000
 SHARD_NAME = re.compile(r"model-\d{5}\.safetensors")
 SMALL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
-# Copied beside the shards where the checkpoint has them. Some keep the chat template in a file of its own.
+# Files that are copied beside the shards where the checkpoint has them. In some checkpoints the chat template is a file
+# of its own.
 COPIED = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
@@ -46,14 +49,14 @@ COPIED = (
 )  # fmt: skip
 USED_FOLDER = "additional_chat_templates"  # in a checkpoint; a packed model has none
 
-AGAIN = "pack the checkpoint again (--no-verify takes it as it is)"  # what a damaged model's user can do
+AGAIN = "pack the checkpoint again (--no-verify takes it as it is)"  # the advice for a damaged model
 _SEAL = re.compile(r',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBlock:
-    """One matrix inside each granule, in tiles or row by row (`spec.format`). `format` by name, as
-    `parse_format` reads it."""
+    """One matrix inside each granule, in tiles or row by row (`spec.format`). `format`: by name, as `parse_format`
+    reads it. `offset`: in bytes from the granule's begin."""
 
     name: str
     rows: int
@@ -83,8 +86,8 @@ class PackedPart:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Parts in the order in which a pass reads them. `total_bytes`: of all parts. `files`: empty where an older version
-    packed, whose bytes cannot be checked."""
+    """All of penstock.json. `parts`: in the order in which a pass reads them. `total_bytes`: of all parts. `files`:
+    empty in a model that an older version packed, whose bytes cannot be checked."""
 
     weights: str
     total_bytes: int
@@ -98,7 +101,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """A file beside the shards: all of it, SHA-256 in hexadecimal."""
+    """A small file beside the shards. `sha256`: of all its bytes, in hexadecimal."""
 
     name: str
     nbytes: int
@@ -106,7 +109,7 @@ class PackedFile:
 
 
 class Shard(NamedTuple):
-    """One file to be: its name, its header with the length prefix, and its parts with their offsets."""
+    """A file of weights, to be written. `header`: with the length prefix. `parts`: with their offsets in the file."""
 
     name: str
     header: bytes
@@ -127,8 +130,8 @@ def describe_file(name: str, content: bytes) -> PackedFile:
 
 
 def shards(parts: tuple[Part, ...], shard_bytes: int, first: int = 0) -> tuple[Shard, ...]:
-    """Cuts the parts, in order, into files of at most `shard_bytes` of data, and of at least one part. `first`: files
-    before these."""
+    """Cuts the parts, in order, into files of at most `shard_bytes` of data; a part that is larger has a file of its
+    own. `first`: how many files come before these."""
     if not parts:
         return ()
     groups: list[list[Part]] = [[]]
@@ -140,15 +143,15 @@ def shards(parts: tuple[Part, ...], shard_bytes: int, first: int = 0) -> tuple[S
 
 
 def spread_shards(parts: tuple[Part, ...], shard_bytes: int) -> tuple[tuple[Shard, ...], frozenset[str]]:
-    """The same for two disks, and the names of those for the second. Part after part goes where less lies so far, so
-    that at any place of a pass both disks have about as much to read."""
-    sides: tuple[list[Part], list[Part]] = ([], [])
+    """As `shards`, but for two disks: all files, and the names of those for the second disk. Each part goes to the disk
+    that has fewer bytes so far, so that at any point of a pass both disks have had about as much to read."""
+    disks: tuple[list[Part], list[Part]] = ([], [])
     for part in parts:
-        fewer = min(sides, key=lambda side: sum(p.nbytes for p in side))
-        fewer.append(part)
-    here = shards(tuple(sides[0]), shard_bytes)
-    there = shards(tuple(sides[1]), shard_bytes, len(here))
-    return here + there, frozenset(shard.name for shard in there)
+        emptier = min(disks, key=lambda disk: sum(p.nbytes for p in disk))
+        emptier.append(part)
+    on_first = shards(tuple(disks[0]), shard_bytes)
+    on_second = shards(tuple(disks[1]), shard_bytes, len(on_first))
+    return on_first + on_second, frozenset(shard.name for shard in on_second)
 
 
 def shard(name: str, parts: list[Part]) -> Shard:
@@ -161,7 +164,8 @@ def shard(name: str, parts: list[Part]) -> Shard:
         shape = [part.granules, part.granule_bytes]
         entries[part.key] = {"dtype": "U8", "shape": shape, "data_offsets": [begins[-1], end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    # safetensors allows spaces after the header. Every part is a multiple of 4096 bytes, so all are aligned.
+    # safetensors allows spaces after the header, which align the first part to 4096 bytes. Every part is a multiple of
+    # 4096 bytes, so all parts are aligned.
     data = round_up(8 + len(text), PAGE_BYTES)
     header = (data - 8).to_bytes(8, "little") + text.ljust(data - 8)
     return Shard(name, header, tuple((part, data + begin) for part, begin in zip(parts, begins, strict=True)))
@@ -178,24 +182,25 @@ def seal(text: str) -> str:
 
 
 def loads(text: str, where: str) -> Manifest:
-    """Raises BadRequest as `codec.loads`, and DamagedModel for another text than `dumps` wrote."""
-    found = codec.from_json(Manifest, _parse(text, where), where)
-    for part in found.parts:
+    """Reads penstock.json. `where`: its path, for messages. Raises BadRequest as `codec.loads`, and DamagedModel for a
+    text that `dumps` did not write."""
+    manifest = codec.from_json(Manifest, _parse(text, where), where)
+    for part in manifest.parts:
         if not SHARD_NAME.fullmatch(part.file):
             raise BadRequest(
                 f"{where} has {quoted(part.key)} in the file {quoted(part.file)}, which is no shard's name"
             )
-    if found.files:
-        _check_files(found.files, where)
-    return found
+    if manifest.files:
+        _check_files(manifest.files, where)
+    return manifest
 
 
 def loads_files(text: str, where: str) -> tuple[PackedFile, ...]:
-    """`Manifest.files` alone, in a tenth of the time. Raises as `loads`."""
-    found = codec.from_json(_Files, {"files": _parse(text, where).get("files", [])}, where)
-    if found.files:
-        _check_files(found.files, where)
-    return found.files
+    """Reads only `Manifest.files`, in a tenth of the time. Raises as `loads`."""
+    files = codec.from_json(_Files, {"files": _parse(text, where).get("files", [])}, where).files
+    if files:
+        _check_files(files, where)
+    return files
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +228,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
 
 
 def _without_crcs(data: dict[str, Any], where: str) -> dict[str, Any]:
-    """What version 2 wrote, less the checksum of each part."""
+    """The fields that version 2 wrote, without the checksum of each part."""
     parts = data.get("parts")
     if "files" in data or not isinstance(parts, list):
         raise BadRequest(f"{where} is not of version {UNCHECKED_VERSION}, which it claims to be")
@@ -234,7 +239,8 @@ def _without_crcs(data: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _check_files(files: tuple[PackedFile, ...], where: str) -> None:
-    """Listed are plain names in the model's own folder, config.json and the granules' checksums among them."""
+    """Raises BadRequest unless the list has only plain names in the model's own folder, with config.json and the
+    granules' checksums among them."""
     names = [file.name for file in files]
     for file in files:
         if not SMALL_NAME.fullmatch(file.name) or SHARD_NAME.fullmatch(file.name) or file.name == FILE:

@@ -1,7 +1,8 @@
-"""`penstock pack`: a checkpoint becomes a packed model, granule by granule.
+"""Packs a checkpoint into a packed model, granule by granule, for `penstock pack`.
 
-Peak memory is a base of some 60 MiB, two 8 MiB stages, the granules being encoded, and the largest tensor
-that is cut by columns (`down`, `o`): its rows lie apart in the file, so it is read once and kept.
+Peak memory is the sum of a base of some 60 MiB, two stages of 8 MiB, the granules being encoded, and the largest tensor
+that is cut by columns (`down`, `o`). The columns of a granule lie apart in the file, so such a tensor is read once and
+kept.
 """
 
 from __future__ import annotations
@@ -51,15 +52,17 @@ def pack(
 ) -> Path:
     """Packs the checkpoint folder `src` into the new folder `dst` and returns `dst`.
 
-    `weights`: the format of every matrix but positions and projections, which keep the checkpoint's own, as
-    all do by default; norms and biases become float32. `spread`: a folder on a second disk, which gets half of the
-    bytes, so that both disks read at once. Interrupted, the same call goes on where it stopped.
-    `progress(bytes_done, bytes_total, part_key)` is called some hundred times per GB. `check(folder)`: what else must
-    hold of the checkpoint; called before anything is written, and after all that is quicker to check. `waiting`,
-    `writing`: for a `dst` that several processes may want at once (`store.writer`).
+    `weights`: the format of every matrix, None for the checkpoint's own. Positions and projections always keep the
+    checkpoint's own; norms and biases become float32. `spread`: a folder on a second disk, which gets half of the
+    bytes, so that both disks can be read at once. `progress(bytes_done, bytes_total, part_key)` is called some hundred
+    times per GB. `check(folder)`: another check of the checkpoint, which may raise; it is called before anything is
+    written, after the quicker checks here. `waiting`, `writing`: for a `dst` that several processes may want at once
+    (`store.writer`).
 
-    Raises BadRequest (`src` is no checkpoint, `dst` is there already), BrokenModel, UnsupportedModel,
-    StorageFailed (a full disk names need and have).
+    After an interrupted call the same call goes on where that stopped.
+
+    Raises BadRequest where `src` is no checkpoint or `dst` is there already; BrokenModel; UnsupportedModel;
+    StorageFailed, which for a full disk has the bytes needed and free.
     """
     if is_packed(src):
         raise BadRequest(f"{src} is packed already: give the checkpoint that it was packed from")
@@ -73,7 +76,7 @@ def pack(
 
 @contextmanager
 def opened(src: Path, weights: Format | None) -> Iterator[Packing]:
-    """A checkpoint that can be packed: headers, shapes and small files are read and checked. Raises as `pack`."""
+    """Opens a checkpoint for packing: reads and checks headers, shapes and small files. Raises as `pack`."""
     config, spec = read_config(src)
     folder = src if src.is_dir() else src.parent
     with Checkpoint.open(folder) as checkpoint:
@@ -91,32 +94,34 @@ def opened(src: Path, weights: Format | None) -> Iterator[Packing]:
 
 
 def own_format(src: Path) -> Format:
-    """What `pack` keeps of a checkpoint's folder where no format is asked for: headers are read, no weights. Raises as
-    `pack`."""
+    """The format that `pack` gives to the weights of a checkpoint's folder where no other one is asked for. Reads
+    headers, and no weights. Raises as `pack`."""
     _, spec = read_config(src)
     with Checkpoint.open(src) as checkpoint:
         return Format(_own_dtype(checkpoint, spec))
 
 
 def threads() -> int:
-    # One more than cores, since a reading thread computes nothing; more than 8 only wait for the disk.
+    """How many threads encode."""
+    # One more than there are cores, for a thread that reads computes nothing. More than 8 only wait for the disk.
     return min(8, len(os.sched_getaffinity(0)) + 1)
 
 
 def _own_dtype(checkpoint: Checkpoint, spec: ModelSpec) -> str:
-    """The narrowest format that holds every matrix exactly. Headers are the last word, not config.json."""
-    by_name = {part.key: part for part in parts(spec, Format("float32"))}
-    found = {
+    """The narrowest format that holds every matrix exactly. It follows from the headers, whatever config.json says."""
+    by_key = {part.key: part for part in parts(spec, Format("float32"))}
+    dtypes = {
         checkpoint.weights(name).dtype
         for (key, block), source in sources_in(checkpoint, spec).items()
-        if (b := by_name[key].block(block)).tiled or b.rows > 1
-        for name in source.tensors(by_name[key].experts)
+        if (b := by_key[key].block(block)).tiled or b.rows > 1
+        for name in source.tensors(by_key[key].experts)
     }
-    return KINDS[found.pop()] if len(found) == 1 else "float32"
+    return KINDS[dtypes.pop()] if len(dtypes) == 1 else "float32"
 
 
 def _config_bytes(file: Path, config: dict[str, Any], own: str) -> bytes:
-    """config.json as it is, unless it misstates the number format: the packed one must lead to what is packed."""
+    """The content of the packed model's config.json: the checkpoint's, but with the number format corrected to `own`
+    where it says another one, for the packed parts must follow from it."""
     key = "dtype" if config.get("dtype") is not None else "torch_dtype"
     if str(config.get(key, "float32")).removeprefix("torch.") == own:
         return read_bytes(file, MAX_COPIED_BYTES)
@@ -124,7 +129,8 @@ def _config_bytes(file: Path, config: dict[str, Any], own: str) -> bytes:
 
 
 def _stamp(checkpoint: Checkpoint, extras: dict[str, bytes]) -> list[list[Any]]:
-    """What a resumed call must find unchanged: names, sizes and times of the weights, and the small files."""
+    """Everything that must be unchanged for a call to be resumed: names, sizes and times of the files of weights, and
+    names, sizes and CRCs of the small files."""
     stamps: list[list[Any]] = []
     for file in checkpoint.files:
         status = file.stat()
@@ -134,7 +140,8 @@ def _stamp(checkpoint: Checkpoint, extras: dict[str, bytes]) -> list[list[Any]]:
 
 @dataclass(frozen=True)
 class Packing:
-    """Reads blocks of parts out of a checkpoint and encodes them. `extras`: the small files to lie beside them."""
+    """Reads blocks of parts out of a checkpoint and encodes them. `extras`: the small files beside the weights, by
+    name."""
 
     checkpoint: Checkpoint
     parts: tuple[Part, ...]
@@ -143,10 +150,10 @@ class Packing:
     extras: dict[str, bytes]
 
     def check_shapes(self, says_experts: str) -> None:
-        """Every tensor is there, of the shape that the spec leads to. `says_experts`: what config.json says of their
-        number. Raises BrokenModel, UnsupportedModel."""
+        """Checks that every tensor is there and has the shape that follows from the spec. `says_experts`: a clause
+        about the number of experts in config.json, for messages. Raises BrokenModel, UnsupportedModel."""
         needed: dict[str, tuple[TensorInfo, list[int]]] = {}
-        by_expert: set[str] = set()  # tensors with as many rows, or matrices, as there are experts
+        by_expert: set[str] = set()  # names of tensors that have as many rows, or matrices, as there are experts
         for part in self.parts:
             for block in part.blocks:
                 source = self.sources[part.key, block.name]
@@ -160,19 +167,19 @@ class Packing:
                     before[axis] = max(before[axis], shape[axis])
         for name, (tensor, shape) in needed.items():
             if list(tensor.shape) != shape:
-                found = list(tensor.shape)
-                why = f": it {says_experts}" if name in by_expert and found[1:] == shape[1:] else ""
+                has_shape = list(tensor.shape)
+                why = f": it {says_experts}" if name in by_expert and has_shape[1:] == shape[1:] else ""
                 raise BrokenModel(
-                    f"{tensor.file}: tensor {quoted(name)} has shape {found}; config.json leads to {shape}{why}"
+                    f"{tensor.file}: tensor {quoted(name)} has shape {has_shape}; config.json leads to {shape}{why}"
                 )
 
     def files(self, part: Part) -> set[str]:
-        """Names of the checkpoint's files that a part comes from."""
+        """Names of the checkpoint's files that hold the tensors of a part."""
         names = (name for b in part.blocks for name in self.sources[part.key, b.name].tensors(part.experts))
         return {self.checkpoint.find(name).file.name for name in names}
 
     def filler(self, pool: ThreadPoolExecutor) -> Fill:
-        """The `Fill` of `write_packed`: every block of every granule is a job of its own."""
+        """The `Fill` that `write_packed` wants. Every block of every granule is a job of its own in the pool."""
 
         def fill(part: Part, lo: int, hi: int, out: npt.NDArray[Any]) -> None:
             out[:] = 0

@@ -1,6 +1,6 @@
-"""Opening packed models: everything but the weights is checked, and the places of the weights are told.
+"""Opens packed models: checks everything but the weights, and tells where the weights lie.
 
-The movers read the weights, and check each granule when they read it first. Standard library only.
+The movers read the weights, and check each granule when they read it first. Only the standard library is used here.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ T = TypeVar("T")
 
 MAX_CONFIG_BYTES = 16_000_000
 
-# What the tokenizer costs at its peak, per byte of tokenizer.json. BPE files of 65 k to 256 k entries took 9 to 19 (270
-# for each string in them, however the JSON is laid out), one without any white space 23.
+# Bytes of memory that the tokenizer takes at its peak, per byte of tokenizer.json. BPE files of 65 k to 256 k entries
+# took 9 to 19 (270 for each string in them, however the JSON is laid out), one without any white space 23.
 TOKENIZER_PEAK = 16
 
 
 class Location(NamedTuple):
-    """A part: `nbytes` at `offset` (a multiple of 4096) of `Packed.files[file_index]`."""
+    """Where a part lies: `nbytes` at `offset` (a multiple of 4096) of `Packed.files[file_index]`."""
 
     file_index: int
     offset: int
@@ -43,8 +43,8 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """A packed model that passed the checks of `open_packed`. `parts` stand in the order in which a pass reads them.
-    `sums`: the checksums of all granules, part after part, 8 bytes each; None: granules are not to be compared."""
+    """A packed model that passed the checks of `open_packed`. `parts`: by key, in the order in which a pass reads them.
+    `sums`: the checksums of all granules, part after part, 8 bytes each; None where granules are not to be compared."""
 
     folder: Path
     spec: ModelSpec
@@ -63,7 +63,7 @@ class Packed:
 
     @property
     def first_granules(self) -> dict[str, int]:
-        """For each part the granules of all parts before it: its checksums begin at SUM_BYTES times that."""
+        """For each part the number of granules in all parts before it. Its checksums begin at SUM_BYTES times that."""
         firsts, count = {}, 0
         for key, part in self.parts.items():
             firsts[key] = count
@@ -71,14 +71,14 @@ class Packed:
         return firsts
 
     def sums_of(self, part_key: str) -> bytes:
-        """Checksums of a part's granules, in order, of a model that has them."""
+        """The checksums of a part's granules, in order. Only of a model that has checksums."""
         assert self.sums is not None
         begin = SUM_BYTES * self.first_granules[part_key]
         return self.sums[begin : begin + SUM_BYTES * self.parts[part_key].granules]
 
     def locate(self, part_key: str, lo: int, hi: int) -> tuple[Path, int, int]:
-        """Where granules lo..hi of a part lie: file, offset, bytes. One contiguous, aligned range.
-        Raises ValueError for granules that the part does not have."""
+        """Where granules lo..hi of a part lie: (file, offset, bytes). This is one contiguous range, aligned to 4096
+        bytes. Raises ValueError for granules that the part does not have."""
         part, location = self.parts[part_key], self.locations[part_key]
         if not 0 <= lo <= hi <= part.granules:
             raise ValueError(f"{part_key} has {part.granules} granules, not {lo}..{hi}")
@@ -87,20 +87,23 @@ class Packed:
 
 
 def is_packed(folder: Path) -> bool:
-    return os.path.lexists(folder / manifests.FILE)  # opening it refuses by name a penstock.json that is not ours
+    """Whether a folder holds a penstock.json. Opening the model refuses one that is not ours, by its name."""
+    return os.path.lexists(folder / manifests.FILE)
 
 
 def has_sums(folder: Path) -> bool:
-    """Whether every byte of a packed model can be checked: those of an older version cannot. Raises BrokenModel where
-    penstock.json cannot be read."""
+    """Whether a packed model has checksums of all its bytes; one that an older version packed has not. Raises
+    BrokenModel where penstock.json cannot be read."""
     return bool(read_files(folder))
 
 
 def read_config(path: Path, listed: Sequence[PackedFile] = ()) -> tuple[dict[str, Any], ModelSpec]:
-    """`path`: a model's folder, or its config.json. The spec counts a tokenizer.json that stands beside it. `listed`:
-    the files of the packed model that config.json belongs to, which it is compared with.
+    """Reads config.json, and the ModelSpec that follows from it. `path`: a model's folder, or its config.json. The spec
+    counts the bytes of a tokenizer.json beside it. `listed`: the files that a packed model lists; config.json is
+    compared with its checksum among them.
 
-    Raises BadRequest (nothing there), BrokenModel (no JSON), DamagedModel, UnsupportedModel (unknown model type).
+    Raises BadRequest where there is none, BrokenModel where it is no JSON, DamagedModel, UnsupportedModel for an
+    unknown model type.
     """
     file = path / CONFIG if path.is_dir() else path
     if not file.exists():
@@ -120,36 +123,38 @@ def read_config(path: Path, listed: Sequence[PackedFile] = ()) -> tuple[dict[str
 
 
 def check_files(folder: Path) -> None:
-    """Compares all small files of a packed model with penstock.json; of an older version's model nothing is compared.
+    """Compares all small files of a packed model with penstock.json. Of a model that an older version packed nothing is
+    compared.
 
-    Raises DamagedModel for a file that has changed, and for a file that would be used and is not listed there. Other
-    files in the folder are left alone.
+    Raises DamagedModel for a file that has changed, and for a file that would be used but is not listed. Other files in
+    the folder are left alone.
     """
     listed = read_files(folder)
     if not listed:
         return
-    for each in listed:
-        file = folder / each.name
+    for small in listed:
+        file = folder / small.name
         _compare_file(file, read_bytes(file, MAX_COPIED_BYTES), listed)
-    names = {each.name for each in listed}
+    names = {small.name for small in listed}
     for name in (*COPIED, manifests.USED_FOLDER):
         if name not in names and os.path.lexists(folder / name):
             raise DamagedModel(f"{folder / name} was not there when the model was packed; {AGAIN}")
 
 
 def _compare_file(file: Path, content: bytes, listed: Sequence[PackedFile]) -> None:
-    """Raises DamagedModel. A file that is not listed has nothing to be compared with."""
-    for each in listed:
-        if each.name != file.name:
+    """Raises DamagedModel where a file's content differs from what is listed. A file that is not listed is not
+    compared."""
+    for small in listed:
+        if small.name != file.name:
             continue
-        if len(content) != each.nbytes:
-            raise DamagedModel(f"{file} has {len(content)} bytes, it was packed with {each.nbytes}; {AGAIN}")
-        if hashlib.sha256(content).hexdigest() != each.sha256:
+        if len(content) != small.nbytes:
+            raise DamagedModel(f"{file} has {len(content)} bytes, it was packed with {small.nbytes}; {AGAIN}")
+        if hashlib.sha256(content).hexdigest() != small.sha256:
             raise DamagedModel(f"{file} is damaged, or was changed after packing: its checksum does not fit; {AGAIN}")
 
 
 def damaged_granule(file: Path, part: str, granule: int) -> DamagedModel:
-    """The error where a granule is not what was packed."""
+    """The error for a granule whose bytes are not those that were packed."""
     return DamagedModel(
         f"{file}: granule {granule} of part {part} is damaged: its checksum does not fit; {AGAIN}",
         file=str(file),
@@ -159,14 +164,15 @@ def damaged_granule(file: Path, part: str, granule: int) -> DamagedModel:
 
 
 def open_packed(folder: Path, verify: bool = True) -> Packed:
-    """Opens a packed model: reads penstock.json, config.json, the shards' headers and the checksums, no weights.
+    """Opens a packed model: reads penstock.json, config.json, the shards' headers and the checksums, and no weights.
 
-    With `verify` each of these files is compared with its checksum, and the movers will compare the weights. A model of
-    an older version cannot be compared: a warning says so. penstock.json is always compared where it has a checksum.
+    With `verify` each of these files is compared with its checksum, and the movers will compare the weights. A model
+    that an older version packed cannot be compared; a warning says so. penstock.json is always compared if it has a
+    checksum.
 
-    Raises BadRequest where the folder holds no packed model, BrokenModel (one line: which file, what is
-    wrong) where it is truncated, inconsistent, or packed by another version, DamagedModel where bytes are not those
-    that were packed, StorageFailed where a second disk is missing.
+    Raises BadRequest where the folder holds no packed model; BrokenModel, which names the file, where it is truncated,
+    inconsistent, or packed by another version; DamagedModel where bytes are not those that were packed; StorageFailed
+    where a second disk is missing.
     """
     if not is_packed(folder):
         raise BadRequest(f"{folder} holds no packed model (no {manifests.FILE}): make one with `penstock pack`")
@@ -197,7 +203,8 @@ def open_packed(folder: Path, verify: bool = True) -> Packed:
 
 
 def part_disks(folder: Path) -> dict[str, Tier]:
-    """The disk of each part of a packed model; empty where the folder holds none."""
+    """The disk of each part of a packed model; empty where the folder holds none. Raises BrokenModel, DamagedModel,
+    StorageFailed."""
     if not is_packed(folder):
         return {}
     listed = read_manifest(folder).parts
@@ -206,7 +213,8 @@ def part_disks(folder: Path) -> dict[str, Tier]:
 
 
 def find_disks(files: Sequence[Path]) -> dict[Path, Tier]:
-    """The disk of each file, numbered in order of the file systems that files (or what links lead to) lie on."""
+    """The disk of each file. Each file system is a disk; they are numbered in the order in which files first lie on
+    them. A link counts as the file that it leads to. Raises StorageFailed where that is missing."""
     devices: dict[int, Tier] = {}
     disks = {}
     for file in files:
@@ -227,7 +235,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_files(folder: Path) -> tuple[PackedFile, ...]:
-    """The files that a packed model lists; none where an older version packed. Raises as `read_manifest`."""
+    """The small files that a packed model lists; none where an older version packed it. Raises as `read_manifest`."""
     return _read(folder, manifests.loads_files)
 
 
@@ -240,20 +248,20 @@ def _read(folder: Path, loads: Callable[[str, str], T]) -> T:
 
 
 def _compare(folder: Path, manifest: Manifest, derived: tuple[Part, ...]) -> None:
-    """Raises BrokenModel where penstock.json lists other parts than config.json leads to."""
+    """Raises BrokenModel where penstock.json lists other parts than those that follow from config.json."""
     where = folder / manifests.FILE
     keys, expected = [part.key for part in manifest.parts], [part.key for part in derived]
     again = "packed by another version, or config.json was changed: pack the checkpoint again"
     if keys != expected:
         wrong = next((k for k in expected + keys if k not in keys or k not in expected), "the order")
         raise BrokenModel(f"{where} does not fit {CONFIG} ({quoted(wrong)} differs); {again}")
-    for found, part in zip(manifest.parts, derived, strict=True):
-        if found != manifests.describe(part, found.file, found.offset):
+    for listed, part in zip(manifest.parts, derived, strict=True):
+        if listed != manifests.describe(part, listed.file, listed.offset):
             raise BrokenModel(f"{where} does not fit {CONFIG}: part {part.key} has another layout; {again}")
-        if not SHARD_NAME.fullmatch(found.file):
-            raise BrokenModel(f"{where}: part {part.key} lies in {quoted(found.file)}, which is no shard's name")
-        if found.offset < 0 or found.offset % PAGE_BYTES:
-            raise BrokenModel(f"{where}: part {part.key} lies at byte {found.offset}, no multiple of {PAGE_BYTES}")
+        if not SHARD_NAME.fullmatch(listed.file):
+            raise BrokenModel(f"{where}: part {part.key} lies in {quoted(listed.file)}, which is no shard's name")
+        if listed.offset < 0 or listed.offset % PAGE_BYTES:
+            raise BrokenModel(f"{where}: part {part.key} lies at byte {listed.offset}, no multiple of {PAGE_BYTES}")
     total = sum(part.nbytes for part in manifest.parts)
     if manifest.total_bytes != total:
         raise BrokenModel(f"{where}: total_bytes is {manifest.total_bytes}, the parts have {total}")
@@ -264,7 +272,7 @@ def _check_shard(file: Path, listed: list[PackedPart]) -> None:
     _require_target(file)
     try:
         header = read_header(file)
-    except (BrokenModel, UnsupportedModel) as error:  # an element type that nobody knows was U8 when it was packed
+    except (BrokenModel, UnsupportedModel) as error:  # Unsupported: an unknown element type, where packing wrote U8
         raise BrokenModel(f"{error.message}; pack the checkpoint again") from None
     if set(header.tensors) != {part.key for part in listed}:
         raise BrokenModel(f"{file} holds other parts than {manifests.FILE} lists")
@@ -281,12 +289,13 @@ def _compare_header(file: Path, parts: list[Part]) -> None:
     """Raises DamagedModel where a shard's header is not, to the byte, the one that follows from its parts."""
     expected = manifests.shard(file.name, parts).header
     with storage_errors("read", file), os.fdopen(open_regular(file), "rb") as stream:
-        found = stream.read(len(expected))
-    if found != expected:
+        header = stream.read(len(expected))
+    if header != expected:
         raise DamagedModel(f"{file} is damaged: its header is not what was packed; {AGAIN}")
 
 
 def _read_sums(file: Path, manifest: Manifest) -> bytes:
+    """The checksums of all granules. Raises BrokenModel, DamagedModel."""
     need = SUM_BYTES * sum(part.granules for part in manifest.parts)
     content = read_bytes(file, MAX_COPIED_BYTES)
     _compare_file(file, content, manifest.files)

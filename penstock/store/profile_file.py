@@ -1,4 +1,4 @@
-"""The profile of a model's routers, which lies beside its packed weights."""
+"""Keeps the profile of a model's routers in a file beside its packed weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_BYTES = 64 << 20
 
 
 def keep(profile: Profile, folder: Path) -> Path:
-    """Writes it beside a packed model, and returns where. Raises StorageFailed."""
+    """Writes the profile beside a packed model and returns its file. Raises StorageFailed."""
     file = folder / FILE
     with storage_errors("write", file):
         write_bytes(file, profiles.dumps(profile).encode())
@@ -23,11 +23,11 @@ def keep(profile: Profile, folder: Path) -> Path:
 
 
 def kept(folder: Path, spec: ModelSpec) -> Profile | None:
-    """The profile beside a packed model; None where there is none. Raises BadRequest and BrokenModel for one that is of
+    """The profile beside a packed model; None where there is none. Raises BadRequest and BrokenModel where it is of
     another model, or damaged."""
     file = folder / FILE
     if not os.path.lexists(file):
         return None
-    found = profiles.loads(read_text(file, MAX_BYTES), str(file))
-    found.check(spec, str(file))
-    return found
+    profile = profiles.loads(read_text(file, MAX_BYTES), str(file))
+    profile.check(spec, str(file))
+    return profile

@@ -1,13 +1,13 @@
-"""Weights in and out of the formats of `spec.format`, in numpy.
+"""Encodes weights in the formats of `spec.format` and decodes them, in numpy.
 
-Quantising is FlexGen's groupwise rule (Sheng et al. 2023, §4.3: min and max of each group, asymmetric),
-with one difference: the minimum is rounded down and the scale up to float16, so that every value of a
+Integer formats are quantised by FlexGen's groupwise rule (Sheng et al. 2023, §4.3: min and max of each group,
+asymmetric), with one difference. The minimum is rounded down to float16 and the scale up, so that every value of a
 group lies between the group's lowest and highest code and none is clipped. Then for every element
 
     |value - decode(encode(value))| <= scale / 2 + 2^-20 · max(|minimum|, |minimum + scale · levels|) + 2^-140
 
-with levels = 2^bits - 1. The second term bounds the float32 rounding of both directions, eight operations; the
-third is where float32 runs out of exponents.
+with levels = 2^bits - 1. The second term bounds the float32 rounding of both directions, eight operations. The third
+term counts where float32 runs out of exponents.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from penstock.spec.format import TILE_ROWS, Format, tiles
 
 Array = npt.NDArray[Any]
 
-# Elements worked on at a time: 512 KiB of float32 and their temporaries stay in a 2 MiB L2 cache, at 1.5 GB/s of
-# float32 per core for int4 (0.9 with groups of 32), and a granule of any size needs no more memory.
+# Elements encoded at a time. 512 KiB of float32 and their temporaries stay in an L2 cache of 2 MiB: 1.5 GB/s of float32
+# per core for int4 (0.9 with groups of 32). A granule of any size then needs no more memory.
 _CHUNK = 128 * 1024
 
 _MANTISSA_LIMIT = {"float16": 0x7C00, "bfloat16": 0x7F80}  # exponent all ones: infinite or NaN
@@ -37,13 +37,14 @@ def encode(
     out: Array | None = None,
     tiled: bool = True,
 ) -> Array:
-    """values [r, c] float32 (or float16, or uint16 holding bfloat16) → uint8 [fmt.matrix_bytes(rows, cols)],
-    or [fmt.plain_bytes(rows, cols)] row by row where not `tiled` (floats only).
+    """values [r, c] float32 (or float16, or uint16 holding bfloat16) → uint8 [fmt.matrix_bytes(rows, cols)] in tiles.
+    Where not `tiled` (floats only) the result is uint8 [fmt.plain_bytes(rows, cols)], row by row.
 
-    The matrix is padded with zero bits to `rows` × `cols` (default r × c): codes beyond the values are 0
-    and do not widen a group's range. Bits are copied where the values are in `fmt` already. `out` takes
-    the result where given. Raises BrokenModel for NaN or infinite values, UnsupportedModel for values that
-    the format cannot hold (a float16 scale, minimum or value beyond 65504).
+    The matrix is padded with zero bits to `rows` × `cols` (default r × c). Codes beyond the values are 0 and do not
+    widen a group's range. Values that are in `fmt` already are copied bit by bit. `out`: an array for the result.
+
+    Raises BrokenModel for NaN or infinite values, UnsupportedModel for values that the format cannot hold (a float16
+    scale, minimum or value beyond 65504).
     """
     r, c = values.shape
     rows, cols = r if rows is None else rows, c if cols is None else cols
@@ -85,7 +86,7 @@ def words(buffer: Array, rows: int, cols: int, fmt: Format) -> Array:
 
 
 def decode(buffer: Array, rows: int, cols: int, fmt: Format, tiled: bool = True) -> Array:
-    """What `encode` wrote → float32 [rows, cols]."""
+    """The result of `encode`, uint8 → float32 [rows, cols]."""
     if not tiled:
         return widen(buffer.view(_storage(fmt)).reshape(rows, cols)).copy()
     if not fmt.is_quantised:
@@ -93,11 +94,11 @@ def decode(buffer: Array, rows: int, cols: int, fmt: Format, tiled: bool = True)
         return widen(by_row.reshape(tiles(rows) * TILE_ROWS, -1)[:rows, :cols]).copy()
     packed, scales, minimums = fields(buffer, rows, cols, fmt)
     codes = np.stack([packed & 15, packed >> 4], axis=4) if fmt.kind == "int4" else packed[:, :, :, :, None]
-    # [tiles, G, lines, 16, words' halves, 4] → [tiles, 16, G, columns of a group]
-    found = codes.transpose(0, 3, 1, 2, 4, 5).reshape(*scales.swapaxes(1, 2).shape, -1).astype(np.float32)
-    found *= scales.swapaxes(1, 2).astype(np.float32)[..., None]
-    found += minimums.swapaxes(1, 2).astype(np.float32)[..., None]
-    return np.ascontiguousarray(found.reshape(tiles(rows) * TILE_ROWS, -1)[:rows, :cols])
+    # [tiles, G, lines, 16, 2 (nibbles; int8: 1), 4] → [tiles, 16, G, columns of a group]
+    values = codes.transpose(0, 3, 1, 2, 4, 5).reshape(*scales.swapaxes(1, 2).shape, -1).astype(np.float32)
+    values *= scales.swapaxes(1, 2).astype(np.float32)[..., None]
+    values += minimums.swapaxes(1, 2).astype(np.float32)[..., None]
+    return np.ascontiguousarray(values.reshape(tiles(rows) * TILE_ROWS, -1)[:rows, :cols])
 
 
 def widen(raw: Array) -> Array:
@@ -114,7 +115,7 @@ def _storage(fmt: Format) -> npt.DTypeLike:
 
 
 def _to_float(values: Array, fmt: Format) -> Array:
-    """Values in the storage type of a float format, checked."""
+    """Values of any shape in the storage type of a float format. Raises as `encode`."""
     if values.dtype == _storage(fmt):
         if values.dtype == np.float32:
             _refuse_not_finite(values)
@@ -128,19 +129,19 @@ def _to_float(values: Array, fmt: Format) -> Array:
     if fmt.kind == "float32":
         return wide
     if fmt.kind == "bfloat16":
-        found: Array = _round_to_bfloat16(wide)
-        overflow = bool(((found & 0x7F80) == 0x7F80).any())
+        converted: Array = _round_to_bfloat16(wide)
+        overflow = bool(((converted & 0x7F80) == 0x7F80).any())
     else:
         with np.errstate(over="ignore"):
-            found = wide.astype(np.float16)
-        overflow = bool(np.isinf(found).any())
+            converted = wide.astype(np.float16)
+        overflow = bool(np.isinf(converted).any())
     if overflow:
         raise UnsupportedModel(f"values up to {np.abs(wide).max():.6g}, which {fmt.kind} cannot hold")
-    return found
+    return converted
 
 
 def _round_to_bfloat16(values: Array) -> Array:
-    """Round to nearest, ties to even, on the bits. No NaN."""
+    """float32 → bfloat16's bits as uint16, rounded to nearest, ties to even. Not for NaN."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     up = (bits >> 16) & 1
     up += 0x7FFF
@@ -150,7 +151,7 @@ def _round_to_bfloat16(values: Array) -> Array:
 
 
 def _refuse_not_finite(values: Array) -> None:
-    # One pass without a temporary the size of the values: NaN survives min and max.
+    # min and max need no temporary of the size of the values, and NaN survives them.
     if values.size and not (np.isfinite(values.min()) and np.isfinite(values.max())):
         raise BrokenModel("NaN or infinite values")
 
@@ -178,11 +179,11 @@ def _encode_codes(values: Array, cols: int, fmt: Format, out: Array) -> None:
         grouped = values[:, : whole * fmt.group].reshape(r, whole, fmt.group)
         _encode_groups(grouped, fmt, codes[:r, :whole], scales[:r, :whole], minimums[:r, :whole])
     if c % fmt.group:
-        # The tail is a group of its own of fewer columns; the codes beyond it stay 0.
-        tail, at = values[:, None, whole * fmt.group :], slice(whole, whole + 1)
-        _encode_groups(tail, fmt, codes[:r, at, : tail.shape[2]], scales[:r, at], minimums[:r, at])
+        # The last columns are a group of their own with fewer columns. The codes beyond them stay 0.
+        tail, last = values[:, None, whole * fmt.group :], slice(whole, whole + 1)
+        _encode_groups(tail, fmt, codes[:r, last, : tail.shape[2]], scales[:r, last], minimums[:r, last])
     into, scales_into, minimums_into = fields(out, r, cols, fmt)
-    # Four codes at a time. A shift by a nibble moves no bit of a code below 16 into the next byte.
+    # Four codes at a time, as a uint32. A shift by a nibble moves no bit of a code below 16 into the next byte.
     by_row = codes.view(np.uint32).reshape(len(into), TILE_ROWS, groups, into.shape[2], -1)
     packed = by_row[..., 0] | by_row[..., 1] << 4 if fmt.kind == "int4" else by_row[..., 0]
     into.view(np.uint32)[..., 0] = packed.transpose(0, 2, 3, 1)
@@ -193,7 +194,8 @@ def _encode_codes(values: Array, cols: int, fmt: Format, out: Array) -> None:
 def _encode_groups(grouped: Array, fmt: Format, codes: Array, scales: Array, minimums: Array) -> None:
     """grouped float32 [r, G, n] → codes uint8 [r, G, n], scales and minimums float16 [r, G], in place."""
     levels = 2**fmt.bits - 1
-    # NaN and infinities survive. Twice as fast as min(axis=2), whose inner loop restarts for every group.
+    # NaN and infinities survive `reduceat`. It is twice as fast as min(axis=2), whose inner loop restarts for every
+    # group.
     flat, starts = grouped.reshape(-1), np.arange(0, grouped.size, grouped.shape[2])
     low = np.minimum.reduceat(flat, starts).reshape(scales.shape)
     high = np.maximum.reduceat(flat, starts).reshape(scales.shape)
@@ -210,13 +212,13 @@ def _encode_groups(grouped: Array, fmt: Format, codes: Array, scales: Array, min
     inverse = np.divide(np.float32(1), wide, out=np.zeros_like(wide), where=wide > 0)
     scaled = grouped - offset[:, :, None]
     scaled *= inverse[:, :, None]
-    scaled += np.float32(0.5)  # the cast truncates; scaled <= levels + 0.5 since the scale is rounded up
+    scaled += np.float32(0.5)  # the cast truncates; scaled <= levels + 0.5, for the scale was rounded up
     np.copyto(codes, scaled, casting="unsafe")
     scales[:], minimums[:] = scale, minimum
 
 
 def _round(values: Array, down: bool) -> Array:
-    """float32 → the next float16 that is not above (down) or not below the value."""
+    """float32 → the nearest float16 that is not above the value (`down`), or not below it."""
     near = values.astype(np.float16)
     wrong = near.astype(np.float32) > values if down else near.astype(np.float32) < values
     toward = np.float16(-np.inf if down else np.inf)

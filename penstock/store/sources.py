@@ -1,4 +1,4 @@
-"""Where the blocks of a model stand in a checkpoint that is at hand."""
+"""Finds the tensors of a checkpoint that hold each block of a model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from penstock.store.checkpoint import Checkpoint
 
 
 def sources_in(checkpoint: Checkpoint, spec: ModelSpec) -> dict[tuple[str, str], TensorSource]:
-    """Where every block stands in this checkpoint: experts' matrices stand apart, or in one tensor."""
-    found, other = sources(spec), stacked_sources(spec)
-    first = next((key for key, source in found.items() if EXPERT in source.tensor), None)
-    if first is None or other is None or checkpoint.has(found[first].of_expert(0)):
-        return found
-    return other if checkpoint.has(other[first].tensor) else found
+    """(part, block) → its tensor in this checkpoint. Some checkpoints have a tensor for each expert's matrix, others
+    stack the matrices of all experts in one tensor."""
+    apart, stacked = sources(spec), stacked_sources(spec)
+    of_experts = next((key for key, source in apart.items() if EXPERT in source.tensor), None)
+    if of_experts is None or stacked is None or checkpoint.has(apart[of_experts].of_expert(0)):
+        return apart
+    return stacked if checkpoint.has(stacked[of_experts].tensor) else apart

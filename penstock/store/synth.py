@@ -1,8 +1,8 @@
-"""`penstock synth`: a packed model of a real shape with random weights, to measure without a download.
+"""Writes a packed model of a real shape with random weights, to measure without a download, for `penstock synth`.
 
-Weights come out of a few pools of random numbers, read from another offset for every matrix, since drawing
-billions of them would take longer than writing them. All matrices have mean 0 and standard deviation
-1 / sqrt(fan-in), so that a layer adds about as much as it reads and 80 of them stay finite.
+Weights come out of a few pools of random numbers, which are read from another offset for every matrix: to draw billions
+of numbers would take longer than to write them. All matrices have mean 0 and standard deviation 1 / sqrt(fan-in). So a
+layer adds about as much as it reads, and activations stay finite over 80 layers.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ def synth(
 ) -> Path:
     """Writes the packed model `dst` of the shape that `config` (a folder or its config.json) describes.
 
-    `weights`: default the config's own. `router_skew`: rows of routers have norms that fall as rank^-router_skew, so
-    that some experts are asked for more often than others; 0 is all alike. The same arguments give the same bytes. A
-    byte tokenizer and its generation_config.json come with it. Raises and resumes as `pack.pack`.
+    `weights`: the format, None for the config's own. `router_skew`: the norms of a router's rows fall as
+    rank^-router_skew, so that some experts are asked for more often than others; with 0 all norms are alike. The same
+    arguments give the same bytes. A byte tokenizer and its generation_config.json are written too. Raises and resumes
+    as `pack.pack`.
     """
     _, spec = read_config(config)
     file = config / CONFIG if config.is_dir() else config
@@ -67,7 +68,8 @@ def synth(
 
 
 class RandomWeights:
-    """Makes granules out of pools. Whole ones are copied; vectors and tails, which hold padding, are encoded."""
+    """Makes granules out of the pools. Matrices of whole granules are copied from a pool in the format. Vectors, and
+    matrices of granules that are not full and so hold padding, are encoded."""
 
     def __init__(self, spec: ModelSpec, seed: int, router_skew: float = 0.0) -> None:
         self.spec, self.seed, self.router_skew = spec, seed, router_skew
@@ -75,7 +77,7 @@ class RandomWeights:
         self._pools: dict[tuple[str, Format, float], Array] = {}
 
     def fill(self, part: Part, lo: int, hi: int, out: Array) -> None:
-        """out uint8 [(hi - lo) · granule_bytes] = granules lo..hi of the part."""
+        """Writes granules lo..hi of the part to `out`, uint8 [(hi - lo) · granule_bytes]."""
         for g in range(lo, hi):
             granule = out[(g - lo) * part.granule_bytes :][: part.granule_bytes]
             end = 0
@@ -86,7 +88,7 @@ class RandomWeights:
             granule[end:] = 0
 
     def _block(self, part: Part, block: Block, g: int, out: Array) -> None:
-        # 64 elements apart: neighbouring matrices share no element at the same place.
+        # Offsets are multiples of 64 elements: neighbouring matrices share no element at the same place.
         start = 64 * zlib.crc32(f"{self.seed}/{part.key}/{g}/{block.name}".encode())
         by_column = self.sources[part.key, block.name].axis == 1
         rows = part.rows_of(g, g + 1)
@@ -127,8 +129,8 @@ class RandomWeights:
                     words(out, block.rows, block.cols, fmt)[:, -1] &= 0xFFFF  # the upper half is the later column
             return
         codes, scales, minimums = fields(out, block.rows, block.cols, fmt)
-        for view, what in ((codes, "codes"), (scales, "scales"), (minimums, "minimums")):
-            pool = self._pool(what, fmt, 0.0 if what == "codes" else std)
+        for view, pool_name in ((codes, "codes"), (scales, "scales"), (minimums, "minimums")):
+            pool = self._pool(pool_name, fmt, 0.0 if pool_name == "codes" else std)
             drawn = np.empty(view.size, pool.dtype)
             _tile(drawn, pool, start)
             view[...] = drawn.reshape(view.shape)
@@ -137,17 +139,17 @@ class RandomWeights:
         _clear_padding(scales, block.rows)
         _clear_padding(minimums, block.rows)
 
-    def _pool(self, what: str, fmt: Format, std: float) -> Array:
-        key = (what, fmt, std)
+    def _pool(self, name: str, fmt: Format, std: float) -> Array:
+        key = (name, fmt, std)
         if key not in self._pools:
-            self._pools[key] = self._make_pool(what, fmt, std)
+            self._pools[key] = self._make_pool(name, fmt, std)
         return self._pools[key]
 
-    def _make_pool(self, what: str, fmt: Format, std: float) -> Array:
-        rng = np.random.default_rng([self.seed, {"normals": 0, "codes": 1}.get(what, 2)])
-        if what == "codes":
+    def _make_pool(self, name: str, fmt: Format, std: float) -> Array:
+        rng = np.random.default_rng([self.seed, {"normals": 0, "codes": 1}.get(name, 2)])
+        if name == "codes":
             return np.frombuffer(rng.bytes(_CODE_BYTES), np.uint8)
-        if what == "normals":
+        if name == "normals":
             if std == 1.0 and fmt.kind == "float32":
                 return rng.standard_normal(_NORMALS, np.float32)
             values = self._pool("normals", Format("float32"), 1.0) * np.float32(std)
@@ -156,26 +158,26 @@ class RandomWeights:
         levels = 2**fmt.bits - 1
         scale = std * math.sqrt(12 / ((levels + 1) ** 2 - 1)) * rng.uniform(0.75, 1.25, _SCALES)
         rounded = scale.astype(np.float16)
-        return rounded if what == "scales" else (rounded.astype(np.float32) * (-levels / 2)).astype(np.float16)
+        return rounded if name == "scales" else (rounded.astype(np.float32) * (-levels / 2)).astype(np.float16)
 
 
 def _tile(out: Array, pool: Array, start: int) -> None:
-    """Fills `out` with the pool from element `start` on, around and around."""
-    done, at = 0, start % pool.size
-    while done < out.size:
-        count = min(out.size - done, pool.size - at)
-        out[done : done + count] = pool[at : at + count]
-        done, at = done + count, 0
+    """Fills `out` with the pool from element `start` on. After the pool's last element comes its first."""
+    filled, start = 0, start % pool.size
+    while filled < out.size:
+        count = min(out.size - filled, pool.size - start)
+        out[filled : filled + count] = pool[start : start + count]
+        filled, start = filled + count, 0
 
 
 def _clear_padding(field: Array, rows: int) -> None:
-    """Rows beyond the last are zero bits. field [tiles, …, 16]."""
+    """Sets rows beyond the last to zero bits. field [tiles, …, 16]."""
     if rows % TILE_ROWS:
         field[-1, ..., rows % TILE_ROWS :] = 0
 
 
 def _tail_mask(cols: int, fmt: Format) -> Array:
-    """uint8 [lines, 1, 4] for the codes of a row's last group: 0 where a column lies beyond the last."""
+    """A mask for the codes of a row's last group, uint8 [lines, 1, 4]: 0 where a column lies beyond the last."""
     inside = np.arange(fmt.group) < (cols % fmt.group or fmt.group)
     if fmt.kind == "int8":
         return np.where(inside.reshape(-1, 1, 4), np.uint8(0xFF), np.uint8(0))
@@ -184,9 +186,10 @@ def _tail_mask(cols: int, fmt: Format) -> Array:
 
 
 def byte_tokenizer(spec: ModelSpec) -> dict[str, bytes]:
-    """tokenizer.json (for the `tokenizers` library) and what goes with it: id i is byte i, then bos and eos.
+    """tokenizer.json (for the `tokenizers` library), tokenizer_config.json and generation_config.json, by name. Token i
+    is byte i; tokens 256 and 257 are bos and eos.
 
-    A vocabulary below 258 has no bos and eos, one below 256 only its first bytes.
+    A vocabulary below 258 has no bos and eos, one below 256 only the first bytes.
     """
     vocab = {character: i for i, character in enumerate(_byte_characters()) if i < spec.vocab}
     special = {BOS: 256, EOS: 257} if spec.vocab >= 258 else {}

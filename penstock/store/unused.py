@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint that the model has no use for.
+"""Looks for tensors of a checkpoint that the model would not use, and refuses those that contradict config.json.
 
-Most are harmless. Some say that config.json is of another model: with 4 layers of 5, or without the biases that the
-weights were trained with, a model computes nonsense and nobody notices.
+Most unused tensors are harmless. Some show that config.json is of another model: with 4 layers of 5, or without the
+biases that the weights were trained with, a model computes nonsense and nobody notices.
 """
 
 from __future__ import annotations
@@ -27,19 +27,23 @@ from penstock.store.quantize import widen
 from penstock.store.sources import sources_in
 from penstock.units import MIB
 
-# Tables that are computed from config.json, and a version number that OPT's first checkpoints carry.
+# Tables that follow from config.json, and a version number that OPT's first checkpoints have.
 _HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|decoder\.version)")
-_COMPARED_BYTES = 8 * MIB
+_COMPARED_BYTES = 8 * MIB  # of each of two matrices, at a time
 _NAMED = 3  # unused tensors that a warning names
 
 
 def check_unused(checkpoint: Checkpoint, config: dict[str, Any], spec: ModelSpec) -> None:
-    """Refuses unused weights that config.json should have led to. Warns of other weights that are not used.
+    """Refuses a checkpoint with unused weights that its config.json should make use of. Warns of other unused weights.
 
-    Refused are all weights inside a layer (or of layers and experts beyond the last), biases of matrices and norms that
-    are used, what another value of a flag in config.json would use, and a head that differs from the embedding it is
-    tied to. Layers behind the last that guess tokens ahead are only warned of. Raises BrokenModel, naming the tensor
-    and what config.json says; StorageFailed.
+    These unused weights are refused:
+    - weights inside a layer, and of layers and experts beyond the last;
+    - biases of matrices and norms that are used;
+    - weights that another value of a flag in config.json would make use of;
+    - a head that differs from the embedding that it is tied to.
+
+    Layers behind the last one that guess tokens ahead are only warned of. Raises BrokenModel, which names the tensor
+    and the words of config.json; StorageFailed.
     """
     blocks, experts = sources_in(checkpoint, spec), {part.key: part.experts for part in parts(spec, FLOAT32)}
     used = {checkpoint.find(name).name for (key, _), source in blocks.items() for name in source.tensors(experts[key])}
@@ -54,27 +58,29 @@ def check_unused(checkpoint: Checkpoint, config: dict[str, Any], spec: ModelSpec
         return
     flags, weights, layers = switches(config, str(checkpoint.folder)), {_short(name) for name in used}, _layers(spec)
     stems = _stems(spec)
-    ahead = config.get("num_nextn_predict_layers")  # behind the last layer, to guess tokens ahead (GLM)
+    ahead = config.get("num_nextn_predict_layers")  # layers behind the last one, which guess tokens ahead (GLM)
     guessing = ahead if isinstance(ahead, int) and not isinstance(ahead, bool) else 0
     for name, tensor in unused.items():
-        what, short = f"{tensor.file}: tensor {quoted(name)}", _short(name)
+        named, short = f"{tensor.file}: tensor {quoted(name)}", _short(name)
         layer, count = _layer(short, layers), len(spec.layers)
         if layer is not None and count <= layer < count + guessing:
-            continue  # only the warning names it
+            continue  # such a layer is only warned of
         if layer is not None and layer >= count:
-            raise BrokenModel(f"{what} is of layer {layer}, counted from 0; config.json says num_hidden_layers {count}")
+            raise BrokenModel(
+                f"{named} is of layer {layer}, counted from 0; config.json says num_hidden_layers {count}"
+            )
         expert = _number(short, stems[layer]) if layer in stems else None
         if expert is not None and expert >= experts[f"{layer}.experts"]:
-            raise BrokenModel(f"{what} is of expert {expert}, counted from 0; config.json {says_experts(config)}")
+            raise BrokenModel(f"{named} is of expert {expert}, counted from 0; config.json {says_experts(config)}")
         if short in flags:
-            raise BrokenModel(f"{what} would not be used: config.json {flags[short]}")
+            raise BrokenModel(f"{named} would not be used: config.json {flags[short]}")
         if layer is not None or (short.endswith(".bias") and short.removesuffix("bias") + "weight" in weights):
-            raise BrokenModel(f"{what} would not be used: by its config.json a {spec.model_type} model has none such")
+            raise BrokenModel(f"{named} would not be used: by its config.json a {spec.model_type} model has none such")
     warnings.warn(_list(checkpoint.folder, unused), stacklevel=2)
 
 
 def _layers(spec: ModelSpec) -> set[str]:
-    """What names of tensors inside layers begin with, up to the layer's number: {"layers"}."""
+    """The prefixes of names of tensors inside layers, up to the layer's number: {"layers"}, in most models."""
     number = {part.key: part.layer for part in parts(spec, FLOAT32)}
     return {
         _short(source.tensor).partition(f".{number[key]}.")[0]
@@ -84,7 +90,7 @@ def _layers(spec: ModelSpec) -> set[str]:
 
 
 def _short(name: str) -> str:
-    """A name without its leading "model.": `Checkpoint.find` takes names with and without it."""
+    """A name without its leading "model.", since `Checkpoint.find` takes names with and without it."""
     return name.removeprefix("model.")
 
 
@@ -94,20 +100,20 @@ def _layer(short: str, layers: Iterable[str]) -> int | None:
 
 
 def _stems(spec: ModelSpec) -> dict[int, str]:
-    """Of each layer with experts, what the names of their tensors begin with, up to the expert's number."""
+    """For each layer with experts the prefix of the names of their tensors, up to the expert's number."""
     number = {part.key: part.layer for part in parts(spec, FLOAT32)}
     names = ((number[key], source.tensor) for (key, _), source in sources(spec).items())
     return {layer: _short(name).partition(EXPERT)[0] for layer, name in names if EXPERT in name}
 
 
 def _number(short: str, prefix: str) -> int | None:
-    """The number that stands in a name behind the prefix, up to a point."""
+    """The number behind the prefix of a name, which ends at a point; None where there is none."""
     number = short.removeprefix(prefix).partition(".")[0]
     return int(number[:9]) if short.startswith(prefix) and number.isascii() and number.isdigit() else None
 
 
 def _equal(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:
-    """Whether two matrices hold the same numbers, as transformers asks before it ties them."""
+    """Whether two matrices hold the same numbers: transformers ties a head only if they do."""
     if one.shape != other.shape or not one.nbytes or not {one.dtype, other.dtype} <= RAW_DTYPES.keys():
         return False
     rows = one.shape[0]

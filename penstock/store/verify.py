@@ -1,4 +1,4 @@
-"""`verify`: reads a packed model whole and compares it with its checksums."""
+"""Reads a packed model whole and compares it with its checksums, for `penstock pack --verify`."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def verify(folder: Path, progress: Progress | None = None) -> None:
         _check_part(packed, packed.parts[key])
         return key
 
-    done = 0
+    done_bytes = 0
     pool = ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0))), "penstock-verify")
     try:
         for key in pool.map(check, packed.parts):
-            done += packed.parts[key].nbytes
+            done_bytes += packed.parts[key].nbytes
             if progress is not None:
-                progress(done, packed.total_bytes, key)
+                progress(done_bytes, packed.total_bytes, key)
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -58,30 +58,32 @@ def _check_part(packed: Packed, part: Part) -> None:
     with storage_errors("read", file), os.fdopen(open_regular(file), "rb", buffering=0) as stream:
         for lo in range(0, part.granules, step):
             granules = buffer[: min(lo + step, part.granules) - lo]
-            place = begin + lo * part.granule_bytes
-            _read_whole(stream.fileno(), place, granules, f"{file} is truncated in part {part.key}")
+            offset = begin + lo * part.granule_bytes
+            _read_whole(stream.fileno(), offset, granules, f"{file} is truncated in part {part.key}")
             sums = _native.granule_sums(granules.ctypes.data, len(granules), part.granule_bytes)
             expected = packed.sums[SUM_BYTES * (first + lo) :][: len(sums)]
             if sums != expected:
-                wrong = next(i for i in range(len(sums)) if sums[i] != expected[i])  # a byte of the checksums
+                wrong = next(i for i in range(len(sums)) if sums[i] != expected[i])  # the first byte that differs
                 raise damaged_granule(file, part.key, lo + wrong // SUM_BYTES)
             _require_finite(file, part, lo, granules)
 
 
 def _read_whole(fd: int, offset: int, granules: npt.NDArray[Any], truncated: str) -> None:
-    """Reads granules uint8 [n, granule_bytes] from `offset`; the page cache then forgets them. Raises BrokenModel."""
+    """Fills `granules`, uint8 [n, granule_bytes], from `offset` of a file, and drops these bytes from the page cache.
+    Raises BrokenModel with the message `truncated` where the file ends early."""
     data = granules.reshape(-1)
-    done = 0
-    while done < data.nbytes:
-        count = os.preadv(fd, [data[done:].data], offset + done)
+    read_bytes = 0
+    while read_bytes < data.nbytes:
+        count = os.preadv(fd, [data[read_bytes:].data], offset + read_bytes)
         if count == 0:
             raise BrokenModel(truncated)
-        done += count
-    os.posix_fadvise(fd, offset, done, os.POSIX_FADV_DONTNEED)
+        read_bytes += count
+    os.posix_fadvise(fd, offset, read_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def _require_finite(file: Path, part: Part, lo: int, granules: npt.NDArray[Any]) -> None:
-    """Of granules uint8 [n, granule_bytes]. Raises BrokenModel where one holds NaN or infinite numbers."""
+    """Checks granules, uint8 [n, granule_bytes], of which the first is granule `lo` of the part. Raises BrokenModel
+    where one holds NaN or infinite numbers."""
     for i, granule in enumerate(granules):
         for block in part.blocks:
             data = granule[block.offset : block.offset + block.nbytes]
@@ -99,6 +101,6 @@ def _require_finite(file: Path, part: Part, lo: int, granules: npt.NDArray[Any])
 
 
 def _exponents_finite(halves: npt.NDArray[Any], limit: int) -> bool:
-    """float16 or bfloat16 numbers, judged by their bits: at most the exponent below all ones."""
+    """Whether all float16 or bfloat16 numbers are finite. `limit`: the bits of infinity, whose exponent is all ones."""
     bits = halves.view(np.uint16) & 0x7FFF
     return not bits.size or int(bits.max()) < limit

@@ -1,8 +1,8 @@
-"""Writing packed models: shard by shard, resumable, at disk speed, without filling the page cache.
+"""Writes packed models shard by shard, at disk speed, without filling the page cache; an interrupted call can go on.
 
-Everything is made in DST.partial: a shard is written as *.tmp, synced and renamed, then noted in
-`resume.json` with the checksums of its granules. One rename turns DST.partial into DST. So at any moment
-DST is whole or not there, and after a kill the same command goes on with the next shard.
+Everything is made in the folder DST.partial. A shard is written as *.tmp, synced and renamed, and then noted in
+`resume.json` with the checksums of its granules. One rename turns DST.partial into DST. So at any moment DST is whole,
+or is not there, and after a kill the same command goes on with the next shard.
 """
 
 from __future__ import annotations
@@ -34,20 +34,22 @@ from penstock.units import GIB, format_bytes
 SHARD_BYTES = GIB
 STATE = "resume.json"
 
-# Called with bytes done, bytes in total, and the key of the part at work.
+# Called with bytes done, bytes in total, and the key of the part that is being written.
 Progress = Callable[[int, int, str], None]
 
-# Of each shard that is whole: the checksums of its granules, 8 bytes each, in the order in which they lie there.
+# Name of each shard that is whole → the checksums of its granules, 8 bytes each, in the order of the granules.
 Done = dict[str, bytes]
 
-# fill(part, lo, hi, out): granules lo..hi of a part into out, uint8 [(hi - lo) * granule_bytes], zeroed or not.
+# fill(part, lo, hi, out) writes granules lo..hi of a part to out, uint8 [(hi - lo) * granule_bytes], which may hold
+# other bytes before.
 Fill = Callable[[Part, int, int, npt.NDArray[Any]], None]
 
-# Called some times a second while another process writes the same packed model: bytes it has written, and in total.
+# Called several times a second while another process writes the same packed model, with the bytes that it has written
+# and the bytes in total.
 Waiting = Callable[[int, int], None]
 
-# Entered with DST.partial and the bytes still to be written, when this process alone may write there; left when all is
-# written and only the rename to DST is to come.
+# writing(DST.partial, bytes still to be written) is entered when this process alone may write to that folder. It is
+# left when all is written, right before the rename to DST.
 Writing = Callable[[Path, int], AbstractContextManager[None]]
 
 _POLL_S = 0.2
@@ -66,28 +68,28 @@ def write_packed(
     waiting: Waiting | None = None,
     writing: Writing | None = None,
 ) -> Path:
-    """Writes the packed model `dst` and returns it. `extras`: the small files beside the shards.
+    """Writes the packed model `dst` and returns it. `extras`: the small files beside the shards, by name.
 
-    An interrupted call goes on where it stopped if `fingerprint` (JSON: what the result depends on) is
-    the same, else it starts over. `spread`: a folder on another disk. Half of the bytes go into its folder of the same
-    name, and `dst` has links to them. With `waiting` another process that writes `dst` is waited for. Its model is the
-    result; where that process ends early, this call goes on with its work.
+    `fingerprint`: everything that the result depends on, as JSON. A call with the same fingerprint goes on where an
+    interrupted one stopped, a call with another one starts over. `spread`: a folder on another disk. Half of the bytes
+    go into its subfolder of the same name, and `dst` has links to them. With `waiting` this call waits for another
+    process that writes `dst`. That one's model is the result; where it ends early, this call goes on with its work.
 
-    Raises BadRequest (`dst` is there, or is being written and there is no `waiting`), StorageFailed.
+    Raises BadRequest where `dst` is there, or is being written and there is no `waiting`; StorageFailed.
     """
     _refuse_existing(dst)
     if shard_bytes < 1:
         raise BadRequest(f"shards of {shard_bytes} bytes make no sense")
-    shards, there = manifests.shards(parts, shard_bytes), frozenset[str]()
+    shards, on_second = manifests.shards(parts, shard_bytes), frozenset[str]()
     if spread is not None:
         spread = (spread / dst.name).absolute()
         if dst.resolve() in (spread.resolve(), *spread.resolve().parents):
             raise BadRequest(f"{spread} is the model's own folder: half of the bytes should go to another disk")
         fingerprint = {**fingerprint, "spread": str(spread)}
-        shards, there = manifests.spread_shards(parts, shard_bytes)
+        shards, on_second = manifests.spread_shards(parts, shard_bytes)
     state = {"fingerprint": {**fingerprint, "format": manifests.VERSION, "shard_bytes": shard_bytes}, "shards": {}}
     partial = dst.with_name(dst.name + ".partial")
-    second = _Second(spread, there)
+    second = _Second(spread, on_second)
     watch = None if waiting is None else _watch(waiting, partial, sum(shard.nbytes for shard in shards))
     with storage_errors("write", partial), _locked(dst, partial, watch) as ours:
         if not ours:
@@ -97,7 +99,7 @@ def write_packed(
         try:
             _note(partial, state, done)
             missing_bytes = sum(s.nbytes for s in shards if s.name not in done) + sum(map(len, extras.values()))
-            missing_there = sum(s.nbytes for s in shards if s.name not in done and s.name in there)
+            missing_there = sum(s.nbytes for s in shards if s.name not in done and s.name in on_second)
             with nullcontext() if writing is None else writing(partial, missing_bytes):
                 _require_room(partial, missing_bytes - missing_there)
                 if spread is not None:
@@ -119,20 +121,20 @@ def write_packed(
 
 
 class _Second:
-    """The folder on a second disk that the shards `names` go to, if there is one. The model's own folder has links to
-    these shards."""
+    """The folder on a second disk, if there is one, that the shards of these names go to. The model's own folder has
+    links to these shards."""
 
     def __init__(self, spread: Path | None, names: frozenset[str]) -> None:
         self._spread, self._names = spread, names
 
     def make(self, partial: Path) -> None:
-        """Raises BadRequest where the folder holds what this packing did not write."""
+        """Makes the folder. Raises BadRequest where it holds files that this packing did not write."""
         if self._spread is None:
             return
         if self._spread.exists() and any(self._spread.iterdir()) and not self._began(partial):
             raise BadRequest(f"{self._spread} holds files already: remove it or choose another folder")
         self._spread.mkdir(parents=True, exist_ok=True)
-        for file in self.unfinished():  # a kill left it
+        for file in self.unfinished():  # left by a process that was killed
             file.unlink()
 
     def _began(self, partial: Path) -> bool:
@@ -144,10 +146,11 @@ class _Second:
         return isinstance(fingerprint, dict) and fingerprint.get("spread") == str(self._spread)
 
     def folder(self, name: str, partial: Path) -> Path:
+        """The folder that the shard of this name goes to."""
         return self._spread if self._spread is not None and name in self._names else partial
 
     def link(self, name: str, partial: Path) -> None:
-        """Called when the shard is whole."""
+        """Links to the shard of this name, which is whole, if it lies on the second disk."""
         folder = self.folder(name, partial)
         if folder != partial:
             sync_folder(folder)
@@ -155,12 +158,14 @@ class _Second:
             (partial / name).symlink_to(folder / name)
 
     def unfinished(self) -> list[Path]:
+        """Shards on the second disk that are not whole."""
         if self._spread is None:
             return []
         return [file for name in self._names if os.path.lexists(file := self._spread / f"{name}.tmp")]
 
     def remove(self) -> None:
-        """Removes all shards there, and the folder if nothing else is in it: no shard is whole."""
+        """Removes all shards on the second disk, and the folder if nothing else is in it. Called when no shard is
+        whole."""
         if self._spread is not None:
             for name in self._names:
                 (self._spread / name).unlink(missing_ok=True)
@@ -189,7 +194,8 @@ def _write_shards(
                     hi = min(lo + step, part.granules)
                     out = file.reserve((hi - lo) * part.granule_bytes)
                     fill(part, lo, hi, out)
-                    # On this thread, between two fills: at 10 GB/s and more it is a small part of encoding and writing.
+                    # On this thread, between two fills: at 10 GB/s and more it takes little time beside encoding and
+                    # writing.
                     sums += _native.granule_sums(out.ctypes.data, hi - lo, part.granule_bytes)
                     written += out.nbytes
                     if progress is not None:
@@ -203,13 +209,13 @@ def _write_shards(
 
 
 def _note(partial: Path, state: dict[str, Any], done: Done) -> None:
-    """Writes down which shards are whole."""
-    sums = {name: each.hex() for name, each in done.items()}
-    write_bytes(partial / STATE, json.dumps({**state, "shards": sums}).encode())
+    """Writes to resume.json which shards are whole."""
+    hex_sums = {name: sums.hex() for name, sums in done.items()}
+    write_bytes(partial / STATE, json.dumps({**state, "shards": hex_sums}).encode())
 
 
 def _from_hex(text: Any) -> bytes:
-    """Checksums out of resume.json; none where it holds something else."""
+    """Checksums out of resume.json; no bytes where it holds something else."""
     try:
         return bytes.fromhex(text)
     except (TypeError, ValueError):
@@ -220,9 +226,10 @@ def _describe(
     partial: Path, shards: tuple[Shard, ...], parts: tuple[Part, ...], weights: Format,
     done: Done, extras: dict[str, bytes],
 ) -> None:  # fmt: skip
+    """Writes the small files, the checksums and penstock.json."""
     described, sums = {}, {}
     for shard in shards:
-        lo = 0  # bytes, among the shard's checksums
+        lo = 0  # in bytes, among the shard's checksums
         for part, offset in shard.parts:
             described[part.key] = manifests.describe(part, shard.name, offset)
             sums[part.key] = done[shard.name][lo : lo + SUM_BYTES * part.granules]
@@ -239,13 +246,13 @@ def _describe(
 def _finish(dst: Path, partial: Path) -> None:
     sync_folder(partial)
     partial.rename(dst)
-    (dst / STATE).unlink()  # only now: without it, a kill in between would cost all that was packed
+    (dst / STATE).unlink()  # only after the rename: a kill before it, without this file, would cost all packed shards
     sync_folder(dst.parent)
 
 
 def _resume(partial: Path, state: dict[str, Any], shards: tuple[Shard, ...], others: set[str]) -> Done:
-    """Checksums of the granules of each shard that is complete. Clears away all else that packing left.
-    Raises BadRequest where the folder holds a file that packing did not write."""
+    """The checksums of all shards that an interrupted call with the same fingerprint completed. Removes all other files
+    that packing left. Raises BadRequest where the folder holds a file that packing did not write."""
     present = {file.name for file in partial.iterdir()}
     if not present:
         return {}
@@ -258,7 +265,7 @@ def _resume(partial: Path, state: dict[str, Any], shards: tuple[Shard, ...], oth
     if strange or not (STATE in present or all(map(is_aside, present))):
         raise BadRequest(f"{partial} holds {min(strange or present)!r}, which packing did not write: move it away")
     done: Any = None
-    with suppress(BrokenModel):  # a state that cannot be read: start over
+    with suppress(BrokenModel):  # a state that cannot be read counts as none
         noted = read_json(partial / STATE, manifests.MAX_BYTES)
         if noted.get("fingerprint") == json.loads(json.dumps(state["fingerprint"])):
             done = noted.get("shards")
@@ -275,33 +282,33 @@ def _resume(partial: Path, state: dict[str, Any], shards: tuple[Shard, ...], oth
 
 @contextmanager
 def _locked(dst: Path, partial: Path, watch: Callable[[], None] | None) -> Iterator[bool]:
-    """Makes DST.partial and keeps other processes out of it.
+    """Makes the folder DST.partial and keeps other processes out of it.
 
     `watch` is called while another process writes there. Yields False where that process has made DST meanwhile.
-    Raises BadRequest where DST is there or, without `watch`, another process writes it.
+    Raises BadRequest where DST is there, and where another process writes it and there is no `watch`.
     """
     dst.parent.mkdir(parents=True, exist_ok=True)
     lock = _take(partial, watch)
     try:
         made = watch is not None and os.path.lexists(dst)
         if not made:
-            _refuse_existing(dst)  # that other process may just have finished
+            _refuse_existing(dst)  # another process may just have made it
         yield not made
     finally:
-        with suppress(OSError):  # gone, or it holds shards: both are fine
+        with suppress(OSError):  # the folder is gone, or it holds shards: both are fine
             partial.rmdir()
         lock.close()
 
 
 def _take(partial: Path, watch: Callable[[], None] | None) -> FolderLock:
     while True:
-        if partial.is_symlink():  # it would lead our files to another folder
+        if partial.is_symlink():  # our files would go to another folder
             raise BadRequest(f"{partial} is a link, where packing makes a folder: remove it")
         partial.mkdir(exist_ok=True)
         lock = lock_folder(partial, exclusive=True, wait=False)
         if lock is not None:
             return lock
-        if not partial.exists():  # its writer has finished, or given up, between the two lines
+        if not partial.exists():  # its writer has finished, or given up, since `mkdir`
             continue
         if watch is None:
             raise BadRequest(f"another process is writing {partial}: wait for it")
@@ -313,7 +320,7 @@ def _watch(waiting: Waiting, partial: Path, total_bytes: int) -> Callable[[], No
     def watch() -> None:
         written = 0
         for shard in partial.glob("model-*"):
-            with suppress(OSError):  # renamed, or removed, while we look
+            with suppress(OSError):  # the shard was renamed or removed meanwhile
                 written += shard.stat().st_size
         waiting(min(written, total_bytes), total_bytes)
 

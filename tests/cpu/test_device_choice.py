@@ -12,10 +12,10 @@ from penstock.errors import BadRequest, DoesNotFit
 from penstock.runtime import probe_ops
 from penstock.runtime.device import choose as choosing
 from penstock.runtime.device.choose import choose, without_device
+from penstock.runtime.device.cuda import card, measure
 from penstock.runtime.device.cuda import device as cuda_device
-from penstock.runtime.device.cuda import found, measure
 from penstock.runtime.device.cuda import probe as cuda_probe
-from penstock.runtime.device.cuda.found import Card
+from penstock.runtime.device.cuda.card import Card
 from penstock.runtime.device.cuda.pinned import Pinned
 from penstock.runtime.device.cuda.probe import probe_device
 from penstock.serve.engine import Engine
@@ -48,7 +48,7 @@ def measured() -> MachineSpec:
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch, measured: MachineSpec) -> MachineSpec:
     monkeypatch.setattr(choosing, "_missing", lambda: None)
-    monkeypatch.setattr(found, "find", lambda: CARD)
+    monkeypatch.setattr(card, "find", lambda: CARD)
     monkeypatch.setattr(choosing, "_figures", lambda *_: measured)
     return measured
 
@@ -100,7 +100,7 @@ def test_figures_are_measured_once_and_kept(
         return Done()
 
     monkeypatch.setattr(choosing, "_missing", lambda: None)
-    monkeypatch.setattr(found, "find", lambda: CARD)
+    monkeypatch.setattr(card, "find", lambda: CARD)
     monkeypatch.setattr(choosing.child, "run", run)
     first = choose("auto", MACHINE, None, tmp_path)
     assert first.name == "cuda" and "A Card 3000" in first.reason

@@ -15,7 +15,7 @@ from penstock.graph import passes
 from penstock.graph.verify import verify
 from penstock.kernels import cpu
 from penstock.runtime.device import Device
-from penstock.runtime.movers import Load
+from penstock.runtime.movers import DiskLoad
 from penstock.serve.session import Running, Session
 from penstock.spec.format import parse_format
 from penstock.spec.parts import FFNS
@@ -155,11 +155,11 @@ def test_a_missing_edge_is_seen(models: dict[str, Packed], oracle: dict[tuple[st
         """A load that the disk begins 2 ms after it was asked."""
 
         def __init__(self, *where: object) -> None:
-            self._found: list[Load] = []
+            self._found: list[DiskLoad] = []
             self._timer = threading.Timer(0.002, lambda: self._found.append(true_start(*where)))  # type: ignore[arg-type]
             self._timer.start()
 
-        def _load(self) -> Load:
+        def _load(self) -> DiskLoad:
             self._timer.join()
             return self._found[0]
 

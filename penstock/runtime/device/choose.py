@@ -1,4 +1,5 @@
-"""Which device computes, and why. Where `auto` finds none the CPU computes; a device that was named has to be there."""
+"""Chooses the device that computes, and says why. Where `auto` finds no device the CPU computes; a device that the user
+named has to be there."""
 
 from __future__ import annotations
 
@@ -22,15 +23,19 @@ from penstock.spec.ask import check_device
 from penstock.spec.machine import Capacity, MachineSpec, Rate
 from penstock.spec.places import CPU, GPU, HOST
 
-_EMULATED_SHARE = 4  # of RAM, so small a part stands in for device memory unless the user says how much
-# What a driver leaves behind: NVIDIA's and AMD's on Linux, WSL2's. Looked at first, for torch takes seconds to import.
+_EMULATED_SHARE = 4  # 1/4 of RAM stands in for device memory, unless the user says how much
+# Device files of drivers: NVIDIA's and AMD's on Linux, WSL2's. They are looked for first, for torch takes seconds to
+# import.
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """`name`: cuda, emulated or none. `reason`: a sentence. `machine`: with the device's tier and lanes, or without.
-    `open`: takes the device with a cap in bytes, once a plan is made for it; None where there is none."""
+    """The device that computes, or none.
+
+    `name`: cuda, emulated or none. `reason`: a sentence. `machine`: has the device's tier and lanes where there is a
+    device. `open(limit_bytes)`: takes the device, with a cap on its memory, once a plan is made; None without a
+    device."""
 
     name: str
     reason: str
@@ -42,45 +47,45 @@ def choose(
     name: str, machine: MachineSpec, device_memory_bytes: int | None, cache: Path | None = None,
     on_progress: Progress | None = None,
 ) -> Chosen:  # fmt: skip
-    """`name`: one of `spec.ask.DEVICES`. `machine`: as probed. `cache`: keeps the device's figures; None measures
-    nothing, and a device without figures is none. Raises BadRequest for another name, and for `cuda` where no GPU can
-    be used."""
+    """Chooses a device by `name`, one of `spec.ask.DEVICES`. `machine`: as probed. `cache`: the folder that keeps the
+    device's figures; with None nothing is measured, and a GPU is not chosen. Raises BadRequest for another name, and
+    for `cuda` where no GPU can be used."""
     check_device(name)
     if name == "emulated":
         return _emulated(machine, device_memory_bytes)
     if name == "none":
         return Chosen("none", "no device: asked for", without_device(machine))
     require_present(name)
-    why = _missing()
-    if why is None:
-        found = _gpu(machine, cache, on_progress)
-        if isinstance(found, Chosen):
-            return found
-        why = found
+    why_not = _missing()
+    if why_not is None:
+        gpu = _gpu(machine, cache, on_progress)
+        if isinstance(gpu, Chosen):
+            return gpu
+        why_not = gpu
         if name == "cuda":
-            raise _absent(why)
-    return Chosen("none", f"no device, the CPU computes: {why}", without_device(machine))
+            raise _absent(why_not)
+    return Chosen("none", f"no device, the CPU computes: {why_not}", without_device(machine))
 
 
 def require_present(name: str) -> None:
-    """Refuses `cuda` where a look at this machine tells that it cannot be, without loading torch. Raises BadRequest."""
-    if name == "cuda" and (why := _missing()) is not None:
-        raise _absent(why)
+    """Refuses `cuda` where no driver or no torch is here, without loading torch. Raises BadRequest."""
+    if name == "cuda" and (why_not := _missing()) is not None:
+        raise _absent(why_not)
 
 
-def _absent(why: str) -> BadRequest:
-    return BadRequest(f"--device cuda: {why}; --device none computes on the CPU")
+def _absent(why_not: str) -> BadRequest:
+    return BadRequest(f"--device cuda: {why_not}; --device none computes on the CPU")
 
 
 def without_device(machine: MachineSpec) -> MachineSpec:
-    """The same machine, the CPU computes."""
+    """The same machine without its device: the CPU computes."""
     if not any(tier.name == GPU.executor for tier in machine.tiers):
         return machine
     return replace(machine, tiers=tuple(tier for tier in machine.tiers if tier.name != GPU.executor))
 
 
 def _missing() -> str | None:
-    """Why torch need not be asked, as half a sentence."""
+    """Why there can be no GPU, as half a sentence. None where torch has to be asked."""
     windows = sys.platform == "win32"
     if not (ctypes.util.find_library("nvcuda") if windows else any(Path(node).exists() for node in _DRIVERS)):
         return "no driver of a GPU is here"
@@ -90,7 +95,8 @@ def _missing() -> str | None:
 
 
 def _gpu(machine: MachineSpec, cache: Path | None, on_progress: Progress | None) -> Chosen | str:
-    from penstock.runtime.device.cuda.found import find
+    """The GPU that torch finds; or why it cannot be used, as half a sentence."""
+    from penstock.runtime.device.cuda.card import find
 
     card = find()
     if isinstance(card, str):
@@ -98,9 +104,9 @@ def _gpu(machine: MachineSpec, cache: Path | None, on_progress: Progress | None)
     figures = _figures(machine, card.name, cache, on_progress)
     if isinstance(figures, str):
         return figures
-    # What is free changes from run to run; this process's context is taken already.
-    free = card.free_bytes + figures.context_bytes
-    tiers = tuple(replace(t, bytes=max(1, free)) if t.name == GPU.executor else t for t in figures.tiers)
+    # Free memory changes from run to run. The context of this process is taken already, so it is added.
+    free_bytes = card.free_bytes + figures.context_bytes
+    tiers = tuple(replace(t, bytes=max(1, free_bytes)) if t.name == GPU.executor else t for t in figures.tiers)
     device, context_bytes = card.device, figures.context_bytes
 
     def take(limit_bytes: int) -> Device:
@@ -112,14 +118,14 @@ def _gpu(machine: MachineSpec, cache: Path | None, on_progress: Progress | None)
 
 
 def _figures(machine: MachineSpec, card: str, cache: Path | None, on_progress: Progress | None) -> MachineSpec | str:
-    """The machine's with the device's, as kept or measured now; or why there are none."""
+    """The machine's figures with the device's, as kept or measured now; or why there are none, as half a sentence."""
     if cache is None:
         return "its speed is not known yet (penstock probe)"
-    of_host = machine_file(cache)
-    # The CPU's figures are among them: measured again, so are these.
-    base = hashlib.sha256(repr((machine.rates, machine.sharing)).encode()).hexdigest()[:12]
+    host_file = machine_file(cache)
+    # The name has a hash of the CPU's figures, which are in the file too: when these change, all are measured again.
+    cpu_hash = hashlib.sha256(repr((machine.rates, machine.sharing)).encode()).hexdigest()[:12]
     name = re.sub(r"[^A-Za-z0-9]+", "-", card).strip("-").lower()
-    path = of_host.with_name(f"{of_host.stem}-{name}-{base}.json")
+    path = host_file.with_name(f"{host_file.stem}-{name}-{cpu_hash}.json")
     if (known := kept(path)) is not None:
         memory = {tier.name: tier for tier in machine.tiers}
         return replace(known, tiers=tuple(memory.get(tier.name, tier) for tier in known.tiers))
@@ -128,22 +134,22 @@ def _figures(machine: MachineSpec, card: str, cache: Path | None, on_progress: P
     done = child.run("penstock.runtime.device.cuda.measure", stdin=machines.dumps(machine))
     if done.returncode:
         return f"measuring {card} failed: {child.last_words(done)}"
-    found = machines.loads(done.stdout, "the probe's answer")
-    keep(path, found)
-    return found
+    figures = machines.loads(done.stdout, "the probe's answer")
+    keep(path, figures)
+    return figures
 
 
 def _emulated(machine: MachineSpec, device_memory_bytes: int | None) -> Chosen:
-    """A part of RAM stands in for the device's memory; its rates are the CPU's, since that computes."""
+    """A part of RAM stands in for the device's memory. The rates of its kernels are the CPU's, for the CPU computes."""
     machine = without_device(machine)
-    have = machine.tier(HOST).bytes
-    limit = have // _EMULATED_SHARE if device_memory_bytes is None else device_memory_bytes
+    ram_bytes = machine.tier(HOST).bytes
+    limit_bytes = ram_bytes // _EMULATED_SHARE if device_memory_bytes is None else device_memory_bytes
     rates = [rate for rate in machine.rates if rate.lane not in LANES]
     rates += [replace(rate, lane=GPU.kernels) for rate in machine.rates if rate.lane == CPU and rate.op != "pass"]
     rates += [Rate(lane, "*", "*", 5e-5, 1 / LINK_BYTES_PER_S, source="as emulated") for lane in LANES[1:]]
-    tiers = [replace(t, bytes=max(1, t.bytes - limit)) if t.name == HOST else t for t in machine.tiers]
-    made = replace(
-        machine, tiers=(*tiers, Capacity(GPU.executor, max(1, limit), "emulated")), rates=tuple(rates),
+    tiers = [replace(t, bytes=max(1, t.bytes - limit_bytes)) if t.name == HOST else t for t in machine.tiers]
+    machine = replace(
+        machine, tiers=(*tiers, Capacity(GPU.executor, max(1, limit_bytes), "emulated")), rates=tuple(rates),
         device_process_bytes=0, context_bytes=0,
     )  # fmt: skip
-    return Chosen("emulated", "device: emulated, for tests; its speed means nothing", made, EmulatedDevice)
+    return Chosen("emulated", "device: emulated, for tests; its speed means nothing", machine, EmulatedDevice)

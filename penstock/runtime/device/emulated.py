@@ -1,7 +1,8 @@
-"""A device where there is none: for correctness and schedules, never for a claim of speed.
+"""Stands in for a device where there is none, to test correctness and schedules. Its speed means nothing.
 
-Memory of its own with a hard cap, a thread for each lane, copies at a set bandwidth, ops by the CPU's kernels. A slot
-that is written over the link is filled with NaN when the write starts, so that a missing edge shows as a wrong answer.
+It has memory of its own with a hard cap, a thread for each lane, and copies at a set bandwidth; the CPU's kernels
+compute. A slot that is written over the link is filled with NaN when the write starts, so that a missing edge shows as
+a wrong answer.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from penstock.spec.places import GPU
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes
 
-LINK_BYTES_PER_S = 6e9  # of PCIe 3.0 with 8 lanes, a laptop's: slow enough that copying memory keeps up
+LINK_BYTES_PER_S = 6e9  # a laptop's PCIe 3.0 with 8 lanes: slow enough that copying memory keeps up
 
 
 class EmulatedDevice:
-    """`limit_bytes`: of its memory. `link_bytes_per_s`: each direction. `jitter_s`: every task begins up to so much
-    later, at random, so that tests see many interleavings."""
+    """An emulated device. `limit_bytes`: of its memory. `link_bytes_per_s`: in each direction. `jitter_s`: every task
+    begins up to so much later, at random (by `seed`), so that tests see many interleavings."""
 
     name, note = "emulated", ""
 
@@ -42,11 +43,11 @@ class EmulatedDevice:
         self._jitter_s, self._random = jitter_s, random.Random(seed)
         self._memory: dict[str, _native.Memory] = {}
         self._taken_bytes = 0
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: dict[str, _LaneThread] = {}
         self._binding: Binding | None = None
 
     def time_tasks(self, on: bool) -> None:
-        """They always are."""
+        """Nothing to do: tasks are always timed."""
 
     @property
     def peak_bytes(self) -> int:
@@ -58,15 +59,15 @@ class EmulatedDevice:
 
     def allocate(self, arena: str, nbytes: int) -> memoryview:
         """Memory of the device. Raises DoesNotFit beyond its limit."""
-        taken = self._taken_bytes
-        if taken + nbytes > self._limit_bytes:
+        need_bytes = self._taken_bytes + nbytes
+        if need_bytes > self._limit_bytes:
             raise DoesNotFit(
                 f"device memory of {format_bytes(self._limit_bytes)} is too little: with {arena} it would be"
-                f" {format_bytes(taken + nbytes)}",
+                f" {format_bytes(need_bytes)}",
                 tier=GPU.executor,
-                need_bytes=taken + nbytes,
+                need_bytes=need_bytes,
                 have_bytes=self._limit_bytes,
-                minimum_bytes=taken + nbytes,
+                minimum_bytes=need_bytes,
             )
         memory = _native.Memory(nbytes, True)
         memory.populate()
@@ -103,14 +104,14 @@ class EmulatedDevice:
         self._memory.clear()
 
     def _stop(self) -> None:
-        """Waits for what is under way; a lane that failed is gone with that."""
+        """Waits for the tasks under way and ends the lanes. New lanes take the place of one that failed."""
         for lane in self._lanes.values():
             lane.stop()
         self._lanes.clear()
 
-    def _lane(self, name: str) -> _Lane:
+    def _lane(self, name: str) -> _LaneThread:
         if name not in self._lanes:
-            self._lanes[name] = _Lane(name)
+            self._lanes[name] = _LaneThread(name)
         return self._lanes[name]
 
     def _do(self, task: Task, delay_s: float) -> None:
@@ -123,8 +124,8 @@ class EmulatedDevice:
             time.sleep(max(0.0, task.bytes / self._link_bytes_per_s - (time.perf_counter() - start_s)))
 
 
-class _Event:
-    """What a lane was given: done or not, in its turn."""
+class _LaneTask:
+    """A task of a lane: its work, and whether that is done."""
 
     def __init__(self, work: Callable[[], None], after: Sequence[Underway]) -> None:
         self.work, self.after = work, after
@@ -133,7 +134,7 @@ class _Event:
         self._span_s = (0.0, 0.0)
 
     def do(self) -> None:
-        """Once what it comes after is done; where that failed, so does this."""
+        """Waits for the tasks before this one, then does the work. If one of those failed, this task fails too."""
         try:
             for other in self.after:
                 other.wait()
@@ -163,17 +164,18 @@ class _Event:
             raise self._error
 
 
-class _Lane:
-    """A queue and the thread that works it off. After an error the rest fails with it: nobody may wait for ever."""
+class _LaneThread:
+    """A lane: a queue of tasks and the thread that does them. After an error all later tasks fail, so that nobody waits
+    for ever."""
 
     def __init__(self, name: str) -> None:
         assert name in LANES, name
-        self._queue: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_LaneTask | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"penstock-emulated-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], None], after: Sequence[Underway]) -> _Event:
-        event = _Event(work, after)
+    def submit(self, work: Callable[[], None], after: Sequence[Underway]) -> _LaneTask:
+        event = _LaneTask(work, after)
         self._queue.put(event)
         return event
 

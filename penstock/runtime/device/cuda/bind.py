@@ -1,4 +1,5 @@
-"""Calls to kernels on a device: slots become tensors, the op's function gets them (`kernels.gpu`)."""
+"""Runs the calls of tasks with the GPU kernels (`kernels.gpu`): a call's slots become tensors, which its op's function
+gets."""
 
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ from penstock.spec.plan import Plan
 
 
 class TorchBinding:
-    """`memory`: every arena that the device's lanes touch, uint8, by name; the host's pinned where that works.
-    `pieces`: (arena, lo, hi) → ranges of it that one copy may cover (a copy must not cross from one pinned piece to the
-    next). Everything is enqueued on the current stream, nothing is waited for."""
+    """Enqueues calls on the current stream and never waits.
+
+    `memory`: every arena that the device's lanes touch, uint8 [arena's bytes], by name. The host's are pinned where
+    that works. `pieces(arena, lo, hi)`: the ranges of lo..hi that one copy may cover, for a copy must not cross from
+    one pinned piece into the next."""
 
     def __init__(
         self, plan: Plan, memory: dict[str, Tensor], device: torch.device, kernels: Kernels,
@@ -39,11 +42,11 @@ class TorchBinding:
         self._ops: dict[str, Callable[[Call, Any], None]]
         self._ops = {name: getattr(self, f"_{name}") for name in ops.OPS if name not in others}
         self._views: dict[Slot, Tensor] = {}
-        self._numbers: dict[int, dict[int, int]] = {}  # task → batch → a call of it
+        self._numbers: dict[int, dict[int, int]] = {}  # Task.like → batch id → the index of one call of that batch
 
     def prepare(self, task: Task) -> None:
-        """What the task's batches are, to device memory. Which calls have them is found once for tasks that are alike:
-        to look at all calls of a step takes longer than to launch it."""
+        """Fills the device's tables for the task's batches. The calls that have these batches are found once for all
+        tasks that are alike, for to look at all calls of a step takes longer than to launch it."""
         numbers = self._numbers.get(task.like) if task.like >= 0 else None
         if numbers is None:
             numbers = {call.batch.id: i for i, call in enumerate(task.calls) if call.batch is not None}
@@ -55,7 +58,7 @@ class TorchBinding:
             self._tables[number].fill(batch)
 
     def forget(self) -> None:
-        """Task ids start over."""
+        """Task ids start over. Everything that was kept by a task's id is forgotten."""
         self._numbers.clear()
 
     def run(self, task: Task) -> None:
@@ -169,39 +172,42 @@ class TorchBinding:
                 self.move(source, target, lo, hi)
 
     def _sync(self, call: Call, op: ops.Sync) -> None:
-        """Whoever waits for it has waited for what came before."""
+        """Nothing to do: a task that waits for this one has waited for all tasks before it."""
 
     def move(self, source: Slot, target: Slot, lo: int, hi: int) -> None:
-        """Bytes lo..hi of a slot to the same ones of another, in pieces that are pinned as one."""
+        """Copies bytes lo..hi of one slot to the same bytes of another, in ranges that are pinned as one piece."""
         host, other = (source, target) if source.arena.startswith("host.") else (target, source)
         for a, b in self._pieces(host.arena, host.lo + lo, host.lo + hi):
             shift = other.lo - host.lo
             sides = {host.arena: (a, b), other.arena: (a + shift, b + shift)}
-            here, there = (self._memory[slot.arena][slice(*sides[slot.arena])] for slot in (source, target))
-            there.copy_(here, non_blocking=True)
+            source_bytes, target_bytes = (self._memory[s.arena][slice(*sides[s.arena])] for s in (source, target))
+            target_bytes.copy_(source_bytes, non_blocking=True)
 
     # -- slots to tensors -----------------------------------------------------------------------------
 
     def _view(self, slot: Slot) -> Tensor:
-        found = self._views.get(slot)
-        if found is None:
-            found = self._views[slot] = self._memory[slot.arena][slot.lo : slot.hi]
-        return found
+        view = self._views.get(slot)
+        if view is None:
+            view = self._views[slot] = self._memory[slot.arena][slot.lo : slot.hi]
+        return view
 
     def _typed(self, slot: Slot, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """The beginning of the slot."""
+        """The first bytes of the slot as a tensor of this dtype and shape."""
         return self._view(slot)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def _rows(self, slot: Slot, t: int) -> Tensor:
+        """float32 [T, d_model]."""
         return self._typed(slot, torch.float32, (t, self._spec.d_model))
 
     def _embedded(self, slot: Slot, t: int) -> Tensor:
+        """float32 [T, d_embed]."""
         return self._typed(slot, torch.float32, (t, self._spec.d_embed))
 
     def _scratch(self, slot: Slot) -> Scratch:
         return Scratch(self._view(slot))
 
     def _granules(self, slot: Slot, part: Part) -> Tensor:
+        """uint8 [granules, bytes of a granule]."""
         return self._view(slot).view(-1, part.granule_bytes)
 
     def _pool(self, slot: Slot, layer: int, batch: Batch) -> KvPool:

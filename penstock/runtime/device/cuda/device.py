@@ -1,6 +1,6 @@
-"""A GPU as a device of the runtime: memory with a hard cap, three streams, tasks that are enqueued and not waited for.
+"""Makes a GPU a device of the runtime: memory with a hard cap, three streams, tasks that are enqueued without waiting.
 
-It has run on the processor only (tests); what is CUDA's own has not met a card yet.
+It has run on the processor only, in tests. The parts that are CUDA's own have not met a card yet.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from penstock.spec.places import GPU, HOST
 from penstock.spec.plan import Plan
 from penstock.units import MIB, format_bytes
 
-# Of what the context takes: torch's products (32 MiB a stream on large cards, cuBLAS), and what it rounds up to.
+# The part of the context that torch takes for itself: cuBLAS's workspaces (32 MiB a stream on large cards), and what
+# torch rounds allocations up to.
 WORKSPACE_BYTES = 96 * MIB
 
 
 class TorchDevice:
-    """`limit_bytes`: of the device's memory, what the context takes included (`context_bytes`). `graphs`: whether tasks
-    that come again are recorded. `kernels`: instead of those that suit the device."""
+    """A device of torch. `limit_bytes`: of the device's memory, with the `context_bytes` that the driver's context
+    takes. `graphs`: whether tasks that come again are recorded. `kernels`: these instead of those that suit the
+    device."""
 
     name = "cuda"
 
@@ -54,7 +56,7 @@ class TorchDevice:
         self._lanes: CudaStreams | AtOnce = AtOnce() if device.type == "cpu" else CudaStreams(device, LANES)
         self._binding: TorchBinding | None = None
         self._graphs: Graphs | None = None
-        if device.type == "cuda":  # what an earlier one left is neither ours nor our peak
+        if device.type == "cuda":  # memory that an earlier device of this process left is not ours, nor is its peak
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
         self._cap()
@@ -106,13 +108,15 @@ class TorchDevice:
         self._binding = TorchBinding(plan, memory, self._device, self._kernels, self._pinned.cut)
         # A copy of memory that is not pinned cannot be recorded.
         self._graphs = Graphs(self._binding, self._graphs_wanted and not self._pinned.note)
-        if self._device.type != "cpu":  # tables were made on this thread's stream, the lanes have their own
+        if self._device.type != "cpu":  # the tables were made on this thread's stream, and the lanes have their own
             module: Any = torch.get_device_module(self._device)
             module.current_stream(self._device).synchronize()
 
     def upload(self, target: Slot, source: NDArray[np.uint8]) -> Underway:
-        there, here = self._memory[target.arena][target.lo : target.hi], torch.from_numpy(source)
-        return self._lanes.enqueue(GPU.to_device, lambda: _ignored(there.copy_(here, non_blocking=True)), ())
+        device_bytes, host_bytes = self._memory[target.arena][target.lo : target.hi], torch.from_numpy(source)
+        return self._lanes.enqueue(
+            GPU.to_device, lambda: _ignored(device_bytes.copy_(host_bytes, non_blocking=True)), ()
+        )
 
     def start(self, task: Task, after: Sequence[Underway]) -> Underway:
         assert self._binding is not None and self._graphs is not None, "a device computes when it is attached"
@@ -122,7 +126,7 @@ class TorchDevice:
         return self._lanes.enqueue(lane, lambda: binding.run(task), after)
 
     def begin(self) -> None:
-        """Nothing: tables are filled by the task that needs them."""
+        """Nothing to do: each task fills the tables that it needs."""
 
     def forget(self) -> None:
         self._wait()
@@ -140,26 +144,27 @@ class TorchDevice:
             torch.cuda.set_per_process_memory_fraction(1.0, self._device)
 
     def _wait(self) -> None:
-        """For this device's own lanes, not for the whole card."""
+        """Waits for this device's own lanes, not for the whole card."""
         if isinstance(self._lanes, CudaStreams):
             for lane in LANES:
-                with suppress(RuntimeError):  # whoever waited for the task has heard of it
+                with suppress(RuntimeError):  # the one who waited for the task that failed has the error
                     self._lanes.stream(lane).synchronize()
 
     def _cap(self) -> None:
-        """torch itself refuses to take more than the user said."""
+        """Has torch itself refuse to take more than the user allowed."""
         if self._device.type != "cuda":
             return
         _, total = torch.cuda.mem_get_info(self._device)
-        # Its workspaces and what it rounds up are part of the context, and its own to take.
+        # torch may also take its workspaces and what it rounds up, which the context's bytes count.
         share = max(0, self._limit_bytes - self._context_bytes + WORKSPACE_BYTES) / total
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), self._device)
 
 
 def _crosses(arena: str) -> bool:
-    """Whether bytes of a host's arena cross the link. Its ring and scratch are for the CPU alone."""
+    """Whether bytes of an arena of the host cross the link. Those of its ring, scratch, window and staging are for the
+    CPU alone."""
     return arena not in ("host.ring", "host.scratch", "host.window", "host.staging")
 
 
 def _ignored(_: object) -> None:
-    """For a call that returns what nobody wants."""
+    """Drops the result of a call, so that a lambda returns None."""

@@ -1,7 +1,8 @@
-"""Tasks that come again, recorded once and launched as one (CUDA graphs): a decode step of a model that fits is a few
-hundred kernels of some microseconds each, and launching them one by one would take longer than running them.
+"""Records tasks that come again as CUDA graphs, and launches each by one call.
 
-The lowering says which task a task is like (`Task.like`). Its first run compiles kernels, its second is recorded.
+A decode step of a model that fits is a few hundred kernels of some microseconds each. To launch them one by one would
+take longer than to run them. The lowering says which earlier task a task is like (`Task.like`). The first run of such
+tasks compiles kernels, the second one is recorded.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ import torch
 from penstock.graph.tasks import Task
 from penstock.runtime.device.cuda.bind import TorchBinding
 
-# Where the CPU takes a share of each FFN a pass has a task or two a layer, of some shapes each.
+# Graphs that are kept. Where the CPU takes a share of each FFN, a pass has one or two tasks a layer, and each comes in
+# some shapes.
 _KEPT = 1024
 _LEAST_CALLS = 8  # a task of fewer calls gains nothing
 
 
 class Graphs:
-    """`run` does a task on the current stream, by replaying where it can; not `on`, call by call. `note`: why recording
-    was given up, or nothing. All share one pool: they run on one stream, and nothing of a task outlives it."""
+    """Recorded tasks. `run` enqueues a task on the current stream: as a replay where it can, else call by call. `on`:
+    whether tasks are recorded at all. `note`: why recording was given up, or "". `replays`: how many so far.
+
+    All graphs share one pool of memory: they run on one stream, and no memory of a task is used after it."""
 
     def __init__(self, binding: TorchBinding, on: bool) -> None:
         self._binding, self._on = binding, on
@@ -31,6 +35,7 @@ class Graphs:
         self.replays, self.note = 0, ""
 
     def run(self, task: Task) -> None:
+        """Enqueues the task on the current stream."""
         self._binding.prepare(task)
         if not self._on or task.like < 0 or len(task.calls) < _LEAST_CALLS:
             self._binding.run(task)
@@ -39,7 +44,7 @@ class Graphs:
         if graph is None:
             try:
                 graph = self._kept[task.like] = self._record(task)
-            except RuntimeError as error:  # some op cannot be recorded: slower, and right all the same
+            except RuntimeError as error:  # some op cannot be recorded: call by call is slower, and right all the same
                 self._on, self.note = False, f"steps are not recorded, so slower: {str(error).splitlines()[0]}"
                 self._binding.run(task)
                 return
@@ -50,19 +55,19 @@ class Graphs:
         self.replays += 1
 
     def forget(self) -> None:
-        """Task ids start over. Nothing of these may be running."""
+        """Task ids start over: all graphs are dropped. None of them may be running."""
         self._kept.clear()
 
     def _record(self, task: Task) -> Any:
-        """Other threads may go on launching on other streams meanwhile. Not by `torch.cuda.graph`, which waits for the
-        whole device and collects garbage first."""
+        """Records the task as a graph. Other threads may go on launching on other streams meanwhile. This does not use
+        `torch.cuda.graph`, which first waits for the whole device and collects garbage."""
         graph = torch.cuda.CUDAGraph()
         self._binding.forget_turns()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             self._binding.run(task)
         except BaseException:
-            with suppress(RuntimeError):  # an invalid recording cannot end well; the cause is what counts
+            with suppress(RuntimeError):  # ending an invalid recording fails too; the first error tells the cause
                 graph.capture_end()
             raise
         finally:

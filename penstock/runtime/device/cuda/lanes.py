@@ -1,4 +1,5 @@
-"""A device's lanes as streams, and what was enqueued on them as events. On the processor a task is done at once."""
+"""Runs the lanes of a GPU as streams, and tells by events when a task is done. On the processor a task is done at
+once."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from penstock.runtime.device import Underway
 
 
 class Enqueued:
-    """Work on a stream, between two events. `base`: an event and when it was, on the clock of time.perf_counter."""
+    """Work on a stream, between two events. `base`: an earlier event, and its time in seconds of time.perf_counter."""
 
     def __init__(self, begun: Any, ended: Any, base: tuple[Any, float]) -> None:
         self._begun, self.ended, self._base = begun, ended, base
@@ -35,10 +36,10 @@ class Enqueued:
 
     @property
     def span_s(self) -> tuple[float, float]:
-        event, at_s = self._base
+        base_event, base_s = self._base
         if self._begun is None:
-            return at_s, at_s
-        return at_s + event.elapsed_time(self._begun) / 1e3, at_s + event.elapsed_time(self.ended) / 1e3
+            return base_s, base_s
+        return base_s + base_event.elapsed_time(self._begun) / 1e3, base_s + base_event.elapsed_time(self.ended) / 1e3
 
     def wait(self) -> None:
         if self._error is None:
@@ -51,7 +52,7 @@ class Enqueued:
 
 
 class Ended:
-    """Work that was done at once."""
+    """Work that was done as soon as it was enqueued."""
 
     done = True
 
@@ -65,22 +66,22 @@ class Ended:
 
 
 class CudaStreams:
-    """A stream for each lane. `enqueue` calls `work` with that stream current; it runs there after the events of
-    `after`, which are this device's own."""
+    """A stream for each lane. `enqueue` calls `work` with the lane's stream current. What `work` launches runs there
+    after the tasks `after`, which are this device's own. It raises DeviceFailed where launching fails."""
 
     def __init__(self, device: torch.device, lanes: Sequence[str]) -> None:
         self._torch: Any = torch.get_device_module(device)
         self._device = device
         self._streams = {lane: self._torch.Stream(device=device) for lane in lanes}
-        self.timed = False  # whether spans are asked for, which costs two events a task
+        self.timed = False  # whether spans will be read, which costs two timed events a task
         self._base = self._now()
 
     def stream(self, lane: str) -> Any:
         return self._streams[lane]
 
     def on(self, lane: str) -> AbstractContextManager[Any]:
-        found: AbstractContextManager[Any] = self._torch.stream(self._streams[lane])
-        return found
+        context: AbstractContextManager[Any] = self._torch.stream(self._streams[lane])
+        return context
 
     def enqueue(self, lane: str, work: Callable[[], None], after: Sequence[Underway]) -> Underway:
         stream = self._streams[lane]
@@ -89,13 +90,13 @@ class CudaStreams:
                 for other in after:
                     assert isinstance(other, Enqueued), "a device waits for its own tasks"
                     stream.wait_event(other.ended)
-                timed = self.timed  # it may change meanwhile
+                timed = self.timed  # another thread may change it meanwhile
                 begun = self._record(stream, timed) if timed else None
                 work()
                 return Enqueued(begun, self._record(stream, timed), self._base)
         except (PenstockError, AssertionError):
             raise
-        except Exception as error:  # Triton's own are no RuntimeErrors
+        except Exception as error:  # Triton's errors are no RuntimeErrors
             raise failed(error) from error
 
     def _record(self, stream: Any, timed: bool) -> Any:
@@ -112,7 +113,7 @@ class CudaStreams:
 
 
 class AtOnce:
-    """The processor's lanes: none."""
+    """Stands in for streams on the processor, which has none: `enqueue` does the work."""
 
     timed = True
 
@@ -131,7 +132,7 @@ class AtOnce:
 
 
 def failed(error: Exception) -> PenstockError:
-    """torch's error as one of ours, one line."""
+    """torch's error as a DeviceFailed of one line."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text.lower():
         return DeviceFailed(f"device memory ran out, another process may have taken it: {text}")

@@ -1,9 +1,9 @@
-"""A machine's figures with those of its device, measured in a process of its own: the machine on standard input, the
-same with the device's tier and lanes on standard output.
+"""Adds a GPU's figures to a machine's, in a process of its own.
 
     python -m penstock.runtime.device.cuda.measure < machine.json > machine-with-device.json
 
-It has not run beside a card yet.
+The machine comes on standard input, and goes to standard output with the device's tier and lanes. This has not run
+beside a card yet.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from penstock.errors import DeviceFailed, PenstockError
 from penstock.runtime import child, host
 from penstock.runtime.ceilings import RAM_BYTES, ram_read_bytes_per_s
+from penstock.runtime.device.cuda.card import Card, find
 from penstock.runtime.device.cuda.device import WORKSPACE_BYTES
-from penstock.runtime.device.cuda.found import Card, find
 from penstock.runtime.device.cuda.probe import DeviceFigures, probe_device
 from penstock.spec import machine as machines
 from penstock.spec.machine import PROCESS_BYTES, Capacity, MachineSpec, Sharing
@@ -29,30 +29,32 @@ _HOLD = "hold"
 
 
 def measure(machine: MachineSpec) -> MachineSpec:
+    """The machine with the figures of its GPU, measured now. Raises DeviceFailed."""
     card = find()
     if isinstance(card, str):
         raise DeviceFailed(card)
     threads = host.usable_cpus()
-    found = probe_device(
+    figures = probe_device(
         card.device, lambda: RAM_BYTES / ram_read_bytes_per_s(threads), lambda text: print(text, file=sys.stderr)
     )
     context_bytes, process_bytes = _context(card)
-    return with_device(machine, card, found, context_bytes, process_bytes)
+    return with_device(machine, card, figures, context_bytes, process_bytes)
 
 
 def with_device(
-    machine: MachineSpec, card: Card, found: DeviceFigures, context_bytes: int, process_bytes: int
+    machine: MachineSpec, card: Card, figures: DeviceFigures, context_bytes: int, process_bytes: int
 ) -> MachineSpec:
-    """`process_bytes`: the peak of a process that drives the device."""
-    lanes = {rate.lane for rate in found.rates}
-    sharing = (Sharing(CPU, GPU.to_device, found.beside_copies), Sharing(CPU, GPU.to_host, found.beside_copies))
+    """The machine with these figures of its GPU. `context_bytes`: device memory that the context of a process takes.
+    `process_bytes`: the peak RAM of a process that drives the device."""
+    lanes = {rate.lane for rate in figures.rates}
+    sharing = (Sharing(CPU, GPU.to_device, figures.beside_copies), Sharing(CPU, GPU.to_host, figures.beside_copies))
     return replace(
         machine,
         tiers=(
             *(t for t in machine.tiers if t.name != GPU.executor),
             Capacity(GPU.executor, card.free_bytes, card.name),
         ),
-        rates=(*(rate for rate in machine.rates if rate.lane not in lanes), *found.rates),
+        rates=(*(rate for rate in machine.rates if rate.lane not in lanes), *figures.rates),
         sharing=(*(s for s in machine.sharing if s.beside not in lanes), *sharing),
         context_bytes=round_up(context_bytes + WORKSPACE_BYTES, MIB),
         device_process_bytes=max(0, round_up(process_bytes - PROCESS_BYTES, MIB)),
@@ -60,7 +62,7 @@ def with_device(
 
 
 def _context(card: Card) -> tuple[int, int]:
-    """(what the context of one more process takes of the device, that process's peak of RAM)."""
+    """(device memory that the context of one more process takes, that process's peak RAM), in bytes."""
     module = torch.get_device_module(card.device)
     free_before, _ = module.mem_get_info(card.device)
     with child.start("penstock.runtime.device.cuda.measure", _HOLD) as holder:
@@ -68,12 +70,13 @@ def _context(card: Card) -> tuple[int, int]:
         answer = holder.stdout.readline().split()
         free_after, _ = module.mem_get_info(card.device)
         holder.stdin.close()
-    reserved, peak = (int(each) for each in answer) if len(answer) == 2 else (0, 0)
-    return max(0, free_before - free_after - reserved), peak
+    reserved_bytes, peak_bytes = (int(word) for word in answer) if len(answer) == 2 else (0, 0)
+    return max(0, free_before - free_after - reserved_bytes), peak_bytes
 
 
 def _hold() -> None:
-    """A process with a context and a product behind it; says what torch took and waits to be let go."""
+    """Holds a context of the device, after one product of matrices. Prints the bytes that torch reserved and the peak
+    RAM of this process, then waits until standard input is closed."""
     card = find()
     if isinstance(card, str):
         raise DeviceFailed(card)

@@ -1,7 +1,7 @@
-"""Host memory that the link reads directly: arenas are registered where they lie, piece by piece.
+"""Pins the host's arenas, piece by piece where they lie, so that the link reads them directly.
 
-Windows and WSL2 pin a part of RAM only, and any system may refuse: what could not be registered is copied through the
-driver's own staging, slower, and right all the same. A copy must not cross from one registered piece into another.
+Windows and WSL2 pin a part of RAM only, and any system may refuse. Pieces that could not be pinned are copied through
+the driver's own staging: slower, and right all the same. A copy must not cross from one pinned piece into another.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PIECE_BYTES = GIB
 
 
 class Pinned:
-    """Registered pieces by arena. On the processor nothing is, and copies are of any length."""
+    """The pieces of each arena. On the processor nothing is pinned, and copies may have any length."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -25,7 +25,7 @@ class Pinned:
         self._refused_bytes = self._bytes = 0
 
     def register(self, arena: str, address: int, nbytes: int) -> None:
-        """Pins an arena as far as the system lets us."""
+        """Pins an arena of `nbytes` at `address`, as far as the system allows."""
         self._bytes += nbytes
         self._pieces[arena] = []
         for lo in range(0, nbytes, PIECE_BYTES):
@@ -36,7 +36,7 @@ class Pinned:
 
     @property
     def note(self) -> str:
-        """One line about what could not be pinned, or nothing."""
+        """One line about memory that could not be pinned, or ""."""
         if not self._refused_bytes:
             return ""
         return (
@@ -45,11 +45,12 @@ class Pinned:
         )
 
     def cut(self, arena: str, lo: int, hi: int) -> list[tuple[int, int]]:
-        """Bytes lo..hi of an arena in ranges within one piece each."""
-        found = self._pieces.get(arena, [(0, hi)])
-        return [(max(lo, a), min(hi, b)) for a, b in found if a < hi and lo < b]
+        """Bytes lo..hi of an arena, cut into ranges (lo, hi) that lie within one piece each."""
+        pieces = self._pieces.get(arena, [(0, hi)])
+        return [(max(lo, a), min(hi, b)) for a, b in pieces if a < hi and lo < b]
 
     def close(self) -> None:
+        """Unpins all arenas, which must still be mapped."""
         for address in self._registered:
             torch.cuda.cudart().cudaHostUnregister(address)
         self._registered.clear()
@@ -58,9 +59,8 @@ class Pinned:
         if self._device.type != "cuda":
             return bool(self._device.type == "cpu")
         if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)):
-            with suppress(
-                RuntimeError
-            ):  # the refusal is also the driver's last error, which the next launch would raise
+            # The refusal is also the driver's last error, which the next launch raises: here, and not in a task.
+            with suppress(RuntimeError):
                 torch.zeros(1, device=self._device).add_(1)
             return False
         self._registered.append(address)

@@ -1,7 +1,7 @@
-"""Measures a device's lanes: the link each way, kernels per op and format, launching, and what copies cost the CPU.
+"""Measures a GPU: the link each way, kernels per op and format, launching, and how much copies slow the CPU down.
 
-Plan, sizes and fits are those of the CPU's probe (`runtime.probe_ops`); seconds are the device's own, between events.
-Run on the processor only (tests, with few bytes): it has met no card yet.
+Plan, sizes and fits are those of the CPU's probe (`runtime.probe_ops`). Seconds are the device's own, between events.
+It has run on the processor only, in tests with few bytes, and has met no card yet.
 """
 
 from __future__ import annotations
@@ -33,28 +33,29 @@ FORMATS = ("int4", "int8", "float16", "bfloat16", "float32")
 KV_FORMATS = ("float16", "int8", "int4")
 _COPIES = (64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 _ROWS = ((1,), (8,), (32,), (64, 128), (256, 512))
-_MOST_BYTES = 2 << 30  # of weights at a time: some times what a large card's cache holds
+_MOST_BYTES = 2 << 30  # of weights at a time: several times what the cache of a large card holds
 _SYNC_BYTES = 16 * KIB  # PIPO's T_sync
 _STARTS, _CONTEXT = (255, 1023, 2047), 2048
 
 
 @dataclass(frozen=True)
 class DeviceFigures:
-    """`rates`: of gpu0, h2d0, d2h0. `beside_copies`: how much longer the CPU's reading of RAM takes meanwhile."""
+    """The figures of a GPU. `rates`: of gpu0, h2d0, d2h0. `beside_copies`: the seconds in which the CPU reads RAM while
+    the link copies, divided by those without."""
 
     rates: tuple[Rate, ...]
     beside_copies: float
 
 
 class Clock:
-    """Seconds of work on the device, from event to event; on the processor by the wall."""
+    """Times work on the device, from event to event; on the processor by the wall clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._torch: Any = torch.get_device_module(device)
 
     def seconds(self, work: Callable[[], object], repeats: int) -> float:
-        """Seconds of `work` once: the median of three turns of `repeats`, after one to warm up."""
+        """Seconds that `work` takes once: the median of three turns of `repeats`, after one run to warm up."""
         work()
         return statistics.median(self._turn_s(work, repeats) for _ in range(3))
 
@@ -81,7 +82,8 @@ def probe_device(
     device: torch.device, ram_read_s: Callable[[], float], tell: Tell, *, formats: Sequence[str] = FORMATS,
     kv_formats: Sequence[str] = KV_FORMATS, most_bytes: int = _MOST_BYTES, copies: Sequence[int] = _COPIES,
 ) -> DeviceFigures:  # fmt: skip
-    """`ram_read_s`: seconds of reading a fixed amount of RAM with all threads, for what copies cost the CPU."""
+    """Measures a device. `ram_read_s`: reads a fixed amount of RAM with all threads and returns the seconds; it is
+    called with and without copies. `most_bytes`: of weights at a time. `copies`: sizes of copies in bytes."""
     clock = Clock(device)
     rates = list(_link(device, clock, copies, tell))
     rates.append(_round_trip(device, clock))
@@ -97,9 +99,9 @@ def probe_device(
 
 
 def _link(device: torch.device, clock: Clock, copies: Sequence[int], tell: Tell) -> list[Rate]:
-    """Copies each way, of pinned memory and of ordinary."""
+    """The rates of copies each way, of pinned memory and of pageable."""
     there = torch.empty(max(copies), dtype=torch.uint8, device=device)
-    found = []
+    rates = []
     for kind, pinned in (("*", True), ("pageable", False)):
         here = torch.empty(max(copies), dtype=torch.uint8, pin_memory=pinned and device.type != "cpu")
         for lane in (GPU.to_device, GPU.to_host):
@@ -113,12 +115,12 @@ def _link(device: torch.device, clock: Clock, copies: Sequence[int], tell: Tell)
                 return timed
 
             line = fit_well(points, f"{lane}, {'pinned' if pinned else 'pageable'} copies", tell)
-            found.append(Rate(lane, kind, "*", line.alpha_s, line.slope_s, 0.0, line.r2))
-    return found
+            rates.append(Rate(lane, kind, "*", line.alpha_s, line.slope_s, 0.0, line.r2))
+    return rates
 
 
 def _round_trip(device: torch.device, clock: Clock) -> Rate:
-    """`task`: half of a round trip of 16 KiB with both sides waiting (PIPO's T_sync)."""
+    """The rate of `task`: half of a round trip of 16 KiB with both sides waiting (PIPO's T_sync)."""
     here = torch.zeros(_SYNC_BYTES, dtype=torch.uint8, pin_memory=device.type != "cpu")
     there = torch.zeros(_SYNC_BYTES, dtype=torch.uint8, device=device)
 
@@ -140,20 +142,20 @@ def _round_trip(device: torch.device, clock: Clock) -> Rate:
 
 
 def _beside(device: torch.device, clock: Clock, ram_read_s: Callable[[], float], nbytes: int) -> float:
-    """Reading RAM while the link copies from it, beside reading it alone."""
+    """Seconds of reading RAM while the link copies `nbytes` at a time from it, divided by the seconds without."""
     alone_s = statistics.median(ram_read_s() for _ in range(3))
     if device.type == "cpu":
         return 1.0
     here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    # Enough to go on for a quarter of a second and more at 64 GB/s.
-    found = []
+    # 16 GiB of copies: they go on for a quarter of a second at 64 GB/s.
+    beside_s = []
     for _ in range(3):
         for _ in range(max(1, (16 << 30) // nbytes)):
             there.copy_(here, non_blocking=True)
-        found.append(ram_read_s())
+        beside_s.append(ram_read_s())
         clock.wait()
-    return max(1.0, statistics.median(found) / alone_s)
+    return max(1.0, statistics.median(beside_s) / alone_s)
 
 
 class _Layers:
@@ -164,18 +166,19 @@ class _Layers:
     ) -> None:
         self._clock, self._kind, self._device = clock, weights.kind, device
         self.plan = _on_device(probe_plan(weights, kv, most_bytes, mostly_kv))
-        some = torch.from_numpy(some_numbers())
+        numbers = torch.from_numpy(some_numbers())
         memory = {}
         for arena in self.plan.arenas:
-            at = device if arena.tier == GPU.executor else torch.device("cpu")
+            place = device if arena.tier == GPU.executor else torch.device("cpu")
             if arena.name in ("gpu0.weights", "gpu0.kv"):
-                memory[arena.name] = some.to(at).repeat(-(-arena.bytes // len(some)))[: arena.bytes]
-            else:  # tokens among it, which must be in the vocabulary
-                memory[arena.name] = torch.zeros(arena.bytes, dtype=torch.uint8, device=at)
+                memory[arena.name] = numbers.to(place).repeat(-(-arena.bytes // len(numbers)))[: arena.bytes]
+            else:  # zeros: one of these arenas holds tokens, which must be in the vocabulary
+                memory[arena.name] = torch.zeros(arena.bytes, dtype=torch.uint8, device=place)
         kernels, _ = choose(device)
         self._binding = TorchBinding(self.plan, memory, device, kernels, lambda arena, lo, hi: [(lo, hi)])
 
     def rates(self, tell: Tell, every_op: bool) -> list[Rate]:
+        """The rates of products; with `every_op` also those of all other ops, which do not depend on the format."""
         rates: list[Rate] = []
         s_per_byte: dict[str, float] = {}
         for rows in _ROWS:
@@ -197,11 +200,13 @@ class _Layers:
         return rates
 
     def attention_rates(self, kv: str, tell: Tell) -> list[Rate]:
+        """The rates of attention over KV in this format, which these layers have."""
         rows = _ROWS[-1][-1]
         places = _STARTS, (0, _CONTEXT - rows), rows
         return attention_rates(GPU.kernels, kv, lambda rows, start: self._time(rows, start, ("attend",)), *places, tell)
 
     def _fits(self, ops: Sequence[str], rows: Sequence[int], over: str, tell: Tell) -> dict[str, Fit]:
+        """For each op a line of seconds over `over`, "bytes" or "flops"."""
         timed = [t for n in rows for t in self._time(n, 0 if n > 1 else _CONTEXT // 2, ops)]
         lines = {op: fit([(getattr(t, over), t.seconds) for t in timed if t.op == op]) for op in ops}
         for op, line in lines.items():
@@ -210,8 +215,8 @@ class _Layers:
         return lines
 
     def _time(self, rows: int, start: int, ops: Sequence[str]) -> list[Timed]:
-        """Per op and size; calls of one size are timed as one run through the layers, which are
-        more than a cache holds."""
+        """Times per op and size. All calls of one size are timed as one run through the layers, which are more than a
+        cache holds."""
         batch = Batch(0, (0,), (start,), (rows,), tuple(range(rows))[-64:])
         tasks = Lowering(self.plan).step(Pass("prefill" if rows > 1 else "decode", (batch,), None))
         alike: dict[tuple[str, int, int], list[Call]] = {}
@@ -224,7 +229,7 @@ class _Layers:
         return [Timed(*key, self._clock.seconds(self._recorded(calls), 2) / len(calls)) for key, calls in alike.items()]
 
     def launch_s(self) -> float:
-        """Seconds a call of the thread that launches a step's calls one by one."""
+        """Seconds per call that the CPU takes to launch the calls of a step one by one."""
         batch = Batch(0, (0,), (_CONTEXT // 2,), (1,), (0,))
         tasks = [t for t in Lowering(self.plan).step(Pass("decode", (batch,), None)) if t.lanes[0] == GPU.kernels]
         for task in tasks:
@@ -239,7 +244,8 @@ class _Layers:
         return seconds / sum(len(task.calls) for task in tasks)
 
     def _recorded(self, calls: Sequence[Call]) -> Callable[[], object]:
-        """The calls as one graph: launched one by one, small kernels would be timed as Python."""
+        """A function that runs these calls, recorded as one graph: launched one by one, small kernels would take as
+        long as Python does."""
 
         def launch() -> None:
             for call in calls:

@@ -1,5 +1,5 @@
-"""What a device's kernels read of a batch beside its activations: positions, sequences, rows whose logits are wanted,
-and rotations. In device memory at fixed addresses, so that a recorded graph finds what the pass at hand has there."""
+"""Tables that a GPU's kernels read of a batch beside its activations: positions, sequences, rotations, and rows that
+want logits. They lie in device memory at fixed addresses, so that a recorded graph reads those of the current pass."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from penstock.spec.plan import Plan
 
 
 class DeviceTables:
-    """One for each batch id of a plan. `fill` gives it the batch of a pass; what it hands out are views.
+    """The tables of one batch id of a plan. `fill` fills them for the batch of a pass; the properties are views.
 
-    int32 positions [rows], sequences [rows], chosen rows [logits_rows]; float32 [2, rows, dims / 2] for each rope."""
+    int32: positions [rows], sequences [rows] and chosen rows [logits_rows], in one tensor. float32: cos and sin,
+    [rows, dims / 2] each, for each rope of the model. `rows` is the most that a batch has."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         rows = max(plan.chunk_rows, plan.batch_seqs)
@@ -29,61 +30,65 @@ class DeviceTables:
         self._kind: list[int | None] = []
         kinds: dict[object, int] = {}
         for layer in plan.target.spec.layers:
-            found = layer.attention.rope
-            if found is None:
+            layer_rope = layer.attention.rope
+            if layer_rope is None:
                 self._kind.append(None)
                 continue
-            if found not in kinds:
-                number = kinds[found] = len(kinds)
-                inverse, factor = rope.frequencies(found, plan.context)
+            if layer_rope not in kinds:
+                number = kinds[layer_rope] = len(kinds)
+                inverse, factor = rope.frequencies(layer_rope, plan.context)
                 self._frequencies[number] = (torch.from_numpy(inverse).to(device), factor)
                 shape = (rows, len(inverse))
                 self._turns[number] = (torch.empty(shape, device=device), torch.empty(shape, device=device))
-            self._kind.append(kinds[found])
+            self._kind.append(kinds[layer_rope])
         self._batch: Batch | None = None
         self._turned: set[int] = set()
 
     def fill(self, batch: Batch) -> None:
-        """On the current stream. The staged copy is read by the link until the pass ends; the next one comes after."""
+        """Fills the tables, on the current stream. The link may read the staged copy until the pass ends; the next
+        pass fills it only after that."""
         if batch == self._batch:
             return
-        at, first = 0, batch.first_seq
+        offset, first = 0, batch.first_seq
         positions: list[int] = []
         sequences: list[int] = []
         for seq, start, rows in zip(batch.seqs, batch.start, batch.rows, strict=True):
             positions += range(start, start + rows)
             sequences += [seq - first] * rows
         for values in (positions, sequences, batch.logits):
-            self._staged[at : at + len(values)] = torch.tensor(values, dtype=torch.int32)
-            at += self._rows
+            self._staged[offset : offset + len(values)] = torch.tensor(values, dtype=torch.int32)
+            offset += self._rows
         self._all.copy_(self._staged, non_blocking=True)
         self._batch = batch
         self._turned.clear()
 
     def forget_turns(self) -> None:
-        """The next `turn` computes them: within a recording, so that a replay does too."""
+        """The next `turn` computes cos and sin again. Called before a recording, so that a replay computes them too."""
         self._turned.clear()
 
     @property
     def positions(self) -> Tensor:
+        """The position of each row, int32 [T]."""
         return self._all[: self._total]
 
     @property
     def sequence(self) -> Tensor:
+        """The sequence of each row, counted from the batch's first one, int32 [T]."""
         return self._all[self._rows : self._rows + self._total]
 
     @property
     def chosen(self) -> Tensor:
-        """Rows whose logits are wanted."""
+        """The rows whose logits are wanted, int32 [n]."""
         assert self._batch is not None
         return self._all[2 * self._rows : 2 * self._rows + len(self._batch.logits)]
 
     def turn(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of the batch's positions, computed once a pass for layers that share a rope."""
+        """cos and sin of the batch's positions, float32 [T, dims / 2] each, computed once a pass for all layers that
+        share a rope. None where the layer does not rotate."""
         kind = self._kind[layer]
         if kind is None:
             return None
-        cos, sin = (each[: self._total] for each in self._turns[kind])
+        cos, sin = (table[: self._total] for table in self._turns[kind])
         if kind not in self._turned:
             turns(self.positions, *self._frequencies[kind], cos, sin)
             self._turned.add(kind)
@@ -96,5 +101,5 @@ class DeviceTables:
 
 
 def tables_of(plan: Plan, device: torch.device) -> Sequence[DeviceTables]:
-    """By batch id."""
+    """The tables of all batches of a plan; a batch's id is its index."""
     return [DeviceTables(plan, device) for _ in range(plan.batches_per_pass)]

@@ -1,4 +1,4 @@
-"""Which GPU torch finds here, and whether it computes."""
+"""Finds the GPU that torch can use here, and checks that it computes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-_MARGIN = 0.98  # of what is free: allocations are rounded, and the driver keeps a little
+_MARGIN = 0.98  # of the free memory is counted: allocations are rounded up, and the driver keeps a little
 
 
 @dataclass(frozen=True)
 class Card:
-    """`type`: cuda (AMD's too, as torch has them), xpu, …. `free_bytes`: now, this process's context taken already."""
+    """A GPU. `type`: torch's name for its kind: cuda (AMD's too), xpu, …. `free_bytes`: of its memory now, after this
+    process's context took its part."""
 
     type: str
     name: str
@@ -24,7 +25,7 @@ class Card:
 
 
 def find() -> Card | str:
-    """The first GPU that the system shows this process, or why there is none, as half a sentence."""
+    """The first GPU that the system shows this process; or why there is none, as half a sentence."""
     try:
         if not torch.accelerator.is_available():
             return "torch finds no GPU that it can use (a driver for it, and CUDA_VISIBLE_DEVICES, decide what it sees)"
