@@ -22,7 +22,7 @@ from penstock.spec.model import ModelSpec
 from penstock.spec.parts import parts
 from penstock.store.packed import read_config
 from penstock.store.quantize import decode
-from penstock.store.synth import RandomWeights
+from penstock.store.synth import ROUTED_OUT, RandomWeights
 
 BLOCK_WEIGHTS, BLOCK_BYTES = 32, 18  # Q4_0: a float16 scale, then 32 codes of 4 bits; value = (code - 8) * scale
 _WEIGHT_STD = 0.02
@@ -141,9 +141,10 @@ def write(config_file: Path, target: Path, router_skew: float = 0.0) -> None:
     for vector in vectors.values():
         writer.write_tensor_data(vector)
     pool = _blocks(np.random.default_rng(0))
+    damped = _blocks(np.random.default_rng(0), ROUTED_OUT) if has_experts(config) else pool
     for i, each in enumerate(matrices(config)):
-        blocks = each.nbytes // BLOCK_BYTES
-        writer.write_tensor_data(np.resize(np.roll(pool, 4099 * i, axis=0), (blocks, BLOCK_BYTES)))
+        blocks = np.roll(damped if each.name.endswith("attn_output") else pool, 4099 * i, axis=0)
+        writer.write_tensor_data(np.resize(blocks, (each.nbytes // BLOCK_BYTES, BLOCK_BYTES)))
     writer.close()
     aside.rename(target)
 
@@ -159,9 +160,9 @@ def routers(spec: ModelSpec, router_skew: float) -> Iterator[Array]:
             yield decode(stored, scores.rows, scores.cols, scores.format, scores.tiled).astype(np.float32)
 
 
-def _blocks(rng: np.random.Generator) -> Array:
+def _blocks(rng: np.random.Generator, times: float = 1.0) -> Array:
     """Valid blocks, uint8 [n, 18]. Scales have either sign: codes are -8 to 7, and their mean must not add up."""
-    scales = _WEIGHT_STD / _CODE_STD * rng.uniform(0.75, 1.25, _POOL_BLOCKS) * rng.choice((-1, 1), _POOL_BLOCKS)
+    scales = times * _WEIGHT_STD / _CODE_STD * rng.uniform(0.75, 1.25, _POOL_BLOCKS) * rng.choice((-1, 1), _POOL_BLOCKS)
     blocks = rng.integers(0, 256, (_POOL_BLOCKS, BLOCK_BYTES), np.uint8)
     blocks[:, :2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
     return blocks

@@ -1,6 +1,7 @@
 """Synthetic models: the shape asked for, random weights, a byte tokenizer."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,17 @@ import pytest
 import tokenizers
 
 from penstock.errors import BadRequest, StorageFailed
+from penstock.graph import passes
+from penstock.graph.tasks import Call
 from penstock.models import sources
+from penstock.serve.session import Session
 from penstock.serve.shapes import find
 from penstock.spec.format import Format, parse_format
 from penstock.spec.parts import parts
 from penstock.store import writer
 from penstock.store.pack import verify
 from penstock.store.packed import open_packed
-from penstock.store.synth import synth
+from penstock.store.synth import ROUTED_OUT, synth
 from tests.cpu.checkpoints import (
     EXPERTS,
     LLAMA,
@@ -26,6 +30,7 @@ from tests.cpu.checkpoints import (
 )
 from tests.cpu.commands import here, refused
 from tests.cpu.test_pack import block_bytes, blocks_of
+from tests.plans import resident_plan
 
 SMALL_SHARDS = 100_000  # LLAMA in float32 becomes 8 shards
 
@@ -61,7 +66,8 @@ def test_synth_makes_a_model_of_the_shape(tmp_path: Path, config: dict[str, Any]
             assert np.abs(valid - center).max() < (0.6 if center else 0.15) and not values[:, valid.shape[1] :].any()
         elif (part.key, block.name) in columns:
             fan_in = block.cols * part.rows / part.granule_rows
-            is_random(values[:, : part.rows_of(g, g + 1) * block.cols // part.granule_rows], fan_in**-0.5)
+            std = fan_in**-0.5 * (ROUTED_OUT if block.name == "o" and packed.spec.is_routed else 1)
+            is_random(values[:, : part.rows_of(g, g + 1) * block.cols // part.granule_rows], std)
         else:
             is_random(values[:rows], block.cols**-0.5)
             assert not values[rows:].any()
@@ -120,3 +126,26 @@ def test_synth_takes_the_name_of_a_shape(
     refused(here(capsys, "synth", "qwen3-0.6b", tmp_path / "made", "--json"), "enough")
     refused(here(capsys, "synth", "no-such-shape", tmp_path / "made", "--json"), "nor is it a bundled shape")
     assert seen == [find("qwen3-0.6b")]
+
+
+@pytest.mark.parametrize("router_skew", [0.0, 0.5])
+def test_tokens_go_to_all_experts_alike_or_by_rank(tmp_path: Path, router_skew: float) -> None:
+    """In the last of many layers too: random attention alone would make all tokens alike by then."""
+    sizes = {"hidden_size": 128, "num_hidden_layers": 16, "num_experts": 32, "num_experts_per_tok": 4}
+    config = {**EXPERTS["qwen2_moe"], **sizes, "mlp_only_layers": [], "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    packed = open_packed(synth(tmp_path, tmp_path / "dst", parse_format("int4"), router_skew=router_skew))
+    session = Session(packed, resident_plan(packed.spec, packed.weights, batch_seqs=1, context=128))
+    counts = Counter[int]()
+
+    def hear(call: Call, said: list[list[int]]) -> None:
+        if getattr(call.operands, "layer", None) == 15:
+            counts.update(expert for token in said for expert in token)
+
+    with session.hearing_routers(hear):
+        for p in passes.prompts(session.plan, (0,), (120,), None):
+            start, rows = p.batches[0].start[0], p.batches[0].rows[0]
+            session.step(p, [np.random.default_rng(start).integers(0, 300, rows, np.int32)])
+    session.close()
+    most = sum(count for _, count in counts.most_common(8)) / counts.total()
+    assert (most > 0.4) == bool(router_skew), counts
