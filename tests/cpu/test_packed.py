@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -140,6 +139,4 @@ def test_read_config_takes_a_folder_or_a_file(copy: Path) -> None:
 
 def test_opening_needs_no_numpy() -> None:
     code = "import sys, penstock.store.packed; assert 'numpy' not in sys.modules and 'torch' not in sys.modules"
-    started = time.monotonic()
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert time.monotonic() - started < 30
