@@ -1,5 +1,7 @@
 #include "cpu.h"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <cstdint>
 
@@ -31,6 +33,11 @@ uint64_t saved_state() {
     uint32_t low, high;
     __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     return (uint64_t{high} << 32) | low;
+}
+
+bool is_amd() {
+    const Registers name = cpuid(0, 0);  // "AuthenticAMD", in the order ebx, edx, ecx
+    return name.ebx == 0x68747541 && name.edx == 0x69746e65 && name.ecx == 0x444d4163;
 }
 
 std::vector<std::string> detect() {
@@ -82,6 +89,42 @@ const std::vector<std::string>& features() {
 }  // namespace
 
 std::vector<std::string> cpu_features() { return features(); }
+
+std::vector<int> allowed_cpus() {
+    // 8192 is NR_CPUS of the distributions' kernels. The fixed cpu_set_t ends at 1024 and fails on bigger machines.
+    constexpr int kMost = 8192;
+    std::vector<int> cpus;
+    cpu_set_t* set = CPU_ALLOC(kMost);
+    const std::size_t size = CPU_ALLOC_SIZE(kMost);
+    CPU_ZERO_S(size, set);
+    if (sched_getaffinity(0, size, set) == 0) {
+        for (int cpu = 0; cpu < kMost; ++cpu) {
+            if (CPU_ISSET_S(static_cast<std::size_t>(cpu), size, set)) cpus.push_back(cpu);
+        }
+    }
+    CPU_FREE(set);
+    return cpus;
+}
+
+void run_on(const std::vector<int>& cpus) {
+    if (cpus.empty()) return;
+    const int most = *std::max_element(cpus.begin(), cpus.end()) + 1;
+    const std::size_t size = CPU_ALLOC_SIZE(static_cast<std::size_t>(most));
+    cpu_set_t* set = CPU_ALLOC(static_cast<std::size_t>(most));
+    CPU_ZERO_S(size, set);
+    for (const int cpu : cpus) CPU_SET_S(static_cast<std::size_t>(cpu), size, set);
+    sched_setaffinity(0, size, set);
+    CPU_FREE(set);
+}
+
+bool fetches_past_l2() {
+#if defined(__x86_64__)
+    static const bool past = is_amd();
+    return past;
+#else
+    return true;
+#endif
+}
 
 bool has_feature(const char* name) {
     const auto& names = features();

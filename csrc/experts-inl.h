@@ -161,49 +161,83 @@ inline void deliver(const ExpertsOp& op, const Taken& of, int nth, int column, F
     store_some(partial, f_add(load_some(partial, count), f_mul(y, f_set(of.scale[std::size_t(nth)]))), count);
 }
 
-// Computes experts [begin, end) of `all`, each with at most kFewRows rows, in one run of the pool. Threads take fours
-// of any of these experts as they come. Then each thread adds up its own columns. Returns false if scratch is too
+// total [n, D] = the sum over an expert's granules, for tiles [lo, hi) of its output: four by four, counted from its
+// own first granule. `four` [n, D]: room. `hidden`: of all its granules. `next`: the bytes that are read after these,
+// or null.
+inline void sum_expert(const Granules& weights, const Matrix& down, int lo, int hi, const Rows& hidden, float* four,
+                       float* total, const std::uint8_t* next) {
+    const auto columns = [&](const auto& take) {
+        for (int row = 0; row < hidden.count; ++row) {
+            for (int tile = lo; tile < hi; ++tile) {
+                const std::ptrdiff_t at = std::ptrdiff_t(row) * down.rows + tile * kTileRows;
+                take(at, down.rows - tile * kTileRows);
+            }
+        }
+    };
+    for (int g = 0; g < weights.count; ++g) {
+        const bool begins = g % kSumGranules == 0, ends = (g + 1) % kSumGranules == 0 || g + 1 == weights.count;
+        // Meanwhile the same tiles of the next granule arrive: what follows these tiles is another thread's.
+        const std::size_t ahead = g + 1 < weights.count ? weights.stride : 0;
+        if (ahead == 0 && next != nullptr) prefetch_run(next, std::size_t(hi - lo) * down.tile_bytes());
+        down_tiles(down, weights.data + std::size_t(g) * weights.stride + down.offset, lo, hi, ahead, hidden, g,
+                   begins ? nullptr : four, four);
+        if (!ends) continue;
+        columns([&](std::ptrdiff_t at, int count) {
+            const F before = g < kSumGranules ? f_zero() : load_some(total + at, count);
+            store_some(total + at, f_add(before, load_some(four + at, count)), count);
+        });
+    }
+}
+
+// Computes experts [begin, end) of `all`, each with at most kFewRows rows, in one run of the pool. First threads take
+// granules of any of these experts as they come, for hidden values. Then they take parts of the output's columns, and
+// add up all experts there. So the threads share the work of a single expert too. Returns false if scratch is too
 // small.
 bool experts_few(Pool& pool, const ExpertsOp& op, const std::vector<Taken>& all, int begin, int end, Scratch scratch) {
-    const int d = op.shape.down.rows, columns = op.shape.up.cols;
-    const int fours = (op.per_expert + kSumGranules - 1) / kSumGranules;
-    const int count = end - begin, items = count * fours;
-    // Scratch holds activations of each expert's rows, hidden values of each thread, and the sums of each four.
-    const auto wanted = static_cast<std::size_t>(count);
-    std::vector<Prepared> inputs(wanted), hidden;
-    std::vector<float*> sums(wanted);
+    struct Work {
+        Prepared input, hidden;  // activations of the expert's rows, and hidden values of all its granules
+        float *four, *total;     // [n, D] each
+    };
+    const Matrix& down = op.shape.down;
+    const int columns = op.shape.up.cols, count = end - begin;
+    const bool same = op.t == 1;  // all experts have the same row, which is laid out once
+    std::vector<Work> works(static_cast<std::size_t>(count));
     int most = 0;
     for (int i = 0; i < count; ++i) {
+        Work& work = works[std::size_t(i)];
         const int n = static_cast<int>(all[std::size_t(begin + i)].rows.size());
         most = std::max(most, n);
-        if (!Prepared::plan(op.shape.up, 1, n, op.exact, scratch, inputs[std::size_t(i)])) return false;
-        sums[std::size_t(i)] = take<float>(scratch, std::size_t(fours) * std::size_t(n) * std::size_t(d));
-        if (sums[std::size_t(i)] == nullptr) return false;
+        if (same && i > 0) {
+            work.input = works[0].input;
+        } else if (!Prepared::plan(op.shape.up, 1, n, op.exact, scratch, work.input)) {
+            return false;
+        }
+        if (!Prepared::plan(down, op.per_expert, n, op.exact, scratch, work.hidden)) return false;
+        work.four = take<float>(scratch, std::size_t(n) * std::size_t(down.rows));
+        work.total = take<float>(scratch, std::size_t(n) * std::size_t(down.rows));
+        if (work.four == nullptr || work.total == nullptr) return false;
     }
-    const int busy = std::min(pool.threads(), items);
-    hidden.resize(std::size_t(busy));
-    for (Prepared& each : hidden) {
-        if (!Prepared::plan(op.shape.down, 1, most, op.exact, scratch, each)) return false;
-    }
-    const std::size_t bytes = bytes_of(op.shape.up) * (op.shape.gate.rows > 0 ? 2 : 1) + bytes_of(op.shape.down);
-    const std::size_t cost = std::size_t(count) * std::size_t(op.per_expert) * bytes * std::size_t((most + 3) / 4);
-    const FfnSum whole{nullptr, nullptr, 0, true, false, false};  // an expert's fours count from its own first granule
-    std::atomic<int> next{0};
+    // More parts of the columns than threads, so that others do more while one is held up; but no short ones.
+    const int parts = std::clamp(2 * pool.threads(), 1, std::max(1, down.tiles() / 4));
+    const int granules = count * op.per_expert;
+    const std::size_t bytes = bytes_of(op.shape.up) * (op.shape.gate.rows > 0 ? 2 : 1) + bytes_of(down);
+    const std::size_t cost = std::size_t(granules) * bytes * std::size_t((most + 3) / 4);
+    std::atomic<int> next_granule{0}, next_part{0};
     pool.run(cost, [&](const Team& team) {
-        const auto granule = [&](int item) { return granules_of(op, all[std::size_t(begin + item / fours)]); };
-        const auto take_next = [&] {
-            const int item = team.id() < busy ? next.fetch_add(1, std::memory_order_relaxed) : items;
-            if (item < items) {
-                const std::size_t at = std::size_t(item % fours) * kSumGranules * op.stride;
-                prefetch_run(granule(item).data + at);
-            }
-            return item;
+        const auto expert = [&](int i) { return granules_of(op, all[std::size_t(begin + i)]); };
+        const auto granule_at = [&](int nth) {
+            return expert(nth / op.per_expert).data + std::size_t(nth % op.per_expert) * op.stride;
         };
-        int mine = take_next();
+        const auto tile_of = [&](int part) { return static_cast<int>(std::int64_t(down.tiles()) * part / parts); };
+        const auto down_at = [&](int i, int tile) {
+            return expert(i).data + down.offset + std::size_t(tile) * down.tile_bytes();
+        };
+        int mine = next_granule.fetch_add(1, std::memory_order_relaxed);
+        if (mine < granules) prefetch_run(granule_at(mine));
         const int per_row = std::max(1, op.shape.up.groups());
-        for (int i = 0; i < count; ++i) {
+        for (int i = 0; i < (same ? 1 : count); ++i) {
             const Taken& of = all[std::size_t(begin + i)];
-            const Rows& rows = inputs[std::size_t(i)].rows;
+            const Rows& rows = works[std::size_t(i)].input.rows;
             const auto [lo, hi] = team.share(rows.count * per_row);
             for (int k = lo; k < hi; ++k) {
                 const float* from = op.h + std::ptrdiff_t(of.rows[std::size_t(k / per_row)]) * columns;
@@ -211,30 +245,33 @@ bool experts_few(Pool& pool, const ExpertsOp& op, const std::vector<Taken>& all,
             }
         }
         team.barrier();
-        for (; mine < items; mine = take_next()) {
-            const int i = mine / fours;
-            const Granules weights = granule(mine);
-            const Fours cut(whole, 0, weights.count, weights.count);
-            const Rows& x = inputs[std::size_t(i)].rows;
-            Rows mid = hidden[std::size_t(team.id())].rows;
-            mid.count = x.count;
-            float* const to = sums[std::size_t(i)] + std::ptrdiff_t(mine % fours) * x.count * d;
-            sum_four(weights, op.shape, x, mid, 0, cut.at(mine % fours), nullptr, to);
+        while (mine < granules) {
+            const int after = next_granule.fetch_add(1, std::memory_order_relaxed);
+            const Work& work = works[std::size_t(mine / op.per_expert)];
+            const std::uint8_t* const granule = granule_at(mine);
+            hidden_of(op.shape, granule, after < granules ? granule_at(after) : granule, work.input.rows,
+                      work.hidden.rows, mine % op.per_expert);
+            mine = after;
         }
+        const auto take_part = [&] {
+            const int part = next_part.fetch_add(1, std::memory_order_relaxed);
+            if (part < parts) prefetch_run(down_at(0, tile_of(part)));
+            return part;
+        };
+        mine = take_part();
         team.barrier();
-        const auto [lo, hi] = team.share((d + kTileRows - 1) / kTileRows);
-        for (int i = 0; i < count; ++i) {
-            const Taken& of = all[std::size_t(begin + i)];
-            const int n = static_cast<int>(of.rows.size());
-            for (int row = 0; row < n; ++row) {
-                for (int tile = lo; tile < hi; ++tile) {
-                    const int column = tile * kTileRows;
-                    F y = f_zero();
-                    for (int f = 0; f < fours; ++f) {
-                        const std::ptrdiff_t at = (std::ptrdiff_t(f) * n + row) * d + column;
-                        y = f_add(y, load_some(sums[std::size_t(i)] + at, d - column));
+        for (; mine < parts; mine = take_part()) {
+            const int lo = tile_of(mine), hi = tile_of(mine + 1);
+            for (int i = 0; i < count; ++i) {
+                const Work& work = works[std::size_t(i)];
+                sum_expert(expert(i), down, lo, hi, work.hidden.rows, work.four, work.total,
+                           i + 1 < count ? down_at(i + 1, lo) : nullptr);
+                for (int row = 0; row < work.hidden.rows.count; ++row) {
+                    for (int tile = lo; tile < hi; ++tile) {
+                        const int column = tile * kTileRows;
+                        const float* from = work.total + std::ptrdiff_t(row) * down.rows + column;
+                        deliver(op, all[std::size_t(begin + i)], row, column, load_some(from, down.rows - column));
                     }
-                    deliver(op, of, row, column, y);
                 }
             }
         }

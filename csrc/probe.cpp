@@ -1,7 +1,5 @@
 #include "probe.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <atomic>
 #include <barrier>
@@ -66,31 +64,6 @@ Sum best_sum() {
     return sum_portable;
 }
 
-std::vector<int> allowed_cpus() {
-    // 8192 is NR_CPUS of the distributions' kernels. The fixed cpu_set_t ends at 1024 and fails on bigger machines.
-    constexpr int kMost = 8192;
-    std::vector<int> cpus;
-    cpu_set_t* set = CPU_ALLOC(kMost);
-    const std::size_t size = CPU_ALLOC_SIZE(kMost);
-    CPU_ZERO_S(size, set);
-    if (sched_getaffinity(0, size, set) == 0) {
-        for (int cpu = 0; cpu < kMost; ++cpu) {
-            if (CPU_ISSET_S(static_cast<std::size_t>(cpu), size, set)) cpus.push_back(cpu);
-        }
-    }
-    CPU_FREE(set);
-    return cpus;
-}
-
-void pin_to(int cpu) {
-    const std::size_t size = CPU_ALLOC_SIZE(static_cast<std::size_t>(cpu) + 1);
-    cpu_set_t* set = CPU_ALLOC(static_cast<std::size_t>(cpu) + 1);
-    CPU_ZERO_S(size, set);
-    CPU_SET_S(static_cast<std::size_t>(cpu), size, set);
-    sched_setaffinity(0, size, set);  // a refusal costs accuracy only
-    CPU_FREE(set);
-}
-
 }  // namespace
 
 namespace {
@@ -113,7 +86,7 @@ double timed_s(int threads, int repeats, const Work& work) {
     std::vector<Span> spans(count * rounds);  // [round, thread]
     std::barrier line_up(threads);
     const auto serve = [&](std::size_t thread) {
-        pin_to(cpus[thread]);
+        run_on({cpus[thread]});
         for (std::size_t round = 0; round < rounds; ++round) {
             line_up.arrive_and_wait();
             Span& span = spans[round * count + thread];

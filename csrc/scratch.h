@@ -77,19 +77,19 @@ inline std::size_t route_scratch(const RouterShape& shape, int t) {
 }
 
 // The larger of two cases. All rows may go to one expert: then they are gathered, and its output is kept. Or there are
-// few rows: then each expert's rows want the scratch of an FFN, for all experts at once.
+// few rows: then all experts at once want room for their rows, the hidden values of all their granules, and two sums.
 inline std::size_t experts_scratch(const FfnShape& shape, int per_expert, int active, int t) {
     const std::size_t d = std::size_t(shape.down.rows), columns = std::size_t(shape.up.cols), n = std::size_t(t);
     std::size_t most =
         scratch_aligned(4 * n * columns) + scratch_aligned(4 * n * d) + ffn_scratch(shape, per_expert, t);
     const int few = std::min(t, kMostFewRows);
-    const std::size_t fours = std::size_t((per_expert + kSumGranules - 1) / kSumGranules);
     for (const bool exact : {true, false}) {
         // At most so many experts at once have a row each; or fewer experts have more rows.
         const std::size_t pairs = std::size_t(few) * std::size_t(active);
-        const std::size_t expert_bytes =
-            prepared_scratch(shape.up, 1, 1, exact) + scratch_aligned(4 * fours * d) + kScratchAlign;
-        most = std::max(most, pairs * expert_bytes + kScratchThreads * prepared_scratch(shape.down, 1, few, exact));
+        const std::size_t expert_bytes = prepared_scratch(shape.up, 1, 1, exact) +
+                                         prepared_scratch(shape.down, per_expert, 1, exact) +
+                                         2 * scratch_aligned(4 * d);
+        most = std::max(most, pairs * expert_bytes);
     }
     return most;
 }

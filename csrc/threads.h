@@ -33,7 +33,9 @@ class Team {
 
 class Pool {
   public:
-    // Workers are pinned to CPUs of the affinity mask, from its second on. The caller stays where the system puts it.
+    // Workers are pinned to CPUs of the affinity mask, from its second on. The caller stays where the system puts it,
+    // unless that is a worker's CPU when a job begins: then it moves to the first CPU of the mask. A caller that has
+    // waited for a disk wakes on any CPU, and a worker that shares it gets its turn after 2 ms.
     explicit Pool(int threads);
     ~Pool();
     Pool(const Pool&) = delete;
@@ -60,6 +62,7 @@ class Pool {
     static constexpr std::size_t kAlone = std::size_t{512} << 10;  // 20 µs of one core
 
     void start(Entry entry, const void* job);
+    void leave_workers_cpu() const;
     void serve(int id);
     void arrive();
 
@@ -72,6 +75,7 @@ class Pool {
     alignas(64) std::atomic<std::uint32_t> phase_{0};
     alignas(64) std::atomic<int> arrived_{0};
     std::vector<std::thread> workers_;
+    std::vector<int> cpus_;  // of the affinity mask: the caller's, then one for each worker that is pinned
 };
 
 inline void Team::barrier() const {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cpu.h"
 #include "kernels.h"
 
 namespace penstock::PENSTOCK_ISA {
@@ -63,11 +64,13 @@ struct Sums {
 // once there is much arithmetic: with four rows it gave 27 GB/s of 45 without this.
 constexpr std::size_t kAhead = 6144;
 
-// Weights that are read once bypass the L2 cache, so that nothing in it has to be written to the L3 to make room for
-// them (four rows 0.81 -> 0.86 of the RAM's speed, eight 0.58 -> 0.70). With many rows (`reused`) they are read again,
-// for the next panel.
+// Where processors gain by it, weights that are read once bypass the L2 cache, so that nothing in it has to be written
+// to the L3 to make room for them (Zen 4, four rows 0.81 -> 0.86 of the RAM's speed, eight 0.58 -> 0.70). With many
+// rows (`reused`) they are read again, for the next panel.
+const bool kPastL2 = fetches_past_l2();
+
 inline void prefetch(const std::uint8_t* p, bool reused) {
-    if (reused) {
+    if (reused || !kPastL2) {
         __builtin_prefetch(p, 0, 3);
     } else {
         __builtin_prefetch(p, 0, 0);
@@ -219,10 +222,11 @@ void dot_int8(const Matrix& m, const Series& series, const Operand& x, Sums<n, k
 // to [n, tiles · 16] = before (null: 0) + x · a granule of `tiles` tiles. Rows of `to` and `before` are `stride` floats
 // apart. This is for short tiles, for which the work of `tile_rows` at each tile's beginning and end is most of all
 // work: an FFN of one row in cache reads 181 GB/s of weights this way, and 51 through `tile_rows`. Tiles are taken one
-// after the other: two or four at once would read out of the order in which bytes lie.
+// after the other: two or four at once would read out of the order in which bytes lie. While a byte is used, the byte
+// `ahead` bytes after it is fetched.
 template <bool int4, int kLines, int n>
-void dot_short(const Matrix& m, const std::uint8_t* p, int tiles, const Operand& x, const float* before, float* to,
-               std::ptrdiff_t stride) {
+void dot_short(const Matrix& m, const std::uint8_t* p, int tiles, std::size_t ahead, const Operand& x,
+               const float* before, float* to, std::ptrdiff_t stride) {
     const int groups = m.groups();
     const std::size_t next = m.tile_bytes(), group_bytes = next / std::size_t(groups);
     for (int tile = 0; tile < tiles; ++tile, p += next, to += kTileRows) {
@@ -230,7 +234,7 @@ void dot_short(const Matrix& m, const std::uint8_t* p, int tiles, const Operand&
         for (int r = 0; r < n; ++r) sums.at[r][0] = before != nullptr ? f_load(before + r * stride) : f_zero();
         if (before != nullptr) before += kTileRows;
         for (int j = 0; j < groups; ++j) {
-            add_group<int4, kLines>(m, p + std::size_t(j) * group_bytes, next, kAhead, false, x.q + j * m.group * n,
+            add_group<int4, kLines>(m, p + std::size_t(j) * group_bytes, next, ahead, false, x.q + j * m.group * n,
                                     x.scale + j * n, x.sum + j * n, sums);
         }
         for (int r = 0; r < n; ++r) f_store(to + r * stride, sums.at[r][0]);

@@ -106,8 +106,7 @@ class ExpertCalls:
         cache = self.caches[layer]
         cache.ask(wanted)
         self._waiting, self._loaded = [expert for expert in wanted if cache.slot(expert) is None], []
-        self._load(layer, p.batches, wanted)
-        yield from self._calls.emit.closed()
+        yield from self._load(layer, p.batches, wanted)
 
     def demanded(self, p: Pass, layer: int, started: set[int]) -> Iterator[Task]:
         """Computes the experts that were asked for: first those in the cache, then each of the others after its load.
@@ -116,8 +115,10 @@ class ExpertCalls:
         coming = set(self._loaded) | set(self._waiting)
         present = [expert for expert in self._all_wanted() if expert not in coming]
         self._compute(p, layer, present)
+        self._calls.emit.close(kernels_of(executor))
+        yield from self._calls.emit.closed()
         while self._loaded or self._waiting:
-            self._load(layer, p.batches, self._loaded)  # experts that were computed may leave the cache
+            yield from self._load(layer, p.batches, self._loaded)  # experts that were computed may leave the cache
             loaded, self._loaded = self._loaded, []
             assert loaded, f"layer {layer}: {cache.slots} slots hold nothing"
             for expert in loaded:
@@ -146,9 +147,10 @@ class ExpertCalls:
     def _all_wanted(self) -> list[int]:
         return sorted({expert for rows in self._wanted.values() for row in rows for expert in row})
 
-    def _load(self, layer: int, batches: Sequence[Batch], keep: Sequence[int]) -> None:
-        """Emits loads of the waiting experts, while there are slots whose experts need not be kept. `keep`: experts
-        that may not leave the cache."""
+    def _load(self, layer: int, batches: Sequence[Batch], keep: Sequence[int]) -> Iterator[Task]:
+        """Emits loads of the waiting experts, while there are slots whose experts need not be kept. Each is handed out
+        at once, so that the disk begins with the first while the next is lowered. `keep`: experts that may not leave
+        the cache."""
         cache, emit = self.caches[layer], self._calls.emit
         units, part = self._calls.units[f"{layer}.experts"], self._layout.parts[f"{layer}.experts"]
         kept = {*keep, *self._loaded}
@@ -166,6 +168,7 @@ class ExpertCalls:
             load = ops.Load(target, lo, lo + part.expert_granules, asked)
             lane = lane_between(self._plan.units[u].home, HOST)
             emit.alone((lane,), Call(load, u, None, part.format.kind, target.nbytes, 0))
+            yield from emit.closed()
 
     def _compute(self, p: Pass, layer: int, experts: Sequence[int]) -> None:
         """Emits a call per batch for experts in the layer's cache. Their outputs are kept for `Combine`."""

@@ -54,10 +54,10 @@ def experts_bytes(part: Part, active: int, rows: int) -> int:
     up, down, few = part.block("up"), part.block("down"), min(rows, _FEW_ROWS)
     gathered = round_up(4 * rows * up.cols, _ALIGN) + round_up(4 * rows * down.rows, _ALIGN)
     need = gathered + ffn_bytes(part, part.expert_granules, rows)
-    fours = -(-part.expert_granules // SUM_GRANULES)
     for exact in (True, False):
-        pair_bytes = _prepared_bytes(up, 1, 1, exact) + round_up(4 * fours * down.rows, _ALIGN) + _ALIGN
-        need = max(need, few * active * pair_bytes + _THREADS * _prepared_bytes(down, 1, few, exact))
+        hidden = _prepared_bytes(down, part.expert_granules, 1, exact)
+        pair_bytes = _prepared_bytes(up, 1, 1, exact) + hidden + 2 * round_up(4 * down.rows, _ALIGN)
+        need = max(need, few * active * pair_bytes)
     return need
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from penstock.spec.machine import MachineSpec
+from penstock.spec.machine import MachineSpec, Reads
 from penstock.spec.places import DISK, Tier, is_disk
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_rate
@@ -21,7 +21,20 @@ def with_reads(plan: Plan, machine: MachineSpec) -> tuple[Plan, str]:
     """The plan with block size, depth and engine for units of its size, and the reason."""
     largest = max((plan.unit_bytes(unit) for unit in plan.units if is_disk(unit.home)), default=0)
     found = machine.reads_of(DISK.reads, largest or 2**62)  # what only is loaded once comes in large units
+    if plan.caches:
+        found = _one_after_the_other(
+            found, max(plan.parts[f"{cache.layer}.experts"].least_bytes for cache in plan.caches)
+        )
     plan = replace(plan, io_block_bytes=found.block_bytes, io_depth=found.depth, io_engine=found.engine)
     speed = f" ({format_rate(found.bytes_per_s)})" if found.bytes_per_s else ""
     size = f" of at most {format_bytes(found.most_bytes)}" if found.most_bytes else ""
     return plan, f"reads{size} {found.reason}{speed}"
+
+
+def _one_after_the_other(reads: Reads, expert_bytes: int) -> Reads:
+    """With caches a layer waits for a few loads, of one expert each. With the blocks of two of them in flight, one
+    after the other ends, and experts are computed meanwhile. With those of all in flight, all end together."""
+    blocks = -(-expert_bytes // reads.block_bytes)
+    if reads.depth <= 2 * blocks:
+        return reads
+    return replace(reads, depth=2 * blocks, reason=f"{reads.reason}; at most two experts in flight")
