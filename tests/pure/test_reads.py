@@ -9,6 +9,7 @@ import pytest
 from penstock.errors import BadRequest
 from penstock.graph.lower import Lowering
 from penstock.graph.passes import decode
+from penstock.models import spec_from_config
 from penstock.planner.cost import Cost
 from penstock.planner.solve import solve
 from penstock.planner.solve.reads import on_disks, with_reads
@@ -18,6 +19,7 @@ from penstock.spec.format import Format
 from penstock.spec.machine import USUAL_READS, Reads
 from penstock.units import KIB, MIB
 from tests.pure.machine import LLAMA_1B, MACHINE
+from tests.pure.real_models import BY_NAME
 
 SMALL = Reads("disk0", 64 * KIB, 4, "io_uring", 1.5e9, "measured: small", MIB)
 LARGE = Reads("disk0", 4 * MIB, 2, "threads", 2.9e9, "measured: large")
@@ -47,6 +49,16 @@ def test_plans_take_them_with_the_reason() -> None:
     tiny = replace(plan, units=tuple(replace(u, hi=u.lo + 1) for u in plan.units if u.home == "disk0"))
     assert max(map(tiny.unit_bytes, tiny.units)) <= MIB
     assert with_reads(tiny, MEASURED)[0].io_engine == "io_uring"
+
+
+def test_experts_of_a_layer_come_one_after_the_other() -> None:
+    """A layer waits for a few experts. Eight blocks of 2 MiB would be all of them, and they would end together."""
+    experts = spec_from_config(BY_NAME["Qwen3-30B-A3B"], "x")
+    deep = replace(LARGE, block_bytes=2 * MIB, depth=8)
+    for reads, depth in ((deep, 4), (replace(deep, block_bytes=8 * MIB), 2), (LARGE, 2)):
+        solved = solve(Ask(host_memory_bytes=9 << 30), experts, Format("int4", 64), replace(MACHINE, reads=(reads,)))
+        assert solved.plan.caches and solved.plan.io_depth == depth
+        assert any("two experts in flight" in reason for reason in solved.reasons) == (depth < reads.depth)
 
 
 @pytest.mark.parametrize(

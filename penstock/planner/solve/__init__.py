@@ -135,7 +135,7 @@ def solve(
     strategy, plan, reasons, _, _ = chosen.candidate
     prediction = chosen.prediction if chosen is first else quick(plan, ask, machine, trace=trace)
     plan, how = with_reads(plan, machine)  # which changes nothing that was predicted: rates hold for these reads
-    reasons += (how,) if any(streamed(plan, from_disk=True).values()) else ()
+    reasons += (how,) if plan.caches or any(streamed(plan, from_disk=True).values()) else ()
     reasons += (f"{prediction.bound_by} is busiest while decoding: {prediction.lane_share[prediction.bound_by]:.0%}",)
     others = [each for each in found if each is not chosen]
     runner_up = others[0].prediction if others else None
