@@ -298,7 +298,7 @@ class Layout:
         if routed:
             buffers["routes"] = max(ffn.routes_bytes(rows) for ffn in routed)
         if plan.caches:
-            buffers["outputs"] = 4 * plan.asking_rows * max(ffn.active for ffn in routed) * spec.d_model
+            outputs = 4 * plan.asking_rows * max(ffn.active for ffn in routed) * spec.d_model
         if plan.predictors:
             buffers["active"] = plan.batch_seqs * max(map(neurons_of, spec.layers))
         answers = {"logits": 4 * plan.logits_rows * spec.vocab, "best": 8 * plan.logits_rows}
@@ -307,6 +307,8 @@ class Layout:
         needed[plan.main] |= {**ends, "x": 4 * rows * spec.d_model, **answers}
         if plan.main != HOST:
             needed.setdefault(HOST, {}).update({**ends, **answers})
+        for cache in plan.caches:
+            needed[cache.executor]["outputs"] = outputs
         for layer, executor in self.delegated.items():  # new K and V, on their way to where attention runs
             a, home = spec.layers[layer].attention, next(h for h in plan.kv if h.layers[0] <= layer < h.layers[1])
             nbytes = rows * a.kv_heads * home.format.kv_bytes(a.head_dim)

@@ -144,11 +144,13 @@ def _check_caches(plan: Plan, by_key: dict[str, Part]) -> None:
         part = by_key.get(f"{cache.layer}.experts")
         if part is None:
             raise _wrong(f"a cache is of layer {cache.layer}, which has no experts")
-        if not 1 <= cache.slots <= part.experts or cache.policy not in POLICIES or cache.executor != plan.main:
+        if not 1 <= cache.slots <= part.experts or cache.policy not in POLICIES or cache.executor != HOST:
             raise _wrong(
                 f"the cache of layer {cache.layer} has {cache.slots} slots of {part.experts} experts, {cache.policy!r}"
-                f" on {cache.executor!r}; there are {', '.join(POLICIES)} on {plan.main}"
+                f" on {cache.executor!r}; there are {', '.join(POLICIES)} on {HOST}"
             )
+        if any(unit.part == f"{cache.layer}.router" and unit.decode != HOST for unit in plan.units):
+            raise _wrong(f"the router of layer {cache.layer} is not on {HOST}, which is to hear which experts it wants")
         units = [unit for unit in plan.units if unit.part == part.key]
         if any(not is_disk(unit.home) or unit.decode != HOST for unit in units):
             raise _wrong(f"the experts of layer {cache.layer} have a cache, but are not all at home on a disk")
@@ -195,9 +197,17 @@ def _check_cover(name: str, homes: Iterable[KvHome] | Iterable[ActHome], plan: P
 
 
 def _check_main(units: Iterable[Unit], by_key: dict[str, Part], main: Executor) -> None:
-    """Norms and the model's ends lie with the activations, on the main executor. It computes the head too."""
+    """Norms and the model's ends lie with the activations, on the main executor. It computes the head too. A router
+    lies with its executor, which may be any."""
     for unit in units:
         kind = by_key[unit.part].kind
+        if kind == "router":
+            if {unit.decode, unit.prefill} != {unit.home}:
+                raise _wrong(
+                    f"{unit.part} is at home in {unit.home} and computed by {unit.decode} and {unit.prefill}; "
+                    "a router stays with its executor"
+                )
+            continue
         if kind in PINNED and unit.home != main:
             raise _wrong(f"{unit.part} is at home in {unit.home}; {main} reads it at every step")
         if kind not in ("attn", *FFNS) and (unit.decode, unit.prefill) != (main, main):

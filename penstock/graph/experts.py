@@ -1,5 +1,8 @@
 """Emits the FFNs of layers with experts: the router, and the experts that its answer asks for. A part of the lowering.
 
+The router runs on the executor of its unit, which may be another one than that of the experts. Whoever else needs the
+answer gets a copy.
+
 Where experts are at home with their executor, or where a pass reads all of them, one call computes all experts of a
 unit. The router's call writes which rows go to which expert into the slot `routes`, and the kernels read it there. So
 the lowering does not wait for the router.
@@ -34,6 +37,9 @@ class ExpertCalls:
     def __init__(self, calls: Calls, streams: Streams, caches: Mapping[int, ExpertCache]) -> None:
         self._calls, self._plan, self._layout = calls, calls.plan, calls.layout
         self._streams, self.caches = streams, caches
+        self._executor_of = {cache.layer: cache.executor for cache in calls.plan.caches}
+        self._asked: dict[int, Call] = {}  # batch → the router's call of the layer at hand
+        self._copied: set[tuple[Executor, int]] = set()  # (executor, batch) that has a copy of that router's answer
         self._wanted: dict[int, Sequence[Sequence[int]]] = {}  # batch → the answer of the layer at hand
         self._waiting: list[int] = []  # missing experts of that layer that have no slot yet
         self._loaded: list[int] = []  # missing experts of that layer whose load was emitted
@@ -42,16 +48,23 @@ class ExpertCalls:
         """Whether a pass reads, of this layer, only the experts that the router asks for."""
         return stream.asks and layer in self.caches
 
+    def executor(self, layer: int) -> Executor:
+        """The executor of the experts in a layer's cache."""
+        return self._executor_of[layer]
+
     # -- all experts of a unit --------------------------------------------------------------------------
 
     def route(self, layer: int, batch: Batch, executors: list[Executor]) -> None:
-        """Runs the router on the main executor, and copies its answer to the other executors."""
-        main = self._plan.main
-        self._route(layer, batch)
-        for executor in executors:
-            if executor != main:
-                nbytes = self._routed(layer).routes_bytes(batch.total_rows)
-                self._calls.copy(batch, "routes", nbytes, main, executor)
+        """Runs the router. A device's answer is copied to the other executors at once. A router of the host answers
+        while devices go on: they get its answer with the first call that needs it (`_routes`)."""
+        router = self._router(layer)
+        if router not in (self._plan.main, *executors):
+            h = self._calls.rows(router, batch, "h")
+            self._calls.copy(batch, "h", h.nbytes, self._plan.main, router)
+        self._copied = {(at, number) for at, number in self._copied if number != batch.id}
+        self._asked[batch.id] = self._route(layer, batch)
+        for executor in executors if router != HOST else ():
+            self._routes(layer, executor, batch)
 
     def unit(self, p: Pass, layer: int, u: int, executor: Executor, started: set[int]) -> Iterator[Task]:
         """Computes a unit's experts in rising order. Experts in the layer's cache are read there, the others in the
@@ -96,12 +109,11 @@ class ExpertCalls:
     # -- the experts that a router asks for ---------------------------------------------------------------
 
     def ask(self, p: Pass, layer: int, answer: Answer) -> Iterator[Task]:
-        """Asks the router, and emits loads of missing experts: as many as the cache has slots whose experts are not
-        wanted by this pass."""
-        asked = [self._route(layer, batch) for batch in p.batches]
-        self._calls.emit.close(kernels_of(self._plan.main))
+        """Asks the router, whose calls are emitted already. Emits loads of missing experts: as many as the cache has
+        slots whose experts are not wanted by this pass."""
+        self._calls.emit.close(kernels_of(self._router(layer)))
         yield from self._calls.emit.closed()
-        self._wanted = {b.id: answer(call) for b, call in zip(p.batches, asked, strict=True)}
+        self._wanted = {batch.id: answer(self._asked[batch.id]) for batch in p.batches}
         wanted = self._all_wanted()
         cache = self.caches[layer]
         cache.ask(wanted)
@@ -112,7 +124,7 @@ class ExpertCalls:
     def demanded(self, p: Pass, layer: int, started: set[int]) -> Iterator[Task]:
         """Computes the experts that were asked for: first those in the cache, then each of the others after its load.
         `started`: ids of batches whose sum has an addend already."""
-        executor, cache = self._plan.main, self.caches[layer]
+        executor, cache = self.executor(layer), self.caches[layer]
         coming = set(self._loaded) | set(self._waiting)
         present = [expert for expert in self._all_wanted() if expert not in coming]
         self._compute(p, layer, present)
@@ -152,7 +164,7 @@ class ExpertCalls:
         cache, emit = self.caches[layer], self._calls.emit
         units, part = self._calls.units[f"{layer}.experts"], self._layout.parts[f"{layer}.experts"]
         kept = {*keep, *self._loaded}
-        asked = tuple(self._routes(layer, self._plan.main, batch) for batch in batches)
+        asked = tuple(self._routes(layer, self.executor(layer), batch) for batch in batches)
         while self._waiting:
             slot = cache.admit(self._waiting[0], kept)
             if slot is None:
@@ -171,6 +183,7 @@ class ExpertCalls:
         """Emits a call per batch for experts in the layer's cache. Their outputs are kept for `Combine`."""
         part = self._layout.parts[f"{layer}.experts"]
         u, cache = self._calls.units[f"{layer}.experts"][0], self.caches[layer]
+        executor = self.executor(layer)
         nbytes, flops = ops.matrix_cost(part, 0, part.expert_granules, ops.FFN_BLOCKS, 1)
         for batch in p.batches if experts else ():
             rows = [expert for row in self._wanted[batch.id] for expert in row]
@@ -182,20 +195,20 @@ class ExpertCalls:
             assert len(weights) == len(counts), f"layer {layer}: {counts} are wanted, {weights} are there"
             cost = (len(counts) * nbytes, sum(counts.values()) * flops)
             expert_rows = max(1, round(sum(counts.values()) / len(counts)))
-            outputs = (self._outputs(layer, self._plan.main, batch),)
-            self._experts(layer, u, self._plan.main, weights, batch, cost, expert_rows, False, outputs)
+            outputs = (self._outputs(layer, executor, batch),)
+            self._experts(layer, u, executor, weights, batch, cost, expert_rows, False, outputs)
 
     # -- calls and slots ----------------------------------------------------------------------------------
 
     def _route(self, layer: int, batch: Batch) -> Call:
-        calls, main, key = self._calls, self._plan.main, f"{layer}.router"
+        calls, router, key = self._calls, self._router(layer), f"{layer}.router"
         part = self._layout.parts[key]
         route = ops.Route(
-            calls.whole(key), calls.rows(main, batch, "h"), self._routes(layer, main, batch), calls.scratch(main),
-            layer=layer,
+            calls.whole(key), calls.rows(router, batch, "h"), self._routes(layer, router, batch),
+            calls.scratch(router), layer=layer,
         )  # fmt: skip
         cost = ops.matrix_cost(part, 0, 1, ops.ROUTER_BLOCKS, batch.total_rows)
-        return calls.add(main, route, -1, batch, part.format.kind, cost)
+        return calls.add(router, route, -1, batch, part.format.kind, cost)
 
     def _experts(
         self, layer: int, u: int, executor: Executor, weights: dict[int, Slot], batch: Batch, cost: tuple[int, int],
@@ -214,8 +227,17 @@ class ExpertCalls:
         assert routed is not None, f"layer {layer} is dense"
         return routed
 
+    def _router(self, layer: int) -> Executor:
+        """The executor of a layer's router."""
+        return self._plan.units[self._calls.units[f"{layer}.router"][0]].decode
+
     def _routes(self, layer: int, executor: Executor, batch: Batch) -> Slot:
-        return self._layout.act(executor, batch.id, "routes", self._routed(layer).routes_bytes(batch.total_rows))
+        """The router's answer for a batch, where an executor reads it. The first time it is copied there."""
+        router, nbytes = self._router(layer), self._routed(layer).routes_bytes(batch.total_rows)
+        if executor != router and (executor, batch.id) not in self._copied:
+            self._copied.add((executor, batch.id))
+            self._calls.copy(batch, "routes", nbytes, router, executor)
+        return self._layout.act(executor, batch.id, "routes", nbytes)
 
     def _outputs(self, layer: int, executor: Executor, batch: Batch) -> Slot:
         """float32 [T, A, D]."""

@@ -150,9 +150,9 @@ class Lowering:
         executors = list(self._calls.shares(layer, kind, p.purpose))
         self._inputs(p, layer, kind, executors)
         asking = kind == "ffn" and self._experts.asks(layer, p.stream)
-        if asking:
-            yield from self._experts.ask(p, layer, answer)
         for executor in executors:
+            if asking and executor == self._experts.executor(layer):
+                yield from self._experts.ask(p, layer, answer)
             if kind == "attn" and layer in self.layout.delegated:
                 yield from self._attention.delegated(p, layer, executor)
             else:
@@ -175,8 +175,7 @@ class Lowering:
                 if executor != main:
                     self._calls.copy(batch, "h", batch.total_rows * row_bytes, main, executor)
             if kind == "ffn" and self.plan.target.spec.layers[layer].routed is not None:
-                if not self._experts.asks(layer, p.stream):
-                    self._experts.route(layer, batch, executors)
+                self._experts.route(layer, batch, executors)
             elif kind == "ffn" and p.purpose == "decode":
                 self._predict(layer, batch, executors)
         if len(executors) > 1:  # so that other executors wait for the norm alone, not for the main one's units too
@@ -204,7 +203,7 @@ class Lowering:
                     self._experts.shared_done(layer, executor, batch)
             self._streams.release(u, p.stream)
             yield from self._emit.closed()
-        if asking:
+        if asking and executor == self._experts.executor(layer):
             yield from self._experts.demanded(p, layer, started)
         main, row_bytes = self.plan.main, 4 * self.plan.target.spec.d_model
         for batch in p.batches if executor != main else ():

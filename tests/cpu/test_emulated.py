@@ -39,7 +39,7 @@ def test_any_placement(
     memory on one executor the sums have another order."""
     name = data.draw(st.sampled_from(sorted(models)))
     packed, kv = models[name], data.draw(st.sampled_from(KV_FORMATS))
-    plan = data.draw(device_plans(packed.spec, packed.weights, batch_seqs=2, kv=kv))
+    plan = data.draw(device_plans(packed.spec, packed.weights, cached=True, batch_seqs=2, kv=kv))
     check_plan(plan, packed.spec, packed.weights)
     jitter_s = data.draw(st.sampled_from([0.0, 0.0, 0.002]))
     found = on_device(packed, plan, data.draw(st.integers(0, 1000)), jitter_s)
@@ -60,7 +60,7 @@ def test_batches_share_a_pass(
 ) -> None:
     name = data.draw(st.sampled_from(sorted(models)))
     packed, kv = models[name], data.draw(st.sampled_from(KV_FORMATS))
-    plan = data.draw(device_plans(packed.spec, packed.weights, batch_seqs=1, batches_per_pass=2, kv=kv))
+    plan = data.draw(device_plans(packed.spec, packed.weights, cached=True, batch_seqs=1, batches_per_pass=2, kv=kv))
     assert np.abs(on_device(packed, plan) - oracle[name, kv]).max() <= NEAR[kv]
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from penstock.errors import InternalError
 from penstock.graph import ops, passes
 from penstock.graph.cache import HALF_LIFE, POLICIES, ExpertCache
+from penstock.graph.check_plan import check_plan
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Call, Task
 from penstock.graph.verify import verify
@@ -20,7 +21,7 @@ from penstock.models import spec_from_config
 from penstock.planner.routing import Replay, stated
 from penstock.spec.format import Format
 from penstock.spec.plan import Cache, Plan, Unit
-from tests.plans import make_plan, random_plans
+from tests.plans import device_plans, make_plan, random_plans
 from tests.pure.real_models import TINY
 
 SPEC = spec_from_config(TINY["qwen3_moe"] | {"num_experts_per_tok": 3}, "tiny")  # 9 experts
@@ -152,6 +153,17 @@ def test_any_plan_with_caches(data: st.DataObject) -> None:
     plan = data.draw(random_plans(SPEC, FORMAT, cached=True, batch_seqs=data.draw(st.integers(1, 3))))
     of = data.draw(st.sampled_from([worst, one, drawn]))
     tasks = lowered(plan, of(plan), 3)
+    assert verify(tasks, plan.arenas, plan.units) == len(tasks)
+
+
+@pytest.mark.fuzz
+@given(st.data())
+def test_any_plan_beside_a_device(data: st.DataObject) -> None:
+    """With routers, experts and caches anywhere: what a plan from a file may be."""
+    fields = {"batch_seqs": data.draw(st.integers(1, 2)), "batches_per_pass": data.draw(st.integers(1, 2))}
+    plan = data.draw(device_plans(SPEC, FORMAT, cached=True, **fields))
+    check_plan(plan, SPEC, FORMAT)
+    tasks = lowered(plan, data.draw(st.sampled_from([worst, one, drawn]))(plan), 3)
     assert verify(tasks, plan.arenas, plan.units) == len(tasks)
 
 
