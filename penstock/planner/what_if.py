@@ -58,7 +58,7 @@ def what_if(solved: Solved, ask: Ask, machine: MachineSpec, trace: Trace | None 
     from penstock.planner.solve.ours import device
 
     more = more_device = None
-    if any(streamed(plan, from_disk=True).values()):
+    if plan.caches or any(streamed(plan, from_disk=True).values()):
         more = _one(problem.asking(host_memory_bytes=problem.host_bytes + GIB), ring_bytes, like)
     if like != device.WHOLE:
         limit = problem.device_bytes + GIB
@@ -134,8 +134,10 @@ def _solvers(strategy: str) -> tuple[ModuleType, ...]:
     """Whose candidates a plan beside a device is compared with; none for blocks of many batches, whose search takes
     seconds each time."""
     from penstock.planner.solve import llama_cpp, pipo, scheinfer
-    from penstock.planner.solve.ours import device
+    from penstock.planner.solve.ours import device, experts
 
+    if strategy.startswith(experts.NAME):
+        return (experts,)
     if strategy.startswith(tuple(pipo.NAMES.values())):
         return (pipo,)
     if strategy == scheinfer.NAME:

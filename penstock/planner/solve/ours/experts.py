@@ -1,0 +1,135 @@
+"""Plans beside a device for models with experts: the device has what every token needs, the CPU has the experts.
+
+A token goes to few of a layer's experts, and lifting one over the link takes longer than reading it in RAM. So the CPU
+computes routers and experts where they lie: in RAM, or streamed from the disk, or in caches for some of each layer's.
+Device memory is filled as for other models (`ours/device`): the head, attention with its KV, then shared experts and
+dense FFNs. Where these do not fit, the link lifts the rest for each token, or the CPU computes it: both are simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from penstock.graph.arenas import ARENA_ALIGN
+from penstock.planner.homes import kv_layers, weights_bytes
+from penstock.planner.solve import beside, fill
+from penstock.planner.solve.candidate import Candidate
+from penstock.planner.solve.ours import device
+from penstock.planner.solve.ours.ram import POLICY, caches_reason
+from penstock.planner.solve.problem import Problem, spare_bytes
+from penstock.spec.parts import Part
+from penstock.spec.places import GPU, HOST, is_disk
+from penstock.spec.plan import Cache, Plan
+from penstock.units import format_bytes
+
+NAME = f"{device.WHOLE}, experts with the CPU"
+_LINK, _CPU = "", ", shared experts and dense FFNs too"  # who computes those that are not on the device
+
+
+def candidates(problem: Problem) -> Iterator[Candidate]:
+    """Plans that fit into both memories; none where the least does not."""
+    skeletons = [_skeleton(problem, chunk_rows) for chunk_rows in fill.chunk_options(problem.ask)]
+    for skeleton in [*skeletons, beside.smallest(problem, skeletons[0].split)]:
+        found = False
+        for attention_layers, kv_home in device.modes(skeleton):
+            mode = skeleton.with_split(attention_layers=attention_layers, kv_home=kv_home)
+            for candidate in _of_mode(mode):
+                # Longer chunks save reading from the disk.
+                if skeleton.chunk_rows <= fill.CHUNK_ROWS or _reads(candidate.plan):
+                    yield candidate
+                    found = True
+        if found and skeleton.chunk_rows <= fill.CHUNK_ROWS:
+            return
+
+
+def _skeleton(problem: Problem, chunk_rows: int) -> beside.DeviceSkeleton:
+    split = beside.Split(_LINK, 1.0, problem.layers, GPU.executor, prompts=False)
+    return beside.device_skeleton(problem, split, chunk_rows)
+
+
+def _of_mode(skeleton: beside.DeviceSkeleton) -> Iterator[Candidate]:
+    """All that may be in RAM is there, or the rest streams, or experts have caches."""
+    for split in (skeleton.split, replace(skeleton.split, name=_CPU, lifted=0.0)):
+        whole = replace(skeleton, split=split)
+        plans = {"": device.filled(whole, device.in_ram)}
+        if plans[""] is None or _reads(plans[""]):
+            plans = {", streamed": plans[""], ", in caches": device.filled(whole, _caching)}
+        for where, plan in plans.items():
+            if plan is not None:
+                yield Candidate(_name(plan, split, where), plan, _reasons(plan, whole))
+        if not any(plan is not None and _ffn_elsewhere(plan) for plan in plans.values()):
+            return
+
+
+def _caching(skeleton: beside.DeviceSkeleton, on_device: fill.Resident) -> Plan | None:
+    """Slots for experts in what RAM has left once all else stays, which every token reads; at least one a layer. None
+    where the rest alone is too much."""
+    problem = skeleton.problem
+    limit, experts = problem.host_bytes, problem.of_kind("experts")
+    if problem.ask.resident_bytes is not None:
+        return None
+    budget = spare_bytes(skeleton.plan(on_device, {}, _caches(experts, [1] * len(experts))), HOST, limit)
+    if budget is None:
+        return None
+    memory = device.fill_memory(problem, on_device, budget, cached=True)
+    left = budget - fill.bytes_of(problem.parts, memory) - ARENA_ALIGN
+    plan = skeleton.plan(on_device, memory, _caches(experts, fill.share_slots(experts, left)))
+    return plan if plan.tier_bytes()[HOST] <= limit else None
+
+
+def _caches(experts: Sequence[Part], slots: Sequence[int]) -> tuple[Cache, ...]:
+    return tuple(Cache(part.layer, HOST, n, POLICY) for part, n in zip(experts, slots, strict=True))
+
+
+def _reads(plan: Plan) -> bool:
+    """Whether some weights but embedding rows are at home on a disk."""
+    return any(is_disk(unit.home) and unit.part != "embed" for unit in plan.units)
+
+
+def _ffn_elsewhere(plan: Plan) -> bool:
+    """Whether some shared expert or dense FFN is not at home on the device."""
+    parts = plan.parts
+    return any(unit.home != GPU.executor and parts[unit.part].kind in ("ffn", "shared") for unit in plan.units)
+
+
+def _name(plan: Plan, split: beside.Split, where: str) -> str:
+    """What `plan --compare` will call it."""
+    cpu = "" if split.attention_layers == len(plan.target.spec.layers) else ", attention of some layers too"
+    kv = ", KV in RAM" if split.kv_home == HOST else ""
+    return f"{NAME}{where}{split.name}{cpu}{kv}"
+
+
+def _reasons(plan: Plan, skeleton: beside.DeviceSkeleton) -> tuple[str, ...]:
+    homes, parts = weights_bytes(plan), plan.parts
+    total = format_bytes(sum(homes.values()))
+    where = [f"{format_bytes(homes.get(GPU.executor, 0))} of {total} of weights stay in device memory"]
+    where += [f"{format_bytes(homes[home])} {place}" for home, place in device.ELSEWHERE.items() if homes.get(home)]
+    found = [", ".join(where), f"the CPU computes the experts: {_experts_reason(plan)}"]
+    lifted = sum(
+        plan.unit_bytes(unit)
+        for unit in plan.units
+        if unit.home != GPU.executor == unit.decode and (unit.part != "embed" or plan.target.spec.tied)
+    )
+    if lifted:
+        found.append(f"the link lifts {format_bytes(lifted)} for each token, which device memory has no room for")
+        found.append(beside.lift_reason(skeleton.problem, skeleton.ring_bytes))
+    if plan.caches:
+        found.append(caches_reason(plan))
+    if any(parts[unit.part].kind == "experts" and is_disk(unit.home) for unit in plan.units):
+        found.append(f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads once what is not in RAM")
+    kv, layers = plan.kv[0].format.name, len(plan.target.spec.layers)
+    found.append(f"KV in {kv}, of {kv_layers(plan, GPU.executor)} of {layers} layers in device memory")
+    return tuple(found)
+
+
+def _experts_reason(plan: Plan) -> str:
+    """Where the experts lie, and why the CPU takes them."""
+    parts, nbytes = plan.parts, {True: 0, False: 0}
+    for unit in plan.units:
+        if parts[unit.part].kind == "experts":
+            nbytes[is_disk(unit.home)] += plan.unit_bytes(unit)
+    if not nbytes[True]:
+        return f"all {format_bytes(nbytes[False])} of them are in RAM, which it reads faster than the link"
+    some = f"{format_bytes(nbytes[False])} of them stay in RAM, " if nbytes[False] else ""
+    return f"{some}{format_bytes(nbytes[True])} are at home on the disk"
