@@ -112,7 +112,7 @@ def _one(problem: Problem, ring_bytes: int, like: str | None = None) -> Predicti
     is nearest to `ring_bytes`. One simulation, not one for every candidate."""
     try:
         if like is not None:
-            alike = _alike(chain.from_iterable(solver.candidates(problem) for solver in _solvers(like)), like)
+            alike = _alike(chain.from_iterable(solver.candidates(problem) for solver in _solvers(like, problem)), like)
             plans = [] if alike is None else [alike]
         else:
             every = ram.candidates(problem, ring_bytes or _USUAL_RING_BYTES)
@@ -130,13 +130,13 @@ def _one(problem: Problem, ring_bytes: int, like: str | None = None) -> Predicti
     return best
 
 
-def _solvers(strategy: str) -> tuple[ModuleType, ...]:
+def _solvers(strategy: str, problem: Problem) -> tuple[ModuleType, ...]:
     """Whose candidates a plan beside a device is compared with; none for blocks of many batches, whose search takes
     seconds each time."""
     from penstock.planner.solve import llama_cpp, pipo, scheinfer
     from penstock.planner.solve.ours import device, experts
 
-    if strategy.startswith(experts.NAME):
+    if problem.spec.is_routed:
         return (experts,)
     if strategy.startswith(tuple(pipo.NAMES.values())):
         return (pipo,)

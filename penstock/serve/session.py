@@ -223,7 +223,11 @@ class Session:
 
     @contextmanager
     def hearing_routers(self, heard: OnRoute) -> Iterator[None]:
-        """In this block `heard` is called with the answer of every router, call by call. Passes are slower in it."""
+        """In this block `heard` is called with the answer of every router, call by call. Passes are slower in it.
+        Raises BadRequest where a router is on a device, which tells nobody."""
+        parts = self.plan.parts
+        if any(parts[unit.part].kind == "router" and unit.home != HOST for unit in self.plan.units):
+            raise BadRequest("this plan has routers on a device, where they are not heard: give --device none")
         self._binding.on_route = heard
         try:
             yield

@@ -93,8 +93,9 @@ class DeviceSkeleton:
     def _runs(self, part: Part, there: int, memory: int) -> tuple[Run, ...]:
         """The runs of a part whose granules up to `there` are at home on the device, and from there up to `memory` in
         RAM."""
-        if part.kind == "router":  # with the experts
-            return ((0, part.granules, HOST, HOST, HOST, part.nbytes),)
+        if part.kind == "router":  # where the experts are computed
+            at = GPU.executor if there else HOST
+            return ((0, part.granules, at, at, at, part.nbytes),)
         if part.kind in PINNED:
             return ((0, part.granules, GPU.executor, GPU.executor, GPU.executor, part.nbytes),)
         if part.kind == "embed" and not self.problem.spec.tied:  # gathered, row by row
@@ -112,7 +113,7 @@ class DeviceSkeleton:
         )
 
     def _lifted(self, part: Part) -> float:
-        """The share of granules outside its memory that the device computes. Experts are the CPU's."""
+        """The share of granules outside its memory that the device computes. Experts there are the CPU's."""
         if part.kind == "experts":
             return 0.0
         if part.kind in ("ffn", "shared"):

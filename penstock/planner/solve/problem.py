@@ -23,13 +23,15 @@ from penstock.units import format_bytes
 
 @dataclass(frozen=True)
 class Problem:
-    """`ask` has its context settled. `trace`: what routers are known to say."""
+    """`ask` has its context settled. `trace`: what routers are known to say. `device_experts`: whether the device has
+    kernels for routers and experts."""
 
     ask: Ask
     spec: ModelSpec
     weights: Format
     machine: MachineSpec
     trace: Trace | None = None
+    device_experts: bool = False
 
     @property
     def parts(self) -> Mapping[str, Part]:

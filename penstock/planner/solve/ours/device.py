@@ -159,12 +159,12 @@ def _estimate(skeleton: beside.DeviceSkeleton) -> Estimate | None:
     return Estimate(work, skeleton.chunk_rows, there, len(attends), problem.head.key in stays)
 
 
-def filled(skeleton: beside.DeviceSkeleton, rest: Rest | None = None) -> Plan | None:
+def filled(skeleton: beside.DeviceSkeleton, rest: Rest | None = None, experts: bool = False) -> Plan | None:
     """As much as fits stays on the device, then in RAM. None where the rest alone is too much for either. `rest`: makes
-    a plan of what stays on the device, instead of `in_ram`."""
+    a plan of what stays on the device, instead of `in_ram`. `experts`: those of whole layers may be on the device."""
     problem, may_stay = skeleton.problem, skeleton.problem.ask.resident_bytes
     every = {part.key: part.granules for part in problem.parts.values()}
-    there_all = _computed_there(skeleton, every)
+    there_all = _computed_there(skeleton, every, experts)
     if may_stay is None and bytes_of(problem.parts, there_all) <= problem.device_bytes:
         options = (rest(skeleton, there_all),) if rest else (skeleton.plan(there_all, memory) for memory in (every, {}))
         for whole in options:
@@ -174,7 +174,7 @@ def filled(skeleton: beside.DeviceSkeleton, rest: Rest | None = None) -> Plan | 
     if budget is not None and may_stay is not None:
         budget = min(budget, may_stay)
     return beside.within_device(
-        problem, budget, _ATTEMPTS, lambda nbytes: (rest or in_ram)(skeleton, fill_device(skeleton, nbytes))
+        problem, budget, _ATTEMPTS, lambda nbytes: (rest or in_ram)(skeleton, fill_device(skeleton, nbytes, experts))
     )  # fmt: skip
 
 
@@ -195,10 +195,11 @@ def in_ram(skeleton: beside.DeviceSkeleton, on_device: Resident) -> Plan | None:
     return plan if plan.tier_bytes()[HOST] <= limit else None
 
 
-def _computed_there(skeleton: beside.DeviceSkeleton, every: Resident) -> Resident:
-    """All but the CPU's experts and attention, and embedding rows that are only looked up: the CPU does that in no
-    time."""
-    kept = {key: n for key, n in every.items() if skeleton.problem.parts[key].kind not in ("experts", "router")}
+def _computed_there(skeleton: beside.DeviceSkeleton, every: Resident, experts: bool) -> Resident:
+    """All but the CPU's experts (unless `experts` may be there) and attention, and embedding rows that are only looked
+    up: the CPU does that in no time."""
+    cpu = () if experts else ("experts", "router")
+    kept = {key: n for key, n in every.items() if skeleton.problem.parts[key].kind not in cpu}
     if not skeleton.problem.spec.tied:
         del kept["embed"]
     for layer in range(skeleton.split.attention_layers, skeleton.problem.layers):
@@ -206,8 +207,9 @@ def _computed_there(skeleton: beside.DeviceSkeleton, every: Resident) -> Residen
     return kept
 
 
-def fill_device(skeleton: beside.DeviceSkeleton, budget: int) -> Resident:
-    """The head, whole; attention of the device's layers; of shared experts and of FFNs even shares."""
+def fill_device(skeleton: beside.DeviceSkeleton, budget: int, experts: bool = False) -> Resident:
+    """The head, whole; attention of the device's layers; of shared experts and of FFNs even shares. `experts`: then
+    routers and experts of the first layers that fit as a whole."""
     found: Resident = {}
     problem, head = skeleton.problem, skeleton.problem.head
     if head.nbytes <= budget:
@@ -216,6 +218,12 @@ def fill_device(skeleton: beside.DeviceSkeleton, budget: int) -> Resident:
     attention = problem.of_kind("attn")[: skeleton.split.attention_layers]
     for wanted in (attention, problem.of_kind("shared"), problem.of_kind("ffn")):
         budget -= share_out(wanted, {part.key: part.granules for part in wanted}, budget, found)
+    for part in problem.of_kind("experts") if experts else ():
+        router = problem.parts[f"{part.layer}.router"]
+        budget -= part.nbytes + router.nbytes
+        if budget < 0:
+            break
+        found |= {part.key: part.granules, router.key: router.granules}
     return found
 
 

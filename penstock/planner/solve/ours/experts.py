@@ -1,9 +1,11 @@
-"""Plans beside a device for models with experts: the device has what every token needs, the CPU has the experts.
+"""Plans beside a device for models with experts: the device has what every token needs, the CPU most experts.
 
 A token goes to few of a layer's experts, and lifting one over the link takes longer than reading it in RAM. So the CPU
 computes routers and experts where they lie: in RAM, or streamed from the disk, or in caches for some of each layer's.
 Device memory is filled as for other models (`ours/device`): the head, attention with its KV, then shared experts and
 dense FFNs. Where these do not fit, the link lifts the rest for each token, or the CPU computes it: both are simulated.
+What is left of device memory holds routers and all experts of the first so many layers. That needs kernels for experts
+on the device (`Problem.device_experts`); without them such plans are compared and not chosen.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from penstock.spec.plan import Cache, Plan
 from penstock.units import format_bytes
 
 NAME = f"{device.WHOLE}, experts with the CPU"
+_CANNOT_RUN = "a GPU has no kernels for experts yet"
 _LINK, _CPU = "", ", shared experts and dense FFNs too"  # who computes those that are not on the device
 
 
@@ -34,7 +37,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
         found = False
         for attention_layers, kv_home in device.modes(skeleton):
             mode = skeleton.with_split(attention_layers=attention_layers, kv_home=kv_home)
-            for candidate in _of_mode(mode):
+            for candidate in (*_of_mode(mode, experts_there=False), *_of_mode(mode, experts_there=True)):
                 # Longer chunks save reading from the disk.
                 if skeleton.chunk_rows <= fill.CHUNK_ROWS or _reads(candidate.plan):
                     yield candidate
@@ -48,17 +51,22 @@ def _skeleton(problem: Problem, chunk_rows: int) -> beside.DeviceSkeleton:
     return beside.device_skeleton(problem, split, chunk_rows)
 
 
-def _of_mode(skeleton: beside.DeviceSkeleton) -> Iterator[Candidate]:
-    """All that may be in RAM is there, or the rest streams, or experts have caches."""
+def _of_mode(skeleton: beside.DeviceSkeleton, experts_there: bool) -> Iterator[Candidate]:
+    """All that may be in RAM is there, or the rest streams, or experts have caches. `experts_there`: plans with experts
+    of some layers on the device."""
+    problem = skeleton.problem
     for split in (skeleton.split, replace(skeleton.split, name=_CPU, lifted=0.0)):
         whole = replace(skeleton, split=split)
-        plans = {"": device.filled(whole, device.in_ram)}
+        plans = {"": device.filled(whole, device.in_ram, experts_there)}
         if plans[""] is None or _reads(plans[""]):
-            plans = {", streamed": plans[""], ", in caches": device.filled(whole, _caching)}
-        for where, plan in plans.items():
-            if plan is not None:
-                yield Candidate(_name(plan, split, where), plan, _reasons(plan, whole))
-        if not any(plan is not None and _ffn_elsewhere(plan) for plan in plans.values()):
+            plans = {", streamed": plans[""], ", in caches": device.filled(whole, _caching, experts_there)}
+        found = {where: plan for where, plan in plans.items() if plan is not None}
+        for where, plan in found.items():
+            layers = _layers_there(plan)
+            if bool(layers) == experts_there:
+                cannot_run = _CANNOT_RUN if layers and not problem.device_experts else ""
+                yield Candidate(_name(plan, split, where), plan, _reasons(plan, whole), cannot_run)
+        if not any(map(_ffn_elsewhere, found.values())):
             return
 
 
@@ -66,8 +74,8 @@ def _caching(skeleton: beside.DeviceSkeleton, on_device: fill.Resident) -> Plan 
     """Slots for experts in what RAM has left once all else stays, which every token reads; at least one a layer. None
     where the rest alone is too much."""
     problem = skeleton.problem
-    limit, experts = problem.host_bytes, problem.of_kind("experts")
-    if problem.ask.resident_bytes is not None:
+    limit, experts = problem.host_bytes, [part for part in problem.of_kind("experts") if part.key not in on_device]
+    if problem.ask.resident_bytes is not None or not experts:
         return None
     budget = spare_bytes(skeleton.plan(on_device, {}, _caches(experts, [1] * len(experts))), HOST, limit)
     if budget is None:
@@ -80,6 +88,12 @@ def _caching(skeleton: beside.DeviceSkeleton, on_device: fill.Resident) -> Plan 
 
 def _caches(experts: Sequence[Part], slots: Sequence[int]) -> tuple[Cache, ...]:
     return tuple(Cache(part.layer, HOST, n, POLICY) for part, n in zip(experts, slots, strict=True))
+
+
+def _layers_there(plan: Plan) -> int:
+    """Layers whose experts are at home on the device."""
+    parts = plan.parts
+    return len({u.part for u in plan.units if u.home == GPU.executor and parts[u.part].kind == "experts"})
 
 
 def _reads(plan: Plan) -> bool:
@@ -95,6 +109,10 @@ def _ffn_elsewhere(plan: Plan) -> bool:
 
 def _name(plan: Plan, split: beside.Split, where: str) -> str:
     """What `plan --compare` will call it."""
+    if beside.all_there(plan):
+        return device.WHOLE
+    if layers := _layers_there(plan):
+        split = replace(split, name=f"{split.name}, {layers} layers of them on the device")
     cpu = "" if split.attention_layers == len(plan.target.spec.layers) else ", attention of some layers too"
     kv = ", KV in RAM" if split.kv_home == HOST else ""
     return f"{NAME}{where}{split.name}{cpu}{kv}"
@@ -105,7 +123,12 @@ def _reasons(plan: Plan, skeleton: beside.DeviceSkeleton) -> tuple[str, ...]:
     total = format_bytes(sum(homes.values()))
     where = [f"{format_bytes(homes.get(GPU.executor, 0))} of {total} of weights stay in device memory"]
     where += [f"{format_bytes(homes[home])} {place}" for home, place in device.ELSEWHERE.items() if homes.get(home)]
-    found = [", ".join(where), f"the CPU computes the experts: {_experts_reason(plan)}"]
+    found = [", ".join(where)]
+    every = sum(part.kind == "experts" for part in parts.values())
+    if layers := _layers_there(plan):
+        found.append(f"experts of {layers} of {every} layers are among them, with their routers")
+    if layers < every:
+        found.append(f"the CPU computes {'the other' if layers else 'the'} experts: {_experts_reason(plan)}")
     lifted = sum(
         plan.unit_bytes(unit)
         for unit in plan.units
@@ -127,7 +150,7 @@ def _experts_reason(plan: Plan) -> str:
     """Where the experts lie, and why the CPU takes them."""
     parts, nbytes = plan.parts, {True: 0, False: 0}
     for unit in plan.units:
-        if parts[unit.part].kind == "experts":
+        if parts[unit.part].kind == "experts" and unit.home != GPU.executor:
             nbytes[is_disk(unit.home)] += plan.unit_bytes(unit)
     if not nbytes[True]:
         return f"all {format_bytes(nbytes[False])} of them are in RAM, which it reads faster than the link"
