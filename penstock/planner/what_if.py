@@ -26,6 +26,7 @@ from penstock.spec.plan import Plan
 from penstock.units import GIB, MIB
 
 _LOOKED_AT = 2  # candidates: the best come first, and each takes some 40 ms to plan
+_MOST_LOOKED_AT = 4  # of models with experts, whose homes make more kinds of plans
 _USUAL_RING_BYTES = 64 * MIB  # among equals the solver takes the plan that reads least, so a small ring
 
 
@@ -150,11 +151,12 @@ def _solvers(strategy: str, problem: Problem) -> tuple[ModuleType, ...]:
 def _alike(candidates: Iterable[Candidate], strategy: str) -> Plan | None:
     """The plan of the same strategy, or the one that leaves nothing to choose; else the first, the most promising."""
     from penstock.planner.solve import llama_cpp, scheinfer
-    from penstock.planner.solve.ours import device
+    from penstock.planner.solve.ours import device, experts
 
     first = None
     alone = strategy in (scheinfer.NAME, llama_cpp.NAME)  # the first, or none of those that follow is alike
-    for candidate in islice(candidates, 1 if alone else _LOOKED_AT):
+    looked_at = _MOST_LOOKED_AT if strategy.startswith(experts.NAME) else _LOOKED_AT
+    for candidate in islice(candidates, 1 if alone else looked_at):
         if candidate.strategy in (strategy, device.WHOLE):
             return candidate.plan
         first = first or candidate

@@ -122,10 +122,7 @@ def plan_here(ask: Ask, packed: Packed, how: Loading, on_progress: Progress | No
         chosen = choose(chosen, machine, ask.device_memory_bytes, how.cache_folder, on_progress)
     if how.plan is None:
         trace = routers_of(packed.folder, packed.spec)
-        solved = solve(
-            ask, packed.spec, packed.weights, chosen.machine, packed.part_disks, trace=trace,
-            device_experts=chosen.name != "cuda",
-        )  # fmt: skip
+        solved = solve(ask, packed.spec, packed.weights, chosen.machine, packed.part_disks, trace=trace)
     else:
         solved = _as_given(how.plan, ask, packed, chosen)
     return Planned(ask, how, solved, chosen, file)

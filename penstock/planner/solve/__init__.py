@@ -106,19 +106,18 @@ def candidates(problem: Problem, every: bool = False, may_plan: bool = False) ->
 
 def solve(
     ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, disks: Mapping[str, Tier] | None = None,
-    *, every: bool = False, may_plan: bool = False, trace: Trace | None = None, device_experts: bool = False,
+    *, every: bool = False, may_plan: bool = False, trace: Trace | None = None,
 ) -> Solved:  # fmt: skip
     """Lowers and simulates every candidate that may win and takes the fastest for the ask's objective.
 
     `disks`: the disk of each part of the model, where it lies on more than one. `every`: also candidates that cannot
     win, so that they can be compared. `may_plan`: also plans of solvers that the runtime cannot run yet. They are
-    compared and never chosen. `trace`: what routers are known to say; None: what is stated of them. `device_experts`:
-    whether the device has kernels for routers and experts.
+    compared and never chosen. `trace`: what routers are known to say; None: what is stated of them.
 
     Raises DoesNotFit with the minimum that would do, and BadRequest for what no machine could do.
     """
     ask = settle_context(ask, spec)
-    problem = Problem(ask, spec, weights, machine, trace, device_experts)
+    problem = Problem(ask, spec, weights, machine, trace)
     bounded = []
     for candidate in candidates(problem, every, may_plan):
         plan = on_disks(candidate.plan, disks or {})

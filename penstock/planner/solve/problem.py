@@ -23,15 +23,13 @@ from penstock.units import format_bytes
 
 @dataclass(frozen=True)
 class Problem:
-    """`ask` has its context settled. `trace`: what routers are known to say. `device_experts`: whether the device has
-    kernels for routers and experts."""
+    """`ask` has its context settled. `trace`: what routers are known to say."""
 
     ask: Ask
     spec: ModelSpec
     weights: Format
     machine: MachineSpec
     trace: Trace | None = None
-    device_experts: bool = False
 
     @property
     def parts(self) -> Mapping[str, Part]:
@@ -85,6 +83,11 @@ class Problem:
     def has_device(self) -> bool:
         """Whether there is one, and the ask allows it any memory."""
         return any(tier.name == GPU.executor for tier in self.machine.tiers) and self.ask.device_memory_bytes != 0
+
+    @property
+    def device_experts(self) -> bool:
+        """Whether the device has kernels for routers and experts: those of experts have a rate of their own."""
+        return any(rate.lane == GPU.kernels and rate.op == "experts" for rate in self.machine.rates)
 
     def fits(self, plan: Plan) -> bool:
         """Whether the plan stays within both memories."""

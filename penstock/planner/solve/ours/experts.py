@@ -111,8 +111,8 @@ def _name(plan: Plan, split: beside.Split, where: str) -> str:
     """What `plan --compare` will call it."""
     if beside.all_there(plan):
         return device.WHOLE
-    if layers := _layers_there(plan):
-        split = replace(split, name=f"{split.name}, {layers} layers of them on the device")
+    if _layers_there(plan):
+        where += ", those of some layers on the device"
     cpu = "" if split.attention_layers == len(plan.target.spec.layers) else ", attention of some layers too"
     kv = ", KV in RAM" if split.kv_home == HOST else ""
     return f"{NAME}{where}{split.name}{cpu}{kv}"
