@@ -81,14 +81,14 @@ def random_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, cached: bool
     """Any cut of any part into units, each at home in memory or on disk; any ring that holds the largest; KV of any
     layers on disk; any order. `cached`: any cache of any layer's experts, where all of them are on disk."""
     units: list[Unit] = []
-    has_cache = {part.layer: cached and draw(st.booleans()) for part in parts(spec, weights) if part.kind == "experts"}
-    caches = _caches(draw, spec, weights, has_cache)
+    caches = _caches(draw, spec, weights, ["host"]) if cached else ()
+    has_cache = {cache.layer for cache in caches}
     largest = 0
     for part in parts(spec, weights):
         cuts = _cuts(draw, part)
         for lo, hi in pairwise(cuts):
             home = "host" if part.kind in PINNED else draw(st.sampled_from(["host", "disk0"]))
-            home = "disk0" if part.kind == "experts" and has_cache[part.layer] else home
+            home = "disk0" if part.kind == "experts" and part.layer in has_cache else home
             units.append(Unit(part.key, lo, hi, home, "host", "host"))
             if home == "disk0":
                 largest = max(largest, (hi - lo) * part.granule_bytes)
@@ -108,26 +108,30 @@ def device_plans(
 ) -> Plan:
     """The same beside a device: each layer's attention on either executor, each FFN unit's prefill and decode too, from
     any home that the executor can be fed from; KV on the device or in memory; either one holds the activations, and
-    either one a router. `cached`: caches on the host, of layers whose experts it decodes from the disk. `experts`: with
-    "host" the host has all routers and experts."""
+    either one a router. `cached`: caches on the host, of layers whose experts are on the disk, or on a device that has
+    the activations, of layers whose experts are in memory. `experts`: with "host" the host has all routers, experts and
+    caches."""
     executors, feeds = ["host", "gpu0"], {"host": ["host", "disk0"], "gpu0": ["gpu0", "host", "disk0"]}
     main = draw(st.sampled_from(executors))
     attends = [draw(st.sampled_from(executors)) for _ in spec.layers]
     units: list[Unit] = []
-    has_cache = {part.layer: cached and draw(st.booleans()) for part in parts(spec, weights) if part.kind == "experts"}
-    caches = _caches(draw, spec, weights, has_cache)
+    caches = _caches(draw, spec, weights, ["host", main] if experts == "any" else ["host"]) if cached else ()
+    cached_by = {cache.layer: cache.executor for cache in caches}
     for part in parts(spec, weights):
         for lo, hi in pairwise(_cuts(draw, part)):
             decode = prefill = attends[part.layer] if part.kind == "attn" else main
             if part.kind in FFNS:
                 decode, prefill = draw(st.sampled_from(executors)), draw(st.sampled_from(executors))
             if part.kind == "router":
-                decode = prefill = "host" if has_cache[part.layer] else draw(st.sampled_from(executors))
+                decode = prefill = "host" if part.layer in cached_by else draw(st.sampled_from(executors))
             if part.kind in ("experts", "router") and experts == "host":
                 decode = prefill = "host"
-            of_cache = part.kind == "experts" and has_cache[part.layer]
+            of_cache = part.kind == "experts" and part.layer in cached_by
             decode = "host" if of_cache else decode
-            homes = ["disk0"] if of_cache else feeds["gpu0" if decode == prefill == "gpu0" else "host"]
+            under = {"host": ["disk0"], "gpu0": ["host"]}
+            homes = (
+                under[cached_by[part.layer]] if of_cache else feeds["gpu0" if decode == prefill == "gpu0" else "host"]
+            )
             home = main if part.kind in PINNED else draw(st.sampled_from(homes))
             units.append(Unit(part.key, lo, hi, decode if part.kind == "router" else home, decode, prefill))
     sizes = {part.key: part.granule_bytes for part in parts(spec, weights)}
@@ -150,13 +154,18 @@ def device_plans(
     )  # fmt: skip
 
 
-def _caches(draw: st.DrawFn, spec: ModelSpec, weights: Format, has_cache: dict[int, bool]) -> tuple[Cache, ...]:
-    """A cache on the host for each layer that has one, of any size and policy."""
-    experts = {part.layer: part.experts for part in parts(spec, weights)}
+def _caches(draw: st.DrawFn, spec: ModelSpec, weights: Format, executors: Sequence[str]) -> tuple[Cache, ...]:
+    """A cache on one of these executors, of any size and policy, for some of the layers with experts."""
     return tuple(
-        Cache(layer, "host", draw(st.integers(1, experts[layer])), draw(st.sampled_from(POLICIES)))
-        for layer, wanted in has_cache.items()
-        if wanted
+        Cache(
+            part.layer,
+            draw(st.sampled_from(executors)),
+            draw(st.integers(1, part.experts)),
+            draw(st.sampled_from(POLICIES)),
+            draw(st.integers(1, 4)),
+        )
+        for part in parts(spec, weights)
+        if part.kind == "experts" and draw(st.booleans())
     )
 
 

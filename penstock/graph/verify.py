@@ -67,11 +67,11 @@ def _check_tiers(task: Task) -> None:
 def _check_experts(task: Task, units: Sequence[Unit], held: dict[Slot, tuple[str, int]]) -> None:
     for call in task.calls if units else ():
         operands = call.operands
-        if isinstance(operands, ops.Load) and operands.target.arena.endswith(".cache"):
+        if isinstance(operands, ops.Load | ops.Lift) and operands.target.arena.endswith(".cache"):
             slot = operands.target
             for other in [old for old in held if old.arena == slot.arena and old.lo < slot.hi and slot.lo < old.hi]:
                 del held[other]
-            held[slot] = (units[call.unit].part, operands.lo // (operands.hi - operands.lo))
+            held[slot] = (units[call.unit].part, _expert_of(operands))
         elif isinstance(operands, ops.Experts):
             for slot, expert in zip(operands.weights, operands.first_experts, strict=True):
                 wanted = (units[call.unit].part, expert)
@@ -79,6 +79,11 @@ def _check_experts(task: Task, units: Sequence[Unit], held: dict[Slot, tuple[str
                     raise InternalError(
                         f"task {task.id} takes expert {wanted} from {slot}, which holds {held.get(slot)}"
                     )
+
+
+def _expert_of(moved: ops.Load | ops.Lift) -> int:
+    """The expert that a load or a lift brings into a cache."""
+    return moved.expert if isinstance(moved, ops.Lift) else moved.lo // (moved.hi - moved.lo)
 
 
 def _check_slots(

@@ -154,7 +154,8 @@ def _routes_there(plan: Plan) -> bool:
     """Whether a device computes routers or experts."""
     parts = plan.parts
     there = {unit.part for unit in plan.units if GPU.executor in (unit.decode, unit.prefill)}
-    return any(parts[key].kind in ("router", "experts") for key in there)
+    cached = any(cache.executor == GPU.executor for cache in plan.caches)
+    return cached or any(parts[key].kind in ("router", "experts") for key in there)
 
 
 def _require_limit(ask: Ask) -> None:

@@ -236,10 +236,13 @@ class Load(NamedTuple):
 
 
 class Lift(NamedTuple):
-    """Copies a unit from RAM into a device's ring."""
+    """Copies a unit from RAM into a device's ring, or an expert into a device's cache. `expert`: its number, -1 for a
+    unit. `asked`: as of `Load`."""
 
     source: Read
     target: Write
+    expert: int = -1
+    asked: Reads = ()
 
 
 class KvLoad(NamedTuple):
