@@ -164,7 +164,7 @@ def filled(skeleton: beside.DeviceSkeleton, rest: Rest | None = None, experts: b
     a plan of what stays on the device, instead of `in_ram`. `experts`: those of whole layers may be on the device."""
     problem, may_stay = skeleton.problem, skeleton.problem.ask.resident_bytes
     every = {part.key: part.granules for part in problem.parts.values()}
-    there_all = _computed_there(skeleton, every, experts)
+    there_all = computed_there(skeleton, every, experts)
     if may_stay is None and bytes_of(problem.parts, there_all) <= problem.device_bytes:
         options = (rest(skeleton, there_all),) if rest else (skeleton.plan(there_all, memory) for memory in (every, {}))
         for whole in options:
@@ -195,7 +195,7 @@ def in_ram(skeleton: beside.DeviceSkeleton, on_device: Resident) -> Plan | None:
     return plan if plan.tier_bytes()[HOST] <= limit else None
 
 
-def _computed_there(skeleton: beside.DeviceSkeleton, every: Resident, experts: bool) -> Resident:
+def computed_there(skeleton: beside.DeviceSkeleton, every: Resident, experts: bool) -> Resident:
     """All but the CPU's experts (unless `experts` may be there) and attention, and embedding rows that are only looked
     up: the CPU does that in no time."""
     cpu = () if experts else ("experts", "router")

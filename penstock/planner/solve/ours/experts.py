@@ -4,8 +4,9 @@ A token goes to few of a layer's experts, and lifting one over the link takes lo
 computes routers and experts where they lie: in RAM, or streamed from the disk, or in caches for some of each layer's.
 Device memory is filled as for other models (`ours/device`): the head, attention with its KV, then shared experts and
 dense FFNs. Where these do not fit, the link lifts the rest for each token, or the CPU computes it: both are simulated.
-What is left of device memory holds routers and all experts of the first so many layers. That needs kernels for experts
-on the device (`Problem.device_experts`); without them such plans are compared and not chosen.
+What is left of device memory holds routers and all experts of the first so many layers, or caches for experts of every
+layer that are at home in RAM. Both need kernels for experts on the device (`Problem.device_experts`). Without them such
+plans are compared and not chosen.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from penstock.graph import ops
 from penstock.graph.arenas import ARENA_ALIGN
 from penstock.planner.homes import kv_layers, weights_bytes
 from penstock.planner.solve import beside, fill
@@ -21,11 +23,12 @@ from penstock.planner.solve.ours import device
 from penstock.planner.solve.ours.ram import POLICY, caches_reason
 from penstock.planner.solve.problem import Problem, spare_bytes
 from penstock.spec.parts import Part
-from penstock.spec.places import GPU, HOST, is_disk
+from penstock.spec.places import CPU, GPU, HOST, is_disk
 from penstock.spec.plan import Cache, Plan
 from penstock.units import format_bytes
 
 NAME = f"{device.WHOLE}, experts with the CPU"
+_MOST_POWER = 12  # of 2: rows of a pass that asks are fewer
 _CANNOT_RUN = "a GPU has no kernels for experts yet"
 _LINK, _CPU = "", ", shared experts and dense FFNs too"  # who computes those that are not on the device
 
@@ -67,7 +70,12 @@ def _of_mode(skeleton: beside.DeviceSkeleton, experts_there: bool) -> Iterator[C
                 cannot_run = _CANNOT_RUN if layers and not problem.device_experts else ""
                 yield Candidate(_name(plan, split, where), plan, _reasons(plan, whole), cannot_run)
         if not any(map(_ffn_elsewhere, found.values())):
-            return
+            break
+    cached = _cached_there(skeleton) if experts_there else None
+    if cached is not None:
+        cannot_run = "" if problem.device_experts else _CANNOT_RUN
+        name = _name(cached, skeleton.split, ", in caches on the device")
+        yield Candidate(name, cached, _reasons(cached, skeleton), cannot_run)
 
 
 def _caching(skeleton: beside.DeviceSkeleton, on_device: fill.Resident) -> Plan | None:
@@ -77,17 +85,54 @@ def _caching(skeleton: beside.DeviceSkeleton, on_device: fill.Resident) -> Plan 
     limit, experts = problem.host_bytes, [part for part in problem.of_kind("experts") if part.key not in on_device]
     if problem.ask.resident_bytes is not None or not experts:
         return None
-    budget = spare_bytes(skeleton.plan(on_device, {}, _caches(experts, [1] * len(experts))), HOST, limit)
+    budget = spare_bytes(skeleton.plan(on_device, {}, _caches_in_ram(experts, [1] * len(experts))), HOST, limit)
     if budget is None:
         return None
     memory = device.fill_memory(problem, on_device, budget, cached=True)
     left = budget - fill.bytes_of(problem.parts, memory) - ARENA_ALIGN
-    plan = skeleton.plan(on_device, memory, _caches(experts, fill.share_slots(experts, left)))
+    plan = skeleton.plan(on_device, memory, _caches_in_ram(experts, fill.share_slots(experts, left)))
     return plan if plan.tier_bytes()[HOST] <= limit else None
 
 
-def _caches(experts: Sequence[Part], slots: Sequence[int]) -> tuple[Cache, ...]:
+def _caches_in_ram(experts: Sequence[Part], slots: Sequence[int]) -> tuple[Cache, ...]:
     return tuple(Cache(part.layer, HOST, n, POLICY) for part, n in zip(experts, slots, strict=True))
+
+
+def _cached_there(skeleton: beside.DeviceSkeleton) -> Plan | None:
+    """All that is not an expert on the device, slots for experts in what its memory has left, and every expert in RAM.
+    None where that does not fit, or where all experts would have slots."""
+    problem = skeleton.problem
+    experts = problem.of_kind("experts")
+    if problem.ask.resident_bytes is not None:
+        return None
+    rows = [_lifted_rows(problem, part) for part in experts]
+    every = {part.key: part.granules for part in problem.parts.values()}
+    on_device = device.computed_there(skeleton, every, experts=False)
+
+    def plan(slots: Sequence[int]) -> Plan:
+        caches = (Cache(p.layer, GPU.executor, n, POLICY, r) for p, n, r in zip(experts, slots, rows, strict=True))
+        return skeleton.plan(on_device, None, tuple(caches))
+
+    budget = spare_bytes(plan([1] * len(experts)), GPU.executor, problem.device_bytes)
+    if budget is None:
+        return None
+    slots = fill.share_slots(experts, budget - 2 * ARENA_ALIGN)
+    if min(slots) == max(part.experts for part in experts):
+        return None
+    found = plan(slots)
+    return found if problem.fits(found) else None
+
+
+def _lifted_rows(problem: Problem, part: Part) -> int:
+    """The fewest rows for which lifting an expert and computing it on the device takes no longer than the CPU takes."""
+    cost, fmt = problem.cost, part.format.kind
+    lift_s = cost.call_s(GPU.to_device, "lift", fmt, nbytes=part.least_bytes)
+    for rows in (1 << power for power in range(_MOST_POWER)):
+        nbytes, flops = ops.matrix_cost(part, 0, part.expert_granules, ops.FFN_BLOCKS, rows)
+        there_s, cpu_s = (cost.call_s(lane, "experts", fmt, rows, nbytes, flops) for lane in (GPU.kernels, CPU))
+        if lift_s + there_s <= cpu_s:
+            return rows
+    return 1 << _MOST_POWER
 
 
 def _layers_there(plan: Plan) -> int:
@@ -128,7 +173,8 @@ def _reasons(plan: Plan, skeleton: beside.DeviceSkeleton) -> tuple[str, ...]:
     if layers := _layers_there(plan):
         found.append(f"experts of {layers} of {every} layers are among them, with their routers")
     if layers < every:
-        found.append(f"the CPU computes {'the other' if layers else 'the'} experts: {_experts_reason(plan)}")
+        which = "the other" if layers or any(cache.executor != HOST for cache in plan.caches) else "the"
+        found.append(f"the CPU computes {which} experts: {_experts_reason(plan)}")
     lifted = sum(
         plan.unit_bytes(unit)
         for unit in plan.units
@@ -137,8 +183,14 @@ def _reasons(plan: Plan, skeleton: beside.DeviceSkeleton) -> tuple[str, ...]:
     if lifted:
         found.append(f"the link lifts {format_bytes(lifted)} for each token, which device memory has no room for")
         found.append(beside.lift_reason(skeleton.problem, skeleton.ring_bytes))
-    if plan.caches:
+    if plan.caches and plan.caches[0].executor == HOST:
         found.append(caches_reason(plan))
+    elif plan.caches:
+        slots, rows = [cache.slots for cache in plan.caches], plan.caches[0].lifted_rows
+        found.append(
+            f"caches in device memory for {min(slots)} of {parts[f'{plan.caches[0].layer}.experts'].experts} experts a"
+            f" layer: the CPU computes what is missing for fewer than {rows} rows, and it is lifted for later tokens"
+        )
     if any(parts[unit.part].kind == "experts" and is_disk(unit.home) for unit in plan.units):
         found.append(f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads once what is not in RAM")
     kv, layers = plan.kv[0].format.name, len(plan.target.spec.layers)
