@@ -5,6 +5,7 @@ Raises InternalError at the first task that
 - reads bytes that nobody wrote,
 - waits for a task that has not been handed out,
 - conflicts with an earlier task that it is not ordered after,
+- loads an expert and does not come after the answer that asks for it,
 - or takes an expert from a slot of a cache that holds another expert.
 """
 
@@ -104,6 +105,10 @@ def _check_slots(
                 raise InternalError(f"tasks {other} and {task.id} both touch {slot} in no order")
         if not write and not slot.arena.endswith(_PRELOADED) and slot not in tokens:
             _check_written(task, slot, touched.get(slot.arena, []))
+    for slot in {s for call in task.calls for operand, s in ops.slots_of(call.operands) if operand.mode == "a"}:
+        writers = [mark for mark in touched.get(slot.arena, []) if mark[2] and mark[0] < slot.hi and slot.lo < mark[1]]
+        if not writers or not ordered >> position[writers[-1][3]] & 1:
+            raise InternalError(f"task {task.id} is asked for by {slot}, but does not come after its writer")
     for slot, write in slots:
         touched.setdefault(slot.arena, []).append((slot.lo, slot.hi, write, task.id))
 

@@ -60,10 +60,13 @@ def test_published_models_on_published_machines(name: str, machine: str) -> None
 
 def test_a_device_with_kernels_for_experts_has_some_or_all_layers() -> None:
     spec = describe(Path("olmoe-1b-7b"))[0]
-    some = solve(Ask(context=512, device_memory_bytes=3 * GIB), spec, INT4, ABLE)
-    there = {unit.part for unit in some.plan.units if unit.decode == "gpu0" and unit.part.endswith(".experts")}
-    assert 0 < len(there) < len(spec.layers) and not some.not_yet
-    routers = {unit.part for unit in some.plan.units if unit.decode == "gpu0" and unit.part.endswith(".router")}
+    solved = solve(Ask(context=512, device_memory_bytes=3 * GIB), spec, INT4, ABLE, every=True)
+    assert not solved.not_yet and all(not c.candidate.cannot_run for c in solved.compared)
+    name = f"{experts.NAME}, those of some layers on the device"
+    some = next(c.candidate.plan for c in solved.compared if c.candidate.strategy == name)
+    there = {unit.part for unit in some.units if unit.decode == "gpu0" and unit.part.endswith(".experts")}
+    assert 0 < len(there) < len(spec.layers)
+    routers = {unit.part for unit in some.units if unit.decode == "gpu0" and unit.part.endswith(".router")}
     assert routers == {part.replace("experts", "router") for part in there}
     assert solve(Ask(context=512), spec, INT4, ABLE).strategy == device.WHOLE
     assert executors(solve(Ask(context=512), spec, INT4, WITH_DEVICE).plan, "experts") == {"host"}
@@ -83,6 +86,20 @@ def test_asked_for_it_is_used_or_refused() -> None:
     least = caught.value.numbers["minimum_bytes"]
     assert caught.value.numbers["tier"] == "gpu0"
     solve(replace(ask, use_device=True, device_memory_bytes=least), spec, INT4, WITH_DEVICE)
+
+
+@pytest.mark.parametrize(("link_gb_per_s", "rows"), [(1000, 1), (20, 32), (0.001, 1 << 12)])
+def test_what_is_lifted_follows_the_link(link_gb_per_s: float, rows: int) -> None:
+    """The rows from which a missing expert is lifted, in a cache on the device that takes what its memory has left."""
+    spec = describe(Path("olmoe-1b-7b"))[0]
+    link = Rate("h2d0", "*", "*", 1e-5, 1e-9 / link_gb_per_s)
+    machine = replace(ABLE, rates=(*(r for r in ABLE.rates if r.lane != "h2d0"), link))
+    ask = settle_context(Ask(context=512, device_memory_bytes=3 * GIB), spec)
+    found = {c.strategy: c.plan for c in experts.candidates(Problem(ask, spec, INT4, machine))}
+    plan = found[f"{experts.NAME}, in caches on the device"]
+    assert {cache.executor for cache in plan.caches} == {"gpu0"} and len(plan.caches) == len(spec.layers)
+    assert {cache.lifted_rows for cache in plan.caches} == {rows}
+    assert 3 * GIB - 40 * MIB < plan.tier_bytes()["gpu0"] <= 3 * GIB
 
 
 @pytest.mark.fuzz
@@ -114,5 +131,6 @@ def test_any_candidate_is_a_plan_that_runs(data: st.DataObject) -> None:
         stays = sum(plan.unit_bytes(u) for u in plan.units if not u.home.startswith("disk"))
         pinned = sum(p.nbytes for p in plan.parts.values() if p.kind in ("norms", "edges", "router"))
         assert ask.resident_bytes is None or stays <= ask.resident_bytes + pinned
-        assert bool(cannot_run) == ("gpu0" in executors(plan, "experts") and machine is WITH_DEVICE)
+        there = "gpu0" in executors(plan, "experts") or any(cache.executor == "gpu0" for cache in plan.caches)
+        assert bool(cannot_run) == (there and machine is WITH_DEVICE)
         assert reasons and predict(plan, settled, machine).decode_tokens_per_s > 0

@@ -21,6 +21,7 @@ from penstock.graph.ops.operand import (
     EXPONENTIALS,
     SUMS,
     Added,
+    Afters,
     Read,
     Reads,
     Scratch,
@@ -227,12 +228,12 @@ class Copy(NamedTuple):
 
 class Load(NamedTuple):
     """Loads granules lo..hi of a unit's part from its disk into a ring or a cache. `asked`: for a load into a cache,
-    the slots of `routes` that ask for it. The load depends on them, since it is not known before they are written."""
+    the slots of `routes` that ask for it. The load comes after them, since it is not known before they are written."""
 
     target: Write
     lo: int
     hi: int
-    asked: Reads = ()
+    asked: Afters = ()
 
 
 class Lift(NamedTuple):
@@ -242,7 +243,7 @@ class Lift(NamedTuple):
     source: Read
     target: Write
     expert: int = -1
-    asked: Reads = ()
+    asked: Afters = ()
 
 
 class KvLoad(NamedTuple):
