@@ -121,7 +121,8 @@ class ExpertCalls:
         cache = self.caches[layer]
         cache.ask(wanted)
         missing = [expert for expert in wanted if cache.slot(expert) is None]
-        self._by_cpu = [expert for expert in missing if self._rows_of(expert) < self._lifted_rows(layer)]
+        lifted_rows = self._lifted_rows(layer)
+        self._by_cpu = [expert for expert in missing if self._rows_of(expert) < lifted_rows] if lifted_rows else []
         self._waiting, self._loaded = [expert for expert in missing if expert not in self._by_cpu], []
         self._load(layer, p.batches, wanted)
         yield from self._calls.emit.closed()
@@ -176,7 +177,7 @@ class ExpertCalls:
         return sum(list(row).count(expert) for rows in self._wanted.values() for row in rows)
 
     def _lifted_rows(self, layer: int) -> int:
-        """A missing expert that fewer rows want is computed by the CPU."""
+        """A missing expert of a device's cache that fewer rows want is computed by the CPU. 0 for a cache in RAM."""
         cache = self._cache_of[layer]
         return cache.lifted_rows if is_device(cache.executor) else 0
 

@@ -44,7 +44,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
                 # Longer chunks save reading from the disk.
                 if skeleton.chunk_rows <= fill.CHUNK_ROWS or _reads(candidate.plan):
                     yield candidate
-                    found = True
+                    found = found or not candidate.cannot_run
         if found and skeleton.chunk_rows <= fill.CHUNK_ROWS:
             return
 
