@@ -81,18 +81,14 @@ def random_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, cached: bool
     """Any cut of any part into units, each at home in memory or on disk; any ring that holds the largest; KV of any
     layers on disk; any order. `cached`: any cache of any layer's experts, where all of them are on disk."""
     units: list[Unit] = []
-    caches: list[Cache] = []
+    caches = _caches(draw, spec, weights, ["host"]) if cached else ()
+    has_cache = {cache.layer for cache in caches}
     largest = 0
     for part in parts(spec, weights):
         cuts = _cuts(draw, part)
-        has_cache = cached and part.kind == "experts" and draw(st.booleans())
-        if has_cache:
-            caches.append(
-                Cache(part.layer, "host", draw(st.integers(1, part.experts)), draw(st.sampled_from(POLICIES)))
-            )
         for lo, hi in pairwise(cuts):
             home = "host" if part.kind in PINNED else draw(st.sampled_from(["host", "disk0"]))
-            home = "disk0" if has_cache else home
+            home = "disk0" if part.kind == "experts" and part.layer in has_cache else home
             units.append(Unit(part.key, lo, hi, home, "host", "host"))
             if home == "disk0":
                 largest = max(largest, (hi - lo) * part.granule_bytes)
@@ -101,27 +97,43 @@ def random_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, cached: bool
     spilled = draw(st.just(frozenset[int]()) | st.frozensets(st.integers(0, len(spec.layers) - 1)))
     return make_plan(
         spec, weights, units, ring_bytes={"host": ring} if ring else {}, io_block_bytes=block, kv_spilled=spilled,
-        caches=tuple(caches),
+        caches=caches,
         order=draw(st.sampled_from(ORDERS)), **fields,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
 @st.composite
-def device_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, **fields: int | str) -> Plan:
+def device_plans(
+    draw: st.DrawFn, spec: ModelSpec, weights: Format, cached: bool = False, experts: str = "any", **fields: int | str
+) -> Plan:
     """The same beside a device: each layer's attention on either executor, each FFN unit's prefill and decode too, from
-    any home that the executor can be fed from; KV on the device or in memory; either one holds the activations."""
+    any home that the executor can be fed from; KV on the device or in memory; either one holds the activations, and
+    either one a router. `cached`: caches on the host, of layers whose experts are on the disk, or on a device that has
+    the activations, of layers whose experts are in memory. `experts`: with "host" the host has all routers, experts and
+    caches."""
     executors, feeds = ["host", "gpu0"], {"host": ["host", "disk0"], "gpu0": ["gpu0", "host", "disk0"]}
     main = draw(st.sampled_from(executors))
     attends = [draw(st.sampled_from(executors)) for _ in spec.layers]
     units: list[Unit] = []
+    caches = _caches(draw, spec, weights, ["host", main] if experts == "any" else ["host"]) if cached else ()
+    cached_by = {cache.layer: cache.executor for cache in caches}
     for part in parts(spec, weights):
         for lo, hi in pairwise(_cuts(draw, part)):
             decode = prefill = attends[part.layer] if part.kind == "attn" else main
             if part.kind in FFNS:
                 decode, prefill = draw(st.sampled_from(executors)), draw(st.sampled_from(executors))
-            homes = feeds["gpu0" if decode == prefill == "gpu0" else "host"]
+            if part.kind == "router":
+                decode = prefill = "host" if part.layer in cached_by else draw(st.sampled_from(executors))
+            if part.kind in ("experts", "router") and experts == "host":
+                decode = prefill = "host"
+            of_cache = part.kind == "experts" and part.layer in cached_by
+            decode = "host" if of_cache else decode
+            under = {"host": ["disk0"], "gpu0": ["host"]}
+            homes = (
+                under[cached_by[part.layer]] if of_cache else feeds["gpu0" if decode == prefill == "gpu0" else "host"]
+            )
             home = main if part.kind in PINNED else draw(st.sampled_from(homes))
-            units.append(Unit(part.key, lo, hi, home, decode, prefill))
+            units.append(Unit(part.key, lo, hi, decode if part.kind == "router" else home, decode, prefill))
     sizes = {part.key: part.granule_bytes for part in parts(spec, weights)}
     rings: dict[str, int] = {}
     stage = max(part.granule_bytes for part in parts(spec, weights) if part.kind == "norms")  # copies for attention
@@ -137,9 +149,24 @@ def device_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, **fields: in
     stage += 4096 * draw(st.integers(0, 3 * stage // 4096 + 1)) if stage else 0
     kv_homes = [(draw(st.sampled_from(["gpu0", "host"] if at == "gpu0" else ["host", "disk0"])), at) for at in attends]
     return make_plan(
-        spec, weights, units, ring_bytes=rings, stage_bytes=stage, main=main, kv_homes=kv_homes,
+        spec, weights, units, ring_bytes=rings, stage_bytes=stage, main=main, kv_homes=kv_homes, caches=caches,
         order=draw(st.sampled_from(ORDERS)), **fields,  # type: ignore[arg-type]
     )  # fmt: skip
+
+
+def _caches(draw: st.DrawFn, spec: ModelSpec, weights: Format, executors: Sequence[str]) -> tuple[Cache, ...]:
+    """A cache on one of these executors, of any size and policy, for some of the layers with experts."""
+    return tuple(
+        Cache(
+            part.layer,
+            draw(st.sampled_from(executors)),
+            draw(st.integers(1, part.experts)),
+            draw(st.sampled_from(POLICIES)),
+            draw(st.integers(1, 4)),
+        )
+        for part in parts(spec, weights)
+        if part.kind == "experts" and draw(st.booleans())
+    )
 
 
 def _cuts(draw: st.DrawFn, part: Part) -> list[int]:

@@ -5,7 +5,7 @@ Per memory tier (`host`, `gpu0`) these arenas, each 2 MiB-aligned so that huge p
     T.weights   resident units, in plan order          T.kv       K and V pools, layer after layer
     T.ring      units in flight from a slower tier     T.act      activations, per batch of a pass
     T.scratch   an op's own temporaries (one lane runs one op at a time)
-    T.cache     slots of experts that are at home on a disk, layer after layer
+    T.cache     slots of experts that are at home on a slower tier, layer after layer
     T.window    K and V of one or two layers whose KV lives elsewhere, while attention runs
     host.staging  granules read for single embedding rows
     host.stage    units on their way from a disk to a device
@@ -298,7 +298,7 @@ class Layout:
         if routed:
             buffers["routes"] = max(ffn.routes_bytes(rows) for ffn in routed)
         if plan.caches:
-            buffers["outputs"] = 4 * plan.asking_rows * max(ffn.active for ffn in routed) * spec.d_model
+            outputs = 4 * plan.asking_rows * max(ffn.active for ffn in routed) * spec.d_model
         if plan.predictors:
             buffers["active"] = plan.batch_seqs * max(map(neurons_of, spec.layers))
         answers = {"logits": 4 * plan.logits_rows * spec.vocab, "best": 8 * plan.logits_rows}
@@ -307,6 +307,8 @@ class Layout:
         needed[plan.main] |= {**ends, "x": 4 * rows * spec.d_model, **answers}
         if plan.main != HOST:
             needed.setdefault(HOST, {}).update({**ends, **answers})
+        for cache in plan.caches:  # of a device's cache, the CPU computes what is missing
+            needed[cache.executor]["outputs"] = needed[HOST]["outputs"] = outputs
         for layer, executor in self.delegated.items():  # new K and V, on their way to where attention runs
             a, home = spec.layers[layer].attention, next(h for h in plan.kv if h.layers[0] <= layer < h.layers[1])
             nbytes = rows * a.kv_heads * home.format.kv_bytes(a.head_dim)

@@ -27,24 +27,26 @@ class Calls:
             for layer in range(len(spec.layers))
             for kind in ("attn", "ffn")
         }
-        self._shares: dict[tuple[int, str, str, bool], dict[Executor, list[int]]] = {}
+        self._shares: dict[tuple[int, str, str, Executor | None], dict[Executor, list[int]]] = {}
         self._matrix_costs: dict[tuple[int, tuple[str, ...]], Cost] = {}
 
     def of_block(self, layer: int, kind: str) -> list[int]:
         """The units of a layer's block, in the order in which they are computed. `kind`: attn or ffn."""
         return self._blocks[layer, kind]
 
-    def shares(self, layer: int, kind: str, purpose: str, asking: bool = False) -> dict[Executor, list[int]]:
-        """The units of a layer's block by their executor, the host last. `asking`: without experts, which come when the
-        router has said which. Kept, since a layer may have thousands of units."""
+    def shares(self, layer: int, kind: str, purpose: str, asking: Executor | None = None) -> dict[Executor, list[int]]:
+        """The units of a layer's block by their executor, the host last. `asking`: the executor that adds experts up
+        when the router has said which. Their units are left out then. Kept, since a layer may have thousands of
+        units."""
         shares = self._shares.get((layer, kind, purpose, asking))
         if shares is None:
             by_executor: dict[Executor, list[int]] = {}
             for u in self.of_block(layer, kind):
                 unit = self.plan.units[u]
-                share = by_executor.setdefault(unit.executor(purpose), [])
-                if not (asking and self.layout.parts[unit.part].kind == "experts"):
-                    share.append(u)
+                if asking and self.layout.parts[unit.part].kind == "experts":
+                    by_executor.setdefault(asking, [])
+                else:
+                    by_executor.setdefault(unit.executor(purpose), []).append(u)
             order = sorted(by_executor, key=lambda executor: executor == HOST)
             shares = {executor: by_executor[executor] for executor in order}
             self._shares[layer, kind, purpose, asking] = shares

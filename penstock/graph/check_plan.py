@@ -144,14 +144,21 @@ def _check_caches(plan: Plan, by_key: dict[str, Part]) -> None:
         part = by_key.get(f"{cache.layer}.experts")
         if part is None:
             raise _wrong(f"a cache is of layer {cache.layer}, which has no experts")
-        if not 1 <= cache.slots <= part.experts or cache.policy not in POLICIES or cache.executor != plan.main:
+        there = dict.fromkeys((HOST, plan.main))
+        if not 1 <= cache.slots <= part.experts or cache.policy not in POLICIES or cache.executor not in there:
             raise _wrong(
                 f"the cache of layer {cache.layer} has {cache.slots} slots of {part.experts} experts, {cache.policy!r}"
-                f" on {cache.executor!r}; there are {', '.join(POLICIES)} on {plan.main}"
+                f" on {cache.executor!r}; there are {', '.join(POLICIES)} on {', '.join(there)}"
             )
+        if not 1 <= cache.lifted_rows <= _BOUNDS["chunk_rows"][1]:
+            raise _wrong(f"the cache of layer {cache.layer} has lifted_rows {cache.lifted_rows}")
+        if any(unit.part == f"{cache.layer}.router" and unit.decode != HOST for unit in plan.units):
+            raise _wrong(f"the router of layer {cache.layer} is not on {HOST}, which is to hear which experts it wants")
         units = [unit for unit in plan.units if unit.part == part.key]
-        if any(not is_disk(unit.home) or unit.decode != HOST for unit in units):
-            raise _wrong(f"the experts of layer {cache.layer} have a cache, but are not all at home on a disk")
+        on_device = is_device(cache.executor)
+        if any((unit.home != HOST if on_device else not is_disk(unit.home)) or unit.decode != HOST for unit in units):
+            home = "in RAM, and the CPU's" if on_device else "on a disk"
+            raise _wrong(f"the experts of layer {cache.layer} have a cache, but are not all at home {home}")
 
 
 def _check_acts(plan: Plan) -> Executor:
@@ -195,9 +202,17 @@ def _check_cover(name: str, homes: Iterable[KvHome] | Iterable[ActHome], plan: P
 
 
 def _check_main(units: Iterable[Unit], by_key: dict[str, Part], main: Executor) -> None:
-    """Norms and the model's ends lie with the activations, on the main executor. It computes the head too."""
+    """Norms and the model's ends lie with the activations, on the main executor. It computes the head too. A router
+    lies with its executor, which may be any."""
     for unit in units:
         kind = by_key[unit.part].kind
+        if kind == "router":
+            if {unit.decode, unit.prefill} != {unit.home}:
+                raise _wrong(
+                    f"{unit.part} is at home in {unit.home} and computed by {unit.decode} and {unit.prefill}; "
+                    "a router stays with its executor"
+                )
+            continue
         if kind in PINNED and unit.home != main:
             raise _wrong(f"{unit.part} is at home in {unit.home}; {main} reads it at every step")
         if kind not in ("attn", *FFNS) and (unit.decode, unit.prefill) != (main, main):

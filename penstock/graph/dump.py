@@ -11,7 +11,7 @@ from penstock.spec.plan import Plan
 
 def dump(tasks: Iterable[Task], plan: Plan) -> str:
     """One line per task: its id, lanes and calls, and `after` with the ids that it waits for. A call is written as its
-    op, the unit's part and granules, the batch, and for weights that stream the byte range in their ring."""
+    op, the unit's part and granules, the batch, and the byte ranges of weights in a ring or a cache."""
     lines = []
     for task in tasks:
         after = f"  after {' '.join(map(str, task.after))}" if task.after else ""
@@ -28,7 +28,7 @@ def _call(call: Call, plan: Plan) -> str:
     if call.batch is not None:
         words.append(f"b{call.batch.id}")
     slots = [slot for _, slot in ops.slots_of(operands)]
-    words += [str(slot) for slot in slots if slot.arena.endswith(".ring")]
+    words += [str(slot) for slot in slots if slot.arena.endswith((".ring", ".cache"))]
     if isinstance(operands, ops.KvMove):
         words += [str(slot) for slot in slots if slot.arena.endswith(".window")][:1]  # its keys; the values lie behind
         words.append(f"layer {operands.layer}")

@@ -16,9 +16,9 @@ from penstock.graph.tasks import Call, Slot, Task
 from penstock.spec.places import CPU, Lane
 
 # Op → its operands that may make edges: (field, whether it is several slots, whether it is read, whether it is
-# written).
+# written). One that is neither only comes after its writer.
 _TOUCHES = {
-    op.definition: tuple((o.field, o.many, o.mode != "w", o.mode != "r") for o in op.operands if o.mode != "s")
+    op.definition: tuple((o.field, o.many, o.mode in "r+", o.mode in "w+") for o in op.operands if o.mode != "s")
     for op in ops.OPS.values()
 }
 _UNTRACKED = (".weights", ".scratch")  # weights are constant while passes run, scratch is private to one lane
@@ -138,7 +138,8 @@ class Emitter:
                 arena, lo, hi = slot
                 if not self._tracked[arena]:
                     continue
-                touched.append((slot, reads, writes))
+                if reads or writes:
+                    touched.append((slot, reads, writes))
                 for other, task in self._hazards.conflicts(arena, lo, hi, writes):
                     if other not in lanes and task > waits.get(other, -1):
                         waits[other] = task

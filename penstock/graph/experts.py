@@ -1,5 +1,8 @@
 """Emits the FFNs of layers with experts: the router, and the experts that its answer asks for. A part of the lowering.
 
+The router runs on the executor of its unit, which may be another one than that of the experts. Whoever else needs the
+answer gets a copy.
+
 Where experts are at home with their executor, or where a pass reads all of them, one call computes all experts of a
 unit. The router's call writes which rows go to which expert into the slot `routes`, and the kernels read it there. So
 the lowering does not wait for the router.
@@ -7,12 +10,17 @@ the lowering does not wait for the router.
 With a cache (`Plan.caches`) a decode pass asks for the router's answer, loads the experts that are missing, and
 meanwhile computes those that are in the cache. Each expert's output is kept apart, and one call adds the outputs up in
 the order of the experts' numbers. So no bit depends on what the cache held, or on which load ended first.
+
+A cache in a device's memory holds experts that are at home in RAM. Those that are missing are lifted where enough rows
+want them. The others are computed by the CPU meanwhile, and their outputs cross the link. They are lifted after that,
+so that later passes find them.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 
 from penstock.graph import ops
 from penstock.graph.batch import Batch
@@ -21,7 +29,7 @@ from penstock.graph.calls import Calls
 from penstock.graph.streams import Streams
 from penstock.graph.tasks import Call, Pass, Slot, Stream, Task
 from penstock.spec.model import Routed
-from penstock.spec.places import HOST, Executor, kernels_of, lane_between
+from penstock.spec.places import HOST, Executor, is_device, kernels_of, lane_between
 
 # Gives the experts that a router's call chose for each row, in rising order. It may be called once the task with that
 # call was handed out.
@@ -34,24 +42,32 @@ class ExpertCalls:
     def __init__(self, calls: Calls, streams: Streams, caches: Mapping[int, ExpertCache]) -> None:
         self._calls, self._plan, self._layout = calls, calls.plan, calls.layout
         self._streams, self.caches = streams, caches
+        self._cache_of = {cache.layer: cache for cache in calls.plan.caches}
+        self._asked: dict[int, Call] = {}  # batch → the router's call of the layer at hand
+        self._copied: set[tuple[Executor, int]] = set()  # (executor, batch) that has a copy of that router's answer
         self._wanted: dict[int, Sequence[Sequence[int]]] = {}  # batch → the answer of the layer at hand
         self._waiting: list[int] = []  # missing experts of that layer that have no slot yet
         self._loaded: list[int] = []  # missing experts of that layer whose load was emitted
+        self._by_cpu: list[int] = []  # missing experts of a device's cache that the CPU computes
 
-    def asks(self, layer: int, stream: Stream) -> bool:
-        """Whether a pass reads, of this layer, only the experts that the router asks for."""
-        return stream.asks and layer in self.caches
+    def asks(self, layer: int, stream: Stream) -> Executor | None:
+        """The executor of the layer's cache, where a pass reads of this layer only the experts that the router asks
+        for."""
+        return self._cache_of[layer].executor if stream.asks and layer in self.caches else None
 
     # -- all experts of a unit --------------------------------------------------------------------------
 
     def route(self, layer: int, batch: Batch, executors: list[Executor]) -> None:
-        """Runs the router on the main executor, and copies its answer to the other executors."""
-        main = self._plan.main
-        self._route(layer, batch)
-        for executor in executors:
-            if executor != main:
-                nbytes = self._routed(layer).routes_bytes(batch.total_rows)
-                self._calls.copy(batch, "routes", nbytes, main, executor)
+        """Runs the router. A device's answer is copied to the other executors at once. A router of the host answers
+        while devices go on: they get its answer with the first call that needs it (`_routes`)."""
+        router = self._router(layer)
+        if router not in (self._plan.main, *executors):
+            h = self._calls.rows(router, batch, "h")
+            self._calls.copy(batch, "h", h.nbytes, self._plan.main, router)
+        self._copied = {(at, number) for at, number in self._copied if number != batch.id}
+        self._asked[batch.id] = self._route(layer, batch)
+        for executor in executors if router != HOST else ():
+            self._routes(layer, executor, batch)
 
     def unit(self, p: Pass, layer: int, u: int, executor: Executor, started: set[int]) -> Iterator[Task]:
         """Computes a unit's experts in rising order. Experts in the layer's cache are read there, the others in the
@@ -96,27 +112,31 @@ class ExpertCalls:
     # -- the experts that a router asks for ---------------------------------------------------------------
 
     def ask(self, p: Pass, layer: int, answer: Answer) -> Iterator[Task]:
-        """Asks the router, and emits loads of missing experts: as many as the cache has slots whose experts are not
-        wanted by this pass."""
-        asked = [self._route(layer, batch) for batch in p.batches]
-        self._calls.emit.close(kernels_of(self._plan.main))
+        """Asks the router, whose calls are emitted already. Emits loads of missing experts: as many as the cache has
+        slots whose experts are not wanted by this pass. On a device these are lifts of the experts of enough rows."""
+        self._calls.emit.close(kernels_of(self._router(layer)))
         yield from self._calls.emit.closed()
-        self._wanted = {b.id: answer(call) for b, call in zip(p.batches, asked, strict=True)}
+        self._wanted = {batch.id: answer(self._asked[batch.id]) for batch in p.batches}
         wanted = self._all_wanted()
         cache = self.caches[layer]
         cache.ask(wanted)
-        self._waiting, self._loaded = [expert for expert in wanted if cache.slot(expert) is None], []
+        missing = [expert for expert in wanted if cache.slot(expert) is None]
+        lifted_rows = self._lifted_rows(layer)
+        self._by_cpu = [expert for expert in missing if self._rows_of(expert) < lifted_rows] if lifted_rows else []
+        self._waiting, self._loaded = [expert for expert in missing if expert not in self._by_cpu], []
         yield from self._load(layer, p.batches, wanted)
 
     def demanded(self, p: Pass, layer: int, started: set[int]) -> Iterator[Task]:
         """Computes the experts that were asked for: first those in the cache, then each of the others after its load.
         `started`: ids of batches whose sum has an addend already."""
-        executor, cache = self._plan.main, self.caches[layer]
-        coming = set(self._loaded) | set(self._waiting)
+        executor, cache = self._cache_of[layer].executor, self.caches[layer]
+        coming = {*self._loaded, *self._waiting, *self._by_cpu}
         present = [expert for expert in self._all_wanted() if expert not in coming]
         self._compute(p, layer, present)
-        self._calls.emit.close(kernels_of(executor))
+        self._calls.emit.close(kernels_of(executor))  # so that they begin now, before what follows is lowered
         yield from self._calls.emit.closed()
+        if self._by_cpu:
+            self._compute_by_cpu(p, layer)
         while self._loaded or self._waiting:
             yield from self._load(layer, p.batches, self._loaded)  # experts that were computed may leave the cache
             loaded, self._loaded = self._loaded, []
@@ -134,6 +154,10 @@ class ExpertCalls:
             )  # fmt: skip
             cost = ops.rows_cost(self._plan.target.spec, batch.total_rows, routed.active + 1)
             calls.add(executor, combine, -1, batch, "*", cost)
+        if self._by_cpu:
+            self._waiting, self._loaded = self._by_cpu, []
+            yield from self._load(layer, p.batches, self._all_wanted())
+            self._waiting = []  # those for which no slot is left
 
     def warm(self, layer: int, experts: Sequence[int]) -> None:
         """Puts experts into the layer's cache as if a pass had asked for them."""
@@ -147,14 +171,23 @@ class ExpertCalls:
     def _all_wanted(self) -> list[int]:
         return sorted({expert for rows in self._wanted.values() for row in rows for expert in row})
 
+    def _rows_of(self, expert: int) -> int:
+        """Rows of the pass at hand that want an expert."""
+        return sum(list(row).count(expert) for rows in self._wanted.values() for row in rows)
+
+    def _lifted_rows(self, layer: int) -> int:
+        """A missing expert of a device's cache that fewer rows want is computed by the CPU. 0 for a cache in RAM."""
+        cache = self._cache_of[layer]
+        return cache.lifted_rows if is_device(cache.executor) else 0
+
     def _load(self, layer: int, batches: Sequence[Batch], keep: Sequence[int]) -> Iterator[Task]:
-        """Emits loads of the waiting experts, while there are slots whose experts need not be kept. Each is handed out
-        at once, so that the disk begins with the first while the next is lowered. `keep`: experts that may not leave
-        the cache."""
-        cache, emit = self.caches[layer], self._calls.emit
-        units, part = self._calls.units[f"{layer}.experts"], self._layout.parts[f"{layer}.experts"]
+        """Emits loads (or lifts) of the waiting experts, while there are slots whose experts need not be kept. Each is
+        handed out at once, so that the disk begins with the first while the next is lowered. `keep`: experts that may
+        not leave the cache."""
+        cache, emit, executor = self.caches[layer], self._calls.emit, self._cache_of[layer].executor
+        part = self._layout.parts[f"{layer}.experts"]
         kept = {*keep, *self._loaded}
-        asked = tuple(self._routes(layer, self._plan.main, batch) for batch in batches)
+        asked = tuple(self._routes(layer, self._router(layer), batch) for batch in batches)
         while self._waiting:
             slot = cache.admit(self._waiting[0], kept)
             if slot is None:
@@ -163,42 +196,75 @@ class ExpertCalls:
             self._loaded.append(expert)
             kept.add(expert)
             lo = expert * part.expert_granules
-            u = units[bisect_right(units, lo, key=lambda u: self._plan.units[u].lo) - 1]
+            u = self._unit_of(layer, expert)
             target = self._layout.cache_slot(layer, slot)
-            load = ops.Load(target, lo, lo + part.expert_granules, asked)
-            lane = lane_between(self._plan.units[u].home, HOST)
+            load: ops.Operands = ops.Load(target, lo, lo + part.expert_granules, asked)
+            if is_device(executor):
+                load = ops.Lift(self._at_home(layer, expert), target, expert, asked)
+            lane = lane_between(self._plan.units[u].home, executor)
             emit.alone((lane,), Call(load, u, None, part.format.kind, target.nbytes, 0))
             yield from emit.closed()
 
+    def _unit_of(self, layer: int, expert: int) -> int:
+        """The unit that has an expert."""
+        units, part = self._calls.units[f"{layer}.experts"], self._layout.parts[f"{layer}.experts"]
+        return units[bisect_right(units, expert * part.expert_granules, key=lambda u: self._plan.units[u].lo) - 1]
+
+    def _at_home(self, layer: int, expert: int) -> Slot:
+        """An expert in RAM, where it is at home."""
+        u, part = self._unit_of(layer, expert), self._layout.parts[f"{layer}.experts"]
+        whole = self._layout.weights[u]
+        lo = whole.lo + (expert * part.expert_granules - self._plan.units[u].lo) * part.granule_bytes
+        return Slot(whole.arena, lo, lo + part.least_bytes)
+
     def _compute(self, p: Pass, layer: int, experts: Sequence[int]) -> None:
-        """Emits a call per batch for experts in the layer's cache. Their outputs are kept for `Combine`."""
-        part = self._layout.parts[f"{layer}.experts"]
-        u, cache = self._calls.units[f"{layer}.experts"][0], self.caches[layer]
+        """Emits a call per batch for experts in the layer's cache."""
+        numbers = {expert: self.caches[layer].slot(expert) for expert in experts}
+        slots = {e: self._layout.cache_slot(layer, slot) for e, slot in numbers.items() if slot is not None}
+        assert len(slots) == len(experts), f"layer {layer}: {experts} are wanted, {slots} are there"
+        self._compute_in(p, layer, self._cache_of[layer].executor, slots)
+
+    def _compute_by_cpu(self, p: Pass, layer: int) -> None:
+        """Computes experts that a device's cache misses at home in RAM, and copies their outputs to the device."""
+        cpu, executor = set(self._by_cpu), self._cache_of[layer].executor
+        self._compute_in(p, layer, HOST, {expert: self._at_home(layer, expert) for expert in self._by_cpu})
+        row_bytes = 4 * self._plan.target.spec.d_model
+        for batch in p.batches:
+            source, target = self._outputs(layer, HOST, batch), self._outputs(layer, executor, batch)
+            experts = [expert for row in self._wanted[batch.id] for expert in row]
+            runs = groupby(range(len(experts)), key=lambda i: experts[i] in cpu)
+            for numbers in [list(run) for by_cpu, run in runs if by_cpu]:
+                lo, hi = row_bytes * numbers[0], row_bytes * (numbers[-1] + 1)
+                cut = [Slot(slot.arena, slot.lo + lo, slot.lo + hi) for slot in (source, target)]
+                self._calls.add(executor, ops.Copy(cut[0], cut[1], "outputs"), -1, batch, "*", (hi - lo, 0))
+
+    def _compute_in(self, p: Pass, layer: int, executor: Executor, slots: Mapping[int, Slot]) -> None:
+        """Emits a call per batch for experts in these slots. Their outputs are kept for `Combine`."""
+        part, experts = self._layout.parts[f"{layer}.experts"], list(slots)
+        u = self._calls.units[f"{layer}.experts"][0]
         nbytes, flops = ops.matrix_cost(part, 0, part.expert_granules, ops.FFN_BLOCKS, 1)
         for batch in p.batches if experts else ():
             rows = [expert for row in self._wanted[batch.id] for expert in row]
             counts = {expert: count for expert in experts if (count := rows.count(expert))}
             if not counts:
                 continue
-            held = {expert: cache.slot(expert) for expert in counts}
-            weights = {e: self._layout.cache_slot(layer, slot) for e, slot in held.items() if slot is not None}
-            assert len(weights) == len(counts), f"layer {layer}: {counts} are wanted, {weights} are there"
+            weights = {expert: slots[expert] for expert in counts}
             cost = (len(counts) * nbytes, sum(counts.values()) * flops)
             expert_rows = max(1, round(sum(counts.values()) / len(counts)))
-            outputs = (self._outputs(layer, self._plan.main, batch),)
-            self._experts(layer, u, self._plan.main, weights, batch, cost, expert_rows, False, outputs)
+            outputs = (self._outputs(layer, executor, batch),)
+            self._experts(layer, u, executor, weights, batch, cost, expert_rows, False, outputs)
 
     # -- calls and slots ----------------------------------------------------------------------------------
 
     def _route(self, layer: int, batch: Batch) -> Call:
-        calls, main, key = self._calls, self._plan.main, f"{layer}.router"
+        calls, router, key = self._calls, self._router(layer), f"{layer}.router"
         part = self._layout.parts[key]
         route = ops.Route(
-            calls.whole(key), calls.rows(main, batch, "h"), self._routes(layer, main, batch), calls.scratch(main),
-            layer=layer,
+            calls.whole(key), calls.rows(router, batch, "h"), self._routes(layer, router, batch),
+            calls.scratch(router), layer=layer,
         )  # fmt: skip
         cost = ops.matrix_cost(part, 0, 1, ops.ROUTER_BLOCKS, batch.total_rows)
-        return calls.add(main, route, -1, batch, part.format.kind, cost)
+        return calls.add(router, route, -1, batch, part.format.kind, cost)
 
     def _experts(
         self, layer: int, u: int, executor: Executor, weights: dict[int, Slot], batch: Batch, cost: tuple[int, int],
@@ -217,8 +283,17 @@ class ExpertCalls:
         assert routed is not None, f"layer {layer} is dense"
         return routed
 
+    def _router(self, layer: int) -> Executor:
+        """The executor of a layer's router."""
+        return self._plan.units[self._calls.units[f"{layer}.router"][0]].decode
+
     def _routes(self, layer: int, executor: Executor, batch: Batch) -> Slot:
-        return self._layout.act(executor, batch.id, "routes", self._routed(layer).routes_bytes(batch.total_rows))
+        """The router's answer for a batch, where an executor reads it. The first time it is copied there."""
+        router, nbytes = self._router(layer), self._routed(layer).routes_bytes(batch.total_rows)
+        if executor != router and (executor, batch.id) not in self._copied:
+            self._copied.add((executor, batch.id))
+            self._calls.copy(batch, "routes", nbytes, router, executor)
+        return self._layout.act(executor, batch.id, "routes", nbytes)
 
     def _outputs(self, layer: int, executor: Executor, batch: Batch) -> Slot:
         """float32 [T, A, D]."""

@@ -147,16 +147,14 @@ class Lowering:
         """A block for every batch: the norm, then the units' partial sums on each executor, then the merge."""
         if layer or kind == "ffn":
             self._begin_block(p, 2 * layer + (kind == "ffn"))
-        executors = list(self._calls.shares(layer, kind, p.purpose))
+        asking = self._experts.asks(layer, p.stream) if kind == "ffn" else None
+        executors = list(self._calls.shares(layer, kind, p.purpose, asking))
         self._inputs(p, layer, kind, executors)
-        asking = kind == "ffn" and self._experts.asks(layer, p.stream)
-        if asking:
-            yield from self._experts.ask(p, layer, answer)
         for executor in executors:
             if kind == "attn" and layer in self.layout.delegated:
                 yield from self._attention.delegated(p, layer, executor)
             else:
-                yield from self._share(p, layer, kind, executor)
+                yield from self._share(p, layer, kind, executor, asking, answer)
                 if len(executors) > 1:
                     self._emit.close(kernels_of(executor))
         for batch in p.batches:
@@ -175,16 +173,19 @@ class Lowering:
                 if executor != main:
                     self._calls.copy(batch, "h", batch.total_rows * row_bytes, main, executor)
             if kind == "ffn" and self.plan.target.spec.layers[layer].routed is not None:
-                if not self._experts.asks(layer, p.stream):
-                    self._experts.route(layer, batch, executors)
+                self._experts.route(layer, batch, executors)
             elif kind == "ffn" and p.purpose == "decode":
                 self._predict(layer, batch, executors)
         if len(executors) > 1:  # so that other executors wait for the norm alone, not for the main one's units too
             self._emit.close(kernels_of(main))
 
-    def _share(self, p: Pass, layer: int, kind: str, executor: Executor) -> Iterator[Task]:
-        """One executor's units of the block, and the copy of its partial sums to the main executor."""
-        asking = kind == "ffn" and self._experts.asks(layer, p.stream)
+    def _share(
+        self, p: Pass, layer: int, kind: str, executor: Executor, asking: Executor | None, answer: Answer
+    ) -> Iterator[Task]:  # fmt: skip
+        """One executor's units of the block, and the copy of its partial sums to the main executor. `asking`: the
+        executor of the experts that the router is asked for, if any."""
+        if executor == asking == HOST:  # the disk loads experts while the CPU computes the shared one
+            yield from self._experts.ask(p, layer, answer)
         units = self._calls.shares(layer, kind, p.purpose, asking)[executor]
         kinds = [self.parts[self.plan.units[u].part].kind for u in units]
         started: set[int] = set()
@@ -204,7 +205,10 @@ class Lowering:
                     self._experts.shared_done(layer, executor, batch)
             self._streams.release(u, p.stream)
             yield from self._emit.closed()
-        if asking:
+        if executor == asking:
+            if executor != HOST:  # a device computes the shared expert while the CPU computes the router
+                self._emit.close(kernels_of(executor))
+                yield from self._experts.ask(p, layer, answer)
             yield from self._experts.demanded(p, layer, started)
         main, row_bytes = self.plan.main, 4 * self.plan.target.spec.d_model
         for batch in p.batches if executor != main else ():

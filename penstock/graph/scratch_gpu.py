@@ -156,7 +156,7 @@ def scratch_bytes(plan: Plan, tier: str) -> int:
         if part.kind == "attn":
             a = spec.layers[part.layer].attention
             need = max(need, qkv_bytes(part, a, n, rows), out_bytes(part, n, rows), attend_bytes(a, n, rows))
-        elif part.kind == "ffn":
+        elif part.kind in ("ffn", "shared"):
             need = max(need, ffn_bytes(part, n, rows))
         elif part.kind in ("embed", "head"):
             need = max(need, head_bytes(part, n))

@@ -27,7 +27,7 @@ class Streams:
 
     def __init__(self, layout: Layout, emit: Emitter, caches: Mapping[int, ExpertCache]) -> None:
         plan = self._plan = layout.plan
-        self._caches = caches
+        self._caches, self._cached_by = caches, {cache.layer: cache.executor for cache in plan.caches}
         self._layout, self._emit = layout, emit
         self._rings = {tier: Ring(f"{tier}.ring", nbytes) for tier, nbytes in plan.ring_bytes.items()}
         self._device = next((tier for tier in self._rings if is_device(tier)), None)  # its disk units cross the stage
@@ -71,10 +71,11 @@ class Streams:
     def cut(self, u: int, stream: Stream) -> Iterator[tuple[int, int, Slot | None]]:
         """Cuts a unit's granules into runs lo..hi. Each expert that lies in its layer's cache is a run with its slot.
         The experts missing between them are runs with None, whose slots `take` gives. A unit of another kind is one
-        run."""
+        run, and so are experts that another executor computes than the one that has the cache."""
         unit, part = self._plan.units[u], self._layout.parts[self._plan.units[u].part]
         cache = self._caches.get(part.layer) if part.kind == "experts" else None
-        if cache is None or not self._layout.streams(unit, stream):
+        here = cache is not None and unit.executor(stream.purpose) == self._cached_by[part.layer]
+        if cache is None or not here or not self._layout.streams(unit, stream):
             yield unit.lo, unit.hi, None
             return
         expert_granules, start = part.expert_granules, unit.lo

@@ -5,6 +5,7 @@ Raises InternalError at the first task that
 - reads bytes that nobody wrote,
 - waits for a task that has not been handed out,
 - conflicts with an earlier task that it is not ordered after,
+- loads an expert and does not come after the answer that asks for it,
 - or takes an expert from a slot of a cache that holds another expert.
 """
 
@@ -67,11 +68,11 @@ def _check_tiers(task: Task) -> None:
 def _check_experts(task: Task, units: Sequence[Unit], held: dict[Slot, tuple[str, int]]) -> None:
     for call in task.calls if units else ():
         operands = call.operands
-        if isinstance(operands, ops.Load) and operands.target.arena.endswith(".cache"):
+        if isinstance(operands, ops.Load | ops.Lift) and operands.target.arena.endswith(".cache"):
             slot = operands.target
             for other in [old for old in held if old.arena == slot.arena and old.lo < slot.hi and slot.lo < old.hi]:
                 del held[other]
-            held[slot] = (units[call.unit].part, operands.lo // (operands.hi - operands.lo))
+            held[slot] = (units[call.unit].part, _expert_of(operands))
         elif isinstance(operands, ops.Experts):
             for slot, expert in zip(operands.weights, operands.first_experts, strict=True):
                 wanted = (units[call.unit].part, expert)
@@ -79,6 +80,11 @@ def _check_experts(task: Task, units: Sequence[Unit], held: dict[Slot, tuple[str
                     raise InternalError(
                         f"task {task.id} takes expert {wanted} from {slot}, which holds {held.get(slot)}"
                     )
+
+
+def _expert_of(moved: ops.Load | ops.Lift) -> int:
+    """The expert that a load or a lift brings into a cache."""
+    return moved.expert if isinstance(moved, ops.Lift) else moved.lo // (moved.hi - moved.lo)
 
 
 def _check_slots(
@@ -99,6 +105,10 @@ def _check_slots(
                 raise InternalError(f"tasks {other} and {task.id} both touch {slot} in no order")
         if not write and not slot.arena.endswith(_PRELOADED) and slot not in tokens:
             _check_written(task, slot, touched.get(slot.arena, []))
+    for slot in {s for call in task.calls for operand, s in ops.slots_of(call.operands) if operand.mode == "a"}:
+        writers = [mark for mark in touched.get(slot.arena, []) if mark[2] and mark[0] < slot.hi and slot.lo < mark[1]]
+        if not writers or not ordered >> position[writers[-1][3]] & 1:
+            raise InternalError(f"task {task.id} is asked for by {slot}, but does not come after its writer")
     for slot, write in slots:
         touched.setdefault(slot.arena, []).append((slot.lo, slot.hi, write, task.id))
 

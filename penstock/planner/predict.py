@@ -9,7 +9,7 @@ from itertools import count
 
 from penstock.graph import passes
 from penstock.graph.lower import Lowering
-from penstock.graph.ops import Experts, Load
+from penstock.graph.ops import Experts, Lift, Load
 from penstock.graph.tasks import Pass, Task, fetched_bytes, kv_loaded_bytes, streamed_bytes
 from penstock.planner.cost import Cost
 from penstock.planner.routing import Replay, Trace, stated
@@ -164,6 +164,8 @@ class _Use:
             operands = call.operands
             if isinstance(operands, Load) and operands.target.arena.endswith(".cache"):
                 self._missed, self._missed_bytes = self._missed + 1, self._missed_bytes + call.bytes
+            elif isinstance(operands, Lift) and operands.target.arena.endswith(".cache"):
+                self._missed += 1  # of bytes from a disk there are none
             elif isinstance(operands, Experts) and operands.outputs:
                 self._wanted += len(operands.first_experts)
 

@@ -26,6 +26,7 @@ from penstock.spec.plan import Plan
 from penstock.units import GIB, MIB
 
 _LOOKED_AT = 2  # candidates: the best come first, and each takes some 40 ms to plan
+_MOST_LOOKED_AT = 4  # of models with experts, whose homes make more kinds of plans
 _USUAL_RING_BYTES = 64 * MIB  # among equals the solver takes the plan that reads least, so a small ring
 
 
@@ -58,7 +59,7 @@ def what_if(solved: Solved, ask: Ask, machine: MachineSpec, trace: Trace | None 
     from penstock.planner.solve.ours import device
 
     more = more_device = None
-    if any(streamed(plan, from_disk=True).values()):
+    if plan.caches or any(streamed(plan, from_disk=True).values()):
         more = _one(problem.asking(host_memory_bytes=problem.host_bytes + GIB), ring_bytes, like)
     if like != device.WHOLE:
         limit = problem.device_bytes + GIB
@@ -112,7 +113,7 @@ def _one(problem: Problem, ring_bytes: int, like: str | None = None) -> Predicti
     is nearest to `ring_bytes`. One simulation, not one for every candidate."""
     try:
         if like is not None:
-            alike = _alike(chain.from_iterable(solver.candidates(problem) for solver in _solvers(like)), like)
+            alike = _alike(chain.from_iterable(solver.candidates(problem) for solver in _solvers(like, problem)), like)
             plans = [] if alike is None else [alike]
         else:
             every = ram.candidates(problem, ring_bytes or _USUAL_RING_BYTES)
@@ -130,12 +131,14 @@ def _one(problem: Problem, ring_bytes: int, like: str | None = None) -> Predicti
     return best
 
 
-def _solvers(strategy: str) -> tuple[ModuleType, ...]:
+def _solvers(strategy: str, problem: Problem) -> tuple[ModuleType, ...]:
     """Whose candidates a plan beside a device is compared with; none for blocks of many batches, whose search takes
     seconds each time."""
     from penstock.planner.solve import llama_cpp, pipo, scheinfer
-    from penstock.planner.solve.ours import device
+    from penstock.planner.solve.ours import device, experts
 
+    if problem.spec.is_routed:
+        return (experts,)
     if strategy.startswith(tuple(pipo.NAMES.values())):
         return (pipo,)
     if strategy == scheinfer.NAME:
@@ -148,11 +151,12 @@ def _solvers(strategy: str) -> tuple[ModuleType, ...]:
 def _alike(candidates: Iterable[Candidate], strategy: str) -> Plan | None:
     """The plan of the same strategy, or the one that leaves nothing to choose; else the first, the most promising."""
     from penstock.planner.solve import llama_cpp, scheinfer
-    from penstock.planner.solve.ours import device
+    from penstock.planner.solve.ours import device, experts
 
     first = None
     alone = strategy in (scheinfer.NAME, llama_cpp.NAME)  # the first, or none of those that follow is alike
-    for candidate in islice(candidates, 1 if alone else _LOOKED_AT):
+    looked_at = _MOST_LOOKED_AT if strategy.startswith(experts.NAME) else _LOOKED_AT
+    for candidate in islice(candidates, 1 if alone else looked_at):
         if candidate.strategy in (strategy, device.WHOLE):
             return candidate.plan
         first = first or candidate

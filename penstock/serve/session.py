@@ -211,10 +211,10 @@ class Session:
         plan, layout, streamed = self.plan, self.lowering.layout, NOTHING
         units = [u for u in plan.units if layout.streams(u, DECODE) and u.executor("decode") == HOST]
         ranges = [(unit.part, unit.lo, unit.hi, plan.unit_bytes(unit)) for unit in units]
-        for part in (plan.parts[f"{cache.layer}.experts"] for cache in plan.caches):
+        for part in (plan.parts[f"{cache.layer}.experts"] for cache in plan.caches if cache.executor == HOST):
             n = part.least_granules  # of an expert
             ranges += [(part.key, lo, lo + n, part.least_bytes) for lo in range(0, part.granules, n)]
-        if ranges:
+        if ranges and HOST in plan.ring_bytes:
             ring = self._arenas.whole("host.ring")
             streamed = from_disk(self.reader, ranges, ring.ctypes.data, plan.ring_bytes[HOST], seconds)
             self._start_over()
@@ -223,7 +223,11 @@ class Session:
 
     @contextmanager
     def hearing_routers(self, heard: OnRoute) -> Iterator[None]:
-        """In this block `heard` is called with the answer of every router, call by call. Passes are slower in it."""
+        """In this block `heard` is called with the answer of every router, call by call. Passes are slower in it.
+        Raises BadRequest where a router is on a device, which tells nobody."""
+        parts = self.plan.parts
+        if any(parts[unit.part].kind == "router" and unit.home != HOST for unit in self.plan.units):
+            raise BadRequest("this plan has routers on a device, where they are not heard: give --device none")
         self._binding.on_route = heard
         try:
             yield

@@ -78,14 +78,18 @@ class Predictor:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """`slots` for experts of a layer in the memory of `executor`, where the home of the experts is a disk. A decode
-    pass loads the experts that it asks for and that have no slot. `policy`: which expert leaves, one of
-    `graph.cache.POLICIES`."""
+    """`slots` for experts of a layer in the memory of `executor`. `policy`: which expert leaves, one of
+    `graph.cache.POLICIES`.
+
+    In RAM it is for experts that are at home on a disk. A decode pass loads the experts that it asks for and that have
+    no slot. In a device's memory it is for experts at home in RAM. A missing expert that at least `lifted_rows` rows of
+    a pass ask for is lifted for them. One for fewer rows is computed by the CPU, and lifted for later passes."""
 
     layer: int
     executor: Executor
     slots: int
     policy: str
+    lifted_rows: int = 1
 
 
 @dataclass(frozen=True, slots=True)

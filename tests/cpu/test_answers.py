@@ -11,12 +11,16 @@ import pytest
 
 from penstock.graph import ops, passes
 from penstock.graph.cache import POLICIES
+from penstock.graph.check_plan import check_plan
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Call, Task
 from penstock.planner.routing import Replay, replayed
+from penstock.runtime.device import uses_device
+from penstock.runtime.device.emulated import EmulatedDevice
 from penstock.serve.session import Running, Session
 from penstock.spec.answers import Recorder, dumps, loads
 from penstock.spec.format import parse_format
+from penstock.spec.parts import Part
 from penstock.spec.plan import Cache, Plan, Unit
 from penstock.store.packed import Packed, open_packed
 from penstock.store.synth import synth
@@ -75,9 +79,29 @@ def caching(packed: Packed, slots: int, policy: str, seqs: int) -> Plan:
     )
 
 
-def run(packed: Packed, plan: Plan, said: Said, **how: bool) -> np.ndarray:
+def beside(packed: Packed, slots: int, policy: str, seqs: int, lifted_rows: int) -> Plan:
+    """All but routers and experts on a device, which has a cache for the experts in RAM. It lifts them all where a
+    prompt is long."""
+    parts = packed.parts.values()
+
+    def unit(p: Part, lo: int, hi: int) -> Unit:
+        at = {"experts": ("host", "host", "gpu0"), "router": ("host",) * 3}.get(p.kind, ("gpu0",) * 3)
+        return Unit(p.key, lo, hi, *at)  # type: ignore[arg-type]
+
+    units = [unit(p, lo, lo + p.least_granules) for p in parts for lo in range(0, p.granules, p.least_granules)]
+    caches = tuple(Cache(p.layer, "gpu0", slots, policy, lifted_rows) for p in parts if p.kind == "experts")  # type: ignore[arg-type]
+    ring = 2 * max(p.least_bytes for p in parts if p.kind == "experts")
+    return make_plan(
+        packed.spec, packed.weights, units, ring_bytes={"gpu0": ring}, caches=caches, batch_seqs=seqs, context=64,
+        main="gpu0", kv_homes=[("gpu0", "gpu0")] * len(packed.spec.layers),
+        stage_bytes=2 * max(p.granule_bytes for p in parts),
+    )  # fmt: skip
+
+
+def run(packed: Packed, plan: Plan, said: Said, jitter_s: float = 0.0, **how: bool) -> np.ndarray:
     """Logits of two prompts, one of few rows, and of some steps."""
-    session, found = Session(packed, plan, Running(**how)), []
+    device = EmulatedDevice(1 << 30, 1e12, jitter_s) if uses_device(plan) else None
+    session, found = Session(packed, plan, Running(**how), device=device), []
     seqs = tuple(range(plan.batch_seqs))
     with session.answered_by(said):
         for length in (2, 21):
@@ -101,6 +125,44 @@ def test_any_answers_give_the_resident_bits(packed: Packed, said: Said, seqs: in
         for policy in POLICIES:
             plan = caching(packed, slots, policy, seqs)
             assert np.array_equal(run(packed, plan, said, poisoned=True), expected), (slots, policy)
+
+
+@pytest.mark.parametrize("lifted_rows", [1, 2, 9])
+@pytest.mark.parametrize("seqs", [1, 3])
+@pytest.mark.parametrize("said", [worst, one, each_once])
+def test_a_cache_of_any_size_on_a_device_gives_the_resident_bits(
+    packed: Packed, said: Said, seqs: int, lifted_rows: int
+) -> None:
+    """Whether what is missing is lifted, computed by the CPU, or some of each: outputs are added in one order."""
+    resident = resident_plan(packed.spec, packed.weights, batch_seqs=seqs, context=64)
+    expected = run(packed, resident, said, serial=True)
+    for slots, policy in zip((1, 2, 4, EXPERTS), (*POLICIES, *POLICIES), strict=True):
+        plan = beside(packed, slots, policy, seqs, lifted_rows)
+        check_plan(plan, packed.spec, packed.weights)
+        assert np.array_equal(run(packed, plan, said, 0.001 * (slots == 2), poisoned=True), expected), (slots, policy)
+    assert np.array_equal(run(packed, plan, said, serial=True), expected)
+
+
+def test_what_many_rows_miss_is_lifted_and_what_few_miss_is_the_cpus(packed: Packed) -> None:
+    """And it is in the cache in the next pass."""
+
+    def ops_of(lifted_rows: int) -> list[list[str]]:
+        plan = beside(packed, EXPERTS, "lru", 1, lifted_rows)
+        lowering, found = Lowering(plan), []
+        for position in (1, 2):
+            p = passes.decode(plan, (0,), (position,), None)
+            calls = [call for task in lowering.step(p, one) for call in task.calls]
+            there = {"host.weights": "cpu", "gpu0.cache": "device"}
+            found.append(
+                ["lift" for call in calls if isinstance(call.operands, ops.Lift)]
+                + [there[c.operands.weights[0].arena] for c in calls if isinstance(c.operands, ops.Experts)]
+            )
+        return found
+
+    layers = sum(part.kind == "experts" for part in packed.parts.values())
+    lifts = ["lift"] * ACTIVE * layers
+    assert ops_of(1) == [lifts + ["device"] * ACTIVE * layers, ["device"] * layers]
+    assert ops_of(2) == [lifts + ["cpu"] * layers, ["device"] * layers]
 
 
 def test_answers_change_results(packed: Packed) -> None:

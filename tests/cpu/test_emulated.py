@@ -13,11 +13,18 @@ from penstock.errors import BadRequest, DoesNotFit, StorageFailed
 from penstock.graph import passes
 from penstock.graph.check_plan import check_plan
 from penstock.graph.tasks import Task
+from penstock.planner.solve import settle_context
+from penstock.planner.solve.ours import experts
+from penstock.planner.solve.problem import Problem
+from penstock.runtime.device.choose import choose
 from penstock.runtime.device.emulated import EmulatedDevice
 from penstock.serve.session import Running, Session
+from penstock.spec.ask import Ask
 from penstock.spec.plan import Plan, Unit
 from penstock.store.packed import Packed
-from tests.cpu.test_placement import FORMATS, KV_FORMATS, NEAR, models, oracle, run  # noqa: F401 (fixtures)
+from penstock.units import MIB
+from tests.cpu.engines import MACHINE
+from tests.cpu.test_placement import DENSE, FORMATS, KV_FORMATS, NEAR, models, oracle, run  # noqa: F401 (fixtures)
 from tests.plans import device_plans, make_plan
 
 ROOMY, FAST = 1 << 30, 1e12
@@ -39,7 +46,7 @@ def test_any_placement(
     memory on one executor the sums have another order."""
     name = data.draw(st.sampled_from(sorted(models)))
     packed, kv = models[name], data.draw(st.sampled_from(KV_FORMATS))
-    plan = data.draw(device_plans(packed.spec, packed.weights, batch_seqs=2, kv=kv))
+    plan = data.draw(device_plans(packed.spec, packed.weights, cached=True, batch_seqs=2, kv=kv))
     check_plan(plan, packed.spec, packed.weights)
     jitter_s = data.draw(st.sampled_from([0.0, 0.0, 0.002]))
     found = on_device(packed, plan, data.draw(st.integers(0, 1000)), jitter_s)
@@ -60,8 +67,29 @@ def test_batches_share_a_pass(
 ) -> None:
     name = data.draw(st.sampled_from(sorted(models)))
     packed, kv = models[name], data.draw(st.sampled_from(KV_FORMATS))
-    plan = data.draw(device_plans(packed.spec, packed.weights, batch_seqs=1, batches_per_pass=2, kv=kv))
+    plan = data.draw(device_plans(packed.spec, packed.weights, cached=True, batch_seqs=1, batches_per_pass=2, kv=kv))
     assert np.abs(on_device(packed, plan) - oracle[name, kv]).max() <= NEAR[kv]
+
+
+@pytest.mark.parametrize("device_mib", [1024, 9])
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - set(DENSE)))
+def test_what_the_planner_proposes_for_experts_runs(
+    models: dict[str, Packed],  # noqa: F811
+    oracle: dict[tuple[str, str], np.ndarray],  # noqa: F811
+    name: str,
+    device_mib: int,
+) -> None:
+    """Each kind of plan: experts with the CPU, some layers' or all on the device, caches in either memory."""
+    packed, chosen = models[name], choose("emulated", MACHINE, device_mib * MIB)
+    ask = Ask(context=128, batch=2, kv="float32", score=True, device_memory_bytes=device_mib * MIB)
+    ask = settle_context(ask, packed.spec)
+    found = list(experts.candidates(Problem(ask, packed.spec, packed.weights, chosen.machine)))
+    assert found and not any(each.cannot_run for each in found)
+    for plan in (each.plan for each in found):
+        check_plan(plan, packed.spec, packed.weights)
+        logits = on_device(packed, plan)
+        assert np.array_equal(logits, on_device(packed, plan, serial=True))
+        assert np.abs(logits - oracle[name, "float32"]).max() <= NEAR["float32"]
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))

@@ -5,22 +5,25 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import InternalError
+from penstock.errors import BadRequest, InternalError
 from penstock.graph import ops, passes
 from penstock.graph.cache import HALF_LIFE, POLICIES, ExpertCache
+from penstock.graph.check_plan import check_plan
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Call, Task
 from penstock.graph.verify import verify
 from penstock.models import spec_from_config
 from penstock.planner.routing import Replay, stated
 from penstock.spec.format import Format
+from penstock.spec.parts import parts
 from penstock.spec.plan import Cache, Plan, Unit
-from tests.plans import make_plan, random_plans
+from tests.plans import device_plans, make_plan, random_plans
 from tests.pure.real_models import TINY
 
 SPEC = spec_from_config(TINY["qwen3_moe"] | {"num_experts_per_tok": 3}, "tiny")  # 9 experts
@@ -82,8 +85,6 @@ def test_lfu_keeps_what_is_used_often_and_forgets() -> None:
 
 
 def cached_plan(slots: int, policy: str = "lru", **fields: int) -> Plan:
-    from penstock.spec.parts import parts
-
     units = [
         Unit(p.key, 0, p.granules, "disk0" if p.kind == "experts" else "host", "host", "host")  # type: ignore[arg-type]
         for p in parts(SPEC, FORMAT)
@@ -155,6 +156,17 @@ def test_any_plan_with_caches(data: st.DataObject) -> None:
     assert verify(tasks, plan.arenas, plan.units) == len(tasks)
 
 
+@pytest.mark.fuzz
+@given(st.data())
+def test_any_plan_beside_a_device(data: st.DataObject) -> None:
+    """With routers, experts and caches anywhere: what a plan from a file may be."""
+    fields = {"batch_seqs": data.draw(st.integers(1, 2)), "batches_per_pass": data.draw(st.integers(1, 2))}
+    plan = data.draw(device_plans(SPEC, FORMAT, cached=True, **fields))
+    check_plan(plan, SPEC, FORMAT)
+    tasks = lowered(plan, data.draw(st.sampled_from([worst, one, drawn]))(plan), 3)
+    assert verify(tasks, plan.arenas, plan.units) == len(tasks)
+
+
 @pytest.mark.parametrize("slots", [1, 4, 9])
 def test_a_long_prompt_reads_what_no_cache_holds(slots: int) -> None:
     plan = cached_plan(slots)
@@ -184,6 +196,86 @@ def test_a_call_that_takes_another_expert_is_found() -> None:
     tasks[number] = task._replace(calls=[wrong if each is call else each for each in task.calls])
     with pytest.raises(InternalError, match="which holds"):
         verify(tasks, plan.arenas, plan.units)
+
+
+def device_plan(slots: int = 4, lifted_rows: int = 2, **fields: int) -> Plan:
+    """A cache in a device's memory for every layer, over experts in RAM."""
+    units = []
+    for p in parts(SPEC, FORMAT):
+        at = {"experts": "host", "router": "host"}.get(p.kind, "gpu0")
+        units.append(Unit(p.key, 0, p.granules, at, at, at))  # type: ignore[arg-type]
+    layers = range(len(SPEC.layers))
+    caches = tuple(Cache(i, "gpu0", slots, "lru", lifted_rows) for i in layers)  # type: ignore[arg-type]
+    return make_plan(
+        SPEC, FORMAT, units, ring_bytes={}, caches=caches, main="gpu0", kv_homes=[("gpu0", "gpu0")] * len(layers),
+        stage_bytes=max(p.granule_bytes for p in parts(SPEC, FORMAT)), **fields,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seqs", [1, 4])
+@pytest.mark.parametrize("lifted_rows", [1, 2, 9])
+@pytest.mark.parametrize("slots", [1, 4, 9])
+@pytest.mark.parametrize("of", [worst, drawn])
+def test_any_answers_beside_a_device(of: Callable[[Plan], Said], slots: int, lifted_rows: int, seqs: int) -> None:
+    plan = device_plan(slots, lifted_rows, batch_seqs=seqs)
+    check_plan(plan, SPEC, FORMAT)
+    tasks = lowered(plan, of(plan), 3)
+    assert verify(tasks, plan.arenas, plan.units) == len(tasks)
+    assert tasks == lowered(plan, of(plan), 3)
+    by_cpu = [t for t in tasks if t.lanes == ("host",) and any(isinstance(c.operands, ops.Experts) for c in t.calls)]
+    lifts = [t for t in tasks if isinstance(t.calls[0].operands, ops.Lift)]
+    assert lifts and all(lift.lanes == ("h2d0",) for lift in lifts)  # `verify` knows that they come after the router
+    assert bool(by_cpu)  # of long prompts at least, which it computes at home
+
+
+def test_a_lift_of_another_expert_is_found() -> None:
+    plan = device_plan(3, 1)
+    tasks = lowered(plan, worst(plan), 2)
+    number, task = next((i, t) for i, t in enumerate(tasks) if isinstance(t.calls[0].operands, ops.Lift))
+    lift = task.calls[0].operands
+    assert isinstance(lift, ops.Lift)
+    wrong = task.calls[0]._replace(operands=lift._replace(expert=(lift.expert + 1) % 9))
+    tasks[number] = task._replace(calls=(wrong,))
+    with pytest.raises(InternalError, match="which holds"):
+        verify(tasks, plan.arenas, plan.units)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"executor": "host"}, "have a cache, but are not all at home on a disk"),
+        ({"executor": "gpu1"}, "lru, lfu on host, gpu0"),
+        ({"slots": 0}, "has 0 slots of 9 experts"),
+        ({"slots": 10}, "has 10 slots of 9 experts"),
+        ({"lifted_rows": 0}, "has lifted_rows 0"),
+        ({"policy": "random"}, "'random' on 'gpu0'"),
+        ({"layer": 1}, "caches are of the layers"),
+    ],
+)
+def test_each_wrong_cache_is_one_line(change: dict[str, int | str], message: str) -> None:
+    plan = device_plan()
+    caches = (replace(plan.caches[0], **change), *plan.caches[1:])  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match=message):
+        check_plan(replace(plan, caches=caches), SPEC, FORMAT)
+
+
+@pytest.mark.parametrize(
+    ("part", "at", "message"),
+    [
+        ("0.experts", ("disk0", "host", "host"), "not all at home in RAM, and the CPU's"),
+        ("0.experts", ("host", "gpu0", "host"), "not all at home in RAM, and the CPU's"),
+        ("0.router", ("gpu0", "gpu0", "gpu0"), "the router of layer 0 is not on host"),
+        ("0.router", ("host", "gpu0", "gpu0"), "the router of layer 0 is not on host"),
+        ("0.router", ("disk0", "host", "host"), "a router stays with its executor"),
+    ],
+)
+def test_each_wrong_home_is_one_line(part: str, at: tuple[str, str, str], message: str) -> None:
+    plan = device_plan()
+    home, decode, prefill = at
+    fields = {"home": home, "decode": decode, "prefill": prefill}
+    units = tuple(replace(u, **fields) if u.part == part else u for u in plan.units)  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match=message):
+        check_plan(replace(plan, units=units), SPEC, FORMAT)
 
 
 def test_nobody_answers() -> None:

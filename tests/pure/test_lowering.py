@@ -18,11 +18,13 @@ from penstock.graph.dump import dump
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass, Stream, Task
 from penstock.graph.verify import verify
+from penstock.models import spec_from_config
 from penstock.spec.format import Format
 from penstock.spec.parts import parts
-from penstock.spec.plan import ORDERS, Plan, Predictor, Unit
+from penstock.spec.plan import ORDERS, Cache, Plan, Predictor, Unit
 from tests.plans import device_plans, make_plan, random_plans, resident_plan
 from tests.pure.machine import model
+from tests.pure.real_models import TINY
 
 F32 = Format("float32")
 GOLDEN = Path(__file__).parent / "golden"
@@ -142,6 +144,32 @@ def test_golden_device(purpose: str) -> None:
     tasks = lowered(plan, decode if purpose == "decode" else prompt)
     verify(tasks, plan.arenas)
     check_golden(f"device_{purpose}", dump(tasks, plan))
+
+
+@pytest.mark.parametrize("cache", ["host", "gpu0"])
+def test_golden_experts_beside_a_device(cache: str) -> None:
+    """A layer whose attention and shared expert are the device's. Its experts have a cache: in RAM over the disk, or in
+    the device's memory over RAM, where the CPU computes those that are missing. Decoded twice with one answer."""
+    spec = spec_from_config(TINY["qwen2_moe"] | {"num_hidden_layers": 1, "mlp_only_layers": []}, "tiny")
+    at = {"experts": "host", "router": "host"}
+    units = [Unit(p.key, 0, p.granules, *[at.get(p.kind, "gpu0")] * 3) for p in parts(spec, F32)]  # type: ignore[arg-type]
+    experts = next(p for p in parts(spec, F32) if p.kind == "experts")
+    if cache == "host":
+        units = [replace(u, home="disk0") if u.part == experts.key else u for u in units]
+    plan = make_plan(
+        spec, F32, units, ring_bytes={"host": experts.nbytes} if cache == "host" else {}, main="gpu0",
+        stage_bytes=max(p.granule_bytes for p in parts(spec, F32)), kv_homes=[("gpu0", "gpu0")],
+        caches=(Cache(0, cache, 3, "lru", 2),),  # type: ignore[arg-type]
+    )  # fmt: skip
+    check_plan(plan, spec, F32)
+    routed = spec.layers[0].routed
+    assert routed is not None
+    lowering, tasks = Lowering(plan), list[Task]()
+    for position in (8, 9):
+        p = passes.decode(plan, (0,), (position,), None)
+        tasks += lowering.step(p, lambda call: [list(range(routed.active))])
+    verify(tasks, plan.arenas, plan.units)
+    check_golden(f"experts_{cache}", dump(tasks, plan))
 
 
 @pytest.mark.parametrize("predicts", ["gpu0", "host"])

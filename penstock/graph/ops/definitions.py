@@ -21,6 +21,7 @@ from penstock.graph.ops.operand import (
     EXPONENTIALS,
     SUMS,
     Added,
+    Afters,
     Read,
     Reads,
     Scratch,
@@ -227,19 +228,22 @@ class Copy(NamedTuple):
 
 class Load(NamedTuple):
     """Loads granules lo..hi of a unit's part from its disk into a ring or a cache. `asked`: for a load into a cache,
-    the slots of `routes` that ask for it. The load depends on them, since it is not known before they are written."""
+    the slots of `routes` that ask for it. The load comes after them, since it is not known before they are written."""
 
     target: Write
     lo: int
     hi: int
-    asked: Reads = ()
+    asked: Afters = ()
 
 
 class Lift(NamedTuple):
-    """Copies a unit from RAM into a device's ring."""
+    """Copies a unit from RAM into a device's ring, or an expert into a device's cache. `expert`: its number, -1 for a
+    unit. `asked`: as of `Load`."""
 
     source: Read
     target: Write
+    expert: int = -1
+    asked: Afters = ()
 
 
 class KvLoad(NamedTuple):

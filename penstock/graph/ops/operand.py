@@ -27,6 +27,8 @@ Reads = Annotated[tuple[Slot, ...], "r"]
 Write = Annotated[Slot, "w"]
 Writes = Annotated[tuple[Slot, ...], "w"]
 Added = Annotated[Slot, "+"]  # read and written
+# Its writer comes first, but nothing is read: a later write need not wait.
+Afters = Annotated[tuple[Slot, ...], "a"]
 Scratch = Annotated[Slot, "s"]  # private to the lane, so it makes no edge
 
 # Tolerances of the definitions. A sum of thousands of float32 products in another order differs by some 1e-6 of its
@@ -35,8 +37,8 @@ SUMS, EXPONENTIALS, BYTES = 1e-5, 5e-5, 0.0
 
 
 class Operand(NamedTuple):
-    """An operand of an op. `field`: its index in the tuple. `mode`: r read, w written, + added to, s scratch. `many`:
-    the field is a tuple of slots."""
+    """An operand of an op. `field`: its index in the tuple. `mode`: r read, w written, + added to, a comes after its
+    writer, s scratch. `many`: the field is a tuple of slots."""
 
     field: int
     name: str

@@ -65,9 +65,14 @@ def candidates(problem: Problem, every: bool = False, may_plan: bool = False) ->
     The solvers are imported when they apply: a run without a device would wait 25 ms for nothing.
     """
     found, dense = False, not problem.spec.is_routed
-    if problem.ask.use_device and problem.has_device and not dense:
-        raise BadRequest("experts are computed by the CPU alone in this version: give --device none")
-    if problem.has_device and dense:
+    if problem.has_device and not dense:
+        from penstock.planner.solve.ours import device, experts
+
+        device.require_minimum(problem)
+        for candidate in experts.candidates(problem):
+            yield candidate
+            found = found or _may_be_chosen(candidate)
+    elif problem.has_device:
         from penstock.planner.solve import llama_cpp, pipo, powerinfer, scheinfer
         from penstock.planner.solve.ours import device
 

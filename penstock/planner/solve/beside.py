@@ -14,7 +14,7 @@ from penstock.planner.solve.fill import MIN_CHUNK_ROWS, UNIT_BYTES, Kv, Resident
 from penstock.planner.solve.problem import Problem, spare_bytes
 from penstock.spec.parts import PINNED, Part
 from penstock.spec.places import DISK, GPU, HOST, Executor, Tier, is_disk
-from penstock.spec.plan import Plan, Predictor, Unit
+from penstock.spec.plan import Cache, Plan, Predictor, Unit
 from penstock.units import MIB, format_bytes, round_up
 
 RING_BYTES = 128 * MIB  # of a device, where its memory has room for it
@@ -61,9 +61,12 @@ class DeviceSkeleton:
         """The same with other fields of its split."""
         return replace(self, split=replace(self.split, **changes))  # type: ignore[arg-type]
 
-    def plan(self, on_device: Resident, in_memory: Resident | None = None) -> Plan:
+    def plan(
+        self, on_device: Resident, in_memory: Resident | None = None, caches: tuple[Cache, ...] = ()
+    ) -> Plan:  # fmt: skip
         """Complete. `on_device`, `in_memory`: granules that stay there, part by part, None: all that are not on the
-        device; what is in neither is on the disk. Rings that nothing streams through are left out."""
+        device; what is in neither is on the disk. Rings that nothing streams through are left out. `caches`: a
+        Plan's."""
         problem, split = self.problem, self.split
         if in_memory is None:
             in_memory = {key: part.granules - on_device.get(key, 0) for key, part in problem.parts.items()}
@@ -84,12 +87,15 @@ class DeviceSkeleton:
             problem, cut,
             (Kv(0, attention, split.kv_home, GPU.executor), Kv(attention, problem.layers, HOST, HOST)),
             chunk_rows=self.chunk_rows, rings=rings, stage_bytes=stage_bytes, order=self.order, main=GPU.executor,
-            predictors=self.predictors,
+            predictors=self.predictors, caches=caches,
         )  # fmt: skip
 
     def _runs(self, part: Part, there: int, memory: int) -> tuple[Run, ...]:
         """The runs of a part whose granules up to `there` are at home on the device, and from there up to `memory` in
         RAM."""
+        if part.kind == "router":  # where the experts are computed
+            at = GPU.executor if there else HOST
+            return ((0, part.granules, at, at, at, part.nbytes),)
         if part.kind in PINNED:
             return ((0, part.granules, GPU.executor, GPU.executor, GPU.executor, part.nbytes),)
         if part.kind == "embed" and not self.problem.spec.tied:  # gathered, row by row
@@ -107,8 +113,10 @@ class DeviceSkeleton:
         )
 
     def _lifted(self, part: Part) -> float:
-        """The share of granules outside its memory that the device computes."""
-        if part.kind == "ffn":
+        """The share of granules outside its memory that the device computes. Experts there are the CPU's."""
+        if part.kind == "experts":
+            return 0.0
+        if part.kind in ("ffn", "shared"):
             return self.split.lifted_by_layer[part.layer] if self.split.lifted_by_layer else self.split.lifted
         return 1.0 if part.kind != "attn" or part.layer < self.split.attention_layers else 0.0
 
@@ -154,20 +162,26 @@ class DeviceSkeleton:
 
 
 def device_skeleton(problem: Problem, split: Split, chunk_rows: int) -> DeviceSkeleton:
-    """With rings of the usual sizes, smaller on a small device, and none too small for the largest granule twice."""
-    largest = max(part.least_bytes for part in problem.parts.values() if part.kind not in PINNED)
+    """With rings of the usual sizes, smaller on a small device, and none too small for the largest granule twice.
+    Experts come through the host's ring alone."""
+    streaming = [part for part in problem.parts.values() if part.kind not in PINNED]
+    largest = max(part.least_bytes for part in streaming if part.kind != "experts")
+    expert = max((part.least_bytes for part in streaming if part.kind == "experts"), default=0)
 
-    def whole(nbytes: int) -> int:
+    def whole(nbytes: int, largest: int = largest) -> int:
         return max(nbytes, 2 * largest) // ARENA_ALIGN * ARENA_ALIGN + (ARENA_ALIGN if largest % ARENA_ALIGN else 0)
 
-    ring = whole(min(RING_BYTES, problem.device_bytes // _SMALLEST_RING_SHARE))
-    return DeviceSkeleton(problem, split, chunk_rows, ring, whole(_HOST_RING_BYTES), whole(_STAGE_BYTES))
+    ring, host_ring = whole(min(RING_BYTES, problem.device_bytes // _SMALLEST_RING_SHARE)), whole(_HOST_RING_BYTES)
+    host_ring = max(host_ring, whole(0, expert))
+    return DeviceSkeleton(problem, split, chunk_rows, ring, host_ring, whole(_STAGE_BYTES))
 
 
 def smallest(problem: Problem, split: Split) -> DeviceSkeleton:
     """With the smallest rings and chunks."""
     tiny = device_skeleton(problem.asking(device_memory_bytes=0), split, MIN_CHUNK_ROWS)
-    return replace(tiny, problem=problem, host_ring_bytes=tiny.ring_bytes, stage_bytes=tiny.ring_bytes)
+    expert = max((part.least_bytes for part in problem.of_kind("experts")), default=0)
+    host_ring = max(tiny.ring_bytes, expert)
+    return replace(tiny, problem=problem, host_ring_bytes=host_ring, stage_bytes=tiny.ring_bytes)
 
 
 def within_device(

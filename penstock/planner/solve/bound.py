@@ -16,7 +16,7 @@ from penstock.planner.predict import Prediction
 from penstock.planner.shorten import streamed
 from penstock.spec.ask import Ask
 from penstock.spec.parts import FFNS, head_key
-from penstock.spec.places import GPU, Lane, disk_of, is_disk, kernels_of
+from penstock.spec.places import GPU, HOST, Lane, disk_of, is_disk, kernels_of
 from penstock.spec.plan import Plan, Unit
 
 
@@ -120,11 +120,14 @@ def _unit_s(plan: Plan, unit: Unit, cost: Cost, p: _Pass) -> Iterator[tuple[Lane
     """(lane, seconds) of a unit."""
     part, executor, home, rows = plan.parts[unit.part], unit.executor(p.purpose), unit.home, p.rows
     cached = {f"{cache.layer}.experts" for cache in plan.caches}
+    there = {f"{cache.layer}.experts" for cache in plan.caches if cache.executor != HOST}
     if p.purpose == "prefill" and part.layer < 0:
         return  # the head: few of a prompt's rows need it
     lane = kernels_of(executor)
     fmt, nbytes, active = part.format.kind, plan.unit_bytes(unit), unit.active if p.purpose == "decode" else 1.0
     routed = plan.target.spec.layers[part.layer].routed
+    if p.purpose == "decode" and part.key in there:
+        return  # at best all are in the device's cache, or the CPU computes them all
     if part.kind == "experts" and routed is not None:
         read, flops, expert_rows = ops.experts_cost(part, routed, unit.lo, unit.hi, ops.FFN_BLOCKS, rows)
         yield lane, p.batches * cost.least_s(lane, "experts", fmt, expert_rows, read, flops)

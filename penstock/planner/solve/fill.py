@@ -152,6 +152,17 @@ def share_out(wanted: Sequence[Part], rest: Mapping[str, int], budget: int, foun
     return taken
 
 
+def share_slots(experts: Sequence[Part], budget: int) -> list[int]:
+    """Slots of the cache of each of these parts: one, and even shares of what `budget` bytes hold beside."""
+    each = [part.least_bytes for part in experts]
+    slots = [1 + max(0, min(budget // sum(each), part.experts - 1)) for part in experts]
+    budget -= sum((n - 1) * nbytes for n, nbytes in zip(slots, each, strict=True))
+    for i, part in enumerate(experts):
+        if each[i] <= budget and slots[i] < part.experts:
+            slots[i], budget = slots[i] + 1, budget - each[i]
+    return slots
+
+
 def bytes_of(parts: Mapping[str, Part], granules: Mapping[str, int]) -> int:
     """Of so many granules of each part."""
     return sum(count * parts[key].granule_bytes for key, count in granules.items())

@@ -84,6 +84,11 @@ class Problem:
         """Whether there is one, and the ask allows it any memory."""
         return any(tier.name == GPU.executor for tier in self.machine.tiers) and self.ask.device_memory_bytes != 0
 
+    @property
+    def device_experts(self) -> bool:
+        """Whether the device has kernels for routers and experts: those of experts have a rate of their own."""
+        return any(rate.lane == GPU.kernels and rate.op == "experts" for rate in self.machine.rates)
+
     def fits(self, plan: Plan) -> bool:
         """Whether the plan stays within both memories."""
         used = plan.tier_bytes()

@@ -10,7 +10,7 @@ What each of these takes is estimated layer by layer (`layer_work`, within some 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from typing import NoReturn
@@ -29,6 +29,8 @@ from penstock.units import format_bytes, format_mib_up
 WHOLE = "device memory"  # the strategy that leaves nothing elsewhere
 _LINK = "link"
 _ATTEMPTS = 5
+# A skeleton and the granules that stay on the device → a plan; None where what is left is too much for RAM.
+Rest = Callable[[beside.DeviceSkeleton, Resident], Plan | None]
 # Splits that are simulated: so many, more where a disk is read, whose part in it the closed forms know least; of those
 # whose closed form is at most so many times the best one's.
 _MOST_SPLITS, _MOST_READING, _HOPELESS = 4, 7, 2.0
@@ -42,7 +44,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     for skeleton in [*skeletons, beside.smallest(problem, whole)]:
         found = False
         for split in _splits(skeleton):
-            plan = _filled(replace(skeleton, split=split))
+            plan = filled(replace(skeleton, split=split))
             if plan is None:
                 continue
             found = True
@@ -92,7 +94,7 @@ def _splits(skeleton: beside.DeviceSkeleton) -> list[beside.Split]:
     device; where that leaves nothing elsewhere, it is the only one."""
     found: list[tuple[float, int, beside.Split]] = []
     layers, count = skeleton.problem.layers, _MOST_SPLITS
-    for attention_layers, kv_home in _modes(skeleton):
+    for attention_layers, kv_home in modes(skeleton):
         whole = skeleton.with_split(attention_layers=attention_layers, kv_home=kv_home)
         estimate = _estimate(whole)
         if estimate is None:
@@ -114,7 +116,7 @@ def _splits(skeleton: beside.DeviceSkeleton) -> list[beside.Split]:
     return [split for seconds, _, split in sorted(found)[:count] if seconds <= _HOPELESS * best_s]
 
 
-def _modes(skeleton: beside.DeviceSkeleton) -> list[tuple[int, Tier]]:
+def modes(skeleton: beside.DeviceSkeleton) -> list[tuple[int, Tier]]:
     """(layers whose attention is the device's, home of its KV), as they fit."""
     problem, layers = skeleton.problem, skeleton.problem.layers
 
@@ -123,11 +125,12 @@ def _modes(skeleton: beside.DeviceSkeleton) -> list[tuple[int, Tier]]:
         there = {f"{i}.attn": problem.parts[f"{i}.attn"].granules for i in range(attention_layers if stays else 0)}
         return skeleton.with_split(attention_layers=attention_layers).plan(there, {}).tier_bytes()[GPU.executor]
 
-    modes: list[tuple[int, Tier]] = [(layers, GPU.executor)] if used(layers, False) <= problem.device_bytes else []
+    fits = used(layers, False) <= problem.device_bytes
+    found: list[tuple[int, Tier]] = [(layers, GPU.executor)] if fits else []
     stay = most(layers, used, problem.device_bytes)
     if stay < layers:  # of attention, what fits beside its KV; the CPU takes the other layers
-        modes += [(stay, GPU.executor), (layers, HOST)]
-    return modes
+        found += [(stay, GPU.executor), (layers, HOST)]
+    return found
 
 
 def _estimate(skeleton: beside.DeviceSkeleton) -> Estimate | None:
@@ -139,7 +142,7 @@ def _estimate(skeleton: beside.DeviceSkeleton) -> Estimate | None:
     if spare is None or memory is None:
         return None
     may_stay = problem.ask.resident_bytes
-    stays = _fill_device(skeleton, spare if may_stay is None else min(spare, may_stay))
+    stays = fill_device(skeleton, spare if may_stay is None else min(spare, may_stay))
 
     def share(kind: str, layers: range) -> float:
         keys = [f"{i}.{kind}" for i in layers]
@@ -156,25 +159,26 @@ def _estimate(skeleton: beside.DeviceSkeleton) -> Estimate | None:
     return Estimate(work, skeleton.chunk_rows, there, len(attends), problem.head.key in stays)
 
 
-def _filled(skeleton: beside.DeviceSkeleton) -> Plan | None:
-    """As much as fits stays on the device, then in RAM. None where the rest alone is too much for either."""
+def filled(skeleton: beside.DeviceSkeleton, rest: Rest | None = None, experts: bool = False) -> Plan | None:
+    """As much as fits stays on the device, then in RAM. None where the rest alone is too much for either. `rest`: makes
+    a plan of what stays on the device, instead of `in_ram`. `experts`: those of whole layers may be on the device."""
     problem, may_stay = skeleton.problem, skeleton.problem.ask.resident_bytes
     every = {part.key: part.granules for part in problem.parts.values()}
-    there_all = _computed_there(skeleton, every)
+    there_all = computed_there(skeleton, every, experts)
     if may_stay is None and bytes_of(problem.parts, there_all) <= problem.device_bytes:
-        for memory in (every, {}):
-            whole = skeleton.plan(there_all, memory)
-            if problem.fits(whole):
+        options = (rest(skeleton, there_all),) if rest else (skeleton.plan(there_all, memory) for memory in (every, {}))
+        for whole in options:
+            if whole is not None and problem.fits(whole):
                 return whole
     budget = skeleton.device_budget()
     if budget is not None and may_stay is not None:
         budget = min(budget, may_stay)
     return beside.within_device(
-        problem, budget, _ATTEMPTS, lambda nbytes: _beside(skeleton, _fill_device(skeleton, nbytes))
+        problem, budget, _ATTEMPTS, lambda nbytes: (rest or in_ram)(skeleton, fill_device(skeleton, nbytes, experts))
     )  # fmt: skip
 
 
-def _beside(skeleton: beside.DeviceSkeleton, on_device: Resident) -> Plan | None:
+def in_ram(skeleton: beside.DeviceSkeleton, on_device: Resident) -> Plan | None:
     """Of what is not on the device, as much as fits in RAM, the rest on the disk. None where RAM is too small for what
     must be there; how much of the device it takes is not looked at."""
     problem, limit, may_stay = skeleton.problem, skeleton.problem.host_bytes, skeleton.problem.ask.resident_bytes
@@ -187,13 +191,15 @@ def _beside(skeleton: beside.DeviceSkeleton, on_device: Resident) -> Plan | None
         return None
     if may_stay is not None:
         spare = min(spare, max(0, may_stay - bytes_of(problem.parts, on_device)))
-    plan = skeleton.plan(on_device, _fill_memory(problem, on_device, spare))
+    plan = skeleton.plan(on_device, fill_memory(problem, on_device, spare))
     return plan if plan.tier_bytes()[HOST] <= limit else None
 
 
-def _computed_there(skeleton: beside.DeviceSkeleton, every: Resident) -> Resident:
-    """All but the CPU's attention, and embedding rows that are only looked up: the CPU does that in no time."""
-    kept = dict(every)
+def computed_there(skeleton: beside.DeviceSkeleton, every: Resident, experts: bool) -> Resident:
+    """All but the CPU's experts (unless `experts` may be there) and attention, and embedding rows that are only looked
+    up: the CPU does that in no time."""
+    cpu = () if experts else ("experts", "router")
+    kept = {key: n for key, n in every.items() if skeleton.problem.parts[key].kind not in cpu}
     if not skeleton.problem.spec.tied:
         del kept["embed"]
     for layer in range(skeleton.split.attention_layers, skeleton.problem.layers):
@@ -201,24 +207,33 @@ def _computed_there(skeleton: beside.DeviceSkeleton, every: Resident) -> Residen
     return kept
 
 
-def _fill_device(skeleton: beside.DeviceSkeleton, budget: int) -> Resident:
-    """The head, whole; attention of the device's layers; of FFNs even shares."""
+def fill_device(skeleton: beside.DeviceSkeleton, budget: int, experts: bool = False) -> Resident:
+    """The head, whole; attention of the device's layers; of shared experts and of FFNs even shares. `experts`: then
+    routers and experts of the first layers that fit as a whole."""
     found: Resident = {}
     problem, head = skeleton.problem, skeleton.problem.head
     if head.nbytes <= budget:
         found[head.key] = head.granules
         budget -= head.nbytes
     attention = problem.of_kind("attn")[: skeleton.split.attention_layers]
-    for wanted in (attention, problem.of_kind("ffn")):
+    for wanted in (attention, problem.of_kind("shared"), problem.of_kind("ffn")):
         budget -= share_out(wanted, {part.key: part.granules for part in wanted}, budget, found)
+    for part in problem.of_kind("experts") if experts else ():
+        router = problem.parts[f"{part.layer}.router"]
+        budget -= part.nbytes + router.nbytes
+        if budget < 0:
+            break
+        found |= {part.key: part.granules, router.key: router.granules}
     return found
 
 
-def _fill_memory(problem: Problem, on_device: Resident, budget: int) -> Resident:
-    """Even shares of everything that is not on the device; embedding rows that are only looked up come last."""
+def fill_memory(problem: Problem, on_device: Resident, budget: int, cached: bool = False) -> Resident:
+    """Even shares of everything that is not on the device; embedding rows that are only looked up come last. `cached`:
+    without experts, which have caches."""
     found: Resident = {}
     rest = {key: part.granules - on_device.get(key, 0) for key, part in problem.parts.items()}
     every = [part for part in problem.parts.values() if part.kind not in PINNED and rest[part.key]]
+    every = [part for part in every if part.kind != "experts"] if cached else every
     gathered = next((p for p in every if p.key == "embed" and not problem.spec.tied), None)
     budget -= share_out([part for part in every if part is not gathered], rest, budget, found)
     if gathered is not None and gathered.nbytes <= budget:
@@ -235,7 +250,7 @@ def _name(plan: Plan, split: beside.Split) -> str:
     return f"device memory, {split.name}{cpu}{where}" + ("" if split.prompts else ", prompts too")
 
 
-_ELSEWHERE = {HOST: "in RAM", DISK.tier: "on the disk"}
+ELSEWHERE = {HOST: "in RAM", DISK.tier: "on the disk"}
 
 
 def _reasons(plan: Plan, skeleton: beside.DeviceSkeleton, split: beside.Split) -> tuple[str, ...]:
@@ -246,7 +261,7 @@ def _reasons(plan: Plan, skeleton: beside.DeviceSkeleton, split: beside.Split) -
             computed["lifted" if unit.decode == GPU.executor else "by the CPU"] += plan.unit_bytes(unit)
     total = format_bytes(sum(homes.values()))
     where = [f"{format_bytes(homes.get(GPU.executor, 0))} of {total} of weights stay in device memory"]
-    where += [f"{format_bytes(homes[home])} {place}" for home, place in _ELSEWHERE.items() if homes.get(home)]
+    where += [f"{format_bytes(homes[home])} {place}" for home, place in ELSEWHERE.items() if homes.get(home)]
     found = [", ".join(where)]
     if any(computed.values()):
         shares = [f"{format_bytes(nbytes)} {how}" for how, nbytes in computed.items() if nbytes]

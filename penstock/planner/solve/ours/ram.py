@@ -114,19 +114,13 @@ class Skeleton:
     def caching(self, ring_bytes: int, limit: int) -> Plan | None:
         """Slots for experts in what is left once all else stays, which every token reads; at least one a layer. None
         where the rest alone is too big, or where there are no experts."""
-        each = [part.least_bytes for part in self.experts]
-        least = self.plan(ring_bytes, {}, [1] * len(each))
+        least = self.plan(ring_bytes, {}, [1] * len(self.experts))
         budget = spare_bytes(least, HOST, limit)
-        if budget is None or not each or self.may_stay is not None:
+        if budget is None or not self.experts or self.may_stay is not None:
             return None
         resident = self.spread(budget, cached=True)
         left = budget - fill.bytes_of(self.problem.parts, resident) - ARENA_ALIGN
-        slots = [1 + max(0, min(left // sum(each), part.experts - 1)) for part in self.experts]
-        left -= sum((n - 1) * nbytes for n, nbytes in zip(slots, each, strict=True))
-        for i, part in enumerate(self.experts):
-            if each[i] <= left and slots[i] < part.experts:
-                slots[i], left = slots[i] + 1, left - each[i]
-        plan = self.plan(ring_bytes, resident, slots)
+        plan = self.plan(ring_bytes, resident, fill.share_slots(self.experts, left))
         return plan if plan.tier_bytes()[HOST] <= limit else None
 
 
@@ -244,7 +238,11 @@ def _reasons(plan: Plan, ask: Ask) -> tuple[str, ...]:
         return (f"all {format_bytes(total_bytes)} of weights stay in memory", kv)
     ring = plan.ring_bytes[HOST]
     if plan.caches:
-        return (_caches(plan), f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads all experts once", kv)
+        return (
+            caches_reason(plan),
+            f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads all experts once",
+            kv,
+        )
     return (
         f"{format_bytes(homes.get(HOST, 0))} of {format_bytes(total_bytes)} of weights stay in memory, spread evenly"
         " over the layers; the rest streams from disk",
@@ -254,7 +252,7 @@ def _reasons(plan: Plan, ask: Ask) -> tuple[str, ...]:
     )
 
 
-def _caches(plan: Plan) -> str:
+def caches_reason(plan: Plan) -> str:
     slots = [cache.slots for cache in plan.caches]
     part = plan.parts[f"{plan.caches[0].layer}.experts"]
     some = f"{min(slots)} to {max(slots)}" if min(slots) < max(slots) else str(slots[0])

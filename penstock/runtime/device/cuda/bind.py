@@ -37,8 +37,8 @@ class TorchBinding:
         self._plan, self._memory, self._kernels, self._pieces = plan, memory, kernels, pieces
         self._layout, self._parts, self._spec = Layout(plan), plan.parts, plan.target.spec
         self._tables = tables_of(plan, device)
-        # The host's disks do the loading; experts are computed by the CPU alone so far.
-        others = ("load", "fetch", "route", "experts", "combine", "gate", *ops.PLANNED)
+        # The host's disks do the loading; routers and experts are computed by the CPU alone so far.
+        others = ("load", "fetch", "route", "experts", "combine", *ops.PLANNED)
         self._ops: dict[str, Callable[[Call, Any], None]]
         self._ops = {name: getattr(self, f"_{name}") for name in ops.OPS if name not in others}
         self._views: dict[Slot, Tensor] = {}
@@ -144,6 +144,12 @@ class TorchBinding:
             self._granules(op.weights, part), part, self._spec.layers[op.layer].ffns[-1], self._rows(op.h, t),
             self._rows(op.partial, t), op.starts_sum, self._kernels, self._scratch(op.scratch),
         )  # fmt: skip
+
+    def _gate(self, call: Call, op: ops.Gate) -> None:
+        t, routed = _batch(call).total_rows, self._spec.layers[op.layer].routed
+        assert routed is not None, f"layer {op.layer} is dense"
+        shared = self._view(op.routes)[8 * t * routed.active : routed.routes_bytes(t)].view(torch.float32)
+        self._rows(op.partial, t).mul_(shared[:, None])
 
     def _merge(self, call: Call, op: ops.Merge) -> None:
         t = _batch(call).total_rows

@@ -161,9 +161,9 @@ class TorchDevice:
 
 
 def _crosses(arena: str) -> bool:
-    """Whether bytes of an arena of the host cross the link. Those of its ring, scratch, window and staging are for the
-    CPU alone."""
-    return arena not in ("host.ring", "host.scratch", "host.window", "host.staging")
+    """Whether bytes of an arena of the host cross the link. Those of its ring, caches, scratch, window and staging are
+    for the CPU alone."""
+    return arena not in ("host.ring", "host.cache", "host.scratch", "host.window", "host.staging")
 
 
 def _ignored(_: object) -> None:

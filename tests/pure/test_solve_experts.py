@@ -1,0 +1,136 @@
+"""Plans beside a device for models with experts: they fit, they run, and they say why the CPU has the experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import penstock
+from penstock.errors import DoesNotFit
+from penstock.graph.check_plan import check_plan
+from penstock.models import spec_from_config
+from penstock.planner.predict import predict
+from penstock.planner.solve import settle_context, solve
+from penstock.planner.solve.ours import device, experts
+from penstock.planner.solve.problem import Problem
+from penstock.planner.what_if import what_if
+from penstock.serve.planning import describe
+from penstock.spec import machine as machines
+from penstock.spec.ask import Ask
+from penstock.spec.format import Format, parse_format
+from penstock.spec.machine import MachineSpec, Rate
+from penstock.spec.plan import Plan
+from penstock.units import GIB, MIB
+from tests.pure.machine import MACHINE, WITH_DEVICE
+from tests.pure.real_models import TINY
+
+MACHINES = Path(penstock.__file__).parent / "machines"
+INT4 = parse_format("int4")
+KINDS = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+# A device that has kernels for experts.
+ABLE = replace(WITH_DEVICE, rates=(*WITH_DEVICE.rates, Rate("gpu0", "experts", "*", 1e-5, 1 / 400e9, 1 / 20e12)))
+
+
+def executors(plan: Plan, kind: str) -> set[str]:
+    return {unit.decode for unit in plan.units if plan.parts[unit.part].kind == kind}
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("machine", ["pc-rtx4090-64gb", "server-rtx3090-24gb", "laptop-rtx3060-6gb"])
+def test_published_models_on_published_machines(name: str, machine: str) -> None:
+    """A plan with a device, no slower than without; what needs kernels for experts there is told apart."""
+    spec, figures = (
+        describe(Path(name))[0],
+        machines.loads((MACHINES / f"{machine}.json").read_text(encoding="utf-8"), machine),
+    )
+    ask = Ask(prompt_tokens=32, output_tokens=32, use_device=True)
+    solved = solve(ask, spec, INT4, figures, may_plan=True)
+    alone = solve(replace(ask, use_device=False, device_memory_bytes=0), spec, INT4, figures)
+    check_plan(solved.plan, spec, INT4)
+    assert solved.strategy.startswith(experts.NAME) and any("CPU computes the experts" in r for r in solved.reasons)
+    assert solved.prediction.decode_tokens_per_s >= 0.95 * alone.prediction.decode_tokens_per_s
+    assert executors(solved.plan, "experts") == executors(solved.plan, "router") == {"host"}
+    assert solved.not_yet and all("experts" in each.candidate.cannot_run for each in solved.not_yet)
+    assert what_if(solved, ask, figures).one_more_device_gib is not None
+
+
+def test_a_device_with_kernels_for_experts_has_some_or_all_layers() -> None:
+    spec = describe(Path("olmoe-1b-7b"))[0]
+    solved = solve(Ask(context=512, device_memory_bytes=3 * GIB), spec, INT4, ABLE, every=True)
+    assert not solved.not_yet and all(not c.candidate.cannot_run for c in solved.compared)
+    name = f"{experts.NAME}, those of some layers on the device"
+    some = next(c.candidate.plan for c in solved.compared if c.candidate.strategy == name)
+    there = {unit.part for unit in some.units if unit.decode == "gpu0" and unit.part.endswith(".experts")}
+    assert 0 < len(there) < len(spec.layers)
+    routers = {unit.part for unit in some.units if unit.decode == "gpu0" and unit.part.endswith(".router")}
+    assert routers == {part.replace("experts", "router") for part in there}
+    assert solve(Ask(context=512), spec, INT4, ABLE).strategy == device.WHOLE
+    assert executors(solve(Ask(context=512), spec, INT4, WITH_DEVICE).plan, "experts") == {"host"}
+
+
+def test_asked_for_it_is_used_or_refused() -> None:
+    spec = spec_from_config(TINY["qwen3_moe"], "tiny")
+    slow = replace(
+        WITH_DEVICE,
+        rates=tuple(replace(r, alpha_s=1000 * r.alpha_s) if r.lane == "gpu0" else r for r in MACHINE.rates),
+    )
+    ask = Ask(context=512, device_memory_bytes=400 * MIB)
+    assert "gpu0" not in solve(ask, spec, INT4, slow).plan.tier_bytes()
+    assert "gpu0" in solve(replace(ask, use_device=True), spec, INT4, slow).plan.tier_bytes()
+    with pytest.raises(DoesNotFit, match="--device none") as caught:
+        solve(replace(ask, use_device=True, device_memory_bytes=MIB), spec, INT4, WITH_DEVICE)
+    least = caught.value.numbers["minimum_bytes"]
+    assert caught.value.numbers["tier"] == "gpu0"
+    solve(replace(ask, use_device=True, device_memory_bytes=least), spec, INT4, WITH_DEVICE)
+
+
+@pytest.mark.parametrize(("link_gb_per_s", "rows"), [(1000, 1), (20, 32), (0.001, 1 << 12)])
+def test_what_is_lifted_follows_the_link(link_gb_per_s: float, rows: int) -> None:
+    """The rows from which a missing expert is lifted, in a cache on the device that takes what its memory has left."""
+    spec = describe(Path("olmoe-1b-7b"))[0]
+    link = Rate("h2d0", "*", "*", 1e-5, 1e-9 / link_gb_per_s)
+    machine = replace(ABLE, rates=(*(r for r in ABLE.rates if r.lane != "h2d0"), link))
+    ask = settle_context(Ask(context=512, device_memory_bytes=3 * GIB), spec)
+    found = {c.strategy: c.plan for c in experts.candidates(Problem(ask, spec, INT4, machine))}
+    plan = found[f"{experts.NAME}, in caches on the device"]
+    assert {cache.executor for cache in plan.caches} == {"gpu0"} and len(plan.caches) == len(spec.layers)
+    assert {cache.lifted_rows for cache in plan.caches} == {rows}
+    assert 3 * GIB - 40 * MIB < plan.tier_bytes()["gpu0"] <= 3 * GIB
+
+
+@pytest.mark.fuzz
+@settings(deadline=None)
+@given(st.data())
+def test_any_candidate_is_a_plan_that_runs(data: st.DataObject) -> None:
+    """Checked as a plan from a file would be, within both limits, lowered and simulated."""
+    name = data.draw(st.sampled_from(KINDS))
+    spec = spec_from_config(TINY[name], name)
+    fmt = data.draw(st.sampled_from([Format("float32"), INT4]))
+    ask = Ask(
+        prompt_tokens=data.draw(st.sampled_from([1, 40, 300])), output_tokens=4, batch=data.draw(st.integers(1, 3)),
+        context=310, kv=data.draw(st.sampled_from([None, "int8"])),
+        resident_bytes=data.draw(st.none() | st.integers(0, 8 * MIB)), score=data.draw(st.booleans()),
+        host_memory_bytes=data.draw(st.none() | st.integers(590 * MIB, 640 * MIB)),
+        device_memory_bytes=data.draw(st.integers(300 * MIB, 360 * MIB)),
+    )  # fmt: skip
+    machine: MachineSpec = data.draw(st.sampled_from([WITH_DEVICE, ABLE]))
+    try:
+        settled = settle_context(ask, spec)
+        found = list(experts.candidates(Problem(settled, spec, fmt, machine)))
+    except DoesNotFit:
+        return
+    for _, plan, reasons, cannot_run, _ in found:
+        check_plan(plan, spec, fmt)
+        used = plan.tier_bytes()
+        assert used["gpu0"] <= (ask.device_memory_bytes or 0)
+        assert used["host"] <= (ask.host_memory_bytes or 16 * GIB)
+        stays = sum(plan.unit_bytes(u) for u in plan.units if not u.home.startswith("disk"))
+        pinned = sum(p.nbytes for p in plan.parts.values() if p.kind in ("norms", "edges", "router"))
+        assert ask.resident_bytes is None or stays <= ask.resident_bytes + pinned
+        there = "gpu0" in executors(plan, "experts") or any(cache.executor == "gpu0" for cache in plan.caches)
+        assert bool(cannot_run) == (there and machine is WITH_DEVICE)
+        assert reasons and predict(plan, settled, machine).decode_tokens_per_s > 0
