@@ -81,7 +81,8 @@ def add_up_bytes(granules: int, block: Block, rows: int) -> int:
 
 def qkv_bytes(part: Part, a: Attention, granules: int, rows: int) -> int:
     """Bytes of q, k and v before rope, and for the products that give them."""
-    projected = _floats(rows * granules * a.heads_per_kv * a.head_dim) + 2 * _floats(rows * granules * a.head_dim)
+    kv_heads = granules * part.granule_rows
+    projected = _floats(rows * kv_heads * a.heads_per_kv * a.head_dim) + 2 * _floats(rows * kv_heads * a.head_dim)
     return projected + spread_bytes(granules, (part.block("q"), part.block("k"), part.block("v")))
 
 
@@ -155,7 +156,12 @@ def scratch_bytes(plan: Plan, tier: str) -> int:
         part = parts[key]
         if part.kind == "attn":
             a = spec.layers[part.layer].attention
-            need = max(need, qkv_bytes(part, a, n, rows), out_bytes(part, n, rows), attend_bytes(a, n, rows))
+            need = max(
+                need,
+                qkv_bytes(part, a, n, rows),
+                out_bytes(part, n, rows),
+                attend_bytes(a, n * part.granule_rows, rows),
+            )
         elif part.kind in ("ffn", "shared"):
             need = max(need, ffn_bytes(part, n, rows))
         elif part.kind in ("embed", "head"):

@@ -224,7 +224,7 @@ def test_any_answers_beside_a_device(of: Callable[[Plan], Said], slots: int, lif
     assert tasks == lowered(plan, of(plan), 3)
     by_cpu = [t for t in tasks if t.lanes == ("host",) and any(isinstance(c.operands, ops.Experts) for c in t.calls)]
     lifts = [t for t in tasks if isinstance(t.calls[0].operands, ops.Lift)]
-    assert lifts and all(lift.lanes == ("h2d0",) for lift in lifts)  # `verify` knows that they come after the router
+    assert all(lift.lanes == ("h2d0",) for lift in lifts) and lifts[0].after  # after the router that asked
     assert bool(by_cpu)  # of long prompts at least, which it computes at home
 
 

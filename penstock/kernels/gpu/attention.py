@@ -7,6 +7,8 @@ interpreter only.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -39,17 +41,27 @@ def qkv(
     turn: tuple[Tensor, Tensor] | None, positions: Tensor, sequence: Tensor, q: Tensor, keys: KvPool, values: KvPool,
     kernels: Kernels, scratch: Scratch,
 ) -> None:  # fmt: skip
-    """Projects h [T, D] for the unit's KV heads from `lo` on, adds biases, norms and rotates q and k, and stores k and
+    """Projects h [T, D] for the unit's granules from `lo` on, adds biases, norms and rotates q and k, and stores k and
     v in the cache. Writes q float32 [T, H, E].
 
-    weights uint8 [heads, granule_bytes]. `turn`: cos and sin float32 [T, dims / 2], or None."""
-    t, n, g, e = h.shape[0], weights.shape[0], a.heads_per_kv, a.head_dim
+    weights uint8 [granules, granule_bytes]: a granule is one KV head, or all of them where they are normed together.
+    `turn`: cos and sin float32 [T, dims / 2], or None."""
+    t, g, e = h.shape[0], a.heads_per_kv, a.head_dim
+    n, lo = weights.shape[0] * part.granule_rows, lo * part.granule_rows  # KV heads
     mark = scratch.mark()
     raw = [scratch.take((t, n * width)) for width in (g * e, e, e)]
     spread(h, weights, tuple(part.block(name) for name in ("q", "k", "v")), raw, kernels, scratch)
     q_raw, k_raw, v_raw = (x.view(t, n, -1, e) for x in raw)
     names = ("q_norm", "k_norm")
     q_weight, k_weight = (vector(norms, norms_part.block(name)) if a.qk_norm else h for name in names)
+    if a.norms_all_heads:
+        for name, x, weight in (("q", q_raw, q_weight), ("k", k_raw, k_weight), ("v", v_raw, None)):
+            if part.has(name + "_bias"):
+                x += vectors(weights, part.block(name + "_bias")).view(n, -1, e)
+            if weight is not None and a.qk_norm:
+                flat = x.flatten(1)
+                flat *= torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm.eps) * weight
+        a = replace(a, qkv_bias=False, qk_norm=False, norms_all_heads=False)  # these are done
     if kernels.triton:
         _turn_and_store(
             weights, part, lo, a, norm, (q_raw, k_raw, v_raw), (q_weight, k_weight), turn, positions, sequence, q, keys,
@@ -58,7 +70,7 @@ def qkv(
         scratch.rewind(mark)
         return
     for name, x in (("q", q_raw), ("k", k_raw), ("v", v_raw)):
-        if part.has(name + "_bias"):
+        if a.qkv_bias and part.has(name + "_bias"):
             x += vectors(weights, part.block(name + "_bias")).view(n, -1, e)
     for x, weight in ((q_raw, q_weight), (k_raw, k_weight)):
         if a.qk_norm:
@@ -161,9 +173,9 @@ def out(
     weights: Tensor, part: Part, lo: int, a: Attention, heads_out: Tensor, partial: Tensor, first: bool,
     kernels: Kernels, scratch: Scratch,
 ) -> None:  # fmt: skip
-    """partial [T, D] (+)= heads_out [T, H, E] · o, for the unit's KV heads from `lo` on. `first`: this call is the
+    """partial [T, D] (+)= heads_out [T, H, E] · o, for the unit's granules from `lo` on. `first`: this call is the
     first addend."""
-    width = a.heads_per_kv * a.head_dim
+    width = part.granule_rows * a.heads_per_kv * a.head_dim
     x = heads_out.flatten(1)[:, lo * width : (lo + weights.shape[0]) * width]
     add_up(x, weights, part.block("o"), partial, first, kernels, scratch)
 
