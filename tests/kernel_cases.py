@@ -6,7 +6,7 @@ kernels share, in the interpreter and on a card. Needs no native extension.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,12 @@ def _fixed(
     return ModelSpec("llama", "float32", 150, d, d, 4096, (layer,), Norm(norm, 1e-5), True, flags, logit_softcap=2.0)
 
 
+def _together(spec: ModelSpec) -> ModelSpec:
+    """The same with all heads normed together."""
+    layer = spec.layers[0]
+    return replace(spec, layers=(replace(layer, attention=replace(layer.attention, norms_all_heads=True)),))
+
+
 # Few enough for a card, where every shape is compiled: (model, batch, weights, KV).
 FIXED = [
     (_fixed(40, 2, 4, 0, True, 172, 200, "rms", True), Batch(0, (0, 1), (63, 5), (1, 1), (0, 1)), "int4", "int4"),
@@ -74,6 +80,7 @@ FIXED = [
     (_fixed(128, 1, 2, 0, True, 172, 256, "rms", True), Batch(0, (0,), (160,), (4,), (3,)), "int4-g96", "int4-g32"),
     (_fixed(64, 1, 4, 0, True, 64, 96, "rms", True), Batch(0, (0,), (0,), (5,), (4,)), "float32", "float32"),
     (_fixed(64, 1, 4, 0, False, 64, 96, "layer", False), Batch(0, (0, 1), (5, 9), (2, 1), (2,)), "float16", "float16"),
+    (_together(_fixed(40, 2, 4, 0, True, 172, 200, "rms", True)), Batch(0, (0,), (9,), (3,), (2,)), "int4", "float16"),
 ]
 
 
@@ -298,7 +305,7 @@ class Case:
             for s, (start, rows) in enumerate(seen):
                 pages = -(-(start + rows) // self.page_tokens)
                 pool.blocks[s * self.pages_per_seq + pages : (s + 1) * self.pages_per_seq] = 255
-        for lo, hi in self.units(part):
+        for lo, hi in ((part.granule_rows * edge for edge in unit) for unit in self.units(part)):  # of KV heads
             attention.attend(
                 q, keys, values, a, lo, hi, self.batch, self.tables(), want, Scratch(np.empty(1 << 22, np.uint8))
             )  # fmt: skip
