@@ -139,7 +139,9 @@ def solve(
     not_yet = tuple(each for each in better if each.candidate.cannot_run)
     strategy, plan, reasons, _, _ = chosen.candidate
     prediction = chosen.prediction if chosen is first else quick(plan, ask, machine, trace=trace)
-    plan, how = with_reads(plan, machine)  # which changes nothing that was predicted: rates hold for these reads
+    plan, how = with_reads(
+        plan, machine
+    )  # predictions stay, though with caches fewer reads are in flight than the probe had
     reasons += (how,) if plan.caches or any(streamed(plan, from_disk=True).values()) else ()
     reasons += (f"{prediction.bound_by} is busiest while decoding: {prediction.lane_share[prediction.bound_by]:.0%}",)
     others = [each for each in found if each is not chosen]

@@ -8,7 +8,9 @@ from dataclasses import replace
 from penstock.spec.machine import MachineSpec, Reads
 from penstock.spec.places import DISK, Tier, is_disk
 from penstock.spec.plan import Plan
-from penstock.units import format_bytes, format_rate
+from penstock.units import MIB, format_bytes, format_rate
+
+_LEAST_IN_FLIGHT_BYTES = 4 * MIB  # what a disk of 4 GB/s reads in a millisecond
 
 
 def on_disks(plan: Plan, disks: Mapping[str, Tier]) -> Plan:
@@ -33,8 +35,11 @@ def with_reads(plan: Plan, machine: MachineSpec) -> tuple[Plan, str]:
 
 def _one_after_the_other(reads: Reads, expert_bytes: int) -> Reads:
     """With caches a layer waits for a few loads, of one expert each. With the blocks of two of them in flight, one
-    after the other ends, and experts are computed meanwhile. With those of all in flight, all end together."""
-    blocks = -(-expert_bytes // reads.block_bytes)
-    if reads.depth <= 2 * blocks:
+    after the other ends, and experts are computed meanwhile. With those of all in flight, all end together. Of small
+    experts as many are in flight as keep a disk busy."""
+    depth = max(2 * -(-expert_bytes // reads.block_bytes), -(-_LEAST_IN_FLIGHT_BYTES // expert_bytes))
+    if reads.depth <= depth:
         return reads
-    return replace(reads, depth=2 * blocks, reason=f"{reads.reason}; at most two experts in flight")
+    return replace(
+        reads, depth=depth, reason=f"{reads.reason}; few experts in flight, so that one ends after the other"
+    )
