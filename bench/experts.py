@@ -1,12 +1,13 @@
 """`python -m bench.experts`: Qwen3-30B-A3B's shape in 4.5 bits, in RAM and within budgets, beside llama.cpp.
 
 Both engines read the same text of random tokens, each alone in a cgroup of the budget, in turns, with an empty page
-cache before; routers have the same rows. Tables: `uniform`, rows of routers as they are drawn, so experts are asked for
-about alike; `skewed`, their norms fall as rank^-0.5; `local`, injected answers (each token keeps each of its experts
-with probability 0.5, else draws by rank^-0.5), which llama.cpp cannot follow. Ceilings are read right before and right
-after what is measured. Two bounds of a token: max(missed bytes / disk, active bytes / RAM), and the chain of layers,
-whose experts are known one layer at a time: of each layer what is not an expert / RAM + max(missed bytes / disk at
-reads of one expert, active experts' bytes / RAM). GB are 10^9 bytes. The last line is one JSON object.
+cache before; routers have the same rows. Our plans go by a profile of other random tokens. Tables: `uniform`, rows of
+routers as they are drawn, so experts are asked for about alike; `skewed`, their norms fall as rank^-0.5; `local`,
+injected answers (each token keeps each of its experts with probability 0.5, else draws by rank^-0.5), which llama.cpp
+cannot follow and nobody guesses. Ceilings are read right before and right after what is measured. Two bounds of a
+token: max(missed bytes / disk, active bytes / RAM), and the chain of layers, whose experts are known one layer at a
+time: of each layer what is not an expert / RAM + max(missed bytes / disk at reads of one expert, active experts' bytes
+/ RAM). GB are 10^9 bytes. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -81,6 +82,9 @@ class Bench:
             gguf.write(self.config, self.gguf, TABLES[table])
         os.sync()
         load_or_probe(self.cache, disk_folder=self.folder)
+        tell("asking routers about other random tokens, as `penstock profile` does")
+        with self.ours(None, "--prompt", PREFILL_TOKENS) as (worker, _):
+            worker.ask("profile", PREFILL_TOKENS)
 
     def ours(self, limit: int | None, *more: object) -> AbstractContextManager[tuple[Worker, Cgroup | None]]:
         within = () if limit is None else ("--limit", limit)
@@ -128,6 +132,7 @@ def measured(bench: Bench, worker: Worker, command: str, tokens: int) -> Figures
         "share_of_ram_bandwidth": tokens * bytes_per_token / seconds / ram,
         "disk_bytes_per_token": answer["disk_bytes"] / tokens,
         "disk_bytes_exact": answer["exact"],
+        "wrong_guesses_per_token": answer["wrong_guesses"] / tokens,
         "hit_rate": answer["hit_rate"],
         "peak_host_bytes": answer["peak_host_bytes"],
         "ram_read_bytes_per_s": ram,

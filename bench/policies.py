@@ -1,16 +1,18 @@
-"""`python -m bench.policies MODEL TEXT --counts OTHER`: hit rates of every way to keep experts, over what a model's
-routers said to a text, and how good guesses one layer ahead are.
+"""`python -m bench.policies`: hit rates of every way to keep experts, over what a trained model's routers say to text
+that it has not seen, and how good guesses one layer ahead are.
 
-Policies, each with so many slots a layer: `lru` and `lfu` are those of penstock, and run here as they do there;
-`static` keeps the experts that another text (OTHER) asked for most; `half` keeps half of its slots so and is lru in the
-others; `belady` knows the future (Belady 1966), and no policy can do better. A guess is what the next layer's router
-says to this layer's state. The last line is one JSON object.
+The text is the held-out end of each book that tale-moe was trained on. Policies, each with so many slots a layer: `lru`
+and `lfu` are those of penstock, and run here as they do there; `static` keeps the experts that another text (of the
+books' training part) asked for most; `half` keeps half of its slots so and is lru in the others; `belady` knows the
+future (Belady 1966), and no policy can do better. A guess is what the next layer's router says to this layer's input of
+the FFN. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.graph import passes
+from penstock.graph import cache, passes
 from penstock.graph.cache import ExpertCache
 from penstock.graph.ops import Route
 from penstock.graph.tasks import Call
@@ -29,8 +31,13 @@ from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.serve.planning import default_cache
 from penstock.spec.ask import Ask
+from penstock.spec.format import parse_format
+from penstock.store.pack import pack
 from penstock.store.packed import Packed
+from tools.reference_text import read_books
 
+MODEL, BOOKS = Path("bench/tale-moe"), Path("../shared/data/books")
+HALF_LIVES = (8.0, 32.0, 64.0, 128.0, 512.0)  # passes, of "lfu"
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 POLICIES = ("static", "half", "lfu", "lru", "belady")
 WINDOW_TOKENS = 512
@@ -107,14 +114,14 @@ def hits(tokens: Sequence[Token], slots: int, policy: str, wanted_most: Sequence
     found = sum(expert in kept for token in tokens for expert in token)
     if policy == "static" or len(kept) == slots:
         return found
-    cache = ExpertCache(slots - len(kept), "lfu" if policy == "lfu" else "lru")
+    slots_of = ExpertCache(slots - len(kept), "lfu" if policy == "lfu" else "lru")
     for token in tokens:
         others = [expert for expert in token if expert not in kept]
-        cache.ask(others)
-        missing = [expert for expert in others if cache.slot(expert) is None]
+        slots_of.ask(others)
+        missing = [expert for expert in others if slots_of.slot(expert) is None]
         found += len(others) - len(missing)
         for expert in missing:
-            cache.admit(expert, others)
+            slots_of.admit(expert, others)
     return found
 
 
@@ -137,24 +144,28 @@ def _belady(tokens: Sequence[Token], slots: int) -> int:
 
 
 def ahead(said: Said, guessed: Said, slots: int) -> dict[str, float]:
-    """Of `lru` with guesses loaded one layer ahead: the share of its misses that were guessed, and guesses a token and
-    layer that were missing and not wanted."""
-    missed = right = wrong = asked = 0
-    for layer in guessed:
-        cache = ExpertCache(slots, "lru")
-        for token, guess in zip(said[layer], guessed[layer], strict=False):
-            coming = {expert for expert in guess if cache.slot(expert) is None}
-            cache.ask(token)
-            missing = [expert for expert in token if cache.slot(expert) is None]
-            missed, right, wrong = (
-                missed + len(missing),
-                right + len(coming & set(missing)),
-                wrong + len(coming - set(token)),
-            )
-            asked += 1
+    """Of `lfu` with the missing ones of the guessed experts loaded one layer ahead: the share of what is wanted that is
+    there or on its way (`hit_rate`), the share of the missing that was guessed, and wrong guesses a token and layer.
+    The first layer is not guessed."""
+    there = right = wrong = asked = 0
+    for layer, tokens in said.items():
+        held = ExpertCache(slots, "lfu")
+        for token, guess in zip(tokens, guessed.get(layer) or [()] * len(tokens), strict=True):
+            coming = {e for e in guess if held.slot(e) is None and held.guess(e, guess) is not None}
+            held.ask(token)
+            missing = [expert for expert in token if held.slot(expert) is None]
+            there += len(token) - len(missing)
+            right += len(coming.intersection(token))
+            wrong += len(coming.difference(token))
+            asked += len(token)
             for expert in missing:
-                cache.admit(expert, token)
-    return {"misses_guessed": right / max(1, missed), "wrong_per_token_and_layer": wrong / max(1, asked)}
+                held.admit(expert, token)
+    tokens_and_layers = sum(map(len, said.values()))
+    return {
+        "hit_rate": there / asked,
+        "misses_guessed": right / max(1, right + asked - there),
+        "wrong_per_token_and_layer": wrong / tokens_and_layers,
+    }
 
 
 def measure(engine: Engine, text: str, other: str, most_tokens: int) -> dict[str, Any]:
@@ -175,24 +186,58 @@ def measure(engine: Engine, text: str, other: str, most_tokens: int) -> dict[str
                 order = sorted(range(experts), key=lambda expert: (-counts[expert], expert))
                 total += hits(tokens, slots, policy, order)
             rows[policy].append(total / asked)
-        guesses.append(ahead(held_out.said, {i: g for i, g in held_out.guessed.items() if g}, slots))
+        guesses.append(ahead(held_out.said, held_out.guessed, slots))
+    half_lives = {
+        half_life: _with_half_life(held_out.said, half_life, experts // 2) / asked for half_life in HALF_LIVES
+    }
     named = [(g, s) for i, guess in held_out.guessed.items() for g, s in zip(guess, held_out.said[i], strict=False)]
     recall = sum(len(set(g) & set(s)) for g, s in named) / max(1, sum(len(s) for _, s in named))
     length = len(next(iter(held_out.said.values())))
-    return {"tokens": length, "shares": SHARES, "hit_rates": rows, "guess_recall": recall, "ahead": guesses}
+    return {
+        "tokens": length, "shares": SHARES, "hit_rates": rows, "guess_recall": recall, "ahead": guesses,
+        "half_lives": half_lives,
+    }  # fmt: skip
+
+
+def _with_half_life(said: Said, half_life: float, slots: int) -> int:
+    """Hits of "lfu" with another half-life."""
+    before, cache.HALF_LIFE = cache.HALF_LIFE, half_life
+    try:
+        return sum(hits(tokens, slots, "lfu", ()) for tokens in said.values())
+    finally:
+        cache.HALF_LIFE = before
 
 
 def table(found: dict[str, Any]) -> str:
     """Markdown: a line a share."""
-    lines = ["| experts that fit | " + " | ".join(POLICIES) + " | misses guessed | wrong guesses a token and layer |"]
-    lines.append("|---" * (len(POLICIES) + 3) + "|")
+    lines = [
+        "# Which experts stay",
+        "",
+        f"What the routers of tale-moe (6 layers of 32 experts, 4 active) say to {found['tokens']} tokens that neither"
+        " it nor its tokenizer saw in training. `make bench-policies` writes this page and docs/experts.svg.",
+        "",
+        "The share of the wanted experts that are in memory, by the share of the experts that fit. `lfu` is what plans"
+        " use; `belady` knows the future. Look-ahead: `lfu`, and the 4 experts that the next router would take for this"
+        " layer's input are loaded ahead. What it has on its way when the router asks counts as there. The last two"
+        " columns are about it: the share of the missing experts that were guessed, and wrong guesses a token and"
+        " layer.",
+        "",
+        "![hit rates](experts.svg)",
+        "",
+        "| experts that fit | " + " | ".join(POLICIES) + " | look-ahead | misses guessed | wrong guesses |",
+        "|---" * (len(POLICIES) + 4) + "|",
+    ]
     for i, share in enumerate(SHARES):
         rates = " | ".join(f"{found['hit_rates'][policy][i]:.1%}" for policy in POLICIES)
         guess = found["ahead"][i]
         lines.append(
-            f"| {share:.0%} | {rates} | {guess['misses_guessed']:.1%} | {guess['wrong_per_token_and_layer']:.2f} |"
+            f"| {share:.0%} | {rates} | {guess['hit_rate']:.1%} | {guess['misses_guessed']:.1%}"
+            f" | {guess['wrong_per_token_and_layer']:.2f} |"
         )
-    return "\n".join(lines)
+    half_lives = ", ".join(f"{n:g} passes {rate:.1%}" for n, rate in found["half_lives"].items())
+    lines += ["", f"`lfu` where half of the experts fit, by the passes after which a use counts half: {half_lives}."]
+    lines += ["", f"Of what the next router wants, guesses name {found['guess_recall']:.1%}."]
+    return "\n".join(lines) + "\n"
 
 
 def plot(found: dict[str, Any], file: Path) -> None:
@@ -206,6 +251,8 @@ def plot(found: dict[str, Any], file: Path) -> None:
     figure, axis = plt.subplots(figsize=(6.4, 4.2))
     for policy in POLICIES:
         axis.plot([100 * share for share in SHARES], [100 * rate for rate in found["hit_rates"][policy]], label=policy)
+    rates = [100 * each["hit_rate"] for each in found["ahead"]]
+    axis.plot([100 * share for share in SHARES], rates, "--", label="lfu, look-ahead")
     axis.set(xlabel="experts that fit, %", ylabel="hit rate, %", xlim=(10, 90), ylim=(0, 100))
     axis.grid(True, alpha=0.25)
     axis.legend(frameon=False)
@@ -215,18 +262,23 @@ def plot(found: dict[str, Any], file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path, help="a packed model with experts")
-    parser.add_argument("text", type=Path, help="held out")
-    parser.add_argument("--counts", type=Path, required=True, help="another text, whose counts `static` goes by")
+    parser.add_argument("--model", type=Path, default=MODEL, help="a checkpoint with experts")
+    parser.add_argument("--books", type=Path, default=BOOKS, help="a folder of .txt files, that the model learnt")
     parser.add_argument("--tokens", type=int, default=16384, help="of each text, at most")
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--table", type=Path)
     wanted = parser.parse_args()
+    books = read_books(wanted.books)
+    text, other = "\n".join(b.held_out for b in books), "\n".join(b.train[-len(b.held_out) :] for b in books)
     ask = Ask(context=WINDOW_TOKENS, prompt_tokens=WINDOW_TOKENS, output_tokens=1)
-    engine = Engine.load(wanted.model, ask, Loading(cache=default_cache()))
-    text, other = (file.read_text(encoding="utf-8") for file in (wanted.text, wanted.counts))
-    found = measure(engine, text, other, wanted.tokens)
-    engine.close()
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+        pack(wanted.model, Path(folder) / "packed", parse_format("float32"))
+        engine = Engine.load(Path(folder) / "packed", ask, Loading(cache=default_cache()))
+        found = measure(engine, text, other, wanted.tokens)
+        engine.close()
     print(table(found))
+    if wanted.table:
+        wanted.table.write_text(table(found), encoding="utf-8")
     if wanted.plot:
         plot(found, wanted.plot)
     print(json.dumps({"bench": "policies", "model": wanted.model.name, **found}))

@@ -1,12 +1,13 @@
 """Whether two commits plan alike: dumps the plans of random asks on random machines, and judges two such dumps.
 
-    python -m bench.same_plans dump OLD.jsonl.gz        # with the one commit's code
-    python -m bench.same_plans dump NEW.jsonl.gz        # with the other's
+    python -m bench.same_plans dump OLD.jsonl.gz                         # with the one commit's code
+    python -m bench.same_plans dump NEW.jsonl.gz --data OLDER/penstock   # with the other's
     python -m bench.same_plans judge OLD.jsonl.gz NEW.jsonl.gz
 
 `judge` simulates both plans of a pair with the code that runs it, so run it with the old commit's: then no plan wins
 because the simulator was changed too. A pair is a bundled shape on a bundled machine whose memory and rates are drawn
-anew, and an ask; pair n is the same whatever the code. Uses of penstock only what both commits have.
+anew, and an ask. Pair n is the same whatever the code, if both dumps draw from the `shapes` and `machines` of the older
+commit (`--data`). This uses of penstock only what both commits have.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import penstock
-from penstock.errors import BadRequest, DoesNotFit
+from penstock.errors import BadRequest, DoesNotFit, UnsupportedModel
 from penstock.planner.shorten import quick
 from penstock.planner.solve import settle_context, solve
 from penstock.serve.planning import describe
@@ -38,22 +39,22 @@ from penstock.units import GIB, MIB
 
 PAIRS = 300
 SLOWER = 1.001  # of a plan's score, by the one simulator: below that it is rounding
-_ROOT = Path(penstock.__file__).parent
+_DATA = Path(penstock.__file__).parent  # has `shapes` and `machines`
 _FORMATS = ("int4", "int4", "int8", "bfloat16", "float32")
 _TOO_LARGE = ("llama-3.1-405b",)  # a pair of it takes a minute
 
 Case = tuple[Ask, ModelSpec, Format, MachineSpec, str]
 
 
-def case(seed: int) -> Case:
-    """Ask, model, format, machine and a name of pair `seed`."""
+def case(seed: int, data: Path) -> Case:
+    """Ask, model, format, machine and a name of pair `seed`. `data`: has `shapes` and `machines`."""
     r = random.Random(seed)
-    shapes = sorted(path.stem for path in (_ROOT / "shapes").glob("*.json"))
+    shapes = sorted(path.stem for path in (data / "shapes").glob("*.json"))
     shape = r.choice([each for each in shapes if each not in _TOO_LARGE])
-    name = r.choice(sorted(path.stem for path in (_ROOT / "machines").glob("*.json")))
+    name = r.choice(sorted(path.stem for path in (data / "machines").glob("*.json")))
     weights = parse_format(r.choice(_FORMATS))
-    spec, _ = describe(Path(shape), weights)
-    machine = _varied(r, machines.loads((_ROOT / "machines" / f"{name}.json").read_text(), name))
+    spec, _ = describe(data / "shapes" / f"{shape}.json", weights)
+    machine = _varied(r, machines.loads((data / "machines" / f"{name}.json").read_text(), name))
     throughput = r.random() < 0.2
     ask = Ask(
         prompt_tokens=r.choice((1, 16, 64, 200, 512, 1500)),
@@ -109,9 +110,12 @@ def _varied(r: random.Random, machine: MachineSpec) -> MachineSpec:
     return replace(machine, tiers=tuple(tiers), rates=tuple(rates), sharing=sharing)
 
 
-def planned(seed: int) -> dict[str, Any]:
+def planned(seed: int, data: Path) -> dict[str, Any]:
     """What this code plans of a pair: the plan and its prediction, or the refusal; every candidate simulated."""
-    ask, spec, weights, machine, name = case(seed)
+    try:
+        ask, spec, weights, machine, name = case(seed, data)
+    except UnsupportedModel as refused:  # a shape that can only be planned
+        return {"seed": seed, "name": str(seed), "refused": str(refused)}
     found: dict[str, Any] = {"seed": seed, "name": name}
     start_s = time.perf_counter()
     try:
@@ -137,14 +141,14 @@ def read(path: str) -> dict[int, dict[str, Any]]:
         return {each["seed"]: each for each in map(json.loads, file)}
 
 
-def judge(old_path: str, new_path: str) -> Iterator[str]:
+def judge(old_path: str, new_path: str, data: Path) -> Iterator[str]:
     """A line for each pair that differs in anything but reasons, and the counts."""
     old, new = read(old_path), read(new_path)
     counts = dict.fromkeys(("same", "same plan, other prediction", "faster", "equal", "slower", "other refusal"), 0)
     others = 0
     for seed in sorted(old.keys() & new.keys()):
         before, after = old[seed], new[seed]
-        verdict, line = _verdict(seed, before, after)
+        verdict, line = _verdict(seed, before, after, data)
         counts[verdict] += 1
         others += before.get("compared") != after.get("compared")
         if verdict != "same":
@@ -156,7 +160,7 @@ def judge(old_path: str, new_path: str) -> Iterator[str]:
     yield f"solving took {sum(times[0]):.1f} s and {sum(times[1]):.1f} s"
 
 
-def _verdict(seed: int, before: dict[str, Any], after: dict[str, Any]) -> tuple[str, str]:
+def _verdict(seed: int, before: dict[str, Any], after: dict[str, Any], data: Path) -> tuple[str, str]:
     if "plan" not in before or "plan" not in after:
         said = [each.get("refused", "a plan") for each in (before, after)]
         return ("same", "") if said[0] == said[1] else ("other refusal", " → ".join(said))
@@ -164,7 +168,7 @@ def _verdict(seed: int, before: dict[str, Any], after: dict[str, Any]) -> tuple[
         if before["predicted"] == after["predicted"]:
             return "same", ""
         return "same plan, other prediction", f"{before['predicted']} → {after['predicted']}"
-    ask, spec, _, machine, _ = case(seed)
+    ask, spec, _, machine, _ = case(seed, data)
     ask = settle_context(ask, spec)
     scores = [_score_s(plans.loads(json.dumps(each["plan"]), "dump"), ask, machine) for each in (before, after)]
     ratio = scores[1] / scores[0]
@@ -190,14 +194,16 @@ def main() -> None:
     judging = commands.add_parser("judge")
     judging.add_argument("old")
     judging.add_argument("new")
+    for each in (dump, judging):
+        each.add_argument("--data", type=Path, default=_DATA)
     args = parser.parse_args()
     if args.command == "judge":
-        for line in judge(args.old, args.new):
+        for line in judge(args.old, args.new, args.data):
             print(line)
         return
     with gzip.open(args.file, "wt") as file:
         for seed in range(args.first, args.pairs):
-            file.write(json.dumps(planned(seed)) + "\n")
+            file.write(json.dumps(planned(seed, args.data)) + "\n")
 
 
 if __name__ == "__main__":

@@ -108,6 +108,9 @@ bool route(Pool& pool, const RouteOp& op) {
 
 // ---- experts -------------------------------------------------------------------------------------------------------
 
+// Experts are shared out by fours where each thread gets so many: less would leave threads waiting for the last one.
+constexpr int kFoursPerThread = 6;
+
 // An expert of a call, and the rows that go to it.
 struct Taken {
     const std::uint8_t* weights;
@@ -189,6 +192,22 @@ inline void sum_expert(const Granules& weights, const Matrix& down, int lo, int 
     }
 }
 
+// This thread's share of laying out an expert's rows.
+inline void lay_out(const Team& team, const ExpertsOp& op, const Taken& of, const Rows& rows) {
+    const int per_row = std::max(1, op.shape.up.groups());
+    const auto [lo, hi] = team.share(rows.count * per_row);
+    for (int k = lo; k < hi; ++k) {
+        const float* from = op.h + std::ptrdiff_t(of.rows[std::size_t(k / per_row)]) * op.shape.up.cols;
+        Prepared::put(rows, op.shape.up, k / per_row, 0, k % per_row, from);
+    }
+}
+
+// The cost of so many experts, each with at most `rows` rows, as `Pool::run` wants it.
+inline std::size_t experts_cost(const ExpertsOp& op, int experts, int rows) {
+    const std::size_t bytes = bytes_of(op.shape.up) * (op.shape.gate.rows > 0 ? 2 : 1) + bytes_of(op.shape.down);
+    return std::size_t(experts * op.per_expert) * bytes * std::size_t((rows + 3) / 4);
+}
+
 // Computes experts [begin, end) of `all`, each with at most kFewRows rows, in one run of the pool. First threads take
 // granules of any of these experts as they come, for hidden values. Then they take parts of the output's columns, and
 // add up all experts there. So the threads share the work of a single expert too. Returns false if scratch is too
@@ -199,7 +218,7 @@ bool experts_few(Pool& pool, const ExpertsOp& op, const std::vector<Taken>& all,
         float *four, *total;     // [n, D] each
     };
     const Matrix& down = op.shape.down;
-    const int columns = op.shape.up.cols, count = end - begin;
+    const int count = end - begin;
     const bool same = op.t == 1;  // all experts have the same row, which is laid out once
     std::vector<Work> works(static_cast<std::size_t>(count));
     int most = 0;
@@ -220,10 +239,8 @@ bool experts_few(Pool& pool, const ExpertsOp& op, const std::vector<Taken>& all,
     // More parts of the columns than threads, so that others do more while one is held up; but no short ones.
     const int parts = std::clamp(2 * pool.threads(), 1, std::max(1, down.tiles() / 4));
     const int granules = count * op.per_expert;
-    const std::size_t bytes = bytes_of(op.shape.up) * (op.shape.gate.rows > 0 ? 2 : 1) + bytes_of(down);
-    const std::size_t cost = std::size_t(granules) * bytes * std::size_t((most + 3) / 4);
     std::atomic<int> next_granule{0}, next_part{0};
-    pool.run(cost, [&](const Team& team) {
+    pool.run(experts_cost(op, count, most), [&](const Team& team) {
         const auto expert = [&](int i) { return granules_of(op, all[std::size_t(begin + i)]); };
         const auto granule_at = [&](int nth) {
             return expert(nth / op.per_expert).data + std::size_t(nth % op.per_expert) * op.stride;
@@ -234,15 +251,8 @@ bool experts_few(Pool& pool, const ExpertsOp& op, const std::vector<Taken>& all,
         };
         int mine = next_granule.fetch_add(1, std::memory_order_relaxed);
         if (mine < granules) prefetch_run(granule_at(mine));
-        const int per_row = std::max(1, op.shape.up.groups());
         for (int i = 0; i < (same ? 1 : count); ++i) {
-            const Taken& of = all[std::size_t(begin + i)];
-            const Rows& rows = works[std::size_t(i)].input.rows;
-            const auto [lo, hi] = team.share(rows.count * per_row);
-            for (int k = lo; k < hi; ++k) {
-                const float* from = op.h + std::ptrdiff_t(of.rows[std::size_t(k / per_row)]) * columns;
-                Prepared::put(rows, op.shape.up, k / per_row, 0, k % per_row, from);
-            }
+            lay_out(team, op, all[std::size_t(begin + i)], works[std::size_t(i)].input.rows);
         }
         team.barrier();
         while (mine < granules) {
@@ -272,6 +282,84 @@ bool experts_few(Pool& pool, const ExpertsOp& op, const std::vector<Taken>& all,
                         const float* from = work.total + std::ptrdiff_t(row) * down.rows + column;
                         deliver(op, all[std::size_t(begin + i)], row, column, load_some(from, down.rows - column));
                     }
+                }
+            }
+        }
+    });
+    return true;
+}
+
+// Computes experts [begin, end) of `all`, each with at most kFewRows rows, in one run of the pool. Threads take fours
+// of granules as they come, as in ffn_few: a thread reads a four in one run of bytes (one row on Ice Lake: 0.90 of the
+// RAM's speed, against 0.85 by experts_few). Returns false if scratch is too small, or if there are too few fours to be
+// shared evenly.
+bool experts_by_fours(Pool& pool, const ExpertsOp& op, const std::vector<Taken>& all, int begin, int end,
+                      Scratch scratch) {
+    struct Work {
+        Prepared input;  // activations of the expert's rows
+        float* sums;     // [fours, n, D]
+        int n;
+    };
+    const int count = end - begin, fours = (op.per_expert + kSumGranules - 1) / kSumGranules, units = count * fours;
+    if (units < kFoursPerThread * pool.threads()) return false;
+    const Matrix& down = op.shape.down;
+    const bool same = op.t == 1;  // all experts have the same row, which is laid out once
+    std::vector<Work> works(static_cast<std::size_t>(count));
+    int most = 0;
+    for (int i = 0; i < count; ++i) {
+        Work& work = works[std::size_t(i)];
+        work.n = static_cast<int>(all[std::size_t(begin + i)].rows.size());
+        most = std::max(most, work.n);
+        if (same && i > 0) {
+            work.input = works[0].input;
+        } else if (!Prepared::plan(op.shape.up, 1, work.n, op.exact, scratch, work.input)) {
+            return false;
+        }
+        work.sums = take<float>(scratch, std::size_t(fours * work.n) * std::size_t(down.rows));
+        if (work.sums == nullptr) return false;
+    }
+    // Hidden values of a granule, for each thread. Not one for all: experts have different numbers of rows.
+    std::vector<Prepared> hidden(static_cast<std::size_t>(pool.threads()));
+    for (Prepared& one : hidden) {
+        if (!Prepared::plan(down, 1, most, op.exact, scratch, one)) return false;
+    }
+    std::atomic<int> next{0};
+    pool.run(experts_cost(op, count, most), [&](const Team& team) {
+        const auto expert = [&](int i) { return granules_of(op, all[std::size_t(begin + i)]); };
+        const auto take_next = [&] {
+            const int unit = next.fetch_add(1, std::memory_order_relaxed);
+            if (unit < units) {
+                prefetch_run(expert(unit / fours).data + std::size_t(unit % fours) * kSumGranules * op.stride);
+            }
+            return unit;
+        };
+        int mine = take_next();
+        for (int i = 0; i < (same ? 1 : count); ++i) {
+            lay_out(team, op, all[std::size_t(begin + i)], works[std::size_t(i)].input.rows);
+        }
+        team.barrier();
+        for (; mine < units; mine = take_next()) {
+            const Work& work = works[std::size_t(mine / fours)];
+            const int four = mine % fours, lo = four * kSumGranules;
+            Rows rows = hidden[std::size_t(team.id())].rows;
+            rows.count = work.n;
+            sum_four(expert(mine / fours), op.shape, work.input.rows, rows, 0,
+                     {lo, std::min(lo + kSumGranules, op.per_expert), false, false}, nullptr,
+                     work.sums + std::ptrdiff_t(four * work.n) * down.rows);
+        }
+        team.barrier();
+        const auto [lo, hi] = team.share(down.tiles());
+        for (int i = 0; i < count; ++i) {
+            const Work& work = works[std::size_t(i)];
+            for (int row = 0; row < work.n; ++row) {
+                for (int tile = lo; tile < hi; ++tile) {
+                    const int column = tile * kTileRows;
+                    F total = f_zero();
+                    for (int four = 0; four < fours; ++four) {
+                        const float* from = work.sums + std::ptrdiff_t(four * work.n + row) * down.rows + column;
+                        total = f_add(total, load_some(from, down.rows - column));
+                    }
+                    deliver(op, all[std::size_t(begin + i)], row, column, total);
                 }
             }
         }
@@ -336,7 +424,11 @@ bool experts(Pool& pool, const ExpertsOp& op) {
         // As many neighbouring experts with few rows as there is scratch for; else one expert by itself.
         int end = begin;
         while (end < count && few(end)) ++end;
-        while (end > begin && !experts_few(pool, op, all, begin, end, op.scratch)) end = begin + (end - begin) / 2;
+        const auto done = [&] {
+            return experts_by_fours(pool, op, all, begin, end, op.scratch) ||
+                   experts_few(pool, op, all, begin, end, op.scratch);
+        };
+        while (end > begin && !done()) end = begin + (end - begin) / 2;
         if (end == begin && !expert_alone(pool, op, all[std::size_t(end++)], op.scratch)) return false;
         begin = end;
     }

@@ -81,7 +81,7 @@ def random_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, cached: bool
     """Any cut of any part into units, each at home in memory or on disk; any ring that holds the largest; KV of any
     layers on disk; any order. `cached`: any cache of any layer's experts, where all of them are on disk."""
     units: list[Unit] = []
-    caches = _caches(draw, spec, weights, ["host"]) if cached else ()
+    caches = _caches(draw, spec, weights, ["host"], guesses=True) if cached else ()
     has_cache = {cache.layer for cache in caches}
     largest = 0
     for part in parts(spec, weights):
@@ -154,8 +154,11 @@ def device_plans(
     )  # fmt: skip
 
 
-def _caches(draw: st.DrawFn, spec: ModelSpec, weights: Format, executors: Sequence[str]) -> tuple[Cache, ...]:
-    """A cache on one of these executors, of any size and policy, for some of the layers with experts."""
+def _caches(
+    draw: st.DrawFn, spec: ModelSpec, weights: Format, executors: Sequence[str], guesses: bool = False
+) -> tuple[Cache, ...]:
+    """A cache on one of these executors, of any size and policy, for some of the layers with experts. `guesses`: with
+    any number of them."""
     return tuple(
         Cache(
             part.layer,
@@ -163,6 +166,7 @@ def _caches(draw: st.DrawFn, spec: ModelSpec, weights: Format, executors: Sequen
             draw(st.integers(1, part.experts)),
             draw(st.sampled_from(POLICIES)),
             draw(st.integers(1, 4)),
+            draw(st.integers(0, most)) if guesses and (most := spec.layers[part.layer].active) else 0,
         )
         for part in parts(spec, weights)
         if part.kind == "experts" and draw(st.booleans())

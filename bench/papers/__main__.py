@@ -50,6 +50,7 @@ def main(argv: list[str] | None = None) -> None:
                 "not_predicted": len(left_out),
                 "took_s": time.perf_counter() - start_s,
                 "rows": [row.to_json() for row in rows],
+                "left_out": [each.to_json() for each in left_out],
             }
         )
     )

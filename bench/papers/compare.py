@@ -9,7 +9,10 @@ from functools import cache
 from pathlib import Path
 
 import penstock
-from bench.papers.published import METRICS, Published, cause_of
+from bench.papers.published import METRICS, UNSUPPORTED, Published, cause_of
+from penstock.errors import BadRequest, PenstockError
+from penstock.planner.solve import candidates
+from penstock.planner.solve.problem import Problem
 from penstock.serve.planning import describe
 from penstock.spec import machine as machines
 from penstock.spec.format import Format, parse_format
@@ -37,6 +40,7 @@ class Predicted:
     note: str = ""
 
 
+# None, or what the planner raises: the figure is left out.
 Predictor = Callable[[Published], Predicted | None]
 
 
@@ -50,7 +54,20 @@ def machine_of(name: str) -> MachineSpec:
 @cache
 def model_of(name: str, weights: str | None = None) -> tuple[ModelSpec, Format]:
     """A bundled shape in a format, by default the checkpoint's own."""
-    return describe(Path(name), parse_format(weights) if weights else None)
+    return describe(Path(name), parse_format(weights) if weights else None, to_plan=True)
+
+
+def require_plans(problem: Problem, *solvers: str) -> None:
+    """Asks the planner whether it has plans on the device of these solvers for a model with experts. Dense models have
+    plans of every solver. `solvers`: how the names of their strategies begin.
+
+    Raises what the planner refuses with, or BadRequest where it does not refuse and has none of a solver."""
+    if not problem.spec.is_routed:
+        return
+    names = {each.strategy for each in candidates(problem.asking(use_device=True), every=True, may_plan=True)}
+    for solver in solvers:
+        if not any(name.startswith(solver) for name in names):
+            raise BadRequest(f"for experts beside a device the planner has no plans of {solver}")
 
 
 def is_far_off(ratio: float) -> bool:
@@ -90,6 +107,22 @@ class Row:
         }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A figure without a prediction. `cause`: what the planner refuses with, or why the model cannot be planned; empty
+    where the figure is no prediction of a plan."""
+
+    figure: Published
+    cause: str
+
+    def to_json(self) -> dict[str, object]:
+        f = self.figure
+        return {
+            "paper": f.paper, "table": f.table, "setting": f.setting, "system": f.system, "model": f.model,
+            "machine": f.machine, "metric": f.metric, "predicted": None, "published": f.value, "cause": self.cause,
+        }  # fmt: skip
+
+
 def respects(metric: str, value: float, bound: float | None) -> bool:
     """Whether a published value is no better than the bound, within rounding."""
     if bound is None:
@@ -101,15 +134,20 @@ def respects(metric: str, value: float, bound: float | None) -> bool:
 
 def compare(
     figures: Iterable[Published], predictors: Mapping[str, Predictor]
-) -> tuple[tuple[Row, ...], tuple[Published, ...]]:
-    """Rows of the papers that have a predictor, and their figures that are no prediction."""
-    rows, left_out = [], []
+) -> tuple[tuple[Row, ...], tuple[LeftOut, ...]]:
+    """Rows of the papers that have a predictor, and their figures without a prediction."""
+    rows: list[Row] = []
+    left_out: list[LeftOut] = []
     for figure in figures:
         if figure.paper not in predictors:
             continue
-        found = predictors[figure.paper](figure)
+        cause = UNSUPPORTED.get(figure.model, "")
+        try:
+            found = predictors[figure.paper](figure)
+        except PenstockError as refusal:
+            found, cause = None, refusal.message
         if found is None:
-            left_out.append(figure)
+            left_out.append(LeftOut(figure, cause))
         else:
             fine = respects(figure.metric, figure.value, found.bound)
             rows.append(Row(figure, found.value, found.bound, fine, found.note))

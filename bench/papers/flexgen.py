@@ -24,11 +24,11 @@ from penstock.planner.shorten import quick
 from penstock.planner.solve import flexgen
 from penstock.planner.solve.flexgen.program import Shares
 from penstock.planner.solve.flexgen.shape import Shape
-from penstock.planner.solve.flexgen.terms import kv_bytes, weight_bytes
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
-from penstock.spec.format import parse_format
+from penstock.spec.format import Format, parse_format
 from penstock.spec.model import ModelSpec
+from penstock.spec.parts import parts
 from penstock.spec.places import GPU
 from penstock.spec.plan import Plan
 from penstock.units import GIB
@@ -270,6 +270,19 @@ def _ask(policy: Policy) -> Ask:
 def _spec(model: str, parts: int = 1) -> ModelSpec:
     spec, _ = model_of(model)
     return replace(spec, layers=spec.layers[: len(spec.layers) // parts])
+
+
+def weight_bytes(spec: ModelSpec, weights: Format) -> int:
+    """Bytes of all matrices of the layers. In FlexGen's shape and 16 bits these are l · (8·h1² + 4·h1·h2)."""
+    layers = (part for part in parts(spec, weights) if part.kind in ("attn", "ffn"))
+    return sum(block.nbytes * part.granules for part in layers for block in part.blocks if block.tiled)
+
+
+def kv_bytes(spec: ModelSpec, fmt: Format, seqs: int, tokens: int) -> int:
+    """Bytes of K and V of `seqs` sequences of `tokens` tokens. In FlexGen's shape and 16 bits these are
+    4 · b · l · h1 · (s + n)."""
+    a_token = sum(2 * a.kv_heads * fmt.kv_bytes(a.head_dim) for a in (layer.attention for layer in spec.layers))
+    return seqs * tokens * a_token
 
 
 def _bound(row: Published, policy: Policy, devices: int) -> float | None:

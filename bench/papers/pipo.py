@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from bench.papers.compare import Predicted, explained, machine_of, model_of
+from bench.papers.compare import Predicted, explained, machine_of, model_of, require_plans
 from bench.papers.published import DESKTOP, LAPTOP, SEVERAL, UNSUPPORTED, Published
 from penstock.graph import passes
 from penstock.graph.lower import Lowering
@@ -28,7 +28,7 @@ from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
 from penstock.spec.machine import MachineSpec
-from penstock.spec.parts import head_key, parts
+from penstock.spec.parts import FFNS, head_key, parts
 from penstock.spec.places import GPU
 from penstock.spec.plan import Plan
 from penstock.units import GIB
@@ -115,7 +115,7 @@ def together(plan: Plan, ask: Ask, machine: MachineSpec) -> Speeds:
 
 
 def predicted(row: Published) -> Predicted | None:
-    """None: see NOT_PREDICTED, or a model that `ModelSpec` cannot say."""
+    """None: see NOT_PREDICTED, or a model that `ModelSpec` cannot say. Raises what the planner refuses with."""
     if row.setting in NOT_PREDICTED or row.model in UNSUPPORTED:
         return None
     if row.metric == "speedup":
@@ -166,6 +166,7 @@ def simulated(policy: Policy) -> tuple[Speeds, float]:
     )  # fmt: skip
     machine = machine_of(policy.machine)
     problem = Problem(ask, spec, fmt, machine)
+    require_plans(problem, "PIPO")
     share, plan = policy.share, None
     while plan is None or (not problem.fits(plan) and policy.home != GPU.executor and share > 0.01):
         share -= 0.01 if plan else 0.0
@@ -179,10 +180,14 @@ def throughput(policy: Policy) -> float:
 
 
 def bound(row: Published, policy: Policy, batch: int) -> float | None:
-    """The best that the machine's links, memory and arithmetic allow at a batch, with 4.0 bits an int4 weight."""
+    """The best that the machine's links, memory and arithmetic allow at a batch, with 4.0 bits an int4 weight. Of
+    experts, as many are wanted as one token goes to: all tokens may go to the same ones."""
     spec, fmt = model_of(policy.model, policy.weights)
-    streamed = [p for p in parts(spec, fmt) if p.kind in ("attn", "ffn") or p.key == head_key(spec)]
-    weights = sum(part.weights_of(0, part.granules) for part in streamed)
+    weights = 0
+    for part in parts(spec, fmt):
+        if part.kind in ("attn", *FFNS) or part.key == head_key(spec):
+            wanted = spec.layers[part.layer].active if part.experts > 1 else 1
+            weights += part.weights_of(0, wanted * part.expert_granules)
     weight_bytes, a = weights * fmt.bits / 8, spec.layers[0].attention
     tokens = policy.prompt + policy.output // 2
     kv_bytes = 2 * batch * tokens * len(spec.layers) * a.kv_heads * a.head_dim * parse_format(policy.kv).bits / 8

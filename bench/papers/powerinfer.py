@@ -15,7 +15,7 @@ from bench.papers.published import PC_HIGH, PC_LOW, SEVERAL, UNSUPPORTED, UNSUPP
 from penstock.planner.shorten import quick
 from penstock.planner.solve import llama_cpp, powerinfer, settle_context
 from penstock.planner.solve.ours import device
-from penstock.planner.solve.powerinfer.activity import Profile, published, synthetic
+from penstock.planner.solve.powerinfer.activity import NeuronProfile, published, synthetic
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
@@ -232,7 +232,7 @@ def _least_token_s(setting: Setting, sparse: bool) -> float:
 
 
 @cache
-def _profile(model: str) -> Profile:
+def _profile(model: str) -> NeuronProfile:
     found = published(model_of(model)[0])
     if found is None:
         return synthetic(model_of(model)[0], _GATED_ACTIVE[model], *_GATED_HOT, "PowerInfer, Tables 1 and 3, Figure 4")

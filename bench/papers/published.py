@@ -39,11 +39,7 @@ METRICS = {
 
 # Models of the papers that `ModelSpec` cannot say yet, and why; penstock/shapes/SOURCES.md has the same list.
 UNSUPPORTED = {
-    "mixtral-8x7b": "experts",
-    "mixtral-8x22b": "experts",
-    "qwen2-57b-a14b": "experts",
-    "phi-3.5-moe": "experts",
-    "deepseek-r1-671b": "experts, latent attention",
+    "deepseek-r1-671b": "latent attention",
     "falcon-relu-40b": "attention and FFN side by side in a layer",
     "bamboo-7b": "ReLU on both gate and up",
     "qwen2-14b": "no dense model of this name was published",

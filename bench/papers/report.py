@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from bench.papers.compare import FAR_OFF, ROUNDING, Row, median_ratio
-from bench.papers.published import METRICS, UNSUPPORTED, Contradiction, Published
+from bench.papers.compare import FAR_OFF, ROUNDING, LeftOut, Row, median_ratio
+from bench.papers.published import METRICS, Contradiction, Published
 
 _INTRO = f"""# The papers' tables, predicted
 
@@ -15,6 +15,8 @@ Made by `make bench-papers`: for each figure that PIPO, FlexGen, ScheInfer and P
 figure's system as a plan of penstock, on the paper's machine as data (`penstock/machines/`), lowered and simulated. No
 weight is loaded and nothing is run; machine files are data sheets times stated shares, a source for each figure.
 What a figure does not say is assumed alike for all of its paper and stands in its note.
+For models with experts the planner is asked whether it has plans of the figure's system. Where it has none, the
+figure is not predicted. What the planner says stands below the paper's tables, or in notes of rows over several models.
 
 The ratio is predicted over published. **!** marks a published figure that is better, by more than {ROUNDING:.0%}, than
 physics allows on that machine; it is left out of medians. Ratios beyond {FAR_OFF:g} or 1/{FAR_OFF:g} are bold and
@@ -60,14 +62,14 @@ def text(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def page(rows: Sequence[Row], left_out: Sequence[Published], contradictions: Sequence[Contradiction]) -> str:
+def page(rows: Sequence[Row], left_out: Sequence[LeftOut], contradictions: Sequence[Contradiction]) -> str:
     """docs/PAPERS.md."""
     sections = [_INTRO, _summary(rows), "![ratios](papers.svg)\n"]
     for paper in papers_of(rows):
         sections.append(f"## {paper}\n")
         mine = [row for row in rows if row.figure.paper == paper]
         sections += [f"### {table}\n\n{_table(group)}" for (_, table), group in by_table(mine).items()]
-        absent = [figure for figure in left_out if figure.paper == paper]
+        absent = [each for each in left_out if each.figure.paper == paper]
         if absent:
             sections.append("Not predicted: " + "; ".join(dict.fromkeys(map(_absent, absent))) + ".\n")
     sections.append("## Where the papers contradict themselves\n\nAnd what is taken here.\n")
@@ -129,9 +131,9 @@ def _unit(f: Published) -> str:
     return short.get(f.metric, f.metric.replace("_", " "))
 
 
-def _absent(f: Published) -> str:
-    why = UNSUPPORTED.get(f.model)
-    return f"{f.table}, {f.setting}" + (f" ({f.model}: {why})" if why else "")
+def _absent(each: LeftOut) -> str:
+    f = each.figure
+    return f"{f.table}, {f.setting}" + (f" ({f.model}: {each.cause})" if each.cause else "")
 
 
 def _number(value: float) -> str:

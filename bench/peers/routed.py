@@ -18,14 +18,16 @@ from bench.peers import Answer, followed_ids, serve, token_ids
 from penstock.graph import passes
 from penstock.graph.ops import Route
 from penstock.graph.tasks import Call
-from penstock.planner.routing import Trace
+from penstock.planner.routing import RouterTrace
 from penstock.planner.shorten import quick
 from penstock.runtime import host
+from penstock.serve import profiling
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.spec.ask import Ask
 from penstock.spec.model import Layer, Routed
 from penstock.spec.places import DISK, HOST
+from penstock.store.profile_file import keep
 
 OUTPUT_TOKENS = 32  # that plans are made for
 KEPT, SKEW = 0.5, -0.5  # of injected answers: a token keeps each expert so often, else the r-th is drawn by r^SKEW
@@ -33,17 +35,41 @@ KEPT, SKEW = 0.5, -0.5  # of injected answers: a token keeps each expert so ofte
 Experts = tuple[int, ...]  # that a token goes to, upwards
 
 
-class LeastRecent:
-    """What a cache misses that lets the longest unused go: of a layer whose passes want no more than its slots."""
+class LeastUsed:
+    """What a cache misses that lets the least used go: of a layer whose passes want no more than its slots. A use
+    counts half after 64 tokens."""
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
-        self._held: list[int] = []  # the longest unused first
+        self._uses: dict[int, float] = {}
+        self._held: set[int] = set()
+        self._ahead: set[int] = set()  # experts that a guess has loaded for the coming token
 
-    def misses(self, wanted: Experts) -> int:
-        missing = len(set(wanted) - set(self._held))
-        self._held = [*(expert for expert in self._held if expert not in wanted), *wanted][-self._slots :]
-        return missing
+    def guess(self, likely: Experts) -> None:
+        for expert in likely:
+            if expert not in self._held and self._load(expert, likely):
+                self._ahead.add(expert)
+
+    def misses(self, wanted: Experts) -> tuple[int, int]:
+        """(experts that were not there before the token came, wrong guesses)."""
+        self._uses = {expert: uses * 0.5 ** (1 / 64) for expert, uses in self._uses.items()}
+        for expert in wanted:
+            self._uses[expert] = self._uses.get(expert, 0.0) + 1
+        missing = [expert for expert in wanted if expert not in self._held]
+        right = len(self._ahead.intersection(wanted))
+        wrong, self._ahead = len(self._ahead) - right, set()
+        for expert in missing:
+            self._load(expert, wanted)
+        return len(missing) + right, wrong
+
+    def _load(self, expert: int, keep: Experts) -> bool:
+        if len(self._held) == self._slots:
+            may_leave = self._held.difference(keep)
+            if not may_leave:
+                return False
+            self._held.remove(min(may_leave, key=lambda other: (self._uses.get(other, 0.0), other)))
+        self._held.add(expert)
+        return True
 
 
 class Local:
@@ -55,8 +81,10 @@ class Local:
         self._last: dict[int, set[int]] = {}
 
     def answer(self, call: Call) -> list[list[int]]:
-        """Of a call of one row."""
+        """Of a call of one row. Nobody guesses these."""
         assert isinstance(call.operands, Route)
+        if call.operands.guesses:
+            return [[]]
         layer = call.operands.layer
         routed, order = self._layers[layer].routed, self._order[layer]
         assert routed is not None and order is not None
@@ -73,13 +101,17 @@ class RoutedModel:
     """One loaded engine, as a user would load it, that follows a text token by token."""
 
     def __init__(self, folder: Path, ask: Ask, cache: Path) -> None:
+        self._folder = folder
         self.ask, self.engine = ask, Engine.load(folder, ask, Loading(cache=cache))
         self.plan, self._session = self.engine.plan, self.engine.session
         self._layers = self.plan.target.spec.layers
-        self._caches = {cache.layer: LeastRecent(cache.slots) for cache in self.plan.caches}
+        assert all(cache.policy == "lfu" for cache in self.plan.caches)
+        self._caches = {cache.layer: LeastUsed(cache.slots) for cache in self.plan.caches}
         self._answers: dict[int, list[Experts]] = {i: [] for i, layer in enumerate(self._layers) if layer.routed}
+        self._guesses: dict[int, list[Experts]] = {i: [] for i in self._answers}
         self._followed = 0  # tokens
         self._misses: list[int] = []  # by token and layer, since the last command began
+        self._wrong = 0  # guesses, since then
         self._local = Local(self._layers, seed=3)
 
     def facts(self) -> dict[str, Any]:
@@ -92,6 +124,7 @@ class RoutedModel:
             "routed_layers": len(self._answers),
             "slots": [cache.slots for cache in plan.caches],
             "policies": sorted({cache.policy for cache in plan.caches}),
+            "guesses": max((cache.guesses for cache in plan.caches), default=0),
             "planned_host_bytes": plan.tier_bytes()[HOST],
             "predicted_tokens_per_s": predicted.decode_tokens_per_s,
             "predicted_cold_s": use.cold_s if use else None,
@@ -110,10 +143,19 @@ class RoutedModel:
 
     def predicted(self, _: int) -> Answer:
         """What is predicted of routers that say what they were heard to say."""
-        trace = Trace(tuple(tuple(self._answers.get(i, ())) for i in range(len(self._layers))), "heard")
+        said, guessed = (
+            tuple(tuple(of.get(i, ())) for i in range(len(self._layers))) for of in (self._answers, self._guesses)
+        )
+        trace = RouterTrace(said, "heard", guessed)
         found = quick(self.plan, self.ask, self.engine.machine, trace=trace)
         rate = found.experts.hit_rate if found.experts else 1.0
         return {"tokens_per_s": found.decode_tokens_per_s, "hit_rate": rate}
+
+    def profile(self, tokens: int) -> Answer:
+        """Keeps beside the model what its routers say to other random tokens, as `penstock profile` does."""
+        ids = np.random.default_rng(17).integers(0, self.plan.target.spec.vocab, tokens)
+        keep(profiling.profile_ids(self.engine, ids.tolist(), "random tokens", ""), self._folder)
+        return {"seconds": 0.0}
 
     def prefill(self, tokens: int) -> Answer:
         """A prompt, to its last row's logits."""
@@ -133,7 +175,7 @@ class RoutedModel:
         ids = followed_ids(self.plan.target.spec.vocab, self._followed, tokens)
         positions = range(self._followed, self._followed + tokens)
         self._followed += tokens
-        self._misses = []
+        self._misses, self._wrong = [], 0
         steps = [passes.decode(self.plan, (0,), (at,), passes.DECODE) for at in positions]
         before = self._read_bytes()
         with answers, self._session.hearing_answers(self._heard):
@@ -143,7 +185,9 @@ class RoutedModel:
             seconds = time.perf_counter() - start_s
         assert np.isfinite(logits).all()
         read, missed = self._read_bytes() - before, sum(self._misses)
-        expected = missed * self._expert_bytes + tokens * self._streamed_bytes() + self._embedding_bytes(ids)
+        expected = (
+            (missed + self._wrong) * self._expert_bytes + tokens * self._streamed_bytes() + self._embedding_bytes(ids)
+        )
         wanted = tokens * len(self._answers) * self._routed.active
         by_misses = [self._misses.count(n) for n in range(self._routed.active + 1)]
         return {
@@ -151,6 +195,7 @@ class RoutedModel:
             "disk_bytes": read,
             "exact": read == expected,
             "missed": missed,
+            "wrong_guesses": self._wrong,
             "hit_rate": 1 - missed / wanted,
             "by_misses": by_misses,  # how often a layer of a token missed 0, 1, …
             "peak_host_bytes": host.peak_rss_bytes(),
@@ -160,8 +205,14 @@ class RoutedModel:
         assert isinstance(call.operands, Route)
         layer = call.operands.layer
         for row in said:
-            self._answers[layer].append(tuple(row))
-            self._misses.append(self._caches[layer].misses(tuple(row)))
+            if call.operands.guesses:
+                self._guesses[layer].append(tuple(row))
+                self._caches[layer].guess(tuple(row))
+            else:
+                self._answers[layer].append(tuple(row))
+                misses, wrong = self._caches[layer].misses(tuple(row))
+                self._misses.append(misses)
+                self._wrong += wrong
 
     def _read_bytes(self) -> int:
         self._session.drain()
@@ -208,7 +259,7 @@ def main() -> None:
         ours = RoutedModel(wanted.model, Ask(batch=1, host_memory_bytes=wanted.limit, **lengths), wanted.cache)
         commands = {
             "follow": ours.follow, "follow_local": ours.follow_local, "predicted": ours.predicted,
-            "prefill": ours.prefill,
+            "prefill": ours.prefill, "profile": ours.profile,
         }  # fmt: skip
         return ours.facts(), commands
 

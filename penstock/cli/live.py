@@ -156,7 +156,8 @@ def live(engine: Engine, prompts: list[list[int]], streams: bool) -> Iterator[Li
     from penstock.graph import passes
 
     session, lengths = engine.session, [len(prompt) for prompt in prompts]
-    chunks = sum(1 for _ in passes.prompts(engine.plan, range(len(prompts)), lengths, None))
+    starts = [engine.holds(prompts[0])] if streams else ()
+    chunks = sum(1 for _ in passes.prompts(engine.plan, range(len(prompts)), lengths, None, starts))
     progress = Progress(chunks, lambda: session.reader.bytes_read, time.perf_counter)
     session.watchers.append(progress.watch)
     try:

@@ -100,10 +100,12 @@ def progress_line(text: str, done: int, total: int, per_s: float) -> str:
 def speed_line(generation: Generation, prediction: Prediction) -> str:
     """A line of measured speed beside predicted, and the disk's speed meanwhile."""
     speed = generation.decode_tokens_per_s
-    parts = [
-        f"{speed:.2f} tok/s (predicted {prediction.decode_tokens_per_s:.2f})",
-        f"first token after {format_seconds(generation.batch_ttft_s)} (predicted {format_seconds(prediction.ttft_s)})",
-    ]
+    first = f"first token after {format_seconds(generation.batch_ttft_s)}"
+    if cached := generation.cached_tokens:  # what is predicted is for a whole prompt
+        first += f", {cached} of the prompt's {generation.prompt_tokens} tokens were there"
+    else:
+        first += f" (predicted {format_seconds(prediction.ttft_s)})"
+    parts = [f"{speed:.2f} tok/s (predicted {prediction.decode_tokens_per_s:.2f})", first]
     if generation.disk_bytes_per_token:
         parts.append(f"disk {format_rate(generation.disk_bytes_per_token * speed)}")
     parts.append(f"batch {generation.batch}, {generation.output_tokens} tokens, bound by {prediction.bound_by}")

@@ -19,7 +19,7 @@ from penstock.errors import BadRequest
 if TYPE_CHECKING:
     from penstock.planner.explain import Band, Limit
     from penstock.planner.predict import Prediction
-    from penstock.planner.routing import Trace as RouterTrace
+    from penstock.planner.routing import RouterTrace
     from penstock.planner.solve import Solved
     from penstock.planner.what_if import WhatIf
     from penstock.spec.ask import Ask
@@ -70,7 +70,8 @@ def plan(
     from penstock.store.packed import part_disks
 
     with tracing(trace, f"penstock plan {model}, predicted") as record, _drawing(svg) as draw:
-        spec, fmt = describe(as_path(model), parse_format(weights) if weights else None, not machine.no_verify)
+        own = parse_format(weights) if weights else None
+        spec, fmt = describe(as_path(model), own, not machine.no_verify, to_plan=True)
         ask = work.ask(machine)
         figures = _figures(machine_file, machine, ask)
         disks = part_disks(as_path(model))
@@ -121,7 +122,7 @@ def _report(solved: Solved, limits: Iterable[Limit], band: Band, others: WhatIf)
         "faster_link": beside(others.faster_link),
         "other_formats": {fmt.name: beside(other) for fmt, other in others.other_formats},
         "strategy": solved.strategy,
-        "cannot_run": solved.compared[0].candidate.cannot_run,
+        "cannot_run": solved.plan.target.spec.cannot_run or solved.compared[0].candidate.cannot_run,
         "not_yet": to_json(solved.not_yet),
         "reasons": solved.reasons,
         "compared": to_json(solved.compared),

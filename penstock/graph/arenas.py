@@ -309,6 +309,9 @@ class Layout:
             needed.setdefault(HOST, {}).update({**ends, **answers})
         for cache in plan.caches:  # of a device's cache, the CPU computes what is missing
             needed[cache.executor]["outputs"] = needed[HOST]["outputs"] = outputs
+        if any(cache.guesses for cache in plan.caches):
+            needed[HOST]["guessed_h"] = 4 * plan.asking_rows * spec.d_model
+            needed[HOST]["guessed_routes"] = max(ffn.routes_bytes(plan.asking_rows) for ffn in routed)
         for layer, executor in self.delegated.items():  # new K and V, on their way to where attention runs
             a, home = spec.layers[layer].attention, next(h for h in plan.kv if h.layers[0] <= layer < h.layers[1])
             nbytes = rows * a.kv_heads * home.format.kv_bytes(a.head_dim)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable
+from math import exp2, inf, log2
 
 POLICIES = ("lru", "lfu")
-# Passes after which an expert's past uses count half ("lfu"). docs/LOG.md has the cost of other values.
+# Passes after which an expert's past uses count half ("lfu"). docs/EXPERTS.md has hit rates of other values.
 HALF_LIFE = 64.0
 
 
@@ -25,9 +26,11 @@ class ExpertCache:
         self._slot_of: dict[int, int] = {}  # expert → slot; the longest unused first, those of one pass by numbers
         self._asked: list[int] = []  # experts that the latest pass asked for, in rising order
         self._held: list[int | None] = [None] * slots  # slot → expert
+        self._guessed: list[int] = []  # experts that were admitted for the coming pass by a guess
         self._now = 0  # passes so far
-        self._used_at: dict[int, int] = {}  # expert → its last pass
-        self._uses: dict[int, float] = {}  # expert → its uses, decayed up to that pass
+        # Expert → log2 of its uses, each of which counts 2^(pass / HALF_LIFE). So the order of two experts changes only
+        # when one of them is used, and nothing has to decay.
+        self._uses: dict[int, float] = {}
 
     @property
     def held(self) -> tuple[int | None, ...]:
@@ -42,17 +45,37 @@ class ExpertCache:
         """A pass wants these experts. To be called once for each pass, before `admit`."""
         self._now += 1
         self._asked = sorted(experts)
+        wrong = {expert: self._slot_of.pop(expert) for expert in self._guessed if expert not in self._asked}
+        self._slot_of = {**wrong, **self._slot_of} if wrong else self._slot_of  # they leave first
+        self._guessed = []
         for expert in self._asked:
             slot = self._slot_of.pop(expert, None)
             if slot is not None:
                 self._slot_of[expert] = slot
             if self.policy == "lfu":
-                self._uses[expert] = self._decayed(expert) + 1
-                self._used_at[expert] = self._now
+                use = self._now / HALF_LIFE
+                self._uses[expert] = use + log2(1 + exp2(self._uses.get(expert, -inf) - use))
 
     def admit(self, expert: int, keep: Collection[int]) -> int | None:
         """The slot that a missing expert takes: a free one, or that of the expert that leaves. None where all slots
         hold experts to `keep`."""
+        slot = self._taken(expert, keep)
+        for later in self._asked[bisect_right(self._asked, expert) :] if slot is not None else ():
+            if (later_slot := self._slot_of.pop(later, None)) is not None:
+                self._slot_of[later] = later_slot
+        return slot
+
+    def guess(self, expert: int, keep: Collection[int]) -> int | None:
+        """The slot that a missing expert takes which the coming pass is likely to ask for. To be called before `ask`.
+        If the pass does not ask for it, it is the first to leave with "lru"; with "lfu" its earlier uses decide. None
+        where all slots hold experts to `keep`."""
+        slot = self._taken(expert, keep)
+        if slot is not None:
+            self._guessed.append(expert)
+        return slot
+
+    def _taken(self, expert: int, keep: Collection[int]) -> int | None:
+        """Puts an expert into a free slot, or into that of the expert that leaves."""
         slot = len(self._slot_of) if len(self._slot_of) < self.slots else self._victim(keep)
         if slot is None:
             return None
@@ -60,9 +83,6 @@ class ExpertCache:
         if leaving is not None:
             del self._slot_of[leaving]
         self._held[slot], self._slot_of[expert] = expert, slot
-        for later in self._asked[bisect_right(self._asked, expert) :]:
-            if (later_slot := self._slot_of.pop(later, None)) is not None:
-                self._slot_of[later] = later_slot
         return slot
 
     def _victim(self, keep: Collection[int]) -> int | None:
@@ -70,10 +90,5 @@ class ExpertCache:
         if self.policy == "lru":
             leaving = next(may_leave, None)
         else:
-            leaving = min(may_leave, key=lambda expert: (self._decayed(expert), expert), default=None)
+            leaving = min(may_leave, key=lambda expert: (self._uses.get(expert, -inf), expert), default=None)
         return None if leaving is None else self._slot_of[leaving]
-
-    def _decayed(self, expert: int) -> float:
-        """The uses of an expert so far, weighted as they count now."""
-        uses = self._uses.get(expert, 0.0)
-        return uses * 0.5 ** ((self._now - self._used_at[expert]) / HALF_LIFE) if uses else 0.0

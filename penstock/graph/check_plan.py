@@ -152,6 +152,10 @@ def _check_caches(plan: Plan, by_key: dict[str, Part]) -> None:
             )
         if not 1 <= cache.lifted_rows <= _BOUNDS["chunk_rows"][1]:
             raise _wrong(f"the cache of layer {cache.layer} has lifted_rows {cache.lifted_rows}")
+        routed = plan.target.spec.layers[cache.layer].routed
+        most = routed.active if routed is not None and (cache.executor, plan.main) == (HOST, HOST) else 0
+        if not 0 <= cache.guesses <= most:
+            raise _wrong(f"the cache of layer {cache.layer} has {cache.guesses} guesses for a row; at most {most} here")
         if any(unit.part == f"{cache.layer}.router" and unit.decode != HOST for unit in plan.units):
             raise _wrong(f"the router of layer {cache.layer} is not on {HOST}, which is to hear which experts it wants")
         units = [unit for unit in plan.units if unit.part == part.key]

@@ -2,7 +2,8 @@
 
 A call joins its lane's open task unless it has to wait for another lane. So where nothing streams, a whole step is one
 task. An edge is kept only where it says something new: to wait for a task is to wait for all earlier tasks of its lane
-too, and a lane that has waited for a task once need not wait for it again.
+too, and a lane that has waited for a task once need not wait for it again. Tasks of one lane end in their order, but
+for loads of a disk: where such a load follows another one into the same bytes, and nobody read them, it waits for it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from penstock.graph import ops
 from penstock.graph.hazards import Hazards
 from penstock.graph.tasks import Call, Slot, Task
-from penstock.spec.places import CPU, Lane
+from penstock.spec.places import CPU, Lane, is_disk
 
 # Op → its operands that may make edges: (field, whether it is several slots, whether it is read, whether it is
 # written). One that is neither only comes after its writer.
@@ -141,7 +142,7 @@ class Emitter:
                 if reads or writes:
                     touched.append((slot, reads, writes))
                 for other, task in self._hazards.conflicts(arena, lo, hi, writes):
-                    if other not in lanes and task > waits.get(other, -1):
+                    if (other not in lanes or is_disk(other)) and task > waits.get(other, -1):
                         waits[other] = task
         lane = lanes[0]
         if lane not in self._open:

@@ -11,6 +11,11 @@ With a cache (`Plan.caches`) a decode pass asks for the router's answer, loads t
 meanwhile computes those that are in the cache. Each expert's output is kept apart, and one call adds the outputs up in
 the order of the experts' numbers. So no bit depends on what the cache held, or on which load ended first.
 
+A layer with guesses (`Cache.guesses`) is guessed at while the layer before is computed: its router is asked about that
+layer's input of the FFN, which is much like its own. What is missing of the likeliest experts is loaded behind that
+layer's own loads, so that the disk works on while attention is computed. A wrong guess costs its read, and the slot of
+another expert.
+
 A cache in a device's memory holds experts that are at home in RAM. Those that are missing are lifted where enough rows
 want them. The others are computed by the CPU meanwhile, and their outputs cross the link. They are lifted after that,
 so that later passes find them.
@@ -31,8 +36,8 @@ from penstock.graph.tasks import Call, Pass, Slot, Stream, Task
 from penstock.spec.model import Routed
 from penstock.spec.places import HOST, Executor, is_device, kernels_of, lane_between
 
-# Gives the experts that a router's call chose for each row, in rising order. It may be called once the task with that
-# call was handed out.
+# Gives the experts that a router's call chose for each row, in rising order; of a guess, the likeliest first. It may be
+# called once the task with that call was handed out.
 Answer = Callable[[Call], Sequence[Sequence[int]]]
 
 
@@ -48,7 +53,9 @@ class ExpertCalls:
         self._wanted: dict[int, Sequence[Sequence[int]]] = {}  # batch → the answer of the layer at hand
         self._waiting: list[int] = []  # missing experts of that layer that have no slot yet
         self._loaded: list[int] = []  # missing experts of that layer whose load was emitted
+        self._ahead: list[int] = []  # experts of the layer at hand that are wanted and that a guess has loaded
         self._by_cpu: list[int] = []  # missing experts of a device's cache that the CPU computes
+        self._guessed: dict[int, list[int]] = {}  # layer → experts that were loaded for this pass by a guess
 
     def asks(self, layer: int, stream: Stream) -> Executor | None:
         """The executor of the layer's cache, where a pass reads of this layer only the experts that the router asks
@@ -120,23 +127,44 @@ class ExpertCalls:
         wanted = self._all_wanted()
         cache = self.caches[layer]
         cache.ask(wanted)
+        self._ahead = [expert for expert in self._guessed.pop(layer, ()) if expert in wanted]
         missing = [expert for expert in wanted if cache.slot(expert) is None]
         lifted_rows = self._lifted_rows(layer)
         self._by_cpu = [expert for expert in missing if self._rows_of(expert) < lifted_rows] if lifted_rows else []
         self._waiting, self._loaded = [expert for expert in missing if expert not in self._by_cpu], []
         yield from self._load(layer, p.batches, wanted)
+        if not self._waiting and layer + 1 in self.caches and self._cache_of[layer + 1].guesses:
+            yield from self._guess(p, layer + 1, answer)
+
+    def _guess(self, p: Pass, layer: int, answer: Answer) -> Iterator[Task]:
+        """Asks a layer's router about the input of the layer before. Emits loads of experts that it names and that are
+        missing."""
+        calls, cache = self._calls, self.caches[layer]
+        asked = [self._route_ahead(layer, batch) for batch in p.batches]
+        calls.emit.close(kernels_of(self._router(layer)))
+        yield from calls.emit.closed()
+        likely = {expert: None for call in asked for row in answer(call) for expert in row}
+        said = tuple(call.operands.routes for call in asked if isinstance(call.operands, ops.Route))
+        self._guessed[layer] = []
+        for expert in likely:
+            if cache.slot(expert) is None and (slot := cache.guess(expert, likely)) is not None:
+                self._guessed[layer].append(expert)
+                yield from self._load_one(layer, expert, slot, said)
 
     def demanded(self, p: Pass, layer: int, started: set[int]) -> Iterator[Task]:
-        """Computes the experts that were asked for: first those in the cache, then each of the others after its load.
-        `started`: ids of batches whose sum has an addend already."""
+        """Computes the experts that were asked for: first those in the cache, then those that a guess has loaded, then
+        each of the others after its load. `started`: ids of batches whose sum has an addend already."""
         executor, cache = self._cache_of[layer].executor, self.caches[layer]
-        coming = {*self._loaded, *self._waiting, *self._by_cpu}
+        coming = {*self._loaded, *self._waiting, *self._by_cpu, *self._ahead}
         present = [expert for expert in self._all_wanted() if expert not in coming]
         self._compute(p, layer, present)
         self._calls.emit.close(kernels_of(executor))  # so that they begin now, before what follows is lowered
         yield from self._calls.emit.closed()
         if self._by_cpu:
             self._compute_by_cpu(p, layer)
+        if self._ahead:
+            self._compute(p, layer, sorted(self._ahead))
+            yield from self._calls.emit.closed()
         while self._loaded or self._waiting:
             yield from self._load(layer, p.batches, self._loaded)  # experts that were computed may leave the cache
             loaded, self._loaded = self._loaded, []
@@ -184,9 +212,7 @@ class ExpertCalls:
         """Emits loads (or lifts) of the waiting experts, while there are slots whose experts need not be kept. Each is
         handed out at once, so that the disk begins with the first while the next is lowered. `keep`: experts that may
         not leave the cache."""
-        cache, emit, executor = self.caches[layer], self._calls.emit, self._cache_of[layer].executor
-        part = self._layout.parts[f"{layer}.experts"]
-        kept = {*keep, *self._loaded}
+        cache, kept = self.caches[layer], {*keep, *self._loaded}
         asked = tuple(self._routes(layer, self._router(layer), batch) for batch in batches)
         while self._waiting:
             slot = cache.admit(self._waiting[0], kept)
@@ -195,15 +221,20 @@ class ExpertCalls:
             expert = self._waiting.pop(0)
             self._loaded.append(expert)
             kept.add(expert)
-            lo = expert * part.expert_granules
-            u = self._unit_of(layer, expert)
-            target = self._layout.cache_slot(layer, slot)
-            load: ops.Operands = ops.Load(target, lo, lo + part.expert_granules, asked)
-            if is_device(executor):
-                load = ops.Lift(self._at_home(layer, expert), target, expert, asked)
-            lane = lane_between(self._plan.units[u].home, executor)
-            emit.alone((lane,), Call(load, u, None, part.format.kind, target.nbytes, 0))
-            yield from emit.closed()
+            yield from self._load_one(layer, expert, slot, asked)
+
+    def _load_one(self, layer: int, expert: int, slot: int, asked: tuple[Slot, ...]) -> Iterator[Task]:
+        """Emits the load (or the lift) of an expert into a slot of its layer's cache. `asked`: the answers that it
+        comes after."""
+        part, executor = self._layout.parts[f"{layer}.experts"], self._cache_of[layer].executor
+        u, lo = self._unit_of(layer, expert), expert * part.expert_granules
+        target = self._layout.cache_slot(layer, slot)
+        load: ops.Operands = ops.Load(target, lo, lo + part.expert_granules, asked)
+        if is_device(executor):
+            load = ops.Lift(self._at_home(layer, expert), target, expert, asked)
+        lane = lane_between(self._plan.units[u].home, executor)
+        self._calls.emit.alone((lane,), Call(load, u, None, part.format.kind, target.nbytes, 0))
+        yield from self._calls.emit.closed()
 
     def _unit_of(self, layer: int, expert: int) -> int:
         """The unit that has an expert."""
@@ -257,11 +288,28 @@ class ExpertCalls:
     # -- calls and slots ----------------------------------------------------------------------------------
 
     def _route(self, layer: int, batch: Batch) -> Call:
-        calls, router, key = self._calls, self._router(layer), f"{layer}.router"
-        part = self._layout.parts[key]
+        router = self._router(layer)
+        h, routes = self._calls.rows(router, batch, "h"), self._routes(layer, router, batch)
+        return self._add_route(layer, batch, router, h, routes)
+
+    def _route_ahead(self, layer: int, batch: Batch) -> Call:
+        """Runs a layer's router on what is the input of the FFN before, normed as this layer's would be."""
+        calls, t = self._calls, batch.total_rows
+        h = self._calls.rows(HOST, batch, "guessed_h")
+        routes = self._layout.act(HOST, batch.id, "guessed_routes", self._routed(layer).routes_bytes(t))
+        norm = ops.Norm(
+            calls.whole(f"{layer}.norms"), calls.rows(HOST, batch, "x"), h, calls.scratch(HOST), which="ffn_in",
+            layer=layer,
+        )  # fmt: skip
+        calls.add(HOST, norm, -1, batch, "*", ops.rows_cost(self._plan.target.spec, t, 2))
+        return self._add_route(layer, batch, HOST, h, routes, self._cache_of[layer].guesses)
+
+    def _add_route(
+        self, layer: int, batch: Batch, router: Executor, h: Slot, routes: Slot, guesses: int = 0
+    ) -> Call:  # fmt: skip
+        calls, part = self._calls, self._layout.parts[f"{layer}.router"]
         route = ops.Route(
-            calls.whole(key), calls.rows(router, batch, "h"), self._routes(layer, router, batch),
-            calls.scratch(router), layer=layer,
+            calls.whole(part.key), h, routes, calls.scratch(router), layer=layer, guesses=guesses
         )  # fmt: skip
         cost = ops.matrix_cost(part, 0, 1, ops.ROUTER_BLOCKS, batch.total_rows)
         return calls.add(router, route, -1, batch, part.format.kind, cost)

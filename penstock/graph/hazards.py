@@ -1,8 +1,8 @@
 """Finds the earlier tasks that a task must come after: the last writer of each byte range, and its readers since.
 
 Each arena is kept as disjoint segments, sorted by address. A read depends on the segment's writer. A write depends on
-its writer and its readers. Of readers only the latest task per lane is kept, since to wait for a task is to wait for
-all earlier tasks of its lane too.
+its readers, which came after the writer, or on the writer where nobody has read. Of readers only the latest task per
+lane is kept, since to wait for a task is to wait for all earlier tasks of its lane too.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class Hazards:
         i = bisect_right(starts, lo) - 1
         if i >= 0 and segments[i].lo == lo and segments[i].hi == hi:  # nearly always: the same operand again
             segment = segments[i]
-            if segment.writer is not None:
-                earlier.append(segment.writer)
-            if write:
+            if write and segment.readers:
                 earlier.extend(segment.readers.items())
+            elif segment.writer is not None:
+                earlier.append(segment.writer)
             return earlier
         i = max(i, 0)
         while i < len(segments) and segments[i].lo < hi:
             segment = segments[i]
             if segment.hi > lo:
-                if segment.writer is not None:
-                    earlier.append(segment.writer)
-                if write:
+                if write and segment.readers:
                     earlier.extend(segment.readers.items())
+                elif segment.writer is not None:
+                    earlier.append(segment.writer)
             i += 1
         return earlier
 

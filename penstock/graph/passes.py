@@ -13,12 +13,15 @@ from penstock.spec.plan import Plan
 DECODE = Stream("decode", True)
 
 
-def prompts(plan: Plan, seqs: Sequence[int], lengths: Sequence[int], then: Stream | None) -> Iterator[Pass]:
+def prompts(
+    plan: Plan, seqs: Sequence[int], lengths: Sequence[int], then: Stream | None, starts: Sequence[int] = ()
+) -> Iterator[Pass]:
     """The prompts of sequences that decode together, `lengths[i]` tokens of sequence `seqs[i]`. A pass has as many rows
     as its batches hold, since weights that stream are read once a pass. Logits are wanted of each prompt's last row.
-    `then`: the stream of the pass that follows the last one."""
-    size = plan.batch_seqs
-    groups = [_chunks(plan, seqs[lo : lo + size], lengths[lo : lo + size]) for lo in range(0, len(seqs), size)]
+    `then`: the stream of the pass that follows the last one. `starts[i]`: tokens of the prompt whose keys and values
+    are there already, fewer than all; () for none."""
+    size, wanted = plan.batch_seqs, list(zip(seqs, starts or [0] * len(seqs), lengths, strict=True))
+    groups = [_chunks(plan, wanted[lo : lo + size]) for lo in range(0, len(seqs), size)]
     passes = []
     for i in range(max(map(len, groups))):
         in_pass = (chunks[i]._replace(id=index) for index, chunks in enumerate(groups) if i < len(chunks))
@@ -36,13 +39,13 @@ def ended(batch: Batch) -> list[int]:
     return [seq for seq, end in zip(batch.seqs, ends, strict=True) if end - 1 in batch.logits]
 
 
-def _chunks(plan: Plan, seqs: Sequence[int], lengths: Sequence[int]) -> list[Batch]:
-    """The prompts of one batch's sequences, one after the other, in batches of `plan.chunk_rows` rows."""
+def _chunks(plan: Plan, wanted: Sequence[tuple[int, int, int]]) -> list[Batch]:
+    """The prompts of one batch's sequences, one after the other, in batches of `plan.chunk_rows` rows. `wanted`:
+    (sequence, start, end) of each."""
     batches: list[Batch] = []
     chunk: list[tuple[int, int, int, bool]] = []  # sequence, start, rows, whether its prompt ends here
     room = plan.chunk_rows
-    for seq, length in zip(seqs, lengths, strict=True):
-        start = 0
+    for seq, start, length in wanted:
         while start < length:
             rows = min(room, length - start)
             chunk.append((seq, start, rows, start + rows == length))

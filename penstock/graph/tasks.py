@@ -3,7 +3,8 @@ thousands of them.
 
 A Slot is a byte range of an arena. Two tasks conflict where their ranges overlap and one of them writes. A Call is one
 op on one executor. A Task is a sequence of calls that run in order on the task's lanes. To wait for a task is to wait
-for all earlier tasks of its lane too. So `after` names tasks of other lanes only, and of each lane only the latest.
+for all earlier tasks of its lane too. So `after` names of each lane only the latest. Tasks of the same lane it names
+only where that is a disk's, whose loads may end in another order than they began.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from penstock.errors import InternalError
 from penstock.graph import ops
 from penstock.graph.tasks import Call, Slot, Task
-from penstock.spec.places import CPU, Lane, is_device
+from penstock.spec.places import CPU, Lane, is_device, is_disk
 from penstock.spec.plan import Arena, Unit
 
 # Arenas that a task list may read without having written them. Weights are loaded before the first pass, and KV stays
@@ -30,7 +30,8 @@ def verify(tasks: Iterable[Task], arenas: Iterable[Arena], units: Sequence[Unit]
 
     Raises InternalError."""
     sizes = {arena.name: arena.bytes for arena in arenas}
-    before: dict[int, int] = {}  # task → bit set of all tasks ordered before it
+    before: dict[int, int] = {}  # task → bit set of all tasks that have ended when it begins
+    through: dict[int, int] = {}  # task → bit set of all tasks that have ended for one who has waited for it
     position: dict[int, int] = {}  # task → its bit
     last_on_lane: dict[Lane, int] = {}
     touched: dict[str, list[tuple[int, int, bool, int]]] = {}  # arena → lo, hi, whether it was written, task
@@ -38,13 +39,19 @@ def verify(tasks: Iterable[Task], arenas: Iterable[Arena], units: Sequence[Unit]
     count = 0
     for task in tasks:
         ordered = 0
-        for other in (*task.after, *(last_on_lane[lane] for lane in task.lanes if lane in last_on_lane)):
+        for other in task.after:
             if other not in position:
                 raise InternalError(f"task {task.id} waits for {other}, which has not been handed out")
-            ordered |= before[other] | 1 << position[other]
+            ordered |= through[other]
+        earlier = 0
+        for lane, other in ((lane, last_on_lane[lane]) for lane in task.lanes if lane in last_on_lane):
+            earlier |= through[other]
+            # A disk begins its loads in order, and they end in any order.
+            ordered |= before[other] if is_disk(lane) else through[other]
         if task.id in position:
             raise InternalError(f"task id {task.id} appears twice")
         position[task.id], before[task.id] = count, ordered
+        through[task.id] = ordered | earlier | 1 << count
         for lane in task.lanes:
             last_on_lane[lane] = task.id
         _check_tiers(task)

@@ -11,8 +11,8 @@ A type with experts has a third function and a constant:
     stacked_sources(spec)  as `sources`, for a checkpoint whose experts stand in one tensor with three axes
     COUNT_KEYS             the keys of config.json that count the experts; the first that a config has is read
 
-Code that types share lives in the folder `hf`. This package uses the standard library only, since `penstock plan` runs
-on this alone.
+Code that types share lives in the folder `hf`. The folder `planned` holds types that do not run yet. This package uses
+the standard library only, since `penstock plan` runs on this alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from penstock.models.hf.names import TensorSource
 from penstock.spec.model import ModelSpec
 
 __all__ = [
-    "TensorSource", "model_types", "says_experts", "sources", "spec_from_config", "stacked_sources", "switches",
+    "TensorSource", "model_types", "planned_types", "says_experts", "sources", "spec_from_config", "stacked_sources",
+    "switches",
 ]  # fmt: skip
 
 # Flags of config.json that decide which weights a model has, of all types together.
@@ -49,8 +50,14 @@ def model_types() -> tuple[str, ...]:
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg))
 
 
-def spec_from_config(config: dict[str, Any], where: str) -> ModelSpec:
-    """The architecture that a parsed `config.json` describes. `where` names the file in errors.
+def planned_types() -> tuple[str, ...]:
+    """The `model_type`s that can be planned and do not run yet, sorted."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules([f"{path}/planned" for path in __path__])))
+
+
+def spec_from_config(config: dict[str, Any], where: str, *, to_plan: bool = False) -> ModelSpec:
+    """The architecture that a parsed `config.json` describes. `where` names the file in errors. `to_plan`: it is only
+    planned, so types that do not run yet will do.
 
     Keys that the file leaves out have the defaults of the transformers class of that type. The shape keys (sizes,
     layers, heads) have no defaults, since a default would describe another model.
@@ -59,7 +66,7 @@ def spec_from_config(config: dict[str, Any], where: str) -> ModelSpec:
     BrokenModel for a key that is missing, ill-typed or absurd, naming it.
     """
     reader = Config(config, where)
-    module = _find(reader.text("model_type"), where)
+    module = _find(reader.text("model_type"), where, to_plan)
     if config.get("quantization_config") is not None:
         raise UnsupportedModel(f"{where} has a quantization_config: penstock packs checkpoints of float weights")
     try:
@@ -107,9 +114,15 @@ def stacked_sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource] | No
     return None if function is None else cast("dict[tuple[str, str], TensorSource]", function(spec))
 
 
-def _find(model_type: str, where: str) -> _ModelType:
+def _find(model_type: str, where: str, to_plan: bool = False) -> _ModelType:
     # Looked up among the names of our own files, so no string of a config ever reaches the import system.
     types = model_types()
-    if model_type not in types:
+    if model_type in types:
+        return cast(_ModelType, import_module(f"{__name__}.{model_type}"))
+    if model_type not in planned_types():
         raise UnsupportedModel(f"{where}: model_type {short(model_type)} is not one of {', '.join(types)}")
-    return cast(_ModelType, import_module(f"{__name__}.{model_type}"))
+    module = import_module(f"{__name__}.planned.{model_type}")
+    if not to_plan:
+        lacks = module.CANNOT_RUN
+        raise UnsupportedModel(f"{where}: model_type {model_type} can be planned and does not run yet: {lacks}")
+    return cast(_ModelType, module)

@@ -1,1 +1,2 @@
-"""Decides where every byte lives and predicts the speed. Pure: no torch, no numpy, no weights."""
+"""Decides where every byte of a model lives, and predicts the speed. It imports neither torch nor numpy, and reads no
+weights."""

@@ -1,4 +1,4 @@
-"""All plans that were compared, the chosen one first, as a table and as JSON: `penstock plan --compare`."""
+"""Shows all plans that were compared, the chosen one first, as a table and as JSON, for `penstock plan --compare`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from penstock.spec.places import Tier, is_disk, nearness
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_seconds
 
-_LEAST_WIDTH = 28  # of the names' column
+_LEAST_WIDTH = 28  # of the column of names, in characters
 
 
 def bytes_per_tier(plan: Plan) -> dict[Tier, int]:
-    """Bytes that the plan takes of each tier: of a memory all, of a disk the weights and KV at home there."""
-    found = dict(plan.tier_bytes())
+    """Tier → bytes that the plan takes of it: of a memory everything, of a disk the weights and KV at home there."""
+    used = dict(plan.tier_bytes())
     for home, nbytes in weights_bytes(plan).items():
         if is_disk(home):
-            found[home] = found.get(home, 0) + nbytes
-    return found
+            used[home] = used.get(home, 0) + nbytes
+    return used
 
 
 def comparison(solved: Solved) -> str:
-    """A line for each plan, and why one that is only planned cannot run. Without a newline at the end."""
+    """The table: a line for each plan, and a line that says why a plan cannot run. It has no newline at its end."""
     compared = solved.compared
     names = _names([each.candidate for each in compared])
     used = [bytes_per_tier(each.candidate.plan) for each in compared]
@@ -50,7 +50,8 @@ def comparison(solved: Solved) -> str:
 
 
 def to_json(compared: Sequence[Compared]) -> list[dict[str, Any]]:
-    """As they stand in `plan --json`, in the same order. `cannot_run` is empty where the runtime can."""
+    """The plans as they stand in `plan --json`, in the given order. `cannot_run` is empty if the runtime can run the
+    plan."""
     return [
         {
             "strategy": candidate.strategy,
@@ -69,7 +70,7 @@ def to_json(compared: Sequence[Compared]) -> list[dict[str, Any]]:
 
 
 def _names(candidates: Sequence[Candidate]) -> list[str]:
-    """Strategies; of the same one, what tells its plans apart."""
+    """A name for each candidate: its strategy. If several have the same one, details are added that tell them apart."""
     strategies = [candidate.strategy for candidate in candidates]
     return [
         strategy if strategies.count(strategy) == 1 else f"{strategy}, {_details(candidate.plan)}"
@@ -78,7 +79,8 @@ def _names(candidates: Sequence[Candidate]) -> list[str]:
 
 
 def _details(plan: Plan) -> str:
+    """The choices in which plans of one strategy may differ."""
     ring = sum(plan.ring_bytes.values())
-    found = f"ring {format_bytes(ring)}, prompts by {plan.chunk_rows}"
+    text = f"ring {format_bytes(ring)}, prompts by {plan.chunk_rows}"
     on_disk = sum(kv.layers[1] - kv.layers[0] for kv in plan.kv if is_disk(kv.home))
-    return found + (f", KV of {on_disk} layers on disk" if on_disk else "")
+    return text + (f", KV of {on_disk} layers on disk" if on_disk else "")

@@ -1,4 +1,8 @@
-"""The one cost formula: only `seconds` turns bytes and flops into time."""
+"""Turns bytes and flops into seconds, by a machine's rates. No other module of the planner reads a rate.
+
+The formula for a call on a lane is alpha_s + max(bytes · s_per_byte, flops · s_per_flop) (ScheInfer Eq. 3, with PIPO's
+two regimes). The rate with alpha_s, s_per_byte and s_per_flop depends on lane, op, number format and rows.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,16 @@ from penstock.graph.tasks import Call, Task, link_lane
 from penstock.spec.machine import KV_IN_FLIGHT, Figure, MachineSpec, Rate
 from penstock.spec.places import CPU, DISK, Lane, is_disk, reads_disk
 
-_LEAST_S_PER_BYTE = 1e-15  # so that a speed is finite where bytes cost nothing
+_LEAST_S_PER_BYTE = 1e-15  # a speed is finite even if bytes cost nothing
 
-Overheads = tuple[float, float]  # seconds of a task, and of a call that nobody has prepared
+Overheads = tuple[float, float]  # seconds of a task beside its calls, seconds of preparing a call
 
 
 class Cost:
-    """A machine's rates, looked up once per (lane, op, format, rows)."""
+    """The costs on one machine. Rates are looked up once for each (lane, op, format, rows).
+
+    between_passes_s  seconds of the pause between two passes
+    """
 
     def __init__(self, machine: MachineSpec) -> None:
         self.machine = machine
@@ -25,56 +32,60 @@ class Cost:
         self._factors: dict[tuple[str, frozenset[str]], float] = {}
 
     def seconds(self, task: Task) -> float:
-        """How long a task occupies its lanes where no other lane is busy. Calls run one after another: the sum of
-        alpha + max(bytes · s_per_byte, flops · s_per_flop), each (ScheInfer Eq. 3, with PIPO's two regimes), and what a
-        task costs beside them. KV of several sequences is many ranges, of an alpha each; on a disk those in flight
-        together share one. On two lanes the slower leg counts."""
+        """Seconds that a task occupies its lanes if no other lane is busy.
+
+        Its calls run one after another, so their seconds add up, and the task's own overhead is added. A call that
+        comes for the first time is prepared, which takes time too (`task.like` < 0). A task on two lanes takes as long
+        as on the slower one."""
         lanes = task.lanes
         return self._lane_s(lanes[0], task) if len(lanes) == 1 else max(self._lane_s(lane, task) for lane in lanes)
 
     def factor(self, lane: Lane, busy: frozenset[Lane]) -> float:
-        """How much longer a task on `lane` takes while other lanes are busy: by their sharings, all of them."""
-        found = self._factors.get((lane, busy))
-        if found is None:
-            found, as_measured, beside = 1.0, self._as_measured(lane), set(map(self._as_measured, busy))
+        """How many times as long a task on `lane` takes while the lanes `busy` are busy: the product of the factors of
+        `MachineSpec.sharing`."""
+        longer = self._factors.get((lane, busy))
+        if longer is None:
+            longer, as_measured, beside = 1.0, self._as_measured(lane), set(map(self._as_measured, busy))
             for sharing in self.machine.sharing:
                 if sharing.lane == as_measured and sharing.beside in beside:
-                    found *= sharing.factor
-            self._factors[lane, busy] = found
-        return found
+                    longer *= sharing.factor
+            self._factors[lane, busy] = longer
+        return longer
 
     def least_s(self, lane: Lane, op: str, fmt: str, rows: int, nbytes: float, flops: float = 0.0) -> float:
-        """Seconds that so many bytes and flops take at least: nothing begins, nothing else is busy."""
+        """The least seconds that so many bytes and flops take: without alpha_s, and with no other lane busy."""
         rate = self._known((lane, op, fmt, rows))
         return max(nbytes * rate.s_per_byte, flops * rate.s_per_flop)
 
     def task_s(self, lane: Lane) -> float:
-        """Seconds that a task takes beside its calls, all of them prepared."""
+        """Seconds that a task takes beside its calls, if all of them are prepared."""
         return self._overhead(lane)[0]
 
     def call_s(self, lane: Lane, op: str, fmt: str, rows: int = 1, nbytes: float = 0.0, flops: float = 0.0) -> float:
-        """Seconds of a prepared call among others of a task."""
+        """Seconds that one more prepared call adds to a task."""
         rate = self._known((lane, op, fmt, rows))
         return rate.alpha_s + max(nbytes * rate.s_per_byte, flops * rate.s_per_flop)
 
     def call_parts_s(self, lane: Lane, call: Call) -> tuple[float, float]:
-        """Seconds that a call takes beside its bytes and flops, where nobody has prepared it, and for them."""
+        """(fixed seconds of a call, with those of preparing it; seconds of its bytes or flops)."""
         rate = self._rate(lane, call)
         begins = _kv_begins(lane, call.operands) if isinstance(call.operands, KvMove) else 1
         fixed_s = begins * rate.alpha_s + self._overhead(lane)[1]
         return fixed_s, max(call.bytes * rate.s_per_byte, call.flops * rate.s_per_flop)
 
     def bytes_per_s(self, lane: Lane, op: str, fmt: str) -> float:
-        """The rate of large calls of an op, where no other lane is busy."""
+        """The speed of large calls of an op in bytes per second, if no other lane is busy."""
         return 1 / max(self._known((lane, op, fmt, 1)).s_per_byte, _LEAST_S_PER_BYTE)
 
     def _as_measured(self, lane: Lane) -> Lane:
-        """A second disk that nobody measured shares what the first one does."""
+        """The lane whose sharing holds for `lane`. If nobody measured a second disk's sharing, it is the first
+        one's."""
         if not reads_disk(lane):
             return lane
         return lane if any(lane in (s.lane, s.beside) for s in self.machine.sharing) else DISK.reads
 
     def _lane_s(self, lane: Lane, task: Task) -> float:
+        """Seconds that a task occupies one lane, if no other lane is busy."""
         task_s, call_s = self._overhead(lane)
         total = task_s + (call_s * len(task.calls) if task.like < 0 else 0.0)
         for call in task.calls:
@@ -83,7 +94,7 @@ class Cost:
         return total
 
     def by_figure(self, lane: Lane, task: Task) -> Iterator[tuple[Figure, float]]:
-        """The addends of the seconds that a task takes on a lane, each with the machine's figure that it comes from."""
+        """(a figure of the machine, seconds): the addends of a task's seconds on a lane, and the figure of each."""
         for what, count in (("task", 1), ("call", len(task.calls) if task.like < 0 else 0)):
             overhead = self.machine.overhead(lane, what)
             if overhead is not None and count:
@@ -94,17 +105,17 @@ class Cost:
             yield (rate.figure("s_per_byte"), bytes_s) if bytes_s >= flops_s else (rate.figure("s_per_flop"), flops_s)
 
     def _terms(self, lane: Lane, call: Call) -> tuple[Rate, float, float, float]:
-        """A call's rate, and the seconds that it takes to begin, for its bytes and for its flops."""
+        """(a call's rate, its seconds to begin, its seconds by bytes, its seconds by flops)."""
         rate = self._rate(lane, call)
         begins = _kv_begins(lane, call.operands) if isinstance(call.operands, KvMove) else 1
         return rate, begins * rate.alpha_s, call.bytes * rate.s_per_byte, call.flops * rate.s_per_flop
 
     def _overhead(self, lane: Lane) -> Overheads:
-        found = self._overheads.get(lane)
-        if found is None:
-            found = (self.machine.overhead_s(lane, "task"), self.machine.overhead_s(lane, "call"))
-            self._overheads[lane] = found
-        return found
+        seconds = self._overheads.get(lane)
+        if seconds is None:
+            seconds = (self.machine.overhead_s(lane, "task"), self.machine.overhead_s(lane, "call"))
+            self._overheads[lane] = seconds
+        return seconds
 
     def _rate(self, lane: Lane, call: Call) -> Rate:
         if isinstance(call.operands, Copy):  # on the device's lane, at the link's speed
@@ -119,12 +130,13 @@ class Cost:
 
 
 def _kv_begins(lane: Lane, move: KvMove) -> int:
-    """How often what a KV move costs before its bytes is waited for."""
+    """How often a KV move waits for alpha_s. It moves a range for each sequence, and each range has an alpha_s of its
+    own. On a disk the KV_IN_FLIGHT ranges that are in flight together share one."""
     return -(-move.ranges // (KV_IN_FLIGHT if is_disk(lane) else 1))
 
 
 def _rows(call: Call) -> int:
-    """Rows that the call multiplies, as rates count them."""
+    """The rows of a call by which its rate is looked up."""
     if call.batch is None:
         return 1
     if call.op == "head":

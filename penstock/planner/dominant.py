@@ -1,4 +1,4 @@
-"""Which figure of the machine a prediction hangs on most, before the first token and while decoding."""
+"""Finds the figure of the machine that a prediction depends on most, before the first token and in decode."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ from penstock.spec.machine import TERMS, Figure, MachineSpec
 from penstock.spec.places import CPU, Lane
 from penstock.spec.plan import Plan
 
-_REPEATED = 3  # decode passes until calls that come again need no preparing
+_REPEATED = 3  # in the third decode pass all calls were prepared by earlier ones
 
 
 @dataclass(frozen=True)
 class Dominant:
-    """The figure that most of some predicted seconds come from, on the lane that binds, and its share of them."""
+    """A figure of the machine. `share`: the share of the predicted seconds that comes from it. No other figure of the
+    busiest lane has a larger share."""
 
     figure: Figure
     share: float
 
 
 def of_prompts(plan: Plan, prediction: Prediction, machine: MachineSpec, prompt: int, batch: int) -> Dominant:
-    """Until the first tokens of `batch` prompts of so many tokens: of the pass in their middle."""
+    """The dominant figure until the first tokens of `batch` prompts of `prompt` tokens each. It is that of their middle
+    pass."""
     wanted = list(passes.prompts(plan, range(batch), (prompt,) * batch, passes.DECODE))
     lane = prediction.ttft_bound_by
-    found = _by_figure([wanted[len(wanted) // 2]], plan, lane, Cost(machine))
-    return _most(found, lane, prediction.ttft_lane_share[lane])
+    seconds_of = _by_figure([wanted[len(wanted) // 2]], plan, lane, Cost(machine))
+    return _most(seconds_of, lane, prediction.ttft_lane_share[lane])
 
 
 def of_decoding(plan: Plan, prediction: Prediction, machine: MachineSpec, position: int, batch: int) -> Dominant:
-    """What dominates a decode pass of `batch` sequences at a position."""
+    """The dominant figure of a decode pass of `batch` sequences at `position`. The pause between passes counts too."""
     cost, seqs = Cost(machine), range(batch)
     wanted = [passes.decode(plan, seqs, (position,) * batch, passes.DECODE)] * _REPEATED
     lane = prediction.bound_by
@@ -47,20 +49,20 @@ def of_decoding(plan: Plan, prediction: Prediction, machine: MachineSpec, positi
 
 
 def _by_figure(wanted: Sequence[Pass], plan: Plan, lane: Lane, cost: Cost) -> dict[Figure, float]:
-    """Seconds of the last of these passes on a lane, where nothing else is busy."""
-    lowering, replay, found = Lowering(plan), Replay(plan), dict[Figure, float]()
+    """Figure → its seconds on a lane in the last of the passes `wanted`, if no other lane is busy."""
+    lowering, replay, seconds_of = Lowering(plan), Replay(plan), dict[Figure, float]()
     for p in wanted:
-        found = {}
+        seconds_of = {}
         for task in lowering.step(p, replay.answer):
             for figure, seconds in cost.by_figure(lane, task) if lane in task.lanes else ():
-                found[figure] = found.get(figure, 0.0) + seconds
-    return found
+                seconds_of[figure] = seconds_of.get(figure, 0.0) + seconds
+    return seconds_of
 
 
-def _most(found: dict[Figure, float], lane: Lane, lane_share: float) -> Dominant:
-    """`lane_share`: how much of the time the lane is busy, other lanes slowing it down. Where it has nothing to do in
-    the pass that was looked at, nothing dominates."""
-    if not any(found.values()):
+def _most(seconds_of: dict[Figure, float], lane: Lane, lane_share: float) -> Dominant:
+    """The figure with the most seconds. `lane_share`: the share of the time in which the lane is busy, slowed by
+    others. If the lane has nothing to do in the pass, the share of the result is 0."""
+    if not any(seconds_of.values()):
         return Dominant(Figure(lane, "*", "*", 0, TERMS[0]), 0.0)
-    figure = max(found, key=lambda each: found[each])
-    return Dominant(figure, lane_share * found[figure] / sum(found.values()))
+    figure = max(seconds_of, key=lambda each: seconds_of[each])
+    return Dominant(figure, lane_share * seconds_of[figure] / sum(seconds_of.values()))

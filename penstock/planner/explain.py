@@ -1,4 +1,5 @@
-"""A plan as a table that a person reads: what lies where, what it will do, what would be faster, and why."""
+"""Explains a plan in a table: where its bytes lie, how fast it will be, what would make it faster, and why it was
+chosen."""
 
 from __future__ import annotations
 
@@ -48,13 +49,14 @@ _LANES: dict[Lane, str] = {
     GPU.to_device: "the link to the device",
     GPU.to_host: "the link from the device",
 }
-_SAME = 0.005  # relative change of speed that counts as none
+_SAME = 0.005  # a smaller relative change of speed counts as none
 
 
 @dataclass(frozen=True)
 class Width:
-    """How wide an error band is: from promise ÷ factor to promise × factor. `runs`: how many runs like the predicted
-    one it comes from. Not `known`: these were too few, or too little like it, and the factor is assumed."""
+    """How wide an error band is: from prediction ÷ factor to prediction × factor. `runs`: how many earlier runs like
+    the predicted one there are. `known`: whether the factor comes from these runs. If there are too few, it is
+    assumed."""
 
     factor: float = 1.25
     runs: int = 0
@@ -63,7 +65,7 @@ class Width:
 
 @dataclass(frozen=True)
 class Band:
-    """A prediction's error band: of tokens/s, and of the time to the first token."""
+    """The error bands of a prediction: `decode` of tokens/s, `ttft` of the time to the first token."""
 
     decode: Width = Width()
     ttft: Width = Width()
@@ -71,7 +73,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Limit:
-    """Bytes of a tier that a plan takes, and that it may take."""
+    """The bytes of a tier that a plan takes, and the bytes that it may take."""
 
     tier: Tier
     used_bytes: int
@@ -79,20 +81,20 @@ class Limit:
 
 
 def limits(solved: Solved, ask: Ask, machine: MachineSpec) -> tuple[Limit, ...]:
-    """What is used of each tier, and its limit: of memory what is planned, of the disk what the packed model and KV
-    fill."""
+    """For each tier of the machine, the bytes that the plan takes and their limit. Of the disk it takes the packed
+    model and KV that is at home there."""
     used = solved.plan.tier_bytes()
     asked: dict[Tier, int | None] = {HOST: ask.host_memory_bytes, GPU.executor: ask.device_memory_bytes}
-    found = []
+    every = []
     for tier in machine.tiers:
         packed = packed_bytes(solved.plan) if tier.name == DISK.tier else 0
         limit = asked.get(tier.name)
-        found.append(Limit(tier.name, packed + used.get(tier.name, 0), tier.bytes if limit is None else limit))
-    return tuple(found)
+        every.append(Limit(tier.name, packed + used.get(tier.name, 0), tier.bytes if limit is None else limit))
+    return tuple(every)
 
 
 def packed_bytes(plan: Plan) -> int:
-    """All weights as they lie on disk, also those that are read once and stay in memory."""
+    """Bytes of all weights as they lie on the disk. Weights that are read once and stay in memory count too."""
     return sum(part.nbytes for part in plan.parts.values())
 
 
@@ -100,11 +102,12 @@ def table(
     solved: Solved, ask: Ask | None = None, machine: MachineSpec | None = None, band: Band | None = None,
     what_if: WhatIf | None = None,
 ) -> str:  # fmt: skip
-    """Lines without a newline at the end. What is not given is left out: limits, the error band, what would be."""
-    found = limits(solved, ask, machine) if ask is not None and machine is not None else ()
+    """The table, without a newline at its end. Limits, the error band and what would make the plan faster are left out
+    if their arguments are not given."""
+    tier_limits = limits(solved, ask, machine) if ask is not None and machine is not None else ()
     blocks = [
         _weights(solved.plan),
-        _memory(solved.plan, found),
+        _memory(solved.plan, tier_limits),
         _speed(solved.prediction, band),
         [] if what_if is None else others(solved, what_if, ask),
         _not_yet(solved),
@@ -114,7 +117,7 @@ def table(
 
 
 def _weights(plan: Plan) -> list[str]:
-    """Bytes per kind of part and home."""
+    """Lines with the bytes of each kind of part in each home."""
     homes = sorted({unit.home for unit in plan.units}, key=lambda home: (is_disk(home), home))
     rows: dict[str, dict[Tier, int]] = {}
     parts = plan.parts
@@ -131,9 +134,9 @@ def _weights(plan: Plan) -> list[str]:
     return lines
 
 
-def _memory(plan: Plan, found: tuple[Limit, ...]) -> list[str]:
-    """Used of limit, and by what."""
-    of = {limit.tier: limit.limit_bytes for limit in found}
+def _memory(plan: Plan, tier_limits: tuple[Limit, ...]) -> list[str]:
+    """Lines with the bytes that the plan takes of each tier, the tier's limit, and the bytes of each arena."""
+    of = {limit.tier: limit.limit_bytes for limit in tier_limits}
     lines = []
     for tier, total in plan.tier_bytes().items():
         if is_disk(tier):
@@ -146,7 +149,7 @@ def _memory(plan: Plan, found: tuple[Limit, ...]) -> list[str]:
         elif plan.context_bytes:
             entries.append(("its driver and libraries", plan.context_bytes))
         lines += [f"  {what:36}{format_bytes(nbytes):>14}" for what, nbytes in entries]
-    for each in found:
+    for each in tier_limits:
         bound = format_bytes(each.limit_bytes)
         if each.tier == DISK.tier:
             short = "" if each.used_bytes <= each.limit_bytes else ": too little"
@@ -165,6 +168,7 @@ def _memory(plan: Plan, found: tuple[Limit, ...]) -> list[str]:
 
 
 def _speed(p: Prediction, band: Band | None) -> list[str]:
+    """Lines with the predicted speed, the busiest lane and the use of caches."""
     shares = ", ".join(f"{lane_name(lane)} {share:.0%}" for lane, share in sorted(p.lane_share.items()))
     first, speed = format_seconds(p.ttft_s), f"{rate(p.decode_tokens_per_s)} tokens/s"
     if band is not None:
@@ -180,14 +184,17 @@ def _speed(p: Prediction, band: Band | None) -> list[str]:
     if p.experts is not None:
         use = p.experts
         of = f"{use.missed:.1f} of {use.wanted:.0f} that a token wants"
-        lines += [f"experts: {of} are missing, {use.hit_rate:.0%} are there", f"  {use.source}"]
+        lines.append(f"experts: {of} are missing, {use.hit_rate:.0%} are there")
+        if use.guessed or use.wrong:
+            lines.append(f"  {use.guessed:.1f} of the missing ones are guessed a layer ahead, {use.wrong:.1f} wrongly")
+        lines.append(f"  {use.source}")
         if use.cold_s:
             lines.append(f"  the first {COLD_PASSES} tokens, before caches are warm: {format_seconds(use.cold_s)}")
     return lines
 
 
 def _band(band: Band) -> list[str]:
-    """One line, or two where the two figures' bands differ."""
+    """One line about both error bands, or two lines if they differ."""
     if _width(band.decode) == _width(band.ttft):
         return [f"error band {_width(band.decode)}"]
     return [f"error band of tokens/s {_width(band.decode)}", f"error band of the first token {_width(band.ttft)}"]
@@ -201,8 +208,11 @@ def _width(width: Width) -> str:
 
 
 def _not_yet(solved: Solved) -> list[str]:
-    """Plans that would be better, and why this version cannot run them."""
-    lines = []
+    """Lines that say why this version cannot run the model, if so; which plans would be better, and why it cannot run
+    them."""
+    spec = solved.plan.target.spec
+    why = f"not run by this version: models of type {spec.model_type} can only be planned ({spec.cannot_run})"
+    lines = [why] if spec.cannot_run else []
     for candidate, p in solved.not_yet:
         why = "; ".join(filter(None, (candidate.cannot_run, candidate.lossy)))
         speed = f"{rate(p.decode_tokens_per_s)} tokens/s, first token after {format_seconds(p.ttft_s)}"
@@ -211,7 +221,8 @@ def _not_yet(solved: Solved) -> list[str]:
 
 
 def others(solved: Solved, what_if: WhatIf, ask: Ask | None) -> list[str]:
-    """What one more GiB of RAM or of device memory would buy, a faster disk or link, and other formats."""
+    """Lines about the speed with one more GiB of RAM or of device memory, with a faster disk or link, and in other
+    formats."""
     now = solved.prediction.decode_tokens_per_s
     lines = []
     if what_if.one_more_gib is not None:
@@ -234,31 +245,31 @@ def others(solved: Solved, what_if: WhatIf, ask: Ask | None) -> list[str]:
             much = f"{rate(then)} tokens/s ({change:+.0%})" if abs(change) >= _SAME else "no faster"
             lines.append(f"a {what} twice as fast: {much}")
     if what_if.other_formats:
-        found = "; ".join(f"{f.name} {rate(p.decode_tokens_per_s)}" for f, p in what_if.other_formats)
+        speeds = "; ".join(f"{f.name} {rate(p.decode_tokens_per_s)}" for f, p in what_if.other_formats)
         best, fastest = max(what_if.other_formats, key=lambda entry: entry[1].decode_tokens_per_s)
         name, faster = solved.plan.target.weights.name, fastest.decode_tokens_per_s > now * (1 + _SAME)
         verdict = f"{best.name} would be faster" if faster else f"none is faster than {name}"
-        lines.append(f"in other formats, tokens/s: {found} ({verdict})")
+        lines.append(f"in other formats, tokens/s: {speeds} ({verdict})")
     return lines
 
 
 def gain(then: float, now: float) -> float:
-    """Relative change of a speed."""
+    """The relative change of a speed: 0.1 for a tenth faster."""
     return then / now - 1
 
 
 def spread(value: float, factor: float) -> tuple[float, float]:
-    """The ends of an error band. Errors multiply: half of a promise is as far from it as twice."""
+    """The ends of an error band. Errors multiply: half of a prediction is as far from it as twice."""
     return value / factor, value * factor
 
 
 def rate(per_s: float) -> str:
-    """Tokens/s with two or three digits that mean something: 0.119, 7.21, 38.4, 412."""
+    """Tokens/s with three significant digits or so: 0.119, 7.21, 38.4, 412."""
     return f"{per_s:.{_digits(per_s)}f}"
 
 
 def rates(per_s: float, factor: float) -> str:
-    """'6.55 to 7.92', with the digits of the value between them."""
+    """The ends of the error band of a rate, such as '6.55 to 7.92', with as many digits as `rate` gives the rate."""
     lo, hi = spread(per_s, factor)
     return f"{lo:.{_digits(per_s)}f} to {hi:.{_digits(per_s)}f}"
 
@@ -271,8 +282,10 @@ def _digits(value: float) -> int:
 
 
 def tier_name(tier: Tier) -> str:
+    """The name of a tier for people: "RAM" for `host`."""
     return _TIERS.get(tier, tier)
 
 
 def lane_name(lane: Lane) -> str:
+    """The name of a lane for people: "the disk" for `disk0`."""
     return _LANES.get(lane, lane)

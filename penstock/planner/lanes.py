@@ -1,4 +1,5 @@
-"""What each lane does during one decode pass: the simulator's spans, cut by the kind of work."""
+"""Says what each lane does during one decode pass, for the picture of a plan: the simulator's spans, cut by the kind of
+work."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _KINDS = {
 
 
 class Piece(NamedTuple):
-    """Seconds from the start of the pass. `kind`: attention, FFN, head, weights that stream, rest."""
+    """A lane's work of one kind without a break. `kind`: attention, FFN, head, weights that stream, or rest. `start_s`,
+    `end_s`: seconds from the start of the pass."""
 
     kind: str
     start_s: float
@@ -34,8 +36,8 @@ class Piece(NamedTuple):
 
 
 def decode_pass(plan: Plan, ask: Ask, machine: MachineSpec) -> tuple[dict[Lane, list[Piece]], float]:
-    """Lane → its pieces in order, executors first; and how long the pass takes in seconds, with what lies
-    between two. It is one of many: loads run ahead into it, and out of it into the next."""
+    """(lane → its pieces in order, the CPU's first; seconds of the pass with the pause after it). The pass is one of
+    many: loads for it ran ahead in the pass before, and loads in it run ahead for the next one."""
     cost = Cost(machine)
     lowering, simulator, replay = Lowering(plan), Simulator(cost), Replay(plan)
     seqs = tuple(range(min(ask.batch, plan.batch_seqs * plan.batches_per_pass)))
@@ -59,22 +61,24 @@ def decode_pass(plan: Plan, ask: Ask, machine: MachineSpec) -> tuple[dict[Lane, 
                 inside = Piece(piece.kind, max(piece.start_s, start_s) - start_s, min(piece.end_s, end_s) - start_s)
                 if inside.start_s < inside.end_s:
                     lanes[lane].append(inside)
-    return {lane: sorted(found, key=lambda p: p.start_s) for lane, found in lanes.items() if found}, end_s - start_s
+    ordered = {lane: sorted(inside, key=lambda p: p.start_s) for lane, inside in lanes.items() if inside}
+    return ordered, end_s - start_s
 
 
 def _cut(task: Task, cost: Cost, start_s: float, end_s: float) -> list[Piece]:
-    """A task's span in the order of its calls, as long as each takes."""
+    """The pieces of a task's span, in the order of its calls. Each piece has the share of the span that its calls
+    take."""
     kinds = [_KINDS.get(call.op, "rest") for call in task.calls]
     if len(set(kinds)) == 1:
         return [Piece(kinds[0], start_s, end_s)]
     each = [cost.seconds(task._replace(calls=(call,))) for call in task.calls]
-    scale, at = (end_s - start_s) / sum(each), start_s
-    found: list[Piece] = []
+    scale, begin_s = (end_s - start_s) / sum(each), start_s
+    pieces: list[Piece] = []
     for kind, seconds in zip(kinds, each, strict=True):
-        until = at + seconds * scale
-        if found and found[-1].kind == kind:
-            found[-1] = found[-1]._replace(end_s=until)
+        until_s = begin_s + seconds * scale
+        if pieces and pieces[-1].kind == kind:
+            pieces[-1] = pieces[-1]._replace(end_s=until_s)
         else:
-            found.append(Piece(kind, at, until))
-        at = until
-    return found
+            pieces.append(Piece(kind, begin_s, until_s))
+        begin_s = until_s
+    return pieces

@@ -1,4 +1,4 @@
-"""A plan as a picture: what fills each tier, and what each lane does while a token is made. One SVG, no scripts."""
+"""Draws a plan as one SVG without scripts: what fills each tier, and what each lane does while a token is made."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from penstock.spec.places import DISK, HOST, is_disk, nearness
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_seconds
 
-# How a picture of ours begins, and by what we know one again.
+# Every picture of ours begins so, and is known by it when it is to be replaced.
 BEGINS = '<svg xmlns="http://www.w3.org/2000/svg" data-made-by="penstock plan"'
 _WIDTH, _EDGE = 900, 24
 _LEFT, _LEFT_WIDTH = _EDGE, 384
 _RIGHT, _RIGHT_WIDTH = 448, 428
 _BAR, _ROW, _STRIP, _GAP = 22, 19, 46, 34
-_FEW_PIECES = 300  # of a lane; more are drawn as the share of each moment that is busy
+_FEW_PIECES = 300  # if a lane has more pieces, it is drawn as the share of each moment in which it is busy
 
-# Classes of colour: weights and FFN blue, what streams orange, KV and attention violet, work space and head green.
+# Colours by class: weights and FFN are blue, weights that stream orange, KV and attention violet, work space and the
+# head green.
 _STYLE = """
 text{font:13px system-ui,-apple-system,"Segoe UI",sans-serif;fill:#0b0b0b}
 .big{font-size:19px;font-weight:600}.bold{font-weight:600}.soft{fill:#52514e}.end{text-anchor:end}.mid{text-anchor:middle}
@@ -49,9 +50,10 @@ _KINDS = {"attention": "violet", "FFN": "blue", "head": "green", "rest": "gray",
 def svg(
     solved: Solved, ask: Ask, machine: MachineSpec, name: str = "", band: Band | None = None, notes: Sequence[str] = ()
 ) -> str:
-    """`name`: of the model. `notes`: lines below the lanes. Lowers and simulates some decode passes."""
-    found = limits(solved, ask, machine)
-    boxes, left_end = _tiers(solved, found, 110)
+    """The picture. `name`: of the model; `band`: the error band to write beside the speeds; `notes`: lines below the
+    lanes. Some decode passes are lowered and simulated for it."""
+    tier_limits = limits(solved, ask, machine)
+    boxes, left_end = _tiers(solved, tier_limits, 110)
     lanes, right_end = _lanes(solved, ask, machine, notes, 110)
     height = max(left_end, right_end) + _EDGE
     return "\n".join(
@@ -69,15 +71,18 @@ def svg(
 
 
 def _title(plan: Plan, name: str) -> str:
+    """The picture's title: model, number format and layers."""
     model = plan.target
     return f"{_short(name or model.spec.model_type)} in {model.weights.name}, {len(model.spec.layers)} layers"
 
 
 def _short(name: str) -> str:
+    """A name cut to 48 characters, which fit into the header."""
     return name if len(name) <= 48 else f"{name[:47]}…"
 
 
 def _header(solved: Solved, machine: MachineSpec, name: str, band: Band | None) -> list[str]:
+    """SVG of three lines: the title, the predicted speed, and the lane that binds with the machine's name."""
     p = solved.prediction
     speed, first = f"{rate(p.decode_tokens_per_s)} tokens/s", f"first token after {format_seconds(p.ttft_s)}"
     if band is not None:
@@ -94,10 +99,10 @@ def _header(solved: Solved, machine: MachineSpec, name: str, band: Band | None) 
 # -- tiers --------------------------------------------------------------------------------------------------
 
 
-def _tiers(solved: Solved, found: tuple[Limit, ...], y: int) -> tuple[list[str], int]:
-    """Boxes from the fastest tier down, and where they end."""
+def _tiers(solved: Solved, tier_limits: tuple[Limit, ...], y: int) -> tuple[list[str], int]:
+    """(SVG of a box for each tier, the fastest on top; the y at which they end). `y`: where they begin, in pixels."""
     drawn: list[str] = []
-    for i, limit in enumerate(sorted(found, key=lambda limit: nearness(limit.tier))):
+    for i, limit in enumerate(sorted(tier_limits, key=lambda limit: nearness(limit.tier))):
         if limit.tier == DISK.tier:
             if i:
                 drawn += _arrow(solved, y)
@@ -116,6 +121,7 @@ Row = tuple[str, str, int]  # label, colour, bytes
 
 
 def _memory_rows(plan: Plan, limit: Limit) -> list[Row]:
+    """The rows of a memory tier, by arena, and its free bytes last. Empty if the plan does not use the tier."""
     sums: dict[tuple[str, str], int] = {}
     for arena in plan.arenas:
         if arena.tier == limit.tier:
@@ -130,6 +136,7 @@ def _memory_rows(plan: Plan, limit: Limit) -> list[Row]:
 
 
 def _disk_rows(plan: Plan) -> list[Row]:
+    """The rows of the disk: weights by how often they are read, and KV."""
     parts, tied = plan.parts, plan.target.spec.tied
     sums = {"streams": 0, "once": 0, "rows": 0}
     for unit in plan.units:
@@ -146,6 +153,7 @@ def _disk_rows(plan: Plan) -> list[Row]:
 
 
 def _box(limit: Limit, rows: list[Row], whole: int, y: int) -> tuple[list[str], int]:
+    """(SVG of a tier's box, the y at which it ends). `whole`: the bytes of the full bar."""
     height = 34 + _BAR + 12 + _ROW * max(1, len(rows)) + 6
     x, width = _LEFT + 14, _LEFT_WIDTH - 28
     of = f"{format_bytes(limit.used_bytes)} of {format_bytes(limit.limit_bytes)}"
@@ -155,12 +163,12 @@ def _box(limit: Limit, rows: list[Row], whole: int, y: int) -> tuple[list[str], 
         _text(x + width, y + 23, of, "end"),
         f'<rect class="free" x="{x}" y="{y + 34}" width="{width}" height="{_BAR}"/>',
     ]
-    at = float(x)
+    left = float(x)
     for _, colour, nbytes in rows:
         wide = width * nbytes / max(1, whole)
         if colour != "free" and wide >= 0.05:
-            drawn.append(f'<rect class="{colour}" x="{at:.1f}" y="{y + 34}" width="{wide:.1f}" height="{_BAR}"/>')
-        at += wide
+            drawn.append(f'<rect class="{colour}" x="{left:.1f}" y="{y + 34}" width="{wide:.1f}" height="{_BAR}"/>')
+        left += wide
     row_y = y + 34 + _BAR + 25
     for label, colour, nbytes in rows:
         drawn += [
@@ -176,7 +184,7 @@ def _box(limit: Limit, rows: list[Row], whole: int, y: int) -> tuple[list[str], 
 
 
 def _arrow(solved: Solved, y: int) -> list[str]:
-    """From the disk up to the RAM, and what goes that way."""
+    """SVG of an arrow from the disk up to RAM, with the bytes that are read."""
     x, nbytes = _LEFT + 40, solved.prediction.disk_bytes_per_token
     label = f"{format_bytes(nbytes)} read per token" if nbytes else "read once, when the model is loaded"
     return [
@@ -189,35 +197,35 @@ def _arrow(solved: Solved, y: int) -> list[str]:
 
 
 def _lanes(solved: Solved, ask: Ask, machine: MachineSpec, notes: Sequence[str], y: int) -> tuple[list[str], int]:
-    """The timeline of one decode pass, its axis and legend, and where they end."""
+    """(SVG of the timeline of one decode pass, with axis and legend; the y at which it ends). `y`: where it begins."""
     pieces, pass_s = decode_pass(solved.plan, ask, machine)
     tokens = min(ask.batch, solved.plan.batch_seqs * solved.plan.batches_per_pass)
     what = "one token" if tokens == 1 else f"one token of each of {tokens} sequences"
     drawn = [_text(_RIGHT, y + 13, f"{what} takes {format_seconds(pass_s)}", "bold")]
     y += 32
     crowded = False
-    for lane, found in pieces.items():
-        share = sum(piece.end_s - piece.start_s for piece in found) / pass_s
+    for lane, inside in pieces.items():
+        share = sum(piece.end_s - piece.start_s for piece in inside) / pass_s
         drawn += [
             _text(_RIGHT, y + 10, lane_name(lane)),
             _text(_RIGHT + _RIGHT_WIDTH, y + 10, f"busy {min(1.0, share):.0%}", "end soft"),
             f'<rect class="free" x="{_RIGHT}" y="{y + 18}" width="{_RIGHT_WIDTH}" height="{_STRIP}"/>',
         ]
-        merged = _merged(found, pass_s / _RIGHT_WIDTH / 4)
+        merged = _merged(inside, pass_s / _RIGHT_WIDTH / 4)
         if len(merged) <= _FEW_PIECES:
             drawn += [_rect(piece, pass_s, y + 18) for piece in merged]
         else:
             crowded = True
-            drawn += _areas(found, pass_s, y + 18)
+            drawn += _areas(inside, pass_s, y + 18)
         y += 18 + _STRIP + 14
     drawn += _axis(pass_s, y - 8)
     y += 36
-    kinds = [kind for kind in _KINDS if any(piece.kind == kind for found in pieces.values() for piece in found)]
-    at = _RIGHT
+    kinds = [kind for kind in _KINDS if any(piece.kind == kind for inside in pieces.values() for piece in inside)]
+    x = _RIGHT
     for kind in kinds:
-        drawn += [f'<rect class="{_KINDS[kind]}" x="{at}" y="{y - 10}" width="11" height="11" rx="2"/>']
-        drawn.append(_text(at + 17, y, kind))
-        at += 17 + 7 * len(kind) + 14
+        drawn += [f'<rect class="{_KINDS[kind]}" x="{x}" y="{y - 10}" width="11" height="11" rx="2"/>']
+        drawn.append(_text(x + 17, y, kind))
+        x += 17 + 7 * len(kind) + 14
     if crowded:
         y += _ROW
         drawn.append(_text(_RIGHT, y, "height: the share of each moment that is busy", "soft"))
@@ -230,17 +238,18 @@ def _lanes(solved: Solved, ask: Ask, machine: MachineSpec, notes: Sequence[str],
 
 
 def _merged(pieces: list[Piece], gap_s: float) -> list[Piece]:
-    """Neighbours of a kind with no more than a gap between them as one."""
-    found: list[Piece] = []
+    """The pieces, with neighbours of one kind that are at most `gap_s` seconds apart made one."""
+    merged: list[Piece] = []
     for piece in pieces:
-        if found and found[-1].kind == piece.kind and piece.start_s - found[-1].end_s <= gap_s:
-            found[-1] = found[-1]._replace(end_s=piece.end_s)
+        if merged and merged[-1].kind == piece.kind and piece.start_s - merged[-1].end_s <= gap_s:
+            merged[-1] = merged[-1]._replace(end_s=piece.end_s)
         else:
-            found.append(piece)
-    return found
+            merged.append(piece)
+    return merged
 
 
 def _rect(piece: Piece, pass_s: float, y: int) -> str:
+    """SVG of one piece of a lane."""
     x, width = (_RIGHT_WIDTH * s / pass_s for s in (piece.start_s, piece.end_s - piece.start_s))
     return (
         f'<rect class="{_KINDS[piece.kind]}" x="{_RIGHT + x:.2f}" y="{y}" width="{max(width, 0.2):.2f}" '
@@ -249,7 +258,8 @@ def _rect(piece: Piece, pass_s: float, y: int) -> str:
 
 
 def _areas(pieces: list[Piece], pass_s: float, y: int) -> list[str]:
-    """Per kind one area: how much of each moment, a pixel wide, it took; kinds stand on each other."""
+    """SVG of an area for each kind of work. Its height at each pixel is the share of that moment which the kind took.
+    The areas stand on each other."""
     moment_s = pass_s / _RIGHT_WIDTH
     kinds = [kind for kind in _KINDS if any(piece.kind == kind for piece in pieces)]
     heights = {kind: [0.0] * _RIGHT_WIDTH for kind in kinds}
@@ -272,6 +282,7 @@ def _areas(pieces: list[Piece], pass_s: float, y: int) -> list[str]:
 
 
 def _axis(pass_s: float, y: int) -> list[str]:
+    """SVG of the time axis in milliseconds, with at most seven marks at round numbers."""
     total_ms = pass_s * 1e3
     step = next(base * 10**power for power in range(-9, 12) for base in (1, 2, 5) if base * 10**power >= total_ms / 6)
     drawn = [f'<path class="line" d="M{_RIGHT} {y}h{_RIGHT_WIDTH}"/>']
@@ -287,10 +298,12 @@ def _axis(pass_s: float, y: int) -> list[str]:
 
 
 def _text(x: int, y: int, text: str, style: str = "") -> str:
+    """SVG of a line of text. `style`: CSS classes."""
     kind = f' class="{style}"' if style else ""
     return f'<text x="{x}" y="{y}"{kind}>{_clean(text)}</text>'
 
 
 def _clean(text: str) -> str:
-    """Escaped; what XML forbids, and bytes of a file name that are no text, as a question mark."""
+    """The text escaped for XML. Characters that XML forbids, and bytes of a file name that are no text, become question
+    marks."""
     return escape("".join(c if c.isprintable() else "?" for c in text))

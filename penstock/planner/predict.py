@@ -1,4 +1,4 @@
-"""What a plan will do on a machine: simulate the passes that the engine will run."""
+"""Predicts a plan's speed on a machine, by simulating the passes that the engine will run."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from itertools import count
 
 from penstock.graph import passes
 from penstock.graph.lower import Lowering
-from penstock.graph.ops import Experts, Lift, Load
+from penstock.graph.ops import Experts, Lift, Load, Route, Slot
 from penstock.graph.tasks import Pass, Task, fetched_bytes, kv_loaded_bytes, streamed_bytes
 from penstock.planner.cost import Cost
-from penstock.planner.routing import Replay, Trace, stated
+from penstock.planner.routing import Replay, RouterTrace, stated
 from penstock.planner.simulate import Simulator
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
 from penstock.spec.places import HOST, Lane, Tier, is_device
 from penstock.spec.plan import Plan
 
-# The first decode passes still profit from loads that ran ahead during prefill, and prepare calls that later ones
-# repeat; and passes differ a little, since units do not fill a ring evenly.
+# The first 2 decode passes do not count: loads for them ran ahead during prefill, and they prepare calls that later
+# passes repeat. The next 2 are averaged, because passes differ a little: units do not fill a ring evenly.
 _WARM_PASSES, _STEADY_PASSES = 2, 2
-# Of prompts: the first ones start cold; of the others so many are simulated. What attention takes grows evenly from
-# chunk to chunk, so a few tell the sum; 16 made planning a prompt of 131,072 tokens take half a minute.
+# Of the prompts' passes the first 3 are simulated, which start cold, and 6 of the others. Attention takes evenly more
+# from chunk to chunk, so a few tell the sum. With 16, planning a prompt of 131,072 tokens took half a minute.
 _FIRST_PASSES, _SAMPLED_PASSES = 3, 6
-# The spread between tokens is taken over more of them where a pass has few tasks.
+# The spread between tokens is taken over up to 16 passes, while they have less than 2,000 tasks in all.
 _MOST_PASSES, _MOST_TASKS = 16, 2000
-# Where passes depend on what routers say: so many come before, to fill the caches, and are averaged.
+# If passes depend on what routers say, 128 passes come before, to fill the caches, and 16 are averaged.
 CACHE_PASSES, _ANSWERED_PASSES = 128, 16
-# No pass is taken to be shorter, in seconds: a simulated clock that stands at hours does not see less.
+# The least seconds of a pass. A simulated clock that stands at hours cannot tell less.
 _LEAST_S = 1e-12
-COLD_PASSES = 16  # the first ones after a prompt, which are told apart: their caches are empty or nearly so
+COLD_PASSES = 16  # decode passes after a prompt, while caches are nearly empty. `ExpertUse.cold_s` is theirs
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Seconds between tokens: the median, the 95th percentile and the most of the simulated passes."""
+    """Seconds between tokens: the median, the 95th percentile and the maximum over the simulated passes."""
 
     p50: float
     p95: float
@@ -45,27 +45,47 @@ class Spread:
 
 @dataclass(frozen=True)
 class ExpertUse:
-    """Of a decode pass, per sequence, on average: experts that layers with a cache want, those that are missing, and
-    their bytes. `source`: what routers were taken to say. `cold_s`: of the first COLD_PASSES passes after the prompts;
-    0 where they were not simulated."""
+    """How well a plan's caches for experts do, as averages over decode passes, a sequence.
+
+    wanted          experts that the layers with a cache want
+    missed          the wanted experts that were not in the cache when the pass began
+    guessed         those of the missing experts that a guess had loaded ahead
+    wrong           experts that a guess had loaded and that were not wanted
+    loaded_bytes    bytes that were read from a disk for missing experts and for wrong guesses
+    source          what routers were taken to say
+    cold_s          seconds of the first COLD_PASSES passes after the prompts; 0 if these were not simulated
+    """
 
     wanted: float
     missed: float
-    missed_bytes: float
+    guessed: float
+    wrong: float
+    loaded_bytes: float
     source: str
     cold_s: float
 
     @property
     def hit_rate(self) -> float:
+        """The share of the wanted experts that are in the cache."""
         return 1 - self.missed / self.wanted if self.wanted else 1.0
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """`ttft_s`: until every sequence has its first token. `decode_tokens_per_s` is of the whole batch, at the context
-    half-way through the output. `bound_by`: the lane that is busiest while decoding. `lane_share`: how busy lanes are
-    while decoding, `ttft_lane_share` before. `disk_bytes_per_token`: read per decode pass, per sequence. `tier_bytes`:
-    the peak per memory tier. `experts`: of plans with caches, how these fare."""
+    """What a plan will do.
+
+    ttft_s          seconds until every sequence has its first token
+    decode_tokens_per_s  of the whole batch, half-way through the output
+    total_s         seconds of all answers
+    bound_by        the lane that is busiest in decode
+    lane_share      lane → the share of the time in which it is busy in decode
+    ttft_lane_share  the same until the first tokens
+    disk_bytes_per_token  bytes that a decode pass reads from disks, a sequence
+    peak_host_bytes, peak_device_bytes  of RAM and of the device's memory
+    inter_token_s   seconds between tokens
+    tier_bytes      memory tier → peak bytes
+    experts         the use of caches; None for plans without any
+    """
 
     ttft_s: float
     decode_tokens_per_s: float
@@ -82,13 +102,15 @@ class Prediction:
 
     @property
     def ttft_bound_by(self) -> Lane:
-        """The lane that is busiest until the first tokens."""
+        """The lane that is busiest until the first tokens are there."""
         return max(self.ttft_lane_share, key=lambda lane: self.ttft_lane_share[lane])
 
 
-def predict(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True, trace: Trace | None = None) -> Prediction:
-    """Lowers and simulates the prompts and a few decode passes; without `spread`, as few as speed needs. `trace`: what
-    routers say; None: what is stated of them."""
+def predict(
+    plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True, trace: RouterTrace | None = None
+) -> Prediction:
+    """The prediction of a plan: lowers and simulates the prompts and a few decode passes. `spread`: simulate more
+    decode passes, for the spread between tokens. `trace`: what routers say; None: `routing.stated`."""
     lowering, simulator, replay = Lowering(plan), Simulator(Cost(machine)), Replay(plan, trace)
     spec = plan.target.spec
     seqs = tuple(range(min(ask.batch, plan.batch_seqs * plan.batches_per_pass)))
@@ -140,7 +162,7 @@ def predict(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True, tra
         decode_tokens_per_s=len(seqs) / step_s,
         total_s=ttft_s + step_s * ask.output_tokens,
         bound_by=max(busy, key=lambda lane: busy[lane]),
-        # What ended in the pause before counts too, and may have begun earlier.
+        # Tasks that ended in the pause before the first pass count too, and may have begun before that: so at most 1.
         lane_share={lane: min(1.0, seconds / sum(steady)) for lane, seconds in busy.items()},
         ttft_lane_share={lane: min(1.0, seconds / ttft_s) for lane, seconds in ttft_busy.items()},
         disk_bytes_per_token=streamed / len(seqs),
@@ -153,40 +175,59 @@ def predict(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True, tra
 
 
 class _Use:
-    """Counts what passes want of caches, and what they find missing."""
+    """Counts the experts that passes want from caches, and those that are missing there."""
 
     def __init__(self, plan: Plan) -> None:
         self._cached = {cache.layer for cache in plan.caches}
-        self._wanted = self._missed = self._missed_bytes = 0
+        self._wanted = self._missed = self._guessed = self._wrong = self._loaded_bytes = 0
 
     def count(self, tasks: list[Task]) -> None:
+        """Counts the tasks of a pass."""
+        guesses: set[Slot] = set()  # answers of routers that are guesses
+        ahead: set[Slot] = set()  # slots of caches that a guess has filled, and whose experts nobody has wanted yet
         for call in (call for task in tasks for call in task.calls) if self._cached else ():
             operands = call.operands
-            if isinstance(operands, Load) and operands.target.arena.endswith(".cache"):
-                self._missed, self._missed_bytes = self._missed + 1, self._missed_bytes + call.bytes
+            if isinstance(operands, Route) and operands.guesses:
+                guesses.add(operands.routes)
+            elif isinstance(operands, Load) and operands.target.arena.endswith(".cache"):
+                self._loaded_bytes += call.bytes
+                self._wrong += operands.target in ahead  # that leaves for this one
+                ahead.discard(operands.target)
+                if guesses.intersection(operands.asked):
+                    ahead.add(operands.target)
+                else:
+                    self._missed += 1
             elif isinstance(operands, Lift) and operands.target.arena.endswith(".cache"):
                 self._missed += 1  # of bytes from a disk there are none
             elif isinstance(operands, Experts) and operands.outputs:
                 self._wanted += len(operands.first_experts)
+                right = ahead.intersection(operands.weights)
+                self._guessed, self._missed = self._guessed + len(right), self._missed + len(right)
+                ahead -= right
+        self._wrong += len(ahead)
 
     def per_token(self, tokens: int, source: str, cold_s: float) -> ExpertUse:
-        counts = (self._wanted / tokens, self._missed / tokens, self._missed_bytes / tokens)
-        return ExpertUse(*counts, source, cold_s)
+        counts = (self._wanted, self._missed, self._guessed, self._wrong, self._loaded_bytes)
+        wanted, missed, guessed, wrong, loaded_bytes = (count / tokens for count in counts)
+        return ExpertUse(wanted, missed, guessed, wrong, loaded_bytes, source, cold_s)
 
 
 def _repeated(lowering: Lowering, p: Pass, replay: Replay) -> Iterator[list[Task]]:
-    """The tasks of this pass, again and again. What streams comes round after a few passes: where the rings hold the
-    same before two passes running as they did before two others, what follows is known."""
+    """The tasks of this pass, again and again without end.
+
+    After a few passes the tasks repeat themselves. If the rings hold the same now as before an earlier pass, and the
+    passes before both are alike, the tasks from there on come again, and are not lowered again."""
     held: list[tuple[object, ...] | None] = []
-    found: list[list[Task]] = []
+    emitted: list[list[Task]] = []
     while True:
         held.append(lowering.held)
-        first = next((i for i in range(1, len(found)) if held[i] == held[-1] and _alike(found[i - 1], found[-1])), None)
+        before = range(1, len(emitted))
+        first = next((i for i in before if held[i] == held[-1] and _alike(emitted[i - 1], emitted[-1])), None)
         if first is not None and held[-1] is not None:
             break
-        found.append(list(lowering.step(p, replay.answer)))
-        yield found[-1]
-    cycle = found[first:]
+        emitted.append(list(lowering.step(p, replay.answer)))
+        yield emitted[-1]
+    cycle = emitted[first:]
     ids = sum(map(len, cycle))
     for shift in count(ids, ids):
         for tasks in cycle:
@@ -194,8 +235,8 @@ def _repeated(lowering: Lowering, p: Pass, replay: Replay) -> Iterator[list[Task
 
 
 def _alike(tasks: list[Task], others: list[Task]) -> bool:
-    """Whether two passes are the same but for ids. Their edges too: an edge that an earlier one implies is left out, so
-    the first passes may lack some that the later ones have."""
+    """Whether two passes are the same but for their ids. Edges are compared too: the lowering leaves out an edge that
+    an earlier one implies, so the first passes may lack edges that later ones have."""
     first, other = tasks[0].id, others[0].id
     return [(t.writes, [i - first for i in t.after]) for t in tasks] == [
         (t.writes, [i - other for i in t.after]) for t in others
@@ -203,25 +244,25 @@ def _alike(tasks: list[Task], others: list[Task]) -> bool:
 
 
 def _sampled(wanted: list[Pass]) -> Iterator[tuple[Pass, int]]:
-    """Passes to simulate, and how many each stands for. Where a prompt is read in hundreds of chunks, those in its
-    middle differ by what they attend to alone, so evenly spread ones tell the sum."""
+    """(pass to simulate, how many passes it stands for). If a prompt is read in hundreds of chunks, the passes in its
+    middle differ only in what they attend to, so evenly spread ones tell the sum."""
     inner = range(_FIRST_PASSES, len(wanted) - 1)
     step = max(1, -(-len(inner) // _SAMPLED_PASSES))
     yield from ((p, 1) for p in wanted[:_FIRST_PASSES])
-    found: list[tuple[Pass, int]] = []
+    sampled: list[tuple[Pass, int]] = []
     for lo in range(inner.start, inner.stop, step):
         hi = min(lo + step, inner.stop)
         p, times = wanted[(lo + hi) // 2], hi - lo
-        if len(found) > 1 and _spans(p) == _spans(found[-1][0]) == _spans(found[-2][0]):
-            # Whole prompts, of one length: two of these passes stand for all.
-            p, times = found[-1][0], times + found.pop()[1]
-        found.append((p, times))
-    yield from found
+        if len(sampled) > 1 and _spans(p) == _spans(sampled[-1][0]) == _spans(sampled[-2][0]):
+            # These passes read whole prompts of one length, so two of them stand for all.
+            p, times = sampled[-1][0], times + sampled.pop()[1]
+        sampled.append((p, times))
+    yield from sampled
     yield from ((p, 1) for p in wanted[max(_FIRST_PASSES, len(wanted) - 1) :])
 
 
 def _spans(p: Pass) -> list[Counter[tuple[int, int]]]:
-    """What each batch's attention works on."""
+    """The spans that attention works on, batch by batch."""
     return [batch.spans for batch in p.batches]
 
 

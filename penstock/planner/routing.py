@@ -1,7 +1,7 @@
-"""What routers are taken to say where none has run: a trace, recorded from a text or stated by a rule.
+"""Answers for routers in simulated passes, out of a trace that was recorded from a text or that a rule states.
 
-A simulated pass asks as a real one does, and gets the next tokens of the trace. So hits and misses of a plan's caches
-are counted, not guessed.
+A simulated pass asks its routers as a real pass does, and gets the next tokens of the trace. So the hits and misses of
+a plan's caches are counted, not guessed.
 """
 
 from __future__ import annotations
@@ -10,65 +10,88 @@ import heapq
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from penstock.graph.lower import Lowering
+from penstock.graph.ops import Route
 from penstock.graph.tasks import Call, Pass
 from penstock.spec.answers import Answers
 from penstock.spec.model import ModelSpec, Routed
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile
 
-# Where nobody has counted, the r-th most wanted expert of a layer is drawn as often as r to this power says.
+# In a stated trace, the r-th most wanted expert of a layer is drawn with a weight of r to this power.
 SKEW = -0.5
-# Of a stated trace: tokens, more than a prediction asks for; layers, after which they come again: fewer where there are
-# so many experts that drawing takes long.
+# A stated trace has 160 tokens, which is more than a prediction asks for, and 8 different layers, after which the
+# layers repeat. Models with many experts have fewer different layers, so that at most 2^19 numbers are drawn.
 _TOKENS, _LAYERS, _DRAWS = 160, 8, 1 << 19
 
-Token = tuple[int, ...]  # the experts that it goes to, upwards
+Token = tuple[int, ...]  # the experts that a token goes to, ascending
 
 
 @dataclass(frozen=True)
-class Trace:
-    """By layer (dense ones have none) the tokens that came one after the other. `source`: where it is from."""
+class RouterTrace:
+    """What routers say. `layers`: for each layer, the tokens in the order in which they came; none for dense layers.
+    `source`: where the trace is from. `guesses`: for each layer, what its router says to the input of the FFN before,
+    for the same tokens, the likeliest expert first; none where nobody has asked it."""
 
     layers: tuple[tuple[Token, ...], ...]
     source: str
+    guesses: tuple[tuple[Token, ...], ...] = ()
+
+    def of_layers(self, layers: Sequence[int]) -> RouterTrace:
+        """The trace of these layers alone."""
+        guesses = tuple(self.guesses[i] for i in layers) if self.guesses else ()
+        return replace(self, layers=tuple(self.layers[i] for i in layers), guesses=guesses)
 
 
-def replayed(answers: Answers, where: str) -> Trace:
+def replayed(answers: Answers, where: str) -> RouterTrace:
     """The trace of a run's answers."""
-    return Trace(answers.layers, f"as recorded in {where}")
+    return RouterTrace(answers.layers, f"as recorded in {where}", answers.guesses)
 
 
-def recorded(profile: Profile, spec: ModelSpec) -> Trace:
-    """The trace that a profile kept."""
+def recorded(profile: Profile, spec: ModelSpec) -> RouterTrace:
+    """The trace that a model's profile has."""
     tokens = {each.layer: each.trace for each in profile.layers}
-    return Trace(tuple(tokens.get(i, ()) for i in range(len(spec.layers))), profile.source)
+    guesses = {each.layer: each.guesses for each in profile.layers}
+    layers = range(len(spec.layers))
+    return RouterTrace(
+        tuple(tokens.get(i, ()) for i in layers), profile.source, tuple(guesses.get(i, ()) for i in layers)
+    )  # fmt: skip
 
 
 class Replay:
-    """Answers for routers of a plan out of a trace, round and round."""
+    """Answers the routers of a plan out of a trace. After its last token the trace begins again. `trace`: None:
+    `stated`."""
 
-    def __init__(self, plan: Plan, trace: Trace | None = None) -> None:
+    def __init__(self, plan: Plan, trace: RouterTrace | None = None) -> None:
         spec = plan.target.spec
         self._plan = plan
-        self._layers = (trace or stated(spec)).layers if spec.is_routed else ()
+        trace = (trace or stated(spec)) if spec.is_routed else RouterTrace((), "")
+        self._layers, self._guesses = trace.layers, trace.guesses
         self._at = [0] * len(self._layers)
 
     def answer(self, call: Call) -> Sequence[Token]:
-        """The experts of each row of a router's call."""
-        layer = getattr(call.operands, "layer", None)
-        assert isinstance(layer, int) and call.batch is not None
-        return self._next(layer, call.batch.total_rows)
+        """The experts of each row of a router's call. A guess is about the tokens that the layer is asked about
+        next."""
+        route = call.operands
+        assert isinstance(route, Route) and call.batch is not None
+        if route.guesses:
+            return self._guess(route.layer, call.batch.total_rows, route.guesses)
+        return self._next(route.layer, call.batch.total_rows)
 
     def warm(self, lowering: Lowering, p: Pass, passes: int) -> None:
-        """As if so many passes like this one had come before."""
+        """Fills the caches as if `passes` passes like `p` had come before."""
         rows = sum(batch.total_rows for batch in p.batches)
         for cache in self._plan.caches:
             for _ in range(passes):
                 lowering.warm(cache.layer, [expert for row in self._next(cache.layer, rows) for expert in row])
+
+    def _guess(self, layer: int, rows: int, guesses: int) -> list[Token]:
+        known = self._guesses[layer] if self._guesses else ()
+        at = [(self._at[layer] + i) % len(self._layers[layer]) for i in range(rows)]
+        return [known[i][:guesses] if i < len(known) else () for i in at]
 
     def _next(self, layer: int, rows: int) -> list[Token]:
         tokens = self._layers[layer]
@@ -77,11 +100,12 @@ class Replay:
         return [tokens[(first + i) % len(tokens)] for i in range(rows)]
 
 
-def stated(spec: ModelSpec) -> Trace:
-    """Tokens drawn one by one, each for itself, the more wanted experts more often (SKEW)."""
+def stated(spec: ModelSpec) -> RouterTrace:
+    """The trace for models that nobody has recorded. Each token draws its experts independently, popular experts more
+    often (SKEW)."""
     most = max((layer.routed.experts for layer in spec.layers if layer.routed is not None), default=1)
     unlike = max(1, min(_LAYERS, _DRAWS // (_TOKENS * most)))
-    return Trace(
+    return RouterTrace(
         tuple(_drawn(i % unlike, each.routed) if each.routed is not None else () for i, each in enumerate(spec.layers)),
         f"assumed: each token draws its experts for itself, the r-th most wanted one by r^{SKEW:g}",
     )
@@ -89,13 +113,14 @@ def stated(spec: ModelSpec) -> Trace:
 
 @lru_cache(maxsize=256)
 def _drawn(layer: int, routed: Routed) -> tuple[Token, ...]:
-    """Weighted draws without replacement: the largest of log(u) / weight (Efraimidis and Spirakis 2006)."""
+    """The tokens of a stated trace in one layer. `layer` seeds the draws. Experts are drawn with weights and without
+    replacement, by the largest log(u) / weight (Efraimidis and Spirakis 2006)."""
     draw = random.Random(layer)
     order = draw.sample(range(routed.experts), routed.experts)
     steepness = [(rank + 1) ** -SKEW for rank in range(routed.experts)]
-    found = []
+    tokens = []
     for _ in range(_TOKENS):
         keys = [math.log(1 - draw.random()) * each for each in steepness]
         best = heapq.nlargest(routed.active, range(routed.experts), key=keys.__getitem__)
-        found.append(tuple(sorted(order[rank] for rank in best)))
-    return tuple(found)
+        tokens.append(tuple(sorted(order[rank] for rank in best)))
+    return tuple(tokens)

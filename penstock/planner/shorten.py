@@ -1,9 +1,12 @@
-"""The prediction of a plan of many layers that are alike, from two plans of few of them.
+"""Predicts a plan of many layers that are alike quickly, from simulations of two plans with few of these layers.
 
-To lower and simulate some passes of an 80-layer model in units of 16 MiB takes seconds. Its time is that of its ends
-(embedding, head, what lies between passes) and that of its layers, which are alike: so two short plans with the same
-ring tell both; where the first layers keep their KV on a device and the others in RAM, three. Short means: every kind
-of layer is in them, and they stream their ring full several times, so that loads run ahead as they do in the long one.
+To lower and simulate some passes of an 80-layer model in units of 16 MiB takes seconds. A pass takes the seconds of its
+ends (embedding, head, the pause between passes) and of its layers, which are alike. So two short plans with the same
+ring tell both, by a line through them. If some layers keep their KV elsewhere than the others, there are two runs of
+layers, and three short plans.
+
+A short plan has every kind of layer. It streams its ring full several times, so that loads run ahead as they do in the
+long plan.
 """
 
 from __future__ import annotations
@@ -16,27 +19,31 @@ from typing import NamedTuple
 
 from penstock.graph.arenas import gathers
 from penstock.planner.predict import ExpertUse, Prediction, Spread, predict
-from penstock.planner.routing import Trace
+from penstock.planner.routing import RouterTrace
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
 from penstock.spec.places import HOST, Lane, is_device, is_disk
 from penstock.spec.plan import Plan, PlanModel
 
-_FEW_UNITS = 400  # up to so many the plan itself is simulated, in a tenth of a second
-_RINGS, _MANY_RINGS = 3, 8  # times that the shorter plan streams its ring full: at least, and with less than 4 layers
-_MANY_UNITS = 80  # of a layer, of which one is enough
-_MOST_RUNS = 2  # of layers whose KV lives in one place
-_LONGEST_PERIOD = 8  # layers after which their kinds come again: 1 in most models, 2 in gemma2
+_FEW_UNITS = 400  # a plan of so few units is simulated itself, which takes a tenth of a second
+# The shortest plan streams its ring full at least 3 times. If it has less than 4 layers, it does so 8 times.
+_RINGS, _MANY_RINGS = 3, 8
+_MANY_UNITS = 80  # one layer of so many units is enough for a short plan
+_MOST_RUNS = 2  # runs of layers whose KV has one home
+_LONGEST_PERIOD = 8  # the kinds of layers repeat after so many at most: after 1 in most models, after 2 in gemma2
 
 
-def quick(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True, trace: Trace | None = None) -> Prediction:
-    """As `predict`: the same for a plan of few units, within some hundredths for others, in a fraction of its time."""
+def quick(
+    plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True, trace: RouterTrace | None = None
+) -> Prediction:
+    """The prediction of a plan, as `predict` makes it. For a plan of few units it is the same. For others it is exact
+    within some hundredths, and takes a fraction of the time."""
     chosen = _choose(plan) if len(plan.units) > _FEW_UNITS else None
     if chosen is None:
         return predict(plan, ask, machine, spread, trace)
 
     def of(layers: list[int]) -> Prediction:
-        heard = None if trace is None else replace(trace, layers=tuple(trace.layers[i] for i in layers))
+        heard = None if trace is None else trace.of_layers(layers)
         return predict(shortened(plan, layers), ask, machine, spread, heard)
 
     near = of([i for run in chosen for i in run.near])
@@ -49,8 +56,14 @@ def quick(plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True, trace
     return _further(near, further, plan, ask)
 
 
+def short(plan: Plan) -> Plan:
+    """A plan with few of the layers, whose passes compare as the plan's do. For a plan of few units it is the plan."""
+    chosen = _choose(plan) if len(plan.units) > _FEW_UNITS else None
+    return plan if chosen is None else shortened(plan, [i for run in chosen for i in run.near])
+
+
 def shortened(plan: Plan, layers: Sequence[int]) -> Plan:
-    """The plan with these layers alone."""
+    """The plan with no layers but these, which are numbered anew. `layers`: ascending."""
     spec = plan.target.spec
     number = {str(layer): i for i, layer in enumerate(layers)}
     units = []
@@ -75,21 +88,22 @@ def shortened(plan: Plan, layers: Sequence[int]) -> Plan:
     )
 
 
-class _Run(NamedTuple):
-    """So many layers in a row, and those of them that the shorter and the longer plan have; none in `far`: all plans
-    have them all."""
+class _LayerRun(NamedTuple):
+    """`layers` layers in a row. `near`, `far`: those of them that the shorter and the longer plan have. If `far` is
+    empty, all short plans have all of them."""
 
     layers: int
     near: list[int]
     far: list[int]
 
 
-def _choose(plan: Plan) -> list[_Run] | None:
-    """The layers of the short plans, or None: simulate the plan itself. Layers whose KV lives in one place are one run,
-    of which there may be two; a plan for each run is longer in that one."""
+def _choose(plan: Plan) -> list[_LayerRun] | None:
+    """The runs of layers and the layers of the short plans. None if the plan itself is to be simulated.
+
+    Layers whose KV has one home are a run. For each run there is a short plan that has more of its layers."""
     count = len(plan.target.spec.layers)
     if len({unit.home for unit in plan.units if is_disk(unit.home)}) > 1:
-        return None  # every n-th layer may lie on one of the disks alone
+        return None  # short plans might miss the layers that lie on one of the disks
     if plan.predictors:
         return None  # layers differ in how many of their neurons are active
     spans = sorted({home.layers for home in plan.kv})
@@ -97,38 +111,46 @@ def _choose(plan: Plan) -> list[_Run] | None:
         return None
     if any(lo < before for (_, before), (lo, _) in pairwise(spans)):
         return None
-    found, prompts = streamed(plan), streamed(plan, purpose="prefill")
-    most = max(sum(found.values()) - found[-1], sum(prompts.values()) - prompts[-1])
+    decode_bytes, prompts = streamed(plan), streamed(plan, purpose="prefill")
+    most = max(sum(decode_bytes.values()) - decode_bytes[-1], sum(prompts.values()) - prompts[-1])
     ring_layers = sum(plan.ring_bytes.values()) * count / max(1, most)
     least = 1 if len(plan.units) > _MANY_UNITS * count else 2
-    chosen = [_run(plan, those, found, ring_layers, least) for span in spans for those in _split(plan, range(*span))]
+    runs = (run for span in spans for run in _split(plan, range(*span)))
+    chosen = [_run(plan, run, decode_bytes, ring_layers, least) for run in runs]
     return chosen if any(run.far for run in chosen) else None
 
 
-def _split(plan: Plan, those: range) -> list[range]:
-    """Layers whose first are unlike all others (dense ones before those with experts) are two runs."""
+def _split(plan: Plan, run: range) -> list[range]:
+    """Cuts a run in two if its first layers are of one kind and all others of another: dense layers before those with
+    experts."""
     layers = plan.target.spec.layers
-    first = next((i for i in those if layers[i] != layers[those.start]), those.stop)
-    leads = first < those.stop and len(set(layers[first : those.stop])) == 1
-    return [range(those.start, first), range(first, those.stop)] if leads else [those]
+    first = next((i for i in run if layers[i] != layers[run.start]), run.stop)
+    leads = first < run.stop and len(set(layers[first : run.stop])) == 1
+    return [range(run.start, first), range(first, run.stop)] if leads else [run]
 
 
-def _run(plan: Plan, those: range, found: Mapping[int, int], ring_layers: float, least: int) -> _Run:
-    """Layers differ by a granule that stays or streams; these are the ones that, continued, come closest to what the
-    whole run reads. `ring_layers`: so many fill the ring once."""
-    layers, whole = plan.target.spec.layers[those.start : those.stop], _Run(len(those), list(those), [])
+def _run(plan: Plan, run: range, layer_bytes: Mapping[int, int], ring_layers: float, least: int) -> _LayerRun:
+    """The layers of a run that the short plans have. Layers differ by a granule that stays or streams. So layers are
+    chosen for which the line through the short plans comes nearest to the bytes that the whole run streams.
+
+    run             the layers of the run
+    layer_bytes     layer → bytes that it streams in decode
+    ring_layers     so many layers fill the ring once
+    least           the least layers of a short plan
+    """
+    layers, whole = plan.target.spec.layers[run.start : run.stop], _LayerRun(len(run), list(run), [])
     period = next((p for p in range(1, _LONGEST_PERIOD + 1) if layers[p:] == layers[:-p]), None)
     if period is None:
         return whole
     rings = ring_layers / period
     few = max(least, ceil(_RINGS * rings), min(4, ceil(_MANY_RINGS * rings)))
-    if 6 * few * period > len(those):
+    if 6 * few * period > len(run):
         return whole
     runs = [
-        sum(found[those[i]] for i in range(at, at + period))
-        for at in range(0, len(those) - len(those) % period, period)
+        sum(layer_bytes[run[i]] for i in range(first, first + period))
+        for first in range(0, len(run) - len(run) % period, period)
     ]
-    long, total = len(those) / period, sum(found[i] for i in those)
+    long, total = len(run) / period, sum(layer_bytes[i] for i in run)
 
     def read(numbers: range) -> int:
         return sum(runs[numbers.start : numbers.stop : numbers.step])
@@ -139,42 +161,46 @@ def _run(plan: Plan, those: range, found: Mapping[int, int], ring_layers: float,
         _progressions(len(runs), 2 * few),
         key=lambda numbers: abs(start + share * (read(numbers) - start) - total),
     )
-    shorter, longer = ([those[at * period + j] for at in numbers for j in range(period)] for numbers in (near, far))
-    return _Run(len(those), shorter, longer)
+    shorter, longer = ([run[i * period + j] for i in numbers for j in range(period)] for numbers in (near, far))
+    return _LayerRun(len(run), shorter, longer)
 
 
 def _progressions(count: int, wanted: int) -> Iterator[range]:
-    """Arithmetic progressions of `wanted` numbers below `count`, those that reach furthest first."""
+    """The arithmetic progressions of `wanted` numbers below `count`, the ones with the largest steps first."""
     for step in range((count - 1) // max(1, wanted - 1), 0, -1):
         for start in range(count - step * (wanted - 1)):
             yield range(start, start + step * wanted, step)
 
 
 def streamed(plan: Plan, from_disk: bool = False, purpose: str = "decode") -> dict[int, int]:
-    """Bytes that a pass streams (or reads from disks), of each layer; -1: of what is in none, the head. In decode
-    experts with a cache are left out."""
+    """Layer → bytes of weights that a pass streams. The key -1 is of parts outside the layers. `from_disk`: only bytes
+    that come from disks. `purpose`: "decode" or "prefill". In decode, experts with a cache are left out."""
     parts, tied = plan.parts, plan.target.spec.tied
     cached = {f"{cache.layer}.experts" for cache in plan.caches}
-    found = dict.fromkeys(range(-1, len(plan.target.spec.layers)), 0)
+    layer_bytes = dict.fromkeys(range(-1, len(plan.target.spec.layers)), 0)
     for unit in plan.units:
         if purpose == "decode" and unit.part in cached:
-            continue  # what is missing of them depends on the routers
+            continue  # routers decide which of them are loaded
         away = is_disk(unit.home) if from_disk else unit.home != unit.executor(purpose)
         if away and (unit.part != "embed" or tied):  # as `Layout.streams` has it
             part = parts[unit.part]
-            found[part.layer] += (unit.hi - unit.lo) * part.granule_bytes
-    return found
+            layer_bytes[part.layer] += (unit.hi - unit.lo) * part.granule_bytes
+    return layer_bytes
 
 
 def _further(near: Prediction, further: Sequence[tuple[float, Prediction]], plan: Plan, ask: Ask) -> Prediction:
-    """From `near` the `share` times the way to each longer plan: times lie on a line in the layers of every run; bytes
-    are counted in the plan itself."""
+    """The prediction of the whole plan, from that of the shortest plan (`near`) and those of longer ones. Seconds are a
+    line over the layers of each run: to `near`'s seconds, the difference to each longer plan is added `share` times.
+    Bytes are counted in the plan itself.
+
+    further         (share, prediction) of each longer plan
+    """
 
     def line(of: Callable[[Prediction], float]) -> float:
         return max(of(near), of(near) + sum(share * (of(far) - of(near)) for share, far in further))
 
     def busy(of: Callable[[Prediction], dict[Lane, float]], wall_s: Callable[[Prediction], float]) -> dict[Lane, float]:
-        """Shares of lanes, from their seconds."""
+        """Lane → its share of the time, from lines over the lanes' seconds and over the time."""
         return {
             lane: min(1.0, line(lambda p, lane=lane: of(p).get(lane, 0.0) * wall_s(p)) / line(wall_s))  # type: ignore[misc]
             for lane in dict.fromkeys(lane for _, far in further for lane in of(far))
@@ -188,12 +214,13 @@ def _further(near: Prediction, further: Sequence[tuple[float, Prediction]], plan
     def of_experts(of: Callable[[ExpertUse], float]) -> float:
         return line(lambda p: of(p.experts) if p.experts is not None else 0.0)
 
-    missed_bytes = of_experts(lambda use: use.missed_bytes)
+    loaded_bytes = of_experts(lambda use: use.loaded_bytes)
     use = None
     if near.experts is not None:
-        wanted, missed = of_experts(lambda use: use.wanted), of_experts(lambda use: use.missed)
-        cold_s = of_experts(lambda use: use.cold_s)
-        use = ExpertUse(wanted, missed, missed_bytes, near.experts.source, cold_s)
+        use = ExpertUse(
+            of_experts(lambda use: use.wanted), of_experts(lambda use: use.missed), of_experts(lambda use: use.guessed),
+            of_experts(lambda use: use.wrong), loaded_bytes, near.experts.source, of_experts(lambda use: use.cold_s),
+        )  # fmt: skip
     return Prediction(
         ttft_s=line(lambda p: p.ttft_s),
         decode_tokens_per_s=1 / line(lambda p: 1 / p.decode_tokens_per_s),
@@ -201,7 +228,7 @@ def _further(near: Prediction, further: Sequence[tuple[float, Prediction]], plan
         bound_by=max(shares, key=lambda lane: shares[lane]),
         lane_share=shares,
         ttft_lane_share=busy(lambda p: p.ttft_lane_share, lambda p: p.ttft_s),
-        disk_bytes_per_token=sum(streamed(plan, from_disk=True).values()) / seqs + fetched + missed_bytes,
+        disk_bytes_per_token=sum(streamed(plan, from_disk=True).values()) / seqs + fetched + loaded_bytes,
         peak_host_bytes=tier_bytes[HOST],
         peak_device_bytes=sum(n for tier, n in tier_bytes.items() if is_device(tier)),
         inter_token_s=Spread(

@@ -1,8 +1,10 @@
-"""Runs a task list on a clock instead of a machine: each lane does one task at a time, and lanes slow each other.
+"""Predicts when each task of a pass begins and ends, by running the tasks on a simulated clock.
 
-A disk's loads, of which several are under way on a machine, come one after the other here, at the disk's full rate.
-A task has so much work, in seconds alone; while other lanes are busy it proceeds more slowly (`Cost.factor`). So the
-clock goes from event to event: a task starts, a task is done.
+Each lane does one task at a time, in the order of the tasks. `Cost.seconds` is a task's work, in seconds. While other
+lanes are busy the task proceeds more slowly (`Cost.factor`). The clock jumps from event to event: a task begins, or a
+task ends.
+
+A real disk has several loads under way at once. Here they come one after the other, each at the disk's full rate.
 """
 
 from __future__ import annotations
@@ -18,30 +20,35 @@ from penstock.spec.plan import Unit
 
 
 class Simulator:
-    """Keeps the lanes from pass to pass, so loads that ran ahead are ahead in the next one too.
+    """A simulated clock with its lanes. It is kept from pass to pass, so that loads which run ahead in one pass are
+    ahead in the next one too.
 
-    `units`: the plan's, which timelines name."""
+    units           the plan's units, which timelines name
+    now_s           the clock in seconds
+    """
 
     def __init__(self, cost: Cost, units: Sequence[Unit] = ()) -> None:
         self._cost, self._units = cost, units
         self._queues: dict[Lane, deque[Task]] = {}
-        self._waiting: set[int] = set()  # tasks that are not done
-        self._computing: set[int] = set()  # those of them that a pass waits for
-        self._running: dict[int, tuple[Task, float, float]] = {}  # task, when it started, seconds of work left
-        self._ended: list[tuple[Task, float, float]] = []  # task, when it started and ended
-        self._slowed: dict[tuple[tuple[Lane, ...], ...], list[float]] = {}  # by the lanes of all that run
+        self._waiting: set[int] = set()  # ids of tasks that have not ended
+        self._computing: set[int] = set()  # ids of the waiting tasks that a pass waits for: all but moves
+        self._running: dict[int, tuple[Task, float, float]] = {}  # id → (task, when it began, seconds of work left)
+        self._ended: list[tuple[Task, float, float]] = []  # (task, when it began, when it ended)
+        self._slowed: dict[tuple[tuple[Lane, ...], ...], list[float]] = {}  # lanes of all running tasks → `_factors`
         self.now_s = 0.0
 
     def run(self, tasks: Iterable[Task]) -> Timeline:
-        """The tasks of one pass. It ends when its last task on an executor does; loads for the next pass may still be
-        under way. Tokens are sampled in between, so executors wait for that. The spans are of tasks that ended
-        since the timeline before."""
+        """Runs the tasks of one pass. The pass ends when its last task on an executor ends. Loads for the next pass may
+        still be under way then.
+
+        The timeline has a span for each task that ended since the last timeline."""
         start_s = self.now_s
         self._pass(tasks)
         return self._timeline(start_s)
 
     def busy_s(self, tasks: Iterable[Task]) -> dict[Lane, float]:
-        """As `run`, but all that is told of the timeline is in how many seconds of it each lane had a task."""
+        """Runs the tasks of one pass, as `run` does. Lane → the seconds of the tasks that ended on it since the last
+        timeline."""
         self._pass(tasks)
         total: dict[Lane, float] = {}
         for task, start_s, end_s in self._ended:
@@ -51,14 +58,14 @@ class Simulator:
         return total
 
     def drain(self) -> Timeline:
-        """Everything that is still under way."""
+        """Runs the tasks that are still under way to their ends."""
         start_s = self.now_s
         while self._waiting:
             self._step()
         return self._timeline(start_s)
 
     def pause(self, seconds: float) -> None:
-        """Executors do nothing for so long; loads go on."""
+        """Lets the executors do nothing for some seconds, as between two passes. Loads go on."""
         until_s = self.now_s + seconds
         while self.now_s < until_s * (1 - 1e-12):
             self._step(until_s)
@@ -77,7 +84,7 @@ class Simulator:
                 self._computing.add(task.id)
 
     def _step(self, until_s: float = float("inf")) -> None:
-        """Starts what can start, and goes on to the next task that is done, at most to `until_s`."""
+        """Starts the tasks that can start, and moves the clock to the next end of a task, at most to `until_s`."""
         running, waiting = self._running, self._waiting
         for queue in self._queues.values():
             if queue:
@@ -100,16 +107,16 @@ class Simulator:
                 running[task.id] = (task, start_s, left_s - passed_s / factor)
 
     def _factors(self, running: tuple[tuple[Lane, ...], ...]) -> list[float]:
-        """How much longer each of the running tasks takes beside the others, by their lanes."""
-        found = self._slowed.get(running)
-        if found is None:
+        """How many times as long each of the running tasks takes beside the others. `running`: the lanes of each."""
+        factors = self._slowed.get(running)
+        if factors is None:
             busy = frozenset(lane for lanes in running for lane in lanes)
-            found = [max(self._cost.factor(lane, busy.difference(lanes)) for lane in lanes) for lanes in running]
-            self._slowed[running] = found
-        return found
+            factors = [max(self._cost.factor(lane, busy.difference(lanes)) for lane in lanes) for lanes in running]
+            self._slowed[running] = factors
+        return factors
 
     def _heads(self, task: Task) -> bool:
-        """Whether the task is the next of all its lanes."""
+        """Whether the task is the next one of each of its lanes."""
         return len(task.lanes) == 1 or all(self._queues[lane][0].id == task.id for lane in task.lanes)
 
     def _finish(self, task: Task, start_s: float) -> None:
@@ -126,7 +133,7 @@ class Simulator:
 
 
 def simulate(tasks: Iterable[Task], cost: Cost) -> Timeline:
-    """The predicted timeline of one task list from a standing start, to its last task."""
+    """The predicted timeline of one task list, which begins on idle lanes, up to the end of its last task."""
     simulator = Simulator(cost)
     simulator._add(tasks)
     return simulator.drain()

@@ -1,4 +1,4 @@
-"""The timelines that a run of a plan is predicted to have, pass by pass."""
+"""Predicts the timelines of a plan's passes, for a trace that a viewer shows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass
 from penstock.graph.timeline import Timeline
 from penstock.planner.cost import Cost
-from penstock.planner.routing import Replay, Trace
+from penstock.planner.routing import Replay, RouterTrace
 from penstock.planner.simulate import Simulator
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
@@ -17,11 +17,10 @@ from penstock.spec.plan import Plan
 
 
 def timelines(
-    plan: Plan, ask: Ask, machine: MachineSpec, most_tokens: int, trace: Trace | None = None
+    plan: Plan, ask: Ask, machine: MachineSpec, most_tokens: int, trace: RouterTrace | None = None
 ) -> Iterator[tuple[Timeline, Pass | None]]:
-    """The predicted timelines of the prompts' passes and of the first tokens after them, at most `most_tokens`. The
-    last one, with None for its pass, is of the loads that are then under way. `trace`: what routers say; None: what is
-    stated of them."""
+    """(timeline, pass) of the prompts' passes and of at most `most_tokens` decode passes after them. The last timeline
+    has no pass: it is of the loads that are then still under way. `trace`: what routers say; None: `routing.stated`."""
     cost = Cost(machine)
     lowering, simulator, replay = Lowering(plan), Simulator(cost, plan.units), Replay(plan, trace)
     seqs = tuple(range(min(ask.batch, plan.batch_seqs * plan.batches_per_pass)))

@@ -1,6 +1,8 @@
-"""What another machine or another format would give: one more GiB of RAM, a faster disk, int4 instead of bfloat16.
+"""Predicts what another machine or another number format would give: one more GiB of RAM, a faster disk, int4 instead
+of bfloat16.
 
-Solvers for a device are imported where there is one: without, to wait for them would take longer than to use them."""
+Solvers for a device are imported only if there is one. Importing them takes longer than everything else here.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from types import ModuleType
 
 from penstock.errors import DoesNotFit
 from penstock.planner.predict import Prediction
-from penstock.planner.routing import Trace
+from penstock.planner.routing import RouterTrace
 from penstock.planner.shorten import quick, streamed
 from penstock.planner.solve import Solved, settle_context
 from penstock.planner.solve.bound import least_score_s, score_s
@@ -25,16 +27,19 @@ from penstock.spec.places import GPU, Lane, is_disk, is_link
 from penstock.spec.plan import Plan
 from penstock.units import GIB, MIB
 
-_LOOKED_AT = 2  # candidates: the best come first, and each takes some 40 ms to plan
-_MOST_LOOKED_AT = 4  # of models with experts, whose homes make more kinds of plans
-_USUAL_RING_BYTES = 64 * MIB  # among equals the solver takes the plan that reads least, so a small ring
+_LOOKED_AT = 2  # candidates of a solver. The best come first, and each takes some 40 ms to plan
+_MOST_LOOKED_AT = 4  # candidates of a model with experts, whose homes make more kinds of plans
+_USUAL_RING_BYTES = 64 * MIB  # of equal plans the solver takes the one that reads least, which has a small ring
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """`one_more_gib`: of RAM, `one_more_device_gib`: of device memory; None where it would hold nothing more.
-    `other_formats`: those that fit. `faster_disk`, `faster_link`: twice as fast, both ways; None where the plan has no
-    use for it."""
+    """Predictions with one thing changed.
+
+    one_more_gib, one_more_device_gib  with one more GiB of RAM, or of device memory; None if it would hold nothing more
+    other_formats   (number format, prediction) of the other formats that fit
+    faster_disk, faster_link  with the disk or the link twice as fast, both ways; None if the plan does not use it
+    """
 
     one_more_gib: Prediction | None = None
     one_more_device_gib: Prediction | None = None
@@ -43,9 +48,11 @@ class WhatIf:
     faster_link: Prediction | None = None
 
 
-def what_if(solved: Solved, ask: Ask, machine: MachineSpec, trace: Trace | None = None) -> WhatIf:
-    """All of it, for a plan that `solve` made of this ask on this machine, and of what routers say. Compared are plans
-    of the same strategy; with a faster disk or link, this very plan."""
+def what_if(solved: Solved, ask: Ask, machine: MachineSpec, trace: RouterTrace | None = None) -> WhatIf:
+    """What other machines and formats would give, beside a plan that `solve` made of this ask on this machine.
+
+    With more memory or in another format, a new plan of the same strategy is predicted. With a faster disk or link, the
+    plan itself is. `trace`: what routers say; None: `routing.stated`."""
     plan = solved.plan
     problem = Problem(settle_context(ask, plan.target.spec), plan.target.spec, plan.target.weights, machine, trace)
     ring_bytes = sum(plan.ring_bytes.values())
@@ -65,7 +72,7 @@ def what_if(solved: Solved, ask: Ask, machine: MachineSpec, trace: Trace | None 
         limit = problem.device_bytes + GIB
         tiers = tuple(replace(tier, bytes=limit) if tier.name == GPU.executor else tier for tier in machine.tiers)
         roomy = replace(problem.asking(device_memory_bytes=limit), machine=replace(machine, tiers=tiers))
-        # PIPO with all weights elsewhere has no use for it; with a part of them there it has.
+        # PIPO with all weights outside device memory has no use for more of it. With a part of them there it has.
         more_like = like + pipo.PARTIAL if like in pipo.NAMES.values() else like
         more_device = _one(roomy, ring_bytes, more_like)
     return WhatIf(more, more_device, formats, disk, link)
@@ -73,28 +80,30 @@ def what_if(solved: Solved, ask: Ask, machine: MachineSpec, trace: Trace | None 
 
 def with_faster(
     solved: Solved, ask: Ask, machine: MachineSpec, which: Callable[[Lane], bool], times: float = 2,
-    trace: Trace | None = None,
+    trace: RouterTrace | None = None,
 ) -> Prediction | None:  # fmt: skip
-    """The same plan where `which` lanes move bytes so many times as fast; None where it uses none of them. What a task
-    costs beside its bytes stays, and so does what lanes take from each other."""
+    """The prediction of the plan if some lanes move bytes `times` times as fast. None if the plan uses none of them.
+    `which`: whether a lane is faster. The fixed costs of tasks stay the same, and so do the factors of lanes that slow
+    each other."""
     if not any(map(which, solved.prediction.lane_share)):
         return None
     return quick(solved.plan, ask, machine.faster(which, times), spread=False, trace=trace)
 
 
 def more_memory(problem: Problem, extra_bytes: int = GIB, ring_bytes: int = 0) -> Prediction | None:
-    """With `extra_bytes` more of host memory, no device; None where without them everything stays in memory already.
+    """The prediction without a device and with `extra_bytes` more RAM. None if everything stays in memory without them.
 
-    `ring_bytes`: of the plan to compare with; so the two differ in nothing but what stays.
-    """
+    `ring_bytes`: the ring of the plan to compare with. The new plan's ring is the nearest to it, so that the two plans
+    differ in nothing but the weights that stay."""
     if not ring_bytes and all_stays(problem):
         return None
     return _one(problem.asking(host_memory_bytes=problem.host_bytes + extra_bytes), ring_bytes)
 
 
 def other_formats(problem: Problem, ring_bytes: int = 0, like: str | None = None) -> list[tuple[Format, Prediction]]:
-    """int4, int8 and the checkpoint's own format, without the one in use and those that do not fit. `like`: the
-    strategy to compare with, where it has a device."""
+    """(format, prediction) in int4, in int8 and in the checkpoint's own format, without the one in use and without
+    those that do not fit. `ring_bytes`: the ring of the plan to compare with; `like`: its strategy, if it has a
+    device."""
     wanted = dict.fromkeys((parse_format("int4"), parse_format("int8"), Format(problem.spec.dtype)))
     predictions = {
         fmt: _one(replace(problem, weights=fmt), ring_bytes, like) for fmt in wanted if fmt.kind != problem.weights.kind
@@ -103,21 +112,22 @@ def other_formats(problem: Problem, ring_bytes: int = 0, like: str | None = None
 
 
 def all_stays(problem: Problem) -> bool:
-    """Whether the solver keeps everything in RAM, without a device."""
+    """Whether everything stays in RAM without a device: all weights and all KV."""
     plan = next(ram.candidates(problem)).plan
     return not plan.ring_bytes and all(home.home == plan.main for home in plan.kv)
 
 
 def _one(problem: Problem, ring_bytes: int, like: str | None = None) -> Prediction | None:
-    """What one plan gives, or None where nothing fits: of the strategy `like`, or without a device the one whose ring
-    is nearest to `ring_bytes`. One simulation, not one for every candidate."""
+    """The prediction of one plan, or None if nothing fits: of the plan of the strategy `like`, or, if that is None, of
+    the plan without a device whose ring is nearest to `ring_bytes`. Only this plan is simulated, not every
+    candidate."""
     try:
         if like is not None:
             alike = _alike(chain.from_iterable(solver.candidates(problem) for solver in _solvers(like, problem)), like)
             plans = [] if alike is None else [alike]
         else:
             every = ram.candidates(problem, ring_bytes or _USUAL_RING_BYTES)
-            # Experts may stream, or have caches.
+            # A model with experts has a plan in which they stream, and one in which they have caches.
             plans = [candidate.plan for candidate in islice(every, 2 if problem.spec.is_routed else 1)]
     except DoesNotFit:
         return None
@@ -132,8 +142,8 @@ def _one(problem: Problem, ring_bytes: int, like: str | None = None) -> Predicti
 
 
 def _solvers(strategy: str, problem: Problem) -> tuple[ModuleType, ...]:
-    """Whose candidates a plan beside a device is compared with; none for blocks of many batches, whose search takes
-    seconds each time."""
+    """The solvers whose candidates a plan of this strategy, which uses a device, is compared with. There are none for
+    FlexGen's blocks of many batches, whose search takes seconds each time."""
     from penstock.planner.solve import llama_cpp, pipo, scheinfer
     from penstock.planner.solve.ours import device, experts
 
@@ -149,12 +159,13 @@ def _solvers(strategy: str, problem: Problem) -> tuple[ModuleType, ...]:
 
 
 def _alike(candidates: Iterable[Candidate], strategy: str) -> Plan | None:
-    """The plan of the same strategy, or the one that leaves nothing to choose; else the first, the most promising."""
+    """The plan of the same strategy, or the plan with all weights in device memory. If neither is among the first
+    candidates, the very first one is taken, which is the most promising. None if there are no candidates."""
     from penstock.planner.solve import llama_cpp, scheinfer
     from penstock.planner.solve.ours import device, experts
 
     first = None
-    alone = strategy in (scheinfer.NAME, llama_cpp.NAME)  # the first, or none of those that follow is alike
+    alone = strategy in (scheinfer.NAME, llama_cpp.NAME)  # their one candidate; those that follow are not alike
     looked_at = _MOST_LOOKED_AT if strategy.startswith(experts.NAME) else _LOOKED_AT
     for candidate in islice(candidates, 1 if alone else looked_at):
         if candidate.strategy in (strategy, device.WHOLE):

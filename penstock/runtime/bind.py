@@ -66,7 +66,11 @@ class Binding:
     def call(self, call: Call) -> None:
         """Does one call. Raises StorageFailed and DamagedModel where it reads from a disk."""
         self._ops[call.op](call, call.operands)
-        if self.on_route is not None and isinstance(call.operands, ops.Route):
+        self._tell_route(call)
+
+    def _tell_route(self, call: Call) -> None:
+        """Tells `on_route` what a router's call has answered. Guesses are no answers."""
+        if self.on_route is not None and isinstance(call.operands, ops.Route) and not call.operands.guesses:
             self.on_route(call, self.answer(call))
 
     def start(self, task: Task) -> DiskLoad | None:
@@ -297,11 +301,39 @@ class Binding:
         return self._arenas.array(slot, np.float32, shape)
 
     def answer(self, call: Call) -> list[list[int]]:
-        """The answer of a router's call, which is done: the experts of each row."""
+        """The answer of a router's call, which is done: the experts of each row, in rising order. Of a guess only so
+        many as were asked for, the likeliest first."""
         op = call.operands
         assert isinstance(op, ops.Route)
-        experts_by_row: list[list[int]] = self._routes(op.layer, op.routes, _batch(call).total_rows).ids.tolist()
+        routes = self._routes(op.layer, op.routes, _batch(call).total_rows)
+        ids = routes.ids
+        if op.guesses:
+            likeliest = np.argsort(-routes.weights, axis=1, kind="stable")[:, : op.guesses]
+            ids = np.take_along_axis(ids, likeliest, axis=1)
+        experts_by_row: list[list[int]] = ids.tolist()
         return experts_by_row
+
+    def guess(self, call: Call) -> list[list[int]] | None:
+        """What the next layer's router says to the input of this layer's FFN: the experts of each row, the likeliest
+        first. `call`: the router's call of this layer, which has just been done. None where the next layer has no
+        router."""
+        assert isinstance(call.operands, ops.Route)
+        layer, batch, layout = call.operands.layer + 1, _batch(call), self._layout
+        if f"{layer}.router" not in self._parts:
+            return None
+        t, routed = batch.total_rows, self._routed(layer)
+        h, scratch = np.empty((t, self._spec.d_model), np.float32), self._scratch(call.operands.scratch)
+        key, present, _ = norm_before(self._spec, layer)
+        at = {unit.part: layout.weights[i] for i, unit in enumerate(self._plan.units) if i in layout.weights}
+        norms, router = (self._arenas.view(at[part]) for part in (key, f"{layer}.router"))
+        x = self._rows(layout.act(self._plan.main, batch.id, "x"), t)
+        dense.norm_in(x, norms, self._parts[key], "ffn_in", self._spec, present, h, scratch)
+        shapes = ((np.int32, (t, routed.active)), (np.float32, (t, routed.active)), (np.float32, (t,)))
+        routes = experts.Routes(*(np.empty(shape, dtype) for dtype, shape in shapes))  # type: ignore[arg-type]
+        experts.route(router, self._parts[f"{layer}.router"], routed, h, routes, scratch)
+        likeliest = np.argsort(-routes.weights, axis=1, kind="stable")
+        guessed: list[list[int]] = np.take_along_axis(routes.ids, likeliest, axis=1).tolist()
+        return guessed
 
     def _embedded(self, slot: Slot) -> Float32:
         """float32 [T, d_embed]."""

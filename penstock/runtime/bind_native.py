@@ -26,7 +26,7 @@ from penstock.spec.plan import Plan
 
 # An op called on a Compute runs at once; called on a Program it is recorded.
 Target = _native.Compute | _native.Program
-_KEPT = 8  # programs, where a whole pass is one program; with caches of experts a layer has three
+_KEPT = 8  # programs, where a whole pass is one program; with caches of experts a layer has four
 _KEPT_SHAPES = 16  # shapes of batches whose tables are kept
 
 
@@ -86,7 +86,7 @@ class NativeBinding(Binding):
         self._tables_of: dict[Batch, BatchTables] = {}  # of calls that run alone, for this pass
         self._shared: dict[tuple[object, ...], BatchTables] = {}  # of programs, by the batch's shape
         self._moved: set[int] = set()  # ids of the shared tables that hold the positions of this pass
-        self._most_bound = _KEPT * (3 * len(layers) if plan.caches else 1)
+        self._most_bound = _KEPT * (4 * len(layers) if plan.caches else 1)
         self._bound: dict[int, _Bound] = {}  # by `Task.like`
         edges = self._parts["edges"]
         natively: dict[str, Callable[[Target, Call, Any, BatchTables], None]] = {
@@ -173,8 +173,7 @@ class NativeBinding(Binding):
         if batch not in self._tables_of:
             self._tables_of[batch] = self._new_tables(batch)
         self._natively[call.op](self._compute, call, call.operands, self._tables_of[batch])
-        if self.on_route is not None and isinstance(call.operands, ops.Route):
-            self.on_route(call, self.answer(call))
+        self._tell_route(call)
 
     def alone(self, call: Call) -> Callable[[], None]:
         """Returns a function that runs this one native call, with little Python around it. For probes."""

@@ -12,9 +12,10 @@ from penstock.errors import BadRequest
 from penstock.graph import passes
 from penstock.graph.batch import Batch
 from penstock.serve.generation import Generation
-from penstock.serve.sampling import Sampler, SamplingParams
+from penstock.serve.reply import Reply
+from penstock.serve.sampling import SamplingParams
 from penstock.serve.session import Session
-from penstock.serve.tokenizer import StopStrings, Tokenizer
+from penstock.serve.tokenizer import Tokenizer
 from penstock.spec.plan import Plan
 
 
@@ -38,7 +39,8 @@ def checked_ids(token_ids: Sequence[int], plan: Plan) -> NDArray[np.int32]:
 
 class Answering:
     """A group of sequences that decode together. `prompts`: int32 [T] each. `streams`: whether text is wanted as soon
-    as it is certain, and not only at the end. `answers`: whole when `pieces` has ended."""
+    as it is certain, and not only at the end. `starts[i]`: tokens of its prompt that sequence i holds already; () for
+    none. `answers`: whole when `pieces` has ended."""
 
     def __init__(
         self,
@@ -47,40 +49,41 @@ class Answering:
         prompts: list[NDArray[np.int32]],
         params: SamplingParams,
         streams: bool,
+        starts: Sequence[int] = (),
     ) -> None:
-        self._session, self._tokenizer, self._prompts, self._params = session, tokenizer, prompts, params
-        self.answers = [Generation(len(p), len(prompts), session.plan.context) for p in prompts]
-        self._samplers = [Sampler(params, p.tolist()) for p in prompts]
-        self._eos = frozenset() if params.ignore_eos else tokenizer.eos_ids
-        # To make text of each token takes 70 µs, and a batch has many tokens. So text is made at the end where nobody
-        # wants it before.
-        self._streams = [tokenizer.stream(whole=not streams and not params.stop) for _ in prompts]
-        self._stops = [StopStrings(params.stop) for _ in prompts]
-        # How many tokens each answer may have. The last one needs no room: it is not fed back.
-        self._room = [session.plan.context - len(p) + 1 for p in prompts]
+        self._session, self._tokenizer, self._starts = session, tokenizer, starts
+        about = {"batch": len(prompts), "context": session.plan.context}
+        self._replies = [Reply(tokenizer, prompt, params, **about, streams=streams) for prompt in prompts]
+
+    @property
+    def answers(self) -> list[Generation]:
+        return [reply.answer for reply in self._replies]
 
     def pieces(self) -> Iterator[tuple[int, str]]:
         """Runs all passes. Yields (sequence, text) after each token; the text is that which has become certain, often
         none. Raises as `Session.step`, and BrokenModel for logits that are not finite."""
-        session = self._session
+        session, replies = self._session, self._replies
         start_s, before = time.perf_counter(), session.bytes_moved()
-        last_s = [start_s] * len(self._prompts)
-        seqs = range(len(self._prompts))
-        following = passes.DECODE if any(self._limit(seq) > 1 for seq in seqs) else None
-        for p in passes.prompts(session.plan, seqs, [len(ids) for ids in self._prompts], following):
+        last_s = [start_s] * len(replies)
+        seqs = range(len(replies))
+        following = passes.DECODE if any(reply.limit > 1 for reply in replies) else None
+        lengths = [len(reply.prompt) for reply in replies]
+        for reply, start in zip(replies, self._starts, strict=False):
+            reply.answer.cached_tokens = start
+        for p in passes.prompts(session.plan, seqs, lengths, following, self._starts):
             logits_of_batches = session.step(p, [self._rows(batch) for batch in p.batches])
             for batch, rows, likeliest in zip(p.batches, logits_of_batches, session.best, strict=True):
                 for i, seq in enumerate(passes.ended(batch)):
-                    piece = self._accept(seq, rows[i], likeliest[i])
+                    piece = replies[seq].accept(rows[i], likeliest[i])
                     last_s[seq] = time.perf_counter()
-                    self.answers[seq].ttft_s = last_s[seq] - start_s
+                    replies[seq].answer.ttft_s = last_s[seq] - start_s
                     yield seq, piece
         decode_start_s, decode_steps, decode_tokens, decode_bytes = time.perf_counter(), 0, 0, 0
-        while alive := [seq for seq, answer in enumerate(self.answers) if not answer.finish_reason]:
+        while alive := [seq for seq in seqs if not replies[seq].finished]:
             for seq, logits, best in self._decode(alive):
-                piece = self._accept(seq, logits, best)
+                piece = replies[seq].accept(logits, best)
                 now_s = time.perf_counter()
-                self.answers[seq].inter_token_s.append(now_s - last_s[seq])
+                replies[seq].answer.inter_token_s.append(now_s - last_s[seq])
                 last_s[seq] = now_s
                 yield seq, piece
             decode_steps += 1
@@ -99,41 +102,16 @@ class Answering:
             answer.peak_device_bytes = session.peak_device_bytes
 
     def _rows(self, batch: Batch) -> NDArray[np.int32]:
-        """Token ids of a chunk of prompts, int32 [T]."""
+        """Token ids of the rows of a batch, int32 [T]."""
         spans = zip(batch.seqs, batch.start, batch.rows, strict=True)
-        return np.concatenate([self._prompts[seq][start : start + rows] for seq, start, rows in spans])
+        return np.concatenate([self._replies[seq].rows(start, rows) for seq, start, rows in spans])
 
     def _decode(self, alive: list[int]) -> Iterator[tuple[int, NDArray[np.float32], tuple[float, int]]]:
         """One decode pass. For each live sequence: (sequence, logits float32 [V], (largest logit, its id))."""
-        positions = [len(self._prompts[seq]) + len(self.answers[seq].token_ids) - 1 for seq in alive]
-        more = any(len(self.answers[seq].token_ids) + 1 < self._limit(seq) for seq in alive)
         session = self._session
+        more = any(self._replies[seq].wants_more for seq in alive)
+        positions = [self._replies[seq].position for seq in alive]
         p = passes.decode(session.plan, alive, positions, passes.DECODE if more else None)
-        tokens = [np.array([self.answers[seq].token_ids[-1] for seq in batch.seqs], np.int32) for batch in p.batches]
+        tokens = [self._rows(batch) for batch in p.batches]
         for batch, logits, best in zip(p.batches, session.step(p, tokens), session.best, strict=True):
             yield from zip(batch.seqs, logits, best, strict=True)
-
-    def _limit(self, seq: int) -> int:
-        return min(self._params.max_tokens, self._room[seq])
-
-    def _accept(self, seq: int, logits: NDArray[np.float32], best: tuple[float, int]) -> str:
-        """Samples a token from logits float32 [V] and returns the text that it makes certain. End-of-text tokens are
-        not part of the text."""
-        answer = self.answers[seq]
-        token = self._samplers[seq].next(logits, best)
-        answer.token_ids.append(token)
-        stops, stream = self._stops[seq], self._streams[seq]
-        piece = ""
-        if token in self._eos:
-            answer.finish_reason = "stop"
-        else:
-            piece = stops.push(stream.push(token))
-            if stops.hit is not None:
-                answer.finish_reason = "stop"
-            elif len(answer.token_ids) >= self._limit(seq):
-                answer.finish_reason = "length"
-                answer.context_full = self._room[seq] < self._params.max_tokens
-        if answer.finish_reason and stops.hit is None:
-            piece += stops.push(stream.finish()) + stops.finish()
-        answer.text += piece
-        return piece

@@ -280,12 +280,12 @@ def _explain(broke: _Broke, task: Request, file: Path) -> PenstockError:
         said = (broke.stderr.strip() or "it gave no reason").splitlines()[-1]
         return InternalError(f"the process that opens tokenizers ended with code {broke.status}: {said[:300]}")
     if -broke.status == signal.SIGPROF:
-        return BrokenModel(f"{file}: {task.doing} takes more than {task.cpu_s:.3g} s of processor time")
+        return BrokenModel(f"{file}: {task.doing} takes more than {task.cpu_s:.2g} s of processor time")
     if "memory allocation" in broke.stderr:  # Rust says so and aborts
         return _too_large(task, file)
     # A status of 0 gives no reason: where this process ignores SIGCHLD, the system says no more.
     how = signal.Signals(-broke.status).name if broke.status else "an unknown way"
-    within = f"{task.cpu_s:.3g} s of processor time and {format_bytes(task.memory_bytes)} of memory"
+    within = f"{task.cpu_s:.2g} s of processor time and {format_bytes(task.memory_bytes)} of memory"
     return BrokenModel(f"{file}: {task.doing} ended in {how}, within {within}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from penstock.runtime.host import Progress
 from penstock.serve.answering import Answering, checked_ids
 from penstock.serve.generation import Generation
 from penstock.serve.history import note_run
+from penstock.serve.kept import common
 from penstock.serve.loading import Loading, Planned, plan_here
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.session import Session
@@ -128,7 +130,8 @@ class Engine:
         answers: list[Generation] = []
         with self._turns.turn():
             for lo in range(0, len(prompts), at_once):
-                run = self._answering(prompts[lo : lo + at_once], params, streams=False)
+                ids = [checked_ids(prompt, self.plan) for prompt in prompts[lo : lo + at_once]]
+                run = Answering(self.session, self.tokenizer, ids, params, streams=False)
                 for _ in run.pieces():
                     pass
                 answers += run.answers
@@ -137,20 +140,27 @@ class Engine:
         return answers
 
     def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[str]:
-        """Pieces of the answer's text as they become certain. When all are read, `last` is the whole Generation. Raises
-        as `generate`."""
+        """Pieces of the answer's text as they become certain. When all are read, `last` is the whole Generation. The
+        prompt goes on from what is left of earlier ones (`holds`). Raises as `generate`."""
         return self._turns.stream(self._streamed(prompt_ids, params))
 
+    def holds(self, prompt_ids: Sequence[int] | NDArray[np.int32]) -> int:
+        """How many of a prompt's first tokens need not go through the model in `stream`: their keys and values are left
+        from what was asked before."""
+        return common(np.asarray(prompt_ids, np.int32), self.session.held.of(0))
+
     def _streamed(self, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[str]:
-        run = self._answering([prompt_ids], params, streams=True)
+        ids = checked_ids(prompt_ids, self.plan)
+        run = Answering(self.session, self.tokenizer, [ids], params, streams=True, starts=[self.holds(ids)])
         for _, piece in run.pieces():
             if piece:
                 yield piece
         self.last = run.answers[0]
 
-    def _answering(self, prompts: Sequence[Sequence[int]], params: SamplingParams, streams: bool) -> Answering:
-        ids = [checked_ids(prompt, self.plan) for prompt in prompts]
-        return Answering(self.session, self.tokenizer, ids, params, streams)
+    def held(self) -> AbstractContextManager[None]:
+        """Holds the model for a block, for one who steps `session` by himself. Other calls wait. Raises BadRequest
+        where this thread holds an open stream."""
+        return self._turns.turn()
 
     def keep(self, generation: Generation) -> None:
         """Keeps the predicted and the measured speed of this run, for the error band of later predictions

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.planner.predict import Prediction
+from penstock.serve.sampling import Likely
 
 
 @dataclass
@@ -22,6 +23,8 @@ class Generation:
     context: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    cached_tokens: int = 0  # of the prompt, whose keys and values were there from an earlier one
+    logprobs: list[Likely] = field(default_factory=list)  # of each token, where they were asked for
     finish_reason: str = ""
     context_full: bool = False
     ttft_s: float = 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.errors import BadRequest, DoesNotFit
@@ -30,7 +30,8 @@ from penstock.units import MIB, format_bytes, format_mib_up, round_up
 class Loading(Running):
     """How a model is loaded.
 
-    `machine`: its figures; None for this one, which is probed once. `device`: auto, cuda, none, emulated, or one that
+    `machine`: its figures; None for this one, which is probed once. `beside_bytes`: memory that the process takes for
+    other things than this model, such as a server's libraries. `device`: auto, cuda, none, emulated, or one that
     was chosen already. `cache`: the folder of machine files and of KV on a disk; None for the user's. `plan`: is taken
     as it is; None to make one. `verify`: every byte is compared with its checksum when it is read first. `tokenizer`:
     the model's, where it is open already.
@@ -42,6 +43,7 @@ class Loading(Running):
     plan: Plan | None = None
     verify: bool = True
     tokenizer: Tokenizer | None = None
+    beside_bytes: int = 0
 
     @property
     def cache_folder(self) -> Path:
@@ -113,13 +115,17 @@ def plan_here(ask: Ask, packed: Packed, how: Loading, on_progress: Progress | No
         check_plan(how.plan, packed.spec, packed.weights)
     elif ask.host_memory_bytes is not None:  # checked before the probe, which may take a minute
         settled = settle_context(ask, packed.spec)
-        require_minimum(settled, packed.spec, packed.weights, PROCESS_BYTES, ask.host_memory_bytes)
+        process_bytes = PROCESS_BYTES + how.beside_bytes
+        require_minimum(settled, packed.spec, packed.weights, process_bytes, ask.host_memory_bytes)
     machine, file = how.machine, None
     if machine is None:
         machine, file = load_or_probe(how.cache_folder, on_progress), machine_file(how.cache_folder)
     chosen = how.device
     if isinstance(chosen, str):
         chosen = choose(chosen, machine, ask.device_memory_bytes, how.cache_folder, on_progress)
+    if how.beside_bytes:
+        beside = replace(chosen.machine, process_bytes=chosen.machine.process_bytes + how.beside_bytes)
+        chosen = replace(chosen, machine=beside)
     if how.plan is None:
         trace = routers_of(packed.folder, packed.spec)
         solved = solve(ask, packed.spec, packed.weights, chosen.machine, packed.part_disks, trace=trace)

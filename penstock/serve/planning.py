@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import BadRequest
-from penstock.planner.routing import Trace, recorded
+from penstock.planner.routing import RouterTrace, recorded
 from penstock.planner.solve import Solved, solve
 from penstock.serve import shapes
 from penstock.spec.ask import Ask
@@ -26,16 +26,19 @@ def default_cache() -> Path:
         raise BadRequest("this user has no home folder: name a cache folder (--cache DIR)") from None
 
 
-def describe(model: Path, weights: Format | None = None, verify: bool = True) -> tuple[ModelSpec, Format]:
+def describe(
+    model: Path, weights: Format | None = None, verify: bool = True, *, to_plan: bool = False
+) -> tuple[ModelSpec, Format]:
     """A model's spec, and the format that its weights have or would have once packed.
 
     `model`: a folder, a config.json, or where there is no such path the name of a bundled shape. `weights`: the format
-    to pack to, if not the model's own. `verify`: a packed model's config.json is compared with its checksum. Raises
-    BadRequest, BrokenModel, UnsupportedModel, DamagedModel.
+    to pack to, if not the model's own. `verify`: a packed model's config.json is compared with its checksum. `to_plan`:
+    the model is only planned, so a type that does not run yet will do. Raises BadRequest, BrokenModel,
+    UnsupportedModel, DamagedModel.
     """
     model = shapes.locate(model)
     manifest = read_manifest(model) if is_packed(model) else None
-    _, spec = read_config(model, manifest.files if verify and manifest is not None else ())
+    _, spec = read_config(model, manifest.files if verify and manifest is not None else (), to_plan=to_plan)
     if weights is None:
         weights = parse_format(manifest.weights) if manifest is not None else Format(spec.dtype)
     return spec, weights
@@ -55,7 +58,7 @@ def plan(
     `cache`: the folder that keeps its figures. `ask`: the fields of `spec.ask.Ask`, sizes in bytes. Raises DoesNotFit,
     BadRequest, UnsupportedModel or BrokenModel.
     """
-    spec, fmt = describe(Path(model), parse_format(weights) if weights else None)
+    spec, fmt = describe(Path(model), parse_format(weights) if weights else None, to_plan=True)
     if machine is None:
         from penstock.runtime.probe import load_or_probe
 
@@ -63,7 +66,7 @@ def plan(
     return solve(Ask(**ask), spec, fmt, machine, part_disks(Path(model)), trace=routers_of(Path(model), spec))
 
 
-def routers_of(model: Path, spec: ModelSpec) -> Trace | None:
+def routers_of(model: Path, spec: ModelSpec) -> RouterTrace | None:
     """What the routers of a packed model said to the text of its profile; None where it has no profile. Raises
     BadRequest and BrokenModel for a profile that is damaged, or of another model."""
     profile = kept(model, spec) if spec.is_routed and is_packed(model) else None

@@ -8,6 +8,7 @@ import numpy as np
 
 from penstock.errors import BadRequest
 from penstock.graph import passes
+from penstock.graph.ops import Route
 from penstock.graph.tasks import Call
 from penstock.runtime.host import Progress
 from penstock.serve.engine import Engine
@@ -19,20 +20,31 @@ WINDOW_TOKENS = 512
 def profile(
     engine: Engine, text: str, name: str, most_tokens: int | None = None, on_progress: Progress | None = None
 ) -> Profile:
-    """Reads the text in windows of 512 tokens (or the model's maximum), at most `most_tokens` of it. Raises BadRequest
-    for a model without experts, or a text without tokens."""
+    """Reads at most `most_tokens` of the text. Raises BadRequest as `profile_ids` does."""
+    if not engine.packed.spec.is_routed:
+        raise BadRequest(f"{engine.packed.folder} has no experts to count")
+    ids = engine.tokenizer.encode(text)[:most_tokens]
+    return profile_ids(engine, ids, name, hashlib.sha256(text.encode()).hexdigest(), on_progress)
+
+
+def profile_ids(
+    engine: Engine, ids: list[int], name: str, text_sha256: str, on_progress: Progress | None = None
+) -> Profile:
+    """Reads tokens in windows of 512 (or the model's maximum). `name`, `text_sha256`: of the profile. Raises BadRequest
+    for a model without experts, or where there are no tokens."""
     spec, plan = engine.packed.spec, engine.plan
     if not spec.is_routed:
         raise BadRequest(f"{engine.packed.folder} has no experts to count")
     counting = {i: Counting(i, layer.routed.experts) for i, layer in enumerate(spec.layers) if layer.routed is not None}
 
     def note(call: Call, answer: list[list[int]]) -> None:
-        layer = getattr(call.operands, "layer", None)
-        assert isinstance(layer, int)
+        assert isinstance(call.operands, Route)
+        layer = call.operands.layer
         for row in answer:
             counting[layer].token(tuple(row))
+        for row in engine.session.guess(call) or ():
+            counting[layer + 1].guess(tuple(row))
 
-    ids = engine.tokenizer.encode(text)[:most_tokens]
     if not ids:
         raise BadRequest("the text has no tokens")
     width = min(WINDOW_TOKENS, spec.max_positions, plan.context)
@@ -44,5 +56,4 @@ def profile(
                 engine.session.step(p, [np.array(window[start : start + rows], np.int32)])
             if on_progress:
                 on_progress("reading tokens", min(lo + width, len(ids)), len(ids))
-    sha256 = hashlib.sha256(text.encode()).hexdigest()
-    return Profile(name, sha256, len(ids), tuple(counted.found() for counted in counting.values()))
+    return Profile(name, text_sha256, len(ids), tuple(counted.found() for counted in counting.values()))

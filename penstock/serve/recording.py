@@ -22,7 +22,7 @@ def recording(engine: Engine) -> Iterator[Recorder]:
 
     def hear(call: Call, said: list[list[int]]) -> None:
         assert isinstance(call.operands, Route)
-        recorder.hear(call.operands.layer, said)
+        (recorder.guess if call.operands.guesses else recorder.hear)(call.operands.layer, said)
 
     session = engine.session
     with session.hearing_answers(hear) if engine.plan.caches else session.hearing_routers(hear):

@@ -1,8 +1,9 @@
 """Chooses tokens from logits: parameters by their usual names, one sampler per sequence.
 
-The order is that of transformers, so a model's own generation_config.json means here what it means there:
+The order is that of transformers, so a model's own generation_config.json means here what it means there. What OpenAI's
+API adds comes around the repetition penalty, as in vLLM:
 
-    repetition penalty → temperature → top-k → top-p → min-p → draw
+    logit bias → repetition penalty → frequency and presence penalties → temperature → top-k → top-p → min-p → draw
 
 Every step works on the ids that the step before left, with their probabilities renormalised. A sampler depends on its
 own sequence only, never on other sequences of the same pass.
@@ -11,9 +12,10 @@ own sequence only, never on other sequences of the same pass.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +35,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "top_p": (int, float),
     "min_p": (int, float),
     "repetition_penalty": (int, float),
+    "presence_penalty": (int, float),
+    "frequency_penalty": (int, float),
 }
+MAX_LOGPROBS, MAX_BIASES = 20, 1024
 # The fields of a generation_config.json that are about sampling.
 _CONFIG_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -44,6 +49,10 @@ class SamplingParams:
 
     `temperature`: 0 is greedy, where the lowest id wins a tie. `top_k`: 0 or -1 is off. `stop`: the answer ends before
     the first of these strings. `seed`: None draws a fresh one. `ignore_eos`: goes on to `max_tokens`.
+    `frequency_penalty` is taken from a token's logit once for each time that the answer has it, `presence_penalty`
+    once.
+    `logit_bias`: ids and what is added to their logits; a mapping is taken too. `logprobs`: keep the log probability of
+    each token, and so many of the likeliest beside it; they are the model's own, before all that is above.
     """
 
     max_tokens: int = 128
@@ -55,6 +64,10 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name, types in _TYPES.items():
@@ -66,6 +79,7 @@ class SamplingParams:
         given: Any = self.stop
         stop = tuple(given) if isinstance(given, list | tuple) else () if given is None else (given,)
         object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         for good, name, should in (
             (self.max_tokens >= 1, "max_tokens", "at least 1"),
             (0 <= self.temperature <= 1e6, "temperature", "0 (greedy) or more, at most 1e6"),
@@ -73,17 +87,42 @@ class SamplingParams:
             (0 < self.top_p <= 1, "top_p", "above 0 and at most 1"),
             (0 <= self.min_p <= 1, "min_p", "from 0 to 1"),
             (1e-6 <= self.repetition_penalty <= 1e6, "repetition_penalty", "from 1e-6 to 1e6"),
+            (-2 <= self.presence_penalty <= 2, "presence_penalty", "from -2 to 2"),
+            (-2 <= self.frequency_penalty <= 2, "frequency_penalty", "from -2 to 2"),
             (all(isinstance(s, str) and s for s in stop), "stop", "strings that are not empty"),
         ):
             if not good:
                 raise BadRequest(f"{name} is {getattr(self, name)}; it should be {should}")
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool) or self.seed < 0):
             raise BadRequest(f"seed is {self.seed!r}; it should be a whole number, 0 or more")
+        whole = isinstance(self.logprobs, int) and not isinstance(self.logprobs, bool)
+        if self.logprobs is not None and not (whole and 0 <= self.logprobs <= MAX_LOGPROBS):
+            raise BadRequest(f"logprobs is {self.logprobs!r}; it should be from 0 to {MAX_LOGPROBS}")
 
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
         return self.temperature == 0
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits are changed before a token is chosen."""
+        penalties = (self.repetition_penalty != 1, self.presence_penalty, self.frequency_penalty)
+        return any(penalties) or bool(self.logit_bias)
+
+
+def _biases(given: Any) -> tuple[tuple[int, float], ...]:
+    """`logit_bias` as pairs. Raises BadRequest."""
+    pairs = given.items() if isinstance(given, Mapping) else given or ()
+    found = []
+    for token, bias in pairs:
+        numbers = isinstance(token, int) and isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not (numbers and token >= 0 and -100 <= bias <= 100):
+            raise BadRequest(f"logit_bias has {token!r}: {bias!r}; it should be an id and a number from -100 to 100")
+        found.append((int(token), float(bias)))
+    if len(found) > MAX_BIASES:
+        raise BadRequest(f"logit_bias has {len(found)} tokens; it should have at most {MAX_BIASES}")
+    return tuple(found)
 
 
 def with_model_defaults(config: Mapping[str, Any], **named: Any) -> SamplingParams:
@@ -110,22 +149,24 @@ def with_model_defaults(config: Mapping[str, Any], **named: Any) -> SamplingPara
 
 
 class Sampler:
-    """Chooses the tokens of one sequence. Its state is the ids that it has seen, and its random generator (PCG64)."""
+    """Chooses the tokens of one sequence. Its state is the ids that it has seen and chosen, and its random generator
+    (PCG64)."""
 
     def __init__(self, params: SamplingParams, prompt_ids: Iterable[int]) -> None:
         self.params = params
         self._seen = set(prompt_ids) if params.repetition_penalty != 1 else set()
+        self._chosen: Counter[int] = Counter()
         self._rng = np.random.Generator(np.random.PCG64(params.seed))
 
     def next(self, logits: Floats, best: tuple[float, int] | None = None) -> int:
         """The next token's id. `logits`, float32 [V], is never written to: it may be the engine's own slot. `best`: the
         largest logit and its id, where the head has found them already. Raises BrokenModel for logits that are not
         finite."""
-        if self.params.greedy and best is not None and self.params.repetition_penalty == 1:
+        if self.params.greedy and best is not None and not self.params.adjusts:
             _check_best(best[0])
             return best[1]
         _check(logits)
-        logits = self._penalise(logits)
+        logits = self._adjusted(logits)
         if self.params.greedy:
             chosen = int(np.argmax(logits))
         else:
@@ -134,31 +175,62 @@ class Sampler:
             # `side="right"` never lands on an entry of probability 0.
             place = int(np.searchsorted(bounds, self._rng.random() * bounds[-1], side="right"))
             chosen = int(ids[min(place, len(ids) - 1)])
-        if self.params.repetition_penalty != 1:
+        if self.params.adjusts:
             self._seen.add(chosen)
+            self._chosen[chosen] += 1
         return chosen
 
     def distribution(self, logits: Floats) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The ids that `next` would draw from, int64 [n], and their probabilities, float64 [n]. Draws nothing. Raises
         as `next`."""
         _check(logits)
-        logits = self._penalise(logits)
+        logits = self._adjusted(logits)
         if self.params.greedy:
             return np.array([np.argmax(logits)], np.int64), np.ones(1)
         return _kept(logits, self.params)
 
-    def _penalise(self, logits: Floats) -> Floats:
-        """CTRL's repetition penalty on logits float32 [V]: the logit of a seen token becomes smaller, on either side
-        of 0."""
-        ids = np.array([i for i in self._seen if 0 <= i < len(logits)], np.int64)
-        if not len(ids):
+    def _adjusted(self, logits: Floats) -> Floats:
+        """Logits float32 [V] after bias and penalties. Raises BadRequest for a bias of an id beyond the vocabulary."""
+        params = self.params
+        if not params.adjusts:
             return logits
-        penalty = np.float32(self.params.repetition_penalty)
-        logits, seen = logits.copy(), logits[ids]
+        logits = logits.copy()
         most = np.finfo(np.float32).max  # beyond it lies infinity, and the difference of two infinities is NaN
-        with np.errstate(over="ignore"):
-            logits[ids] = np.clip(np.where(seen < 0, seen * penalty, seen / penalty), -most, most)
-        return logits
+        if params.logit_bias:
+            biased, biases = zip(*params.logit_bias, strict=True)
+            if max(biased) >= len(logits):
+                raise BadRequest(f"logit_bias has id {max(biased)}, outside the vocabulary of {len(logits)}")
+            np.add.at(logits, np.array(biased), np.array(biases, np.float32))
+        if params.repetition_penalty != 1 and len(
+            ids := np.array([i for i in self._seen if 0 <= i < len(logits)], np.int64)
+        ):
+            # CTRL's: the logit of a seen token becomes smaller, on either side of 0.
+            penalty, seen = np.float32(params.repetition_penalty), logits[ids]
+            with np.errstate(over="ignore"):
+                logits[ids] = np.where(seen < 0, seen * penalty, seen / penalty)
+        if (params.presence_penalty or params.frequency_penalty) and self._chosen:
+            ids = np.array(list(self._chosen))
+            times = np.array(list(self._chosen.values()), np.float32)
+            logits[ids] -= params.presence_penalty + np.float32(params.frequency_penalty) * times
+        return np.clip(logits, -most, most)
+
+
+class Likely(NamedTuple):
+    """A token's log probability, and the likeliest tokens beside it with theirs, the likeliest first."""
+
+    token: int
+    logprob: float
+    best: tuple[tuple[int, float], ...]
+
+
+def likely(logits: Floats, token: int, count: int) -> Likely:
+    """Of logits float32 [V], as the model computed them."""
+    logprobs = log_softmax(logits)
+    best = (
+        np.argpartition(-logprobs, count)[:count] if 0 < count < len(logprobs) else np.arange(min(count, len(logprobs)))
+    )
+    best = best[np.lexsort((best, -logprobs[best]))]
+    return Likely(token, float(logprobs[token]), tuple((int(i), float(logprobs[i])) for i in best))
 
 
 def _check(logits: Floats) -> None:

@@ -17,6 +17,7 @@ from threadpoolctl import threadpool_limits
 from penstock.errors import BadRequest, DamagedModel, PenstockError
 from penstock.graph.experts import Answer
 from penstock.graph.lower import Lowering
+from penstock.graph.ops import Route
 from penstock.graph.passes import DECODE
 from penstock.graph.tasks import Call, Pass, Task
 from penstock.graph.timeline import Timeline
@@ -32,6 +33,7 @@ from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskReader, waited_for
 from penstock.runtime.reread import NOTHING, Read, from_disk, from_ram
 from penstock.runtime.uploads import lift_weights
+from penstock.serve.kept import Held
 from penstock.serve.traffic import Traffic
 from penstock.spec.places import DISK, HOST, Lane
 from penstock.spec.plan import Plan
@@ -96,6 +98,7 @@ class Session:
         self._origin_s = time.perf_counter()
         self.best: list[list[tuple[float, int]]] = []  # of the last pass, per batch and row: largest logit and its id
         self.loading = NOTHING  # bytes and seconds of loading the weights that stay, before the first pass
+        self.held = Held()  # what its sequences hold
         self.consumed_bytes = 0  # that the last pass took from slower tiers: through its rings, embedding rows and KV
         with ExitStack() as opened:  # where loading fails half-way, everything is given back
             self._open_memory(packed, kv_folder, opened)
@@ -157,11 +160,13 @@ class Session:
             with np.errstate(all="ignore"):
                 timeline = run(self._counted(p))
         except BaseException as error:
+            self.held.forget()
             self._start_over()
             if isinstance(error, DamagedModel) and self.on_damage is not None:
                 raise self.on_damage(error) from None
             raise
         self.consumed_bytes = self._traffic.streamed_bytes + self._binding.fetched_bytes
+        self.held.note(p, tokens)
         self._tell(timeline, p)
         logits, self.best = [], []
         for batch in p.batches:
@@ -234,6 +239,11 @@ class Session:
         finally:
             self._binding.on_route = None
 
+    def guess(self, call: Call) -> list[list[int]] | None:
+        """What the router of the next layer would guess, from what this router's call has just read: the experts of
+        each row, the likeliest first. None where the next layer has none. For listeners of `hearing_routers`."""
+        return self._binding.guess(call)
+
     @contextmanager
     def hearing_answers(self, heard: OnRoute) -> Iterator[None]:
         """In this block `heard` is called with the answers that the plan's caches ask for, and no others. Nothing is
@@ -253,13 +263,14 @@ class Session:
 
     @contextmanager
     def answered_by(self, given: Answer, every_pass: bool = True) -> Iterator[None]:
-        """In this block the experts of each row are those of `given(call)`, and not the router's. `given` may be called
-        twice with one call. Without `every_pass` only the answers that the plan's caches ask for are replaced, and
-        nothing is slower. For tests and benches."""
+        """In this block the experts of each row are those of `given(call)`, and not the router's. Guesses are those of
+        `given` too. `given` may be called twice with one call. Without `every_pass` only the answers that the plan's
+        caches ask for are replaced, and nothing is slower. For tests and benches."""
 
         def answer(call: Call) -> Sequence[Sequence[int]]:
             experts = given(call)
-            self._binding.set_routes(call, experts)
+            if not (isinstance(call.operands, Route) and call.operands.guesses):
+                self._binding.set_routes(call, experts)
             return experts
 
         instead = self.hearing_routers(lambda call, _: self._binding.set_routes(call, given(call)))

@@ -80,7 +80,9 @@ def resolve(
         raise BadRequest(f"{model}: this version does not read GGUF files; give the model's Hugging Face folder")
     hub_id = None
     if not path.exists():
-        if shapes.find(model) is not None:
+        shape = shapes.find(model)
+        if shape is not None:
+            read_config(shape)  # raises for a shape that can only be planned
             raise BadRequest(
                 f"{model} is a bundled shape, without weights: `penstock plan {model}` tells its speed, "
                 f"`penstock synth {model} DIR` makes random ones"

@@ -11,9 +11,10 @@ from penstock.serve.text_files import TOKENIZER, text_bytes
 from penstock.store.packed import TOKENIZER_PEAK
 from penstock.units import MIB
 
-# Each limit has a flat part, and a part that grows with the user's text. To open a file of 15 MB takes 0.9 s of
-# processor time, to encode a text 0.6 µs a byte. In memory a byte of the file takes 9 to 27 bytes, one of the text 155.
-_CPU_S, _CPU_S_PER_BYTE = 4.0, 4e-6
+# Each limit has a flat part, and parts that grow with the model's files and with the user's text. To open a file of
+# 15 MB takes 0.9 s of processor time, to encode a text 0.6 µs a byte. In memory a byte of the file takes 9 to 27 bytes,
+# one of the text 155. With 4 s as flat part, hostile files of a few KB took over 5 s by the clock on a busy machine.
+_CPU_S, _CPU_S_PER_FILE_BYTE, _CPU_S_PER_BYTE = 2.0, 2e-7, 4e-6
 _MEMORY_BYTES, _MEMORY_PER_BYTE = 128 * MIB, 256
 _ANSWER_BYTES, _ANSWER_PER_BYTE = 1 << 20, 64
 
@@ -53,7 +54,7 @@ class TextLimits:
         return Request(
             doing,
             file or self.folder / TOKENIZER,
-            _CPU_S + _CPU_S_PER_BYTE * text_bytes,
+            _CPU_S + _CPU_S_PER_FILE_BYTE * self.file_bytes + _CPU_S_PER_BYTE * text_bytes,
             memory_bytes,
             _ANSWER_BYTES + _ANSWER_PER_BYTE * text_bytes,
             hint=hint,

@@ -22,15 +22,23 @@ Token = tuple[int, ...]  # the experts that a token goes to, in rising order
 @dataclass(frozen=True, slots=True)
 class Answers:
     """`layers`: for each layer, the tokens that its router was asked about, in the order in which they came. A layer
-    has none if it is dense, or if nobody asked its router. `model`: the name of the packed model's folder."""
+    has none if it is dense, or if nobody asked its router. `model`: the name of the packed model's folder. `guesses`:
+    for each layer, what was guessed of the same tokens, the likeliest expert first. Tokens at the end of which nothing
+    was guessed are left out."""
 
     model: str
     layers: tuple[tuple[Token, ...], ...]
+    guesses: tuple[tuple[Token, ...], ...] = ()
 
     def check(self, spec: ModelSpec, where: str) -> None:
         """Raises BadRequest if the answers are damaged, of another model, or missing for a layer with experts."""
         if len(self.layers) != len(spec.layers):
             raise BadRequest(f"{where} has answers for {len(self.layers)} layers; this model has {len(spec.layers)}")
+        if len(self.guesses) not in (0, len(spec.layers)):
+            raise BadRequest(f"{where} has guesses for {len(self.guesses)} layers; this model has {len(spec.layers)}")
+        for i, (guesses, layer) in enumerate(zip(self.guesses, spec.layers, strict=False)):
+            if guesses and (layer.routed is None or not all_guessable(guesses, layer.routed)):
+                raise BadRequest(f"{where} is of another model, or damaged: layer {i} guesses experts that it has not")
         for i, (tokens, layer) in enumerate(zip(self.layers, spec.layers, strict=True)):
             if tokens and (layer.routed is None or not all_possible(tokens, layer.routed)):
                 raise BadRequest(f"{where} is of another model, or damaged: layer {i} says other experts than it has")
@@ -44,14 +52,23 @@ class Recorder:
     def __init__(self, spec: ModelSpec, model: str) -> None:
         self._model = model
         self._layers: list[list[Token]] = [[] for _ in spec.layers]
+        self._guesses: list[list[Token]] = [[] for _ in spec.layers]
 
     def hear(self, layer: int, tokens: list[list[int]]) -> None:
         """Adds a router's answer: the experts of each token, in rising order."""
         kept = self._layers[layer]
         kept += [tuple(token) for token in tokens[: MOST_TOKENS - len(kept)]]
 
+    def guess(self, layer: int, tokens: list[list[int]]) -> None:
+        """Adds a guess about the tokens that come next: the experts of each, the likeliest first. Tokens before them
+        of which nothing was guessed count as guesses of no expert."""
+        kept, at = self._guesses[layer], len(self._layers[layer])
+        kept += [()] * (at - len(kept))
+        kept += [tuple(token) for token in tokens[: MOST_TOKENS - len(kept)]]
+
     def answers(self) -> Answers:
-        return Answers(self._model, tuple(tuple(tokens) for tokens in self._layers))
+        layers, guesses = (tuple(tuple(tokens) for tokens in each) for each in (self._layers, self._guesses))
+        return Answers(self._model, layers, guesses if any(guesses) else ())
 
 
 def all_possible(tokens: tuple[Token, ...], routed: Routed) -> bool:
@@ -59,6 +76,15 @@ def all_possible(tokens: tuple[Token, ...], routed: Routed) -> bool:
     experts = range(routed.experts)
     return all(
         len(token) == routed.active and list(token) == sorted(set(token)) and all(expert in experts for expert in token)
+        for token in tokens
+    )
+
+
+def all_guessable(tokens: tuple[Token, ...], routed: Routed) -> bool:
+    """Whether each guess names at most `routed.active` different experts of the layer."""
+    experts = range(routed.experts)
+    return all(
+        len(token) <= routed.active and len(set(token)) == len(token) and all(expert in experts for expert in token)
         for token in tokens
     )
 

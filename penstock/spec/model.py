@@ -60,7 +60,8 @@ class Norm:
 class Attention:
     """`scale` multiplies the scores. `softcap` s squashes them to s·tanh(score/s), 0 = none. `window`: a query sees so
     many last positions, its own included, 0 = all. `qk_norm`: each head's q, and each head's k, goes through an RMS
-    norm. With `norms_all_heads` (olmoe) one norm is over all heads' q together, and one over all heads' k."""
+    norm. With `norms_all_heads` (olmoe) one norm is over all heads' q together, and one over all heads' k. `sinks`
+    (gpt-oss): each head has a learned score that its softmax counts beside those of the positions."""
 
     heads: int
     kv_heads: int
@@ -73,6 +74,7 @@ class Attention:
     qk_norm: bool = False
     rope: Rope | None = None
     norms_all_heads: bool = False
+    sinks: bool = False
 
     @property
     def heads_per_kv(self) -> int:
@@ -197,6 +199,8 @@ class ModelSpec:
     the embedding's. `embed_scale` multiplies the embedding rows. `position_rows` > 0 means learned positions, read at
     index position + `position_offset`. `logit_softcap` s squashes logits to s·tanh(logit/s), 0 = none. `dtype` is the
     checkpoint's own number format. `tokenizer_bytes`: memory that the tokenizer adds to the process at its peak.
+    `cannot_run`: what this version lacks to run the model, in a few words; empty where it runs. Such a spec serves
+    planning alone.
 
     Raises BadRequest for sizes that make no sense.
     """
@@ -216,6 +220,7 @@ class ModelSpec:
     position_offset: int = 0
     logit_softcap: float = 0.0
     tokenizer_bytes: int = 0
+    cannot_run: str = ""
 
     @property
     def is_routed(self) -> bool:

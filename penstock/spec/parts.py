@@ -12,7 +12,7 @@ rows; vectors and learned positions lie row by row (`spec.format`):
     N.shared    the same, for the FFN that all tokens go to beside their experts
     N.router    one granule, float:             scores [X, D] | bias [X] | shared_gate [1, D]
     embed, head   64 vocabulary rows:           rows [64, d_embed]
-    N.norms     one granule, float:             norm weights, and biases that are added once per layer
+    N.norms     one granule, float:             norm weights, biases that are added once per layer or expert, sinks
     edges       one granule, float:             the model's ends: final norm, learned positions, projections
 
 The stride is a multiple of 4096 bytes, so every range of granules is one aligned direct read. A last granule with fewer
@@ -205,8 +205,12 @@ def _norms_part(i: int, layer: Layer, model: ModelSpec) -> Part:
         shapes += [_vector("q_norm", q_heads * a.head_dim), _vector("k_norm", k_heads * a.head_dim)]
     if a.out_bias:
         shapes.append(_vector("o_bias", d))
+    if a.sinks:
+        shapes.append(_vector("sinks", a.heads))
     if isinstance(layer.ffn, Ffn) and layer.ffn.down_bias:
         shapes.append(_vector("down_bias", d))
+    if layer.routed is not None and layer.routed.expert.down_bias:  # expert after expert
+        shapes.append(_vector("experts_down_bias", layer.routed.experts * d))
     return _part(f"{i}.norms", "norms", i, 1, 1, shapes)
 
 

@@ -83,13 +83,17 @@ class Cache:
 
     In RAM it is for experts that are at home on a disk. A decode pass loads the experts that it asks for and that have
     no slot. In a device's memory it is for experts at home in RAM. A missing expert that at least `lifted_rows` rows of
-    a pass ask for is lifted for them. One for fewer rows is computed by the CPU, and lifted for later passes."""
+    a pass ask for is lifted for them. One for fewer rows is computed by the CPU, and lifted for later passes.
+
+    `guesses`: so many experts of this layer are loaded ahead for each row, if they are missing: those that its router
+    finds likeliest for the input of the FFN one layer before. 0: none."""
 
     layer: int
     executor: Executor
     slots: int
     policy: str
     lifted_rows: int = 1
+    guesses: int = 0
 
 
 @dataclass(frozen=True, slots=True)

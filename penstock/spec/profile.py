@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from penstock.errors import BadRequest
 from penstock.spec import codec
-from penstock.spec.answers import all_possible
+from penstock.spec.answers import all_guessable, all_possible
 from penstock.spec.model import ModelSpec
 
 SCHEMA, VERSION = "penstock.profile", 1
@@ -23,12 +23,14 @@ class LayerProfile:
     """The profile of a layer's router. `counts[x]`: how many tokens went to expert x. `distances[d]`: how often an
     expert was asked for when exactly d others had been asked for since its last time. An expert's first time counts in
     none of them. So a cache of n slots that lets the longest unused expert go would have held the sum of the first n.
-    `trace`: the experts of each of the first tokens, in rising order."""
+    `trace`: the experts of each of the first tokens, in rising order. `guesses`: what the router says to the input of
+    the FFN one layer before, for the same tokens, the likeliest expert first; empty where that layer has no router."""
 
     layer: int
     counts: tuple[int, ...]
     distances: tuple[int, ...]
     trace: tuple[tuple[int, ...], ...]
+    guesses: tuple[tuple[int, ...], ...] = ()
 
     def hit_rate(self, slots: int) -> float:
         """The share of requests that a cache of so many slots would hold, if it lets the longest unused expert go."""
@@ -58,8 +60,8 @@ class Profile:
             assert routed is not None
             numbers = (*router.counts, *router.distances)
             fits = len(router.counts) == len(router.distances) == routed.experts and min(numbers) >= 0
-            fits = fits and all_possible(router.trace, routed)
-            if not fits or not router.trace or len(router.trace) > TRACED_TOKENS:
+            fits = fits and all_possible(router.trace, routed) and all_guessable(router.guesses, routed)
+            if not fits or not router.trace or max(len(router.trace), len(router.guesses)) > TRACED_TOKENS:
                 raise BadRequest(
                     f"{where} is the profile of another model, or damaged: layer {router.layer} has {routed.experts}"
                     f" experts, of which a token goes to {routed.active}"
@@ -74,6 +76,12 @@ class Counting:
         self._counts, self._distances = [0] * experts, [0] * experts
         self._recent: list[int] = []  # experts asked for so far, the latest last
         self._trace: list[tuple[int, ...]] = []
+        self._guesses: list[tuple[int, ...]] = []
+
+    def guess(self, experts: tuple[int, ...]) -> None:
+        """Keeps what is guessed of a token, the likeliest expert first. Tokens come in the same order as to `token`."""
+        if len(self._guesses) < TRACED_TOKENS:
+            self._guesses.append(experts)
 
     def token(self, experts: tuple[int, ...]) -> None:
         """Counts the experts that the next token goes to, in rising order."""
@@ -88,7 +96,8 @@ class Counting:
             self._recent.append(expert)
 
     def found(self) -> LayerProfile:
-        return LayerProfile(self._layer, tuple(self._counts), tuple(self._distances), tuple(self._trace))
+        counted = (tuple(self._counts), tuple(self._distances))
+        return LayerProfile(self._layer, *counted, tuple(self._trace), tuple(self._guesses))
 
 
 def hit_rates(profile: Profile) -> list[float]:

@@ -97,10 +97,13 @@ def has_sums(folder: Path) -> bool:
     return bool(read_files(folder))
 
 
-def read_config(path: Path, listed: Sequence[PackedFile] = ()) -> tuple[dict[str, Any], ModelSpec]:
+def read_config(
+    path: Path, listed: Sequence[PackedFile] = (), *, to_plan: bool = False
+) -> tuple[dict[str, Any], ModelSpec]:
     """Reads config.json, and the ModelSpec that follows from it. `path`: a model's folder, or its config.json. The spec
     counts the bytes of a tokenizer.json beside it. `listed`: the files that a packed model lists; config.json is
-    compared with its checksum among them.
+    compared with its checksum among them. `to_plan`: the model is only planned, so a type that does not run yet will
+    do.
 
     Raises BadRequest where there is none, BrokenModel where it is no JSON, DamagedModel, UnsupportedModel for an
     unknown model type.
@@ -115,7 +118,7 @@ def read_config(path: Path, listed: Sequence[PackedFile] = ()) -> tuple[dict[str
     content = read_bytes(file, MAX_CONFIG_BYTES)
     _compare_file(file, content, listed)
     config = parse_json(content, file)
-    spec = spec_from_config(config, str(file))
+    spec = spec_from_config(config, str(file), to_plan=to_plan)
     tokenizer = file.parent / "tokenizer.json"
     if tokenizer.is_file():
         spec = replace(spec, tokenizer_bytes=TOKENIZER_PEAK * tokenizer.stat().st_size)

@@ -32,6 +32,15 @@ Said = Callable[[Call], Sequence[Sequence[int]]]
 
 
 @pytest.fixture(scope="module")
+def neighbours(tmp_path_factory: pytest.TempPathFactory) -> Packed:
+    """Every layer has experts, so each can be guessed by the one before."""
+    folder = tmp_path_factory.mktemp("neighbours")
+    config = {**json.loads(TINY_CONFIGS["qwen2_moe"]), "num_hidden_layers": 3, "decoder_sparse_step": 1}
+    (folder / "config.json").write_text(json.dumps(config | {"mlp_only_layers": []}))
+    return open_packed(synth(folder / "config.json", folder / "packed", parse_format("int4")))
+
+
+@pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Packed:
     folder = tmp_path_factory.mktemp("answers")
     config = {**json.loads(TINY_CONFIGS["qwen2_moe"]), "num_hidden_layers": 3}
@@ -65,14 +74,14 @@ def each_once(call: Call) -> list[list[int]]:
     return [sorted((ACTIVE * i + j) % EXPERTS for j in range(ACTIVE)) for i, _ in enumerate(rows_of(call))]
 
 
-def caching(packed: Packed, slots: int, policy: str, seqs: int) -> Plan:
+def caching(packed: Packed, slots: int, policy: str, seqs: int, guesses: int = 0) -> Plan:
     parts = packed.parts.values()
     units = [
         Unit(p.key, lo, lo + p.least_granules, "disk0" if p.kind == "experts" else "host", "host", "host")  # type: ignore[arg-type]
         for p in parts
         for lo in range(0, p.granules, p.least_granules)
     ]
-    caches = tuple(Cache(p.layer, "host", slots, policy) for p in parts if p.kind == "experts")  # type: ignore[arg-type]
+    caches = tuple(Cache(p.layer, "host", slots, policy, guesses=guesses) for p in parts if p.kind == "experts")  # type: ignore[arg-type]
     ring = 2 * max(p.least_bytes for p in parts if p.kind == "experts")
     return make_plan(
         packed.spec, packed.weights, units, ring_bytes={"host": ring}, caches=caches, batch_seqs=seqs, context=64
@@ -125,6 +134,60 @@ def test_any_answers_give_the_resident_bits(packed: Packed, said: Said, seqs: in
         for policy in POLICIES:
             plan = caching(packed, slots, policy, seqs)
             assert np.array_equal(run(packed, plan, said, poisoned=True), expected), (slots, policy)
+
+
+def wrong(said: Said) -> Said:
+    """The same answers, and guesses of other experts."""
+
+    def answer(call: Call) -> list[list[int]]:
+        experts = [list(row) for row in said(call)]
+        assert isinstance(call.operands, ops.Route)
+        others = [[expert for expert in range(EXPERTS) if expert not in row] for row in experts]
+        return [row[: call.operands.guesses] for row in others] if call.operands.guesses else experts
+
+    return answer
+
+
+@pytest.mark.parametrize("seqs", [1, 3])
+@pytest.mark.parametrize("said", [worst, one, wrong(worst), wrong(one)])
+def test_any_guesses_give_the_resident_bits(neighbours: Packed, said: Said, seqs: int) -> None:
+    """Right ones (what is said is also guessed) and wrong ones, which leave for what is wanted while they load."""
+    packed = neighbours
+    expected = run(packed, resident_plan(packed.spec, packed.weights, batch_seqs=seqs, context=64), said, serial=True)
+    for slots, policy in zip((1, 2, 3, 5, EXPERTS), (*POLICIES, *POLICIES, "lru"), strict=True):
+        plan = caching(packed, slots, policy, seqs, guesses=2)
+        check_plan(plan, packed.spec, packed.weights)
+        assert np.array_equal(run(packed, plan, said, poisoned=True), expected), (slots, policy)
+
+
+def test_guesses_are_what_the_next_router_says_to_this_layers_input(neighbours: Packed) -> None:
+    """As `Session.guess` works them out with numpy; and none of them decides what is computed."""
+    packed, heard = neighbours, dict[tuple[int, bool], list[list[int]]]()
+    plan = caching(packed, EXPERTS, "lru", 1, guesses=2)
+
+    def hear(call: Call, said: list[list[int]]) -> None:
+        assert isinstance(call.operands, ops.Route)
+        heard[call.operands.layer, bool(call.operands.guesses)] = said
+
+    p = passes.decode(plan, (0,), (0,), None)
+    session, other = Session(packed, plan), Session(packed, resident_plan(packed.spec, packed.weights, context=64))
+    with session.hearing_answers(hear):
+        logits = session.step(p, [np.array([7], np.int32)])[0].copy()
+    guessed, said = dict[int, list[list[int]]](), dict[int, list[list[int]]]()
+
+    def listen(call: Call, experts: list[list[int]]) -> None:
+        said[layer_of(call)] = experts
+        guessed[layer_of(call) + 1] = other.guess(call) or []
+
+    with other.hearing_routers(listen):
+        assert np.array_equal(other.step(p, [np.array([7], np.int32)])[0], logits)
+    assert {layer: experts for (layer, guess), experts in heard.items() if not guess} == said
+    assert {layer: rows for (layer, guess), rows in heard.items() if guess} == {
+        layer: [row[:2] for row in guessed[layer]] for layer in (1, 2)
+    }
+    assert guessed[3] == [] and all(len(row) == ACTIVE for layer in (1, 2) for row in guessed[layer])
+    session.close()
+    other.close()
 
 
 @pytest.mark.parametrize("lifted_rows", [1, 2, 9])
@@ -186,11 +249,12 @@ def test_what_was_said_is_heard(packed: Packed, tmp_path: Path) -> None:
     session.close()
 
 
-@pytest.mark.parametrize("slots", [1, 4])
-def test_tasks_come_again_from_a_runs_answers(packed: Packed, slots: int) -> None:
+@pytest.mark.parametrize(("slots", "guesses"), [(1, 0), (4, 0), (2, 1), (4, 3)])
+def test_tasks_come_again_from_a_runs_answers(neighbours: Packed, slots: int, guesses: int) -> None:
     """They are a function of the plan, the passes, and what routers said; and so are the bits of a run that is given
     these answers."""
-    plan = caching(packed, slots, "lru", 1)
+    packed = neighbours
+    plan = caching(packed, slots, "lru", 1, guesses)
     wanted = [*passes.prompts(plan, (0,), (3,), passes.DECODE)]
     wanted += [passes.decode(plan, (0,), (position,), passes.DECODE) for position in range(3, 9)]
     recorder = Recorder(packed.spec, "m")
@@ -200,7 +264,8 @@ def test_tasks_come_again_from_a_runs_answers(packed: Packed, slots: int) -> Non
         return [session.step(p, [ids])[0].copy() for p, ids in zip(wanted, tokens, strict=True)]
 
     def hear(call: Call, said: list[list[int]]) -> None:
-        recorder.hear(layer_of(call), said)
+        assert isinstance(call.operands, ops.Route)
+        (recorder.guess if call.operands.guesses else recorder.hear)(layer_of(call), said)
 
     session, ran = Session(packed, plan), list[Task]()
     session._counted = lambda p: (ran.append(task) or task for task in Session._counted(session, p))  # type: ignore[method-assign]

@@ -274,6 +274,7 @@ class Stub:
             batch=1,
             output_tokens=2,
             context_full=False,
+            cached_tokens=0,
         )
 
 

@@ -19,6 +19,7 @@ from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
 from penstock.store.pack import pack
+from tests.cpu.near_ties import choosing, heard
 from tests.cpu.oracle import CONTEXT, LONGEST_PROMPT, NEW_TOKENS, VARIANTS, Oracle, Variant, prompt, save
 from tests.pure.machine import MACHINE as WITH_GPU
 
@@ -56,6 +57,11 @@ def test_logits_are_those_of_transformers(subject: Subject, kernels: str) -> Non
             ids = prompt(subject.variant, length)
             found, expected = engine.logits(ids), subject.oracle.logits(ids)
             assert found.shape == expected.shape and found.dtype == np.float32
+            if engine.packed.spec.is_routed and np.abs(found - expected).max() > TOLERANCE:
+                with heard(engine) as said:
+                    assert np.array_equal(engine.logits(ids), found)
+                with choosing(subject.oracle.model, said):
+                    expected = subject.oracle.logits(ids)
             assert np.abs(found - expected).max() <= TOLERANCE, f"prompt of {length} tokens"
 
 
@@ -66,8 +72,18 @@ def test_greedy_answers_are_those_of_transformers(subject: Subject) -> None:
             ids = prompt(subject.variant, length)
             found, expected = engine.generate_ids(ids, GREEDY), subject.oracle.greedy(ids, NEW_TOKENS)
             assert len(found) == NEW_TOKENS
-            unclear = next((i for i, (_, margin) in enumerate(expected) if margin <= CLEAR_MARGIN), NEW_TOKENS)
-            assert found[:unclear] == [token for token, _ in expected[:unclear]], f"prompt of {length} tokens"
+            if engine.packed.spec.is_routed and not _agree(found, expected):
+                with heard(engine) as said:
+                    assert engine.generate_ids(ids, GREEDY) == found
+                with choosing(subject.oracle.model, said):
+                    expected = subject.oracle.greedy(ids, NEW_TOKENS)
+            assert _agree(found, expected), f"prompt of {length} tokens"
+
+
+def _agree(found: list[int], expected: list[tuple[int, float]]) -> bool:
+    """Up to the first token of which either of two is right."""
+    unclear = next((i for i, (_, margin) in enumerate(expected) if margin <= CLEAR_MARGIN), NEW_TOKENS)
+    return found[:unclear] == [token for token, _ in expected[:unclear]]
 
 
 @pytest.mark.skipif(not STORIES.is_dir(), reason="needs shared/models/stories-260k beside the repository")

@@ -35,7 +35,8 @@ from types import SimpleNamespace
 import penstock.cli.live as live
 live._FIRST_S = live._EVERY_S = 0.001
 session = SimpleNamespace(reader=SimpleNamespace(bytes_read=5), watchers=[])
-engine = SimpleNamespace(session=session, plan=SimpleNamespace(chunk_rows=4, batch_seqs=1, asking_rows=0))
+engine = SimpleNamespace(session=session, plan=SimpleNamespace(chunk_rows=4, batch_seqs=1, asking_rows=0),
+                         holds=lambda prompt: 0)
 text = sys.argv[1]
 with live.live(engine, [[1] * 9], streams=True) as shown:
     time.sleep(0.02)

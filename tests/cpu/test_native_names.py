@@ -22,7 +22,7 @@ NOT_CROSSING = {
     "attend": {"layer"},
     "out": {"layer"},
     "ffn": {"layer", "active"},
-    "route": {"layer"},
+    "route": {"layer", "guesses"},
     "combine": {"layer"},
     "experts": {"layer", "first_experts", "expert_rows"},
     "gate": {"layer"},

@@ -4,6 +4,8 @@ Both bindings run the same calls over arenas with the same bytes, so an error sh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,7 +20,7 @@ from penstock.kernels import cpu
 from penstock.kernels.reference.cache import KvPool
 from penstock.kernels.reference.matrix import Scratch
 from penstock.runtime.arena import Arenas
-from penstock.runtime.bind import Binding
+from penstock.runtime.bind import Binding, experts_of
 from penstock.runtime.bind_native import NativeBinding, native
 from penstock.spec.format import parse_format
 from penstock.spec.model import (
@@ -177,6 +179,17 @@ class Pair:
                 seen.add(call.op)
         return seen
 
+    def calls(self, p: Pass, rng: np.random.Generator, name: str) -> Iterator[Call]:
+        """Runs a pass natively, and stops before each call of this op."""
+        self.native.begin()
+        slot = self.lowering.layout.act("host", 0, "tokens", 4 * p.batches[0].total_rows)
+        view = self.arenas[1].view(slot).view(np.int32)
+        view[...] = rng.integers(0, self.plan.target.spec.vocab, len(view))
+        for call in (call for task in self.lowering.step(p) for call in task.calls):
+            if call.op == name:
+                yield call
+            self.native.call(call)
+
     def compare(self, call: Call, rounded: bool) -> None:
         operands = call.operands
         near, size = ops.OPS[call.op].tolerance, 0.0
@@ -267,6 +280,32 @@ def test_every_op(
     pair = Pair(plan, isa, threads, exact, seed)
     seen = pair.run(Pass("prefill", (batch,), None), np.random.default_rng(seed), not exact)
     assert seen == {"gather", "embed", "norm", "qkv", "attend", "out", "merge", "head"} | ffn_ops(spec.layers[0])
+    pair.close()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("rows", [1, 2, 7])
+@pytest.mark.parametrize("isa", cpu.available())
+def test_experts_called_together_give_the_bits_of_one_after_the_other(isa: str, rows: int, threads: int) -> None:
+    """Many at once are shared out by fours, a single one granule by granule."""
+    expert, router = Ffn(300, "silu", True), Router("softmax", True)
+    attention = Attention(1, 1, 8, 0.35)
+    layer = Layer(attention, Routed(32, 24, expert, router))
+    spec = ModelSpec("llama", "float32", 50, 70, 70, 4096, (layer,), Norm("rms", 1e-5), True, False)
+    batch = Batch(0, (0,), (0,), (rows,), (0,))
+    plan = resident_plan(spec, parse_format("int4"), kv=parse_format("float16"), context=192, rows=rows)
+    pair = Pair(plan, isa, threads, exact=False, seed=rows)
+    part = plan.parts["0.experts"]
+    assert part.expert_granules == 5 and 6 * threads <= 24 * 2  # two fours each: enough to be shared out
+    call = next(pair.calls(Pass("prefill", (batch,), None), np.random.default_rng(rows), "experts"))
+    op = call.operands
+    pair.native.call(call)
+    together = pair.arenas[1].view(op.partial).copy()
+    for first, (number, slot) in enumerate(experts_of(op, part)):
+        one = op._replace(weights=(slot,), first_experts=(number,), starts_sum=first == 0)
+        pair.native.call(call._replace(operands=one))
+    assert together.view(np.float32).any()
+    assert np.array_equal(together, pair.arenas[1].view(op.partial))
     pair.close()
 
 

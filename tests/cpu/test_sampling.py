@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock.errors import BadRequest, BrokenModel
-from penstock.serve.sampling import Sampler, SamplingParams, log_softmax, with_model_defaults
+from penstock.serve.sampling import Sampler, SamplingParams, likely, log_softmax, with_model_defaults
 
 # Multiples of 1/4 make ties common; distances of less than a float32 rounding step would test rounding.
 LOGITS = st.lists(st.integers(-40, 40).map(lambda i: i / 4), min_size=2, max_size=60)
@@ -193,3 +193,52 @@ def test_the_strongest_penalties_leave_something_to_draw_from(penalty: float) ->
 def test_penalties_that_float32_cannot_hold_are_refused(penalty: float) -> None:
     with pytest.raises(BadRequest, match="repetition_penalty"):
         SamplingParams(repetition_penalty=penalty)
+
+
+@given(values=LOGITS, data=st.data())
+def test_biases_and_penalties_change_logits_as_they_say(values, data):
+    vocab = len(values)
+    token = st.integers(0, vocab - 1)
+    bias = data.draw(st.dictionaries(token, st.floats(-100, 100, width=16), max_size=4))
+    presence, frequency = data.draw(st.sampled_from([0, 0.5, -2])), data.draw(st.sampled_from([0, 0.25, 2]))
+    repetition = data.draw(st.sampled_from([1.0, 1.5]))
+    prompt = data.draw(st.lists(token, min_size=1, max_size=4))
+    params = SamplingParams(
+        logit_bias=bias, presence_penalty=presence, frequency_penalty=frequency, repetition_penalty=repetition
+    )
+    sampler, said = Sampler(params, prompt), []
+    logits = np.array(values, np.float32)
+    for _ in range(4):
+        expected = logits.astype(np.float64)
+        for i, by in bias.items():
+            expected[i] += by
+        for i in {*prompt, *said}:
+            if repetition != 1:
+                expected[i] = expected[i] * repetition if expected[i] < 0 else expected[i] / repetition
+        for i in set(said):
+            expected[i] -= presence + frequency * said.count(i)
+        chosen = sampler.next(logits, (float(logits.max()), int(logits.argmax())))
+        assert expected[chosen] == pytest.approx(expected.max(), abs=1e-4)
+        said.append(chosen)
+
+
+@given(values=LOGITS, count=st.integers(0, 20), data=st.data())
+def test_log_probabilities_are_the_models_own(values, count, data):
+    logits = np.array(values, np.float32)
+    token = data.draw(st.integers(0, len(values) - 1))
+    found = likely(logits, token, count)
+    expected = log_softmax(logits)
+    assert found.token == token and found.logprob == pytest.approx(float(expected[token]))
+    assert [p for _, p in found.best] == sorted(expected.tolist(), reverse=True)[:count]
+    assert all(expected[i] == np.float32(p) for i, p in found.best)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("presence_penalty", 3), ("frequency_penalty", -2.5), ("logprobs", 21), ("logprobs", True), ("logprobs", -1),
+     ("logit_bias", {0: 101}), ("logit_bias", {-1: 0}), ("logit_bias", {"0": 1}), ("logit_bias", {0: float("nan")}),
+     ("logit_bias", dict.fromkeys(range(1025), 1))],
+)  # fmt: skip
+def test_what_is_beyond_its_range_is_refused(field, value):
+    with pytest.raises(BadRequest, match=field):
+        SamplingParams(**{field: value})

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from penstock.graph.check_plan import check_plan
-from penstock.planner.solve.beside import Split, device_skeleton
+from penstock.planner.solve.beside import device_skeleton
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.scheinfer import Slices, plan_of
 from penstock.spec.ask import Ask
 from penstock.spec.parts import parts
-from penstock.spec.places import GPU
 from penstock.store.packed import Packed
 from tests.cpu.test_emulated import on_device
 from tests.cpu.test_placement import DENSE, NEAR, models, oracle  # noqa: F401 (fixtures)
@@ -33,9 +32,7 @@ def test_slices_are_exact(
     packed = models[name]
     spec, weights = packed.spec, packed.weights
     ask = Ask(batch=2, context=64, prompt_tokens=32, output_tokens=8, kv="float32", score=True)
-    skeleton = device_skeleton(
-        Problem(ask, spec, weights, WITH_DEVICE), Split("slicing", 0.0, 0, GPU.executor, prompts), 32
-    )
+    skeleton = device_skeleton(Problem(ask, spec, weights, WITH_DEVICE), 32, attention_layers=0, lifted=0.0)
     count, sizes = len(spec.layers), {part.key: part for part in parts(spec, weights)}
     there = {f"{i}.ffn": i % (sizes[f"{i}.ffn"].granules + 1) for i in range(count)}
     r_gg = tuple(there[f"{i}.ffn"] / sizes[f"{i}.ffn"].granules for i in range(count))

@@ -6,7 +6,7 @@ import os
 import random
 from math import exp, log
 
-from penstock.planner.solve.flexgen.terms import kv_bytes, weight_bytes
+from bench.papers.flexgen import kv_bytes, weight_bytes
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import Capacity, MachineSpec, Rate, Sharing

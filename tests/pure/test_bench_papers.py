@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -10,13 +11,27 @@ from pathlib import Path
 
 import pytest
 
+from bench.papers import compare as comparing
 from bench.papers.__main__ import PREDICTORS, main
-from bench.papers.compare import MEDIAN, SMALLER_IS_BETTER, Predicted, Row, compare, median_ratio, respects
+from bench.papers.compare import (
+    MEDIAN,
+    SMALLER_IS_BETTER,
+    LeftOut,
+    Predicted,
+    Row,
+    compare,
+    median_ratio,
+    model_of,
+    require_plans,
+    respects,
+)
 from bench.papers.pipo import NOT_PREDICTED, bound, policy_of, simulated, together
 from bench.papers.published import CAUSES, CONTRADICTIONS, FIGURES, METRICS, UNSUPPORTED, Published
 from bench.papers.report import page, plot, text
+from penstock.errors import DoesNotFit
 from penstock.planner.predict import predict
 from penstock.planner.solve import pipo
+from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.pipo.memory import Choice
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
@@ -54,7 +69,7 @@ def test_figures_that_break_physics_are_not_in_the_median() -> None:
         return None if row.value == 10 else Predicted(4.0, 1.5)
 
     found, left_out = compare([*figures, replace(FIGURES[-1])], {"PIPO": predictor})
-    assert [row.respects_physics for row in found] == [True, False] and left_out == (figures[2],)
+    assert [row.respects_physics for row in found] == [True, False] and left_out == (LeftOut(figures[2], ""),)
     assert median_ratio(found) == 4.0 == median_ratio(found, "PIPO") and median_ratio(found, "FlexGen") is None
     assert [row.far_off for row in found] == [True, False]
     assert "| PIPO | 2 | 4.00 | 1 | 1 |" in page(found, left_out, ())
@@ -68,9 +83,67 @@ def test_every_outlier_is_explained() -> None:
 def test_every_figure_is_there_or_left_out() -> None:
     found, left_out = compare(FIGURES, PREDICTORS)
     assert len(found) + len(left_out) == sum(figure.paper in PREDICTORS for figure in FIGURES)
-    for figure in left_out:
+    for figure, cause in ((each.figure, each.cause) for each in left_out):
+        assert ("experts" in cause) == (figure.model == "mixtral-8x7b"), figure  # no dense model is refused
         if figure.paper == "PIPO":
-            assert figure.setting in NOT_PREDICTED or figure.model in UNSUPPORTED
+            assert figure.setting in NOT_PREDICTED or cause
+            assert (figure.model in UNSUPPORTED) == (cause == "latent attention")
+
+
+# -- models with experts --------------------------------------------------------------------------------
+
+
+def mixtral() -> Published:
+    (row,) = [row for row in FIGURES if row.paper == "PIPO" and row.model == "mixtral-8x7b"]
+    return row
+
+
+def test_what_the_planner_refuses_is_left_out_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def planner(problem: Problem, **_: bool) -> Iterator[Candidate]:
+        raise DoesNotFit("too little", tier="gpu0", need_bytes=2, have_bytes=1, minimum_bytes=2)
+
+    monkeypatch.setattr(comparing, "candidates", planner)
+    (found,) = compare([mixtral()], PREDICTORS)[1]
+    assert found == LeftOut(mixtral(), "too little")
+    assert found.to_json()["predicted"] is None and found.to_json()["cause"] == "too little"
+    shown = page((Row(FIGURES[0], 1.0, None, True, ""),), (found,), ())
+    assert "Not predicted: appendix C.4, weights on disk, KV on the device (mixtral-8x7b: too little)." in shown
+
+
+def test_a_row_is_predicted_once_the_planner_has_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of that solver: others do not stand in for it."""
+    asked = []
+
+    def planner(problem: Problem, **_: bool) -> Iterator[Candidate]:
+        asked.append(problem.ask.use_device)
+        plan = pipo.plan(problem, Choice("disk0", "overlapped", 0.0), "gpu0", 512)
+        yield Candidate(name, plan, ())
+
+    monkeypatch.setattr(comparing, "candidates", planner)
+    simulated.cache_clear()
+    name = "experts with the CPU"
+    assert [each.cause for each in compare([mixtral()], PREDICTORS)[1]] == [
+        "for experts beside a device the planner has no plans of PIPO"
+    ]
+    name = pipo.NAMES["overlapped"]
+    (row,), left_out = compare([mixtral()], PREDICTORS)
+    assert left_out == () and asked == [True, True] and 0 < row.predicted < row.figure.value
+    assert row.respects_physics and "batch 4 assumed" in row.note
+    simulated.cache_clear()
+
+
+def test_dense_models_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(comparing, "candidates")
+    require_plans(Problem(Ask(), LLAMA_1B, parse_format("int4"), WITH_DEVICE), "PIPO")
+
+
+def test_a_bound_counts_the_experts_of_a_token() -> None:
+    """2 of Mixtral's 8: 12.75e9 weights but the embedding's, in 4 bits 6.37 GB over a disk's 7.88 GB/s."""
+    row = mixtral()
+    assert model_of("mixtral-8x7b")[0].layers[0].active == 2
+    alone = bound(row, policy_of(row), 1)
+    assert alone == pytest.approx(7.88e9 / (12.75e9 / 2), rel=0.005)
+    assert not respects("throughput", row.value, alone)  # so its batch was larger
 
 
 def test_the_median() -> None:
@@ -98,6 +171,8 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(lines[-1])
     assert {"bench", "rows", "median_ratio", "median_ratios", "breaking_physics"} <= set(report)
     assert set(report["median_ratios"]) == set(PREDICTORS)
+    assert len(report["left_out"]) == report["not_predicted"] > 0
+    assert all(each["predicted"] is None and each["published"] > 0 for each in report["left_out"])
     wanted = {"paper", "table", "setting", "predicted", "published", "ratio", "respects_physics", "note"}
     for row in report["rows"]:
         assert wanted <= set(row)

@@ -35,7 +35,7 @@ def beside_a_device() -> Solved:
     best = max(compared, key=lambda each: each.prediction.decode_tokens_per_s)
     rest = tuple(each for each in compared if each is not best)
     strategy, plan, reasons, _, _ = best.candidate
-    return Solved(plan, best.prediction, reasons, None, strategy, (best, *rest))
+    return Solved(plan, best.prediction, reasons, strategy, (best, *rest))
 
 
 def test_a_line_for_each_the_chosen_one_first() -> None:

@@ -19,11 +19,14 @@ from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Call, Task
 from penstock.graph.verify import verify
 from penstock.models import spec_from_config
-from penstock.planner.routing import Replay, stated
+from penstock.planner.predict import predict
+from penstock.planner.routing import Replay, RouterTrace, stated
+from penstock.spec.ask import Ask
 from penstock.spec.format import Format
 from penstock.spec.parts import parts
 from penstock.spec.plan import Cache, Plan, Unit
 from tests.plans import device_plans, make_plan, random_plans
+from tests.pure.machine import MACHINE
 from tests.pure.real_models import TINY
 
 SPEC = spec_from_config(TINY["qwen3_moe"] | {"num_experts_per_tok": 3}, "tiny")  # 9 experts
@@ -84,12 +87,13 @@ def test_lfu_keeps_what_is_used_often_and_forgets() -> None:
     assert cache.slot(1) is None and cache.slot(3) is not None
 
 
-def cached_plan(slots: int, policy: str = "lru", **fields: int) -> Plan:
+def cached_plan(slots: int, policy: str = "lru", guesses: int = 0, **fields: int) -> Plan:
     units = [
         Unit(p.key, 0, p.granules, "disk0" if p.kind == "experts" else "host", "host", "host")  # type: ignore[arg-type]
         for p in parts(SPEC, FORMAT)
     ]
-    caches = tuple(Cache(i, "host", slots, policy) for i in range(len(SPEC.layers)))  # type: ignore[arg-type]
+    layers = range(len(SPEC.layers))
+    caches = tuple(Cache(i, "host", slots, policy, guesses=guesses) for i in layers)  # type: ignore[arg-type]
     largest = max(p.nbytes for p in parts(SPEC, FORMAT) if p.kind == "experts")
     return make_plan(SPEC, FORMAT, units, ring_bytes={"host": largest}, caches=caches, **fields)  # type: ignore[arg-type]
 
@@ -133,12 +137,16 @@ def lowered(plan: Plan, answer: Said, steps: int = 6) -> list[Task]:
     return tasks
 
 
-@pytest.mark.parametrize("seqs", [1, 4])
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("seqs", "guesses"), [(1, 0), (4, 0), (1, 1), (1, 3), (4, 2)])
 @pytest.mark.parametrize("slots", [1, 2, 3, 5, 8, 9])
 @pytest.mark.parametrize("of", [worst, one, drawn])
-def test_any_answers_make_tasks_that_hold(of: Callable[[Plan], Said], slots: int, policy: str, seqs: int) -> None:
-    plan = cached_plan(slots, policy, batch_seqs=seqs)
+def test_any_answers_make_tasks_that_hold(
+    of: Callable[[Plan], Said], slots: int, seqs: int, guesses: int, policy: str
+) -> None:
+    """Guesses are what these say too: of `worst` all are wrong, of `one` all are right."""
+    plan = cached_plan(slots, policy, guesses, batch_seqs=seqs)
+    check_plan(plan, SPEC, FORMAT)
     tasks = lowered(plan, of(plan))
     assert verify(tasks, plan.arenas, plan.units) == len(tasks)
     assert tasks == lowered(plan, of(plan))  # a function of plan, passes and answers
@@ -198,6 +206,33 @@ def test_a_call_that_takes_another_expert_is_found() -> None:
         verify(tasks, plan.arenas, plan.units)
 
 
+def test_a_load_that_does_not_wait_for_a_guess_in_its_slot_is_found() -> None:
+    """A disk's loads end in any order, so a wrong guess may still be loading when its slot goes to another expert."""
+    plan = cached_plan(3, guesses=3)
+    tasks = lowered(plan, worst(plan))
+    number, task = next((i, t) for i, t in enumerate(tasks) if t.lanes == ("disk0",) and _of_disk(t.after, tasks))
+    rest = tuple(other for other in task.after if other not in _of_disk(task.after, tasks))
+    tasks[number] = task._replace(after=rest)
+    with pytest.raises(InternalError, match="in no order"):
+        verify(tasks, plan.arenas, plan.units)
+
+
+def _of_disk(ids: Sequence[int], tasks: Sequence[Task]) -> list[int]:
+    return [task.id for task in tasks if task.id in ids and task.lanes == ("disk0",)]
+
+
+def test_a_wrong_guess_leaves_first() -> None:
+    cache = ExpertCache(3, "lru")
+    cache.ask([1, 2])
+    slots = [cache.admit(expert, [1, 2]) for expert in (1, 2)]
+    assert cache.guess(5, [5]) == 2 and cache.guess(6, [5, 6]) == slots[0]  # of what is there the longest unused
+    cache.ask([2, 5])
+    assert (cache.slot(2), cache.slot(5), cache.slot(1)) == (slots[1], 2, None)
+    assert cache.admit(9, [2, 5, 9]) == slots[0] and cache.slot(6) is None
+    cache.ask([1])
+    assert cache.admit(1, [1]) == slots[1]  # 2 and 5 were asked for in one pass: that with the lowest number
+
+
 def device_plan(slots: int = 4, lifted_rows: int = 2, **fields: int) -> Plan:
     """A cache in a device's memory for every layer, over experts in RAM."""
     units = []
@@ -248,6 +283,7 @@ def test_a_lift_of_another_expert_is_found() -> None:
         ({"slots": 0}, "has 0 slots of 9 experts"),
         ({"slots": 10}, "has 10 slots of 9 experts"),
         ({"lifted_rows": 0}, "has lifted_rows 0"),
+        ({"guesses": 1}, "has 1 guesses for a row; at most 0 here"),
         ({"policy": "random"}, "'random' on 'gpu0'"),
         ({"layer": 1}, "caches are of the layers"),
     ],
@@ -276,6 +312,37 @@ def test_each_wrong_home_is_one_line(part: str, at: tuple[str, str, str], messag
     units = tuple(replace(u, **fields) if u.part == part else u for u in plan.units)  # type: ignore[arg-type]
     with pytest.raises(BadRequest, match=message):
         check_plan(replace(plan, units=units), SPEC, FORMAT)
+
+
+def test_a_replay_guesses_the_tokens_that_come_next() -> None:
+    """So many experts as the plan asks for; of tokens that nobody guessed none."""
+    plan, said = cached_plan(4, guesses=2), (((0, 1, 2), (3, 4, 5), (6, 7, 8)),) * len(SPEC.layers)
+    replay = Replay(plan, RouterTrace(said, "made up", ((), *((((2, 1, 0), (5, 8, 4)),) * (len(SPEC.layers) - 1)))))
+    lowering, heard = Lowering(plan), list[tuple[int, int, tuple[int, ...]]]()
+
+    def answer(call: Call) -> Sequence[tuple[int, ...]]:
+        assert isinstance(call.operands, ops.Route)
+        (row,) = replay.answer(call)
+        heard.append((call.operands.layer, call.operands.guesses, row))
+        return [row]
+
+    for position in range(3):
+        list(lowering.step(passes.decode(plan, (0,), (position,), passes.DECODE), answer))
+    of_one = [(guesses, row) for layer, guesses, row in heard if layer == 1]
+    assert of_one == [(2, (2, 1)), (0, (0, 1, 2)), (2, (5, 8)), (0, (3, 4, 5)), (2, ()), (0, (6, 7, 8))]
+    assert all(guesses == 0 for layer, guesses, _ in heard if layer == 0)
+
+
+def test_a_prediction_counts_right_and_wrong_guesses() -> None:
+    """Two tokens in turns that share no expert, with slots for one of them: all are missing. Of two guesses a layer,
+    one is right."""
+    plan, layers = cached_plan(3, guesses=2), len(SPEC.layers)
+    guesses = ((0, 8), (4, 8))
+    trace = RouterTrace((((0, 1, 2), (3, 4, 5)),) * layers, "made up", (guesses,) * layers)
+    use = predict(plan, Ask(prompt_tokens=4, output_tokens=4, context=64), MACHINE, trace=trace).experts
+    assert use is not None and (use.wanted, use.missed) == (3 * layers, 3 * layers)
+    assert (use.guessed, use.wrong) == (layers - 1, layers - 1)
+    assert use.loaded_bytes == (use.missed + use.wrong) * plan.parts["0.experts"].least_bytes
 
 
 def test_nobody_answers() -> None:

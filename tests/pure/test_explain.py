@@ -135,3 +135,10 @@ def test_rates_of_a_band() -> None:
     assert rates(7.2, 1.1) == "6.55 to 7.92"
     assert rates(0.5, 2.5) == "0.200 to 1.250"
     assert rates(0.5, 6.26) == "0.080 to 3.130"  # what was "0 ns to …" where errors were added
+
+
+def test_a_model_that_can_only_be_planned() -> None:
+    spec = replace(LLAMA_1B, cannot_run="there are no kernels for it")
+    told = "not run by this version: models of type llama can only be planned (there are no kernels for it)"
+    assert told in table(solve(STREAMS, spec, BF16, MACHINE)).splitlines()
+    assert "not run" not in table(solve(STREAMS, LLAMA_1B, BF16, MACHINE))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import BrokenModel, UnsupportedModel
-from penstock.models import TensorSource, model_types, sources, spec_from_config, stacked_sources
+from penstock.models import TensorSource, model_types, planned_types, sources, spec_from_config, stacked_sources
 from penstock.spec import codec
 from penstock.spec.format import Format
 from penstock.spec.model import Ffn, ModelSpec, Rope, Router
@@ -259,3 +259,58 @@ def test_dtype(keys: dict[str, Any], dtype: str) -> None:
 
 def test_all_model_types_are_listed() -> None:
     assert model_types() == tuple(TINY)
+    assert planned_types() == ("gpt_oss", "phimoe") and not set(planned_types()) & set(model_types())
+
+
+# --- types that can only be planned --------------------------------------------------------------------------------
+
+GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
+    "intermediate_size": 2880, "num_local_experts": 32, "vocab_size": 201088, "torch_dtype": "bfloat16",
+}  # fmt: skip
+PHIMOE: dict[str, Any] = {
+    "model_type": "phimoe", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "intermediate_size": 6400, "vocab_size": 32064, "attention_bias": True, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [GPT_OSS, PHIMOE], ids=lambda config: str(config["model_type"]))
+def test_a_planned_type_is_refused_but_to_plan(config: dict[str, Any]) -> None:
+    says = f"c: model_type {config['model_type']} can be planned and does not run yet: there are no kernels for "
+    with pytest.raises(UnsupportedModel, match=says):
+        spec_from_config(config, "c")
+    spec = spec_from_config(config, "c", to_plan=True)
+    assert spec.cannot_run and codec.from_json(ModelSpec, json.loads(json.dumps(codec.to_json(spec)))) == spec
+    with pytest.raises(UnsupportedModel, match=f"the plan: model_type {config['model_type']} can be planned"):
+        sources(spec)
+    with pytest.raises(BrokenModel, match="num_experts_per_tok should be from 1 to"):
+        spec_from_config(config | {"num_experts_per_tok": 4097}, "c", to_plan=True)
+
+
+def test_a_type_that_runs_can_run_where_it_is_planned() -> None:
+    config = BY_NAME["Llama-3.1-8B"]
+    assert spec_from_config(config, "c", to_plan=True) == spec_from_config(config, "c")
+    assert not spec_from_config(config, "c").cannot_run
+    with pytest.raises(UnsupportedModel, match="model_type 'planned' is not one of gemma2"):
+        spec_from_config(config | {"model_type": "planned"}, "c", to_plan=True)
+
+
+def test_gpt_oss_by_hand() -> None:
+    """Every number of its checkpoint: 20,914,757,184 in all; a token goes to 4 of 32 experts."""
+    spec = spec_from_config(GPT_OSS, "c", to_plan=True)
+    d, layers, vocab = 2880, 24, 201088
+    attention = d * (64 + 2 * 8) * 64 + (64 + 2 * 8) * 64 + 64 * 64 * d + d + 64  # q, k, v and o with biases, sinks
+    expert = 3 * d * d + 2 * d + d  # gate, up and down with biases
+    layer = attention + 32 * expert + 32 * d + 32 + 2 * d  # the router with its bias, two norms
+    assert weights(spec) == layers * layer + 2 * vocab * d + d == 20_914_757_184
+    assert [layer.attention.window for layer in spec.layers[:3]] == [128, 0, 128]
+    assert (spec.layers[0].attention.kv_heads, spec.layers[0].attention.head_dim, spec.layers[0].active) == (8, 64, 4)
+    own = {part.key: part for part in parts(spec, Format("int4", 64))}
+    assert own["0.norms"].block("experts_down_bias").cols == 32 * d and own["0.norms"].block("sinks").cols == 64
+    assert own["0.experts"].has("gate_bias") and own["0.router"].has("bias")
+
+
+def test_phimoe_has_layer_norms_and_biases() -> None:
+    spec = spec_from_config(PHIMOE, "c", to_plan=True)
+    assert spec.norm.has_bias and spec.layers[0].attention.out_bias and spec.layers[0].active == 2
+    assert weights(spec) == pytest.approx(41.87e9, rel=1e-3)  # without the head's bias

@@ -17,14 +17,15 @@ PLAN = resident_plan(model(), Format("float32"), chunk_rows=8)
 
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=9), st.integers(1, 16), st.integers(1, 4),
-    st.sampled_from([None, passes.DECODE]),
+    st.sampled_from([None, passes.DECODE]), st.data(),
 )  # fmt: skip
 def test_every_row_of_every_prompt_comes_once_and_in_order(
-    lengths: list[int], chunk_rows: int, batch_seqs: int, then: passes.Stream | None
+    lengths: list[int], chunk_rows: int, batch_seqs: int, then: passes.Stream | None, data: st.DataObject
 ) -> None:
     plan = replace(PLAN, chunk_rows=chunk_rows, batch_seqs=batch_seqs, batches_per_pass=9)
-    found = list(passes.prompts(plan, range(len(lengths)), lengths, then))
-    done = dict.fromkeys(range(len(lengths)), 0)
+    starts = data.draw(st.one_of(st.just([]), st.tuples(*(st.integers(0, length - 1) for length in lengths))))
+    found = list(passes.prompts(plan, range(len(lengths)), lengths, then, starts))
+    done = dict(enumerate(starts or [0] * len(lengths)))
     ended = []
     for i, p in enumerate(found):
         assert len({batch.id for batch in p.batches}) == len(p.batches)
@@ -37,7 +38,8 @@ def test_every_row_of_every_prompt_comes_once_and_in_order(
         assert p.then == (found[i + 1].stream if i + 1 < len(found) else then)
     assert [done[seq] for seq in done] == lengths
     assert sorted(seq for _, seq in ended) == list(done)
-    groups = [lengths[lo : lo + batch_seqs] for lo in range(0, len(lengths), batch_seqs)]
+    left = [length - start for length, start in zip(lengths, starts or [0] * len(lengths), strict=True)]
+    groups = [left[lo : lo + batch_seqs] for lo in range(0, len(lengths), batch_seqs)]
     assert len(found) == max(-(-sum(group) // chunk_rows) for group in groups)
 
 

@@ -26,6 +26,7 @@ def profile_of(asked: list[tuple[int, ...]]) -> Profile:
     for each in counting:
         for token in asked:
             each.token(token)
+            each.guess(token[::-1])
     return Profile("text", "0" * 64, len(asked), tuple(each.found() for each in counting))
 
 
@@ -55,6 +56,7 @@ def test_a_profile_survives_its_file() -> None:
     assert (
         trace.layers == ((((0, 1, 2), (0, 4, 8), (0, 1, 4)),) * len(SPEC.layers)) and "3 tokens of text" in trace.source
     )
+    assert trace.guesses == ((((2, 1, 0), (8, 4, 0), (4, 1, 0)),) * len(SPEC.layers))
 
 
 Spoil = Callable[[Profile], Profile]
@@ -69,6 +71,7 @@ def layer(**changes: object) -> Spoil:
     [
         layer(trace=((0, 1, 9),)), layer(trace=((1, 0, 2),)), layer(trace=((0, 1),)), layer(trace=()),
         layer(trace=((0, 1, 1),)), layer(trace=((-1, 0, 1),)), layer(counts=(1, 2)), layer(distances=(1,)),
+        layer(guesses=((0, 9),)), layer(guesses=((1, 1),)), layer(guesses=((0, 1, 2, 3),)), layer(guesses=((),) * 600),
         layer(layer=7), layer(trace=((0, 1, 2),) * 600), lambda p: replace(p, layers=p.layers[:1]),
         lambda p: replace(p, layers=()),
     ],

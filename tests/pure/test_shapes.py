@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, UnsupportedModel
 from penstock.serve import planning, shapes, source
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
@@ -63,6 +63,10 @@ PUBLISHED = {
     "olmoe-1b-7b": 6.92,
     "qwen3-30b-a3b": 30.5,
     "qwen3-235b-a22b": 235.0,
+    "qwen2-57b-a14b": 57.4,
+    "phi-3.5-moe": 41.9,
+    "gpt-oss-20b": 20.91,
+    "gpt-oss-120b": 116.83,
 }
 SOURCES = (Path(penstock.__file__).parent / "shapes" / "SOURCES.md").read_text(encoding="utf-8")
 ROWS = {cells[1]: cells for line in SOURCES.splitlines() if (cells := [c.strip() for c in line.split("|")])[2:]}
@@ -77,7 +81,7 @@ def test_the_table_is_complete() -> None:
 def test_a_shape_has_the_published_size(name: str) -> None:
     path = shapes.find(name)
     assert path is not None
-    _, spec = read_config(path)
+    _, spec = read_config(path, to_plan=True)
     weights = sum(part.weights_of(0, part.granules) for part in parts(spec, Format("bfloat16")))
     assert weights == pytest.approx(PUBLISHED[name] * 1e9, rel=0.01)
     assert ROWS[name][2] == f"{weights:,}"
@@ -129,8 +133,19 @@ def test_a_shape_has_no_weights_to_run(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "phi-3.5-moe"])
+def test_a_shape_that_can_only_be_planned(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"can be planned and does not run yet: there are no kernels") as refused:
+        source.resolve(name, weights=None, cache=tmp_path)
+    assert "\n" not in refused.value.message
+    with pytest.raises(UnsupportedModel, match="does not run yet"):
+        planning.describe(Path(name))
+    spec, _ = planning.describe(Path(name), to_plan=True)
+    assert spec.cannot_run
+
+
 def test_asks_of_shapes_are_within_their_positions() -> None:
     """So that every shape can be planned as `penstock plan` asks by default."""
     for name in shapes.names():
-        spec, _ = planning.describe(Path(name))
+        spec, _ = planning.describe(Path(name), to_plan=True)
         assert spec.max_positions >= Ask().prompt_tokens + Ask().output_tokens

@@ -14,7 +14,8 @@ from penstock.errors import DoesNotFit
 from penstock.graph.check_plan import check_plan
 from penstock.models import spec_from_config
 from penstock.planner.predict import predict
-from penstock.planner.solve import settle_context, solve
+from penstock.planner.routing import stated
+from penstock.planner.solve import Solved, settle_context, solve
 from penstock.planner.solve.ours import device, experts
 from penstock.planner.solve.problem import Problem
 from penstock.planner.what_if import what_if
@@ -134,3 +135,27 @@ def test_any_candidate_is_a_plan_that_runs(data: st.DataObject) -> None:
         there = "gpu0" in executors(plan, "experts") or any(cache.executor == "gpu0" for cache in plan.caches)
         assert bool(cannot_run) == (there and machine is WITH_DEVICE)
         assert reasons and predict(plan, settled, machine).decode_tokens_per_s > 0
+
+
+def test_guesses_are_made_where_they_gain_time() -> None:
+    """Right ones keep the disk busy while attention is computed. Wrong ones cost their reads. What nobody has asked
+    routers about is not guessed."""
+    spec = describe(Path("qwen3-30b-a3b"))[0]
+    ask = Ask(prompt_tokens=16, output_tokens=256, context=512, host_memory_bytes=int(9.2e9))
+    trace = stated(spec)
+    # The first are those that a token goes to, the second ones that it does not go to.
+    right, wrong = trace.layers, tuple(tuple(_others(token) for token in layer) for layer in trace.layers)
+
+    def planned(guesses: tuple[tuple[tuple[int, ...], ...], ...]) -> Solved:
+        return solve(ask, spec, INT4, MACHINE, trace=replace(trace, guesses=guesses))
+
+    none, good, bad = planned(()), planned(right), planned(wrong)
+    check_plan(good.plan, spec, INT4)
+    assert [cache.guesses for cache in good.plan.caches] in ([0, *[8] * 47], [0, *[4] * 47])
+    assert any("guessed a layer ahead" in reason for reason in good.reasons)
+    assert good.prediction.decode_tokens_per_s > 1.05 * none.prediction.decode_tokens_per_s
+    assert none.plan == bad.plan and not any(cache.guesses for cache in none.plan.caches)
+
+
+def _others(token: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(expert for expert in range(128) if expert not in token)[: len(token)]

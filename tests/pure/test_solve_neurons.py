@@ -30,7 +30,7 @@ from penstock.planner.solve.bound import least_score_s, score_s
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.powerinfer import activity
 from penstock.planner.solve.powerinfer import program as ilp
-from penstock.planner.solve.powerinfer.program import LayerGroups, Program, allowed, impact_of, least_groups
+from penstock.planner.solve.powerinfer.program import LayerGroups, NeuronProgram, allowed, impact_of, least_groups
 from penstock.planner.solve.problem import Problem
 from penstock.serve.planning import describe
 from penstock.spec import machine as machines
@@ -100,7 +100,7 @@ def test_of_models_without_a_relu_nothing_is_claimed() -> None:
 
 
 def test_more_tokens_need_more_neurons() -> None:
-    profile = activity.Profile(((0.5, 0.1), (0.0, 0.0)), "here")
+    profile = activity.NeuronProfile(((0.5, 0.1), (0.0, 0.0)), "here")
     assert profile.active(0, 0, 2, 1) == pytest.approx(0.3)
     assert profile.active(0, 0, 1, 2) == pytest.approx(0.75)
     assert profile.active(0, 0, 2, 1000) == pytest.approx(1.0)
@@ -121,7 +121,7 @@ def test_predictors_have_the_sizes_of_table_6() -> None:
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> Program:
+def programs(draw: st.DrawFn) -> NeuronProgram:
     """Small enough for all 2^groups choices."""
     layers = []
     for _ in range(draw(st.integers(1, 3))):
@@ -131,10 +131,10 @@ def programs(draw: st.DrawFn) -> Program:
                                   draw(st.integers(1, count + 1))))  # fmt: skip
     total = sum(len(layer.impacts) * layer.group_bytes for layer in layers)
     device = draw(st.integers(0, total))
-    return Program(tuple(layers), device, draw(st.sampled_from([total, total - device, total // 2])))
+    return NeuronProgram(tuple(layers), device, draw(st.sampled_from([total, total - device, total // 2])))
 
 
-def best(program: Program) -> float:
+def best(program: NeuronProgram) -> float:
     """Of all choices that are allowed; -inf where none is."""
     each = [[frozenset(g for g in range(len(p.impacts)) if mask >> g & 1) for mask in range(1 << len(p.impacts))]
             for p in program.layers]  # fmt: skip
@@ -142,7 +142,7 @@ def best(program: Program) -> float:
 
 
 @given(programs())
-def test_it_is_the_best_of_all_choices(program: Program) -> None:
+def test_it_is_the_best_of_all_choices(program: NeuronProgram) -> None:
     found, most = ilp.solve(program), best(program)
     assert (found is None) == (most == -inf)
     if found is not None:
@@ -154,23 +154,23 @@ def test_it_is_the_best_of_all_choices(program: Program) -> None:
 
 
 @given(programs())
-def test_memory_alone_is_a_bound(program: Program) -> None:
+def test_memory_alone_is_a_bound(program: NeuronProgram) -> None:
     assert ilp.relaxed(program, ilp._by_density(program)) >= best(program) - 1e-9
 
 
 @given(programs())
-def test_greedy_is_allowed_or_nothing(program: Program) -> None:
+def test_greedy_is_allowed_or_nothing(program: NeuronProgram) -> None:
     found = ilp.greedy(program)
     assert found is None or allowed(program, found)
 
 
-def curved(layers: int, groups: int, least: int, share: float) -> Program:
+def curved(layers: int, groups: int, least: int, share: float) -> NeuronProgram:
     found = [activity.fit(0.003 + 0.1 * i / layers, 0.26) for i in range(layers)]
     each = [
         LayerGroups(tuple(c.mean(g / groups, (g + 1) / groups) for g in range(groups)), 1 << 20, least) for c in found
     ]
     total = layers * groups << 20
-    return Program(tuple(each), int(total * share), total)
+    return NeuronProgram(tuple(each), int(total * share), total)
 
 
 @pytest.mark.parametrize("least, share", [(3, 0.05), (40, 0.05), (120, 0.3)])

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.papers.published import FIGURES, TABLE_I
+from bench.papers.published import FIGURES, SEVERAL, TABLE_I
 from bench.papers.scheinfer import predicted
+from penstock.errors import BadRequest
 from penstock.graph.check_plan import check_plan
 from penstock.planner.cost import Cost
 from penstock.planner.predict import predict
 from penstock.planner.solve import scheinfer, settle_context
-from penstock.planner.solve.beside import DeviceSkeleton, Split, device_skeleton
+from penstock.planner.solve.beside import DeviceSkeleton, device_skeleton
 from penstock.planner.solve.layer_work import Estimate, LayerWork, Shares, Step
 from penstock.planner.solve.ours import device
 from penstock.planner.solve.problem import Problem
@@ -24,8 +25,8 @@ from penstock.planner.solve.scheinfer import FREE, PAPER
 from penstock.planner.solve.slicing import (
     FfnBlock,
     Lanes,
-    Line,
     Option,
+    SliceTime,
     assign,
     best_n_g,
     best_r_cg,
@@ -51,7 +52,7 @@ lanes = st.builds(
     ring_s=st.sampled_from([inf, 1e-4, 2e-3]), link_also_s=st.sampled_from([0.0, 0.0, 1e-3]),
     cpu_also_s=st.sampled_from([0.0, 0.0, 1e-3]),
 )  # fmt: skip
-lines = st.builds(Line, fixed_s=st.sampled_from([0.0, 1e-5, 1e-3]), whole_s=some_seconds)
+lines = st.builds(SliceTime, fixed_s=st.sampled_from([0.0, 1e-5, 1e-3]), whole_s=some_seconds)
 blocks = st.builds(FfnBlock, lanes=lanes, cpu=lines, link=lines, gpu=lines)
 
 
@@ -72,7 +73,7 @@ def test_r_cg_is_as_good_as_brute_force(block: FfnBlock, r_gg: float) -> None:
 @given(st.floats(1e-4, 1e-2), st.floats(1e-4, 1e-2), factors, factors)
 def test_cpu_and_link_alone_have_a_formula(cpu_s: float, link_s: float, c: float, k: float) -> None:
     """As derived in the module: one of them alone, or both, ending together."""
-    block = FfnBlock(Lanes(cpu_factor=c, link_factor=k), Line(0, cpu_s), Line(0, link_s), Line(0, 1e-12))
+    block = FfnBlock(Lanes(cpu_factor=c, link_factor=k), SliceTime(0, cpu_s), SliceTime(0, link_s), SliceTime(0, 1e-12))
     r_cg, found = best_r_cg(block)
     together = c * cpu_s / (c * cpu_s + k * link_s)
     at_once = together * k * link_s
@@ -90,8 +91,8 @@ def test_table_i_gives_029_not_018() -> None:
     cpu, gpu, link = (fit[key] for key in (("cpu", "int4"), ("gpu", "int4"), ("link", "")))
     block = FfnBlock(
         Lanes(),
-        Line(cpu.alpha_s, work * cpu.beta_s), Line(link.alpha_s, nbytes * link.beta_s),
-        Line(gpu.alpha_s, work * gpu.beta_s),
+        SliceTime(cpu.alpha_s, work * cpu.beta_s), SliceTime(link.alpha_s, nbytes * link.beta_s),
+        SliceTime(gpu.alpha_s, work * gpu.beta_s),
     )  # fmt: skip
     r_cg, _ = best_r_cg(block)
     assert r_cg == pytest.approx(0.29, abs=0.03)
@@ -156,7 +157,7 @@ def slower(machine: MachineSpec, lane: str, factor: float) -> MachineSpec:
 
 def decode_s(skeleton: DeviceSkeleton, lifted: float) -> float:
     """Simulated, with all FFNs in RAM and the rest on the device."""
-    plan = replace(skeleton, split=replace(skeleton.split, lifted=lifted))
+    plan = replace(skeleton, lifted=(lifted,) * skeleton.problem.layers)
     spec = skeleton.problem.spec
     there = {f"{i}.attn": spec.layers[i].attention.kv_heads for i in range(len(spec.layers))}
     every = {part.key: part.granules for part in plan.plan({}, {}).parts.values() if part.kind in ("ffn", "embed")}
@@ -172,8 +173,7 @@ def test_r_cg_is_right_where_it_is_simulated(machine: MachineSpec, lane: str, fa
     """The closed form's share against a grid of simulated plans, and its seconds against the simulated ones."""
     machine = slower(machine, lane, factor)
     ask = settle_context(Ask(context=512), LLAMA_1B)
-    split = Split("", 0.0, len(LLAMA_1B.layers), GPU.executor, True)
-    skeleton = device_skeleton(Problem(ask, LLAMA_1B, BF16, machine), split, 64)
+    skeleton = device_skeleton(Problem(ask, LLAMA_1B, BF16, machine), 64, len(LLAMA_1B.layers), lifted=0.0)
     estimate = Estimate(LayerWork(Problem(ask, LLAMA_1B, BF16, machine)), 64, Shares(), len(LLAMA_1B.layers), True)
     lifted = estimate.lifted()
     found = decode_s(skeleton, lifted[0])
@@ -256,11 +256,21 @@ def test_no_slices_where_they_do_not_apply() -> None:
 
 
 def test_fewer_threads_lift_more() -> None:
-    """Section V-E2's optima, 0.18 to 0.71 with 16 to 2 threads, within a third of ours. Mixtral is no prediction."""
+    """Section V-E2's optima, 0.18 to 0.71 with 16 to 2 threads, within a third of ours."""
     figures = [f for f in FIGURES if f.paper == "ScheInfer"]
     rows = [f for f in figures if f.metric == "share"]
-    found = [predicted(row) for row in rows]
-    shares = [each.value for each in found if each is not None]
+    shares = [predicted(row).value for row in rows]
     assert len(shares) == len(rows) == 4 and shares == sorted(shares)
     assert all(0.67 < share / row.value < 1.5 for share, row in zip(shares, rows, strict=True))
-    assert all(predicted(f) is None for f in figures if f.model == "mixtral-8x7b")
+
+
+def test_rows_of_models_that_the_planner_refuses() -> None:
+    """A row of Mixtral alone raises what the planner says. Rows of several models tell which ones they are without."""
+    figures = [f for f in FIGURES if f.paper == "ScheInfer"]
+    alone = [f for f in figures if f.model == "mixtral-8x7b"]
+    assert len(alone) == 6
+    for figure in alone:
+        with pytest.raises(BadRequest, match="experts"):
+            predicted(figure)
+    both = next(f for f in figures if "V-E2" in f.table and f.model == SEVERAL)
+    assert "; without mixtral-8x7b (" in predicted(both).note and "llama" not in predicted(both).note

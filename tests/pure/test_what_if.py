@@ -65,7 +65,7 @@ def test_a_faster_disk_and_link() -> None:
 def test_a_faster_link_beside_a_device() -> None:
     ask = settle_context(Ask(device_memory_bytes=700 * MIB, context=512), LLAMA_1B)
     candidate = next(pipo.candidates(settled(ask, LLAMA_1B, BF16, WITH_DEVICE)))
-    solved = Solved(candidate.plan, quick(candidate.plan, ask, WITH_DEVICE), (), None, candidate.strategy)
+    solved = Solved(candidate.plan, quick(candidate.plan, ask, WITH_DEVICE), (), candidate.strategy)
     found = what_if(solved, ask, WITH_DEVICE)
     assert found.faster_disk is None and found.faster_link is not None
     assert 1.5 < found.faster_link.decode_tokens_per_s / solved.prediction.decode_tokens_per_s <= 2

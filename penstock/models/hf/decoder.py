@@ -67,6 +67,7 @@ class Details:
     mlp_bias: bool = False
     qk_norm: bool = False
     norms_all_heads: bool = False
+    sinks: bool = False
     scale: float | None = None
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
@@ -190,5 +191,6 @@ def _attention(
         out_bias=details.out_bias,
         qk_norm=details.qk_norm,
         norms_all_heads=details.norms_all_heads,
+        sinks=details.sinks,
         rope=rope_of(config, details.rope, head_dim, max_positions, layer_type),
     )

@@ -1,4 +1,8 @@
-"""Solvers: an ask, a model and a machine in, a plan with its reasons out."""
+"""Finds a plan for an ask: all solvers propose candidates, and the best of those that the runtime can run is taken.
+
+`solve` is the entry. Candidates are ranked by their simulated times. Simulating takes most of the planning time, so a
+candidate is not simulated where a simple bound (`bound`) says that it cannot win.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from penstock.errors import BadRequest, DoesNotFit
 from penstock.planner.predict import Prediction
-from penstock.planner.routing import Trace
+from penstock.planner.routing import RouterTrace
 from penstock.planner.shorten import quick, streamed
 from penstock.planner.solve.bound import least_score_s, reads_bytes, score_s, sequences
 from penstock.planner.solve.candidate import Candidate, Compared
@@ -24,33 +28,41 @@ from penstock.spec.plan import Plan
 
 @dataclass(frozen=True)
 class Solved:
-    """The best plan that the runtime runs, what it will do, the runner-up, and a sentence per choice. `compared`: every
-    candidate that was simulated, this plan first, then the best. `not_yet`: those of them that would be better, and
-    that this version cannot run."""
+    """What `solve` answers.
+
+    plan, prediction  the best plan that the runtime runs, and its prediction
+    reasons         a sentence for each choice in the plan
+    strategy        the name of the plan's strategy
+    compared        every candidate that was simulated: the plan first, the others ranked
+    not_yet         candidates that would be better than the plan, but that this version cannot run
+    """
 
     plan: Plan
     prediction: Prediction
     reasons: tuple[str, ...]
-    runner_up: Prediction | None = None
     strategy: str = "as given"
     compared: tuple[Compared, ...] = ()
     not_yet: tuple[Compared, ...] = ()
 
 
-_EQUAL, _SURELY_EQUAL = 1.05, 1.04  # the difference: loads that ran ahead before the simulated passes
+# Two plans are equals if their times differ by less than the first factor. The second compares a simulated time with a
+# bound. It is smaller, because loads that ran ahead before the simulated passes can make a simulated time too short.
+_EQUAL, _SURELY_EQUAL = 1.05, 1.04
 
 
-def _settles(prediction: Prediction, plan: Plan, least_s: float, other: Plan, ask: Ask) -> bool:
-    """Whether a plan that was predicted beats another one that was not: that one reads as much from the disk or more,
-    and at best (`least_s`) is an equal."""
-    if reads_bytes(other) / sequences(other, ask) < prediction.disk_bytes_per_token:
+def _settles(rival: Compared, least_s: float, plan: Plan, ask: Ask) -> bool:
+    """Whether a simulated rival makes it needless to simulate `plan`. It does if the plan reads at least as much from
+    disks as the rival, and is no better than an equal even if it takes only its bound of `least_s` seconds."""
+    if reads_bytes(plan) / sequences(plan, ask) < rival.prediction.disk_bytes_per_token:
         return False
-    return score_s(prediction, plan, ask) <= least_s * _SURELY_EQUAL
+    return _score_s(rival, ask) <= least_s * _SURELY_EQUAL
 
 
 def settle_context(ask: Ask, spec: ModelSpec) -> Ask:
-    """The ask with its context decided: the model's maximum, at most 4096, unless the prompt and output
-    need more. Raises BadRequest where the model cannot hold what was asked for."""
+    """The ask with its context decided, in tokens. By default it is DEFAULT_CONTEXT, or the prompt and the output where
+    these need more, but never more than the model's maximum.
+
+    Raises BadRequest if a context that the user named is more than the model's maximum."""
     wanted = ask.prompt_tokens + ask.output_tokens
     context = ask.context or min(spec.max_positions, max(DEFAULT_CONTEXT, wanted))
     if context > spec.max_positions:
@@ -59,19 +71,21 @@ def settle_context(ask: Ask, spec: ModelSpec) -> Ask:
 
 
 def candidates(problem: Problem, every: bool = False, may_plan: bool = False) -> Iterator[Candidate]:
-    """The candidates of every solver that applies, those with a device first. A model that a device has room for needs
-    no others, unless `every` one is wanted. `may_plan`: also solvers all of whose plans the runtime cannot run yet.
+    """The candidates of every solver that applies, those with a device first. If a device has room for the whole model,
+    there are no others, unless `every` one is wanted. `may_plan`: also ask solvers whose plans the runtime cannot run.
 
-    The solvers are imported when they apply: a run without a device would wait 25 ms for nothing.
+    Raises DoesNotFit if nothing fits, and BadRequest if the ask insists on a device for a model with experts.
+
+    Solvers are imported when they apply. Importing all of them takes 25 ms, which a run without a device need not wait.
     """
-    found, dense = False, not problem.spec.is_routed
+    any_found, dense = False, not problem.spec.is_routed
     if problem.has_device and not dense:
         from penstock.planner.solve.ours import device, experts
 
         device.require_minimum(problem)
         for candidate in experts.candidates(problem):
             yield candidate
-            found = found or _may_be_chosen(candidate)
+            any_found = any_found or _may_be_chosen(candidate)
     elif problem.has_device:
         from penstock.planner.solve import llama_cpp, pipo, powerinfer, scheinfer
         from penstock.planner.solve.ours import device
@@ -79,40 +93,40 @@ def candidates(problem: Problem, every: bool = False, may_plan: bool = False) ->
         device.require_minimum(problem)
         for candidate in device.candidates(problem):
             yield candidate
-            found = True
+            any_found = True
             if candidate.strategy == device.WHOLE and not every:
                 return
-        if found:
+        if any_found:
             for solver in (scheinfer, llama_cpp, pipo, *((powerinfer,) if every or may_plan else ())):
                 yield from solver.candidates(problem)
-    if (
-        problem.ask.objective == "throughput" and dense
-    ):  # blocks of many batches: who waits for a first token has no use for them
+    # FlexGen's blocks of many batches delay the first token, so they are no candidates where latency is wanted.
+    if problem.ask.objective == "throughput" and dense:
         from penstock.planner.solve import flexgen
 
         for candidate in flexgen.candidates(problem):
             yield candidate
-            found = found or _may_be_chosen(candidate)
+            any_found = any_found or _may_be_chosen(candidate)
     if problem.ask.use_device and problem.has_device:
-        if not found:
+        if not any_found:
             device.refuse(problem)
         return
     try:
         yield from ram.candidates(problem)
     except DoesNotFit:
-        if not found:
+        if not any_found:
             raise
 
 
 def solve(
     ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, disks: Mapping[str, Tier] | None = None,
-    *, every: bool = False, may_plan: bool = False, trace: Trace | None = None,
+    *, every: bool = False, may_plan: bool = False, trace: RouterTrace | None = None,
 ) -> Solved:  # fmt: skip
-    """Lowers and simulates every candidate that may win and takes the fastest for the ask's objective.
+    """Simulates every candidate that may win, and takes the fastest for the ask's objective that the runtime can run.
 
-    `disks`: the disk of each part of the model, where it lies on more than one. `every`: also candidates that cannot
-    win, so that they can be compared. `may_plan`: also plans of solvers that the runtime cannot run yet. They are
-    compared and never chosen. `trace`: what routers are known to say; None: what is stated of them.
+    disks           part key → the disk that it lies on. Needed only if the model lies on more than one
+    every           simulate candidates that cannot win too, so that they can be compared
+    may_plan        ask solvers too whose plans the runtime cannot run yet. Such plans are compared and never chosen
+    trace           what routers are known to say; None: `routing.stated`
 
     Raises DoesNotFit with the minimum that would do, and BadRequest for what no machine could do.
     """
@@ -122,47 +136,48 @@ def solve(
     for candidate in candidates(problem, every, may_plan):
         plan = on_disks(candidate.plan, disks or {})
         bounded.append((least_score_s(plan, ask, problem.cost), candidate._replace(plan=plan)))
-    bounded.sort(key=lambda entry: entry[0])  # the most promising first: then most others need no simulation
-    found: list[Compared] = []
+    bounded.sort(key=lambda entry: entry[0])  # the most promising first, so that it settles most of the others
+    compared: list[Compared] = []
+    rivals: list[Compared] = []  # the compared candidates that may be chosen
     for least_s, candidate in bounded:
-        rivals = [each for each in found if _may_be_chosen(each.candidate)]
-        if every or not any(_settles(p, c.plan, least_s, candidate.plan, ask) for c, p in rivals):
-            # The most promising one is mostly the one that is chosen, whose spread between tokens is wanted.
+        if every or not any(_settles(rival, least_s, candidate.plan, ask) for rival in rivals):
+            # Only the chosen plan's spread between tokens is wanted. Mostly the most promising plan is chosen.
             spread = not rivals and _may_be_chosen(candidate)
-            found.append(Compared(candidate, quick(candidate.plan, ask, machine, spread, trace)))
-    # Ranked by themselves: what cannot run must not decide which of the others are equals.
-    may_be_chosen = [each for each in found if _may_be_chosen(each.candidate)]
-    first, chosen = may_be_chosen[0], _ranked(may_be_chosen, ask)[0]
-    found = _ranked(found, ask)
-    chosen_s = score_s(chosen.prediction, chosen.candidate.plan, ask)
-    better = (each for each in found if score_s(each.prediction, each.candidate.plan, ask) < chosen_s)
-    not_yet = tuple(each for each in better if each.candidate.cannot_run)
+            compared.append(Compared(candidate, quick(candidate.plan, ask, machine, spread, trace)))
+            rivals += compared[-1:] if _may_be_chosen(candidate) else []
+    # `rivals` are ranked without the others: a plan that cannot run must not decide which plans are equals.
+    chosen = _ranked(rivals, ask)[0]
+    others = [each for each in _ranked(compared, ask) if each is not chosen]
+    better = (each for each in others if _score_s(each, ask) < _score_s(chosen, ask))
     strategy, plan, reasons, _, _ = chosen.candidate
-    prediction = chosen.prediction if chosen is first else quick(plan, ask, machine, trace=trace)
-    plan, how = with_reads(
-        plan, machine
-    )  # predictions stay, though with caches fewer reads are in flight than the probe had
+    prediction = chosen.prediction if chosen is rivals[0] else quick(plan, ask, machine, trace=trace)
+    # The prediction stays: the disk's rate was measured with such reads. With caches fewer of them are in flight.
+    plan, how = with_reads(plan, machine)
     reasons += (how,) if plan.caches or any(streamed(plan, from_disk=True).values()) else ()
     reasons += (f"{prediction.bound_by} is busiest while decoding: {prediction.lane_share[prediction.bound_by]:.0%}",)
-    others = [each for each in found if each is not chosen]
-    runner_up = others[0].prediction if others else None
-    return Solved(plan, prediction, reasons, runner_up, strategy, (chosen, *others), not_yet)
+    return Solved(
+        plan, prediction, reasons, strategy, (chosen, *others),
+        tuple(each for each in better if each.candidate.cannot_run),
+    )  # fmt: skip
 
 
 def _may_be_chosen(candidate: Candidate) -> bool:
+    """Whether the runtime can run the plan, and its answers are the model's."""
     return not candidate.lossy and not candidate.cannot_run
 
 
-def _ranked(found: list[Compared], ask: Ask) -> list[Compared]:
-    """The best first. Among equals the plan that reads least: predictions are not that sharp, and the disk may be
-    shared."""
-    scores = [score_s(each.prediction, each.candidate.plan, ask) for each in found]
-    best_s = min(scores)
-    order = sorted(
-        range(len(found)),
-        key=lambda i: (
-            scores[i] > best_s * _EQUAL,
-            found[i].prediction.disk_bytes_per_token if scores[i] <= best_s * _EQUAL else scores[i],
-        ),
-    )
-    return [found[i] for i in order]
+def _score_s(each: Compared, ask: Ask) -> float:
+    """Seconds that the objective brings down, as simulated."""
+    return score_s(each.prediction, each.candidate.plan, ask)
+
+
+def _ranked(compared: list[Compared], ask: Ask) -> list[Compared]:
+    """The best first. Plans within _EQUAL of the best are equals, because predictions are no sharper. Of equals the one
+    that reads least from disks comes first, because other programs may use the disk too."""
+    equal_s = min(_score_s(each, ask) for each in compared) * _EQUAL
+
+    def rank(each: Compared) -> tuple[bool, float]:
+        seconds = _score_s(each, ask)
+        return (True, seconds) if seconds > equal_s else (False, each.prediction.disk_bytes_per_token)
+
+    return sorted(compared, key=rank)

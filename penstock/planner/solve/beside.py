@@ -1,55 +1,53 @@
-"""A plan beside a device, but which bytes stay where: what the solvers with a device vary.
+"""The frame that all solvers with a device fill: everything of a plan but which granules stay in which memory.
 
-Granules of a part lie in the order GG | CG | CC | DC | DG, so what an executor computes is one or two runs of them.
+The granules of a part lie in the order of placements GG, CG, CC, DC, DG (two letters, home and executor: `spec/plan`).
+So the granules of one executor are one or two runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from penstock.graph.arenas import ARENA_ALIGN
 from penstock.planner.solve.fill import MIN_CHUNK_ROWS, UNIT_BYTES, Kv, Resident, Run, filled, units
-from penstock.planner.solve.problem import Problem, spare_bytes
+from penstock.planner.solve.problem import Problem
 from penstock.spec.parts import PINNED, Part
 from penstock.spec.places import DISK, GPU, HOST, Executor, Tier, is_disk
 from penstock.spec.plan import Cache, Plan, Predictor, Unit
 from penstock.units import MIB, format_bytes, round_up
 
-RING_BYTES = 128 * MIB  # of a device, where its memory has room for it
+RING_BYTES = 128 * MIB  # the device's ring, or less on a small device
 _HOST_RING_BYTES, _STAGE_BYTES = 64 * MIB, 64 * MIB
-_SMALLEST_RING_SHARE = 8  # of the device's memory, at most so small a part
-# Of a lift's copying time, what its fixed cost may be. Half of it would ask for units of 60 MiB where a lift costs
-# 60 µs and the link does 25 GB/s: four of them in the ring are what a 6 GB card would rather keep.
+_SMALLEST_RING_SHARE = 8  # the device's ring takes at most 1/8 of its memory
+# The fixed cost of a lift, as a share of its copying time. 2.5 % was rejected: where a lift costs 60 µs and the link
+# does 25 GB/s, units would have 60 MiB. Four of them fill a ring of 240 MiB, which a 6 GB card has better uses for.
 FIXED_SHARE = 0.05
 
 
 @dataclass(frozen=True)
-class Split:
-    """Who computes what is not at home on the device: `name`. `lifted`: of the FFN granules outside its memory, the
-    share that it computes all the same, each token over the link; the CPU computes the others. `attention_layers`: the
-    first so many are the device's, with their KV at home in `kv_home`; the others' attention and KV are the CPU's.
-    `prompts`: whether the device also computes the CPU's granules where a prompt is read (CG', ScheInfer §IV-B).
-    `lifted_by_layer`: instead of `lifted`, where layers differ."""
-
-    name: str
-    lifted: float
-    attention_layers: int
-    kv_home: Tier
-    prompts: bool
-    lifted_by_layer: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
 class DeviceSkeleton:
-    """`ring_bytes`: of the device, and of the host; `stage_bytes`: between disk and device. `order`: of `plan.ORDERS`.
-    `unit_bytes`: of a block that crosses the link in one unit, at most; 0: by what lifts cost, and the ring.
-    `predictors`: a Plan's."""
+    """Everything of a plan beside a device but which bytes stay where, in these fields:
+
+    chunk_rows      the most rows of a batch in a prefill pass
+    attention_layers  of so many first layers the device computes attention, of the others the CPU
+    kv_home         the home of the KV of these first layers. That of the others is RAM
+    lifted          of each layer, the share of the FFN granules outside device memory that the device computes in
+                    decode all the same. They cross the link at each token. The CPU computes the others
+    prompts         whether the device also computes the CPU's granules where a prompt is read (CG', ScheInfer §IV-B)
+    ring_bytes, host_ring_bytes  the rings of the device and of the CPU
+    stage_bytes     pinned memory between a disk and the device
+    order           one of `spec.plan.ORDERS`
+    unit_bytes      the most bytes of a block that crosses the link in one unit; 0: `lift_bytes` says
+    predictors      as in a Plan
+    """
 
     problem: Problem
-    split: Split
     chunk_rows: int
+    attention_layers: int
+    kv_home: Tier
+    lifted: tuple[float, ...]
+    prompts: bool
     ring_bytes: int
     host_ring_bytes: int
     stage_bytes: int
@@ -57,20 +55,16 @@ class DeviceSkeleton:
     unit_bytes: int = 0
     predictors: tuple[Predictor, ...] = ()
 
-    def with_split(self, **changes: object) -> DeviceSkeleton:
-        """The same with other fields of its split."""
-        return replace(self, split=replace(self.split, **changes))  # type: ignore[arg-type]
-
     def plan(
         self, on_device: Resident, in_memory: Resident | None = None, caches: tuple[Cache, ...] = ()
     ) -> Plan:  # fmt: skip
-        """Complete. `on_device`, `in_memory`: granules that stay there, part by part, None: all that are not on the
-        device; what is in neither is on the disk. Rings that nothing streams through are left out. `caches`: a
-        Plan's."""
-        problem, split = self.problem, self.split
+        """The complete plan. `on_device`: the granules that stay in device memory. `in_memory`: those that stay in RAM;
+        None: all others. The rest is at home on the disk. Rings that nothing streams through are left out. `caches`: as
+        in a Plan."""
+        problem, attention = self.problem, self.attention_layers
         if in_memory is None:
             in_memory = {key: part.granules - on_device.get(key, 0) for key, part in problem.parts.items()}
-        known: dict[tuple[object, ...], tuple[Run, ...]] = {}  # layers are alike, and most keep as much
+        known: dict[tuple[object, ...], tuple[Run, ...]] = {}  # most layers are alike, and have the same runs
 
         def runs(part: Part) -> tuple[Run, ...]:
             there = on_device.get(part.key, 0)
@@ -82,28 +76,27 @@ class DeviceSkeleton:
 
         cut = units(problem.parts.values(), runs)
         rings, stage_bytes = self._rings(cut)
-        attention = split.attention_layers
         return filled(
             problem, cut,
-            (Kv(0, attention, split.kv_home, GPU.executor), Kv(attention, problem.layers, HOST, HOST)),
+            (Kv(0, attention, self.kv_home, GPU.executor), Kv(attention, problem.layers, HOST, HOST)),
             chunk_rows=self.chunk_rows, rings=rings, stage_bytes=stage_bytes, order=self.order, main=GPU.executor,
             predictors=self.predictors, caches=caches,
         )  # fmt: skip
 
     def _runs(self, part: Part, there: int, memory: int) -> tuple[Run, ...]:
-        """The runs of a part whose granules up to `there` are at home on the device, and from there up to `memory` in
-        RAM."""
+        """The runs of a part: granules 0..there are at home on the device, there..memory in RAM, the rest on the disk.
+        The device computes the share `_lifted` of RAM's granules, the first of them, and of the disk's, the last."""
         if part.kind == "router":  # where the experts are computed
             at = GPU.executor if there else HOST
             return ((0, part.granules, at, at, at, part.nbytes),)
         if part.kind in PINNED:
             return ((0, part.granules, GPU.executor, GPU.executor, GPU.executor, part.nbytes),)
-        if part.kind == "embed" and not self.problem.spec.tied:  # gathered, row by row
+        if part.key == self.problem.gathered:
             home = HOST if memory == part.granules else DISK.tier
             return ((0, part.granules, home, GPU.executor, GPU.executor, part.nbytes),)
         lifted, lift_bytes = self._lifted(part), self._lift_bytes(part)
         here, far = (int(n * lifted + 0.5) for n in (memory - there, part.granules - memory))
-        prompts = GPU.executor if self.split.prompts and part.kind == "ffn" else HOST
+        prompts = GPU.executor if self.prompts and part.kind == "ffn" else HOST
         return (
             (0, there, GPU.executor, GPU.executor, GPU.executor, part.nbytes),
             (there, there + here, HOST, GPU.executor, GPU.executor, lift_bytes),
@@ -113,36 +106,41 @@ class DeviceSkeleton:
         )
 
     def _lifted(self, part: Part) -> float:
-        """The share of granules outside its memory that the device computes. Experts there are the CPU's."""
+        """The share of a part's granules outside device memory that the device computes in decode. Experts there are
+        the CPU's."""
         if part.kind == "experts":
             return 0.0
         if part.kind in ("ffn", "shared"):
-            return self.split.lifted_by_layer[part.layer] if self.split.lifted_by_layer else self.split.lifted
-        return 1.0 if part.kind != "attn" or part.layer < self.split.attention_layers else 0.0
+            return self.lifted[part.layer]
+        return 1.0 if part.kind != "attn" or part.layer < self.attention_layers else 0.0
 
     def _lift_bytes(self, part: Part) -> int:
-        """A vocabulary is larger than the ring of two blocks that it comes through, where these are whole units."""
-        if self.unit_bytes:
+        """The most bytes of a unit that crosses the link."""
+        if self.unit_bytes:  # a vocabulary is larger than a block: at most half of the ring, so that two units fit
             return self.unit_bytes if part.kind in ("attn", "ffn") else min(self.unit_bytes, self.ring_bytes // 2)
-        return self._usual_lift_bytes
-
-    @cached_property
-    def _usual_lift_bytes(self) -> int:
         return lift_bytes(self.problem, self.ring_bytes)
 
     def _stage_unit_bytes(self, part: Part) -> int:
+        """The most bytes of a unit that crosses the stage on its way from the disk to the device."""
         return min(self._lift_bytes(part), self.stage_bytes // 2)
 
     def _load_bytes(self, part: Part, prompts: Executor) -> int:
+        """The most bytes of a unit that is at home on the disk and that the CPU computes in decode. If the device
+        computes it where a prompt is read, the unit crosses the stage then."""
         loads = min(UNIT_BYTES, self.host_ring_bytes // 4)
         return min(loads, self._stage_unit_bytes(part)) if prompts == GPU.executor else loads
 
     def _rings(self, units: list[Unit]) -> tuple[dict[Executor, int], int]:
-        """(rings that something streams through, the stage), none smaller than its largest unit."""
-        gathered = "" if self.problem.spec.tied else "embed"
+        """(executor → bytes of its ring, bytes of the stage). Rings and stage that no unit passes are left out, and
+        each has room for its largest unit, the stage for two of them."""
         granule_bytes = {key: part.granule_bytes for key, part in self.problem.parts.items()}
-        # Thousands of units are alike but for the layer.
-        kinds = {(granule_bytes[u.part], u.hi - u.lo, u.home, u.decode, u.prefill) for u in units if u.part != gathered}
+        granule_bytes.pop(self.problem.gathered, None)
+        # Most of a plan's thousands of units differ only in their layer, so a few kinds tell the largest.
+        kinds = {
+            (granule_bytes[unit.part], unit.hi - unit.lo, unit.home, unit.decode, unit.prefill)
+            for unit in units
+            if unit.part in granule_bytes
+        }
         need = {GPU.executor: 0, HOST: 0}
         stage_bytes = 0
         for each_bytes, granules, home, *executors in kinds:
@@ -157,13 +155,16 @@ class DeviceSkeleton:
         return {tier: max(wanted[tier], nbytes) for tier, nbytes in need.items() if nbytes}, stage_bytes
 
     def device_budget(self) -> int | None:
-        """Bytes of weights that the device's memory has room for; None where the least does not fit."""
-        return spare_bytes(self.plan({}, {}), GPU.executor, self.problem.device_bytes)
+        """Bytes of weights that device memory has room for. None if not even a plan without any fits."""
+        return self.problem.spare_bytes(self.plan({}, {}), GPU.executor)
 
 
-def device_skeleton(problem: Problem, split: Split, chunk_rows: int) -> DeviceSkeleton:
-    """With rings of the usual sizes, smaller on a small device, and none too small for the largest granule twice.
-    Experts come through the host's ring alone."""
+def device_skeleton(
+    problem: Problem, chunk_rows: int, attention_layers: int, lifted: float,
+    kv_home: Tier = GPU.executor, prompts: bool = True,
+) -> DeviceSkeleton:  # fmt: skip
+    """A skeleton with rings and a stage of the usual sizes. The ring is smaller on a small device. Each has room for
+    two of the largest granules. Experts come through the host's ring alone. `lifted`: the share of every layer."""
     streaming = [part for part in problem.parts.values() if part.kind not in PINNED]
     largest = max(part.least_bytes for part in streaming if part.kind != "experts")
     expert = max((part.least_bytes for part in streaming if part.kind == "experts"), default=0)
@@ -171,14 +172,18 @@ def device_skeleton(problem: Problem, split: Split, chunk_rows: int) -> DeviceSk
     def whole(nbytes: int, largest: int = largest) -> int:
         return max(nbytes, 2 * largest) // ARENA_ALIGN * ARENA_ALIGN + (ARENA_ALIGN if largest % ARENA_ALIGN else 0)
 
-    ring, host_ring = whole(min(RING_BYTES, problem.device_bytes // _SMALLEST_RING_SHARE)), whole(_HOST_RING_BYTES)
-    host_ring = max(host_ring, whole(0, expert))
-    return DeviceSkeleton(problem, split, chunk_rows, ring, host_ring, whole(_STAGE_BYTES))
+    ring = whole(min(RING_BYTES, problem.device_bytes // _SMALLEST_RING_SHARE))
+    host_ring = max(whole(_HOST_RING_BYTES), whole(0, expert))
+    return DeviceSkeleton(
+        problem, chunk_rows, attention_layers, kv_home, (lifted,) * problem.layers, prompts, ring, host_ring,
+        whole(_STAGE_BYTES),
+    )  # fmt: skip
 
 
-def smallest(problem: Problem, split: Split) -> DeviceSkeleton:
-    """With the smallest rings and chunks."""
-    tiny = device_skeleton(problem.asking(device_memory_bytes=0), split, MIN_CHUNK_ROWS)
+def smallest(problem: Problem) -> DeviceSkeleton:
+    """The skeleton with the smallest rings and chunks, in which the device computes everything that is not the
+    CPU's."""
+    tiny = device_skeleton(problem.asking(device_memory_bytes=0), MIN_CHUNK_ROWS, problem.layers, lifted=1.0)
     expert = max((part.least_bytes for part in problem.of_kind("experts")), default=0)
     host_ring = max(tiny.ring_bytes, expert)
     return replace(tiny, problem=problem, host_ring_bytes=host_ring, stage_bytes=tiny.ring_bytes)
@@ -187,8 +192,13 @@ def smallest(problem: Problem, split: Split) -> DeviceSkeleton:
 def within_device(
     problem: Problem, budget: int | None, attempts: int, plan_of: Callable[[int], Plan | None]
 ) -> Plan | None:
-    """The plan of as large a budget of weights on the device as fits. Some attempts: kernels need more scratch for
-    large units that stay than for those that come, and KV is in whole arenas. None where RAM is what is too small."""
+    """A plan that fits, by lowering the budget of weights in device memory until it does.
+
+    A plan may need more device memory than its budget says: kernels need more scratch for large units that stay than
+    for units that stream, and the KV arena is rounded up. Then the excess is taken off the budget. `plan_of`: the plan
+    of a budget in bytes. None if there is no budget, if `plan_of` has no plan, if RAM is too small, or if no attempt
+    fits.
+    """
     for _ in range(attempts if budget is not None else 0):
         assert budget is not None
         plan = plan_of(budget)
@@ -202,18 +212,21 @@ def within_device(
 
 
 def all_there(plan: Plan) -> bool:
-    """Whether the device holds everything but embedding rows that are looked up."""
+    """Whether all weights are at home on the device, but for the embedding, of which single rows are looked up."""
     return all(unit.home == GPU.executor or unit.part == "embed" for unit in plan.units)
 
 
 def lift_bytes(problem: Problem, ring_bytes: int) -> int:
-    """The least unit whose copying takes 1 / FIXED_SHARE times its fixed cost, in whole MiB: the link's line (ScheInfer
-    Eq. 3) says what PIPO's appendix A finds by trying. Small enough that four fit into the ring."""
+    """The most bytes of a unit that is lifted, in whole MiB: its copying takes 1 / FIXED_SHARE times its fixed cost.
+
+    This is computed from the link's line (ScheInfer Eq. 3). PIPO's appendix A finds it by trying. Four such units fit
+    into the ring."""
     wanted = _fixed_s(problem) / FIXED_SHARE * problem.cost.bytes_per_s(GPU.to_device, "lift", "*")
     return min(round_up(max(1, int(wanted)), MIB), ring_bytes // 4)
 
 
 def lift_reason(problem: Problem, ring_bytes: int) -> str:
+    """A sentence that says why units have `lift_bytes`."""
     nbytes = lift_bytes(problem, ring_bytes)
     why = f"at most {FIXED_SHARE:.0%} of its copy"
     if nbytes == ring_bytes // 4:
@@ -223,7 +236,8 @@ def lift_reason(problem: Problem, ring_bytes: int) -> str:
 
 
 def _fixed_s(problem: Problem) -> float:
-    """What a unit costs beside its bytes: its copy is begun on the link, its product launched on the device."""
+    """Seconds that a lifted unit costs beside its bytes: to begin its copy on the link, and to launch its product on
+    the device."""
     cost = problem.cost
     calls_s = cost.call_s(GPU.to_device, "lift", "*") + cost.call_s(GPU.kernels, "ffn", problem.weights.kind)
     return calls_s + cost.task_s(GPU.to_device) + cost.task_s(GPU.kernels)

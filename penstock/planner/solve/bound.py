@@ -1,7 +1,7 @@
-"""How fast a plan could be at best: each lane's bytes and flops at its rate, and every lane at work all the time.
+"""A lower bound of the time that a plan takes: the seconds of its busiest lane, if that lane never waits.
 
-Takes a thousandth of what lowering and simulating take, so most candidates need not be simulated to know that another
-one is better.
+The bound takes a thousandth of the time of lowering and simulating. `solve` does not simulate a candidate whose bound
+is worse than the simulated time of another one.
 """
 
 from __future__ import annotations
@@ -20,50 +20,52 @@ from penstock.spec.places import GPU, HOST, Lane, disk_of, is_disk, kernels_of
 from penstock.spec.plan import Plan, Unit
 
 
-class _Pass(NamedTuple):
-    """Of `batches` batches of `rows` rows each. `seqs`: of a batch. `seq_rows`: at most so many rows of a sequence,
-    which together see `pairs` positions, on average of all passes."""
+class _PassSize(NamedTuple):
+    """The size of a pass, averaged over all passes of its kind.
+
+    purpose         "prefill" or "decode"
+    batches         batches in the pass
+    rows            rows of a batch
+    seqs            sequences of a batch
+    pairs           (row, position) pairs of a sequence: each row attends to all positions before it
+    """
 
     purpose: str
     batches: int
     rows: int
     seqs: int
-    seq_rows: int
     pairs: float
 
 
 def score_s(prediction: Prediction, plan: Plan, ask: Ask) -> float:
-    """Seconds to bring down: of all answers, or, where throughput is wanted, of a generated token, the prompts' time
-    counted. A plan for fewer sequences than were asked for takes several rounds."""
+    """The seconds that the ask's objective minimises. For latency they are of all answers; a plan that holds fewer
+    sequences than were asked for takes several rounds. For throughput they are of one generated token, its share of the
+    prompts' time included."""
     return _score_s(prediction.total_s, plan, ask)
 
 
 def least_score_s(plan: Plan, ask: Ask, cost: Cost) -> float:
-    """The same, at best."""
+    """A lower bound of `score_s`, in seconds."""
     seqs = sequences(plan, ask)
     batches = -(-seqs // plan.batch_seqs)
     together = min(seqs, plan.batch_seqs)
     prompt = max(1, min(ask.prompt_tokens, plan.context - 1))
     passes = -(-together * prompt // plan.chunk_rows)
     wanted = (
-        _Pass(
-            *("prefill", batches, together * prompt // passes, together),
-            seq_rows=min(prompt, plan.chunk_rows),
-            pairs=prompt * (prompt + 1) / 2 / passes,
-        ),
-        _Pass("decode", batches, together, together, 1, prompt),
+        _PassSize("prefill", batches, together * prompt // passes, together, prompt * (prompt + 1) / 2 / passes),
+        _PassSize("decode", batches, together, together, prompt),
     )
     prompt_s, token_s = _busiest_s(plan, cost, wanted)
     return _score_s(passes * prompt_s + ask.output_tokens * token_s, plan, ask)
 
 
 def reads_bytes(plan: Plan) -> int:
-    """What a decode pass reads from disks."""
+    """Bytes that a decode pass reads from disks."""
     return sum(streamed(plan, from_disk=True).values())
 
 
 def sequences(plan: Plan, ask: Ask) -> int:
-    """Of a pass."""
+    """How many of the sequences that were asked for go through one pass of the plan."""
     return min(ask.batch, plan.batch_seqs * plan.batches_per_pass)
 
 
@@ -72,16 +74,17 @@ def _score_s(total_s: float, plan: Plan, ask: Ask) -> float:
     return total_s * rounds if ask.objective == "latency" else total_s / (sequences(plan, ask) * ask.output_tokens)
 
 
-def _busiest_s(plan: Plan, cost: Cost, wanted: Sequence[_Pass]) -> list[float]:
-    """Of the busiest lane, in each of some passes: units cross lanes once, and are computed once a batch. Norms, moves
-    of KV and copies are left out."""
+def _busiest_s(plan: Plan, cost: Cost, wanted: Sequence[_PassSize]) -> list[float]:
+    """For each of the passes `wanted`, the seconds of its busiest lane. A unit crosses a lane once a pass, and is
+    computed once a batch. Norms, moves of KV and copies are left out, so the sum stays a lower bound."""
     spec, lanes = plan.target.spec, [defaultdict[str, float](float) for _ in wanted]
     kinds = {
         key: (part.kind, id(spec.layers[part.layer]), part.granules)
         for key, part in plan.parts.items()
         if part.kind in ("attn", *FFNS) or key == head_key(spec)
     }
-    known: dict[tuple[object, ...], list[tuple[dict[str, float], str, float]]] = {}  # of thousands of units few differ
+    # Most of a plan's thousands of units are alike, so their seconds are known already.
+    known: dict[tuple[object, ...], list[tuple[dict[str, float], str, float]]] = {}
     for unit in plan.units:
         kind = kinds.get(unit.part)
         if kind is not None:
@@ -101,9 +104,9 @@ def _busiest_s(plan: Plan, cost: Cost, wanted: Sequence[_Pass]) -> list[float]:
     return [max(each.values(), default=0.0) for each in lanes]
 
 
-def _attention_s(plan: Plan, cost: Cost, p: _Pass) -> Iterator[tuple[Lane, float]]:
-    """(lane, seconds) of attention over all that came before, which is most of a prompt of 131,072 tokens. Left out are
-    layers with a window, and those whose attention is somewhere else than the activations."""
+def _attention_s(plan: Plan, cost: Cost, p: _PassSize) -> Iterator[tuple[Lane, float]]:
+    """(lane, seconds) of attention to all positions before. It is most of the work of a prompt of 131,072 tokens.
+    Layers with a window are left out, and so are layers whose attention is not computed where the activations are."""
     for home in plan.kv:
         if home.attend != plan.main:
             continue
@@ -116,13 +119,13 @@ def _attention_s(plan: Plan, cost: Cost, p: _Pass) -> Iterator[tuple[Lane, float
                 yield lane, count * p.batches * cost.least_s(lane, "attend", home.format.kind, rows, 0, flops)
 
 
-def _unit_s(plan: Plan, unit: Unit, cost: Cost, p: _Pass) -> Iterator[tuple[Lane, float]]:
-    """(lane, seconds) of a unit."""
+def _unit_s(plan: Plan, unit: Unit, cost: Cost, p: _PassSize) -> Iterator[tuple[Lane, float]]:
+    """(lane, seconds) that a unit takes in a pass: of its products, of its load and of its lift."""
     part, executor, home, rows = plan.parts[unit.part], unit.executor(p.purpose), unit.home, p.rows
     cached = {f"{cache.layer}.experts" for cache in plan.caches}
     there = {f"{cache.layer}.experts" for cache in plan.caches if cache.executor != HOST}
     if p.purpose == "prefill" and part.layer < 0:
-        return  # the head: few of a prompt's rows need it
+        return  # the head, which is computed for the last row of a prompt only
     lane = kernels_of(executor)
     fmt, nbytes, active = part.format.kind, plan.unit_bytes(unit), unit.active if p.purpose == "decode" else 1.0
     routed = plan.target.spec.layers[part.layer].routed
@@ -135,7 +138,7 @@ def _unit_s(plan: Plan, unit: Unit, cost: Cost, p: _Pass) -> Iterator[tuple[Lane
         calls = ((op, ops.matrix_cost(part, unit.lo, unit.hi, blocks, rows)) for op, blocks in _CALLS[part.kind])
         seconds = (cost.least_s(lane, op, fmt, rows, active * read, active * flops) for op, (read, flops) in calls)
         yield lane, p.batches * sum(seconds)
-    if is_disk(home) and not (p.purpose == "decode" and unit.part in cached):  # at best nothing is missing
+    if is_disk(home) and not (p.purpose == "decode" and unit.part in cached):  # at best all wanted experts are cached
         reads = disk_of(home).reads
         yield reads, cost.least_s(reads, "load", fmt, 1, nbytes)
     if executor == GPU.executor != home:

@@ -1,4 +1,4 @@
-"""What a solver proposes."""
+"""The candidate, which solvers propose, and the same with its prediction."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from penstock.spec.plan import Plan
 
 
 class Candidate(NamedTuple):
-    """A complete plan that fits, the strategy's name, and a sentence per choice. `cannot_run`: why the runtime cannot
-    run it yet, in a few words; empty where it can. Such a plan serves planning alone. `lossy`: what it changes in the
-    answers; such a plan is compared, and never chosen by itself."""
+    """A plan that a solver proposes.
+
+    strategy        the name of the solver's strategy
+    plan            complete, and within both memories
+    reasons         a sentence for each choice
+    cannot_run      why the runtime cannot run the plan yet, in a few words; "" if it can. Such a plan is compared only
+    lossy           how the plan changes the model's answers; "" if it does not. A lossy plan is never chosen by itself
+    """
 
     strategy: str
     plan: Plan
@@ -21,7 +26,7 @@ class Candidate(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """A candidate and what it would do."""
+    """A candidate and the prediction of its plan."""
 
     candidate: Candidate
     prediction: Prediction

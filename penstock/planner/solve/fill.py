@@ -1,7 +1,7 @@
-"""The one place that makes a plan of what a solver decided: where granules live, where KV does, through which rings.
+"""Makes a complete `Plan` of a solver's decisions: where granules and KV live, and which rings weights stream through.
 
-A solver says of each part in which runs its granules lie (`Run`); `units` cuts them, `filled` adds the rest, with the
-arenas to the byte.
+A solver says in which runs the granules of each part lie (`Run`). `units` cuts the runs to units. `filled` makes the
+plan of these, with every field set and all arenas sized. No other module of the planner makes a plan.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from penstock.spec.places import GPU, HOST, Executor, Tier
 from penstock.spec.plan import ActHome, Cache, KvHome, Plan, PlanModel, Predictor, Unit
 from penstock.units import MIB, round_up
 
-# A direct read of 4 MiB and more runs at the disk's full rate; below, each halving costs (docs/LOG.md).
+# The most bytes that one load brings. Direct reads of 4 MiB and more run at the disk's full rate (docs/LOG.md).
 UNIT_BYTES = 16 * MIB
-CHUNK_ROWS = 512  # weights are read once a chunk; beyond, arithmetic hides the reading anyway
+# The most rows of a usual chunk of a prompt. Weights are read once a chunk. With more rows, computing takes longer than
+# reading anyway.
+CHUNK_ROWS = 512
 MIN_CHUNK_ROWS = 16
 
-Resident = dict[str, int]  # part key → granules that stay
+Resident = dict[str, int]  # part key → how many of its granules stay in a memory
 
 
-# Granules lo..hi of a part, their home, executors of decode and prefill, and the most bytes of a unit.
+# (lo, hi, home, executor of decode, executor of prefill, the most bytes of a unit) of granules lo..hi of a part.
 Run = tuple[int, int, Tier, Executor, Executor, int]
 
 
 class Kv(NamedTuple):
-    """KV of layers lo..hi: where it lives, and who attends to it."""
+    """KV of layers lo..hi: its home, and the executor of attention to it."""
 
     lo: int
     hi: int
@@ -42,19 +44,20 @@ class Kv(NamedTuple):
 
 
 def units(every: Iterable[Part], runs: Callable[[Part], Iterable[Run]]) -> list[Unit]:
-    """The units of all parts; runs of no granules have none."""
-    found: list[Unit] = []
+    """The units of some parts. `runs`: the runs of a part. A run of no granules gives no units."""
+    cut: list[Unit] = []
     for part in every:
         for lo, hi, home, decode, prefill, unit_bytes in runs(part):
             if lo < hi:
-                found += _cut(part.key, lo, hi, home, decode, prefill, *_steps(part, unit_bytes))
-    return found
+                cut += _cut(part.key, lo, hi, home, decode, prefill, *_steps(part, unit_bytes))
+    return cut
 
 
-@lru_cache(maxsize=8192)  # most runs of a plan are those of another one that was tried
+@lru_cache(maxsize=8192)  # solvers try many plans, and most runs of a plan are in another one too
 def _cut(
     key: str, lo: int, hi: int, home: Tier, decode: Executor, prefill: Executor, per_unit: int, step: int
 ) -> list[Unit]:
+    """The units of one run. `per_unit`, `step`: as `_steps` gives them."""
     return [Unit(key, *edges, home, decode, prefill) for edges in _even(lo, hi, per_unit, step)]
 
 
@@ -63,9 +66,19 @@ def filled(
     order: str, main: Executor = HOST, stage_bytes: int = 0, batch_seqs: int | None = None, batches: int = 1,
     page: int | None = None, predictors: tuple[Predictor, ...] = (), caches: tuple[Cache, ...] = (),
 ) -> Plan:  # fmt: skip
-    """The plan, complete. KV homes and rings of nothing are left out. Reads are the usual ones until `with_reads` knows
-    better. `main`: who holds activations. `batch_seqs`, `page` (tokens): the whole batch, and what suits the context,
-    unless given."""
+    """The complete plan.
+
+    kv              empty ranges of layers are left out
+    chunk_rows      the most rows of a batch in a prefill pass
+    rings           executor → bytes of its ring; rings of 0 bytes are left out
+    order           one of `spec.plan.ORDERS`
+    main            the executor that holds activations
+    batch_seqs      sequences of a batch; None: all that were asked for
+    batches         batches of a pass
+    page            tokens of a KV page; None: `page_tokens` of the context
+
+    Reads of the disk are the usual ones, which `reads.with_reads` replaces.
+    """
     ask, spec, machine = problem.ask, problem.spec, problem.machine
     assert ask.context is not None, "settle_context came first"
     seqs = ask.batch if batch_seqs is None else batch_seqs
@@ -100,30 +113,33 @@ def filled(
 
 
 def page_tokens(context: int) -> int:
-    """Long contexts take long pages (less book-keeping), short ones short pages (less rounding)."""
+    """Tokens of a KV page. Long pages take less book-keeping, short pages waste less memory on a short context."""
     return 256 if context >= 1024 else 64
 
 
 def chunk_options(ask: Ask) -> list[int]:
-    """Rows of a prompt's chunk to try, most first. Long prompts may take longer ones: each reads all that streams."""
+    """Rows of a prompt's chunk to try, most first. Each chunk reads all weights that stream, so for long prompts chunks
+    of more than CHUNK_ROWS are tried too."""
     most = max(MIN_CHUNK_ROWS, min(CHUNK_ROWS, ask.context or CHUNK_ROWS))
     longer = [rows for rows in (2048, 1024) if rows <= min(ask.prompt_tokens, ask.context or 0) and rows > most]
     return [*longer, most, *(rows for rows in (128, 32, MIN_CHUNK_ROWS) if rows < most)]
 
 
 def usual_chunks(ask: Ask) -> Iterator[int]:
-    """Without the long ones, which save reading from a disk alone."""
+    """`chunk_options` of at most CHUNK_ROWS. Longer chunks only save reading from a disk."""
     return (rows for rows in chunk_options(ask) if rows <= CHUNK_ROWS)
 
 
 def even_units(part: Part, lo: int, hi: int, unit_bytes: int) -> tuple[tuple[int, int], ...]:
-    """Granules lo..hi in even ranges of at most `unit_bytes`, or of one granule (one expert). An FFN's begin at whole
-    fours, which are summed together: one that is cut costs another pass over its rows."""
+    """Granules lo..hi cut to even ranges of at most `unit_bytes`, but of at least one granule, or one expert.
+
+    An FFN's granules are summed by fours (SUM_GRANULES). A four that is cut costs another pass over its rows, so large
+    ranges of an FFN begin at whole fours."""
     return _even(lo, hi, *_steps(part, unit_bytes)) if lo < hi else ()
 
 
 def _steps(part: Part, unit_bytes: int) -> tuple[int, int]:
-    """(granules of a unit at most, of which it begins at a multiple)."""
+    """(the most granules of a unit, the step): units begin at multiples of the step."""
     least = part.least_granules
     per_unit = max(1, unit_bytes // part.least_bytes) * least
     if least > 1:
@@ -133,27 +149,36 @@ def _steps(part: Part, unit_bytes: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=1024)  # the layers of a model are alike, and so are many of its plans
 def _even(lo: int, hi: int, per_unit: int, step: int) -> tuple[tuple[int, int], ...]:
+    """Ranges lo..hi of at most `per_unit` granules that begin at multiples of `step`."""
     count = 1 if per_unit >= hi - lo else -(-(hi - lo) // (per_unit - step + 1))
     inner = ((lo + (hi - lo) * i // count) // step * step for i in range(1, count))
     return tuple(pairwise([lo, *(edge for edge in dict.fromkeys(inner) if edge > lo), hi]))
 
 
-def share_out(wanted: Sequence[Part], rest: Mapping[str, int], budget: int, found: Resident) -> int:
-    """Adds even shares of `rest` (granules, part by part) to `found`; returns the bytes that they take."""
+def all_of(parts: Iterable[Part]) -> Resident:
+    """All granules of these parts."""
+    return {part.key: part.granules for part in parts}
+
+
+def share_out(wanted: Sequence[Part], budget: int, rest: Mapping[str, int] | None = None) -> Resident:
+    """The same share of every wanted part, as large as `budget` bytes allow. `rest`: part key → the granules that are
+    left to share out; None: all of the part."""
+    rest = all_of(wanted) if rest is None else rest
     total = sum(rest[part.key] * part.granule_bytes for part in wanted)
     share, taken = min(1.0, max(0, budget) / total) if total else 0.0, 0
+    shares: Resident = {}
     for part in wanted:
-        found[part.key] = int(rest[part.key] * share) // part.least_granules * part.least_granules
-        taken += found[part.key] * part.granule_bytes
-    for part in wanted:  # the rest, a granule at a time
-        if taken + part.least_bytes <= budget and found[part.key] < rest[part.key]:
-            found[part.key] += part.least_granules
+        shares[part.key] = int(rest[part.key] * share) // part.least_granules * part.least_granules
+        taken += shares[part.key] * part.granule_bytes
+    for part in wanted:  # what rounding down has left, a granule at a time
+        if taken + part.least_bytes <= budget and shares[part.key] < rest[part.key]:
+            shares[part.key] += part.least_granules
             taken += part.least_bytes
-    return taken
+    return shares
 
 
 def share_slots(experts: Sequence[Part], budget: int) -> list[int]:
-    """Slots of the cache of each of these parts: one, and even shares of what `budget` bytes hold beside."""
+    """Slots of the cache of each of these parts: one, and even shares of what `budget` bytes hold besides."""
     each = [part.least_bytes for part in experts]
     slots = [1 + max(0, min(budget // sum(each), part.experts - 1)) for part in experts]
     budget -= sum((n - 1) * nbytes for n, nbytes in zip(slots, each, strict=True))
@@ -161,8 +186,3 @@ def share_slots(experts: Sequence[Part], budget: int) -> list[int]:
         if each[i] <= budget and slots[i] < part.experts:
             slots[i], budget = slots[i] + 1, budget - each[i]
     return slots
-
-
-def bytes_of(parts: Mapping[str, Part], granules: Mapping[str, int]) -> int:
-    """Of so many granules of each part."""
-    return sum(count * parts[key].granule_bytes for key, count in granules.items())

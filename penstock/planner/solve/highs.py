@@ -1,4 +1,8 @@
-"""HiGHS, asked for one linear or integer program. It is imported here alone, and late: with numpy it takes 0.1 s."""
+"""Solves one linear or integer program with HiGHS, for `flexgen` and `powerinfer`.
+
+No other module imports HiGHS. It is imported when a program is solved: with numpy that takes 0.1 s, and most plans need
+no program.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from penstock.errors import InternalError
 
 
 class Row(NamedTuple):
-    """least ≤ Σ value · column ≤ most."""
+    """A constraint: least ≤ Σ value · column ≤ most. `columns`: indices; `values`: a coefficient for each."""
 
     least: float
     most: float
@@ -20,8 +24,9 @@ class Row(NamedTuple):
 
 
 class Optimum(NamedTuple):
-    """`values`: of the columns, None where nothing feasible was found. `bound`: proven of a program in whole numbers.
-    `status`: in HiGHS's words."""
+    """HiGHS's answer. `values`: of the columns, or None if HiGHS has no feasible ones. `bound`: of an integer program,
+    the objective that HiGHS proved nothing to be better than; inf of others. `status`: HiGHS's word for how it
+    ended."""
 
     values: list[float] | None
     bound: float
@@ -32,8 +37,15 @@ def solve(
     costs: Sequence[float], lower: Sequence[float], upper: Sequence[float], rows: Sequence[Row], *,
     maximise: bool = False, whole: bool = False, start: Sequence[float] | None = None, **options: object,
 ) -> Optimum:  # fmt: skip
-    """The columns between `lower` and `upper` that make Σ cost · column least, or most. `whole`: in whole numbers.
-    `options`: HiGHS's."""
+    """The columns between `lower` and `upper` that keep all rows and minimise Σ cost · column.
+
+    maximise        maximise it instead
+    whole           columns are whole numbers
+    start           a feasible solution to begin with
+    options         options of HiGHS, by its names
+
+    Raises InternalError if HiGHS refuses the program, or ends for a reason other than its time limit.
+    """
     import highspy as typed_in_parts
 
     highspy: Any = typed_in_parts

@@ -1,7 +1,7 @@
-"""Whole layers on the device, the others on the CPU: how llama.cpp and most others split a model (`-ngl`).
+"""Whole layers on the device and the others on the CPU: how llama.cpp and most other programs split a model (`-ngl`).
 
-Here to be compared with: every other solver splits finer. The head goes with the first layers that fit; a layer takes
-its KV with it. What the CPU computes lies in RAM; what does not fit there is on the disk, and streams.
+This solver is a baseline: all other solvers split finer. The device has the head, and as many of the first layers as
+fit, with their KV. The CPU computes the other layers from RAM. There is no plan if RAM does not hold them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from functools import cache, partial
 
 from penstock.planner.homes import kv_layers
-from penstock.planner.solve.beside import Split, device_skeleton
+from penstock.planner.solve.beside import device_skeleton
 from penstock.planner.solve.candidate import Candidate
-from penstock.planner.solve.fill import usual_chunks
-from penstock.planner.solve.problem import Problem, most
+from penstock.planner.solve.fill import all_of, usual_chunks
+from penstock.planner.solve.problem import Problem
 from penstock.spec.places import GPU
 from penstock.spec.plan import Plan
 
@@ -21,7 +21,7 @@ NAME = "whole layers (llama.cpp)"
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
-    """At most one: where there is a device, it holds a layer, and RAM holds the rest."""
+    """At most one candidate: the plan of `plan_of`."""
     plan = plan_of(problem)
     if plan is None:
         return
@@ -34,20 +34,19 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 
 
 def plan_of(problem: Problem) -> Plan | None:
-    """With as many layers on the device as fit, which computes the CPU's FFNs too where a prompt is read; None without
-    a device, where not one layer fits, or where RAM does not hold the rest."""
+    """The plan with as many layers on the device as fit. Where a prompt is read, the device computes the CPU's FFNs
+    too. None if there is no device, if not one layer fits, or if RAM does not hold the rest."""
     if not problem.has_device:
         return None
     for chunk_rows in usual_chunks(problem.ask):
-        of = cache(partial(_plan, problem, chunk_rows))
-        layers = most(problem.layers, lambda count, of=of: of(count).tier_bytes()[GPU.executor], problem.device_bytes)  # type: ignore[misc]
-        if layers and problem.fits(of(layers)):
-            return of(layers)
+        plan_of_layers = cache(partial(_plan, problem, chunk_rows))
+        layers = problem.most_on_device(problem.layers, plan_of_layers)
+        if layers and problem.fits(plan_of_layers(layers)):
+            return plan_of_layers(layers)
     return None
 
 
 def _plan(problem: Problem, chunk_rows: int, layers: int) -> Plan:
-    skeleton = device_skeleton(problem, Split("CPU", 0.0, layers, GPU.executor, True), chunk_rows)
-    there = {key: p.granules for key, p in problem.parts.items() if p.kind in ("attn", "ffn") and p.layer < layers}
-    there[problem.head.key] = problem.head.granules
-    return skeleton.plan(there)
+    """The plan with the head and the first `layers` layers on the device."""
+    there = all_of(part for part in problem.parts.values() if part.kind in ("attn", "ffn") and part.layer < layers)
+    return device_skeleton(problem, chunk_rows, layers, lifted=0.0).plan(there | all_of([problem.head]))

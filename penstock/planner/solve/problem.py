@@ -1,38 +1,43 @@
-"""What a solver is asked: the ask, the model in one format, and the machine, with what follows from them."""
+"""The input of every solver: the ask, the model in one number format, and the machine; and sums that follow from
+them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.errors import DoesNotFit
 from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.cost import Cost
-from penstock.planner.routing import Trace
+from penstock.planner.routing import RouterTrace
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Part, head_key, parts_by_key
-from penstock.spec.places import GPU, HOST, Tier
+from penstock.spec.places import GPU, HOST, Executor, Tier
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """`ask` has its context settled. `trace`: what routers are known to say."""
+    """`ask`: its context is settled (`settle_context`). `weights`: the number format of the weights. `trace`: what
+    routers are known to say; None: `routing.stated`."""
 
     ask: Ask
     spec: ModelSpec
     weights: Format
     machine: MachineSpec
-    trace: Trace | None = None
+    trace: RouterTrace | None = None
 
     @property
     def parts(self) -> Mapping[str, Part]:
+        """The model's parts by key, in the order of the layers."""
         return parts_by_key(self.spec, self.weights)
 
     @property
@@ -50,38 +55,56 @@ class Problem:
         return self.parts[head_key(self.spec)]
 
     def of_kind(self, kind: str) -> list[Part]:
+        """The parts of one kind, such as "ffn", in the order of the layers."""
         return [part for part in self.parts.values() if part.kind == kind]
 
     @property
+    def gathered(self) -> str:
+        """The key of the part of which only single rows are read: the embedding of an untied model. A tied embedding is
+        the head too, and read as a whole; then the key is ""."""
+        return "" if self.spec.tied else "embed"
+
+    @property
     def kv(self) -> Format:
-        return kv_format(self.ask, self.spec)
+        """The number format of KV. Unless the ask names one, it is float32 for a float32 model, and float16 for others.
+        bfloat16 was rejected: in the same two bytes its values are 8 times coarser."""
+        if self.ask.kv is not None:
+            return parse_format(self.ask.kv)
+        return Format("float32" if self.spec.dtype == "float32" else "float16")
 
     @cached_property
     def cost(self) -> Cost:
         return Cost(self.machine)
 
     @cached_property
-    def learned(self) -> dict[Any, Any]:
-        """What solvers have learned from lowered plans of a few layers, by whatever it depends on."""
+    def _known(self) -> dict[Any, Any]:
         return {}
+
+    def learned(self, key: tuple[object, ...], learn: Callable[[], T]) -> T:
+        """The result of `learn()`, which a solver gets by lowering plans of a few layers. It is called once for each
+        `key`, which names everything that the result depends on."""
+        if key not in self._known:
+            self._known[key] = learn()
+        known: T = self._known[key]
+        return known
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory that may be taken: what is there, or less where the user says so; 0 without one."""
+        """Bytes of device memory that a plan may take: all, or the user's limit. 0 without a device."""
         there = next((tier.bytes for tier in self.machine.tiers if tier.name == GPU.executor), 0)
         asked = self.ask.device_memory_bytes
         return there if asked is None else min(there, asked)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of RAM that may be taken: what the user says, else the machine's figure, which is what is free, with a
+        """Bytes of RAM that a plan may take: the user's limit, or the machine's figure, which is its free RAM less a
         margin."""
         asked = self.ask.host_memory_bytes
         return self.machine.tier(HOST).bytes if asked is None else asked
 
     @property
     def has_device(self) -> bool:
-        """Whether there is one, and the ask allows it any memory."""
+        """Whether there is a device, and the ask allows it any memory."""
         return any(tier.name == GPU.executor for tier in self.machine.tiers) and self.ask.device_memory_bytes != 0
 
     @property
@@ -89,55 +112,62 @@ class Problem:
         """Whether the device has kernels for routers and experts: those of experts have a rate of their own."""
         return any(rate.lane == GPU.kernels and rate.op == "experts" for rate in self.machine.rates)
 
-    def fits(self, plan: Plan) -> bool:
-        """Whether the plan stays within both memories."""
+    def limit_bytes(self, memory: Executor) -> int:
+        """Bytes that a plan may take of RAM or of the device's memory."""
+        return self.host_bytes if memory == HOST else self.device_bytes
+
+    def fits(self, plan: Plan, *memories: Executor) -> bool:
+        """Whether the plan stays within the limits of these memories, by default of RAM and of the device's memory."""
         used = plan.tier_bytes()
-        return used.get(GPU.executor, 0) <= self.device_bytes and used[HOST] <= self.host_bytes
+        return all(used.get(memory, 0) <= self.limit_bytes(memory) for memory in memories or (HOST, GPU.executor))
+
+    def spare_bytes(self, plan: Plan, memory: Executor) -> int | None:
+        """Bytes that a plan leaves in a memory for more weights that stay. The unfilled rest of the weights' arena,
+        which is rounded up to whole huge pages, counts too. None if the plan is over the limit already."""
+        spare = self.limit_bytes(memory) - plan.tier_bytes().get(memory, 0)
+        if spare < 0:
+            return None
+        arena = next((a for a in plan.arenas if a.name == f"{memory}.weights"), None)
+        rounding = arena.bytes - Layout(plan).filled_bytes(arena.name) if arena else 0
+        return rounding + spare // ARENA_ALIGN * ARENA_ALIGN
+
+    def most_on_device(self, count: int, plan_of: Callable[[int], Plan]) -> int:
+        """The largest number n up to `count` for which the device's memory has room for `plan_of(n)`; 0 if there is
+        none.
+
+        Bytes rise nearly evenly with n, but for huge pages and scratch. So the next n to try is interpolated, which
+        asks for fewer plans than halving does."""
+
+        def used(number: int) -> int:
+            return plan_of(number).tier_bytes()[GPU.executor]
+
+        if used(count) <= self.device_bytes:
+            return count
+        lo, hi, at_lo, at_hi = 0, count, used(0), used(count)
+        while hi - lo > 1:
+            share = (self.device_bytes - at_lo) / max(1, at_hi - at_lo)
+            guess = min(hi - 1, max(lo + 1, lo + int(share * (hi - lo))))
+            nbytes = used(guess)
+            if nbytes <= self.device_bytes:
+                lo, at_lo = guess, nbytes
+            else:
+                hi, at_hi = guess, nbytes
+        return lo
+
+    def bytes_of(self, granules: Mapping[str, int]) -> int:
+        """Bytes of some granules of some parts. `granules`: part key → how many."""
+        parts = self.parts
+        return sum(count * parts[key].granule_bytes for key, count in granules.items())
 
     def asking(self, **changes: Any) -> Problem:
-        """The same with other fields of the ask."""
+        """This problem with some fields of its ask changed."""
         return replace(self, ask=replace(self.ask, **changes))
 
 
 def too_little(what: str, where: str, tier: Tier, need: int, have: int, hint: str) -> DoesNotFit:
-    """The refusal of a limit. `where`: beside what it is too little; `hint`: the options that would do."""
+    """The error that says that a memory limit is too small. `what`: the limit's name; `where`: an addition to it, such
+    as " beside a device"; `need`, `have`: bytes; `hint`: the command-line options that would do."""
     return DoesNotFit(
         f"{what} of {format_bytes(have)} is too little{where}: this model needs at least {format_bytes(need)} ({hint})",
         tier=tier, need_bytes=need, have_bytes=have, minimum_bytes=need,
     )  # fmt: skip
-
-
-def kv_format(ask: Ask, spec: ModelSpec) -> Format:
-    """float32 for a float32 model; otherwise float16, which keeps 8 times finer values than bfloat16 in
-    the same bytes."""
-    if ask.kv is not None:
-        return parse_format(ask.kv)
-    return Format("float32" if spec.dtype == "float32" else "float16")
-
-
-def spare_bytes(plan: Plan, tier: Tier, limit: int) -> int | None:
-    """What a tier's limit leaves for more weights that stay, with what the last huge page of their arena has left.
-    None where the plan is too large already."""
-    spare = limit - plan.tier_bytes().get(tier, 0)
-    if spare < 0:
-        return None
-    arena = next((a for a in plan.arenas if a.name == f"{tier}.weights"), None)
-    rounding = arena.bytes - Layout(plan).filled_bytes(arena.name) if arena else 0
-    return rounding + spare // ARENA_ALIGN * ARENA_ALIGN
-
-
-def most(count: int, used: Callable[[int], int], limit: int) -> int:
-    """The largest number up to `count` whose bytes are within `limit`, by as few questions as may be; 0 where none is.
-    `used`: rises, nearly evenly: what huge pages and scratch add is little."""
-    if used(count) <= limit:
-        return count
-    lo, hi, at_lo, at_hi = 0, count, used(0), used(count)
-    while hi - lo > 1:
-        share = (limit - at_lo) / max(1, at_hi - at_lo)
-        guess = min(hi - 1, max(lo + 1, lo + int(share * (hi - lo))))
-        nbytes = used(guess)
-        if nbytes <= limit:
-            lo, at_lo = guess, nbytes
-        else:
-            hi, at_hi = guess, nbytes
-    return lo

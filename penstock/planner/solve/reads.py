@@ -1,4 +1,5 @@
-"""How a plan's loads are read from its disk: as the machine's probe found best (PIPO appendix A)."""
+"""Completes a plan with the disks that its units lie on, and with how they are read: the block size, the number of
+blocks in flight and the engine that the machine's probe measured as fastest (PIPO appendix A)."""
 
 from __future__ import annotations
 
@@ -14,23 +15,24 @@ _LEAST_IN_FLIGHT_BYTES = 4 * MIB  # what a disk of 4 GB/s reads in a millisecond
 
 
 def on_disks(plan: Plan, disks: Mapping[str, Tier]) -> Plan:
-    """The plan with what streams at home on the disk that its part lies on; disk0 where `disks` does not say."""
+    """The plan with each unit that is at home on a disk moved to the disk of its part. `disks`: part key → disk. Parts
+    that are not in `disks` stay on disk0."""
     units = (replace(unit, home=disks.get(unit.part, unit.home)) if is_disk(unit.home) else unit for unit in plan.units)
     return replace(plan, units=tuple(units)) if set(disks.values()) - {DISK.tier} else plan
 
 
 def with_reads(plan: Plan, machine: MachineSpec) -> tuple[Plan, str]:
-    """The plan with block size, depth and engine for units of its size, and the reason."""
+    """(the plan with its reads set, the reason). Reads are chosen for the largest unit that the plan loads."""
     largest = max((plan.unit_bytes(unit) for unit in plan.units if is_disk(unit.home)), default=0)
-    found = machine.reads_of(DISK.reads, largest or 2**62)  # what only is loaded once comes in large units
+    best = machine.reads_of(DISK.reads, largest or 2**62)  # a plan that streams nothing loads large units
     if plan.caches:
-        found = _one_after_the_other(
-            found, max(plan.parts[f"{cache.layer}.experts"].least_bytes for cache in plan.caches)
-        )
-    plan = replace(plan, io_block_bytes=found.block_bytes, io_depth=found.depth, io_engine=found.engine)
-    speed = f" ({format_rate(found.bytes_per_s)})" if found.bytes_per_s else ""
-    size = f" of at most {format_bytes(found.most_bytes)}" if found.most_bytes else ""
-    return plan, f"reads{size} {found.reason}{speed}"
+        best = _one_after_the_other(
+            best, max(plan.parts[f"{cache.layer}.experts"].least_bytes for cache in plan.caches)
+        )  # fmt: skip
+    plan = replace(plan, io_block_bytes=best.block_bytes, io_depth=best.depth, io_engine=best.engine)
+    speed = f" ({format_rate(best.bytes_per_s)})" if best.bytes_per_s else ""
+    size = f" of at most {format_bytes(best.most_bytes)}" if best.most_bytes else ""
+    return plan, f"reads{size} {best.reason}{speed}"
 
 
 def _one_after_the_other(reads: Reads, expert_bytes: int) -> Reads:

@@ -1,19 +1,19 @@
-"""ScheInfer's point in the space of plans: every FFN in three slices GG | CG | CC, by the closed forms of `slicing`.
+"""ScheInfer's plans: every FFN in three slices GG, CG and CC, by the closed forms of `slicing`.
 
-Device memory goes to whatever saves most a byte: a layer's attention with its KV, granules of its FFN, the head (Eq.
-14). Of what is left of each FFN the link lifts r_CG, and the CPU computes the rest (Eq. 13), both as decode has it
-best; where a prompt is read, n_g of its tokens leave the CPU (Eq. 15). The runtime can give the device all of a
-chunk's rows or none, so the better of the two is taken; n_g itself stands in the reasons. Where the paper assigns
-memory for decode alone, here a prompt counts as much as the ask has of it.
+Device memory goes to the items that save the most seconds a byte: a layer's attention with its KV, granules of its FFN,
+the head (Eq. 14). Of the rest of each FFN, the link lifts r_CG and the CPU computes r_CC, as is best for decode
+(Eq. 13). Where a prompt is read, the device computes n_g of its tokens with the CPU's weights (Eq. 15). The runtime can
+give the device all rows of a chunk or none, so the better of these two is planned. The best n_g stands in the reasons.
 
-The paper knows no disk: there is no such plan where RAM does not hold the rest. `device` has that, and divides memory
-in a fixed order.
+Two things differ from the paper. The paper assigns memory for decode alone; here a prompt counts as much as the ask has
+of it. The paper knows no disk, so here is no plan if RAM does not hold the rest. `ours/device` has plans that read a
+disk, and fills device memory in a fixed order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from penstock.planner.homes import weights_bytes
@@ -22,7 +22,7 @@ from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import Resident, page_tokens, share_out, usual_chunks
 from penstock.planner.solve.layer_work import LayerWork, Shares
 from penstock.planner.solve.problem import Problem
-from penstock.planner.solve.slicing import Option, assign, best_n_g, best_r_cg, finish_s
+from penstock.planner.solve.slicing import Option, assign, best_n_g, best_r_cg
 from penstock.spec.model import Layer
 from penstock.spec.parts import Part
 from penstock.spec.places import GPU
@@ -30,14 +30,14 @@ from penstock.spec.plan import Plan
 from penstock.units import format_bytes, round_up
 
 NAME = "slicing (ScheInfer)"
-_STEPS = 16  # values of r_GG that are looked at (n_G of Eq. 14); what they leave is filled by granules
+_STEPS = 16  # r_GG is a multiple of 1/16 at first (n_G of Eq. 14); memory that is left then is filled by granules
 _ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
 class SliceRules:
-    """`attends`: whether a layer's attention may be the CPU's (False), the device's (True). `prompts`: whether they
-    count where memory is assigned."""
+    """What a search may do. `attends`: who may compute attention, True for the device, False for the CPU. `prompts`:
+    whether the seconds of prompts count where memory is assigned."""
 
     attends: tuple[bool, ...] = (False, True)
     prompts: bool = True
@@ -48,8 +48,13 @@ FREE, PAPER = SliceRules(), SliceRules((True,), prompts=False)
 
 @dataclass(frozen=True)
 class Slices:
-    """How layers are sliced. For each layer: whether its attention is the device's, and how much of its FFN is at home
-    there, or lifted. `prompts`: the device takes all of a prompt's rows with the CPU's weights."""
+    """How layers are sliced.
+
+    attends         for each layer, whether the device computes attention
+    r_gg, r_cg      for each layer, the shares of the FFN that are at home on the device, and that the link lifts
+    on_device       the granules of each part that are at home on the device
+    prompts         whether the device computes all of a prompt's rows with the CPU's weights
+    """
 
     attends: tuple[bool, ...]
     r_gg: tuple[float, ...]
@@ -59,8 +64,15 @@ class Slices:
 
 
 class Kept(NamedTuple):
-    """What a layer may keep on the device: whether attention and its KV, and how many granules of its FFN; and what
-    that takes: seconds of all tokens of an answer, and of the prompt if none (or all) of its rows leave the CPU."""
+    """What a layer may keep on the device, and how long the layer then takes.
+
+    attends         whether attention and its KV stay
+    granules        so many granules of the FFN stay
+    nbytes          device memory that all this takes
+    decode_s        seconds of the layer, for all tokens of an answer
+    prompts_s       seconds of the layer for the prompts: if the device computes no row with the CPU's weights, and if
+                    it computes all rows so
+    """
 
     attends: bool
     granules: int
@@ -70,23 +82,23 @@ class Kept(NamedTuple):
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
-    """At most one: where there is a device, RAM holds what it has no room for, and that is anything."""
-    found = solve_slices(problem)
-    if found is not None and not beside.all_there(found[0]):
-        plan, slices = found
+    """At most one candidate: the plan of `solve_slices`, if it leaves any weights outside device memory."""
+    solved = solve_slices(problem)
+    if solved is not None and not beside.all_there(solved[0]):
+        plan, slices = solved
         work = LayerWork(problem, plan.ring_bytes.get(GPU.executor, 0))
         yield Candidate(NAME, plan, _reasons(plan, slices, work))
 
 
 def solve_slices(problem: Problem, wanted: SliceRules = FREE) -> tuple[Plan, Slices] | None:
-    """The plan and its slices; None without a device, or where either memory is too small."""
+    """The plan and its slices. None if there is no device, or if either memory is too small."""
     room = problem.device_bytes + problem.host_bytes
     if problem.ask.resident_bytes is not None:
         room = min(room, problem.ask.resident_bytes)
     if not problem.has_device or problem.total_bytes > room:
         return None
     for chunk_rows in usual_chunks(problem.ask):
-        skeleton = beside.device_skeleton(problem, beside.Split("slicing", 0.0, 0, GPU.executor, True), chunk_rows)
+        skeleton = beside.device_skeleton(problem, chunk_rows, attention_layers=0, lifted=0.0)
         tried: list[Slices] = []
 
         def filled(budget: int, skeleton: beside.DeviceSkeleton = skeleton, tried: list[Slices] = tried) -> Plan:
@@ -100,15 +112,16 @@ def solve_slices(problem: Problem, wanted: SliceRules = FREE) -> tuple[Plan, Sli
 
 
 def plan_of(skeleton: beside.DeviceSkeleton, slices: Slices) -> Plan:
-    """Complete; what is not on the device is in RAM."""
+    """The complete plan of some slices. Weights that are not at home on the device are in RAM."""
     outside = [1 - r_gg for r_gg in slices.r_gg]
     lifted = tuple(r / left if left > 0 else 0.0 for r, left in zip(slices.r_cg, outside, strict=True))
-    split = skeleton.with_split(attention_layers=sum(slices.attends), lifted_by_layer=lifted, prompts=slices.prompts)
-    return split.plan(slices.on_device)
+    sliced = replace(skeleton, attention_layers=sum(slices.attends), lifted=lifted, prompts=slices.prompts)
+    return sliced.plan(slices.on_device)
 
 
 def _assigned(skeleton: beside.DeviceSkeleton, budget: int, wanted: SliceRules) -> Slices:
-    """Greedy assignment of `budget` bytes, and of what is left of each FFN the best r_CG."""
+    """The slices that a greedy assignment of `budget` bytes of device memory gives. Of the rest of each FFN, the link
+    lifts the best r_CG."""
     problem, sizes, head = skeleton.problem, skeleton.problem.parts, skeleton.problem.head
     work = LayerWork(problem, skeleton.ring_bytes)
     tables: dict[Layer, list[Kept]] = {}
@@ -117,19 +130,20 @@ def _assigned(skeleton: beside.DeviceSkeleton, budget: int, wanted: SliceRules) 
             tables[layer] = _options(work, layer, (sizes[f"{i}.attn"], sizes[f"{i}.ffn"]), skeleton, wanted)
     heads = [Option(0, work.head_s(stays=False)), Option(head.nbytes, work.head_s(stays=True))]
 
-    def greedy(prompts: bool) -> tuple[float, bool, list[int]]:
-        """(seconds, prompts, chosen), where all of a prompt's rows are the device's, or none."""
+    def greedy(prompts: bool) -> tuple[float, bool, int, list[Kept]]:
+        """(seconds, prompts, whether the head stays, what each layer keeps). `prompts`: the device computes all of a
+        prompt's rows with the CPU's weights, else none."""
         seen = {
             layer: [Option(kept.nbytes, kept.decode_s + wanted.prompts * kept.prompts_s[prompts]) for kept in table]
             for layer, table in tables.items()
         }
-        chosen = assign([heads, *(seen[layer] for layer in problem.spec.layers)], budget)
-        picked = [tables[layer][i] for layer, i in zip(problem.spec.layers, chosen[1:], strict=True)]
-        return sum(kept.decode_s + kept.prompts_s[prompts] for kept in picked), prompts, chosen
+        head_stays, *chosen = assign([heads, *(seen[layer] for layer in problem.spec.layers)], budget)
+        picked = [tables[layer][i] for layer, i in zip(problem.spec.layers, chosen, strict=True)]
+        return sum(kept.decode_s + kept.prompts_s[prompts] for kept in picked), prompts, head_stays, picked
 
-    _, prompts, chosen = min(greedy(prompts) for prompts in (True, False))
-    picked = [tables[layer][i] for layer, i in zip(problem.spec.layers, chosen[1:], strict=True)]
-    # The device takes attention of the first layers; those of one kind change places for that.
+    _, prompts, head_stays, picked = min(greedy(prompts) for prompts in (True, False))
+    # A plan has attention on the device for the first layers only. So layers that are alike change places: the ones
+    # that keep attention come first.
     for layer in tables:
         places = [i for i, each in enumerate(problem.spec.layers) if each == layer]
         for i, kept in zip(places, sorted((picked[i] for i in places), reverse=True), strict=True):
@@ -137,8 +151,7 @@ def _assigned(skeleton: beside.DeviceSkeleton, budget: int, wanted: SliceRules) 
     attends = tuple(i < sum(kept.attends for kept in picked) for i in range(len(picked)))
     ffns = problem.of_kind("ffn")
     left = {part.key: part.granules - kept.granules for part, kept in zip(ffns, picked, strict=True)}
-    more: Resident = {}
-    share_out(ffns, left, budget - sum(kept.nbytes for kept in picked) - heads[chosen[0]].nbytes, more)
+    more = share_out(ffns, budget - sum(kept.nbytes for kept in picked) - heads[head_stays].nbytes, left)
     on_device = {part.key: kept.granules + more[part.key] for part, kept in zip(ffns, picked, strict=True)}
     alike = [
         (layer, attends[i], on_device[part.key] / part.granules)
@@ -146,21 +159,22 @@ def _assigned(skeleton: beside.DeviceSkeleton, budget: int, wanted: SliceRules) 
     ]
     best = {key: _best_r_cg(work, *key) for key in set(alike)}
     on_device |= {f"{i}.attn": sizes[f"{i}.attn"].granules for i, here in enumerate(attends) if here}
-    on_device |= {head.key: head.granules} if chosen[0] else {}
+    on_device |= {head.key: head.granules} if head_stays else {}
     return Slices(attends, tuple(r_gg for _, _, r_gg in alike), tuple(best[key] for key in alike), on_device, prompts)
 
 
 def _best_r_cg(work: LayerWork, layer: Layer, attends: bool, r_gg: float) -> float:
+    """The best r_CG of a layer for decode."""
     return best_r_cg(work.ffn(layer, work.decode(), Shares(r_gg, attends=attends)), r_gg)[0]
 
 
 def _options(
     work: LayerWork, layer: Layer, both: tuple[Part, Part], skeleton: beside.DeviceSkeleton, wanted: SliceRules
 ) -> list[Kept]:
-    """What a layer may keep; `both`: its attention and its FFN. Nothing, or as little as is wanted, comes first."""
+    """What a layer may keep, the option that keeps least first. `both`: its attention and its FFN."""
     attn, ffn = both
     kv_bytes = _kv_bytes(skeleton, layer)
-    steps, found = list(work.chunks(skeleton.chunk_rows)), []
+    steps, options = list(work.chunks(skeleton.chunk_rows)), []
     for attends in wanted.attends:
         decode = work.ffn(layer, work.decode(), Shares(attends=attends))
         chunks = [(count, work.ffn(layer, step, Shares(attends=attends))) for step, count in steps]
@@ -168,16 +182,13 @@ def _options(
             nbytes = granules * ffn.granule_bytes + (attn.nbytes + kv_bytes if attends else 0)
             r_gg = granules / ffn.granules
             r_cg, decode_s = best_r_cg(decode, r_gg)
-            none, every = (
-                sum(count * finish_s(block.lanes, block.times(r, r_gg)) for count, block in chunks)
-                for r in (r_cg, 1 - r_gg)
-            )
-            found.append(Kept(attends, granules, nbytes, work.problem.ask.output_tokens * decode_s, (none, every)))
-    return found
+            none, every = (sum(count * block.period_s(r, r_gg) for count, block in chunks) for r in (r_cg, 1 - r_gg))
+            options.append(Kept(attends, granules, nbytes, work.problem.ask.output_tokens * decode_s, (none, every)))
+    return options
 
 
 def _kv_bytes(skeleton: beside.DeviceSkeleton, layer: Layer) -> int:
-    """Bytes of a layer's K and V, of all sequences, in whole pages."""
+    """Bytes of a layer's K and V of all sequences, in whole pages."""
     problem, a = skeleton.problem, layer.attention
     assert problem.ask.context is not None, "settle_context came first"
     tokens = round_up(problem.ask.context, page_tokens(problem.ask.context))
@@ -185,7 +196,7 @@ def _kv_bytes(skeleton: beside.DeviceSkeleton, layer: Layer) -> int:
 
 
 def tokens_of(work: LayerWork, slices: Slices, layer: int, chunk_rows: int) -> tuple[int, int]:
-    """(n_g, rows) of a prompt's first chunk in a layer (Eq. 15)."""
+    """(the best n_g, the rows) of a prompt's first chunk in a layer (Eq. 15)."""
     step = next(step for step, _ in work.chunks(chunk_rows))
     shares = Shares(slices.r_gg[layer], attends=slices.attends[layer])
     finish_s = work.prompt_s(work.problem.spec.layers[layer], step, shares, slices.r_cg[layer])
@@ -199,7 +210,7 @@ def _reasons(plan: Plan, slices: Slices, work: LayerWork) -> tuple[str, ...]:
     n_g, rows = tokens_of(work, slices, layers // 2, plan.chunk_rows)
     whole = sum(slices.attends)
     block = work.ffn(work.problem.spec.layers[0], work.decode(), Shares(slices.r_gg[0], attends=slices.attends[0]))
-    alone, best = (finish_s(block.lanes, block.times(r, slices.r_gg[0])) for r in (0.0, slices.r_cg[0]))
+    alone, best = (block.period_s(r, slices.r_gg[0]) for r in (0.0, slices.r_cg[0]))
     lifts = any(
         unit.home != GPU.executor and unit.decode == GPU.executor and unit.part != "embed" for unit in plan.units
     )

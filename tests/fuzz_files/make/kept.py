@@ -206,6 +206,8 @@ def plans(world: World, folder: Path) -> Files:
     cache: dict[str, Any] = {"layer": 1, "executor": "host", "slots": 2, "policy": POLICIES[0]}
     cached = with_arenas(plan_files.loads(json.dumps({**streams, "caches": [cache]}), "plan"))
     found |= {"odd-experts-streams": streams, "odd-experts-cache": json.loads(plan_files.dumps(cached))}
+    guessing = with_arenas(plan_files.loads(json.dumps({**streams, "caches": [{**cache, "guesses": 2}]}), "plan"))
+    found["odd-experts-guesses"] = json.loads(plan_files.dumps(guessing))
     changes: dict[str, dict[str, Any]] = {
         "dense": {"layer": 0},
         "layer-far": {"layer": 2**40},
@@ -213,6 +215,8 @@ def plans(world: World, folder: Path) -> Files:
         "slots-none": {"slots": 0},
         "slots-many": {"slots": 2**62},
         "policy": {"policy": "random"},
+        "guesses-many": {"guesses": 2**40},
+        "guesses-negative": {"guesses": -1},
         "device": {"executor": "gpu0"},
         "disk": {"executor": "disk0"},
     }
@@ -228,6 +232,10 @@ def answers() -> Files:
     good = {"schema": f"{answers_format.SCHEMA}/{answers_format.VERSION}", "model": "m", "layers": [[], tokens]}
     found = {
         "good-experts-four-tokens": good,
+        "good-experts-guesses": {**good, "guesses": [[], [[], [2, 1], [0]]]},
+        "bad-experts-guesses-layers": {**good, "guesses": [[]]},
+        "bad-experts-guesses-dense": {**good, "guesses": [[[0, 1]], []]},
+        "bad-experts-guesses-far": {**good, "guesses": [[], [[2**40]]]},
         "bad-experts-none": {**good, "layers": [[], []]},
         "bad-experts-dense-layer": {**good, "layers": [tokens, tokens]},
         "bad-experts-far": {**good, "layers": [[], [[1, 2**40]]]},
@@ -246,6 +254,7 @@ def profiles() -> Files:
     counting = Counting(1, experts)
     for token in trace:
         counting.token(tuple(sorted(token)))
+        counting.guess(token)
     good = json.loads(profile_format.dumps(Profile("a text", "0" * 64, len(trace), (counting.found(),))))
     (layer,) = good["layers"]
 
@@ -257,6 +266,8 @@ def profiles() -> Files:
         "good-one-token": changed(trace=layer["trace"][:1]),
         "odd-counts": changed(counts=[2**62] * experts, distances=[0] * experts),
         "bad-version": {**good, "schema": "penstock.profile/99"},
+        "bad-guesses": changed(guesses=[[0, 0]]),
+        "bad-guesses-far": changed(guesses=[[2**40]]),
         "bad-no-layers": {**good, "layers": []},
         "bad-dense-layer": changed(layer=0),
         "bad-negative": changed(distances=[-1] * experts),

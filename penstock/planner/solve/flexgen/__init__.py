@@ -1,9 +1,11 @@
-"""FlexGen's policy search: enumerate (batch on the device, batches a block), place by a linear program.
+"""FlexGen's policy search: sizes of a block are enumerated, and for each a linear program places weights and KV.
 
-The batch is a multiple of 4 and a block has fewer than 20 of them, "so there are not too many choices" (slides, "Cost
-Model and Policy Search"). For each, and for each way to attend to KV that is not at home on the device, `terms`
-writes the program, `program` solves it and `shape` rounds the shares to a plan. KV goes by whole layers,
-so the program is solved again with KV there; what is then off is less than a granule of weights a layer.
+A block is a number of batches that go through a layer together. A batch is a multiple of 4 sequences and a block has
+fewer than 20 batches, "so there are not too many choices" (slides, "Cost Model and Policy Search"). There are three
+ways to attend to KV that is not at home on the device (`shape.ATTENDS`). For each block and way, `terms` writes the
+program, `program` solves it, and `shape` rounds the shares to a plan. KV is placed by whole layers, so the program is
+solved again with KV fixed to whole layers. The plan differs from that solution by less than a granule of weights a
+layer.
 """
 
 from __future__ import annotations
@@ -26,63 +28,65 @@ from penstock.units import format_bytes, round_up
 
 BATCH_STEP, MOST_BATCHES = 4, 19
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, MOST_BATCHES)
-# Sizes of block that are all tried: those of some 1,000 sequences. 10,000 have 94, which took 20 s with a device.
+# Up to 61 sizes of a block are all tried: so many have some 1,000 sequences. 10,000 sequences have 94 sizes, and to try
+# all of them took 20 s with a device. Of more sizes, blocks of 1 or 2 batches are tried first.
 _MANY_SIZES, _USUAL_BATCHES = 61, (1, 2)
 _MOST_CHUNK_ROWS, _FEWER_ROWS = 2048, 512
 _ATTEMPTS = 4
-_DISK_BINDS = 1.05
+_DISK_BINDS = 1.05  # reading binds if it takes so many times as long as any other lane
 CANNOT_RUN = "attention on the CPU with its projections on the device"
 
 
 class BestPolicy(NamedTuple):
-    """A policy: its shape, the program that it solves, and the solution with KV in whole layers."""
+    """The best policy of a shape. `program`: the linear program; `solution`: its solution with KV in whole layers."""
 
     shape: Shape
-    program: lp.Program
+    program: lp.PolicyProgram
     solution: lp.Solution
 
     @property
     def seconds_a_sequence(self) -> float:
-        """T of all sequences that were asked for, in blocks of which the last may not be full, over their number."""
+        """The seconds of all blocks, of which the last may not be full, over the number of sequences asked for."""
         return a_sequence(self.shape, self.solution.seconds)
 
 
 def a_sequence(shape: Shape, block_s: float) -> float:
+    """Seconds a sequence, if a block takes `block_s` seconds."""
     return block_s * -(-shape.problem.ask.batch // shape.block) / shape.problem.ask.batch
 
 
 def blocks(batch: int, whole: bool) -> list[tuple[int, int]]:
-    """(gpu_batch, batches) to try for so many sequences, in one block (`whole`) or in several that are alike; the
-    largest first. None has a batch that the sequences leave empty."""
-    found, block = set(), batch
+    """(sequences of a batch, batches of a block) to try for `batch` sequences, the largest block first. `whole`: all
+    sequences go in one block; otherwise also in several blocks of one size. No block has an empty batch."""
+    sizes_tried, block = set(), batch
     while True:
         for batches in _BATCHES:
             size = round_up(-(-block // batches), BATCH_STEP)
             if (batches - 1) * size < batch:
-                found.add((size, batches))
+                sizes_tried.add((size, batches))
         if whole or block <= BATCH_STEP:
-            return sorted(found, key=lambda sizes: (-sizes[0] * sizes[1], sizes))
+            return sorted(sizes_tried, key=lambda sizes: (-sizes[0] * sizes[1], sizes))
         block = -(-block // 2)
 
 
 def search(problem: Problem, attends: Sequence[str] = ATTENDS) -> dict[str, BestPolicy]:
-    """The best policy for each of some ways to attend; empty where nothing fits."""
-    main, found = GPU.executor if problem.device_bytes else HOST, dict[str, BestPolicy]()
+    """Way to attend → its best policy. Ways of which nothing fits are left out. `attends`: the ways to search."""
+    main, policies = GPU.executor if problem.device_bytes else HOST, dict[str, BestPolicy]()
     for way in ATTENDS if main == GPU.executor else ("device",):
-        # Scores on the CPU want blocks like those of the other ways: only these are tried.
-        like = [policy.shape for policy in found.values()] if way == "cpu scores" else []
+        # The best blocks for scores on the CPU are like the best ones of the other ways, so only such are tried.
+        like = [policy.shape for policy in policies.values()] if way == "cpu scores" else []
         best = _best(problem, main, way, like) if way in attends else None
         if best is not None:
-            found[way] = best
-    return found
+            policies[way] = best
+    return policies
 
 
 def _best(problem: Problem, main: Executor, attends: str, like: Sequence[Shape]) -> BestPolicy | None:
-    """The best policy of all blocks, for one way to attend.
+    """The best policy of all blocks, for one way to attend. None if nothing fits.
 
-    Thousands of sequences have many sizes of block. T of a sequence is smooth in the size of the block and nearly flat
-    in its batches (docs/LOG.md). So few numbers of batches tell which blocks are worth trying with all; where `like`
-    shapes are known, they do.
+    Thousands of sequences have many sizes of a block. The seconds of a sequence are smooth in the size of the block,
+    and nearly the same for all numbers of batches (docs/LOG.md). So some sizes are tried first: those like the shapes
+    `like`, or those of few batches. Then sizes like the best one are tried, until there are none left.
     """
     ask, best = problem.ask, None
     left = trying = blocks(ask.batch, ask.objective == "latency")
@@ -99,23 +103,25 @@ def _best(problem: Problem, main: Executor, attends: str, like: Sequence[Shape])
 
 
 def _alike(size: tuple[int, int], shape: Shape) -> bool:
-    """Whether a block has about as many sequences as a shape's, or half or twice as many in as many batches."""
+    """Whether a block has about as many sequences as a shape's block, or about half or twice as many in the same number
+    of batches."""
     gpu_batch, batches = size
     ratio = gpu_batch * batches / shape.block
     return 0.7 < ratio < 1.4 or (batches == shape.batches and 0.4 < ratio < 2.5)
 
 
 def _better(known: BestPolicy | None, terms: Terms) -> BestPolicy | None:
-    """The best policy of a shape, where it is better than the one that is known."""
+    """The better one of `known` and the best policy of a shape."""
     for mode in modes(terms.shape):
-        found = place(terms, mode, known.seconds_a_sequence if known else None)
-        if found is not None and (known is None or found.seconds_a_sequence < known.seconds_a_sequence):
-            known = found
+        policy = place(terms, mode, known.seconds_a_sequence if known else None)
+        if policy is not None and (known is None or policy.seconds_a_sequence < known.seconds_a_sequence):
+            known = policy
     return known
 
 
 def chunk_options(ask: Ask, gpu_batch: int) -> list[int]:
-    """Rows of a prompt's batch to try, fewest first: whole prompts, where one is no longer than that."""
+    """Rows of a batch of prompts to try, ascending. They are those of whole prompts, unless one prompt has more rows
+    than _MOST_CHUNK_ROWS."""
     assert ask.context is not None, "settle_context came first"
     prompt = min(ask.prompt_tokens, ask.context - 1)
     whole = {min(gpu_batch, max(1, rows // prompt)) * prompt for rows in (_MOST_CHUNK_ROWS, _FEWER_ROWS)}
@@ -123,7 +129,8 @@ def chunk_options(ask: Ask, gpu_batch: int) -> list[int]:
 
 
 def place(terms: Terms, mode: Mode, better_than_s: float | None = None) -> BestPolicy | None:
-    """The optimum of a shape with KV in whole layers; None where nothing fits or, by the bound, nothing is better."""
+    """The best policy of a shape in a mode, with KV in whole layers. None if nothing fits, or if nothing takes less
+    than `better_than_s` seconds a sequence. Raises InternalError if HiGHS fails."""
     shape = terms.shape
     if not _may_fit(shape, mode):
         return None
@@ -139,34 +146,37 @@ def place(terms: Terms, mode: Mode, better_than_s: float | None = None) -> BestP
     near = [kv for kv in near if all(may or not share for share, may in zip(kv, free, strict=True))]
     program = terms.program(mode, relaxed.policy.weights)
     options = (lp.solve(program, kv, below_s) for kv in near)
-    found = min((each for each in options if each is not None), key=lambda each: each.seconds, default=None)
-    if found is None:
+    best = min((each for each in options if each is not None), key=lambda each: each.seconds, default=None)
+    if best is None:
         return None
-    program = terms.program(mode, found.policy.weights)
-    if shape.main == GPU.executor and mode.weights[2] and mode.kv[2] and not _disk_binds(program, found.policy):
+    program = terms.program(mode, best.policy.weights)
+    if shape.main == GPU.executor and mode.weights[2] and mode.kv[2] and not _disk_binds(program, best.policy):
         return None
-    return BestPolicy(shape, program, lp.settled(program, found.policy))
+    return BestPolicy(shape, program, lp.settled(program, best.policy))
 
 
-def _disk_binds(program: lp.Program, policy: lp.Policy) -> bool:
-    """Whether reading the disk is what takes longest in decode. Where it is not, and weights and KV both come from it,
-    weights wait for room in the stage, so for the link, and KV waits behind them: the lanes take turns."""
-    found = lp.lanes(program.decode, policy)
-    return found[lp.READ] >= _DISK_BINDS * max(seconds for lane, seconds in found.items() if lane != lp.READ)
+def _disk_binds(program: lp.PolicyProgram, policy: lp.Policy) -> bool:
+    """Whether reading the disk takes longest in decode.
+
+    If it does not, weights from the disk wait for room in the stage, and so for the link. KV from the disk waits behind
+    them. Then the lanes take turns, which the program does not count."""
+    seconds_of = lp.lanes(program.decode, policy)
+    return seconds_of[lp.READ] >= _DISK_BINDS * max(seconds for lane, seconds in seconds_of.items() if lane != lp.READ)
 
 
 def _may_fit(shape: Shape, mode: Mode) -> bool:
-    """Whether what has to stay with the executor is less than it has."""
+    """Whether the memory of the main executor has room for everything that the mode lets be nowhere else."""
     most = shape.problem.device_bytes if shape.main == GPU.executor else shape.problem.host_bytes
     return (not mode.streams) * shape.placed_bytes + (not any(mode.kv[1:])) * shape.kv_bytes <= most
 
 
-def plan_of(found: BestPolicy) -> Plan | None:
-    """The policy as a plan that fits; where rounding up to huge pages took too much, with a little less at home."""
-    policy = found.solution.policy
+def plan_of(best: BestPolicy) -> Plan | None:
+    """The policy as a plan that fits. Arenas are rounded up to huge pages, so a plan may take too much. Then 2 % less
+    of the weights stay, up to _ATTEMPTS times. None if that does not do."""
+    policy = best.solution.policy
     for _ in range(_ATTEMPTS):
-        plan = found.shape.rounded(policy)
-        if found.shape.problem.fits(plan):
+        plan = best.shape.plan(policy.weights, policy.kv)
+        if best.shape.problem.fits(plan):
             return plan
         near, ram, disk = policy.weights
         near, ram = near * 0.98, ram * (0.98 if disk else 1.0)
@@ -175,26 +185,28 @@ def plan_of(found: BestPolicy) -> Plan | None:
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
-    """The best policy of each way to attend, as a plan. No candidate for fewer sequences than a batch has, where a
-    limit of weights was named (the program has no row for it), or where every row's logits are wanted."""
+    """The best policy of each way to attend, as a plan. There is no candidate for fewer sequences than BATCH_STEP, if
+    the user limits the weights that stay (the program has no row for that), or if the logits of every row are
+    wanted."""
     ask = problem.ask
     if ask.batch < BATCH_STEP or ask.resident_bytes is not None or ask.score:
         return
-    for attends, found in search(problem).items():
-        plan = plan_of(found)
+    for attends, best in search(problem).items():
+        plan = plan_of(best)
         if plan is not None:
-            yield Candidate(_name(found), plan, _reasons(found, plan), CANNOT_RUN if attends == "cpu scores" else "")
+            yield Candidate(_name(best), plan, _reasons(best, plan), CANNOT_RUN if attends == "cpu scores" else "")
 
 
-def _name(found: BestPolicy) -> str:
-    return f"block of {found.shape.batches} × {found.shape.gpu_batch}{_WHO[found.shape.attends]}"
+def _name(best: BestPolicy) -> str:
+    """The name of the candidate in `penstock plan --compare`."""
+    return f"block of {best.shape.batches} × {best.shape.gpu_batch}{_WHO[best.shape.attends]}"
 
 
 _WHO = {"device": "", "cpu": ", attention on the CPU", "cpu scores": ", scores on the CPU"}
 
 
-def _reasons(found: BestPolicy, plan: Plan) -> tuple[str, ...]:
-    shape, solution = found.shape, found.solution
+def _reasons(best: BestPolicy, plan: Plan) -> tuple[str, ...]:
+    shape, solution = best.shape, best.solution
     here = "device memory" if shape.main == GPU.executor else "RAM"
     policy, asked = shape.shares_of(plan), shape.problem.ask.batch
     where = " · ".join(

@@ -1,41 +1,46 @@
-"""FlexGen's linear program: shares of weights, KV and activations in three tiers (slides, "Cost Model, Policy Search").
+"""FlexGen's linear program, which places weights, KV and activations in three tiers (slides, "Cost Model, Policy
+Search").
 
-With the block decided (a batch on the device, batches a block) what is left is linear:
+The size of a block is given. The unknowns are nine shares: of each kind (weights, KV, activations) the shares in device
+memory, in RAM and on the disk.
 
     minimise    T / block,   T = T_pre · l + T_gen · (n − 1) · l
-    T_pre  ≥    each of five lanes: disk → host, host → disk, host → device, device → host, compute; T_gen likewise
-    peak bytes of each tier  ≤  what it has
-    shares of weights, of KV, of activations: each three sum to one
+    T_pre  ≥    seconds of each of five lanes, a layer: disk → host, host → disk, host → device, device → host, compute
+    T_gen  ≥    the same in decode
+    bytes of each tier ≤ its capacity
+    the three shares of each kind sum to one
 
-The slides give this much; the terms of lanes and tiers are ours (`terms`). Here they are only lines over the nine
-shares. Compute is one lane, device and CPU added up: inside a layer one waits for the other. Beside the five lanes a
-program may have a sixth line, `window`: what our runtime's two windows for KV that moves allow.
+l is the number of layers, n of output tokens. The slides give this much. The seconds and bytes, lines over the nine
+shares, are ours (`terms`). Compute is one lane, to which device and CPU both add: inside a layer one waits for the
+other. A program may have a sixth line, `window`: the seconds that our runtime's two windows for moving KV take.
 
-Two things are not linear: lanes slow each other, and wait for each other where layers differ in who attends, since only
-so much runs ahead. Both are worked out for one solution, and the program is solved again with them.
+Two effects are not linear. Lanes that share RAM slow each other. Lanes wait for each other where the KV of layers has
+different homes, because loads run ahead only as far as a ring has room. Both are computed for one solution, and then
+the program is solved again with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from operator import itemgetter
 
 from penstock.planner.solve import highs
 from penstock.spec.machine import Sharing
 from penstock.spec.places import CPU, DISK, GPU
 
-TIERS = ("device", "ram", "disk")
 KINDS = ("weights", "kv", "acts")
 READ, WRITE, TO_DEVICE, TO_HOST, COMPUTE = LANES = (
     DISK.reads, DISK.writes, GPU.to_device, GPU.to_host, "compute",
 )  # fmt: skip
-WINDOW = "window"  # a sixth bound: see `terms`
-LOADED, HELD, SAVED = "loaded", "held", "saved"  # what a window's turn is made of; bounds too, but never the greatest
-EXECUTORS = (GPU.kernels, CPU)  # whose seconds make up `compute`
-_ROUNDS = 3  # after which busy shares move by less than a hundredth
-_WAITING = ", waiting"  # a lane with what it waits beside its work
-_LEAST_SHARE = 1e-6  # what HiGHS leaves of a zero
+WINDOW = "window"  # the sixth line
+# A window is loaded, held by attention, and saved. Each of the three is a line too, but none is ever the greatest.
+LOADED, HELD, SAVED = "loaded", "held", "saved"
+EXECUTORS = (GPU.kernels, CPU)  # lanes whose seconds add up to COMPUTE
+_ROUNDS = 3  # rounds of solving again, after which shares of busy time change by less than a hundredth
+_WAITING = ", waiting"  # the suffix of a line that has a lane's waiting as well as its work
+_LEAST_SHARE = 1e-6  # HiGHS may return a smaller share where it means zero
 
 Shares = tuple[float, float, float]
 _NOTHING: Shares = (0.0, 0.0, 0.0)
@@ -43,7 +48,7 @@ _NOTHING: Shares = (0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Where the bytes live: for each kind (device, host, disk), which sum to one."""
+    """Where the bytes of a block live. Each kind has shares on the device, in RAM and on the disk, which sum to one."""
 
     weights: Shares
     kv: Shares
@@ -56,7 +61,8 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """constant + Σ coefficient · share: seconds of a lane, or bytes of a tier."""
+    """A linear function of a policy: constant + Σ coefficient · share. It gives the seconds of a lane, or the bytes of
+    a tier. `weights`, `kv`, `acts`: the coefficients of the kinds."""
 
     constant: float = 0.0
     weights: Shares = _NOTHING
@@ -64,6 +70,7 @@ class Line:
     acts: Shares = _NOTHING
 
     def at(self, policy: Policy) -> float:
+        """The value for a policy."""
         return self.constant + sum(a * b for a, b in zip(self.vector, policy.vector, strict=True))
 
     @property
@@ -71,31 +78,40 @@ class Line:
         return (*self.weights, *self.kv, *self.acts)
 
     def __add__(self, other: Line) -> Line:
-        both = [a + b for a, b in zip(self.vector, other.vector, strict=True)]
-        return Line(self.constant + other.constant, _three(both), _three(both[3:]), _three(both[6:]))
+        both = (a + b for a, b in zip(self.vector, other.vector, strict=True))
+        return Line(self.constant + other.constant, *_by_kind(both))
 
     def times(self, factor: float) -> Line:
-        scaled = [x * factor for x in self.vector]
-        return Line(self.constant * factor, _three(scaled), _three(scaled[3:]), _three(scaled[6:]))
+        """The line with all its values multiplied."""
+        return Line(self.constant * factor, *_by_kind(x * factor for x in self.vector))
 
 
-def _three(numbers: Sequence[float]) -> Shares:
-    return numbers[0], numbers[1], numbers[2]
+def _by_kind(numbers: Iterable[float]) -> tuple[Shares, Shares, Shares]:
+    """Nine numbers as three triples: those of weights, of KV and of activations."""
+    a, b, c, d, e, f, g, h, i = numbers
+    return (a, b, c), (d, e, f), (g, h, i)
 
 
-Stage = Mapping[str, Line]  # seconds a layer, by lane; of compute by executor
+Stage = Mapping[str, Line]  # lane → seconds of a layer. Instead of COMPUTE it has the lanes of EXECUTORS
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
-    """`prefill`, `decode`: seconds of one layer, averaged over the layers and (decode) over the tokens. `steps`: n − 1.
-    `memory`: bytes of each tier, `capacity`: what it has. `allowed`: the tiers that a kind may be in. `ring_layers`: so
-    many layers' weights come ahead (0: waiting is not counted). `moved_tier`: whose KV comes through windows, for
-    `batches` of a pass. `ends_s`: of a layer's computing in prefill and decode, its part of what is in no layer."""
+class PolicyProgram:
+    """The linear program of a block.
+
+    layers, steps   l and n − 1
+    prefill, decode  seconds of one layer, averaged over the layers, and in decode over the tokens
+    memory, capacity  tier → bytes of the block there, and bytes that there are
+    allowed         kind → for each tier, whether the kind may be there
+    sharing         which lanes slow each other
+    ring_layers     the ring holds the weights of so many layers; 0: waiting is not counted
+    moved_tier      the tier (0, 1 or 2) whose KV comes through windows
+    batches         batches of a pass
+    ends_s          (prefill, decode): seconds that the executors compute outside all layers, divided by the layers
+    """
 
     layers: int
     steps: int
-    block: int
     prefill: Stage
     decode: Stage
     memory: Mapping[str, Line]
@@ -109,30 +125,33 @@ class Program:
 
     @property
     def rounds(self) -> int:
-        """How often it is solved again."""
+        """How often the program is solved again for the effects that are not linear."""
         return _ROUNDS if self.sharing or self.ring_layers else 0
 
-    def seconds(self, policy: Policy) -> float:
-        """T of a block, sharing and waiting left out."""
-        t_pre, t_gen = (max(lanes(stage, policy).values()) for stage in (self.prefill, self.decode))
-        return t_pre * self.layers + t_gen * self.steps * self.layers
+    @property
+    def stages(self) -> tuple[Stage, Stage]:
+        """(prefill, decode)."""
+        return self.prefill, self.decode
 
-    def fits(self, policy: Policy, tolerance: float = 0.0) -> bool:
-        inside = all(self.memory[t].at(policy) <= self.capacity[t] * (1 + tolerance) + tolerance for t in self.memory)
-        shares = zip(policy.vector, (free for kind in KINDS for free in self.allowed[kind]), strict=True)
-        return inside and all(share <= tolerance or free for share, free in shares)
+    def total_s(self, t_pre_s: float, t_gen_s: float) -> float:
+        """T: seconds of a block, from the seconds of a layer in prefill and in decode."""
+        return t_pre_s * self.layers + t_gen_s * self.steps * self.layers
+
+    def seconds(self, policy: Policy) -> float:
+        """T of a policy, without the effects that are not linear."""
+        return self.total_s(*(max(lanes(stage, policy).values()) for stage in self.stages))
 
     @property
     def least_s(self) -> float:
-        """A bound of T from below: what every policy pays on each lane."""
-        t_pre, t_gen = (max(sum(_least(line, self) for line in lane) for lane in _by_lane(stage).values())
-                        for stage in (self.prefill, self.decode))  # fmt: skip
-        return t_pre * self.layers + t_gen * self.steps * self.layers
+        """A lower bound of T: on each lane every kind is in its cheapest tier."""
+        each = (_by_lane(stage).values() for stage in self.stages)
+        return self.total_s(*(max(sum(_least(line, self) for line in lines) for lines in by_lane) for by_lane in each))
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """`seconds`: T of the block. `t_pre_s`, `t_gen_s`: of a layer. `busiest`: the lanes that decide them."""
+    """A policy with its seconds. `seconds`: T of the block; `t_pre_s`, `t_gen_s`: of a layer in prefill and in decode;
+    `busiest`: the lanes that take so long."""
 
     policy: Policy
     seconds: float
@@ -142,99 +161,102 @@ class Solution:
 
 
 def lanes(stage: Stage, policy: Policy) -> dict[str, float]:
-    """Seconds of each of the five lanes, a layer."""
-    return {lane: sum(line.at(policy) for line in found) for lane, found in _by_lane(stage).items()}
+    """Lane → seconds of a layer, of the five lanes and of other lines."""
+    return {lane: sum(line.at(policy) for line in lines) for lane, lines in _by_lane(stage).items()}
 
 
-def solve(program: Program, kv: Shares | None = None, below_s: float = inf) -> Solution | None:
-    """The optimum (with `kv`, the one that has KV so), or None where nothing fits or takes less than `below_s`. Lanes
-    that slow each other are slowed by how much of the time the other one is busy in the solution before, and wait as
-    they do there, some rounds long."""
-    slowed, found = program, None
+def solve(program: PolicyProgram, kv: Shares | None = None, below_s: float = inf) -> Solution | None:
+    """The optimum, or the optimum of the policies whose KV has the shares `kv`. None if nothing fits, or if nothing
+    takes less than `below_s`. Raises InternalError if HiGHS fails.
+
+    Each round solves the program with lanes slowed and waiting as they are in the solution of the round before."""
+    slowed, solution = program, None
     for _ in range(1 + program.rounds):
         policy = _optimum(slowed, kv)
         if policy is None:
-            return found
-        found = evaluate(slowed, policy)
-        if slowed is program and found.seconds >= below_s:
-            return None  # without slowing and waiting: with them it only takes longer
+            return solution
+        solution = evaluate(slowed, policy)
+        if slowed is program and solution.seconds >= below_s:
+            return None  # slowing and waiting, which are not counted yet, only add to it
         slowed = _slowed(program, slowed, policy)
-    return found
+    return solution
 
 
-def evaluate(program: Program, policy: Policy) -> Solution:
-    """T of a policy, and what decides it."""
-    pre, gen = lanes(program.prefill, policy), lanes(program.decode, policy)
-    busiest = max(pre, key=lambda lane: pre[lane]), max(gen, key=lambda lane: gen[lane])
-    names = busiest[0].removesuffix(_WAITING), busiest[1].removesuffix(_WAITING)
-    return Solution(policy, program.seconds(policy), pre[busiest[0]], gen[busiest[1]], names)
+def evaluate(program: PolicyProgram, policy: Policy) -> Solution:
+    """T of a policy, and the lanes that decide it."""
+    pre, gen = (max(lanes(stage, policy).items(), key=itemgetter(1)) for stage in program.stages)
+    busiest = pre[0].removesuffix(_WAITING), gen[0].removesuffix(_WAITING)
+    return Solution(policy, program.total_s(pre[1], gen[1]), pre[1], gen[1], busiest)
 
 
-def settled(program: Program, policy: Policy) -> Solution:
-    """T of a policy, with lanes that slow each other and wait for each other."""
+def settled(program: PolicyProgram, policy: Policy) -> Solution:
+    """T of a policy, with lanes that slow each other and wait for each other, after the program's rounds."""
     slowed = program
     for _ in range(program.rounds):
         slowed = _slowed(program, slowed, policy)
     return evaluate(slowed, policy)
 
 
-def _slowed(program: Program, before: Program, policy: Policy) -> Program:
-    stages = [_slowed_stage(getattr(program, s), getattr(before, s), policy, program.sharing) for s in _STAGES]
-    prefill, decode = (_waiting(s, policy, program, e) for s, e in zip(stages, program.ends_s, strict=True))
+def _slowed(program: PolicyProgram, before: PolicyProgram, policy: Policy) -> PolicyProgram:
+    """The program with its lanes slowed and waiting as they are for `policy`. `before`: the same of the round
+    before."""
+    prefill, decode = (
+        _waiting(_slowed_stage(stage, earlier, policy, program.sharing), policy, program, ends_s)
+        for stage, earlier, ends_s in zip(program.stages, before.stages, program.ends_s, strict=True)
+    )
     return replace(program, prefill=prefill, decode=decode)
 
 
-_STAGES = ("prefill", "decode")
-
-
 def _slowed_stage(stage: Stage, before: Stage, policy: Policy, sharing: Sequence[Sharing]) -> Stage:
+    """The stage in which each lane is slowed by the share of the time in which another lane is busy."""
     whole = max(lanes(before, policy).values())
     factors = dict.fromkeys(stage, 1.0)
     for pair in sharing:
         if pair.lane in stage and pair.beside in stage and whole > 0:
-            # Executors take turns; what goes on beside them is spread over the whole time.
+            # Executors take turns, so they do not slow each other. All other work is spread evenly over the time.
             turns = pair.lane in EXECUTORS and pair.beside in EXECUTORS
             busy = 0.0 if turns else min(1.0, before[pair.beside].at(policy) / whole)
             factors[pair.lane] *= 1 + (pair.factor - 1) * busy
     return {lane: line.times(factors[lane]) for lane, line in stage.items()}
 
 
-def _waiting(stage: Stage, policy: Policy, program: Program, ends_s: float) -> Stage:
-    """With what a lane that brings weights waits while a layer computes for longer than a ring full of them takes, and
-    what windows wait where layers whose KV moves follow each other."""
+def _waiting(stage: Stage, policy: Policy, program: PolicyProgram, ends_s: float) -> Stage:
+    """The stage with two kinds of waiting. A lane that brings weights fills the ring while a layer computes; if the
+    layer takes longer than that, the lane waits. Windows wait where layers whose KV moves follow each other."""
     if not program.ring_layers:
         return stage
-    found, tier = dict(stage), program.moved_tier
-    computing_s = [
-        sum(stage[name].at(replace(policy, kv=_ALONE[t])) for name in EXECUTORS if name in stage) for t in range(3)
-    ]
+    waiting, tier = dict(stage), program.moved_tier
+    executors = [stage[name] for name in EXECUTORS if name in stage]
+    computing_s = [sum(line.at(replace(policy, kv=alone)) for line in executors) for alone in _ALONE]
     for lane in (TO_DEVICE, READ):
         line = stage.get(lane, Line())
         if any(a * b > 0 for a, b in zip(line.weights, policy.weights, strict=True)):
             ahead_s = program.ring_layers * line.at(policy)
-            waits_s = sum(
-                share * max(0.0, seconds - ahead_s) for share, seconds in zip(policy.kv, computing_s, strict=True)
-            )
-            found[lane + _WAITING] = line + Line(waits_s)  # of its own: who waits slows nobody
+            by_tier = zip(policy.kv, computing_s, strict=True)
+            waits_s = sum(share * max(0.0, seconds - ahead_s) for share, seconds in by_tier)
+            waiting[lane + _WAITING] = line + Line(waits_s)  # a line of its own, since a lane that waits slows no other
     window = stage.get(WINDOW, Line())
     if policy.kv[tier] > 0 and window.kv[tier] > 0:
         in_layer_s = [max(0.0, seconds - ends_s) for seconds in computing_s]
         layer_s = ends_s + _through_windows(stage, in_layer_s, policy.kv, program)
-        found[WINDOW + _WAITING] = window + Line(max(0.0, layer_s - window.at(policy)))
-    return found
+        waiting[WINDOW + _WAITING] = window + Line(max(0.0, layer_s - window.at(policy)))
+    return waiting
 
 
 _ALONE: tuple[Shares, Shares, Shares] = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
 
 
-def _through_windows(stage: Stage, computing_s: Sequence[float], kv: Shares, program: Program) -> float:
-    """Seconds of a layer where those whose KV moves are spread evenly. Two windows: what a batch's KV of such a layer
-    takes is free again when that of the last but one was saved, and the lane brings one after the other."""
+def _through_windows(stage: Stage, computing_s: Sequence[float], kv: Shares, program: PolicyProgram) -> float:
+    """Seconds of a layer, averaged over all, if the layers whose KV moves are spread evenly over the model.
+
+    There are two windows, each with room for one layer's KV of all batches. A batch's KV is loaded when the KV of the
+    layer but one before was saved from there. The lane loads one batch after the other. `computing_s`: seconds of a
+    layer whose KV is in each of the three tiers."""
     tier, batches = program.moved_tier, program.batches
     share, nothing = kv[tier], Line()
     load_s, held_s, save_s = (stage.get(name, nothing).kv[tier] / batches for name in (LOADED, HELD, SAVED))
     others_s = sum(kv[t] * computing_s[t] for t in range(3) if t != tier) / max(1 - share, _LEAST_SHARE)
-    first_s = load_s / program.layers  # is in the computing already, for a share of one
+    first_s = load_s / program.layers  # the wait for the first load is in `computing_s` already
     after_s = max(0.0, computing_s[tier] - first_s - batches * held_s)
     now_s = loaded_s = saved_s = 0.0
     free_s = [[0.0] * batches, [0.0] * batches]
@@ -253,13 +275,15 @@ def _through_windows(stage: Stage, computing_s: Sequence[float], kv: Shares, pro
 
 
 def _by_lane(stage: Stage) -> dict[str, list[Line]]:
-    found: dict[str, list[Line]] = {lane: [] for lane in LANES}
+    """Lane → its lines. COMPUTE has the lines of both executors."""
+    by_lane: dict[str, list[Line]] = {lane: [] for lane in LANES}
     for name, line in stage.items():
-        found.setdefault(COMPUTE if name in EXECUTORS else name, []).append(line)
-    return found
+        by_lane.setdefault(COMPUTE if name in EXECUTORS else name, []).append(line)
+    return by_lane
 
 
-def _least(line: Line, program: Program) -> float:
+def _least(line: Line, program: PolicyProgram) -> float:
+    """The line's value if every kind is in its cheapest tier."""
     total = line.constant
     for kind in KINDS:
         coefficients = zip(getattr(line, kind), program.allowed[kind], strict=True)
@@ -267,14 +291,16 @@ def _least(line: Line, program: Program) -> float:
     return total
 
 
-def _optimum(program: Program, kv: Shares | None) -> Policy | None:
-    """By HiGHS. Columns: nine shares, T_pre, T_gen in units of the bound; rows: lanes, tiers, sums. Everything is
-    scaled to about one, since its tolerances are absolute."""
+def _optimum(program: PolicyProgram, kv: Shares | None) -> Policy | None:
+    """The optimum of the linear program, by HiGHS. None if nothing fits.
+
+    There are eleven columns: the nine shares, T_pre and T_gen. Seconds are in units of `least_s` and bytes in units of
+    the capacity, so that all numbers are about one: HiGHS's tolerances are absolute."""
     scale, every = max(program.least_s, 1e-12), range(11)
     rows = []
     for stage, seconds in ((program.prefill, (-1.0, 0.0)), (program.decode, (0.0, -1.0))):
-        for found in _by_lane(stage).values():
-            line = sum(found, Line())
+        for lines in _by_lane(stage).values():
+            line = sum(lines, Line())
             rows.append(highs.Row(-inf, -line.constant / scale, every, [*(x / scale for x in line.vector), *seconds]))
     for tier, line in program.memory.items():
         unit = max(program.capacity[tier], 1.0)
@@ -287,10 +313,11 @@ def _optimum(program: Program, kv: Shares | None) -> Policy | None:
         lower[3:6] = upper[3:6] = kv
     costs = [0.0] * 9 + [program.layers, program.layers * program.steps]
     shares = highs.solve(costs, [*lower, 0.0, 0.0], [*upper, inf, inf], rows).values
-    return None if shares is None else Policy(*(_cleaned(shares[i : i + 3]) for i in (0, 3, 6)))
+    return None if shares is None else Policy(*map(_cleaned, _by_kind(shares[:9])))
 
 
-def _cleaned(values: Sequence[float]) -> Shares:
-    """Shares that sum to one, without what a simplex leaves of zeros."""
-    kept = [value if value > _LEAST_SHARE else 0.0 for value in values]
-    return _three([value / sum(kept) for value in kept])
+def _cleaned(shares: Shares) -> Shares:
+    """Shares that sum to one, with the tiny shares that a simplex leaves set to zero."""
+    kept = [share if share > _LEAST_SHARE else 0.0 for share in shares]
+    first, second, third = (share / sum(kept) for share in kept)
+    return first, second, third

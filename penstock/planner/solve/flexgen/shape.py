@@ -1,7 +1,7 @@
-"""From a policy's shares to a complete plan: whole granules, whole layers of KV.
+"""Makes a complete plan of a policy's shares, by rounding them to whole granules of weights and whole layers of KV.
 
-Granules go to the tiers in even shares, layer by layer: each layer streams as much as the next, so that its lanes'
-seconds are those of the average layer, which the program counts. KV goes by layers, each tier's spread evenly.
+Every layer has the same share of its granules in each tier. So each layer takes the seconds of the average layer, which
+is what the program counts. KV goes by whole layers. The layers of each tier are spread evenly over the model.
 """
 
 from __future__ import annotations
@@ -21,21 +21,30 @@ from penstock.spec.places import DISK, GPU, HOST, Executor, Tier
 from penstock.spec.plan import Plan, Unit
 from penstock.units import MIB, round_up
 
-# Who attends where KV is not at home on the device: the device, to which KV crosses; the CPU, which computes the whole
-# block (what the runtime can do); the CPU the scores alone, the projections staying with the device (FlexGen's).
+# Who attends to KV that is not at home on the device:
+# - "device": the device, to which KV crosses
+# - "cpu": the CPU computes attention with its projections
+# - "cpu scores": the CPU computes the scores, the device the projections, as in FlexGen. The runtime cannot do that yet
 ATTENDS = ("device", "cpu", "cpu scores")
 PAGE_TOKENS = 64
 NEAR: Shares = (1.0, 0.0, 0.0)
-# A layer streams in so many units, at least of _LEAST_UNIT_BYTES: smaller ones pay more fixed costs, larger ones leave
-# more of the ring unused and make the first of a pass come later.
+# A layer streams in 16 units, or in fewer units of at least 4 MiB, but in no fewer than 4. Smaller units pay more fixed
+# costs. Larger units leave more of the ring unused, and the first one of a pass comes later.
 _UNITS_A_LAYER, _LEAST_UNIT_BYTES, _FEWEST_UNITS = 16, 4 * MIB, 4
 
 
 @dataclass(frozen=True)
 class Shape:
-    """All of a plan that the shares do not decide. `gpu_batch` sequences a batch, `batches` a block; `chunk_rows`: of a
-    prompt's batch; `attends`: of ATTENDS, "device" also where there is none (the one executor attends). `ring_layers`:
-    how many layers' weights the rings hold."""
+    """Everything of a plan that the shares do not decide.
+
+    main            the executor that holds activations: the device, or the CPU if there is none
+    gpu_batch       sequences of a batch
+    batches         batches of a block
+    chunk_rows      rows of a batch of prompts
+    attends         one of ATTENDS. Without a device it is "device", which then means the main executor
+    ring_layers     the ring holds the streaming weights of so many layers
+    order           one of `spec.plan.ORDERS`
+    """
 
     problem: Problem
     main: Executor
@@ -48,53 +57,57 @@ class Shape:
 
     @property
     def block(self) -> int:
+        """Sequences of a block."""
         return self.gpu_batch * self.batches
 
     @cached_property
     def placed(self) -> tuple[Part, ...]:
-        """The parts whose granules the shares place: attention and FFNs. Norms and the vocabulary stay with the main
-        executor, who reads them at every step; where the CPU computes attention, its weights stay in RAM."""
+        """The parts whose granules the shares place: attention and FFNs. If the CPU computes attention, attention's
+        weights stay in RAM. Norms and the vocabulary always stay with the main executor, which reads them in each pass.
+        """
         kinds = ("ffn",) if self.attends == "cpu" else ("attn", "ffn")
         return tuple(part for part in self.problem.parts.values() if part.kind in kinds)
 
     @cached_property
     def placed_bytes(self) -> int:
+        """Bytes of the placed parts."""
         return sum(part.nbytes for part in self.placed)
 
     @cached_property
     def unit_bytes(self) -> int:
-        """The largest unit that streams."""
+        """The most bytes of a unit that streams."""
         a_layer = self.placed_bytes // self.problem.layers
         return max(min(_LEAST_UNIT_BYTES, a_layer // _FEWEST_UNITS), a_layer // _UNITS_A_LAYER)
 
     @cached_property
     def unit_slack_bytes(self) -> int:
-        """At most what a ring has beyond its layers: it loses a unit's bytes at its end, and one is being computed."""
+        """The most bytes that a ring has beyond its layers: up to one unit is lost at its end, and one is being
+        computed."""
         return 2 * max(self.unit_bytes, *(part.granule_bytes for part in self.placed))
 
     def begun_units(self, weights: Shares) -> dict[int, float]:
-        """For each tier but the executor's: how many units a layer has there beyond its share of the units that it
-        would have if all of it were there. The last unit of each part is not full."""
+        """For RAM and the disk (tiers 1 and 2), how many more units a layer has there than its share of the units that
+        the whole layer would have. There are more because the last unit of each part is not full."""
         first = {part.key: part for part in self.placed if part.layer == 0}
 
         def count(part: Part, lo: int, hi: int) -> int:
             return len(even_units(part, lo, hi, self.unit_bytes))
 
         whole = sum(count(part, 0, part.granules) for part in first.values())
-        found = {tier: -weights[tier] * whole for tier in (1, 2)}
+        begun = {tier: -weights[tier] * whole for tier in (1, 2)}
         for key, (here, there) in split_granules(tuple(first.values()), weights).items():
-            found[1] += count(first[key], here, there)
-            found[2] += count(first[key], there, first[key].granules)
-        return found
+            begun[1] += count(first[key], here, there)
+            begun[2] += count(first[key], there, first[key].granules)
+        return begun
 
     @property
     def least_stage_bytes(self) -> int:
-        """What is at home on a device is loaded through the stage, two granules at least."""
+        """Two of the largest granules: weights at home on a device are loaded through the stage. 0 without a device."""
         sizes = [p.granule_bytes for p in self.problem.parts.values() if p.kind not in ("attn", "ffn")]
         return 2 * max(*sizes, *(part.granule_bytes for part in self.placed)) if self.main == GPU.executor else 0
 
     def plan(self, weights: Shares, kv: Shares) -> Plan:
-        """Complete. Without a device the first share is the CPU's own memory: that of the tier `host`."""
+        """The complete plan of some shares. Without a device, the first share is in RAM and the second is 0."""
         problem, device = self.problem, self.main == GPU.executor
         homes = kv_layers(problem.layers, kv)
         tiers = [(GPU.executor, HOST, DISK.tier)[i] if device else (HOST, HOST, DISK.tier)[i] for i in homes]
@@ -110,30 +123,29 @@ class Shape:
 
     @cached_property
     def home(self) -> Plan:
-        """Everything at home, but KV where the CPU attends, if it does at all: then that is an executor too."""
+        """The plan with all weights at home with the main executor. KV is too, unless the CPU attends: then it is in
+        RAM, so that the plan has both executors."""
         return self.plan(NEAR, NEAR if self.attends == "device" else (0.0, 1.0, 0.0))
 
     @cached_property
     def kv_bytes(self) -> int:
-        """K and V of a block."""
-        return _kv_arenas(self.home)
+        """Bytes of K and V of a block."""
+        layout = Layout(self.home)
+        return sum(layout.filled_bytes(arena.name) for arena in self.home.arenas if arena.name.endswith(".kv"))
 
     @cached_property
     def window_bytes(self) -> int:
-        """Bytes of the windows, of a plan whose KV all comes from elsewhere."""
+        """Bytes of the windows in a plan in which all KV moves through them."""
         away: Shares = (0.0, 1.0, 0.0) if self.moved_tier == 1 else (0.0, 0.0, 1.0)
         return sum(slot.nbytes for slot in Layout(self.plan(NEAR, away)).windows)
 
     @property
     def moved_tier(self) -> int:
-        """The tier whose KV comes through windows to be attended to."""
+        """The tier whose KV comes through windows: RAM (1) if the device attends to all KV, else the disk (2)."""
         return 1 if self.main == GPU.executor and self.attends == "device" else 2
 
-    def rounded(self, policy: Policy) -> Plan:
-        return self.plan(policy.weights, policy.kv)
-
     def shares_of(self, plan: Plan) -> Policy:
-        """What a plan made of: by its units' bytes and its layers' KV."""
+        """The shares that a plan has, by the bytes of its units and the layers of its KV."""
         weights, kv = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
         tiers = {self.main: 0, DISK.tier: 2} if self.main == HOST else {self.main: 0, HOST: 1, DISK.tier: 2}
         sizes = {part.key: part.granule_bytes for part in self.placed}
@@ -144,28 +156,32 @@ class Shape:
         return Policy((weights[0], weights[1], weights[2]), (kv[0], kv[1], kv[2]), (1.0, 0.0, 0.0))
 
     def _attends(self, home: Tier) -> Executor:
+        """The executor of attention to KV with this home."""
         return self.main if home == self.main or self.attends == "device" else HOST
 
     def _units(self, weights: Shares) -> list[Unit]:
+        """The units of all parts. `weights`: the shares of the placed parts."""
         problem, main = self.problem, self.main
         placed = split_granules(self.placed, weights)
 
         def runs(part: Part) -> list[Run]:
             if part.key not in placed:
-                at = HOST if part.kind == "attn" else main  # with its KV; no other part is the CPU's
-                home = HOST if part.key == "embed" and not problem.spec.tied else at
-                return [(0, part.granules, home, at, at, part.nbytes)]
+                executor = HOST if part.kind == "attn" else main  # attention goes with its KV
+                home = HOST if part.key == problem.gathered else executor
+                return [(0, part.granules, home, executor, executor, part.nbytes)]
             here, there = placed[part.key]
             here = there if main == HOST else here
-            cuts = ((0, here, main, part.nbytes), (here, there, HOST, self.unit_bytes))
-            far = (there, part.granules, DISK.tier, self.unit_bytes)
-            return [(lo, hi, home, main, main, unit_bytes) for lo, hi, home, unit_bytes in (*cuts, far)]
+            return [
+                (0, here, main, main, main, part.nbytes),
+                (here, there, HOST, main, main, self.unit_bytes),
+                (there, part.granules, DISK.tier, main, main, self.unit_bytes),
+            ]
 
         return units(problem.parts.values(), runs)
 
     def _rings(self, units: Sequence[Unit]) -> tuple[dict[Executor, int], int]:
-        """The main executor's ring, and the stage before a device's: so many layers' share of what passes through, and
-        two units more."""
+        """({main executor: bytes of its ring}, bytes of the stage before a device's ring). Either holds what passes
+        through it of `ring_layers` layers, and two units more."""
         sizes = {part.key: part.granule_bytes for part in self.placed}
 
         def ring(homes: set[Tier]) -> int:
@@ -178,39 +194,38 @@ class Shape:
         return ({self.main: whole} if whole else {}), stage
 
 
-def _kv_arenas(plan: Plan) -> int:
-    layout = Layout(plan)
-    return sum(layout.filled_bytes(arena.name) for arena in plan.arenas if arena.name.endswith(".kv"))
-
-
 def split_granules(placed: Sequence[Part], shares: Shares) -> dict[str, tuple[int, int]]:
-    """Part → (end of its granules at home with the executor, end of those in RAM); the others are on the disk. Of all
-    layers up to any one, the faster tiers never hold more than their share, nor less by more than a granule or two. Of
-    a layer the FFN's granules, which are finer, leave first."""
-    found: dict[str, tuple[int, int]] = {}
+    """Part key → (the end of its granules at home with the executor, the end of its granules in RAM). The others are on
+    the disk.
+
+    Of the layers up to any one, a faster tier never holds more than its share, and never less by more than a granule or
+    two. Of each layer the FFN's granules leave the executor first, because they are smaller."""
+    ends: dict[str, tuple[int, int]] = {}
     total = away = disk = 0
     for layer in sorted({part.layer for part in placed}):
         those = sorted((part for part in placed if part.layer == layer), key=lambda part: part.kind != "ffn")
         total += sum(part.nbytes for part in those)
         for part in those:
-            owed, far = ((share * total - given) / part.granule_bytes - 1e-6
-                         for share, given in ((1 - shares[0], away), (shares[2], disk)))  # fmt: skip
+            owed = ((1 - shares[0]) * total - away) / part.granule_bytes - 1e-6
             leaves = max(0, min(part.granules, ceil(owed)))
-            far = max(0, min(leaves, ceil(far))) if shares[1] > 0 else leaves
+            owed_to_disk = (shares[2] * total - disk) / part.granule_bytes - 1e-6
+            far = max(0, min(leaves, ceil(owed_to_disk))) if shares[1] > 0 else leaves
             away, disk = away + leaves * part.granule_bytes, disk + far * part.granule_bytes
-            found[part.key] = (part.granules - leaves, part.granules - far)
-    return found
+            ends[part.key] = (part.granules - leaves, part.granules - far)
+    return ends
 
 
 def whole_layers(layers: int, shares: Shares, moved: int) -> list[Shares]:
-    """KV shares of whole layers around `shares`. `moved`: the tier whose KV comes through windows. Even numbers of such
-    layers, or all: there are two windows, and of an odd number the last layer and the first would share one, so that
-    the first load of a pass waits for the last save of the one before."""
+    """Shares of KV in whole layers, near to `shares`. `moved`: the tier whose KV comes through windows.
+
+    The number of layers in this tier is even, or it is all layers. There are two windows, which layers take by turns.
+    With an odd number, the last layer and the first one would have the same window, and the first load of a pass would
+    wait for the last save of the pass before."""
 
     def around(share: float, step: int) -> set[int]:
         return {floor(share * layers / step + 1e-6) * step, ceil(share * layers / step - 1e-6) * step}
 
-    found = set()
+    options = set()
     for those in around(shares[moved], 2) | ({layers} if shares[moved] > 1 - 1e-9 else set()):
         other = 1 if moved == 2 else 2
         for beside in around(shares[other], 1) if shares[other] > 0 else {0}:
@@ -219,21 +234,22 @@ def whole_layers(layers: int, shares: Shares, moved: int) -> list[Shares]:
             if shares[0] == 0 and counts[0] and shares[other] > 0:
                 counts[0], counts[other] = 0, layers - those
             if min(counts) >= 0:
-                found.add((counts[0] / layers, counts[1] / layers, counts[2] / layers))
-    return sorted(found)
+                options.add((counts[0] / layers, counts[1] / layers, counts[2] / layers))
+    return sorted(options)
 
 
 def kv_layers(layers: int, shares: Shares) -> list[int]:
-    """The tier of each layer's KV, an index of `shares`, so that tiers are spread evenly: from the last layer on, the
-    tier that is furthest behind its share. So the first layers have theirs at home, and a pass begins before the first
-    load is done."""
-    counts, found = [0, 0, 0], []
+    """For each layer, the tier (0, 1 or 2) of its KV, so that the layers of each tier are spread evenly.
+
+    From the last layer to the first, a layer gets the tier that is furthest behind its share. So the first layers have
+    their KV at home, and a pass begins before its first load is done."""
+    counts, tiers = [0, 0, 0], []
     whole = [int(share * layers + 1e-6) for share in shares]
-    slowest = max(tier for tier in range(3) if shares[tier] > 0)  # takes what rounding left
+    slowest = max(tier for tier in range(3) if shares[tier] > 0)  # rounding down leaves layers, which it takes
     whole[slowest] += layers - sum(whole)
     for i in range(layers):
         behind = [whole[t] * (i + 1) / layers - counts[t] if counts[t] < whole[t] else -1.0 for t in range(3)]
         tier = max(range(3), key=lambda t: (behind[t], t))
         counts[tier] += 1
-        found.append(tier)
-    return found[::-1]
+        tiers.append(tier)
+    return tiers[::-1]

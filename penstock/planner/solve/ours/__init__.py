@@ -1,1 +1,1 @@
-"""Penstock's own plans: what fits stays in RAM and the rest streams (`ram`); beside a device (`device`)."""
+"""The solvers of penstock's own plans: `ram` without a device, `device` beside one."""

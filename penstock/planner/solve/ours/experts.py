@@ -21,7 +21,7 @@ from penstock.planner.solve import beside, fill
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.ours import device
 from penstock.planner.solve.ours.ram import POLICY, caches_reason
-from penstock.planner.solve.problem import Problem, spare_bytes
+from penstock.planner.solve.problem import Problem
 from penstock.spec.parts import Part
 from penstock.spec.places import CPU, GPU, HOST, is_disk
 from penstock.spec.plan import Cache, Plan
@@ -35,11 +35,14 @@ _LINK, _CPU = "", ", shared experts and dense FFNs too"  # who computes those th
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
     """Plans that fit into both memories; none where the least does not."""
-    skeletons = [_skeleton(problem, chunk_rows) for chunk_rows in fill.chunk_options(problem.ask)]
-    for skeleton in [*skeletons, beside.smallest(problem, skeletons[0].split)]:
+    sizes = [
+        beside.device_skeleton(problem, rows, problem.layers, lifted=1.0, prompts=False)
+        for rows in fill.chunk_options(problem.ask)
+    ]
+    for skeleton in [*sizes, replace(beside.smallest(problem), prompts=False)]:
         found = False
         for attention_layers, kv_home in device.modes(skeleton):
-            mode = skeleton.with_split(attention_layers=attention_layers, kv_home=kv_home)
+            mode = replace(skeleton, attention_layers=attention_layers, kv_home=kv_home)
             for candidate in (*_of_mode(mode, experts_there=False), *_of_mode(mode, experts_there=True)):
                 # Longer chunks save reading from the disk.
                 if skeleton.chunk_rows <= fill.CHUNK_ROWS or _reads(candidate.plan):
@@ -49,17 +52,12 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
             return
 
 
-def _skeleton(problem: Problem, chunk_rows: int) -> beside.DeviceSkeleton:
-    split = beside.Split(_LINK, 1.0, problem.layers, GPU.executor, prompts=False)
-    return beside.device_skeleton(problem, split, chunk_rows)
-
-
 def _of_mode(skeleton: beside.DeviceSkeleton, experts_there: bool) -> Iterator[Candidate]:
     """All that may be in RAM is there, or the rest streams, or experts have caches. `experts_there`: plans with experts
     of some layers on the device."""
     problem = skeleton.problem
-    for split in (skeleton.split, replace(skeleton.split, name=_CPU, lifted=0.0)):
-        whole = replace(skeleton, split=split)
+    for who, lifted in {_LINK: skeleton.lifted, _CPU: (0.0,) * problem.layers}.items():
+        whole = replace(skeleton, lifted=lifted)
         plans = {"": device.filled(whole, device.in_ram, experts_there)}
         if plans[""] is None or _reads(plans[""]):
             plans = {", streamed": plans[""], ", in caches": device.filled(whole, _caching, experts_there)}
@@ -68,30 +66,30 @@ def _of_mode(skeleton: beside.DeviceSkeleton, experts_there: bool) -> Iterator[C
             layers = _layers_there(plan)
             if bool(layers) == experts_there:
                 cannot_run = _CANNOT_RUN if layers and not problem.device_experts else ""
-                yield Candidate(_name(plan, split, where), plan, _reasons(plan, whole), cannot_run)
+                yield Candidate(_name(plan, whole, where, who), plan, _reasons(plan, whole), cannot_run)
         if not any(map(_ffn_elsewhere, found.values())):
             break
     cached = _cached_there(skeleton) if experts_there else None
     if cached is not None:
         cannot_run = "" if problem.device_experts else _CANNOT_RUN
-        name = _name(cached, skeleton.split, ", in caches on the device")
+        name = _name(cached, skeleton, ", in caches on the device", _LINK)
         yield Candidate(name, cached, _reasons(cached, skeleton), cannot_run)
 
 
 def _caching(skeleton: beside.DeviceSkeleton, on_device: fill.Resident) -> Plan | None:
-    """Slots for experts in what RAM has left once all else stays, which every token reads; at least one a layer. None
-    where the rest alone is too much."""
+    """The plan with slots for experts in what RAM has left once all else stays, which every token reads; at least one
+    a layer. None if the rest alone is too much, if no experts are left, or if the user limits the weights that stay."""
     problem = skeleton.problem
-    limit, experts = problem.host_bytes, [part for part in problem.of_kind("experts") if part.key not in on_device]
+    experts = [part for part in problem.of_kind("experts") if part.key not in on_device]
     if problem.ask.resident_bytes is not None or not experts:
         return None
-    budget = spare_bytes(skeleton.plan(on_device, {}, _caches_in_ram(experts, [1] * len(experts))), HOST, limit)
+    budget = problem.spare_bytes(skeleton.plan(on_device, {}, _caches_in_ram(experts, [1] * len(experts))), HOST)
     if budget is None:
         return None
     memory = device.fill_memory(problem, on_device, budget, cached=True)
-    left = budget - fill.bytes_of(problem.parts, memory) - ARENA_ALIGN
+    left = budget - problem.bytes_of(memory) - ARENA_ALIGN
     plan = skeleton.plan(on_device, memory, _caches_in_ram(experts, fill.share_slots(experts, left)))
-    return plan if plan.tier_bytes()[HOST] <= limit else None
+    return plan if problem.fits(plan, HOST) else None
 
 
 def _caches_in_ram(experts: Sequence[Part], slots: Sequence[int]) -> tuple[Cache, ...]:
@@ -106,14 +104,13 @@ def _cached_there(skeleton: beside.DeviceSkeleton) -> Plan | None:
     if problem.ask.resident_bytes is not None:
         return None
     rows = [_lifted_rows(problem, part) for part in experts]
-    every = {part.key: part.granules for part in problem.parts.values()}
-    on_device = device.computed_there(skeleton, every, experts=False)
+    on_device = device.computed_there(skeleton, experts=False)
 
     def plan(slots: Sequence[int]) -> Plan:
         caches = (Cache(p.layer, GPU.executor, n, POLICY, r) for p, n, r in zip(experts, slots, rows, strict=True))
         return skeleton.plan(on_device, None, tuple(caches))
 
-    budget = spare_bytes(plan([1] * len(experts)), GPU.executor, problem.device_bytes)
+    budget = problem.spare_bytes(plan([1] * len(experts)), GPU.executor)
     if budget is None:
         return None
     slots = fill.share_slots(experts, budget - 2 * ARENA_ALIGN)
@@ -152,15 +149,15 @@ def _ffn_elsewhere(plan: Plan) -> bool:
     return any(unit.home != GPU.executor and parts[unit.part].kind in ("ffn", "shared") for unit in plan.units)
 
 
-def _name(plan: Plan, split: beside.Split, where: str) -> str:
-    """What `plan --compare` will call it."""
+def _name(plan: Plan, skeleton: beside.DeviceSkeleton, where: str, who: str) -> str:
+    """The name of the candidate in `penstock plan --compare`. `where`: words about where the CPU's experts are. `who`:
+    words about who computes shared experts and dense FFNs outside device memory."""
     if beside.all_there(plan):
         return device.WHOLE
-    if _layers_there(plan):
-        where += ", those of some layers on the device"
-    cpu = "" if split.attention_layers == len(plan.target.spec.layers) else ", attention of some layers too"
-    kv = ", KV in RAM" if split.kv_home == HOST else ""
-    return f"{NAME}{where}{split.name}{cpu}{kv}"
+    layers = ", those of some layers on the device" if _layers_there(plan) else ""
+    cpu = "" if skeleton.attention_layers == skeleton.problem.layers else ", attention of some layers too"
+    kv = ", KV in RAM" if skeleton.kv_home == HOST else ""
+    return f"{NAME}{where}{layers}{who}{cpu}{kv}"
 
 
 def _reasons(plan: Plan, skeleton: beside.DeviceSkeleton) -> tuple[str, ...]:

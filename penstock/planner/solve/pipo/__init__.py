@@ -1,22 +1,22 @@
-"""PIPO's plans: attention and FFN as separate whole blocks, all computed on the device, in two pipelines.
+"""PIPO's plans: attention and FFN are separate whole blocks, the device computes all of them, in one of two pipelines.
 
-Which home the weights have and which pipeline runs is Eq. 1's question (`memory`). What fits is asked of the plans
-themselves, to the byte; the paper's own account stands among the reasons. The overlapped pipeline has a ring for two
-blocks, so that the next one comes while this one computes; the memory-saving one a ring for one. KV lives in RAM
-(section 3.1.1), on the device only where all weights do and nothing needs to be offloaded (appendix C.7).
+Eq. 1 of the paper chooses the home of the weights and the pipeline by an account of bytes (`memory`). Here a plan's own
+bytes decide, and the result of Eq. 1 stands among the reasons. The overlapped pipeline has a ring for two blocks: one
+comes while the other computes. The memory-saving pipeline has a ring for one. KV lives in RAM (section 3.1.1). It lives
+on the device only if all weights do, so that nothing is offloaded (appendix C.7).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
 
 from penstock.graph.arenas import ARENA_ALIGN
-from penstock.planner.solve.beside import DeviceSkeleton, Split
+from penstock.planner.solve.beside import DeviceSkeleton
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import Resident, chunk_options
 from penstock.planner.solve.pipo import memory
-from penstock.planner.solve.problem import Problem, most
+from penstock.planner.solve.problem import Problem
 from penstock.spec.parts import PINNED
 from penstock.spec.places import DISK, GPU, HOST, Tier
 from penstock.spec.plan import Plan
@@ -29,9 +29,11 @@ _PLACES = {GPU.executor: "in device memory", HOST: "in RAM", DISK.tier: "on the 
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
-    """For each pipeline the nearest home in which all weights fit, and what the device holds beside it (partial
-    offloading, appendix C.5). Nothing where there is no device or KV is to be on the disk; where all weights stay on
-    the device one plan, since nothing is left to be pipelined."""
+    """At most two candidates for each pipeline. One has all weights in the nearest home that fits. The other has a
+    share of them on the device (partial offloading, appendix C.5).
+
+    If all weights fit on the device there is only one candidate, because nothing is left to be pipelined. There is none
+    without a device, or if the ask wants KV on the disk."""
     if not problem.has_device or problem.ask.kv_home == "disk":
         return
     for pipeline in memory.PIPELINES:
@@ -46,23 +48,23 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 
 
 def plan(
-    problem: Problem,
-    choice: memory.Choice,
-    kv_home: Tier,
-    chunk_rows: int,
-    order: str | None = None,
+    problem: Problem, choice: memory.Choice, kv_home: Tier, chunk_rows: int, order: str | None = None,
     whole_blocks: bool = True,
-) -> Plan:
-    """Complete; whether it fits is another question. `order`: another than the pipeline's. Without `whole_blocks`,
-    units and rings are as small as granules allow. An embedding that is only looked up stays in RAM, or on the disk
-    where a limit on what stays is asked for. The stage between disk and device holds what the ring of two blocks does
-    twice: with less, the disk waits for its bytes while a large block is lifted."""
+) -> Plan:  # fmt: skip
+    """The complete plan of a choice, whether it fits or not.
+
+    order           an order other than the pipeline's
+    whole_blocks    units are whole blocks. If not, units and rings are as small as granules allow
+
+    An embedding of which single rows are looked up stays in RAM, or on the disk if the user limits the weights that
+    stay. The stage between disk and device holds twice as much as a ring of two blocks: with less, the disk would wait
+    while a large block is lifted."""
     ask, parts = problem.ask, problem.parts
     block, two = memory.block_bytes(problem) if whole_blocks else (0, 0)
     granule = max(part.granule_bytes for part in parts.values() if part.kind not in PINNED)
     ring = round_up(max(two if choice.pipeline == "overlapped" else block, 2 * granule), ARENA_ALIGN)
     skeleton = DeviceSkeleton(
-        problem, Split("link", 1.0, problem.layers, kv_home, True), chunk_rows,
+        problem, chunk_rows, problem.layers, kv_home, (1.0,) * problem.layers, prompts=True,
         ring_bytes=ring, host_ring_bytes=ring, stage_bytes=2 * round_up(max(two, 2 * granule), ARENA_ALIGN),
         order=order or choice.pipeline, unit_bytes=block,
     )  # fmt: skip
@@ -76,15 +78,15 @@ def plan(
 
 
 def _homes(problem: Problem) -> tuple[Tier, ...]:
-    """The nearest first. RAM only where the link is faster than the disk (Eq. 1); the disk alone where a limit on what
-    stays in memory is asked for."""
+    """The homes to try, the nearest first. RAM is tried only if the link is faster than the disk (Eq. 1). If the user
+    limits the weights that stay, only the disk is tried."""
     if problem.ask.resident_bytes is not None:
         return (DISK.tier,)
     return memory.HOMES if memory.limits_of(problem).link_is_faster else (GPU.executor, DISK.tier)
 
 
 def _whole(problem: Problem, pipeline: str) -> tuple[memory.Choice, Plan] | None:
-    """The first home that fits, with the longest chunks of prompts that do."""
+    """All weights in the first home that fits, with the longest chunks of prompts that fit there. None if none does."""
     matrices = [part for part in problem.parts.values() if part.kind not in PINNED]
     looked_up = 0 if problem.spec.tied else problem.parts["embed"].nbytes
     in_ram = sum(part.nbytes for part in matrices)
@@ -92,56 +94,53 @@ def _whole(problem: Problem, pipeline: str) -> tuple[memory.Choice, Plan] | None
         GPU.executor: in_ram - looked_up > problem.device_bytes,
         HOST: in_ram > problem.host_bytes,
     }
-    for home in (home for home in _homes(problem) if not too_large.get(home)):  # by weights alone
+    for home in (home for home in _homes(problem) if not too_large.get(home)):  # a quick check by the weights alone
         choice = memory.Choice(home, pipeline, float(home == GPU.executor))
-        found = _fitting(problem, choice, (GPU.executor, HOST) if home == GPU.executor else (HOST,))
-        if found is not None:
-            return choice, found
+        fitting = _fitting(problem, choice, (GPU.executor, HOST) if home == GPU.executor else (HOST,))
+        if fitting is not None:
+            return choice, fitting
     return None
 
 
 def _partial(problem: Problem, pipeline: str) -> tuple[memory.Choice, Plan] | None:
-    """As much as fits on the device, in even shares of every part, beside the longest chunks that fit with none; the
-    rest in the nearest home that takes it."""
-    limit = problem.device_bytes
+    """The same share of every part on the device, as large as fits, and the rest in the nearest home that has room. The
+    chunks of prompts are the longest that fit with nothing on the device. None if nothing fits."""
     for home in (home for home in _homes(problem) if home != GPU.executor):
 
         @cache
-        def of(rows: int, shares: int, home: Tier = home) -> Plan:
+        def plan_of(rows: int, shares: int, home: Tier = home) -> Plan:
             return plan(problem, memory.Choice(home, pipeline, shares / _SHARES), HOST, rows)
 
-        def used(rows: int, shares: int, of: Callable[[int, int], Plan] = of) -> int:
-            return of(rows, shares).tier_bytes()[GPU.executor]
-
-        rows = next((rows for rows in chunk_options(problem.ask) if used(rows, 0) <= limit), None)
+        fitting = (rows for rows in chunk_options(problem.ask) if problem.fits(plan_of(rows, 0), GPU.executor))
+        rows = next(fitting, None)
         if rows is None:
             continue
-        shares = most(_SHARES - 1, partial(used, rows), limit)
-        if shares and problem.fits(of(rows, shares)):
-            return memory.Choice(home, pipeline, shares / _SHARES), of(rows, shares)
+        shares = problem.most_on_device(_SHARES - 1, partial(plan_of, rows))
+        if shares and problem.fits(plan_of(rows, shares)):
+            return memory.Choice(home, pipeline, shares / _SHARES), plan_of(rows, shares)
     return None
 
 
 def _fitting(problem: Problem, choice: memory.Choice, kv_homes: tuple[Tier, ...]) -> Plan | None:
-    """The plan with the longest chunks that fits. Whole blocks; the memory-saving pipeline goes below them where they
-    leave no room, and nothing else stays."""
+    """The first plan that fits: in the first home of KV, with whole blocks, with the longest chunks. Only the
+    memory-saving pipeline may cut blocks, if whole ones do not fit. None if nothing fits."""
     cuts = (True, False) if choice.pipeline == "saving" else (True,)
     for kv_home in kv_homes:
         for whole_blocks in cuts:
             for chunk_rows in chunk_options(problem.ask):
-                found = plan(problem, choice, kv_home, chunk_rows, whole_blocks=whole_blocks)
-                if problem.fits(found):
-                    return found
+                candidate = plan(problem, choice, kv_home, chunk_rows, whole_blocks=whole_blocks)
+                if problem.fits(candidate):
+                    return candidate
     return None
 
 
-def _candidate(problem: Problem, choice: memory.Choice, found: Plan) -> Candidate:
+def _candidate(problem: Problem, choice: memory.Choice, plan: Plan) -> Candidate:
     partly = PARTIAL if choice.home != GPU.executor and choice.on_device else ""
-    return Candidate(NAMES[choice.pipeline] + partly, found, _reasons(problem, choice, found))
+    return Candidate(NAMES[choice.pipeline] + partly, plan, _reasons(problem, choice, plan))
 
 
-def _reasons(problem: Problem, choice: memory.Choice, found: Plan) -> tuple[str, ...]:
-    """What Eq. 1 says with its own account of bytes, and what the plan does."""
+def _reasons(problem: Problem, choice: memory.Choice, plan: Plan) -> tuple[str, ...]:
+    """A sentence with the result of Eq. 1 by the paper's account of bytes, and sentences about the plan."""
     ask, limits, s = problem.ask, memory.limits_of(problem), memory.sizes(problem.spec, problem.weights, problem.kv)
     tokens = ask.prompt_tokens + ask.output_tokens
     published = memory.equation_1(s, ask.batch, tokens, limits)
@@ -152,7 +151,7 @@ def _reasons(problem: Problem, choice: memory.Choice, found: Plan) -> tuple[str,
         f"{format_bytes(limits.host_bytes)} of RAM, link {format_rate(limits.link_bytes_per_s)}, disk "
         f"{format_rate(limits.disk_bytes_per_s)}: weights {_PLACES[published.home]}, {NAMES[published.pipeline][6:]}"
     )
-    ring = found.ring_bytes.get(GPU.executor)
+    ring = plan.ring_bytes.get(GPU.executor)
     if ring is None:
         lines = [account, f"all weights {_PLACES[choice.home]}"]
     elif choice.on_device:
@@ -162,6 +161,6 @@ def _reasons(problem: Problem, choice: memory.Choice, found: Plan) -> tuple[str,
     if ring is not None:
         how = "two blocks: one comes while the other computes" if choice.pipeline == "overlapped" else "one block"
         lines.append(f"a ring of {format_bytes(ring)}, for {how}")
-    home = found.kv[0].home
-    lines.append(f"KV in {found.kv[0].format.name} {_PLACES[home]}" + (", an attention ahead" if home == HOST else ""))
+    home = plan.kv[0].home
+    lines.append(f"KV in {plan.kv[0].format.name} {_PLACES[home]}" + (", an attention ahead" if home == HOST else ""))
     return tuple(lines)

@@ -1,10 +1,13 @@
 """PIPO's memory model (section 3.5, appendix B) and its automatic configuration (Eq. 1), as pure functions.
 
-Letters are the paper's: l layers, d width, d_h neurons, h heads, h_kv KV heads, V vocabulary, b sequences, s tokens of
-prompt and answer. Its one precision p is three here: of weights, of activations, of KV. Text and appendix differ in
-places (bench/papers/data/contradictions.tsv): W_mha is the appendix's, with K and V both; KV buffers are the text's,
-2C/l while attention computes and C/l beside an FFN where the next block is preloaded, the safer bound; scores of a
-decode step take p·b·h·s bytes.
+The paper's letters are: l layers, d width, d_h neurons, h heads, h_kv KV heads, V vocabulary, b sequences, s tokens of
+prompt and answer. The paper has one precision p. Here are three: of weights, of activations and of KV.
+
+The paper's text and its appendix differ in places (bench/papers/data/contradictions.tsv):
+- W_mha is the appendix's, which counts both K and V.
+- KV buffers are the text's, which are the safer bound: 2C/l bytes while attention computes, and C/l beside an FFN if
+  the next block is preloaded.
+- Scores of a decode step take p·b·h·s bytes.
 """
 
 from __future__ import annotations
@@ -17,14 +20,20 @@ from penstock.spec.model import ModelSpec
 from penstock.spec.places import DISK, GPU, HOST, Tier
 
 HOMES = (GPU.executor, HOST, DISK.tier)
-PIPELINES = ("overlapped", "saving")  # performance-optimised, memory-efficient: orders of spec.plan
+# The performance-optimised and the memory-efficient pipeline, by the names of their orders in `spec.plan`.
+PIPELINES = ("overlapped", "saving")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model in the paper's letters. `attention`: h heads times their width, d in LLaMA and OPT. `matrices`: of an
-    FFN, 3 where it is gated, 2 else; as many hidden vectors are counted. `embeddings`: 2, or 1 where the head is tied.
-    The three precisions in bytes."""
+    """A model's sizes.
+
+    attention       heads times their width, which is d in LLaMA and OPT
+    hidden          d_h
+    matrices        matrices of an FFN, 3 if it is gated, else 2. So many hidden vectors are counted too
+    embeddings      2, or 1 if the head is tied
+    weight_bytes, act_bytes, kv_bytes  bytes of a weight, of an activation and of a value of K or V
+    """
 
     layers: int
     d: int
@@ -41,33 +50,33 @@ class Sizes:
 
     @property
     def mha_bytes(self) -> float:
-        """W_mha."""
+        """W_mha: bytes of a layer's attention."""
         kv = self.attention * self.kv_heads / self.heads
         return self.weight_bytes * self.d * (2 * self.attention + 2 * kv + 1)
 
     @property
     def mlp_bytes(self) -> float:
-        """W_mlp."""
+        """W_mlp: bytes of a layer's FFN."""
         return self.weight_bytes * self.d * (self.matrices * self.hidden + 1)
 
     @property
     def embed_bytes(self) -> float:
-        """W_embed: of the embedding, or of the head."""
+        """W_embed: bytes of the embedding, or of the head."""
         return self.weight_bytes * self.d * self.vocab
 
     @property
     def weights_bytes(self) -> float:
-        """W: all of them."""
+        """W: bytes of all weights."""
         return self.embeddings * self.embed_bytes + self.layers * (self.mha_bytes + self.mlp_bytes)
 
     def kv_total_bytes(self, batch: int, tokens: int) -> float:
-        """C = 2·p·b·s·l·d·h_kv/h."""
+        """C = 2·p·b·s·l·d·h_kv/h: bytes of all KV."""
         return 2 * self.kv_bytes * batch * tokens * self.layers * self.attention * self.kv_heads / self.heads
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """Bytes of device memory while attention, an FFN or the head computes: M_mha, M_mlp, M_embed."""
+    """Bytes of device memory while attention, an FFN and the head compute: M_mha, M_mlp and M_embed."""
 
     mha: float
     mlp: float
@@ -75,13 +84,13 @@ class Peaks:
 
     @property
     def peak(self) -> float:
-        """M."""
+        """M: the most bytes of device memory."""
         return max(self.mha, self.mlp, self.embed)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """M_GPU and M_CPU in bytes; bytes a second over the link, and from the disk."""
+    """What a machine has: M_GPU and M_CPU in bytes, and the speeds of the link and of the disk."""
 
     device_bytes: float
     host_bytes: float
@@ -90,13 +99,14 @@ class Limits:
 
     @property
     def link_is_faster(self) -> bool:
-        """Than the disk: otherwise weights in RAM are no nearer."""
+        """Whether the link is faster than the disk. If not, weights in RAM are no nearer than weights on the disk."""
         return self.link_bytes_per_s > self.disk_bytes_per_s
 
 
 @dataclass(frozen=True)
 class Choice:
-    """`home` of all weights but the share `on_device`, which is at home on the device; `pipeline`: the plan's order."""
+    """A configuration. `on_device`: the share of the weights that is at home on the device; `home`: the home of the
+    rest; `pipeline`: one of PIPELINES."""
 
     home: Tier
     pipeline: str
@@ -104,8 +114,8 @@ class Choice:
 
 
 def sizes(spec: ModelSpec, weights: Format, kv: Format) -> Sizes:
-    """A model's, by its first layer. Activations in half precision (section 4.1), float32 of a float32 model.
-    Integer formats count with their scales and minimums."""
+    """The sizes of a model, of which all layers are taken to be like the first. Activations are in half precision
+    (section 4.1), or in float32 if the model is. Integer weights count with their scales and minimums."""
     a, f = spec.layers[0].attention, spec.layers[0].ffns[0]
     scales = 32 / weights.group if weights.group else 0.0
     return Sizes(
@@ -117,7 +127,8 @@ def sizes(spec: ModelSpec, weights: Format, kv: Format) -> Sizes:
 
 
 def peaks(s: Sizes, batch: int, tokens: int, stage: str, preloading: bool) -> Peaks:
-    """Appendix B.1 (`stage` "prefill") and B.2 ("decode"), with and without preloading."""
+    """The peaks of appendix B.1 (`stage` "prefill") and B.2 ("decode"). `preloading`: the next block comes while one
+    computes."""
     rows = batch * (tokens if stage == "prefill" else 1)
     inputs = outputs = s.act_bytes * rows * s.d
     qkv = 3 * s.act_bytes * rows * s.attention
@@ -136,12 +147,13 @@ def peaks(s: Sizes, batch: int, tokens: int, stage: str, preloading: bool) -> Pe
 
 
 def peak_bytes(s: Sizes, batch: int, tokens: int, pipeline: str) -> float:
-    """M of a pipeline: of prefill, which needs the most."""
+    """M of a pipeline in bytes. It is that of prefill, which needs the most."""
     return peaks(s, batch, tokens, "prefill", pipeline == "overlapped").peak
 
 
 def equation_1(s: Sizes, batch: int, tokens: int, limits: Limits) -> Choice:
-    """The configuration as published. It asks for no more than its lines say: the disk is what is left."""
+    """The configuration that Eq. 1 chooses, exactly as published. If neither memory has room, it is the disk, whose
+    size the equation does not ask for."""
     need, kv = peak_bytes(s, batch, tokens, "overlapped"), s.kv_total_bytes(batch, tokens)
     if s.weights_bytes + need < limits.device_bytes:
         home: Tier = GPU.executor
@@ -153,7 +165,8 @@ def equation_1(s: Sizes, batch: int, tokens: int, limits: Limits) -> Choice:
 
 
 def limits_of(problem: Problem) -> Limits:
-    """What may be taken of both memories; the machine's own rates of a lift, and of a load."""
+    """The limits of a problem: the bytes that may be taken of both memories, and the machine's rates of lifts and of
+    loads."""
     link, disk = (problem.cost.bytes_per_s(lane, op, problem.weights.kind) for lane, op in _MOVES)
     return Limits(problem.device_bytes, problem.host_bytes, link, disk)
 
@@ -162,8 +175,8 @@ _MOVES = ((GPU.to_device, "lift"), (DISK.reads, "load"))
 
 
 def block_bytes(problem: Problem) -> tuple[int, int]:
-    """As packed: the largest block (a layer's attention or FFN), and the largest two that follow each other. Of a
-    vocabulary a granule counts: it may come in many units."""
+    """(bytes of the largest block, bytes of the largest two blocks that follow each other), as packed. A block is a
+    layer's attention or its FFN. Of the vocabulary a granule counts as a block, because it may come in many units."""
     blocks = [part.nbytes for part in problem.parts.values() if part.kind in ("attn", "ffn")]
     granule = problem.head.granule_bytes
     pairs = [a + b for a, b in zip(blocks, [*blocks[1:], blocks[0]], strict=True)]

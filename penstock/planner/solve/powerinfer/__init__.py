@@ -1,64 +1,71 @@
-"""Hot neurons on the device, cold ones with the CPU, those that are not active skipped: PowerInfer's plan.
+"""PowerInfer's plans: hot neurons on the device, cold neurons on the CPU, and inactive neurons are skipped.
 
-Of device memory the head comes first, since the CPU cannot take it; then what every token reads whole: predictors
-(section 8.3.4 has them preferably there) and attention, layer by layer with its KV; then the groups of neurons that
-the program of `program` chooses. A layer's granules are those of its neurons sorted by activity, so what it chooses
-of a layer is the first so many. The rest of the model lies in RAM.
+Device memory is filled in this order:
+1. the head, which no plan beside a device leaves to the CPU
+2. predictors (section 8.3.4 prefers them there), layer by layer
+3. attention with its KV, layer by layer
+4. the groups of neurons that the integer program of `program` chooses. A group is a granule. A layer's neurons are
+   sorted by activity before they are packed, so the chosen granules of a layer are its first ones.
 
-While decoding, a unit costs the share of its neurons that a token is expected to need, neuron by neuron: that assumes
-the neuron layout, since 64 neurons are hardly ever inactive together. The device merges the two partial sums. A prompt
-needs nearly all neurons: it is read densely, as in section 8.2. The runtime has no such kernels yet.
+The rest of the model lies in RAM.
+
+In decode a unit costs the share of its neurons that a token is expected to need. This assumes that single neurons can
+be skipped: the 64 neurons of a granule are hardly ever inactive together. The device adds up the two partial sums. A
+prompt needs nearly all neurons, so it is read densely (section 8.2). The runtime has no kernels that skip neurons yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.homes import kv_layers
-from penstock.planner.solve.beside import DeviceSkeleton, Split, device_skeleton
+from penstock.planner.solve.beside import DeviceSkeleton, device_skeleton
 from penstock.planner.solve.candidate import Candidate
-from penstock.planner.solve.fill import Resident, bytes_of, usual_chunks
-from penstock.planner.solve.powerinfer.activity import Profile, predictor_rank, published
-from penstock.planner.solve.powerinfer.program import LIMIT_S, LayerGroups, Placement, Program, least_groups, solve
-from penstock.planner.solve.problem import Problem, most
-from penstock.spec.places import CPU, GPU, HOST, Tier
-from penstock.spec.plan import Plan, Predictor
+from penstock.planner.solve.fill import Resident, all_of, usual_chunks
+from penstock.planner.solve.powerinfer import program as ilp
+from penstock.planner.solve.powerinfer.activity import NeuronProfile, predictor_rank, published
+from penstock.planner.solve.problem import Problem
+from penstock.spec.places import CPU, GPU, HOST
+from penstock.spec.plan import Plan, Predictor, Unit
 from penstock.units import format_bytes
 
 NAME = "hot and cold neurons (PowerInfer)"
 CANNOT_RUN = "kernels that skip neurons are not built yet"
 LOSSY = "skips neurons that predictors call inactive"
-_SHORT_PROMPT = 256  # tokens up to which the CPU may be as quick at its own neurons as the link
+_SHORT_PROMPT = 256  # in a prompt of so many tokens the CPU may compute its neurons as fast as the link lifts them
 _ATTEMPTS = 3
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
-    """For models that are known to be sparse; of others nobody knows which neurons are active."""
+    """Candidates by PowerInfer's published figures. None for models of which no activity is published."""
     profile = published(problem.spec)
     if profile is not None:
         yield from with_profile(problem, profile)
 
 
-def with_profile(problem: Problem, profile: Profile, limit_s: float = LIMIT_S) -> Iterator[Candidate]:
-    """The device computes the CPU's neurons where a prompt is read; for short prompts also a plan where it does not.
-    None without a device, and where the two memories do not hold the model. `limit_s`: for the program, each time."""
+def with_profile(problem: Problem, profile: NeuronProfile, limit_s: float = ilp.LIMIT_S) -> Iterator[Candidate]:
+    """One candidate in which the device computes the CPU's neurons too where a prompt is read. For short prompts there
+    is another one in which it does not. There is none without a device, if the two memories do not hold the model, if
+    the user limits the weights that stay, or if KV is wanted on the disk. `limit_s`: the time limit of each integer
+    program."""
     ask = problem.ask
     if not problem.has_device or ask.resident_bytes is not None or ask.kv_home == "disk":
         return
     for prompts in (True, False) if ask.prompt_tokens <= _SHORT_PROMPT else (True,):
         for chunk_rows in usual_chunks(ask):
-            skeleton = device_skeleton(problem, Split("CPU", 0.0, problem.layers, GPU.executor, prompts), chunk_rows)
-            found = _filled(skeleton, profile, limit_s)
-            if found is not None:
-                plan, placement = found
+            skeleton = device_skeleton(problem, chunk_rows, problem.layers, lifted=0.0, prompts=prompts)
+            filled = _filled(skeleton, profile, limit_s)
+            if filled is not None:
+                plan, placement = filled
                 yield Candidate(NAME, plan, _reasons(plan, profile, placement, prompts), CANNOT_RUN, LOSSY)
                 break
 
 
-def device_share(plan: Plan, profile: Profile) -> float:
-    """The share of the neurons that a token needs which the device computes."""
+def device_share(plan: Plan, profile: NeuronProfile) -> float:
+    """Of the neurons that a token needs, the share that the device computes."""
     there, whole, sizes = 0.0, 0.0, plan.parts
     for unit in plan.units:
         part = sizes[unit.part]
@@ -68,87 +75,84 @@ def device_share(plan: Plan, profile: Profile) -> float:
     return there / whole
 
 
-def program_of(problem: Problem, profile: Profile, device_bytes: int, host_bytes: int) -> Program:
-    """Coefficients are the machine's: what a group takes on either executor; a synchronisation is a task's way to the
-    device and one to the CPU, and activations over the link both ways."""
+def program_of(problem: Problem, profile: NeuronProfile, device_bytes: int, host_bytes: int) -> ilp.NeuronProgram:
+    """The integer program of a machine. `device_bytes`, `host_bytes`: what either memory has for neurons.
+
+    A synchronisation (Eq. 4) takes a task on the device, a task on the CPU, and a copy of one row of activations over
+    the link each way."""
     cost, kind, row_bytes = problem.cost, problem.weights.kind, 4 * problem.spec.d_model
     sync_s = sum(cost.call_s(lane, "copy", "*", nbytes=row_bytes) for lane in (GPU.to_device, GPU.to_host))
     sync_s += sum(cost.task_s(lane) for lane in (GPU.kernels, CPU))
     layers = []
     for part in problem.of_kind("ffn"):
-        rows = [part.rows_of(i, i + 1) / part.granule_rows for i in range(part.granules)]  # of the last one fewer
+        rows = [
+            part.rows_of(i, i + 1) / part.granule_rows for i in range(part.granules)
+        ]  # the last group may have fewer neurons
         impacts = tuple(f * share for f, share in zip(profile.layers[part.layer], rows, strict=True))
         device_s, host_s = (cost.least_s(lane, "ffn", kind, 1, part.granule_bytes) for lane in (GPU.kernels, CPU))
-        least = least_groups(part.granule_rows, device_s, host_s, sync_s)
-        layers.append(LayerGroups(impacts, part.granule_bytes, least))
-    return Program(tuple(layers), device_bytes, host_bytes)
+        least = ilp.least_groups(part.granule_rows, device_s, host_s, sync_s)
+        layers.append(ilp.LayerGroups(impacts, part.granule_bytes, least))
+    return ilp.NeuronProgram(tuple(layers), device_bytes, host_bytes)
 
 
-def _filled(skeleton: DeviceSkeleton, profile: Profile, limit_s: float) -> tuple[Plan, Placement] | None:
+def _filled(skeleton: DeviceSkeleton, profile: NeuronProfile, limit_s: float) -> tuple[Plan, ilp.Placement] | None:
+    """The plan that fills device memory in the order of the module's docstring, and its placement of neurons. None if
+    nothing fits, or if the program has no answer in time."""
     problem, limit = skeleton.problem, skeleton.problem.device_bytes
-
-    def used(attention: int, predictors: int, ffns: Resident | None = None) -> dict[Tier, int]:
-        return _plan(skeleton, profile, attention, predictors, ffns or {}).tier_bytes()
-
-    if used(0, 0)[GPU.executor] > limit:
+    plan_of = partial(_plan, skeleton, profile)
+    if not problem.fits(plan_of(0, 0, {}), GPU.executor):
         return None
-    predictors = most(problem.layers, lambda count: used(0, count)[GPU.executor], limit)
-    attention = most(problem.layers, lambda count: used(count, predictors)[GPU.executor], limit)
-    bare, ffns = used(attention, predictors), problem.of_kind("ffn")
+    predictors = problem.most_on_device(problem.layers, lambda count: plan_of(0, count, {}))
+    attention = problem.most_on_device(problem.layers, lambda count: plan_of(count, predictors, {}))
+    bare, ffns = plan_of(attention, predictors, {}).tier_bytes(), problem.of_kind("ffn")
     total = sum(part.nbytes for part in ffns)
     host_bytes = problem.host_bytes - (bare[HOST] - total)
-    # Kernels need more scratch for units that stay than for those that cross the link: as much as for even shares.
+    # Kernels need more scratch for units that stay than for units that cross the link. The additional scratch is taken
+    # to be that of a plan with even shares.
     spare = (limit - bare[GPU.executor]) // ARENA_ALIGN * ARENA_ALIGN
     even = {part.key: int(part.granules * min(1.0, spare / total)) for part in ffns}
-    spare -= max(
-        0, used(attention, predictors, even)[GPU.executor] - bare[GPU.executor] - bytes_of(problem.parts, even)
-    )
+    with_even = plan_of(attention, predictors, even).tier_bytes()
+    spare -= max(0, with_even[GPU.executor] - bare[GPU.executor] - problem.bytes_of(even))
     for _ in range(_ATTEMPTS):
-        placement = solve(program_of(problem, profile, spare, host_bytes), limit_s) if spare >= 0 else None
+        placement = ilp.solve(program_of(problem, profile, spare, host_bytes), limit_s) if spare >= 0 else None
         if placement is None:
             return None
         chosen = {part.key: len(groups) for part, groups in zip(ffns, placement.chosen, strict=True)}
-        plan = _plan(skeleton, profile, attention, predictors, chosen)
+        plan = plan_of(attention, predictors, chosen)
         if problem.fits(plan):
             return _with_activity(plan, profile), placement
         spare -= max(ARENA_ALIGN, plan.tier_bytes()[GPU.executor] - limit)
     return None
 
 
-def _plan(skeleton: DeviceSkeleton, profile: Profile, attention: int, predictors: int, ffns: Resident) -> Plan:
-    """With attention of the first so many layers, and the predictors of so many, on the device. All neurons count as
-    active so far."""
+def _plan(skeleton: DeviceSkeleton, profile: NeuronProfile, attention: int, predictors: int, ffns: Resident) -> Plan:
+    """The plan with `ffns`, the attention of the first `attention` layers, and the first `predictors` predictors on the
+    device. All neurons count as active."""
     problem = skeleton.problem
-    there = {problem.head.key: problem.head.granules} | ffns
-    there |= {f"{i}.attn": problem.parts[f"{i}.attn"].granules for i in range(attention)}
-    found = tuple(
-        Predictor(
-            i, predictor_rank(problem.spec.d_model, sum(layer) / len(layer)), GPU.executor if i < predictors else HOST
-        )
-        for i, layer in enumerate(profile.layers)
-    )
-    return replace(skeleton.with_split(attention_layers=attention), predictors=found).plan(there)
+    there = ffns | all_of([problem.head, *problem.of_kind("attn")[:attention]])
+    ranks = [predictor_rank(problem.spec.d_model, sum(layer) / len(layer)) for layer in profile.layers]
+    homes = [GPU.executor if i < predictors else HOST for i in range(len(ranks))]
+    every = tuple(Predictor(i, *each) for i, each in enumerate(zip(ranks, homes, strict=True)))
+    return replace(skeleton, attention_layers=attention, predictors=every).plan(there)
 
 
-def _with_activity(plan: Plan, profile: Profile) -> Plan:
-    """The share of each unit's neurons that decoding a batch needs; it changes nothing of what lies where."""
-    sizes = {key: part for key, part in plan.parts.items() if part.kind == "ffn"}
-    units = (
-        replace(unit, active=profile.active(sizes[unit.part].layer, unit.lo, unit.hi, plan.batch_seqs))
-        if unit.part in sizes
-        else unit
-        for unit in plan.units
-    )
-    return replace(plan, units=tuple(units))
+def _with_activity(plan: Plan, profile: NeuronProfile) -> Plan:
+    """The plan with the share of each unit's neurons that decoding a batch needs (`Unit.active`). Nothing moves."""
+    layer_of = {key: part.layer for key, part in plan.parts.items() if part.kind == "ffn"}
+
+    def with_share(unit: Unit) -> Unit:
+        if unit.part not in layer_of:
+            return unit
+        return replace(unit, active=profile.active(layer_of[unit.part], unit.lo, unit.hi, plan.batch_seqs))
+
+    return replace(plan, units=tuple(map(with_share, plan.units)))
 
 
-def _reasons(plan: Plan, profile: Profile, placement: Placement, prompts: bool) -> tuple[str, ...]:
+def _reasons(plan: Plan, profile: NeuronProfile, placement: ilp.Placement, prompts: bool) -> tuple[str, ...]:
     sizes, layout = plan.parts, Layout(plan)
-    hot = whole = 0
-    for unit in plan.units:
-        if sizes[unit.part].kind == "ffn":
-            nbytes = plan.unit_bytes(unit)
-            hot, whole = hot + nbytes * (unit.home == GPU.executor), whole + nbytes
+    ffns = [unit for unit in plan.units if sizes[unit.part].kind == "ffn"]
+    whole = sum(map(plan.unit_bytes, ffns))
+    hot = sum(plan.unit_bytes(unit) for unit in ffns if unit.home == GPU.executor)
     predictors = {GPU.executor: 0, HOST: 0}
     for predictor in plan.predictors:
         predictors[predictor.home] += layout.predictor_part(predictor).nbytes

@@ -1,15 +1,18 @@
-"""Which groups of neurons a device holds: PowerInfer's integer program (section 6, Eq. 2 to 8).
+"""Chooses the groups of neurons that a device holds: PowerInfer's integer program (section 6, Eq. 2 to 8).
 
-    maximise    Σ impact · a                                            Eq. 1, 2: impact is how often a group is active
-    subject to  Σ bytes · a       ≤ the device's memory                 Eq. 3, 6: what is not there lies in RAM
-                Σ bytes · (1 - a) ≤ the host's
-                Σ a of a layer    ≥ least · y of the layer              Eq. 7: some use of the device, or none
-                a                 ≤ y of the layer                      Eq. 8, a row per group: tighter than one with a
-                                                                        big constant, and HiGHS solves it faster
+    maximise    Σ impact · a                            Eq. 1, 2
+    subject to  Σ bytes · a       ≤ device_bytes        Eq. 3, 6
+                Σ bytes · (1 - a) ≤ host_bytes          Eq. 3, 6
+                Σ a of a layer    ≥ least · y           Eq. 7, for each layer
+                a                 ≤ y                   Eq. 8, for each group
                 a, y              in 0, 1
 
-A group is a granule, 64 neurons. HiGHS starts from a greedy answer and has so many seconds; the better one counts, with
-the gap to the bound that HiGHS proved.
+A group is a granule of 64 neurons. Its impact is how often it is active, and a = 1 if the device holds it; otherwise it
+lies in RAM. A layer has y = 1 if the device holds any of its groups, and then it holds at least `least` of them. The
+paper writes Eq. 8 as one row a layer with a big constant. A row a group is tighter, and HiGHS solves it faster.
+
+HiGHS starts from a greedy answer and has a time limit. The better of the two answers is taken, with its gap to the
+bound that HiGHS proved.
 """
 
 from __future__ import annotations
@@ -20,12 +23,13 @@ from math import ceil, gcd, inf
 from penstock.planner.solve import highs
 
 LIMIT_S = 10.0  # the paper's solver takes about 10 seconds (section 6.3.3)
-CLOSE = 1e-4  # a gap at which HiGHS stops
+CLOSE = 1e-4  # HiGHS stops at this gap, as a share of the impact
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """A layer's groups: the impact of each, the bytes of one, and how many the device takes at least if any (C_l)."""
+    """A layer's groups. `impacts`: of each group; `group_bytes`: of one group; `least`: the device holds at least so
+    many groups or none (C_l in Eq. 7)."""
 
     impacts: tuple[float, ...]
     group_bytes: int
@@ -33,8 +37,8 @@ class LayerGroups:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
-    """`device_bytes`, `host_bytes`: what either memory has for groups."""
+class NeuronProgram:
+    """The integer program. `device_bytes`, `host_bytes`: the room that either memory has for groups."""
 
     layers: tuple[LayerGroups, ...]
     device_bytes: int
@@ -45,13 +49,13 @@ class Program:
         return sum(len(layer.impacts) * layer.group_bytes for layer in self.layers)
 
 
-Chosen = tuple[frozenset[int], ...]  # of each layer, the groups that the device holds
+Chosen = tuple[frozenset[int], ...]  # for each layer, the groups that the device holds
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`impact`: of what is chosen; no choice has more than `bound`. `found_by`: greedy or HiGHS; `status`: what HiGHS
-    says of its run, or "not needed"."""
+    """An answer. `impact`: the sum over the chosen groups; no choice has more than `bound`. `found_by`: "greedy" or
+    "HiGHS". `status`: HiGHS's word for how it ended, or "not needed"."""
 
     chosen: Chosen
     impact: float
@@ -61,32 +65,35 @@ class Placement:
 
     @property
     def gap(self) -> float:
-        """How much more there might be, as a share of the impact."""
+        """How much more impact another choice might have, as a share of this one's."""
         return (self.bound - self.impact) / self.impact if self.impact else (0.0 if self.bound <= 0 else inf)
 
 
 def least_groups(neurons: int, device_s: float, host_s: float, sync_s: float) -> int:
-    """C_l in groups (Eq. 4, 5): so many neurons that the device, with a synchronisation, is no slower than the CPU;
-    more than any layer has where it always is. `neurons`: of a group, whose seconds on either are `device_s` and
-    `host_s`."""
+    """C_l in groups (Eq. 4, 5): with so many, the device and a synchronisation take no longer than the CPU. If the
+    device is always slower, it is 2^31, more than any layer has. `neurons`: of a group; `device_s`, `host_s`: seconds
+    that a group takes on either executor; `sync_s`: of a synchronisation."""
     saved_s = (host_s - device_s) / neurons
     return max(1, ceil(sync_s / saved_s / neurons)) if saved_s * 2**31 > sync_s else 2**31
 
 
-def impact_of(program: Program, chosen: Chosen) -> float:
+def impact_of(program: NeuronProgram, chosen: Chosen) -> float:
+    """The sum of the impacts of the chosen groups."""
     return sum(layer.impacts[g] for layer, groups in zip(program.layers, chosen, strict=True) for g in sorted(groups))
 
 
-def allowed(program: Program, chosen: Chosen) -> bool:
+def allowed(program: NeuronProgram, chosen: Chosen) -> bool:
     """Whether a choice keeps Eq. 6 and 7."""
     used = sum(layer.group_bytes * len(groups) for layer, groups in zip(program.layers, chosen, strict=True))
     enough = all(not groups or len(groups) >= p.least for p, groups in zip(program.layers, chosen, strict=True))
     return enough and used <= program.device_bytes and program.total_bytes - used <= program.host_bytes
 
 
-def solve(program: Program, limit_s: float = LIMIT_S) -> Placement | None:
-    """The best placement found in `limit_s` seconds; None where there is none, or neither finds one. HiGHS is not asked
-    where the greedy answer is as close to what Eq. 6 alone allows as HiGHS would stop at."""
+def solve(program: NeuronProgram, limit_s: float = LIMIT_S) -> Placement | None:
+    """The best placement that is found in `limit_s` seconds. None if none is allowed, or if none was found.
+
+    HiGHS is not asked if the greedy answer is within CLOSE of the bound that Eq. 6 alone gives: HiGHS would stop there
+    too. Raises InternalError if HiGHS fails."""
     if program.device_bytes < 0 or program.total_bytes > program.device_bytes + program.host_bytes:
         return None
     order = _by_density(program)
@@ -95,28 +102,28 @@ def solve(program: Program, limit_s: float = LIMIT_S) -> Placement | None:
         impact = impact_of(program, start)
         if most - impact <= CLOSE * impact:
             return Placement(start, impact, max(most, impact), "greedy", "not needed")
-    found, bound, status = _highs(program, start, limit_s)
-    answers = [(impact_of(program, c), by, c) for by, c in (("HiGHS", found), ("greedy", start)) if c is not None]
+    by_highs, bound, status = _highs(program, start, limit_s)
+    answers = [(impact_of(program, c), by, c) for by, c in (("HiGHS", by_highs), ("greedy", start)) if c is not None]
     if not answers:
         return None
-    impact, found_by, chosen = max(answers, key=lambda answer: answer[0])  # of equals HiGHS's
+    impact, found_by, chosen = max(answers, key=lambda answer: answer[0])  # of equal answers HiGHS's
     return Placement(chosen, impact, max(min(bound, most), impact), found_by, status)
 
 
-Order = list[tuple[int, int]]  # layer and group, the most impact per byte first
+Order = list[tuple[int, int]]  # (layer, group), the most impact per byte first
 
 
-def greedy(program: Program, order: Order | None = None) -> Chosen | None:
-    """By impact per byte. A layer that gets too few is filled up to its least, or left out: whichever of the two gives
-    more. None where that is not allowed."""
+def greedy(program: NeuronProgram, order: Order | None = None) -> Chosen | None:
+    """A choice by impact per byte. Layers with too few groups for Eq. 7 are left out, or filled up to their least: both
+    are tried, and the better one is taken. None if neither is allowed."""
     order = order or _by_density(program)
     answers = (_fill(program, order, filled_up) for filled_up in (False, True))
-    found = [chosen for chosen in answers if allowed(program, chosen)]
-    return max(found, key=lambda chosen: impact_of(program, chosen), default=None)
+    kept = [chosen for chosen in answers if allowed(program, chosen)]
+    return max(kept, key=lambda chosen: impact_of(program, chosen), default=None)
 
 
-def relaxed(program: Program, order: Order) -> float:
-    """A bound: the impact where the device's memory is all that counts and the last group may be cut."""
+def relaxed(program: NeuronProgram, order: Order) -> float:
+    """An upper bound of the impact. Only the device's memory counts, and the last group may be cut."""
     left, impact = program.device_bytes, 0.0
     for i, g in order:
         layer = program.layers[i]
@@ -127,13 +134,18 @@ def relaxed(program: Program, order: Order) -> float:
     return impact
 
 
-def _by_density(program: Program) -> Order:
-    every = [(i, g) for i, layer in enumerate(program.layers) for g in range(len(layer.impacts))]
-    return sorted(every, key=lambda at: -program.layers[at[0]].impacts[at[1]] / program.layers[at[0]].group_bytes)
+def _by_density(program: NeuronProgram) -> Order:
+    def density(place: tuple[int, int]) -> float:
+        layer = program.layers[place[0]]
+        return -layer.impacts[place[1]] / layer.group_bytes
+
+    return sorted(((i, g) for i, layer in enumerate(program.layers) for g in range(len(layer.impacts))), key=density)
 
 
-def _fill(program: Program, order: Order, filled_up: bool) -> Chosen:
-    """Until no layer has too few. `filled_up`: the hottest of those that have gets its least before others get any."""
+def _fill(program: NeuronProgram, order: Order, filled_up: bool) -> Chosen:
+    """Fills device memory in `order`, again and again until no layer has too few groups for Eq. 7. Each time one layer
+    with too few is treated: the one of least impact is left out, or, with `filled_up`, the one of most impact gets its
+    least number of groups before all others."""
     hottest: list[list[int]] = [[] for _ in program.layers]
     for i, g in order:
         hottest[i].append(g)
@@ -165,15 +177,15 @@ def _fill(program: Program, order: Order, filled_up: bool) -> Chosen:
             open_layers.discard(min(short, key=worth.__getitem__))
 
 
-def _highs(program: Program, start: Chosen | None, limit_s: float) -> tuple[Chosen | None, float, str]:
-    """HiGHS's choice (None: it has none), the bound that it proved, and the status of its run."""
+def _highs(program: NeuronProgram, start: Chosen | None, limit_s: float) -> tuple[Chosen | None, float, str]:
+    """(HiGHS's choice or None, the bound that it proved, its word for how it ended)."""
     columns = _columns(program)
     pairs = list(zip(program.layers, columns, strict=True))
     costs = [layer.impacts[g] for layer, groups in pairs for g in groups] + [0.0] * len(pairs)
     answer = highs.solve(
         costs, [0.0] * len(costs), [1.0] * len(costs), _rows(program, columns), maximise=True, whole=True,
         start=None if start is None else _values(columns, start), time_limit=limit_s, mip_rel_gap=CLOSE,
-        # It finds nothing to leave out here, and takes 5 of the 5.3 seconds of 80 layers of 250 groups.
+        # Presolving finds nothing to leave out, and takes 5 of the 5.3 seconds of a model of 80 layers of 250 groups.
         presolve="off",
     )  # fmt: skip
     bound = min(answer.bound, sum(sum(layer.impacts) for layer in program.layers))
@@ -181,38 +193,38 @@ def _highs(program: Program, start: Chosen | None, limit_s: float) -> tuple[Chos
         return None, bound, answer.status
     values = iter(answer.values)
     chosen = tuple(frozenset([g for g in groups if next(values) > 0.5]) for groups in columns)
-    # HiGHS's rows hold within a tolerance, ours hold.
+    # HiGHS keeps its rows within a tolerance only.
     return (chosen if allowed(program, chosen) else None), bound, answer.status
 
 
-def _columns(program: Program) -> list[list[int]]:
-    """Each layer's groups that may be chosen: the hottest, as many as the device has room for, since they are of one
-    size."""
-    found = []
+def _columns(program: NeuronProgram) -> list[list[int]]:
+    """For each layer, the groups that may be chosen. A layer's groups are of one size, so only the hottest that the
+    device has room for can be in the best answer."""
+    columns = []
     for layer in program.layers:
         hottest = sorted(range(len(layer.impacts)), key=lambda g: -layer.impacts[g])
-        found.append(hottest[: program.device_bytes // layer.group_bytes])
-    return found
+        columns.append(hottest[: program.device_bytes // layer.group_bytes])
+    return columns
 
 
-def _rows(program: Program, columns: list[list[int]]) -> list[highs.Row]:
-    """The program's rows. Their columns are one for each of `columns`, and then one for the y of each layer."""
-    unit = gcd(*(layer.group_bytes for layer in program.layers))  # so that numbers are small, and whole
+def _rows(program: NeuronProgram, columns: list[list[int]]) -> list[highs.Row]:
+    """The rows for HiGHS. There is a column for the a of each group in `columns`, then one for the y of each layer."""
+    unit = gcd(*(layer.group_bytes for layer in program.layers))  # bytes in this unit are small whole numbers
     pairs = list(zip(program.layers, columns, strict=True))
     sizes = [float(layer.group_bytes // unit) for layer, groups in pairs for _ in groups]
     least_there = -((program.host_bytes - program.total_bytes) // unit)
     rows = [highs.Row(least_there, program.device_bytes // unit, range(len(sizes)), sizes)]
-    at = 0
+    first = 0
     for y, (layer, groups) in enumerate(pairs, start=len(sizes)):
-        mine = range(at, at + len(groups))
-        at += len(groups)
-        least = float(min(layer.least, len(groups) + 1))  # more than there are is more than there are
+        mine = range(first, first + len(groups))
+        first += len(groups)
+        least = float(min(layer.least, len(groups) + 1))  # one more than the layer has forbids y = 1 as well
         rows.append(highs.Row(0.0, inf, [*mine, y], [*([1.0] * len(groups)), -least]))
         rows += [highs.Row(-inf, 0.0, [a, y], [1.0, -1.0]) for a in mine]
     return rows
 
 
 def _values(columns: list[list[int]], chosen: Chosen) -> list[float]:
-    """A choice as HiGHS's columns."""
-    found = [float(g in those) for groups, those in zip(columns, chosen, strict=True) for g in groups]
-    return found + [float(bool(those)) for those in chosen]
+    """The values of HiGHS's columns for a choice."""
+    values = [float(g in those) for groups, those in zip(columns, chosen, strict=True) for g in groups]
+    return values + [float(bool(those)) for those in chosen]

@@ -1,0 +1,109 @@
+"""`penstock serve`: answers many clients at once, by OpenAI's API."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from penstock.cli.loading import loaded, packed_model
+from penstock.cli.options import CacheLimit, Machine, Model, PlanFile, Weights, Work, flag, given_plan, read_text
+from penstock.cli.output import note
+from penstock.errors import BadRequest
+from penstock.units import MIB
+
+KEY_VARIABLE = "PENSTOCK_API_KEY"
+# What the process takes beside what `run` takes. Its libraries are 12 MiB, and 64 clients with 256 requests made that
+# 25 MiB. Bodies are at most 16 MiB together (`api/guard`), and are there twice: as bytes and as text.
+SERVER_BYTES = 64 * MIB
+_PROMPT_TOKENS, _OUTPUT_TOKENS = 512, 256  # that plans are made for where no flag says
+_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+
+
+@dataclass(frozen=True)
+class ServeWork(Work):
+    """What the plan is for: several answers at once."""
+
+    batch: int = flag("--batch", "N", "Answers at once; other requests wait.", 8, min=1)
+
+
+def serve(
+    model: Model,
+    machine: Machine,
+    work: ServeWork,
+    host: Annotated[
+        str, Option("--host", metavar="NAME", help="Where to listen. Beyond this machine a key is needed.")
+    ] = "127.0.0.1",
+    port: Annotated[int, Option("--port", metavar="N", min=0, max=65535, help="0 takes any that is free.")] = 8000,
+    key_file: Annotated[
+        str | None,
+        Option("--key-file", metavar="FILE", help=f"Keys that clients must have, one a line; or ${KEY_VARIABLE}."),
+    ] = None,
+    origin: Annotated[
+        list[str] | None,
+        Option("--origin", metavar="URL", help="Pages of this origin may ask, such as https://chat.example."),
+    ] = None,
+    name: Annotated[
+        str | None, Option("--name", metavar="NAME", help="The model's name for clients; default its folder's.")
+    ] = None,
+    queue: Annotated[int, Option("--queue", metavar="N", min=0, max=100_000, help="Requests that may wait.")] = 256,
+    weights: Weights = None,
+    plan_file: PlanFile = None,
+    cache_limit: CacheLimit = None,
+) -> None:
+    """An OpenAI-compatible server. Answers that run at once share each read of the weights; --batch says how many may,
+    8 by default.
+
+    /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health, /metrics and /v1/plan.
+    SIGTERM and Ctrl-C take no more requests, let what is under way end, and end with code 0.
+    """
+    if missing := [each for each in _NEEDED if importlib.util.find_spec(each) is None]:
+        raise BadRequest(f"the server needs {', '.join(missing)}: pip install 'penstock[serve]'")
+    machine.prepare()
+    plan, keys = given_plan(plan_file, machine, work), _keys(key_file)
+    from penstock.serve.api.guard import Access, is_loopback
+
+    if not keys and not is_loopback(host):
+        raise BadRequest(
+            f"--host {host} can be reached from other machines: give --key-file FILE, or a key in {KEY_VARIABLE}"
+        )
+    ask = work.ask(machine, _PROMPT_TOKENS, _OUTPUT_TOKENS)
+    source = packed_model(model, weights, machine, cache_limit, chat=True)
+    from penstock.planner.pace import pace
+    from penstock.serve.api.app import Served
+    from penstock.serve.api.server import serve as listen
+    from penstock.serve.service import Service
+    from penstock.serve.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.open(source.folder, ask.host_memory_bytes, not machine.no_verify)
+    with loaded(source, ask, machine, plan, tokenizer=tokenizer, beside_bytes=SERVER_BYTES) as engine:
+        tempo = pace(engine.plan, engine.machine)
+        note(tempo.reason)
+        with closing(Service(engine, prompt_rows=tempo.prompt_rows, queue=queue)) as service:
+            served = Served(service, name or Path(model).name or model, tempo, int(time.time()))
+            sequences = engine.plan.batch_seqs * engine.plan.batches_per_pass
+
+            def ready(at: int) -> None:
+                shown = f"[{host}]" if ":" in host else host
+                speed = engine.prediction.decode_tokens_per_s
+                note(f"{sequences} answers at once are predicted to have {speed:.3g} tokens/s together")
+                note(f"{served.name} is on http://{shown}:{at}/v1")
+
+            listen(served, Access(host, keys, tuple(origin or ())), port, ready)
+    note("ended")
+
+
+def _keys(file: str | None) -> tuple[str, ...]:
+    """The keys of --key-file, or of the environment. Raises BadRequest for a file without any."""
+    if file is None:
+        return tuple(filter(None, [os.environ.get(KEY_VARIABLE, "").strip()]))
+    keys = tuple(line.strip() for line in read_text(file).splitlines() if line.strip() and not line.startswith("#"))
+    if not keys:
+        raise BadRequest(f"--key-file {file} has no key in it: write one a line")
+    return keys

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: HTTP in front of a `Service`."""

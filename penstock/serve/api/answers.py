@@ -1,0 +1,173 @@
+"""One request's answers on their way from the service's thread to a client: gathered, or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from anyio import to_thread
+
+from penstock.errors import PenstockError
+from penstock.serve.api import logprobs
+from penstock.serve.api.guard import error_body
+from penstock.serve.generation import Generation
+from penstock.serve.sampling import Likely, SamplingParams
+from penstock.serve.service import Cancelled, Ended, Failed, Piece, Service, Told
+from penstock.serve.tokenizer import Tokenizer
+
+ALIVE_S = 10.0  # a comment goes to a client that has heard nothing for so long: proxies close silent connections
+
+
+class Gone(Exception):
+    """The request was cancelled: the server is ending."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How answers are written. `kind`: chat.completion or text_completion. `head`: the fields of every object.
+    `tokenizer`: for the texts of single tokens, where log probabilities are wanted."""
+
+    kind: str
+    head: dict[str, Any]
+    tokenizer: Tokenizer
+
+    @property
+    def chats(self) -> bool:
+        return self.kind == "chat.completion"
+
+    def choice(self, index: int, answer: Generation) -> dict[str, Any]:
+        """A whole answer. Where log probabilities were asked for it takes 70 µs for each token in them."""
+        said = {"message": {"role": "assistant", "content": answer.text}} if self.chats else {"text": answer.text}
+        about = self._logprobs(answer.logprobs, 0)
+        return {"index": index, **said, "logprobs": about, "finish_reason": answer.finish_reason}
+
+    def chunk(
+        self, index: int, text: str, tokens: Sequence[Likely] = (), offset: int = 0, *,
+        finish_reason: str | None = None, first: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
+        """A piece of an answer. `tokens`: that it is made of, where log probabilities were asked for. `offset`:
+        characters before it."""
+        if self.chats:
+            delta: dict[str, Any] = {"role": "assistant"} if first else {}
+            said: dict[str, Any] = {"delta": {**delta, "content": text} if text or first else delta}
+        else:
+            said = {"text": text}
+        return {"index": index, **said, "logprobs": self._logprobs(tokens, offset), "finish_reason": finish_reason}
+
+    def _logprobs(self, tokens: Sequence[Likely], offset: int) -> dict[str, Any] | None:
+        if not tokens:
+            return None
+        return (
+            logprobs.of_chat(self.tokenizer, tokens) if self.chats else logprobs.of_text(self.tokenizer, tokens, offset)
+        )
+
+
+class Answers:
+    """The answers to some prompts, `n` each, numbered as OpenAI's API does: all answers to the first prompt come first.
+    `owner`: who asks.
+
+    Whoever makes one must `cancel` it in the end, whatever happened."""
+
+    def __init__(self, service: Service, n: int, owner: str) -> None:
+        self._service, self._n, self._owner = service, n, owner
+        self._loop = asyncio.get_running_loop()
+        self._prompt_tokens = 0
+        self._told: asyncio.Queue[tuple[int, Told]] = asyncio.Queue()
+        self._numbers: list[int] = []
+        self.whole: dict[int, Generation] = {}
+
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, priority: int) -> None:
+        """Asks for `n` answers to a prompt. With a seed each has one of its own, or all would be the same. Raises as
+        `Service.submit`. Waits for the service's lock alone."""
+        self._prompt_tokens += len(prompt_ids)
+        for i in range(self._n):
+            one = params if params.seed is None else replace(params, seed=params.seed + i)
+            tell = self._teller(len(self._numbers))
+            self._numbers.append(self._service.submit(prompt_ids, one, tell, priority, self._owner))
+
+    def cancel(self) -> None:
+        """Whatever has not ended leaves."""
+        for number in self._numbers:
+            self._service.cancel(number)
+
+    async def gathered(self) -> list[Generation]:
+        """All answers. Raises PenstockError where one fails, Gone."""
+        async for _ in self._pieces():
+            pass
+        return [self.whole[i] for i in range(len(self._numbers))]
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Tokens, when all answers are whole. A prompt counts once, however many answers it has, and what was there of
+        it already is what its first answer found."""
+        said = sum(answer.output_tokens for answer in self.whole.values())
+        cached = sum(self.whole[i].cached_tokens for i in range(0, len(self._numbers), self._n))
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": said,
+            "total_tokens": self._prompt_tokens + said,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    async def events(self, shape: Shape, with_usage: bool) -> AsyncIterator[bytes]:
+        """Server-sent events: chunks, usage where it is wanted, and the end."""
+        kind = "chat.completion.chunk" if shape.chats else shape.kind
+        begun: dict[int, int] = {}  # answer → characters that were sent
+
+        def event(choices: list[dict[str, Any]], **more: Any) -> bytes:
+            usage = {"usage": None} if with_usage else {}
+            body = {**shape.head, "object": kind, "choices": choices, **usage, **more}
+            return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
+
+        try:
+            async for index, piece in self._pieces():
+                if isinstance(piece, Generation):
+                    yield event([shape.chunk(index, "", finish_reason=piece.finish_reason)])
+                elif piece is None:
+                    yield b": the model is reading\n\n"
+                elif piece.text or piece.likely or index not in begun:
+                    sent, first = begun.get(index, 0), index not in begun
+                    chunk = partial(shape.chunk, index, piece.text, piece.likely, sent, first=first)
+                    yield event([await to_thread.run_sync(chunk) if piece.likely else chunk()])
+                    begun[index] = sent + len(piece.text)
+            if with_usage:
+                yield event([], usage=self.usage)
+            yield b"data: [DONE]\n\n"
+        except (PenstockError, Gone) as error:  # the status is sent already
+            yield b"data: " + json.dumps(error_body(str(error), "server_error")).encode() + b"\n\n"
+
+    async def _pieces(self) -> AsyncIterator[tuple[int, Piece | Generation | None]]:
+        """(answer, what has become certain), then (answer, the whole of it); (-1, None) where nothing came for
+        long."""
+        while len(self.whole) < len(self._numbers):
+            try:
+                index, told = await asyncio.wait_for(self._told.get(), ALIVE_S)
+            except TimeoutError:
+                yield -1, None
+                continue
+            if isinstance(told, Piece):
+                yield index, told
+            elif isinstance(told, Ended):
+                self.whole[index] = told.answer
+                yield index, told.answer
+            elif isinstance(told, Failed):
+                raise told.error
+            elif isinstance(told, Cancelled):
+                raise Gone("the server is ending")
+
+    def _teller(self, index: int) -> Callable[[Told], None]:
+        def tell(told: Told) -> None:
+            with suppress(RuntimeError):  # the loop has ended: nobody listens any more
+                self._loop.call_soon_threadsafe(self._told.put_nowait, (index, told))
+
+        return tell
+
+
+def head_of(prefix: str, number: str, model: str) -> dict[str, Any]:
+    return {"id": f"{prefix}-{number}", "created": int(time.time()), "model": model}

@@ -1,0 +1,210 @@
+"""Refuses requests that should not reach the model, before anything reads them: the outermost layer of the server.
+
+A page in a browser may send requests to a server on this machine, under a name of its own that leads here (DNS
+rebinding), or as a form of another site. So Host must be a name of this machine, Origin must be this server's or one
+that was allowed, and a body must be declared as JSON, which a form cannot do. Slow bodies and slow readers time out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OWNER = "penstock.owner"  # in the scope: which of the keys a request came with
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+_SMALL_BODY_BYTES, _BODY_BYTES_PER_TOKEN = 64 << 10, 16
+_CHECKED = (b"host", b"origin", b"authorization", b"content-type", b"content-length")
+_OPEN_PATHS = ("/health",)  # that need no key, for those who watch over the server
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`body_bytes`: of a request. `bodies_bytes`: of all requests that are here. `body_s`: in which a whole body must
+    come. `send_s`: in which a client must take what it is sent."""
+
+    body_bytes: int
+    bodies_bytes: int = 16 << 20
+    body_s: float = 30.0
+    send_s: float = 60.0
+
+    @classmethod
+    def of(cls, context: int) -> Limits:
+        """For a model with room for so many tokens. A token of English has 4 to 5 bytes, one of Chinese that JSON
+        escapes has 6."""
+        return cls(min(_SMALL_BODY_BYTES + _BODY_BYTES_PER_TOKEN * context, cls.bodies_bytes // 2))
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may ask. `host`: that the server listens on. `keys`: any of them is required; none where the server is this
+    machine's alone. `origins`: of pages that may ask, beside the server's own."""
+
+    host: str
+    keys: tuple[str, ...] = field(default=(), repr=False)
+    origins: tuple[str, ...] = ()
+
+    def names(self) -> tuple[str, ...]:
+        """What Host may say; () for anything: a page that has no key gets nothing."""
+        return () if self.keys and not is_loopback(self.host) else (*_LOOPBACK, self.host.lower())
+
+
+class Refused(Exception):
+    """A request that is answered here: a status and a line that says why."""
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code = status, message, code
+
+
+class Guard:
+    """The application `app` behind all checks."""
+
+    def __init__(self, app: App, access: Access, limits: Limits) -> None:
+        self._app, self._access, self._limits = app, access, limits
+        self._bodies_bytes = 0  # of all requests that are here
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun = False
+
+        async def sending(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            try:
+                await asyncio.wait_for(send(message), self._limits.send_s)
+            except TimeoutError:
+                raise ConnectionError("the client does not read its answer") from None
+
+        held_bytes = 0
+        try:
+            headers = _single(scope["headers"])
+            self._check(scope, headers)
+            held_bytes = self._room(headers)
+            whole = await self._body(receive)
+            await self._app(scope, _replayed(whole, receive), sending)
+        except Refused as refused:
+            if not begun:
+                await _answer(sending, refused)
+        finally:
+            self._bodies_bytes -= held_bytes
+
+    def _room(self, headers: dict[bytes, str]) -> int:
+        """Takes room for a body until its request has ended, and returns its bytes. Raises Refused."""
+        limits, length = self._limits, headers.get(b"content-length", "")
+        if length and (not length.isdecimal() or int(length[:20]) > limits.body_bytes):
+            raise self._too_large()
+        nbytes = int(length) if length else limits.body_bytes if b"transfer-encoding" in headers else 0
+        if self._bodies_bytes + nbytes > limits.bodies_bytes:
+            raise Refused(503, f"requests of {self._bodies_bytes} bytes are here already: try again later", "busy")
+        self._bodies_bytes += nbytes
+        return nbytes
+
+    def _too_large(self) -> Refused:
+        return Refused(413, f"a body may have {self._limits.body_bytes} bytes for this context", "body_too_large")
+
+    async def _body(self, receive: Receive) -> bytes:
+        """The whole body. Raises Refused where it is too long or too slow. A client that is gone has an empty rest."""
+        parts: list[bytes] = []
+        until_s = asyncio.get_running_loop().time() + self._limits.body_s
+        more = True
+        while more:
+            left_s = until_s - asyncio.get_running_loop().time()
+            try:
+                message = await asyncio.wait_for(receive(), max(0.0, left_s))
+            except TimeoutError:
+                raise Refused(408, f"the body did not come within {self._limits.body_s:g} s", "slow_body") from None
+            parts.append(message.get("body", b""))
+            more = message["type"] == "http.request" and message.get("more_body", False)
+            if sum(map(len, parts)) > self._limits.body_bytes:
+                raise self._too_large()
+        return b"".join(parts)
+
+    def _check(self, scope: Scope, headers: dict[bytes, str]) -> None:
+        """Notes the owner of the request. Raises Refused."""
+        host, names = headers.get(b"host", "").lower(), self._access.names()
+        if names and _name(host) not in names:
+            raise Refused(
+                421, f"this server is not {host!r}: ask it as {names[0]} or {self._access.host}", "wrong_host"
+            )
+        origin = headers.get(b"origin")
+        if origin is not None and origin not in (f"http://{host}", f"https://{host}", *self._access.origins):
+            raise Refused(403, f"pages of {origin!r} may not ask this server", "wrong_origin")
+        if self._access.keys and scope["path"] not in _OPEN_PATHS:
+            scheme, _, given = headers.get(b"authorization", "").partition(" ")
+            # All keys are compared, each in the same time: what takes longer says something of a key.
+            known = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self._access.keys]
+            if scheme.lower() != "bearer" or not any(known):
+                raise Refused(401, "a key is needed: Authorization: Bearer KEY", "invalid_api_key")
+            scope[OWNER] = str(known.index(True))
+        if scope["method"] in ("POST", "PUT", "PATCH"):
+            kind = headers.get(b"content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":
+                raise Refused(415, "Content-Type must be application/json", "wrong_content_type")
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Receives the body in one piece, then what the client does afterwards: to go away."""
+    told = False
+
+    async def replayed() -> Message:
+        nonlocal told
+        if told:
+            return await receive()
+        told = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replayed
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server that listens on this host is reached from this machine alone."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """An error as OpenAI's API has it."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+async def _answer(send: Send, refused: Refused) -> None:
+    body = json.dumps(error_body(refused.message, "invalid_request_error", refused.code)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if refused.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if refused.status == 503:
+        headers.append((b"retry-after", b"5"))
+    # What is left of the body is not read, so nothing else can come over this connection.
+    headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": refused.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _single(headers: list[tuple[bytes, bytes]]) -> dict[bytes, str]:
+    """Headers by name, in small letters. Raises Refused where one that is checked comes twice: who reads them later
+    might take the other."""
+    found: dict[bytes, str] = {}
+    for name, value in headers:
+        key = name.lower()
+        if key in found and key in _CHECKED:
+            raise Refused(400, f"the header {key.decode()} comes twice", "header_twice")
+        found[key] = value.decode("latin-1")
+    return found
+
+
+def _name(host: str) -> str:
+    """The name of a Host header, without the port."""
+    if host.startswith("["):
+        return host.partition("]")[0] + "]"
+    return host.partition(":")[0]

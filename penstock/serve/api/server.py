@@ -1,0 +1,95 @@
+"""Runs the server: listens, answers until it is told to end, and ends in an orderly way."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from penstock.errors import BadRequest
+from penstock.serve.api.app import Served, guarded
+from penstock.serve.api.guard import Access, Limits
+
+_IDLE_S = 20.0  # a connection may be open so long without a whole request
+_HEADER_BYTES = 32 << 10
+_LONGEST_END_S = 30.0  # what is under way may take so long after SIGTERM
+
+
+class _Impatient(H11Protocol):
+    """Closes connections on which no whole head of a request comes: half a request would be waited for, for ever."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._watch(self.cycle)
+
+    def _watch(self, before: Any) -> None:
+        """Looks again in a while, whether a request has come since."""
+        self.loop.call_later(_IDLE_S, self._look, before)
+
+    def _look(self, before: Any) -> None:
+        if self.transport.is_closing():
+            return
+        idle = self.cycle is None or self.cycle.response_complete
+        if idle and self.cycle is before:
+            self.transport.close()
+        else:
+            self._watch(self.cycle)
+
+
+class _Server(uvicorn.Server):
+    """Ends new work at the first signal, lets what is under way end, and ends at once at the second."""
+
+    def __init__(self, config: uvicorn.Config, served: Served, ready: Callable[[int], None]) -> None:
+        super().__init__(config)
+        self._served, self._ready = served, ready
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready(self.servers[0].sockets[0].getsockname()[1])
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._served.ending:
+            self._served.service.abandon()
+            self.should_exit = self.force_exit = True
+            return
+        self._served.ending = True
+        threading.Thread(target=self._end, name="penstock-end", daemon=True).start()
+
+    def _end(self) -> None:
+        service = self._served.service
+        service.refuse("the server is ending")
+        if not service.idle(_LONGEST_END_S):
+            service.abandon()
+            service.idle(_LONGEST_END_S)
+        self.should_exit = True
+
+
+def serve(served: Served, access: Access, port: int, ready: Callable[[int], None]) -> None:
+    """Listens until SIGTERM or Ctrl-C, and returns when the last answer has ended. `port`: 0 for any that is free.
+    `ready`: is called with the port when requests are taken. Raises BadRequest where nothing can listen there."""
+    config = uvicorn.Config(
+        guarded(served, access, Limits.of(served.service.engine.plan.context)),
+        host=access.host,
+        port=port,
+        http=_Impatient,
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=15,
+        timeout_graceful_shutdown=5,
+        h11_max_incomplete_event_size=_HEADER_BYTES,
+    )
+    server = _Server(config, served, ready)
+    try:
+        asyncio.run(server.serve())
+    except SystemExit:  # uvicorn's answer to a port that is taken, which it has logged
+        raise BadRequest(f"nothing can listen on {access.host}:{port}: is it another server's?") from None

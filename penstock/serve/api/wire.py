@@ -1,0 +1,195 @@
+"""What clients send, as OpenAI's API has it, turned into what the engine takes.
+
+What is not supported is refused and never ignored: a client that asks for JSON and gets prose would break later. Values
+that ask for nothing (`n: 1`, `logprobs: false`, no penalty) are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.errors import BadRequest
+from penstock.serve.sampling import MAX_BIASES, MAX_LOGPROBS, SamplingParams, with_model_defaults
+
+MAX_CHOICES = 16
+MAX_STOPS, MAX_STOP_CHARS = 16, 1000
+MAX_MESSAGES = 10_000
+MAX_TOKENS = 1 << 20
+
+
+class _Sent(BaseModel):
+    """A body. Names that are not here are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Sent):
+    include_usage: bool = False
+
+
+class _Sampled(_Sent):
+    """What both kinds of completion take."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    temperature: float | None = Field(default=None, ge=0, le=1e6)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, ge=1e-6, le=1e6)
+    seed: int | None = Field(default=None, ge=0, lt=1 << 63)
+    stop: str | list[str] | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+    priority: int = Field(default=0, ge=-100, le=100)
+    user: str | None = None
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_BIASES)
+
+    def params(self, generation_config: dict[str, Any], most_tokens: int) -> SamplingParams:
+        """How tokens are chosen; `most_tokens` where the client names no length. Raises BadRequest."""
+        self.check()
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
+            raise BadRequest(f"stop may have {MAX_STOPS} strings of {MAX_STOP_CHARS} characters")
+        return with_model_defaults(
+            generation_config,
+            max_tokens=self.length or most_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            seed=self.seed,
+            stop=tuple(stops) or None,
+            ignore_eos=self.ignore_eos,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self._biases(),
+            logprobs=self.alternatives,
+        )
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many of the likeliest tokens are wanted beside each; None where no log probabilities are."""
+        return None
+
+    def _biases(self) -> dict[int, float] | None:
+        """`logit_bias`, whose ids JSON has as strings. Raises BadRequest."""
+        found = {}
+        for token, bias in (self.logit_bias or {}).items():
+            if not (token.isascii() and token.isdecimal() and len(token) < 19):
+                raise BadRequest(f"logit_bias has {token[:100]!r}; it should be a token's id")
+            found[int(token)] = bias
+        return found or None
+
+    @property
+    def length(self) -> int | None:
+        return self.max_tokens
+
+    def check(self) -> None:
+        """Raises BadRequest for what is not supported."""
+        if self.stream_options is not None and not self.stream:
+            raise BadRequest("stream_options is for stream: true")
+
+
+class TextPart(_Sent):
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A message of a chat. What else it holds is the chat template's to read."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    role: str
+    content: str | list[TextPart] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The message for a chat template, its parts of text joined."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
+
+
+class ResponseFormat(_Sent):
+    type: Literal["text"]
+
+
+class ChatRequest(_Sampled):
+    """A body of /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    tools: list[Any] | None = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def length(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    def check(self) -> None:
+        super().check()
+        if self.tools:
+            raise BadRequest("tools is not supported by this version")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise BadRequest("top_logprobs is for logprobs: true")
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
+
+
+class CompletionRequest(_Sampled):
+    """A body of /v1/completions. `prompt`: a text or a list of them, ids or a list of lists of ids."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    suffix: str | None = None
+    best_of: int | None = None
+
+    def check(self) -> None:
+        super().check()
+        for name in ("echo", "suffix"):
+            if getattr(self, name):
+                raise BadRequest(f"{name} is not supported by this version")
+        if self.best_of not in (None, 1, self.n):
+            raise BadRequest("best_of is not supported by this version")
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    def prompts(self) -> Sequence[str | list[int]]:
+        """Each prompt, as text or as ids. Raises BadRequest where there is none, or too many."""
+        prompt: Any = self.prompt
+        alone = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+        found: list[str | list[int]] = [prompt] if alone else prompt
+        if not found or len(found) * (self.n or 1) > MAX_CHOICES:
+            raise BadRequest(f"a request may have 1 to {MAX_CHOICES} answers, not {len(found) * (self.n or 1)}")
+        return found
+
+
+class TokenizeRequest(_Sent):
+    """A body of /tokenize. `add_special_tokens`: the text begins with BOS where the tokenizer says so."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(_Sent):
+    """A body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]

@@ -1,0 +1,78 @@
+"""The answer to one prompt as it grows: each token is chosen from logits, made into text, and held to the limits."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.serve.generation import Generation
+from penstock.serve.sampling import Sampler, SamplingParams, likely
+from penstock.serve.tokenizer import StopStrings, Tokenizer
+
+
+class Reply:
+    """A prompt, int32 [T], and its answer so far.
+
+    `batch`: the prompts that are answered together, for the report. `context`: positions that the plan has for the
+    sequence. `streams`: whether text is wanted as soon as it is certain, and not only at the end. `limit`: the most
+    tokens that the answer may have. The last one needs no room, for it is not fed back.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: NDArray[np.int32], params: SamplingParams, *, batch: int, context: int,
+        streams: bool,
+    ) -> None:  # fmt: skip
+        self.prompt, self.answer = prompt, Generation(len(prompt), batch, context)
+        self._sampler = Sampler(params, prompt.tolist())
+        self._eos = frozenset() if params.ignore_eos else tokenizer.eos_ids
+        # To make text of each token takes 70 µs, and a batch has many tokens. So text is made at the end where nobody
+        # wants it before.
+        self._stream = tokenizer.stream(whole=not streams and not params.stop)
+        self._stops = StopStrings(params.stop)
+        room = context - len(prompt) + 1
+        self.limit = min(params.max_tokens, room)
+        self._context_is_least = room < params.max_tokens
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.answer.finish_reason)
+
+    @property
+    def position(self) -> int:
+        """Of the token that is fed back next: the answer's last one."""
+        return len(self.prompt) + len(self.answer.token_ids) - 1
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether the length allows tokens after the next one."""
+        return len(self.answer.token_ids) + 1 < self.limit
+
+    def rows(self, start: int, count: int) -> NDArray[np.int32]:
+        """Ids of the positions from `start` on, int32 [count]: of the prompt, or the answer's last token."""
+        if start < len(self.prompt):
+            return self.prompt[start : start + count]
+        return np.array([self.answer.token_ids[-1]], np.int32)
+
+    def accept(self, logits: NDArray[np.float32], best: tuple[float, int]) -> str:
+        """Samples a token from logits float32 [V]; `best`: the largest logit and its id. Returns the text that the
+        token makes certain. End-of-text tokens are not part of the text. Raises BrokenModel for logits that are not
+        finite."""
+        answer, stops = self.answer, self._stops
+        token = self._sampler.next(logits, best)
+        answer.token_ids.append(token)
+        if (count := self._sampler.params.logprobs) is not None:
+            answer.logprobs.append(likely(logits, token, count))
+        piece = ""
+        if token in self._eos:
+            answer.finish_reason = "stop"
+        else:
+            piece = stops.push(self._stream.push(token))
+            if stops.hit is not None:
+                answer.finish_reason = "stop"
+            elif len(answer.token_ids) >= self.limit:
+                answer.finish_reason = "length"
+                answer.context_full = self._context_is_least
+        if answer.finish_reason and stops.hit is None:
+            piece += stops.push(self._stream.finish()) + stops.finish()
+        answer.text += piece
+        return piece

@@ -1,0 +1,266 @@
+"""Answers the requests of many threads together: one thread steps the model, as `Scheduler` says.
+
+A request is submitted with a function that is told what happens to it: text as it becomes certain, then the end. A
+request that is cancelled leaves at the next pass. A request that fails, fails alone. Where a pass fails, all requests
+that have rows in it do, and those that wait go on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import BadRequest, InternalError, PenstockError
+from penstock.serve.answering import checked_ids
+from penstock.serve.engine import Engine
+from penstock.serve.generation import Generation
+from penstock.serve.reply import Reply
+from penstock.serve.sampling import Likely, SamplingParams
+from penstock.serve.scheduler import Rows, Scheduler, Step
+
+
+class Piece(NamedTuple):
+    """What a token adds to an answer: the text that has become certain, often all of it, sometimes none. `likely`: the
+    token's log probability, where it was asked for."""
+
+    text: str
+    likely: tuple[Likely, ...] = ()
+
+
+class Ended(NamedTuple):
+    """The answer is whole. Nothing is told after this."""
+
+    answer: Generation
+
+
+class Failed(NamedTuple):
+    """There will be no answer. Nothing is told after this."""
+
+    error: PenstockError
+
+
+class Cancelled(NamedTuple):
+    """The request has left, as it was asked to. Nothing is told after this."""
+
+
+Told = Piece | Ended | Failed | Cancelled
+Tell = Callable[[Told], None]
+
+
+@dataclass
+class _Open:
+    """A request that has not ended."""
+
+    reply: Reply
+    tell: Tell
+    priority: int
+    arrived_s: float
+    last_s: float  # when it was told of the last token, or when it came
+    begun: bool = False  # whether it had rows in a pass
+    cancelled: bool = False
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a service has done and has to do. Seconds are of passes."""
+
+    running: int
+    waiting: int
+    answered: int
+    failed: int
+    cancelled: int
+    prompt_tokens: int  # that went through the model
+    cached_tokens: int  # of prompts, whose keys and values were there
+    output_tokens: int
+    passes: int
+    passes_s: float
+
+
+class Service:
+    """Serves one loaded engine until `close`. The engine answers nobody else meanwhile.
+
+    `prompt_rows`: the most rows of prompts in a pass beside rows of answers. `queue`: the most requests that wait."""
+
+    def __init__(self, engine: Engine, *, prompt_rows: int, queue: int) -> None:
+        self.engine = engine
+        self._scheduler = Scheduler(engine.plan, prompt_rows, queue, engine.session.held.of)
+        self._open: dict[int, _Open] = {}
+        self._changed = threading.Condition()  # guards all that follows, and the scheduler
+        self._next_id = 0
+        self._refuses: str | None = None  # why no more requests are taken
+        self._ends = False
+        self._done = {"answered": 0, "failed": 0, "cancelled": 0, "prompt": 0, "cached": 0, "output": 0, "passes": 0}
+        self._passes_s = 0.0
+        self._thread = threading.Thread(target=self._work, name="penstock-serve", daemon=True)
+        self._thread.start()
+
+    @property
+    def counts(self) -> Counts:
+        with self._changed:
+            done = self._done
+            return Counts(
+                self._scheduler.running, self._scheduler.waiting, done["answered"], done["failed"], done["cancelled"],
+                done["prompt"], done["cached"], done["output"], done["passes"], self._passes_s,
+            )  # fmt: skip
+
+    @property
+    def free_sequences(self) -> int:
+        """Sequences of the plan that nobody has."""
+        with self._changed:
+            return self._scheduler.free_sequences
+
+    def submit(
+        self, prompt_ids: Sequence[int], params: SamplingParams, tell: Tell, priority: int = 0, owner: str = ""
+    ) -> int:
+        """Takes a request and returns its number. `tell` is called by the service's own thread, and must not wait.
+        `owner`: what a prompt leaves in memory is shared with prompts of the same owner.
+
+        Raises BadRequest for prompts that are no ids of this model or do not fit the context, and after `refuse`;
+        QueueFull."""
+        engine = self.engine
+        ids = checked_ids(prompt_ids, engine.plan)
+        reply = Reply(engine.tokenizer, ids, params, batch=1, context=engine.plan.context, streams=True)
+        now_s = time.perf_counter()
+        with self._changed:
+            if self._refuses is not None:
+                raise BadRequest(self._refuses)
+            number = self._next_id
+            self._scheduler.submit(number, ids, priority, now_s, owner)
+            self._next_id += 1
+            self._open[number] = _Open(reply, tell, priority, now_s, now_s)
+            self._changed.notify_all()
+        return number
+
+    def cancel(self, number: int) -> None:
+        """The request leaves at the next pass, wherever it is. A request that has ended already is no error."""
+        with self._changed:
+            if (request := self._open.get(number)) is not None:
+                request.cancelled = True
+                self._changed.notify_all()
+
+    def place(self, number: int) -> int:
+        """How many requests are to be taken before this one."""
+        with self._changed:
+            return self._scheduler.place(number, time.perf_counter())
+
+    def refuse(self, why: str) -> None:
+        """From now on no request is taken; those that are here go on."""
+        with self._changed:
+            self._refuses = why
+
+    def idle(self, within_s: float) -> bool:
+        """Waits until no request is left; returns whether that came to pass within so many seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._open, within_s)
+
+    def abandon(self) -> None:
+        """Cancels all requests that are here."""
+        with self._changed:
+            for request in self._open.values():
+                request.cancelled = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Cancels what is left, and returns when the last pass has ended. The engine is free again, and still open."""
+        self.refuse("the server is ending")
+        self.abandon()
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    # -- the service's own thread ---------------------------------------------------------------------
+
+    def _work(self) -> None:
+        with self.engine.held():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._open or self._ends)
+                    left = [number for number, request in self._open.items() if request.cancelled]
+                    self._scheduler.end(left)
+                    told = [(self._open.pop(number).tell, Cancelled()) for number in left]
+                    self._done["cancelled"] += len(left)
+                    step = self._scheduler.next(time.perf_counter())
+                    self._changed.notify_all()
+                    if step is None and self._ends:
+                        break
+                for tell, what in told:
+                    tell(what)
+                if step is not None:
+                    self._take(step)
+        for tell, what in told:
+            tell(what)
+
+    def _take(self, step: Step) -> None:
+        """Runs a pass, and tells everyone what came of it."""
+        session, start_s = self.engine.session, time.perf_counter()
+        ended: dict[int, Told] = {}
+        begin = [r for rows in step.rows for r in rows if not self._open[r.request].begun]
+        for r in begin:
+            self._open[r.request].begun, self._open[r.request].reply.answer.cached_tokens = True, r.start
+        try:
+            tokens = [np.concatenate([self._ids(r) for r in rows]) for rows in step.rows]
+            logits_of_batches = session.step(step.taken, tokens)
+        except Exception as error:  # whatever it is, nobody may wait for ever
+            ended = {r.request: _failed(error) for rows in step.rows for r in rows}
+        else:
+            for rows, logits, best in zip(step.rows, logits_of_batches, session.best, strict=True):
+                for i, r in enumerate(r for r in rows if r.says):
+                    request = self._open[r.request]
+                    try:
+                        piece = request.reply.accept(logits[i], best[i])
+                    except Exception as error:  # of this answer, so the others go on
+                        ended[r.request] = _failed(error)
+                        continue
+                    self._time(request)
+                    if request.reply.finished:
+                        ended[r.request] = Ended(request.reply.answer)
+                    request.tell(Piece(piece, tuple(request.reply.answer.logprobs[-1:])))
+        taken_s = time.perf_counter() - start_s
+        with self._changed:
+            self._scheduler.end(ended)
+            gone = [(self._open.pop(number), what) for number, what in ended.items()]
+            self._count(step, ended, sum(r.start for r in begin), taken_s)
+            self._changed.notify_all()
+        for request, what in gone:
+            request.tell(what)
+
+    def _ids(self, rows: Rows) -> NDArray[np.int32]:
+        """The ids of some rows, int32 [tokens]."""
+        return self._open[rows.request].reply.rows(rows.start, rows.tokens)
+
+    def _time(self, request: _Open) -> None:
+        """Notes when a token of the request came."""
+        answer, now_s = request.reply.answer, time.perf_counter()
+        if len(answer.token_ids) == 1:
+            answer.ttft_s = answer.batch_ttft_s = now_s - request.arrived_s
+        else:
+            answer.inter_token_s.append(now_s - request.last_s)
+        request.last_s = now_s
+
+    def _count(self, step: Step, ended: dict[int, Told], cached_tokens: int, taken_s: float) -> None:
+        rows = [r for rows in step.rows for r in rows]
+        failed = sum(isinstance(what, Failed) for what in ended.values())
+        counted = {
+            "answered": len(ended) - failed,
+            "failed": failed,
+            "prompt": sum(r.tokens for r in rows if r.reads),
+            "cached": cached_tokens,
+            "output": sum(r.says for r in rows),
+            "passes": 1,
+        }
+        for name, count in counted.items():
+            self._done[name] += count
+        self._passes_s += taken_s
+
+
+def _failed(error: Exception) -> Failed:
+    if isinstance(error, PenstockError):
+        return Failed(error)
+    return Failed(InternalError(f"{type(error).__name__}: {error}"))

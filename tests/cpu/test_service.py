@@ -1,0 +1,241 @@
+"""Requests that come and go while others are answered: each answer is the one that it would have had alone."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.errors import BadRequest, StorageFailed
+from penstock.serve.engine import Engine
+from penstock.serve.sampling import SamplingParams
+from penstock.serve.scheduler import QueueFull
+from penstock.serve.service import Cancelled, Ended, Failed, Piece, Service, Told
+from penstock.spec.plan import Plan
+from penstock.store.packed import open_packed
+from tests.cpu.engines import load, make_model, streaming
+from tests.plans import resident_plan
+
+SEQS, CONTEXT = 4, 96
+
+
+def plans(folder: Path) -> dict[str, Plan]:
+    packed = open_packed(folder)
+    sizes = {"batch_seqs": SEQS, "chunk_rows": 16, "logits_rows": 16, "context": CONTEXT}
+    halves = sizes | {"batch_seqs": SEQS // 2, "batches_per_pass": 2}
+    return {
+        "resident": resident_plan(packed.spec, packed.weights, **sizes),
+        "streaming": streaming(packed, **sizes),  # type: ignore[arg-type]
+        "two batches": streaming(packed, **halves),  # type: ignore[arg-type]
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models"), "llama", "int4")
+
+
+@contextmanager
+def serving(engine: Engine, prompt_rows: int = 5, queue: int = 100) -> Iterator[Service]:
+    with closing(Service(engine, prompt_rows=prompt_rows, queue=queue)) as service:
+        yield service
+
+
+class Heard:
+    """What one request is told."""
+
+    def __init__(self) -> None:
+        self._told: queue.Queue[Told] = queue.Queue()
+        self.tell: Callable[[Told], None] = self._told.put
+
+    def next(self) -> Told:
+        return self._told.get(timeout=60)
+
+    def end(self) -> tuple[str, Told]:
+        """The text of all pieces, and what came last."""
+        text = ""
+        while isinstance(told := self.next(), Piece):
+            text += told.text
+        assert self._told.empty()
+        return text, told
+
+
+def prompts(count: int, vocab: int) -> list[list[int]]:
+    rng = np.random.default_rng(5)
+    return [rng.integers(0, vocab, rng.integers(1, 60)).tolist() for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", ["resident", "streaming", "two batches"])
+def test_answers_in_company_are_those_alone(folder: Path, name: str) -> None:
+    plan = plans(folder)[name]
+    some = prompts(11, plan.target.spec.vocab)
+    params = [
+        SamplingParams(max_tokens=3 + 4 * i, ignore_eos=True, seed=i, temperature=0.8 * (i % 3 == 2))
+        for i in range(len(some))
+    ]
+    with load(folder, plan=plan) as engine:
+        alone = [engine.generate([ids], p)[0] for ids, p in zip(some, params, strict=True)]
+        heard = [Heard() for _ in some]
+        with serving(engine) as service:
+            for i, (ids, p, each) in enumerate(zip(some, params, heard, strict=True)):
+                service.submit(ids, p, each.tell)
+                if i % 3 == 0:  # some come while others are in the middle
+                    each.next()
+            for each, expected in zip(heard, alone, strict=True):
+                text, told = each.end()
+                assert isinstance(told, Ended) and told.answer.token_ids == expected.token_ids
+                assert told.answer.text == expected.text and told.answer.text.endswith(text)
+                assert told.answer.finish_reason == expected.finish_reason
+                assert told.answer.ttft_s > 0 and len(told.answer.inter_token_s) == len(expected.token_ids) - 1
+            assert service.idle(10) and service.free_sequences == SEQS
+            counts = service.counts
+        assert counts.answered == len(some) and counts.failed == counts.cancelled == 0
+        assert counts.prompt_tokens == sum(map(len, some))
+        assert counts.output_tokens == sum(len(a.token_ids) for a in alone)
+        assert engine.generate([some[0]], params[0])[0].token_ids == alone[0].token_ids  # it is free again
+
+
+@pytest.mark.parametrize("name", ["resident", "streaming", "two batches"])
+def test_turns_of_chats_go_on_from_what_is_there(folder: Path, name: str) -> None:
+    """Three chats of four turns, and a stranger who asks the same: the answers are those without anything kept."""
+    plan = plans(folder)[name]
+    rng = np.random.default_rng(9)
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    turns: list[tuple[int, list[int], list[int]]] = []  # number, prompt, answer
+    with load(folder, plan=plan) as engine:
+        chats = [rng.integers(0, plan.target.spec.vocab, 6 + i).tolist() for i in range(3)]
+        for turn in range(4):
+            for ids in chats:
+                answer = engine.generate([ids], params)[0].token_ids
+                turns.append((turn, list(ids), answer))
+                ids += [*answer, *rng.integers(0, plan.target.spec.vocab, 4).tolist()]
+        with serving(engine) as service:
+            for lo in range(0, len(turns), 3):
+                heard = [Heard() for _ in chats]
+                for (_, ids, _), each in zip(turns[lo : lo + 3], heard, strict=True):
+                    service.submit(ids, params, each.tell, owner="a")
+                for (turn, ids, answer), each in zip(turns[lo : lo + 3], heard, strict=True):
+                    _, told = each.end()
+                    assert isinstance(told, Ended) and told.answer.token_ids == answer
+                    assert told.answer.cached_tokens == (len(ids) - 5 if turn else 0)
+                stranger = Heard()
+                service.submit(turns[lo][1], params, stranger.tell, owner="b")
+                _, told = stranger.end()
+                assert isinstance(told, Ended) and told.answer.token_ids == turns[lo][2]
+            assert service.counts.cached_tokens >= sum(len(ids) - 5 for turn, ids, _ in turns if turn)
+
+
+def test_cancelled_requests_leave_and_the_others_stay_right(folder: Path) -> None:
+    plan = plans(folder)["streaming"]
+    some = prompts(12, plan.target.spec.vocab)
+    long = SamplingParams(max_tokens=30, ignore_eos=True)
+    with load(folder, plan=plan) as engine:
+        alone = [engine.generate([ids], long)[0].token_ids for ids in some]
+        with serving(engine, prompt_rows=2) as service:
+            heard = [Heard() for _ in some]
+            numbers = [service.submit(ids, long, each.tell) for ids, each in zip(some, heard, strict=True)]
+            heard[0].next()
+            for i in (1, 4, 7, 11):  # in the middle of prompts, and while they wait
+                service.cancel(numbers[i])
+            service.cancel(999)
+            for i, each in enumerate(heard):
+                _, told = each.end()
+                if i in (1, 4, 7, 11):
+                    assert isinstance(told, Cancelled | Ended)
+                else:
+                    assert isinstance(told, Ended) and told.answer.token_ids == alone[i]
+            assert service.idle(10) and service.free_sequences == SEQS and service.counts.cancelled >= 1
+
+
+def test_threads_ask_at_once(folder: Path) -> None:
+    plan = plans(folder)["resident"]
+    some = prompts(24, plan.target.spec.vocab)
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    with load(folder, plan=plan) as engine:
+        alone = [engine.generate([ids], params)[0].token_ids for ids in some]
+        found: dict[int, list[int]] = {}
+        with serving(engine) as service:
+
+            def ask(i: int) -> None:
+                heard = Heard()
+                service.submit(some[i], params, heard.tell)
+                _, told = heard.end()
+                assert isinstance(told, Ended)
+                found[i] = told.answer.token_ids
+
+            threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(some))]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    assert [found[i] for i in range(len(some))] == alone
+
+
+def test_a_pass_that_fails_ends_those_that_it_was_for_and_no_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plans(folder)["resident"]
+    some = prompts(SEQS + 2, plan.target.spec.vocab)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    with load(folder, plan=plan) as engine:
+        alone = [engine.generate([ids], params)[0].token_ids for ids in some]
+        step, failing = engine.session.step, iter([True])
+
+        def fails_once(*arguments: object) -> object:
+            if next(failing, False):
+                raise StorageFailed("the disk is gone")
+            return step(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(engine.session, "step", fails_once)
+        with serving(engine) as service:
+            first = Heard()
+            service.submit(some[0], params, first.tell)
+            _, told = first.end()
+            assert isinstance(told, Failed) and "the disk is gone" in told.error.message
+            others = [Heard() for _ in some]
+            for ids, each in zip(some, others, strict=True):
+                service.submit(ids, params, each.tell)
+            for each, expected in zip(others, alone, strict=True):
+                _, told = each.end()
+                assert isinstance(told, Ended) and told.answer.token_ids == expected
+            assert service.counts.failed == 1
+
+
+def test_what_cannot_be_taken_is_refused_at_once(folder: Path) -> None:
+    plan = plans(folder)["resident"]
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    with load(folder, plan=plan) as engine:
+        with serving(engine, queue=0) as service:
+            with pytest.raises(BadRequest, match="room for"):
+                service.submit([1] * (CONTEXT + 1), params, Heard().tell)
+            with pytest.raises(BadRequest, match="vocabulary"):
+                service.submit([plan.target.spec.vocab], params, Heard().tell)
+            heard = [Heard() for _ in range(SEQS)]
+            for each in heard:
+                service.submit([1, 2], params, each.tell)
+            with pytest.raises(QueueFull):
+                service.submit([1], params, Heard().tell)
+            service.refuse("the server is ending")
+            with pytest.raises(BadRequest, match="ending"):
+                service.submit([1], params, Heard().tell)
+        assert all(isinstance(each.end()[1], Cancelled | Ended) for each in heard)  # closing cancels
+
+
+def test_the_engine_answers_nobody_else_meanwhile(folder: Path) -> None:
+    with load(folder, plan=plans(folder)["resident"]) as engine:
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        with serving(engine) as service:
+            heard = Heard()
+            service.submit([1], params, heard.tell)
+            heard.end()
+            late = threading.Thread(target=lambda: engine.generate([[1]], params), daemon=True)
+            late.start()
+            late.join(0.2)
+            assert late.is_alive()
+        late.join(30)
+        assert not late.is_alive()

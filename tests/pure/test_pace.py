@@ -1,0 +1,45 @@
+"""How many rows of a prompt go along with answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.planner.pace import LONGEST_GAP, pace
+from penstock.planner.solve import solve
+from penstock.spec.ask import Ask
+from penstock.spec.format import parse_format
+from penstock.spec.machine import MachineSpec
+from penstock.units import MIB
+from tests.pure.machine import LLAMA_1B, MACHINE, model
+
+INT4 = parse_format("int4")
+
+
+@pytest.mark.parametrize("batch", [2, 8, 32])
+@pytest.mark.parametrize("memory", [None, 512 * MIB])
+def test_gaps_stay_within_the_limit(batch: int, memory: int | None) -> None:
+    ask = Ask(batch=batch, context=256, prompt_tokens=128, host_memory_bytes=memory)
+    plan = solve(ask, LLAMA_1B, INT4, MACHINE).plan
+    found = pace(plan, MACHINE)
+    assert 1 <= found.prompt_rows <= max(plan.chunk_rows, batch)
+    assert found.gap_ratio <= LONGEST_GAP or found.prompt_rows == 1
+    assert f"{found.prompt_rows} tokens a pass" in found.reason
+
+
+def test_a_slower_disk_leaves_room_for_more_rows() -> None:
+    ask = Ask(batch=8, context=256, prompt_tokens=128, host_memory_bytes=512 * MIB)
+    plan = solve(ask, LLAMA_1B, INT4, MACHINE).plan
+
+    def with_disk(times: float) -> MachineSpec:
+        rates = (replace(r, s_per_byte=r.s_per_byte * times) if r.lane == "disk0" else r for r in MACHINE.rates)
+        return replace(MACHINE, rates=tuple(rates))
+
+    rows = [pace(plan, with_disk(times)).prompt_rows for times in (0.1, 1, 30)]
+    assert rows == sorted(rows) and rows[0] < rows[-1]
+
+
+def test_one_sequence_reads_whole_chunks() -> None:
+    plan = solve(Ask(context=64), model(layers=2), parse_format("float32"), MACHINE).plan
+    assert pace(plan, MACHINE).prompt_rows == plan.chunk_rows
