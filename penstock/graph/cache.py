@@ -7,8 +7,10 @@ takes is a function of the requests before alone, so a run's tasks can be derive
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from math import exp2, inf, log2
+
+from penstock.spec.places import Executor
 
 POLICIES = ("lru", "lfu")
 # Passes after which an expert's past uses count half ("lfu"). docs/EXPERTS.md has hit rates of other values.
@@ -92,3 +94,6 @@ class ExpertCache:
         else:
             leaving = min(may_leave, key=lambda expert: (self._uses.get(expert, -inf), expert), default=None)
         return None if leaving is None else self._slot_of[leaving]
+
+
+Caches = Mapping[tuple[int, Executor], ExpertCache]  # by layer, and the executor in whose memory the slots lie

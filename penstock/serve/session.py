@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from penstock.errors import BadRequest, DamagedModel, PenstockError
-from penstock.graph.experts import Answer
+from penstock.graph.demand import Answer
 from penstock.graph.lower import Lowering
 from penstock.graph.ops import Route
 from penstock.graph.passes import DECODE
