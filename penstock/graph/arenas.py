@@ -5,7 +5,7 @@ Per memory tier (`host`, `gpu0`) these arenas, each 2 MiB-aligned so that huge p
     T.weights   resident units, in plan order          T.kv       K and V pools, layer after layer
     T.ring      units in flight from a slower tier     T.act      activations, per batch of a pass
     T.scratch   an op's own temporaries (one lane runs one op at a time)
-    T.cache     slots of experts that are at home on a slower tier, layer after layer
+    T.cache     slots of experts that come from a slower tier, layer after layer
     T.window    K and V of one or two layers whose KV lives elsewhere, while attention runs
     host.staging  granules read for single embedding rows
     host.stage    units on their way from a disk to a device

@@ -233,6 +233,20 @@ def test_a_wrong_guess_leaves_first() -> None:
     assert cache.admit(1, [1]) == slots[1]  # 2 and 5 were asked for in one pass: that with the lowest number
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_some_leave_before_all_others(policy: str) -> None:
+    cache = ExpertCache(3, policy)
+    for wanted in ([1], [2, 3], [3]):
+        cache.ask(wanted)
+        for expert in wanted:
+            if cache.slot(expert) is None:
+                cache.admit(expert, wanted)
+    cache.ask([4, 5, 6])
+    assert cache.held == (1, 2, 3) and cache.admit(4, [4, 5, 6], first=[3, 7, None]) == 2
+    assert cache.admit(5, [4, 5, 6], first=[4]) == 0  # that is to be kept: of the others the least used
+    assert cache.admit(6, [4, 5, 6]) == 1 and cache.admit(7, [4, 5, 6], first=[4]) is None
+
+
 def device_plan(slots: int = 4, lifted_rows: int = 2, beneath: int = 0, **fields: int) -> Plan:
     """A cache in a device's memory for every layer, over experts in RAM. `beneath`: over caches in RAM of so many
     slots, over the disk."""
@@ -270,8 +284,8 @@ def test_any_answers_beside_a_device(of: Callable[[Plan], Said], slots: int, lif
 
 
 @pytest.mark.parametrize("seqs", [1, 4])
-@pytest.mark.parametrize("lifted_rows", [1, 2, 9])
-@pytest.mark.parametrize(("slots", "beneath"), [(1, 1), (1, 4), (4, 1), (3, 3), (9, 2), (2, 9)])
+@pytest.mark.parametrize("lifted_rows", [1, 2])
+@pytest.mark.parametrize(("slots", "beneath"), [(1, 1), (1, 4), (3, 3), (9, 1)])
 @pytest.mark.parametrize("of", [worst, one, drawn])
 def test_any_answers_beside_a_device_over_a_disk(
     of: Callable[[Plan], Said], slots: int, beneath: int, lifted_rows: int, seqs: int

@@ -13,6 +13,7 @@ import penstock
 from penstock.errors import DoesNotFit
 from penstock.graph.check_plan import check_plan
 from penstock.models import spec_from_config
+from penstock.planner.explain import table
 from penstock.planner.predict import predict
 from penstock.planner.routing import stated
 from penstock.planner.solve import Solved, settle_context, solve
@@ -101,6 +102,31 @@ def test_what_is_lifted_follows_the_link(link_gb_per_s: float, rows: int) -> Non
     assert {cache.executor for cache in plan.caches} == {"gpu0"} and len(plan.caches) == len(spec.layers)
     assert {cache.lifted_rows for cache in plan.caches} == {rows}
     assert 3 * GIB - 40 * MIB < plan.tier_bytes()["gpu0"] <= 3 * GIB
+
+
+def test_where_ram_has_not_all_experts_it_has_a_cache_beneath_the_devices() -> None:
+    spec = describe(Path("olmoe-1b-7b"))[0]
+    ask = Ask(context=512, device_memory_bytes=2 * GIB, host_memory_bytes=3 * GIB)
+    found = {
+        c.strategy: c for c in experts.candidates(Problem(settle_context(ask, spec), spec, INT4, ABLE))
+    }  # fmt: skip
+    candidate = found[f"{experts.NAME}, in caches on the device and in RAM"]
+    plan, layers = candidate.plan, range(len(spec.layers))
+    check_plan(plan, spec, INT4)
+    assert [(cache.layer, cache.executor) for cache in plan.caches] == [
+        (i, at) for i in layers for at in ("host", "gpu0")
+    ]
+    used = plan.tier_bytes()
+    assert 2 * GIB - 40 * MIB < used["gpu0"] <= 2 * GIB and 3 * GIB - 80 * MIB < used["host"] <= 3 * GIB
+    assert any("caches in device memory" in reason for reason in candidate.reasons)
+    assert any(reason.startswith("beneath these in RAM caches for") for reason in candidate.reasons)
+    prediction = predict(plan, settle_context(ask, spec), ABLE)
+    beneath = prediction.experts and prediction.experts.hit_rate_beneath
+    assert beneath is not None and 0 < beneath < 1
+    assert prediction.disk_bytes_per_token == prediction.experts.loaded_bytes  # type: ignore[union-attr]
+    lines = table(Solved(plan, prediction, candidate.reasons))
+    assert "that a token wants are not on the device, " in lines and "of these are not in RAM either, " in lines
+    assert f"{beneath:.0%} are there" in lines
 
 
 @pytest.mark.fuzz
