@@ -37,7 +37,7 @@ def one_thread() -> Iterator[None]:
 @CASES
 def test_fixed_experts(kernels: Kernels, case: tuple[Any, ...]) -> None:
     routed, d, rows, weights = case
-    few = 1 if weights == "int4" else 2  # the interpreter takes a while for each pair
+    few = 1 if weights in ("int4", "bfloat16") else 2  # the interpreter takes a while for each pair
     ExpertCase(routed, d, few if kernels is FEW else rows, weights, kernels, CPU).run()
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ from penstock.graph.batch import Batch
 from penstock.kernels.gpu.choose import choose
 from penstock.spec.format import parse_format
 from penstock.spec.model import ModelSpec
-from tests.expert_cases import FIXED as EXPERTS
-from tests.expert_cases import ExpertCase
 from tests.kernel_cases import FIXED, Case
 
 pytestmark = [
@@ -39,26 +36,12 @@ def test_every_op(few_rows: int, spec: ModelSpec, batch: Batch, weights: str, kv
     Case(spec, parse_format(weights), parse_format(kv), batch, kernels, device, 0, near=2.0).run()
 
 
-@pytest.mark.parametrize("case", EXPERTS, ids=[case[-1] for case in EXPERTS])
-@pytest.mark.parametrize("few_rows", [64, 0], ids=["few", "many"])
-def test_experts(few_rows: int, case: tuple[Any, ...]) -> None:
-    device = torch.device("cuda")
-    kernels = replace(choose(device)[0], few_rows=few_rows, matmul="float32")
-    ExpertCase(*case, kernels, device, near=2.0).run()
-
-
 @LAYERS
 def test_many_rows_in_tf32(spec: ModelSpec, batch: Batch, weights: str, kv: str) -> None:
     """Inputs of products rounded to 10 bits of mantissa: some 5e-4 of a term."""
     device = torch.device("cuda")
     kernels = replace(choose(device)[0], few_rows=0)
     Case(spec, parse_format(weights), parse_format(kv), batch, kernels, device, 0, near=200.0).run()
-
-
-@pytest.mark.parametrize("case", EXPERTS, ids=[case[-1] for case in EXPERTS])
-def test_experts_by_torch(case: tuple[Any, ...]) -> None:
-    device = torch.device("cuda")
-    ExpertCase(*case, replace(choose(device)[0], triton=False, matmul="float32"), device, near=2.0).run()
 
 
 @LAYERS

@@ -6,8 +6,7 @@ Device memory is filled as for other models (`ours/device`): the head, attention
 dense FFNs. Where these do not fit, the link lifts the rest for each token, or the CPU computes it: both are simulated.
 What is left of device memory holds routers and all experts of the first so many layers, or caches for experts of every
 layer that are at home in RAM. If RAM has no room for them all, they are at home on the disk, and RAM has caches of its
-own beneath those of the device. All this needs kernels for experts on the device (`Problem.device_experts`). Without
-them such plans are compared and not chosen.
+own beneath those of the device.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from penstock.units import format_bytes
 
 NAME = f"{device.WHOLE}, experts with the CPU"
 _MOST_POWER = 12  # of 2: rows of a pass that asks are fewer
-_CANNOT_RUN = "a GPU has no kernels for experts yet"
 _LINK, _CPU = "", ", shared experts and dense FFNs too"  # who computes those that are not on the device
 
 
@@ -48,7 +46,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
                 # Longer chunks save reading from the disk.
                 if skeleton.chunk_rows <= fill.CHUNK_ROWS or _reads(candidate.plan):
                     yield candidate
-                    found = found or not candidate.cannot_run
+                    found = True
         if found and skeleton.chunk_rows <= fill.CHUNK_ROWS:
             return
 
@@ -64,18 +62,15 @@ def _of_mode(skeleton: beside.DeviceSkeleton, experts_there: bool) -> Iterator[C
             plans = {", streamed": plans[""], ", in caches": device.filled(whole, _caching, experts_there)}
         found = {where: plan for where, plan in plans.items() if plan is not None}
         for where, plan in found.items():
-            layers = _layers_there(plan)
-            if bool(layers) == experts_there:
-                cannot_run = _CANNOT_RUN if layers and not problem.device_experts else ""
-                yield Candidate(_name(plan, whole, where, who), plan, _reasons(plan, whole), cannot_run)
+            if bool(_layers_there(plan)) == experts_there:
+                yield Candidate(_name(plan, whole, where, who), plan, _reasons(plan, whole))
         if not any(map(_ffn_elsewhere, found.values())):
             break
     cached = _cached_there(skeleton) if experts_there else None
     if cached is not None:
-        cannot_run = "" if problem.device_experts else _CANNOT_RUN
         where = " and in RAM" if _reads(cached) else ""
         name = _name(cached, skeleton, f", in caches on the device{where}", _LINK)
-        yield Candidate(name, cached, _reasons(cached, skeleton), cannot_run)
+        yield Candidate(name, cached, _reasons(cached, skeleton))
 
 
 def _caching(
