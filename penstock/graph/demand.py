@@ -209,8 +209,9 @@ class Demand:
 
     def _read_beneath(self, layer: int, beneath: ExpertCache, asked: tuple[Slot, ...]) -> Iterator[Task]:
         """Emits loads from the disk into the cache beneath a device's, while there are slots for them."""
+        keep, first = {*self._waiting, *self._by_cpu}, self._leaves_ram(layer) if self._absent else ()
         while self._absent:
-            slot = beneath.admit(self._absent[0], {*self._waiting, *self._by_cpu}, self._leaves_ram(layer))
+            slot = beneath.admit(self._absent[0], keep, first)
             if slot is None:
                 return
             expert = self._absent.pop(0)

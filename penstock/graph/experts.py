@@ -91,6 +91,7 @@ class ExpertCalls:
     def add_route(
         self, layer: int, batch: Batch, router: Executor, h: Slot, routes: Slot, guesses: int = 0
     ) -> Call:  # fmt: skip
+        """Hands out a call of the layer's router on rows `h`, and returns it. `guesses`: as in `ops.Route`."""
         calls, part = self._calls, self._layout.parts[f"{layer}.router"]
         route = ops.Route(
             calls.whole(part.key), h, routes, calls.scratch(router), layer=layer, guesses=guesses
@@ -102,6 +103,8 @@ class ExpertCalls:
         self, layer: int, u: int, executor: Executor, weights: Mapping[int, Slot], batch: Batch, cost: tuple[int, int],
         rows: int, first: bool, outputs: tuple[Slot, ...],
     ) -> None:  # fmt: skip
+        """Hands out a call that computes experts. `weights`: first expert of a slot → the slot. `rows`: about so many
+        go to an expert. `first`: the call is the first addend. `outputs`: as in `ops.Experts`."""
         calls = self._calls
         experts = ops.Experts(
             tuple(weights.values()), calls.rows(executor, batch, "h"), self.routes(layer, executor, batch),
@@ -111,6 +114,7 @@ class ExpertCalls:
         calls.add(executor, experts, u, batch, self._layout.parts[f"{layer}.experts"].format.kind, cost)
 
     def routed(self, layer: int) -> Routed:
+        """The FFN of a layer with experts."""
         routed = self._plan.target.spec.layers[layer].routed
         assert routed is not None, f"layer {layer} is dense"
         return routed
@@ -128,6 +132,6 @@ class ExpertCalls:
         return self._layout.act(executor, batch.id, "routes", nbytes)
 
     def outputs(self, layer: int, executor: Executor, batch: Batch) -> Slot:
-        """float32 [T, A, D]."""
+        """Where an executor keeps the outputs of a batch's experts: float32 [T, A, D]."""
         nbytes = 4 * batch.total_rows * self.routed(layer).active * self._plan.target.spec.d_model
         return self._layout.act(executor, batch.id, "outputs", nbytes)
