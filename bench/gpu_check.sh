@@ -36,6 +36,7 @@ timeout 150 "$PYTHON" -m pip install -q --no-build-isolation --no-deps -e . >"$O
 build=$!
 # shellcheck disable=SC2086 (the workers are two words, or none)
 part kernel_tests 100 "$PYTHON" -m pytest -q -p no:cacheprovider $workers tests/gpu/test_kernels.py
+part expert_tests 50 "$PYTHON" -m pytest -q -p no:cacheprovider $workers tests/gpu/test_experts.py
 wait $build || { failed=1; tail -n 5 "$OUT/build.txt"; }
 warm=""
 for format in int4 int8 float16 bfloat16 float32; do

@@ -14,12 +14,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from penstock.kernels.gpu import attend_kernels, row_kernels, tile_kernels, turn_kernels
+from penstock.kernels.gpu import attend_kernels, expert_kernels, row_kernels, tile_kernels, turn_kernels
 from penstock.kernels.gpu.choose import Kernels
 from penstock.spec.format import parse_format
+from penstock.spec.model import Ffn, Routed, Router
+from tests.expert_cases import ExpertCase
 from tests.kernel_cases import FIXED, Case
 
-MODULES = (attend_kernels, row_kernels, tile_kernels, turn_kernels)
+MODULES = (attend_kernels, expert_kernels, row_kernels, tile_kernels, turn_kernels)
 TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32", torch.int16: "*i16", torch.uint8: "*u8"}
 MOST_SHARED_BYTES = 99 * 1024  # of a processor of a GeForce card; AMD's have 64 KiB
 TARGETS = {"cuda": 32, "hip": 64}  # threads of a warp
@@ -46,6 +48,21 @@ class Compiled(Case):
         )  # fmt: skip
 
 
+class CompiledExperts(ExpertCase):
+    """The same for routers and experts."""
+
+    def compare(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def same(self, *_: Any) -> None:
+        pass
+
+
+def experts_like(weights: str) -> tuple[Any, ...]:
+    """A layer with experts in this format, else as Qwen3-30B-A3B's with fewer and narrower experts."""
+    return Routed(16, 8, Ffn(192, "silu", True), Router("softmax", True)), 256, 2, weights
+
+
 class Launcher:
     """In the place of a kernel: compiles what it is launched with."""
 
@@ -64,8 +81,9 @@ class Launcher:
         )
         signature = {name: "constexpr" if name in constant else typed(found[name]) for name in names}
         constants = {(i,): found[name] for i, name in enumerate(names) if name in constant}
+        unknown = constant | {p.name for p in self.kernel.params if p.do_not_specialize}
         attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
-                      if name not in constant and aligned(found[name])}  # fmt: skip
+                      if name not in unknown and aligned(found[name])}  # fmt: skip
         key = (self.kernel.fn.__name__, *signature.items(), *constants.items(), *attributes, *options.items())
         if key in self.done:
             return
@@ -102,6 +120,7 @@ def main(target: str, cases: list[int]) -> None:
         for few_rows in (64, 0):
             kernels = Kernels(triton=True, few_rows=few_rows, dot=dot)
             Compiled(spec, parse_format(weights), parse_format(kv), batch, kernels, torch.device("cpu"), 0).run()
+            CompiledExperts(*experts_like(weights), kernels, torch.device("cpu")).run()
     from penstock.kernels.gpu import product
     from penstock.kernels.gpu.memory import Scratch
     from penstock.spec.parts import Block

@@ -105,9 +105,9 @@ def granules_of(part: Part, rng: np.random.Generator) -> np.ndarray:
                 values *= block.cols**-0.5
             if block.name == "down":
                 values[:, n:] = 0
-            elif part.kind in ("ffn", "embed", "head") and block.rows > 1:
+            elif part.kind in ("ffn", "experts", "embed", "head") and block.rows > 1:
                 values[n:] = 0
-            elif part.kind == "ffn":
+            elif part.kind in ("ffn", "experts"):
                 values[:, n:] = 0
             raw = encode(values, block.format, tiled=block.tiled)
             granule[block.offset : block.offset + block.nbytes] = raw.view(np.uint8).reshape(-1)

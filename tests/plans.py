@@ -103,20 +103,19 @@ def random_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, cached: bool
 
 
 @st.composite
-def device_plans(
-    draw: st.DrawFn, spec: ModelSpec, weights: Format, cached: bool = False, experts: str = "any", **fields: int | str
-) -> Plan:
+def device_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, cached: bool = False, **fields: int | str) -> Plan:
     """The same beside a device: each layer's attention on either executor, each FFN unit's prefill and decode too, from
     any home that the executor can be fed from; KV on the device or in memory; either one holds the activations, and
     either one a router. `cached`: caches on the host, of layers whose experts are on the disk, or on a device that has
-    the activations, of layers whose experts are in memory. `experts`: with "host" the host has all routers, experts and
-    caches."""
+    the activations, of layers whose experts are in memory, or both, one above the other."""
     executors, feeds = ["host", "gpu0"], {"host": ["host", "disk0"], "gpu0": ["gpu0", "host", "disk0"]}
     main = draw(st.sampled_from(executors))
     attends = [draw(st.sampled_from(executors)) for _ in spec.layers]
     units: list[Unit] = []
-    caches = _caches(draw, spec, weights, ["host", main] if experts == "any" else ["host"]) if cached else ()
-    cached_by = {cache.layer: cache.executor for cache in caches}
+    caches = _caches(draw, spec, weights, ["host", main]) if cached else ()
+    below = {c.layer: c for c in _caches(draw, spec, weights, ["host"])} if main == "gpu0" and cached else {}
+    caches = tuple(c for above in caches for c in _both(above, below.get(above.layer)))
+    cached_by = {cache.layer: cache.executor for cache in reversed(caches)}  # of two, that over the disk
     for part in parts(spec, weights):
         for lo, hi in pairwise(_cuts(draw, part)):
             decode = prefill = attends[part.layer] if part.kind == "attn" else main
@@ -124,8 +123,6 @@ def device_plans(
                 decode, prefill = draw(st.sampled_from(executors)), draw(st.sampled_from(executors))
             if part.kind == "router":
                 decode = prefill = "host" if part.layer in cached_by else draw(st.sampled_from(executors))
-            if part.kind in ("experts", "router") and experts == "host":
-                decode = prefill = "host"
             of_cache = part.kind == "experts" and part.layer in cached_by
             decode = "host" if of_cache else decode
             under = {"host": ["disk0"], "gpu0": ["host"]}
@@ -171,6 +168,11 @@ def _caches(
         for part in parts(spec, weights)
         if part.kind == "experts" and draw(st.booleans())
     )
+
+
+def _both(cache: Cache, below: Cache | None) -> tuple[Cache, ...]:
+    """A device's cache with one in RAM beneath it, if there is one."""
+    return (below, cache) if below is not None and cache.executor == "gpu0" else (cache,)
 
 
 def _cuts(draw: st.DrawFn, part: Part) -> list[int]:

@@ -5,7 +5,7 @@ Per memory tier (`host`, `gpu0`) these arenas, each 2 MiB-aligned so that huge p
     T.weights   resident units, in plan order          T.kv       K and V pools, layer after layer
     T.ring      units in flight from a slower tier     T.act      activations, per batch of a pass
     T.scratch   an op's own temporaries (one lane runs one op at a time)
-    T.cache     slots of experts that are at home on a slower tier, layer after layer
+    T.cache     slots of experts that come from a slower tier, layer after layer
     T.window    K and V of one or two layers whose KV lives elsewhere, while attention runs
     host.staging  granules read for single embedding rows
     host.stage    units on their way from a disk to a device
@@ -63,7 +63,7 @@ class Layout:
         self.staging = self._place_staging()
         for tier, nbytes in plan.ring_bytes.items():
             self._take(f"{tier}.ring", nbytes)
-        self._caches = {cache.layer: self._place_cache(cache) for cache in plan.caches}
+        self._caches = {(cache.layer, cache.executor): self._place_cache(cache) for cache in plan.caches}
         if plan.stage_bytes:
             self._take("host.stage", plan.stage_bytes)
 
@@ -119,9 +119,9 @@ class Layout:
                 copies.setdefault(f"{layer}.norms", []).append(slot)
         return copies
 
-    def cache_slot(self, layer: int, number: int) -> Slot:
-        """A slot of a layer's cache: room for an expert."""
-        whole, nbytes = self._caches[layer], self.parts[f"{layer}.experts"].least_bytes
+    def cache_slot(self, layer: int, executor: Executor, number: int) -> Slot:
+        """A slot of a layer's cache in an executor's memory: room for an expert."""
+        whole, nbytes = self._caches[layer, executor], self.parts[f"{layer}.experts"].least_bytes
         return Slot(whole.arena, whole.lo + number * nbytes, whole.lo + (number + 1) * nbytes)
 
     def filled_bytes(self, arena: str) -> int:

@@ -7,8 +7,10 @@ takes is a function of the requests before alone, so a run's tasks can be derive
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from math import exp2, inf, log2
+
+from penstock.spec.places import Executor
 
 POLICIES = ("lru", "lfu")
 # Passes after which an expert's past uses count half ("lfu"). docs/EXPERTS.md has hit rates of other values.
@@ -56,10 +58,10 @@ class ExpertCache:
                 use = self._now / HALF_LIFE
                 self._uses[expert] = use + log2(1 + exp2(self._uses.get(expert, -inf) - use))
 
-    def admit(self, expert: int, keep: Collection[int]) -> int | None:
+    def admit(self, expert: int, keep: Collection[int], first: Collection[int | None] = ()) -> int | None:
         """The slot that a missing expert takes: a free one, or that of the expert that leaves. None where all slots
-        hold experts to `keep`."""
-        slot = self._taken(expert, keep)
+        hold experts to `keep`. `first`: experts that leave before all others."""
+        slot = self._taken(expert, keep, first)
         for later in self._asked[bisect_right(self._asked, expert) :] if slot is not None else ():
             if (later_slot := self._slot_of.pop(later, None)) is not None:
                 self._slot_of[later] = later_slot
@@ -74,9 +76,9 @@ class ExpertCache:
             self._guessed.append(expert)
         return slot
 
-    def _taken(self, expert: int, keep: Collection[int]) -> int | None:
+    def _taken(self, expert: int, keep: Collection[int], first: Collection[int | None] = ()) -> int | None:
         """Puts an expert into a free slot, or into that of the expert that leaves."""
-        slot = len(self._slot_of) if len(self._slot_of) < self.slots else self._victim(keep)
+        slot = len(self._slot_of) if len(self._slot_of) < self.slots else self._victim(keep, first)
         if slot is None:
             return None
         leaving = self._held[slot]
@@ -85,10 +87,15 @@ class ExpertCache:
         self._held[slot], self._slot_of[expert] = expert, slot
         return slot
 
-    def _victim(self, keep: Collection[int]) -> int | None:
-        may_leave = (expert for expert in self._slot_of if expert not in keep)
+    def _victim(self, keep: Collection[int], first: Collection[int | None]) -> int | None:
+        may_leave: Iterable[int] = [expert for expert in self._slot_of if expert not in keep]
+        if first:
+            may_leave = [expert for expert in may_leave if expert in first] or may_leave
         if self.policy == "lru":
-            leaving = next(may_leave, None)
+            leaving = next(iter(may_leave), None)
         else:
             leaving = min(may_leave, key=lambda expert: (self._uses.get(expert, -inf), expert), default=None)
         return None if leaving is None else self._slot_of[leaving]
+
+
+Caches = Mapping[tuple[int, Executor], ExpertCache]  # by layer, and the executor in whose memory the slots lie

@@ -137,9 +137,13 @@ def _check_units(units: Iterable[Unit], by_key: dict[str, Part]) -> None:
 
 
 def _check_caches(plan: Plan, by_key: dict[str, Part]) -> None:
-    layers = [cache.layer for cache in plan.caches]
-    if sorted(set(layers)) != layers:
-        raise _wrong(f"its caches are of the layers {layers}; each has one at most, in their order")
+    places = [(cache.layer, is_device(cache.executor)) for cache in plan.caches]
+    if sorted(set(places)) != places:
+        layers = [layer for layer, _ in places]
+        raise _wrong(
+            f"its caches are of the layers {layers}; each has at most one in RAM and then one on a device, in their"
+            " order"
+        )
     for cache in plan.caches:
         part = by_key.get(f"{cache.layer}.experts")
         if part is None:
@@ -159,9 +163,9 @@ def _check_caches(plan: Plan, by_key: dict[str, Part]) -> None:
         if any(unit.part == f"{cache.layer}.router" and unit.decode != HOST for unit in plan.units):
             raise _wrong(f"the router of layer {cache.layer} is not on {HOST}, which is to hear which experts it wants")
         units = [unit for unit in plan.units if unit.part == part.key]
-        on_device = is_device(cache.executor)
-        if any((unit.home != HOST if on_device else not is_disk(unit.home)) or unit.decode != HOST for unit in units):
-            home = "in RAM, and the CPU's" if on_device else "on a disk"
+        over_ram = is_device(cache.executor) and (cache.layer, False) not in places
+        if any((unit.home != HOST if over_ram else not is_disk(unit.home)) or unit.decode != HOST for unit in units):
+            home = "in RAM, and the CPU's" if over_ram else "on a disk"
             raise _wrong(f"the experts of layer {cache.layer} have a cache, but are not all at home {home}")
 
 

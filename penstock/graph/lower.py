@@ -32,8 +32,9 @@ from penstock.graph.attention import Attention
 from penstock.graph.batch import Batch
 from penstock.graph.cache import ExpertCache
 from penstock.graph.calls import Calls
+from penstock.graph.demand import Answer, Demand
 from penstock.graph.emit import Emitter
-from penstock.graph.experts import Answer, ExpertCalls
+from penstock.graph.experts import ExpertCalls
 from penstock.graph.repeats import Repeats
 from penstock.graph.streams import Streams
 from penstock.graph.tasks import Call, Pass, Slot, Task
@@ -52,11 +53,12 @@ class Lowering:
         self._head = head_units(plan)
         self._predictors = {predictor.layer: predictor for predictor in plan.predictors}
         self._emit = Emitter(likens=bool(plan.caches))
-        caches = {cache.layer: ExpertCache(cache.slots, cache.policy) for cache in plan.caches}
+        caches = {(c.layer, c.executor): ExpertCache(c.slots, c.policy) for c in plan.caches}
         self._streams = Streams(self.layout, self._emit, caches)
         self._calls = Calls(self.layout, self._emit)
         self._attention = Attention(self._calls, self._streams)
-        self._experts = ExpertCalls(self._calls, self._streams, caches)
+        self._experts = ExpertCalls(self._calls, self._streams)
+        self._demand = Demand(self._experts, self._calls, caches)
         self._repeats = Repeats(plan, self.layout, self._emit.adopt)
 
     @property
@@ -80,9 +82,9 @@ class Lowering:
             yield from self._repeats.keep(p, self._lower(p, answer or _nobody))
 
     def warm(self, layer: int, experts: Sequence[int]) -> None:
-        """Puts experts of a layer into its cache, as if a pass had asked for them. So predictions begin with warm
+        """Puts experts of a layer into its caches, as if a pass had asked for them. So predictions begin with warm
         caches."""
-        self._experts.warm(layer, experts)
+        self._demand.warm(layer, experts)
 
     def _lower(self, p: Pass, answer: Answer) -> Iterator[Task]:
         layers = len(self.plan.target.spec.layers)
@@ -147,7 +149,7 @@ class Lowering:
         """A block for every batch: the norm, then the units' partial sums on each executor, then the merge."""
         if layer or kind == "ffn":
             self._begin_block(p, 2 * layer + (kind == "ffn"))
-        asking = self._experts.asks(layer, p.stream) if kind == "ffn" else None
+        asking = self._demand.asks(layer, p.stream) if kind == "ffn" else None
         executors = list(self._calls.shares(layer, kind, p.purpose, asking))
         self._inputs(p, layer, kind, executors)
         for executor in executors:
@@ -185,7 +187,7 @@ class Lowering:
         """One executor's units of the block, and the copy of its partial sums to the main executor. `asking`: the
         executor of the experts that the router is asked for, if any."""
         if executor == asking == HOST:  # the disk loads experts while the CPU computes the shared one
-            yield from self._experts.ask(p, layer, answer)
+            yield from self._demand.ask(p, layer, answer)
         units = self._calls.shares(layer, kind, p.purpose, asking)[executor]
         kinds = [self.parts[self.plan.units[u].part].kind for u in units]
         started: set[int] = set()
@@ -208,8 +210,8 @@ class Lowering:
         if executor == asking:
             if executor != HOST:  # a device computes the shared expert while the CPU computes the router
                 self._emit.close(kernels_of(executor))
-                yield from self._experts.ask(p, layer, answer)
-            yield from self._experts.demanded(p, layer, started)
+                yield from self._demand.ask(p, layer, answer)
+            yield from self._demand.demanded(p, layer, started)
         main, row_bytes = self.plan.main, 4 * self.plan.target.spec.d_model
         for batch in p.batches if executor != main else ():
             self._calls.copy(batch, "partial", batch.total_rows * row_bytes, executor, main, f"partial.{executor}")

@@ -102,6 +102,32 @@ def ffn_bytes(part: Part, granules: int, rows: int) -> int:
     return hidden + max(spread_bytes(granules, blocks), add_up_bytes(granules, part.block("down"), rows))
 
 
+def route_bytes(part: Part, rows: int) -> int:
+    """Bytes of a router's products, and of what gives them."""
+    scores = part.block("scores")
+    blocks = (scores, part.block("shared_gate")) if part.has("shared_gate") else (scores,)
+    return _floats(rows * scores.rows) + _floats(rows) + spread_bytes(1, blocks)
+
+
+def expert_rows(part: Part, active: int, rows: int) -> int:
+    """Rows whose experts are computed at once: WIDE_BYTES of hidden activations and of outputs."""
+    return max(1, min(rows, WIDE_BYTES // (4 * active * (_hidden(part) + part.block("down").rows))))
+
+
+def experts_bytes(part: Part, active: int, rows: int) -> int:
+    """Bytes of hidden activations and outputs of pairs. Or, without Triton, of an expert's rows and outputs, and of its
+    FFN."""
+    width, d = _hidden(part), part.block("down").rows
+    pairs = expert_rows(part, active, rows) * active
+    by_torch = 2 * _floats(rows * d) + ffn_bytes(part, part.expert_granules, rows)
+    return max(_floats(pairs * width) + _floats(pairs * d), by_torch)
+
+
+def _hidden(part: Part) -> int:
+    """Neurons of an expert as its granules hold them."""
+    return part.expert_granules * part.granule_rows
+
+
 def attend_tile_rows(a: Attention, longest: int) -> int:
     """Batch rows that one program of attention takes. `longest`: the most rows of a sequence. With wide heads they are
     fewer, since they would outgrow the memory that a processor of a small card has."""
@@ -151,7 +177,12 @@ def scratch_bytes(plan: Plan, tier: str) -> int:
     need = max(embed_bytes(edges, spec, rows), norm_bytes(edges, spec, plan.logits_rows), merge_bytes(spec, rows))
     # A large model has thousands of units, of few sizes and kinds of layer.
     like = {key: (part.kind, id(spec.layers[part.layer])) for key, part in parts.items()}
-    sizes = {(like[u.part], u.hi - u.lo): u.part for u in plan.units if u.decode == tier or u.prefill == tier}
+    cached = {f"{cache.layer}.experts" for cache in plan.caches if cache.executor == tier}
+    sizes = {
+        (like[u.part], u.hi - u.lo): u.part
+        for u in plan.units
+        if u.decode == tier or u.prefill == tier or u.part in cached
+    }
     for (_, n), key in sizes.items():
         part = parts[key]
         if part.kind == "attn":
@@ -164,6 +195,10 @@ def scratch_bytes(plan: Plan, tier: str) -> int:
             )
         elif part.kind in ("ffn", "shared"):
             need = max(need, ffn_bytes(part, n, rows))
+        elif part.kind == "experts":
+            need = max(need, experts_bytes(part, spec.layers[part.layer].active, rows))
+        elif part.kind == "router":
+            need = max(need, route_bytes(part, rows))
         elif part.kind in ("embed", "head"):
             need = max(need, head_bytes(part, n))
     return round_up(need, 4096)

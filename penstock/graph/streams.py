@@ -6,12 +6,12 @@ pass that follows. Units on a disk that a device computes are loaded into the st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import inf
 
 from penstock.graph import ops
 from penstock.graph.arenas import Layout, head_units
-from penstock.graph.cache import ExpertCache
+from penstock.graph.cache import Caches
 from penstock.graph.emit import Emitter
 from penstock.graph.ring import Piece, Ring, Streamed
 from penstock.graph.tasks import Call, Pass, Slot, Stream
@@ -25,10 +25,9 @@ _BLOCKS_AHEAD = {"overlapped": inf, "saving": 0, "flexgen": 1}
 class Streams:
     """The rings of a plan. The lowering says which block begins, takes units, and gives their bytes back."""
 
-    def __init__(self, layout: Layout, emit: Emitter, caches: Mapping[int, ExpertCache]) -> None:
+    def __init__(self, layout: Layout, emit: Emitter, caches: Caches) -> None:
         plan = self._plan = layout.plan
-        self._caches, self._cached_by = caches, {cache.layer: cache.executor for cache in plan.caches}
-        self._layout, self._emit = layout, emit
+        self._layout, self._emit, self._caches = layout, emit, caches
         self._rings = {tier: Ring(f"{tier}.ring", nbytes) for tier, nbytes in plan.ring_bytes.items()}
         self._device = next((tier for tier in self._rings if is_device(tier)), None)  # its disk units cross the stage
         self._stage = Ring("host.stage", plan.stage_bytes)
@@ -69,13 +68,13 @@ class Streams:
                 ring.rewind()
 
     def cut(self, u: int, stream: Stream) -> Iterator[tuple[int, int, Slot | None]]:
-        """Cuts a unit's granules into runs lo..hi. Each expert that lies in its layer's cache is a run with its slot.
-        The experts missing between them are runs with None, whose slots `take` gives. A unit of another kind is one
-        run, and so are experts that another executor computes than the one that has the cache."""
+        """Cuts a unit's granules into runs lo..hi. Each expert that lies in a cache of its executor is a run with its
+        slot. The experts missing between them are runs with None, whose slots `take` gives. A unit of another kind is
+        one run, and so are experts whose executor has no cache."""
         unit, part = self._plan.units[u], self._layout.parts[self._plan.units[u].part]
-        cache = self._caches.get(part.layer) if part.kind == "experts" else None
-        here = cache is not None and unit.executor(stream.purpose) == self._cached_by[part.layer]
-        if cache is None or not here or not self._layout.streams(unit, stream):
+        executor = unit.executor(stream.purpose)
+        cache = self._caches.get((part.layer, executor)) if part.kind == "experts" else None
+        if cache is None or not self._layout.streams(unit, stream):
             yield unit.lo, unit.hi, None
             return
         expert_granules, start = part.expert_granules, unit.lo
@@ -85,7 +84,7 @@ class Streams:
                 continue
             if start < lo:
                 yield start, lo, None
-            yield lo, lo + expert_granules, self._layout.cache_slot(part.layer, number)
+            yield lo, lo + expert_granules, self._layout.cache_slot(part.layer, executor, number)
             start = lo + expert_granules
         if start < unit.hi:
             yield start, unit.hi, None

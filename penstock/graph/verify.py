@@ -6,7 +6,7 @@ Raises InternalError at the first task that
 - waits for a task that has not been handed out,
 - conflicts with an earlier task that it is not ordered after,
 - loads an expert and does not come after the answer that asks for it,
-- or takes an expert from a slot of a cache that holds another expert.
+- or takes (or lifts) an expert from a slot of a cache that holds another expert.
 """
 
 from __future__ import annotations
@@ -77,16 +77,19 @@ def _check_experts(task: Task, units: Sequence[Unit], held: dict[Slot, tuple[str
         operands = call.operands
         if isinstance(operands, ops.Load | ops.Lift) and operands.target.arena.endswith(".cache"):
             slot = operands.target
+            if isinstance(operands, ops.Lift):
+                _check_held(task, operands.source, (units[call.unit].part, operands.expert), held)
             for other in [old for old in held if old.arena == slot.arena and old.lo < slot.hi and slot.lo < old.hi]:
                 del held[other]
             held[slot] = (units[call.unit].part, _expert_of(operands))
         elif isinstance(operands, ops.Experts):
             for slot, expert in zip(operands.weights, operands.first_experts, strict=True):
-                wanted = (units[call.unit].part, expert)
-                if slot.arena.endswith(".cache") and held.get(slot) != wanted:
-                    raise InternalError(
-                        f"task {task.id} takes expert {wanted} from {slot}, which holds {held.get(slot)}"
-                    )
+                _check_held(task, slot, (units[call.unit].part, expert), held)
+
+
+def _check_held(task: Task, slot: Slot, wanted: tuple[str, int], held: dict[Slot, tuple[str, int]]) -> None:
+    if slot.arena.endswith(".cache") and held.get(slot) != wanted:
+        raise InternalError(f"task {task.id} takes expert {wanted} from {slot}, which holds {held.get(slot)}")
 
 
 def _expert_of(moved: ops.Load | ops.Lift) -> int:

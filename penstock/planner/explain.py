@@ -184,7 +184,11 @@ def _speed(p: Prediction, band: Band | None) -> list[str]:
     if p.experts is not None:
         use = p.experts
         of = f"{use.missed:.1f} of {use.wanted:.0f} that a token wants"
-        lines.append(f"experts: {of} are missing, {use.hit_rate:.0%} are there")
+        if use.absent is None:
+            lines.append(f"experts: {of} are missing, {use.hit_rate:.0%} are there")
+        else:
+            lines.append(f"experts: {of} are not on the device, {use.hit_rate:.0%} are there")
+            lines.append(f"  {use.absent:.1f} of these are not in RAM either, {use.hit_rate_beneath:.0%} are there")
         if use.guessed or use.wrong:
             lines.append(f"  {use.guessed:.1f} of the missing ones are guessed a layer ahead, {use.wrong:.1f} wrongly")
         lines.append(f"  {use.source}")

@@ -16,7 +16,7 @@ from penstock.planner.routing import Replay, RouterTrace, stated
 from penstock.planner.simulate import Simulator
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
-from penstock.spec.places import HOST, Lane, Tier, is_device
+from penstock.spec.places import HOST, Lane, Tier, is_device, tier_of
 from penstock.spec.plan import Plan
 
 # The first 2 decode passes do not count: loads for them ran ahead during prefill, and they prepare calls that later
@@ -48,7 +48,10 @@ class ExpertUse:
     """How well a plan's caches for experts do, as averages over decode passes, a sequence.
 
     wanted          experts that the layers with a cache want
-    missed          the wanted experts that were not in the cache when the pass began
+    missed          the wanted experts that were not in the cache when the pass began. Of a layer with two caches it is
+                    the device's
+    absent          those of the missing experts that were not in the cache in RAM either, of plans with two caches for
+                    a layer; None for others
     guessed         those of the missing experts that a guess had loaded ahead
     wrong           experts that a guess had loaded and that were not wanted
     loaded_bytes    bytes that were read from a disk for missing experts and for wrong guesses
@@ -58,6 +61,7 @@ class ExpertUse:
 
     wanted: float
     missed: float
+    absent: float | None
     guessed: float
     wrong: float
     loaded_bytes: float
@@ -68,6 +72,13 @@ class ExpertUse:
     def hit_rate(self) -> float:
         """The share of the wanted experts that are in the cache."""
         return 1 - self.missed / self.wanted if self.wanted else 1.0
+
+    @property
+    def hit_rate_beneath(self) -> float | None:
+        """The share of what a device's cache misses that is in the cache in RAM beneath; None without such a cache."""
+        if self.absent is None:
+            return None
+        return 1 - self.absent / self.missed if self.missed else 1.0
 
 
 @dataclass(frozen=True)
@@ -179,12 +190,16 @@ class _Use:
 
     def __init__(self, plan: Plan) -> None:
         self._cached = {cache.layer for cache in plan.caches}
-        self._wanted = self._missed = self._guessed = self._wrong = self._loaded_bytes = 0
+        self._on_device = {cache.layer for cache in plan.caches if is_device(cache.executor)}
+        self._in_ram = {cache.layer for cache in plan.caches if not is_device(cache.executor)}
+        self._wanted = self._missed = self._absent = self._guessed = self._wrong = self._loaded_bytes = 0
+        self._parts, self._units = plan.parts, plan.units
 
     def count(self, tasks: list[Task]) -> None:
         """Counts the tasks of a pass."""
         guesses: set[Slot] = set()  # answers of routers that are guesses
         ahead: set[Slot] = set()  # slots of caches that a guess has filled, and whose experts nobody has wanted yet
+        lifted: set[Slot] = set()  # slots of a device's caches that this pass has filled, and that nobody has read yet
         for call in (call for task in tasks for call in task.calls) if self._cached else ():
             operands = call.operands
             if isinstance(operands, Route) and operands.guesses:
@@ -195,21 +210,28 @@ class _Use:
                 ahead.discard(operands.target)
                 if guesses.intersection(operands.asked):
                     ahead.add(operands.target)
+                elif self._parts[self._units[call.unit].part].layer in self._on_device:
+                    self._absent += 1
                 else:
                     self._missed += 1
             elif isinstance(operands, Lift) and operands.target.arena.endswith(".cache"):
-                self._missed += 1  # of bytes from a disk there are none
+                lifted.add(operands.target)
             elif isinstance(operands, Experts) and operands.outputs:
                 self._wanted += len(operands.first_experts)
                 right = ahead.intersection(operands.weights)
                 self._guessed, self._missed = self._guessed + len(right), self._missed + len(right)
                 ahead -= right
+                # What a device's cache misses is lifted, or the CPU computes it and it is lifted for later passes.
+                by_cpu = operands.layer in self._on_device and tier_of(operands.outputs[0].arena) == HOST
+                self._missed += len(operands.weights) if by_cpu else len(lifted.intersection(operands.weights))
+                lifted.difference_update(operands.weights)
         self._wrong += len(ahead)
 
     def per_token(self, tokens: int, source: str, cold_s: float) -> ExpertUse:
-        counts = (self._wanted, self._missed, self._guessed, self._wrong, self._loaded_bytes)
-        wanted, missed, guessed, wrong, loaded_bytes = (count / tokens for count in counts)
-        return ExpertUse(wanted, missed, guessed, wrong, loaded_bytes, source, cold_s)
+        counts = (self._wanted, self._missed, self._absent, self._guessed, self._wrong, self._loaded_bytes)
+        wanted, missed, absent, guessed, wrong, loaded_bytes = (count / tokens for count in counts)
+        both = bool(self._on_device & self._in_ram)
+        return ExpertUse(wanted, missed, absent if both else None, guessed, wrong, loaded_bytes, source, cold_s)
 
 
 def _repeated(lowering: Lowering, p: Pass, replay: Replay) -> Iterator[list[Task]]:

@@ -84,9 +84,9 @@ class Replay:
     def warm(self, lowering: Lowering, p: Pass, passes: int) -> None:
         """Fills the caches as if `passes` passes like `p` had come before."""
         rows = sum(batch.total_rows for batch in p.batches)
-        for cache in self._plan.caches:
+        for layer in dict.fromkeys(cache.layer for cache in self._plan.caches):
             for _ in range(passes):
-                lowering.warm(cache.layer, [expert for row in self._next(cache.layer, rows) for expert in row])
+                lowering.warm(layer, [expert for row in self._next(layer, rows) for expert in row])
 
     def _guess(self, layer: int, rows: int, guesses: int) -> list[Token]:
         known = self._guesses[layer] if self._guesses else ()

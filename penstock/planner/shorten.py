@@ -218,8 +218,10 @@ def _further(near: Prediction, further: Sequence[tuple[float, Prediction]], plan
     use = None
     if near.experts is not None:
         use = ExpertUse(
-            of_experts(lambda use: use.wanted), of_experts(lambda use: use.missed), of_experts(lambda use: use.guessed),
-            of_experts(lambda use: use.wrong), loaded_bytes, near.experts.source, of_experts(lambda use: use.cold_s),
+            of_experts(lambda use: use.wanted), of_experts(lambda use: use.missed),
+            None if near.experts.absent is None else of_experts(lambda use: use.absent or 0.0),
+            of_experts(lambda use: use.guessed), of_experts(lambda use: use.wrong), loaded_bytes, near.experts.source,
+            of_experts(lambda use: use.cold_s),
         )  # fmt: skip
     return Prediction(
         ttft_s=line(lambda p: p.ttft_s),

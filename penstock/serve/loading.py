@@ -139,8 +139,6 @@ def _as_given(plan: Plan, ask: Ask, packed: Packed, chosen: Chosen) -> Solved:
     bytes for the process itself than such a plan would, the difference is added. Raises BadRequest, DoesNotFit."""
     if uses_device(plan) and chosen.open is None:
         raise BadRequest(f"this plan computes on a device (--device says which); {chosen.reason}")
-    if chosen.name == "cuda" and _routes_there(plan):
-        raise BadRequest("this plan has routers or experts on a device; this version has no kernels for that on a GPU")
     machine = chosen.machine
     process = round_up(machine.process_bytes + packed.spec.tokenizer_bytes, MIB)
     need = plan.tier_bytes()[HOST] + max(0, process - plan.process_bytes)
@@ -154,14 +152,6 @@ def _as_given(plan: Plan, ask: Ask, packed: Packed, chosen: Chosen) -> Solved:
         )
     trace = routers_of(packed.folder, packed.spec)
     return Solved(plan, predict(plan, settle_context(ask, packed.spec), machine, trace=trace), ("as given",))
-
-
-def _routes_there(plan: Plan) -> bool:
-    """Whether a device computes routers or experts."""
-    parts = plan.parts
-    there = {unit.part for unit in plan.units if GPU.executor in (unit.decode, unit.prefill)}
-    cached = any(cache.executor == GPU.executor for cache in plan.caches)
-    return cached or any(parts[key].kind in ("router", "experts") for key in there)
 
 
 def _require_limit(ask: Ask) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from penstock.errors import BadRequest, DamagedModel, PenstockError
-from penstock.graph.experts import Answer
+from penstock.graph.demand import Answer
 from penstock.graph.lower import Lowering
 from penstock.graph.ops import Route
 from penstock.graph.passes import DECODE
@@ -265,7 +265,8 @@ class Session:
     def answered_by(self, given: Answer, every_pass: bool = True) -> Iterator[None]:
         """In this block the experts of each row are those of `given(call)`, and not the router's. Guesses are those of
         `given` too. `given` may be called twice with one call. Without `every_pass` only the answers that the plan's
-        caches ask for are replaced, and nothing is slower. For tests and benches."""
+        caches ask for are replaced, and nothing is slower: for plans without a device, which might copy the router's
+        own answer before it is replaced. For tests and benches."""
 
         def answer(call: Call) -> Sequence[Sequence[int]]:
             experts = given(call)

@@ -82,8 +82,9 @@ class Cache:
     `graph.cache.POLICIES`.
 
     In RAM it is for experts that are at home on a disk. A decode pass loads the experts that it asks for and that have
-    no slot. In a device's memory it is for experts at home in RAM. A missing expert that at least `lifted_rows` rows of
-    a pass ask for is lifted for them. One for fewer rows is computed by the CPU, and lifted for later passes.
+    no slot. In a device's memory it is for experts in RAM: at home there, or in the layer's other cache. A missing
+    expert that at least `lifted_rows` rows of a pass ask for is lifted for them. One for fewer rows is computed by the
+    CPU, and lifted for later passes.
 
     `guesses`: so many experts of this layer are loaded ahead for each row, if they are missing: those that its router
     finds likeliest for the input of the FFN one layer before. 0: none."""
@@ -126,7 +127,8 @@ class Plan:
     io_block_bytes, io_depth, io_engine  reads of a disk are cut into such blocks, so many in flight, by this engine
     process_bytes   memory of the process beside its arenas
     context_bytes   device memory that its driver and libraries take (0 without a device)
-    predictors, caches  at most one for each layer
+    predictors      at most one for each layer
+    caches          by layer; for each at most one in RAM and, after it, one in a device's memory
     """
 
     models: tuple[PlanModel, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -88,22 +89,27 @@ def caching(packed: Packed, slots: int, policy: str, seqs: int, guesses: int = 0
     )
 
 
-def beside(packed: Packed, slots: int, policy: str, seqs: int, lifted_rows: int) -> Plan:
-    """All but routers and experts on a device, which has a cache for the experts in RAM. It lifts them all where a
-    prompt is long."""
+def beside(
+    packed: Packed, slots: int, policy: str, seqs: int, lifted_rows: int, beneath: int = 0, prompts: str = "gpu0"
+) -> Plan:
+    """All but routers and experts on a device, which has a cache for the experts in RAM, and computes them all
+    (`prompts`) where a prompt is long. `beneath`: they are on the disk, and RAM has a cache of so many slots."""
     parts = packed.parts.values()
+    home = "disk0" if beneath else "host"
 
     def unit(p: Part, lo: int, hi: int) -> Unit:
-        at = {"experts": ("host", "host", "gpu0"), "router": ("host",) * 3}.get(p.kind, ("gpu0",) * 3)
+        at = {"experts": (home, "host", prompts), "router": ("host",) * 3}.get(p.kind, ("gpu0",) * 3)
         return Unit(p.key, lo, hi, *at)  # type: ignore[arg-type]
 
     units = [unit(p, lo, lo + p.least_granules) for p in parts for lo in range(0, p.granules, p.least_granules)]
-    caches = tuple(Cache(p.layer, "gpu0", slots, policy, lifted_rows) for p in parts if p.kind == "experts")  # type: ignore[arg-type]
+    ram, caches, other = [Cache(0, "host", beneath, policy)] * bool(beneath), list[Cache](), POLICIES[policy == "lru"]  # type: ignore[arg-type]
+    for layer in (p.layer for p in parts if p.kind == "experts"):
+        caches += [*(replace(cache, layer=layer) for cache in ram), Cache(layer, "gpu0", slots, other, lifted_rows)]  # type: ignore[arg-type]
     ring = 2 * max(p.least_bytes for p in parts if p.kind == "experts")
     return make_plan(
-        packed.spec, packed.weights, units, ring_bytes={"gpu0": ring}, caches=caches, batch_seqs=seqs, context=64,
-        main="gpu0", kv_homes=[("gpu0", "gpu0")] * len(packed.spec.layers),
-        stage_bytes=2 * max(p.granule_bytes for p in parts),
+        packed.spec, packed.weights, units, ring_bytes={"gpu0": ring, "host": ring}, caches=tuple(caches),
+        batch_seqs=seqs, context=64, main="gpu0", kv_homes=[("gpu0", "gpu0")] * len(packed.spec.layers),
+        stage_bytes=2 * max(p.least_bytes for p in parts),
     )  # fmt: skip
 
 
@@ -204,6 +210,27 @@ def test_a_cache_of_any_size_on_a_device_gives_the_resident_bits(
         check_plan(plan, packed.spec, packed.weights)
         assert np.array_equal(run(packed, plan, said, 0.001 * (slots == 2), poisoned=True), expected), (slots, policy)
     assert np.array_equal(run(packed, plan, said, serial=True), expected)
+
+
+@pytest.mark.parametrize("lifted_rows", [1, 2, 9])
+@pytest.mark.parametrize("seqs", [1, 3])
+@pytest.mark.parametrize("said", [worst, one, each_once])
+def test_a_cache_in_ram_beneath_a_devices_gives_the_resident_bits(
+    packed: Packed, said: Said, seqs: int, lifted_rows: int
+) -> None:
+    """Whatever is on the device, in RAM, or on the disk alone, and however few slots either cache has. Where the CPU
+    has the experts of long prompts, two executors add up there: the bits are those of the plan's serial run."""
+    resident = resident_plan(packed.spec, packed.weights, batch_seqs=seqs, context=64)
+    expected = run(packed, resident, said, serial=True)
+    sizes = zip((1, 1, 2, 4, EXPERTS), (1, 3, 1, 2, 1), (*POLICIES, *POLICIES, "lru"), strict=True)
+    for i, (slots, beneath, policy) in enumerate(sizes):
+        plan = beside(packed, slots, policy, seqs, lifted_rows, beneath, ("host", "gpu0")[i % 2])
+        check_plan(plan, packed.spec, packed.weights)
+        found, wanted = run(packed, plan, said, 0.001 * (slots == 2), poisoned=True), expected
+        if i % 2 == 0:
+            wanted = run(packed, plan, said, serial=True)
+            assert np.abs(wanted - expected).max() < 1e-4
+        assert np.array_equal(found, wanted), (slots, beneath)
 
 
 def test_what_many_rows_miss_is_lifted_and_what_few_miss_is_the_cpus(packed: Packed) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +15,9 @@ from hypothesis import strategies as st
 from penstock.errors import BadRequest, DoesNotFit, StorageFailed
 from penstock.graph import passes
 from penstock.graph.check_plan import check_plan
-from penstock.graph.tasks import Task
+from penstock.graph.lower import Lowering
+from penstock.graph.ops import Route
+from penstock.graph.tasks import Call, Task, fetched_bytes, streamed_bytes
 from penstock.planner.solve import settle_context
 from penstock.planner.solve.ours import experts
 from penstock.planner.solve.problem import Problem
@@ -20,9 +25,12 @@ from penstock.runtime.device.choose import choose
 from penstock.runtime.device.emulated import EmulatedDevice
 from penstock.serve.session import Running, Session
 from penstock.spec.ask import Ask
+from penstock.spec.format import parse_format
 from penstock.spec.plan import Plan, Unit
-from penstock.store.packed import Packed
+from penstock.store.packed import Packed, open_packed
+from penstock.store.synth import synth
 from penstock.units import MIB
+from tests.cpu.configs import TINY_CONFIGS
 from tests.cpu.engines import MACHINE
 from tests.cpu.test_placement import DENSE, FORMATS, KV_FORMATS, NEAR, models, oracle, run  # noqa: F401 (fixtures)
 from tests.plans import device_plans, make_plan
@@ -90,6 +98,50 @@ def test_what_the_planner_proposes_for_experts_runs(
         logits = on_device(packed, plan)
         assert np.array_equal(logits, on_device(packed, plan, serial=True))
         assert np.abs(logits - oracle[name, "float32"]).max() <= NEAR["float32"]
+
+
+def test_the_planner_puts_caches_in_ram_beneath_the_devices(tmp_path: Path) -> None:
+    """Where RAM has no room for all experts. Such a plan runs, and reads what its tasks say, to the byte."""
+    more = {"num_experts": 64, "moe_intermediate_size": 128, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    (tmp_path / "config.json").write_text(json.dumps({**json.loads(TINY_CONFIGS["qwen2_moe"]), **more}))
+    packed = open_packed(synth(tmp_path / "config.json", tmp_path / "packed", parse_format("float32")))
+    chosen, ask = choose("emulated", MACHINE, 12 * MIB), Ask(context=64, device_memory_bytes=12 * MIB)
+
+    def proposed(ask: Ask) -> dict[str, Plan]:
+        settled = settle_context(ask, packed.spec)
+        found = experts.candidates(Problem(settled, packed.spec, packed.weights, chosen.machine))
+        return {each.strategy: each.plan for each in found}
+
+    name = f"{experts.NAME}, in caches on the device"
+    limit = proposed(ask)[name].tier_bytes()["host"] - 32 * MIB  # too little for the usual rings
+    limit = proposed(replace(ask, host_memory_bytes=limit))[name].tier_bytes()["host"] - 6 * MIB
+    plan = proposed(replace(ask, host_memory_bytes=limit))[f"{name} and in RAM"]
+    check_plan(plan, packed.spec, packed.weights)
+    assert {cache.executor for cache in plan.caches} == {"host", "gpu0"} and plan.tier_bytes()["host"] <= limit
+    wanted = [passes.decode(plan, (0,), (position,), passes.DECODE) for position in range(12)]
+
+    def said(call: Call) -> list[list[int]]:
+        """Some of 12 experts."""
+        assert isinstance(call.operands, Route) and call.batch is not None
+        first = 5 * call.batch.start[0] + call.operands.layer
+        return [sorted((first + i) % 12 for i in (0, 3, 7))]
+
+    def steps(**how: bool) -> tuple[list[np.ndarray], int]:
+        """The logits, and the bytes that were read."""
+        session = Session(packed, plan, Running(**how), device=EmulatedDevice(ROOMY, FAST))
+        before = session.bytes_moved()["disk0"]
+        with session.answered_by(said):
+            logits = [session.step(p, [np.array([3], np.int32)])[0].copy() for p in wanted]
+        session.drain()
+        read = session.bytes_moved()["disk0"] - before
+        session.close()
+        return logits, read
+
+    (logits, read), (serial, _) = steps(poisoned=True), steps(serial=True)
+    assert np.array_equal(logits, serial)
+    lowering = Lowering(plan)
+    tasks = [task for p in wanted for task in lowering.step(p, said)]
+    assert read == sum(streamed_bytes(task, plan.units) + fetched_bytes(task) for task in tasks) > 0
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))

@@ -16,7 +16,7 @@ from penstock.serve.session import Session
 from penstock.spec.plan import Plan
 from penstock.store.packed import Packed
 from tests.cpu.test_emulated import all_on_device
-from tests.cpu.test_placement import DENSE, KV_FORMATS, NEAR, models, run  # noqa: F401 (a fixture)
+from tests.cpu.test_placement import FORMATS, KV_FORMATS, NEAR, models, run  # noqa: F401 (a fixture)
 from tests.plans import device_plans, resident_plan
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def test_any_placement(
 ) -> None:
     name = data.draw(st.sampled_from(sorted(models)))
     packed, kv = models[name], data.draw(st.sampled_from(KV_FORMATS))
-    plan = data.draw(device_plans(packed.spec, packed.weights, cached=True, experts="host", batch_seqs=2, kv=kv))
+    plan = data.draw(device_plans(packed.spec, packed.weights, cached=True, batch_seqs=2, kv=kv))
     found, expected, near = on_torch(packed, plan, exact=True, poisoned=True), exact[name, kv], NEAR[kv]
     assert np.abs(found - expected).max() <= near
     ordered = np.sort(expected, axis=1)
@@ -56,7 +56,7 @@ def test_any_placement(
     assert (found.argmax(axis=1) == expected.argmax(axis=1))[decided].all()
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", sorted(FORMATS))
 def test_all_on_the_device(
     models: dict[str, Packed],  # noqa: F811
     exact: dict[tuple[str, str], np.ndarray],

@@ -63,7 +63,7 @@ def test_any_placement(
 ) -> None:
     name = data.draw(st.sampled_from(sorted(models)))
     packed, kv = models[name], data.draw(st.sampled_from(KV_FORMATS))
-    plan = data.draw(device_plans(packed.spec, packed.weights, batch_seqs=2, kv=kv))
+    plan = data.draw(device_plans(packed.spec, packed.weights, cached=True, batch_seqs=2, kv=kv))
     found = run(packed, plan, device=card(), exact=True, poisoned=True)
     expected, near = exact[name, kv], NEAR[kv]
     assert np.abs(found - expected).max() <= near

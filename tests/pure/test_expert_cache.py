@@ -26,7 +26,7 @@ from penstock.spec.format import Format
 from penstock.spec.parts import parts
 from penstock.spec.plan import Cache, Plan, Unit
 from tests.plans import device_plans, make_plan, random_plans
-from tests.pure.machine import MACHINE
+from tests.pure.machine import MACHINE, WITH_DEVICE
 from tests.pure.real_models import TINY
 
 SPEC = spec_from_config(TINY["qwen3_moe"] | {"num_experts_per_tok": 3}, "tiny")  # 9 experts
@@ -233,16 +233,36 @@ def test_a_wrong_guess_leaves_first() -> None:
     assert cache.admit(1, [1]) == slots[1]  # 2 and 5 were asked for in one pass: that with the lowest number
 
 
-def device_plan(slots: int = 4, lifted_rows: int = 2, **fields: int) -> Plan:
-    """A cache in a device's memory for every layer, over experts in RAM."""
-    units = []
+@pytest.mark.parametrize("policy", POLICIES)
+def test_some_leave_before_all_others(policy: str) -> None:
+    cache = ExpertCache(3, policy)
+    for wanted in ([1], [2, 3], [3]):
+        cache.ask(wanted)
+        for expert in wanted:
+            if cache.slot(expert) is None:
+                cache.admit(expert, wanted)
+    cache.ask([4, 5, 6])
+    assert cache.held == (1, 2, 3) and cache.admit(4, [4, 5, 6], first=[3, 7, None]) == 2
+    assert cache.admit(5, [4, 5, 6], first=[4]) == 0  # that is to be kept: of the others the least used
+    assert cache.admit(6, [4, 5, 6]) == 1 and cache.admit(7, [4, 5, 6], first=[4]) is None
+
+
+def device_plan(slots: int = 4, lifted_rows: int = 2, beneath: int = 0, **fields: int) -> Plan:
+    """A cache in a device's memory for every layer, over experts in RAM. `beneath`: over caches in RAM of so many
+    slots, over the disk."""
+    units, ring = [], 0
     for p in parts(SPEC, FORMAT):
         at = {"experts": "host", "router": "host"}.get(p.kind, "gpu0")
-        units.append(Unit(p.key, 0, p.granules, at, at, at))  # type: ignore[arg-type]
+        home = "disk0" if p.kind == "experts" and beneath else at
+        ring = max(ring, p.nbytes if home == "disk0" else 0)
+        units.append(Unit(p.key, 0, p.granules, home, at, at))  # type: ignore[arg-type]
     layers = range(len(SPEC.layers))
-    caches = tuple(Cache(i, "gpu0", slots, "lru", lifted_rows) for i in layers)  # type: ignore[arg-type]
+    caches = [Cache(i, "gpu0", slots, "lru", lifted_rows) for i in layers]  # type: ignore[arg-type]
+    caches += [Cache(i, "host", beneath, "lfu") for i in layers if beneath]  # type: ignore[arg-type]
     return make_plan(
-        SPEC, FORMAT, units, ring_bytes={}, caches=caches, main="gpu0", kv_homes=[("gpu0", "gpu0")] * len(layers),
+        SPEC, FORMAT, units, ring_bytes={"host": ring} if ring else {}, main="gpu0",
+        caches=tuple(sorted(caches, key=lambda cache: (cache.layer, cache.executor == "gpu0"))),
+        kv_homes=[("gpu0", "gpu0")] * len(layers),
         stage_bytes=max(p.granule_bytes for p in parts(SPEC, FORMAT)), **fields,
     )  # fmt: skip
 
@@ -261,6 +281,70 @@ def test_any_answers_beside_a_device(of: Callable[[Plan], Said], slots: int, lif
     lifts = [t for t in tasks if isinstance(t.calls[0].operands, ops.Lift)]
     assert all(lift.lanes == ("h2d0",) for lift in lifts) and lifts[0].after  # after the router that asked
     assert bool(by_cpu)  # of long prompts at least, which it computes at home
+
+
+@pytest.mark.parametrize("seqs", [1, 4])
+@pytest.mark.parametrize("lifted_rows", [1, 2])
+@pytest.mark.parametrize(("slots", "beneath"), [(1, 1), (1, 4), (3, 3), (9, 1)])
+@pytest.mark.parametrize("of", [worst, one, drawn])
+def test_any_answers_beside_a_device_over_a_disk(
+    of: Callable[[Plan], Said], slots: int, beneath: int, lifted_rows: int, seqs: int
+) -> None:
+    """What the device's cache misses comes out of the cache in RAM, and what that misses too is read first."""
+    plan = device_plan(slots, lifted_rows, beneath, batch_seqs=seqs)
+    check_plan(plan, SPEC, FORMAT)
+    tasks = lowered(plan, of(plan), 3)
+    assert verify(tasks, plan.arenas, plan.units) == len(tasks)
+    assert tasks == lowered(plan, of(plan), 3)
+    lifts = [c.operands for t in tasks for c in t.calls if isinstance(c.operands, ops.Lift)]
+    assert {lift.source.arena for lift in lifts} == {"host.cache"}
+    read = [c for t in tasks for c in t.calls if isinstance(c.operands, ops.Load)]
+    if of is one and slots >= 3 and beneath >= 3:  # each is read once, and lifted once
+        assert len([c for c in read if c.operands.target.arena == "host.cache"]) == 3 * len(SPEC.layers)
+        assert len(lifts) == 3 * len(SPEC.layers)
+
+
+@pytest.mark.parametrize("lifted_rows", [1, 2])
+def test_what_ram_has_is_not_read_again(lifted_rows: int) -> None:
+    """Twelve passes ask for six experts by turns: the device holds three of them, and RAM the others."""
+    plan = device_plan(3, lifted_rows, 6)
+    lowering, turns = Lowering(plan), ((0, 1, 2), (3, 4, 5))
+    for position in range(12):
+        p = passes.decode(plan, (0,), (position,), passes.DECODE)
+        tasks = list(lowering.step(p, lambda _, position=position: [turns[position % 2]]))  # type: ignore[misc]
+        calls = [call.operands for task in tasks for call in task.calls]
+        assert len([op for op in calls if isinstance(op, ops.Load)]) == (3 * len(SPEC.layers) if position < 2 else 0)
+        assert len([op for op in calls if isinstance(op, ops.Lift)]) == 3 * len(SPEC.layers)
+
+
+def test_a_lift_out_of_a_slot_that_holds_another_expert_is_found() -> None:
+    plan = device_plan(3, 1, 4)
+    tasks = lowered(plan, worst(plan), 2)
+    number, task = [(i, t) for i, t in enumerate(tasks) if isinstance(t.calls[0].operands, ops.Lift)][-1]
+    lift = task.calls[0].operands
+    assert isinstance(lift, ops.Lift)
+    nbytes = lift.source.nbytes
+    other = lift.source._replace(lo=lift.source.lo - nbytes, hi=lift.source.lo)
+    tasks[number] = task._replace(calls=(task.calls[0]._replace(operands=lift._replace(source=other)),))
+    with pytest.raises(InternalError, match=r"from host.cache.*, which holds"):
+        verify(tasks, plan.arenas, plan.units)
+
+
+def test_a_prediction_counts_what_each_cache_holds() -> None:
+    """Two tokens in turns that share no expert. The device has slots for one of them, RAM for both, or for one."""
+    layers = len(SPEC.layers)
+    trace = RouterTrace((((0, 1, 2), (3, 4, 5)),) * layers, "made up")
+    ask = Ask(prompt_tokens=4, output_tokens=4, context=64)
+    for lifted_rows, beneath, absent in ((1, 6, 0), (2, 6, 0), (1, 1, 3)):  # lifted, or computed by the CPU
+        plan = device_plan(3, lifted_rows, beneath)
+        use = predict(plan, ask, WITH_DEVICE, trace=trace).experts
+        assert use is not None and (use.wanted, use.missed, use.absent) == (3 * layers, 3 * layers, absent * layers)
+        assert use.loaded_bytes == absent * layers * plan.parts["0.experts"].least_bytes
+        assert (use.hit_rate, use.hit_rate_beneath) == (0, 1 - absent / 3)
+    use = predict(device_plan(6, 1, 1), ask, WITH_DEVICE, trace=trace).experts
+    assert use is not None and (use.missed, use.hit_rate_beneath) == (0, 1)
+    alone = predict(device_plan(3, 1), ask, WITH_DEVICE, trace=trace).experts
+    assert alone is not None and (alone.absent, alone.hit_rate_beneath, alone.missed) == (None, None, 3 * layers)
 
 
 def test_a_lift_of_another_expert_is_found() -> None:
@@ -293,6 +377,17 @@ def test_each_wrong_cache_is_one_line(change: dict[str, int | str], message: str
     caches = (replace(plan.caches[0], **change), *plan.caches[1:])  # type: ignore[arg-type]
     with pytest.raises(BadRequest, match=message):
         check_plan(replace(plan, caches=caches), SPEC, FORMAT)
+
+
+def test_a_cache_over_a_disk_wants_experts_on_the_disk() -> None:
+    both = device_plan(4, 2, 3)
+    units = tuple(replace(u, home="host") if u.part == "0.experts" else u for u in both.units)  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match="experts of layer 0 have a cache, but are not all at home on a disk"):
+        check_plan(replace(both, units=units), SPEC, FORMAT)
+    twice = (both.caches[0], both.caches[0], *both.caches[1:])
+    for caches in (twice, both.caches[1::-1] + both.caches[2:]):
+        with pytest.raises(BadRequest, match="at most one in RAM and then one on a device"):
+            check_plan(replace(both, caches=caches), SPEC, FORMAT)
 
 
 @pytest.mark.parametrize(

@@ -146,28 +146,32 @@ def test_golden_device(purpose: str) -> None:
     check_golden(f"device_{purpose}", dump(tasks, plan))
 
 
-@pytest.mark.parametrize("cache", ["host", "gpu0"])
+@pytest.mark.parametrize("cache", ["host", "gpu0", "both"])
 def test_golden_experts_beside_a_device(cache: str) -> None:
     """A layer whose attention and shared expert are the device's. Its experts have a cache: in RAM over the disk, or in
-    the device's memory over RAM, where the CPU computes those that are missing. Decoded twice with one answer."""
+    the device's memory over RAM, where the CPU computes those that are missing, or both.
+    There two rows want one expert together, which is lifted, and RAM has fewer slots than experts are wanted. Decoded
+    twice with one answer."""
     spec = spec_from_config(TINY["qwen2_moe"] | {"num_hidden_layers": 1, "mlp_only_layers": []}, "tiny")
     at = {"experts": "host", "router": "host"}
     units = [Unit(p.key, 0, p.granules, *[at.get(p.kind, "gpu0")] * 3) for p in parts(spec, F32)]  # type: ignore[arg-type]
     experts = next(p for p in parts(spec, F32) if p.kind == "experts")
-    if cache == "host":
+    if cache != "gpu0":
         units = [replace(u, home="disk0") if u.part == experts.key else u for u in units]
     plan = make_plan(
-        spec, F32, units, ring_bytes={"host": experts.nbytes} if cache == "host" else {}, main="gpu0",
+        spec, F32, units, ring_bytes={"host": experts.nbytes} if cache != "gpu0" else {}, main="gpu0",
         stage_bytes=max(p.granule_bytes for p in parts(spec, F32)), kv_homes=[("gpu0", "gpu0")],
-        caches=(Cache(0, cache, 3, "lru", 2),),  # type: ignore[arg-type]
+        caches=tuple(Cache(0, at, 3, "lru", 2) for at in (("host", "gpu0") if cache == "both" else (cache,))),  # type: ignore[arg-type]
+        batch_seqs=2 if cache == "both" else 1,
     )  # fmt: skip
     check_plan(plan, spec, F32)
     routed = spec.layers[0].routed
     assert routed is not None
     lowering, tasks = Lowering(plan), list[Task]()
     for position in (8, 9):
-        p = passes.decode(plan, (0,), (position,), None)
-        tasks += lowering.step(p, lambda call: [list(range(routed.active))])
+        seqs = tuple(range(plan.batch_seqs))
+        p = passes.decode(plan, seqs, (position,) * len(seqs), None)
+        tasks += lowering.step(p, lambda call: [[0, *range(1 + 2 * i, routed.active + 2 * i)] for i in seqs])  # noqa: B023
     verify(tasks, plan.arenas, plan.units)
     check_golden(f"experts_{cache}", dump(tasks, plan))
 

@@ -48,17 +48,17 @@ def few_rows(kernels: Kernels, rows: int) -> bool:
     return kernels.triton and rows <= kernels.few_rows
 
 
-def _exponents() -> tuple[int, int]:
+def exponents() -> tuple[int, int]:
     from penstock.kernels.gpu import tile_kernels
 
     return tile_kernels.EXPONENT4, tile_kernels.EXPONENT8
 
 
-def _pow2(n: int) -> int:
+def pow2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _tile_words(block: Block) -> int:
+def tile_words(block: Block) -> int:
     return block.format.tile_bytes(block.cols) // word_bytes(block.format)
 
 
@@ -68,11 +68,11 @@ def _chunks(block: Block) -> tuple[int, int, int, int]:
     fmt, per_word = block.format, columns_of(block.format)
     groups = fmt.groups(block.cols) if fmt.is_quantised else 1
     group_lines = fmt.group // per_word if fmt.is_quantised else -(-block.cols // per_word)
-    lines = min(8, _pow2(group_lines))
+    lines = min(8, pow2(group_lines))
     return groups, group_lines, lines, -(-group_lines // lines)
 
 
-def _walk(
+def walk(
     block: Block, programs: int, rows: int, granules: int = 1, splits: int = 1, summed: bool = False
 ) -> dict[str, Any]:
     """Compile-time arguments that say how `_tile_dot` walks a tile of the block, and `num_warps`. `programs`: in the
@@ -81,7 +81,7 @@ def _walk(
     per_word, (groups, group_lines, lines, group_chunks) = columns_of(fmt), _chunks(block)
     per_granule = groups * group_chunks
     warps = _warps(programs, per_granule * granules // splits)
-    at_once = min(_pow2(rows), _ROWS_AT_ONCE)
+    at_once = min(pow2(rows), _ROWS_AT_ONCE)
     columns = fmt.group if fmt.is_quantised else lines * per_word
     return {
         "KIND": fmt.kind, "COLS": block.cols, "PER_WORD": per_word, "GROUP": fmt.group,
@@ -109,10 +109,10 @@ def spread(
     offsets = [block.offset // word_bytes(block.format) for block in blocks] + [0] * (3 - len(blocks))
     ys = [*outs, *[outs[0]] * (3 - len(outs))]
     programs = n * sum(tiles(r) for r in rows)
-    walk = _walk(blocks[0], programs, t)
-    tile_kernels.spread_kernel[(programs, -(-t // walk["ROWS"]))](
+    how = walk(blocks[0], programs, t)
+    tile_kernels.spread_kernel[(programs, -(-t // how["ROWS"]))](
         words, halves, x, *ys, t, outs[0].shape[1], x.stride(0), *[y.stride(0) for y in ys], words.stride(0),
-        *_exponents(), *offsets, *rows, _tile_words(blocks[0]), **walk,
+        *exponents(), *offsets, *rows, tile_words(blocks[0]), **how,
     )  # fmt: skip
 
 
@@ -148,12 +148,12 @@ def add_up(
     groups, _, _, group_chunks = _chunks(block)
     chunks = groups * group_chunks * n
     splits = max(1, min(sum_splits(block.rows), chunks // _UNROLL))
-    walk = _walk(block, n_tiles * splits, t, n, splits, summed=True)
+    how = walk(block, n_tiles * splits, t, n, splits, summed=True)
     parts = scratch.take((splits, t, block.rows)) if splits > 1 else partial
-    tile_kernels.add_up_kernel[(n_tiles, splits, -(-t // walk["ROWS"]))](
+    tile_kernels.add_up_kernel[(n_tiles, splits, -(-t // how["ROWS"]))](
         words, halves, x, parts, t, chunks, x.stride(0), parts.stride(-2), parts.stride(0), words.stride(0),
-        *_exponents(), block.offset // word_bytes(block.format), block.rows, _tile_words(block), splits,
-        splits == 1 and not first, **walk,
+        *exponents(), block.offset // word_bytes(block.format), block.rows, tile_words(block), splits,
+        splits == 1 and not first, **how,
     )  # fmt: skip
     if splits > 1:
         count = t * block.rows
@@ -194,12 +194,12 @@ def hidden(
         words, halves = typed(weights, block.format)
         floats, size = weights.view(torch.float32), word_bytes(block.format)
         programs = weights.shape[0] * tiles(block.rows)
-        walk = _walk(block, programs, t)
+        how = walk(block, programs, t)
         biases = [part.block(name).offset // 4 if part.has(name) else -1 for name in ("gate_bias", "up_bias")]
-        tile_kernels.hidden_kernel[(programs, -(-t // walk["ROWS"]))](
+        tile_kernels.hidden_kernel[(programs, -(-t // how["ROWS"]))](
             words, halves, floats, x, up, t, x.stride(0), up.stride(0), words.stride(0), floats.stride(0),
-            *_exponents(), part.block("gate").offset // size if f.gated else -1, block.offset // size, *biases,
-            f.activation, block.rows, _tile_words(block), **walk,
+            *exponents(), part.block("gate").offset // size if f.gated else -1, block.offset // size, *biases,
+            f.activation, block.rows, tile_words(block), **how,
         )  # fmt: skip
         return up
     products = [("up", up)] + ([("gate", gate)] if f.gated else [])

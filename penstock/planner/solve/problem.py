@@ -107,11 +107,6 @@ class Problem:
         """Whether there is a device, and the ask allows it any memory."""
         return any(tier.name == GPU.executor for tier in self.machine.tiers) and self.ask.device_memory_bytes != 0
 
-    @property
-    def device_experts(self) -> bool:
-        """Whether the device has kernels for routers and experts: those of experts have a rate of their own."""
-        return any(rate.lane == GPU.kernels and rate.op == "experts" for rate in self.machine.rates)
-
     def limit_bytes(self, memory: Executor) -> int:
         """Bytes that a plan may take of RAM or of the device's memory."""
         return self.host_bytes if memory == HOST else self.device_bytes

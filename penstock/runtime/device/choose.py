@@ -8,7 +8,7 @@ import hashlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -139,15 +139,6 @@ def _figures(machine: MachineSpec, card: str, cache: Path | None, on_progress: P
     return figures
 
 
-def _of_experts(rates: Sequence[Rate]) -> list[Rate]:
-    """Rates of an emulated device's experts, which say that it has kernels for them: as of its FFNs."""
-    there = [rate for rate in rates if rate.lane == GPU.kernels]
-    if any(rate.op == "experts" for rate in there):
-        return []
-    like = [rate for rate in there if rate.op == "ffn"] or [rate for rate in there if rate.op == "*"]
-    return [replace(rate, op="experts") for rate in like]
-
-
 def _emulated(machine: MachineSpec, device_memory_bytes: int | None) -> Chosen:
     """A part of RAM stands in for the device's memory. The rates of its kernels are the CPU's, for the CPU computes."""
     machine = without_device(machine)
@@ -155,7 +146,6 @@ def _emulated(machine: MachineSpec, device_memory_bytes: int | None) -> Chosen:
     limit_bytes = ram_bytes // _EMULATED_SHARE if device_memory_bytes is None else device_memory_bytes
     rates = [rate for rate in machine.rates if rate.lane not in LANES]
     rates += [replace(rate, lane=GPU.kernels) for rate in machine.rates if rate.lane == CPU and rate.op != "pass"]
-    rates += _of_experts(rates)
     rates += [Rate(lane, "*", "*", 5e-5, 1 / LINK_BYTES_PER_S, source="as emulated") for lane in LANES[1:]]
     tiers = [replace(t, bytes=max(1, t.bytes - limit_bytes)) if t.name == HOST else t for t in machine.tiers]
     machine = replace(

@@ -5,8 +5,8 @@ computes routers and experts where they lie: in RAM, or streamed from the disk, 
 Device memory is filled as for other models (`ours/device`): the head, attention with its KV, then shared experts and
 dense FFNs. Where these do not fit, the link lifts the rest for each token, or the CPU computes it: both are simulated.
 What is left of device memory holds routers and all experts of the first so many layers, or caches for experts of every
-layer that are at home in RAM. Both need kernels for experts on the device (`Problem.device_experts`). Without them such
-plans are compared and not chosen.
+layer that are at home in RAM. If RAM has no room for them all, they are at home on the disk, and RAM has caches of its
+own beneath those of the device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from penstock.units import format_bytes
 
 NAME = f"{device.WHOLE}, experts with the CPU"
 _MOST_POWER = 12  # of 2: rows of a pass that asks are fewer
-_CANNOT_RUN = "a GPU has no kernels for experts yet"
 _LINK, _CPU = "", ", shared experts and dense FFNs too"  # who computes those that are not on the device
 
 
@@ -47,7 +46,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
                 # Longer chunks save reading from the disk.
                 if skeleton.chunk_rows <= fill.CHUNK_ROWS or _reads(candidate.plan):
                     yield candidate
-                    found = found or not candidate.cannot_run
+                    found = True
         if found and skeleton.chunk_rows <= fill.CHUNK_ROWS:
             return
 
@@ -63,33 +62,38 @@ def _of_mode(skeleton: beside.DeviceSkeleton, experts_there: bool) -> Iterator[C
             plans = {", streamed": plans[""], ", in caches": device.filled(whole, _caching, experts_there)}
         found = {where: plan for where, plan in plans.items() if plan is not None}
         for where, plan in found.items():
-            layers = _layers_there(plan)
-            if bool(layers) == experts_there:
-                cannot_run = _CANNOT_RUN if layers and not problem.device_experts else ""
-                yield Candidate(_name(plan, whole, where, who), plan, _reasons(plan, whole), cannot_run)
+            if bool(_layers_there(plan)) == experts_there:
+                yield Candidate(_name(plan, whole, where, who), plan, _reasons(plan, whole))
         if not any(map(_ffn_elsewhere, found.values())):
             break
     cached = _cached_there(skeleton) if experts_there else None
     if cached is not None:
-        cannot_run = "" if problem.device_experts else _CANNOT_RUN
-        name = _name(cached, skeleton, ", in caches on the device", _LINK)
-        yield Candidate(name, cached, _reasons(cached, skeleton), cannot_run)
+        where = " and in RAM" if _reads(cached) else ""
+        name = _name(cached, skeleton, f", in caches on the device{where}", _LINK)
+        yield Candidate(name, cached, _reasons(cached, skeleton))
 
 
-def _caching(skeleton: beside.DeviceSkeleton, on_device: fill.Resident) -> Plan | None:
+def _caching(
+    skeleton: beside.DeviceSkeleton, on_device: fill.Resident, above: tuple[Cache, ...] = ()
+) -> Plan | None:  # fmt: skip
     """The plan with slots for experts in what RAM has left once all else stays, which every token reads; at least one
-    a layer. None if the rest alone is too much, if no experts are left, or if the user limits the weights that stay."""
+    a layer. None if the rest alone is too much, if no experts are left, or if the user limits the weights that stay.
+    `above`: caches on the device, over those in RAM."""
     problem = skeleton.problem
     experts = [part for part in problem.of_kind("experts") if part.key not in on_device]
     if problem.ask.resident_bytes is not None or not experts:
         return None
-    budget = problem.spare_bytes(skeleton.plan(on_device, {}, _caches_in_ram(experts, [1] * len(experts))), HOST)
+
+    def caches(slots: Sequence[int]) -> tuple[Cache, ...]:
+        return tuple(sorted((*_caches_in_ram(experts, slots), *above), key=lambda cache: cache.layer))
+
+    budget = problem.spare_bytes(skeleton.plan(on_device, {}, caches([1] * len(experts))), HOST)
     if budget is None:
         return None
     memory = device.fill_memory(problem, on_device, budget, cached=True)
     left = budget - problem.bytes_of(memory) - ARENA_ALIGN
-    plan = skeleton.plan(on_device, memory, _caches_in_ram(experts, fill.share_slots(experts, left)))
-    return plan if problem.fits(plan, HOST) else None
+    plan = skeleton.plan(on_device, memory, caches(fill.share_slots(experts, left)))
+    return plan if problem.fits(plan, HOST) and (not above or problem.fits(plan)) else None
 
 
 def _caches_in_ram(experts: Sequence[Part], slots: Sequence[int]) -> tuple[Cache, ...]:
@@ -97,8 +101,9 @@ def _caches_in_ram(experts: Sequence[Part], slots: Sequence[int]) -> tuple[Cache
 
 
 def _cached_there(skeleton: beside.DeviceSkeleton) -> Plan | None:
-    """All that is not an expert on the device, slots for experts in what its memory has left, and every expert in RAM.
-    None where that does not fit, or where all experts would have slots."""
+    """All that is not an expert on the device, slots for experts in what its memory has left, and every expert in RAM,
+    or in caches there over the disk. None where that does not fit, or where all experts would have slots on the
+    device."""
     problem = skeleton.problem
     experts = problem.of_kind("experts")
     if problem.ask.resident_bytes is not None:
@@ -106,9 +111,13 @@ def _cached_there(skeleton: beside.DeviceSkeleton) -> Plan | None:
     rows = [_lifted_rows(problem, part) for part in experts]
     on_device = device.computed_there(skeleton, experts=False)
 
+    def caches(slots: Sequence[int]) -> tuple[Cache, ...]:
+        return tuple(
+            Cache(p.layer, GPU.executor, n, POLICY, r) for p, n, r in zip(experts, slots, rows, strict=True)
+        )  # fmt: skip
+
     def plan(slots: Sequence[int]) -> Plan:
-        caches = (Cache(p.layer, GPU.executor, n, POLICY, r) for p, n, r in zip(experts, slots, rows, strict=True))
-        return skeleton.plan(on_device, None, tuple(caches))
+        return skeleton.plan(on_device, None, caches(slots))
 
     budget = problem.spare_bytes(plan([1] * len(experts)), GPU.executor)
     if budget is None:
@@ -117,7 +126,9 @@ def _cached_there(skeleton: beside.DeviceSkeleton) -> Plan | None:
     if min(slots) == max(part.experts for part in experts):
         return None
     found = plan(slots)
-    return found if problem.fits(found) else None
+    if problem.fits(found, HOST):
+        return found if problem.fits(found) else None
+    return _caching(skeleton, on_device, caches(slots))
 
 
 def _lifted_rows(problem: Problem, part: Part) -> int:
@@ -180,14 +191,15 @@ def _reasons(plan: Plan, skeleton: beside.DeviceSkeleton) -> tuple[str, ...]:
     if lifted:
         found.append(f"the link lifts {format_bytes(lifted)} for each token, which device memory has no room for")
         found.append(beside.lift_reason(skeleton.problem, skeleton.ring_bytes))
-    if plan.caches and plan.caches[0].executor == HOST:
-        found.append(caches_reason(plan))
-    elif plan.caches:
-        slots, rows = [cache.slots for cache in plan.caches], plan.caches[0].lifted_rows
+    there = [cache for cache in plan.caches if cache.executor != HOST]
+    if there:
+        slots, rows = [cache.slots for cache in there], there[0].lifted_rows
         found.append(
-            f"caches in device memory for {min(slots)} of {parts[f'{plan.caches[0].layer}.experts'].experts} experts a"
+            f"caches in device memory for {min(slots)} of {parts[f'{there[0].layer}.experts'].experts} experts a"
             f" layer: the CPU computes what is missing for fewer than {rows} rows, and it is lifted for later tokens"
         )
+    if len(there) < len(plan.caches):
+        found.append(f"beneath these in RAM {caches_reason(plan)}" if there else caches_reason(plan))
     if any(parts[unit.part].kind == "experts" and is_disk(unit.home) for unit in plan.units):
         found.append(f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads once what is not in RAM")
     kv, layers = plan.kv[0].format.name, len(plan.target.spec.layers)

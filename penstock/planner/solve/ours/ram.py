@@ -287,8 +287,8 @@ def _reasons(plan: Plan, ask: Ask) -> tuple[str, ...]:
 
 
 def caches_reason(plan: Plan) -> str:
-    """A sentence about a plan's caches."""
-    slots = [cache.slots for cache in plan.caches]
+    """A sentence about a plan's caches in RAM."""
+    slots = [cache.slots for cache in plan.caches if cache.executor == HOST]
     part = plan.parts[f"{plan.caches[0].layer}.experts"]
     some = f"{min(slots)} to {max(slots)}" if min(slots) < max(slots) else str(slots[0])
     return (

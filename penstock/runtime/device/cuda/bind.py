@@ -14,11 +14,12 @@ from penstock.graph import ops
 from penstock.graph.arenas import Layout
 from penstock.graph.batch import Batch
 from penstock.graph.tasks import Call, Slot, Task
-from penstock.kernels.gpu import attention, dense
+from penstock.kernels.gpu import attention, dense, experts
 from penstock.kernels.gpu.cache import KvPool
 from penstock.kernels.gpu.choose import Kernels
 from penstock.kernels.gpu.memory import Scratch
 from penstock.runtime.device.cuda.tables import tables_of
+from penstock.spec.model import Routed
 from penstock.spec.parts import Part, norm_before
 from penstock.spec.plan import Plan
 
@@ -37,8 +38,7 @@ class TorchBinding:
         self._plan, self._memory, self._kernels, self._pieces = plan, memory, kernels, pieces
         self._layout, self._parts, self._spec = Layout(plan), plan.parts, plan.target.spec
         self._tables = tables_of(plan, device)
-        # The host's disks do the loading; routers and experts are computed by the CPU alone so far.
-        others = ("load", "fetch", "route", "experts", "combine", *ops.PLANNED)
+        others = ("load", "fetch", *ops.PLANNED)  # the host's disks do the loading
         self._ops: dict[str, Callable[[Call, Any], None]]
         self._ops = {name: getattr(self, f"_{name}") for name in ops.OPS if name not in others}
         self._views: dict[Slot, Tensor] = {}
@@ -145,11 +145,33 @@ class TorchBinding:
             self._rows(op.partial, t), op.starts_sum, self._kernels, self._scratch(op.scratch),
         )  # fmt: skip
 
+    def _route(self, call: Call, op: ops.Route) -> None:
+        assert not op.guesses, "guesses are the host's"
+        t, part = _batch(call).total_rows, self._parts[f"{op.layer}.router"]
+        experts.route(
+            self._view(op.weights), part, self._routed(op.layer), self._rows(op.h, t),
+            self._routes(op.routes, op.layer, t), self._kernels, self._scratch(op.scratch),
+        )  # fmt: skip
+
+    def _experts(self, call: Call, op: ops.Experts) -> None:
+        t, part, routed = _batch(call).total_rows, self._parts[f"{op.layer}.experts"], self._routed(op.layer)
+        outputs = self._outputs(op.outputs[0], op.layer, t) if op.outputs else None
+        experts.experts(
+            [self._granules(slot, part) for slot in op.weights], op.first_experts, part, routed, self._rows(op.h, t),
+            self._routes(op.routes, op.layer, t), self._rows(op.partial, t), outputs, op.starts_sum, self._kernels,
+            self._scratch(op.scratch),
+        )  # fmt: skip
+
+    def _combine(self, call: Call, op: ops.Combine) -> None:
+        t = _batch(call).total_rows
+        experts.combine(
+            self._routes(op.routes, op.layer, t), self._outputs(op.outputs, op.layer, t), self._rows(op.partial, t),
+            op.starts_sum, self._kernels,
+        )  # fmt: skip
+
     def _gate(self, call: Call, op: ops.Gate) -> None:
-        t, routed = _batch(call).total_rows, self._spec.layers[op.layer].routed
-        assert routed is not None, f"layer {op.layer} is dense"
-        shared = self._view(op.routes)[8 * t * routed.active : routed.routes_bytes(t)].view(torch.float32)
-        self._rows(op.partial, t).mul_(shared[:, None])
+        t = _batch(call).total_rows
+        experts.gate(self._routes(op.routes, op.layer, t), self._rows(op.partial, t))
 
     def _merge(self, call: Call, op: ops.Merge) -> None:
         t = _batch(call).total_rows
@@ -204,6 +226,18 @@ class TorchBinding:
     def _rows(self, slot: Slot, t: int) -> Tensor:
         """float32 [T, d_model]."""
         return self._typed(slot, torch.float32, (t, self._spec.d_model))
+
+    def _outputs(self, slot: Slot, layer: int, t: int) -> Tensor:
+        """float32 [T, A, d_model]."""
+        return self._typed(slot, torch.float32, (t, self._routed(layer).active, self._spec.d_model))
+
+    def _routes(self, slot: Slot, layer: int, t: int) -> experts.Routes:
+        return experts.routes_of(self._view(slot), t, self._routed(layer).active)
+
+    def _routed(self, layer: int) -> Routed:
+        routed = self._spec.layers[layer].routed
+        assert routed is not None, f"layer {layer} is dense"
+        return routed
 
     def _embedded(self, slot: Slot, t: int) -> Tensor:
         """float32 [T, d_embed]."""

@@ -24,7 +24,7 @@ from penstock.runtime.device.cuda.bind import TorchBinding
 from penstock.runtime.device.cuda.graphs import Graphs
 from penstock.runtime.device.cuda.lanes import AtOnce, CudaStreams, failed
 from penstock.runtime.device.cuda.pinned import Pinned
-from penstock.spec.places import GPU, HOST
+from penstock.spec.places import GPU, HOST, is_device
 from penstock.spec.plan import Plan
 from penstock.units import MIB, format_bytes
 
@@ -103,7 +103,7 @@ class TorchDevice:
             if arena.tier == HOST:
                 whole = arenas.whole(arena.name)
                 memory[arena.name] = torch.from_numpy(whole)
-                if _crosses(arena.name):
+                if _crosses(plan, arena.name):
                     self._pinned.register(arena.name, whole.ctypes.data, len(whole))
         self._binding = TorchBinding(plan, memory, self._device, self._kernels, self._pinned.cut)
         # A copy of memory that is not pinned cannot be recorded.
@@ -160,10 +160,12 @@ class TorchDevice:
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), self._device)
 
 
-def _crosses(arena: str) -> bool:
-    """Whether bytes of an arena of the host cross the link. Those of its ring, caches, scratch, window and staging are
-    for the CPU alone."""
-    return arena not in ("host.ring", "host.cache", "host.scratch", "host.window", "host.staging")
+def _crosses(plan: Plan, arena: str) -> bool:
+    """Whether bytes of an arena of the host cross the link. Those of its ring, scratch, window and staging are for the
+    CPU alone, and those of its caches too unless the device has caches above them."""
+    if arena == "host.cache":
+        return any(is_device(cache.executor) for cache in plan.caches)
+    return arena not in ("host.ring", "host.scratch", "host.window", "host.staging")
 
 
 def _ignored(_: object) -> None:

@@ -1,0 +1,323 @@
+"""Emits the experts that routers ask for, in layers with caches (`Plan.caches`). A part of the lowering.
+
+A decode pass asks for the router's answer, brings the experts that are missing, and meanwhile computes those that are
+in the cache. Each expert's output is kept apart, and one call adds the outputs up in the order of the experts' numbers.
+So no bit depends on what a cache held, or on which load ended first.
+
+A layer with guesses (`Cache.guesses`) is guessed at while the layer before is computed: its router is asked about that
+layer's input of the FFN, which is much like its own. What is missing of the likeliest experts is loaded behind that
+layer's own loads, so that the disk works on while attention is computed. A wrong guess costs its read, and the slot of
+another expert.
+
+A cache in RAM is filled from a disk. A cache in a device's memory is filled from RAM: from where the experts are at
+home, or from a cache there. What the device's cache misses is lifted if enough rows want it. The other missing experts
+are computed by the CPU meanwhile, and their outputs cross the link. They are lifted after that, so that later passes
+find them.
+
+Of a layer with both caches, the one in RAM is asked for what the device's misses. What it misses too is loaded from the
+disk first, in waves if its slots are few: an expert may leave RAM once the CPU has computed it, or once its lift was
+emitted. Experts that are on the device too leave RAM first, so that the two hold different ones, unless the device has
+few slots, whose experts soon come back (_FEW_SLOTS).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+
+from penstock.graph import ops
+from penstock.graph.batch import Batch
+from penstock.graph.cache import Caches, ExpertCache
+from penstock.graph.calls import Calls
+from penstock.graph.experts import ExpertCalls
+from penstock.graph.tasks import Call, Pass, Slot, Stream, Task
+from penstock.spec.places import HOST, Executor, is_device, kernels_of, lane_between
+
+# Gives the experts that a router's call chose for each row, in rising order; of a guess, the likeliest first. It may be
+# called once the task with that call was handed out.
+Answer = Callable[[Call], Sequence[Sequence[int]]]
+
+
+# A device's cache has few slots if it has less than this share of those in RAM. Where 128 experts are drawn by r^-0.5
+# and each cache has 40 slots, 33 % are in neither if those on the device leave RAM first, else 37 %. With 12 slots on
+# the device and 100 in RAM it is 18 % and 15 % (docs/LOG.md).
+_FEW_SLOTS = 0.25
+
+
+class Demand:
+    """The calls for experts that a layer's router has asked for. The lowering says which layer comes next. A layer's
+    own cache is that of the executor which adds the outputs up: the device's, if it has one there."""
+
+    def __init__(self, experts: ExpertCalls, calls: Calls, caches: Caches) -> None:
+        self._experts, self._calls, self._caches = experts, calls, caches
+        self._plan, self._layout = calls.plan, calls.layout
+        by_home = sorted(calls.plan.caches, key=lambda cache: is_device(cache.executor))
+        self._cache_of = {cache.layer: cache for cache in by_home}  # of a layer with two, the device's
+        self._wanted: dict[int, Sequence[Sequence[int]]] = {}  # batch → the answer of the layer at hand
+        # Missing experts of that layer:
+        self._absent: list[int] = []  # to be loaded into the cache in RAM beneath the device's
+        self._read: set[int] = set()  # loaded there by this pass
+        self._waiting: list[int] = []  # to be brought into the layer's own cache
+        self._brought: list[int] = []  # on their way there: the load or lift was emitted
+        self._by_cpu: list[int] = []  # of a device's cache: to be computed by the CPU
+        self._ahead: list[int] = []  # experts of that layer that are wanted and that a guess has loaded
+        self._guessed: dict[int, list[int]] = {}  # layer → experts that were loaded for this pass by a guess
+
+    def asks(self, layer: int, stream: Stream) -> Executor | None:
+        """The executor of the layer's own cache, where a pass reads of this layer only the experts that the router asks
+        for."""
+        return self._cache_of[layer].executor if stream.asks and layer in self._cache_of else None
+
+    def ask(self, p: Pass, layer: int, answer: Answer) -> Iterator[Task]:
+        """Asks the router, whose calls are emitted already. Emits loads and lifts of missing experts: as many as there
+        are slots whose experts are not wanted by this pass."""
+        emit, router = self._calls.emit, self._experts.router(layer)
+        emit.close(kernels_of(router))
+        yield from emit.closed()
+        self._wanted = {batch.id: answer(self._experts.asked[batch.id]) for batch in p.batches}
+        wanted, own, beneath = self._all_wanted(), self._own(layer), self._beneath(layer)
+        own.ask(wanted)
+        self._ahead = [expert for expert in self._guessed.pop(layer, ()) if expert in wanted]
+        missing = [expert for expert in wanted if own.slot(expert) is None]
+        lifted_rows = self._lifted_rows(layer)
+        self._by_cpu = [expert for expert in missing if self._rows_of(expert) < lifted_rows] if lifted_rows else []
+        self._waiting, self._brought = [expert for expert in missing if expert not in self._by_cpu], []
+        self._absent, self._read = [], set()
+        if beneath is not None:
+            beneath.ask(missing)
+            absent = [expert for expert in missing if beneath.slot(expert) is None]
+            # What is in RAM can be lifted at once. Of the rest, what is to be lifted comes first: its way is longer.
+            self._absent = sorted(absent, key=lambda expert: expert in self._by_cpu)
+            self._waiting.sort(key=lambda expert: expert in absent)
+        yield from self._bring(layer, p.batches, wanted)
+        if not self._waiting and layer + 1 in self._cache_of and self._cache_of[layer + 1].guesses:
+            yield from self._guess(p, layer + 1, answer)
+
+    def demanded(self, p: Pass, layer: int, started: set[int]) -> Iterator[Task]:
+        """Computes the experts that were asked for: first those in the cache, then those that a guess has loaded, then
+        each of the others when it is there. `started`: ids of batches whose sum has an addend already."""
+        executor, emit = self._cache_of[layer].executor, self._calls.emit
+        coming = {*self._brought, *self._waiting, *self._by_cpu, *self._ahead}
+        self._compute(p, layer, [expert for expert in self._all_wanted() if expert not in coming])
+        emit.close(kernels_of(executor))  # so that they begin now, before what follows is lowered
+        yield from emit.closed()
+        if self._ahead:
+            self._compute(p, layer, sorted(self._ahead))
+            yield from emit.closed()
+        by_cpu = tuple(self._by_cpu)
+        while self._brought or self._waiting or self._by_cpu:
+            yield from self._bring(layer, p.batches, self._brought)  # experts that were computed may leave the cache
+            computed = self._compute_by_cpu(p, layer)
+            brought, self._brought = self._brought, []
+            assert brought or computed, f"layer {layer}: {self._cache_of[layer].slots} slots hold nothing"
+            for expert in brought:
+                self._compute(p, layer, [expert])
+                yield from emit.closed()
+            self._copy_outputs(p, layer, computed)
+        self._combine(p, layer, started)
+        if by_cpu:
+            beneath = self._beneath(layer)
+            self._waiting = [expert for expert in by_cpu if beneath is None or beneath.slot(expert) is not None]
+            yield from self._bring(layer, p.batches, self._all_wanted())
+            self._waiting, self._brought = [], []  # for some there may be no slot
+
+    def warm(self, layer: int, experts: Sequence[int]) -> None:
+        """Puts experts into the layer's caches as if a pass had asked for them."""
+        wanted, own, beneath = sorted(set(experts)), self._own(layer), self._beneath(layer)
+        own.ask(wanted)
+        missing = [expert for expert in wanted if own.slot(expert) is None]
+        if beneath is not None:
+            beneath.ask(missing)
+            for expert in missing:
+                if beneath.slot(expert) is None:
+                    beneath.admit(expert, (), self._leaves_ram(layer))
+        for expert in missing:
+            own.admit(expert, ())
+
+    # -- what is wanted, and where it is ------------------------------------------------------------------
+
+    def _own(self, layer: int) -> ExpertCache:
+        return self._caches[layer, self._cache_of[layer].executor]
+
+    def _beneath(self, layer: int) -> ExpertCache | None:
+        """The cache in RAM beneath a device's; None for a layer with one cache."""
+        return self._caches.get((layer, HOST)) if is_device(self._cache_of[layer].executor) else None
+
+    def _leaves_ram(self, layer: int) -> set[int | None]:
+        """The experts that leave the cache in RAM before all others: those on the device."""
+        own, beneath = self._own(layer), self._beneath(layer)
+        return set(own.held) if beneath is not None and own.slots >= _FEW_SLOTS * beneath.slots else set()
+
+    def _all_wanted(self) -> list[int]:
+        return sorted({expert for rows in self._wanted.values() for row in rows for expert in row})
+
+    def _rows_of(self, expert: int) -> int:
+        """Rows of the pass at hand that want an expert."""
+        return sum(list(row).count(expert) for rows in self._wanted.values() for row in rows)
+
+    def _lifted_rows(self, layer: int) -> int:
+        """A missing expert of a device's cache that fewer rows want is computed by the CPU. 0 for a cache in RAM."""
+        cache = self._cache_of[layer]
+        return cache.lifted_rows if is_device(cache.executor) else 0
+
+    def _unit_of(self, layer: int, expert: int) -> int:
+        """The unit that has an expert."""
+        units, part = self._calls.units[f"{layer}.experts"], self._layout.parts[f"{layer}.experts"]
+        return units[bisect_right(units, expert * part.expert_granules, key=lambda u: self._plan.units[u].lo) - 1]
+
+    def _in_ram(self, layer: int, expert: int) -> Slot:
+        """An expert in RAM that a device's cache misses: in the cache beneath, or at home."""
+        beneath = self._beneath(layer)
+        if beneath is not None:
+            return self._cached(layer, HOST, [expert])[expert]
+        u, part = self._unit_of(layer, expert), self._layout.parts[f"{layer}.experts"]
+        whole = self._layout.weights[u]
+        lo = whole.lo + (expert * part.expert_granules - self._plan.units[u].lo) * part.granule_bytes
+        return Slot(whole.arena, lo, lo + part.least_bytes)
+
+    def _cached(self, layer: int, executor: Executor, experts: Iterable[int]) -> dict[int, Slot]:
+        """The slots of experts that are in a cache of the layer."""
+        found, cache = dict[int, Slot](), self._caches[layer, executor]
+        for expert in experts:
+            number = cache.slot(expert)
+            assert number is not None, f"layer {layer}: {expert} is not among {cache.held} on {executor}"
+            found[expert] = self._layout.cache_slot(layer, executor, number)
+        return found
+
+    # -- loads and lifts ------------------------------------------------------------------------------------
+
+    def _bring(self, layer: int, batches: Sequence[Batch], keep: Sequence[int]) -> Iterator[Task]:
+        """Emits loads and lifts of missing experts, while there are slots whose experts need not be kept. Each is
+        handed out at once, so that the disk begins with the first while the next is lowered. `keep`: experts that may
+        not leave the layer's own cache."""
+        own, beneath, kept = self._own(layer), self._beneath(layer), {*keep, *self._brought}
+        executor = self._cache_of[layer].executor
+        asked = tuple(self._experts.routes(layer, self._experts.router(layer), batch) for batch in batches)
+        while True:
+            if beneath is not None:
+                yield from self._read_beneath(layer, beneath, asked)
+            if not self._waiting or (beneath is not None and beneath.slot(self._waiting[0]) is None):
+                return  # that comes next, and is not in RAM
+            slot = own.admit(self._waiting[0], kept)
+            if slot is None:
+                return
+            expert = self._waiting.pop(0)
+            self._brought.append(expert)
+            kept.add(expert)
+            yield from self._load_one(layer, executor, expert, slot, asked)
+
+    def _read_beneath(self, layer: int, beneath: ExpertCache, asked: tuple[Slot, ...]) -> Iterator[Task]:
+        """Emits loads from the disk into the cache beneath a device's, while there are slots for them."""
+        keep, first = {*self._waiting, *self._by_cpu}, self._leaves_ram(layer) if self._absent else ()
+        while self._absent:
+            slot = beneath.admit(self._absent[0], keep, first)
+            if slot is None:
+                return
+            expert = self._absent.pop(0)
+            self._read.add(expert)
+            yield from self._load_one(layer, HOST, expert, slot, asked)
+
+    def _load_one(
+        self, layer: int, executor: Executor, expert: int, slot: int, asked: tuple[Slot, ...]
+    ) -> Iterator[Task]:
+        """Emits the load (or the lift) of an expert into a slot of the layer's cache on this executor. `asked`: the
+        answers that it comes after."""
+        part, u = self._layout.parts[f"{layer}.experts"], self._unit_of(layer, expert)
+        target = self._layout.cache_slot(layer, executor, slot)
+        load: ops.Operands
+        if is_device(executor):
+            load = ops.Lift(self._in_ram(layer, expert), target, expert, asked)
+            lane = lane_between(HOST, executor)
+        else:
+            lo = expert * part.expert_granules
+            load = ops.Load(target, lo, lo + part.expert_granules, asked)
+            lane = lane_between(self._plan.units[u].home, HOST)
+        self._calls.emit.alone((lane,), Call(load, u, None, part.format.kind, target.nbytes, 0))
+        yield from self._calls.emit.closed()
+
+    def _guess(self, p: Pass, layer: int, answer: Answer) -> Iterator[Task]:
+        """Asks a layer's router about the input of the layer before. Emits loads of experts that it names and that are
+        missing."""
+        calls, cache = self._calls, self._own(layer)
+        asked = [self._route_ahead(layer, batch) for batch in p.batches]
+        calls.emit.close(kernels_of(self._experts.router(layer)))
+        yield from calls.emit.closed()
+        likely = {expert: None for call in asked for row in answer(call) for expert in row}
+        said = tuple(call.operands.routes for call in asked if isinstance(call.operands, ops.Route))
+        self._guessed[layer] = []
+        for expert in likely:
+            if cache.slot(expert) is None and (slot := cache.guess(expert, likely)) is not None:
+                self._guessed[layer].append(expert)
+                yield from self._load_one(layer, self._cache_of[layer].executor, expert, slot, said)
+
+    def _route_ahead(self, layer: int, batch: Batch) -> Call:
+        """Runs a layer's router on what is the input of the FFN before, normed as this layer's would be."""
+        calls, t = self._calls, batch.total_rows
+        h = self._calls.rows(HOST, batch, "guessed_h")
+        routes = self._layout.act(HOST, batch.id, "guessed_routes", self._experts.routed(layer).routes_bytes(t))
+        norm = ops.Norm(
+            calls.whole(f"{layer}.norms"), calls.rows(HOST, batch, "x"), h, calls.scratch(HOST), which="ffn_in",
+            layer=layer,
+        )  # fmt: skip
+        calls.add(HOST, norm, -1, batch, "*", ops.rows_cost(self._plan.target.spec, t, 2))
+        return self._experts.add_route(layer, batch, HOST, h, routes, self._cache_of[layer].guesses)
+
+    # -- computing ------------------------------------------------------------------------------------------
+
+    def _compute(self, p: Pass, layer: int, experts: Sequence[int]) -> None:
+        """Emits a call per batch for experts in the layer's own cache."""
+        executor = self._cache_of[layer].executor
+        self._compute_in(p, layer, executor, self._cached(layer, executor, experts))
+
+    def _compute_by_cpu(self, p: Pass, layer: int) -> list[int]:
+        """Has the CPU compute the experts that are its own and in RAM: those that this pass has read each by itself,
+        when its load ends. Returns them."""
+        beneath = self._beneath(layer)
+        there = [e for e in self._by_cpu if beneath is None or beneath.slot(e) is not None]
+        self._compute_in(p, layer, HOST, {e: self._in_ram(layer, e) for e in there if e not in self._read})
+        for expert in (e for e in there if e in self._read):
+            self._compute_in(p, layer, HOST, {expert: self._in_ram(layer, expert)})
+        self._by_cpu = [expert for expert in self._by_cpu if expert not in there]
+        return there
+
+    def _copy_outputs(self, p: Pass, layer: int, experts: Sequence[int]) -> None:
+        """Copies the outputs of experts that the CPU computes to the device, those of neighbouring addends together."""
+        executor, row_bytes = self._cache_of[layer].executor, 4 * self._plan.target.spec.d_model
+        for batch in p.batches if experts else ():
+            source, target = (self._experts.outputs(layer, at, batch) for at in (HOST, executor))
+            addends = [expert for row in self._wanted[batch.id] for expert in row]
+            runs = groupby(range(len(addends)), key=lambda i: addends[i] in experts)
+            for numbers in [list(run) for by_cpu, run in runs if by_cpu]:
+                lo, hi = row_bytes * numbers[0], row_bytes * (numbers[-1] + 1)
+                cut = [Slot(slot.arena, slot.lo + lo, slot.lo + hi) for slot in (source, target)]
+                self._calls.add(executor, ops.Copy(cut[0], cut[1], "outputs"), -1, batch, "*", (hi - lo, 0))
+
+    def _compute_in(self, p: Pass, layer: int, executor: Executor, slots: Mapping[int, Slot]) -> None:
+        """Emits a call per batch for experts in these slots. Their outputs are kept for `Combine`."""
+        part, experts = self._layout.parts[f"{layer}.experts"], list(slots)
+        u = self._calls.units[f"{layer}.experts"][0]
+        nbytes, flops = ops.matrix_cost(part, 0, part.expert_granules, ops.FFN_BLOCKS, 1)
+        for batch in p.batches if experts else ():
+            rows = [expert for row in self._wanted[batch.id] for expert in row]
+            counts = {expert: count for expert in experts if (count := rows.count(expert))}
+            if not counts:
+                continue
+            weights = {expert: slots[expert] for expert in counts}
+            cost = (len(counts) * nbytes, sum(counts.values()) * flops)
+            expert_rows = max(1, round(sum(counts.values()) / len(counts)))
+            outputs = (self._experts.outputs(layer, executor, batch),)
+            self._experts.add(layer, u, executor, weights, batch, cost, expert_rows, False, outputs)
+
+    def _combine(self, p: Pass, layer: int, started: set[int]) -> None:
+        """Emits the calls that add the outputs up."""
+        executor, calls, experts = self._cache_of[layer].executor, self._calls, self._experts
+        # What follows is the same in every pass, so as a task of its own it can be like an earlier one.
+        calls.emit.close(kernels_of(executor))
+        for batch in p.batches:
+            combine = ops.Combine(
+                experts.routes(layer, executor, batch), experts.outputs(layer, executor, batch),
+                calls.rows(executor, batch, "partial"), layer=layer, starts_sum=batch.id not in started,
+            )  # fmt: skip
+            cost = ops.rows_cost(self._plan.target.spec, batch.total_rows, experts.routed(layer).active + 1)
+            calls.add(executor, combine, -1, batch, "*", cost)
