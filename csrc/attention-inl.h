@@ -127,12 +127,12 @@ void blend(const float* weights, const float* shrink, const Cached& values, cons
 // Attention of one KV head for `rows` consecutive rows from position `start`, with G query heads each.
 class HeadAttention {
   public:
-    // `memory`: attend_floats() floats.
-    HeadAttention(const AttentionShape& a, const KvCache& cache, int first_page, int head, int start, int rows,
-                  float* memory)
+    // `pages`: of the sequence, in the order of its positions. `memory`: attend_floats() floats.
+    HeadAttention(const AttentionShape& a, const KvCache& cache, const std::int32_t* pages, int head, int start,
+                  int rows, float* memory)
         : a_(a),
           cache_(cache),
-          first_page_(first_page),
+          pages_(pages),
           head_(head),
           start_(start),
           rows_(rows),
@@ -189,7 +189,7 @@ class HeadAttention {
   private:
     // Parts of 32 tokens never cross pages, since page_tokens is a multiple of 64.
     const std::uint8_t* block_at(const std::uint8_t* pool, int position) const {
-        return pool + cache_.block_at(first_page_ + position / cache_.page_tokens, head_);
+        return pool + cache_.block_at(pages_[position / cache_.page_tokens], head_);
     }
     const std::uint8_t* rows_at(const std::uint8_t* pool, int position) const {
         return block_at(pool, position) + std::size_t(position % cache_.page_tokens) * row_bytes_;
@@ -303,7 +303,8 @@ class HeadAttention {
 
     const AttentionShape& a_;
     const KvCache& cache_;
-    int first_page_, head_, start_, rows_, width_, group_, queries_;
+    const std::int32_t* pages_;
+    int head_, start_, rows_, width_, group_, queries_;
     std::size_t row_bytes_;
     float *query_, *sums_, *wide_, *scores_;
     Running* run_;
@@ -351,8 +352,8 @@ bool attend(Pool& pool, const AttendOp& op) {
             const int head = a.lo + left % heads, row = left / heads * rows_at_once;
             const int rows = std::min(rows_at_once, sequences[s].rows - row);
             const std::ptrdiff_t at = std::ptrdiff_t(before + row) * a.heads * a.head_dim;
-            HeadAttention{a, cache, sequences[s].first_page, head, sequences[s].start + row, rows, mine}(op.q + at,
-                                                                                                         op.a + at);
+            const std::int32_t* pages = op.pages + sequences[s].first_page;
+            HeadAttention{a, cache, pages, head, sequences[s].start + row, rows, mine}(op.q + at, op.a + at);
         }
     });
     return true;

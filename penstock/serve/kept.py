@@ -24,7 +24,11 @@ class Held:
         self._ids: dict[int, array[int]] = {}
 
     def note(self, p: Pass, tokens: Sequence[Ids]) -> None:
-        """A pass has ended well. `tokens[i]`, int32 [T]: the ids of its batch i."""
+        """A pass has ended well. `tokens[i]`, int32 [T]: the ids of its batch i. Where sequences share pages, the pages
+        of every number are taken, and nothing is held."""
+        if any(batch.pages for batch in p.batches):
+            self._ids.clear()
+            return
         for batch, ids in zip(p.batches, tokens, strict=True):
             first = 0
             for seq, start, rows in zip(batch.seqs, batch.start, batch.rows, strict=True):

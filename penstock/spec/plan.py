@@ -119,7 +119,9 @@ class Plan:
                                   zig-zag block)
     chunk_rows      the most rows of a batch in a prefill pass
     logits_rows     the most rows of a batch whose logits are kept
-    context         KV room per sequence in tokens, in pages of `page_tokens`
+    context         the most tokens of a sequence; its KV lies in pages of `page_tokens`
+    kv_pages        pages in each layer's pool, which sequences share; 0: as many as give every sequence its whole
+                    context, page after page
     ring_bytes      per tier, the ring that weights stream through. It bounds how far loads run ahead
     stage_bytes     pinned memory that units cross on their way from a disk to a device
     order           one of ORDERS
@@ -150,6 +152,7 @@ class Plan:
     context_bytes: int
     predictors: tuple[Predictor, ...] = ()
     caches: tuple[Cache, ...] = ()
+    kv_pages: int = 0
 
     @property
     def target(self) -> PlanModel:
