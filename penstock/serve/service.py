@@ -80,6 +80,10 @@ class Counts:
     output_tokens: int
     passes: int
     passes_s: float
+    pages: int = 0  # of the KV pools
+    pages_had: int = 0  # by requests: 0 where none is here
+    pages_kept: int = 0  # that nobody has, with what prompts may begin with
+    given_back: int = 0  # times that a request had to give its pages back before its answer was whole
 
 
 class Service:
@@ -89,7 +93,7 @@ class Service:
 
     def __init__(self, engine: Engine, *, prompt_rows: int, queue: int) -> None:
         self.engine = engine
-        self._scheduler = Scheduler(engine.plan, prompt_rows, queue, engine.session.held.of)
+        self._scheduler = Scheduler(engine.plan, prompt_rows, queue, self._known)
         self._open: dict[int, _Open] = {}
         self._changed = threading.Condition()  # guards all that follows, and the scheduler
         self._next_id = 0
@@ -103,10 +107,11 @@ class Service:
     @property
     def counts(self) -> Counts:
         with self._changed:
-            done = self._done
+            done, pages = self._done, self._scheduler.pages
             return Counts(
                 self._scheduler.running, self._scheduler.waiting, done["answered"], done["failed"], done["cancelled"],
                 done["prompt"], done["cached"], done["output"], done["passes"], self._passes_s,
+                pages.count, pages.had, pages.kept, self._scheduler.given_back,
             )  # fmt: skip
 
     @property
@@ -209,6 +214,8 @@ class Service:
             logits_of_batches = session.step(step.taken, tokens)
         except Exception as error:  # whatever it is, nobody may wait for ever
             ended = {r.request: _failed(error) for rows in step.rows for r in rows}
+            with self._changed:
+                self._scheduler.forget()
         else:
             for rows, logits, best in zip(step.rows, logits_of_batches, session.best, strict=True):
                 for i, r in enumerate(r for r in rows if r.says):
@@ -233,7 +240,11 @@ class Service:
 
     def _ids(self, rows: Rows) -> NDArray[np.int32]:
         """The ids of some rows, int32 [tokens]."""
-        return self._open[rows.request].reply.rows(rows.start, rows.tokens)
+        return self._known(rows.request, rows.start, rows.tokens)
+
+    def _known(self, number: int, start: int, count: int) -> NDArray[np.int32]:
+        """The ids of a request's prompt and answer from a position on, int32 [count]."""
+        return self._open[number].reply.rows(start, count)
 
     def _time(self, request: _Open) -> None:
         """Notes when a token of the request came."""
