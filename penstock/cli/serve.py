@@ -6,16 +6,17 @@ import importlib.util
 import os
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 from typer import Option
 
 from penstock.cli.loading import loaded, packed_model
-from penstock.cli.options import CacheLimit, Machine, Model, PlanFile, Weights, Work, flag, given_plan, read_text
+from penstock.cli.options import CacheLimit, Machine, Model, PlanFile, SharedWork, Weights, flag, given_plan, read_text
 from penstock.cli.output import note
 from penstock.errors import BadRequest
+from penstock.spec.ask import Ask
 from penstock.units import MIB
 
 KEY_VARIABLE = "PENSTOCK_API_KEY"
@@ -27,10 +28,14 @@ _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
 @dataclass(frozen=True)
-class ServeWork(Work):
+class ServeWork(SharedWork):
     """What the plan is for: several answers at once."""
 
     batch: int = flag("--batch", "N", "Answers at once; other requests wait.", 8, min=1)
+
+    def ask(self, machine: Machine, prompt_tokens: int = 64, output_tokens: int = 64) -> Ask:
+        ask = super().ask(machine, prompt_tokens, output_tokens)
+        return replace(ask, kv_tokens=ask.kv_tokens or ask.batch * (ask.prompt_tokens + ask.output_tokens))
 
 
 def serve(
@@ -87,7 +92,7 @@ def serve(
         note(tempo.reason)
         with closing(Service(engine, prompt_rows=tempo.prompt_rows, queue=queue)) as service:
             served = Served(service, name or Path(model).name or model, tempo, int(time.time()))
-            sequences = engine.plan.batch_seqs * engine.plan.batches_per_pass
+            sequences = engine.plan.at_once(engine.ask.batch, engine.ask.prompt_tokens + engine.ask.output_tokens)
 
             def ready(at: int) -> None:
                 shown = f"[{host}]" if ":" in host else host

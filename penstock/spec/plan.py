@@ -170,6 +170,13 @@ class Plan:
         few = min((ffn.experts // (2 * ffn.active) for ffn in routed if ffn is not None), default=0)
         return max(self.batch_seqs, few) if routed else 0
 
+    def at_once(self, batch: int, tokens: int) -> int:
+        """How many sequences of a batch go through one pass, with KV room for so many tokens of each."""
+        seqs = min(batch, self.batch_seqs * self.batches_per_pass)
+        if self.kv_pages:
+            seqs = min(seqs, max(1, self.kv_pages // -(-min(tokens, self.context) // self.page_tokens)))
+        return seqs
+
     @property
     def main(self) -> Executor:
         """The executor that holds activations, norms and merges."""

@@ -7,16 +7,17 @@ plan of these, with every field set and all arenas sized. No other module of the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from penstock.graph.arenas import with_arenas
+from penstock.graph.arenas import Layout, with_arenas
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.machine import USUAL_READS
 from penstock.spec.parts import FFNS, SUM_GRANULES, Part
-from penstock.spec.places import GPU, HOST, Executor, Tier
+from penstock.spec.places import GPU, HOST, Executor, Tier, is_disk
 from penstock.spec.plan import ActHome, Cache, KvHome, Plan, PlanModel, Predictor, Unit
 from penstock.units import MIB, round_up
 
@@ -26,6 +27,7 @@ UNIT_BYTES = 16 * MIB
 # reading anyway.
 CHUNK_ROWS = 512
 MIN_CHUNK_ROWS = 16
+SHARED_PAGE_TOKENS = 64  # of pages that sequences share: a sequence wastes half a page, and prompts share whole ones
 
 Resident = dict[str, int]  # part key → how many of its granules stay in a memory
 
@@ -75,7 +77,7 @@ def filled(
     main            the executor that holds activations
     batch_seqs      sequences of a batch; None: all that were asked for
     batches         batches of a pass
-    page            tokens of a KV page; None: `page_tokens` of the context
+    page            tokens of a KV page; None: `page_tokens` of the context, or SHARED_PAGE_TOKENS
 
     Reads of the disk are the usual ones, which `reads.with_reads` replaces.
     """
@@ -109,12 +111,34 @@ def filled(
         predictors=predictors,
         caches=caches,
     )
-    return with_arenas(plan)
+    return with_arenas(plan if ask.kv_tokens is None else _shared(plan, ask, page))
 
 
 def page_tokens(context: int) -> int:
     """Tokens of a KV page. Long pages take less book-keeping, short pages waste less memory on a short context."""
-    return 256 if context >= 1024 else 64
+    return 256 if context >= 1024 else SHARED_PAGE_TOKENS
+
+
+def _shared(plan: Plan, ask: Ask, page: int | None) -> Plan:
+    """The plan with pools whose pages sequences share, for the tokens that were asked for. Pages of KV on a disk stay
+    as long as they are, since they are read one by one."""
+    if page is None and not any(is_disk(home.home) for home in plan.kv):
+        plan = replace(plan, page_tokens=SHARED_PAGE_TOKENS)
+    layout = Layout(plan)
+    tokens = shared_tokens(ask, plan.page_tokens * layout.page_group)
+    pages = max(layout.pages_per_seq, tokens // plan.page_tokens)
+    return replace(plan, kv_pages=pages if pages < layout.kv_pages else 0)
+
+
+def shared_tokens(ask: Ask, page_tokens: int) -> int:
+    """Tokens that pools have room for: those asked for, in whole pages of each sequence, from one whole context to as
+    many as there are sequences."""
+    assert ask.context is not None, "settle_context came first"
+    context = round_up(ask.context, page_tokens)
+    if ask.kv_tokens is None:
+        return ask.batch * context
+    each = round_up(-(-ask.kv_tokens // ask.batch), page_tokens)
+    return min(ask.batch * context, max(context, ask.batch * each))
 
 
 def chunk_options(ask: Ask) -> list[int]:
