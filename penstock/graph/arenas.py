@@ -184,6 +184,16 @@ class Layout:
         home = self.kv_home(layer, batch)
         return self._of_batch(layer, batch, self._window_of.get(layer, self._kv[layer, home.seqs[0]]))
 
+    def page_slots(self, page: int) -> list[Slot]:
+        """K and V of one page at their home, layer after layer."""
+        slots = []
+        for home in self.plan.kv:
+            for layer in range(*home.layers):
+                nbytes = self.kv_page_bytes(layer, home)
+                for pool in self._kv[layer, home.seqs[0]]:
+                    slots.append(Slot(pool.arena, pool.lo + page * nbytes, pool.lo + (page + 1) * nbytes))
+        return slots
+
     def kv_stored(self, layer: int, batch: Batch) -> tuple[Slot, Slot]:
         """(keys, values) of the same pages as `kv`, at their home."""
         return self._of_batch(layer, batch, self._kv[layer, self.kv_home(layer, batch).seqs[0]])

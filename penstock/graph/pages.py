@@ -39,6 +39,10 @@ class WrittenPages:
         self._layout = Layout(plan)
         self._tokens: dict[int, int] = {}  # page → how many of its first positions are written
 
+    def restored(self, page: int) -> None:
+        """A page that was kept elsewhere was brought back, whole."""
+        self._tokens[page] = self._layout.plan.page_tokens
+
     def take(self, p: Pass) -> None:
         check_tables(self._layout, p)
         size, users, written = self._layout.plan.page_tokens, dict[int, list[int]](), dict[int, int]()

@@ -6,6 +6,9 @@ one owner sent is never shared with another, for how long a prompt takes would t
 is not whole, or of which a prompt has only the first tokens, goes on where nobody has it. Kept pages are given away
 where no page is free, the one longest unused first.
 
+Whole pages may also be stored elsewhere. Those that a prompt begins with come back into pages of their own
+(`restores`), before anybody reads them; those that are not stored yet are told (`unsaved`).
+
 It is pure: which tokens a page holds is told, not read. A page here may be several pages of a plan, which lie together
 (`Layout.page_group`).
 """
@@ -52,12 +55,13 @@ class _Index:
     content: dict[int, _Content] = field(default_factory=dict)  # by page
     whole: dict[bytes, int] = field(default_factory=dict)  # digest → page
     after: dict[bytes, set[int]] = field(default_factory=dict)  # digest → pages that go on from there
+    unsaved: dict[bytes, int] = field(default_factory=dict)  # the whole ones that may not be stored elsewhere
 
     def add(self, page: int, content: _Content) -> None:
         self.content[page] = content
         self.after.setdefault(content.before, set()).add(page)
         if content.digest is not None:
-            self.whole[content.digest] = page
+            self.whole[content.digest] = self.unsaved[content.digest] = page
 
     def remove(self, page: int) -> None:
         content = self.content.pop(page, None)
@@ -68,13 +72,15 @@ class _Index:
             del self.after[content.before]
         if content.digest is not None:
             del self.whole[content.digest]
+            self.unsaved.pop(content.digest, None)
 
 
 class Pages:
-    """`count` pages of `tokens` positions each."""
+    """`count` pages of `tokens` positions each. `stored(digest)`: whether a whole page lies elsewhere too."""
 
-    def __init__(self, count: int, tokens: int) -> None:
-        self.count, self.tokens = count, tokens
+    def __init__(self, count: int, tokens: int, stored: Callable[[bytes], bool] = lambda _: False) -> None:
+        self.count, self.tokens, self._stored = count, tokens, stored
+        self.restores: list[tuple[int, bytes]] = []  # (page, digest of what is to be brought into it)
         self._users = [0] * count
         self._free = list(reversed(range(count)))
         self._kept: OrderedDict[int, None] = OrderedDict()  # the longest unused first
@@ -105,30 +111,52 @@ class Pages:
     def lacks(self, digests: Sequence[bytes], ids: Ids) -> bytes | None:
         """The digest of the first page that is not there, of the whole pages before the last token of a prompt."""
         whole = digests[1 : 1 + (len(ids) - 1) // self.tokens]
-        return next((digest for digest in whole if digest not in self._index.whole), None)
+        there = self._index.whole
+        return next((digest for digest in whole if digest not in there and not self._stored(digest)), None)
+
+    def unsaved(self) -> tuple[int, bytes] | None:
+        """(page, digest) of a whole page that is not stored elsewhere, the latest first; None where there is none."""
+        while self._index.unsaved:
+            digest, page = next(reversed(self._index.unsaved.items()))
+            if not self._stored(digest):
+                return page, digest
+            del self._index.unsaved[digest]
+        return None
+
+    def saved(self, digest: bytes) -> None:
+        """The page is stored now, or cannot be."""
+        self._index.unsaved.pop(digest, None)
 
     def begin(self, digests: Sequence[bytes], ids: Ids, spare: int) -> Table | None:
         """Pages for all of a prompt int32 [n], those that hold its beginning among them. At least the last token is
         left to go through the model, since logits are wanted of it. None where not `spare` pages would be left besides.
         `digests`: as `digests` gives them."""
-        shared: list[int] = []
+        shared: list[int | None] = []  # None: stored elsewhere
         for digest in digests[1 : 1 + (len(ids) - 1) // self.tokens]:
             page = self._index.whole.get(digest)
-            if page is None:
+            if page is None and not self._stored(digest):
                 break
             shared.append(page)
+        here = [page for page in shared if page is not None]
         before, start = digests[len(shared)], len(shared) * self.tokens
         going_on, same = self._goes_on(before, ids[start : min(start + self.tokens, len(ids) - 1)])
-        more = -(-len(ids) // self.tokens) - len(shared) - len(going_on)
-        idle = sum(not self._users[page] for page in shared) + len(going_on)
+        more = -(-len(ids) // self.tokens) - len(here) - len(going_on)
+        idle = sum(not self._users[page] for page in here) + len(going_on)
         if len(self._free) + len(self._kept) - idle < more + spare:
             return None
-        for page in (*shared, *going_on):
+        for page in (*here, *going_on):
             self._kept.pop(page, None)
             self._users[page] += 1
         for page in going_on:  # what differs in it will be written over
             self._index.remove(page)
-        pages = [*shared, *going_on, *(self._take() for _ in range(more))]
+        pages = [self._take() if page is None else page for page in shared]
+        for i, page in enumerate(shared):
+            if page is None:
+                inside = ids[i * self.tokens : (i + 1) * self.tokens]
+                self._index.add(pages[i], _Content(digests[i], inside, digests[i + 1]))
+                self.restores.append((pages[i], digests[i + 1]))
+        more -= len(shared) - len(here)
+        pages += [*going_on, *(self._take() for _ in range(more))]
         return Table(pages, list(digests[: len(shared) + 1]), start + same)
 
     def extend(self, table: Table) -> bool:
@@ -175,6 +203,7 @@ class Pages:
     def forget(self) -> None:
         """What pages hold is not known any more."""
         self._index = _Index()
+        self.restores.clear()
         self._free += reversed(self._kept)
         self._kept.clear()
 

@@ -53,10 +53,12 @@ class Rows(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A pass, and whose rows its batches have: `rows[i]` are those of `taken.batches[i]`, in their order."""
+    """A pass, and whose rows its batches have: `rows[i]` are those of `taken.batches[i]`, in their order. `restores`:
+    (page, digest) of stored pages that are to be brought back before the pass."""
 
     taken: Pass
     rows: tuple[tuple[Rows, ...], ...]
+    restores: tuple[tuple[int, bytes], ...] = ()
 
 
 @dataclass
@@ -87,17 +89,20 @@ class _Request:
 class Scheduler:
     """Requests of one loaded plan. `prompt_rows`: the most rows of prompts in a pass beside rows of answers; alone they
     fill the plan's chunks. `queue`: the most requests that may wait. `ids(request, start, count)`: tokens of a
-    request's prompt and answer, int32 [count]."""
+    request's prompt and answer, int32 [count]. `stored(digest)`: whether a page lies elsewhere too, as for `Pages`."""
 
-    def __init__(self, plan: Plan, prompt_rows: int, queue: int, ids: Callable[[int, int, int], Ids]) -> None:
+    def __init__(
+        self, plan: Plan, prompt_rows: int, queue: int, ids: Callable[[int, int, int], Ids],
+        stored: Callable[[bytes], bool] = lambda _: False,
+    ) -> None:  # fmt: skip
         self._plan, self._prompt_rows, self._queue, self._ids = plan, max(1, prompt_rows), queue, ids
         layout = Layout(plan)
         self._group, self._most_pages = layout.page_group, layout.pages_per_seq // layout.page_group
-        self.pages = Pages(layout.kv_pages // self._group, plan.page_tokens * self._group)
+        self.pages = Pages(layout.kv_pages // self._group, plan.page_tokens * self._group, stored)
         self._free = set(range(plan.batch_seqs * plan.batches_per_pass))
         self._requests: dict[int, _Request] = {}
         self._arrived = 0
-        self._underway: list[_Request] = []  # that had rows in the latest pass
+        self._underway: list[tuple[_Request, Rows]] = []  # the rows of the latest pass
         self.given_back = 0  # how often a request gave its pages back before its answer was whole
 
     @property
@@ -137,7 +142,10 @@ class Scheduler:
                 self._leave(request)
 
     def forget(self) -> None:
-        """The pass under way has failed. What pages hold is not known any more: who has any begins again."""
+        """The pass under way has failed, or did not begin. What pages hold is not known any more: who has any begins
+        again."""
+        for request, rows in self._underway:
+            request.said -= rows.says
         self._underway.clear()
         for request in self._requests.values():
             if request.table is not None:
@@ -162,15 +170,17 @@ class Scheduler:
         for each in (*rows, *reading):
             request = self._requests[each.request]
             request.read, request.said = each.start + each.tokens, request.said + each.says
-            self._underway.append(request)
+            self._underway.append((request, each))
         then = Stream("prefill", True) if any(r.reads for r in self._requests.values()) else passes.DECODE
         few = bool(reading) and max(batch.total_rows for batch in batches) <= self._plan.asking_rows
         taken = Pass("prefill" if reading else "decode", batches, then, few)
-        return Step(taken, tuple(tuple(members) for members in by_batch if members))
+        restores = tuple(self.pages.restores)
+        self.pages.restores.clear()
+        return Step(taken, tuple(tuple(members) for members in by_batch if members), restores)
 
     def _settle(self) -> None:
         """The latest pass has ended: what it wrote can be shared."""
-        for request in self._underway:
+        for request, _ in self._underway:
             if request.table is not None:
                 self.pages.wrote(request.table, request.read, partial(self._ids, request.id))
         self._underway.clear()

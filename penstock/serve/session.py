@@ -180,6 +180,10 @@ class Session:
             logits.append(self._arenas.array(slot, np.float32, (n, spec.vocab)))
         return logits
 
+    def kv_page(self, page: int) -> list[NDArray[np.uint8]]:
+        """K and V of a page in every layer, uint8 [bytes] each: views of pools in RAM."""
+        return [self._arenas.view(slot) for slot in self.lowering.layout.page_slots(page)]
+
     @property
     def arena_bytes(self) -> int:
         """Bytes that were allocated of the host's memory for the plan's arenas."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
@@ -37,8 +38,10 @@ def plan(
 class Checked:
     """A scheduler, and what its requests have had so far."""
 
-    def __init__(self, made: Plan, prompt_rows: int, queue: int = 1000) -> None:
-        self.plan, self.scheduler = made, Scheduler(made, prompt_rows, queue, self.of)
+    def __init__(self, made: Plan, prompt_rows: int, queue: int = 1000, stores: bool = False) -> None:
+        # Digest → what a page held; where pages are stored elsewhere, one of them after each pass.
+        self.stores, self.store = stores, dict[bytes, list[tuple[int, str]]]()
+        self.plan, self.scheduler = made, Scheduler(made, prompt_rows, queue, self.of, self.store.__contains__)
         self.prompt_rows = prompt_rows
         self.prompts: dict[int, int] = {}
         self.ids: dict[int, list[int]] = {}  # of prompt and answer
@@ -69,8 +72,9 @@ class Checked:
     def of(self, request: int, start: int, count: int) -> Ids:
         return np.array(self.ids[request][start : start + count], np.int32)
 
-    def step(self, fails: bool = False) -> Step | None:
-        """A pass, every row of which is looked at. `fails`: it fails, and its requests with it."""
+    def step(self, fails: bool = False, loses: bool = False) -> Step | None:
+        """A pass, every row of which is looked at. `fails`: it fails, and its requests with it. `loses`: what was
+        stored is gone, so that a pass that wants it does not begin."""
         before = self.scheduler.given_back
         step = self.scheduler.next(self.now_s)
         if step is None:
@@ -81,8 +85,17 @@ class Checked:
         assert len({r.request for r in rows}) == len(rows) == len({r.seq for r in rows})
         if any(not r.reads for r in rows):
             assert sum(r.tokens for r in rows if r.reads) <= self.prompt_rows
-        self.written.take(step.taken)
         size = self.plan.page_tokens
+        if loses and step.restores:
+            self.store.clear()
+            self.scheduler.forget()
+            self.held.clear()
+            self.seqs.clear()
+            return step
+        for page, digest in step.restores:
+            self.written.restored(page)
+            self.held |= {(page, i): held for i, held in enumerate(self.store[digest])}
+        self.written.take(step.taken)
         for batch, members in zip(step.taken.batches, step.rows, strict=True):
             assert batch.seqs == tuple(r.seq for r in members) == tuple(sorted(batch.seqs))
             assert batch.rows == tuple(r.tokens for r in members)
@@ -98,15 +111,14 @@ class Checked:
             for r, pages in zip(members, batch.pages, strict=True):
                 for at in range(r.start, r.start + r.tokens):
                     self.held[pages[at // size], at % size] = (self.ids[r.request][at], self.owners[r.request])
+        given_back = self.scheduler.given_back - before
         left = set(self.seqs) - {r.request for r in rows}
         for r in rows:
             assert r.request in self.answers
             if r.request not in self.had:
                 self.cached += r.start
-            elif r.request in self.seqs:
+            elif r.request in self.seqs and not given_back:  # else it may have given its pages back, and begin anew
                 assert r.start == self.had[r.request] and r.seq == self.seqs[r.request]
-            else:  # it gave its pages back, and begins again
-                assert r.start <= self.had[r.request]
             self.seqs[r.request] = r.seq
             said = len(self.ids[r.request]) - self.prompts[r.request]
             self.had[r.request] = r.start + r.tokens
@@ -114,14 +126,12 @@ class Checked:
             assert r.says == (self.had[r.request] == len(self.ids[r.request])) and (r.reads or said)
             self.answers[r.request] -= r.says
             self.ids[r.request] += [0] * r.says
-        # Every answer that has begun goes on in every pass, but for those that gave their pages back.
-        gone = {n for n in left if self.had[n] >= self.prompts[n]}
-        given_back = self.scheduler.given_back - before
+        # Every answer that lacks its last token alone goes on in every pass, but for those that gave their pages back.
+        gone = {n for n in left if len(self.ids[n]) > self.prompts[n] and self.had[n] == len(self.ids[n]) - 1}
         assert len(gone) <= given_back
         if given_back:
-            self.seqs = {r.request: r.seq for r in rows} | {
-                n: seq for n, seq in self.seqs.items() if n in left - gone and self.scheduler._requests[n].seq >= 0
-            }
+            waits = {n for n in left if self.scheduler._requests[n].seq < 0}
+            self.seqs = {n: seq for n, seq in self.seqs.items() if n not in waits}
         assert len(set(self.seqs.values())) == len(self.seqs)
         pages = self.scheduler.pages
         assert pages.had <= pages.count and pages.free + pages.kept + pages.had == pages.count
@@ -133,6 +143,9 @@ class Checked:
             assert not pages.had and not pages.kept
         else:
             self.end([n for n, more in self.answers.items() if more == 0])
+        if self.stores and (found := pages.unsaved()) is not None:
+            self.store[found[1]] = [self.held[found[0], i] for i in range(size)]
+            pages.saved(found[1])
         return step
 
     def run(self) -> None:
@@ -156,7 +169,7 @@ EVENTS = st.lists(
             st.sampled_from("ab"),
         ),
         st.tuples(st.just("cancel"), st.integers(0, 30)),
-        st.tuples(st.sampled_from(["step", "step", "fail"]), st.integers(1, 5)),
+        st.tuples(st.sampled_from(["step", "step", "fail", "lose"]), st.integers(1, 5)),
     ),
     max_size=40,
 )
@@ -165,14 +178,14 @@ EVENTS = st.lists(
 @pytest.mark.fuzz
 @given(events=EVENTS, seqs=st.integers(1, 4), batches=st.integers(1, 2), chunk=st.integers(1, 12),
        prompt_rows=st.integers(1, 12), page=st.sampled_from([4, 8, 32]),
-       spare=st.none() | st.integers(0, 20))  # fmt: skip
+       spare=st.none() | st.integers(0, 20), stores=st.booleans())  # fmt: skip
 def test_every_request_gets_its_rows_in_order(
     events: list[tuple[object, ...]], seqs: int, batches: int, chunk: int, prompt_rows: int, page: int,
-    spare: int | None,
+    spare: int | None, stores: bool,
 ) -> None:  # fmt: skip
     """`spare`: pages beyond those of one context; None: every sequence has its whole context."""
     kv_pages = 0 if spare is None else 64 // page + spare
-    checked = Checked(plan(seqs, batches, chunk, page=page, kv_pages=kv_pages), prompt_rows)
+    checked = Checked(plan(seqs, batches, chunk, page=page, kv_pages=kv_pages), prompt_rows, stores=stores)
     for what, *numbers in events:
         if what == "submit":
             checked.submit(*numbers)  # type: ignore[arg-type]
@@ -180,9 +193,33 @@ def test_every_request_gets_its_rows_in_order(
             checked.end([numbers[0]])  # type: ignore[list-item]
         else:
             for i in range(numbers[0], 0, -1):  # type: ignore[call-overload]
-                checked.step(fails=what == "fail" and i == 1)
+                checked.step(fails=what == "fail" and i == 1, loses=what == "lose")
     checked.run()
     assert checked.scheduler.free_sequences == seqs * batches
+
+
+def test_crowds_with_few_pages() -> None:
+    """Long random runs, in which pages run out, are shared, come back from a store and are lost."""
+    given_back = restored = cached = 0
+    for seed in range(60):
+        rng = Random(seed)
+        page, seqs, batches = rng.choice([4, 8]), rng.randint(1, 6), rng.randint(1, 2)
+        made = plan(seqs, batches, rng.randint(1, 32), page=page, kv_pages=64 // page + rng.randint(0, 64 // page))
+        checked = Checked(made, rng.randint(1, 16), stores=seed % 2 == 0)
+        for _ in range(40):
+            what = rng.choice(["submit"] * 6 + ["step"] * 6 + ["cancel", "fail", "lose"])
+            if what == "submit":
+                word, prompt = rng.choice([None, 0, 0, 1, 7]), rng.randint(1, 50)
+                checked.submit(prompt, rng.randint(1, 64), rng.randint(-1, 1), word, rng.choice("aab"))
+            elif what == "cancel" and checked.prompts:
+                checked.end([rng.randrange(len(checked.prompts))])
+            else:
+                for i in range(rng.randint(1, 6)):
+                    step = checked.step(fails=what == "fail" and not i, loses=what == "lose")
+                    restored += len(step.restores) if step is not None else 0
+        checked.run()
+        given_back, cached = given_back + checked.scheduler.given_back, cached + checked.cached
+    assert given_back > 50 and restored > 20 and cached > 1000
 
 
 @pytest.mark.fuzz
