@@ -20,7 +20,6 @@ from penstock.planner.homes import weights_bytes
 from penstock.planner.solve import beside
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import (
-    SHARED_PAGE_TOKENS,
     Resident,
     page_tokens,
     share_out,
@@ -198,8 +197,8 @@ def _kv_bytes(skeleton: beside.DeviceSkeleton, layer: Layer) -> int:
     """Bytes of a layer's K and V of all sequences, in whole pages."""
     problem, a = skeleton.problem, layer.attention
     assert problem.ask.context is not None, "settle_context came first"
-    page = SHARED_PAGE_TOKENS if problem.ask.kv_tokens else page_tokens(problem.ask.context)
-    return 2 * shared_tokens(problem.ask, page) * a.kv_heads * problem.kv.kv_bytes(a.head_dim)
+    tokens = shared_tokens(problem.ask, page_tokens(problem.ask.context))
+    return 2 * tokens * a.kv_heads * problem.kv.kv_bytes(a.head_dim)
 
 
 def tokens_of(work: LayerWork, slices: Slices, layer: int, chunk_rows: int) -> tuple[int, int]:
