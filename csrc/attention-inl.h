@@ -219,9 +219,9 @@ class HeadAttention {
         const auto fetched = [&](int step) -> const std::uint8_t* {  // steps: keys of [lo, hi), values of [lo, hi), …
             const int parts = hi - lo, ahead = step + 1;
             if (!in_place) return nullptr;
-            if (ahead < parts) return next(cache_.keys, places[lo + ahead]);
-            if (ahead < 2 * parts) return next(cache_.values, places[lo + ahead - parts]);
-            return goes_on ? next(cache_.keys, places[kParts]) : nullptr;
+            if (ahead < parts) return next<kind>(cache_.keys, places[lo + ahead]);
+            if (ahead < 2 * parts) return next<kind>(cache_.values, places[lo + ahead - parts]);
+            return goes_on ? next<kind>(cache_.keys, places[kParts]) : nullptr;
         };
         const auto each_part = [&](const std::uint8_t* pool, int step, const auto& work) {
             for (int part = lo; part < hi; ++part, ++step) {
@@ -260,9 +260,12 @@ class HeadAttention {
     }
 
     // The rows of a part. Fetches its scales and minimums now: two cache lines for each group.
+    template <Kind kind>
     const std::uint8_t* next(const std::uint8_t* pool, const Place& place) const {
-        for (int g = 0; g < 2 * cache_.groups(); ++g) {
-            __builtin_prefetch(pool + place.block + cache_.scale_at(g, place.slot));
+        if constexpr (quantised(kind)) {
+            for (int g = 0; g < 2 * cache_.groups(); ++g) {
+                __builtin_prefetch(pool + place.block + cache_.scale_at(g, place.slot));
+            }
         }
         return rows_at(pool, place);
     }
