@@ -225,7 +225,8 @@ class Bench:
         shape = (pages, a.kv_heads, 64 * fmt.kv_bytes(a.head_dim))
         # 0x2c2c: 0.0652 in float16, small in bfloat16, and codes, scales and minimums of that size.
         blocks = torch.full(shape, 0x2C, dtype=torch.uint8, device=self.device)
-        return KvPool(blocks, 64, a.head_dim, fmt, pages)
+        table = torch.arange(pages, dtype=torch.int32, device=self.device)[None]
+        return KvPool(blocks, 64, a.head_dim, fmt, table)
 
     def qkv_call(self, part: Part, h: Tensor, q: Tensor, rows: int) -> Callable[[Tensor], None]:
         keys, values = (self.pool(parse_format("bfloat16"), 2) for _ in range(2))

@@ -127,12 +127,12 @@ void blend(const float* weights, const float* shrink, const Cached& values, cons
 // Attention of one KV head for `rows` consecutive rows from position `start`, with G query heads each.
 class HeadAttention {
   public:
-    // `memory`: attend_floats() floats.
-    HeadAttention(const AttentionShape& a, const KvCache& cache, int first_page, int head, int start, int rows,
-                  float* memory)
+    // `pages`: of the sequence, in the order of its positions. `memory`: attend_floats() floats.
+    HeadAttention(const AttentionShape& a, const KvCache& cache, const std::int32_t* pages, int head, int start,
+                  int rows, float* memory)
         : a_(a),
           cache_(cache),
-          first_page_(first_page),
+          pages_(pages),
           head_(head),
           start_(start),
           rows_(rows),
@@ -152,8 +152,9 @@ class HeadAttention {
         const std::ptrdiff_t stride = std::ptrdiff_t(a_.heads) * e, first = std::ptrdiff_t(head_) * group_ * e;
         const int begin = a_.window > 0 ? std::max(0, start_ - a_.window + 1) / kBlockTokens * kBlockTokens : 0;
         const std::size_t first_bytes = std::min<std::size_t>(kPartTokens, std::size_t(end - begin)) * row_bytes_;
-        prefetch_run(rows_at(cache_.keys, begin), first_bytes);  // arrives while the queries are laid out
-        prefetch_run(rows_at(cache_.values, begin), first_bytes);
+        const Place first_place = place_of(begin);
+        prefetch_run(rows_at(cache_.keys, first_place), first_bytes);  // arrives while the queries are laid out
+        prefetch_run(rows_at(cache_.values, first_place), first_bytes);
         for (int i = 0; i < queries_; ++i) {
             const float* from = q + (i / group_) * stride + first + std::ptrdiff_t(i % group_) * e;
             for (int c = 0; c < width_; ++c) query_[i * width_ + c] = c < e ? from[c] : 0.0F;
@@ -187,12 +188,18 @@ class HeadAttention {
     }
 
   private:
+    // Where a part lies in both pools: the byte offset of the block of its page and head, and its first slot there.
     // Parts of 32 tokens never cross pages, since page_tokens is a multiple of 64.
-    const std::uint8_t* block_at(const std::uint8_t* pool, int position) const {
-        return pool + cache_.block_at(first_page_ + position / cache_.page_tokens, head_);
+    struct Place {
+        std::size_t block;
+        int slot;
+    };
+    Place place_of(int position) const {
+        const int page = position / cache_.page_tokens;
+        return {cache_.block_at(pages_[page], head_), position - page * cache_.page_tokens};
     }
-    const std::uint8_t* rows_at(const std::uint8_t* pool, int position) const {
-        return block_at(pool, position) + std::size_t(position % cache_.page_tokens) * row_bytes_;
+    const std::uint8_t* rows_at(const std::uint8_t* pool, const Place& place) const {
+        return pool + place.block + std::size_t(place.slot) * row_bytes_;
     }
 
     // Walks a block: scores of all its parts, then weights, then values of all its parts. The bytes of the next part
@@ -204,21 +211,25 @@ class HeadAttention {
         const int oldest = a_.window > 0 ? start_ - a_.window + 1 : 0;
         const int lo = std::max(0, oldest - start) / kPartTokens, hi = (end - start + kPartTokens - 1) / kPartTokens;
         const bool in_place = quantised(kind) || a_.head_dim == width_;
+        constexpr int kParts = kBlockTokens / kPartTokens;
+        Place places[kParts + 1];  // of the block's parts, and of the first part of the next block
+        for (int part = lo; part < hi; ++part) places[part] = place_of(start + part * kPartTokens);
+        const bool goes_on = start + kBlockTokens < start_ + rows_;
+        if (goes_on) places[kParts] = place_of(start + kBlockTokens);
         const auto fetched = [&](int step) -> const std::uint8_t* {  // steps: keys of [lo, hi), values of [lo, hi), …
             const int parts = hi - lo, ahead = step + 1;
-            const int position = start + (lo + ahead % parts) * kPartTokens;
             if (!in_place) return nullptr;
-            if (ahead < 2 * parts) return next(ahead < parts ? cache_.keys : cache_.values, position);
-            const int after = start + kBlockTokens + (ahead - 2 * parts) * kPartTokens;
-            return after < start_ + rows_ ? next(cache_.keys, after) : nullptr;
+            if (ahead < parts) return next<kind>(cache_.keys, places[lo + ahead]);
+            if (ahead < 2 * parts) return next<kind>(cache_.values, places[lo + ahead - parts]);
+            return goes_on ? next<kind>(cache_.keys, places[kParts]) : nullptr;
         };
         const auto each_part = [&](const std::uint8_t* pool, int step, const auto& work) {
             for (int part = lo; part < hi; ++part, ++step) {
-                const int first = start + part * kPartTokens, count = std::min(kPartTokens, end - first);
-                const std::uint8_t* from = rows_at(pool, first);
+                const int count = std::min(kPartTokens, end - start - part * kPartTokens);
+                const std::uint8_t* from = rows_at(pool, places[part]);
                 Cached rows{from, row_bytes_, width_, wide_, wide_};
                 if constexpr (quantised(kind)) {
-                    widen_factors(cache_, block_at(pool, first), first % cache_.page_tokens, wide_);
+                    widen_factors(cache_, pool + places[part].block, places[part].slot, wide_);
                     rows.group = cache_.group;
                     rows.scales = wide_, rows.minimums = wide_ + cache_.groups() * kPartTokens;
                 } else if (!in_place) {
@@ -248,13 +259,15 @@ class HeadAttention {
                   });
     }
 
-    // The rows of the part at a position. Fetches its scales and minimums now: two cache lines for each group.
-    const std::uint8_t* next(const std::uint8_t* pool, int position) const {
-        const std::uint8_t* block = block_at(pool, position);
-        for (int g = 0; g < 2 * cache_.groups(); ++g) {
-            __builtin_prefetch(block + cache_.scale_at(g, position % cache_.page_tokens));
+    // The rows of a part. Fetches its scales and minimums now: two cache lines for each group.
+    template <Kind kind>
+    const std::uint8_t* next(const std::uint8_t* pool, const Place& place) const {
+        if constexpr (quantised(kind)) {
+            for (int g = 0; g < 2 * cache_.groups(); ++g) {
+                __builtin_prefetch(pool + place.block + cache_.scale_at(g, place.slot));
+            }
         }
-        return rows_at(pool, position);
+        return rows_at(pool, place);
     }
 
     // Calls work<n>(i) for n queries from i on, until all queries are done.
@@ -303,7 +316,8 @@ class HeadAttention {
 
     const AttentionShape& a_;
     const KvCache& cache_;
-    int first_page_, head_, start_, rows_, width_, group_, queries_;
+    const std::int32_t* pages_;
+    int head_, start_, rows_, width_, group_, queries_;
     std::size_t row_bytes_;
     float *query_, *sums_, *wide_, *scores_;
     Running* run_;
@@ -351,8 +365,8 @@ bool attend(Pool& pool, const AttendOp& op) {
             const int head = a.lo + left % heads, row = left / heads * rows_at_once;
             const int rows = std::min(rows_at_once, sequences[s].rows - row);
             const std::ptrdiff_t at = std::ptrdiff_t(before + row) * a.heads * a.head_dim;
-            HeadAttention{a, cache, sequences[s].first_page, head, sequences[s].start + row, rows, mine}(op.q + at,
-                                                                                                         op.a + at);
+            const std::int32_t* pages = op.pages + sequences[s].first_page;
+            HeadAttention{a, cache, pages, head, sequences[s].start + row, rows, mine}(op.q + at, op.a + at);
         }
     });
     return true;

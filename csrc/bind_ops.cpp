@@ -311,10 +311,11 @@ void bind_ops(nb::module_& m) {
     ops.def("qkv", &Kernels::qkv,
             WEIGHTS(QkvOp), SAME(QkvOp, shape), SAME(QkvOp, attention), SAME(QkvOp, h), SAME(QkvOp, t),
             SAME(QkvOp, q_norm), SAME(QkvOp, k_norm), SAME(QkvOp, cos), SAME(QkvOp, sin), SAME(QkvOp, sequences),
-            SAME(QkvOp, sequence_count), SAME(QkvOp, q), CACHE(QkvOp), SAME(QkvOp, exact), SCRATCH(QkvOp));
+            SAME(QkvOp, sequence_count), SAME(QkvOp, pages), SAME(QkvOp, q), CACHE(QkvOp), SAME(QkvOp, exact),
+            SCRATCH(QkvOp));
     ops.def("attend", &Kernels::attend,
             SAME(AttendOp, attention), SAME(AttendOp, sequences), SAME(AttendOp, sequence_count),
-            SAME(AttendOp, q), CACHE(AttendOp), SAME(AttendOp, a), SCRATCH(AttendOp));
+            SAME(AttendOp, pages), SAME(AttendOp, q), CACHE(AttendOp), SAME(AttendOp, a), SCRATCH(AttendOp));
     ops.def("norm", &Kernels::norm,
             SAME(NormOp, norm), SAME(NormOp, x), SAME(NormOp, chosen), SAME(NormOp, t), SAME(NormOp, d),
             SAME(NormOp, h));

@@ -142,8 +142,8 @@ struct KvCache : CacheShape {
     std::uint8_t *keys = nullptr, *values = nullptr;
 };
 
-// Rows of one sequence in a batch: `rows` of them from position `start`. The sequence's pages are consecutive from
-// `first_page`.
+// Rows of one sequence in a batch: `rows` of them from position `start`. Its pages stand in the batch's list of pages,
+// in the order of its positions, from entry `first_page` on.
 struct Sequence {
     std::int32_t first_page, start, rows;
 };
@@ -322,6 +322,7 @@ struct QkvOp {
     const float *q_norm, *k_norm, *cos, *sin;
     const Sequence* sequences;
     int sequence_count;
+    const std::int32_t* pages;  // of all sequences, numbered as they lie in the pools
     KvCache cache;
     float* q;
     bool exact;
@@ -333,6 +334,7 @@ struct AttendOp {
     AttentionShape attention;
     const Sequence* sequences;
     int sequence_count;
+    const std::int32_t* pages;  // of all sequences, numbered as they lie in the pools
     KvCache cache;
     const float* q;
     float* a;

@@ -120,7 +120,7 @@ bool qkv(Pool& pool, const QkvOp& op) {
             while (s + 1 < op.sequence_count && row >= before + sequences[s].rows) before += sequences[s++].rows;
             const int position = sequences[s].start + row - before;
             const std::size_t block =
-                cache.block_at(sequences[s].first_page + position / cache.page_tokens, a.lo + head);
+                cache.block_at(op.pages[sequences[s].first_page + position / cache.page_tokens], a.lo + head);
             store_row(k, cache, cache.keys + block, position % cache.page_tokens);
             store_row(v, cache, cache.values + block, position % cache.page_tokens);
         }

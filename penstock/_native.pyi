@@ -267,15 +267,15 @@ class _Ops:
 
     def qkv(
         self, *, weights: int, count: int, stride: int, shape: QkvShape, attention: AttentionShape, h: int, t: int,
-        q_norm: int, k_norm: int, cos: int, sin: int, sequences: int, sequence_count: int, q: int, cache: CacheShape,
-        keys: int, values: int, exact: bool, scratch: int, scratch_bytes: int,
+        q_norm: int, k_norm: int, cos: int, sin: int, sequences: int, sequence_count: int, pages: int, q: int,
+        cache: CacheShape, keys: int, values: int, exact: bool, scratch: int, scratch_bytes: int,
     ) -> None:  # fmt: skip
-        """q [t, H, E], and k and v into the cache, for the KV heads of `attention`. `sequences`: int32 [n, 3], first
-        page, start and rows of each."""
+        """q [t, H, E], and k and v into the cache, for the KV heads of `attention`. `sequences`: int32 [n, 3], of each
+        its first entry in `pages`, start and rows. `pages`: int32, page ids."""
 
     def attend(
-        self, *, attention: AttentionShape, sequences: int, sequence_count: int, q: int, cache: CacheShape, keys: int,
-        values: int, a: int, scratch: int, scratch_bytes: int,
+        self, *, attention: AttentionShape, sequences: int, sequence_count: int, pages: int, q: int, cache: CacheShape,
+        keys: int, values: int, a: int, scratch: int, scratch_bytes: int,
     ) -> None:  # fmt: skip
         """a [t, H, E] = softmax(scale · q kᵀ) v over the cache."""
 

@@ -116,7 +116,8 @@ def granules_of(part: Part, rng: np.random.Generator) -> np.ndarray:
 
 @dataclass
 class Case:
-    """One layer with random weights and a filled cache; `run` does every op of a pass by both families."""
+    """One layer with random weights and a filled cache, whose pages lie in any order; `run` does every op of a pass by
+    both families."""
 
     spec: ModelSpec
     weights: Format
@@ -138,6 +139,8 @@ class Case:
         self.on_device = {key: self.put(np.pad(found, ((1, 1), (0, 0)), constant_values=255))[1:-1]
                           for key, found in self.packed.items()}  # fmt: skip
         self.pages_per_seq = -(-self.context // self.page_tokens)
+        pages = len(self.batch.seqs) * self.pages_per_seq
+        self.table = self.rng.permutation(pages).astype(np.int32).reshape(-1, self.pages_per_seq)
         self.pools = [self.fill_pool() for _ in range(2)]
         starts = zip(self.batch.start, self.batch.rows, strict=True)
         self.at = np.concatenate([np.arange(s, s + n) for s, n in starts])
@@ -178,7 +181,7 @@ class Case:
         from penstock.kernels.gpu.cache import KvPool
 
         e, blocks = self.layer.attention.head_dim, self.pools[which]
-        ours = KvPool(self.put(blocks), self.page_tokens, e, self.kv, self.pages_per_seq)
+        ours = KvPool(self.put(blocks), self.page_tokens, e, self.kv, self.put(self.table))
         return cache.KvPool(blocks.copy(), self.page_tokens, e, self.kv), ours
 
     def units(self, part: Part) -> list[tuple[int, int]]:
@@ -266,8 +269,7 @@ class Case:
         return rope.tables(inverse, factor, self.at), (cos, sin)
 
     def tables(self) -> list[np.ndarray]:
-        each = self.pages_per_seq
-        return [np.arange(s * each, (s + 1) * each) for s in range(len(self.batch.seqs))]
+        return list(self.table.astype(np.int64))
 
     def qkv(self) -> None:
         from penstock.kernels.gpu import attention as gpu
@@ -304,7 +306,7 @@ class Case:
             seen = zip(self.batch.start, self.batch.rows, strict=True)
             for s, (start, rows) in enumerate(seen):
                 pages = -(-(start + rows) // self.page_tokens)
-                pool.blocks[s * self.pages_per_seq + pages : (s + 1) * self.pages_per_seq] = 255
+                pool.blocks[self.put(self.table[s, pages:].astype(np.int64))] = 255
         for lo, hi in ((part.granule_rows * edge for edge in unit) for unit in self.units(part)):  # of KV heads
             attention.attend(
                 q, keys, values, a, lo, hi, self.batch, self.tables(), want, Scratch(np.empty(1 << 22, np.uint8))

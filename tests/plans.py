@@ -8,8 +8,9 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from penstock.graph.arenas import Layout
+from penstock.graph.arenas import Layout, with_arenas
 from penstock.graph.cache import POLICIES
+from penstock.graph.tasks import Pass
 from penstock.planner.solve.fill import page_tokens
 from penstock.spec.format import Format, parse_format
 from penstock.spec.model import ModelSpec
@@ -103,7 +104,38 @@ def random_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, cached: bool
 
 
 @st.composite
-def device_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, cached: bool = False, **fields: int | str) -> Plan:
+def page_orders(draw: st.DrawFn, plan: Plan) -> tuple[Plan, list[int]]:
+    """The plan, or one whose sequences share pages, and an order of its pages (see `with_pages`). No order: every
+    sequence has its consecutive pages."""
+    layout = Layout(plan)
+    if draw(st.booleans()):
+        return plan, []
+    if draw(st.booleans()):
+        pages = layout.kv_pages + layout.page_group * draw(st.integers(0, 3))
+        plan = with_arenas(replace(plan, kv_pages=pages))
+    return plan, draw(st.permutations(range(Layout(plan).kv_pages // layout.page_group)))
+
+
+def with_pages(plan: Plan, order: Sequence[int], p: Pass) -> Pass:
+    """The pass with the pages of each sequence taken from an order of groups of pages; as it is where there is none."""
+    if not order:
+        return p
+    layout, page = Layout(plan), plan.page_tokens
+    group, groups = layout.page_group, layout.pages_per_seq // layout.page_group
+    batches = []
+    for batch in p.batches:
+        tables = []
+        for seq, start, rows in zip(batch.seqs, batch.start, batch.rows, strict=True):
+            pages = [g * group + i for g in order[seq * groups : (seq + 1) * groups] for i in range(group)]
+            tables.append(tuple(pages[: -(-(start + rows) // page)]))
+        batches.append(batch._replace(pages=tuple(tables)))
+    return p._replace(batches=tuple(batches))
+
+
+@st.composite
+def device_plans(
+    draw: st.DrawFn, spec: ModelSpec, weights: Format, cached: bool = False, **fields: int | str
+) -> Plan:
     """The same beside a device: each layer's attention on either executor, each FFN unit's prefill and decode too, from
     any home that the executor can be fed from; KV on the device or in memory; either one holds the activations, and
     either one a router. `cached`: caches on the host, of layers whose experts are on the disk, or on a device that has

@@ -137,6 +137,21 @@ class Work:
         )
 
 
+@dataclass(frozen=True)
+class SharedWork(Work):
+    """What the plan is for, where sequences may share KV pages."""
+
+    kv_tokens: int | None = flag(
+        "--kv-tokens",
+        "N",
+        "KV room in tokens, of all sequences together; serve takes --batch × (prompt + output), plan whole contexts.",
+        min=1,
+    )
+
+    def ask(self, machine: Machine, prompt_tokens: int = 64, output_tokens: int = 64) -> Ask:
+        return dataclasses.replace(super().ask(machine, prompt_tokens, output_tokens), kv_tokens=self.kv_tokens)
+
+
 TraceName = Annotated[
     str | None,
     Option("--trace", metavar="FILE", help="Also write what each lane did when, for ui.perfetto.dev."),
@@ -180,6 +195,7 @@ def given_plan(file: str | None, machine: Machine, work: Work) -> Plan | None:
     if file is None:
         return None
     flags = {"--kv": work.kv, "--kv-home": work.kv_home, "--context": work.context, "--resident": machine.resident}
+    flags |= {"--kv-tokens": work.kv_tokens} if isinstance(work, SharedWork) else {}
     if any(flags.values()):
         raise BadRequest(f"--plan says what {', '.join(flags)} would: give one or the other")
     return _read_plan(file)

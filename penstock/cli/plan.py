@@ -11,7 +11,7 @@ from typer import Option
 
 import penstock
 from penstock.cli.loading import tracing
-from penstock.cli.options import Json, Machine, Shape, TraceName, Weights, Work, as_path, file_to_write, read_text
+from penstock.cli.options import Json, Machine, Shape, SharedWork, TraceName, Weights, as_path, file_to_write, read_text
 from penstock.cli.output import note, print_json, progress
 from penstock.cli.writing import writing
 from penstock.errors import BadRequest
@@ -43,7 +43,7 @@ SvgName = Annotated[
 def plan(
     model: Shape,
     machine: Machine,
-    work: Work,
+    work: SharedWork,
     weights: Weights = None,
     machine_file: MachineName = None,
     svg: SvgName = None,

@@ -6,17 +6,33 @@ import importlib.util
 import os
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
 from penstock.cli.loading import loaded, packed_model
-from penstock.cli.options import CacheLimit, Machine, Model, PlanFile, Weights, Work, flag, given_plan, read_text
+from penstock.cli.options import (
+    CacheLimit,
+    Machine,
+    Model,
+    PlanFile,
+    SharedWork,
+    Weights,
+    as_path,
+    flag,
+    given_plan,
+    read_text,
+)
 from penstock.cli.output import note
 from penstock.errors import BadRequest
-from penstock.units import MIB
+from penstock.spec.ask import Ask
+from penstock.units import MIB, format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from penstock.serve.engine import Engine
+    from penstock.serve.kv_store import KvStore
 
 KEY_VARIABLE = "PENSTOCK_API_KEY"
 # What the process takes beside what `run` takes. Its libraries are 12 MiB, and 64 clients with 256 requests made that
@@ -27,10 +43,14 @@ _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
 @dataclass(frozen=True)
-class ServeWork(Work):
+class ServeWork(SharedWork):
     """What the plan is for: several answers at once."""
 
     batch: int = flag("--batch", "N", "Answers at once; other requests wait.", 8, min=1)
+
+    def ask(self, machine: Machine, prompt_tokens: int = 64, output_tokens: int = 64) -> Ask:
+        ask = super().ask(machine, prompt_tokens, output_tokens)
+        return replace(ask, kv_tokens=ask.kv_tokens or ask.batch * (ask.prompt_tokens + ask.output_tokens))
 
 
 def serve(
@@ -53,6 +73,13 @@ def serve(
         str | None, Option("--name", metavar="NAME", help="The model's name for clients; default its folder's.")
     ] = None,
     queue: Annotated[int, Option("--queue", metavar="N", min=0, max=100_000, help="Requests that may wait.")] = 256,
+    keep_kv: Annotated[
+        str | None,
+        Option("--keep-kv", metavar="DIR", help="Keep KV of prompts and answers here, to go on from after a restart."),
+    ] = None,
+    keep_kv_limit: Annotated[
+        str, Option("--keep-kv-limit", metavar="SIZE", help="The most that --keep-kv may take, for each model.")
+    ] = "4GiB",
     weights: Weights = None,
     plan_file: PlanFile = None,
     cache_limit: CacheLimit = None,
@@ -85,9 +112,10 @@ def serve(
     with loaded(source, ask, machine, plan, tokenizer=tokenizer, beside_bytes=SERVER_BYTES) as engine:
         tempo = pace(engine.plan, engine.machine)
         note(tempo.reason)
-        with closing(Service(engine, prompt_rows=tempo.prompt_rows, queue=queue)) as service:
+        store = None if keep_kv is None else _store(keep_kv, keep_kv_limit, engine, machine.exact)
+        with closing(Service(engine, prompt_rows=tempo.prompt_rows, queue=queue, store=store)) as service:
             served = Served(service, name or Path(model).name or model, tempo, int(time.time()))
-            sequences = engine.plan.batch_seqs * engine.plan.batches_per_pass
+            sequences = engine.plan.at_once(engine.ask.batch, engine.ask.prompt_tokens + engine.ask.output_tokens)
 
             def ready(at: int) -> None:
                 shown = f"[{host}]" if ":" in host else host
@@ -97,6 +125,20 @@ def serve(
 
             listen(served, Access(host, keys, tuple(origin or ())), port, ready)
     note("ended")
+
+
+def _store(folder: str, limit: str, engine: Engine, exact: bool) -> KvStore:
+    """The store of --keep-kv. Raises BadRequest and StorageFailed."""
+    from penstock.serve.kv_store import KvStore, store_key
+
+    if not folder:
+        raise BadRequest("--keep-kv names no folder")
+    limit_bytes = parse_bytes(limit, "--keep-kv-limit")
+    key = store_key(engine.plan, engine.packed.sums, exact)
+    page_bytes = sum(view.nbytes for view in engine.session.kv_page(0))
+    store = KvStore(as_path(folder), key, page_bytes, limit_bytes)
+    note(f"{len(store)} pages of KV are kept in {folder}, {format_bytes(page_bytes)} each")
+    return store
 
 
 def _keys(file: str | None) -> tuple[str, ...]:

@@ -16,8 +16,9 @@ there whichever executor computes. Sizes are in bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from math import gcd
+from math import gcd, lcm
 
 from penstock.graph import scratch
 from penstock.graph.batch import Batch
@@ -50,7 +51,9 @@ class Layout:
             p.layer: self._take(f"{p.home}.weights", self.predictor_part(p).nbytes) for p in plan.predictors
         }
         self._norms = self._place_norms()
-        self.pages_per_seq = self._pages_per_seq()
+        self.page_group = self._page_group()
+        self.pages_per_seq = round_up(-(-plan.context // plan.page_tokens), self.page_group)
+        self.kv_pages = plan.kv_pages or plan.batch_seqs * plan.batches_per_pass * self.pages_per_seq
         self._kv = self._place_kv()
         self.windows: list[Slot] = []
         self._window_of = self._place_windows()
@@ -149,15 +152,26 @@ class Layout:
                 return home
         raise AssertionError(f"no KV home for layer {layer}, sequence {batch.seqs[0]}")
 
-    def _pages_per_seq(self) -> int:
-        """Pages of a sequence. Where KV lives on a disk they are rounded up until they fill whole blocks of it."""
-        pages = -(-self.plan.context // self.plan.page_tokens)
+    def _page_group(self) -> int:
+        """So many consecutive pages, from a multiple of the number on, belong to one sequence or are shared together.
+        It is 1, but where KV lives on a disk they fill whole blocks of it."""
+        group = 1
         for home in self.plan.kv:
             if is_disk(home.home):
                 for layer in range(*home.layers):
-                    page_bytes = self.kv_page_bytes(layer, home)
-                    pages = round_up(pages, PAGE_BYTES // gcd(PAGE_BYTES, page_bytes))
-        return pages
+                    group = lcm(group, PAGE_BYTES // gcd(PAGE_BYTES, self.kv_page_bytes(layer, home)))
+        return group
+
+    def shares_pages(self, batch: Batch) -> bool:
+        """Whether the batch's pages may be anywhere in the pools. Else each sequence has its own range of them."""
+        return bool(batch.pages or self.plan.kv_pages)
+
+    def pages_of(self, batch: Batch) -> Sequence[Sequence[int]]:
+        """The pages of each of the batch's sequences, in the order of positions, as they lie in the slots of `kv`."""
+        if batch.pages:
+            return batch.pages
+        each, first = self.pages_per_seq, 0 if self.plan.kv_pages else batch.first_seq
+        return [range((seq - first) * each, (seq - first + 1) * each) for seq in batch.seqs]
 
     def kv_page_bytes(self, layer: int, home: KvHome) -> int:
         """Bytes of one page of K (or of V) of one layer: a block of P positions for each KV head (spec/format.py)."""
@@ -165,9 +179,20 @@ class Layout:
         return a.kv_heads * self.plan.page_tokens * home.format.kv_bytes(a.head_dim)
 
     def kv(self, layer: int, batch: Batch) -> tuple[Slot, Slot]:
-        """(keys, values) where attention reads them: the pages from the batch's first sequence to its last one."""
+        """(keys, values) where attention reads them: the pages from the batch's first sequence to its last one, or all
+        pages where they are shared."""
         home = self.kv_home(layer, batch)
         return self._of_batch(layer, batch, self._window_of.get(layer, self._kv[layer, home.seqs[0]]))
+
+    def page_slots(self, page: int) -> list[Slot]:
+        """K and V of one page at their home, layer after layer."""
+        slots = []
+        for home in self.plan.kv:
+            for layer in range(*home.layers):
+                nbytes = self.kv_page_bytes(layer, home)
+                for pool in self._kv[layer, home.seqs[0]]:
+                    slots.append(Slot(pool.arena, pool.lo + page * nbytes, pool.lo + (page + 1) * nbytes))
+        return slots
 
     def kv_stored(self, layer: int, batch: Batch) -> tuple[Slot, Slot]:
         """(keys, values) of the same pages as `kv`, at their home."""
@@ -176,6 +201,8 @@ class Layout:
     def kv_spans(self, layer: int, batch: Batch, save: bool) -> list[tuple[int, int]]:
         """Byte ranges within `kv` that a batch's `kv_load` (or `kv_save`) moves. They are the same for K and for V: the
         pages before the batch's rows (or the pages with its rows), for a disk in whole blocks."""
+        if self.shares_pages(batch):
+            return self._shared_spans(layer, batch, save)
         seq_bytes = self.pages_per_seq * self.kv_page_bytes(layer, self.kv_home(layer, batch))
         moved = self._moved_pages(layer, batch, save)
         spans = []
@@ -187,7 +214,10 @@ class Layout:
         return spans
 
     def kv_moved(self, layer: int, batch: Batch, save: bool) -> tuple[int, int]:
-        """(bytes, count) of the ranges of `kv_spans`, without listing them."""
+        """(bytes, count) of the ranges of `kv_spans`, without listing them where sequences have their own."""
+        if batch.pages:
+            spans = self._shared_spans(layer, batch, save)
+            return sum(hi - lo for lo, hi in spans), len(spans)
         counts = [
             (hi - lo, batch.spans[span]) for span, (lo, hi) in self._moved_pages(layer, batch, save).items() if lo < hi
         ]
@@ -204,11 +234,30 @@ class Layout:
             ranges[start, rows] = first * page_bytes // block * block, round_up(last * page_bytes, block)
         return ranges
 
+    def _shared_spans(self, layer: int, batch: Batch, save: bool) -> list[tuple[int, int]]:
+        """`kv_spans` of pages that lie anywhere: each page once, neighbours together."""
+        home, page_tokens = self.kv_home(layer, batch), self.plan.page_tokens
+        page_bytes, block = self.kv_page_bytes(layer, home), PAGE_BYTES if is_disk(home.home) else 1
+        moved: set[int] = set()
+        for pages, start, rows in zip(self.pages_of(batch), batch.start, batch.rows, strict=True):
+            first, last = start // page_tokens if save else 0, -(-(start + rows if save else start) // page_tokens)
+            moved.update(pages[first:last])
+        spans: list[tuple[int, int]] = []
+        for page in sorted(moved):
+            lo, hi = page * page_bytes // block * block, round_up((page + 1) * page_bytes, block)
+            if spans and lo <= spans[-1][1]:
+                spans[-1] = (spans[-1][0], hi)
+            else:
+                spans.append((lo, hi))
+        return spans
+
     def _of_batch(self, layer: int, batch: Batch, pools: tuple[Slot, Slot]) -> tuple[Slot, Slot]:
         home, (keys, values) = self.kv_home(layer, batch), pools
         page_bytes = self.kv_page_bytes(layer, home)
         lo = (batch.first_seq - home.seqs[0]) * self.pages_per_seq * page_bytes
         hi = (batch.last_seq - home.seqs[0] + 1) * self.pages_per_seq * page_bytes
+        if self.shares_pages(batch):
+            lo, hi = 0, self.kv_pages * page_bytes
         return (
             Slot(keys.arena, keys.lo + lo, keys.lo + hi),
             Slot(values.arena, values.lo + lo, values.lo + hi),
@@ -258,7 +307,7 @@ class Layout:
     def _place_kv(self) -> dict[tuple[int, int], tuple[Slot, Slot]]:
         pools = {}
         for home in self.plan.kv:
-            pages = (home.seqs[1] - home.seqs[0]) * self.pages_per_seq
+            pages = self.plan.kv_pages or (home.seqs[1] - home.seqs[0]) * self.pages_per_seq
             for layer in range(*home.layers):
                 nbytes = pages * self.kv_page_bytes(layer, home)
                 arena, align = f"{home.home}.kv", PAGE_BYTES if is_disk(home.home) else SLOT_ALIGN

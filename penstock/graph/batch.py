@@ -14,11 +14,14 @@ class _BatchFields(NamedTuple):
     rows: tuple[int, ...]
     logits: tuple[int, ...]
     parent: tuple[int, ...] = ()
+    pages: tuple[tuple[int, ...], ...] = ()
 
 
 class Batch(_BatchFields):
     """Rows that go through the model together: `rows[i]` tokens of sequence `seqs[i]` from position `start[i]`.
     `logits`: rows (counted over the batch) whose logits are wanted. `parent`: () where each row follows the row before.
+    `pages[i]`: the KV pages of sequence `seqs[i]` in the order of its positions, as many as start + rows need; () where
+    each sequence has the consecutive pages of its number.
 
     Its sums are cached, because all layers ask for them: planning 10,000 sequences took minutes when each layer
     counted."""
@@ -26,6 +29,12 @@ class Batch(_BatchFields):
     @cached_property
     def total_rows(self) -> int:
         return sum(self.rows)
+
+    @cached_property
+    def shape(self) -> tuple[object, ...]:
+        """All that decides the batch's tasks, but for positions and what follows from them. Where pages are given it
+        does not matter which sequences they are of."""
+        return (self.id, len(self.seqs) if self.pages else self.seqs, self.rows, self.logits, self.parent)
 
     @cached_property
     def first_seq(self) -> int:

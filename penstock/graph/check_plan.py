@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 
 from penstock.errors import BadRequest
-from penstock.graph.arenas import with_arenas
+from penstock.graph.arenas import Layout
 from penstock.graph.cache import POLICIES
 from penstock.spec.format import PAGE_TOKENS, Format
 from penstock.spec.model import ModelSpec
@@ -33,6 +33,7 @@ _BOUNDS = {
     "logits_rows": (1, 1 << 20),
     "context": (1, 2**31 - 1),
     "page_tokens": (1, 1 << 16),
+    "kv_pages": (0, 2**31 - 1),
     "io_block_bytes": (PAGE_BYTES, 1 << 30),
     "io_depth": (1, 256),
     "process_bytes": (1, 1 << 40),
@@ -61,7 +62,9 @@ def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
     _check_kv(plan)
     _check_main(plan.units, by_key, main)
     _check_rings(plan, by_key)
-    wanted = with_arenas(plan).arenas
+    layout = Layout(plan)
+    _check_pages(layout)
+    wanted = layout.arenas()
     if plan.arenas != wanted:
         both = set(plan.arenas) & set(wanted)
         differs = [arena.name for arena in (*plan.arenas, *wanted) if arena not in both]
@@ -192,6 +195,15 @@ def _check_kv(plan: Plan) -> None:
             if kind == "attn" and home.layers[0] <= int(layer) < home.layers[1]:
                 if (unit.decode, unit.prefill) != (home.attend, home.attend):
                     raise _wrong(f"attention of layer {layer} on {home.attend} but its projections elsewhere")
+
+
+def _check_pages(layout: Layout) -> None:
+    """Pages that sequences share are enough for one of them, and where KV is on a disk they fill whole blocks of it."""
+    pages, least, group = layout.plan.kv_pages, layout.pages_per_seq, layout.page_group
+    if pages and pages < least:
+        raise _wrong(f"its pools have {pages} pages; a context of {layout.plan.context} tokens takes {least}")
+    if pages % group:
+        raise _wrong(f"its pools have {pages} pages; on a disk {group} fill whole blocks of {PAGE_BYTES}")
 
 
 def _check_cover(name: str, homes: Iterable[KvHome] | Iterable[ActHome], plan: Plan) -> None:

@@ -94,7 +94,7 @@ class Emitter:
             return -1
         if any(slot.arena.endswith(_MOVING) for slots in (task.reads, task.writes) for slot in slots):
             return -1
-        shapes = tuple([(b.id, b.seqs, b.rows, b.logits, b.parent) for b in batches.values()])
+        shapes = tuple([batch.shape for batch in batches.values()])
         key = (shapes, *[call.operands for call in task.calls])
         if len(self._alike) >= _MOST_ALIKE:
             self._alike.clear()

@@ -160,8 +160,9 @@ def _memory(plan: Plan, tier_limits: tuple[Limit, ...]) -> list[str]:
             why = "not used, the CPU alone is as fast"
             lines.append(f"{tier_name(each.tier):38}{'–':>14} of {bound}: {why}")
     on_disk = plan.tier_bytes().get(DISK.tier, 0)
+    shared = f" with room for {plan.kv_pages * plan.page_tokens} together" if plan.kv_pages else ""
     lines.append(
-        f"context {plan.context} tokens × {plan.batch_seqs} sequences, KV in {plan.kv[0].format.name}"
+        f"context {plan.context} tokens × {plan.batch_seqs} sequences{shared}, KV in {plan.kv[0].format.name}"
         + (f", {format_bytes(on_disk)} of it on the disk" if on_disk else "")
     )
     return lines

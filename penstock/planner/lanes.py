@@ -40,7 +40,7 @@ def decode_pass(plan: Plan, ask: Ask, machine: MachineSpec) -> tuple[dict[Lane, 
     many: loads for it ran ahead in the pass before, and loads in it run ahead for the next one."""
     cost = Cost(machine)
     lowering, simulator, replay = Lowering(plan), Simulator(cost), Replay(plan)
-    seqs = tuple(range(min(ask.batch, plan.batch_seqs * plan.batches_per_pass)))
+    seqs = tuple(range(plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)))
     position = min(ask.prompt_tokens + ask.output_tokens // 2, plan.context - 1)
     step = passes.decode(plan, seqs, (position,) * len(seqs), passes.DECODE)
     tasks: dict[int, Task] = {}

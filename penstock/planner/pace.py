@@ -36,7 +36,8 @@ class Pace:
 
 def pace(plan: Plan, machine: MachineSpec) -> Pace:
     """The most rows, a power of two or all that there is room for, with which a pass takes at most LONGEST_GAP times as
-    long as without any; at least 1, or no prompt would ever end. Sequences are half-way through their context."""
+    long as without any; at least 1, or no prompt would ever end. Sequences are half-way through their context, or have
+    half of their share of the pages."""
     plan = short(plan)
     most = max(plan.chunk_rows, plan.batch_seqs)
     speaking = plan.batch_seqs * plan.batches_per_pass - 1
@@ -62,7 +63,8 @@ def _pass_s(plan: Plan, machine: MachineSpec, speaking: int, prompt_rows: int) -
     prompt, where passes like it came before."""
     lowering, simulator, replay = Lowering(plan), Simulator(Cost(machine)), Replay(plan)
     pause_s = Cost(machine).between_passes_s
-    at = max(0, min(plan.context // 2, plan.context - prompt_rows))
+    share = plan.kv_pages * plan.page_tokens // (plan.batch_seqs * plan.batches_per_pass)
+    at = max(0, min((share or plan.context) // 2, plan.context - prompt_rows))
     p = passes.decode(plan, range(speaking), (at,) * speaking, passes.DECODE)
     replay.warm(lowering, p, _CACHE_PASSES)
     if prompt_rows:

@@ -199,7 +199,7 @@ def _arrow(solved: Solved, y: int) -> list[str]:
 def _lanes(solved: Solved, ask: Ask, machine: MachineSpec, notes: Sequence[str], y: int) -> tuple[list[str], int]:
     """(SVG of the timeline of one decode pass, with axis and legend; the y at which it ends). `y`: where it begins."""
     pieces, pass_s = decode_pass(solved.plan, ask, machine)
-    tokens = min(ask.batch, solved.plan.batch_seqs * solved.plan.batches_per_pass)
+    tokens = solved.plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
     what = "one token" if tokens == 1 else f"one token of each of {tokens} sequences"
     drawn = [_text(_RIGHT, y + 13, f"{what} takes {format_seconds(pass_s)}", "bold")]
     y += 32

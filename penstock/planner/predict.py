@@ -124,7 +124,7 @@ def predict(
     decode passes, for the spread between tokens. `trace`: what routers say; None: `routing.stated`."""
     lowering, simulator, replay = Lowering(plan), Simulator(Cost(machine)), Replay(plan, trace)
     spec = plan.target.spec
-    seqs = tuple(range(min(ask.batch, plan.batch_seqs * plan.batches_per_pass)))
+    seqs = tuple(range(plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)))
     prompt = max(1, min(ask.prompt_tokens, plan.context - 1))
     pause_s = Cost(machine).between_passes_s
     ttft_s = 0.0

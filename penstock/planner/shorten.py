@@ -207,7 +207,7 @@ def _further(near: Prediction, further: Sequence[tuple[float, Prediction]], plan
         }
 
     shares = busy(lambda p: p.lane_share, lambda p: 1 / p.decode_tokens_per_s)
-    seqs = min(ask.batch, plan.batch_seqs * plan.batches_per_pass)
+    seqs = plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
     fetched = 0 if gathers(plan) else plan.parts["embed"].granule_bytes
     tier_bytes = plan.tier_bytes()
 

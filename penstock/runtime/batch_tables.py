@@ -17,14 +17,19 @@ Frequencies = tuple[Float32, float] | None
 
 class BatchTables:
     """Tables of a batch, at fixed addresses, so that a recorded program can point at them. `move` fills them with the
-    positions of another batch of the same shape."""
+    positions and pages of another batch of the same shape.
 
-    def __init__(self, batch: Batch, frequencies: Sequence[Frequencies], pages_per_seq: int) -> None:
-        first, t = batch.first_seq, batch.total_rows
-        # int32 [sequences, 3]: the first page (counted from the first page of the first sequence), start, rows.
-        self._sequences = np.array(
-            [((s - first) * pages_per_seq, 0, rows) for s, rows in zip(batch.seqs, batch.rows, strict=True)], np.int32
-        )
+    `pages[i]`: the pages of the batch's sequence i, as many as it has now. `most_pages`: that a sequence may have."""
+
+    def __init__(
+        self, batch: Batch, frequencies: Sequence[Frequencies], pages: Sequence[Sequence[int]], most_pages: int
+    ) -> None:
+        t = batch.total_rows
+        # int32 [sequences, most_pages], and int32 [sequences, 3]: the first entry there, start, rows.
+        self._pages = np.zeros((len(batch.seqs), most_pages), np.int32)
+        self._sequences = np.array([(i * most_pages, 0, rows) for i, rows in enumerate(batch.rows)], np.int32)
+        for row, found in zip(self._pages, pages, strict=True):
+            row[: len(found)] = found
         self._chosen = np.array(batch.logits, np.int32)
         # Layers whose frequencies are the same array share cos and sin, float32 [T, dims / 2].
         self._frequencies: dict[int, tuple[Float32, float]] = {}
@@ -39,8 +44,10 @@ class BatchTables:
         self.move(batch)
 
     def move(self, batch: Batch) -> None:
-        """Fills the tables with the positions of this batch, which has the shape of the first one."""
+        """Fills the tables with the positions and pages of this batch, which has the shape of the first one."""
         self._sequences[:, 1] = batch.start
+        for row, found in zip(self._pages, batch.pages, strict=False):  # where there are none, they are as before
+            row[: len(found)] = found
         row_positions = positions(batch)
         for key, frequencies in self._frequencies.items():
             cos, sin = self._turns[key]
@@ -48,8 +55,13 @@ class BatchTables:
 
     @property
     def sequences_address(self) -> int:
-        """The address of int32 [sequences, 3]: first page, start, rows of each sequence."""
+        """The address of int32 [sequences, 3]: first entry in the pages, start, rows of each sequence."""
         return int(self._sequences.ctypes.data)
+
+    @property
+    def pages_address(self) -> int:
+        """The address of int32 [sequences, most_pages]: the pages of each sequence, in the order of its positions."""
+        return int(self._pages.ctypes.data)
 
     @property
     def chosen_address(self) -> int:

@@ -235,9 +235,12 @@ class Binding:
         layer, batch = op.layer, _batch(call)
         reads: list[tuple[int, int, int]] = []
         for source, target in ((op.stored_keys, op.keys), (op.stored_values, op.values)):
-            if self._poisoned:
-                poison(self._arenas.view(target))
-            for lo, hi in self._layout.kv_spans(layer, batch, save=False):
+            spans = self._layout.kv_spans(layer, batch, save=False)
+            if self._poisoned:  # other pages may be another batch's
+                shared = self._layout.shares_pages(batch)
+                for lo, hi in spans if shared else [(0, target.nbytes)]:
+                    poison(self._arenas.view(target)[lo:hi])
+            for lo, hi in spans:
                 if is_disk(source.arena):
                     reads.append((source.lo + lo, self._arenas.address(target) + lo, hi - lo))
                 else:
@@ -351,16 +354,15 @@ class Binding:
         return self._arenas.view(slot).reshape(-1, part.granule_bytes)
 
     def _pool(self, slot: Slot, layer: int, batch: Batch) -> KvPool:
-        """The pages of the batch's sequences. Page 0 is the first page of the batch's first sequence."""
+        """The pages of a slot of `Layout.kv`."""
         a, fmt = self._spec.layers[layer].attention, self._layout.kv_home(layer, batch).format
-        pages = (batch.last_seq - batch.first_seq + 1) * self._layout.pages_per_seq
-        blocks = self._arenas.view(slot).reshape(pages, a.kv_heads, -1)
-        return KvPool(blocks, self._plan.page_tokens, a.head_dim, fmt)
+        page_tokens = self._plan.page_tokens
+        blocks = self._arenas.view(slot).reshape(-1, a.kv_heads, page_tokens * fmt.kv_bytes(a.head_dim))
+        return KvPool(blocks, page_tokens, a.head_dim, fmt)
 
     def _tables(self, batch: Batch) -> Sequence[NDArray[np.int64]]:
-        """The pages of each sequence, int64 [pages_per_seq] each, numbered as in `_pool`."""
-        per_seq, first = self._layout.pages_per_seq, batch.first_seq
-        return [np.arange((s - first) * per_seq, (s - first + 1) * per_seq) for s in batch.seqs]
+        """The pages of each sequence, int64 [pages] each, numbered as in `_pool`."""
+        return [np.array(pages, np.int64) for pages in self._layout.pages_of(batch)]
 
     def _turn(self, layer: int, batch: Batch) -> tuple[Float32, Float32] | None:
         """cos and sin for the batch's positions, float32 [T, dims / 2] each. Layers with the same rope share them."""

@@ -2,7 +2,7 @@
 have learned positions.
 
 A task that the lowering marks as coming again is bound once. Its calls become a `_native.Program`, which runs without
-Python between the ops. Positions change from pass to pass: they lie in tables that the program points at.
+Python between the ops. Positions and KV pages change from pass to pass: they lie in tables that the program points at.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.spec.plan import Plan
 
 # An op called on a Compute runs at once; called on a Program it is recorded.
 Target = _native.Compute | _native.Program
-_KEPT = 8  # programs, where a whole pass is one program; with caches of experts a layer has four
+_KEPT = 16  # programs, where a whole pass is one program; with caches of experts a layer has four
 _KEPT_SHAPES = 16  # shapes of batches whose tables are kept
 
 
@@ -209,7 +209,7 @@ class NativeBinding(Binding):
         return _Bound(tuple(steps), tables, batches)
 
     def _shared_tables(self, batch: Batch) -> BatchTables:
-        shape = (batch.id, batch.seqs, batch.rows, batch.logits)
+        shape = batch.shape
         if shape not in self._shared:
             while len(self._shared) >= _KEPT_SHAPES:
                 del self._shared[next(iter(self._shared))]
@@ -217,7 +217,8 @@ class NativeBinding(Binding):
         return self._shared[shape]
 
     def _new_tables(self, batch: Batch) -> BatchTables:
-        return BatchTables(batch, self._frequencies, self._layout.pages_per_seq)
+        layout = self._layout
+        return BatchTables(batch, self._frequencies, layout.pages_of(batch), layout.pages_per_seq)
 
     # -- ops: operands as addresses (`at` gives the address of a slot) -----------------------------------
 
@@ -264,16 +265,17 @@ class NativeBinding(Binding):
             weights=at(op.weights), count=unit.hi - unit.lo, stride=self._parts[unit.part].granule_bytes,
             shape=self._qkv_shapes[layer], attention=self._attention_of(call.unit, layer), h=at(op.h),
             t=batch.total_rows, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, sequences=tables.sequences_address,
-            sequence_count=len(batch.seqs), q=at(op.q), cache=self._cache(layer, batch), keys=at(op.keys),
-            values=at(op.values), exact=self._exact, scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
+            sequence_count=len(batch.seqs), pages=tables.pages_address, q=at(op.q), cache=self._cache(layer, batch),
+            keys=at(op.keys), values=at(op.values), exact=self._exact, scratch=at(op.scratch),
+            scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
 
     def _attend_on(self, on: Target, call: Call, op: ops.Attend, tables: BatchTables) -> None:
         layer, batch, at = op.layer, _batch(call), self._arenas.address
         on.attend(
             attention=self._attention_of(call.unit, layer), sequences=tables.sequences_address,
-            sequence_count=len(batch.seqs), q=at(op.q), cache=self._cache(layer, batch), keys=at(op.keys),
-            values=at(op.values), a=at(op.a), scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
+            sequence_count=len(batch.seqs), pages=tables.pages_address, q=at(op.q), cache=self._cache(layer, batch),
+            keys=at(op.keys), values=at(op.values), a=at(op.a), scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
 
     def _out_on(self, on: Target, call: Call, op: ops.Out, tables: BatchTables) -> None:

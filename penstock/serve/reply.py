@@ -48,10 +48,12 @@ class Reply:
         return len(self.answer.token_ids) + 1 < self.limit
 
     def rows(self, start: int, count: int) -> NDArray[np.int32]:
-        """Ids of the positions from `start` on, int32 [count]: of the prompt, or the answer's last token."""
-        if start < len(self.prompt):
+        """Ids of the positions from `start` on, int32 [count], of the prompt and of the answer so far."""
+        after = start - len(self.prompt)
+        if after + count <= 0:
             return self.prompt[start : start + count]
-        return np.array([self.answer.token_ids[-1]], np.int32)
+        said = np.array(self.answer.token_ids[max(0, after) : after + count], np.int32)
+        return np.concatenate([self.prompt[start:], said])
 
     def accept(self, logits: NDArray[np.float32], best: tuple[float, int]) -> str:
         """Samples a token from logits float32 [V]; `best`: the largest logit and its id. Returns the text that the

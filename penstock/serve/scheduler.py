@@ -8,23 +8,28 @@ The request that comes first reads its whole prompt first. Requests come in the 
 ones in the order in which they arrived. A request gains one step of priority in each AGING_S seconds that it waits, so
 none waits for ever.
 
-A sequence has room for the plan's whole context from its first row to its last token. As many requests are answered at
-once as the plan has sequences; the others wait. What a sequence held when its request ended stays there, and a prompt
-that begins with the same tokens goes on from there.
+A request is taken when pages are there for its prompt (`serve.pages`), and gets more of them as its answer grows. As
+many requests are answered at once as the plan has sequences and pages for; the others wait. Where pages run out, the
+least urgent request gives its own back and waits again. Later its prompt and what it has said so far go through the
+model once more, and the answer goes on. Pages whose request has ended keep their content as long as no page is wanted,
+and a prompt that begins with the same tokens goes on from there. A prompt whose beginning another request is just
+reading waits for that, to share it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 from penstock.errors import BadRequest
 from penstock.graph import passes
+from penstock.graph.arenas import Layout
 from penstock.graph.batch import Batch
 from penstock.graph.tasks import Pass, Stream
-from penstock.serve.kept import FreeSequences, Ids
+from penstock.serve.pages import Ids, Pages, Table
 from penstock.spec.plan import Plan
 
 AGING_S = 30.0
@@ -36,7 +41,8 @@ class QueueFull(BadRequest):
 
 class Rows(NamedTuple):
     """Rows of one request in a pass: `tokens` tokens from position `start` on. `reads`: they are tokens of its prompt,
-    and not the last one of its answer. `says`: logits are wanted of the last row, and so a token."""
+    and of what it said before it gave its pages back, and not only the last one of its answer. `says`: logits are
+    wanted of the last row, and so a token."""
 
     request: int
     seq: int
@@ -47,10 +53,12 @@ class Rows(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A pass, and whose rows its batches have: `rows[i]` are those of `taken.batches[i]`, in their order."""
+    """A pass, and whose rows its batches have: `rows[i]` are those of `taken.batches[i]`, in their order. `restores`:
+    (page, digest) of stored pages that are to be brought back before the pass."""
 
     taken: Pass
     rows: tuple[tuple[Rows, ...], ...]
+    restores: tuple[tuple[int, bytes], ...] = ()
 
 
 @dataclass
@@ -61,30 +69,41 @@ class _Request:
     priority: int
     arrived_s: float
     order: int  # in which requests arrived
-    seq: int = -1  # of the plan, once it has one
+    seq: int = -1  # of the plan, while it has one
+    table: Table | None = None  # its pages, while it has a sequence
     read: int = 0  # tokens that need not go through the model any more
     said: int = 0  # tokens of the answer
+    digests: Sequence[bytes] = ()  # of its tokens, page by page, while it waits or reads
 
     @property
-    def prompt_tokens(self) -> int:
-        return len(self.prompt)
+    def tokens(self) -> int:
+        """Tokens of prompt and answer so far."""
+        return len(self.prompt) + self.said
 
     @property
     def reads(self) -> bool:
-        """Whether tokens of the prompt are left to read."""
-        return self.read < self.prompt_tokens
+        """Whether more is left to read than the last token of its answer."""
+        return not self.said or self.read < self.tokens - 1
 
 
 class Scheduler:
     """Requests of one loaded plan. `prompt_rows`: the most rows of prompts in a pass beside rows of answers; alone they
-    fill the plan's chunks. `queue`: the most requests that may wait. `held`: the tokens whose keys and values a
-    sequence holds, int32 [n]."""
+    fill the plan's chunks. `queue`: the most requests that may wait. `ids(request, start, count)`: tokens of a
+    request's prompt and answer, int32 [count]. `stored(digest)`: whether a page lies elsewhere too, as for `Pages`."""
 
-    def __init__(self, plan: Plan, prompt_rows: int, queue: int, held: Callable[[int], Ids]) -> None:
-        self._plan, self._prompt_rows, self._queue = plan, max(1, prompt_rows), queue
-        self._free = FreeSequences(range(plan.batch_seqs * plan.batches_per_pass), held)
+    def __init__(
+        self, plan: Plan, prompt_rows: int, queue: int, ids: Callable[[int, int, int], Ids],
+        stored: Callable[[bytes], bool] = lambda _: False,
+    ) -> None:  # fmt: skip
+        self._plan, self._prompt_rows, self._queue, self._ids = plan, max(1, prompt_rows), queue, ids
+        layout = Layout(plan)
+        self._group, self._most_pages = layout.page_group, layout.pages_per_seq // layout.page_group
+        self.pages = Pages(layout.kv_pages // self._group, plan.page_tokens * self._group, stored)
+        self._free = set(range(plan.batch_seqs * plan.batches_per_pass))
         self._requests: dict[int, _Request] = {}
         self._arrived = 0
+        self._underway: list[tuple[_Request, Rows]] = []  # the rows of the latest pass
+        self.given_back = 0  # how often a request gave its pages back before its answer was whole
 
     @property
     def running(self) -> int:
@@ -115,37 +134,78 @@ class Scheduler:
         self._arrived += 1
 
     def end(self, requests: Collection[int]) -> None:
-        """Requests have ended, by themselves or since nobody wants them any more. Their sequences are free. Not to be
-        called while a pass is under way that has rows of theirs."""
+        """Requests have ended, by themselves or since nobody wants them any more. Their sequences and pages are free.
+        Not to be called while a pass is under way that has rows of theirs."""
+        self._settle()
         for number in requests:
             if (request := self._requests.pop(number, None)) is not None and request.seq >= 0:
-                self._free.give(request.seq, request.owner)
+                self._leave(request)
+
+    def forget(self) -> None:
+        """The pass under way has failed, or did not begin. What pages hold is not known any more: who has any begins
+        again."""
+        for request, rows in self._underway:
+            request.said -= rows.says
+        self._underway.clear()
+        for request in self._requests.values():
+            if request.table is not None:
+                self.pages.drop(request.table)
+                request.table = None
+                self._leave(request)
+        self.pages.forget()
 
     def next(self, now_s: float) -> Step | None:
         """The next pass; None where nobody wants one. Between two calls the pass must be run, and every request that
         ended in it be told to `end`."""
-        speaking = sorted((r for r in self._requests.values() if r.seq >= 0 and not r.reads), key=lambda r: r.seq)
-        rows = [self._said(request) for request in speaking]
-        reading = self._reading(rows, now_s)
+        self._settle()
+        order = self._in_order(now_s)
+        rows = self._speaking(order)
+        reading = self._reading(rows, order)
         if not rows and not reading:
             return None
         by_batch: list[list[Rows]] = [[] for _ in range(self._plan.batches_per_pass)]
         for each in sorted([*rows, *reading], key=lambda r: r.seq):
             by_batch[each.seq // self._plan.batch_seqs].append(each)
-        batches = tuple(_batch(i, members) for i, members in enumerate(by_batch) if members)
+        batches = tuple(self._batch(i, members) for i, members in enumerate(by_batch) if members)
         for each in (*rows, *reading):
             request = self._requests[each.request]
-            request.read, request.said = max(request.read, each.start + each.tokens), request.said + each.says
+            request.read, request.said = each.start + each.tokens, request.said + each.says
+            self._underway.append((request, each))
         then = Stream("prefill", True) if any(r.reads for r in self._requests.values()) else passes.DECODE
         few = bool(reading) and max(batch.total_rows for batch in batches) <= self._plan.asking_rows
         taken = Pass("prefill" if reading else "decode", batches, then, few)
-        return Step(taken, tuple(tuple(members) for members in by_batch if members))
+        restores = tuple(self.pages.restores)
+        self.pages.restores.clear()
+        return Step(taken, tuple(tuple(members) for members in by_batch if members), restores)
 
-    def _said(self, request: _Request) -> Rows:
-        """The row of an answer's last token."""
-        return Rows(request.id, request.seq, request.prompt_tokens + request.said - 1, 1, False, True)
+    def _settle(self) -> None:
+        """The latest pass has ended: what it wrote can be shared."""
+        for request, _ in self._underway:
+            if request.table is not None:
+                self.pages.wrote(request.table, request.read, partial(self._ids, request.id))
+        self._underway.clear()
 
-    def _reading(self, speaking: list[Rows], now_s: float) -> list[Rows]:
+    def _speaking(self, order: Sequence[_Request]) -> list[Rows]:
+        """A row of the last token of each answer, and a page where it needs one. Where there is none, the least urgent
+        request gives its pages back. The most urgent one always finds some, for the pools have pages for a context."""
+        rows: list[Rows] = []
+        for request in order:
+            while request.table is not None and not request.reads:
+                if request.read < len(request.table.pages) * self.pages.tokens or self.pages.extend(request.table):
+                    rows.append(Rows(request.id, request.seq, request.read, 1, False, True))
+                    break
+                self._leave(next(other for other in reversed(order) if other.seq >= 0))
+                self.given_back += 1
+        return rows
+
+    def _leave(self, request: _Request) -> None:
+        """The request gives its sequence and its pages back."""
+        if request.table is not None:
+            self.pages.end(request.table, partial(self._ids, request.id))
+        self._free.add(request.seq)
+        request.seq, request.table, request.read, request.digests = -1, None, 0, ()
+
+    def _reading(self, speaking: list[Rows], order: Sequence[_Request]) -> list[Rows]:
         """Rows of prompts for the next pass."""
         size = self._plan.batch_seqs
         room = [max(self._plan.chunk_rows, size)] * self._plan.batches_per_pass
@@ -153,23 +213,57 @@ class Scheduler:
             room[each.seq // size] -= 1
         left = self._prompt_rows if speaking else sum(room)
         found: list[Rows] = []
-        for request in self._in_order(now_s):
+        spoke = {each.request for each in speaking}
+        admits, coming = True, set[bytes]()  # digests of pages that are being read
+        for request in order:
             if left <= 0:
                 break
-            if not request.reads:
-                continue
-            if request.seq < 0:
-                if not (free := [s for s in self._free if room[s // size] > 0]):
+            if request.seq < 0 and admits and (free := [s for s in self._free if room[s // size] > 0]):
+                ids = self._begins(request)
+                if self.pages.lacks(request.digests, ids) in coming:
                     continue
-                request.seq, request.read = self._free.take(free, request.prompt, request.owner)
+                admits = self._admit(request, ids, min(free, key=lambda seq: (-room[seq // size], seq)))
+            if request.table is None or request.id in spoke:
+                continue
+            coming.update(request.digests[len(request.table.digests) :])
             seq = request.seq
-            count = min(request.prompt_tokens - request.read, left, room[seq // size])
+            count = min(request.tokens - request.read, left, room[seq // size])
             if count <= 0:
                 continue
             room[seq // size], left = room[seq // size] - count, left - count
-            ends = request.read + count == request.prompt_tokens
+            ends = request.read + count == request.tokens
             found.append(Rows(request.id, seq, request.read, count, True, ends))
         return found
+
+    def _begins(self, request: _Request) -> Ids:
+        """All that a request without pages has to read, int32 [n]."""
+        ids = request.prompt if not request.said else self._ids(request.id, 0, request.tokens)
+        request.digests = request.digests or self.pages.digests(request.owner, ids)
+        return ids
+
+    def _admit(self, request: _Request, ids: Ids, seq: int) -> bool:
+        """Gives the request a sequence and pages, if there are enough: one more for each request that may grow, so that
+        none has to give its pages back at once. Others that come later do not overtake it."""
+        tables = [other.table for other in self._requests.values() if other.table is not None]
+        growing = sum(len(table.pages) < self._most_pages for table in tables)
+        table = self.pages.begin(request.digests, ids, growing)
+        if table is not None:
+            self._free.remove(seq)
+            request.seq, request.table, request.read = seq, table, table.written
+        return table is not None
+
+    def _batch(self, number: int, members: Sequence[Rows]) -> Batch:
+        _, seqs, start, rows, _, says = zip(*members, strict=True)
+        logits = tuple(end - 1 for end, wanted in zip(accumulate(rows), says, strict=True) if wanted)
+        pages = tuple(self._pages_of(each) for each in members)
+        return Batch(number, seqs, start, rows, logits, (), pages)
+
+    def _pages_of(self, rows: Rows) -> tuple[int, ...]:
+        """The plan's pages of a request up to the end of its rows."""
+        table, group = self._requests[rows.request].table, self._group
+        assert table is not None
+        pages = (page * group + i for page in table.pages for i in range(group))
+        return tuple(islice(pages, -(-(rows.start + rows.tokens) // self._plan.page_tokens)))
 
     def _in_order(self, now_s: float) -> list[_Request]:
         """All requests, the most urgent first."""
@@ -178,9 +272,3 @@ class Scheduler:
             return (-request.priority - (now_s - request.arrived_s) // AGING_S, request.order)
 
         return sorted(self._requests.values(), key=urgency)
-
-
-def _batch(number: int, members: Iterable[Rows]) -> Batch:
-    _, seqs, start, rows, _, says = zip(*members, strict=True)
-    logits = tuple(end - 1 for end, wanted in zip(accumulate(rows), says, strict=True) if wanted)
-    return Batch(number, seqs, start, rows, logits)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,13 +17,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import BadRequest, InternalError, PenstockError
+from penstock.errors import BadRequest, InternalError, PenstockError, StorageFailed
 from penstock.serve.answering import checked_ids
 from penstock.serve.engine import Engine
 from penstock.serve.generation import Generation
+from penstock.serve.kv_store import KvStore
 from penstock.serve.reply import Reply
 from penstock.serve.sampling import Likely, SamplingParams
 from penstock.serve.scheduler import Rows, Scheduler, Step
+
+_SAVING_S = 10.0  # in which pages are still kept when the service ends
 
 
 class Piece(NamedTuple):
@@ -80,16 +84,22 @@ class Counts:
     output_tokens: int
     passes: int
     passes_s: float
+    pages: int = 0  # of the KV pools
+    pages_had: int = 0  # by requests: 0 where none is here
+    pages_kept: int = 0  # that nobody has, with what prompts may begin with
+    given_back: int = 0  # times that a request had to give its pages back before its answer was whole
 
 
 class Service:
     """Serves one loaded engine until `close`. The engine answers nobody else meanwhile.
 
-    `prompt_rows`: the most rows of prompts in a pass beside rows of answers. `queue`: the most requests that wait."""
+    `prompt_rows`: the most rows of prompts in a pass beside rows of answers. `queue`: the most requests that wait.
+    `store`: where pages are kept while nobody asks, and at the end; prompts go on from them."""
 
-    def __init__(self, engine: Engine, *, prompt_rows: int, queue: int) -> None:
-        self.engine = engine
-        self._scheduler = Scheduler(engine.plan, prompt_rows, queue, engine.session.held.of)
+    def __init__(self, engine: Engine, *, prompt_rows: int, queue: int, store: KvStore | None = None) -> None:
+        self.engine, self._store = engine, store
+        stored: Callable[[bytes], bool] = (lambda _: False) if store is None else store.__contains__
+        self._scheduler = Scheduler(engine.plan, prompt_rows, queue, self._known, stored)
         self._open: dict[int, _Open] = {}
         self._changed = threading.Condition()  # guards all that follows, and the scheduler
         self._next_id = 0
@@ -103,10 +113,11 @@ class Service:
     @property
     def counts(self) -> Counts:
         with self._changed:
-            done = self._done
+            done, pages = self._done, self._scheduler.pages
             return Counts(
                 self._scheduler.running, self._scheduler.waiting, done["answered"], done["failed"], done["cancelled"],
                 done["prompt"], done["cached"], done["output"], done["passes"], self._passes_s,
+                pages.count, pages.had, pages.kept, self._scheduler.given_back,
             )  # fmt: skip
 
     @property
@@ -181,7 +192,7 @@ class Service:
         with self.engine.held():
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._open or self._ends)
+                    self._changed.wait_for(lambda: self._open or self._ends or self._unsaved())
                     left = [number for number, request in self._open.items() if request.cancelled]
                     self._scheduler.end(left)
                     told = [(self._open.pop(number).tell, Cancelled()) for number in left]
@@ -192,10 +203,40 @@ class Service:
                         break
                 for tell, what in told:
                     tell(what)
-                if step is not None:
+                if step is None:
+                    self._save()
+                elif self._restore(step):
                     self._take(step)
+            until_s = time.perf_counter() + _SAVING_S
+            while self._unsaved() and time.perf_counter() < until_s:
+                self._save()
         for tell, what in told:
             tell(what)
+
+    def _unsaved(self) -> bool:
+        return self._store is not None and self._scheduler.pages.unsaved() is not None
+
+    def _save(self) -> None:
+        """Keeps a page in the store, if one is left to be kept. Where the store fails, no more are kept."""
+        if self._store is None or (found := self._scheduler.pages.unsaved()) is None:
+            return
+        page, digest = found
+        try:
+            self._store.save(digest, self.engine.session.kv_page(page))
+        except StorageFailed as error:
+            warnings.warn(f"KV is not kept any more: {error.message}", stacklevel=2)
+            self._store = None
+        self._scheduler.pages.saved(digest)
+
+    def _restore(self, step: Step) -> bool:
+        """Brings stored pages back. Where one is not what was stored, all begin again without it."""
+        for page, digest in step.restores:
+            assert self._store is not None
+            if not self._store.load(digest, self.engine.session.kv_page(page)):
+                with self._changed:
+                    self._scheduler.forget()
+                return False
+        return True
 
     def _take(self, step: Step) -> None:
         """Runs a pass, and tells everyone what came of it."""
@@ -209,6 +250,8 @@ class Service:
             logits_of_batches = session.step(step.taken, tokens)
         except Exception as error:  # whatever it is, nobody may wait for ever
             ended = {r.request: _failed(error) for rows in step.rows for r in rows}
+            with self._changed:
+                self._scheduler.forget()
         else:
             for rows, logits, best in zip(step.rows, logits_of_batches, session.best, strict=True):
                 for i, r in enumerate(r for r in rows if r.says):
@@ -233,7 +276,11 @@ class Service:
 
     def _ids(self, rows: Rows) -> NDArray[np.int32]:
         """The ids of some rows, int32 [tokens]."""
-        return self._open[rows.request].reply.rows(rows.start, rows.tokens)
+        return self._known(rows.request, rows.start, rows.tokens)
+
+    def _known(self, number: int, start: int, count: int) -> NDArray[np.int32]:
+        """The ids of a request's prompt and answer from a position on, int32 [count]."""
+        return self._open[number].reply.rows(start, count)
 
     def _time(self, request: _Open) -> None:
         """Notes when a token of the request came."""

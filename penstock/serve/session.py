@@ -18,6 +18,7 @@ from penstock.errors import BadRequest, DamagedModel, PenstockError
 from penstock.graph.demand import Answer
 from penstock.graph.lower import Lowering
 from penstock.graph.ops import Route
+from penstock.graph.pages import check_tables
 from penstock.graph.passes import DECODE
 from penstock.graph.tasks import Call, Pass, Task
 from penstock.graph.timeline import Timeline
@@ -147,6 +148,7 @@ class Session:
 
     def _step(self, p: Pass, tokens: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         spec = self.plan.target.spec
+        check_tables(self.lowering.layout, p)
         for batch, ids in zip(p.batches, tokens, strict=True):
             slot = self.lowering.layout.act(HOST, batch.id, "tokens", 4 * batch.total_rows)
             self._arenas.view(slot).view(np.int32)[...] = ids
@@ -177,6 +179,10 @@ class Session:
             slot = self.lowering.layout.act(HOST, batch.id, "logits", 4 * n * spec.vocab)
             logits.append(self._arenas.array(slot, np.float32, (n, spec.vocab)))
         return logits
+
+    def kv_page(self, page: int) -> list[NDArray[np.uint8]]:
+        """K and V of a page in every layer, uint8 [bytes] each: views of pools in RAM."""
+        return [self._arenas.view(slot) for slot in self.lowering.layout.page_slots(page)]
 
     @property
     def arena_bytes(self) -> int:

@@ -18,10 +18,11 @@ MOST_SEQUENCES = 2**14
 class Ask:
     """`host_memory_bytes`: limit of the whole process. `device_memory_bytes`: limit of the device's memory.
 
-    `resident_bytes`: at most so many bytes of weights stay in memory. `context`: KV room in tokens, per sequence.
-    `batch`: sequences at once. `kv`: number format of the KV cache. `kv_home`: "memory" or "disk". `score`: logits of
-    every prompt row are wanted (for evaluation), not of the last row alone. `use_device`: where there is a device,
-    plans that do not use it are left out.
+    `resident_bytes`: at most so many bytes of weights stay in memory. `context`: the most tokens of a sequence.
+    `kv_tokens`: KV room in tokens of all sequences together, which then share pages, and at least for one whole
+    context; None: room for the whole context of each. `batch`: sequences at once. `kv`: number format of the KV cache.
+    `kv_home`: "memory" or "disk". `score`: logits of every prompt row are wanted (for evaluation), not of the last row
+    alone. `use_device`: where there is a device, plans that do not use it are left out.
 
     Raises BadRequest for a value that no plan could have.
     """
@@ -38,13 +39,14 @@ class Ask:
     kv_home: str | None = None
     score: bool = False
     use_device: bool = False
+    kv_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.objective not in ("latency", "throughput"):
             raise BadRequest(f"objective {self.objective!r} should be latency or throughput")
         if self.kv_home not in (None, "memory", "disk"):
             raise BadRequest(f"KV home {self.kv_home!r} should be memory or disk")
-        for name in ("prompt_tokens", "output_tokens", "batch", "context"):
+        for name in ("prompt_tokens", "output_tokens", "batch", "context", "kv_tokens"):
             value = getattr(self, name)
             most = MOST_SEQUENCES if name == "batch" else MOST
             if value is not None and not 1 <= value <= most:

@@ -120,7 +120,9 @@ class Plan:
                                   zig-zag block)
     chunk_rows      the most rows of a batch in a prefill pass
     logits_rows     the most rows of a batch whose logits are kept
-    context         KV room per sequence in tokens, in pages of `page_tokens`
+    context         the most tokens of a sequence; its KV lies in pages of `page_tokens`
+    kv_pages        pages in each layer's pool, which sequences share; 0: as many as give every sequence its whole
+                    context, page after page
     ring_bytes      per tier, the ring that weights stream through. It bounds how far loads run ahead
     stage_bytes     pinned memory that units cross on their way from a disk to a device
     order           one of ORDERS
@@ -152,6 +154,7 @@ class Plan:
     context_bytes: int
     predictors: tuple[Predictor, ...] = ()
     caches: tuple[Cache, ...] = ()
+    kv_pages: int = 0
 
     @property
     def target(self) -> PlanModel:
@@ -168,6 +171,13 @@ class Plan:
         routed = [self.target.spec.layers[cache.layer].routed for cache in self.caches]
         few = min((ffn.experts // (2 * ffn.active) for ffn in routed if ffn is not None), default=0)
         return max(self.batch_seqs, few) if routed else 0
+
+    def at_once(self, batch: int, tokens: int) -> int:
+        """How many sequences of a batch go through one pass, with KV room for so many tokens of each."""
+        seqs = min(batch, self.batch_seqs * self.batches_per_pass)
+        if self.kv_pages:
+            seqs = min(seqs, max(1, self.kv_pages // -(-min(tokens, self.context) // self.page_tokens)))
+        return seqs
 
     @property
     def main(self) -> Executor:

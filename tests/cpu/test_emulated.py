@@ -33,7 +33,7 @@ from penstock.units import MIB
 from tests.cpu.configs import TINY_CONFIGS
 from tests.cpu.engines import MACHINE
 from tests.cpu.test_placement import DENSE, FORMATS, KV_FORMATS, NEAR, models, oracle, run  # noqa: F401 (fixtures)
-from tests.plans import device_plans, make_plan
+from tests.plans import device_plans, make_plan, page_orders
 
 ROOMY, FAST = 1 << 30, 1e12
 
@@ -55,10 +55,11 @@ def test_any_placement(
     name = data.draw(st.sampled_from(sorted(models)))
     packed, kv = models[name], data.draw(st.sampled_from(KV_FORMATS))
     plan = data.draw(device_plans(packed.spec, packed.weights, cached=True, batch_seqs=2, kv=kv))
+    plan, order = data.draw(page_orders(plan))
     check_plan(plan, packed.spec, packed.weights)
     jitter_s = data.draw(st.sampled_from([0.0, 0.0, 0.002]))
-    found = on_device(packed, plan, data.draw(st.integers(0, 1000)), jitter_s)
-    assert np.array_equal(found, on_device(packed, plan, serial=True))
+    found = on_device(packed, plan, data.draw(st.integers(0, 1000)), jitter_s, order=order)
+    assert np.array_equal(found, on_device(packed, plan, order=order, serial=True))
     expected, near = oracle[name, kv], NEAR[kv]
     assert np.abs(found - expected).max() <= near
     ordered = np.sort(expected, axis=1)
@@ -76,7 +77,8 @@ def test_batches_share_a_pass(
     name = data.draw(st.sampled_from(sorted(models)))
     packed, kv = models[name], data.draw(st.sampled_from(KV_FORMATS))
     plan = data.draw(device_plans(packed.spec, packed.weights, cached=True, batch_seqs=1, batches_per_pass=2, kv=kv))
-    assert np.abs(on_device(packed, plan) - oracle[name, kv]).max() <= NEAR[kv]
+    plan, order = data.draw(page_orders(plan))
+    assert np.abs(on_device(packed, plan, order=order) - oracle[name, kv]).max() <= NEAR[kv]
 
 
 @pytest.mark.parametrize("device_mib", [1024, 9])

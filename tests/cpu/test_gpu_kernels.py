@@ -130,11 +130,11 @@ def test_the_cache_gets_the_same_bytes(kernels: Kernels, name: str, head_dim: in
     t = len(rows)
     positions, sequence = np.r_[60 : 60 + t - 4, 0:4].astype(np.int32), np.r_[[0] * (t - 4), [1] * 4].astype(np.int32)
     want = np.zeros((4, 2, page * fmt.kv_bytes(head_dim)), np.uint8)
-    pool = cache.KvPool(want, page, head_dim, fmt)
+    pool, table = cache.KvPool(want, page, head_dim, fmt), np.array([[2, 0], [3, 1]], np.int32)
     with np.errstate(all="ignore"):
         for row, at, s in zip(rows, positions.tolist(), sequence.tolist(), strict=True):
-            pool.store(2 * s + at // page, 1, at % page, row[None])
-    got = KvPool(torch.zeros(want.shape, dtype=torch.uint8), page, head_dim, fmt, 2)
+            pool.store(int(table[s, at // page]), 1, at % page, row[None])
+    got = KvPool(torch.zeros(want.shape, dtype=torch.uint8), page, head_dim, fmt, torch.from_numpy(table))
     where = torch.from_numpy(positions), torch.from_numpy(sequence)
     if kernels.triton:
         a = Attention(2, 2, head_dim, 1.0)

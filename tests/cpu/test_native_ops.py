@@ -179,6 +179,20 @@ class Pair:
                 seen.add(call.op)
         return seen
 
+    def outputs(self, p: Pass, seed: int) -> list[np.ndarray]:
+        """The logits of a pass by the reference and by native kernels, as bytes."""
+        tokens = np.random.default_rng(seed).integers(0, self.plan.target.spec.vocab, p.batches[0].total_rows)
+        found, layout = [], self.lowering.layout
+        tasks = list(self.lowering.step(p))
+        for arenas, binding in zip(self.arenas, (self.reference, self.native), strict=True):
+            arenas.view(layout.act("host", 0, "tokens", 4 * len(tokens))).view(np.int32)[...] = tokens
+            binding.begin()
+            with np.errstate(all="ignore"):
+                for task in tasks:
+                    binding.run(task)
+            found.append(arenas.view(layout.act("host", 0, "logits")).copy())
+        return found
+
     def calls(self, p: Pass, rng: np.random.Generator, name: str) -> Iterator[Call]:
         """Runs a pass natively, and stops before each call of this op."""
         self.native.begin()
@@ -281,6 +295,56 @@ def test_every_op(
     seen = pair.run(Pass("prefill", (batch,), None), np.random.default_rng(seed), not exact)
     assert seen == {"gather", "embed", "norm", "qkv", "attend", "out", "merge", "head"} | ffn_ops(spec.layers[0])
     pair.close()
+
+
+@st.composite
+def paged(draw: st.DrawFn, batch: Batch, pages: int, page_tokens: int = 64) -> Batch:
+    """The batch with pages in any order, out of so many. The whole pages before its rows may be another sequence's
+    too."""
+    order, given = draw(st.permutations(range(pages))), list[tuple[int, ...]]()
+    for start, rows in zip(batch.start, batch.rows, strict=True):
+        shared = draw(st.sampled_from(given))[: start // page_tokens] if given and draw(st.booleans()) else ()
+        shared = shared[: min(batch.start) // page_tokens]  # the other one only reads them
+        need = -(-(start + rows) // page_tokens) - len(shared)
+        given.append((*shared, *order[:need]))
+        order = order[need:]
+    return Batch(*batch[:5], (), tuple(given))
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("isa", cpu.available())
+@given(
+    st.data(), layers(), batches(), st.sampled_from(["float32", "bfloat16", "int4"]), st.sampled_from(KV_FORMATS),
+    st.sampled_from([1, 3]), st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_pages_may_lie_in_any_order(
+    isa: str, data: st.DataObject, spec: ModelSpec, batch: Batch, name: str, kv: str, threads: int, seed: int
+) -> None:
+    """Sequences with consecutive pages, and the same content in pages anywhere: the same bits, natively and by the
+    reference."""
+    plan = resident_plan(
+        spec, parse_format(name), kv=parse_format(kv), context=192, rows=batch.total_rows, seqs=len(batch.seqs),
+        logits_rows=len(batch.logits),
+    )  # fmt: skip
+    moved = data.draw(paged(batch, len(batch.seqs) * 3))
+    first, second = (Pair(plan, isa, threads, False, seed) for _ in range(2))
+    for a, b in zip(first.arenas, second.arenas, strict=True):
+        for held, other in zip(first.pools(a), second.pools(b), strict=True):
+            content: dict[int, np.ndarray] = {}
+            for s, pages in enumerate(moved.pages):
+                for i, page in enumerate(pages):
+                    held.blocks[3 * s + i] = content.setdefault(page, held.blocks[3 * s + i].copy())
+                    other.blocks[page] = content[page]
+    found = [pair.outputs(Pass("prefill", (b,), None), seed) for pair, b in ((first, batch), (second, moved))]
+    for mine, other in zip(*found, strict=True):
+        assert np.array_equal(mine, other)
+    for a, b in zip(first.arenas, second.arenas, strict=True):
+        for held, other in zip(first.pools(a), second.pools(b), strict=True):
+            for s, pages in enumerate(moved.pages):
+                for i, page in enumerate(pages):
+                    assert np.array_equal(held.blocks[3 * s + i], other.blocks[page])
+    first.close()
+    second.close()
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from penstock.spec.plan import Plan
 from penstock.store.packed import Packed, open_packed
 from penstock.store.synth import synth
 from tests.cpu.configs import TINY_CONFIGS
-from tests.plans import random_plans, resident_plan
+from tests.plans import page_orders, random_plans, resident_plan, with_pages
 
 PROMPTS = (23, 9)  # tokens of the two sequences; 32 rows a chunk
 STEPS = 3
@@ -59,8 +59,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Packed]:
     return made
 
 
-def run(packed: Packed, plan: Plan, device: Device | None = None, **how: Any) -> np.ndarray:
-    """Logits of every prompt token and of a few decode steps of both sequences, one array."""
+def run(
+    packed: Packed, plan: Plan, device: Device | None = None, order: Sequence[int] = (), **how: Any
+) -> np.ndarray:  # fmt: skip
+    """Logits of every prompt token and of a few decode steps of both sequences, one array. `order`: of KV pages, as
+    `with_pages` takes it."""
     session = Session(packed, plan, Running(**how), device=device)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, packed.spec.vocab, n).astype(np.int32) for n in PROMPTS]
@@ -68,11 +71,15 @@ def run(packed: Packed, plan: Plan, device: Device | None = None, **how: Any) ->
     for seq, ids in enumerate(prompts):
         for p in passes.prefill(plan, seq, len(ids), passes.DECODE if seq else None, score=True):
             batch = p.batches[0]
-            found.append(session.step(p, [ids[batch.start[0] : batch.start[0] + batch.rows[0]]])[0].copy())
+            found.append(
+                session.step(with_pages(plan, order, p), [ids[batch.start[0] : batch.start[0] + batch.rows[0]]])[
+                    0
+                ].copy()
+            )
     for step in range(STEPS):
         p = passes.decode(plan, (0, 1), tuple(n + step for n in PROMPTS), passes.DECODE if step + 1 < STEPS else None)
         tokens = [np.full(len(b.seqs), 7 + step, np.int32) for b in p.batches]
-        found += [logits.copy() for logits in session.step(p, tokens)]
+        found += [logits.copy() for logits in session.step(with_pages(plan, order, p), tokens)]
     session.close()
     return np.concatenate(found)
 
@@ -96,8 +103,9 @@ def test_any_placement_gives_the_same_bits(
     packed = models[name]
     kv = data.draw(st.sampled_from(KV_FORMATS))
     plan = data.draw(random_plans(packed.spec, packed.weights, cached=True, batch_seqs=2, kv=kv))
+    plan, order = data.draw(page_orders(plan))
     assert np.isfinite(oracle[name, kv]).all()
-    overlapped = run(packed, plan, poisoned=True)
+    overlapped = run(packed, plan, order=order, poisoned=True)
     assert np.array_equal(overlapped, oracle[name, kv])
 
 
@@ -112,7 +120,8 @@ def test_batches_share_a_pass(
     packed = models[name]
     kv = data.draw(st.sampled_from(KV_FORMATS))
     plan = data.draw(random_plans(packed.spec, packed.weights, cached=True, batch_seqs=1, batches_per_pass=2, kv=kv))
-    assert np.abs(run(packed, plan, poisoned=True) - oracle[name, kv]).max() <= near(name, kv)
+    plan, order = data.draw(page_orders(plan))
+    assert np.abs(run(packed, plan, order=order, poisoned=True) - oracle[name, kv]).max() <= near(name, kv)
 
 
 @pytest.mark.fuzz

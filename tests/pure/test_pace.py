@@ -43,3 +43,9 @@ def test_a_slower_disk_leaves_room_for_more_rows() -> None:
 def test_one_sequence_reads_whole_chunks() -> None:
     plan = solve(Ask(context=64), model(layers=2), parse_format("float32"), MACHINE).plan
     assert pace(plan, MACHINE).prompt_rows == plan.chunk_rows
+
+
+def test_sequences_that_share_pages_are_shorter() -> None:
+    ask = Ask(batch=8, context=4096, prompt_tokens=128, host_memory_bytes=3000 * MIB)
+    whole, shared = (solve(replace(ask, kv_tokens=n), LLAMA_1B, INT4, MACHINE).plan for n in (None, 1))
+    assert shared.kv_pages and pace(shared, MACHINE).prompt_rows <= pace(whole, MACHINE).prompt_rows

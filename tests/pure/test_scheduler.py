@@ -1,18 +1,22 @@
-"""The scheduler beside a model of what it may do: rows in order, no sequence twice, nobody waits for ever, and before a
-row its sequence holds what the request said so far."""
+"""The scheduler beside a model of what it may do: rows in order, no page twice, nobody waits for ever, and before a row
+its pages hold what the request said so far."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.graph.arenas import with_arenas
 from penstock.graph.lower import Lowering
+from penstock.graph.pages import WrittenPages
 from penstock.graph.verify import verify
-from penstock.serve.kept import Ids
+from penstock.serve.pages import Ids
 from penstock.serve.scheduler import AGING_S, QueueFull, Scheduler, Step
 from penstock.spec.format import parse_format
 from penstock.spec.plan import Plan
@@ -22,22 +26,28 @@ from tests.pure.machine import model
 SPEC, WEIGHTS = model(layers=2), parse_format("float32")
 
 
-def plan(seqs: int = 4, batches: int = 1, chunk: int = 8, context: int = 64) -> Plan:
+def plan(
+    seqs: int = 4, batches: int = 1, chunk: int = 8, context: int = 64, page: int = 64, kv_pages: int = 0
+) -> Plan:  # fmt: skip
+    """`kv_pages`: 0 for as many as give every sequence its whole context."""
     rows = {"chunk_rows": chunk, "logits_rows": max(seqs, chunk), "context": context}
-    return resident_plan(SPEC, WEIGHTS, batch_seqs=seqs, batches_per_pass=batches, **rows)
+    made = resident_plan(SPEC, WEIGHTS, batch_seqs=seqs, batches_per_pass=batches, **rows)
+    return with_arenas(replace(made, page_tokens=page, kv_pages=kv_pages))
 
 
 class Checked:
     """A scheduler, and what its requests have had so far."""
 
-    def __init__(self, made: Plan, prompt_rows: int, queue: int = 1000) -> None:
-        self.plan, self.scheduler = made, Scheduler(made, prompt_rows, queue, self.of)
+    def __init__(self, made: Plan, prompt_rows: int, queue: int = 1000, stores: bool = False) -> None:
+        # Digest → what a page held; where pages are stored elsewhere, one of them after each pass.
+        self.stores, self.store = stores, dict[bytes, list[tuple[int, str]]]()
+        self.plan, self.scheduler = made, Scheduler(made, prompt_rows, queue, self.of, self.store.__contains__)
         self.prompt_rows = prompt_rows
         self.prompts: dict[int, int] = {}
         self.ids: dict[int, list[int]] = {}  # of prompt and answer
         self.owners: dict[int, str] = {}
-        # What each sequence holds at each position, and whose it is.
-        self.held: dict[int, list[tuple[int, str]]] = {s: [] for s in range(made.batch_seqs * made.batches_per_pass)}
+        self.held: dict[tuple[int, int], tuple[int, str]] = {}  # page, position in it → its token, and whose it is
+        self.written = WrittenPages(made)
         self.cached = 0
         self.answers: dict[int, int] = {}  # tokens that are still to come
         self.had: Counter[int] = Counter()  # tokens of prompt and answer that went through the model
@@ -53,18 +63,19 @@ class Checked:
         self.prompts[number], self.answers[number] = prompt, min(answer, self.plan.context - prompt + 1)
         return number
 
-    def end(self, numbers: list[int], failed: bool = False) -> None:
+    def end(self, numbers: list[int]) -> None:
         self.scheduler.end(numbers)
         for n in numbers:
             self.answers.pop(n, None)
-            if (seq := self.seqs.pop(n, None)) is not None and failed:
-                self.held[seq] = []
+            self.seqs.pop(n, None)
 
-    def of(self, seq: int) -> Ids:
-        return np.array([token for token, _ in self.held[seq]], np.int32)
+    def of(self, request: int, start: int, count: int) -> Ids:
+        return np.array(self.ids[request][start : start + count], np.int32)
 
-    def step(self) -> Step | None:
-        """A pass, every row of which is looked at."""
+    def step(self, fails: bool = False, loses: bool = False) -> Step | None:
+        """A pass, every row of which is looked at. `fails`: it fails, and its requests with it. `loses`: what was
+        stored is gone, so that a pass that wants it does not begin."""
+        before = self.scheduler.given_back
         step = self.scheduler.next(self.now_s)
         if step is None:
             assert not self.answers
@@ -72,9 +83,19 @@ class Checked:
         self.now_s += 0.1
         rows = [r for members in step.rows for r in members]
         assert len({r.request for r in rows}) == len(rows) == len({r.seq for r in rows})
-        speaking = [r for r in rows if not r.reads]
-        if speaking:
+        if any(not r.reads for r in rows):
             assert sum(r.tokens for r in rows if r.reads) <= self.prompt_rows
+        size = self.plan.page_tokens
+        if loses and step.restores:
+            self.store.clear()
+            self.scheduler.forget()
+            self.held.clear()
+            self.seqs.clear()
+            return step
+        for page, digest in step.restores:
+            self.written.restored(page)
+            self.held |= {(page, i): held for i, held in enumerate(self.store[digest])}
+        self.written.take(step.taken)
         for batch, members in zip(step.taken.batches, step.rows, strict=True):
             assert batch.seqs == tuple(r.seq for r in members) == tuple(sorted(batch.seqs))
             assert batch.rows == tuple(r.tokens for r in members)
@@ -82,28 +103,58 @@ class Checked:
             assert batch.total_rows <= max(self.plan.chunk_rows, self.plan.batch_seqs)
             assert len(batch.logits) == sum(r.says for r in members)
             assert {r.seq // self.plan.batch_seqs for r in members} == {batch.id}
+            for r, pages in zip(members, batch.pages, strict=True):  # what its rows see is what it said
+                ids, owner = self.ids[r.request], self.owners[r.request]
+                for at in range(r.start):
+                    assert self.held[pages[at // size], at % size] == (ids[at], owner)
+        for batch, members in zip(step.taken.batches, step.rows, strict=True):
+            for r, pages in zip(members, batch.pages, strict=True):
+                for at in range(r.start, r.start + r.tokens):
+                    self.held[pages[at // size], at % size] = (self.ids[r.request][at], self.owners[r.request])
+        given_back = self.scheduler.given_back - before
+        left = set(self.seqs) - {r.request for r in rows}
         for r in rows:
             assert r.request in self.answers
-            assert self.seqs.setdefault(r.request, r.seq) == r.seq
             if r.request not in self.had:
-                self.had[r.request] = r.start
                 self.cached += r.start
-            assert r.start == self.had[r.request] and r.reads == (r.start < self.prompts[r.request])
-            mine = [(token, self.owners[r.request]) for token in self.ids[r.request][: r.start + r.tokens]]
-            assert self.held[r.seq][: r.start] == mine[: r.start] and len(mine) == r.start + r.tokens
-            self.held[r.seq][r.start :] = mine[r.start :]
-            self.had[r.request] += r.tokens
-            assert self.had[r.request] <= self.plan.context
-            assert r.says == (self.had[r.request] >= self.prompts[r.request])
+            elif r.request in self.seqs and not given_back:  # else it may have given its pages back, and begin anew
+                assert r.start == self.had[r.request] and r.seq == self.seqs[r.request]
+            self.seqs[r.request] = r.seq
+            said = len(self.ids[r.request]) - self.prompts[r.request]
+            self.had[r.request] = r.start + r.tokens
+            assert self.had[r.request] <= len(self.ids[r.request]) and self.had[r.request] <= self.plan.context
+            assert r.says == (self.had[r.request] == len(self.ids[r.request])) and (r.reads or said)
             self.answers[r.request] -= r.says
             self.ids[r.request] += [0] * r.says
-        # Every answer that has begun goes on in every pass.
-        begun = {n for n in self.seqs if self.had[n] > self.prompts[n] or (self.had[n] == self.prompts[n])}
-        assert begun & self.answers.keys() <= {r.request for r in rows}
+        # Every answer that lacks its last token alone goes on in every pass, but for those that gave their pages back.
+        gone = {n for n in left if len(self.ids[n]) > self.prompts[n] and self.had[n] == len(self.ids[n]) - 1}
+        assert len(gone) <= given_back
+        if given_back:
+            waits = {n for n in left if self.scheduler._requests[n].seq < 0}
+            self.seqs = {n: seq for n, seq in self.seqs.items() if n not in waits}
         assert len(set(self.seqs.values())) == len(self.seqs)
-        over = [n for n, left in self.answers.items() if left == 0]
-        self.end(over)
+        pages = self.scheduler.pages
+        assert pages.had <= pages.count and pages.free + pages.kept + pages.had == pages.count
+        if fails:
+            self.scheduler.forget()
+            self.held.clear()
+            self.end([r.request for r in rows])
+            self.seqs.clear()
+            assert not pages.had and not pages.kept
+        else:
+            self.end([n for n, more in self.answers.items() if more == 0])
+        if self.stores and (found := pages.unsaved()) is not None:
+            self.store[found[1]] = [self.held[found[0], i] for i in range(size)]
+            pages.saved(found[1])
         return step
+
+    def run(self) -> None:
+        """Steps until no request is left."""
+        most = 3000
+        while self.step() is not None:
+            most -= 1
+            assert most, "somebody waits for ever"
+        assert self.scheduler.running == self.scheduler.waiting == self.scheduler.pages.had == 0
 
 
 EVENTS = st.lists(
@@ -117,8 +168,8 @@ EVENTS = st.lists(
             st.integers(0, 9),
             st.sampled_from("ab"),
         ),
-        st.tuples(st.sampled_from(["cancel", "fail"]), st.integers(0, 30)),
-        st.tuples(st.just("step"), st.integers(1, 5)),
+        st.tuples(st.just("cancel"), st.integers(0, 30)),
+        st.tuples(st.sampled_from(["step", "step", "fail", "lose"]), st.integers(1, 5)),
     ),
     max_size=40,
 )
@@ -126,25 +177,49 @@ EVENTS = st.lists(
 
 @pytest.mark.fuzz
 @given(events=EVENTS, seqs=st.integers(1, 4), batches=st.integers(1, 2), chunk=st.integers(1, 12),
-       prompt_rows=st.integers(1, 12))  # fmt: skip
+       prompt_rows=st.integers(1, 12), page=st.sampled_from([4, 8, 32]),
+       spare=st.none() | st.integers(0, 20), stores=st.booleans())  # fmt: skip
 def test_every_request_gets_its_rows_in_order(
-    events: list[tuple[object, ...]], seqs: int, batches: int, chunk: int, prompt_rows: int
-) -> None:
-    checked = Checked(plan(seqs, batches, chunk), prompt_rows)
+    events: list[tuple[object, ...]], seqs: int, batches: int, chunk: int, prompt_rows: int, page: int,
+    spare: int | None, stores: bool,
+) -> None:  # fmt: skip
+    """`spare`: pages beyond those of one context; None: every sequence has its whole context."""
+    kv_pages = 0 if spare is None else 64 // page + spare
+    checked = Checked(plan(seqs, batches, chunk, page=page, kv_pages=kv_pages), prompt_rows, stores=stores)
     for what, *numbers in events:
         if what == "submit":
             checked.submit(*numbers)  # type: ignore[arg-type]
-        elif what in ("cancel", "fail"):
-            checked.end([numbers[0]], failed=what == "fail")  # type: ignore[list-item]
+        elif what == "cancel":
+            checked.end([numbers[0]])  # type: ignore[list-item]
         else:
-            for _ in range(numbers[0]):  # type: ignore[call-overload]
-                checked.step()
-    most = 3000
-    while checked.step() is not None:
-        most -= 1
-        assert most, "somebody waits for ever"
+            for i in range(numbers[0], 0, -1):  # type: ignore[call-overload]
+                checked.step(fails=what == "fail" and i == 1, loses=what == "lose")
+    checked.run()
     assert checked.scheduler.free_sequences == seqs * batches
-    assert checked.scheduler.running == checked.scheduler.waiting == 0
+
+
+def test_crowds_with_few_pages() -> None:
+    """Long random runs, in which pages run out, are shared, come back from a store and are lost."""
+    given_back = restored = cached = 0
+    for seed in range(60):
+        rng = Random(seed)
+        page, seqs, batches = rng.choice([4, 8]), rng.randint(1, 6), rng.randint(1, 2)
+        made = plan(seqs, batches, rng.randint(1, 32), page=page, kv_pages=64 // page + rng.randint(0, 64 // page))
+        checked = Checked(made, rng.randint(1, 16), stores=seed % 2 == 0)
+        for _ in range(40):
+            what = rng.choice(["submit"] * 6 + ["step"] * 6 + ["cancel", "fail", "lose"])
+            if what == "submit":
+                word, prompt = rng.choice([None, 0, 0, 1, 7]), rng.randint(1, 50)
+                checked.submit(prompt, rng.randint(1, 64), rng.randint(-1, 1), word, rng.choice("aab"))
+            elif what == "cancel" and checked.prompts:
+                checked.end([rng.randrange(len(checked.prompts))])
+            else:
+                for i in range(rng.randint(1, 6)):
+                    step = checked.step(fails=what == "fail" and not i, loses=what == "lose")
+                    restored += len(step.restores) if step is not None else 0
+        checked.run()
+        given_back, cached = given_back + checked.scheduler.given_back, cached + checked.cached
+    assert given_back > 50 and restored > 20 and cached > 1000
 
 
 @pytest.mark.fuzz
@@ -204,7 +279,7 @@ def test_priority_counts_and_waiting_counts_too() -> None:
 
 def test_a_full_queue_takes_no_more() -> None:
     one = np.ones(1, np.int32)
-    scheduler = Scheduler(plan(seqs=1), 8, 1, lambda _: one[:0])
+    scheduler = Scheduler(plan(seqs=1), 8, 1, lambda *_: one[:0])
     scheduler.submit(0, one, 0, 0.0)
     scheduler.submit(1, one, 0, 0.0)
     with pytest.raises(QueueFull, match="1 may"):
@@ -215,16 +290,16 @@ def test_a_full_queue_takes_no_more() -> None:
 
 def test_a_chat_goes_on_where_it_was() -> None:
     checked = Checked(plan(seqs=2), prompt_rows=8)
-    first = checked.submit(20, 10, word=0)
+    checked.submit(20, 10, word=0)
     while checked.answers:
         checked.step()
-    other = checked.submit(5, 1)  # takes the empty sequence, not that of the chat
+    checked.submit(5, 1)  # takes a page that holds nothing, not that of the chat
     while checked.answers:
         checked.step()
     checked.submit(40, 1, word=0)
     step = checked.step()
     # 29 of 30 tokens went through the model: the answer's last one was never fed back.
-    assert step is not None and step.rows[0][0].start == 29 and step.rows[0][0].seq == 0 and (first, other) == (0, 1)
+    assert step is not None and step.rows[0][0].start == 29
     while checked.answers:
         checked.step()
     checked.submit(40, 1, word=0, owner="another")
@@ -247,4 +322,65 @@ def test_a_long_chat_is_not_given_up_for_a_few_words() -> None:
         checked.step()
     checked.submit(9, 1, word=3)  # six words in common
     step = checked.step()
-    assert step is not None and (step.rows[0][0].seq, step.rows[0][0].start) == (1, 0)
+    assert step is not None and step.rows[0][0].start == 0
+    while checked.answers:
+        checked.step()
+    checked.submit(31, 1, word=1)
+    step = checked.step()
+    assert step is not None and step.rows[0][0].start == 30
+
+
+def test_whole_pages_are_shared_while_they_are_had() -> None:
+    checked = Checked(plan(seqs=4, chunk=64, page=8), prompt_rows=64)
+    first = checked.submit(30, 20, word=0)
+    checked.step()
+    for word in range(2):  # one with the same prompt, one whose last page differs
+        checked.submit(30, 1, word=word)
+    step = checked.step()
+    assert step is not None
+    rows = {r.request: (r.start, r.tokens) for r in step.rows[0]}
+    assert rows == {first: (30, 1), 1: (24, 6), 2: (24, 6)}
+    pages = {r.request: step.taken.batches[0].pages[i] for i, r in enumerate(step.rows[0])}
+    assert pages[first][:3] == pages[1][:3] == pages[2][:3]
+    assert len({pages[n][3] for n in range(3)}) == 3
+    checked.run()
+
+
+def test_several_answers_to_a_prompt_read_it_once() -> None:
+    checked = Checked(plan(seqs=4, chunk=16, page=8), prompt_rows=16)
+    for _ in range(4):
+        checked.submit(40, 5, word=0)
+    other = checked.submit(40, 5, word=0, owner="another")
+    read: Counter[int] = Counter()
+    while (step := checked.step()) is not None:
+        for r in step.rows[0]:
+            read[r.request] += r.tokens * r.reads
+    assert read == {
+        0: 40,
+        1: 8,
+        2: 8,
+        3: 8,
+        other: 40,
+    }  # of five whole pages four are shared, for the last token is read
+
+
+def test_the_least_urgent_gives_its_pages_back_and_goes_on_later() -> None:
+    """Two answers grow to 7 and 8 pages of 8 tokens, and there are 11."""
+    checked = Checked(plan(seqs=2, chunk=16, page=8, kv_pages=11), prompt_rows=16)
+    first, second = checked.submit(8, 48), checked.submit(8, 56)
+    ended = []
+    while checked.step() is not None:
+        ended += [n for n in (first, second) if n not in checked.answers and n not in ended]
+    assert ended == [first, second] and checked.scheduler.given_back == 1
+    assert [len(checked.ids[n]) for n in (first, second)] == [8 + 48, 8 + 56]
+
+
+def test_who_does_not_fit_is_not_overtaken() -> None:
+    checked = Checked(plan(seqs=4, chunk=64, page=8, kv_pages=9), prompt_rows=64)
+    running = checked.submit(30, 10)
+    checked.step()
+    large, small = checked.submit(40, 1), checked.submit(1, 1)
+    order = []
+    while (step := checked.step()) is not None:
+        order += [r.request for r in step.rows[0] if r.request not in order]
+    assert order == [running, large, small]

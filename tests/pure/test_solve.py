@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,13 +41,15 @@ def test_a_limit_is_used_and_kept(limit_mib: int) -> None:
 @given(
     st.integers(1, 3), st.sampled_from([64, 128, 192]), st.sampled_from([64, 200, 1000]), st.booleans(),
     st.sampled_from(["float32", "bfloat16", "int8", "int4", "int4-g32"]), st.integers(1, 4), st.integers(64, 600),
-    st.booleans(),
+    st.booleans(), st.none() | st.integers(1, 2000),
 )  # fmt: skip
 def test_the_minimum_is_exact(
-    layers: int, d: int, neurons: int, tied: bool, weights: str, batch: int, context: int, score: bool
-) -> None:
+    layers: int, d: int, neurons: int, tied: bool, weights: str, batch: int, context: int, score: bool,
+    kv_tokens: int | None,
+) -> None:  # fmt: skip
     spec = model(layers, d, 4, 2, neurons, vocab=1000, tied=tied)
     ask = {"batch": batch, "context": context, "prompt_tokens": 8, "output_tokens": 8, "score": score}
+    ask["kv_tokens"] = kv_tokens
     fmt = parse_format(weights)
     with pytest.raises(DoesNotFit) as refused:
         solve(Ask(host_memory_bytes=1, **ask), spec, fmt, MACHINE)
@@ -55,6 +59,38 @@ def test_the_minimum_is_exact(
     assert again.value.numbers["minimum_bytes"] == minimum
     solved = solve(Ask(host_memory_bytes=minimum, **ask), spec, fmt, MACHINE)
     assert solved.plan.tier_bytes()["host"] <= minimum
+
+
+def test_room_for_fewer_tokens_leaves_more_weights_in_memory() -> None:
+    ask = {"batch": 8, "context": 4096, "prompt_tokens": 128, "output_tokens": 64, "host_memory_bytes": 1500 * MIB}
+    whole, shared = (solve(Ask(**ask, kv_tokens=n), LLAMA_1B, BF16, MACHINE) for n in (None, 8 * 192))
+    assert whole.plan.kv_pages == 0
+    assert shared.plan.kv_pages == 16  # eight of one page would be less than a whole context
+    resident = [sum(s.plan.unit_bytes(u) for u in s.plan.units if u.home == "host") for s in (whole, shared)]
+    pools = [sum(a.bytes for a in s.plan.arenas if a.name == "host.kv") for s in (whole, shared)]
+    assert resident[1] > resident[0] and pools[0] == 8 * pools[1]
+    assert shared.prediction.decode_tokens_per_s > whole.prediction.decode_tokens_per_s
+    assert any("handed out as they grow" in reason for reason in shared.reasons)
+    assert plans.loads(plans.dumps(shared.plan), "plan") == shared.plan
+
+
+def test_pools_are_no_larger_than_all_contexts_and_hold_one_at_least() -> None:
+    ask = {"batch": 3, "context": 200, "prompt_tokens": 8, "output_tokens": 8}
+    pages = [solve(Ask(**ask, kv_tokens=n), model(), BF16, MACHINE).plan.kv_pages for n in (1, 400, 600, 10**6)]
+    assert pages == [4, 9, 0, 0]  # 0: every sequence has its four
+
+
+def test_as_many_answers_at_once_as_have_pages() -> None:
+    ask = Ask(batch=8, context=1024, prompt_tokens=256, output_tokens=256, kv_tokens=1)
+    plan = solve(ask, model(), BF16, MACHINE).plan
+    assert plan.kv_pages == 8 and plan.at_once(8, 512) == 4 and plan.at_once(8, 5000) == 2 and plan.at_once(1, 1) == 1
+
+
+def test_a_plan_file_without_pages_still_loads() -> None:
+    plan = solve(Ask(), model(), BF16, MACHINE).plan
+    old = json.loads(plans.dumps(plan))
+    del old["kv_pages"]
+    assert plans.loads(json.dumps(old), "old") == plan
 
 
 @given(st.integers(0, 3_000_000))

@@ -62,10 +62,10 @@ def _codes_of(pool, halves, block_at, slot, there, HIGH: tl.constexpr, E: tl.con
             return (bits << 16).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["n_rows", "head_lo", "pages_per_seq"])
+@triton.jit(do_not_specialize=["n_rows", "head_lo", "most_pages"])
 def attend_kernel(
     q, keys, values, key_halves, value_halves, positions, sequence, out, stats, scale,
-    n_rows, head_lo, q_stride, out_stride, split_stride, stats_stride, page_stride, head_stride, pages_per_seq,
+    n_rows, head_lo, q_stride, out_stride, split_stride, stats_stride, page_stride, head_stride, pages, most_pages,
     G: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr, TILE_ROWS: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, CODES: tl.constexpr, WIDE: tl.constexpr,
@@ -77,7 +77,7 @@ def attend_kernel(
     HEADS · G, 2] gets the largest score and the sum.
 
     Rows of a tile may be of several sequences. The program then reads one sequence after the other. Strides of the
-    pools count bytes."""
+    pools count bytes. pages: int32 [sequences, most_pages]."""
     tile = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -117,7 +117,7 @@ def attend_kernel(
         for block in range(begin + split, (reach + N) // N, SPLITS):
             positions_read = block * N + tl.arange(0, N)
             there = positions_read <= reach
-            page = seq * pages_per_seq + (block * N) // PAGE
+            page = tl.load(pages + seq * most_pages + (block * N) // PAGE)
             slot = (block * N) % PAGE + tl.arange(0, N)
             block_at = page.to(tl.int64) * page_stride + (head_lo + head) * head_stride
             key = _codes_of(keys, key_halves, block_at, slot, there, False, E, PAGE, KIND, GROUP, GROUPS, CODES, WIDE,

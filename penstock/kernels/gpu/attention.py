@@ -1,8 +1,8 @@
 """The ops of attention on torch tensors: qkv, attend and out. `kernels.reference.attention` defines them.
 
 Shapes: T rows of the batch, H heads, K KV heads, G = H / K, E head_dim. `positions` int32 [T]: the position of each
-row. `sequence` int32 [T]: the row's sequence in the pool. Other tensors are as in `dense`. Triton parts have run in the
-interpreter only.
+row. `sequence` int32 [T]: the row's sequence, as the pools number them. Other tensors are as in `dense`. Triton parts
+have run in the interpreter only.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def _turn_and_store(
     turn_kernels.turn_kernel[(t, n, g + 2)](
         *raw, floats, *qk_weights, cos, sin, positions, sequence, q,
         _typed(keys), _typed(values), _bits(keys), _bits(values),
-        lo, q.stride(0), floats.stride(0), keys.blocks.stride(0), keys.blocks.stride(1), keys.pages_per_seq, norm.eps,
+        lo, q.stride(0), floats.stride(0), keys.blocks.stride(0), keys.blocks.stride(1), keys.pages,
+        keys.pages.stride(0), norm.eps,
         *biases, a.qkv_bias, a.qk_norm, cos.shape[1] if turn is not None else 0, g, e, n, keys.page_tokens, fmt.kind,
         fmt.group, keys.groups, keys.codes_bytes, _pow2(e), _places(fmt, e)[1],
         num_warps=1 if e <= 128 else 4, enable_fp_fusion=False,
@@ -143,7 +144,7 @@ def attend(
     attend_kernels.attend_kernel[(n_tiles, heads, splits)](
         q, _typed(keys), _typed(values), _halves(keys), _halves(values), positions, sequence, target, stats, a.scale,
         t, lo, q.stride(0), out.stride(0), target.stride(0), stats.stride(0), keys.blocks.stride(0),
-        keys.blocks.stride(1), keys.pages_per_seq,
+        keys.blocks.stride(1), keys.pages, keys.pages.stride(0),
         g, e, heads, keys.page_tokens, a.softcap, a.window, rows, splits, m, _block(e), keys.format.kind,
         keys.format.group, keys.groups, keys.codes_bytes, wide, places,
         "tf32" if rounded else kernels.dot,
@@ -187,11 +188,11 @@ def _attend_by_torch(
     """`attend` by torch, page by page with a running maximum. On a device it goes over the whole room for context, so
     that nothing waits for positions. On the processor it goes as far as some row sees."""
     g, p = a.heads_per_kv, keys.page_tokens
-    pages = keys.pages_per_seq if positions.device.type != "cpu" else int(positions.max()) // p + 1
+    pages = keys.pages.shape[1] if positions.device.type != "cpu" else int(positions.max()) // p + 1
     step = max(1, _TORCH_NUMBERS // (p * a.head_dim))
     for begin in range(0, q.shape[0], step):
         rows = slice(begin, begin + step)
-        position, first_page = positions[rows].long()[:, None, None], sequence[rows].long() * keys.pages_per_seq
+        position, table = positions[rows].long()[:, None, None], keys.pages[sequence[rows].long()].long()
         for head in range(lo, hi):
             query = q[rows, head * g : (head + 1) * g]  # [T, G, E]
             total = torch.zeros_like(query)
@@ -200,7 +201,7 @@ def _attend_by_torch(
             for page in range(pages):
                 seen = torch.arange(page * p, (page + 1) * p, device=q.device)[None, None, :]
                 visible = seen <= position
-                scores = torch.matmul(query, keys.load(head, first_page + page).transpose(1, 2)).mul_(a.scale)
+                scores = torch.matmul(query, keys.load(head, table[:, page]).transpose(1, 2)).mul_(a.scale)
                 if a.softcap:
                     scores.div_(a.softcap).tanh_().mul_(a.softcap)
                 near = visible & (seen > position - a.window) if a.window else visible
@@ -211,7 +212,7 @@ def _attend_by_torch(
                 scores.sub_(base).exp_()
                 shrink = torch.exp(best - base)
                 weight.mul_(shrink).add_(scores.sum(-1, keepdim=True))
-                value = values.load(head, first_page + page)
+                value = values.load(head, table[:, page])
                 # Positions beyond a row may hold anything, NaN too, and 0 times NaN is not 0.
                 value = value.masked_fill_(~visible.transpose(1, 2), 0.0)
                 total.mul_(shrink).add_(torch.matmul(scores, value))

@@ -18,18 +18,18 @@ _MOST_HALF = 65504.0
 @dataclass(frozen=True)
 class KvPool:
     """K or V of some sequences in one layer. `blocks` uint8 [pages, K, page_tokens · kv_bytes]: a page has a block for
-    each KV head. The pages of sequence s begin with page s · pages_per_seq."""
+    each KV head. `pages` int32 [sequences, most pages]: the pages of each sequence in the order of its positions."""
 
     blocks: Tensor
     page_tokens: int
     head_dim: int
     format: Format
-    pages_per_seq: int
+    pages: Tensor
 
     @property
     def context(self) -> int:
-        """Room of a sequence, in tokens."""
-        return self.pages_per_seq * self.page_tokens
+        """The most tokens of a sequence."""
+        return int(self.pages.shape[1]) * self.page_tokens
 
     @property
     def groups(self) -> int:
@@ -88,7 +88,7 @@ class KvPool:
     def _place(self, positions: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
         """(page, slot) int64 [T] of every row."""
         position = positions.long()
-        page = sequence.long() * self.pages_per_seq + position // self.page_tokens
+        page = self.pages[sequence.long(), position // self.page_tokens].long()
         return page, position % self.page_tokens
 
 

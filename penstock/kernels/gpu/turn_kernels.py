@@ -74,10 +74,10 @@ def _codes(value, offset, inverse):
     return ((value - offset) * inverse + 0.5).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["head_lo", "pages_per_seq"])
+@triton.jit(do_not_specialize=["head_lo", "most_pages"])
 def turn_kernel(
     q_raw, k_raw, v_raw, floats, q_weight, k_weight, cos, sin, positions, sequence, q, keys, values, key_halves,
-    value_halves, head_lo, q_stride, granule_floats, page_stride, head_stride, pages_per_seq, eps,
+    value_halves, head_lo, q_stride, granule_floats, page_stride, head_stride, pages, most_pages, eps,
     Q_BIAS: tl.constexpr, K_BIAS: tl.constexpr, V_BIAS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
     HALF: tl.constexpr, G: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr,
@@ -91,8 +91,8 @@ def turn_kernel(
 
     cos, sin: float32 [T, HALF]. floats: the unit's granules as float32, with biases at Q_BIAS, K_BIAS and V_BIAS in
     each. keys, values: the pools in the type of their numbers (bfloat16 as int16, codes as bytes). key_halves,
-    value_halves: the pools as int16. page_stride and head_stride count bytes. CODES: bytes of a row's codes (or
-    numbers)."""
+    value_halves: the pools as int16. pages: int32 [sequences, most_pages]. page_stride and head_stride count bytes.
+    CODES: bytes of a row's codes (or numbers)."""
     t = tl.program_id(0)
     head = tl.program_id(1)
     role = tl.program_id(2)
@@ -112,7 +112,7 @@ def turn_kernel(
         tl.store(q + t64 * q_stride + ((head_lo + head) * G + role) * E + columns, turned, mask=kept)
     else:
         position = tl.load(positions + t)
-        page = tl.load(sequence + t) * pages_per_seq + position // PAGE
+        page = tl.load(pages + tl.load(sequence + t) * most_pages + position // PAGE)
         slot = position % PAGE
         block_at = page.to(tl.int64) * page_stride + (head_lo + head) * head_stride
         if role == G:

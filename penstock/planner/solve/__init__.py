@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from penstock.errors import BadRequest, DoesNotFit
+from penstock.graph.arenas import Layout
 from penstock.planner.predict import Prediction
 from penstock.planner.routing import RouterTrace
 from penstock.planner.shorten import quick, streamed
@@ -24,6 +25,7 @@ from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.spec.places import Tier
 from penstock.spec.plan import Plan
+from penstock.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,7 @@ def solve(
     # The prediction stays: the disk's rate was measured with such reads. With caches fewer of them are in flight.
     plan, how = with_reads(plan, machine)
     reasons += (how,) if plan.caches or any(streamed(plan, from_disk=True).values()) else ()
+    reasons += shared_reason(plan)
     reasons += (f"{prediction.bound_by} is busiest while decoding: {prediction.lane_share[prediction.bound_by]:.0%}",)
     return Solved(
         plan, prediction, reasons, strategy, (chosen, *others),
@@ -181,3 +184,17 @@ def _ranked(compared: list[Compared], ask: Ask) -> list[Compared]:
         return (True, seconds) if seconds > equal_s else (False, each.prediction.disk_bytes_per_token)
 
     return sorted(compared, key=rank)
+
+
+def shared_reason(plan: Plan) -> tuple[str, ...]:
+    """A sentence about pages that sequences share, where they do."""
+    if not plan.kv_pages:
+        return ()
+    seqs, layout = plan.batch_seqs * plan.batches_per_pass, Layout(plan)
+    tokens = plan.kv_pages * plan.page_tokens
+    pool_bytes = sum(arena.bytes for arena in plan.arenas if arena.name.endswith(".kv"))
+    whole_bytes = pool_bytes // plan.kv_pages * seqs * layout.pages_per_seq
+    return (
+        f"KV room for {tokens} tokens of {seqs} sequences together, in pages of {plan.page_tokens} that are handed out"
+        f" as they grow: {format_bytes(pool_bytes)}, where whole contexts would take {format_bytes(whole_bytes)}",
+    )

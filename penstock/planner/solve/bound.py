@@ -66,7 +66,7 @@ def reads_bytes(plan: Plan) -> int:
 
 def sequences(plan: Plan, ask: Ask) -> int:
     """How many of the sequences that were asked for go through one pass of the plan."""
-    return min(ask.batch, plan.batch_seqs * plan.batches_per_pass)
+    return plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
 
 
 def _score_s(total_s: float, plan: Plan, ask: Ask) -> float:

@@ -19,7 +19,13 @@ from typing import NamedTuple
 from penstock.planner.homes import weights_bytes
 from penstock.planner.solve import beside
 from penstock.planner.solve.candidate import Candidate
-from penstock.planner.solve.fill import Resident, page_tokens, share_out, usual_chunks
+from penstock.planner.solve.fill import (
+    Resident,
+    page_tokens,
+    share_out,
+    shared_tokens,
+    usual_chunks,
+)
 from penstock.planner.solve.layer_work import LayerWork, Shares
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.slicing import Option, assign, best_n_g, best_r_cg
@@ -27,7 +33,7 @@ from penstock.spec.model import Layer
 from penstock.spec.parts import Part
 from penstock.spec.places import GPU
 from penstock.spec.plan import Plan
-from penstock.units import format_bytes, round_up
+from penstock.units import format_bytes
 
 NAME = "slicing (ScheInfer)"
 _STEPS = 16  # r_GG is a multiple of 1/16 at first (n_G of Eq. 14); memory that is left then is filled by granules
@@ -191,8 +197,8 @@ def _kv_bytes(skeleton: beside.DeviceSkeleton, layer: Layer) -> int:
     """Bytes of a layer's K and V of all sequences, in whole pages."""
     problem, a = skeleton.problem, layer.attention
     assert problem.ask.context is not None, "settle_context came first"
-    tokens = round_up(problem.ask.context, page_tokens(problem.ask.context))
-    return 2 * problem.ask.batch * tokens * a.kv_heads * problem.kv.kv_bytes(a.head_dim)
+    tokens = shared_tokens(problem.ask, page_tokens(problem.ask.context))
+    return 2 * tokens * a.kv_heads * problem.kv.kv_bytes(a.head_dim)
 
 
 def tokens_of(work: LayerWork, slices: Slices, layer: int, chunk_rows: int) -> tuple[int, int]:

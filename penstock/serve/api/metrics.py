@@ -24,6 +24,9 @@ class _Counted(Collector):
             ("requests_running", counts.running, "Requests that are read or answered."),
             ("requests_waiting", counts.waiting, "Requests that wait for a sequence."),
             ("sequences_free", self._service.free_sequences, "Sequences of the plan that nobody has."),
+            ("kv_pages", counts.pages, "Pages of the KV pools."),
+            ("kv_pages_had", counts.pages_had, "KV pages that requests have."),
+            ("kv_pages_kept", counts.pages_kept, "KV pages that nobody has, kept for prompts that begin alike."),
             ("predicted_tokens_per_second", engine.prediction.decode_tokens_per_s, "Of all sequences together."),
             ("host_memory_peak_bytes", engine.peak_host_bytes, "The most memory of the process so far."),
         ):
@@ -36,6 +39,7 @@ class _Counted(Collector):
             ("prompt_tokens", counts.prompt_tokens, "Tokens of prompts that were read."),
             ("cached_prompt_tokens", counts.cached_tokens, "Tokens of prompts that were there from an earlier one."),
             ("output_tokens", counts.output_tokens, "Tokens that were said."),
+            ("kv_given_back", counts.given_back, "Times that a request gave its KV pages back and waited again."),
             ("passes", counts.passes, "Passes through the model."),
             ("passes_seconds", counts.passes_s, "Seconds of these passes."),
         ):

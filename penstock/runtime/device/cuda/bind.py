@@ -55,7 +55,7 @@ class TorchBinding:
         for number, i in numbers.items():
             batch = task.calls[i].batch
             assert batch is not None
-            self._tables[number].fill(batch)
+            self._tables[number].fill(batch, self._layout.pages_of(batch))
 
     def forget(self) -> None:
         """Task ids start over. Everything that was kept by a task's id is forgotten."""
@@ -252,9 +252,9 @@ class TorchBinding:
 
     def _pool(self, slot: Slot, layer: int, batch: Batch) -> KvPool:
         a, fmt = self._spec.layers[layer].attention, self._layout.kv_home(layer, batch).format
-        pages = (batch.last_seq - batch.first_seq + 1) * self._layout.pages_per_seq
-        blocks = self._view(slot).view(pages, a.kv_heads, -1)
-        return KvPool(blocks, self._plan.page_tokens, a.head_dim, fmt, self._layout.pages_per_seq)
+        page_tokens = self._plan.page_tokens
+        blocks = self._view(slot).view(-1, a.kv_heads, page_tokens * fmt.kv_bytes(a.head_dim))
+        return KvPool(blocks, page_tokens, a.head_dim, fmt, self._tables[batch.id].pages)
 
 
 def _batch(call: Call) -> Batch:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from penstock.graph.arenas import Layout
 from penstock.graph.batch import Batch
 from penstock.kernels import rope
 from penstock.kernels.gpu.attention import turns
@@ -17,14 +18,18 @@ from penstock.spec.plan import Plan
 class DeviceTables:
     """The tables of one batch id of a plan. `fill` fills them for the batch of a pass; the properties are views.
 
-    int32: positions [rows], sequences [rows] and chosen rows [logits_rows], in one tensor. float32: cos and sin,
+    int32: positions [rows], sequences [rows] and chosen rows [logits_rows], in one tensor, and pages [sequences, most
+    pages of one] in another. float32: cos and sin,
     [rows, dims / 2] each, for each rope of the model. `rows` is the most that a batch has."""
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    def __init__(self, plan: Plan, most_pages: int, device: torch.device) -> None:
         rows = max(plan.chunk_rows, plan.batch_seqs)
         self._rows, self._device = rows, device
         self._all = torch.zeros(2 * rows + plan.logits_rows, dtype=torch.int32, device=device)
         self._staged = torch.zeros(self._all.shape, dtype=torch.int32, pin_memory=device.type != "cpu")
+        self.pages = torch.zeros((plan.batch_seqs, most_pages), dtype=torch.int32, device=device)
+        self._staged_pages = torch.zeros(self.pages.shape, dtype=torch.int32, pin_memory=device.type != "cpu")
+        self._of_pages: Sequence[Sequence[int]] = ()  # that `pages` holds
         self._frequencies: dict[int, tuple[Tensor, float]] = {}
         self._turns: dict[int, tuple[Tensor, Tensor]] = {}
         self._kind: list[int | None] = []
@@ -44,21 +49,26 @@ class DeviceTables:
         self._batch: Batch | None = None
         self._turned: set[int] = set()
 
-    def fill(self, batch: Batch) -> None:
-        """Fills the tables, on the current stream. The link may read the staged copy until the pass ends; the next
-        pass fills it only after that."""
+    def fill(self, batch: Batch, pages: Sequence[Sequence[int]]) -> None:
+        """Fills the tables, on the current stream. `pages[i]`: the pages of the batch's sequence i. The link may read
+        the staged copies until the pass ends; the next pass fills them only after that."""
         if batch == self._batch:
             return
-        offset, first = 0, batch.first_seq
+        offset = 0
         positions: list[int] = []
         sequences: list[int] = []
-        for seq, start, rows in zip(batch.seqs, batch.start, batch.rows, strict=True):
+        for i, (start, rows) in enumerate(zip(batch.start, batch.rows, strict=True)):
             positions += range(start, start + rows)
-            sequences += [seq - first] * rows
+            sequences += [i] * rows
         for values in (positions, sequences, batch.logits):
             self._staged[offset : offset + len(values)] = torch.tensor(values, dtype=torch.int32)
             offset += self._rows
         self._all.copy_(self._staged, non_blocking=True)
+        if pages != self._of_pages:
+            for row, found in enumerate(pages):
+                self._staged_pages[row, : len(found)] = torch.tensor(found, dtype=torch.int32)
+            self.pages.copy_(self._staged_pages, non_blocking=True)
+            self._of_pages = pages
         self._batch = batch
         self._turned.clear()
 
@@ -73,7 +83,7 @@ class DeviceTables:
 
     @property
     def sequence(self) -> Tensor:
-        """The sequence of each row, counted from the batch's first one, int32 [T]."""
+        """The sequence of each row, by its place in the batch, int32 [T]."""
         return self._all[self._rows : self._rows + self._total]
 
     @property
@@ -102,4 +112,5 @@ class DeviceTables:
 
 def tables_of(plan: Plan, device: torch.device) -> Sequence[DeviceTables]:
     """The tables of all batches of a plan; a batch's id is its index."""
-    return [DeviceTables(plan, device) for _ in range(plan.batches_per_pass)]
+    most_pages = Layout(plan).pages_per_seq
+    return [DeviceTables(plan, most_pages, device) for _ in range(plan.batches_per_pass)]

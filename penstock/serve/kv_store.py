@@ -1,0 +1,133 @@
+"""Keeps KV pages in a folder, so that prompts go on from them after a restart: one file a page, named by the digest of
+all tokens up to its end (`serve.pages`).
+
+A file is the checksum of its content, then the page's K and V layer after layer, as they lie in the pools. What a file
+holds is compared with its checksum when it is read. A file that is wrong is removed, and its tokens go through the
+model again. Pages of another model, format or length lie in another folder, whose name is a digest of all these. The
+folder is for its owner alone, since whoever has the KV of a text, and the model, can find out the text.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import BadRequest, BrokenModel
+from penstock.spec import codec
+from penstock.spec.places import HOST
+from penstock.spec.plan import Plan
+from penstock.store.files import Output, is_aside, open_regular, storage_errors
+
+Views = Sequence[NDArray[np.uint8]]
+_NAME = re.compile(r"[0-9a-f]{32}\.kv")
+_SUM_BYTES = 32
+_FORMAT = b"penstock KV page 1"
+
+
+def store_key(plan: Plan, sums: bytes | None, exact: bool) -> bytes:
+    """What the KV of a text depends on beside the text, 16 bytes. `sums`: the checksums of the model's weights.
+    `exact`: whether activations are rounded. Raises BadRequest for KV that is not in RAM, and for a model that is not
+    compared with its checksums."""
+    if any(home.home != HOST for home in plan.kv):
+        raise BadRequest("pages can be kept of KV in RAM alone, and this plan has KV elsewhere: leave out --keep-kv")
+    if sums is None:
+        raise BadRequest("pages are kept by the checksums of the weights: leave out --no-verify, or --keep-kv")
+    about = [codec.to_json(plan.target.spec), plan.target.weights.name, plan.page_tokens, plan.context, exact]
+    about += [(home.layers, home.format.name) for home in plan.kv]
+    return blake2b(_FORMAT + repr(about).encode() + blake2b(sums).digest(), digest_size=16).digest()
+
+
+class KvStore:
+    """Pages of one model in `folder`, at most `limit_bytes` of them; where there are more, the one longest unused goes.
+    Raises StorageFailed where the folder cannot be made or read."""
+
+    def __init__(self, folder: Path, key: bytes, page_bytes: int, limit_bytes: int) -> None:
+        self._folder, self._file_bytes = folder / key.hex(), _SUM_BYTES + page_bytes
+        self._most, self._pages = limit_bytes // self._file_bytes, OrderedDict[bytes, None]()  # the oldest first
+        with storage_errors("use", self._folder):
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = []
+            with os.scandir(self._folder) as entries:
+                for entry in entries:
+                    if is_aside(entry.name):  # left by a process that was killed
+                        os.unlink(entry.path)
+                    elif _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                        found.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.name))
+        for _, name in sorted(found):
+            self._pages[bytes.fromhex(name[:32])] = None
+        self._shrink(self._most)
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._pages
+
+    def save(self, digest: bytes, views: Views) -> None:
+        """Writes a page. Raises StorageFailed."""
+        if not self._most or digest in self._pages:
+            return
+        self._shrink(self._most - 1)
+        file = self._file(digest)
+        with storage_errors("write", file), Output(file) as output:
+            output.stream.write(_sum(digest, views))
+            for view in views:
+                output.stream.write(view.data)
+            output.commit()
+        self._pages[digest] = None
+
+    def load(self, digest: bytes, views: Views) -> bool:
+        """Reads a page into its place. False where it is not there or not what was written; then the place holds
+        anything."""
+        file = self._file(digest)
+        try:
+            with os.fdopen(open_regular(file), "rb", buffering=0) as stream:
+                right = os.fstat(stream.fileno()).st_size == self._file_bytes
+                expected = stream.read(_SUM_BYTES)
+                right = right and all(_fill(stream.fileno(), view) for view in views)
+            right = right and expected == _sum(digest, views)
+        except (OSError, BrokenModel):
+            right = False
+        if right:
+            self._pages.move_to_end(digest)
+            with suppress(OSError):
+                os.utime(file)
+        else:
+            self._remove(digest)
+        return right
+
+    def _file(self, digest: bytes) -> Path:
+        return self._folder / f"{digest.hex()}.kv"
+
+    def _shrink(self, most: int) -> None:
+        while len(self._pages) > most:
+            self._remove(next(iter(self._pages)))
+
+    def _remove(self, digest: bytes) -> None:
+        self._pages.pop(digest, None)
+        with suppress(OSError):
+            self._file(digest).unlink()
+
+
+def _fill(fd: int, view: NDArray[np.uint8]) -> bool:
+    done = 0
+    while done < view.nbytes:
+        if not (n := os.readv(fd, [view.data[done:]])):
+            return False
+        done += n
+    return True
+
+
+def _sum(digest: bytes, views: Views) -> bytes:
+    found = blake2b(digest, digest_size=_SUM_BYTES)
+    for view in views:
+        found.update(view.data)
+    return found.digest()

@@ -1,0 +1,242 @@
+"""Hands out KV pages to requests, and finds pages again that hold what a prompt begins with.
+
+A page is free, or kept (nobody has it, and it holds tokens), or had by requests. Requests of one owner share whole
+pages. A whole page is found by a digest of its tokens and of all tokens before them, which begins with the owner: what
+one owner sent is never shared with another, for how long a prompt takes would tell what the other one said. A page that
+is not whole, or of which a prompt has only the first tokens, goes on where nobody has it. Kept pages are given away
+where no page is free, the one longest unused first.
+
+Whole pages may also be stored elsewhere. Those that a prompt begins with come back into pages of their own
+(`restores`), before anybody reads them; those that are not stored yet are told (`unsaved`).
+
+It is pure: which tokens a page holds is told, not read. A page here may be several pages of a plan, which lie together
+(`Layout.page_group`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int32]
+IdsOf = Callable[[int, int], Ids]  # (first position, count) → the ids of these positions of a sequence, int32 [count]
+_DIGEST_BYTES = 16
+
+
+@dataclass
+class Table:
+    """The pages of one sequence, in the order of its positions. `digests[i]`: of all tokens before page i, known up to
+    the first page that is not whole yet. `written`: positions whose keys and values are there."""
+
+    pages: list[int]
+    digests: list[bytes]
+    written: int = 0
+
+
+class _Content(NamedTuple):
+    """What a page holds: the digest of all before it, its tokens int32 [n], and where it is whole the digest of all up
+    to its end."""
+
+    before: bytes
+    ids: Ids
+    digest: bytes | None
+
+
+@dataclass
+class _Index:
+    """Where content is found."""
+
+    content: dict[int, _Content] = field(default_factory=dict)  # by page
+    whole: dict[bytes, int] = field(default_factory=dict)  # digest → page
+    after: dict[bytes, set[int]] = field(default_factory=dict)  # digest → pages that go on from there
+    unsaved: dict[bytes, int] = field(default_factory=dict)  # the whole ones that may not be stored elsewhere
+
+    def add(self, page: int, content: _Content) -> None:
+        self.content[page] = content
+        self.after.setdefault(content.before, set()).add(page)
+        if content.digest is not None:
+            self.whole[content.digest] = self.unsaved[content.digest] = page
+
+    def remove(self, page: int) -> None:
+        content = self.content.pop(page, None)
+        if content is None:
+            return
+        self.after[content.before].discard(page)
+        if not self.after[content.before]:
+            del self.after[content.before]
+        if content.digest is not None:
+            del self.whole[content.digest]
+            self.unsaved.pop(content.digest, None)
+
+
+class Pages:
+    """`count` pages of `tokens` positions each. `stored(digest)`: whether a whole page lies elsewhere too."""
+
+    def __init__(self, count: int, tokens: int, stored: Callable[[bytes], bool] = lambda _: False) -> None:
+        self.count, self.tokens, self._stored = count, tokens, stored
+        self.restores: list[tuple[int, bytes]] = []  # (page, digest of what is to be brought into it)
+        self._users = [0] * count
+        self._free = list(reversed(range(count)))
+        self._kept: OrderedDict[int, None] = OrderedDict()  # the longest unused first
+        self._index = _Index()
+
+    @property
+    def free(self) -> int:
+        """Pages that hold nothing."""
+        return len(self._free)
+
+    @property
+    def kept(self) -> int:
+        """Pages that nobody has, and that hold what a prompt may begin with."""
+        return len(self._kept)
+
+    @property
+    def had(self) -> int:
+        """Pages that requests have: 0 where there are none, or pages have leaked."""
+        return self.count - len(self._free) - len(self._kept)
+
+    def digests(self, owner: str, ids: Ids) -> list[bytes]:
+        """The digests of a prompt int32 [n] before each of its pages, and after its last whole one."""
+        found = [blake2b(owner.encode(), digest_size=_DIGEST_BYTES).digest()]
+        for lo in range(0, len(ids) - self.tokens + 1, self.tokens):
+            found.append(_after(found[-1], ids[lo : lo + self.tokens]))
+        return found
+
+    def lacks(self, digests: Sequence[bytes], ids: Ids) -> bytes | None:
+        """The digest of the first page that is not there, of the whole pages before the last token of a prompt."""
+        whole = digests[1 : 1 + (len(ids) - 1) // self.tokens]
+        there = self._index.whole
+        return next((digest for digest in whole if digest not in there and not self._stored(digest)), None)
+
+    def unsaved(self) -> tuple[int, bytes] | None:
+        """(page, digest) of a whole page that is not stored elsewhere, the latest first; None where there is none."""
+        while self._index.unsaved:
+            digest, page = next(reversed(self._index.unsaved.items()))
+            if not self._stored(digest):
+                return page, digest
+            del self._index.unsaved[digest]
+        return None
+
+    def saved(self, digest: bytes) -> None:
+        """The page is stored now, or cannot be."""
+        self._index.unsaved.pop(digest, None)
+
+    def begin(self, digests: Sequence[bytes], ids: Ids, spare: int) -> Table | None:
+        """Pages for all of a prompt int32 [n], those that hold its beginning among them. At least the last token is
+        left to go through the model, since logits are wanted of it. None where not `spare` pages would be left besides.
+        `digests`: as `digests` gives them."""
+        shared: list[int | None] = []  # None: stored elsewhere
+        for digest in digests[1 : 1 + (len(ids) - 1) // self.tokens]:
+            page = self._index.whole.get(digest)
+            if page is None and not self._stored(digest):
+                break
+            shared.append(page)
+        here = [page for page in shared if page is not None]
+        before, start = digests[len(shared)], len(shared) * self.tokens
+        going_on, same = self._goes_on(before, ids[start : min(start + self.tokens, len(ids) - 1)])
+        more = -(-len(ids) // self.tokens) - len(here) - len(going_on)
+        idle = sum(not self._users[page] for page in here) + len(going_on)
+        if len(self._free) + len(self._kept) - idle < more + spare:
+            return None
+        for page in (*here, *going_on):
+            self._kept.pop(page, None)
+            self._users[page] += 1
+        for page in going_on:  # what differs in it will be written over
+            self._index.remove(page)
+        pages = [self._take() if page is None else page for page in shared]
+        for i, page in enumerate(shared):
+            if page is None:
+                inside = ids[i * self.tokens : (i + 1) * self.tokens]
+                self._index.add(pages[i], _Content(digests[i], inside, digests[i + 1]))
+                self.restores.append((pages[i], digests[i + 1]))
+        more -= len(shared) - len(here)
+        pages += [*going_on, *(self._take() for _ in range(more))]
+        return Table(pages, list(digests[: len(shared) + 1]), start + same)
+
+    def extend(self, table: Table) -> bool:
+        """Gives a sequence another page. False where there is none."""
+        if not self._free and not self._kept:
+            return False
+        table.pages.append(self._take())
+        return True
+
+    def wrote(self, table: Table, positions: int, ids: IdsOf) -> None:
+        """The first `positions` of a sequence are written. Its whole pages can be shared from now on."""
+        table.written = positions
+        while (i := len(table.digests) - 1) < positions // self.tokens:
+            inside = ids(i * self.tokens, self.tokens)
+            table.digests.append(_after(table.digests[i], inside))
+            if table.digests[-1] not in self._index.whole:  # else another sequence has written the same meanwhile
+                self._index.add(table.pages[i], _Content(table.digests[i], inside, table.digests[-1]))
+
+    def end(self, table: Table, ids: IdsOf) -> None:
+        """A sequence has ended. What it wrote is kept as long as no page is wanted."""
+        last, inside = divmod(table.written, self.tokens)
+        for i in reversed(range(len(table.pages))):  # so that its beginning is kept longest
+            page = table.pages[i]
+            self._users[page] -= 1
+            if self._users[page]:
+                continue
+            if i == last and inside:
+                self._index.add(page, _Content(table.digests[i], ids(i * self.tokens, inside), None))
+            if page in self._index.content:
+                self._kept[page] = None
+            else:
+                self._free.append(page)
+        table.pages.clear()
+
+    def drop(self, table: Table) -> None:
+        """A sequence has ended, and what it wrote is not known."""
+        for page in reversed(table.pages):
+            self._users[page] -= 1
+            if not self._users[page]:
+                self._index.remove(page)
+                self._free.append(page)
+        table.pages.clear()
+
+    def forget(self) -> None:
+        """What pages hold is not known any more."""
+        self._index = _Index()
+        self.restores.clear()
+        self._free += reversed(self._kept)
+        self._kept.clear()
+
+    def _goes_on(self, before: bytes, ids: Ids) -> tuple[list[int], int]:
+        """A page that nobody has and that holds the most of ids int32 [n] after `before`, and how many tokens of them;
+        no page where none holds any. A page is taken only if at least half of what it holds is wanted: of a long page
+        whose first words alone are the same, more would be lost than gained."""
+        found, most = list[int](), 0
+        for page in self._index.after.get(before, ()):
+            held = self._index.content[page].ids
+            same = _common(ids, held)
+            if not self._users[page] and same > most and 2 * same >= len(held):
+                found, most = [page], same
+        return found, most
+
+    def _take(self) -> int:
+        """A page that nobody has, for one sequence."""
+        if self._free:
+            page = self._free.pop()
+        else:
+            page, _ = self._kept.popitem(last=False)
+            self._index.remove(page)
+        assert not self._users[page], f"page {page} is had"
+        self._users[page] = 1
+        return page
+
+
+def _after(before: bytes, ids: Ids) -> bytes:
+    return blake2b(before + ids.astype("<i4").tobytes(), digest_size=_DIGEST_BYTES).digest()
+
+
+def _common(a: Ids, b: Ids) -> int:
+    """How many first ids are the same."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n
