@@ -133,9 +133,7 @@ def with_pages(plan: Plan, order: Sequence[int], p: Pass) -> Pass:
 
 
 @st.composite
-def device_plans(
-    draw: st.DrawFn, spec: ModelSpec, weights: Format, cached: bool = False, **fields: int | str
-) -> Plan:
+def device_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, cached: bool = False, **fields: int | str) -> Plan:
     """The same beside a device: each layer's attention on either executor, each FFN unit's prefill and decode too, from
     any home that the executor can be fed from; KV on the device or in memory; either one holds the activations, and
     either one a router. `cached`: caches on the host, of layers whose experts are on the disk, or on a device that has
