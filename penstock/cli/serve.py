@@ -6,7 +6,7 @@ import importlib.util
 import os
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +16,7 @@ from penstock.cli.loading import loaded, packed_model
 from penstock.cli.options import CacheLimit, Machine, Model, PlanFile, Weights, Work, flag, given_plan, read_text
 from penstock.cli.output import note
 from penstock.errors import BadRequest
+from penstock.spec.ask import DEFAULT_SCORE_ROWS
 from penstock.units import MIB
 
 KEY_VARIABLE = "PENSTOCK_API_KEY"
@@ -53,6 +54,10 @@ def serve(
         str | None, Option("--name", metavar="NAME", help="The model's name for clients; default its folder's.")
     ] = None,
     queue: Annotated[int, Option("--queue", metavar="N", min=0, max=100_000, help="Requests that may wait.")] = 256,
+    score_rows: Annotated[
+        int,
+        Option("--score-rows", metavar="N", min=0, help="Tokens of prompts that a pass may score (echo, logprobs)."),
+    ] = DEFAULT_SCORE_ROWS,
     weights: Weights = None,
     plan_file: PlanFile = None,
     cache_limit: CacheLimit = None,
@@ -73,7 +78,7 @@ def serve(
         raise BadRequest(
             f"--host {host} can be reached from other machines: give --key-file FILE, or a key in {KEY_VARIABLE}"
         )
-    ask = work.ask(machine, _PROMPT_TOKENS, _OUTPUT_TOKENS)
+    ask = replace(work.ask(machine, _PROMPT_TOKENS, _OUTPUT_TOKENS), score_rows=score_rows)
     source = packed_model(model, weights, machine, cache_limit, chat=True)
     from penstock.planner.pace import pace
     from penstock.serve.api.app import Served

@@ -62,6 +62,7 @@ def _value(vocabulary: Vocabulary | None, action: str, arguments: list[Any]) -> 
     answers: dict[str, Callable[..., Any]] = {
         "encode": vocabulary.encode,
         "decode": vocabulary.decode,
+        "texts": vocabulary.texts,
         "advance": vocabulary.advance,
         "chat": vocabulary.chat,
         "check_templates": vocabulary.check_templates,

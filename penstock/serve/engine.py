@@ -21,6 +21,7 @@ from penstock.serve.history import note_run
 from penstock.serve.kept import common
 from penstock.serve.loading import Loading, Planned, plan_here
 from penstock.serve.sampling import SamplingParams
+from penstock.serve.scores import Scores
 from penstock.serve.session import Session
 from penstock.serve.tokenizer import Tokenizer
 from penstock.serve.turns import Turns
@@ -118,6 +119,16 @@ class Engine:
             batch = p.batches[0]
             chunk = ids[batch.start[0] : batch.start[0] + batch.rows[0]]
             yield self.session.step(p, [chunk])[0].copy()
+
+    def scores(self, token_ids: Sequence[int], count: int = 0) -> Scores:
+        """What the model thinks of a text, and `count` of the likeliest tokens at each place, in passes whose
+        logits the plan has room for. Raises as `generate`."""
+        found = Scores(checked_ids(token_ids, self.plan), count)
+        start = 0
+        for logits in self.score(token_ids):
+            found.take(start, logits)
+            start += len(logits)
+        return found
 
     def generate_ids(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
         return self.generate([prompt_ids], params)[0].token_ids

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from penstock.serve.generation import Generation
 from penstock.serve.sampling import Sampler, SamplingParams, likely
+from penstock.serve.scores import Scores
 from penstock.serve.tokenizer import StopStrings, Tokenizer
 
 
@@ -32,6 +33,8 @@ class Reply:
         room = context - len(prompt) + 1
         self.limit = min(params.max_tokens, room)
         self._context_is_least = room < params.max_tokens
+        if params.prompt_logprobs is not None:
+            self.answer.prompt_scores = Scores(prompt, params.prompt_logprobs)
 
     @property
     def finished(self) -> bool:
@@ -53,11 +56,20 @@ class Reply:
             return self.prompt[start : start + count]
         return np.array([self.answer.token_ids[-1]], np.int32)
 
+    def hear(self, start: int, logits: NDArray[np.float32]) -> None:
+        """Takes logits float32 [n, V] of the prompt's positions from `start` on, where the prompt is scored. Raises
+        BrokenModel for logits that are not finite."""
+        assert self.answer.prompt_scores is not None
+        self.answer.prompt_scores.take(start, logits)
+
     def accept(self, logits: NDArray[np.float32], best: tuple[float, int]) -> str:
         """Samples a token from logits float32 [V]; `best`: the largest logit and its id. Returns the text that the
-        token makes certain. End-of-text tokens are not part of the text. Raises BrokenModel for logits that are not
-        finite."""
+        token makes certain. End-of-text tokens are not part of the text. An answer of no tokens ends here. Raises
+        BrokenModel for logits that are not finite."""
         answer, stops = self.answer, self._stops
+        if not self.limit:
+            answer.finish_reason = "length"
+            return ""
         token = self._sampler.next(logits, best)
         answer.token_ids.append(token)
         if (count := self._sampler.params.logprobs) is not None:

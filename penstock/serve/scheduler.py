@@ -36,13 +36,15 @@ class QueueFull(BadRequest):
 
 class Rows(NamedTuple):
     """Rows of one request in a pass: `tokens` tokens from position `start` on. `reads`: they are tokens of its prompt,
-    and not the last one of its answer. `says`: logits are wanted of the last row, and so a token."""
+    and not the last one of its answer. `logits`: of so many of the last rows logits are wanted. `says`: one of them
+    gives a token."""
 
     request: int
     seq: int
     start: int
     tokens: int
     reads: bool
+    logits: int
     says: bool
 
 
@@ -61,6 +63,7 @@ class _Request:
     priority: int
     arrived_s: float
     order: int  # in which requests arrived
+    scores: bool  # logits of every token of the prompt are wanted
     seq: int = -1  # of the plan, once it has one
     read: int = 0  # tokens that need not go through the model any more
     said: int = 0  # tokens of the answer
@@ -105,13 +108,16 @@ class Scheduler:
         line = [other.id for other in self._in_order(now_s) if other.seq < 0]
         return line.index(request) if request in line else 0
 
-    def submit(self, request: int, prompt: Ids, priority: int, now_s: float, owner: str = "") -> None:
+    def submit(
+        self, request: int, prompt: Ids, priority: int, now_s: float, owner: str = "", scores: bool = False
+    ) -> None:
         """Takes a request with a prompt int32 [n]. `owner`: who sent it; what one owner's prompts left behind is for no
-        other. Raises QueueFull."""
+        other. `scores`: logits of every token of the prompt are wanted, so all of them go through the model, in passes
+        whose logits the plan has room for. Raises QueueFull."""
         if self.waiting - len(self._free) >= self._queue:
             raise QueueFull(f"{self.waiting} requests wait already, and {self._queue} may: try again later")
         assert request not in self._requests and 0 < len(prompt) <= self._plan.context
-        self._requests[request] = _Request(request, prompt, owner, priority, now_s, self._arrived)
+        self._requests[request] = _Request(request, prompt, owner, priority, now_s, self._arrived, scores)
         self._arrived += 1
 
     def end(self, requests: Collection[int]) -> None:
@@ -143,14 +149,16 @@ class Scheduler:
 
     def _said(self, request: _Request) -> Rows:
         """The row of an answer's last token."""
-        return Rows(request.id, request.seq, request.prompt_tokens + request.said - 1, 1, False, True)
+        return Rows(request.id, request.seq, request.prompt_tokens + request.said - 1, 1, False, 1, True)
 
     def _reading(self, speaking: list[Rows], now_s: float) -> list[Rows]:
         """Rows of prompts for the next pass."""
         size = self._plan.batch_seqs
         room = [max(self._plan.chunk_rows, size)] * self._plan.batches_per_pass
+        logits = [self._plan.logits_rows] * self._plan.batches_per_pass
         for each in speaking:
             room[each.seq // size] -= 1
+            logits[each.seq // size] -= 1
         left = self._prompt_rows if speaking else sum(room)
         found: list[Rows] = []
         for request in self._in_order(now_s):
@@ -161,14 +169,20 @@ class Scheduler:
             if request.seq < 0:
                 if not (free := [s for s in self._free if room[s // size] > 0]):
                     continue
-                request.seq, request.read = self._free.take(free, request.prompt, request.owner)
-            seq = request.seq
-            count = min(request.prompt_tokens - request.read, left, room[seq // size])
+                known = request.prompt[:1] if request.scores else request.prompt
+                request.seq, request.read = self._free.take(free, known, request.owner)
+            seq, batch = request.seq, request.seq // size
+            count = min(request.prompt_tokens - request.read, left, room[batch])
+            if request.scores:
+                count = min(count, logits[batch])
+            elif not logits[batch]:  # its last row, which wants logits, waits for the next pass
+                count = min(count, request.prompt_tokens - request.read - 1)
             if count <= 0:
                 continue
-            room[seq // size], left = room[seq // size] - count, left - count
             ends = request.read + count == request.prompt_tokens
-            found.append(Rows(request.id, seq, request.read, count, True, ends))
+            wanted = count if request.scores else int(ends)
+            room[batch], logits[batch], left = room[batch] - count, logits[batch] - wanted, left - count
+            found.append(Rows(request.id, seq, request.read, count, True, wanted, ends))
         return found
 
     def _in_order(self, now_s: float) -> list[_Request]:
@@ -181,6 +195,7 @@ class Scheduler:
 
 
 def _batch(number: int, members: Iterable[Rows]) -> Batch:
-    _, seqs, start, rows, _, says = zip(*members, strict=True)
-    logits = tuple(end - 1 for end, wanted in zip(accumulate(rows), says, strict=True) if wanted)
+    _, seqs, start, rows, _, wanted, _ = zip(*members, strict=True)
+    last = zip(accumulate(rows), wanted, strict=True)
+    logits = tuple(row for end, count in last for row in range(end - count, end))
     return Batch(number, seqs, start, rows, logits)

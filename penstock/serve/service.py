@@ -23,14 +23,16 @@ from penstock.serve.generation import Generation
 from penstock.serve.reply import Reply
 from penstock.serve.sampling import Likely, SamplingParams
 from penstock.serve.scheduler import Rows, Scheduler, Step
+from penstock.serve.scores import Scores
 
 
 class Piece(NamedTuple):
     """What a token adds to an answer: the text that has become certain, often all of it, sometimes none. `likely`: the
-    token's log probability, where it was asked for."""
+    token's log probability, where it was asked for. `prompt_scores`: those of the prompt, with the first token only."""
 
     text: str
     likely: tuple[Likely, ...] = ()
+    prompt_scores: Scores | None = None
 
 
 class Ended(NamedTuple):
@@ -131,7 +133,7 @@ class Service:
             if self._refuses is not None:
                 raise BadRequest(self._refuses)
             number = self._next_id
-            self._scheduler.submit(number, ids, priority, now_s, owner)
+            self._scheduler.submit(number, ids, priority, now_s, owner, params.prompt_logprobs is not None)
             self._next_id += 1
             self._open[number] = _Open(reply, tell, priority, now_s, now_s)
             self._changed.notify_all()
@@ -211,25 +213,37 @@ class Service:
             ended = {r.request: _failed(error) for rows in step.rows for r in rows}
         else:
             for rows, logits, best in zip(step.rows, logits_of_batches, session.best, strict=True):
-                for i, r in enumerate(r for r in rows if r.says):
-                    request = self._open[r.request]
+                end = 0
+                for r in rows:
+                    first, end = end, end + r.logits
                     try:
-                        piece = request.reply.accept(logits[i], best[i])
+                        if r.logits and (told := self._hear(r, logits[first:end], best[first:end])) is not None:
+                            ended[r.request] = told
                     except Exception as error:  # of this answer, so the others go on
                         ended[r.request] = _failed(error)
-                        continue
-                    self._time(request)
-                    if request.reply.finished:
-                        ended[r.request] = Ended(request.reply.answer)
-                    request.tell(Piece(piece, tuple(request.reply.answer.logprobs[-1:])))
         taken_s = time.perf_counter() - start_s
         with self._changed:
             self._scheduler.end(ended)
-            gone = [(self._open.pop(number), what) for number, what in ended.items()]
             self._count(step, ended, sum(r.start for r in begin), taken_s)
+            gone = [(self._open.pop(number), what) for number, what in ended.items()]
             self._changed.notify_all()
         for request, what in gone:
             request.tell(what)
+
+    def _hear(self, r: Rows, logits: NDArray[np.float32], best: Sequence[tuple[float, int]]) -> Ended | None:
+        """What the last `r.logits` rows of a request, logits float32 [n, V], mean for its answer."""
+        request = self._open[r.request]
+        reply, answer = request.reply, request.reply.answer
+        if r.reads and answer.prompt_scores is not None:
+            reply.hear(r.start + r.tokens - r.logits, logits)
+        if not r.says:
+            return None
+        piece = reply.accept(logits[-1], best[-1])
+        if reply.answer.token_ids:
+            self._time(request)
+            scores = answer.prompt_scores if len(answer.token_ids) == 1 else None
+            request.tell(Piece(piece, tuple(answer.logprobs[-1:]), scores))
+        return Ended(answer) if reply.finished else None
 
     def _ids(self, rows: Rows) -> NDArray[np.int32]:
         """The ids of some rows, int32 [tokens]."""
@@ -252,7 +266,7 @@ class Service:
             "failed": failed,
             "prompt": sum(r.tokens for r in rows if r.reads),
             "cached": cached_tokens,
-            "output": sum(r.says for r in rows),
+            "output": sum(r.says and self._open[r.request].reply.limit > 0 for r in rows),
             "passes": 1,
         }
         for name, count in counted.items():

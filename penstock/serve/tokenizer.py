@@ -81,6 +81,12 @@ class Tokenizer:
         text: str = self._ask("decode", [plain, skip_special], self._limits.task("decoding with it", 4 * len(plain)))
         return text
 
+    def texts(self, ids: Iterable[int]) -> dict[int, str]:
+        """The text of each id by itself, special ones too. Raises BrokenModel where decoding takes more than it may."""
+        each = sorted({int(i) for i in ids})
+        found: list[str] = self._ask("texts", [each], self._limits.task("decoding with it", 16 * len(each)))
+        return dict(zip(each, found, strict=True))
+
     def stream(self, whole: bool = False) -> TextStream | Whole:
         """Makes text of one answer's ids. `whole`: no text is wanted before the end."""
         if whole:

@@ -97,6 +97,10 @@ class Vocabulary:
         possible = [i for i in ids if 0 <= i < 2**32]  # the library takes no others
         return str(self._core.decode(possible, skip_special_tokens=skip_special))
 
+    def texts(self, ids: list[int]) -> list[str]:
+        """The text of each id by itself, special ones too."""
+        return [self.decode([i], skip_special=False) for i in ids]
+
     def advance(self, window: list[int], out: int, out_text: str, at_end: bool) -> tuple[str, StreamState] | None:
         """The text that the last id of a stream's window completes, and the stream's new state. None where the text
         has to wait for more tokens. `window`, `out`, `out_text`: the stream's state, with the new id in the window.

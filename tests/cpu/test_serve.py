@@ -206,7 +206,6 @@ def test_what_is_not_supported_or_wrong_is_refused_in_openais_shape(server: Serv
     for body, says in (
         ({}, "prompt"),
         ({"prompt": "a", "temprature": 1}, "temprature"),
-        ({"prompt": "a", "echo": True}, "echo is not supported"),
         ({"prompt": "a", "suffix": "b"}, "suffix is not supported"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
         ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),

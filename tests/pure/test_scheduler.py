@@ -22,8 +22,8 @@ from tests.pure.machine import model
 SPEC, WEIGHTS = model(layers=2), parse_format("float32")
 
 
-def plan(seqs: int = 4, batches: int = 1, chunk: int = 8, context: int = 64) -> Plan:
-    rows = {"chunk_rows": chunk, "logits_rows": max(seqs, chunk), "context": context}
+def plan(seqs: int = 4, batches: int = 1, chunk: int = 8, context: int = 64, logits: int = 1) -> Plan:
+    rows = {"chunk_rows": chunk, "logits_rows": max(seqs, logits), "context": context}
     return resident_plan(SPEC, WEIGHTS, batch_seqs=seqs, batches_per_pass=batches, **rows)
 
 
@@ -40,15 +40,25 @@ class Checked:
         self.held: dict[int, list[tuple[int, str]]] = {s: [] for s in range(made.batch_seqs * made.batches_per_pass)}
         self.cached = 0
         self.answers: dict[int, int] = {}  # tokens that are still to come
+        self.scored: set[int] = set()  # requests that want logits of every token of the prompt
         self.had: Counter[int] = Counter()  # tokens of prompt and answer that went through the model
         self.seqs: dict[int, int] = {}
         self.now_s = 0.0
 
-    def submit(self, prompt: int, answer: int, priority: int = 0, word: int | None = None, owner: str = "") -> int:
+    def submit(
+        self,
+        prompt: int,
+        answer: int,
+        priority: int = 0,
+        word: int | None = None,
+        owner: str = "",
+        scores: bool = False,
+    ) -> int:
         """A prompt of so many tokens, that begins like others with the same `word`; all say 0 as an answer."""
         number = len(self.prompts)
         ids = [number + 100] * prompt if word is None else [*[0] * (prompt - word % prompt), *[word] * (word % prompt)]
-        self.scheduler.submit(number, np.array(ids, np.int32), priority, self.now_s, owner)
+        self.scheduler.submit(number, np.array(ids, np.int32), priority, self.now_s, owner, scores)
+        self.scored |= {number} if scores else set()
         self.ids[number], self.owners[number] = ids, owner
         self.prompts[number], self.answers[number] = prompt, min(answer, self.plan.context - prompt + 1)
         return number
@@ -80,7 +90,12 @@ class Checked:
             assert batch.rows == tuple(r.tokens for r in members)
             assert batch.start == tuple(r.start for r in members)
             assert batch.total_rows <= max(self.plan.chunk_rows, self.plan.batch_seqs)
-            assert len(batch.logits) == sum(r.says for r in members)
+            first = 0
+            wanted: list[int] = []
+            for r in members:
+                wanted += range(first + r.tokens - r.logits, first + r.tokens)
+                first += r.tokens
+            assert batch.logits == tuple(wanted) and len(wanted) <= self.plan.logits_rows
             assert {r.seq // self.plan.batch_seqs for r in members} == {batch.id}
         for r in rows:
             assert r.request in self.answers
@@ -95,6 +110,8 @@ class Checked:
             self.had[r.request] += r.tokens
             assert self.had[r.request] <= self.plan.context
             assert r.says == (self.had[r.request] >= self.prompts[r.request])
+            assert r.logits == (r.tokens if r.reads and r.request in self.scored else r.says)
+            assert not (r.request in self.scored and self.had[r.request] == r.tokens and r.start)
             self.answers[r.request] -= r.says
             self.ids[r.request] += [0] * r.says
         # Every answer that has begun goes on in every pass.
@@ -116,6 +133,7 @@ EVENTS = st.lists(
             st.integers(-1, 2),
             st.integers(0, 9),
             st.sampled_from("ab"),
+            st.booleans(),
         ),
         st.tuples(st.sampled_from(["cancel", "fail"]), st.integers(0, 30)),
         st.tuples(st.just("step"), st.integers(1, 5)),
@@ -126,11 +144,11 @@ EVENTS = st.lists(
 
 @pytest.mark.fuzz
 @given(events=EVENTS, seqs=st.integers(1, 4), batches=st.integers(1, 2), chunk=st.integers(1, 12),
-       prompt_rows=st.integers(1, 12))  # fmt: skip
+       prompt_rows=st.integers(1, 12), logits=st.integers(1, 12))  # fmt: skip
 def test_every_request_gets_its_rows_in_order(
-    events: list[tuple[object, ...]], seqs: int, batches: int, chunk: int, prompt_rows: int
+    events: list[tuple[object, ...]], seqs: int, batches: int, chunk: int, prompt_rows: int, logits: int
 ) -> None:
-    checked = Checked(plan(seqs, batches, chunk), prompt_rows)
+    checked = Checked(plan(seqs, batches, chunk, logits=logits), prompt_rows)
     for what, *numbers in events:
         if what == "submit":
             checked.submit(*numbers)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from penstock.planner.pace import Pace
 from penstock.serve.api.answers import Answers, Gone, Shape, head_of
 from penstock.serve.api.guard import OWNER, Access, App, Guard, Limits, Receive, Scope, Send, error_body
 from penstock.serve.api.metrics import CONTENT_TYPE, metrics
-from penstock.serve.api.wire import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from penstock.serve.api.wire import MAX_SCORES, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from penstock.serve.scheduler import QueueFull
 from penstock.serve.service import Service
 from penstock.spec import plan as plans
@@ -74,8 +74,22 @@ def _completions(app: FastAPI, served: Served) -> None:
             await to_thread.run_sync(tokenizer.encode, prompt, limiter=one) if isinstance(prompt, str) else prompt
             for prompt in body.prompts()
         ]
-        shape = Shape("text_completion", head_of("cmpl", secrets.token_hex(12), served.name), tokenizer)
+        echoed = await _echoed(body, prompts) if body.echo else ()
+        shape = Shape("text_completion", head_of("cmpl", secrets.token_hex(12), served.name), tokenizer, echoed)
         return await _answered(request, body, prompts, shape)
+
+    async def _echoed(body: CompletionRequest, prompts: list[list[int]]) -> tuple[str, ...]:
+        """What is written before each answer. Raises BadRequest where so many scores are wanted that their JSON would
+        take much memory."""
+        n, count = body.n or 1, 1 + (body.prompt_alternatives or 0)
+        entries = 0 if body.prompt_alternatives is None else sum(map(len, prompts)) * n * count
+        if entries > MAX_SCORES:
+            raise BadRequest(f"echo would give {entries} log probabilities; a request may have {MAX_SCORES}")
+        texts = [
+            given if isinstance(given, str) else await to_thread.run_sync(tokenizer.decode, ids, False, limiter=one)
+            for given, ids in zip(body.prompts(), prompts, strict=True)
+        ]
+        return tuple(text for text in texts for _ in range(n))
 
     async def _answered(
         request: Request, body: ChatRequest | CompletionRequest, prompts: list[list[int]], shape: Shape
@@ -90,7 +104,7 @@ def _completions(app: FastAPI, served: Served) -> None:
                 usage = body.stream_options is not None and body.stream_options.include_usage
                 return _Events(answers, answers.events(shape, usage))
             found = await _unless_gone(request, answers)
-            choices = [await to_thread.run_sync(shape.choice, i, answer) for i, answer in enumerate(found)]
+            choices = [await to_thread.run_sync(shape.choice, i, answer, limiter=one) for i, answer in enumerate(found)]
             head = {**shape.head, "object": shape.kind}
             return JSONResponse({**head, "choices": choices, "usage": answers.usage})
         except BaseException:

@@ -18,6 +18,8 @@ MAX_CHOICES = 16
 MAX_STOPS, MAX_STOP_CHARS = 16, 1000
 MAX_MESSAGES = 10_000
 MAX_TOKENS = 1 << 20
+# Log probabilities of prompts that an answer may have: each takes some 150 bytes while its JSON is made.
+MAX_SCORES = 1 << 16
 
 
 class _Sent(BaseModel):
@@ -60,7 +62,7 @@ class _Sampled(_Sent):
             raise BadRequest(f"stop may have {MAX_STOPS} strings of {MAX_STOP_CHARS} characters")
         return with_model_defaults(
             generation_config,
-            max_tokens=self.length or most_tokens,
+            max_tokens=most_tokens if self.length is None else self.length,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
@@ -73,11 +75,17 @@ class _Sampled(_Sent):
             frequency_penalty=self.frequency_penalty,
             logit_bias=self._biases(),
             logprobs=self.alternatives,
+            prompt_logprobs=self.prompt_alternatives,
         )
 
     @property
     def alternatives(self) -> int | None:
         """How many of the likeliest tokens are wanted beside each; None where no log probabilities are."""
+        return None
+
+    @property
+    def prompt_alternatives(self) -> int | None:
+        """The same of the prompt's tokens."""
         return None
 
     def _biases(self) -> dict[int, float] | None:
@@ -153,6 +161,7 @@ class CompletionRequest(_Sampled):
     """A body of /v1/completions. `prompt`: a text or a list of them, ids or a list of lists of ids."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     suffix: str | None = None
@@ -160,15 +169,20 @@ class CompletionRequest(_Sampled):
 
     def check(self) -> None:
         super().check()
-        for name in ("echo", "suffix"):
-            if getattr(self, name):
-                raise BadRequest(f"{name} is not supported by this version")
+        if self.suffix:
+            raise BadRequest("suffix is not supported by this version")
+        if self.max_tokens == 0 and self.prompt_alternatives is None:
+            raise BadRequest("max_tokens is 0; it should be at least 1 without echo and logprobs")
         if self.best_of not in (None, 1, self.n):
             raise BadRequest("best_of is not supported by this version")
 
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
+
+    @property
+    def prompt_alternatives(self) -> int | None:
+        return self.logprobs if self.echo else None
 
     def prompts(self) -> Sequence[str | list[int]]:
         """Each prompt, as text or as ids. Raises BadRequest where there is none, or too many."""
