@@ -8,7 +8,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Option
 
@@ -58,6 +58,9 @@ def serve(
         int,
         Option("--score-rows", metavar="N", min=0, help="Tokens of prompts that a pass may score (echo, logprobs)."),
     ] = DEFAULT_SCORE_ROWS,
+    no_schemas: Annotated[
+        bool, Option("--no-schemas", help="No answers by JSON schema (response_format): their process takes no memory.")
+    ] = False,
     weights: Weights = None,
     plan_file: PlanFile = None,
     cache_limit: CacheLimit = None,
@@ -83,15 +86,18 @@ def serve(
     from penstock.planner.pace import pace
     from penstock.serve.api.app import Served
     from penstock.serve.api.server import serve as listen
+    from penstock.serve.guides import guide_bytes, has_guides
     from penstock.serve.service import Service
     from penstock.serve.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.open(source.folder, ask.host_memory_bytes, not machine.no_verify)
-    with loaded(source, ask, machine, plan, tokenizer=tokenizer, beside_bytes=SERVER_BYTES) as engine:
+    guide = 0 if no_schemas or not has_guides() else guide_bytes(tokenizer.size)
+    beside: dict[str, Any] = {"tokenizer": tokenizer, "beside_bytes": SERVER_BYTES + guide, "guide_bytes": guide}
+    with loaded(source, ask, machine, plan, **beside) as engine:
         tempo = pace(engine.plan, engine.machine)
         note(tempo.reason)
         with closing(Service(engine, prompt_rows=tempo.prompt_rows, queue=queue)) as service:
-            served = Served(service, name or Path(model).name or model, tempo, int(time.time()))
+            served = Served(service, name or Path(model).name or model, tempo, int(time.time()), guide > 0)
             sequences = engine.plan.batch_seqs * engine.plan.batches_per_pass
 
             def ready(at: int) -> None:

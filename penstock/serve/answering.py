@@ -13,6 +13,7 @@ from penstock.graph import passes
 from penstock.graph.batch import Batch
 from penstock.graph.tasks import Pass, Stream
 from penstock.serve.generation import Generation
+from penstock.serve.guides import Guide
 from penstock.serve.reply import Reply
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.session import Session
@@ -41,7 +42,7 @@ def checked_ids(token_ids: Sequence[int], plan: Plan) -> NDArray[np.int32]:
 class Answering:
     """A group of sequences that decode together. `prompts`: int32 [T] each. `streams`: whether text is wanted as soon
     as it is certain, and not only at the end. `starts[i]`: tokens of its prompt that sequence i holds already; () for
-    none. `answers`: whole when `pieces` has ended."""
+    none. `guides[i]`: holds answer i to a JSON schema; () for none. `answers`: whole when `pieces` has ended."""
 
     def __init__(
         self,
@@ -51,13 +52,17 @@ class Answering:
         params: SamplingParams,
         streams: bool,
         starts: Sequence[int] = (),
+        guides: Sequence[Guide | None] = (),
     ) -> None:
         self._session, self._tokenizer, self._starts = session, tokenizer, starts
         self._scores = params.prompt_logprobs is not None
         if self._scores:
             self._starts = ()  # every token goes through the model
         about = {"batch": len(prompts), "context": session.plan.context}
-        self._replies = [Reply(tokenizer, prompt, params, **about, streams=streams) for prompt in prompts]
+        self._replies = [
+            Reply(tokenizer, prompt, params, **about, streams=streams, guide=guide)
+            for prompt, guide in zip(prompts, guides or [None] * len(prompts), strict=True)
+        ]
 
     @property
     def answers(self) -> list[Generation]:

@@ -3,7 +3,8 @@
 The order is that of transformers, so a model's own generation_config.json means here what it means there. What OpenAI's
 API adds comes around the repetition penalty, as in vLLM:
 
-    logit bias → repetition penalty → frequency and presence penalties → temperature → top-k → top-p → min-p → draw
+    logit bias → repetition penalty → frequency and presence penalties → JSON schema → temperature → top-k → top-p
+    → min-p → draw
 
 Every step works on the ids that the step before left, with their probabilities renormalised. A sampler depends on its
 own sequence only, never on other sequences of the same pass.
@@ -21,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import BadRequest, BrokenModel
+from penstock.serve.schemas import checked_schema
 
 Floats = NDArray[np.float32]
 
@@ -55,6 +57,7 @@ class SamplingParams:
     `logit_bias`: ids and what is added to their logits; a mapping is taken too. `logprobs`: keep the log probability of
     each token, and so many of the likeliest beside it; they are the model's own, before all that is above.
     `prompt_logprobs`: the same of the prompt's tokens after its first (`serve.scores`). `max_tokens` may then be 0.
+    `json_schema`: the answer is JSON that follows this schema, a string or a mapping (`serve.guides`).
     """
 
     max_tokens: int = 128
@@ -71,6 +74,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    json_schema: str | None = None
 
     def __post_init__(self) -> None:
         for name, types in _TYPES.items():
@@ -83,6 +87,10 @@ class SamplingParams:
         stop = tuple(given) if isinstance(given, list | tuple) else () if given is None else (given,)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", checked_schema(self.json_schema))
+            if self.ignore_eos:
+                raise BadRequest("ignore_eos does not go with a JSON schema, which says where an answer ends")
         for good, name, should in (
             (self.max_tokens >= (self.prompt_logprobs is None), "max_tokens", "at least 1"),
             (0 <= self.temperature <= 1e6, "temperature", "0 (greedy) or more, at most 1e6"),
@@ -163,15 +171,20 @@ class Sampler:
         self._chosen: Counter[int] = Counter()
         self._rng = np.random.Generator(np.random.PCG64(params.seed))
 
-    def next(self, logits: Floats, best: tuple[float, int] | None = None) -> int:
+    def next(
+        self, logits: Floats, best: tuple[float, int] | None = None, allowed: NDArray[np.bool_] | None = None
+    ) -> int:
         """The next token's id. `logits`, float32 [V], is never written to: it may be the engine's own slot. `best`: the
-        largest logit and its id, where the head has found them already. Raises BrokenModel for logits that are not
-        finite."""
+        largest logit and its id, where the head has found them already. `allowed`, bool [V]: ids that may come, at
+        least one; None for all. Raises BrokenModel for logits that are not finite."""
         if self.params.greedy and best is not None and not self.params.adjusts:
             _check_best(best[0])
-            return best[1]
+            if allowed is None or allowed[best[1]]:
+                return best[1]
         check_finite(logits)
         logits = self._adjusted(logits)
+        if allowed is not None:
+            logits = np.where(allowed, logits, np.float32(-np.inf))
         if self.params.greedy:
             chosen = int(np.argmax(logits))
         else:

@@ -127,7 +127,8 @@ class Service:
         QueueFull."""
         engine = self.engine
         ids = checked_ids(prompt_ids, engine.plan)
-        reply = Reply(engine.tokenizer, ids, params, batch=1, context=engine.plan.context, streams=True)
+        about = {"batch": 1, "context": engine.plan.context}
+        reply = Reply(engine.tokenizer, ids, params, **about, streams=True, guide=engine.guide(params))
         now_s = time.perf_counter()
         with self._changed:
             if self._refuses is not None:
@@ -238,11 +239,13 @@ class Service:
             reply.hear(r.start + r.tokens - r.logits, logits)
         if not r.says:
             return None
+        before = len(answer.token_ids)
         piece = reply.accept(logits[-1], best[-1])
-        if reply.answer.token_ids:
+        if len(answer.token_ids) > before:
             self._time(request)
-            scores = answer.prompt_scores if len(answer.token_ids) == 1 else None
-            request.tell(Piece(piece, tuple(answer.logprobs[-1:]), scores))
+            request.tell(Piece(piece, tuple(answer.logprobs[-1:]), None if before else answer.prompt_scores))
+        elif piece:  # the schema ended the answer
+            request.tell(Piece(piece))
         return Ended(answer) if reply.finished else None
 
     def _ids(self, rows: Rows) -> NDArray[np.int32]:

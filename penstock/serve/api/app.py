@@ -30,13 +30,14 @@ RETRY_S = 5  # what a client is told to wait where the queue is full
 
 @dataclass
 class Served:
-    """What the routes serve. `name`: of the model, for clients. `created_s`: when it was loaded. `ending`: the server
-    takes no more requests."""
+    """What the routes serve. `name`: of the model, for clients. `created_s`: when it was loaded. `schemas`: answers
+    may be held to JSON schemas. `ending`: the server takes no more requests."""
 
     service: Service
     name: str
     pace: Pace
     created_s: int
+    schemas: bool = False
     ending: bool = False
 
 
@@ -96,6 +97,10 @@ def _completions(app: FastAPI, served: Served) -> None:
     ) -> Response:
         room = served.service.engine.plan.context - max(map(len, prompts)) + 1
         params = body.params(config, max(1, room) if shape.chats else 16)
+        if params.json_schema is not None:  # refused before any answer begins
+            if not served.schemas:
+                raise BadRequest("this server holds no answers to JSON schemas: it was started without")
+            await to_thread.run_sync(served.service.engine.guides.check, params.json_schema)
         answers = Answers(served.service, body.n or 1, request.scope.get(OWNER, ""))
         try:
             for ids in prompts:

@@ -7,12 +7,13 @@ that ask for nothing (`n: 1`, `logprobs: false`, no penalty) are taken.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.errors import BadRequest
 from penstock.serve.sampling import MAX_BIASES, MAX_LOGPROBS, SamplingParams, with_model_defaults
+from penstock.serve.schemas import JSON_OBJECT
 
 MAX_CHOICES = 16
 MAX_STOPS, MAX_STOP_CHARS = 16, 1000
@@ -30,6 +31,31 @@ class _Sent(BaseModel):
 
 class StreamOptions(_Sent):
     include_usage: bool = False
+
+
+class TextFormat(_Sent):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(_Sent):
+    type: Literal["json_object"]
+
+
+class NamedSchema(_Sent):
+    """`strict`: answers follow the schema whatever is said here."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(_Sent):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
 class _Sampled(_Sent):
@@ -53,6 +79,7 @@ class _Sampled(_Sent):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_BIASES)
+    response_format: ResponseFormat | None = None
 
     def params(self, generation_config: dict[str, Any], most_tokens: int) -> SamplingParams:
         """How tokens are chosen; `most_tokens` where the client names no length. Raises BadRequest."""
@@ -76,6 +103,7 @@ class _Sampled(_Sent):
             logit_bias=self._biases(),
             logprobs=self.alternatives,
             prompt_logprobs=self.prompt_alternatives,
+            json_schema=self._schema(),
         )
 
     @property
@@ -96,6 +124,12 @@ class _Sampled(_Sent):
                 raise BadRequest(f"logit_bias has {token[:100]!r}; it should be a token's id")
             found[int(token)] = bias
         return found or None
+
+    def _schema(self) -> str | dict[str, Any] | None:
+        """The schema that the answer has to follow."""
+        if isinstance(self.response_format, JsonSchemaFormat):
+            return self.response_format.json_schema.schema_
+        return JSON_OBJECT if isinstance(self.response_format, JsonObjectFormat) else None
 
     @property
     def length(self) -> int | None:
@@ -127,10 +161,6 @@ class Message(BaseModel):
         return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
 
 
-class ResponseFormat(_Sent):
-    type: Literal["text"]
-
-
 class ChatRequest(_Sampled):
     """A body of /v1/chat/completions."""
 
@@ -139,7 +169,6 @@ class ChatRequest(_Sampled):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[Any] | None = None
-    response_format: ResponseFormat | None = None
 
     @property
     def length(self) -> int | None:
