@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -85,12 +85,14 @@ class Shape:
 
 class Answers:
     """The answers to some prompts, `n` each, numbered as OpenAI's API does: all answers to the first prompt come first.
-    `owner`: who asks.
+    `owner`: who asks. `wait_for(awaitable, seconds)`: raises TimeoutError where nothing came for so long.
 
     Whoever makes one must `cancel` it in the end, whatever happened."""
 
-    def __init__(self, service: Service, n: int, owner: str) -> None:
-        self._service, self._n, self._owner = service, n, owner
+    def __init__(
+        self, service: Service, n: int, owner: str, wait_for: Callable[..., Awaitable[Any]] = asyncio.wait_for
+    ) -> None:
+        self._service, self._n, self._owner, self._wait_for = service, n, owner, wait_for
         self._loop = asyncio.get_running_loop()
         self._prompt_tokens = 0
         self._told: asyncio.Queue[tuple[int, Told]] = asyncio.Queue()
@@ -143,7 +145,7 @@ class Answers:
         try:
             async for index, piece in self._pieces():
                 if piece is None:
-                    yield b": the model is reading\n\n"
+                    yield b": still waiting, or reading the prompt\n\n"
                     continue
                 sent, first = begun.get(index, 0), index not in begun
                 if isinstance(piece, Generation):
@@ -169,7 +171,7 @@ class Answers:
         long."""
         while len(self.whole) < len(self._numbers):
             try:
-                index, told = await asyncio.wait_for(self._told.get(), ALIVE_S)
+                index, told = await self._wait_for(self._told.get(), ALIVE_S)
             except TimeoutError:
                 yield -1, None
                 continue
