@@ -193,6 +193,8 @@ async def _unless_gone(request: Request, answers: Answers) -> list[Any]:
             pass
 
     gathering, leaving = asyncio.ensure_future(answers.gathered()), asyncio.ensure_future(gone())
+    # Where the client goes, an error of its answers may come before they are cancelled, and nobody asks for it.
+    gathering.add_done_callback(lambda task: task.cancelled() or task.exception())
     try:
         await asyncio.wait([gathering, leaving], return_when=asyncio.FIRST_COMPLETED)
         if not gathering.done():

@@ -80,7 +80,7 @@ def serve(served: Served, access: Access, port: int, ready: Callable[[int], None
         http=_Impatient,
         ws="none",
         lifespan="off",
-        log_level="warning",
+        log_level="error",  # whoever sends nonsense must not fill a log
         access_log=False,
         server_header=False,
         date_header=False,
