@@ -75,6 +75,7 @@ class Guides:
         # One thread, so that requests come in the order in which they were made.
         self._worker = ThreadPoolExecutor(1, "penstock-guides")
         self._known = 0  # ids that the child knows
+        self._limit_bytes = 0  # of its memory
         self._child = 0  # how many children have been opened
         self._number = 0
         self._counting = threading.Lock()
@@ -152,7 +153,8 @@ class Guides:
         tokens have no bytes."""
         if self._confined.lives:
             return
-        need, have = guide_bytes(0), self._memory_bytes()
+        need = guide_bytes(0)
+        self._limit_bytes = have = self._memory_bytes()
         if have < need:
             raise BadRequest(
                 f"answers to a JSON schema take {format_bytes(need)} of memory, and {format_bytes(have)} are left"
@@ -167,7 +169,7 @@ class Guides:
         return [tokens]
 
     def _limits(self, doing: str, cpu_s: float) -> Request:
-        return Request(doing, self._tokenizer.folder, cpu_s, self._memory_bytes(), _ANSWER_BYTES)
+        return Request(doing, self._tokenizer.folder, cpu_s, self._limit_bytes, _ANSWER_BYTES)
 
     def _drop(self, number: int) -> None:
         def drop() -> None:
