@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -18,6 +18,12 @@ from penstock.cli.output import note
 from penstock.errors import BadRequest
 from penstock.spec.ask import DEFAULT_SCORE_ROWS
 from penstock.units import MIB
+
+if TYPE_CHECKING:
+    from penstock.serve.api.shelf import Loaded
+    from penstock.serve.source import Source
+    from penstock.spec.ask import Ask
+    from penstock.spec.plan import Plan
 
 KEY_VARIABLE = "PENSTOCK_API_KEY"
 # What the process takes beside what `run` takes. Its libraries are 12 MiB, and 64 clients with 256 requests made that
@@ -53,6 +59,14 @@ def serve(
     name: Annotated[
         str | None, Option("--name", metavar="NAME", help="The model's name for clients; default its folder's.")
     ] = None,
+    more: Annotated[
+        list[str] | None,
+        Option(
+            "--model",
+            metavar="NAME=PATH",
+            help="Another model, loaded in place of the one before when it is asked for.",
+        ),
+    ] = None,
     queue: Annotated[int, Option("--queue", metavar="N", min=0, max=100_000, help="Requests that may wait.")] = 256,
     score_rows: Annotated[
         int,
@@ -82,32 +96,64 @@ def serve(
             f"--host {host} can be reached from other machines: give --key-file FILE, or a key in {KEY_VARIABLE}"
         )
     ask = replace(work.ask(machine, _PROMPT_TOKENS, _OUTPUT_TOKENS), score_rows=score_rows)
-    source = packed_model(model, weights, machine, cache_limit, chat=True)
-    from penstock.planner.pace import pace
-    from penstock.serve.api.app import Served
+    paths = _models(name or Path(model).name or model, model, more or [])
+    if plan and len(paths) > 1:
+        raise BadRequest("--plan is of one model: give no --model beside it")
     from penstock.serve.api.server import serve as listen
+    from penstock.serve.api.shelf import Shelf
+
+    def load(called: str) -> Loaded:
+        source = packed_model(paths[called], weights, machine, cache_limit, chat=True)
+        return _load(called, source, ask, machine, plan, queue, not no_schemas)
+
+    first = load(next(iter(paths)))
+    plan_of_first, speed = first.service.engine.plan, first.service.engine.prediction.decode_tokens_per_s
+    shelf = Shelf(first, {called: partial(load, called) for called in paths}, queue)
+    del first  # it may give its place to another one
+
+    def ready(at: int) -> None:
+        shown = f"[{host}]" if ":" in host else host
+        sequences = plan_of_first.batch_seqs * plan_of_first.batches_per_pass
+        note(f"{sequences} answers at once are predicted to have {speed:.3g} tokens/s together")
+        note(f"{', '.join(paths)} {'is' if len(paths) == 1 else 'are'} on http://{shown}:{at}/v1")
+
+    with closing(shelf):
+        listen(shelf, Access(host, keys, tuple(origin or ())), plan_of_first.context, port, ready)
+    note("ended")
+
+
+def _load(
+    name: str, source: Source, ask: Ask, machine: Machine, plan: Plan | None, queue: int, schemas: bool
+) -> Loaded:
+    """Loads a model and begins to answer with it. Raises as `loaded`."""
+    from penstock.planner.pace import pace
+    from penstock.serve.api.shelf import Loaded
     from penstock.serve.guides import guide_bytes, has_guides
     from penstock.serve.service import Service
     from penstock.serve.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.open(source.folder, ask.host_memory_bytes, not machine.no_verify)
-    guide = 0 if no_schemas or not has_guides() else guide_bytes(tokenizer.size)
+    guide = guide_bytes(tokenizer.size) if schemas and has_guides() else 0
     beside: dict[str, Any] = {"tokenizer": tokenizer, "beside_bytes": SERVER_BYTES + guide, "guide_bytes": guide}
-    with loaded(source, ask, machine, plan, **beside) as engine:
+    with ExitStack() as stack:
+        engine = stack.enter_context(loaded(source, ask, machine, plan, **beside))
         tempo = pace(engine.plan, engine.machine)
         note(tempo.reason)
-        with closing(Service(engine, prompt_rows=tempo.prompt_rows, queue=queue)) as service:
-            served = Served(service, name or Path(model).name or model, tempo, int(time.time()), guide > 0)
-            sequences = engine.plan.batch_seqs * engine.plan.batches_per_pass
+        service = stack.enter_context(closing(Service(engine, prompt_rows=tempo.prompt_rows, queue=queue)))
+        return Loaded(name, service, tempo, guide > 0, stack.pop_all().close)
 
-            def ready(at: int) -> None:
-                shown = f"[{host}]" if ":" in host else host
-                speed = engine.prediction.decode_tokens_per_s
-                note(f"{sequences} answers at once are predicted to have {speed:.3g} tokens/s together")
-                note(f"{served.name} is on http://{shown}:{at}/v1")
 
-            listen(served, Access(host, keys, tuple(origin or ())), port, ready)
-    note("ended")
+def _models(name: str, path: str, more: list[str]) -> dict[str, str]:
+    """Paths by name, of MODEL first. Raises BadRequest for what is no NAME=PATH, and for a name that comes twice."""
+    found = {name: path}
+    for given in more:
+        called, _, where = given.partition("=")
+        if not (called and where):
+            raise BadRequest(f"--model {given}: it should be NAME=PATH")
+        if called in found:
+            raise BadRequest(f"--model {given}: there is a model {called} already")
+        found[called] = where
+    return found
 
 
 def _keys(file: str | None) -> tuple[str, ...]:
