@@ -20,6 +20,7 @@ from penstock.spec.ask import DEFAULT_SCORE_ROWS
 from penstock.units import MIB
 
 if TYPE_CHECKING:
+    from penstock.serve.api.keys import Key
     from penstock.serve.api.shelf import Loaded
     from penstock.serve.source import Source
     from penstock.spec.ask import Ask
@@ -50,7 +51,11 @@ def serve(
     port: Annotated[int, Option("--port", metavar="N", min=0, max=65535, help="0 takes any that is free.")] = 8000,
     key_file: Annotated[
         str | None,
-        Option("--key-file", metavar="FILE", help=f"Keys that clients must have, one a line; or ${KEY_VARIABLE}."),
+        Option(
+            "--key-file",
+            metavar="FILE",
+            help=f"Keys that clients must have, one a line (docs/SERVER.md); or ${KEY_VARIABLE}.",
+        ),
     ] = None,
     origin: Annotated[
         list[str] | None,
@@ -156,11 +161,11 @@ def _models(name: str, path: str, more: list[str]) -> dict[str, str]:
     return found
 
 
-def _keys(file: str | None) -> tuple[str, ...]:
+def _keys(file: str | None) -> tuple[Key, ...]:
     """The keys of --key-file, or of the environment. Raises BadRequest for a file without any."""
+    from penstock.serve.api.keys import Key, parse_keys
+
     if file is None:
-        return tuple(filter(None, [os.environ.get(KEY_VARIABLE, "").strip()]))
-    keys = tuple(line.strip() for line in read_text(file).splitlines() if line.strip() and not line.startswith("#"))
-    if not keys:
-        raise BadRequest(f"--key-file {file} has no key in it: write one a line")
-    return keys
+        secret = os.environ.get(KEY_VARIABLE, "").strip()
+        return (Key(KEY_VARIABLE, secret),) if secret else ()
+    return parse_keys(read_text(file), f"--key-file {file}")

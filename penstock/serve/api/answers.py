@@ -97,6 +97,7 @@ class Answers:
         self._prompt_tokens = 0
         self._told: asyncio.Queue[tuple[int, Told]] = asyncio.Queue()
         self._numbers: list[int] = []
+        self._said = 0  # tokens, so far
         self.whole: dict[int, Generation] = {}
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, priority: int) -> None:
@@ -118,6 +119,11 @@ class Answers:
         async for _ in self._pieces():
             pass
         return [self.whole[i] for i in range(len(self._numbers))]
+
+    @property
+    def tokens(self) -> int:
+        """Of prompts and of what was said so far."""
+        return self._prompt_tokens + self._said
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -176,6 +182,7 @@ class Answers:
                 yield -1, None
                 continue
             if isinstance(told, Piece):
+                self._said += 1
                 yield index, told
             elif isinstance(told, Ended):
                 self.whole[index] = told.answer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from anyio import CapacityLimiter, to_thread
@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 import penstock
 from penstock.errors import BadRequest, InternalError, PenstockError
 from penstock.serve.api.answers import Answers, Gone, Shape, head_of
-from penstock.serve.api.guard import OWNER, Access, App, Guard, Limits, Receive, Scope, Send, error_body
+from penstock.serve.api.guard import OWNER, SPEND, Access, App, Guard, Limits, Receive, Scope, Send, error_body
 from penstock.serve.api.metrics import CONTENT_TYPE, metrics
 from penstock.serve.api.shelf import Hold, Shelf
 from penstock.serve.api.wire import MAX_SCORES, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -106,7 +106,8 @@ def _completions(app: FastAPI, shelf: Shelf) -> None:
                 answers.submit(ids, params, body.priority)
             if body.stream:
                 usage = body.stream_options is not None and body.stream_options.include_usage
-                return _Events(answers, answers.events(shape, usage), hold)
+                spend = request.scope.get(SPEND, lambda _: None)
+                return _Events(answers, answers.events(shape, usage), hold, spend)
             found = await _unless_gone(request, answers)
             choices = [await to_thread.run_sync(shape.choice, i, answer, limiter=one) for i, answer in enumerate(found)]
             head = {**shape.head, "object": shape.kind}
@@ -116,6 +117,9 @@ def _completions(app: FastAPI, shelf: Shelf) -> None:
         except BaseException:
             answers.cancel()
             raise
+        finally:
+            if SPEND in request.scope and not body.stream:
+                request.scope[SPEND](answers.tokens)
 
 
 def _about(app: FastAPI, shelf: Shelf) -> None:
@@ -193,11 +197,13 @@ def _texts(app: FastAPI, shelf: Shelf) -> None:
 
 class _Events(StreamingResponse):
     """Server-sent events. When nobody takes them any more, whatever is left of the answers is cancelled, and their hold
-    on the model ends."""
+    on the model ends. `spend`: takes the tokens that they took."""
 
-    def __init__(self, answers: Answers, events: AsyncIterator[bytes], hold: Hold) -> None:
+    def __init__(
+        self, answers: Answers, events: AsyncIterator[bytes], hold: Hold, spend: Callable[[int], None]
+    ) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
-        self._answers, self._hold = answers, hold
+        self._answers, self._hold, self._spend = answers, hold, spend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -205,6 +211,7 @@ class _Events(StreamingResponse):
         finally:
             self._answers.cancel()
             self._hold.end()
+            self._spend(self._answers.tokens)
 
 
 async def _unless_gone(request: Request, answers: Answers) -> list[Any]:
