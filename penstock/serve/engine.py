@@ -197,6 +197,10 @@ class Engine:
         where this thread holds an open stream."""
         return self._turns.turn()
 
+    def require_no_stream(self) -> None:
+        """Raises BadRequest where this thread holds an open stream: it would wait for itself."""
+        self._turns.require_none()
+
     def keep(self, generation: Generation) -> None:
         """Keeps the predicted and the measured speed of this run, for the error band of later predictions
         (`serve.history`)."""

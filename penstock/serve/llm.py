@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,13 @@ from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.serve.planning import default_cache
 from penstock.serve.sampling import SamplingParams
+from penstock.serve.service import Service
 from penstock.serve.tokenizer import Tokenizer
 from penstock.spec.ask import DEFAULT_SCORE_ROWS, Ask
 from penstock.units import parse_bytes
+
+_CLOSED = "this model was closed: load it again"
+_ANY_NUMBER = 1 << 60  # of requests that wait
 
 
 @dataclass
@@ -86,15 +91,18 @@ class LLM:
         tokenizer = Tokenizer.open(source.folder, ask.host_memory_bytes, verify)
         how = Loading(device=device, cache=folder, verify=verify, tokenizer=tokenizer)
         self.engine = Engine.open(source, ask, how, on_progress)
+        self._starting = threading.Lock()
+        self._service: Service | None = None
 
     def generate(self, prompts: str | Sequence[str], params: SamplingParams | None = None) -> list[Answer]:
-        """Completes each prompt as it stands; no chat template is applied. Raises TypeError for prompts that are not a
-        string or a list of strings, and as `Engine.generate`."""
+        """Completes each prompt as it stands; no chat template is applied. Threads may call it at once: their prompts
+        share passes, as many at a time as `batch` says. Raises TypeError for prompts that are not a string or a list of
+        strings, and as `Service.generate`."""
         texts = _texts(prompts)
         if not isinstance(params, SamplingParams | None):
             raise TypeError(f"params should be SamplingParams, not {type(params).__name__}")
         ids = [self.engine.tokenizer.encode(text) for text in texts]
-        generations = self.engine.generate(ids, params or SamplingParams())
+        generations = self._answering().generate(ids, params or SamplingParams())
         return [Answer(t, g.text, g.token_ids, g.finish_reason) for t, g in zip(texts, generations, strict=True)]
 
     def score(self, text: str | Sequence[int], likeliest: int = 0) -> Score:
@@ -105,8 +113,21 @@ class LLM:
         return Score(ids, [None, *(each.logprob for each in tokens)], [(), *(each.best for each in tokens)])
 
     def close(self) -> None:
-        """Frees the model's memory."""
+        """Frees the model's memory. What other threads wait for ends with BadRequest."""
+        with self._starting:
+            if self._service is not None:
+                self._service.close(_CLOSED)
         self.engine.close()
+
+    def _answering(self) -> Service:
+        """Who answers all threads together, made for the first one. Nobody waits for a token here, so prompts are read
+        in the plan's chunks."""
+        with self._starting:
+            if self._service is None:
+                plan = self.engine.plan
+                rows = max(plan.chunk_rows, plan.batch_seqs)
+                self._service = Service(self.engine, prompt_rows=rows, queue=_ANY_NUMBER)
+            return self._service
 
     def __enter__(self) -> LLM:
         return self

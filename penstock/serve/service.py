@@ -7,10 +7,12 @@ that have rows in it do, and those that wait go on.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -85,7 +87,7 @@ class Counts:
 
 
 class Service:
-    """Serves one loaded engine until `close`. The engine answers nobody else meanwhile.
+    """Serves one loaded engine until `close`. While requests are here, the engine answers nobody else.
 
     `prompt_rows`: the most rows of prompts in a pass beside rows of answers. `queue`: the most requests that wait."""
 
@@ -96,11 +98,9 @@ class Service:
         self._changed = threading.Condition()  # guards all that follows, and the scheduler
         self._next_id = 0
         self._refuses: str | None = None  # why no more requests are taken
-        self._ends = False
         self._done = {"answered": 0, "failed": 0, "cancelled": 0, "prompt": 0, "cached": 0, "output": 0, "passes": 0}
         self._passes_s = 0.0
-        self._thread = threading.Thread(target=self._work, name="penstock-serve", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None  # lives while requests are here
 
     @property
     def counts(self) -> Counts:
@@ -138,6 +138,9 @@ class Service:
             self._next_id += 1
             self._open[number] = _Open(reply, tell, priority, now_s, now_s)
             self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="penstock-serve", daemon=True)
+                self._thread.start()
         return number
 
     def cancel(self, number: int) -> None:
@@ -169,36 +172,63 @@ class Service:
                 request.cancelled = True
             self._changed.notify_all()
 
-    def close(self) -> None:
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Generation]:
+        """Waits for the answers to some prompts, in their order. Threads that call it share passes. Raises as `submit`,
+        and what fails an answer; BadRequest where this thread holds an open stream of the engine, and after `close`."""
+        self.engine.require_no_stream()
+        told: queue.SimpleQueue[tuple[int, Told]] = queue.SimpleQueue()
+        numbers: list[int] = []
+        answers: dict[int, Generation] = {}
+        try:
+            for i, prompt in enumerate(prompts):
+                numbers.append(self.submit(prompt, params, partial(_put, told, i)))
+            while len(answers) < len(numbers):
+                i, what = told.get()
+                if isinstance(what, Ended):
+                    answers[i] = what.answer
+                elif isinstance(what, Failed):
+                    raise what.error
+                elif isinstance(what, Cancelled):
+                    raise BadRequest(self._refuses or "the request was cancelled")
+        finally:  # Ctrl-C too
+            for number in numbers:
+                self.cancel(number)
+        return [answers[i] for i in range(len(numbers))]
+
+    def close(self, why: str = "the server is ending") -> None:
         """Cancels what is left, and returns when the last pass has ended. The engine is free again, and still open."""
-        self.refuse("the server is ending")
+        self.refuse(why)
         self.abandon()
         with self._changed:
-            self._ends = True
-            self._changed.notify_all()
-        self._thread.join()
+            self._changed.wait_for(lambda: self._thread is None)
 
     # -- the service's own thread ---------------------------------------------------------------------
 
     def _work(self) -> None:
-        with self.engine.held():
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._open or self._ends)
-                    left = [number for number, request in self._open.items() if request.cancelled]
-                    self._scheduler.end(left)
-                    told = [(self._open.pop(number).tell, Cancelled()) for number in left]
-                    self._done["cancelled"] += len(left)
-                    step = self._scheduler.next(time.perf_counter())
+        while True:
+            with self.engine.held():
+                self._answer_all()
+            with self._changed:
+                if not self._open:
+                    self._thread = None
                     self._changed.notify_all()
-                    if step is None and self._ends:
-                        break
-                for tell, what in told:
-                    tell(what)
-                if step is not None:
-                    self._take(step)
-        for tell, what in told:
-            tell(what)
+                    return
+
+    def _answer_all(self) -> None:
+        """Takes passes until no request is here."""
+        while True:
+            with self._changed:
+                left = [number for number, request in self._open.items() if request.cancelled]
+                self._scheduler.end(left)
+                told = [(self._open.pop(number).tell, Cancelled()) for number in left]
+                self._done["cancelled"] += len(left)
+                step = self._scheduler.next(time.perf_counter())
+                self._changed.notify_all()
+            for tell, what in told:
+                tell(what)
+            if step is None:
+                return
+            self._take(step)
 
     def _take(self, step: Step) -> None:
         """Runs a pass, and tells everyone what came of it."""
@@ -275,6 +305,10 @@ class Service:
         for name, count in counted.items():
             self._done[name] += count
         self._passes_s += taken_s
+
+
+def _put(told: queue.SimpleQueue[tuple[int, Told]], index: int, what: Told) -> None:
+    told.put((index, what))
 
 
 def _failed(error: Exception) -> Failed:
