@@ -19,7 +19,7 @@ TYPED := penstock
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz fuzz-files bench-startup bench-checks bench-fit bench-quality bench-cpu bench-predict bench-choice bench-papers bench-pipo bench-policies bench-experts bench-offload gpu-wheels clean FORCE
+.PHONY: help demo test check fuzz fuzz-files bench-startup bench-checks bench-fit bench-quality bench-cpu bench-predict bench-choice bench-papers bench-pipo bench-policies bench-experts bench-offload bench-serve gpu-wheels clean FORCE
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -84,6 +84,9 @@ bench-experts: .venv/bench.stamp ## 30 billion weights in experts, in RAM and wi
 
 bench-offload: .venv/test.stamp .venv/bench.stamp ## beyond memory, in cgroups, against llama.cpp and accelerate
 	@$(BIN)/python -m bench.offload $(ARGS)
+
+bench-serve: .venv/test.stamp .venv/bench.stamp ## a server's streams within 2.86 GB and in memory, a prompt that joins, prefixes, load foretold, a soak
+	@$(BIN)/python -m bench.serve $(ARGS)
 
 gpu-wheels: .venv/tools.stamp ## what bench/gpu_check.sh needs on a machine without a network (WHEELS="--python-version 3.12 …" for another Python)
 	@$(BIN)/pip download -q -d build/gpu-wheels --only-binary :all: $(WHEELS) numpy highspy threadpoolctl tokenizers jinja2 safetensors typer rich \

@@ -28,8 +28,9 @@ class LlamaCpp:
     """One loaded model and a context of one sequence."""
 
     def __init__(
-        self, file: Path, config: dict[str, Any], threads: int, context: int, mmap: bool = False, repack: bool = True
-    ) -> None:
+        self, file: Path, config: dict[str, Any], threads: int, context: int, mmap: bool = False, repack: bool = True,
+        sequences: int = 1,
+    ) -> None:  # fmt: skip
         self._log: list[str] = []
         # Kept, since llama.cpp calls it for as long as it lives.
         self._on_log = llama_cpp.llama_log_callback(lambda _, text, __: self._log.append(text.decode(errors="replace")))
@@ -43,6 +44,7 @@ class LlamaCpp:
         of_context = llama_cpp.llama_context_default_params()
         of_context.n_ctx = context
         of_context.n_batch = of_context.n_ubatch = min(512, context)
+        self._sequences = of_context.n_seq_max = sequences
         of_context.n_threads = of_context.n_threads_batch = threads
         self._context = llama_cpp.llama_init_from_model(self._model, of_context)
         self._need(self._context is not None, "no context")
@@ -79,6 +81,39 @@ class LlamaCpp:
         assert np.isfinite(logits).all()
         return {"seconds": seconds, "bytes": tokens * self._bytes_per_token}
 
+    def decode_together(self, tokens: int) -> Answer:
+        """So many steps of all sequences, each step one call, after prompts that are not counted. The context is the
+        room of all of them."""
+        llama_cpp.llama_memory_clear(self._memory, True)
+        following: list[int] = []
+        for seq in range(self._sequences):
+            ids = token_ids(self._vocab, PROMPT_TOKENS, seq).tolist()
+            rows = [(token, at, seq, at + 1 == len(ids)) for at, token in enumerate(ids)]
+            following += [int(logits.argmax()) for logits in self._batch(rows)]
+        start_s = time.perf_counter()
+        for step in range(tokens):
+            rows = [(token, PROMPT_TOKENS + step, seq, True) for seq, token in enumerate(following)]
+            found = self._batch(rows)
+            following = [int(logits.argmax()) for logits in found]
+        seconds = time.perf_counter() - start_s
+        assert all(np.isfinite(logits).all() for logits in found)
+        return {"seconds": seconds}
+
+    def _batch(self, rows: list[tuple[int, int, int, bool]]) -> list[NDArray[np.float32]]:
+        """Logits float32 [V] of the rows that want them; they hold until the next call. `rows`: (token, position,
+        sequence, whether its logits are wanted)."""
+        batch = llama_cpp.llama_batch_init(len(rows), 0, 1)
+        batch.n_tokens = len(rows)
+        for i, (token, position, seq, wants) in enumerate(rows):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, int(wants)
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, seq
+        failed = llama_cpp.llama_decode(self._context, batch)
+        llama_cpp.llama_batch_free(batch)
+        self._need(not failed, f"llama_decode: {failed}")
+        wanted = [i for i, (*_, wants) in enumerate(rows) if wants]
+        get = llama_cpp.llama_get_logits_ith
+        return [np.ctypeslib.as_array(get(self._context, i), (self._vocab,)) for i in wanted]
+
     def follow(self, tokens: int) -> Answer:
         """So many steps along the same random text for all engines, on from where the last call ended."""
         if not self._followed:
@@ -112,12 +147,15 @@ def main() -> None:
     parser.add_argument("--context", type=int, required=True)
     parser.add_argument("--mmap", action="store_true")
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--sequences", type=int, default=1)
     wanted = parser.parse_args()
 
     def load() -> tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]:
         config = load_config(wanted.config)
-        peer = LlamaCpp(wanted.model, config, wanted.threads, wanted.context, wanted.mmap, not wanted.plain)
-        return peer.facts(), {"prefill": peer.prefill, "decode": peer.decode, "follow": peer.follow}
+        how = (wanted.mmap, not wanted.plain, wanted.sequences)
+        peer = LlamaCpp(wanted.model, config, wanted.threads, wanted.context, *how)
+        commands = {"prefill": peer.prefill, "decode": peer.decode, "follow": peer.follow}
+        return peer.facts(), {**commands, "decode_together": peer.decode_together}
 
     serve(load)
 

@@ -65,9 +65,11 @@ def loaded(
     record: TraceFile | None = None,
     tokenizer: Tokenizer | None = None,
     beside_bytes: int = 0,
+    guide_bytes: int = 0,
 ) -> Iterator[Engine]:
     """Yields an engine with its weights in place, and closes it at the end. `record`: a trace of its passes.
-    `tokenizer`: the model's, where it is open already. `beside_bytes`: as for `Loading`. Raises as `Engine.open`."""
+    `tokenizer`: the model's, where it is open already. `beside_bytes`, `guide_bytes`: as for `Loading`.
+    Raises as `Engine.open`."""
     from penstock.serve.engine import Engine
     from penstock.serve.loading import Loading
 
@@ -80,6 +82,7 @@ def loaded(
         verify=not machine.no_verify,
         tokenizer=tokenizer,
         beside_bytes=beside_bytes,
+        guide_bytes=guide_bytes,
     )
     with progress() as tell:
         engine = Engine.open(source, ask, how, tell)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -27,12 +27,16 @@ from penstock.cli.options import (
 )
 from penstock.cli.output import note
 from penstock.errors import BadRequest
-from penstock.spec.ask import Ask
+from penstock.spec.ask import DEFAULT_SCORE_ROWS, Ask
 from penstock.units import MIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from penstock.serve.api.keys import Key
+    from penstock.serve.api.shelf import Loaded
     from penstock.serve.engine import Engine
     from penstock.serve.kv_store import KvStore
+    from penstock.serve.source import Source
+    from penstock.spec.plan import Plan
 
 KEY_VARIABLE = "PENSTOCK_API_KEY"
 # What the process takes beside what `run` takes. Its libraries are 12 MiB, and 64 clients with 256 requests made that
@@ -63,7 +67,11 @@ def serve(
     port: Annotated[int, Option("--port", metavar="N", min=0, max=65535, help="0 takes any that is free.")] = 8000,
     key_file: Annotated[
         str | None,
-        Option("--key-file", metavar="FILE", help=f"Keys that clients must have, one a line; or ${KEY_VARIABLE}."),
+        Option(
+            "--key-file",
+            metavar="FILE",
+            help=f"Keys that clients must have, one a line (docs/SERVER.md); or ${KEY_VARIABLE}.",
+        ),
     ] = None,
     origin: Annotated[
         list[str] | None,
@@ -71,6 +79,14 @@ def serve(
     ] = None,
     name: Annotated[
         str | None, Option("--name", metavar="NAME", help="The model's name for clients; default its folder's.")
+    ] = None,
+    more: Annotated[
+        list[str] | None,
+        Option(
+            "--model",
+            metavar="NAME=PATH",
+            help="Another model, loaded in place of the one before when it is asked for.",
+        ),
     ] = None,
     queue: Annotated[int, Option("--queue", metavar="N", min=0, max=100_000, help="Requests that may wait.")] = 256,
     keep_kv: Annotated[
@@ -80,6 +96,13 @@ def serve(
     keep_kv_limit: Annotated[
         str, Option("--keep-kv-limit", metavar="SIZE", help="The most that --keep-kv may take, for each model.")
     ] = "4GiB",
+    score_rows: Annotated[
+        int,
+        Option("--score-rows", metavar="N", min=0, help="Tokens of prompts that a pass may score (echo, logprobs)."),
+    ] = DEFAULT_SCORE_ROWS,
+    no_schemas: Annotated[
+        bool, Option("--no-schemas", help="No answers by JSON schema (response_format): their process takes no memory.")
+    ] = False,
     weights: Weights = None,
     plan_file: PlanFile = None,
     cache_limit: CacheLimit = None,
@@ -100,52 +123,103 @@ def serve(
         raise BadRequest(
             f"--host {host} can be reached from other machines: give --key-file FILE, or a key in {KEY_VARIABLE}"
         )
-    ask = work.ask(machine, _PROMPT_TOKENS, _OUTPUT_TOKENS)
-    source = packed_model(model, weights, machine, cache_limit, chat=True)
-    from penstock.planner.pace import pace
-    from penstock.serve.api.app import Served
+    ask = replace(work.ask(machine, _PROMPT_TOKENS, _OUTPUT_TOKENS), score_rows=score_rows)
+    paths = _models(name or Path(model).name or model, model, more or [])
+    if plan and len(paths) > 1:
+        raise BadRequest("--plan is of one model: give no --model beside it")
+    kept = KeptKv.of(keep_kv, keep_kv_limit)
     from penstock.serve.api.server import serve as listen
+    from penstock.serve.api.shelf import Shelf
+
+    def load(called: str) -> Loaded:
+        source = packed_model(paths[called], weights, machine, cache_limit, chat=True)
+        return _load(called, source, ask, machine, plan, queue, not no_schemas, kept)
+
+    first = load(next(iter(paths)))
+    engine = first.service.engine
+    context, speed = engine.plan.context, engine.prediction.decode_tokens_per_s
+    sequences = engine.plan.at_once(engine.ask.batch, engine.ask.prompt_tokens + engine.ask.output_tokens)
+    shelf = Shelf(first, {called: partial(load, called) for called in paths}, queue)
+    del first, engine  # it may give its place to another one
+
+    def ready(at: int) -> None:
+        shown = f"[{host}]" if ":" in host else host
+        note(f"{sequences} answers at once are predicted to have {speed:.3g} tokens/s together")
+        note(f"{', '.join(paths)} {'is' if len(paths) == 1 else 'are'} on http://{shown}:{at}/v1")
+
+    with closing(shelf):
+        listen(shelf, Access(host, keys, tuple(origin or ())), context, port, ready)
+    note("ended")
+
+
+def _load(
+    name: str, source: Source, ask: Ask, machine: Machine, plan: Plan | None, queue: int, schemas: bool,
+    kept: KeptKv | None,
+) -> Loaded:  # fmt: skip
+    """Loads a model and begins to answer with it. Raises as `loaded`."""
+    from penstock.planner.pace import pace
+    from penstock.serve.api.shelf import Loaded
+    from penstock.serve.guides import guide_bytes, has_guides
     from penstock.serve.service import Service
     from penstock.serve.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.open(source.folder, ask.host_memory_bytes, not machine.no_verify)
-    with loaded(source, ask, machine, plan, tokenizer=tokenizer, beside_bytes=SERVER_BYTES) as engine:
+    guide = guide_bytes(tokenizer.size) if schemas and has_guides() else 0
+    beside: dict[str, Any] = {"tokenizer": tokenizer, "beside_bytes": SERVER_BYTES + guide, "guide_bytes": guide}
+    with ExitStack() as stack:
+        engine = stack.enter_context(loaded(source, ask, machine, plan, **beside))
         tempo = pace(engine.plan, engine.machine)
         note(tempo.reason)
-        store = None if keep_kv is None else _store(keep_kv, keep_kv_limit, engine, machine.exact)
-        with closing(Service(engine, prompt_rows=tempo.prompt_rows, queue=queue, store=store)) as service:
-            served = Served(service, name or Path(model).name or model, tempo, int(time.time()))
-            sequences = engine.plan.at_once(engine.ask.batch, engine.ask.prompt_tokens + engine.ask.output_tokens)
-
-            def ready(at: int) -> None:
-                shown = f"[{host}]" if ":" in host else host
-                speed = engine.prediction.decode_tokens_per_s
-                note(f"{sequences} answers at once are predicted to have {speed:.3g} tokens/s together")
-                note(f"{served.name} is on http://{shown}:{at}/v1")
-
-            listen(served, Access(host, keys, tuple(origin or ())), port, ready)
-    note("ended")
+        store = None if kept is None else kept.store(engine, machine.exact)
+        service = Service(engine, prompt_rows=tempo.prompt_rows, queue=queue, store=store)
+        stack.enter_context(closing(service))
+        return Loaded(name, service, tempo, guide > 0, stack.pop_all().close)
 
 
-def _store(folder: str, limit: str, engine: Engine, exact: bool) -> KvStore:
-    """The store of --keep-kv. Raises BadRequest and StorageFailed."""
-    from penstock.serve.kv_store import KvStore, store_key
+@dataclass(frozen=True)
+class KeptKv:
+    """--keep-kv and --keep-kv-limit."""
 
-    if not folder:
-        raise BadRequest("--keep-kv names no folder")
-    limit_bytes = parse_bytes(limit, "--keep-kv-limit")
-    key = store_key(engine.plan, engine.packed.sums, exact)
-    page_bytes = sum(view.nbytes for view in engine.session.kv_page(0))
-    store = KvStore(as_path(folder), key, page_bytes, limit_bytes)
-    note(f"{len(store)} pages of KV are kept in {folder}, {format_bytes(page_bytes)} each")
-    return store
+    folder: Path
+    limit_bytes: int
+
+    @classmethod
+    def of(cls, folder: str | None, limit: str) -> KeptKv | None:
+        """Raises BadRequest."""
+        if folder == "":
+            raise BadRequest("--keep-kv names no folder")
+        limit_bytes = parse_bytes(limit, "--keep-kv-limit")
+        return None if folder is None else cls(as_path(folder), limit_bytes)
+
+    def store(self, engine: Engine, exact: bool) -> KvStore:
+        """The store for a model. Raises BadRequest and StorageFailed."""
+        from penstock.serve.kv_store import KvStore, store_key
+
+        key = store_key(engine.plan, engine.packed.sums, exact)
+        page_bytes = sum(view.nbytes for view in engine.session.kv_page(0))
+        store = KvStore(self.folder, key, page_bytes, self.limit_bytes)
+        note(f"{len(store)} pages of KV are kept in {self.folder}, {format_bytes(page_bytes)} each")
+        return store
 
 
-def _keys(file: str | None) -> tuple[str, ...]:
+def _models(name: str, path: str, more: list[str]) -> dict[str, str]:
+    """Paths by name, of MODEL first. Raises BadRequest for what is no NAME=PATH, and for a name that comes twice."""
+    found = {name: path}
+    for given in more:
+        called, _, where = given.partition("=")
+        if not (called and where):
+            raise BadRequest(f"--model {given}: it should be NAME=PATH")
+        if called in found:
+            raise BadRequest(f"--model {given}: there is a model {called} already")
+        found[called] = where
+    return found
+
+
+def _keys(file: str | None) -> tuple[Key, ...]:
     """The keys of --key-file, or of the environment. Raises BadRequest for a file without any."""
+    from penstock.serve.api.keys import Key, parse_keys
+
     if file is None:
-        return tuple(filter(None, [os.environ.get(KEY_VARIABLE, "").strip()]))
-    keys = tuple(line.strip() for line in read_text(file).splitlines() if line.strip() and not line.startswith("#"))
-    if not keys:
-        raise BadRequest(f"--key-file {file} has no key in it: write one a line")
-    return keys
+        secret = os.environ.get(KEY_VARIABLE, "").strip()
+        return (Key(KEY_VARIABLE, secret),) if secret else ()
+    return parse_keys(read_text(file), f"--key-file {file}")

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from penstock.errors import BadRequest
 from penstock.graph import passes
 from penstock.graph.batch import Batch
+from penstock.graph.tasks import Pass, Stream
 from penstock.serve.generation import Generation
+from penstock.serve.guides import Guide
 from penstock.serve.reply import Reply
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.session import Session
@@ -40,7 +42,7 @@ def checked_ids(token_ids: Sequence[int], plan: Plan) -> NDArray[np.int32]:
 class Answering:
     """A group of sequences that decode together. `prompts`: int32 [T] each. `streams`: whether text is wanted as soon
     as it is certain, and not only at the end. `starts[i]`: tokens of its prompt that sequence i holds already; () for
-    none. `answers`: whole when `pieces` has ended."""
+    none. `guides[i]`: holds answer i to a JSON schema; () for none. `answers`: whole when `pieces` has ended."""
 
     def __init__(
         self,
@@ -50,10 +52,17 @@ class Answering:
         params: SamplingParams,
         streams: bool,
         starts: Sequence[int] = (),
+        guides: Sequence[Guide | None] = (),
     ) -> None:
         self._session, self._tokenizer, self._starts = session, tokenizer, starts
+        self._scores = params.prompt_logprobs is not None
+        if self._scores:
+            self._starts = ()  # every token goes through the model
         about = {"batch": len(prompts), "context": session.plan.context}
-        self._replies = [Reply(tokenizer, prompt, params, **about, streams=streams) for prompt in prompts]
+        self._replies = [
+            Reply(tokenizer, prompt, params, **about, streams=streams, guide=guide)
+            for prompt, guide in zip(prompts, guides or [None] * len(prompts), strict=True)
+        ]
 
     @property
     def answers(self) -> list[Generation]:
@@ -66,14 +75,17 @@ class Answering:
         start_s, before = time.perf_counter(), session.bytes_moved()
         last_s = [start_s] * len(replies)
         seqs = range(len(replies))
-        following = passes.DECODE if any(reply.limit > 1 for reply in replies) else None
-        lengths = [len(reply.prompt) for reply in replies]
         for reply, start in zip(replies, self._starts, strict=False):
             reply.answer.cached_tokens = start
-        for p in passes.prompts(session.plan, seqs, lengths, following, self._starts):
+        for p in self._prompts():
             logits_of_batches = session.step(p, [self._rows(batch) for batch in p.batches])
             for batch, rows, likeliest in zip(p.batches, logits_of_batches, session.best, strict=True):
+                if self._scores:
+                    replies[batch.seqs[0]].hear(batch.start[0], rows)
+                    rows, likeliest = rows[-1:], likeliest[-1:]
                 for i, seq in enumerate(passes.ended(batch)):
+                    if self._scores and batch.start[0] + batch.rows[0] < len(replies[seq].prompt):
+                        continue
                     piece = replies[seq].accept(rows[i], likeliest[i])
                     last_s[seq] = time.perf_counter()
                     replies[seq].answer.ttft_s = last_s[seq] - start_s
@@ -100,6 +112,17 @@ class Answering:
             answer.bytes_moved = {lane: now - before.get(lane, 0) for lane, now in session.bytes_moved().items()}
             answer.peak_host_bytes = session.peak_host_bytes + self._tokenizer.peak_bytes
             answer.peak_device_bytes = session.peak_device_bytes
+
+    def _prompts(self) -> Iterator[Pass]:
+        """The passes of the prompts: together, or one prompt after the other where all their logits are wanted."""
+        following = passes.DECODE if any(reply.limit > 1 for reply in self._replies) else None
+        lengths = [len(reply.prompt) for reply in self._replies]
+        if not self._scores:
+            yield from passes.prompts(self._session.plan, range(len(lengths)), lengths, following, self._starts)
+            return
+        for seq, length in enumerate(lengths):
+            then = following if seq + 1 == len(lengths) else Stream("prefill", True)
+            yield from passes.prefill(self._session.plan, seq, length, then, score=True)
 
     def _rows(self, batch: Batch) -> NDArray[np.int32]:
         """Token ids of the rows of a batch, int32 [T]."""

@@ -41,6 +41,7 @@ from penstock.units import format_bytes
 # A child has stopped if twice in a row it gives no byte for so long, and takes no processor time in between. The time
 # alone does not tell: on a machine with much else to do, 4 s of processor time may well take a minute.
 _PATIENCE_S = 15.0
+TOKENIZER_CHILD = "penstock.serve.confined_child"
 _END_S = 10.0  # until a child that closed the socket has ended
 _LEAST_S = 1e-3  # of processor time: a timer of 0 would never ring
 _CHUNK_BYTES = 1 << 16  # a read of 1 MiB costs 30 µs for its buffer, where most answers have 50 bytes
@@ -78,11 +79,15 @@ class Confined:
         opening: Callable[[], Request],
         patience_s: float = _PATIENCE_S,
         spare: Child | None = None,
+        module: str = TOKENIZER_CHILD,
+        arguments: Callable[[], list[Any]] | None = None,
     ) -> None:
         """`opening`: returns the limits of opening the folder, and is called each time that it is opened. `spare`: a
-        child that was started and asked nothing yet; the first request takes it."""
+        child that was started and asked nothing yet; the first request takes it. `module`: that the child runs.
+        `arguments`: what it opens; None for the folder."""
         self._folder = os.path.abspath(folder)  # the working folder may be another when it is opened again
         self._opening, self._patience_s = opening, patience_s
+        self._module, self._arguments = module, arguments
         self._owner, self._lock = os.getpid(), threading.Lock()
         self._spare = spare
         self._child: Child | None = None
@@ -104,6 +109,12 @@ class Confined:
             assert self._child is not None
             return self._exchange(self._child, action, arguments, task)
 
+    @property
+    def lives(self) -> bool:
+        """Whether there is a child that knows what the requests before told it."""
+        with self._mine():
+            return self._child is not None and self._child.process.poll() is None
+
     def close(self) -> None:
         """Ends the child. Another request would start one."""
         with self._mine():
@@ -119,10 +130,13 @@ class Confined:
     def _start(self) -> dict[str, Any]:
         self._drop()
         spare, self._spare = self._spare, None
-        self._child = spare if spare is not None and spare.process.poll() is None else Child(self._patience_s)
+        self._child = (
+            spare if spare is not None and spare.process.poll() is None else Child(self._patience_s, self._module)
+        )
         try:
             facts: dict[str, Any]
-            facts, _ = self._exchange(self._child, "open", [self._folder], self._opening())
+            arguments = [self._folder] if self._arguments is None else self._arguments()
+            facts, _ = self._exchange(self._child, "open", arguments, self._opening())
         except BaseException:
             self._drop()
             raise
@@ -173,7 +187,7 @@ class Child:
     anything else, so that it comes up on another processor meanwhile. Raises BadRequest where Python does not start.
     """
 
-    def __init__(self, patience_s: float = _PATIENCE_S) -> None:
+    def __init__(self, patience_s: float = _PATIENCE_S, module: str = TOKENIZER_CHILD) -> None:
         self.reads: Path | None = None  # the file that "open" is reading
         self._received, self._searched = bytearray(), 0  # so many of these bytes have no end of a line
         self._link, theirs = socket.socketpair()
@@ -181,7 +195,7 @@ class Child:
         with theirs:
             try:
                 self.process = subprocess.Popen(
-                    command("penstock.serve.confined_child", str(os.getpid())),
+                    command(module, str(os.getpid())),
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,

@@ -21,7 +21,7 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +34,23 @@ _STACK_BYTES = 8 << 20  # the usual limit; without one, endless recursion would 
 _CHUNK_BYTES = 1 << 16  # a read of 1 MiB costs 30 µs for its buffer, where most answers have 50 bytes
 
 
-def main() -> None:
-    """Answers until the parent closes the socket or ends. argv: the parent's process id."""
+def answer_requests(open_: Callable[[list[Any], Callable[[Path], None]], Any], actions: Collection[str]) -> None:
+    """Answers until the parent closes the socket or ends. argv: the parent's process id. `open_`: makes the object
+    whose methods `actions` are asked for, and which has `facts`, of the arguments of "open"."""
     _settle()
-    vocabulary: Vocabulary | None = None
+    opened: Any = None
     while line := _receive():
         action, arguments, cpu_s, memory_bytes, answer_bytes = json.loads(line)
         unlimited = _lower(resource.RLIMIT_DATA, memory_bytes)
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         try:
             if action == "open":
-                vocabulary = Vocabulary.open(Path(arguments[0]), lambda file: _send(_json({"reads": str(file)})))
-            answer = _json({"value": _value(vocabulary, action, arguments)})
+                opened = open_(arguments, lambda file: _send(_json({"reads": str(file)})))
+                value = opened.facts
+            else:
+                assert opened is not None and action in actions, "the first request is to open"
+                value = getattr(opened, action)(*arguments)
+            answer = _json({"value": value})
             if len(answer) > answer_bytes:
                 answer = _json({"failed": "TooLong", "message": ""})
         except BaseException as error:
@@ -55,18 +60,8 @@ def main() -> None:
         _send(answer, cpu_s - left_s)
 
 
-def _value(vocabulary: Vocabulary | None, action: str, arguments: list[Any]) -> Any:
-    assert vocabulary is not None, "the first request is to open"
-    if action == "open":
-        return vocabulary.facts
-    answers: dict[str, Callable[..., Any]] = {
-        "encode": vocabulary.encode,
-        "decode": vocabulary.decode,
-        "advance": vocabulary.advance,
-        "chat": vocabulary.chat,
-        "check_templates": vocabulary.check_templates,
-    }
-    return answers[action](*arguments)
+def _open_vocabulary(arguments: list[Any], reads: Callable[[Path], None]) -> Vocabulary:
+    return Vocabulary.open(Path(arguments[0]), reads)
 
 
 def _failure(error: BaseException) -> dict[str, str]:
@@ -142,4 +137,6 @@ def _wait(event: int) -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(ConnectionError):  # the parent ended while we answered
-        main()
+        answer_requests(
+            _open_vocabulary, ("encode", "decode", "texts", "token_bytes", "advance", "chat", "check_templates")
+        )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +17,12 @@ from penstock.graph import passes
 from penstock.runtime.host import Progress
 from penstock.serve.answering import Answering, checked_ids
 from penstock.serve.generation import Generation
+from penstock.serve.guides import Guide, Guides, memory_left
 from penstock.serve.history import note_run
 from penstock.serve.kept import common
 from penstock.serve.loading import Loading, Planned, plan_here
 from penstock.serve.sampling import SamplingParams
+from penstock.serve.scores import Scores
 from penstock.serve.session import Session
 from penstock.serve.tokenizer import Tokenizer
 from penstock.serve.turns import Turns
@@ -53,6 +55,8 @@ class Engine:
         self._turns = Turns()
         self._tokenizer = planned.how.tokenizer
         self._opening_tokenizer = threading.Lock()
+        self._guides: Guides | None = None
+        self._guide_bytes = planned.how.guide_bytes
         self.last: Generation | None = None
         self._source: Source | None = None
 
@@ -92,15 +96,34 @@ class Engine:
             return self._tokenizer
 
     @property
+    def guides(self) -> Guides:
+        """Who holds answers to JSON schemas, made when the first one comes. Raises BadRequest where that is not
+        installed."""
+        tokenizer = self.tokenizer
+        with self._opening_tokenizer:
+            if self._guides is None:
+                vocab, within, planned = self.packed.spec.vocab, self.ask.host_memory_bytes, self._guide_bytes
+                self._guides = Guides(tokenizer, vocab, lambda: memory_left(within, planned, tokenizer, vocab))
+            return self._guides
+
+    def guide(self, params: SamplingParams) -> Guide | None:
+        """Who holds an answer to the schema of `params`; None where it has none. Waits for nothing. Raises as
+        `guides`."""
+        return None if params.json_schema is None else self.guides.begin(params.json_schema)
+
+    @property
     def peak_host_bytes(self) -> int:
-        """The most memory that this process and the tokenizer's have had, less what stands in for a device's."""
-        return self.session.peak_host_bytes + (self._tokenizer.peak_bytes if self._tokenizer else 0)
+        """The most memory that this process and its children have had, less what stands in for a device's."""
+        children = sum(child.peak_bytes for child in (self._tokenizer, self._guides) if child is not None)
+        return self.session.peak_host_bytes + children
 
     def close(self) -> None:
         """Frees the model. An answer under way in another thread ends with BadRequest at its next token."""
         self.session.close()
         if self._source is not None:
             self._source.close()
+        if self._guides is not None:
+            self._guides.close()
         if self._tokenizer is not None:
             self._tokenizer.close()
 
@@ -119,6 +142,16 @@ class Engine:
             chunk = ids[batch.start[0] : batch.start[0] + batch.rows[0]]
             yield self.session.step(p, [chunk])[0].copy()
 
+    def scores(self, token_ids: Sequence[int], count: int = 0) -> Scores:
+        """What the model thinks of a text, and `count` of the likeliest tokens at each place, in passes whose
+        logits the plan has room for. Raises as `generate`."""
+        found = Scores(checked_ids(token_ids, self.plan), count)
+        start = 0
+        for logits in self.score(token_ids):
+            found.take(start, logits)
+            start += len(logits)
+        return found
+
     def generate_ids(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
         return self.generate([prompt_ids], params)[0].token_ids
 
@@ -132,7 +165,8 @@ class Engine:
         with self._turns.turn():
             for lo in range(0, len(prompts), at_once):
                 ids = [checked_ids(prompt, self.plan) for prompt in prompts[lo : lo + at_once]]
-                run = Answering(self.session, self.tokenizer, ids, params, streams=False)
+                guides = [self.guide(params) for _ in ids]
+                run = Answering(self.session, self.tokenizer, ids, params, streams=False, guides=guides)
                 for _ in run.pieces():
                     pass
                 answers += run.answers
@@ -152,7 +186,8 @@ class Engine:
 
     def _streamed(self, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[str]:
         ids = checked_ids(prompt_ids, self.plan)
-        run = Answering(self.session, self.tokenizer, [ids], params, streams=True, starts=[self.holds(ids)])
+        how: Any = {"starts": [self.holds(ids)], "guides": [self.guide(params)]}
+        run = Answering(self.session, self.tokenizer, [ids], params, streams=True, **how)
         for _, piece in run.pieces():
             if piece:
                 yield piece
@@ -162,6 +197,10 @@ class Engine:
         """Holds the model for a block, for one who steps `session` by himself. Other calls wait. Raises BadRequest
         where this thread holds an open stream."""
         return self._turns.turn()
+
+    def require_no_stream(self) -> None:
+        """Raises BadRequest where this thread holds an open stream: it would wait for itself."""
+        self._turns.require_none()
 
     def keep(self, generation: Generation) -> None:
         """Keeps the predicted and the measured speed of this run, for the error band of later predictions

@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.planner.predict import Prediction
 from penstock.serve.sampling import Likely
+from penstock.serve.scores import Scores
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Generation:
     token_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0  # of the prompt, whose keys and values were there from an earlier one
     logprobs: list[Likely] = field(default_factory=list)  # of each token, where they were asked for
+    prompt_scores: Scores | None = None  # where they were asked for
     finish_reason: str = ""
     context_full: bool = False
     ttft_s: float = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,13 @@ from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.serve.planning import default_cache
 from penstock.serve.sampling import SamplingParams
+from penstock.serve.service import Service
 from penstock.serve.tokenizer import Tokenizer
-from penstock.spec.ask import Ask
+from penstock.spec.ask import DEFAULT_SCORE_ROWS, Ask
 from penstock.units import parse_bytes
+
+_CLOSED = "this model was closed: load it again"
+_ANY_NUMBER = 1 << 60  # of requests that wait
 
 
 @dataclass
@@ -26,6 +31,16 @@ class Answer:
     finish_reason: str
 
 
+@dataclass
+class Score:
+    """What a model thinks of a text. `logprobs[i]`: log p of token i after those before it, in nats; None for the
+    first. `likeliest[i]`: the likeliest tokens at that place, as (id, log p), the likeliest first."""
+
+    token_ids: list[int]
+    logprobs: list[float | None]
+    likeliest: list[tuple[tuple[int, float], ...]]
+
+
 class LLM:
     """`LLM(model, host_memory="12GiB", weights="int4").generate(prompts, SamplingParams(max_tokens=64))`.
 
@@ -33,7 +48,8 @@ class LLM:
     of bytes or strings such as "6GiB". `verify`: every byte of the packed model is compared with its checksum when it
     is read first; DamagedModel names file, part and granule. `cache`: the folder of the cache, default
     ~/.cache/penstock. The library reads no environment. To share copies with the command line where XDG_CACHE_HOME is
-    set, name its subfolder `penstock` here. `on_progress(text, done, total)`: is called while packing and loading.
+    set, name its subfolder `penstock` here. `score_rows`: tokens that `score` takes a pass; each takes memory
+    for one float32 an entry of the vocabulary. `on_progress(text, done, total)`: is called while packing and loading.
 
     Raises BadRequest, BrokenModel, UnsupportedModel, DamagedModel, DoesNotFit, StorageFailed and DeviceFailed, all of
     them PenstockErrors.
@@ -52,6 +68,7 @@ class LLM:
         kv_home: str | None = None,
         batch: int = 1,
         context: int | None = None,
+        score_rows: int = DEFAULT_SCORE_ROWS,
         cache: str | Path | None = None,
         verify: bool = True,
         on_progress: Callable[[str, int, int], None] | None = None,
@@ -68,25 +85,49 @@ class LLM:
             resident_bytes=_size(resident, "resident"),
             kv=kv,
             kv_home=kv_home,
+            score_rows=score_rows,
             use_device=device in ("cuda", "emulated"),
         )
         tokenizer = Tokenizer.open(source.folder, ask.host_memory_bytes, verify)
         how = Loading(device=device, cache=folder, verify=verify, tokenizer=tokenizer)
         self.engine = Engine.open(source, ask, how, on_progress)
+        self._starting = threading.Lock()
+        self._service: Service | None = None
 
     def generate(self, prompts: str | Sequence[str], params: SamplingParams | None = None) -> list[Answer]:
-        """Completes each prompt as it stands; no chat template is applied. Raises TypeError for prompts that are not a
-        string or a list of strings, and as `Engine.generate`."""
+        """Completes each prompt as it stands; no chat template is applied. Threads may call it at once: their prompts
+        share passes, as many at a time as `batch` says. Raises TypeError for prompts that are not a string or a list of
+        strings, and as `Service.generate`."""
         texts = _texts(prompts)
         if not isinstance(params, SamplingParams | None):
             raise TypeError(f"params should be SamplingParams, not {type(params).__name__}")
         ids = [self.engine.tokenizer.encode(text) for text in texts]
-        generations = self.engine.generate(ids, params or SamplingParams())
+        generations = self._answering().generate(ids, params or SamplingParams())
         return [Answer(t, g.text, g.token_ids, g.finish_reason) for t, g in zip(texts, generations, strict=True)]
 
+    def score(self, text: str | Sequence[int], likeliest: int = 0) -> Score:
+        """The log probability of every token of a text, or of ids, after those before it. `likeliest`: so many of the
+        likeliest tokens beside each. Raises as `Engine.generate`."""
+        ids = self.engine.tokenizer.encode(text) if isinstance(text, str) else list(text)
+        tokens = self.engine.scores(ids, likeliest).tokens()
+        return Score(ids, [None, *(each.logprob for each in tokens)], [(), *(each.best for each in tokens)])
+
     def close(self) -> None:
-        """Frees the model's memory."""
+        """Frees the model's memory. What other threads wait for ends with BadRequest."""
+        with self._starting:
+            if self._service is not None:
+                self._service.close(_CLOSED)
         self.engine.close()
+
+    def _answering(self) -> Service:
+        """Who answers all threads together, made for the first one. Nobody waits for a token here, so prompts are read
+        in the plan's chunks."""
+        with self._starting:
+            if self._service is None:
+                plan = self.engine.plan
+                rows = max(plan.chunk_rows, plan.batch_seqs)
+                self._service = Service(self.engine, prompt_rows=rows, queue=_ANY_NUMBER)
+            return self._service
 
     def __enter__(self) -> LLM:
         return self

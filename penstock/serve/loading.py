@@ -31,7 +31,8 @@ class Loading(Running):
     """How a model is loaded.
 
     `machine`: its figures; None for this one, which is probed once. `beside_bytes`: memory that the process takes for
-    other things than this model, such as a server's libraries. `device`: auto, cuda, none, emulated, or one that
+    other things than this model, such as a server's libraries. `guide_bytes`: of these for the process that holds
+    answers to JSON schemas. `device`: auto, cuda, none, emulated, or one that
     was chosen already. `cache`: the folder of machine files and of KV on a disk; None for the user's. `plan`: is taken
     as it is; None to make one. `verify`: every byte is compared with its checksum when it is read first. `tokenizer`:
     the model's, where it is open already.
@@ -44,6 +45,7 @@ class Loading(Running):
     verify: bool = True
     tokenizer: Tokenizer | None = None
     beside_bytes: int = 0
+    guide_bytes: int = 0
 
     @property
     def cache_folder(self) -> Path:

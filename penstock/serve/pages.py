@@ -127,19 +127,21 @@ class Pages:
         """The page is stored now, or cannot be."""
         self._index.unsaved.pop(digest, None)
 
-    def begin(self, digests: Sequence[bytes], ids: Ids, spare: int) -> Table | None:
+    def begin(self, digests: Sequence[bytes], ids: Ids, spare: int, reuse: bool = True) -> Table | None:
         """Pages for all of a prompt int32 [n], those that hold its beginning among them. At least the last token is
         left to go through the model, since logits are wanted of it. None where not `spare` pages would be left besides.
-        `digests`: as `digests` gives them."""
+        `digests`: as `digests` gives them. `reuse`: without it all pages are new, since all of the prompt is to go
+        through the model."""
         shared: list[int | None] = []  # None: stored elsewhere
-        for digest in digests[1 : 1 + (len(ids) - 1) // self.tokens]:
+        for digest in digests[1 : 1 + (len(ids) - 1) // self.tokens] if reuse else ():
             page = self._index.whole.get(digest)
             if page is None and not self._stored(digest):
                 break
             shared.append(page)
         here = [page for page in shared if page is not None]
         before, start = digests[len(shared)], len(shared) * self.tokens
-        going_on, same = self._goes_on(before, ids[start : min(start + self.tokens, len(ids) - 1)])
+        wanted = ids[start : min(start + self.tokens, len(ids) - 1)] if reuse else ids[:0]
+        going_on, same = self._goes_on(before, wanted)
         more = -(-len(ids) // self.tokens) - len(here) - len(going_on)
         idle = sum(not self._users[page] for page in here) + len(going_on)
         if len(self._free) + len(self._kept) - idle < more + spare:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.errors import BadRequest
 from penstock.serve.generation import Generation
+from penstock.serve.guides import Guide
 from penstock.serve.sampling import Sampler, SamplingParams, likely
+from penstock.serve.scores import Scores
 from penstock.serve.tokenizer import StopStrings, Tokenizer
 
 
@@ -14,13 +17,14 @@ class Reply:
     """A prompt, int32 [T], and its answer so far.
 
     `batch`: the prompts that are answered together, for the report. `context`: positions that the plan has for the
-    sequence. `streams`: whether text is wanted as soon as it is certain, and not only at the end. `limit`: the most
-    tokens that the answer may have. The last one needs no room, for it is not fed back.
+    sequence. `streams`: whether text is wanted as soon as it is certain, and not only at the end. `guide`: holds the
+    answer to a JSON schema. `limit`: the most tokens that the answer may have. The last one needs no room, for it is
+    not fed back.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: NDArray[np.int32], params: SamplingParams, *, batch: int, context: int,
-        streams: bool,
+        streams: bool, guide: Guide | None = None,
     ) -> None:  # fmt: skip
         self.prompt, self.answer = prompt, Generation(len(prompt), batch, context)
         self._sampler = Sampler(params, prompt.tolist())
@@ -32,6 +36,9 @@ class Reply:
         room = context - len(prompt) + 1
         self.limit = min(params.max_tokens, room)
         self._context_is_least = room < params.max_tokens
+        self._guide = guide
+        if params.prompt_logprobs is not None:
+            self.answer.prompt_scores = Scores(prompt, params.prompt_logprobs)
 
     @property
     def finished(self) -> bool:
@@ -55,12 +62,29 @@ class Reply:
         said = np.array(self.answer.token_ids[max(0, after) : after + count], np.int32)
         return np.concatenate([self.prompt[start:], said])
 
+    def hear(self, start: int, logits: NDArray[np.float32]) -> None:
+        """Takes logits float32 [n, V] of the prompt's positions from `start` on, where the prompt is scored. Raises
+        BrokenModel for logits that are not finite."""
+        assert self.answer.prompt_scores is not None
+        self.answer.prompt_scores.take(start, logits)
+
     def accept(self, logits: NDArray[np.float32], best: tuple[float, int]) -> str:
         """Samples a token from logits float32 [V]; `best`: the largest logit and its id. Returns the text that the
-        token makes certain. End-of-text tokens are not part of the text. Raises BrokenModel for logits that are not
-        finite."""
+        token makes certain. End-of-text tokens are not part of the text. An answer of no tokens ends here, and one
+        whose schema allows nothing more. Raises BrokenModel for logits that are not finite, BadRequest where the schema
+        cannot be followed."""
         answer, stops = self.answer, self._stops
-        token = self._sampler.next(logits, best)
+        if not self.limit:
+            answer.finish_reason = "length"
+            return ""
+        allowed = self._guide.allowed() if self._guide is not None else None
+        if allowed is not None and allowed.only_end:
+            if not allowed.end:
+                raise BadRequest("the JSON schema asks for what no token of this model has")
+            answer.finish_reason = "stop"
+            answer.text += (piece := stops.push(self._stream.finish()) + stops.finish())
+            return piece
+        token = self._sampler.next(logits, best, None if allowed is None else allowed.tokens)
         answer.token_ids.append(token)
         if (count := self._sampler.params.logprobs) is not None:
             answer.logprobs.append(likely(logits, token, count))
@@ -74,6 +98,8 @@ class Reply:
             elif len(answer.token_ids) >= self.limit:
                 answer.finish_reason = "length"
                 answer.context_full = self._context_is_least
+            if self._guide is not None and not answer.finish_reason:
+                self._guide.push(token)
         if answer.finish_reason and stops.hit is None:
             piece += stops.push(self._stream.finish()) + stops.finish()
         answer.text += piece

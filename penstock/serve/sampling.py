@@ -3,7 +3,8 @@
 The order is that of transformers, so a model's own generation_config.json means here what it means there. What OpenAI's
 API adds comes around the repetition penalty, as in vLLM:
 
-    logit bias → repetition penalty → frequency and presence penalties → temperature → top-k → top-p → min-p → draw
+    logit bias → repetition penalty → frequency and presence penalties → JSON schema → temperature → top-k → top-p
+    → min-p → draw
 
 Every step works on the ids that the step before left, with their probabilities renormalised. A sampler depends on its
 own sequence only, never on other sequences of the same pass.
@@ -21,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import BadRequest, BrokenModel
+from penstock.serve.schemas import checked_schema
 
 Floats = NDArray[np.float32]
 
@@ -39,6 +41,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "frequency_penalty": (int, float),
 }
 MAX_LOGPROBS, MAX_BIASES = 20, 1024
+_LEAST_LOGPROB = np.float32(-9999)  # JSON has no infinity
 # The fields of a generation_config.json that are about sampling.
 _CONFIG_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -53,6 +56,8 @@ class SamplingParams:
     once.
     `logit_bias`: ids and what is added to their logits; a mapping is taken too. `logprobs`: keep the log probability of
     each token, and so many of the likeliest beside it; they are the model's own, before all that is above.
+    `prompt_logprobs`: the same of the prompt's tokens after its first (`serve.scores`). `max_tokens` may then be 0.
+    `json_schema`: the answer is JSON that follows this schema, a string or a mapping (`serve.guides`).
     """
 
     max_tokens: int = 128
@@ -68,6 +73,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    json_schema: str | None = None
 
     def __post_init__(self) -> None:
         for name, types in _TYPES.items():
@@ -80,8 +87,12 @@ class SamplingParams:
         stop = tuple(given) if isinstance(given, list | tuple) else () if given is None else (given,)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", checked_schema(self.json_schema))
+            if self.ignore_eos:
+                raise BadRequest("ignore_eos does not go with a JSON schema, which says where an answer ends")
         for good, name, should in (
-            (self.max_tokens >= 1, "max_tokens", "at least 1"),
+            (self.max_tokens >= (self.prompt_logprobs is None), "max_tokens", "at least 1"),
             (0 <= self.temperature <= 1e6, "temperature", "0 (greedy) or more, at most 1e6"),
             (self.top_k >= -1, "top_k", "at least 1, or 0 for off"),
             (0 < self.top_p <= 1, "top_p", "above 0 and at most 1"),
@@ -95,9 +106,11 @@ class SamplingParams:
                 raise BadRequest(f"{name} is {getattr(self, name)}; it should be {should}")
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool) or self.seed < 0):
             raise BadRequest(f"seed is {self.seed!r}; it should be a whole number, 0 or more")
-        whole = isinstance(self.logprobs, int) and not isinstance(self.logprobs, bool)
-        if self.logprobs is not None and not (whole and 0 <= self.logprobs <= MAX_LOGPROBS):
-            raise BadRequest(f"logprobs is {self.logprobs!r}; it should be from 0 to {MAX_LOGPROBS}")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            whole = isinstance(count, int) and not isinstance(count, bool)
+            if count is not None and not (whole and 0 <= count <= MAX_LOGPROBS):
+                raise BadRequest(f"{name} is {count!r}; it should be from 0 to {MAX_LOGPROBS}")
 
     @property
     def greedy(self) -> bool:
@@ -158,15 +171,20 @@ class Sampler:
         self._chosen: Counter[int] = Counter()
         self._rng = np.random.Generator(np.random.PCG64(params.seed))
 
-    def next(self, logits: Floats, best: tuple[float, int] | None = None) -> int:
+    def next(
+        self, logits: Floats, best: tuple[float, int] | None = None, allowed: NDArray[np.bool_] | None = None
+    ) -> int:
         """The next token's id. `logits`, float32 [V], is never written to: it may be the engine's own slot. `best`: the
-        largest logit and its id, where the head has found them already. Raises BrokenModel for logits that are not
-        finite."""
+        largest logit and its id, where the head has found them already. `allowed`, bool [V]: ids that may come, at
+        least one; None for all. Raises BrokenModel for logits that are not finite."""
         if self.params.greedy and best is not None and not self.params.adjusts:
             _check_best(best[0])
-            return best[1]
-        _check(logits)
+            if allowed is None or allowed[best[1]]:
+                return best[1]
+        check_finite(logits)
         logits = self._adjusted(logits)
+        if allowed is not None:
+            logits = np.where(allowed, logits, np.float32(-np.inf))
         if self.params.greedy:
             chosen = int(np.argmax(logits))
         else:
@@ -183,7 +201,7 @@ class Sampler:
     def distribution(self, logits: Floats) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The ids that `next` would draw from, int64 [n], and their probabilities, float64 [n]. Draws nothing. Raises
         as `next`."""
-        _check(logits)
+        check_finite(logits)
         logits = self._adjusted(logits)
         if self.params.greedy:
             return np.array([np.argmax(logits)], np.int64), np.ones(1)
@@ -225,7 +243,7 @@ class Likely(NamedTuple):
 
 def likely(logits: Floats, token: int, count: int) -> Likely:
     """Of logits float32 [V], as the model computed them."""
-    logprobs = log_softmax(logits)
+    logprobs = np.maximum(log_softmax(logits), _LEAST_LOGPROB)
     best = (
         np.argpartition(-logprobs, count)[:count] if 0 < count < len(logprobs) else np.arange(min(count, len(logprobs)))
     )
@@ -233,7 +251,8 @@ def likely(logits: Floats, token: int, count: int) -> Likely:
     return Likely(token, float(logprobs[token]), tuple((int(i), float(logprobs[i])) for i in best))
 
 
-def _check(logits: Floats) -> None:
+def check_finite(logits: Floats) -> None:
+    """Raises BrokenModel for logits float32 [V] that are not all finite."""
     # max() is NaN where any logit is, so one pass without memory tells.
     _check_best(float(np.max(logits)))
 
@@ -294,7 +313,8 @@ def _nucleus(scaled: Floats, top_p: float) -> NDArray[np.int64]:
 
 def log_softmax(logits: Floats) -> Floats:
     """log p over the last axis: float32 [V] or [T, V], of the shape of the logits. The sum is taken in float64."""
-    shifted = logits - np.max(logits, axis=-1, keepdims=True)
+    with np.errstate(over="ignore"):
+        shifted = logits - np.max(logits, axis=-1, keepdims=True)
     total = np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float64)
     result: Floats = shifted - np.log(total).astype(np.float32)
     return result

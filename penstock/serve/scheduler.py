@@ -41,14 +41,15 @@ class QueueFull(BadRequest):
 
 class Rows(NamedTuple):
     """Rows of one request in a pass: `tokens` tokens from position `start` on. `reads`: they are tokens of its prompt,
-    and of what it said before it gave its pages back, and not only the last one of its answer. `says`: logits are
-    wanted of the last row, and so a token."""
+    and of what it said before it gave its pages back, and not only the last one of its answer. `logits`: of so many of
+    the last rows logits are wanted. `says`: one of them gives a token."""
 
     request: int
     seq: int
     start: int
     tokens: int
     reads: bool
+    logits: int
     says: bool
 
 
@@ -69,9 +70,11 @@ class _Request:
     priority: int
     arrived_s: float
     order: int  # in which requests arrived
+    scores: bool  # logits of every token of the prompt are wanted
     seq: int = -1  # of the plan, while it has one
     table: Table | None = None  # its pages, while it has a sequence
     read: int = 0  # tokens that need not go through the model any more
+    scored: int = 0  # tokens of the prompt whose logits were had, where they are wanted
     said: int = 0  # tokens of the answer
     digests: Sequence[bytes] = ()  # of its tokens, page by page, while it waits or reads
 
@@ -79,6 +82,11 @@ class _Request:
     def tokens(self) -> int:
         """Tokens of prompt and answer so far."""
         return len(self.prompt) + self.said
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether logits of its prompt are left to be had."""
+        return self.scores and not self.said
 
     @property
     def reads(self) -> bool:
@@ -124,13 +132,16 @@ class Scheduler:
         line = [other.id for other in self._in_order(now_s) if other.seq < 0]
         return line.index(request) if request in line else 0
 
-    def submit(self, request: int, prompt: Ids, priority: int, now_s: float, owner: str = "") -> None:
+    def submit(
+        self, request: int, prompt: Ids, priority: int, now_s: float, owner: str = "", scores: bool = False
+    ) -> None:
         """Takes a request with a prompt int32 [n]. `owner`: who sent it; what one owner's prompts left behind is for no
-        other. Raises QueueFull."""
+        other. `scores`: logits of every token of the prompt are wanted, so all of them go through the model, in passes
+        whose logits the plan has room for. Raises QueueFull."""
         if self.waiting - len(self._free) >= self._queue:
             raise QueueFull(f"{self.waiting} requests wait already, and {self._queue} may: try again later")
         assert request not in self._requests and 0 < len(prompt) <= self._plan.context
-        self._requests[request] = _Request(request, prompt, owner, priority, now_s, self._arrived)
+        self._requests[request] = _Request(request, prompt, owner, priority, now_s, self._arrived, scores)
         self._arrived += 1
 
     def end(self, requests: Collection[int]) -> None:
@@ -146,6 +157,8 @@ class Scheduler:
         again."""
         for request, rows in self._underway:
             request.said -= rows.says
+            if request.wants_scores:
+                request.scored = min(request.scored, rows.start + rows.tokens - rows.logits)
         self._underway.clear()
         for request in self._requests.values():
             if request.table is not None:
@@ -169,7 +182,9 @@ class Scheduler:
         batches = tuple(self._batch(i, members) for i, members in enumerate(by_batch) if members)
         for each in (*rows, *reading):
             request = self._requests[each.request]
-            request.read, request.said = each.start + each.tokens, request.said + each.says
+            request.read = each.start + each.tokens
+            request.scored = max(request.scored, request.read if request.wants_scores else 0)
+            request.said += each.says
             self._underway.append((request, each))
         then = Stream("prefill", True) if any(r.reads for r in self._requests.values()) else passes.DECODE
         few = bool(reading) and max(batch.total_rows for batch in batches) <= self._plan.asking_rows
@@ -192,7 +207,7 @@ class Scheduler:
         for request in order:
             while request.table is not None and not request.reads:
                 if request.read < len(request.table.pages) * self.pages.tokens or self.pages.extend(request.table):
-                    rows.append(Rows(request.id, request.seq, request.read, 1, False, True))
+                    rows.append(Rows(request.id, request.seq, request.read, 1, False, 1, True))
                     break
                 self._leave(next(other for other in reversed(order) if other.seq >= 0))
                 self.given_back += 1
@@ -209,8 +224,10 @@ class Scheduler:
         """Rows of prompts for the next pass."""
         size = self._plan.batch_seqs
         room = [max(self._plan.chunk_rows, size)] * self._plan.batches_per_pass
+        logits = [self._plan.logits_rows] * self._plan.batches_per_pass
         for each in speaking:
             room[each.seq // size] -= 1
+            logits[each.seq // size] -= 1
         left = self._prompt_rows if speaking else sum(room)
         found: list[Rows] = []
         spoke = {each.request for each in speaking}
@@ -220,19 +237,25 @@ class Scheduler:
                 break
             if request.seq < 0 and admits and (free := [s for s in self._free if room[s // size] > 0]):
                 ids = self._begins(request)
-                if self.pages.lacks(request.digests, ids) in coming:
+                if not request.wants_scores and self.pages.lacks(request.digests, ids) in coming:
                     continue
                 admits = self._admit(request, ids, min(free, key=lambda seq: (-room[seq // size], seq)))
             if request.table is None or request.id in spoke:
                 continue
             coming.update(request.digests[len(request.table.digests) :])
-            seq = request.seq
-            count = min(request.tokens - request.read, left, room[seq // size])
+            seq, batch = request.seq, request.seq // size
+            count = min(request.tokens - request.read, left, room[batch])
+            if request.wants_scores:
+                count = min(count, max(0, request.scored - request.read) + logits[batch])
+            elif not logits[batch]:  # its last row, which wants logits, waits for the next pass
+                count = min(count, request.tokens - request.read - 1)
             if count <= 0:
                 continue
-            room[seq // size], left = room[seq // size] - count, left - count
-            ends = request.read + count == request.tokens
-            found.append(Rows(request.id, seq, request.read, count, True, ends))
+            end = request.read + count
+            ends = end == request.tokens
+            wanted = max(0, end - max(request.read, request.scored)) if request.wants_scores else int(ends)
+            room[batch], logits[batch], left = room[batch] - count, logits[batch] - wanted, left - count
+            found.append(Rows(request.id, seq, request.read, count, True, wanted, ends))
         return found
 
     def _begins(self, request: _Request) -> Ids:
@@ -246,15 +269,16 @@ class Scheduler:
         none has to give its pages back at once. Others that come later do not overtake it."""
         tables = [other.table for other in self._requests.values() if other.table is not None]
         growing = sum(len(table.pages) < self._most_pages for table in tables)
-        table = self.pages.begin(request.digests, ids, growing)
+        table = self.pages.begin(request.digests, ids, growing, reuse=not request.wants_scores)
         if table is not None:
             self._free.remove(seq)
             request.seq, request.table, request.read = seq, table, table.written
         return table is not None
 
     def _batch(self, number: int, members: Sequence[Rows]) -> Batch:
-        _, seqs, start, rows, _, says = zip(*members, strict=True)
-        logits = tuple(end - 1 for end, wanted in zip(accumulate(rows), says, strict=True) if wanted)
+        _, seqs, start, rows, _, wanted, _ = zip(*members, strict=True)
+        last = zip(accumulate(rows), wanted, strict=True)
+        logits = tuple(row for end, count in last for row in range(end - count, end))
         pages = tuple(self._pages_of(each) for each in members)
         return Batch(number, seqs, start, rows, logits, (), pages)
 

@@ -7,11 +7,14 @@ that have rows in it do, and those that wait go on.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -25,16 +28,18 @@ from penstock.serve.kv_store import KvStore
 from penstock.serve.reply import Reply
 from penstock.serve.sampling import Likely, SamplingParams
 from penstock.serve.scheduler import Rows, Scheduler, Step
+from penstock.serve.scores import Scores
 
 _SAVING_S = 10.0  # in which pages are still kept when the service ends
 
 
 class Piece(NamedTuple):
     """What a token adds to an answer: the text that has become certain, often all of it, sometimes none. `likely`: the
-    token's log probability, where it was asked for."""
+    token's log probability, where it was asked for. `prompt_scores`: those of the prompt, with the first token only."""
 
     text: str
     likely: tuple[Likely, ...] = ()
+    prompt_scores: Scores | None = None
 
 
 class Ended(NamedTuple):
@@ -91,7 +96,7 @@ class Counts:
 
 
 class Service:
-    """Serves one loaded engine until `close`. The engine answers nobody else meanwhile.
+    """Serves one loaded engine until `close`. While requests are here, the engine answers nobody else.
 
     `prompt_rows`: the most rows of prompts in a pass beside rows of answers. `queue`: the most requests that wait.
     `store`: where pages are kept while nobody asks, and at the end; prompts go on from them."""
@@ -104,11 +109,11 @@ class Service:
         self._changed = threading.Condition()  # guards all that follows, and the scheduler
         self._next_id = 0
         self._refuses: str | None = None  # why no more requests are taken
-        self._ends = False
         self._done = {"answered": 0, "failed": 0, "cancelled": 0, "prompt": 0, "cached": 0, "output": 0, "passes": 0}
         self._passes_s = 0.0
-        self._thread = threading.Thread(target=self._work, name="penstock-serve", daemon=True)
-        self._thread.start()
+        self._passes = engine.session.passes  # of the session, when the service took the latest one
+        self._saves_until_s = inf
+        self._thread: threading.Thread | None = None  # lives while requests are here
 
     @property
     def counts(self) -> Counts:
@@ -136,16 +141,20 @@ class Service:
         QueueFull."""
         engine = self.engine
         ids = checked_ids(prompt_ids, engine.plan)
-        reply = Reply(engine.tokenizer, ids, params, batch=1, context=engine.plan.context, streams=True)
+        about = {"batch": 1, "context": engine.plan.context}
+        reply = Reply(engine.tokenizer, ids, params, **about, streams=True, guide=engine.guide(params))
         now_s = time.perf_counter()
         with self._changed:
             if self._refuses is not None:
                 raise BadRequest(self._refuses)
             number = self._next_id
-            self._scheduler.submit(number, ids, priority, now_s, owner)
+            self._scheduler.submit(number, ids, priority, now_s, owner, params.prompt_logprobs is not None)
             self._next_id += 1
             self._open[number] = _Open(reply, tell, priority, now_s, now_s)
             self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="penstock-serve", daemon=True)
+                self._thread.start()
         return number
 
     def cancel(self, number: int) -> None:
@@ -177,44 +186,77 @@ class Service:
                 request.cancelled = True
             self._changed.notify_all()
 
-    def close(self) -> None:
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Generation]:
+        """Waits for the answers to some prompts, in their order. Threads that call it share passes. Raises as `submit`,
+        and what fails an answer; BadRequest where this thread holds an open stream of the engine, and after `close`."""
+        self.engine.require_no_stream()
+        told: queue.SimpleQueue[tuple[int, Told]] = queue.SimpleQueue()
+        numbers: list[int] = []
+        answers: dict[int, Generation] = {}
+        try:
+            for i, prompt in enumerate(prompts):
+                numbers.append(self.submit(prompt, params, partial(_put, told, i)))
+            while len(answers) < len(numbers):
+                i, what = told.get()
+                if isinstance(what, Ended):
+                    answers[i] = what.answer
+                elif isinstance(what, Failed):
+                    raise what.error
+                elif isinstance(what, Cancelled):
+                    raise BadRequest(self._refuses or "the request was cancelled")
+        finally:  # Ctrl-C too
+            for number in numbers:
+                self.cancel(number)
+        return [answers[i] for i in range(len(numbers))]
+
+    def close(self, why: str = "the server is ending") -> None:
         """Cancels what is left, and returns when the last pass has ended. The engine is free again, and still open."""
-        self.refuse("the server is ending")
+        self.refuse(why)
         self.abandon()
         with self._changed:
-            self._ends = True
-            self._changed.notify_all()
-        self._thread.join()
+            self._saves_until_s = time.perf_counter() + _SAVING_S
+            self._changed.wait_for(lambda: self._thread is None)
 
     # -- the service's own thread ---------------------------------------------------------------------
 
     def _work(self) -> None:
-        with self.engine.held():
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._open or self._ends or self._unsaved())
-                    left = [number for number, request in self._open.items() if request.cancelled]
-                    self._scheduler.end(left)
-                    told = [(self._open.pop(number).tell, Cancelled()) for number in left]
-                    self._done["cancelled"] += len(left)
-                    step = self._scheduler.next(time.perf_counter())
+        while True:
+            with self.engine.held():
+                if self.engine.session.passes != self._passes:
+                    with self._changed:  # passes of others wrote over pages
+                        self._scheduler.forget()
+                self._answer_all()
+                self._passes = self.engine.session.passes
+            with self._changed:
+                if not self._open:
+                    self._thread = None
                     self._changed.notify_all()
-                    if step is None and self._ends:
-                        break
-                for tell, what in told:
-                    tell(what)
-                if step is None:
-                    self._save()
-                elif self._restore(step):
+                    return
+
+    def _answer_all(self) -> None:
+        """Takes passes until no request is here, and then keeps pages until one comes."""
+        while True:
+            with self._changed:
+                left = [number for number, request in self._open.items() if request.cancelled]
+                self._scheduler.end(left)
+                told = [(self._open.pop(number).tell, Cancelled()) for number in left]
+                self._done["cancelled"] += len(left)
+                step = self._scheduler.next(time.perf_counter())
+                self._changed.notify_all()
+            for tell, what in told:
+                tell(what)
+            if step is not None:
+                if self._restore(step):
                     self._take(step)
-            until_s = time.perf_counter() + _SAVING_S
-            while self._unsaved() and time.perf_counter() < until_s:
+            elif self._unsaved():
                 self._save()
-        for tell, what in told:
-            tell(what)
+            else:
+                return
 
     def _unsaved(self) -> bool:
-        return self._store is not None and self._scheduler.pages.unsaved() is not None
+        """Whether a page is left to be kept, and time for it: when the service ends, that has an end too."""
+        in_time = time.perf_counter() < self._saves_until_s
+        return self._store is not None and in_time and self._scheduler.pages.unsaved() is not None
 
     def _save(self) -> None:
         """Keeps a page in the store, if one is left to be kept. Where the store fails, no more are kept."""
@@ -254,25 +296,39 @@ class Service:
                 self._scheduler.forget()
         else:
             for rows, logits, best in zip(step.rows, logits_of_batches, session.best, strict=True):
-                for i, r in enumerate(r for r in rows if r.says):
-                    request = self._open[r.request]
+                end = 0
+                for r in rows:
+                    first, end = end, end + r.logits
                     try:
-                        piece = request.reply.accept(logits[i], best[i])
+                        if r.logits and (told := self._hear(r, logits[first:end], best[first:end])) is not None:
+                            ended[r.request] = told
                     except Exception as error:  # of this answer, so the others go on
                         ended[r.request] = _failed(error)
-                        continue
-                    self._time(request)
-                    if request.reply.finished:
-                        ended[r.request] = Ended(request.reply.answer)
-                    request.tell(Piece(piece, tuple(request.reply.answer.logprobs[-1:])))
         taken_s = time.perf_counter() - start_s
         with self._changed:
             self._scheduler.end(ended)
-            gone = [(self._open.pop(number), what) for number, what in ended.items()]
             self._count(step, ended, sum(r.start for r in begin), taken_s)
+            gone = [(self._open.pop(number), what) for number, what in ended.items()]
             self._changed.notify_all()
         for request, what in gone:
             request.tell(what)
+
+    def _hear(self, r: Rows, logits: NDArray[np.float32], best: Sequence[tuple[float, int]]) -> Ended | None:
+        """What the last `r.logits` rows of a request, logits float32 [n, V], mean for its answer."""
+        request = self._open[r.request]
+        reply, answer = request.reply, request.reply.answer
+        if r.reads and answer.prompt_scores is not None:
+            reply.hear(r.start + r.tokens - r.logits, logits)
+        if not r.says:
+            return None
+        before = len(answer.token_ids)
+        piece = reply.accept(logits[-1], best[-1])
+        if len(answer.token_ids) > before:
+            self._time(request)
+            request.tell(Piece(piece, tuple(answer.logprobs[-1:]), None if before else answer.prompt_scores))
+        elif piece:  # the schema ended the answer
+            request.tell(Piece(piece))
+        return Ended(answer) if reply.finished else None
 
     def _ids(self, rows: Rows) -> NDArray[np.int32]:
         """The ids of some rows, int32 [tokens]."""
@@ -299,12 +355,16 @@ class Service:
             "failed": failed,
             "prompt": sum(r.tokens for r in rows if r.reads),
             "cached": cached_tokens,
-            "output": sum(r.says for r in rows),
+            "output": sum(r.says and self._open[r.request].reply.limit > 0 for r in rows),
             "passes": 1,
         }
         for name, count in counted.items():
             self._done[name] += count
         self._passes_s += taken_s
+
+
+def _put(told: queue.SimpleQueue[tuple[int, Told]], index: int, what: Told) -> None:
+    told.put((index, what))
 
 
 def _failed(error: Exception) -> Failed:

@@ -100,6 +100,7 @@ class Session:
         self.best: list[list[tuple[float, int]]] = []  # of the last pass, per batch and row: largest logit and its id
         self.loading = NOTHING  # bytes and seconds of loading the weights that stay, before the first pass
         self.held = Held()  # what its sequences hold
+        self.passes = 0  # that were begun: who finds another number than before knows that others wrote over KV
         self.consumed_bytes = 0  # that the last pass took from slower tiers: through its rings, embedding rows and KV
         with ExitStack() as opened:  # where loading fails half-way, everything is given back
             self._open_memory(packed, kv_folder, opened)
@@ -144,6 +145,7 @@ class Session:
         with self._stepping:
             if self._closed:
                 raise BadRequest("this model was closed: load it again")
+            self.passes += 1
             return self._step(p, tokens)
 
     def _step(self, p: Pass, tokens: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:

@@ -34,7 +34,7 @@ class Tokenizer:
 
     def __init__(self, folder: Path, within_bytes: int | None, spare: Child | None = None) -> None:
         """Raises BrokenModel where a file of the folder is missing, damaged, or takes more than it may."""
-        self._limits = TextLimits.of(folder, within_bytes)
+        self.folder, self._limits = folder, TextLimits.of(folder, within_bytes)
         # A method of the limits and not of this object: with a reference back to it the child would live until the
         # garbage collector comes.
         self._child = Confined(folder, partial(self._limits.task, "opening it"), spare=spare)
@@ -80,6 +80,19 @@ class Tokenizer:
         plain = [int(i) for i in ids]
         text: str = self._ask("decode", [plain, skip_special], self._limits.task("decoding with it", 4 * len(plain)))
         return text
+
+    def texts(self, ids: Iterable[int]) -> dict[int, str]:
+        """The text of each id by itself, special ones too. Raises BrokenModel where decoding takes more than it may."""
+        each = sorted({int(i) for i in ids})
+        found: list[str] = self._ask("texts", [each], self._limits.task("decoding with it", 16 * len(each)))
+        return dict(zip(each, found, strict=True))
+
+    def token_bytes(self) -> list[str] | None:
+        """The bytes that each id adds to a text, as Latin-1: "" for special ones, None where the tokenizer's tokens
+        have no bytes of their own. Raises BrokenModel where that takes more than it may."""
+        found: list[str] | None
+        found = self._ask("token_bytes", [], self._limits.task("the bytes of its tokens", 16 * self.size))
+        return found
 
     def stream(self, whole: bool = False) -> TextStream | Whole:
         """Makes text of one answer's ids. `whole`: no text is wanted before the end."""

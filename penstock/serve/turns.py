@@ -31,18 +31,22 @@ class Turns:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Holds the model for a block. Raises BadRequest where this thread holds it already."""
-        if self._holder == threading.get_ident():
-            raise BadRequest(
-                "this model is in the middle of an answer that this thread has begun: "
-                "read that stream to its end, or close it, before you ask for another"
-            )
+        """Holds the model for a block. Raises as `require_none`."""
+        self.require_none()
         with self._free:
             self._holder = threading.get_ident()
             try:
                 yield
             finally:
                 self._holder = None
+
+    def require_none(self) -> None:
+        """Raises BadRequest where this thread holds the model already."""
+        if self._holder == threading.get_ident():
+            raise BadRequest(
+                "this model is in the middle of an answer that this thread has begun: "
+                "read that stream to its end, or close it, before you ask for another"
+            )
 
     def stream(self, pieces: Iterator[T]) -> Iterator[T]:
         """Yields the same pieces, all in one turn, which begins when the first piece is asked for. Raises as `turn`."""

@@ -24,6 +24,7 @@ from penstock.serve.text_files import (
     TOKENIZER,
     TOKENIZER_CONFIG,
 )
+from penstock.serve.token_bytes import token_bytes
 from penstock.store.files import read_bytes, read_json
 
 # A decoder writes this for bytes that are not UTF-8, so also for half a character.
@@ -96,6 +97,15 @@ class Vocabulary:
         """Text of ids. Ids that the tokenizer does not know are left out."""
         possible = [i for i in ids if 0 <= i < 2**32]  # the library takes no others
         return str(self._core.decode(possible, skip_special_tokens=skip_special))
+
+    def texts(self, ids: list[int]) -> list[str]:
+        """The text of each id by itself, special ones too."""
+        return [self.decode([i], skip_special=False) for i in ids]
+
+    def token_bytes(self) -> list[str] | None:
+        """The bytes of each id as Latin-1, "" for special ones (`token_bytes.token_bytes`)."""
+        found = token_bytes(self._core, self._special, self._byte_tokens())
+        return None if found is None else [each.decode("latin-1") for each in found]
 
     def advance(self, window: list[int], out: int, out_text: str, at_end: bool) -> tuple[str, StreamState] | None:
         """The text that the last id of a stream's window completes, and the stream's new state. None where the text

@@ -8,6 +8,8 @@ from penstock.errors import BadRequest
 from penstock.spec.format import parse_format
 
 DEFAULT_CONTEXT = 4096
+# Rows of a prompt that `LLM` and the server score in a pass. With a vocabulary of 128k entries they take 16 MiB.
+DEFAULT_SCORE_ROWS = 32
 DEVICES = ("auto", "cuda", "none", "emulated")  # names that a user may give
 MOST = 2**31 - 1  # tokens. More is a typing error, and sums of it would leave a float's range
 # Sequences at once. Planning takes time for each of them: 10,000 take seconds, a million took an hour.
@@ -22,7 +24,8 @@ class Ask:
     `kv_tokens`: KV room in tokens of all sequences together, which then share pages, and at least for one whole
     context; None: room for the whole context of each. `batch`: sequences at once. `kv`: number format of the KV cache.
     `kv_home`: "memory" or "disk". `score`: logits of every prompt row are wanted (for evaluation), not of the last row
-    alone. `use_device`: where there is a device, plans that do not use it are left out.
+    alone. `score_rows`: prompts are scored now and then, so many rows a pass at least; each takes memory for its
+    logits. `use_device`: where there is a device, plans that do not use it are left out.
 
     Raises BadRequest for a value that no plan could have.
     """
@@ -38,6 +41,7 @@ class Ask:
     kv: str | None = None
     kv_home: str | None = None
     score: bool = False
+    score_rows: int = 0
     use_device: bool = False
     kv_tokens: int | None = None
 
@@ -51,6 +55,8 @@ class Ask:
             most = MOST_SEQUENCES if name == "batch" else MOST
             if value is not None and not 1 <= value <= most:
                 raise BadRequest(f"{name} is {value}; it should be from 1 to {most}")
+        if not 0 <= self.score_rows <= MOST:
+            raise BadRequest(f"score_rows is {self.score_rows}; it should be from 0 to {MOST}")
         for name in ("host_memory_bytes", "device_memory_bytes", "resident_bytes"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 2**63:

@@ -206,7 +206,6 @@ def test_what_is_not_supported_or_wrong_is_refused_in_openais_shape(server: Serv
     for body, says in (
         ({}, "prompt"),
         ({"prompt": "a", "temprature": 1}, "temprature"),
-        ({"prompt": "a", "echo": True}, "echo is not supported"),
         ({"prompt": "a", "suffix": "b"}, "suffix is not supported"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
         ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
@@ -331,7 +330,7 @@ def test_raw_sockets_block_nobody(server: Server) -> None:
 
 def test_keys_are_needed_where_they_are_given(model: Path, cache: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("# ours\nsecret-one\nsecret-two\n")
+    keys.write_text("# ours\nsecret-one\nsecret-two\nann secret-three tokens-per-minute=30\n")
     with serving(model, cache, "--key-file", keys, "--batch", 2) as server:
         assert server.ask("GET", "/health")[0] == 200
         status, headers, answer = server.ask("GET", "/v1/models")
@@ -347,6 +346,11 @@ def test_keys_are_needed_where_they_are_given(model: Path, cache: Path, tmp_path
             assert done.usage is not None and done.usage.prompt_tokens_details is not None
             cached.append(done.usage.prompt_tokens_details.cached_tokens == done.usage.prompt_tokens - 1)
         assert cached == [False, True, False]
+        ann = server.client("secret-three")
+        for stream in (False, True):  # the first leaves some, the second takes more than there is
+            list(ann.completions.create(model=model.name, prompt="a" * 20, max_tokens=1, stream=stream))
+        with pytest.raises(openai.RateLimitError, match="30 tokens a minute"):
+            ann.completions.create(model=model.name, prompt="a", max_tokens=1)
 
 
 def test_beyond_this_machine_a_key_is_needed(

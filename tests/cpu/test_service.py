@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -231,16 +233,68 @@ def test_what_cannot_be_taken_is_refused_at_once(folder: Path) -> None:
         assert all(isinstance(each.end()[1], Cancelled | Ended) for each in heard)  # closing cancels
 
 
-def test_the_engine_answers_nobody_else_meanwhile(folder: Path) -> None:
+def test_the_engine_answers_nobody_else_while_requests_are_here(folder: Path) -> None:
     with load(folder, plan=plans(folder)["resident"]) as engine:
         params = SamplingParams(max_tokens=2, ignore_eos=True)
         with serving(engine) as service:
-            heard = Heard()
-            service.submit([1], params, heard.tell)
-            heard.end()
+            heard, may_go_on = Heard(), threading.Event()
+
+            def tell(told: Told) -> None:
+                heard.tell(told)
+                may_go_on.wait(30)
+
+            service.submit([1], params, tell)
+            heard.next()
             late = threading.Thread(target=lambda: engine.generate([[1]], params), daemon=True)
             late.start()
             late.join(0.2)
             assert late.is_alive()
-        late.join(30)
-        assert not late.is_alive()
+            may_go_on.set()
+            heard.end()
+            late.join(30)
+            assert not late.is_alive()  # the service is open still, and has nothing to do
+
+
+def test_threads_wait_for_answers_together(folder: Path) -> None:
+    """Each thread has its own prompts and parameters. They share passes, and one that is refused disturbs nobody."""
+    plan = plans(folder)["streaming"]
+    some = prompts(18, plan.target.spec.vocab)
+    with load(folder, plan=plan) as engine:
+        params = [SamplingParams(max_tokens=6 + i, ignore_eos=True, temperature=i / 6, seed=i) for i in range(6)]
+        groups = [some[3 * i : 3 * i + 3] for i in range(6)]
+        alone = [[a.token_ids for a in engine.generate(group, p)] for group, p in zip(groups, params, strict=True)]
+        with serving(engine, prompt_rows=16) as service:
+
+            def ask(i: int) -> list[list[int]]:
+                if i == 6:
+                    with pytest.raises(BadRequest, match="vocabulary"):
+                        service.generate([[1], [-1]], params[0])
+                    return []
+                return [answer.token_ids for answer in service.generate(groups[i], params[i])]
+
+            with ThreadPoolExecutor(7) as pool:
+                assert list(pool.map(ask, range(7))) == [*alone, []]
+            assert service.idle(10) and service.free_sequences == SEQS
+            assert service.counts.passes < sum(len(ids) for answers in alone for ids in answers)
+            stream = engine.stream([1, 2], params[0])
+            next(stream)
+            with pytest.raises(BadRequest, match="this thread has begun"):
+                service.generate([[1]], params[0])
+            stream.close()  # type: ignore[attr-defined]
+            assert service.generate([groups[0][0]], params[0])[0].token_ids == alone[0][0]
+        with pytest.raises(BadRequest, match="ending"):
+            service.generate([[1]], params[0])
+
+
+def test_closing_ends_what_threads_wait_for(folder: Path) -> None:
+    with load(folder, plan=plans(folder)["streaming"]) as engine:
+        service = Service(engine, prompt_rows=4, queue=100)
+        long = SamplingParams(max_tokens=90, ignore_eos=True)
+        with ThreadPoolExecutor(3) as pool:
+            waiting = [pool.submit(service.generate, [[i]], long) for i in range(3)]
+            while service.counts.passes < 3:
+                time.sleep(0.001)
+            service.close("this model was closed")
+            for each in waiting:
+                with pytest.raises(BadRequest, match="was closed"):
+                    each.result()

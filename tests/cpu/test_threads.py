@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import Any
 
 import pytest
 
+from penstock import LLM
 from penstock.errors import BadRequest
 from penstock.serve.engine import Engine
+from penstock.serve.sampling import SamplingParams
 from penstock.serve.turns import Turns
+from tests.cpu.commands import machine_cache
 from tests.cpu.engines import GREEDY, load, make_model
 
 PROMPTS = [[(7 * i + j) % 250 for j in range(3 + 5 * i)] for i in range(10)]
@@ -150,3 +154,25 @@ def test_turns_exclude_each_other() -> None:
         for each in [pool.submit(work) for _ in range(8)]:
             each.result(LONG_S)
     assert most == 1
+
+
+def test_llm_answers_threads_together_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    """More prompts than sequences, from several threads. An LLM that nobody closes is collected with its memory."""
+    machine_cache(tmp_path)
+
+    def scenario() -> weakref.ref[Engine]:
+        llm = LLM(folder, cache=tmp_path, batch=3, context=64)
+        texts = [f"{i} times" for i in range(8)]
+        params = SamplingParams(max_tokens=7, ignore_eos=True)
+        alone = [llm.generate(text, params)[0].text for text in texts]
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda k: llm.generate([texts[k], texts[k - 1]], params), range(8)))
+        assert [[a.text for a in answers] for answers in found] == [[alone[k], alone[k - 1]] for k in range(8)]
+        return weakref.ref(llm.engine)
+
+    engine = scenario()
+    for thread in threading.enumerate():
+        if thread.name == "penstock-serve":
+            thread.join(LONG_S)  # it ends by itself where nothing is left to do
+    gc.collect()
+    assert engine() is None

@@ -27,10 +27,11 @@ SPEC, WEIGHTS = model(layers=2), parse_format("float32")
 
 
 def plan(
-    seqs: int = 4, batches: int = 1, chunk: int = 8, context: int = 64, page: int = 64, kv_pages: int = 0
+    seqs: int = 4, batches: int = 1, chunk: int = 8, context: int = 64, page: int = 64, kv_pages: int = 0,
+    logits: int = 1,
 ) -> Plan:  # fmt: skip
     """`kv_pages`: 0 for as many as give every sequence its whole context."""
-    rows = {"chunk_rows": chunk, "logits_rows": max(seqs, chunk), "context": context}
+    rows = {"chunk_rows": chunk, "logits_rows": max(seqs, logits), "context": context}
     made = resident_plan(SPEC, WEIGHTS, batch_seqs=seqs, batches_per_pass=batches, **rows)
     return with_arenas(replace(made, page_tokens=page, kv_pages=kv_pages))
 
@@ -50,15 +51,26 @@ class Checked:
         self.written = WrittenPages(made)
         self.cached = 0
         self.answers: dict[int, int] = {}  # tokens that are still to come
+        self.scored: set[int] = set()  # requests that want logits of every token of the prompt
+        self.heard: Counter[int] = Counter()  # tokens of their prompts whose logits were had
         self.had: Counter[int] = Counter()  # tokens of prompt and answer that went through the model
         self.seqs: dict[int, int] = {}
         self.now_s = 0.0
 
-    def submit(self, prompt: int, answer: int, priority: int = 0, word: int | None = None, owner: str = "") -> int:
+    def submit(
+        self,
+        prompt: int,
+        answer: int,
+        priority: int = 0,
+        word: int | None = None,
+        owner: str = "",
+        scores: bool = False,
+    ) -> int:
         """A prompt of so many tokens, that begins like others with the same `word`; all say 0 as an answer."""
         number = len(self.prompts)
         ids = [number + 100] * prompt if word is None else [*[0] * (prompt - word % prompt), *[word] * (word % prompt)]
-        self.scheduler.submit(number, np.array(ids, np.int32), priority, self.now_s, owner)
+        self.scheduler.submit(number, np.array(ids, np.int32), priority, self.now_s, owner, scores)
+        self.scored |= {number} if scores else set()
         self.ids[number], self.owners[number] = ids, owner
         self.prompts[number], self.answers[number] = prompt, min(answer, self.plan.context - prompt + 1)
         return number
@@ -101,7 +113,12 @@ class Checked:
             assert batch.rows == tuple(r.tokens for r in members)
             assert batch.start == tuple(r.start for r in members)
             assert batch.total_rows <= max(self.plan.chunk_rows, self.plan.batch_seqs)
-            assert len(batch.logits) == sum(r.says for r in members)
+            first = 0
+            wanted: list[int] = []
+            for r in members:
+                wanted += range(first + r.tokens - r.logits, first + r.tokens)
+                first += r.tokens
+            assert batch.logits == tuple(wanted) and len(wanted) <= self.plan.logits_rows
             assert {r.seq // self.plan.batch_seqs for r in members} == {batch.id}
             for r, pages in zip(members, batch.pages, strict=True):  # what its rows see is what it said
                 ids, owner = self.ids[r.request], self.owners[r.request]
@@ -121,9 +138,15 @@ class Checked:
                 assert r.start == self.had[r.request] and r.seq == self.seqs[r.request]
             self.seqs[r.request] = r.seq
             said = len(self.ids[r.request]) - self.prompts[r.request]
-            self.had[r.request] = r.start + r.tokens
-            assert self.had[r.request] <= len(self.ids[r.request]) and self.had[r.request] <= self.plan.context
-            assert r.says == (self.had[r.request] == len(self.ids[r.request])) and (r.reads or said)
+            self.had[r.request] = end = r.start + r.tokens
+            assert end <= len(self.ids[r.request]) and end <= self.plan.context
+            assert r.says == (end == len(self.ids[r.request])) and (r.reads or said)
+            if r.request in self.scored and not said:  # logits of each token of its prompt once, whatever comes between
+                heard = self.heard[r.request]
+                assert r.start <= heard and r.logits == max(0, end - heard)
+                self.heard[r.request] = max(heard, end)
+            else:
+                assert r.logits == r.says
             self.answers[r.request] -= r.says
             self.ids[r.request] += [0] * r.says
         # Every answer that lacks its last token alone goes on in every pass, but for those that gave their pages back.
@@ -167,6 +190,7 @@ EVENTS = st.lists(
             st.integers(-1, 2),
             st.integers(0, 9),
             st.sampled_from("ab"),
+            st.booleans(),
         ),
         st.tuples(st.just("cancel"), st.integers(0, 30)),
         st.tuples(st.sampled_from(["step", "step", "fail", "lose"]), st.integers(1, 5)),
@@ -177,15 +201,16 @@ EVENTS = st.lists(
 
 @pytest.mark.fuzz
 @given(events=EVENTS, seqs=st.integers(1, 4), batches=st.integers(1, 2), chunk=st.integers(1, 12),
-       prompt_rows=st.integers(1, 12), page=st.sampled_from([4, 8, 32]),
+       prompt_rows=st.integers(1, 12), page=st.sampled_from([4, 8, 32]), logits=st.integers(1, 12),
        spare=st.none() | st.integers(0, 20), stores=st.booleans())  # fmt: skip
 def test_every_request_gets_its_rows_in_order(
-    events: list[tuple[object, ...]], seqs: int, batches: int, chunk: int, prompt_rows: int, page: int,
+    events: list[tuple[object, ...]], seqs: int, batches: int, chunk: int, prompt_rows: int, page: int, logits: int,
     spare: int | None, stores: bool,
 ) -> None:  # fmt: skip
     """`spare`: pages beyond those of one context; None: every sequence has its whole context."""
     kv_pages = 0 if spare is None else 64 // page + spare
-    checked = Checked(plan(seqs, batches, chunk, page=page, kv_pages=kv_pages), prompt_rows, stores=stores)
+    made = plan(seqs, batches, chunk, page=page, kv_pages=kv_pages, logits=logits)
+    checked = Checked(made, prompt_rows, stores=stores)
     for what, *numbers in events:
         if what == "submit":
             checked.submit(*numbers)  # type: ignore[arg-type]
@@ -210,7 +235,8 @@ def test_crowds_with_few_pages() -> None:
             what = rng.choice(["submit"] * 6 + ["step"] * 6 + ["cancel", "fail", "lose"])
             if what == "submit":
                 word, prompt = rng.choice([None, 0, 0, 1, 7]), rng.randint(1, 50)
-                checked.submit(prompt, rng.randint(1, 64), rng.randint(-1, 1), word, rng.choice("aab"))
+                priority, owner, scores = rng.randint(-1, 1), rng.choice("aab"), rng.random() < 0.2
+                checked.submit(prompt, rng.randint(1, 64), priority, word, owner, scores)
             elif what == "cancel" and checked.prompts:
                 checked.end([rng.randrange(len(checked.prompts))])
             else:

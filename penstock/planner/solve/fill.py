@@ -96,7 +96,7 @@ def filled(
         batches_per_pass=batches,
         batch_seqs=seqs,
         chunk_rows=chunk_rows,
-        logits_rows=max(seqs, chunk_rows if ask.score else 0),
+        logits_rows=max(seqs, chunk_rows if ask.score else min(chunk_rows, ask.score_rows)),
         context=ask.context,
         page_tokens=page or page_tokens(ask.context),
         ring_bytes={tier: nbytes for tier, nbytes in rings.items() if nbytes},

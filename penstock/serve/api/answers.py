@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +18,7 @@ from penstock.serve.api import logprobs
 from penstock.serve.api.guard import error_body
 from penstock.serve.generation import Generation
 from penstock.serve.sampling import Likely, SamplingParams
+from penstock.serve.scores import Scores
 from penstock.serve.service import Cancelled, Ended, Failed, Piece, Service, Told
 from penstock.serve.tokenizer import Tokenizer
 
@@ -31,11 +32,13 @@ class Gone(Exception):
 @dataclass(frozen=True)
 class Shape:
     """How answers are written. `kind`: chat.completion or text_completion. `head`: the fields of every object.
-    `tokenizer`: for the texts of single tokens, where log probabilities are wanted."""
+    `tokenizer`: for the texts of single tokens, where log probabilities are wanted. `echoed`: of each answer the prompt
+    that is written before it; () where none is."""
 
     kind: str
     head: dict[str, Any]
     tokenizer: Tokenizer
+    echoed: tuple[str, ...] = ()
 
     @property
     def chats(self) -> bool:
@@ -43,43 +46,58 @@ class Shape:
 
     def choice(self, index: int, answer: Generation) -> dict[str, Any]:
         """A whole answer. Where log probabilities were asked for it takes 70 µs for each token in them."""
-        said = {"message": {"role": "assistant", "content": answer.text}} if self.chats else {"text": answer.text}
-        about = self._logprobs(answer.logprobs, 0)
+        prompt = self.echo(index)
+        said = (
+            {"message": {"role": "assistant", "content": answer.text}} if self.chats else {"text": prompt + answer.text}
+        )
+        about = self._logprobs(answer.logprobs, 0, answer.prompt_scores, prompt)
         return {"index": index, **said, "logprobs": about, "finish_reason": answer.finish_reason}
+
+    def echo(self, index: int) -> str:
+        """The prompt that is written before an answer."""
+        return self.echoed[index] if self.echoed else ""
 
     def chunk(
         self, index: int, text: str, tokens: Sequence[Likely] = (), offset: int = 0, *,
-        finish_reason: str | None = None, first: bool = False,
+        finish_reason: str | None = None, first: bool = False, prompt_scores: Scores | None = None,
     ) -> dict[str, Any]:  # fmt: skip
         """A piece of an answer. `tokens`: that it is made of, where log probabilities were asked for. `offset`:
-        characters before it."""
+        characters before it. `prompt_scores`: the prompt is a part of it."""
         if self.chats:
             delta: dict[str, Any] = {"role": "assistant"} if first else {}
             said: dict[str, Any] = {"delta": {**delta, "content": text} if text or first else delta}
         else:
             said = {"text": text}
-        return {"index": index, **said, "logprobs": self._logprobs(tokens, offset), "finish_reason": finish_reason}
+        about = self._logprobs(tokens, offset, prompt_scores, self.echo(index))
+        return {"index": index, **said, "logprobs": about, "finish_reason": finish_reason}
 
-    def _logprobs(self, tokens: Sequence[Likely], offset: int) -> dict[str, Any] | None:
-        if not tokens:
+    def _logprobs(
+        self, tokens: Sequence[Likely], offset: int, prompt_scores: Scores | None, prompt: str
+    ) -> dict[str, Any] | None:
+        if not tokens and prompt_scores is None:
             return None
-        return (
-            logprobs.of_chat(self.tokenizer, tokens) if self.chats else logprobs.of_text(self.tokenizer, tokens, offset)
-        )
+        if self.chats:
+            return logprobs.of_chat(self.tokenizer, tokens)
+        if prompt_scores is None:
+            return logprobs.of_text(self.tokenizer, tokens, offset)
+        return logprobs.of_echo(self.tokenizer, prompt_scores, prompt, tokens)
 
 
 class Answers:
     """The answers to some prompts, `n` each, numbered as OpenAI's API does: all answers to the first prompt come first.
-    `owner`: who asks.
+    `owner`: who asks. `wait_for(awaitable, seconds)`: raises TimeoutError where nothing came for so long.
 
     Whoever makes one must `cancel` it in the end, whatever happened."""
 
-    def __init__(self, service: Service, n: int, owner: str) -> None:
-        self._service, self._n, self._owner = service, n, owner
+    def __init__(
+        self, service: Service, n: int, owner: str, wait_for: Callable[..., Awaitable[Any]] = asyncio.wait_for
+    ) -> None:
+        self._service, self._n, self._owner, self._wait_for = service, n, owner, wait_for
         self._loop = asyncio.get_running_loop()
         self._prompt_tokens = 0
         self._told: asyncio.Queue[tuple[int, Told]] = asyncio.Queue()
         self._numbers: list[int] = []
+        self._said = 0  # tokens, so far
         self.whole: dict[int, Generation] = {}
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, priority: int) -> None:
@@ -101,6 +119,11 @@ class Answers:
         async for _ in self._pieces():
             pass
         return [self.whole[i] for i in range(len(self._numbers))]
+
+    @property
+    def tokens(self) -> int:
+        """Of prompts and of what was said so far."""
+        return self._prompt_tokens + self._said
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -127,15 +150,22 @@ class Answers:
 
         try:
             async for index, piece in self._pieces():
+                if piece is None:
+                    yield b": still waiting, or reading the prompt\n\n"
+                    continue
+                sent, first = begun.get(index, 0), index not in begun
                 if isinstance(piece, Generation):
-                    yield event([shape.chunk(index, "", finish_reason=piece.finish_reason)])
-                elif piece is None:
-                    yield b": the model is reading\n\n"
-                elif piece.text or piece.likely or index not in begun:
-                    sent, first = begun.get(index, 0), index not in begun
-                    chunk = partial(shape.chunk, index, piece.text, piece.likely, sent, first=first)
+                    # An answer of no tokens has no piece before its end: here its prompt is written.
+                    chunk = partial(shape.chunk, index, shape.echo(index) if first else "", first=first)
+                    scores = piece.prompt_scores if first else None
+                    chunk = partial(chunk, finish_reason=piece.finish_reason, prompt_scores=scores)
+                    yield event([await to_thread.run_sync(chunk) if scores else chunk()])
+                elif piece.text or piece.likely or first:
+                    text = shape.echo(index) + piece.text if first else piece.text
+                    chunk = partial(shape.chunk, index, text, piece.likely, sent, first=first)
+                    chunk = partial(chunk, prompt_scores=piece.prompt_scores)
                     yield event([await to_thread.run_sync(chunk) if piece.likely else chunk()])
-                    begun[index] = sent + len(piece.text)
+                    begun[index] = sent + len(text)
             if with_usage:
                 yield event([], usage=self.usage)
             yield b"data: [DONE]\n\n"
@@ -147,11 +177,12 @@ class Answers:
         long."""
         while len(self.whole) < len(self._numbers):
             try:
-                index, told = await asyncio.wait_for(self._told.get(), ALIVE_S)
+                index, told = await self._wait_for(self._told.get(), ALIVE_S)
             except TimeoutError:
                 yield -1, None
                 continue
             if isinstance(told, Piece):
+                self._said += 1
                 yield index, told
             elif isinstance(told, Ended):
                 self.whole[index] = told.answer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from anyio import CapacityLimiter, to_thread
@@ -16,154 +16,202 @@ from starlette.exceptions import HTTPException
 
 import penstock
 from penstock.errors import BadRequest, InternalError, PenstockError
-from penstock.planner.pace import Pace
 from penstock.serve.api.answers import Answers, Gone, Shape, head_of
-from penstock.serve.api.guard import OWNER, Access, App, Guard, Limits, Receive, Scope, Send, error_body
+from penstock.serve.api.guard import OWNER, SPEND, Access, App, Guard, Limits, Receive, Scope, Send, error_body
 from penstock.serve.api.metrics import CONTENT_TYPE, metrics
-from penstock.serve.api.wire import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from penstock.serve.api.shelf import Hold, Shelf
+from penstock.serve.api.wire import MAX_SCORES, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from penstock.serve.scheduler import QueueFull
-from penstock.serve.service import Service
+from penstock.serve.tokenizer import Tokenizer
 from penstock.spec import plan as plans
 
 RETRY_S = 5  # what a client is told to wait where the queue is full
 
 
-@dataclass
-class Served:
-    """What the routes serve. `name`: of the model, for clients. `created_s`: when it was loaded. `ending`: the server
-    takes no more requests."""
-
-    service: Service
-    name: str
-    pace: Pace
-    created_s: int
-    ending: bool = False
-
-
-def guarded(served: Served, access: Access, limits: Limits) -> App:
+def guarded(shelf: Shelf, access: Access, limits: Limits) -> App:
     """The application behind its guard."""
-    return Guard(make_app(served), access, limits)
+    return Guard(make_app(shelf), access, limits)
 
 
-def make_app(served: Served) -> FastAPI:
+def make_app(shelf: Shelf) -> FastAPI:
     """The application, without any check of who asks."""
     app = FastAPI(title="penstock", version=penstock.__version__, docs_url=None, redoc_url=None)
     _errors(app)
-    _completions(app, served)
-    _about(app, served)
+    _completions(app, shelf)
+    _about(app, shelf)
+    _texts(app, shelf)
     return app
 
 
-def _completions(app: FastAPI, served: Served) -> None:
-    tokenizer, config = served.service.engine.tokenizer, served.service.engine.tokenizer.generation_config
+def _completions(app: FastAPI, shelf: Shelf) -> None:
     # One text at a time goes to the tokenizer: its process does one at a time, and a list of ids takes 36 bytes each.
     one = CapacityLimiter(1)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
-        _require_model(body.model, served)
-        messages = [message.plain() for message in body.messages]
-        ids = await to_thread.run_sync(tokenizer.encode_chat, messages, limiter=one)
-        shape = Shape("chat.completion", head_of("chatcmpl", secrets.token_hex(12), served.name), tokenizer)
-        return await _answered(request, body, [ids], shape)
+        hold = await _hold(body.model, shelf)
+        try:
+            tokenizer = hold.loaded.service.engine.tokenizer
+            messages = [message.plain() for message in body.messages]
+            ids = await to_thread.run_sync(tokenizer.encode_chat, messages, limiter=one)
+            shape = Shape("chat.completion", head_of("chatcmpl", secrets.token_hex(12), hold.loaded.name), tokenizer)
+            return await _answered(request, body, [ids], shape, hold)
+        except BaseException:
+            hold.end()
+            raise
 
     @app.post("/v1/completions")
     async def completion(body: CompletionRequest, request: Request) -> Response:
-        _require_model(body.model, served)
-        prompts = [
-            await to_thread.run_sync(tokenizer.encode, prompt, limiter=one) if isinstance(prompt, str) else prompt
-            for prompt in body.prompts()
+        hold = await _hold(body.model, shelf)
+        try:
+            tokenizer = hold.loaded.service.engine.tokenizer
+            prompts = [
+                await to_thread.run_sync(tokenizer.encode, prompt, limiter=one) if isinstance(prompt, str) else prompt
+                for prompt in body.prompts()
+            ]
+            echoed = await _echoed(body, prompts, tokenizer) if body.echo else ()
+            head = head_of("cmpl", secrets.token_hex(12), hold.loaded.name)
+            return await _answered(request, body, prompts, Shape("text_completion", head, tokenizer, echoed), hold)
+        except BaseException:
+            hold.end()
+            raise
+
+    async def _echoed(body: CompletionRequest, prompts: list[list[int]], tokenizer: Tokenizer) -> tuple[str, ...]:
+        """What is written before each answer. Raises BadRequest where so many scores are wanted that their JSON would
+        take much memory."""
+        n, count = body.n or 1, 1 + (body.prompt_alternatives or 0)
+        entries = 0 if body.prompt_alternatives is None else sum(map(len, prompts)) * n * count
+        if entries > MAX_SCORES:
+            raise BadRequest(f"echo would give {entries} log probabilities; a request may have {MAX_SCORES}")
+        texts = [
+            given if isinstance(given, str) else await to_thread.run_sync(tokenizer.decode, ids, False, limiter=one)
+            for given, ids in zip(body.prompts(), prompts, strict=True)
         ]
-        shape = Shape("text_completion", head_of("cmpl", secrets.token_hex(12), served.name), tokenizer)
-        return await _answered(request, body, prompts, shape)
+        return tuple(text for text in texts for _ in range(n))
 
     async def _answered(
-        request: Request, body: ChatRequest | CompletionRequest, prompts: list[list[int]], shape: Shape
+        request: Request, body: ChatRequest | CompletionRequest, prompts: list[list[int]], shape: Shape, hold: Hold
     ) -> Response:
-        room = served.service.engine.plan.context - max(map(len, prompts)) + 1
-        params = body.params(config, max(1, room) if shape.chats else 16)
-        answers = Answers(served.service, body.n or 1, request.scope.get(OWNER, ""))
+        """The answers. The hold on the model ends with them, or with their stream."""
+        loaded, engine = hold.loaded, hold.loaded.service.engine
+        room = engine.plan.context - max(map(len, prompts)) + 1
+        params = body.params(engine.tokenizer.generation_config, max(1, room) if shape.chats else 16)
+        if params.json_schema is not None:  # refused before any answer begins
+            if not loaded.schemas:
+                raise BadRequest("this server holds no answers to JSON schemas: it was started without")
+            await to_thread.run_sync(engine.guides.check, params.json_schema)
+        answers = Answers(loaded.service, body.n or 1, request.scope.get(OWNER, ""))
         try:
             for ids in prompts:
                 answers.submit(ids, params, body.priority)
             if body.stream:
                 usage = body.stream_options is not None and body.stream_options.include_usage
-                return _Events(answers, answers.events(shape, usage))
+                spend = request.scope.get(SPEND, lambda _: None)
+                return _Events(answers, answers.events(shape, usage), hold, spend)
             found = await _unless_gone(request, answers)
-            choices = [await to_thread.run_sync(shape.choice, i, answer) for i, answer in enumerate(found)]
+            choices = [await to_thread.run_sync(shape.choice, i, answer, limiter=one) for i, answer in enumerate(found)]
             head = {**shape.head, "object": shape.kind}
-            return JSONResponse({**head, "choices": choices, "usage": answers.usage})
+            answer = JSONResponse({**head, "choices": choices, "usage": answers.usage})
+            hold.end()
+            return answer
         except BaseException:
             answers.cancel()
             raise
+        finally:
+            if SPEND in request.scope and not body.stream:
+                request.scope[SPEND](answers.tokens)
 
 
-def _about(app: FastAPI, served: Served) -> None:
-    service, tokenizer = served.service, served.service.engine.tokenizer
-    plan = service.engine.plan
+def _about(app: FastAPI, shelf: Shelf) -> None:
+    created_s = int(time.time())
+
+    def about(name: str) -> dict[str, Any]:
+        now = shelf.now
+        known = {"id": name, "object": "model", "created": created_s, "owned_by": "penstock"}
+        loaded = now is not None and now.name == name
+        return {**known, "max_model_len": now.service.engine.plan.context if now is not None and loaded else None}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        about = {"id": served.name, "object": "model", "created": served.created_s, "owned_by": "penstock"}
-        return {"object": "list", "data": [{**about, "max_model_len": plan.context}]}
+        return {"object": "list", "data": [about(name) for name in shelf.names]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        _require_model(name, served)
-        about = {"id": served.name, "object": "model", "created": served.created_s, "owned_by": "penstock"}
-        return {**about, "max_model_len": plan.context}
+        return about(_required(name, shelf))
 
     @app.get("/health")
     async def health() -> Response:
-        return JSONResponse({"status": "ending" if served.ending else "ok"}, 503 if served.ending else 200)
+        return JSONResponse({"status": "ending" if shelf.ending else "ok"}, 503 if shelf.ending else 200)
 
     @app.get("/metrics")
     async def told() -> Response:
-        return Response(metrics(served.service), media_type=CONTENT_TYPE)
+        return Response(metrics(shelf.now.service if shelf.now else None), media_type=CONTENT_TYPE)
 
     @app.get("/v1/plan")
-    async def planned() -> dict[str, Any]:
-        prediction, counts = service.engine.prediction, service.counts
-        return {
-            "plan": plans.to_json(plan),
-            "predicted": {
-                "ttft_s": prediction.ttft_s,
-                "decode_tokens_per_s": prediction.decode_tokens_per_s,
-                "gap_ratio_beside_prompts": served.pace.gap_ratio,
-            },
-            "sequences": plan.batch_seqs * plan.batches_per_pass,
-            "prompt_rows": served.pace.prompt_rows,
-            "running": counts.running,
-            "waiting": counts.waiting,
-            "reasons": [*service.engine.solved.reasons, served.pace.reason],
-        }
+    async def planned(model: str | None = None) -> dict[str, Any]:
+        hold = await _hold(model or (shelf.now.name if shelf.now else None), shelf)
+        try:
+            loaded, service = hold.loaded, hold.loaded.service
+            plan, prediction, counts = service.engine.plan, service.engine.prediction, service.counts
+            return {
+                "model": loaded.name,
+                "plan": plans.to_json(plan),
+                "predicted": {
+                    "ttft_s": prediction.ttft_s,
+                    "decode_tokens_per_s": prediction.decode_tokens_per_s,
+                    "gap_ratio_beside_prompts": loaded.pace.gap_ratio,
+                },
+                "sequences": plan.batch_seqs * plan.batches_per_pass,
+                "prompt_rows": loaded.pace.prompt_rows,
+                "running": counts.running,
+                "waiting": counts.waiting,
+                "reasons": [*service.engine.solved.reasons, loaded.pace.reason],
+            }
+        finally:
+            hold.end()
 
+
+def _texts(app: FastAPI, shelf: Shelf) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        _require_model(body.model, served)
-        ids = await to_thread.run_sync(tokenizer.encode, body.prompt, body.add_special_tokens)
-        return {"tokens": ids, "count": len(ids), "max_model_len": plan.context}
+        hold = await _hold(body.model, shelf)
+        try:
+            engine = hold.loaded.service.engine
+            ids = await to_thread.run_sync(engine.tokenizer.encode, body.prompt, body.add_special_tokens)
+            return {"tokens": ids, "count": len(ids), "max_model_len": engine.plan.context}
+        finally:
+            hold.end()
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        _require_model(body.model, served)
-        if any(not 0 <= token < plan.target.spec.vocab for token in body.tokens):
-            raise BadRequest(f"tokens should be from 0 to {plan.target.spec.vocab - 1}")
-        return {"prompt": await to_thread.run_sync(tokenizer.decode, body.tokens, False)}
+        hold = await _hold(body.model, shelf)
+        try:
+            engine = hold.loaded.service.engine
+            vocab = engine.plan.target.spec.vocab
+            if any(not 0 <= token < vocab for token in body.tokens):
+                raise BadRequest(f"tokens should be from 0 to {vocab - 1}")
+            return {"prompt": await to_thread.run_sync(engine.tokenizer.decode, body.tokens, False)}
+        finally:
+            hold.end()
 
 
 class _Events(StreamingResponse):
-    """Server-sent events. Whatever is left of the answers is cancelled when nobody takes them any more."""
+    """Server-sent events. When nobody takes them any more, whatever is left of the answers is cancelled, and their hold
+    on the model ends. `spend`: takes the tokens that they took."""
 
-    def __init__(self, answers: Answers, events: AsyncIterator[bytes]) -> None:
+    def __init__(
+        self, answers: Answers, events: AsyncIterator[bytes], hold: Hold, spend: Callable[[int], None]
+    ) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
-        self._answers = answers
+        self._answers, self._hold, self._spend = answers, hold, spend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._answers.cancel()
+            self._hold.end()
+            self._spend(self._answers.tokens)
 
 
 async def _unless_gone(request: Request, answers: Answers) -> list[Any]:
@@ -174,6 +222,8 @@ async def _unless_gone(request: Request, answers: Answers) -> list[Any]:
             pass
 
     gathering, leaving = asyncio.ensure_future(answers.gathered()), asyncio.ensure_future(gone())
+    # Where the client goes, an error of its answers may come before they are cancelled, and nobody asks for it.
+    gathering.add_done_callback(lambda task: task.cancelled() or task.exception())
     try:
         await asyncio.wait([gathering, leaving], return_when=asyncio.FIRST_COMPLETED)
         if not gathering.done():
@@ -184,9 +234,18 @@ async def _unless_gone(request: Request, answers: Answers) -> list[Any]:
         leaving.cancel()
 
 
-def _require_model(name: str | None, served: Served) -> None:
-    if name not in (None, "", served.name):
-        raise HTTPException(404, f"this server has no model {name[:200]!r}: it has {served.name!r}")
+async def _hold(name: str | None, shelf: Shelf) -> Hold:
+    """Waits until a model is loaded, the first one where none is named."""
+    return await shelf.hold(_required(name, shelf))
+
+
+def _required(name: str | None, shelf: Shelf) -> str:
+    """A model's name. Raises HTTPException where there is no such model."""
+    if name in (None, ""):
+        return shelf.names[0]
+    if name not in shelf.names:
+        raise HTTPException(404, f"this server has no model {name[:200]!r}: it has {', '.join(shelf.names)[:1000]}")
+    return name
 
 
 def _errors(app: FastAPI) -> None:

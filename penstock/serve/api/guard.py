@@ -8,12 +8,15 @@ that was allowed, and a body must be declared as JSON, which a form cannot do. S
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import Any
+
+from penstock.serve.api.keys import Key, Spending, known, seconds_to_wait
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -21,7 +24,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OWNER = "penstock.owner"  # in the scope: a digest of the key that a request came with
+# In the scope: a digest of the key that a request came with (not its name: what is kept of one outlives a change of
+# keys), and a function that takes the tokens that it took.
+OWNER, SPEND = "penstock.owner", "penstock.spend"
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _SMALL_BODY_BYTES, _BODY_BYTES_PER_TOKEN = 64 << 10, 16
 _CHECKED = (b"host", b"origin", b"authorization", b"content-type", b"content-length")
@@ -51,7 +56,7 @@ class Access:
     machine's alone. `origins`: of pages that may ask, beside the server's own."""
 
     host: str
-    keys: tuple[str, ...] = field(default=(), repr=False)
+    keys: tuple[Key, ...] = ()
     origins: tuple[str, ...] = ()
 
     def names(self) -> tuple[str, ...]:
@@ -60,18 +65,19 @@ class Access:
 
 
 class Refused(Exception):
-    """A request that is answered here: a status and a line that says why."""
+    """A request that is answered here: a status and a line that says why. `retry_s`: when to come again."""
 
-    def __init__(self, status: int, message: str, code: str) -> None:
+    def __init__(self, status: int, message: str, code: str, retry_s: float | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.code = status, message, code
+        self.status, self.message, self.code, self.retry_s = status, message, code, retry_s
 
 
 class Guard:
-    """The application `app` behind all checks."""
+    """The application `app` behind all checks. `clock`: seconds, for what keys may ask a minute."""
 
-    def __init__(self, app: App, access: Access, limits: Limits) -> None:
+    def __init__(self, app: App, access: Access, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self._app, self._access, self._limits = app, access, limits
+        self._spending = Spending(clock)
         self._bodies_bytes = 0  # of all requests that are here
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,10 +94,18 @@ class Guard:
             except TimeoutError:
                 raise ConnectionError("the client does not read its answer") from None
 
-        held_bytes = 0
+        held_bytes, begun_by = 0, None
         try:
             headers = _single(scope["headers"])
             self._check(scope, headers)
+            key = self._key(scope, headers)
+            if key is not None:
+                if (refuses := self._spending.refuses(key)) is not None:
+                    raise Refused(429, refuses[0], "key_limit", refuses[1])
+                self._spending.begin(key)
+                begun_by = key
+                scope[OWNER] = blake2b(key.secret.encode(), digest_size=16).hexdigest()
+                scope[SPEND] = partial(self._spending.spend, key)
             held_bytes = self._room(headers)
             whole = await self._body(receive)
             await self._app(scope, _replayed(whole, receive), sending)
@@ -100,6 +114,8 @@ class Guard:
                 await _answer(sending, refused)
         finally:
             self._bodies_bytes -= held_bytes
+            if begun_by is not None:
+                self._spending.end(begun_by)
 
     def _room(self, headers: dict[bytes, str]) -> int:
         """Takes room for a body until its request has ended, and returns its bytes. Raises Refused."""
@@ -133,7 +149,7 @@ class Guard:
         return b"".join(parts)
 
     def _check(self, scope: Scope, headers: dict[bytes, str]) -> None:
-        """Notes the owner of the request. Raises Refused."""
+        """Raises Refused for a request that a page of another site may have made."""
         host, names = headers.get(b"host", "").lower(), self._access.names()
         if names and _name(host) not in names:
             raise Refused(
@@ -142,18 +158,20 @@ class Guard:
         origin = headers.get(b"origin")
         if origin is not None and origin not in (f"http://{host}", f"https://{host}", *self._access.origins):
             raise Refused(403, f"pages of {origin!r} may not ask this server", "wrong_origin")
-        if self._access.keys and scope["path"] not in _OPEN_PATHS:
-            scheme, _, given = headers.get(b"authorization", "").partition(" ")
-            # All keys are compared, each in the same time: what takes longer says something of a key.
-            known = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self._access.keys]
-            if scheme.lower() != "bearer" or not any(known):
-                raise Refused(401, "a key is needed: Authorization: Bearer KEY", "invalid_api_key")
-            key = self._access.keys[known.index(True)]  # not its number: what is kept of one outlives a change of keys
-            scope[OWNER] = blake2b(key.encode(), digest_size=16).hexdigest()
         if scope["method"] in ("POST", "PUT", "PATCH"):
             kind = headers.get(b"content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise Refused(415, "Content-Type must be application/json", "wrong_content_type")
+
+    def _key(self, scope: Scope, headers: dict[bytes, str]) -> Key | None:
+        """The key of a request; None where none is needed. Raises Refused."""
+        if not self._access.keys or scope["path"] in _OPEN_PATHS:
+            return None
+        scheme, _, given = headers.get(b"authorization", "").partition(" ")
+        key = known(self._access.keys, given.strip())
+        if scheme.lower() != "bearer" or key is None:
+            raise Refused(401, "a key is needed: Authorization: Bearer KEY", "invalid_api_key")
+        return key
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
@@ -181,12 +199,13 @@ def error_body(message: str, kind: str, code: str | None = None, param: str | No
 
 
 async def _answer(send: Send, refused: Refused) -> None:
-    body = json.dumps(error_body(refused.message, "invalid_request_error", refused.code)).encode()
+    kind = "rate_limit_error" if refused.status == 429 else "invalid_request_error"
+    body = json.dumps(error_body(refused.message, kind, refused.code)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if refused.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    if refused.status == 503:
-        headers.append((b"retry-after", b"5"))
+    if refused.status in (429, 503):
+        headers.append((b"retry-after", seconds_to_wait(refused.retry_s or 5)))
     # What is left of the body is not read, so nothing else can come over this connection.
     headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": refused.status, "headers": headers})

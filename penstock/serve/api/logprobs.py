@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from penstock.serve.sampling import Likely
+from penstock.serve.scores import Scores
 from penstock.serve.tokenizer import Tokenizer
 
 
 def of_chat(tokenizer: Tokenizer, tokens: Sequence[Likely]) -> dict[str, Any]:
     """`logprobs` of a chat's choice."""
+    texts = tokenizer.texts(_ids(tokens))
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.decode([token], skip_special=False)
+        text = texts[token]
         # A part of a character has no text of its own, and a decoder does not tell its bytes.
         return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
@@ -27,19 +29,41 @@ def of_chat(tokenizer: Tokenizer, tokens: Sequence[Likely]) -> dict[str, Any]:
 
 def of_text(tokenizer: Tokenizer, tokens: Sequence[Likely], offset: int = 0) -> dict[str, Any]:
     """`logprobs` of a text completion's choice. `offset`: characters of the answer before these tokens."""
-    texts = [tokenizer.decode([each.token], skip_special=False) for each in tokens]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
+    return _of_text(tokenizer.texts(_ids(tokens)), tokens, offset)
 
-    def best(each: Likely) -> dict[str, float]:
-        # Parts of characters may share one text, as do some tokens: the likeliest has it, so it comes last.
-        return {tokenizer.decode([token], skip_special=False): logprob for token, logprob in reversed(each.best)}
 
+def of_echo(tokenizer: Tokenizer, scores: Scores, prompt: str, tokens: Sequence[Likely]) -> dict[str, Any]:
+    """`logprobs` of a choice that begins with its prompt, whose first token has none. `prompt`: as it is written."""
+    first, scored = int(scores.prompt[0]), scores.tokens()
+    texts = tokenizer.texts([first, *_ids(scored), *_ids(tokens)])
+    read, said = _of_text(texts, scored, 0), _of_text(texts, tokens, len(prompt))
+    # A BOS that the tokenizer puts first is a token and no part of the text.
+    surplus = len(texts[first]) + sum(map(len, read["tokens"])) - len(prompt)
+    end = len(texts[first]) - surplus
+    offsets = [min(max(0, end + offset), len(prompt)) for offset in read["text_offset"]]
     return {
-        "tokens": texts,
+        "tokens": [texts[first], *read["tokens"], *said["tokens"]],
+        "token_logprobs": [None, *read["token_logprobs"], *said["token_logprobs"]],
+        "top_logprobs": [None, *read["top_logprobs"], *said["top_logprobs"]],
+        "text_offset": [0, *offsets, *said["text_offset"]],
+    }
+
+
+def _ids(tokens: Sequence[Likely]) -> Iterable[int]:
+    for each in tokens:
+        yield each.token
+        yield from (token for token, _ in each.best)
+
+
+def _of_text(texts: dict[int, str], tokens: Sequence[Likely], offset: int) -> dict[str, list[Any]]:
+    offsets = []
+    for each in tokens:
+        offsets.append(offset)
+        offset += len(texts[each.token])
+    return {
+        "tokens": [texts[each.token] for each in tokens],
         "token_logprobs": [each.logprob for each in tokens],
-        "top_logprobs": [best(each) for each in tokens],
+        # Parts of characters may share one text, as do some tokens: the likeliest has it, so it comes last.
+        "top_logprobs": [{texts[token]: logprob for token, logprob in reversed(each.best)} for each in tokens],
         "text_offset": offsets,
     }

@@ -15,10 +15,13 @@ __all__ = ["CONTENT_TYPE", "metrics"]
 
 
 class _Counted(Collector):
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service | None) -> None:
         self._service = service
 
     def collect(self) -> Iterable[Metric]:
+        yield GaugeMetricFamily("penstock_model_loaded", "0 while a model is loaded.", self._service is not None)
+        if self._service is None:
+            return
         counts, engine = self._service.counts, self._service.engine
         for name, value, about in (
             ("requests_running", counts.running, "Requests that are read or answered."),
@@ -50,8 +53,8 @@ class _Counted(Collector):
         yield moved
 
 
-def metrics(service: Service) -> bytes:
-    """The text of /metrics."""
+def metrics(service: Service | None) -> bytes:
+    """The text of /metrics. Counters are of the loaded model, and begin anew when it is loaded again."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Counted(service))
     return generate_latest(registry)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -12,8 +13,9 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.errors import BadRequest
-from penstock.serve.api.app import Served, guarded
+from penstock.serve.api.app import guarded
 from penstock.serve.api.guard import Access, Limits
+from penstock.serve.api.shelf import Shelf
 
 _IDLE_S = 20.0  # a connection may be open so long without a whole request
 _HEADER_BYTES = 32 << 10
@@ -44,43 +46,49 @@ class _Impatient(H11Protocol):
 class _Server(uvicorn.Server):
     """Ends new work at the first signal, lets what is under way end, and ends at once at the second."""
 
-    def __init__(self, config: uvicorn.Config, served: Served, ready: Callable[[int], None]) -> None:
+    def __init__(self, config: uvicorn.Config, shelf: Shelf, ready: Callable[[int], None]) -> None:
         super().__init__(config)
-        self._served, self._ready = served, ready
+        self._shelf, self._ready = shelf, ready
+        self._ends = False
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: Any = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
             self._ready(self.servers[0].sockets[0].getsockname()[1])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._served.ending:
-            self._served.service.abandon()
+        if self._ends:
+            self._shelf.abandon()
             self.should_exit = self.force_exit = True
             return
-        self._served.ending = True
+        self._ends = True
         threading.Thread(target=self._end, name="penstock-end", daemon=True).start()
 
     def _end(self) -> None:
-        service = self._served.service
-        service.refuse("the server is ending")
-        if not service.idle(_LONGEST_END_S):
-            service.abandon()
-            service.idle(_LONGEST_END_S)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._shelf.refuse, "the server is ending")
+            while not self._shelf.ending:
+                time.sleep(0.01)
+        if not self._shelf.settle(_LONGEST_END_S):
+            self._shelf.abandon()
+            self._shelf.settle(_LONGEST_END_S)
         self.should_exit = True
 
 
-def serve(served: Served, access: Access, port: int, ready: Callable[[int], None]) -> None:
-    """Listens until SIGTERM or Ctrl-C, and returns when the last answer has ended. `port`: 0 for any that is free.
+def serve(shelf: Shelf, access: Access, context: int, port: int, ready: Callable[[int], None]) -> None:
+    """Listens until SIGTERM or Ctrl-C, and returns when the last answer has ended. `context`: the tokens that a prompt
+    may have, which bound a body. `port`: 0 for any that is free.
     `ready`: is called with the port when requests are taken. Raises BadRequest where nothing can listen there."""
     config = uvicorn.Config(
-        guarded(served, access, Limits.of(served.service.engine.plan.context)),
+        guarded(shelf, access, Limits.of(context)),
         host=access.host,
         port=port,
         http=_Impatient,
         ws="none",
         lifespan="off",
-        log_level="warning",
+        log_level="error",  # whoever sends nonsense must not fill a log
         access_log=False,
         server_header=False,
         date_header=False,
@@ -88,7 +96,7 @@ def serve(served: Served, access: Access, port: int, ready: Callable[[int], None
         timeout_graceful_shutdown=5,
         h11_max_incomplete_event_size=_HEADER_BYTES,
     )
-    server = _Server(config, served, ready)
+    server = _Server(config, shelf, ready)
     try:
         asyncio.run(server.serve())
     except SystemExit:  # uvicorn's answer to a port that is taken, which it has logged

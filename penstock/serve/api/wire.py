@@ -7,17 +7,20 @@ that ask for nothing (`n: 1`, `logprobs: false`, no penalty) are taken.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.errors import BadRequest
 from penstock.serve.sampling import MAX_BIASES, MAX_LOGPROBS, SamplingParams, with_model_defaults
+from penstock.serve.schemas import JSON_OBJECT
 
 MAX_CHOICES = 16
 MAX_STOPS, MAX_STOP_CHARS = 16, 1000
 MAX_MESSAGES = 10_000
 MAX_TOKENS = 1 << 20
+# Log probabilities of prompts that an answer may have: each takes some 150 bytes while its JSON is made.
+MAX_SCORES = 1 << 16
 
 
 class _Sent(BaseModel):
@@ -28,6 +31,31 @@ class _Sent(BaseModel):
 
 class StreamOptions(_Sent):
     include_usage: bool = False
+
+
+class TextFormat(_Sent):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(_Sent):
+    type: Literal["json_object"]
+
+
+class NamedSchema(_Sent):
+    """`strict`: answers follow the schema whatever is said here."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(_Sent):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
 class _Sampled(_Sent):
@@ -51,6 +79,7 @@ class _Sampled(_Sent):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_BIASES)
+    response_format: ResponseFormat | None = None
 
     def params(self, generation_config: dict[str, Any], most_tokens: int) -> SamplingParams:
         """How tokens are chosen; `most_tokens` where the client names no length. Raises BadRequest."""
@@ -60,7 +89,7 @@ class _Sampled(_Sent):
             raise BadRequest(f"stop may have {MAX_STOPS} strings of {MAX_STOP_CHARS} characters")
         return with_model_defaults(
             generation_config,
-            max_tokens=self.length or most_tokens,
+            max_tokens=most_tokens if self.length is None else self.length,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
@@ -73,11 +102,18 @@ class _Sampled(_Sent):
             frequency_penalty=self.frequency_penalty,
             logit_bias=self._biases(),
             logprobs=self.alternatives,
+            prompt_logprobs=self.prompt_alternatives,
+            json_schema=self._schema(),
         )
 
     @property
     def alternatives(self) -> int | None:
         """How many of the likeliest tokens are wanted beside each; None where no log probabilities are."""
+        return None
+
+    @property
+    def prompt_alternatives(self) -> int | None:
+        """The same of the prompt's tokens."""
         return None
 
     def _biases(self) -> dict[int, float] | None:
@@ -88,6 +124,12 @@ class _Sampled(_Sent):
                 raise BadRequest(f"logit_bias has {token[:100]!r}; it should be a token's id")
             found[int(token)] = bias
         return found or None
+
+    def _schema(self) -> str | dict[str, Any] | None:
+        """The schema that the answer has to follow."""
+        if isinstance(self.response_format, JsonSchemaFormat):
+            return self.response_format.json_schema.schema_
+        return JSON_OBJECT if isinstance(self.response_format, JsonObjectFormat) else None
 
     @property
     def length(self) -> int | None:
@@ -119,10 +161,6 @@ class Message(BaseModel):
         return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
 
 
-class ResponseFormat(_Sent):
-    type: Literal["text"]
-
-
 class ChatRequest(_Sampled):
     """A body of /v1/chat/completions."""
 
@@ -131,7 +169,6 @@ class ChatRequest(_Sampled):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[Any] | None = None
-    response_format: ResponseFormat | None = None
 
     @property
     def length(self) -> int | None:
@@ -153,6 +190,7 @@ class CompletionRequest(_Sampled):
     """A body of /v1/completions. `prompt`: a text or a list of them, ids or a list of lists of ids."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     suffix: str | None = None
@@ -160,15 +198,20 @@ class CompletionRequest(_Sampled):
 
     def check(self) -> None:
         super().check()
-        for name in ("echo", "suffix"):
-            if getattr(self, name):
-                raise BadRequest(f"{name} is not supported by this version")
+        if self.suffix:
+            raise BadRequest("suffix is not supported by this version")
+        if self.max_tokens == 0 and self.prompt_alternatives is None:
+            raise BadRequest("max_tokens is 0; it should be at least 1 without echo and logprobs")
         if self.best_of not in (None, 1, self.n):
             raise BadRequest("best_of is not supported by this version")
 
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
+
+    @property
+    def prompt_alternatives(self) -> int | None:
+        return self.logprobs if self.echo else None
 
     def prompts(self) -> Sequence[str | list[int]]:
         """Each prompt, as text or as ids. Raises BadRequest where there is none, or too many."""

@@ -1,0 +1,50 @@
+"""`python -m bench.peers.together MODEL`: penstock answering several sequences at once, without HTTP, as a worker of
+`bench.serve`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.peers import PROMPT_TOKENS, Answer, serve, token_ids
+from penstock.runtime import host
+from penstock.serve.engine import Engine
+from penstock.serve.loading import Loading
+from penstock.serve.sampling import SamplingParams
+from penstock.spec.ask import Ask
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--cache", type=Path, required=True, help="where the probe's figures are kept")
+    parser.add_argument("--limit", type=int, help="bytes of the whole process; default all weights stay in memory")
+    parser.add_argument("--context", type=int, required=True)
+    parser.add_argument("--sequences", type=int, required=True)
+    parser.add_argument("--output", type=int, required=True, help="tokens that the plan is made for")
+    wanted = parser.parse_args()
+
+    def load() -> tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]:
+        ask = Ask(
+            batch=wanted.sequences, context=wanted.context, prompt_tokens=PROMPT_TOKENS, output_tokens=wanted.output,
+            host_memory_bytes=wanted.limit,
+        )  # fmt: skip
+        engine = Engine.load(wanted.model, ask, Loading(cache=wanted.cache))
+
+        def decode(tokens: int) -> Answer:
+            """So many steps of all sequences after their prompts, which are not counted."""
+            prompts = [
+                token_ids(engine.packed.spec.vocab, PROMPT_TOKENS, seq).tolist() for seq in range(wanted.sequences)
+            ]
+            answers = engine.generate(prompts, SamplingParams(max_tokens=tokens + 1, ignore_eos=True))
+            return {"seconds": answers[0].decode_s, "peak_host_bytes": host.peak_rss_bytes()}
+
+        return {"predicted_tokens_per_s": engine.prediction.decode_tokens_per_s}, {"decode": decode}
+
+    serve(load)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""The models that a server has. One of them is loaded, within the one memory limit, and answers its requests together.
+
+A request for another model waits until nobody uses the one that is loaded. Then that one is closed and the other is
+loaded. Requests wait in one line: as soon as one for another model is in it, later ones for the loaded model wait
+behind, so that none waits for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from anyio import to_thread
+
+from penstock.errors import BadRequest, InternalError, PenstockError
+from penstock.planner.pace import Pace
+from penstock.serve.scheduler import QueueFull
+from penstock.serve.service import Service
+
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that is loaded. `schemas`: answers may be held to JSON schemas. `close`: gives its memory back."""
+
+    name: str
+    service: Service
+    pace: Pace
+    schemas: bool
+    close: Callable[[], None]
+
+
+class Hold:
+    """A request's hold on the loaded model: it stays loaded until `end`, which may be called twice."""
+
+    def __init__(self, loaded: Loaded, shelf: Shelf) -> None:
+        self.loaded, self._shelf = loaded, shelf
+        self._ended = False
+
+    def end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._shelf._given_back()
+
+
+class Shelf:
+    """`first`: is loaded already. `load`: by name, loads a model, the first one too. `queue`: the most requests that
+    may wait for one that is not loaded. All methods but `settle` are for the event loop's thread."""
+
+    def __init__(self, first: Loaded, load: Mapping[str, Callable[[], Loaded]], queue: int) -> None:
+        self.names = (first.name, *(name for name in load if name != first.name))
+        self.now: Loaded | None = first
+        self.ending = False
+        self._load_by_name, self._queue = load, queue
+        self._line: deque[tuple[str, asyncio.Future[Hold]]] = deque()
+        self._users = 0
+        self._loading: asyncio.Task[None] | None = None
+        self._why = ""
+
+    async def hold(self, name: str) -> Hold:
+        """Waits until this model is loaded. Raises QueueFull, BadRequest after `refuse`, and what loading it raises."""
+        if self.ending:
+            raise BadRequest(self._why)
+        if len(self._line) >= self._queue + 1:
+            raise QueueFull(f"{len(self._line)} requests wait for other models already: try again later")
+        waiting: asyncio.Future[Hold] = asyncio.get_running_loop().create_future()
+        self._line.append((name, waiting))
+        self._advance()
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
+                waiting.result().end()
+            raise
+
+    def refuse(self, why: str) -> None:
+        """From now on no request is taken, and none that waits for another model is."""
+        self.ending, self._why = True, why
+        if self.now is not None:
+            self.now.service.refuse(why)
+        self._advance()
+
+    def abandon(self) -> None:
+        """Cancels all requests that are here."""
+        if self.now is not None:
+            self.now.service.abandon()
+
+    def settle(self, within_s: float) -> bool:
+        """Waits, in another thread, until no model is being loaded and the loaded one has no request left; returns
+        whether that came to pass within so many seconds."""
+        until_s = time.monotonic() + within_s
+        while self._loading is not None or (self.now is not None and not self.now.service.idle(_LOOK_S)):
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(_LOOK_S)
+        return True
+
+    def close(self) -> None:
+        """Closes the loaded model, when the event loop has ended."""
+        if self.now is not None:
+            self.now.close()
+            self.now = None
+
+    def _given_back(self) -> None:
+        self._users -= 1
+        self._advance()
+
+    def _advance(self) -> None:
+        """Lets the first of the line go on where they can, or loads what the very first one wants."""
+        while self._line and self._loading is None:
+            name, waiting = self._line[0]
+            if waiting.done():  # its client has gone
+                self._line.popleft()
+            elif self.now is not None and self.now.name == name:
+                self._line.popleft()
+                self._users += 1
+                waiting.set_result(Hold(self.now, self))
+            elif self.ending:
+                self._line.popleft()
+                waiting.set_exception(BadRequest(self._why))
+            elif self._users:
+                return
+            else:
+                self._loading = asyncio.ensure_future(self._load(name))
+
+    async def _load(self, name: str) -> None:
+        """Closes the loaded model and loads this one. Where that fails, all who wait for it are told."""
+        before, self.now = self.now, None
+        try:
+            if before is not None:
+                await to_thread.run_sync(before.close)
+            self.now = await to_thread.run_sync(self._load_by_name[name])
+        except Exception as error:  # nobody may wait for ever
+            told = error if isinstance(error, PenstockError) else InternalError(f"{type(error).__name__}: {error}")
+            for other, waiting in [each for each in self._line if each[0] == name]:
+                self._line.remove((other, waiting))
+                if not waiting.done():
+                    waiting.set_exception(told)
+        finally:
+            self._loading = None
+            if self.now is not None and self.ending:
+                self.now.service.refuse(self._why)
+            self._advance()

@@ -1,0 +1,136 @@
+"""The child process that says which tokens may come next, so that an answer follows a JSON schema. `guides` starts it.
+
+Schemas come from clients. To compile one may take any time and memory, and so may a step: patterns are automata. So
+llguidance, which does both, is loaded here alone, and each request has limits as in `confined_child`.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import BadRequest
+from penstock.serve.confined_child import answer_requests
+
+# llguidance's own limits, which break off in milliseconds what the process's limits would end in a second: fuel of a
+# regex (50,000 a millisecond), states of its automaton (1 to 2 KB each), symbols of a grammar.
+_LIMITS = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 10_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+# A space, or a new line and its indentation: a model that likes white space must not write it for ever.
+_OPTIONS = {
+    "item_separator": ",",
+    "key_separator": ":",
+    "whitespace_pattern": r"( |\n[ \t]{0,32})?",
+    "coerce_one_of": False,
+    "lenient": False,
+}
+_COMPILED = 8  # schemas that are kept, so that the answers to one request share one
+
+
+class Matchers:
+    """The answers that follow a schema, by number. `tokens`: the bytes of each id as Latin-1, "" where it may never
+    come."""
+
+    def __init__(self, tokens: list[str]) -> None:
+        import llguidance
+
+        self._llguidance = llguidance
+        # One id more stands for all ids that end a text. Without slices a free string's first mask takes 1 ms for 128k
+        # entries and not 0.1 ms, and the child has 27 MiB less.
+        vocabulary = _Tokens([token.encode("latin-1") for token in tokens])
+        self._tokenizer = llguidance.LLTokenizer(vocabulary, eos_token=len(tokens), slices=[])  # type: ignore[arg-type]
+        vocabulary.tokens, vocabulary.greedy = [], self._tokenizer.greedy_tokenize
+        self._limits = llguidance.LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._open: dict[int, Any] = {}
+        self.facts = {"tokens": len(tokens)}
+
+    @classmethod
+    def open(cls, arguments: list[Any], reads: Callable[[Path], None]) -> Matchers:
+        """`arguments`: the tokens."""
+        return cls(arguments[0])
+
+    def check(self, schema: str) -> None:
+        """Compiles a schema. Raises BadRequest."""
+        if schema not in self._compiled:
+            try:
+                grammar = self._llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_OPTIONS)  # type: ignore[arg-type]
+            except ValueError as error:
+                raise BadRequest(str(error)[:300]) from None
+            matcher = self._llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+            _require_good(matcher)
+            self._compiled[schema] = matcher
+        self._compiled.move_to_end(schema)
+        while len(self._compiled) > _COMPILED:
+            self._compiled.popitem(last=False)
+
+    def begin(self, number: int, schema: str, tokens: list[int]) -> str:
+        """A new answer, which has some tokens already. Returns the mask of the next one. Raises BadRequest."""
+        self.check(schema)
+        matcher = self._open[number] = self._compiled[schema].deep_copy()
+        matcher.consume_tokens(tokens)
+        return self._mask(matcher)
+
+    def step(self, number: int, token: int) -> str:
+        """The answer has one more token. Returns the mask of the next one. Raises BadRequest."""
+        matcher = self._open[number]
+        matcher.consume_token(token)
+        return self._mask(matcher)
+
+    def drop(self, number: int) -> None:
+        """The answer has ended."""
+        self._open.pop(number, None)
+
+    def _mask(self, matcher: Any) -> str:
+        """A bit for each id and one for the end, the lowest of a byte first, in base64."""
+        _require_good(matcher)
+        bits = matcher.compute_bitmask()
+        _require_good(matcher)
+        return base64.b64encode(bits).decode()
+
+
+class _Tokens:
+    """A vocabulary as llguidance reads it, once. Where a schema leaves no choice, it asks for the tokens of a text: it
+    gets the longest ones that fit, by its own `greedy_tokenize`."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes]) -> None:
+        self.eos_token_id = len(tokens)
+        self.special_token_ids = [len(tokens)]
+        self.tokens = [*tokens, b"<end>"]
+        self.greedy: Callable[[str], list[int]] | None = None
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        assert self.greedy is not None, "nobody asks while the vocabulary is read"
+        return self.greedy(text if isinstance(text, str) else text.decode())
+
+
+def _require_good(matcher: Any) -> None:
+    if matcher.is_error():
+        lines = matcher.get_error().replace("<non-verbose/>", "").split("\n")
+        raise BadRequest(" ".join(" ".join(lines).split())[:300] or "the schema allows nothing more")
+
+
+def main() -> None:
+    # One mask at a time needs no pool of threads, and each thread would take 64 MiB of the limit.
+    os.putenv("RAYON_NUM_THREADS", "1")
+    answer_requests(Matchers.open, ("check", "begin", "step", "drop"))
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(ConnectionError, json.JSONDecodeError):  # the parent ended while we answered
+        main()

@@ -1,0 +1,219 @@
+"""Answers that follow a JSON schema: which tokens may come next, said by a child process while the model computes.
+
+A token is told to the child as soon as it is chosen. The mask of the next one is computed while the pass runs that
+gives its logits, so a mask costs no time where a pass takes longer than it: below a millisecond for most schemas.
+
+One child serves all answers, and remembers them. A schema that makes it take too much time or memory ends it. The
+answer that asked is tried again in a new child, where nothing else takes memory, and ends with an error if it breaks
+that one too. Other answers are told to the new child anew, with the tokens that they have.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import BadRequest, BrokenModel
+from penstock.runtime import host
+from penstock.serve.confined import Confined, Request
+from penstock.serve.tokenizer import Tokenizer
+from penstock.units import MIB, format_bytes
+
+# Of processor time. A schema of 2,000 properties compiles in 0.3 s, and is refused for its size then.
+_COMPILE_S, _STEP_S, _OPEN_S = 1.0, 0.5, 10.0
+_ANSWER_BYTES = 1 << 20
+# With 128k entries the child peaks at 46 MiB; a schema's automaton may take 20 MiB.
+_CHILD_BYTES, _BYTES_PER_TOKEN = 56 * MIB, 256
+
+
+def has_guides() -> bool:
+    """Whether llguidance is installed."""
+    return importlib.util.find_spec("llguidance") is not None
+
+
+def guide_bytes(vocab: int) -> int:
+    """Memory of the child for a vocabulary of so many entries, and for the schemas that it holds."""
+    return _CHILD_BYTES + _BYTES_PER_TOKEN * vocab
+
+
+class Allowed:
+    """What may come next. `tokens`: bool [V]. `end`: the text may end here. `only_end`: nothing else may come."""
+
+    def __init__(self, bits: bytes, vocab: int, eos_ids: frozenset[int], known: int) -> None:
+        """`bits`: of ids below `known`, then one for the end."""
+        flags = np.unpackbits(np.frombuffer(bits, np.uint8), count=known + 1, bitorder="little").view(np.bool_)
+        self.tokens: NDArray[np.bool_] = np.zeros(vocab, np.bool_)
+        n = min(vocab, known)
+        self.tokens[:n] = flags[:n]
+        self.end, self.only_end = bool(flags[known]), not self.tokens.any()
+        if self.end:
+            self.tokens[[i for i in eos_ids if 0 <= i < vocab]] = True
+
+
+class Guides:
+    """The child of one model, started when the first schema comes. `vocab`: entries of the model's logits.
+    `memory_bytes`: how much memory the child may take now. Any thread may ask.
+
+    Raises BadRequest where llguidance is not installed."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, memory_bytes: Callable[[], int]) -> None:
+        if not has_guides():
+            raise BadRequest("answers that follow a JSON schema need llguidance: pip install 'penstock[serve]'")
+        self._tokenizer, self._vocab, self._memory_bytes = tokenizer, vocab, memory_bytes
+        self._confined = Confined(
+            tokenizer.folder, lambda: self._limits("reading the vocabulary", _OPEN_S),
+            module="penstock.serve.guide_child", arguments=self._tokens,
+        )  # fmt: skip
+        # One thread, so that requests come in the order in which they were made.
+        self._worker = ThreadPoolExecutor(1, "penstock-guides")
+        self._known = 0  # ids that the child knows
+        self._limit_bytes = 0  # of its memory
+        self._child = 0  # how many children have been opened
+        self._number = 0
+        self._counting = threading.Lock()
+
+    def check(self, schema: str) -> None:
+        """Compiles a schema (`checked_schema`), and waits for it. Raises BadRequest where it cannot be followed, or
+        takes more than it may."""
+        self._worker.submit(self._ask, "check", [schema], _COMPILE_S).result()
+
+    def begin(self, schema: str) -> Guide:
+        """Guides an answer from its first token on. Waits for nothing."""
+        with self._counting:
+            self._number += 1
+            guide = Guide(self, self._number, schema)
+        weakref.finalize(guide, self._drop, guide.number).atexit = False
+        return guide
+
+    def close(self) -> None:
+        """Ends the child."""
+        self._worker.shutdown(cancel_futures=True)
+        self._confined.close()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that the child had so far."""
+        return self._confined.peak_bytes
+
+    def later(self, known: _Known, tokens: list[int]) -> Future[Allowed]:
+        """What may come after these tokens of an answer."""
+        return self._worker.submit(self._next, known, tokens)
+
+    # -- the worker's thread ---------------------------------------------------------------------------
+
+    def _next(self, known: _Known, tokens: list[int]) -> Allowed:
+        self._ensure()
+        try:
+            mask = self._mask(known, tokens)
+        except _Broken:  # perhaps by what other answers hold: once more, alone
+            self._ensure()
+            try:
+                mask = self._mask(known, tokens)
+            except _Broken as broken:
+                raise BadRequest(f"the JSON schema cannot be followed: {broken}") from None
+        return Allowed(base64.b64decode(mask), self._vocab, self._tokenizer.eos_ids, self._known)
+
+    def _mask(self, known: _Known, tokens: list[int]) -> str:
+        mask: str
+        if known.child == self._child and tokens:
+            mask = self._try("step", [known.number, tokens[-1]], _STEP_S)
+        else:
+            mask = self._try("begin", [known.number, known.schema, tokens], _COMPILE_S + _STEP_S)
+            known.child = self._child
+        return mask
+
+    def _ask(self, action: str, arguments: list[Any], cpu_s: float) -> Any:
+        self._ensure()
+        try:
+            return self._try(action, arguments, cpu_s)
+        except _Broken as broken:
+            raise BadRequest(f"the JSON schema cannot be followed: {broken}") from None
+
+    def _try(self, action: str, arguments: list[Any], cpu_s: float) -> Any:
+        """Raises _Broken where the child took too much, BadRequest with the child's reason."""
+        doing = "compiling it" if action in ("check", "begin") else "the next token"
+        task = self._limits(doing, cpu_s)
+        try:
+            return self._confined.ask(action, arguments, task)[0]
+        except BrokenModel as error:
+            raise _Broken(error.message.removeprefix(f"{task.file}: ")) from None
+        except BadRequest as error:
+            raise BadRequest(f"the JSON schema cannot be followed: {error.message}") from None
+
+    def _ensure(self) -> None:
+        """Opens a child where there is none. Raises BadRequest where there is no room for one, and where the model's
+        tokens have no bytes."""
+        if self._confined.lives:
+            return
+        need = guide_bytes(0)
+        self._limit_bytes = have = self._memory_bytes()
+        if have < need:
+            raise BadRequest(
+                f"answers to a JSON schema take {format_bytes(need)} of memory, and {format_bytes(have)} are left"
+            )
+        self._known = self._confined.open()["tokens"]
+        self._child += 1
+
+    def _tokens(self) -> list[Any]:
+        tokens = self._tokenizer.token_bytes()
+        if tokens is None:
+            raise BadRequest("with this model's tokenizer no answer can be held to a JSON schema")
+        return [tokens]
+
+    def _limits(self, doing: str, cpu_s: float) -> Request:
+        return Request(doing, self._tokenizer.folder, cpu_s, self._limit_bytes, _ANSWER_BYTES)
+
+    def _drop(self, number: int) -> None:
+        def drop() -> None:
+            if self._confined.lives:
+                self._confined.ask("drop", [number], self._limits("ending", _STEP_S))
+
+        try:
+            self._worker.submit(drop)
+        except RuntimeError:  # closed
+            return
+
+
+class _Broken(Exception):
+    """The child ended, or had no memory left."""
+
+
+class _Known:
+    """What the worker knows of an answer. `child`: the number of the child that knows it; 0 for none."""
+
+    def __init__(self, number: int, schema: str) -> None:
+        self.number, self.schema, self.child = number, schema, 0
+
+
+class Guide:
+    """Guides one answer. Whoever has one tells it each token (`push`); it leaves the child when it is collected."""
+
+    def __init__(self, guides: Guides, number: int, schema: str) -> None:
+        self.number, self._guides = number, guides
+        self._known, self._tokens = _Known(number, schema), list[int]()
+        self._next = guides.later(self._known, [])
+
+    def allowed(self) -> Allowed:
+        """What may come next. Raises BadRequest where the schema cannot be followed any further."""
+        return self._next.result()
+
+    def push(self, token: int) -> None:
+        """The answer has one more token, one that was allowed and does not end it."""
+        self._tokens.append(token)
+        self._next = self._guides.later(self._known, list(self._tokens))
+
+
+def memory_left(within_bytes: int | None, planned_bytes: int, tokenizer: Tokenizer, vocab: int) -> int:
+    """Memory that the child may take now. `within_bytes`: the most of this process and its children; None for no
+    limit. `planned_bytes`: that the plan has for the child."""
+    if within_bytes is None:
+        return 2 * guide_bytes(vocab)
+    return max(planned_bytes, within_bytes - host.rss_bytes() - tokenizer.peak_bytes)

@@ -1,0 +1,64 @@
+"""The bytes that each token of a vocabulary adds to a text, for those who say which tokens may come next. Only the
+tokenizer's process computes them (`vocabulary`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from tokenizers import Tokenizer as Core
+
+_BROKEN = "\ufffd"  # what a decoder writes for bytes that are not UTF-8
+# Decoders with which each token but the first adds the same bytes, whatever stands beside it. The others (WordPiece,
+# BPEDecoder, CTC) drop or add spaces between tokens.
+_PLAIN = {"Sequence", "ByteLevel", "ByteFallback", "Fuse", "Strip", "Replace", "Metaspace"}
+_BATCH = 4096  # pairs that are decoded at once: it bounds the memory of their texts
+
+
+def token_bytes(core: Core, left_out: Collection[int], byte_tokens: Collection[int]) -> list[bytes] | None:
+    """Bytes of each id, b"" for `left_out` and where they are not known; None for a decoder whose tokens have no bytes
+    of their own. `byte_tokens`: ids of `<0x00>` … `<0xFF>`, whose text depends on their neighbours.
+
+    A decoder treats the first token apart. So each token is decoded behind another one, an anchor. A part of a
+    character has no text there: then its bytes are those of GPT-2's table, which byte-level vocabularies are written
+    in."""
+    kinds = set(_kinds(json.loads(core.decoder.__getstate__()))) if core.decoder is not None else set()
+    if not kinds or not kinds <= _PLAIN:
+        return None
+    size = core.get_vocab_size(with_added_tokens=True)
+    possible = (i for i in range(size) if i not in left_out and i not in byte_tokens)  # a run of bytes is one text
+    anchor = next((i for i in possible if core.decode([i]) == "a"), None)
+    if anchor is None:
+        return None
+    table = _byte_level_table() if "ByteLevel" in kinds else {}
+    found: list[bytes] = []
+    for lo in range(0, size, _BATCH):
+        ids = range(lo, min(lo + _BATCH, size))
+        texts = core.decode_batch([[anchor, i] for i in ids], skip_special_tokens=False)
+        for i, text in zip(ids, texts, strict=True):
+            name = core.id_to_token(i)
+            if name is None or i in left_out or not text.startswith("a"):
+                found.append(b"")
+            elif i in byte_tokens:
+                found.append(bytes([int(name[3:5], 16)]))
+            elif _BROKEN not in text:
+                found.append(text[1:].encode())
+            else:
+                known = all(character in table for character in name)
+                found.append(bytes(table[character] for character in name) if known else b"")
+    return found
+
+
+def _kinds(state: Any) -> Iterator[str]:
+    """The types of a decoder and of those inside it."""
+    yield state["type"]
+    for inner in state.get("decoders", ()):
+        yield from _kinds(inner)
+
+
+def _byte_level_table() -> dict[str, int]:
+    """GPT-2's table: the printable character that stands for each byte."""
+    kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = iter(range(256, 512))
+    return {chr(byte) if byte in kept else chr(next(others)): byte for byte in range(256)}

@@ -1,0 +1,393 @@
+"""Answers that follow a JSON schema: the bytes of tokens, random schemas, hostile ones, and a child that dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from tokenizers import Tokenizer as Core
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from penstock.errors import BadRequest
+from penstock.serve.engine import Engine
+from penstock.serve.guides import Allowed, Guides, guide_bytes
+from penstock.serve.sampling import SamplingParams
+from penstock.serve.schemas import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
+from penstock.serve.service import Ended, Failed, Service
+from penstock.serve.token_bytes import token_bytes
+from penstock.serve.tokenizer import Tokenizer
+from penstock.spec.format import FLOAT32
+from penstock.store.synth import synth
+from tests.cpu.configs import TINY_CONFIGS
+from tests.cpu.test_service import Heard
+
+CONTEXT = 256
+TEXTS = [
+    '{"name": "Ann", "age": 41, "tags": ["a b", "Füße", "日本"]}',
+    "Once upon a time, in 1984: [true, false, null]",
+] * 3
+
+
+def byte_level() -> Core:
+    core = Core(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    core.train_from_iterator(
+        TEXTS, trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"])
+    )
+    core.add_tokens(["<tool>", " of"])
+    return core
+
+
+def sentencepiece() -> Core:
+    """As Llama 2's: spaces are ▁, what is unknown falls back to bytes, and the first space of a text is dropped."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words += [chr(c) for c in range(33, 127)] + ["▁", "▁{", '▁"', '":', "▁a", "na", "me", "▁na", "日", "▁1", "ü"]
+    vocab = {word: i for i, word in enumerate(dict.fromkeys(words))}
+    merges = [("▁", "{"), ("▁", '"'), ('"', ":"), ("▁", "a"), ("n", "a"), ("m", "e"), ("▁", "na"), ("▁", "1")]
+    core = Core(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    core.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return core
+
+
+CORES = {"byte-level": byte_level, "sentencepiece": sentencepiece}
+
+
+def made(folder: Path, core: Core | None = None) -> Path:
+    """A random model, with the tokenizer if one is given."""
+    config = {**json.loads(TINY_CONFIGS["llama"]), "max_position_embeddings": CONTEXT}
+    if core is not None:
+        config["vocab_size"] = core.get_vocab_size() + 3  # padded
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    packed = synth(folder / "config.json", folder / "model", FLOAT32)
+    if core is not None:
+        end = core.token_to_id("</s>")
+        core.save(str(packed / "tokenizer.json"))
+        (packed / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+        (packed / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": "<s>"}))
+    return packed
+
+
+@pytest.fixture(scope="module", params=["bytes", *CORES])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    core = CORES[request.param]() if request.param in CORES else None
+    with load_unchecked(made(tmp_path_factory.mktemp("guides") / request.param, core)) as found:
+        yield found
+
+
+def load_unchecked(folder: Path, **ask: Any) -> Any:
+    from penstock.serve.loading import Loading
+    from penstock.spec.ask import Ask
+    from tests.cpu.commands import MACHINE
+
+    ask = {"context": CONTEXT, "batch": 4, **ask}
+    return closing(Engine.load(folder, Ask(**ask), Loading(machine=MACHINE, verify=False)))
+
+
+@pytest.mark.parametrize("name", list(CORES))
+@given(text=st.text(max_size=40), ids=st.lists(st.integers(0, 300), max_size=20))
+@settings(max_examples=60)
+def test_bytes_of_tokens_are_those_of_the_text(name: str, text: str, ids: list[int]) -> None:
+    core, special = CORE[name], {CORE[name].token_to_id(each) for each in ("<s>", "</s>", "<unk>")}
+    known = BYTES[name]
+    encoded = core.encode(text, add_special_tokens=False).ids
+    if not special & set(encoded):
+        found = b"".join(known[i] for i in encoded)
+        assert found.decode(errors="replace").removeprefix(" ") == core.decode(encoded).removeprefix(" ")
+    ids = [i for i in ids if i < len(known) and known[i]]
+    joined = b"".join(known[i] for i in ids)
+    try:
+        expected = joined.decode()
+    except UnicodeDecodeError:
+        return
+    # A decoder drops a space at the beginning; white space before JSON is none of its content.
+    assert core.decode(ids) in (expected, expected.removeprefix(" "))
+
+
+CORE = {name: make() for name, make in CORES.items()}
+BYTES = {
+    name: token_bytes(
+        core,
+        {i for i in map(core.token_to_id, ("<s>", "</s>", "<unk>")) if i is not None},
+        {i for i in (core.token_to_id(f"<0x{b:02X}>") for b in range(256)) if i is not None},
+    )
+    or []
+    for name, core in CORE.items()
+}
+
+
+def test_every_token_has_its_bytes() -> None:
+    for name, known in BYTES.items():
+        assert known.count(b"") == (2 if name == "byte-level" else 3)
+        assert {bytes([b]) for b in range(256)} <= set(known)
+    wordpiece = Core(models.WordPiece({"a": 0, "##b": 1}, unk_token="a"))
+    wordpiece.decoder = decoders.WordPiece()
+    assert token_bytes(wordpiece, (), ()) is None and token_bytes(Core(models.BPE()), (), ()) is None
+
+
+def test_masks_as_they_come() -> None:
+    allowed = Allowed(bytes([0b0001_0011, 0]), 6, frozenset([3, 99]), 4)
+    assert allowed.tokens.tolist() == [True, True, False, True, False, False] and allowed.end and not allowed.only_end
+    last = Allowed(bytes([0b0001_0000]), 6, frozenset([3]), 4)
+    assert last.end and last.only_end and last.tokens.tolist() == [False, False, False, True, False, False]
+
+
+def small(draw: Any, depth: int) -> Any:
+    return draw(schemas(depth))
+
+
+@st.composite
+def schemas(draw: Any, depth: int = 2) -> dict[str, Any]:
+    """Schemas whose answers tend to be short."""
+    kinds = ["integer", "boolean", "null", "enum", "string", "number", "const"]
+    kind = draw(st.sampled_from(kinds + (["object", "array", "anyOf"] if depth else [])))
+    if kind == "integer":
+        low = draw(st.integers(-1000, 1000))
+        return {"type": "integer", "minimum": low, "maximum": low + draw(st.integers(0, 5000))}
+    if kind == "number":
+        return {"type": "number", "minimum": 0, "maximum": draw(st.integers(1, 100))}
+    if kind == "enum":
+        return {"enum": draw(st.lists(SCALARS, min_size=1, max_size=4))}
+    if kind == "const":
+        return {"const": draw(SCALARS)}
+    if kind == "string":
+        form = draw(st.sampled_from(["length", "pattern", "date"]))
+        if form == "pattern":
+            return {
+                "type": "string",
+                "pattern": draw(st.sampled_from(["^[a-c]{1,3}$", "^(x|yy)+z$", "^\\d{2}-\\w$", "^é?[^a]$"])),
+            }
+        if form == "date":
+            return {"type": "string", "format": draw(st.sampled_from(["date", "ipv4"]))}
+        low = draw(st.integers(0, 3))
+        return {"type": "string", "minLength": low, "maxLength": low + draw(st.integers(0, 4))}
+    if kind == "array":
+        low = draw(st.integers(0, 2))
+        return {"type": "array", "items": small(draw, depth - 1), "minItems": low, "maxItems": low + 1}
+    if kind == "anyOf":
+        return {"anyOf": [small(draw, depth - 1) for _ in range(draw(st.integers(1, 3)))]}
+    if kind == "object":
+        names = draw(st.lists(st.text(max_size=4), max_size=3, unique=True))
+        return {
+            "type": "object",
+            "properties": {name: small(draw, depth - 1) for name in names},
+            "required": [name for name in names if draw(st.booleans())],
+            "additionalProperties": draw(st.sampled_from([False, {"type": "boolean"}])),
+        }
+    return {"type": kind}
+
+
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-99, 99), st.text(max_size=5))
+
+
+@pytest.mark.fuzz
+def test_answers_that_end_follow_random_schemas(engine: Engine) -> None:
+    ended = []
+
+    @given(schema=schemas(), seed=st.integers(0, 1000))
+    @settings(max_examples=max(40, settings().max_examples // 8))
+    def run(schema: dict[str, Any], seed: int) -> None:
+        params = SamplingParams(max_tokens=120, temperature=1.0, seed=seed, json_schema=schema)  # type: ignore[arg-type]
+        try:
+            found = engine.generate([[5, 6]], params)[0]
+        except BadRequest as error:
+            assert "JSON schema" in error.message
+            ended.append(None)
+            return
+        ended.append(found.finish_reason == "stop")
+        if found.finish_reason == "stop":
+            Draft202012Validator(schema).validate(json.loads(found.text))
+
+    run()
+    assert ended.count(True) > len(ended) // 2, ended
+
+
+def test_json_object_and_recursion(engine: Engine) -> None:
+    tree = {
+        "$ref": "#/$defs/node",
+        "$defs": {"node": {"type": "object", "properties": {"n": {"enum": [1, 2]}, "next": {"$ref": "#/$defs/node"}},
+                           "required": ["n"], "additionalProperties": False}},
+    }  # fmt: skip
+    texts = []
+    for seed in range(8):
+        params = SamplingParams(max_tokens=100, temperature=1.0, seed=seed, json_schema=tree)  # type: ignore[arg-type]
+        found = engine.generate([[5]], params)[0]
+        if found.finish_reason == "stop":
+            Draft202012Validator(tree).validate(json.loads(found.text))
+            texts.append(found.text)
+    assert texts
+    greedy = SamplingParams(max_tokens=60, json_schema='{"type": "object"}')
+    text = engine.generate([[5]], greedy)[0].text
+    assert text.lstrip().startswith("{")
+    assert "".join(engine.stream([5], greedy)) == text
+
+
+def test_answers_together_are_those_alone(engine: Engine) -> None:
+    """Answers with and without a schema in one pass; each is what it is alone."""
+    schemas = [{"enum": ["one", "two"]}, None, {"type": "array", "items": {"type": "integer"}, "maxItems": 9}, None] * 2
+    params = [
+        SamplingParams(max_tokens=30, temperature=1.0, seed=i, json_schema=schema, ignore_eos=schema is None)  # type: ignore[arg-type]
+        for i, schema in enumerate(schemas)
+    ]
+    alone = [engine.generate([[5, i]], p)[0] for i, p in enumerate(params)]
+    with closing(Service(engine, prompt_rows=4, queue=100)) as service:
+        heard = [Heard() for _ in params]
+        for i, (p, each) in enumerate(zip(params, heard, strict=True)):
+            service.submit([5, i], p, each.tell)
+        for each, expected in zip(heard, alone, strict=True):
+            text, told = each.end()
+            assert isinstance(told, Ended) and told.answer.token_ids == expected.token_ids
+            assert text == expected.text == told.answer.text and told.answer.finish_reason == expected.finish_reason
+
+
+HOSTILE: dict[str, Any] = {
+    "many properties": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}},
+    "look-ahead": {"type": "string", "pattern": "^(?=.*a)(?=.*b).*$"},
+    "products": {"allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in "abcdefghijkl"]},
+    "states": {"type": "string", "pattern": "(.*a){30}.{200}b"},
+    "repeats": {"type": "string", "pattern": "((a{1,900}){1,900}){1,900}"},
+    "itself": {"$ref": "#"},
+    "elsewhere": {"$ref": "http://127.0.0.1/schema.json"},
+    "a file": {"$ref": "file:///etc/passwd"},
+    "unknown words": {"type": "array", "uniqueItems": True},
+    "no type": {"type": "widget"},
+    "impossible": {"type": "integer", "minimum": 5, "maximum": 2},
+    "own grammar": {
+        "x-guidance": {"whitespace_flexible": False, "lenient": True},
+        "type": "array",
+        "uniqueItems": True,
+    },
+    "doubling": {
+        "$defs": {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(40)}
+        | {"a40": {"type": "null"}},
+        "$ref": "#/$defs/a0",
+    },
+    "long": {"type": "string", "minLength": 10**9},
+    "numbers": {"type": "integer", "multipleOf": 982_451_653, "minimum": 7, "maximum": 10**300},
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with load_unchecked(made(tmp_path_factory.mktemp("guides") / "plain")) as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", list(HOSTILE))
+def test_hostile_schemas_end_in_a_line_and_cost_nobody_else(plain: Engine, name: str) -> None:
+    """Refused when compiled, ended at a step, or followed: in any case others go on, and the limits hold."""
+    params = [
+        SamplingParams(max_tokens=20, temperature=1.0, seed=1, json_schema=schema)  # type: ignore[arg-type]
+        for schema in (HOSTILE[name], {"type": "array", "items": {"enum": [1, 2]}})
+    ]
+    expected = plain.generate([[5]], params[1])[0]
+    with closing(Service(plain, prompt_rows=4, queue=100)) as service:
+        heard = [Heard(), Heard()]
+        for p, each in zip(params, heard, strict=True):
+            service.submit([5], p, each.tell)
+        (_, first), (_, second) = (each.end() for each in heard)
+        assert isinstance(second, Ended) and second.answer.token_ids == expected.token_ids
+        if isinstance(first, Failed):
+            assert isinstance(first.error, BadRequest) and "\n" not in first.error.message, first
+            assert "JSON schema" in first.error.message
+        assert service.free_sequences == 4
+    assert plain.guides.peak_bytes <= 2 * guide_bytes(plain.packed.spec.vocab)
+
+
+def test_schemas_are_bounded() -> None:
+    deep: Any = {}
+    for _ in range(MAX_SCHEMA_DEPTH + 5):
+        deep = {"items": deep}
+    for schema, says in (
+        (deep, "deeper"),
+        ("[" * 10_000, "JSON"),
+        ('{"a":' * 10_000, "JSON"),
+        ({"enum": ["x" * MAX_SCHEMA_BYTES]}, "may have"),
+        (" " * (MAX_SCHEMA_BYTES + 1), "may have"),
+        ("[]", "object"),
+        ({"minimum": float("nan")}, "JSON"),
+        ({"const": "\ud800"}, None),
+        ({"const": {1, 2}}, "JSON"),
+        (7, "object"),
+    ):
+        if says is None:
+            SamplingParams(json_schema=schema)  # type: ignore[arg-type]
+            continue
+        with pytest.raises(BadRequest, match=says):
+            SamplingParams(json_schema=schema)  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match="ignore_eos"):
+        SamplingParams(json_schema="{}", ignore_eos=True)
+
+
+def test_a_child_that_dies_is_told_anew(plain: Engine) -> None:
+    params = SamplingParams(
+        max_tokens=40, temperature=1.0, seed=3, json_schema={"type": "array", "items": {"enum": [7]}}
+    )  # type: ignore[arg-type]
+    expected = plain.generate([[5]], params)[0]
+    ids, guide = [], plain.guide(params)
+    assert guide is not None
+    for i, token in enumerate(expected.token_ids):
+        if i in (1, 5):
+            child = plain.guides._confined._child
+            assert child is not None
+            guide.allowed()
+            os.kill(child.process.pid, signal.SIGKILL)
+            child.process.wait()
+        allowed = guide.allowed()
+        if allowed.only_end or token in plain.tokenizer.eos_ids:
+            assert allowed.end
+            break
+        assert allowed.tokens[token]
+        guide.push(token)
+        ids.append(token)
+    assert ids
+
+
+def test_no_room_is_said(plain: Engine) -> None:
+    guides = Guides(plain.tokenizer, plain.packed.spec.vocab, lambda: 1 << 20)
+    with closing(guides), pytest.raises(BadRequest, match="of memory"):
+        guides.check("{}")
+
+
+def test_a_tokenizer_without_bytes_is_refused(tmp_path: Path) -> None:
+    core = Core(models.WordPiece({"a": 0, "##b": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    core.decoder = decoders.WordPiece()
+    core.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.open(tmp_path)
+    guides = Guides(tokenizer, 3, lambda: 1 << 28)
+    with closing(tokenizer), closing(guides), pytest.raises(BadRequest, match="tokenizer"):
+        guides.check("{}")
+
+
+def test_a_mask_is_the_last_word(plain: Engine) -> None:
+    """Biases and penalties choose among what is allowed, greedy or not."""
+    from penstock.serve.sampling import Sampler
+
+    logits, allowed = np.array([9, 1, 2, 3], np.float32), np.array([False, True, True, False])
+    for how in (
+        {},
+        {"temperature": 1.0, "top_k": 1},
+        {"temperature": 1e-9},
+        {"logit_bias": {0: 100, 3: 100}},
+        {"min_p": 1.0, "temperature": 1.0},
+        {"temperature": 1.0, "top_p": 0.01},
+    ):
+        assert Sampler(SamplingParams(**how), []).next(logits, (9.0, 0), allowed) == 2  # type: ignore[arg-type]
+    wild = [SamplingParams(temperature=1e6, top_k=3, seed=i) for i in range(40)]
+    assert {Sampler(params, []).next(logits, None, allowed) for params in wild} == {1, 2}
