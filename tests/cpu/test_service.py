@@ -286,6 +286,24 @@ def test_threads_wait_for_answers_together(folder: Path) -> None:
             service.generate([[1]], params[0])
 
 
+@pytest.mark.parametrize("name", ["resident", "few pages", "KV on disk"])
+def test_what_others_wrote_over_is_read_again(folder: Path, name: str) -> None:
+    """Between requests the engine may answer somebody else, whose passes take the same pages."""
+    plan = plans(folder)[name]
+    long, other = prompts(40, plan.target.spec.vocab)[:2]
+    long = [*long, *range(1, 81 - len(long))]
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    with load(folder, plan=plan) as engine:
+        alone = engine.generate([long], params)[0].token_ids
+        with serving(engine) as service:
+            assert service.generate([long], params)[0].token_ids == alone
+            assert service.generate([long], params)[0].cached_tokens > 60
+            before = "".join(engine.stream(other, params))
+            again = service.generate([long], params)[0]
+            assert (again.token_ids, again.cached_tokens) == (alone, 0)
+            assert "".join(engine.stream(other, params)) == before
+
+
 def test_closing_ends_what_threads_wait_for(folder: Path) -> None:
     with load(folder, plan=plans(folder)["streaming"]) as engine:
         service = Service(engine, prompt_rows=4, queue=100)
