@@ -9,8 +9,11 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 # For pytest: make test ARGS="-k native"
 ARGS ?=
+# Processes that share the tests, one a core and at most 4, for each may take 1 GB; 0 runs them in pytest's own (for a debugger, or to see prints).
+JOBS ?= logical
 
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 TYPED := penstock
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
@@ -27,7 +30,7 @@ demo: .venv/run.stamp ## run a bundled model with half of its weights streaming 
 	@$(BIN)/penstock demo
 
 test: .venv/test.stamp ## run all tests (installs torch and transformers as oracles; see TORCH_INDEX above)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 check: .venv/test.stamp ## lint, formatting, types, generated documentation
 	@$(BIN)/ruff check -q .
@@ -37,7 +40,7 @@ check: .venv/test.stamp ## lint, formatting, types, generated documentation
 	@$(BIN)/clang-format --dry-run -Werror $(filter csrc/%.cpp csrc/%.h,$(NATIVE))
 
 fuzz: .venv/test.stamp build/sanitize/stamp ## search for counterexamples 30 times longer; native tests with sanitizers; 4 minutes of mutated files
-	@HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -m "hypothesis or fuzz" $(ARGS)
+	@HYPOTHESIS_PROFILE=fuzz $(PYTEST) -m "hypothesis or fuzz" $(ARGS)
 	@LD_PRELOAD="$(SANITIZERS)" PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
 	    PENSTOCK_NATIVE="$$(echo build/sanitize/_native*.so)" \
 	    $(BIN)/python -m pytest -p no:cacheprovider $(wildcard tests/cpu/test_native*.py) tests/cpu/test_kv_cache.py $(ARGS)

@@ -4,6 +4,7 @@ planner simulates the same ones."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from penstock.graph.batch import Batch
@@ -20,8 +21,8 @@ def prompts(
     as its batches hold, since weights that stream are read once a pass. Logits are wanted of each prompt's last row.
     `then`: the stream of the pass that follows the last one. `starts[i]`: tokens of the prompt whose keys and values
     are there already, fewer than all; () for none."""
-    size, wanted = plan.batch_seqs, list(zip(seqs, starts or [0] * len(seqs), lengths, strict=True))
-    groups = [_chunks(plan, wanted[lo : lo + size]) for lo in range(0, len(seqs), size)]
+    size, wanted = plan.batch_seqs, tuple(zip(seqs, starts or [0] * len(seqs), lengths, strict=True))
+    groups = [_chunks(plan.chunk_rows, wanted[lo : lo + size]) for lo in range(0, len(seqs), size)]
     passes = []
     for i in range(max(map(len, groups))):
         in_pass = (chunks[i]._replace(id=index) for index, chunks in enumerate(groups) if i < len(chunks))
@@ -39,20 +40,24 @@ def ended(batch: Batch) -> list[int]:
     return [seq for seq, end in zip(batch.seqs, ends, strict=True) if end - 1 in batch.logits]
 
 
-def _chunks(plan: Plan, wanted: Sequence[tuple[int, int, int]]) -> list[Batch]:
-    """The prompts of one batch's sequences, one after the other, in batches of `plan.chunk_rows` rows. `wanted`:
+@lru_cache(maxsize=32)  # solvers try many plans with chunks of the same size, which took a tenth of 10,000 sequences
+def _chunks(chunk_rows: int, wanted: tuple[tuple[int, int, int], ...]) -> tuple[Batch, ...]:
+    """The prompts of one batch's sequences, one after the other, in batches of `chunk_rows` rows. `wanted`:
     (sequence, start, end) of each."""
     batches: list[Batch] = []
     chunk: list[tuple[int, int, int, bool]] = []  # sequence, start, rows, whether its prompt ends here
-    room = plan.chunk_rows
+    room = chunk_rows
     for seq, start, length in wanted:
         while start < length:
             rows = min(room, length - start)
             chunk.append((seq, start, rows, start + rows == length))
             start, room = start + rows, room - rows
             if not room:
-                batches, chunk, room = [*batches, _batch(chunk)], [], plan.chunk_rows
-    return [*batches, _batch(chunk)] if chunk else batches
+                batches.append(_batch(chunk))
+                chunk, room = [], chunk_rows
+    if chunk:
+        batches.append(_batch(chunk))
+    return tuple(batches)
 
 
 def _batch(chunk: Sequence[tuple[int, int, int, bool]]) -> Batch:

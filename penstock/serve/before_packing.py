@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
+from penstock.errors import BadRequest
 from penstock.serve.sampling import with_model_defaults
 from penstock.serve.text_files import TOKENIZER
 from penstock.serve.tokenizer import Tokenizer
 from penstock.store.files import read_json_if_there
 
+_TRIAL = "Once upon a time"
+
 
 def check_text_files(folder: Path, *, chat: bool, whole: bool = True) -> None:
-    """Opens the tokenizer and the sampling defaults of a checkpoint, and with `chat` parses its chat templates.
+    """Opens the tokenizer and the sampling defaults of a checkpoint, and encodes a few words. With `chat` parses its
+    chat templates too, and renders a conversation of those words: a template or a tokenizer that takes more than it may
+    would be refused at the first prompt, after the packing.
 
     `whole`: whether the tokenizer must be there, since the model is to be run. Raises BrokenModel, StorageFailed.
     """
@@ -22,3 +27,9 @@ def check_text_files(folder: Path, *, chat: bool, whole: bool = True) -> None:
         with closing(Tokenizer.open(folder)) as tokenizer:
             if chat:
                 tokenizer.check_templates()
+            # What a template itself refuses may be this conversation alone.
+            with suppress(BadRequest):
+                if chat:
+                    tokenizer.encode_chat([{"role": "user", "content": _TRIAL}])
+                else:
+                    tokenizer.encode(_TRIAL)

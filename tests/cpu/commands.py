@@ -73,12 +73,12 @@ def apart(*args: object, **kwargs: Any) -> Outcome:
     return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
-def start(*args: object, **kwargs: Any) -> subprocess.Popen[bytes]:
+def start(*args: object, script: Path | None = None, cwd: Path = ROOT, **kwargs: Any) -> subprocess.Popen[bytes]:
     """A command that goes on beside the test, with Ctrl-C as a terminal has it: a shell's background job, and so
-    its children, may have been started with SIGINT ignored."""
+    its children, may have been started with SIGINT ignored. `script`: the console script to start it by."""
     return subprocess.Popen(
-        command(args),
-        cwd=ROOT,
+        command(args) if script is None else [str(script), *map(str, args)],
+        cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 import penstock
+from penstock.cli.main import app
 from penstock.runtime import child
-from tests.cpu.checkpoints import LLAMA, save_checkpoint, save_tokenizer
-from tests.cpu.traps import Trap
+from tests.cpu.checkpoints import MOE, save_checkpoint, save_tokenizer
+from tests.cpu.test_serve import serving
+from tests.cpu.traps import SCRIPT, Trap
 
-CONFIG = {**LLAMA, "vocab_size": 300}
+CONFIG = {**MOE, "vocab_size": 300}  # `profile` wants experts
 PACKAGE = Path(penstock.__file__).parent
 
 
@@ -37,6 +39,10 @@ COMMANDS = [
     "pack . {out}/packed --verify",
     "synth . {out}/synth",
     "eval . text.txt --cache {cache}",
+    "eval . text.txt --cache {cache} --against .",
+    "profile . text.txt --cache {cache}",
+    "list --cache {cache}",
+    "prune --cache {cache}",
     "bench . --repeats 1 --seconds 0.1 --prompt-tokens 4 --output-tokens 2 --cache {cache}",  # starts `ceilings`
     "bench ops . --rows 1 --context 16",
     "bench --calibrate --cache {cache}",
@@ -44,12 +50,32 @@ COMMANDS = [
     "demo --max-tokens 2 --cache {cache}",
     "--help",
 ]
+APART = {"serve", "rm"}  # have a test each
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command(command: str, trap: Trap, cache: Path, tmp_path: Path) -> None:
     done = trap.run(*command.format(cache=cache, out=tmp_path).split(), stdin="hi")
     assert done.returncode == 0, done.stderr
+
+
+def test_no_command_is_left_out() -> None:
+    names = {command.name for command in app.registered_commands}
+    assert names == {command.split()[0] for command in COMMANDS if command != "--help"} | APART
+
+
+def test_removal_from_the_cache(trap: Trap, tmp_path: Path) -> None:
+    assert trap.run("run", ".", "hi", "--max-tokens", "1", "--cache", tmp_path).returncode == 0
+    (packed,) = (tmp_path / "models").iterdir()
+    assert trap.run("rm", packed.name, "--cache", tmp_path).returncode == 0
+    assert not packed.exists()
+
+
+def test_the_server(trap: Trap, cache: Path) -> None:
+    with serving(Path("."), cache, script=SCRIPT, cwd=trap.folder) as server:
+        status, _, _ = server.ask("POST", "/v1/completions", {"prompt": "hi", "max_tokens": 2})
+    assert status == 200
+    trap.check()
 
 
 def test_the_probe(trap: Trap) -> None:

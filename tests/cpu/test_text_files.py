@@ -94,6 +94,7 @@ BAD_TEMPLATES = {
         "chat template 'rag' cannot be parsed",
     ),
     "template deep": (template("{% if a %}" * 5000 + "{% endif %}" * 5000), "cannot be parsed"),
+    "template that multiplies": (template("{{ 'x' * 10**10 }}"), "rendering a chat with it takes more than"),
 }
 
 
@@ -108,6 +109,14 @@ def test_before_a_byte_is_packed(name: str, call: Call, capsys: pytest.CaptureFi
     again = refused(here(capsys, "pack", source, source.parent / "packed", "--json"), says, "BrokenModel")
     assert again["message"] == error["message"]
     assert {path.name for path in source.parent.iterdir()} <= {"source", "cache"}
+
+
+def test_a_template_that_refuses_the_trial_is_packed(call: Call, source: Path) -> None:
+    """It may take other conversations; what it says of this one comes when it is asked."""
+    template("{{ raise_exception('a system message, please') }}")(source)
+    cache = source.parent / "cache"
+    refused(call("run", source, "hi", "--cache", cache), "a system message, please", "BadRequest")
+    assert len(list(cache.glob("models/*/penstock.json"))) == 1
 
 
 @pytest.mark.parametrize("name", BAD_TEMPLATES)

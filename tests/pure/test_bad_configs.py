@@ -257,10 +257,10 @@ def test_the_largest_are_read(name: str) -> None:
 
 
 def test_reading_a_config_makes_no_name_for_each_expert() -> None:
-    """Four experts or 64 in each of 512 layers: as many calls of Python functions, not 32,768 times some."""
+    """Four experts or 64 in each of 512 layers: as many calls of Python functions, not 30,720 times some more."""
     config = LARGE["the most layers and experts"]
-    warm, few, many = (calls_of_reading(config | {"num_experts": n, "num_experts_per_tok": n}) for n in (4, 4, 64))
-    assert few == many <= warm  # the first call fills what is memoised
+    _, few, many = (calls_of_reading(config | {"num_experts": n, "num_experts_per_tok": n}) for n in (4, 4, 64))
+    assert abs(many - few) < 1000  # what a collection of garbage calls meanwhile is not ours
 
 
 def calls_of_reading(config: dict[str, Any]) -> int:

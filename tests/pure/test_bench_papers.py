@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.papers import __main__ as reporting
 from bench.papers import compare as comparing
 from bench.papers.__main__ import PREDICTORS, main
 from bench.papers.compare import (
@@ -40,8 +41,13 @@ from tests.pure.machine import LLAMA_1B, WITH_DEVICE
 
 
 @cache
+def compared() -> tuple[tuple[Row, ...], tuple[LeftOut, ...]]:
+    """It takes a quarter of a minute, so once for all tests."""
+    return compare(FIGURES, PREDICTORS)
+
+
 def rows() -> tuple[Row, ...]:
-    return compare(FIGURES, PREDICTORS)[0]
+    return compared()[0]
 
 
 def pipos(table: str, metric: str = "throughput", system: str = "PIPO") -> dict[str, Row]:
@@ -81,7 +87,7 @@ def test_every_outlier_is_explained() -> None:
 
 
 def test_every_figure_is_there_or_left_out() -> None:
-    found, left_out = compare(FIGURES, PREDICTORS)
+    found, left_out = compared()
     assert len(found) + len(left_out) == sum(figure.paper in PREDICTORS for figure in FIGURES)
     for figure, cause in ((each.figure, each.cause) for each in left_out):
         assert ("experts" in cause) == (figure.model == "mixtral-8x7b"), figure  # no dense model is refused
@@ -165,7 +171,8 @@ def test_pipos_median() -> None:
     assert found is not None and MEDIAN[0] <= found <= MEDIAN[1]
 
 
-def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporting, "compare", lambda *_: compared())
     main(["--table", str(tmp_path / "new" / "PAPERS.md")])
     lines = capsys.readouterr().out.splitlines()
     report = json.loads(lines[-1])
