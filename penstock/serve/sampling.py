@@ -242,13 +242,19 @@ class Likely(NamedTuple):
 
 
 def likely(logits: Floats, token: int, count: int) -> Likely:
-    """Of logits float32 [V], as the model computed them."""
-    logprobs = np.maximum(log_softmax(logits), _LEAST_LOGPROB)
-    best = (
-        np.argpartition(-logprobs, count)[:count] if 0 < count < len(logprobs) else np.arange(min(count, len(logprobs)))
-    )
-    best = best[np.lexsort((best, -logprobs[best]))]
-    return Likely(token, float(logprobs[token]), tuple((int(i), float(logprobs[i])) for i in best))
+    """Of logits float32 [V], as the model computed them: what `log_softmax` gives, without an array of all."""
+    most = np.max(logits)
+    with np.errstate(over="ignore"):
+        rest = np.log(np.exp(logits - most).sum(dtype=np.float64)).astype(np.float32)
+        if count <= 1:
+            best = np.array([np.argmax(logits)])[:count]
+        elif count < len(logits):
+            best = np.argpartition(logits, len(logits) - count)[-count:]
+        else:
+            best = np.arange(len(logits))
+        best = best[np.lexsort((best, -logits[best]))]
+        found = np.maximum(logits[np.append(best, token)] - most - rest, _LEAST_LOGPROB).tolist()
+    return Likely(token, found[-1], tuple(zip(best.tolist(), found[:-1], strict=True)))
 
 
 def check_finite(logits: Floats) -> None:

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, cache: Path) -> Iterator[Server]:
-    with serving(model, cache, "--batch", 4, "--name", "tiny") as found:
+    with serving(model, cache, "--batch", 4, "--name", "tiny", "--context", 256) as found:
         yield found
 
 
@@ -180,7 +180,8 @@ def test_what_scores_would_take_too_much_is_refused(server: Server) -> None:
         ({"prompt": "a", "max_tokens": 0}, "without echo"),
         ({"prompt": "a", "max_tokens": 0, "echo": True}, "without echo"),
         ({"prompt": ["a" * 120] * 16, "echo": True, "logprobs": 20, "n": 1, "max_tokens": 1}, None),
-        ({"prompt": ["a" * 120] * 4, "echo": True, "logprobs": 20, "n": 4, "max_tokens": 1}, None),
+        ({"prompt": ["a" * 200] * 4, "echo": True, "logprobs": 20, "n": 4, "max_tokens": 1}, "may have 65536"),
+        ({"prompt": ["a" * 200] * 4, "echo": True, "logprobs": 1, "n": 4, "max_tokens": 1}, None),
     ):
         status, _, found = server.ask("POST", "/v1/completions", body)
         assert status == (400 if says else 200), found

@@ -46,6 +46,8 @@ def make_app(shelf: Shelf) -> FastAPI:
 def _completions(app: FastAPI, shelf: Shelf) -> None:
     # One text at a time goes to the tokenizer: its process does one at a time, and a list of ids takes 36 bytes each.
     one = CapacityLimiter(1)
+    # And one schema at a time is compiled: each may take a second, and answers wait for their masks meanwhile.
+    compiling = CapacityLimiter(1)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -99,7 +101,7 @@ def _completions(app: FastAPI, shelf: Shelf) -> None:
         if params.json_schema is not None:  # refused before any answer begins
             if not loaded.schemas:
                 raise BadRequest("this server holds no answers to JSON schemas: it was started without")
-            await to_thread.run_sync(engine.guides.check, params.json_schema)
+            await to_thread.run_sync(engine.guides.check, params.json_schema, limiter=compiling)
         answers = Answers(loaded.service, body.n or 1, request.scope.get(OWNER, ""))
         try:
             for ids in prompts:
