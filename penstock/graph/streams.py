@@ -114,7 +114,7 @@ class Streams:
             while (lift := ring.admit(self._last_block, self._at_hand)) is not None:
                 piece, slot = lift
                 u, unit = piece[0], self._plan.units[piece[0]]
-                source = self._layout.weights[u] if unit.home == HOST else self._stage.take(piece)
+                source = self._at_home(piece) if unit.home == HOST else self._stage.take(piece)
                 fmt = self._layout.parts[unit.part].format.kind
                 lift_call = Call(ops.Lift(source, slot), u, None, fmt, slot.nbytes, 0)
                 self._emit.alone((lane_between(HOST, tier),), lift_call)
@@ -131,6 +131,13 @@ class Streams:
             self._emit.alone(
                 (lane_between(unit.home, HOST),), Call(ops.Load(slot, lo, hi), u, None, fmt, slot.nbytes, 0)
             )
+
+    def _at_home(self, piece: Piece) -> Slot:
+        """A piece of a unit that is at home in memory."""
+        u, lo, hi = piece
+        whole, unit = self._layout.weights[u], self._plan.units[u]
+        granule_bytes = self._layout.parts[unit.part].granule_bytes
+        return Slot(whole.arena, whole.lo + (lo - unit.lo) * granule_bytes, whole.lo + (hi - unit.lo) * granule_bytes)
 
     def _at_hand(self, piece: Piece) -> bool:
         """Whether a unit can be lifted: it is at home in memory, or its load into the stage was emitted."""

@@ -5,6 +5,7 @@ Raises InternalError at the first task that
 - reads bytes that nobody wrote,
 - waits for a task that has not been handed out,
 - conflicts with an earlier task that it is not ordered after,
+- lifts or copies bytes into a slot of another size,
 - loads an expert and does not come after the answer that asks for it,
 - or takes (or lifts) an expert from a slot of a cache that holds another expert.
 """
@@ -55,6 +56,7 @@ def verify(tasks: Iterable[Task], arenas: Iterable[Arena], units: Sequence[Unit]
         for lane in task.lanes:
             last_on_lane[lane] = task.id
         _check_tiers(task)
+        _check_moves(task)
         _check_experts(task, units, held)
         _check_slots(task, sizes, touched, position, ordered)
         count += 1
@@ -70,6 +72,14 @@ def _check_tiers(task: Task) -> None:
         other = next((s for _, s in ops.slots_of(call.operands) if not s.arena.startswith(f"{lane}.")), None)
         if other is not None:
             raise InternalError(f"task {task.id}: {call.op} on {lane} touches {other}")
+
+
+def _check_moves(task: Task) -> None:
+    for operands in (call.operands for call in task.calls):
+        if isinstance(operands, ops.Lift | ops.Copy) and operands.source.nbytes != operands.target.nbytes:
+            raise InternalError(
+                f"task {task.id} moves {operands.source} into {operands.target}, which has another size"
+            )
 
 
 def _check_experts(task: Task, units: Sequence[Unit], held: dict[Slot, tuple[str, int]]) -> None:

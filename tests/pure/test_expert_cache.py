@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import BadRequest, InternalError
 from penstock.graph import ops, passes
+from penstock.graph.arenas import Layout, with_arenas
 from penstock.graph.cache import HALF_LIFE, POLICIES, ExpertCache
 from penstock.graph.check_plan import check_plan
 from penstock.graph.lower import Lowering
@@ -315,6 +316,33 @@ def test_what_ram_has_is_not_read_again(lifted_rows: int) -> None:
         calls = [call.operands for task in tasks for call in task.calls]
         assert len([op for op in calls if isinstance(op, ops.Load)]) == (3 * len(SPEC.layers) if position < 2 else 0)
         assert len([op for op in calls if isinstance(op, ops.Lift)]) == 3 * len(SPEC.layers)
+
+
+@pytest.mark.parametrize("slots", [1, 4, 9])
+def test_a_long_prompt_lifts_what_no_cache_holds(slots: int) -> None:
+    """Out of the middle of a unit in RAM too."""
+    plan = device_plan(slots)
+    units = [replace(u, prefill="gpu0") if u.part.endswith("experts") else u for u in plan.units]  # type: ignore[arg-type]
+    ring = plan.parts["0.experts"].nbytes
+    plan = with_arenas(replace(plan, units=tuple(units), ring_bytes={"gpu0": ring}))  # type: ignore[dict-item]
+    check_plan(plan, SPEC, FORMAT)
+    lowering, answer = Lowering(plan), drawn(plan)
+    tasks = [task for at in range(12) for task in lowering.step(passes.decode(plan, (0,), (at,), None), answer)]
+    (p,) = passes.prompts(plan, (0,), (30,), None)
+    prompt = list(lowering.step(p, answer))
+    assert verify([*tasks, *prompt], plan.arenas, plan.units)
+    lifted = [call.operands for task in prompt for call in task.calls if isinstance(call.operands, ops.Lift)]
+    part = plan.parts["0.experts"]
+    assert sum(lift.target.nbytes for lift in lifted) == len(SPEC.layers) * (9 - slots) * part.least_bytes
+    start = Layout(plan).weights[[u.part for u in plan.units].index("0.experts")].lo
+    sources = sorted(
+        (lift.source.lo - start) // part.least_bytes + i
+        for lift in lifted
+        for i in range(lift.source.nbytes // part.least_bytes)
+        if start <= lift.source.lo < start + part.nbytes
+    )
+    held = lowering._demand._own(0).held
+    assert sources == [expert for expert in range(9) if expert not in held]
 
 
 def test_a_lift_out_of_a_slot_that_holds_another_expert_is_found() -> None:
