@@ -245,15 +245,12 @@ class Scheduler:
             coming.update(request.digests[len(request.table.digests) :])
             seq, batch = request.seq, request.seq // size
             count = min(request.tokens - request.read, left, room[batch])
-            if request.wants_scores:
-                count = min(count, max(0, request.scored - request.read) + logits[batch])
-            elif not logits[batch]:  # its last row, which wants logits, waits for the next pass
-                count = min(count, request.tokens - request.read - 1)
+            silent = request.scored if request.wants_scores else request.tokens - 1  # tokens that want no logits
+            silent_rows = max(0, silent - request.read)
+            count = min(count, silent_rows + logits[batch])  # rows without room for logits wait for the next pass
             if count <= 0:
                 continue
-            end = request.read + count
-            ends = end == request.tokens
-            wanted = max(0, end - max(request.read, request.scored)) if request.wants_scores else int(ends)
+            ends, wanted = request.read + count == request.tokens, max(0, count - silent_rows)
             room[batch], logits[batch], left = room[batch] - count, logits[batch] - wanted, left - count
             found.append(Rows(request.id, seq, request.read, count, True, wanted, ends))
         return found
