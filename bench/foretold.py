@@ -14,6 +14,7 @@ from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass
 from penstock.planner.cost import Cost
 from penstock.planner.simulate import Simulator
+from penstock.serve.pages import Ids
 from penstock.serve.scheduler import Scheduler
 from penstock.spec.machine import MachineSpec
 from penstock.spec.plan import Plan
@@ -79,7 +80,11 @@ class PassTimes:
 
 def foretell(plan: Plan, times: PassTimes, prompt_rows: int, arrivals: Sequence[Arrival]) -> list[Foretold]:
     """What becomes of each request. `arrivals`: in the order in which they come."""
-    scheduler = Scheduler(plan, prompt_rows, len(arrivals), lambda _: np.zeros(0, np.int32))
+
+    def ids(request: int, _start: int, count: int) -> Ids:  # prompts have nothing in common
+        return np.full(count, request, np.int32)
+
+    scheduler = Scheduler(plan, prompt_rows, len(arrivals), ids)
     now_s, coming = 0.0, 0
     begun: dict[int, float] = {}
     first: dict[int, float] = {}
@@ -87,9 +92,7 @@ def foretell(plan: Plan, times: PassTimes, prompt_rows: int, arrivals: Sequence[
     ends: dict[int, float] = {}
     while len(ends) < len(arrivals):
         while coming < len(arrivals) and arrivals[coming].at_s <= now_s:
-            # Prompts have nothing in common.
-            prompt = np.full(arrivals[coming].prompt, coming, np.int32)
-            scheduler.submit(coming, prompt, 0, arrivals[coming].at_s)
+            scheduler.submit(coming, ids(coming, 0, arrivals[coming].prompt), 0, arrivals[coming].at_s)
             coming += 1
         if (step := scheduler.next(now_s)) is None:
             now_s = arrivals[coming].at_s
