@@ -14,6 +14,7 @@ import base64
 import importlib.util
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -79,6 +80,7 @@ class Guides:
         self._child = 0  # how many children have been opened
         self._number = 0
         self._counting = threading.Lock()
+        self._left: deque[int] = deque()  # answers that nobody holds any more
 
     def check(self, schema: str) -> None:
         """Compiles a schema (`checked_schema`), and waits for it. Raises BadRequest where it cannot be followed, or
@@ -90,7 +92,8 @@ class Guides:
         with self._counting:
             self._number += 1
             guide = Guide(self, self._number, schema)
-        weakref.finalize(guide, self._drop, guide.number).atexit = False
+        # Garbage collection may come in the middle of any line, with any lock held: it may append, and no more.
+        weakref.finalize(guide, self._left.append, guide.number).atexit = False
         return guide
 
     def close(self) -> None:
@@ -152,6 +155,7 @@ class Guides:
         """Opens a child where there is none. Raises BadRequest where there is no room for one, and where the model's
         tokens have no bytes."""
         if self._confined.lives:
+            self._drop_left()
             return
         need = guide_bytes(0)
         self._limit_bytes = have = self._memory_bytes()
@@ -171,15 +175,12 @@ class Guides:
     def _limits(self, doing: str, cpu_s: float) -> Request:
         return Request(doing, self._tokenizer.folder, cpu_s, self._limit_bytes, _ANSWER_BYTES)
 
-    def _drop(self, number: int) -> None:
-        def drop() -> None:
+    def _drop_left(self) -> None:
+        """The child forgets answers that nobody holds any more."""
+        while self._left:
+            number = self._left.popleft()
             if self._confined.lives:
                 self._confined.ask("drop", [number], self._limits("ending", _STEP_S))
-
-        try:
-            self._worker.submit(drop)
-        except RuntimeError:  # closed
-            return
 
 
 class _Broken(Exception):
