@@ -34,6 +34,7 @@ def packed_model(
             model,
             weights=weights,
             cache=machine.cache_folder,
+            host_memory_bytes=machine.host_memory_bytes,
             cache_limit_bytes=limit_bytes,
             verify=not machine.no_verify,
             on_progress=tell,

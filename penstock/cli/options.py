@@ -92,6 +92,11 @@ class Machine:
         return host.usable_threads(self.threads)
 
     @property
+    def host_memory_bytes(self) -> int | None:
+        """The size of --host-memory. Raises BadRequest."""
+        return _size(self.host_memory, "--host-memory")
+
+    @property
     def cache_folder(self) -> Path:
         """The folder of --cache. Raises BadRequest."""
         return cache_folder(self.cache)
@@ -128,7 +133,7 @@ class Work:
             batch=self.batch,
             context=self.context,
             objective=self.objective,
-            host_memory_bytes=_size(machine.host_memory, "--host-memory"),
+            host_memory_bytes=machine.host_memory_bytes,
             device_memory_bytes=_size(machine.device_memory, "--device-memory"),
             resident_bytes=_size(machine.resident, "--resident"),
             kv=self.kv,

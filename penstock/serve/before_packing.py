@@ -15,16 +15,17 @@ from penstock.store.files import read_json_if_there
 _TRIAL = "Once upon a time"
 
 
-def check_text_files(folder: Path, *, chat: bool, whole: bool = True) -> None:
+def check_text_files(folder: Path, *, chat: bool, whole: bool = True, within_bytes: int | None = None) -> None:
     """Opens the tokenizer and the sampling defaults of a checkpoint, and encodes a few words. With `chat` parses its
     chat templates too, and renders a conversation of those words: a template or a tokenizer that takes more than it may
     would be refused at the first prompt, after the packing.
 
-    `whole`: whether the tokenizer must be there, since the model is to be run. Raises BrokenModel, StorageFailed.
+    `whole`: whether the tokenizer must be there, since the model is to be run. `within_bytes`: as for `Tokenizer.open`.
+    Raises BrokenModel, StorageFailed.
     """
     with_model_defaults(read_json_if_there(folder / "generation_config.json"))
     if whole or os.path.lexists(folder / TOKENIZER):
-        with closing(Tokenizer.open(folder)) as tokenizer:
+        with closing(Tokenizer.open(folder, within_bytes)) as tokenizer:
             if chat:
                 tokenizer.check_templates()
             # What a template itself refuses may be this conversation alone.

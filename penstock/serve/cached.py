@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from penstock.errors import BadRequest, BrokenModel, StorageFailed
@@ -34,8 +33,8 @@ class Cached:
     lie in.
 
     `name`: with which the copy's name begins. `chat`: whether its chat template is parsed before it is packed.
-    `limit_bytes`: of all copies together. `verify`: whether its small files are compared with their checksums. `tell`:
-    gets progress and news.
+    `within_bytes`: the most memory that this process may take; None: any. `limit_bytes`: of all copies together.
+    `verify`: whether its small files are compared with their checksums. `tell`: gets progress and news.
     """
 
     checkpoint: Path
@@ -43,6 +42,7 @@ class Cached:
     weights: Format
     models: Path
     chat: bool
+    within_bytes: int | None = None
     limit_bytes: int | None = None
     verify: bool = True
     tell: Progress | None = None
@@ -120,9 +120,12 @@ class Cached:
                 raise BrokenModel(f"{self.checkpoint} changed while it was packed: run the command again")
             copies.write_record(aside, Record(self.weights.name, (Origin(str(self.checkpoint), then),)))
 
-        packing, check = self._progress("packing {}"), partial(check_text_files, chat=self.chat)
+        packing = self._progress("packing {}")
         waiting = self._waiting(folder)
-        return pack(self.checkpoint, folder, self.weights, packing, check=check, waiting=waiting, writing=writing)
+        return pack(self.checkpoint, folder, self.weights, packing, check=self._check, waiting=waiting, writing=writing)
+
+    def _check(self, folder: Path) -> None:
+        check_text_files(folder, chat=self.chat, within_bytes=self.within_bytes)
 
     def _drop(self, folder: Path, lock: FolderLock | None, why: str) -> None:
         """Removes a damaged copy. `lock`: on the folder, where it is held already. Raises BadRequest where the folder

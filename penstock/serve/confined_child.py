@@ -135,8 +135,13 @@ def _wait(event: int) -> None:
             sys.exit()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Answers for a tokenizer and its template."""
     with contextlib.suppress(ConnectionError):  # the parent ended while we answered
         answer_requests(
             _open_vocabulary, ("encode", "decode", "texts", "token_bytes", "advance", "chat", "check_templates")
         )
+
+
+if __name__ == "__main__":
+    main()

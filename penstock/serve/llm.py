@@ -76,11 +76,19 @@ class LLM:
         from penstock.serve.source import resolve
 
         folder = Path(cache) if cache else default_cache()
-        source = resolve(str(model), weights=weights, cache=folder, verify=verify, on_progress=on_progress)
+        within_bytes = _size(host_memory, "host_memory")
+        source = resolve(
+            str(model),
+            weights=weights,
+            cache=folder,
+            host_memory_bytes=within_bytes,
+            verify=verify,
+            on_progress=on_progress,
+        )
         ask = Ask(
             batch=batch,
             context=context,
-            host_memory_bytes=_size(host_memory, "host_memory"),
+            host_memory_bytes=within_bytes,
             device_memory_bytes=_size(device_memory, "device_memory"),
             resident_bytes=_size(resident, "resident"),
             kv=kv,

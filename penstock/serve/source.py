@@ -60,6 +60,7 @@ def resolve(
     *,
     weights: str | None,
     cache: Path,
+    host_memory_bytes: int | None = None,
     cache_limit_bytes: int | None = None,
     verify: bool = True,
     on_progress: Progress | None = None,
@@ -67,7 +68,8 @@ def resolve(
 ) -> Source:
     """The packed model of `model`. A checkpoint is packed into `cache` the first time, and found there later.
 
-    `weights`: the format, None for the model's own. `cache_limit_bytes`: the most bytes of all copies in the cache;
+    `weights`: the format, None for the model's own. `host_memory_bytes`: the limit of this process, which a tokenizer
+    that is tried before the packing is held to. `cache_limit_bytes`: the most bytes of all copies in the cache;
     those unused for longest are removed first. `verify`: whether a copy's small files are compared with their
     checksums. `chat`: whether the chat template is parsed before the model is packed.
 
@@ -99,7 +101,8 @@ def resolve(
     path = path.resolve()
     name = hub_id.rpartition("/")[2] if hub_id else path.name  # a download's folder is called by its revision
     models = cache.absolute() / copies.MODELS
-    cached = Cached(path, name, fmt or own_format(path), models, chat, cache_limit_bytes, verify, on_progress)
+    kept = host_memory_bytes, cache_limit_bytes
+    cached = Cached(path, name, fmt or own_format(path), models, chat, *kept, verify, on_progress)
     folder, lock = cached.hold()
     return Source(folder, lock, cached)
 

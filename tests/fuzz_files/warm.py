@@ -140,8 +140,7 @@ def _confined(parent: str) -> None:
 
     patched: Any = confined_child
     patched._lower = lowered
-    with contextlib.suppress(ConnectionError):
-        confined_child.main()
+    confined_child.main()
 
 
 def _ended_with(work: Callable[[], None]) -> int:
