@@ -75,8 +75,9 @@ class Bench:
         self.vocab = {name: open_packed(model).spec.vocab for name, model in self.models.items()}
 
     def server(self, model: str, limit: int | None, batch: int, context: int, output: int = OUTPUT_TOKENS) -> Any:
+        """A server with KV room for the whole context of each of `batch` answers: requests here take all of it."""
         flags = ("--batch", batch, "--context", context, "--prompt-tokens", PROMPT_TOKENS, "--output-tokens", output)
-        return served(self.folder, self.models[model], limit, *flags)
+        return served(self.folder, self.models[model], limit, *flags, "--kv-tokens", batch * context)
 
     def streams(self, model: str, count: int, prompt: int, output: int, seed: int = 0) -> list[Stream]:
         return [
