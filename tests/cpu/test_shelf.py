@@ -198,6 +198,7 @@ def test_a_server_with_two_models(two: dict[str, Path], cache: Path) -> None:
         # The one that a request names is loaded for it; without a name the first one is.
         tokens = server.ask("POST", "/tokenize", {"prompt": "abc", "model": "other"})[2]["tokens"]
         assert server.ask("GET", "/v1/plan")[2]["model"] == "other"
+        assert server.ask("GET", "/v1/plan?model=small")[2]["model"] == "other"  # a GET changes no model
         assert server.ask("POST", "/detokenize", {"tokens": tokens, "model": "other"})[2]["prompt"].endswith("abc")
         assert server.ask("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1})[2]["model"] == "small"
         metrics = server.ask("GET", "/metrics")[2]

@@ -150,27 +150,27 @@ def _about(app: FastAPI, shelf: Shelf) -> None:
         return Response(metrics(shelf.now.service if shelf.now else None), media_type=CONTENT_TYPE)
 
     @app.get("/v1/plan")
-    async def planned(model: str | None = None) -> dict[str, Any]:
-        hold = await _hold(model or (shelf.now.name if shelf.now else None), shelf)
-        try:
-            loaded, service = hold.loaded, hold.loaded.service
-            plan, prediction, counts = service.engine.plan, service.engine.prediction, service.counts
-            return {
-                "model": loaded.name,
-                "plan": plans.to_json(plan),
-                "predicted": {
-                    "ttft_s": prediction.ttft_s,
-                    "decode_tokens_per_s": prediction.decode_tokens_per_s,
-                    "gap_ratio_beside_prompts": loaded.pace.gap_ratio,
-                },
-                "sequences": plan.batch_seqs * plan.batches_per_pass,
-                "prompt_rows": loaded.pace.prompt_rows,
-                "running": counts.running,
-                "waiting": counts.waiting,
-                "reasons": [*service.engine.solved.reasons, loaded.pace.reason],
-            }
-        finally:
-            hold.end()
+    async def planned() -> dict[str, Any]:
+        # Of the model that is loaded. To load another one for a GET would let any web page change models: a browser
+        # sends no Origin with it.
+        if (loaded := shelf.now) is None:
+            raise HTTPException(503, "a model is being loaded: try again later")
+        engine, counts = loaded.service.engine, loaded.service.counts
+        plan, prediction = engine.plan, engine.prediction
+        return {
+            "model": loaded.name,
+            "plan": plans.to_json(plan),
+            "predicted": {
+                "ttft_s": prediction.ttft_s,
+                "decode_tokens_per_s": prediction.decode_tokens_per_s,
+                "gap_ratio_beside_prompts": loaded.pace.gap_ratio,
+            },
+            "sequences": plan.batch_seqs * plan.batches_per_pass,
+            "prompt_rows": loaded.pace.prompt_rows,
+            "running": counts.running,
+            "waiting": counts.waiting,
+            "reasons": [*engine.solved.reasons, loaded.pace.reason],
+        }
 
 
 def _texts(app: FastAPI, shelf: Shelf) -> None:
