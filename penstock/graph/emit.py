@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from penstock.graph import ops
-from penstock.graph.hazards import Hazards
+from penstock.graph.hazards import Hazards, Segment
 from penstock.graph.tasks import Call, Slot, Task
 from penstock.spec.places import CPU, Lane, is_disk
 
@@ -131,17 +131,21 @@ class Emitter:
         yield from self.closed()
 
     def _add(self, lanes: tuple[Lane, ...], call: Call) -> None:
-        touched: list[tuple[Slot, bool, bool]] = []
+        touched: list[tuple[Slot, Segment | None, bool, bool]] = []
         waits: dict[Lane, int] = {}
         operands: Any = call.operands
+        exact = True  # whether all of them are segments
         for field, many, reads, writes in _TOUCHES[operands.__class__]:
             for slot in operands[field] if many else (operands[field],):
                 arena, lo, hi = slot
                 if not self._tracked[arena]:
                     continue
+                segment = self._hazards.exactly(arena, lo, hi)
                 if reads or writes:
-                    touched.append((slot, reads, writes))
-                for other, task in self._hazards.conflicts(arena, lo, hi, writes):
+                    touched.append((slot, segment, reads, writes))
+                    exact = exact and segment is not None
+                before = self._hazards.conflicts(arena, lo, hi, writes) if segment is None else segment.before(writes)
+                for other, task in before:
                     if (other not in lanes or is_disk(other)) and task > waits.get(other, -1):
                         waits[other] = task
         lane = lanes[0]
@@ -163,8 +167,11 @@ class Emitter:
         current = self._open[lane]
         current.calls.append(call)
         mark = (lane, current.id)
-        for slot, read, write in touched:
-            self._hazards.record(*slot, write, mark)
+        for slot, segment, read, write in touched:
+            if exact and segment is not None:
+                segment.note(write, mark)
+            else:
+                self._hazards.record(*slot, write, mark)
             if read:
                 current.reads[slot] = None
             if write:

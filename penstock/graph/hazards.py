@@ -8,24 +8,54 @@ lane is kept, since to wait for a task is to wait for all earlier tasks of its l
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 
 from penstock.spec.places import Lane
 
 Mark = tuple[Lane, int]  # a task, by its lane and its id
 
 
-class _Segment:
+class Segment:
+    """A byte range [lo, hi) with its last writer, and the latest reader on each lane since."""
+
     __slots__ = ("hi", "lo", "readers", "writer")
 
     def __init__(self, lo: int, hi: int, writer: Mark | None, readers: dict[Lane, int]) -> None:
         self.lo, self.hi, self.writer, self.readers = lo, hi, writer, readers
+
+    def before(self, write: bool) -> Iterable[Mark]:
+        """Tasks that a read (or write) of all of it must come after."""
+        if write and self.readers:
+            return self.readers.items()
+        return (self.writer,) if self.writer is not None else ()
+
+    def note(self, write: bool, mark: Mark) -> None:
+        """The task `mark` reads (or writes) all of it."""
+        if write:
+            self.writer, self.readers = mark, {}
+        else:
+            self.readers[mark[0]] = mark[1]
 
 
 class Hazards:
     """The last writer of every byte range touched so far, and the readers since that write."""
 
     def __init__(self) -> None:
-        self._arenas: dict[str, tuple[list[int], list[_Segment]]] = {}
+        self._arenas: dict[str, tuple[list[int], list[Segment]]] = {}
+
+    def exactly(self, arena: str, lo: int, hi: int) -> Segment | None:
+        """The segment [lo, hi), if there is one. Nearly always there is: the same operand comes again. It is to be used
+        before the next `record`, which may split it."""
+        arena_segments = self._arenas.get(arena)
+        if arena_segments is None:
+            return None
+        starts, segments = arena_segments
+        i = bisect_right(starts, lo) - 1
+        if i >= 0:
+            segment = segments[i]
+            if segment.lo == lo and segment.hi == hi:
+                return segment
+        return None
 
     def conflicts(self, arena: str, lo: int, hi: int, write: bool) -> list[Mark]:
         """Tasks that a read (or write) of [lo, hi) must come after."""
@@ -35,21 +65,11 @@ class Hazards:
             return earlier
         starts, segments = arena_segments
         i = bisect_right(starts, lo) - 1
-        if i >= 0 and segments[i].lo == lo and segments[i].hi == hi:  # nearly always: the same operand again
-            segment = segments[i]
-            if write and segment.readers:
-                earlier.extend(segment.readers.items())
-            elif segment.writer is not None:
-                earlier.append(segment.writer)
-            return earlier
         i = max(i, 0)
         while i < len(segments) and segments[i].lo < hi:
             segment = segments[i]
             if segment.hi > lo:
-                if write and segment.readers:
-                    earlier.extend(segment.readers.items())
-                elif segment.writer is not None:
-                    earlier.append(segment.writer)
+                earlier.extend(segment.before(write))
             i += 1
         return earlier
 
@@ -59,39 +79,32 @@ class Hazards:
         if arena_segments is None:
             arena_segments = self._arenas[arena] = ([], [])
         starts, segments = arena_segments
-        i = bisect_right(starts, lo) - 1
-        if i >= 0 and segments[i].lo == lo and segments[i].hi == hi:  # nearly always: the same operand again
-            if write:
-                segments[i].writer, segments[i].readers = mark, {}
-            else:
-                segments[i].readers[mark[0]] = mark[1]
-            return
         self._split(starts, segments, lo)
         self._split(starts, segments, hi)
         first = bisect_right(starts, lo - 1)
         last = bisect_right(starts, hi - 1)
         if write:
             starts[first:last] = [lo]
-            segments[first:last] = [_Segment(lo, hi, mark, {})]
+            segments[first:last] = [Segment(lo, hi, mark, {})]
             return
         lane, task = mark
         cursor, fresh = lo, []
         for segment in segments[first:last]:
             if segment.lo > cursor:
-                fresh.append(_Segment(cursor, segment.lo, None, {lane: task}))
+                fresh.append(Segment(cursor, segment.lo, None, {lane: task}))
             segment.readers[lane] = task
             fresh.append(segment)
             cursor = segment.hi
         if cursor < hi:
-            fresh.append(_Segment(cursor, hi, None, {lane: task}))
+            fresh.append(Segment(cursor, hi, None, {lane: task}))
         starts[first:last] = [segment.lo for segment in fresh]
         segments[first:last] = fresh
 
     @staticmethod
-    def _split(starts: list[int], segments: list[_Segment], at: int) -> None:
+    def _split(starts: list[int], segments: list[Segment], at: int) -> None:
         i = bisect_right(starts, at) - 1
         if i >= 0 and segments[i].lo < at < segments[i].hi:
             old = segments[i]
             starts.insert(i + 1, at)
-            segments.insert(i + 1, _Segment(at, old.hi, old.writer, dict(old.readers)))
+            segments.insert(i + 1, Segment(at, old.hi, old.writer, dict(old.readers)))
             old.hi = at

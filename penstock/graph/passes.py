@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from penstock.graph.batch import Batch
 from penstock.graph.tasks import Pass, Stream
@@ -23,15 +23,20 @@ def prompts(
     are there already, fewer than all; () for none."""
     size, wanted = plan.batch_seqs, tuple(zip(seqs, starts or [0] * len(seqs), lengths, strict=True))
     groups = [_chunks(plan.chunk_rows, wanted[lo : lo + size]) for lo in range(0, len(seqs), size)]
+    following = then
     passes = []
-    for i in range(max(map(len, groups))):
-        in_pass = (chunks[i]._replace(id=index) for index, chunks in enumerate(groups) if i < len(chunks))
-        batches = tuple(in_pass)
+    for i in reversed(range(max(map(len, groups)))):
+        batches = tuple(
+            [
+                chunks[i]._replace(id=index) if index else chunks[i]
+                for index, chunks in enumerate(groups)
+                if i < len(chunks)
+            ]
+        )
         few = max(batch.total_rows for batch in batches) <= plan.asking_rows
-        passes.append(Pass("prefill", batches, then, few))
-    for p, following in pairwise(passes):
-        yield p._replace(then=following.stream)
-    yield passes[-1]
+        passes.append(Pass("prefill", batches, following, few))
+        following = passes[-1].stream
+    yield from reversed(passes)
 
 
 def ended(batch: Batch) -> list[int]:

@@ -2,8 +2,9 @@
 
 To lower and simulate some passes of an 80-layer model in units of 16 MiB takes seconds. A pass takes the seconds of its
 ends (embedding, head, the pause between passes) and of its layers, which are alike. So two short plans with the same
-ring tell both, by a line through them. If some layers keep their KV elsewhere than the others, there are two runs of
-layers, and three short plans.
+ring tell both, by a line through them. If the first layers keep their KV elsewhere than the others, there are two runs
+of layers, and three short plans. If layers with KV here and there alternate, as FlexGen's do, the short plans have as
+many layers of either kind, in their order.
 
 A short plan has every kind of layer. It streams its ring full several times, so that loads run ahead as they do in the
 long plan.
@@ -81,7 +82,7 @@ def shortened(plan: Plan, layers: Sequence[int]) -> Plan:
         plan,
         models=(PlanModel(replace(spec, layers=tuple(spec.layers[i] for i in layers)), plan.target.weights),),
         units=tuple(units),
-        kv=tuple(replace(home, layers=within(home.layers)) for home in plan.kv),
+        kv=tuple(replace(home, layers=within(home.layers)) for home in plan.kv if len({*within(home.layers)}) > 1),
         acts=tuple(replace(home, layers=within(home.layers)) for home in plan.acts),
         predictors=tuple(replace(p, layer=number[str(p.layer)]) for p in plan.predictors if str(p.layer) in number),
         caches=tuple(replace(c, layer=number[str(c.layer)]) for c in plan.caches if str(c.layer) in number),
@@ -107,14 +108,21 @@ def _choose(plan: Plan) -> list[_LayerRun] | None:
     if plan.predictors:
         return None  # layers differ in how many of their neurons are active
     spans = sorted({home.layers for home in plan.kv})
-    if any(act.layers != (0, count) for act in plan.acts) or len(spans) > _MOST_RUNS:
+    if any(act.layers != (0, count) for act in plan.acts):
         return None
     if any(lo < before for (_, before), (lo, _) in pairwise(spans)):
+        return None
+    kinds = list({replace(home, layers=(0, 0)): None for home in plan.kv})
+    if len(spans) > _MOST_RUNS and len(kinds) > 2:
         return None
     decode_bytes, prompts = streamed(plan), streamed(plan, purpose="prefill")
     most = max(sum(decode_bytes.values()) - decode_bytes[-1], sum(prompts.values()) - prompts[-1])
     ring_layers = sum(plan.ring_bytes.values()) * count / max(1, most)
     least = 1 if len(plan.units) > _MANY_UNITS * count else 2
+    if len(spans) > _MOST_RUNS:
+        second = [replace(home, layers=(0, 0)) == kinds[-1] for home in plan.kv for _ in range(*home.layers)]
+        whole = _run(plan, range(count), decode_bytes, ring_layers, least, second)
+        return [whole] if whole.far else None
     runs = (run for span in spans for run in _split(plan, range(*span)))
     chosen = [_run(plan, run, decode_bytes, ring_layers, least) for run in runs]
     return chosen if any(run.far for run in chosen) else None
@@ -129,7 +137,10 @@ def _split(plan: Plan, run: range) -> list[range]:
     return [range(run.start, first), range(first, run.stop)] if leads else [run]
 
 
-def _run(plan: Plan, run: range, layer_bytes: Mapping[int, int], ring_layers: float, least: int) -> _LayerRun:
+def _run(
+    plan: Plan, run: range, layer_bytes: Mapping[int, int], ring_layers: float, least: int,
+    second: Sequence[bool] = (),
+) -> _LayerRun:  # fmt: skip
     """The layers of a run that the short plans have. Layers differ by a granule that stays or streams. So layers are
     chosen for which the line through the short plans comes nearest to the bytes that the whole run streams.
 
@@ -137,6 +148,8 @@ def _run(plan: Plan, run: range, layer_bytes: Mapping[int, int], ring_layers: fl
     layer_bytes     layer → bytes that it streams in decode
     ring_layers     so many layers fill the ring once
     least           the least layers of a short plan
+    second          whether a layer's KV is of the second of two kinds that alternate; () if all are of one kind. Then
+                    chosen layers follow each other, and the line comes near to the layers of that kind too
     """
     layers, whole = plan.target.spec.layers[run.start : run.stop], _LayerRun(len(run), list(run), [])
     period = next((p for p in range(1, _LONGEST_PERIOD + 1) if layers[p:] == layers[:-p]), None)
@@ -146,21 +159,29 @@ def _run(plan: Plan, run: range, layer_bytes: Mapping[int, int], ring_layers: fl
     few = max(least, ceil(_RINGS * rings), min(4, ceil(_MANY_RINGS * rings)))
     if 6 * few * period > len(run):
         return whole
-    runs = [
-        sum(layer_bytes[run[i]] for i in range(first, first + period))
-        for first in range(0, len(run) - len(run) % period, period)
-    ]
-    long, total = len(run) / period, sum(layer_bytes[i] for i in run)
+    periods = range(0, len(run) - len(run) % period, period)
+    counts = [layer_bytes[i] for i in run], [*map(int, second)]  # what is counted of each layer
+    by_period = [[sum(count[first : first + period]) for first in periods] for count in counts if count]
+    long, totals = len(run) / period, [max(1, sum(count)) for count in counts if count]
 
-    def read(numbers: range) -> int:
-        return sum(runs[numbers.start : numbers.stop : numbers.step])
+    def error(of: Callable[[Sequence[int]], float]) -> float:
+        """How far the counts of the whole run are from what `of` makes of the counts of each period."""
+        return sum(abs(of(count) - total) / total for count, total in zip(by_period, totals, strict=True))
 
-    near = min(_progressions(len(runs), few), key=lambda numbers: abs(read(numbers) / few * long - total))
-    start, share = read(near), (long - few) / few
-    far = min(
-        _progressions(len(runs), 2 * few),
-        key=lambda numbers: abs(start + share * (read(numbers) - start) - total),
-    )
+    def read(count: Sequence[int], numbers: range) -> int:
+        return sum(count[numbers.start : numbers.stop : numbers.step])
+
+    def of_length(least: int, most: int) -> Iterator[range]:
+        if not second:
+            return _progressions(len(periods), least)
+        return (range(i, i + n) for n in range(least, most) for i in range(len(periods) - n + 1))
+
+    def line(near: range, far: range) -> Callable[[Sequence[int]], float]:
+        share = (long - len(near)) / (len(far) - len(near))
+        return lambda count: read(count, near) + share * (read(count, far) - read(count, near))
+
+    near = min(of_length(few, 2 * few), key=lambda n: error(lambda count: read(count, n) / len(n) * long))
+    far = min(of_length(2 * len(near), 2 * len(near) + few), key=lambda f: error(line(near, f)))
     shorter, longer = ([run[i * period + j] for i in numbers for j in range(period)] for numbers in (near, far))
     return _LayerRun(len(run), shorter, longer)
 

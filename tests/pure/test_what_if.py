@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import penstock
 from penstock.planner.predict import predict
 from penstock.planner.shorten import quick, streamed
-from penstock.planner.solve import Solved, pipo, settle_context, solve
+from penstock.planner.solve import Solved, flexgen, pipo, settle_context, solve
 from penstock.planner.solve.ours import device, ram
 from penstock.planner.solve.problem import Problem
 from penstock.planner.what_if import more_memory, other_formats, what_if
+from penstock.spec import machine as machines
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import Capacity, MachineSpec
@@ -158,6 +161,21 @@ def test_layers_with_attention_here_and_there_are_both_in_short_plans(device_gib
     assert short.decode_tokens_per_s == pytest.approx(exact.decode_tokens_per_s, rel=0.03)
     assert short.total_s == pytest.approx(exact.total_s, rel=0.03)
     assert short.tier_bytes == exact.tier_bytes
+
+
+@pytest.mark.parametrize("attends", ["cpu", "cpu scores"])
+def test_layers_whose_kv_alternates_between_two_homes_are_in_short_plans(attends: str) -> None:
+    """As in FlexGen's policies: layers with KV in device memory and in RAM take turns, without a period."""
+    machine = machines.loads((Path(penstock.__file__).parent / "machines" / "pc-rtx4090-64gb.json").read_text(), "")
+    ask = settle_context(Ask(batch=256, prompt_tokens=96, output_tokens=32, objective="throughput"), LLAMA_70B)
+    best = flexgen.search(settled(ask, LLAMA_70B, INT4, machine), (attends,))[attends]
+    plan = flexgen.plan_of(best)
+    assert plan is not None and len(plan.kv) > 4
+    exact, short = predict(plan, ask, machine), quick(plan, ask, machine)
+    assert short != exact
+    assert short.decode_tokens_per_s == pytest.approx(exact.decode_tokens_per_s, rel=0.01)
+    assert short.ttft_s == pytest.approx(exact.ttft_s, rel=0.01)
+    assert (short.bound_by, short.tier_bytes) == (exact.bound_by, exact.tier_bytes)
 
 
 def test_kv_partly_on_a_disk_is_in_short_plans() -> None:

@@ -85,27 +85,33 @@ def _best(problem: Problem, main: Executor, attends: str, like: Sequence[Shape])
     """The best policy of all blocks, for one way to attend. None if nothing fits.
 
     Thousands of sequences have many sizes of a block. The seconds of a sequence are smooth in the size of the block,
-    and nearly the same for all numbers of batches (docs/LOG.md). So some sizes are tried first: those like the shapes
-    `like`, or those of few batches. Then sizes like the best one are tried, until there are none left.
+    and nearly the same for all numbers of batches and for all chunks of prompts (docs/LOG.md). So some sizes are tried
+    first: those like the shapes `like`, or those of few batches with the largest chunks. Then sizes like the best one
+    are tried, until there are none left.
     """
     ask, best = problem.ask, None
-    left = trying = blocks(ask.batch, ask.objective == "latency")
-    if len(left) > _MANY_SIZES:
+    sizes = blocks(ask.batch, ask.objective == "latency")
+    left = trying = [(*size, rows) for size in sizes for rows in chunk_options(ask, size[0])]
+    if len(sizes) > _MANY_SIZES:
         trying = [size for size in left if any(_alike(size, shape) for shape in like)]
-        trying = trying or [size for size in left if size[1] in _USUAL_BATCHES]
+        trying = trying or [size for size in left if size[1] in _USUAL_BATCHES and size[2] == _most_rows(ask, size[0])]
     while trying:
-        for gpu_batch, batches in trying:
-            for chunk_rows in chunk_options(ask, gpu_batch):
-                best = _better(best, Terms(Shape(problem, main, gpu_batch, batches, chunk_rows, attends)))
-        left = [size for size in left if size not in trying]
+        for gpu_batch, batches, chunk_rows in trying:
+            best = _better(best, Terms(Shape(problem, main, gpu_batch, batches, chunk_rows, attends)))
+        tried = set(trying)
+        left = [size for size in left if size not in tried]
         trying = [size for size in left if best is None or _alike(size, best.shape)]
     return best
 
 
-def _alike(size: tuple[int, int], shape: Shape) -> bool:
+def _most_rows(ask: Ask, gpu_batch: int) -> int:
+    return chunk_options(ask, gpu_batch)[-1]
+
+
+def _alike(size: tuple[int, int, int], shape: Shape) -> bool:
     """Whether a block has about as many sequences as a shape's block, or about half or twice as many in the same number
-    of batches."""
-    gpu_batch, batches = size
+    of batches. Its chunks do not matter. `size`: sequences of a batch, batches, rows of a chunk."""
+    gpu_batch, batches, _ = size
     ratio = gpu_batch * batches / shape.block
     return 0.7 < ratio < 1.4 or (batches == shape.batches and 0.4 < ratio < 2.5)
 

@@ -7,7 +7,7 @@ is what the program counts. KV goes by whole layers. The layers of each tier are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import ceil, floor
@@ -137,7 +137,10 @@ class Shape:
     def window_bytes(self) -> int:
         """Bytes of the windows in a plan in which all KV moves through them."""
         away: Shares = (0.0, 1.0, 0.0) if self.moved_tier == 1 else (0.0, 0.0, 1.0)
-        return sum(slot.nbytes for slot in Layout(self.plan(NEAR, away)).windows)
+        # There are two windows at most, as large as the largest layer wants them. Two layers of each kind tell that.
+        spec = self.problem.spec
+        few = replace(self.problem, spec=replace(spec, layers=2 * tuple(dict.fromkeys(spec.layers))))
+        return sum(slot.nbytes for slot in Layout(replace(self, problem=few).plan(NEAR, away)).windows)
 
     @property
     def moved_tier(self) -> int:

@@ -100,6 +100,19 @@ class Learned(NamedTuple):
     units: dict[int, tuple[Lines, Lines]]
 
 
+class _Stage(NamedTuple):
+    """What is learned of all passes of a stage, an average layer.
+
+    lines           lane → seconds, if all units are full
+    units           tier → lane → seconds of one more unit a layer that comes from there
+    ends_s          seconds that the main executor computes outside all layers, divided by the layers
+    """
+
+    lines: Lines
+    units: dict[int, Lines]
+    ends_s: float
+
+
 class Terms:
     """Writes the programs of a shape, one for each mode."""
 
@@ -110,8 +123,11 @@ class Terms:
         position = min(prompt + ask.output_tokens // 2, home.context - 1)
         seqs = range(shape.block)
         prompts = passes.prompts(home, seqs, (prompt,) * shape.block, passes.DECODE)
-        self._prompts = Counter(map(_alike, prompts))
-        self._tokens = Counter([_alike(passes.decode(home, seqs, (position,) * shape.block, passes.DECODE))])
+        token = passes.decode(home, seqs, (position,) * shape.block, passes.DECODE)
+        # Purpose → the passes of that stage, and how often each comes.
+        self._passes = {"prefill": Counter(map(_alike, prompts)), "decode": Counter([_alike(token)])}
+        self._stages: dict[tuple[str, bool], _Stage] = {}
+        self._home_bytes = home.tier_bytes()
         self._kinds = Counter(shape.problem.spec.layers)
 
     def program(self, mode: Mode, near: lp.Shares | None = None) -> lp.PolicyProgram:
@@ -120,7 +136,7 @@ class Terms:
         shape = self.shape
         begun = shape.begun_units(near) if near else {tier: 0.5 * mode.weights[tier] for tier in (1, 2)}
         memory, capacity = self._memory(mode)
-        stages = [self._stage(counts, mode, begun) for counts in (self._prompts, self._tokens)]
+        stages = [self._stage(purpose, mode, begun) for purpose in self._passes]
         (prefill, prefill_ends_s), (decode, decode_ends_s) = stages
         return lp.PolicyProgram(
             layers=self.layers,
@@ -138,14 +154,25 @@ class Terms:
             ends_s=(prefill_ends_s, decode_ends_s),
         )
 
-    def _stage(self, counts: Counter[Pass], mode: Mode, begun: Mapping[int, float]) -> tuple[Lines, float]:
+    def _stage(self, purpose: str, mode: Mode, begun: Mapping[int, float]) -> tuple[Lines, float]:
         """(lane → the seconds of an average layer in all passes of a stage; the seconds that the main executor computes
-        outside all layers, divided by the layers). `counts`: the passes of the stage, and how often each comes;
-        `begun`: tier → units that are not full, a layer."""
+        outside all layers, divided by the layers). `begun`: tier → units that are not full, a layer."""
+        prepared = not mode.streams and not mode.kv[self.shape.moved_tier]
+        learned = self._stages.get((purpose, prepared))
+        if learned is None:  # a search asks for a stage again in every mode, and twice in each
+            learned = self._stages[purpose, prepared] = self._learned_stage(self._passes[purpose], prepared)
+        stage = dict(learned.lines)
+        for tier, lines in learned.units.items():
+            _add(stage, lines, begun[tier])
+        self._apart(stage, max(len(p.batches) for p in self._passes[purpose]))
+        return stage, learned.ends_s
+
+    def _learned_stage(self, counts: Counter[Pass], prepared: bool) -> _Stage:
+        """What is learned of the passes of a stage. `counts`: the passes, and how often each comes."""
         shape, layers = self.shape, self.layers
-        prepared = not mode.streams and not mode.kv[shape.moved_tier]
         total: Lines = dict.fromkeys(_LANES, lp.Line())
         ends: Lines = {shape.main: lp.Line()}
+        units: dict[int, Lines] = defaultdict(dict)
         for p, count in counts.items():
             _add(total, {shape.main: lp.Line(shape.problem.cost.between_passes_s)}, count)
             for batch, batches in Counter(batch._replace(id=0) for batch in p.batches).items():
@@ -155,15 +182,14 @@ class Terms:
                     _add(total, learned.batch, count * batches * alike)
                     _add(ends, learned.ends_batch, count * batches * alike / layers)
                     for tier, (of_batch, of_pass) in learned.units.items():
-                        _add(total, of_batch, count * batches * alike * begun[tier])
-                        _add(total, of_pass, count * alike * begun[tier] if first else 0.0)
+                        _add(units[tier], of_batch, count * batches * alike / layers)
+                        _add(units[tier], of_pass, count * alike / layers if first else 0.0)
                     if first:
                         _add(total, learned.once, count * alike)
                         _add(ends, learned.ends_once, count * alike / layers)
         _add(total, ends)
-        stage = {lane: line.times(1 / layers) for lane, line in total.items()}
-        self._apart(stage, max(len(p.batches) for p in counts))
-        return stage, ends[shape.main].constant / layers
+        lines = {lane: line.times(1 / layers) for lane, line in total.items()}
+        return _Stage(lines, dict(units), ends[shape.main].constant / layers)
 
     def _apart(self, stage: Lines, batches: int) -> None:
         """Adds the start of a pass to a stage whose KV moves. Weights are loaded ahead of the pass that needs them, but
@@ -199,7 +225,7 @@ class Terms:
         ring = shape.ring_layers * total / self.layers
         slack = float(shape.unit_slack_bytes + ARENA_ALIGN) if mode.streams else 0.0
         window = float(shape.window_bytes) if mode.kv[shape.moved_tier] else 0.0
-        fixed = {tier: nbytes + float(_ARENAS * ARENA_ALIGN) for tier, nbytes in shape.home.tier_bytes().items()}
+        fixed = {tier: nbytes + float(_ARENAS * ARENA_ALIGN) for tier, nbytes in self._home_bytes.items()}
         capacity = {"ram": float(problem.host_bytes), "disk": float(problem.machine.tier(DISK.tier).bytes)}
         memory = {"disk": lp.Line(0.0, (0.0, 0.0, total), (0.0, 0.0, kv_total))}
         if shape.main == HOST:
@@ -331,7 +357,7 @@ def _of_kv(tier: int, seconds: float) -> lp.Line:
 def _add(lines: Lines, more: Mapping[str, lp.Line], times: float = 1.0) -> None:
     """Adds to `lines` the lines `more`, `times` times."""
     for lane, line in more.items():
-        lines[lane] = lines.get(lane, lp.Line()) + line.times(times)
+        lines[lane] = lines.get(lane, lp.Line()).plus(line, times)
 
 
 def _alike(p: Pass) -> Pass:
