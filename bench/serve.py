@@ -35,12 +35,13 @@ from typing import Any
 from bench.cgroup import whole_pages
 from bench.clients import Server, Stream, leave, medians, percentile, served, together, tokens_per_s
 from bench.cpu import DEFAULT_SHAPES
-from bench.foretold import Arrival, PassTimes, foretell
 from bench.offload_engines import started, tell
 from bench.peers import PROMPT_TOKENS, token_ids
 from bench.peers import random_gguf as gguf
+from penstock.planner.pass_times import PassTimes
 from penstock.runtime import host
 from penstock.runtime.probe import cpu_name, load_or_probe
+from penstock.serve.foretold import Arrival, foretell
 from penstock.spec import plan as plans
 from penstock.spec.format import parse_format
 from penstock.store.packed import open_packed

@@ -8,20 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.graph import passes
-from penstock.graph.batch import Batch
-from penstock.graph.lower import Lowering
-from penstock.graph.tasks import Pass, Stream
-from penstock.planner.cost import Cost
-from penstock.planner.routing import Replay
+from penstock.planner.pass_times import pass_s
 from penstock.planner.shorten import short
-from penstock.planner.simulate import Simulator
 from penstock.spec.machine import MachineSpec
 from penstock.spec.plan import Plan
 
 # A prompt that joins may make the others' gaps between tokens so many times as long.
 LONGEST_GAP = 1.5
-_WARM_PASSES, _COUNTED_PASSES, _CACHE_PASSES = 2, 2, 32
 
 
 @dataclass(frozen=True)
@@ -43,11 +36,11 @@ def pace(plan: Plan, machine: MachineSpec) -> Pace:
     speaking = plan.batch_seqs * plan.batches_per_pass - 1
     if not speaking:
         return Pace(most, 1.0, f"one sequence at a time: prompts are read {most} tokens a pass")
-    gap_s = _pass_s(plan, machine, speaking, 0)
-    rows, mixed_s, room = 1, _pass_s(plan, machine, speaking, 1), most - plan.batch_seqs + 1
+    gap_s = pass_s(plan, machine, speaking, 0)
+    rows, mixed_s, room = 1, pass_s(plan, machine, speaking, 1), most - plan.batch_seqs + 1
     while rows < room:
         more = min(2 * rows, room)
-        longer_s = _pass_s(plan, machine, speaking, more)
+        longer_s = pass_s(plan, machine, speaking, more)
         if longer_s > LONGEST_GAP * gap_s:
             break
         rows, mixed_s = more, longer_s
@@ -56,36 +49,3 @@ def pace(plan: Plan, machine: MachineSpec) -> Pace:
         f"prompts are read {rows} tokens a pass beside {speaking} answers, whose gaps become {ratio:.2f} times as long"
     )
     return Pace(rows, ratio, beside)
-
-
-def _pass_s(plan: Plan, machine: MachineSpec, speaking: int, prompt_rows: int) -> float:
-    """Predicted seconds of a pass with a row of each of `speaking` sequences and `prompt_rows` rows of another's
-    prompt, where passes like it came before."""
-    lowering, simulator, replay = Lowering(plan), Simulator(Cost(machine)), Replay(plan)
-    pause_s = Cost(machine).between_passes_s
-    share = plan.kv_pages * plan.page_tokens // (plan.batch_seqs * plan.batches_per_pass)
-    at = max(0, min((share or plan.context) // 2, plan.context - prompt_rows))
-    p = passes.decode(plan, range(speaking), (at,) * speaking, passes.DECODE)
-    replay.warm(lowering, p, _CACHE_PASSES)
-    if prompt_rows:
-        p = _with_prompt(plan, p, speaking, at, prompt_rows)
-    seconds = []
-    for _ in range(_WARM_PASSES + _COUNTED_PASSES):
-        start_s = simulator.now_s
-        simulator.busy_s(lowering.step(p, replay.answer))
-        simulator.pause(pause_s)
-        seconds.append(simulator.now_s - start_s)
-    return sum(seconds[_WARM_PASSES:]) / _COUNTED_PASSES
-
-
-def _with_prompt(plan: Plan, p: Pass, seq: int, at: int, rows: int) -> Pass:
-    """The pass with rows of one more sequence, the last, whose prompt does not end."""
-    number = seq // plan.batch_seqs
-    batches = {batch.id: batch for batch in p.batches}
-    before = batches.get(number, Batch(number, (), (), (), ()))
-    batches[number] = Batch(
-        number, (*before.seqs, seq), (*before.start, at), (*before.rows, rows), before.logits
-    )  # fmt: skip
-    together = tuple(batches.values())
-    few = max(batch.total_rows for batch in together) <= plan.asking_rows
-    return Pass("prefill", together, Stream("prefill", True, few), few)

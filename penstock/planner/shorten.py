@@ -47,14 +47,20 @@ def quick(
         heard = None if trace is None else trace.of_layers(layers)
         return predict(shortened(plan, layers), ask, machine, spread, heard)
 
-    near = of([i for run in chosen for i in run.near])
-    further = []
-    for run in chosen:
-        if run.far:
-            layers = [i for other in chosen for i in (other.far if other is run else other.near)]
-            share = (run.layers - len(run.near)) / (len(run.far) - len(run.near))
-            further.append((share, of(layers)))
-    return _further(near, further, plan, ask)
+    near, further = _short_plans(chosen)
+    return _further(of(near), [(share, of(layers)) for share, layers in further], plan, ask)
+
+
+def quick_s(plan: Plan, seconds: Callable[[Plan], float]) -> float:
+    """The seconds of a plan, by a function that may be slow for a plan of many units: it is asked about short plans
+    then. Its seconds are to be a line over layers that are alike."""
+    chosen = _choose(plan) if len(plan.units) > _FEW_UNITS else None
+    if chosen is None:
+        return seconds(plan)
+    near, further = _short_plans(chosen)
+    near_s = seconds(shortened(plan, near))
+    more_s = sum(share * (seconds(shortened(plan, layers)) - near_s) for share, layers in further)
+    return max(near_s, near_s + more_s)
 
 
 def short(plan: Plan) -> Plan:
@@ -96,6 +102,17 @@ class _LayerRun(NamedTuple):
     layers: int
     near: list[int]
     far: list[int]
+
+
+def _short_plans(chosen: Sequence[_LayerRun]) -> tuple[list[int], list[tuple[float, list[int]]]]:
+    """The layers of the shortest plan; (share, layers) of each longer one, whose difference to the shortest is added
+    `share` times."""
+    further = []
+    for run in chosen:
+        if run.far:
+            layers = [i for other in chosen for i in (other.far if other is run else other.near)]
+            further.append(((run.layers - len(run.near)) / (len(run.far) - len(run.near)), layers))
+    return [i for run in chosen for i in run.near], further
 
 
 def _choose(plan: Plan) -> list[_LayerRun] | None:

@@ -79,7 +79,7 @@ class Pages:
     """`count` pages of `tokens` positions each. `stored(digest)`: whether a whole page lies elsewhere too."""
 
     def __init__(self, count: int, tokens: int, stored: Callable[[bytes], bool] = lambda _: False) -> None:
-        self.count, self.tokens, self._stored = count, tokens, stored
+        self.count, self.tokens, self.stored = count, tokens, stored
         self.restores: list[tuple[int, bytes]] = []  # (page, digest of what is to be brought into it)
         self._users = [0] * count
         self._free = list(reversed(range(count)))
@@ -112,13 +112,13 @@ class Pages:
         """The digest of the first page that is not there, of the whole pages before the last token of a prompt."""
         whole = digests[1 : 1 + (len(ids) - 1) // self.tokens]
         there = self._index.whole
-        return next((digest for digest in whole if digest not in there and not self._stored(digest)), None)
+        return next((digest for digest in whole if digest not in there and not self.stored(digest)), None)
 
     def unsaved(self) -> tuple[int, bytes] | None:
         """(page, digest) of a whole page that is not stored elsewhere, the latest first; None where there is none."""
         while self._index.unsaved:
             digest, page = next(reversed(self._index.unsaved.items()))
-            if not self._stored(digest):
+            if not self.stored(digest):
                 return page, digest
             del self._index.unsaved[digest]
         return None
@@ -135,7 +135,7 @@ class Pages:
         shared: list[int | None] = []  # None: stored elsewhere
         for digest in digests[1 : 1 + (len(ids) - 1) // self.tokens] if reuse else ():
             page = self._index.whole.get(digest)
-            if page is None and not self._stored(digest):
+            if page is None and not self.stored(digest):
                 break
             shared.append(page)
         here = [page for page in shared if page is not None]

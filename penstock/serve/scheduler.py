@@ -18,11 +18,14 @@ reading waits for that, to share it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice
 from typing import NamedTuple
+
+import numpy as np
 
 from penstock.errors import BadRequest
 from penstock.graph import passes
@@ -33,6 +36,7 @@ from penstock.serve.pages import Ids, Pages, Table
 from penstock.spec.plan import Plan
 
 AGING_S = 30.0
+_NO_IDS = np.empty(0, np.int32)
 
 
 class QueueFull(BadRequest):
@@ -112,6 +116,31 @@ class Scheduler:
         self._arrived = 0
         self._underway: list[tuple[_Request, Rows]] = []  # the rows of the latest pass
         self.given_back = 0  # how often a request gave its pages back before its answer was whole
+
+    def twin(self) -> Scheduler:
+        """A scheduler in the same state, to foretell what this one will do. What its requests will say is made up."""
+
+        prompts = {request.id: request.prompt for request in self._requests.values()}
+
+        def ids(number: int, start: int, count: int) -> Ids:
+            known = prompts.get(number, _NO_IDS)[start : start + count]
+            return np.concatenate([known, np.full(count - len(known), -1 - number, np.int32)])
+
+        # Prompts and the plan do not change, and the two functions belong to whoever made this scheduler.
+        kept = [self._plan, self._ids, self.pages.stored, *prompts.values()]
+        twin = copy.deepcopy(self, {id(each): each for each in kept})
+        twin._ids = ids
+        return twin
+
+    @property
+    def underway(self) -> list[Rows]:
+        """The rows of the latest pass, until something says that it has ended."""
+        return [rows for _, rows in self._underway]
+
+    @property
+    def said(self) -> dict[int, int]:
+        """Request → tokens of its answer, with the one of the pass under way."""
+        return {request.id: request.said for request in self._requests.values()}
 
     @property
     def running(self) -> int:

@@ -21,8 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import BadRequest, InternalError, PenstockError, StorageFailed
+from penstock.planner.pass_times import PassTimes
 from penstock.serve.answering import checked_ids
 from penstock.serve.engine import Engine
+from penstock.serve.foretold import Newcomer, newcomer
 from penstock.serve.generation import Generation
 from penstock.serve.kv_store import KvStore
 from penstock.serve.reply import Reply
@@ -113,6 +115,7 @@ class Service:
         self._passes_s = 0.0
         self._passes = engine.session.passes  # of the session, when the service took the latest one
         self._saves_until_s = inf
+        self._times = PassTimes(engine.plan, engine.machine)
         self._thread: threading.Thread | None = None  # lives while requests are here
 
     @property
@@ -168,6 +171,17 @@ class Service:
         """How many requests are to be taken before this one."""
         with self._changed:
             return self._scheduler.place(number, time.perf_counter())
+
+    def newcomer(self, prompt_tokens: int, output_tokens: int) -> Newcomer:
+        """What a request would find that came now, if each answer takes all the tokens that it may. Raises QueueFull.
+        It takes a second at most, most of it without holding up passes."""
+        now_s = time.perf_counter()
+        with self._changed:
+            twin = self._scheduler.twin()
+            # An answer of no tokens has a pass that says one, too.
+            left = {n: 0 if each.cancelled else max(1, each.reply.limit) for n, each in self._open.items()}
+            left = {number: tokens - twin.said[number] for number, tokens in left.items()}
+        return newcomer(twin, self._times, left, prompt_tokens, output_tokens, now_s)
 
     def refuse(self, why: str) -> None:
         """From now on no request is taken; those that are here go on."""

@@ -299,6 +299,16 @@ def test_tokenizes_and_tells_its_plan(server: Server, engine: Engine) -> None:
     assert server.ask("GET", "/health")[2] == {"status": "ok"}
 
 
+def test_tells_what_a_request_would_find_that_came_now(server: Server) -> None:
+    idle = server.ask("GET", "/v1/plan?prompt_tokens=8&output_tokens=5")[2]["next_request"]
+    assert (idle["prompt_tokens"], idle["output_tokens"], idle["refused"]) == (8, 5, None)
+    assert idle["place"] == 0 and idle["wait_s"] == 0 and idle["ttft_s"] > 0 and idle["tokens_per_s"] > 0
+    context = server.ask("GET", "/v1/models")[2]["data"][0]["max_model_len"]
+    long = server.ask("GET", f"/v1/plan?prompt_tokens={context + 1}")
+    assert long[0] == 400 and str(context) in long[2]["error"]["message"]
+    assert server.ask("GET", "/v1/plan?prompt_tokens=0")[0] == 400
+
+
 def test_raw_sockets_block_nobody(server: Server) -> None:
     """Half requests, bodies that never come, pipelines, many headers: others are answered meanwhile."""
     held = []

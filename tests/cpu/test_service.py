@@ -316,3 +316,26 @@ def test_closing_ends_what_threads_wait_for(folder: Path) -> None:
             for each in waiting:
                 with pytest.raises(BadRequest, match="was closed"):
                     each.result()
+
+
+@pytest.mark.parametrize("name", ["resident", "streaming", "two batches", "few pages", "KV on disk"])
+def test_tells_what_a_request_would_find(folder: Path, name: str) -> None:
+    """While the model is held by somebody else, all requests wait. Each has 40 tokens to say, and SEQS say them at
+    once."""
+    with load(folder, plan=plans(folder)[name]) as engine, serving(engine, queue=20) as service:
+        idle = service.newcomer(9, 5)
+        assert idle.place == 0 and idle.wait_s == 0
+        assert idle.ttft_s is not None and idle.ttft_s > 0 and idle.tokens_per_s is not None
+        with engine.held():
+            heard = [Heard() for _ in range(9)]
+            for each in heard:
+                service.submit([7] * 20, SamplingParams(max_tokens=40, ignore_eos=True), each.tell)
+            busy = service.newcomer(9, 5)
+            assert busy.place == 9 and service.newcomer(9, 1).tokens_per_s is None
+            assert busy.wait_s is not None and busy.ttft_s is not None
+            assert busy.wait_s > 40 * idle.ttft_s / 20 and busy.ttft_s > busy.wait_s
+            for _ in range(20 + SEQS - 9):
+                service.submit([7] * 20, SamplingParams(max_tokens=4), Heard().tell)
+            with pytest.raises(QueueFull):
+                service.newcomer(9, 5)
+        assert all(isinstance(each.end()[1], Ended) for each in heard)  # nobody's answer was touched

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.foretold import Arrival, PassTimes, foretell
+from penstock.graph.arenas import with_arenas
+from penstock.planner.pass_times import PassTimes
+from penstock.serve.foretold import Arrival, foretell, newcomer
+from penstock.serve.pages import Ids
+from penstock.serve.scheduler import Rows, Scheduler
 from penstock.spec.format import parse_format
 from tests.plans import resident_plan
 from tests.pure.machine import MACHINE, model
@@ -44,3 +52,69 @@ def test_traces_end_and_who_waits_has_a_reason(gaps: list[tuple[float, int, int]
         )  # fmt: skip
         if others == 0:
             assert each.wait_s == 0
+
+
+def duration_s(rows: list[Rows]) -> float:
+    return TIMES.seconds(sum(not r.reads for r in rows), sum(r.tokens for r in rows if r.reads))
+
+
+REQUESTS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40), st.integers(1, 20)), min_size=0, max_size=12)
+
+
+@given(before=REQUESTS, passes=st.integers(0, 30), prompt=st.integers(1, 40), output=st.integers(1, 24))
+def test_a_newcomer_finds_what_was_foretold(
+    before: list[tuple[int, int, int]], passes: int, prompt: int, output: int
+) -> None:
+    """Some requests, of which some share their prompt, are answered for a while. Then one more comes in the middle of a
+    pass. The scheduler goes on as its twin did."""
+    plan = with_arenas(replace(PLAN, page_tokens=8, kv_pages=10))
+    prompts = {i: np.full(tokens, -1 - kind, np.int32) for i, (kind, tokens, _) in enumerate(before)}
+    new = len(before)
+    prompts[new] = np.full(prompt, -1 - new, np.int32)
+
+    def ids(number: int, start: int, count: int) -> Ids:
+        known = prompts[number][start : start + count]
+        return np.concatenate([known, np.full(count - len(known), -1 - number, np.int32)])
+
+    scheduler = Scheduler(plan, 8, 20, ids)
+    left = {i: tokens for i, (_, _, tokens) in enumerate(before)}
+    for i in left:
+        scheduler.submit(i, prompts[i], 0, 0.0)
+    now_s, ends, first_s, begun_s = 0.0, list[int](), dict[int, float](), dict[int, float]()
+
+    def step() -> tuple[list[Rows], float]:
+        nonlocal ends
+        scheduler.end(ends)
+        found = scheduler.next(now_s)
+        rows = [each for members in found.rows for each in members] if found else []
+        for each in rows:
+            begun_s.setdefault(each.request, now_s)
+            left[each.request] -= each.says
+            if each.says:
+                first_s.setdefault(each.request, now_s + duration_s(rows))
+        ends = [each.request for each in rows if left[each.request] <= 0]
+        return rows, duration_s(rows) if rows else 0.0
+
+    took_s = 0.0
+    for _ in range(passes):
+        now_s += took_s
+        _, took_s = step()
+    came_s = now_s + took_s / 2
+    twin = scheduler.twin()
+    told = newcomer(twin, TIMES, dict(left), prompt, min(output, 64 - prompt + 1), came_s)
+    left[new] = min(output, 64 - prompt + 1)
+    for request in ends:
+        left.pop(request)
+    scheduler.end(ends)
+    ends = []
+    scheduler.submit(new, prompts[new], 0, came_s)
+    assert told.place == scheduler.place(new, came_s)
+    now_s += took_s
+    end_s = now_s
+    while left.get(new, 0) > 0:
+        _, took_s = step()
+        now_s = end_s = now_s + took_s
+    assert told.wait_s == pytest.approx(begun_s[new] - came_s)
+    assert told.ttft_s == pytest.approx(first_s[new] - came_s)
+    if end_s > first_s[new]:
+        assert told.tokens_per_s == pytest.approx((min(output, 64 - prompt + 1) - 1) / (end_s - first_s[new]))

@@ -6,10 +6,10 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Annotated, Any
 
 from anyio import CapacityLimiter, to_thread
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
@@ -19,12 +19,14 @@ from penstock.errors import BadRequest, InternalError, PenstockError
 from penstock.serve.api.answers import Answers, Gone, Shape, head_of
 from penstock.serve.api.guard import OWNER, SPEND, Access, App, Guard, Limits, Receive, Scope, Send, error_body
 from penstock.serve.api.metrics import CONTENT_TYPE, metrics
-from penstock.serve.api.shelf import Hold, Shelf
+from penstock.serve.api.shelf import Hold, Loaded, Shelf
 from penstock.serve.api.wire import MAX_SCORES, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from penstock.serve.foretold import Newcomer
 from penstock.serve.scheduler import QueueFull
 from penstock.serve.tokenizer import Tokenizer
 from penstock.spec import plan as plans
 
+Tokens = Annotated[int | None, Query(ge=1, le=2**31 - 1)]
 RETRY_S = 5  # what a client is told to wait where the queue is full
 
 
@@ -126,6 +128,7 @@ def _completions(app: FastAPI, shelf: Shelf) -> None:
 
 def _about(app: FastAPI, shelf: Shelf) -> None:
     created_s = int(time.time())
+    foretelling = CapacityLimiter(1)  # it may take a second of processor time, which passes need too
 
     def about(name: str) -> dict[str, Any]:
         now = shelf.now
@@ -150,7 +153,7 @@ def _about(app: FastAPI, shelf: Shelf) -> None:
         return Response(metrics(shelf.now.service if shelf.now else None), media_type=CONTENT_TYPE)
 
     @app.get("/v1/plan")
-    async def planned() -> dict[str, Any]:
+    async def planned(prompt_tokens: Tokens = None, output_tokens: Tokens = None) -> dict[str, Any]:
         # Of the model that is loaded. To load another one for a GET would let any web page change models: a browser
         # sends no Origin with it.
         if (loaded := shelf.now) is None:
@@ -169,8 +172,26 @@ def _about(app: FastAPI, shelf: Shelf) -> None:
             "prompt_rows": loaded.pace.prompt_rows,
             "running": counts.running,
             "waiting": counts.waiting,
+            "next_request": await to_thread.run_sync(
+                _next_request, loaded, prompt_tokens, output_tokens, limiter=foretelling
+            ),
             "reasons": [*engine.solved.reasons, loaded.pace.reason],
         }
+
+
+def _next_request(loaded: Loaded, prompt_tokens: int | None, output_tokens: int | None) -> dict[str, Any]:
+    """What a request would find that came now: of as many tokens as the plan was made for, where none are named. Raises
+    BadRequest for more than the context has."""
+    ask, context = loaded.service.engine.ask, loaded.service.engine.plan.context
+    prompt = prompt_tokens or min(ask.prompt_tokens, context - 1)
+    if prompt > context:
+        raise BadRequest(f"a prompt of {prompt} tokens does not fit a context of {context}")
+    output = min(output_tokens or ask.output_tokens, context - prompt + 1)
+    asked = {"prompt_tokens": prompt, "output_tokens": output}
+    try:
+        return {**asked, **loaded.service.newcomer(prompt, output)._asdict(), "refused": None}
+    except QueueFull as error:
+        return {**asked, **dict.fromkeys(Newcomer._fields), "refused": error.message}
 
 
 def _texts(app: FastAPI, shelf: Shelf) -> None:

@@ -1,0 +1,97 @@
+"""Predicted seconds of a server's passes: rows of answers, and of a prompt beside them."""
+
+from __future__ import annotations
+
+from penstock.graph import passes
+from penstock.graph.batch import Batch
+from penstock.graph.lower import Lowering
+from penstock.graph.tasks import Pass, Stream
+from penstock.planner.cost import Cost
+from penstock.planner.routing import Replay
+from penstock.planner.shorten import quick_s
+from penstock.planner.simulate import Simulator
+from penstock.spec.machine import MachineSpec
+from penstock.spec.plan import Plan
+
+_WARM_PASSES, _COUNTED_PASSES, _CACHE_PASSES = 2, 2, 32
+_FEW = 4  # up to so many answers each number is simulated
+
+
+class PassTimes:
+    """Predicted seconds of a plan's passes. Few are simulated; those between are on a line."""
+
+    def __init__(self, plan: Plan, machine: MachineSpec) -> None:
+        self._plan, self._machine = plan, machine
+        self._known: dict[tuple[int, int], float] = {}
+
+    def seconds(self, speaking: int, prompt_rows: int) -> float:
+        """Of a pass with a row of each of `speaking` answers and `prompt_rows` rows of prompts."""
+        most = self._plan.batch_seqs * self._plan.batches_per_pass
+        speaking = min(speaking, most - (prompt_rows > 0))
+        if not speaking and not prompt_rows:
+            return 0.0
+        low, high = (speaking, speaking) if speaking <= _FEW else _around(speaking, most - (prompt_rows > 0))
+        first_s = self._with_rows(low, prompt_rows)
+        return _between(first_s, self._with_rows(high, prompt_rows), low, high, speaking) if high > low else first_s
+
+    def _with_rows(self, speaking: int, prompt_rows: int) -> float:
+        size = self._plan.batch_seqs
+        # A pass has as many rows of prompts as its batches have room for. Here one prompt is read, in one batch.
+        most = max(self._plan.chunk_rows, size) - speaking % size
+        prompt_rows = min(prompt_rows, most)
+        if prompt_rows < 2:
+            return self._of(speaking, prompt_rows)
+        low, high = _around(prompt_rows, most)
+        first_s = self._of(speaking, low)
+        return _between(first_s, self._of(speaking, high), low, high, prompt_rows) if high > low else first_s
+
+    def _of(self, speaking: int, prompt_rows: int) -> float:
+        key = (speaking, prompt_rows)
+        if key not in self._known:
+            self._known[key] = quick_s(self._plan, lambda plan: pass_s(plan, self._machine, speaking, prompt_rows))
+        return self._known[key]
+
+
+def pass_s(plan: Plan, machine: MachineSpec, speaking: int, prompt_rows: int) -> float:
+    """Predicted seconds of a pass with a row of each of `speaking` sequences and `prompt_rows` rows of another's
+    prompt, where passes like it came before. Sequences are half-way through their context, or have half of their share
+    of the pages."""
+    lowering, simulator, replay = Lowering(plan), Simulator(Cost(machine)), Replay(plan)
+    pause_s = Cost(machine).between_passes_s
+    share = plan.kv_pages * plan.page_tokens // (plan.batch_seqs * plan.batches_per_pass)
+    at = max(0, min((share or plan.context) // 2, plan.context - prompt_rows))
+    p = passes.decode(plan, range(speaking), (at,) * speaking, passes.DECODE)
+    if speaking:
+        replay.warm(lowering, p, _CACHE_PASSES)
+    if prompt_rows:
+        p = _with_prompt(plan, p, speaking, at, prompt_rows)
+    seconds = []
+    for _ in range(_WARM_PASSES + _COUNTED_PASSES):
+        start_s = simulator.now_s
+        simulator.busy_s(lowering.step(p, replay.answer))
+        simulator.pause(pause_s)
+        seconds.append(simulator.now_s - start_s)
+    return sum(seconds[_WARM_PASSES:]) / _COUNTED_PASSES
+
+
+def _with_prompt(plan: Plan, p: Pass, seq: int, at: int, rows: int) -> Pass:
+    """The pass with rows of one more sequence, the last, whose prompt does not end."""
+    number = seq // plan.batch_seqs
+    batches = {batch.id: batch for batch in p.batches}
+    before = batches.get(number, Batch(number, (), (), (), ()))
+    batches[number] = Batch(
+        number, (*before.seqs, seq), (*before.start, at), (*before.rows, rows), before.logits
+    )  # fmt: skip
+    together = tuple(batches.values())
+    few = max(batch.total_rows for batch in together) <= plan.asking_rows
+    return Pass("prefill", together, Stream("prefill", True, few), few)
+
+
+def _around(number: int, most: int) -> tuple[int, int]:
+    """The powers of two around a number from 1 to `most`, the second at most `most`."""
+    low = 1 << (number.bit_length() - 1)
+    return low, min(2 * low, most)
+
+
+def _between(first: float, last: float, low: int, high: int, at: int) -> float:
+    return first + (last - first) * (at - low) / (high - low)

@@ -1,0 +1,134 @@
+"""Foretells what becomes of requests, by a scheduler on a virtual clock: its passes take as long as the planner
+predicts. Nothing runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.planner.pass_times import PassTimes
+from penstock.serve.pages import Ids
+from penstock.serve.scheduler import Rows, Scheduler
+from penstock.spec.plan import Plan
+
+MOST_PASSES = 3000  # of one foretelling, which take about a second
+
+
+class Arrival(NamedTuple):
+    """A request: when it comes, its prompt's tokens and its answer's."""
+
+    at_s: float
+    prompt: int
+    output: int
+
+
+class Foretold(NamedTuple):
+    """Of a request: seconds that it waits for a sequence, until its first token, and until its last."""
+
+    wait_s: float
+    ttft_s: float
+    all_s: float
+
+
+class Newcomer(NamedTuple):
+    """What a request would find that came now.
+
+    place           requests that are taken before it
+    wait_s          seconds that it waits for a sequence
+    ttft_s          seconds until its first token, None where that is further away than MOST_PASSES passes
+    tokens_per_s    of its answer, after the first token; None as `ttft_s`, and for an answer of one token
+    """
+
+    place: int
+    wait_s: float | None
+    ttft_s: float | None
+    tokens_per_s: float | None
+
+
+def foretell(plan: Plan, times: PassTimes, prompt_rows: int, arrivals: Sequence[Arrival]) -> list[Foretold]:
+    """What becomes of each request. `arrivals`: in the order in which they come."""
+    scheduler = Scheduler(plan, prompt_rows, len(arrivals), _filler)
+    clock = _Clock(scheduler, times, {})
+    coming = 0
+    while len(clock.end_s) < len(arrivals):
+        while coming < len(arrivals) and arrivals[coming].at_s <= clock.now_s:
+            clock.submit(coming, arrivals[coming])
+            coming += 1
+        if not clock.step():
+            clock.now_s = arrivals[coming].at_s
+    return [
+        Foretold(clock.begin_s[i] - a.at_s, clock.first_s[i] - a.at_s, clock.end_s[i] - a.at_s)
+        for i, a in enumerate(arrivals)
+    ]
+
+
+def newcomer(
+    scheduler: Scheduler, times: PassTimes, left: Mapping[int, int], prompt: int, output: int, now_s: float
+) -> Newcomer:
+    """What a request of `prompt` tokens would find that came now, to have `output` tokens. Half of the pass under way
+    is taken to be over. Raises QueueFull.
+
+    scheduler       is stepped, so it is to be a twin
+    left            tokens that each of its requests will say after that pass
+    """
+    begin_s = now_s + _pass_s(scheduler.underway, times) / 2
+    clock = _Clock(scheduler, times, left, begin_s)
+    scheduler.end([request for request, tokens in left.items() if tokens <= 0])
+    number = max(left, default=-1) + 1
+    clock.submit(number, Arrival(now_s, prompt, output))
+    place = scheduler.place(number, now_s)
+    for _ in range(MOST_PASSES):
+        if number in clock.end_s or not clock.step():
+            break
+    begun, first, end = (of.get(number) for of in (clock.begin_s, clock.first_s, clock.end_s))
+    return Newcomer(
+        place,
+        None if begun is None else begun - now_s,
+        None if first is None else first - now_s,
+        (output - 1) / (end - first) if end is not None and first is not None and end > first else None,
+    )
+
+
+class _Clock:
+    """A scheduler and a clock that its passes move. Of each request that was submitted here: when it got a sequence,
+    when it said its first token and when its last. `left`: tokens that requests which are there already will say."""
+
+    def __init__(self, scheduler: Scheduler, times: PassTimes, left: Mapping[int, int], now_s: float = 0.0) -> None:
+        self._scheduler, self._times, self._left, self.now_s = scheduler, times, dict(left), now_s
+        self.begin_s: dict[int, float] = {}
+        self.first_s: dict[int, float] = {}
+        self.end_s: dict[int, float] = {}
+
+    def submit(self, number: int, arrival: Arrival) -> None:
+        self._scheduler.submit(number, _filler(number, 0, arrival.prompt), 0, arrival.at_s)
+        self._left[number] = arrival.output
+
+    def step(self) -> bool:
+        """Takes the next pass. False where nobody wants one."""
+        if (step := self._scheduler.next(self.now_s)) is None:
+            return False
+        rows = [each for members in step.rows for each in members]
+        for each in rows:
+            self.begin_s.setdefault(each.request, self.now_s)
+        self.now_s += _pass_s(rows, self._times)
+        over = []
+        for each in rows:
+            if each.says:
+                self.first_s.setdefault(each.request, self.now_s)
+            self._left[each.request] -= each.says
+            if self._left[each.request] <= 0:
+                over.append(each.request)
+                self.end_s[each.request] = self.now_s
+        self._scheduler.end(over)
+        return True
+
+
+def _pass_s(rows: Sequence[Rows], times: PassTimes) -> float:
+    return times.seconds(sum(not r.reads for r in rows), sum(r.tokens for r in rows if r.reads))
+
+
+def _filler(request: int, _start: int, count: int) -> Ids:
+    """Ids of a made-up prompt, int32 [count], that has nothing in common with another one."""
+    return np.full(count, -1 - request, np.int32)
