@@ -180,6 +180,15 @@ VARIANTS = (
         _shape() | _longrope(16, partial=0.8),
         prompts=(17, LONGEST_PROMPT),
     ),
+    Variant("nemotron", "nemotron", _shape() | {"num_key_value_heads": 2}),
+    Variant(
+        "nemotron-biases",
+        "nemotron",
+        _shape(d=72, heads=3, neurons=100, vocab=67)
+        | {"num_key_value_heads": 1, "head_dim": 16, "attention_bias": True, "mlp_bias": True}
+        | {"tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.25}},
+    ),
     Variant("mixtral", "mixtral", _shape() | _experts("num_local_experts", 5, 2) | {"sliding_window": 24}),
     Variant(
         "qwen2-moe",

@@ -34,6 +34,7 @@ TIED = {**LLAMA, "tie_word_embeddings": True}
 CONFIGS = {
     **{name: {**LLAMA, "model_type": name} for name in ("llama", "mistral", "qwen2", "qwen3")},
     "gemma2": {**LLAMA, "model_type": "gemma2", "query_pre_attn_scalar": 12},
+    "nemotron": {**LLAMA, "model_type": "nemotron", "hidden_act": "relu2"},
     "phi3": PHI3,
     "opt": OPT,
     **EXPERTS,

@@ -183,6 +183,15 @@ REAL = [
         30_532_122_624, 48, (32, 4, 128),
     ),
     Real(
+        "Minitron-4B-Base",
+        config(
+            "nemotron", 3072, 32, 24, 9216, 256000, num_key_value_heads=8, head_dim=128, hidden_act="relu2",
+            norm_eps=1e-5, partial_rotary_factor=0.5, max_position_embeddings=4096, rope_theta=10000.0,
+            attention_bias=False, mlp_bias=False, tie_word_embeddings=False, torch_dtype="bfloat16",
+        ),
+        4_190_509_056, 32, (24, 8, 128),
+    ),
+    Real(
         "OLMoE-1B-7B-0924",
         config(
             "olmoe", 2048, 16, 16, 1024, 50304, num_key_value_heads=16, num_experts=64, num_experts_per_tok=8,
@@ -219,5 +228,5 @@ _TINY_KEYS: dict[str, dict[str, Any]] = {
 }
 TINY = {
     model_type: config(model_type, 80, 3, 4, 172, 203, **_TINY_KEYS.get(model_type, {"num_key_value_heads": 2}))
-    for model_type in sorted({"gemma2", "llama", "mistral", "phi3", "qwen2", "qwen3", *_TINY_KEYS})
+    for model_type in sorted({"gemma2", "llama", "mistral", "nemotron", "phi3", "qwen2", "qwen3", *_TINY_KEYS})
 }

@@ -1,5 +1,5 @@
-"""Makes the spec of a llama-like decoder: RMS norms, gated FFN, rotary positions. Model types of this kind differ in
-defaults and details."""
+"""Makes the spec of a llama-like decoder: norms before the blocks, rotary positions, in most types RMS norms and gated
+FFNs. Model types of this kind differ in defaults and details."""
 
 from __future__ import annotations
 
@@ -71,9 +71,12 @@ class Details:
     scale: float | None = None
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
+    norm: str = "rms"
+    norm_eps_key: str = "rms_norm_eps"
     norm_offset: float = 0.0
     norm_out: bool = False
     scale_embedding: bool = False
+    gated: bool = True
     activation_key: str = "hidden_act"
     rope: RopeRules = LLAMA_RULES
 
@@ -105,7 +108,7 @@ def decoder(
         dense = Ffn(
             neurons=config.whole("intermediate_size", hi=MAX_WIDTH),
             activation=config.activation(details.activation_key, defaults.activation),
-            gated=True,
+            gated=details.gated,
             up_bias=details.mlp_bias,
             down_bias=details.mlp_bias,
         )
@@ -124,7 +127,7 @@ def decoder(
         d_embed=d_model,
         max_positions=max_positions,
         layers=tuple(kinds[kind, ffn] for kind, ffn in zip(layer_types, ffns, strict=True)),
-        norm=Norm("rms", config.real("rms_norm_eps", defaults.eps, lo=0.0, hi=1.0), details.norm_offset),
+        norm=Norm(details.norm, config.real(details.norm_eps_key, defaults.eps, lo=0.0, hi=1.0), details.norm_offset),
         final_norm=True,
         tied=config.flag("tie_word_embeddings", defaults.tied),
         embed_scale=d_model**0.5 if details.scale_embedding else 1.0,
