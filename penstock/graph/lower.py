@@ -159,6 +159,9 @@ class Lowering:
                 yield from self._share(p, layer, kind, executor, asking, answer)
                 if len(executors) > 1:
                     self._emit.close(kernels_of(executor))
+        if kind == "attn" and self.plan.target.spec.layers[layer].parallel_norms == 2:
+            for batch in p.batches:  # of x as it still is
+                self._norm(batch, f"{layer}.norms", "ffn_in", layer, range(batch.total_rows))
         for batch in p.batches:
             self._merge(batch, layer, kind, executors)
         if kind == "attn" and self.plan.order != "flexgen":
@@ -167,10 +170,13 @@ class Lowering:
         yield from self._emit.closed()
 
     def _inputs(self, p: Pass, layer: int, kind: str, executors: list[Executor]) -> None:
-        """The block's norm on the main executor, and copies of its output for the other executors."""
+        """The block's norm on the main executor, and copies of its output for the other executors. An FFN beside
+        attention has its norm by then."""
         main, row_bytes = self.plan.main, 4 * self.plan.target.spec.d_model
+        beside = kind == "ffn" and self.plan.target.spec.layers[layer].parallel_norms > 0
         for batch in p.batches:
-            self._norm(batch, f"{layer}.norms", f"{kind}_in", layer, range(batch.total_rows))
+            if not beside:
+                self._norm(batch, f"{layer}.norms", f"{kind}_in", layer, range(batch.total_rows))
             for executor in executors:
                 if executor != main:
                     self._calls.copy(batch, "h", batch.total_rows * row_bytes, main, executor)

@@ -34,7 +34,7 @@ __all__ = [
 
 # Flags of config.json that decide which weights a model has, of all types together.
 _SWITCHES = (
-    "attention_bias", "mlp_bias", "enable_bias", "tie_word_embeddings", "layer_norm_elementwise_affine",
+    "attention_bias", "mlp_bias", "enable_bias", "bias", "tie_word_embeddings", "layer_norm_elementwise_affine",
     "_remove_final_layer_norm",
 )  # fmt: skip
 

@@ -165,6 +165,9 @@ class Layer:
     norm_in     the block reads norm(x)
     norm_out    norm(block output) is added to x (gemma2)
     norm_after  x becomes norm(x + block output) (OPT-350m)
+
+    `parallel_norms`: 0 where the FFN reads what attention made of x. Otherwise both read x as it was before (falcon),
+    through one norm or through one each: then it is 1 or 2.
     """
 
     attention: Attention
@@ -172,6 +175,7 @@ class Layer:
     norm_in: bool = True
     norm_out: bool = False
     norm_after: bool = False
+    parallel_norms: int = 0
 
     @property
     def routed(self) -> Routed | None:

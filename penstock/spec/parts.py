@@ -195,7 +195,7 @@ def _norms_part(i: int, layer: Layer, model: ModelSpec) -> Part:
     shapes: list[_Shape] = []
     for block in ("attn", "ffn"):
         for place, present in (("in", layer.norm_in), ("out", layer.norm_out), ("after", layer.norm_after)):
-            if present and norm.affine:
+            if present and norm.affine and not (block == "ffn" and layer.parallel_norms == 1):
                 shapes.append(_vector(f"{block}_{place}", d))
                 if norm.has_bias:
                     shapes.append(_vector(f"{block}_{place}_bias", d))

@@ -206,7 +206,7 @@ class Packing:
         name = source.of_expert(expert)
         one_dim = len(self.checkpoint.find(name).shape) == 1
         extent = _extent(block, source, one_dim)
-        start = source.offset + nth * extent
+        start = source.offset + nth * (source.stride or extent)
         stop = start + extent * part.rows_of(g, g + 1) // part.granule_rows
         raw = self.checkpoint.read(name, source.axis, start, stop, expert if source.stacked else None)
         try:
@@ -223,7 +223,10 @@ def _extent(block: Block, source: TensorSource, one_dim: bool) -> int:
 def _shape(part: Part, block: Block, source: TensorSource, dims: int) -> list[int]:
     """The shape that a block's tensor should have, up to the end of this block."""
     one_dim = block.rows == 1 and dims == 1
-    end = source.offset + _extent(block, source, one_dim) * part.rows // part.granule_rows
+    extent, last = _extent(block, source, one_dim), part.expert_granules - 1
+    # With a stride all granules are full.
+    length = last * source.stride + extent if source.stride else extent * part.rows // part.granule_rows
+    end = source.offset + length
     if one_dim:
         return [end]
     matrix = [end, block.cols] if source.axis == 0 else [block.rows, end]

@@ -74,12 +74,12 @@ def shapes(config: dict[str, Any], stacked: bool = False) -> dict[str, tuple[int
     assert where is not None
     for (key, name), source in where.items():
         part, block = by_key[key], by_key[key].block(name)
-        if block.rows == 1 and not block.tiled:
-            shape: tuple[int, ...] = (source.offset + block.cols * part.rows // part.granule_rows,)
-        elif source.axis == 0:
-            shape = (source.offset + block.rows * part.rows // part.granule_rows, block.cols)
-        else:
-            shape = (block.rows, source.offset + block.cols * part.rows // part.granule_rows)
+        vector = block.rows == 1 and not block.tiled
+        extent = block.cols if vector or source.axis == 1 else block.rows
+        end = source.offset + extent * part.rows // part.granule_rows
+        if source.stride:
+            end = source.offset + (part.granules - 1) * source.stride + extent
+        shape: tuple[int, ...] = (end,) if vector else (end, block.cols) if source.axis == 0 else (block.rows, end)
         for tensor in source.tensors(part.experts):
             whole = (part.experts, *shape) if source.stacked else shape
             found[tensor] = max(found.get(tensor, whole), whole)

@@ -49,6 +49,13 @@ TINY_CONFIGS = {
             "num_attention_heads": 4, "num_key_value_heads": 2, "torch_dtype": "bfloat16",
         }
     ),
+    # Attention and FFN beside each other, each with its norm, biases, ReLU.
+    "falcon": json.dumps(
+        {
+            "model_type": "falcon", **_COMMON, "ffn_hidden_size": 172, "num_attention_heads": 4, "num_kv_heads": 2,
+            "new_decoder_architecture": True, "bias": True, "activation": "relu", "torch_dtype": "float32",
+        }
+    ),
     # Learned positions, layer norms after the residual, projected embeddings, ReLU.
     "opt": json.dumps(
         {

@@ -58,6 +58,12 @@ def _opt(neurons: int = 172, **keys: Any) -> dict[str, Any]:
     return shape | {"ffn_dim": neurons}
 
 
+def _falcon(neurons: int = 172, **keys: Any) -> dict[str, Any]:
+    shape = _shape() | keys
+    del shape["intermediate_size"]
+    return shape | {"ffn_hidden_size": neurons}
+
+
 def _experts(key: str, count: int, active: int, neurons: int | None = None) -> dict[str, Any]:
     found = {key: count, "num_experts_per_tok": active, "num_key_value_heads": 2}
     return found if neurons is None else found | {"moe_intermediate_size": neurons}
@@ -189,6 +195,18 @@ VARIANTS = (
         | {"tie_word_embeddings": True}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.25}},
     ),
+    Variant("falcon", "falcon", _falcon()),
+    Variant(
+        "falcon-groups",
+        "falcon",
+        _falcon(neurons=100, new_decoder_architecture=True, num_kv_heads=2, bias=True, activation="relu"),
+    ),
+    Variant(
+        "falcon-groups-one-norm",
+        "falcon",
+        _falcon(new_decoder_architecture=True, num_kv_heads=4, num_ln_in_parallel_attn=1, tie_word_embeddings=False),
+    ),
+    Variant("falcon-sequential", "falcon", _falcon(parallel_attn=False, multi_query=False, bias=True)),
     Variant("mixtral", "mixtral", _shape() | _experts("num_local_experts", 5, 2) | {"sliding_window": 24}),
     Variant(
         "qwen2-moe",

@@ -46,6 +46,7 @@ NULLS = [
     ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "layer_types": None}),
     ("opt", {"word_embed_proj_dim": None}),
     ("phi3", {"num_key_value_heads": None, "sliding_window": None, "rope_scaling": None}),
+    ("falcon", {"num_kv_heads": None, "ffn_hidden_size": None, "new_decoder_architecture": True}),
     ("nemotron", {"num_key_value_heads": None, "head_dim": None}),
     ("mixtral", {"head_dim": None, "sliding_window": None}),
     ("qwen2_moe", {"mlp_only_layers": None, "layer_types": None}),
@@ -95,6 +96,7 @@ ROPES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2_moe", {}),
     ("qwen3_moe", {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}}),
     ("olmoe", {"rope_theta": 500000.0}),
+    ("falcon", {"rope_theta": 5e4}),
     ("nemotron", {}),
     ("nemotron", {"partial_rotary_factor": 0.25, "rope_theta": 5e4}),
     ("glm4_moe", {}),
@@ -119,8 +121,10 @@ def test_rope_turns_as_in_transformers(model_type: str, keys: dict[str, Any], po
         "max_position_embeddings": 512,
         **keys,
     }
+    if model_type == "falcon":
+        del file["head_dim"]  # which follows there
     config = AutoConfig.for_model(**{key: _copy(value) for key, value in file.items()}, pad_token_id=None)
-    rotary = AutoModelForCausalLM.from_config(config).model.rotary_emb
+    rotary = AutoModelForCausalLM.from_config(config).base_model.rotary_emb
     cos, sin = rotary(torch.zeros(1), torch.arange(positions)[None])
 
     rope = spec_from_config(file, "config.json").layers[0].attention.rope

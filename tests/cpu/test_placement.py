@@ -35,6 +35,7 @@ FORMATS = {
     "llama": "float32",
     "qwen3": "int4",
     "gemma2": "int8",
+    "falcon": "int8",
     "opt": "bfloat16",
     "qwen2_moe": "int4",
     "olmoe": "float32",

@@ -34,6 +34,7 @@ TIED = {**LLAMA, "tie_word_embeddings": True}
 CONFIGS = {
     **{name: {**LLAMA, "model_type": name} for name in ("llama", "mistral", "qwen2", "qwen3")},
     "gemma2": {**LLAMA, "model_type": "gemma2", "query_pre_attn_scalar": 12},
+    "falcon": {**LLAMA, "model_type": "falcon", "num_kv_heads": 2, "new_decoder_architecture": True},
     "nemotron": {**LLAMA, "model_type": "nemotron", "hidden_act": "relu2"},
     "phi3": PHI3,
     "opt": OPT,
@@ -78,7 +79,7 @@ def test_a_config_of_fewer_layers(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]
     more = random_tensors({**config, "num_hidden_layers": 4})
     message = not_packed(tmp_path, {**config, "num_hidden_layers": 3}, more)
-    assert "layers.3." in message and message.endswith(
+    assert ("h.3." if name == "falcon" else "layers.3.") in message and message.endswith(
         "is of layer 3, counted from 0; config.json says num_hidden_layers 3"
     )
 

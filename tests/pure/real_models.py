@@ -192,6 +192,22 @@ REAL = [
         4_190_509_056, 32, (24, 8, 128),
     ),
     Real(
+        "falcon-7b",
+        config(
+            "falcon", 4544, 32, 71, 18176, 65024, multi_query=True, parallel_attn=True, bias=False, alibi=False,
+            new_decoder_architecture=False, layer_norm_epsilon=1e-5, torch_dtype="bfloat16",
+        ),
+        6_921_720_704, 32, (71, 1, 64),
+    ),
+    Real(
+        "falcon-40b",
+        config(
+            "falcon", 8192, 60, 128, 32768, 65024, num_kv_heads=8, parallel_attn=True, bias=False, alibi=False,
+            new_decoder_architecture=True, layer_norm_epsilon=1e-5, torch_dtype="bfloat16",
+        ),
+        41_303_293_952, 60, (128, 8, 64),
+    ),
+    Real(
         "OLMoE-1B-7B-0924",
         config(
             "olmoe", 2048, 16, 16, 1024, 50304, num_key_value_heads=16, num_experts=64, num_experts_per_tok=8,
@@ -220,6 +236,7 @@ BY_NAME = {real.name: real.config for real in REAL}
 _MOE = {"moe_intermediate_size": 44, "num_key_value_heads": 2}
 _TINY_KEYS: dict[str, dict[str, Any]] = {
     "opt": {},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "glm4_moe": {**_MOE, "n_routed_experts": 9},
     "mixtral": {"num_local_experts": 3, "num_key_value_heads": 2},
     "olmoe": {"num_experts": 5, "num_experts_per_tok": 2, "num_key_value_heads": 2},

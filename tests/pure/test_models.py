@@ -214,6 +214,34 @@ def test_yarn_works_out_its_attention_factor() -> None:
     assert factors["attention_factor"] == pytest.approx((0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1))
 
 
+def test_falcons_heads_are_cut_by_stride() -> None:
+    found = sources(spec_from_config(TINY["falcon"], "c"))
+    fused = "transformer.h.1.self_attention.query_key_value.weight"  # of 2 KV heads: 2 q heads of 20 rows, k and v
+    assert [found["1.attn", block] for block in "qkv"] == [
+        TensorSource(fused, 0, offset, stride=80) for offset in (0, 40, 60)
+    ]
+    assert found["1.norms", "ffn_in"].tensor == "transformer.h.1.ln_mlp.weight"
+
+
+@pytest.mark.parametrize(
+    ("keys", "norms"),
+    [({}, 1), ({"parallel_attn": False}, 0), ({"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}, 1)],
+)
+def test_falcons_norms(keys: dict[str, Any], norms: int) -> None:
+    config = TINY["falcon"] | {"new_decoder_architecture": False} | keys
+    spec = spec_from_config(config, "c")
+    assert spec.layers[0].parallel_norms == norms
+    blocks = {block.name for block in parts(spec, Format("float32"))[1].blocks}
+    assert ("ffn_in" in blocks) == (norms != 1)
+
+
+def test_falcons_that_are_not_known_are_refused() -> None:
+    for keys in ({"alibi": True}, {"parallel_attn": False}, {"new_decoder_architecture": False,
+                                                             "num_ln_in_parallel_attn": 2}):  # fmt: skip
+        with pytest.raises(UnsupportedModel):
+            spec_from_config(TINY["falcon"] | keys, "c")
+
+
 def test_phi3_rotates_a_part_of_each_head() -> None:
     assert rope_of("phi3", partial_rotary_factor=0.6).dims == 12
     assert rope_of("phi3", rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.6}).dims == 12

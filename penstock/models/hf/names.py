@@ -19,7 +19,8 @@ _OWN_NAMES = ("router", "shared", "experts")
 
 class TensorSource(NamedTuple):
     """Granule g's block is the slice of `tensor` along `axis` (0 rows, 1 columns) that starts at offset + g * extent.
-    The extent is the block's rows (axis 0), its columns (axis 1), or for a vector its length.
+    The extent is the block's rows (axis 0), its columns (axis 1), or for a vector its length. With `stride` it starts
+    at offset + g * stride (falcon: the q, k and v of a KV head follow each other).
 
     A part's last granule may be shorter: it takes `part.rows_of(g, g + 1)` of `granule_rows`. It may not read on to the
     end of the tensor, since in a fused tensor the next matrix follows.
@@ -33,6 +34,7 @@ class TensorSource(NamedTuple):
     axis: int
     offset: int
     stacked: bool = False
+    stride: int = 0
 
     def of_expert(self, expert: int) -> str:
         """The name of the tensor that an expert's block stands in."""
@@ -45,13 +47,14 @@ class TensorSource(NamedTuple):
 
 def sources_of(
     spec: ModelSpec, layer: Mapping[str, str], ends: Mapping[str, str], offsets: Mapping[str, int] | None = None,
-    stacked: bool = False,
+    stacked: bool = False, strides: Mapping[str, int] | None = None,
 ) -> dict[tuple[str, str], TensorSource]:  # fmt: skip
     """(part key, block name) → TensorSource for all blocks that this spec has.
 
     `layer`: block name → tensor name, in which `{}` is the layer's number. Blocks of routers, shared experts and
     experts are named with their part: "shared.up", "experts.up", "router.scores". `ends`: the same for "embed.rows",
-    "head.rows", "edges.final", … `offsets`: block name → its first row inside a fused tensor. `stacked`: all experts of
+    "head.rows", "edges.final", … `offsets`: block name → its first row inside a fused tensor. `strides`: the same for
+    `TensorSource.stride`. `stacked`: all experts of
     a layer stand in one tensor with three axes.
     """
     sources: dict[tuple[str, str], TensorSource] = {}
@@ -60,5 +63,6 @@ def sources_of(
             key = f"{part.kind}.{block.name}" if part.kind in _OWN_NAMES else block.name
             name = layer[key].format(part.layer) if part.layer >= 0 else ends[f"{part.kind}.{block.name}"]
             axis, offset = 1 if block.name in _BY_COLUMN else 0, (offsets or {}).get(key, 0)
-            sources[part.key, block.name] = TensorSource(name, axis, offset, stacked and part.kind == "experts")
+            stride = (strides or {}).get(key, 0)
+            sources[part.key, block.name] = TensorSource(name, axis, offset, stacked and part.kind == "experts", stride)
     return sources
