@@ -319,7 +319,7 @@ def test_a_type_that_runs_can_run_where_it_is_planned() -> None:
     config = BY_NAME["Llama-3.1-8B"]
     assert spec_from_config(config, "c", to_plan=True) == spec_from_config(config, "c")
     assert not spec_from_config(config, "c").cannot_run
-    with pytest.raises(UnsupportedModel, match="model_type 'planned' is not one of gemma2"):
+    with pytest.raises(UnsupportedModel, match="model_type 'planned' is not one of falcon"):
         spec_from_config(config | {"model_type": "planned"}, "c", to_plan=True)
 
 
