@@ -76,7 +76,7 @@ def test_whatever_came_before_the_answer_is_the_same(folder: Path, name: str) ->
                     assert streamed(engine, ids) == alone[which, n]
                     assert engine.last is not None and engine.last.cached_tokens == held < n
                 elif what == "leave":
-                    next(engine.stream(ids, PARAMS))
+                    next(engine.stream(ids, PARAMS), None)  # three tokens may end before any text is certain
                 elif what == "generate":
                     engine.generate([ids, texts[1 - which][:n]], PARAMS)
                 else:
