@@ -111,9 +111,9 @@ def page_orders(draw: st.DrawFn, plan: Plan) -> tuple[Plan, list[int]]:
     if draw(st.booleans()):
         return plan, []
     if draw(st.booleans()):
-        pages = layout.kv_pages + layout.page_group * draw(st.integers(0, 3))
+        pages = layout.kv.pages + layout.kv.page_group * draw(st.integers(0, 3))
         plan = with_arenas(replace(plan, kv_pages=pages))
-    return plan, draw(st.permutations(range(Layout(plan).kv_pages // layout.page_group)))
+    return plan, draw(st.permutations(range(Layout(plan).kv.pages // layout.kv.page_group)))
 
 
 def with_pages(plan: Plan, order: Sequence[int], p: Pass) -> Pass:
@@ -121,7 +121,7 @@ def with_pages(plan: Plan, order: Sequence[int], p: Pass) -> Pass:
     if not order:
         return p
     layout, page = Layout(plan), plan.page_tokens
-    group, groups = layout.page_group, layout.pages_per_seq // layout.page_group
+    group, groups = layout.kv.page_group, layout.kv.pages_per_seq // layout.kv.page_group
     batches = []
     for batch in p.batches:
         tables = []

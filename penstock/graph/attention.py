@@ -32,12 +32,12 @@ class Attention:
         calls, layout, unit = self._calls, self._layout, self._plan.units[u]
         part, a = layout.parts[unit.part], self._plan.target.spec.layers[layer].attention
         t, (first_head, end_head) = batch.total_rows, self._plan.unit_rows(unit)
-        home = layout.kv_home(layer, batch)
+        home = layout.kv.home(layer, batch)
         if home.attend != executor:
             raise InternalError(f"layer {layer}: attention on {home.attend} but its projections on {executor}")
         q = layout.act(executor, batch.id, "q", 4 * t * a.heads * a.head_dim)
         out = layout.act(executor, batch.id, "a", 4 * t * a.heads * a.head_dim)
-        keys, values = layout.kv(layer, batch)
+        keys, values = layout.kv.slots(layer, batch)
         h, partial = calls.rows(executor, batch, "h"), calls.rows(executor, batch, "partial")
         scratch, fmt = calls.scratch(executor), part.format.kind
         cost = calls.matrix_cost(u, ops.QKV_BLOCKS, t)
@@ -59,7 +59,7 @@ class Attention:
         weights = {u: self._streams.take(u, p.stream) for u in units}
         scratch, fmt = calls.scratch(executor), layout.parts[key].format.kind
         for batch in p.batches:
-            t, home = batch.total_rows, layout.kv_home(layer, batch)
+            t, home = batch.total_rows, layout.kv.home(layer, batch)
             row_bytes, kv_bytes_each = 4 * t * a.heads * a.head_dim, home.format.kv_bytes(a.head_dim)
             q, h = layout.act(executor, batch.id, "q", row_bytes), calls.rows(executor, batch, "h")
             k, v = (layout.act(executor, batch.id, name, t * a.kv_heads * kv_bytes_each) for name in ("k", "v"))
@@ -67,7 +67,7 @@ class Attention:
             for u in units:
                 qkv = ops.Qkv(weights[u], norms, h, q, keys=k, values=v, scratch=scratch, layer=layer)
                 calls.add(executor, qkv, u, batch, fmt, calls.matrix_cost(u, ops.QKV_BLOCKS, t))
-            attender, keys, values, cache = executor, k, v, layout.kv(layer, batch)
+            attender, keys, values, cache = executor, k, v, layout.kv.slots(layer, batch)
             if batch.continues:
                 attender, (keys, values) = home.attend, cache
                 q = calls.copy(batch, "q", row_bytes, executor, attender)
@@ -82,7 +82,7 @@ class Attention:
         for batch in p.batches:
             if batch.continues:
                 nbytes = 4 * batch.total_rows * a.heads * a.head_dim
-                calls.copy(batch, "a", nbytes, layout.kv_home(layer, batch).attend, executor)
+                calls.copy(batch, "a", nbytes, layout.kv.home(layer, batch).attend, executor)
         for u in units:
             for batch in p.batches:
                 outputs = layout.act(executor, batch.id, "a", 4 * batch.total_rows * a.heads * a.head_dim)
@@ -97,26 +97,26 @@ class Attention:
         if layer >= len(self._plan.target.spec.layers):
             return
         for batch in p.batches:
-            home = self._layout.kv_home(layer, batch)
+            home = self._layout.kv.home(layer, batch)
             if home.home == home.attend or not batch.continues:
                 continue
             lane = lane_between(home.home, home.attend)
             nbytes, ranges = self._moved(layer, batch, save=False)
-            stored, window = self._layout.kv_stored(layer, batch), self._layout.kv(layer, batch)
+            stored, window = self._layout.kv.stored(layer, batch), self._layout.kv.slots(layer, batch)
             self._calls.move_kv(lane, ops.KvLoad(*stored, *window, layer=layer, ranges=ranges), batch, nbytes)
 
     def save_kv(self, p: Pass, layer: int) -> None:
         """Emits saves of the pages with each batch's rows to their home."""
         for batch in p.batches:
-            home = self._layout.kv_home(layer, batch)
+            home = self._layout.kv.home(layer, batch)
             if home.home == home.attend:
                 continue
             lane = lane_between(home.attend, home.home)
             nbytes, ranges = self._moved(layer, batch, save=True)
-            stored, window = self._layout.kv_stored(layer, batch), self._layout.kv(layer, batch)
+            stored, window = self._layout.kv.stored(layer, batch), self._layout.kv.slots(layer, batch)
             self._calls.move_kv(lane, ops.KvSave(*window, *stored, layer=layer, ranges=ranges), batch, nbytes)
 
     def _moved(self, layer: int, batch: Batch, save: bool) -> tuple[int, int]:
-        """(bytes, count) of the byte ranges of `Layout.kv_spans`, K and V together."""
-        nbytes, ranges = self._layout.kv_moved(layer, batch, save)
+        """(bytes, count) of the byte ranges of `KvLayout.spans`, K and V together."""
+        nbytes, ranges = self._layout.kv.moved(layer, batch, save)
         return 2 * nbytes, 2 * ranges

@@ -79,7 +79,7 @@ class Calls:
 
     def move_kv(self, lane: Lane, move: ops.KvMove, batch: Batch, nbytes: int) -> None:
         """Moves K and V of a batch from one tier to another, in a task of its own."""
-        fmt = self.layout.kv_home(move.layer, batch).format.kind
+        fmt = self.layout.kv.home(move.layer, batch).format.kind
         self.emit.alone((lane,), Call(move, -1, batch, fmt, nbytes, 0))
 
     def matrix_cost(self, u: int, blocks: tuple[str, ...], rows: int) -> Cost:

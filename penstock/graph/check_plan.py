@@ -199,7 +199,7 @@ def _check_kv(plan: Plan) -> None:
 
 def _check_pages(layout: Layout) -> None:
     """Pages that sequences share are enough for one of them, and where KV is on a disk they fill whole blocks of it."""
-    pages, least, group = layout.plan.kv_pages, layout.pages_per_seq, layout.page_group
+    pages, least, group = layout.plan.kv_pages, layout.kv.pages_per_seq, layout.kv.page_group
     if pages and pages < least:
         raise _wrong(f"its pools have {pages} pages; a context of {layout.plan.context} tokens takes {least}")
     if pages % group:

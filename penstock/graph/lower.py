@@ -326,7 +326,7 @@ class Lowering:
         """In FlexGen's order: waits at the end of a block for all loads and KV moves that are under way."""
         if self.plan.order != "flexgen":
             return
-        slots = [*self._streams.slots, *self.layout.windows]
+        slots = [*self._streams.slots, *self.layout.kv.windows]
         if slots:
             self._emit.call(kernels_of(self.plan.main), Call(ops.Sync(tuple(slots)), -1, None, "*", 0, 0))
 

@@ -42,7 +42,7 @@ class _KnownTask:
                 continue
             assert call.batch is not None
             layer, unit = call.operands.layer, plan.units[call.unit]
-            kv_bytes_each = layout.kv_home(layer, call.batch).format.kv_bytes(attentions[layer].head_dim)
+            kv_bytes_each = layout.kv.home(layer, call.batch).format.kv_bytes(attentions[layer].head_dim)
             lo, hi = plan.unit_rows(unit)
             self.kinds[number] = (first[attentions[layer]], hi - lo, kv_bytes_each, call.batch.id)
         self.counts = Counter(self.kinds.values())

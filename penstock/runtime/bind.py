@@ -235,9 +235,9 @@ class Binding:
         layer, batch = op.layer, _batch(call)
         reads: list[tuple[int, int, int]] = []
         for source, target in ((op.stored_keys, op.keys), (op.stored_values, op.values)):
-            spans = self._layout.kv_spans(layer, batch, save=False)
+            spans = self._layout.kv.spans(layer, batch, save=False)
             if self._poisoned:  # other pages may be another batch's
-                shared = self._layout.shares_pages(batch)
+                shared = self._layout.kv.shares_pages(batch)
                 for lo, hi in spans if shared else [(0, target.nbytes)]:
                     poison(self._arenas.view(target)[lo:hi])
             for lo, hi in spans:
@@ -252,7 +252,7 @@ class Binding:
         layer, batch = op.layer, _batch(call)
         writes: list[tuple[int, memoryview]] = []
         for source, target in ((op.keys, op.stored_keys), (op.values, op.stored_values)):
-            for lo, hi in self._layout.kv_spans(layer, batch, save=True):
+            for lo, hi in self._layout.kv.spans(layer, batch, save=True):
                 if is_disk(target.arena):
                     writes.append((target.lo + lo, self._arenas.view(source)[lo:hi].data))
                 else:
@@ -355,14 +355,14 @@ class Binding:
 
     def _pool(self, slot: Slot, layer: int, batch: Batch) -> KvPool:
         """The pages of a slot of `Layout.kv`."""
-        a, fmt = self._spec.layers[layer].attention, self._layout.kv_home(layer, batch).format
+        a, fmt = self._spec.layers[layer].attention, self._layout.kv.home(layer, batch).format
         page_tokens = self._plan.page_tokens
         blocks = self._arenas.view(slot).reshape(-1, a.kv_heads, page_tokens * fmt.kv_bytes(a.head_dim))
         return KvPool(blocks, page_tokens, a.head_dim, fmt)
 
     def _tables(self, batch: Batch) -> Sequence[NDArray[np.int64]]:
         """The pages of each sequence, int64 [pages] each, numbered as in `_pool`."""
-        return [np.array(pages, np.int64) for pages in self._layout.pages_of(batch)]
+        return [np.array(pages, np.int64) for pages in self._layout.kv.pages_of(batch)]
 
     def _turn(self, layer: int, batch: Batch) -> tuple[Float32, Float32] | None:
         """cos and sin for the batch's positions, float32 [T, dims / 2] each. Layers with the same rope share them."""

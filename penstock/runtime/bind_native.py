@@ -218,7 +218,7 @@ class NativeBinding(Binding):
 
     def _new_tables(self, batch: Batch) -> BatchTables:
         layout = self._layout
-        return BatchTables(batch, self._frequencies, layout.pages_of(batch), layout.pages_per_seq)
+        return BatchTables(batch, self._frequencies, layout.kv.pages_of(batch), layout.kv.pages_per_seq)
 
     # -- ops: operands as addresses (`at` gives the address of a slot) -----------------------------------
 
@@ -351,7 +351,7 @@ class NativeBinding(Binding):
         return self._heads[u]
 
     def _cache(self, layer: int, batch: Batch) -> _native.CacheShape:
-        fmt = self._layout.kv_home(layer, batch).format
+        fmt = self._layout.kv.home(layer, batch).format
         key = (layer, fmt)
         if key not in self._caches:
             a = self._spec.layers[layer].attention

@@ -10,7 +10,7 @@ Whole pages may also be stored elsewhere. Those that a prompt begins with come b
 (`restores`), before anybody reads them; those that are not stored yet are told (`unsaved`).
 
 It is pure: which tokens a page holds is told, not read. A page here may be several pages of a plan, which lie together
-(`Layout.page_group`).
+(`Layout.kv.page_group`).
 """
 
 from __future__ import annotations

@@ -109,8 +109,8 @@ class Scheduler:
     ) -> None:  # fmt: skip
         self._plan, self._prompt_rows, self._queue, self._ids = plan, max(1, prompt_rows), queue, ids
         layout = Layout(plan)
-        self._group, self._most_pages = layout.page_group, layout.pages_per_seq // layout.page_group
-        self.pages = Pages(layout.kv_pages // self._group, plan.page_tokens * self._group, stored)
+        self._group, self._most_pages = layout.kv.page_group, layout.kv.pages_per_seq // layout.kv.page_group
+        self.pages = Pages(layout.kv.pages // self._group, plan.page_tokens * self._group, stored)
         self._free = set(range(plan.batch_seqs * plan.batches_per_pass))
         self._requests: dict[int, _Request] = {}
         self._arrived = 0

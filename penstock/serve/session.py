@@ -184,7 +184,7 @@ class Session:
 
     def kv_page(self, page: int) -> list[NDArray[np.uint8]]:
         """K and V of a page in every layer, uint8 [bytes] each: views of pools in RAM."""
-        return [self._arenas.view(slot) for slot in self.lowering.layout.page_slots(page)]
+        return [self._arenas.view(slot) for slot in self.lowering.layout.kv.page_slots(page)]
 
     @property
     def arena_bytes(self) -> int:

@@ -55,7 +55,7 @@ def test_sizes() -> None:
     for fmt in map(parse_format, FORMATS):
         for e in HEAD_DIMS:
             plan = resident_plan(spec_of(e), Format("float32"), kv=fmt, context=200)
-            page = Layout(plan).kv_page_bytes(0, plan.kv[0])
+            page = Layout(plan).kv.page_bytes(0, plan.kv[0])
             assert page == PAGE * fmt.kv_bytes(e) and page % 64 == 0
     for name in ("int4-g24", "int8-g8"):
         with pytest.raises(BadRequest, match="multiples of 32"):

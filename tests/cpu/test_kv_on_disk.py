@@ -69,7 +69,7 @@ def test_bytes_of_kv_are_counted(model: Path) -> None:
     """Per decoded token: the pages before it of every layer, K and V."""
     with load(model, context=256, kv_home="disk") as engine:
         answer = engine.generate([PROMPT], SamplingParams(max_tokens=8, ignore_eos=True))[0]
-        page_bytes = engine.session.lowering.layout.kv_page_bytes(0, engine.plan.kv[0])
+        page_bytes = engine.session.lowering.layout.kv.page_bytes(0, engine.plan.kv[0])
         # Positions 150 to 156 lie in the third page of 64 tokens.
         assert answer.disk_bytes_per_token == 2 * 2 * 3 * page_bytes
 

@@ -157,8 +157,8 @@ class Pair:
         """Keys and values of the layer."""
         plan, layout = self.plan, self.lowering.layout
         a, seqs = plan.target.spec.layers[0].attention, tuple(range(plan.batch_seqs))
-        slots = layout.kv(0, Batch(0, seqs, (0,) * len(seqs), (1,) * len(seqs), ()))
-        pages = len(seqs) * layout.pages_per_seq
+        slots = layout.kv.slots(0, Batch(0, seqs, (0,) * len(seqs), (1,) * len(seqs), ()))
+        pages = len(seqs) * layout.kv.pages_per_seq
         return [
             KvPool(arenas.view(s).reshape(pages, a.kv_heads, -1), plan.page_tokens, a.head_dim, plan.kv[0].format)
             for s in slots

@@ -96,12 +96,12 @@ def test_what_kv_moves_is_counted_page_by_page() -> None:
     units = resident_plan(SPEC, WEIGHTS).units
     made = make_plan(SPEC, WEIGHTS, list(units), ring_bytes={}, batch_seqs=2, context=256, kv_spilled=frozenset({0}))
     layout = Layout(made)
-    assert layout.page_group == 1
-    page_bytes = layout.kv_page_bytes(0, made.kv[0])
+    assert layout.kv.page_group == 1
+    page_bytes = layout.kv.page_bytes(0, made.kv[0])
     batch = Batch(0, (0, 1), (130, 64), (2, 1), (), (), ((7, 2, 3), (7, 5)))
-    assert layout.kv_spans(0, batch, save=False) == [(2 * page_bytes, 4 * page_bytes), (7 * page_bytes, 8 * page_bytes)]
-    assert layout.kv_spans(0, batch, save=True) == [(3 * page_bytes, 4 * page_bytes), (5 * page_bytes, 6 * page_bytes)]
-    assert layout.kv_moved(0, batch, save=False) == (3 * page_bytes, 2)
+    assert layout.kv.spans(0, batch, save=False) == [(2 * page_bytes, 4 * page_bytes), (7 * page_bytes, 8 * page_bytes)]
+    assert layout.kv.spans(0, batch, save=True) == [(3 * page_bytes, 4 * page_bytes), (5 * page_bytes, 6 * page_bytes)]
+    assert layout.kv.moved(0, batch, save=False) == (3 * page_bytes, 2)
 
 
 def ids(*tokens: int) -> Ids:

@@ -193,7 +193,7 @@ def shared_reason(plan: Plan) -> tuple[str, ...]:
     seqs, layout = plan.batch_seqs * plan.batches_per_pass, Layout(plan)
     tokens = plan.kv_pages * plan.page_tokens
     pool_bytes = sum(arena.bytes for arena in plan.arenas if arena.name.endswith(".kv"))
-    whole_bytes = pool_bytes // plan.kv_pages * seqs * layout.pages_per_seq
+    whole_bytes = pool_bytes // plan.kv_pages * seqs * layout.kv.pages_per_seq
     return (
         f"KV room for {tokens} tokens of {seqs} sequences together, in pages of {plan.page_tokens} that are handed out"
         f" as they grow: {format_bytes(pool_bytes)}, where whole contexts would take {format_bytes(whole_bytes)}",

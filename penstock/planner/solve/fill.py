@@ -122,9 +122,9 @@ def page_tokens(context: int) -> int:
 def _shared(plan: Plan, ask: Ask) -> Plan:
     """The plan with pools whose pages sequences share, for the tokens that were asked for."""
     layout = Layout(plan)
-    tokens = shared_tokens(ask, plan.page_tokens * layout.page_group)
-    pages = max(layout.pages_per_seq, tokens // plan.page_tokens)
-    return replace(plan, kv_pages=pages if pages < layout.kv_pages else 0)
+    tokens = shared_tokens(ask, plan.page_tokens * layout.kv.page_group)
+    pages = max(layout.kv.pages_per_seq, tokens // plan.page_tokens)
+    return replace(plan, kv_pages=pages if pages < layout.kv.pages else 0)
 
 
 def shared_tokens(ask: Ask, page_tokens: int) -> int:

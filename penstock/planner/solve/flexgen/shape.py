@@ -140,7 +140,7 @@ class Shape:
         # There are two windows at most, as large as the largest layer wants them. Two layers of each kind tell that.
         spec = self.problem.spec
         few = replace(self.problem, spec=replace(spec, layers=2 * tuple(dict.fromkeys(spec.layers))))
-        return sum(slot.nbytes for slot in Layout(replace(self, problem=few).plan(NEAR, away)).windows)
+        return sum(slot.nbytes for slot in Layout(replace(self, problem=few).plan(NEAR, away)).kv.windows)
 
     @property
     def moved_tier(self) -> int:

@@ -55,7 +55,7 @@ class TorchBinding:
         for number, i in numbers.items():
             batch = task.calls[i].batch
             assert batch is not None
-            self._tables[number].fill(batch, self._layout.pages_of(batch))
+            self._tables[number].fill(batch, self._layout.kv.pages_of(batch))
 
     def forget(self) -> None:
         """Task ids start over. Everything that was kept by a task's id is forgotten."""
@@ -191,12 +191,12 @@ class TorchBinding:
 
     def _kv_load(self, call: Call, op: ops.KvLoad) -> None:
         for source, target in ((op.stored_keys, op.keys), (op.stored_values, op.values)):
-            for lo, hi in self._layout.kv_spans(op.layer, _batch(call), save=False):
+            for lo, hi in self._layout.kv.spans(op.layer, _batch(call), save=False):
                 self.move(source, target, lo, hi)
 
     def _kv_save(self, call: Call, op: ops.KvSave) -> None:
         for source, target in ((op.keys, op.stored_keys), (op.values, op.stored_values)):
-            for lo, hi in self._layout.kv_spans(op.layer, _batch(call), save=True):
+            for lo, hi in self._layout.kv.spans(op.layer, _batch(call), save=True):
                 self.move(source, target, lo, hi)
 
     def _sync(self, call: Call, op: ops.Sync) -> None:
@@ -251,7 +251,7 @@ class TorchBinding:
         return self._view(slot).view(-1, part.granule_bytes)
 
     def _pool(self, slot: Slot, layer: int, batch: Batch) -> KvPool:
-        a, fmt = self._spec.layers[layer].attention, self._layout.kv_home(layer, batch).format
+        a, fmt = self._spec.layers[layer].attention, self._layout.kv.home(layer, batch).format
         page_tokens = self._plan.page_tokens
         blocks = self._view(slot).view(-1, a.kv_heads, page_tokens * fmt.kv_bytes(a.head_dim))
         return KvPool(blocks, page_tokens, a.head_dim, fmt, self._tables[batch.id].pages)

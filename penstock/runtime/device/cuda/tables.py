@@ -112,5 +112,5 @@ class DeviceTables:
 
 def tables_of(plan: Plan, device: torch.device) -> Sequence[DeviceTables]:
     """The tables of all batches of a plan; a batch's id is its index."""
-    most_pages = Layout(plan).pages_per_seq
+    most_pages = Layout(plan).kv.pages_per_seq
     return [DeviceTables(plan, most_pages, device) for _ in range(plan.batches_per_pass)]

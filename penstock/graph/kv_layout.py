@@ -1,0 +1,181 @@
+"""Where keys and values lie: pools of pages at home, and windows for those that live elsewhere than where attention
+runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import gcd, lcm
+
+from penstock.graph.batch import Batch
+from penstock.graph.ops.operand import Slot
+from penstock.spec.parts import PAGE_BYTES
+from penstock.spec.places import is_disk
+from penstock.spec.plan import KvHome, Plan
+from penstock.units import round_up
+
+SLOT_ALIGN = 64  # of slots in memory
+
+
+class KvLayout:
+    """The slots of a plan's KV. `take(arena, bytes, align)`: hands out the next bytes of an arena.
+
+    page_group      so many consecutive pages, from a multiple of the number on, belong to one sequence or are shared
+                    together: 1, but where KV lives on a disk they fill whole blocks of it
+    pages_per_seq   pages of a whole context
+    pages           in each layer's pool
+    windows         slots of the windows, each of keys or of values
+    """
+
+    def __init__(self, plan: Plan, take: Callable[[str, int, int], Slot]) -> None:
+        self.plan, self._take = plan, take
+        self.page_group = self._page_group()
+        self.pages_per_seq = round_up(-(-plan.context // plan.page_tokens), self.page_group)
+        self.pages = plan.kv_pages or plan.batch_seqs * plan.batches_per_pass * self.pages_per_seq
+        self._pools = self._place_pools()
+        self.windows: list[Slot] = []
+        self._window_of = self._place_windows()
+
+    def home(self, layer: int, batch: Batch) -> KvHome:
+        """The home of the batch's KV in a layer. A batch has one home per layer."""
+        for home in self.plan.kv:
+            if home.layers[0] <= layer < home.layers[1] and home.seqs[0] <= batch.seqs[0] < home.seqs[1]:
+                return home
+        raise AssertionError(f"no KV home for layer {layer}, sequence {batch.seqs[0]}")
+
+    def shares_pages(self, batch: Batch) -> bool:
+        """Whether the batch's pages may be anywhere in the pools. Else each sequence has its own range of them."""
+        return bool(batch.pages or self.plan.kv_pages)
+
+    def pages_of(self, batch: Batch) -> Sequence[Sequence[int]]:
+        """The pages of each of the batch's sequences, in the order of positions, as they lie in `slots`."""
+        if batch.pages:
+            return batch.pages
+        each, first = self.pages_per_seq, 0 if self.plan.kv_pages else batch.first_seq
+        return [range((seq - first) * each, (seq - first + 1) * each) for seq in batch.seqs]
+
+    def page_bytes(self, layer: int, home: KvHome) -> int:
+        """Bytes of one page of K (or of V) of one layer: a block of P positions for each KV head (spec/format.py)."""
+        a = self.plan.target.spec.layers[layer].attention
+        return a.kv_heads * self.plan.page_tokens * home.format.kv_bytes(a.head_dim)
+
+    def slots(self, layer: int, batch: Batch) -> tuple[Slot, Slot]:
+        """(keys, values) where attention reads them: the pages from the batch's first sequence to its last one, or all
+        pages where they are shared."""
+        home = self.home(layer, batch)
+        return self._of_batch(layer, batch, self._window_of.get(layer, self._pools[layer, home.seqs[0]]))
+
+    def page_slots(self, page: int) -> list[Slot]:
+        """K and V of one page at their home, layer after layer."""
+        slots = []
+        for home in self.plan.kv:
+            for layer in range(*home.layers):
+                nbytes = self.page_bytes(layer, home)
+                for pool in self._pools[layer, home.seqs[0]]:
+                    slots.append(Slot(pool.arena, pool.lo + page * nbytes, pool.lo + (page + 1) * nbytes))
+        return slots
+
+    def stored(self, layer: int, batch: Batch) -> tuple[Slot, Slot]:
+        """(keys, values) of the same pages as `slots`, at their home."""
+        return self._of_batch(layer, batch, self._pools[layer, self.home(layer, batch).seqs[0]])
+
+    def spans(self, layer: int, batch: Batch, save: bool) -> list[tuple[int, int]]:
+        """Byte ranges within `slots` that a batch's `kv_load` (or `kv_save`) moves. They are the same for K and for V:
+        the pages before the batch's rows (or the pages with its rows), for a disk in whole blocks."""
+        if self.shares_pages(batch):
+            return self._shared_spans(layer, batch, save)
+        seq_bytes = self.pages_per_seq * self.page_bytes(layer, self.home(layer, batch))
+        moved = self._moved_pages(layer, batch, save)
+        spans = []
+        for seq, start, rows in zip(batch.seqs, batch.start, batch.rows, strict=True):
+            lo, hi = moved[start, rows]
+            if lo < hi:
+                seq_lo = (seq - batch.first_seq) * seq_bytes
+                spans.append((seq_lo + lo, seq_lo + hi))
+        return spans
+
+    def moved(self, layer: int, batch: Batch, save: bool) -> tuple[int, int]:
+        """(bytes, count) of the ranges of `spans`, without listing them where sequences have their own."""
+        if batch.pages:
+            spans = self._shared_spans(layer, batch, save)
+            return sum(hi - lo for lo, hi in spans), len(spans)
+        counts = [
+            (hi - lo, batch.spans[span]) for span, (lo, hi) in self._moved_pages(layer, batch, save).items() if lo < hi
+        ]
+        return sum(nbytes * seqs for nbytes, seqs in counts), sum(seqs for _, seqs in counts)
+
+    def _moved_pages(self, layer: int, batch: Batch, save: bool) -> dict[tuple[int, int], tuple[int, int]]:
+        """(start, rows) → lo..hi, the bytes of a sequence's pages in a layer that a sequence with these rows moves."""
+        home = self.home(layer, batch)
+        page, page_bytes = self.plan.page_tokens, self.page_bytes(layer, home)
+        block = PAGE_BYTES if is_disk(home.home) else 1
+        ranges = {}
+        for start, rows in batch.spans:
+            first, last = (start // page, -(-(start + rows) // page)) if save else (0, -(-start // page))
+            ranges[start, rows] = first * page_bytes // block * block, round_up(last * page_bytes, block)
+        return ranges
+
+    def _shared_spans(self, layer: int, batch: Batch, save: bool) -> list[tuple[int, int]]:
+        """`spans` of pages that lie anywhere: each page once, neighbours together."""
+        home, page_tokens = self.home(layer, batch), self.plan.page_tokens
+        page_bytes, block = self.page_bytes(layer, home), PAGE_BYTES if is_disk(home.home) else 1
+        moved: set[int] = set()
+        for pages, start, rows in zip(self.pages_of(batch), batch.start, batch.rows, strict=True):
+            first, last = start // page_tokens if save else 0, -(-(start + rows if save else start) // page_tokens)
+            moved.update(pages[first:last])
+        spans: list[tuple[int, int]] = []
+        for page in sorted(moved):
+            lo, hi = page * page_bytes // block * block, round_up((page + 1) * page_bytes, block)
+            if spans and lo <= spans[-1][1]:
+                spans[-1] = (spans[-1][0], hi)
+            else:
+                spans.append((lo, hi))
+        return spans
+
+    def _of_batch(self, layer: int, batch: Batch, pools: tuple[Slot, Slot]) -> tuple[Slot, Slot]:
+        home, (keys, values) = self.home(layer, batch), pools
+        page_bytes = self.page_bytes(layer, home)
+        lo = (batch.first_seq - home.seqs[0]) * self.pages_per_seq * page_bytes
+        hi = (batch.last_seq - home.seqs[0] + 1) * self.pages_per_seq * page_bytes
+        if self.shares_pages(batch):
+            lo, hi = 0, self.pages * page_bytes
+        return (
+            Slot(keys.arena, keys.lo + lo, keys.lo + hi),
+            Slot(values.arena, values.lo + lo, values.lo + hi),
+        )
+
+    def _page_group(self) -> int:
+        """So many consecutive pages, from a multiple of the number on, belong to one sequence or are shared together.
+        It is 1, but where KV lives on a disk they fill whole blocks of it."""
+        group = 1
+        for home in self.plan.kv:
+            if is_disk(home.home):
+                for layer in range(*home.layers):
+                    group = lcm(group, PAGE_BYTES // gcd(PAGE_BYTES, self.page_bytes(layer, home)))
+        return group
+
+    def _place_pools(self) -> dict[tuple[int, int], tuple[Slot, Slot]]:
+        pools = {}
+        for home in self.plan.kv:
+            pages = self.plan.kv_pages or (home.seqs[1] - home.seqs[0]) * self.pages_per_seq
+            for layer in range(*home.layers):
+                nbytes = pages * self.page_bytes(layer, home)
+                arena, align = f"{home.home}.kv", PAGE_BYTES if is_disk(home.home) else SLOT_ALIGN
+                pools[layer, home.seqs[0]] = (self._take(arena, nbytes, align), self._take(arena, nbytes, align))
+        return pools
+
+    def _place_windows(self) -> dict[int, tuple[Slot, Slot]]:
+        """Layer → (keys, values) in a window, for layers whose KV lives elsewhere. One such layer's attention may run
+        while the next layer's KV is loaded, so there are two windows that layers use by turns. Where the order saves
+        memory there is one."""
+        moved = [home for home in self.plan.kv if home.home != home.attend]
+        windows: dict[int, tuple[Slot, Slot]] = {}
+        for tier in dict.fromkeys(home.attend for home in moved):
+            layers = [layer for home in moved if home.attend == tier for layer in range(*home.layers)]
+            nbytes = max(self._pools[layer, home.seqs[0]][0].nbytes for home in moved for layer in range(*home.layers))
+            count = min(len(layers), 1 if self.plan.order == "saving" else 2)
+            arena = f"{tier}.window"
+            pairs = [(self._take(arena, nbytes, PAGE_BYTES), self._take(arena, nbytes, PAGE_BYTES))
+                     for _ in range(count)]  # fmt: skip
+            self.windows += [slot for pair in pairs for slot in pair]
+            windows |= {layer: pairs[i % count] for i, layer in enumerate(layers)}
+        return windows
