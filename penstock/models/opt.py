@@ -4,7 +4,7 @@ a narrower embedding."""
 from __future__ import annotations
 
 from penstock.models.hf.config import MAX_VOCAB, MAX_WIDTH, Config
-from penstock.models.hf.decoder import TOKENIZER_BYTES_PER_ENTRY, layer_count
+from penstock.models.hf.decoder import TOKENIZER_BYTES_PER_ENTRY, divided, layer_count
 from penstock.models.hf.names import TensorSource, sources_of
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
 
@@ -52,8 +52,7 @@ def spec(config: Config) -> ModelSpec:
     """Raises BrokenModel and UnsupportedModel."""
     d_model = config.whole("hidden_size", hi=MAX_WIDTH)
     heads = config.whole("num_attention_heads", hi=MAX_WIDTH)
-    if d_model % heads:
-        raise config.broken("num_attention_heads", f"{heads} should divide hidden_size {d_model}")
+    head_dim = divided(config, d_model, heads)
     vocab = config.whole("vocab_size", hi=MAX_VOCAB)
     max_positions = config.whole("max_position_embeddings", 2048, hi=MAX_WIDTH)
     bias = config.flag("enable_bias", True)
@@ -62,8 +61,8 @@ def spec(config: Config) -> ModelSpec:
         attention=Attention(
             heads=heads,
             kv_heads=heads,
-            head_dim=d_model // heads,
-            scale=(d_model // heads) ** -0.5,
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
             qkv_bias=bias,
             out_bias=bias,
         ),

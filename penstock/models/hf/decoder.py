@@ -148,8 +148,11 @@ def layer_count(config: Config) -> int:
 def head_dim_of(config: Config, d_model: int, heads: int, default: int | None = None) -> int:
     """`head_dim` of the config, or its default. Where that is None it is hidden_size / heads. Raises BrokenModel."""
     given = config.optional_whole("head_dim", default, hi=MAX_WIDTH)
-    if given is not None:
-        return given
+    return divided(config, d_model, heads) if given is None else given
+
+
+def divided(config: Config, d_model: int, heads: int) -> int:
+    """hidden_size / heads. Raises BrokenModel where that is no whole number."""
     if d_model % heads:
         raise config.broken("num_attention_heads", f"{heads} should divide hidden_size {d_model}")
     return d_model // heads
