@@ -137,7 +137,10 @@ def _choose(plan: Plan) -> list[_LayerRun] | None:
     ring_layers = sum(plan.ring_bytes.values()) * count / max(1, most)
     least = 1 if len(plan.units) > _MANY_UNITS * count else 2
     if len(spans) > _MOST_RUNS:
-        second = [replace(home, layers=(0, 0)) == kinds[-1] for home in plan.kv for _ in range(*home.layers)]
+        homes = sorted(plan.kv, key=lambda home: home.layers)
+        second = [replace(home, layers=(0, 0)) == kinds[-1] for home in homes for _ in range(*home.layers)]
+        if len(second) != count:
+            return None  # sequences have homes of their own
         whole = _run(plan, range(count), decode_bytes, ring_layers, least, second)
         return [whole] if whole.far else None
     runs = (run for span in spans for run in _split(plan, range(*span)))
