@@ -158,6 +158,8 @@ def _load(
 ) -> Loaded:  # fmt: skip
     """Loads a model and begins to answer with it. Raises as `loaded`."""
     from penstock.planner.pace import pace
+    from penstock.planner.pass_times import PassTimes
+    from penstock.planner.swap import swap
     from penstock.serve.api.shelf import Loaded
     from penstock.serve.guides import guide_bytes, has_guides
     from penstock.serve.service import Service
@@ -170,10 +172,17 @@ def _load(
         engine = stack.enter_context(loaded(source, ask, machine, plan, **beside))
         tempo = pace(engine.plan, engine.machine)
         note(tempo.reason)
-        store = None if kept is None else kept.store(engine, machine.exact)
-        service = Service(engine, prompt_rows=tempo.prompt_rows, queue=queue, store=store)
+        times = PassTimes(engine.plan, engine.machine)
+        how: dict[str, Any] = {"prompt_rows": tempo.prompt_rows, "queue": queue, "times": times}
+        reasons: tuple[str, ...] = ()
+        if kept is not None:
+            choice = swap(engine.plan, engine.machine, times, tempo.prompt_rows)
+            note(choice.reason)
+            how |= {"store": kept.store(engine, machine.exact), "swaps": choice.pays}
+            reasons = (choice.reason,)
+        service = Service(engine, **how)
         stack.enter_context(closing(service))
-        return Loaded(name, service, tempo, guide > 0, stack.pop_all().close)
+        return Loaded(name, service, tempo, guide > 0, stack.pop_all().close, reasons)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -70,6 +70,12 @@ class KvStore:
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._pages
+
+    def use(self, digests: Iterable[bytes]) -> None:
+        """These pages will be read: others go before them."""
+        for digest in digests:
+            if digest in self._pages:
+                self._pages.move_to_end(digest)
 
     def save(self, digest: bytes, views: Views) -> None:
         """Writes a page. Raises StorageFailed."""

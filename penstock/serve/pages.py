@@ -7,7 +7,8 @@ is not whole, or of which a prompt has only the first tokens, goes on where nobo
 where no page is free, the one longest unused first.
 
 Whole pages may also be stored elsewhere. Those that a prompt begins with come back into pages of their own
-(`restores`), before anybody reads them; those that are not stored yet are told (`unsaved`).
+(`restores`), before anybody reads them; those that are not stored yet are told (`unsaved`). With `swaps` a kept page
+that is given away is stored before that (`saves`).
 
 It is pure: which tokens a page holds is told, not read. A page here may be several pages of a plan, which lie together
 (`Layout.kv.page_group`).
@@ -76,10 +77,14 @@ class _Index:
 
 
 class Pages:
-    """`count` pages of `tokens` positions each. `stored(digest)`: whether a whole page lies elsewhere too."""
+    """`count` pages of `tokens` positions each. `stored(digest)`: whether a whole page lies elsewhere too. `swaps`:
+    kept pages are stored before they are given away."""
 
-    def __init__(self, count: int, tokens: int, stored: Callable[[bytes], bool] = lambda _: False) -> None:
-        self.count, self.tokens, self.stored = count, tokens, stored
+    def __init__(
+        self, count: int, tokens: int, stored: Callable[[bytes], bool] = lambda _: False, swaps: bool = False
+    ) -> None:
+        self.count, self.tokens, self.stored, self._swaps = count, tokens, stored, swaps
+        self.saves: list[tuple[int, bytes]] = []  # (page, digest of what is to be stored before anybody writes there)
         self.restores: list[tuple[int, bytes]] = []  # (page, digest of what is to be brought into it)
         self._users = [0] * count
         self._free = list(reversed(range(count)))
@@ -206,6 +211,7 @@ class Pages:
         """What pages hold is not known any more."""
         self._index = _Index()
         self.restores.clear()
+        self.saves.clear()
         self._free += reversed(self._kept)
         self._kept.clear()
 
@@ -227,6 +233,9 @@ class Pages:
             page = self._free.pop()
         else:
             page, _ = self._kept.popitem(last=False)
+            digest = self._index.content[page].digest
+            if self._swaps and digest is not None and not self.stored(digest):
+                self.saves.append((page, digest))
             self._index.remove(page)
         assert not self._users[page], f"page {page} is had"
         self._users[page] = 1

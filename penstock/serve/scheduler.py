@@ -11,9 +11,9 @@ none waits for ever.
 A request is taken when pages are there for its prompt (`serve.pages`), and gets more of them as its answer grows. As
 many requests are answered at once as the plan has sequences and pages for; the others wait. Where pages run out, the
 least urgent request gives its own back and waits again. Later its prompt and what it has said so far go through the
-model once more, and the answer goes on. Pages whose request has ended keep their content as long as no page is wanted,
-and a prompt that begins with the same tokens goes on from there. A prompt whose beginning another request is just
-reading waits for that, to share it.
+model once more, or come back from where pages are stored, and the answer goes on. Pages whose request has ended keep
+their content as long as no page is wanted, and a prompt that begins with the same tokens goes on from there. A prompt
+whose beginning another request is just reading waits for that, to share it.
 """
 
 from __future__ import annotations
@@ -58,12 +58,14 @@ class Rows(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A pass, and whose rows its batches have: `rows[i]` are those of `taken.batches[i]`, in their order. `restores`:
-    (page, digest) of stored pages that are to be brought back before the pass."""
+    """A pass, and whose rows its batches have: `rows[i]` are those of `taken.batches[i]`, in their order. `saves`:
+    (page, digest) of pages that are to be stored before the pass, which writes over them. `restores`: of stored pages
+    that are to be brought back before the pass, and after `saves`."""
 
     taken: Pass
     rows: tuple[tuple[Rows, ...], ...]
     restores: tuple[tuple[int, bytes], ...] = ()
+    saves: tuple[tuple[int, bytes], ...] = ()
 
 
 @dataclass
@@ -101,16 +103,17 @@ class _Request:
 class Scheduler:
     """Requests of one loaded plan. `prompt_rows`: the most rows of prompts in a pass beside rows of answers; alone they
     fill the plan's chunks. `queue`: the most requests that may wait. `ids(request, start, count)`: tokens of a
-    request's prompt and answer, int32 [count]. `stored(digest)`: whether a page lies elsewhere too, as for `Pages`."""
+    request's prompt and answer, int32 [count]. `stored(digest)`: whether a page lies elsewhere too, and `swaps`:
+    whether pages are stored before they are given away, as for `Pages`."""
 
     def __init__(
         self, plan: Plan, prompt_rows: int, queue: int, ids: Callable[[int, int, int], Ids],
-        stored: Callable[[bytes], bool] = lambda _: False,
+        stored: Callable[[bytes], bool] = lambda _: False, swaps: bool = False,
     ) -> None:  # fmt: skip
         self._plan, self._prompt_rows, self._queue, self._ids = plan, max(1, prompt_rows), queue, ids
         layout = Layout(plan)
         self._group, self._most_pages = layout.kv.page_group, layout.kv.pages_per_seq // layout.kv.page_group
-        self.pages = Pages(layout.kv.pages // self._group, plan.page_tokens * self._group, stored)
+        self.pages = Pages(layout.kv.pages // self._group, plan.page_tokens * self._group, stored, swaps)
         self._free = set(range(plan.batch_seqs * plan.batches_per_pass))
         self._requests: dict[int, _Request] = {}
         self._arrived = 0
@@ -218,9 +221,10 @@ class Scheduler:
         then = Stream("prefill", True) if any(r.reads for r in self._requests.values()) else passes.DECODE
         few = bool(reading) and max(batch.total_rows for batch in batches) <= self._plan.asking_rows
         taken = Pass("prefill" if reading else "decode", batches, then, few)
-        restores = tuple(self.pages.restores)
+        restores, saves = tuple(self.pages.restores), tuple(self.pages.saves)
         self.pages.restores.clear()
-        return Step(taken, tuple(tuple(members) for members in by_batch if members), restores)
+        self.pages.saves.clear()
+        return Step(taken, tuple(tuple(members) for members in by_batch if members), restores, saves)
 
     def _settle(self) -> None:
         """The latest pass has ended: what it wrote can be shared."""

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,40 +27,11 @@ from penstock.serve.foretold import Newcomer, newcomer
 from penstock.serve.generation import Generation
 from penstock.serve.kv_store import KvStore
 from penstock.serve.reply import Reply
-from penstock.serve.sampling import Likely, SamplingParams
+from penstock.serve.sampling import SamplingParams
 from penstock.serve.scheduler import Rows, Scheduler, Step
-from penstock.serve.scores import Scores
+from penstock.serve.told import Cancelled, Ended, Failed, Piece, Tell, Told
 
 _SAVING_S = 10.0  # in which pages are still kept when the service ends
-
-
-class Piece(NamedTuple):
-    """What a token adds to an answer: the text that has become certain, often all of it, sometimes none. `likely`: the
-    token's log probability, where it was asked for. `prompt_scores`: those of the prompt, with the first token only."""
-
-    text: str
-    likely: tuple[Likely, ...] = ()
-    prompt_scores: Scores | None = None
-
-
-class Ended(NamedTuple):
-    """The answer is whole. Nothing is told after this."""
-
-    answer: Generation
-
-
-class Failed(NamedTuple):
-    """There will be no answer. Nothing is told after this."""
-
-    error: PenstockError
-
-
-class Cancelled(NamedTuple):
-    """The request has left, as it was asked to. Nothing is told after this."""
-
-
-Told = Piece | Ended | Failed | Cancelled
-Tell = Callable[[Told], None]
 
 
 @dataclass
@@ -101,12 +71,23 @@ class Service:
     """Serves one loaded engine until `close`. While requests are here, the engine answers nobody else.
 
     `prompt_rows`: the most rows of prompts in a pass beside rows of answers. `queue`: the most requests that wait.
-    `store`: where pages are kept while nobody asks, and at the end; prompts go on from them."""
+    `store`: where pages are kept while nobody asks, and at the end; prompts go on from them. `swaps`: pages are also
+    kept there before they are given to another request. `times`: of the plan's passes, if they were asked before."""
 
-    def __init__(self, engine: Engine, *, prompt_rows: int, queue: int, store: KvStore | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        prompt_rows: int,
+        queue: int,
+        store: KvStore | None = None,
+        swaps: bool = False,
+        times: PassTimes | None = None,
+    ) -> None:
         self.engine, self._store = engine, store
+        self._may_save = store is not None  # until that fails
         stored: Callable[[bytes], bool] = (lambda _: False) if store is None else store.__contains__
-        self._scheduler = Scheduler(engine.plan, prompt_rows, queue, self._known, stored)
+        self._scheduler = Scheduler(engine.plan, prompt_rows, queue, self._known, stored, swaps and store is not None)
         self._open: dict[int, _Open] = {}
         self._changed = threading.Condition()  # guards all that follows, and the scheduler
         self._next_id = 0
@@ -115,7 +96,7 @@ class Service:
         self._passes_s = 0.0
         self._passes = engine.session.passes  # of the session, when the service took the latest one
         self._saves_until_s = inf
-        self._times = PassTimes(engine.plan, engine.machine)
+        self._times = times or PassTimes(engine.plan, engine.machine)
         self._thread: threading.Thread | None = None  # lives while requests are here
 
     @property
@@ -260,6 +241,10 @@ class Service:
             for tell, what in told:
                 tell(what)
             if step is not None:
+                if self._store is not None and step.saves:
+                    self._store.use(digest for _, digest in step.restores)
+                for page, digest in step.saves:
+                    self._keep(page, digest)
                 if self._restore(step):
                     self._take(step)
             elif self._unsaved():
@@ -270,19 +255,23 @@ class Service:
     def _unsaved(self) -> bool:
         """Whether a page is left to be kept, and time for it: when the service ends, that has an end too."""
         in_time = time.perf_counter() < self._saves_until_s
-        return self._store is not None and in_time and self._scheduler.pages.unsaved() is not None
+        return self._may_save and in_time and self._scheduler.pages.unsaved() is not None
 
     def _save(self) -> None:
-        """Keeps a page in the store, if one is left to be kept. Where the store fails, no more are kept."""
-        if self._store is None or (found := self._scheduler.pages.unsaved()) is None:
+        """Keeps a page in the store, if one is left to be kept."""
+        if (found := self._scheduler.pages.unsaved()) is not None:
+            self._keep(*found)
+            self._scheduler.pages.saved(found[1])
+
+    def _keep(self, page: int, digest: bytes) -> None:
+        """Keeps a page in the store. Where the store fails, no more are kept."""
+        if self._store is None or not self._may_save:
             return
-        page, digest = found
         try:
             self._store.save(digest, self.engine.session.kv_page(page))
         except StorageFailed as error:
             warnings.warn(f"KV is not kept any more: {error.message}", stacklevel=2)
-            self._store = None
-        self._scheduler.pages.saved(digest)
+            self._may_save = False
 
     def _restore(self, step: Step) -> bool:
         """Brings stored pages back. Where one is not what was stored, all begin again without it."""

@@ -23,9 +23,10 @@ from penstock.serve.engine import Engine
 from penstock.serve.guides import Allowed, Guides, guide_bytes
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.schemas import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
-from penstock.serve.service import Ended, Failed, Service
+from penstock.serve.service import Service
 from penstock.serve.token_bytes import token_bytes
 from penstock.serve.tokenizer import Tokenizer
+from penstock.serve.told import Ended, Failed
 from penstock.spec.format import FLOAT32
 from penstock.store.synth import synth
 from tests.cpu.configs import TINY_CONFIGS

@@ -16,7 +16,8 @@ from penstock.serve.engine import Engine
 from penstock.serve.generation import Generation
 from penstock.serve.kv_store import KvStore, store_key
 from penstock.serve.sampling import SamplingParams
-from penstock.serve.service import Ended, Service
+from penstock.serve.service import Service
+from penstock.serve.told import Ended
 from penstock.spec.plan import Plan
 from penstock.store.packed import open_packed
 from tests.cpu.engines import load, make_model, streaming
@@ -129,6 +130,37 @@ def test_a_full_disk_ends_keeping_and_nothing_else(
     with pytest.warns(UserWarning, match="not kept any more: the disk is full"):
         assert ask(folder, tmp_path, PROMPT)[0].token_ids
     assert not files(tmp_path)
+
+
+def test_what_was_kept_before_the_disk_was_full_is_still_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = ask(folder, tmp_path, PROMPT)[0]
+
+    def fails(*_: object) -> None:
+        raise StorageFailed("the disk is full")
+
+    monkeypatch.setattr(KvStore, "save", fails)
+    with pytest.warns(UserWarning, match="not kept any more: the disk is full"):
+        _, again = ask(folder, tmp_path, [5, *PROMPT[1:]], PROMPT)
+    assert again.token_ids == first.token_ids and again.cached_tokens == 192
+
+
+def test_what_gives_way_to_others_comes_back(folder: Path, tmp_path: Path) -> None:
+    """Three answers that outgrow five pages together: some give their pages back, and go on later."""
+    params, again = SamplingParams(max_tokens=150, ignore_eos=True), {}
+    texts = [np.random.default_rng(i).integers(0, 200, 100).tolist() for i in range(3)]
+    with load(folder, plan=with_arenas(replace(plan(folder), kv_pages=5))) as engine:
+        expected = [engine.generate([ids], params)[0].token_ids for ids in texts]
+        for swaps in (False, True):
+            kept = store(engine, tmp_path / str(swaps))
+            with closing(Service(engine, prompt_rows=8, queue=9, store=kept, swaps=swaps)) as service:
+                assert [answer.token_ids for answer in service.generate(texts, params)] == expected
+                counts = service.counts
+            assert counts.given_back > 0
+            again[swaps] = counts.prompt_tokens - 300
+            assert again[swaps] < 64 * counts.given_back or not swaps  # what filled no whole page
+    assert again[True] < again[False]
 
 
 def test_pages_of_other_models_and_formats_lie_elsewhere(folder: Path) -> None:

@@ -19,7 +19,8 @@ from penstock.serve.engine import Engine
 from penstock.serve.evaluate import evaluate
 from penstock.serve.sampling import SamplingParams, log_softmax
 from penstock.serve.scores import Scores
-from penstock.serve.service import Ended, Piece, Service
+from penstock.serve.service import Service
+from penstock.serve.told import Ended, Piece
 from tests.cpu.engines import load, make_model
 from tests.cpu.test_serve import CONTEXT, Server, serving
 from tests.cpu.test_service import SEQS, Heard, plans, prompts

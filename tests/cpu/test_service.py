@@ -19,7 +19,8 @@ from penstock.graph.arenas import with_arenas
 from penstock.serve.engine import Engine
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.scheduler import QueueFull
-from penstock.serve.service import Cancelled, Ended, Failed, Piece, Service, Told
+from penstock.serve.service import Service
+from penstock.serve.told import Cancelled, Ended, Failed, Piece, Told
 from penstock.spec.plan import Plan
 from penstock.store.packed import open_packed
 from tests.cpu.engines import load, make_model, streaming

@@ -12,7 +12,7 @@ from penstock.errors import StorageFailed
 from penstock.serve.api.answers import ALIVE_S, Answers, Shape, head_of
 from penstock.serve.generation import Generation
 from penstock.serve.sampling import SamplingParams
-from penstock.serve.service import Cancelled, Ended, Failed, Piece, Tell, Told
+from penstock.serve.told import Cancelled, Ended, Failed, Piece, Tell, Told
 
 SILENCE = "10 s pass"
 

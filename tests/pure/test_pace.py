@@ -1,4 +1,4 @@
-"""How many rows of a prompt go along with answers."""
+"""How many rows of a prompt go along with answers, and whether KV that gives way is stored."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from penstock.planner.pace import LONGEST_GAP, pace
+from penstock.planner.pass_times import PassTimes
 from penstock.planner.solve import solve
+from penstock.planner.swap import swap
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
 from penstock.spec.machine import MachineSpec
@@ -49,3 +51,15 @@ def test_sequences_that_share_pages_are_shorter() -> None:
     ask = Ask(batch=8, context=4096, prompt_tokens=128, host_memory_bytes=3000 * MIB)
     whole, shared = (solve(replace(ask, kv_tokens=n), LLAMA_1B, INT4, MACHINE).plan for n in (None, 1))
     assert shared.kv_pages and pace(shared, MACHINE).prompt_rows <= pace(whole, MACHINE).prompt_rows
+
+
+def test_kv_is_stored_where_that_is_faster_than_computing_it() -> None:
+    ask = Ask(batch=8, context=4096, prompt_tokens=128, host_memory_bytes=3000 * MIB, kv_tokens=1)
+    plan, pays = solve(ask, LLAMA_1B, INT4, MACHINE).plan, []
+    for times in (1e-3, 1e3):
+        rates = (replace(r, s_per_byte=r.s_per_byte * times) if r.lane == "disk0" else r for r in MACHINE.rates)
+        machine = replace(MACHINE, rates=tuple(rates))
+        found = swap(plan, machine, PassTimes(plan, machine), 16)
+        pays.append(found.pays)
+        assert ("kept on the disk" in found.reason) == found.pays
+    assert pays == [True, False]

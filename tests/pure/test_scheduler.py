@@ -39,10 +39,13 @@ def plan(
 class Checked:
     """A scheduler, and what its requests have had so far."""
 
-    def __init__(self, made: Plan, prompt_rows: int, queue: int = 1000, stores: bool = False) -> None:
+    def __init__(
+        self, made: Plan, prompt_rows: int, queue: int = 1000, stores: bool = False, swaps: bool = False
+    ) -> None:
         # Digest → what a page held; where pages are stored elsewhere, one of them after each pass.
         self.stores, self.store = stores, dict[bytes, list[tuple[int, str]]]()
-        self.plan, self.scheduler = made, Scheduler(made, prompt_rows, queue, self.of, self.store.__contains__)
+        self.plan = made
+        self.scheduler = Scheduler(made, prompt_rows, queue, self.of, self.store.__contains__, swaps)
         self.prompt_rows = prompt_rows
         self.prompts: dict[int, int] = {}
         self.ids: dict[int, list[int]] = {}  # of prompt and answer
@@ -98,6 +101,8 @@ class Checked:
         if any(not r.reads for r in rows):
             assert sum(r.tokens for r in rows if r.reads) <= self.prompt_rows
         size = self.plan.page_tokens
+        for page, digest in step.saves:  # before anything is written over
+            self.store[digest] = [self.held[page, i] for i in range(size)]
         if loses and step.restores:
             self.store.clear()
             self.scheduler.forget()
@@ -202,15 +207,15 @@ EVENTS = st.lists(
 @pytest.mark.fuzz
 @given(events=EVENTS, seqs=st.integers(1, 4), batches=st.integers(1, 2), chunk=st.integers(1, 12),
        prompt_rows=st.integers(1, 12), page=st.sampled_from([4, 8, 32]), logits=st.integers(1, 12),
-       spare=st.none() | st.integers(0, 20), stores=st.booleans())  # fmt: skip
+       spare=st.none() | st.integers(0, 20), stores=st.booleans(), swaps=st.booleans())  # fmt: skip
 def test_every_request_gets_its_rows_in_order(
     events: list[tuple[object, ...]], seqs: int, batches: int, chunk: int, prompt_rows: int, page: int, logits: int,
-    spare: int | None, stores: bool,
+    spare: int | None, stores: bool, swaps: bool,
 ) -> None:  # fmt: skip
     """`spare`: pages beyond those of one context; None: every sequence has its whole context."""
     kv_pages = 0 if spare is None else 64 // page + spare
     made = plan(seqs, batches, chunk, page=page, kv_pages=kv_pages, logits=logits)
-    checked = Checked(made, prompt_rows, stores=stores)
+    checked = Checked(made, prompt_rows, stores=stores, swaps=swaps)
     for what, *numbers in events:
         if what == "submit":
             checked.submit(*numbers)  # type: ignore[arg-type]
@@ -230,7 +235,7 @@ def test_crowds_with_few_pages() -> None:
         rng = Random(seed)
         page, seqs, batches = rng.choice([4, 8]), rng.randint(1, 6), rng.randint(1, 2)
         made = plan(seqs, batches, rng.randint(1, 32), page=page, kv_pages=64 // page + rng.randint(0, 64 // page))
-        checked = Checked(made, rng.randint(1, 16), stores=seed % 2 == 0)
+        checked = Checked(made, rng.randint(1, 16), stores=seed % 2 == 0, swaps=seed % 4 < 2)
         for _ in range(40):
             what = rng.choice(["submit"] * 6 + ["step"] * 6 + ["cancel", "fail", "lose"])
             if what == "submit":
@@ -246,6 +251,21 @@ def test_crowds_with_few_pages() -> None:
         checked.run()
         given_back, cached = given_back + checked.scheduler.given_back, cached + checked.cached
     assert given_back > 50 and restored > 20 and cached > 1000
+
+
+def test_what_gives_way_comes_back_from_the_store() -> None:
+    """Three long answers and pages for two of them: without a store they are computed again, with one they are not."""
+    computed = {}
+    for swaps in (False, True):
+        checked = Checked(plan(seqs=3, chunk=64, page=8, kv_pages=13), prompt_rows=64, swaps=swaps)
+        for _ in range(3):
+            checked.submit(20, 40)
+        computed[swaps] = 0
+        while (step := checked.step()) is not None:
+            computed[swaps] += sum(r.tokens for members in step.rows for r in members if r.reads)
+            assert swaps or not step.saves
+        assert checked.scheduler.given_back
+    assert computed[False] > 60 and computed[True] <= 60 + 8 * checked.scheduler.given_back
 
 
 @pytest.mark.fuzz

@@ -19,8 +19,9 @@ from penstock.serve.api.guard import error_body
 from penstock.serve.generation import Generation
 from penstock.serve.sampling import Likely, SamplingParams
 from penstock.serve.scores import Scores
-from penstock.serve.service import Cancelled, Ended, Failed, Piece, Service, Told
+from penstock.serve.service import Service
 from penstock.serve.tokenizer import Tokenizer
+from penstock.serve.told import Cancelled, Ended, Failed, Piece, Told
 
 ALIVE_S = 10.0  # a comment goes to a client that has heard nothing for so long: proxies close silent connections
 

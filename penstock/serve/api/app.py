@@ -175,7 +175,7 @@ def _about(app: FastAPI, shelf: Shelf) -> None:
             "next_request": await to_thread.run_sync(
                 _next_request, loaded, prompt_tokens, output_tokens, limiter=foretelling
             ),
-            "reasons": [*engine.solved.reasons, loaded.pace.reason],
+            "reasons": [*engine.solved.reasons, loaded.pace.reason, *loaded.reasons],
         }
 
 

@@ -25,13 +25,15 @@ _LOOK_S = 0.05
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that is loaded. `schemas`: answers may be held to JSON schemas. `close`: gives its memory back."""
+    """A model that is loaded. `schemas`: answers may be held to JSON schemas. `close`: gives its memory back.
+    `reasons`: for what was chosen besides the plan and the pace."""
 
     name: str
     service: Service
     pace: Pace
     schemas: bool
     close: Callable[[], None]
+    reasons: tuple[str, ...] = ()
 
 
 class Hold:

@@ -1,0 +1,40 @@
+"""Whether KV that gives way is kept on the disk, or computed again when it is wanted."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from penstock.graph.arenas import Layout
+from penstock.planner.cost import Cost
+from penstock.planner.pass_times import PassTimes
+from penstock.spec.machine import MachineSpec
+from penstock.spec.places import DISK
+from penstock.spec.plan import Plan
+from penstock.units import format_seconds
+
+
+class Swap(NamedTuple):
+    """`pays`: pages that give way are to be stored. `reason`: for the user."""
+
+    pays: bool
+    reason: str
+
+
+def swap(plan: Plan, machine: MachineSpec, times: PassTimes, prompt_rows: int) -> Swap:
+    """Compares the seconds of storing a page and reading it again with those by which its tokens lengthen the passes of
+    the other sequences, `prompt_rows` of them a pass."""
+    layout, cost = Layout(plan), Cost(machine)
+    nbytes = sum(slot.nbytes for slot in layout.kv.page_slots(0))
+    stored_s = sum(cost.call_s(lane, "load", "*", nbytes=nbytes) for lane in (DISK.writes, DISK.reads))
+    others = plan.batch_seqs * plan.batches_per_pass - 1
+    rows = max(1, min(prompt_rows, plan.page_tokens))
+    if others:
+        computed_s = (times.seconds(others, rows) - times.seconds(others, 0)) * plan.page_tokens / rows
+    else:
+        computed_s = times.seconds(0, plan.page_tokens)
+    pays = stored_s < computed_s
+    return Swap(
+        pays,
+        f"{plan.page_tokens} tokens whose KV gives way are {'kept on the disk' if pays else 'computed again'}: to store"
+        f" and read them takes {format_seconds(stored_s)}, to compute them {format_seconds(max(0.0, computed_s))}",
+    )
