@@ -88,6 +88,9 @@ def _settle() -> None:
     os.set_blocking(sys.stderr.fileno(), False)  # the parent reads it only when we have ended
     _lower(resource.RLIMIT_STACK, _STACK_BYTES)
     _lower(resource.RLIMIT_CORE, 0)
+    # A panic in Rust is an answer like others. To print where it came from takes 20 MiB for symbols. Beyond the limit
+    # of memory Rust then waits for a lock that it holds itself, for ever.
+    os.putenv("RUST_BACKTRACE", "0")
     # One text at a time has no use for the library's threads, and each would take 2 MiB of the limit for its stack.
     os.putenv("TOKENIZERS_PARALLELISM", "false")
     with contextlib.suppress(OSError):  # where the system's memory runs out, it ends us and not the parent

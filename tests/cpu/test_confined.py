@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -332,3 +333,22 @@ def test_nothing_is_left_open(folder: Path) -> None:
         tokenizer.encode("ab")
         tokenizer.close()
     assert not open_now() - before
+
+
+def test_a_panic_with_little_memory_is_an_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the environment asks for backtraces, Rust wants 20 MiB to print one, and with less waited for itself."""
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["pre_tokenizer"] = {
+        "type": "Split", "pattern": {"Regex": "([a-z ]+)+[0-9]"}, "behavior": "Isolated", "invert": False,
+    }  # fmt: skip
+    file.write_text(json.dumps(content))
+    monkeypatch.setenv("RUST_BACKTRACE", "full")
+    text = "it was a dark and stormy night; the rain fell in torrents, and the wind rattled along the housetops."
+    for memory_mib in range(14, 44, 3):
+        child = Confined(folder, lambda: TASK, patience_s=1.0)
+        child.open()
+        with pytest.raises(BrokenModel) as caught:
+            encode(child, text, replace(TASK, memory_bytes=memory_mib << 20))
+        assert "standstill" not in caught.value.message and "doing a thing" in caught.value.message
+        child.close()
