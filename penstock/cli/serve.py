@@ -176,9 +176,10 @@ def _load(
         how: dict[str, Any] = {"prompt_rows": tempo.prompt_rows, "queue": queue, "times": times}
         reasons: tuple[str, ...] = ()
         if kept is not None:
+            how["store"] = kept.store(engine, machine.exact)
             choice = swap(engine.plan, engine.machine, times, tempo.prompt_rows)
             note(choice.reason)
-            how |= {"store": kept.store(engine, machine.exact), "swaps": choice.pays}
+            how["swaps"] = choice.pays
             reasons = (choice.reason,)
         service = Service(engine, **how)
         stack.enter_context(closing(service))

@@ -320,7 +320,7 @@ def test_closing_ends_what_threads_wait_for(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["resident", "streaming", "two batches", "few pages", "KV on disk"])
-def test_tells_what_a_request_would_find(folder: Path, name: str) -> None:
+def test_tells_what_a_request_would_find(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the model is held by somebody else, all requests wait. Each has 40 tokens to say, and SEQS say them at
     once."""
     with load(folder, plan=plans(folder)[name]) as engine, serving(engine, queue=20) as service:
@@ -339,4 +339,6 @@ def test_tells_what_a_request_would_find(folder: Path, name: str) -> None:
                 service.submit([7] * 20, SamplingParams(max_tokens=4), Heard().tell)
             with pytest.raises(QueueFull):
                 service.newcomer(9, 5)
+            monkeypatch.setattr("penstock.serve.service.MOST_REQUESTS", 5)
+            assert service.newcomer(9, 5) == (20 + SEQS, None, None, None)
         assert all(isinstance(each.end()[1], Ended) for each in heard)  # nobody's answer was touched

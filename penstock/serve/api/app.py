@@ -128,7 +128,7 @@ def _completions(app: FastAPI, shelf: Shelf) -> None:
 
 def _about(app: FastAPI, shelf: Shelf) -> None:
     created_s = int(time.time())
-    foretelling = CapacityLimiter(1)  # it may take a second of processor time, which passes need too
+    foretelling = CapacityLimiter(1)  # each takes up to 0.2 s of processor time, which passes need too
 
     def about(name: str) -> dict[str, Any]:
         now = shelf.now
