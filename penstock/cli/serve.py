@@ -172,8 +172,8 @@ def _load(
         engine = stack.enter_context(loaded(source, ask, machine, plan, **beside))
         tempo = pace(engine.plan, engine.machine)
         note(tempo.reason)
-        times = PassTimes(engine.plan, engine.machine)
-        how: dict[str, Any] = {"prompt_rows": tempo.prompt_rows, "queue": queue, "times": times}
+        times = PassTimes(engine.plan, engine.machine, tempo.mixed)
+        how: dict[str, Any] = {"prompt_rows": tempo.prompt_rows, "mixed": tempo.mixed, "queue": queue, "times": times}
         reasons: tuple[str, ...] = ()
         if kept is not None:
             how["store"] = kept.store(engine, machine.exact)

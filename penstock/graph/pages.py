@@ -43,6 +43,10 @@ class WrittenPages:
         """A page that was kept elsewhere was brought back, whole."""
         self._tokens[page] = self._layout.plan.page_tokens
 
+    def copied(self, page: int, source: int) -> None:
+        """A page got what another one held."""
+        self._tokens[page] = self._tokens.get(source, 0)
+
     def take(self, p: Pass) -> None:
         check_tables(self._layout, p)
         size, users, written = self._layout.plan.page_tokens, dict[int, list[int]](), dict[int, int]()

@@ -12,6 +12,7 @@ from penstock.graph.tasks import Pass, Stream
 from penstock.spec.plan import Plan
 
 DECODE = Stream("decode", True)
+MIXED = "mixed"  # the purpose of a pass with rows of prompts beside rows of answers
 
 
 def prompts(

@@ -35,9 +35,18 @@ class Stream(NamedTuple):
 
 class Pass(NamedTuple):
     """One step of the model over its batches. `then`: what the next pass will read, None = nothing. `few`: as in
-    `Stream`."""
+    `Stream`.
 
-    purpose: str  # prefill | decode | verify
+    purpose         prefill: rows of prompts, by the units' executors for prefill
+                    decode: a row of each answer, by the executors for decode; where layers have predictors, of the
+                    neurons that these name
+                    mixed: rows of prompts beside rows of answers, by the executors for decode, all neurons. Its weights
+                    stream as those of decode do; experts that have a cache stream whole, unless `few`. Where many rows
+                    are computed faster by the executors for prefill, a server's passes with both are prefill instead
+                    (`planner.pace`)
+    """
+
+    purpose: str
     batches: tuple[Batch, ...]
     then: Stream | None
     few: bool = False

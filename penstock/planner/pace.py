@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.graph.passes import MIXED
 from penstock.planner.pass_times import pass_s
 from penstock.planner.shorten import short
 from penstock.spec.machine import MachineSpec
@@ -20,32 +21,51 @@ LONGEST_GAP = 1.5
 @dataclass(frozen=True)
 class Pace:
     """`prompt_rows`: the most rows of prompts in a pass beside answers. `gap_ratio`: how many times as long the gap
-    between two tokens is predicted to be while a prompt is read. `reason`: for the user."""
+    between two tokens is predicted to be while a prompt is read. `reason`: for the user. `mixed`: the purpose of such
+    passes, which says whether the executors for decode compute them, or those for prefill."""
 
     prompt_rows: int
     gap_ratio: float
     reason: str
+    mixed: str = MIXED
 
 
 def pace(plan: Plan, machine: MachineSpec) -> Pace:
     """The most rows, a power of two or all that there is room for, with which a pass takes at most LONGEST_GAP times as
-    long as without any; at least 1, or no prompt would ever end. Sequences are half-way through their context, or have
-    half of their share of the pages."""
+    long as without any; at least 1, or no prompt would ever end. Where some units have another executor for prefill
+    than for decode, both ways are tried, and prompts are read in the one that reads them faster. Sequences are half-way
+    through their context, or have half of their share of the pages."""
     plan = short(plan)
     most = max(plan.chunk_rows, plan.batch_seqs)
     speaking = plan.batch_seqs * plan.batches_per_pass - 1
     if not speaking:
         return Pace(most, 1.0, f"one sequence at a time: prompts are read {most} tokens a pass")
     gap_s = pass_s(plan, machine, speaking, 0)
-    rows, mixed_s, room = 1, pass_s(plan, machine, speaking, 1), most - plan.batch_seqs + 1
-    while rows < room:
-        more = min(2 * rows, room)
-        longer_s = pass_s(plan, machine, speaking, more)
-        if longer_s > LONGEST_GAP * gap_s:
-            break
-        rows, mixed_s = more, longer_s
+    same = all(unit.decode == unit.prefill for unit in plan.units)
+    ways = [_way(plan, machine, speaking, gap_s, purpose) for purpose in ((MIXED,) if same else (MIXED, "prefill"))]
+    rows, mixed_s, purpose = max(ways, key=lambda way: way[0] / way[1])
     ratio = mixed_s / gap_s
     beside = (
         f"prompts are read {rows} tokens a pass beside {speaking} answers, whose gaps become {ratio:.2f} times as long"
     )
-    return Pace(rows, ratio, beside)
+    if not same:
+        whose = "decode" if purpose == MIXED else "prefill"
+        (other_rows, other_s, _) = min(ways, key=lambda way: way[0] / way[1])
+        beside += (
+            f"; such passes are computed where {whose} is: {rows / mixed_s:.3g} tokens/s of prompts, and"
+            f" {other_rows / other_s:.3g} the other way"
+        )
+    return Pace(rows, ratio, beside, purpose)
+
+
+def _way(plan: Plan, machine: MachineSpec, speaking: int, gap_s: float, purpose: str) -> tuple[int, float, str]:
+    """(the most rows of prompts in a pass of this purpose, its seconds, the purpose)."""
+    rows, mixed_s = 1, pass_s(plan, machine, speaking, 1, purpose)
+    room = max(plan.chunk_rows, plan.batch_seqs) - plan.batch_seqs + 1
+    while rows < room:
+        more = min(2 * rows, room)
+        longer_s = pass_s(plan, machine, speaking, more, purpose)
+        if longer_s > LONGEST_GAP * gap_s:
+            break
+        rows, mixed_s = more, longer_s
+    return rows, mixed_s, purpose

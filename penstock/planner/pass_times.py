@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.graph import passes
 from penstock.graph.batch import Batch
 from penstock.graph.lower import Lowering
+from penstock.graph.passes import MIXED
 from penstock.graph.tasks import Pass, Stream
 from penstock.planner.cost import Cost
 from penstock.planner.routing import Replay
@@ -18,10 +19,11 @@ _FEW = 4  # up to so many answers each number is simulated
 
 
 class PassTimes:
-    """Predicted seconds of a plan's passes. Few are simulated; those between are on a line."""
+    """Predicted seconds of a plan's passes. Few are simulated; those between are on a line. `mixed`: the purpose of
+    passes with rows of prompts beside answers."""
 
-    def __init__(self, plan: Plan, machine: MachineSpec) -> None:
-        self._plan, self._machine = plan, machine
+    def __init__(self, plan: Plan, machine: MachineSpec, mixed: str = MIXED) -> None:
+        self._plan, self._machine, self._mixed = plan, machine, mixed
         self._known: dict[tuple[int, int], float] = {}
 
     def seconds(self, speaking: int, prompt_rows: int) -> float:
@@ -48,14 +50,16 @@ class PassTimes:
     def _of(self, speaking: int, prompt_rows: int) -> float:
         key = (speaking, prompt_rows)
         if key not in self._known:
-            self._known[key] = quick_s(self._plan, lambda plan: pass_s(plan, self._machine, speaking, prompt_rows))
+            self._known[key] = quick_s(
+                self._plan, lambda plan: pass_s(plan, self._machine, speaking, prompt_rows, self._mixed)
+            )
         return self._known[key]
 
 
-def pass_s(plan: Plan, machine: MachineSpec, speaking: int, prompt_rows: int) -> float:
+def pass_s(plan: Plan, machine: MachineSpec, speaking: int, prompt_rows: int, mixed: str = MIXED) -> float:
     """Predicted seconds of a pass with a row of each of `speaking` sequences and `prompt_rows` rows of another's
-    prompt, where passes like it came before. Sequences are half-way through their context, or have half of their share
-    of the pages."""
+    prompt, where passes like it came before. `mixed`: the purpose of passes with both. Sequences are half-way through
+    their context, or have half of their share of the pages."""
     lowering, simulator, replay = Lowering(plan), Simulator(Cost(machine)), Replay(plan)
     pause_s = Cost(machine).between_passes_s
     share = plan.kv_pages * plan.page_tokens // (plan.batch_seqs * plan.batches_per_pass)
@@ -64,7 +68,7 @@ def pass_s(plan: Plan, machine: MachineSpec, speaking: int, prompt_rows: int) ->
     if speaking:
         replay.warm(lowering, p, _CACHE_PASSES)
     if prompt_rows:
-        p = _with_prompt(plan, p, speaking, at, prompt_rows)
+        p = _with_prompt(plan, p, speaking, at, prompt_rows, mixed if speaking else "prefill")
     seconds = []
     for _ in range(_WARM_PASSES + _COUNTED_PASSES):
         start_s = simulator.now_s
@@ -74,7 +78,7 @@ def pass_s(plan: Plan, machine: MachineSpec, speaking: int, prompt_rows: int) ->
     return sum(seconds[_WARM_PASSES:]) / _COUNTED_PASSES
 
 
-def _with_prompt(plan: Plan, p: Pass, seq: int, at: int, rows: int) -> Pass:
+def _with_prompt(plan: Plan, p: Pass, seq: int, at: int, rows: int, purpose: str) -> Pass:
     """The pass with rows of one more sequence, the last, whose prompt does not end."""
     number = seq // plan.batch_seqs
     batches = {batch.id: batch for batch in p.batches}
@@ -84,7 +88,7 @@ def _with_prompt(plan: Plan, p: Pass, seq: int, at: int, rows: int) -> Pass:
     )  # fmt: skip
     together = tuple(batches.values())
     few = max(batch.total_rows for batch in together) <= plan.asking_rows
-    return Pass("prefill", together, Stream("prefill", True, few), few)
+    return Pass(purpose, together, Stream(purpose, True, few), few)
 
 
 def _around(number: int, most: int) -> tuple[int, int]:

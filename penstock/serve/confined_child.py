@@ -142,7 +142,8 @@ def main() -> None:
     """Answers for a tokenizer and its template."""
     with contextlib.suppress(ConnectionError):  # the parent ended while we answered
         answer_requests(
-            _open_vocabulary, ("encode", "decode", "texts", "token_bytes", "advance", "chat", "check_templates")
+            _open_vocabulary,
+            ("encode", "decode", "texts", "token_bytes", "advance", "advance_all", "chat", "check_templates"),
         )
 
 

@@ -129,12 +129,12 @@ class LLM:
 
     def _answering(self) -> Service:
         """Who answers all threads together, made for the first one. Nobody waits for a token here, so prompts are read
-        in the plan's chunks."""
+        in the plan's chunks, and by the executors for prefill."""
         with self._starting:
             if self._service is None:
                 plan = self.engine.plan
                 rows = max(plan.chunk_rows, plan.batch_seqs)
-                self._service = Service(self.engine, prompt_rows=rows, queue=_ANY_NUMBER)
+                self._service = Service(self.engine, prompt_rows=rows, queue=_ANY_NUMBER, mixed="prefill")
             return self._service
 
     def __enter__(self) -> LLM:

@@ -3,12 +3,12 @@
 A page is free, or kept (nobody has it, and it holds tokens), or had by requests. Requests of one owner share whole
 pages. A whole page is found by a digest of its tokens and of all tokens before them, which begins with the owner: what
 one owner sent is never shared with another, for how long a prompt takes would tell what the other one said. A page that
-is not whole, or of which a prompt has only the first tokens, goes on where nobody has it. Kept pages are given away
-where no page is free, the one longest unused first.
+is not whole, or of which a prompt has only the first tokens, goes on where nobody has it; else its first tokens are
+copied into another page. Kept pages are given away where no page is free, the one longest unused first.
 
-Whole pages may also be stored elsewhere. Those that a prompt begins with come back into pages of their own
-(`restores`), before anybody reads them; those that are not stored yet are told (`unsaved`). With `swaps` a kept page
-that is given away is stored before that (`saves`).
+Whole pages may also be stored elsewhere. Those that a prompt begins with come back into pages of their own, before
+anybody reads them; those that are not stored yet are told (`unsaved`). With `swaps` a kept page that is given away is
+stored before that. What is to be done with pages before the next pass is in `moves`, in its order.
 
 It is pure: which tokens a page holds is told, not read. A page here may be several pages of a plan, which lie together
 (`Layout.kv.page_group`).
@@ -30,6 +30,30 @@ IdsOf = Callable[[int, int], Ids]  # (first position, count) → the ids of thes
 _DIGEST_BYTES = 16
 
 
+class Save(NamedTuple):
+    """A page is stored elsewhere, for it will be written over."""
+
+    page: int
+    digest: bytes
+
+
+class Restore(NamedTuple):
+    """What is stored elsewhere is brought into a page."""
+
+    page: int
+    digest: bytes
+
+
+class Copied(NamedTuple):
+    """A page gets what another one holds."""
+
+    page: int
+    source: int
+
+
+Move = Save | Restore | Copied
+
+
 @dataclass
 class Table:
     """The pages of one sequence, in the order of its positions. `digests[i]`: of all tokens before page i, known up to
@@ -49,6 +73,15 @@ class _Content(NamedTuple):
     digest: bytes | None
 
 
+class _Part(NamedTuple):
+    """A page that holds the first `tokens` tokens of what a prompt wants after its whole pages; no page where there is
+    none. `goes_on`: the prompt goes on in it, else it is copied."""
+
+    pages: list[int]
+    goes_on: bool
+    tokens: int
+
+
 @dataclass
 class _Index:
     """Where content is found."""
@@ -59,6 +92,7 @@ class _Index:
     unsaved: dict[bytes, int] = field(default_factory=dict)  # the whole ones that may not be stored elsewhere
 
     def add(self, page: int, content: _Content) -> None:
+        self.remove(page)
         self.content[page] = content
         self.after.setdefault(content.before, set()).add(page)
         if content.digest is not None:
@@ -78,14 +112,14 @@ class _Index:
 
 class Pages:
     """`count` pages of `tokens` positions each. `stored(digest)`: whether a whole page lies elsewhere too. `swaps`:
-    kept pages are stored before they are given away."""
+    kept pages are stored before they are given away. `copies`: pages can be copied."""
 
     def __init__(
-        self, count: int, tokens: int, stored: Callable[[bytes], bool] = lambda _: False, swaps: bool = False
-    ) -> None:
-        self.count, self.tokens, self.stored, self._swaps = count, tokens, stored, swaps
-        self.saves: list[tuple[int, bytes]] = []  # (page, digest of what is to be stored before anybody writes there)
-        self.restores: list[tuple[int, bytes]] = []  # (page, digest of what is to be brought into it)
+        self, count: int, tokens: int, stored: Callable[[bytes], bool] = lambda _: False, swaps: bool = False,
+        copies: bool = False,
+    ) -> None:  # fmt: skip
+        self.count, self.tokens, self.stored, self._swaps, self._copies = count, tokens, stored, swaps, copies
+        self.moves: list[Move] = []
         self._users = [0] * count
         self._free = list(reversed(range(count)))
         self._kept: OrderedDict[int, None] = OrderedDict()  # the longest unused first
@@ -144,27 +178,31 @@ class Pages:
                 break
             shared.append(page)
         here = [page for page in shared if page is not None]
-        before, start = digests[len(shared)], len(shared) * self.tokens
+        start, left = len(shared) * self.tokens, -(-len(ids) // self.tokens) - len(shared)
         wanted = ids[start : min(start + self.tokens, len(ids) - 1)] if reuse else ids[:0]
-        going_on, same = self._goes_on(before, wanted)
-        more = -(-len(ids) // self.tokens) - len(here) - len(going_on)
-        idle = sum(not self._users[page] for page in here) + len(going_on)
-        if len(self._free) + len(self._kept) - idle < more + spare:
+        if (partly := self._part(digests[len(shared)], wanted, here, left + len(shared) + spare)) is None:
             return None
-        for page in (*here, *going_on):
+        used = [*here, *partly.pages]
+        for page in used:
             self._kept.pop(page, None)
             self._users[page] += 1
-        for page in going_on:  # what differs in it will be written over
-            self._index.remove(page)
         pages = [self._take() if page is None else page for page in shared]
         for i, page in enumerate(shared):
             if page is None:
                 inside = ids[i * self.tokens : (i + 1) * self.tokens]
                 self._index.add(pages[i], _Content(digests[i], inside, digests[i + 1]))
-                self.restores.append((pages[i], digests[i + 1]))
-        more -= len(shared) - len(here)
-        pages += [*going_on, *(self._take() for _ in range(more))]
-        return Table(pages, list(digests[: len(shared) + 1]), start + same)
+                self.moves.append(Restore(pages[i], digests[i + 1]))
+        if partly.goes_on:  # what differs in it will be written over
+            self._index.remove(partly.pages[0])
+            pages += partly.pages
+        pages += [self._take() for _ in range(len(shared) + left - len(pages))]
+        if partly.pages and not partly.goes_on:
+            (source,) = partly.pages
+            self.moves.append(Copied(pages[len(shared)], source))
+            self._users[source] -= 1
+            if not self._users[source]:
+                self._kept[source] = None
+        return Table(pages, list(digests[: len(shared) + 1]), start + partly.tokens)
 
     def extend(self, table: Table) -> bool:
         """Gives a sequence another page. False where there is none."""
@@ -174,13 +212,19 @@ class Pages:
         return True
 
     def wrote(self, table: Table, positions: int, ids: IdsOf) -> None:
-        """The first `positions` of a sequence are written. Its whole pages can be shared from now on."""
-        table.written = positions
+        """The first `positions` of a sequence are written. Its whole pages can be shared from now on, and what a prompt
+        wrote of its last page can be copied."""
+        reads, table.written = positions - table.written > 1, positions
         while (i := len(table.digests) - 1) < positions // self.tokens:
             inside = ids(i * self.tokens, self.tokens)
             table.digests.append(_after(table.digests[i], inside))
             if table.digests[-1] not in self._index.whole:  # else another sequence has written the same meanwhile
                 self._index.add(table.pages[i], _Content(table.digests[i], inside, table.digests[-1]))
+            else:
+                self._index.remove(table.pages[i])
+        i, more = divmod(positions, self.tokens)
+        if reads and more and self._copies:
+            self._index.add(table.pages[i], _Content(table.digests[i], ids(i * self.tokens, more), None))
 
     def end(self, table: Table, ids: IdsOf) -> None:
         """A sequence has ended. What it wrote is kept as long as no page is wanted."""
@@ -210,22 +254,27 @@ class Pages:
     def forget(self) -> None:
         """What pages hold is not known any more."""
         self._index = _Index()
-        self.restores.clear()
-        self.saves.clear()
+        self.moves.clear()
         self._free += reversed(self._kept)
         self._kept.clear()
 
-    def _goes_on(self, before: bytes, ids: Ids) -> tuple[list[int], int]:
-        """A page that nobody has and that holds the most of ids int32 [n] after `before`, and how many tokens of them;
-        no page where none holds any. A page is taken only if at least half of what it holds is wanted: of a long page
-        whose first words alone are the same, more would be lost than gained."""
-        found, most = list[int](), 0
+    def _part(self, before: bytes, ids: Ids, here: Sequence[int], wanted: int) -> _Part | None:
+        """The page with the most of ids int32 [n] after `before` that leaves so many `wanted` pages, `here` and itself
+        among them where nobody has them; None where nothing does. To go on in a page nobody has is as good as to copy
+        it. But it is lost to whoever wants what it holds, so that at least half of that is to be wanted."""
+        found = _Part([], False, 0)
         for page in self._index.after.get(before, ()):
             held = self._index.content[page].ids
             same = _common(ids, held)
-            if not self._users[page] and same > most and 2 * same >= len(held):
-                found, most = [page], same
-        return found, most
+            goes_on = not self._users[page] and 2 * same >= len(held)
+            may = goes_on or (self._copies and self._leaves([*here, page], wanted - len(here)))
+            if same and may and (same, goes_on) > (found.tokens, found.goes_on):
+                found = _Part([page], goes_on, same)
+        return found if self._leaves(here, wanted - len(here)) else None
+
+    def _leaves(self, held: Sequence[int], wanted: int) -> bool:
+        """Whether so many pages are to be had besides these."""
+        return len(self._free) + len(self._kept) - sum(not self._users[page] for page in held) >= wanted
 
     def _take(self) -> int:
         """A page that nobody has, for one sequence."""
@@ -235,7 +284,7 @@ class Pages:
             page, _ = self._kept.popitem(last=False)
             digest = self._index.content[page].digest
             if self._swaps and digest is not None and not self.stored(digest):
-                self.saves.append((page, digest))
+                self.moves.append(Save(page, digest))
             self._index.remove(page)
         assert not self._users[page], f"page {page} is had"
         self._users[page] = 1

@@ -19,7 +19,7 @@ class Reply:
     `batch`: the prompts that are answered together, for the report. `context`: positions that the plan has for the
     sequence. `streams`: whether text is wanted as soon as it is certain, and not only at the end. `guide`: holds the
     answer to a JSON schema. `limit`: the most tokens that the answer may have. The last one needs no room, for it is
-    not fed back.
+    not fed back. `text`: makes text of the answer's ids.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Reply:
         self._eos = frozenset() if params.ignore_eos else tokenizer.eos_ids
         # To make text of each token takes 70 µs, and a batch has many tokens. So text is made at the end where nobody
         # wants it before.
-        self._stream = tokenizer.stream(whole=not streams and not params.stop)
+        self.text = tokenizer.stream(whole=not streams and not params.stop)
         self._stops = StopStrings(params.stop)
         room = context - len(prompt) + 1
         self.limit = min(params.max_tokens, room)
@@ -68,39 +68,48 @@ class Reply:
         assert self.answer.prompt_scores is not None
         self.answer.prompt_scores.take(start, logits)
 
-    def accept(self, logits: NDArray[np.float32], best: tuple[float, int]) -> str:
-        """Samples a token from logits float32 [V]; `best`: the largest logit and its id. Returns the text that the
-        token makes certain. End-of-text tokens are not part of the text. An answer of no tokens ends here, and one
-        whose schema allows nothing more. Raises BrokenModel for logits that are not finite, BadRequest where the schema
-        cannot be followed."""
-        answer, stops = self.answer, self._stops
+    def choose(self, logits: NDArray[np.float32], best: tuple[float, int]) -> None:
+        """Samples a token from logits float32 [V]; `best`: the largest logit and its id. `say` must follow. End-of-text
+        tokens are not part of the text. An answer of no tokens ends here, and one whose schema allows nothing more.
+        Raises BrokenModel for logits that are not finite, BadRequest where the schema cannot be followed."""
+        answer = self.answer
         if not self.limit:
             answer.finish_reason = "length"
-            return ""
+            return
         allowed = self._guide.allowed() if self._guide is not None else None
         if allowed is not None and allowed.only_end:
             if not allowed.end:
                 raise BadRequest("the JSON schema asks for what no token of this model has")
             answer.finish_reason = "stop"
-            answer.text += (piece := stops.push(self._stream.finish()) + stops.finish())
-            return piece
+            return
         token = self._sampler.next(logits, best, None if allowed is None else allowed.tokens)
         answer.token_ids.append(token)
         if (count := self._sampler.params.logprobs) is not None:
             answer.logprobs.append(likely(logits, token, count))
-        piece = ""
         if token in self._eos:
             answer.finish_reason = "stop"
-        else:
-            piece = stops.push(self._stream.push(token))
+            return
+        self.text.take(token)
+        if self._guide is not None and len(answer.token_ids) < self.limit:
+            self._guide.push(token)
+
+    def say(self) -> str:
+        """The text that the token chosen last makes certain; of an answer that ends, all that is left. Raises
+        BrokenModel where that takes more than it may."""
+        answer, stops = self.answer, self._stops
+        piece = stops.push(self.text.text())
+        if not answer.finish_reason:
             if stops.hit is not None:
                 answer.finish_reason = "stop"
             elif len(answer.token_ids) >= self.limit:
                 answer.finish_reason = "length"
                 answer.context_full = self._context_is_least
-            if self._guide is not None and not answer.finish_reason:
-                self._guide.push(token)
         if answer.finish_reason and stops.hit is None:
-            piece += stops.push(self._stream.finish()) + stops.finish()
+            piece += stops.push(self.text.finish()) + stops.finish()
         answer.text += piece
         return piece
+
+    def accept(self, logits: NDArray[np.float32], best: tuple[float, int]) -> str:
+        """`choose`, then `say`."""
+        self.choose(logits, best)
+        return self.say()

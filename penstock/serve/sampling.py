@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -239,6 +239,13 @@ class Likely(NamedTuple):
     token: int
     logprob: float
     best: tuple[tuple[int, float], ...]
+
+
+def ids_of(tokens: Iterable[Likely]) -> Iterator[int]:
+    """The tokens, and the likeliest beside each."""
+    for each in tokens:
+        yield each.token
+        yield from (token for token, _ in each.best)
 
 
 def likely(logits: Floats, token: int, count: int) -> Likely:

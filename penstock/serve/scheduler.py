@@ -32,7 +32,8 @@ from penstock.graph import passes
 from penstock.graph.arenas import Layout
 from penstock.graph.batch import Batch
 from penstock.graph.tasks import Pass, Stream
-from penstock.serve.pages import Ids, Pages, Table
+from penstock.serve.pages import Ids, Move, Pages, Table
+from penstock.spec.places import HOST
 from penstock.spec.plan import Plan
 
 AGING_S = 30.0
@@ -58,14 +59,12 @@ class Rows(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A pass, and whose rows its batches have: `rows[i]` are those of `taken.batches[i]`, in their order. `saves`:
-    (page, digest) of pages that are to be stored before the pass, which writes over them. `restores`: of stored pages
-    that are to be brought back before the pass, and after `saves`."""
+    """A pass, and whose rows its batches have: `rows[i]` are those of `taken.batches[i]`, in their order. `moves`: what
+    is to be done with pages before it, in this order."""
 
     taken: Pass
     rows: tuple[tuple[Rows, ...], ...]
-    restores: tuple[tuple[int, bytes], ...] = ()
-    saves: tuple[tuple[int, bytes], ...] = ()
+    moves: tuple[Move, ...] = ()
 
 
 @dataclass
@@ -103,17 +102,20 @@ class _Request:
 class Scheduler:
     """Requests of one loaded plan. `prompt_rows`: the most rows of prompts in a pass beside rows of answers; alone they
     fill the plan's chunks. `queue`: the most requests that may wait. `ids(request, start, count)`: tokens of a
-    request's prompt and answer, int32 [count]. `stored(digest)`: whether a page lies elsewhere too, and `swaps`:
-    whether pages are stored before they are given away, as for `Pages`."""
+    request's prompt and answer, int32 [count]. `mixed`: the purpose of passes with rows of both. `stored(digest)`:
+    whether a page lies elsewhere too, and `swaps`: whether pages are stored before they are given away, as for
+    `Pages`."""
 
     def __init__(
         self, plan: Plan, prompt_rows: int, queue: int, ids: Callable[[int, int, int], Ids],
-        stored: Callable[[bytes], bool] = lambda _: False, swaps: bool = False,
+        stored: Callable[[bytes], bool] = lambda _: False, swaps: bool = False, mixed: str = passes.MIXED,
     ) -> None:  # fmt: skip
         self._plan, self._prompt_rows, self._queue, self._ids = plan, max(1, prompt_rows), queue, ids
+        self._mixed = mixed
         layout = Layout(plan)
         self._group, self._most_pages = layout.kv.page_group, layout.kv.pages_per_seq // layout.kv.page_group
-        self.pages = Pages(layout.kv.pages // self._group, plan.page_tokens * self._group, stored, swaps)
+        copies = all(home.home == HOST for home in plan.kv)  # a device's pages would need its own copies
+        self.pages = Pages(layout.kv.pages // self._group, plan.page_tokens * self._group, stored, swaps, copies)
         self._free = set(range(plan.batch_seqs * plan.batches_per_pass))
         self._requests: dict[int, _Request] = {}
         self._arrived = 0
@@ -218,13 +220,21 @@ class Scheduler:
             request.scored = max(request.scored, request.read if request.wants_scores else 0)
             request.said += each.says
             self._underway.append((request, each))
-        then = Stream("prefill", True) if any(r.reads for r in self._requests.values()) else passes.DECODE
+        purpose = "decode" if not reading else self._mixed if rows else "prefill"
         few = bool(reading) and max(batch.total_rows for batch in batches) <= self._plan.asking_rows
-        taken = Pass("prefill" if reading else "decode", batches, then, few)
-        restores, saves = tuple(self.pages.restores), tuple(self.pages.saves)
-        self.pages.restores.clear()
-        self.pages.saves.clear()
-        return Step(taken, tuple(tuple(members) for members in by_batch if members), restores, saves)
+        taken = Pass(purpose, batches, self._then(), few)
+        moves = tuple(self.pages.moves)
+        self.pages.moves.clear()
+        return Step(taken, tuple(tuple(members) for members in by_batch if members), moves)
+
+    def _then(self) -> Stream:
+        """What the pass after this one will read, if no request comes or goes."""
+        requests = self._requests.values()
+        if not any(request.reads for request in requests):
+            return passes.DECODE
+        speaks = any(request.table is not None and not request.reads for request in requests)
+        few = self._plan.batch_seqs - 1 + self._prompt_rows <= self._plan.asking_rows
+        return Stream(self._mixed, True, few) if speaks else Stream("prefill", True)
 
     def _settle(self) -> None:
         """The latest pass has ended: what it wrote can be shared."""

@@ -11,7 +11,8 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -20,14 +21,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import BadRequest, InternalError, PenstockError, StorageFailed
+from penstock.graph.passes import MIXED
 from penstock.planner.pass_times import PassTimes
 from penstock.serve.answering import checked_ids
 from penstock.serve.engine import Engine
 from penstock.serve.foretold import Newcomer, newcomer
 from penstock.serve.generation import Generation
 from penstock.serve.kv_store import KvStore
+from penstock.serve.pages import Copied, Move, Restore, Save
 from penstock.serve.reply import Reply
-from penstock.serve.sampling import SamplingParams
+from penstock.serve.sampling import SamplingParams, ids_of
 from penstock.serve.scheduler import Rows, Scheduler, Step
 from penstock.serve.told import Cancelled, Ended, Failed, Piece, Tell, Told
 
@@ -45,6 +48,7 @@ class _Open:
     arrived_s: float
     last_s: float  # when it was told of the last token, or when it came
     begun: bool = False  # whether it had rows in a pass
+    tokens: int = 0  # of its answer, that it was told of
     cancelled: bool = False
 
 
@@ -71,7 +75,8 @@ class Counts:
 class Service:
     """Serves one loaded engine until `close`. While requests are here, the engine answers nobody else.
 
-    `prompt_rows`: the most rows of prompts in a pass beside rows of answers. `queue`: the most requests that wait.
+    `prompt_rows`: the most rows of prompts in a pass beside rows of answers, and `mixed`: the purpose of such a pass.
+    `queue`: the most requests that wait.
     `store`: where pages are kept while nobody asks, and at the end; prompts go on from them. `swaps`: pages are also
     kept there before they are given to another request. `times`: of the plan's passes, if they were asked before."""
 
@@ -84,11 +89,13 @@ class Service:
         store: KvStore | None = None,
         swaps: bool = False,
         times: PassTimes | None = None,
+        mixed: str = MIXED,
     ) -> None:
         self.engine, self._store = engine, store
         self._may_save = store is not None  # until that fails
         stored: Callable[[bytes], bool] = (lambda _: False) if store is None else store.__contains__
-        self._scheduler = Scheduler(engine.plan, prompt_rows, queue, self._known, stored, swaps and store is not None)
+        swaps = swaps and store is not None
+        self._scheduler = Scheduler(engine.plan, prompt_rows, queue, self._known, stored, swaps, mixed)
         self._open: dict[int, _Open] = {}
         self._changed = threading.Condition()  # guards all that follows, and the scheduler
         self._next_id = 0
@@ -97,7 +104,7 @@ class Service:
         self._passes_s = 0.0
         self._passes = engine.session.passes  # of the session, when the service took the latest one
         self._saves_until_s = inf
-        self._times = times or PassTimes(engine.plan, engine.machine)
+        self._times = times or PassTimes(engine.plan, engine.machine, mixed)
         self._thread: threading.Thread | None = None  # lives while requests are here
 
     @property
@@ -245,11 +252,7 @@ class Service:
             for tell, what in told:
                 tell(what)
             if step is not None:
-                if self._store is not None and step.saves:
-                    self._store.use(digest for _, digest in step.restores)
-                for page, digest in step.saves:
-                    self._keep(page, digest)
-                if self._restore(step):
+                if self._move_pages(step.moves):
                     self._take(step)
             elif self._unsaved():
                 self._save()
@@ -277,11 +280,17 @@ class Service:
             warnings.warn(f"KV is not kept any more: {error.message}", stacklevel=2)
             self._may_save = False
 
-    def _restore(self, step: Step) -> bool:
-        """Brings stored pages back. Where one is not what was stored, all begin again without it."""
-        for page, digest in step.restores:
-            assert self._store is not None
-            if not self._store.load(digest, self.engine.session.kv_page(page)):
+    def _move_pages(self, moves: Sequence[Move]) -> bool:
+        """Stores pages, brings them back and copies them. False where a stored page is not what was stored: then all
+        begin again without it."""
+        if self._store is not None and any(isinstance(move, Save) for move in moves):
+            self._store.use(move.digest for move in moves if isinstance(move, Restore))
+        for move in moves:
+            if isinstance(move, Save):
+                self._keep(move.page, move.digest)
+            elif isinstance(move, Copied):
+                self.engine.session.copy_kv_page(move.source, move.page)
+            elif self._store is None or not self._store.load(move.digest, self.engine.session.kv_page(move.page)):
                 with self._changed:
                     self._scheduler.forget()
                 return False
@@ -291,6 +300,7 @@ class Service:
         """Runs a pass, and tells everyone what came of it."""
         session, start_s = self.engine.session, time.perf_counter()
         ended: dict[int, Told] = {}
+        told: list[tuple[Tell, Told]] = []
         begin = [r for rows in step.rows for r in rows if not self._open[r.request].begun]
         for r in begin:
             self._open[r.request].begun, self._open[r.request].reply.answer.cached_tokens = True, r.start
@@ -302,40 +312,57 @@ class Service:
             with self._changed:
                 self._scheduler.forget()
         else:
+            speaking: list[Rows] = []
             for rows, logits, best in zip(step.rows, logits_of_batches, session.best, strict=True):
                 end = 0
                 for r in rows:
                     first, end = end, end + r.logits
-                    try:
-                        if r.logits and (told := self._hear(r, logits[first:end], best[first:end])) is not None:
-                            ended[r.request] = told
-                    except Exception as error:  # of this answer, so the others go on
-                        ended[r.request] = _failed(error)
+                    with _failing_alone(r, ended):
+                        self._hear(r, logits[first:end], best[first:end])
+                        speaking += [r] if r.says else []
+            told = self._say(speaking, ended)
         taken_s = time.perf_counter() - start_s
         with self._changed:
             self._scheduler.end(ended)
             self._count(step, ended, sum(r.start for r in begin), taken_s)
-            gone = [(self._open.pop(number), what) for number, what in ended.items()]
+            told += [(self._open.pop(number).tell, what) for number, what in ended.items()]
             self._changed.notify_all()
-        for request, what in gone:
-            request.tell(what)
+        for tell, what in told:
+            tell(what)
 
-    def _hear(self, r: Rows, logits: NDArray[np.float32], best: Sequence[tuple[float, int]]) -> Ended | None:
-        """What the last `r.logits` rows of a request, logits float32 [n, V], mean for its answer."""
-        request = self._open[r.request]
-        reply, answer = request.reply, request.reply.answer
-        if r.reads and answer.prompt_scores is not None:
+    def _hear(self, r: Rows, logits: NDArray[np.float32], best: Sequence[tuple[float, int]]) -> None:
+        """Takes the last `r.logits` rows of a request, logits float32 [n, V], for its answer."""
+        reply = self._open[r.request].reply
+        if r.logits and r.reads and reply.answer.prompt_scores is not None:
             reply.hear(r.start + r.tokens - r.logits, logits)
-        if not r.says:
-            return None
-        before = len(answer.token_ids)
-        piece = reply.accept(logits[-1], best[-1])
-        if len(answer.token_ids) > before:
-            self._time(request)
-            request.tell(Piece(piece, tuple(answer.logprobs[-1:]), None if before else answer.prompt_scores))
-        elif piece:  # the schema ended the answer
-            request.tell(Piece(piece))
-        return Ended(answer) if reply.finished else None
+        if r.says:
+            reply.choose(logits[-1], best[-1])
+
+    def _say(self, speaking: Sequence[Rows], ended: dict[int, Told]) -> list[tuple[Tell, Told]]:
+        """What requests are to be told of the tokens that they have chosen. Answers that end are put into `ended`.
+
+        Texts are asked for together. With a request to the tokenizer's process for each of 32 answers a pass ended up
+        to 60 ms later, and the disk stood still: a ring of 64 MiB is full after 25."""
+        requests, tokenizer = [self._open[r.request] for r in speaking], self.engine.tokenizer
+        tokenizer.advance([request.reply.text for request in requests])
+        newest = [each for request in requests for each in request.reply.answer.logprobs[-1:]]
+        with suppress(PenstockError):  # whoever writes them asks again, and fails alone
+            tokenizer.texts(ids_of(newest))
+        told: list[tuple[Tell, Told]] = []
+        for r, request in zip(speaking, requests, strict=True):
+            reply, answer = request.reply, request.reply.answer
+            with _failing_alone(r, ended):
+                piece, tokens = reply.say(), len(answer.token_ids)
+                if tokens > request.tokens:
+                    self._time(request)
+                    scores = None if request.tokens else answer.prompt_scores
+                    told.append((request.tell, Piece(piece, tuple(answer.logprobs[-1:]), scores)))
+                elif piece:  # the schema ended the answer
+                    told.append((request.tell, Piece(piece)))
+                request.tokens = tokens
+                if reply.finished:
+                    ended[r.request] = Ended(answer)
+        return told
 
     def _ids(self, rows: Rows) -> NDArray[np.int32]:
         """The ids of some rows, int32 [tokens]."""
@@ -372,6 +399,15 @@ class Service:
 
 def _put(told: queue.SimpleQueue[tuple[int, Told]], index: int, what: Told) -> None:
     told.put((index, what))
+
+
+@contextmanager
+def _failing_alone(rows: Rows, ended: dict[int, Told]) -> Iterator[None]:
+    """What fails in this block ends the answer of these rows, and no other."""
+    try:
+        yield
+    except Exception as error:
+        ended[rows.request] = _failed(error)
 
 
 def _failed(error: Exception) -> Failed:

@@ -186,6 +186,11 @@ class Session:
         """K and V of a page in every layer, uint8 [bytes] each: views of pools in RAM."""
         return [self._arenas.view(slot) for slot in self.lowering.layout.kv.page_slots(page)]
 
+    def copy_kv_page(self, source: int, page: int) -> None:
+        """A page in RAM gets what another one holds, in every layer."""
+        for held, target in zip(self.kv_page(source), self.kv_page(page), strict=True):
+            target[...] = held
+
     @property
     def arena_bytes(self) -> int:
         """Bytes that were allocated of the host's memory for the plan's arenas."""

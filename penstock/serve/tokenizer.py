@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import BadRequest, BrokenModel
+from penstock.errors import BadRequest, BrokenModel, PenstockError
 from penstock.serve import template
 from penstock.serve.confined import Child, Confined, Request
 from penstock.serve.text_files import TOKENIZER
@@ -22,6 +22,7 @@ from penstock.store.packed import check_files, is_packed
 
 # To decode an answer may take as long as a request without a text, and this for each token. A token takes some 10 µs.
 _CPU_S_PER_TOKEN = 1e-3
+_KEPT_TEXTS, _KEPT_CHARACTERS = 1 << 14, 64  # single tokens' texts: so many of them, of at most so many characters
 
 
 class Tokenizer:
@@ -46,6 +47,7 @@ class Tokenizer:
         self.generation_config: dict[str, Any] = facts["generation_config"]
         self._template_file = Path(facts["template_file"])
         self._special, self._bytes = frozenset(facts["special"]), frozenset(facts["bytes"])
+        self._texts: dict[int, str] = {}  # id → text, of ids that were asked for
 
     @classmethod
     def open(
@@ -83,9 +85,19 @@ class Tokenizer:
 
     def texts(self, ids: Iterable[int]) -> dict[int, str]:
         """The text of each id by itself, special ones too. Raises BrokenModel where decoding takes more than it may."""
-        each = sorted({int(i) for i in ids})
-        found: list[str] = self._ask("texts", [each], self._limits.task("decoding with it", 16 * len(each)))
-        return dict(zip(each, found, strict=True))
+        known, wanted = self._texts, {int(i) for i in ids}
+        found = {i: text for i in wanted if (text := known.get(i)) is not None}
+        if new := sorted(wanted - found.keys()):
+            texts: list[str] = self._ask("texts", [new], self._limits.task("decoding with it", 16 * len(new)))
+            found.update(zip(new, texts, strict=True))
+            if len(known) + len(new) > _KEPT_TEXTS:
+                self._texts = known = {}  # another thread may be reading the old one
+            known.update((i, found[i]) for i in new[:_KEPT_TEXTS] if len(found[i]) <= _KEPT_CHARACTERS)
+        return found
+
+    def has_texts(self, ids: Iterable[int]) -> bool:
+        """Whether `texts` of these ids would ask nobody."""
+        return all(i in self._texts for i in ids)
 
     def token_bytes(self) -> list[str] | None:
         """The bytes that each id adds to a text, as Latin-1: "" for special ones, None where the tokenizer's tokens
@@ -99,6 +111,23 @@ class Tokenizer:
         if whole:
             return Whole(self)
         return TextStream(self._child, self._limits.task("decoding an answer with it"), self._special, self._bytes)
+
+    def advance(self, streams: Sequence[TextStream | Whole]) -> None:
+        """Prepares the `text` of several streams of this tokenizer with one request to the child, instead of one for
+        each. Where that fails, nothing is prepared: each stream then asks alone, and the one at fault fails alone."""
+        asking = [each for each in streams if isinstance(each, TextStream) and each.asks]
+        if len(asking) < 2:
+            return
+        tasks = [each.task for each in asking]
+        least_s = min(task.cpu_s - task.spent_s for task in tasks)
+        answer_bytes = sum(task.answer_bytes for task in tasks)
+        task = replace(tasks[0], cpu_s=least_s, spent_s=0.0, answer_bytes=answer_bytes)
+        try:
+            found, taken_s = self._child.ask("advance_all", [[each.request(False) for each in asking]], task)
+        except PenstockError:
+            return
+        for each, progress in zip(asking, found, strict=True):
+            each.prepare(progress, taken_s / len(asking))
 
     def chat(self, messages: Sequence[template.Message], tools: Any = None) -> str:
         """A conversation as one prompt, up to the point where the assistant speaks. `encode_chat` gives its ids.
@@ -151,32 +180,51 @@ class TextStream:
 
     def __init__(self, child: Confined, task: Request, special: Container[int], byte_tokens: Container[int]) -> None:
         """`task`: the limits of decoding the whole answer, to which each token adds. `special`, `byte_tokens`: ids."""
-        self._child, self._task, self._special, self._bytes = child, task, special, byte_tokens
+        self._child, self.task, self._special, self._bytes = child, task, special, byte_tokens
         self._window: list[int] = []
         self._out = 0  # how many tokens of the window are out already; they decode to `_out_text`
         self._out_text = ""
+        self.asks = False  # whether a token has come that may complete a text, and the child was not asked about it
+        self._piece = ""  # that is certain, and was not returned yet
+
+    def take(self, token: int) -> None:
+        """Takes the next id. `text` then says what it completes."""
+        if token not in self._special:
+            self._window.append(token)
+            self.asks = token not in self._bytes
+
+    def text(self) -> str:
+        """The text that the latest id completes, often all of it, sometimes nothing."""
+        if self.asks:
+            self._advance(at_end=False)
+        piece, self._piece = self._piece, ""
+        return piece
 
     def push(self, token: int) -> str:
-        """The text that this id completes, often all of it, sometimes nothing."""
-        if token in self._special:
-            return ""
-        self._window.append(token)
-        return "" if token in self._bytes else self._advance(at_end=False)
+        """`take`, then `text`."""
+        self.take(token)
+        return self.text()
 
     def finish(self) -> str:
         """Ends the stream and returns the text that was held back."""
-        return self._advance(at_end=True)
+        self._advance(at_end=True)
+        return self.text()
 
-    def _advance(self, at_end: bool) -> str:
-        arguments = [self._window, self._out, self._out_text, at_end]
-        progress, taken_s = self._child.ask("advance", arguments, self._task)
-        cpu_s, spent_s = self._task.cpu_s + _CPU_S_PER_TOKEN, self._task.spent_s + taken_s
-        self._task = replace(self._task, cpu_s=cpu_s, spent_s=spent_s)
-        if progress is None:
-            return ""
-        piece: str
-        piece, (self._window, self._out, self._out_text) = progress
-        return piece
+    def request(self, at_end: bool) -> list[Any]:
+        """What `Vocabulary.advance` is asked."""
+        return [self._window, self._out, self._out_text, at_end]
+
+    def prepare(self, progress: list[Any] | None, taken_s: float) -> None:
+        """Takes the answer to `request`, which took so much processor time."""
+        cpu_s, spent_s = self.task.cpu_s + _CPU_S_PER_TOKEN, self.task.spent_s + taken_s
+        self.task = replace(self.task, cpu_s=cpu_s, spent_s=spent_s)
+        self.asks = False
+        if progress is not None:
+            piece, (self._window, self._out, self._out_text) = progress
+            self._piece += piece
+
+    def _advance(self, at_end: bool) -> None:
+        self.prepare(*self._child.ask("advance", self.request(at_end), self.task))
 
 
 class Whole:
@@ -186,8 +234,10 @@ class Whole:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
 
-    def push(self, token: int) -> str:
+    def take(self, token: int) -> None:
         self._ids.append(token)
+
+    def text(self) -> str:
         return ""
 
     def finish(self) -> str:

@@ -129,6 +129,10 @@ class Vocabulary:
             window, text = newest, newest_text
         return piece, (window, len(window), text)
 
+    def advance_all(self, streams: list[tuple[list[int], int, str, bool]]) -> list[tuple[str, StreamState] | None]:
+        """`advance` of several streams."""
+        return [self.advance(*each) for each in streams]
+
     def chat(self, messages: list[template.Message], tools: Any) -> str:
         """A conversation as one prompt, by the model's own template. Raises BadRequest with the template's message."""
         return template.render(self._templates, self._variables, messages, tools)

@@ -38,6 +38,7 @@ class Unit:
     active: float = 1.0
 
     def executor(self, purpose: str) -> Executor:
+        """Who computes the unit in passes of this purpose (`graph.tasks.Pass`)."""
         return self.prefill if purpose == "prefill" else self.decode
 
     @property

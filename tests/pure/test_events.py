@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from penstock.errors import StorageFailed
-from penstock.serve.api.answers import ALIVE_S, Answers, Shape, head_of
+from penstock.serve.api.answers import ALIVE_S, Answers, Post, Shape, head_of
 from penstock.serve.generation import Generation
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.told import Cancelled, Ended, Failed, Piece, Tell, Told
@@ -47,7 +47,7 @@ def events(script: list[Told | str], n: int = 1) -> list[str]:
             requests.tells[0](happens)
             return await awaitable
 
-        answers = Answers(requests, n, "", wait_for)  # type: ignore[arg-type]
+        answers = Answers(requests, n, "", Post(), wait_for)  # type: ignore[arg-type]
         answers.submit([1, 2], SamplingParams(), 0)
         shape = Shape("text_completion", head_of("cmpl", "1", "tiny"), None)  # type: ignore[arg-type]
         lines = [line.decode() async for line in answers.events(shape, with_usage=False)]

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.graph import passes
 from penstock.graph.arenas import with_arenas
 from penstock.graph.lower import Lowering
 from penstock.graph.pages import WrittenPages
 from penstock.graph.verify import verify
-from penstock.serve.pages import Ids
+from penstock.serve.pages import Copied, Ids, Restore, Save
 from penstock.serve.scheduler import AGING_S, QueueFull, Scheduler, Step
 from penstock.spec.format import parse_format
 from penstock.spec.plan import Plan
@@ -52,7 +53,7 @@ class Checked:
         self.owners: dict[int, str] = {}
         self.held: dict[tuple[int, int], tuple[int, str]] = {}  # page, position in it → its token, and whose it is
         self.written = WrittenPages(made)
-        self.cached = 0
+        self.cached = self.copies = 0
         self.answers: dict[int, int] = {}  # tokens that are still to come
         self.scored: set[int] = set()  # requests that want logits of every token of the prompt
         self.heard: Counter[int] = Counter()  # tokens of their prompts whose logits were had
@@ -101,17 +102,23 @@ class Checked:
         if any(not r.reads for r in rows):
             assert sum(r.tokens for r in rows if r.reads) <= self.prompt_rows
         size = self.plan.page_tokens
-        for page, digest in step.saves:  # before anything is written over
-            self.store[digest] = [self.held[page, i] for i in range(size)]
-        if loses and step.restores:
-            self.store.clear()
-            self.scheduler.forget()
-            self.held.clear()
-            self.seqs.clear()
-            return step
-        for page, digest in step.restores:
-            self.written.restored(page)
-            self.held |= {(page, i): held for i, held in enumerate(self.store[digest])}
+        for move in step.moves:
+            if isinstance(move, Save):
+                self.store[move.digest] = [self.held[move.page, i] for i in range(size)]
+            elif isinstance(move, Copied):
+                self.written.copied(move.page, move.source)
+                there = {i: self.held[move.source, i] for i in range(size) if (move.source, i) in self.held}
+                self.held |= {(move.page, i): held for i, held in there.items()}
+                self.copies += 1
+            elif loses:
+                self.store.clear()
+                self.scheduler.forget()
+                self.held.clear()
+                self.seqs.clear()
+                return step
+            else:
+                self.written.restored(move.page)
+                self.held |= {(move.page, i): held for i, held in enumerate(self.store[move.digest])}
         self.written.take(step.taken)
         for batch, members in zip(step.taken.batches, step.rows, strict=True):
             assert batch.seqs == tuple(r.seq for r in members) == tuple(sorted(batch.seqs))
@@ -247,7 +254,7 @@ def test_crowds_with_few_pages() -> None:
             else:
                 for i in range(rng.randint(1, 6)):
                     step = checked.step(fails=what == "fail" and not i, loses=what == "lose")
-                    restored += len(step.restores) if step is not None else 0
+                    restored += sum(isinstance(move, Restore) for move in step.moves) if step is not None else 0
         checked.run()
         given_back, cached = given_back + checked.scheduler.given_back, cached + checked.cached
     assert given_back > 50 and restored > 20 and cached > 1000
@@ -263,7 +270,7 @@ def test_what_gives_way_comes_back_from_the_store() -> None:
         computed[swaps] = 0
         while (step := checked.step()) is not None:
             computed[swaps] += sum(r.tokens for members in step.rows for r in members if r.reads)
-            assert swaps or not step.saves
+            assert swaps or not any(isinstance(move, Save) for move in step.moves)
         assert checked.scheduler.given_back
     assert computed[False] > 60 and computed[True] <= 60 + 8 * checked.scheduler.given_back
 
@@ -297,7 +304,35 @@ def test_a_prompt_is_read_beside_answers_a_few_rows_at_a_time() -> None:
         step = checked.step()
         assert step is not None
         rows.append((step.taken.purpose, step.taken.batches[0].rows))
-    assert rows == [("prefill", (1, 4)), ("prefill", (1, 4)), ("prefill", (1, 2)), ("decode", (1, 1))]
+    assert rows == [("mixed", (1, 4)), ("mixed", (1, 4)), ("mixed", (1, 2)), ("decode", (1, 1))]
+
+
+def test_what_a_pass_foretells_is_what_the_next_one_reads() -> None:
+    """While a prompt is left, the next pass is of both, and few rows ask routers as decode does."""
+    checked = Checked(plan(seqs=2, chunk=16), prompt_rows=4)
+    checked.submit(2, 20)
+    checked.step()
+    checked.submit(10, 3)
+    foretold = passes.DECODE
+    for _ in range(6):
+        step = checked.step()
+        assert step is not None and (step.taken.purpose == "mixed") == any(r.reads for r in step.rows[0])
+        assert foretold in (step.taken.stream, passes.DECODE)
+        assert step.taken.then is not None
+        foretold = step.taken.then
+    assert foretold == passes.DECODE
+
+
+def test_of_a_page_that_is_not_whole_the_first_tokens_are_copied() -> None:
+    """Of a prompt of 21 tokens in pages of 8, two pages are shared. The five tokens after them are copied, but for the
+    last, whose logits each answer wants."""
+    checked = Checked(plan(seqs=4, chunk=32, page=8), prompt_rows=32)
+    for _ in range(4):
+        checked.submit(21, 12, word=21)
+    read = []
+    while (step := checked.step()) is not None:
+        read += [r.tokens for members in step.rows for r in members if r.reads]
+    assert read == [21, 1, 1, 1] and checked.copies == 3
 
 
 def test_alone_a_prompt_fills_the_chunk() -> None:
@@ -368,7 +403,7 @@ def test_a_long_chat_is_not_given_up_for_a_few_words() -> None:
         checked.step()
     checked.submit(9, 1, word=3)  # six words in common
     step = checked.step()
-    assert step is not None and step.rows[0][0].start == 0
+    assert step is not None and step.rows[0][0].start == 6 and isinstance(step.moves[0], Copied)
     while checked.answers:
         checked.step()
     checked.submit(31, 1, word=1)
@@ -380,12 +415,12 @@ def test_whole_pages_are_shared_while_they_are_had() -> None:
     checked = Checked(plan(seqs=4, chunk=64, page=8), prompt_rows=64)
     first = checked.submit(30, 20, word=0)
     checked.step()
-    for word in range(2):  # one with the same prompt, one whose last page differs
+    for word in range(2):  # one with the same prompt, one whose last page differs in its last token
         checked.submit(30, 1, word=word)
     step = checked.step()
     assert step is not None
     rows = {r.request: (r.start, r.tokens) for r in step.rows[0]}
-    assert rows == {first: (30, 1), 1: (24, 6), 2: (24, 6)}
+    assert rows == {first: (30, 1), 1: (29, 1), 2: (29, 1)}
     pages = {r.request: step.taken.batches[0].pages[i] for i, r in enumerate(step.rows[0])}
     assert pages[first][:3] == pages[1][:3] == pages[2][:3]
     assert len({pages[n][3] for n in range(3)}) == 3
@@ -401,13 +436,9 @@ def test_several_answers_to_a_prompt_read_it_once() -> None:
     while (step := checked.step()) is not None:
         for r in step.rows[0]:
             read[r.request] += r.tokens * r.reads
-    assert read == {
-        0: 40,
-        1: 8,
-        2: 8,
-        3: 8,
-        other: 40,
-    }  # of five whole pages four are shared, for the last token is read
+    # Of five whole pages four are shared, for the last token is read. The second answer reads the fifth page beside the
+    # first one. The others copy it, but for that token.
+    assert read == {0: 40, 1: 8, 2: 1, 3: 1, other: 40}
 
 
 def test_the_least_urgent_gives_its_pages_back_and_goes_on_later() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from penstock.errors import PenstockError
 from penstock.serve.api import logprobs
 from penstock.serve.api.guard import error_body
 from penstock.serve.generation import Generation
-from penstock.serve.sampling import Likely, SamplingParams
+from penstock.serve.sampling import Likely, SamplingParams, ids_of
 from penstock.serve.scores import Scores
 from penstock.serve.service import Service
 from penstock.serve.tokenizer import Tokenizer
@@ -44,6 +45,10 @@ class Shape:
     @property
     def chats(self) -> bool:
         return self.kind == "chat.completion"
+
+    def has_texts(self, tokens: Sequence[Likely]) -> bool:
+        """Whether the texts of these tokens are at hand."""
+        return not tokens or self.tokenizer.has_texts(ids_of(tokens))
 
     def choice(self, index: int, answer: Generation) -> dict[str, Any]:
         """A whole answer. Where log probabilities were asked for it takes 70 µs for each token in them."""
@@ -84,17 +89,44 @@ class Shape:
         return logprobs.of_echo(self.tokenizer, prompt_scores, prompt, tokens)
 
 
+class Post:
+    """Brings what other threads tell to queues of an event loop.
+
+    It wakes the loop once for all that was told before it woke. Where each token of 32 streams woke it, the service's
+    thread gave the interpreter up at each of them, and waited up to 5 ms until it had it back."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._told: deque[tuple[asyncio.Queue[Any], Any]] = deque()
+        self._wakes = False  # the loop was woken, and has not come yet
+
+    def put(self, to: asyncio.Queue[Any], what: Any) -> None:
+        """May be called by any thread."""
+        self._told.append((to, what))
+        if not self._wakes:
+            self._wakes = True
+            with suppress(RuntimeError):  # the loop has ended: nobody listens any more
+                self._loop.call_soon_threadsafe(self._bring)
+
+    def _bring(self) -> None:
+        self._wakes = False  # first, so that nothing that is told from here on is left
+        while self._told:
+            to, what = self._told.popleft()
+            to.put_nowait(what)
+
+
 class Answers:
     """The answers to some prompts, `n` each, numbered as OpenAI's API does: all answers to the first prompt come first.
-    `owner`: who asks. `wait_for(awaitable, seconds)`: raises TimeoutError where nothing came for so long.
+    `owner`: who asks. `post`: of the running loop. `wait_for(awaitable, seconds)`: raises TimeoutError where nothing
+    came for so long.
 
     Whoever makes one must `cancel` it in the end, whatever happened."""
 
     def __init__(
-        self, service: Service, n: int, owner: str, wait_for: Callable[..., Awaitable[Any]] = asyncio.wait_for
-    ) -> None:
-        self._service, self._n, self._owner, self._wait_for = service, n, owner, wait_for
-        self._loop = asyncio.get_running_loop()
+        self, service: Service, n: int, owner: str, post: Post,
+        wait_for: Callable[..., Awaitable[Any]] = asyncio.wait_for,
+    ) -> None:  # fmt: skip
+        self._service, self._n, self._owner, self._post, self._wait_for = service, n, owner, post, wait_for
         self._prompt_tokens = 0
         self._told: asyncio.Queue[tuple[int, Told]] = asyncio.Queue()
         self._numbers: list[int] = []
@@ -165,7 +197,8 @@ class Answers:
                     text = shape.echo(index) + piece.text if first else piece.text
                     chunk = partial(shape.chunk, index, text, piece.likely, sent, first=first)
                     chunk = partial(chunk, prompt_scores=piece.prompt_scores)
-                    yield event([await to_thread.run_sync(chunk) if piece.likely else chunk()])
+                    at_hand = piece.prompt_scores is None and shape.has_texts(piece.likely)
+                    yield event([chunk() if at_hand else await to_thread.run_sync(chunk)])
                     begun[index] = sent + len(text)
             if with_usage:
                 yield event([], usage=self.usage)
@@ -194,11 +227,7 @@ class Answers:
                 raise Gone("the server is ending")
 
     def _teller(self, index: int) -> Callable[[Told], None]:
-        def tell(told: Told) -> None:
-            with suppress(RuntimeError):  # the loop has ended: nobody listens any more
-                self._loop.call_soon_threadsafe(self._told.put_nowait, (index, told))
-
-        return tell
+        return lambda told: self._post.put(self._told, (index, told))
 
 
 def head_of(prefix: str, number: str, model: str) -> dict[str, Any]:

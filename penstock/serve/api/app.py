@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 import penstock
 from penstock.errors import BadRequest, InternalError, PenstockError
-from penstock.serve.api.answers import Answers, Gone, Shape, head_of
+from penstock.serve.api.answers import Answers, Gone, Post, Shape, head_of
 from penstock.serve.api.guard import OWNER, SPEND, Access, App, Guard, Limits, Receive, Scope, Send, error_body
 from penstock.serve.api.metrics import CONTENT_TYPE, metrics
 from penstock.serve.api.shelf import Hold, Loaded, Shelf
@@ -50,6 +50,7 @@ def _completions(app: FastAPI, shelf: Shelf) -> None:
     one = CapacityLimiter(1)
     # And one schema at a time is compiled: each may take a second, and answers wait for their masks meanwhile.
     compiling = CapacityLimiter(1)
+    post: Post | None = None  # of the event loop, which runs when the first request comes
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -104,7 +105,9 @@ def _completions(app: FastAPI, shelf: Shelf) -> None:
             if not loaded.schemas:
                 raise BadRequest("this server holds no answers to JSON schemas: it was started without")
             await to_thread.run_sync(engine.guides.check, params.json_schema, limiter=compiling)
-        answers = Answers(loaded.service, body.n or 1, request.scope.get(OWNER, ""))
+        nonlocal post
+        post = post or Post()
+        answers = Answers(loaded.service, body.n or 1, request.scope.get(OWNER, ""), post)
         try:
             for ids in prompts:
                 answers.submit(ids, params, body.priority)

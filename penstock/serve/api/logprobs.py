@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from penstock.serve.sampling import Likely
+from penstock.serve.sampling import Likely, ids_of
 from penstock.serve.scores import Scores
 from penstock.serve.tokenizer import Tokenizer
 
 
 def of_chat(tokenizer: Tokenizer, tokens: Sequence[Likely]) -> dict[str, Any]:
     """`logprobs` of a chat's choice."""
-    texts = tokenizer.texts(_ids(tokens))
+    texts = tokenizer.texts(ids_of(tokens))
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = texts[token]
@@ -29,13 +29,13 @@ def of_chat(tokenizer: Tokenizer, tokens: Sequence[Likely]) -> dict[str, Any]:
 
 def of_text(tokenizer: Tokenizer, tokens: Sequence[Likely], offset: int = 0) -> dict[str, Any]:
     """`logprobs` of a text completion's choice. `offset`: characters of the answer before these tokens."""
-    return _of_text(tokenizer.texts(_ids(tokens)), tokens, offset)
+    return _of_text(tokenizer.texts(ids_of(tokens)), tokens, offset)
 
 
 def of_echo(tokenizer: Tokenizer, scores: Scores, prompt: str, tokens: Sequence[Likely]) -> dict[str, Any]:
     """`logprobs` of a choice that begins with its prompt, whose first token has none. `prompt`: as it is written."""
     first, scored = int(scores.prompt[0]), scores.tokens()
-    texts = tokenizer.texts([first, *_ids(scored), *_ids(tokens)])
+    texts = tokenizer.texts([first, *ids_of(scored), *ids_of(tokens)])
     read, said = _of_text(texts, scored, 0), _of_text(texts, tokens, len(prompt))
     # A BOS that the tokenizer puts first is a token and no part of the text.
     surplus = len(texts[first]) + sum(map(len, read["tokens"])) - len(prompt)
@@ -47,12 +47,6 @@ def of_echo(tokenizer: Tokenizer, scores: Scores, prompt: str, tokens: Sequence[
         "top_logprobs": [None, *read["top_logprobs"], *said["top_logprobs"]],
         "text_offset": [0, *offsets, *said["text_offset"]],
     }
-
-
-def _ids(tokens: Sequence[Likely]) -> Iterable[int]:
-    for each in tokens:
-        yield each.token
-        yield from (token for token, _ in each.best)
 
 
 def _of_text(texts: dict[int, str], tokens: Sequence[Likely], offset: int) -> dict[str, list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,9 @@ from penstock.serve.api.shelf import Shelf
 
 _IDLE_S = 20.0  # a connection may be open so long without a whole request
 _HEADER_BYTES = 32 << 10
+_TURN_S = (
+    5e-4  # a thread that comes back from a kernel waits so long at most for the one that serves clients; else 5 ms
+)
 _LONGEST_END_S = 30.0  # what is under way may take so long after SIGTERM
 
 
@@ -97,7 +101,11 @@ def serve(shelf: Shelf, access: Access, context: int, port: int, ready: Callable
         h11_max_incomplete_event_size=_HEADER_BYTES,
     )
     server = _Server(config, shelf, ready)
+    turn_s = sys.getswitchinterval()
+    sys.setswitchinterval(_TURN_S)
     try:
         asyncio.run(server.serve())
     except SystemExit:  # uvicorn's answer to a port that is taken, which it has logged
         raise BadRequest(f"nothing can listen on {access.host}:{port}: is it another server's?") from None
+    finally:
+        sys.setswitchinterval(turn_s)
