@@ -39,7 +39,7 @@ check: .venv/test.stamp ## lint, formatting, types, generated documentation
 	@$(BIN)/python -m penstock.cli.docs --check
 	@$(BIN)/clang-format --dry-run -Werror $(filter csrc/%.cpp csrc/%.h,$(NATIVE))
 
-fuzz: .venv/test.stamp build/sanitize/stamp ## search for counterexamples 30 times longer; native tests with sanitizers; 4 minutes of mutated files
+fuzz: .venv/test.stamp build/sanitize/stamp build/lm-eval/stamp ## search for counterexamples 30 times longer; native tests with sanitizers; 4 minutes of mutated files
 	@HYPOTHESIS_PROFILE=fuzz $(PYTEST) -m "hypothesis or fuzz" $(ARGS)
 	@LD_PRELOAD="$(SANITIZERS)" PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
 	    PENSTOCK_NATIVE="$$(echo build/sanitize/_native*.so)" \
@@ -121,6 +121,15 @@ clean: ## remove .venv, build and caches
 .venv/plot.stamp: constraints.txt pyproject.toml | .venv/run.stamp
 	@echo "make: installing what draws plots"
 	@$(PIP) --no-build-isolation -e '.[plot]'
+	@touch $@
+
+# lm-eval asks a server in `make fuzz`. Its packages go back years to satisfy our pins, so it has an environment of its own.
+build/lm-eval/stamp:
+	@echo "make: installing lm-eval beside .venv, for make fuzz"
+	@rm -rf build/lm-eval
+	@$(PYTHON) -m venv build/lm-eval
+	@build/lm-eval/bin/python -m pip --disable-pip-version-check install -q $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") \
+	    "$$(grep '^torch==' constraints.txt)" 'lm_eval[api]==0.4.13' 'transformers<6'
 	@touch $@
 
 # An installation in place knows its modules by name: when one comes or goes, it is made again, which takes seconds.
