@@ -193,8 +193,11 @@ class Pages:
                 self._index.add(pages[i], _Content(digests[i], inside, digests[i + 1]))
                 self.moves.append(Restore(pages[i], digests[i + 1]))
         if partly.goes_on:  # what differs in it will be written over
-            self._index.remove(partly.pages[0])
-            pages += partly.pages
+            (page,) = partly.pages
+            self._index.remove(page)
+            if self._copies:
+                self._index.add(page, _Content(digests[len(shared)], wanted[: partly.tokens], None))
+            pages.append(page)
         pages += [self._take() for _ in range(len(shared) + left - len(pages))]
         if partly.pages and not partly.goes_on:
             (source,) = partly.pages
@@ -263,14 +266,17 @@ class Pages:
         among them where nobody has them; None where nothing does. To go on in a page nobody has is as good as to copy
         it. But it is lost to whoever wants what it holds, so that at least half of that is to be wanted."""
         found = _Part([], False, 0)
+        if not self._leaves(here, wanted - len(here)):
+            return None
         for page in self._index.after.get(before, ()):
             held = self._index.content[page].ids
             same = _common(ids, held)
             goes_on = not self._users[page] and 2 * same >= len(held)
-            may = goes_on or (self._copies and self._leaves([*here, page], wanted - len(here)))
-            if same and may and (same, goes_on) > (found.tokens, found.goes_on):
+            if not same or (same, goes_on) <= (found.tokens, found.goes_on):
+                continue
+            if goes_on or (self._copies and self._leaves([*here, page], wanted - len(here))):
                 found = _Part([page], goes_on, same)
-        return found if self._leaves(here, wanted - len(here)) else None
+        return found
 
     def _leaves(self, held: Sequence[int], wanted: int) -> bool:
         """Whether so many pages are to be had besides these."""

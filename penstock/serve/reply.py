@@ -90,8 +90,6 @@ class Reply:
             answer.finish_reason = "stop"
             return
         self.text.take(token)
-        if self._guide is not None and len(answer.token_ids) < self.limit:
-            self._guide.push(token)
 
     def say(self) -> str:
         """The text that the token chosen last makes certain; of an answer that ends, all that is left. Raises
@@ -104,7 +102,9 @@ class Reply:
             elif len(answer.token_ids) >= self.limit:
                 answer.finish_reason = "length"
                 answer.context_full = self._context_is_least
-        if answer.finish_reason and stops.hit is None:
+            elif self._guide is not None:
+                self._guide.push(answer.token_ids[-1])
+        if answer.finish_reason and stops.hit is None and self.limit:
             piece += stops.push(self.text.finish()) + stops.finish()
         answer.text += piece
         return piece

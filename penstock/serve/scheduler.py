@@ -230,7 +230,7 @@ class Scheduler:
     def _then(self) -> Stream:
         """What the pass after this one will read, if no request comes or goes."""
         requests = self._requests.values()
-        if not any(request.reads for request in requests):
+        if not any(request.reads and (request.table is not None or self._free) for request in requests):
             return passes.DECODE
         speaks = any(request.table is not None and not request.reads for request in requests)
         few = self._plan.batch_seqs - 1 + self._prompt_rows <= self._plan.asking_rows

@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -231,7 +231,10 @@ class Service:
                 if self.engine.session.passes != self._passes:
                     with self._changed:  # passes of others wrote over pages
                         self._scheduler.forget()
-                self._answer_all()
+                try:
+                    self._answer_all()
+                except Exception as error:  # a mistake of ours, and still nobody may wait for ever
+                    self._fail_all(error)
                 self._passes = self.engine.session.passes
             with self._changed:
                 if not self._open:
@@ -252,12 +255,23 @@ class Service:
             for tell, what in told:
                 tell(what)
             if step is not None:
-                if self._move_pages(step.moves):
-                    self._take(step)
+                self._take(step)
             elif self._unsaved():
                 self._save()
             else:
                 return
+
+    def _fail_all(self, error: Exception) -> None:
+        """Ends all requests that are here with an error."""
+        with self._changed:
+            self._scheduler.forget()
+            self._scheduler.end(list(self._open))
+            tells = [request.tell for request in self._open.values()]
+            self._done["failed"] += len(tells)
+            self._open.clear()
+            self._changed.notify_all()
+        for tell in tells:
+            tell(_failed(error))
 
     def _unsaved(self) -> bool:
         """Whether a page is left to be kept, and time for it: when the service ends, that has an end too."""
@@ -297,14 +311,17 @@ class Service:
         return True
 
     def _take(self, step: Step) -> None:
-        """Runs a pass, and tells everyone what came of it."""
+        """Moves pages and runs a pass, and tells everyone what came of it. Where a stored page is gone, no pass runs:
+        all begin again without it."""
         session, start_s = self.engine.session, time.perf_counter()
         ended: dict[int, Told] = {}
         told: list[tuple[Tell, Told]] = []
         begin = [r for rows in step.rows for r in rows if not self._open[r.request].begun]
-        for r in begin:
-            self._open[r.request].begun, self._open[r.request].reply.answer.cached_tokens = True, r.start
         try:
+            if not self._move_pages(step.moves):
+                return
+            for r in begin:
+                self._open[r.request].begun, self._open[r.request].reply.answer.cached_tokens = True, r.start
             tokens = [np.concatenate([self._ids(r) for r in rows]) for rows in step.rows]
             logits_of_batches = session.step(step.taken, tokens)
         except Exception as error:  # whatever it is, nobody may wait for ever
@@ -346,8 +363,7 @@ class Service:
         requests, tokenizer = [self._open[r.request] for r in speaking], self.engine.tokenizer
         tokenizer.advance([request.reply.text for request in requests])
         newest = [each for request in requests for each in request.reply.answer.logprobs[-1:]]
-        with suppress(PenstockError):  # whoever writes them asks again, and fails alone
-            tokenizer.texts(ids_of(newest))
+        tokenizer.prefetch_texts(ids_of(newest))
         told: list[tuple[Tell, Told]] = []
         for r, request in zip(speaking, requests, strict=True):
             reply, answer = request.reply, request.reply.answer

@@ -100,6 +100,7 @@ class Session:
         self.best: list[list[tuple[float, int]]] = []  # of the last pass, per batch and row: largest logit and its id
         self.loading = NOTHING  # bytes and seconds of loading the weights that stay, before the first pass
         self.held = Held()  # what its sequences hold
+        self._saves_late = any(home.attend != HOST for home in plan.kv)
         self.passes = 0  # that were begun: who finds another number than before knows that others wrote over KV
         self.consumed_bytes = 0  # that the last pass took from slower tiers: through its rings, embedding rows and KV
         with ExitStack() as opened:  # where loading fails half-way, everything is given back
@@ -183,7 +184,10 @@ class Session:
         return logits
 
     def kv_page(self, page: int) -> list[NDArray[np.uint8]]:
-        """K and V of a page in every layer, uint8 [bytes] each: views of pools in RAM."""
+        """K and V of a page in every layer, uint8 [bytes] each: views of pools in RAM. Where a device attends, what the
+        last pass saves there may still be on its way: that is waited for."""
+        if self._saves_late:
+            self.drain()
         return [self._arenas.view(slot) for slot in self.lowering.layout.kv.page_slots(page)]
 
     def copy_kv_page(self, source: int, page: int) -> None:

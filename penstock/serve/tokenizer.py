@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import BadRequest, BrokenModel, PenstockError
+from penstock.errors import BadRequest, BrokenModel
 from penstock.serve import template
 from penstock.serve.confined import Child, Confined, Request
 from penstock.serve.text_files import TOKENIZER
@@ -48,6 +48,7 @@ class Tokenizer:
         self._template_file = Path(facts["template_file"])
         self._special, self._bytes = frozenset(facts["special"]), frozenset(facts["bytes"])
         self._texts: dict[int, str] = {}  # id → text, of ids that were asked for
+        self._prefetches = True
 
     @classmethod
     def open(
@@ -95,6 +96,15 @@ class Tokenizer:
             known.update((i, found[i]) for i in new[:_KEPT_TEXTS] if len(found[i]) <= _KEPT_CHARACTERS)
         return found
 
+    def prefetch_texts(self, ids: Iterable[int]) -> None:
+        """Asks for `texts`, so that whoever wants them has them at hand. After a failure it asks no more: whoever wants
+        them asks, and fails, alone."""
+        if self._prefetches:
+            try:
+                self.texts(ids)
+            except Exception:
+                self._prefetches = False
+
     def has_texts(self, ids: Iterable[int]) -> bool:
         """Whether `texts` of these ids would ask nobody."""
         return all(i in self._texts for i in ids)
@@ -115,19 +125,19 @@ class Tokenizer:
     def advance(self, streams: Sequence[TextStream | Whole]) -> None:
         """Prepares the `text` of several streams of this tokenizer with one request to the child, instead of one for
         each. Where that fails, nothing is prepared: each stream then asks alone, and the one at fault fails alone."""
-        asking = [each for each in streams if isinstance(each, TextStream) and each.asks]
+        asking = [each for each in streams if isinstance(each, TextStream) and each.asks and not each.alone]
         if len(asking) < 2:
             return
-        tasks = [each.task for each in asking]
-        least_s = min(task.cpu_s - task.spent_s for task in tasks)
-        answer_bytes = sum(task.answer_bytes for task in tasks)
-        task = replace(tasks[0], cpu_s=least_s, spent_s=0.0, answer_bytes=answer_bytes)
+        least_s = min(each.task.cpu_s - each.task.spent_s for each in asking)
+        task = replace(asking[0].task, cpu_s=least_s, spent_s=0.0)
         try:
-            found, taken_s = self._child.ask("advance_all", [[each.request(False) for each in asking]], task)
-        except PenstockError:
+            found, _ = self._child.ask("advance_all", [[each.request(False) for each in asking]], task)
+        except Exception:
+            for each in asking:
+                each.alone = True
             return
-        for each, progress in zip(asking, found, strict=True):
-            each.prepare(progress, taken_s / len(asking))
+        for each, (progress, taken_s) in zip(asking, found, strict=True):
+            each.prepare(progress, taken_s)
 
     def chat(self, messages: Sequence[template.Message], tools: Any = None) -> str:
         """A conversation as one prompt, up to the point where the assistant speaks. `encode_chat` gives its ids.
@@ -184,6 +194,7 @@ class TextStream:
         self._window: list[int] = []
         self._out = 0  # how many tokens of the window are out already; they decode to `_out_text`
         self._out_text = ""
+        self.alone = False  # whether it is to ask by itself, since a request together with others failed
         self.asks = False  # whether a token has come that may complete a text, and the child was not asked about it
         self._piece = ""  # that is certain, and was not returned yet
 

@@ -17,14 +17,17 @@ import pytest
 from penstock.errors import BadRequest, StorageFailed
 from penstock.graph.arenas import with_arenas
 from penstock.serve.engine import Engine
+from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.scheduler import QueueFull
 from penstock.serve.service import Service
 from penstock.serve.told import Cancelled, Ended, Failed, Piece, Told
-from penstock.spec.plan import Plan
+from penstock.spec.ask import Ask
+from penstock.spec.plan import Plan, Unit
 from penstock.store.packed import open_packed
+from tests.cpu.commands import MACHINE
 from tests.cpu.engines import load, make_model, streaming
-from tests.plans import resident_plan
+from tests.plans import make_plan, resident_plan
 
 SEQS, CONTEXT = 4, 96
 
@@ -106,6 +109,61 @@ def test_answers_in_company_are_those_alone(folder: Path, name: str) -> None:
         assert (counts.given_back > 0) == (name == "few pages") and not counts.pages_had
         assert counts.output_tokens == sum(len(a.token_ids) for a in alone)
         assert engine.generate([some[0]], params[0])[0].token_ids == alone[0].token_ids  # it is free again
+
+
+@pytest.mark.parametrize("mixed", ["mixed", "prefill"])
+@pytest.mark.parametrize("attend", ["host", "gpu0"])
+def test_a_device_computes_prompts_beside_answers_either_way(folder: Path, mixed: str, attend: str) -> None:
+    """FFNs are computed by the CPU in decode and by the device for prompts; KV is in RAM, where a prompt that begins as
+    another copies what it needs."""
+    packed = open_packed(folder)
+    units = []
+    for part in packed.parts.values():
+        computed = ("host", "host", "gpu0") if part.kind == "ffn" else ("gpu0", "gpu0", "gpu0")
+        computed = (attend,) * 3 if part.kind == "attn" else computed
+        units += [Unit(part.key, lo, lo + 1, *computed) for lo in range(part.granules)]
+    largest = max(part.granule_bytes for part in packed.parts.values())
+    plan = make_plan(
+        packed.spec, packed.weights, units, ring_bytes={"gpu0": 3 * largest}, stage_bytes=largest, main="gpu0",
+        kv_homes=[("host", attend)] * len(packed.spec.layers), batch_seqs=SEQS, chunk_rows=16, context=CONTEXT,
+    )  # fmt: skip
+    some = [
+        ids + prompts(9, plan.target.spec.vocab)[-1] for ids in prompts(2, plan.target.spec.vocab) for _ in range(4)
+    ]
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    with closing(Engine.load(folder, Ask(), Loading(machine=MACHINE, plan=plan, device="emulated"))) as engine:
+        alone = [engine.generate([ids], params)[0].token_ids for ids in some]
+        with closing(Service(engine, prompt_rows=5, queue=100, mixed=mixed)) as service:
+            heard = [Heard() for _ in some]
+            for ids, each in zip(some, heard, strict=True):
+                service.submit(ids, params, each.tell)
+                each.next()  # a token: it is answered while the next prompt comes
+            for each, expected in zip(heard, alone, strict=True):
+                _, told = each.end()
+                assert isinstance(told, Ended) and told.answer.token_ids == expected
+            assert service.counts.cached_tokens > sum(len(ids) // 2 for ids in some)
+
+
+def test_a_mistake_of_ours_leaves_nobody_waiting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plans(folder)["resident"]
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    with load(folder, plan=plan) as engine, serving(engine) as service:
+        for place in ("_say", "_move_pages", "_unsaved"):
+            with monkeypatch.context() as patched:
+                patched.setattr(service, place, _broken)
+                heard = [Heard(), Heard()]
+                for each in heard:
+                    service.submit([1, 2, 3], params, each.tell)
+                ends = [each.end()[1] for each in heard]
+                assert place == "_unsaved" or all(isinstance(end, Failed) for end in ends)
+                assert service.idle(10)
+            again = Heard()
+            service.submit([1, 2, 3], params, again.tell)
+            assert isinstance(again.end()[1], Ended) and service.free_sequences == SEQS
+
+
+def _broken(*_: object) -> None:
+    raise RuntimeError("a mistake")
 
 
 @pytest.mark.parametrize("name", ["resident", "streaming", "two batches"])

@@ -75,6 +75,53 @@ def test_stream_gives_the_text_of_all_ids(kind, data):
     assert tokenizer.decode(ids) == build(kind).decode([i for i in ids if i >= 0])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_streams_together_say_what_each_says_alone(kind, data):
+    tokenizer = opened(kind)
+    ids = st.lists(st.integers(-1, tokenizer.size + 1), max_size=12)
+    answers = data.draw(st.lists(ids, min_size=2, max_size=5))
+    together, alone = ([tokenizer.stream() for _ in answers] for _ in range(2))
+    for i in range(max(map(len, answers))):
+        speaking = [n for n, answer in enumerate(answers) if i < len(answer)]
+        for n in speaking:
+            together[n].take(answers[n][i])
+        tokenizer.advance([together[n] for n in speaking])
+        for n in speaking:
+            assert together[n].text() == alone[n].push(answers[n][i])
+    assert [stream.finish() for stream in together] == [stream.finish() for stream in alone]
+
+
+def test_where_asking_together_fails_each_asks_alone(tmp_path, monkeypatch):
+    tokenizer = in_folder(tmp_path)
+    asked, ask = [], tokenizer._child.ask
+
+    def fails_together(action, arguments, task):
+        asked.append(action)
+        if action == "advance_all":
+            raise BrokenModel("too slow")
+        return ask(action, arguments, task)
+
+    monkeypatch.setattr(tokenizer._child, "ask", fails_together)
+    streams = [tokenizer.stream() for _ in range(3)]
+    for _ in range(2):
+        for stream, token in zip(streams, tokenizer.encode("abc", False), strict=False):
+            stream.take(token)
+        tokenizer.advance(streams)
+        assert [stream.text() for stream in streams[:2]] == ["ab", "c"]
+    assert asked.count("advance_all") == 1
+
+
+def test_texts_of_single_tokens_are_kept(tmp_path):
+    tokenizer = in_folder(tmp_path)
+    ids = tokenizer.encode("ab é")
+    assert not tokenizer.has_texts(ids)
+    tokenizer.prefetch_texts(ids)
+    assert tokenizer.has_texts(ids) and tokenizer.texts(ids) == {i: tokenizer.decode([i], False) for i in ids}
+    tokenizer.prefetch_texts(range(10**5, 10**5 + 40_000))  # more than are kept
+    assert len(tokenizer._texts) <= 1 << 14
+
+
 @pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
 @given(text=st.text(max_size=20))
 def test_stream_never_shows_half_a_character(kind, text):

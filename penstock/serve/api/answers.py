@@ -100,6 +100,11 @@ class Post:
         self._told: deque[tuple[asyncio.Queue[Any], Any]] = deque()
         self._wakes = False  # the loop was woken, and has not come yet
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the loop that runs."""
+        return self._loop is asyncio.get_running_loop()
+
     def put(self, to: asyncio.Queue[Any], what: Any) -> None:
         """May be called by any thread."""
         self._told.append((to, what))

@@ -106,7 +106,7 @@ def _completions(app: FastAPI, shelf: Shelf) -> None:
                 raise BadRequest("this server holds no answers to JSON schemas: it was started without")
             await to_thread.run_sync(engine.guides.check, params.json_schema, limiter=compiling)
         nonlocal post
-        post = post or Post()
+        post = post if post is not None and post.is_here else Post()
         answers = Answers(loaded.service, body.n or 1, request.scope.get(OWNER, ""), post)
         try:
             for ids in prompts:
