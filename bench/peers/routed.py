@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -73,19 +74,27 @@ class LeastUsed:
 
 
 class Local:
-    """Answers with locality: the same for the same seed, whatever is computed."""
+    """Answers with locality: the same for the same seed, whatever is computed. They are drawn before they are asked
+    for: to draw those of a token takes 5 ms."""
 
     def __init__(self, layers: Sequence[Layer], seed: int) -> None:
         self._layers, self._rng = layers, np.random.default_rng(seed)
         self._order = [self._rng.permutation(layer.routed.experts) if layer.routed else None for layer in layers]
         self._last: dict[int, set[int]] = {}
+        self._drawn: dict[int, deque[list[int]]] = {i: deque() for i, layer in enumerate(layers) if layer.routed}
+
+    def draw(self, tokens: int) -> None:
+        """Draws the answers for so many tokens more."""
+        for _ in range(tokens):
+            for layer, drawn in self._drawn.items():
+                drawn.append(self._draw(layer))
 
     def answer(self, call: Call) -> list[list[int]]:
         """Of a call of one row. Nobody guesses these."""
         assert isinstance(call.operands, Route)
-        if call.operands.guesses:
-            return [[]]
-        layer = call.operands.layer
+        return [[]] if call.operands.guesses else [self._drawn[call.operands.layer].popleft()]
+
+    def _draw(self, layer: int) -> list[int]:
         routed, order = self._layers[layer].routed, self._order[layer]
         assert routed is not None and order is not None
         chosen = {expert for expert in sorted(self._last.get(layer, ())) if self._rng.random() < KEPT}
@@ -94,7 +103,7 @@ class Local:
             weights[[expert in chosen for expert in order]] = 0
             chosen.add(int(order[self._rng.choice(routed.experts, p=weights / weights.sum())]))
         self._last[layer] = chosen
-        return [sorted(chosen)]
+        return sorted(chosen)
 
 
 class RoutedModel:
@@ -109,6 +118,7 @@ class RoutedModel:
         self._caches = {cache.layer: LeastUsed(cache.slots) for cache in self.plan.caches}
         self._answers: dict[int, list[Experts]] = {i: [] for i, layer in enumerate(self._layers) if layer.routed}
         self._guesses: dict[int, list[Experts]] = {i: [] for i in self._answers}
+        self._said: list[tuple[Call, list[list[int]]]] = []  # that was not counted yet
         self._followed = 0  # tokens
         self._misses: list[int] = []  # by token and layer, since the last command began
         self._wrong = 0  # guesses, since then
@@ -139,6 +149,7 @@ class RoutedModel:
 
     def follow_local(self, tokens: int) -> Answer:
         """The same with injected answers."""
+        self._local.draw(tokens)
         return self._along(tokens, self._session.answered_by(self._local.answer, every_pass=False))
 
     def predicted(self, _: int) -> Answer:
@@ -183,6 +194,7 @@ class RoutedModel:
             for i, p in enumerate(steps):
                 (logits,) = self._session.step(p, [ids[i : i + 1]])
             seconds = time.perf_counter() - start_s
+        self._count()
         assert np.isfinite(logits).all()
         read, missed = self._read_bytes() - before, sum(self._misses)
         expected = (
@@ -202,17 +214,24 @@ class RoutedModel:
         }
 
     def _heard(self, call: Call, said: list[list[int]]) -> None:
-        assert isinstance(call.operands, Route)
-        layer = call.operands.layer
-        for row in said:
-            if call.operands.guesses:
-                self._guesses[layer].append(tuple(row))
-                self._caches[layer].guess(tuple(row))
-            else:
-                self._answers[layer].append(tuple(row))
-                misses, wrong = self._caches[layer].misses(tuple(row))
-                self._misses.append(misses)
-                self._wrong += wrong
+        """Notes an answer. It is counted when the clock has stopped: that takes some ms a token."""
+        self._said.append((call, said))
+
+    def _count(self) -> None:
+        """Counts what the answers since the last time made caches miss."""
+        for call, said in self._said:
+            assert isinstance(call.operands, Route)
+            layer = call.operands.layer
+            for row in map(tuple, said):
+                if call.operands.guesses:
+                    self._guesses[layer].append(row)
+                    self._caches[layer].guess(row)
+                else:
+                    self._answers[layer].append(row)
+                    misses, wrong = self._caches[layer].misses(row)
+                    self._misses.append(misses)
+                    self._wrong += wrong
+        self._said.clear()
 
     def _read_bytes(self) -> int:
         self._session.drain()

@@ -62,6 +62,8 @@ class Demand:
         self._brought: list[int] = []  # on their way there: the load or lift was emitted
         self._by_cpu: list[int] = []  # of a device's cache: to be computed by the CPU
         self._ahead: list[int] = []  # experts of that layer that are wanted and that a guess has loaded
+        # A layer whose outputs are left to be added up, and the batches whose sum has an addend already.
+        self._to_combine: tuple[int, frozenset[int]] | None = None
         self._guessed: dict[int, list[int]] = {}  # layer → experts that were loaded for this pass by a guess
 
     def asks(self, layer: int, stream: Stream) -> Executor | None:
@@ -94,9 +96,10 @@ class Demand:
         if not self._waiting and layer + 1 in self._cache_of and self._cache_of[layer + 1].guesses:
             yield from self._guess(p, layer + 1, answer)
 
-    def demanded(self, p: Pass, layer: int, started: set[int]) -> Iterator[Task]:
+    def demanded(self, p: Pass, layer: int, started: set[int], combines: bool) -> Iterator[Task]:
         """Computes the experts that were asked for: first those in the cache, then those that a guess has loaded, then
-        each of the others when it is there. `started`: ids of batches whose sum has an addend already."""
+        each of the others when it is there. `started`: ids of batches whose sum has an addend already. `combines`: the
+        outputs are added up; else `combine` is to be called."""
         executor, emit = self._cache_of[layer].executor, self._calls.emit
         coming = {*self._brought, *self._waiting, *self._by_cpu, *self._ahead}
         self._compute(p, layer, [expert for expert in self._all_wanted() if expert not in coming])
@@ -115,7 +118,9 @@ class Demand:
                 self._compute(p, layer, [expert])
                 yield from emit.closed()
             self._copy_outputs(p, layer, computed)
-        self._combine(p, layer, started)
+        self._to_combine = (layer, frozenset(started))
+        if combines:
+            self.combine(p)
         if by_cpu:
             beneath = self._beneath(layer)
             self._waiting = [expert for expert in by_cpu if beneath is None or beneath.slot(expert) is not None]
@@ -309,8 +314,17 @@ class Demand:
             outputs = (self._experts.outputs(layer, executor, batch),)
             self._experts.add(layer, u, executor, weights, batch, cost, expert_rows, False, outputs)
 
-    def _combine(self, p: Pass, layer: int, started: set[int]) -> None:
-        """Emits the calls that add the outputs up."""
+    def combined(self) -> None:
+        """The outputs were added up by calls that are known from another pass."""
+        self._to_combine = None
+
+    def combine(self, p: Pass) -> None:
+        """Emits the calls that add up the outputs of the layer whose experts were computed last, where that is left to
+        do."""
+        if self._to_combine is None:
+            return
+        layer, started = self._to_combine
+        self._to_combine = None
         executor, calls, experts = self._cache_of[layer].executor, self._calls, self._experts
         # What follows is the same in every pass, so as a task of its own it can be like an earlier one.
         calls.emit.close(kernels_of(executor))

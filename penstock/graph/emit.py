@@ -124,11 +124,46 @@ class Emitter:
             self._ended[lane] = {other: task for other, task in last_on.items() if other != lane}
         return adopted
 
+    def again(self, task: Task, calls: Sequence[Call], nbytes: int, flops: int) -> None:
+        """A task of an earlier pass comes again, with other positions: `calls`, and their bytes and flops."""
+        (lane,) = task.lanes
+        self.close(lane)
+        waits = self._ended.pop(lane, {})
+        for slots, write in ((task.reads, False), (task.writes, True)):
+            for arena, lo, hi in slots:
+                segment = self._hazards.exactly(arena, lo, hi)
+                before = self._hazards.conflicts(arena, lo, hi, write) if segment is None else segment.before(write)
+                for other, number in before:
+                    if other != lane and number > waits.get(other, -1):
+                        waits[other] = number
+        waits = self._unknown(lane, waits)
+        mark = (lane, self._next_id)
+        self._next_id += 1
+        for slots, write in ((task.reads, False), (task.writes, True)):
+            for arena, lo, hi in slots:
+                segment = self._hazards.exactly(arena, lo, hi)
+                if segment is None:
+                    self._hazards.record(arena, lo, hi, write, mark)
+                else:
+                    segment.note(write, mark)
+        after = tuple(sorted(waits.values()))
+        self._closed.append(Task(mark[1], (lane,), calls, task.reads, task.writes, nbytes, flops, after, task.id))
+
     def finish(self) -> Iterator[Task]:
         """Closes every lane and hands out the rest."""
         for lane in list(self._open):
             self.close(lane)
         yield from self.closed()
+
+    def _unknown(self, lane: Lane, waits: dict[Lane, int]) -> dict[Lane, int]:
+        """Those of some tasks, by their lanes, that a lane has not waited for yet. It does now, so they are closed."""
+        waited_for = self._waited_for.setdefault(lane, {})
+        waits = {other: task for other, task in waits.items() if task > waited_for.get(other, -1)}
+        waited_for.update(waits)
+        for other, task in waits.items():
+            if other in self._open and self._open[other].id == task:
+                self.close(other)
+        return waits
 
     def _add(self, lanes: tuple[Lane, ...], call: Call) -> None:
         touched: list[tuple[Slot, Segment | None, bool, bool]] = []
@@ -153,12 +188,7 @@ class Emitter:
             for other, task in self._ended.pop(lane, {}).items():
                 waits[other] = max(task, waits.get(other, -1))
         if waits:
-            waited_for = self._waited_for.setdefault(lane, {})
-            waits = {other: task for other, task in waits.items() if task > waited_for.get(other, -1)}
-            waited_for.update(waits)
-            for other, task in waits.items():
-                if other in self._open and self._open[other].id == task:
-                    self.close(other)
+            waits = self._unknown(lane, waits)
         if waits:
             self.close(lane)
         if lane not in self._open:

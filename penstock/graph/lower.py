@@ -24,6 +24,7 @@ Where nothing streams, also the tasks of each shape of pass, so that each shape 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from penstock.errors import InternalError
 from penstock.graph import ops
@@ -37,6 +38,7 @@ from penstock.graph.emit import Emitter
 from penstock.graph.experts import ExpertCalls
 from penstock.graph.repeats import Repeats
 from penstock.graph.streams import Streams
+from penstock.graph.stretches import Stretches
 from penstock.graph.tasks import Call, Pass, Slot, Task
 from penstock.spec.parts import SUM_GRANULES
 from penstock.spec.places import DISK, HOST, Executor, kernels_of
@@ -60,6 +62,7 @@ class Lowering:
         self._experts = ExpertCalls(self._calls, self._streams)
         self._demand = Demand(self._experts, self._calls, caches)
         self._repeats = Repeats(plan, self.layout, self._emit.adopt)
+        self._stretches = Stretches(self._calls, self._streams, self._experts, self._demand)
 
     @property
     def held(self) -> tuple[object, ...] | None:
@@ -92,9 +95,18 @@ class Lowering:
         self._begin_block(p, 0)
         for batch in p.batches:
             self._embed(batch)
+        stretches = self._stretches if self._stretches.apply(p) else None
         for layer in range(layers):
-            yield from self._block(p, layer, "attn", answer)
-            yield from self._block(p, layer, "ffn", answer)
+            if stretches is None:
+                yield from self._until_experts(p, layer, answer)
+                yield from self._shares(p, layer, "ffn", answer)
+                yield from self._end(p, layer, "ffn")
+            else:
+                before = self._end(p, layer - 1, "ffn") if layer else ()
+                yield from stretches.step(p, layer, chain(before, self._until_experts(p, layer, answer)))
+                yield from self._shares(p, layer, "ffn", answer, combines=False)
+        if stretches is not None:
+            yield from self._end(p, layers - 1, "ffn")
         if p.stream.logits:
             self._begin_block(p, 2 * layers)
             yield from self._logits(p)
@@ -145,23 +157,42 @@ class Lowering:
         embed = ops.Embed(rows, calls.whole("edges"), x, calls.scratch(main))
         calls.add(main, embed, -1, batch, "*", ops.rows_cost(spec, t, 2))
 
-    def _block(self, p: Pass, layer: int, kind: str, answer: Answer) -> Iterator[Task]:
-        """A block for every batch: the norm, then the units' partial sums on each executor, then the merge."""
-        if layer or kind == "ffn":
-            self._begin_block(p, 2 * layer + (kind == "ffn"))
-        asking = self._demand.asks(layer, p.stream) if kind == "ffn" else None
-        executors = list(self._calls.shares(layer, kind, p.purpose, asking))
-        self._inputs(p, layer, kind, executors)
+    def _until_experts(self, p: Pass, layer: int, answer: Answer) -> Iterator[Task]:
+        """The layer's attention, and of its FFN the norm and the router."""
+        if layer:
+            self._begin_block(p, 2 * layer)
+        self._inputs(p, layer, "attn")
+        yield from self._shares(p, layer, "attn", answer)
+        yield from self._end(p, layer, "attn")
+        self._begin_block(p, 2 * layer + 1)
+        self._inputs(p, layer, "ffn")
+
+    def _executors(self, p: Pass, layer: int, kind: str) -> list[Executor]:
+        """Who computes the units of a block, the host last."""
+        return list(self._calls.shares(layer, kind, p.purpose, self._asking(p, layer, kind)))
+
+    def _asking(self, p: Pass, layer: int, kind: str) -> Executor | None:
+        """The executor of the experts that the router of a block is asked for, if any."""
+        return self._demand.asks(layer, p.stream) if kind == "ffn" else None
+
+    def _shares(self, p: Pass, layer: int, kind: str, answer: Answer, combines: bool = True) -> Iterator[Task]:
+        """The units' partial sums for every batch, executor by executor. `combines`: as for `_share`."""
+        executors = self._executors(p, layer, kind)
         for executor in executors:
             if kind == "attn" and layer in self.layout.delegated:
                 yield from self._attention.delegated(p, layer, executor)
             else:
-                yield from self._share(p, layer, kind, executor, asking, answer)
+                yield from self._share(p, layer, kind, executor, answer, combines)
                 if len(executors) > 1:
                     self._emit.close(kernels_of(executor))
+
+    def _end(self, p: Pass, layer: int, kind: str) -> Iterator[Task]:
+        """The end of a block: what is left to add up, and the merge, for every batch."""
+        self._demand.combine(p)
         if kind == "attn" and self.plan.target.spec.layers[layer].parallel_norms == 2:
             for batch in p.batches:  # of x as it still is
                 self._norm(batch, f"{layer}.norms", "ffn_in", layer, range(batch.total_rows))
+        executors = self._executors(p, layer, kind)
         for batch in p.batches:
             self._merge(batch, layer, kind, executors)
         if kind == "attn" and self.plan.order != "flexgen":
@@ -169,9 +200,10 @@ class Lowering:
         self._sync()
         yield from self._emit.closed()
 
-    def _inputs(self, p: Pass, layer: int, kind: str, executors: list[Executor]) -> None:
+    def _inputs(self, p: Pass, layer: int, kind: str) -> None:
         """The block's norm on the main executor, and copies of its output for the other executors. An FFN beside
-        attention has its norm by then."""
+        attention has its norm by then. Then the router, or the predictor."""
+        executors = self._executors(p, layer, kind)
         main, row_bytes = self.plan.main, 4 * self.plan.target.spec.d_model
         beside = kind == "ffn" and self.plan.target.spec.layers[layer].parallel_norms > 0
         for batch in p.batches:
@@ -188,10 +220,11 @@ class Lowering:
             self._emit.close(kernels_of(main))
 
     def _share(
-        self, p: Pass, layer: int, kind: str, executor: Executor, asking: Executor | None, answer: Answer
+        self, p: Pass, layer: int, kind: str, executor: Executor, answer: Answer, combines: bool
     ) -> Iterator[Task]:  # fmt: skip
-        """One executor's units of the block, and the copy of its partial sums to the main executor. `asking`: the
-        executor of the experts that the router is asked for, if any."""
+        """One executor's units of the block, and the copy of its partial sums to the main executor. `combines`: the
+        outputs of experts that the router is asked for are added up here, else at the block's end."""
+        asking = self._asking(p, layer, kind)
         if executor == asking == HOST:  # the disk loads experts while the CPU computes the shared one
             yield from self._demand.ask(p, layer, answer)
         units = self._calls.shares(layer, kind, p.purpose, asking)[executor]
@@ -217,7 +250,7 @@ class Lowering:
             if executor != HOST:  # a device computes the shared expert while the CPU computes the router
                 self._emit.close(kernels_of(executor))
                 yield from self._demand.ask(p, layer, answer)
-            yield from self._demand.demanded(p, layer, started)
+            yield from self._demand.demanded(p, layer, started, combines)
         main, row_bytes = self.plan.main, 4 * self.plan.target.spec.d_model
         for batch in p.batches if executor != main else ():
             self._calls.copy(batch, "partial", batch.total_rows * row_bytes, executor, main, f"partial.{executor}")

@@ -27,7 +27,7 @@ Adopt = Callable[[Sequence[Task]], list[tuple[int, tuple[int, ...]]]]  # as `Emi
 Kind = tuple[int, int, int, int]
 
 
-class _KnownTask:
+class KnownTask:
     """A lowered task, and how many calls of attention of each kind it has."""
 
     def __init__(self, plan: Plan, layout: Layout, task: Task) -> None:
@@ -47,6 +47,14 @@ class _KnownTask:
             self.kinds[number] = (first[attentions[layer]], hi - lo, kv_bytes_each, call.batch.id)
         self.counts = Counter(self.kinds.values())
 
+    def moved(self, batches: dict[int, Batch]) -> tuple[Sequence[Call], int, int]:
+        """The task's calls, bytes and flops with batches at other positions. `batches`: by id."""
+        nbytes, flops = self.fixed_bytes, self.fixed_flops
+        for kind, count in self.counts.items():
+            attend_bytes, attend_flops = self.attend_cost(kind, batches)
+            nbytes, flops = nbytes + count * attend_bytes, flops + count * attend_flops
+        return _MovedCalls(self, batches), nbytes, flops
+
     def attend_cost(self, kind: Kind, batches: dict[int, Batch]) -> tuple[int, int]:
         layer, heads, kv_bytes_each, batch = kind
         return ops.attend_cost(self.plan.target.spec.layers[layer].attention, heads, batches[batch], kv_bytes_each)
@@ -55,11 +63,14 @@ class _KnownTask:
 class _MovedCalls(Sequence[Call]):
     """The calls of a known task at other positions. Each is made when somebody looks at it."""
 
-    def __init__(self, known: _KnownTask, batches: dict[int, Batch]) -> None:
+    def __init__(self, known: KnownTask, batches: dict[int, Batch]) -> None:
         self._known, self._batches = known, batches
 
     def __len__(self) -> int:
         return len(self._known.task.calls)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
     @overload
     def __getitem__(self, number: int) -> Call: ...
@@ -88,21 +99,17 @@ class Repeats:
             and layout.staging is None
             and all(home.home == home.attend for home in plan.kv)
         )
-        self._known: dict[Shape, tuple[_KnownTask, ...]] = {}
+        self._known: dict[Shape, tuple[KnownTask, ...]] = {}
 
     def find(self, p: Pass) -> list[Task] | None:
         """The tasks of a pass whose shape is known, else None."""
-        known_tasks = self._known.get(_shape(p)) if self.nothing_streams else None
+        known_tasks = self._known.get(shape_of(p)) if self.nothing_streams else None
         if known_tasks is None:
             return None
         batches, tasks = {batch.id: batch for batch in p.batches}, []
         numbers = self._adopt([known.task for known in known_tasks])
         for known, (number, after) in zip(known_tasks, numbers, strict=True):
-            nbytes, flops = known.fixed_bytes, known.fixed_flops
-            for kind, count in known.counts.items():
-                attend_bytes, attend_flops = known.attend_cost(kind, batches)
-                nbytes, flops = nbytes + count * attend_bytes, flops + count * attend_flops
-            task, calls = known.task, _MovedCalls(known, batches)
+            task, (calls, nbytes, flops) = known.task, known.moved(batches)
             tasks.append(Task(number, task.lanes, calls, task.reads, task.writes, nbytes, flops, after, task.id))
         return tasks
 
@@ -113,10 +120,11 @@ class Repeats:
             seen += [task] if self.nothing_streams else []
             yield task
         if seen:
-            self._known[_shape(p)] = tuple(_KnownTask(self._plan, self._layout, task) for task in seen)
+            self._known[shape_of(p)] = tuple(KnownTask(self._plan, self._layout, task) for task in seen)
             if len(self._known) > _KEPT:
                 del self._known[next(iter(self._known))]
 
 
-def _shape(p: Pass) -> Shape:
+def shape_of(p: Pass) -> Shape:
+    """All that decides a pass's tasks, but for positions and what follows from them."""
     return (p.purpose, tuple(batch.shape for batch in p.batches))

@@ -50,6 +50,11 @@ class Streams:
         """The state of all rings between two passes."""
         return tuple(ring.held for ring in (*self._rings.values(), self._stage))
 
+    def idle(self, p: Pass) -> bool:
+        """Whether neither this pass nor the next one streams anything."""
+        each = [stream for stream in (p.stream, p.then) if stream is not None]
+        return not any(self._stream(stream, tier) for stream in each for tier in self._rings)
+
     def begin(self, p: Pass) -> None:
         """A pass begins. Units that were loaded ahead for it stay in the rings."""
         blocks = 2 * len(self._plan.target.spec.layers) + int(p.stream.logits)

@@ -118,6 +118,10 @@ class Service:
             )  # fmt: skip
 
     @property
+    def pass_times(self) -> PassTimes:
+        return self._times
+
+    @property
     def free_sequences(self) -> int:
         """Sequences of the plan that nobody has."""
         with self._changed:
@@ -411,6 +415,8 @@ class Service:
         for name, count in counted.items():
             self._done[name] += count
         self._passes_s += taken_s
+        if not step.moves:
+            self._times.note(sum(not r.reads for r in rows), sum(r.tokens for r in rows if r.reads), taken_s)
 
 
 def _put(told: queue.SimpleQueue[tuple[int, Told]], index: int, what: Told) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.graph.arenas import with_arenas
-from penstock.planner.pass_times import PassTimes
+from penstock.planner.pass_times import LEAST_PASSES, PassTimes
 from penstock.serve.foretold import Arrival, foretell, newcomer
 from penstock.serve.pages import Ids
 from penstock.serve.scheduler import Rows, Scheduler
@@ -118,3 +118,21 @@ def test_a_newcomer_finds_what_was_foretold(
     assert told.ttft_s == pytest.approx(first_s[new] - came_s)
     if end_s > first_s[new]:
         assert told.tokens_per_s == pytest.approx((min(output, 64 - prompt + 1) - 1) / (end_s - first_s[new]))
+
+
+def test_passes_that_were_measured_correct_those_like_them() -> None:
+    plain, times = PassTimes(PLAN, MACHINE), PassTimes(PLAN, MACHINE)
+    for _ in range(LEAST_PASSES - 1):
+        times.note(2, 0, 7.0)
+    assert times.seconds(2, 0) == plain.seconds(2, 0)  # too few
+    times.note(2, 0, 9.0)
+    assert times.seconds(2, 0) == pytest.approx(7.0)
+    assert times.seconds(3, 0) / plain.seconds(3, 0) == pytest.approx(7.0 / plain.seconds(2, 0))
+    assert times.seconds(1, 5) == plain.seconds(1, 5) and times.seconds(0, 0) == 0.0
+    for _ in range(LEAST_PASSES):
+        times.note(1, 8, 2 * plain.seconds(1, 8))
+    assert times.seconds(1, 5) == pytest.approx(2 * plain.seconds(1, 5))
+    for rows in range(1, 200):
+        for _ in range(LEAST_PASSES):
+            times.note(1, rows, 1.0)
+    assert len(times.measured) == len(times._took) == 64 and times.measured[1, 199] == 1.0

@@ -173,6 +173,10 @@ def _about(app: FastAPI, shelf: Shelf) -> None:
             },
             "sequences": plan.batch_seqs * plan.batches_per_pass,
             "prompt_rows": loaded.pace.prompt_rows,
+            "passes": [
+                {"answers": answers, "prompt_rows": rows, "seconds": seconds}
+                for (answers, rows), seconds in sorted(loaded.service.pass_times.measured.items())
+            ],
             "running": counts.running,
             "waiting": counts.waiting,
             "next_request": await to_thread.run_sync(
