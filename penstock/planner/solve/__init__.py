@@ -50,6 +50,7 @@ class Solved:
 # Two plans are equals if their times differ by less than the first factor. The second compares a simulated time with a
 # bound. It is smaller, because loads that ran ahead before the simulated passes can make a simulated time too short.
 _EQUAL, _SURELY_EQUAL = 1.05, 1.04
+_READS_WEIGH = 0.2
 
 
 def _settles(rival: Compared, least_s: float, plan: Plan, ask: Ask) -> bool:
@@ -176,12 +177,13 @@ def _score_s(each: Compared, ask: Ask) -> float:
 
 def _ranked(compared: list[Compared], ask: Ask) -> list[Compared]:
     """The best first. Plans within _EQUAL of the best are equals, because predictions are no sharper. Of equals the one
-    that reads least from disks comes first, because other programs may use the disk too."""
+    that reads less from disks comes first, because other programs may use the disk too: to read a tenth less is worth
+    2 % of time. Of two plans that read nearly the same, such as with rings of two sizes, the faster one comes first."""
     equal_s = min(_score_s(each, ask) for each in compared) * _EQUAL
 
     def rank(each: Compared) -> tuple[bool, float]:
-        seconds = _score_s(each, ask)
-        return (True, seconds) if seconds > equal_s else (False, each.prediction.disk_bytes_per_token)
+        seconds, read_bytes = _score_s(each, ask), each.prediction.disk_bytes_per_token
+        return (True, seconds) if seconds > equal_s else (False, seconds * read_bytes**_READS_WEIGH)
 
     return sorted(compared, key=rank)
 
