@@ -29,8 +29,8 @@ from penstock.spec.plan import Plan, PlanModel
 _FEW_UNITS = 400  # a plan of so few units is simulated itself, which takes a tenth of a second
 # The shortest plan streams its ring full at least 3 times. If it has less than 4 layers, it does so 8 times.
 _RINGS, _MANY_RINGS = 3, 8
-# What caches miss differs from layer to layer. So the longer plan has so many layers more than the shorter one. With two
-# layers and four, the line through them told 436 MB a token of a plan whose layers read 512 together.
+# What caches miss differs from layer to layer. So the longer plan has so many layers more than the shorter one. With
+# two layers and four, the line through them told 436 MB a token of a plan whose layers read 512 together.
 _CACHED_LAYERS = 8
 _MANY_UNITS = 80  # one layer of so many units is enough for a short plan
 _MOST_RUNS = 2  # runs of layers whose KV has one home
