@@ -225,13 +225,15 @@ def load(bench: Bench, minutes: float) -> Figures:
     with bench.server("small", None, 8, CONTEXT) as server:
         told = server.get("/v1/plan")
         plan = plans.loads(json.dumps(told["plan"]), "/v1/plan")
-        for count in (1, 2, 4, 8):  # not counted; the server notes what its passes take
+        for count in range(1, 9):  # not counted; the server notes what its passes take
             together(server, bench.streams("small", count, PROMPT_TOKENS, 16))
-        talking = threading.Thread(target=together, args=(server, bench.streams("small", 4, PROMPT_TOKENS, 100, 80)))
-        talking.start()
-        for i in range(4):
-            together(server, bench.streams("small", 1, 128, 2, seed=90 + i))
-        talking.join()
+        for count in (3, 7):  # with prompts beside them too
+            beside = (server, bench.streams("small", count, PROMPT_TOKENS, 100, 80))
+            talking = threading.Thread(target=together, args=beside)
+            talking.start()
+            for i in range(3):
+                together(server, bench.streams("small", 1, 128, 2, seed=90 + i))
+            talking.join()
         times = PassTimes(plan, bench.machine)
         for seen in server.get("/v1/plan")["passes"]:
             for _ in range(LEAST_PASSES):
