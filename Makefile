@@ -39,7 +39,7 @@ check: .venv/test.stamp ## lint, formatting, types, generated documentation
 	@$(BIN)/python -m penstock.cli.docs --check
 	@$(BIN)/clang-format --dry-run -Werror $(filter csrc/%.cpp csrc/%.h,$(NATIVE))
 
-fuzz: .venv/test.stamp build/sanitize/stamp build/lm-eval/stamp ## search for counterexamples 30 times longer; native tests with sanitizers; 4 minutes of mutated files
+fuzz: .venv/test.stamp build/sanitize/stamp build/lm-eval/stamp ## search for counterexamples 30 times longer; native tests with sanitizers; lm-eval; 4 minutes of mutated files
 	@HYPOTHESIS_PROFILE=fuzz $(PYTEST) -m "hypothesis or fuzz" $(ARGS)
 	@LD_PRELOAD="$(SANITIZERS)" PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
 	    PENSTOCK_NATIVE="$$(echo build/sanitize/_native*.so)" \

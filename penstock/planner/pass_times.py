@@ -39,7 +39,7 @@ class PassTimes:
         self.measured: dict[Kind, float] = {}
 
     def note(self, speaking: int, prompt_rows: int, seconds: float) -> None:
-        """A pass of this kind took so long. It costs 20 µs. For one thread alone."""
+        """A pass of this kind took so long. It costs 2 µs. For one thread alone."""
         kind = (speaking, prompt_rows)
         took = self._took.pop(kind, None) or deque(maxlen=_LATEST)
         took.append(seconds)

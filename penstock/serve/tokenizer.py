@@ -211,11 +211,6 @@ class TextStream:
         piece, self._piece = self._piece, ""
         return piece
 
-    def push(self, token: int) -> str:
-        """`take`, then `text`."""
-        self.take(token)
-        return self.text()
-
     def finish(self) -> str:
         """Ends the stream and returns the text that was held back."""
         self._advance(at_end=True)

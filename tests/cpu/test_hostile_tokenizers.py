@@ -255,7 +255,8 @@ def test_mutated(tmp_path: Path, kind: str, data: st.DataObject) -> None:
         tokenizer.decode(ids)
         stream = tokenizer.stream()
         for token in [*ids, 0, 10**6]:
-            stream.push(token)
+            stream.take(token)
+            stream.text()
         stream.finish()
         tokenizer.close()
     except PenstockError as error:

@@ -6,7 +6,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Sequence
+from threading import Thread
 from typing import Any
+
+import pytest
 
 from penstock.errors import StorageFailed
 from penstock.serve.api.answers import ALIVE_S, Answers, Post, Shape, head_of
@@ -83,3 +86,30 @@ def test_comments_while_a_request_waits_and_a_prompt_is_read() -> None:
 def test_comments_come_before_an_error_too() -> None:
     assert texts(events([SILENCE, Failed(StorageFailed("the disk is gone"))])) == ["comment", "the disk is gone"]
     assert texts(events([SILENCE, Cancelled()])) == ["comment", "the server is ending"]
+
+
+def test_the_loop_is_woken_once_for_all_that_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        loop, wakes = asyncio.get_running_loop(), list[None]()
+        soon = loop.call_soon_threadsafe
+
+        def counted(*arguments: Any) -> Any:
+            wakes.append(None)
+            return soon(*arguments)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+        post, queue = Post(), asyncio.Queue[int]()
+        for number in range(100):
+            post.put(queue, number)
+        assert [await queue.get() for _ in range(100)] == list(range(100)) and len(wakes) == 1
+        queues = [asyncio.Queue[int]() for _ in range(4)]
+        threads = [Thread(target=lambda to=each: [post.put(to, n) for n in range(500)]) for each in queues]
+        for thread in threads:
+            thread.start()
+        for each in queues:
+            assert [await each.get() for _ in range(500)] == list(range(500))
+        for thread in threads:
+            thread.join()
+        assert post.is_here
+
+    asyncio.run(asyncio.wait_for(run(), 60))

@@ -6,15 +6,19 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.graph.passes import MIXED
 from penstock.planner.pace import LONGEST_GAP, pace
-from penstock.planner.pass_times import PassTimes
+from penstock.planner.pass_times import PassTimes, pass_s
 from penstock.planner.solve import solve
 from penstock.planner.swap import swap
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
 from penstock.spec.machine import MachineSpec
+from penstock.spec.parts import parts
+from penstock.spec.plan import Unit
 from penstock.units import MIB
-from tests.pure.machine import LLAMA_1B, MACHINE, model
+from tests.plans import make_plan
+from tests.pure.machine import LLAMA_1B, MACHINE, WITH_DEVICE, model
 
 INT4 = parse_format("int4")
 
@@ -63,3 +67,25 @@ def test_kv_is_stored_where_that_is_faster_than_computing_it() -> None:
         pays.append(found.pays)
         assert ("kept on the disk" in found.reason) == found.pays
     assert pays == [True, False]
+
+
+@pytest.mark.parametrize("link", [1e-3, 1, 1e3])
+def test_prompts_beside_answers_are_computed_where_they_are_read_faster(link: float) -> None:
+    """FFNs are in RAM. The CPU computes them in decode, the device lifts them for prompts."""
+    rates = (replace(r, s_per_byte=r.s_per_byte * link) if r.lane == "h2d0" else r for r in WITH_DEVICE.rates)
+    machine, layers = replace(WITH_DEVICE, rates=tuple(rates)), range(len(LLAMA_1B.layers))
+    units = [
+        Unit(p.key, 0, p.granules, *(("host", "host", "gpu0") if p.kind == "ffn" else ("gpu0", "gpu0", "gpu0")))
+        for p in parts(LLAMA_1B, INT4)
+    ]
+    ring = 3 * max(part.nbytes for part in parts(LLAMA_1B, INT4) if part.kind == "ffn")
+    plan = make_plan(
+        LLAMA_1B, INT4, units, ring_bytes={"gpu0": ring}, main="gpu0", kv_homes=[("gpu0", "gpu0") for _ in layers],
+        batch_seqs=4, chunk_rows=64, context=256,
+    )  # fmt: skip
+    found = pace(plan, machine)
+    rows_per_s = {
+        way: found.prompt_rows / pass_s(plan, machine, 3, found.prompt_rows, way) for way in (MIXED, "prefill")
+    }
+    assert rows_per_s[found.mixed] == max(rows_per_s.values()) and "the other way" in found.reason
+    assert link == 1 or found.mixed == ("prefill" if link < 1 else MIXED)

@@ -20,9 +20,9 @@ from penstock.serve.api.shelf import Shelf
 
 _IDLE_S = 20.0  # a connection may be open so long without a whole request
 _HEADER_BYTES = 32 << 10
-_TURN_S = (
-    5e-4  # a thread that comes back from a kernel waits so long at most for the one that serves clients; else 5 ms
-)
+# The thread that steps the model comes back from a kernel, and waits so long at most for the one that serves clients.
+# Python's default is 5 ms.
+_TURN_S = 5e-4
 _LONGEST_END_S = 30.0  # what is under way may take so long after SIGTERM
 
 
