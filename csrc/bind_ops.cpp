@@ -43,10 +43,13 @@ void check_group(int group, int multiple) {
     throw nb::value_error(("group must be a multiple of " + limits).c_str());
 }
 
-Matrix make_matrix(int rows, int cols, const std::string& kind, int group, std::size_t offset) {
-    const Matrix m{rows, cols, named(kKinds, kind), group, offset};
+Matrix make_matrix(int rows, int cols, const std::string& kind, int group, std::size_t offset, std::size_t row_stride) {
+    const Matrix m{rows, cols, named(kKinds, kind), group, offset, row_stride};
     if (rows < 1 || cols < 1) throw nb::value_error("rows and cols must be at least 1");
-    if (m.quantised()) check_group(group, kWeightGroup);
+    if (m.quantised()) check_group(group, m.by_row() ? kLineColumns : kWeightGroup);
+    if (m.by_row() && row_stride < m.codes_bytes() + 4 * std::size_t(m.groups())) {
+        throw nb::value_error("row_stride must be at least a row");
+    }
     return m;
 }
 
@@ -57,7 +60,12 @@ FfnShape make_ffn(std::optional<Matrix> gate, const Matrix& up, const Matrix& do
         {"gelu_tanh", Activation::kGeluTanh}, {"gelu_quick", Activation::kGeluQuick},
         {"relu", Activation::kRelu},          {"relu2", Activation::kRelu2}};
     // A granule's neurons come in whole tiles, so that a tile's outputs never reach into its neighbour's.
-    if (up.rows % kTileRows != 0 || down.cols != up.rows) throw nb::value_error("neurons must be whole tiles");
+    const int neurons = down.by_row() ? down.rows : down.cols;
+    if (up.rows % kTileRows != 0 || neurons != up.rows) throw nb::value_error("neurons must be whole tiles");
+    if ((gate && gate->by_row()) || up.by_row() != (down.by_row() && gate)) {
+        throw nb::value_error("what is activated lies in tiles; where `down` lies by neurons, so does a gated `up`");
+    }
+    if (up.by_row() && up.cols != down.cols) throw nb::value_error("`up` and `down` must be equally wide");
     return {gate.value_or(Matrix{}), up, down, gate_bias, up_bias, named(activations, activation)};
 }
 
@@ -211,10 +219,9 @@ void bind_ops(nb::module_& m) {
     nb::class_<Matrix>(m, "Matrix")
         .def(
             "__init__",
-            [](Matrix* self, int rows, int cols, const std::string& kind, int group, std::size_t offset) {
-                new (self) Matrix(make_matrix(rows, cols, kind, group, offset));
-            },
-            "rows"_a, "cols"_a, "kind"_a, "group"_a, "offset"_a)
+            [](Matrix* self, int rows, int cols, const std::string& kind, int group, std::size_t offset,
+               std::size_t row_stride) { new (self) Matrix(make_matrix(rows, cols, kind, group, offset, row_stride)); },
+            "rows"_a, "cols"_a, "kind"_a, "group"_a, "offset"_a, "row_stride"_a = 0)
         .def_prop_ro("tile_bytes", &Matrix::tile_bytes)
         .def_prop_ro("tiles", &Matrix::tiles);
     nb::class_<FfnShape>(m, "FfnShape")
@@ -294,7 +301,8 @@ void bind_ops(nb::module_& m) {
             WEIGHTS(FfnOp), SAME(FfnOp, shape), SAME(FfnOp, h), SAME(FfnOp, t), FIELD(FfnOp, "partial", sum.partial),
             FIELD(FfnOp, "pending", sum.pending), FIELD(FfnOp, "granule", sum.granule),
             FIELD(FfnOp, "starts_sum", sum.starts_sum), FIELD(FfnOp, "continues_four", sum.continues),
-            FIELD(FfnOp, "leaves_four", sum.keeps), SAME(FfnOp, exact), SCRATCH(FfnOp));
+            FIELD(FfnOp, "leaves_four", sum.keeps), SAME(FfnOp, skips), SAME(FfnOp, fired), SAME(FfnOp, fired_stride),
+            SAME(FfnOp, exact), SCRATCH(FfnOp));
     ops.def("route", &Kernels::route,
             SAME(RouteOp, weights), SAME(RouteOp, shape), SAME(RouteOp, h), SAME(RouteOp, t), SAME(RouteOp, routes),
             SCRATCH(RouteOp));
@@ -334,8 +342,9 @@ void bind_ops(nb::module_& m) {
     // clang-format on
     m.def("limits", [] {
         return std::map<std::string, int>{{"most_group", kMostGroup},     {"weight_group", kWeightGroup},
-                                          {"kv_group", kKvGroup},         {"page_tokens", kPageTokens},
-                                          {"sum_granules", kSumGranules}, {"tile_rows", kTileRows}};
+                                          {"line_columns", kLineColumns}, {"kv_group", kKvGroup},
+                                          {"page_tokens", kPageTokens},   {"sum_granules", kSumGranules},
+                                          {"tile_rows", kTileRows}};
     });
     m.def("project_scratch", &project_scratch, "matrix"_a, "rows"_a);
     m.def("out_scratch", &out_scratch, "matrix"_a, "count"_a, "rows"_a);

@@ -1,5 +1,5 @@
 // The FFN for one instruction set: hidden values of a granule, and sums over granules by fours (kernels.h, FfnSum).
-// Included after kernels-inl.h.
+// Included after neurons-inl.h.
 #pragma once
 
 #include <atomic>
@@ -7,66 +7,32 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// Granules [lo, hi) of a call that belong to one four of the layer. `continues`: granules before these began the sum of
-// the four. `keeps`: granules after these complete it.
-struct Four {
-    int lo, hi;
-    bool continues, keeps;
-};
-
-// The fours that granules [begin, end) touch, of a call with `all` granules. Fours are counted from the layer's first
-// granule, so the first and the last of these fours may reach beyond [begin, end): into other granules of the same
-// call, or at the call's own ends into neighbouring units. `FfnSum` says whether they do the latter.
-struct Fours {
-    const FfnSum& sum;
-    int begin, end, all, first, count;
-    Fours(const FfnSum& s, int from, int to, int granules)
-        : sum(s),
-          begin(from),
-          end(to),
-          all(granules),
-          first((s.granule + from) / kSumGranules),
-          count((s.granule + to - 1) / kSumGranules - first + 1) {}
-    Four at(int i) const {
-        const int lo = (first + i) * kSumGranules - sum.granule, hi = lo + kSumGranules;
-        const bool at_start = begin == 0 && i == 0, at_end = end == all && i == count - 1;
-        return {std::max(lo, begin), std::min(hi, end), at_start ? sum.continues : lo < begin,
-                at_end ? sum.keeps : hi > end};
-    }
-};
-
 // Hidden values of one granule: act(gate h) * up h, laid out for `down` as granule `nth` of `to`. `next`: the bytes
-// that are read after the granule, which are fetched meanwhile.
-void hidden_of(const FfnShape& shape, const std::uint8_t* granule, const std::uint8_t* next, const Rows& h,
-               const Rows& to, int nth) {
+// that are read after the granule. Returns false, and lays out nothing, where zeros are skipped, rows are few, and all
+// values are 0.
+bool hidden_of(const FfnShape& shape, const std::uint8_t* granule, const std::uint8_t* next, const Rows& h,
+               const Rows& to, int nth, const Zeros& zeros = {}) {
     alignas(64) float values[kHiddenRows * kGranuleRows], gates[kHiddenRows * kGranuleRows];
     const bool gated = shape.gate.rows > 0;
     const int groups = std::max(1, shape.down.groups());
     for (int row0 = 0; row0 < h.count; row0 += kHiddenRows) {
         const int end = std::min(row0 + kHiddenRows, h.count);
-        const auto fill = [&](const Matrix& m, std::size_t bias, float* out) {
-            const Cuts cuts(m, h.count);
-            for (int cut = 0; cut < cuts.per_granule; ++cut) {
-                const auto sink = [&](int row, int tile, F y) {
-                    const int at = (cuts.tile(cut) + tile) * kTileRows;
-                    if (bias != 0) {
-                        y = f_add(y, load_some(reinterpret_cast<const float*>(granule + bias) + at, m.rows - at));
-                    }
-                    f_store(out + (row - row0) * kGranuleRows + at, y);
-                };
-                tile_rows(m, cuts.tiles_of({granule, 1, 0}, m, cut), h, row0, end, nothing, sink);
-            }
-        };
-        if (gated) fill(shape.gate, shape.gate_bias, gates);
-        fill(shape.up, shape.up_bias, values);
-        prefetch_run(next);  // it arrives during the arithmetic below, which reads no weights
+        const std::uint8_t* const then = gated ? granule + shape.up.offset : next;
+        const bool any = fire(shape, granule, then, h, row0, end, zeros, gated ? gates : values);
+        if (!any && zeros.skips && h.count <= kFewRows) return false;
+        if (gated) {
+            granule_rows(shape.up, shape.up_bias, granule, h, row0, end, values);
+            prefetch_run(next);
+        }
         for (int row = row0; row < end; ++row) {
-            float* x = values + (row - row0) * kGranuleRows;
-            const float* gate = gated ? gates + (row - row0) * kGranuleRows : x;
-            activate(shape.activation, gate, gated ? x : nullptr, x, shape.up.rows);
+            float *const x = values + (row - row0) * kGranuleRows, *const gate = gates + (row - row0) * kGranuleRows;
+            for (int i = 0; gated && i < shape.up.rows; i += kTileRows) {
+                f_store(x + i, f_mul(f_load(gate + i), f_load(x + i)));
+            }
             for (int j = 0; j < groups; ++j) Prepared::put(to, shape.down, row, nth, j, x);
         }
     }
+    return true;
 }
 
 // ---- few rows: a thread takes whole fours, so that its bytes come in one run ----------------------------------------
@@ -120,14 +86,16 @@ void down_tiles(const Matrix& down, const std::uint8_t* block, int lo, int hi, s
 // to [T, D] = the sum over the granules of a four. Hidden values are laid out in granule `nth` of `hidden`, which only
 // this thread uses.
 void sum_four(const Granules& weights, const FfnShape& shape, const Rows& x, const Rows& hidden, int nth,
-              const Four& four, const float* pending, float* to) {
+              const Four& four, const float* pending, float* to, const Zeros& zeros = {}) {
     const Matrix& down = shape.down;
+    const float* before = four.continues ? pending : nullptr;
     for (int g = four.lo; g < four.hi; ++g) {
         const std::uint8_t* granule = weights.data + std::size_t(g) * weights.stride;
-        hidden_of(shape, granule, granule + down.offset, x, hidden, nth);
-        const float* before = g > four.lo ? to : four.continues ? pending : nullptr;
+        if (!hidden_of(shape, granule, granule + down.offset, x, hidden, nth, zeros.at(0, g))) continue;
         down_tiles(down, granule + down.offset, 0, down.tiles(), kAhead, hidden, nth, before, to);
+        before = to;
     }
+    if (before != to) begin_sum(before, std::size_t(x.count) * std::size_t(down.rows), to);
 }
 
 // Adds the sums [count, T, D] of fours [begin, begin + count) to partial, one after the other, for this thread's
@@ -153,20 +121,23 @@ void fold_fours(const Team& team, const Fours& fours, int begin, int count, cons
     }
 }
 
-bool ffn_few(Pool& pool, const Granules& weights, const FfnShape& shape, const float* h, int t, const FfnSum& sum,
-             std::size_t cost, bool exact, Scratch scratch) {
-    const Fours fours(sum, 0, weights.count, weights.count);
-    const int d = shape.down.rows;
+bool ffn_few(Pool& pool, const FfnOp& op, std::size_t cost) {
+    const FfnShape& shape = op.shape;
+    const Granules& weights = op.weights;
+    const Fours fours(op.sum, 0, weights.count, weights.count);
+    const Zeros zeros = zeros_of(op);
+    const int t = op.t, d = shape.width();
     const std::size_t sum_bytes = std::size_t(t) * std::size_t(d) * sizeof(float);
+    Scratch scratch = op.scratch;
     Input input;
-    if (!input.plan(shape.up, h, shape.up.cols, 1, t, exact, scratch)) return false;
+    if (!input.plan(shape.first(), op.h, d, 1, t, op.exact, scratch)) return false;
     // As many threads and fours at a time as there is scratch for.
     Prepared prepared;
     int busy = std::min(pool.threads(), fours.count), wave = 0;
     float* sums = nullptr;
     for (; busy > 0 && sums == nullptr; busy = sums == nullptr ? busy / 2 : busy) {
         Scratch left = scratch;
-        if (!Prepared::plan(shape.down, busy, t, exact, left, prepared)) continue;
+        if (!shape.down.by_row() && !Prepared::plan(shape.down, busy, t, op.exact, left, prepared)) continue;
         wave = static_cast<int>(std::min(std::size_t(fours.count), left.nbytes / 64 * 64 / sum_bytes));
         if (wave >= busy) sums = take<float>(left, std::size_t(wave) * sum_bytes / sizeof(float));
     }
@@ -183,8 +154,12 @@ bool ffn_few(Pool& pool, const Granules& weights, const FfnShape& shape, const f
         for (int begin = 0; begin < fours.count; begin += wave) {
             const int end = std::min(begin + wave, fours.count);
             for (; mine < end; mine = take_next()) {
-                sum_four(weights, shape, x, prepared.rows, team.id(), fours.at(mine), sum.pending,
-                         sums + std::ptrdiff_t(mine - begin) * t * d);
+                float* const to = sums + std::ptrdiff_t(mine - begin) * t * d;
+                if (shape.down.by_row()) {
+                    sum_neurons(op, x, fours.at(mine), to);
+                } else {
+                    sum_four(weights, shape, x, prepared.rows, team.id(), fours.at(mine), op.sum.pending, to, zeros);
+                }
             }
             team.barrier();
             fold_fours(team, fours, begin, end - begin, sums, t, d);
@@ -211,7 +186,7 @@ void sum_columns(const Team& team, const Granules& weights, const Matrix& down, 
         const auto count = [&](int tile) { return down.rows - column - tile * kTileRows; };
         for (int i = 0; i < fours.count; ++i) {
             const Four four = fours.at(i);
-            const bool starts = sum.starts_sum && fours.begin == 0 && i == 0;
+            const bool starts = fours.starts(i);
             Tiles tiles = cuts.tiles_of(weights, down, four.lo * cuts.per_granule + cut);
             tiles.granule = four.lo - fours.begin;
             tiles.series.count = four.hi - four.lo;
@@ -234,23 +209,25 @@ void sum_columns(const Team& team, const Granules& weights, const Matrix& down, 
     }
 }
 
-bool ffn_many(Pool& pool, const Granules& weights, const FfnShape& shape, const float* h, int t, const FfnSum& sum,
-              std::size_t cost, bool exact, Scratch scratch) {
-    const Matrix& down = shape.down;
+bool ffn_many(Pool& pool, const FfnOp& op, std::size_t cost) {
+    const Matrix& down = op.shape.down;
+    const Granules& weights = op.weights;
+    const Zeros zeros = zeros_of(op);
+    Scratch scratch = op.scratch;
     Input input;
-    if (!input.plan(shape.up, h, shape.up.cols, 1, t, exact, scratch)) return false;
+    if (!input.plan(op.shape.first(), op.h, op.shape.width(), 1, op.t, op.exact, scratch)) return false;
     // Granules at a time: as many as scratch has room for hidden values of, but no more than stay in the L2 cache.
     constexpr int kMostGranules = 64;
     int block = std::min(weights.count, kMostGranules);
     Prepared prepared;
     for (; block > 0; block = block > 1 ? block / 2 : 0) {
         Scratch left = scratch;
-        if (Prepared::plan(down, block, input.chunk(), exact, left, prepared)) break;
+        if (Prepared::plan(down, block, input.chunk(), op.exact, left, prepared)) break;
     }
     if (block == 0) return false;
     pool.run(cost, [&](const Team& team) {
         prefetch_run(weights.data + std::size_t(team.share(std::min(block, weights.count)).first) * weights.stride);
-        for (int row0 = 0; row0 < t; row0 += input.chunk()) {
+        for (int row0 = 0; row0 < op.t; row0 += input.chunk()) {
             const Rows x = input.chunk_at(team, row0);
             Rows hidden = prepared.rows;
             hidden.count = x.count;
@@ -260,10 +237,11 @@ bool ffn_many(Pool& pool, const Granules& weights, const FfnShape& shape, const 
                 const auto [lo, hi] = team.share(end - begin);
                 for (int i = lo; i < hi; ++i) {
                     const std::uint8_t* granule = weights.data + std::size_t(begin + i) * weights.stride;
-                    hidden_of(shape, granule, granule + (i + 1 < hi ? weights.stride : 0), x, hidden, i);
+                    hidden_of(op.shape, granule, granule + (i + 1 < hi ? weights.stride : 0), x, hidden, i,
+                              zeros.at(row0, begin + i));
                 }
                 team.barrier();
-                sum_columns(team, weights, down, hidden, Fours(sum, begin, end, weights.count), row0);
+                sum_columns(team, weights, down, hidden, Fours(op.sum, begin, end, weights.count), row0);
             }
         }
     });
@@ -274,14 +252,16 @@ bool ffn(Pool& pool, const FfnOp& op) {
     const FfnShape& shape = op.shape;
     const FfnSum& sum = op.sum;
     if (shape.up.rows > kGranuleRows) return false;
-    const std::size_t bytes = bytes_of(shape.up) * (shape.gate.rows > 0 ? 2 : 1) + bytes_of(shape.down);
-    const auto run = op.t <= kFewRows ? ffn_few : ffn_many;
+    const std::size_t down_bytes = shape.down.by_row() ? neuron_bytes(shape) : bytes_of(shape.down);
+    const std::size_t bytes =
+        bytes_of(shape.first()) * (shape.gate.rows > 0 && !shape.up.by_row() ? 2 : 1) + down_bytes;
     const std::size_t cost = cost_of(op.weights, bytes, op.t);
-    if (!run(pool, op.weights, shape, op.h, op.t, sum, cost, op.exact, op.scratch)) return false;
+    const auto many = shape.down.by_row() ? neurons_many : ffn_many;
+    if (!(op.t <= kFewRows ? ffn_few : many)(pool, op, cost)) return false;
     // If the only four of this call is left to the next call, this call adds nothing to partial, which starts as zeros.
     const Fours fours(sum, 0, op.weights.count, op.weights.count);
     if (sum.starts_sum && fours.count == 1 && sum.keeps) {
-        std::fill_n(sum.partial, std::size_t(op.t) * std::size_t(shape.down.rows), 0.0F);
+        std::fill_n(sum.partial, std::size_t(op.t) * std::size_t(shape.width()), 0.0F);
     }
     return true;
 }

@@ -38,14 +38,26 @@ static_assert(sizeof(Int4Tile<64>) == 576, "4.5 bits a weight");
 static_assert(sizeof(Int4Tile<32>) == 320, "5 bits a weight");
 static_assert(sizeof(Int8Tile<64>) == 1088, "8.5 bits a weight");
 
-// A block of a granule: a matrix [rows, cols] at byte `offset` of the granule. rows == 0: there is no such block.
+constexpr int up_to(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+constexpr int kLineColumns = 32;  // columns of a neuron's row are padded to a multiple of this (spec/format.py)
+
+// A block of a granule: a matrix [rows, cols] at byte `offset` of the granule. rows == 0: there is no such block. It
+// lies in tiles, or where `row_stride` is above 0 row by row, so many bytes apart. Then each row is a neuron's.
 struct Matrix {
     int rows = 0, cols = 0;
     Kind kind = Kind::kFloat32;
     int group = 0;
-    std::size_t offset = 0;
+    std::size_t offset = 0, row_stride = 0;
 
     bool quantised() const { return kind == Kind::kInt8 || kind == Kind::kInt4; }
+    bool by_row() const { return row_stride > 0; }
+    // Bytes of a neuron's numbers or codes. Scales of all groups follow them, then minimums.
+    std::size_t codes_bytes() const {
+        const auto padded = std::size_t(up_to(cols, kLineColumns));
+        if (quantised()) return kind == Kind::kInt4 ? padded / 2 : padded;
+        return padded * (kind == Kind::kFloat32 ? 4 : 2);
+    }
     int groups() const { return quantised() ? (cols + group - 1) / group : 0; }
     int tiles() const { return (rows + kTileRows - 1) / kTileRows; }
     std::size_t tile_bytes() const {
@@ -85,6 +97,10 @@ struct FfnShape {
     Matrix gate, up, down;
     std::size_t gate_bias = 0, up_bias = 0;  // byte offsets of float32 [N] in a granule; 0: none
     Activation activation = Activation::kSilu;
+
+    int width() const { return down.by_row() ? down.cols : down.rows; }  // D
+    const Matrix& first() const { return gate.rows > 0 ? gate : up; }    // what is activated, always in tiles
+    std::size_t first_bias() const { return gate.rows > 0 ? gate_bias : up_bias; }
 };
 
 // Where the sums of an FFN go. Granules are summed by fours, counted from the layer's first granule. Then the fours are
@@ -98,8 +114,6 @@ struct FfnSum {
     bool starts_sum;           // this call is the first addend of `partial`
     bool continues, keeps;     // the call before left a sum in `pending`; this call leaves one
 };
-
-constexpr int up_to(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // The limits of formats. spec/format.py has the same limits, and a test compares them.
 constexpr int kMostGroup = 1024;                // the most columns of a scale: buffers of the kernels are so large
@@ -256,7 +270,9 @@ struct OutOp {
     Scratch scratch;
 };
 
-// partial [T, D] (+)= Σ granules: down · (act(gate h) * up h), or down · act(up h). h [T, D].
+// partial [T, D] (+)= Σ granules: down · (act(gate h) * up h), or down · act(up h). h [T, D]. `skips`: what is
+// multiplied by act(…) = 0 may be left out, which changes no bit. `fired` uint8 [T, neurons of the layer], rows
+// `fired_stride` bytes apart (null: not wanted): whether act(…) of a neuron was not 0.
 struct FfnOp {
     Granules weights;
     FfnShape shape;
@@ -265,6 +281,9 @@ struct FfnOp {
     FfnSum sum;
     bool exact;
     Scratch scratch;
+    bool skips = false;
+    std::uint8_t* fired = nullptr;
+    std::ptrdiff_t fired_stride = 0;
 };
 
 // routes = the router's answer for h [T, D]. `weights`: the router's granule.

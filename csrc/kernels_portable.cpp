@@ -2,6 +2,8 @@
 // clang-format off: each header uses those before it
 #include "simd_portable.h"
 #include "kernels-inl.h"
+#include "fours-inl.h"
+#include "neurons-inl.h"
 #include "ffn-inl.h"
 #include "experts-inl.h"
 #include "qkv-inl.h"

@@ -15,9 +15,11 @@ constexpr int kScratchThreads = 8;  // attention gets temporaries for so many th
 constexpr int kScratchFours = 16;   // fours of an FFN summed at a time: more than threads, which wait after them
 constexpr int kMostFewRows = 8;     // the most rows for which threads take whole fours
 constexpr int kHiddenRows = 48;     // rows whose hidden values of a granule a thread holds at a time: 24 KB
-constexpr int kQueryRows = 8;       // rows of a prefill chunk that go through the KV cache together
-constexpr int kPartTokens = 32;     // tokens whose keys or values stay in the L1 cache for all queries
-constexpr int kBlockTokens = 256;   // tokens between two updates of attention's running maximum
+constexpr int kSumColumns = 64;     // columns that a thread adds neurons up for at a time, of many rows
+constexpr std::size_t kValueGranules = 16;  // granules whose neurons' values are kept at a time, of many rows
+constexpr int kQueryRows = 8;               // rows of a prefill chunk that go through the KV cache together
+constexpr int kPartTokens = 32;             // tokens whose keys or values stay in the L1 cache for all queries
+constexpr int kBlockTokens = 256;           // tokens between two updates of attention's running maximum
 constexpr std::size_t kChunkBytes = std::size_t{512} << 10;  // activations laid out at a time: half of an L2 cache
 
 constexpr std::size_t scratch_aligned(std::size_t nbytes) {
@@ -51,9 +53,28 @@ inline std::size_t project_scratch(const Matrix& m, int t) { return input_scratc
 
 inline std::size_t out_scratch(const Matrix& m, int granules, int t) { return input_scratch(m, granules, t); }
 
+// Where neurons lie apart. Many rows: a sum of kSumColumns for each row and thread, and of each granule the values of
+// its neurons and which rows they are of.
+inline std::size_t neurons_scratch(const FfnShape& shape, int granules, int t) {
+    const int few = std::min(t, kMostFewRows);
+    const int fours = std::min(kScratchFours, (granules + kSumGranules - 1) / kSumGranules);
+    const std::size_t sums = scratch_aligned(4 * std::size_t(fours) * std::size_t(few) * std::size_t(shape.width()));
+    const std::size_t kept = std::min(std::size_t(granules), kValueGranules), neurons = std::size_t(shape.up.rows);
+    std::size_t most = 0;
+    for (const bool exact : {true, false}) {
+        const int chunk = chunk_rows(shape.first(), 1, t, exact);
+        const std::size_t rows = std::size_t(chunk), own = std::size_t(kScratchThreads) * rows * kSumColumns;
+        const std::size_t values = kept * (2 * scratch_aligned(4 * neurons * rows) + scratch_aligned(4 * neurons));
+        most = std::max({most, prepared_scratch(shape.first(), 1, few, exact) + sums,
+                         prepared_scratch(shape.first(), 1, chunk, exact) + scratch_aligned(4 * own) + values});
+    }
+    return most;
+}
+
 // Many rows need the hidden values of one granule at least. Few rows need the hidden values of one granule and a sum
 // for each of the fours that are summed at a time.
 inline std::size_t ffn_scratch(const FfnShape& shape, int granules, int t) {
+    if (shape.down.by_row()) return neurons_scratch(shape, granules, t);
     const int few = std::min(t, kMostFewRows);
     const int fours = std::min(kScratchFours, (granules + kSumGranules - 1) / kSumGranules);
     std::size_t most = 0;

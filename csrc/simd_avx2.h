@@ -35,6 +35,13 @@ inline F f_half(const void* p) {
     const auto* h = static_cast<const __m128i*>(p);
     return {_mm256_cvtph_ps(_mm_loadu_si128(h)), _mm256_cvtph_ps(_mm_loadu_si128(h + 1))};
 }
+// One float16 in all lanes.
+inline F f_half_of(const void* p) {
+    std::int16_t bits;
+    __builtin_memcpy(&bits, p, 2);
+    const __m256 all = _mm256_cvtph_ps(_mm_set1_epi16(bits));
+    return {all, all};
+}
 inline F f_from(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 // Where one operand is NaN, the result is the second operand.
 inline F f_max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }

@@ -25,6 +25,12 @@ inline F f_mul(F a, F b) { return _mm512_mul_ps(a, b); }
 inline F f_div(F a, F b) { return _mm512_div_ps(a, b); }
 inline F f_fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 inline F f_half(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
+// One float16 in all lanes.
+inline F f_half_of(const void* p) {
+    std::int16_t bits;
+    __builtin_memcpy(&bits, p, 2);
+    return _mm512_cvtph_ps(_mm256_set1_epi16(bits));
+}
 inline F f_from(I x) { return _mm512_cvtepi32_ps(x); }
 // Where one operand is NaN, the result is the second operand.
 inline F f_max(F a, F b) { return _mm512_max_ps(a, b); }

@@ -72,6 +72,12 @@ inline F f_half(const void* p) {
     PENSTOCK_LANES r.v[i] = from_half(h[i]);
     return r;
 }
+// One float16 in all lanes.
+inline F f_half_of(const void* p) {
+    std::uint16_t bits;
+    std::memcpy(&bits, p, 2);
+    return f_set(from_half(bits));
+}
 inline F f_from(const I& x) {
     F r;
     PENSTOCK_LANES r.v[i] = static_cast<float>(x.v[i]);

@@ -141,9 +141,10 @@ def peak_per_s(kind: str, threads: int) -> float:
     with the best kernels' instructions on `threads` pinned threads. ValueError as `ram_read_s`."""
 
 class Matrix:
-    """A block of a granule: [rows, cols] in tiles of 16 rows at a byte offset. ValueError for an unknown kind."""
+    """A block of a granule: [rows, cols] at a byte offset, in tiles of 16 rows, or with a `row_stride` neuron by
+    neuron. ValueError for an unknown kind, or where rows would overlap."""
 
-    def __init__(self, rows: int, cols: int, kind: str, group: int, offset: int) -> None: ...
+    def __init__(self, rows: int, cols: int, kind: str, group: int, offset: int, row_stride: int = 0) -> None: ...
     @property
     def tile_bytes(self) -> int: ...
     @property
@@ -237,12 +238,13 @@ class _Ops:
 
     def ffn(
         self, *, weights: int, count: int, stride: int, shape: FfnShape, h: int, t: int, partial: int, pending: int,
-        granule: int, starts_sum: bool, continues_four: bool, leaves_four: bool, exact: bool, scratch: int,
-        scratch_bytes: int,
+        granule: int, starts_sum: bool, continues_four: bool, leaves_four: bool, skips: bool, fired: int,
+        fired_stride: int, exact: bool, scratch: int, scratch_bytes: int,
     ) -> None:  # fmt: skip
         """partial [t, D] (+)= down · act(gate h) * (up h) of every granule, by fours of the layer's, whose granule
         number `granule` comes first. pending [t, D]: the sum of a four that the call before left or this one leaves.
-        """
+        `skips`: what act(…) = 0 multiplies may be left out. fired uint8 [t, fired_stride] (0: not wanted): whether each
+        neuron's act(…) was not 0."""
 
     def route(
         self, *, weights: int, shape: RouterShape, h: int, t: int, routes: int, scratch: int, scratch_bytes: int

@@ -12,10 +12,10 @@ from functools import cache
 
 from bench.papers.compare import Predicted, machine_of, model_of
 from bench.papers.published import PC_HIGH, PC_LOW, SEVERAL, UNSUPPORTED, UNSUPPORTED_MACHINES, Published, cause_of
+from penstock.planner.activity import NeuronProfile, published, synthetic
 from penstock.planner.shorten import quick
 from penstock.planner.solve import llama_cpp, powerinfer, settle_context
 from penstock.planner.solve.ours import device
-from penstock.planner.solve.powerinfer.activity import NeuronProfile, published, synthetic
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format

@@ -114,6 +114,13 @@ class Work:
     kv_home: str | None = flag(
         "--kv-home", "TIER", "memory or disk; default memory, and the disk for what does not fit."
     )
+    sparsity: str = flag(
+        "--sparsity",
+        "MODE",
+        "What is done about neurons that do not fire: off, or exact, which leaves out what their zeros multiply;"
+        " default exact for models with ReLU.",
+        "auto",
+    )
     batch: int = flag("--batch", "N", "Sequences at once.", 1, min=1)
     prompt_tokens: int | None = flag(
         "--prompt-tokens", "N", "Expected prompt length; default 64 or the prompt's.", min=1
@@ -138,6 +145,7 @@ class Work:
             resident_bytes=_size(machine.resident, "--resident"),
             kv=self.kv,
             kv_home=self.kv_home,
+            sparsity=self.sparsity,
             use_device=machine.device in ("cuda", "emulated"),
         )
 
@@ -200,6 +208,7 @@ def given_plan(file: str | None, machine: Machine, work: Work) -> Plan | None:
     if file is None:
         return None
     flags = {"--kv": work.kv, "--kv-home": work.kv_home, "--context": work.context, "--resident": machine.resident}
+    flags |= {"--sparsity": work.sparsity != "auto"}
     flags |= {"--kv-tokens": work.kv_tokens} if isinstance(work, SharedWork) else {}
     if any(flags.values()):
         raise BadRequest(f"--plan says what {', '.join(flags)} would: give one or the other")

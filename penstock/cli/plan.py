@@ -65,7 +65,7 @@ def plan(
     from penstock.planner import explain
     from penstock.planner.solve import settle_context, solve
     from penstock.planner.what_if import what_if
-    from penstock.serve.planning import describe, routers_of
+    from penstock.serve.planning import describe, firing_of, routers_of
     from penstock.spec.format import parse_format
     from penstock.store.packed import part_disks
 
@@ -76,7 +76,9 @@ def plan(
         figures = _figures(machine_file, machine, ask)
         disks = part_disks(as_path(model))
         routers = routers_of(as_path(model), spec) if answers is None else _replayed(answers, spec)
-        solved = solve(ask, spec, fmt, figures, disks, every=compare, may_plan=machine_file is not None, trace=routers)
+        firing = firing_of(as_path(model), spec)
+        how = {"every": compare, "may_plan": machine_file is not None}
+        solved = solve(ask, spec, fmt, figures, disks, **how, trace=routers, firing=firing)
         others = what_if(solved, ask, figures, routers)
         band = explain.Band() if machine_file is not None else _band(machine, solved, figures, ask.batch)
         if draw is not None:

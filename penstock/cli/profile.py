@@ -1,10 +1,10 @@
-"""`penstock profile`: counts the experts that a text asks for, and the share that caches of any size would hold."""
+"""`penstock profile`: counts the experts that a text asks for, or the neurons that it fires."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
@@ -15,6 +15,10 @@ from penstock.errors import BadRequest
 from penstock.store.files import MAX_TEXT_BYTES
 from penstock.units import format_bytes
 
+if TYPE_CHECKING:
+    from penstock.spec.profile import Profile
+
+_HOT = 0.8  # PowerInfer, Figure 4: of all activations
 _SHOWN = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # sizes of caches, as shares of a layer's experts
 
 
@@ -28,10 +32,10 @@ def profile(
     cache_limit: CacheLimit = None,
     as_json: Json = False,
 ) -> None:
-    """Which experts of a model a text asks for.
+    """Which experts of a model a text asks for, or which neurons it fires.
 
-    The text is read in windows of 512 tokens. What its routers said is kept beside the packed model. `plan` and `run`
-    predict by it from then on.
+    The text is read in windows of 512 tokens. What its routers said, or which neurons of a model with ReLU fired, is
+    kept beside the packed model. `plan` and `run` predict by it from then on.
     """
     machine.prepare()
     if work.context is not None or work.batch != 1 or work.prompt_tokens or work.output_tokens:
@@ -40,24 +44,59 @@ def profile(
     source = packed_model(model, weights, machine, cache_limit)
     from penstock.serve import profiling
     from penstock.serve.planning import describe
-    from penstock.spec.profile import hit_rates
     from penstock.store.profile_file import keep
 
     spec, _ = describe(source.folder, verify=not machine.no_verify)
-    if not spec.is_routed:
-        raise BadRequest(f"{source.folder} has no experts to count")
+    if not (spec.is_routed or spec.fires):
+        raise BadRequest(f"{source.folder} has no experts to count, and no ReLU: all of its neurons fire")
     window = min(profiling.WINDOW_TOKENS, spec.max_positions)
     ask = dataclasses.replace(ask, context=window, prompt_tokens=window, output_tokens=1)
     with loaded(source, ask, machine) as engine, progress() as tell:
         seen = profiling.profile(engine, text, Path(file).name, tokens, tell)
     kept = keep(seen, source.folder)
+    note_kept = f"kept in {kept}: `plan` and `run` of this model go by it"
+    said = {"tokens": seen.tokens, "text_sha256": seen.text_sha256, "file": str(kept)}
+    if seen.neurons:
+        _tell_neurons(seen, said, None if as_json else note_kept)
+    else:
+        _tell_experts(seen, said, None if as_json else note_kept)
+
+
+def _tell_experts(seen: Profile, said: dict[str, object], note_kept: str | None) -> None:
+    """As JSON, or after a note as a table."""
+    from penstock.spec.profile import hit_rates
+
     rates = hit_rates(seen)
     experts = len(rates) - 1
-    if as_json:
-        print_json({"tokens": seen.tokens, "text_sha256": seen.text_sha256, "hit_rates": rates, "file": str(kept)})
+    if note_kept is None:
+        print_json(said | {"hit_rates": rates})
         return
-    note(f"kept in {kept}: `plan` and `run` of this model go by it")
+    note(note_kept)
     print(f"{seen.tokens} tokens; a cache of so many of {experts} experts a layer would have had")
     for share in _SHOWN:
         slots = round(share * experts)
         print(f"  {slots:4} experts ({share:.0%})  {rates[slots]:.1%}")
+
+
+def _tell_neurons(seen: Profile, said: dict[str, object], note_kept: str | None) -> None:
+    """As JSON, or after a note as a table."""
+    from penstock.planner.firing import measured
+    from penstock.spec.profile import FIRED_TOGETHER, hottest_share
+
+    together = measured(seen)
+    assert together is not None
+    hot = [hottest_share(layer.counted(), _HOT) for layer in seen.neurons]
+    if note_kept is None:
+        layers = [
+            {"layer": each.layer, "fired": each.fired[0], "hot_80": share}
+            for each, share in zip(seen.neurons, hot, strict=True)
+        ]
+        print_json(said | {"fired": dict(zip(FIRED_TOGETHER, together.shares, strict=True)), "layers": layers})
+        return
+    note(note_kept)
+    print(f"{seen.tokens} tokens; a token fires {together.shares[0]:.1%} of the neurons, and so many tokens in a row")
+    for tokens, share in zip(FIRED_TOGETHER[1:], together.shares[1:], strict=True):
+        print(f"  {tokens:4} tokens  {share:.1%}")
+    print("layer  fires  of its neurons make 80 %")
+    for each, share in zip(seen.neurons, hot, strict=True):
+        print(f"  {each.layer:3}  {each.fired[0]:5.1%}  {share:5.1%}")

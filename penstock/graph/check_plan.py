@@ -18,7 +18,7 @@ from penstock.spec.format import PAGE_TOKENS, Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import FFNS, PAGE_BYTES, PINNED, Part, parts
 from penstock.spec.places import HOST, Executor, device, disk, is_device, is_disk
-from penstock.spec.plan import IO_ENGINES, ORDERS, ActHome, KvHome, Plan, PlanModel, Unit
+from penstock.spec.plan import IO_ENGINES, ORDERS, SPARSITIES, ActHome, KvHome, Plan, PlanModel, Unit
 from penstock.units import GIB
 
 DEVICES = (device(0).executor,)  # the devices that this version drives
@@ -53,8 +53,16 @@ def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
     Raises BadRequest."""
     _check_model(plan.models, spec, weights)
     _check_numbers(plan)
-    if plan.predictors or any(unit.active != 1 for unit in plan.units):
-        raise _wrong("it skips neurons that are not active; this version plans that but has no kernels for it")
+    if plan.sparsity not in SPARSITIES:
+        raise _wrong(f"sparsity is {plan.sparsity!r}; there are {', '.join(SPARSITIES)}")
+    if plan.sparsity == "exact" and not spec.fires:
+        raise _wrong("it leaves out neurons that do not fire, and all neurons of this model do")
+    if plan.predictors or (plan.sparsity == "off" and any(unit.active != 1 for unit in plan.units)):
+        raise _wrong("it skips neurons by predictors; this version plans that but has no kernels for it")
+    if any(not 0 <= unit.active <= 1 for unit in plan.units):
+        raise _wrong("the active share of a unit's neurons should be from 0 to 1")
+    if weights.neurons and any(is_device(unit.decode) or is_device(unit.prefill) for unit in plan.units):
+        raise _wrong("a device has no kernels for weights that lie neuron by neuron")
     by_key = {part.key: part for part in parts(spec, weights)}
     _check_units(plan.units, by_key)
     main = _check_acts(plan)

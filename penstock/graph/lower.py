@@ -284,13 +284,18 @@ class Lowering:
         h, partial = calls.rows(executor, batch, "h"), calls.rows(executor, batch, "partial")
         cost = calls.matrix_cost(u, ops.FFN_BLOCKS, batch.total_rows)
         active: tuple[Slot, ...] = ()
+        skips = self.plan.sparsity == "exact" and part.kind == "ffn"
         if purpose == "decode":
-            cost = ops.active_cost(cost, unit.active) if unit.active < 1 else cost
+            if unit.active < 1 and skips:
+                activated = calls.matrix_cost(u, (part.blocks[0].name,), batch.total_rows)
+                cost = ops.fired_cost(cost, activated, unit.active)
+            elif unit.active < 1:
+                cost = ops.active_cost(cost, unit.active)
             active = (calls.active(layer, executor, batch),) if layer in self._predictors else ()
         ffn = ops.Ffn(
             weights, h, partial, calls.rows(executor, batch, "pending"), calls.scratch(executor), layer,
             starts_sum=first, continues_four=self._cuts_a_four(u, u - 1, purpose),
-            leaves_four=self._cuts_a_four(u, u + 1, purpose), active=active,
+            leaves_four=self._cuts_a_four(u, u + 1, purpose), skips=skips, active=active,
         )  # fmt: skip
         calls.add(executor, ffn, u, batch, part.format.kind, cost)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from penstock.graph import scratch_gpu, scratch_native
-from penstock.spec.format import TILE_ROWS, Format, tiles
+from penstock.spec.format import LINE_COLUMNS, TILE_ROWS, Format, tiles
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import FFNS, Block, Part, parts
 from penstock.spec.places import is_device
@@ -31,6 +31,9 @@ def matmul_bytes(block: Block, rows: int) -> int:
     """Bytes of a slab as float32, of its codes or integers while it is widened, and of the product, float32 [rows,
     slab]."""
     slab = slab_rows(block)
+    if block.stride:  # a slab as float32, its codes, and a product that is as wide as the model
+        padded = round_up(block.cols, LINE_COLUMNS)
+        return round_up(4 * slab * padded, _ALIGN) * 2 + round_up(4 * rows * block.cols, _ALIGN) + 4 * _ALIGN
     padded = block.format.groups(block.cols) * block.format.group or block.cols + block.cols % 2
     return round_up(4 * slab * padded, _ALIGN) * 2 + round_up(4 * rows * slab, _ALIGN) + 4 * _ALIGN
 
@@ -91,7 +94,7 @@ def _usual_bytes(
         if part.kind == "norms":
             continue
         op_rows = min(rows, logits_rows) if part.kind in ("embed", "head") else rows
-        product = max((matmul_bytes(b, op_rows) for b in part.blocks if b.tiled), default=0)
+        product = max((matmul_bytes(b, op_rows) for b in part.blocks if b.tiled or b.stride), default=0)
         if part.kind in FFNS:  # gate and up, float32 [rows, 64] each, and one temporary
             product += 6 * round_up(4 * rows * part.granule_rows, _ALIGN)
             # Rows that go to an expert, its output, and the sum of a four.

@@ -16,6 +16,7 @@ _ALIGN = 64
 _THREADS = 8  # attention has temporaries for so many threads
 _FOURS = 16  # fours of an FFN's granules that are summed at a time
 _FEW_ROWS, _HIDDEN_ROWS, _QUERY_ROWS = 8, 48, 8
+_SUM_COLUMNS, _VALUE_GRANULES = 64, 16
 _PART_TOKENS, _BLOCK_TOKENS = 32, 256
 _CHUNK_BYTES = 512 * KIB
 
@@ -32,6 +33,8 @@ def out_bytes(block: Block, granules: int, rows: int) -> int:
 
 def ffn_bytes(part: Part, granules: int, rows: int) -> int:
     """Of an FFN of so many granules."""
+    if part.by_neurons:
+        return _neurons_bytes(part, granules, rows)
     up, down = part.block("up"), part.block("down")
     few, fours = min(rows, _FEW_ROWS), min(_FOURS, -(-granules // SUM_GRANULES))
     sums = round_up(4 * fours * few * down.rows, _ALIGN)
@@ -40,6 +43,22 @@ def ffn_bytes(part: Part, granules: int, rows: int) -> int:
         chunk = _chunk_rows(up, 1, rows, exact)
         need = max(need, _prepared_bytes(up, 1, chunk, exact) + _prepared_bytes(down, 1, chunk, exact))
         need = max(need, _prepared_bytes(up, 1, few, exact) + _prepared_bytes(down, fours, few, exact) + sums)
+    return need
+
+
+def _neurons_bytes(part: Part, granules: int, rows: int) -> int:
+    """Of an FFN that lies neuron by neuron."""
+    first, neurons = part.blocks[0], part.granule_rows
+    few, fours = min(rows, _FEW_ROWS), min(_FOURS, -(-granules // SUM_GRANULES))
+    sums, need = round_up(4 * fours * few * part.width, _ALIGN), 0
+    for exact in (True, False):
+        chunk = _chunk_rows(first, 1, rows, exact)
+        values = min(granules, _VALUE_GRANULES) * (
+            2 * round_up(4 * neurons * chunk, _ALIGN) + round_up(4 * neurons, _ALIGN)
+        )
+        own = round_up(4 * _THREADS * chunk * _SUM_COLUMNS, _ALIGN)
+        need = max(need, _prepared_bytes(first, 1, few, exact) + sums)
+        need = max(need, _prepared_bytes(first, 1, chunk, exact) + own + values)
     return need
 
 

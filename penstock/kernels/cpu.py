@@ -42,7 +42,7 @@ def _exists(isa: str) -> bool:
 
 
 def matrix(block: Block) -> _native.Matrix:
-    return _native.Matrix(block.rows, block.cols, block.format.kind, block.format.group, block.offset)
+    return _native.Matrix(block.rows, block.cols, block.format.kind, block.format.group, block.offset, block.stride)
 
 
 def _offset(part: Part, name: str) -> int:

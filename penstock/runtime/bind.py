@@ -26,6 +26,7 @@ from penstock.spec.places import is_disk
 from penstock.spec.plan import Plan
 
 Float32 = NDArray[np.float32]
+OnFired = Callable[[int, NDArray[np.uint8]], None]  # gets a layer, and uint8 [T, neurons]: whether each one fired
 OnRoute = Callable[[Call, list[list[int]]], None]  # gets a router's call and the experts of each row
 
 
@@ -46,6 +47,7 @@ class Binding:
         self._plan, self._arenas, self._reader, self._poisoned = plan, arenas, reader, poisoned
         self._kv_file = kv_file
         self.on_route: OnRoute | None = None  # called after each router's call
+        self.on_fired: OnFired | None = None  # called after each layer's FFN. Native kernels alone can tell
         self.fetched_bytes = 0  # of embedding rows read from disk; the session sets it back to 0
         self._layout = Layout(plan)
         self._parts = plan.parts

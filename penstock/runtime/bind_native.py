@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from penstock import _native
 from penstock.graph import ops
 from penstock.graph.batch import Batch
@@ -88,6 +90,7 @@ class NativeBinding(Binding):
         self._moved: set[int] = set()  # ids of the shared tables that hold the positions of this pass
         self._most_bound = _KEPT * (4 * len(layers) if plan.caches else 1)
         self._bound: dict[int, _Bound] = {}  # by `Task.like`
+        self._fired = np.zeros((0, 0), np.uint8)  # who fires in the layer at hand, if somebody asks
         edges = self._parts["edges"]
         natively: dict[str, Callable[[Target, Call, Any, BatchTables], None]] = {
             "gather": self._gather_on, "norm": self._norm_on, "qkv": self._qkv_on, "attend": self._attend_on,
@@ -145,7 +148,7 @@ class NativeBinding(Binding):
         self._bound.clear()
 
     def run(self, task: Task) -> None:
-        if task.like < 0 or self.on_route is not None:
+        if task.like < 0 or self.on_route is not None or self.on_fired is not None:
             super().run(task)
             return
         bound = self._bound.get(task.like)
@@ -174,6 +177,7 @@ class NativeBinding(Binding):
             self._tables_of[batch] = self._new_tables(batch)
         self._natively[call.op](self._compute, call, call.operands, self._tables_of[batch])
         self._tell_route(call)
+        self._tell_fired(call)
 
     def alone(self, call: Call) -> Callable[[], None]:
         """Returns a function that runs this one native call, with little Python around it. For probes."""
@@ -295,8 +299,28 @@ class NativeBinding(Binding):
             weights=at(op.weights), count=unit.hi - unit.lo, stride=self._parts[unit.part].granule_bytes,
             shape=self._ffn_shapes[unit.part], h=at(op.h), t=_batch(call).total_rows, partial=at(op.partial),
             pending=at(op.pending), granule=unit.lo, starts_sum=op.starts_sum, continues_four=op.continues_four,
-            leaves_four=op.leaves_four, exact=self._exact, scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
+            leaves_four=op.leaves_four, skips=op.skips, fired=self._fired_at(call), fired_stride=self._fired.shape[1],
+            exact=self._exact, scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
+
+    def _fired_at(self, call: Call) -> int:
+        """The address where an FFN's call notes who fires; 0 where nobody asks."""
+        if self.on_fired is None:
+            return 0
+        unit, t = self._plan.units[call.unit], _batch(call).total_rows
+        part = self._parts[unit.part]
+        if unit.lo == 0:
+            self._fired = np.zeros((t, part.granules * part.granule_rows), np.uint8)
+        return self._fired.ctypes.data
+
+    def _tell_fired(self, call: Call) -> None:
+        """Tells `on_fired` of a layer whose last FFN unit this call has computed."""
+        if self.on_fired is None or not isinstance(call.operands, ops.Ffn):
+            return
+        unit = self._plan.units[call.unit]
+        part = self._parts[unit.part]
+        if part.kind == "ffn" and unit.hi == part.granules:
+            self.on_fired(part.layer, self._fired[:, : part.rows])
 
     def _route_on(self, on: Target, call: Call, op: ops.Route, tables: BatchTables) -> None:
         at = self._arenas.address

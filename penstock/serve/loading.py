@@ -15,7 +15,7 @@ from penstock.runtime.device import Device, uses_device
 from penstock.runtime.device.choose import Chosen, choose
 from penstock.runtime.host import Progress
 from penstock.runtime.probe import load_or_probe, machine_file
-from penstock.serve.planning import default_cache, routers_of
+from penstock.serve.planning import default_cache, firing_of, routers_of
 from penstock.serve.session import Running
 from penstock.serve.tokenizer import Tokenizer
 from penstock.spec.ask import Ask
@@ -130,7 +130,8 @@ def plan_here(ask: Ask, packed: Packed, how: Loading, on_progress: Progress | No
         chosen = replace(chosen, machine=beside)
     if how.plan is None:
         trace = routers_of(packed.folder, packed.spec)
-        solved = solve(ask, packed.spec, packed.weights, chosen.machine, packed.part_disks, trace=trace)
+        firing = firing_of(packed.folder, packed.spec)
+        solved = solve(ask, packed.spec, packed.weights, chosen.machine, packed.part_disks, trace=trace, firing=firing)
     else:
         solved = _as_given(how.plan, ask, packed, chosen)
     return Planned(ask, how, solved, chosen, file)

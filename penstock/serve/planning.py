@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import BadRequest
+from penstock.planner.firing import Firing, measured
 from penstock.planner.routing import RouterTrace, recorded
 from penstock.planner.solve import Solved, solve
 from penstock.serve import shapes
@@ -63,7 +64,14 @@ def plan(
         from penstock.runtime.probe import load_or_probe
 
         machine = load_or_probe(Path(cache) if cache is not None else default_cache())
-    return solve(Ask(**ask), spec, fmt, machine, part_disks(Path(model)), trace=routers_of(Path(model), spec))
+    routers, firing = routers_of(Path(model), spec), firing_of(Path(model), spec)
+    return solve(Ask(**ask), spec, fmt, machine, part_disks(Path(model)), trace=routers, firing=firing)
+
+
+def firing_of(model: Path, spec: ModelSpec) -> Firing | None:
+    """How many neurons of a packed model fire, by its profile; None where it has no profile, or where all fire. Raises
+    as `routers_of`."""
+    return measured(kept(model, spec)) if spec.fires and is_packed(model) else None
 
 
 def routers_of(model: Path, spec: ModelSpec) -> RouterTrace | None:

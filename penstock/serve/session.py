@@ -24,7 +24,7 @@ from penstock.graph.tasks import Call, Pass, Task
 from penstock.graph.timeline import Timeline
 from penstock.runtime import host
 from penstock.runtime.arena import Arenas
-from penstock.runtime.bind import Binding, OnRoute
+from penstock.runtime.bind import Binding, OnFired, OnRoute
 from penstock.runtime.bind_native import NativeBinding, native
 from penstock.runtime.device import Device, uses_device
 from penstock.runtime.dispatch import Dispatch
@@ -255,6 +255,21 @@ class Session:
             yield
         finally:
             self._binding.on_route = None
+
+    @contextmanager
+    def hearing_neurons(self, heard: OnFired) -> Iterator[None]:
+        """In this block `heard` is called with each layer and, uint8 [T, neurons], which of its FFN's neurons fired in
+        each row. Passes are slower in it. Raises BadRequest where a device computes FFNs, or numpy, which tell
+        nobody."""
+        parts = self.plan.parts
+        here = all(unit.prefill == unit.decode == HOST for unit in self.plan.units if parts[unit.part].kind == "ffn")
+        if not here or not isinstance(self._binding, NativeBinding):
+            raise BadRequest("who fires is heard of native kernels on the CPU alone: give --device none")
+        self._binding.on_fired = heard
+        try:
+            yield
+        finally:
+            self._binding.on_fired = None
 
     def guess(self, call: Call) -> list[list[int]] | None:
         """What the router of the next layer would guess, from what this router's call has just read: the experts of

@@ -11,6 +11,9 @@ DEFAULT_CONTEXT = 4096
 # Rows of a prompt that `LLM` and the server score in a pass. With a vocabulary of 128k entries they take 16 MiB.
 DEFAULT_SCORE_ROWS = 32
 DEVICES = ("auto", "cuda", "none", "emulated")  # names that a user may give
+# What is done about neurons that do not fire. off: everything is computed. exact: what their zero multiplies is left
+# out, which changes no result. auto: exact, where there are such neurons.
+SPARSITIES = ("auto", "off", "exact")
 MOST = 2**31 - 1  # tokens. More is a typing error, and sums of it would leave a float's range
 # Sequences at once. Planning takes time for each of them: 10,000 take seconds, a million took an hour.
 MOST_SEQUENCES = 2**14
@@ -24,7 +27,8 @@ class Ask:
     `kv_tokens`: KV room in tokens of all sequences together, which then share pages, and at least for one whole
     context; None: room for the whole context of each. `batch`: sequences at once. `kv`: number format of the KV cache.
     `kv_home`: "memory" or "disk". `score`: logits of every prompt row are wanted (for evaluation), not of the last row
-    alone. `score_rows`: prompts are scored now and then, so many rows a pass at least; each takes memory for its
+    alone. `sparsity`: one of SPARSITIES. `score_rows`: prompts are scored now and then, so
+    many rows a pass at least; each takes memory for its
     logits. `use_device`: where there is a device, plans that do not use it are left out.
 
     Raises BadRequest for a value that no plan could have.
@@ -44,12 +48,15 @@ class Ask:
     score_rows: int = 0
     use_device: bool = False
     kv_tokens: int | None = None
+    sparsity: str = "auto"
 
     def __post_init__(self) -> None:
         if self.objective not in ("latency", "throughput"):
             raise BadRequest(f"objective {self.objective!r} should be latency or throughput")
         if self.kv_home not in (None, "memory", "disk"):
             raise BadRequest(f"KV home {self.kv_home!r} should be memory or disk")
+        if self.sparsity not in SPARSITIES:
+            raise BadRequest(f"sparsity {self.sparsity!r} should be one of {', '.join(SPARSITIES)}")
         for name in ("prompt_tokens", "output_tokens", "batch", "context", "kv_tokens"):
             value = getattr(self, name)
             most = MOST_SEQUENCES if name == "batch" else MOST

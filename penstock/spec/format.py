@@ -29,6 +29,17 @@ has a 16-bit float scale and minimum:
 
 int4 with groups of 64 takes 8 · 64 + 64 = 576 bytes for 16 x 64 weights: 4.5 bits a weight, as Q4_0 does.
 
+A packed model may have its FFNs neuron by neuron (`Format.neurons`), so that neurons which do not fire need not be
+read. Then the matrix that is activated (the gate, or `up` where there is none) lies in tiles as above. What is
+multiplied by its activation, a row of D columns of `up` (where there is a gate) and one of `down`, lies in one record
+for each neuron, record after record. The groups of integer formats are inside a neuron:
+
+    a record:   | up: row of D columns | down: row of D columns |           each row padded to 64 bytes
+    a row:      | numbers or codes, padded to 32 columns | scales float16 [G] | minimums float16 [G] |
+
+In int8 a code takes a byte. In int4, of each 32 columns, byte b holds column b in its low nibble and column 16 + b in
+its high nibble. Groups are multiples of 32.
+
 Norm weights, biases and learned positions take part in no matrix product. They lie row by row without gaps, always as
 floats.
 
@@ -51,25 +62,31 @@ import re
 from dataclasses import dataclass
 
 from penstock.errors import BadRequest
+from penstock.units import round_up
 
 _BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4}
 _ALIASES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
 DEFAULT_GROUP = 64
 # The limits of formats. The native kernels have the same limits (csrc/kernels.h), and a test compares them.
 WEIGHT_GROUP, KV_GROUP = 8, 32  # columns of a group are a multiple of this, for weights and for KV
+LINE_COLUMNS = 32  # columns of a neuron's row are padded to a multiple of this, and its groups are multiples of it
 MOST_GROUP = 1024  # the most columns of a group
 PAGE_TOKENS = 64  # tokens of a page are a multiple of this: attention walks blocks of so many, each within one page
 TILE_ROWS = 16
+ROW_ALIGN = 64  # bytes: a neuron's rows begin at multiples of a cache line
+_NEURONS = "-neurons"
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """`kind`: float32, bfloat16, float16, int8 or int4. `group`: columns per scale, 0 for floats.
+    """`kind`: float32, bfloat16, float16, int8 or int4. `group`: columns per scale, 0 for floats. `neurons`: of a whole
+    model's weights, that its FFNs lie neuron by neuron. Of a block, that it lies so.
 
     Raises BadRequest for a kind or a group size that there is not."""
 
     kind: str
     group: int = 0
+    neurons: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in _BITS:
@@ -81,6 +98,8 @@ class Format:
             )
         if not self.is_quantised and self.group:
             raise BadRequest(f"{self.kind} has no groups")
+        if self.neurons and self.group % LINE_COLUMNS:
+            raise BadRequest(f"group size {self.group}: for neurons it should be a multiple of {LINE_COLUMNS}")
 
     @property
     def bits(self) -> int:
@@ -92,8 +111,14 @@ class Format:
 
     @property
     def name(self) -> str:
-        """`int4`, or `int4-g32` where the group is not the default."""
-        return self.kind if self.group in (0, DEFAULT_GROUP) else f"{self.kind}-g{self.group}"
+        """`int4`, or `int4-g32` where the group is not the default; `int4-neurons` where neurons lie apart."""
+        plain = self.kind if self.group in (0, DEFAULT_GROUP) else f"{self.kind}-g{self.group}"
+        return f"{plain}{_NEURONS}" if self.neurons else plain
+
+    @property
+    def in_tiles(self) -> Format:
+        """The same numbers, all in tiles."""
+        return Format(self.kind, self.group)
 
     def groups(self, cols: int) -> int:
         """Groups of a row of so many columns; 0 for floats."""
@@ -115,6 +140,14 @@ class Format:
         """Bytes of a matrix in tiles."""
         return tiles(rows) * self.tile_bytes(cols)
 
+    def codes_bytes(self, cols: int) -> int:
+        """Bytes of the numbers, or the codes, in a neuron's row."""
+        return -(-cols // LINE_COLUMNS) * LINE_COLUMNS * self.bits // 8
+
+    def row_bytes(self, cols: int) -> int:
+        """Bytes of a neuron's row, padding included."""
+        return round_up(self.codes_bytes(cols) + 4 * self.groups(cols), ROW_ALIGN)
+
     def plain_bytes(self, rows: int, cols: int) -> int:
         """Bytes of a float matrix that lies row by row."""
         return rows * cols * self.bits // 8
@@ -132,6 +165,8 @@ class Format:
 
     def check_kv(self) -> None:
         """Raises BadRequest if a KV cache cannot be kept in this format."""
+        if self.neurons:
+            raise BadRequest(f"a KV cache in {self.name}: it has no neurons")
         if self.group % KV_GROUP:
             raise BadRequest(f"a KV cache in {self.name}: its groups should be multiples of {KV_GROUP}")
 
@@ -145,8 +180,12 @@ FLOAT32 = Format("float32")
 
 
 def parse_format(text: str) -> Format:
-    """The format that a user names: `int4`, `int4-g32`, `bf16`, … Raises BadRequest."""
-    name, _, group = text.strip().lower().partition("-g")
+    """The format that a user names: `int4`, `int4-g32`, `bf16`, `int4-neurons`, … Raises BadRequest."""
+    plain = text.strip().lower()
+    if plain.endswith(_NEURONS):
+        of = parse_format(plain.removesuffix(_NEURONS))
+        return Format(of.kind, of.group, neurons=True)
+    name, _, group = plain.partition("-g")
     kind = _ALIASES.get(name, name)
     if kind in ("int8", "int4"):
         if group and re.fullmatch("[0-9]{1,6}", group) is None:

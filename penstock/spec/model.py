@@ -12,6 +12,7 @@ from functools import cached_property
 
 from penstock.errors import BadRequest
 
+RELUS = ("relu", "relu2")  # activations that give zeros
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2")
 SCORES = ("softmax", "sigmoid")
 
@@ -230,6 +231,11 @@ class ModelSpec:
     def is_routed(self) -> bool:
         """Whether any of its layers has experts."""
         return any(layer.routed is not None for layer in self.layers)
+
+    @property
+    def fires(self) -> bool:
+        """Whether neurons of its FFNs fire or not: their activation is a ReLU, which gives zeros."""
+        return all(isinstance(layer.ffn, Ffn) and layer.ffn.activation in RELUS for layer in self.layers)
 
     def __hash__(self) -> int:
         return self._hash

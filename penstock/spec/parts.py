@@ -8,6 +8,9 @@ rows; vectors and learned positions lie row by row (`spec.format`):
     N.attn      a granule is one KV head:       q [G*E, D] | k [E, D] | v [E, D] | o [D, G*E] | biases
                 (where all heads are normed together, a granule is all of them)
     N.ffn       a granule is 64 neurons:        gate [64, D] | up [64, D] | down [D, 64] | biases
+                or, of ReLU models, where weights are packed neuron by neuron:
+                                                gate [64, D] | 64 records: up [D] | down [D] | biases
+                                                without a gate: up [64, D] | 64 records: down [D] | biases
     N.experts   the same, expert after expert:  an expert is a range of whole granules with a tail of its own
     N.shared    the same, for the FFN that all tokens go to beside their experts
     N.router    one granule, float:             scores [X, D] | bias [X] | shared_gate [1, D]
@@ -26,6 +29,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
 
+from penstock.errors import BadRequest
 from penstock.spec.format import FLOAT32, Format
 from penstock.spec.model import Ffn, Layer, ModelSpec, Routed
 from penstock.units import round_up
@@ -41,7 +45,8 @@ PAGE_BYTES = 4096
 @dataclass(frozen=True, slots=True)
 class Block:
     """One matrix inside a granule: [rows, cols] at byte `offset` of the granule, in `format`. It is tiled, or lies row
-    by row."""
+    by row. `stride`: bytes from a neuron's row to the next one's, between which other blocks' rows may lie; 0 for what
+    does not lie neuron by neuron. `nbytes`: without such gaps."""
 
     name: str
     rows: int
@@ -49,11 +54,23 @@ class Block:
     format: Format
     offset: int
     tiled: bool = True
+    stride: int = 0
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        size = self.format.matrix_bytes if self.tiled else self.format.plain_bytes
-        object.__setattr__(self, "nbytes", size(self.rows, self.cols))
+        if self.stride:
+            nbytes = self.rows * self.format.row_bytes(self.cols)
+        else:
+            size = self.format.matrix_bytes if self.tiled else self.format.plain_bytes
+            nbytes = size(self.rows, self.cols)
+        object.__setattr__(self, "nbytes", nbytes)
+
+    @property
+    def end(self) -> int:
+        """The byte of the granule after its last one."""
+        if not self.stride:
+            return self.offset + self.nbytes
+        return self.offset + (self.rows - 1) * self.stride + self.format.row_bytes(self.cols)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +139,17 @@ class Part:
         """The format of its matrices (the first block's)."""
         return self.blocks[0].format
 
+    @property
+    def by_neurons(self) -> bool:
+        """Whether it has a record for each neuron."""
+        return any(b.stride for b in self.blocks)
+
+    @property
+    def width(self) -> int:
+        """D of an FFN: columns of each neuron's weights."""
+        down = self.block("down")
+        return down.cols if down.stride else down.rows
+
 
 _Shape = tuple[str, int, int, Format, bool]  # name, rows, columns, format, tiled
 
@@ -138,7 +166,15 @@ def _part(
     key: str, kind: str, layer: int, rows: int, granule_rows: int, shapes: list[_Shape], experts: int = 1
 ) -> Part:  # fmt: skip
     blocks, offset = [], 0
+    # Bytes of a record, which has a row of each block that lies neuron by neuron. These blocks follow each other.
+    record = sum(fmt.row_bytes(cols) for _, _, cols, fmt, _ in shapes if fmt.neurons)
     for name, n_rows, n_cols, fmt, tiled in shapes:
+        if fmt.neurons:
+            blocks.append(Block(name, n_rows, n_cols, fmt, offset, tiled, record))
+            last = shapes[len(blocks)][3].neurons if len(blocks) < len(shapes) else False
+            row = fmt.row_bytes(n_cols)
+            offset += row if last else row + (n_rows - 1) * record
+            continue
         blocks.append(Block(name, n_rows, n_cols, fmt, offset, tiled))
         # 64-byte alignment of every matrix costs at most 63 bytes and gives kernels aligned loads.
         offset = round_up(offset + blocks[-1].nbytes, 64)
@@ -168,15 +204,19 @@ def _ffn_parts(i: int, layer: Layer, d: int, fmt: Format, base: Format) -> list[
     """The parts of a layer's FFN: one part; or router, shared expert (if there is one) and experts."""
     if isinstance(layer.ffn, Ffn):
         return [_ffn_part(i, "ffn", layer.ffn, d, fmt)]
+    fmt = fmt.in_tiles
     ffn_parts, routed = [_router_part(i, layer.ffn, d, base)], layer.ffn
     ffn_parts += [_ffn_part(i, "shared", routed.shared, d, fmt)] if routed.shared is not None else []
     return [*ffn_parts, _ffn_part(i, "experts", routed.expert, d, fmt, routed.experts)]
 
 
 def _ffn_part(i: int, kind: str, f: Ffn, d: int, fmt: Format, experts: int = 1) -> Part:
-    n = GRANULE_ROWS
-    shapes = [_matrix("gate", n, d, fmt)] if f.gated else []
-    shapes += [_matrix("up", n, d, fmt), _matrix("down", d, n, fmt)]
+    n, tiles = GRANULE_ROWS, fmt.in_tiles
+    shapes = [_matrix("gate", n, d, tiles)] if f.gated else []
+    if fmt.neurons:
+        shapes += [("up", n, d, fmt, False) if f.gated else _matrix("up", n, d, tiles), ("down", n, d, fmt, False)]
+    else:
+        shapes += [_matrix("up", n, d, fmt), _matrix("down", d, n, fmt)]
     if f.up_bias:
         shapes += [_vector("gate_bias", n)] if f.gated else []
         shapes += [_vector("up_bias", n)]
@@ -243,15 +283,18 @@ def parts(model: ModelSpec, weights: Format) -> tuple[Part, ...]:
     """All parts in the order in which a pass reads them. A tied head is the part `embed`, read twice.
 
     `weights` is the format of all matrices except routers, positions and projections, which stay in the checkpoint's
-    own format. Norms and biases become float32.
+    own format. Norms and biases become float32. Raises BadRequest where FFNs should lie neuron by neuron, and their
+    activation is no ReLU.
     """
+    if weights.neurons and not model.fires:
+        raise BadRequest(f"{weights.name}: only FFNs with ReLU lie neuron by neuron; take {weights.in_tiles.name}")
     base = Format(model.dtype)
-    vocab = [_matrix("rows", GRANULE_ROWS, model.d_embed, weights)]
+    vocab = [_matrix("rows", GRANULE_ROWS, model.d_embed, weights.in_tiles)]
     in_order = [_part("embed", "embed", -1, model.vocab, GRANULE_ROWS, vocab)]
     for i, layer in enumerate(model.layers):
         in_order += [
             _norms_part(i, layer, model),
-            _attention_part(i, layer, model.d_model, weights),
+            _attention_part(i, layer, model.d_model, weights.in_tiles),
             *_ffn_parts(i, layer, model.d_model, weights, base),
         ]
     in_order.append(_edges_part(model, base))

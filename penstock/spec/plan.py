@@ -22,12 +22,15 @@ SCHEMA, VERSION = "penstock.plan", 3
 # between.
 ORDERS = ("overlapped", "saving", "flexgen")
 IO_ENGINES = ("threads", "io_uring")
+# What is done about neurons that do not fire: nothing, or what their zero multiplies is left out (PowerInfer §3).
+SPARSITIES = ("off", "exact")
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
     """Granules lo..hi of a part, with one home, one executor for decode and one for prefill. `active`: the share of its
-    neurons that decoding a full batch is expected to compute (PowerInfer). The others are skipped."""
+    neurons that decoding a full batch is expected to compute (PowerInfer). The others are skipped: wholly where a
+    predictor tells them, else after their activation was computed."""
 
     part: str
     lo: int
@@ -132,6 +135,7 @@ class Plan:
     context_bytes   device memory that its driver and libraries take (0 without a device)
     predictors      at most one for each layer
     caches          by layer; for each at most one in RAM and, after it, one in a device's memory
+    sparsity        one of SPARSITIES
     """
 
     models: tuple[PlanModel, ...]
@@ -156,6 +160,7 @@ class Plan:
     predictors: tuple[Predictor, ...] = ()
     caches: tuple[Cache, ...] = ()
     kv_pages: int = 0
+    sparsity: str = "off"
 
     @property
     def target(self) -> PlanModel:

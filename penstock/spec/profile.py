@@ -6,15 +6,20 @@ Experts have the checkpoint's numbers. A profile is kept beside the packed model
 
 from __future__ import annotations
 
+import sys
+from array import array
+from base64 import b64decode
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from penstock.errors import BadRequest
 from penstock.spec import codec
 from penstock.spec.answers import all_guessable, all_possible
-from penstock.spec.model import ModelSpec
+from penstock.spec.model import Ffn, ModelSpec
 
 SCHEMA, VERSION = "penstock.profile", 1
+FIRED_TOGETHER = (1, 2, 4, 8, 16, 32)  # tokens of which a profile says how many neurons they fire together
 TRACED_TOKENS = 512  # tokens whose answers are kept: more than a prediction asks for
 
 
@@ -38,20 +43,42 @@ class LayerProfile:
 
 
 @dataclass(frozen=True, slots=True)
+class FiringCounts:
+    """How often the `neurons` neurons of a layer's FFN fired, whose activation is a ReLU. `counts`: for how many tokens
+    each neuron did, base64 of uint32, little-endian. `fired[i]`: the share of the neurons that at least one of
+    FIRED_TOGETHER[i] successive tokens fired, in the mean."""
+
+    layer: int
+    neurons: int
+    counts: str
+    fired: tuple[float, ...]
+
+    def counted(self) -> array[int]:
+        """`counts` as numbers. Raises ValueError where they are none."""
+        numbers = array("I", b64decode(self.counts, validate=True))
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return numbers
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
-    """The profile of a text's first `tokens` tokens. `name`: of the text's file. `text_sha256`: of the whole text."""
+    """The profile of a text's first `tokens` tokens. `name`: of the text's file. `text_sha256`: of the whole text.
+    `layers`: of those with routers. `neurons`: of all layers of a model with a ReLU."""
 
     name: str
     text_sha256: str
     tokens: int
     layers: tuple[LayerProfile, ...]
+    neurons: tuple[FiringCounts, ...] = ()
 
     @property
     def source(self) -> str:
         return f"by a profile of {self.tokens} tokens of {self.name} (sha256 {self.text_sha256[:12]})"
 
     def check(self, spec: ModelSpec, where: str) -> None:
-        """Raises BadRequest if the profile is damaged, or of a model with other experts."""
+        """Raises BadRequest if the profile is damaged, or of a model with other experts or neurons."""
+        self._check_neurons(spec, where)
         wanted = {i: layer.routed for i, layer in enumerate(spec.layers) if layer.routed is not None}
         if [router.layer for router in self.layers] != list(wanted):
             raise BadRequest(f"{where} is the profile of another model: its layers with experts differ")
@@ -66,6 +93,20 @@ class Profile:
                     f"{where} is the profile of another model, or damaged: layer {router.layer} has {routed.experts}"
                     f" experts, of which a token goes to {routed.active}"
                 )
+
+    def _check_neurons(self, spec: ModelSpec, where: str) -> None:
+        wanted = [layer.ffn.neurons for layer in spec.layers if isinstance(layer.ffn, Ffn)] if spec.fires else []
+        if [(each.layer, each.neurons) for each in self.neurons] != list(enumerate(wanted)):
+            raise BadRequest(f"{where} is the profile of another model: its neurons differ")
+        for each in self.neurons:
+            try:
+                counts = each.counted()
+            except ValueError:
+                counts = array("I")
+            shares = each.fired
+            fits = len(counts) == each.neurons and max(counts) <= self.tokens and len(shares) == len(FIRED_TOGETHER)
+            if not fits or not all(0 <= a <= b <= 1 for a, b in pairwise((0.0, *shares))):
+                raise BadRequest(f"{where} is damaged: its counts of the neurons of layer {each.layer} make no sense")
 
 
 class Counting:
@@ -98,6 +139,12 @@ class Counting:
     def found(self) -> LayerProfile:
         counted = (tuple(self._counts), tuple(self._distances))
         return LayerProfile(self._layer, *counted, tuple(self._trace), tuple(self._guesses))
+
+
+def hottest_share(counts: Sequence[int], share: float) -> float:
+    """The share of the neurons that makes `share` of all activations, if they are the hottest."""
+    wanted, sums = share * sum(counts), accumulate(sorted(counts, reverse=True))
+    return sum(1 for total in sums if total < wanted) / max(1, len(counts)) + 1 / max(1, len(counts))
 
 
 def hit_rates(profile: Profile) -> list[float]:

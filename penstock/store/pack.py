@@ -29,7 +29,7 @@ from penstock.store.files import MAX_COPIED_BYTES, read_bytes
 from penstock.store.header import TensorInfo, quoted
 from penstock.store.manifest import CONFIG, COPIED
 from penstock.store.packed import is_packed, read_config
-from penstock.store.quantize import encode
+from penstock.store.quantize import encode, encode_rows
 from penstock.store.sources import sources_in
 from penstock.store.unused import check_unused
 from penstock.store.verify import verify
@@ -187,8 +187,7 @@ class Packing:
             jobs = []
             for g in range(lo, hi):
                 for block in part.blocks:
-                    into = granules[g - lo, block.offset : block.offset + block.nbytes]
-                    jobs.append(pool.submit(self._encode, part, block, g, into))
+                    jobs.append(pool.submit(self._encode, part, block, g, granules[g - lo]))
             try:
                 for job in jobs:
                     job.result()
@@ -201,7 +200,7 @@ class Packing:
 
         return fill
 
-    def _encode(self, part: Part, block: Block, g: int, into: npt.NDArray[Any]) -> None:
+    def _encode(self, part: Part, block: Block, g: int, granule: npt.NDArray[Any]) -> None:
         source, (expert, nth) = self.sources[part.key, block.name], divmod(g, part.expert_granules)
         name = source.of_expert(expert)
         one_dim = len(self.checkpoint.find(name).shape) == 1
@@ -210,6 +209,10 @@ class Packing:
         stop = start + extent * part.rows_of(g, g + 1) // part.granule_rows
         raw = self.checkpoint.read(name, source.axis, start, stop, expert if source.stacked else None)
         try:
+            if block.stride:
+                encode_rows(raw.T if source.axis == 1 else raw, block, granule)
+                return
+            into = granule[block.offset : block.offset + block.nbytes]
             encode(raw.reshape(1, -1) if one_dim else raw, block.format, block.rows, block.cols, into, block.tiled)
         except PenstockError as error:
             file = self.checkpoint.find(name).file
@@ -217,7 +220,8 @@ class Packing:
 
 
 def _extent(block: Block, source: TensorSource, one_dim: bool) -> int:
-    return block.cols if one_dim or source.axis == 1 else block.rows
+    """How much of the tensor's axis that is cut a granule has."""
+    return block.cols if one_dim or (source.axis == 1 and not block.stride) else block.rows
 
 
 def _shape(part: Part, block: Block, source: TensorSource, dims: int) -> list[int]:
@@ -229,5 +233,6 @@ def _shape(part: Part, block: Block, source: TensorSource, dims: int) -> list[in
     end = source.offset + length
     if one_dim:
         return [end]
-    matrix = [end, block.cols] if source.axis == 0 else [block.rows, end]
+    # `down` is cut by columns. Its block has them as columns too, or as rows where neurons lie apart.
+    matrix = [end, block.cols] if source.axis == 0 else [block.cols if block.stride else block.rows, end]
     return [part.experts, *matrix] if source.stacked else matrix

@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import as_strided
 
 from penstock.errors import BrokenModel, UnsupportedModel
-from penstock.spec.format import TILE_ROWS, Format, tiles
+from penstock.spec.format import LINE_COLUMNS, TILE_ROWS, Format, tiles
+from penstock.spec.parts import Block
 
 Array = npt.NDArray[Any]
 
@@ -68,6 +70,53 @@ def encode(
     if tiled:
         out[tiles(r) * fmt.tile_bytes(cols) :] = 0
     return out
+
+
+def row_view(granule: Array, block: Block) -> Array:
+    """The rows of a block that lies neuron by neuron: uint8 [rows, row_bytes], a view of a granule uint8
+    [granule_bytes]."""
+    assert granule.ndim == 1 and granule.itemsize == 1 and granule.strides == (1,) and block.end <= len(granule)
+    shape, strides = (block.rows, block.format.row_bytes(block.cols)), (block.stride, 1)
+    return as_strided(granule[block.offset : block.end], shape, strides)
+
+
+def encode_rows(values: Array, block: Block, granule: Array) -> None:
+    """values [r, cols], of types as for `encode` → the first r rows of a block that lies neuron by neuron, in a granule
+    uint8 [granule_bytes]. Its other rows become zero bits. Raises as `encode`."""
+    fmt, into, (r, c) = block.format, row_view(granule, block), values.shape
+    into[...] = 0
+    if not fmt.is_quantised:
+        stored = _to_float(values, fmt)
+        into[:r, : c * stored.itemsize] = np.ascontiguousarray(stored).view(np.uint8).reshape(r, -1)
+        return
+    groups, padded = fmt.groups(c), -(-c // LINE_COLUMNS) * LINE_COLUMNS
+    codes, scales, minimums = _quantise_rows(widen(values), fmt)
+    codes = codes.reshape(r, -1)[:, :padded]
+    if fmt.kind == "int4":
+        lines = codes.reshape(r, -1, 2, LINE_COLUMNS // 2)
+        codes = (lines[:, :, 0] | lines[:, :, 1] << 4).reshape(r, -1)
+    begin = fmt.codes_bytes(c)
+    into[:r, :begin] = codes
+    for i, numbers in enumerate((scales, minimums)):
+        into[:r, begin + 2 * groups * i :][:, : 2 * groups] = np.ascontiguousarray(numbers).view(np.uint8)
+
+
+def decode_rows(granule: Array, block: Block) -> Array:
+    """A block that lies neuron by neuron, in a granule uint8 [granule_bytes] → float32 [rows, cols]."""
+    fmt, rows, c = block.format, row_view(granule, block), block.cols
+    numbers = np.ascontiguousarray(rows[:, : fmt.codes_bytes(c)])
+    if not fmt.is_quantised:
+        return widen(numbers.view(_storage(fmt))[:, :c]).copy()
+    if fmt.kind == "int4":
+        lines = numbers.reshape(len(rows), -1, 1, LINE_COLUMNS // 2)
+        numbers = np.concatenate([lines & 15, lines >> 4], axis=2).reshape(len(rows), -1)
+    groups, begin = fmt.groups(c), fmt.codes_bytes(c)
+    scales, minimums = (
+        np.ascontiguousarray(rows[:, begin + 2 * groups * i :][:, : 2 * groups]).view(np.float16).astype(np.float32)
+        for i in range(2)
+    )
+    group_of = np.arange(c) // fmt.group
+    return numbers[:, :c].astype(np.float32) * scales[:, group_of] + minimums[:, group_of]
 
 
 def fields(buffer: Array, rows: int, cols: int, fmt: Format) -> tuple[Array, Array, Array]:
@@ -170,9 +219,25 @@ def _encode_floats(values: Array, cols: int, fmt: Format, out: Array) -> None:
 
 def _encode_codes(values: Array, cols: int, fmt: Format, out: Array) -> None:
     """values float32 [r, c] → the tiles of those rows."""
+    codes, scales, minimums = _quantise_rows(values, fmt, tiles(len(values)) * TILE_ROWS, fmt.groups(cols))
+    groups = scales.shape[1]
+    into, scales_into, minimums_into = fields(out, len(values), cols, fmt)
+    # Four codes at a time, as a uint32. A shift by a nibble moves no bit of a code below 16 into the next byte.
+    by_row = codes.view(np.uint32).reshape(len(into), TILE_ROWS, groups, into.shape[2], -1)
+    packed = by_row[..., 0] | by_row[..., 1] << 4 if fmt.kind == "int4" else by_row[..., 0]
+    into.view(np.uint32)[..., 0] = packed.transpose(0, 2, 3, 1)
+    for target, source in ((scales_into, scales), (minimums_into, minimums)):
+        target[...] = source.reshape(len(into), TILE_ROWS, groups).swapaxes(1, 2)
+
+
+def _quantise_rows(
+    values: Array, fmt: Format, rows: int | None = None, groups: int | None = None
+) -> tuple[Array, Array, Array]:
+    """values float32 [r, c] → codes uint8 [rows, groups, group], scales and minimums float16 [rows, groups]. What is
+    beyond the values is 0."""
     r, c = values.shape
-    groups = fmt.groups(cols)
-    codes = np.zeros((tiles(r) * TILE_ROWS, groups, fmt.group), np.uint8)
+    groups = fmt.groups(c) if groups is None else groups
+    codes = np.zeros((r if rows is None else rows, groups, fmt.group), np.uint8)
     scales, minimums = np.zeros((2, len(codes), groups), np.float16)
     whole = c // fmt.group
     if whole:
@@ -182,13 +247,7 @@ def _encode_codes(values: Array, cols: int, fmt: Format, out: Array) -> None:
         # The last columns are a group of their own with fewer columns. The codes beyond them stay 0.
         tail, last = values[:, None, whole * fmt.group :], slice(whole, whole + 1)
         _encode_groups(tail, fmt, codes[:r, last, : tail.shape[2]], scales[:r, last], minimums[:r, last])
-    into, scales_into, minimums_into = fields(out, r, cols, fmt)
-    # Four codes at a time, as a uint32. A shift by a nibble moves no bit of a code below 16 into the next byte.
-    by_row = codes.view(np.uint32).reshape(len(into), TILE_ROWS, groups, into.shape[2], -1)
-    packed = by_row[..., 0] | by_row[..., 1] << 4 if fmt.kind == "int4" else by_row[..., 0]
-    into.view(np.uint32)[..., 0] = packed.transpose(0, 2, 3, 1)
-    for target, source in ((scales_into, scales), (minimums_into, minimums)):
-        target[...] = source.reshape(len(into), TILE_ROWS, groups).swapaxes(1, 2)
+    return codes, scales, minimums
 
 
 def _encode_groups(grouped: Array, fmt: Format, codes: Array, scales: Array, minimums: Array) -> None:

@@ -23,7 +23,7 @@ from penstock.spec.parts import Block, Part, parts
 from penstock.store.files import read_bytes
 from penstock.store.manifest import CONFIG
 from penstock.store.packed import MAX_CONFIG_BYTES, read_config
-from penstock.store.quantize import encode, fields, words
+from penstock.store.quantize import encode, encode_rows, fields, words
 from penstock.store.writer import SHARD_BYTES, Progress, write_packed
 
 Array = npt.NDArray[Any]
@@ -84,8 +84,14 @@ class RandomWeights:
         """Writes granules lo..hi of the part to `out`, uint8 [(hi - lo) · granule_bytes]."""
         for g in range(lo, hi):
             granule = out[(g - lo) * part.granule_bytes :][: part.granule_bytes]
+            if part.by_neurons:
+                granule[:] = 0
             end = 0
             for block in part.blocks:
+                if block.stride:
+                    self._neurons(part, block, g, granule)
+                    end = block.end
+                    continue
                 granule[end : block.offset] = 0
                 end = block.offset + block.nbytes
                 self._block(part, block, g, granule[block.offset : end])
@@ -116,6 +122,15 @@ class RandomWeights:
         values *= np.float32(std)
         values += np.float32(mean)
         encode(values, block.format, block.rows, block.cols, out, block.tiled)
+
+    def _neurons(self, part: Part, block: Block, g: int, granule: Array) -> None:
+        """Writes a block that lies neuron by neuron. A row's numbers follow each other as those of a tile do."""
+        start = 64 * zlib.crc32(f"{self.seed}/{part.key}/{g}/{block.name}".encode())
+        fan_in = part.rows if block.name == "down" else block.cols
+        values = np.empty((part.rows_of(g, g + 1), block.cols), np.float32)
+        _tile(values.reshape(-1), self._pool("normals", Format("float32"), 1.0), start)
+        values *= np.float32(1.0 / math.sqrt(fan_in))
+        encode_rows(values, block, granule)
 
     def router_rows(self, layer: int, block: Block) -> Array:
         """float32 [X, D]: of a router with skew. Ranks are shuffled, in each layer differently."""

@@ -16,7 +16,7 @@ from penstock.spec.parts import Part
 from penstock.store.files import open_regular, storage_errors
 from penstock.store.manifest import SUM_BYTES
 from penstock.store.packed import Packed, check_files, damaged_granule, has_sums, is_packed, open_packed
-from penstock.store.quantize import fields
+from penstock.store.quantize import decode_rows, fields
 from penstock.store.writer import Progress
 from penstock.units import MIB
 
@@ -87,7 +87,9 @@ def _require_finite(file: Path, part: Part, lo: int, granules: npt.NDArray[Any])
     for i, granule in enumerate(granules):
         for block in part.blocks:
             data = granule[block.offset : block.offset + block.nbytes]
-            if block.format.is_quantised:
+            if block.stride:
+                finite = bool(np.isfinite(decode_rows(granule, block)).all())
+            elif block.format.is_quantised:
                 _, scales, minimums = fields(data, block.rows, block.cols, block.format)
                 finite = _exponents_finite(scales, 0x7C00) and _exponents_finite(minimums, 0x7C00)
             elif block.format.kind == "float32":

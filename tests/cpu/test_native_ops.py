@@ -39,11 +39,12 @@ from penstock.spec.model import (
 )
 from penstock.spec.parts import FFNS, Part
 from penstock.spec.plan import Plan
-from penstock.store.quantize import encode
+from penstock.store.quantize import encode, encode_rows
 
 KERNELS = {(isa, threads, exact): native(isa, threads, exact) for isa in cpu.available() for threads in (1, 3)
            for exact in (True, False)}  # fmt: skip
-FORMATS = ["float32", "bfloat16", "float16", "int8", "int4", "int4-g32", "int8-g8"]
+FORMATS = ["float32", "bfloat16", "float16", "int8", "int4", "int4-g32", "int8-g8", "float32-neurons",
+           "bfloat16-neurons", "float16-neurons", "int8-neurons", "int4-neurons", "int4-g32-neurons"]  # fmt: skip
 # Of the largest number rounded: what int8 activations may cost an op. Half a step of 1/127 each, and weights are
 # of a size that sums stay as large as their terms.
 ROUNDED = 0.05
@@ -109,6 +110,10 @@ def fill(part: Part, out: np.ndarray, rng: np.random.Generator) -> None:
         n = part.rows_of(g, g + 1)
         for block in part.blocks:
             values = rng.normal(size=(block.rows, block.cols)).astype(np.float32)
+            if block.stride:
+                values *= part.rows**-0.5 if block.name == "down" else block.cols**-0.5
+                encode_rows(values[:n], block, granule)
+                continue
             if block.tiled:
                 values *= block.cols**-0.5
             if block.name == "down":
@@ -320,12 +325,14 @@ def test_every_op(
     isa: str, spec: ModelSpec, batch: Batch, name: str, kv: str, threads: int, exact: bool, seed: int
 ) -> None:
     a, fmt = spec.layers[0].attention, parse_format(name)
+    fmt = fmt if spec.fires else fmt.in_tiles
     # A norm of few numbers divides by what may be near 0, and what was rounded with it: of 4 it made 8 % out of 5.
     exact |= a.qk_norm and a.head_dim < 32
     plan = resident_plan(
         spec, fmt, kv=parse_format(kv), context=192, rows=batch.total_rows, seqs=len(batch.seqs),
         logits_rows=len(batch.logits),
     )  # fmt: skip
+    plan = replace(plan, sparsity="exact" if spec.fires and seed % 2 else "off")
     pair = Pair(plan, isa, threads, exact, seed)
     seen = pair.run(Pass("prefill", (batch,), None), np.random.default_rng(seed), not exact)
     assert seen == {"gather", "embed", "norm", "qkv", "attend", "out", "merge", "head"} | ffn_ops(spec.layers[0])

@@ -13,13 +13,23 @@ from penstock.graph.resident import resident_plan
 from penstock.kernels import cpu
 from penstock.runtime.arena import Arenas
 from penstock.runtime.bind_native import NativeBinding, native
-from penstock.spec.format import KV_GROUP, MOST_GROUP, PAGE_TOKENS, TILE_ROWS, WEIGHT_GROUP, Format, parse_format
+from penstock.spec.format import (
+    KV_GROUP,
+    LINE_COLUMNS,
+    MOST_GROUP,
+    PAGE_TOKENS,
+    TILE_ROWS,
+    WEIGHT_GROUP,
+    Format,
+    parse_format,
+)
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
 from penstock.spec.parts import SUM_GRANULES, Block, Part, parts
 
 ISAS = list(cpu.available())
 COMPUTE = {isa: _native.Compute(isa, 8) for isa in ISAS}
-FORMATS = st.sampled_from(["float32", "bfloat16", "float16", "int8", "int4", "int4-g32", "int8-g8", "int4-g1024"])
+FORMATS = st.sampled_from(["float32", "bfloat16", "float16", "int8", "int4", "int4-g32", "int8-g8", "int4-g1024",
+                           "int4-neurons", "bfloat16-neurons", "int8-g32-neurons"])  # fmt: skip
 KV_FORMATS = ["float32", "float16", "bfloat16", "int8", "int4", "int8-g32", "int4-g96"]
 ROWS = st.sampled_from([1, 2, 3, 5, 8, 9, 47, 48, 49, 100, 513])
 
@@ -27,7 +37,7 @@ ROWS = st.sampled_from([1, 2, 3, 5, 8, 9, 47, 48, 49, 100, 513])
 def test_the_limits_of_formats_are_the_kernels_own() -> None:
     assert _native.limits() == {
         "most_group": MOST_GROUP, "weight_group": WEIGHT_GROUP, "kv_group": KV_GROUP, "page_tokens": PAGE_TOKENS,
-        "sum_granules": SUM_GRANULES, "tile_rows": TILE_ROWS,
+        "sum_granules": SUM_GRANULES, "tile_rows": TILE_ROWS, "line_columns": LINE_COLUMNS,
     }  # fmt: skip
     for group in (WEIGHT_GROUP, MOST_GROUP):
         assert _native.Matrix(16, 64, "int4", group, 0).tiles == 1
@@ -45,7 +55,7 @@ def layers(draw: st.DrawFn, widest: int) -> tuple[Layer, dict[str, Part]]:
     """A layer, and its parts by kind."""
     kv_heads, group = draw(st.integers(1, 9)), draw(st.integers(1, 9))
     head_dim = draw(st.sampled_from([4, 18, 32, 64, 80, 128, 256]))
-    ffn = Ffn(draw(st.integers(1, 64 * 80)), "silu", draw(st.booleans()))
+    ffn = Ffn(draw(st.integers(1, 64 * 80)), "relu", draw(st.booleans()))
     layer, d = Layer(Attention(kv_heads * group, kv_heads, head_dim, 1.0), ffn), draw(st.integers(1, widest))
     spec = ModelSpec("llama", "float32", 64, d, d, 64, (layer,), Norm("rms", 1e-5), True, True)
     found = parts(spec, parse_format(draw(FORMATS)))

@@ -22,13 +22,13 @@ from penstock.graph.check_plan import check_plan
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Call
 from penstock.graph.verify import verify
+from penstock.planner import activity
 from penstock.planner.cost import Cost
 from penstock.planner.predict import predict
 from penstock.planner.shorten import quick, shortened
 from penstock.planner.solve import powerinfer, settle_context
 from penstock.planner.solve.bound import least_score_s, score_s
 from penstock.planner.solve.candidate import Candidate
-from penstock.planner.solve.powerinfer import activity
 from penstock.planner.solve.powerinfer import program as ilp
 from penstock.planner.solve.powerinfer.program import LayerGroups, NeuronProgram, allowed, impact_of, least_groups
 from penstock.planner.solve.problem import Problem
@@ -332,7 +332,7 @@ def test_the_runtime_refuses_it_in_one_line() -> None:
         replace(plan, predictors=()),
         replace(plan, units=tuple(replace(u, active=1.0) for u in plan.units)),
     ):
-        with pytest.raises(BadRequest, match="skips neurons that are not active") as caught:
+        with pytest.raises(BadRequest, match="skips neurons by predictors") as caught:
             check_plan(wrong, TINY, F16)
         assert "\n" not in str(caught.value)
 

@@ -13,6 +13,7 @@ from penstock.graph.ops.cost import (
     block_bytes,
     block_weights,
     experts_cost,
+    fired_cost,
     matrix_cost,
     rows_cost,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "VOCAB_BLOCKS", "Attend", "Combine", "Copy", "Embed", "Experts", "Fetch", "Ffn", "Gate", "Gather", "Head", "KvLoad",
     "KvMove", "KvSave", "LayerOp", "Lift", "Load", "Merge", "Norm", "Op", "Operands", "Out", "Predict", "Qkv", "Route",
     "Slot", "Sync", "WithUnit", "active_cost", "attend_cost", "block_bytes", "block_weights", "experts_cost",
+    "fired_cost",
     "matrix_cost", "rows_cost", "slots_of",
 ]  # fmt: skip
 

@@ -41,6 +41,13 @@ def active_cost(cost: tuple[int, int], active: float) -> tuple[int, int]:
     return max(1, round(cost[0] * active)), max(1, round(cost[1] * active))
 
 
+def fired_cost(whole: tuple[int, int], activated: tuple[int, int], active: float) -> tuple[int, int]:
+    """(bytes read, flops) of an FFN of cost `whole` in which the activations are computed in full, at the cost
+    `activated`, and of the rest only a share `active`: that of the neurons that fire."""
+    nbytes, flops = (full + active * (all_ - full) for full, all_ in zip(activated, whole, strict=True))
+    return max(1, round(nbytes)), max(1, round(flops))
+
+
 def attend_cost(a: Attention, kv_heads: int, batch: Batch, kv_bytes_each: int) -> tuple[int, int]:
     """(KV bytes read, flops) of attention of `kv_heads` KV heads. Flops per element: 2 for scores, 2 for values.
     `kv_bytes_each`: bytes of a token in one head, K or V."""

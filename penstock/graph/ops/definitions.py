@@ -132,7 +132,7 @@ class Ffn(NamedTuple):
 
     `starts_sum`: this call is the first addend. `continues_four`: the unit before left the sum of a four of granules
     unfinished, in `pending`. `leaves_four`: this unit does. With `active` (one slot, or none) only the neurons that are
-    active are computed."""
+    active are computed. `skips`: what an activation of 0 multiplies may be left out."""
 
     weights: Read
     h: Read
@@ -143,6 +143,7 @@ class Ffn(NamedTuple):
     starts_sum: bool
     continues_four: bool
     leaves_four: bool
+    skips: bool = False
     active: Reads = ()
 
 

@@ -19,7 +19,9 @@ from penstock.kernels.reference.matrix import (
     Bytes,
     Float32,
     Scratch,
+    add_neurons,
     multiply,
+    multiply_neurons,
     table,
     take_rows,
     vector,
@@ -153,7 +155,7 @@ def ffn(weights: Bytes, part: Part, lo: int, shape: Ffn, h: Float32, out: FfnSum
         if g % SUM_GRANULES == 0 or (g == lo and not out.continues):
             out.pending[...] = 0
         up = scratch.take((t, width))
-        multiply(h, granule, part.block("up"), up, scratch)
+        (multiply_neurons if part.block("up").stride else multiply)(h, granule, part.block("up"), up, scratch)
         if part.has("up_bias"):
             up += vector(granule, part.block("up_bias"))
         if shape.gated:
@@ -164,7 +166,10 @@ def ffn(weights: Bytes, part: Part, lo: int, shape: Ffn, h: Float32, out: FfnSum
             up *= activate(gate, shape.activation)
         else:
             activate(up, shape.activation)
-        multiply(up, granule, part.block("down"), out.pending, scratch, add=True)
+        if part.by_neurons:
+            add_neurons(up, granule, part.block("down"), out.pending, scratch)
+        else:
+            multiply(up, granule, part.block("down"), out.pending, scratch, add=True)
         last = g == lo + len(weights) - 1
         if ((g + 1) % SUM_GRANULES == 0 or last) and not (last and out.keeps):
             out.partial[...] += out.pending

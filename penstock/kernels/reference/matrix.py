@@ -6,10 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from penstock.graph.scratch import slab_rows
-from penstock.spec.format import TILE_ROWS, Format, tiles
+from penstock.spec.format import LINE_COLUMNS, TILE_ROWS, Format, tiles
 from penstock.spec.parts import Block
 
 Bytes = NDArray[np.uint8]
@@ -167,6 +168,60 @@ def multiply(x: Float32, granule: Bytes, block: Block, out: Float32, scratch: Sc
             out[:, lo:hi] += product[:, : hi - lo]
         else:
             out[:, lo:hi] = product[:, : hi - lo]
+    scratch.rewind(start)
+
+
+def _slab_of_neurons(granule: Bytes, block: Block, lo: int, hi: int, scratch: Scratch) -> Float32:
+    """Rows lo..hi of a block that lies neuron by neuron, as float32 [hi - lo, padded columns], in scratch."""
+    fmt, n, cols = block.format, hi - lo, block.cols
+    padded, groups = -(-cols // LINE_COLUMNS) * LINE_COLUMNS, fmt.groups(cols)
+    begin = block.offset + lo * block.stride
+    rows = as_strided(granule[begin:], (n, fmt.row_bytes(cols)), (block.stride, 1))
+    wide = scratch.take((n, padded))
+    if not fmt.is_quantised:
+        stored = rows[:, : fmt.codes_bytes(cols)].view(storage_dtype(fmt))
+        if fmt.kind == "bfloat16":
+            np.left_shift(stored, 16, out=wide.view(np.uint32), dtype=np.uint32)
+        else:
+            np.copyto(wide, stored)
+        return wide
+    numbers = rows[:, : fmt.codes_bytes(cols)]
+    if fmt.kind == "int4":
+        codes = scratch.take((n, padded), np.uint8).reshape(n, -1, 2, LINE_COLUMNS // 2)
+        lines = numbers.reshape(n, -1, LINE_COLUMNS // 2)
+        np.bitwise_and(lines, 15, out=codes[:, :, 0])
+        np.right_shift(lines, 4, out=codes[:, :, 1])
+        numbers = codes.reshape(n, padded)
+    np.copyto(wide, numbers)
+    halves = rows[:, fmt.codes_bytes(cols) :][:, : 4 * groups].view(np.float16).astype(np.float32)
+    for g in range(groups):
+        columns = wide[:, g * fmt.group : (g + 1) * fmt.group]
+        columns *= halves[:, g, None]
+        columns += halves[:, groups + g, None]
+    return wide
+
+
+def multiply_neurons(x: Float32, granule: Bytes, block: Block, out: Float32, scratch: Scratch) -> None:
+    """out float32 [T, R] = x float32 [T, C] · block [R, C]ᵀ, of a block that lies neuron by neuron."""
+    start, step = scratch.mark(), slab_rows(block)
+    for lo in range(0, block.rows, step):
+        scratch.rewind(start)
+        hi = min(lo + step, block.rows)
+        slab = _slab_of_neurons(granule, block, lo, hi, scratch)
+        np.matmul(x, slab[:, : block.cols].T, out=out[:, lo:hi])
+    scratch.rewind(start)
+
+
+def add_neurons(x: Float32, granule: Bytes, block: Block, out: Float32, scratch: Scratch) -> None:
+    """out float32 [T, C] += x float32 [T, R] · block [R, C], of a block that lies neuron by neuron."""
+    start, step = scratch.mark(), slab_rows(block)
+    for lo in range(0, block.rows, step):
+        scratch.rewind(start)
+        hi = min(lo + step, block.rows)
+        slab = _slab_of_neurons(granule, block, lo, hi, scratch)
+        product = scratch.take(out.shape)
+        np.matmul(x[:, lo:hi], slab[:, : block.cols], out=product)
+        out += product
     scratch.rewind(start)
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 from penstock.errors import BadRequest, DoesNotFit
 from penstock.graph.arenas import Layout
+from penstock.planner.firing import Firing
+from penstock.planner.firing import reason as firing_reason
 from penstock.planner.predict import Prediction
 from penstock.planner.routing import RouterTrace
 from penstock.planner.shorten import quick, streamed
@@ -122,7 +124,7 @@ def candidates(problem: Problem, every: bool = False, may_plan: bool = False) ->
 
 def solve(
     ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, disks: Mapping[str, Tier] | None = None,
-    *, every: bool = False, may_plan: bool = False, trace: RouterTrace | None = None,
+    *, every: bool = False, may_plan: bool = False, trace: RouterTrace | None = None, firing: Firing | None = None,
 ) -> Solved:  # fmt: skip
     """Simulates every candidate that may win, and takes the fastest for the ask's objective that the runtime can run.
 
@@ -130,11 +132,13 @@ def solve(
     every           simulate candidates that cannot win too, so that they can be compared
     may_plan        ask solvers too whose plans the runtime cannot run yet. Such plans are compared and never chosen
     trace           what routers are known to say; None: `routing.stated`
+    firing          how many neurons are known to fire; None: `firing.expected`
 
     Raises DoesNotFit with the minimum that would do, and BadRequest for what no machine could do.
     """
     ask = settle_context(ask, spec)
-    problem = Problem(ask, spec, weights, machine, trace)
+    _check_neurons(ask, spec, weights)
+    problem = Problem(ask, spec, weights, machine, trace, firing)
     bounded = []
     for candidate in candidates(problem, every, may_plan):
         plan = on_disks(candidate.plan, disks or {})
@@ -157,12 +161,22 @@ def solve(
     # The prediction stays: the disk's rate was measured with such reads. With caches fewer of them are in flight.
     plan, how = with_reads(plan, machine)
     reasons += (how,) if plan.caches or any(streamed(plan, from_disk=True).values()) else ()
-    reasons += shared_reason(plan)
+    reasons += shared_reason(plan) + firing_reason(plan, firing)
     reasons += (f"{prediction.bound_by} is busiest while decoding: {prediction.lane_share[prediction.bound_by]:.0%}",)
     return Solved(
         plan, prediction, reasons, strategy, (chosen, *others),
         tuple(each for each in better if each.candidate.cannot_run),
     )  # fmt: skip
+
+
+def _check_neurons(ask: Ask, spec: ModelSpec, weights: Format) -> None:
+    """Raises BadRequest where an ask wants of neurons what this model or version cannot do."""
+    if ask.sparsity == "exact" and not spec.fires:
+        raise BadRequest("--sparsity exact: all neurons of this model fire, since its activation is no ReLU")
+    if weights.neurons and ask.use_device:
+        raise BadRequest(
+            f"weights in {weights.name} run without a device: pack them in {weights.in_tiles.name} for one"
+        )
 
 
 def _may_be_chosen(candidate: Candidate) -> bool:

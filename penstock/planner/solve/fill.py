@@ -89,7 +89,7 @@ def filled(
     )
     plan = Plan(
         models=(PlanModel(spec, problem.weights),),
-        units=tuple(units),
+        units=_firing(problem, units, seqs),
         kv=tuple(KvHome((lo, hi), block, home, fmt, attend) for lo, hi, home, attend in kv if lo < hi),
         acts=(ActHome((0, len(spec.layers)), block, main),),
         arenas=(),
@@ -109,8 +109,19 @@ def filled(
         context_bytes=context_bytes,
         predictors=predictors,
         caches=caches,
+        sparsity="off" if predictors else problem.sparsity,  # predictors tell what is skipped, and do not run yet
     )
     return with_arenas(plan if ask.kv_tokens is None else _shared(plan, ask))
+
+
+def _firing(problem: Problem, units: Sequence[Unit], rows: int) -> tuple[Unit, ...]:
+    """The units with the share of neurons that `rows` rows are expected to fire (`Unit.active`), where a plan leaves
+    out the others."""
+    share = problem.fired_share(rows)
+    if share >= 1:
+        return tuple(units)
+    by_neurons = {key for key, part in problem.parts.items() if part.by_neurons}
+    return tuple(replace(unit, active=share) if unit.part in by_neurons else unit for unit in units)
 
 
 def page_tokens(context: int) -> int:

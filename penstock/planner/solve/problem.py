@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from penstock.errors import DoesNotFit
 from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.cost import Cost
+from penstock.planner.firing import Firing, share_of, sparsity_of
 from penstock.planner.routing import RouterTrace
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
@@ -27,13 +28,23 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Problem:
     """`ask`: its context is settled (`settle_context`). `weights`: the number format of the weights. `trace`: what
-    routers are known to say; None: `routing.stated`."""
+    routers are known to say; None: `routing.stated`. `firing`: how many neurons are known to fire; None:
+    `firing.expected`."""
 
     ask: Ask
     spec: ModelSpec
     weights: Format
     machine: MachineSpec
     trace: RouterTrace | None = None
+    firing: Firing | None = None
+
+    @property
+    def sparsity(self) -> str:
+        return sparsity_of(self.ask.sparsity, self.spec)
+
+    def fired_share(self, rows: int) -> float:
+        """The share of an FFN's neurons of which a call of so many rows computes all."""
+        return 1.0 if self.sparsity == "off" else share_of(self.spec, self.weights, self.firing, rows)
 
     @property
     def parts(self) -> Mapping[str, Part]:
@@ -104,7 +115,10 @@ class Problem:
 
     @property
     def has_device(self) -> bool:
-        """Whether there is a device, and the ask allows it any memory."""
+        """Whether there is a device, and the ask allows it any memory. Its kernels cannot read what lies neuron by
+        neuron."""
+        if self.weights.neurons:
+            return False
         return any(tier.name == GPU.executor for tier in self.machine.tiers) and self.ask.device_memory_bytes != 0
 
     def limit_bytes(self, memory: Executor) -> int:

@@ -21,12 +21,12 @@ from dataclasses import replace
 from functools import partial
 
 from penstock.graph.arenas import ARENA_ALIGN, Layout
+from penstock.planner.activity import NeuronProfile, predictor_rank, published
 from penstock.planner.homes import kv_layers
 from penstock.planner.solve.beside import DeviceSkeleton, device_skeleton
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import Resident, all_of, usual_chunks
 from penstock.planner.solve.powerinfer import program as ilp
-from penstock.planner.solve.powerinfer.activity import NeuronProfile, predictor_rank, published
 from penstock.planner.solve.problem import Problem
 from penstock.spec.places import CPU, GPU, HOST
 from penstock.spec.plan import Plan, Predictor, Unit

@@ -1,0 +1,106 @@
+// What FFNs of either layout share: fours of granules, and what their activation gives. Included after kernels-inl.h.
+#pragma once
+
+namespace penstock::PENSTOCK_ISA {
+namespace {
+
+// Granules [lo, hi) of a call that belong to one four of the layer. `continues`: granules before these began the sum of
+// the four. `keeps`: granules after these complete it.
+struct Four {
+    int lo, hi;
+    bool continues, keeps;
+};
+
+// The fours that granules [begin, end) touch, of a call with `all` granules. Fours are counted from the layer's first
+// granule, so the first and the last of these fours may reach beyond [begin, end): into other granules of the same
+// call, or at the call's own ends into neighbouring units. `FfnSum` says whether they do the latter.
+struct Fours {
+    const FfnSum& sum;
+    int begin, end, all, first, count;
+    Fours(const FfnSum& s, int from, int to, int granules)
+        : sum(s),
+          begin(from),
+          end(to),
+          all(granules),
+          first((s.granule + from) / kSumGranules),
+          count((s.granule + to - 1) / kSumGranules - first + 1) {}
+    // Whether four i is the call's first, and so the first addend of `partial`. Where granules come in blocks, a block
+    // may end within it.
+    bool starts(int i) const { return sum.starts_sum && first + i == sum.granule / kSumGranules; }
+    Four at(int i) const {
+        const int lo = (first + i) * kSumGranules - sum.granule, hi = lo + kSumGranules;
+        const bool at_start = begin == 0 && i == 0, at_end = end == all && i == count - 1;
+        return {std::max(lo, begin), std::min(hi, end), at_start ? sum.continues : lo < begin,
+                at_end ? sum.keeps : hi > end};
+    }
+};
+
+// What a call does about neurons that do not fire. `skips`: it leaves out what would be multiplied by 0. `fired`: where
+// it notes which neurons fired, from its first row and its first neuron on (null: nowhere), rows `stride` bytes apart.
+struct Zeros {
+    bool skips = false;
+    std::uint8_t* fired = nullptr;
+    std::ptrdiff_t stride = 0;
+
+    // From a later row and granule on.
+    Zeros at(int row, int granule) const {
+        return {skips, fired ? fired + row * stride + std::ptrdiff_t(granule) * kGranuleRows : nullptr, stride};
+    }
+    // Notes `count` neurons of a granule in one row. `values`: what their activation gave.
+    void note(int row, const float* values, int count) const {
+        for (int i = 0; fired != nullptr && i < count; ++i) fired[row * stride + i] = values[i] != 0.0F;
+    }
+};
+inline Zeros zeros_of(const FfnOp& op) { return Zeros{op.skips, op.fired, op.fired_stride}.at(0, op.sum.granule); }
+
+// Whether `count` (a multiple of 16) numbers are all 0. NaN is not 0.
+bool all_zero(const float* x, int count) {
+    I most = i_zero();
+    for (int i = 0; i < count; i += kTileRows) most = i_max(most, i_magnitude(f_load(x + i)));
+    return i_max_of(most) == 0;
+}
+
+// out [end - row0, kGranuleRows] = rows [row0, end) of h · a block in tiles of one granule, plus the bias at byte
+// `bias` of the granule (0: none).
+void granule_rows(const Matrix& m, std::size_t bias, const std::uint8_t* granule, const Rows& h, int row0, int end,
+                  float* out) {
+    const Cuts cuts(m, h.count);
+    for (int cut = 0; cut < cuts.per_granule; ++cut) {
+        const auto sink = [&](int row, int tile, F y) {
+            const int at = (cuts.tile(cut) + tile) * kTileRows;
+            if (bias != 0) {
+                y = f_add(y, load_some(reinterpret_cast<const float*>(granule + bias) + at, m.rows - at));
+            }
+            f_store(out + (row - row0) * kGranuleRows + at, y);
+        };
+        tile_rows(m, cuts.tiles_of({granule, 1, 0}, m, cut), h, row0, end, nothing, sink);
+    }
+}
+
+// out [end - row0, kGranuleRows] = act(gate h), or act(up h) where there is no gate. Returns whether any of it is not
+// 0. `next`: the bytes that are read afterwards, which are fetched meanwhile.
+bool fire(const FfnShape& shape, const std::uint8_t* granule, const std::uint8_t* next, const Rows& h, int row0,
+          int end, const Zeros& zeros, float* out) {
+    granule_rows(shape.first(), shape.first_bias(), granule, h, row0, end, out);
+    prefetch_run(next);  // it arrives during the arithmetic below, which reads no weights
+    bool any = false;
+    for (int row = row0; row < end; ++row) {
+        float* const x = out + (row - row0) * kGranuleRows;
+        activate(shape.activation, x, nullptr, x, shape.up.rows);
+        zeros.note(row, x, shape.up.rows);
+        any = any || !all_zero(x, shape.up.rows);
+    }
+    return any;
+}
+
+// to [count] = before (null: 0).
+void begin_sum(const float* before, std::size_t count, float* to) {
+    if (before == nullptr) {
+        std::fill_n(to, count, 0.0F);
+    } else {
+        std::copy_n(before, count, to);
+    }
+}
+
+}  // namespace
+}  // namespace penstock::PENSTOCK_ISA

@@ -1,0 +1,424 @@
+// FFNs whose `up` (where there is a gate) and `down` lie neuron by neuron: what multiplies a neuron that does not fire
+// is not read. Included after fours-inl.h.
+//
+// A neuron's row of D columns is added to the sum of its four as a whole, times the neuron's value. The neurons of a
+// four are added in the order in which they lie, so that neither the neurons left out nor the threads change a bit.
+#pragma once
+
+#include <array>
+#include <utility>
+
+namespace penstock::PENSTOCK_ISA {
+namespace {
+
+constexpr int kTogether =
+    4;  // neurons whose rows are added at a time, so that a sum is loaded and stored once for them
+constexpr int kFourNeurons = kSumGranules * kGranuleRows;
+
+inline std::size_t row_bytes(const Matrix& m) { return m.codes_bytes() + 4 * std::size_t(m.groups()); }
+inline const std::uint8_t* row_at(const Matrix& m, const std::uint8_t* granule, int neuron) {
+    return granule + m.offset + std::size_t(neuron) * m.row_stride;
+}
+// Bytes of a granule's neurons, for `Pool::run`: as if all fired.
+inline std::size_t neuron_bytes(const FfnShape& shape) {
+    return std::size_t(shape.up.rows) * row_bytes(shape.down) * (shape.gate.rows > 0 ? 2 : 1);
+}
+
+// Reads the numbers of one neuron's row, 32 columns at a time.
+template <Kind kind>
+struct NeuronRow {
+    static constexpr bool kScaled = kind == Kind::kInt8 || kind == Kind::kInt4;
+    // Bytes of 32 columns.
+    static constexpr int kStep = kind == Kind::kInt4      ? 16
+                                 : kind == Kind::kInt8    ? 32
+                                 : kind == Kind::kFloat32 ? 128
+                                                          : 64;
+    const std::uint8_t *codes, *scales, *minimums;
+    F scale, minimum;
+
+    NeuronRow(const Matrix& m, const std::uint8_t* row)
+        : codes(row),
+          scales(row + m.codes_bytes()),
+          minimums(scales + 2 * std::size_t(m.groups())),
+          scale(f_zero()),
+          minimum(f_zero()) {}
+    // Goes to group g. Floats have none.
+    void group(int g) {
+        if constexpr (kScaled) scale = f_half_of(scales + 2 * g), minimum = f_half_of(minimums + 2 * g);
+    }
+    void two(int column, F& low, F& high) const {
+        if constexpr (kind == Kind::kInt4) {
+            f_nibbles(codes + column / 2, scale, minimum, low, high);
+        } else if constexpr (kind == Kind::kInt8) {
+            low = f_fma(f_bytes(codes + column), scale, minimum);
+            high = f_fma(f_bytes(codes + column + 16), scale, minimum);
+        } else if constexpr (kind == Kind::kFloat32) {
+            low = f_load(codes + 4 * column), high = f_load(codes + 4 * column + 64);
+        } else if constexpr (kind == Kind::kFloat16) {
+            low = f_half(codes + 2 * column), high = f_half(codes + 2 * column + 32);
+        } else {
+            low = f_bf16(codes + 2 * column), high = f_bf16(codes + 2 * column + 32);
+        }
+    }
+};
+
+// Calls run.operator()<kind>() for the matrix's kind.
+template <class Run>
+void by_kind(const Matrix& m, const Run& run) {
+    switch (m.kind) {
+        case Kind::kFloat32:
+            return run.template operator()<Kind::kFloat32>();
+        case Kind::kFloat16:
+            return run.template operator()<Kind::kFloat16>();
+        case Kind::kBfloat16:
+            return run.template operator()<Kind::kBfloat16>();
+        case Kind::kInt8:
+            return run.template operator()<Kind::kInt8>();
+        case Kind::kInt4:
+            return run.template operator()<Kind::kInt4>();
+    }
+}
+
+// Calls each(column) for every 32nd column of [lo, hi), and enter(g) before the first column of a group.
+template <Kind kind, class Enter, class Each>
+[[gnu::always_inline]] inline void walk(const Matrix& m, int lo, int hi, const Enter& enter, const Each& each) {
+    const int group = NeuronRow<kind>::kScaled ? m.group : up_to(m.cols, kLineColumns);
+    for (int c = lo; c < hi;) {
+        enter(c / group);
+        for (const int end = std::min(hi, (c / group + 1) * group); c < end; c += kLineColumns) each(c);
+    }
+}
+
+// y [n] = x[i] [D] · a neuron's row, for n rows of activations.
+template <Kind kind, int n>
+void dot_row(const Matrix& m, const std::uint8_t* at, const float* const* x, float* y) {
+    NeuronRow<kind> row(m, at);
+    F even[n], odd[n];
+    for (int i = 0; i < n; ++i) even[i] = odd[i] = f_zero();
+    const int whole = m.cols / kLineColumns * kLineColumns;
+    const auto enter = [&](int g) { row.group(g); };
+    walk<kind>(m, 0, whole, enter, [&](int c) {
+        F low, high;
+        row.two(c, low, high);
+        for (int i = 0; i < n; ++i) {
+            even[i] = f_fma(low, f_load(x[i] + c), even[i]);
+            odd[i] = f_fma(high, f_load(x[i] + c + 16), odd[i]);
+        }
+    });
+    walk<kind>(m, whole, m.cols, enter, [&](int c) {
+        F low, high;
+        row.two(c, low, high);
+        const int left = m.cols - c;
+        for (int i = 0; i < n; ++i) {
+            even[i] = f_fma(low, load_some(x[i] + c, left), even[i]);
+            if (left > 16) odd[i] = f_fma(high, load_some(x[i] + c + 16, left - 16), odd[i]);
+        }
+    });
+    for (int i = 0; i < n; ++i) y[i] = f_sum(f_add(even[i], odd[i]));
+}
+
+// values [count] *= x[i] · a neuron's row of `up`, plus its bias.
+template <Kind kind>
+void times_up(const FfnShape& shape, const std::uint8_t* granule, int neuron, const float* const* x, int count,
+              float* values) {
+    const std::uint8_t* const row = row_at(shape.up, granule, neuron);
+    const float bias = shape.up_bias != 0 ? reinterpret_cast<const float*>(granule + shape.up_bias)[neuron] : 0.0F;
+    float y[4];
+    for (int i = 0; i < count;) {
+        int n = 1;
+        if (count - i >= 4) {
+            dot_row<kind, 4>(shape.up, row, x + i, y), n = 4;
+        } else if (count - i >= 2) {
+            dot_row<kind, 2>(shape.up, row, x + i, y), n = 2;
+        } else {
+            dot_row<kind, 1>(shape.up, row, x + i, y);
+        }
+        for (int j = 0; j < n; ++j) values[i + j] *= y[j] + bias;
+        i += n;
+    }
+}
+
+// sum [count] += Σ k neurons: value · its 32 numbers, of which `count` are wanted, at the end of a row.
+template <int k>
+[[gnu::noinline]] void add_last(const F (&low)[k], const F (&high)[k], const float* const* values, int row, int count,
+                                float* sum) {
+    F a = load_some(sum, count), b = count > 16 ? load_some(sum + 16, count - 16) : f_zero();
+    for (int i = 0; i < k; ++i) {
+        const F value = f_set(values[i][row]);
+        a = f_fma(value, low[i], a), b = f_fma(value, high[i], b);
+    }
+    store_some(sum, a, count);
+    if (count > 16) store_some(sum + 16, b, count - 16);
+}
+
+// to [t, D] += Σ k neurons: value · row. `values` [k]: of each neuron, its value in each of the t rows. `one`: t is 1.
+// While a row is used, as much of another one is fetched: `next` [k].
+template <Kind kind, int k, bool one>
+void add_rows(const Matrix& m, const std::uint8_t* const* at, const float* const* values, int t, float* to,
+              const std::uint8_t* const* next) {
+    const auto readers = [&]<std::size_t... i>(std::index_sequence<i...>) {
+        return std::array<NeuronRow<kind>, k>{NeuronRow<kind>(m, at[i])...};
+    };
+    auto rows = readers(std::make_index_sequence<k>());
+    F first[k];
+    for (int i = 0; i < k; ++i) first[i] = f_set(values[i][0]);
+    const int whole = m.cols / kLineColumns * kLineColumns;
+    const auto enter = [&](int g) {
+        for (std::size_t i = 0; i < k; ++i) rows[i].group(g);
+    };
+    constexpr std::ptrdiff_t kStep = NeuronRow<kind>::kStep;
+    for (int i = 0; i < k; ++i) prefetch_run(next[i] + m.codes_bytes(), row_bytes(m) - m.codes_bytes());
+    walk<kind>(m, 0, whole, enter, [&](int c) {
+        const std::ptrdiff_t at_byte = c / kLineColumns * kStep;
+        if (kStep >= 64 || at_byte % 64 == 0) {
+            for (int i = 0; i < k; ++i) {
+                __builtin_prefetch(next[i] + at_byte);
+                if constexpr (kStep > 64) __builtin_prefetch(next[i] + at_byte + 64);
+            }
+        }
+        if constexpr (one) {
+            F a = f_load(to + c), b = f_load(to + c + 16);
+            for (int i = 0; i < k; ++i) {
+                F low, high;
+                rows[std::size_t(i)].two(c, low, high);
+                a = f_fma(first[i], low, a), b = f_fma(first[i], high, b);
+            }
+            f_store(to + c, a), f_store(to + c + 16, b);
+        } else {
+            F low[k], high[k];
+            for (int i = 0; i < k; ++i) rows[std::size_t(i)].two(c, low[i], high[i]);
+            for (int row = 0; row < t; ++row) {
+                float* const sum = to + std::ptrdiff_t(row) * m.cols + c;
+                F a = f_load(sum), b = f_load(sum + 16);
+                for (int i = 0; i < k; ++i) {
+                    const F value = f_set(values[i][row]);
+                    a = f_fma(value, low[i], a), b = f_fma(value, high[i], b);
+                }
+                f_store(sum, a), f_store(sum + 16, b);
+            }
+        }
+    });
+    walk<kind>(m, whole, m.cols, enter, [&](int c) {
+        F low[k], high[k];
+        for (int i = 0; i < k; ++i) rows[std::size_t(i)].two(c, low[i], high[i]);
+        for (int row = 0; row < t; ++row) {
+            add_last<k>(low, high, values, row, m.cols - c, to + std::ptrdiff_t(row) * m.cols + c);
+        }
+    });
+}
+
+// ---- few rows: a thread takes whole fours ---------------------------------------------------------------------------
+
+// The neurons of a four that any row wants, in the order in which they lie.
+struct Wanted {
+    int count = 0;
+    std::int16_t at[kFourNeurons];                     // granule of the four times kGranuleRows, plus neuron
+    alignas(64) float values[kFourNeurons][kFewRows];  // [wanted neuron][row]
+};
+
+// to [T, D] = the sum over the neurons of a four.
+void sum_neurons(const FfnOp& op, const Rows& x, const Four& four, float* to) {
+    const FfnShape& shape = op.shape;
+    const Matrix& down = shape.down;
+    const bool gated = shape.gate.rows > 0;
+    const int t = x.count, d = shape.width();
+    alignas(64) float fired[kFewRows * kGranuleRows];
+    Wanted wanted;
+    const auto granule_at = [&](int g) { return op.weights.data + std::size_t(four.lo + g) * op.weights.stride; };
+    for (int g = 0; g < four.hi - four.lo; ++g) {
+        const std::uint8_t* const granule = granule_at(g);
+        const std::uint8_t* const next = g + 1 < four.hi - four.lo ? granule_at(g + 1) : granule;
+        const bool any = fire(shape, granule, next, x, 0, t, zeros_of(op).at(0, four.lo + g), fired);
+        if (!any && op.skips) continue;
+        for (int i = 0; i < shape.up.rows; ++i) {
+            float* const values = wanted.values[wanted.count];
+            bool wants = !op.skips;
+            for (int row = 0; row < t; ++row) {
+                values[row] = fired[row * kGranuleRows + i];
+                wants = wants || values[row] != 0.0F;
+            }
+            if (!wants) continue;
+            wanted.at[wanted.count++] = static_cast<std::int16_t>(g * kGranuleRows + i);
+            // Rows lie apart, and the processor's own prefetcher finds none of them. The first ones are fetched now,
+            // the others while those before them are used.
+            if (wanted.count > kTogether) continue;
+            if (gated) prefetch_run(row_at(shape.up, granule, i), row_bytes(shape.up));
+            prefetch_run(row_at(down, granule, i), row_bytes(down));
+        }
+    }
+    const auto granule_of = [&](int i) { return granule_at(wanted.at[i] / kGranuleRows); };
+    if (gated) {
+        const float* rows[kFewRows];
+        for (int row = 0; row < t; ++row) rows[row] = op.h + std::ptrdiff_t(row) * d;
+        by_kind(shape.up, [&]<Kind kind>() {
+            for (int i = 0; i < wanted.count; ++i) {
+                if (i + 1 < wanted.count) {
+                    const std::uint8_t* next = row_at(shape.up, granule_of(i + 1), wanted.at[i + 1] % kGranuleRows);
+                    prefetch_run(next, row_bytes(shape.up));
+                }
+                times_up<kind>(shape, granule_of(i), wanted.at[i] % kGranuleRows, rows, t, wanted.values[i]);
+            }
+        });
+    }
+    begin_sum(four.continues ? op.sum.pending : nullptr, std::size_t(t) * std::size_t(d), to);
+    by_kind(down, [&]<Kind kind>() {
+        const std::uint8_t *rows[kTogether], *next[kTogether];
+        const float* values[kTogether];
+        const auto row_of = [&](int i) { return row_at(down, granule_of(i), wanted.at[i] % kGranuleRows); };
+        for (int i = 0; i < wanted.count;) {
+            const int n = wanted.count - i >= kTogether ? kTogether : 1;
+            for (int j = 0; j < n; ++j) {
+                rows[j] = row_of(i + j), values[j] = wanted.values[i + j];
+                next[j] = i + n + j < wanted.count ? row_of(i + n + j) : rows[j];
+            }
+            const auto add = [&]<bool one>() {
+                n == 1 ? add_rows<kind, 1, one>(down, rows, values, t, to, next)
+                       : add_rows<kind, kTogether, one>(down, rows, values, t, to, next);
+            };
+            t == 1 ? add.template operator()<true>() : add.template operator()<false>();
+            i += n;
+        }
+    });
+}
+
+// ---- many rows: threads share the hidden values of some granules, then the columns of their sum ---------------------
+
+// The values of a granule's neurons: of each neuron `count` rows that want it, and its value in each.
+struct Values {
+    float* value;               // [neuron][rows]
+    std::int32_t *row, *count;  // [neuron][rows], [neuron]
+    int rows;
+
+    static bool take_from(Scratch& scratch, int rows, Values& to) {
+        const std::size_t all = std::size_t(kGranuleRows) * std::size_t(rows);
+        to = {take<float>(scratch, all), take<std::int32_t>(scratch, all), take<std::int32_t>(scratch, kGranuleRows),
+              rows};
+        return to.value != nullptr && to.row != nullptr && to.count != nullptr;
+    }
+};
+
+// Computes the values of granule g for the rows x, which begin at row0 of the call.
+void value_neurons(const FfnOp& op, int g, const Rows& x, int row0, const Values& to) {
+    const FfnShape& shape = op.shape;
+    const std::uint8_t* const granule = op.weights.data + std::size_t(g) * op.weights.stride;
+    alignas(64) float fired[kHiddenRows * kGranuleRows];
+    std::fill_n(to.count, kGranuleRows, 0);
+    for (int from = 0; from < x.count; from += kHiddenRows) {
+        const int end = std::min(from + kHiddenRows, x.count);
+        fire(shape, granule, granule + op.weights.stride, x, from, end, zeros_of(op).at(row0, g), fired);
+        for (int row = from; row < end; ++row) {
+            for (int i = 0; i < shape.up.rows; ++i) {
+                const float value = fired[(row - from) * kGranuleRows + i];
+                if (value == 0.0F && op.skips) continue;
+                const std::ptrdiff_t at = std::ptrdiff_t(i) * to.rows + to.count[i]++;
+                to.value[at] = value, to.row[at] = row;
+            }
+        }
+    }
+    if (shape.gate.rows == 0) return;
+    by_kind(shape.up, [&]<Kind kind>() {
+        for (int i = 0; i < shape.up.rows; ++i) {
+            for (int from = 0; from < to.count[i]; from += kFewRows) {
+                const int n = std::min(kFewRows, to.count[i] - from);
+                const std::ptrdiff_t at = std::ptrdiff_t(i) * to.rows + from;
+                const float* rows[kFewRows];
+                for (int j = 0; j < n; ++j) rows[j] = op.h + std::ptrdiff_t(row0 + to.row[at + j]) * shape.width();
+                times_up<kind>(shape, granule, i, rows, n, to.value + at);
+            }
+        }
+    });
+}
+
+// sum [rows, kSumColumns] += the neurons of a granule, for the columns from `column` on.
+template <Kind kind>
+void add_columns(const FfnOp& op, int g, const Values& from, int column, float* sum) {
+    const Matrix& down = op.shape.down;
+    const std::uint8_t* const granule = op.weights.data + std::size_t(g) * op.weights.stride;
+    const int end = std::min(column + kSumColumns, up_to(down.cols, kLineColumns));
+    for (int i = 0; i < op.shape.up.rows; ++i) {
+        if (from.count[i] == 0) continue;
+        NeuronRow<kind> row(down, row_at(down, granule, i));
+        F w[4] = {f_zero(), f_zero(), f_zero(), f_zero()};
+        walk<kind>(
+            down, column, end, [&](int group) { row.group(group); },
+            [&](int c) { row.two(c, w[(c - column) / 16], w[(c - column) / 16 + 1]); });
+        const std::ptrdiff_t at = std::ptrdiff_t(i) * from.rows;
+        for (int j = 0; j < from.count[i]; ++j) {
+            float* const to = sum + std::ptrdiff_t(from.row[at + j]) * kSumColumns;
+            const F value = f_set(from.value[at + j]);
+            for (int k = 0; k < 4; ++k) f_store(to + 16 * k, f_fma(value, w[k], f_load(to + 16 * k)));
+        }
+    }
+}
+
+// Adds up the fours of granules [fours.begin, fours.end), for the columns from `column` on and `count` rows from row0
+// on. `values`: of these granules. `own` [count, kSumColumns]: this thread's.
+void sum_values(const FfnOp& op, const Fours& fours, const std::vector<Values>& values, int column, int row0, int count,
+                float* own) {
+    const int d = op.shape.width(), columns = std::min(kSumColumns, d - column);
+    const FfnSum& sum = op.sum;
+    const auto each = [&](const auto& run) {
+        for (int row = 0; row < count; ++row) {
+            for (int c = 0; c < columns; c += 16) {
+                run((std::ptrdiff_t(row0) + row) * d + column + c, own + row * kSumColumns + c, columns - c);
+            }
+        }
+    };
+    for (int i = 0; i < fours.count; ++i) {
+        const Four four = fours.at(i);
+        const bool starts = fours.starts(i);
+        each([&](std::ptrdiff_t at, float* to, int some) {
+            f_store(to, four.continues ? load_some(sum.pending + at, some) : f_zero());
+        });
+        by_kind(op.shape.down, [&]<Kind kind>() {
+            for (int g = four.lo; g < four.hi; ++g) {
+                add_columns<kind>(op, g, values[std::size_t(g - fours.begin)], column, own);
+            }
+        });
+        each([&](std::ptrdiff_t at, float* from, int some) {
+            if (four.keeps) {
+                store_some(sum.pending + at, f_load(from), some);
+            } else {
+                store_some(sum.partial + at, f_add(starts ? f_zero() : load_some(sum.partial + at, some), f_load(from)),
+                           some);
+            }
+        });
+    }
+}
+
+bool neurons_many(Pool& pool, const FfnOp& op, std::size_t cost) {
+    const Granules& weights = op.weights;
+    Scratch scratch = op.scratch;
+    Input input;
+    if (!input.plan(op.shape.first(), op.h, op.shape.width(), 1, op.t, op.exact, scratch)) return false;
+    const int rows = input.chunk();
+    const int busy = std::min(pool.threads(), kScratchThreads);
+    auto* const sums = take<float>(scratch, std::size_t(busy) * std::size_t(rows) * kSumColumns);
+    std::vector<Values> values;  // of as many granules at a time as scratch has room for
+    for (Values one; values.size() < kValueGranules && Values::take_from(scratch, rows, one);) values.push_back(one);
+    if (sums == nullptr || values.empty()) return false;
+    const int block = std::min(weights.count, static_cast<int>(values.size()));
+    pool.run(cost, [&](const Team& team) {
+        for (int row0 = 0; row0 < op.t; row0 += rows) {
+            const Rows x = input.chunk_at(team, row0);
+            for (int begin = 0; begin < weights.count; begin += block) {
+                const int end = std::min(begin + block, weights.count);
+                if (begin > 0) team.barrier();  // all threads have used the values of the block before
+                const auto [lo, hi] = team.share(end - begin);
+                for (int i = lo; i < hi; ++i) value_neurons(op, begin + i, x, row0, values[std::size_t(i)]);
+                team.barrier();
+                if (team.id() >= busy) continue;
+                const Fours fours(op.sum, begin, end, weights.count);
+                const int step = std::min(team.size(), busy) * kSumColumns;
+                for (int column = team.id() * kSumColumns; column < op.shape.width(); column += step) {
+                    sum_values(op, fours, values, column, row0, x.count,
+                               sums + std::ptrdiff_t(team.id()) * rows * kSumColumns);
+                }
+            }
+        }
+    });
+    return true;
+}
+
+}  // namespace
+}  // namespace penstock::PENSTOCK_ISA

@@ -1,0 +1,276 @@
+"""FFNs that lie neuron by neuron, and neurons that do not fire: formats against numpy, kernels and whole models with
+and without zeros left out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock import _native
+from penstock.errors import BadRequest
+from penstock.kernels import cpu
+from penstock.kernels.reference import dense
+from penstock.kernels.reference.matrix import Scratch
+from penstock.planner.firing import measured
+from penstock.serve import profiling
+from penstock.spec.format import parse_format
+from penstock.spec.model import Ffn
+from penstock.spec.parts import SUM_GRANULES, Part, _ffn_part
+from penstock.spec.profile import dumps
+from penstock.store.pack import pack
+from penstock.store.packed import open_packed
+from penstock.store.profile_file import FILE, keep
+from penstock.store.quantize import decode, decode_rows, encode, encode_rows
+from penstock.store.synth import synth
+from tests.cpu.checkpoints import save_checkpoint, save_tokenizer
+from tests.cpu.configs import TINY_CONFIGS
+from tests.cpu.engines import GREEDY, load, make_model, streaming
+
+FORMATS = ["float32", "bfloat16", "float16", "int8", "int8-g32", "int4", "int4-g32", "int4-g96"]
+KERNELS = {(isa, threads): _native.Compute(isa, threads) for isa in cpu.available() for threads in (1, 3)}
+
+
+def ffn_part(neurons: int, d: int, gated: bool, bias: bool, name: str) -> tuple[Part, Ffn]:
+    ffn = Ffn(neurons, "relu", gated, bias, False)
+    return _ffn_part(0, "ffn", ffn, d, parse_format(name)), ffn
+
+
+def granules(part: Part, rng: np.random.Generator, live: float) -> np.ndarray:
+    """Random weights [granules, granule_bytes] of which about a share `live` of the neurons fires for a row. Some
+    granules have none at all."""
+    out = np.zeros((part.granules, part.granule_bytes), np.uint8)
+    for g, granule in enumerate(out):
+        n = part.rows_of(g, g + 1)
+        for block in part.blocks:
+            values = rng.normal(size=(block.rows, block.cols)).astype(np.float32) * 0.3
+            if block.name == part.blocks[0].name and g % 3 == 1:
+                values = -np.abs(values)  # with inputs of one sign none of them fires
+            if block.name in ("gate_bias", "up_bias"):
+                values[:, n:] = 0
+                values -= np.float32(2 * (1 - live)) * (values != 0)
+            elif block.name == "down" and not block.stride:
+                values[:, n:] = 0
+            else:
+                values[n:] = 0
+            if block.stride:
+                encode_rows(values[:n], block, granule)
+            elif block.tiled:
+                granule[block.offset : block.offset + block.nbytes] = encode(values, block.format)
+            else:
+                granule[block.offset : block.offset + block.nbytes] = values.view(np.uint8).reshape(-1)
+    return out
+
+
+def run(
+    on: _native.Compute, part: Part, ffn: Ffn, weights: np.ndarray, h: np.ndarray, cuts: tuple[int, ...], skips: bool,
+    scratch_bytes: int | None = None,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """(partial [T, D], fired [T, neurons]) of an FFN that is computed in units that begin at granules `cuts`."""
+    t, d = h.shape
+    partial, pending = np.full((2, t, d), np.nan, np.float32)
+    fired = np.full((t, part.granules * part.granule_rows), 7, np.uint8)
+    shape = cpu.ffn_shape(part, ffn)
+    scratch = np.empty(scratch_bytes or _native.ffn_scratch(shape, part.granules, t), np.uint8)
+    edges = (0, *cuts, part.granules)
+    for lo, hi in pairwise(edges):
+        on.ffn(
+            weights=weights[lo:].ctypes.data, count=hi - lo, stride=part.granule_bytes, shape=shape, h=h.ctypes.data,
+            t=t, partial=partial.ctypes.data, pending=pending.ctypes.data, granule=lo, starts_sum=lo == 0,
+            continues_four=lo % SUM_GRANULES != 0, leaves_four=hi % SUM_GRANULES != 0 and hi < part.granules,
+            skips=skips, fired=fired.ctypes.data, fired_stride=fired.shape[1], exact=True,
+            scratch=scratch.ctypes.data, scratch_bytes=scratch.nbytes,
+        )  # fmt: skip
+    return partial, fired
+
+
+def reference(part: Part, ffn: Ffn, weights: np.ndarray, h: np.ndarray) -> np.ndarray:
+    partial, pending = np.zeros((2, *h.shape), np.float32)
+    out = dense.FfnSum(partial, pending, True, False, False)
+    dense.ffn(weights, part, 0, ffn, h, out, Scratch(np.empty(1 << 23, np.uint8)))
+    return partial
+
+
+@given(st.sampled_from(FORMATS), st.integers(1, 200), st.booleans(), st.integers(1, 64), st.integers(0, 2**32 - 1))
+def test_rows_are_as_tiles_are(name: str, d: int, gated: bool, n: int, seed: int) -> None:
+    part, _ = ffn_part(64, d, gated, False, f"{name}-neurons")
+    rng = np.random.default_rng(seed)
+    granule = rng.integers(0, 256, part.granule_bytes).astype(np.uint8)
+    values = {b.name: rng.normal(size=(n, d)).astype(np.float32) for b in part.blocks if b.stride}
+    assert set(values) == ({"up", "down"} if gated else {"down"})
+    for block in part.blocks:
+        if block.stride:
+            encode_rows(values[block.name], block, granule)
+    for block in part.blocks:  # neither has written over the other
+        if block.stride:
+            tiled = decode(encode(values[block.name], parse_format(name)), n, d, parse_format(name))
+            rows = decode_rows(granule, block)
+            np.testing.assert_array_equal(rows[:n], tiled)
+            assert not rows[n:].any()
+
+
+def test_records_lie_as_the_format_says() -> None:
+    part, _ = ffn_part(100, 96, True, True, "int4-neurons")
+    gate, up, down, *biases = part.blocks
+    assert gate.tiled and not gate.stride and gate.format.name == "int4"
+    row = -(-(96 // 2 + 4 * 2) // 64) * 64
+    assert (up.offset, up.stride, down.offset, down.stride) == (gate.nbytes, 2 * row, gate.nbytes + row, 2 * row)
+    assert biases[0].offset == up.offset + 64 * 2 * row and part.by_neurons and part.width == 96
+    assert parse_format("int4-g32-neurons").name == "int4-g32-neurons"
+
+
+def test_neurons_are_refused_where_they_make_no_sense() -> None:
+    with pytest.raises(BadRequest, match="multiple of 32"):
+        parse_format("int8-g8-neurons")
+    with pytest.raises(BadRequest, match="has no neurons"):
+        parse_format("int8-neurons").check_kv()
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("isa", cpu.available())
+@given(st.data(), st.integers(0, 2**32 - 1))
+def test_leaving_zeros_out_changes_no_bit(isa: str, data: st.DataObject, seed: int) -> None:
+    """In either layout, any format, few rows and many, any cuts and threads; also beside other rows, and with little
+    scratch."""
+    rng = np.random.default_rng(seed)
+    name = data.draw(st.sampled_from([*FORMATS, *(f"{n}-neurons" for n in FORMATS)]))
+    d, neurons = data.draw(st.sampled_from([1, 16, 31, 64, 97, 130, 320])), data.draw(st.integers(1, 700))
+    part, ffn = ffn_part(neurons, d, data.draw(st.booleans()), data.draw(st.booleans()), name)
+    ffn = replace(ffn, activation=data.draw(st.sampled_from(["relu", "relu2"])))
+    t = data.draw(st.sampled_from([1, 2, 3, 5, 8, 9, 20, 49, 120]))
+    weights = granules(part, rng, data.draw(st.sampled_from([0.02, 0.2, 1.0])))
+    h = np.abs(rng.normal(size=(t, d))).astype(np.float32)
+    cuts = tuple(sorted(data.draw(st.sets(st.integers(1, max(1, part.granules - 1)), max_size=3))))
+    cuts = cuts if part.granules > 1 else ()
+    whole, fired = run(KERNELS[isa, 1], part, ffn, weights, h, (), skips=False)
+    for threads in (1, 3):
+        partial, again = run(KERNELS[isa, threads], part, ffn, weights, h, cuts, skips=True)
+        np.testing.assert_array_equal(partial, whole)
+        np.testing.assert_array_equal(again, fired)
+    want = reference(part, ffn, weights, h)
+    assert np.abs(whole - want).max() <= 1e-4 * max(1.0, float(np.abs(want).max()))
+    alone, _ = run(KERNELS[isa, 1], part, ffn, weights, h[t // 2 : t // 2 + 1].copy(), (), skips=True)
+    np.testing.assert_array_equal(alone[0], whole[t // 2])
+    little = _native.ffn_scratch(cpu.ffn_shape(part, ffn), 1, min(t, 48))
+    if t <= 48:
+        np.testing.assert_array_equal(run(KERNELS[isa, 3], part, ffn, weights, h, cuts, True, little)[0], whole)
+
+
+@pytest.mark.parametrize("isa", cpu.available())
+@pytest.mark.parametrize("name", ["float32", "float32-neurons"])
+def test_who_fires(isa: str, name: str) -> None:
+    part, ffn = ffn_part(200, 32, True, False, name)
+    rng = np.random.default_rng(3)
+    weights, h = granules(part, rng, 1.0), rng.normal(size=(12, 32)).astype(np.float32)
+    gate = part.block("gate")
+    rows = np.concatenate([decode(g[gate.offset :][: gate.nbytes], 64, 32, gate.format) for g in weights])[:200]
+    for t in (3, 12):
+        _, fired = run(KERNELS[isa, 1], part, ffn, weights, h[:t].copy(), (2,), skips=True)
+        np.testing.assert_array_equal(fired[:, :200], (h[:t] @ rows.T > 0).astype(np.uint8))
+        assert not fired[:, 200:].any()
+
+
+def test_rows_of_a_wrong_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match="row_stride"):
+        _native.Matrix(64, 128, "int4", 64, 0, 32)
+    with pytest.raises(ValueError, match="multiple of 32"):
+        _native.Matrix(64, 128, "int8", 8, 0, 256)
+    tiles, rows = _native.Matrix(64, 128, "int4", 64, 0), _native.Matrix(64, 128, "int4", 64, 0, 128)
+    with pytest.raises(ValueError, match="lies in tiles"):
+        _native.FfnShape(tiles, tiles, rows, "relu", 0, 0)
+
+
+# -- whole models -------------------------------------------------------------------------------------
+
+
+def relu_model(folder: Path, name: str, weights: str) -> Path:
+    """A random model with ReLU, odd sizes."""
+    config = json.loads(TINY_CONFIGS[name]) | ({"hidden_act": "relu"} if name == "llama" else {})
+    target = folder / f"{name}-{weights}"
+    if not target.exists():
+        (folder / f"{name}.json").write_text(json.dumps(config))
+        synth(folder / f"{name}.json", target, parse_format(weights))
+    return target
+
+
+@pytest.mark.parametrize("name", ["opt", "llama", "falcon"])
+@pytest.mark.parametrize("weights", ["float32", "int4", "float32-neurons", "bfloat16-neurons", "int4-neurons"])
+def test_exact_is_off_to_the_bit(tmp_path: Path, name: str, weights: str) -> None:
+    """In memory and streamed granule by granule, prompts of several rows and single ones, two sequences."""
+    folder = relu_model(tmp_path, name, weights)
+    prompts, answers, logits = [[3, 1, 4, 1, 5] * 6, [9, 2]], [], []
+    for sparsity in ("off", "exact"):
+        with load(folder, batch=2, context=64, kv="float32", sparsity=sparsity) as engine:
+            assert engine.plan.sparsity == sparsity
+            resident = engine.plan
+            answers.append([a.token_ids for a in engine.generate(prompts, GREEDY)])
+        with load(folder, batch=1, context=64, score=True, sparsity=sparsity) as engine:
+            logits.append(engine.logits(prompts[0]))
+        packed = open_packed(folder)
+        plan = replace(streaming(packed, batch_seqs=2, context=64), sparsity=sparsity)
+        with load(folder, plan) as engine:
+            answers.append([a.token_ids for a in engine.generate(prompts, GREEDY)])
+    assert resident.sparsity == "exact" and all(answer == answers[0] for answer in answers)
+    np.testing.assert_array_equal(*logits)
+
+
+@pytest.mark.parametrize("name", ["opt", "llama"])
+def test_either_layout_says_the_same(tmp_path: Path, name: str) -> None:
+    """The numbers are the same, and summed in another order."""
+    ids = [3, 1, 4, 1, 5] * 6
+    found = []
+    for weights in ("float32", "float32-neurons"):
+        config = json.loads(TINY_CONFIGS[name]) | ({"hidden_act": "relu"} if name == "llama" else {})
+        if not (tmp_path / "hf").exists():
+            save_checkpoint(tmp_path / "hf", config)
+            save_tokenizer(tmp_path / "hf", config)
+        target = pack(tmp_path / "hf", tmp_path / f"{name}-{weights}", parse_format(weights))
+        with load(target, context=64, score=True) as engine:
+            found.append(engine.logits(ids))
+    assert np.abs(found[0] - found[1]).max() <= 1e-4 * max(1.0, float(np.abs(found[0]).max()))
+
+
+def test_who_fires_is_counted(tmp_path: Path) -> None:
+    folder = relu_model(tmp_path, "opt", "float32-neurons")
+    ids = [int(i) for i in np.random.default_rng(1).integers(0, 90, 100)]
+    with load(folder, context=64, prompt_tokens=64, sparsity="off") as engine:
+        seen = profiling.profile_ids(engine, ids, "text", "0" * 64)
+    assert seen.tokens == 100 and [layer.layer for layer in seen.neurons] == [0, 1, 2][: len(seen.neurons)]
+    seen.check(open_packed(folder).spec, "here")
+    for layer in seen.neurons:
+        counts = layer.counted()
+        assert abs(layer.fired[0] - sum(counts) / len(counts) / 100) < 1e-9
+        assert list(layer.fired) == sorted(layer.fired) and max(counts) <= 100
+    firing = measured(seen)
+    assert firing is not None and firing.share(1) < firing.share(3) < firing.share(4) <= firing.share(1000)
+    keep(seen, folder)
+    with load(folder, context=64) as engine:
+        ffn = next(u for u in engine.plan.units if u.part == "0.ffn")
+        assert ffn.active == pytest.approx(firing.share(1))
+        assert any("by a profile of 100 tokens" in reason for reason in engine.solved.reasons)
+    (folder / FILE).write_text(dumps(replace(seen, neurons=seen.neurons[:1])))
+    with pytest.raises(BadRequest, match="neurons differ"):
+        load(folder, context=64)
+
+
+def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "silu.json").write_text(TINY_CONFIGS["llama"])
+    with pytest.raises(BadRequest, match="only FFNs with ReLU"):
+        synth(tmp_path / "silu.json", tmp_path / "silu", parse_format("int4-neurons"))
+    plain = make_model(tmp_path, "llama", "float32")
+    with pytest.raises(BadRequest, match="no ReLU"):
+        load(plain, context=64, sparsity="exact")
+    folder = relu_model(tmp_path, "opt", "int4-neurons")
+    with pytest.raises(BadRequest, match="without a device"):
+        load(folder, context=64, use_device=True)
+    plan = streaming(open_packed(folder), context=64)
+    with pytest.raises(BadRequest, match="by predictors"):
+        load(folder, replace(plan, units=(replace(plan.units[0], active=0.5), *plan.units[1:])))
+    with pytest.raises(BadRequest, match="sparsity is 'most'"):
+        load(folder, replace(plan, sparsity="most"))
