@@ -1,0 +1,262 @@
+"""Makes neurons of random ReLU models fire at given rates, and measures how often they do, for `penstock synth`.
+
+Layer after layer: random tokens go through the layer's own weights, by the kernels that compute answers. What each
+neuron has before its ReLU then has a mean and a standard deviation over the tokens, and is nearly normal, as a sum of
+many independent terms. So a shift s makes it fire at the rate r where
+
+    s = deviation · z(r) - mean        z: the quantile function of the standard normal distribution
+
+Where a neuron has no bias, the shift is added to all weights of its row, and so is multiplied by the sum of the FFN's
+input. Then the same holds of the neuron's values divided by that sum. Half of the windows of tokens give the shifts,
+the other half is measured.
+
+Shapes: T rows (tokens), D d_model, N neurons of a layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import BadRequest
+from penstock.graph import ops, passes
+from penstock.graph.lower import Lowering
+from penstock.graph.resident import resident_plan
+from penstock.graph.tasks import Call
+from penstock.planner.solve.powerinfer.activity import HOT_SHARE, Curve, of_mean
+from penstock.runtime import host
+from penstock.runtime.arena import Arenas
+from penstock.runtime.bind_native import NativeBinding, native
+from penstock.runtime.host import Progress
+from penstock.spec.format import FLOAT32, Format
+from penstock.spec.model import ModelSpec
+from penstock.spec.parts import Part
+from penstock.spec.places import HOST
+from penstock.store.files import read_text
+from penstock.store.quantize import decode
+from penstock.store.synth import RandomWeights, Rated
+
+Float32 = NDArray[np.float32]
+
+ACTIVE = 0.03  # the share of neurons that a token needs in OPT models: PowerInfer, Table 3
+ZIPF = "zipf:"
+# Rates beyond these are as if they were these: what a few hundred tokens could not tell from never or always.
+LEAST, MOST = 1e-5, 1 - 1e-5
+_MAX_FILE_BYTES = 64 << 20
+_MOST_STEEP = 4.0
+_WINDOWS, _WINDOW_TOKENS = 8, 64
+_BYTES = 256  # tokens are drawn from those of the byte tokenizer
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How often neurons fire, in no order: float64 [N] for all layers, or one for each. `said`: as the user said it."""
+
+    layers: tuple[NDArray[np.float64], ...]
+    said: str
+
+    def of(self, layer: int, seed: int) -> NDArray[np.float64]:
+        """[N]: the rate of each neuron of a layer. They are shuffled, in each layer differently."""
+        rates = self.layers[layer % len(self.layers)]
+        return np.random.default_rng([seed, layer, 4]).permutation(rates).clip(LEAST, MOST)
+
+
+@dataclass(frozen=True)
+class Fired:
+    """What was measured of a layer, or the means of several: `active`, the share of neurons that fire for a token;
+    `hot`, the share of neurons that makes 80 % of all activations; `alike`, the share of a token's live neurons that
+    were live for the token before it too."""
+
+    active: float
+    hot: float
+    alike: float
+
+
+def parse_rates(said: str, spec: ModelSpec) -> Rates:
+    """`said`: "zipf:S", the rate of the neuron at rank r falling as r^-S, at most 1, with a mean of 3 %; or a file with
+    a rate between 0 and 1 on each line, for the neurons of a layer or for those of all layers.
+
+    Raises BadRequest; BrokenModel and StorageFailed where the file cannot be read.
+    """
+    Rated.of(spec)
+    neurons = {layer.ffns[0].neurons for layer in spec.layers}
+    if said.startswith(ZIPF):
+        steepness = _number(said.removeprefix(ZIPF))
+        if steepness is None or not 0 <= steepness <= _MOST_STEEP:
+            raise BadRequest(f"{said!r}: after {ZIPF} comes the steepness, a number from 0 to {_MOST_STEEP:g}")
+        return Rates(tuple(_zipf(layer.ffns[0].neurons, steepness) for layer in spec.layers), said)
+    file = Path(said)
+    if not file.exists():
+        raise BadRequest(f"{said} is neither {ZIPF}S nor a file")
+    lines = read_text(file, _MAX_FILE_BYTES).split()
+    total = sum(layer.ffns[0].neurons for layer in spec.layers)
+    if len(lines) != total and neurons != {len(lines)}:
+        per_layer = f"{min(neurons)} of a layer or " if len(neurons) == 1 else ""
+        raise BadRequest(f"{said} has {len(lines)} rates; this model needs {per_layer}{total} of all layers")
+    rates = np.empty(len(lines))
+    for i, line in enumerate(lines):
+        rate = _number(line)
+        if rate is None or not 0 <= rate <= 1:
+            raise BadRequest(f"{said}: rate {i + 1} is {line[:20]!r}, not a number from 0 to 1")
+        rates[i] = rate
+    if len(lines) != total:
+        return Rates((rates,), said)
+    edges = accumulate((layer.ffns[0].neurons for layer in spec.layers), initial=0)
+    return Rates(tuple(rates[lo:hi] for lo, hi in pairwise(edges)), said)
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _zipf(neurons: int, steepness: float) -> NDArray[np.float64]:
+    curve: Curve = of_mean(ACTIVE, steepness)
+    return np.array([curve.mean(i / neurons, (i + 1) / neurons) for i in range(neurons)])
+
+
+def find_shifts(
+    spec: ModelSpec, weights: Format, seed: int, rates: Rates, on_progress: Progress | None = None
+) -> tuple[dict[int, Float32], tuple[Fired, ...]]:
+    """The shifts of each layer's neurons, [N] float32, for `store.synth`, and what was measured in each layer. No more
+    than a layer's weights are in memory. Raises BadRequest, StorageFailed where the system refuses memory."""
+    shifts: dict[int, Float32] = {}
+    maker = RandomWeights(spec, seed, shifts=shifts)
+    tokens = np.random.default_rng([seed, 5]).integers(0, min(_BYTES, spec.vocab), (_WINDOWS, _width(spec)), np.int32)
+    fired: list[Fired] = []
+    x: Float32 | None = None
+    for i in range(len(spec.layers)):
+        if on_progress:
+            on_progress("measuring neurons", i, len(spec.layers))
+        layer = _OneLayer(spec, weights, maker, i)
+        try:
+            x, measured = layer.run(tokens, x, rates.of(i, seed), shifts)
+        finally:
+            layer.close()
+        fired.append(measured)
+    return shifts, tuple(fired)
+
+
+def together(fired: Sequence[Fired]) -> Fired:
+    """The means over the layers."""
+    active, hot, alike = (sum(values) / len(fired) for values in zip(*map(_values, fired), strict=True))
+    return Fired(active, hot, alike)
+
+
+def _values(fired: Fired) -> tuple[float, float, float]:
+    return fired.active, fired.hot, fired.alike
+
+
+def _width(spec: ModelSpec) -> int:
+    return min(_WINDOW_TOKENS, spec.max_positions)
+
+
+class _OneLayer:
+    """A layer of a model by itself, in RAM, with the weights that the whole model will have there."""
+
+    def __init__(self, spec: ModelSpec, weights: Format, maker: RandomWeights, index: int) -> None:
+        self._index, self._maker, self._rated = index, maker, Rated.of(spec)
+        alone = replace(spec, layers=(spec.layers[index],), vocab=min(spec.vocab, _BYTES), tied=True)
+        rows = _WINDOWS * _width(spec)
+        self._plan = resident_plan(
+            alone, weights, kv=FLOAT32, context=_width(spec), rows=rows, seqs=_WINDOWS, logits_rows=_WINDOWS
+        )
+        self._lowering, self._arenas = Lowering(self._plan), Arenas(self._plan)
+        self._slots = {self._plan.units[i].part: slot for i, slot in self._lowering.layout.weights.items()}
+        for key, slot in self._slots.items():
+            part = self._plan.parts[key]
+            maker.fill(self._there(part), 0, part.granules, self._arenas.view(slot))
+        self._binding = NativeBinding(
+            self._plan, self._arenas, None, native(None, host.usable_threads(None), exact=False)
+        )
+
+    def close(self) -> None:
+        self._arenas.close()
+
+    def _there(self, part: Part) -> Part:
+        """The part as the whole model has it."""
+        return part if part.layer < 0 else replace(part, key=f"{self._index}.{part.kind}", layer=self._index)
+
+    def run(
+        self, tokens: NDArray[np.int32], x: Float32 | None, rates: NDArray[np.float64], shifts: dict[int, Float32]
+    ) -> tuple[Float32, Fired]:
+        """Finds the layer's shifts, and puts them into `shifts`. tokens int32 [windows, tokens]. `x` float32 [T, D]:
+        what the layer before has left; None for the first. Returns what this one leaves, and what was measured."""
+        (p,) = passes.prompts(self._plan, range(len(tokens)), [tokens.shape[1]] * len(tokens), None)
+        layout, shape = self._lowering.layout, (tokens.size, self._plan.target.spec.d_model)
+        ids = layout.act(HOST, p.batches[0].id, "tokens", 4 * tokens.size)
+        self._arenas.view(ids).view(np.int32)[...] = tokens.reshape(-1)
+        self._binding.begin()
+        measured: Fired | None = None
+        for call in (call for task in self._lowering.step(p) for call in task.calls):
+            if isinstance(call.operands, ops.Head):
+                break
+            if isinstance(call.operands, ops.Ffn):
+                h = self._arenas.array(call.operands.h, np.float32, shape)
+                measured = self._set(h, tokens.shape, rates, shifts)
+            self._binding.call(call)
+            if isinstance(call.operands, ops.Embed) and x is not None:
+                self._arenas.array(call.operands.x, np.float32, shape)[...] = x
+            if isinstance(call.operands, ops.Merge):
+                left = call
+        assert measured is not None
+        return self._left(left, shape), measured
+
+    def _left(self, call: Call, shape: tuple[int, int]) -> Float32:
+        assert isinstance(call.operands, ops.Merge)
+        return self._arenas.array(call.operands.x, np.float32, shape).copy()
+
+    def _set(
+        self, h: Float32, windows: tuple[int, ...], rates: NDArray[np.float64], shifts: dict[int, Float32]
+    ) -> Fired:
+        """Finds the shifts for inputs h float32 [T, D], and writes them into the layer's weights."""
+        part = self._plan.parts["0.ffn"]
+        weights = self._arenas.view(self._slots["0.ffn"]).reshape(part.granules, part.granule_bytes)
+        block, count, n = part.block(self._rated.matrix), math.prod(windows), part.granule_rows
+        scale = np.ones((count, 1), np.float32) if self._rated.bias else h.sum(1, keepdims=True)  # [T, 1]
+        if not (scale > 0).all():
+            raise BadRequest("inputs of an FFN have nothing in common: this model's neurons cannot be given rates")
+        halves, normal = count // 2, NormalDist()
+        z = np.array([normal.inv_cdf(rate) for rate in rates], np.float32)  # [N]
+        found, measured = np.empty(part.rows, np.float32), _Counts(part.rows, windows)
+        for g, granule in enumerate(weights):
+            rows = slice(g * n, min((g + 1) * n, part.rows))
+            matrix = decode(granule[block.offset : block.offset + block.nbytes], block.rows, block.cols, block.format)
+            before = h @ matrix[: rows.stop - rows.start].T / scale  # [T, rows]
+            fitted = before[:halves]
+            found[rows] = fitted.std(0) * z[rows] - fitted.mean(0)
+            measured.add(rows, (before + found[rows] > 0)[halves:])
+        shifts[self._index] = found
+        self._maker.fill(self._there(part), 0, part.granules, weights.reshape(-1))
+        return measured.found()
+
+
+class _Counts:
+    """How often neurons fired in the second half of the windows, [windows, tokens] in all."""
+
+    def __init__(self, neurons: int, windows: tuple[int, ...]) -> None:
+        self._windows, self._fired = windows, np.zeros(neurons, np.int64)
+        self._both = self._after = 0
+
+    def add(self, rows: slice, fires: NDArray[np.bool_]) -> None:
+        """fires [T / 2, rows]."""
+        self._fired[rows] += fires.sum(0)
+        by_window = fires.reshape(-1, self._windows[1], fires.shape[1])  # [windows / 2, tokens, rows]
+        self._both += int((by_window[:, 1:] & by_window[:, :-1]).sum())
+        self._after += int(by_window[:, 1:].sum())
+
+    def found(self) -> Fired:
+        total, tokens = int(self._fired.sum()), math.prod(self._windows) // 2
+        made = np.sort(self._fired)[::-1].cumsum()
+        hot = int(np.searchsorted(made, HOT_SHARE * total)) + 1
+        return Fired(total / tokens / len(self._fired), hot / len(self._fired), self._both / max(1, self._after))
