@@ -65,6 +65,7 @@ def synth(
     note(f"{folder}: {format_bytes(packed.total_bytes)} in {packed.weights.name}, random weights")
     if fired is not None:
         note(
-            f"measured on random tokens: {fired.active:.1%} of neurons fire for a token, {fired.hot:.0%} of a layer's"
-            f" make 80 % of its activations, and {fired.alike:.0%} of those that fire fired for the token before"
+            f"measured on random tokens: {fired.active:.1%} of neurons fire for a token, the hottest"
+            f" {fired.hot:.0%} of a layer make {fired.made:.0%} of its activations, and {fired.alike:.0%} of those that"
+            " fire for a token fired for the one before"
         )

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import NormalDist
@@ -71,11 +71,12 @@ class Rates:
 @dataclass(frozen=True)
 class Fired:
     """What was measured of a layer, or the means of several: `active`, the share of neurons that fire for a token;
-    `hot`, the share of neurons that makes 80 % of all activations; `alike`, the share of a token's live neurons that
-    were live for the token before it too."""
+    `hot`, the share of neurons whose rates are to make 80 % of all activations, and `made`, the share that these make;
+    `alike`, the share of a token's live neurons that were live for the token before it too."""
 
     active: float
     hot: float
+    made: float
     alike: float
 
 
@@ -149,12 +150,7 @@ def find_shifts(
 
 def together(fired: Sequence[Fired]) -> Fired:
     """The means over the layers."""
-    active, hot, alike = (sum(values) / len(fired) for values in zip(*map(_values, fired), strict=True))
-    return Fired(active, hot, alike)
-
-
-def _values(fired: Fired) -> tuple[float, float, float]:
-    return fired.active, fired.hot, fired.alike
+    return Fired(*(sum(values) / len(fired) for values in zip(*map(astuple, fired), strict=True)))
 
 
 def _width(spec: ModelSpec) -> int:
@@ -238,7 +234,7 @@ class _OneLayer:
             measured.add(rows, (before + found[rows] > 0)[halves:])
         shifts[self._index] = found
         self._maker.fill(self._there(part), 0, part.granules, weights.reshape(-1))
-        return measured.found()
+        return measured.found(rates)
 
 
 class _Counts:
@@ -255,8 +251,9 @@ class _Counts:
         self._both += int((by_window[:, 1:] & by_window[:, :-1]).sum())
         self._after += int(by_window[:, 1:].sum())
 
-    def found(self) -> Fired:
-        total, tokens = int(self._fired.sum()), math.prod(self._windows) // 2
-        made = np.sort(self._fired)[::-1].cumsum()
-        hot = int(np.searchsorted(made, HOT_SHARE * total)) + 1
-        return Fired(total / tokens / len(self._fired), hot / len(self._fired), self._both / max(1, self._after))
+    def found(self, rates: NDArray[np.float64]) -> Fired:
+        """`rates` [N]: those that the neurons were given."""
+        total, tokens, order = int(self._fired.sum()), math.prod(self._windows) // 2, np.argsort(-rates)
+        hot = int(np.searchsorted(rates[order].cumsum(), HOT_SHARE * rates.sum())) + 1
+        made = self._fired[order[:hot]].sum() / max(1, total)
+        return Fired(total / tokens / len(rates), hot / len(rates), float(made), self._both / max(1, self._after))
