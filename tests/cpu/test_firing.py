@@ -9,18 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.tale_sparsity import live_neurons
 from penstock.errors import BadRequest, BrokenModel
-from penstock.graph import ops, passes
-from penstock.graph.resident import resident_plan
 from penstock.models import spec_from_config
 from penstock.serve import firing
 from penstock.serve.firing import Rates, find_shifts, parse_rates, together
-from penstock.serve.session import Session
-from penstock.spec.format import FLOAT32, Format, parse_format
+from penstock.spec.format import Format, parse_format
 from penstock.spec.model import ModelSpec
 from penstock.store.packed import Packed, open_packed
-from penstock.store.quantize import decode
-from penstock.store.synth import Rated, synth
+from penstock.store.synth import synth
 from tests.cpu.checkpoints import EXPERTS, LLAMA
 from tests.cpu.commands import here, refused
 
@@ -48,44 +45,6 @@ def made(folder: Path, config: dict[str, Any], weights: str) -> tuple[Packed, Ra
     return open_packed(synth(folder, folder / "packed", parse_format(weights), shifts=shifts)), rates
 
 
-def fires(packed: Packed, tokens: np.ndarray) -> list[np.ndarray]:
-    """bool [T, N] of each layer: which neurons the whole model, as packed, has above 0 for tokens int32 [windows, T /
-    windows]. Each window is a prompt of its own."""
-    plan = resident_plan(packed.spec, packed.weights, kv=FLOAT32, context=tokens.shape[1], rows=tokens.shape[1])
-    matrix, found = Rated.of(packed.spec).matrix, [[] for _ in packed.spec.layers]
-    session = Session(packed, plan)
-    call = session._binding.call
-
-    def hear(each: Any) -> None:
-        op = each.operands
-        if isinstance(op, ops.Ffn):
-            part = packed.parts[f"{op.layer}.ffn"]
-            h = session._arenas.array(op.h, np.float32, (tokens.shape[1], packed.spec.d_model))
-            granules = session._arenas.view(op.weights).reshape(part.granules, part.granule_bytes)
-            found[op.layer].append(
-                np.hstack([before(part, granule, matrix, h) for granule in granules])[:, : part.rows]
-            )
-        call(each)
-
-    session._binding.call = hear  # type: ignore[method-assign]
-    session._binding.run = lambda task: [hear(each) for each in task.calls] and None  # type: ignore[method-assign]
-    for window in tokens:
-        for p in passes.prefill(plan, 0, len(window), None):
-            session.step(p, [window])
-    session.close()
-    return [np.vstack(layer) > 0 for layer in found]
-
-
-def before(part: Any, granule: np.ndarray, matrix: str, h: np.ndarray) -> np.ndarray:
-    """float32 [T, rows]: what a granule's neurons have before their ReLU."""
-    block = part.block(matrix)
-    product = h @ decode(granule[block.offset :][: block.nbytes], block.rows, block.cols, block.format).T
-    if part.has(f"{matrix}_bias"):
-        bias = part.block(f"{matrix}_bias")
-        product = product + granule[bias.offset :][: bias.nbytes].view(np.float32)
-    return np.asarray(product)
-
-
 @pytest.mark.parametrize(
     ("name", "weights"), [("opt", "int4"), ("reglu", "int4"), ("reglu", "bfloat16"), ("squared", "int8")]
 )
@@ -93,7 +52,7 @@ def test_neurons_of_the_model_fire_at_their_rates(tmp_path: Path, name: str, wei
     """On other tokens than those that the shifts were found with."""
     packed, rates = made(tmp_path, CONFIGS[name], weights)
     tokens = np.random.default_rng(77).integers(0, 256, (16, 64), np.int32)
-    for layer, fired in enumerate(fires(packed, tokens)):
+    for layer, fired in enumerate(live_neurons(packed, tokens)):
         wanted, shares = rates.of(layer, 0), fired.mean(0)
         assert shares.mean() == pytest.approx(0.03, rel=0.2), layer
         hottest = np.argsort(-wanted)
