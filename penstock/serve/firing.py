@@ -8,7 +8,8 @@ many independent terms. So a shift s makes it fire at the rate r where
 
 Where a neuron has no bias, the shift is added to all weights of its row, and so is multiplied by the sum of the FFN's
 input. Then the same holds of the neuron's values divided by that sum. Half of the windows of tokens give the shifts,
-the other half is measured.
+the other half is measured. Learned positions are those of tokens anywhere in the first half, and of windows that begin
+anywhere in the second.
 
 Shapes: T rows (tokens), D d_model, N neurons of a layer.
 """
@@ -25,7 +26,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, DoesNotFit
 from penstock.graph import ops, passes
 from penstock.graph.lower import Lowering
 from penstock.graph.resident import resident_plan
@@ -39,9 +40,11 @@ from penstock.spec.format import FLOAT32, Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Part
 from penstock.spec.places import HOST
+from penstock.spec.plan import Plan
 from penstock.store.files import read_text
 from penstock.store.quantize import decode
 from penstock.store.synth import RandomWeights, Rated
+from penstock.units import format_bytes
 
 Float32 = NDArray[np.float32]
 
@@ -92,7 +95,8 @@ def parse_rates(said: str, spec: ModelSpec) -> Rates:
         steepness = _number(said.removeprefix(ZIPF))
         if steepness is None or not 0 <= steepness <= _MOST_STEEP:
             raise BadRequest(f"{said!r}: after {ZIPF} comes the steepness, a number from 0 to {_MOST_STEEP:g}")
-        return Rates(tuple(_zipf(layer.ffns[0].neurons, steepness) for layer in spec.layers), said)
+        by_size = {n: _zipf(n, steepness) for n in neurons}
+        return Rates(tuple(by_size[layer.ffns[0].neurons] for layer in spec.layers), said)
     file = Path(said)
     if not file.exists():
         raise BadRequest(f"{said} is neither {ZIPF}S nor a file")
@@ -130,7 +134,8 @@ def find_shifts(
     spec: ModelSpec, weights: Format, seed: int, rates: Rates, on_progress: Progress | None = None
 ) -> tuple[dict[int, Float32], tuple[Fired, ...]]:
     """The shifts of each layer's neurons, [N] float32, for `store.synth`, and what was measured in each layer. No more
-    than a layer's weights are in memory. Raises BadRequest, StorageFailed where the system refuses memory."""
+    than a layer's weights are in memory. Raises DoesNotFit, StorageFailed where the system refuses memory, and
+    BadRequest where an FFN's inputs have nothing in common."""
     shifts: dict[int, Float32] = {}
     maker = RandomWeights(spec, seed, shifts=shifts)
     tokens = np.random.default_rng([seed, 5]).integers(0, min(_BYTES, spec.vocab), (_WINDOWS, _width(spec)), np.int32)
@@ -167,6 +172,7 @@ class _OneLayer:
         self._plan = resident_plan(
             alone, weights, kv=FLOAT32, context=_width(spec), rows=rows, seqs=_WINDOWS, logits_rows=_WINDOWS
         )
+        _require_room(self._plan, alone)
         self._lowering, self._arenas = Lowering(self._plan), Arenas(self._plan)
         self._slots = {self._plan.units[i].part: slot for i, slot in self._lowering.layout.weights.items()}
         for key, slot in self._slots.items():
@@ -201,12 +207,30 @@ class _OneLayer:
                 h = self._arenas.array(call.operands.h, np.float32, shape)
                 measured = self._set(h, tokens.shape, rates, shifts)
             self._binding.call(call)
-            if isinstance(call.operands, ops.Embed) and x is not None:
-                self._arenas.array(call.operands.x, np.float32, shape)[...] = x
+            if isinstance(call.operands, ops.Embed):
+                embedded = self._arenas.array(call.operands.x, np.float32, shape)
+                if x is None:
+                    self._move(embedded, tokens.shape)
+                else:
+                    embedded[...] = x
             if isinstance(call.operands, ops.Merge):
                 left = call
         assert measured is not None
         return self._left(left, shape), measured
+
+    def _move(self, x: Float32, windows: tuple[int, ...]) -> None:
+        """Gives tokens other learned positions, if the model has any. x float32 [T, D]: embedded at the first ones."""
+        spec = self._plan.target.spec
+        if not spec.position_rows:
+            return
+        block, edges = self._plan.parts["edges"].block("positions"), self._arenas.view(self._slots["edges"])
+        packed = edges[block.offset : block.offset + block.nbytes]
+        table = decode(packed, block.rows, block.cols, block.format, tiled=False)[spec.position_offset :]
+        rng, (count, width) = np.random.default_rng([self._maker.seed, 6]), windows
+        at = np.tile(np.arange(width), (count, 1))  # [windows, tokens]
+        moved = at + rng.integers(0, spec.max_positions - width + 1, (count, 1))
+        moved[: count // 2] = rng.integers(0, spec.max_positions, (count // 2, width))
+        x += table[moved.reshape(-1)] - table[at.reshape(-1)]
 
     def _left(self, call: Call, shape: tuple[int, int]) -> Float32:
         assert isinstance(call.operands, ops.Merge)
@@ -235,6 +259,16 @@ class _OneLayer:
         shifts[self._index] = found
         self._maker.fill(self._there(part), 0, part.granules, weights.reshape(-1))
         return measured.found(rates)
+
+
+def _require_room(plan: Plan, spec: ModelSpec) -> None:
+    """Raises DoesNotFit where this machine has no room for a layer, and for learned positions as they are made."""
+    need, have = plan.tier_bytes()[HOST] + 4 * spec.position_rows * spec.d_model, host.available_bytes()
+    if need > have:
+        text = f"measuring neurons takes {format_bytes(need)}, a layer of the model by itself"
+        raise DoesNotFit(
+            f"{text}; {format_bytes(have)} is free", tier=HOST, need_bytes=need, have_bytes=have, minimum_bytes=need
+        )
 
 
 class _Counts:

@@ -51,7 +51,7 @@ ROUTED_OUT = 0.1
 
 # Of learned positions in models whose neurons fire at given rates: how much of a position's row the next one has, and
 # how large rows are relative to tokens' embeddings. Successive tokens so share some of their live neurons.
-POSITIONS_ALIKE, POSITIONS_STD = 0.97, 1.7
+POSITIONS_ALIKE, POSITIONS_STD = 0.95, 1.3
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from bench.tale_sparsity import live_neurons
-from penstock.errors import BadRequest, BrokenModel
+from penstock.errors import BadRequest, BrokenModel, DoesNotFit
 from penstock.models import spec_from_config
+from penstock.runtime import host
 from penstock.serve import firing
 from penstock.serve.firing import Rates, find_shifts, parse_rates, together
-from penstock.spec.format import Format, parse_format
+from penstock.spec.format import FLOAT32, parse_format
 from penstock.spec.model import ModelSpec
 from penstock.store.packed import Packed, open_packed
 from penstock.store.synth import synth
@@ -51,7 +52,7 @@ def made(folder: Path, config: dict[str, Any], weights: str) -> tuple[Packed, Ra
 def test_neurons_of_the_model_fire_at_their_rates(tmp_path: Path, name: str, weights: str) -> None:
     """On other tokens than those that the shifts were found with."""
     packed, rates = made(tmp_path, CONFIGS[name], weights)
-    tokens = np.random.default_rng(77).integers(0, 256, (16, 64), np.int32)
+    tokens = np.random.default_rng(77).integers(0, 256, (4, 400), np.int32)
     for layer, fired in enumerate(live_neurons(packed, tokens)):
         wanted, shares = rates.of(layer, 0), fired.mean(0)
         assert shares.mean() == pytest.approx(0.03, rel=0.2), layer
@@ -62,7 +63,7 @@ def test_neurons_of_the_model_fire_at_their_rates(tmp_path: Path, name: str, wei
         often = wanted > 0.1
         assert np.corrcoef(wanted[often], shares[often])[0, 1] > 0.9
         assert hottest[:8].max() > 64
-        by_window = fired.reshape(16, 64, -1)
+        by_window = fired.reshape(4, 400, -1)
         alike = (by_window[:, 1:] & by_window[:, :-1]).sum() / by_window[:, 1:].sum()
         assert 0.28 < alike < 0.6
 
@@ -87,7 +88,7 @@ def test_rates_from_a_file(tmp_path: Path) -> None:
     file.write_text("\n".join(["0.25"] * 492 + ["0.5"] * 492 + ["0.75"] * 492))
     rates = parse_rates(str(file), spec)
     assert [float(rates.of(i, 0).mean()) for i in range(3)] == [0.25, 0.5, 0.75]
-    _, fired = find_shifts(spec, Format("float32"), 0, rates)
+    _, fired = find_shifts(spec, FLOAT32, 0, rates)
     assert [layer.active for layer in fired] == pytest.approx([0.25, 0.5, 0.75], abs=0.02)
 
 
@@ -136,6 +137,12 @@ def test_a_file_of_bytes_and_one_too_long(tmp_path: Path, monkeypatch: pytest.Mo
 def test_models_without_zeros_are_refused(config: dict[str, Any]) -> None:
     with pytest.raises(BadRequest, match="of relu or relu2"):
         parse_rates(RATES, spec_of(config))
+
+
+def test_a_layer_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "available_bytes", lambda: 1 << 20)
+    with pytest.raises(DoesNotFit, match=r"takes .*MiB, a layer of the model by itself; 1.00 MiB is free"):
+        find_shifts(spec_of(OPT), FLOAT32, 0, parse_rates(RATES, spec_of(OPT)))
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
