@@ -38,7 +38,6 @@ from penstock.runtime.bind_native import NativeBinding, native
 from penstock.runtime.host import Progress
 from penstock.spec.format import FLOAT32, Format
 from penstock.spec.model import ModelSpec
-from penstock.spec.parts import Part
 from penstock.spec.places import HOST
 from penstock.spec.plan import Plan
 from penstock.store.files import read_text
@@ -141,15 +140,18 @@ def find_shifts(
     tokens = np.random.default_rng([seed, 5]).integers(0, min(_BYTES, spec.vocab), (_WINDOWS, _width(spec)), np.int32)
     fired: list[Fired] = []
     x: Float32 | None = None
-    for i in range(len(spec.layers)):
-        if on_progress:
-            on_progress("measuring neurons", i, len(spec.layers))
-        layer = _OneLayer(spec, weights, maker, i)
-        try:
-            x, measured = layer.run(tokens, x, rates.of(i, seed), shifts)
-        finally:
-            layer.close()
-        fired.append(measured)
+    layer = _OneLayer(spec, weights, maker, 0)
+    try:
+        for i in range(len(spec.layers)):
+            if on_progress:
+                on_progress("measuring the neurons of layers", i, len(spec.layers))
+            if spec.layers[i] != spec.layers[max(0, i - 1)]:
+                layer.close()
+                layer = _OneLayer(spec, weights, maker, i)
+            x, measured = layer.run(i, tokens, x, rates.of(i, seed), shifts)
+            fired.append(measured)
+    finally:
+        layer.close()
     return shifts, tuple(fired)
 
 
@@ -163,10 +165,11 @@ def _width(spec: ModelSpec) -> int:
 
 
 class _OneLayer:
-    """A layer of a model by itself, in RAM, with the weights that the whole model will have there."""
+    """One layer of a model at a time, in RAM, with the weights that the whole model will have there. The layers are all
+    like the one at `index`."""
 
     def __init__(self, spec: ModelSpec, weights: Format, maker: RandomWeights, index: int) -> None:
-        self._index, self._maker, self._rated = index, maker, Rated.of(spec)
+        self._maker, self._rated = maker, Rated.of(spec)
         alone = replace(spec, layers=(spec.layers[index],), vocab=min(spec.vocab, _BYTES), tied=True)
         rows = _WINDOWS * _width(spec)
         self._plan = resident_plan(
@@ -175,9 +178,7 @@ class _OneLayer:
         _require_room(self._plan, alone)
         self._lowering, self._arenas = Lowering(self._plan), Arenas(self._plan)
         self._slots = {self._plan.units[i].part: slot for i, slot in self._lowering.layout.weights.items()}
-        for key, slot in self._slots.items():
-            part = self._plan.parts[key]
-            maker.fill(self._there(part), 0, part.granules, self._arenas.view(slot))
+        self._fill(index, "embed", "edges")
         self._binding = NativeBinding(
             self._plan, self._arenas, None, native(None, host.usable_threads(None), exact=False)
         )
@@ -185,15 +186,21 @@ class _OneLayer:
     def close(self) -> None:
         self._arenas.close()
 
-    def _there(self, part: Part) -> Part:
-        """The part as the whole model has it."""
-        return part if part.layer < 0 else replace(part, key=f"{self._index}.{part.kind}", layer=self._index)
+    def _fill(self, index: int, *kinds: str) -> None:
+        """Writes the weights of parts of these kinds, as the whole model has them in its layer `index`."""
+        for part in self._plan.parts.values():
+            if part.kind in kinds:
+                there = part if part.layer < 0 else replace(part, key=f"{index}.{part.kind}", layer=index)
+                self._maker.fill(there, 0, part.granules, self._arenas.view(self._slots[part.key]))
 
     def run(
-        self, tokens: NDArray[np.int32], x: Float32 | None, rates: NDArray[np.float64], shifts: dict[int, Float32]
-    ) -> tuple[Float32, Fired]:
-        """Finds the layer's shifts, and puts them into `shifts`. tokens int32 [windows, tokens]. `x` float32 [T, D]:
-        what the layer before has left; None for the first. Returns what this one leaves, and what was measured."""
+        self, index: int, tokens: NDArray[np.int32], x: Float32 | None, rates: NDArray[np.float64],
+        shifts: dict[int, Float32],
+    ) -> tuple[Float32, Fired]:  # fmt: skip
+        """Finds the shifts of layer `index`, and puts them into `shifts`. tokens int32 [windows, tokens]. `x` float32
+        [T, D]: what the layer before has left; None for the first. Returns what this one leaves, and what was
+        measured."""
+        self._fill(index, "norms", "attn", "ffn")
         (p,) = passes.prompts(self._plan, range(len(tokens)), [tokens.shape[1]] * len(tokens), None)
         layout, shape = self._lowering.layout, (tokens.size, self._plan.target.spec.d_model)
         ids = layout.act(HOST, p.batches[0].id, "tokens", 4 * tokens.size)
@@ -201,11 +208,10 @@ class _OneLayer:
         self._binding.begin()
         measured: Fired | None = None
         for call in (call for task in self._lowering.step(p) for call in task.calls):
-            if isinstance(call.operands, ops.Head):
-                break
             if isinstance(call.operands, ops.Ffn):
                 h = self._arenas.array(call.operands.h, np.float32, shape)
-                measured = self._set(h, tokens.shape, rates, shifts)
+                shifts[index], measured = self._find(h, tokens.shape, rates)
+                self._fill(index, "ffn")
             self._binding.call(call)
             if isinstance(call.operands, ops.Embed):
                 embedded = self._arenas.array(call.operands.x, np.float32, shape)
@@ -236,10 +242,8 @@ class _OneLayer:
         assert isinstance(call.operands, ops.Merge)
         return self._arenas.array(call.operands.x, np.float32, shape).copy()
 
-    def _set(
-        self, h: Float32, windows: tuple[int, ...], rates: NDArray[np.float64], shifts: dict[int, Float32]
-    ) -> Fired:
-        """Finds the shifts for inputs h float32 [T, D], and writes them into the layer's weights."""
+    def _find(self, h: Float32, windows: tuple[int, ...], rates: NDArray[np.float64]) -> tuple[Float32, Fired]:
+        """The shifts [N] for inputs h float32 [T, D], and what was measured."""
         part = self._plan.parts["0.ffn"]
         weights = self._arenas.view(self._slots["0.ffn"]).reshape(part.granules, part.granule_bytes)
         block, count, n = part.block(self._rated.matrix), math.prod(windows), part.granule_rows
@@ -256,9 +260,7 @@ class _OneLayer:
             fitted = before[:halves]
             found[rows] = fitted.std(0) * z[rows] - fitted.mean(0)
             measured.add(rows, (before + found[rows] > 0)[halves:])
-        shifts[self._index] = found
-        self._maker.fill(self._there(part), 0, part.granules, weights.reshape(-1))
-        return measured.found(rates)
+        return found, measured.found(rates)
 
 
 def _require_room(plan: Plan, spec: ModelSpec) -> None:
