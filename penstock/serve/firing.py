@@ -30,7 +30,6 @@ from penstock.errors import BadRequest, DoesNotFit
 from penstock.graph import ops, passes
 from penstock.graph.lower import Lowering
 from penstock.graph.resident import resident_plan
-from penstock.graph.tasks import Call
 from penstock.planner.solve.powerinfer.activity import HOT_SHARE, Curve, of_mean
 from penstock.runtime import host
 from penstock.runtime.arena import Arenas
@@ -220,9 +219,9 @@ class _OneLayer:
                 else:
                     embedded[...] = x
             if isinstance(call.operands, ops.Merge):
-                left = call
+                left = call.operands.x
         assert measured is not None
-        return self._left(left, shape), measured
+        return self._arenas.array(left, np.float32, shape).copy(), measured
 
     def _move(self, x: Float32, windows: tuple[int, ...]) -> None:
         """Gives tokens other learned positions, if the model has any. x float32 [T, D]: embedded at the first ones."""
@@ -237,10 +236,6 @@ class _OneLayer:
         moved = at + rng.integers(0, spec.max_positions - width + 1, (count, 1))
         moved[: count // 2] = rng.integers(0, spec.max_positions, (count // 2, width))
         x += table[moved.reshape(-1)] - table[at.reshape(-1)]
-
-    def _left(self, call: Call, shape: tuple[int, int]) -> Float32:
-        assert isinstance(call.operands, ops.Merge)
-        return self._arenas.array(call.operands.x, np.float32, shape).copy()
 
     def _find(self, h: Float32, windows: tuple[int, ...], rates: NDArray[np.float64]) -> tuple[Float32, Fired]:
         """The shifts [N] for inputs h float32 [T, D], and what was measured."""
