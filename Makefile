@@ -19,7 +19,7 @@ TYPED := penstock
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz fuzz-files bench-startup bench-checks bench-fit bench-quality bench-cpu bench-predict bench-choice bench-papers bench-pipo bench-policies bench-experts bench-offload bench-serve gpu-wheels clean FORCE
+.PHONY: help demo test check fuzz fuzz-files bench-startup bench-checks bench-fit bench-quality bench-cpu bench-predict bench-choice bench-papers bench-pipo bench-policies bench-sparsity bench-experts bench-offload bench-serve gpu-wheels clean FORCE
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -78,6 +78,9 @@ bench-pipo: .venv/run.stamp ## PIPO's tables for this machine, 1B shape: ablatio
 
 bench-policies: .venv/test.stamp .venv/plot.stamp ## hit rates of every way to keep experts, over a trained model; a page and a picture into docs/
 	@$(BIN)/python -m bench.policies --plot docs/experts.svg --table docs/EXPERTS.md $(ARGS)
+
+bench-sparsity: .venv/test.stamp .venv/plot.stamp ## which neurons of trained ReLU models fire; a page and a picture into docs/
+	@$(BIN)/python -m bench.tale_sparsity --plot docs/sparsity.svg --table docs/SPARSITY.md $(ARGS)
 
 bench-experts: .venv/bench.stamp ## 30 billion weights in experts, in RAM and within 13.5, 9.2 and 4.9 GB, against llama.cpp
 	@$(BIN)/python -m bench.experts $(ARGS)

@@ -2,6 +2,7 @@
 
 Tensor names are those of Hugging Face, so that a state dict is a checkpoint without any renaming but that of experts. A
 sibling architecture is an entry in `ARCHITECTURES`, and a feed-forward block in `FEED_FORWARDS` where its own differs.
+`reference_opt.py` has the OPT.
 
 Shapes: B sequences, T positions, D model width, H query heads, K key-value heads, h head width, E experts, A of them
 active for a token, F neurons of an FFN or of an expert, V vocabulary, N = B * T tokens.
@@ -42,6 +43,8 @@ class Architecture:
 
     def hf_config(self, bos: int, eos: int) -> dict[str, object]:
         """config.json, complete: nothing is left to a reader's defaults."""
+        if self.model_type == "opt":
+            return self.opt_config(bos, eos)
         return {
             "architectures": [CLASSES[self.model_type]],
             "model_type": self.model_type,
@@ -69,6 +72,35 @@ class Architecture:
             **(self.expert_config() if self.experts else {}),
         }
 
+    def opt_config(self, bos: int, eos: int) -> dict[str, object]:
+        """config.json of an OPT whose norms stand before the blocks."""
+        return {
+            "architectures": [CLASSES["opt"]],
+            "model_type": "opt",
+            "_remove_final_layer_norm": False,
+            "activation_function": self.hidden_act,
+            "attention_dropout": 0.0,
+            "bos_token_id": bos,
+            "do_layer_norm_before": True,
+            "dropout": 0.0,
+            "enable_bias": True,
+            "eos_token_id": eos,
+            "ffn_dim": self.neurons,
+            "hidden_size": self.width,
+            "init_std": INIT_STD,
+            "layer_norm_elementwise_affine": True,
+            "layerdrop": 0.0,
+            "max_position_embeddings": self.context,
+            "num_attention_heads": self.heads,
+            "num_hidden_layers": self.layers,
+            "pad_token_id": None,
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+            "use_cache": True,
+            "vocab_size": self.vocab,
+            "word_embed_proj_dim": self.width,
+        }
+
     def expert_config(self) -> dict[str, object]:
         """What config.json says more where layers have experts."""
         return {
@@ -87,7 +119,11 @@ class Architecture:
 
 ARCHITECTURES = {
     "llama": Architecture("tale-llama"),
-    "relu": Architecture("tale-relu", hidden_act="relu"),
+    # Widths that 256 divides: kernels that take neurons one by one need no remainder.
+    "relu": Architecture("tale-relu", hidden_act="relu", neurons=768),
+    "opt": Architecture(
+        "tale-opt", hidden_act="relu", feed_forward="plain", kv_heads=8, neurons=1024, model_type="opt"
+    ),
     # 11.7 million parameters, 3.9 million of them at work for a token. 32 experts, since of 8 a token would need half.
     "moe": Architecture(
         "tale-moe",
@@ -102,7 +138,7 @@ ARCHITECTURES = {
     ),
 }
 
-CLASSES = {"llama": "LlamaForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+CLASSES = {"llama": "LlamaForCausalLM", "opt": "OPTForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
 INIT_STD = 0.02
 

@@ -26,6 +26,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from reference_model import ARCHITECTURES, Architecture, Model, from_checkpoint, to_checkpoint
+from reference_opt import Opt
+from reference_sparsity import sparsity_text
 from reference_text import (
     BOS,
     BOS_ID,
@@ -51,6 +53,10 @@ FINAL_SHARE = 0.05  # of the peak rate, at the last step
 WARMUP = 200
 WEIGHT_DECAY = 0.1
 REPORT = 20  # steps from one line of progress to the next
+
+
+def make_model(arch: Architecture) -> Model | Opt:
+    return Opt(arch) if arch.model_type == "opt" else Model(arch)
 
 
 def losses(model: Callable[[Tensor], tuple[Tensor, Tensor]], inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +103,7 @@ def has_bfloat16(device: torch.device) -> bool:
     return device.type != "cpu" or "avx512_bf16" in Path("/proc/cpuinfo").read_text()
 
 
-def train(model: Model, stream: Tensor, steps: int, length: int, device: torch.device, compiled: bool) -> Effort:
+def train(model: Model | Opt, stream: Tensor, steps: int, length: int, device: torch.device, compiled: bool) -> Effort:
     """Trains in place."""
     # 6.95 M parameters, 4 x 512 tokens a step, two cores with AVX-512 BF16: 2050 tokens/s in float32, 2950 with
     # bfloat16 autocast, 3560 compiled as well (for 40 s of compilation); this loop, optimizer and all, runs at 3000.
@@ -136,7 +142,7 @@ def train(model: Model, stream: Tensor, steps: int, length: int, device: torch.d
 
 
 @torch.inference_mode()
-def mean_loss(model: Model, stream: Tensor, length: int) -> float:
+def mean_loss(model: Model | Opt, stream: Tensor, length: int) -> float:
     """Nats a token in float32, over windows that do not overlap: every token but bos is scored once."""
     padded = F.pad(stream, (0, -len(stream) % length), value=BOS_ID)  # bos is not scored
     device = next(model.parameters()).device
@@ -155,7 +161,7 @@ def unigram_loss(train_stream: Tensor, stream: Tensor, vocab: int) -> float:
 
 
 @torch.inference_mode()
-def sample(model: Model, tokenizer: Tokenizer, prompt: str, tokens: int) -> str:
+def sample(model: Model | Opt, tokenizer: Tokenizer, prompt: str, tokens: int) -> str:
     """A continuation at temperature 0.7 among the 40 likeliest tokens. Without a KV cache: it is made once."""
     generator = torch.Generator().manual_seed(SEED)
     device = next(model.parameters()).device
@@ -178,7 +184,7 @@ def as_json(value: object) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def save_model(folder: Path, arch: Architecture, tokenizer: Tokenizer, model: Model) -> None:
+def save_model(folder: Path, arch: Architecture, tokenizer: Tokenizer, model: Model | Opt) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rounded = {name: weight.detach().cpu().bfloat16().contiguous() for name, weight in model.state_dict().items()}
     write(folder, "model.safetensors", save(to_checkpoint(arch, rounded), metadata={"format": "pt"}))
@@ -195,10 +201,10 @@ def save_model(folder: Path, arch: Architecture, tokenizer: Tokenizer, model: Mo
     write(folder, "tokenizer_config.json", as_json(tokenizer_config))
 
 
-def load_saved(folder: Path, arch: Architecture, device: torch.device) -> Model:
+def load_saved(folder: Path, arch: Architecture, device: torch.device) -> Model | Opt:
     """The model as a user gets it: the rounded weights of the file, computed with in float32."""
     weights = from_checkpoint(arch, load((folder / "model.safetensors").read_bytes()))
-    model = Model(arch)
+    model = make_model(arch)
     model.load_state_dict({name: weight.float() for name, weight in weights.items()})
     return model.to(device).eval()
 
@@ -211,14 +217,14 @@ pipeline_tag: text-generation
 
 # {name}
 
-A small trained language model that ships with penstock, for its demo, tests and examples. It has {parameters:.2f} M
-parameters, model_type `{model_type}`, a gated FFN with hidden_act `{hidden_act}`, and grouped-query attention. It
+A small trained language model for penstock's demo, tests and examples. It has {parameters:.2f} M parameters,
+model_type `{model_type}`, {ffn_kind} with hidden_act `{hidden_act}`, and {attention_kind} attention. It
 writes what looks like old English prose and knows nothing: a model to run an engine with, not to ask questions of.
 
 | | |
 |---|---|
 | layers × width | {layers} × {width} |
-| attention | {heads} query heads, {kv_heads} key-value heads, {head_width} wide; RoPE θ = {rope_theta:.0f} |
+| attention | {heads} query heads, {kv_heads} key-value heads, {head_width} wide; {positions} |
 | FFN | {ffn} |
 | vocabulary | {vocab}, byte-level BPE trained on the same text; embedding and head tied |
 | context | {context} tokens |
@@ -241,7 +247,7 @@ The unigram model knows how often each token occurs in the training text, with o
 "{prompt}", continued at temperature 0.7 among the 40 likeliest tokens:
 
 {sample}
-
+{sparsity}
 ## How it was made
 
     {command}
@@ -283,9 +289,14 @@ def publish(folder: Path, arch: Architecture, books: list[Book], effort: Effort,
         mean_loss(model, streams["probe"], arch.context),
     )
     unigram = unigram_loss(streams["train"], streams["held_out"], arch.vocab)
+    opt = arch.model_type == "opt"
     prompt, seen = "Once upon a time", effort.steps * BATCH * arch.context
     card = CARD.format(
         **asdict(arch),
+        ffn_kind="an ungated FFN" if opt else "a gated FFN",
+        attention_kind="multi-head" if arch.heads == arch.kv_heads else "grouped-query",
+        positions="learned positions" if opt else f"RoPE θ = {arch.rope_theta:.0f}",
+        sparsity=sparsity_text(model, streams["held_out"]) if arch.hidden_act == "relu" else "",
         ffn=f"{arch.experts} experts of {arch.neurons} neurons, {arch.active} of them for a token"
         if arch.experts
         else f"{arch.neurons} neurons",
@@ -355,7 +366,7 @@ def main() -> None:
     tokenizer = train_tokenizer(books, arch.vocab)
     stream = encode(tokenizer, [book.train for book in books])
     print(f"{len(stream)} training tokens", file=sys.stderr, flush=True)
-    model = Model(arch).to(device)
+    model = make_model(arch).to(device)
     effort = train(model, stream, options.steps, arch.context, device, not options.no_compile)
     save_model(folder, arch, tokenizer, model)
     publish(folder, arch, books, effort, device)

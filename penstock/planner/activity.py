@@ -100,12 +100,12 @@ def fit(active: float, hot: float) -> Curve:
         return Curve(1.0, 0.0)
 
     def too_flat(steepness: float) -> bool:
-        return _of_mean(active, steepness).total(min(1.0, hot)) / active < HOT_SHARE
+        return of_mean(active, steepness).total(min(1.0, hot)) / active < HOT_SHARE
 
-    return _of_mean(active, _bisected(0.0, _MOST_STEEP, _STEPS, too_flat)[1])
+    return of_mean(active, _bisected(0.0, _MOST_STEEP, _STEPS, too_flat)[1])
 
 
-def _of_mean(active: float, steepness: float) -> Curve:
+def of_mean(active: float, steepness: float) -> Curve:
     """The curve of this mean and steepness, by a bisection over the logarithm of the edge. The edge is less than the
     mean, because f is 1 up to the edge. exp(-690) is nearly the smallest float."""
     _, edge = _bisected(-690.0, log(active), _STEPS, lambda at: Curve(exp(at), steepness).total(1.0) < active)

@@ -3,27 +3,36 @@
 Weights come out of a few pools of random numbers, which are read from another offset for every matrix: to draw billions
 of numbers would take longer than to write them. All matrices have mean 0 and standard deviation 1 / sqrt(fan-in). So a
 layer adds about as much as it reads, and activations stay finite over 80 layers.
+
+Models with a ReLU can have neurons that fire at rates of their own: a number for each neuron, its `shift`, is added to
+what the ReLU gets. It stands in the bias of the first matrix. Without such a bias it is added to every weight of the
+neuron's row, and all inputs of the FFN have a part in common, which is the same for each element. A token's state must
+then differ from others' in every layer, so layers add little to it (`Rated`).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.errors import BadRequest
 from penstock.models import TensorSource, sources
 from penstock.spec.format import TILE_ROWS, Format
-from penstock.spec.model import ModelSpec
+from penstock.spec.model import RELUS, ModelSpec
 from penstock.spec.parts import Block, Part, parts
 from penstock.store.files import read_bytes
 from penstock.store.manifest import CONFIG
 from penstock.store.packed import MAX_CONFIG_BYTES, read_config
-from penstock.store.quantize import encode, encode_rows, fields, words
+from penstock.store.quantize import decode, encode, encode_rows, fields, words
 from penstock.store.writer import SHARD_BYTES, Progress, write_packed
 
 Array = npt.NDArray[Any]
@@ -33,12 +42,40 @@ _NORMALS = 2 << 20
 _CODE_BYTES = 4 << 20
 _SCALES = 64 << 10
 _NORM_STD, _BIAS_STD = 0.1, 0.02
+_INTO_RESIDUAL = ("o", "down", "o_bias", "down_bias")
 # What attention adds in models with experts, relative to an FFN. Random attention averages over all positions: with 1.0
 # the states of different tokens were parallel after 10 layers (cosine 0.88), and all tokens went to the same 25 of 128
 # experts.
 ROUTED_OUT = 0.1
 
+# Of learned positions in models whose neurons fire at given rates: how much of a position's row the next one has, and
+# how large rows are relative to tokens' embeddings. Successive tokens so share some of their live neurons.
+POSITIONS_ALIKE, POSITIONS_STD = 0.95, 1.3
+
 BOS, EOS = "<|bos|>", "<|eos|>"
+
+Shifts = Mapping[int, Array]  # float32 [N] by layer
+
+
+@dataclass(frozen=True)
+class Rated:
+    """Where the shifts of a model's neurons go. `matrix`: the block whose product the ReLU gets. `bias`: its bias, ""
+    where it has none."""
+
+    matrix: str
+    bias: str
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> Rated:
+        """Raises BadRequest for a model whose neurons do not all have a ReLU."""
+        kinds = {(f.activation in RELUS, f.gated, f.up_bias) for layer in spec.layers for f in layer.ffns}
+        if spec.is_routed or len(kinds) > 1 or not next(iter(kinds))[0]:
+            said = ", ".join(sorted({f.activation for layer in spec.layers for f in layer.ffns}))
+            what = f"this model has {'experts' if spec.is_routed else said}"
+            raise BadRequest(f"neurons have rates where all FFNs are dense, alike, and of {' or '.join(RELUS)}: {what}")
+        _, gated, has_bias = kinds.pop()
+        matrix = "gate" if gated else "up"
+        return cls(matrix, f"{matrix}_bias" if has_bias else "")
 
 
 def synth(
@@ -50,11 +87,13 @@ def synth(
     shard_bytes: int = SHARD_BYTES,
     spread: Path | None = None,
     router_skew: float = 0.0,
+    shifts: Shifts | None = None,
 ) -> Path:
     """Writes the packed model `dst` of the shape that `config` (a folder or its config.json) describes.
 
     `weights`: the format, None for the config's own. `router_skew`: the norms of a router's rows fall as
-    rank^-router_skew, so that some experts are asked for more often than others; with 0 all norms are alike. The same
+    rank^-router_skew, so that some experts are asked for more often than others; with 0 all norms are alike. `shifts`:
+    of the neurons of a model with ReLU (`serve.firing` finds them); None for a model as random as others. The same
     arguments give the same bytes. A byte tokenizer and its generation_config.json are written too. Raises and resumes
     as `pack.pack`.
     """
@@ -62,10 +101,12 @@ def synth(
     file = config / CONFIG if config.is_dir() else config
     weights = weights or Format(spec.dtype)
     extras = {CONFIG: read_bytes(file, MAX_CONFIG_BYTES), **byte_tokenizer(spec)}
-    fingerprint = {"weights": weights.name, "seed": seed, "config": zlib.crc32(extras[CONFIG])}
+    fingerprint: dict[str, Any] = {"weights": weights.name, "seed": seed, "config": zlib.crc32(extras[CONFIG])}
     if router_skew:
         fingerprint["router_skew"] = str(router_skew)
-    maker = RandomWeights(spec, seed, router_skew)
+    if shifts is not None:
+        fingerprint["shifts"] = [zlib.crc32(shifts[layer].tobytes()) for layer in sorted(shifts)]
+    maker = RandomWeights(spec, seed, router_skew, shifts)
     return write_packed(
         dst, parts(spec, weights), weights, fingerprint, maker.fill, extras, progress, shard_bytes, spread
     )
@@ -73,15 +114,20 @@ def synth(
 
 class RandomWeights:
     """Makes granules out of the pools. Matrices of whole granules are copied from a pool in the format. Vectors, and
-    matrices of granules that are not full and so hold padding, are encoded."""
+    matrices of granules that are not full and so hold padding, are encoded.
 
-    def __init__(self, spec: ModelSpec, seed: int, router_skew: float = 0.0) -> None:
-        self.spec, self.seed, self.router_skew = spec, seed, router_skew
+    `shifts`: of neurons that fire at rates of their own; a layer that it lacks has none yet. None for all other models.
+    """
+
+    def __init__(self, spec: ModelSpec, seed: int, router_skew: float = 0.0, shifts: Shifts | None = None) -> None:
+        self.spec, self.seed, self.router_skew, self.shifts = spec, seed, router_skew, shifts
+        self.rated = None if shifts is None else Rated.of(spec)
         self.sources: dict[tuple[str, str], TensorSource] = sources(spec)
         self._pools: dict[tuple[str, Format, float], Array] = {}
 
     def fill(self, part: Part, lo: int, hi: int, out: Array) -> None:
         """Writes granules lo..hi of the part to `out`, uint8 [(hi - lo) · granule_bytes]."""
+        shifts = None if self.shifts is None or part.kind != "ffn" else self.shifts.get(part.layer)
         for g in range(lo, hi):
             granule = out[(g - lo) * part.granule_bytes :][: part.granule_bytes]
             if part.by_neurons:
@@ -96,6 +142,19 @@ class RandomWeights:
                 end = block.offset + block.nbytes
                 self._block(part, block, g, granule[block.offset : end])
             granule[end:] = 0
+            if shifts is not None:
+                self._shift(part, granule, shifts[g * part.granule_rows :][: part.granule_rows])
+            elif self.rated and part.key == "embed" and not self.rated.bias and self.spec.norm.kind == "rms":
+                _add(granule, part.block("rows"), np.full(part.rows_of(g, g + 1), self.spec.d_embed**-0.5, np.float32))
+
+    def _shift(self, part: Part, granule: Array, shifts: Array) -> None:
+        """Adds its shift to what each neuron of a granule has before its ReLU. shifts float32 [rows]."""
+        assert self.rated is not None
+        if not self.rated.bias:
+            _add(granule, part.block(self.rated.matrix), shifts)
+            return
+        block = part.block(self.rated.bias)
+        granule[block.offset : block.offset + block.nbytes].view(np.float32)[: len(shifts)] = shifts
 
     def _block(self, part: Part, block: Block, g: int, out: Array) -> None:
         # Offsets are multiples of 64 elements: neighbouring matrices share no element at the same place.
@@ -104,8 +163,13 @@ class RandomWeights:
         rows = part.rows_of(g, g + 1)
         vector = block.rows == 1 and not block.tiled
         scale = ROUTED_OUT if block.name == "o" and self.spec.is_routed else 1.0
+        if self.rated and block.name in _INTO_RESIDUAL:  # over all layers no more than a token's embedding
+            scale = (self.spec.d_model * len(self.spec.layers)) ** -0.5
         if not vector and rows == part.granule_rows:
             fan_in = block.cols * part.rows // part.granule_rows if by_column else block.cols
+            if self.rated and block.name == "positions":
+                encode(self.alike_rows(block), block.format, out=out, tiled=block.tiled)
+                return
             if part.kind == "router" and block.name == "scores" and self.router_skew:
                 encode(self.router_rows(part.layer, block), block.format, out=out, tiled=block.tiled)
                 return
@@ -114,6 +178,12 @@ class RandomWeights:
         if vector:
             shape = (1, block.cols * rows // part.granule_rows)
             mean, std = (0.0, _BIAS_STD) if block.name.endswith("bias") else (1.0 - self.spec.norm.offset, _NORM_STD)
+            if self.rated and block.name == "final":  # signs at random, or a tied head finds each token likest itself
+                mean, std = -self.spec.norm.offset, 1.0
+            elif self.rated and block.name in _INTO_RESIDUAL:
+                std = scale
+            elif self.rated and block.name == "ffn_in_bias" and not self.rated.bias:
+                mean = 1.0  # what all inputs of the FFN have in common
         else:
             shape = (block.rows, block.cols * rows // part.granule_rows) if by_column else (rows, block.cols)
             mean, std = 0.0, scale / math.sqrt(part.rows if by_column else block.cols)
@@ -131,6 +201,16 @@ class RandomWeights:
         _tile(values.reshape(-1), self._pool("normals", Format("float32"), 1.0), start)
         values *= np.float32(1.0 / math.sqrt(fan_in))
         encode_rows(values, block, granule)
+
+    def alike_rows(self, block: Block) -> Array:
+        """float32 [positions, D]: learned positions of which each is like the one before (an AR(1) process)."""
+        rng = np.random.default_rng([self.seed, 3])
+        rows = rng.standard_normal((block.rows, block.cols), np.float32)
+        for before, row in itertools.pairwise(rows):
+            row *= np.float32((1 - POSITIONS_ALIKE**2) ** 0.5)
+            row += np.float32(POSITIONS_ALIKE) * before
+        rows *= np.float32(POSITIONS_STD / math.sqrt(block.cols))
+        return rows
 
     def router_rows(self, layer: int, block: Block) -> Array:
         """float32 [X, D]: of a router with skew. Ranks are shuffled, in each layer differently."""
@@ -179,6 +259,20 @@ class RandomWeights:
         scale = std * math.sqrt(12 / ((levels + 1) ** 2 - 1)) * rng.uniform(0.75, 1.25, _SCALES)
         rounded = scale.astype(np.float16)
         return rounded if name == "scales" else (rounded.astype(np.float32) * (-levels / 2)).astype(np.float16)
+
+
+def _add(granule: Array, block: Block, shifts: Array) -> None:
+    """Adds a number to all weights of each of the block's first rows. shifts float32 [rows]."""
+    packed, fmt = granule[block.offset : block.offset + block.nbytes], block.format
+    if fmt.is_quantised:  # the same number more in every minimum
+        minimums = fields(packed, block.rows, block.cols, fmt)[2]  # [tiles, G, 16]
+        by_row = np.zeros((len(minimums) * TILE_ROWS, 1), np.float32)
+        by_row[: len(shifts), 0] = shifts
+        minimums[...] = minimums + by_row.reshape(-1, 1, TILE_ROWS)
+        return
+    values = decode(packed, block.rows, block.cols, fmt)
+    values[: len(shifts)] += shifts[:, np.newaxis]
+    encode(values, fmt, out=packed)
 
 
 def _tile(out: Array, pool: Array, start: int) -> None:

@@ -63,7 +63,7 @@ _FLAGS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("--no-verify",),
     ),
     "pack": (*_FORMATS, ("--verify",), ("--spread", "{out}/second")),
-    "synth": (*_FORMATS, ("--seed", "7")),
+    "synth": (*_FORMATS, ("--seed", "7"), ("--activation-rate", "zipf:1")),
 }
 
 
