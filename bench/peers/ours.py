@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from penstock.spec.plan import Plan
 from penstock.store.packed import open_packed
 
 SEQUENCES = 4
+BATCHES = (1, 2, 4, 8, 16, 32)
 ATTEND_STEPS = 8  # decode steps timed together: one takes some 20 ms
 MATRIX_OPS = ("qkv", "out", "ffn", "head")
 
@@ -36,9 +39,12 @@ MATRIX_OPS = ("qkv", "out", "ffn", "head")
 class Ours:
     """One loaded model. Sequence 0 serves what takes one sequence."""
 
-    def __init__(self, folder: Path, threads: int, context: int) -> None:
+    def __init__(
+        self, folder: Path, threads: int, context: int, sequences: int = SEQUENCES, sparsity: str = "auto"
+    ) -> None:
         self.packed, self.threads = open_packed(folder), threads
-        ask = Ask(batch=SEQUENCES, context=context, prompt_tokens=context // 2, output_tokens=context // 2)
+        half = context // 2
+        ask = Ask(batch=sequences, context=context, prompt_tokens=half, output_tokens=half, sparsity=sparsity)
         self.plan = resident_plan(ask, self.packed.spec, self.packed.weights)
         self.session = Session(self.packed, self.plan, Running(threads=threads))
         self._attention: Attention | None = None
@@ -74,6 +80,14 @@ class Ours:
 
     def decode_four(self, tokens: int) -> Answer:
         return self.decode(tokens, SEQUENCES)
+
+    def fired(self, tokens: int, sequences: int = 1) -> Answer:
+        """`decode`, with `share`: of the neurons of a ReLU model, how many a step computes, in the mean."""
+        shares: list[float] = []
+        with self.session.hearing_neurons(lambda _, fired: shares.append(float(fired.max(axis=0).mean()))):
+            answer = self.decode(tokens, sequences)
+        layers = len(self.packed.spec.layers)
+        return {**answer, "share": statistics.mean(shares[-tokens * layers :])}
 
     def attend(self, tokens: int) -> Answer:
         """Attention alone, of one row over so many positions, in every layer."""
@@ -143,11 +157,20 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--context", type=int, required=True)
+    parser.add_argument("--sequences", type=int, default=SEQUENCES, help="the most sequences at once")
+    parser.add_argument("--sparsity", default="auto")
     wanted = parser.parse_args()
 
     def load() -> tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]:
-        ours = Ours(wanted.model, wanted.threads, wanted.context)
-        commands = {"prefill": ours.prefill, "decode": ours.decode, "decode_four": ours.decode_four}
+        ours = Ours(wanted.model, wanted.threads, wanted.context, wanted.sequences, wanted.sparsity)
+        commands: dict[str, Callable[[int], Answer]] = {
+            "prefill": ours.prefill,
+            "decode": ours.decode,
+            "decode_four": ours.decode_four,
+        }
+        for n in (n for n in BATCHES if n <= wanted.sequences):
+            commands |= {f"decode_{n}": partial(ours.decode, sequences=n)}
+            commands |= {f"fired_{n}": partial(ours.fired, sequences=n)}
         return ours.facts(), {**commands, "attend": ours.attend}
 
     serve(load)
