@@ -31,7 +31,7 @@ from penstock.serve.kv_store import KvStore
 from penstock.serve.pages import Copied, Move, Restore, Save
 from penstock.serve.reply import Reply
 from penstock.serve.sampling import SamplingParams, ids_of
-from penstock.serve.scheduler import Rows, Scheduler, Step
+from penstock.serve.scheduler import Rows, Scheduler, Step, all_rows
 from penstock.serve.told import Cancelled, Ended, Failed, Piece, Tell, Told
 
 MOST_REQUESTS = 1000  # beside which a newcomer's time is foretold
@@ -78,7 +78,9 @@ class Service:
     `prompt_rows`: the most rows of prompts in a pass beside rows of answers, and `mixed`: the purpose of such a pass.
     `queue`: the most requests that wait.
     `store`: where pages are kept while nobody asks, and at the end; prompts go on from them. `swaps`: pages are also
-    kept there before they are given to another request. `times`: of the plan's passes, if they were asked before."""
+    kept there before they are given to another request. `times`: of the plan's passes, if they were asked before.
+    `threaded`: without it `generate` takes the passes in its caller's thread, and nobody else may ask. `on_pass`: is
+    told of each pass when what it says was heard."""
 
     def __init__(
         self,
@@ -90,8 +92,10 @@ class Service:
         swaps: bool = False,
         times: PassTimes | None = None,
         mixed: str = MIXED,
+        threaded: bool = True,
+        on_pass: Callable[[Step], None] | None = None,
     ) -> None:
-        self.engine, self._store = engine, store
+        self.engine, self._store, self._threaded, self._on_pass = engine, store, threaded, on_pass
         self._may_save = store is not None  # until that fails
         stored: Callable[[bytes], bool] = (lambda _: False) if store is None else store.__contains__
         swaps = swaps and store is not None
@@ -127,28 +131,40 @@ class Service:
         with self._changed:
             return self._scheduler.free_sequences
 
+    @classmethod
+    def of_whole_answers(
+        cls, engine: Engine, threaded: bool = True, on_pass: Callable[[Step], None] | None = None
+    ) -> Service:
+        """A service for callers who wait for whole answers: any number of them may. Prompts are read in the plan's
+        chunks, and by the executors for prefill."""
+        rows = all_rows(engine.plan)
+        return cls(engine, prompt_rows=rows, queue=1 << 60, mixed="prefill", threaded=threaded, on_pass=on_pass)
+
     def submit(
-        self, prompt_ids: Sequence[int], params: SamplingParams, tell: Tell, priority: int = 0, owner: str = ""
-    ) -> int:
+        self, prompt_ids: Sequence[int], params: SamplingParams, tell: Tell, priority: int = 0, owner: str = "",
+        streams: bool = True,
+    ) -> int:  # fmt: skip
         """Takes a request and returns its number. `tell` is called by the service's own thread, and must not wait.
-        `owner`: what a prompt leaves in memory is shared with prompts of the same owner.
+        `owner`: what a prompt leaves in memory is shared with prompts of the same owner. `streams`: whether text is
+        wanted as soon as it is certain, and not only at the end.
 
         Raises BadRequest for prompts that are no ids of this model or do not fit the context, and after `refuse`;
         QueueFull."""
         engine = self.engine
         ids = checked_ids(prompt_ids, engine.plan)
         about = {"batch": 1, "context": engine.plan.context}
-        reply = Reply(engine.tokenizer, ids, params, **about, streams=True, guide=engine.guide(params))
+        reply = Reply(engine.tokenizer, ids, params, **about, streams=streams, guide=engine.guide(params))
+        most, scores = None if self._threaded else max(1, reply.limit), params.prompt_logprobs is not None
         now_s = time.perf_counter()
         with self._changed:
             if self._refuses is not None:
                 raise BadRequest(self._refuses)
             number = self._next_id
-            self._scheduler.submit(number, ids, priority, now_s, owner, params.prompt_logprobs is not None)
+            self._scheduler.submit(number, ids, priority, now_s, owner, scores, most)
             self._next_id += 1
             self._open[number] = _Open(reply, tell, priority, now_s, now_s)
             self._changed.notify_all()
-            if self._thread is None:
+            if self._thread is None and self._threaded:
                 self._thread = threading.Thread(target=self._work, name="penstock-serve", daemon=True)
                 self._thread.start()
         return number
@@ -197,15 +213,24 @@ class Service:
             self._changed.notify_all()
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Generation]:
-        """Waits for the answers to some prompts, in their order. Threads that call it share passes. Raises as `submit`,
-        and what fails an answer; BadRequest where this thread holds an open stream of the engine, and after `close`."""
+        """Waits for the answers to some prompts, in their order. Threads that call it share passes. Where one answer
+        fails, the others are cancelled. Raises as `submit`, and what fails an answer; BadRequest where this thread
+        holds an open stream of the engine, and after `close`."""
         self.engine.require_no_stream()
         told: queue.SimpleQueue[tuple[int, Told]] = queue.SimpleQueue()
         numbers: list[int] = []
         answers: dict[int, Generation] = {}
+
+        def hear(i: int, what: Told) -> None:
+            told.put((i, what))
+            for number in numbers if isinstance(what, Failed) else ():
+                self.cancel(number)
+
         try:
             for i, prompt in enumerate(prompts):
-                numbers.append(self.submit(prompt, params, partial(_put, told, i)))
+                numbers.append(self.submit(prompt, params, partial(hear, i), streams=False))
+            if not self._threaded:
+                self._work()
             while len(answers) < len(numbers):
                 i, what = told.get()
                 if isinstance(what, Ended):
@@ -342,6 +367,8 @@ class Service:
                         self._hear(r, logits[first:end], best[first:end])
                         speaking += [r] if r.says else []
             told = self._say(speaking, ended)
+            if self._on_pass is not None:
+                self._on_pass(step)
         taken_s = time.perf_counter() - start_s
         with self._changed:
             self._scheduler.end(ended)
@@ -418,10 +445,6 @@ class Service:
         self._passes_s += taken_s
         if not step.moves:
             self._times.note(sum(not r.reads for r in rows), sum(r.tokens for r in rows if r.reads), taken_s)
-
-
-def _put(told: queue.SimpleQueue[tuple[int, Told]], index: int, what: Told) -> None:
-    told.put((index, what))
 
 
 @contextmanager
