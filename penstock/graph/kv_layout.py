@@ -67,11 +67,12 @@ class KvLayout:
         return self._of_batch(layer, batch, self._window_of.get(layer, self._pools[layer, home.seqs[0]]))
 
     def page_slots(self, page: int) -> list[Slot]:
-        """K and V of one page at their home, layer after layer."""
+        """K and V of one page at their home, layer after layer. `page`: the number of a group of pages (`page_group`),
+        which are kept together."""
         slots = []
         for home in self.plan.kv:
             for layer in range(*home.layers):
-                nbytes = self.page_bytes(layer, home)
+                nbytes = self.page_group * self.page_bytes(layer, home)
                 for pool in self._pools[layer, home.seqs[0]]:
                     slots.append(Slot(pool.arena, pool.lo + page * nbytes, pool.lo + (page + 1) * nbytes))
         return slots

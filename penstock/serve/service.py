@@ -317,8 +317,9 @@ class Service:
         """Keeps a page in the store. Where the store fails, no more are kept."""
         if self._store is None or not self._may_save:
             return
+        pages = self.engine.session.settled_kv()
         try:
-            self._store.save(digest, self.engine.session.kv_page(page))
+            self._store.save(digest, pages.read(page))
         except StorageFailed as error:
             warnings.warn(f"KV is not kept any more: {error.message}", stacklevel=2)
             self._may_save = False
@@ -332,8 +333,10 @@ class Service:
             if isinstance(move, Save):
                 self._keep(move.page, move.digest)
             elif isinstance(move, Copied):
-                self.engine.session.copy_kv_page(move.source, move.page)
-            elif self._store is None or not self._store.load(move.digest, self.engine.session.kv_page(move.page)):
+                self.engine.session.settled_kv().copy(move.source, move.page)
+            elif self._store is None or not self._store.load(
+                move.digest, self.engine.session.settled_kv().rooms(move.page)
+            ):
                 with self._changed:
                     self._scheduler.forget()
                 return False
