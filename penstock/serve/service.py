@@ -24,6 +24,7 @@ from penstock.errors import BadRequest, InternalError, PenstockError, StorageFai
 from penstock.graph.passes import MIXED
 from penstock.planner.pass_times import PassTimes
 from penstock.serve.answering import checked_ids
+from penstock.serve.counts import Counts, Tally
 from penstock.serve.engine import Engine
 from penstock.serve.foretold import Newcomer, newcomer
 from penstock.serve.generation import Generation
@@ -50,26 +51,6 @@ class _Open:
     begun: bool = False  # whether it had rows in a pass
     tokens: int = 0  # of its answer, that it was told of
     cancelled: bool = False
-
-
-@dataclass(frozen=True)
-class Counts:
-    """What a service has done and has to do. Seconds are of passes."""
-
-    running: int
-    waiting: int
-    answered: int
-    failed: int
-    cancelled: int
-    prompt_tokens: int  # that went through the model
-    cached_tokens: int  # of prompts, whose keys and values were there
-    output_tokens: int
-    passes: int
-    passes_s: float
-    pages: int = 0  # of the KV pools
-    pages_had: int = 0  # by requests: 0 where none is here
-    pages_kept: int = 0  # that nobody has, with what prompts may begin with
-    given_back: int = 0  # times that a request had to give its pages back before its answer was whole
 
 
 class Service:
@@ -104,8 +85,7 @@ class Service:
         self._changed = threading.Condition()  # guards all that follows, and the scheduler
         self._next_id = 0
         self._refuses: str | None = None  # why no more requests are taken
-        self._done = {"answered": 0, "failed": 0, "cancelled": 0, "prompt": 0, "cached": 0, "output": 0, "passes": 0}
-        self._passes_s = 0.0
+        self._tally = Tally()
         self._passes = engine.session.passes  # of the session, when the service took the latest one
         self._saves_until_s = inf
         self._times = times or PassTimes(engine.plan, engine.machine, mixed)
@@ -114,12 +94,7 @@ class Service:
     @property
     def counts(self) -> Counts:
         with self._changed:
-            done, pages = self._done, self._scheduler.pages
-            return Counts(
-                self._scheduler.running, self._scheduler.waiting, done["answered"], done["failed"], done["cancelled"],
-                done["prompt"], done["cached"], done["output"], done["passes"], self._passes_s,
-                pages.count, pages.had, pages.kept, self._scheduler.given_back,
-            )  # fmt: skip
+            return self._tally.with_work(self._scheduler)
 
     @property
     def pass_times(self) -> PassTimes:
@@ -278,7 +253,7 @@ class Service:
                 left = [number for number, request in self._open.items() if request.cancelled]
                 self._scheduler.end(left)
                 told = [(self._open.pop(number).tell, Cancelled()) for number in left]
-                self._done["cancelled"] += len(left)
+                self._tally.cancelled += len(left)
                 step = self._scheduler.next(time.perf_counter())
                 self._changed.notify_all()
             for tell, what in told:
@@ -296,7 +271,7 @@ class Service:
             self._scheduler.forget()
             self._scheduler.end(list(self._open))
             tells = [request.tell for request in self._open.values()]
-            self._done["failed"] += len(tells)
+            self._tally.failed += len(tells)
             self._open.clear()
             self._changed.notify_all()
         for tell in tells:
@@ -435,17 +410,10 @@ class Service:
     def _count(self, step: Step, ended: dict[int, Told], cached_tokens: int, taken_s: float) -> None:
         rows = [r for rows in step.rows for r in rows]
         failed = sum(isinstance(what, Failed) for what in ended.values())
-        counted = {
-            "answered": len(ended) - failed,
-            "failed": failed,
-            "prompt": sum(r.tokens for r in rows if r.reads),
-            "cached": cached_tokens,
-            "output": sum(r.says and self._open[r.request].reply.limit > 0 for r in rows),
-            "passes": 1,
-        }
-        for name, count in counted.items():
-            self._done[name] += count
-        self._passes_s += taken_s
+        self._tally.failed += failed
+        self._tally.answered += len(ended) - failed
+        silent = sum(r.says and not self._open[r.request].reply.limit for r in rows)
+        self._tally.take(step, silent, cached_tokens, taken_s)
         if not step.moves:
             self._times.note(sum(not r.reads for r in rows), sum(r.tokens for r in rows if r.reads), taken_s)
 
