@@ -10,7 +10,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import BadRequest, InternalError, PenstockError, StorageFailed
+from penstock.errors import BadRequest, InternalError, PenstockError
 from penstock.graph.passes import MIXED
 from penstock.planner.pass_times import PassTimes
 from penstock.serve.answering import checked_ids
@@ -28,8 +27,9 @@ from penstock.serve.counts import Counts, Tally
 from penstock.serve.engine import Engine
 from penstock.serve.foretold import Newcomer, newcomer
 from penstock.serve.generation import Generation
+from penstock.serve.keeper import Keeper
 from penstock.serve.kv_store import KvStore
-from penstock.serve.pages import Copied, Move, Restore, Save
+from penstock.serve.pages import Move
 from penstock.serve.reply import Reply
 from penstock.serve.sampling import SamplingParams, ids_of
 from penstock.serve.scheduler import Rows, Scheduler, Step, all_rows
@@ -76,11 +76,10 @@ class Service:
         threaded: bool = True,
         on_pass: Callable[[Step], None] | None = None,
     ) -> None:
-        self.engine, self._store, self._threaded, self._on_pass = engine, store, threaded, on_pass
-        self._may_save = store is not None  # until that fails
-        stored: Callable[[bytes], bool] = (lambda _: False) if store is None else store.__contains__
+        self.engine, self._threaded, self._on_pass = engine, threaded, on_pass
+        self._keeper = Keeper(engine.session, store)
         swaps = swaps and store is not None
-        self._scheduler = Scheduler(engine.plan, prompt_rows, queue, self._known, stored, swaps, mixed)
+        self._scheduler = Scheduler(engine.plan, prompt_rows, queue, self._known, self._keeper.stored, swaps, mixed)
         self._open: dict[int, _Open] = {}
         self._changed = threading.Condition()  # guards all that follows, and the scheduler
         self._next_id = 0
@@ -280,41 +279,21 @@ class Service:
     def _unsaved(self) -> bool:
         """Whether a page is left to be kept, and time for it: when the service ends, that has an end too."""
         in_time = time.perf_counter() < self._saves_until_s
-        return self._may_save and in_time and self._scheduler.pages.unsaved() is not None
+        return self._keeper.saves and in_time and self._scheduler.pages.unsaved() is not None
 
     def _save(self) -> None:
         """Keeps a page in the store, if one is left to be kept."""
         if (found := self._scheduler.pages.unsaved()) is not None:
-            self._keep(*found)
+            self._keeper.keep(*found)
             self._scheduler.pages.saved(found[1])
 
-    def _keep(self, page: int, digest: bytes) -> None:
-        """Keeps a page in the store. Where the store fails, no more are kept."""
-        if self._store is None or not self._may_save:
-            return
-        pages = self.engine.session.settled_kv()
-        try:
-            self._store.save(digest, pages.read(page))
-        except StorageFailed as error:
-            warnings.warn(f"KV is not kept any more: {error.message}", stacklevel=2)
-            self._may_save = False
-
     def _move_pages(self, moves: Sequence[Move]) -> bool:
-        """Stores pages, brings them back and copies them. False where a stored page is not what was stored: then all
-        begin again without it."""
-        if self._store is not None and any(isinstance(move, Save) for move in moves):
-            self._store.use(move.digest for move in moves if isinstance(move, Restore))
-        for move in moves:
-            if isinstance(move, Save):
-                self._keep(move.page, move.digest)
-            elif isinstance(move, Copied):
-                self.engine.session.settled_kv().copy(move.source, move.page)
-            elif self._store is None or not self._store.load(
-                move.digest, self.engine.session.settled_kv().rooms(move.page)
-            ):
-                with self._changed:
-                    self._scheduler.forget()
-                return False
+        """What is to be done with pages before a pass. False where a stored page is not what was stored: then all begin
+        again without it."""
+        if not self._keeper.move(moves):
+            with self._changed:
+                self._scheduler.forget()
+            return False
         return True
 
     def _take(self, step: Step) -> None:
