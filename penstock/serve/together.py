@@ -13,6 +13,7 @@ from penstock.serve.answering import checked_ids
 from penstock.serve.engine import Engine
 from penstock.serve.foretold import first_passes
 from penstock.serve.generation import Generation
+from penstock.serve.planning import routers_of
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.scheduler import Step
 from penstock.serve.service import Service
@@ -36,8 +37,9 @@ class Together:
 
     @cached_property
     def prediction(self) -> Prediction:
-        engine = self._engine
-        return with_prompts(engine.prediction, self.reads, engine.plan, engine.machine)
+        engine, packed = self._engine, self._engine.packed
+        trace = routers_of(packed.folder, packed.spec)
+        return with_prompts(engine.prediction, self.reads, engine.plan, engine.machine, trace)
 
     def answers(self) -> list[Generation]:
         """The answers. Passes run in the caller's thread. Raises as `Engine.generate`."""
