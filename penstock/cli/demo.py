@@ -58,4 +58,4 @@ def demo(
         from penstock.planner.explain import table
 
         print(table(engine.solved), file=sys.stderr, flush=True)
-        answer(engine, [ids], params, as_json, lead=prompt)
+        answer(engine, ids, params, as_json, lead=prompt)

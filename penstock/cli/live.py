@@ -47,12 +47,12 @@ class Progress:
         if p is None:
             return
         count = sum(batch.total_rows for batch in p.batches)
-        if p.purpose == "prefill":
+        if p.purpose != "prefill":
+            self._chunk, self._tokens = self._chunks, self._tokens + count
+        elif self._chunk < self._chunks:
             self._chunk, self._rows = self._chunk + 1, self._rows + count
             if self._chunk == self._chunks:
                 self._start_s = self._clock()  # from here on of decoding
-        else:
-            self._tokens += count
 
     def line(self) -> str:
         """'reading the prompt: chunk 2 of 8, 31.2 tok/s, disk 2.85 GB/s', or '17 tokens, 3.21 tok/s, …'."""
@@ -147,18 +147,14 @@ class Plain:
 
 
 @contextmanager
-def live(engine: Engine, prompts: list[list[int]], streams: bool) -> Iterator[Live | Plain]:
-    """Yields an object whose `write` prints the answer. `streams`: whether text comes while the line is shown, from the
-    first column on."""
+def live(engine: Engine, chunks: Callable[[], int], streams: bool) -> Iterator[Live | Plain]:
+    """Yields an object whose `write` prints the answer. `chunks`: says how many passes will read the prompt.
+    `streams`: whether text comes while the line is shown, from the first column on."""
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield Plain()
         return
-    from penstock.graph import passes
-
-    session, lengths = engine.session, [len(prompt) for prompt in prompts]
-    starts = [engine.holds(prompts[0])] if streams else ()
-    chunks = sum(1 for _ in passes.prompts(engine.plan, range(len(prompts)), lengths, None, starts))
-    progress = Progress(chunks, lambda: session.reader.bytes_read, time.perf_counter)
+    session = engine.session
+    progress = Progress(chunks(), lambda: session.reader.bytes_read, time.perf_counter)
     session.watchers.append(progress.watch)
     try:
         with Live(progress.line, streams and _one_terminal()) as shown:

@@ -30,6 +30,7 @@ from penstock.errors import BadRequest, PenstockError
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
+    from penstock.planner.predict import Prediction
     from penstock.serve.engine import Engine
     from penstock.serve.generation import Generation
     from penstock.serve.sampling import SamplingParams
@@ -106,41 +107,60 @@ def run(
                 note("Ctrl-D ends, /new starts over")
                 chat(engine, params, _typed_lines())
             else:
-                answer(engine, [ids] * work.batch, params, as_json)
+                answer(engine, ids, params, as_json, work.batch)
         if keep is not None and recorder is not None:
             keep(answers.dumps(recorder.answers()))
 
 
-def answer(engine: Engine, prompts: list[list[int]], params: SamplingParams, as_json: bool, lead: str = "") -> None:
-    """Generates an answer to each prompt (token ids). Prints `lead`, the text as it comes and a line of speed, or else
-    the JSON object. Raises as `Engine.generate`."""
-    if as_json:
-        from penstock.serve.generation import report_all
-        from penstock.serve.run_bound import share_of_bound
-
-        answers = engine.generate(prompts, params)
-        engine.keep(answers[0])
-        print_json(report_all(answers, engine.prediction, share_of_bound(engine.session, answers[0])))
+def answer(
+    engine: Engine, prompt: list[int], params: SamplingParams, as_json: bool, count: int = 1, lead: str = ""
+) -> None:
+    """Generates `count` answers to a prompt (token ids). Prints `lead`, the text as it comes and a line of speed, or
+    else the JSON object. Raises as `Engine.generate`."""
+    if count > 1:
+        _answer_together(engine, prompt, params, as_json, count)
         return
-    if len(prompts) == 1:
-        generation = _print_stream(engine, prompts[0], params, lead)
-    else:
-        with live(engine, prompts, streams=False):
-            answers = engine.generate(prompts, params)
-        generation = answers[0]
-        print("\n\n".join(answered.text for answered in answers), flush=True)
+    if as_json:
+        answers = engine.generate([prompt], params)
+        engine.keep(answers[0])
+        _print_report(engine, answers, engine.prediction)
+        return
+    generation = _print_stream(engine, prompt, params, lead)
     engine.keep(generation)
-    _tell(engine, generation)
+    _tell(engine, generation, engine.prediction)
 
 
-def _tell(engine: Engine, generation: Generation) -> None:
+def _answer_together(engine: Engine, prompt: list[int], params: SamplingParams, as_json: bool, count: int) -> None:
+    from penstock.serve.together import Together
+
+    together = Together(engine, prompt, params, count)
+    with contextlib.nullcontext() if as_json else live(engine, lambda: len(together.reads), streams=False):
+        answers = together.answers()
+    together.keep(answers)
+    if as_json:
+        _print_report(engine, answers, together.prediction)
+        return
+    print("\n\n".join(answered.text for answered in answers), flush=True)
+    if found := sum(answered.cached_tokens for answered in answers):
+        note(f"of the {count * len(prompt)} tokens of {count} prompts {found} were read once for several answers")
+    _tell(engine, answers[0], together.prediction)
+
+
+def _print_report(engine: Engine, answers: list[Generation], prediction: Prediction) -> None:
+    from penstock.serve.generation import report_all
+    from penstock.serve.run_bound import share_of_bound
+
+    print_json(report_all(answers, prediction, share_of_bound(engine.session, answers[0])))
+
+
+def _tell(engine: Engine, generation: Generation, prediction: Prediction) -> None:
     """Prints measured speed beside predicted, and says so where the context cut the answer."""
     if generation.context_full:
         most = engine.plan.target.spec.max_positions
         room = generation.context < most
         more = f"--context N makes room for more, up to {most}" if room else "it is the model's longest"
         note(f"the answer ends here because the context of {generation.context} tokens is full: {more}")
-    note(speed_line(generation, engine.prediction))
+    note(speed_line(generation, prediction))
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -183,7 +203,7 @@ def chat(engine: Engine, params: SamplingParams, lines: Iterator[str]) -> None:
             note(f"{error.message} (/new starts over)")
             continue
         messages.append({"role": "assistant", "content": generation.text})
-        _tell(engine, generation)
+        _tell(engine, generation, engine.prediction)
 
 
 def _encoded(tokenizer: Tokenizer, text: str, raw: bool) -> list[int]:
@@ -197,7 +217,11 @@ def _encoded(tokenizer: Tokenizer, text: str, raw: bool) -> list[int]:
 
 def _print_stream(engine: Engine, ids: list[int], params: SamplingParams, lead: str = "") -> Any:
     on_terminal = sys.stdout.isatty()
-    with live(engine, [ids], streams=True) as shown:
+
+    def chunks() -> int:
+        return -(-(len(ids) - engine.holds(ids)) // engine.plan.chunk_rows)
+
+    with live(engine, chunks, streams=True) as shown:
         if lead:
             shown.write(lead)
         for piece in engine.stream(ids, params):

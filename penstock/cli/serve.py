@@ -206,7 +206,9 @@ class KeptKv:
         from penstock.serve.kv_store import KvStore, store_key
 
         key = store_key(engine.plan, engine.packed.sums, exact)
-        page_bytes = sum(view.nbytes for view in engine.session.kv_page(0))
+        pages = engine.session.kv_pages
+        pages.require_seen()
+        page_bytes = pages.page_bytes
         store = KvStore(self.folder, key, page_bytes, self.limit_bytes)
         note(f"{len(store)} pages of KV are kept in {self.folder}, {format_bytes(page_bytes)} each")
         return store

@@ -32,8 +32,11 @@ class Batch(_BatchFields):
 
     @cached_property
     def shape(self) -> tuple[object, ...]:
-        """All that decides the batch's tasks, but for positions and what follows from them. Where pages are given it
-        does not matter which sequences they are of."""
+        """All that decides the batch's tasks, but for what is data: positions and what follows from them. Where pages
+        are given it does not matter which sequences they are of, nor which of these have how many rows, and which rows
+        want logits: their numbers are enough."""
+        if self.pages and not self.parent:
+            return (self.id, len(self.seqs), self.total_rows, len(self.logits))
         return (self.id, len(self.seqs) if self.pages else self.seqs, self.rows, self.logits, self.parent)
 
     @cached_property
@@ -48,6 +51,11 @@ class Batch(_BatchFields):
     def most_rows(self) -> int:
         """The most rows that one sequence has."""
         return max(self.rows)
+
+    @cached_property
+    def bound_rows(self) -> int:
+        """The most rows that one sequence can have in any batch of this shape."""
+        return self.total_rows - len(self.seqs) + 1 if self.pages and not self.parent else self.most_rows
 
     @cached_property
     def continues(self) -> bool:

@@ -9,7 +9,7 @@ from math import gcd, lcm
 from penstock.graph.batch import Batch
 from penstock.graph.ops.operand import Slot
 from penstock.spec.parts import PAGE_BYTES
-from penstock.spec.places import is_disk
+from penstock.spec.places import HOST, is_disk
 from penstock.spec.plan import KvHome, Plan
 from penstock.units import round_up
 
@@ -23,6 +23,7 @@ class KvLayout:
                     together: 1, but where KV lives on a disk they fill whole blocks of it
     pages_per_seq   pages of a whole context
     pages           in each layer's pool
+    copies          whether a page can get what another one holds: in RAM alone, for elsewhere no task copies KV
     windows         slots of the windows, each of keys or of values
     """
 
@@ -31,6 +32,7 @@ class KvLayout:
         self.page_group = self._page_group()
         self.pages_per_seq = round_up(-(-plan.context // plan.page_tokens), self.page_group)
         self.pages = plan.kv_pages or plan.batch_seqs * plan.batches_per_pass * self.pages_per_seq
+        self.copies = all(home.home == HOST for home in plan.kv)
         self._pools = self._place_pools()
         self.windows: list[Slot] = []
         self._window_of = self._place_windows()
@@ -65,11 +67,12 @@ class KvLayout:
         return self._of_batch(layer, batch, self._window_of.get(layer, self._pools[layer, home.seqs[0]]))
 
     def page_slots(self, page: int) -> list[Slot]:
-        """K and V of one page at their home, layer after layer."""
+        """K and V of one page at their home, layer after layer. `page`: the number of a group of pages (`page_group`),
+        which are kept together."""
         slots = []
         for home in self.plan.kv:
             for layer in range(*home.layers):
-                nbytes = self.page_bytes(layer, home)
+                nbytes = self.page_group * self.page_bytes(layer, home)
                 for pool in self._pools[layer, home.seqs[0]]:
                     slots.append(Slot(pool.arena, pool.lo + page * nbytes, pool.lo + (page + 1) * nbytes))
         return slots

@@ -27,10 +27,12 @@ class Dominant:
     share: float
 
 
-def of_prompts(plan: Plan, prediction: Prediction, machine: MachineSpec, prompt: int, batch: int) -> Dominant:
+def of_prompts(
+    plan: Plan, prediction: Prediction, machine: MachineSpec, prompt: int, batch: int, wanted: Sequence[Pass] = ()
+) -> Dominant:
     """The dominant figure until the first tokens of `batch` prompts of `prompt` tokens each. It is that of their middle
-    pass."""
-    wanted = list(passes.prompts(plan, range(batch), (prompt,) * batch, passes.DECODE))
+    pass. `wanted`: the passes that read them, where these are others than the plan's."""
+    wanted = wanted or list(passes.prompts(plan, range(batch), (prompt,) * batch, passes.DECODE))
     lane = prediction.ttft_bound_by
     seconds_of = _by_figure([wanted[len(wanted) // 2]], plan, lane, Cost(machine))
     return _most(seconds_of, lane, prediction.ttft_lane_share[lane])

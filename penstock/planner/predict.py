@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 
 from penstock.graph import passes
@@ -127,14 +127,8 @@ def predict(
     seqs = tuple(range(plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)))
     prompt = max(1, min(ask.prompt_tokens, plan.context - 1))
     pause_s = Cost(machine).between_passes_s
-    ttft_s = 0.0
-    ttft_busy: dict[Lane, float] = {}
-    for p, times in _sampled(list(passes.prompts(plan, seqs, (prompt,) * len(seqs), passes.DECODE))):
-        start_s = simulator.now_s
-        for lane, seconds in simulator.busy_s(lowering.step(p, replay.answer)).items():
-            ttft_busy[lane] = ttft_busy.get(lane, 0.0) + times * seconds
-        simulator.pause(pause_s)
-        ttft_s += times * max(_LEAST_S, simulator.now_s - start_s)
+    wanted = list(passes.prompts(plan, seqs, (prompt,) * len(seqs), passes.DECODE))
+    ttft_s, ttft_share = _reading(wanted, lowering, simulator, replay, pause_s)
     position = min(prompt + ask.output_tokens // 2, plan.context - 1)
     tasks_seen, tasks = 0, list[Task]()
     busy: dict[Lane, float] = {}
@@ -175,7 +169,7 @@ def predict(
         bound_by=max(busy, key=lambda lane: busy[lane]),
         # Tasks that ended in the pause before the first pass count too, and may have begun before that: so at most 1.
         lane_share={lane: min(1.0, seconds / sum(steady)) for lane, seconds in busy.items()},
-        ttft_lane_share={lane: min(1.0, seconds / ttft_s) for lane, seconds in ttft_busy.items()},
+        ttft_lane_share=ttft_share,
         disk_bytes_per_token=streamed / len(seqs),
         peak_host_bytes=tier_bytes[HOST],
         peak_device_bytes=sum(n for tier, n in tier_bytes.items() if is_device(tier)),
@@ -183,6 +177,30 @@ def predict(
         tier_bytes=tier_bytes,
         experts=use.per_token(len(steady) * len(seqs), (trace or stated(spec)).source, cold_s) if plan.caches else None,
     )
+
+
+def with_prompts(
+    prediction: Prediction, wanted: Sequence[Pass], plan: Plan, machine: MachineSpec, trace: RouterTrace | None = None
+) -> Prediction:
+    """The same prediction, but for prompts that are read in the passes `wanted`. `trace`: as for `predict`."""
+    simulator, pause_s = Simulator(Cost(machine)), Cost(machine).between_passes_s
+    ttft_s, share = _reading(wanted, Lowering(plan), simulator, Replay(plan, trace), pause_s)
+    total_s = prediction.total_s - prediction.ttft_s + ttft_s
+    return replace(prediction, ttft_s=ttft_s, ttft_lane_share=share, total_s=total_s)
+
+
+def _reading(
+    wanted: Sequence[Pass], lowering: Lowering, simulator: Simulator, replay: Replay, pause_s: float
+) -> tuple[float, dict[Lane, float]]:
+    """(seconds of the passes that read the prompts, lane → the share of them in which it is busy)."""
+    ttft_s, busy = 0.0, dict[Lane, float]()
+    for p, times in _sampled(wanted):
+        start_s = simulator.now_s
+        for lane, seconds in simulator.busy_s(lowering.step(p, replay.answer)).items():
+            busy[lane] = busy.get(lane, 0.0) + times * seconds
+        simulator.pause(pause_s)
+        ttft_s += times * max(_LEAST_S, simulator.now_s - start_s)
+    return ttft_s, {lane: min(1.0, seconds / ttft_s) for lane, seconds in busy.items()}
 
 
 class _Use:
@@ -265,7 +283,7 @@ def _alike(tasks: list[Task], others: list[Task]) -> bool:
     ]
 
 
-def _sampled(wanted: list[Pass]) -> Iterator[tuple[Pass, int]]:
+def _sampled(wanted: Sequence[Pass]) -> Iterator[tuple[Pass, int]]:
     """(pass to simulate, how many passes it stands for). If a prompt is read in hundreds of chunks, the passes in its
     middle differ only in what they attend to, so evenly spread ones tell the sum."""
     inner = range(_FIRST_PASSES, len(wanted) - 1)

@@ -8,7 +8,7 @@ from penstock.graph.arenas import Layout
 from penstock.planner.cost import Cost
 from penstock.planner.pass_times import PassTimes
 from penstock.spec.machine import MachineSpec
-from penstock.spec.places import DISK
+from penstock.spec.places import DISK, is_disk
 from penstock.spec.plan import Plan
 from penstock.units import format_seconds
 
@@ -24,17 +24,19 @@ def swap(plan: Plan, machine: MachineSpec, times: PassTimes, prompt_rows: int) -
     """Compares the seconds of storing a page and reading it again with those by which its tokens lengthen the passes of
     the other sequences, `prompt_rows` of them a pass."""
     layout, cost = Layout(plan), Cost(machine)
-    nbytes = sum(slot.nbytes for slot in layout.kv.page_slots(0))
+    slots, tokens = layout.kv.page_slots(0), plan.page_tokens * layout.kv.page_group
+    # KV that lies on a disk is read and written there once more each way.
+    nbytes = sum(slot.nbytes * (2 if is_disk(slot.arena) else 1) for slot in slots)
     stored_s = sum(cost.call_s(lane, "load", "*", nbytes=nbytes) for lane in (DISK.writes, DISK.reads))
     others = plan.batch_seqs * plan.batches_per_pass - 1
-    rows = max(1, min(prompt_rows, plan.page_tokens))
+    rows = max(1, min(prompt_rows, tokens))
     if others:
-        computed_s = (times.seconds(others, rows) - times.seconds(others, 0)) * plan.page_tokens / rows
+        computed_s = (times.seconds(others, rows) - times.seconds(others, 0)) * tokens / rows
     else:
-        computed_s = times.seconds(0, plan.page_tokens)
+        computed_s = times.seconds(0, tokens)
     pays = stored_s < computed_s
     return Swap(
         pays,
-        f"{plan.page_tokens} tokens whose KV gives way are {'kept on the disk' if pays else 'computed again'}: to store"
+        f"{tokens} tokens whose KV gives way are {'kept on the disk' if pays else 'computed again'}: to store"
         f" and read them takes {format_seconds(stored_s)}, to compute them {format_seconds(max(0.0, computed_s))}",
     )

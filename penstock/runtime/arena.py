@@ -54,6 +54,10 @@ class Arenas:
         """Bytes that were allocated of the host's memory."""
         return sum(len(self._bytes[name]) for name in self._memory)
 
+    def sees(self, arena: str) -> bool:
+        """Whether the host sees the bytes of an arena."""
+        return arena in self._bytes
+
     def view(self, slot: Slot) -> NDArray[np.uint8]:
         """The slot's bytes, uint8 [nbytes]."""
         return self._bytes[slot.arena][slot.lo : slot.hi]

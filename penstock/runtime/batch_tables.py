@@ -17,7 +17,7 @@ Frequencies = tuple[Float32, float] | None
 
 class BatchTables:
     """Tables of a batch, at fixed addresses, so that a recorded program can point at them. `move` fills them with the
-    positions and pages of another batch of the same shape.
+    positions, pages and rows of another batch of the same shape.
 
     `pages[i]`: the pages of the batch's sequence i, as many as it has now. `most_pages`: that a sequence may have."""
 
@@ -44,8 +44,8 @@ class BatchTables:
         self.move(batch)
 
     def move(self, batch: Batch) -> None:
-        """Fills the tables with the positions and pages of this batch, which has the shape of the first one."""
-        self._sequences[:, 1] = batch.start
+        """Fills the tables with what is data of this batch, which has the shape of the first one."""
+        self._sequences[:, 1], self._sequences[:, 2], self._chosen[:] = batch.start, batch.rows, batch.logits
         for row, found in zip(self._pages, batch.pages, strict=False):  # where there are none, they are as before
             row[: len(found)] = found
         row_positions = positions(batch)

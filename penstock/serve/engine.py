@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from penstock.errors import DamagedModel
 from penstock.graph import passes
+from penstock.graph.tasks import Pass
+from penstock.planner.predict import Prediction
 from penstock.runtime.host import Progress
 from penstock.serve.answering import Answering, checked_ids
 from penstock.serve.generation import Generation
@@ -156,9 +158,13 @@ class Engine:
         return self.generate([prompt_ids], params)[0].token_ids
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Generation]:
-        """Answers in the order of the prompts, as many at a time as the plan has sequences. Raises BadRequest for
-        prompts that are no ids of this model or do not fit the context, and where this thread holds an open stream;
-        DamagedModel, StorageFailed and DeviceFailed from passes; BrokenModel for logits that are not finite."""
+        """Answers in the order of the prompts, as many at a time as the plan has sequences: all their prompts first,
+        then a token of each. So `bench` measures either as the plan is predicted, and tests have an oracle for the
+        scheduler of `serve.service`, through which all others answer several prompts.
+
+        Raises BadRequest for prompts that are no ids of this model or do not fit the context, and where this thread
+        holds an open stream; DamagedModel, StorageFailed and DeviceFailed from passes; BrokenModel for logits that are
+        not finite."""
         layout = self.session.lowering.layout  # where sequences share pages, each gets a whole context here
         at_once = min(self.plan.batch_seqs * self.plan.batches_per_pass, layout.kv.pages // layout.kv.pages_per_seq)
         answers: list[Generation] = []
@@ -202,8 +208,10 @@ class Engine:
         """Raises BadRequest where this thread holds an open stream: it would wait for itself."""
         self._turns.require_none()
 
-    def keep(self, generation: Generation) -> None:
+    def keep(self, generation: Generation, foreseen: Prediction | None = None, reads: Sequence[Pass] = ()) -> None:
         """Keeps the predicted and the measured speed of this run, for the error band of later predictions
-        (`serve.history`)."""
+        (`serve.history`). `foreseen`: its prediction, and `reads` the passes of its prompts, where these are others
+        than the plan's."""
         if self._machine_file is not None:
-            note_run(self._machine_file, self.machine, self.plan, self.prediction, generation)
+            prediction = foreseen or self.prediction
+            note_run(self._machine_file, self.machine, self.plan, prediction, generation, reads)

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.graph.tasks import Pass
 from penstock.planner.pass_times import PassTimes
 from penstock.serve.pages import Ids
-from penstock.serve.scheduler import Rows, Scheduler
+from penstock.serve.scheduler import Rows, Scheduler, all_rows
 from penstock.spec.plan import Plan
 
 MOST_PASSES = 3000  # of one foretelling. They take 0.2 s, and simulating their kinds took up to 1.4 s the first time
@@ -89,6 +90,27 @@ def newcomer(
         None if first is None else first - now_s,
         (output - 1) / (end - first) if end is not None and first is not None and end > first else None,
     )
+
+
+def first_passes(plan: Plan, prompt: Ids, count: int, output: int) -> list[Pass]:
+    """The passes until `count` requests with one prompt, int32 [n], have their first tokens, where nobody else asks and
+    all wait for whole answers, of `output` tokens if the context has room. `count`: at most what the plan has room for
+    at once."""
+
+    def ids(_request: int, start: int, tokens: int) -> Ids:
+        said = np.zeros(max(0, start + tokens - len(prompt)), np.int32)
+        return np.concatenate([prompt[start : start + tokens], said])[:tokens]
+
+    scheduler = Scheduler(plan, all_rows(plan), count, ids, mixed="prefill")
+    most = max(1, min(output, plan.context - len(prompt) + 1))
+    for request in range(count):
+        scheduler.submit(request, prompt, 0, 0.0, most=most)
+    found, waiting = list[Pass](), set(range(count))
+    while waiting and (step := scheduler.next(0.0)) is not None:
+        found.append(step.taken)
+        waiting -= {each.request for rows in step.rows for each in rows if each.says}
+        scheduler.end([request for request, said in scheduler.said.items() if said == most])
+    return found
 
 
 class _Clock:

@@ -54,11 +54,13 @@ class Generation:
         return self.decode_disk_bytes / self.decode_tokens if self.decode_tokens else 0.0
 
     def answer(self) -> dict[str, Any]:
-        """The JSON fields of the answer itself: its text, its length, and why it ends there."""
+        """The JSON fields of the answer itself: its text, its length, and why it ends there. `cached_tokens`: of
+        the prompt, that were read for an earlier answer."""
         return {
             "text": self.text,
             "token_ids": self.token_ids,
             "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
             "output_tokens": self.output_tokens,
             "finish_reason": self.finish_reason,
             "context_full": self.context_full,

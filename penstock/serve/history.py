@@ -13,12 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import BadRequest, BrokenModel, StorageFailed
+from penstock.graph.tasks import Pass
 from penstock.planner import dominant
 from penstock.planner.dominant import Dominant
 from penstock.planner.explain import Band, Width
@@ -112,10 +113,12 @@ def history_file(machine_file: Path) -> Path:
 
 
 def note_run(
-    machine_file: Path, machine: MachineSpec, plan: Plan, prediction: Prediction, generation: Generation
-) -> None:
-    """Keeps a run. `machine`: with the figures that the prediction was made with. Where the file cannot be written,
-    nothing is kept and nothing raised: the answer is good all the same."""
+    machine_file: Path, machine: MachineSpec, plan: Plan, prediction: Prediction, generation: Generation,
+    reads: Sequence[Pass] = (),
+) -> None:  # fmt: skip
+    """Keeps a run. `machine`: with the figures that the prediction was made with. `reads`: the passes that it predicts
+    for the prompts, where these are others than the plan's. Where the file cannot be written, nothing is kept and
+    nothing raised: the answer is good all the same."""
     steps, batch = generation.decode_steps, generation.batch
     if steps < _LEAST_STEPS:
         return
@@ -134,7 +137,7 @@ def note_run(
             prediction.ttft_s,
             generation.batch_ttft_s,
             prediction.ttft_bound_by,
-            dominant.of_prompts(plan, prediction, machine, prompt, batch),
+            dominant.of_prompts(plan, prediction, machine, prompt, batch, reads),
         ),
         step=Phase(
             step_s(prediction, plan, batch),

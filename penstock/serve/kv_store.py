@@ -1,7 +1,8 @@
 """Keeps KV pages in a folder, so that prompts go on from them after a restart: one file a page, named by the digest of
 all tokens up to its end (`serve.pages`).
 
-A file is the checksum of its content, then the page's K and V layer after layer, as they lie in the pools. What a file
+A file is the checksum of its content, then the page's K and V layer after layer, as they lie in the pools, wherever
+these are: a plan with KV on a disk finds what one with KV in RAM has kept. What a file
 holds is compared with its checksum when it is read. A file that is wrong is removed, and its tokens go through the
 model again. Pages of another model, format or length lie in another folder, whose name is a digest of all these. The
 folder is for its owner alone, since whoever has the KV of a text, and the model, can find out the text.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -21,12 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import BadRequest, BrokenModel
+from penstock.graph.arenas import Layout
 from penstock.spec import codec
-from penstock.spec.places import HOST
 from penstock.spec.plan import Plan
 from penstock.store.files import Output, is_aside, open_regular, storage_errors
 
-Views = Sequence[NDArray[np.uint8]]
+Parts = Iterable[NDArray[np.uint8]]  # of a page, one after the other; a part holds until the next one is asked for
 _NAME = re.compile(r"[0-9a-f]{32}\.kv")
 _SUM_BYTES = 32
 _FORMAT = b"penstock KV page 1"
@@ -34,14 +35,12 @@ _FORMAT = b"penstock KV page 1"
 
 def store_key(plan: Plan, sums: bytes | None, exact: bool) -> bytes:
     """What the KV of a text depends on beside the text, 16 bytes. `sums`: the checksums of the model's weights.
-    `exact`: whether activations are rounded. Raises BadRequest for KV that is not in RAM, and for a model that is not
-    compared with its checksums."""
-    if any(home.home != HOST for home in plan.kv):
-        raise BadRequest("pages can be kept of KV in RAM alone, and this plan has KV elsewhere: leave out --keep-kv")
+    `exact`: whether activations are rounded. Raises BadRequest for a model that is not compared with its checksums."""
     if sums is None:
         raise BadRequest("pages are kept by the checksums of the weights: leave out --no-verify, or --keep-kv")
-    about = [codec.to_json(plan.target.spec), plan.target.weights.name, plan.page_tokens, plan.context, exact]
-    about += [(home.layers, home.format.name) for home in plan.kv]
+    tokens = (plan.page_tokens, plan.page_tokens * Layout(plan).kv.page_group)
+    about = [codec.to_json(plan.target.spec), plan.target.weights.name, tokens, plan.context, exact]
+    about += [(home.format.name, home.attend) for home in plan.kv for _ in range(*home.layers)]
     return blake2b(_FORMAT + repr(about).encode() + blake2b(sums).digest(), digest_size=16).digest()
 
 
@@ -77,29 +76,36 @@ class KvStore:
             if digest in self._pages:
                 self._pages.move_to_end(digest)
 
-    def save(self, digest: bytes, views: Views) -> None:
+    def save(self, digest: bytes, parts: Parts) -> None:
         """Writes a page. Raises StorageFailed."""
         if not self._most or digest in self._pages:
             return
         self._shrink(self._most - 1)
         file = self._file(digest)
         with storage_errors("write", file), Output(file) as output:
-            output.stream.write(_sum(digest, views))
-            for view in views:
-                output.stream.write(view.data)
+            output.stream.write(bytes(_SUM_BYTES))
+            found = _sum(digest)
+            for part in parts:
+                found.update(part.data)
+                output.stream.write(part.data)
+            output.stream.seek(0)
+            output.stream.write(found.digest())
             output.commit()
         self._pages[digest] = None
 
-    def load(self, digest: bytes, views: Views) -> bool:
+    def load(self, digest: bytes, rooms: Parts) -> bool:
         """Reads a page into its place. False where it is not there or not what was written; then the place holds
-        anything."""
-        file = self._file(digest)
+        anything. Raises StorageFailed where the place is on a disk that fails."""
+        file, found = self._file(digest), _sum(digest)
         try:
             with os.fdopen(open_regular(file), "rb", buffering=0) as stream:
                 right = os.fstat(stream.fileno()).st_size == self._file_bytes
                 expected = stream.read(_SUM_BYTES)
-                right = right and all(_fill(stream.fileno(), view) for view in views)
-            right = right and expected == _sum(digest, views)
+                for part in rooms if right else ():
+                    if not (right := _fill(stream.fileno(), part)):
+                        break
+                    found.update(part.data)
+            right = right and expected == found.digest()
         except (OSError, BrokenModel):
             right = False
         if right:
@@ -132,8 +138,6 @@ def _fill(fd: int, view: NDArray[np.uint8]) -> bool:
     return True
 
 
-def _sum(digest: bytes, views: Views) -> bytes:
-    found = blake2b(digest, digest_size=_SUM_BYTES)
-    for view in views:
-        found.update(view.data)
-    return found.digest()
+def _sum(digest: bytes) -> blake2b:
+    """The checksum of a page before its first byte."""
+    return blake2b(digest, digest_size=_SUM_BYTES)

@@ -18,7 +18,6 @@ from penstock.spec.ask import DEFAULT_SCORE_ROWS, Ask
 from penstock.units import parse_bytes
 
 _CLOSED = "this model was closed: load it again"
-_ANY_NUMBER = 1 << 60  # of requests that wait
 
 
 @dataclass
@@ -128,13 +127,10 @@ class LLM:
         self.engine.close()
 
     def _answering(self) -> Service:
-        """Who answers all threads together, made for the first one. Nobody waits for a token here, so prompts are read
-        in the plan's chunks, and by the executors for prefill."""
+        """Who answers all threads together, made for the first one."""
         with self._starting:
             if self._service is None:
-                plan = self.engine.plan
-                rows = max(plan.chunk_rows, plan.batch_seqs)
-                self._service = Service(self.engine, prompt_rows=rows, queue=_ANY_NUMBER, mixed="prefill")
+                self._service = Service.of_whole_answers(self.engine)
             return self._service
 
     def __enter__(self) -> LLM:

@@ -33,7 +33,6 @@ from penstock.graph.arenas import Layout
 from penstock.graph.batch import Batch
 from penstock.graph.tasks import Pass, Stream
 from penstock.serve.pages import Ids, Move, Pages, Table
-from penstock.spec.places import HOST
 from penstock.spec.plan import Plan
 
 AGING_S = 30.0
@@ -76,6 +75,7 @@ class _Request:
     arrived_s: float
     order: int  # in which requests arrived
     scores: bool  # logits of every token of the prompt are wanted
+    most: int | None  # tokens of its answer, where no pass is expected after the last request's
     seq: int = -1  # of the plan, while it has one
     table: Table | None = None  # its pages, while it has a sequence
     read: int = 0  # tokens that need not go through the model any more
@@ -99,6 +99,12 @@ class _Request:
         return not self.said or self.read < self.tokens - 1
 
 
+def all_rows(plan: Plan) -> int:
+    """Rows of prompts that a pass has room for: `prompt_rows` of those who wait for whole answers, and not for the next
+    token."""
+    return plan.batches_per_pass * max(plan.chunk_rows, plan.batch_seqs)
+
+
 class Scheduler:
     """Requests of one loaded plan. `prompt_rows`: the most rows of prompts in a pass beside rows of answers; alone they
     fill the plan's chunks. `queue`: the most requests that may wait. `ids(request, start, count)`: tokens of a
@@ -114,8 +120,8 @@ class Scheduler:
         self._mixed = mixed
         layout = Layout(plan)
         self._group, self._most_pages = layout.kv.page_group, layout.kv.pages_per_seq // layout.kv.page_group
-        copies = all(home.home == HOST for home in plan.kv)  # a device's pages would need its own copies
-        self.pages = Pages(layout.kv.pages // self._group, plan.page_tokens * self._group, stored, swaps, copies)
+        tokens, copies = plan.page_tokens * self._group, layout.kv.copies
+        self.pages = Pages(layout.kv.pages // self._group, tokens, stored, swaps, copies)
         self._free = set(range(plan.batch_seqs * plan.batches_per_pass))
         self._requests: dict[int, _Request] = {}
         self._arrived = 0
@@ -167,15 +173,17 @@ class Scheduler:
         return line.index(request) if request in line else 0
 
     def submit(
-        self, request: int, prompt: Ids, priority: int, now_s: float, owner: str = "", scores: bool = False
-    ) -> None:
+        self, request: int, prompt: Ids, priority: int, now_s: float, owner: str = "", scores: bool = False,
+        most: int | None = None,
+    ) -> None:  # fmt: skip
         """Takes a request with a prompt int32 [n]. `owner`: who sent it; what one owner's prompts left behind is for no
         other. `scores`: logits of every token of the prompt are wanted, so all of them go through the model, in passes
-        whose logits the plan has room for. Raises QueueFull."""
+        whose logits the plan has room for. `most`: the most tokens of its answer, 1 or more, where nobody will ask
+        after the requests that are here: what a later pass would read is then not loaded for it. Raises QueueFull."""
         if self.waiting - len(self._free) >= self._queue:
             raise QueueFull(f"{self.waiting} requests wait already, and {self._queue} may: try again later")
         assert request not in self._requests and 0 < len(prompt) <= self._plan.context
-        self._requests[request] = _Request(request, prompt, owner, priority, now_s, self._arrived, scores)
+        self._requests[request] = _Request(request, prompt, owner, priority, now_s, self._arrived, scores, most)
         self._arrived += 1
 
     def end(self, requests: Collection[int]) -> None:
@@ -227,14 +235,27 @@ class Scheduler:
         self.pages.moves.clear()
         return Step(taken, tuple(tuple(members) for members in by_batch if members), moves)
 
-    def _then(self) -> Stream:
-        """What the pass after this one will read, if no request comes or goes."""
-        requests = self._requests.values()
-        if not any(request.reads and (request.table is not None or self._free) for request in requests):
+    def _then(self) -> Stream | None:
+        """What the pass after this one will read, if no request comes, and none goes before its answer is whole."""
+        requests = [each for each in self._requests.values() if each.most is None or each.said < each.most]
+        if not requests:
+            return None
+        free = self._free or len(requests) < len(self._requests)
+        if not any(request.reads and (request.table is not None or free) for request in requests):
             return passes.DECODE
-        speaks = any(request.table is not None and not request.reads for request in requests)
-        few = self._plan.batch_seqs - 1 + self._prompt_rows <= self._plan.asking_rows
-        return Stream(self._mixed, True, few) if speaks else Stream("prefill", True)
+        if any(request.table is not None and not request.reads for request in requests):
+            few = self._plan.batch_seqs - 1 + self._prompt_rows <= self._plan.asking_rows
+            return Stream(self._mixed, True, few)
+        size, most, logits = self._plan.batch_seqs, max(self._plan.chunk_rows, self._plan.batch_seqs), False
+        room = [most] * self._plan.batches_per_pass
+        for request in requests:
+            if request.table is not None:
+                batch, left = request.seq // size, request.tokens - request.read
+                logits |= left <= room[batch] or request.wants_scores
+                room[batch] = max(0, room[batch] - left)
+        if any(room) and any(request.table is None for request in requests):
+            return Stream("prefill", True)  # one of these may begin, and end too
+        return Stream("prefill", logits, most - min(room) <= self._plan.asking_rows)
 
     def _settle(self) -> None:
         """The latest pass has ended: what it wrote can be shared."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,18 +19,20 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import BadRequest, InternalError, PenstockError, StorageFailed
+from penstock.errors import BadRequest, InternalError, PenstockError
 from penstock.graph.passes import MIXED
 from penstock.planner.pass_times import PassTimes
 from penstock.serve.answering import checked_ids
+from penstock.serve.counts import Counts, Tally
 from penstock.serve.engine import Engine
 from penstock.serve.foretold import Newcomer, newcomer
 from penstock.serve.generation import Generation
+from penstock.serve.keeper import Keeper
 from penstock.serve.kv_store import KvStore
-from penstock.serve.pages import Copied, Move, Restore, Save
+from penstock.serve.pages import Move
 from penstock.serve.reply import Reply
 from penstock.serve.sampling import SamplingParams, ids_of
-from penstock.serve.scheduler import Rows, Scheduler, Step
+from penstock.serve.scheduler import Rows, Scheduler, Step, all_rows
 from penstock.serve.told import Cancelled, Ended, Failed, Piece, Tell, Told
 
 MOST_REQUESTS = 1000  # beside which a newcomer's time is foretold
@@ -52,33 +53,15 @@ class _Open:
     cancelled: bool = False
 
 
-@dataclass(frozen=True)
-class Counts:
-    """What a service has done and has to do. Seconds are of passes."""
-
-    running: int
-    waiting: int
-    answered: int
-    failed: int
-    cancelled: int
-    prompt_tokens: int  # that went through the model
-    cached_tokens: int  # of prompts, whose keys and values were there
-    output_tokens: int
-    passes: int
-    passes_s: float
-    pages: int = 0  # of the KV pools
-    pages_had: int = 0  # by requests: 0 where none is here
-    pages_kept: int = 0  # that nobody has, with what prompts may begin with
-    given_back: int = 0  # times that a request had to give its pages back before its answer was whole
-
-
 class Service:
     """Serves one loaded engine until `close`. While requests are here, the engine answers nobody else.
 
     `prompt_rows`: the most rows of prompts in a pass beside rows of answers, and `mixed`: the purpose of such a pass.
     `queue`: the most requests that wait.
     `store`: where pages are kept while nobody asks, and at the end; prompts go on from them. `swaps`: pages are also
-    kept there before they are given to another request. `times`: of the plan's passes, if they were asked before."""
+    kept there before they are given to another request. `times`: of the plan's passes, if they were asked before.
+    `threaded`: without it `generate` takes the passes in its caller's thread, and nobody else may ask. `on_pass`: is
+    told of each pass when what it says was heard."""
 
     def __init__(
         self,
@@ -90,18 +73,18 @@ class Service:
         swaps: bool = False,
         times: PassTimes | None = None,
         mixed: str = MIXED,
+        threaded: bool = True,
+        on_pass: Callable[[Step], None] | None = None,
     ) -> None:
-        self.engine, self._store = engine, store
-        self._may_save = store is not None  # until that fails
-        stored: Callable[[bytes], bool] = (lambda _: False) if store is None else store.__contains__
+        self.engine, self._threaded, self._on_pass = engine, threaded, on_pass
+        self._keeper = Keeper(engine.session, store)
         swaps = swaps and store is not None
-        self._scheduler = Scheduler(engine.plan, prompt_rows, queue, self._known, stored, swaps, mixed)
+        self._scheduler = Scheduler(engine.plan, prompt_rows, queue, self._known, self._keeper.stored, swaps, mixed)
         self._open: dict[int, _Open] = {}
         self._changed = threading.Condition()  # guards all that follows, and the scheduler
         self._next_id = 0
         self._refuses: str | None = None  # why no more requests are taken
-        self._done = {"answered": 0, "failed": 0, "cancelled": 0, "prompt": 0, "cached": 0, "output": 0, "passes": 0}
-        self._passes_s = 0.0
+        self._tally = Tally()
         self._passes = engine.session.passes  # of the session, when the service took the latest one
         self._saves_until_s = inf
         self._times = times or PassTimes(engine.plan, engine.machine, mixed)
@@ -110,12 +93,7 @@ class Service:
     @property
     def counts(self) -> Counts:
         with self._changed:
-            done, pages = self._done, self._scheduler.pages
-            return Counts(
-                self._scheduler.running, self._scheduler.waiting, done["answered"], done["failed"], done["cancelled"],
-                done["prompt"], done["cached"], done["output"], done["passes"], self._passes_s,
-                pages.count, pages.had, pages.kept, self._scheduler.given_back,
-            )  # fmt: skip
+            return self._tally.with_work(self._scheduler)
 
     @property
     def pass_times(self) -> PassTimes:
@@ -127,28 +105,40 @@ class Service:
         with self._changed:
             return self._scheduler.free_sequences
 
+    @classmethod
+    def of_whole_answers(
+        cls, engine: Engine, threaded: bool = True, on_pass: Callable[[Step], None] | None = None
+    ) -> Service:
+        """A service for callers who wait for whole answers: any number of them may. Prompts are read in the plan's
+        chunks, and by the executors for prefill."""
+        rows = all_rows(engine.plan)
+        return cls(engine, prompt_rows=rows, queue=1 << 60, mixed="prefill", threaded=threaded, on_pass=on_pass)
+
     def submit(
-        self, prompt_ids: Sequence[int], params: SamplingParams, tell: Tell, priority: int = 0, owner: str = ""
-    ) -> int:
+        self, prompt_ids: Sequence[int], params: SamplingParams, tell: Tell, priority: int = 0, owner: str = "",
+        streams: bool = True,
+    ) -> int:  # fmt: skip
         """Takes a request and returns its number. `tell` is called by the service's own thread, and must not wait.
-        `owner`: what a prompt leaves in memory is shared with prompts of the same owner.
+        `owner`: what a prompt leaves in memory is shared with prompts of the same owner. `streams`: whether text is
+        wanted as soon as it is certain, and not only at the end.
 
         Raises BadRequest for prompts that are no ids of this model or do not fit the context, and after `refuse`;
         QueueFull."""
         engine = self.engine
         ids = checked_ids(prompt_ids, engine.plan)
         about = {"batch": 1, "context": engine.plan.context}
-        reply = Reply(engine.tokenizer, ids, params, **about, streams=True, guide=engine.guide(params))
+        reply = Reply(engine.tokenizer, ids, params, **about, streams=streams, guide=engine.guide(params))
+        most, scores = None if self._threaded else max(1, reply.limit), params.prompt_logprobs is not None
         now_s = time.perf_counter()
         with self._changed:
             if self._refuses is not None:
                 raise BadRequest(self._refuses)
             number = self._next_id
-            self._scheduler.submit(number, ids, priority, now_s, owner, params.prompt_logprobs is not None)
+            self._scheduler.submit(number, ids, priority, now_s, owner, scores, most)
             self._next_id += 1
             self._open[number] = _Open(reply, tell, priority, now_s, now_s)
             self._changed.notify_all()
-            if self._thread is None:
+            if self._thread is None and self._threaded:
                 self._thread = threading.Thread(target=self._work, name="penstock-serve", daemon=True)
                 self._thread.start()
         return number
@@ -197,15 +187,24 @@ class Service:
             self._changed.notify_all()
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Generation]:
-        """Waits for the answers to some prompts, in their order. Threads that call it share passes. Raises as `submit`,
-        and what fails an answer; BadRequest where this thread holds an open stream of the engine, and after `close`."""
+        """Waits for the answers to some prompts, in their order. Threads that call it share passes. Where one answer
+        fails, the others are cancelled. Raises as `submit`, and what fails an answer; BadRequest where this thread
+        holds an open stream of the engine, and after `close`."""
         self.engine.require_no_stream()
         told: queue.SimpleQueue[tuple[int, Told]] = queue.SimpleQueue()
         numbers: list[int] = []
         answers: dict[int, Generation] = {}
+
+        def hear(i: int, what: Told) -> None:
+            told.put((i, what))
+            for number in numbers if isinstance(what, Failed) else ():
+                self.cancel(number)
+
         try:
             for i, prompt in enumerate(prompts):
-                numbers.append(self.submit(prompt, params, partial(_put, told, i)))
+                numbers.append(self.submit(prompt, params, partial(hear, i), streams=False))
+            if not self._threaded:
+                self._work()
             while len(answers) < len(numbers):
                 i, what = told.get()
                 if isinstance(what, Ended):
@@ -253,7 +252,7 @@ class Service:
                 left = [number for number, request in self._open.items() if request.cancelled]
                 self._scheduler.end(left)
                 told = [(self._open.pop(number).tell, Cancelled()) for number in left]
-                self._done["cancelled"] += len(left)
+                self._tally.cancelled += len(left)
                 step = self._scheduler.next(time.perf_counter())
                 self._changed.notify_all()
             for tell, what in told:
@@ -271,7 +270,7 @@ class Service:
             self._scheduler.forget()
             self._scheduler.end(list(self._open))
             tells = [request.tell for request in self._open.values()]
-            self._done["failed"] += len(tells)
+            self._tally.failed += len(tells)
             self._open.clear()
             self._changed.notify_all()
         for tell in tells:
@@ -280,38 +279,21 @@ class Service:
     def _unsaved(self) -> bool:
         """Whether a page is left to be kept, and time for it: when the service ends, that has an end too."""
         in_time = time.perf_counter() < self._saves_until_s
-        return self._may_save and in_time and self._scheduler.pages.unsaved() is not None
+        return self._keeper.saves and in_time and self._scheduler.pages.unsaved() is not None
 
     def _save(self) -> None:
         """Keeps a page in the store, if one is left to be kept."""
         if (found := self._scheduler.pages.unsaved()) is not None:
-            self._keep(*found)
+            self._keeper.keep(*found)
             self._scheduler.pages.saved(found[1])
 
-    def _keep(self, page: int, digest: bytes) -> None:
-        """Keeps a page in the store. Where the store fails, no more are kept."""
-        if self._store is None or not self._may_save:
-            return
-        try:
-            self._store.save(digest, self.engine.session.kv_page(page))
-        except StorageFailed as error:
-            warnings.warn(f"KV is not kept any more: {error.message}", stacklevel=2)
-            self._may_save = False
-
     def _move_pages(self, moves: Sequence[Move]) -> bool:
-        """Stores pages, brings them back and copies them. False where a stored page is not what was stored: then all
-        begin again without it."""
-        if self._store is not None and any(isinstance(move, Save) for move in moves):
-            self._store.use(move.digest for move in moves if isinstance(move, Restore))
-        for move in moves:
-            if isinstance(move, Save):
-                self._keep(move.page, move.digest)
-            elif isinstance(move, Copied):
-                self.engine.session.copy_kv_page(move.source, move.page)
-            elif self._store is None or not self._store.load(move.digest, self.engine.session.kv_page(move.page)):
-                with self._changed:
-                    self._scheduler.forget()
-                return False
+        """What is to be done with pages before a pass. False where a stored page is not what was stored: then all begin
+        again without it."""
+        if not self._keeper.move(moves):
+            with self._changed:
+                self._scheduler.forget()
+            return False
         return True
 
     def _take(self, step: Step) -> None:
@@ -342,6 +324,8 @@ class Service:
                         self._hear(r, logits[first:end], best[first:end])
                         speaking += [r] if r.says else []
             told = self._say(speaking, ended)
+            if self._on_pass is not None:
+                self._on_pass(step)
         taken_s = time.perf_counter() - start_s
         with self._changed:
             self._scheduler.end(ended)
@@ -405,23 +389,12 @@ class Service:
     def _count(self, step: Step, ended: dict[int, Told], cached_tokens: int, taken_s: float) -> None:
         rows = [r for rows in step.rows for r in rows]
         failed = sum(isinstance(what, Failed) for what in ended.values())
-        counted = {
-            "answered": len(ended) - failed,
-            "failed": failed,
-            "prompt": sum(r.tokens for r in rows if r.reads),
-            "cached": cached_tokens,
-            "output": sum(r.says and self._open[r.request].reply.limit > 0 for r in rows),
-            "passes": 1,
-        }
-        for name, count in counted.items():
-            self._done[name] += count
-        self._passes_s += taken_s
+        self._tally.failed += failed
+        self._tally.answered += len(ended) - failed
+        silent = sum(r.says and not self._open[r.request].reply.limit for r in rows)
+        self._tally.take(step, silent, cached_tokens, taken_s)
         if not step.moves:
             self._times.note(sum(not r.reads for r in rows), sum(r.tokens for r in rows if r.reads), taken_s)
-
-
-def _put(told: queue.SimpleQueue[tuple[int, Told]], index: int, what: Told) -> None:
-    told.put((index, what))
 
 
 @contextmanager

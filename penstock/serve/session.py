@@ -31,6 +31,7 @@ from penstock.runtime.dispatch import Dispatch
 from penstock.runtime.execute import Executor
 from penstock.runtime.host import Progress
 from penstock.runtime.kv_file import KvFile
+from penstock.runtime.kv_pages import KvPages
 from penstock.runtime.movers import DiskReader, waited_for
 from penstock.runtime.reread import NOTHING, Read, from_disk, from_ram
 from penstock.runtime.uploads import lift_weights
@@ -40,6 +41,7 @@ from penstock.spec.places import DISK, HOST, Lane
 from penstock.spec.plan import Plan
 from penstock.store.packed import Packed
 
+_CLOSED = "this model was closed: load it again"
 _LOADS_AHEAD = 8  # loads of weights that are begun beyond the one waited for
 # Called after each pass with the tasks that ended since the pass before. With None: loads that ended after the last
 # pass.
@@ -100,7 +102,7 @@ class Session:
         self.best: list[list[tuple[float, int]]] = []  # of the last pass, per batch and row: largest logit and its id
         self.loading = NOTHING  # bytes and seconds of loading the weights that stay, before the first pass
         self.held = Held()  # what its sequences hold
-        self._saves_late = any(home.attend != HOST for home in plan.kv)
+        self._saves_late = any(home.home != HOST or home.attend != HOST for home in plan.kv)
         self.passes = 0  # that were begun: who finds another number than before knows that others wrote over KV
         self.consumed_bytes = 0  # that the last pass took from slower tiers: through its rings, embedding rows and KV
         with ExitStack() as opened:  # where loading fails half-way, everything is given back
@@ -122,6 +124,7 @@ class Session:
         if kv_bytes := plan.tier_bytes().get(DISK.tier, 0):
             self.kv_file = KvFile(kv_folder or packed.folder, kv_bytes, plan.io_block_bytes, plan.io_engine)
             opened.callback(self.kv_file.close)
+        self.kv_pages = KvPages(self.lowering.layout.kv, self._arenas, self.kv_file)
 
     def _open_lanes(self, opened: ExitStack) -> None:
         """Binds the plan to the kernels of the host and of the device, and makes the executor."""
@@ -145,7 +148,7 @@ class Session:
         Raises BadRequest after `close`, DamagedModel, StorageFailed, DeviceFailed."""
         with self._stepping:
             if self._closed:
-                raise BadRequest("this model was closed: load it again")
+                raise BadRequest(_CLOSED)
             self.passes += 1
             return self._step(p, tokens)
 
@@ -183,17 +186,20 @@ class Session:
             logits.append(self._arenas.array(slot, np.float32, (n, spec.vocab)))
         return logits
 
-    def kv_page(self, page: int) -> list[NDArray[np.uint8]]:
-        """K and V of a page in every layer, uint8 [bytes] each: views of pools in RAM. Where a device attends, what the
-        last pass saves there may still be on its way: that is waited for."""
+    def settled_kv(self) -> KvPages:
+        """The KV pages, for use until the next pass. What the last pass saves may still be on its way to a disk, or
+        from a device: that is waited for. Raises what fails meanwhile; then no page is to be trusted any more."""
         if self._saves_late:
-            self.drain()
-        return [self._arenas.view(slot) for slot in self.lowering.layout.kv.page_slots(page)]
-
-    def copy_kv_page(self, source: int, page: int) -> None:
-        """A page in RAM gets what another one holds, in every layer."""
-        for held, target in zip(self.kv_page(source), self.kv_page(page), strict=True):
-            target[...] = held
+            with self._stepping:
+                if self._closed:
+                    raise BadRequest(_CLOSED)
+                try:
+                    self._tell(self._executor.drain(), None)
+                except PenstockError:
+                    self.held.forget()
+                    self._start_over()
+                    raise
+        return self.kv_pages
 
     @property
     def arena_bytes(self) -> int:

@@ -20,7 +20,7 @@ from penstock.serve.service import Service
 from penstock.serve.told import Ended
 from penstock.spec.plan import Plan
 from penstock.store.packed import open_packed
-from tests.cpu.engines import load, make_model, streaming
+from tests.cpu.engines import load, make_model
 from tests.cpu.test_service import Heard
 from tests.plans import resident_plan
 
@@ -40,7 +40,7 @@ def plan(folder: Path) -> Plan:
 
 
 def store(engine: Engine, where: Path, pages: int = 100) -> KvStore:
-    page_bytes = sum(view.nbytes for view in engine.session.kv_page(0))
+    page_bytes = engine.session.kv_pages.page_bytes
     return KvStore(where, store_key(engine.plan, engine.packed.sums, False), page_bytes, pages * (page_bytes + 32))
 
 
@@ -172,6 +172,3 @@ def test_pages_of_other_models_and_formats_lie_elsewhere(folder: Path) -> None:
     assert len(keys) == 5
     with pytest.raises(BadRequest, match="--no-verify"):
         store_key(made, None, False)
-    spilled = streaming(packed, **SIZES, kv_spilled=frozenset({1}))  # type: ignore[arg-type]
-    with pytest.raises(BadRequest, match="KV elsewhere"):
-        store_key(spilled, packed.sums, False)

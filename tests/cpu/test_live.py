@@ -35,10 +35,9 @@ from types import SimpleNamespace
 import penstock.cli.live as live
 live._FIRST_S = live._EVERY_S = 0.001
 session = SimpleNamespace(reader=SimpleNamespace(bytes_read=5), watchers=[])
-engine = SimpleNamespace(session=session, plan=SimpleNamespace(chunk_rows=4, batch_seqs=1, asking_rows=0),
-                         holds=lambda prompt: 0)
+engine = SimpleNamespace(session=session)
 text = sys.argv[1]
-with live.live(engine, [[1] * 9], streams=True) as shown:
+with live.live(engine, lambda: 3, streams=True) as shown:
     time.sleep(0.02)
     for at in range(0, len(text), 3):
         shown.write(text[at : at + 3])
@@ -154,11 +153,11 @@ def test_columns() -> None:
 
 def test_nothing_where_nobody_looks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     engine: Any = SimpleNamespace()  # not even looked at
-    with live.live(engine, [[1]], streams=True) as shown:
+    with live.live(engine, lambda: 1, streams=True) as shown:
         shown.write("text")
     assert capsys.readouterr() == ("text", "")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "dumb")
-    with live.live(engine, [[1]], streams=True) as shown:
+    with live.live(engine, lambda: 1, streams=True) as shown:
         shown.write("text")
     assert capsys.readouterr() == ("text", "")

@@ -378,10 +378,11 @@ def test_a_port_that_is_taken(server: Server, model: Path, cache: Path, capsys: 
     assert found.code == 2 and f"127.0.0.1:{server.port}" in found.err and "Traceback" not in found.err
 
 
-def test_a_prompt_goes_on_after_a_restart(model: Path, cache: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [(), ("--kv-home", "disk")])
+def test_a_prompt_goes_on_after_a_restart(model: Path, cache: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     prompt, cached = "Once upon a time there was a tree. " * 3, []
     for _ in range(2):
-        with serving(model, cache, "--name", "tiny", "--keep-kv", tmp_path / "kv") as server:
+        with serving(model, cache, "--name", "tiny", "--keep-kv", tmp_path / "kv", *flags) as server:
             done = server.client().completions.create(model="tiny", prompt=prompt, max_tokens=3, temperature=0)
             assert done.usage is not None and done.usage.prompt_tokens > 65
             details = done.usage.prompt_tokens_details

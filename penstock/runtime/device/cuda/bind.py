@@ -127,7 +127,7 @@ class TorchBinding:
         attention.attend(
             self._typed(op.q, torch.float32, shape), self._pool(op.keys, layer, batch),
             self._pool(op.values, layer, batch), a, *self._plan.unit_rows(unit), tables.positions, tables.sequence,
-            self._typed(op.a, torch.float32, shape), batch.most_rows, self._kernels, self._scratch(op.scratch),
+            self._typed(op.a, torch.float32, shape), batch.bound_rows, self._kernels, self._scratch(op.scratch),
         )  # fmt: skip
 
     def _out(self, call: Call, op: ops.Out) -> None:

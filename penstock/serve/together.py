@@ -1,0 +1,76 @@
+"""Answers one prompt several times, for `run --batch`: through the scheduler that a server's clients share, so that the
+prompt is read once, with the figures of the whole batch beside what is predicted for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from functools import cached_property
+
+from penstock.planner.predict import Prediction, with_prompts
+from penstock.serve.answering import checked_ids
+from penstock.serve.engine import Engine
+from penstock.serve.foretold import first_passes
+from penstock.serve.generation import Generation
+from penstock.serve.planning import routers_of
+from penstock.serve.sampling import SamplingParams
+from penstock.serve.scheduler import Step
+from penstock.serve.service import Service
+
+
+class Together:
+    """`count` answers to a prompt, by one engine. Raises BadRequest for a prompt that is no ids of this model, or does
+    not fit the context.
+
+    `batch`: how many of them the plan has room for at once; `reads`: the passes until these have their first tokens.
+    The others begin as these end. The plan is one for `count` prompts. So it is predicted for them too, and
+    `prediction` is what becomes of that where the prompt is read once."""
+
+    def __init__(self, engine: Engine, prompt: Sequence[int], params: SamplingParams, count: int) -> None:
+        self._engine, self._prompts, self._params = engine, [prompt] * count, params
+        ids = checked_ids(prompt, engine.plan)
+        self.batch = engine.plan.at_once(count, len(ids) + params.max_tokens)
+        self.reads = first_passes(engine.plan, ids, self.batch, params.max_tokens)
+        self._start_s = self._end_s = 0.0
+        self._decode_s, self._decode_tokens, self._decode_steps, self._decode_bytes = 0.0, 0, 0, 0
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        engine, packed = self._engine, self._engine.packed
+        trace = routers_of(packed.folder, packed.spec)
+        return with_prompts(engine.prediction, self.reads, engine.plan, engine.machine, trace)
+
+    def answers(self) -> list[Generation]:
+        """The answers. Passes run in the caller's thread. Raises as `Engine.generate`."""
+        engine, session = self._engine, self._engine.session
+        before = session.bytes_moved()
+        self._start_s = self._end_s = time.perf_counter()
+        with closing(Service.of_whole_answers(engine, threaded=False, on_pass=self._hear)) as service:
+            found = service.generate(self._prompts, self._params)
+        session.drain()
+        moved: dict[str, int] = {lane: now - before.get(lane, 0) for lane, now in session.bytes_moved().items()}
+        ttft_s = max(answer.ttft_s for answer in found[: self.batch])
+        for answer in found:
+            answer.batch, answer.batch_ttft_s, answer.bytes_moved = self.batch, ttft_s, moved
+            answer.decode_s, answer.decode_tokens = self._decode_s, self._decode_tokens
+            answer.decode_steps, answer.decode_disk_bytes = self._decode_steps, self._decode_bytes
+            answer.peak_host_bytes = session.peak_host_bytes + engine.tokenizer.peak_bytes
+            answer.peak_device_bytes = session.peak_device_bytes
+        engine.last = found[-1]
+        return found
+
+    def keep(self, answers: Sequence[Generation]) -> None:
+        """Keeps the speed of this run beside its prediction (`Engine.keep`)."""
+        self._engine.keep(answers[0], self.prediction, self.reads)
+
+    def _hear(self, step: Step) -> None:
+        """Counts a pass that has ended. Tokens beside rows of prompts are no decoding."""
+        start_s, self._end_s = self._end_s, time.perf_counter()
+        rows = [each for members in step.rows for each in members]
+        if any(each.reads for each in rows):
+            return
+        self._decode_s += self._end_s - start_s
+        self._decode_tokens += len(rows)
+        self._decode_steps += 1
+        self._decode_bytes += self._engine.session.consumed_bytes
