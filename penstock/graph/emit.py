@@ -176,13 +176,14 @@ class Emitter:
         for field, many, reads, writes in _TOUCHES[operands.__class__]:
             value = operands[field]
             for slot in value if many else (value,):
-                if not tracked[slot[0]]:
+                arena, lo, hi = slot
+                if not tracked[arena]:
                     continue
                 segment = exactly(slot)
                 if reads or writes:
                     touched.append((slot, segment, reads, writes))
                     exact = exact and segment is not None
-                before = self._hazards.conflicts(*slot, writes) if segment is None else segment.before(writes)
+                before = self._hazards.conflicts(arena, lo, hi, writes) if segment is None else segment.before(writes)
                 for other, task in before:
                     if (other not in lanes or is_disk(other)) and task > waits.get(other, -1):
                         waits[other] = task
