@@ -3,6 +3,7 @@ have learned positions.
 
 A task that the lowering marks as coming again is bound once. Its calls become a `_native.Program`, which runs without
 Python between the ops. Positions and KV pages change from pass to pass: they lie in tables that the program points at.
+A call for experts that were asked for is a program too. Which experts, and where they lie, is replaced each time.
 """
 
 from __future__ import annotations
