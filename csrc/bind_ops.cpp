@@ -91,6 +91,10 @@ struct Program {
     explicit Program(const Compute& on) : compute(&on) {}
     const Compute* compute;
     std::vector<Step> steps;
+    std::shared_ptr<ExpertsOp> placed;  // the operands of the latest call for experts
+
+    // Replaces that call's experts, and where their weights lie.
+    void place(const std::vector<std::uintptr_t>& weights, std::vector<int> ids);
 
     void run() const {
         nb::gil_scoped_release release;
@@ -167,6 +171,15 @@ void check(const ExpertsOp& op) {
 template <class Op>
 void check(const Op&) {}
 
+void Program::place(const std::vector<std::uintptr_t>& weights, std::vector<int> ids) {
+    if (placed == nullptr) throw nb::value_error("the program computes no experts");
+    ExpertsOp op = *placed;
+    op.weights = Crossing<std::vector<const std::uint8_t*>>::of(weights);
+    op.ids = std::move(ids);
+    check(op);
+    *placed = std::move(op);
+}
+
 // Defines each op as a method of both classes. Compute runs it at once, and Program appends it. All operands are given
 // by name.
 struct Ops {
@@ -193,8 +206,9 @@ struct Ops {
         program.def(
             name,
             [=](Program& self, const typename Crosses<Op, Places>::type&... values) {
-                self.steps.push_back(
-                    [=, op = make(values...)](const Compute& c) { return (c.kernels->*run)(*c.pool, op); });
+                const auto op = std::make_shared<Op>(make(values...));
+                self.steps.push_back([=](const Compute& c) { return (c.kernels->*run)(*c.pool, *op); });
+                if constexpr (std::is_same_v<Op, ExpertsOp>) self.placed = op;
             },
             nb::kw_only(), nb::arg(places.name)...);
         fields[name] = nb::make_tuple(places.name...);
@@ -282,6 +296,7 @@ void bind_ops(nb::module_& m) {
     auto program = nb::class_<Program>(m, "Program")
                        .def(nb::init<const Compute&>(), nb::keep_alive<1, 2>(), "compute"_a)
                        .def("__len__", [](const Program& self) { return self.steps.size(); })
+                       .def("place", &Program::place, "weights"_a, "ids"_a)
                        .def("run", &Program::run);
     // clang-format off
     Ops ops{compute, program, nb::dict()};

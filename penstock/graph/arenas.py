@@ -59,6 +59,7 @@ class Layout:
         for tier, nbytes in plan.ring_bytes.items():
             self._take(f"{tier}.ring", nbytes)
         self._caches = {(cache.layer, cache.executor): self._place_cache(cache) for cache in plan.caches}
+        self._cache_slots: dict[tuple[int, Executor, int], Slot] = {}  # that `cache_slot` gave so far
         if plan.stage_bytes:
             self._take("host.stage", plan.stage_bytes)
 
@@ -116,8 +117,12 @@ class Layout:
 
     def cache_slot(self, layer: int, executor: Executor, number: int) -> Slot:
         """A slot of a layer's cache in an executor's memory: room for an expert."""
-        whole, nbytes = self._caches[layer, executor], self.parts[f"{layer}.experts"].least_bytes
-        return Slot(whole.arena, whole.lo + number * nbytes, whole.lo + (number + 1) * nbytes)
+        slot = self._cache_slots.get((layer, executor, number))
+        if slot is None:
+            whole, nbytes = self._caches[layer, executor], self.parts[f"{layer}.experts"].least_bytes
+            slot = Slot(whole.arena, whole.lo + number * nbytes, whole.lo + (number + 1) * nbytes)
+            self._cache_slots[layer, executor, number] = slot
+        return slot
 
     def filled_bytes(self, arena: str) -> int:
         """Bytes of an arena that are used, before they are rounded up to whole huge pages."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping
+from heapq import heappop, heappush, heapreplace
 from math import exp2, inf, log2
 
 from penstock.spec.places import Executor
@@ -33,6 +34,8 @@ class ExpertCache:
         # Expert → log2 of its uses, each of which counts 2^(pass / HALF_LIFE). So the order of two experts changes only
         # when one of them is used, and nothing has to decay.
         self._uses: dict[int, float] = {}
+        # ("lfu") An entry for each expert that is held: (its uses, or what they were before they rose, expert).
+        self._ranked: list[tuple[float, int]] = []
 
     @property
     def held(self) -> tuple[int | None, ...]:
@@ -43,26 +46,35 @@ class ExpertCache:
         """The slot of an expert, None if it is missing."""
         return self._slot_of.get(expert)
 
+    def missing(self, experts: Iterable[int]) -> list[int]:
+        """Those of some experts that are in no slot, in the given order."""
+        slot_of = self._slot_of
+        return [expert for expert in experts if expert not in slot_of]
+
     def ask(self, experts: Iterable[int]) -> None:
         """A pass wants these experts. To be called once for each pass, before `admit`."""
         self._now += 1
-        self._asked = sorted(experts)
-        wrong = {expert: self._slot_of.pop(expert) for expert in self._guessed if expert not in self._asked}
+        asked = self._asked = sorted(experts)
+        if self.policy == "lfu":
+            uses, use = self._uses, self._now / HALF_LIFE
+            for expert in asked:
+                uses[expert] = use + log2(1 + exp2(uses.get(expert, -inf) - use))
+            self._guessed = []
+            return
+        wrong = {expert: self._slot_of.pop(expert) for expert in self._guessed if expert not in asked}
         self._slot_of = {**wrong, **self._slot_of} if wrong else self._slot_of  # they leave first
         self._guessed = []
-        for expert in self._asked:
+        for expert in asked:
             slot = self._slot_of.pop(expert, None)
             if slot is not None:
                 self._slot_of[expert] = slot
-            if self.policy == "lfu":
-                use = self._now / HALF_LIFE
-                self._uses[expert] = use + log2(1 + exp2(self._uses.get(expert, -inf) - use))
 
     def admit(self, expert: int, keep: Collection[int], first: Collection[int | None] = ()) -> int | None:
         """The slot that a missing expert takes: a free one, or that of the expert that leaves. None where all slots
         hold experts to `keep`. `first`: experts that leave before all others."""
         slot = self._taken(expert, keep, first)
-        for later in self._asked[bisect_right(self._asked, expert) :] if slot is not None else ():
+        by_age = slot is not None and self.policy == "lru"
+        for later in self._asked[bisect_right(self._asked, expert) :] if by_age else ():
             if (later_slot := self._slot_of.pop(later, None)) is not None:
                 self._slot_of[later] = later_slot
         return slot
@@ -85,17 +97,42 @@ class ExpertCache:
         if leaving is not None:
             del self._slot_of[leaving]
         self._held[slot], self._slot_of[expert] = expert, slot
+        if self.policy == "lfu":
+            heappush(self._ranked, (self._uses.get(expert, -inf), expert))
         return slot
 
     def _victim(self, keep: Collection[int], first: Collection[int | None]) -> int | None:
-        may_leave: Iterable[int] = [expert for expert in self._slot_of if expert not in keep]
-        if first:
-            may_leave = [expert for expert in may_leave if expert in first] or may_leave
+        """The slot of the expert that leaves."""
         if self.policy == "lru":
-            leaving = next(iter(may_leave), None)
+            may_leave = [expert for expert in self._slot_of if expert not in keep]
+            if first:
+                may_leave = [expert for expert in may_leave if expert in first] or may_leave
+            leaving = may_leave[0] if may_leave else None
         else:
-            leaving = min(may_leave, key=lambda expert: (self._uses.get(expert, -inf), expert), default=None)
+            leaving = self._least_used(keep, first)
         return None if leaving is None else self._slot_of[leaving]
+
+    def _least_used(self, keep: Collection[int], first: Collection[int | None]) -> int | None:
+        """The expert that was used least, which is ranked no longer. Uses only rise, so an expert whose entry says less
+        than its uses is ranked anew when it comes first."""
+        ranked, uses, passed = self._ranked, self._uses, list[tuple[float, int]]()
+        leaving = None
+        while ranked:
+            noted, expert = ranked[0]
+            if noted != (now := uses.get(expert, noted)):
+                heapreplace(ranked, (now, expert))
+                continue
+            heappop(ranked)
+            if expert not in keep and (not first or expert in first):
+                leaving = expert
+                break
+            passed.append((noted, expert))
+        if leaving is None and first:  # of all others, as none of `first` may leave
+            leaving = next((expert for _, expert in passed if expert not in keep), None)
+        for entry in passed:
+            if entry[1] != leaving:
+                heappush(ranked, entry)
+        return leaving
 
 
 Caches = Mapping[tuple[int, Executor], ExpertCache]  # by layer, and the executor in whose memory the slots lie

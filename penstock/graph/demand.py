@@ -25,6 +25,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 from penstock.graph import ops
 from penstock.graph.batch import Batch
@@ -45,6 +46,15 @@ Answer = Callable[[Call], Sequence[Sequence[int]]]
 _FEW_SLOTS = 0.25
 
 
+class _Sizes(NamedTuple):
+    """What an expert of a layer comes to. `bytes`, `flops`: of one row."""
+
+    granules: int
+    format: str
+    bytes: int
+    flops: int
+
+
 class Demand:
     """The calls for experts that a layer's router has asked for. The lowering says which layer comes next. A layer's
     own cache is that of the executor which adds the outputs up: the device's, if it has one there."""
@@ -54,6 +64,7 @@ class Demand:
         self._plan, self._layout = calls.plan, calls.layout
         by_home = sorted(calls.plan.caches, key=lambda cache: is_device(cache.executor))
         self._cache_of = {cache.layer: cache for cache in by_home}  # of a layer with two, the device's
+        self._sizes: dict[int, _Sizes] = {}  # by layer
         self._wanted: dict[int, Sequence[Sequence[int]]] = {}  # batch → the answer of the layer at hand
         # Missing experts of that layer:
         self._absent: list[int] = []  # to be loaded into the cache in RAM beneath the device's
@@ -81,18 +92,19 @@ class Demand:
         wanted, own, beneath = self._all_wanted(), self._own(layer), self._beneath(layer)
         own.ask(wanted)
         self._ahead = [expert for expert in self._guessed.pop(layer, ()) if expert in wanted]
-        missing = [expert for expert in wanted if own.slot(expert) is None]
+        missing = own.missing(wanted)
         lifted_rows = self._lifted_rows(layer)
         self._by_cpu = [expert for expert in missing if self._rows_of(expert) < lifted_rows] if lifted_rows else []
         self._waiting, self._brought = [expert for expert in missing if expert not in self._by_cpu], []
         self._absent, self._read = [], set()
         if beneath is not None:
             beneath.ask(missing)
-            absent = [expert for expert in missing if beneath.slot(expert) is None]
+            absent = beneath.missing(missing)
             # What is in RAM can be lifted at once. Of the rest, what is to be lifted comes first: its way is longer.
             self._absent = sorted(absent, key=lambda expert: expert in self._by_cpu)
             self._waiting.sort(key=lambda expert: expert in absent)
-        yield from self._bring(layer, p.batches, wanted)
+        if missing:
+            yield from self._bring(layer, p.batches, wanted)
         if not self._waiting and layer + 1 in self._cache_of and self._cache_of[layer + 1].guesses:
             yield from self._guess(p, layer + 1, answer)
 
@@ -102,7 +114,8 @@ class Demand:
         outputs are added up; else `combine` is to be called."""
         executor, emit = self._cache_of[layer].executor, self._calls.emit
         coming = {*self._brought, *self._waiting, *self._by_cpu, *self._ahead}
-        self._compute(p, layer, [expert for expert in self._all_wanted() if expert not in coming])
+        present = self._all_wanted()
+        self._compute(p, layer, [expert for expert in present if expert not in coming] if coming else present)
         emit.close(kernels_of(executor))  # so that they begin now, before what follows is lowered
         yield from emit.closed()
         if self._ahead:
@@ -155,7 +168,9 @@ class Demand:
         return set(own.held) if beneath is not None and own.slots >= _FEW_SLOTS * beneath.slots else set()
 
     def _all_wanted(self) -> list[int]:
-        return sorted({expert for rows in self._wanted.values() for row in rows for expert in row})
+        """The experts that any row of the pass wants, in rising order."""
+        rows = [row for rows in self._wanted.values() for row in rows]
+        return list(rows[0]) if len(rows) == 1 else sorted({expert for row in rows for expert in row})
 
     def _rows_of(self, expert: int) -> int:
         """Rows of the pass at hand that want an expert."""
@@ -168,8 +183,19 @@ class Demand:
 
     def _unit_of(self, layer: int, expert: int) -> int:
         """The unit that has an expert."""
-        units, part = self._calls.units[f"{layer}.experts"], self._layout.parts[f"{layer}.experts"]
-        return units[bisect_right(units, expert * part.expert_granules, key=lambda u: self._plan.units[u].lo) - 1]
+        units = self._calls.units[f"{layer}.experts"]
+        if len(units) == 1:
+            return units[0]
+        granules = self._sizes_of(layer).granules
+        return units[bisect_right(units, expert * granules, key=lambda u: self._plan.units[u].lo) - 1]
+
+    def _sizes_of(self, layer: int) -> _Sizes:
+        sizes = self._sizes.get(layer)
+        if sizes is None:
+            part = self._layout.parts[f"{layer}.experts"]
+            cost = ops.matrix_cost(part, 0, part.expert_granules, ops.FFN_BLOCKS, 1)
+            sizes = self._sizes[layer] = _Sizes(part.expert_granules, part.format.kind, *cost)
+        return sizes
 
     def _in_ram(self, layer: int, expert: int) -> Slot:
         """An expert in RAM that a device's cache misses: in the cache beneath, or at home."""
@@ -183,11 +209,11 @@ class Demand:
 
     def _cached(self, layer: int, executor: Executor, experts: Iterable[int]) -> dict[int, Slot]:
         """The slots of experts that are in a cache of the layer."""
-        found, cache = dict[int, Slot](), self._caches[layer, executor]
+        found, cache, slot = dict[int, Slot](), self._caches[layer, executor], self._layout.cache_slot
         for expert in experts:
             number = cache.slot(expert)
             assert number is not None, f"layer {layer}: {expert} is not among {cache.held} on {executor}"
-            found[expert] = self._layout.cache_slot(layer, executor, number)
+            found[expert] = slot(layer, executor, number)
         return found
 
     # -- loads and lifts ------------------------------------------------------------------------------------
@@ -228,17 +254,17 @@ class Demand:
     ) -> Iterator[Task]:
         """Emits the load (or the lift) of an expert into a slot of the layer's cache on this executor. `asked`: the
         answers that it comes after."""
-        part, u = self._layout.parts[f"{layer}.experts"], self._unit_of(layer, expert)
+        sizes, u = self._sizes_of(layer), self._unit_of(layer, expert)
         target = self._layout.cache_slot(layer, executor, slot)
         load: ops.Operands
         if is_device(executor):
             load = ops.Lift(self._in_ram(layer, expert), target, expert, asked)
             lane = lane_between(HOST, executor)
         else:
-            lo = expert * part.expert_granules
-            load = ops.Load(target, lo, lo + part.expert_granules, asked)
+            lo = expert * sizes.granules
+            load = ops.Load(target, lo, lo + sizes.granules, asked)
             lane = lane_between(self._plan.units[u].home, HOST)
-        self._calls.emit.alone((lane,), Call(load, u, None, part.format.kind, target.nbytes, 0))
+        self._calls.emit.alone((lane,), Call(load, u, None, sizes.format, target.nbytes, 0))
         yield from self._calls.emit.closed()
 
     def _guess(self, p: Pass, layer: int, answer: Answer) -> Iterator[Task]:
@@ -300,18 +326,20 @@ class Demand:
 
     def _compute_in(self, p: Pass, layer: int, executor: Executor, slots: Mapping[int, Slot]) -> None:
         """Emits a call per batch for experts in these slots. Their outputs are kept for `Combine`."""
-        part, experts = self._layout.parts[f"{layer}.experts"], list(slots)
-        u = self._calls.units[f"{layer}.experts"][0]
-        nbytes, flops = ops.matrix_cost(part, 0, part.expert_granules, ops.FFN_BLOCKS, 1)
-        for batch in p.batches if experts else ():
-            rows = [expert for row in self._wanted[batch.id] for expert in row]
-            counts = {expert: count for expert in experts if (count := rows.count(expert))}
+        if not slots:
+            return
+        sizes, u = self._sizes_of(layer), self._calls.units[f"{layer}.experts"][0]
+        for batch in p.batches:
+            wanted = self._wanted[batch.id]
+            rows = wanted[0] if len(wanted) == 1 else [expert for row in wanted for expert in row]
+            counts = [(expert, count) for expert in slots if (count := rows.count(expert))]
             if not counts:
                 continue
-            weights = {expert: slots[expert] for expert in counts}
-            cost = (len(counts) * nbytes, sum(counts.values()) * flops)
-            expert_rows = max(1, round(sum(counts.values()) / len(counts)))
+            weights = slots if len(counts) == len(slots) else {expert: slots[expert] for expert, _ in counts}
+            total = sum([count for _, count in counts])
+            expert_rows = max(1, round(total / len(counts)))
             outputs = (self._experts.outputs(layer, executor, batch),)
+            cost = (len(counts) * sizes.bytes, total * sizes.flops)
             self._experts.add(layer, u, executor, weights, batch, cost, expert_rows, False, outputs)
 
     def combined(self) -> None:

@@ -89,10 +89,10 @@ class Emitter:
 
     def _like(self, task: _Open) -> int:
         """The id of an earlier task with the same calls on weights at home, for batches of the same shape; -1: none."""
+        if any(slot.arena.endswith(_MOVING) for slots in (task.reads, task.writes) for slot in slots):
+            return -1
         batches = {call.batch.id: call.batch for call in task.calls if call.batch is not None}
         if any(call.batch is None for call in task.calls):
-            return -1
-        if any(slot.arena.endswith(_MOVING) for slots in (task.reads, task.writes) for slot in slots):
             return -1
         shapes = tuple([batch.shape for batch in batches.values()])
         key = (shapes, *[call.operands for call in task.calls])
@@ -129,21 +129,23 @@ class Emitter:
         (lane,) = task.lanes
         self.close(lane)
         waits = self._ended.pop(lane, {})
+        exactly = self._hazards.exactly
         for slots, write in ((task.reads, False), (task.writes, True)):
-            for arena, lo, hi in slots:
-                segment = self._hazards.exactly(arena, lo, hi)
-                before = self._hazards.conflicts(arena, lo, hi, write) if segment is None else segment.before(write)
+            for slot in slots:
+                segment = exactly(slot)
+                before = self._hazards.conflicts(*slot, write) if segment is None else segment.before(write)
                 for other, number in before:
                     if other != lane and number > waits.get(other, -1):
                         waits[other] = number
-        waits = self._unknown(lane, waits)
+        if waits:
+            waits = self._unknown(lane, waits)
         mark = (lane, self._next_id)
         self._next_id += 1
         for slots, write in ((task.reads, False), (task.writes, True)):
-            for arena, lo, hi in slots:
-                segment = self._hazards.exactly(arena, lo, hi)
+            for slot in slots:
+                segment = exactly(slot)
                 if segment is None:
-                    self._hazards.record(arena, lo, hi, write, mark)
+                    self._hazards.record(*slot, write, mark)
                 else:
                     segment.note(write, mark)
         after = tuple(sorted(waits.values()))
@@ -170,12 +172,14 @@ class Emitter:
         waits: dict[Lane, int] = {}
         operands: Any = call.operands
         exact = True  # whether all of them are segments
+        tracked, exactly = self._tracked, self._hazards.exactly
         for field, many, reads, writes in _TOUCHES[operands.__class__]:
-            for slot in operands[field] if many else (operands[field],):
+            value = operands[field]
+            for slot in value if many else (value,):
                 arena, lo, hi = slot
-                if not self._tracked[arena]:
+                if not tracked[arena]:
                     continue
-                segment = self._hazards.exactly(arena, lo, hi)
+                segment = exactly(slot)
                 if reads or writes:
                     touched.append((slot, segment, reads, writes))
                     exact = exact and segment is not None

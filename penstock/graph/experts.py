@@ -30,6 +30,11 @@ class ExpertCalls:
         self._streams = streams
         self.asked: dict[int, Call] = {}
         self._copied: set[tuple[Executor, int]] = set()  # (executor, batch) that has a copy of that router's answer
+        self._routers = {  # layer → the executor of its router
+            part.layer: self._plan.units[calls.units[key][0]].decode
+            for key, part in self._layout.parts.items()
+            if part.kind == "router"
+        }
 
     def route(self, layer: int, batch: Batch, executors: list[Executor]) -> None:
         """Runs the router. A device's answer is copied to the other executors at once. A router of the host answers
@@ -38,7 +43,8 @@ class ExpertCalls:
         if router not in (self._plan.main, *executors):
             h = self._calls.rows(router, batch, "h")
             self._calls.copy(batch, "h", h.nbytes, self._plan.main, router)
-        self._copied = {(at, number) for at, number in self._copied if number != batch.id}
+        if self._copied:
+            self._copied = {(at, number) for at, number in self._copied if number != batch.id}
         self.asked[batch.id] = self._route(layer, batch)
         for executor in executors if router != HOST else ():
             self.routes(layer, executor, batch)
@@ -121,7 +127,7 @@ class ExpertCalls:
 
     def router(self, layer: int) -> Executor:
         """The executor of a layer's router."""
-        return self._plan.units[self._calls.units[f"{layer}.router"][0]].decode
+        return self._routers[layer]
 
     def routes(self, layer: int, executor: Executor, batch: Batch) -> Slot:
         """The router's answer for a batch, where an executor reads it. The first time it is copied there."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 
+from penstock.graph.ops.operand import Slot
 from penstock.spec.places import Lane
 
 Mark = tuple[Lane, int]  # a task, by its lane and its id
@@ -42,10 +43,15 @@ class Hazards:
 
     def __init__(self) -> None:
         self._arenas: dict[str, tuple[list[int], list[Segment]]] = {}
+        self._found: dict[Slot, Segment] = {}  # what `exactly` found since the last `record`
 
-    def exactly(self, arena: str, lo: int, hi: int) -> Segment | None:
-        """The segment [lo, hi), if there is one. Nearly always there is: the same operand comes again. It is to be used
-        before the next `record`, which may split it."""
+    def exactly(self, slot: Slot) -> Segment | None:
+        """The segment of these very bytes, if there is one. Nearly always there is: the same operand comes again. It is
+        to be used before the next `record`, which may split it."""
+        segment = self._found.get(slot)
+        if segment is not None:
+            return segment
+        arena, lo, hi = slot
         arena_segments = self._arenas.get(arena)
         if arena_segments is None:
             return None
@@ -54,6 +60,7 @@ class Hazards:
         if i >= 0:
             segment = segments[i]
             if segment.lo == lo and segment.hi == hi:
+                self._found[slot] = segment
                 return segment
         return None
 
@@ -75,6 +82,7 @@ class Hazards:
 
     def record(self, arena: str, lo: int, hi: int, write: bool, mark: Mark) -> None:
         """Notes that the task `mark` reads (or writes) [lo, hi)."""
+        self._found.clear()
         arena_segments = self._arenas.get(arena)
         if arena_segments is None:
             arena_segments = self._arenas[arena] = ([], [])

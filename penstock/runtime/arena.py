@@ -77,6 +77,10 @@ class Arenas:
         """The memory address of the slot's first byte."""
         return self._addresses[slot.arena] + slot.lo
 
+    def start(self, arena: str) -> int:
+        """The memory address of an arena's first byte."""
+        return self._addresses[arena]
+
     def close(self) -> None:
         """Lets the memory go. It is freed when the last view of it is gone."""
         self._bytes.clear()

@@ -27,6 +27,7 @@ from penstock.spec.plan import Plan
 
 Float32 = NDArray[np.float32]
 OnFired = Callable[[int, NDArray[np.uint8]], None]  # gets a layer, and uint8 [T, neurons]: whether each one fired
+_KEPT_IDS = 256  # views of routers' answers
 OnRoute = Callable[[Call, list[list[int]]], None]  # gets a router's call and the experts of each row
 
 
@@ -56,6 +57,7 @@ class Binding:
         frequencies = {r: rope.frequencies(r, plan.context) if r else None for r in ropes}
         self._frequencies = [frequencies[layer.attention.rope] for layer in self._spec.layers]
         self._turns: dict[tuple[int, Batch], tuple[Float32, Float32]] = {}
+        self._ids: dict[tuple[Slot, int, int], NDArray[np.int32]] = {}  # by slot of routes, rows and active experts
         self._ops: dict[str, Callable[[Call, Any], None]] = {
             name: getattr(self, f"_{name}") for name in ops.OPS if name not in ops.PLANNED
         }
@@ -298,7 +300,18 @@ class Binding:
         weights stay."""
         op = call.operands
         assert isinstance(op, ops.Route)
-        self._routes(op.layer, op.routes, _batch(call).total_rows).ids[...] = experts
+        self._chosen(op, _batch(call).total_rows)[...] = experts
+
+    def _chosen(self, op: ops.Route, t: int) -> NDArray[np.int32]:
+        """The experts that a router's call chose, int32 [T, active experts]. The arrays are kept: they are views of the
+        same few slots, which every layer asks for in every pass."""
+        key = (op.routes, t, self._routed(op.layer).active)
+        ids = self._ids.get(key)
+        if ids is None:
+            if len(self._ids) >= _KEPT_IDS:
+                self._ids.clear()
+            ids = self._ids[key] = self._routes(op.layer, op.routes, t).ids
+        return ids
 
     def _outputs(self, layer: int, slot: Slot, t: int) -> Float32:
         """The outputs of each row's experts, float32 [T, active experts, d_model]."""
@@ -310,9 +323,9 @@ class Binding:
         many as were asked for, the likeliest first."""
         op = call.operands
         assert isinstance(op, ops.Route)
-        routes = self._routes(op.layer, op.routes, _batch(call).total_rows)
-        ids = routes.ids
+        ids = self._chosen(op, _batch(call).total_rows)
         if op.guesses:
+            routes = self._routes(op.layer, op.routes, _batch(call).total_rows)
             likeliest = np.argsort(-routes.weights, axis=1, kind="stable")[:, : op.guesses]
             ids = np.take_along_axis(ids, likeliest, axis=1)
         experts_by_row: list[list[int]] = ids.tolist()

@@ -3,6 +3,7 @@ have learned positions.
 
 A task that the lowering marks as coming again is bound once. Its calls become a `_native.Program`, which runs without
 Python between the ops. Positions and KV pages change from pass to pass: they lie in tables that the program points at.
+A call for experts that were asked for is a program too. Which experts, and where they lie, is replaced each time.
 """
 
 from __future__ import annotations
@@ -91,6 +92,9 @@ class NativeBinding(Binding):
         self._most_bound = _KEPT * (4 * len(layers) if plan.caches else 1)
         self._bound: dict[int, _Bound] = {}  # by `Task.like`
         self._fired = np.zeros((0, 0), np.uint8)  # who fires in the layer at hand, if somebody asks
+        # Programs of one call for experts that were asked for, by all its operands but these experts.
+        self._placed: dict[tuple[object, ...], _native.Program] = {}
+        self._expert_bytes = {part.layer: part.least_bytes for part in self._parts.values() if part.kind == "experts"}
         edges = self._parts["edges"]
         natively: dict[str, Callable[[Target, Call, Any, BatchTables], None]] = {
             "gather": self._gather_on, "norm": self._norm_on, "qkv": self._qkv_on, "attend": self._attend_on,
@@ -148,8 +152,15 @@ class NativeBinding(Binding):
         self._bound.clear()
 
     def run(self, task: Task) -> None:
-        if task.like < 0 or self.on_route is not None or self.on_fired is not None:
+        if self.on_route is not None or self.on_fired is not None:
             super().run(task)
+            return
+        if task.like < 0:
+            for call in task.calls:
+                if isinstance(call.operands, ops.Experts) and call.operands.outputs:
+                    self._run_placed(call, call.operands)
+                else:
+                    self.call(call)
             return
         bound = self._bound.get(task.like)
         if bound is None:
@@ -167,6 +178,27 @@ class NativeBinding(Binding):
                 super().call(task.calls[step])
             else:
                 step.run()
+
+    def _run_placed(self, call: Call, op: ops.Experts) -> None:
+        """Computes experts that were asked for. All operands are as in other passes but which experts they are, and
+        where these lie."""
+        key = (call.unit, _batch(call).total_rows, *op[1:6], op.starts_sum)
+        program = self._placed.get(key)
+        if program is None:
+            while len(self._placed) >= self._most_bound:
+                del self._placed[next(iter(self._placed))]
+            program = self._placed[key] = _native.Program(self._compute)
+            self._experts_on(program, call, op, None)
+        arena, expert_bytes = op.weights[0].arena, self._expert_bytes[op.layer]
+        base, weights, experts = self._arenas.start(arena), [], op.first_experts
+        for slot in op.weights:
+            weights.append(base + slot.lo)
+            if slot.hi - slot.lo != expert_bytes or slot.arena != arena:
+                placed = experts_of(op, self._parts[f"{op.layer}.experts"])
+                weights, experts = [self._arenas.address(at) for _, at in placed], tuple(e for e, _ in placed)
+                break
+        program.place(weights, experts)
+        program.run()
 
     def call(self, call: Call) -> None:
         if not self._is_native(call):
@@ -332,7 +364,7 @@ class NativeBinding(Binding):
     def _router_of(self, layer: int, address: int) -> _native.RouterShape:
         return cpu.router_shape(self._parts[f"{layer}.router"], self._routed(layer), address)
 
-    def _experts_on(self, on: Target, call: Call, op: ops.Experts, tables: BatchTables) -> None:
+    def _experts_on(self, on: Target, call: Call, op: ops.Experts, tables: BatchTables | None) -> None:
         at, part = self._arenas.address, self._parts[f"{op.layer}.experts"]
         placed = experts_of(op, part)
         on.experts(

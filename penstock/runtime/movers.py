@@ -167,7 +167,8 @@ class DiskReader:
 
     def _locate(self, part: str, lo: int, hi: int) -> FileRange:
         path, offset, nbytes = self._packed.locate(part, lo, hi)
-        return FileRange(path, *self._fds[path], part, offset, nbytes, lo)
+        fd, direct = self._fds[path]
+        return FileRange(path, fd, direct, part, offset, nbytes, lo)
 
     def _expected(self, part: str, lo: int) -> tuple[_native.Sums | None, int, int]:
         """What the native reader compares granules from `lo` on with: the model's checksums, the index of the first

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock import _native
 from penstock.graph import ops
 from penstock.graph.batch import Batch
 from penstock.graph.lower import Lowering
@@ -411,6 +412,17 @@ def test_experts_called_together_give_the_bits_of_one_after_the_other(isa: str, 
         one = op._replace(weights=(slot,), first_experts=(number,), starts_sum=first == 0)
         pair.native.call(call._replace(operands=one))
     assert together.view(np.float32).any()
+    assert np.array_equal(together, pair.arenas[1].view(op.partial))
+    program = _native.Program(pair.native._compute)
+    with pytest.raises(ValueError, match="no experts"):
+        program.place([0], [0])
+    placed = experts_of(op, part)
+    first_op = op._replace(weights=(placed[0][1],), first_experts=(placed[0][0],), starts_sum=True)
+    pair.native._experts_on(program, call, first_op, None)
+    with pytest.raises(ValueError, match="weights and an id"):
+        program.place([0], [0, 1])
+    program.place([pair.arenas[1].address(slot) for _, slot in placed], [number for number, _ in placed])
+    program.run()  # other experts than it was written down with
     assert np.array_equal(together, pair.arenas[1].view(op.partial))
     pair.close()
 
