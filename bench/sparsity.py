@@ -3,10 +3,11 @@
     ops    4096 × 4096 weights that a share of zeros multiplies, as rows of neurons, beside the dense kernel (Figure 16)
     ram    OPT-6.7B's shape in int4, all in memory, 3 % of the neurons firing: exact beside off, batches 1 to 32
            (Figure 14), and beside the bound that the bytes set
+    tale   which neurons of the trained models fire (Figures 4 and 5), by `bench.tale_sparsity`
 
 Models are random, with rates of firing as PowerInfer's Figure 4 has them (`penstock synth --activation-rate`). Both
 layouts and `off` take turns in processes of their own. Predictors and disks do not run yet: they are null. The last
-line is one JSON object. `bench.tale_sparsity` has the trained models.
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ SHAPE, RATES = "opt-6.7b", "zipf:1.03"
 ZEROS = (90, 50, 10)  # percent
 FORMATS = ("int4", "float16")
 SIZE, COPIES = 4096, 8  # of the operator's matrix; so many of them are larger than any cache
-CONTEXT, TOKENS = 512, 24
+CONTEXT, TOKENS, PROMPT_TOKENS = 128, 24, 96
 LAYOUTS = {"off": ("int4", "off"), "granules": ("int4", "exact"), "exact": ("int4-neurons", "exact")}
+
+PARTS = ("ops", "ram", "tale")
 
 Figures = dict[str, float]
 
@@ -156,8 +159,8 @@ def in_ram(folder: Path, rounds: int, threads: int) -> dict[str, Any]:
                 answer = workers[name].ask(f"decode_{n}", TOKENS if n < 8 else TOKENS // 4)
                 figures[f"{name}_{n}"] = n * (TOKENS if n < 8 else TOKENS // 4) / answer["seconds"]
                 figures[f"{name}_{n}_bytes"] = answer["bytes"] / (TOKENS if n < 8 else TOKENS // 4)
-            answer = workers[name].ask("prefill", 256)
-            figures[f"{name}_prefill"] = 256 / answer["seconds"]
+            answer = workers[name].ask("prefill", PROMPT_TOKENS)
+            figures[f"{name}_prefill"] = PROMPT_TOKENS / answer["seconds"]
         found.append(figures)
         print(f"round {i + 1}: { ({k: round(v, 2) for k, v in figures.items() if 'bytes' not in k}) }", flush=True)
     for worker in workers.values():
@@ -189,12 +192,24 @@ def _ffns() -> list[Part]:
     return [part for part in parts(spec, fmt) if part.kind == "ffn"]
 
 
+def trained(plot: Path | None, table: Path | None) -> dict[str, Any]:
+    """What `bench.tale_sparsity` says of the trained models."""
+    command = [sys.executable, "-m", "bench.tale_sparsity"]
+    command += ["--plot", str(plot)] * (plot is not None) + ["--table", str(table)] * (table is not None)
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    print(said, flush=True)
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, help="keeps the models here (7.2 GB); default a temporary folder")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=host.usable_cpus())
-    parser.add_argument("--only", nargs="+", choices=("ops", "ram"), default=["ops", "ram"])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--plot", type=Path, help="of the trained models, an SVG")
+    parser.add_argument("--table", type=Path, help="of the trained models, a page")
     wanted = parser.parse_args()
     result: dict[str, Any] = {"ops": None, "ram": None, "disk_2.4": None, "tale_opt": None, "cuda": None}
     if "ops" in wanted.only:
@@ -213,6 +228,8 @@ def main() -> None:
             result["ram"] = in_ram(folder, wanted.rounds, wanted.threads)
         shown = {k: v for k, v in result["ram"].items() if k != "by_round"}
         print(json.dumps(shown, indent=1))
+    if "tale" in wanted.only:
+        result["tale"] = trained(wanted.plot, wanted.table)
     machine = {"cpu": cpu_name(), "threads": wanted.threads, "memory_bytes": host.physical_bytes()}
     print(json.dumps({"bench": "sparsity", "rounds": wanted.rounds, "machine": machine, **result}))
 

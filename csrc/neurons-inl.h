@@ -11,8 +11,8 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-constexpr int kTogether =
-    4;  // neurons whose rows are added at a time, so that a sum is loaded and stored once for them
+// The most neurons whose rows are added at a time, so that a sum is loaded and stored once for them.
+constexpr int kTogether = 8;
 constexpr int kFourNeurons = kSumGranules * kGranuleRows;
 
 inline std::size_t row_bytes(const Matrix& m) { return m.codes_bytes() + 4 * std::size_t(m.groups()); }
@@ -266,14 +266,18 @@ void sum_neurons(const FfnOp& op, const Rows& x, const Four& four, float* to) {
         const float* values[kTogether];
         const auto row_of = [&](int i) { return row_at(down, granule_of(i), wanted.at[i] % kGranuleRows); };
         for (int i = 0; i < wanted.count;) {
-            const int n = wanted.count - i >= kTogether ? kTogether : 1;
+            const int left = wanted.count - i;
+            const int n = left >= 8 && t == 1 ? 8 : left >= 4 ? 4 : 1;
             for (int j = 0; j < n; ++j) {
                 rows[j] = row_of(i + j), values[j] = wanted.values[i + j];
                 next[j] = i + n + j < wanted.count ? row_of(i + n + j) : rows[j];
             }
             const auto add = [&]<bool one>() {
-                n == 1 ? add_rows<kind, 1, one>(down, rows, values, t, to, next)
-                       : add_rows<kind, kTogether, one>(down, rows, values, t, to, next);
+                if constexpr (one) {
+                    if (n == 8) return add_rows<kind, 8, one>(down, rows, values, t, to, next);
+                }
+                n == 4 ? add_rows<kind, 4, one>(down, rows, values, t, to, next)
+                       : add_rows<kind, 1, one>(down, rows, values, t, to, next);
             };
             t == 1 ? add.template operator()<true>() : add.template operator()<false>();
             i += n;
@@ -332,13 +336,15 @@ void value_neurons(const FfnOp& op, int g, const Rows& x, int row0, const Values
 // sum [rows, kSumColumns] += the neurons of a granule, for the columns from `column` on.
 template <Kind kind>
 void add_columns(const FfnOp& op, int g, const Values& from, int column, float* sum) {
+    constexpr int kVectors = kSumColumns / 16;
     const Matrix& down = op.shape.down;
     const std::uint8_t* const granule = op.weights.data + std::size_t(g) * op.weights.stride;
     const int end = std::min(column + kSumColumns, up_to(down.cols, kLineColumns));
     for (int i = 0; i < op.shape.up.rows; ++i) {
         if (from.count[i] == 0) continue;
         NeuronRow<kind> row(down, row_at(down, granule, i));
-        F w[4] = {f_zero(), f_zero(), f_zero(), f_zero()};
+        F w[kVectors];
+        for (F& each : w) each = f_zero();
         walk<kind>(
             down, column, end, [&](int group) { row.group(group); },
             [&](int c) { row.two(c, w[(c - column) / 16], w[(c - column) / 16 + 1]); });
@@ -346,7 +352,7 @@ void add_columns(const FfnOp& op, int g, const Values& from, int column, float* 
         for (int j = 0; j < from.count[i]; ++j) {
             float* const to = sum + std::ptrdiff_t(from.row[at + j]) * kSumColumns;
             const F value = f_set(from.value[at + j]);
-            for (int k = 0; k < 4; ++k) f_store(to + 16 * k, f_fma(value, w[k], f_load(to + 16 * k)));
+            for (int k = 0; k < kVectors; ++k) f_store(to + 16 * k, f_fma(value, w[k], f_load(to + 16 * k)));
         }
     }
 }
@@ -357,32 +363,43 @@ void sum_values(const FfnOp& op, const Fours& fours, const std::vector<Values>& 
                 float* own) {
     const int d = op.shape.width(), columns = std::min(kSumColumns, d - column);
     const FfnSum& sum = op.sum;
+    // Calls run(place in a sum [T, D], place in `own`, how many numbers of 16 are wanted). It is compiled once for
+    // whole vectors alone, without the branches of the others.
     const auto each = [&](const auto& run) {
         for (int row = 0; row < count; ++row) {
-            for (int c = 0; c < columns; c += 16) {
-                run((std::ptrdiff_t(row0) + row) * d + column + c, own + row * kSumColumns + c, columns - c);
+            const std::ptrdiff_t at = (std::ptrdiff_t(row0) + row) * d + column;
+            float* const to = own + row * kSumColumns;
+            if (columns == kSumColumns) {
+                for (int c = 0; c < kSumColumns; c += 16) run(at + c, to + c, 16);
+            } else {
+                for (int c = 0; c < columns; c += 16) run(at + c, to + c, columns - c);
             }
         }
     };
     for (int i = 0; i < fours.count; ++i) {
         const Four four = fours.at(i);
         const bool starts = fours.starts(i);
-        each([&](std::ptrdiff_t at, float* to, int some) {
-            f_store(to, four.continues ? load_some(sum.pending + at, some) : f_zero());
-        });
+        if (four.continues) {
+            each([&](std::ptrdiff_t at, float* to, int some) { f_store(to, load_some(sum.pending + at, some)); });
+        } else {
+            std::fill_n(own, std::ptrdiff_t(count) * kSumColumns, 0.0F);
+        }
         by_kind(op.shape.down, [&]<Kind kind>() {
             for (int g = four.lo; g < four.hi; ++g) {
                 add_columns<kind>(op, g, values[std::size_t(g - fours.begin)], column, own);
             }
         });
-        each([&](std::ptrdiff_t at, float* from, int some) {
-            if (four.keeps) {
-                store_some(sum.pending + at, f_load(from), some);
-            } else {
-                store_some(sum.partial + at, f_add(starts ? f_zero() : load_some(sum.partial + at, some), f_load(from)),
-                           some);
-            }
-        });
+        if (four.keeps) {
+            each([&](std::ptrdiff_t at, float* from, int some) { store_some(sum.pending + at, f_load(from), some); });
+        } else if (starts) {
+            each([&](std::ptrdiff_t at, float* from, int some) {
+                store_some(sum.partial + at, f_add(f_zero(), f_load(from)), some);
+            });
+        } else {
+            each([&](std::ptrdiff_t at, float* from, int some) {
+                store_some(sum.partial + at, f_add(load_some(sum.partial + at, some), f_load(from)), some);
+            });
+        }
     }
 }
 
