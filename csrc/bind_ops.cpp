@@ -65,7 +65,8 @@ FfnShape make_ffn(std::optional<Matrix> gate, const Matrix& up, const Matrix& do
     if ((gate && gate->by_row()) || up.by_row() != (down.by_row() && gate)) {
         throw nb::value_error("what is activated lies in tiles; where `down` lies by neurons, so does a gated `up`");
     }
-    if (up.by_row() && up.cols != down.cols) throw nb::value_error("`up` and `down` must be equally wide");
+    if (down.by_row() && (up.cols != down.cols || (gate && gate->cols != down.cols)))
+        throw nb::value_error("`up` and `down` must be equally wide");
     return {gate.value_or(Matrix{}), up, down, gate_bias, up_bias, named(activations, activation)};
 }
 

@@ -8,8 +8,8 @@ namespace penstock::PENSTOCK_ISA {
 namespace {
 
 // Hidden values of one granule: act(gate h) * up h, laid out for `down` as granule `nth` of `to`. `next`: the bytes
-// that are read after the granule. Returns false, and lays out nothing, where zeros are skipped, rows are few, and all
-// values are 0.
+// that are read after the granule. Where zeros are skipped there are few rows. Then it returns false, and lays out
+// nothing, if all values are 0.
 bool hidden_of(const FfnShape& shape, const std::uint8_t* granule, const std::uint8_t* next, const Rows& h,
                const Rows& to, int nth, const Zeros& zeros = {}) {
     alignas(64) float values[kHiddenRows * kGranuleRows], gates[kHiddenRows * kGranuleRows];
@@ -19,7 +19,7 @@ bool hidden_of(const FfnShape& shape, const std::uint8_t* granule, const std::ui
         const int end = std::min(row0 + kHiddenRows, h.count);
         const std::uint8_t* const then = gated ? granule + shape.up.offset : next;
         const bool any = fire(shape, granule, then, h, row0, end, zeros, gated ? gates : values);
-        if (!any && zeros.skips && h.count <= kFewRows) return false;
+        if (!any && zeros.skips) return false;
         if (gated) {
             granule_rows(shape.up, shape.up_bias, granule, h, row0, end, values);
             prefetch_run(next);
@@ -212,7 +212,8 @@ void sum_columns(const Team& team, const Granules& weights, const Matrix& down, 
 bool ffn_many(Pool& pool, const FfnOp& op, std::size_t cost) {
     const Matrix& down = op.shape.down;
     const Granules& weights = op.weights;
-    const Zeros zeros = zeros_of(op);
+    Zeros zeros = zeros_of(op);
+    zeros.skips = false;  // of many rows some fire a granule
     Scratch scratch = op.scratch;
     Input input;
     if (!input.plan(op.shape.first(), op.h, op.shape.width(), 1, op.t, op.exact, scratch)) return false;

@@ -3,10 +3,10 @@
 // Letters in shapes: T rows (tokens), D d_model, H heads, K KV heads, G = H / K, E head_dim, N neurons of a granule,
 // X experts, A experts that a row goes to. Arrays are float32 where nothing else is said.
 //
-// Matrices lie in tiles of 16 rows, as spec/format.py draws them. A tile's outputs are the 16 lanes of a vector, so no
-// sum ever crosses lanes. Every output element is computed by one thread, and its terms are added in one order: columns
-// (or groups) upwards, granules upwards (FFNs: see FfnSum). So no bit depends on which rows share a call, on the number
-// of threads, or on where units are cut.
+// Matrices lie in tiles of 16 rows, or neuron by neuron, as spec/format.py draws them. A tile's outputs are the 16
+// lanes of a vector, so no sum of them crosses lanes. Every output element is computed by one thread, and its terms are
+// added in one order: columns (or groups) upwards, granules upwards (FFNs: see FfnSum). So no bit depends on which rows
+// share a call, on the number of threads, or on where units are cut.
 #pragma once
 
 #include <cstddef>

@@ -79,7 +79,7 @@ def plan(
         firing = firing_of(as_path(model), spec)
         how = {"every": compare, "may_plan": machine_file is not None}
         solved = solve(ask, spec, fmt, figures, disks, **how, trace=routers, firing=firing)
-        others = what_if(solved, ask, figures, routers)
+        others = what_if(solved, ask, figures, routers, firing)
         band = explain.Band() if machine_file is not None else _band(machine, solved, figures, ask.batch)
         if draw is not None:
             from penstock.planner import picture

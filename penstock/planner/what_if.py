@@ -12,6 +12,7 @@ from itertools import chain, islice
 from types import ModuleType
 
 from penstock.errors import DoesNotFit
+from penstock.planner.firing import Firing
 from penstock.planner.predict import Prediction
 from penstock.planner.routing import RouterTrace
 from penstock.planner.shorten import quick, streamed
@@ -48,13 +49,17 @@ class WhatIf:
     faster_link: Prediction | None = None
 
 
-def what_if(solved: Solved, ask: Ask, machine: MachineSpec, trace: RouterTrace | None = None) -> WhatIf:
+def what_if(
+    solved: Solved, ask: Ask, machine: MachineSpec, trace: RouterTrace | None = None, firing: Firing | None = None
+) -> WhatIf:
     """What other machines and formats would give, beside a plan that `solve` made of this ask on this machine.
 
     With more memory or in another format, a new plan of the same strategy is predicted. With a faster disk or link, the
-    plan itself is. `trace`: what routers say; None: `routing.stated`."""
+    plan itself is. `trace`: what routers say; None: `routing.stated`. `firing`: how many neurons do; None:
+    `firing.expected`."""
     plan = solved.plan
-    problem = Problem(settle_context(ask, plan.target.spec), plan.target.spec, plan.target.weights, machine, trace)
+    spec = plan.target.spec
+    problem = Problem(settle_context(ask, spec), spec, plan.target.weights, machine, trace, firing)
     ring_bytes = sum(plan.ring_bytes.values())
     like = solved.strategy if GPU.executor in plan.tier_bytes() or plan.batches_per_pass > 1 else None
     formats = tuple(other_formats(problem, ring_bytes, like))

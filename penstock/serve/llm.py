@@ -48,7 +48,8 @@ class LLM:
     is read first; DamagedModel names file, part and granule. `cache`: the folder of the cache, default
     ~/.cache/penstock. The library reads no environment. To share copies with the command line where XDG_CACHE_HOME is
     set, name its subfolder `penstock` here. `score_rows`: tokens that `score` takes a pass; each takes memory
-    for one float32 an entry of the vocabulary. `on_progress(text, done, total)`: is called while packing and loading.
+    for one float32 an entry of the vocabulary. `sparsity`: auto, off or exact, as `spec.ask.SPARSITIES` says.
+    `on_progress(text, done, total)`: is called while packing and loading.
 
     Raises BadRequest, BrokenModel, UnsupportedModel, DamagedModel, DoesNotFit, StorageFailed and DeviceFailed, all of
     them PenstockErrors.
@@ -65,6 +66,7 @@ class LLM:
         weights: str | None = None,
         kv: str | None = None,
         kv_home: str | None = None,
+        sparsity: str = "auto",
         batch: int = 1,
         context: int | None = None,
         score_rows: int = DEFAULT_SCORE_ROWS,
@@ -92,6 +94,7 @@ class LLM:
             resident_bytes=_size(resident, "resident"),
             kv=kv,
             kv_home=kv_home,
+            sparsity=sparsity,
             score_rows=score_rows,
             use_device=device in ("cuda", "emulated"),
         )

@@ -265,12 +265,14 @@ class Session:
     @contextmanager
     def hearing_neurons(self, heard: OnFired) -> Iterator[None]:
         """In this block `heard` is called with each layer and, uint8 [T, neurons], which of its FFN's neurons fired in
-        each row. Passes are slower in it. Raises BadRequest where a device computes FFNs, or numpy, which tell
-        nobody."""
+        each row. Passes are slower in it, and of one batch. Raises BadRequest where a device computes FFNs, or
+        numpy, which tell nobody."""
         parts = self.plan.parts
         here = all(unit.prefill == unit.decode == HOST for unit in self.plan.units if parts[unit.part].kind == "ffn")
-        if not here or not isinstance(self._binding, NativeBinding):
-            raise BadRequest("who fires is heard of native kernels on the CPU alone: give --device none")
+        if not here:
+            raise BadRequest("this plan has FFNs on a device, where nobody hears who fires: give --device none")
+        if not isinstance(self._binding, NativeBinding) or self.plan.batches_per_pass > 1:
+            raise BadRequest("who fires is heard of native kernels alone, and of one batch a pass")
         self._binding.on_fired = heard
         try:
             yield

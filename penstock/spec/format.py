@@ -183,7 +183,10 @@ def parse_format(text: str) -> Format:
     """The format that a user names: `int4`, `int4-g32`, `bf16`, `int4-neurons`, … Raises BadRequest."""
     plain = text.strip().lower()
     if plain.endswith(_NEURONS):
-        of = parse_format(plain.removesuffix(_NEURONS))
+        plain = plain.removesuffix(_NEURONS)
+        if plain.endswith(_NEURONS):
+            raise BadRequest(f"unknown number format {text[:40]!r}")
+        of = parse_format(plain)
         return Format(of.kind, of.group, neurons=True)
     name, _, group = plain.partition("-g")
     kind = _ALIASES.get(name, name)

@@ -1,7 +1,7 @@
 """Profiles of a text: how often it asked for each expert of a model, how soon it asked again, and the routers' answers
-for its first tokens.
+for its first tokens; or how often each neuron of a model with ReLU fired.
 
-Experts have the checkpoint's numbers. A profile is kept beside the packed model that it was made with.
+Experts and neurons have the checkpoint's numbers. A profile is kept beside the packed model that it was made with.
 """
 
 from __future__ import annotations

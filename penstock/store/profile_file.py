@@ -1,4 +1,4 @@
-"""Keeps the profile of a model's routers in a file beside its packed weights."""
+"""Keeps the profile of a model's routers, or of its neurons, in a file beside its packed weights."""
 
 from __future__ import annotations
 

@@ -162,9 +162,7 @@ class RandomWeights:
         by_column = self.sources[part.key, block.name].axis == 1
         rows = part.rows_of(g, g + 1)
         vector = block.rows == 1 and not block.tiled
-        scale = ROUTED_OUT if block.name == "o" and self.spec.is_routed else 1.0
-        if self.rated and block.name in _INTO_RESIDUAL:  # over all layers no more than a token's embedding
-            scale = (self.spec.d_model * len(self.spec.layers)) ** -0.5
+        scale = self._scale(block)
         if not vector and rows == part.granule_rows:
             fan_in = block.cols * part.rows // part.granule_rows if by_column else block.cols
             if self.rated and block.name == "positions":
@@ -199,8 +197,14 @@ class RandomWeights:
         fan_in = part.rows if block.name == "down" else block.cols
         values = np.empty((part.rows_of(g, g + 1), block.cols), np.float32)
         _tile(values.reshape(-1), self._pool("normals", Format("float32"), 1.0), start)
-        values *= np.float32(1.0 / math.sqrt(fan_in))
+        values *= np.float32(self._scale(block) / math.sqrt(fan_in))
         encode_rows(values, block, granule)
+
+    def _scale(self, block: Block) -> float:
+        """How large a block's numbers are, relative to those that keep the size of what they are multiplied with."""
+        if self.rated and block.name in _INTO_RESIDUAL:  # over all layers no more than a token's embedding
+            return float((self.spec.d_model * len(self.spec.layers)) ** -0.5)
+        return ROUTED_OUT if block.name == "o" and self.spec.is_routed else 1.0
 
     def alike_rows(self, block: Block) -> Array:
         """float32 [positions, D]: learned positions of which each is like the one before (an AR(1) process)."""

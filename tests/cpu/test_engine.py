@@ -261,8 +261,8 @@ def test_seeds(made: Any) -> None:
 # --- what it took ----------------------------------------------------------------------------------------------------
 
 FIELDS = {
-    "text": str, "token_ids": list, "prompt_tokens": int, "output_tokens": int, "finish_reason": str,
-    "context_full": bool, "ttft_s": float,
+    "text": str, "token_ids": list, "prompt_tokens": int, "cached_tokens": int, "output_tokens": int,
+    "finish_reason": str, "context_full": bool, "ttft_s": float,
     "decode_tokens_per_s": float, "predicted": dict, "bytes_moved": dict, "disk_bytes_per_token": float,
     "inter_token_s": dict, "batch": int, "context": int, "bound_by": str, "share_of_bound": type(None),
     "peak_host_bytes": int, "peak_device_bytes": int,

@@ -36,6 +36,9 @@ def encoded(values: np.ndarray, fmt: Format, granules: int) -> tuple[np.ndarray,
     return weights, np.stack([decode(raw[i], rows, cols, fmt) for i in range(granules)])
 
 
+ALL = {"skips": False, "fired": 0, "fired_stride": 0}  # all neurons, and nobody asks who fires
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @given(
     st.sampled_from(FORMATS), st.integers(1, 3), st.integers(1, 70), st.integers(1, 150), st.integers(1, 21),
@@ -150,7 +153,7 @@ def test_ffn(isa: str, activation: str, gated: bool, name: str) -> None:
         COMPUTE[isa, threads].ffn(
             weights=address(weights), count=part.granules, stride=part.granule_bytes, shape=shape, h=address(h), t=t,
             partial=address(got), pending=address(pending), granule=0, starts_sum=True, continues_four=False,
-            leaves_four=False, exact=exact, scratch=address(SCRATCH), scratch_bytes=nbytes,
+            leaves_four=False, **ALL, exact=exact, scratch=address(SCRATCH), scratch_bytes=nbytes,
         )  # fmt: skip
         results.append(got)
     assert np.abs(results[0] - want).max() <= 3e-5 * np.abs(want).max()
@@ -174,7 +177,7 @@ def test_damage_stays_visible(isa: str, bad: float, activation: str) -> None:
         COMPUTE[isa, 1].ffn(
             weights=address(weights), count=2, stride=weights.shape[1], shape=shape, h=address(x), t=1,
             partial=address(out), pending=0, granule=0, starts_sum=True, continues_four=False, leaves_four=False,
-            exact=exact, scratch=address(SCRATCH), scratch_bytes=SCRATCH.nbytes,
+            **ALL, exact=exact, scratch=address(SCRATCH), scratch_bytes=SCRATCH.nbytes,
         )  # fmt: skip
         assert not np.isfinite(out).any()
 
@@ -226,7 +229,7 @@ def test_ffn_over_many_fours_however_it_is_cut(isa: str, name: str, t: int) -> N
             COMPUTE[isa, threads].ffn(
                 weights=address(weights[lo:hi]), count=hi - lo, stride=part.granule_bytes, shape=shape, h=address(h),
                 t=t, partial=address(got), pending=address(pending), granule=lo, starts_sum=lo == 0,
-                continues_four=lo % 4 != 0, leaves_four=hi < granules and hi % 4 != 0, exact=exact,
+                continues_four=lo % 4 != 0, leaves_four=hi < granules and hi % 4 != 0, **ALL, exact=exact,
                 scratch=address(SCRATCH), scratch_bytes=nbytes,
             )  # fmt: skip
         return got

@@ -128,6 +128,8 @@ def test_records_lie_as_the_format_says() -> None:
 def test_neurons_are_refused_where_they_make_no_sense() -> None:
     with pytest.raises(BadRequest, match="multiple of 32"):
         parse_format("int8-g8-neurons")
+    with pytest.raises(BadRequest, match="unknown number format"):
+        parse_format("int4" + "-neurons" * 3000)
     with pytest.raises(BadRequest, match="has no neurons"):
         parse_format("int8-neurons").check_kv()
 
@@ -160,6 +162,19 @@ def test_leaving_zeros_out_changes_no_bit(isa: str, data: st.DataObject, seed: i
     little = _native.ffn_scratch(cpu.ffn_shape(part, ffn), 1, min(t, 48))
     if t <= 48:
         np.testing.assert_array_equal(run(KERNELS[isa, 3], part, ffn, weights, h, cuts, True, little)[0], whole)
+
+
+@pytest.mark.parametrize("isa", cpu.available())
+@pytest.mark.parametrize(("name", "d"), [("float32", 1500), ("float32-neurons", 1500), ("int4-neurons", 320)])
+def test_the_last_rows_of_many_may_be_few(isa: str, name: str, d: int) -> None:
+    """Rows are laid out in chunks, here of 48, and of the last ones none may fire a granule."""
+    part, ffn = ffn_part(320, d, False, True, name)
+    rng = np.random.default_rng(4)
+    weights, h = granules(part, rng, 0.5), np.abs(rng.normal(size=(50, d))).astype(np.float32)
+    h[48:] = 0  # no bias is above 0
+    whole, _ = run(KERNELS[isa, 1], part, ffn, weights, h, (), skips=False)
+    np.testing.assert_array_equal(run(KERNELS[isa, 3], part, ffn, weights, h, (), skips=True)[0], whole)
+    assert not whole[48:].any() and whole[:48].any()
 
 
 @pytest.mark.parametrize("isa", cpu.available())

@@ -135,10 +135,11 @@ def _unit_s(plan: Plan, unit: Unit, cost: Cost, p: _PassSize) -> Iterator[tuple[
         read, flops, expert_rows = ops.experts_cost(part, routed, unit.lo, unit.hi, ops.FFN_BLOCKS, rows)
         yield lane, p.batches * cost.least_s(lane, "experts", fmt, expert_rows, read, flops)
     else:
-        calls = ((op, ops.matrix_cost(part, unit.lo, unit.hi, blocks, rows)) for op, blocks in _CALLS[part.kind])
+        calls = [(op, ops.matrix_cost(part, unit.lo, unit.hi, blocks, rows)) for op, blocks in _CALLS[part.kind]]
         if active < 1 and plan.sparsity == "exact":
             activated = ops.matrix_cost(part, unit.lo, unit.hi, (part.blocks[0].name,), rows)
-            calls, active = ((op, ops.fired_cost(whole, activated, active)) for op, whole in list(calls)), 1.0
+            calls = [(op, ops.fired_cost(whole, activated, active)) for op, whole in calls]
+            active = 1.0
         seconds = (cost.least_s(lane, op, fmt, rows, active * read, active * flops) for op, (read, flops) in calls)
         yield lane, p.batches * sum(seconds)
     if is_disk(home) and not (p.purpose == "decode" and unit.part in cached):  # at best all wanted experts are cached
