@@ -6,7 +6,6 @@ the model's layers. So layers stay alike, and short plans can stand for long one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -84,14 +83,3 @@ def reason(plan: Plan, firing: Firing | None) -> tuple[str, ...]:
         f"neurons that do not fire are not read (exact): {known.share(plan.batch_seqs):.1%} are taken to fire,"
         f" {known.source}",
     )
-
-
-def shares_of(sets: Sequence[Sequence[bool]]) -> tuple[float, ...]:
-    """For tests and small traces: the share of neurons that n successive tokens fire, in the mean, for each n of
-    FIRED_TOGETHER. `sets[t][i]`: whether token t fires neuron i."""
-    shares = []
-    for n in FIRED_TOGETHER:
-        windows = [sets[lo : lo + n] for lo in range(0, len(sets) - n + 1, n)] or [sets]
-        unions = [[any(at) for at in zip(*window, strict=True)] for window in windows]
-        shares.append(sum(map(sum, unions)) / sum(map(len, unions)))
-    return tuple(shares)

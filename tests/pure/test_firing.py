@@ -1,0 +1,80 @@
+"""Plans that leave out neurons which do not fire: what they count on, and that no bound is above a prediction."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import BadRequest
+from penstock.graph import ops
+from penstock.graph.lower import Lowering
+from penstock.graph.passes import decode
+from penstock.planner.cost import Cost
+from penstock.planner.firing import Firing, expected, measured
+from penstock.planner.solve import solve
+from penstock.planner.solve.bound import least_score_s, score_s
+from penstock.serve.planning import describe
+from penstock.spec.ask import Ask
+from penstock.spec.format import parse_format
+from penstock.spec.plan import Plan
+from penstock.spec.profile import FIRED_TOGETHER, FiringCounts, Profile, hottest_share
+from tests.pure.machine import MACHINE
+
+NEURONS, TILES = parse_format("int4-neurons"), parse_format("int4")
+OPT, _ = describe(Path("opt-1.3b"), to_plan=True)
+LLAMA, _ = describe(Path("llama-3.2-1b"), to_plan=True)
+RARELY = Firing((0.02, 0.04, 0.08, 0.1, 0.2, 0.3), "by a test")
+
+
+def ffn_bytes(plan: Plan) -> int:
+    """Of a decode pass."""
+    tasks = Lowering(plan).step(decode(plan, (0,), (8,), None))
+    return sum(call.bytes for task in tasks for call in task.calls if isinstance(call.operands, ops.Ffn))
+
+
+@pytest.mark.parametrize("limit", [None, 600 << 20])
+def test_a_plan_counts_on_what_fires(limit: int | None) -> None:
+    ask = Ask(context=128, host_memory_bytes=limit)
+    exact = solve(ask, OPT, NEURONS, MACHINE, firing=RARELY)
+    off = solve(replace(ask, sparsity="off"), OPT, NEURONS, MACHINE, firing=RARELY)
+    assert (exact.plan.sparsity, off.plan.sparsity) == ("exact", "off")
+    shares = {unit.active for unit in exact.plan.units if unit.part.endswith(".ffn")}
+    assert shares == {0.02} and all(unit.active == 1 for unit in off.plan.units)
+    assert any("2.0% are taken to fire, by a test" in reason for reason in exact.reasons)
+    assert any("--sparsity off" in reason for reason in off.reasons)
+    # Half of an OPT's FFN is activated in full, and of the other half 2 % is read.
+    assert ffn_bytes(exact.plan) / ffn_bytes(off.plan) == pytest.approx((1 + 0.02) / 2, rel=0.01)
+    assert exact.prediction.decode_tokens_per_s > off.prediction.decode_tokens_per_s
+    for solved in (exact, off):
+        assert least_score_s(solved.plan, ask, Cost(MACHINE)) <= score_s(solved.prediction, solved.plan, ask) * 1.001
+
+
+def test_tiles_are_taken_to_have_no_still_granules() -> None:
+    solved = solve(Ask(context=128), OPT, TILES, MACHINE, firing=RARELY)
+    assert solved.plan.sparsity == "exact" and all(unit.active == 1 for unit in solved.plan.units)
+    assert any("64 neurons that lie together" in reason for reason in solved.reasons)
+
+
+def test_models_without_zeros() -> None:
+    solved = solve(Ask(context=128), LLAMA, TILES, MACHINE)
+    assert solved.plan.sparsity == "off" and not any("fire" in reason for reason in solved.reasons)
+    with pytest.raises(BadRequest, match="no ReLU"):
+        solve(Ask(context=128, sparsity="exact"), LLAMA, TILES, MACHINE)
+    with pytest.raises(BadRequest, match="only FFNs with ReLU"):
+        solve(Ask(context=128), LLAMA, NEURONS, MACHINE)
+    with pytest.raises(BadRequest, match="should be one of auto, off, exact"):
+        Ask(sparsity="most")
+    assert expected(LLAMA).share(1) == 1.0 and expected(OPT).share(1) == pytest.approx(0.03, rel=0.1)
+
+
+def test_shares_between_those_measured() -> None:
+    assert [RARELY.share(n) for n in (1, 3, 32, 64)] == pytest.approx([0.02, 0.06, 0.3, 0.3])
+    counts = b64encode(bytes(8)).decode()
+    layers = (FiringCounts(0, 2, counts, (0.1,) * 6), FiringCounts(1, 2, counts, (0.3,) * 6))
+    firing = measured(Profile("text", "0" * 64, 1, (), layers))
+    assert firing is not None and firing.shares == pytest.approx((0.2,) * len(FIRED_TOGETHER))
+    assert measured(None) is None and measured(Profile("text", "0" * 64, 1, ())) is None
+    assert hottest_share([0, 8, 1, 1], 0.8) == 0.25 and hottest_share([5, 5, 0, 0], 0.8) == 0.5
