@@ -34,7 +34,7 @@ def synth(
     It has a byte tokenizer and serves to measure without a download.
     """
     quiet_blas()
-    from penstock.serve import firing
+    from penstock.serve import firing_rates
     from penstock.serve.shapes import locate
     from penstock.spec.format import Format, parse_format
     from penstock.store.packed import open_packed, read_config
@@ -46,9 +46,9 @@ def synth(
     with progress() as tell:
         if activation_rate is not None:
             spec = read_config(source)[1]
-            rates = firing.parse_rates(activation_rate, spec)
-            shifts, layers = firing.find_shifts(spec, fmt or Format(spec.dtype), seed, rates, tell)
-            fired = firing.together(layers)
+            rates = firing_rates.parse_rates(activation_rate, spec)
+            shifts, layers = firing_rates.find_shifts(spec, fmt or Format(spec.dtype), seed, rates, tell)
+            fired = firing_rates.together(layers)
         synthesize(
             source,
             folder,

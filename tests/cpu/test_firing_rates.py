@@ -13,8 +13,8 @@ from bench.tale_sparsity import live_neurons
 from penstock.errors import BadRequest, BrokenModel, DoesNotFit
 from penstock.models import spec_from_config
 from penstock.runtime import host
-from penstock.serve import firing
-from penstock.serve.firing import Rates, find_shifts, parse_rates, together
+from penstock.serve import firing_rates
+from penstock.serve.firing_rates import Rates, find_shifts, parse_rates, together
 from penstock.spec.format import FLOAT32, parse_format
 from penstock.spec.model import ModelSpec
 from penstock.store.packed import Packed, open_packed
@@ -84,7 +84,7 @@ def test_rates_from_a_file(tmp_path: Path) -> None:
     file.write_text("\n".join(map(str, of_layer)) + "\n")
     for layer in range(3):
         rates = parse_rates(str(file), spec).of(layer, 0)
-        assert np.sort(rates) == pytest.approx(of_layer.clip(firing.LEAST, 1)) and not (np.diff(rates) > 0).all()
+        assert np.sort(rates) == pytest.approx(of_layer.clip(firing_rates.LEAST, 1)) and not (np.diff(rates) > 0).all()
     file.write_text("\n".join(["0.25"] * 492 + ["0.5"] * 492 + ["0.75"] * 492))
     rates = parse_rates(str(file), spec)
     assert [float(rates.of(i, 0).mean()) for i in range(3)] == [0.25, 0.5, 0.75]
@@ -128,7 +128,7 @@ def test_a_file_of_bytes_and_one_too_long(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(BrokenModel, match="not UTF-8"):
         parse_rates(str(tmp_path / "rates"), spec_of(OPT))
     (tmp_path / "rates").write_text("0.5\n" * 492)
-    monkeypatch.setattr(firing, "_MAX_FILE_BYTES", 100)
+    monkeypatch.setattr(firing_rates, "_MAX_FILE_BYTES", 100)
     with pytest.raises(BrokenModel):
         parse_rates(str(tmp_path / "rates"), spec_of(OPT))
 
