@@ -94,8 +94,8 @@ def synth(
     `weights`: the format, None for the config's own. `router_skew`: the norms of a router's rows fall as
     rank^-router_skew, so that some experts are asked for more often than others; with 0 all norms are alike. `shifts`:
     of the neurons of a model with ReLU (`serve.firing_rates` finds them); None for a model as random as others. The
-    same arguments give the same bytes. A byte tokenizer and its generation_config.json are written too. Raises and resumes
-    as `pack.pack`.
+    same arguments give the same bytes. A byte tokenizer and its generation_config.json are written too. Raises and
+    resumes as `pack.pack`.
     """
     _, spec = read_config(config)
     file = config / CONFIG if config.is_dir() else config
