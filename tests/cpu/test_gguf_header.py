@@ -233,7 +233,7 @@ def test_split_files_are_one_model_whichever_is_named(tmp_path: Path) -> None:
     [
         ({"no": 2}, "says split.no 2 of 3; by its name it is 1 of 3"),
         ({"count": 4}, "says split.no 1 of 4; by its name it is 1 of 3"),
-        ({"tensors": 5}, "split.tensors.count says 5; its files have 3 tensors"),
+        ({"tensors": 5}, "split.tensors.count 5; its files have 3 tensors"),
         ({"name": "same"}, "both have the tensor 'same'"),
     ],
 )
