@@ -53,6 +53,10 @@ def reorder(
     if weights not in (None, packed.weights):
         have = packed.weights.name
         raise BadRequest(f"{src} has {have} weights, which stay as they are: give the checkpoint for others")
+    if packed.weights.in_blocks:
+        raise BadRequest(
+            f"{src} has {packed.weights.name} weights, a format of GGUF files: its neurons stay where they are"
+        )
     check_files(src)
     orders = orders_by(profile, packed.spec, packed.orders, moved_together(packed.weights))
     extras = {file.name: read_bytes(src / file.name, MAX_COPIED_BYTES) for file in read_files(src) if file.name != SUMS}
