@@ -29,6 +29,8 @@ has a 16-bit float scale and minimum:
 
 int4 with groups of 64 takes 8 · 64 + 64 = 576 bytes for 16 x 64 weights: 4.5 bits a weight, as Q4_0 does.
 
+The formats of GGUF files (`q4_k`, `q8_0`, `mxfp4`, …) lie in tiles too. `spec.blocks` draws them.
+
 A packed model may have its FFNs neuron by neuron (`Format.neurons`), so that neurons which do not fire need not be
 read. Then the matrix that is activated (the gate, or `up` where there is none) lies in tiles as above. What is
 multiplied by its activation, a row of D columns of `up` (where there is a gate) and one of `down`, lies in one record
@@ -62,9 +64,12 @@ import re
 from dataclasses import dataclass
 
 from penstock.errors import BadRequest
+from penstock.spec.blocks import BLOCKS, GROUP
+from penstock.spec.blocks import TILE_ROWS as TILE_ROWS
 from penstock.units import round_up
 
 _BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4}
+_BITS |= {kind: blocks.low + blocks.high for kind, blocks in BLOCKS.items()}
 _ALIASES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
 DEFAULT_GROUP = 64
 # The limits of formats. The native kernels have the same limits (csrc/kernels.h), and a test compares them.
@@ -72,15 +77,15 @@ WEIGHT_GROUP, KV_GROUP = 8, 32  # columns of a group are a multiple of this, for
 LINE_COLUMNS = 32  # columns of a neuron's row are padded to a multiple of this, and its groups are multiples of it
 MOST_GROUP = 1024  # the most columns of a group
 PAGE_TOKENS = 64  # tokens of a page are a multiple of this: attention walks blocks of so many, each within one page
-TILE_ROWS = 16
 ROW_ALIGN = 64  # bytes: a neuron's rows begin at multiples of a cache line
 _NEURONS = "-neurons"
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """`kind`: float32, bfloat16, float16, int8 or int4. `group`: columns per scale, 0 for floats. `neurons`: of a whole
-    model's weights, that its FFNs lie neuron by neuron. Of a block, that it lies so.
+    """`kind`: float32, bfloat16, float16, int8, int4, or one of `spec.blocks.BLOCKS`. `group`: columns per scale, 0 for
+    floats; for the formats of `spec.blocks` it is 32, whatever their own scales have. `neurons`: of a whole model's
+    weights, that its FFNs lie neuron by neuron. Of a block, that it lies so.
 
     Raises BadRequest for a kind or a group size that there is not."""
 
@@ -91,6 +96,8 @@ class Format:
     def __post_init__(self) -> None:
         if self.kind not in _BITS:
             raise BadRequest(f"unknown number format {self.kind!r}: there are {', '.join(_BITS)}")
+        if self.in_blocks and (self.group != GROUP or self.neurons):
+            raise BadRequest(f"{self.kind} has groups of {GROUP} columns, and does not lie neuron by neuron")
         if self.is_quantised and (self.group < WEIGHT_GROUP or self.group % WEIGHT_GROUP or self.group > MOST_GROUP):
             raise BadRequest(
                 f"group size {self.group} of {self.kind} should be a multiple of {WEIGHT_GROUP}, from {WEIGHT_GROUP} to"
@@ -107,12 +114,17 @@ class Format:
 
     @property
     def is_quantised(self) -> bool:
-        return self.kind in ("int8", "int4")
+        return self.kind in ("int8", "int4") or self.kind in BLOCKS
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether it is one of `spec.blocks.BLOCKS`."""
+        return self.kind in BLOCKS
 
     @property
     def name(self) -> str:
         """`int4`, or `int4-g32` where the group is not the default; `int4-neurons` where neurons lie apart."""
-        plain = self.kind if self.group in (0, DEFAULT_GROUP) else f"{self.kind}-g{self.group}"
+        plain = self.kind if self.group in (0, DEFAULT_GROUP) or self.in_blocks else f"{self.kind}-g{self.group}"
         return f"{plain}{_NEURONS}" if self.neurons else plain
 
     @property
@@ -126,11 +138,16 @@ class Format:
 
     @property
     def group_bytes(self) -> int:
-        """Bytes of one group of a tile of an integer format: codes, scales and minimums of 16 rows."""
+        """Bytes of one group of a tile of int8 or int4: codes, scales and minimums of 16 rows."""
         return TILE_ROWS * (self.group * self.bits // 8 + 4)
 
     def tile_bytes(self, cols: int) -> int:
-        """Bytes of a tile of a matrix with so many columns, padding included."""
+        """Bytes of a tile of a matrix with so many columns, padding included. Of the formats of `spec.blocks`, columns
+        are a multiple of 32."""
+        if self.in_blocks:
+            blocks = BLOCKS[self.kind]
+            span = blocks.span(cols)
+            return cols // span * blocks.block_bytes(span)
         if self.is_quantised:
             return self.groups(cols) * self.group_bytes
         even = cols + cols % 2 if self.kind == "bfloat16" else cols
@@ -165,8 +182,8 @@ class Format:
 
     def check_kv(self) -> None:
         """Raises BadRequest if a KV cache cannot be kept in this format."""
-        if self.neurons:
-            raise BadRequest(f"a KV cache in {self.name}: it has no neurons")
+        if self.neurons or self.in_blocks:
+            raise BadRequest(f"a KV cache in {self.name}: take float16, bfloat16, float32, int8 or int4")
         if self.group % KV_GROUP:
             raise BadRequest(f"a KV cache in {self.name}: its groups should be multiples of {KV_GROUP}")
 
@@ -190,6 +207,10 @@ def parse_format(text: str) -> Format:
         return Format(of.kind, of.group, neurons=True)
     name, _, group = plain.partition("-g")
     kind = _ALIASES.get(name, name)
+    if kind in BLOCKS and not group:
+        return Format(kind, GROUP)
+    if kind == "q4_1" and not group:
+        return Format("int4", 32)
     if kind in ("int8", "int4"):
         if group and re.fullmatch("[0-9]{1,6}", group) is None:
             raise BadRequest(f"number format {text!r}: the group size should be a number, as in int4-g32")

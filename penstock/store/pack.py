@@ -29,7 +29,7 @@ from penstock.store.files import MAX_COPIED_BYTES, read_bytes
 from penstock.store.header import TensorInfo, quoted
 from penstock.store.manifest import CONFIG, COPIED
 from penstock.store.packed import is_packed, read_config
-from penstock.store.quantize import encode, encode_rows
+from penstock.store.quantize import encode, encode_rows, require_own
 from penstock.store.sources import sources_in
 from penstock.store.unused import check_unused
 from penstock.store.verify import verify
@@ -66,6 +66,8 @@ def pack(
     """
     if is_packed(src):
         raise BadRequest(f"{src} is packed already: give the checkpoint that it was packed from")
+    if weights is not None:
+        require_own(weights)
     with opened(src, weights) as job, ThreadPoolExecutor(threads(), "penstock-pack") as pool:
         if check is not None:
             check(job.checkpoint.folder)
