@@ -14,14 +14,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from penstock.kernels.gpu import attend_kernels, expert_kernels, row_kernels, tile_kernels, turn_kernels
+from penstock.kernels.gpu import attend_kernels, expert_kernels, neuron_kernels, row_kernels, tile_kernels, turn_kernels
 from penstock.kernels.gpu.choose import Kernels
 from penstock.spec.format import parse_format
 from penstock.spec.model import Ffn, Routed, Router
 from tests.expert_cases import ExpertCase
-from tests.kernel_cases import FIXED, Case
+from tests.kernel_cases import FIXED, Case, with_relu
 
-MODULES = (attend_kernels, expert_kernels, row_kernels, tile_kernels, turn_kernels)
+MODULES = (attend_kernels, expert_kernels, neuron_kernels, row_kernels, tile_kernels, turn_kernels)
 TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32", torch.int16: "*i16", torch.uint8: "*u8"}
 MOST_SHARED_BYTES = 99 * 1024  # of a processor of a GeForce card; AMD's have 64 KiB
 TARGETS = {"cuda": 32, "hip": 64}  # threads of a warp
@@ -121,6 +121,8 @@ def main(target: str, cases: list[int]) -> None:
             kernels = Kernels(triton=True, few_rows=few_rows, dot=dot)
             Compiled(spec, parse_format(weights), parse_format(kv), batch, kernels, torch.device("cpu"), 0).run()
             CompiledExperts(*experts_like(weights), kernels, torch.device("cpu")).run()
+            by_neurons = parse_format(f"{weights}-neurons")
+            Compiled(with_relu(spec), by_neurons, parse_format(kv), batch, kernels, torch.device("cpu"), 0).ffn()
     from penstock.kernels.gpu import product
     from penstock.kernels.gpu.memory import Scratch
     from penstock.spec.parts import Block

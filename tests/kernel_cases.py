@@ -21,9 +21,12 @@ from penstock.kernels.reference.matrix import Scratch
 from penstock.spec.format import Format
 from penstock.spec.model import ACTIVATIONS, Attention, Ffn, Layer, ModelSpec, Norm, Rope
 from penstock.spec.parts import Part, parts
-from penstock.store.quantize import encode
+from penstock.store.quantize import encode, encode_rows
 
 FORMATS = ["float32", "bfloat16", "float16", "int8", "int4", "int4-g32", "int4-g128", "int8-g8", "int4-g96"]
+NEURON_FORMATS = [
+    f"{name}-neurons" for name in ("float32", "bfloat16", "float16", "int8", "int4", "int4-g32", "int8-g96")
+]
 KV_FORMATS = ["float32", "float16", "bfloat16", "int8", "int4", "int8-g32", "int4-g32", "int4-g96"]
 # Steps between numbers of a KV cache, of the largest of them.
 STEPS = {"float32": 0.0, "float16": 2**-10, "bfloat16": 2**-7, "int8": 2 / 255 + 2**-9, "int4": 2 / 15 + 2**-9}
@@ -84,6 +87,12 @@ FIXED = [
 ]
 
 
+def with_relu(spec: ModelSpec) -> ModelSpec:
+    """The model with ReLU, whose FFNs may lie neuron by neuron."""
+    (layer,) = spec.layers
+    return replace(spec, layers=(replace(layer, ffn=replace(layer.ffns[0], activation="relu")),))
+
+
 @st.composite
 def batches(draw: st.DrawFn, most_rows: int = 33) -> Batch:
     """Up to three sequences, each with some rows after some context; few of them reach over a page."""
@@ -103,6 +112,9 @@ def granules_of(part: Part, rng: np.random.Generator) -> np.ndarray:
             values = rng.normal(size=(block.rows, block.cols)).astype(np.float32)
             if block.tiled:
                 values *= block.cols**-0.5
+            if block.stride:
+                encode_rows(values[:n], block, granule)
+                continue
             if block.name == "down":
                 values[:, n:] = 0
             elif part.kind in ("ffn", "experts", "embed", "head") and block.rows > 1:
@@ -347,7 +359,7 @@ class Case:
             dense.ffn(self.packed["0.ffn"][lo:hi], part, lo, self.layer.ffns[0], h, into, room)
             gpu.ffn(
                 self.on_device["0.ffn"][lo:hi], part, self.layer.ffns[0], on_device, got, lo == 0, self.kernels,
-                self.scratch(scratch_gpu.ffn_bytes(part, hi - lo, self.t)),
+                self.scratch(scratch_gpu.ffn_bytes(part, hi - lo, self.t)), bool(self.seed % 2),
             )  # fmt: skip
         self.compare("ffn", want, got, (1 + float(np.abs(h).max())) ** 3)  # relu² times up; biases are about 1
 

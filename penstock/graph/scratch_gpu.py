@@ -30,6 +30,8 @@ ATTEND_BLOCK, ATTEND_ROWS, ATTEND_PROGRAMS, MOST_SPLITS = 64, 64, 512, 64
 # A sum over granules is split where there are so few tiles that their programs, of 16 warps at most, would leave a card
 # idle. It is split into at most MOST_SUM_SPLITS parts, until there are about SUM_PROGRAMS programs.
 SUM_PROGRAMS, MOST_SUM_SPLITS = 256, 16
+# Programs of a sum over neurons, of one warp each: 8 for each of the 130 or so processors of a large card.
+NEURON_PROGRAMS = 1024
 
 
 class WeightPiece(NamedTuple):
@@ -97,9 +99,31 @@ def ffn_granules(part: Part, rows: int) -> int:
 
 def ffn_bytes(part: Part, granules: int, rows: int) -> int:
     """Bytes of hidden activations (gate and up), and for the products."""
+    if part.by_neurons:
+        return _neurons_bytes(part, granules, rows)
     blocks = tuple(part.block(name) for name in ("gate", "up") if part.has(name))
     hidden = 2 * round_up(min(4 * rows * granules * part.granule_rows, WIDE_BYTES), ALIGN)
     return hidden + max(spread_bytes(granules, blocks), add_up_bytes(granules, part.block("down"), rows))
+
+
+def neuron_splits(part: Part, granules: int, rows: int) -> int:
+    """How many parts the sum over neurons is split into: as many programs as sums over tiles have, at least a granule
+    for each part, and WIDE_BYTES of results."""
+    down = part.block("down")
+    programs = -(-down.format.codes_bytes(down.cols) // 128)  # a warp takes 128 bytes of a row
+    return max(1, min(NEURON_PROGRAMS // programs, granules, WIDE_BYTES // (4 * rows * down.cols)))
+
+
+def _neurons_bytes(part: Part, granules: int, rows: int) -> int:
+    """Bytes of an FFN that lies neuron by neuron: hidden activations, and either lists of live neurons and parts of the
+    sum, or widened pieces and a product with one."""
+    step = min(granules, ffn_granules(part, rows))
+    first, down, width = part.blocks[0], part.block("down"), part.granule_rows
+    hidden = _floats(rows * step * width)
+    few = _floats(step * width) + _floats(step) + _floats(neuron_splits(part, step, rows) * rows * down.cols)
+    piece = next(pieces(step, down))
+    product = _floats(rows * (piece.hi - piece.lo) * (piece.row_hi - piece.row_lo))
+    return hidden + max(spread_bytes(step, (first,)), few, wide_bytes(step, down) + product)
 
 
 def route_bytes(part: Part, rows: int) -> int:

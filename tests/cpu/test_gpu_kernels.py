@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.graph import scratch_gpu
 from penstock.graph.batch import Batch
 from penstock.kernels.gpu import attention, dense, product
 from penstock.kernels.gpu.cache import KvPool
@@ -19,10 +20,10 @@ from penstock.kernels.gpu.memory import Scratch
 from penstock.kernels.reference import cache, matrix
 from penstock.kernels.reference.dense import head as reference_head
 from penstock.spec.format import Format, parse_format
-from penstock.spec.model import Attention, ModelSpec, Norm
-from penstock.spec.parts import Block, Part, parts
-from penstock.store.quantize import encode
-from tests.kernel_cases import FIXED, FORMATS, KV_FORMATS, Case, batches, layers
+from penstock.spec.model import Attention, Ffn, ModelSpec, Norm
+from penstock.spec.parts import Block, Part, _ffn_part, parts
+from penstock.store.quantize import encode, encode_rows
+from tests.kernel_cases import FIXED, FORMATS, KV_FORMATS, NEURON_FORMATS, Case, batches, layers, with_relu
 
 pytest.importorskip("triton", reason="triton is not installed: it exists for Linux alone")
 
@@ -68,6 +69,48 @@ def test_every_op_of_few_rows(spec: ModelSpec, batch: Batch, weights: str, kv: s
 @given(layers(), batches(9), st.sampled_from(FORMATS), st.sampled_from(KV_FORMATS), SEEDS)
 def test_every_op_of_many_rows(spec: ModelSpec, batch: Batch, weights: str, kv: str, seed: int) -> None:
     run(MANY, spec, batch, weights, kv, seed)
+
+
+@pytest.mark.fuzz
+@some(8)
+@given(layers(), batches(3), st.sampled_from(NEURON_FORMATS), st.sampled_from([FEW, MANY, TORCH]), SEEDS)
+def test_ffns_neuron_by_neuron(spec: ModelSpec, batch: Batch, weights: str, kernels: Kernels, seed: int) -> None:
+    Case(with_relu(spec), parse_format(weights), parse_format("float32"), batch, kernels, CPU, seed).ffn()
+
+
+@pytest.mark.parametrize("weights", ["float16-neurons", "int4-neurons"])
+def test_leaving_zeros_out_changes_no_bit(weights: str) -> None:
+    """Several granules, some still, and rows that fire different neurons; what does not fire may hold anything."""
+    rng = np.random.default_rng(5)
+    ffn = Ffn(100, "relu2", True, True, False)
+    part = _ffn_part(0, "ffn", ffn, 40, parse_format(weights))
+    packed = np.stack([np.zeros(part.granule_bytes, np.uint8) for _ in range(part.granules)])
+    for g, granule in enumerate(packed):
+        n = part.rows_of(g, g + 1)
+        for block in part.blocks:
+            values = rng.normal(size=(block.rows, block.cols)).astype(np.float32)
+            if block.stride:
+                encode_rows(values[:n], block, granule)
+            elif block.tiled:
+                values[n:] = 0
+                granule[block.offset : block.offset + block.nbytes] = encode(values, block.format)
+            else:
+                values[:, n:] = 0
+                values -= 12 if block.name == "gate_bias" else 0
+                values -= 100 if block.name == "gate_bias" and g == 1 else 0
+                granule[block.offset : block.offset + block.nbytes] = values.view(np.uint8).reshape(-1)
+    h = torch.from_numpy(rng.normal(size=(2, 40)).astype(np.float32))
+    found = []
+    for skips in (False, True):
+        weights_of_turn = torch.from_numpy(packed.copy())
+        if skips:  # a granule that is still, but for its gate
+            weights_of_turn[1, part.block("up").offset : part.block("gate_bias").offset] = 255
+        out = torch.full((2, 40), torch.nan)
+        room = torch.full((scratch_gpu.ffn_bytes(part, part.granules, 2),), 255, dtype=torch.uint8)
+        dense.ffn(weights_of_turn, part, ffn, h, out, True, FEW, Scratch(room), skips)
+        found.append(out.numpy())
+    np.testing.assert_array_equal(*found)
+    assert np.isfinite(found[0]).all() and found[0].any()
 
 
 @pytest.mark.parametrize(("spec", "batch", "weights", "kv"), FIXED, ids=[f"{f[2]}-{f[3]}" for f in FIXED])

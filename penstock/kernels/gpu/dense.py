@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.graph.scratch_gpu import SUM_PARTS, ffn_granules
 from penstock.kernels.gpu.choose import Kernels
 from penstock.kernels.gpu.memory import Scratch, table, vector
+from penstock.kernels.gpu.neurons import add_ffn
 from penstock.kernels.gpu.product import add_up, hidden, spread
 from penstock.kernels.gpu.widen import take_rows
 from penstock.spec.model import Ffn, Layer, ModelSpec, Norm
@@ -86,10 +87,10 @@ def named_norm(
 
 def ffn(
     weights: Tensor, part: Part, shape: Ffn, h: Tensor, partial: Tensor, first: bool, kernels: Kernels,
-    scratch: Scratch,
+    scratch: Scratch, skips: bool = False,
 ) -> None:  # fmt: skip
     """partial [T, D] (+)= down · (act(gate h) * (up h)) over a unit's granules, h [T, D]. `first`: this call is the
-    first addend.
+    first addend. `skips`: what an activation of 0 multiplies may be left out.
 
     The reference sums a layer's granules by fours, so that results do not depend on where units are cut, to the bit.
     Here a unit's whole sum is added to partial. That stays within the op table's tolerance, and nothing is pending."""
@@ -99,6 +100,9 @@ def ffn(
     for lo in range(0, n, step):
         scratch.rewind(mark)
         piece = weights[lo : lo + step]
+        if part.by_neurons:
+            add_ffn(piece, part, shape, h, partial, first and lo == 0, skips, kernels, scratch)
+            continue
         gate, up = (scratch.take((t, piece.shape[0] * width)) for _ in range(2))
         hidden_rows = hidden(h, piece, part, shape, gate, up, kernels, scratch)
         add_up(hidden_rows, piece, part.block("down"), partial, first and lo == 0, kernels, scratch)

@@ -24,7 +24,7 @@ from penstock.spec.parts import Block, Part
 
 # Rows that a program multiplies with the numbers it has unpacked. Each takes four sums per thread. With four rows a
 # thread needs 128 registers. With eight it needs 200, and few programs would share a processor.
-_ROWS_AT_ONCE = 4
+ROWS_AT_ONCE = 4
 # _WARPS: warps that a large card has at work at once, 32 on each of 130 processors. Where there are fewer tiles, more
 # warps share a tile's columns, but not so many that a last round of programs would leave most processors idle.
 # _LEAST_WARPS, _MOST_WARPS: of a program.
@@ -81,7 +81,7 @@ def walk(
     per_word, (groups, group_lines, lines, group_chunks) = columns_of(fmt), _chunks(block)
     per_granule = groups * group_chunks
     warps = _warps(programs, per_granule * granules // splits)
-    at_once = min(pow2(rows), _ROWS_AT_ONCE)
+    at_once = min(pow2(rows), ROWS_AT_ONCE)
     columns = fmt.group if fmt.is_quantised else lines * per_word
     return {
         "KIND": fmt.kind, "COLS": block.cols, "PER_WORD": per_word, "GROUP": fmt.group,
@@ -126,7 +126,7 @@ def _spread_many(x: Tensor, weights: Tensor, block: Block, out: Tensor, kernels:
         lo = p.lo * block.rows + p.row_lo
         hi = min(lo + len(wide), out.shape[1])
         if lo < hi:
-            with _precision(kernels, block, x):
+            with precision(kernels, block, x):
                 torch.mm(x, wide[: hi - lo].T, out=out[:, lo:hi])
     scratch.rewind(mark)
 
@@ -156,11 +156,18 @@ def add_up(
         splits == 1 and not first, **how,
     )  # fmt: skip
     if splits > 1:
-        count = t * block.rows
-        tile_kernels.sum_parts_kernel[(-(-count // 1024),)](
-            parts, partial, count, block.rows, partial.stride(0), parts.stride(0), splits, not first, 1024
-        )
+        sum_parts(parts, partial, first)
     scratch.rewind(mark)
+
+
+def sum_parts(parts: Tensor, out: Tensor, first: bool) -> None:
+    """out [T, R] = (first) or += the sum of parts [S, T, R], in order. Needs Triton."""
+    from penstock.kernels.gpu import tile_kernels
+
+    splits, t, r = parts.shape
+    tile_kernels.sum_parts_kernel[(-(-t * r // 1024),)](
+        parts, out, t * r, r, out.stride(0), parts.stride(0), splits, not first, 1024
+    )
 
 
 def _add_up_many(
@@ -173,7 +180,7 @@ def _add_up_many(
         wide = scratch.take((rows, granules, block.cols))
         widen(weights[p.lo : p.hi], block, p.row_lo, wide.transpose(0, 1), kernels)
         source, target = x[:, p.lo * block.cols : p.hi * block.cols], partial[:, p.row_lo : p.row_hi]
-        with _precision(kernels, block, x):
+        with precision(kernels, block, x):
             if first and p.lo == 0:
                 torch.mm(source, wide.view(rows, -1).T, out=target)
             else:
@@ -187,31 +194,60 @@ def hidden(
     """Returns act(x · gateᵀ) · (x · upᵀ), or act(x · upᵀ), of n granules: float32 [T, n · neurons]. x float32 [T, D];
     weights uint8 [n, granule_bytes]. `gate` and `up` are room for results of that shape. The result is in one of
     them."""
-    block, t = part.block("up"), x.shape[0]
-    if few_rows(kernels, t):
-        from penstock.kernels.gpu import tile_kernels
-
-        words, halves = typed(weights, block.format)
-        floats, size = weights.view(torch.float32), word_bytes(block.format)
-        programs = weights.shape[0] * tiles(block.rows)
-        how = walk(block, programs, t)
-        biases = [part.block(name).offset // 4 if part.has(name) else -1 for name in ("gate_bias", "up_bias")]
-        tile_kernels.hidden_kernel[(programs, -(-t // how["ROWS"]))](
-            words, halves, floats, x, up, t, x.stride(0), up.stride(0), words.stride(0), floats.stride(0),
-            *exponents(), part.block("gate").offset // size if f.gated else -1, block.offset // size, *biases,
-            f.activation, block.rows, tile_words(block), **how,
-        )  # fmt: skip
+    bias = {name: part.block(name + "_bias") for name in ("gate", "up") if part.has(name + "_bias")}
+    if not f.gated:
+        activated(x, weights, part.block("up"), bias.get("up"), f.activation, up, kernels, scratch)
         return up
-    products = [("up", up)] + ([("gate", gate)] if f.gated else [])
-    for name, out in products:
-        spread(x, weights, (part.block(name),), (out,), kernels, scratch)
-        if part.has(name + "_bias"):
-            bias = vectors(weights, part.block(name + "_bias"))  # [n, neurons]
-            by_granule = out.unflatten(1, tuple(bias.shape))
-            by_granule += bias
-    if f.gated:
-        return activate(gate, f.activation).mul_(up)
-    return activate(up, f.activation)
+    if few_rows(kernels, x.shape[0]):
+        blocks = (part.block("up"), bias.get("up"), part.block("gate"), bias.get("gate"))
+        _few_hidden(x, weights, *blocks, f.activation, up)
+        return up
+    activated(x, weights, part.block("gate"), bias.get("gate"), f.activation, gate, kernels, scratch)
+    _biased(x, weights, part.block("up"), bias.get("up"), up, kernels, scratch)
+    return gate.mul_(up)
+
+
+def activated(
+    x: Tensor, weights: Tensor, block: Block, bias: Block | None, activation: str, out: Tensor, kernels: Kernels,
+    scratch: Scratch,
+) -> None:  # fmt: skip
+    """out [T, n · R] = act(x · blockᵀ + bias) of n granules. x and out float32, weights uint8 [n, granule_bytes]."""
+    if few_rows(kernels, x.shape[0]):
+        _few_hidden(x, weights, block, bias, None, None, activation, out)
+    else:
+        _biased(x, weights, block, bias, out, kernels, scratch)
+        activate(out, activation)
+
+
+def _biased(
+    x: Tensor, weights: Tensor, block: Block, bias: Block | None, out: Tensor, kernels: Kernels, scratch: Scratch
+) -> None:
+    """out [T, n · R] = x · blockᵀ + bias of n granules."""
+    spread(x, weights, (block,), (out,), kernels, scratch)
+    if bias is not None:
+        addend = vectors(weights, bias)  # [n, R]
+        by_granule = out.unflatten(1, tuple(addend.shape))
+        by_granule += addend
+
+
+def _few_hidden(
+    x: Tensor, weights: Tensor, up: Block, up_bias: Block | None, gate: Block | None, gate_bias: Block | None,
+    activation: str, out: Tensor,
+) -> None:  # fmt: skip
+    """out = act(x · gateᵀ) · (x · upᵀ), or act(x · upᵀ) where there is no gate, straight from packed weights."""
+    from penstock.kernels.gpu import tile_kernels
+
+    t, size = x.shape[0], word_bytes(up.format)
+    words, halves = typed(weights, up.format)
+    floats = weights.view(torch.float32)
+    programs = weights.shape[0] * tiles(up.rows)
+    how = walk(up, programs, t)
+    biases = [-1 if bias is None else bias.offset // 4 for bias in (gate_bias, up_bias)]
+    tile_kernels.hidden_kernel[(programs, -(-t // how["ROWS"]))](
+        words, halves, floats, x, out, t, x.stride(0), out.stride(0), words.stride(0), floats.stride(0), *exponents(),
+        -1 if gate is None else gate.offset // size, up.offset // size, *biases, activation, up.rows, tile_words(up),
+        **how,
+    )  # fmt: skip
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
@@ -228,18 +264,18 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 
 @contextlib.contextmanager
-def _precision(kernels: Kernels, block: Block, x: Tensor) -> Iterator[None]:
+def precision(kernels: Kernels, block: Block, x: Tensor) -> Iterator[None]:
     """On a device, sets whether torch may round a product's inputs to TF32, and sets it back afterwards."""
     if x.device.type == "cpu":
         yield
         return
     wanted = "high" if kernels.matmul == "tf32" and block.format.kind != "float32" else "highest"
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(wanted)
+    before = torch.get_float32_matmulprecision()
+    torch.set_float32_matmulprecision(wanted)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmulprecision(before)
 
 
 assert TILE_ROWS == 16, "tile_kernels counts on tiles of 16 rows"

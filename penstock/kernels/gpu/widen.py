@@ -76,7 +76,7 @@ def take_rows(weights: Tensor, block: Block, rows: Tensor, out: Tensor, kernels:
     # words_of_rows [T, groups, lines] and factors [T, groups]: advanced indices that stand apart make the first axis.
     words_of_rows = words[*tile, :, :, lane]
     factors = None if scales is None or minimums is None else (scales[*tile, :, lane], minimums[*tile, :, lane])
-    out.copy_(_numbers(words_of_rows, factors, fmt)[:, : block.cols])
+    out.copy_(numbers(words_of_rows, factors, fmt)[:, : block.cols])
 
 
 def _fields(weights: Tensor, block: Block, lo: int, hi: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -93,7 +93,7 @@ def _fields(weights: Tensor, block: Block, lo: int, hi: int) -> tuple[Tensor, Te
     return words, halves[:, :, :, 2 * ends], halves[:, :, :, 2 * ends + 1]
 
 
-def _numbers(words: Tensor, factors: tuple[Tensor, Tensor] | None, fmt: Format) -> Tensor:
+def numbers(words: Tensor, factors: tuple[Tensor, Tensor] | None, fmt: Format) -> Tensor:
     """words [..., groups, lines], scales and minimums [..., groups] → float32 [..., padded columns]."""
     wide = torch.empty((*words.shape, columns_of(fmt)), dtype=torch.float32, device=words.device)
     if fmt.kind == "bfloat16":
@@ -117,4 +117,4 @@ def _widen(weights: Tensor, block: Block, lo: int, hi: int) -> Tensor:
     """Tiles lo..hi of a block in n granules, widened by torch: float32 [n, 16 · tiles, padded columns]."""
     words, scales, minimums = _fields(weights, block, lo, hi)
     factors = None if scales is None or minimums is None else (scales.transpose(2, 3), minimums.transpose(2, 3))
-    return _numbers(words.permute(0, 1, 4, 2, 3), factors, block.format).flatten(1, 2)
+    return numbers(words.permute(0, 1, 4, 2, 3), factors, block.format).flatten(1, 2)

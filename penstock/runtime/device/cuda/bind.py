@@ -142,7 +142,7 @@ class TorchBinding:
         t, part = _batch(call).total_rows, self._parts[self._plan.units[call.unit].part]
         dense.ffn(
             self._granules(op.weights, part), part, self._spec.layers[op.layer].ffns[-1], self._rows(op.h, t),
-            self._rows(op.partial, t), op.starts_sum, self._kernels, self._scratch(op.scratch),
+            self._rows(op.partial, t), op.starts_sum, self._kernels, self._scratch(op.scratch), op.skips,
         )  # fmt: skip
 
     def _route(self, call: Call, op: ops.Route) -> None:
