@@ -124,10 +124,7 @@ class Problem:
 
     @property
     def has_device(self) -> bool:
-        """Whether there is a device, and the ask allows it any memory. Its kernels cannot read what lies neuron by
-        neuron."""
-        if self.weights.neurons:
-            return False
+        """Whether there is a device, and the ask allows it any memory."""
         return any(tier.name == GPU.executor for tier in self.machine.tiers) and self.ask.device_memory_bytes != 0
 
     def limit_bytes(self, memory: Executor) -> int:

@@ -1,0 +1,78 @@
+"""Neurons that do not fire on a device and beside it: any placement of either layout says what the same plan says with
+nothing left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.graph.check_plan import check_plan
+from penstock.planner.solve import solve
+from penstock.runtime.device.choose import choose
+from penstock.runtime.device.cuda.device import TorchDevice
+from penstock.spec.ask import Ask
+from penstock.store.packed import Packed, open_packed
+from penstock.units import MIB
+from tests.cpu.engines import MACHINE
+from tests.cpu.test_emulated import ROOMY, on_device
+from tests.cpu.test_neurons import relu_model
+from tests.cpu.test_placement import NEAR, run
+from tests.plans import device_plans, page_orders, resident_plan
+
+KINDS = [
+    (name, weights) for name in ("opt", "llama", "falcon") for weights in ("float32-neurons", "int4-neurons", "int4")
+]
+
+
+@pytest.fixture(scope="module")
+def relu_models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Packed]:
+    folder = tmp_path_factory.mktemp("relu")
+    return {kind: open_packed(relu_model(folder, *kind)) for kind in KINDS}
+
+
+@pytest.mark.fuzz
+@given(st.data())
+def test_any_placement(relu_models: dict[tuple[str, str], Packed], data: st.DataObject) -> None:
+    """On an emulated device, with ring slots poisoned: what is left out changes no bit, nor does what ran first."""
+    packed = relu_models[data.draw(st.sampled_from(KINDS))]
+    plan = data.draw(device_plans(packed.spec, packed.weights, batch_seqs=2, kv="float32"))
+    plan, order = data.draw(page_orders(plan))
+    exact = replace(plan, sparsity="exact")
+    for each in (plan, exact):
+        check_plan(each, packed.spec, packed.weights)
+    found = on_device(packed, exact, data.draw(st.integers(0, 1000)), order=order)
+    np.testing.assert_array_equal(found, on_device(packed, exact, order=order, serial=True))
+    np.testing.assert_array_equal(found, on_device(packed, plan, order=order))
+    resident = run(packed, resident_plan(packed.spec, packed.weights, batch_seqs=2, kv="float32"))
+    assert np.abs(found - resident).max() <= NEAR["float32"]
+
+
+@pytest.mark.fuzz
+@given(st.data())
+def test_any_placement_by_torch(relu_models: dict[tuple[str, str], Packed], data: st.DataObject) -> None:
+    packed = relu_models[data.draw(st.sampled_from(KINDS))]
+    plan = replace(data.draw(device_plans(packed.spec, packed.weights, batch_seqs=2, kv="float32")), sparsity="exact")
+    found = run(packed, plan, device=TorchDevice(torch.device("cpu"), ROOMY, 0), exact=True, poisoned=True)
+    resident = resident_plan(packed.spec, packed.weights, batch_seqs=2, kv="float32")
+    assert np.abs(found - run(packed, resident, exact=True)).max() <= NEAR["float32"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_planner_proposes_runs(relu_models: dict[tuple[str, str], Packed], kind: tuple[str, str]) -> None:
+    """Every plan beside a device that holds a part of the model."""
+    packed, limit = relu_models[kind], 9 * MIB
+    chosen = choose("emulated", MACHINE, limit)
+    ask = Ask(context=64, batch=2, kv="float32", score=True, device_memory_bytes=limit, use_device=True)
+    solved = solve(ask, packed.spec, packed.weights, chosen.machine)
+    resident = run(packed, resident_plan(packed.spec, packed.weights, batch_seqs=2, kv="float32"))
+    runs = [each.candidate.plan for each in solved.compared if not each.candidate.cannot_run]
+    assert solved.plan in runs and any(unit.decode == "gpu0" for unit in solved.plan.units)
+    for plan in runs[:4]:
+        assert plan.sparsity == "exact"
+        check_plan(plan, packed.spec, packed.weights)
+        assert np.abs(on_device(packed, plan) - resident).max() <= NEAR["float32"]
