@@ -28,7 +28,7 @@ from penstock.kernels.gpu.memory import Scratch
 from penstock.spec.format import Format, parse_format
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Rope
 from penstock.spec.parts import Part, parts
-from penstock.store.quantize import encode
+from penstock.store.quantize import encode, encode_rows
 from penstock.units import MIB, format_rate, format_seconds
 
 FORMATS = ("int4", "int8", "bfloat16")
@@ -38,6 +38,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BEYOND_CACHE_BYTES = 512 * MIB  # the largest caches have some 60 (NVIDIA) to 256 MiB (AMD)
 CEILING_BYTES = 1024 * MIB
 REPLAYS = 15
+STILL = (0.97, 0.9, 0.5, 0.1)  # shares of neurons that do not fire
 DECODE_CONTEXT = 1024
 
 Clock = Callable[[Callable[[], object]], list[float]]
@@ -175,6 +176,34 @@ class Bench:
         each = sum(block.nbytes for part in (attn, ffn) for block in part.blocks for _ in range(part.granules))
         self.report(f"{name}_decode", n * each, self.clock(call))
 
+    def neurons(self, name: str) -> None:
+        """One row through an FFN of ReLUs without a gate that lies neuron by neuron, of which shares do not fire: its
+        time over that of the same numbers in tiles, all computed (PowerInfer, Figure 16)."""
+        ffn = Ffn(16384, "relu", False, True)
+        spec = replace(self.spec, layers=(replace(self.spec.layers[0], ffn=ffn),))
+        h, _, partial = self.activations(1)
+
+        def seconds(layout: str, still: float) -> float:
+            part = next(part for part in parts(spec, parse_format(layout)) if part.key == "0.ffn")
+            bias = part.block("up_bias")
+            fires = torch.rand(bias.cols, generator=torch.Generator().manual_seed(0)).argsort() >= still * bias.cols
+            values = torch.where(fires, 1e4, -1e4).view(torch.uint8).to(self.device)
+
+            def call(w: Tensor) -> None:
+                dense.ffn(w, part, ffn, h, partial, True, self.kernels, self.scratch(), skips=still > 0)
+
+            def with_bias(w: Tensor) -> Tensor:
+                w[:, bias.offset : bias.offset + bias.nbytes] = values
+                return w
+
+            return statistics.median(self.over_copies(part, call, with_bias))
+
+        tiled = seconds(name, 0.0)
+        for still in STILL:
+            self.found[f"{name}_still_{still}"] = seconds(f"{name}-neurons", still) / tiled
+        line = "  ".join(f"{still:.0%} {self.found[f'{name}_still_{still}']:.2f}" for still in STILL)
+        print(f"{name} FFN by neurons, time over tiles where so many do not fire: {line}", flush=True)
+
     # -- what they need -------------------------------------------------------------------------------
 
     @property
@@ -193,13 +222,19 @@ class Bench:
         rng = np.random.default_rng(0)
         for block in part.blocks:
             values = rng.normal(size=(block.rows, block.cols)).astype(np.float32) * np.float32(block.cols**-0.5)
+            if block.stride:
+                encode_rows(values, block, one)
+                continue
             raw = encode(values, block.format, tiled=block.tiled)
             one[block.offset : block.offset + block.nbytes] = raw.view(np.uint8).reshape(-1)
         return torch.from_numpy(one).to(self.device).repeat(part.granules, 1)
 
-    def over_copies(self, part: Part, call: Callable[[Tensor], None]) -> list[float]:
-        """Seconds of one call, over as many copies of a unit as no cache holds."""
-        first = self.granules(part)
+    def over_copies(
+        self, part: Part, call: Callable[[Tensor], None], changed: Callable[[Tensor], Tensor] = lambda w: w
+    ) -> list[float]:
+        """Seconds of one call, over as many copies of a unit as no cache holds. `changed`: what is done to the unit
+        before."""
+        first = changed(self.granules(part))
         copies = [first, *(first.clone() for _ in range(self.beyond_cache_bytes // first.numel()))]
         return [s / len(copies) for s in self.clock(lambda: [call(copy) for copy in copies])]
 
@@ -259,6 +294,8 @@ def measure(bench: Bench, quick: bool) -> dict[str, Any]:
         for context in CONTEXTS:
             bench.attend(name, context)
     bench.decode("int4")
+    for name in ("int4", "float16"):
+        bench.neurons(name)
     if not quick:
         bench.switch("int4")
         bench.switch("bfloat16")

@@ -14,7 +14,7 @@ from penstock.graph.batch import Batch
 from penstock.kernels.gpu.choose import choose
 from penstock.spec.format import parse_format
 from penstock.spec.model import ModelSpec
-from tests.kernel_cases import FIXED, Case
+from tests.kernel_cases import FIXED, Case, with_relu
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,3 +49,12 @@ def test_by_torch(spec: ModelSpec, batch: Batch, weights: str, kv: str) -> None:
     device = torch.device("cuda")
     kernels = replace(choose(device)[0], triton=False, matmul="float32")
     Case(spec, parse_format(weights), parse_format(kv), batch, kernels, device, 0, near=2.0).run()
+
+
+@LAYERS
+def test_ffns_neuron_by_neuron(spec: ModelSpec, batch: Batch, weights: str, kv: str) -> None:
+    if parse_format(weights).group % 32:
+        pytest.skip(f"{weights}: groups inside a neuron are multiples of 32")
+    device = torch.device("cuda")
+    kernels, fmt = replace(choose(device)[0], matmul="float32"), parse_format(f"{weights}-neurons")
+    Case(with_relu(spec), fmt, parse_format(kv), batch, kernels, device, 0, near=2.0).ffn()
