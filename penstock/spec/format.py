@@ -132,6 +132,11 @@ class Format:
         plain = self.kind if self.group in (0, DEFAULT_GROUP) or self.in_blocks else f"{self.kind}-g{self.group}"
         return f"{plain}{_NEURONS}" if self.neurons else plain
 
+    @property
+    def for_cpu(self) -> bool:
+        """Of a whole model's weights: whether kernels for devices cannot read them."""
+        return self.neurons or self.in_blocks
+
     def of(self, key: str, block: str) -> Format:
         """Of a whole model's weights: the format of the part `key`'s matrix `block`, all in tiles."""
         return self.in_tiles
@@ -215,6 +220,10 @@ class Mixed(Format):
     @property
     def name(self) -> str:
         return self.label
+
+    @property
+    def for_cpu(self) -> bool:
+        return self.in_blocks or any(fmt.in_blocks for _, fmt in self.others)
 
     def of(self, key: str, block: str) -> Format:
         name = f"{key}.{block}"
