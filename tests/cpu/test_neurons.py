@@ -282,8 +282,6 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="no ReLU"):
         load(plain, context=64, sparsity="exact")
     folder = relu_model(tmp_path, "opt", "int4-neurons")
-    with pytest.raises(BadRequest, match="without a device"):
-        load(folder, context=64, use_device=True)
     plan = streaming(open_packed(folder), context=64)
     with pytest.raises(BadRequest, match="by predictors"):
         load(folder, replace(plan, units=(replace(plan.units[0], active=0.5), *plan.units[1:])))

@@ -137,7 +137,7 @@ def solve(
     Raises DoesNotFit with the minimum that would do, and BadRequest for what no machine could do.
     """
     ask = settle_context(ask, spec)
-    _check_neurons(ask, spec)
+    _check_weights(ask, spec, weights)
     problem = Problem(ask, spec, weights, machine, trace, firing)
     bounded = []
     for candidate in candidates(problem, every, may_plan):
@@ -169,10 +169,12 @@ def solve(
     )  # fmt: skip
 
 
-def _check_neurons(ask: Ask, spec: ModelSpec) -> None:
-    """Raises BadRequest where an ask wants of neurons what this model or version cannot do."""
+def _check_weights(ask: Ask, spec: ModelSpec, weights: Format) -> None:
+    """Raises BadRequest where an ask wants of the weights what this model or version cannot do."""
     if ask.sparsity == "exact" and not spec.fires:
         raise BadRequest("--sparsity exact: all neurons of this model fire, since its activation is no ReLU")
+    if weights.for_cpu and ask.use_device:
+        raise BadRequest(f"weights in {weights.name}, a format of GGUF files, run without a device in this version")
 
 
 def _may_be_chosen(candidate: Candidate) -> bool:

@@ -124,7 +124,10 @@ class Problem:
 
     @property
     def has_device(self) -> bool:
-        """Whether there is a device, and the ask allows it any memory."""
+        """Whether there is a device, and the ask allows it any memory. Its kernels cannot read formats of GGUF
+        files."""
+        if self.weights.for_cpu:
+            return False
         return any(tier.name == GPU.executor for tier in self.machine.tiers) and self.ask.device_memory_bytes != 0
 
     def limit_bytes(self, memory: Executor) -> int:
