@@ -14,6 +14,8 @@ from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
+from penstock.store.gguf.header import is_gguf
+from penstock.store.pack import own_format
 from penstock.store.packed import is_packed, part_disks, read_config, read_manifest
 from penstock.store.profile_file import kept
 
@@ -32,15 +34,17 @@ def describe(
 ) -> tuple[ModelSpec, Format]:
     """A model's spec, and the format that its weights have or would have once packed.
 
-    `model`: a folder, a config.json, or where there is no such path the name of a bundled shape. `weights`: the format
-    to pack to, if not the model's own. `verify`: a packed model's config.json is compared with its checksum. `to_plan`:
-    the model is only planned, so a type that does not run yet will do. Raises BadRequest, BrokenModel,
-    UnsupportedModel, DamagedModel.
+    `model`: a folder, a config.json, a GGUF file, or where there is no such path the name of a bundled shape.
+    `weights`: the format to pack to, if not the model's own. `verify`: a packed model's config.json is compared with
+    its checksum. `to_plan`: the model is only planned, so a type that does not run yet will do. Raises BadRequest,
+    BrokenModel, UnsupportedModel, DamagedModel.
     """
     model = shapes.locate(model)
     manifest = read_manifest(model) if is_packed(model) else None
     _, spec = read_config(model, manifest.files if verify and manifest is not None else (), to_plan=to_plan)
-    if weights is None:
+    if weights is None and is_gguf(model):
+        weights = own_format(model)
+    elif weights is None:
         weights = parse_format(manifest.weights) if manifest is not None else Format(spec.dtype)
     return spec, weights
 

@@ -87,9 +87,9 @@ class GgufHeader(NamedTuple):
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins as a GGUF file does. Files of any name may: Ollama calls them by their hash."""
-    if not path.is_file():
-        return False
+    """Whether a file's name ends in .gguf, or it begins as a GGUF file does: Ollama calls them by their hash."""
+    if not path.is_file() or path.suffix == ".gguf":
+        return path.is_file()
     with reading(path), os.fdopen(open_regular(path), "rb", buffering=0) as stream:
         return stream.read(len(MAGIC)) == MAGIC
 
