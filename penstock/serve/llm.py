@@ -43,7 +43,7 @@ class Score:
 class LLM:
     """`LLM(model, host_memory="12GiB", weights="int4").generate(prompts, SamplingParams(max_tokens=64))`.
 
-    `model`: a packed model, a Hugging Face folder (packed into the cache on first use) or a Hub id. Sizes are numbers
+    `model`: a packed model, a Hugging Face folder or a GGUF file (packed into the cache on first use), or a Hub id. Sizes are numbers
     of bytes or strings such as "6GiB". `verify`: every byte of the packed model is compared with its checksum when it
     is read first; DamagedModel names file, part and granule. `cache`: the folder of the cache, default
     ~/.cache/penstock. The library reads no environment. To share copies with the command line where XDG_CACHE_HOME is

@@ -15,7 +15,7 @@ from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.store.gguf.header import is_gguf
-from penstock.store.pack import own_format
+from penstock.store.own import own_format
 from penstock.store.packed import is_packed, part_disks, read_config, read_manifest
 from penstock.store.profile_file import kept
 

@@ -36,6 +36,7 @@ from penstock.runtime.movers import DiskReader, waited_for
 from penstock.runtime.reread import NOTHING, Read, from_disk, from_ram
 from penstock.runtime.uploads import lift_weights
 from penstock.serve.kept import Held
+from penstock.serve.numbering import by_number
 from penstock.serve.traffic import Traffic
 from penstock.spec.places import DISK, HOST, Lane
 from penstock.spec.plan import Plan
@@ -91,6 +92,7 @@ class Session:
         on_progress: Progress | None = None,
     ) -> None:
         _require_match(packed, plan, device)
+        self._orders = packed.orders
         self.plan, self.device, self._how, self._closed = plan, device, how, False
         self.lowering = Lowering(plan)
         self._traffic = Traffic(plan.units, device is not None)
@@ -265,15 +267,15 @@ class Session:
     @contextmanager
     def hearing_neurons(self, heard: OnFired) -> Iterator[None]:
         """In this block `heard` is called with each layer and, uint8 [T, neurons], which of its FFN's neurons fired in
-        each row. Passes are slower in it, and of one batch. Raises BadRequest where a device computes FFNs, or
-        numpy, which tell nobody."""
+        each row, by the checkpoint's numbers. Passes are slower in it, and of one batch. Raises BadRequest where a
+        device computes FFNs, or numpy, which tell nobody."""
         parts = self.plan.parts
         here = all(unit.prefill == unit.decode == HOST for unit in self.plan.units if parts[unit.part].kind == "ffn")
         if not here:
             raise BadRequest("this plan has FFNs on a device, where nobody hears who fires: give --device none")
         if not isinstance(self._binding, NativeBinding) or self.plan.batches_per_pass > 1:
             raise BadRequest("who fires is heard of native kernels alone, and of one batch a pass")
-        self._binding.on_fired = heard
+        self._binding.on_fired = by_number(heard, self._orders)
         try:
             yield
         finally:

@@ -17,7 +17,7 @@ from penstock.store import copies
 from penstock.store.gguf.files import name_of
 from penstock.store.gguf.header import is_gguf
 from penstock.store.locks import FolderLock
-from penstock.store.pack import own_format
+from penstock.store.own import own_format
 from penstock.store.packed import is_packed, read_config, read_manifest
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

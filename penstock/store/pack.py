@@ -11,7 +11,8 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,19 +22,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import BadRequest, BrokenModel, PenstockError, UnsupportedModel
+from penstock.errors import BadRequest, BrokenModel, PenstockError
 from penstock.models import TensorSource, says_experts
-from penstock.spec.format import FLOAT32, Format
+from penstock.spec import codec
+from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
-from penstock.spec.parts import PINNED, Block, Part, parts
-from penstock.store.blocks import encode_blocks, format_of
+from penstock.spec.order import NeuronOrder, hot_to_cold
+from penstock.spec.parts import Block, Part, parts
+from penstock.spec.profile import Profile
+from penstock.store.blocks import encode_blocks
 from penstock.store.checkpoint import KINDS, Checkpoint
 from penstock.store.files import MAX_COPIED_BYTES, read_bytes, write_bytes
 from penstock.store.gguf.header import is_gguf
 from penstock.store.gguf.model import gguf_text_files
 from penstock.store.header import TensorInfo, quoted
 from penstock.store.manifest import CONFIG, COPIED
+from penstock.store.own import own_dtype, own_weights, require_floats
 from penstock.store.packed import is_packed, read_config
+from penstock.store.profile_file import keep
 from penstock.store.quantize import encode, encode_rows, require_own, widen
 from penstock.store.sources import sources_in
 from penstock.store.unused import check_unused
@@ -51,6 +57,7 @@ def pack(
     shard_bytes: int = SHARD_BYTES,
     spread: Path | None = None,
     *,
+    profile: Profile | None = None,
     check: Callable[[Path], None] | None = None,
     waiting: Waiting | None = None,
     writing: Writing | None = None,
@@ -59,11 +66,11 @@ def pack(
 
     `weights`: the format of every matrix, None for the checkpoint's own: a GGUF file keeps its numbers. Positions and
     projections always keep the checkpoint's own; norms and biases become float32. `spread`: a folder on a second disk,
-    which gets half of the bytes, so that both disks can be read at once.
+    which gets half of the bytes, so that both disks can be read at once. `profile`: of this model, which counted
+    neurons: each layer's lie hot to cold (`spec.order`), and the profile is kept beside the packed model.
     `progress(bytes_done, bytes_total, part_key)` is called some hundred times per GB. `check(folder)`: another check of
     the checkpoint's small files, which may raise; it is called before anything is written, after the quicker checks
-    here. `waiting`, `writing`: for a `dst` that several processes may want at once
-    (`store.writer`).
+    here. `waiting`, `writing`: for a `dst` that several processes may want at once (`store.writer`).
 
     After an interrupted call the same call goes on where that stopped.
 
@@ -72,28 +79,33 @@ def pack(
     """
     if is_packed(src):
         raise BadRequest(f"{src} is packed already: give the checkpoint that it was packed from")
-    with opened(src, weights) as job, ThreadPoolExecutor(threads(), "penstock-pack") as pool:
+    with opened(src, weights, profile) as job, ThreadPoolExecutor(threads(), "penstock-pack") as pool:
         if check is not None:
             with job.text_folder() as folder:
                 check(folder)
+        orders = tuple(NeuronOrder.of(layer, order) for layer, order in job.orders.items())
         fingerprint = {"weights": job.weights.name, "source": _stamp(job.checkpoint, job.extras)}
-        how = (progress, shard_bytes, spread, waiting, writing)
-        return write_packed(dst, job.parts, job.weights, fingerprint, job.filler(pool), job.extras, *how)
+        fingerprint |= {"orders": codec.to_json(orders)} if orders else {}
+        how = (progress, shard_bytes, spread, waiting, writing, orders)
+        write_packed(dst, job.parts, job.weights, fingerprint, job.filler(pool), job.extras, *how)
+    if profile is not None:
+        keep(profile, dst)
+    return dst
 
 
 @contextmanager
-def opened(src: Path, weights: Format | None) -> Iterator[Packing]:
+def opened(src: Path, weights: Format | None, profile: Profile | None = None) -> Iterator[Packing]:
     """Opens a checkpoint for packing: reads and checks headers, shapes and small files. Raises as `pack`."""
     config, spec = read_config(src)
     folder = src if src.is_dir() or is_gguf(src) else src.parent
     with Checkpoint.open(folder) as checkpoint:
-        own = _own_dtype(checkpoint, spec)
+        own = own_dtype(checkpoint, spec)
         spec = replace(spec, dtype=own)
-        own_weights = _own_weights(checkpoint, spec)
-        if weights is not None and weights != own_weights:
+        kept = own_weights(checkpoint, spec)
+        if weights is not None and weights != kept:
             require_own(weights)
-            _require_floats(checkpoint, spec, own_weights)
-        weights = weights or own_weights
+            require_floats(checkpoint, spec, kept)
+        weights = weights or kept
         if checkpoint.gguf is not None:
             extras = gguf_text_files(checkpoint.gguf) | {CONFIG: _as_json({**config, "torch_dtype": own})}
         else:
@@ -101,63 +113,31 @@ def opened(src: Path, weights: Format | None) -> Iterator[Packing]:
                 name: read_bytes(folder / name, MAX_COPIED_BYTES) for name in COPIED if os.path.lexists(folder / name)
             }
             extras[CONFIG] = _config_bytes(folder / CONFIG, config, own)
-        packing = Packing(checkpoint, parts(spec, weights), sources_in(checkpoint, spec), weights, extras)
+        orders = {} if profile is None else orders_by(profile, spec)
+        packing = Packing(checkpoint, parts(spec, weights), sources_in(checkpoint, spec), weights, extras, orders)
         packing.check_shapes(says_experts(config))
         check_unused(checkpoint, config, spec)
         yield packing
 
 
-def own_format(src: Path) -> Format:
-    """The format that `pack` gives to the weights of a checkpoint where no other one is asked for. Reads headers, and
-    no weights. Raises as `pack`."""
-    _, spec = read_config(src)
-    with Checkpoint.open(src) as checkpoint:
-        return _own_weights(checkpoint, replace(spec, dtype=_own_dtype(checkpoint, spec)))
+def orders_by(
+    profile: Profile, spec: ModelSpec, before: Mapping[int, Sequence[int]] | None = None, together: int = 1
+) -> dict[int, array[int]]:
+    """The order of each layer's neurons, hot to cold. `before`, `together`: as for `hot_to_cold`. Raises BadRequest for
+    a profile that counted no neurons."""
+    profile.check(spec, profile.name)
+    if not profile.neurons:
+        raise BadRequest(
+            f"the profile of {profile.name} counted no neurons: the model has no ReLU, so all of them fire"
+        )
+    before = before or {}
+    return {n.layer: hot_to_cold(n.counted(), before.get(n.layer), together) for n in profile.neurons}
 
 
 def threads() -> int:
     """How many threads encode."""
     # One more than there are cores, for a thread that reads computes nothing. More than 8 only wait for the disk.
     return min(8, len(os.sched_getaffinity(0)) + 1)
-
-
-def _own_dtype(checkpoint: Checkpoint, spec: ModelSpec) -> str:
-    """The narrowest format that holds every matrix exactly, of those that do not lie in blocks. It follows from the
-    headers, whatever config.json says. Where all lie in blocks it is float16, as their scales are."""
-    dtypes = {dtype for _, dtype in _dtypes(checkpoint, spec)} & KINDS.keys()
-    return KINDS[dtypes.pop()] if len(dtypes) == 1 else "float32" if dtypes else "float16"
-
-
-def _own_weights(checkpoint: Checkpoint, spec: ModelSpec) -> Format:
-    """The formats that hold every matrix exactly. Raises UnsupportedModel where there are several."""
-    dtypes = {dtype for key, dtype in _dtypes(checkpoint, spec) if key.rpartition(".")[2] not in PINNED}
-    if dtypes <= KINDS.keys():
-        return Format(spec.dtype)
-    formats = {format_of(dtype) for dtype in dtypes}
-    only = formats.pop()
-    if formats or only is None:
-        raise UnsupportedModel(
-            f"{checkpoint.folder} has matrices in {', '.join(sorted(dtypes))}: this version runs files with matrices in"
-            " one of these"
-        )
-    return only
-
-
-def _require_floats(checkpoint: Checkpoint, spec: ModelSpec, own: Format) -> None:
-    """Raises UnsupportedModel where matrices are quantised already."""
-    if not {dtype for _, dtype in _dtypes(checkpoint, spec)} <= KINDS.keys():
-        raise UnsupportedModel(
-            f"{checkpoint.folder} is quantised ({own.name}), and penstock keeps its numbers: go without --weights"
-        )
-
-
-def _dtypes(checkpoint: Checkpoint, spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """(key of its part, element type) of every tensor that is a matrix."""
-    by_key = {part.key: part for part in parts(spec, FLOAT32)}
-    for (key, block), source in sources_in(checkpoint, spec).items():
-        if (b := by_key[key].block(block)).tiled or b.rows > 1:
-            for name in source.tensors(by_key[key].experts):
-                yield key, checkpoint.weights(name).dtype
 
 
 def _config_bytes(file: Path, config: dict[str, Any], own: str) -> bytes:
@@ -186,13 +166,14 @@ def _stamp(checkpoint: Checkpoint, extras: dict[str, bytes]) -> list[list[Any]]:
 @dataclass(frozen=True)
 class Packing:
     """Reads blocks of parts out of a checkpoint and encodes them. `extras`: the small files beside the weights, by
-    name."""
+    name. `orders`: of the neurons of each layer, where they do not lie as in the checkpoint."""
 
     checkpoint: Checkpoint
     parts: tuple[Part, ...]
     sources: dict[tuple[str, str], TensorSource]
     weights: Format
     extras: dict[str, bytes]
+    orders: dict[int, array[int]]
 
     def check_shapes(self, says_experts: str) -> None:
         """Checks that every tensor is there and has the shape that follows from the spec. `says_experts`: a clause
@@ -264,7 +245,11 @@ class Packing:
         extent = _extent(block, source, one_dim)
         start = source.offset + nth * (source.stride or extent)
         stop = start + extent * part.rows_of(g, g + 1) // part.granule_rows
-        raw = self.checkpoint.read(name, source.axis, start, stop, expert if source.stacked else None)
+        if part.kind == "ffn" and part.layer in self.orders:
+            numbers = np.array(self.orders[part.layer][g * part.granule_rows :][: stop - start], np.int64)
+            raw = self.checkpoint.take(name, source.axis, source.offset + numbers)
+        else:
+            raw = self.checkpoint.read(name, source.axis, start, stop, expert if source.stacked else None)
         if source.interleaved:
             raw = _halves(raw, source.interleaved)
         try:

@@ -21,8 +21,8 @@ Array = NDArray[Any]
 Kind = gguf.GGMLQuantizationType
 
 ARCHITECTURES = {
-    "llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma2": "gemma2",
-    "phi3": "phi3",
+    "llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
+    "gemma2": "gemma2", "phi3": "phi3",
 }  # fmt: skip
 _ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _LAYER = {
@@ -153,7 +153,18 @@ def tokenizer_metadata(folder: Path, pre: str) -> dict[str, Any]:
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.tokens": [text for text, _ in by_id],
         "tokenizer.ggml.token_type": [special.get(i, 1) for _, i in by_id], "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.bos_token_id": config["bos_token_id"], "tokenizer.ggml.eos_token_id": config["eos_token_id"],
+        "tokenizer.ggml.bos_token_id": config["bos_token_id"],
+        "tokenizer.ggml.add_bos_token": state["post_processor"] is not None,
+        "tokenizer.ggml.eos_token_id": config["eos_token_id"],
+    }  # fmt: skip
+
+
+def any_tokenizer(size: int) -> dict[str, Any]:
+    """A vocabulary of words that nothing is asked of."""
+    tokens = [f"<word {i}>" for i in range(size)]
+    return {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * size, "tokenizer.ggml.merges": ["a b"],
     }  # fmt: skip
 
 
@@ -174,5 +185,6 @@ def convert(
         raw = gguf.quants.quantize(tensor, kind)
         written[name] = (raw, kind)
         held[name] = gguf.quants.dequantize(raw, kind).astype(np.float32).reshape(tensor.shape)
-    gguf_files.write(file, architecture, {**own, **(metadata or {})}, written, **more)
+    words = {} if metadata and "tokenizer.ggml.model" in metadata else any_tokenizer(config.vocab_size)
+    gguf_files.write(file, architecture, {**own, **words, **(metadata or {})}, written, **more)
     return held

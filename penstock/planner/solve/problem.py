@@ -17,7 +17,7 @@ from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
-from penstock.spec.parts import Part, head_key, parts_by_key
+from penstock.spec.parts import PINNED, Part, head_key, parts_by_key
 from penstock.spec.places import GPU, HOST, Executor, Tier
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes
@@ -59,6 +59,15 @@ class Problem:
     def total_bytes(self) -> int:
         """Bytes of all weights."""
         return sum(part.nbytes for part in self.parts.values())
+
+    @property
+    def may_stay(self) -> int | None:
+        """The most bytes of weights that may stay by the user's limit, without those that always do. None if the limit
+        is no less than all weights."""
+        asked = self.ask.resident_bytes
+        if asked is None or asked >= self.total_bytes:
+            return None
+        return max(0, asked - sum(part.nbytes for part in self.parts.values() if part.kind in PINNED))
 
     @property
     def head(self) -> Part:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
+from array import array
 from typing import Any
-
-import numpy as np
 
 from penstock.errors import BrokenModel
 from penstock.models.gguf import ROPE_TABLES, config_from_gguf
@@ -53,7 +52,7 @@ def mixture_label(gguf: Gguf) -> str:
 
 def _plain(value: Value) -> Any:
     """A value as JSON has it; None for what no config has."""
-    if isinstance(value, np.ndarray):
+    if isinstance(value, array):
         return value.tolist() if len(value) <= _MAX_LIST else None
     return value if isinstance(value, bool | int | float | str) else None
 
@@ -69,5 +68,4 @@ def _table(tensor: TensorInfo) -> list[float]:
         content = os.pread(stream.fileno(), tensor.nbytes, tensor.offset)
     if len(content) < tensor.nbytes:
         raise BrokenModel(f"{tensor.file} is truncated: tensor {quoted(tensor.name)} ends early")
-    numbers: list[float] = np.frombuffer(content, "<f4").tolist()
-    return numbers
+    return array("f", content).tolist()

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from functools import cache, partial
 
 from penstock.graph.arenas import ARENA_ALIGN
-from penstock.planner.solve.beside import DeviceSkeleton
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import Resident, chunk_options
 from penstock.planner.solve.pipo import memory
 from penstock.planner.solve.problem import Problem
+from penstock.planner.solve.skeleton import Skeleton
 from penstock.spec.parts import PINNED
 from penstock.spec.places import DISK, GPU, HOST, Tier
 from penstock.spec.plan import Plan
@@ -63,10 +63,10 @@ def plan(
     block, two = memory.block_bytes(problem) if whole_blocks else (0, 0)
     granule = max(part.granule_bytes for part in parts.values() if part.kind not in PINNED)
     ring = round_up(max(two if choice.pipeline == "overlapped" else block, 2 * granule), ARENA_ALIGN)
-    skeleton = DeviceSkeleton(
-        problem, chunk_rows, problem.layers, kv_home, (1.0,) * problem.layers, prompts=True,
-        ring_bytes=ring, host_ring_bytes=ring, stage_bytes=2 * round_up(max(two, 2 * granule), ARENA_ALIGN),
-        order=order or choice.pipeline, unit_bytes=block,
+    skeleton = Skeleton(
+        problem, chunk_rows, problem.layers, kv_home, ring, order or choice.pipeline, prompts=True,
+        lifted=(1.0,) * problem.layers, ring_bytes=ring, unit_bytes=block,
+        stage_bytes=2 * round_up(max(two, 2 * granule), ARENA_ALIGN),
     )  # fmt: skip
     on_device = {key: int(part.granules * choice.on_device) for key, part in parts.items()}
     in_memory: Resident = {}
