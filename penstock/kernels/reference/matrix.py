@@ -3,6 +3,7 @@ multiplies."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -201,28 +202,27 @@ def _slab_of_neurons(granule: Bytes, block: Block, lo: int, hi: int, scratch: Sc
     return wide
 
 
-def multiply_neurons(x: Float32, granule: Bytes, block: Block, out: Float32, scratch: Scratch) -> None:
-    """out float32 [T, R] = x float32 [T, C] · block [R, C]ᵀ, of a block that lies neuron by neuron."""
+def _slabs_of_neurons(granule: Bytes, block: Block, scratch: Scratch) -> Iterator[tuple[int, int, Float32]]:
+    """(lo, hi, rows lo..hi as `_slab_of_neurons`) of a whole block. Each takes the scratch of the one before."""
     start, step = scratch.mark(), slab_rows(block)
     for lo in range(0, block.rows, step):
-        scratch.rewind(start)
         hi = min(lo + step, block.rows)
-        slab = _slab_of_neurons(granule, block, lo, hi, scratch)
+        yield lo, hi, _slab_of_neurons(granule, block, lo, hi, scratch)
+        scratch.rewind(start)
+
+
+def multiply_neurons(x: Float32, granule: Bytes, block: Block, out: Float32, scratch: Scratch) -> None:
+    """out float32 [T, R] = x float32 [T, C] · block [R, C]ᵀ, of a block that lies neuron by neuron."""
+    for lo, hi, slab in _slabs_of_neurons(granule, block, scratch):
         np.matmul(x, slab[:, : block.cols].T, out=out[:, lo:hi])
-    scratch.rewind(start)
 
 
 def add_neurons(x: Float32, granule: Bytes, block: Block, out: Float32, scratch: Scratch) -> None:
     """out float32 [T, C] += x float32 [T, R] · block [R, C], of a block that lies neuron by neuron."""
-    start, step = scratch.mark(), slab_rows(block)
-    for lo in range(0, block.rows, step):
-        scratch.rewind(start)
-        hi = min(lo + step, block.rows)
-        slab = _slab_of_neurons(granule, block, lo, hi, scratch)
+    for lo, hi, slab in _slabs_of_neurons(granule, block, scratch):
         product = scratch.take(out.shape)
         np.matmul(x[:, lo:hi], slab[:, : block.cols], out=product)
         out += product
-    scratch.rewind(start)
 
 
 def narrow(values: Float32, fmt: Format) -> NDArray[Any]:
