@@ -15,7 +15,6 @@ from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.store.gguf.header import is_gguf
-from penstock.store.own import own_format
 from penstock.store.packed import is_packed, part_disks, read_config, read_manifest
 from penstock.store.profile_file import kept
 
@@ -43,6 +42,8 @@ def describe(
     manifest = read_manifest(model) if is_packed(model) else None
     _, spec = read_config(model, manifest.files if verify and manifest is not None else (), to_plan=to_plan)
     if weights is None and is_gguf(model):
+        from penstock.store.own import own_format  # with numpy, which planning goes without
+
         weights = own_format(model)
     elif weights is None:
         weights = parse_format(manifest.weights) if manifest is not None else Format(spec.dtype)
