@@ -14,6 +14,7 @@ from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
+from penstock.store import manifest as manifests
 from penstock.store.gguf.header import is_gguf
 from penstock.store.packed import is_packed, part_disks, read_config, read_manifest
 from penstock.store.profile_file import kept
@@ -46,7 +47,7 @@ def describe(
 
         weights = own_format(model)
     elif weights is None:
-        weights = parse_format(manifest.weights) if manifest is not None else Format(spec.dtype)
+        weights = manifests.formats(manifest) if manifest is not None else Format(spec.dtype)
     return spec, weights
 
 

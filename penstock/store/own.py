@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.errors import UnsupportedModel
-from penstock.spec.format import FLOAT32, Format
+from penstock.errors import BadRequest, UnsupportedModel
+from penstock.spec.format import FLOAT32, Format, mixture
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import PINNED, parts
 from penstock.store.blocks import format_of
 from penstock.store.checkpoint import KINDS, Checkpoint
+from penstock.store.gguf.model import mixture_label
+from penstock.store.header import TensorInfo, quoted
 from penstock.store.packed import read_config
 from penstock.store.sources import sources_in
 
@@ -27,40 +29,51 @@ def own_format(src: Path) -> Format:
 def own_dtype(checkpoint: Checkpoint, spec: ModelSpec) -> str:
     """The narrowest format that holds every matrix exactly, of those that do not lie in blocks. It follows from the
     headers, whatever config.json says. Where all lie in blocks it is float16, as their scales are."""
-    dtypes = {dtype for _, dtype in _dtypes(checkpoint, spec)} & KINDS.keys()
+    dtypes = _dtypes(checkpoint, spec) & KINDS.keys()
     return KINDS[dtypes.pop()] if len(dtypes) == 1 else "float32" if dtypes else "float16"
 
 
 def own_weights(checkpoint: Checkpoint, spec: ModelSpec) -> Format:
-    """The format that holds every matrix exactly. `spec`: with `own_dtype`. Raises UnsupportedModel where matrices in
-    blocks have several."""
-    dtypes = {dtype for kind, dtype in _dtypes(checkpoint, spec) if kind not in PINNED}
-    if checkpoint.gguf is not None and len(dtypes) == 1 and dtypes <= KINDS.keys():
-        return Format(KINDS[dtypes.pop()])  # routers are float32 there, whatever all else is
-    if dtypes <= KINDS.keys():
+    """The formats that hold every matrix exactly. `spec`: with `own_dtype`. A folder's matrices get the same format, of
+    a GGUF file each its own. Raises UnsupportedModel for formats that a model cannot have."""
+    if checkpoint.gguf is None:
         return Format(spec.dtype)
-    formats = {format_of(dtype) for dtype in dtypes}
-    only = formats.pop()
-    if formats or only is None or only.in_blocks:
-        raise UnsupportedModel(
-            f"{checkpoint.folder} has matrices in {', '.join(sorted(dtypes))}: of GGUF files this version runs those in"
-            " F32, F16, BF16 or Q4_1 alone"
-        )
-    return only
+    table: dict[str, Format] = {}
+    for key, block, kind, tensor in _matrices(checkpoint, spec):
+        fmt = format_of(tensor.dtype)
+        assert fmt is not None  # `weights` has found it
+        if kind in PINNED and tensor.dtype not in KINDS:
+            raise UnsupportedModel(
+                f"{tensor.file}: tensor {quoted(tensor.name)} holds {tensor.dtype}; penstock reads routers in F32, F16"
+                " and BF16"
+            )
+        if kind not in PINNED and table.setdefault(f"{key}.{block}", fmt) != fmt:
+            raise UnsupportedModel(f"{checkpoint.folder} has experts of a layer in {fmt.name} and in another format")
+    found = mixture(table, mixture_label(checkpoint.gguf))
+    try:
+        parts(spec, found)
+    except BadRequest as error:
+        raise UnsupportedModel(f"{checkpoint.folder}: {error.message}") from None
+    return found
 
 
 def require_floats(checkpoint: Checkpoint, spec: ModelSpec, own: Format) -> None:
     """Raises UnsupportedModel where matrices are quantised already. `own`: of these."""
-    if not {dtype for _, dtype in _dtypes(checkpoint, spec)} <= KINDS.keys():
+    if not _dtypes(checkpoint, spec) <= KINDS.keys():
         raise UnsupportedModel(
             f"{checkpoint.folder} is quantised ({own.name}), and penstock keeps its numbers: go without --weights"
         )
 
 
-def _dtypes(checkpoint: Checkpoint, spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """(kind of its part, element type) of every tensor that is a matrix."""
+def _dtypes(checkpoint: Checkpoint, spec: ModelSpec) -> set[str]:
+    """Element types of all tensors that are matrices."""
+    return {tensor.dtype for _, _, _, tensor in _matrices(checkpoint, spec)}
+
+
+def _matrices(checkpoint: Checkpoint, spec: ModelSpec) -> Iterator[tuple[str, str, str, TensorInfo]]:
+    """(part, block, kind of the part, tensor) of every tensor that is a matrix. Raises as `Checkpoint.weights`."""
     by_key = {part.key: part for part in parts(spec, FLOAT32)}
     for (key, block), source in sources_in(checkpoint, spec).items():
         if (b := by_key[key].block(block)).tiled or b.rows > 1:
             for name in source.tensors(by_key[key].experts):
-                yield by_key[key].kind, checkpoint.weights(name).dtype
+                yield key, block, by_key[key].kind, checkpoint.weights(name)

@@ -38,6 +38,12 @@ _GEMMA = {
 }  # fmt: skip
 _EXPERTS = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
+# Where in a block its float16 scales stand.
+_HALVES: dict[Kind, tuple[int, ...]] = {
+    Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,), Kind.IQ4_NL: (0,),
+    Kind.IQ4_XS: (0,), Kind.MXFP4: (),
+}  # fmt: skip
+
 # The format of each matrix, by its name in the file.
 Choice = Callable[[str], Kind]
 
@@ -159,6 +165,23 @@ def tokenizer_metadata(folder: Path, pre: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def random_blocks(shape: tuple[int, ...], kind: Kind, name: str) -> Array:
+    """Random numbers of a spread as trained ones have, in a format that the package does not quantise to."""
+    rng = np.random.default_rng(list(name.encode()))
+    columns, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (int(np.prod(shape)) // columns, nbytes), np.uint8)
+    if kind == Kind.MXFP4:
+        blocks[:, 0] = rng.integers(118, 122, len(blocks))
+    else:
+        scale = np.float16(1e-3)
+        for at in _HALVES[kind]:
+            blocks[:, at : at + 2] = np.array([scale]).view(np.uint8)
+        scale = np.float16(5e-5 / gguf.quants.dequantize(blocks[:256], kind).std())
+        for at in _HALVES[kind]:
+            blocks[:, at : at + 2] = np.array([scale]).view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
 def any_tokenizer(size: int) -> dict[str, Any]:
     """A vocabulary of words that nothing is asked of."""
     tokens = [f"<word {i}>" for i in range(size)]
@@ -182,7 +205,7 @@ def convert(
     for name, tensor in as_gguf(read_tensors(folder), config).items():
         plain = tensor.ndim == 1 or "ffn_gate_inp" in name
         kind = Kind.F32 if plain else choose(name)
-        raw = gguf.quants.quantize(tensor, kind)
+        raw = random_blocks(tensor.shape, kind, name) if kind in _HALVES else gguf.quants.quantize(tensor, kind)
         written[name] = (raw, kind)
         held[name] = gguf.quants.dequantize(raw, kind).astype(np.float32).reshape(tensor.shape)
     words = {} if metadata and "tokenizer.ggml.model" in metadata else any_tokenizer(config.vocab_size)
