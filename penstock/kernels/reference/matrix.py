@@ -11,6 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from penstock.graph.scratch import slab_rows
+from penstock.kernels.reference.blocks import widen_blocks
 from penstock.spec.format import LINE_COLUMNS, TILE_ROWS, Format, tiles
 from penstock.spec.parts import Block
 
@@ -96,6 +97,9 @@ def widen(packed: Bytes, cols: int, fmt: Format, scratch: Scratch) -> Float32:
     """Tiles uint8 [n, tile_bytes] → float32 [16 n, cols], in scratch."""
     shape = (len(packed) * TILE_ROWS, _padded(cols, fmt))
     wide = scratch.take(shape)
+    if fmt.in_blocks:
+        wide[...] = widen_blocks(packed, cols, fmt.kind)
+        return wide
     codes = scratch.take(shape, np.uint8) if fmt.is_quantised else None
     words, scales, minimums = _fields(packed, cols, fmt)
     by_row = (
@@ -112,7 +116,14 @@ def take_rows(granules: Bytes, block: Block, rows: NDArray[Any], out: Float32) -
     granule_bytes]."""
     fmt, width = block.format, _padded(block.cols, block.format)
     packed = granules[:, block.offset : block.offset + block.nbytes]
-    fields = _fields(packed.reshape(len(granules), tiles(block.rows), -1), block.cols, fmt)
+    by_tile = packed.reshape(len(granules), tiles(block.rows), -1)
+    if fmt.in_blocks:
+        for i, row in enumerate(rows.tolist()):
+            granule, inside = divmod(row, block.rows)
+            tile = by_tile[granule, inside // TILE_ROWS, None]
+            out[i] = widen_blocks(tile, block.cols, fmt.kind)[inside % TILE_ROWS]
+        return
+    fields = _fields(by_tile, block.cols, fmt)
     step = max(1, _ROW_ELEMENTS // width)
     for lo in range(0, len(rows), step):
         granule, row = np.divmod(rows[lo : lo + step], block.rows)

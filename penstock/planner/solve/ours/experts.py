@@ -106,7 +106,7 @@ def _cached_there(skeleton: Skeleton) -> Plan | None:
 
 def _lifted_rows(problem: Problem, part: Part) -> int:
     """The fewest rows for which lifting an expert and computing it on the device takes no longer than the CPU takes."""
-    cost, fmt = problem.cost, part.format.kind
+    cost, fmt = problem.cost, part.kinds(ops.FFN_BLOCKS)
     lift_s = cost.call_s(GPU.to_device, "lift", fmt, nbytes=part.least_bytes)
     for rows in (1 << power for power in range(_MOST_POWER)):
         nbytes, flops = ops.matrix_cost(part, 0, part.expert_granules, ops.FFN_BLOCKS, rows)
