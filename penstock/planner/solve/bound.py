@@ -136,7 +136,7 @@ def _unit_s(plan: Plan, unit: Unit, cost: Cost, p: _PassSize) -> Iterator[tuple[
         yield lane, p.batches * cost.least_s(lane, "experts", fmt, expert_rows, read, flops)
     else:
         calls = [(op, ops.matrix_cost(part, unit.lo, unit.hi, blocks, rows)) for op, blocks in _CALLS[part.kind]]
-        if active < 1 and plan.sparsity == "exact":
+        if active < 1 and plan.activates_all(part):
             activated = ops.matrix_cost(part, unit.lo, unit.hi, (part.blocks[0].name,), rows)
             calls = [(op, ops.fired_cost(whole, activated, active)) for op, whole in calls]
             active = 1.0
