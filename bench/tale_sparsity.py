@@ -25,7 +25,8 @@ from penstock.graph.tasks import Call, Task
 from penstock.serve.session import Session
 from penstock.serve.tokenizer import Tokenizer
 from penstock.spec.format import FLOAT32
-from penstock.spec.parts import Part
+from penstock.spec.order import hot_to_cold
+from penstock.spec.parts import GRANULE_ROWS, Part
 from penstock.store.pack import pack
 from penstock.store.packed import Packed, open_packed
 from penstock.store.quantize import decode
@@ -59,7 +60,10 @@ def live_neurons(packed: Packed, windows: Sequence[NDArray[np.int32]]) -> list[F
             h = session._arenas.array(op.h, np.float32, (call.batch.total_rows, packed.spec.d_model))
             granules = session._arenas.view(op.weights).reshape(part.granules, part.granule_bytes)
             above = [before_relu(part, granule, matrix, h) > 0 for granule in granules]
-            found[op.layer].append(np.hstack(above)[:, : part.rows])
+            by_place = np.hstack(above)[:, : part.rows]
+            fires = np.empty_like(by_place)
+            fires[:, packed.orders.get(op.layer, range(part.rows))] = by_place
+            found[op.layer].append(fires)
         compute(call)
 
     def run(task: Task) -> None:  # call by call, where the session would run a program
@@ -103,6 +107,12 @@ def overlap(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
     return len(first & second) / count
 
 
+def still(fires: Fires, order: NDArray[np.int64]) -> float:
+    """The share of a layer's granules of which no neuron fires for a token, if the neurons lie in this order."""
+    edges = range(0, fires.shape[1], GRANULE_ROWS)
+    return 1 - float(np.logical_or.reduceat(fires[:, order], edges, axis=1).mean())
+
+
 def alike(fires: Fires, width: int) -> float:
     """The share of a token's live neurons that were live for the token before it too, within windows."""
     inside = np.arange(1, len(fires)) % width != 0
@@ -121,10 +131,15 @@ def measure(packed: Packed, texts: Sequence[list[int]]) -> dict[str, Any]:
     rates = [(one + other) / sum(tokens) for one, other in zip(*counts, strict=True)]
     rows = []
     for i, rate in enumerate(rates):
-        beside = float(np.mean([alike(text[i], WINDOW_TOKENS) for text in by_text]))
-        rows.append(_row(str(i), rate, overlap(counts[0][i], counts[1][i]), beside))
-    mean = {key: float(np.mean([row[key] for row in rows])) for key in ("overlap", "alike")}
-    rows.append(_row(ALL, np.concatenate(rates), mean["overlap"], mean["alike"]))
+        means = {
+            "overlap": overlap(counts[0][i], counts[1][i]),
+            "alike": float(np.mean([alike(text[i], WINDOW_TOKENS) for text in by_text])),
+            "still": float(np.mean([still(text[i], np.arange(len(rate))) for text in by_text])),
+            # Each kind of text in the order that the other one makes.
+            "still_ordered": float(np.mean([still(by_text[k][i], coldest_last(counts[1 - k][i])) for k in (0, 1)])),
+        }
+        rows.append(_row(str(i), rate, means))
+    rows.append(_row(ALL, np.concatenate(rates), {key: float(np.mean([row[key] for row in rows])) for key in means}))
     at = np.linspace(0, 1, _CURVE)
     curves = {
         name: np.interp(at, np.arange(len(r) + 1) / len(r), [0, *cdf(r)]).tolist()
@@ -133,10 +148,15 @@ def measure(packed: Packed, texts: Sequence[list[int]]) -> dict[str, Any]:
     return {"model": packed.folder.name, "tokens": tokens, "rows": rows, "curves": curves}
 
 
-def _row(name: str, rates: NDArray[np.float64], overlapping: float, beside: float) -> dict[str, Any]:
+def coldest_last(counts: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The order of a layer's neurons in which `penstock pack --profile` packs them."""
+    return np.array(hot_to_cold(counts.tolist()), np.int64)
+
+
+def _row(name: str, rates: NDArray[np.float64], means: dict[str, float]) -> dict[str, Any]:
     return {
         "layer": name, "active": float(rates.mean()), "never": float((rates == 0).mean()),
-        "makes": {str(share): hottest(rates, share) for share in SHARES}, "overlap": overlapping, "alike": beside,
+        "makes": {str(share): hottest(rates, share) for share in SHARES}, **means,
     }  # fmt: skip
 
 
@@ -154,7 +174,10 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         " make half of a layer's activations (PowerInfer, Figure 4; the row *all* takes the hottest of the whole"
         " model). *same hottest fifth*: so many of the hottest 20 % of a layer's neurons on one kind of text are among"
         " its hottest 20 % on the other (Figure 5 shows tasks side by side). *fired before*: so many of the neurons"
-        " that fire for a token fired for the token before it. In the row *all* the last two are means.",
+        " that fire for a token fired for the token before it. *still granules*: so many of the granules of 64 neurons"
+        " have none that fires for a token, and so have what those zeros multiply left out where neurons lie in tiles;"
+        " as the checkpoint has them, and hot to cold (`penstock pack --profile`) by the other kind of text. Records of"
+        " single neurons leave out what does not fire, in any order. In the row *all* the last four are means.",
         "",
         "![activations by neurons](sparsity.svg)",
     ]
@@ -164,14 +187,14 @@ def table(found: Sequence[dict[str, Any]]) -> str:
             f"## {each['model']}",
             "",
             "| layer | fire for a token | never fire | make 50 % | make 80 % | make 95 % | same hottest fifth"
-            " | fired before |",
-            "|---" * 8 + "|",
+            " | fired before | still granules | hot to cold |",
+            "|---" * 10 + "|",
         ]
         for row in each["rows"]:
             makes = " | ".join(f"{row['makes'][str(share)]:.1%}" for share in SHARES)
             lines.append(
                 f"| {row['layer']} | {row['active']:.1%} | {row['never']:.1%} | {makes} | {row['overlap']:.1%}"
-                f" | {row['alike']:.1%} |"
+                f" | {row['alike']:.1%} | {row['still']:.1%} | {row['still_ordered']:.1%} |"
             )
     return "\n".join(lines) + "\n"
 

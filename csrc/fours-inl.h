@@ -55,9 +55,7 @@ struct Zeros {
     void note(int row, const float* values, int count) const {
         for (int i = 0; fired != nullptr && i < count; ++i) fired[row * stride + i] = values[i] != 0.0F;
     }
-    bool is_active(int row, int neuron) const {
-        return active == nullptr || active[row * active_stride + neuron] != 0;
-    }
+    bool is_active(int row, int neuron) const { return active == nullptr || active[row * active_stride + neuron] != 0; }
     // Whether any of a granule's `count` neurons is active in one of the rows [row0, end).
     bool any_active(int row0, int end, int count) const {
         if (active == nullptr) return true;
@@ -103,9 +101,9 @@ void granule_rows(const Matrix& m, std::size_t bias, const std::uint8_t* granule
     }
 }
 
-// out [end - row0, kGranuleRows] = act(gate h), or act(up h) where there is no gate, and 0 where a neuron is not active.
-// Returns whether any of it is not 0. `next`: the bytes that are read afterwards, which are fetched meanwhile. For what
-// is activated in tiles.
+// out [end - row0, kGranuleRows] = act(gate h), or act(up h) where there is no gate, and 0 where a neuron is not
+// active. Returns whether any of it is not 0. `next`: the bytes that are read afterwards, which are fetched meanwhile.
+// For what is activated in tiles.
 bool fire(const FfnShape& shape, const std::uint8_t* granule, const std::uint8_t* next, const Rows& h, int row0,
           int end, const Zeros& zeros, float* out) {
     if (!zeros.any_active(row0, end, shape.up.rows)) {

@@ -59,12 +59,11 @@ bool predict(Pool& pool, const PredictOp& op) {
     auto* const hidden = take<float>(scratch, std::size_t(op.t) * std::size_t(first.rows));
     if (hidden == nullptr) return false;
     Scratch once = scratch;
-    const bool done = multiply(
-        pool, weights, first, op.h, first.cols, op.t, first.rows, op.exact, once,
-        [&](const Team&, int row, int column, F y, int count) {
-            y = f_max(f_zero(), f_add(y, bias(op.hidden_bias, column, count)));
-            store_some(hidden + std::ptrdiff_t(row) * first.rows + column, y, count);
-        });
+    const bool done = multiply(pool, weights, first, op.h, first.cols, op.t, first.rows, op.exact, once,
+                               [&](const Team&, int row, int column, F y, int count) {
+                                   y = f_max(f_zero(), f_add(y, bias(op.hidden_bias, column, count)));
+                                   store_some(hidden + std::ptrdiff_t(row) * first.rows + column, y, count);
+                               });
     if (!done) return false;
     return multiply(pool, weights, second, hidden, first.rows, op.t, second.rows, op.exact, scratch,
                     [&](const Team&, int row, int column, F y, int count) {

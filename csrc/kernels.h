@@ -13,11 +13,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "blocks.h"
 #include "threads.h"
 
 namespace penstock {
-
-enum class Kind : int { kFloat32, kFloat16, kBfloat16, kInt8, kInt4 };
 
 constexpr int kTileRows = 16;
 
@@ -50,7 +49,7 @@ struct Matrix {
     int group = 0;
     std::size_t offset = 0, row_stride = 0;
 
-    bool quantised() const { return kind == Kind::kInt8 || kind == Kind::kInt4; }
+    bool quantised() const { return kind >= Kind::kInt8; }
     bool by_row() const { return row_stride > 0; }
     // Bytes of a neuron's numbers or codes. Scales of all groups follow them, then minimums.
     std::size_t codes_bytes() const {
@@ -72,8 +71,12 @@ struct Matrix {
                 return std::size_t(groups()) * (std::size_t(group) * 16 + 64);
             case Kind::kInt4:
                 return std::size_t(groups()) * (std::size_t(group) * 8 + 64);
+            default: {
+                const Blocks blocks = blocks_of(kind);
+                const int span = blocks.span(cols);
+                return std::size_t(cols / span) * std::size_t(blocks.block_bytes(span));
+            }
         }
-        return 0;
     }
 };
 
@@ -274,9 +277,9 @@ struct OutOp {
 
 // partial [T, D] (+)= Σ granules: down · (act(gate h) * up h), or down · act(up h). h [T, D]. `skips`: what is
 // multiplied by act(…) = 0 may be left out, which changes no bit. `fired` uint8 [T, neurons of the layer], rows
-// `fired_stride` bytes apart (null: not wanted): whether act(…) of a neuron was not 0. `active` uint8 [T, neurons of the
-// layer], rows `active_stride` bytes apart (null: all are): a neuron that is not active in a row counts as if act(…) were
-// 0 there. Its weights are not read where that can be helped.
+// `fired_stride` bytes apart (null: not wanted): whether act(…) of a neuron was not 0. `active` uint8 [T, neurons of
+// the layer], rows `active_stride` bytes apart (null: all are): a neuron that is not active in a row counts as if
+// act(…) were 0 there. Its weights are not read where that can be helped.
 struct FfnOp {
     Granules weights;
     FfnShape shape;

@@ -78,6 +78,8 @@ void by_kind(const Matrix& m, const Run& run) {
             return run.template operator()<Kind::kInt8>();
         case Kind::kInt4:
             return run.template operator()<Kind::kInt4>();
+        default:  // formats in blocks do not lie neuron by neuron
+            return;
     }
 }
 
@@ -263,8 +265,7 @@ void list_active(const FfnOp& op, const Four& four, const Zeros& zeros, int t, W
 }
 
 // Computes the activations of the neurons that are listed, for t rows of h, and leaves those in the list that fire.
-void fire_records(const FfnOp& op, const Four& four, const Zeros& zeros, const float* const* h, int t,
-                  Wanted& wanted) {
+void fire_records(const FfnOp& op, const Four& four, const Zeros& zeros, const float* const* h, int t, Wanted& wanted) {
     const FfnShape& shape = op.shape;
     const Matrix& first = shape.first();
     const auto granule_at = [&](int g) { return op.weights.data + std::size_t(four.lo + g) * op.weights.stride; };

@@ -27,11 +27,11 @@ from penstock.planner.predict import Prediction
 from penstock.planner.shorten import quick
 from penstock.planner.solve import llama_cpp as whole_layers
 from penstock.planner.solve import settle_context
-from penstock.planner.solve.beside import DeviceSkeleton, device_skeleton
 from penstock.planner.solve.fill import CHUNK_ROWS, Resident, all_of, share_out
 from penstock.planner.solve.layer_work import LayerWork, Shares
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.scheinfer import NAME, PAPER, plan_of, solve_slices
+from penstock.planner.solve.skeleton import Skeleton, device_skeleton
 from penstock.planner.solve.slicing import best_r_cg
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
@@ -213,7 +213,7 @@ def _ffns(setting: Setting, whole: bool, r_cg: float, prompts: bool = True) -> P
         assert budget > 0, setting
 
 
-def _beside(setting: Setting, r_cg: float, prompts: bool = True) -> tuple[DeviceSkeleton, Resident]:
+def _beside(setting: Setting, r_cg: float, prompts: bool = True) -> tuple[Skeleton, Resident]:
     """All but FFNs on the device; of experts those that every token goes to are there too."""
     problem = _problem(setting)
     skeleton = device_skeleton(problem, CHUNK_ROWS, problem.layers, r_cg, prompts=prompts)

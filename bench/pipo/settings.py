@@ -9,7 +9,7 @@ from pathlib import Path
 from bench.pipo.session import PipoSession
 from penstock.graph.arenas import Layout
 from penstock.planner.solve import settle_context, solve
-from penstock.planner.solve.ours.ram import Skeleton
+from penstock.planner.solve.ours.ram import skeleton
 from penstock.planner.solve.problem import Problem
 from penstock.runtime import host
 from penstock.spec.ask import Ask
@@ -79,8 +79,7 @@ class Workshop:
             ring_bytes = whole if setting.plain else max(max(blocks), granule)
         kv_layers = len(plan.target.spec.layers) if setting.kv_home == "memory" else 0
         problem = Problem(ask, self.packed.spec, self.packed.weights, self.machine)
-        skeleton = Skeleton(problem, plan.chunk_rows, kv_layers, setting.order)
-        found = skeleton.plan(ring_bytes, {})
+        found = skeleton(problem, plan.chunk_rows, kv_layers, ring_bytes, setting.order).plan({}, {})
         found = replace(
             found, io_block_bytes=plan.io_block_bytes, io_depth=plan.io_depth, io_engine=plan.io_engine,
             units=tuple(_whole(found.units)) if setting.plain else found.units, arenas=(),

@@ -21,6 +21,14 @@ def pack(
         str | None,
         Option("--spread", metavar="DIR", help="Put half of the bytes under DIR, on a second disk: both read at once."),
     ] = None,
+    profile: Annotated[
+        str | None,
+        Option(
+            "--profile",
+            metavar="FILE",
+            help="The profile.json of a ReLU model (`penstock profile`): neurons lie hot to cold. SRC may be packed.",
+        ),
+    ] = None,
     check: Annotated[
         bool, Option("--verify", help="Compare every byte of the packed model with its checksum.")
     ] = False,
@@ -34,32 +42,43 @@ def pack(
         raise BadRequest("pack needs SRC and DST; `penstock pack --verify SRC` checks a packed model")
     if dst is None and weights is not None:
         raise BadRequest("--weights is for packing: name DST too")
-    if dst is None and spread is not None:
-        raise BadRequest("--spread is for packing: name DST too")
+    if dst is None and (spread or profile) is not None:
+        raise BadRequest(f"--{'spread' if spread else 'profile'} is for packing: name DST too")
     quiet_blas()
     from penstock.serve.before_packing import check_text_files
     from penstock.spec.format import parse_format
     from penstock.store.pack import pack as pack_checkpoint
-    from penstock.store.packed import open_packed
+    from penstock.store.packed import is_packed, open_packed, read_config
+    from penstock.store.profile_file import read as read_profile
+    from penstock.store.reorder import reorder
     from penstock.store.verify import verify
 
-    fmt = parse_format(weights) if weights else None
-    folder = as_path(dst or src)
+    fmt, source = parse_format(weights) if weights else None, as_path(src)
+    folder, beside = as_path(dst or src), as_path(spread) if spread else None
+    by = read_profile(as_path(profile), read_config(source)[1]) if profile else None
     with progress() as tell:
-        if dst is not None:
-            pack_checkpoint(
-                as_path(src),
-                folder,
-                fmt,
-                progress=lambda done, total, key: tell(f"packing {key}", done, total),
-                spread=as_path(spread) if spread else None,
-                check=partial(check_text_files, chat=True, whole=False),
-            )
+
+        def packing(done: int, total: int, key: str) -> None:
+            tell(f"packing {key}", done, total)
+
+        if dst is not None and by is not None and is_packed(source):
+            reorder(source, folder, by, fmt, packing, spread=beside)
+        elif dst is not None:
+            check_texts = partial(check_text_files, chat=True, whole=False)
+            pack_checkpoint(source, folder, fmt, packing, spread=beside, profile=by, check=check_texts)
         if check:
             verify(folder, lambda done, total, key: tell(f"verifying {key}", done, total))
     packed = open_packed(folder)
     if as_json:
-        report = {"folder": str(folder), "weights": packed.weights.name, "bytes": packed.total_bytes, "verified": check}
-        print_json(report)
+        print_json(
+            {
+                "folder": str(folder),
+                "weights": packed.weights.name,
+                "bytes": packed.total_bytes,
+                "ordered": bool(packed.orders),
+                "verified": check,
+            }
+        )
         return
-    note(f"{folder}: {format_bytes(packed.total_bytes)} in {packed.weights.name}{', verified' if check else ''}")
+    how = f"{', neurons hot to cold' if packed.orders else ''}{', verified' if check else ''}"
+    note(f"{folder}: {format_bytes(packed.total_bytes)} in {packed.weights.name}{how}")

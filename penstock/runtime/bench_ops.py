@@ -27,9 +27,10 @@ from penstock.runtime.arena import Arenas
 from penstock.runtime.bind_native import NativeBinding, native
 from penstock.runtime.ceilings import ceilings
 from penstock.runtime.host import Progress
-from penstock.spec.format import Format
+from penstock.spec.format import Format, kinds_name
 from penstock.spec.model import ModelSpec
 from penstock.spec.plan import Plan
+from penstock.store.quantize import require_own
 from penstock.store.synth import RandomWeights
 from penstock.units import GIB
 
@@ -77,6 +78,7 @@ def bench_ops(
     """Times every op in passes of each number of `rows`, whose last row sees `context` positions. All layers are like
     the first one of `spec`. `exact`: activations are not rounded to int8. Raises ValueError for an `isa` that this
     processor has not, and StorageFailed where the system refuses memory."""
+    require_own(weights)
     plan = _plan(spec, weights, kv, max(rows), context)
     arenas = Arenas(plan)
     try:
@@ -146,4 +148,4 @@ def _measure(
         call = calls[op]
         peak_per_s = peak[integer and op in ("qkv", "out", "ffn", "head")]
         bound_s = max(call.bytes / ram, call.flops / peak_per_s)
-        yield OpTime(op, call.format, t, context, statistics.median(times), call.bytes, call.flops, bound_s)
+        yield OpTime(op, kinds_name(call.format), t, context, statistics.median(times), call.bytes, call.flops, bound_s)

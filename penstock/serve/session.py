@@ -37,6 +37,7 @@ from penstock.runtime.movers import DiskReader, waited_for
 from penstock.runtime.reread import NOTHING, Read, from_disk, from_ram
 from penstock.runtime.uploads import lift_weights
 from penstock.serve.kept import Held
+from penstock.serve.numbering import by_number
 from penstock.serve.traffic import Traffic
 from penstock.spec.places import DISK, HOST, Lane
 from penstock.spec.plan import Plan
@@ -92,6 +93,7 @@ class Session:
         on_progress: Progress | None = None,
     ) -> None:
         _require_match(packed, plan, device)
+        self._orders = packed.orders
         self.plan, self.device, self._how, self._closed = plan, device, how, False
         self.lowering = Lowering(plan)
         self._traffic = Traffic(plan.units, device is not None)
@@ -264,17 +266,18 @@ class Session:
             self._binding.on_route = None
 
     @contextmanager
-    def hearing_neurons(self, heard: OnFired) -> Iterator[None]:
+    def hearing_neurons(self, heard: OnFired, by_place: bool = False) -> Iterator[None]:
         """In this block `heard` is called with each layer, its FFN's input, float32 [T, D], and, uint8 [T, neurons],
-        which of its neurons fired in each row. Both hold for that call. Passes are slower in it, and of one batch.
-        Raises BadRequest where a device computes FFNs, or numpy, which tell nobody."""
+        which of its neurons fired in each row, by the checkpoint's numbers, or `by_place` as they lie. Both arrays hold
+        for that call. Passes are slower in it, and of one batch. Raises BadRequest where a device computes FFNs, or
+        numpy, which tell nobody."""
         parts = self.plan.parts
         here = all(unit.prefill == unit.decode == HOST for unit in self.plan.units if parts[unit.part].kind == "ffn")
         if not here:
             raise BadRequest("this plan has FFNs on a device, where nobody hears who fires: give --device none")
         if not isinstance(self._binding, NativeBinding) or self.plan.batches_per_pass > 1:
             raise BadRequest("who fires is heard of native kernels alone, and of one batch a pass")
-        self._binding.on_fired = heard
+        self._binding.on_fired = heard if by_place else by_number(heard, self._orders)
         try:
             yield
         finally:

@@ -29,6 +29,8 @@ has a 16-bit float scale and minimum:
 
 int4 with groups of 64 takes 8 · 64 + 64 = 576 bytes for 16 x 64 weights: 4.5 bits a weight, as Q4_0 does.
 
+The formats of GGUF files (`q4_k`, `q8_0`, `mxfp4`, …) lie in tiles too. `spec.blocks` draws them.
+
 A packed model may have its FFNs neuron by neuron (`Format.neurons`), so that neurons which do not fire need not be
 read. Then the matrix that is activated (the gate, or `up` where there is none) lies in tiles as above. What is
 multiplied by its activation, a row of D columns of `up` (where there is a gate) and one of `down`, lies in one record
@@ -64,12 +66,19 @@ bytes: 4.5 bits a number.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from penstock.errors import BadRequest
+from penstock.spec.blocks import BLOCKS, GROUP
+from penstock.spec.blocks import TILE_ROWS as TILE_ROWS
 from penstock.units import round_up
 
 _BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4}
+_BITS |= {kind: blocks.low + blocks.high for kind, blocks in BLOCKS.items()}
 _ALIASES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
 DEFAULT_GROUP = 64
 # The limits of formats. The native kernels have the same limits (csrc/kernels.h), and a test compares them.
@@ -77,16 +86,16 @@ WEIGHT_GROUP, KV_GROUP = 8, 32  # columns of a group are a multiple of this, for
 LINE_COLUMNS = 32  # columns of a neuron's row are padded to a multiple of this, and its groups are multiples of it
 MOST_GROUP = 1024  # the most columns of a group
 PAGE_TOKENS = 64  # tokens of a page are a multiple of this: attention walks blocks of so many, each within one page
-TILE_ROWS = 16
 ROW_ALIGN = 64  # bytes: a neuron's rows begin at multiples of a cache line
 _NEURONS, _RECORDS = "-neurons", "-records"
+_LABEL = re.compile(r"[a-z0-9][a-z0-9_+.-]{0,99}")
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """`kind`: float32, bfloat16, float16, int8 or int4. `group`: columns per scale, 0 for floats. `neurons`: of a whole
-    model's weights, that its FFNs lie neuron by neuron. Of a block, that it lies so. `records`: also what is activated
-    does.
+    """`kind`: float32, bfloat16, float16, int8, int4, or one of `spec.blocks.BLOCKS`. `group`: columns per scale, 0 for
+    floats; for the formats of `spec.blocks` it is 32, whatever their own scales have. `neurons`: of a whole model's
+    weights, that its FFNs lie neuron by neuron. Of a block, that it lies so. `records`: also what is activated does.
 
     Raises BadRequest for a kind or a group size that there is not."""
 
@@ -98,6 +107,8 @@ class Format:
     def __post_init__(self) -> None:
         if self.kind not in _BITS:
             raise BadRequest(f"unknown number format {self.kind!r}: there are {', '.join(_BITS)}")
+        if self.in_blocks and (self.group != GROUP or self.neurons):
+            raise BadRequest(f"{self.kind} has groups of {GROUP} columns, and does not lie neuron by neuron")
         if self.is_quantised and (self.group < WEIGHT_GROUP or self.group % WEIGHT_GROUP or self.group > MOST_GROUP):
             raise BadRequest(
                 f"group size {self.group} of {self.kind} should be a multiple of {WEIGHT_GROUP}, from {WEIGHT_GROUP} to"
@@ -116,14 +127,28 @@ class Format:
 
     @property
     def is_quantised(self) -> bool:
-        return self.kind in ("int8", "int4")
+        return self.kind in ("int8", "int4") or self.kind in BLOCKS
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether it is one of `spec.blocks.BLOCKS`."""
+        return self.kind in BLOCKS
 
     @property
     def name(self) -> str:
         """`int4`, or `int4-g32` where the group is not the default; `int4-neurons` where neurons lie apart, and
         `int4-records` where each has all of its weights together."""
-        plain = self.kind if self.group in (0, DEFAULT_GROUP) else f"{self.kind}-g{self.group}"
+        plain = self.kind if self.group in (0, DEFAULT_GROUP) or self.in_blocks else f"{self.kind}-g{self.group}"
         return plain + (_RECORDS if self.records else _NEURONS if self.neurons else "")
+
+    @property
+    def for_cpu(self) -> bool:
+        """Of a whole model's weights: whether kernels for devices cannot read them."""
+        return self.neurons or self.in_blocks
+
+    def of(self, key: str, block: str) -> Format:
+        """Of a whole model's weights: the format of the part `key`'s matrix `block`, all in tiles."""
+        return self.in_tiles
 
     @property
     def in_tiles(self) -> Format:
@@ -136,11 +161,16 @@ class Format:
 
     @property
     def group_bytes(self) -> int:
-        """Bytes of one group of a tile of an integer format: codes, scales and minimums of 16 rows."""
+        """Bytes of one group of a tile of int8 or int4: codes, scales and minimums of 16 rows."""
         return TILE_ROWS * (self.group * self.bits // 8 + 4)
 
     def tile_bytes(self, cols: int) -> int:
-        """Bytes of a tile of a matrix with so many columns, padding included."""
+        """Bytes of a tile of a matrix with so many columns, padding included. Of the formats of `spec.blocks`, columns
+        are a multiple of 32."""
+        if self.in_blocks:
+            blocks = BLOCKS[self.kind]
+            span = blocks.span(cols)
+            return cols // span * blocks.block_bytes(span)
         if self.is_quantised:
             return self.groups(cols) * self.group_bytes
         even = cols + cols % 2 if self.kind == "bfloat16" else cols
@@ -175,10 +205,73 @@ class Format:
 
     def check_kv(self) -> None:
         """Raises BadRequest if a KV cache cannot be kept in this format."""
-        if self.neurons:
-            raise BadRequest(f"a KV cache in {self.name}: it has no neurons")
+        if self.neurons or self.in_blocks:
+            raise BadRequest(f"a KV cache in {self.name}: take float16, bfloat16, float32, int8 or int4")
         if self.group % KV_GROUP:
             raise BadRequest(f"a KV cache in {self.name}: its groups should be multiples of {KV_GROUP}")
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed(Format):
+    """The formats of a whole model's weights, where matrices have several. `kind` and `group` are those of most
+    matrices. `others`: the matrices that have another, as ("7.ffn.down", format), sorted. `label`: its name, as of a
+    file with such a mixture (`q4_k_m`)."""
+
+    label: str = ""
+    others: tuple[tuple[str, Format], ...] = ()
+
+    def __post_init__(self) -> None:
+        Format.__post_init__(self)  # `super()` knows no class whose slots were made afterwards
+        names = [name for name, _ in self.others]
+        if self.neurons or not self.others or names != sorted(set(names)) or not _LABEL.fullmatch(self.label):
+            raise BadRequest(f"a mixture of formats {self.label[:40]!r} that is none: it should name others, sorted")
+
+    @property
+    def name(self) -> str:
+        return self.label
+
+    @property
+    def for_cpu(self) -> bool:
+        return self.in_blocks or any(fmt.in_blocks for _, fmt in self.others)
+
+    def of(self, key: str, block: str) -> Format:
+        name = f"{key}.{block}"
+        at = bisect_left(self.others, name, key=lambda other: other[0])
+        return self.others[at][1] if at < len(self.others) and self.others[at][0] == name else self.in_tiles
+
+
+def mixture(table: Mapping[str, Format], label: str = "") -> Format:
+    """The formats of a model's matrices, by part and block: "7.ffn.down", "embed.rows". Where all have the same it is
+    that one. `label` is the mixture's name, unless a format has that name: then it is the formats' own, `q4_0+q6_k`."""
+    count = Counter(table.values())
+    most = sorted(count, key=lambda fmt: (-count[fmt], fmt.name))
+    if len(most) == 1:
+        return most[0]
+    label = label.lower()
+    with suppress(BadRequest):
+        parse_format(label)
+        label = ""
+    others = tuple((key, table[key]) for key in sorted(table) if table[key] != most[0])
+    name = label or "+".join(fmt.name for fmt in most)
+    return Mixed(most[0].kind, most[0].group, label=name, others=others)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What part of the bytes and of the multiplications of some matrices those of one kind of format have."""
+
+    kind: str
+    bytes: float
+    flops: float
+
+
+# The formats of the matrices of a call: the kind that all have, or a share for each kind.
+Kinds = str | tuple[Share, ...]
+
+
+def kinds_name(kinds: Kinds) -> str:
+    """`int4`, or `q4_k+q6_k`."""
+    return kinds if isinstance(kinds, str) else "+".join(share.kind for share in kinds)
 
 
 def tiles(rows: int) -> int:
@@ -200,6 +293,10 @@ def parse_format(text: str) -> Format:
         return Format(of.kind, of.group, neurons=True, records=f"-{layout}" == _RECORDS)
     name, _, group = plain.partition("-g")
     kind = _ALIASES.get(name, name)
+    if kind in BLOCKS and not group:
+        return Format(kind, GROUP)
+    if kind == "q4_1" and not group:
+        return Format("int4", 32)
     if kind in ("int8", "int4"):
         if group and re.fullmatch("[0-9]{1,6}", group) is None:
             raise BadRequest(f"number format {text!r}: the group size should be a number, as in int4-g32")

@@ -107,12 +107,26 @@ class Checkpoint:
             )
         if axis == 0:
             return self._rows(tensor, start, stop)
+        return self._whole(tensor, item)[:, start:stop]
+
+    def take(self, name: str, axis: int, numbers: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """As `read`, but gives the elements of these numbers along `axis`, in this order. Runs of successive numbers
+        are read at once."""
+        tensor = self.weights(name)
+        if axis >= len(tensor.shape) or numbers.min() < 0 or numbers.max() >= tensor.shape[axis]:
+            raise BrokenModel(f"{tensor.file}: tensor {quoted(name)} {list(tensor.shape)} has too few on axis {axis}")
+        if axis == 1:
+            return self._whole(tensor, None)[:, numbers]
+        breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
+        return np.concatenate([self._rows(tensor, int(run[0]), int(run[-1]) + 1) for run in np.split(numbers, breaks)])
+
+    def _whole(self, tensor: TensorInfo, item: int | None) -> npt.NDArray[Any]:
+        """The whole matrix, which is kept until another one is asked for."""
         with self._cache_lock:
             if self._cached is None or self._cached[0] != (tensor.name, item):
                 self._cached = None  # before the read, so that two whole tensors are never held at once
                 self._cached = ((tensor.name, item), self._rows(tensor, 0, tensor.shape[0]))
-            whole = self._cached[1]
-        return whole[:, start:stop]
+            return self._cached[1]
 
     def forget(self) -> None:
         """Lets go of the matrix that a read along axis 1 keeps."""

@@ -88,7 +88,7 @@ def parse_header(text: bytes, file: Path, file_bytes: int) -> Header:
     data_offset = 8 + len(text)
     metadata = _metadata(entries.pop("__metadata__", {}), file)
     tensors = {name: _tensor(name, entry, file, data_offset, file_bytes) for name, entry in entries.items()}
-    _refuse_overlaps(tensors, file)
+    refuse_overlaps(tensors, file)
     return Header(tensors, metadata, data_offset, file_bytes)
 
 
@@ -151,7 +151,8 @@ def _tensor(name: str, entry: Any, file: Path, data_offset: int, file_bytes: int
     return TensorInfo(name, dtype, tuple(shape), file, data_offset + begin, end - begin)
 
 
-def _refuse_overlaps(tensors: dict[str, TensorInfo], file: Path) -> None:
+def refuse_overlaps(tensors: dict[str, TensorInfo], file: Path) -> None:
+    """Raises BrokenModel where two tensors of a file share bytes."""
     last: TensorInfo | None = None
     for tensor in sorted((t for t in tensors.values() if t.nbytes), key=lambda t: t.offset):
         if last is not None and tensor.offset < last.offset + last.nbytes:

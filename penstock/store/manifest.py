@@ -13,6 +13,9 @@ Of version 3 on, each byte of a packed model's folder has one checksum:
 
 A file in the folder that is not listed and would be used (`COPIED`, `USED_FOLDER`) is refused. Any other file in the
 folder is left alone. Version 2 had no checksums but a CRC of each part. It is read, and its bytes are not checked.
+
+Where neurons lie in another order than in the checkpoint (`spec.order`), penstock.json has it in a field `orders`. Else
+it has no such field, and versions that know of no orders read it too.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from typing import Any, NamedTuple
 
 from penstock.errors import BadRequest, DamagedModel
 from penstock.spec import codec
-from penstock.spec.parts import PAGE_BYTES, Part
+from penstock.spec.format import Format, mixture, parse_format
+from penstock.spec.order import NeuronOrder
+from penstock.spec.parts import MIXED, PAGE_BYTES, Part
 from penstock.store.files import MAX_COPIED_BYTES
 from penstock.store.header import quoted
 from penstock.units import round_up
@@ -87,12 +92,14 @@ class PackedPart:
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """All of penstock.json. `parts`: in the order in which a pass reads them. `total_bytes`: of all parts. `files`:
-    empty in a model that an older version packed, whose bytes cannot be checked."""
+    empty in a model that an older version packed, whose bytes cannot be checked. `orders`: of all layers' neurons, or
+    none where they lie as in the checkpoint."""
 
     weights: str
     total_bytes: int
     parts: tuple[PackedPart, ...]
     files: tuple[PackedFile, ...] = ()
+    orders: tuple[NeuronOrder, ...] = ()
 
     @property
     def has_sums(self) -> bool:
@@ -171,8 +178,28 @@ def shard(name: str, parts: list[Part]) -> Shard:
     return Shard(name, header, tuple((part, data + begin) for part, begin in zip(parts, begins, strict=True)))
 
 
+def formats(manifest: Manifest) -> Format:
+    """The formats of the model's weights. Raises BadRequest where the manifest names none that there is."""
+    try:
+        return parse_format(manifest.weights)
+    except BadRequest:
+        found = mixture(
+            {
+                f"{part.key}.{block.name}": parse_format(block.format)
+                for part in manifest.parts if part.kind in MIXED for block in part.blocks if block.tiled
+            },
+            manifest.weights,
+        )  # fmt: skip
+        if found.name != manifest.weights:
+            raise
+        return found
+
+
 def dumps(manifest: Manifest) -> str:
-    return seal(codec.dumps(manifest, SCHEMA, VERSION))
+    fields = codec.to_json(manifest)
+    if not manifest.orders:
+        del fields["orders"]
+    return seal(codec.dumps(fields, SCHEMA, VERSION))
 
 
 def seal(text: str) -> str:

@@ -10,26 +10,32 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import BadRequest, BrokenModel, PenstockError
 from penstock.models import TensorSource, says_experts
+from penstock.spec import codec
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
+from penstock.spec.order import NeuronOrder, hot_to_cold
 from penstock.spec.parts import Block, Part, parts
+from penstock.spec.profile import Profile
 from penstock.store.checkpoint import KINDS, Checkpoint
 from penstock.store.files import MAX_COPIED_BYTES, read_bytes
 from penstock.store.header import TensorInfo, quoted
 from penstock.store.manifest import CONFIG, COPIED
 from penstock.store.packed import is_packed, read_config
-from penstock.store.quantize import encode, encode_rows
+from penstock.store.profile_file import keep
+from penstock.store.quantize import encode, encode_rows, require_own
 from penstock.store.sources import sources_in
 from penstock.store.unused import check_unused
 from penstock.store.verify import verify
@@ -46,6 +52,7 @@ def pack(
     shard_bytes: int = SHARD_BYTES,
     spread: Path | None = None,
     *,
+    profile: Profile | None = None,
     check: Callable[[Path], None] | None = None,
     waiting: Waiting | None = None,
     writing: Writing | None = None,
@@ -54,10 +61,11 @@ def pack(
 
     `weights`: the format of every matrix, None for the checkpoint's own. Positions and projections always keep the
     checkpoint's own; norms and biases become float32. `spread`: a folder on a second disk, which gets half of the
-    bytes, so that both disks can be read at once. `progress(bytes_done, bytes_total, part_key)` is called some hundred
-    times per GB. `check(folder)`: another check of the checkpoint, which may raise; it is called before anything is
-    written, after the quicker checks here. `waiting`, `writing`: for a `dst` that several processes may want at once
-    (`store.writer`).
+    bytes, so that both disks can be read at once. `profile`: of this model, which counted neurons: each layer's lie
+    hot to cold (`spec.order`), and the profile is kept beside the packed model. `progress(bytes_done, bytes_total,
+    part_key)` is called some hundred times per GB. `check(folder)`: another check of the checkpoint, which may raise;
+    it is called before anything is written, after the quicker checks here. `waiting`, `writing`: for a `dst` that
+    several processes may want at once (`store.writer`).
 
     After an interrupted call the same call goes on where that stopped.
 
@@ -66,16 +74,23 @@ def pack(
     """
     if is_packed(src):
         raise BadRequest(f"{src} is packed already: give the checkpoint that it was packed from")
-    with opened(src, weights) as job, ThreadPoolExecutor(threads(), "penstock-pack") as pool:
+    if weights is not None:
+        require_own(weights)
+    with opened(src, weights, profile) as job, ThreadPoolExecutor(threads(), "penstock-pack") as pool:
         if check is not None:
             check(job.checkpoint.folder)
+        orders = tuple(NeuronOrder.of(layer, order) for layer, order in job.orders.items())
         fingerprint = {"weights": job.weights.name, "source": _stamp(job.checkpoint, job.extras)}
-        how = (progress, shard_bytes, spread, waiting, writing)
-        return write_packed(dst, job.parts, job.weights, fingerprint, job.filler(pool), job.extras, *how)
+        fingerprint |= {"orders": codec.to_json(orders)} if orders else {}
+        how = (progress, shard_bytes, spread, waiting, writing, orders)
+        write_packed(dst, job.parts, job.weights, fingerprint, job.filler(pool), job.extras, *how)
+    if profile is not None:
+        keep(profile, dst)
+    return dst
 
 
 @contextmanager
-def opened(src: Path, weights: Format | None) -> Iterator[Packing]:
+def opened(src: Path, weights: Format | None, profile: Profile | None = None) -> Iterator[Packing]:
     """Opens a checkpoint for packing: reads and checks headers, shapes and small files. Raises as `pack`."""
     config, spec = read_config(src)
     folder = src if src.is_dir() else src.parent
@@ -87,10 +102,25 @@ def opened(src: Path, weights: Format | None) -> Iterator[Packing]:
             name: read_bytes(folder / name, MAX_COPIED_BYTES) for name in COPIED if os.path.lexists(folder / name)
         }
         extras[CONFIG] = _config_bytes(folder / CONFIG, config, own)
-        packing = Packing(checkpoint, parts(spec, weights), sources_in(checkpoint, spec), weights, extras)
+        orders = {} if profile is None else orders_by(profile, spec)
+        packing = Packing(checkpoint, parts(spec, weights), sources_in(checkpoint, spec), weights, extras, orders)
         packing.check_shapes(says_experts(config))
         check_unused(checkpoint, config, spec)
         yield packing
+
+
+def orders_by(
+    profile: Profile, spec: ModelSpec, before: Mapping[int, Sequence[int]] | None = None, together: int = 1
+) -> dict[int, array[int]]:
+    """The order of each layer's neurons, hot to cold. `before`, `together`: as for `hot_to_cold`. Raises BadRequest for
+    a profile that counted no neurons."""
+    profile.check(spec, profile.name)
+    if not profile.neurons:
+        raise BadRequest(
+            f"the profile of {profile.name} counted no neurons: the model has no ReLU, so all of them fire"
+        )
+    before = before or {}
+    return {n.layer: hot_to_cold(n.counted(), before.get(n.layer), together) for n in profile.neurons}
 
 
 def own_format(src: Path) -> Format:
@@ -141,13 +171,14 @@ def _stamp(checkpoint: Checkpoint, extras: dict[str, bytes]) -> list[list[Any]]:
 @dataclass(frozen=True)
 class Packing:
     """Reads blocks of parts out of a checkpoint and encodes them. `extras`: the small files beside the weights, by
-    name."""
+    name. `orders`: of the neurons of each layer, where they do not lie as in the checkpoint."""
 
     checkpoint: Checkpoint
     parts: tuple[Part, ...]
     sources: dict[tuple[str, str], TensorSource]
     weights: Format
     extras: dict[str, bytes]
+    orders: dict[int, array[int]]
 
     def check_shapes(self, says_experts: str) -> None:
         """Checks that every tensor is there and has the shape that follows from the spec. `says_experts`: a clause
@@ -207,7 +238,11 @@ class Packing:
         extent = _extent(block, source, one_dim)
         start = source.offset + nth * (source.stride or extent)
         stop = start + extent * part.rows_of(g, g + 1) // part.granule_rows
-        raw = self.checkpoint.read(name, source.axis, start, stop, expert if source.stacked else None)
+        if part.kind == "ffn" and part.layer in self.orders:
+            numbers = np.array(self.orders[part.layer][g * part.granule_rows :][: stop - start], np.int64)
+            raw = self.checkpoint.take(name, source.axis, source.offset + numbers)
+        else:
+            raw = self.checkpoint.read(name, source.axis, start, stop, expert if source.stacked else None)
         try:
             if block.stride:
                 encode_rows(raw.T if source.axis == 1 else raw, block, granule)

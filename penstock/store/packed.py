@@ -8,15 +8,16 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from penstock.errors import BadRequest, BrokenModel, DamagedModel, StorageFailed, UnsupportedModel
 from penstock.models import spec_from_config
-from penstock.spec.format import Format, parse_format
-from penstock.spec.model import ModelSpec
+from penstock.spec.format import Format
+from penstock.spec.model import Ffn, ModelSpec
 from penstock.spec.parts import PAGE_BYTES, Part, parts
 from penstock.spec.places import Tier, disk
 from penstock.store import manifest as manifests
@@ -44,7 +45,8 @@ class Location(NamedTuple):
 @dataclass(frozen=True)
 class Packed:
     """A packed model that passed the checks of `open_packed`. `parts`: by key, in the order in which a pass reads them.
-    `sums`: the checksums of all granules, part after part, 8 bytes each; None where granules are not to be compared."""
+    `sums`: the checksums of all granules, part after part, 8 bytes each; None where granules are not to be compared.
+    `orders`: layer → the order of its neurons (`spec.order`); empty where that is the checkpoint's."""
 
     folder: Path
     spec: ModelSpec
@@ -55,6 +57,7 @@ class Packed:
     total_bytes: int
     disks: dict[Path, Tier]  # of each file
     sums: bytes | None = None
+    orders: Mapping[int, array[int]] = field(default_factory=dict)
 
     @property
     def part_disks(self) -> dict[str, Tier]:
@@ -187,7 +190,7 @@ def open_packed(folder: Path, verify: bool = True) -> Packed:
     verify = verify and manifest.has_sums
     _, spec = read_config(folder, manifest.files if verify else ())
     try:
-        weights = parse_format(manifest.weights)
+        weights = manifests.formats(manifest)
     except BadRequest as error:
         raise BrokenModel(f"{folder / manifests.FILE}: {error.message}") from None
     derived = parts(spec, weights)
@@ -202,7 +205,24 @@ def open_packed(folder: Path, verify: bool = True) -> Packed:
     locations = {part.key: Location(names.index(part.file), part.offset, part.nbytes) for part in manifest.parts}
     files = tuple(folder / name for name in names)
     sums = _read_sums(folder / SUMS, manifest) if verify else None
-    return Packed(folder, spec, weights, files, locations, by_key, manifest.total_bytes, find_disks(files), sums)
+    orders = _orders(folder, manifest, spec)
+    return Packed(
+        folder, spec, weights, files, locations, by_key, manifest.total_bytes, find_disks(files), sums, orders
+    )
+
+
+def _orders(folder: Path, manifest: Manifest, spec: ModelSpec) -> dict[int, array[int]]:
+    """The order of each layer's neurons. Raises BrokenModel where it is none."""
+    if not manifest.orders:
+        return {}
+    where = folder / manifests.FILE
+    neurons = [layer.ffn.neurons if isinstance(layer.ffn, Ffn) else 0 for layer in spec.layers]
+    if not spec.fires or [each.layer for each in manifest.orders] != list(range(len(neurons))):
+        raise BrokenModel(f"{where}: its orders of neurons are not those of this model's layers; {AGAIN}")
+    try:
+        return {each.layer: each.numbers(neurons[each.layer]) for each in manifest.orders}
+    except BadRequest as error:
+        raise BrokenModel(f"{where}: {error.message}; {AGAIN}") from None
 
 
 def part_disks(folder: Path) -> dict[str, Tier]:

@@ -26,8 +26,11 @@ def kept(folder: Path, spec: ModelSpec) -> Profile | None:
     """The profile beside a packed model; None where there is none. Raises BadRequest and BrokenModel where it is of
     another model, or damaged."""
     file = folder / FILE
-    if not os.path.lexists(file):
-        return None
+    return read(file, spec) if os.path.lexists(file) else None
+
+
+def read(file: Path, spec: ModelSpec) -> Profile:
+    """The profile in a file, which is of this model. Raises as `kept`."""
     profile = profiles.loads(read_text(file, MAX_BYTES), str(file))
     profile.check(spec, str(file))
     return profile

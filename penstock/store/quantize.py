@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
-from penstock.errors import BrokenModel, UnsupportedModel
+from penstock.errors import BadRequest, BrokenModel, UnsupportedModel
 from penstock.spec.format import LINE_COLUMNS, TILE_ROWS, Format, tiles
 from penstock.spec.parts import Block
 
@@ -29,6 +29,14 @@ Array = npt.NDArray[Any]
 _CHUNK = 128 * 1024
 
 _MANTISSA_LIMIT = {"float16": 0x7C00, "bfloat16": 0x7F80}  # exponent all ones: infinite or NaN
+
+
+def require_own(fmt: Format) -> None:
+    """Raises BadRequest for a format that weights are not quantised to here."""
+    if fmt.in_blocks:
+        raise BadRequest(
+            f"{fmt.name} is a format of GGUF files: penstock holds its numbers, and quantises to int4 or int8"
+        )
 
 
 def encode(
@@ -50,7 +58,7 @@ def encode(
     """
     r, c = values.shape
     rows, cols = r if rows is None else rows, c if cols is None else cols
-    assert tiled or not fmt.is_quantised, f"{fmt.name} lies in tiles only"
+    assert not fmt.in_blocks and (tiled or not fmt.is_quantised), f"{fmt.name} lies in tiles only"
     if out is None:
         out = np.empty(fmt.matrix_bytes(rows, cols) if tiled else fmt.plain_bytes(rows, cols), np.uint8)
     if not tiled and (r < rows or c < cols):

@@ -32,7 +32,16 @@ from penstock.spec.parts import Block, Part, parts
 from penstock.store.files import read_bytes
 from penstock.store.manifest import CONFIG
 from penstock.store.packed import MAX_CONFIG_BYTES, read_config
-from penstock.store.quantize import decode, decode_rows, encode, encode_rows, fields, row_view, words
+from penstock.store.quantize import (
+    decode,
+    decode_rows,
+    encode,
+    encode_rows,
+    fields,
+    require_own,
+    row_view,
+    words,
+)
 from penstock.store.writer import SHARD_BYTES, Progress, write_packed
 
 Array = npt.NDArray[Any]
@@ -100,6 +109,7 @@ def synth(
     _, spec = read_config(config)
     file = config / CONFIG if config.is_dir() else config
     weights = weights or Format(spec.dtype)
+    require_own(weights)
     extras = {CONFIG: read_bytes(file, MAX_CONFIG_BYTES), **byte_tokenizer(spec)}
     fingerprint: dict[str, Any] = {"weights": weights.name, "seed": seed, "config": zlib.crc32(extras[CONFIG])}
     if router_skew:

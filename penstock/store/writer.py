@@ -23,6 +23,7 @@ import numpy.typing as npt
 from penstock import _native
 from penstock.errors import BadRequest, BrokenModel, StorageFailed
 from penstock.spec.format import Format
+from penstock.spec.order import NeuronOrder
 from penstock.spec.parts import Part
 from penstock.store import manifest as manifests
 from penstock.store.direct import STAGE_BYTES, DirectWriter
@@ -67,8 +68,10 @@ def write_packed(
     spread: Path | None = None,
     waiting: Waiting | None = None,
     writing: Writing | None = None,
+    orders: tuple[NeuronOrder, ...] = (),
 ) -> Path:
-    """Writes the packed model `dst` and returns it. `extras`: the small files beside the shards, by name.
+    """Writes the packed model `dst` and returns it. `extras`: the small files beside the shards, by name. `orders`: as
+    in `Manifest`.
 
     `fingerprint`: everything that the result depends on, as JSON. A call with the same fingerprint goes on where an
     interrupted one stopped, a call with another one starts over. `spread`: a folder on another disk. Half of the bytes
@@ -105,7 +108,7 @@ def write_packed(
                 if spread is not None:
                     _require_room(spread, missing_there)
                 _write_shards(partial, shards, state, done, fill, progress, second)
-                _describe(partial, shards, parts, weights, done, extras)
+                _describe(partial, shards, parts, weights, done, extras, orders)
             _finish(dst, partial)
         except BaseException as error:
             for file in [*partial.glob("*.tmp"), *second.unfinished()]:
@@ -224,7 +227,7 @@ def _from_hex(text: Any) -> bytes:
 
 def _describe(
     partial: Path, shards: tuple[Shard, ...], parts: tuple[Part, ...], weights: Format,
-    done: Done, extras: dict[str, bytes],
+    done: Done, extras: dict[str, bytes], orders: tuple[NeuronOrder, ...],
 ) -> None:  # fmt: skip
     """Writes the small files, the checksums and penstock.json."""
     described, sums = {}, {}
@@ -237,7 +240,7 @@ def _describe(
     listed = tuple(described[part.key] for part in parts)
     small = {**extras, SUMS: b"".join(sums[part.key] for part in parts)}
     files = tuple(manifests.describe_file(name, content) for name, content in sorted(small.items()))
-    manifest = Manifest(weights.name, sum(part.nbytes for part in listed), listed, files)
+    manifest = Manifest(weights.name, sum(part.nbytes for part in listed), listed, files, orders)
     for name, content in small.items():
         write_bytes(partial / name, content)
     write_bytes(partial / manifests.FILE, manifests.dumps(manifest).encode())

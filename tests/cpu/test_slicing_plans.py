@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from penstock.graph.check_plan import check_plan
-from penstock.planner.solve.beside import device_skeleton
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.scheinfer import Slices, plan_of
+from penstock.planner.solve.skeleton import device_skeleton
 from penstock.spec.ask import Ask
 from penstock.spec.parts import parts
 from penstock.store.packed import Packed

@@ -17,11 +17,11 @@ from penstock.graph.check_plan import check_plan
 from penstock.planner.cost import Cost
 from penstock.planner.predict import predict
 from penstock.planner.solve import scheinfer, settle_context
-from penstock.planner.solve.beside import DeviceSkeleton, device_skeleton
 from penstock.planner.solve.layer_work import Estimate, LayerWork, Shares, Step
 from penstock.planner.solve.ours import device
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.scheinfer import FREE, PAPER
+from penstock.planner.solve.skeleton import Skeleton, device_skeleton
 from penstock.planner.solve.slicing import (
     FfnBlock,
     Lanes,
@@ -155,7 +155,7 @@ def slower(machine: MachineSpec, lane: str, factor: float) -> MachineSpec:
     return replace(machine, rates=rates)
 
 
-def decode_s(skeleton: DeviceSkeleton, lifted: float) -> float:
+def decode_s(skeleton: Skeleton, lifted: float) -> float:
     """Simulated, with all FFNs in RAM and the rest on the device."""
     plan = replace(skeleton, lifted=(lifted,) * skeleton.problem.layers)
     spec = skeleton.problem.spec

@@ -186,6 +186,8 @@ def _check_neurons(ask: Ask, spec: ModelSpec, weights: Format, firing: Firing | 
         raise BadRequest(
             f"weights in {weights.name} run without a device: pack them in {weights.in_tiles.name} for one"
         )
+    if weights.for_cpu and ask.use_device:
+        raise BadRequest(f"weights in {weights.name}, a format of GGUF files, run without a device in this version")
 
 
 def _may_be_chosen(candidate: Candidate) -> bool:

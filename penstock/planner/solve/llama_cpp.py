@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from functools import cache, partial
 
 from penstock.planner.homes import kv_layers
-from penstock.planner.solve.beside import device_skeleton
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import all_of, usual_chunks
 from penstock.planner.solve.problem import Problem
+from penstock.planner.solve.skeleton import device_skeleton
 from penstock.spec.places import GPU
 from penstock.spec.plan import Plan
 

@@ -17,7 +17,7 @@ from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
-from penstock.spec.parts import Part, head_key, parts_by_key
+from penstock.spec.parts import PINNED, Part, head_key, parts_by_key
 from penstock.spec.places import GPU, HOST, Executor, Tier
 from penstock.spec.plan import Plan, Predictor
 from penstock.units import format_bytes
@@ -65,6 +65,15 @@ class Problem:
     def total_bytes(self) -> int:
         """Bytes of all weights."""
         return sum(part.nbytes for part in self.parts.values())
+
+    @property
+    def may_stay(self) -> int | None:
+        """The most bytes of weights that may stay by the user's limit, without those that always do. None if the limit
+        is no less than all weights."""
+        asked = self.ask.resident_bytes
+        if asked is None or asked >= self.total_bytes:
+            return None
+        return max(0, asked - sum(part.nbytes for part in self.parts.values() if part.kind in PINNED))
 
     @property
     def head(self) -> Part:
@@ -122,8 +131,8 @@ class Problem:
     @property
     def has_device(self) -> bool:
         """Whether there is a device, and the ask allows it any memory. Its kernels cannot read what lies neuron by
-        neuron, and have no predictors."""
-        if self.weights.neurons or self.sparsity == "predict":
+        neuron, nor formats of GGUF files, and have no predictors."""
+        if self.weights.for_cpu or self.sparsity == "predict":
             return False
         return any(tier.name == GPU.executor for tier in self.machine.tiers) and self.ask.device_memory_bytes != 0
 

@@ -17,17 +17,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from penstock.planner.homes import weights_bytes
-from penstock.planner.solve import beside
 from penstock.planner.solve.candidate import Candidate
-from penstock.planner.solve.fill import (
-    Resident,
-    page_tokens,
-    share_out,
-    shared_tokens,
-    usual_chunks,
-)
+from penstock.planner.solve.fill import Resident, page_tokens, share_out, shared_tokens, usual_chunks
 from penstock.planner.solve.layer_work import LayerWork, Shares
 from penstock.planner.solve.problem import Problem
+from penstock.planner.solve.skeleton import Skeleton, all_there, device_skeleton, lift_reason, within_device
 from penstock.planner.solve.slicing import Option, assign, best_n_g, best_r_cg
 from penstock.spec.model import Layer
 from penstock.spec.parts import Part
@@ -90,7 +84,7 @@ class Kept(NamedTuple):
 def candidates(problem: Problem) -> Iterator[Candidate]:
     """At most one candidate: the plan of `solve_slices`, if it leaves any weights outside device memory."""
     solved = solve_slices(problem)
-    if solved is not None and not beside.all_there(solved[0]):
+    if solved is not None and not all_there(solved[0]):
         plan, slices = solved
         work = LayerWork(problem, plan.ring_bytes.get(GPU.executor, 0))
         yield Candidate(NAME, plan, _reasons(plan, slices, work))
@@ -104,20 +98,21 @@ def solve_slices(problem: Problem, wanted: SliceRules = FREE) -> tuple[Plan, Sli
     if not problem.has_device or problem.total_bytes > room:
         return None
     for chunk_rows in usual_chunks(problem.ask):
-        skeleton = beside.device_skeleton(problem, chunk_rows, attention_layers=0, lifted=0.0)
+        skeleton = device_skeleton(problem, chunk_rows, attention_layers=0, lifted=0.0)
         tried: list[Slices] = []
 
-        def filled(budget: int, skeleton: beside.DeviceSkeleton = skeleton, tried: list[Slices] = tried) -> Plan:
+        def filled(budget: int, skeleton: Skeleton = skeleton, tried: list[Slices] = tried) -> Plan:
             tried.append(_assigned(skeleton, budget, wanted))
             return plan_of(skeleton, tried[-1])
 
-        plan = beside.within_device(problem, skeleton.device_budget(), _ATTEMPTS, filled)
+        budget = problem.spare_bytes(skeleton.plan({}, {}), GPU.executor)
+        plan = within_device(problem, budget, _ATTEMPTS, filled)
         if plan is not None:
             return plan, tried[-1]
     return None
 
 
-def plan_of(skeleton: beside.DeviceSkeleton, slices: Slices) -> Plan:
+def plan_of(skeleton: Skeleton, slices: Slices) -> Plan:
     """The complete plan of some slices. Weights that are not at home on the device are in RAM."""
     outside = [1 - r_gg for r_gg in slices.r_gg]
     lifted = tuple(r / left if left > 0 else 0.0 for r, left in zip(slices.r_cg, outside, strict=True))
@@ -125,7 +120,7 @@ def plan_of(skeleton: beside.DeviceSkeleton, slices: Slices) -> Plan:
     return sliced.plan(slices.on_device)
 
 
-def _assigned(skeleton: beside.DeviceSkeleton, budget: int, wanted: SliceRules) -> Slices:
+def _assigned(skeleton: Skeleton, budget: int, wanted: SliceRules) -> Slices:
     """The slices that a greedy assignment of `budget` bytes of device memory gives. Of the rest of each FFN, the link
     lifts the best r_CG."""
     problem, sizes, head = skeleton.problem, skeleton.problem.parts, skeleton.problem.head
@@ -175,7 +170,7 @@ def _best_r_cg(work: LayerWork, layer: Layer, attends: bool, r_gg: float) -> flo
 
 
 def _options(
-    work: LayerWork, layer: Layer, both: tuple[Part, Part], skeleton: beside.DeviceSkeleton, wanted: SliceRules
+    work: LayerWork, layer: Layer, both: tuple[Part, Part], skeleton: Skeleton, wanted: SliceRules
 ) -> list[Kept]:
     """What a layer may keep, the option that keeps least first. `both`: its attention and its FFN."""
     attn, ffn = both
@@ -193,7 +188,7 @@ def _options(
     return options
 
 
-def _kv_bytes(skeleton: beside.DeviceSkeleton, layer: Layer) -> int:
+def _kv_bytes(skeleton: Skeleton, layer: Layer) -> int:
     """Bytes of a layer's K and V of all sequences, in whole pages."""
     problem, a = skeleton.problem, layer.attention
     assert problem.ask.context is not None, "settle_context came first"
@@ -227,5 +222,5 @@ def _reasons(plan: Plan, slices: Slices, work: LayerWork) -> tuple[str, ...]:
         f" layer takes {best * 1e3:.2f} ms, without the link {alone * 1e3:.2f}",
         f"of a chunk of {rows} tokens the device had best take {n_g} with the CPU's weights (n_g);"
         f" it can take all or none: {'all' if slices.prompts else 'none'}",
-        *([beside.lift_reason(work.problem, work.ring_bytes)] if lifts else []),
+        *([lift_reason(work.problem, work.ring_bytes)] if lifts else []),
     )

@@ -4,8 +4,8 @@ tier, as functions of a policy's shares.
 FlexGen's slides do not give these terms, so they are learned from the lowering. A layer is lowered with everything at
 home. Then it is lowered with its weights in each other tier, and with its KV in each other tier. `Cost` says how long
 the tasks take on each lane. The differences are the coefficients: the seconds that it costs to have all weights, or all
-KV, in that tier. What a pass does once (loads, lifts, and the tasks that wait for them) is kept apart from what each of
-its batches does.
+KV, in that tier. What a pass does once (ONCE: loads, lifts, and the tasks that wait for them) is kept apart from what
+each of its batches does (BATCH).
 
 Three terms are no lines over the shares, and are added to them:
 - units that are not full
@@ -27,7 +27,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from penstock.graph import passes
 from penstock.graph.arenas import ARENA_ALIGN
@@ -36,10 +36,11 @@ from penstock.graph.lower import Lowering
 from penstock.graph.ops import Copy
 from penstock.graph.tasks import Pass
 from penstock.planner.solve.flexgen import program as lp
-from penstock.planner.solve.flexgen.shape import NEAR, Shape
+from penstock.planner.solve.flexgen.shape import ATTENDS, NEAR, Shape
 from penstock.spec.model import Layer
 from penstock.spec.places import CPU, DISK, GPU, HOST
 
+Key = TypeVar("Key")
 Tiers = tuple[bool, bool, bool]
 _ARENAS = 8  # a tier has so many arenas at most, and each is rounded up to whole huge pages
 _ONLY_RAM, _ONLY_DISK = (False, True, False), (False, False, True)
@@ -83,21 +84,19 @@ def modes(shape: Shape) -> Iterator[Mode]:
 
 
 Lines = dict[str, lp.Line]  # lane → seconds
+BATCH, ONCE = "batch", "once"  # how often it comes in a pass: for each batch, or once
+Often = tuple[str, str]  # (BATCH or ONCE, lane)
+Seconds = defaultdict[Often, float]
+OftenLines = dict[Often, lp.Line]  # seconds
 
 
 class Learned(NamedTuple):
-    """What is learned of one layer, as lines over its shares.
+    """What is learned of one layer, as lines over its shares. `layer`: its seconds; `ends`: those outside all layers;
+    `units`: tier → those of one more unit that comes from there."""
 
-    batch, once     seconds of the layer for each batch, and once a pass
-    ends_batch, ends_once  the same outside all layers
-    units           tier → (seconds for each batch, seconds once a pass) of one more unit that comes from there
-    """
-
-    batch: Lines
-    once: Lines
-    ends_batch: Lines
-    ends_once: Lines
-    units: dict[int, tuple[Lines, Lines]]
+    layer: OftenLines
+    ends: OftenLines
+    units: dict[int, OftenLines]
 
 
 class _Stage(NamedTuple):
@@ -135,7 +134,6 @@ class Terms:
         counted. None: half a unit a layer is taken."""
         shape = self.shape
         begun = shape.begun_units(near) if near else {tier: 0.5 * mode.weights[tier] for tier in (1, 2)}
-        memory, capacity = self._memory(mode)
         stages = [self._stage(purpose, mode, begun) for purpose in self._passes]
         (prefill, prefill_ends_s), (decode, decode_ends_s) = stages
         return lp.PolicyProgram(
@@ -143,8 +141,7 @@ class Terms:
             steps=max(0, shape.problem.ask.output_tokens - 1),
             prefill=prefill,
             decode=decode,
-            memory=memory,
-            capacity=capacity,
+            memory=self._memory(mode),
             # The lowering keeps activations with the main executor.
             allowed={"weights": mode.weights, "kv": mode.kv, "acts": (True, False, False)},
             sharing=shape.problem.machine.sharing,
@@ -170,26 +167,23 @@ class Terms:
     def _learned_stage(self, counts: Counter[Pass], prepared: bool) -> _Stage:
         """What is learned of the passes of a stage. `counts`: the passes, and how often each comes."""
         shape, layers = self.shape, self.layers
+        main: str = shape.main
         total: Lines = dict.fromkeys(_LANES, lp.Line())
-        ends: Lines = {shape.main: lp.Line()}
+        ends: Lines = {main: lp.Line()}
         units: dict[int, Lines] = defaultdict(dict)
         for p, count in counts.items():
-            _add(total, {shape.main: lp.Line(shape.problem.cost.between_passes_s)}, count)
+            _add(total, {main: lp.Line(shape.problem.cost.between_passes_s)}, count)
             for batch, batches in Counter(batch._replace(id=0) for batch in p.batches).items():
-                first = batch == p.batches[0]._replace(id=0)
+                often = {BATCH: count * batches, ONCE: count if batch == p.batches[0]._replace(id=0) else 0}
                 for layer, alike in self._kinds.items():
                     learned = self._learned(layer, batch, p.purpose, prepared)
-                    _add(total, learned.batch, count * batches * alike)
-                    _add(ends, learned.ends_batch, count * batches * alike / layers)
-                    for tier, (of_batch, of_pass) in learned.units.items():
-                        _add(units[tier], of_batch, count * batches * alike / layers)
-                        _add(units[tier], of_pass, count * alike / layers if first else 0.0)
-                    if first:
-                        _add(total, learned.once, count * alike)
-                        _add(ends, learned.ends_once, count * alike / layers)
+                    _add_often(total, learned.layer, often, alike)
+                    _add_often(ends, learned.ends, often, alike / layers)
+                    for tier, more in learned.units.items():
+                        _add_often(units[tier], more, often, alike / layers)
         _add(total, ends)
         lines = {lane: line.times(1 / layers) for lane, line in total.items()}
-        return _Stage(lines, dict(units), ends[shape.main].constant / layers)
+        return _Stage(lines, dict(units), ends[main].constant / layers)
 
     def _apart(self, stage: Lines, batches: int) -> None:
         """Adds the start of a pass to a stage whose KV moves. Weights are loaded ahead of the pass that needs them, but
@@ -208,61 +202,56 @@ class Terms:
         shape = self.shape
         key = (shape.main, shape.attends, shape.order, layer, batch, purpose, prepared)
         learned = shape.problem.learned(key, lambda: _learn(shape, layer, batch, purpose, prepared))
-        alone, mine = 1 / shape.batches, dict(learned.batch)
-        turn = {name: line.kv[shape.moved_tier] for name, line in mine.items() if name in _TURN}
+        alone, mine = 1 / shape.batches, dict(learned.layer)
+        turn = {name: line.kv[shape.moved_tier] for (_, name), line in mine.items() if name in _TURN}
         if turn:
             # Two windows take turns, batch by batch. Each is loaded, read and saved before it is loaded again.
             turn_s = (sum(turn.values()) * alone + (1 - alone) * max(turn.values())) / 2
-            mine[lp.WINDOW] = _of_kv(shape.moved_tier, turn_s)
-        if late := mine.pop(_LATE, None):
-            _add(mine, {CPU: late}, alone)  # meanwhile other batches are computed
-        return learned._replace(batch=mine)
+            mine[BATCH, lp.WINDOW] = _of_kv(shape.moved_tier, turn_s)
+        if late := mine.pop((BATCH, _LATE), None):
+            cpu: Often = (BATCH, CPU)
+            _add(mine, {cpu: late}, alone)  # meanwhile other batches are computed
+        return learned._replace(layer=mine)
 
-    def _memory(self, mode: Mode) -> tuple[Lines, dict[str, float]]:
-        """(tier → peak bytes as a line, tier → bytes that there are)."""
+    def _memory(self, mode: Mode) -> dict[str, tuple[lp.Line, float]]:
+        """Tier → (peak bytes as a line, bytes that there are)."""
         shape, problem = self.shape, self.shape.problem
         total, kv_total = float(shape.placed_bytes), float(shape.kv_bytes)
         ring = shape.ring_layers * total / self.layers
         slack = float(shape.unit_slack_bytes + ARENA_ALIGN) if mode.streams else 0.0
         window = float(shape.window_bytes) if mode.kv[shape.moved_tier] else 0.0
         fixed = {tier: nbytes + float(_ARENAS * ARENA_ALIGN) for tier, nbytes in self._home_bytes.items()}
-        capacity = {"ram": float(problem.host_bytes), "disk": float(problem.machine.tier(DISK.tier).bytes)}
-        memory = {"disk": lp.Line(0.0, (0.0, 0.0, total), (0.0, 0.0, kv_total))}
+        disk = lp.Line(0.0, (0.0, 0.0, total), (0.0, 0.0, kv_total)), float(problem.machine.tier(DISK.tier).bytes)
         if shape.main == HOST:
             constant = fixed[HOST] - total - kv_total + slack + window
-            memory["ram"] = lp.Line(constant, (total, 0.0, ring), (kv_total, 0.0, 0.0))
-            return memory, capacity
+            ram = lp.Line(constant, (total, 0.0, ring), (kv_total, 0.0, 0.0)), float(problem.host_bytes)
+            return {"disk": disk, "ram": ram}
         there = shape.attends == "device"  # the device attends to all KV, whatever its home
         granule = float(max(part.granule_bytes for part in shape.placed))
-        on_device = fixed[GPU.executor] - total - there * kv_total + slack + there * window
-        in_ram = fixed[HOST] - (not there) * kv_total + slack + granule + (not there) * window
-        memory["device"] = lp.Line(on_device, (total, ring, ring), (kv_total, 0.0, 0.0))
-        memory["ram"] = lp.Line(in_ram, (0.0, total, ring), (0.0, kv_total, 0.0))
-        capacity["device"] = float(problem.device_bytes)
-        return memory, capacity
+        constant = fixed[GPU.executor] - total - there * kv_total + slack + there * window
+        device = lp.Line(constant, (total, ring, ring), (kv_total, 0.0, 0.0)), float(problem.device_bytes)
+        constant = fixed[HOST] - (not there) * kv_total + slack + granule + (not there) * window
+        ram = lp.Line(constant, (0.0, total, ring), (0.0, kv_total, 0.0)), float(problem.host_bytes)
+        return {"disk": disk, "device": device, "ram": ram}
 
 
+_SCORES = ATTENDS[2]
 _TURN = (lp.LOADED, lp.HELD, lp.SAVED)
 _LATE = "late"  # not a lane: the seconds that the CPU's scores wait for new K and V after q has come
-Seconds = defaultdict[str, float]  # lane → seconds
 
 
 class _Sums(NamedTuple):
     """Sums over a lowered pass of one batch.
 
-    once_s          moves that come once a pass
-    batch_s         calls of the batch
-    tasks_s         tasks beside their calls
-    fixed_s         the moves beside their bytes
+    seconds         of all tasks. Calls of the batch are BATCH, moves of weights and tasks beside their calls are ONCE
+    moving_s        of these the seconds that moves of weights take for their bytes
     held_s          seconds in which attention needs a window
     q_s             seconds of copies of q
     units           how many units stream
     """
 
-    once_s: Seconds
-    batch_s: Seconds
-    tasks_s: Seconds
-    fixed_s: Seconds
+    seconds: Seconds
+    moving_s: Seconds
     held_s: float
     q_s: float
     units: int
@@ -274,35 +263,25 @@ def _learn(shape: Shape, layer: Layer, batch: Batch, purpose: str, prepared: boo
     home = 1 if shape.attends == "cpu" else 0  # the tier whose KV does not move
     sums = partial(_sums, shape, batch, purpose, prepared)
     near, two = (sums((layer,) * n, NEAR, _IN[home]) for n in (1, 2))
-    learned = Learned({}, {}, {}, {}, {})
-    for lane in {*two.batch_s, *two.tasks_s}:
-        layer_s, tasks_s = two.batch_s[lane] - near.batch_s[lane], two.tasks_s[lane] - near.tasks_s[lane]
-        learned.batch[lane], learned.once[lane] = lp.Line(layer_s), lp.Line(tasks_s)
-        learned.ends_batch[lane] = lp.Line(near.batch_s[lane] - layer_s)
-        learned.ends_once[lane] = lp.Line(near.tasks_s[lane] - tasks_s)
+    layer_s = _less(two.seconds, near.seconds)
+    learned = Learned(_constants(layer_s), _constants(_less(near.seconds, layer_s)), {})
     for tier in (2,) if shape.main == HOST else (1, 2):
         away = sums((layer,), _IN[tier], _IN[home])
-        unit_batch, unit_once = learned.units[tier] = ({}, {})
-        for lane in {*away.batch_s, *away.tasks_s, *away.once_s}:
-            calls_s, tasks_s = away.batch_s[lane] - near.batch_s[lane], away.tasks_s[lane] - near.tasks_s[lane]
-            _add(learned.batch, {lane: lp.Line(weights=_in(tier, calls_s))})
-            _add(learned.once, {lane: lp.Line(weights=_in(tier, away.once_s[lane] + tasks_s))})
-            unit_batch[lane] = lp.Line(calls_s / away.units)
-            unit_once[lane] = lp.Line((away.fixed_s[lane] + tasks_s) / away.units)
+        more_s = _less(away.seconds, near.seconds)
+        _add(learned.layer, {key: lp.Line(weights=_in(tier, seconds)) for key, seconds in more_s.items()})
+        learned.units[tier] = {
+            key: lp.Line((seconds - away.moving_s[key]) / away.units) for key, seconds in more_s.items()
+        }
     for tier in {1, 2} - {home} if shape.main == GPU.executor and shape.attends != "device" else {shape.moved_tier}:
         away = sums((layer,), NEAR, _IN[tier])
-        more_s = {
-            lane: away.batch_s[lane] - near.batch_s[lane] + away.tasks_s[lane] - near.tasks_s[lane]
-            for lane in {*away.batch_s, *away.tasks_s}
-        }
-        kv_s = dict(more_s)
-        if shape.attends == "cpu scores" and batch.continues:
-            kv_s[_LATE] = max(0.0, more_s.get(lp.TO_HOST, 0.0) - away.q_s)
+        kv_s = defaultdict[str, float](float)
+        for (_, lane), seconds in _less(away.seconds, near.seconds).items():
+            kv_s[lane] += seconds
+        loads, saves = (lp.TO_DEVICE, lp.TO_HOST) if tier == 1 else (lp.READ, lp.WRITE)
+        apart = {_LATE: max(0.0, kv_s[lp.TO_HOST] - away.q_s)} if shape.attends == _SCORES and batch.continues else {}
         if tier == shape.moved_tier:
-            loads, saves = (lp.TO_DEVICE, lp.TO_HOST) if tier == 1 else (lp.READ, lp.WRITE)
-            turn_s = (more_s.get(loads, 0.0), away.held_s, more_s.get(saves, 0.0))
-            kv_s |= zip(_TURN, turn_s, strict=True)
-        _add(learned.batch, {name: _of_kv(tier, seconds) for name, seconds in kv_s.items()})
+            apart |= zip(_TURN, (kv_s[loads], away.held_s, kv_s[saves]), strict=True)
+        _add(learned.layer, {(BATCH, name): _of_kv(tier, seconds) for name, seconds in (kv_s | apart).items()})
     return learned
 
 
@@ -316,28 +295,37 @@ def _sums(
         shape, problem=replace(problem, spec=replace(problem.spec, layers=layers)), gpu_batch=len(batch.seqs),
         batches=1, chunk_rows=batch.total_rows,
     )  # fmt: skip
-    sums = _Sums(Seconds(float), Seconds(float), Seconds(float), Seconds(float), 0.0, 0.0, 0)
-    scores = (("attend", CPU), ("kv_save", lp.TO_HOST)) if shape.attends == "cpu scores" else ()
+    all_s, moving_s = Seconds(float), Seconds(float)
+    scores = (("attend", CPU), ("kv_save", lp.TO_HOST)) if shape.attends == _SCORES else ()
     held_s = merge_s = q_s = 0.0
     plan = few.plan(weights, kv)
     for task in Lowering(plan).step(Pass(purpose, (batch,), None)):
         lane = task.lanes[0]
         task_s, seconds = cost.task_s(lane), cost.seconds(task._replace(like=0 if prepared else -1))
         if task.calls[0].batch is None:
-            sums.once_s[lane] += seconds
-            sums.fixed_s[lane] += task_s + cost.call_parts_s(lane, task.calls[0])[0]
+            all_s[ONCE, lane] += seconds
+            moving_s[ONCE, lane] += seconds - task_s - cost.call_parts_s(lane, task.calls[0])[0]
             continue
-        sums.tasks_s[lane] += task_s
-        sums.batch_s[lane] += seconds - task_s
+        all_s[ONCE, lane] += task_s
+        all_s[BATCH, lane] += seconds - task_s
         for call in task.calls:
-            if (call.op, lane) in scores or (shape.attends != "cpu scores" and call.op in _PROJECTED):
+            if (call.op, lane) in scores or (shape.attends != _SCORES and call.op in _PROJECTED):
                 held_s += sum(cost.call_parts_s(lane, call))
             elif call.op == "merge" and shape.attends == "device":
                 merge_s = sum(cost.call_parts_s(lane, call))  # of attention, which ends with the save's task
             elif isinstance(call.operands, Copy) and call.operands.what == "q":
                 q_s += sum(cost.call_parts_s(lane, call))
     streams = sum(unit.home != unit.decode and unit.part != "embed" for unit in plan.units)
-    return sums._replace(held_s=held_s + merge_s, q_s=q_s, units=streams)
+    return _Sums(all_s, moving_s, held_s + merge_s, q_s, streams)
+
+
+def _less(seconds: Seconds, others: Seconds) -> Seconds:
+    """The differences, of all that is in either."""
+    return Seconds(float, {key: seconds[key] - others[key] for key in {*seconds, *others}})
+
+
+def _constants(seconds: Seconds) -> OftenLines:
+    return {key: lp.Line(each) for key, each in seconds.items()}
 
 
 _PROJECTED = ("qkv", "attend", "out")
@@ -354,10 +342,16 @@ def _of_kv(tier: int, seconds: float) -> lp.Line:
     return lp.Line(kv=_in(tier, seconds))
 
 
-def _add(lines: Lines, more: Mapping[str, lp.Line], times: float = 1.0) -> None:
+def _add(lines: dict[Key, lp.Line], more: Mapping[Key, lp.Line], times: float = 1.0) -> None:
     """Adds to `lines` the lines `more`, `times` times."""
-    for lane, line in more.items():
-        lines[lane] = lines.get(lane, lp.Line()).plus(line, times)
+    for key, line in more.items():
+        lines[key] = lines.get(key, lp.Line()).plus(line, times)
+
+
+def _add_often(lines: Lines, more: OftenLines, often: Mapping[str, int], times: float) -> None:
+    """Adds to `lines` the lines `more`, `times` times as often as BATCH and ONCE come."""
+    for (when, lane), line in more.items():
+        _add(lines, {lane: line}, often[when] * times)
 
 
 def _alike(p: Pass) -> Pass:

@@ -24,11 +24,11 @@ from functools import partial
 from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.activity import NeuronProfile, predictor_rank, published
 from penstock.planner.homes import kv_layers
-from penstock.planner.solve.beside import DeviceSkeleton, device_skeleton
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import Resident, all_of, usual_chunks
 from penstock.planner.solve.powerinfer import program as ilp
 from penstock.planner.solve.problem import Problem
+from penstock.planner.solve.skeleton import Skeleton, device_skeleton
 from penstock.spec.places import CPU, GPU, HOST
 from penstock.spec.plan import Plan, Predictor, Unit
 from penstock.units import format_bytes
@@ -96,7 +96,7 @@ def program_of(problem: Problem, profile: NeuronProfile, device_bytes: int, host
     return ilp.NeuronProgram(tuple(layers), device_bytes, host_bytes)
 
 
-def _filled(skeleton: DeviceSkeleton, profile: NeuronProfile, limit_s: float) -> tuple[Plan, ilp.Placement] | None:
+def _filled(skeleton: Skeleton, profile: NeuronProfile, limit_s: float) -> tuple[Plan, ilp.Placement] | None:
     """The plan that fills device memory in the order of the module's docstring, and its placement of neurons. None if
     nothing fits, or if the program has no answer in time."""
     problem, limit = skeleton.problem, skeleton.problem.device_bytes
@@ -118,7 +118,7 @@ def _filled(skeleton: DeviceSkeleton, profile: NeuronProfile, limit_s: float) ->
         placement = ilp.solve(program_of(problem, profile, spare, host_bytes), limit_s) if spare >= 0 else None
         if placement is None:
             return None
-        chosen = {part.key: len(groups) for part, groups in zip(ffns, placement.chosen, strict=True)}
+        chosen = {part.key: count for part, count in zip(ffns, placement.counts, strict=True)}
         plan = plan_of(attention, predictors, chosen)
         if problem.fits(plan):
             return _with_activity(plan, profile), placement
@@ -126,7 +126,7 @@ def _filled(skeleton: DeviceSkeleton, profile: NeuronProfile, limit_s: float) ->
     return None
 
 
-def _plan(skeleton: DeviceSkeleton, profile: NeuronProfile, attention: int, predictors: int, ffns: Resident) -> Plan:
+def _plan(skeleton: Skeleton, profile: NeuronProfile, attention: int, predictors: int, ffns: Resident) -> Plan:
     """The plan with `ffns`, the attention of the first `attention` layers, and the first `predictors` predictors on the
     device. All neurons count as active."""
     problem = skeleton.problem

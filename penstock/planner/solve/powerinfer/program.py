@@ -11,13 +11,18 @@ A group is a granule of 64 neurons. Its impact is how often it is active, and a 
 lies in RAM. A layer has y = 1 if the device holds any of its groups, and then it holds at least `least` of them. The
 paper writes Eq. 8 as one row a layer with a big constant. A row a group is tighter, and HiGHS solves it faster.
 
+The groups of a layer are of one size. So of any number of them the hottest are the best, and an answer is a number for
+each layer.
+
 HiGHS starts from a greedy answer and has a time limit. The better of the two answers is taken, with its gap to the
 bound that HiGHS proved.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import ceil, gcd, inf
 
 from penstock.planner.solve import highs
@@ -28,8 +33,8 @@ CLOSE = 1e-4  # HiGHS stops at this gap, as a share of the impact
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """A layer's groups. `impacts`: of each group; `group_bytes`: of one group; `least`: the device holds at least so
-    many groups or none (C_l in Eq. 7)."""
+    """A layer's groups. `impacts`: of each group, the hottest first; `group_bytes`: of one group; `least`: the device
+    holds at least so many groups or none (C_l in Eq. 7)."""
 
     impacts: tuple[float, ...]
     group_bytes: int
@@ -49,15 +54,15 @@ class NeuronProgram:
         return sum(len(layer.impacts) * layer.group_bytes for layer in self.layers)
 
 
-Chosen = tuple[frozenset[int], ...]  # for each layer, the groups that the device holds
+Counts = tuple[int, ...]  # for each layer, how many groups the device holds
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """An answer. `impact`: the sum over the chosen groups; no choice has more than `bound`. `found_by`: "greedy" or
-    "HiGHS". `status`: HiGHS's word for how it ended, or "not needed"."""
+    """An answer. `impact`: the sum over the groups that the device holds; no answer has more than `bound`. `found_by`:
+    "greedy" or "HiGHS". `status`: HiGHS's word for how it ended, or "not needed"."""
 
-    chosen: Chosen
+    counts: Counts
     impact: float
     bound: float
     found_by: str
@@ -65,7 +70,7 @@ class Placement:
 
     @property
     def gap(self) -> float:
-        """How much more impact another choice might have, as a share of this one's."""
+        """How much more impact another answer might have, as a share of this one's."""
         return (self.bound - self.impact) / self.impact if self.impact else (0.0 if self.bound <= 0 else inf)
 
 
@@ -77,154 +82,94 @@ def least_groups(neurons: int, device_s: float, host_s: float, sync_s: float) ->
     return max(1, ceil(sync_s / saved_s / neurons)) if saved_s * 2**31 > sync_s else 2**31
 
 
-def impact_of(program: NeuronProgram, chosen: Chosen) -> float:
-    """The sum of the impacts of the chosen groups."""
-    return sum(layer.impacts[g] for layer, groups in zip(program.layers, chosen, strict=True) for g in sorted(groups))
+def impact_of(program: NeuronProgram, counts: Counts) -> float:
+    """The sum of the impacts of the groups that the device holds."""
+    return sum(sum(layer.impacts[:count]) for layer, count in zip(program.layers, counts, strict=True))
 
 
-def allowed(program: NeuronProgram, chosen: Chosen) -> bool:
-    """Whether a choice keeps Eq. 6 and 7."""
-    used = sum(layer.group_bytes * len(groups) for layer, groups in zip(program.layers, chosen, strict=True))
-    enough = all(not groups or len(groups) >= p.least for p, groups in zip(program.layers, chosen, strict=True))
+def allowed(program: NeuronProgram, counts: Counts) -> bool:
+    """Whether an answer keeps Eq. 6 and 7."""
+    pairs = list(zip(program.layers, counts, strict=True))
+    used = sum(layer.group_bytes * count for layer, count in pairs)
+    enough = all(not count or count >= layer.least for layer, count in pairs)
     return enough and used <= program.device_bytes and program.total_bytes - used <= program.host_bytes
 
 
 def solve(program: NeuronProgram, limit_s: float = LIMIT_S) -> Placement | None:
     """The best placement that is found in `limit_s` seconds. None if none is allowed, or if none was found.
 
-    HiGHS is not asked if the greedy answer is within CLOSE of the bound that Eq. 6 alone gives: HiGHS would stop there
-    too. Raises InternalError if HiGHS fails."""
+    HiGHS is not asked if the greedy answer is within CLOSE of its bound: HiGHS would stop there too. Raises
+    InternalError if HiGHS fails."""
     if program.device_bytes < 0 or program.total_bytes > program.device_bytes + program.host_bytes:
         return None
-    order = _by_density(program)
-    start, most = greedy(program, order), relaxed(program, order)
-    if start is not None:
-        impact = impact_of(program, start)
-        if most - impact <= CLOSE * impact:
-            return Placement(start, impact, max(most, impact), "greedy", "not needed")
+    counts, most = greedy(program)
+    impact, start = impact_of(program, counts), counts if allowed(program, counts) else None
+    if start is not None and most - impact <= CLOSE * impact:
+        return Placement(start, impact, max(most, impact), "greedy", "not needed")
     by_highs, bound, status = _highs(program, start, limit_s)
     answers = [(impact_of(program, c), by, c) for by, c in (("HiGHS", by_highs), ("greedy", start)) if c is not None]
     if not answers:
         return None
-    impact, found_by, chosen = max(answers, key=lambda answer: answer[0])  # of equal answers HiGHS's
-    return Placement(chosen, impact, max(min(bound, most), impact), found_by, status)
+    impact, found_by, counts = max(answers, key=lambda answer: answer[0])  # of equal answers HiGHS's
+    return Placement(counts, impact, max(min(bound, most), impact), found_by, status)
 
 
-Order = list[tuple[int, int]]  # (layer, group), the most impact per byte first
+def greedy(program: NeuronProgram) -> tuple[Counts, float]:
+    """(groups of each layer by impact per byte, a bound of the impact of any answer that is allowed).
+
+    A layer's first `least` groups come at once (Eq. 7), the others one by one, and what does not fit is passed over.
+    RAM is not counted (Eq. 6), so the groups may be too few. The bound takes them in the same order, and cuts the one
+    that does not fit any more."""
+    steps: list[tuple[float, int, int, int]] = []  # (impact per byte, layer, groups before, groups after)
+    for i, layer in enumerate(program.layers):
+        ends = range(layer.least, len(layer.impacts) + 1)
+        for before, after in pairwise((0, *ends)):
+            density = sum(layer.impacts[before:after]) / ((after - before) * layer.group_bytes)
+            steps.append((density, i, before, after))
+    counts, left, room, bound = [0] * len(program.layers), program.device_bytes, program.device_bytes, 0.0
+    for density, i, before, after in sorted(steps, key=lambda step: -step[0]):
+        nbytes = (after - before) * program.layers[i].group_bytes
+        bound, room = bound + density * min(nbytes, room), max(0, room - nbytes)
+        if counts[i] == before and nbytes <= left:
+            counts[i], left = after, left - nbytes
+    return tuple(counts), bound
 
 
-def greedy(program: NeuronProgram, order: Order | None = None) -> Chosen | None:
-    """A choice by impact per byte. Layers with too few groups for Eq. 7 are left out, or filled up to their least: both
-    are tried, and the better one is taken. None if neither is allowed."""
-    order = order or _by_density(program)
-    answers = (_fill(program, order, filled_up) for filled_up in (False, True))
-    kept = [chosen for chosen in answers if allowed(program, chosen)]
-    return max(kept, key=lambda chosen: impact_of(program, chosen), default=None)
+def _highs(program: NeuronProgram, start: Counts | None, limit_s: float) -> tuple[Counts | None, float, str]:
+    """(HiGHS's answer or None, the bound that it proved, its word for how it ended).
 
-
-def relaxed(program: NeuronProgram, order: Order) -> float:
-    """An upper bound of the impact. Only the device's memory counts, and the last group may be cut."""
-    left, impact = program.device_bytes, 0.0
-    for i, g in order:
-        layer = program.layers[i]
-        impact += layer.impacts[g] * min(1.0, left / layer.group_bytes)
-        left -= layer.group_bytes
-        if left <= 0:
-            break
-    return impact
-
-
-def _by_density(program: NeuronProgram) -> Order:
-    def density(place: tuple[int, int]) -> float:
-        layer = program.layers[place[0]]
-        return -layer.impacts[place[1]] / layer.group_bytes
-
-    return sorted(((i, g) for i, layer in enumerate(program.layers) for g in range(len(layer.impacts))), key=density)
-
-
-def _fill(program: NeuronProgram, order: Order, filled_up: bool) -> Chosen:
-    """Fills device memory in `order`, again and again until no layer has too few groups for Eq. 7. Each time one layer
-    with too few is treated: the one of least impact is left out, or, with `filled_up`, the one of most impact gets its
-    least number of groups before all others."""
-    hottest: list[list[int]] = [[] for _ in program.layers]
-    for i, g in order:
-        hottest[i].append(g)
-    smallest = min(layer.group_bytes for layer in program.layers)
-    open_layers = {i for i, layer in enumerate(program.layers) if layer.least <= len(layer.impacts)}
-    first: list[int] = []
-    while True:
-        chosen: list[set[int]] = [set() for _ in program.layers]
-        left = program.device_bytes
-        for i in first:
-            layer = program.layers[i]
-            if i in open_layers and layer.least * layer.group_bytes <= left:
-                chosen[i].update(hottest[i][: layer.least])
-                left -= layer.least * layer.group_bytes
-        for i, g in order:
-            if left < smallest:
-                break
-            if i in open_layers and program.layers[i].group_bytes <= left and g not in chosen[i]:
-                chosen[i].add(g)
-                left -= program.layers[i].group_bytes
-        short = [i for i, layer in enumerate(program.layers) if 0 < len(chosen[i]) < layer.least]
-        if not short:
-            return tuple(frozenset(groups) for groups in chosen)
-        worth = {i: sum(program.layers[i].impacts[g] for g in chosen[i]) for i in short}
-        wanted = [i for i in short if i not in first]
-        if filled_up and wanted:
-            first.append(max(wanted, key=worth.__getitem__))
-        else:
-            open_layers.discard(min(short, key=worth.__getitem__))
-
-
-def _highs(program: NeuronProgram, start: Chosen | None, limit_s: float) -> tuple[Chosen | None, float, str]:
-    """(HiGHS's choice or None, the bound that it proved, its word for how it ended)."""
-    columns = _columns(program)
-    pairs = list(zip(program.layers, columns, strict=True))
-    costs = [layer.impacts[g] for layer, groups in pairs for g in groups] + [0.0] * len(pairs)
+    There is a column for the a of each group that the device has room for beside the hotter ones, then one for the y of
+    each layer."""
+    most = [min(len(layer.impacts), program.device_bytes // layer.group_bytes) for layer in program.layers]
+    costs = [impact for layer, count in zip(program.layers, most, strict=True) for impact in layer.impacts[:count]]
+    begins = [0, *accumulate(most)]
+    costs += [0.0] * len(most)
+    values: list[float] | None = None
+    if start is not None:
+        each = zip(most, start, strict=True)
+        values = [float(i < count) for columns, count in each for i in range(columns)] + [float(n > 0) for n in start]
     answer = highs.solve(
-        costs, [0.0] * len(costs), [1.0] * len(costs), _rows(program, columns), maximise=True, whole=True,
-        start=None if start is None else _values(columns, start), time_limit=limit_s, mip_rel_gap=CLOSE,
+        costs, [0.0] * len(costs), [1.0] * len(costs), _rows(program, begins), maximise=True, whole=True, start=values,
         # Presolving finds nothing to leave out, and takes 5 of the 5.3 seconds of a model of 80 layers of 250 groups.
-        presolve="off",
+        time_limit=limit_s, mip_rel_gap=CLOSE, presolve="off",
     )  # fmt: skip
     bound = min(answer.bound, sum(sum(layer.impacts) for layer in program.layers))
     if answer.values is None:
         return None, bound, answer.status
-    values = iter(answer.values)
-    chosen = tuple(frozenset([g for g in groups if next(values) > 0.5]) for groups in columns)
+    counts = tuple(sum(value > 0.5 for value in answer.values[a:b]) for a, b in pairwise(begins))
     # HiGHS keeps its rows within a tolerance only.
-    return (chosen if allowed(program, chosen) else None), bound, answer.status
+    return (counts if allowed(program, counts) else None), bound, answer.status
 
 
-def _columns(program: NeuronProgram) -> list[list[int]]:
-    """For each layer, the groups that may be chosen. A layer's groups are of one size, so only the hottest that the
-    device has room for can be in the best answer."""
-    columns = []
-    for layer in program.layers:
-        hottest = sorted(range(len(layer.impacts)), key=lambda g: -layer.impacts[g])
-        columns.append(hottest[: program.device_bytes // layer.group_bytes])
-    return columns
-
-
-def _rows(program: NeuronProgram, columns: list[list[int]]) -> list[highs.Row]:
-    """The rows for HiGHS. There is a column for the a of each group in `columns`, then one for the y of each layer."""
+def _rows(program: NeuronProgram, begins: Sequence[int]) -> list[highs.Row]:
+    """The rows for HiGHS. `begins`: the first column of each layer's groups, then that of the layers."""
     unit = gcd(*(layer.group_bytes for layer in program.layers))  # bytes in this unit are small whole numbers
-    pairs = list(zip(program.layers, columns, strict=True))
-    sizes = [float(layer.group_bytes // unit) for layer, groups in pairs for _ in groups]
+    pairs = [(layer, range(*edges)) for layer, edges in zip(program.layers, pairwise(begins), strict=True)]
+    sizes = [float(layer.group_bytes // unit) for layer, mine in pairs for _ in mine]
     least_there = -((program.host_bytes - program.total_bytes) // unit)
-    rows = [highs.Row(least_there, program.device_bytes // unit, range(len(sizes)), sizes)]
-    first = 0
-    for y, (layer, groups) in enumerate(pairs, start=len(sizes)):
-        mine = range(first, first + len(groups))
-        first += len(groups)
-        least = float(min(layer.least, len(groups) + 1))  # one more than the layer has forbids y = 1 as well
-        rows.append(highs.Row(0.0, inf, [*mine, y], [*([1.0] * len(groups)), -least]))
+    rows = [highs.Row(least_there, program.device_bytes // unit, range(begins[-1]), sizes)]
+    for y, (layer, mine) in enumerate(pairs, start=begins[-1]):
+        least = float(min(layer.least, len(mine) + 1))  # one more than the layer has forbids y = 1 as well
+        rows.append(highs.Row(0.0, inf, [*mine, y], [*([1.0] * len(mine)), -least]))
         rows += [highs.Row(-inf, 0.0, [a, y], [1.0, -1.0]) for a in mine]
     return rows
-
-
-def _values(columns: list[list[int]], chosen: Chosen) -> list[float]:
-    """The values of HiGHS's columns for a choice."""
-    values = [float(g in those) for groups, those in zip(columns, chosen, strict=True) for g in groups]
-    return values + [float(bool(those)) for those in chosen]

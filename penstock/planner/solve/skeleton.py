@@ -1,4 +1,4 @@
-"""The frame that all solvers with a device fill: everything of a plan but which granules stay in which memory.
+"""The frame that solvers fill, with a device or without: everything of a plan but which granules stay in which memory.
 
 The granules of a part lie in the order of placements GG, CG, CC, DC, DG (two letters, home and executor: `spec/plan`).
 So the granules of one executor are one or two runs.
@@ -26,18 +26,23 @@ FIXED_SHARE = 0.05
 
 
 @dataclass(frozen=True)
-class DeviceSkeleton:
-    """Everything of a plan beside a device but which bytes stay where, in these fields:
+class Skeleton:
+    """Everything of a plan but which bytes stay where, in these fields:
 
     chunk_rows      the most rows of a batch in a prefill pass
-    attention_layers  of so many first layers the device computes attention, of the others the CPU
-    kv_home         the home of the KV of these first layers. That of the others is RAM
+    attention_layers  of so many first layers the main executor computes attention, of the others the CPU
+    kv_home         the home of the KV of these first layers. That of the others is RAM; without a device it is the disk
+    host_ring_bytes the ring of the CPU
+    order           one of `spec.plan.ORDERS`
+    main            the executor that holds activations: the device, or the CPU if there is none
+
+    The others are of plans with a device:
+
     lifted          of each layer, the share of the FFN granules outside device memory that the device computes in
                     decode all the same. They cross the link at each token. The CPU computes the others
     prompts         whether the device also computes the CPU's granules where a prompt is read (CG', ScheInfer §IV-B)
-    ring_bytes, host_ring_bytes  the rings of the device and of the CPU
+    ring_bytes      the ring of the device
     stage_bytes     pinned memory between a disk and the device
-    order           one of `spec.plan.ORDERS`
     unit_bytes      the most bytes of a block that crosses the link in one unit; 0: `lift_bytes` says
     predictors      as in a Plan
     """
@@ -46,14 +51,19 @@ class DeviceSkeleton:
     chunk_rows: int
     attention_layers: int
     kv_home: Tier
-    lifted: tuple[float, ...]
-    prompts: bool
-    ring_bytes: int
     host_ring_bytes: int
-    stage_bytes: int
     order: str = "overlapped"
+    main: Executor = GPU.executor
+    lifted: tuple[float, ...] = ()
+    prompts: bool = False
+    ring_bytes: int = 0
+    stage_bytes: int = 0
     unit_bytes: int = 0
     predictors: tuple[Predictor, ...] = ()
+
+    @property
+    def has_device(self) -> bool:
+        return self.main == GPU.executor
 
     def plan(
         self, on_device: Resident, in_memory: Resident | None = None, caches: tuple[Cache, ...] = ()
@@ -61,7 +71,7 @@ class DeviceSkeleton:
         """The complete plan. `on_device`: the granules that stay in device memory. `in_memory`: those that stay in RAM;
         None: all others. The rest is at home on the disk. Rings that nothing streams through are left out. `caches`: as
         in a Plan."""
-        problem, attention = self.problem, self.attention_layers
+        problem, near, far = self.problem, self.attention_layers, HOST if self.has_device else DISK.tier
         if in_memory is None:
             in_memory = {key: part.granules - on_device.get(key, 0) for key, part in problem.parts.items()}
         known: dict[tuple[object, ...], tuple[Run, ...]] = {}  # most layers are alike, and have the same runs
@@ -78,14 +88,18 @@ class DeviceSkeleton:
         rings, stage_bytes = self._rings(cut)
         return filled(
             problem, cut,
-            (Kv(0, attention, self.kv_home, GPU.executor), Kv(attention, problem.layers, HOST, HOST)),
-            chunk_rows=self.chunk_rows, rings=rings, stage_bytes=stage_bytes, order=self.order, main=GPU.executor,
+            (Kv(0, near, self.kv_home, self.main), Kv(near, problem.layers, far, HOST)),
+            chunk_rows=self.chunk_rows, rings=rings, stage_bytes=stage_bytes, order=self.order, main=self.main,
             predictors=self.predictors, caches=caches,
         )  # fmt: skip
 
     def _runs(self, part: Part, there: int, memory: int) -> tuple[Run, ...]:
         """The runs of a part: granules 0..there are at home on the device, there..memory in RAM, the rest on the disk.
         The device computes the share `_lifted` of RAM's granules, the first of them, and of the disk's, the last."""
+        loads = min(UNIT_BYTES, self.host_ring_bytes // 4)
+        if not self.has_device:
+            memory = part.granules if part.kind in PINNED else memory
+            return (0, memory, HOST, HOST, HOST, part.nbytes), (memory, part.granules, DISK.tier, HOST, HOST, loads)
         if part.kind == "router":  # where the experts are computed
             at = GPU.executor if there else HOST
             return ((0, part.granules, at, at, at, part.nbytes),)
@@ -95,20 +109,23 @@ class DeviceSkeleton:
             home = HOST if memory == part.granules else DISK.tier
             return ((0, part.granules, home, GPU.executor, GPU.executor, part.nbytes),)
         lifted, lift_bytes = self._lifted(part), self._lift_bytes(part)
+        stages = min(lift_bytes, self.stage_bytes // 2)  # units that cross the stage on their way from the disk
         here, far = (int(n * lifted + 0.5) for n in (memory - there, part.granules - memory))
-        prompts = GPU.executor if self.prompts and part.kind == "ffn" else HOST
+        prompts, stays = HOST, part.nbytes
+        if self.prompts and part.kind == "ffn":
+            prompts, stays, loads = GPU.executor, lift_bytes, min(loads, stages)
         return (
             (0, there, GPU.executor, GPU.executor, GPU.executor, part.nbytes),
             (there, there + here, HOST, GPU.executor, GPU.executor, lift_bytes),
-            (there + here, memory, HOST, HOST, prompts, lift_bytes if prompts == GPU.executor else part.nbytes),
-            (memory, part.granules - far, DISK.tier, HOST, prompts, self._load_bytes(part, prompts)),
-            (part.granules - far, part.granules, DISK.tier, GPU.executor, GPU.executor, self._stage_unit_bytes(part)),
+            (there + here, memory, HOST, HOST, prompts, stays),
+            (memory, part.granules - far, DISK.tier, HOST, prompts, loads),
+            (part.granules - far, part.granules, DISK.tier, GPU.executor, GPU.executor, stages),
         )
 
     def _lifted(self, part: Part) -> float:
         """The share of a part's granules outside device memory that the device computes in decode. Experts there are
         the CPU's."""
-        if part.kind == "experts":
+        if part.kind == "experts" or not self.has_device:
             return 0.0
         if part.kind in ("ffn", "shared"):
             return self.lifted[part.layer]
@@ -119,16 +136,6 @@ class DeviceSkeleton:
         if self.unit_bytes:  # a vocabulary is larger than a block: at most half of the ring, so that two units fit
             return self.unit_bytes if part.kind in ("attn", "ffn") else min(self.unit_bytes, self.ring_bytes // 2)
         return lift_bytes(self.problem, self.ring_bytes)
-
-    def _stage_unit_bytes(self, part: Part) -> int:
-        """The most bytes of a unit that crosses the stage on its way from the disk to the device."""
-        return min(self._lift_bytes(part), self.stage_bytes // 2)
-
-    def _load_bytes(self, part: Part, prompts: Executor) -> int:
-        """The most bytes of a unit that is at home on the disk and that the CPU computes in decode. If the device
-        computes it where a prompt is read, the unit crosses the stage then."""
-        loads = min(UNIT_BYTES, self.host_ring_bytes // 4)
-        return min(loads, self._stage_unit_bytes(part)) if prompts == GPU.executor else loads
 
     def _rings(self, units: list[Unit]) -> tuple[dict[Executor, int], int]:
         """(executor → bytes of its ring, bytes of the stage). Rings and stage that no unit passes are left out, and
@@ -154,15 +161,11 @@ class DeviceSkeleton:
         wanted = {GPU.executor: self.ring_bytes, HOST: self.host_ring_bytes}
         return {tier: max(wanted[tier], nbytes) for tier, nbytes in need.items() if nbytes}, stage_bytes
 
-    def device_budget(self) -> int | None:
-        """Bytes of weights that device memory has room for. None if not even a plan without any fits."""
-        return self.problem.spare_bytes(self.plan({}, {}), GPU.executor)
-
 
 def device_skeleton(
     problem: Problem, chunk_rows: int, attention_layers: int, lifted: float,
     kv_home: Tier = GPU.executor, prompts: bool = True,
-) -> DeviceSkeleton:  # fmt: skip
+) -> Skeleton:  # fmt: skip
     """A skeleton with rings and a stage of the usual sizes. The ring is smaller on a small device. Each has room for
     two of the largest granules. Experts come through the host's ring alone. `lifted`: the share of every layer."""
     streaming = [part for part in problem.parts.values() if part.kind not in PINNED]
@@ -174,13 +177,13 @@ def device_skeleton(
 
     ring = whole(min(RING_BYTES, problem.device_bytes // _SMALLEST_RING_SHARE))
     host_ring = max(whole(_HOST_RING_BYTES), whole(0, expert))
-    return DeviceSkeleton(
-        problem, chunk_rows, attention_layers, kv_home, (lifted,) * problem.layers, prompts, ring, host_ring,
-        whole(_STAGE_BYTES),
+    return Skeleton(
+        problem, chunk_rows, attention_layers, kv_home, host_ring, lifted=(lifted,) * problem.layers, prompts=prompts,
+        ring_bytes=ring, stage_bytes=whole(_STAGE_BYTES),
     )  # fmt: skip
 
 
-def smallest(problem: Problem) -> DeviceSkeleton:
+def smallest(problem: Problem) -> Skeleton:
     """The skeleton with the smallest rings and chunks, in which the device computes everything that is not the
     CPU's."""
     tiny = device_skeleton(problem.asking(device_memory_bytes=0), MIN_CHUNK_ROWS, problem.layers, lifted=1.0)

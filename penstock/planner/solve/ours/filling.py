@@ -1,0 +1,147 @@
+"""Fills a skeleton: device memory first, then RAM, and the rest is on the disk.
+
+Device memory is filled in this order:
+1. the head, which no plan beside a device leaves to the CPU
+2. attention of whole layers, with their KV
+3. shared experts, then FFNs, of each the same share. A byte of an FFN saves as much in one layer as in another, and
+   with even shares the CPU and the link work evenly while the device does.
+
+RAM has the same share of everything else. Or it has caches for experts, and of all else as much as fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from penstock.graph.arenas import ARENA_ALIGN
+from penstock.planner.solve.fill import Resident, all_of, share_out, share_slots
+from penstock.planner.solve.problem import Problem
+from penstock.planner.solve.skeleton import Skeleton, within_device
+from penstock.spec.parts import PINNED
+from penstock.spec.places import GPU, HOST
+from penstock.spec.plan import Cache, Plan
+
+# Of caches for experts. It holds 3 to 6 % more of what a trained model asks for than "lru" (docs/EXPERTS.md).
+POLICY = "lfu"
+_ATTEMPTS = 5
+# A skeleton and the granules that stay in device memory → a plan. None if RAM is too small for the rest.
+Rest = Callable[[Skeleton, Resident], Plan | None]
+
+
+def filled(skeleton: Skeleton, rest: Rest | None = None, experts: bool = False) -> Plan | None:
+    """The plan that fills device memory, then RAM. None if it does not fit even with no weights in either memory.
+    `rest`: makes the plan of what stays in device memory; None: `in_ram`. `experts`: those of whole layers may stay in
+    device memory."""
+    problem, may_stay = skeleton.problem, skeleton.problem.may_stay
+    there_all = computed_there(skeleton, experts)
+    if may_stay is None and problem.bytes_of(there_all) <= problem.device_bytes:
+        options: tuple[Resident | None, ...] = (None, {})
+        wholes = [rest(skeleton, there_all)] if rest else (skeleton.plan(there_all, memory) for memory in options)
+        for whole in wholes:
+            if whole is not None and problem.fits(whole):
+                return whole
+    budget = problem.spare_bytes(skeleton.plan({}, {}), GPU.executor)
+    if budget is not None and may_stay is not None:
+        budget = min(budget, may_stay)
+    return within_device(
+        problem, budget, _ATTEMPTS, lambda nbytes: (rest or in_ram)(skeleton, fill_device(skeleton, nbytes, experts))
+    )  # fmt: skip
+
+
+def in_ram(skeleton: Skeleton, on_device: Resident) -> Plan | None:
+    """The plan with `on_device` in device memory and all else in RAM; if that does not fit, `partly_in_ram`."""
+    if skeleton.problem.may_stay is None:
+        plan = skeleton.plan(on_device)
+        if skeleton.problem.fits(plan, HOST):
+            return plan
+    return partly_in_ram(skeleton, on_device)
+
+
+def partly_in_ram(skeleton: Skeleton, on_device: Resident) -> Plan | None:
+    """The plan with `on_device` in device memory, as much of the rest in RAM as fits, and the remainder on the disk.
+    None if RAM is too small. Whether device memory has room is left to the caller."""
+    problem = skeleton.problem
+    spare = problem.spare_bytes(skeleton.plan(on_device, {}), HOST)
+    if spare is None:
+        return None
+    if problem.may_stay is not None:
+        spare = min(spare, max(0, problem.may_stay - problem.bytes_of(on_device)))
+    plan = skeleton.plan(on_device, fill_memory(problem, on_device, spare))
+    return plan if problem.fits(plan, HOST) else None
+
+
+def caching(
+    skeleton: Skeleton, on_device: Resident, above: tuple[Cache, ...] = (), guesses: int = 0
+) -> Plan | None:  # fmt: skip
+    """The plan with slots for experts in what RAM has left once all else stays, which every token reads; at least one
+    a layer. None if the rest alone is too much, if no experts are left, or if the user limits the weights that stay.
+
+    above           caches on the device, over those in RAM
+    guesses         of each cache whose layer comes after another one with a cache
+    """
+    problem = skeleton.problem
+    experts = [part for part in problem.of_kind("experts") if part.key not in on_device]
+    if problem.may_stay is not None or not experts:
+        return None
+    cached = {part.layer for part in experts}
+
+    def caches(slots: Sequence[int]) -> tuple[Cache, ...]:
+        mine = (
+            Cache(part.layer, HOST, count, POLICY, guesses=guesses if part.layer - 1 in cached else 0)
+            for part, count in zip(experts, slots, strict=True)
+        )
+        return tuple(sorted((*mine, *above), key=lambda cache: cache.layer))
+
+    budget = problem.spare_bytes(skeleton.plan(on_device, {}, caches([1] * len(experts))), HOST)
+    if budget is None:
+        return None
+    memory = fill_memory(problem, on_device, budget, cached=True)
+    left = budget - problem.bytes_of(memory) - ARENA_ALIGN
+    plan = skeleton.plan(on_device, memory, caches(share_slots(experts, left)))
+    return plan if problem.fits(plan, HOST) and (not above or problem.fits(plan)) else None
+
+
+def computed_there(skeleton: Skeleton, experts: bool) -> Resident:
+    """The parts that the device computes if its memory has room for all of them: all but the attention that is left to
+    the CPU, an embedding of which single rows are looked up, which takes no time on the CPU, and, without `experts`,
+    experts and their routers."""
+    problem, layers = skeleton.problem, skeleton.attention_layers
+    parts = (part for part in problem.parts.values() if part.kind != "attn" or part.layer < layers)
+    cpu = () if experts else ("experts", "router")
+    return all_of(part for part in parts if part.key != problem.gathered and part.kind not in cpu)
+
+
+def fill_device(skeleton: Skeleton, budget: int, experts: bool = False) -> Resident:
+    """The granules that `budget` bytes of device memory hold, in the order of the module's docstring. `experts`: after
+    these, routers and experts of the first layers that fit as a whole."""
+    problem = skeleton.problem
+    stays = all_of([problem.head] if problem.head.nbytes <= budget else [])
+    attention = problem.of_kind("attn")[: skeleton.attention_layers]
+    for parts in (attention, problem.of_kind("shared"), problem.of_kind("ffn")):
+        stays |= share_out(parts, budget - problem.bytes_of(stays))
+    for part in problem.of_kind("experts") if experts else ():
+        layer = all_of([part, problem.parts[f"{part.layer}.router"]])
+        if problem.bytes_of(stays) + problem.bytes_of(layer) > budget:
+            break
+        stays |= layer
+    return stays
+
+
+def fill_memory(problem: Problem, on_device: Resident, budget: int, cached: bool = False) -> Resident:
+    """The granules that `budget` bytes of RAM hold: even shares of everything that is not on the device. A tied
+    embedding stays before all else: it is the head too, and if it streamed, the row of each token would have to be read
+    on its own as well. One of which single rows are looked up stays only if there is room left. `cached`: no experts
+    stay, because they have caches, which are a better use of room than single rows."""
+    rest = {key: part.granules - on_device.get(key, 0) for key, part in problem.parts.items()}
+    every = [part for part in problem.parts.values() if part.kind not in PINNED and rest[part.key]]
+    every = [part for part in every if not cached or part.kind != "experts"]
+    embed = problem.parts["embed"]
+    looked_up = [part for part in every if part.key == problem.gathered]
+    stays: Resident = {}
+    if problem.spec.tied and rest["embed"] and rest["embed"] * embed.granule_bytes <= budget:
+        stays["embed"] = rest["embed"]
+    shared = [part for part in every if part not in looked_up and part.key not in stays]
+    stays |= share_out(shared, budget - problem.bytes_of(stays), rest)
+    if not cached and sum(part.nbytes for part in looked_up) <= budget - problem.bytes_of(stays):
+        stays |= all_of(looked_up)
+    return stays

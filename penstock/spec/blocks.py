@@ -1,0 +1,116 @@
+"""Formats that others quantise to, as GGUF files hold them (llama.cpp): how the same numbers lie in tiles of 16 rows.
+
+GGUF cuts a row into blocks of 32 or 256 columns, each with its own header. Here 16 rows lie together, as
+`spec.format` draws it, and every code, scale and minimum keeps its bits. So a number is what the file says, and a
+matrix takes the bytes that it takes there. A tile is a sequence of blocks of S columns of its 16 rows:
+
+    a tile:    | block 0 | block 1 |  …  |
+    a block:   | scale words | float16 [16] … | group 0 | group 1 |  …  |          a group is 32 columns
+    a group:   | lines of low bits | lines of high bits |
+
+    S is the largest divisor that C has in common with 64 (formats with a header for each 32 columns) or 256 (the
+    others). So where C is less than 256, as the 64 columns of a granule of `down`, the header is repeated for each S.
+
+A line is a word of 4 bytes of each row. Columns 4l + b of a group, l = 0 … 7, are byte b of these words:
+
+    4 low bits    4 lines   line l / 2, the low nibble where l is even, else the high one
+    8 low bits    8 lines   line l
+    2 low bits    2 lines   line l / 4, bits 2 (l mod 4) and above
+    2 high bits   2 lines   as 2 low bits
+    1 high bit    1 line    bit l
+
+    code = low bits + high bits << (number of low bits)
+    value = (code - offset) * scale, or code * scale - minimum, or table[code] * scale, in float32
+
+    format   bits of a code   offset   scale words, then float16, of a block of S columns              bits of a weight
+    q4_0     4                8        d of each group                                                 4.5
+    q5_0     4 + 1            16       d of each group                                                 5.5
+    q5_1     4 + 1                     d and m of each group; value = code * d + m                     6.0
+    q8_0     8                128      d of each group                                                 8.5
+    iq4_nl   4                table    d of each group                                                 4.5
+    mxfp4    4                table    uint8 [S / 32][16]: scale = 2^(e - 128)                         4.25
+    q2_k     2                         S / 16 bytes: scale in the low nibble, minimum in the high one; d, dmin     2.625
+    q3_k     2 + 1            4        6 bits a scale, which is 32 less; d; 16 columns a scale         3.4375
+    q4_k     4                         6 bits a scale and 6 bits a minimum; d, dmin                    4.5
+    q5_k     4 + 1                     as q4_k                                                         5.5
+    q6_k     4 + 2            32       int8 a scale; d; 16 columns a scale                             6.5625
+    iq4_xs   4                table    6 bits a scale, which is 32 less; d                             4.25
+
+    Of the last six, scale = d * (the integer scale), minimum = dmin * (the integer minimum). q8_0 keeps a signed byte
+    plus 128. Tables have 128 added too, so that all codes are unsigned where they are multiplied.
+
+Integer scales of S = 256 columns are packed as in the file's own header, whose bytes 4w … 4w + 3 are word w of the row:
+
+    q4_k, q5_k   3 words   q3_k   3 words   q2_k, q6_k   4 words   iq4_xs   1 word of low bits, then uint16 of high bits
+
+Of fewer columns they are bytes, padded to whole words: scales, then (q4_k, q5_k) minimums. So where S is 64, q4_k takes
+5.0 bits, q5_k 6.0, q6_k 6.75. q4_1 is int4-g32: its d is the scale, its m the minimum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from types import MappingProxyType
+
+GROUP = 32  # columns of a group: activations that are rounded beside these formats have a scale for as many
+TILE_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A row of the table above. `columns`, `nbytes`: of a block in a GGUF file. `low`, `high`: bits of a code.
+    `scaled`: columns of a scale. `halves`: float16 numbers of a header. `offset`: what is taken from a code, or from
+    what a table has for it. `integers`: bytes of a scale and its minimum, where they are unpacked."""
+
+    columns: int
+    nbytes: int
+    low: int
+    high: int
+    scaled: int
+    halves: int
+    offset: int = 0
+    integers: int = 1
+
+    def span(self, cols: int) -> int:
+        """S: columns of a block in a tile of a matrix with so many columns."""
+        return gcd(cols, 64 if self.columns == GROUP else self.columns)
+
+    def scale_bytes(self, span: int) -> int:
+        """Bytes of a row's integer scales and minimums in the header of a block of `span` columns."""
+        if self.columns == GROUP:
+            return 0 if self.halves else span // GROUP
+        if span == self.columns:
+            return self.nbytes - 2 * self.halves - self.columns * (self.low + self.high) // 8
+        return -(-self.integers * (span // self.scaled) // 4) * 4
+
+    def header_bytes(self, span: int) -> int:
+        """Bytes of a row in that header."""
+        return self.scale_bytes(span) + 2 * self.halves * (span // GROUP if self.columns == GROUP else 1)
+
+    def block_bytes(self, span: int) -> int:
+        """Bytes of a block of `span` columns of a tile."""
+        return TILE_ROWS * (self.header_bytes(span) + span * (self.low + self.high) // 8)
+
+
+# The rows of the table, by name. Sizes of blocks are those of ggml's structs.
+BLOCKS = MappingProxyType({
+    "q4_0": Blocks(32, 18, 4, 0, 32, 1, 8),
+    "q5_0": Blocks(32, 22, 4, 1, 32, 1, 16),
+    "q5_1": Blocks(32, 24, 4, 1, 32, 2),
+    "q8_0": Blocks(32, 34, 8, 0, 32, 1, 128),
+    "iq4_nl": Blocks(32, 18, 4, 0, 32, 1, 128),
+    "mxfp4": Blocks(32, 17, 4, 0, 32, 0, 128),
+    "q2_k": Blocks(256, 84, 2, 0, 16, 2),
+    "q3_k": Blocks(256, 110, 2, 1, 16, 1, 4),
+    "q4_k": Blocks(256, 144, 4, 0, 32, 2, integers=2),
+    "q5_k": Blocks(256, 176, 4, 1, 32, 2, integers=2),
+    "q6_k": Blocks(256, 210, 4, 2, 16, 1, 32),
+    "iq4_xs": Blocks(256, 136, 4, 0, 32, 1, 128),
+})  # fmt: skip
+
+# What the codes of table formats stand for, in twice its number for mxfp4 (e2m1 of OCP MX, whose scale is halved).
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+TABLES = MappingProxyType({
+    "iq4_nl": _IQ4, "iq4_xs": _IQ4, "mxfp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+})  # fmt: skip
