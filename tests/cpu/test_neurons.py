@@ -133,7 +133,7 @@ def test_neurons_are_refused_where_they_make_no_sense() -> None:
         parse_format("int8-g8-neurons")
     with pytest.raises(BadRequest, match="unknown number format"):
         parse_format("int4" + "-neurons" * 3000)
-    with pytest.raises(BadRequest, match="has no neurons"):
+    with pytest.raises(BadRequest, match="a KV cache in int8-neurons"):
         parse_format("int8-neurons").check_kv()
 
 

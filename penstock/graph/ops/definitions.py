@@ -33,7 +33,7 @@ from penstock.graph.ops.operand import (
 QKV_BLOCKS = ("q", "k", "v", "q_bias", "k_bias", "v_bias")
 OUT_BLOCKS = ("o",)
 FFN_BLOCKS = ("gate", "up", "down", "gate_bias", "up_bias")
-PREDICTOR_BLOCKS = ("hidden", "neurons")
+PREDICTOR_BLOCKS = ("hidden", "neurons", "hidden_bias", "neurons_bias")
 ROUTER_BLOCKS = ("scores", "bias", "shared_gate")
 VOCAB_BLOCKS = ("rows",)
 
