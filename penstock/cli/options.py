@@ -120,8 +120,9 @@ class Work:
     sparsity: str = flag(
         "--sparsity",
         "MODE",
-        "What is done about neurons that do not fire: off, or exact, which leaves out what their zeros multiply."
-        " auto is exact for models with ReLU.",
+        "What is done about neurons that do not fire: off; exact, which leaves out what their zeros multiply; or"
+        " predict, which computes those alone that predictors call active (lossy, see train-predictors). auto is exact"
+        " for models with ReLU.",
         "auto",
     )
     batch: int = flag("--batch", "N", "Sequences at once.", 1, min=1)
