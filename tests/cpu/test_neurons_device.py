@@ -38,17 +38,20 @@ def relu_models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str
 @pytest.mark.fuzz
 @given(st.data())
 def test_any_placement(relu_models: dict[tuple[str, str], Packed], data: st.DataObject) -> None:
-    """On an emulated device, with ring slots poisoned: what is left out changes no bit, nor does what ran first."""
+    """On an emulated device, with ring slots poisoned: what is left out changes no bit, nor does what ran first.
+
+    Activations are float32. Where they are rounded to int8, the order of a sum over two executors may round one of them
+    the other way: here 1e-2 of a logit of 4."""
     packed = relu_models[data.draw(st.sampled_from(KINDS))]
     plan = data.draw(device_plans(packed.spec, packed.weights, batch_seqs=2, kv="float32"))
     plan, order = data.draw(page_orders(plan))
     exact = replace(plan, sparsity="exact")
     for each in (plan, exact):
         check_plan(each, packed.spec, packed.weights)
-    found = on_device(packed, exact, data.draw(st.integers(0, 1000)), order=order)
-    np.testing.assert_array_equal(found, on_device(packed, exact, order=order, serial=True))
-    np.testing.assert_array_equal(found, on_device(packed, plan, order=order))
-    resident = run(packed, resident_plan(packed.spec, packed.weights, batch_seqs=2, kv="float32"))
+    found = on_device(packed, exact, data.draw(st.integers(0, 1000)), order=order, exact=True)
+    np.testing.assert_array_equal(found, on_device(packed, exact, order=order, serial=True, exact=True))
+    np.testing.assert_array_equal(found, on_device(packed, plan, order=order, exact=True))
+    resident = run(packed, resident_plan(packed.spec, packed.weights, batch_seqs=2, kv="float32"), exact=True)
     assert np.abs(found - resident).max() <= NEAR["float32"]
 
 
@@ -69,10 +72,10 @@ def test_what_the_planner_proposes_runs(relu_models: dict[tuple[str, str], Packe
     chosen = choose("emulated", MACHINE, limit)
     ask = Ask(context=64, batch=2, kv="float32", score=True, device_memory_bytes=limit, use_device=True)
     solved = solve(ask, packed.spec, packed.weights, chosen.machine)
-    resident = run(packed, resident_plan(packed.spec, packed.weights, batch_seqs=2, kv="float32"))
+    resident = run(packed, resident_plan(packed.spec, packed.weights, batch_seqs=2, kv="float32"), exact=True)
     runs = [each.candidate.plan for each in solved.compared if not each.candidate.cannot_run]
     assert solved.plan in runs and any(unit.decode == "gpu0" for unit in solved.plan.units)
     for plan in runs[:4]:
         assert plan.sparsity == "exact"
         check_plan(plan, packed.spec, packed.weights)
-        assert np.abs(on_device(packed, plan) - resident).max() <= NEAR["float32"]
+        assert np.abs(on_device(packed, plan, exact=True) - resident).max() <= NEAR["float32"]
