@@ -80,6 +80,16 @@ def encode_blocks(
     return out
 
 
+def halves_of(packed: Array, cols: int, fmt: Format) -> Array:
+    """The float16 numbers in the headers of a matrix in tiles, uint8 [bytes], of a format of `spec.blocks`: uint16 [n,
+    bytes of a header / 2]."""
+    blocks = BLOCKS[fmt.kind]
+    span = blocks.span(cols)
+    headers = packed.reshape(-1, blocks.block_bytes(span))
+    lo, hi = TILE_ROWS * blocks.scale_bytes(span), TILE_ROWS * blocks.header_bytes(span)
+    return np.ascontiguousarray(headers[:, lo:hi]).view(np.uint16)
+
+
 @dataclass(frozen=True)
 class _Fields:
     """What rows of a file's blocks hold: `codes` uint8 [r, columns] with the offset of `Blocks` in them, `scales` uint8
