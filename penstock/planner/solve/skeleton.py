@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 from penstock.graph.arenas import ARENA_ALIGN
@@ -64,7 +65,7 @@ class Skeleton:
     unit_bytes: int = 0
     predictors: tuple[Predictor, ...] = ()
 
-    @property
+    @cached_property
     def has_device(self) -> bool:
         return self.main == GPU.executor
 
