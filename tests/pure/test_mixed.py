@@ -115,4 +115,4 @@ def test_what_no_matrix_can_have_is_refused_by_name() -> None:
         parts(SPEC, mixed)
     for others in ((), (("b", Q6_K), ("a", Q6_K))):
         with pytest.raises(BadRequest, match="mixture"):
-            Mixed("q4_k", 32, False, "x", others)
+            Mixed("q4_k", 32, label="x", others=others)
