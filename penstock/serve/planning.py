@@ -16,6 +16,7 @@ from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.store import manifest as manifests
+from penstock.store.gguf.header import is_gguf
 from penstock.store.packed import is_packed, part_disks, read_config, read_manifest
 from penstock.store.predictors import kept as kept_predictors
 from penstock.store.profile_file import kept
@@ -35,15 +36,19 @@ def describe(
 ) -> tuple[ModelSpec, Format]:
     """A model's spec, and the format that its weights have or would have once packed.
 
-    `model`: a folder, a config.json, or where there is no such path the name of a bundled shape. `weights`: the format
-    to pack to, if not the model's own. `verify`: a packed model's config.json is compared with its checksum. `to_plan`:
-    the model is only planned, so a type that does not run yet will do. Raises BadRequest, BrokenModel,
-    UnsupportedModel, DamagedModel.
+    `model`: a folder, a config.json, a GGUF file, or where there is no such path the name of a bundled shape.
+    `weights`: the format to pack to, if not the model's own. `verify`: a packed model's config.json is compared with
+    its checksum. `to_plan`: the model is only planned, so a type that does not run yet will do. Raises BadRequest,
+    BrokenModel, UnsupportedModel, DamagedModel.
     """
     model = shapes.locate(model)
     manifest = read_manifest(model) if is_packed(model) else None
     _, spec = read_config(model, manifest.files if verify and manifest is not None else (), to_plan=to_plan)
-    if weights is None:
+    if weights is None and is_gguf(model):
+        from penstock.store.own import own_format  # with numpy, which planning goes without
+
+        weights = own_format(model)
+    elif weights is None:
         weights = manifests.formats(manifest) if manifest is not None else Format(spec.dtype)
     return spec, weights
 
