@@ -10,6 +10,7 @@ import pytest
 
 from penstock.errors import BadRequest
 from penstock.serve import levels
+from penstock.serve.kv_store import store_key
 from penstock.spec.ask import Ask
 from penstock.spec.profile import Profile
 from penstock.store.packed import open_packed
@@ -35,7 +36,10 @@ def test_a_level_leaves_its_share_out(tmp_path: Path, weights: str) -> None:
     with load(folder, batch=2, context=64, kv="float32", sparsity="threshold") as engine:
         assert engine.plan.levels == tuple(each.level for each in found)
         assert any("lossy" in reason for reason in engine.solved.reasons)
-        plan = engine.plan
+        plan, sums = engine.plan, engine.packed.sums
+        # KV that is kept for later is another one for other levels, and for none.
+        others = (plan, replace(plan, levels=tuple(2 * level for level in plan.levels)), replace(plan, sparsity="off"))
+        assert len({store_key(each, sums, False) for each in others}) == 3
         answers.append([a.token_ids for a in engine.generate(prompts, GREEDY)])
         with engine.session.hearing_neurons(lambda _layer, _h, live: fired.append(float(live.mean()))):
             engine.generate([ids[:40]], GREEDY)
