@@ -14,16 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import BadRequest
-from penstock.kernels.reference.dense import activate
+from penstock.runtime.activations import activations
 from penstock.runtime.host import Progress
 from penstock.serve.engine import Engine
 from penstock.serve.profiling import Fired, read
 from penstock.spec.model import Ffn
-from penstock.spec.parts import Part
 from penstock.spec.profile import FIRED_TOGETHER, LayerLevel, Profile
-from penstock.store.files import open_regular, reading
-from penstock.store.packed import Packed
-from penstock.store.quantize import decode, decode_rows
 
 RUN_TOKENS = FIRED_TOGETHER[-1]
 MOST_RUNS = 16
@@ -54,7 +50,7 @@ def find(
     if len(ids) < RUN_TOKENS:
         raise BadRequest(f"the text has {len(ids)} tokens; levels take {RUN_TOKENS} at least")
     inputs = _hear(engine, ids, on_progress)
-    return tuple(_level(packed, layer, h, below) for layer, h in enumerate(inputs))
+    return tuple(_level(engine, layer, h, below) for layer, h in enumerate(inputs))
 
 
 def _hear(engine: Engine, ids: Sequence[int], on_progress: Progress | None) -> list[Float32]:
@@ -76,14 +72,14 @@ def _hear(engine: Engine, ids: Sequence[int], on_progress: Progress | None) -> l
     return [np.concatenate(rows) for rows in kept]
 
 
-def _level(packed: Packed, layer: int, h: Float32, below: float) -> LayerLevel:
+def _level(engine: Engine, layer: int, h: Float32, below: float) -> LayerLevel:
+    packed = engine.packed
     part, ffn = packed.parts[f"{layer}.ffn"], packed.spec.layers[layer].ffn
     assert isinstance(ffn, Ffn)
     sizes = np.empty((len(h), part.rows), np.float32)
     for g in range(part.granules):
         lo, n = g * part.granule_rows, part.rows_of(g, g + 1)
-        values = _activations(part, _granule(packed, part, g), h)[:, :n]
-        sizes[:, lo : lo + n] = np.abs(activate(np.ascontiguousarray(values), ffn.activation))
+        sizes[:, lo : lo + n] = np.abs(activations(engine.session.reader, part, g, ffn.activation, h)[:, :n])
     level = float(np.quantile(sizes, below))
     if not np.isfinite(level):
         raise BadRequest(f"{packed.folder} computes NaN in layer {layer}: its weights may be damaged")
@@ -91,25 +87,3 @@ def _level(packed: Packed, layer: int, h: Float32, below: float) -> LayerLevel:
     for lo in range(0, len(h), RUN_TOKENS):
         counted.rows((sizes[lo : lo + RUN_TOKENS] >= level).astype(np.uint8))
     return LayerLevel(layer, level, counted.shares())
-
-
-def _granule(packed: Packed, part: Part, g: int) -> NDArray[np.uint8]:
-    file, offset, nbytes = packed.locate(part.key, g, g + 1)
-    with reading(file), open(open_regular(file), "rb") as stream:
-        stream.seek(offset)
-        return np.frombuffer(bytearray(stream.read(nbytes)), np.uint8)
-
-
-def _activations(part: Part, granule: NDArray[np.uint8], h: Float32) -> Float32:
-    """What is activated, float32 [T, neurons of the granule], before it is."""
-    first = part.blocks[0]
-    if first.stride:
-        weights = decode_rows(granule, first)
-    else:
-        packed = granule[first.offset : first.offset + first.nbytes]
-        weights = decode(packed, first.rows, first.cols, first.format)
-    values: Float32 = h @ weights.T
-    if part.has(f"{first.name}_bias"):
-        bias = part.block(f"{first.name}_bias")
-        values += granule[bias.offset : bias.offset + bias.nbytes].view(np.float32)
-    return values
