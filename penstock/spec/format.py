@@ -232,7 +232,7 @@ class Mixed(Format):
 
     @property
     def for_cpu(self) -> bool:
-        return self.in_blocks or any(fmt.in_blocks for _, fmt in self.others)
+        return True  # kernels for devices read the matrices of a part by the format of its first one
 
     def of(self, key: str, block: str) -> Format:
         name = f"{key}.{block}"

@@ -270,12 +270,12 @@ def precision(kernels: Kernels, block: Block, x: Tensor) -> Iterator[None]:
         yield
         return
     wanted = "high" if kernels.matmul == "tf32" and block.format.kind != "float32" else "highest"
-    before = torch.get_float32_matmulprecision()
-    torch.set_float32_matmulprecision(wanted)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(wanted)
     try:
         yield
     finally:
-        torch.set_float32_matmulprecision(before)
+        torch.set_float32_matmul_precision(before)
 
 
 assert TILE_ROWS == 16, "tile_kernels counts on tiles of 16 rows"

@@ -12,7 +12,7 @@ The rest of the model lies in RAM.
 In decode a unit costs the share of its neurons that a token is expected to need. This assumes that single neurons can
 be skipped: the 64 neurons of a granule are hardly ever inactive together. The device adds up the two partial sums. A
 prompt needs nearly all neurons, so it is read densely (section 8.2). The runtime has no
-predictors yet.
+predictors beside a device yet.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from penstock.spec.plan import Plan, Predictor, Unit
 from penstock.units import format_bytes
 
 NAME = "hot and cold neurons (PowerInfer)"
-CANNOT_RUN = "predictors are not built yet"
+CANNOT_RUN = "predictors beside a device are not built yet"
 LOSSY = "skips neurons that predictors call inactive"
 _SHORT_PROMPT = 256  # in a prompt of so many tokens the CPU may compute its neurons as fast as the link lifts them
 
