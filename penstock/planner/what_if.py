@@ -106,8 +106,10 @@ def more_memory(problem: Problem, extra_bytes: int = GIB, ring_bytes: int = 0) -
 
 def other_formats(problem: Problem, ring_bytes: int = 0, like: str | None = None) -> list[tuple[Format, Prediction]]:
     """(format, prediction) in int4, in int8 and in the checkpoint's own format, without the one in use and without
-    those that do not fit. `ring_bytes`: the ring of the plan to compare with; `like`: its strategy, if it has a
-    device."""
+    those that do not fit. None for a file that was quantised by others, whose numbers stay. `ring_bytes`: the ring of
+    the plan to compare with; `like`: its strategy, if it has a device."""
+    if problem.weights.from_file:
+        return []
     wanted = dict.fromkeys((parse_format("int4"), parse_format("int8"), Format(problem.spec.dtype)))
     predictions = {
         fmt: _one(replace(problem, weights=fmt), ring_bytes, like) for fmt in wanted if fmt.kind != problem.weights.kind

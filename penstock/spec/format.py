@@ -146,6 +146,11 @@ class Format:
         """Of a whole model's weights: whether kernels for devices cannot read them."""
         return self.in_blocks or self.records
 
+    @property
+    def from_file(self) -> bool:
+        """Of a whole model's weights: whether a file was quantised to these numbers, by another program."""
+        return self.in_blocks
+
     def of(self, key: str, block: str) -> Format:
         """Of a whole model's weights: the format of the part `key`'s matrix `block`, all in tiles."""
         return self.in_tiles
@@ -234,6 +239,10 @@ class Mixed(Format):
     def for_cpu(self) -> bool:
         return True  # kernels for devices read the matrices of a part by the format of its first one
 
+    @property
+    def from_file(self) -> bool:
+        return self.is_quantised or any(fmt.is_quantised for _, fmt in self.others)
+
     def of(self, key: str, block: str) -> Format:
         name = f"{key}.{block}"
         at = bisect_left(self.others, name, key=lambda other: other[0])
@@ -242,7 +251,10 @@ class Mixed(Format):
 
 def mixture(table: Mapping[str, Format], label: str = "") -> Format:
     """The formats of a model's matrices, by part and block: "7.ffn.down", "embed.rows". Where all have the same it is
-    that one. `label` is the mixture's name, unless a format has that name: then it is the formats' own, `q4_0+q6_k`."""
+    that one. `label` is the mixture's name, unless a format has that name: then it is the formats' own, `q4_0+q6_k`.
+    Raises BadRequest for an empty table."""
+    if not table:
+        raise BadRequest(f"unknown number format {label[:40]!r}, and no matrices that would say what it is")
     count = Counter(table.values())
     most = sorted(count, key=lambda fmt: (-count[fmt], fmt.name))
     if len(most) == 1:

@@ -25,7 +25,8 @@ from penstock.spec.format import TILE_ROWS, Format, parse_format, tiles
 
 Array = npt.NDArray[Any]
 
-_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# Floats by their name in files. What is none of these in a GGUF file lies in blocks.
+KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # q4_1 is int4 with groups of 32: its file's blocks have d and m, as q5_1's have.
 _Q4_1 = Blocks(GROUP, 20, 4, 0, GROUP, 2)
 
@@ -34,8 +35,8 @@ def format_of(gguf_type: str) -> Format | None:
     """The format that holds a tensor of a GGUF type, as `gguf.GGMLQuantizationType` names it, exactly. None for a type
     that there is no format for."""
     name = gguf_type.upper()
-    if name in _FLOATS:
-        return Format(_FLOATS[name])
+    if name in KINDS:
+        return Format(KINDS[name])
     return parse_format(name) if name == "Q4_1" or name.lower() in BLOCKS else None
 
 

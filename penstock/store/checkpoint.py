@@ -24,7 +24,6 @@ MAX_INDEX_BYTES = 100_000_000
 
 # numpy has no bfloat16: its bits are held as uint16.
 RAW_DTYPES: dict[str, npt.DTypeLike] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 _READ_BYTES = 16 << 20  # of one read at most: a signal (Ctrl-C) is seen between two reads
 _FOLIO_BYTES = 4 << 20  # of the largest folio of the page cache

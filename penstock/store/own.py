@@ -10,10 +10,10 @@ from penstock.errors import BadRequest, UnsupportedModel
 from penstock.spec.format import FLOAT32, Format, mixture
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import PINNED, parts
-from penstock.store.blocks import format_of
-from penstock.store.checkpoint import KINDS, Checkpoint
+from penstock.store.blocks import KINDS, format_of
+from penstock.store.checkpoint import Checkpoint
 from penstock.store.gguf.model import mixture_label
-from penstock.store.header import TensorInfo, quoted
+from penstock.store.header import TensorInfo
 from penstock.store.packed import read_config
 from penstock.store.sources import sources_in
 
@@ -42,11 +42,6 @@ def own_weights(checkpoint: Checkpoint, spec: ModelSpec) -> Format:
     for key, block, kind, tensor in _matrices(checkpoint, spec):
         fmt = format_of(tensor.dtype)
         assert fmt is not None  # `weights` has found it
-        if kind in PINNED and tensor.dtype not in KINDS:
-            raise UnsupportedModel(
-                f"{tensor.file}: tensor {quoted(tensor.name)} holds {tensor.dtype}; penstock reads routers in F32, F16"
-                " and BF16"
-            )
         if kind not in PINNED and table.setdefault(f"{key}.{block}", fmt) != fmt:
             raise UnsupportedModel(f"{checkpoint.folder} has experts of a layer in {fmt.name} and in another format")
     found = mixture(table, mixture_label(checkpoint.gguf))

@@ -14,7 +14,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import BadRequest, BrokenModel, PenstockError
+from penstock.errors import BadRequest, BrokenModel, PenstockError, UnsupportedModel
 from penstock.models import TensorSource, says_experts
 from penstock.spec import codec
 from penstock.spec.format import Format
@@ -30,9 +30,9 @@ from penstock.spec.model import ModelSpec
 from penstock.spec.order import NeuronOrder, hot_to_cold
 from penstock.spec.parts import Block, Part, parts
 from penstock.spec.profile import Profile
-from penstock.store.blocks import encode_blocks
-from penstock.store.checkpoint import KINDS, Checkpoint
-from penstock.store.files import MAX_COPIED_BYTES, read_bytes, write_bytes
+from penstock.store.blocks import KINDS, encode_blocks
+from penstock.store.checkpoint import Checkpoint
+from penstock.store.files import MAX_COPIED_BYTES, read_bytes, storage_errors, write_bytes
 from penstock.store.gguf.header import is_gguf
 from penstock.store.gguf.model import gguf_text_files
 from penstock.store.header import TensorInfo, quoted
@@ -187,6 +187,11 @@ class Packing:
                     by_expert.add(source.tensor)
                 for name in source.tensors(part.experts):
                     tensor = self.checkpoint.weights(name)
+                    if tensor.dtype not in KINDS and not (block.tiled or block.stride):
+                        raise UnsupportedModel(
+                            f"{tensor.file}: tensor {quoted(name)} holds {tensor.dtype}; penstock reads norms, biases"
+                            f" and routers in {', '.join(KINDS)}"
+                        )
                     shape = _shape(part, block, source, len(tensor.shape))
                     before, axis = needed.setdefault(name, (tensor, shape))[1], source.axis + source.stacked
                     # A fused tensor (q, k and v in one) ends where its last block does.
@@ -211,10 +216,12 @@ class Packing:
         if self.checkpoint.gguf is None:
             yield self.checkpoint.folder
             return
-        with tempfile.TemporaryDirectory(prefix="penstock-") as made:
-            for name, content in self.extras.items():
-                write_bytes(Path(made) / name, content)
-            yield Path(made)
+        with ExitStack() as stack:
+            with storage_errors("write", Path(tempfile.gettempdir())):
+                made = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-")))
+                for name, content in self.extras.items():
+                    write_bytes(made / name, content)
+            yield made
 
     def filler(self, pool: ThreadPoolExecutor) -> Fill:
         """The `Fill` that `write_packed` wants. Every block of every granule is a job of its own in the pool."""

@@ -26,12 +26,16 @@ from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.source import resolve
 from penstock.spec.ask import Ask
+from penstock.spec.format import FLOAT32
+from penstock.spec.parts import parts
+from penstock.store.checkpoint import Checkpoint
 from penstock.store.copies import MODELS
 from penstock.store.gguf.files import open_gguf
 from penstock.store.gguf.header import Strings
 from penstock.store.gguf.model import read_gguf_config
-from penstock.store.pack import pack
-from penstock.store.packed import open_packed
+from penstock.store.pack import Packing, pack
+from penstock.store.packed import open_packed, read_config
+from penstock.store.sources import sources_in
 from tests.cpu import gguf_files, gguf_models
 from tests.cpu.commands import MACHINE, ROOT, here, machine_cache
 from tests.cpu.engines import load
@@ -281,6 +285,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[PenstockError], str]] = {
     "values of another length": ({"llama.attention.value_length": 8}, UnsupportedModel, "differs from the keys' 20"),
     "a part of each head": ({"llama.rope.dimension_count": 10}, UnsupportedModel, "10 is a part of each head of 20"),
     "another rope": ({"llama.rope.scaling.type": "su"}, UnsupportedModel, "'su' is not one of none, linear, yarn"),
+    "yarn beside a table": ({"llama.rope.scaling.type": "yarn"}, UnsupportedModel, "'yarn' beside a table"),
     "a rope of NaN": ({"llama.rope.freq_base": float("nan")}, BrokenModel, "should be a finite number"),
     "scaled logits": ({"llama.logit_scale": 0.5}, UnsupportedModel, "llama.logit_scale 0.5 is not supported"),
     "an encoder": ({"llama.attention.causal": False}, UnsupportedModel, "llama.attention.causal False"),
@@ -292,7 +297,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[PenstockError], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_known_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
     changes, kind, says = REFUSED[name]
-    file = rewritten(converted(tmp_path), tmp_path / "changed.gguf", changes)
+    tables = {"rope_freqs.weight": np.ones(10, np.float32)} if "beside a table" in name else None
+    file = rewritten(converted(tmp_path), tmp_path / "changed.gguf", changes, tables)
     with pytest.raises(kind) as raised:
         pack(file, tmp_path / "packed")
     assert says in raised.value.message and "\n" not in raised.value.message
@@ -326,6 +332,9 @@ TENSORS: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_freqs.weight": np.ones(99, np.float32)}, "should be a list of 10 numbers",
     ),
     "a table of frequencies of zeros": ({"rope_freqs.weight": np.zeros(10, np.float32)}, "should be from"),
+    "a table without its other one": (
+        {"rope_factors_long.weight": np.ones(10, np.float32)}, "has one of rope_factors_long",
+    ),
     "a table that is none": ({"rope_freqs.weight": np.zeros((2, 5), np.float32)}, "should be a list of up to"),
 }  # fmt: skip
 
@@ -338,6 +347,23 @@ def test_tensors_that_are_not_those_of_the_model(tmp_path: Path, name: str) -> N
         pack(file, tmp_path / "packed")
     assert says in raised.value.message and "\n" not in raised.value.message
     assert not (tmp_path / "packed").exists()
+
+
+def test_a_factor_without_a_type_is_linear(tmp_path: Path) -> None:
+    """As llama.cpp takes it."""
+    file = rewritten(converted(tmp_path), tmp_path / "changed.gguf", {"llama.rope.scaling.factor": 4.0})
+    assert read_gguf_config(open_gguf(file))["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+
+
+def test_a_norm_in_blocks_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    found = open_gguf(converted(tmp_path))
+    tensors = {name: replace(t, dtype="Q8_0") if "attn_norm" in name else t for name, t in found.tensors.items()}
+    _, spec = read_config(found.file)
+    with Checkpoint.open(found.file) as checkpoint:
+        checkpoint.tensors = tensors
+        packing = Packing(checkpoint, tuple(parts(spec, FLOAT32)), sources_in(checkpoint, spec), FLOAT32, {}, {})
+        with pytest.raises(UnsupportedModel, match="holds Q8_0; penstock reads norms, biases and routers in F32"):
+            packing.check_shapes("")
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,15 @@ from penstock.graph.lower import Lowering
 from penstock.graph.passes import decode
 from penstock.graph.resident import resident_plan
 from penstock.planner.cost import Cost
+from penstock.planner.solve.problem import Problem
 from penstock.spec import plan as plans
+from penstock.spec.ask import Ask
 from penstock.spec.format import FLOAT32, Format, Mixed, Share, kinds_name, mixture, parse_format
 from penstock.spec.machine import Capacity, MachineSpec, Rate
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Rope
 from penstock.spec.parts import MIXED, parts
 from penstock.store import manifest as manifests
+from tests.pure.machine import MACHINE
 
 Q4_K, Q6_K = parse_format("q4_k"), parse_format("q6_k")
 LAYER = Layer(Attention(8, 4, 64, 0.125, rope=Rope(1e4, 64)), Ffn(512, "silu", True))
@@ -44,6 +47,28 @@ def test_a_mixture_is_a_table_of_blocks() -> None:
     bias = replace(SPEC, layers=(replace(LAYER, attention=replace(LAYER.attention, qkv_bias=True)),))
     part = next(p for p in parts(bias, MIXTURE) if p.kind == "attn")
     assert part.block("q_bias").format == FLOAT32 and kinds_name(part.kinds()) == "q4_k+q6_k"
+
+
+def test_a_mixture_of_nothing_is_refused() -> None:
+    with pytest.raises(BadRequest, match="unknown number format 'zzz'"):
+        mixture({}, "zzz")
+
+
+def test_no_device_reads_a_mixture() -> None:
+    """Its kernels go by the format of a part's first matrix."""
+    floats = mixture({"0.attn.q": Format("float16"), "0.attn.k": FLOAT32, "0.attn.v": FLOAT32})
+    assert floats.for_cpu and MIXTURE.for_cpu and Q4_K.for_cpu and not FLOAT32.for_cpu
+
+
+def test_a_router_in_float32_makes_no_float32_model() -> None:
+    wide = replace(SPEC, dtype="float32")
+    for weights, kind in (
+        (Q4_K, "float16"),
+        (MIXTURE, "float16"),
+        (FLOAT32, "float32"),
+        (Format("int4", 64), "float32"),
+    ):
+        assert Problem(Ask(), wide, weights, MACHINE).kv.kind == kind
 
 
 def test_bytes_are_those_of_each_format() -> None:

@@ -101,16 +101,22 @@ def _rope(file: _File, head_dim: int) -> dict[str, Any]:
         rope["partial_rotary_factor"] = rotated / head_dim
     # A file of Llama 3.1 has no factors in its metadata but a divisor for each frequency. longrope has such divisors.
     divisors = file.tables.get("rope_freqs.weight")
+    long, brief = (file.tables.get(f"rope_factors_{which}.weight") for which in ("long", "short"))
+    if (long is None) != (brief is None):
+        raise BrokenModel(f"{file.where} has one of rope_factors_long.weight and rope_factors_short.weight alone")
+    # What llama.cpp takes where a file names a factor and no type.
+    stretched = keys.has("rope.scaling.factor") or keys.has("rope.scale_linear")
+    kind = keys.text("rope.scaling.type", "linear" if stretched else "none")
+    if (divisors is not None or long is not None) and kind not in ("none", "longrope"):
+        raise keys.unsupported("rope.scaling.type", f"{short(kind)} beside a table of divisors is not supported")
     if divisors is not None:
         same = {"short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0}
         return {**rope, "rope_scaling": {"rope_type": "longrope", **same}}
-    long, brief = (file.tables.get(f"rope_factors_{which}.weight") for which in ("long", "short"))
     if long is not None and brief is not None:
         scaling: dict[str, Any] = {"rope_type": "longrope", "short_factor": brief, "long_factor": long}
         if keys.has("rope.scaling.attn_factor"):
             scaling["attention_factor"] = keys.real("rope.scaling.attn_factor")
         return {**rope, "rope_scaling": scaling, **_original(file)}
-    kind = keys.text("rope.scaling.type", "linear" if keys.has("rope.scale_linear") else "none")
     if kind == "none":
         return rope
     factor_key = "rope.scaling.factor" if keys.has("rope.scaling.factor") else "rope.scale_linear"

@@ -98,10 +98,12 @@ class Problem:
     @property
     def kv(self) -> Format:
         """The number format of KV. Unless the ask names one, it is float32 for a float32 model, and float16 for others.
-        bfloat16 was rejected: in the same two bytes its values are 8 times coarser."""
+        A file that was quantised may have a router in float32, and is no float32 model. bfloat16 was rejected: in the
+        same two bytes its values are 8 times coarser."""
         if self.ask.kv is not None:
             return parse_format(self.ask.kv)
-        return Format("float32" if self.spec.dtype == "float32" else "float16")
+        wide = self.spec.dtype == "float32" and not self.weights.from_file
+        return Format("float32" if wide else "float16")
 
     @cached_property
     def cost(self) -> Cost:

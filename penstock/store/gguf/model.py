@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.errors import BrokenModel
 from penstock.models.gguf import ROPE_TABLES, config_from_gguf
+from penstock.store.blocks import KINDS
 from penstock.store.files import open_regular, reading
 from penstock.store.gguf.files import Gguf
 from penstock.store.gguf.header import Value
@@ -16,7 +17,6 @@ from penstock.store.header import TensorInfo, quoted
 
 _MAX_LIST = 4096  # values of a list that a config may need: one for each layer
 _MAX_TABLE_BYTES = 1 << 16
-_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 # general.file_type: what llama.cpp's quantiser was asked for. It names the mixture of formats in a file.
 _FILE_TYPES = {
@@ -33,8 +33,8 @@ def read_gguf_config(gguf: Gguf) -> dict[str, Any]:
     tables = {name: _table(gguf.tensors[name]) for name in ROPE_TABLES if name in gguf.tensors}
     shapes = {name: tensor.shape for name, tensor in gguf.tensors.items()}
     config = config_from_gguf(metadata, shapes, tables, str(gguf.file))
-    floats = {tensor.dtype for tensor in gguf.tensors.values() if len(tensor.shape) > 1} & _FLOATS.keys()
-    dtype = _FLOATS[floats.pop()] if len(floats) == 1 else "float32" if floats else "float16"
+    floats = {tensor.dtype for tensor in gguf.tensors.values() if len(tensor.shape) > 1} & KINDS.keys()
+    dtype = KINDS[floats.pop()] if len(floats) == 1 else "float32" if floats else "float16"
     return {**config, "torch_dtype": dtype}
 
 

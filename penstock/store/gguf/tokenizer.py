@@ -28,6 +28,7 @@ _PREFIX = "tokenizer.ggml."
 MODELS = ("gpt2", "llama")
 _MAX_CHARACTERS = 1 << 23  # of all entries together; the largest vocabulary known (262 k) has 2 million
 _MAX_ENTRY = 256  # characters of an entry that merges lead to
+_MAX_MERGES = 1 << 22  # Llama's 32,000 entries lead to 61,249; substrings of a long string to millions
 _SPACE = "▁"  # U+2581, which stands for a space in SentencePiece's vocabularies
 
 # Types of entries, in tokenizer.ggml.token_type.
@@ -136,6 +137,7 @@ def _sentence_piece(metadata: dict[str, Value], entries: Entries, where: str) ->
     ]
     unknown = next((entries.texts[i] for i, kind in enumerate(entries.types) if kind == _UNKNOWN), None)
     vocab = {text: i for i, text in enumerate(entries.texts)}
+    merges = _merges_by_score(vocab, entries, where)
     return {
         "normalizer": {
             "type": "Sequence",
@@ -143,13 +145,14 @@ def _sentence_piece(metadata: dict[str, Value], entries: Entries, where: str) ->
         },
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": back if prefix else back[:-1]},
-        "model": _bpe(vocab, _merges_by_score(vocab, entries), unk_token=unknown, fuse_unk=True, byte_fallback=True),
+        "model": _bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True),
     }
 
 
-def _merges_by_score(vocab: dict[str, int], entries: Entries) -> list[tuple[str, str]]:
+def _merges_by_score(vocab: dict[str, int], entries: Entries, where: str) -> list[tuple[str, str]]:
     """All ways to make an entry of two others, by the falling score of the entry they make. Equal scores: by id, and of
-    one entry by the length of the first half, since of equals the leftmost is merged first."""
+    one entry by the length of the first half, since of equals the leftmost is merged first. Raises BrokenModel where
+    they are too many."""
     made = sorted(
         (i for i, kind in enumerate(entries.types) if kind in (_NORMAL, _USER, _UNUSED)),
         key=lambda i: (-entries.scores[i], i),
@@ -160,6 +163,8 @@ def _merges_by_score(vocab: dict[str, int], entries: Entries) -> list[tuple[str,
         if len(text) <= _MAX_ENTRY:
             halves = ((text[:at], text[at:]) for at in range(1, len(text)))
             merges += [each for each in halves if each[0] in vocab and each[1] in vocab]
+            if len(merges) > _MAX_MERGES:
+                raise BrokenModel(f"{where} has a vocabulary with over {_MAX_MERGES} ways to make one entry of two")
     return merges
 
 
