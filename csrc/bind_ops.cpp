@@ -325,7 +325,8 @@ void bind_ops(nb::module_& m) {
             FIELD(FfnOp, "pending", sum.pending), FIELD(FfnOp, "granule", sum.granule),
             FIELD(FfnOp, "starts_sum", sum.starts_sum), FIELD(FfnOp, "continues_four", sum.continues),
             FIELD(FfnOp, "leaves_four", sum.keeps), SAME(FfnOp, skips), SAME(FfnOp, fired), SAME(FfnOp, fired_stride),
-            SAME(FfnOp, exact), SCRATCH(FfnOp), SAME(FfnOp, active), SAME(FfnOp, active_stride));
+            SAME(FfnOp, exact), SCRATCH(FfnOp), SAME(FfnOp, active), SAME(FfnOp, active_stride),
+            SAME(FfnOp, level));
     ops.def("predict", &Kernels::predict,
             SAME(PredictOp, weights), SAME(PredictOp, hidden), SAME(PredictOp, neurons),
             SAME(PredictOp, hidden_bias), SAME(PredictOp, neurons_bias), SAME(PredictOp, h), SAME(PredictOp, t),

@@ -279,7 +279,8 @@ struct OutOp {
 // multiplied by act(…) = 0 may be left out, which changes no bit. `fired` uint8 [T, neurons of the layer], rows
 // `fired_stride` bytes apart (null: not wanted): whether act(…) of a neuron was not 0. `active` uint8 [T, neurons of
 // the layer], rows `active_stride` bytes apart (null: all are): a neuron that is not active in a row counts as if
-// act(…) were 0 there. Its weights are not read where that can be helped.
+// act(…) were 0 there. Its weights are not read where that can be helped. `level`: where |act(…)| is below it, it
+// counts as 0.
 struct FfnOp {
     Granules weights;
     FfnShape shape;
@@ -293,6 +294,7 @@ struct FfnOp {
     std::ptrdiff_t fired_stride = 0;
     const std::uint8_t* active = nullptr;
     std::ptrdiff_t active_stride = 0;
+    float level = 0;
 };
 
 // active uint8 [T, N] = whether neurons · relu(hidden · h + hidden_bias) + neurons_bias is above 0, for h [T, D].

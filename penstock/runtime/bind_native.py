@@ -348,8 +348,8 @@ class NativeBinding(Binding):
             shape=self._ffn_shapes[unit.part], h=at(op.h), t=t, partial=at(op.partial),
             pending=at(op.pending), granule=unit.lo, starts_sum=op.starts_sum, continues_four=op.continues_four,
             leaves_four=op.leaves_four, skips=op.skips, fired=self._fired_at(call), fired_stride=self._fired.shape[1],
-            active=active, active_stride=columns, exact=self._exact[unit.part, "ffn"], scratch=at(op.scratch),
-            scratch_bytes=op.scratch.nbytes,
+            active=active, active_stride=columns, level=op.level, exact=self._exact[unit.part, "ffn"],
+            scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
 
     def _predict_on(self, on: Target, call: Call, op: ops.Predict, tables: BatchTables) -> None:

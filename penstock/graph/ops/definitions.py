@@ -132,7 +132,8 @@ class Ffn(NamedTuple):
 
     `starts_sum`: this call is the first addend. `continues_four`: the unit before left the sum of a four of granules
     unfinished, in `pending`. `leaves_four`: this unit does. With `active` (one slot, or none) the activation of neurons
-    that are not active is taken to be 0. `skips`: what an activation of 0 multiplies may be left out."""
+    that are not active is taken to be 0, and so are activations whose magnitude is below `level`. `skips`: what an
+    activation of 0 multiplies may be left out."""
 
     weights: Read
     h: Read
@@ -145,6 +146,7 @@ class Ffn(NamedTuple):
     leaves_four: bool
     skips: bool = False
     active: Reads = ()
+    level: float = 0.0
 
 
 class Route(NamedTuple):
