@@ -183,8 +183,8 @@ def _joined(fours: Array, bits: int) -> Array:
 
 
 def _fields(raw: Array, kind: str, lo: int, hi: int) -> _Fields:
-    """raw uint8 [r, blocks, bytes] → what they hold, of the codes columns lo..hi of each block. `down` has a part of each
-    block in a granule: to unpack no more takes a fraction of the time."""
+    """raw uint8 [r, blocks, bytes] → what they hold, of the codes columns lo..hi of each block. A granule of `down` has
+    a part of its blocks: to unpack no more takes a fraction of the time."""
     r, blocks = raw.shape[0], _blocks(kind)
     nothing = raw[:, :, :0]
 
