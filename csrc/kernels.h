@@ -272,7 +272,9 @@ struct OutOp {
 
 // partial [T, D] (+)= Σ granules: down · (act(gate h) * up h), or down · act(up h). h [T, D]. `skips`: what is
 // multiplied by act(…) = 0 may be left out, which changes no bit. `fired` uint8 [T, neurons of the layer], rows
-// `fired_stride` bytes apart (null: not wanted): whether act(…) of a neuron was not 0.
+// `fired_stride` bytes apart (null: not wanted): whether act(…) of a neuron was not 0. `values`: what `FireOp` gave for
+// these granules, of FFNs that lie neuron by neuron and at most kFewRows rows (null: it is computed here). With them
+// only the rows of neurons that fire are read of the weights.
 struct FfnOp {
     Granules weights;
     FfnShape shape;
@@ -284,6 +286,19 @@ struct FfnOp {
     bool skips = false;
     std::uint8_t* fired = nullptr;
     std::ptrdiff_t fired_stride = 0;
+    const float* values = nullptr;
+};
+
+// values [count, t, kGranuleRows] = act(gate h), or act(up h), of each granule: what `FfnOp` takes as `values`. Only
+// the matrix that is activated is read, and its bias.
+struct FireOp {
+    Granules weights;
+    FfnShape shape;
+    const float* h;
+    int t;
+    float* values;
+    bool exact;
+    Scratch scratch;
 };
 
 // routes = the router's answer for h [T, D]. `weights`: the router's granule.
@@ -412,6 +427,7 @@ struct Kernels {
     bool (*head)(Pool&, const HeadOp&);
     bool (*out)(Pool&, const OutOp&);
     bool (*ffn)(Pool&, const FfnOp&);
+    bool (*fire)(Pool&, const FireOp&);
     bool (*route)(Pool&, const RouteOp&);
     bool (*experts)(Pool&, const ExpertsOp&);
     bool (*combine)(Pool&, const CombineOp&);

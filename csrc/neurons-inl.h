@@ -6,6 +6,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <utility>
 
 namespace penstock::PENSTOCK_ISA {
@@ -222,13 +223,23 @@ void sum_neurons(const FfnOp& op, const Rows& x, const Four& four, float* to) {
     const Matrix& down = shape.down;
     const bool gated = shape.gate.rows > 0;
     const int t = x.count, d = shape.width();
-    alignas(64) float fired[kFewRows * kGranuleRows];
+    alignas(64) float computed[kFewRows * kGranuleRows];
     Wanted wanted;
     const auto granule_at = [&](int g) { return op.weights.data + std::size_t(four.lo + g) * op.weights.stride; };
     for (int g = 0; g < four.hi - four.lo; ++g) {
         const std::uint8_t* const granule = granule_at(g);
         const std::uint8_t* const next = g + 1 < four.hi - four.lo ? granule_at(g + 1) : granule;
-        const bool any = fire(shape, granule, next, x, 0, t, zeros_of(op).at(0, four.lo + g), fired);
+        const float* fired = computed;
+        bool any;
+        if (op.values != nullptr) {
+            fired = op.values + std::ptrdiff_t(four.lo + g) * t * kGranuleRows;
+            any = !all_zero(fired, t * kGranuleRows);
+            for (int row = 0; row < t; ++row) {
+                zeros_of(op).at(0, four.lo + g).note(row, fired + row * kGranuleRows, shape.up.rows);
+            }
+        } else {
+            any = fire(shape, granule, next, x, 0, t, zeros_of(op).at(0, four.lo + g), computed);
+        }
         if (!any && op.skips) continue;
         for (int i = 0; i < shape.up.rows; ++i) {
             float* const values = wanted.values[wanted.count];
@@ -401,6 +412,25 @@ void sum_values(const FfnOp& op, const Fours& fours, const std::vector<Values>& 
             });
         }
     }
+}
+
+// What neurons' activation gives, for few rows: threads take granules as they come.
+bool fire_neurons(Pool& pool, const FireOp& op) {
+    if (op.t > kFewRows || op.shape.up.rows > kGranuleRows) return false;
+    Scratch scratch = op.scratch;
+    Input input;
+    if (!input.plan(op.shape.first(), op.h, op.shape.width(), 1, op.t, op.exact, scratch)) return false;
+    std::atomic<int> next{0};
+    pool.run(cost_of(op.weights, bytes_of(op.shape.first()), op.t), [&](const Team& team) {
+        const Rows x = input.chunk_at(team, 0);
+        const auto granule_at = [&](int g) { return op.weights.data + std::size_t(g) * op.weights.stride; };
+        for (int g; (g = next.fetch_add(1, std::memory_order_relaxed)) < op.weights.count;) {
+            float* const to = op.values + std::ptrdiff_t(g) * op.t * kGranuleRows;
+            if (op.shape.up.rows < kGranuleRows) std::fill_n(to, op.t * kGranuleRows, 0.0F);
+            fire(op.shape, granule_at(g), granule_at(std::min(g + 1, op.weights.count - 1)), x, 0, op.t, Zeros{}, to);
+        }
+    });
+    return true;
 }
 
 bool neurons_many(Pool& pool, const FfnOp& op, std::size_t cost) {

@@ -16,6 +16,7 @@ import numpy as np
 from penstock import _native
 from penstock.graph import ops
 from penstock.graph.batch import Batch
+from penstock.graph.records import Records
 from penstock.graph.tasks import Call, Task
 from penstock.kernels import cpu
 from penstock.runtime.arena import Arenas
@@ -89,7 +90,7 @@ class NativeBinding(Binding):
         self._tables_of: dict[Batch, BatchTables] = {}  # of calls that run alone, for this pass
         self._shared: dict[tuple[object, ...], BatchTables] = {}  # of programs, by the batch's shape
         self._moved: set[int] = set()  # ids of the shared tables that hold the positions of this pass
-        self._most_bound = _KEPT * (4 * len(layers) if plan.caches else 1)
+        self._most_bound = _KEPT * (4 * len(layers) if plan.asks else 1)
         self._bound: dict[int, _Bound] = {}  # by `Task.like`
         self._fired = np.zeros((0, 0), np.uint8)  # who fires in the layer at hand, if somebody asks
         # Programs of one call for experts that were asked for, by all its operands but these experts.
@@ -98,7 +99,7 @@ class NativeBinding(Binding):
         edges = self._parts["edges"]
         natively: dict[str, Callable[[Target, Call, Any, BatchTables], None]] = {
             "gather": self._gather_on, "norm": self._norm_on, "qkv": self._qkv_on, "attend": self._attend_on,
-            "out": self._out_on, "ffn": self._ffn_on, "route": self._route_on, "experts": self._experts_on,
+            "out": self._out_on, "ffn": self._ffn_on, "fire": self._fire_on, "route": self._route_on, "experts": self._experts_on,
             "combine": self._combine_on, "gate": self._gate_on,
             "merge": self._merge_on, "head": self._head_on,
         }  # fmt: skip
@@ -327,12 +328,24 @@ class NativeBinding(Binding):
 
     def _ffn_on(self, on: Target, call: Call, op: ops.Ffn, tables: BatchTables) -> None:
         unit, at = self._plan.units[call.unit], self._arenas.address
+        part = self._parts[unit.part]
+        stride, shape = part.granule_bytes, self._ffn_shapes[unit.part]
+        if op.values:
+            stride, shape = Records.of(part).page_bytes, cpu.picked_shape(part, self._spec.layers[op.layer].ffns[-1])
         on.ffn(
-            weights=at(op.weights), count=unit.hi - unit.lo, stride=self._parts[unit.part].granule_bytes,
-            shape=self._ffn_shapes[unit.part], h=at(op.h), t=_batch(call).total_rows, partial=at(op.partial),
+            weights=at(op.weights), count=unit.hi - unit.lo, stride=stride, shape=shape, h=at(op.h), t=_batch(call).total_rows, partial=at(op.partial),
             pending=at(op.pending), granule=unit.lo, starts_sum=op.starts_sum, continues_four=op.continues_four,
             leaves_four=op.leaves_four, skips=op.skips, fired=self._fired_at(call), fired_stride=self._fired.shape[1],
-            exact=self._exact, scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
+            values=at(op.values[0]) if op.values else 0, exact=self._exact, scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
+        )  # fmt: skip
+
+    def _fire_on(self, on: Target, call: Call, op: ops.Fire, tables: BatchTables) -> None:
+        unit, at = self._plan.units[call.unit], self._arenas.address
+        part = self._parts[unit.part]
+        on.fire(
+            weights=at(op.weights), count=unit.hi - unit.lo, stride=Records.of(part).kept_bytes,
+            shape=cpu.kept_shape(part, self._spec.layers[op.layer].ffns[-1]), h=at(op.h), t=_batch(call).total_rows,
+            values=at(op.values), exact=self._exact, scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
 
     def _fired_at(self, call: Call) -> int:

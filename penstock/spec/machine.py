@@ -147,7 +147,7 @@ KV_IN_FLIGHT = 8
 
 
 # Op → the op whose products are most like its own. Its rate is taken where nobody has measured the first.
-_LIKE = {"experts": "ffn", "route": "head"}
+_LIKE = {"experts": "ffn", "fire": "ffn", "route": "head", "pick": "kv_load"}
 
 
 @dataclass(frozen=True, slots=True)
