@@ -273,7 +273,7 @@ struct OutOp {
 // partial [T, D] (+)= Σ granules: down · (act(gate h) * up h), or down · act(up h). h [T, D]. `skips`: what is
 // multiplied by act(…) = 0 may be left out, which changes no bit. `fired` uint8 [T, neurons of the layer], rows
 // `fired_stride` bytes apart (null: not wanted): whether act(…) of a neuron was not 0. `values`: what `FireOp` gave for
-// these granules, of FFNs that lie neuron by neuron and at most kFewRows rows (null: it is computed here). With them
+// these granules, of FFNs that lie neuron by neuron and few rows (null: it is computed here). With them
 // only the rows of neurons that fire are read of the weights.
 struct FfnOp {
     Granules weights;

@@ -243,7 +243,7 @@ class _Ops:
     def ffn(
         self, *, weights: int, count: int, stride: int, shape: FfnShape, h: int, t: int, partial: int, pending: int,
         granule: int, starts_sum: bool, continues_four: bool, leaves_four: bool, skips: bool, fired: int,
-        fired_stride: int, values: int, exact: bool, scratch: int, scratch_bytes: int,
+        fired_stride: int, exact: bool, scratch: int, scratch_bytes: int, values: int,
     ) -> None:  # fmt: skip
         """partial [t, D] (+)= down · act(gate h) * (up h) of every granule, by fours of the layer's, whose granule
         number `granule` comes first. pending [t, D]: the sum of a four that the call before left or this one leaves.

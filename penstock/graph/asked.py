@@ -18,7 +18,7 @@ from penstock.graph.records import Records
 from penstock.graph.tasks import Call, Pass, Slot, Task
 from penstock.spec.places import HOST, kernels_of, lane_between
 
-MOST_ROWS = 8  # of a batch: kernels for few rows alone take activations that are there (csrc/kernels.h, kFewRows)
+MOST_ROWS = 4  # of a batch: kernels for few rows alone take activations that are there (csrc/simd_*.h, kFewRows)
 
 
 class AskedUnits:

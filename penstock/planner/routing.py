@@ -36,10 +36,11 @@ Token = tuple[int, ...]  # the experts that a token goes to, ascending
 
 @dataclass(frozen=True)
 class RouterTrace:
-    """What routers say. `layers`: for each layer, the tokens in the order in which they came; none for dense layers.
-    `source`: where the trace is from. `fires`: for each layer, of the neuron at each place in the packed model the share
-    of tokens in which it fires; none where that is not known. `guesses`: for each layer, what its router says to the input of the FFN before,
-    for the same tokens, the likeliest expert first; none where nobody has asked it."""
+    """What routers say, and who fires. `layers`: for each layer, the tokens in the order in which they came; none for
+    dense layers. `source`: where the trace is from. `guesses`: for each layer, what its router says to the input of the
+    FFN before, for the same tokens, the likeliest expert first; none where nobody has asked it. `fires`: for each
+    layer, of the neuron at each place in the packed model the share of tokens in which it fires; none where that is not
+    known."""
 
     layers: tuple[tuple[Token, ...], ...]
     source: str
@@ -79,8 +80,8 @@ def firing(profile: Profile, orders: Mapping[int, Sequence[int]]) -> RouterTrace
 
 
 class Replay:
-    """Answers the routers of a plan out of a trace, and who fires by its rates. After its last token the trace begins again. `trace`: None:
-    `stated`."""
+    """Answers the routers of a plan out of a trace, and says who fires by its rates. After its last token the trace
+    begins again. `trace`: None: `stated`."""
 
     def __init__(self, plan: Plan, trace: RouterTrace | None = None) -> None:
         spec = plan.target.spec
@@ -103,8 +104,8 @@ class Replay:
         return self._next(route.layer, call.batch.total_rows)
 
     def _drawn(self, call: Call, fire: Fire) -> list[Token]:
-        """Who fires among a unit's neurons, in each row. Rows are independent of each other: the tokens of _TOKENS_DRAWN
-        draws come again and again. Where no rates are known, all fire."""
+        """Who fires among a unit's neurons, in each row. Rows are independent of each other, and after _TOKENS_DRAWN of
+        them the same ones come again. Where no rates are known, all fire."""
         unit, batch = self._plan.units[call.unit], call.batch
         assert batch is not None
         lo, hi = self._plan.unit_rows(unit)

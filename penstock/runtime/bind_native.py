@@ -80,6 +80,12 @@ class NativeBinding(Binding):
             for part in self._parts.values()
             if part.kind in FFNS
         }
+        # Of parts with units that are asked for: the shape of what stays in RAM, and of the pages with records.
+        asked = {unit.part: layers[self._parts[unit.part].layer].ffns[-1] for unit in plan.units if unit.asked}
+        self._asked_shapes = {
+            key: (cpu.kept_shape(self._parts[key], ffn), cpu.picked_shape(self._parts[key], ffn))
+            for key, ffn in asked.items()
+        }
         self._qkv_shapes = [
             cpu.qkv_shape(self._parts[f"{i}.attn"], layer.attention, spec.norm) for i, layer in enumerate(layers)
         ]
@@ -99,8 +105,8 @@ class NativeBinding(Binding):
         edges = self._parts["edges"]
         natively: dict[str, Callable[[Target, Call, Any, BatchTables], None]] = {
             "gather": self._gather_on, "norm": self._norm_on, "qkv": self._qkv_on, "attend": self._attend_on,
-            "out": self._out_on, "ffn": self._ffn_on, "fire": self._fire_on, "route": self._route_on, "experts": self._experts_on,
-            "combine": self._combine_on, "gate": self._gate_on,
+            "out": self._out_on, "ffn": self._ffn_on, "fire": self._fire_on, "route": self._route_on,
+            "experts": self._experts_on, "combine": self._combine_on, "gate": self._gate_on,
             "merge": self._merge_on, "head": self._head_on,
         }  # fmt: skip
         if not edges.has("project_in") and not spec.position_rows:
@@ -330,13 +336,16 @@ class NativeBinding(Binding):
         unit, at = self._plan.units[call.unit], self._arenas.address
         part = self._parts[unit.part]
         stride, shape = part.granule_bytes, self._ffn_shapes[unit.part]
+        values = 0
         if op.values:
-            stride, shape = Records.of(part).page_bytes, cpu.picked_shape(part, self._spec.layers[op.layer].ffns[-1])
+            values, stride = at(op.values[0]), Records.of(part).page_bytes
+            shape = self._asked_shapes[unit.part][1]
         on.ffn(
-            weights=at(op.weights), count=unit.hi - unit.lo, stride=stride, shape=shape, h=at(op.h), t=_batch(call).total_rows, partial=at(op.partial),
-            pending=at(op.pending), granule=unit.lo, starts_sum=op.starts_sum, continues_four=op.continues_four,
-            leaves_four=op.leaves_four, skips=op.skips, fired=self._fired_at(call), fired_stride=self._fired.shape[1],
-            values=at(op.values[0]) if op.values else 0, exact=self._exact, scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
+            weights=at(op.weights), count=unit.hi - unit.lo, stride=stride, shape=shape, h=at(op.h),
+            t=_batch(call).total_rows, partial=at(op.partial), pending=at(op.pending), granule=unit.lo,
+            starts_sum=op.starts_sum, continues_four=op.continues_four, leaves_four=op.leaves_four, skips=op.skips,
+            fired=self._fired_at(call), fired_stride=self._fired.shape[1], exact=self._exact, scratch=at(op.scratch),
+            scratch_bytes=op.scratch.nbytes, values=values,
         )  # fmt: skip
 
     def _fire_on(self, on: Target, call: Call, op: ops.Fire, tables: BatchTables) -> None:
@@ -344,7 +353,7 @@ class NativeBinding(Binding):
         part = self._parts[unit.part]
         on.fire(
             weights=at(op.weights), count=unit.hi - unit.lo, stride=Records.of(part).kept_bytes,
-            shape=cpu.kept_shape(part, self._spec.layers[op.layer].ffns[-1]), h=at(op.h), t=_batch(call).total_rows,
+            shape=self._asked_shapes[unit.part][0], h=at(op.h), t=_batch(call).total_rows,
             values=at(op.values), exact=self._exact, scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
 

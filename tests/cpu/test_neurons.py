@@ -85,7 +85,7 @@ def run(
             t=t, partial=partial.ctypes.data, pending=pending.ctypes.data, granule=lo, starts_sum=lo == 0,
             continues_four=lo % SUM_GRANULES != 0, leaves_four=hi % SUM_GRANULES != 0 and hi < part.granules,
             skips=skips, fired=fired.ctypes.data, fired_stride=fired.shape[1], exact=True,
-            scratch=scratch.ctypes.data, scratch_bytes=scratch.nbytes,
+            values=0, scratch=scratch.ctypes.data, scratch_bytes=scratch.nbytes,
         )  # fmt: skip
     return partial, fired
 

@@ -54,10 +54,9 @@ from penstock.graph.ops.operand import Operand, Slot, operands_of
 __all__ = [
     "FFN_BLOCKS", "NAMES", "OPS", "OUT_BLOCKS", "PLANNED", "PREDICTOR_BLOCKS", "QKV_BLOCKS", "ROUTER_BLOCKS",
     "VOCAB_BLOCKS", "Attend", "Combine", "Copy", "Embed", "Experts", "Fetch", "Ffn", "Fire", "Gate", "Gather", "Head",
-    "KvLoad", "KvMove", "KvSave", "LayerOp", "Lift", "Load", "Merge", "Norm", "Op", "Operands", "Out", "Pick", "Predict", "Qkv",
-    "Route", "Slot", "Sync", "WithUnit", "active_cost", "attend_cost", "block_bytes", "block_weights", "experts_cost",
-    "fired_cost",
-    "matrix_cost", "rows_cost", "slots_of",
+    "KvLoad", "KvMove", "KvSave", "LayerOp", "Lift", "Load", "Merge", "Norm", "Op", "Operands", "Out", "Pick",
+    "Predict", "Qkv", "Route", "Slot", "Sync", "WithUnit", "active_cost", "attend_cost", "block_bytes",
+    "block_weights", "experts_cost", "fired_cost", "matrix_cost", "rows_cost", "slots_of",
 ]  # fmt: skip
 
 LayerOp = Qkv | Attend | Out | Ffn | Fire | Route | Experts | Combine | Gate | Merge

@@ -1,4 +1,4 @@
-"""Plans that read of FFNs the records of those neurons that fire: PowerInfer's placement, with a disk where that has RAM.
+"""Plans that read of FFNs the records of neurons that fire: PowerInfer's placement, with a disk where that has RAM.
 
 Of each FFN the first granules stay whole, which are the hottest where a packed model is ordered (`pack --profile`). Of
 the others the matrix that is activated stays, and a token reads the records of those that fire. RAM that is left holds

@@ -16,6 +16,7 @@ from penstock.planner.homes import kv_layers, weights_bytes
 from penstock.planner.solve import fill
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.ours.asking import HOT_SHARES, asking, may_ask
+from penstock.planner.solve.ours.asking import reason as asked_reason
 from penstock.planner.solve.ours.filling import caching, partly_in_ram
 from penstock.planner.solve.problem import Problem, too_little
 from penstock.planner.solve.skeleton import Skeleton
@@ -192,6 +193,8 @@ def _reasons(plan: Plan, ask: Ask) -> tuple[str, ...]:
             f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads all experts once",
             kv,
         )
+    if any(unit.asked for unit in plan.units):
+        return (asked_reason(plan), f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads all neurons", kv)
     return (
         f"{format_bytes(homes.get(HOST, 0))} of {format_bytes(total_bytes)} of weights stay in memory, spread evenly"
         " over the layers; the rest streams from disk",
