@@ -31,11 +31,12 @@ Value named(const std::map<std::string, Value>& names, const std::string& name) 
     return entry->second;
 }
 
-const std::map<std::string, Kind> kKinds{{"float32", Kind::kFloat32},
-                                         {"float16", Kind::kFloat16},
-                                         {"bfloat16", Kind::kBfloat16},
-                                         {"int8", Kind::kInt8},
-                                         {"int4", Kind::kInt4}};
+const std::map<std::string, Kind> kKinds{
+    {"float32", Kind::kFloat32}, {"float16", Kind::kFloat16}, {"bfloat16", Kind::kBfloat16}, {"int8", Kind::kInt8},
+    {"int4", Kind::kInt4},       {"q4_0", Kind::kQ4_0},       {"q5_0", Kind::kQ5_0},         {"q5_1", Kind::kQ5_1},
+    {"q8_0", Kind::kQ8_0},       {"iq4_nl", Kind::kIq4Nl},    {"mxfp4", Kind::kMxfp4},       {"q2_k", Kind::kQ2K},
+    {"q3_k", Kind::kQ3K},        {"q4_k", Kind::kQ4K},        {"q5_k", Kind::kQ5K},          {"q6_k", Kind::kQ6K},
+    {"iq4_xs", Kind::kIq4Xs}};
 
 void check_group(int group, int multiple) {
     if (group >= multiple && group <= kMostGroup && group % multiple == 0) return;
@@ -47,6 +48,9 @@ Matrix make_matrix(int rows, int cols, const std::string& kind, int group, std::
     const Matrix m{rows, cols, named(kKinds, kind), group, offset, row_stride};
     if (rows < 1 || cols < 1) throw nb::value_error("rows and cols must be at least 1");
     if (m.quantised()) check_group(group, m.by_row() ? kLineColumns : kWeightGroup);
+    if (in_blocks(m.kind) && (group != kBlockGroup || cols % kBlockGroup != 0 || m.by_row())) {
+        throw nb::value_error((kind + " has whole groups of 32 columns, and lies in tiles").c_str());
+    }
     if (m.by_row() && row_stride < m.codes_bytes() + 4 * std::size_t(m.groups())) {
         throw nb::value_error("row_stride must be at least a row");
     }
@@ -157,7 +161,8 @@ template <class Op, class Place>
 using Crosses = Crossing<std::remove_reference_t<std::invoke_result_t<Place, Op&>>>;
 
 void check(const WidenOp& op) {
-    if (!op.matrix.quantised() || (op.wide.kind != Kind::kFloat32 && op.wide.kind != Kind::kFloat16)) {
+    if (!op.matrix.quantised() || in_blocks(op.matrix.kind) ||
+        (op.wide.kind != Kind::kFloat32 && op.wide.kind != Kind::kFloat16)) {
         throw nb::value_error("integer weights are widened to float32 or float16");
     }
     if (op.matrix.rows != op.wide.rows || op.matrix.cols != op.wide.cols) throw nb::value_error("the shapes differ");

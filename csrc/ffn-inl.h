@@ -41,6 +41,7 @@ bool hidden_of(const FfnShape& shape, const std::uint8_t* granule, const std::ui
 void down_panel(const Matrix& m, const std::uint8_t* block, int tiles, std::size_t ahead, int n, const Operand& x,
                 const float* before, float* to) {
     const auto run = [&]<int rows>() {
+        if (in_blocks(m.kind)) return dot_short_in_blocks<rows>(m, block, tiles, ahead, x, before, to, m.rows);
         if (m.kind == Kind::kInt8) return dot_short<false, 0, rows>(m, block, tiles, ahead, x, before, to, m.rows);
         if (m.group == 64) return dot_short<true, 8, rows>(m, block, tiles, ahead, x, before, to, m.rows);
         dot_short<true, 0, rows>(m, block, tiles, ahead, x, before, to, m.rows);

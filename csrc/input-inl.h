@@ -50,8 +50,9 @@ static_assert(kHiddenRows % kWideRows == 0, "whole panels");
 static_assert(kFewRows <= kMostFewRows, "scratch is sized for so many");
 
 // Rounds one group of a row, `count` numbers padded to `group`, to int8 with scale = max / 127. `sum`: the sum of the
-// rounded numbers, as floats.
-void round_group(const float* from, int count, int group, std::int8_t* q, float* scale, float* sum) {
+// rounded numbers, as floats. `halves` (null: not wanted): sums of 16 of them each, `stride` numbers apart.
+void round_group(const float* from, int count, int group, std::int8_t* q, float* scale, float* sum,
+                 std::int16_t* halves, int stride) {
     I most_bits = i_zero();
     for (int i = 0; i < count; i += 16) most_bits = i_max(most_bits, i_magnitude(load_some(from + i, count - i)));
     const std::int32_t bits = i_max_of(most_bits);
@@ -63,6 +64,7 @@ void round_group(const float* from, int count, int group, std::int8_t* q, float*
         const I codes = i < count ? i_round(f_mul(load_some(from + i, count - i), up)) : i_zero();
         i_store_bytes(q + i, codes);
         total = i_add(total, codes);
+        if (halves != nullptr) halves[i / 16 * stride] = static_cast<std::int16_t>(i_sum(codes));
     }
     // NaN and infinite activations stay visible in the scale, so that damaged weights do not pass for zeros.
     *scale = most / 127.0F;
@@ -87,6 +89,10 @@ struct Prepared {
             rows.f = take<float>(scratch, n * width);
         }
         if (m.quantised()) rows.sum = take<float>(scratch, n * groups);
+        if (rows.q != nullptr && m.group == kBlockGroup) {
+            rows.halves = take<std::int16_t>(scratch, 2 * n * groups);
+            if (rows.halves == nullptr) return false;
+        }
         return (rows.f != nullptr || (rows.q != nullptr && rows.scale != nullptr)) &&
                (rows.sum != nullptr || !m.quantised());
     }
@@ -113,7 +119,9 @@ struct Prepared {
             return;
         }
         alignas(64) std::int8_t codes[kMostGroup + 16];
-        round_group(from, count, m.group, codes, rows.scale + place, rows.sum + place);
+        std::int16_t* const halves =
+            rows.halves ? rows.halves + 2 * (panel.row * rows.groups + std::ptrdiff_t(at) * n) + r : nullptr;
+        round_group(from, count, m.group, codes, rows.scale + place, rows.sum + place, halves, n);
         std::int8_t* to = rows.q + first + r * 4;
         for (int i = 0; i < m.group; i += 4) std::memcpy(to + std::ptrdiff_t(i) * n, codes + i, 4);
     }

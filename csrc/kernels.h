@@ -13,11 +13,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "blocks.h"
 #include "threads.h"
 
 namespace penstock {
-
-enum class Kind : int { kFloat32, kFloat16, kBfloat16, kInt8, kInt4 };
 
 constexpr int kTileRows = 16;
 
@@ -50,7 +49,7 @@ struct Matrix {
     int group = 0;
     std::size_t offset = 0, row_stride = 0;
 
-    bool quantised() const { return kind == Kind::kInt8 || kind == Kind::kInt4; }
+    bool quantised() const { return kind >= Kind::kInt8; }
     bool by_row() const { return row_stride > 0; }
     // Bytes of a neuron's numbers or codes. Scales of all groups follow them, then minimums.
     std::size_t codes_bytes() const {
@@ -72,8 +71,12 @@ struct Matrix {
                 return std::size_t(groups()) * (std::size_t(group) * 16 + 64);
             case Kind::kInt4:
                 return std::size_t(groups()) * (std::size_t(group) * 8 + 64);
+            default: {
+                const Blocks blocks = blocks_of(kind);
+                const int span = blocks.span(cols);
+                return std::size_t(cols / span) * std::size_t(blocks.block_bytes(span));
+            }
         }
-        return 0;
     }
 };
 

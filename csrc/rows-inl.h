@@ -116,6 +116,16 @@ void tile_row(const Matrix& m, const std::uint8_t* tile, int r, float* out) {
         return lanes[0];
     };
     const std::size_t row = std::size_t(r);
+    if (in_blocks(m.kind)) {
+        by_blocks(m.kind, [&]<Kind kind>() {
+            widen_blocks<kind>(m, tile, [&](int column, F numbers) {
+                alignas(64) float lanes[16];
+                f_store(lanes, numbers);
+                out[column] = lanes[r];
+            });
+        });
+        return;
+    }
     if (m.quantised()) {
         const int per_line = m.kind == Kind::kInt4 ? 8 : 4;
         const std::size_t codes = std::size_t(m.group / per_line) * 64, group_bytes = codes + 64;

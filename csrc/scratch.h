@@ -34,13 +34,14 @@ inline int chunk_rows(const Matrix& m, int granules, int t, bool exact) {
 }
 
 // Bytes of `rows` rows of activations as they are laid out: float32, or int8 with a scale for each group. For integer
-// weights there is also a sum for each group.
+// weights there is also a sum for each group, and where that has 32 columns int16 sums of its halves.
 inline std::size_t prepared_scratch(const Matrix& m, int granules, int rows, bool exact) {
     const std::size_t n = std::size_t(rows) * std::size_t(granules);
     if (!m.quantised()) return scratch_aligned(4 * n * std::size_t(m.cols));
     const std::size_t groups = n * std::size_t(m.groups()), numbers = groups * std::size_t(m.group);
-    return exact ? scratch_aligned(4 * numbers) + scratch_aligned(4 * groups)
-                 : scratch_aligned(numbers) + 2 * scratch_aligned(4 * groups);
+    if (exact) return scratch_aligned(4 * numbers) + scratch_aligned(4 * groups);
+    const std::size_t halves = m.group == kBlockGroup ? scratch_aligned(4 * groups) : 0;
+    return scratch_aligned(numbers) + 2 * scratch_aligned(4 * groups) + halves;
 }
 
 // Bytes that a call of up to t rows lays out at a time: for rounded or for exact activations, whichever are more.

@@ -143,6 +143,33 @@ inline F f_bf16_odd(Line x) {
     return {_mm256_castsi256_ps(_mm256_and_si256(x.a, mask)), _mm256_castsi256_ps(_mm256_and_si256(x.b, mask))};
 }
 
+// Bits of each row's word: shifted, and where the mask has them; a | b.
+inline Line l_right(Line x, int bits, std::int32_t mask) {
+    const __m128i by = _mm_cvtsi32_si128(bits);
+    const __m256i kept = _mm256_set1_epi32(mask);
+    return {_mm256_and_si256(_mm256_srl_epi32(x.a, by), kept), _mm256_and_si256(_mm256_srl_epi32(x.b, by), kept)};
+}
+inline Line l_left(Line x, int bits, std::int32_t mask) {
+    const __m128i by = _mm_cvtsi32_si128(bits);
+    const __m256i kept = _mm256_set1_epi32(mask);
+    return {_mm256_and_si256(_mm256_sll_epi32(x.a, by), kept), _mm256_and_si256(_mm256_sll_epi32(x.b, by), kept)};
+}
+inline Line l_or(Line x, Line y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+// table [16] at each byte, of which none is above 15.
+inline Line l_lookup(Line x, const std::uint8_t* table) {
+    const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+    return {_mm256_shuffle_epi8(all, x.a), _mm256_shuffle_epi8(all, x.b)};
+}
+// Byte b of each row, unsigned or signed.
+inline F f_byte_at(Line x, int b) {
+    const Line bytes = l_right(x, 8 * b, 255);
+    return {_mm256_cvtepi32_ps(bytes.a), _mm256_cvtepi32_ps(bytes.b)};
+}
+inline F f_signed_byte_at(Line x, int b) {
+    const Line high = l_left(x, 24 - 8 * b, -1);
+    return {_mm256_cvtepi32_ps(_mm256_srai_epi32(high.a, 24)), _mm256_cvtepi32_ps(_mm256_srai_epi32(high.b, 24))};
+}
+
 // Magnitudes as integers. They are ordered as the floats' magnitudes are, and NaN is above all others.
 inline I i_magnitude(F x) {
     const __m256i mask = _mm256_set1_epi32(0x7fffffff);
@@ -172,6 +199,7 @@ inline void i_store_bytes(std::int8_t* to, I x) {
 }
 
 inline I i_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline I i_set(std::int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 inline I i_add(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 // acc + Σ over the four bytes of each row: unsigned weights × signed activations. With `nibbles` no weight is above 15,
 // so two products fit into 16 bits. Otherwise maddubs would saturate, since products reach 255 · 127 · 2. So even and

@@ -103,6 +103,26 @@ inline F f_byte(Line x) {
 inline F f_bf16_even(Line x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
 inline F f_bf16_odd(Line x) { return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(-65536))); }
 
+// Bits of each row's word: shifted, and where the mask has them; a | b.
+inline Line l_right(Line x, int bits, std::int32_t mask) {
+    return _mm512_and_si512(_mm512_srl_epi32(x, _mm_cvtsi32_si128(bits)), _mm512_set1_epi32(mask));
+}
+inline Line l_left(Line x, int bits, std::int32_t mask) {
+    return _mm512_and_si512(_mm512_sll_epi32(x, _mm_cvtsi32_si128(bits)), _mm512_set1_epi32(mask));
+}
+inline Line l_or(Line x, Line y) { return _mm512_or_si512(x, y); }
+// table [16] at each byte, of which none is above 15.
+inline Line l_lookup(Line x, const std::uint8_t* table) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), x);
+}
+// Byte b of each row, unsigned or signed.
+inline F f_byte_at(Line x, int b) {
+    return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srl_epi32(x, _mm_cvtsi32_si128(8 * b)), _mm512_set1_epi32(255)));
+}
+inline F f_signed_byte_at(Line x, int b) {
+    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_sll_epi32(x, _mm_cvtsi32_si128(24 - 8 * b)), 24));
+}
+
 // Magnitudes as integers. They are ordered as the floats' magnitudes are, and NaN is above all others.
 inline I i_magnitude(F x) { return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff)); }
 inline I i_max(I a, I b) { return _mm512_max_epi32(a, b); }
@@ -115,6 +135,7 @@ inline void i_store_bytes(std::int8_t* to, I x) {
 }
 
 inline I i_zero() { return _mm512_setzero_si512(); }
+inline I i_set(std::int32_t x) { return _mm512_set1_epi32(x); }
 inline I i_add(I a, I b) { return _mm512_add_epi32(a, b); }
 // acc + Σ over the four bytes of each row: unsigned weights × signed activations. It is exact: nothing saturates.
 // `nibbles`: no weight is above 15.

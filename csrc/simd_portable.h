@@ -221,6 +221,40 @@ inline F f_bf16_odd(Line x) {
     return f_bits(x);
 }
 
+// Bits of each row's word: shifted, and where the mask has them; a | b.
+inline Line l_right(Line x, int bits, std::int32_t mask) {
+    PENSTOCK_LANES x.v[i] = x.v[i] >> bits & static_cast<std::uint32_t>(mask);
+    return x;
+}
+inline Line l_left(Line x, int bits, std::int32_t mask) {
+    PENSTOCK_LANES x.v[i] = x.v[i] << bits & static_cast<std::uint32_t>(mask);
+    return x;
+}
+inline Line l_or(Line x, const Line& y) {
+    PENSTOCK_LANES x.v[i] |= y.v[i];
+    return x;
+}
+// table [16] at each byte, of which none is above 15.
+inline Line l_lookup(Line x, const std::uint8_t* table) {
+    for (std::uint32_t& word : x.v) {
+        std::uint32_t found = 0;
+        for (int b = 0; b < 32; b += 8) found |= std::uint32_t{table[word >> b & 15U]} << b;
+        word = found;
+    }
+    return x;
+}
+// Byte b of each row, unsigned or signed.
+inline F f_byte_at(const Line& x, int b) {
+    F r;
+    PENSTOCK_LANES r.v[i] = static_cast<float>(x.v[i] >> 8 * b & 255U);
+    return r;
+}
+inline F f_signed_byte_at(const Line& x, int b) {
+    F r;
+    PENSTOCK_LANES r.v[i] = static_cast<float>(static_cast<std::int8_t>(x.v[i] >> 8 * b & 255U));
+    return r;
+}
+
 // Magnitudes as integers. They are ordered as the floats' magnitudes are, and NaN is above all others.
 inline I i_magnitude(const F& x) {
     I r;
@@ -255,6 +289,11 @@ inline I i_round(const F& x) {
 inline void i_store_bytes(std::int8_t* to, const I& x) { PENSTOCK_LANES to[i] = static_cast<std::int8_t>(x.v[i]); }
 
 inline I i_zero() { return {}; }
+inline I i_set(std::int32_t x) {
+    I r;
+    PENSTOCK_LANES r.v[i] = x;
+    return r;
+}
 inline I i_add(I x, const I& y) {
     PENSTOCK_LANES x.v[i] += y.v[i];
     return x;

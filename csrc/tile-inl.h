@@ -4,84 +4,11 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cpu.h"
-#include "kernels.h"
+#include "blocks-inl.h"
+#include "panel-inl.h"
 
 namespace penstock::PENSTOCK_ISA {
 namespace {
-
-// Rows of activations are multiplied some at a time. n rows make a panel: [columns][n], or for int8 [columns /
-// 4][n][4]. So numbers lie in the order in which instructions read them. Many rows are cut into panels of kWideRows and
-// a rest. Few rows, and the rest, are cut into eights (where there are registers enough), fours, twos and ones.
-struct Panel {
-    int row, n;
-};
-
-inline Panel panel_of(int row, int count) {
-    const int wide = count > kFewRows ? count / kWideRows * kWideRows : 0;
-    if (row < wide) return {row / kWideRows * kWideRows, kWideRows};
-    int from = wide;
-    for (int n = kFewRows; n > 1; n /= 2) {
-        for (; from + n <= count; from += n) {
-            if (row < from + n) return {from, n};
-        }
-    }
-    return {from, 1};
-}
-
-// A panel's activations, granule by granule: `f` float32, or `q` int8 with a `scale` per group. For integer weights
-// they are padded to whole groups, and there is the `sum` of each group.
-struct Operand {
-    const float* f;
-    const std::int8_t* q;
-    const float *scale, *sum;  // [groups][n]
-
-    // The same activations from a later column and group on.
-    Operand at(std::ptrdiff_t columns, std::ptrdiff_t groups, int n) const {
-        return {f ? f + columns * n : nullptr, q ? q + columns * n : nullptr, scale ? scale + groups * n : nullptr,
-                sum ? sum + groups * n : nullptr};
-    }
-};
-
-// All panels of `count` rows, one after the other. Pointers are as in Operand.
-struct Rows {
-    float* f = nullptr;
-    std::int8_t* q = nullptr;
-    float *scale = nullptr, *sum = nullptr;
-    std::ptrdiff_t width = 0, groups = 0;  // columns of a row, padded; groups of a row
-    int count = 0;
-
-    Operand panel(int row) const { return Operand{f, q, scale, sum}.at(width, groups, row); }
-};
-
-// Sums of n rows × k tiles, 16 outputs each.
-template <int n, int k>
-struct Sums {
-    F at[n][k];
-};
-
-// How many bytes ahead of the bytes in use are fetched. The processor's own prefetcher does not reach the RAM's speed
-// once there is much arithmetic: with four rows it gave 27 GB/s of 45 without this.
-constexpr std::size_t kAhead = 6144;
-
-// Where processors gain by it, weights that are read once bypass the L2 cache, so that nothing in it has to be written
-// to the L3 to make room for them (Zen 4, four rows 0.81 -> 0.86 of the RAM's speed, eight 0.58 -> 0.70). With many
-// rows (`reused`) they are read again, for the next panel.
-const bool kPastL2 = fetches_past_l2();
-
-inline void prefetch(const std::uint8_t* p, bool reused) {
-    if (reused || !kPastL2) {
-        __builtin_prefetch(p, 0, 3);
-    } else {
-        __builtin_prefetch(p, 0, 0);
-    }
-}
-
-// Fetches the beginning of a run of bytes that does not follow the run before it. Without this its first bytes come one
-// cache miss after the other.
-inline void prefetch_run(const std::uint8_t* p, std::size_t nbytes = kAhead) {
-    for (std::size_t i = 0; i < nbytes; i += 64) __builtin_prefetch(p + i);
-}
 
 template <Kind kind>
 inline void two_columns(const std::uint8_t* p, F& even, F& odd) {
@@ -94,16 +21,6 @@ inline void two_columns(const std::uint8_t* p, F& even, F& odd) {
         even = f_load(p), odd = f_load(p + 64);
     }
 }
-
-// The same tile in `count` granules, `stride` bytes apart, whose products are added one after the other. The
-// activations of a granule follow those of the granule before.
-struct Series {
-    const std::uint8_t* first;
-    int count;
-    std::size_t stride;
-    std::size_t ahead = kAhead;  // while a byte is used, the byte so far after it is fetched
-    bool reused = false;         // further rows read the same weights
-};
 
 // sums += tile · x. Even and odd columns have sums of their own, since a fused multiply-add waits 4 cycles for the one
 // before it in the same sum.
@@ -291,8 +208,11 @@ void dot(const Matrix& m, const Series& weights, const Operand& x, Sums<n, k>& s
             return dot_float<Kind::kFloat16>(m, weights, x, sums);
         case Kind::kBfloat16:
             return dot_float<Kind::kBfloat16>(m, weights, x, sums);
-        default:
+        case Kind::kInt8:
+        case Kind::kInt4:
             break;
+        default:
+            return dot_in_blocks<n, k>(m, weights, x, sums);
     }
     if (x.q != nullptr) {
         if (m.kind == Kind::kInt8) return dot_int8<false, 0>(m, weights, x, sums);

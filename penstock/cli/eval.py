@@ -6,19 +6,18 @@ import dataclasses
 from contextlib import ExitStack
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Option
 
 from penstock.cli.loading import loaded, packed_model
 from penstock.cli.options import CacheLimit, Json, Machine, Model, PlanFile, Weights, Work, given_plan, read_text
 from penstock.cli.output import print_json, progress
+from penstock.cli.text_argument import TextFile
 from penstock.errors import BadRequest
-from penstock.store.files import MAX_TEXT_BYTES
-from penstock.units import format_bytes
 
 
 def eval_(
     model: Model,
-    file: Annotated[str, Argument(metavar="FILE", help=f"A text, UTF-8, of at most {format_bytes(MAX_TEXT_BYTES)}.")],
+    file: TextFile,
     machine: Machine,
     work: Work,
     weights: Weights = None,

@@ -6,14 +6,13 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Option
 
 from penstock.cli.loading import loaded, packed_model
 from penstock.cli.options import CacheLimit, Json, Machine, Model, Weights, Work, read_text
 from penstock.cli.output import note, print_json, progress
+from penstock.cli.text_argument import TextFile
 from penstock.errors import BadRequest
-from penstock.store.files import MAX_TEXT_BYTES
-from penstock.units import format_bytes
 
 if TYPE_CHECKING:
     from penstock.spec.profile import Profile
@@ -24,7 +23,7 @@ _SHOWN = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # sizes of caches, as sh
 
 def profile(
     model: Model,
-    file: Annotated[str, Argument(metavar="FILE", help=f"A text, UTF-8, of at most {format_bytes(MAX_TEXT_BYTES)}.")],
+    file: TextFile,
     machine: Machine,
     work: Work,
     weights: Weights = None,

@@ -49,7 +49,7 @@ class AskedUnits:
             asked = tuple(self.values(u, batch) for batch in p.batches)
             pick = ops.Pick(self._layout.asked[u], runs, asked)
             nbytes = sum(hi - lo for lo, hi in runs)
-            emit.alone((lane_between(unit.home, HOST),), Call(pick, u, None, part.format.kind, nbytes, 0))
+            emit.alone((lane_between(unit.home, HOST),), Call(pick, u, None, part.kinds(), nbytes, 0))
         yield from emit.closed()
 
     def values(self, u: int, batch: Batch) -> Slot:
@@ -65,4 +65,4 @@ class AskedUnits:
         h = calls.rows(HOST, batch, "h")
         fire = ops.Fire(self._layout.kept[u], h, self.values(u, batch), calls.scratch(HOST), layer=layer)
         cost = calls.matrix_cost(u, (part.blocks[0].name,), batch.total_rows)
-        return calls.add(HOST, fire, u, batch, part.format.kind, cost)
+        return calls.add(HOST, fire, u, batch, part.kinds((part.blocks[0].name,)), cost)

@@ -39,7 +39,7 @@ class Attention:
         out = layout.act(executor, batch.id, "a", 4 * t * a.heads * a.head_dim)
         keys, values = layout.kv.slots(layer, batch)
         h, partial = calls.rows(executor, batch, "h"), calls.rows(executor, batch, "partial")
-        scratch, fmt = calls.scratch(executor), part.format.kind
+        scratch, fmt = calls.scratch(executor), part.kinds(ops.QKV_BLOCKS)
         cost = calls.matrix_cost(u, ops.QKV_BLOCKS, t)
         norms = layout.norms(layer, executor)
         qkv = ops.Qkv(weights, norms, h, q, keys=keys, values=values, scratch=scratch, layer=layer)
@@ -48,7 +48,8 @@ class Attention:
         attend = ops.Attend(q, keys, values, a=out, scratch=scratch, layer=layer)
         calls.add(executor, attend, u, batch, home.format.kind, cost)
         cost = calls.matrix_cost(u, ops.OUT_BLOCKS, t)
-        calls.add(executor, ops.Out(weights, out, partial, scratch, layer=layer, starts_sum=first), u, batch, fmt, cost)
+        out_op = ops.Out(weights, out, partial, scratch, layer=layer, starts_sum=first)
+        calls.add(executor, out_op, u, batch, part.kinds(ops.OUT_BLOCKS), cost)
 
     def delegated(self, p: Pass, layer: int, executor: Executor) -> Iterator[Task]:
         """Projections on `executor`, attention where KV is (FlexGen's computation delegation). q and the new K and V
@@ -57,7 +58,7 @@ class Attention:
         calls, layout, key = self._calls, self._layout, f"{layer}.attn"
         units, a = calls.units[key], self._plan.target.spec.layers[layer].attention
         weights = {u: self._streams.take(u, p.stream) for u in units}
-        scratch, fmt = calls.scratch(executor), layout.parts[key].format.kind
+        scratch, fmt = calls.scratch(executor), layout.parts[key].kinds(ops.QKV_BLOCKS)
         for batch in p.batches:
             t, home = batch.total_rows, layout.kv.home(layer, batch)
             row_bytes, kv_bytes_each = 4 * t * a.heads * a.head_dim, home.format.kv_bytes(a.head_dim)
@@ -88,7 +89,8 @@ class Attention:
                 outputs = layout.act(executor, batch.id, "a", 4 * batch.total_rows * a.heads * a.head_dim)
                 partial = calls.rows(executor, batch, "partial")
                 product = ops.Out(weights[u], outputs, partial, scratch, layer=layer, starts_sum=u == units[0])
-                calls.add(executor, product, u, batch, fmt, calls.matrix_cost(u, ops.OUT_BLOCKS, batch.total_rows))
+                cost = calls.matrix_cost(u, ops.OUT_BLOCKS, batch.total_rows)
+                calls.add(executor, product, u, batch, layout.parts[key].kinds(ops.OUT_BLOCKS), cost)
             self._streams.release(u, p.stream)
             yield from calls.emit.closed()
 

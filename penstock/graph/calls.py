@@ -7,6 +7,7 @@ from penstock.graph.arenas import Layout, neurons_of
 from penstock.graph.batch import Batch
 from penstock.graph.emit import Emitter
 from penstock.graph.tasks import Call, Slot
+from penstock.spec.format import Kinds
 from penstock.spec.parts import block_keys
 from penstock.spec.places import HOST, Executor, Lane, kernels_of
 
@@ -58,7 +59,7 @@ class Calls:
         operands: ops.Operands,
         unit: int,
         batch: Batch,
-        fmt: str,
+        fmt: Kinds,
         cost: Cost,
     ) -> Call:
         """Hands a call of the executor to the emitter, and returns it."""

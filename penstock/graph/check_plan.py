@@ -64,8 +64,9 @@ def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
         raise _wrong("it skips neurons by predictors; this version plans that but has no kernels for it")
     if any(not 0 <= unit.active <= 1 for unit in plan.units):
         raise _wrong("the active share of a unit's neurons should be from 0 to 1")
-    if weights.neurons and any(is_device(unit.decode) or is_device(unit.prefill) for unit in plan.units):
-        raise _wrong("a device has no kernels for weights that lie neuron by neuron")
+    if weights.for_cpu and any(is_device(unit.decode) or is_device(unit.prefill) for unit in plan.units):
+        how = "that lie neuron by neuron" if weights.neurons else f"in {weights.name}"
+        raise _wrong(f"a device has no kernels for weights {how}")
     by_key = {part.key: part for part in parts(spec, weights)}
     _check_units(plan.units, by_key)
     _check_asked(plan, by_key)

@@ -33,6 +33,7 @@ from penstock.graph.cache import Caches, ExpertCache
 from penstock.graph.calls import Calls
 from penstock.graph.experts import ExpertCalls
 from penstock.graph.tasks import Call, Pass, Slot, Stream, Task
+from penstock.spec.format import Kinds
 from penstock.spec.places import HOST, Executor, is_device, kernels_of, lane_between
 
 # Gives the experts that a router's call chose for each row, in rising order; of a guess, the likeliest first. It may be
@@ -50,7 +51,7 @@ class _Sizes(NamedTuple):
     """What an expert of a layer comes to. `bytes`, `flops`: of one row."""
 
     granules: int
-    format: str
+    format: Kinds
     bytes: int
     flops: int
 
@@ -194,7 +195,7 @@ class Demand:
         if sizes is None:
             part = self._layout.parts[f"{layer}.experts"]
             cost = ops.matrix_cost(part, 0, part.expert_granules, ops.FFN_BLOCKS, 1)
-            sizes = self._sizes[layer] = _Sizes(part.expert_granules, part.format.kind, *cost)
+            sizes = self._sizes[layer] = _Sizes(part.expert_granules, part.kinds(ops.FFN_BLOCKS), *cost)
         return sizes
 
     def _in_ram(self, layer: int, expert: int) -> Slot:

@@ -103,7 +103,7 @@ class ExpertCalls:
             calls.whole(part.key), h, routes, calls.scratch(router), layer=layer, guesses=guesses
         )  # fmt: skip
         cost = ops.matrix_cost(part, 0, 1, ops.ROUTER_BLOCKS, batch.total_rows)
-        return calls.add(router, route, -1, batch, part.format.kind, cost)
+        return calls.add(router, route, -1, batch, part.kinds(ops.ROUTER_BLOCKS), cost)
 
     def add(
         self, layer: int, u: int, executor: Executor, weights: Mapping[int, Slot], batch: Batch, cost: tuple[int, int],
@@ -117,7 +117,7 @@ class ExpertCalls:
             calls.rows(executor, batch, "partial"), outputs, calls.scratch(executor), layer=layer,
             first_experts=tuple(weights), starts_sum=first, expert_rows=rows,
         )  # fmt: skip
-        calls.add(executor, experts, u, batch, self._layout.parts[f"{layer}.experts"].format.kind, cost)
+        calls.add(executor, experts, u, batch, self._layout.parts[f"{layer}.experts"].kinds(ops.FFN_BLOCKS), cost)
 
     def routed(self, layer: int) -> Routed:
         """The FFN of a layer with experts."""

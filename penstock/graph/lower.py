@@ -149,11 +149,11 @@ class Lowering:
                 tokens = calls.copy(batch, "tokens", tokens.nbytes, HOST, gatherer)
             first, last = layout.weights[units[0]], layout.weights[units[-1]]
             weights = Slot(first.arena, first.lo, last.hi)
-            calls.add(gatherer, ops.Gather(weights, tokens, rows), -1, batch, part.format.kind, (rows.nbytes, 0))
+            calls.add(gatherer, ops.Gather(weights, tokens, rows), -1, batch, part.kinds(), (rows.nbytes, 0))
         else:
             read_bytes = t * part.granule_bytes  # the most: tokens that share a granule share its read
             fetch = ops.Fetch(tokens, rows, layout.staging)
-            self._emit.alone((DISK.reads,), Call(fetch, -1, batch, part.format.kind, read_bytes, 0))
+            self._emit.alone((DISK.reads,), Call(fetch, -1, batch, part.kinds(), read_bytes, 0))
         if gatherer != main:
             rows = calls.copy(batch, "rows", rows.nbytes, gatherer, main)
         x = layout.act(main, batch.id, "x", 4 * t * spec.d_model)
@@ -276,7 +276,7 @@ class Lowering:
         h, scratch = calls.rows(home, batch, "h"), calls.scratch(home)
         cost = ops.matrix_cost(part, 0, 1, ops.PREDICTOR_BLOCKS, batch.total_rows)
         predict = ops.Predict(layout.predictors[layer], h, active, scratch, layer=layer)
-        calls.add(home, predict, -1, batch, part.format.kind, cost)
+        calls.add(home, predict, -1, batch, part.kinds(), cost)
         for executor in executors:
             if executor != home:
                 calls.copy(batch, "active", active.nbytes, home, executor)
@@ -308,7 +308,7 @@ class Lowering:
             starts_sum=first, continues_four=self._cuts_a_four(u, u - 1, purpose),
             leaves_four=self._cuts_a_four(u, u + 1, purpose), skips=skips, active=active, values=values,
         )  # fmt: skip
-        calls.add(executor, ffn, u, batch, part.format.kind, cost)
+        calls.add(executor, ffn, u, batch, part.kinds(ops.FFN_BLOCKS), cost)
 
     def _cuts_a_four(self, u: int, other: int, purpose: str) -> bool:
         """Whether a four of an FFN's granules lies partly in unit `u` and partly in its neighbour `other`, and the same
@@ -348,7 +348,7 @@ class Lowering:
                     cost = calls.matrix_cost(u, ops.VOCAB_BLOCKS, n)
                     best = self.layout.act(main, batch.id, "best", 8 * n)
                     head = ops.Head(weights, h, logits, best, calls.scratch(main), starts=u == self._head[0])
-                    calls.add(main, head, u, batch, part.format.kind, cost)
+                    calls.add(main, head, u, batch, part.kinds(), cost)
             self._streams.release(u, p.stream)
             yield from self._emit.closed()
         for batch in p.batches:

@@ -59,11 +59,12 @@ def native_bytes(spec: ModelSpec, weights: Format, rows: int, logits_rows: int, 
 
 
 def _unlike(spec: ModelSpec, weights: Format) -> list[Part]:
-    """The parts of the model, each kind once. Layers that are one `Layer` object have the same parts, and only those of
-    the first are kept: a large model has hundreds of parts, but few kinds."""
-    by_kind: dict[tuple[str, int], Part] = {}
+    """The parts of the model, each kind once. Layers that are one `Layer` object have the same parts but for their
+    formats, and only the first of each kind are kept: a large model has hundreds of parts, but few kinds."""
+    by_kind: dict[tuple[object, ...], Part] = {}
     for part in parts(spec, weights):
-        by_kind.setdefault((part.kind, id(spec.layers[part.layer]) if part.layer >= 0 else -1), part)
+        layer = id(spec.layers[part.layer]) if part.layer >= 0 else -1
+        by_kind.setdefault((part.kind, layer, tuple(block.format for block in part.blocks)), part)
     return list(by_kind.values())
 
 

@@ -7,6 +7,7 @@ not repeat that.
 
 from __future__ import annotations
 
+from penstock.spec.blocks import GROUP
 from penstock.spec.format import Format
 from penstock.spec.model import Attention
 from penstock.spec.parts import SUM_GRANULES, Block, Part
@@ -106,7 +107,9 @@ def _prepared_bytes(block: Block, granules: int, rows: int, exact: bool) -> int:
         return round_up(4 * rows * granules * block.cols, _ALIGN)
     groups = rows * granules * block.format.groups(block.cols)
     numbers, group_bytes = groups * block.format.group, round_up(4 * groups, _ALIGN)
-    return round_up(4 * numbers, _ALIGN) + group_bytes if exact else round_up(numbers, _ALIGN) + 2 * group_bytes
+    if exact:
+        return round_up(4 * numbers, _ALIGN) + group_bytes
+    return round_up(numbers, _ALIGN) + (3 if block.format.group == GROUP else 2) * group_bytes
 
 
 def _input_bytes(block: Block, granules: int, rows: int) -> int:

@@ -120,7 +120,7 @@ class Streams:
                 piece, slot = lift
                 u, unit = piece[0], self._plan.units[piece[0]]
                 source = self._at_home(piece) if unit.home == HOST else self._stage.take(piece)
-                fmt = self._layout.parts[unit.part].format.kind
+                fmt = self._layout.parts[unit.part].kinds()
                 lift_call = Call(ops.Lift(source, slot), u, None, fmt, slot.nbytes, 0)
                 self._emit.alone((lane_between(HOST, tier),), lift_call)
                 if unit.home != HOST:
@@ -132,7 +132,7 @@ class Streams:
         while (load := ring.admit(self._last_block, lambda _: True)) is not None:
             (u, lo, hi), slot = load
             unit = self._plan.units[u]
-            fmt = self._layout.parts[unit.part].format.kind
+            fmt = self._layout.parts[unit.part].kinds()
             self._emit.alone(
                 (lane_between(unit.home, HOST),), Call(ops.Load(slot, lo, hi), u, None, fmt, slot.nbytes, 0)
             )

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from penstock.graph.batch import Batch
 from penstock.graph.ops import NAMES, Copy, Experts, Load, Operands, Pick, WithUnit
 from penstock.graph.ops.operand import Slot as Slot
+from penstock.spec.format import Kinds
 from penstock.spec.places import Lane, is_device, is_disk, is_link, lane_between, tier_of
 from penstock.spec.plan import Unit
 
@@ -58,13 +59,13 @@ class Pass(NamedTuple):
 
 class Call(NamedTuple):
     """One op on one executor. `operands`: the op's slots and settings by name, defined in `graph/ops`. `unit`: index
-    into plan.units, -1 where the op reads none. `format`: number format of the weights or KV, `*` where the op has
+    into plan.units, -1 where the op reads none. `format`: number formats of the weights or KV, `*` where the op has
     none. `bytes`: read from memory or moved. `flops`: multiplications and additions."""
 
     operands: Operands
     unit: int
     batch: Batch | None
-    format: str
+    format: Kinds
     bytes: int
     flops: int
 

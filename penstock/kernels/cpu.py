@@ -2,7 +2,8 @@
 are addresses. `kernels/reference` defines the results of every op.
 
 With `exact` activations stay float32. Otherwise activations are rounded to int8 before integer weights multiply them,
-with one scale per group. docs/LOG.md has the cost of that. Float weights are always multiplied exactly.
+with one scale per group: beside int4, and beside the formats of GGUF files, whose makers round them too. docs/LOG.md
+has the cost of that. Float weights and int8 are multiplied exactly.
 """
 
 from __future__ import annotations
@@ -32,8 +33,15 @@ def best_isa() -> tuple[str, str]:
 def rounds_activations(weights: Format) -> bool:
     """Whether activations are rounded to int8 unless the user wants them exact. That costs int4 weights 0.06 % of
     perplexity. It would cost int8 weights 0.15 % (stories-260k), as much as their own rounding, so for those
-    activations stay exact."""
-    return weights.kind == "int4"
+    activations stay exact. Formats of GGUF files were chosen by what they cost with activations rounded: of 32 columns
+    here, of 32 or 256 in llama.cpp."""
+    return weights.kind == "int4" or weights.in_blocks
+
+
+def all_exact(part: Part, blocks: tuple[str, ...]) -> bool:
+    """Whether these matrices of a part, which one op multiplies, are to have exact activations whatever the user
+    wants: where one of them is int8."""
+    return any(b.format.is_quantised and not rounds_activations(b.format) for b in part.blocks if b.name in blocks)
 
 
 def _exists(isa: str) -> bool:

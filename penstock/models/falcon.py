@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from penstock.models.hf.config import MAX_VOCAB, MAX_WIDTH, Config
-from penstock.models.hf.decoder import TOKENIZER_BYTES_PER_ENTRY, divided, layer_count
+from penstock.models.hf.decoder import TOKENIZER_BYTES_PER_ENTRY, layer_count, widths
 from penstock.models.hf.names import TensorSource, sources_of
 from penstock.models.hf.rope import LLAMA_RULES, rope_of
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
@@ -37,11 +37,9 @@ _END_NAMES = {
 
 def spec(config: Config) -> ModelSpec:
     """Raises BrokenModel and UnsupportedModel."""
-    d_model = config.whole("hidden_size", hi=MAX_WIDTH)
-    heads = config.whole("num_attention_heads", hi=MAX_WIDTH)
-    head_dim = divided(config, d_model, heads)
     if config.flag("alibi", False):
         raise config.unsupported("alibi", "true: penstock runs falcon with rotary positions")
+    d_model, heads, head_dim = widths(config)
     vocab, bias = config.whole("vocab_size", hi=MAX_VOCAB), config.flag("bias", False)
     max_positions = config.whole("max_position_embeddings", 2048)
     layer = Layer(

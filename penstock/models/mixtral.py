@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from penstock.models.hf.config import Config
 from penstock.models.hf.decoder import Defaults, Details, decoder, layer_count
-from penstock.models.hf.experts import active, apart, experts, gated, stacked
+from penstock.models.hf.experts import apart, softmax_routed, stacked
 from penstock.models.hf.names import EXPERT, TensorSource
 from penstock.models.hf.rope import RopeRules
-from penstock.spec.model import ModelSpec, Routed, Router
+from penstock.spec.model import ModelSpec
 
 DEFAULTS = Defaults(max_positions=131072, kv_heads=8, eps=1e-5)
 COUNT_KEYS = ("num_local_experts",)
@@ -23,10 +23,7 @@ _NAMES = {
 
 def spec(config: Config) -> ModelSpec:
     """Raises BrokenModel and UnsupportedModel."""
-    count = experts(config, COUNT_KEYS, 8)
-    routed = Routed(
-        count, active(config, count, 2), gated(config, "intermediate_size"), Router("softmax", normalised=True)
-    )  # fmt: skip
+    routed = softmax_routed(config, COUNT_KEYS, 8, 2, "intermediate_size", normalised=True)
     window = config.optional_whole("sliding_window", None)
     details = Details(rope=RopeRules(theta=1e6))
     return decoder(config, "mixtral", DEFAULTS, details, window=window, routed=[routed] * layer_count(config))

@@ -4,7 +4,7 @@ a narrower embedding."""
 from __future__ import annotations
 
 from penstock.models.hf.config import MAX_VOCAB, MAX_WIDTH, Config
-from penstock.models.hf.decoder import TOKENIZER_BYTES_PER_ENTRY, divided, layer_count
+from penstock.models.hf.decoder import TOKENIZER_BYTES_PER_ENTRY, layer_count, widths
 from penstock.models.hf.names import TensorSource, sources_of
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
 
@@ -50,9 +50,7 @@ _END_NAMES = {
 
 def spec(config: Config) -> ModelSpec:
     """Raises BrokenModel and UnsupportedModel."""
-    d_model = config.whole("hidden_size", hi=MAX_WIDTH)
-    heads = config.whole("num_attention_heads", hi=MAX_WIDTH)
-    head_dim = divided(config, d_model, heads)
+    d_model, heads, head_dim = widths(config)
     vocab = config.whole("vocab_size", hi=MAX_VOCAB)
     max_positions = config.whole("max_position_embeddings", 2048, hi=MAX_WIDTH)
     bias = config.flag("enable_bias", True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from penstock.models.hf.config import MAX_LAYERS, Config
 from penstock.models.hf.decoder import FULL, SLIDING, Defaults, Details, decoder, layer_count, layer_types_of
-from penstock.models.hf.experts import active, apart, experts, gated, sparse_layers, stacked
-from penstock.spec.model import ModelSpec, Routed, Router
+from penstock.models.hf.experts import apart, gated, softmax_routed, sparse_layers, stacked
+from penstock.spec.model import ModelSpec
 
 DEFAULTS = Defaults(max_positions=32768, kv_heads=16)
 COUNT_KEYS = ("num_experts",)
@@ -15,12 +17,9 @@ sources, stacked_sources = apart, stacked
 
 def spec(config: Config) -> ModelSpec:
     """Raises BrokenModel and UnsupportedModel."""
-    count = experts(config, COUNT_KEYS, 60)
-    routed = Routed(
-        count, active(config, count, 4), gated(config, "moe_intermediate_size"),
-        Router("softmax", config.flag("norm_topk_prob", False)),
-        shared=gated(config, "shared_expert_intermediate_size"), shared_gate=True,
-    )  # fmt: skip
+    normalised = config.flag("norm_topk_prob", False)
+    routed = softmax_routed(config, COUNT_KEYS, 60, 4, "moe_intermediate_size", normalised)
+    routed = replace(routed, shared=gated(config, "shared_expert_intermediate_size"), shared_gate=True)
     used = config.flag("use_sliding_window", False)
     window = config.optional_whole("sliding_window", 4096) if used else None
     # Below `max_window_layers` every other layer has the window, beginning with layer 0.

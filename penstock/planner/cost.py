@@ -1,15 +1,18 @@
 """Turns bytes and flops into seconds, by a machine's rates. No other module of the planner reads a rate.
 
 The formula for a call on a lane is alpha_s + max(bytes · s_per_byte, flops · s_per_flop) (ScheInfer Eq. 3, with PIPO's
-two regimes). The rate with alpha_s, s_per_byte and s_per_flop depends on lane, op, number format and rows.
+two regimes). The rate with alpha_s, s_per_byte and s_per_flop depends on lane, op, number format and rows. A call whose
+matrices have several formats takes the sum over these, each with its share of the bytes and of the flops.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from penstock.graph.ops import Copy, Experts, KvMove, Operands, Pick
 from penstock.graph.tasks import Call, Task, link_lane
+from penstock.spec.format import Kinds, Share
 from penstock.spec.machine import KV_IN_FLIGHT, Figure, MachineSpec, Rate
 from penstock.spec.parts import PAGE_BYTES
 from penstock.spec.places import CPU, DISK, Lane, is_disk, reads_disk
@@ -18,7 +21,19 @@ from penstock.units import MIB
 _MOST_HOLE_BYTES = MIB
 _LEAST_S_PER_BYTE = 1e-15  # a speed is finite even if bytes cost nothing
 
+_NO_TIME_S = 1e-300
+
 Overheads = tuple[float, float]  # seconds of a task beside its calls, seconds of preparing a call
+
+
+class _Line(NamedTuple):
+    """What a call costs: its begin, a byte, a flop. `of`: the machine's rates that this follows from, one for each
+    format of the call's matrices."""
+
+    alpha_s: float
+    s_per_byte: float
+    s_per_flop: float
+    of: tuple[tuple[Rate, Share], ...]
 
 
 class Cost:
@@ -30,7 +45,7 @@ class Cost:
     def __init__(self, machine: MachineSpec) -> None:
         self.machine = machine
         self.between_passes_s = machine.overhead_s(CPU, "pass")
-        self._rates: dict[tuple[str, str, str, int], Rate] = {}
+        self._lines: dict[tuple[Lane, str, Kinds, int], _Line] = {}
         self._overheads: dict[str, Overheads] = {}
         self._factors: dict[tuple[str, frozenset[str]], float] = {}
 
@@ -55,18 +70,18 @@ class Cost:
             self._factors[lane, busy] = longer
         return longer
 
-    def least_s(self, lane: Lane, op: str, fmt: str, rows: int, nbytes: float, flops: float = 0.0) -> float:
+    def least_s(self, lane: Lane, op: str, fmt: Kinds, rows: int, nbytes: float, flops: float = 0.0) -> float:
         """The least seconds that so many bytes and flops take: without alpha_s, and with no other lane busy."""
-        rate = self._known((lane, op, fmt, rows))
+        rate = self._line((lane, op, fmt, rows))
         return max(nbytes * rate.s_per_byte, flops * rate.s_per_flop)
 
     def task_s(self, lane: Lane) -> float:
         """Seconds that a task takes beside its calls, if all of them are prepared."""
         return self._overhead(lane)[0]
 
-    def call_s(self, lane: Lane, op: str, fmt: str, rows: int = 1, nbytes: float = 0.0, flops: float = 0.0) -> float:
+    def call_s(self, lane: Lane, op: str, fmt: Kinds, rows: int = 1, nbytes: float = 0.0, flops: float = 0.0) -> float:
         """Seconds that one more prepared call adds to a task."""
-        rate = self._known((lane, op, fmt, rows))
+        rate = self._line((lane, op, fmt, rows))
         return rate.alpha_s + max(nbytes * rate.s_per_byte, flops * rate.s_per_flop)
 
     def call_parts_s(self, lane: Lane, call: Call) -> tuple[float, float]:
@@ -79,13 +94,13 @@ class Cost:
     def hole_bytes(self, lane: Lane, fmt: str) -> int:
         """Between two reads of records that are in flight with others: so many bytes are read in the time that another
         read takes to begin, in whole pages."""
-        rate = self._known((lane, "pick", fmt, 1))
+        rate = self._line((lane, "pick", fmt, 1))
         nbytes = rate.alpha_s / KV_IN_FLIGHT / max(rate.s_per_byte, _LEAST_S_PER_BYTE)
         return int(min(nbytes, _MOST_HOLE_BYTES)) // PAGE_BYTES * PAGE_BYTES
 
     def bytes_per_s(self, lane: Lane, op: str, fmt: str) -> float:
         """The speed of large calls of an op in bytes per second, if no other lane is busy."""
-        return 1 / max(self._known((lane, op, fmt, 1)).s_per_byte, _LEAST_S_PER_BYTE)
+        return 1 / max(self._line((lane, op, fmt, 1)).s_per_byte, _LEAST_S_PER_BYTE)
 
     def _as_measured(self, lane: Lane) -> Lane:
         """The lane whose sharing holds for `lane`. If nobody measured a second disk's sharing, it is the first
@@ -110,12 +125,16 @@ class Cost:
             if overhead is not None and count:
                 yield overhead.figure("alpha_s"), count * overhead.alpha_s
         for call in task.calls:
-            rate, begin_s, bytes_s, flops_s = self._terms(lane, call)
-            yield rate.figure("alpha_s"), begin_s
-            yield (rate.figure("s_per_byte"), bytes_s) if bytes_s >= flops_s else (rate.figure("s_per_flop"), flops_s)
+            line, begin_s, bytes_s, flops_s = self._terms(lane, call)
+            for rate, share in line.of:
+                yield rate.figure("alpha_s"), begin_s * share.bytes * rate.alpha_s / max(line.alpha_s, _NO_TIME_S)
+                if bytes_s >= flops_s:
+                    yield rate.figure("s_per_byte"), call.bytes * share.bytes * rate.s_per_byte
+                else:
+                    yield rate.figure("s_per_flop"), call.flops * share.flops * rate.s_per_flop
 
-    def _terms(self, lane: Lane, call: Call) -> tuple[Rate, float, float, float]:
-        """(a call's rate, its seconds to begin, its seconds by bytes, its seconds by flops)."""
+    def _terms(self, lane: Lane, call: Call) -> tuple[_Line, float, float, float]:
+        """(a call's line, its seconds to begin, its seconds by bytes, its seconds by flops)."""
         rate = self._rate(lane, call)
         begins = _begins(lane, call.operands)
         return rate, begins * rate.alpha_s, call.bytes * rate.s_per_byte, call.flops * rate.s_per_flop
@@ -127,16 +146,24 @@ class Cost:
             self._overheads[lane] = seconds
         return seconds
 
-    def _rate(self, lane: Lane, call: Call) -> Rate:
+    def _rate(self, lane: Lane, call: Call) -> _Line:
         if isinstance(call.operands, Copy):  # on the device's lane, at the link's speed
             lane = link_lane(call.operands)
-        return self._known((lane, call.op, call.format, _rows(call)))
+        return self._line((lane, call.op, call.format, _rows(call)))
 
-    def _known(self, key: tuple[Lane, str, str, int]) -> Rate:
-        rate = self._rates.get(key)
-        if rate is None:
-            rate = self._rates[key] = self.machine.rate(*key)
-        return rate
+    def _line(self, key: tuple[Lane, str, Kinds, int]) -> _Line:
+        line = self._lines.get(key)
+        if line is None:
+            lane, op, kinds, rows = key
+            shares = (Share(kinds, 1.0, 1.0),) if isinstance(kinds, str) else kinds
+            of = [(self.machine.rate(lane, op, share.kind, rows), share) for share in shares]
+            line = self._lines[key] = _Line(
+                sum(rate.alpha_s * share.bytes for rate, share in of),
+                sum(rate.s_per_byte * share.bytes for rate, share in of),
+                sum(rate.s_per_flop * share.flops for rate, share in of),
+                tuple(of),
+            )
+        return line
 
 
 def _begins(lane: Lane, operands: Operands) -> int:

@@ -22,6 +22,7 @@ from penstock.graph.arenas import gathers
 from penstock.planner.predict import ExpertUse, Prediction, Spread, predict
 from penstock.planner.routing import RouterTrace
 from penstock.spec.ask import Ask
+from penstock.spec.format import Mixed
 from penstock.spec.machine import MachineSpec
 from penstock.spec.places import HOST, Lane, is_device, is_disk
 from penstock.spec.plan import Plan, PlanModel
@@ -125,6 +126,8 @@ def _choose(plan: Plan) -> list[_LayerRun] | None:
     count = len(plan.target.spec.layers)
     if len({unit.home for unit in plan.units if is_disk(unit.home)}) > 1:
         return None  # short plans might miss the layers that lie on one of the disks
+    if isinstance(plan.target.weights, Mixed):
+        return None  # layers differ in their bytes
     if plan.predictors or any(unit.asked for unit in plan.units):
         return None  # layers differ in how many of their neurons are active
     spans = sorted({home.layers for home in plan.kv})

@@ -18,7 +18,7 @@ from penstock.planner.routing import RouterTrace
 from penstock.planner.shorten import quick, streamed
 from penstock.planner.solve import Solved, settle_context
 from penstock.planner.solve.bound import least_score_s, score_s
-from penstock.planner.solve.candidate import Candidate
+from penstock.planner.solve.candidate import WHOLE, Candidate
 from penstock.planner.solve.ours import ram
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
@@ -68,12 +68,11 @@ def what_if(
         more = more_memory(problem, ring_bytes=ring_bytes) if ring_bytes else None
         return WhatIf(more, None, formats, disk, link)
     from penstock.planner.solve import pipo
-    from penstock.planner.solve.ours import device
 
     more = more_device = None
     if plan.caches or any(streamed(plan, from_disk=True).values()):
         more = _one(problem.asking(host_memory_bytes=problem.host_bytes + GIB), ring_bytes, like)
-    if like != device.WHOLE:
+    if like != WHOLE:
         limit = problem.device_bytes + GIB
         tiers = tuple(replace(tier, bytes=limit) if tier.name == GPU.executor else tier for tier in machine.tiers)
         roomy = replace(problem.asking(device_memory_bytes=limit), machine=replace(machine, tiers=tiers))
@@ -160,20 +159,20 @@ def _solvers(strategy: str, problem: Problem) -> tuple[ModuleType, ...]:
         return (scheinfer, device)
     if strategy == llama_cpp.NAME:
         return (llama_cpp, device)
-    return (device,) if strategy.startswith(device.WHOLE) else ()
+    return (device,) if strategy.startswith(WHOLE) else ()
 
 
 def _alike(candidates: Iterable[Candidate], strategy: str) -> Plan | None:
     """The plan of the same strategy, or the plan with all weights in device memory. If neither is among the first
     candidates, the very first one is taken, which is the most promising. None if there are no candidates."""
     from penstock.planner.solve import llama_cpp, scheinfer
-    from penstock.planner.solve.ours import device, experts
+    from penstock.planner.solve.ours import experts
 
     first = None
     alone = strategy in (scheinfer.NAME, llama_cpp.NAME)  # their one candidate; those that follow are not alike
     looked_at = _MOST_LOOKED_AT if strategy.startswith(experts.NAME) else _LOOKED_AT
     for candidate in islice(candidates, 1 if alone else looked_at):
-        if candidate.strategy in (strategy, device.WHOLE):
+        if candidate.strategy in (strategy, WHOLE):
             return candidate.plan
         first = first or candidate
     return None if first is None else first.plan

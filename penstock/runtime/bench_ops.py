@@ -27,7 +27,7 @@ from penstock.runtime.arena import Arenas
 from penstock.runtime.bind_native import NativeBinding, native
 from penstock.runtime.ceilings import ceilings
 from penstock.runtime.host import Progress
-from penstock.spec.format import Format
+from penstock.spec.format import Format, kinds_name
 from penstock.spec.model import ModelSpec
 from penstock.spec.plan import Plan
 from penstock.store.quantize import require_own
@@ -148,4 +148,4 @@ def _measure(
         call = calls[op]
         peak_per_s = peak[integer and op in ("qkv", "out", "ffn", "head")]
         bound_s = max(call.bytes / ram, call.flops / peak_per_s)
-        yield OpTime(op, call.format, t, context, statistics.median(times), call.bytes, call.flops, bound_s)
+        yield OpTime(op, kinds_name(call.format), t, context, statistics.median(times), call.bytes, call.flops, bound_s)

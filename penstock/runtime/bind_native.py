@@ -25,13 +25,15 @@ from penstock.runtime.bind import Binding, _batch, experts_of
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskReader
 from penstock.spec.format import Format
-from penstock.spec.parts import FFNS, norm_before
+from penstock.spec.parts import FFNS, MIXED, head_key, norm_before
 from penstock.spec.plan import Plan
 
 # An op called on a Compute runs at once; called on a Program it is recorded.
 Target = _native.Compute | _native.Program
 _KEPT = 16  # programs, where a whole pass is one program; with caches of experts a layer has four
 _KEPT_SHAPES = 16  # shapes of batches whose tables are kept
+# The matrices that an op multiplies.
+_PRODUCTS = {"qkv": ops.QKV_BLOCKS, "out": ops.OUT_BLOCKS, "ffn": ops.FFN_BLOCKS, "head": ops.VOCAB_BLOCKS}
 
 
 class Native(NamedTuple):
@@ -73,7 +75,10 @@ class NativeBinding(Binding):
     ) -> None:
         super().__init__(plan, arenas, reader, poisoned, kv_file)
         self._compute = kernels.compute
-        self._exact = kernels.exact or not cpu.rounds_activations(plan.target.weights)
+        self._exact = {
+            (key, op): kernels.exact or cpu.all_exact(part, blocks)
+            for key, part in self._parts.items() if part.kind in MIXED for op, blocks in _PRODUCTS.items()
+        }  # fmt: skip
         spec, layers = self._spec, self._spec.layers
         self._ffn_shapes = {
             part.key: cpu.ffn_shape(part, layers[part.layer].ffns[0 if part.kind == "experts" else -1])
@@ -90,7 +95,7 @@ class NativeBinding(Binding):
             cpu.qkv_shape(self._parts[f"{i}.attn"], layer.attention, spec.norm) for i, layer in enumerate(layers)
         ]
         self._o = [cpu.matrix(self._parts[f"{i}.attn"].block("o")) for i in range(len(layers))]
-        self._vocab = cpu.matrix(self._parts["embed"].block("rows"))
+        self._vocab = {key: cpu.matrix(self._parts[key].block("rows")) for key in {"embed", head_key(spec)}}
         self._heads: dict[int, _native.AttentionShape] = {}  # by the unit's number
         self._caches: dict[tuple[int, Format], _native.CacheShape] = {}  # by layer and format
         self._tables_of: dict[Batch, BatchTables] = {}  # of calls that run alone, for this pass
@@ -125,9 +130,14 @@ class NativeBinding(Binding):
             max(self._plan.chunk_rows, self._plan.batch_seqs),
         )
         need = max(
-            _native.project_scratch(self._vocab, min(rows, plan.logits_rows)), _native.merge_scratch(rows, spec.d_model)
+            _native.project_scratch(self._vocab[head_key(spec)], min(rows, plan.logits_rows)),
+            _native.merge_scratch(rows, spec.d_model),
         )
-        for layer in {id(layer): i for i, layer in enumerate(spec.layers)}.values():  # most are alike
+        alike = {
+            (id(layer), *(block.format for block in self._parts[f"{i}.attn"].blocks)): i
+            for i, layer in enumerate(spec.layers)
+        }
+        for layer in alike.values():
             attn = self._parts[f"{layer}.attn"]
             heads = cpu.attention_shape(spec.layers[layer].attention, 0, attn.rows)
             home = next(home for home in plan.kv if home.layers[0] <= layer < home.layers[1])
@@ -269,7 +279,7 @@ class NativeBinding(Binding):
         part, at = self._parts["embed"], self._arenas.address
         on.gather(
             weights=at(op.weights), count=op.weights.nbytes // part.granule_bytes, stride=part.granule_bytes,
-            matrix=self._vocab, tokens=at(op.tokens), t=_batch(call).total_rows, rows=at(op.rows),
+            matrix=self._vocab["embed"], tokens=at(op.tokens), t=_batch(call).total_rows, rows=at(op.rows),
         )  # fmt: skip
 
     def _embed_on(self, on: Target, call: Call, op: ops.Embed, tables: BatchTables) -> None:
@@ -292,10 +302,11 @@ class NativeBinding(Binding):
         part, spec = self._parts[unit.part], self._spec
         first, at = unit.lo * part.granule_rows, self._arenas.address
         on.head(
-            weights=at(op.weights), count=unit.hi - unit.lo, stride=part.granule_bytes, matrix=self._vocab,
+            weights=at(op.weights), count=unit.hi - unit.lo, stride=part.granule_bytes, matrix=self._vocab[part.key],
             h=at(op.h), h_stride=spec.d_embed, t=n, logits=at(op.logits) + 4 * first, out_stride=spec.vocab,
             out_cols=spec.vocab - first, softcap=spec.logit_softcap, first_token=first, best=at(op.best),
-            starts=op.starts, exact=self._exact, scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
+            starts=op.starts, exact=self._exact[part.key, "head"], scratch=at(op.scratch),
+            scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
 
     def _qkv_on(self, on: Target, call: Call, op: ops.Qkv, tables: BatchTables) -> None:
@@ -309,7 +320,7 @@ class NativeBinding(Binding):
             shape=self._qkv_shapes[layer], attention=self._attention_of(call.unit, layer), h=at(op.h),
             t=batch.total_rows, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, sequences=tables.sequences_address,
             sequence_count=len(batch.seqs), pages=tables.pages_address, q=at(op.q), cache=self._cache(layer, batch),
-            keys=at(op.keys), values=at(op.values), exact=self._exact, scratch=at(op.scratch),
+            keys=at(op.keys), values=at(op.values), exact=self._exact[unit.part, "qkv"], scratch=at(op.scratch),
             scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
 
@@ -328,8 +339,8 @@ class NativeBinding(Binding):
         on.out(
             weights=at(op.weights), count=unit.hi - unit.lo, stride=self._parts[unit.part].granule_bytes,
             matrix=self._o[op.layer], a=at(op.a) + 4 * first_column, a_stride=width, t=_batch(call).total_rows,
-            partial=at(op.partial), starts_sum=op.starts_sum, exact=self._exact, scratch=at(op.scratch),
-            scratch_bytes=op.scratch.nbytes,
+            partial=at(op.partial), starts_sum=op.starts_sum, exact=self._exact[unit.part, "out"],
+            scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
 
     def _ffn_on(self, on: Target, call: Call, op: ops.Ffn, tables: BatchTables) -> None:
@@ -344,8 +355,8 @@ class NativeBinding(Binding):
             weights=at(op.weights), count=unit.hi - unit.lo, stride=stride, shape=shape, h=at(op.h),
             t=_batch(call).total_rows, partial=at(op.partial), pending=at(op.pending), granule=unit.lo,
             starts_sum=op.starts_sum, continues_four=op.continues_four, leaves_four=op.leaves_four, skips=op.skips,
-            fired=self._fired_at(call), fired_stride=self._fired.shape[1], exact=self._exact, scratch=at(op.scratch),
-            scratch_bytes=op.scratch.nbytes, values=values,
+            fired=self._fired_at(call), fired_stride=self._fired.shape[1], exact=self._exact[unit.part, "ffn"],
+            scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes, values=values,
         )  # fmt: skip
 
     def _fire_on(self, on: Target, call: Call, op: ops.Fire, tables: BatchTables) -> None:
@@ -354,7 +365,8 @@ class NativeBinding(Binding):
         on.fire(
             weights=at(op.weights), count=unit.hi - unit.lo, stride=Records.of(part).kept_bytes,
             shape=self._asked_shapes[unit.part][0], h=at(op.h), t=_batch(call).total_rows,
-            values=at(op.values), exact=self._exact, scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
+            values=at(op.values), exact=self._exact[unit.part, "ffn"], scratch=at(op.scratch),
+            scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
 
     def _fired_at(self, call: Call) -> int:
@@ -393,8 +405,8 @@ class NativeBinding(Binding):
             weights=[at(slot) for _, slot in placed], ids=[expert for expert, _ in placed], stride=part.granule_bytes,
             shape=self._ffn_shapes[part.key], per_expert=part.expert_granules, active=self._routed(op.layer).active,
             h=at(op.h), t=_batch(call).total_rows, routes=at(op.routes), partial=at(op.partial),
-            outputs=at(op.outputs[0]) if op.outputs else 0, starts_sum=op.starts_sum, exact=self._exact,
-            scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
+            outputs=at(op.outputs[0]) if op.outputs else 0, starts_sum=op.starts_sum,
+            exact=self._exact[part.key, "ffn"], scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
 
     def _combine_on(self, on: Target, call: Call, op: ops.Combine, tables: BatchTables) -> None:

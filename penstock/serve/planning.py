@@ -14,6 +14,7 @@ from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
+from penstock.store import manifest as manifests
 from penstock.store.packed import is_packed, orders_of, part_disks, read_config, read_manifest
 from penstock.store.profile_file import kept
 
@@ -41,7 +42,7 @@ def describe(
     manifest = read_manifest(model) if is_packed(model) else None
     _, spec = read_config(model, manifest.files if verify and manifest is not None else (), to_plan=to_plan)
     if weights is None:
-        weights = parse_format(manifest.weights) if manifest is not None else Format(spec.dtype)
+        weights = manifests.formats(manifest) if manifest is not None else Format(spec.dtype)
     return spec, weights
 
 

@@ -61,6 +61,10 @@ bytes: 4.5 bits a number.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from penstock.errors import BadRequest
@@ -79,6 +83,7 @@ MOST_GROUP = 1024  # the most columns of a group
 PAGE_TOKENS = 64  # tokens of a page are a multiple of this: attention walks blocks of so many, each within one page
 ROW_ALIGN = 64  # bytes: a neuron's rows begin at multiples of a cache line
 _NEURONS = "-neurons"
+_LABEL = re.compile(r"[a-z0-9][a-z0-9_+.-]{0,99}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +131,15 @@ class Format:
         """`int4`, or `int4-g32` where the group is not the default; `int4-neurons` where neurons lie apart."""
         plain = self.kind if self.group in (0, DEFAULT_GROUP) or self.in_blocks else f"{self.kind}-g{self.group}"
         return f"{plain}{_NEURONS}" if self.neurons else plain
+
+    @property
+    def for_cpu(self) -> bool:
+        """Of a whole model's weights: whether kernels for devices cannot read them."""
+        return self.neurons or self.in_blocks
+
+    def of(self, key: str, block: str) -> Format:
+        """Of a whole model's weights: the format of the part `key`'s matrix `block`, all in tiles."""
+        return self.in_tiles
 
     @property
     def in_tiles(self) -> Format:
@@ -186,6 +200,68 @@ class Format:
             raise BadRequest(f"a KV cache in {self.name}: take float16, bfloat16, float32, int8 or int4")
         if self.group % KV_GROUP:
             raise BadRequest(f"a KV cache in {self.name}: its groups should be multiples of {KV_GROUP}")
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed(Format):
+    """The formats of a whole model's weights, where matrices have several. `kind` and `group` are those of most
+    matrices. `others`: the matrices that have another, as ("7.ffn.down", format), sorted. `label`: its name, as of a
+    file with such a mixture (`q4_k_m`)."""
+
+    label: str = ""
+    others: tuple[tuple[str, Format], ...] = ()
+
+    def __post_init__(self) -> None:
+        Format.__post_init__(self)  # `super()` knows no class whose slots were made afterwards
+        names = [name for name, _ in self.others]
+        if self.neurons or not self.others or names != sorted(set(names)) or not _LABEL.fullmatch(self.label):
+            raise BadRequest(f"a mixture of formats {self.label[:40]!r} that is none: it should name others, sorted")
+
+    @property
+    def name(self) -> str:
+        return self.label
+
+    @property
+    def for_cpu(self) -> bool:
+        return self.in_blocks or any(fmt.in_blocks for _, fmt in self.others)
+
+    def of(self, key: str, block: str) -> Format:
+        name = f"{key}.{block}"
+        at = bisect_left(self.others, name, key=lambda other: other[0])
+        return self.others[at][1] if at < len(self.others) and self.others[at][0] == name else self.in_tiles
+
+
+def mixture(table: Mapping[str, Format], label: str = "") -> Format:
+    """The formats of a model's matrices, by part and block: "7.ffn.down", "embed.rows". Where all have the same it is
+    that one. `label` is the mixture's name, unless a format has that name: then it is the formats' own, `q4_0+q6_k`."""
+    count = Counter(table.values())
+    most = sorted(count, key=lambda fmt: (-count[fmt], fmt.name))
+    if len(most) == 1:
+        return most[0]
+    label = label.lower()
+    with suppress(BadRequest):
+        parse_format(label)
+        label = ""
+    others = tuple((key, table[key]) for key in sorted(table) if table[key] != most[0])
+    return Mixed(most[0].kind, most[0].group, False, label or "+".join(fmt.name for fmt in most), others)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What part of the bytes and of the multiplications of some matrices those of one kind of format have."""
+
+    kind: str
+    bytes: float
+    flops: float
+
+
+# The formats of the matrices of a call: the kind that all have, or a share for each kind.
+Kinds = str | tuple[Share, ...]
+
+
+def kinds_name(kinds: Kinds) -> str:
+    """`int4`, or `q4_k+q6_k`."""
+    return kinds if isinstance(kinds, str) else "+".join(share.kind for share in kinds)
 
 
 def tiles(rows: int) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from penstock.errors import BadRequest
 from penstock.spec import codec
+from penstock.spec.blocks import BLOCKS
 from penstock.spec.parts import PAGE_BYTES
 from penstock.spec.places import CPU, DISK, HOST, Lane, Tier, device_of, is_device, is_disk
 from penstock.spec.plan import IO_ENGINES
@@ -201,11 +202,14 @@ class MachineSpec:
 
     def rate(self, lane: Lane, op: str, fmt: str, rows: int = 1) -> Rate:
         """The most specific rate for a call: for its op and format, then its op, then an op like it, then its format,
-        then its lane alone. Of several such rates it is the one for the fewest rows that are at least `rows`. Raises
+        then its lane alone. A format of GGUF files that nobody has measured counts as int4, which its kernels are
+        most like. Of several such rates it is the one for the fewest rows that are at least `rows`. Raises
         BadRequest where there is none."""
         if is_disk(lane) and not any(rate.lane == lane for rate in self.rates):
             lane = DISK.reads  # for writes, or a second disk, that nobody has measured
         like = _LIKE.get(op, op)
+        if fmt in BLOCKS and not any(rate.lane == lane and rate.format == fmt for rate in self.rates):
+            fmt = "int4"
         for key in ((op, fmt), (op, "*"), (like, fmt), (like, "*"), ("*", fmt), ("*", "*")):
             rates = [r for r in self.rates if r.lane == lane and (r.op, r.format) == key and (r.rows or rows) >= rows]
             if rates:

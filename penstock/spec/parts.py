@@ -30,7 +30,7 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from penstock.errors import BadRequest
-from penstock.spec.format import FLOAT32, Format
+from penstock.spec.format import FLOAT32, Format, Kinds, Share
 from penstock.spec.model import Ffn, Layer, ModelSpec, Routed
 from penstock.units import round_up
 
@@ -39,6 +39,7 @@ SUM_GRANULES = 4  # granules of an FFN that are summed before they are added to 
 # Kinds of parts that always stay where activations are: every step reads them, and they are under 1 % of a model.
 PINNED = ("norms", "router", "edges")
 FFNS = ("ffn", "shared", "experts")  # kinds of parts that are neurons
+MIXED = ("attn", *FFNS, "embed", "head")  # kinds of parts whose matrices have the formats of the model's weights
 PAGE_BYTES = 4096
 
 
@@ -134,10 +135,21 @@ class Part:
     def has(self, name: str) -> bool:
         return any(b.name == name for b in self.blocks)
 
-    @property
-    def format(self) -> Format:
-        """The format of its matrices (the first block's)."""
-        return self.blocks[0].format
+    def kinds(self, names: tuple[str, ...] = ()) -> Kinds:
+        """The formats of these blocks, without names those of all its matrices: what rates are looked up by."""
+        matrices = [b for b in self.blocks if b.tiled or b.stride]
+        chosen = [b for b in matrices if not names or b.name in names] or self.blocks[:1]
+        kind = chosen[0].format.kind
+        if all(b.format.kind == kind for b in chosen):
+            return kind
+        nbytes, weights = sum(b.nbytes for b in chosen), sum(b.rows * b.cols for b in chosen)
+        of_kind = {
+            kind: [b for b in chosen if b.format.kind == kind] for kind in dict.fromkeys(b.format.kind for b in chosen)
+        }
+        return tuple(
+            Share(kind, sum(b.nbytes for b in some) / nbytes, sum(b.rows * b.cols for b in some) / weights)
+            for kind, some in of_kind.items()
+        )
 
     @property
     def by_neurons(self) -> bool:
@@ -166,6 +178,11 @@ def _part(
     key: str, kind: str, layer: int, rows: int, granule_rows: int, shapes: list[_Shape], experts: int = 1
 ) -> Part:  # fmt: skip
     blocks, offset = [], 0
+    for name, _, n_cols, fmt, _ in shapes:
+        if fmt.in_blocks and n_cols % fmt.group:
+            raise BadRequest(
+                f"{key}.{name} has {n_cols} columns in a granule, and {fmt.name} cuts rows into groups of {fmt.group}"
+            )
     # Bytes of a record, which has a row of each block that lies neuron by neuron. These blocks follow each other.
     record = sum(fmt.row_bytes(cols) for _, _, cols, fmt, _ in shapes if fmt.neurons)
     for name, n_rows, n_cols, fmt, tiled in shapes:
@@ -181,46 +198,57 @@ def _part(
     return Part(key, kind, layer, rows, granule_rows, round_up(max(offset, 1), PAGE_BYTES), tuple(blocks), experts)
 
 
-def _attention_part(i: int, layer: Layer, d: int, fmt: Format) -> Part:
+def _require_one_input(key: str, shapes: list[_Shape]) -> None:
+    """Raises BadRequest unless matrices that are multiplied by the same rows want these laid out alike: as float32, or
+    in groups of as many columns."""
+    if len({(fmt.is_quantised, fmt.group) for _, _, _, fmt, _ in shapes}) > 1:
+        named = ", ".join(f"{name} in {fmt.name}" for name, _, _, fmt, _ in shapes)
+        raise BadRequest(f"{key} has {named}: kernels take them in formats with groups of as many columns only")
+
+
+def _attention_part(i: int, layer: Layer, d: int, weights: Format) -> Part:
     a = layer.attention
     heads = a.kv_heads if a.norms_all_heads else 1  # KV heads of a granule: heads normed together go together
     q_rows, k_rows = heads * a.heads_per_kv * a.head_dim, heads * a.head_dim
+    key = f"{i}.attn"
     shapes = [
-        _matrix("q", q_rows, d, fmt),
-        _matrix("k", k_rows, d, fmt),
-        _matrix("v", k_rows, d, fmt),
-        _matrix("o", d, q_rows, fmt),
+        _matrix("q", q_rows, d, weights.of(key, "q")),
+        _matrix("k", k_rows, d, weights.of(key, "k")),
+        _matrix("v", k_rows, d, weights.of(key, "v")),
+        _matrix("o", d, q_rows, weights.of(key, "o")),
     ]
+    _require_one_input(key, shapes[:3])
     if a.qkv_bias:
         shapes += [
             _vector("q_bias", q_rows),
             _vector("k_bias", k_rows),
             _vector("v_bias", k_rows),
         ]
-    return _part(f"{i}.attn", "attn", i, a.kv_heads, heads, shapes)
+    return _part(key, "attn", i, a.kv_heads, heads, shapes)
 
 
 def _ffn_parts(i: int, layer: Layer, d: int, fmt: Format, base: Format) -> list[Part]:
     """The parts of a layer's FFN: one part; or router, shared expert (if there is one) and experts."""
     if isinstance(layer.ffn, Ffn):
         return [_ffn_part(i, "ffn", layer.ffn, d, fmt)]
-    fmt = fmt.in_tiles
     ffn_parts, routed = [_router_part(i, layer.ffn, d, base)], layer.ffn
     ffn_parts += [_ffn_part(i, "shared", routed.shared, d, fmt)] if routed.shared is not None else []
     return [*ffn_parts, _ffn_part(i, "experts", routed.expert, d, fmt, routed.experts)]
 
 
-def _ffn_part(i: int, kind: str, f: Ffn, d: int, fmt: Format, experts: int = 1) -> Part:
-    n, tiles = GRANULE_ROWS, fmt.in_tiles
-    shapes = [_matrix("gate", n, d, tiles)] if f.gated else []
-    if fmt.neurons:
-        shapes += [("up", n, d, fmt, False) if f.gated else _matrix("up", n, d, tiles), ("down", n, d, fmt, False)]
+def _ffn_part(i: int, kind: str, f: Ffn, d: int, weights: Format, experts: int = 1) -> Part:
+    n, key = GRANULE_ROWS, f"{i}.{kind}"
+    shapes = [_matrix("gate", n, d, weights.of(key, "gate"))] if f.gated else []
+    if weights.neurons and kind == "ffn":
+        up = ("up", n, d, weights, False) if f.gated else _matrix("up", n, d, weights.of(key, "up"))
+        shapes += [up, ("down", n, d, weights, False)]
     else:
-        shapes += [_matrix("up", n, d, fmt), _matrix("down", d, n, fmt)]
+        shapes += [_matrix("up", n, d, weights.of(key, "up")), _matrix("down", d, n, weights.of(key, "down"))]
+        _require_one_input(key, shapes[:-1])
     if f.up_bias:
         shapes += [_vector("gate_bias", n)] if f.gated else []
         shapes += [_vector("up_bias", n)]
-    return _part(f"{i}.{kind}", kind, i, f.neurons, n, shapes, experts)
+    return _part(key, kind, i, f.neurons, n, shapes, experts)
 
 
 def _router_part(i: int, routed: Routed, d: int, base: Format) -> Part:
@@ -282,24 +310,28 @@ def predictor_part(layer: int, d_model: int, rank: int, neurons: int, weights: F
 def parts(model: ModelSpec, weights: Format) -> tuple[Part, ...]:
     """All parts in the order in which a pass reads them. A tied head is the part `embed`, read twice.
 
-    `weights` is the format of all matrices except routers, positions and projections, which stay in the checkpoint's
+    `weights` has the formats of all matrices except routers, positions and projections, which stay in the checkpoint's
     own format. Norms and biases become float32. Raises BadRequest where FFNs should lie neuron by neuron, and their
-    activation is no ReLU.
+    activation is no ReLU; and for formats that the model's matrices cannot have.
     """
     if weights.neurons and not model.fires:
         raise BadRequest(f"{weights.name}: only FFNs with ReLU lie neuron by neuron; take {weights.in_tiles.name}")
     base = Format(model.dtype)
-    vocab = [_matrix("rows", GRANULE_ROWS, model.d_embed, weights.in_tiles)]
-    in_order = [_part("embed", "embed", -1, model.vocab, GRANULE_ROWS, vocab)]
+
+    def vocabulary(key: str) -> Part:
+        rows = _matrix("rows", GRANULE_ROWS, model.d_embed, weights.of(key, "rows"))
+        return _part(key, key, -1, model.vocab, GRANULE_ROWS, [rows])
+
+    in_order = [vocabulary("embed")]
     for i, layer in enumerate(model.layers):
         in_order += [
             _norms_part(i, layer, model),
-            _attention_part(i, layer, model.d_model, weights.in_tiles),
+            _attention_part(i, layer, model.d_model, weights),
             *_ffn_parts(i, layer, model.d_model, weights, base),
         ]
     in_order.append(_edges_part(model, base))
     if not model.tied:
-        in_order.append(_part("head", "head", -1, model.vocab, GRANULE_ROWS, vocab))
+        in_order.append(vocabulary("head"))
     return tuple(in_order)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from penstock.spec import codec
-from penstock.spec.format import Format
+from penstock.spec.format import Format, Mixed
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Part, parts_by_key
 from penstock.spec.places import GPU, HOST, Executor, Tier, is_device, is_disk
@@ -116,7 +116,7 @@ class Arena:
 @dataclass(frozen=True, slots=True)
 class PlanModel:
     spec: ModelSpec
-    weights: Format
+    weights: Format | Mixed
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,9 @@ from typing import Any, NamedTuple
 
 from penstock.errors import BadRequest, DamagedModel
 from penstock.spec import codec
+from penstock.spec.format import Format, mixture, parse_format
 from penstock.spec.order import NeuronOrder
-from penstock.spec.parts import PAGE_BYTES, Part
+from penstock.spec.parts import MIXED, PAGE_BYTES, Part
 from penstock.store.files import MAX_COPIED_BYTES
 from penstock.store.header import quoted
 from penstock.units import round_up
@@ -175,6 +176,23 @@ def shard(name: str, parts: list[Part]) -> Shard:
     data = round_up(8 + len(text), PAGE_BYTES)
     header = (data - 8).to_bytes(8, "little") + text.ljust(data - 8)
     return Shard(name, header, tuple((part, data + begin) for part, begin in zip(parts, begins, strict=True)))
+
+
+def formats(manifest: Manifest) -> Format:
+    """The formats of the model's weights. Raises BadRequest where the manifest names none that there is."""
+    try:
+        return parse_format(manifest.weights)
+    except BadRequest:
+        found = mixture(
+            {
+                f"{part.key}.{block.name}": parse_format(block.format)
+                for part in manifest.parts if part.kind in MIXED for block in part.blocks if block.tiled
+            },
+            manifest.weights,
+        )  # fmt: skip
+        if found.name != manifest.weights:
+            raise
+        return found
 
 
 def dumps(manifest: Manifest) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from penstock.errors import BadRequest, BrokenModel, DamagedModel, StorageFailed, UnsupportedModel
 from penstock.models import spec_from_config
-from penstock.spec.format import Format, parse_format
+from penstock.spec.format import Format
 from penstock.spec.model import Ffn, ModelSpec
 from penstock.spec.parts import PAGE_BYTES, Part, parts
 from penstock.spec.places import Tier, disk
@@ -190,7 +190,7 @@ def open_packed(folder: Path, verify: bool = True) -> Packed:
     verify = verify and manifest.has_sums
     _, spec = read_config(folder, manifest.files if verify else ())
     try:
-        weights = parse_format(manifest.weights)
+        weights = manifests.formats(manifest)
     except BadRequest as error:
         raise BrokenModel(f"{folder / manifests.FILE}: {error.message}") from None
     derived = parts(spec, weights)

@@ -18,7 +18,7 @@ from numpy.lib.stride_tricks import as_strided
 from penstock import _native
 from penstock.errors import BadRequest, BrokenModel
 from penstock.spec import codec
-from penstock.spec.format import TILE_ROWS, Format, tiles
+from penstock.spec.format import TILE_ROWS, Format, Mixed, tiles
 from penstock.spec.order import NeuronOrder, moved_together
 from penstock.spec.parts import Block, Part
 from penstock.spec.profile import Profile
@@ -53,7 +53,7 @@ def reorder(
     if weights not in (None, packed.weights):
         have = packed.weights.name
         raise BadRequest(f"{src} has {have} weights, which stay as they are: give the checkpoint for others")
-    if packed.weights.in_blocks:
+    if packed.weights.in_blocks or isinstance(packed.weights, Mixed):
         raise BadRequest(
             f"{src} has {packed.weights.name} weights, a format of GGUF files: its neurons stay where they are"
         )

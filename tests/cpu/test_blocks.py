@@ -13,26 +13,9 @@ from penstock.spec.blocks import BLOCKS
 from penstock.spec.format import Format, parse_format, tiles
 from penstock.store.blocks import encode_blocks, format_of, row_bytes
 from penstock.store.quantize import decode
-
-gguf = pytest.importorskip("gguf")
+from tests.blocks import numbers_of, random_blocks
 
 KINDS = [*BLOCKS, "q4_1"]
-
-
-def blocks_of(kind: str, rows: int, cols: int, rng: np.random.Generator) -> np.ndarray:
-    """Random rows of a GGUF tensor, uint8 [rows, bytes]: any bits, but scales that are finite numbers."""
-    raw = rng.integers(0, 256, (rows, row_bytes(kind, cols)), np.uint8)
-    size = 20 if kind == "q4_1" else BLOCKS[kind].nbytes
-    halves = {"q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "mxfp4": ()}
-    by_block = raw.reshape(rows, -1, size)
-    for at in halves.get(kind, (0, 2) if kind in ("q4_1", "q5_1") else (0,)):
-        d = rng.normal(size=by_block.shape[:2]).astype(np.float16)
-        by_block[:, :, at : at + 2] = d[..., None].view(np.uint8)
-    return raw
-
-
-def numbers_of(raw: np.ndarray, kind: str) -> np.ndarray:
-    return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind.upper()])
 
 
 def widened(packed: np.ndarray, rows: int, cols: int, fmt: Format) -> np.ndarray:
@@ -52,7 +35,7 @@ def test_tiles_hold_the_numbers_of_the_file(
     """Of all columns, and of a granule's, with rows and columns beyond the file's."""
     fmt, rng, columns = format_of(kind), np.random.default_rng(seed), 256 * blocks
     assert fmt is not None
-    raw = blocks_of(kind, rows, columns, rng)
+    raw = random_blocks(kind, rows, columns, rng)
     want = np.zeros((rows + padding, 2048), np.float32)
     with np.errstate(over="ignore"):
         want[:rows, :columns] = numbers_of(raw, kind)
@@ -89,7 +72,7 @@ def test_names() -> None:
 def test_broken_blocks_are_refused() -> None:
     with pytest.raises(BrokenModel, match="whose blocks have 256"):
         row_bytes("Q4_K", 128)
-    raw = blocks_of("q4_k", 3, 256, np.random.default_rng(0))
+    raw = random_blocks("q4_k", 3, 256, np.random.default_rng(0))
     raw[1, 2:4] = np.array([np.inf], np.float16).view(np.uint8)
     with pytest.raises(BrokenModel, match="infinite"):
         encode_blocks(raw, "Q4_K", 16, 256)

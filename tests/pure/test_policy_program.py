@@ -62,18 +62,14 @@ def random_program(r: random.Random) -> PolicyProgram:
         steps=r.randint(0, 100),
         prefill=prefill,
         decode=decode,
-        memory=memory,
-        capacity={tier: r.uniform(1.0, 3.5) for tier in memory},
+        memory={tier: (line, r.uniform(1.0, 3.5)) for tier, line in memory.items()},
         allowed=dict.fromkeys(KINDS, (True, True, True)),
     )
 
 
 def fits(program: PolicyProgram, policy: Policy, tolerance: float) -> bool:
     """Whether a policy keeps every row of the program."""
-    inside = (
-        program.memory[tier].at(policy) <= capacity * (1 + tolerance) + tolerance
-        for tier, capacity in program.capacity.items()
-    )
+    inside = (line.at(policy) <= capacity * (1 + tolerance) + tolerance for line, capacity in program.memory.values())
     shares = zip(policy.vector, (free for kind in KINDS for free in program.allowed[kind]), strict=True)
     return all(inside) and all(share <= tolerance or free for share, free in shares)
 

@@ -3,6 +3,7 @@ multiplies."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from penstock.graph.scratch import slab_rows
+from penstock.kernels.reference.blocks import widen_blocks
 from penstock.spec.format import LINE_COLUMNS, TILE_ROWS, Format, tiles
 from penstock.spec.parts import Block
 
@@ -95,6 +97,9 @@ def widen(packed: Bytes, cols: int, fmt: Format, scratch: Scratch) -> Float32:
     """Tiles uint8 [n, tile_bytes] → float32 [16 n, cols], in scratch."""
     shape = (len(packed) * TILE_ROWS, _padded(cols, fmt))
     wide = scratch.take(shape)
+    if fmt.in_blocks:
+        wide[...] = widen_blocks(packed, cols, fmt.kind)
+        return wide
     codes = scratch.take(shape, np.uint8) if fmt.is_quantised else None
     words, scales, minimums = _fields(packed, cols, fmt)
     by_row = (
@@ -111,7 +116,14 @@ def take_rows(granules: Bytes, block: Block, rows: NDArray[Any], out: Float32) -
     granule_bytes]."""
     fmt, width = block.format, _padded(block.cols, block.format)
     packed = granules[:, block.offset : block.offset + block.nbytes]
-    fields = _fields(packed.reshape(len(granules), tiles(block.rows), -1), block.cols, fmt)
+    by_tile = packed.reshape(len(granules), tiles(block.rows), -1)
+    if fmt.in_blocks:
+        for i, row in enumerate(rows.tolist()):
+            granule, inside = divmod(row, block.rows)
+            tile = by_tile[granule, inside // TILE_ROWS, None]
+            out[i] = widen_blocks(tile, block.cols, fmt.kind)[inside % TILE_ROWS]
+        return
+    fields = _fields(by_tile, block.cols, fmt)
     step = max(1, _ROW_ELEMENTS // width)
     for lo in range(0, len(rows), step):
         granule, row = np.divmod(rows[lo : lo + step], block.rows)
@@ -201,28 +213,27 @@ def _slab_of_neurons(granule: Bytes, block: Block, lo: int, hi: int, scratch: Sc
     return wide
 
 
-def multiply_neurons(x: Float32, granule: Bytes, block: Block, out: Float32, scratch: Scratch) -> None:
-    """out float32 [T, R] = x float32 [T, C] · block [R, C]ᵀ, of a block that lies neuron by neuron."""
+def _slabs_of_neurons(granule: Bytes, block: Block, scratch: Scratch) -> Iterator[tuple[int, int, Float32]]:
+    """(lo, hi, rows lo..hi as `_slab_of_neurons`) of a whole block. Each takes the scratch of the one before."""
     start, step = scratch.mark(), slab_rows(block)
     for lo in range(0, block.rows, step):
-        scratch.rewind(start)
         hi = min(lo + step, block.rows)
-        slab = _slab_of_neurons(granule, block, lo, hi, scratch)
+        yield lo, hi, _slab_of_neurons(granule, block, lo, hi, scratch)
+        scratch.rewind(start)
+
+
+def multiply_neurons(x: Float32, granule: Bytes, block: Block, out: Float32, scratch: Scratch) -> None:
+    """out float32 [T, R] = x float32 [T, C] · block [R, C]ᵀ, of a block that lies neuron by neuron."""
+    for lo, hi, slab in _slabs_of_neurons(granule, block, scratch):
         np.matmul(x, slab[:, : block.cols].T, out=out[:, lo:hi])
-    scratch.rewind(start)
 
 
 def add_neurons(x: Float32, granule: Bytes, block: Block, out: Float32, scratch: Scratch) -> None:
     """out float32 [T, C] += x float32 [T, R] · block [R, C], of a block that lies neuron by neuron."""
-    start, step = scratch.mark(), slab_rows(block)
-    for lo in range(0, block.rows, step):
-        scratch.rewind(start)
-        hi = min(lo + step, block.rows)
-        slab = _slab_of_neurons(granule, block, lo, hi, scratch)
+    for lo, hi, slab in _slabs_of_neurons(granule, block, scratch):
         product = scratch.take(out.shape)
         np.matmul(x[:, lo:hi], slab[:, : block.cols], out=product)
         out += product
-    scratch.rewind(start)
 
 
 def narrow(values: Float32, fmt: Format) -> NDArray[Any]:

@@ -151,6 +151,13 @@ def head_dim_of(config: Config, d_model: int, heads: int, default: int | None = 
     return divided(config, d_model, heads) if given is None else given
 
 
+def widths(config: Config) -> tuple[int, int, int]:
+    """(hidden_size, heads, width of a head) of a type whose heads share out hidden_size. Raises BrokenModel."""
+    d_model = config.whole("hidden_size", hi=MAX_WIDTH)
+    heads = config.whole("num_attention_heads", hi=MAX_WIDTH)
+    return d_model, heads, divided(config, d_model, heads)
+
+
 def divided(config: Config, d_model: int, heads: int) -> int:
     """hidden_size / heads. Raises BrokenModel where that is no whole number."""
     if d_model % heads:

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.models.hf.config import MAX_LAYERS, MAX_WIDTH, Config, short
 from penstock.models.hf.decoder import END_NAMES, LAYER_NAMES, layer_count
 from penstock.models.hf.names import EXPERT, TensorSource, sources_of
-from penstock.spec.model import Ffn, ModelSpec
+from penstock.spec.model import Ffn, ModelSpec, Routed, Router
 
 # Of a layer, and of all layers: the largest models of today have 512, and 61 layers of 384. 262,144 took 11 s to plan.
 MAX_EXPERTS, MAX_ALL_EXPERTS = 4096, 2**15
@@ -56,6 +56,17 @@ def experts(config: Config, keys: Sequence[str], default: int) -> int:
 def active(config: Config, eligible: int, default: int) -> int:
     """The number of experts that a token goes to, at most `eligible`. Raises BrokenModel."""
     return config.whole("num_experts_per_tok", default, hi=eligible)
+
+
+def softmax_routed(
+    config: Config, keys: Sequence[str], count: int, chosen: int, neurons_key: str, normalised: bool
+) -> Routed:  # fmt: skip
+    """Experts behind a router whose scores go through a softmax. `count`, `chosen`: by default, of a layer and of a
+    token. `normalised`: weights sum to one over the chosen experts. Raises BrokenModel and UnsupportedModel."""
+    found = experts(config, keys, count)
+    return Routed(
+        found, active(config, found, chosen), gated(config, neurons_key), Router("softmax", normalised=normalised)
+    )  # fmt: skip
 
 
 def sparse_layers(config: Config) -> list[bool]:

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from penstock.models.hf.config import Config
 from penstock.models.hf.decoder import Defaults, Details, decoder, layer_count
-from penstock.models.hf.experts import active, experts, gated
+from penstock.models.hf.experts import softmax_routed
 from penstock.models.hf.rope import RopeRules
-from penstock.spec.model import ModelSpec, Norm, Routed, Router
+from penstock.spec.model import ModelSpec, Norm
 
 CANNOT_RUN = "there are no kernels for its router and the head's bias"
 
@@ -22,10 +22,7 @@ COUNT_KEYS = ("num_local_experts",)
 
 def spec(config: Config) -> ModelSpec:
     """Raises BrokenModel and UnsupportedModel."""
-    count = experts(config, COUNT_KEYS, 16)
-    routed = Routed(
-        count, active(config, count, 2), gated(config, "intermediate_size"), Router("softmax", normalised=False)
-    )  # fmt: skip
+    routed = softmax_routed(config, COUNT_KEYS, 16, 2, "intermediate_size", normalised=False)
     bias = config.flag("attention_bias", False)
     details = Details(qkv_bias=bias, out_bias=bias, rope=RopeRules(kinds=("default",), theta=1e6))
     window = config.optional_whole("sliding_window", None)

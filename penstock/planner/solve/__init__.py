@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from penstock.errors import BadRequest, DoesNotFit
 from penstock.graph.arenas import Layout
@@ -17,7 +18,7 @@ from penstock.planner.predict import Prediction
 from penstock.planner.routing import RouterTrace
 from penstock.planner.shorten import quick, streamed
 from penstock.planner.solve.bound import least_score_s, reads_bytes, score_s, sequences
-from penstock.planner.solve.candidate import Candidate, Compared
+from penstock.planner.solve.candidate import WHOLE, Candidate, Compared
 from penstock.planner.solve.ours import ram
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.reads import on_disks, with_reads
@@ -49,18 +50,10 @@ class Solved:
     not_yet: tuple[Compared, ...] = ()
 
 
-# Two plans are equals if their times differ by less than the first factor. The second compares a simulated time with a
-# bound. It is smaller, because loads that ran ahead before the simulated passes can make a simulated time too short.
-_EQUAL, _SURELY_EQUAL = 1.05, 1.04
-_READS_WEIGH = 0.2
-
-
-def _settles(rival: Compared, least_s: float, plan: Plan, ask: Ask) -> bool:
-    """Whether a simulated rival makes it needless to simulate `plan`. It does if the plan reads at least as much from
-    disks as the rival, and is no better than an equal even if it takes only its bound of `least_s` seconds."""
-    if reads_bytes(plan) / sequences(plan, ask) < rival.prediction.disk_bytes_per_token:
-        return False
-    return _score_s(rival, ask) <= least_s * _SURELY_EQUAL
+# Two plans are equals if their times differ by less than this factor. To read a tenth less is worth 2 % of time.
+_EQUAL, _READS_WEIGH = 1.05, 0.2
+# Where all lanes wait a little, plans take more than their bounds. A gain of less is not worth a simulation.
+_HARDLY = 1.025
 
 
 def settle_context(ask: Ask, spec: ModelSpec) -> Ask:
@@ -76,43 +69,24 @@ def settle_context(ask: Ask, spec: ModelSpec) -> Ask:
 
 
 def candidates(problem: Problem, every: bool = False, may_plan: bool = False) -> Iterator[Candidate]:
-    """The candidates of every solver that applies, those with a device first. If a device has room for the whole model,
-    there are no others, unless `every` one is wanted. `may_plan`: also ask solvers whose plans the runtime cannot run.
+    """The candidates of every solver that applies, those with a device first. If a device has room for a whole dense
+    model, there are no others, unless `every` one is wanted. `may_plan`: also ask solvers whose plans the runtime
+    cannot run.
 
-    Raises DoesNotFit if nothing fits, and BadRequest if the ask insists on a device for a model with experts.
+    Raises DoesNotFit if nothing fits.
 
     Solvers are imported when they apply. Importing all of them takes 25 ms, which a run without a device need not wait.
     """
-    any_found, dense = False, not problem.spec.is_routed
-    if problem.has_device and not dense:
-        from penstock.planner.solve.ours import device, experts
-
-        device.require_minimum(problem)
-        for candidate in experts.candidates(problem):
-            yield candidate
-            any_found = any_found or _may_be_chosen(candidate)
-    elif problem.has_device:
-        from penstock.planner.solve import llama_cpp, pipo, powerinfer, scheinfer
-        from penstock.planner.solve.ours import device
-
-        device.require_minimum(problem)
-        for candidate in device.candidates(problem):
-            yield candidate
-            any_found = True
-            if candidate.strategy == device.WHOLE and not every:
-                return
-        if any_found:
-            for solver in (scheinfer, llama_cpp, pipo, *((powerinfer,) if every or may_plan else ())):
-                yield from solver.candidates(problem)
-    # FlexGen's blocks of many batches delay the first token, so they are no candidates where latency is wanted.
-    if problem.ask.objective == "throughput" and dense:
-        from penstock.planner.solve import flexgen
-
-        for candidate in flexgen.candidates(problem):
-            yield candidate
-            any_found = any_found or _may_be_chosen(candidate)
+    any_found = False
+    for candidate in chain(_beside_device(problem, every, may_plan), _in_blocks(problem)):
+        yield candidate
+        if candidate.strategy == WHOLE and not every and not problem.spec.is_routed:
+            return
+        any_found = any_found or _may_be_chosen(candidate)
     if problem.ask.use_device and problem.has_device:
         if not any_found:
+            from penstock.planner.solve.ours import device
+
             device.refuse(problem)
         return
     try:
@@ -120,6 +94,37 @@ def candidates(problem: Problem, every: bool = False, may_plan: bool = False) ->
     except DoesNotFit:
         if not any_found:
             raise
+
+
+def _beside_device(problem: Problem, every: bool, may_plan: bool) -> Iterator[Candidate]:
+    """The candidates of solvers that use a device. None without one, or if no plan of ours fits beside it."""
+    if not problem.has_device:
+        return
+    from penstock.planner.solve.ours import device
+
+    device.require_minimum(problem)
+    if problem.spec.is_routed:
+        from penstock.planner.solve.ours import experts
+
+        yield from experts.candidates(problem)
+        return
+    first = next(ours := device.candidates(problem), None)
+    if first is None:
+        return
+    yield first
+    yield from ours
+    from penstock.planner.solve import llama_cpp, pipo, powerinfer, scheinfer
+
+    for solver in (scheinfer, llama_cpp, pipo, *((powerinfer,) if every or may_plan else ())):
+        yield from solver.candidates(problem)
+
+
+def _in_blocks(problem: Problem) -> Iterator[Candidate]:
+    """FlexGen's candidates. Blocks of many batches delay the first token, so there are none where latency is wanted."""
+    if problem.ask.objective == "throughput" and not problem.spec.is_routed:
+        from penstock.planner.solve import flexgen
+
+        yield from flexgen.candidates(problem)
 
 
 def solve(
@@ -177,6 +182,8 @@ def _check_neurons(ask: Ask, spec: ModelSpec, weights: Format) -> None:
         raise BadRequest(
             f"weights in {weights.name} run without a device: pack them in {weights.in_tiles.name} for one"
         )
+    if weights.for_cpu and ask.use_device:
+        raise BadRequest(f"weights in {weights.name}, a format of GGUF files, run without a device in this version")
 
 
 def _may_be_chosen(candidate: Candidate) -> bool:
@@ -189,17 +196,30 @@ def _score_s(each: Compared, ask: Ask) -> float:
     return score_s(each.prediction, each.candidate.plan, ask)
 
 
+def _rank(seconds: float, read_bytes: float, equal_s: float) -> tuple[bool, float, float]:
+    """What plans are ordered by, the best first. Plans of up to `equal_s` seconds are equals, because predictions are
+    no sharper. Of equals the one that reads less from disks comes first, because other programs may use the disk too.
+    Of two plans that read nearly the same, such as with rings of two sizes, the faster one comes first. `read_bytes`:
+    from disks, a token of a sequence."""
+    equals = seconds <= equal_s
+    return not equals, seconds * read_bytes**_READS_WEIGH if equals else 0.0, seconds
+
+
 def _ranked(compared: list[Compared], ask: Ask) -> list[Compared]:
-    """The best first. Plans within _EQUAL of the best are equals, because predictions are no sharper. Of equals the one
-    that reads less from disks comes first, because other programs may use the disk too: to read a tenth less is worth
-    2 % of time. Of two plans that read nearly the same, such as with rings of two sizes, the faster one comes first."""
+    """The best first, by `_rank`."""
     equal_s = min(_score_s(each, ask) for each in compared) * _EQUAL
+    return sorted(
+        compared, key=lambda each: _rank(_score_s(each, ask), each.prediction.disk_bytes_per_token, equal_s)
+    )  # fmt: skip
 
-    def rank(each: Compared) -> tuple[bool, float]:
-        seconds, read_bytes = _score_s(each, ask), each.prediction.disk_bytes_per_token
-        return (True, seconds) if seconds > equal_s else (False, seconds * read_bytes**_READS_WEIGH)
 
-    return sorted(compared, key=rank)
+def _settles(rival: Compared, least_s: float, plan: Plan, ask: Ask) -> bool:
+    """Whether a simulated rival makes it needless to simulate `plan`: of the two the rival ranks first, even if the
+    plan takes hardly more than its bound of `least_s` seconds (_HARDLY)."""
+    seconds, least_s = _score_s(rival, ask), least_s * _HARDLY
+    equal_s = min(seconds, least_s) * _EQUAL
+    at_best = _rank(least_s, reads_bytes(plan) / sequences(plan, ask), equal_s)
+    return _rank(seconds, rival.prediction.disk_bytes_per_token, equal_s) <= at_best
 
 
 def shared_reason(plan: Plan) -> tuple[str, ...]:

@@ -79,7 +79,7 @@ def _busiest_s(plan: Plan, cost: Cost, wanted: Sequence[_PassSize]) -> list[floa
     computed once a batch. Norms, moves of KV and copies are left out, so the sum stays a lower bound."""
     spec, lanes = plan.target.spec, [defaultdict[str, float](float) for _ in wanted]
     kinds = {
-        key: (part.kind, id(spec.layers[part.layer]), part.granules)
+        key: (part.kind, id(spec.layers[part.layer]), part.granules, part.granule_bytes, part.kinds())
         for key, part in plan.parts.items()
         if part.kind in ("attn", *FFNS) or key == head_key(spec)
     }
@@ -127,29 +127,33 @@ def _unit_s(plan: Plan, unit: Unit, cost: Cost, p: _PassSize) -> Iterator[tuple[
     if p.purpose == "prefill" and part.layer < 0:
         return  # the head, which is computed for the last row of a prompt only
     lane = kernels_of(executor)
-    fmt, nbytes, active = part.format.kind, plan.unit_bytes(unit), unit.active if p.purpose == "decode" else 1.0
+    nbytes, active = plan.unit_bytes(unit), unit.active if p.purpose == "decode" else 1.0
     routed = plan.target.spec.layers[part.layer].routed
     if p.purpose == "decode" and part.key in there:
         return  # at best all are in the device's cache, or the CPU computes them all
     if part.kind == "experts" and routed is not None:
         read, flops, expert_rows = ops.experts_cost(part, routed, unit.lo, unit.hi, ops.FFN_BLOCKS, rows)
+        fmt = part.kinds(ops.FFN_BLOCKS)
         yield lane, p.batches * cost.least_s(lane, "experts", fmt, expert_rows, read, flops)
     else:
-        calls = [(op, ops.matrix_cost(part, unit.lo, unit.hi, blocks, rows)) for op, blocks in _CALLS[part.kind]]
+        calls = [
+            (op, part.kinds(blocks), ops.matrix_cost(part, unit.lo, unit.hi, blocks, rows))
+            for op, blocks in _CALLS[part.kind]
+        ]
         if active < 1 and plan.sparsity == "exact":
             activated = ops.matrix_cost(part, unit.lo, unit.hi, (part.blocks[0].name,), rows)
-            calls = [(op, ops.fired_cost(whole, activated, active)) for op, whole in calls]
+            calls = [(op, fmt, ops.fired_cost(whole, activated, active)) for op, fmt, whole in calls]
             active = 1.0
-        seconds = (cost.least_s(lane, op, fmt, rows, active * read, active * flops) for op, (read, flops) in calls)
+        seconds = (cost.least_s(lane, op, fmt, rows, active * read, active * flops) for op, fmt, (read, flops) in calls)
         yield lane, p.batches * sum(seconds)
     asks = unit.part in cached or unit.asked
     if is_disk(home) and not (
         p.purpose == "decode" and asks
     ):  # at best all wanted experts are cached, and nobody fires
         reads = disk_of(home).reads
-        yield reads, cost.least_s(reads, "load", fmt, 1, nbytes)
+        yield reads, cost.least_s(reads, "load", part.kinds(), 1, nbytes)
     if executor == GPU.executor != home:
-        yield GPU.to_device, cost.least_s(GPU.to_device, "lift", fmt, 1, nbytes)
+        yield GPU.to_device, cost.least_s(GPU.to_device, "lift", part.kinds(), 1, nbytes)
 
 
 _CALLS = {

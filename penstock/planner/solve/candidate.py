@@ -7,6 +7,8 @@ from typing import NamedTuple
 from penstock.planner.predict import Prediction
 from penstock.spec.plan import Plan
 
+WHOLE = "device memory"  # the strategy that has all weights there. Where it is possible no other one is asked for
+
 
 class Candidate(NamedTuple):
     """A plan that a solver proposes.

@@ -125,8 +125,8 @@ class Problem:
     @property
     def has_device(self) -> bool:
         """Whether there is a device, and the ask allows it any memory. Its kernels cannot read what lies neuron by
-        neuron."""
-        if self.weights.neurons:
+        neuron, nor formats of GGUF files."""
+        if self.weights.for_cpu:
             return False
         return any(tier.name == GPU.executor for tier in self.machine.tiers) and self.ask.device_memory_bytes != 0
 

@@ -114,7 +114,7 @@ class PolicyProgram:
 
     layers, steps   l and n − 1
     prefill, decode  seconds of one layer, averaged over the layers, and in decode over the tokens
-    memory, capacity  tier → bytes of the block there, and bytes that there are
+    memory          tier → (bytes of the block there, bytes that there are)
     allowed         kind → for each tier, whether the kind may be there
     sharing         which lanes slow each other
     ring_layers     the ring holds the weights of so many layers; 0: waiting is not counted
@@ -127,8 +127,7 @@ class PolicyProgram:
     steps: int
     prefill: Stage
     decode: Stage
-    memory: Mapping[str, Line]
-    capacity: Mapping[str, float]
+    memory: Mapping[str, tuple[Line, float]]
     allowed: Mapping[str, tuple[bool, bool, bool]]
     sharing: tuple[Sharing, ...] = ()
     ring_layers: float = 0.0
@@ -317,10 +316,10 @@ def _optimum(program: PolicyProgram, kv: Shares | None) -> Policy | None:
         for lines in _by_lane(stage).values():
             line = reduce(Line.plus, lines, Line())
             rows.append(highs.Row(-inf, -line.constant / scale, every, [*(x / scale for x in line.vector), *seconds]))
-    for tier, line in program.memory.items():
-        unit = max(program.capacity[tier], 1.0)
+    for line, capacity in program.memory.values():
+        unit = max(capacity, 1.0)
         values = [x / unit for x in line.vector]
-        rows.append(highs.Row(-inf, (program.capacity[tier] - line.constant) / unit, every, [*values, 0.0, 0.0]))
+        rows.append(highs.Row(-inf, (capacity - line.constant) / unit, every, [*values, 0.0, 0.0]))
     for kind in range(3):
         rows.append(highs.Row(1.0, 1.0, range(3 * kind, 3 * kind + 3), (1.0, 1.0, 1.0)))
     lower, upper = [0.0] * 9, [float(may) for kind in KINDS for may in program.allowed[kind]]

@@ -134,7 +134,6 @@ class Terms:
         counted. None: half a unit a layer is taken."""
         shape = self.shape
         begun = shape.begun_units(near) if near else {tier: 0.5 * mode.weights[tier] for tier in (1, 2)}
-        memory, capacity = self._memory(mode)
         stages = [self._stage(purpose, mode, begun) for purpose in self._passes]
         (prefill, prefill_ends_s), (decode, decode_ends_s) = stages
         return lp.PolicyProgram(
@@ -142,8 +141,7 @@ class Terms:
             steps=max(0, shape.problem.ask.output_tokens - 1),
             prefill=prefill,
             decode=decode,
-            memory=memory,
-            capacity=capacity,
+            memory=self._memory(mode),
             # The lowering keeps activations with the main executor.
             allowed={"weights": mode.weights, "kv": mode.kv, "acts": (True, False, False)},
             sharing=shape.problem.machine.sharing,
@@ -215,28 +213,26 @@ class Terms:
             _add(mine, {cpu: late}, alone)  # meanwhile other batches are computed
         return learned._replace(layer=mine)
 
-    def _memory(self, mode: Mode) -> tuple[Lines, dict[str, float]]:
-        """(tier → peak bytes as a line, tier → bytes that there are)."""
+    def _memory(self, mode: Mode) -> dict[str, tuple[lp.Line, float]]:
+        """Tier → (peak bytes as a line, bytes that there are)."""
         shape, problem = self.shape, self.shape.problem
         total, kv_total = float(shape.placed_bytes), float(shape.kv_bytes)
         ring = shape.ring_layers * total / self.layers
         slack = float(shape.unit_slack_bytes + ARENA_ALIGN) if mode.streams else 0.0
         window = float(shape.window_bytes) if mode.kv[shape.moved_tier] else 0.0
         fixed = {tier: nbytes + float(_ARENAS * ARENA_ALIGN) for tier, nbytes in self._home_bytes.items()}
-        capacity = {"ram": float(problem.host_bytes), "disk": float(problem.machine.tier(DISK.tier).bytes)}
-        memory = {"disk": lp.Line(0.0, (0.0, 0.0, total), (0.0, 0.0, kv_total))}
+        disk = lp.Line(0.0, (0.0, 0.0, total), (0.0, 0.0, kv_total)), float(problem.machine.tier(DISK.tier).bytes)
         if shape.main == HOST:
             constant = fixed[HOST] - total - kv_total + slack + window
-            memory["ram"] = lp.Line(constant, (total, 0.0, ring), (kv_total, 0.0, 0.0))
-            return memory, capacity
+            ram = lp.Line(constant, (total, 0.0, ring), (kv_total, 0.0, 0.0)), float(problem.host_bytes)
+            return {"disk": disk, "ram": ram}
         there = shape.attends == "device"  # the device attends to all KV, whatever its home
         granule = float(max(part.granule_bytes for part in shape.placed))
-        on_device = fixed[GPU.executor] - total - there * kv_total + slack + there * window
-        in_ram = fixed[HOST] - (not there) * kv_total + slack + granule + (not there) * window
-        memory["device"] = lp.Line(on_device, (total, ring, ring), (kv_total, 0.0, 0.0))
-        memory["ram"] = lp.Line(in_ram, (0.0, total, ring), (0.0, kv_total, 0.0))
-        capacity["device"] = float(problem.device_bytes)
-        return memory, capacity
+        constant = fixed[GPU.executor] - total - there * kv_total + slack + there * window
+        device = lp.Line(constant, (total, ring, ring), (kv_total, 0.0, 0.0)), float(problem.device_bytes)
+        constant = fixed[HOST] - (not there) * kv_total + slack + granule + (not there) * window
+        ram = lp.Line(constant, (0.0, total, ring), (0.0, kv_total, 0.0)), float(problem.host_bytes)
+        return {"disk": disk, "device": device, "ram": ram}
 
 
 _SCORES = ATTENDS[2]

@@ -13,7 +13,7 @@ from functools import cache
 from typing import NoReturn
 
 from penstock.planner.homes import kv_layers, weights_bytes
-from penstock.planner.solve.candidate import Candidate
+from penstock.planner.solve.candidate import WHOLE, Candidate
 from penstock.planner.solve.fill import all_of, usual_chunks
 from penstock.planner.solve.layer_work import Estimate, LayerWork, Shares
 from penstock.planner.solve.ours.filling import fill_device, filled
@@ -24,7 +24,6 @@ from penstock.spec.places import DISK, GPU, HOST, Tier
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_mib_up
 
-WHOLE = "device memory"  # the name of the strategy that has all weights in device memory
 _LINK = "link"
 # At most 4 splits are simulated, or 7 if a disk is read, for which estimates are less exact. A split is not simulated
 # if its estimate is more than twice the best one's.

@@ -17,7 +17,7 @@ from dataclasses import replace
 from penstock.graph import ops
 from penstock.graph.arenas import ARENA_ALIGN
 from penstock.planner.solve import fill
-from penstock.planner.solve.candidate import Candidate
+from penstock.planner.solve.candidate import WHOLE, Candidate
 from penstock.planner.solve.ours import device, filling
 from penstock.planner.solve.ours.ram import caches_reason
 from penstock.planner.solve.problem import Problem
@@ -27,7 +27,7 @@ from penstock.spec.places import CPU, GPU, HOST, is_disk
 from penstock.spec.plan import Cache, Plan
 from penstock.units import format_bytes
 
-NAME = f"{device.WHOLE}, experts with the CPU"
+NAME = f"{WHOLE}, experts with the CPU"
 _MOST_POWER = 12  # of 2: rows of a pass that asks are fewer
 _LINK, _CPU = "", ", shared experts and dense FFNs too"  # who computes those that are not on the device
 
@@ -106,7 +106,7 @@ def _cached_there(skeleton: Skeleton) -> Plan | None:
 
 def _lifted_rows(problem: Problem, part: Part) -> int:
     """The fewest rows for which lifting an expert and computing it on the device takes no longer than the CPU takes."""
-    cost, fmt = problem.cost, part.format.kind
+    cost, fmt = problem.cost, part.kinds(ops.FFN_BLOCKS)
     lift_s = cost.call_s(GPU.to_device, "lift", fmt, nbytes=part.least_bytes)
     for rows in (1 << power for power in range(_MOST_POWER)):
         nbytes, flops = ops.matrix_cost(part, 0, part.expert_granules, ops.FFN_BLOCKS, rows)
@@ -137,7 +137,7 @@ def _name(plan: Plan, skeleton: Skeleton, where: str, who: str) -> str:
     """The name of the candidate in `penstock plan --compare`. `where`: words about where the CPU's experts are. `who`:
     words about who computes shared experts and dense FFNs outside device memory."""
     if all_there(plan):
-        return device.WHOLE
+        return WHOLE
     layers = ", those of some layers on the device" if _layers_there(plan) else ""
     cpu = "" if skeleton.attention_layers == skeleton.problem.layers else ", attention of some layers too"
     kv = ", KV in RAM" if skeleton.kv_home == HOST else ""

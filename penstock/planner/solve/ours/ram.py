@@ -180,28 +180,23 @@ def _reasons(plan: Plan, ask: Ask) -> tuple[str, ...]:
         kv += f"; that of {which} lives on the disk ({why}), and comes into memory a layer ahead"
     if DISK.tier not in homes:
         return (f"all {format_bytes(total_bytes)} of weights stay in memory", kv)
-    ring = plan.ring_bytes.get(HOST, 0)
     if plan.caches:
-        guesses = max(cache.guesses for cache in plan.caches)
-        ahead = (
-            f"{guesses} experts that a token will want are guessed a layer ahead, and loaded if they are missing: that"
-            " gains time by what routers said",
-        )
-        return (
-            caches_reason(plan),
-            *(ahead if guesses else ()),
-            f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads all experts once",
-            kv,
-        )
-    if any(unit.asked for unit in plan.units):
-        return (asked_reason(plan), f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads all neurons", kv)
-    return (
-        f"{format_bytes(homes.get(HOST, 0))} of {format_bytes(total_bytes)} of weights stay in memory, spread evenly"
-        " over the layers; the rest streams from disk",
-        f"a ring of {format_bytes(ring)} in units of at most {format_bytes(min(fill.UNIT_BYTES, ring // 4))}",
-        f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads what streams once",
-        kv,
-    )
+        found, read = [caches_reason(plan)], "all experts"
+        if guesses := max(cache.guesses for cache in plan.caches):
+            found.append(
+                f"{guesses} experts that a token will want are guessed a layer ahead, and loaded if they are missing:"
+                " that gains time by what routers said"
+            )
+    elif any(unit.asked for unit in plan.units):
+        found, read = [asked_reason(plan)], "all neurons"
+    else:
+        ring, read = plan.ring_bytes.get(HOST, 0), "what streams"
+        found = [
+            f"{format_bytes(homes.get(HOST, 0))} of {format_bytes(total_bytes)} of weights stay in memory, spread"
+            " evenly over the layers; the rest streams from disk",
+            f"a ring of {format_bytes(ring)} in units of at most {format_bytes(min(fill.UNIT_BYTES, ring // 4))}",
+        ]
+    return *found, f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads {read} once", kv
 
 
 def caches_reason(plan: Plan) -> str:

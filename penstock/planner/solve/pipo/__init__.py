@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache, partial
+from itertools import product
 
 from penstock.graph.arenas import ARENA_ALIGN
 from penstock.planner.solve.candidate import Candidate
@@ -86,7 +87,8 @@ def _homes(problem: Problem) -> tuple[Tier, ...]:
 
 
 def _whole(problem: Problem, pipeline: str) -> tuple[memory.Choice, Plan] | None:
-    """All weights in the first home that fits, with the longest chunks of prompts that fit there. None if none does."""
+    """The first plan that fits: with all weights in the nearest home, with the nearest KV, with whole blocks, with the
+    longest chunks of prompts. Only the memory-saving pipeline may cut blocks. None if nothing fits."""
     matrices = [part for part in problem.parts.values() if part.kind not in PINNED]
     looked_up = 0 if problem.spec.tied else problem.parts["embed"].nbytes
     in_ram = sum(part.nbytes for part in matrices)
@@ -94,11 +96,14 @@ def _whole(problem: Problem, pipeline: str) -> tuple[memory.Choice, Plan] | None
         GPU.executor: in_ram - looked_up > problem.device_bytes,
         HOST: in_ram > problem.host_bytes,
     }
+    cuts = (True, False) if pipeline == "saving" else (True,)
     for home in (home for home in _homes(problem) if not too_large.get(home)):  # a quick check by the weights alone
         choice = memory.Choice(home, pipeline, float(home == GPU.executor))
-        fitting = _fitting(problem, choice, (GPU.executor, HOST) if home == GPU.executor else (HOST,))
-        if fitting is not None:
-            return choice, fitting
+        kv_homes = (GPU.executor, HOST) if home == GPU.executor else (HOST,)
+        for kv_home, whole_blocks, rows in product(kv_homes, cuts, chunk_options(problem.ask)):
+            found = plan(problem, choice, kv_home, rows, whole_blocks=whole_blocks)
+            if problem.fits(found):
+                return choice, found
     return None
 
 
@@ -121,19 +126,6 @@ def _partial(problem: Problem, pipeline: str) -> tuple[memory.Choice, Plan] | No
     return None
 
 
-def _fitting(problem: Problem, choice: memory.Choice, kv_homes: tuple[Tier, ...]) -> Plan | None:
-    """The first plan that fits: in the first home of KV, with whole blocks, with the longest chunks. Only the
-    memory-saving pipeline may cut blocks, if whole ones do not fit. None if nothing fits."""
-    cuts = (True, False) if choice.pipeline == "saving" else (True,)
-    for kv_home in kv_homes:
-        for whole_blocks in cuts:
-            for chunk_rows in chunk_options(problem.ask):
-                candidate = plan(problem, choice, kv_home, chunk_rows, whole_blocks=whole_blocks)
-                if problem.fits(candidate):
-                    return candidate
-    return None
-
-
 def _candidate(problem: Problem, choice: memory.Choice, plan: Plan) -> Candidate:
     partly = PARTIAL if choice.home != GPU.executor and choice.on_device else ""
     return Candidate(NAMES[choice.pipeline] + partly, plan, _reasons(problem, choice, plan))
@@ -151,14 +143,13 @@ def _reasons(problem: Problem, choice: memory.Choice, plan: Plan) -> tuple[str, 
         f"{format_bytes(limits.host_bytes)} of RAM, link {format_rate(limits.link_bytes_per_s)}, disk "
         f"{format_rate(limits.disk_bytes_per_s)}: weights {_PLACES[published.home]}, {NAMES[published.pipeline][6:]}"
     )
-    ring = plan.ring_bytes.get(GPU.executor)
-    if ring is None:
-        lines = [account, f"all weights {_PLACES[choice.home]}"]
-    elif choice.on_device:
-        lines = [account, f"{choice.on_device:.0%} of the weights in device memory, the rest {_PLACES[choice.home]}"]
-    else:
-        lines = [account, f"all weights {_PLACES[choice.home]}: each token lifts all of them"]
-    if ring is not None:
+    where = f"all weights {_PLACES[choice.home]}"
+    if choice.home != GPU.executor:
+        where += ": each token lifts all of them"
+        if choice.on_device:
+            where = f"{choice.on_device:.0%} of the weights in device memory, the rest {_PLACES[choice.home]}"
+    lines = [account, where]
+    if ring := plan.ring_bytes.get(GPU.executor):
         how = "two blocks: one comes while the other computes" if choice.pipeline == "overlapped" else "one block"
         lines.append(f"a ring of {format_bytes(ring)}, for {how}")
     home = plan.kv[0].home

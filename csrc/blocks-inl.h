@@ -1,0 +1,347 @@
+// Products with weights in the formats of spec/blocks.py, for one instruction set. Codes are multiplied with rounded
+// activations as they are, or are widened to floats, one group of 32 columns after the other.
+#pragma once
+
+#include "panel-inl.h"
+
+namespace penstock::PENSTOCK_ISA {
+namespace {
+
+// What 4-bit codes stand for, plus 128 (spec.blocks.TABLES).
+constexpr std::uint8_t kIq4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+constexpr std::uint8_t kFp4[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
+
+// Scales and minimums of a block of `span` columns of one tile.
+template <Kind kind>
+struct BlockHeader {
+    static constexpr Blocks kLayout = blocks_of(kind);
+    static constexpr bool kMinimum = kLayout.has_minimum();
+    const std::uint8_t* at;
+    int integers;  // integer scales of the block
+    bool packed;   // they are packed as in a file's header
+    Line words[4];
+    Line minimums[2];
+    F d, d_minimum;
+
+    BlockHeader(const std::uint8_t* p, int span) : at(p), integers(span / kLayout.scaled), packed(span == 256) {
+        if constexpr (kLayout.columns == kBlockGroup) return;
+        const int bytes = kLayout.scale_bytes(span);
+        for (int i = 0; i < 4; ++i) {
+            if (i < bytes / 4) words[i] = line(p + 64 * i);
+        }
+        d = f_half(p + 16 * bytes);
+        if constexpr (kMinimum) d_minimum = f_mul(f_half(p + 16 * bytes + 32), f_set(-1.0F));
+        if constexpr (kind == Kind::kQ4K || kind == Kind::kQ5K) {
+            if (!packed) return;
+            constexpr std::int32_t kSix = 0x3f3f3f3f, kLow = 0x0f0f0f0f, kHigh = 0x30303030;
+            const Line a = words[0], b = words[1], c = words[2];
+            words[0] = l_right(a, 0, kSix), words[1] = l_or(l_right(c, 0, kLow), l_right(a, 2, kHigh));
+            minimums[0] = l_right(b, 0, kSix), minimums[1] = l_or(l_right(c, 4, kLow), l_right(b, 2, kHigh));
+        } else if constexpr (kind == Kind::kQ3K) {
+            if (!packed) return;
+            constexpr std::int32_t kLow = 0x0f0f0f0f, kHigh = 0x30303030;
+            const Line a = words[0], b = words[1], c = words[2];
+            words[0] = l_or(l_right(a, 0, kLow), l_left(c, 4, kHigh));
+            words[1] = l_or(l_right(b, 0, kLow), l_left(c, 2, kHigh));
+            words[2] = l_or(l_right(a, 4, kLow), l_right(c, 0, kHigh));
+            words[3] = l_or(l_right(b, 4, kLow), l_right(c, 2, kHigh));
+        }
+    }
+
+    // The scale of columns kLayout.scaled * i … of the block.
+    F scale(int i) const {
+        if constexpr (kind == Kind::kMxfp4) {
+            // 2^(e - 128) as a product of two powers, for it may be less than the least normal number.
+            const F e = f_bytes(at + 16 * i), low = f_from(i_round(f_mul(e, f_set(0.5F))));
+            const F high = f_add(e, f_mul(low, f_set(-1.0F))), shift = f_set(-64.0F);
+            return f_mul(f_power(f_add(low, shift)), f_power(f_add(high, shift)));
+        } else if constexpr (kLayout.columns == kBlockGroup) {
+            return f_half(at + 32 * kLayout.halves * i);
+        } else {
+            return f_mul(d, integer(i));
+        }
+    }
+
+    // What is added to each number of those columns.
+    F minimum(int i) const {
+        if constexpr (kind == Kind::kQ5_1) return f_half(at + 64 * i + 32);
+        if constexpr (kind == Kind::kQ2K)
+            return f_mul(d_minimum, f_byte_at(l_right(words[i / 4], 4, 0x0f0f0f0f), i % 4));
+        if constexpr (kind == Kind::kQ4K || kind == Kind::kQ5K) {
+            if (packed) return f_mul(d_minimum, f_byte_at(minimums[i / 4], i % 4));
+            return f_mul(d_minimum, f_byte_at(words[(integers + i) / 4], (integers + i) % 4));
+        }
+        return f_zero();
+    }
+
+  private:
+    F integer(int i) const {
+        if constexpr (kind == Kind::kIq4Xs) {
+            if (packed) {
+                // Uint16 of the high bits of 16 rows lie after the words.
+                alignas(64) std::uint16_t high[16];
+                alignas(64) float lanes[16];
+                __builtin_memcpy(high, at + 64, 32);
+                const F low = f_byte_at(i % 2 == 0 ? low_nibbles(words[0]) : high_nibbles(words[0]), i / 2);
+                for (int row = 0; row < 16; ++row) lanes[row] = static_cast<float>((high[row] >> 2 * i & 3) << 4);
+                return f_add(f_add(low, f_load(lanes)), f_set(-32.0F));
+            }
+        }
+        if constexpr (kind == Kind::kQ2K) return f_byte_at(low_nibbles(words[i / 4]), i % 4);
+        if constexpr (kind == Kind::kQ6K) return f_signed_byte_at(words[i / 4], i % 4);
+        const F found = f_byte_at(words[i / 4], i % 4);
+        return kind == Kind::kQ3K || kind == Kind::kIq4Xs ? f_add(found, f_set(-32.0F)) : found;
+    }
+};
+
+// The codes of columns 4l … 4l + 3 of a group whose lines begin at p: unsigned bytes, of which kLayout.offset is to be
+// taken.
+template <Kind kind>
+[[gnu::always_inline]] inline Line four_codes(const std::uint8_t* p, int l) {
+    constexpr Blocks kLayout = blocks_of(kind);
+    constexpr int kLow = kLayout.low, kHigh = kLayout.high;
+    Line codes;
+    if constexpr (kLow == 8) {
+        codes = line(p + 64 * l);
+    } else if constexpr (kLow == 4) {
+        const Line both = line(p + 64 * (l / 2));
+        codes = l % 2 == 0 ? low_nibbles(both) : high_nibbles(both);
+    } else {
+        codes = l_right(line(p + 64 * (l / 4)), 2 * (l % 4), 0x03030303);
+    }
+    if constexpr (kHigh > 0) {
+        constexpr std::int32_t kMask = 0x01010101 * (((1 << kHigh) - 1) << kLow);
+        const Line bits = line(p + 64 * (kLow + (kHigh == 2 ? l / 4 : 0)));
+        const int at = kHigh == 2 ? 2 * (l % 4) : l;  // where the bits lie in their bytes
+        codes = l_or(codes, at < kLow ? l_left(bits, kLow - at, kMask) : l_right(bits, at - kLow, kMask));
+    }
+    if constexpr (kind == Kind::kIq4Nl || kind == Kind::kIq4Xs) codes = l_lookup(codes, kIq4);
+    if constexpr (kind == Kind::kMxfp4) codes = l_lookup(codes, kFp4);
+    return codes;
+}
+
+// sums += one group of k tiles, which are `next` bytes apart: Σ (code - offset) · q by integers, times scale · x_scale,
+// plus minimum · x_sum. `p`: the group's lines in the first tile. `g`: its number in the block.
+template <Kind kind, int n, int k>
+[[gnu::always_inline]] inline void add_group_of(const BlockHeader<kind>* headers, int g, const std::uint8_t* p,
+                                                std::size_t next, std::size_t ahead, bool reused, const Operand& x,
+                                                Sums<n, k>& sums) {
+    constexpr Blocks kLayout = blocks_of(kind);
+    constexpr int kParts = kBlockGroup / kLayout.scaled, kFours = 8 / kParts;  // scales of a group; fours of each
+    constexpr bool kNarrow = (kLayout.low + kLayout.high < 8) && kLayout.offset != 128;  // codes below 128
+    constexpr int kChains = kParts == 1 && n * k < 8 ? 2 : 1;
+    for (int i = 0; i < k; ++i) {
+        for (int l = 0; l < kLayout.low + kLayout.high; ++l) {
+            prefetch(p + std::size_t(i) * next + std::size_t(64 * l) + ahead, reused);
+        }
+    }
+    F scaled[n][k];
+#pragma GCC unroll 2
+    for (int part = 0; part < kParts; ++part) {
+        I whole[n][k][kChains];
+        for (int r = 0; r < n; ++r) {
+            I begin = i_zero();
+            if constexpr (kLayout.offset > 0) {
+                const std::int16_t* const halves = x.halves + r;
+                const int sum = kParts == 2 ? halves[part * n] : halves[0] + halves[n];
+                begin = i_set(-kLayout.offset * sum);
+            }
+            for (int i = 0; i < k; ++i) {
+                whole[r][i][0] = begin;
+                if constexpr (kChains == 2) whole[r][i][1] = i_zero();
+            }
+        }
+#pragma GCC unroll 8
+        for (int j = 0; j < kFours; ++j) {
+            const int l = part * kFours + j;
+            Line codes[k];
+            for (int i = 0; i < k; ++i) codes[i] = four_codes<kind>(p + std::size_t(i) * next, l);
+            for (int r = 0; r < n; ++r) {
+                const std::int8_t* const four = x.q + (l * n + r) * 4;
+                for (int i = 0; i < k; ++i) {
+                    I& sum = whole[r][i][j % kChains];
+                    sum = i_dot<kNarrow>(sum, codes[i], four);
+                }
+            }
+        }
+        for (int i = 0; i < k; ++i) {
+            const F scale = headers[i].scale(kParts * g + part);
+            for (int r = 0; r < n; ++r) {
+                I total = whole[r][i][0];
+                if constexpr (kChains == 2) total = i_add(total, whole[r][i][1]);
+                if constexpr (kParts == 1) {
+                    sums.at[r][i] = f_fma(f_from(total), f_mul(scale, f_set(x.scale[r])), sums.at[r][i]);
+                } else {
+                    scaled[r][i] = part == 0 ? f_mul(f_from(total), scale) : f_fma(f_from(total), scale, scaled[r][i]);
+                }
+            }
+        }
+    }
+    for (int i = 0; i < k; ++i) {
+        if constexpr (BlockHeader<kind>::kMinimum && kParts == 2) {  // a minimum for each half
+            const F first = headers[i].minimum(2 * g), second = headers[i].minimum(2 * g + 1);
+            for (int r = 0; r < n; ++r) {
+                scaled[r][i] = f_fma(first, f_set(static_cast<float>(x.halves[r])), scaled[r][i]);
+                scaled[r][i] = f_fma(second, f_set(static_cast<float>(x.halves[n + r])), scaled[r][i]);
+            }
+        } else if constexpr (BlockHeader<kind>::kMinimum) {
+            const F minimum = headers[i].minimum(g);
+            for (int r = 0; r < n; ++r) sums.at[r][i] = f_fma(minimum, f_set(x.sum[r]), sums.at[r][i]);
+        }
+        if constexpr (kParts == 2) {
+            for (int r = 0; r < n; ++r) sums.at[r][i] = f_fma(scaled[r][i], f_set(x.scale[r]), sums.at[r][i]);
+        }
+    }
+}
+
+// sums += k tiles, which are `next` bytes apart, of one granule · x.
+template <Kind kind, int n, int k>
+[[gnu::always_inline]] inline void add_tiles_of(const Matrix& m, const std::uint8_t* p, std::size_t next,
+                                                std::size_t ahead, bool reused, Operand x, Sums<n, k>& sums) {
+    constexpr Blocks kLayout = blocks_of(kind);
+    const int span = kLayout.span(m.cols), header = kLayout.header_bytes(span);
+    for (int c = 0; c < m.cols; c += span) {
+        const auto header_of = [&](int i) {
+            const std::uint8_t* const at = p + std::size_t(i) * next;
+            for (int byte = 0; byte < header; byte += 64) prefetch(at + byte + ahead, reused);
+            return BlockHeader<kind>(at, span);
+        };
+        const auto run = [&](const BlockHeader<kind>* headers) {
+            p += header;
+            for (int g = 0; g < span / kBlockGroup; ++g) {
+                add_group_of<kind, n, k>(headers, g, p, next, ahead, reused, x, sums);
+                p += 64 * (kLayout.low + kLayout.high);
+                x = x.at(kBlockGroup, 1, n);
+            }
+        };
+        if constexpr (k == 1) {
+            const BlockHeader<kind> headers[1] = {header_of(0)};
+            run(headers);
+        } else {
+            static_assert(k == 2);
+            const BlockHeader<kind> headers[2] = {header_of(0), header_of(1)};
+            run(headers);
+        }
+    }
+}
+
+template <Kind kind, int n, int k>
+void dot_rounded(const Matrix& m, const Series& series, const Operand& x, Sums<n, k>& out) {
+    Sums<n, k> sums = out;  // a copy, so that it stays in registers
+    for (int i = 0; i < series.count; ++i) {
+        add_tiles_of<kind, n, k>(m, series.first + std::size_t(i) * series.stride, m.tile_bytes(), series.ahead,
+                                 series.reused, x.at(std::ptrdiff_t(i) * m.cols, std::ptrdiff_t(i) * m.groups(), n),
+                                 sums);
+    }
+    out = sums;
+}
+
+// Calls each(column, number of each row) for the columns of a tile.
+template <Kind kind, class Each>
+void widen_blocks(const Matrix& m, const std::uint8_t* p, const Each& each) {
+    constexpr Blocks kLayout = blocks_of(kind);
+    const int span = kLayout.span(m.cols);
+    for (int c = 0; c < m.cols; c += span) {
+        const BlockHeader<kind> header(p, span);
+        p += kLayout.header_bytes(span);
+        for (int g = 0; g < span / kBlockGroup; ++g, p += 64 * (kLayout.low + kLayout.high)) {
+            for (int l = 0; l < 8; ++l) {
+                const int i = (kBlockGroup * g + 4 * l) / kLayout.scaled;
+                const F scale = header.scale(i);
+                const F minimum =
+                    kLayout.offset > 0 ? f_mul(scale, f_set(static_cast<float>(-kLayout.offset))) : header.minimum(i);
+                const Line codes = four_codes<kind>(p, l);
+                const int column = c + kBlockGroup * g + 4 * l;
+                each(column, f_fma(f_byte<0>(codes), scale, minimum));
+                each(column + 1, f_fma(f_byte<1>(codes), scale, minimum));
+                each(column + 2, f_fma(f_byte<2>(codes), scale, minimum));
+                each(column + 3, f_fma(f_byte<3>(codes), scale, minimum));
+            }
+        }
+    }
+}
+
+// Activations that are not rounded: weights are widened, and multiplied as floats.
+template <Kind kind, int n>
+void dot_widened(const Matrix& m, const Series& series, const Operand& x, Sums<n, 1>& out) {
+    for (int i = 0; i < series.count; ++i) {
+        F even[n], odd[n];
+        for (int r = 0; r < n; ++r) even[r] = odd[r] = f_zero();
+        const float* const a = x.f + std::ptrdiff_t(i) * m.cols * n;
+        widen_blocks<kind>(m, series.first + std::size_t(i) * series.stride, [&](int column, F w) {
+            F* const into = column % 2 == 0 ? even : odd;
+            for (int r = 0; r < n; ++r) into[r] = f_fma(w, f_set(a[column * n + r]), into[r]);
+        });
+        for (int r = 0; r < n; ++r) out.at[r][0] = f_add(out.at[r][0], f_add(even[r], odd[r]));
+    }
+}
+
+// Calls run.operator()<kind>() for a matrix in blocks.
+template <class Run>
+void by_blocks(Kind kind, const Run& run) {
+    switch (kind) {
+        case Kind::kQ4_0:
+            return run.template operator()<Kind::kQ4_0>();
+        case Kind::kQ5_0:
+            return run.template operator()<Kind::kQ5_0>();
+        case Kind::kQ5_1:
+            return run.template operator()<Kind::kQ5_1>();
+        case Kind::kQ8_0:
+            return run.template operator()<Kind::kQ8_0>();
+        case Kind::kIq4Nl:
+            return run.template operator()<Kind::kIq4Nl>();
+        case Kind::kMxfp4:
+            return run.template operator()<Kind::kMxfp4>();
+        case Kind::kQ2K:
+            return run.template operator()<Kind::kQ2K>();
+        case Kind::kQ3K:
+            return run.template operator()<Kind::kQ3K>();
+        case Kind::kQ4K:
+            return run.template operator()<Kind::kQ4K>();
+        case Kind::kQ5K:
+            return run.template operator()<Kind::kQ5K>();
+        case Kind::kQ6K:
+            return run.template operator()<Kind::kQ6K>();
+        case Kind::kIq4Xs:
+            return run.template operator()<Kind::kIq4Xs>();
+        default:
+            return;
+    }
+}
+
+// sums += k tiles · x. Many rows take two tiles at once, which share a broadcast; few rows one after the other.
+template <int n, int k>
+void dot_in_blocks(const Matrix& m, const Series& weights, const Operand& x, Sums<n, k>& sums) {
+    by_blocks(m.kind, [&]<Kind kind>() {
+        if constexpr (n == kWideRows && k == 2) {
+            if (x.q != nullptr) return dot_rounded<kind, n, k>(m, weights, x, sums);
+        }
+        for (int i = 0; i < k; ++i) {
+            Sums<n, 1> one;
+            for (int r = 0; r < n; ++r) one.at[r][0] = sums.at[r][i];
+            Series series = weights;
+            series.first += std::size_t(i) * m.tile_bytes();
+            x.q != nullptr ? dot_rounded<kind, n, 1>(m, series, x, one) : dot_widened<kind, n>(m, series, x, one);
+            for (int r = 0; r < n; ++r) sums.at[r][i] = one.at[r][0];
+        }
+    });
+}
+
+// As dot_short, for formats in blocks.
+template <int n>
+void dot_short_in_blocks(const Matrix& m, const std::uint8_t* p, int tiles, std::size_t ahead, const Operand& x,
+                         const float* before, float* to, std::ptrdiff_t stride) {
+    const std::size_t next = m.tile_bytes();
+    by_blocks(m.kind, [&]<Kind kind>() {
+        for (int tile = 0; tile < tiles; ++tile, p += next, to += kTileRows) {
+            Sums<n, 1> sums;
+            for (int r = 0; r < n; ++r) sums.at[r][0] = before != nullptr ? f_load(before + r * stride) : f_zero();
+            if (before != nullptr) before += kTileRows;
+            add_tiles_of<kind, n, 1>(m, p, next, ahead, false, x, sums);
+            for (int r = 0; r < n; ++r) f_store(to + r * stride, sums.at[r][0]);
+        }
+    });
+}
+
+}  // namespace
+}  // namespace penstock::PENSTOCK_ISA
