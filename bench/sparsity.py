@@ -3,11 +3,12 @@
     ops    4096 × 4096 weights that a share of zeros multiplies, as rows of neurons, beside the dense kernel (Figure 16)
     ram    OPT-6.7B's shape in int4, all in memory, 3 % of the neurons firing: exact beside off, batches 1 to 32
            (Figure 14), and beside the bound that the bytes set
+    disk   the same shape within 2.4 GB, the rest on the disk, by `bench.sparsity_disk`
     tale   which neurons of the trained models fire (Figures 4 and 5), by `bench.tale_sparsity`
 
 Models are random, with rates of firing as PowerInfer's Figure 4 has them (`penstock synth --activation-rate`). Both
-layouts and `off` take turns in processes of their own. Predictors and disks do not run yet: they are null. The last
-line is one JSON object.
+layouts and `off` take turns in processes of their own. Predictors do not run yet: they are null. The last line is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy as np
 
 from bench.peers import Worker
 from bench.peers.ours import BATCHES
+from bench.sparsity_disk import within_disk
 from penstock import _native
 from penstock.kernels import cpu
 from penstock.runtime import host
@@ -43,7 +45,7 @@ SIZE, COPIES = 4096, 8  # of the operator's matrix; so many of them are larger t
 CONTEXT, TOKENS, PROMPT_TOKENS = 128, 24, 96
 LAYOUTS = {"off": ("int4", "off"), "granules": ("int4", "exact"), "exact": ("int4-neurons", "exact")}
 
-PARTS = ("ops", "ram", "tale")
+PARTS = ("ops", "ram", "disk", "tale")
 
 Figures = dict[str, float]
 
@@ -228,6 +230,12 @@ def main() -> None:
             result["ram"] = in_ram(folder, wanted.rounds, wanted.threads)
         shown = {k: v for k, v in result["ram"].items() if k != "by_round"}
         print(json.dumps(shown, indent=1))
+    if "disk" in wanted.only:
+        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
+            folder = wanted.folder or Path(temporary)
+            folder.mkdir(parents=True, exist_ok=True)
+            result["disk_2.4"] = within_disk(make(folder, "int4-neurons"), wanted.rounds)
+        print(json.dumps(result["disk_2.4"], indent=1))
     if "tale" in wanted.only:
         result["tale"] = trained(wanted.plot, wanted.table)
     machine = {"cpu": cpu_name(), "threads": wanted.threads, "memory_bytes": host.physical_bytes()}
