@@ -108,7 +108,8 @@ class Operator:
             weights=self._neurons[i].ctypes.data, count=self._part.granules, stride=self._part.granule_bytes,
             shape=cpu.ffn_shape(self._part, self._ffn), h=self._h.ctypes.data, t=1, partial=partial, pending=pending,
             granule=0, starts_sum=True, continues_four=False, leaves_four=False, skips=True, fired=0, fired_stride=0,
-            values=0, exact=False, scratch=self._scratch.ctypes.data, scratch_bytes=self._scratch.nbytes,
+            active=0, active_stride=0, values=0,
+            exact=False, scratch=self._scratch.ctypes.data, scratch_bytes=self._scratch.nbytes,
         )  # fmt: skip
 
     def _tiles(self, i: int) -> None:

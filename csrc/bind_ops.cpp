@@ -66,8 +66,10 @@ FfnShape make_ffn(std::optional<Matrix> gate, const Matrix& up, const Matrix& do
     // A granule's neurons come in whole tiles, so that a tile's outputs never reach into its neighbour's.
     const int neurons = down.by_row() ? down.rows : down.cols;
     if (up.rows % kTileRows != 0 || neurons != up.rows) throw nb::value_error("neurons must be whole tiles");
-    if ((gate && gate->by_row()) || up.by_row() != (down.by_row() && gate)) {
-        throw nb::value_error("what is activated lies in tiles; where `down` lies by neurons, so does a gated `up`");
+    // Of `gate` (or `up`, where there is none) and what follows, those that lie by neurons are the last ones.
+    if ((gate && gate->by_row() && !up.by_row()) || (up.by_row() && !down.by_row()) ||
+        (gate && down.by_row() && !up.by_row())) {
+        throw nb::value_error("where a matrix lies by neurons, so does what its activation multiplies");
     }
     if (down.by_row() && (up.cols != down.cols || (gate && gate->cols != down.cols)))
         throw nb::value_error("`up` and `down` must be equally wide");
@@ -323,10 +325,14 @@ void bind_ops(nb::module_& m) {
             FIELD(FfnOp, "pending", sum.pending), FIELD(FfnOp, "granule", sum.granule),
             FIELD(FfnOp, "starts_sum", sum.starts_sum), FIELD(FfnOp, "continues_four", sum.continues),
             FIELD(FfnOp, "leaves_four", sum.keeps), SAME(FfnOp, skips), SAME(FfnOp, fired), SAME(FfnOp, fired_stride),
-            SAME(FfnOp, exact), SCRATCH(FfnOp), SAME(FfnOp, values));
+            SAME(FfnOp, exact), SCRATCH(FfnOp), SAME(FfnOp, active), SAME(FfnOp, active_stride), SAME(FfnOp, values));
     ops.def("fire", &Kernels::fire,
             WEIGHTS(FireOp), SAME(FireOp, shape), SAME(FireOp, h), SAME(FireOp, t), SAME(FireOp, values),
             SAME(FireOp, exact), SCRATCH(FireOp));
+    ops.def("predict", &Kernels::predict,
+            SAME(PredictOp, weights), SAME(PredictOp, hidden), SAME(PredictOp, neurons),
+            SAME(PredictOp, hidden_bias), SAME(PredictOp, neurons_bias), SAME(PredictOp, h), SAME(PredictOp, t),
+            SAME(PredictOp, active), SAME(PredictOp, exact), SCRATCH(PredictOp));
     ops.def("route", &Kernels::route,
             SAME(RouteOp, weights), SAME(RouteOp, shape), SAME(RouteOp, h), SAME(RouteOp, t), SAME(RouteOp, routes),
             SCRATCH(RouteOp));
@@ -373,6 +379,7 @@ void bind_ops(nb::module_& m) {
     m.def("project_scratch", &project_scratch, "matrix"_a, "rows"_a);
     m.def("out_scratch", &out_scratch, "matrix"_a, "count"_a, "rows"_a);
     m.def("ffn_scratch", &ffn_scratch, "shape"_a, "count"_a, "rows"_a);
+    m.def("predict_scratch", &predict_scratch, "hidden"_a, "neurons"_a, "rows"_a);
     m.def("route_scratch", &route_scratch, "shape"_a, "rows"_a);
     m.def("experts_scratch", &experts_scratch, "shape"_a, "per_expert"_a, "active"_a, "rows"_a);
     m.def("qkv_scratch", &qkv_scratch, "shape"_a, "attention"_a, "rows"_a);

@@ -256,8 +256,9 @@ bool ffn(Pool& pool, const FfnOp& op) {
     if (shape.up.rows > kGranuleRows || (op.values != nullptr && (op.t > kFewRows || !shape.down.by_row())))
         return false;
     const std::size_t down_bytes = shape.down.by_row() ? neuron_bytes(shape) : bytes_of(shape.down);
-    const std::size_t bytes =
-        bytes_of(shape.first()) * (shape.gate.rows > 0 && !shape.up.by_row() ? 2 : 1) + down_bytes;
+    const std::size_t in_tiles =
+        shape.by_records() ? 0 : bytes_of(shape.first()) * (shape.gate.rows > 0 && !shape.up.by_row() ? 2 : 1);
+    const std::size_t bytes = in_tiles + down_bytes;
     const std::size_t cost = cost_of(op.weights, bytes, op.t);
     const auto many = shape.down.by_row() ? neurons_many : ffn_many;
     if (!(op.t <= kFewRows ? ffn_few : many)(pool, op, cost)) return false;

@@ -37,21 +37,45 @@ struct Fours {
 
 // What a call does about neurons that do not fire. `skips`: it leaves out what would be multiplied by 0. `fired`: where
 // it notes which neurons fired, from its first row and its first neuron on (null: nowhere), rows `stride` bytes apart.
+// `active`: which neurons are active, likewise (null: all).
 struct Zeros {
     bool skips = false;
     std::uint8_t* fired = nullptr;
     std::ptrdiff_t stride = 0;
+    const std::uint8_t* active = nullptr;
+    std::ptrdiff_t active_stride = 0;
 
     // From a later row and granule on.
     Zeros at(int row, int granule) const {
-        return {skips, fired ? fired + row * stride + std::ptrdiff_t(granule) * kGranuleRows : nullptr, stride};
+        const std::ptrdiff_t neuron = std::ptrdiff_t(granule) * kGranuleRows;
+        return {skips, fired ? fired + row * stride + neuron : nullptr, stride,
+                active ? active + row * active_stride + neuron : nullptr, active_stride};
     }
     // Notes `count` neurons of a granule in one row. `values`: what their activation gave.
     void note(int row, const float* values, int count) const {
         for (int i = 0; fired != nullptr && i < count; ++i) fired[row * stride + i] = values[i] != 0.0F;
     }
+    bool is_active(int row, int neuron) const { return active == nullptr || active[row * active_stride + neuron] != 0; }
+    // Whether any of a granule's `count` neurons is active in one of the rows [row0, end).
+    bool any_active(int row0, int end, int count) const {
+        if (active == nullptr) return true;
+        for (int row = row0; row < end; ++row) {
+            std::uint8_t any = 0;
+            for (int i = 0; i < count; ++i) any |= active[row * active_stride + i];
+            if (any != 0) return true;
+        }
+        return false;
+    }
+    // Sets what is not active of a granule's `count` neurons in one row to 0.
+    void keep_active(int row, float* values, int count) const {
+        for (int i = 0; active != nullptr && i < count; ++i) {
+            if (active[row * active_stride + i] == 0) values[i] = 0.0F;
+        }
+    }
 };
-inline Zeros zeros_of(const FfnOp& op) { return Zeros{op.skips, op.fired, op.fired_stride}.at(0, op.sum.granule); }
+inline Zeros zeros_of(const FfnOp& op) {
+    return Zeros{op.skips, op.fired, op.fired_stride, op.active, op.active_stride}.at(0, op.sum.granule);
+}
 
 // Whether `count` (a multiple of 16) numbers are all 0. NaN is not 0.
 bool all_zero(const float* x, int count) {
@@ -77,16 +101,23 @@ void granule_rows(const Matrix& m, std::size_t bias, const std::uint8_t* granule
     }
 }
 
-// out [end - row0, kGranuleRows] = act(gate h), or act(up h) where there is no gate. Returns whether any of it is not
-// 0. `next`: the bytes that are read afterwards, which are fetched meanwhile.
+// out [end - row0, kGranuleRows] = act(gate h), or act(up h) where there is no gate, and 0 where a neuron is not
+// active. Returns whether any of it is not 0. `next`: the bytes that are read afterwards, which are fetched meanwhile.
+// For what is activated in tiles.
 bool fire(const FfnShape& shape, const std::uint8_t* granule, const std::uint8_t* next, const Rows& h, int row0,
           int end, const Zeros& zeros, float* out) {
+    if (!zeros.any_active(row0, end, shape.up.rows)) {
+        std::fill_n(out, std::ptrdiff_t(end - row0) * kGranuleRows, 0.0F);
+        for (int row = row0; row < end; ++row) zeros.note(row, out, shape.up.rows);
+        return false;
+    }
     granule_rows(shape.first(), shape.first_bias(), granule, h, row0, end, out);
     prefetch_run(next);  // it arrives during the arithmetic below, which reads no weights
     bool any = false;
     for (int row = row0; row < end; ++row) {
         float* const x = out + (row - row0) * kGranuleRows;
         activate(shape.activation, x, nullptr, x, shape.up.rows);
+        zeros.keep_active(row, x, shape.up.rows);
         zeros.note(row, x, shape.up.rows);
         any = any || !all_zero(x, shape.up.rows);
     }

@@ -49,6 +49,31 @@ bool project(Pool& pool, const ProjectOp& op) {
                     });
 }
 
+bool predict(Pool& pool, const PredictOp& op) {
+    const Granules weights{op.weights, 1, 0};
+    const Matrix &first = op.hidden, &second = op.neurons;
+    const auto bias = [&](std::size_t at, int column, int count) {
+        return load_some(reinterpret_cast<const float*>(op.weights + at) + column, count);
+    };
+    Scratch scratch = op.scratch;
+    auto* const hidden = take<float>(scratch, std::size_t(op.t) * std::size_t(first.rows));
+    if (hidden == nullptr) return false;
+    Scratch once = scratch;
+    const bool done = multiply(pool, weights, first, op.h, first.cols, op.t, first.rows, op.exact, once,
+                               [&](const Team&, int row, int column, F y, int count) {
+                                   y = f_max(f_zero(), f_add(y, bias(op.hidden_bias, column, count)));
+                                   store_some(hidden + std::ptrdiff_t(row) * first.rows + column, y, count);
+                               });
+    if (!done) return false;
+    return multiply(pool, weights, second, hidden, first.rows, op.t, second.rows, op.exact, scratch,
+                    [&](const Team&, int row, int column, F y, int count) {
+                        float scores[kTileRows];
+                        f_store(scores, f_add(y, bias(op.neurons_bias, column, count)));
+                        std::uint8_t* const to = op.active + std::ptrdiff_t(row) * second.rows + column;
+                        for (int i = 0; i < count; ++i) to[i] = scores[i] > 0.0F;
+                    });
+}
+
 // Updates `best` with `count` logits, of the tokens from `first` on.
 inline void follow(Best& best, F logits, int count, int first) {
     float lanes[kTileRows];

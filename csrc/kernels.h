@@ -102,7 +102,9 @@ struct FfnShape {
     Activation activation = Activation::kSilu;
 
     int width() const { return down.by_row() ? down.cols : down.rows; }  // D
-    const Matrix& first() const { return gate.rows > 0 ? gate : up; }    // what is activated, always in tiles
+    const Matrix& first() const { return gate.rows > 0 ? gate : up; }    // what is activated
+    // Whether a neuron's record has all of its weights, also the row that is activated.
+    bool by_records() const { return first().by_row(); }
     std::size_t first_bias() const { return gate.rows > 0 ? gate_bias : up_bias; }
 };
 
@@ -275,9 +277,11 @@ struct OutOp {
 
 // partial [T, D] (+)= Σ granules: down · (act(gate h) * up h), or down · act(up h). h [T, D]. `skips`: what is
 // multiplied by act(…) = 0 may be left out, which changes no bit. `fired` uint8 [T, neurons of the layer], rows
-// `fired_stride` bytes apart (null: not wanted): whether act(…) of a neuron was not 0. `values`: what `FireOp` gave for
-// these granules, of FFNs that lie neuron by neuron and few rows (null: it is computed here). With them
-// only the rows of neurons that fire are read of the weights.
+// `fired_stride` bytes apart (null: not wanted): whether act(…) of a neuron was not 0. `active` uint8 [T, neurons of
+// the layer], rows `active_stride` bytes apart (null: all are): a neuron that is not active in a row counts as if
+// act(…) were 0 there. Its weights are not read where that can be helped. `values`: what
+// `FireOp` gave for these granules, of FFNs that lie neuron by neuron and few rows (null: it is computed here). With
+// them only the rows of neurons that fire are read of the weights.
 struct FfnOp {
     Granules weights;
     FfnShape shape;
@@ -289,6 +293,8 @@ struct FfnOp {
     bool skips = false;
     std::uint8_t* fired = nullptr;
     std::ptrdiff_t fired_stride = 0;
+    const std::uint8_t* active = nullptr;
+    std::ptrdiff_t active_stride = 0;
     const float* values = nullptr;
 };
 
@@ -300,6 +306,19 @@ struct FireOp {
     const float* h;
     int t;
     float* values;
+    bool exact;
+    Scratch scratch;
+};
+
+// active uint8 [T, N] = whether neurons · relu(hidden · h + hidden_bias) + neurons_bias is above 0, for h [T, D].
+// `weights`: a granule with both matrices, and at byte offsets their biases, float32.
+struct PredictOp {
+    const std::uint8_t* weights;
+    Matrix hidden, neurons;
+    std::size_t hidden_bias, neurons_bias;
+    const float* h;
+    int t;
+    std::uint8_t* active;
     bool exact;
     Scratch scratch;
 };
@@ -441,6 +460,7 @@ struct Kernels {
     bool (*merge)(Pool&, const MergeOp&);
     bool (*embed)(Pool&, const EmbedOp&);
     bool (*gather)(Pool&, const GatherOp&);
+    bool (*predict)(Pool&, const PredictOp&);
     bool (*widen)(Pool&, const WidenOp&);
     // `rounds` rounds of products in registers, to measure the peak. They return the number of operations. `sink` [2]
     // is input and output, so that the compiler drops nothing.

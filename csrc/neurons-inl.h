@@ -1,5 +1,6 @@
 // FFNs whose `up` (where there is a gate) and `down` lie neuron by neuron: what multiplies a neuron that does not fire
-// is not read. Included after fours-inl.h.
+// is not read. Where `gate` (or `up` without one) lies so too, nothing is read of neurons that are not active. Included
+// after fours-inl.h.
 //
 // A neuron's row of D columns is added to the sum of its four as a whole, times the neuron's value. The neurons of a
 // four are added in the order in which they lie, so that neither the neurons left out nor the threads change a bit.
@@ -20,9 +21,10 @@ inline std::size_t row_bytes(const Matrix& m) { return m.codes_bytes() + 4 * std
 inline const std::uint8_t* row_at(const Matrix& m, const std::uint8_t* granule, int neuron) {
     return granule + m.offset + std::size_t(neuron) * m.row_stride;
 }
-// Bytes of a granule's neurons, for `Pool::run`: as if all fired.
+// Bytes of a granule's records, for `Pool::run`: as if all fired.
 inline std::size_t neuron_bytes(const FfnShape& shape) {
-    return std::size_t(shape.up.rows) * row_bytes(shape.down) * (shape.gate.rows > 0 ? 2 : 1);
+    const std::size_t rows = (shape.gate.rows > 0 ? 2 : 1) + (shape.by_records() ? 1 : 0);
+    return std::size_t(shape.up.rows) * row_bytes(shape.down) * rows;
 }
 
 // Reads the numbers of one neuron's row, 32 columns at a time.
@@ -120,25 +122,33 @@ void dot_row(const Matrix& m, const std::uint8_t* at, const float* const* x, flo
     for (int i = 0; i < n; ++i) y[i] = f_sum(f_add(even[i], odd[i]));
 }
 
-// values [count] *= x[i] · a neuron's row of `up`, plus its bias.
-template <Kind kind>
-void times_up(const FfnShape& shape, const std::uint8_t* granule, int neuron, const float* const* x, int count,
-              float* values) {
-    const std::uint8_t* const row = row_at(shape.up, granule, neuron);
-    const float bias = shape.up_bias != 0 ? reinterpret_cast<const float*>(granule + shape.up_bias)[neuron] : 0.0F;
+// Calls to(i, x[i] · a neuron's row of m, plus its bias) for `count` rows of activations. `bias_at`: the byte of the
+// granule where m's biases begin (0: none).
+template <Kind kind, class To>
+void dot_rows(const Matrix& m, std::size_t bias_at, const std::uint8_t* granule, int neuron, const float* const* x,
+              int count, const To& to) {
+    const std::uint8_t* const row = row_at(m, granule, neuron);
+    const float bias = bias_at != 0 ? reinterpret_cast<const float*>(granule + bias_at)[neuron] : 0.0F;
     float y[4];
     for (int i = 0; i < count;) {
         int n = 1;
         if (count - i >= 4) {
-            dot_row<kind, 4>(shape.up, row, x + i, y), n = 4;
+            dot_row<kind, 4>(m, row, x + i, y), n = 4;
         } else if (count - i >= 2) {
-            dot_row<kind, 2>(shape.up, row, x + i, y), n = 2;
+            dot_row<kind, 2>(m, row, x + i, y), n = 2;
         } else {
-            dot_row<kind, 1>(shape.up, row, x + i, y);
+            dot_row<kind, 1>(m, row, x + i, y);
         }
-        for (int j = 0; j < n; ++j) values[i + j] *= y[j] + bias;
+        for (int j = 0; j < n; ++j) to(i + j, y[j] + bias);
         i += n;
     }
+}
+
+// values [count] *= x[i] · a neuron's row of `up`, plus its bias.
+template <Kind kind>
+void times_up(const FfnShape& shape, const std::uint8_t* granule, int neuron, const float* const* x, int count,
+              float* values) {
+    dot_rows<kind>(shape.up, shape.up_bias, granule, neuron, x, count, [&](int i, float y) { values[i] *= y; });
 }
 
 // sum [count] += Σ k neurons: value · its 32 numbers, of which `count` are wanted, at the end of a row.
@@ -219,57 +229,128 @@ struct Wanted {
     alignas(64) float values[kFourNeurons][kFewRows];  // [wanted neuron][row]
 };
 
+// Lists the neurons of a four that some row fires. Their activation is computed granule by granule, in tiles, unless
+// it is there.
+void list_fired(const FfnOp& op, const Four& four, const Zeros& zeros, const Rows& x, Wanted& wanted) {
+    alignas(64) float computed[kFewRows * kGranuleRows];
+    const auto granule_at = [&](int g) { return op.weights.data + std::size_t(four.lo + g) * op.weights.stride; };
+    for (int g = 0; g < four.hi - four.lo; ++g) {
+        const Zeros here = zeros.at(0, four.lo + g);
+        const float* fired = computed;
+        bool any;
+        if (op.values != nullptr) {
+            fired = op.values + std::ptrdiff_t(four.lo + g) * x.count * kGranuleRows;
+            any = !all_zero(fired, x.count * kGranuleRows);
+            for (int row = 0; row < x.count; ++row) here.note(row, fired + row * kGranuleRows, op.shape.up.rows);
+        } else {
+            const std::uint8_t* const next = granule_at(g + 1 < four.hi - four.lo ? g + 1 : g);
+            any = fire(op.shape, granule_at(g), next, x, 0, x.count, here, computed);
+        }
+        if (!any && op.skips) continue;
+        for (int i = 0; i < op.shape.up.rows; ++i) {
+            float* const values = wanted.values[wanted.count];
+            bool wants = !op.skips;
+            for (int row = 0; row < x.count; ++row) {
+                values[row] = fired[row * kGranuleRows + i];
+                wants = wants || values[row] != 0.0F;
+            }
+            if (wants) wanted.at[wanted.count++] = static_cast<std::int16_t>(g * kGranuleRows + i);
+        }
+    }
+}
+
+// Lists the neurons of a four that are active in some of t rows.
+void list_active(const FfnOp& op, const Four& four, const Zeros& zeros, int t, Wanted& wanted) {
+    for (int g = 0; g < four.hi - four.lo; ++g) {
+        const Zeros here = zeros.at(0, four.lo + g);
+        for (int row = 0; here.fired != nullptr && row < t; ++row) {
+            std::fill_n(here.fired + row * here.stride, op.shape.up.rows, std::uint8_t{0});
+        }
+        if (!here.any_active(0, t, op.shape.up.rows)) continue;
+        for (int i = 0; i < op.shape.up.rows; ++i) {
+            bool wants = false;
+            for (int row = 0; row < t; ++row) wants = wants || here.is_active(row, i);
+            if (wants) wanted.at[wanted.count++] = static_cast<std::int16_t>(g * kGranuleRows + i);
+        }
+    }
+}
+
+// Computes the activations of the neurons that are listed, for t rows of h, and leaves those in the list that fire.
+void fire_records(const FfnOp& op, const Four& four, const Zeros& zeros, const float* const* h, int t, Wanted& wanted) {
+    const FfnShape& shape = op.shape;
+    const Matrix& first = shape.first();
+    const auto granule_at = [&](int g) { return op.weights.data + std::size_t(four.lo + g) * op.weights.stride; };
+    const auto fetch = [&](int i) {
+        if (i >= wanted.count) return;
+        const int g = wanted.at[i] / kGranuleRows;
+        prefetch_run(row_at(first, granule_at(g), wanted.at[i] % kGranuleRows), row_bytes(first));
+    };
+    constexpr int kRowsAhead = 3;
+    for (int i = 0; i < kRowsAhead; ++i) fetch(i);
+    by_kind(first, [&]<Kind kind>() {
+        for (int i = 0; i < wanted.count; ++i) {
+            fetch(i + kRowsAhead);
+            float* const values = wanted.values[i];
+            std::fill(values + t, values + kFewRows, 0.0F);
+            dot_rows<kind>(first, shape.first_bias(), granule_at(wanted.at[i] / kGranuleRows),
+                           wanted.at[i] % kGranuleRows, h, t, [&](int row, float y) { values[row] = y; });
+        }
+    });
+    float* const all = wanted.values[0];
+    const int numbers = wanted.count * kFewRows;
+    std::fill(all + numbers, all + up_to(numbers, kTileRows), 0.0F);
+    activate(shape.activation, all, nullptr, all, up_to(numbers, kTileRows));
+    int kept = 0;
+    for (int i = 0; i < wanted.count; ++i) {
+        const int neuron = wanted.at[i] % kGranuleRows;
+        const Zeros here = zeros.at(0, four.lo + wanted.at[i] / kGranuleRows);
+        bool wants = !op.skips;
+        float values[kFewRows];
+        for (int row = 0; row < t; ++row) {
+            values[row] = here.is_active(row, neuron) ? wanted.values[i][row] : 0.0F;
+            wants = wants || values[row] != 0.0F;
+            if (here.fired != nullptr) here.fired[row * here.stride + neuron] = values[row] != 0.0F;
+        }
+        if (!wants) continue;
+        wanted.at[kept] = wanted.at[i];
+        std::copy_n(values, t, wanted.values[kept++]);
+    }
+    wanted.count = kept;
+}
+
 // to [T, D] = the sum over the neurons of a four.
 void sum_neurons(const FfnOp& op, const Rows& x, const Four& four, float* to) {
     const FfnShape& shape = op.shape;
     const Matrix& down = shape.down;
     const bool gated = shape.gate.rows > 0;
     const int t = x.count, d = shape.width();
-    alignas(64) float computed[kFewRows * kGranuleRows];
+    const Zeros zeros = zeros_of(op);
     Wanted wanted;
+    const float* h[kFewRows];
+    for (int row = 0; row < t; ++row) h[row] = op.h + std::ptrdiff_t(row) * d;
     const auto granule_at = [&](int g) { return op.weights.data + std::size_t(four.lo + g) * op.weights.stride; };
-    for (int g = 0; g < four.hi - four.lo; ++g) {
-        const std::uint8_t* const granule = granule_at(g);
-        const std::uint8_t* const next = g + 1 < four.hi - four.lo ? granule_at(g + 1) : granule;
-        const float* fired = computed;
-        bool any;
-        if (op.values != nullptr) {
-            fired = op.values + std::ptrdiff_t(four.lo + g) * t * kGranuleRows;
-            any = !all_zero(fired, t * kGranuleRows);
-            for (int row = 0; row < t; ++row) {
-                zeros_of(op).at(0, four.lo + g).note(row, fired + row * kGranuleRows, shape.up.rows);
-            }
-        } else {
-            any = fire(shape, granule, next, x, 0, t, zeros_of(op).at(0, four.lo + g), computed);
-        }
-        if (!any && op.skips) continue;
-        for (int i = 0; i < shape.up.rows; ++i) {
-            float* const values = wanted.values[wanted.count];
-            bool wants = !op.skips;
-            for (int row = 0; row < t; ++row) {
-                values[row] = fired[row * kGranuleRows + i];
-                wants = wants || values[row] != 0.0F;
-            }
-            if (!wants) continue;
-            wanted.at[wanted.count++] = static_cast<std::int16_t>(g * kGranuleRows + i);
-            // Rows lie apart, and the processor's own prefetcher finds none of them. The first ones are fetched now,
-            // the others while those before them are used.
-            if (wanted.count > kTogether) continue;
-            if (gated) prefetch_run(row_at(shape.up, granule, i), row_bytes(shape.up));
-            prefetch_run(row_at(down, granule, i), row_bytes(down));
-        }
-    }
     const auto granule_of = [&](int i) { return granule_at(wanted.at[i] / kGranuleRows); };
+    if (shape.by_records()) {
+        list_active(op, four, zeros, t, wanted);
+        fire_records(op, four, zeros, h, t, wanted);
+    } else {
+        list_fired(op, four, zeros, x, wanted);
+    }
+    // Rows lie apart, and the processor's own prefetcher finds none of them. The first ones are fetched now, the others
+    // while those before them are used.
+    for (int i = 0; i < std::min(wanted.count, kTogether); ++i) {
+        const int neuron = wanted.at[i] % kGranuleRows;
+        if (gated) prefetch_run(row_at(shape.up, granule_of(i), neuron), row_bytes(shape.up));
+        prefetch_run(row_at(down, granule_of(i), neuron), row_bytes(down));
+    }
     if (gated) {
-        const float* rows[kFewRows];
-        for (int row = 0; row < t; ++row) rows[row] = op.h + std::ptrdiff_t(row) * d;
         by_kind(shape.up, [&]<Kind kind>() {
             for (int i = 0; i < wanted.count; ++i) {
                 if (i + 1 < wanted.count) {
                     const std::uint8_t* next = row_at(shape.up, granule_of(i + 1), wanted.at[i + 1] % kGranuleRows);
                     prefetch_run(next, row_bytes(shape.up));
                 }
-                times_up<kind>(shape, granule_of(i), wanted.at[i] % kGranuleRows, rows, t, wanted.values[i]);
+                times_up<kind>(shape, granule_of(i), wanted.at[i] % kGranuleRows, h, t, wanted.values[i]);
             }
         });
     }
@@ -314,6 +395,31 @@ struct Values {
     }
 };
 
+// out [end - from, kGranuleRows] = the activations of a granule's records for rows [from, end) of h, which lie D
+// apart; 0 where a neuron is not active.
+void fire_rows(const FfnShape& shape, const std::uint8_t* granule, const float* h, int from, int end,
+               const Zeros& zeros, float* out) {
+    const Matrix& first = shape.first();
+    by_kind(first, [&]<Kind kind>() {
+        for (int i = 0; i < shape.up.rows; ++i) {
+            const float* rows[kHiddenRows];
+            int at[kHiddenRows], count = 0;
+            for (int row = from; row < end; ++row) {
+                out[(row - from) * kGranuleRows + i] = 0.0F;
+                if (!zeros.is_active(row, i)) continue;
+                rows[count] = h + std::ptrdiff_t(row) * shape.width(), at[count++] = row - from;
+            }
+            dot_rows<kind>(first, shape.first_bias(), granule, i, rows, count,
+                           [&](int j, float y) { out[at[j] * kGranuleRows + i] = y; });
+        }
+    });
+    for (int row = from; row < end; ++row) {
+        float* const x = out + (row - from) * kGranuleRows;
+        activate(shape.activation, x, nullptr, x, shape.up.rows);
+        zeros.note(row, x, shape.up.rows);
+    }
+}
+
 // Computes the values of granule g for the rows x, which begin at row0 of the call.
 void value_neurons(const FfnOp& op, int g, const Rows& x, int row0, const Values& to) {
     const FfnShape& shape = op.shape;
@@ -322,7 +428,13 @@ void value_neurons(const FfnOp& op, int g, const Rows& x, int row0, const Values
     std::fill_n(to.count, kGranuleRows, 0);
     for (int from = 0; from < x.count; from += kHiddenRows) {
         const int end = std::min(from + kHiddenRows, x.count);
-        fire(shape, granule, granule + op.weights.stride, x, from, end, zeros_of(op).at(row0, g), fired);
+        const Zeros zeros = zeros_of(op).at(row0, g);
+        if (shape.by_records()) {
+            const float* const h = op.h + std::ptrdiff_t(row0) * shape.width();
+            fire_rows(shape, granule, h, from, end, zeros, fired);
+        } else {
+            fire(shape, granule, granule + op.weights.stride, x, from, end, zeros, fired);
+        }
         for (int row = from; row < end; ++row) {
             for (int i = 0; i < shape.up.rows; ++i) {
                 const float value = fired[(row - from) * kGranuleRows + i];

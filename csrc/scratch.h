@@ -92,6 +92,12 @@ inline std::size_t ffn_scratch(const FfnShape& shape, int granules, int t) {
     return most;
 }
 
+// The hidden values of a predictor, and the input of either product.
+inline std::size_t predict_scratch(const Matrix& hidden, const Matrix& neurons, int t) {
+    return scratch_aligned(4 * std::size_t(t) * std::size_t(hidden.rows)) +
+           std::max(input_scratch(hidden, 1, t), input_scratch(neurons, 1, t));
+}
+
 // Scores of all experts for every row, and for one row again.
 inline std::size_t route_scratch(const RouterShape& shape, int t) {
     const std::size_t x = std::size_t(shape.scores.rows);

@@ -205,6 +205,7 @@ def project_scratch(matrix: Matrix, rows: int) -> int:
 
 def out_scratch(matrix: Matrix, count: int, rows: int) -> int: ...
 def ffn_scratch(shape: FfnShape, count: int, rows: int) -> int: ...
+def predict_scratch(hidden: Matrix, neurons: Matrix, rows: int) -> int: ...
 def route_scratch(shape: RouterShape, rows: int) -> int: ...
 def experts_scratch(shape: FfnShape, per_expert: int, active: int, rows: int) -> int: ...
 def qkv_scratch(shape: QkvShape, attention: AttentionShape, rows: int) -> int: ...
@@ -243,18 +244,27 @@ class _Ops:
     def ffn(
         self, *, weights: int, count: int, stride: int, shape: FfnShape, h: int, t: int, partial: int, pending: int,
         granule: int, starts_sum: bool, continues_four: bool, leaves_four: bool, skips: bool, fired: int,
-        fired_stride: int, exact: bool, scratch: int, scratch_bytes: int, values: int,
+        fired_stride: int, exact: bool, scratch: int, scratch_bytes: int, active: int, active_stride: int,
+        values: int,
     ) -> None:  # fmt: skip
         """partial [t, D] (+)= down · act(gate h) * (up h) of every granule, by fours of the layer's, whose granule
         number `granule` comes first. pending [t, D]: the sum of a four that the call before left or this one leaves.
         `skips`: what act(…) = 0 multiplies may be left out. fired uint8 [t, fired_stride] (0: not wanted): whether each
-        neuron's act(…) was not 0. values [count, t, 64] (0: they are computed): what `fire` gave."""
+        neuron's act(…) was not 0. active uint8 [t, active_stride] (0: all are): act(…) counts as 0 where it is 0.
+        values [count, t, 64] (0: they are computed): what `fire` gave."""
 
     def fire(
         self, *, weights: int, count: int, stride: int, shape: FfnShape, h: int, t: int, values: int, exact: bool,
         scratch: int, scratch_bytes: int,
     ) -> None:  # fmt: skip
         """values [count, t, 64] = act(gate h), or act(up h), of every granule, for at most 8 rows."""
+
+    def predict(
+        self, *, weights: int, hidden: Matrix, neurons: Matrix, hidden_bias: int, neurons_bias: int, h: int, t: int,
+        active: int, exact: bool, scratch: int, scratch_bytes: int,
+    ) -> None:  # fmt: skip
+        """active uint8 [t, neurons.rows] = whether neurons · relu(hidden · h + hidden_bias) + neurons_bias > 0. Biases
+        lie at these bytes of `weights`."""
 
     def route(
         self, *, weights: int, shape: RouterShape, h: int, t: int, routes: int, scratch: int, scratch_bytes: int

@@ -20,7 +20,7 @@ def bench(
     work: Work,
     target: Annotated[
         str | None,
-        Argument(metavar="MODEL", help="A packed model, a Hugging Face folder or a Hub id; or the word ops."),
+        Argument(metavar="MODEL", help="A packed model, a model's folder, a GGUF file or a Hub id; or the word ops."),
     ] = None,
     config: Annotated[
         str | None,

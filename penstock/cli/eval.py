@@ -23,7 +23,11 @@ def eval_(
     weights: Weights = None,
     against: Annotated[
         str | None,
-        Option("--against", metavar="MODEL", help="Also the KL divergence from this (exact) model, without --kv."),
+        Option(
+            "--against",
+            metavar="MODEL",
+            help="Also the KL divergence from this (exact) model, without --kv and predictors.",
+        ),
     ] = None,
     plan_file: PlanFile = None,
     cache_limit: CacheLimit = None,
@@ -52,7 +56,9 @@ def eval_(
         ask = dataclasses.replace(ask, host_memory_bytes=ask.host_memory_bytes // 2)
     with ExitStack() as stack:
         engine = stack.enter_context(loaded(sources[0], ask, machine, plan))
-        kept_whole = dataclasses.replace(ask, kv=None)  # --kv is one of the lossy choices
+        # --kv is one of the lossy choices, and predictors are.
+        exactly = "auto" if ask.sparsity == "predict" else ask.sparsity
+        kept_whole = dataclasses.replace(ask, kv=None, sparsity=exactly)
         exact = stack.enter_context(loaded(sources[1], kept_whole, machine)) if against is not None else None
         with progress() as tell:
             scores = evaluate(engine, text, exact, tell)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 import penstock
-from penstock.cli import bench, cache, demo, eval, pack, plan, probe, profile, run, serve, synth
+from penstock.cli import bench, cache, demo, eval, pack, plan, probe, profile, run, serve, synth, train_predictors
 from penstock.cli.options import grouped
 from penstock.cli.output import note, one_line, print_json, say
 from penstock.errors import BadRequest, InternalError, PenstockError, StorageFailed
@@ -29,10 +29,10 @@ app = typer.Typer(
 )
 _MODELS = (
     *(demo.demo, run.run, serve.serve, plan.plan, pack.pack, synth.synth, eval.eval_, profile.profile),
-    *(bench.bench, probe.probe),
+    *(train_predictors.train_predictors, bench.bench, probe.probe),
 )
 for command in (*_MODELS, cache.list_, cache.rm, cache.prune):
-    app.command(command.__name__.rstrip("_"))(grouped(command))
+    app.command(command.__name__.rstrip("_").replace("_", "-"))(grouped(command))
 
 # Since 0.26 typer has its own copy of click; before it used click itself. So its errors are found by inheritance, not
 # by name.

@@ -31,11 +31,14 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_TOKENS = 128
 
-Model = Annotated[str, Argument(metavar="MODEL", help="A packed model, a Hugging Face folder or a Hub id.")]
+Model = Annotated[str, Argument(metavar="MODEL", help="A packed model, a model's folder, a GGUF file or a Hub id.")]
 # For commands that read no weights.
 Shape = Annotated[
     str,
-    Argument(metavar="MODEL", help="A packed model, a Hugging Face folder, a config.json or a bundled shape's name."),
+    Argument(
+        metavar="MODEL",
+        help="A packed model, a model's folder, a GGUF file, a config.json or a bundled shape's name.",
+    ),
 ]
 Json = Annotated[bool, Option("--json", help="Print one JSON object as the last line of stdout.")]
 Weights = Annotated[
@@ -117,8 +120,9 @@ class Work:
     sparsity: str = flag(
         "--sparsity",
         "MODE",
-        "What is done about neurons that do not fire: off, or exact, which leaves out what their zeros multiply."
-        " auto is exact for models with ReLU.",
+        "What is done about neurons that do not fire: off; exact, which leaves out what their zeros multiply; or"
+        " predict, which computes those alone that predictors call active (lossy, see train-predictors). auto is exact"
+        " for models with ReLU.",
         "auto",
     )
     batch: int = flag("--batch", "N", "Sequences at once.", 1, min=1)

@@ -14,7 +14,9 @@ from penstock.units import format_bytes
 
 
 def pack(
-    src: Annotated[str, Argument(metavar="SRC", help="A checkpoint's folder; with --verify alone, a packed model.")],
+    src: Annotated[
+        str, Argument(metavar="SRC", help="A checkpoint's folder or a GGUF file; with --verify alone, a packed model.")
+    ],
     dst: Annotated[str | None, Argument(metavar="DST", help="The new folder of the packed model.")] = None,
     weights: Weights = None,
     spread: Annotated[

@@ -24,7 +24,7 @@ from penstock.graph.kv_layout import SLOT_ALIGN, KvLayout
 from penstock.graph.records import Records
 from penstock.graph.tasks import Slot, Stream
 from penstock.spec.model import Layer, Routed
-from penstock.spec.parts import GRANULE_ROWS, PAGE_BYTES, Part, head_key, predictor_part
+from penstock.spec.parts import GRANULE_ROWS, PAGE_BYTES, Part, active_columns, head_key, predictor_part
 from penstock.spec.places import HOST, Executor, executor_of, is_disk, tier_of
 from penstock.spec.plan import Arena, Cache, Plan, Predictor, Unit
 from penstock.units import MIB, round_up
@@ -47,7 +47,7 @@ class Layout:
         self.delegated = self._delegated()
         self.weights = self._place_weights()
         self.predictors = {
-            p.layer: self._take(f"{p.home}.weights", self.predictor_part(p).nbytes) for p in plan.predictors
+            p.layer: self._take(f"{p.home}.weights", self.predictor_part(p).nbytes, PAGE_BYTES) for p in plan.predictors
         }
         self._norms = self._place_norms()
         # By the number of a unit that is asked for: what of it stays in RAM, and room for its pages with records.
@@ -100,9 +100,9 @@ class Layout:
     # -- slots ----------------------------------------------------------------------------------------
 
     def predictor_part(self, predictor: Predictor) -> Part:
-        spec, weights = self.plan.target.spec, self.plan.target.weights
+        spec = self.plan.target.spec
         neurons = neurons_of(spec.layers[predictor.layer])
-        return predictor_part(predictor.layer, spec.d_model, predictor.rank, neurons, weights)
+        return predictor_part(predictor.layer, spec.d_model, predictor.rank, neurons, predictor.weights)
 
     def norms(self, layer: int, executor: Executor) -> Slot:
         """The slot of a layer's norms where an executor reads them. The executor of attention needs them too, since qkv
@@ -221,7 +221,8 @@ class Layout:
             granules = max(self.parts[plan.units[u].part].granules for u in self.asked)
             buffers["values"] = 4 * plan.batch_seqs * granules * GRANULE_ROWS
         if plan.predictors:
-            buffers["active"] = plan.batch_seqs * max(map(neurons_of, spec.layers))
+            predicted = rows if plan.sparsity == "predict" else plan.batch_seqs
+            buffers["active"] = predicted * max(active_columns(neurons_of(layer)) for layer in spec.layers)
         answers = {"logits": 4 * plan.logits_rows * spec.vocab, "best": 8 * plan.logits_rows}
         ends = {"tokens": 4 * rows, "rows": 4 * rows * spec.d_embed}
         needed: dict[Executor, dict[str, int]] = {executor: dict(buffers) for executor in self.executors}

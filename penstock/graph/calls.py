@@ -8,7 +8,7 @@ from penstock.graph.batch import Batch
 from penstock.graph.emit import Emitter
 from penstock.graph.tasks import Call, Slot
 from penstock.spec.format import Kinds
-from penstock.spec.parts import block_keys
+from penstock.spec.parts import active_columns, block_keys
 from penstock.spec.places import HOST, Executor, Lane, kernels_of
 
 Cost = tuple[int, int]  # bytes, flops
@@ -97,8 +97,9 @@ class Calls:
         return self.layout.act(executor, batch.id, name, 4 * batch.total_rows * self.plan.target.spec.d_model)
 
     def active(self, layer: int, executor: Executor, batch: Batch) -> Slot:
-        """The slot of a batch's `active`, uint8 [T, N]: which neurons of the layer's FFN each row needs."""
-        nbytes = batch.total_rows * neurons_of(self.plan.target.spec.layers[layer])
+        """The slot of a batch's `active`, uint8 [T, N]: which neurons of the layer's FFN each row needs. N is in whole
+        granules."""
+        nbytes = batch.total_rows * active_columns(neurons_of(self.plan.target.spec.layers[layer]))
         return self.layout.act(executor, batch.id, "active", nbytes)
 
     def scratch(self, executor: Executor) -> Slot:

@@ -21,6 +21,7 @@ from penstock.spec.model import ModelSpec
 from penstock.spec.parts import FFNS, PAGE_BYTES, PINNED, Part, parts
 from penstock.spec.places import HOST, Executor, device, disk, is_device, is_disk
 from penstock.spec.plan import IO_ENGINES, ORDERS, SPARSITIES, ActHome, KvHome, Plan, PlanModel, Unit
+from penstock.spec.predictors import FORMAT, MOST_RANK, RANK_STEP, predicted_layers
 from penstock.units import GIB
 
 DEVICES = (device(0).executor,)  # the devices that this version drives
@@ -58,10 +59,14 @@ def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
     _check_numbers(plan)
     if plan.sparsity not in SPARSITIES:
         raise _wrong(f"sparsity is {plan.sparsity!r}; there are {', '.join(SPARSITIES)}")
-    if plan.sparsity == "exact" and not spec.fires:
+    if plan.sparsity != "off" and not spec.fires:
         raise _wrong("it leaves out neurons that do not fire, and all neurons of this model do")
-    if plan.predictors or (plan.sparsity == "off" and any(unit.active != 1 for unit in plan.units)):
-        raise _wrong("it skips neurons by predictors; this version plans that but has no kernels for it")
+    skips = plan.sparsity == "off" and any(unit.active != 1 for unit in plan.units)
+    if skips or (plan.predictors and plan.sparsity != "predict"):
+        raise _wrong(
+            "it skips neurons by predictors beside a device; this version plans that but has no kernels for it"
+        )
+    _check_predictors(plan, spec)
     if any(not 0 <= unit.active <= 1 for unit in plan.units):
         raise _wrong("the active share of a unit's neurons should be from 0 to 1")
     if weights.for_cpu and any(is_device(unit.decode) or is_device(unit.prefill) for unit in plan.units):
@@ -96,6 +101,23 @@ def _check_asked(plan: Plan, by_key: dict[str, Part]) -> None:
         raise _wrong("units are asked for: that needs sparsity exact and order overlapped, no caches and no device")
     if asked and plan.batch_seqs > MOST_ROWS:
         raise _wrong(f"units are asked for by batches of {plan.batch_seqs}; at most {MOST_ROWS} sequences can ask")
+
+
+def _check_predictors(plan: Plan, spec: ModelSpec) -> None:
+    """Where predictors run, each layer with a dense FFN has one, in RAM, and the CPU computes all FFNs."""
+    if plan.sparsity != "predict":
+        return
+    if [each.layer for each in plan.predictors] != predicted_layers(spec):
+        raise _wrong("it leaves out what predictors say, and not every layer has a predictor")
+    for each in plan.predictors:
+        known = each.weights == FORMAT and each.rank % RANK_STEP == 0 and 1 <= each.rank <= MOST_RANK
+        if each.home != HOST or not known:
+            raise _wrong(
+                f"the predictor of layer {each.layer} has rank {each.rank} in {each.weights.name} on {each.home!r};"
+                f" it should be a multiple of {RANK_STEP} in {FORMAT.name} on {HOST}"
+            )
+    if any(is_device(unit.decode) or is_device(unit.prefill) for unit in plan.units):
+        raise _wrong("it has predictors, and a device has no kernels for them")
 
 
 def _check_model(models: tuple[PlanModel, ...], spec: ModelSpec, weights: Format) -> None:

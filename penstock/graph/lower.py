@@ -217,7 +217,7 @@ class Lowering:
                     self._calls.copy(batch, "h", batch.total_rows * row_bytes, main, executor)
             if kind == "ffn" and self.plan.target.spec.layers[layer].routed is not None:
                 self._experts.route(layer, batch, executors)
-            elif kind == "ffn" and p.purpose == "decode":
+            elif kind == "ffn" and self._predicts(p.purpose):
                 self._predict(layer, batch, executors)
         if len(executors) > 1:  # so that other executors wait for the norm alone, not for the main one's units too
             self._emit.close(kernels_of(main))
@@ -261,6 +261,11 @@ class Lowering:
         for batch in p.batches if executor != main else ():
             self._calls.copy(batch, "partial", batch.total_rows * row_bytes, executor, main, f"partial.{executor}")
 
+    def _predicts(self, purpose: str) -> bool:
+        """Whether the rows of a pass have their neurons predicted. Where predictors run, all rows have, so that a row's
+        result does not depend on the pass that it comes in. The plans of `solve/powerinfer` read prompts densely."""
+        return self.plan.sparsity == "predict" or purpose == "decode"
+
     def _predict(self, layer: int, batch: Batch, executors: list[Executor]) -> None:
         """Predicts which neurons of the layer's FFN the batch needs (PowerInfer §4.2), and copies the answer to every
         executor that computes some of them."""
@@ -290,19 +295,20 @@ class Lowering:
         h, partial = calls.rows(executor, batch, "h"), calls.rows(executor, batch, "partial")
         cost = calls.matrix_cost(u, ops.FFN_BLOCKS, batch.total_rows)
         active: tuple[Slot, ...] = ()
-        skips = self.plan.sparsity == "exact" and part.kind == "ffn"
+        skips = self.plan.sparsity != "off" and part.kind == "ffn"
         values: tuple[Slot, ...] = ()
         if weights is self.layout.asked.get(u):
             values = (self._asked.values(u, batch),)
             activated = calls.matrix_cost(u, (part.blocks[0].name,), batch.total_rows)
             cost = ops.active_cost((cost[0] - activated[0], cost[1] - activated[1]), unit.active)
-        elif purpose == "decode":
-            if unit.active < 1 and skips:
+        elif purpose == "decode" and unit.active < 1:
+            if self.plan.activates_all(part):
                 activated = calls.matrix_cost(u, (part.blocks[0].name,), batch.total_rows)
                 cost = ops.fired_cost(cost, activated, unit.active)
-            elif unit.active < 1:
+            else:
                 cost = ops.active_cost(cost, unit.active)
-            active = (calls.active(layer, executor, batch),) if layer in self._predictors else ()
+        if layer in self._predictors and self._predicts(purpose):
+            active = (calls.active(layer, executor, batch),)
         ffn = ops.Ffn(
             weights, h, partial, calls.rows(executor, batch, "pending"), calls.scratch(executor), layer,
             starts_sum=first, continues_four=self._cuts_a_four(u, u - 1, purpose),

@@ -85,6 +85,6 @@ class Records(NamedTuple):
 
 
 def may_be_asked(part: Part) -> bool:
-    """Whether units of this part may be asked for: it lies neuron by neuron, and no bias belongs to what a record is
-    multiplied with."""
-    return part.by_neurons and not (part.has("gate") and part.has("up_bias"))
+    """Whether units of this part may be asked for: a record is what a neuron's activation is multiplied with, and no
+    bias belongs to it."""
+    return part.by_neurons and not part.blocks[0].stride and not (part.has("gate") and part.has("up_bias"))

@@ -12,12 +12,13 @@ from functools import lru_cache
 from penstock.graph import scratch_gpu, scratch_native
 from penstock.spec.format import LINE_COLUMNS, TILE_ROWS, Format, tiles
 from penstock.spec.model import ModelSpec
-from penstock.spec.parts import FFNS, Block, Part, parts
+from penstock.spec.parts import FFNS, Block, Part, parts, predictor_part
 from penstock.spec.places import is_device
-from penstock.spec.plan import Plan
+from penstock.spec.plan import Plan, Predictor
 from penstock.units import round_up
 
 SLAB_BYTES = 1 << 20  # float32 weights at a time: half of a core's L2 cache
+PREDICTED_ROWS = 16  # rows whose neurons are predicted at once, by numpy
 _ALIGN = 64
 
 
@@ -78,9 +79,25 @@ def scratch_bytes(plan: Plan, tier: str) -> int:
     target, rows = plan.target, max(plan.chunk_rows, plan.batch_seqs)
     kv = frozenset(home.format for home in plan.kv)
     need = _usual_bytes(target.spec, target.weights, rows, plan.logits_rows, plan.page_tokens, kv)
+    for part in dict.fromkeys(_predictor_of(plan, p) for p in plan.predictors):
+        need = max(need, scratch_native.predict_bytes(part, rows), _predict_bytes(part))
     if is_device(tier):  # a GPU's kernels, or the CPU's where the device is emulated
         need = max(need, scratch_gpu.scratch_bytes(plan, tier))
     return round_up(need, 4096)
+
+
+def _predictor_of(plan: Plan, predictor: Predictor) -> Part:
+    """The predictor as a part, with the key of the first layer: layers are alike."""
+    spec = plan.target.spec
+    neurons = spec.layers[predictor.layer].ffns[0].neurons
+    return predictor_part(0, spec.d_model, predictor.rank, neurons, predictor.weights)
+
+
+def _predict_bytes(part: Part) -> int:
+    """Hidden values and scores, float32 [PREDICTED_ROWS, …], and what their products take."""
+    rows, blocks = PREDICTED_ROWS, [part.block(name) for name in ("hidden", "neurons")]
+    kept = sum(round_up(4 * rows * block.rows, _ALIGN) for block in blocks)
+    return kept + max(matmul_bytes(block, rows) for block in blocks)
 
 
 @lru_cache(maxsize=256)  # a planner asks for the same in hundreds of plans

@@ -63,6 +63,11 @@ def _neurons_bytes(part: Part, granules: int, rows: int) -> int:
     return need
 
 
+def predict_bytes(part: Part, rows: int) -> int:
+    hidden, neurons = part.block("hidden"), part.block("neurons")
+    return round_up(4 * rows * hidden.rows, _ALIGN) + max(_input_bytes(b, 1, rows) for b in (hidden, neurons))
+
+
 def route_bytes(part: Part, rows: int) -> int:
     scores = part.block("scores")
     score_bytes = round_up(4 * scores.rows * rows, _ALIGN) + round_up(4 * scores.rows, _ALIGN)

@@ -9,30 +9,71 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from penstock.graph.arenas import Layout
 from penstock.planner import activity
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
-from penstock.spec.plan import Plan
+from penstock.spec.places import HOST
+from penstock.spec.plan import Plan, Predictor
+from penstock.spec.predictors import FORMAT, RANK_STEP, Predictors
 from penstock.spec.profile import FIRED_TOGETHER, Profile
+from penstock.units import format_bytes, round_up
+
+
+@dataclass(frozen=True, slots=True)
+class Foretold:
+    """What is known of a model's predictors. `predictors`: one for each layer, in RAM. `shares[i]`: the share of all
+    neurons that they call active for at least one of FIRED_TOGETHER[i] tokens. `recall`: of the neurons that fire, the
+    share that they call active; None where nobody has measured it."""
+
+    predictors: tuple[Predictor, ...]
+    shares: tuple[float, ...]
+    recall: float | None
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
 class Firing:
     """`shares[i]`: the share of all neurons that at least one of FIRED_TOGETHER[i] tokens fires. `source`: who says
-    so."""
+    so. `foretold`: of a model that has predictors."""
 
     shares: tuple[float, ...]
     source: str
+    foretold: Foretold | None = None
 
     def share(self, tokens: int) -> float:
         """Of so many tokens, interpolated."""
-        if tokens >= FIRED_TOGETHER[-1]:
-            return self.shares[-1]
-        above = next(i for i, n in enumerate(FIRED_TOGETHER) if n >= tokens)
-        if FIRED_TOGETHER[above] == tokens:
-            return self.shares[above]
-        lo, hi = FIRED_TOGETHER[above - 1], FIRED_TOGETHER[above]
-        return self.shares[above - 1] + (self.shares[above] - self.shares[above - 1]) * (tokens - lo) / (hi - lo)
+        return _interpolated(self.shares, tokens)
+
+
+def _interpolated(shares: tuple[float, ...], tokens: int) -> float:
+    """The share for so many tokens, of `shares` for FIRED_TOGETHER."""
+    if tokens >= FIRED_TOGETHER[-1]:
+        return shares[-1]
+    above = next(i for i, n in enumerate(FIRED_TOGETHER) if n >= tokens)
+    if FIRED_TOGETHER[above] == tokens:
+        return shares[above]
+    lo, hi = FIRED_TOGETHER[above - 1], FIRED_TOGETHER[above]
+    return shares[above - 1] + (shares[above] - shares[above - 1]) * (tokens - lo) / (hi - lo)
+
+
+def foretold(found: Predictors, spec: ModelSpec) -> Foretold:
+    """What a packed model's predictors are known to do."""
+    mean = found.mean(spec)
+    predictors = tuple(Predictor(each.layer, each.rank, HOST, FORMAT) for each in found.layers)
+    return Foretold(predictors, mean.active, mean.recall, found.source)
+
+
+@lru_cache(maxsize=64)
+def expected_predictors(spec: ModelSpec) -> Foretold | None:
+    """What is taken of a model whose predictors nobody has trained: sizes as PowerInfer publishes (Table 6), that call
+    active who fires. None where it publishes nothing of such models."""
+    known = activity.published(spec)
+    if known is None:
+        return None
+    ranks = [activity.predictor_rank(spec.d_model, sum(layer) / len(layer)) for layer in known.layers]
+    predictors = tuple(Predictor(i, round_up(r, RANK_STEP), HOST, FORMAT) for i, r in enumerate(ranks))
+    return Foretold(predictors, expected(spec).shares, None, known.source)
 
 
 def measured(profile: Profile | None) -> Firing | None:
@@ -60,13 +101,25 @@ def expected(spec: ModelSpec) -> Firing:
 
 def sparsity_of(asked: str, spec: ModelSpec) -> str:
     """The sparsity of a plan (`spec.plan.SPARSITIES`) for what was asked (`spec.ask.SPARSITIES`)."""
+    if asked == "predict":
+        return asked
     return "exact" if asked != "off" and spec.fires else "off"
 
 
-def share_of(spec: ModelSpec, weights: Format, firing: Firing | None, rows: int) -> float:
+def foretold_of(spec: ModelSpec, firing: Firing | None) -> Foretold | None:
+    """What is known or taken of a model's predictors."""
+    return firing.foretold if firing is not None and firing.foretold is not None else expected_predictors(spec)
+
+
+def share_of(spec: ModelSpec, weights: Format, firing: Firing | None, rows: int, sparsity: str) -> float:
     """The share of neurons of which a call of so many rows computes all. In tiles only whole granules can be left out,
     and in a checkpoint's order hardly any granule has no neuron that fires."""
-    return (firing or expected(spec)).share(rows) if weights.neurons else 1.0
+    if not weights.neurons or sparsity == "off":
+        return 1.0
+    if sparsity == "predict":
+        known = foretold_of(spec, firing)
+        return 1.0 if known is None else _interpolated(known.shares, rows)
+    return (firing or expected(spec)).share(rows)
 
 
 def reason(plan: Plan, firing: Firing | None) -> tuple[str, ...]:
@@ -76,10 +129,28 @@ def reason(plan: Plan, firing: Firing | None) -> tuple[str, ...]:
         return ()
     if plan.sparsity == "off":
         return ("all neurons are computed, also those that do not fire (--sparsity off)",)
+    if plan.sparsity == "predict":
+        return _predicted_reason(plan, firing)
     if not target.weights.neurons:
         return ("what a ReLU's zeros multiply is left out where 64 neurons that lie together do not fire (exact)",)
     known = firing or expected(target.spec)
     return (
         f"neurons that do not fire are not read (exact): {known.share(plan.batch_seqs):.1%} are taken to fire,"
         f" {known.source}",
+    )
+
+
+def _predicted_reason(plan: Plan, firing: Firing | None) -> tuple[str, ...]:
+    target, layout = plan.target, Layout(plan)
+    known = foretold_of(target.spec, firing)
+    assert known is not None, "a plan with predictors is of a model that has some"
+    nbytes = sum(layout.predictor_part(each).nbytes for each in plan.predictors)
+    recall = "" if known.recall is None else f", among them {known.recall:.1%} of those that fire"
+    share = _interpolated(known.shares, plan.batch_seqs)
+    what = "of these alone anything is read" if target.weights.records else "all activations are read all the same"
+    if not target.weights.neurons:
+        what = "others are left out where 64 lie together"
+    return (
+        f"predictors of {format_bytes(nbytes)} call {share:.1%} of the neurons active{recall}, {known.source}: {what}",
+        "this is lossy (predict): neurons that fire and are not foretold are missing (`penstock eval` prices that)",
     )

@@ -28,7 +28,8 @@ from penstock.spec.places import is_disk
 from penstock.spec.plan import Plan
 
 Float32 = NDArray[np.float32]
-OnFired = Callable[[int, NDArray[np.uint8]], None]  # gets a layer, and uint8 [T, neurons]: whether each one fired
+# Gets a layer, its FFN's input float32 [T, D], and uint8 [T, neurons]: whether each one fired.
+OnFired = Callable[[int, Float32, NDArray[np.uint8]], None]
 _KEPT_IDS = 256  # views of routers' answers
 OnRoute = Callable[[Call, list[list[int]]], None]  # gets a router's call and the experts of each row
 
@@ -58,11 +59,10 @@ class Binding:
         ropes = {layer.attention.rope: None for layer in self._spec.layers}
         frequencies = {r: rope.frequencies(r, plan.context) if r else None for r in ropes}
         self._frequencies = [frequencies[layer.attention.rope] for layer in self._spec.layers]
+        self._predictors = {p.layer: self._layout.predictor_part(p) for p in plan.predictors}
         self._turns: dict[tuple[int, Batch], tuple[Float32, Float32]] = {}
         self._ids: dict[tuple[Slot, int, int], NDArray[np.int32]] = {}  # by slot of routes, rows and active experts
-        self._ops: dict[str, Callable[[Call, Any], None]] = {
-            name: getattr(self, f"_{name}") for name in ops.OPS if name not in ops.PLANNED
-        }
+        self._ops: dict[str, Callable[[Call, Any], None]] = {name: getattr(self, f"_{name}") for name in ops.OPS}
 
     def run(self, task: Task) -> None:
         """Does all calls of a task, here and now."""
@@ -179,7 +179,7 @@ class Binding:
         dense.ffn(
             granules, part, unit.lo, shape, self._rows(op.h, t),
             dense.FfnSum(self._rows(op.partial, t), self._rows(op.pending, t), *flags),
-            self._scratch(op.scratch),
+            self._scratch(op.scratch), self._active(op.active[0], t) if op.active else None,
         )  # fmt: skip
 
     def _fire(self, call: Call, op: ops.Fire) -> None:
@@ -200,6 +200,11 @@ class Binding:
     def _values(self, slot: Slot, t: int) -> Float32:
         """What neurons' activations are, float32 [granules, T, neurons of a granule]."""
         return self._arenas.view(slot).view(np.float32).reshape(-1, t, GRANULE_ROWS)
+
+    def _predict(self, call: Call, op: ops.Predict) -> None:
+        t, part = _batch(call).total_rows, self._predictors[op.layer]
+        h, active = self._rows(op.h, t), self._active(op.active, t)
+        dense.predict(self._arenas.view(op.weights), part, h, active, self._scratch(op.scratch))
 
     def _route(self, call: Call, op: ops.Route) -> None:
         t, part = _batch(call).total_rows, self._parts[f"{op.layer}.router"]
@@ -391,6 +396,10 @@ class Binding:
         likeliest = np.argsort(-routes.weights, axis=1, kind="stable")
         guessed: list[list[int]] = np.take_along_axis(routes.ids, likeliest, axis=1).tolist()
         return guessed
+
+    def _active(self, slot: Slot, t: int) -> NDArray[np.uint8]:
+        """uint8 [T, neurons in whole granules]."""
+        return self._arenas.view(slot).reshape(t, -1)
 
     def _embedded(self, slot: Slot) -> Float32:
         """float32 [T, d_embed]."""

@@ -79,6 +79,7 @@ class NativeBinding(Binding):
             (key, op): kernels.exact or cpu.all_exact(part, blocks)
             for key, part in self._parts.items() if part.kind in MIXED for op, blocks in _PRODUCTS.items()
         }  # fmt: skip
+        self._predicts_exactly = kernels.exact  # a mask is all that comes of it
         spec, layers = self._spec, self._spec.layers
         self._ffn_shapes = {
             part.key: cpu.ffn_shape(part, layers[part.layer].ffns[0 if part.kind == "experts" else -1])
@@ -112,7 +113,7 @@ class NativeBinding(Binding):
             "gather": self._gather_on, "norm": self._norm_on, "qkv": self._qkv_on, "attend": self._attend_on,
             "out": self._out_on, "ffn": self._ffn_on, "fire": self._fire_on, "route": self._route_on,
             "experts": self._experts_on, "combine": self._combine_on, "gate": self._gate_on,
-            "merge": self._merge_on, "head": self._head_on,
+            "predict": self._predict_on, "merge": self._merge_on, "head": self._head_on,
         }  # fmt: skip
         if not edges.has("project_in") and not spec.position_rows:
             natively["embed"] = self._embed_on
@@ -156,6 +157,9 @@ class NativeBinding(Binding):
                 )  # fmt: skip
             else:
                 need = max(need, _native.ffn_scratch(shape, part.granules, rows))
+        for part in self._predictors.values():
+            hidden, neurons = (cpu.matrix(part.block(name)) for name in ("hidden", "neurons"))
+            need = max(need, _native.predict_scratch(hidden, neurons, rows))
         for executor, slot in self._layout.scratch.items():
             assert slot.nbytes >= need, f"scratch of {executor}: {slot.nbytes} bytes, where kernels want {need}"
 
@@ -344,7 +348,8 @@ class NativeBinding(Binding):
         )  # fmt: skip
 
     def _ffn_on(self, on: Target, call: Call, op: ops.Ffn, tables: BatchTables) -> None:
-        unit, at = self._plan.units[call.unit], self._arenas.address
+        unit, at, t = self._plan.units[call.unit], self._arenas.address, _batch(call).total_rows
+        active, columns = (at(op.active[0]), op.active[0].nbytes // t) if op.active else (0, 0)
         part = self._parts[unit.part]
         stride, shape = part.granule_bytes, self._ffn_shapes[unit.part]
         values = 0
@@ -353,10 +358,11 @@ class NativeBinding(Binding):
             shape = self._asked_shapes[unit.part][1]
         on.ffn(
             weights=at(op.weights), count=unit.hi - unit.lo, stride=stride, shape=shape, h=at(op.h),
-            t=_batch(call).total_rows, partial=at(op.partial), pending=at(op.pending), granule=unit.lo,
+            t=t, partial=at(op.partial), pending=at(op.pending), granule=unit.lo,
             starts_sum=op.starts_sum, continues_four=op.continues_four, leaves_four=op.leaves_four, skips=op.skips,
             fired=self._fired_at(call), fired_stride=self._fired.shape[1], exact=self._exact[unit.part, "ffn"],
-            scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes, values=values,
+            scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes, active=active, active_stride=columns,
+            values=values,
         )  # fmt: skip
 
     def _fire_on(self, on: Target, call: Call, op: ops.Fire, tables: BatchTables) -> None:
@@ -366,6 +372,15 @@ class NativeBinding(Binding):
             weights=at(op.weights), count=unit.hi - unit.lo, stride=Records.of(part).kept_bytes,
             shape=self._asked_shapes[unit.part][0], h=at(op.h), t=_batch(call).total_rows,
             values=at(op.values), exact=self._exact[unit.part, "ffn"], scratch=at(op.scratch),
+            scratch_bytes=op.scratch.nbytes,
+        )  # fmt: skip
+
+    def _predict_on(self, on: Target, call: Call, op: ops.Predict, tables: BatchTables) -> None:
+        part, at = self._predictors[op.layer], self._arenas.address
+        on.predict(
+            weights=at(op.weights), hidden=cpu.matrix(part.block("hidden")), neurons=cpu.matrix(part.block("neurons")),
+            hidden_bias=part.block("hidden_bias").offset, neurons_bias=part.block("neurons_bias").offset, h=at(op.h),
+            t=_batch(call).total_rows, active=at(op.active), exact=self._predicts_exactly, scratch=at(op.scratch),
             scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
 
@@ -386,7 +401,8 @@ class NativeBinding(Binding):
         unit = self._plan.units[call.unit]
         part = self._parts[unit.part]
         if part.kind == "ffn" and unit.hi == part.granules:
-            self.on_fired(part.layer, self._fired[:, : part.rows])
+            h = self._rows(call.operands.h, _batch(call).total_rows)
+            self.on_fired(part.layer, h, self._fired[:, : part.rows])
 
     def _route_on(self, on: Target, call: Call, op: ops.Route, tables: BatchTables) -> None:
         at = self._arenas.address

@@ -31,6 +31,7 @@ from penstock.serve.turns import Turns
 from penstock.spec.ask import Ask
 from penstock.spec.places import DISK
 from penstock.store.packed import Packed, open_packed
+from penstock.store.predictors import with_predictors
 
 if TYPE_CHECKING:
     from penstock.serve.source import Source
@@ -81,6 +82,8 @@ class Engine:
         """Plans, then loads. Raises DoesNotFit before anything is loaded; DamagedModel here and in later passes;
         BadRequest for a given plan that makes no sense or is for another model; StorageFailed, DeviceFailed."""
         packed = open_packed(folder, how.verify)
+        if (ask.sparsity if how.plan is None else how.plan.sparsity) == "predict":
+            packed = with_predictors(packed)
         planned = plan_here(ask, packed, how, on_progress)
         device = planned.open_device()
         planned.require_free()

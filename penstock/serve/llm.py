@@ -43,9 +43,9 @@ class Score:
 class LLM:
     """`LLM(model, host_memory="12GiB", weights="int4").generate(prompts, SamplingParams(max_tokens=64))`.
 
-    `model`: a packed model, a Hugging Face folder (packed into the cache on first use) or a Hub id. Sizes are numbers
-    of bytes or strings such as "6GiB". `verify`: every byte of the packed model is compared with its checksum when it
-    is read first; DamagedModel names file, part and granule. `cache`: the folder of the cache, default
+    `model`: a packed model, a Hugging Face folder or a GGUF file (packed into the cache on first use), or a Hub id.
+    Sizes are numbers of bytes or strings such as "6GiB". `verify`: every byte of the packed model is compared with its
+    checksum when it is read first; DamagedModel names file, part and granule. `cache`: the folder of the cache, default
     ~/.cache/penstock. The library reads no environment. To share copies with the command line where XDG_CACHE_HOME is
     set, name its subfolder `penstock` here. `score_rows`: tokens that `score` takes a pass; each takes memory
     for one float32 an entry of the vocabulary. `sparsity`: auto, off or exact, as `spec.ask.SPARSITIES` says.

@@ -130,7 +130,7 @@ def plan_here(ask: Ask, packed: Packed, how: Loading, on_progress: Progress | No
         chosen = replace(chosen, machine=beside)
     if how.plan is None:
         trace = routers_of(packed.folder, packed.spec)
-        firing = firing_of(packed.folder, packed.spec)
+        firing = firing_of(packed.folder, packed.spec, ask.sparsity)
         solved = solve(ask, packed.spec, packed.weights, chosen.machine, packed.part_disks, trace=trace, firing=firing)
     else:
         solved = _as_given(how.plan, ask, packed, chosen)

@@ -15,7 +15,7 @@ def by_number(heard: OnFired, orders: Mapping[int, Sequence[int]]) -> OnFired:
     which they lie (`spec.order`); layers without one lie as in the checkpoint."""
     places = {layer: np.argsort(np.asarray(order)) for layer, order in orders.items()}
 
-    def hear(layer: int, fired: NDArray[np.uint8]) -> None:
-        heard(layer, fired[:, places[layer]] if layer in places else fired)
+    def hear(layer: int, h: NDArray[np.float32], fired: NDArray[np.uint8]) -> None:
+        heard(layer, h, fired[:, places[layer]] if layer in places else fired)
 
     return hear

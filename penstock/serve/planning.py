@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import BadRequest
-from penstock.planner.firing import Firing, measured
+from penstock.planner.firing import Firing, expected, foretold, measured
 from penstock.planner.routing import RouterTrace, firing, recorded
 from penstock.planner.solve import Solved, solve
 from penstock.serve import shapes
@@ -15,7 +16,9 @@ from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.store import manifest as manifests
+from penstock.store.gguf.header import is_gguf
 from penstock.store.packed import is_packed, orders_of, part_disks, read_config, read_manifest
+from penstock.store.predictors import kept as kept_predictors
 from penstock.store.profile_file import kept
 
 
@@ -33,15 +36,19 @@ def describe(
 ) -> tuple[ModelSpec, Format]:
     """A model's spec, and the format that its weights have or would have once packed.
 
-    `model`: a folder, a config.json, or where there is no such path the name of a bundled shape. `weights`: the format
-    to pack to, if not the model's own. `verify`: a packed model's config.json is compared with its checksum. `to_plan`:
-    the model is only planned, so a type that does not run yet will do. Raises BadRequest, BrokenModel,
-    UnsupportedModel, DamagedModel.
+    `model`: a folder, a config.json, a GGUF file, or where there is no such path the name of a bundled shape.
+    `weights`: the format to pack to, if not the model's own. `verify`: a packed model's config.json is compared with
+    its checksum. `to_plan`: the model is only planned, so a type that does not run yet will do. Raises BadRequest,
+    BrokenModel, UnsupportedModel, DamagedModel.
     """
     model = shapes.locate(model)
     manifest = read_manifest(model) if is_packed(model) else None
     _, spec = read_config(model, manifest.files if verify and manifest is not None else (), to_plan=to_plan)
-    if weights is None:
+    if weights is None and is_gguf(model):
+        from penstock.store.own import own_format  # with numpy, which planning goes without
+
+        weights = own_format(model)
+    elif weights is None:
         weights = manifests.formats(manifest) if manifest is not None else Format(spec.dtype)
     return spec, weights
 
@@ -65,20 +72,27 @@ def plan(
         from penstock.runtime.probe import load_or_probe
 
         machine = load_or_probe(Path(cache) if cache is not None else default_cache())
-    routers, firing = routers_of(Path(model), spec), firing_of(Path(model), spec)
-    return solve(Ask(**ask), spec, fmt, machine, part_disks(Path(model)), trace=routers, firing=firing)
+    asked = Ask(**ask)
+    routers, firing = routers_of(Path(model), spec), firing_of(Path(model), spec, asked.sparsity)
+    return solve(asked, spec, fmt, machine, part_disks(Path(model)), trace=routers, firing=firing)
 
 
-def firing_of(model: Path, spec: ModelSpec) -> Firing | None:
-    """How many neurons of a packed model fire, by its profile; None where it has no profile, or where all fire. Raises
-    as `routers_of`."""
-    return measured(kept(model, spec)) if spec.fires and is_packed(model) else None
+def firing_of(model: Path, spec: ModelSpec, sparsity: str) -> Firing | None:
+    """How many neurons of a packed model fire, by its profile; None where it has no profile, or where all fire. Where
+    the `sparsity` that is asked for is predict, also what its predictors are known to do. Raises as `routers_of`, and
+    DamagedModel."""
+    if not (spec.fires and is_packed(model)):
+        return None
+    firing = measured(kept(model, spec))
+    found = kept_predictors(model, spec) if sparsity == "predict" else None
+    if found is None:
+        return firing
+    return replace(firing or expected(spec), foretold=foretold(found, spec))
 
 
 def routers_of(model: Path, spec: ModelSpec) -> RouterTrace | None:
     """What the routers of a packed model said to the text of its profile, or how often its neurons fired; None where it
-    has no profile. Raises
-    BadRequest and BrokenModel for a profile that is damaged, or of another model."""
+    has no profile. Raises BadRequest and BrokenModel for a profile that is damaged, or of another model."""
     profile = kept(model, spec) if (spec.is_routed or spec.fires) and is_packed(model) else None
     if profile is None:
         return None

@@ -53,7 +53,7 @@ def profile_ids(
             counting[layer + 1].guess(tuple(row))
 
     with engine.session.hearing_routers(note):
-        for _ in _read(engine, ids, on_progress):
+        for _ in read(engine, ids, on_progress):
             pass
     return Profile(name, text_sha256, len(ids), tuple(counted.found() for counted in counting.values()))
 
@@ -63,7 +63,7 @@ def _check(engine: Engine) -> None:
         raise BadRequest(f"{engine.packed.folder} has no experts to count, and no ReLU: all of its neurons fire")
 
 
-def _read(engine: Engine, ids: Sequence[int], on_progress: Progress | None) -> Iterator[None]:
+def read(engine: Engine, ids: Sequence[int], on_progress: Progress | None) -> Iterator[None]:
     """Reads all tokens, and yields after each window."""
     plan = engine.plan
     width = min(WINDOW_TOKENS, engine.packed.spec.max_positions, plan.context)
@@ -77,8 +77,8 @@ def _read(engine: Engine, ids: Sequence[int], on_progress: Progress | None) -> I
         yield
 
 
-class _Fired:
-    """Counts who fires in a layer."""
+class Fired:
+    """Counts which of a layer's neurons fire, or are called active."""
 
     def __init__(self, neurons: int) -> None:
         self.counts = np.zeros(neurons, np.uint32)
@@ -95,19 +95,23 @@ class _Fired:
                 self._shares[i] += unions.mean(axis=1, dtype=np.float64).sum()
                 self._windows[i] += windows
 
-    def found(self, layer: int) -> FiringCounts:
-        """The counts. Of more tokens together than there were at once, as many fire as of the most that there were."""
+    def shares(self) -> tuple[float, ...]:
+        """The share that at least one of FIRED_TOGETHER successive tokens fires, in the mean. Of more tokens together
+        than there were at once, as many fire as of the most that there were."""
         shares: list[float] = []
         for total, windows in zip(self._shares, self._windows, strict=True):
             # A window's mean may be less than a shorter one's by rounding, or because it leaves the last tokens out.
             shares.append(max([*shares[-1:], total / windows if windows else 0.0]))
+        return tuple(min(1.0, share) for share in shares)
+
+    def found(self, layer: int) -> FiringCounts:
         counts = b64encode(self.counts.astype("<u4").tobytes()).decode()
-        return FiringCounts(layer, len(self.counts), counts, tuple(min(1.0, share) for share in shares))
+        return FiringCounts(layer, len(self.counts), counts, self.shares())
 
 
 def _neurons(engine: Engine, ids: Sequence[int], on_progress: Progress | None) -> tuple[FiringCounts, ...]:
-    layers = [_Fired(layer.ffn.neurons) for layer in engine.packed.spec.layers if isinstance(layer.ffn, Ffn)]
-    with engine.session.hearing_neurons(lambda layer, fired: layers[layer].rows(fired)):
-        for _ in _read(engine, ids, on_progress):
+    layers = [Fired(layer.ffn.neurons) for layer in engine.packed.spec.layers if isinstance(layer.ffn, Ffn)]
+    with engine.session.hearing_neurons(lambda layer, _, fired: layers[layer].rows(fired)):
+        for _ in read(engine, ids, on_progress):
             pass
     return tuple(layer.found(i) for i, layer in enumerate(layers))

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from penstock.errors import BadRequest, DamagedModel, PenstockError
+from penstock.graph.arenas import Layout
 from penstock.graph.demand import Answer
 from penstock.graph.lower import Lowering
 from penstock.graph.ops import Route
@@ -265,17 +266,18 @@ class Session:
             self._binding.on_route = None
 
     @contextmanager
-    def hearing_neurons(self, heard: OnFired) -> Iterator[None]:
-        """In this block `heard` is called with each layer and, uint8 [T, neurons], which of its FFN's neurons fired in
-        each row, by the checkpoint's numbers. Passes are slower in it, and of one batch. Raises BadRequest where a
-        device computes FFNs, or numpy, which tell nobody."""
+    def hearing_neurons(self, heard: OnFired, by_place: bool = False) -> Iterator[None]:
+        """In this block `heard` is called with each layer, its FFN's input, float32 [T, D], and, uint8 [T, neurons],
+        which of its neurons fired in each row, by the checkpoint's numbers, or `by_place` as they lie. Both arrays hold
+        for that call. Passes are slower in it, and of one batch. Raises BadRequest where a device computes FFNs, or
+        numpy, which tell nobody."""
         parts = self.plan.parts
         here = all(unit.prefill == unit.decode == HOST for unit in self.plan.units if parts[unit.part].kind == "ffn")
         if not here:
             raise BadRequest("this plan has FFNs on a device, where nobody hears who fires: give --device none")
         if not isinstance(self._binding, NativeBinding) or self.plan.batches_per_pass > 1:
             raise BadRequest("who fires is heard of native kernels alone, and of one batch a pass")
-        self._binding.on_fired = by_number(heard, self._orders)
+        self._binding.on_fired = heard if by_place else by_number(heard, self._orders)
         try:
             yield
         finally:
@@ -362,13 +364,18 @@ class Session:
         layout, units = self.lowering.layout, self.plan.units
         copied = [slot for slots in layout.copied_norms.values() for slot in slots]
         asked = [units[u] for u in layout.asked]
-        total = sum(slot.nbytes for slot in (*layout.weights.values(), *copied)) + sum(map(self.plan.unit_bytes, asked))
+        placed = (*layout.weights.values(), *layout.predictors.values(), *copied)
+        total = sum(slot.nbytes for slot in placed) + sum(map(self.plan.unit_bytes, asked))
         done, start_s = 0, time.perf_counter()
         told_s = start_s
         loads = (
             self.reader.start(units[i].part, units[i].lo, units[i].hi, self._arenas.address(slot))
             for i, slot in layout.weights.items()
             if units[i].home == HOST
+        )
+        predictors = (
+            self.reader.start(f"{layer}.predictor", 0, 1, self._arenas.address(slot))
+            for layer, slot in layout.predictors.items()
         )
         copies = (
             self.reader.start(part, 0, 1, self._arenas.address(slot))
@@ -378,7 +385,7 @@ class Session:
         )
         uploads = lift_weights(self.plan, layout, self.reader, self._arenas, self.device) if self.device else ()
         kept = keep_asked(self.plan, layout, self.reader, self._arenas)
-        for nbytes in chain(waited_for(chain(loads, copies), _LOADS_AHEAD), kept, uploads):
+        for nbytes in chain(waited_for(chain(loads, predictors, copies), _LOADS_AHEAD), kept, uploads):
             done += nbytes
             if on_progress and (done == total or time.perf_counter() - told_s > 0.1):
                 told_s = time.perf_counter()
@@ -391,6 +398,10 @@ def _require_match(packed: Packed, plan: Plan, device: Device | None) -> None:
     """Raises BadRequest for a plan of another model, or one that needs a device where there is none."""
     if (packed.spec.vocab, packed.weights) != (plan.target.spec.vocab, plan.target.weights):
         raise BadRequest(f"this plan is not for {packed.folder}: it has {plan.target.weights.name} weights")
+    layout = Layout(plan)
+    for each in plan.predictors:
+        if packed.parts.get(f"{each.layer}.predictor") != layout.predictor_part(each):
+            raise BadRequest(f"this plan is for other predictors than those of {packed.folder}: plan again")
     if uses_device(plan) and device is None:
         raise BadRequest("this plan computes on a device; here there is none (--device says which to take)")
 

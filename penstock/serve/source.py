@@ -1,4 +1,5 @@
-"""Finds or makes the packed model for a MODEL argument: a packed model, a checkpoint's folder or a Hub id."""
+"""Finds or makes the packed model for a MODEL argument: a packed model, a checkpoint's folder, a GGUF file or a Hub
+id."""
 
 from __future__ import annotations
 
@@ -13,8 +14,10 @@ from penstock.serve import shapes
 from penstock.serve.cached import Cached
 from penstock.spec.format import Format, parse_format
 from penstock.store import copies
+from penstock.store.gguf.files import name_of
+from penstock.store.gguf.header import is_gguf
 from penstock.store.locks import FolderLock
-from penstock.store.pack import own_format
+from penstock.store.own import own_format
 from penstock.store.packed import is_packed, read_config, read_manifest
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -78,8 +81,6 @@ def resolve(
     """
     fmt = parse_format(weights) if weights else None
     path = Path(os.path.expanduser(model))
-    if path.suffix == ".gguf":
-        raise BadRequest(f"{model}: this version does not read GGUF files; give the model's Hugging Face folder")
     hub_id = None
     if not path.exists():
         shape = shapes.find(model)
@@ -96,10 +97,14 @@ def resolve(
         copies.note_use(path)
         return source
     read_config(path)
-    if not path.is_dir():
+    gguf = is_gguf(path)
+    if not path.is_dir() and not gguf:
         raise BadRequest(f"{model} has no weights beside it: give the model's folder")
-    path = path.resolve()
-    name = hub_id.rpartition("/")[2] if hub_id else path.name  # a download's folder is called by its revision
+    # The name of a GGUF file says which file of several it is. A link to it may lead to another name.
+    path = path.absolute() if gguf else path.resolve()
+    name = name_of(path) if gguf else path.name
+    if hub_id is not None:
+        name = hub_id.rpartition("/")[2]  # a download's folder is called by its revision
     models = cache.absolute() / copies.MODELS
     kept = host_memory_bytes, cache_limit_bytes
     cached = Cached(path, name, fmt or own_format(path), models, chat, *kept, verify, on_progress)

@@ -39,6 +39,11 @@ for each neuron, record after record. The groups of integer formats are inside a
     a record:   | up: row of D columns | down: row of D columns |           each row padded to 64 bytes
     a row:      | numbers or codes, padded to 32 columns | scales float16 [G] | minimums float16 [G] |
 
+Or the matrix that is activated lies in the record too (`Format.records`), so that nothing need be read of neurons that
+a predictor calls inactive:
+
+    a record:   | gate: row of D columns | up: row of D columns | down: row of D columns |
+
 In int8 a code takes a byte. In int4, of each 32 columns, byte b holds column b in its low nibble and column 16 + b in
 its high nibble. Groups are multiples of 32.
 
@@ -82,7 +87,7 @@ LINE_COLUMNS = 32  # columns of a neuron's row are padded to a multiple of this,
 MOST_GROUP = 1024  # the most columns of a group
 PAGE_TOKENS = 64  # tokens of a page are a multiple of this: attention walks blocks of so many, each within one page
 ROW_ALIGN = 64  # bytes: a neuron's rows begin at multiples of a cache line
-_NEURONS = "-neurons"
+_NEURONS, _RECORDS = "-neurons", "-records"
 _LABEL = re.compile(r"[a-z0-9][a-z0-9_+.-]{0,99}")
 
 
@@ -90,13 +95,14 @@ _LABEL = re.compile(r"[a-z0-9][a-z0-9_+.-]{0,99}")
 class Format:
     """`kind`: float32, bfloat16, float16, int8, int4, or one of `spec.blocks.BLOCKS`. `group`: columns per scale, 0 for
     floats; for the formats of `spec.blocks` it is 32, whatever their own scales have. `neurons`: of a whole model's
-    weights, that its FFNs lie neuron by neuron. Of a block, that it lies so.
+    weights, that its FFNs lie neuron by neuron. Of a block, that it lies so. `records`: also what is activated does.
 
     Raises BadRequest for a kind or a group size that there is not."""
 
     kind: str
     group: int = 0
     neurons: bool = False
+    records: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in _BITS:
@@ -110,6 +116,8 @@ class Format:
             )
         if not self.is_quantised and self.group:
             raise BadRequest(f"{self.kind} has no groups")
+        if self.records and not self.neurons:
+            raise BadRequest(f"{self.kind} with records, which have no neurons")
         if self.neurons and self.group % LINE_COLUMNS:
             raise BadRequest(f"group size {self.group}: for neurons it should be a multiple of {LINE_COLUMNS}")
 
@@ -128,9 +136,10 @@ class Format:
 
     @property
     def name(self) -> str:
-        """`int4`, or `int4-g32` where the group is not the default; `int4-neurons` where neurons lie apart."""
+        """`int4`, or `int4-g32` where the group is not the default; `int4-neurons` where neurons lie apart, and
+        `int4-records` where each has all of its weights together."""
         plain = self.kind if self.group in (0, DEFAULT_GROUP) or self.in_blocks else f"{self.kind}-g{self.group}"
-        return f"{plain}{_NEURONS}" if self.neurons else plain
+        return plain + (_RECORDS if self.records else _NEURONS if self.neurons else "")
 
     @property
     def for_cpu(self) -> bool:
@@ -243,7 +252,8 @@ def mixture(table: Mapping[str, Format], label: str = "") -> Format:
         parse_format(label)
         label = ""
     others = tuple((key, table[key]) for key in sorted(table) if table[key] != most[0])
-    return Mixed(most[0].kind, most[0].group, False, label or "+".join(fmt.name for fmt in most), others)
+    name = label or "+".join(fmt.name for fmt in most)
+    return Mixed(most[0].kind, most[0].group, label=name, others=others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,14 +283,14 @@ FLOAT32 = Format("float32")
 
 
 def parse_format(text: str) -> Format:
-    """The format that a user names: `int4`, `int4-g32`, `bf16`, `int4-neurons`, … Raises BadRequest."""
+    """The format that a user names: `int4`, `int4-g32`, `bf16`, `int4-neurons`, `int4-records`, … Raises BadRequest."""
     plain = text.strip().lower()
-    if plain.endswith(_NEURONS):
-        plain = plain.removesuffix(_NEURONS)
-        if plain.endswith(_NEURONS):
+    if plain.endswith((_NEURONS, _RECORDS)):
+        plain, _, layout = plain.rpartition("-")
+        if plain.endswith((_NEURONS, _RECORDS)):
             raise BadRequest(f"unknown number format {text[:40]!r}")
         of = parse_format(plain)
-        return Format(of.kind, of.group, neurons=True)
+        return Format(of.kind, of.group, neurons=True, records=f"-{layout}" == _RECORDS)
     name, _, group = plain.partition("-g")
     kind = _ALIASES.get(name, name)
     if kind in BLOCKS and not group:

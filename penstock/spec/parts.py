@@ -11,10 +11,13 @@ rows; vectors and learned positions lie row by row (`spec.format`):
                 or, of ReLU models, where weights are packed neuron by neuron:
                                                 gate [64, D] | 64 records: up [D] | down [D] | biases
                                                 without a gate: up [64, D] | 64 records: down [D] | biases
+                or with all of a neuron's weights in its record:
+                                                64 records: gate [D] | up [D] | down [D] | biases
     N.experts   the same, expert after expert:  an expert is a range of whole granules with a tail of its own
     N.shared    the same, for the FFN that all tokens go to beside their experts
     N.router    one granule, float:             scores [X, D] | bias [X] | shared_gate [1, D]
     embed, head   64 vocabulary rows:           rows [64, d_embed]
+    N.predictor one granule:                    hidden [R, D] | neurons [N, R] | hidden_bias | neurons_bias
     N.norms     one granule, float:             norm weights, biases that are added once per layer or expert, sinks
     edges       one granule, float:             the model's ends: final norm, learned positions, projections
 
@@ -157,6 +160,11 @@ class Part:
         return any(b.stride for b in self.blocks)
 
     @property
+    def by_records(self) -> bool:
+        """Whether these records have all weights, also those that are activated."""
+        return self.blocks[0].stride > 0
+
+    @property
     def width(self) -> int:
         """D of an FFN: columns of each neuron's weights."""
         down = self.block("down")
@@ -239,7 +247,9 @@ def _ffn_parts(i: int, layer: Layer, d: int, fmt: Format, base: Format) -> list[
 def _ffn_part(i: int, kind: str, f: Ffn, d: int, weights: Format, experts: int = 1) -> Part:
     n, key = GRANULE_ROWS, f"{i}.{kind}"
     shapes = [_matrix("gate", n, d, weights.of(key, "gate"))] if f.gated else []
-    if weights.neurons and kind == "ffn":
+    if weights.records and kind == "ffn":
+        shapes = [(name, n, d, weights, False) for name in (*(["gate"] if f.gated else []), "up", "down")]
+    elif weights.neurons and kind == "ffn":
         up = ("up", n, d, weights, False) if f.gated else _matrix("up", n, d, weights.of(key, "up"))
         shapes += [up, ("down", n, d, weights, False)]
     else:
@@ -298,11 +308,19 @@ def _edges_part(model: ModelSpec, base: Format) -> Part:
     return _part("edges", "edges", -1, 1, 1, shapes)
 
 
+def active_columns(neurons: int) -> int:
+    """Columns of what a predictor says of a row: a layer's neurons, in whole granules."""
+    return round_up(neurons, GRANULE_ROWS)
+
+
 @lru_cache(maxsize=1024)
 def predictor_part(layer: int, d_model: int, rank: int, neurons: int, weights: Format) -> Part:
-    """The predictor of a layer's active neurons: two matrices in one granule. It belongs to a plan, not to the
-    model."""
-    shapes = [_matrix("hidden", rank, d_model, weights), _matrix("neurons", neurons, rank, weights)]
+    """The predictor of a layer's active neurons (PowerInfer §5.1): two matrices and their biases in one granule, of
+    neurons in whole granules. It belongs to a plan, not to the model: predictors are trained when a model is packed
+    (`store.predictors`)."""
+    columns = active_columns(neurons)
+    shapes = [_matrix("hidden", rank, d_model, weights), _matrix("neurons", columns, rank, weights)]
+    shapes += [_vector("hidden_bias", rank), _vector("neurons_bias", columns)]
     return _part(f"{layer}.predictor", "predictor", layer, 1, 1, shapes)
 
 

@@ -22,8 +22,9 @@ SCHEMA, VERSION = "penstock.plan", 3
 # between.
 ORDERS = ("overlapped", "saving", "flexgen")
 IO_ENGINES = ("threads", "io_uring")
-# What is done about neurons that do not fire: nothing, or what their zero multiplies is left out (PowerInfer §3).
-SPARSITIES = ("off", "exact")
+# What is done about neurons that do not fire: nothing; or what their zero multiplies is left out (PowerInfer §3); or
+# also the neurons that predictors call inactive are taken for zeros, and left out whole.
+SPARSITIES = ("off", "exact", "predict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +76,13 @@ class ActHome:
 @dataclass(frozen=True, slots=True)
 class Predictor:
     """Predicts before a layer's FFN which of its neurons a token needs (PowerInfer §5.1). It is two matrices, from
-    d_model to `rank` and from there to the neurons, in the format of the weights. `home`: the tier that holds it, which
-    is also its executor."""
+    d_model to `rank` and from there to the neurons, in the format `weights`. `home`: the tier that holds it, which is
+    also its executor."""
 
     layer: int
     rank: int
     home: Executor
+    weights: Format
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ class Plan:
     io_block_bytes, io_depth, io_engine  reads of a disk are cut into such blocks, so many in flight, by this engine
     process_bytes   memory of the process beside its arenas
     context_bytes   device memory that its driver and libraries take (0 without a device)
-    predictors      at most one for each layer
+    predictors      at most one for each layer; with `sparsity` predict each has one
     caches          by layer; for each at most one in RAM and, after it, one in a device's memory
     sparsity        one of SPARSITIES
     hole_bytes      of what is asked for, holes of at most so many bytes are read through
@@ -179,6 +181,11 @@ class Plan:
     @property
     def parts(self) -> Mapping[str, Part]:
         return parts_by_key(self.target.spec, self.target.weights)
+
+    def activates_all(self, part: Part) -> bool:
+        """Whether the activations of all of an FFN's neurons are computed. Else nothing is read of a neuron that is not
+        active (`Unit.active`): all of its weights lie together, or are taken to."""
+        return self.sparsity == "exact" or (self.sparsity == "predict" and not part.by_records)
 
     @property
     def asking_rows(self) -> int:

@@ -1,4 +1,4 @@
-"""Reads checkpoints, which are folders of safetensors files, slice by slice and without filling the page cache."""
+"""Reads checkpoints slice by slice and without filling the page cache: folders of safetensors files, and GGUF files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import BadRequest, BrokenModel, UnsupportedModel
+from penstock.spec.blocks import BLOCKS
+from penstock.store.blocks import format_of, row_bytes
 from penstock.store.files import open_regular, read_json, storage_errors
+from penstock.store.gguf.files import Gguf, open_gguf
+from penstock.store.gguf.header import is_gguf
 from penstock.store.header import TensorInfo, quoted, read_header
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -28,10 +32,12 @@ _FOLIO_BYTES = 4 << 20  # of the largest folio of the page cache
 
 @dataclass
 class Checkpoint:
-    """The tensors of a checkpoint, by name. A context manager; its files stay open between reads."""
+    """The tensors of a checkpoint, by name. A context manager; its files stay open between reads. `folder`: or the GGUF
+    file that was named. `gguf`: what a GGUF file has beside its tensors; None for a folder."""
 
     folder: Path
     tensors: dict[str, TensorInfo]
+    gguf: Gguf | None = None
     _fds: dict[Path, int] = field(default_factory=dict, repr=False)
     _cached: tuple[tuple[str, int | None], npt.NDArray[Any]] | None = field(default=None, repr=False)
     _fds_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -40,10 +46,13 @@ class Checkpoint:
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
         """Opens a folder with `model.safetensors`, or with the shards that `model.safetensors.index.json` lists, or
-        with one *.safetensors of any name. Reads headers only.
+        with one *.safetensors of any name; or a GGUF file, with all that its model was split into. Reads headers only.
 
         Raises BadRequest (no such folder, no safetensors in it), BrokenModel, UnsupportedModel.
         """
+        if is_gguf(folder):
+            gguf = open_gguf(folder)
+            return cls(folder, gguf.tensors, gguf)
         if not folder.is_dir():
             raise BadRequest(f"{folder} is no folder")
         only = _only_file(folder)
@@ -81,11 +90,15 @@ class Checkpoint:
         return any(spelling in self.tensors for spelling in (name, name.removeprefix("model."), "model." + name))
 
     def weights(self, name: str) -> TensorInfo:
-        """As `find`. Raises UnsupportedModel where the elements are not float32, float16 or bfloat16."""
+        """As `find`. Raises UnsupportedModel where the elements are of a format that is not read: in folders all but
+        float32, float16 and bfloat16."""
         tensor = self.find(name)
-        if tensor.dtype not in RAW_DTYPES:
+        if tensor.dtype not in RAW_DTYPES and (self.gguf is None or format_of(tensor.dtype) is None):
+            known = ", ".join(RAW_DTYPES)
+            if self.gguf is not None:
+                known += ", Q4_1, " + ", ".join(kind.upper() for kind in BLOCKS)
             raise UnsupportedModel(
-                f"{tensor.file}: tensor {quoted(name)} holds {tensor.dtype}; penstock reads F32, F16 and BF16 weights"
+                f"{tensor.file}: tensor {quoted(name)} holds {tensor.dtype}; penstock reads {known} weights"
             )
         return tensor
 
@@ -97,6 +110,8 @@ class Checkpoint:
         Along axis 0 only these bytes are read. Along axis 1 the whole matrix is read, and kept until another one is
         asked for; the result is then a view of it, and must not be written to. Raises BrokenModel where the tensor has
         no such elements, UnsupportedModel as `weights`, StorageFailed.
+
+        Of a tensor in blocks the result is uint8 [rows, bytes of a row], and along axis 1 its rows are whole.
         """
         tensor = self.weights(name)
         if item is not None:
@@ -107,7 +122,8 @@ class Checkpoint:
             )
         if axis == 0:
             return self._rows(tensor, start, stop)
-        return self._whole(tensor, item)[:, start:stop]
+        whole = self._whole(tensor, item)
+        return whole[:, start:stop] if tensor.dtype in RAW_DTYPES else whole
 
     def take(self, name: str, axis: int, numbers: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
         """As `read`, but gives the elements of these numbers along `axis`, in this order. Runs of successive numbers
@@ -134,7 +150,10 @@ class Checkpoint:
             self._cached = None
 
     def _rows(self, tensor: TensorInfo, start: int, stop: int) -> npt.NDArray[Any]:
-        rows = np.empty((stop - start, *tensor.shape[1:]), RAW_DTYPES[tensor.dtype])
+        if tensor.dtype in RAW_DTYPES:
+            rows = np.empty((stop - start, *tensor.shape[1:]), RAW_DTYPES[tensor.dtype])
+        else:
+            rows = np.empty((stop - start, row_bytes(tensor.dtype, tensor.shape[-1])), np.uint8)
         if rows.nbytes:
             offset = tensor.offset + start * (tensor.nbytes // tensor.shape[0])
             self._pread(tensor, offset, rows.reshape(-1).data.cast("B"))

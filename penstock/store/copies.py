@@ -38,7 +38,7 @@ _MAX_ORIGINS = 8
 _MAX_NAME_BYTES = 100
 # A model's name, a digest, a format, and the endings that are appended while the copy is written or removed.
 _COPY_NAME = re.compile(
-    rf".+-[0-9a-f]{{12}}-([a-z][a-z0-9-]*)({re.escape(PARTIAL)})?(\.[0-9]+{re.escape(REMOVED)})?", re.DOTALL
+    rf".+-[0-9a-f]{{12}}-([a-z][a-z0-9_+-]*)({re.escape(PARTIAL)})?(\.[0-9]+{re.escape(REMOVED)})?", re.DOTALL
 )
 
 

@@ -23,6 +23,8 @@ from penstock.spec.parts import Part
 from penstock.store.checkpoint import INDEX, weight_files
 from penstock.store.direct import STAGE_BYTES
 from penstock.store.files import MAX_COPIED_BYTES, read_bytes, reading, require_regular
+from penstock.store.gguf.files import files_of
+from penstock.store.gguf.header import is_gguf
 from penstock.store.manifest import CONFIG, COPIED, SUM_BYTES
 from penstock.store.pack import Packing, opened, threads
 from penstock.store.packed import Packed, open_packed
@@ -42,10 +44,12 @@ class Stamp:
 
 
 def stamps(folder: Path) -> dict[str, Stamp]:
-    """The stamp of every file of a checkpoint that packing reads, by name.
+    """The stamp of every file of a checkpoint that packing reads, by name. `folder`: or a GGUF file.
 
     Raises BadRequest (no checkpoint), BrokenModel, StorageFailed.
     """
+    if is_gguf(folder):
+        return {file.name: _stamp(file) for file in files_of(folder)}
     others = (folder / name for name in (CONFIG, *COPIED))
     return {file.name: _stamp(file) for file in (*weight_files(folder), *(f for f in others if f.is_file()))}
 

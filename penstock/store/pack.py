@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,13 +30,17 @@ from penstock.spec.model import ModelSpec
 from penstock.spec.order import NeuronOrder, hot_to_cold
 from penstock.spec.parts import Block, Part, parts
 from penstock.spec.profile import Profile
+from penstock.store.blocks import encode_blocks
 from penstock.store.checkpoint import KINDS, Checkpoint
-from penstock.store.files import MAX_COPIED_BYTES, read_bytes
+from penstock.store.files import MAX_COPIED_BYTES, read_bytes, write_bytes
+from penstock.store.gguf.header import is_gguf
+from penstock.store.gguf.model import gguf_text_files
 from penstock.store.header import TensorInfo, quoted
 from penstock.store.manifest import CONFIG, COPIED
+from penstock.store.own import own_dtype, own_weights, require_floats
 from penstock.store.packed import is_packed, read_config
 from penstock.store.profile_file import keep
-from penstock.store.quantize import encode, encode_rows, require_own
+from penstock.store.quantize import encode, encode_rows, require_own, widen
 from penstock.store.sources import sources_in
 from penstock.store.unused import check_unused
 from penstock.store.verify import verify
@@ -57,15 +62,15 @@ def pack(
     waiting: Waiting | None = None,
     writing: Writing | None = None,
 ) -> Path:
-    """Packs the checkpoint folder `src` into the new folder `dst` and returns `dst`.
+    """Packs the checkpoint `src`, a folder or a GGUF file, into the new folder `dst` and returns `dst`.
 
-    `weights`: the format of every matrix, None for the checkpoint's own. Positions and projections always keep the
-    checkpoint's own; norms and biases become float32. `spread`: a folder on a second disk, which gets half of the
-    bytes, so that both disks can be read at once. `profile`: of this model, which counted neurons: each layer's lie
-    hot to cold (`spec.order`), and the profile is kept beside the packed model. `progress(bytes_done, bytes_total,
-    part_key)` is called some hundred times per GB. `check(folder)`: another check of the checkpoint, which may raise;
-    it is called before anything is written, after the quicker checks here. `waiting`, `writing`: for a `dst` that
-    several processes may want at once (`store.writer`).
+    `weights`: the format of every matrix, None for the checkpoint's own: a GGUF file keeps its numbers. Positions and
+    projections always keep the checkpoint's own; norms and biases become float32. `spread`: a folder on a second disk,
+    which gets half of the bytes, so that both disks can be read at once. `profile`: of this model, which counted
+    neurons: each layer's lie hot to cold (`spec.order`), and the profile is kept beside the packed model.
+    `progress(bytes_done, bytes_total, part_key)` is called some hundred times per GB. `check(folder)`: another check of
+    the checkpoint's small files, which may raise; it is called before anything is written, after the quicker checks
+    here. `waiting`, `writing`: for a `dst` that several processes may want at once (`store.writer`).
 
     After an interrupted call the same call goes on where that stopped.
 
@@ -74,11 +79,10 @@ def pack(
     """
     if is_packed(src):
         raise BadRequest(f"{src} is packed already: give the checkpoint that it was packed from")
-    if weights is not None:
-        require_own(weights)
     with opened(src, weights, profile) as job, ThreadPoolExecutor(threads(), "penstock-pack") as pool:
         if check is not None:
-            check(job.checkpoint.folder)
+            with job.text_folder() as folder:
+                check(folder)
         orders = tuple(NeuronOrder.of(layer, order) for layer, order in job.orders.items())
         fingerprint = {"weights": job.weights.name, "source": _stamp(job.checkpoint, job.extras)}
         fingerprint |= {"orders": codec.to_json(orders)} if orders else {}
@@ -93,15 +97,22 @@ def pack(
 def opened(src: Path, weights: Format | None, profile: Profile | None = None) -> Iterator[Packing]:
     """Opens a checkpoint for packing: reads and checks headers, shapes and small files. Raises as `pack`."""
     config, spec = read_config(src)
-    folder = src if src.is_dir() else src.parent
+    folder = src if src.is_dir() or is_gguf(src) else src.parent
     with Checkpoint.open(folder) as checkpoint:
-        own = _own_dtype(checkpoint, spec)
+        own = own_dtype(checkpoint, spec)
         spec = replace(spec, dtype=own)
-        weights = weights or Format(own)
-        extras = {
-            name: read_bytes(folder / name, MAX_COPIED_BYTES) for name in COPIED if os.path.lexists(folder / name)
-        }
-        extras[CONFIG] = _config_bytes(folder / CONFIG, config, own)
+        kept = own_weights(checkpoint, spec)
+        if weights is not None and weights != kept:
+            require_own(weights)
+            require_floats(checkpoint, spec, kept)
+        weights = weights or kept
+        if checkpoint.gguf is not None:
+            extras = gguf_text_files(checkpoint.gguf) | {CONFIG: _as_json({**config, "torch_dtype": own})}
+        else:
+            extras = {
+                name: read_bytes(folder / name, MAX_COPIED_BYTES) for name in COPIED if os.path.lexists(folder / name)
+            }
+            extras[CONFIG] = _config_bytes(folder / CONFIG, config, own)
         orders = {} if profile is None else orders_by(profile, spec)
         packing = Packing(checkpoint, parts(spec, weights), sources_in(checkpoint, spec), weights, extras, orders)
         packing.check_shapes(says_experts(config))
@@ -123,30 +134,10 @@ def orders_by(
     return {n.layer: hot_to_cold(n.counted(), before.get(n.layer), together) for n in profile.neurons}
 
 
-def own_format(src: Path) -> Format:
-    """The format that `pack` gives to the weights of a checkpoint's folder where no other one is asked for. Reads
-    headers, and no weights. Raises as `pack`."""
-    _, spec = read_config(src)
-    with Checkpoint.open(src) as checkpoint:
-        return Format(_own_dtype(checkpoint, spec))
-
-
 def threads() -> int:
     """How many threads encode."""
     # One more than there are cores, for a thread that reads computes nothing. More than 8 only wait for the disk.
     return min(8, len(os.sched_getaffinity(0)) + 1)
-
-
-def _own_dtype(checkpoint: Checkpoint, spec: ModelSpec) -> str:
-    """The narrowest format that holds every matrix exactly. It follows from the headers, whatever config.json says."""
-    by_key = {part.key: part for part in parts(spec, Format("float32"))}
-    dtypes = {
-        checkpoint.weights(name).dtype
-        for (key, block), source in sources_in(checkpoint, spec).items()
-        if (b := by_key[key].block(block)).tiled or b.rows > 1
-        for name in source.tensors(by_key[key].experts)
-    }
-    return KINDS[dtypes.pop()] if len(dtypes) == 1 else "float32"
 
 
 def _config_bytes(file: Path, config: dict[str, Any], own: str) -> bytes:
@@ -155,7 +146,11 @@ def _config_bytes(file: Path, config: dict[str, Any], own: str) -> bytes:
     key = "dtype" if config.get("dtype") is not None else "torch_dtype"
     if str(config.get(key, "float32")).removeprefix("torch.") == own:
         return read_bytes(file, MAX_COPIED_BYTES)
-    return (json.dumps({**config, key: own}, indent=2) + "\n").encode()
+    return _as_json({**config, key: own})
+
+
+def _as_json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def _stamp(checkpoint: Checkpoint, extras: dict[str, bytes]) -> list[list[Any]]:
@@ -209,6 +204,18 @@ class Packing:
         names = (name for b in part.blocks for name in self.sources[part.key, b.name].tensors(part.experts))
         return {self.checkpoint.find(name).file.name for name in names}
 
+    @contextmanager
+    def text_folder(self) -> Iterator[Path]:
+        """A folder with the small files: the checkpoint's own, or where a GGUF file stands for them one that is removed
+        again."""
+        if self.checkpoint.gguf is None:
+            yield self.checkpoint.folder
+            return
+        with tempfile.TemporaryDirectory(prefix="penstock-") as made:
+            for name, content in self.extras.items():
+                write_bytes(Path(made) / name, content)
+            yield Path(made)
+
     def filler(self, pool: ThreadPoolExecutor) -> Fill:
         """The `Fill` that `write_packed` wants. Every block of every granule is a job of its own in the pool."""
 
@@ -243,15 +250,29 @@ class Packing:
             raw = self.checkpoint.take(name, source.axis, source.offset + numbers)
         else:
             raw = self.checkpoint.read(name, source.axis, start, stop, expert if source.stacked else None)
+        if source.interleaved:
+            raw = _halves(raw, source.interleaved)
         try:
+            into = granule[block.offset : block.offset + block.nbytes]
+            if (dtype := self.checkpoint.find(name).dtype) not in KINDS:
+                encode_blocks(raw, dtype, block.rows, block.cols, start if source.axis == 1 else 0, into)
+                return
+            if source.added:
+                raw = widen(raw) - np.float32(source.added)
             if block.stride:
                 encode_rows(raw.T if source.axis == 1 else raw, block, granule)
                 return
-            into = granule[block.offset : block.offset + block.nbytes]
             encode(raw.reshape(1, -1) if one_dim else raw, block.format, block.rows, block.cols, into, block.tiled)
         except PenstockError as error:
             file = self.checkpoint.find(name).file
             raise type(error)(f"{file}: tensor {quoted(name)} holds {error.message}") from None
+
+
+def _halves(rows: npt.NDArray[Any], head_dim: int) -> npt.NDArray[Any]:
+    """Rows of whole heads whose two halves take turns → the first half of each head, then the second."""
+    pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
+    halves: npt.NDArray[Any] = pairs.swapaxes(1, 2).reshape(rows.shape)
+    return halves
 
 
 def _extent(block: Block, source: TensorSource, one_dim: bool) -> int:

@@ -22,6 +22,9 @@ from penstock.spec.parts import PAGE_BYTES, Part, parts
 from penstock.spec.places import Tier, disk
 from penstock.store import manifest as manifests
 from penstock.store.files import MAX_COPIED_BYTES, open_regular, parse_json, read_bytes, read_text, storage_errors
+from penstock.store.gguf.files import open_gguf
+from penstock.store.gguf.header import is_gguf
+from penstock.store.gguf.model import read_gguf_config
 from penstock.store.header import quoted, read_header
 from penstock.store.manifest import AGAIN, CONFIG, COPIED, SHARD_NAME, SUM_BYTES, SUMS, Manifest, PackedFile, PackedPart
 
@@ -103,14 +106,17 @@ def has_sums(folder: Path) -> bool:
 def read_config(
     path: Path, listed: Sequence[PackedFile] = (), *, to_plan: bool = False
 ) -> tuple[dict[str, Any], ModelSpec]:
-    """Reads config.json, and the ModelSpec that follows from it. `path`: a model's folder, or its config.json. The spec
-    counts the bytes of a tokenizer.json beside it. `listed`: the files that a packed model lists; config.json is
-    compared with its checksum among them. `to_plan`: the model is only planned, so a type that does not run yet will
-    do.
+    """Reads config.json, and the ModelSpec that follows from it. `path`: a model's folder, or its config.json; or
+    a GGUF file, whose metadata stand for it. The spec counts the bytes of a tokenizer.json beside it. `listed`: the
+    files that a packed model lists; config.json is compared with its checksum among them. `to_plan`: the model is only
+    planned, so a type that does not run yet will do.
 
     Raises BadRequest where there is none, BrokenModel where it is no JSON, DamagedModel, UnsupportedModel for an
     unknown model type.
     """
+    if is_gguf(path):
+        config = read_gguf_config(open_gguf(path))
+        return config, spec_from_config(config, str(path), to_plan=to_plan)
     file = path / CONFIG if path.is_dir() else path
     if not file.exists():
         raise BadRequest(

@@ -22,6 +22,7 @@ from penstock.spec.format import FLOAT32
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import head_key, parts
 from penstock.store.checkpoint import RAW_DTYPES, Checkpoint
+from penstock.store.gguf.unused import unused_in_gguf
 from penstock.store.header import TensorInfo, quoted
 from penstock.store.quantize import widen
 from penstock.store.sources import sources_in
@@ -47,6 +48,10 @@ def check_unused(checkpoint: Checkpoint, config: dict[str, Any], spec: ModelSpec
     """
     blocks, experts = sources_in(checkpoint, spec), {part.key: part.experts for part in parts(spec, FLOAT32)}
     used = {checkpoint.find(name).name for (key, _), source in blocks.items() for name in source.tensors(experts[key])}
+    if checkpoint.gguf is not None:
+        if unused_names := unused_in_gguf(checkpoint.tensors, used, spec):
+            warnings.warn(_list(checkpoint.folder, unused_names), stacklevel=2)
+        return
     unused = {name: t for name, t in checkpoint.tensors.items() if name not in used and not _HARMLESS.fullmatch(name)}
     if spec.tied:
         head = sources(replace(spec, tied=False))["head", "rows"].tensor

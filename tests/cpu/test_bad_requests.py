@@ -93,7 +93,7 @@ def test_flags_are_read_before_a_first_use_packs(flags: str, call: Call, tmp_pat
         (["run", "/" + "x" * 300, "hi"], "File name too long"),
         (["run", "/no/\udcff\udcfe", "hi"], "is not there"),
         (["run", "/no\nsuch\nmodel", "hi"], "is not there"),
-        (["run", "model.gguf", "hi"], "does not read GGUF"),
+        (["run", "model.gguf", "hi"], "model.gguf is not there"),
         (["plan", "~nobody-of-that-name"], "is not there"),
         (["eval", "/tmp", "~nobody-of-that-name"], "cannot be read"),
         (["run", "/no", "hi", "--cache", ""], "--cache names no folder"),

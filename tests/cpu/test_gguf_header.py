@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import time
 import tracemalloc
+from array import array as Numbers
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ U64 = 2**64 - 1
 def plain(value: Any) -> Any:
     if isinstance(value, Strings):
         return value.texts()
-    return value.tolist() if isinstance(value, np.ndarray) else value
+    return value.tolist() if isinstance(value, Numbers) else value
 
 
 def same_as_the_package(file: Path) -> None:

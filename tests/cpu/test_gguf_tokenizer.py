@@ -4,6 +4,7 @@ texts, of a brute force, and of llama.cpp itself where it is installed."""
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -243,8 +244,6 @@ def test_llama_cpp_itself(tmp_path: Path) -> None:
 
 def small(**changes: Any) -> dict[str, Value]:
     """Metadata of a little byte-level vocabulary, as a header has it."""
-    import numpy as np
-
     from penstock.store.gguf.header import Strings
 
     def strings(texts: list[str]) -> Strings:
@@ -253,7 +252,7 @@ def small(**changes: Any) -> dict[str, Value]:
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "abc", "<s>", "</s>", "<|im_end|>"]
     metadata = {
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": np.array([1] * 258 + [3] * 3), 
+        "tokenizer.ggml.token_type": array("i", [1] * 258 + [3] * 3), 
         "tokenizer.ggml.merges": ["a b", "ab c", "x y", "q"],
         "tokenizer.ggml.bos_token_id": 258, "tokenizer.ggml.eos_token_id": 259,
         **{f"tokenizer.ggml.{key}" if "." not in key else key: value for key, value in changes.items()},
@@ -341,9 +340,7 @@ def test_bad_metadata_is_one_line(name: str) -> None:
 
 
 def test_scores_that_are_no_numbers() -> None:
-    import numpy as np
-
-    scores = np.full(261, np.nan)
+    scores = array("f", [float("nan")] * 261)
     with pytest.raises(BrokenModel, match="scores has NaN"):
         text_files(small(model="llama", scores=scores), "a.gguf")
 

@@ -36,7 +36,8 @@ def encoded(values: np.ndarray, fmt: Format, granules: int) -> tuple[np.ndarray,
     return weights, np.stack([decode(raw[i], rows, cols, fmt) for i in range(granules)])
 
 
-ALL = {"skips": False, "fired": 0, "fired_stride": 0, "values": 0}  # all neurons, and nobody asks who fires
+# All neurons, and nobody asks who fires.
+ALL = {"skips": False, "fired": 0, "fired_stride": 0, "active": 0, "active_stride": 0, "values": 0}
 
 
 @pytest.mark.parametrize("isa", ISAS)

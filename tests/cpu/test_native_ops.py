@@ -430,4 +430,4 @@ def test_experts_called_together_give_the_bits_of_one_after_the_other(isa: str, 
 def test_every_op_of_the_table_has_a_tolerance_and_a_reference() -> None:
     for op in ops.OPS.values():
         assert op.tolerance >= 0
-        assert op.name in ops.PLANNED or callable(getattr(Binding, f"_{op.name}"))
+        assert callable(getattr(Binding, f"_{op.name}"))

@@ -70,9 +70,10 @@ def granules(part: Part, rng: np.random.Generator, live: float) -> np.ndarray:
 
 def run(
     on: _native.Compute, part: Part, ffn: Ffn, weights: np.ndarray, h: np.ndarray, cuts: tuple[int, ...], skips: bool,
-    scratch_bytes: int | None = None,
+    scratch_bytes: int | None = None, active: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """(partial [T, D], fired [T, neurons]) of an FFN that is computed in units that begin at granules `cuts`."""
+    """(partial [T, D], fired [T, neurons]) of an FFN that is computed in units that begin at granules `cuts`. `active`:
+    uint8 [T, neurons in whole granules]."""
     t, d = h.shape
     partial, pending = np.full((2, t, d), np.nan, np.float32)
     fired = np.full((t, part.granules * part.granule_rows), 7, np.uint8)
@@ -84,16 +85,18 @@ def run(
             weights=weights[lo:].ctypes.data, count=hi - lo, stride=part.granule_bytes, shape=shape, h=h.ctypes.data,
             t=t, partial=partial.ctypes.data, pending=pending.ctypes.data, granule=lo, starts_sum=lo == 0,
             continues_four=lo % SUM_GRANULES != 0, leaves_four=hi % SUM_GRANULES != 0 and hi < part.granules,
-            skips=skips, fired=fired.ctypes.data, fired_stride=fired.shape[1], exact=True,
-            values=0, scratch=scratch.ctypes.data, scratch_bytes=scratch.nbytes,
+            skips=skips, fired=fired.ctypes.data, fired_stride=fired.shape[1],
+            active=0 if active is None else active.ctypes.data,
+            active_stride=0 if active is None else active.shape[1], exact=True, values=0,
+            scratch=scratch.ctypes.data, scratch_bytes=scratch.nbytes,
         )  # fmt: skip
     return partial, fired
 
 
-def reference(part: Part, ffn: Ffn, weights: np.ndarray, h: np.ndarray) -> np.ndarray:
+def reference(part: Part, ffn: Ffn, weights: np.ndarray, h: np.ndarray, active: np.ndarray | None = None) -> np.ndarray:
     partial, pending = np.zeros((2, *h.shape), np.float32)
     out = dense.FfnSum(partial, pending, True, False, False)
-    dense.ffn(weights, part, 0, ffn, h, out, Scratch(np.empty(1 << 23, np.uint8)))
+    dense.ffn(weights, part, 0, ffn, h, out, Scratch(np.empty(1 << 23, np.uint8)), active)
     return partial
 
 
@@ -130,18 +133,23 @@ def test_neurons_are_refused_where_they_make_no_sense() -> None:
         parse_format("int8-g8-neurons")
     with pytest.raises(BadRequest, match="unknown number format"):
         parse_format("int4" + "-neurons" * 3000)
-    with pytest.raises(BadRequest, match="has no neurons"):
+    with pytest.raises(BadRequest, match="a KV cache in int8-neurons"):
         parse_format("int8-neurons").check_kv()
+
+
+def drawn_mask(share: float | None, part: Part, t: int, rng: np.random.Generator) -> np.ndarray | None:
+    """uint8 [T, neurons in whole granules], of which about a share is active; None for None."""
+    return None if share is None else (rng.random((t, part.granules * 64)) < share).astype(np.uint8)
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("isa", cpu.available())
 @given(st.data(), st.integers(0, 2**32 - 1))
 def test_leaving_zeros_out_changes_no_bit(isa: str, data: st.DataObject, seed: int) -> None:
-    """In either layout, any format, few rows and many, any cuts and threads; also beside other rows, and with little
-    scratch."""
+    """In every layout, any format, few rows and many, any cuts and threads; also beside other rows, and with little
+    scratch. The same where a mask says which neurons of a row are active."""
     rng = np.random.default_rng(seed)
-    name = data.draw(st.sampled_from([*FORMATS, *(f"{n}-neurons" for n in FORMATS)]))
+    name = data.draw(st.sampled_from([f"{n}{layout}" for n in FORMATS for layout in ("", "-neurons", "-records")]))
     d, neurons = data.draw(st.sampled_from([1, 16, 31, 64, 97, 130, 320])), data.draw(st.integers(1, 700))
     part, ffn = ffn_part(neurons, d, data.draw(st.booleans()), data.draw(st.booleans()), name)
     ffn = replace(ffn, activation=data.draw(st.sampled_from(["relu", "relu2"])))
@@ -150,22 +158,36 @@ def test_leaving_zeros_out_changes_no_bit(isa: str, data: st.DataObject, seed: i
     h = np.abs(rng.normal(size=(t, d))).astype(np.float32)
     cuts = tuple(sorted(data.draw(st.sets(st.integers(1, max(1, part.granules - 1)), max_size=3))))
     cuts = cuts if part.granules > 1 else ()
-    whole, fired = run(KERNELS[isa, 1], part, ffn, weights, h, (), skips=False)
+    mask = drawn_mask(data.draw(st.sampled_from([None, 0.0, 0.02, 0.5, 1.0])), part, t, rng)
+    whole, fired = run(KERNELS[isa, 1], part, ffn, weights, h, (), skips=False, active=mask)
     for threads in (1, 3):
-        partial, again = run(KERNELS[isa, threads], part, ffn, weights, h, cuts, skips=True)
+        partial, again = run(KERNELS[isa, threads], part, ffn, weights, h, cuts, skips=True, active=mask)
         np.testing.assert_array_equal(partial, whole)
         np.testing.assert_array_equal(again, fired)
-    want = reference(part, ffn, weights, h)
+    want = reference(part, ffn, weights, h, mask)
     assert np.abs(whole - want).max() <= 1e-4 * max(1.0, float(np.abs(want).max()))
-    alone, _ = run(KERNELS[isa, 1], part, ffn, weights, h[t // 2 : t // 2 + 1].copy(), (), skips=True)
+    row = slice(t // 2, t // 2 + 1)
+    own = None if mask is None else mask[row].copy()
+    alone, _ = run(KERNELS[isa, 1], part, ffn, weights, h[row].copy(), (), skips=True, active=own)
     np.testing.assert_array_equal(alone[0], whole[t // 2])
     little = _native.ffn_scratch(cpu.ffn_shape(part, ffn), 1, min(t, 48))
     if t <= 48:
-        np.testing.assert_array_equal(run(KERNELS[isa, 3], part, ffn, weights, h, cuts, True, little)[0], whole)
+        np.testing.assert_array_equal(run(KERNELS[isa, 3], part, ffn, weights, h, cuts, True, little, mask)[0], whole)
+    if mask is not None and mask.all():
+        np.testing.assert_array_equal(run(KERNELS[isa, 3], part, ffn, weights, h, cuts, skips=False)[0], whole)
 
 
 @pytest.mark.parametrize("isa", cpu.available())
-@pytest.mark.parametrize(("name", "d"), [("float32", 1500), ("float32-neurons", 1500), ("int4-neurons", 320)])
+@pytest.mark.parametrize(
+    ("name", "d"),
+    [
+        ("float32", 1500),
+        ("float32-neurons", 1500),
+        ("int4-neurons", 320),
+        ("float32-records", 1500),
+        ("int4-records", 320),
+    ],
+)
 def test_the_last_rows_of_many_may_be_few(isa: str, name: str, d: int) -> None:
     """Rows are laid out in chunks, here of 48, and of the last ones none may fire a granule."""
     part, ffn = ffn_part(320, d, False, True, name)
@@ -197,7 +219,7 @@ def test_rows_of_a_wrong_shape_are_refused() -> None:
     with pytest.raises(ValueError, match="multiple of 32"):
         _native.Matrix(64, 128, "int8", 8, 0, 256)
     tiles, rows = _native.Matrix(64, 128, "int4", 64, 0), _native.Matrix(64, 128, "int4", 64, 0, 128)
-    with pytest.raises(ValueError, match="lies in tiles"):
+    with pytest.raises(ValueError, match="lies by neurons"):
         _native.FfnShape(tiles, tiles, rows, "relu", 0, 0)
 
 

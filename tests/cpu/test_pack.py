@@ -164,7 +164,7 @@ def test_mixed_formats_are_widened_never_rounded(tmp_path: Path) -> None:
     packed = open_packed(pack(tmp_path / "src", tmp_path / "dst"))
     assert packed.weights == Format("float32")
     head = packed.parts["head"]
-    found = decode(block_bytes(packed, head, head.blocks[0], 1), 64, 72, head.format)
+    found = decode(block_bytes(packed, head, head.blocks[0], 1), 64, 72, head.blocks[0].format)
     assert np.array_equal(found, tensors["lm_head.weight"][64:128])
 
 

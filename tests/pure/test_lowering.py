@@ -186,7 +186,7 @@ def test_golden_neurons(predicts: str) -> None:
     ]
     units += [Unit("0.ffn", 0, 1, "gpu0", "gpu0", "gpu0", 0.5), Unit("0.ffn", 1, 3, "host", "host", "host", 0.25)]
     plan = make_plan(SMALL, F32, units, ring_bytes={}, main="gpu0", kv_homes=[("gpu0", "gpu0")])
-    plan = replace(plan, predictors=(Predictor(0, 16, predicts),))
+    plan = replace(plan, predictors=(Predictor(0, 16, predicts, F32),))
     plan = replace(plan, arenas=Layout(plan).arenas())
     tasks = lowered(plan, passes.decode(plan, (0,), (3,), passes.DECODE))
     verify(tasks, plan.arenas)

@@ -52,7 +52,7 @@ from penstock.graph.ops.definitions import (
 from penstock.graph.ops.operand import Operand, Slot, operands_of
 
 __all__ = [
-    "FFN_BLOCKS", "NAMES", "OPS", "OUT_BLOCKS", "PLANNED", "PREDICTOR_BLOCKS", "QKV_BLOCKS", "ROUTER_BLOCKS",
+    "FFN_BLOCKS", "NAMES", "OPS", "OUT_BLOCKS", "PREDICTOR_BLOCKS", "QKV_BLOCKS", "ROUTER_BLOCKS",
     "VOCAB_BLOCKS", "Attend", "Combine", "Copy", "Embed", "Experts", "Fetch", "Ffn", "Fire", "Gate", "Gather", "Head",
     "KvLoad", "KvMove", "KvSave", "LayerOp", "Lift", "Load", "Merge", "Norm", "Op", "Operands", "Out", "Pick",
     "Predict", "Qkv", "Route", "Slot", "Sync", "WithUnit", "active_cost", "attend_cost", "block_bytes",
@@ -86,7 +86,6 @@ def _op(definition: type[Any], tolerance: float) -> Op:
 _TABLE = [_op(*pair) for pair in TOLERANCES.items()]
 OPS = {op.name: op for op in _TABLE}
 NAMES: dict[type[Any], str] = {op.definition: op.name for op in _TABLE}
-PLANNED = ("predict",)  # ops that plans may have, but that no kernel does yet
 
 
 def slots_of(operands: Operands) -> list[tuple[Operand, Slot]]:

@@ -8,7 +8,7 @@ n rows whose logits are wanted, X experts, A experts that a token goes to.
     x, h, partial, pending  float32 [T, D]; the head's h is [n, max(D, d_embed)]
     q, a                    float32 [T, H, E]
     keys, values            [pages, K, P, E] in the KV format, laid out as spec/format.py says
-    active                  uint8 [T, N]
+    active                  uint8 [T, N], with N in whole granules
     logits                  float32 [n, V]
     routes                  int32 [T, A], the experts of each row in rising order, then float32 [T, A], the factors of
                             their outputs, then float32 [T], the factor of the shared expert's output
@@ -33,7 +33,7 @@ from penstock.graph.ops.operand import (
 QKV_BLOCKS = ("q", "k", "v", "q_bias", "k_bias", "v_bias")
 OUT_BLOCKS = ("o",)
 FFN_BLOCKS = ("gate", "up", "down", "gate_bias", "up_bias")
-PREDICTOR_BLOCKS = ("hidden", "neurons")
+PREDICTOR_BLOCKS = ("hidden", "neurons", "hidden_bias", "neurons_bias")
 ROUTER_BLOCKS = ("scores", "bias", "shared_gate")
 VOCAB_BLOCKS = ("rows",)
 
@@ -131,9 +131,10 @@ class Ffn(NamedTuple):
     """partial (+)= FFN over the unit's neurons, SUM_GRANULES of its layer's granules at a time: a four.
 
     `starts_sum`: this call is the first addend. `continues_four`: the unit before left the sum of a four of granules
-    unfinished, in `pending`. `leaves_four`: this unit does. With `active` (one slot, or none) only the neurons that are
-    active are computed. `skips`: what an activation of 0 multiplies may be left out. With `values` (one slot, or none)
-    the unit is asked for: its activations are there, and `weights` are its pages with records (`graph.asked`)."""
+    unfinished, in `pending`. `leaves_four`: this unit does. With `active` (one slot, or none) the activation of neurons
+    that are not active is taken to be 0. `skips`: what an activation of 0 multiplies may be left out. With `values`
+    (one slot, or none) the unit is asked for: its activations are there, and `weights` are its pages with records
+    (`graph.asked`)."""
 
     weights: Read
     h: Read
@@ -213,7 +214,8 @@ class Gate(NamedTuple):
 
 
 class Predict(NamedTuple):
-    """active = whether a row needs a neuron of the layer's FFN. Plans may have it, but no kernel does it yet."""
+    """active = whether a row needs a neuron of the layer's FFN: neurons · relu(hidden · h + hidden_bias) + neurons_bias
+    is above 0 (PowerInfer §5.1)."""
 
     weights: Read
     h: Read

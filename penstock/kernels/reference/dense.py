@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.graph.scratch import SLAB_BYTES
+from penstock.graph.scratch import PREDICTED_ROWS, SLAB_BYTES
 from penstock.kernels.reference.matrix import (
     Bytes,
     Float32,
@@ -145,8 +145,30 @@ class FfnSum(NamedTuple):
     keeps: bool
 
 
-def ffn(weights: Bytes, part: Part, lo: int, shape: Ffn, h: Float32, out: FfnSum, scratch: Scratch) -> None:
-    """partial [T, D] (+)= down · (act(gate h) * (up h)). `weights` holds the granules of the layer from `lo` on."""
+def predict(granule: Bytes, part: Part, h: Float32, active: NDArray[np.uint8], scratch: Scratch) -> None:
+    """active uint8 [T, N] = whether neurons · relu(hidden · h + hidden_bias) + neurons_bias is above 0. `granule`: of
+    the predictor, a part of its own."""
+    hidden, neurons, start = part.block("hidden"), part.block("neurons"), scratch.mark()
+    for lo in range(0, len(h), PREDICTED_ROWS):
+        scratch.rewind(start)
+        rows = h[lo : lo + PREDICTED_ROWS]
+        values = scratch.take((len(rows), hidden.rows))
+        multiply(rows, granule, hidden, values, scratch)
+        values += vector(granule, part.block("hidden_bias"))
+        np.maximum(values, 0, out=values)
+        scores = scratch.take((len(rows), neurons.rows))
+        multiply(values, granule, neurons, scores, scratch)
+        scores += vector(granule, part.block("neurons_bias"))
+        np.greater(scores, 0, out=active[lo : lo + len(rows)].view(np.bool_))
+    scratch.rewind(start)
+
+
+def ffn(
+    weights: Bytes, part: Part, lo: int, shape: Ffn, h: Float32, out: FfnSum, scratch: Scratch,
+    active: NDArray[np.uint8] | None = None,
+) -> None:  # fmt: skip
+    """partial [T, D] (+)= down · (act(gate h) * (up h)). `weights` holds the granules of the layer from `lo` on.
+    `active` uint8 [T, neurons of the layer in whole granules]: where it is 0, act(…) counts as 0; None: nowhere."""
     if out.first:
         out.partial[...] = 0
     t, width, start = h.shape[0], part.granule_rows, scratch.mark()
@@ -160,12 +182,14 @@ def ffn(weights: Bytes, part: Part, lo: int, shape: Ffn, h: Float32, out: FfnSum
             up += vector(granule, part.block("up_bias"))
         if shape.gated:
             gate = scratch.take((t, width))
-            multiply(h, granule, part.block("gate"), gate, scratch)
+            (multiply_neurons if part.by_records else multiply)(h, granule, part.block("gate"), gate, scratch)
             if part.has("gate_bias"):
                 gate += vector(granule, part.block("gate_bias"))
             up *= activate(gate, shape.activation)
         else:
             activate(up, shape.activation)
+        if active is not None:
+            up[active[:, g * width : (g + 1) * width] == 0] = 0
         if part.by_neurons:
             add_neurons(up, granule, part.block("down"), out.pending, scratch)
         else:

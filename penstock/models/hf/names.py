@@ -28,6 +28,10 @@ class TensorSource(NamedTuple):
     For experts, g counts from the expert's first granule. Each expert has a tensor of its own, whose name is `tensor`
     with EXPERT replaced by the expert's number. Or with `stacked`, expert e is tensor[e] of one tensor with three axes,
     and `axis` and `offset` count within that.
+
+    GGUF files have some tensors in another shape (`models.gguf.names`). `interleaved`: rows of each head in the tensor
+    where the two halves of the rows of a head take turns, else 0. `added`: what the tensor's numbers have more than the
+    block's.
     """
 
     tensor: str
@@ -35,6 +39,8 @@ class TensorSource(NamedTuple):
     offset: int
     stacked: bool = False
     stride: int = 0
+    interleaved: int = 0
+    added: float = 0.0
 
     def of_expert(self, expert: int) -> str:
         """The name of the tensor that an expert's block stands in."""

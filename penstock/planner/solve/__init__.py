@@ -12,7 +12,7 @@ from itertools import chain
 
 from penstock.errors import BadRequest, DoesNotFit
 from penstock.graph.arenas import Layout
-from penstock.planner.firing import Firing
+from penstock.planner.firing import Firing, foretold_of
 from penstock.planner.firing import reason as firing_reason
 from penstock.planner.predict import Prediction
 from penstock.planner.routing import RouterTrace
@@ -142,7 +142,7 @@ def solve(
     Raises DoesNotFit with the minimum that would do, and BadRequest for what no machine could do.
     """
     ask = settle_context(ask, spec)
-    _check_neurons(ask, spec, weights)
+    _check_neurons(ask, spec, weights, firing)
     problem = Problem(ask, spec, weights, machine, trace, firing)
     bounded = []
     for candidate in candidates(problem, every, may_plan):
@@ -174,10 +174,19 @@ def solve(
     )  # fmt: skip
 
 
-def _check_neurons(ask: Ask, spec: ModelSpec, weights: Format) -> None:
+def _check_neurons(ask: Ask, spec: ModelSpec, weights: Format, firing: Firing | None) -> None:
     """Raises BadRequest where an ask wants of neurons what this model or version cannot do."""
     if ask.sparsity == "exact" and not spec.fires:
         raise BadRequest("--sparsity exact: all neurons of this model fire, since its activation is no ReLU")
+    if ask.sparsity == "predict":
+        if not spec.fires:
+            raise BadRequest("--sparsity predict: this model's activation is no ReLU, so no neuron can be left out")
+        if foretold_of(spec, firing) is None:
+            raise BadRequest(
+                "--sparsity predict: this model has no predictors (`penstock train-predictors` trains them)"
+            )
+        if ask.use_device:
+            raise BadRequest("--sparsity predict runs without a device, whose kernels have no predictors yet")
     if weights.neurons and ask.use_device:
         raise BadRequest(
             f"weights in {weights.name} run without a device: pack them in {weights.in_tiles.name} for one"

@@ -140,7 +140,7 @@ def _unit_s(plan: Plan, unit: Unit, cost: Cost, p: _PassSize) -> Iterator[tuple[
             (op, part.kinds(blocks), ops.matrix_cost(part, unit.lo, unit.hi, blocks, rows))
             for op, blocks in _CALLS[part.kind]
         ]
-        if active < 1 and plan.sparsity == "exact":
+        if active < 1 and plan.activates_all(part):
             activated = ops.matrix_cost(part, unit.lo, unit.hi, (part.blocks[0].name,), rows)
             calls = [(op, fmt, ops.fired_cost(whole, activated, active)) for op, fmt, whole in calls]
             active = 1.0

@@ -107,9 +107,9 @@ def filled(
         io_engine=USUAL_READS.engine,
         process_bytes=round_up(machine.process_bytes + device_bytes + spec.tokenizer_bytes, MIB),
         context_bytes=context_bytes,
-        predictors=predictors,
+        predictors=predictors or problem.predictors,
         caches=caches,
-        sparsity="off" if predictors else problem.sparsity,  # predictors tell what is skipped, and do not run yet
+        sparsity="off" if predictors else problem.sparsity,  # a device's kernels have no predictors yet
     )
     return with_arenas(plan if ask.kv_tokens is None else _shared(plan, ask))
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from penstock.errors import DoesNotFit
 from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.cost import Cost
-from penstock.planner.firing import Firing, share_of, sparsity_of
+from penstock.planner.firing import Firing, foretold_of, share_of, sparsity_of
 from penstock.planner.routing import RouterTrace
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
@@ -19,7 +19,7 @@ from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import PINNED, Part, head_key, parts_by_key
 from penstock.spec.places import GPU, HOST, Executor, Tier
-from penstock.spec.plan import Plan
+from penstock.spec.plan import Plan, Predictor
 from penstock.units import format_bytes
 
 T = TypeVar("T")
@@ -44,7 +44,13 @@ class Problem:
 
     def fired_share(self, rows: int) -> float:
         """The share of an FFN's neurons of which a call of so many rows computes all."""
-        return 1.0 if self.sparsity == "off" else share_of(self.spec, self.weights, self.firing, rows)
+        return share_of(self.spec, self.weights, self.firing, rows, self.sparsity)
+
+    @cached_property
+    def predictors(self) -> tuple[Predictor, ...]:
+        """One for each layer, where plans are to have them."""
+        known = foretold_of(self.spec, self.firing) if self.sparsity == "predict" else None
+        return () if known is None else known.predictors
 
     @property
     def parts(self) -> Mapping[str, Part]:
@@ -125,8 +131,8 @@ class Problem:
     @property
     def has_device(self) -> bool:
         """Whether there is a device, and the ask allows it any memory. Its kernels cannot read what lies neuron by
-        neuron, nor formats of GGUF files."""
-        if self.weights.for_cpu:
+        neuron, nor formats of GGUF files, and have no predictors."""
+        if self.weights.for_cpu or self.sparsity == "predict":
             return False
         return any(tier.name == GPU.executor for tier in self.machine.tiers) and self.ask.device_memory_bytes != 0
 

@@ -23,11 +23,9 @@ from __future__ import annotations
 
 import os
 import struct
+from array import array
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 
 from penstock.errors import BrokenModel, UnsupportedModel
 from penstock.store.files import open_regular, reading
@@ -46,11 +44,11 @@ _FIRST_READ_BYTES = 1 << 20
 _MAX_ALIGNMENT = 1 << 20
 
 _STRING, _ARRAY = 8, 9
-_NUMBERS: dict[int, str] = {  # by type: a struct's code, which numpy has too
+_NUMBERS: dict[int, str] = {  # by type: a struct's code, which the module array has too, but for flags
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
 
-# A number, a string, `Strings`, an array of numbers, or for nested arrays a list of these.
+# A number, a string, `Strings`, an array of numbers (flags as 0 and 1), or for nested arrays a list of these.
 Value = Any
 
 
@@ -87,9 +85,9 @@ class GgufHeader(NamedTuple):
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins as a GGUF file does. Files of any name may: Ollama calls them by their hash."""
-    if not path.is_file():
-        return False
+    """Whether a file's name ends in .gguf, or it begins as a GGUF file does: Ollama calls them by their hash."""
+    if not path.is_file() or path.suffix == ".gguf":
+        return path.is_file()
     with reading(path), os.fdopen(open_regular(path), "rb", buffering=0) as stream:
         return stream.read(len(MAGIC)) == MAGIC
 
@@ -176,10 +174,11 @@ class _Walk:
             raise self._broken(f"has the metadata {where}, one of more than {_MAX_NESTED} arrays within arrays")
         return [self._value(_ARRAY, where, nesting + 1) for _ in range(count)]
 
-    def _numbers(self, code: str, count: int, where: str) -> npt.NDArray[Any]:
-        dtype = np.dtype("<" + code if code != "?" else "?")
-        self._require(count * dtype.itemsize, where)
-        return np.frombuffer(self._bytes(count * dtype.itemsize), dtype)
+    def _numbers(self, code: str, count: int, where: str) -> array[Any]:
+        numbers: array[Any] = array("B" if code == "?" else code)
+        self._require(count * numbers.itemsize, where)
+        numbers.frombytes(self._bytes(count * numbers.itemsize))
+        return numbers
 
     def _strings(self, count: int, where: str) -> Strings:
         self._require(8 * count, where)

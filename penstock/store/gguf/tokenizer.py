@@ -14,6 +14,7 @@ others becomes a merge, by falling score.
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -264,7 +265,7 @@ def _numbers(metadata: dict[str, Value], key: str, where: str, count: int) -> li
     value = metadata.get(_PREFIX + key)
     if value is None:
         return []
-    if not hasattr(value, "tolist") or len(value) != count:
+    if not isinstance(value, array) or len(value) != count:
         raise BrokenModel(f"{where}: {_PREFIX}{key} should be {count} numbers, as many as there are tokens")
     numbers: list[Any] = value.tolist()
     if any(number != number for number in numbers):

@@ -133,7 +133,7 @@ def _plan(skeleton: Skeleton, profile: NeuronProfile, attention: int, predictors
     there = ffns | all_of([problem.head, *problem.of_kind("attn")[:attention]])
     ranks = [predictor_rank(problem.spec.d_model, sum(layer) / len(layer)) for layer in profile.layers]
     homes = [GPU.executor if i < predictors else HOST for i in range(len(ranks))]
-    every = tuple(Predictor(i, *each) for i, each in enumerate(zip(ranks, homes, strict=True)))
+    every = tuple(Predictor(i, *each, problem.weights) for i, each in enumerate(zip(ranks, homes, strict=True)))
     return replace(skeleton, attention_layers=attention, predictors=every).plan(there)
 
 

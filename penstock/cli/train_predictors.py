@@ -1,0 +1,94 @@
+"""`penstock train-predictors`: trains what foretells which neurons of a ReLU model fire, for `--sparsity predict`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from penstock.cli.loading import loaded, packed_model
+from penstock.cli.options import CacheLimit, Json, Machine, Model, Weights, Work, read_text
+from penstock.cli.output import note, print_json, progress
+from penstock.errors import BadRequest
+from penstock.store.files import MAX_TEXT_BYTES
+from penstock.units import format_bytes
+
+if TYPE_CHECKING:
+    from penstock.spec.model import ModelSpec
+    from penstock.spec.predictors import Predictors
+
+
+def train_predictors(
+    model: Model,
+    file: Annotated[
+        str, Option("--text", metavar="FILE", help=f"A text, UTF-8, of at most {format_bytes(MAX_TEXT_BYTES)}.")
+    ],
+    machine: Machine,
+    work: Work,
+    weights: Weights = None,
+    tokens: Annotated[int, Option("--tokens", min=1, help="Train on at most so many tokens of the text.")] = 32768,
+    recall: Annotated[
+        float,
+        Option("--recall", help="Of the neurons that fire, call this share active: more costs more false alarms."),
+    ] = 0.98,
+    seed: Annotated[int, Option("--seed", min=0, help="The same seed gives the same predictors.")] = 0,
+    cache_limit: CacheLimit = None,
+    as_json: Json = False,
+) -> None:
+    """Train what foretells which neurons fire, for --sparsity predict.
+
+    The model reads the text, and a small network for each layer learns who fires. It is kept beside the packed model,
+    in int8, with how well it foretells. `eval --sparsity predict` measures what that costs in quality.
+    """
+    machine.prepare()
+    if work.context is not None or work.batch != 1 or work.prompt_tokens or work.output_tokens:
+        raise BadRequest(
+            "a text is read one window of 512 tokens at a time; --context, --batch and lengths are settled"
+        )
+    if work.sparsity != "auto":
+        raise BadRequest("predictors learn from what a model fires by itself: --sparsity is settled")
+    text, ask = read_text(file), work.ask(machine)
+    source = packed_model(model, weights, machine, cache_limit)
+    from penstock.serve import training
+    from penstock.serve.planning import describe
+    from penstock.serve.profiling import WINDOW_TOKENS
+    from penstock.store import predictors
+
+    spec, _ = describe(source.folder, verify=not machine.no_verify)
+    training.require_relu(spec, str(source.folder))
+    window = min(WINDOW_TOKENS, spec.max_positions)
+    ask = dataclasses.replace(ask, context=window, prompt_tokens=window, output_tokens=1)
+    with loaded(source, ask, machine, beside_bytes=training.BESIDE_BYTES) as engine, progress() as tell:
+        name = Path(file).name
+        found = training.train(engine, text, name, recall=recall, seed=seed, most_tokens=tokens, on_progress=tell)
+        total_bytes = engine.packed.total_bytes
+    kept = predictors.keep(found.predictors, found.granules, source.folder, spec)
+    if as_json:
+        _print_json(found.predictors, spec, kept)
+        return
+    note(f"kept in {kept}: `--sparsity predict` of this model goes by them")
+    nbytes = sum(granule.nbytes for granule in found.granules)
+    mean = found.predictors.mean(spec)
+    print(
+        f"{found.predictors.tokens} tokens; {format_bytes(nbytes)} of predictors beside {format_bytes(total_bytes)};"
+        f" they call {mean.active[0]:.1%} of the neurons active, {mean.recall:.1%} of those that fire"
+    )
+    print("layer  rank  fires  active  recall  false alarms")
+    for each in found.predictors.layers:
+        print(
+            f"  {each.layer:3}  {each.rank:4}  {each.fires:5.1%}  {each.active[0]:6.1%}  {each.recall:6.1%}"
+            f"  {each.false_alarms:6.1%}"
+        )
+
+
+def _print_json(found: Predictors, spec: ModelSpec, kept: Path) -> None:
+    mean = found.mean(spec)
+    print_json(
+        {
+            "tokens": found.tokens, "text_sha256": found.text_sha256, "file": str(kept),
+            "weights": found.weights(spec), "recall": mean.recall, "false_alarms": mean.false_alarms,
+            "active": mean.active[0], "layers": [dataclasses.asdict(each) for each in found.layers],
+        }
+    )  # fmt: skip

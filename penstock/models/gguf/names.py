@@ -1,0 +1,53 @@
+"""Says which tensors of a GGUF file hold the blocks of a model, and what was done to them when the file was made.
+
+Two things were done. In llama's files the rows of each head of q and k are in another order: the first half of a head's
+dimensions and the second were interleaved, since llama.cpp rotates neighbours where transformers rotates halves. And
+the weights of Gemma's norms have 1 added, which transformers adds when it runs the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from penstock.models.hf.names import EXPERT, TensorSource, sources_of
+from penstock.spec.model import ModelSpec
+
+# Divisors of rope frequencies, a table for each model.
+ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+_LAYER = {
+    "q": "attn_q.weight", "k": "attn_k.weight", "v": "attn_v.weight", "o": "attn_output.weight",
+    "q_bias": "attn_q.bias", "k_bias": "attn_k.bias", "v_bias": "attn_v.bias", "o_bias": "attn_output.bias",
+    "q_norm": "attn_q_norm.weight", "k_norm": "attn_k_norm.weight",
+    "gate": "ffn_gate.weight", "up": "ffn_up.weight", "down": "ffn_down.weight",
+    "gate_bias": "ffn_gate.bias", "up_bias": "ffn_up.bias", "down_bias": "ffn_down.bias",
+    "attn_in": "attn_norm.weight", "ffn_in": "ffn_norm.weight",
+    "attn_out": "post_attention_norm.weight", "ffn_out": "post_ffw_norm.weight",
+    "router.scores": "ffn_gate_inp.weight",
+    "experts.gate": "ffn_gate_exps.weight", "experts.up": "ffn_up_exps.weight", "experts.down": "ffn_down_exps.weight",
+}  # fmt: skip
+# Mixtral's first files have a tensor for each matrix of each expert.
+_APART = {f"experts.{block}": f"ffn_{block}.{EXPERT}.weight" for block in ("gate", "up", "down")}
+_ENDS = {"embed.rows": "token_embd.weight", "edges.final": "output_norm.weight", "head.rows": "output.weight"}
+_INTERLEAVED = ("q", "k", "q_bias", "k_bias")
+
+
+def gguf_sources(spec: ModelSpec, architecture: str, tensors: Container[str]) -> dict[tuple[str, str], TensorSource]:
+    """(part key, block name) → its place among the `tensors` of a file of this architecture."""
+    attention, ffn = spec.layers[0].attention, spec.layers[0].ffns[0]
+    layer, offsets, stacked = dict(_LAYER), dict[str, int](), True
+    if architecture == "phi3":
+        q_rows, kv_rows = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+        layer |= {**dict.fromkeys("qkv", "attn_qkv.weight"), "gate": "ffn_up.weight"}
+        offsets = {"k": q_rows, "v": q_rows + kv_rows, "up": ffn.neurons}
+    if spec.is_routed and "blk.0.ffn_gate.0.weight" in tensors:
+        layer, stacked = layer | _APART, False
+    names = {block: f"blk.{{}}.{name}" for block, name in layer.items()}
+    sources = sources_of(spec, names, _ENDS, offsets, stacked=stacked)
+    if architecture == "llama":
+        heads = {key: source for key, source in sources.items() if key[1] in _INTERLEAVED}
+        sources |= {key: source._replace(interleaved=attention.head_dim) for key, source in heads.items()}
+    if spec.norm.offset:
+        norms = {key: s for key, s in sources.items() if key[0].endswith(".norms") or key == ("edges", "final")}
+        sources |= {key: source._replace(added=spec.norm.offset) for key, source in norms.items()}
+    return sources

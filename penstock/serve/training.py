@@ -1,0 +1,205 @@
+"""Trains predictors of who fires (PowerInfer §5.1) for `penstock train-predictors`: hears a packed model read a text,
+and fits a predictor for each layer.
+
+Tokens are taken in runs of RUN_TOKENS. Of each eight runs six are trained on, one sets the threshold, and one measures
+what is told of the predictor. A layer's rank begins where PowerInfer publishes it for such activity. It grows or
+shrinks while that lowers the bytes that a token reads in all: those of the neurons that are called active, at the
+recall that was asked for, and the predictor's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
+
+from penstock.errors import BadRequest
+from penstock.planner.activity import predictor_rank
+from penstock.runtime.host import Progress, usable_threads
+from penstock.serve.engine import Engine
+from penstock.serve.fitting import Fitted, Heard, fit, granule_of, rounded, with_recall
+from penstock.serve.profiling import Fired, read
+from penstock.spec.model import ModelSpec
+from penstock.spec.parts import parts_by_key
+from penstock.spec.predictors import MOST_RANK, RANK_STEP, LayerPredictor, Predictors, part_of, predicted_layers
+from penstock.store.packed import Packed
+from penstock.store.predictors import model_sha256
+from penstock.units import MIB, round_up
+
+RUN_TOKENS = 128
+_RUNS, _SETS_THRESHOLD, _MEASURES = 8, 6, 7
+LEAST_TOKENS = 2 * _RUNS * RUN_TOKENS
+HEARD_BYTES = 256 * MIB  # that are kept of a text at a time: as many layers as fit are heard in one reading
+BESIDE_BYTES = HEARD_BYTES + 192 * MIB  # of the process, with what fitting takes
+MOST_SHARE = 0.1  # of the model's weights, for all predictors together
+
+Uint8 = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What training found: what is known of the predictors, and each one's granule."""
+
+    predictors: Predictors
+    granules: tuple[Uint8, ...]
+
+
+def train(
+    engine: Engine, text: str, name: str, *, recall: float, seed: int = 0, most_tokens: int | None = None,
+    on_progress: Progress | None = None,
+) -> Found:  # fmt: skip
+    """Reads at most `most_tokens` of the text and trains a predictor for each dense layer.
+
+    Raises BadRequest for a model without ReLU, and for a text of fewer than LEAST_TOKENS tokens."""
+    ids = engine.tokenizer.encode(text)[:most_tokens]
+    return train_ids(engine, ids, name, hashlib.sha256(text.encode()).hexdigest(), recall, seed, on_progress)
+
+
+def train_ids(
+    engine: Engine, ids: Sequence[int], name: str, text_sha256: str, recall: float, seed: int = 0,
+    on_progress: Progress | None = None,
+) -> Found:  # fmt: skip
+    """As `train`, of tokens."""
+    packed = engine.packed
+    require_relu(packed.spec, str(packed.folder))
+    if not 0.5 <= recall < 1:
+        raise BadRequest(f"a recall of {recall:g} should be from 0.5 to less than 1")
+    if len(ids) < LEAST_TOKENS:
+        raise BadRequest(f"the text has {len(ids)} tokens; training takes {LEAST_TOKENS} at least")
+    layers = predicted_layers(packed.spec)
+    found: list[tuple[LayerPredictor, Uint8]] = []
+    for group in _groups(packed.spec, layers, len(ids)):
+        heard = _hear(engine, group, ids, on_progress)
+        jobs = [partial(_layer, packed, layer, heard[layer], recall, seed) for layer in group]
+        for done in _in_threads(jobs):
+            found.append(done)
+            if on_progress:
+                on_progress("training predictors", len(found), len(layers))
+    told = Predictors(
+        model_sha256(packed.folder), name, text_sha256, len(ids), seed, recall, tuple(each for each, _ in found),
+        ("0" * 16,) * len(found),
+    )  # fmt: skip
+    return Found(told, tuple(granule for _, granule in found))
+
+
+def require_relu(spec: ModelSpec, where: str) -> None:
+    """Raises BadRequest for a model whose neurons all fire, or that has no dense FFN in some layer."""
+    if not spec.fires:
+        raise BadRequest(f"{where} has no ReLU: all of its neurons fire, and there is nothing to foretell")
+    if len(predicted_layers(spec)) < len(spec.layers):
+        raise BadRequest(f"{where} has experts: predictors are for dense FFNs")
+
+
+def _groups(spec: ModelSpec, layers: Sequence[int], tokens: int) -> Iterator[list[int]]:
+    """Layers that are heard in one reading."""
+    neurons = max(spec.layers[layer].ffns[0].neurons for layer in layers)
+    together = max(1, HEARD_BYTES // (tokens * (2 * spec.d_model + -(-neurons // 8))))
+    for lo in range(0, len(layers), together):
+        yield list(layers[lo : lo + together])
+
+
+def _hear(engine: Engine, layers: Sequence[int], ids: Sequence[int], on_progress: Progress | None) -> dict[int, Heard]:
+    """Reads the tokens, and keeps what is heard of these layers."""
+    spec, n = engine.packed.spec, len(ids)
+    kept = {
+        layer: Heard(np.empty((n, spec.d_model), np.float16), np.empty((n, -(-neurons // 8)), np.uint8), neurons)
+        for layer in layers
+        for neurons in (spec.layers[layer].ffns[0].neurons,)
+    }
+    at = dict.fromkeys(layers, 0)
+
+    def heard(layer: int, h: NDArray[np.float32], fired: Uint8) -> None:
+        if layer not in kept:
+            return
+        rows = slice(at[layer], at[layer] + len(h))
+        with np.errstate(over="ignore"):
+            kept[layer].h[rows] = h
+        kept[layer].fired[rows] = np.packbits(fired, axis=1)
+        at[layer] = rows.stop
+
+    with engine.session.hearing_neurons(heard, by_place=True):
+        for _ in read(engine, ids, on_progress):
+            pass
+    for layer in layers:
+        if not np.isfinite(kept[layer].h).all():
+            raise BadRequest(f"the input of layer {layer}'s FFN leaves the range of float16: it cannot be learnt from")
+    return kept
+
+
+def _in_threads(jobs: Sequence[Callable[[], tuple[LayerPredictor, Uint8]]]) -> Iterator[tuple[LayerPredictor, Uint8]]:
+    """The results in order. Each job's products run in one thread, so that they add up in one order."""
+    with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(usable_threads(None), "penstock-train") as pool:
+        begun = [pool.submit(job) for job in jobs]
+        try:
+            for each in begun:
+                yield each.result()
+        finally:
+            for each in begun:
+                each.cancel()
+
+
+def _layer(packed: Packed, layer: int, heard: Heard, recall: float, seed: int) -> tuple[LayerPredictor, Uint8]:
+    """The best predictor of a layer, and its granule."""
+    spec, part = packed.spec, parts_by_key(packed.spec, packed.weights)[f"{layer}.ffn"]
+    runs = np.arange(len(heard.h)) // RUN_TOKENS % _RUNS
+    train_on, sets, measures = (
+        np.flatnonzero(which) for which in (runs < _SETS_THRESHOLD, runs == _SETS_THRESHOLD, runs == _MEASURES)
+    )
+    tried: dict[int, tuple[float, LayerPredictor, Fitted]] = {}
+
+    def bytes_with(rank: int) -> float:
+        """Bytes that a token reads of the layer with a predictor of this rank."""
+        if rank not in tried:
+            own = part_of(spec, layer, rank)
+            found = rounded(fit(heard, train_on, rank, seed), own)
+            found = with_recall(found, heard, sets, recall)
+            told = _measured(found, heard, measures, layer, rank)
+            tried[rank] = (told.active[0] * part.nbytes + own.nbytes, told, found)
+        return tried[rank][0]
+
+    most = most_rank(packed, layer)
+    fires = float(np.unpackbits(heard.fired[::_RUNS], axis=1, count=heard.neurons).mean())
+    rank = min(most, round_up(predictor_rank(spec.d_model, fires), RANK_STEP))
+    best = bytes_with(rank)
+    for step in (0.5, 2.0):
+        here = rank
+        while True:
+            other = min(most, max(RANK_STEP, round_up(round(here * step), RANK_STEP)))
+            if other == here or bytes_with(other) >= best:
+                break
+            best, here = bytes_with(other), other
+        if here != rank:
+            break
+    _, told, found = min(tried.values(), key=lambda each: each[0])
+    return told, granule_of(found, part_of(spec, layer, told.rank))
+
+
+def most_rank(packed: Packed, layer: int) -> int:
+    """The largest rank with which all predictors have at most MOST_SHARE of the model's weights, or RANK_STEP where
+    there is none."""
+    spec = packed.spec
+    weights = sum(part.weights_of(0, part.granules) for part in parts_by_key(spec, packed.weights).values())
+    each = MOST_SHARE * weights / len(spec.layers) / (spec.d_model + spec.layers[layer].ffns[0].neurons)
+    return min(MOST_RANK, max(RANK_STEP, int(each) // RANK_STEP * RANK_STEP))
+
+
+def _measured(found: Fitted, heard: Heard, chosen: NDArray[np.intp], layer: int, rank: int) -> LayerPredictor:
+    """What a predictor does on the tokens `chosen`, which come in whole runs."""
+    counted, fires, hits, called = Fired(heard.neurons), 0, 0, 0
+    for lo in range(0, len(chosen), RUN_TOKENS):
+        h, fired = heard.rows(chosen[lo : lo + RUN_TOKENS])
+        active = (found.scores(h) > 0).astype(np.uint8)
+        counted.rows(active)
+        fires, called = fires + int(fired.sum(dtype=np.int64)), called + int(active.sum(dtype=np.int64))
+        hits += int((fired & active).sum(dtype=np.int64))
+    shares = counted.shares()
+    return LayerPredictor(
+        layer, rank, hits / fires if fires else 1.0, 1 - hits / called if called else 0.0,
+        fires / (len(chosen) * heard.neurons), shares,
+    )  # fmt: skip

@@ -1,0 +1,79 @@
+"""The number formats that a checkpoint's own tensors have: those that packing keeps where nobody asks for others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.errors import BadRequest, UnsupportedModel
+from penstock.spec.format import FLOAT32, Format, mixture
+from penstock.spec.model import ModelSpec
+from penstock.spec.parts import PINNED, parts
+from penstock.store.blocks import format_of
+from penstock.store.checkpoint import KINDS, Checkpoint
+from penstock.store.gguf.model import mixture_label
+from penstock.store.header import TensorInfo, quoted
+from penstock.store.packed import read_config
+from penstock.store.sources import sources_in
+
+
+def own_format(src: Path) -> Format:
+    """The format that `pack` gives to the weights of a checkpoint where no other one is asked for. Reads headers, and
+    no weights. Raises as `pack`."""
+    _, spec = read_config(src)
+    with Checkpoint.open(src) as checkpoint:
+        return own_weights(checkpoint, replace(spec, dtype=own_dtype(checkpoint, spec)))
+
+
+def own_dtype(checkpoint: Checkpoint, spec: ModelSpec) -> str:
+    """The narrowest format that holds every matrix exactly, of those that do not lie in blocks. It follows from the
+    headers, whatever config.json says. Where all lie in blocks it is float16, as their scales are."""
+    dtypes = _dtypes(checkpoint, spec) & KINDS.keys()
+    return KINDS[dtypes.pop()] if len(dtypes) == 1 else "float32" if dtypes else "float16"
+
+
+def own_weights(checkpoint: Checkpoint, spec: ModelSpec) -> Format:
+    """The formats that hold every matrix exactly. `spec`: with `own_dtype`. A folder's matrices get the same format, of
+    a GGUF file each its own. Raises UnsupportedModel for formats that a model cannot have."""
+    if checkpoint.gguf is None:
+        return Format(spec.dtype)
+    table: dict[str, Format] = {}
+    for key, block, kind, tensor in _matrices(checkpoint, spec):
+        fmt = format_of(tensor.dtype)
+        assert fmt is not None  # `weights` has found it
+        if kind in PINNED and tensor.dtype not in KINDS:
+            raise UnsupportedModel(
+                f"{tensor.file}: tensor {quoted(tensor.name)} holds {tensor.dtype}; penstock reads routers in F32, F16"
+                " and BF16"
+            )
+        if kind not in PINNED and table.setdefault(f"{key}.{block}", fmt) != fmt:
+            raise UnsupportedModel(f"{checkpoint.folder} has experts of a layer in {fmt.name} and in another format")
+    found = mixture(table, mixture_label(checkpoint.gguf))
+    try:
+        parts(spec, found)
+    except BadRequest as error:
+        raise UnsupportedModel(f"{checkpoint.folder}: {error.message}") from None
+    return found
+
+
+def require_floats(checkpoint: Checkpoint, spec: ModelSpec, own: Format) -> None:
+    """Raises UnsupportedModel where matrices are quantised already. `own`: of these."""
+    if not _dtypes(checkpoint, spec) <= KINDS.keys():
+        raise UnsupportedModel(
+            f"{checkpoint.folder} is quantised ({own.name}), and penstock keeps its numbers: go without --weights"
+        )
+
+
+def _dtypes(checkpoint: Checkpoint, spec: ModelSpec) -> set[str]:
+    """Element types of all tensors that are matrices."""
+    return {tensor.dtype for _, _, _, tensor in _matrices(checkpoint, spec)}
+
+
+def _matrices(checkpoint: Checkpoint, spec: ModelSpec) -> Iterator[tuple[str, str, str, TensorInfo]]:
+    """(part, block, kind of the part, tensor) of every tensor that is a matrix. Raises as `Checkpoint.weights`."""
+    by_key = {part.key: part for part in parts(spec, FLOAT32)}
+    for (key, block), source in sources_in(checkpoint, spec).items():
+        if (b := by_key[key].block(block)).tiled or b.rows > 1:
+            for name in source.tensors(by_key[key].experts):
+                yield key, block, by_key[key].kind, checkpoint.weights(name)

@@ -1,0 +1,276 @@
+"""Predictors of who fires: the op against numpy, whole models, training, and the file that keeps them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock import _native
+from penstock.errors import BadRequest, PenstockError
+from penstock.graph.scratch import _predict_bytes
+from penstock.graph.scratch_native import predict_bytes
+from penstock.kernels import cpu
+from penstock.kernels.reference import dense
+from penstock.kernels.reference.matrix import Scratch
+from penstock.serve import training
+from penstock.serve.fitting import Fitted, Heard, fit, granule_of, rounded, with_recall
+from penstock.serve.loading import Loading
+from penstock.spec.model import Ffn
+from penstock.spec.parts import Part, predictor_part
+from penstock.spec.predictors import FORMAT, LayerPredictor, Predictors, part_of
+from penstock.spec.profile import FIRED_TOGETHER
+from penstock.store.packed import open_packed
+from penstock.store.predictors import FILE, keep, kept, model_sha256, with_predictors
+from tests.cpu.commands import MACHINE, Call, refused
+from tests.cpu.engines import GREEDY, load, make_model, streaming
+from tests.cpu.test_neurons import relu_model
+
+KERNELS = {(isa, threads): _native.Compute(isa, threads) for isa in cpu.available() for threads in (1, 3)}
+LAYOUTS = ["float32", "float32-neurons", "float32-records", "int8-neurons", "int4-records", "bfloat16-records"]
+
+
+def random_predictor(part: Part, neurons: int, rng: np.random.Generator, shift: float = 0.0) -> Fitted:
+    """`shift`: added to what is above 0 where a neuron is active."""
+    d, rank = part.block("hidden").cols, part.block("hidden").rows
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    return Fitted(normal(d, rank) * 0.3, normal(rank) * 0.1, normal(rank, neurons), normal(neurons) + np.float32(shift))
+
+
+def predicted(on: _native.Compute, part: Part, granule: np.ndarray, h: np.ndarray, exact: bool = True) -> np.ndarray:
+    hidden, neurons = (cpu.matrix(part.block(name)) for name in ("hidden", "neurons"))
+    active = np.full((len(h), part.block("neurons").rows), 7, np.uint8)
+    scratch = np.empty(_native.predict_scratch(hidden, neurons, len(h)), np.uint8)
+    assert scratch.nbytes == predict_bytes(part, len(h))
+    on.predict(
+        weights=granule.ctypes.data, hidden=hidden, neurons=neurons, hidden_bias=part.block("hidden_bias").offset,
+        neurons_bias=part.block("neurons_bias").offset, h=h.ctypes.data, t=len(h), active=active.ctypes.data,
+        exact=exact, scratch=scratch.ctypes.data, scratch_bytes=scratch.nbytes,
+    )  # fmt: skip
+    return active
+
+
+@pytest.mark.parametrize("isa", cpu.available())
+@given(
+    st.sampled_from([1, 31, 64, 130, 320]), st.sampled_from([32, 96, 160]), st.integers(1, 300),
+    st.sampled_from([1, 2, 7, 8, 9, 33, 100]), st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_predict(isa: str, d: int, rank: int, neurons: int, t: int, seed: int) -> None:
+    """Against numpy wherever a score is not within rounding of 0; and rows, threads and neighbours change nothing."""
+    rng = np.random.default_rng(seed)
+    part = predictor_part(0, d, rank, neurons, FORMAT)
+    found = random_predictor(part, neurons, rng)
+    granule, h = granule_of(found, part), rng.normal(size=(t, d)).astype(np.float32)
+    scores = rounded(found, part).scores(h.astype(np.float64))
+    sure = np.abs(scores) > 1e-4 * np.abs(scores).max()
+    want = np.empty((t, part.block("neurons").rows), np.uint8)
+    dense.predict(granule, part, h, want, Scratch(np.empty(_predict_bytes(part), np.uint8)))
+    for exact in (True, False):
+        got = predicted(KERNELS[isa, 1], part, granule, h, exact)
+        assert not got[:, neurons:].any() and set(np.unique(got)) <= {0, 1}
+        np.testing.assert_array_equal(predicted(KERNELS[isa, 3], part, granule, h, exact), got)
+        alone = predicted(KERNELS[isa, 1], part, granule, h[t // 2 :][:1].copy(), exact)
+        np.testing.assert_array_equal(alone[0], got[t // 2])
+        if exact:
+            np.testing.assert_array_equal(got[:, :neurons][sure], scores[sure] > 0)
+            np.testing.assert_array_equal(want[:, :neurons][sure], scores[sure] > 0)
+        else:
+            far = np.abs(scores) > 0.1 * np.abs(scores).max()
+            np.testing.assert_array_equal(got[:, :neurons][far], scores[far] > 0)
+
+
+# -- whole models -------------------------------------------------------------------------------------
+
+
+def give_predictors(folder: Path, shift: float, rank: int = 32, seed: int = 5) -> Predictors:
+    """Random predictors for a packed model. A large `shift` makes all neurons active, a negative one none."""
+    spec, rng = open_packed(folder).spec, np.random.default_rng(seed)
+    layers, granules = [], []
+    for i, layer in enumerate(spec.layers):
+        assert isinstance(layer.ffn, Ffn)
+        part = part_of(spec, i, rank)
+        granules.append(granule_of(random_predictor(part, layer.ffn.neurons, rng, shift), part))
+        layers.append(LayerPredictor(i, rank, 0.9, 0.5, 0.1, tuple([0.2] * len(FIRED_TOGETHER))))
+    found = Predictors(
+        model_sha256(folder), "a text", "0" * 64, 4096, seed, 0.9, tuple(layers), ("0" * 16,) * len(layers)
+    )
+    keep(found, granules, folder, spec)
+    return found
+
+
+@pytest.mark.parametrize("name", ["opt", "llama"])
+@pytest.mark.parametrize("weights", LAYOUTS)
+def test_a_predictor_of_ones_changes_no_bit(tmp_path: Path, name: str, weights: str) -> None:
+    """Tokens and logits, of prompts and of single tokens, in memory and streamed, of two sequences."""
+    folder = relu_model(tmp_path, name, weights)
+    give_predictors(folder, 1e6)
+    prompts, answers, logits = [[3, 1, 4, 1, 5] * 6, [9, 2]], [], []
+    for sparsity in ("off", "predict"):
+        with load(folder, batch=2, context=64, kv="float32", sparsity=sparsity) as engine:
+            assert engine.plan.sparsity == sparsity
+            plan = engine.plan
+            answers.append([a.token_ids for a in engine.generate(prompts, GREEDY)])
+        with load(folder, batch=1, context=64, score=True, sparsity=sparsity) as engine:
+            logits.append(engine.logits(prompts[0]))
+        streams = streaming(open_packed(folder), batch_seqs=2, context=64)
+        with load(folder, replace_predictors(streams, plan)) as engine:
+            answers.append([a.token_ids for a in engine.generate(prompts, GREEDY)])
+    assert all(answer == answers[0] for answer in answers)
+    np.testing.assert_array_equal(*logits)
+
+
+def replace_predictors(plan: Any, like: Any) -> Any:
+    """A plan with the predictors of another one."""
+    from penstock.graph.arenas import with_arenas
+
+    return with_arenas(replace(plan, sparsity=like.sparsity, predictors=like.predictors))
+
+
+@pytest.mark.parametrize("weights", ["float32", "float32-records", "int4-neurons"])
+def test_a_row_has_a_mask_of_its_own(tmp_path: Path, weights: str) -> None:
+    """Answers beside another sequence, and read in pieces, are those alone; numpy says the same of all logits."""
+    folder = relu_model(tmp_path, "opt", weights)
+    give_predictors(folder, -0.3)
+    prompts = [[3, 1, 4, 1, 5] * 6, [9, 2, 6]]
+    with load(folder, batch=2, context=64, kv="float32", sparsity="predict") as engine:
+        together = [a.token_ids for a in engine.generate(prompts, GREEDY)]
+        assert any("lossy" in reason for reason in engine.solved.reasons)
+    for prompt, answer in zip(prompts, together, strict=True):
+        with load(folder, batch=1, context=64, kv="float32", sparsity="predict") as engine:
+            assert engine.generate([prompt], GREEDY)[0].token_ids == answer
+    found = {}
+    for kernels in (None, "reference"):
+        how = Loading(machine=MACHINE, kernels=kernels, exact=True)
+        for sparsity in ("off", "predict"):
+            from penstock.serve.engine import Engine
+            from penstock.spec.ask import Ask
+
+            ask = Ask(context=64, score=True, kv="float32", sparsity=sparsity)
+            engine = Engine.load(folder, ask, how)
+            found[kernels, sparsity] = engine.logits(prompts[0])
+            engine.close()
+    scale = float(np.abs(found[None, "off"]).max())
+    assert np.abs(found[None, "predict"] - found["reference", "predict"]).max() <= 1e-3 * scale
+    assert np.abs(found[None, "predict"] - found[None, "off"]).max() > 1e-2 * scale  # something was left out
+
+
+def test_who_has_no_predictors_is_told_how(tmp_path: Path, call: Call) -> None:
+    folder = relu_model(tmp_path, "opt", "int4-records")
+    with pytest.raises(BadRequest, match="penstock train-predictors"):
+        load(folder, context=64, sparsity="predict")
+    plain = make_model(tmp_path, "llama", "float32")
+    with pytest.raises(BadRequest, match="no predictors"):
+        load(plain, context=64, sparsity="predict")
+    give_predictors(folder, 0.0)
+    with pytest.raises(BadRequest, match="without a device"):
+        load(folder, context=64, sparsity="predict", use_device=True)
+    with load(folder, context=64, sparsity="predict") as engine:
+        plan = engine.plan
+    give_predictors(folder, 0.0, rank=64)
+    with pytest.raises(BadRequest, match="other predictors"):
+        load(folder, plan)
+    with pytest.raises(BadRequest, match="not every layer"):
+        load(folder, replace(plan, predictors=plan.predictors[1:]))
+    with pytest.raises(BadRequest, match="should be a multiple of 32"):
+        load(folder, replace(plan, predictors=(replace(plan.predictors[0], rank=40), *plan.predictors[1:])))
+
+
+# -- the file -----------------------------------------------------------------------------------------
+
+
+def test_predictors_are_kept_and_damage_is_seen(tmp_path: Path) -> None:
+    folder = relu_model(tmp_path, "opt", "float32-records")
+    spec = open_packed(folder).spec
+    assert kept(folder, spec) is None
+    told = give_predictors(folder, 0.0)
+    found = kept(folder, spec)
+    assert found is not None and replace(found, sums=told.sums) == told
+    packed = with_predictors(open_packed(folder))
+    assert packed.parts["0.predictor"] == part_of(spec, 0, 32)
+    whole = (folder / FILE).read_bytes()
+    rng = np.random.default_rng(2)
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for at in [0, 5, *rng.integers(8, len(whole), 40).tolist(), header, len(whole) - 1]:
+        changed = bytearray(whole)
+        changed[at] ^= 1 << int(rng.integers(0, 8))
+        (folder / FILE).write_bytes(changed)
+        with pytest.raises(PenstockError):
+            load(folder, context=64, sparsity="predict")
+        with load(folder, context=64):  # nobody else reads them
+            pass
+    for other in (b"", whole[:100], whole[:-1], whole + b"x", b"\xff" * 64):
+        (folder / FILE).write_bytes(other)
+        with pytest.raises(PenstockError):
+            load(folder, context=64, sparsity="predict")
+    give_predictors(folder, 0.0)
+    (folder / FILE).rename(tmp_path / "elsewhere")
+    other_model = relu_model(tmp_path, "opt", "int8-records")
+    (tmp_path / "elsewhere").rename(other_model / FILE)
+    with pytest.raises(BadRequest, match="another packed model"):
+        load(other_model, context=64, sparsity="predict")
+
+
+# -- training -----------------------------------------------------------------------------------------
+
+
+def test_a_layer_that_can_be_foretold_is(tmp_path: Path) -> None:
+    """Neurons that fire by two directions of 48: a predictor of rank 32 finds nearly all, and the threshold holds."""
+    rng, neurons = np.random.default_rng(0), 100
+    h = rng.normal(size=(6000, 48)).astype(np.float32)
+    fires = h @ (rng.normal(size=(48, 2)) @ rng.normal(size=(2, neurons))) / 7 - 1.5 > 0
+    heard = Heard(h.astype(np.float16), np.packbits(fires, axis=1), neurons)
+    train, rest = np.arange(4500), np.arange(4500, 6000)
+    part = predictor_part(0, 48, 32, neurons, FORMAT)
+    found = with_recall(rounded(fit(heard, train, 32, 1), part), heard, rest[:750], 0.95)
+    active = found.scores(h[rest[750:]]) > 0
+    assert (active & fires[rest[750:]]).sum() / fires[rest[750:]].sum() > 0.92
+    assert active.mean() < 2 * fires.mean()
+    sets = found.scores(heard.rows(rest[:750])[0]) > 0
+    assert (sets & fires[rest[:750]]).sum() / fires[rest[:750]].sum() >= 0.95
+
+
+def test_training_is_the_same_each_time_and_runs(tmp_path: Path) -> None:
+    folder = relu_model(tmp_path, "opt", "float32-records")
+    ids = [int(i) for i in np.random.default_rng(1).integers(0, 90, 2500)]
+    found = []
+    for _ in range(2):
+        with load(folder, context=64, prompt_tokens=64) as engine:
+            found.append(training.train_ids(engine, ids, "text", "0" * 64, 0.95, seed=3))
+    assert found[0].predictors == found[1].predictors
+    for one, other in zip(found[0].granules, found[1].granules, strict=True):
+        np.testing.assert_array_equal(one, other)
+    keep(found[0].predictors, found[0].granules, folder, open_packed(folder).spec)
+    with load(folder, context=64, sparsity="predict") as engine:
+        ffn = next(u for u in engine.plan.units if u.part == "0.ffn")
+        assert ffn.active == pytest.approx(found[0].predictors.mean(engine.packed.spec).active[0])
+        assert engine.generate([[3, 1, 4]], GREEDY)[0].token_ids
+        # What runs is what was measured.
+        told, heard = found[0].predictors.layers[0], []
+        with engine.session.hearing_neurons(lambda layer, _, fired: heard.append(fired.mean()) if not layer else None):
+            engine.generate([ids[:40]], GREEDY)
+        assert np.mean(heard) <= told.active[0] + 0.2
+    with load(folder, context=64, prompt_tokens=64) as engine, pytest.raises(BadRequest, match="training takes"):
+        training.train_ids(engine, ids[:100], "text", "0" * 64, 0.95)
+
+
+def test_train_predictors_refuses_what_makes_no_sense(tmp_path: Path, call: Call) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a text of some words. " * 200)
+    plain = make_model(tmp_path, "llama", "float32")
+    refused(call("train-predictors", plain, "--text", text), "no ReLU")
+    folder = relu_model(tmp_path, "opt", "float32-records")
+    refused(call("train-predictors", folder, "--text", text, "--sparsity", "exact"), "settled")
+    refused(call("train-predictors", folder, "--text", text, "--recall", "1"), "recall of 1")
+    report = call("train-predictors", folder, "--text", text, "--json").report
+    assert report["file"] == str(folder / FILE) and 0 < report["recall"] <= 1 and len(report["layers"]) >= 1
+    planned = call("plan", folder, "--context", "64", "--sparsity", "predict").report
+    assert planned["plan"]["sparsity"] == "predict" and planned["plan"]["predictors"]
+    assert call("plan", folder, "--context", "64").report["plan"]["sparsity"] == "exact"
+    scores = call("eval", folder, text, "--sparsity", "predict", "--against", folder, "--json").report
+    assert scores["kl"] >= 0 and json.dumps(scores)
