@@ -94,8 +94,9 @@ class Cost:
     def hole_bytes(self, lane: Lane, fmt: str) -> int:
         """Between two reads of records that are in flight with others: so many bytes are read in the time that another
         read takes to begin, in whole pages."""
-        rate = self._line((lane, "pick", fmt, 1))
-        nbytes = rate.alpha_s / KV_IN_FLIGHT / max(rate.s_per_byte, _LEAST_S_PER_BYTE)
+        rate, load = (self._line((lane, op, fmt, 1)) for op in ("pick", "load"))
+        # No disk reads here and there faster than in a row, whatever a fit of small reads says.
+        nbytes = rate.alpha_s / KV_IN_FLIGHT / max(rate.s_per_byte, load.s_per_byte, _LEAST_S_PER_BYTE)
         return int(min(nbytes, _MOST_HOLE_BYTES)) // PAGE_BYTES * PAGE_BYTES
 
     def bytes_per_s(self, lane: Lane, op: str, fmt: str) -> float:
