@@ -31,7 +31,6 @@ from penstock.units import format_bytes
 
 NAME = "slicing (ScheInfer)"
 _STEPS = 16  # r_GG is a multiple of 1/16 at first (n_G of Eq. 14); memory that is left then is filled by granules
-_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
@@ -99,16 +98,14 @@ def solve_slices(problem: Problem, wanted: SliceRules = FREE) -> tuple[Plan, Sli
         return None
     for chunk_rows in usual_chunks(problem.ask):
         skeleton = device_skeleton(problem, chunk_rows, attention_layers=0, lifted=0.0)
-        tried: list[Slices] = []
 
-        def filled(budget: int, skeleton: Skeleton = skeleton, tried: list[Slices] = tried) -> Plan:
-            tried.append(_assigned(skeleton, budget, wanted))
-            return plan_of(skeleton, tried[-1])
+        def found_of(budget: int, skeleton: Skeleton = skeleton) -> tuple[Plan, Slices]:
+            slices = _assigned(skeleton, budget, wanted)
+            return plan_of(skeleton, slices), slices
 
-        budget = problem.spare_bytes(skeleton.plan({}, {}), GPU.executor)
-        plan = within_device(problem, budget, _ATTEMPTS, filled)
-        if plan is not None:
-            return plan, tried[-1]
+        found = within_device(problem, problem.spare_bytes(skeleton.plan({}, {}), GPU.executor), found_of)
+        if found is not None:
+            return found
     return None
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeVar
 
 from penstock.graph.arenas import ARENA_ALIGN
 from penstock.planner.solve.fill import MIN_CHUNK_ROWS, UNIT_BYTES, Kv, Resident, Run, filled, units
@@ -17,6 +19,8 @@ from penstock.spec.places import DISK, GPU, HOST, Executor, Tier, is_disk
 from penstock.spec.plan import Cache, Plan, Predictor, Unit
 from penstock.units import MIB, format_bytes, round_up
 
+T = TypeVar("T")
+_ATTEMPTS = 5
 RING_BYTES = 128 * MIB  # the device's ring, or less on a small device
 _HOST_RING_BYTES, _STAGE_BYTES = 64 * MIB, 64 * MIB
 _SMALLEST_RING_SHARE = 8  # the device's ring takes at most 1/8 of its memory
@@ -61,7 +65,7 @@ class Skeleton:
     unit_bytes: int = 0
     predictors: tuple[Predictor, ...] = ()
 
-    @property
+    @cached_property
     def has_device(self) -> bool:
         return self.main == GPU.executor
 
@@ -193,21 +197,21 @@ def smallest(problem: Problem) -> Skeleton:
 
 
 def within_device(
-    problem: Problem, budget: int | None, attempts: int, plan_of: Callable[[int], Plan | None]
-) -> Plan | None:
-    """A plan that fits, by lowering the budget of weights in device memory until it does.
+    problem: Problem, budget: int | None, found_of: Callable[[int], tuple[Plan, T] | None]
+) -> tuple[Plan, T] | None:
+    """A plan that fits, by lowering the budget of weights in device memory until it does, and what was found with it.
 
     A plan may need more device memory than its budget says: kernels need more scratch for large units that stay than
-    for units that stream, and the KV arena is rounded up. Then the excess is taken off the budget. `plan_of`: the plan
-    of a budget in bytes. None if there is no budget, if `plan_of` has no plan, if RAM is too small, or if no attempt
-    fits.
+    for units that stream, and the KV arena is rounded up. Then the excess is taken off the budget. `found_of`: the plan
+    of a budget in bytes, and anything else. None if there is no budget, if `found_of` has no plan, if RAM is too small,
+    or if no attempt fits.
     """
-    for _ in range(attempts if budget is not None else 0):
+    for _ in range(_ATTEMPTS if budget is not None else 0):
         assert budget is not None
-        plan = plan_of(budget)
-        if plan is None or problem.fits(plan):
-            return plan
-        over = plan.tier_bytes()[GPU.executor] - problem.device_bytes
+        found = found_of(budget)
+        if found is None or problem.fits(found[0]):
+            return found
+        over = found[0].tier_bytes()[GPU.executor] - problem.device_bytes
         if over <= 0:
             return None
         budget -= round_up(over, ARENA_ALIGN)

@@ -94,7 +94,9 @@ def _best(problem: Problem, main: Executor, attends: str, like: Sequence[Shape])
     left = trying = [(*size, rows) for size in sizes for rows in chunk_options(ask, size[0])]
     if len(sizes) > _MANY_SIZES:
         trying = [size for size in left if any(_alike(size, shape) for shape in like)]
-        trying = trying or [size for size in left if size[1] in _USUAL_BATCHES and size[2] == _most_rows(ask, size[0])]
+        trying = trying or [
+            size for size in left if size[1] in _USUAL_BATCHES and size[2] == chunk_options(ask, size[0])[-1]
+        ]
     while trying:
         for gpu_batch, batches, chunk_rows in trying:
             best = _better(best, Terms(Shape(problem, main, gpu_batch, batches, chunk_rows, attends)))
@@ -102,10 +104,6 @@ def _best(problem: Problem, main: Executor, attends: str, like: Sequence[Shape])
         left = [size for size in left if size not in tried]
         trying = [size for size in left if best is None or _alike(size, best.shape)]
     return best
-
-
-def _most_rows(ask: Ask, gpu_batch: int) -> int:
-    return chunk_options(ask, gpu_batch)[-1]
 
 
 def _alike(size: tuple[int, int, int], shape: Shape) -> bool:

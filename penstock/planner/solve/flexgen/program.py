@@ -149,10 +149,6 @@ class PolicyProgram:
         """T: seconds of a block, from the seconds of a layer in prefill and in decode."""
         return t_pre_s * self.layers + t_gen_s * self.steps * self.layers
 
-    def seconds(self, policy: Policy) -> float:
-        """T of a policy, without the effects that are not linear."""
-        return self.total_s(*(max(lanes(stage, policy).values()) for stage in self.stages))
-
     @property
     def least_s(self) -> float:
         """A lower bound of T: on each lane every kind is in its cheapest tier."""

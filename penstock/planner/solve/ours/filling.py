@@ -23,7 +23,6 @@ from penstock.spec.plan import Cache, Plan
 
 # Of caches for experts. It holds 3 to 6 % more of what a trained model asks for than "lru" (docs/EXPERTS.md).
 POLICY = "lfu"
-_ATTEMPTS = 5
 # A skeleton and the granules that stay in device memory → a plan. None if RAM is too small for the rest.
 Rest = Callable[[Skeleton, Resident], Plan | None]
 
@@ -43,9 +42,13 @@ def filled(skeleton: Skeleton, rest: Rest | None = None, experts: bool = False) 
     budget = problem.spare_bytes(skeleton.plan({}, {}), GPU.executor)
     if budget is not None and may_stay is not None:
         budget = min(budget, may_stay)
-    return within_device(
-        problem, budget, _ATTEMPTS, lambda nbytes: (rest or in_ram)(skeleton, fill_device(skeleton, nbytes, experts))
-    )  # fmt: skip
+
+    def found_of(nbytes: int) -> tuple[Plan, None] | None:
+        plan = (rest or in_ram)(skeleton, fill_device(skeleton, nbytes, experts))
+        return None if plan is None else (plan, None)
+
+    found = within_device(problem, budget, found_of)
+    return None if found is None else found[0]
 
 
 def in_ram(skeleton: Skeleton, on_device: Resident) -> Plan | None:

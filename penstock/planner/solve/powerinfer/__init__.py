@@ -28,7 +28,7 @@ from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import Resident, all_of, usual_chunks
 from penstock.planner.solve.powerinfer import program as ilp
 from penstock.planner.solve.problem import Problem
-from penstock.planner.solve.skeleton import Skeleton, device_skeleton
+from penstock.planner.solve.skeleton import Skeleton, device_skeleton, within_device
 from penstock.spec.places import CPU, GPU, HOST
 from penstock.spec.plan import Plan, Predictor, Unit
 from penstock.units import format_bytes
@@ -37,7 +37,6 @@ NAME = "hot and cold neurons (PowerInfer)"
 CANNOT_RUN = "predictors, and a device's kernels that skip neurons, are not built yet"
 LOSSY = "skips neurons that predictors call inactive"
 _SHORT_PROMPT = 256  # in a prompt of so many tokens the CPU may compute its neurons as fast as the link lifts them
-_ATTEMPTS = 3
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
@@ -114,16 +113,16 @@ def _filled(skeleton: Skeleton, profile: NeuronProfile, limit_s: float) -> tuple
     even = {part.key: int(part.granules * min(1.0, spare / total)) for part in ffns}
     with_even = plan_of(attention, predictors, even).tier_bytes()
     spare -= max(0, with_even[GPU.executor] - bare[GPU.executor] - problem.bytes_of(even))
-    for _ in range(_ATTEMPTS):
-        placement = ilp.solve(program_of(problem, profile, spare, host_bytes), limit_s) if spare >= 0 else None
+
+    def placed(budget: int) -> tuple[Plan, ilp.Placement] | None:
+        placement = ilp.solve(program_of(problem, profile, budget, host_bytes), limit_s)
         if placement is None:
             return None
         chosen = {part.key: count for part, count in zip(ffns, placement.counts, strict=True)}
-        plan = plan_of(attention, predictors, chosen)
-        if problem.fits(plan):
-            return _with_activity(plan, profile), placement
-        spare -= max(ARENA_ALIGN, plan.tier_bytes()[GPU.executor] - limit)
-    return None
+        return plan_of(attention, predictors, chosen), placement
+
+    found = within_device(problem, spare, placed)
+    return None if found is None else (_with_activity(found[0], profile), found[1])
 
 
 def _plan(skeleton: Skeleton, profile: NeuronProfile, attention: int, predictors: int, ffns: Resident) -> Plan:
