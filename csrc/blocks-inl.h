@@ -11,86 +11,109 @@ namespace {
 constexpr std::uint8_t kIq4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 constexpr std::uint8_t kFp4[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
 
-// Scales and minimums of a block of `span` columns of one tile.
+// Scales and minimums of a block of `span` columns of one tile, as floats: number i is of columns kLayout.scaled · i ….
+// A minimum is what is added.
 template <Kind kind>
-struct BlockHeader {
+struct BlockFactors {
     static constexpr Blocks kLayout = blocks_of(kind);
     static constexpr bool kMinimum = kLayout.has_minimum();
-    const std::uint8_t* at;
-    int integers;  // integer scales of the block
-    bool packed;   // they are packed as in a file's header
-    Line words[4];
-    Line minimums[2];
-    F d, d_minimum;
+    static constexpr int kMost = (kLayout.columns == kBlockGroup ? 64 : kLayout.columns) / kLayout.scaled;
+    F scale[kMost], minimum[kMinimum ? kMost : 1];
 
-    BlockHeader(const std::uint8_t* p, int span) : at(p), integers(span / kLayout.scaled), packed(span == 256) {
-        if constexpr (kLayout.columns == kBlockGroup) return;
-        const int bytes = kLayout.scale_bytes(span);
-        for (int i = 0; i < 4; ++i) {
-            if (i < bytes / 4) words[i] = line(p + 64 * i);
-        }
-        d = f_half(p + 16 * bytes);
-        if constexpr (kMinimum) d_minimum = f_mul(f_half(p + 16 * bytes + 32), f_set(-1.0F));
-        if constexpr (kind == Kind::kQ4K || kind == Kind::kQ5K) {
-            if (!packed) return;
-            constexpr std::int32_t kSix = 0x3f3f3f3f, kLow = 0x0f0f0f0f, kHigh = 0x30303030;
-            const Line a = words[0], b = words[1], c = words[2];
-            words[0] = l_right(a, 0, kSix), words[1] = l_or(l_right(c, 0, kLow), l_right(a, 2, kHigh));
-            minimums[0] = l_right(b, 0, kSix), minimums[1] = l_or(l_right(c, 4, kLow), l_right(b, 2, kHigh));
-        } else if constexpr (kind == Kind::kQ3K) {
-            if (!packed) return;
-            constexpr std::int32_t kLow = 0x0f0f0f0f, kHigh = 0x30303030;
-            const Line a = words[0], b = words[1], c = words[2];
-            words[0] = l_or(l_right(a, 0, kLow), l_left(c, 4, kHigh));
-            words[1] = l_or(l_right(b, 0, kLow), l_left(c, 2, kHigh));
-            words[2] = l_or(l_right(a, 4, kLow), l_right(c, 0, kHigh));
-            words[3] = l_or(l_right(b, 4, kLow), l_right(c, 2, kHigh));
-        }
-    }
-
-    // The scale of columns kLayout.scaled * i … of the block.
-    F scale(int i) const {
-        if constexpr (kind == Kind::kMxfp4) {
-            // 2^(e - 128) as a product of two powers, for it may be less than the least normal number.
-            const F e = f_bytes(at + 16 * i), low = f_from(i_round(f_mul(e, f_set(0.5F))));
-            const F high = f_add(e, f_mul(low, f_set(-1.0F))), shift = f_set(-64.0F);
-            return f_mul(f_power(f_add(low, shift)), f_power(f_add(high, shift)));
-        } else if constexpr (kLayout.columns == kBlockGroup) {
-            return f_half(at + 32 * kLayout.halves * i);
+    BlockFactors(const std::uint8_t* p, int span) {
+        if constexpr (kLayout.columns == kBlockGroup) {
+            for (int i = 0; i < span / kBlockGroup; ++i) {
+                if constexpr (kind == Kind::kMxfp4) {
+                    scale[i] = power_of(p + 16 * i);
+                } else {
+                    scale[i] = f_half(p + 32 * kLayout.halves * i);
+                    if constexpr (kMinimum) minimum[i] = f_half(p + 64 * i + 32);
+                }
+            }
+        } else if (span == kLayout.columns) {
+            constexpr int kBytes = kLayout.scale_bytes(kLayout.columns);
+            Line scales[4], minimums[4];
+            unpack(p, scales, minimums);
+            put(p + 16 * kBytes, scales, minimums, kMost, 0);
         } else {
-            return f_mul(d, integer(i));
+            const int bytes = kLayout.scale_bytes(span), count = span / kLayout.scaled;
+            Line words[4];
+            for (int i = 0; i < bytes / 4; ++i) words[i] = line(p + 64 * i);
+            if constexpr (kind == Kind::kQ2K) {
+                Line minimums[4];
+                for (int i = 0; i < bytes / 4; ++i) {
+                    minimums[i] = high_nibbles(words[i]), words[i] = low_nibbles(words[i]);
+                }
+                put(p + 16 * bytes, words, minimums, count, 0);
+            } else {
+                put(p + 16 * bytes, words, words, count, kLayout.integers == 2 ? count : 0);
+            }
         }
-    }
-
-    // What is added to each number of those columns.
-    F minimum(int i) const {
-        if constexpr (kind == Kind::kQ5_1) return f_half(at + 64 * i + 32);
-        if constexpr (kind == Kind::kQ2K)
-            return f_mul(d_minimum, f_byte_at(l_right(words[i / 4], 4, 0x0f0f0f0f), i % 4));
-        if constexpr (kind == Kind::kQ4K || kind == Kind::kQ5K) {
-            if (packed) return f_mul(d_minimum, f_byte_at(minimums[i / 4], i % 4));
-            return f_mul(d_minimum, f_byte_at(words[(integers + i) / 4], (integers + i) % 4));
-        }
-        return f_zero();
     }
 
   private:
-    F integer(int i) const {
-        if constexpr (kind == Kind::kIq4Xs) {
-            if (packed) {
-                // Uint16 of the high bits of 16 rows lie after the words.
-                alignas(64) std::uint16_t high[16];
-                alignas(64) float lanes[16];
-                __builtin_memcpy(high, at + 64, 32);
-                const F low = f_byte_at(i % 2 == 0 ? low_nibbles(words[0]) : high_nibbles(words[0]), i / 2);
-                for (int row = 0; row < 16; ++row) lanes[row] = static_cast<float>((high[row] >> 2 * i & 3) << 4);
-                return f_add(f_add(low, f_load(lanes)), f_set(-32.0F));
+    // From bytes of integers: scale i is byte i of `scales`, minimum i is byte `first` + i of `minimums`.
+    [[gnu::always_inline]] void put(const std::uint8_t* halves, const Line* scales, const Line* minimums, int count,
+                                    int first) {
+        const F d = f_half(halves);
+#pragma GCC unroll 16
+        for (int i = 0; i < count; ++i) {
+            const Line word = scales[i / 4];
+            F integer = kind == Kind::kQ6K ? f_signed_byte_at(word, i % 4) : f_byte_at(word, i % 4);
+            if constexpr (kind == Kind::kQ3K || kind == Kind::kIq4Xs) integer = f_add(integer, f_set(-32.0F));
+            scale[i] = f_mul(d, integer);
+        }
+        if constexpr (kMinimum) {
+            const F of = f_mul(f_half(halves + 32), f_set(-1.0F));
+#pragma GCC unroll 16
+            for (int i = 0; i < count; ++i) {
+                minimum[i] = f_mul(of, f_byte_at(minimums[(first + i) / 4], (first + i) % 4));
             }
         }
-        if constexpr (kind == Kind::kQ2K) return f_byte_at(low_nibbles(words[i / 4]), i % 4);
-        if constexpr (kind == Kind::kQ6K) return f_signed_byte_at(words[i / 4], i % 4);
-        const F found = f_byte_at(words[i / 4], i % 4);
-        return kind == Kind::kQ3K || kind == Kind::kIq4Xs ? f_add(found, f_set(-32.0F)) : found;
+    }
+
+    // The header of 256 columns as bytes of integers.
+    static void unpack(const std::uint8_t* p, Line* scales, Line* minimums) {
+        constexpr std::int32_t kSix = 0x3f3f3f3f, kLow = 0x0f0f0f0f, kHigh = 0x30303030;
+        if constexpr (kind == Kind::kQ4K || kind == Kind::kQ5K) {
+            const Line a = line(p), b = line(p + 64), c = line(p + 128);
+            scales[0] = l_right(a, 0, kSix), scales[1] = l_or(l_right(c, 0, kLow), l_right(a, 2, kHigh));
+            minimums[0] = l_right(b, 0, kSix), minimums[1] = l_or(l_right(c, 4, kLow), l_right(b, 2, kHigh));
+        } else if constexpr (kind == Kind::kQ3K) {
+            const Line a = line(p), b = line(p + 64), c = line(p + 128);
+            scales[0] = l_or(l_right(a, 0, kLow), l_left(c, 4, kHigh));
+            scales[1] = l_or(l_right(b, 0, kLow), l_left(c, 2, kHigh));
+            scales[2] = l_or(l_right(a, 4, kLow), l_right(c, 0, kHigh));
+            scales[3] = l_or(l_right(b, 4, kLow), l_right(c, 2, kHigh));
+        } else if constexpr (kind == Kind::kIq4Xs) {
+            // A row's byte i has the low bits of scales 2i and 2i + 1. The high bits of 16 rows lie after the words.
+            std::uint32_t low[16], both[2][16];
+            std::uint16_t high[16];
+            __builtin_memcpy(low, p, 64);
+            __builtin_memcpy(high, p + 64, 32);
+            for (int row = 0; row < 16; ++row) {
+                std::uint32_t bytes[2] = {0, 0};
+                for (int i = 0; i < 8; ++i) {
+                    const std::uint32_t six = (low[row] >> 4 * i & 15U) | (std::uint32_t{high[row]} >> 2 * i & 3U) << 4;
+                    bytes[i / 4] |= six << 8 * (i % 4);
+                }
+                both[0][row] = bytes[0], both[1][row] = bytes[1];
+            }
+            scales[0] = line(both[0]), scales[1] = line(both[1]);
+        } else {
+            for (int i = 0; i < 4; ++i) {
+                const Line word = line(p + 64 * i);
+                scales[i] = kind == Kind::kQ2K ? low_nibbles(word) : word;
+                if constexpr (kind == Kind::kQ2K) minimums[i] = high_nibbles(word);
+            }
+        }
+    }
+
+    // 2^(e - 128) of 16 bytes e, as a product of two powers: it may be less than the least normal number.
+    static F power_of(const std::uint8_t* exponents) {
+        const F e = f_bytes(exponents), low = f_from(i_round(f_mul(e, f_set(0.5F))));
+        const F high = f_add(e, f_mul(low, f_set(-1.0F))), shift = f_set(-64.0F);
+        return f_mul(f_power(f_add(low, shift)), f_power(f_add(high, shift)));
     }
 };
 
@@ -123,7 +146,7 @@ template <Kind kind>
 // sums += one group of k tiles, which are `next` bytes apart: Σ (code - offset) · q by integers, times scale · x_scale,
 // plus minimum · x_sum. `p`: the group's lines in the first tile. `g`: its number in the block.
 template <Kind kind, int n, int k>
-[[gnu::always_inline]] inline void add_group_of(const BlockHeader<kind>* headers, int g, const std::uint8_t* p,
+[[gnu::always_inline]] inline void add_group_of(const BlockFactors<kind>* factors, int g, const std::uint8_t* p,
                                                 std::size_t next, std::size_t ahead, bool reused, const Operand& x,
                                                 Sums<n, k>& sums) {
     constexpr Blocks kLayout = blocks_of(kind);
@@ -165,7 +188,7 @@ template <Kind kind, int n, int k>
             }
         }
         for (int i = 0; i < k; ++i) {
-            const F scale = headers[i].scale(kParts * g + part);
+            const F scale = factors[i].scale[kParts * g + part];
             for (int r = 0; r < n; ++r) {
                 I total = whole[r][i][0];
                 if constexpr (kChains == 2) total = i_add(total, whole[r][i][1]);
@@ -178,14 +201,14 @@ template <Kind kind, int n, int k>
         }
     }
     for (int i = 0; i < k; ++i) {
-        if constexpr (BlockHeader<kind>::kMinimum && kParts == 2) {  // a minimum for each half
-            const F first = headers[i].minimum(2 * g), second = headers[i].minimum(2 * g + 1);
+        if constexpr (BlockFactors<kind>::kMinimum && kParts == 2) {  // a minimum for each half
+            const F first = factors[i].minimum[2 * g], second = factors[i].minimum[2 * g + 1];
             for (int r = 0; r < n; ++r) {
                 scaled[r][i] = f_fma(first, f_set(static_cast<float>(x.halves[r])), scaled[r][i]);
                 scaled[r][i] = f_fma(second, f_set(static_cast<float>(x.halves[n + r])), scaled[r][i]);
             }
-        } else if constexpr (BlockHeader<kind>::kMinimum) {
-            const F minimum = headers[i].minimum(g);
+        } else if constexpr (BlockFactors<kind>::kMinimum) {
+            const F minimum = factors[i].minimum[g];
             for (int r = 0; r < n; ++r) sums.at[r][i] = f_fma(minimum, f_set(x.sum[r]), sums.at[r][i]);
         }
         if constexpr (kParts == 2) {
@@ -201,26 +224,26 @@ template <Kind kind, int n, int k>
     constexpr Blocks kLayout = blocks_of(kind);
     const int span = kLayout.span(m.cols), header = kLayout.header_bytes(span);
     for (int c = 0; c < m.cols; c += span) {
-        const auto header_of = [&](int i) {
+        const auto factors_of = [&](int i) {
             const std::uint8_t* const at = p + std::size_t(i) * next;
             for (int byte = 0; byte < header; byte += 64) prefetch(at + byte + ahead, reused);
-            return BlockHeader<kind>(at, span);
+            return BlockFactors<kind>(at, span);
         };
-        const auto run = [&](const BlockHeader<kind>* headers) {
+        const auto run = [&](const BlockFactors<kind>* factors) {
             p += header;
             for (int g = 0; g < span / kBlockGroup; ++g) {
-                add_group_of<kind, n, k>(headers, g, p, next, ahead, reused, x, sums);
+                add_group_of<kind, n, k>(factors, g, p, next, ahead, reused, x, sums);
                 p += 64 * (kLayout.low + kLayout.high);
                 x = x.at(kBlockGroup, 1, n);
             }
         };
         if constexpr (k == 1) {
-            const BlockHeader<kind> headers[1] = {header_of(0)};
-            run(headers);
+            const BlockFactors<kind> factors[1] = {factors_of(0)};
+            run(factors);
         } else {
             static_assert(k == 2);
-            const BlockHeader<kind> headers[2] = {header_of(0), header_of(1)};
-            run(headers);
+            const BlockFactors<kind> factors[2] = {factors_of(0), factors_of(1)};
+            run(factors);
         }
     }
 }
@@ -242,14 +265,18 @@ void widen_blocks(const Matrix& m, const std::uint8_t* p, const Each& each) {
     constexpr Blocks kLayout = blocks_of(kind);
     const int span = kLayout.span(m.cols);
     for (int c = 0; c < m.cols; c += span) {
-        const BlockHeader<kind> header(p, span);
+        const BlockFactors<kind> factors(p, span);
         p += kLayout.header_bytes(span);
         for (int g = 0; g < span / kBlockGroup; ++g, p += 64 * (kLayout.low + kLayout.high)) {
             for (int l = 0; l < 8; ++l) {
                 const int i = (kBlockGroup * g + 4 * l) / kLayout.scaled;
-                const F scale = header.scale(i);
-                const F minimum =
-                    kLayout.offset > 0 ? f_mul(scale, f_set(static_cast<float>(-kLayout.offset))) : header.minimum(i);
+                const F scale = factors.scale[i];
+                F minimum;
+                if constexpr (BlockFactors<kind>::kMinimum) {
+                    minimum = factors.minimum[i];
+                } else {
+                    minimum = f_mul(scale, f_set(static_cast<float>(-kLayout.offset)));
+                }
                 const Line codes = four_codes<kind>(p, l);
                 const int column = c + kBlockGroup * g + 4 * l;
                 each(column, f_fma(f_byte<0>(codes), scale, minimum));

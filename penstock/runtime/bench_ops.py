@@ -30,7 +30,6 @@ from penstock.runtime.host import Progress
 from penstock.spec.format import Format, kinds_name
 from penstock.spec.model import ModelSpec
 from penstock.spec.plan import Plan
-from penstock.store.quantize import require_own
 from penstock.store.synth import RandomWeights
 from penstock.units import GIB
 
@@ -78,7 +77,6 @@ def bench_ops(
     """Times every op in passes of each number of `rows`, whose last row sees `context` positions. All layers are like
     the first one of `spec`. `exact`: activations are not rounded to int8. Raises ValueError for an `isa` that this
     processor has not, and StorageFailed where the system refuses memory."""
-    require_own(weights)
     plan = _plan(spec, weights, kv, max(rows), context)
     arenas = Arenas(plan)
     try:

@@ -150,6 +150,10 @@ KV_IN_FLIGHT = 8
 # Op → the op whose products are most like its own. Its rate is taken where nobody has measured the first.
 _LIKE = {"experts": "ffn", "fire": "ffn", "route": "head", "pick": "kv_load"}
 
+# Columns of a scale → seconds of a multiplication with many rows, of int4's with groups of 64: q4_0 took 1.29 and q4_k
+# 1.32 of int4's time, q6_k 1.49 (docs/LOG.md).
+_LIKE_INT4 = {32: 1.3, 16: 1.5}
+
 
 @dataclass(frozen=True, slots=True)
 class MachineSpec:
@@ -202,14 +206,15 @@ class MachineSpec:
 
     def rate(self, lane: Lane, op: str, fmt: str, rows: int = 1) -> Rate:
         """The most specific rate for a call: for its op and format, then its op, then an op like it, then its format,
-        then its lane alone. A format of GGUF files that nobody has measured counts as int4, which its kernels are
-        most like. Of several such rates it is the one for the fewest rows that are at least `rows`. Raises
-        BadRequest where there is none."""
+        then its lane alone. Of several such rates it is the one for the fewest rows that are at least `rows`. A format
+        of GGUF files that nobody has measured has the rate of int4, with more seconds a flop. Raises BadRequest where
+        there is none."""
         if is_disk(lane) and not any(rate.lane == lane for rate in self.rates):
             lane = DISK.reads  # for writes, or a second disk, that nobody has measured
         like = _LIKE.get(op, op)
         if fmt in BLOCKS and not any(rate.lane == lane and rate.format == fmt for rate in self.rates):
-            fmt = "int4"
+            rate = self.rate(lane, op, "int4", rows)
+            return replace(rate, s_per_flop=rate.s_per_flop * _LIKE_INT4[BLOCKS[fmt].scaled])
         for key in ((op, fmt), (op, "*"), (like, fmt), (like, "*"), ("*", fmt), ("*", "*")):
             rates = [r for r in self.rates if r.lane == lane and (r.op, r.format) == key and (r.rows or rows) >= rows]
             if rates:

@@ -38,10 +38,10 @@ from penstock.store.quantize import (
     encode,
     encode_rows,
     fields,
-    require_own,
     row_view,
     words,
 )
+from penstock.store.random_blocks import fill_blocks
 from penstock.store.writer import SHARD_BYTES, Progress, write_packed
 
 Array = npt.NDArray[Any]
@@ -109,7 +109,6 @@ def synth(
     _, spec = read_config(config)
     file = config / CONFIG if config.is_dir() else config
     weights = weights or Format(spec.dtype)
-    require_own(weights)
     extras = {CONFIG: read_bytes(file, MAX_CONFIG_BYTES), **byte_tokenizer(spec)}
     fingerprint: dict[str, Any] = {"weights": weights.name, "seed": seed, "config": zlib.crc32(extras[CONFIG])}
     if router_skew:
@@ -173,6 +172,13 @@ class RandomWeights:
         rows = part.rows_of(g, g + 1)
         vector = block.rows == 1 and not block.tiled
         scale = self._scale(block)
+        if block.format.in_blocks:
+            std = scale / math.sqrt(part.rows if by_column else block.cols)
+            bits, d = np.empty(block.nbytes, np.uint8), np.empty(block.nbytes // 2, np.float16)
+            _tile(bits, self._pool("codes", block.format, 0.0), start)
+            _tile(d, self._pool("scales", block.format, 1.0), start)
+            fill_blocks(out, block.rows if by_column else rows, block.rows, block.cols, block.format, std, bits, d)
+            return
         if not vector and rows == part.granule_rows:
             fan_in = block.cols * part.rows // part.granule_rows if by_column else block.cols
             if self.rated and block.name == "positions":
@@ -268,6 +274,8 @@ class RandomWeights:
                 return rng.standard_normal(_NORMALS, np.float32)
             values = self._pool("normals", Format("float32"), 1.0) * np.float32(std)
             return encode(values.reshape(1, -1), fmt, tiled=False).view(np.uint32 if fmt.bits == 32 else np.uint16)
+        if fmt.in_blocks:
+            return (std * rng.uniform(0.75, 1.25, _SCALES)).astype(np.float16)
         # Codes are uniform over 0 .. levels, whose standard deviation is sqrt((levels + 1)² - 1) / sqrt(12).
         levels = 2**fmt.bits - 1
         scale = std * math.sqrt(12 / ((levels + 1) ** 2 - 1)) * rng.uniform(0.75, 1.25, _SCALES)

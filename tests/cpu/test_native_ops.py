@@ -25,7 +25,8 @@ from penstock.kernels.reference.matrix import Scratch
 from penstock.runtime.arena import Arenas
 from penstock.runtime.bind import Binding, experts_of
 from penstock.runtime.bind_native import NativeBinding, native
-from penstock.spec.format import parse_format
+from penstock.spec.blocks import BLOCKS
+from penstock.spec.format import Format, mixture, parse_format
 from penstock.spec.model import (
     ACTIVATIONS,
     SCORES,
@@ -38,9 +39,10 @@ from penstock.spec.model import (
     Routed,
     Router,
 )
-from penstock.spec.parts import FFNS, Part
+from penstock.spec.parts import FFNS, MIXED, Part, parts
 from penstock.spec.plan import Plan
 from penstock.store.quantize import encode, encode_rows
+from penstock.store.random_blocks import fill_blocks
 
 KERNELS = {(isa, threads, exact): native(isa, threads, exact) for isa in cpu.available() for threads in (1, 3)
            for exact in (True, False)}  # fmt: skip
@@ -114,6 +116,12 @@ def fill(part: Part, out: np.ndarray, rng: np.random.Generator) -> None:
             if block.stride:
                 values *= part.rows**-0.5 if block.name == "down" else block.cols**-0.5
                 encode_rows(values[:n], block, granule)
+                continue
+            if block.format.in_blocks:
+                raw = granule[block.offset : block.offset + block.nbytes]
+                rows = n if part.kind in (*FFNS, "embed", "head") and block.name != "down" else block.rows
+                bits, d = rng.integers(0, 256, len(raw), np.uint8), rng.uniform(0.5, 1.5, len(raw)).astype(np.float16)
+                fill_blocks(raw, rows, block.rows, block.cols, block.format, block.cols**-0.5, bits, d)
                 continue
             if block.tiled:
                 values *= block.cols**-0.5
@@ -337,6 +345,36 @@ def test_every_op(
     pair = Pair(plan, isa, threads, exact, seed)
     seen = pair.run(Pass("prefill", (batch,), None), np.random.default_rng(seed), not exact)
     assert seen == {"gather", "embed", "norm", "qkv", "attend", "out", "merge", "head"} | ffn_ops(spec.layers[0])
+    pair.close()
+
+
+@st.composite
+def in_blocks(draw: st.DrawFn) -> tuple[ModelSpec, Format]:
+    """A layer whose matrices have any mixture of the formats of GGUF files, or one of them."""
+    spec = draw(layers())
+    a, d = spec.layers[0].attention, 32 * draw(st.integers(1, 9))
+    rope = None if a.rope is None else replace(a.rope, dims=32)
+    a = replace(a, head_dim=32 * draw(st.integers(1, 3)), rope=rope)
+    spec = replace(spec, d_model=d, d_embed=d, layers=(replace(spec.layers[0], attention=a),))
+    each = parse_format(draw(st.sampled_from(list(BLOCKS))))
+    names = [f"{p.key}.{b.name}" for p in parts(spec, each) if p.kind in MIXED for b in p.blocks if b.tiled]
+    other = st.sampled_from([each.name, "q4_k", "q6_k", "q4_1", "q8_0"])
+    return spec, mixture({name: parse_format(draw(other)) for name in names})
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("isa", cpu.available())
+@given(in_blocks(), batches(), st.sampled_from([1, 3]), st.booleans(), st.integers(0, 2**32 - 1))
+def test_every_op_with_formats_of_gguf_files(
+    isa: str, model: tuple[ModelSpec, Format], batch: Batch, threads: int, exact: bool, seed: int
+) -> None:
+    spec, weights = model
+    plan = resident_plan(
+        spec, weights, kv=parse_format("float16"), context=192, rows=batch.total_rows, seqs=len(batch.seqs),
+        logits_rows=len(batch.logits),
+    )  # fmt: skip
+    pair = Pair(plan, isa, threads, exact, seed)
+    pair.run(Pass("prefill", (batch,), None), np.random.default_rng(seed), not exact)
     pair.close()
 
 

@@ -89,6 +89,21 @@ def test_a_call_costs_the_sum_over_its_formats() -> None:
     assert sum(seconds for _, seconds in cost.by_figure("host", task)) == pytest.approx(cost.seconds(task))
 
 
+def test_a_format_that_nobody_measured_is_like_int4() -> None:
+    rates = (
+        Rate("host", "ffn", "int4", 1e-6, 2e-9, 1e-12),
+        Rate("host", "*", "*", 0, 1e-9),
+        Rate("disk0", "*", "*", 0, 1e-9),
+    )
+    tiers = (Capacity("host", 1 << 30), Capacity("disk0", 1 << 30))
+    machine = MachineSpec("m", tiers, rates, 2)
+    for kind, more in (("q4_k", 1.3), ("q6_k", 1.5)):
+        assert machine.rate("host", "ffn", kind) == replace(rates[0], s_per_flop=more * 1e-12)
+        assert machine.rate("disk0", "load", kind) == rates[2]
+    measured = replace(machine, rates=(*rates, Rate("host", "ffn", "q4_k", 0, 5e-9)))
+    assert measured.rate("host", "ffn", "q4_k").s_per_byte == 5e-9
+
+
 def test_what_no_matrix_can_have_is_refused_by_name() -> None:
     odd = replace(SPEC, layers=(replace(LAYER, attention=Attention(2, 2, 80, 0.1)),))
     with pytest.raises(
@@ -100,4 +115,4 @@ def test_what_no_matrix_can_have_is_refused_by_name() -> None:
         parts(SPEC, mixed)
     for others in ((), (("b", Q6_K), ("a", Q6_K))):
         with pytest.raises(BadRequest, match="mixture"):
-            Mixed("q4_k", 32, False, "x", others)
+            Mixed("q4_k", 32, label="x", others=others)

@@ -78,7 +78,9 @@ class Skeleton:
         problem, near, far = self.problem, self.attention_layers, HOST if self.has_device else DISK.tier
         if in_memory is None:
             in_memory = {key: part.granules - on_device.get(key, 0) for key, part in problem.parts.items()}
-        known: dict[tuple[object, ...], tuple[Run, ...]] = {}  # most layers are alike, and have the same runs
+        # Most layers are alike: they have the same runs, and one of them tells the largest units.
+        known: dict[tuple[object, ...], tuple[Run, ...]] = {}
+        first: list[Part] = []
 
         def runs(part: Part) -> tuple[Run, ...]:
             there = on_device.get(part.key, 0)
@@ -86,10 +88,11 @@ class Skeleton:
             alike = (part.kind, part.rows, part.granule_bytes, self._lifted(part), there, memory)
             if alike not in known:
                 known[alike] = self._runs(part, there, memory)
+                first.append(part)
             return known[alike]
 
         cut = units(problem.parts.values(), runs)
-        rings, stage_bytes = self._rings(cut)
+        rings, stage_bytes = self._rings(units(first, runs))
         return filled(
             problem, cut,
             (Kv(0, near, self.kv_home, self.main), Kv(near, problem.layers, far, HOST)),
@@ -143,24 +146,18 @@ class Skeleton:
 
     def _rings(self, units: list[Unit]) -> tuple[dict[Executor, int], int]:
         """(executor → bytes of its ring, bytes of the stage). Rings and stage that no unit passes are left out, and
-        each has room for its largest unit, the stage for two of them."""
-        granule_bytes = {key: part.granule_bytes for key, part in self.problem.parts.items()}
-        granule_bytes.pop(self.problem.gathered, None)
-        # Most of a plan's thousands of units differ only in their layer, so a few kinds tell the largest.
-        kinds = {
-            (granule_bytes[unit.part], unit.hi - unit.lo, unit.home, unit.decode, unit.prefill)
-            for unit in units
-            if unit.part in granule_bytes
-        }
-        need = {GPU.executor: 0, HOST: 0}
-        stage_bytes = 0
-        for each_bytes, granules, home, *executors in kinds:
-            nbytes = granules * each_bytes
-            if home == GPU.executor:
-                stage_bytes = max(stage_bytes, 2 * each_bytes, self.stage_bytes)
-            for executor in {*executors} - {home}:
+        each has room for its largest unit, the stage for two of them. `units`: of each kind of part, those of one."""
+        need, stage_bytes = {GPU.executor: 0, HOST: 0}, 0
+        for unit in units:
+            granule_bytes = self.problem.parts[unit.part].granule_bytes
+            nbytes = (unit.hi - unit.lo) * granule_bytes
+            if unit.part == self.problem.gathered:
+                continue
+            if unit.home == GPU.executor:
+                stage_bytes = max(stage_bytes, 2 * granule_bytes, self.stage_bytes)
+            for executor in {unit.decode, unit.prefill} - {unit.home}:
                 need[executor] = max(need[executor], nbytes)
-                if executor == GPU.executor and is_disk(home):
+                if executor == GPU.executor and is_disk(unit.home):
                     stage_bytes = max(stage_bytes, 2 * nbytes, self.stage_bytes)
         wanted = {GPU.executor: self.ring_bytes, HOST: self.host_ring_bytes}
         return {tier: max(wanted[tier], nbytes) for tier, nbytes in need.items() if nbytes}, stage_bytes
