@@ -2,13 +2,15 @@
 
     ops    4096 × 4096 weights that a share of zeros multiplies, as rows of neurons, beside the dense kernel (Figure 16)
     ram    OPT-6.7B's shape in int4, all in memory, 3 % of the neurons firing: exact beside off, batches 1 to 32
-           (Figure 14), and beside the bound that the bytes set
+           (Figure 14), and beside the bound that the bytes set; and predict beside off, with predictors of 7 % of the
+           parameters (Table 6) that call 5 % of the neurons active. They are stated (`bench.stated_predictors`)
     disk   the same shape within 2.4 GB, the rest on the disk, by `bench.sparsity_disk`
+    predict  tale-opt and tale-relu with predictors that are trained for them: sizes, recall, and what they cost on text
+           that neither has seen, by `penstock eval`
     tale   which neurons of the trained models fire (Figures 4 and 5), by `bench.tale_sparsity`
 
 Models are random, with rates of firing as PowerInfer's Figure 4 has them (`penstock synth --activation-rate`). Both
-layouts and `off` take turns in processes of their own. Predictors do not run yet: they are null. The last line is one
-JSON object.
+layouts and `off` take turns in processes of their own. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ import numpy as np
 from bench.peers import Worker
 from bench.peers.ours import BATCHES
 from bench.sparsity_disk import within_disk
+from bench.stated_predictors import state
+from bench.tale_sparsity import BOOKS, MODELS
 from penstock import _native
 from penstock.kernels import cpu
 from penstock.runtime import host
@@ -36,16 +40,25 @@ from penstock.runtime.probe import cpu_name
 from penstock.spec.format import parse_format
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
 from penstock.spec.parts import Part, parts
+from penstock.store.packed import open_packed
+from penstock.store.predictors import FILE as PREDICTORS
+from penstock.store.predictors import with_predictors
 from penstock.store.quantize import encode, encode_rows
+from tools.reference_text import read_books
 
 SHAPE, RATES = "opt-6.7b", "zipf:1.03"
 ZEROS = (90, 50, 10)  # percent
 FORMATS = ("int4", "float16")
 SIZE, COPIES = 4096, 8  # of the operator's matrix; so many of them are larger than any cache
 CONTEXT, TOKENS, PROMPT_TOKENS = 128, 24, 96
-LAYOUTS = {"off": ("int4", "off"), "granules": ("int4", "exact"), "exact": ("int4-neurons", "exact")}
+LAYOUTS = {
+    "off": ("int4", "off"), "granules": ("int4", "exact"), "exact": ("int4-neurons", "exact"),
+    "predict": ("int4-records", "predict"),
+}  # fmt: skip
+STATED_ACTIVE, STATED_SHARE = 0.05, 0.07  # of the neurons, and of the parameters
+RECALL = 0.98
 
-PARTS = ("ops", "ram", "disk", "tale")
+PARTS = ("ops", "ram", "disk", "predict", "tale")
 
 Figures = dict[str, float]
 
@@ -108,7 +121,7 @@ class Operator:
             weights=self._neurons[i].ctypes.data, count=self._part.granules, stride=self._part.granule_bytes,
             shape=cpu.ffn_shape(self._part, self._ffn), h=self._h.ctypes.data, t=1, partial=partial, pending=pending,
             granule=0, starts_sum=True, continues_four=False, leaves_four=False, skips=True, fired=0, fired_stride=0,
-            active=0, active_stride=0, values=0,
+            active=0, active_stride=0, level=0.0, values=0,
             exact=False, scratch=self._scratch.ctypes.data, scratch_bytes=self._scratch.nbytes,
         )  # fmt: skip
 
@@ -142,16 +155,19 @@ def make(folder: Path, weights: str) -> Path:
         print(f"writing {target.name}", flush=True)
         command = ["synth", SHAPE, target, "--weights", weights, "--activation-rate", RATES]
         subprocess.run([sys.executable, "-m", "penstock.cli", *map(str, command)], check=True)
+    if weights.endswith("records") and not (target / PREDICTORS).exists():
+        print(f"stating predictors of {target.name}", flush=True)
+        state(target, STATED_ACTIVE, STATED_SHARE)
     return target
 
 
-def in_ram(folder: Path, rounds: int, threads: int) -> dict[str, Any]:
+def in_ram(folder: Path, rounds: int, threads: int, layouts: Sequence[str]) -> dict[str, Any]:
     same = ("--threads", threads, "--context", CONTEXT, "--sequences", BATCHES[-1])
     workers = {
-        name: Worker("bench.peers.ours", make(folder, weights), *same, "--sparsity", sparsity)
-        for name, (weights, sparsity) in LAYOUTS.items()
+        name: Worker("bench.peers.ours", make(folder, LAYOUTS[name][0]), *same, "--sparsity", LAYOUTS[name][1])
+        for name in ("off", *(name for name in LAYOUTS if name in layouts and name != "off"))
     }
-    shares = {n: workers["exact"].ask(f"fired_{n}", 8)["share"] for n in BATCHES}
+    shares = {n: workers["exact"].ask(f"fired_{n}", 8)["share"] for n in BATCHES} if "exact" in workers else {}
     found: list[Figures] = []
     for worker in workers.values():
         worker.ask("decode", 2)
@@ -164,13 +180,17 @@ def in_ram(folder: Path, rounds: int, threads: int) -> dict[str, Any]:
                 figures[f"{name}_{n}_bytes"] = answer["bytes"] / (TOKENS if n < 8 else TOKENS // 4)
             answer = workers[name].ask("prefill", PROMPT_TOKENS)
             figures[f"{name}_prefill"] = PROMPT_TOKENS / answer["seconds"]
+        if "predict" in workers:  # Figure 17
+            alone_s = workers["predict"].ask("predictors", TOKENS)["seconds"] / TOKENS
+            figures["predictors_share"] = alone_s * figures["predict_1"]
         found.append(figures)
         print(f"round {i + 1}: { ({k: round(v, 2) for k, v in figures.items() if 'bytes' not in k}) }", flush=True)
     for worker in workers.values():
         worker.close()
     gains = {
         f"{name}_{n}": statistics.median(f[f"{name}_{n}"] / f[f"off_{n}"] for f in found)
-        for name in ("granules", "exact")
+        for name in workers
+        if name != "off"
         for n in (*BATCHES, "prefill")
     }
     # Both layouts have as many bytes. What fires is read twice a neuron's row less than what does not.
@@ -178,9 +198,11 @@ def in_ram(folder: Path, rounds: int, threads: int) -> dict[str, Any]:
     ffn_bytes = sum(p.granules * p.block("down").nbytes for p in _ffns())
     bound = {n: off_bytes / (off_bytes - (1 - share) * ffn_bytes) for n, share in shares.items()}
     return {
-        "exact_vs_off": gains["exact_1"],
-        "predict_vs_off": None,
-        "share_of_bound": gains["exact_1"] / bound[1],
+        "exact_vs_off": gains.get("exact_1"),
+        "predict_vs_off": gains.get("predict_1"),
+        "share_of_bound": gains["exact_1"] / bound[1] if shares else None,
+        "predict_bound": found[0]["off_1_bytes"] / found[0]["predict_1_bytes"] if "predict" in workers else None,
+        "predictors_share": statistics.median(f["predictors_share"] for f in found) if "predict" in workers else None,
         "fired": shares,
         "bounds": bound,
         "gains": gains,
@@ -195,6 +217,50 @@ def _ffns() -> list[Part]:
     return [part for part in parts(spec, fmt) if part.kind == "ffn"]
 
 
+def predicted(folder: Path) -> dict[str, Any]:
+    """Of each trained model, packed with all of a neuron's weights together: predictors trained on the books that it
+    learnt, and their price on the books' held-out ends."""
+    books = read_books(BOOKS)
+    rng = np.random.default_rng(0)
+    starts = [int(rng.integers(0, max(1, len(book.train) - 6000))) for book in books for _ in range(4)]
+    pieces = [book.train[at : at + 6000] for book, at in zip([b for b in books for _ in range(4)], starts, strict=True)]
+    text, held_out = folder / "train.txt", folder / "held_out.txt"
+    text.write_text("\n\n".join(pieces))
+    held_out.write_text("\n\n".join(book.held_out[:4000] for book in books))
+    return {model.name: _priced(model, folder / model.name, text, held_out) for model in MODELS}
+
+
+def _priced(model: Path, packed: Path, text: Path, held_out: Path) -> dict[str, Any]:
+    def command(*args: object) -> dict[str, Any]:
+        run = [sys.executable, "-m", "penstock.cli", *map(str, args)]
+        said: dict[str, Any] = json.loads(subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        return said
+
+    command("pack", model, packed, "--weights", "float16-records", "--json")
+    start_s = time.perf_counter()
+    told = command("train-predictors", packed, "--text", text, "--recall", RECALL, "--json")
+    seconds = time.perf_counter() - start_s
+    opened = with_predictors(open_packed(packed))
+    kinds = {kind: [p for p in opened.parts.values() if p.kind == kind] for kind in ("ffn", "predictor")}
+    own, ffn = (sum(part.nbytes for part in kinds[kind]) for kind in ("predictor", "ffn"))
+    whole = sum(p.weights_of(0, p.granules) for p in opened.parts.values() if p.kind != "predictor")
+    priced = command("eval", packed, held_out, "--sparsity", "predict", "--against", packed, "--json")
+    exact = command("eval", packed, held_out, "--sparsity", "exact", "--json")
+    found = {
+        "predictor_share": told["weights"] / whole,
+        "recall": told["recall"],
+        "perplexity_ratio": priced["perplexity"] / exact["perplexity"],
+        "skipped_share": 1 - told["active"] - own / ffn,
+        "false_alarms": told["false_alarms"],
+        "kl": priced["kl"],
+        "agree": priced["agree"],
+        "seconds": seconds,
+        "layers": told["layers"],
+    }
+    print(f"{model.name}: { ({k: round(v, 4) for k, v in found.items() if k != 'layers'}) }", flush=True)
+    return found
+
+
 def trained(plot: Path | None, table: Path | None) -> dict[str, Any]:
     """What `bench.tale_sparsity` says of the trained models."""
     command = [sys.executable, "-m", "bench.tale_sparsity"]
@@ -207,10 +273,11 @@ def trained(plot: Path | None, table: Path | None) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, help="keeps the models here (7.2 GB); default a temporary folder")
+    parser.add_argument("--folder", type=Path, help="keeps the models here (11.4 GB); default a temporary folder")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=host.usable_cpus())
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS), help="of the part ram")
     parser.add_argument("--plot", type=Path, help="of the trained models, an SVG")
     parser.add_argument("--table", type=Path, help="of the trained models, a page")
     wanted = parser.parse_args()
@@ -228,7 +295,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
             folder = wanted.folder or Path(temporary)
             folder.mkdir(parents=True, exist_ok=True)
-            result["ram"] = in_ram(folder, wanted.rounds, wanted.threads)
+            result["ram"] = in_ram(folder, wanted.rounds, wanted.threads, wanted.layouts)
         shown = {k: v for k, v in result["ram"].items() if k != "by_round"}
         print(json.dumps(shown, indent=1))
     if "disk" in wanted.only:
@@ -237,6 +304,10 @@ def main() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             result["disk_2.4"] = within_disk(make(folder, "int4-neurons"), wanted.rounds)
         print(json.dumps(result["disk_2.4"], indent=1))
+    if "predict" in wanted.only:
+        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
+            by_model = predicted(Path(temporary))
+        result |= {"tale_opt": by_model["tale-opt"], "tale_relu": by_model["tale-relu"]}
     if "tale" in wanted.only:
         result["tale"] = trained(wanted.plot, wanted.table)
     machine = {"cpu": cpu_name(), "threads": wanted.threads, "memory_bytes": host.physical_bytes()}

@@ -325,7 +325,8 @@ void bind_ops(nb::module_& m) {
             FIELD(FfnOp, "pending", sum.pending), FIELD(FfnOp, "granule", sum.granule),
             FIELD(FfnOp, "starts_sum", sum.starts_sum), FIELD(FfnOp, "continues_four", sum.continues),
             FIELD(FfnOp, "leaves_four", sum.keeps), SAME(FfnOp, skips), SAME(FfnOp, fired), SAME(FfnOp, fired_stride),
-            SAME(FfnOp, exact), SCRATCH(FfnOp), SAME(FfnOp, active), SAME(FfnOp, active_stride), SAME(FfnOp, values));
+            SAME(FfnOp, exact), SCRATCH(FfnOp), SAME(FfnOp, active), SAME(FfnOp, active_stride),
+            SAME(FfnOp, level), SAME(FfnOp, values));
     ops.def("fire", &Kernels::fire,
             WEIGHTS(FireOp), SAME(FireOp, shape), SAME(FireOp, h), SAME(FireOp, t), SAME(FireOp, values),
             SAME(FireOp, exact), SCRATCH(FireOp));

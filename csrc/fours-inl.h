@@ -37,19 +37,21 @@ struct Fours {
 
 // What a call does about neurons that do not fire. `skips`: it leaves out what would be multiplied by 0. `fired`: where
 // it notes which neurons fired, from its first row and its first neuron on (null: nowhere), rows `stride` bytes apart.
-// `active`: which neurons are active, likewise (null: all).
+// `active`: which neurons are active, likewise (null: all). `level`: what is below it counts as 0.
 struct Zeros {
     bool skips = false;
     std::uint8_t* fired = nullptr;
     std::ptrdiff_t stride = 0;
     const std::uint8_t* active = nullptr;
     std::ptrdiff_t active_stride = 0;
+    float level = 0;
 
     // From a later row and granule on.
     Zeros at(int row, int granule) const {
         const std::ptrdiff_t neuron = std::ptrdiff_t(granule) * kGranuleRows;
-        return {skips, fired ? fired + row * stride + neuron : nullptr, stride,
-                active ? active + row * active_stride + neuron : nullptr, active_stride};
+        return {skips,         fired ? fired + row * stride + neuron : nullptr,
+                stride,        active ? active + row * active_stride + neuron : nullptr,
+                active_stride, level};
     }
     // Notes `count` neurons of a granule in one row. `values`: what their activation gave.
     void note(int row, const float* values, int count) const {
@@ -66,15 +68,18 @@ struct Zeros {
         }
         return false;
     }
-    // Sets what is not active of a granule's `count` neurons in one row to 0.
-    void keep_active(int row, float* values, int count) const {
-        for (int i = 0; active != nullptr && i < count; ++i) {
-            if (active[row * active_stride + i] == 0) values[i] = 0.0F;
-        }
+    // What counts of an activation. NaN is not below the level, so that damage stays visible.
+    float counts(int row, int neuron, float value) const {
+        return !is_active(row, neuron) || std::fabs(value) < level ? 0.0F : value;
+    }
+    // Sets what does not count of a granule's `count` neurons in one row to 0.
+    void keep_counting(int row, float* values, int count) const {
+        if (active == nullptr && level <= 0) return;
+        for (int i = 0; i < count; ++i) values[i] = counts(row, i, values[i]);
     }
 };
 inline Zeros zeros_of(const FfnOp& op) {
-    return Zeros{op.skips, op.fired, op.fired_stride, op.active, op.active_stride}.at(0, op.sum.granule);
+    return Zeros{op.skips, op.fired, op.fired_stride, op.active, op.active_stride, op.level}.at(0, op.sum.granule);
 }
 
 // Whether `count` (a multiple of 16) numbers are all 0. NaN is not 0.
@@ -117,7 +122,7 @@ bool fire(const FfnShape& shape, const std::uint8_t* granule, const std::uint8_t
     for (int row = row0; row < end; ++row) {
         float* const x = out + (row - row0) * kGranuleRows;
         activate(shape.activation, x, nullptr, x, shape.up.rows);
-        zeros.keep_active(row, x, shape.up.rows);
+        zeros.keep_counting(row, x, shape.up.rows);
         zeros.note(row, x, shape.up.rows);
         any = any || !all_zero(x, shape.up.rows);
     }

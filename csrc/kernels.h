@@ -279,9 +279,9 @@ struct OutOp {
 // multiplied by act(…) = 0 may be left out, which changes no bit. `fired` uint8 [T, neurons of the layer], rows
 // `fired_stride` bytes apart (null: not wanted): whether act(…) of a neuron was not 0. `active` uint8 [T, neurons of
 // the layer], rows `active_stride` bytes apart (null: all are): a neuron that is not active in a row counts as if
-// act(…) were 0 there. Its weights are not read where that can be helped. `values`: what
-// `FireOp` gave for these granules, of FFNs that lie neuron by neuron and few rows (null: it is computed here). With
-// them only the rows of neurons that fire are read of the weights.
+// act(…) were 0 there. Its weights are not read where that can be helped. `level`: where |act(…)| is below it, it
+// counts as 0. `values`: what `FireOp` gave for these granules, of FFNs that lie neuron by neuron and few rows
+// (null: it is computed here). With them only the rows of neurons that fire are read of the weights.
 struct FfnOp {
     Granules weights;
     FfnShape shape;
@@ -295,6 +295,7 @@ struct FfnOp {
     std::ptrdiff_t fired_stride = 0;
     const std::uint8_t* active = nullptr;
     std::ptrdiff_t active_stride = 0;
+    float level = 0;
     const float* values = nullptr;
 };
 

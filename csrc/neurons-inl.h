@@ -307,7 +307,7 @@ void fire_records(const FfnOp& op, const Four& four, const Zeros& zeros, const f
         bool wants = !op.skips;
         float values[kFewRows];
         for (int row = 0; row < t; ++row) {
-            values[row] = here.is_active(row, neuron) ? wanted.values[i][row] : 0.0F;
+            values[row] = here.counts(row, neuron, wanted.values[i][row]);
             wants = wants || values[row] != 0.0F;
             if (here.fired != nullptr) here.fired[row * here.stride + neuron] = values[row] != 0.0F;
         }
@@ -416,6 +416,7 @@ void fire_rows(const FfnShape& shape, const std::uint8_t* granule, const float* 
     for (int row = from; row < end; ++row) {
         float* const x = out + (row - from) * kGranuleRows;
         activate(shape.activation, x, nullptr, x, shape.up.rows);
+        zeros.keep_counting(row, x, shape.up.rows);
         zeros.note(row, x, shape.up.rows);
     }
 }

@@ -18,10 +18,12 @@ from penstock.graph import passes
 from penstock.graph.lower import Lowering
 from penstock.graph.ops import Attend
 from penstock.graph.tasks import Call, Pass, Task
+from penstock.planner.firing import Firing
 from penstock.planner.solve import solve
 from penstock.runtime import host
 from penstock.runtime.arena import Arenas
 from penstock.runtime.bind_native import NativeBinding, native
+from penstock.serve.planning import firing_of
 from penstock.serve.session import Running, Session
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
@@ -29,11 +31,12 @@ from penstock.spec.machine import Capacity, MachineSpec, Rate
 from penstock.spec.model import ModelSpec
 from penstock.spec.plan import Plan
 from penstock.store.packed import open_packed
+from penstock.store.predictors import with_predictors
 
 SEQUENCES = 4
 BATCHES = (1, 2, 4, 8, 16, 32)
 ATTEND_STEPS = 8  # decode steps timed together: one takes some 20 ms
-MATRIX_OPS = ("qkv", "out", "ffn", "head")
+MATRIX_OPS = ("qkv", "out", "predict", "ffn", "head")
 
 
 class Ours:
@@ -43,9 +46,12 @@ class Ours:
         self, folder: Path, threads: int, context: int, sequences: int = SEQUENCES, sparsity: str = "auto"
     ) -> None:
         self.packed, self.threads = open_packed(folder), threads
+        if sparsity == "predict":
+            self.packed = with_predictors(self.packed)
         half = context // 2
         ask = Ask(batch=sequences, context=context, prompt_tokens=half, output_tokens=half, sparsity=sparsity)
-        self.plan = resident_plan(ask, self.packed.spec, self.packed.weights)
+        firing = firing_of(folder, self.packed.spec, sparsity)
+        self.plan = resident_plan(ask, self.packed.spec, self.packed.weights, firing)
         self.session = Session(self.packed, self.plan, Running(threads=threads))
         self._attention: Attention | None = None
 
@@ -88,6 +94,16 @@ class Ours:
             answer = self.decode(tokens, sequences)
         layers = len(self.packed.spec.layers)
         return {**answer, "share": statistics.mean(shares[-tokens * layers :])}
+
+    def predictors(self, steps: int) -> Answer:
+        """All predictors of so many steps of one token, by themselves."""
+        p = passes.decode(self.plan, (0,), (PROMPT_TOKENS,), None)
+        run = [self.session._binding.alone(call) for call in _calls(self.plan, p, ("predict",))]
+        start_s = time.perf_counter()
+        for _ in range(steps):
+            for each in run:
+                each()
+        return {"seconds": time.perf_counter() - start_s}
 
     def attend(self, tokens: int) -> Answer:
         """Attention alone, of one row over so many positions, in every layer."""
@@ -134,7 +150,7 @@ class Attention:
         return {"seconds": seconds, "bytes": ATTEND_STEPS * self._task.bytes}
 
 
-def resident_plan(ask: Ask, spec: ModelSpec, weights: Format) -> Plan:
+def resident_plan(ask: Ask, spec: ModelSpec, weights: Format, firing: Firing | None = None) -> Plan:
     """The plan of a machine with memory to spare. Its rates choose between plans that stream, so any do here."""
     machine = MachineSpec(
         name="bench",
@@ -142,7 +158,7 @@ def resident_plan(ask: Ask, spec: ModelSpec, weights: Format) -> Plan:
         rates=(Rate("host", "*", "*", 1e-6, 1e-10), Rate("disk0", "*", "*", 1e-4, 1e-9)),
         threads=host.usable_cpus(),
     )
-    plan = solve(ask, spec, weights, machine).plan
+    plan = solve(ask, spec, weights, machine, firing=firing).plan
     assert all(unit.home == "host" for unit in plan.units)
     return plan
 
@@ -171,7 +187,7 @@ def main() -> None:
         for n in (n for n in BATCHES if n <= wanted.sequences):
             commands |= {f"decode_{n}": partial(ours.decode, sequences=n)}
             commands |= {f"fired_{n}": partial(ours.fired, sequences=n)}
-        return ours.facts(), {**commands, "attend": ours.attend}
+        return ours.facts(), {**commands, "attend": ours.attend, "predictors": ours.predictors}
 
     serve(load)
 

@@ -26,7 +26,7 @@ def eval_(
         Option(
             "--against",
             metavar="MODEL",
-            help="Also the KL divergence from this (exact) model, without --kv and predictors.",
+            help="Also the KL divergence from this (exact) model, without --kv, predictors and levels.",
         ),
     ] = None,
     plan_file: PlanFile = None,
@@ -56,8 +56,8 @@ def eval_(
         ask = dataclasses.replace(ask, host_memory_bytes=ask.host_memory_bytes // 2)
     with ExitStack() as stack:
         engine = stack.enter_context(loaded(sources[0], ask, machine, plan))
-        # --kv is one of the lossy choices, and predictors are.
-        exactly = "auto" if ask.sparsity == "predict" else ask.sparsity
+        # --kv is one of the lossy choices, and so are predictors and levels.
+        exactly = "auto" if ask.sparsity in ("predict", "threshold") else ask.sparsity
         kept_whole = dataclasses.replace(ask, kv=None, sparsity=exactly)
         exact = stack.enter_context(loaded(sources[1], kept_whole, machine)) if against is not None else None
         with progress() as tell:

@@ -121,8 +121,8 @@ class Work:
         "--sparsity",
         "MODE",
         "What is done about neurons that do not fire: off; exact, which leaves out what their zeros multiply; or"
-        " predict, which computes those alone that predictors call active (lossy, see train-predictors). auto is exact"
-        " for models with ReLU.",
+        " predict, which computes those alone that predictors call active (lossy, see train-predictors); or threshold,"
+        " for which small activations are zeros (lossy, see profile --below). auto is exact for models with ReLU.",
         "auto",
     )
     batch: int = flag("--batch", "N", "Sequences at once.", 1, min=1)

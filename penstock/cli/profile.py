@@ -28,6 +28,15 @@ def profile(
     work: Work,
     weights: Weights = None,
     tokens: Annotated[int, Option("--tokens", min=1, help="Read at most so many tokens of the text.")] = 16384,
+    below: Annotated[
+        float | None,
+        Option(
+            "--below",
+            metavar="SHARE",
+            help="Of a model without ReLU: find below which level this share of each"
+            " layer's activations is, for --sparsity threshold.",
+        ),
+    ] = None,
     cache_limit: CacheLimit = None,
     as_json: Json = False,
 ) -> None:
@@ -41,21 +50,29 @@ def profile(
         raise BadRequest("profile reads one window of 512 tokens at a time; --context, --batch and lengths are settled")
     text, ask = read_text(file), work.ask(machine)
     source = packed_model(model, weights, machine, cache_limit)
-    from penstock.serve import profiling
+    from penstock.serve import levels, profiling
     from penstock.serve.planning import describe
     from penstock.store.profile_file import keep
 
     spec, _ = describe(source.folder, verify=not machine.no_verify)
-    if not (spec.is_routed or spec.fires):
-        raise BadRequest(f"{source.folder} has no experts to count, and no ReLU: all of its neurons fire")
+    if below is None and not (spec.is_routed or spec.fires):
+        raise BadRequest(
+            f"{source.folder} has no experts to count, and no ReLU: all its neurons fire (--below SHARE finds levels)"
+        )
     window = min(profiling.WINDOW_TOKENS, spec.max_positions)
     ask = dataclasses.replace(ask, context=window, prompt_tokens=window, output_tokens=1)
     with loaded(source, ask, machine) as engine, progress() as tell:
-        seen = profiling.profile(engine, text, Path(file).name, tokens, tell)
+        name = Path(file).name
+        if below is None:
+            seen = profiling.profile(engine, text, name, tokens, tell)
+        else:
+            seen = levels.profile(engine, text, name, below, tokens, tell)
     kept = keep(seen, source.folder)
     note_kept = f"kept in {kept}: `plan` and `run` of this model go by it"
     said = {"tokens": seen.tokens, "text_sha256": seen.text_sha256, "file": str(kept)}
-    if seen.neurons:
+    if seen.levels:
+        _tell_levels(seen, said, None if as_json else note_kept)
+    elif seen.neurons:
         _tell_neurons(seen, said, None if as_json else note_kept)
     else:
         _tell_experts(seen, said, None if as_json else note_kept)
@@ -75,6 +92,19 @@ def _tell_experts(seen: Profile, said: dict[str, object], note_kept: str | None)
     for share in _SHOWN:
         slots = round(share * experts)
         print(f"  {slots:4} experts ({share:.0%})  {rates[slots]:.1%}")
+
+
+def _tell_levels(seen: Profile, said: dict[str, object], note_kept: str | None) -> None:
+    """As JSON, or after a note as a table."""
+    if note_kept is None:
+        layers = [{"layer": each.layer, "level": each.level, "kept": each.kept} for each in seen.levels]
+        print_json(said | {"layers": layers})
+        return
+    note(note_kept)
+    print(f"{seen.tokens} tokens; --sparsity threshold takes for zeros what is below")
+    print("layer  level    above it")
+    for each in seen.levels:
+        print(f"  {each.layer:3}  {each.level:7.4f}  {each.kept[0]:8.1%}")
 
 
 def _tell_neurons(seen: Profile, said: dict[str, object], note_kept: str | None) -> None:

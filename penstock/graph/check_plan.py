@@ -22,6 +22,7 @@ from penstock.spec.parts import FFNS, PAGE_BYTES, PINNED, Part, parts
 from penstock.spec.places import HOST, Executor, device, disk, is_device, is_disk
 from penstock.spec.plan import IO_ENGINES, ORDERS, SPARSITIES, ActHome, KvHome, Plan, PlanModel, Unit
 from penstock.spec.predictors import FORMAT, MOST_RANK, RANK_STEP, predicted_layers
+from penstock.spec.profile import MOST_LEVEL
 from penstock.units import GIB
 
 DEVICES = (device(0).executor,)  # the devices that this version drives
@@ -59,7 +60,7 @@ def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
     _check_numbers(plan)
     if plan.sparsity not in SPARSITIES:
         raise _wrong(f"sparsity is {plan.sparsity!r}; there are {', '.join(SPARSITIES)}")
-    if plan.sparsity != "off" and not spec.fires:
+    if plan.sparsity in ("exact", "predict") and not spec.fires:
         raise _wrong("it leaves out neurons that do not fire, and all neurons of this model do")
     skips = plan.sparsity == "off" and any(unit.active != 1 for unit in plan.units)
     if skips or (plan.predictors and plan.sparsity != "predict"):
@@ -67,6 +68,7 @@ def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
             "it skips neurons by predictors beside a device; this version plans that but has no kernels for it"
         )
     _check_predictors(plan, spec)
+    _check_levels(plan, spec)
     if any(not 0 <= unit.active <= 1 for unit in plan.units):
         raise _wrong("the active share of a unit's neurons should be from 0 to 1")
     if weights.for_cpu and any(is_device(unit.decode) or is_device(unit.prefill) for unit in plan.units):
@@ -118,6 +120,19 @@ def _check_predictors(plan: Plan, spec: ModelSpec) -> None:
             )
     if any(is_device(unit.decode) or is_device(unit.prefill) for unit in plan.units):
         raise _wrong("it has predictors, and a device has no kernels for them")
+
+
+def _check_levels(plan: Plan, spec: ModelSpec) -> None:
+    """Where small activations count as zeros, each layer has a level, and the CPU computes all FFNs."""
+    wanted = len(spec.layers) if plan.sparsity == "threshold" else 0
+    if len(plan.levels) != wanted or not all(0 <= level <= MOST_LEVEL for level in plan.levels):
+        raise _wrong(
+            f"it has {len(plan.levels)} levels below which activations count as zeros, where {wanted} make sense"
+        )
+    if wanted and not spec.has_levels:
+        raise _wrong("it takes small activations for zeros, where FFNs have zeros of their own or experts")
+    if wanted and any(is_device(unit.decode) or is_device(unit.prefill) for unit in plan.units):
+        raise _wrong("it takes small activations for zeros, and a device's kernels cannot")
 
 
 def _check_model(models: tuple[PlanModel, ...], spec: ModelSpec, weights: Format) -> None:

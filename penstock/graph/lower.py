@@ -312,7 +312,9 @@ class Lowering:
         ffn = ops.Ffn(
             weights, h, partial, calls.rows(executor, batch, "pending"), calls.scratch(executor), layer,
             starts_sum=first, continues_four=self._cuts_a_four(u, u - 1, purpose),
-            leaves_four=self._cuts_a_four(u, u + 1, purpose), skips=skips, active=active, values=values,
+            leaves_four=self._cuts_a_four(u, u + 1, purpose), skips=skips, active=active,
+            values=values,
+            level=self.plan.levels[layer] if self.plan.levels and part.kind == "ffn" else 0.0,
         )  # fmt: skip
         calls.add(executor, ffn, u, batch, part.kinds(ops.FFN_BLOCKS), cost)
 

@@ -35,11 +35,13 @@ class Foretold:
 @dataclass(frozen=True, slots=True)
 class Firing:
     """`shares[i]`: the share of all neurons that at least one of FIRED_TOGETHER[i] tokens fires. `source`: who says
-    so. `foretold`: of a model that has predictors."""
+    so. `foretold`: of a model that has predictors. `levels`: of each layer, where it has no ReLU, below which
+    activations are taken for zeros; `shares` are those of the neurons that are not below."""
 
     shares: tuple[float, ...]
     source: str
     foretold: Foretold | None = None
+    levels: tuple[float, ...] = ()
 
     def share(self, tokens: int) -> float:
         """Of so many tokens, interpolated."""
@@ -55,6 +57,16 @@ def _interpolated(shares: tuple[float, ...], tokens: int) -> float:
         return shares[above]
     lo, hi = FIRED_TOGETHER[above - 1], FIRED_TOGETHER[above]
     return shares[above - 1] + (shares[above] - shares[above - 1]) * (tokens - lo) / (hi - lo)
+
+
+def leveled(profile: Profile | None, spec: ModelSpec) -> Firing | None:
+    """What a profile says of a model without ReLU; None where it has no levels."""
+    if profile is None or not profile.levels:
+        return None
+    neurons = [layer.ffns[0].neurons for layer in spec.layers]
+    each = zip(*(layer.kept for layer in profile.levels), strict=True)
+    shares = tuple(sum(k * n for k, n in zip(at, neurons, strict=True)) / sum(neurons) for at in each)
+    return Firing(shares, profile.source, levels=tuple(layer.level for layer in profile.levels))
 
 
 def foretold(found: Predictors, spec: ModelSpec) -> Foretold:
@@ -101,7 +113,7 @@ def expected(spec: ModelSpec) -> Firing:
 
 def sparsity_of(asked: str, spec: ModelSpec) -> str:
     """The sparsity of a plan (`spec.plan.SPARSITIES`) for what was asked (`spec.ask.SPARSITIES`)."""
-    if asked == "predict":
+    if asked in ("predict", "threshold"):
         return asked
     return "exact" if asked != "off" and spec.fires else "off"
 
@@ -125,6 +137,15 @@ def share_of(spec: ModelSpec, weights: Format, firing: Firing | None, rows: int,
 def reason(plan: Plan, firing: Firing | None) -> tuple[str, ...]:
     """A sentence about neurons that do not fire, where that plays a part."""
     target = plan.target
+    if plan.sparsity == "threshold" and firing is not None:
+        read = (
+            "of the others alone all is read" if target.weights.neurons else "they are left out where 64 lie together"
+        )
+        return (
+            f"activations below a level of their layer count as zeros: {1 - firing.share(1):.1%} of them,"
+            f" {firing.source}; {read}",
+            "this is lossy (threshold): `penstock eval` prices it",
+        )
     if not target.spec.fires:
         return ()
     if plan.sparsity == "off":

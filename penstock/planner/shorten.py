@@ -96,6 +96,7 @@ def shortened(plan: Plan, layers: Sequence[int]) -> Plan:
         acts=tuple(replace(home, layers=within(home.layers)) for home in plan.acts),
         predictors=tuple(replace(p, layer=number[str(p.layer)]) for p in plan.predictors if str(p.layer) in number),
         caches=tuple(replace(c, layer=number[str(c.layer)]) for c in plan.caches if str(c.layer) in number),
+        levels=tuple(level for i, level in enumerate(plan.levels) if str(i) in number),
     )
 
 
@@ -128,7 +129,7 @@ def _choose(plan: Plan) -> list[_LayerRun] | None:
         return None  # short plans might miss the layers that lie on one of the disks
     if isinstance(plan.target.weights, Mixed):
         return None  # layers differ in their bytes
-    if plan.predictors or any(unit.asked for unit in plan.units):
+    if (plan.predictors and plan.sparsity != "predict") or any(unit.asked for unit in plan.units):
         return None  # layers differ in how many of their neurons are active
     spans = sorted({home.layers for home in plan.kv})
     if any(act.layers != (0, count) for act in plan.acts):

@@ -179,7 +179,7 @@ class Binding:
         dense.ffn(
             granules, part, unit.lo, shape, self._rows(op.h, t),
             dense.FfnSum(self._rows(op.partial, t), self._rows(op.pending, t), *flags),
-            self._scratch(op.scratch), self._active(op.active[0], t) if op.active else None,
+            self._scratch(op.scratch), self._active(op.active[0], t) if op.active else None, op.level,
         )  # fmt: skip
 
     def _fire(self, call: Call, op: ops.Fire) -> None:

@@ -362,7 +362,7 @@ class NativeBinding(Binding):
             starts_sum=op.starts_sum, continues_four=op.continues_four, leaves_four=op.leaves_four, skips=op.skips,
             fired=self._fired_at(call), fired_stride=self._fired.shape[1], exact=self._exact[unit.part, "ffn"],
             scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes, active=active, active_stride=columns,
-            values=values,
+            level=op.level, values=values,
         )  # fmt: skip
 
     def _fire_on(self, on: Target, call: Call, op: ops.Fire, tables: BatchTables) -> None:

@@ -40,6 +40,8 @@ def store_key(plan: Plan, sums: bytes | None, exact: bool) -> bytes:
         raise BadRequest("pages are kept by the checksums of the weights: leave out --no-verify, or --keep-kv")
     tokens = (plan.page_tokens, plan.page_tokens * Layout(plan).kv.page_group)
     about = [codec.to_json(plan.target.spec), plan.target.weights.name, tokens, plan.context, exact]
+    if plan.sparsity in ("predict", "threshold"):  # what these leave out changes K and V of later layers
+        about += [plan.sparsity, plan.levels]
     about += [(home.format.name, home.attend) for home in plan.kv for _ in range(*home.layers)]
     return blake2b(_FORMAT + repr(about).encode() + blake2b(sums).digest(), digest_size=16).digest()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import BadRequest
-from penstock.planner.firing import Firing, expected, foretold, measured
+from penstock.planner.firing import Firing, expected, foretold, leveled, measured
 from penstock.planner.routing import RouterTrace, firing, recorded
 from penstock.planner.solve import Solved, solve
 from penstock.serve import shapes
@@ -79,8 +79,10 @@ def plan(
 
 def firing_of(model: Path, spec: ModelSpec, sparsity: str) -> Firing | None:
     """How many neurons of a packed model fire, by its profile; None where it has no profile, or where all fire. Where
-    the `sparsity` that is asked for is predict, also what its predictors are known to do. Raises as `routers_of`, and
-    DamagedModel."""
+    the `sparsity` that is asked for is predict, also what its predictors are known to do; where it is threshold, the
+    levels of its profile. Raises as `routers_of`, and DamagedModel."""
+    if sparsity == "threshold" and is_packed(model):
+        return leveled(kept(model, spec), spec)
     if not (spec.fires and is_packed(model)):
         return None
     firing = measured(kept(model, spec))

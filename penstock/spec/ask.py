@@ -12,9 +12,10 @@ DEFAULT_CONTEXT = 4096
 DEFAULT_SCORE_ROWS = 32
 DEVICES = ("auto", "cuda", "none", "emulated")  # names that a user may give
 # What is done about neurons that do not fire. off: everything is computed. exact: what their zero multiplies is left
-# out, which changes no result. predict: predictors say which neurons are computed, which may change results. auto:
-# exact, where there are such neurons.
-SPARSITIES = ("auto", "off", "exact", "predict")
+# out, which changes no result. predict: predictors say which neurons are computed, which may change results.
+# threshold: activations below a layer's level count as zeros, which changes results. auto: exact, where there are
+# neurons that do not fire.
+SPARSITIES = ("auto", "off", "exact", "predict", "threshold")
 MOST = 2**31 - 1  # tokens. More is a typing error, and sums of it would leave a float's range
 # Sequences at once. Planning takes time for each of them: 10,000 take seconds, a million took an hour.
 MOST_SEQUENCES = 2**14

@@ -237,6 +237,11 @@ class ModelSpec:
         """Whether neurons of its FFNs fire or not: their activation is a ReLU, which gives zeros."""
         return all(isinstance(layer.ffn, Ffn) and layer.ffn.activation in RELUS for layer in self.layers)
 
+    @property
+    def has_levels(self) -> bool:
+        """Whether small activations of its FFNs may be taken for zeros: they are dense, and none has a ReLU."""
+        return all(isinstance(layer.ffn, Ffn) and layer.ffn.activation not in RELUS for layer in self.layers)
+
     def __hash__(self) -> int:
         return self._hash
 

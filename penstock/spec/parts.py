@@ -329,11 +329,11 @@ def parts(model: ModelSpec, weights: Format) -> tuple[Part, ...]:
     """All parts in the order in which a pass reads them. A tied head is the part `embed`, read twice.
 
     `weights` has the formats of all matrices except routers, positions and projections, which stay in the checkpoint's
-    own format. Norms and biases become float32. Raises BadRequest where FFNs should lie neuron by neuron, and their
-    activation is no ReLU; and for formats that the model's matrices cannot have.
+    own format. Norms and biases become float32. Raises BadRequest where FFNs should lie neuron by neuron, and some
+    layer has experts; and for formats that the model's matrices cannot have.
     """
-    if weights.neurons and not model.fires:
-        raise BadRequest(f"{weights.name}: only FFNs with ReLU lie neuron by neuron; take {weights.in_tiles.name}")
+    if weights.neurons and not (model.fires or model.has_levels):
+        raise BadRequest(f"{weights.name}: only dense FFNs lie neuron by neuron; take {weights.in_tiles.name}")
     base = Format(model.dtype)
 
     def vocabulary(key: str) -> Part:

@@ -23,8 +23,9 @@ SCHEMA, VERSION = "penstock.plan", 3
 ORDERS = ("overlapped", "saving", "flexgen")
 IO_ENGINES = ("threads", "io_uring")
 # What is done about neurons that do not fire: nothing; or what their zero multiplies is left out (PowerInfer §3); or
-# also the neurons that predictors call inactive are taken for zeros, and left out whole.
-SPARSITIES = ("off", "exact", "predict")
+# also the neurons that predictors call inactive are taken for zeros, and left out whole; or activations below a level
+# are taken for zeros.
+SPARSITIES = ("off", "exact", "predict", "threshold")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,7 @@ class Plan:
     caches          by layer; for each at most one in RAM and, after it, one in a device's memory
     sparsity        one of SPARSITIES
     hole_bytes      of what is asked for, holes of at most so many bytes are read through
+    levels          with `sparsity` threshold: of each layer what counts as zero is below it
     """
 
     models: tuple[PlanModel, ...]
@@ -168,6 +170,7 @@ class Plan:
     kv_pages: int = 0
     sparsity: str = "off"
     hole_bytes: int = 0
+    levels: tuple[float, ...] = ()
 
     @property
     def target(self) -> PlanModel:
@@ -185,7 +188,7 @@ class Plan:
     def activates_all(self, part: Part) -> bool:
         """Whether the activations of all of an FFN's neurons are computed. Else nothing is read of a neuron that is not
         active (`Unit.active`): all of its weights lie together, or are taken to."""
-        return self.sparsity == "exact" or (self.sparsity == "predict" and not part.by_records)
+        return self.sparsity in ("exact", "threshold") or (self.sparsity == "predict" and not part.by_records)
 
     @property
     def asking_rows(self) -> int:

@@ -20,6 +20,7 @@ from penstock.spec.model import Ffn, ModelSpec
 
 SCHEMA, VERSION = "penstock.profile", 1
 FIRED_TOGETHER = (1, 2, 4, 8, 16, 32)  # tokens of which a profile says how many neurons they fire together
+MOST_LEVEL = 1e30  # no activation is beyond it
 TRACED_TOKENS = 512  # tokens whose answers are kept: more than a prediction asks for
 
 
@@ -62,15 +63,28 @@ class FiringCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerLevel:
+    """What counts as zero in a layer whose activation has no zeros of its own (`--sparsity threshold`): values whose
+    magnitude is below `level`. `kept[i]`: the share of its neurons that are not below it for at least one of
+    FIRED_TOGETHER[i] successive tokens, in the mean."""
+
+    layer: int
+    level: float
+    kept: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """The profile of a text's first `tokens` tokens. `name`: of the text's file. `text_sha256`: of the whole text.
-    `layers`: of those with routers. `neurons`: of all layers of a model with a ReLU."""
+    `layers`: of those with routers. `neurons`: of all layers of a model with a ReLU. `levels`: of all layers of a model
+    without, where somebody asked for them."""
 
     name: str
     text_sha256: str
     tokens: int
     layers: tuple[LayerProfile, ...]
     neurons: tuple[FiringCounts, ...] = ()
+    levels: tuple[LayerLevel, ...] = ()
 
     @property
     def source(self) -> str:
@@ -79,6 +93,7 @@ class Profile:
     def check(self, spec: ModelSpec, where: str) -> None:
         """Raises BadRequest if the profile is damaged, or of a model with other experts or neurons."""
         self._check_neurons(spec, where)
+        self._check_levels(spec, where)
         wanted = {i: layer.routed for i, layer in enumerate(spec.layers) if layer.routed is not None}
         if [router.layer for router in self.layers] != list(wanted):
             raise BadRequest(f"{where} is the profile of another model: its layers with experts differ")
@@ -93,6 +108,18 @@ class Profile:
                     f"{where} is the profile of another model, or damaged: layer {router.layer} has {routed.experts}"
                     f" experts, of which a token goes to {routed.active}"
                 )
+
+    def _check_levels(self, spec: ModelSpec, where: str) -> None:
+        if self.levels and (
+            [each.layer for each in self.levels] != list(range(len(spec.layers))) or not spec.has_levels
+        ):
+            raise BadRequest(f"{where} is the profile of another model: its levels are of other layers")
+        for each in self.levels:
+            rising = len(each.kept) == len(FIRED_TOGETHER) and all(
+                0 <= a <= b <= 1 for a, b in pairwise((0, *each.kept))
+            )
+            if not 0 <= each.level <= MOST_LEVEL or not rising:
+                raise BadRequest(f"{where} is damaged: its level of layer {each.layer} makes no sense")
 
     def _check_neurons(self, spec: ModelSpec, where: str) -> None:
         wanted = [layer.ffn.neurons for layer in spec.layers if isinstance(layer.ffn, Ffn)] if spec.fires else []

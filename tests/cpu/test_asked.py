@@ -149,7 +149,7 @@ def test_kernels_give_the_same_bits_in_two_steps(isa: str, data: st.DataObject, 
         weights=picked.ctypes.data, count=part.granules, stride=records.page_bytes, shape=cpu.picked_shape(part, ffn),
         h=h.ctypes.data, t=t, partial=partial.ctypes.data, pending=pending.ctypes.data, granule=0, starts_sum=True,
         continues_four=False, leaves_four=False, skips=True, fired=again.ctypes.data, fired_stride=again.shape[1],
-        exact=True, scratch=scratch.ctypes.data, scratch_bytes=scratch.nbytes, active=0, active_stride=0,
+        exact=True, scratch=scratch.ctypes.data, scratch_bytes=scratch.nbytes, active=0, active_stride=0, level=0.0,
         values=values.ctypes.data,
     )  # fmt: skip
     np.testing.assert_array_equal(partial, whole)

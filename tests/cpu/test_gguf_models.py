@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("gguf", reason="the package gguf, which writes GGUF, is not installed")
 
@@ -336,6 +338,30 @@ def test_tensors_that_are_not_those_of_the_model(tmp_path: Path, name: str) -> N
         pack(file, tmp_path / "packed")
     assert says in raised.value.message and "\n" not in raised.value.message
     assert not (tmp_path / "packed").exists()
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return converted(tmp_path_factory.mktemp("small")).read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_changed_file_is_packed_or_refused(small_model: bytes, tmp_path: Path, data: st.DataObject) -> None:
+    """Bytes of the header, and numbers of 4 and 8 bytes in it."""
+    folder, whole = tmp_path, bytearray(small_model)
+    shutil.rmtree(folder / "packed", ignore_errors=True)
+    header_bytes = whole.index(b"output_norm.weight") + 2000
+    for _ in range(data.draw(st.integers(1, 3))):
+        at, width = data.draw(st.integers(0, header_bytes)), data.draw(st.sampled_from([1, 4, 8]))
+        number = data.draw(st.sampled_from([0, 1, 2, 8, 9, 255, 2**31, 2**32 - 1, 2**63, 2**64 - 1]))
+        whole[at : at + width] = number.to_bytes(8, "little")[:width]
+    file = gguf_files.save(folder / "changed.gguf", bytes(whole))
+    try:
+        pack(file, folder / "packed")
+    except PenstockError as error:
+        assert "\n" not in error.message and not (folder / "packed").exists()
 
 
 def test_tensors_outside_of_layers_are_warned_of(tmp_path: Path) -> None:

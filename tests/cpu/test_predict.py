@@ -132,6 +132,11 @@ def replace_predictors(plan: Any, like: Any) -> Any:
     return with_arenas(replace(plan, sparsity=like.sparsity, predictors=like.predictors))
 
 
+def replace_levels(plan: Any, like: Any) -> Any:
+    """A plan with the levels of another one."""
+    return replace(plan, sparsity=like.sparsity, levels=like.levels)
+
+
 @pytest.mark.parametrize("weights", ["float32", "float32-records", "int4-neurons"])
 def test_a_row_has_a_mask_of_its_own(tmp_path: Path, weights: str) -> None:
     """Answers beside another sequence, and read in pieces, are those alone; numpy says the same of all logits."""

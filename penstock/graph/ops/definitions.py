@@ -132,9 +132,9 @@ class Ffn(NamedTuple):
 
     `starts_sum`: this call is the first addend. `continues_four`: the unit before left the sum of a four of granules
     unfinished, in `pending`. `leaves_four`: this unit does. With `active` (one slot, or none) the activation of neurons
-    that are not active is taken to be 0. `skips`: what an activation of 0 multiplies may be left out. With `values`
-    (one slot, or none) the unit is asked for: its activations are there, and `weights` are its pages with records
-    (`graph.asked`)."""
+    that are not active is taken to be 0, and so are activations whose magnitude is below `level`. `skips`: what an
+    activation of 0 multiplies may be left out. With `values` (one slot, or none) the unit is asked for: its activations
+    are there, and `weights` are its pages with records (`graph.asked`)."""
 
     weights: Read
     h: Read
@@ -147,6 +147,7 @@ class Ffn(NamedTuple):
     leaves_four: bool
     skips: bool = False
     active: Reads = ()
+    level: float = 0.0
     values: Reads = ()
 
 

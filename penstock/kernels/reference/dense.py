@@ -165,10 +165,11 @@ def predict(granule: Bytes, part: Part, h: Float32, active: NDArray[np.uint8], s
 
 def ffn(
     weights: Bytes, part: Part, lo: int, shape: Ffn, h: Float32, out: FfnSum, scratch: Scratch,
-    active: NDArray[np.uint8] | None = None,
+    active: NDArray[np.uint8] | None = None, level: float = 0.0,
 ) -> None:  # fmt: skip
     """partial [T, D] (+)= down · (act(gate h) * (up h)). `weights` holds the granules of the layer from `lo` on.
-    `active` uint8 [T, neurons of the layer in whole granules]: where it is 0, act(…) counts as 0; None: nowhere."""
+    `active` uint8 [T, neurons of the layer in whole granules]: where it is 0, act(…) counts as 0; None: nowhere. So it
+    does where its magnitude is below `level`."""
     if out.first:
         out.partial[...] = 0
     t, width, start = h.shape[0], part.granule_rows, scratch.mark()
@@ -185,9 +186,12 @@ def ffn(
             (multiply_neurons if part.by_records else multiply)(h, granule, part.block("gate"), gate, scratch)
             if part.has("gate_bias"):
                 gate += vector(granule, part.block("gate_bias"))
-            up *= activate(gate, shape.activation)
+            activate(gate, shape.activation)
+            gate[np.abs(gate) < level] = 0
+            up *= gate
         else:
             activate(up, shape.activation)
+            up[np.abs(up) < level] = 0
         if active is not None:
             up[active[:, g * width : (g + 1) * width] == 0] = 0
         if part.by_neurons:

@@ -187,6 +187,16 @@ def _check_neurons(ask: Ask, spec: ModelSpec, weights: Format, firing: Firing | 
             )
         if ask.use_device:
             raise BadRequest("--sparsity predict runs without a device, whose kernels have no predictors yet")
+    if ask.sparsity == "threshold":
+        if not spec.has_levels:
+            why = "this model has a ReLU, whose zeros are left out exactly" if spec.fires else "this model has experts"
+            raise BadRequest(f"--sparsity threshold: {why}")
+        if firing is None or not firing.levels:
+            raise BadRequest(
+                "--sparsity threshold: no levels are known (`penstock profile MODEL FILE --below SHARE` finds them)"
+            )
+        if ask.use_device:
+            raise BadRequest("--sparsity threshold runs without a device, whose kernels leave nothing out yet")
     if weights.neurons and ask.use_device:
         raise BadRequest(
             f"weights in {weights.name} run without a device: pack them in {weights.in_tiles.name} for one"

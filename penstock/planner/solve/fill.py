@@ -110,6 +110,7 @@ def filled(
         predictors=predictors or problem.predictors,
         caches=caches,
         sparsity="off" if predictors else problem.sparsity,  # a device's kernels have no predictors yet
+        levels=problem.levels,
     )
     return with_arenas(plan if ask.kv_tokens is None else _shared(plan, ask))
 

@@ -46,6 +46,11 @@ class Problem:
         """The share of an FFN's neurons of which a call of so many rows computes all."""
         return share_of(self.spec, self.weights, self.firing, rows, self.sparsity)
 
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """Of each layer, where plans are to take small activations for zeros."""
+        return self.firing.levels if self.sparsity == "threshold" and self.firing is not None else ()
+
     @cached_property
     def predictors(self) -> tuple[Predictor, ...]:
         """One for each layer, where plans are to have them."""
@@ -131,8 +136,8 @@ class Problem:
     @property
     def has_device(self) -> bool:
         """Whether there is a device, and the ask allows it any memory. Its kernels cannot read what lies neuron by
-        neuron, nor formats of GGUF files, and have no predictors."""
-        if self.weights.for_cpu or self.sparsity == "predict":
+        neuron, nor formats of GGUF files, and have no predictors and no levels."""
+        if self.weights.for_cpu or self.sparsity in ("predict", "threshold"):
             return False
         return any(tier.name == GPU.executor for tier in self.machine.tiers) and self.ask.device_memory_bytes != 0
 

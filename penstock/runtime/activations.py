@@ -1,0 +1,37 @@
+"""Activations of an FFN, worked out by numpy from the weights as they are packed."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.kernels.reference.dense import activate
+from penstock.runtime.movers import DiskReader
+from penstock.spec.parts import PAGE_BYTES, Part
+from penstock.store.quantize import decode, decode_rows
+
+Float32 = NDArray[np.float32]
+
+
+def activations(reader: DiskReader, part: Part, g: int, activation: str, h: Float32) -> Float32:
+    """What granule g of an FFN gives for h float32 [T, D] before anything is multiplied by it, float32 [T, neurons of
+    the granule]. Raises StorageFailed, DamagedModel."""
+    granule, first = _granule(reader, part, g), part.blocks[0]
+    if first.stride:
+        weights = decode_rows(granule, first)
+    else:
+        tiles = granule[first.offset : first.offset + first.nbytes]
+        weights = decode(tiles, first.rows, first.cols, first.format)
+    values: Float32 = h @ weights.T
+    if part.has(f"{first.name}_bias"):
+        bias = part.block(f"{first.name}_bias")
+        values += granule[bias.offset : bias.offset + bias.nbytes].view(np.float32)
+    return activate(values, activation)
+
+
+def _granule(reader: DiskReader, part: Part, g: int) -> NDArray[np.uint8]:
+    room = np.empty(part.granule_bytes + PAGE_BYTES, np.uint8)
+    begin = -room.ctypes.data % PAGE_BYTES  # direct reads go to whole pages
+    granule = room[begin : begin + part.granule_bytes]
+    reader.start(part.key, g, g + 1, granule.ctypes.data).wait()
+    return granule
