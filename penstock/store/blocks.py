@@ -67,10 +67,11 @@ def encode_blocks(
     found = raw.reshape(r, -1, blocks.nbytes)[:, lo:hi]
     taken = np.zeros((count * TILE_ROWS, hi - lo, blocks.nbytes), np.uint8)
     taken[:r, : found.shape[1]] = found
-    fields = _fields(taken, gguf_type.lower())
+    skipped = first_column - lo * blocks.columns
+    wanted = (skipped, skipped + cols) if hi - lo == 1 else (0, blocks.columns)
+    fields = _fields(taken, gguf_type.lower(), *wanted)
     if not np.isfinite(fields.halves.view(np.float16)).all():
         raise BrokenModel("NaN or infinite scales")
-    skipped = first_column - lo * blocks.columns
     into = out[: count * fmt.tile_bytes(cols)].reshape(count, -1)
     if fmt.in_blocks:
         _write_tiles(fields, blocks, cols, skipped, into)
@@ -92,14 +93,19 @@ def halves_of(packed: Array, cols: int, fmt: Format) -> Array:
 
 @dataclass(frozen=True)
 class _Fields:
-    """What rows of a file's blocks hold: `codes` uint8 [r, columns] with the offset of `Blocks` in them, `scales` uint8
-    [r, columns / scaled, integers] (no entries where there are none), `header` uint8 [r, blocks, bytes] with the same
-    scales as the file packs them, `halves` uint16 [r, blocks, halves]."""
+    """What rows of a file's blocks hold: `codes` uint8 [r, columns] with the offset of `Blocks` in them, from column
+    `first` on, `scales` uint8 [r, columns / scaled, integers] (no entries where there are none), `header` uint8 [r,
+    blocks, bytes] with the same scales as the file packs them, `halves` uint16 [r, blocks, halves]."""
 
     codes: Array
+    first: int
     scales: Array
     header: Array
     halves: Array
+
+    def codes_of(self, first: int, cols: int) -> Array:
+        """The codes of these columns, uint8 [r, cols]."""
+        return self.codes[:, first - self.first :][:, :cols]
 
 
 def _blocks(gguf_type: str) -> Blocks:
@@ -111,7 +117,7 @@ def _write_tiles(fields: _Fields, blocks: Blocks, cols: int, skipped: int, out: 
     span = blocks.span(cols)
     count, spans, groups = len(out), cols // span, span // GROUP
     out = out.reshape(count, spans, -1)
-    words = _lines(fields.codes[:, skipped : skipped + cols], blocks)  # uint32 [tiles, 16, G, lines]
+    words = _lines(fields.codes_of(skipped, cols), blocks)  # uint32 [tiles, 16, G, lines]
     header = TILE_ROWS * blocks.header_bytes(span)
     codes = out[:, :, header:].view(np.uint32).reshape(count, spans, groups, -1, TILE_ROWS)
     codes[...] = words.reshape(count, TILE_ROWS, spans, groups, -1).transpose(0, 2, 3, 4, 1)
@@ -150,7 +156,7 @@ def _write_tiles(fields: _Fields, blocks: Blocks, cols: int, skipped: int, out: 
 def _write_int4(fields: _Fields, cols: int, skipped: int, out: Array) -> None:
     """Writes tiles uint8 [tiles, bytes] of int4 with groups of 32."""
     count, groups, first = len(out), cols // GROUP, skipped // GROUP
-    words = _lines(fields.codes[:, skipped : skipped + cols], _Q4_1)
+    words = _lines(fields.codes_of(skipped, cols), _Q4_1)
     out = out.reshape(count, groups, -1)
     out[:, :, : -4 * TILE_ROWS].view(np.uint32).reshape(count, groups, -1, TILE_ROWS)[...] = words.transpose(0, 2, 3, 1)
     halves = fields.halves[:, first : first + groups].reshape(count, TILE_ROWS, groups, 2).transpose(0, 2, 3, 1)
@@ -176,8 +182,9 @@ def _joined(fours: Array, bits: int) -> Array:
     return joined
 
 
-def _fields(raw: Array, kind: str) -> _Fields:
-    """raw uint8 [r, blocks, bytes] → what they hold."""
+def _fields(raw: Array, kind: str, lo: int, hi: int) -> _Fields:
+    """raw uint8 [r, blocks, bytes] → what they hold, of the codes columns lo..hi of each block. A granule of `down` has
+    a part of its blocks: to unpack no more takes a fraction of the time."""
     r, blocks = raw.shape[0], _blocks(kind)
     nothing = raw[:, :, :0]
 
@@ -185,7 +192,7 @@ def _fields(raw: Array, kind: str) -> _Fields:
         return np.stack([np.ascontiguousarray(raw[:, :, i : i + 2]).view(np.uint16)[..., 0] for i in offsets], axis=2)
 
     def done(codes: Array, scales: Array, header: Array, d: Array) -> _Fields:
-        return _Fields(codes.reshape(r, -1), scales.reshape(r, -1, blocks.integers), header, d)
+        return _Fields(codes.reshape(r, -1), lo, scales.reshape(r, -1, blocks.integers), header, d)
 
     if blocks.columns == GROUP:
         begin = 2 * blocks.halves or 1
@@ -193,66 +200,55 @@ def _fields(raw: Array, kind: str) -> _Fields:
         header = nothing if blocks.halves else raw[:, :, :1]
         if kind == "q8_0":
             return done(raw[:, :, begin:] ^ 128, nothing, header, d)
-        codes = _nibbles(raw[:, :, begin + 4 * blocks.high :], 16)
+        codes = _split(raw[:, :, begin + 4 * blocks.high :], 16, 4, lo, hi)
         if blocks.high:
             codes |= np.unpackbits(raw[:, :, begin : begin + 4], axis=2, bitorder="little") << 4
         return done(codes, nothing, header, d)
     if kind == "q2_k":
         scales = raw[:, :, :16]
-        return done(_bits(raw[:, :, 16:80], 2), scales, scales, halves(80, 82))
+        return done(_split(raw[:, :, 16:80], 32, 2, lo, hi), scales, scales, halves(80, 82))
     if kind == "q3_k":
-        codes = _bits(raw[:, :, 32:96], 2)
-        codes |= _bits(raw[:, :, :32], 1) << 2
+        codes = _split(raw[:, :, 32:96], 32, 2, lo, hi)
+        codes |= _split(raw[:, :, :32], 32, 1, lo, hi) << 2
         low, high = raw[:, :, 96:104], raw[:, :, 104:108]
-        scales = np.concatenate([low & 15, low >> 4], axis=2) | _shifted(high, 2, 3) << 4
+        scales = np.concatenate([low & 15, low >> 4], axis=2) | _split(high, 4, 2, 0, 16) << 4
         return done(codes, scales, raw[:, :, 96:108], halves(108))
     if kind in ("q4_k", "q5_k"):
-        codes = _nibbles(raw[:, :, 16 + 32 * blocks.high :], 32)
+        codes = _split(raw[:, :, 16 + 32 * blocks.high :], 32, 4, lo, hi)
         if blocks.high:
-            codes |= _bits(raw[:, :, 16:48], 1) << 4
+            codes |= _split(raw[:, :, 16:48], 32, 1, lo, hi) << 4
         packed = raw[:, :, 4:16]
         first, second, last = packed[:, :, :4], packed[:, :, 4:8], packed[:, :, 8:]
         scale = np.concatenate([first & 63, (last & 15) | (first >> 2 & 48)], axis=2)
         minimum = np.concatenate([second & 63, (last >> 4) | (second >> 2 & 48)], axis=2)
         return done(codes, np.stack([scale, minimum], axis=3), packed, halves(0, 2))
     if kind == "q6_k":
-        codes = _nibbles(raw[:, :, :128], 64)
-        codes |= _bits(raw[:, :, 128:192], 2) << 4
+        codes = _split(raw[:, :, :128], 64, 4, lo, hi)
+        codes |= _split(raw[:, :, 128:192], 32, 2, lo, hi) << 4
         scales = raw[:, :, 192:208]
         return done(codes, scales, scales, halves(208))
     assert kind == "iq4_xs"
     low, high = _shifted_pairs(raw[:, :, 4:8]), halves(2)
     scales = low | (high >> (2 * np.arange(8)).astype(np.uint16) & 3).astype(np.uint8) << 4
     header = np.concatenate([raw[:, :, 4:8], raw[:, :, 2:4]], axis=2)
-    return done(_nibbles(raw[:, :, 8:], 16), scales, header, halves(0))
+    return done(_split(raw[:, :, 8:], 16, 4, lo, hi), scales, header, halves(0))
 
 
-def _nibbles(packed: Array, run: int) -> Array:
-    """Bytes uint8 [r, blocks, n] → codes [r, blocks, 2n]: of each `run` bytes the low nibbles, then the high ones."""
-    return _split(packed, run, 4)
-
-
-def _bits(packed: Array, bits: int) -> Array:
-    """Bytes uint8 [r, blocks, n] → codes [r, blocks, 8n / bits]: of each 32 bytes the lowest bits, then the next."""
-    return _split(packed, 32, bits)
-
-
-def _split(packed: Array, run: int, bits: int) -> Array:
-    """Bytes uint8 [r, blocks, n] → codes [r, blocks, 8n / bits]: of each `run` bytes the lowest bits, then the next.
-    Four bytes at a time: numpy's own loops over bytes take three times as long."""
+def _split(packed: Array, run: int, bits: int, lo: int, hi: int) -> Array:
+    """Bytes uint8 [r, blocks, n] → of each block numbers lo..hi, uint8 [r, blocks, hi - lo]. A block's numbers are the
+    lowest bits of its first `run` bytes, then the next bits of these, and so on; then those of the next `run` bytes.
+    Four bytes at a time: numpy's loops over bytes take longer."""
     words = np.ascontiguousarray(packed).view(np.uint32).reshape(*packed.shape[:2], -1, run // 4)
-    codes = np.empty((*words.shape[:3], 8 // bits, words.shape[3]), np.uint32)
-    mask = np.uint32(0x01010101 * ((1 << bits) - 1))
-    for i in range(8 // bits):
-        np.right_shift(words, np.uint32(bits * i), out=codes[:, :, :, i])
-        codes[:, :, :, i] &= mask
-    return codes.view(np.uint8).reshape(*packed.shape[:2], -1)
-
-
-def _shifted(packed: Array, bits: int, mask: int) -> Array:
-    """Bytes uint8 [r, blocks, n] → [r, blocks, 8n / bits]: the lowest bits of all bytes, then the next."""
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    return (packed[:, :, None, :] >> shifts & mask).reshape(*packed.shape[:2], -1)
+    mask, first, last = np.uint32(0x01010101 * ((1 << bits) - 1)), lo // run, -(-hi // run)
+    numbers = np.empty((*words.shape[:2], last - first, run // 4), np.uint32)
+    for shift in range(8 // bits):  # run after run with the same bits
+        at = slice((shift - first) % (8 // bits), None, 8 // bits)
+        begin = (first + at.start) * bits // 8
+        part = words[:, :, begin : begin + numbers[0, 0, at].shape[0]]
+        np.right_shift(part, np.uint32(bits * shift), out=numbers[:, :, at])
+    numbers &= mask
+    flat = numbers.view(np.uint8).reshape(*packed.shape[:2], -1)
+    return flat[:, :, lo - first * run : hi - first * run]
 
 
 def _shifted_pairs(packed: Array) -> Array:

@@ -207,14 +207,18 @@ class Packing:
     @contextmanager
     def text_folder(self) -> Iterator[Path]:
         """A folder with the small files: the checkpoint's own, or where a GGUF file stands for them one that is removed
-        again."""
+        again. Errors about it name the file."""
         if self.checkpoint.gguf is None:
             yield self.checkpoint.folder
             return
         with tempfile.TemporaryDirectory(prefix="penstock-") as made:
             for name, content in self.extras.items():
                 write_bytes(Path(made) / name, content)
-            yield Path(made)
+            try:
+                yield Path(made)
+            except PenstockError as error:
+                message = error.message.replace(made, str(self.checkpoint.folder))
+                raise type(error)(message, **error.numbers) from None
 
     def filler(self, pool: ThreadPoolExecutor) -> Fill:
         """The `Fill` that `write_packed` wants. Every block of every granule is a job of its own in the pool."""
