@@ -153,7 +153,8 @@ def make(folder: Path, weights: str) -> Path:
     target = folder / f"{SHAPE}-{weights}"
     if not target.exists():
         print(f"writing {target.name}", flush=True)
-        command = ["synth", SHAPE, target, "--weights", weights, "--activation-rate", RATES]
+        rates = [] if weights.endswith("records") else ["--activation-rate", RATES]  # predictors decide, not rates
+        command = ["synth", SHAPE, target, "--weights", weights, *rates]
         subprocess.run([sys.executable, "-m", "penstock.cli", *map(str, command)], check=True)
     if weights.endswith("records") and not (target / PREDICTORS).exists():
         print(f"stating predictors of {target.name}", flush=True)
