@@ -165,11 +165,12 @@ class RandomWeights:
         vector = block.rows == 1 and not block.tiled
         scale = self._scale(block)
         if block.format.in_blocks:
-            std = scale / math.sqrt(part.rows if by_column else block.cols)
+            std = scale / math.sqrt(block.cols * part.rows / part.granule_rows if by_column else block.cols)
             bits, d = np.empty(block.nbytes, np.uint8), np.empty(block.nbytes // 2, np.float16)
             _tile(bits, self._pool("codes", block.format, 0.0), start)
             _tile(d, self._pool("scales", block.format, 1.0), start)
-            fill_blocks(out, block.rows if by_column else rows, block.rows, block.cols, block.format, std, bits, d)
+            filled = block.rows if by_column else block.rows * rows // part.granule_rows
+            fill_blocks(out, filled, block.rows, block.cols, block.format, std, bits, d)
             return
         if not vector and rows == part.granule_rows:
             fan_in = block.cols * part.rows // part.granule_rows if by_column else block.cols
