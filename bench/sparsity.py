@@ -4,13 +4,13 @@
     ram    OPT-6.7B's shape in int4, all in memory, 3 % of the neurons firing: exact beside off, batches 1 to 32
            (Figure 14), and beside the bound that the bytes set; and predict beside off, with predictors of 7 % of the
            parameters (Table 6) that call 5 % of the neurons active. They are stated (`bench.stated_predictors`)
+    disk   the same shape within 2.4 GB, the rest on the disk, by `bench.sparsity_disk`
     predict  tale-opt and tale-relu with predictors that are trained for them: sizes, recall, and what they cost on text
            that neither has seen, by `penstock eval`
     tale   which neurons of the trained models fire (Figures 4 and 5), by `bench.tale_sparsity`
 
 Models are random, with rates of firing as PowerInfer's Figure 4 has them (`penstock synth --activation-rate`). Both
-layouts and `off` take turns in processes of their own. Neurons are not read from disks one by one yet: that is null.
-The last line is one JSON object.
+layouts and `off` take turns in processes of their own. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import numpy as np
 
 from bench.peers import Worker
 from bench.peers.ours import BATCHES
+from bench.sparsity_disk import within_disk
 from bench.stated_predictors import state
 from bench.tale_sparsity import BOOKS, MODELS
 from penstock import _native
@@ -57,7 +58,7 @@ LAYOUTS = {
 STATED_ACTIVE, STATED_SHARE = 0.05, 0.07  # of the neurons, and of the parameters
 RECALL = 0.98
 
-PARTS = ("ops", "ram", "predict", "tale")
+PARTS = ("ops", "ram", "disk", "predict", "tale")
 
 Figures = dict[str, float]
 
@@ -120,7 +121,7 @@ class Operator:
             weights=self._neurons[i].ctypes.data, count=self._part.granules, stride=self._part.granule_bytes,
             shape=cpu.ffn_shape(self._part, self._ffn), h=self._h.ctypes.data, t=1, partial=partial, pending=pending,
             granule=0, starts_sum=True, continues_four=False, leaves_four=False, skips=True, fired=0, fired_stride=0,
-            active=0, active_stride=0, level=0.0,
+            active=0, active_stride=0, level=0.0, values=0,
             exact=False, scratch=self._scratch.ctypes.data, scratch_bytes=self._scratch.nbytes,
         )  # fmt: skip
 
@@ -152,7 +153,8 @@ def make(folder: Path, weights: str) -> Path:
     target = folder / f"{SHAPE}-{weights}"
     if not target.exists():
         print(f"writing {target.name}", flush=True)
-        command = ["synth", SHAPE, target, "--weights", weights, "--activation-rate", RATES]
+        rates = [] if weights.endswith("records") else ["--activation-rate", RATES]  # predictors decide, not rates
+        command = ["synth", SHAPE, target, "--weights", weights, *rates]
         subprocess.run([sys.executable, "-m", "penstock.cli", *map(str, command)], check=True)
     if weights.endswith("records") and not (target / PREDICTORS).exists():
         print(f"stating predictors of {target.name}", flush=True)
@@ -297,6 +299,12 @@ def main() -> None:
             result["ram"] = in_ram(folder, wanted.rounds, wanted.threads, wanted.layouts)
         shown = {k: v for k, v in result["ram"].items() if k != "by_round"}
         print(json.dumps(shown, indent=1))
+    if "disk" in wanted.only:
+        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
+            folder = wanted.folder or Path(temporary)
+            folder.mkdir(parents=True, exist_ok=True)
+            result["disk_2.4"] = within_disk(make(folder, "int4-neurons"), wanted.rounds)
+        print(json.dumps(result["disk_2.4"], indent=1))
     if "predict" in wanted.only:
         with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
             by_model = predicted(Path(temporary))

@@ -6,12 +6,14 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cerrno>
 #include <cstring>
 #include <new>
 #include <stdexcept>
+#include <tuple>
 
 #include "cpu.h"
 #include "file.h"
@@ -210,7 +212,27 @@ struct Reader {
                 std::int64_t first, std::int64_t stride) const {
         check_read(offset, nbytes);
         const Expected expected = make_expected(sums, first, stride, nbytes);
-        LoadPtr load = reads->start(fd, offset, pointer(address), nbytes, expected);
+        return begun(reads->start(fd, {Run{offset, pointer(address), nbytes}}, expected));
+    }
+
+    // `runs`: (offset, address, bytes), in rising order of addresses.
+    Begun start_runs(int fd, const std::vector<std::tuple<std::int64_t, std::uintptr_t, std::int64_t>>& runs) const {
+        if (runs.empty()) throw nb::value_error("there are no runs to read");
+        std::vector<Run> wanted;
+        wanted.reserve(runs.size());
+        for (const auto& [offset, address, nbytes] : runs) {
+            check_read(offset, nbytes);
+            std::byte* const to = pointer(address);
+            if (nbytes == 0) throw nb::value_error("a run of no bytes");
+            if (!wanted.empty() && to < wanted.back().to + wanted.back().nbytes) {
+                throw nb::value_error("runs should come in rising order of addresses, and not overlap");
+            }
+            wanted.push_back({offset, to, nbytes});
+        }
+        return begun(reads->start(fd, std::move(wanted)));
+    }
+
+    Begun begun(LoadPtr load) const {
         if (load == nullptr) throw nb::value_error("the reader is closed");
         return {reads, std::move(load)};
     }
@@ -306,6 +328,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("bytes_read", [](const Reader& self) { return self.reads->bytes_read(); })
         .def("start", &Reader::start, "fd"_a, "offset"_a, "address"_a, "nbytes"_a, "sums"_a = nb::none(), "first"_a = 0,
              "stride"_a = 0)
+        .def("start_runs", &Reader::start_runs, "fd"_a, "runs"_a)
         .def("read", &Reader::read, "fd"_a, "offset"_a, "address"_a, "nbytes"_a, "sums"_a = nb::none(), "first"_a = 0,
              "stride"_a = 0)
         .def("close", &Reader::close)

@@ -326,7 +326,10 @@ void bind_ops(nb::module_& m) {
             FIELD(FfnOp, "starts_sum", sum.starts_sum), FIELD(FfnOp, "continues_four", sum.continues),
             FIELD(FfnOp, "leaves_four", sum.keeps), SAME(FfnOp, skips), SAME(FfnOp, fired), SAME(FfnOp, fired_stride),
             SAME(FfnOp, exact), SCRATCH(FfnOp), SAME(FfnOp, active), SAME(FfnOp, active_stride),
-            SAME(FfnOp, level));
+            SAME(FfnOp, level), SAME(FfnOp, values));
+    ops.def("fire", &Kernels::fire,
+            WEIGHTS(FireOp), SAME(FireOp, shape), SAME(FireOp, h), SAME(FireOp, t), SAME(FireOp, values),
+            SAME(FireOp, exact), SCRATCH(FireOp));
     ops.def("predict", &Kernels::predict,
             SAME(PredictOp, weights), SAME(PredictOp, hidden), SAME(PredictOp, neurons),
             SAME(PredictOp, hidden_bias), SAME(PredictOp, neurons_bias), SAME(PredictOp, h), SAME(PredictOp, t),

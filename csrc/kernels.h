@@ -280,7 +280,8 @@ struct OutOp {
 // `fired_stride` bytes apart (null: not wanted): whether act(…) of a neuron was not 0. `active` uint8 [T, neurons of
 // the layer], rows `active_stride` bytes apart (null: all are): a neuron that is not active in a row counts as if
 // act(…) were 0 there. Its weights are not read where that can be helped. `level`: where |act(…)| is below it, it
-// counts as 0.
+// counts as 0. `values`: what `FireOp` gave for these granules, of FFNs that lie neuron by neuron and few rows
+// (null: it is computed here). With them only the rows of neurons that fire are read of the weights.
 struct FfnOp {
     Granules weights;
     FfnShape shape;
@@ -295,6 +296,19 @@ struct FfnOp {
     const std::uint8_t* active = nullptr;
     std::ptrdiff_t active_stride = 0;
     float level = 0;
+    const float* values = nullptr;
+};
+
+// values [count, t, kGranuleRows] = act(gate h), or act(up h), of each granule: what `FfnOp` takes as `values`. Only
+// the matrix that is activated is read, and its bias.
+struct FireOp {
+    Granules weights;
+    FfnShape shape;
+    const float* h;
+    int t;
+    float* values;
+    bool exact;
+    Scratch scratch;
 };
 
 // active uint8 [T, N] = whether neurons · relu(hidden · h + hidden_bias) + neurons_bias is above 0, for h [T, D].
@@ -436,6 +450,7 @@ struct Kernels {
     bool (*head)(Pool&, const HeadOp&);
     bool (*out)(Pool&, const OutOp&);
     bool (*ffn)(Pool&, const FfnOp&);
+    bool (*fire)(Pool&, const FireOp&);
     bool (*route)(Pool&, const RouteOp&);
     bool (*experts)(Pool&, const ExpertsOp&);
     bool (*combine)(Pool&, const CombineOp&);

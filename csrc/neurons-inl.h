@@ -7,6 +7,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <utility>
 
 namespace penstock::PENSTOCK_ISA {
@@ -228,13 +229,23 @@ struct Wanted {
     alignas(64) float values[kFourNeurons][kFewRows];  // [wanted neuron][row]
 };
 
-// Lists the neurons of a four that some row fires. Their activation is computed granule by granule, in tiles.
+// Lists the neurons of a four that some row fires. Their activation is computed granule by granule, in tiles, unless
+// it is there.
 void list_fired(const FfnOp& op, const Four& four, const Zeros& zeros, const Rows& x, Wanted& wanted) {
-    alignas(64) float fired[kFewRows * kGranuleRows];
+    alignas(64) float computed[kFewRows * kGranuleRows];
     const auto granule_at = [&](int g) { return op.weights.data + std::size_t(four.lo + g) * op.weights.stride; };
     for (int g = 0; g < four.hi - four.lo; ++g) {
-        const std::uint8_t* const next = granule_at(g + 1 < four.hi - four.lo ? g + 1 : g);
-        const bool any = fire(op.shape, granule_at(g), next, x, 0, x.count, zeros.at(0, four.lo + g), fired);
+        const Zeros here = zeros.at(0, four.lo + g);
+        const float* fired = computed;
+        bool any;
+        if (op.values != nullptr) {
+            fired = op.values + std::ptrdiff_t(four.lo + g) * x.count * kGranuleRows;
+            any = !all_zero(fired, x.count * kGranuleRows);
+            for (int row = 0; row < x.count; ++row) here.note(row, fired + row * kGranuleRows, op.shape.up.rows);
+        } else {
+            const std::uint8_t* const next = granule_at(g + 1 < four.hi - four.lo ? g + 1 : g);
+            any = fire(op.shape, granule_at(g), next, x, 0, x.count, here, computed);
+        }
         if (!any && op.skips) continue;
         for (int i = 0; i < op.shape.up.rows; ++i) {
             float* const values = wanted.values[wanted.count];
@@ -516,6 +527,25 @@ void sum_values(const FfnOp& op, const Fours& fours, const std::vector<Values>& 
             });
         }
     }
+}
+
+// What neurons' activation gives, for few rows: threads take granules as they come.
+bool fire_neurons(Pool& pool, const FireOp& op) {
+    if (op.t > kFewRows || op.shape.up.rows > kGranuleRows) return false;
+    Scratch scratch = op.scratch;
+    Input input;
+    if (!input.plan(op.shape.first(), op.h, op.shape.width(), 1, op.t, op.exact, scratch)) return false;
+    std::atomic<int> next{0};
+    pool.run(cost_of(op.weights, bytes_of(op.shape.first()), op.t), [&](const Team& team) {
+        const Rows x = input.chunk_at(team, 0);
+        const auto granule_at = [&](int g) { return op.weights.data + std::size_t(g) * op.weights.stride; };
+        for (int g; (g = next.fetch_add(1, std::memory_order_relaxed)) < op.weights.count;) {
+            float* const to = op.values + std::ptrdiff_t(g) * op.t * kGranuleRows;
+            if (op.shape.up.rows < kGranuleRows) std::fill_n(to, op.t * kGranuleRows, 0.0F);
+            fire(op.shape, granule_at(g), granule_at(std::min(g + 1, op.weights.count - 1)), x, 0, op.t, Zeros{}, to);
+        }
+    });
+    return true;
 }
 
 bool neurons_many(Pool& pool, const FfnOp& op, std::size_t cost) {

@@ -13,12 +13,13 @@ double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock:
 
 }  // namespace
 
-LoadPtr Reads::start(int fd, std::int64_t offset, std::byte* to, std::int64_t nbytes, Expected expected) {
+LoadPtr Reads::start(int fd, std::vector<Run> runs, Expected expected) {
     auto load = std::make_shared<Load>();
     load->fd = fd;
     load->direct = is_direct(fd);
-    load->offset = offset;
-    load->to = to;
+    load->runs = std::move(runs);
+    std::int64_t nbytes = 0;
+    for (const Run& run : load->runs) nbytes += run.nbytes;
     load->nbytes = load->good = nbytes;
     if (expected.sums != nullptr) {
         const std::int64_t granules = nbytes / expected.stride;
@@ -62,7 +63,7 @@ void Reads::inject(const Fault& fault) {
 
 bool Reads::blocked(const Load& load) const {
     return std::any_of(under_way_.begin(), under_way_.end(), [&load](const LoadPtr& other) {
-        return other.get() != &load && other->to < load.to + load.nbytes && load.to < other->to + other->nbytes;
+        return other.get() != &load && other->begin() < load.end() && load.begin() < other->end();
     });
 }
 
@@ -75,16 +76,22 @@ std::optional<Reads::Block> Reads::claim() {
         under_way_.push_back(load);
     }
     const std::int64_t start = load->claimed;
-    const std::int64_t nbytes = std::min(block_bytes_, load->nbytes - start);
+    const Run run = load->runs[load->run];
+    const std::int64_t in_run = start - load->run_start;
+    const std::int64_t nbytes = std::min(block_bytes_, run.nbytes - in_run);
+    if (in_run + nbytes == run.nbytes) {
+        load->run_start += run.nbytes;
+        ++load->run;
+    }
     load->claimed = start + std::max<std::int64_t>(nbytes, 1);  // a load of nothing is one block of nothing
     ++load->under_way;
     if (load->all_claimed()) queue_.pop_front();
-    return Block{load, Piece{load->fd, load->direct, load->offset + start, load->to + start, nbytes}};
+    return Block{load, Piece{load->fd, load->direct, run.offset + in_run, run.to + in_run, nbytes}, start};
 }
 
 void Reads::finish(const Block& block) {
     Load& load = *block.load;
-    const std::int64_t lo = block.piece.offset - load.offset, hi = lo + block.piece.done;
+    const std::int64_t lo = block.start, hi = lo + block.piece.done;
     bytes_read_ += block.piece.done;
     if (block.piece.done < block.piece.nbytes) {
         spoil(load, hi, block.piece.error, std::nullopt);
@@ -142,7 +149,8 @@ void Reads::compare() {
         to_compare_.pop_front();
         lock.unlock();
         const auto& [sums, first, stride] = now.load->expected;
-        const auto wrong = sums->first_wrong(first + now.lo, now.hi - now.lo, now.load->to + now.lo * stride, stride);
+        const std::byte* const at = now.load->begin() + now.lo * stride;
+        const auto wrong = sums->first_wrong(first + now.lo, now.hi - now.lo, at, stride);
         lock.lock();
         if (wrong) spoil(*now.load, (now.lo + *wrong) * stride, 0, now.lo + *wrong);
         settle(now.load);

@@ -33,18 +33,30 @@ struct Expected {
     std::int64_t first = 0, stride = 0;
 };
 
-// A range of a file on its way to memory. The caller keeps file and memory until it is done.
-struct Load {
-    int fd;
-    bool direct;
+// `nbytes` at `offset` of a file, and where they go.
+struct Run {
     std::int64_t offset;
     std::byte* to;
     std::int64_t nbytes;
-    Expected expected;
+};
+
+// Runs of a file on their way to memory, in rising order there. The caller keeps file and memory until it is done.
+// Bytes of a load are counted as if its runs lay one after the other.
+struct Load {
+    int fd;
+    bool direct;
+    std::vector<Run> runs;  // at least one
+    std::int64_t nbytes;    // of all runs
+    Expected expected;      // only of a load with one run
+
+    std::byte* begin() const { return runs.front().to; }
+    std::byte* end() const { return runs.back().to + runs.back().nbytes; }
 
     // Guarded by the reader's mutex until `done`.
     std::vector<std::int64_t> lacking;  // bytes of each granule that have not arrived; empty if nothing is compared
     std::int64_t claimed = 0;           // byte at which the next block starts
+    std::size_t run = 0;                // the run that it belongs to
+    std::int64_t run_start = 0;         // the byte at which that run starts
     int under_way = 0;                  // blocks that are being read, or whose granules are being compared
     std::int64_t good;  // bytes from the start on that are right, as far as known; a bad block lowers it
     int error = 0;      // errno of the first bad block
@@ -92,8 +104,8 @@ class Reads {
     // Returns when nothing is under way any more. Loads of which no block was read end with ECANCELED.
     virtual void close() = 0;
 
-    // Begins a load. Returns nullptr once closed.
-    LoadPtr start(int fd, std::int64_t offset, std::byte* to, std::int64_t nbytes, Expected expected = {});
+    // Begins a load of these runs. Returns nullptr once closed.
+    LoadPtr start(int fd, std::vector<Run> runs, Expected expected = {});
     // Waits for a load. Returns true once it is done, false after about so many seconds.
     bool wait(const Load& load, double seconds);
     // Reads and compares one block in the calling thread, past the queue. If the caller waits for the block anyway, to
@@ -109,6 +121,7 @@ class Reads {
     struct Block {
         LoadPtr load;
         Piece piece;
+        std::int64_t start;  // its first byte among the load's
     };
 
     // The next block to read. Call it under mutex_. A load waits for an unfinished load that writes to the same memory,

@@ -114,6 +114,10 @@ class Reader:
         `sums`: the bytes are granules of `stride` bytes, from number `first` on. Each that was not right before is
         compared, by a thread of the reader's own, before the load is done. ValueError where `sums` has no such."""
 
+    def start_runs(self, fd: int, runs: Sequence[tuple[int, int, int]]) -> Begun:
+        """The same for runs (offset, address, nbytes), as one load. ValueError where there is none, or an empty one, or
+        where their addresses do not rise, or overlap."""
+
     def read(
         self, fd: int, offset: int, address: int, nbytes: int, sums: Sums | None = None, first: int = 0, stride: int = 0
     ) -> int:
@@ -241,13 +245,20 @@ class _Ops:
         self, *, weights: int, count: int, stride: int, shape: FfnShape, h: int, t: int, partial: int, pending: int,
         granule: int, starts_sum: bool, continues_four: bool, leaves_four: bool, skips: bool, fired: int,
         fired_stride: int, exact: bool, scratch: int, scratch_bytes: int, active: int, active_stride: int,
-        level: float,
+        level: float, values: int,
     ) -> None:  # fmt: skip
         """partial [t, D] (+)= down · act(gate h) * (up h) of every granule, by fours of the layer's, whose granule
         number `granule` comes first. pending [t, D]: the sum of a four that the call before left or this one leaves.
         `skips`: what act(…) = 0 multiplies may be left out. fired uint8 [t, fired_stride] (0: not wanted): whether each
         neuron's act(…) was not 0. active uint8 [t, active_stride] (0: all are): act(…) counts as 0 where it is 0, and
-        where |act(…)| is below `level`."""
+        where |act(…)| is below `level`.
+        values [count, t, 64] (0: they are computed): what `fire` gave."""
+
+    def fire(
+        self, *, weights: int, count: int, stride: int, shape: FfnShape, h: int, t: int, values: int, exact: bool,
+        scratch: int, scratch_bytes: int,
+    ) -> None:  # fmt: skip
+        """values [count, t, 64] = act(gate h), or act(up h), of every granule, for at most 8 rows."""
 
     def predict(
         self, *, weights: int, hidden: Matrix, neurons: Matrix, hidden_bias: int, neurons_bias: int, h: int, t: int,

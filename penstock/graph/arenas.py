@@ -6,6 +6,7 @@ Per memory tier (`host`, `gpu0`) these arenas, each 2 MiB-aligned so that huge p
     T.ring      units in flight from a slower tier     T.act      activations, per batch of a pass
     T.scratch   an op's own temporaries (one lane runs one op at a time)
     T.cache     slots of experts that come from a slower tier, layer after layer
+    host.asked  pages with records of a layer's units that are asked for (`graph.asked`); of all layers the same bytes
     T.window    K and V of one or two layers whose KV lives elsewhere, while attention runs
     host.staging  granules read for single embedding rows
     host.stage    units on their way from a disk to a device
@@ -20,9 +21,10 @@ from dataclasses import replace
 
 from penstock.graph import scratch
 from penstock.graph.kv_layout import SLOT_ALIGN, KvLayout
+from penstock.graph.records import Records
 from penstock.graph.tasks import Slot, Stream
 from penstock.spec.model import Layer, Routed
-from penstock.spec.parts import PAGE_BYTES, Part, active_columns, head_key, predictor_part
+from penstock.spec.parts import GRANULE_ROWS, PAGE_BYTES, Part, active_columns, head_key, predictor_part
 from penstock.spec.places import HOST, Executor, executor_of, is_disk, tier_of
 from penstock.spec.plan import Arena, Cache, Plan, Predictor, Unit
 from penstock.units import MIB, round_up
@@ -48,6 +50,8 @@ class Layout:
             p.layer: self._take(f"{p.home}.weights", self.predictor_part(p).nbytes, PAGE_BYTES) for p in plan.predictors
         }
         self._norms = self._place_norms()
+        # By the number of a unit that is asked for: what of it stays in RAM, and room for its pages with records.
+        self.kept, self.asked = self._place_asked()
         self.kv = KvLayout(plan, self._take)
         self._act = self._place_acts()
         # The slots that `act` gave so far, since a step asks for the same few of them often.
@@ -70,7 +74,7 @@ class Layout:
         head as well. Experts with a cache are loaded when they are asked for."""
         if unit.part == "embed" and not self.plan.target.spec.tied:
             return False
-        if stream.asks and unit.part in self._cached:
+        if stream.asks and (unit.asked or unit.part in self._cached):
             return False
         return unit.home != unit.executor(stream.purpose)
 
@@ -170,6 +174,19 @@ class Layout:
         self._fill |= {arenas[home]: end for home, end in ends.items()}
         return slots
 
+    def _place_asked(self) -> tuple[dict[int, Slot], dict[int, Slot]]:
+        kept, asked, ends = dict[int, Slot](), dict[int, Slot](), dict[str, int]()
+        for u, unit in enumerate(self.plan.units):
+            if unit.asked:
+                records, granules = Records.of(self.parts[unit.part]), unit.hi - unit.lo
+                kept[u] = self._take(f"{HOST}.weights", granules * records.kept_bytes, PAGE_BYTES)
+                lo = ends.get(unit.part, 0)
+                ends[unit.part] = lo + granules * records.page_bytes
+                asked[u] = Slot(f"{HOST}.asked", lo, ends[unit.part])
+        if ends:
+            self._take(f"{HOST}.asked", max(ends.values()), PAGE_BYTES)
+        return kept, asked
+
     def _place_norms(self) -> dict[tuple[Executor, int], Slot]:
         """(executor, layer) → slot of its norms. They are at home with the activations. An executor of attention
         elsewhere has a copy."""
@@ -200,6 +217,9 @@ class Layout:
             buffers["routes"] = max(ffn.routes_bytes(rows) for ffn in routed)
         if plan.caches:
             outputs = 4 * plan.asking_rows * max(ffn.active for ffn in routed) * spec.d_model
+        if self.asked:
+            granules = max(self.parts[plan.units[u].part].granules for u in self.asked)
+            buffers["values"] = 4 * plan.batch_seqs * granules * GRANULE_ROWS
         if plan.predictors:
             predicted = rows if plan.sparsity == "predict" else plan.batch_seqs
             buffers["active"] = predicted * max(active_columns(neurons_of(layer)) for layer in spec.layers)

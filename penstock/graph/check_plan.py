@@ -13,7 +13,9 @@ from dataclasses import fields, replace
 
 from penstock.errors import BadRequest
 from penstock.graph.arenas import Layout
+from penstock.graph.asked import MOST_ROWS
 from penstock.graph.cache import POLICIES
+from penstock.graph.records import may_be_asked
 from penstock.spec.format import PAGE_TOKENS, Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import FFNS, PAGE_BYTES, PINNED, Part, parts
@@ -41,6 +43,7 @@ _BOUNDS = {
     "process_bytes": (1, 1 << 40),
     "context_bytes": (0, 1 << 40),
     "stage_bytes": (0, 1024 * GIB),
+    "hole_bytes": (0, 1 << 30),
 }
 _MOST_RING_BYTES = 1024 * GIB
 # (home of KV, executor of attention). KV on a disk for a device is not built: it would have to cross memory.
@@ -72,6 +75,7 @@ def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
         raise _wrong(f"a device has no kernels for weights in {weights.name}")
     by_key = {part.key: part for part in parts(spec, weights)}
     _check_units(plan.units, by_key)
+    _check_asked(plan, by_key)
     main = _check_acts(plan)
     _check_caches(plan, by_key)
     _check_kv(plan)
@@ -85,6 +89,19 @@ def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
         differs = [arena.name for arena in (*plan.arenas, *wanted) if arena not in both]
         culprit = f"arena {differs[0]!r}" if differs else "the list of arenas"
         raise _wrong(f"{culprit} is not what the rest of the plan leads to")
+
+
+def _check_asked(plan: Plan, by_key: dict[str, Part]) -> None:
+    """Units that are asked for lie on a disk, the CPU computes them, and their records may be read one by one."""
+    asked = [unit for unit in plan.units if unit.asked]
+    for unit in asked:
+        here = is_disk(unit.home) and unit.decode == unit.prefill == HOST
+        if not (here and may_be_asked(by_key[unit.part])):
+            raise _wrong(f"a unit of {unit.part} is asked for, which only FFNs on a disk are that lie neuron by neuron")
+    if asked and (plan.sparsity != "exact" or plan.caches or plan.main != HOST or plan.order != "overlapped"):
+        raise _wrong("units are asked for: that needs sparsity exact and order overlapped, no caches and no device")
+    if asked and plan.batch_seqs > MOST_ROWS:
+        raise _wrong(f"units are asked for by batches of {plan.batch_seqs}; at most {MOST_ROWS} sequences can ask")
 
 
 def _check_predictors(plan: Plan, spec: ModelSpec) -> None:

@@ -29,6 +29,7 @@ from itertools import chain
 from penstock.errors import InternalError
 from penstock.graph import ops
 from penstock.graph.arenas import Layout, head_units
+from penstock.graph.asked import AskedUnits
 from penstock.graph.attention import Attention
 from penstock.graph.batch import Batch
 from penstock.graph.cache import ExpertCache
@@ -54,12 +55,13 @@ class Lowering:
         self.parts = self.layout.parts
         self._head = head_units(plan)
         self._predictors = {predictor.layer: predictor for predictor in plan.predictors}
-        self._emit = Emitter(likens=bool(plan.caches))
+        self._emit = Emitter(likens=plan.asks)
         caches = {(c.layer, c.executor): ExpertCache(c.slots, c.policy) for c in plan.caches}
         self._streams = Streams(self.layout, self._emit, caches)
         self._calls = Calls(self.layout, self._emit)
         self._attention = Attention(self._calls, self._streams)
         self._experts = ExpertCalls(self._calls, self._streams)
+        self._asked = AskedUnits(self._calls)
         self._demand = Demand(self._experts, self._calls, caches)
         self._repeats = Repeats(plan, self.layout, self._emit.adopt)
         self._stretches = Stretches(self._calls, self._streams, self._experts, self._demand)
@@ -68,16 +70,17 @@ class Lowering:
     def held(self) -> tuple[object, ...] | None:
         """The content of the rings between two passes. Where it is the same again, a pass has the same tasks again.
         Only their ids differ, and which tasks of the pass before they wait for. None where nothing streams, or where
-        routers' answers decide."""
-        return None if self._repeats.nothing_streams or self.plan.caches else self._streams.held
+        answers decide."""
+        return None if self._repeats.nothing_streams or self.plan.asks else self._streams.held
 
     # -- the pass -------------------------------------------------------------------------------------
 
     def step(self, p: Pass, answer: Answer | None = None) -> Iterator[Task]:
         """Tasks of one pass. Must be consumed to its end before the next pass is lowered.
 
-        `answer(call)`: the experts that a router chose for each row, in rising order. It is called only where a plan
-        has caches: after the router's task was handed out, and before any task that depends on the answer."""
+        `answer(call)`: the experts that a router chose for each row, in rising order, or which neurons of a layer's FFN
+        fire in each row, by their places. It is called only where a plan has caches, or units that are asked for: after
+        the task of that call was handed out, and before any task that depends on the answer."""
         repeated = self._repeats.find(p)
         if repeated is not None:
             yield from repeated
@@ -229,12 +232,15 @@ class Lowering:
             yield from self._demand.ask(p, layer, answer)
         units = self._calls.shares(layer, kind, p.purpose, asking)[executor]
         kinds = [self.parts[self.plan.units[u].part].kind for u in units]
+        asked = self._asked.among(p, units) if kind == "ffn" else []
+        if asked:  # the disk reads what fires while the CPU computes the layer's other units
+            yield from self._asked.ask(p, layer, asked, answer)
         started: set[int] = set()
         for i, u in enumerate(units):
             if kinds[i] == "experts":
                 yield from self._experts.unit(p, layer, u, executor, started)
                 continue
-            weights = self._streams.take(u, p.stream)
+            weights = self.layout.asked[u] if u in asked else self._streams.take(u, p.stream)
             for batch in p.batches:
                 first = batch.id not in started
                 started.add(batch.id)
@@ -290,7 +296,12 @@ class Lowering:
         cost = calls.matrix_cost(u, ops.FFN_BLOCKS, batch.total_rows)
         active: tuple[Slot, ...] = ()
         skips = self.plan.sparsity != "off" and part.kind == "ffn"
-        if purpose == "decode" and unit.active < 1:
+        values: tuple[Slot, ...] = ()
+        if weights is self.layout.asked.get(u):
+            values = (self._asked.values(u, batch),)
+            activated = calls.matrix_cost(u, (part.blocks[0].name,), batch.total_rows)
+            cost = ops.active_cost((cost[0] - activated[0], cost[1] - activated[1]), unit.active)
+        elif purpose == "decode" and unit.active < 1:
             if self.plan.activates_all(part):
                 activated = calls.matrix_cost(u, (part.blocks[0].name,), batch.total_rows)
                 cost = ops.fired_cost(cost, activated, unit.active)
@@ -302,6 +313,7 @@ class Lowering:
             weights, h, partial, calls.rows(executor, batch, "pending"), calls.scratch(executor), layer,
             starts_sum=first, continues_four=self._cuts_a_four(u, u - 1, purpose),
             leaves_four=self._cuts_a_four(u, u + 1, purpose), skips=skips, active=active,
+            values=values,
             level=self.plan.levels[layer] if self.plan.levels and part.kind == "ffn" else 0.0,
         )  # fmt: skip
         calls.add(executor, ffn, u, batch, part.kinds(ops.FFN_BLOCKS), cost)

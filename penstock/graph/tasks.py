@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.graph.batch import Batch
-from penstock.graph.ops import NAMES, Copy, Experts, Load, Operands, WithUnit
+from penstock.graph.ops import NAMES, Copy, Experts, Load, Operands, Pick, WithUnit
 from penstock.graph.ops.operand import Slot as Slot
 from penstock.spec.format import Kinds
 from penstock.spec.places import Lane, is_device, is_disk, is_link, lane_between, tier_of
@@ -93,18 +93,21 @@ class Task(NamedTuple):
 
 
 def streamed_bytes(task: Task, units: Sequence[Unit]) -> int:
-    """Bytes of weights at home on a disk that a task uses: units that its calls take out of rings, and experts that it
-    loads into a cache. A unit in a ring is counted where it is used and not where it is loaded, since the load may
-    belong to the pass before. `units`: the plan's."""
+    """Bytes of weights at home on a disk that a task uses: units that its calls take out of rings, experts that it
+    loads into a cache, and records of neurons that fire. A unit in a ring is counted where it is used and not where it
+    is loaded, since the load may belong to the pass before. `units`: the plan's."""
     streamed: set[Slot] = set()
+    picked_bytes = 0
     for call in task.calls:
         operands = call.operands
-        if isinstance(operands, Load) and operands.target.arena.endswith(".cache"):
+        if isinstance(operands, Pick):
+            picked_bytes += call.bytes
+        elif isinstance(operands, Load) and operands.target.arena.endswith(".cache"):
             streamed.add(operands.target)  # of the pass that asks for it
         elif isinstance(operands, WithUnit) and is_disk(units[call.unit].home):
             weight_slots = operands.weights if isinstance(operands, Experts) else (operands.weights,)
             streamed.update(slot for slot in weight_slots if slot.arena.endswith(".ring"))
-    return sum(slot.nbytes for slot in streamed)
+    return picked_bytes + sum(slot.nbytes for slot in streamed)
 
 
 def fetched_bytes(task: Task) -> int:
@@ -137,4 +140,4 @@ def link_lane(copy: Copy) -> Lane:
 
 # Ops whose tasks move bytes while others compute. A pass may end before they do.
 KV_MOVES = ("kv_load", "kv_save")
-MOVES = ("load", "lift", *KV_MOVES)
+MOVES = ("load", "pick", "lift", *KV_MOVES)

@@ -6,6 +6,7 @@ Raises InternalError at the first task that
 - waits for a task that has not been handed out,
 - conflicts with an earlier task that it is not ordered after,
 - lifts or copies bytes into a slot of another size,
+- reads records that its unit has not, or not as rising runs of whole pages,
 - loads an expert and does not come after the answer that asks for it,
 - or takes (or lifts) an expert from a slot of a cache that holds another expert.
 """
@@ -13,10 +14,12 @@ Raises InternalError at the first task that
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from penstock.errors import InternalError
 from penstock.graph import ops
 from penstock.graph.tasks import Call, Slot, Task
+from penstock.spec.parts import PAGE_BYTES
 from penstock.spec.places import CPU, Lane, is_device, is_disk
 from penstock.spec.plan import Arena, Unit
 
@@ -58,6 +61,7 @@ def verify(tasks: Iterable[Task], arenas: Iterable[Arena], units: Sequence[Unit]
         _check_tiers(task)
         _check_moves(task)
         _check_experts(task, units, held)
+        _check_picks(task, units)
         _check_slots(task, sizes, touched, position, ordered)
         count += 1
     return count
@@ -100,6 +104,17 @@ def _check_experts(task: Task, units: Sequence[Unit], held: dict[Slot, tuple[str
 def _check_held(task: Task, slot: Slot, wanted: tuple[str, int], held: dict[Slot, tuple[str, int]]) -> None:
     if slot.arena.endswith(".cache") and held.get(slot) != wanted:
         raise InternalError(f"task {task.id} takes expert {wanted} from {slot}, which holds {held.get(slot)}")
+
+
+def _check_picks(task: Task, units: Sequence[Unit]) -> None:
+    """Runs are whole pages, apart from each other, and end within what their target has room for."""
+    for call in task.calls if units else ():
+        if isinstance(call.operands, ops.Pick):
+            runs, room = call.operands.runs, call.operands.target.nbytes
+            edges = [edge for run in runs for edge in run]
+            rising = all(a < b for a, b in pairwise(edges)) and not any(edge % PAGE_BYTES for edge in edges)
+            if not rising or sum(hi - lo for lo, hi in runs) > room or not units[call.unit].asked:
+                raise InternalError(f"task {task.id} picks {runs[:3]}… of unit {call.unit}, which are no such runs")
 
 
 def _expert_of(moved: ops.Load | ops.Lift) -> int:

@@ -8,7 +8,10 @@ has the cost of that. Float weights and int8 are multiplied exactly.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from penstock import _native
+from penstock.graph.records import Records
 from penstock.spec.format import Format
 from penstock.spec.model import Attention, Ffn, Norm, Routed
 from penstock.spec.parts import Block, Part
@@ -63,6 +66,29 @@ def ffn_shape(part: Part, ffn: Ffn) -> _native.FfnShape:
     up, down = matrix(part.block("up")), matrix(part.block("down"))
     gate_bias, up_bias = _offset(part, "gate_bias"), _offset(part, "up_bias")
     return _native.FfnShape(gate, up, down, ffn.activation, gate_bias, up_bias)
+
+
+def kept_shape(part: Part, ffn: Ffn) -> _native.FfnShape:
+    """An FFN of which only what is activated lies in a granule (`graph.records`)."""
+    records = Records.of(part)
+
+    def kept(offset: int) -> int:
+        return offset if offset < records.head else offset - records.tail + records.head
+
+    gate = matrix(part.block("gate")) if part.has("gate") else None
+    up, down = matrix(part.block("up")), matrix(part.block("down"))
+    biases = (kept(_offset(part, name)) for name in ("gate_bias", "up_bias"))
+    return _native.FfnShape(gate, up, down, ffn.activation, *biases)
+
+
+def picked_shape(part: Part, ffn: Ffn) -> _native.FfnShape:
+    """An FFN of which only the pages with records lie in a granule (`graph.records`). Its biases were added already."""
+    first = Records.of(part).first
+    moved = {
+        block.name: replace(block, offset=block.offset - first) if block.stride else block for block in part.blocks
+    }
+    gate = matrix(moved["gate"]) if part.has("gate") else None
+    return _native.FfnShape(gate, matrix(moved["up"]), matrix(moved["down"]), ffn.activation, 0, 0)
 
 
 def qkv_shape(part: Part, a: Attention, norm: Norm) -> _native.QkvShape:

@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from penstock.graph.ops import Copy, Experts, KvMove
+from penstock.graph.ops import Copy, Experts, KvMove, Operands, Pick
 from penstock.graph.tasks import Call, Task, link_lane
 from penstock.spec.format import Kinds, Share
 from penstock.spec.machine import KV_IN_FLIGHT, Figure, MachineSpec, Rate
+from penstock.spec.parts import PAGE_BYTES
 from penstock.spec.places import CPU, DISK, Lane, is_disk, reads_disk
+from penstock.units import MIB
 
+_MOST_HOLE_BYTES = MIB
 _LEAST_S_PER_BYTE = 1e-15  # a speed is finite even if bytes cost nothing
 
 _NO_TIME_S = 1e-300
@@ -84,9 +87,17 @@ class Cost:
     def call_parts_s(self, lane: Lane, call: Call) -> tuple[float, float]:
         """(fixed seconds of a call, with those of preparing it; seconds of its bytes or flops)."""
         rate = self._rate(lane, call)
-        begins = _kv_begins(lane, call.operands) if isinstance(call.operands, KvMove) else 1
+        begins = _begins(lane, call.operands)
         fixed_s = begins * rate.alpha_s + self._overhead(lane)[1]
         return fixed_s, max(call.bytes * rate.s_per_byte, call.flops * rate.s_per_flop)
+
+    def hole_bytes(self, lane: Lane, fmt: str) -> int:
+        """Between two reads of records that are in flight with others: so many bytes are read in the time that another
+        read takes to begin, in whole pages."""
+        rate, load = (self._line((lane, op, fmt, 1)) for op in ("pick", "load"))
+        # No disk reads here and there faster than in a row, whatever a fit of small reads says.
+        nbytes = rate.alpha_s / KV_IN_FLIGHT / max(rate.s_per_byte, load.s_per_byte, _LEAST_S_PER_BYTE)
+        return int(min(nbytes, _MOST_HOLE_BYTES)) // PAGE_BYTES * PAGE_BYTES
 
     def bytes_per_s(self, lane: Lane, op: str, fmt: str) -> float:
         """The speed of large calls of an op in bytes per second, if no other lane is busy."""
@@ -126,7 +137,7 @@ class Cost:
     def _terms(self, lane: Lane, call: Call) -> tuple[_Line, float, float, float]:
         """(a call's line, its seconds to begin, its seconds by bytes, its seconds by flops)."""
         rate = self._rate(lane, call)
-        begins = _kv_begins(lane, call.operands) if isinstance(call.operands, KvMove) else 1
+        begins = _begins(lane, call.operands)
         return rate, begins * rate.alpha_s, call.bytes * rate.s_per_byte, call.flops * rate.s_per_flop
 
     def _overhead(self, lane: Lane) -> Overheads:
@@ -156,10 +167,16 @@ class Cost:
         return line
 
 
-def _kv_begins(lane: Lane, move: KvMove) -> int:
-    """How often a KV move waits for alpha_s. It moves a range for each sequence, and each range has an alpha_s of its
-    own. On a disk the KV_IN_FLIGHT ranges that are in flight together share one."""
-    return -(-move.ranges // (KV_IN_FLIGHT if is_disk(lane) else 1))
+def _begins(lane: Lane, operands: Operands) -> int:
+    """How often a call waits for alpha_s: once, but for moves of several ranges. Each range of KV, and each run of
+    records, has an alpha_s of its own. On a disk the KV_IN_FLIGHT ranges that are in flight together share one."""
+    if isinstance(operands, KvMove):
+        ranges = operands.ranges
+    elif isinstance(operands, Pick):
+        ranges = len(operands.runs)
+    else:
+        return 1
+    return -(-ranges // (KV_IN_FLIGHT if is_disk(lane) else 1))
 
 
 def _rows(call: Call) -> int:

@@ -32,6 +32,7 @@ ARENAS = {
     "weights": "weights that stay",
     "ring": "ring that weights stream through",
     "cache": "caches for experts",
+    "asked": "records of neurons that fire",
     "kv": "KV cache",
     "window": "KV on its way",
     "act": "activations, logits",

@@ -144,7 +144,7 @@ def predict(
         cold_s = simulator.now_s - start_s
     replay.warm(lowering, step, CACHE_PASSES)
     decoding = _repeated(lowering, step, replay)
-    least = _WARM_PASSES + (_ANSWERED_PASSES if plan.caches else _STEADY_PASSES)
+    least = _WARM_PASSES + (_ANSWERED_PASSES if plan.asks else _STEADY_PASSES)
     streamed, use = 0.0, _Use(plan)
     while len(gaps) < least or (tasks_seen < _MOST_TASKS and len(gaps) < most_passes):
         if len(gaps) == _WARM_PASSES:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from penstock.graph.lower import Lowering
-from penstock.graph.ops import Route
+from penstock.graph.ops import Fire, Route
 from penstock.graph.tasks import Call, Pass
 from penstock.spec.answers import Answers
 from penstock.spec.model import ModelSpec, Routed
+from penstock.spec.parts import GRANULE_ROWS
 from penstock.spec.plan import Plan
 from penstock.spec.profile import Profile
 
@@ -26,24 +29,29 @@ SKEW = -0.5
 # A stated trace has 160 tokens, which is more than a prediction asks for, and 8 different layers, after which the
 # layers repeat. Models with many experts have fewer different layers, so that at most 2^19 numbers are drawn.
 _TOKENS, _LAYERS, _DRAWS = 160, 8, 1 << 19
+_TOKENS_DRAWN = 16  # different tokens of which it is drawn who fires
 
 Token = tuple[int, ...]  # the experts that a token goes to, ascending
 
 
 @dataclass(frozen=True)
 class RouterTrace:
-    """What routers say. `layers`: for each layer, the tokens in the order in which they came; none for dense layers.
-    `source`: where the trace is from. `guesses`: for each layer, what its router says to the input of the FFN before,
-    for the same tokens, the likeliest expert first; none where nobody has asked it."""
+    """What routers say, and who fires. `layers`: for each layer, the tokens in the order in which they came; none for
+    dense layers. `source`: where the trace is from. `guesses`: for each layer, what its router says to the input of the
+    FFN before, for the same tokens, the likeliest expert first; none where nobody has asked it. `fires`: for each
+    layer, of the neuron at each place in the packed model the share of tokens in which it fires; none where that is not
+    known."""
 
     layers: tuple[tuple[Token, ...], ...]
     source: str
     guesses: tuple[tuple[Token, ...], ...] = ()
+    fires: tuple[tuple[float, ...], ...] = ()
 
     def of_layers(self, layers: Sequence[int]) -> RouterTrace:
         """The trace of these layers alone."""
         guesses = tuple(self.guesses[i] for i in layers) if self.guesses else ()
-        return replace(self, layers=tuple(self.layers[i] for i in layers), guesses=guesses)
+        fires = tuple(self.fires[i] for i in layers) if self.fires else ()
+        return replace(self, layers=tuple(self.layers[i] for i in layers), guesses=guesses, fires=fires)
 
 
 def replayed(answers: Answers, where: str) -> RouterTrace:
@@ -61,13 +69,25 @@ def recorded(profile: Profile, spec: ModelSpec) -> RouterTrace:
     )  # fmt: skip
 
 
+def firing(profile: Profile, orders: Mapping[int, Sequence[int]]) -> RouterTrace:
+    """Who fires by a model's profile. `orders`: of the layers' neurons (`spec.order`); of a layer without one, the
+    checkpoint's."""
+    fires = []
+    for each in profile.neurons:
+        counts = each.counted()
+        fires.append(tuple(counts[n] / profile.tokens for n in orders.get(each.layer, range(len(counts)))))
+    return RouterTrace(((),) * len(fires), profile.source, fires=tuple(fires))
+
+
 class Replay:
-    """Answers the routers of a plan out of a trace. After its last token the trace begins again. `trace`: None:
-    `stated`."""
+    """Answers the routers of a plan out of a trace, and says who fires by its rates. After its last token the trace
+    begins again. `trace`: None: `stated`."""
 
     def __init__(self, plan: Plan, trace: RouterTrace | None = None) -> None:
         spec = plan.target.spec
         self._plan = plan
+        self._fires = trace.fires if trace is not None else ()
+        self._tokens: Counter[tuple[int, int]] = Counter()  # (unit, batch) → rows that were drawn
         trace = (trace or stated(spec)) if spec.is_routed else RouterTrace((), "")
         self._layers, self._guesses = trace.layers, trace.guesses
         self._at = [0] * len(self._layers)
@@ -76,10 +96,26 @@ class Replay:
         """The experts of each row of a router's call. A guess is about the tokens that the layer is asked about
         next."""
         route = call.operands
+        if isinstance(route, Fire):
+            return self._drawn(call, route)
         assert isinstance(route, Route) and call.batch is not None
         if route.guesses:
             return self._guess(route.layer, call.batch.total_rows, route.guesses)
         return self._next(route.layer, call.batch.total_rows)
+
+    def _drawn(self, call: Call, fire: Fire) -> list[Token]:
+        """Who fires among a unit's neurons, in each row. Rows are independent of each other, and after _TOKENS_DRAWN of
+        them the same ones come again. Where no rates are known, all fire."""
+        unit, batch = self._plan.units[call.unit], call.batch
+        assert batch is not None
+        lo, hi = self._plan.unit_rows(unit)
+        if not self._fires:
+            return [tuple(range(lo, hi))] * batch.total_rows
+        first = self._tokens[call.unit, batch.id]
+        self._tokens[call.unit, batch.id] += batch.total_rows
+        rates = self._fires[fire.layer]
+        rows = (_live(rates, (first + 7 * batch.id + i) % _TOKENS_DRAWN) for i in range(batch.total_rows))
+        return [row[bisect_left(row, lo) : bisect_left(row, hi)] for row in rows]
 
     def warm(self, lowering: Lowering, p: Pass, passes: int) -> None:
         """Fills the caches as if `passes` passes like `p` had come before."""
@@ -98,6 +134,23 @@ class Replay:
         first = self._at[layer]
         self._at[layer] = (first + rows) % len(tokens)
         return [tokens[(first + i) % len(tokens)] for i in range(rows)]
+
+
+@lru_cache(maxsize=1024)
+def _live(rates: tuple[float, ...], seed: int) -> Token:
+    """The places that fire for one token, in rising order, each by its rate and for itself."""
+    draw, live = random.Random(seed), []
+    for begin in range(0, len(rates), GRANULE_ROWS):
+        some = rates[begin : begin + GRANULE_ROWS]
+        most, i = max(some), -1
+        # Draws among those of the highest rate, of which each stays by its own: as many draws as fire at most.
+        while most > 0:
+            i += 1 if most >= 1 else 1 + int(math.log(1 - draw.random()) / math.log(1 - most))
+            if i >= len(some):
+                break
+            if draw.random() * most < some[i]:
+                live.append(begin + i)
+    return tuple(live)
 
 
 def stated(spec: ModelSpec) -> RouterTrace:

@@ -129,7 +129,7 @@ def _choose(plan: Plan) -> list[_LayerRun] | None:
         return None  # short plans might miss the layers that lie on one of the disks
     if isinstance(plan.target.weights, Mixed):
         return None  # layers differ in their bytes
-    if plan.predictors and plan.sparsity != "predict":
+    if (plan.predictors and plan.sparsity != "predict") or any(unit.asked for unit in plan.units):
         return None  # layers differ in how many of their neurons are active
     spans = sorted({home.layers for home in plan.kv})
     if any(act.layers != (0, count) for act in plan.acts):
@@ -225,13 +225,14 @@ def _progressions(count: int, wanted: int) -> Iterator[range]:
 
 def streamed(plan: Plan, from_disk: bool = False, purpose: str = "decode") -> dict[int, int]:
     """Layer → bytes of weights that a pass streams. The key -1 is of parts outside the layers. `from_disk`: only bytes
-    that come from disks. `purpose`: "decode" or "prefill". In decode, experts with a cache are left out."""
+    that come from disks. `purpose`: "decode" or "prefill". In decode, experts with a cache and units that are asked for
+    are left out."""
     parts, tied = plan.parts, plan.target.spec.tied
     cached = {f"{cache.layer}.experts" for cache in plan.caches}
     layer_bytes = dict.fromkeys(range(-1, len(plan.target.spec.layers)), 0)
     for unit in plan.units:
-        if purpose == "decode" and unit.part in cached:
-            continue  # routers decide which of them are loaded
+        if purpose == "decode" and (unit.asked or unit.part in cached):
+            continue  # answers decide what of them is loaded
         away = is_disk(unit.home) if from_disk else unit.home != unit.executor(purpose)
         if away and (unit.part != "embed" or tied):  # as `Layout.streams` has it
             part = parts[unit.part]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from penstock.graph import ops
 from penstock.graph.arenas import Layout
 from penstock.graph.batch import Batch
+from penstock.graph.records import Records
 from penstock.graph.tasks import Call, Slot, Task
 from penstock.kernels import rope
 from penstock.kernels.reference import attention, dense, experts
@@ -18,10 +19,11 @@ from penstock.kernels.reference.cache import KvPool
 from penstock.kernels.reference.matrix import Scratch
 from penstock.runtime.arena import Arenas
 from penstock.runtime.batch_tables import positions
+from penstock.runtime.bind_asked import fire, whole
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskLoad, DiskReader, poison
 from penstock.spec.model import Routed
-from penstock.spec.parts import Part, norm_before
+from penstock.spec.parts import GRANULE_ROWS, Part, norm_before
 from penstock.spec.places import is_disk
 from penstock.spec.plan import Plan
 
@@ -80,9 +82,11 @@ class Binding:
     def start(self, task: Task) -> DiskLoad | None:
         """Begins a load, which a disk does by itself. Returns None for any other task: `run` does it."""
         first = task.calls[0]
-        if len(task.calls) != 1 or not isinstance(first.operands, ops.Load) or first.unit < 0:
+        if len(task.calls) != 1 or first.unit < 0:
             return None
-        return self._begin_load(first, first.operands)
+        if isinstance(first.operands, ops.Pick):
+            return self._begin_pick(first, first.operands)
+        return self._begin_load(first, first.operands) if isinstance(first.operands, ops.Load) else None
 
     def begin(self) -> None:
         """A pass starts: rotations of earlier positions are forgotten."""
@@ -171,11 +175,31 @@ class Binding:
         unit, t = self._plan.units[call.unit], _batch(call).total_rows
         part, shape = self._parts[unit.part], self._spec.layers[op.layer].ffns[-1]  # dense, or the shared expert
         flags = op.starts_sum, op.continues_four, op.leaves_four
+        granules = self._picked(call, op) if op.values else self._granules(op.weights, part)
         dense.ffn(
-            self._granules(op.weights, part), part, unit.lo, shape, self._rows(op.h, t),
+            granules, part, unit.lo, shape, self._rows(op.h, t),
             dense.FfnSum(self._rows(op.partial, t), self._rows(op.pending, t), *flags),
             self._scratch(op.scratch), self._active(op.active[0], t) if op.active else None, op.level,
         )  # fmt: skip
+
+    def _fire(self, call: Call, op: ops.Fire) -> None:
+        unit, t = self._plan.units[call.unit], _batch(call).total_rows
+        part, count = self._parts[unit.part], unit.hi - unit.lo
+        fire(
+            self._arenas.view(op.weights).reshape(count, -1), part, self._spec.layers[op.layer].ffns[-1],
+            self._rows(op.h, t), self._values(op.values, t), self._scratch(op.scratch),
+        )  # fmt: skip
+
+    def _picked(self, call: Call, op: ops.Ffn) -> NDArray[np.uint8]:
+        """The granules of a unit that was asked for, uint8 [granules, granule_bytes], with the records that fire."""
+        unit, kept = self._plan.units[call.unit], self._arenas.view(self._layout.kept[call.unit])
+        part, count = self._parts[unit.part], unit.hi - unit.lo
+        fires = (self._values(op.values[0], _batch(call).total_rows) != 0).any(axis=1)
+        return whole(kept.reshape(count, -1), self._arenas.view(op.weights).reshape(count, -1), fires, part)
+
+    def _values(self, slot: Slot, t: int) -> Float32:
+        """What neurons' activations are, float32 [granules, T, neurons of a granule]."""
+        return self._arenas.view(slot).view(np.float32).reshape(-1, t, GRANULE_ROWS)
 
     def _predict(self, call: Call, op: ops.Predict) -> None:
         t, part = _batch(call).total_rows, self._predictors[op.layer]
@@ -228,6 +252,17 @@ class Binding:
         if self._poisoned:
             poison(self._arenas.view(target))
         return self._disk.start(unit.part, op.lo, op.hi, self._arenas.address(target), unit.home)
+
+    def _pick(self, call: Call, op: ops.Pick) -> None:
+        if (load := self._begin_pick(call, op)) is not None:
+            load.wait()
+
+    def _begin_pick(self, call: Call, op: ops.Pick) -> DiskLoad | None:
+        unit, address = self._plan.units[call.unit], self._arenas.address(op.target)
+        if self._poisoned:
+            poison(self._arenas.view(op.target))
+        records = Records.of(self._parts[unit.part])
+        return self._disk.pick(unit.part, [(lo, hi, address + records.place((lo, hi), unit.lo)) for lo, hi in op.runs])
 
     def _copy(self, call: Call, op: ops.Copy) -> None:
         self._move(op.source, op.target)
@@ -325,8 +360,12 @@ class Binding:
 
     def answer(self, call: Call) -> list[list[int]]:
         """The answer of a router's call, which is done: the experts of each row, in rising order. Of a guess only so
-        many as were asked for, the likeliest first."""
+        many as were asked for, the likeliest first. Of a call that tells who fires: the places of those neurons."""
         op = call.operands
+        if isinstance(op, ops.Fire):
+            first = self._plan.units[call.unit].lo * GRANULE_ROWS
+            rows = self._values(op.values, _batch(call).total_rows).swapaxes(0, 1).reshape(_batch(call).total_rows, -1)
+            return [(first + np.flatnonzero(row)).tolist() for row in rows]
         assert isinstance(op, ops.Route)
         ids = self._chosen(op, _batch(call).total_rows)
         if op.guesses:

@@ -16,6 +16,7 @@ import numpy as np
 from penstock import _native
 from penstock.graph import ops
 from penstock.graph.batch import Batch
+from penstock.graph.records import Records
 from penstock.graph.tasks import Call, Task
 from penstock.kernels import cpu
 from penstock.runtime.arena import Arenas
@@ -85,6 +86,12 @@ class NativeBinding(Binding):
             for part in self._parts.values()
             if part.kind in FFNS
         }
+        # Of parts with units that are asked for: the shape of what stays in RAM, and of the pages with records.
+        asked = {unit.part: layers[self._parts[unit.part].layer].ffns[-1] for unit in plan.units if unit.asked}
+        self._asked_shapes = {
+            key: (cpu.kept_shape(self._parts[key], ffn), cpu.picked_shape(self._parts[key], ffn))
+            for key, ffn in asked.items()
+        }
         self._qkv_shapes = [
             cpu.qkv_shape(self._parts[f"{i}.attn"], layer.attention, spec.norm) for i, layer in enumerate(layers)
         ]
@@ -95,7 +102,7 @@ class NativeBinding(Binding):
         self._tables_of: dict[Batch, BatchTables] = {}  # of calls that run alone, for this pass
         self._shared: dict[tuple[object, ...], BatchTables] = {}  # of programs, by the batch's shape
         self._moved: set[int] = set()  # ids of the shared tables that hold the positions of this pass
-        self._most_bound = _KEPT * (4 * len(layers) if plan.caches else 1)
+        self._most_bound = _KEPT * (4 * len(layers) if plan.asks else 1)
         self._bound: dict[int, _Bound] = {}  # by `Task.like`
         self._fired = np.zeros((0, 0), np.uint8)  # who fires in the layer at hand, if somebody asks
         # Programs of one call for experts that were asked for, by all its operands but these experts.
@@ -104,9 +111,9 @@ class NativeBinding(Binding):
         edges = self._parts["edges"]
         natively: dict[str, Callable[[Target, Call, Any, BatchTables], None]] = {
             "gather": self._gather_on, "norm": self._norm_on, "qkv": self._qkv_on, "attend": self._attend_on,
-            "out": self._out_on, "ffn": self._ffn_on, "route": self._route_on, "experts": self._experts_on,
-            "combine": self._combine_on, "gate": self._gate_on, "predict": self._predict_on,
-            "merge": self._merge_on, "head": self._head_on,
+            "out": self._out_on, "ffn": self._ffn_on, "fire": self._fire_on, "route": self._route_on,
+            "experts": self._experts_on, "combine": self._combine_on, "gate": self._gate_on,
+            "predict": self._predict_on, "merge": self._merge_on, "head": self._head_on,
         }  # fmt: skip
         if not edges.has("project_in") and not spec.position_rows:
             natively["embed"] = self._embed_on
@@ -343,13 +350,29 @@ class NativeBinding(Binding):
     def _ffn_on(self, on: Target, call: Call, op: ops.Ffn, tables: BatchTables) -> None:
         unit, at, t = self._plan.units[call.unit], self._arenas.address, _batch(call).total_rows
         active, columns = (at(op.active[0]), op.active[0].nbytes // t) if op.active else (0, 0)
+        part = self._parts[unit.part]
+        stride, shape = part.granule_bytes, self._ffn_shapes[unit.part]
+        values = 0
+        if op.values:
+            values, stride = at(op.values[0]), Records.of(part).page_bytes
+            shape = self._asked_shapes[unit.part][1]
         on.ffn(
-            weights=at(op.weights), count=unit.hi - unit.lo, stride=self._parts[unit.part].granule_bytes,
-            shape=self._ffn_shapes[unit.part], h=at(op.h), t=t, partial=at(op.partial),
-            pending=at(op.pending), granule=unit.lo, starts_sum=op.starts_sum, continues_four=op.continues_four,
-            leaves_four=op.leaves_four, skips=op.skips, fired=self._fired_at(call), fired_stride=self._fired.shape[1],
-            active=active, active_stride=columns, level=op.level, exact=self._exact[unit.part, "ffn"],
-            scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
+            weights=at(op.weights), count=unit.hi - unit.lo, stride=stride, shape=shape, h=at(op.h),
+            t=t, partial=at(op.partial), pending=at(op.pending), granule=unit.lo,
+            starts_sum=op.starts_sum, continues_four=op.continues_four, leaves_four=op.leaves_four, skips=op.skips,
+            fired=self._fired_at(call), fired_stride=self._fired.shape[1], exact=self._exact[unit.part, "ffn"],
+            scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes, active=active, active_stride=columns,
+            level=op.level, values=values,
+        )  # fmt: skip
+
+    def _fire_on(self, on: Target, call: Call, op: ops.Fire, tables: BatchTables) -> None:
+        unit, at = self._plan.units[call.unit], self._arenas.address
+        part = self._parts[unit.part]
+        on.fire(
+            weights=at(op.weights), count=unit.hi - unit.lo, stride=Records.of(part).kept_bytes,
+            shape=self._asked_shapes[unit.part][0], h=at(op.h), t=_batch(call).total_rows,
+            values=at(op.values), exact=self._exact[unit.part, "ffn"], scratch=at(op.scratch),
+            scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
 
     def _predict_on(self, on: Target, call: Call, op: ops.Predict, tables: BatchTables) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from penstock import _native
 from penstock.errors import DamagedModel, PenstockError, StorageFailed
+from penstock.spec.machine import KV_IN_FLIGHT, USUAL_READS
 from penstock.spec.places import Lane, Tier, disk_of
 from penstock.store.packed import Packed, damaged_granule
 
@@ -105,6 +106,7 @@ class DiskReader:
         self._first_granules = packed.first_granules
         self._fds: dict[Path, tuple[int, bool]] = {}
         self._readers: dict[Tier, _native.Reader] = {}
+        self._pickers: dict[Tier, _native.Reader] = {}  # of many small reads, made when they are first wanted
         self._closed: dict[Lane, int] = {}  # bytes that readers had read when they were closed
         for path in packed.files:
             try:
@@ -126,7 +128,10 @@ class DiskReader:
     @property
     def bytes_by_disk(self) -> dict[Lane, int]:
         """Bytes read from each disk so far, by the lane of its reads. Still valid after `close`."""
-        return self._closed or {disk_of(tier).reads: reader.bytes_read for tier, reader in self._readers.items()}
+        picked = {tier: reader.bytes_read for tier, reader in self._pickers.items()}
+        return self._closed or {
+            disk_of(tier).reads: reader.bytes_read + picked.get(tier, 0) for tier, reader in self._readers.items()
+        }
 
     def start(self, part: str, lo: int, hi: int, address: int, disk: Tier | None = None) -> DiskLoad:
         """Begins to read granules lo..hi of a part to `address`, which is a multiple of 4096. The load queues behind
@@ -155,12 +160,29 @@ class DiskReader:
         place.settle(read_bytes)
         return read_bytes
 
+    def pick(self, part: str, runs: Sequence[tuple[int, int, int]]) -> DiskLoad | None:
+        """Begins to read runs of a part, as (first byte, end, address): whole pages, in rising order of addresses. Many
+        small reads are in flight at once, past the queue of `start`. They are compared with no checksum: whoever asks
+        has read their granules whole before. Returns None where there are no runs."""
+        if not runs:
+            return None
+        path, offset, _ = self._packed.locate(part, 0, 0)
+        fd, direct = self._fds[path]
+        disk = self._packed.disks[path]
+        reader = self._pickers.get(disk)
+        if reader is None:
+            reader = self._pickers[disk] = new_reader(USUAL_READS.engine, KV_IN_FLIGHT, self._block_bytes)
+        begun = reader.start_runs(fd, [(offset + lo, address, hi - lo) for lo, hi, address in runs])
+        nbytes = sum(hi - lo for lo, hi, _ in runs)
+        return DiskLoad(begun, FileRange(path, fd, direct, part, offset + runs[0][0], nbytes))
+
     def close(self) -> None:
         """Returns when no read is under way any more, and closes the files. Loads that had not begun fail."""
-        for reader in self._readers.values():
+        for reader in (*self._readers.values(), *self._pickers.values()):
             reader.close()
         self._closed = self.bytes_by_disk
         self._readers.clear()
+        self._pickers.clear()
         for fd, _ in self._fds.values():
             os.close(fd)
         self._fds.clear()

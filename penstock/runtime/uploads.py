@@ -1,4 +1,5 @@
-"""Brings the weights that stay in a device's memory there, when a model is loaded: from disk by the stage."""
+"""Brings weights to where they stay, when a model is loaded and reads cannot put them there: to a device's memory by
+the stage, and what stays in RAM of units that are asked for (`graph.records`) by the ring."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from contextlib import suppress
 
 from penstock.errors import PenstockError
 from penstock.graph.arenas import Layout
+from penstock.graph.records import Records
 from penstock.graph.tasks import Slot
 from penstock.runtime.arena import Arenas
 from penstock.runtime.device import Device
 from penstock.runtime.movers import DiskLoad, DiskReader
-from penstock.spec.places import GPU
+from penstock.spec.places import GPU, HOST
 from penstock.spec.plan import Plan
 from penstock.units import MIB
 
@@ -50,6 +52,23 @@ def lift_weights(plan: Plan, layout: Layout, reader: DiskReader, arenas: Arenas,
         for load, _, _ in begun:
             with suppress(PenstockError):
                 load.wait()
+
+
+def keep_asked(plan: Plan, layout: Layout, reader: DiskReader, arenas: Arenas) -> Iterator[int]:
+    """Reads every unit that is asked for, and yields its bytes. So its records were compared with their checksums
+    before single ones are read. Raises StorageFailed, DamagedModel."""
+    for u, slot in layout.kept.items():
+        unit = plan.units[u]
+        part = layout.parts[unit.part]
+        records, kept = Records.of(part), arenas.view(slot).reshape(unit.hi - unit.lo, -1)
+        ring = arenas.whole(f"{HOST}.ring")
+        step = max(1, min(len(ring), _PIECE_BYTES) // part.granule_bytes)
+        for lo in range(unit.lo, unit.hi, step):
+            hi = min(lo + step, unit.hi)
+            yield reader.start(unit.part, lo, hi, ring.ctypes.data).wait()
+            granules = ring[: (hi - lo) * part.granule_bytes].reshape(hi - lo, -1)
+            kept[lo - unit.lo : hi - unit.lo, : records.head] = granules[:, : records.head]
+            kept[lo - unit.lo : hi - unit.lo, records.head :] = granules[:, records.tail :]
 
 
 def _pieces(plan: Plan, layout: Layout) -> Iterator[Piece]:

@@ -133,7 +133,10 @@ def find_shifts(
 ) -> tuple[dict[int, Float32], tuple[Fired, ...]]:
     """The shifts of each layer's neurons, [N] float32, for `store.synth`, and what was measured in each layer. No more
     than a layer's weights are in memory. Raises DoesNotFit, StorageFailed where the system refuses memory, and
-    BadRequest where an FFN's inputs have nothing in common."""
+    BadRequest where an FFN's inputs have nothing in common, or where what is activated does not lie in tiles."""
+    if weights.records:
+        tiles = Format(weights.kind, weights.group, neurons=True).name
+        raise BadRequest(f"weights in {weights.name} are not given rates of firing in this version: take {tiles}")
     shifts: dict[int, Float32] = {}
     maker = RandomWeights(spec, seed, shifts=shifts)
     tokens = np.random.default_rng([seed, 5]).integers(0, min(_BYTES, spec.vocab), (_WINDOWS, _width(spec)), np.int32)

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.errors import BadRequest
 from penstock.planner.firing import Firing, expected, foretold, leveled, measured
-from penstock.planner.routing import RouterTrace, recorded
+from penstock.planner.routing import RouterTrace, firing, recorded
 from penstock.planner.solve import Solved, solve
 from penstock.serve import shapes
 from penstock.spec.ask import Ask
@@ -17,7 +17,7 @@ from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.store import manifest as manifests
 from penstock.store.gguf.header import is_gguf
-from penstock.store.packed import is_packed, part_disks, read_config, read_manifest
+from penstock.store.packed import is_packed, orders_of, part_disks, read_config, read_manifest
 from penstock.store.predictors import kept as kept_predictors
 from penstock.store.profile_file import kept
 
@@ -93,7 +93,11 @@ def firing_of(model: Path, spec: ModelSpec, sparsity: str) -> Firing | None:
 
 
 def routers_of(model: Path, spec: ModelSpec) -> RouterTrace | None:
-    """What the routers of a packed model said to the text of its profile; None where it has no profile. Raises
-    BadRequest and BrokenModel for a profile that is damaged, or of another model."""
-    profile = kept(model, spec) if spec.is_routed and is_packed(model) else None
-    return None if profile is None else recorded(profile, spec)
+    """What the routers of a packed model said to the text of its profile, or how often its neurons fired; None where it
+    has no profile. Raises BadRequest and BrokenModel for a profile that is damaged, or of another model."""
+    profile = kept(model, spec) if (spec.is_routed or spec.fires) and is_packed(model) else None
+    if profile is None:
+        return None
+    if spec.fires:
+        return firing(profile, orders_of(model, read_manifest(model), spec))
+    return recorded(profile, spec)

@@ -35,7 +35,7 @@ from penstock.runtime.kv_file import KvFile
 from penstock.runtime.kv_pages import KvPages
 from penstock.runtime.movers import DiskReader, waited_for
 from penstock.runtime.reread import NOTHING, Read, from_disk, from_ram
-from penstock.runtime.uploads import lift_weights
+from penstock.runtime.uploads import keep_asked, lift_weights
 from penstock.serve.kept import Held
 from penstock.serve.numbering import by_number
 from penstock.serve.traffic import Traffic
@@ -363,7 +363,9 @@ class Session:
         """Loads every unit that stays in memory to its place."""
         layout, units = self.lowering.layout, self.plan.units
         copied = [slot for slots in layout.copied_norms.values() for slot in slots]
-        total = sum(slot.nbytes for slot in (*layout.weights.values(), *layout.predictors.values(), *copied))
+        asked = [units[u] for u in layout.asked]
+        placed = (*layout.weights.values(), *layout.predictors.values(), *copied)
+        total = sum(slot.nbytes for slot in placed) + sum(map(self.plan.unit_bytes, asked))
         done, start_s = 0, time.perf_counter()
         told_s = start_s
         loads = (
@@ -382,7 +384,8 @@ class Session:
             if slot.arena.startswith("host.")
         )
         uploads = lift_weights(self.plan, layout, self.reader, self._arenas, self.device) if self.device else ()
-        for nbytes in chain(waited_for(chain(loads, predictors, copies), _LOADS_AHEAD), uploads):
+        kept = keep_asked(self.plan, layout, self.reader, self._arenas)
+        for nbytes in chain(waited_for(chain(loads, predictors, copies), _LOADS_AHEAD), kept, uploads):
             done += nbytes
             if on_progress and (done == total or time.perf_counter() - told_s > 0.1):
                 told_s = time.perf_counter()

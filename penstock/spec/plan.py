@@ -32,7 +32,9 @@ SPARSITIES = ("off", "exact", "predict", "threshold")
 class Unit:
     """Granules lo..hi of a part, with one home, one executor for decode and one for prefill. `active`: the share of its
     neurons that decoding a full batch is expected to compute (PowerInfer). The others are skipped: wholly where a
-    predictor tells them, else after their activation was computed."""
+    predictor tells them, else after their activation was computed. `asked`: of an FFN unit on a disk that lies neuron
+    by neuron, that what is activated stays in RAM too, and decode passes read the records of those neurons that fire
+    (`graph.asked`)."""
 
     part: str
     lo: int
@@ -41,6 +43,7 @@ class Unit:
     decode: Executor
     prefill: Executor
     active: float = 1.0
+    asked: bool = False
 
     def executor(self, purpose: str) -> Executor:
         """Who computes the unit in passes of this purpose (`graph.tasks.Pass`)."""
@@ -139,6 +142,7 @@ class Plan:
     predictors      at most one for each layer; with `sparsity` predict each has one
     caches          by layer; for each at most one in RAM and, after it, one in a device's memory
     sparsity        one of SPARSITIES
+    hole_bytes      of what is asked for, holes of at most so many bytes are read through
     levels          with `sparsity` threshold: of each layer what counts as zero is below it
     """
 
@@ -165,11 +169,17 @@ class Plan:
     caches: tuple[Cache, ...] = ()
     kv_pages: int = 0
     sparsity: str = "off"
+    hole_bytes: int = 0
     levels: tuple[float, ...] = ()
 
     @property
     def target(self) -> PlanModel:
         return self.models[0]
+
+    @property
+    def asks(self) -> bool:
+        """Whether tasks depend on answers: of routers, or of who fires."""
+        return bool(self.caches) or any(unit.asked for unit in self.units)
 
     @property
     def parts(self) -> Mapping[str, Part]:

@@ -212,16 +212,20 @@ class Packing:
     @contextmanager
     def text_folder(self) -> Iterator[Path]:
         """A folder with the small files: the checkpoint's own, or where a GGUF file stands for them one that is removed
-        again."""
+        again. Errors about it name the file."""
         if self.checkpoint.gguf is None:
             yield self.checkpoint.folder
             return
         with ExitStack() as stack:
             with storage_errors("write", Path(tempfile.gettempdir())):
-                made = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-")))
+                made = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-"))
                 for name, content in self.extras.items():
-                    write_bytes(made / name, content)
-            yield made
+                    write_bytes(Path(made) / name, content)
+            try:
+                yield Path(made)
+            except PenstockError as error:
+                message = error.message.replace(made, str(self.checkpoint.folder))
+                raise type(error)(message, **error.numbers) from None
 
     def filler(self, pool: ThreadPoolExecutor) -> Fill:
         """The `Fill` that `write_packed` wants. Every block of every granule is a job of its own in the pool."""

@@ -211,13 +211,13 @@ def open_packed(folder: Path, verify: bool = True) -> Packed:
     locations = {part.key: Location(names.index(part.file), part.offset, part.nbytes) for part in manifest.parts}
     files = tuple(folder / name for name in names)
     sums = _read_sums(folder / SUMS, manifest) if verify else None
-    orders = _orders(folder, manifest, spec)
+    orders = orders_of(folder, manifest, spec)
     return Packed(
         folder, spec, weights, files, locations, by_key, manifest.total_bytes, find_disks(files), sums, orders
     )
 
 
-def _orders(folder: Path, manifest: Manifest, spec: ModelSpec) -> dict[int, array[int]]:
+def orders_of(folder: Path, manifest: Manifest, spec: ModelSpec) -> dict[int, array[int]]:
     """The order of each layer's neurons. Raises BrokenModel where it is none."""
     if not manifest.orders:
         return {}

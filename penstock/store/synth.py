@@ -32,15 +32,7 @@ from penstock.spec.parts import Block, Part, parts
 from penstock.store.files import read_bytes
 from penstock.store.manifest import CONFIG
 from penstock.store.packed import MAX_CONFIG_BYTES, read_config
-from penstock.store.quantize import (
-    decode,
-    decode_rows,
-    encode,
-    encode_rows,
-    fields,
-    row_view,
-    words,
-)
+from penstock.store.quantize import decode, encode, encode_rows, fields, words
 from penstock.store.random_blocks import fill_blocks
 from penstock.store.writer import SHARD_BYTES, Progress, write_packed
 
@@ -173,11 +165,12 @@ class RandomWeights:
         vector = block.rows == 1 and not block.tiled
         scale = self._scale(block)
         if block.format.in_blocks:
-            std = scale / math.sqrt(part.rows if by_column else block.cols)
+            std = scale / math.sqrt(block.cols * part.rows / part.granule_rows if by_column else block.cols)
             bits, d = np.empty(block.nbytes, np.uint8), np.empty(block.nbytes // 2, np.float16)
             _tile(bits, self._pool("codes", block.format, 0.0), start)
             _tile(d, self._pool("scales", block.format, 1.0), start)
-            fill_blocks(out, block.rows if by_column else rows, block.rows, block.cols, block.format, std, bits, d)
+            filled = block.rows if by_column else block.rows * rows // part.granule_rows
+            fill_blocks(out, filled, block.rows, block.cols, block.format, std, bits, d)
             return
         if not vector and rows == part.granule_rows:
             fan_in = block.cols * part.rows // part.granule_rows if by_column else block.cols
@@ -285,9 +278,6 @@ class RandomWeights:
 
 def _add(granule: Array, block: Block, shifts: Array) -> None:
     """Adds a number to all weights of each of the block's first rows. shifts float32 [rows]."""
-    if block.stride:
-        _add_rows(granule, block, shifts)
-        return
     packed, fmt = granule[block.offset : block.offset + block.nbytes], block.format
     if fmt.is_quantised:  # the same number more in every minimum
         minimums = fields(packed, block.rows, block.cols, fmt)[2]  # [tiles, G, 16]
@@ -298,18 +288,6 @@ def _add(granule: Array, block: Block, shifts: Array) -> None:
     values = decode(packed, block.rows, block.cols, fmt)
     values[: len(shifts)] += shifts[:, np.newaxis]
     encode(values, fmt, out=packed)
-
-
-def _add_rows(granule: Array, block: Block, shifts: Array) -> None:
-    """As `_add`, of a block that lies neuron by neuron."""
-    fmt, rows, groups = block.format, row_view(granule, block)[: len(shifts)], block.format.groups(block.cols)
-    if not fmt.is_quantised:
-        encode_rows(decode_rows(granule, block)[: len(shifts)] + shifts[:, np.newaxis], block, granule)
-        return
-    begin = fmt.codes_bytes(block.cols) + 2 * groups
-    minimums = np.ascontiguousarray(rows[:, begin : begin + 2 * groups]).view(np.float16)
-    moved = (minimums + shifts[:, np.newaxis]).astype(np.float16)
-    rows[:, begin : begin + 2 * groups] = moved.view(np.uint8)
 
 
 def _tile(out: Array, pool: Array, start: int) -> None:

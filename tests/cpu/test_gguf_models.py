@@ -403,6 +403,23 @@ def test_a_vocabulary_alone_is_no_model(tmp_path: Path, capsys: pytest.CaptureFi
     assert ran.code == 2 and "it holds a vocabulary alone, or no model" in ran.report["error"]["message"]
 
 
+def test_text_files_are_tried_before_packing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is wrong with them is said of the file, and nothing is packed."""
+    words = gguf_models.tokenizer_metadata(TALE, "gpt-2")
+    bare, bad = {"tokenizer.ggml.model": "none"}, {"tokenizer.chat_template": "{% if %}"}
+    gguf_models.convert(TALE, tmp_path / "bare.gguf", lambda _: Kind.F16, words | bare)
+    gguf_models.convert(TALE, tmp_path / "bad.gguf", lambda _: Kind.F16, words | bad)
+    cache = machine_cache(tmp_path / "cache")
+    ran = here(capsys, "run", tmp_path / "bare.gguf", "hi", "--json", "--cache", cache)
+    said = ran.report["error"]["message"]
+    assert ran.code == 2 and said.startswith(f"{tmp_path / 'bare.gguf'} has no tokenizer.json")
+    assert not list((cache / MODELS).glob("*"))
+    packed = here(capsys, "pack", tmp_path / "bad.gguf", tmp_path / "packed", "--json")
+    said = packed.report["error"]["message"]
+    assert packed.code == 2 and "chat template 'default' cannot be parsed" in said
+    assert not (tmp_path / "packed").exists()
+
+
 def test_gemma_of_46_layers_scales_queries_by_its_width() -> None:
     """The largest Gemma 2: a head has 128, and hidden_size / heads is 144."""
     from penstock.models.gguf import config_from_gguf

@@ -19,13 +19,13 @@ from penstock.kernels import cpu
 from penstock.kernels.reference import dense
 from penstock.kernels.reference.matrix import Scratch
 from penstock.planner.firing import measured
-from penstock.serve import profiling
+from penstock.serve import firing_rates, profiling
 from penstock.spec.format import parse_format
 from penstock.spec.model import Ffn
 from penstock.spec.parts import SUM_GRANULES, Part, _ffn_part
 from penstock.spec.profile import dumps
 from penstock.store.pack import pack
-from penstock.store.packed import open_packed
+from penstock.store.packed import open_packed, read_config
 from penstock.store.profile_file import FILE, keep
 from penstock.store.quantize import decode, decode_rows, encode, encode_rows
 from penstock.store.synth import synth
@@ -87,7 +87,7 @@ def run(
             continues_four=lo % SUM_GRANULES != 0, leaves_four=hi % SUM_GRANULES != 0 and hi < part.granules,
             skips=skips, fired=fired.ctypes.data, fired_stride=fired.shape[1],
             level=level, active=0 if active is None else active.ctypes.data,
-            active_stride=0 if active is None else active.shape[1], exact=True,
+            active_stride=0 if active is None else active.shape[1], exact=True, values=0,
             scratch=scratch.ctypes.data, scratch_bytes=scratch.nbytes,
         )  # fmt: skip
     return partial, fired
@@ -333,6 +333,10 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     (tmp_path / "moe.json").write_text(TINY_CONFIGS["qwen2_moe"])
     with pytest.raises(BadRequest, match="only dense FFNs"):
         synth(tmp_path / "moe.json", tmp_path / "moe", parse_format("int4-neurons"))
+    (tmp_path / "opt.json").write_text(TINY_CONFIGS["opt"])
+    spec = read_config(tmp_path / "opt.json")[1]
+    with pytest.raises(BadRequest, match="not given rates"):
+        firing_rates.find_shifts(spec, parse_format("int4-records"), 0, firing_rates.parse_rates("zipf:1", spec))
     plain = make_model(tmp_path, "llama", "float32")
     with pytest.raises(BadRequest, match="no ReLU"):
         load(plain, context=64, sparsity="exact")

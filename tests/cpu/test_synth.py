@@ -12,10 +12,12 @@ import tokenizers
 from penstock.errors import BadRequest, StorageFailed
 from penstock.graph import passes
 from penstock.graph.tasks import Call
+from penstock.kernels.reference.blocks import widen_blocks
 from penstock.models import sources
 from penstock.serve.session import Session
 from penstock.serve.shapes import find
-from penstock.spec.format import Format, parse_format
+from penstock.spec.blocks import BLOCKS
+from penstock.spec.format import Format, parse_format, tiles
 from penstock.spec.parts import parts
 from penstock.store import writer
 from penstock.store.pack import verify
@@ -71,6 +73,31 @@ def test_synth_makes_a_model_of_the_shape(tmp_path: Path, config: dict[str, Any]
         else:
             is_random(values[:rows], block.cols**-0.5)
             assert not values[rows:].any()
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_synth_in_formats_of_gguf_files(tmp_path: Path, kind: str) -> None:
+    """Random numbers of the right size, zeros where rows are padding, and finite ones for `verify`."""
+    shape = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **shape, "intermediate_size": 352}))
+    packed = open_packed(synth(tmp_path / "config.json", tmp_path / "dst", parse_format(kind)))
+    assert packed.weights == parse_format(kind)
+    verify(tmp_path / "dst")
+    data = {file: file.read_bytes() for file in packed.files}
+    for key, part in packed.parts.items():
+        for block in part.blocks:
+            if not block.format.in_blocks:
+                continue
+            file, offset, _ = packed.locate(key, part.granules - 1, part.granules)
+            begin, rows = offset + block.offset, part.rows_of(part.granules - 1, part.granules)
+            raw = np.frombuffer(data[file][begin : begin + block.nbytes], np.uint8)
+            values = widen_blocks(raw.reshape(tiles(block.rows), -1), block.cols, kind)
+            if block.name in ("gate", "up", "rows"):
+                assert not values[rows:].any()
+                values = values[:rows]
+            fan_in = part.rows if block.name == "down" else 256
+            assert values.std() == pytest.approx(fan_in**-0.5, rel=0.7 if kind == "mxfp4" else 0.3)
+            assert abs(values.mean()) < 0.4 * values.std()
 
 
 def test_synth_repeats_itself_and_seeds_differ(tmp_path: Path) -> None:

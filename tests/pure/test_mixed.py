@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import BadRequest
+from penstock.graph.check_plan import check_plan
 from penstock.graph.lower import Lowering
 from penstock.graph.passes import decode
 from penstock.graph.resident import resident_plan
@@ -138,6 +139,10 @@ def test_what_no_matrix_can_have_is_refused_by_name() -> None:
     mixed = mixture({**table(), "1.attn.k": FLOAT32})
     with pytest.raises(BadRequest, match=r"1\.attn has q in q4_k, k in float32, v in q4_k"):
         parts(SPEC, mixed)
+    plan = resident_plan(SPEC, MIXTURE, kv=Format("float16"), context=64)
+    there = replace(plan, units=tuple(replace(unit, decode="gpu0") for unit in plan.units))
+    with pytest.raises(BadRequest, match="a device has no kernels for weights in q4_k_m"):
+        check_plan(there, SPEC, MIXTURE)
     for others in ((), (("b", Q6_K), ("a", Q6_K))):
         with pytest.raises(BadRequest, match="mixture"):
             Mixed("q4_k", 32, label="x", others=others)

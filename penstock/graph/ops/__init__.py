@@ -32,6 +32,7 @@ from penstock.graph.ops.definitions import (
     Experts,
     Fetch,
     Ffn,
+    Fire,
     Gate,
     Gather,
     Head,
@@ -42,6 +43,7 @@ from penstock.graph.ops.definitions import (
     Merge,
     Norm,
     Out,
+    Pick,
     Predict,
     Qkv,
     Route,
@@ -51,19 +53,18 @@ from penstock.graph.ops.operand import Operand, Slot, operands_of
 
 __all__ = [
     "FFN_BLOCKS", "NAMES", "OPS", "OUT_BLOCKS", "PREDICTOR_BLOCKS", "QKV_BLOCKS", "ROUTER_BLOCKS",
-    "VOCAB_BLOCKS", "Attend", "Combine", "Copy", "Embed", "Experts", "Fetch", "Ffn", "Gate", "Gather", "Head", "KvLoad",
-    "KvMove", "KvSave", "LayerOp", "Lift", "Load", "Merge", "Norm", "Op", "Operands", "Out", "Predict", "Qkv", "Route",
-    "Slot", "Sync", "WithUnit", "active_cost", "attend_cost", "block_bytes", "block_weights", "experts_cost",
-    "fired_cost",
-    "matrix_cost", "rows_cost", "slots_of",
+    "VOCAB_BLOCKS", "Attend", "Combine", "Copy", "Embed", "Experts", "Fetch", "Ffn", "Fire", "Gate", "Gather", "Head",
+    "KvLoad", "KvMove", "KvSave", "LayerOp", "Lift", "Load", "Merge", "Norm", "Op", "Operands", "Out", "Pick",
+    "Predict", "Qkv", "Route", "Slot", "Sync", "WithUnit", "active_cost", "attend_cost", "block_bytes",
+    "block_weights", "experts_cost", "fired_cost", "matrix_cost", "rows_cost", "slots_of",
 ]  # fmt: skip
 
-LayerOp = Qkv | Attend | Out | Ffn | Route | Experts | Combine | Gate | Merge
+LayerOp = Qkv | Attend | Out | Ffn | Fire | Route | Experts | Combine | Gate | Merge
 KvMove = KvLoad | KvSave
-WithUnit = Qkv | Out | Ffn | Experts | Head  # they multiply with a unit's weights
+WithUnit = Qkv | Out | Ffn | Fire | Experts | Head  # they multiply with a unit's weights
 Operands = (
-    Gather | Fetch | Embed | Norm | Qkv | Attend | Out | Ffn | Route | Experts | Combine | Gate | Predict | Merge | Head
-    | Copy | Load | Lift | KvLoad | KvSave | Sync
+    Gather | Fetch | Embed | Norm | Qkv | Attend | Out | Ffn | Fire | Route | Experts | Combine | Gate | Predict | Merge
+    | Head | Copy | Load | Pick | Lift | KvLoad | KvSave | Sync
 )  # fmt: skip
 
 

@@ -133,7 +133,8 @@ class Ffn(NamedTuple):
     `starts_sum`: this call is the first addend. `continues_four`: the unit before left the sum of a four of granules
     unfinished, in `pending`. `leaves_four`: this unit does. With `active` (one slot, or none) the activation of neurons
     that are not active is taken to be 0, and so are activations whose magnitude is below `level`. `skips`: what an
-    activation of 0 multiplies may be left out."""
+    activation of 0 multiplies may be left out. With `values` (one slot, or none) the unit is asked for: its activations
+    are there, and `weights` are its pages with records (`graph.asked`)."""
 
     weights: Read
     h: Read
@@ -147,6 +148,18 @@ class Ffn(NamedTuple):
     skips: bool = False
     active: Reads = ()
     level: float = 0.0
+    values: Reads = ()
+
+
+class Fire(NamedTuple):
+    """values float32 [granules, T, 64] = act(gate h), or act(up h), of the unit's neurons. Whose is not 0 fires.
+    `weights`: what of the unit stays in RAM (`graph.asked`)."""
+
+    weights: Read
+    h: Read
+    values: Write
+    scratch: Scratch
+    layer: int
 
 
 class Route(NamedTuple):
@@ -244,6 +257,16 @@ class Load(NamedTuple):
     asked: Afters = ()
 
 
+class Pick(NamedTuple):
+    """Loads the records of the neurons of a unit that fire from its disk to their places among the unit's pages with
+    records. `runs`: bytes lo..hi of the part, in rising order (`graph.asked`). `asked`: the slots of `values` that ask
+    for them. The load comes after them."""
+
+    target: Write
+    runs: tuple[tuple[int, int], ...]
+    asked: Afters
+
+
 class Lift(NamedTuple):
     """Copies a unit from RAM into a device's ring, or an expert into a device's cache. `expert`: its number, -1 for a
     unit. `asked`: as of `Load`."""
@@ -286,7 +309,7 @@ class Sync(NamedTuple):
 # How far an implementation may be from the reference, as a share of the largest number in a row.
 TOLERANCES: dict[type[Any], float] = {
     Gather: 1e-6, Fetch: 1e-6, Embed: SUMS, Norm: SUMS, Qkv: EXPONENTIALS, Attend: EXPONENTIALS, Out: SUMS,
-    Ffn: EXPONENTIALS, Route: EXPONENTIALS, Experts: EXPONENTIALS, Combine: SUMS, Gate: SUMS, Predict: SUMS,
-    Merge: SUMS, Head: SUMS,
-    Copy: BYTES, Load: BYTES, Lift: BYTES, KvLoad: BYTES, KvSave: BYTES, Sync: BYTES,
+    Ffn: EXPONENTIALS, Fire: EXPONENTIALS, Route: EXPONENTIALS, Experts: EXPONENTIALS, Combine: SUMS, Gate: SUMS,
+    Predict: SUMS, Merge: SUMS, Head: SUMS,
+    Copy: BYTES, Load: BYTES, Pick: BYTES, Lift: BYTES, KvLoad: BYTES, KvSave: BYTES, Sync: BYTES,
 }  # fmt: skip

@@ -89,7 +89,7 @@ def _busiest_s(plan: Plan, cost: Cost, wanted: Sequence[_PassSize]) -> list[floa
         kind = kinds.get(unit.part)
         if kind is not None:
             tail = unit.hi == kind[2]  # the last granule may have fewer rows
-            alike = (kind, unit.hi - unit.lo, tail, unit.home, unit.decode, unit.prefill, unit.active)
+            alike = (kind, unit.hi - unit.lo, tail, unit.home, unit.decode, unit.prefill, unit.active, unit.asked)
             if alike not in known:
                 known[alike] = [
                     (into, *each)
@@ -146,7 +146,10 @@ def _unit_s(plan: Plan, unit: Unit, cost: Cost, p: _PassSize) -> Iterator[tuple[
             active = 1.0
         seconds = (cost.least_s(lane, op, fmt, rows, active * read, active * flops) for op, fmt, (read, flops) in calls)
         yield lane, p.batches * sum(seconds)
-    if is_disk(home) and not (p.purpose == "decode" and unit.part in cached):  # at best all wanted experts are cached
+    asks = unit.part in cached or unit.asked
+    if is_disk(home) and not (
+        p.purpose == "decode" and asks
+    ):  # at best all wanted experts are cached, and nobody fires
         reads = disk_of(home).reads
         yield reads, cost.least_s(reads, "load", part.kinds(), 1, nbytes)
     if executor == GPU.executor != home:

@@ -15,6 +15,8 @@ from penstock.graph.arenas import ARENA_ALIGN
 from penstock.planner.homes import kv_layers, weights_bytes
 from penstock.planner.solve import fill
 from penstock.planner.solve.candidate import Candidate
+from penstock.planner.solve.ours.asking import HOT_SHARES, asking, may_ask
+from penstock.planner.solve.ours.asking import reason as asked_reason
 from penstock.planner.solve.ours.filling import caching, partly_in_ram
 from penstock.planner.solve.problem import Problem, too_little
 from penstock.planner.solve.skeleton import Skeleton
@@ -160,6 +162,8 @@ def _fitting(size: Skeleton, rings: list[int]) -> Iterator[list[Candidate]]:
         for guesses in guess_options(problem):
             ahead = f", {guesses} guessed ahead" if guesses else ""
             plans[f"experts in caches{ahead}"] = caching(sized, {}, guesses=guesses)
+        for hot in HOT_SHARES if may_ask(problem) else ():
+            plans[f"neurons that fire from the disk, {hot:.0%} hot"] = asking(sized, hot)
         fitting = {name: plan for name, plan in plans.items() if plan is not None}
         if fitting:
             yield [Candidate(name, plan, _reasons(plan, problem.ask)) for name, plan in fitting.items()]
@@ -183,6 +187,8 @@ def _reasons(plan: Plan, ask: Ask) -> tuple[str, ...]:
                 f"{guesses} experts that a token will want are guessed a layer ahead, and loaded if they are missing:"
                 " that gains time by what routers said"
             )
+    elif any(unit.asked for unit in plan.units):
+        found, read = [asked_reason(plan)], "all neurons"
     else:
         ring, read = plan.ring_bytes.get(HOST, 0), "what streams"
         found = [

@@ -1,0 +1,90 @@
+"""Where the records of an FFN that lies neuron by neuron are in a granule, and what of it stays in RAM where they are
+read only when they are asked for (`Unit.asked`).
+
+    a granule on disk    | gate (or up) in tiles | 64 records | biases |
+    stays in RAM         | pages that hold what is no record, one after the other |
+    read when asked for  |                       | pages that hold records        |
+
+Both are whole pages of a granule, so a page with the end of one and the beginning of the other counts to both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from penstock.spec.parts import PAGE_BYTES, Part
+from penstock.units import round_up
+
+Run = tuple[int, int]  # bytes lo..hi of a part
+
+
+class Records(NamedTuple):
+    """Where the records of a part lie in each of its granules: bytes lo..hi, `stride` for each neuron."""
+
+    lo: int
+    hi: int
+    stride: int
+    granule_bytes: int
+
+    @classmethod
+    def of(cls, part: Part) -> Records:
+        rows = [block for block in part.blocks if block.stride]
+        lo, stride = rows[0].offset, rows[0].stride
+        return cls(lo, lo + rows[0].rows * stride, stride, part.granule_bytes)
+
+    @property
+    def head(self) -> int:
+        """The granule's first bytes, which stay in RAM."""
+        return round_up(self.lo, PAGE_BYTES)
+
+    @property
+    def tail(self) -> int:
+        """Where its last bytes begin, which stay in RAM behind the first ones."""
+        return max(self.head, self.hi // PAGE_BYTES * PAGE_BYTES)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of a granule that stay in RAM."""
+        return self.head + self.granule_bytes - self.tail
+
+    @property
+    def first(self) -> int:
+        """Where the pages with records begin."""
+        return self.lo // PAGE_BYTES * PAGE_BYTES
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a granule's pages with records."""
+        return round_up(self.hi, PAGE_BYTES) - self.first
+
+    def runs(self, neurons: Sequence[int], granule_rows: int, hole_bytes: int) -> tuple[Run, ...]:
+        """The pages with the records of some neurons, in rising order, as runs that lie in one granule each. Holes of
+        at most `hole_bytes` are filled."""
+        found: list[Run] = []
+        at, begin, end = -1, 0, 0
+        for neuron in neurons:
+            granule, i = divmod(neuron, granule_rows)
+            base = granule * self.granule_bytes
+            lo = (base + self.lo + i * self.stride) // PAGE_BYTES * PAGE_BYTES
+            hi = round_up(base + self.lo + (i + 1) * self.stride, PAGE_BYTES)
+            if granule == at and lo - end <= hole_bytes:
+                end = hi
+                continue
+            if end:
+                found.append((begin, end))
+            at, begin, end = granule, lo, hi
+        if end:
+            found.append((begin, end))
+        return tuple(found)
+
+    def place(self, run: Run, lo: int) -> int:
+        """Where a run lies among the pages with records of granules from `lo` on, one after the other."""
+        granule, inside = divmod(run[0], self.granule_bytes)
+        return (granule - lo) * self.page_bytes + inside - self.first
+
+
+def may_be_asked(part: Part) -> bool:
+    """Whether units of this part may be asked for: a record is what a neuron's activation is multiplied with, and no
+    bias belongs to it."""
+    return part.by_neurons and not part.blocks[0].stride and not (part.has("gate") and part.has("up_bias"))

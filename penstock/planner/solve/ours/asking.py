@@ -1,0 +1,76 @@
+"""Plans that read of FFNs the records of neurons that fire: PowerInfer's placement, with a disk where that has RAM.
+
+Of each FFN the first granules stay whole, which are the hottest where a packed model is ordered (`pack --profile`). Of
+the others the matrix that is activated stays, and a token reads the records of those that fire. RAM that is left holds
+the same share of everything else, and the rest of that streams.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.graph.arenas import with_arenas
+from penstock.graph.asked import MOST_ROWS
+from penstock.graph.records import may_be_asked
+from penstock.planner.solve.fill import Resident, share_out
+from penstock.planner.solve.problem import Problem
+from penstock.planner.solve.skeleton import Skeleton
+from penstock.spec.parts import PINNED
+from penstock.spec.places import DISK, HOST, is_disk
+from penstock.spec.plan import Plan
+
+# The shares of granules that stay whole which are tried. A neuron's record is worth its room if it fires in some 7 % of
+# the tokens (docs/LOG.md), and of models like OPT's these are the hottest 7 %.
+HOT_SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)
+
+
+def may_ask(problem: Problem) -> bool:
+    """Whether such plans make sense: who fires is known by a profile, and few rows fire few neurons."""
+    known = problem.trace is not None and any(problem.trace.fires)
+    parts = problem.of_kind("ffn")
+    return (
+        known
+        and problem.sparsity == "exact"
+        and problem.may_stay is None
+        and problem.ask.batch <= MOST_ROWS
+        and all(may_be_asked(part) for part in parts)
+    )
+
+
+def asking(skeleton: Skeleton, hot: float) -> Plan | None:
+    """The plan in which a share `hot` of each FFN's granules stays whole. None if it does not fit."""
+    problem = skeleton.problem
+    stays: Resident = {part.key: int(part.granules * hot) for part in problem.of_kind("ffn")}
+    spare = problem.spare_bytes(_asked(skeleton.plan({}, stays), problem), HOST)
+    if spare is None or skeleton.order != "overlapped":
+        return None
+    ffns = set(stays)
+    embed, rest = problem.parts["embed"], [p for p in problem.parts.values() if p.kind not in PINNED]
+    if problem.spec.tied and embed.nbytes <= spare:
+        stays["embed"], spare = embed.granules, spare - embed.nbytes
+    shared = [part for part in rest if part.key not in ffns and part.key not in (*stays, problem.gathered)]
+    stays |= share_out(shared, spare)
+    left = spare - problem.bytes_of({part.key: stays[part.key] for part in shared})
+    if problem.gathered and problem.parts[problem.gathered].nbytes <= left:
+        stays[problem.gathered] = problem.parts[problem.gathered].granules
+    plan = _asked(skeleton.plan({}, stays), problem)
+    return plan if problem.fits(plan, HOST) else None
+
+
+def reason(plan: Plan) -> str:
+    """A sentence about what stays of FFNs."""
+    parts, asked = plan.parts, [unit for unit in plan.units if unit.asked]
+    granules = sum(part.granules for part in parts.values() if part.kind == "ffn")
+    share = 1 - sum(unit.hi - unit.lo for unit in asked) / granules
+    return (
+        f"{share:.0%} of the FFNs' neurons stay whole in memory, the first ones; of the others what is activated stays,"
+        f" and while decoding the disk is asked for the records of those that fire"
+    )
+
+
+def _asked(plan: Plan, problem: Problem) -> Plan:
+    """The plan with every FFN unit on the disk asked for."""
+    ffns = {part.key for part in problem.of_kind("ffn")}
+    units = tuple(replace(u, asked=True) if is_disk(u.home) and u.part in ffns else u for u in plan.units)
+    hole_bytes = problem.cost.hole_bytes(DISK.reads, problem.weights.kind)
+    return with_arenas(replace(plan, units=units, hole_bytes=hole_bytes))

@@ -1,0 +1,343 @@
+"""Neurons whose records lie on a disk until they fire: whole models, plans, geometry, real files with direct reads."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock import _native
+from penstock.errors import BadRequest
+from penstock.graph import ops, passes
+from penstock.graph.arenas import with_arenas
+from penstock.graph.asked import MOST_ROWS
+from penstock.graph.check_plan import check_plan
+from penstock.graph.lower import Lowering
+from penstock.graph.records import Records, may_be_asked
+from penstock.graph.tasks import Call, Pass, Task
+from penstock.graph.verify import verify
+from penstock.kernels import cpu
+from penstock.models import spec_from_config
+from penstock.planner.routing import RouterTrace
+from penstock.planner.solve import solve
+from penstock.runtime.movers import new_reader
+from penstock.serve.engine import Engine
+from penstock.serve.loading import Loading
+from penstock.serve.sampling import SamplingParams
+from penstock.spec.ask import Ask
+from penstock.spec.format import parse_format
+from penstock.spec.machine import Rate
+from penstock.spec.parts import PAGE_BYTES, parts
+from penstock.spec.plan import Plan, Unit
+from penstock.store.packed import Packed, open_packed
+from penstock.store.synth import synth
+from tests.cpu.commands import MACHINE
+from tests.cpu.configs import TINY_CONFIGS
+from tests.cpu.engines import GREEDY, load
+from tests.cpu.test_neurons import KERNELS, ffn_part, granules, relu_model, run
+from tests.plans import make_plan
+
+
+def asking(packed: Packed, cuts: tuple[int, ...] = (), hole_bytes: int = 0, **fields: Any) -> Plan:
+    """FFNs in units that begin at granules `cuts`: of each part the first stays, of the others the first streams if
+    there are three, and the rest is asked for. All else stays."""
+    units = []
+    for part in packed.parts.values():
+        edges = (
+            (0, *(cut for cut in cuts if cut < part.granules), part.granules)
+            if part.kind == "ffn"
+            else (0, part.granules)
+        )
+        for i, (lo, hi) in enumerate(pairwise(edges)):
+            away = part.kind == "ffn" and (i > 0 or len(edges) == 2)
+            asked = away and not (i == 1 and len(edges) > 3)
+            units.append(Unit(part.key, lo, hi, "disk0" if away else "host", "host", "host", asked=asked))
+    largest = max((u.hi - u.lo) * packed.parts[u.part].granule_bytes for u in units if u.home == "disk0")
+    plan = make_plan(packed.spec, packed.weights, units, ring_bytes={"host": 2 * largest}, **fields)
+    return with_arenas(replace(plan, sparsity="exact", hole_bytes=hole_bytes))
+
+
+# -- geometry and kernels ------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_runs_hold_the_records_and_stated_holes(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(["float32-neurons", "int4-neurons", "int8-g96-neurons"]))
+    neurons, d = data.draw(st.integers(1, 400)), data.draw(st.sampled_from([16, 97, 320, 1500]))
+    part, _ = ffn_part(neurons, d, data.draw(st.booleans()), False, name)
+    records = Records.of(part)
+    live = data.draw(live_sets(neurons))
+    hole_bytes = data.draw(st.sampled_from([0, PAGE_BYTES, 4 * PAGE_BYTES, 1 << 20]))
+    runs = records.runs(live, part.granule_rows, hole_bytes)
+    assert all(lo % PAGE_BYTES == hi % PAGE_BYTES == 0 for lo, hi in runs)
+    wanted = set()
+    for neuron in live:
+        granule, i = divmod(neuron, 64)
+        lo = granule * part.granule_bytes + records.lo + i * records.stride
+        assert any(a <= lo and lo + records.stride <= b for a, b in runs)
+        wanted |= set(range(lo // PAGE_BYTES, -(-(lo + records.stride) // PAGE_BYTES)))
+    pages = [page for lo, hi in runs for page in range(lo // PAGE_BYTES, hi // PAGE_BYTES)]
+    assert len(set(pages)) == len(pages)
+    for (_, end), (begin, _) in pairwise(runs):
+        assert begin - end > hole_bytes or begin // part.granule_bytes != (end - 1) // part.granule_bytes
+    holes = set(pages) - wanted  # each lies between two pages that are wanted, no further apart than a hole
+    for page in holes:
+        before, after = max(p for p in wanted if p < page), min(p for p in wanted if p > page)
+        assert (after - before - 1) * PAGE_BYTES <= hole_bytes
+    assert wanted <= set(pages)
+    # What is kept and what is picked have all bytes of a granule.
+    assert records.head + part.granule_bytes - records.tail == records.kept_bytes
+    assert records.first <= records.head and records.tail <= records.first + records.page_bytes
+
+
+@st.composite
+def live_sets(draw: st.DrawFn, neurons: int) -> list[int]:
+    """Rising numbers of neurons: none, all, one, every second one, or any."""
+    kind = draw(st.sampled_from(["none", "all", "one", "alternating", "any"]))
+    if kind == "one":
+        return [draw(st.integers(0, neurons - 1))]
+    if kind == "any":
+        return sorted(draw(st.sets(st.integers(0, neurons - 1))))
+    return {"none": [], "all": list(range(neurons)), "alternating": list(range(0, neurons, 2))}[kind]
+
+
+@pytest.mark.parametrize("isa", cpu.available())
+@given(st.data(), st.integers(0, 2**32 - 1))
+def test_kernels_give_the_same_bits_in_two_steps(isa: str, data: st.DataObject, seed: int) -> None:
+    """Activations by themselves, then the records that fire, all others NaN: the bits of the whole FFN."""
+    rng = np.random.default_rng(seed)
+    name = f"{data.draw(st.sampled_from(['float32', 'bfloat16', 'float16', 'int8', 'int4', 'int4-g32']))}-neurons"
+    gated, d = data.draw(st.booleans()), data.draw(st.sampled_from([1, 31, 64, 130, 320]))
+    neurons, t = data.draw(st.integers(1, 500)), data.draw(st.integers(1, MOST_ROWS))
+    part, ffn = ffn_part(neurons, d, gated, not gated and data.draw(st.booleans()), name)
+    assert may_be_asked(part)
+    weights = granules(part, rng, data.draw(st.sampled_from([0.02, 0.2, 1.0])))
+    h = np.abs(rng.normal(size=(t, d))).astype(np.float32) * data.draw(st.sampled_from([0.0, 1.0]))
+    whole, fired = run(KERNELS[isa, 1], part, ffn, weights, h, (), skips=False)
+    records, on = Records.of(part), KERNELS[isa, data.draw(st.sampled_from([1, 3]))]
+    kept = np.concatenate([weights[:, : records.head], weights[:, records.tail :]], axis=1)
+    values = np.full((part.granules, t, 64), np.nan, np.float32)
+    scratch = np.empty(_native.ffn_scratch(cpu.ffn_shape(part, ffn), part.granules, t), np.uint8)
+    on.fire(
+        weights=kept.ctypes.data, count=part.granules, stride=records.kept_bytes, shape=cpu.kept_shape(part, ffn),
+        h=h.ctypes.data, t=t, values=values.ctypes.data, exact=True, scratch=scratch.ctypes.data,
+        scratch_bytes=scratch.nbytes,
+    )  # fmt: skip
+    by_row = values.swapaxes(0, 1).reshape(t, -1)
+    np.testing.assert_array_equal(by_row != 0, fired.astype(bool))
+    picked = np.full((part.granules, records.page_bytes), 0xFF, np.uint8)  # NaN
+    live = np.flatnonzero(fired.any(axis=0)).tolist()
+    flat, to = weights.reshape(-1), picked.reshape(-1)
+    for lo, hi in records.runs(live, 64, 0):
+        at = records.place((lo, hi), 0)
+        to[at : at + hi - lo] = flat[lo:hi]
+    partial, pending = np.full((2, t, d), np.nan, np.float32)
+    again = np.zeros_like(fired)
+    on.ffn(
+        weights=picked.ctypes.data, count=part.granules, stride=records.page_bytes, shape=cpu.picked_shape(part, ffn),
+        h=h.ctypes.data, t=t, partial=partial.ctypes.data, pending=pending.ctypes.data, granule=0, starts_sum=True,
+        continues_four=False, leaves_four=False, skips=True, fired=again.ctypes.data, fired_stride=again.shape[1],
+        exact=True, scratch=scratch.ctypes.data, scratch_bytes=scratch.nbytes, active=0, active_stride=0, level=0.0,
+        values=values.ctypes.data,
+    )  # fmt: skip
+    np.testing.assert_array_equal(partial, whole)
+    np.testing.assert_array_equal(again, fired)
+
+
+def test_runs_are_read_by_direct_reads(tmp_path: Path) -> None:
+    """Of a real file, by either engine, in blocks smaller than a run; nothing beside them is written, and a fault and a
+    file's early end are told."""
+    pages, rng = 300, np.random.default_rng(0)
+    content = rng.integers(0, 256, pages * PAGE_BYTES).astype(np.uint8)
+    file = tmp_path / "file"
+    file.write_bytes(content.tobytes())
+    fd, _ = _native.open_direct(str(file))
+    memory = _native.Memory(pages * PAGE_BYTES)
+    target = np.frombuffer((ctypes.c_uint8 * (pages * PAGE_BYTES)).from_address(memory.address), np.uint8)
+    for engine in ("threads", "io_uring"):
+        for depth, block in ((1, PAGE_BYTES), (8, 1 << 20)):
+            reader = new_reader(engine, depth, block)
+            for _ in range(5):
+                target[:] = 7
+                edges = sorted(rng.choice(pages + 1, 40, replace=False).tolist())
+                spans = list(zip(edges[::2], edges[1::2], strict=True))
+                runs = [(lo * PAGE_BYTES, memory.address + lo * PAGE_BYTES, (hi - lo) * PAGE_BYTES) for lo, hi in spans]
+                begun = reader.start_runs(fd, runs)
+                assert begun.wait() == sum(n for _, _, n in runs)
+                want = np.full_like(content, 7)
+                for lo, hi in spans:
+                    want[lo * PAGE_BYTES : hi * PAGE_BYTES] = content[lo * PAGE_BYTES : hi * PAGE_BYTES]
+                np.testing.assert_array_equal(target, want)
+            beyond = [
+                (0, memory.address, PAGE_BYTES),
+                ((pages - 1) * PAGE_BYTES, memory.address + PAGE_BYTES, 2 * PAGE_BYTES),
+            ]
+            assert reader.start_runs(fd, beyond).wait() == 2 * PAGE_BYTES
+            reader.inject(2, error=5)
+            with pytest.raises(OSError):
+                reader.start_runs(fd, beyond).wait()
+            for bad in ([], [(0, memory.address, 0)], [beyond[0], beyond[0]], [(-1, memory.address, PAGE_BYTES)]):
+                with pytest.raises(ValueError):
+                    reader.start_runs(fd, bad)
+            reader.close()
+    os.close(fd)
+
+
+# -- whole models --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["opt", "llama", "falcon"])
+@pytest.mark.parametrize("weights", ["float32-neurons", "int4-neurons", "bfloat16-neurons"])
+@pytest.mark.parametrize("cuts", [(), (1,), (1, 2)])
+def test_what_fires_is_read_and_no_bit_differs(tmp_path: Path, name: str, weights: str, cuts: tuple[int, ...]) -> None:
+    folder = relu_model(tmp_path, name, weights)
+    packed = open_packed(folder)
+    prompts = [[3, 1, 4, 1, 5] * 6, [9, 2]]
+    with load(folder, batch=2, context=64, kv="float32", sparsity="off") as engine:
+        want = [a.token_ids for a in engine.generate(prompts, GREEDY)]
+    plan = asking(packed, cuts, batch_seqs=2, context=64)
+    check_plan(plan, packed.spec, packed.weights)
+    for how in ({}, {"serial": True}, {"poisoned": True}):
+        loading = Loading(machine=MACHINE, plan=plan, **how)
+        with closing(Engine.load(folder, Ask(context=64, batch=2), loading)) as engine:
+            assert [a.token_ids for a in engine.generate(prompts, GREEDY)] == want
+
+
+@pytest.mark.parametrize("hole_bytes", [0, 1 << 20])
+def test_bytes_are_those_of_who_fires_and_of_holes(tmp_path: Path, hole_bytes: int) -> None:
+    """A decode pass reads the runs of its answers from the disk, and nothing else."""
+    folder = relu_model(tmp_path, "opt", "float32-neurons")
+    packed = open_packed(folder)
+    plan = asking(packed, (1,), hole_bytes, context=64)
+    with closing(Engine.load(folder, Ask(context=64), Loading(machine=MACHINE, plan=plan))) as engine:
+        session, picked, asked_bytes = engine.session, list[int](), 0
+        step = session.lowering.step
+
+        def noting(p: Pass, answer: Any) -> Iterator[Task]:
+            for task in step(p, answer):
+                picked.extend(call.bytes for call in task.calls if isinstance(call.operands, ops.Pick))
+                yield task
+
+        session.lowering.step = noting  # type: ignore[method-assign]
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))
+        before, picked[:] = session.reader.bytes_read, []
+        seq = passes.decode(plan, (0,), (4,), None)
+        for i in range(4):
+            session.step(seq, [np.array([i], np.int32)])
+            assert session.consumed_bytes == sum(picked[-len(packed.spec.layers) :])
+        asked_bytes = session.reader.bytes_read - before
+    assert asked_bytes == sum(picked) > 0
+    each = packed.parts["0.ffn"].nbytes
+    assert sum(picked) < 4 * len(packed.spec.layers) * each
+
+
+@given(st.data())
+def test_tasks_follow_answers_in_order(data: st.DataObject) -> None:
+    """Any live sets: all edges are there, and the same answers give the same tasks again."""
+    spec, weights = spec_from_config(json.loads(TINY_CONFIGS["opt"]), "here"), parse_format("int4-neurons")
+    units = []
+    for part in parts(spec, weights):
+        edges = [0, part.granules]
+        if part.kind == "ffn":
+            edges = sorted(
+                {0, part.granules, *data.draw(st.sets(st.integers(1, max(1, part.granules - 1)), max_size=2))}
+            )
+        for lo, hi in pairwise(edges):
+            kind = data.draw(st.sampled_from(["stays", "streams", "asked"])) if part.kind == "ffn" else "stays"
+            home = "host" if kind == "stays" else "disk0"
+            units.append(Unit(part.key, lo, hi, home, "host", "host", asked=kind == "asked"))
+    largest = max(part.nbytes for part in parts(spec, weights))
+    seqs = data.draw(st.integers(1, 3))
+    plan = make_plan(
+        spec, weights, units, ring_bytes={"host": 2 * largest}, batch_seqs=seqs, batches_per_pass=2, context=64
+    )
+    plan = with_arenas(replace(plan, sparsity="exact", hole_bytes=data.draw(st.sampled_from([0, 4096]))))
+    check_plan(plan, spec, weights)
+    ids = tuple(range(2 * seqs))
+    wanted = [*passes.prompts(plan, ids, (5,) * len(ids), passes.DECODE)]
+    wanted += [passes.decode(plan, ids, (5 + i,) * len(ids), passes.DECODE) for i in range(3)]
+    seed = data.draw(st.integers(0, 2**32 - 1))
+    kinds = data.draw(st.lists(st.sampled_from(["none", "all", "one", "alternating", "any"]), min_size=1, max_size=8))
+
+    def lowered() -> list[Task]:
+        draw, count = random.Random(seed), 0
+        lowering, tasks = Lowering(plan), []
+
+        def answer(call: Call) -> list[list[int]]:
+            nonlocal count
+            kind, count = kinds[count % len(kinds)], count + 1
+            lo, hi = plan.unit_rows(plan.units[call.unit])
+            every = range(lo, hi)
+            some = {"none": [], "all": every, "one": [lo], "alternating": every[::2]}
+            assert call.batch is not None
+            drawn = [sorted(draw.sample(every, draw.randint(0, len(every)))) for _ in range(call.batch.total_rows)]
+            return [list(some.get(kind, drawn[i])) for i in range(call.batch.total_rows)]
+
+        for p in wanted:
+            tasks += lowering.step(p, answer)
+        return tasks
+
+    tasks = lowered()
+    verify(tasks, plan.arenas, plan.units)
+    assert tasks == lowered()
+
+
+def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    packed = open_packed(relu_model(tmp_path, "opt", "int4-neurons"))
+    plan = asking(packed, context=64)
+    spec, weights = packed.spec, packed.weights
+    asked = next(i for i, unit in enumerate(plan.units) if unit.asked)
+
+    def changed(**fields: Any) -> Plan:
+        units = list(plan.units)
+        units[asked] = replace(units[asked], **fields)
+        return replace(plan, units=tuple(units))
+
+    for bad, says in [
+        (changed(home="host"), "only FFNs on a disk"),
+        (replace(plan, sparsity="off"), "needs sparsity exact"),
+        (replace(plan, order="saving"), "order overlapped"),
+        (with_arenas(replace(plan, batch_seqs=5, kv=(replace(plan.kv[0], seqs=(0, 5)),))), "at most 4"),
+        (replace(plan, hole_bytes=-1), "hole_bytes"),
+        (replace(plan, units=tuple(replace(u, asked=u.part == "0.attn") for u in plan.units)), "only FFNs on a disk"),
+    ]:
+        with pytest.raises(BadRequest, match=says):
+            check_plan(bad, spec, weights)
+
+
+def test_a_plan_asks_where_that_is_faster(tmp_path: Path) -> None:
+    """With a profile, and by the disk's figures: one with quick small reads, one where each takes 10 ms."""
+    folder = relu_model(tmp_path, "opt", "float32-neurons")
+    config = json.loads(TINY_CONFIGS["opt"]) | {"ffn_dim": 4096, "hidden_size": 240, "word_embed_proj_dim": 240}
+    (tmp_path / "wide.json").write_text(json.dumps(config))
+    folder = synth(tmp_path / "wide.json", tmp_path / "wide", parse_format("float32-neurons"))
+    spec = open_packed(folder).spec
+    rates = tuple((1.0,) * 64 + (0.001,) * (4096 - 64) for _ in spec.layers)
+    known = RouterTrace(((),) * len(rates), "made up", fires=rates)
+    quick = [Rate("host", "*", "*", 1e-5, 1e-11, 1e-12), Rate("disk0", "*", "*", 1e-4, 1e-9)]
+    ask = Ask(context=64, host_memory_bytes=MACHINE.process_bytes + (26 << 20))
+    for alpha_s, asks in ((1e-5, True), (1e-2, False)):
+        rates_of = (*quick, Rate("disk0", "kv_load", "*", 8 * alpha_s, 1e-9))
+        machine = replace(MACHINE, rates=rates_of)
+        solved = solve(ask, spec, parse_format("float32-neurons"), machine, trace=known)
+        assert any(unit.asked for unit in solved.plan.units) == asks, solved.reasons
+        check_plan(solved.plan, spec, parse_format("float32-neurons"))
+    without = solve(
+        ask,
+        spec,
+        parse_format("float32-neurons"),
+        replace(MACHINE, rates=(*quick, Rate("disk0", "kv_load", "*", 8e-5, 1e-9))),
+    )
+    assert not any(unit.asked for unit in without.plan.units)
