@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
+from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -39,13 +40,13 @@ class RouterTrace:
     """What routers say, and who fires. `layers`: for each layer, the tokens in the order in which they came; none for
     dense layers. `source`: where the trace is from. `guesses`: for each layer, what its router says to the input of the
     FFN before, for the same tokens, the likeliest expert first; none where nobody has asked it. `fires`: for each
-    layer, of the neuron at each place in the packed model the share of tokens in which it fires; none where that is not
-    known."""
+    layer, of the neuron at each place in the packed model the share of tokens in which it fires, as float32;
+    none where that is not known."""
 
     layers: tuple[tuple[Token, ...], ...]
     source: str
     guesses: tuple[tuple[Token, ...], ...] = ()
-    fires: tuple[tuple[float, ...], ...] = ()
+    fires: tuple[bytes, ...] = ()
 
     def of_layers(self, layers: Sequence[int]) -> RouterTrace:
         """The trace of these layers alone."""
@@ -75,7 +76,8 @@ def firing(profile: Profile, orders: Mapping[int, Sequence[int]]) -> RouterTrace
     fires = []
     for each in profile.neurons:
         counts = each.counted()
-        fires.append(tuple(counts[n] / profile.tokens for n in orders.get(each.layer, range(len(counts)))))
+        places = orders.get(each.layer, range(len(counts)))
+        fires.append(array("f", (counts[n] / profile.tokens for n in places)).tobytes())
     return RouterTrace(((),) * len(fires), profile.source, fires=tuple(fires))
 
 
@@ -92,7 +94,7 @@ class Replay:
         self._layers, self._guesses = trace.layers, trace.guesses
         self._at = [0] * len(self._layers)
 
-    def answer(self, call: Call) -> Sequence[Token]:
+    def answer(self, call: Call) -> Sequence[Sequence[int]]:
         """The experts of each row of a router's call. A guess is about the tokens that the layer is asked about
         next."""
         route = call.operands
@@ -103,14 +105,14 @@ class Replay:
             return self._guess(route.layer, call.batch.total_rows, route.guesses)
         return self._next(route.layer, call.batch.total_rows)
 
-    def _drawn(self, call: Call, fire: Fire) -> list[Token]:
+    def _drawn(self, call: Call, fire: Fire) -> list[Sequence[int]]:
         """Who fires among a unit's neurons, in each row. Rows are independent of each other, and after _TOKENS_DRAWN of
         them the same ones come again. Where no rates are known, all fire."""
         unit, batch = self._plan.units[call.unit], call.batch
         assert batch is not None
         lo, hi = self._plan.unit_rows(unit)
         if not self._fires:
-            return [tuple(range(lo, hi))] * batch.total_rows
+            return [range(lo, hi)] * batch.total_rows
         first = self._tokens[call.unit, batch.id]
         self._tokens[call.unit, batch.id] += batch.total_rows
         rates = self._fires[fire.layer]
@@ -137,9 +139,9 @@ class Replay:
 
 
 @lru_cache(maxsize=1024)
-def _live(rates: tuple[float, ...], seed: int) -> Token:
+def _live(packed: bytes, seed: int) -> array[int]:
     """The places that fire for one token, in rising order, each by its rate and for itself."""
-    draw, live = random.Random(seed), []
+    draw, live, rates = random.Random(seed), array("I"), memoryview(packed).cast("f")
     for begin in range(0, len(rates), GRANULE_ROWS):
         some = rates[begin : begin + GRANULE_ROWS]
         most, i = max(some), -1
@@ -150,7 +152,7 @@ def _live(rates: tuple[float, ...], seed: int) -> Token:
                 break
             if draw.random() * most < some[i]:
                 live.append(begin + i)
-    return tuple(live)
+    return live
 
 
 def stated(spec: ModelSpec) -> RouterTrace:

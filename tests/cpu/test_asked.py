@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import random
+from array import array
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -324,7 +325,7 @@ def test_a_plan_asks_where_that_is_faster(tmp_path: Path) -> None:
     (tmp_path / "wide.json").write_text(json.dumps(config))
     folder = synth(tmp_path / "wide.json", tmp_path / "wide", parse_format("float32-neurons"))
     spec = open_packed(folder).spec
-    rates = tuple((1.0,) * 64 + (0.001,) * (4096 - 64) for _ in spec.layers)
+    rates = tuple(array("f", [1.0] * 64 + [0.001] * (4096 - 64)).tobytes() for _ in spec.layers)
     known = RouterTrace(((),) * len(rates), "made up", fires=rates)
     quick = [Rate("host", "*", "*", 1e-5, 1e-11, 1e-12), Rate("disk0", "*", "*", 1e-4, 1e-9)]
     ask = Ask(context=64, host_memory_bytes=MACHINE.process_bytes + (26 << 20))
