@@ -13,6 +13,7 @@ from penstock.cli.options import CacheLimit, Json, Machine, Model, Weights, Work
 from penstock.cli.output import note, print_json, progress
 from penstock.cli.text_argument import TextFile
 from penstock.errors import BadRequest
+from penstock.spec.ask import LOSSY
 
 if TYPE_CHECKING:
     from penstock.spec.profile import Profile
@@ -48,6 +49,8 @@ def profile(
     machine.prepare()
     if work.context is not None or work.batch != 1 or work.prompt_tokens or work.output_tokens:
         raise BadRequest("profile reads one window of 512 tokens at a time; --context, --batch and lengths are settled")
+    if work.sparsity in LOSSY:
+        raise BadRequest(f"--sparsity {work.sparsity} leaves some out: a profile says what a model fires by itself")
     text, ask = read_text(file), work.ask(machine)
     source = packed_model(model, weights, machine, cache_limit)
     from penstock.serve import levels, profiling

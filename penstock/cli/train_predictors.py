@@ -28,7 +28,10 @@ def train_predictors(
     machine: Machine,
     work: Work,
     weights: Weights = None,
-    tokens: Annotated[int, Option("--tokens", min=1, help="Train on at most so many tokens of the text.")] = 32768,
+    tokens: Annotated[
+        int | None,
+        Option("--tokens", min=1, help="Train on at most so many tokens of the text; default 32768, or what is heard."),
+    ] = None,
     recall: Annotated[
         float,
         Option("--recall", help="Of the neurons that fire, call this share active: more costs more false alarms."),
@@ -56,11 +59,12 @@ def train_predictors(
     from penstock.serve.profiling import WINDOW_TOKENS
     from penstock.store import predictors
 
-    spec, _ = describe(source.folder, verify=not machine.no_verify)
+    spec, fmt = describe(source.folder, verify=not machine.no_verify)
     training.require_relu(spec, str(source.folder))
     window = min(WINDOW_TOKENS, spec.max_positions)
     ask = dataclasses.replace(ask, context=window, prompt_tokens=window, output_tokens=1)
-    with loaded(source, ask, machine, beside_bytes=training.BESIDE_BYTES) as engine, progress() as tell:
+    beside = training.beside_bytes(spec, fmt)
+    with loaded(source, ask, machine, beside_bytes=beside) as engine, progress() as tell:
         name = Path(file).name
         found = training.train(engine, text, name, recall=recall, seed=seed, most_tokens=tokens, on_progress=tell)
         total_bytes = engine.packed.total_bytes

@@ -48,7 +48,7 @@ class LLM:
     checksum when it is read first; DamagedModel names file, part and granule. `cache`: the folder of the cache, default
     ~/.cache/penstock. The library reads no environment. To share copies with the command line where XDG_CACHE_HOME is
     set, name its subfolder `penstock` here. `score_rows`: tokens that `score` takes a pass; each takes memory
-    for one float32 an entry of the vocabulary. `sparsity`: auto, off or exact, as `spec.ask.SPARSITIES` says.
+    for one float32 an entry of the vocabulary. `sparsity`: one of `spec.ask.SPARSITIES`.
     `on_progress(text, done, total)`: is called while packing and loading.
 
     Raises BadRequest, BrokenModel, UnsupportedModel, DamagedModel, DoesNotFit, StorageFailed and DeviceFailed, all of

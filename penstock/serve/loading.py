@@ -7,6 +7,8 @@ from pathlib import Path
 
 from penstock.errors import BadRequest, DoesNotFit
 from penstock.graph.check_plan import check_plan
+from penstock.planner.firing import Firing
+from penstock.planner.firing import reason as firing_reason
 from penstock.planner.predict import predict
 from penstock.planner.solve import Solved, settle_context, solve
 from penstock.planner.solve.ours.ram import require_minimum
@@ -113,12 +115,13 @@ def plan_here(ask: Ask, packed: Packed, how: Loading, on_progress: Progress | No
     """Plans a packed model for this machine, or takes `how.plan`. Raises DoesNotFit, and BadRequest for a plan that
     makes no sense, is for another model, or needs a device that is not here."""
     _require_limit(ask)
+    firing = firing_of(packed.folder, packed.spec, ask.sparsity if how.plan is None else how.plan.sparsity)
     if how.plan is not None:
         check_plan(how.plan, packed.spec, packed.weights)
     elif ask.host_memory_bytes is not None:  # checked before the probe, which may take a minute
         settled = settle_context(ask, packed.spec)
         process_bytes = PROCESS_BYTES + how.beside_bytes
-        require_minimum(settled, packed.spec, packed.weights, process_bytes, ask.host_memory_bytes)
+        require_minimum(settled, packed.spec, packed.weights, process_bytes, ask.host_memory_bytes, firing)
     machine, file = how.machine, None
     if machine is None:
         machine, file = load_or_probe(how.cache_folder, on_progress), machine_file(how.cache_folder)
@@ -130,14 +133,13 @@ def plan_here(ask: Ask, packed: Packed, how: Loading, on_progress: Progress | No
         chosen = replace(chosen, machine=beside)
     if how.plan is None:
         trace = routers_of(packed.folder, packed.spec)
-        firing = firing_of(packed.folder, packed.spec, ask.sparsity)
         solved = solve(ask, packed.spec, packed.weights, chosen.machine, packed.part_disks, trace=trace, firing=firing)
     else:
-        solved = _as_given(how.plan, ask, packed, chosen)
+        solved = _as_given(how.plan, ask, packed, chosen, firing)
     return Planned(ask, how, solved, chosen, file)
 
 
-def _as_given(plan: Plan, ask: Ask, packed: Packed, chosen: Chosen) -> Solved:
+def _as_given(plan: Plan, ask: Ask, packed: Packed, chosen: Chosen, firing: Firing | None) -> Solved:
     """A given plan with its prediction. It is held to the same limit as a plan that is made here: where it counts fewer
     bytes for the process itself than such a plan would, the difference is added. Raises BadRequest, DoesNotFit."""
     if uses_device(plan) and chosen.open is None:
@@ -154,7 +156,8 @@ def _as_given(plan: Plan, ask: Ask, packed: Packed, chosen: Chosen) -> Solved:
             have,
         )
     trace = routers_of(packed.folder, packed.spec)
-    return Solved(plan, predict(plan, settle_context(ask, packed.spec), machine, trace=trace), ("as given",))
+    prediction = predict(plan, settle_context(ask, packed.spec), machine, trace=trace)
+    return Solved(plan, prediction, ("as given", *firing_reason(plan, firing)))
 
 
 def _require_limit(ask: Ask) -> None:

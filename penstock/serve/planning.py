@@ -80,7 +80,7 @@ def plan(
 def firing_of(model: Path, spec: ModelSpec, sparsity: str) -> Firing | None:
     """How many neurons of a packed model fire, by its profile; None where it has no profile, or where all fire. Where
     the `sparsity` that is asked for is predict, also what its predictors are known to do; where it is threshold, the
-    levels of its profile. Raises as `routers_of`, and DamagedModel."""
+    levels of its profile. Raises as `routers_of`."""
     if sparsity == "threshold" and is_packed(model):
         return leveled(kept(model, spec), spec)
     if not (spec.fires and is_packed(model)):

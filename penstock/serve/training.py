@@ -25,6 +25,7 @@ from penstock.runtime.host import Progress, usable_threads
 from penstock.serve.engine import Engine
 from penstock.serve.fitting import Fitted, Heard, fit, granule_of, rounded, with_recall
 from penstock.serve.profiling import Fired, read
+from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import parts_by_key
 from penstock.spec.predictors import MOST_RANK, RANK_STEP, LayerPredictor, Predictors, part_of, predicted_layers
@@ -34,9 +35,10 @@ from penstock.units import MIB, round_up
 
 RUN_TOKENS = 128
 _RUNS, _SETS_THRESHOLD, _MEASURES = 8, 6, 7
+USUAL_TOKENS = 32768
 LEAST_TOKENS = 2 * _RUNS * RUN_TOKENS
 HEARD_BYTES = 256 * MIB  # that are kept of a text at a time: as many layers as fit are heard in one reading
-BESIDE_BYTES = HEARD_BYTES + 192 * MIB  # of the process, with what fitting takes
+_FIT_BYTES = 48 * MIB  # of fitting one layer, beside its weights: scores of some thousand tokens
 MOST_SHARE = 0.1  # of the model's weights, for all predictors together
 
 Uint8 = NDArray[np.uint8]
@@ -54,9 +56,13 @@ def train(
     engine: Engine, text: str, name: str, *, recall: float, seed: int = 0, most_tokens: int | None = None,
     on_progress: Progress | None = None,
 ) -> Found:  # fmt: skip
-    """Reads at most `most_tokens` of the text and trains a predictor for each dense layer.
+    """Reads at most `most_tokens` of the text, None: as many as are heard, and trains a predictor for each dense layer.
 
-    Raises BadRequest for a model without ReLU, and for a text of fewer than LEAST_TOKENS tokens."""
+    Raises BadRequest for a model without ReLU, and for a text of fewer than LEAST_TOKENS tokens, or more than
+    `most_tokens_of` the model."""
+    require_relu(engine.packed.spec, str(engine.packed.folder))
+    if most_tokens is None:
+        most_tokens = min(USUAL_TOKENS, most_tokens_of(engine.packed.spec))
     ids = engine.tokenizer.encode(text)[:most_tokens]
     return train_ids(engine, ids, name, hashlib.sha256(text.encode()).hexdigest(), recall, seed, on_progress)
 
@@ -70,6 +76,8 @@ def train_ids(
     require_relu(packed.spec, str(packed.folder))
     if not 0.5 <= recall < 1:
         raise BadRequest(f"a recall of {recall:g} should be from 0.5 to less than 1")
+    if len(ids) > (most := most_tokens_of(packed.spec)):
+        raise BadRequest(f"the text has {len(ids)} tokens; of this model at most {most} are heard (--tokens {most})")
     if len(ids) < LEAST_TOKENS:
         raise BadRequest(f"the text has {len(ids)} tokens; training takes {LEAST_TOKENS} at least")
     layers = predicted_layers(packed.spec)
@@ -88,6 +96,24 @@ def train_ids(
     return Found(told, tuple(granule for _, granule in found))
 
 
+def beside_bytes(spec: ModelSpec, weights: Format) -> int:
+    """Bytes that training takes of the process beside the model. Each thread fits a layer: float32 weights of the
+    largest rank, their gradients, Adam's two means, and what other ranks came to."""
+    rank = max(most_rank(spec, weights, layer) for layer in predicted_layers(spec))
+    numbers = rank * (spec.d_model + max(spec.layers[i].ffns[0].neurons for i in predicted_layers(spec)))
+    return HEARD_BYTES + usable_threads(None) * (6 * 4 * numbers + _FIT_BYTES)
+
+
+def most_tokens_of(spec: ModelSpec) -> int:
+    """The most tokens of which one layer is heard within HEARD_BYTES."""
+    return HEARD_BYTES // max(_heard_bytes(spec, layer) for layer in predicted_layers(spec))
+
+
+def _heard_bytes(spec: ModelSpec, layer: int) -> int:
+    """Bytes that are kept of a token: float16 inputs, and a bit for each neuron."""
+    return 2 * spec.d_model + -(-spec.layers[layer].ffns[0].neurons // 8)
+
+
 def require_relu(spec: ModelSpec, where: str) -> None:
     """Raises BadRequest for a model whose neurons all fire, or that has no dense FFN in some layer."""
     if not spec.fires:
@@ -98,8 +124,7 @@ def require_relu(spec: ModelSpec, where: str) -> None:
 
 def _groups(spec: ModelSpec, layers: Sequence[int], tokens: int) -> Iterator[list[int]]:
     """Layers that are heard in one reading."""
-    neurons = max(spec.layers[layer].ffns[0].neurons for layer in layers)
-    together = max(1, HEARD_BYTES // (tokens * (2 * spec.d_model + -(-neurons // 8))))
+    together = max(1, HEARD_BYTES // (tokens * max(_heard_bytes(spec, layer) for layer in layers)))
     for lo in range(0, len(layers), together):
         yield list(layers[lo : lo + together])
 
@@ -163,7 +188,7 @@ def _layer(packed: Packed, layer: int, heard: Heard, recall: float, seed: int) -
             tried[rank] = (told.active[0] * part.nbytes + own.nbytes, told, found)
         return tried[rank][0]
 
-    most = most_rank(packed, layer)
+    most = most_rank(spec, packed.weights, layer)
     fires = float(np.unpackbits(heard.fired[::_RUNS], axis=1, count=heard.neurons).mean())
     rank = min(most, round_up(predictor_rank(spec.d_model, fires), RANK_STEP))
     best = bytes_with(rank)
@@ -180,12 +205,11 @@ def _layer(packed: Packed, layer: int, heard: Heard, recall: float, seed: int) -
     return told, granule_of(found, part_of(spec, layer, told.rank))
 
 
-def most_rank(packed: Packed, layer: int) -> int:
+def most_rank(spec: ModelSpec, weights: Format, layer: int) -> int:
     """The largest rank with which all predictors have at most MOST_SHARE of the model's weights, or RANK_STEP where
     there is none."""
-    spec = packed.spec
-    weights = sum(part.weights_of(0, part.granules) for part in parts_by_key(spec, packed.weights).values())
-    each = MOST_SHARE * weights / len(spec.layers) / (spec.d_model + spec.layers[layer].ffns[0].neurons)
+    whole = sum(part.weights_of(0, part.granules) for part in parts_by_key(spec, weights).values())
+    each = MOST_SHARE * whole / len(spec.layers) / (spec.d_model + spec.layers[layer].ffns[0].neurons)
     return min(MOST_RANK, max(RANK_STEP, int(each) // RANK_STEP * RANK_STEP))
 
 

@@ -16,6 +16,7 @@ DEVICES = ("auto", "cuda", "none", "emulated")  # names that a user may give
 # threshold: activations below a layer's level count as zeros, which changes results. auto: exact, where there are
 # neurons that do not fire.
 SPARSITIES = ("auto", "off", "exact", "predict", "threshold")
+LOSSY = ("predict", "threshold")  # of these
 MOST = 2**31 - 1  # tokens. More is a typing error, and sums of it would leave a float's range
 # Sequences at once. Planning takes time for each of them: 10,000 take seconds, a million took an hour.
 MOST_SEQUENCES = 2**14

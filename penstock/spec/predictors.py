@@ -13,7 +13,7 @@ from penstock.spec import codec
 from penstock.spec.format import Format
 from penstock.spec.model import Ffn, ModelSpec
 from penstock.spec.parts import Part, predictor_part
-from penstock.spec.profile import FIRED_TOGETHER
+from penstock.spec.profile import FIRED_TOGETHER, check_name
 
 SCHEMA, VERSION = "penstock.predictors", 1
 FORMAT = Format("int8", 32)  # of their matrices
@@ -73,6 +73,7 @@ class Predictors:
 
     def check(self, spec: ModelSpec, where: str) -> None:
         """Raises BadRequest if this is damaged, or of a model with other layers."""
+        check_name(self.name, where)
         if [each.layer for each in self.layers] != predicted_layers(spec) or len(self.sums) != len(self.layers):
             raise BadRequest(f"{where} has the predictors of another model: its layers differ")
         for each in self.layers:

@@ -19,6 +19,7 @@ from penstock.spec.answers import all_guessable, all_possible
 from penstock.spec.model import Ffn, ModelSpec
 
 SCHEMA, VERSION = "penstock.profile", 1
+MOST_NAME = 1024  # characters of a text's name; file systems allow 255 bytes
 FIRED_TOGETHER = (1, 2, 4, 8, 16, 32)  # tokens of which a profile says how many neurons they fire together
 MOST_LEVEL = 1e30  # no activation is beyond it
 TRACED_TOKENS = 512  # tokens whose answers are kept: more than a prediction asks for
@@ -92,6 +93,7 @@ class Profile:
 
     def check(self, spec: ModelSpec, where: str) -> None:
         """Raises BadRequest if the profile is damaged, or of a model with other experts or neurons."""
+        check_name(self.name, where)
         self._check_neurons(spec, where)
         self._check_levels(spec, where)
         wanted = {i: layer.routed for i, layer in enumerate(spec.layers) if layer.routed is not None}
@@ -134,6 +136,12 @@ class Profile:
             fits = len(counts) == each.neurons and max(counts) <= self.tokens and len(shares) == len(FIRED_TOGETHER)
             if not fits or not all(0 <= a <= b <= 1 for a, b in pairwise((0.0, *shares))):
                 raise BadRequest(f"{where} is damaged: its counts of the neurons of layer {each.layer} make no sense")
+
+
+def check_name(name: str, where: str) -> None:
+    """Raises BadRequest for the name of a text that could not be shown in a line."""
+    if len(name) > MOST_NAME or not name.isprintable():
+        raise BadRequest(f"{where} is damaged: the name of its text cannot be shown")
 
 
 class Counting:

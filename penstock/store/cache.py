@@ -16,7 +16,7 @@ from penstock.store import copies
 from penstock.store import manifest as manifests
 from penstock.store.copies import PARTIAL, RECORD, REMOVED
 from penstock.store.files import is_aside, read_json, storage_errors
-from penstock.store.manifest import CONFIG, COPIED, SHARD_NAME, SUMS
+from penstock.store.manifest import CONFIG, COPIED, PREDICTORS, PROFILE, SHARD_NAME, SUMS
 from penstock.store.writer import STATE
 from penstock.units import format_bytes
 
@@ -25,7 +25,7 @@ WHOLE, FOREIGN, LINK, NEWER = "whole", "not ours", "link", "newer format"
 PARTLY, DAMAGED, OLD, ORPHANED = "partial", "damaged", "old format", "orphaned"
 WASTE = frozenset({PARTLY, DAMAGED, OLD, ORPHANED})
 
-_OURS = frozenset({manifests.FILE, CONFIG, RECORD, STATE, SUMS, *COPIED})
+_OURS = frozenset({manifests.FILE, CONFIG, RECORD, STATE, SUMS, PROFILE, PREDICTORS, *COPIED})
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ SCHEMA, VERSION, UNCHECKED_VERSION = "penstock.packed", 3, 2
 FILE = "penstock.json"
 CONFIG = "config.json"
 SUMS = "penstock.sums"
+# What may be kept beside a packed model: what a text was seen to ask of it, and predictors of who fires.
+PROFILE, PREDICTORS = "profile.json", "predictors.safetensors"
 SUM_BYTES = 8  # of a granule's checksum
 RECORD = "source.json"  # the record of a copy in the cache (`store.copies`)
 MAX_BYTES = 100_000_000

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock import _native
-from penstock.errors import BadRequest, BrokenModel, DamagedModel
+from penstock.errors import BadRequest, BrokenModel
 from penstock.spec import predictors as spec_predictors
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import PAGE_BYTES, Part
@@ -28,7 +28,7 @@ from penstock.store.files import Output, open_regular, read_bytes, reading, stor
 from penstock.store.packed import Location, Packed, find_disks
 from penstock.units import round_up
 
-FILE = "predictors.safetensors"
+FILE = manifests.PREDICTORS
 TRAIN = "train them: penstock train-predictors MODEL --text FILE"
 _MAX_HEADER_BYTES = 16 << 20
 _KEY = "predictors"
@@ -57,7 +57,8 @@ def keep(found: Predictors, granules: Sequence[Granule], folder: Path, spec: Mod
 
 def kept(folder: Path, spec: ModelSpec) -> Predictors | None:
     """What is known of the predictors beside a packed model; None where there are none. Raises BadRequest where they
-    are of another model; BrokenModel, DamagedModel, StorageFailed."""
+    are of another model; BrokenModel where they are damaged, which packing the model again would not mend;
+    StorageFailed."""
     return _read(folder, spec)[0] if os.path.lexists(folder / FILE) else None
 
 
@@ -105,15 +106,15 @@ def _read(folder: Path, spec: ModelSpec) -> tuple[Predictors, int]:
         data = json.loads(text)
         body = json.dumps({k: v for k, v in data.items() if k != "sha256"}, indent=1, ensure_ascii=False)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise DamagedModel(f"{file} is damaged: its header is not what was written; {again}") from None
+        raise BrokenModel(f"{file} is damaged: its header is not what was written; {again}") from None
     found = spec_predictors.loads(body, str(file))
     found.check(spec, str(file))
     parts = found.parts(spec)
     expected = _header(found, parts)
     if header != expected[8:]:
-        raise DamagedModel(f"{file} is damaged, or was changed: its header is not what was written; {again}")
+        raise BrokenModel(f"{file} is damaged, or was changed: its header is not what was written; {again}")
     if file_bytes != len(expected) + sum(part.nbytes for part in parts):
-        raise DamagedModel(f"{file} has {file_bytes} bytes, which is not what was written; {again}")
+        raise BrokenModel(f"{file} has {file_bytes} bytes, which is not what was written; {again}")
     if found.model_sha256 != model_sha256(folder):
         raise BadRequest(f"{file} has the predictors of another packed model; {again}")
     return found, len(expected)

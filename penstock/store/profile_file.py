@@ -8,9 +8,10 @@ from pathlib import Path
 from penstock.spec import profile as profiles
 from penstock.spec.model import ModelSpec
 from penstock.spec.profile import Profile
+from penstock.store import manifest as manifests
 from penstock.store.files import read_text, storage_errors, write_bytes
 
-FILE = "profile.json"
+FILE = manifests.PROFILE
 MAX_BYTES = 64 << 20
 
 

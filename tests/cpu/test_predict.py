@@ -13,22 +13,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import _native
-from penstock.errors import BadRequest, PenstockError
+from penstock.errors import BadRequest, BrokenModel, DoesNotFit, PenstockError
 from penstock.graph.scratch import _predict_bytes
 from penstock.graph.scratch_native import predict_bytes
 from penstock.kernels import cpu
 from penstock.kernels.reference import dense
 from penstock.kernels.reference.matrix import Scratch
+from penstock.planner.solve.ours.ram import require_minimum
 from penstock.serve import training
+from penstock.serve.engine import Engine
 from penstock.serve.fitting import Fitted, Heard, fit, granule_of, rounded, with_recall
 from penstock.serve.loading import Loading
+from penstock.serve.planning import firing_of
+from penstock.serve.source import resolve
+from penstock.spec.ask import Ask
 from penstock.spec.model import Ffn
 from penstock.spec.parts import Part, predictor_part
 from penstock.spec.predictors import FORMAT, LayerPredictor, Predictors, part_of
-from penstock.spec.profile import FIRED_TOGETHER
+from penstock.spec.profile import FIRED_TOGETHER, Profile
+from penstock.store.cache import entries, is_ours
 from penstock.store.packed import open_packed
 from penstock.store.predictors import FILE, keep, kept, model_sha256, with_predictors
+from tests.cpu.checkpoints import save_checkpoint, save_tokenizer
 from tests.cpu.commands import MACHINE, Call, refused
+from tests.cpu.configs import TINY_CONFIGS
 from tests.cpu.engines import GREEDY, load, make_model, streaming
 from tests.cpu.test_neurons import relu_model
 
@@ -221,6 +229,55 @@ def test_predictors_are_kept_and_damage_is_seen(tmp_path: Path) -> None:
         load(other_model, context=64, sparsity="predict")
 
 
+def test_a_copy_in_the_cache_may_have_predictors(tmp_path: Path) -> None:
+    """It is a copy all the same, and damage to them packs nothing again: that would not mend them."""
+    config = json.loads(TINY_CONFIGS["opt"])
+    save_checkpoint(tmp_path / "hf", config)
+    save_tokenizer(tmp_path / "hf", config)
+    source = resolve(str(tmp_path / "hf"), weights="int8-records", cache=tmp_path / "cache")
+    give_predictors(source.folder, 0.0)
+    (entry,) = entries(tmp_path / "cache" / "models")
+    assert is_ours(entry) and entry.why is None
+    content = bytearray((source.folder / FILE).read_bytes())
+    content[100] ^= 1
+    (source.folder / FILE).write_bytes(content)
+    with pytest.raises(BrokenModel, match="header is not what was written; train them"):
+        Engine.open(source, Ask(context=64, sparsity="predict"), Loading(machine=MACHINE))
+
+
+def test_the_least_memory_goes_by_the_predictors_there_are(tmp_path: Path) -> None:
+    folder = relu_model(tmp_path, "opt", "float32-records")
+    give_predictors(folder, 0.0)
+    packed = open_packed(folder)
+    firing = firing_of(folder, packed.spec, "predict")
+    needed = []
+    for known in (firing, None):
+        with pytest.raises(DoesNotFit) as raised:
+            require_minimum(Ask(context=64, sparsity="predict"), packed.spec, packed.weights, 0, 1, known)
+        needed.append(raised.value.need_bytes)
+    assert needed[0] != needed[1]
+
+
+def test_a_given_plan_says_that_it_is_lossy(tmp_path: Path) -> None:
+    folder = relu_model(tmp_path, "opt", "float32-records")
+    give_predictors(folder, 0.0)
+    with load(folder, context=64, sparsity="predict") as engine:
+        plan, told = engine.plan, engine.solved.reasons
+    with load(folder, plan) as engine:
+        reasons = engine.solved.reasons
+    assert reasons[0] == "as given" and set(reasons[1:]) <= set(told) and any("predict" in each for each in reasons[1:])
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[31m", "x" * 2000])
+def test_names_that_cannot_be_shown_are_refused(tmp_path: Path, name: str) -> None:
+    folder = relu_model(tmp_path, "opt", "float32-records")
+    found = give_predictors(folder, 0.0)
+    with pytest.raises(BadRequest, match="name of its text"):
+        replace(found, name=name).check(open_packed(folder).spec, "here")
+    with pytest.raises(BadRequest, match="name of its text"):
+        Profile(name, "0" * 64, 1, ()).check(open_packed(folder).spec, "here")
+
+
 # -- training -----------------------------------------------------------------------------------------
 
 
@@ -262,6 +319,9 @@ def test_training_is_the_same_each_time_and_runs(tmp_path: Path) -> None:
         assert np.mean(heard) <= told.active[0] + 0.2
     with load(folder, context=64, prompt_tokens=64) as engine, pytest.raises(BadRequest, match="training takes"):
         training.train_ids(engine, ids[:100], "text", "0" * 64, 0.95)
+    many = [7] * (training.most_tokens_of(engine.packed.spec) + 1)
+    with pytest.raises(BadRequest, match=f"at most {len(many) - 1} are heard"):
+        training.train_ids(engine, many, "text", "0" * 64, 0.95)
 
 
 def test_train_predictors_refuses_what_makes_no_sense(tmp_path: Path, call: Call) -> None:
@@ -272,6 +332,7 @@ def test_train_predictors_refuses_what_makes_no_sense(tmp_path: Path, call: Call
     folder = relu_model(tmp_path, "opt", "float32-records")
     refused(call("train-predictors", folder, "--text", text, "--sparsity", "exact"), "settled")
     refused(call("train-predictors", folder, "--text", text, "--recall", "1"), "recall of 1")
+    refused(call("profile", folder, text, "--sparsity", "predict"), "--sparsity predict leaves some out")
     report = call("train-predictors", folder, "--text", text, "--json").report
     assert report["file"] == str(folder / FILE) and 0 < report["recall"] <= 1 and len(report["layers"]) >= 1
     planned = call("plan", folder, "--context", "64", "--sparsity", "predict").report

@@ -63,8 +63,8 @@ def test_models_without_zeros() -> None:
     assert solved.plan.sparsity == "off" and not any("fire" in reason for reason in solved.reasons)
     with pytest.raises(BadRequest, match="no ReLU"):
         solve(Ask(context=128, sparsity="exact"), LLAMA, TILES, MACHINE)
-    with pytest.raises(BadRequest, match="only FFNs with ReLU"):
-        solve(Ask(context=128), LLAMA, NEURONS, MACHINE)
+    by_neurons = solve(Ask(context=128), LLAMA, NEURONS, MACHINE).plan
+    assert by_neurons.sparsity == "off" and all(unit.active == 1 for unit in by_neurons.units)
     with pytest.raises(BadRequest, match="should be one of auto, off, exact"):
         Ask(sparsity="most")
     assert expected(LLAMA).share(1) == 1.0 and expected(OPT).share(1) == pytest.approx(0.03, rel=0.1)

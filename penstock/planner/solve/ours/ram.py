@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import chain, islice
 
 from penstock.graph.arenas import ARENA_ALIGN
+from penstock.planner.firing import Firing
 from penstock.planner.homes import kv_layers, weights_bytes
 from penstock.planner.solve import fill
 from penstock.planner.solve.candidate import Candidate
@@ -96,10 +97,14 @@ def candidates(problem: Problem, near_ring_bytes: int | None = None) -> Iterator
     raise AssertionError("the least plan is among the candidates")
 
 
-def require_minimum(ask: Ask, spec: ModelSpec, weights: Format, process_bytes: int, limit: int) -> None:
+def require_minimum(
+    ask: Ask, spec: ModelSpec, weights: Format, process_bytes: int, limit: int, firing: Firing | None = None
+) -> None:
     """Raises DoesNotFit if not even the smallest plan fits into `limit_bytes`. It needs no machine's figures, so it can
-    be asked before a probe. `process_bytes`: RAM that the process takes beside its arenas."""
-    _require_minimum(Problem(ask, spec, weights, replace(_NOT_PROBED, process_bytes=process_bytes)), limit)
+    be asked before a probe. `process_bytes`: RAM that the process takes beside its arenas. `firing`: how many neurons
+    are known to fire, and the predictors' sizes."""
+    machine = replace(_NOT_PROBED, process_bytes=process_bytes)
+    _require_minimum(Problem(ask, spec, weights, machine, firing=firing), limit)
 
 
 _NOT_PROBED = MachineSpec(
