@@ -254,7 +254,7 @@ def test_the_least_memory_goes_by_the_predictors_there_are(tmp_path: Path) -> No
     for known in (firing, None):
         with pytest.raises(DoesNotFit) as raised:
             require_minimum(Ask(context=64, sparsity="predict"), packed.spec, packed.weights, 1, 1, known)
-        needed.append(raised.value.need_bytes)
+        needed.append(raised.value.numbers["need_bytes"])
     assert needed[0] != needed[1]
 
 
