@@ -247,7 +247,7 @@ def test_a_copy_in_the_cache_may_have_predictors(tmp_path: Path) -> None:
 
 def test_the_least_memory_goes_by_the_predictors_there_are(tmp_path: Path) -> None:
     folder = relu_model(tmp_path, "opt", "float32-records")
-    give_predictors(folder, 0.0)
+    give_predictors(folder, 0.0, rank=1024)
     packed = open_packed(folder)
     firing = firing_of(folder, packed.spec, "predict")
     needed = []
@@ -255,7 +255,7 @@ def test_the_least_memory_goes_by_the_predictors_there_are(tmp_path: Path) -> No
         with pytest.raises(DoesNotFit) as raised:
             require_minimum(Ask(context=64, sparsity="predict"), packed.spec, packed.weights, 1, 1, known)
         needed.append(raised.value.numbers["need_bytes"])
-    assert needed[0] != needed[1]
+    assert needed[0] > needed[1]
 
 
 def test_a_given_plan_says_that_it_is_lossy(tmp_path: Path) -> None:
