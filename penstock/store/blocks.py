@@ -22,11 +22,10 @@ import numpy.typing as npt
 from penstock.errors import BrokenModel
 from penstock.spec.blocks import BLOCKS, GROUP, Blocks
 from penstock.spec.format import TILE_ROWS, Format, parse_format, tiles
+from penstock.store.header import KINDS
 
 Array = npt.NDArray[Any]
 
-# Floats by their name in files. What is none of these in a GGUF file lies in blocks.
-KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # q4_1 is int4 with groups of 32: its file's blocks have d and m, as q5_1's have.
 _Q4_1 = Blocks(GROUP, 20, 4, 0, GROUP, 2)
 

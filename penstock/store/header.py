@@ -30,6 +30,9 @@ DTYPE_BITS = {
     "U16": 16, "U8": 8, "BOOL": 8,
 }  # fmt: skip
 
+# Floats by their name in files. What is none of these in a GGUF file lies in blocks.
+KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:

@@ -10,10 +10,10 @@ from penstock.errors import BadRequest, UnsupportedModel
 from penstock.spec.format import FLOAT32, Format, mixture
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import PINNED, parts
-from penstock.store.blocks import KINDS, format_of
+from penstock.store.blocks import format_of
 from penstock.store.checkpoint import Checkpoint
 from penstock.store.gguf.model import mixture_label
-from penstock.store.header import TensorInfo
+from penstock.store.header import KINDS, TensorInfo
 from penstock.store.packed import read_config
 from penstock.store.sources import sources_in
 

@@ -30,12 +30,12 @@ from penstock.spec.model import ModelSpec
 from penstock.spec.order import NeuronOrder, hot_to_cold
 from penstock.spec.parts import Block, Part, parts
 from penstock.spec.profile import Profile
-from penstock.store.blocks import KINDS, encode_blocks
+from penstock.store.blocks import encode_blocks
 from penstock.store.checkpoint import Checkpoint
 from penstock.store.files import MAX_COPIED_BYTES, read_bytes, storage_errors, write_bytes
 from penstock.store.gguf.header import is_gguf
 from penstock.store.gguf.model import gguf_text_files
-from penstock.store.header import TensorInfo, quoted
+from penstock.store.header import KINDS, TensorInfo, quoted
 from penstock.store.manifest import CONFIG, COPIED
 from penstock.store.own import own_dtype, own_weights, require_floats
 from penstock.store.packed import is_packed, read_config

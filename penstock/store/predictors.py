@@ -12,10 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from penstock import _native
 from penstock.errors import BadRequest, BrokenModel
@@ -33,7 +30,11 @@ TRAIN = "train them: penstock train-predictors MODEL --text FILE"
 _MAX_HEADER_BYTES = 16 << 20
 _KEY = "predictors"
 
-Granule = npt.NDArray[np.uint8]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Granule = npt.NDArray[np.uint8]
 
 
 def model_sha256(folder: Path) -> str:

@@ -13,18 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import _native
-from penstock.errors import BadRequest, BrokenModel, DoesNotFit, PenstockError
+from penstock.errors import BadRequest, BrokenModel, PenstockError
 from penstock.graph.scratch import _predict_bytes
 from penstock.graph.scratch_native import predict_bytes
 from penstock.kernels import cpu
 from penstock.kernels.reference import dense
 from penstock.kernels.reference.matrix import Scratch
-from penstock.planner.solve.ours.ram import require_minimum
 from penstock.serve import training
 from penstock.serve.engine import Engine
 from penstock.serve.fitting import Fitted, Heard, fit, granule_of, rounded, with_recall
 from penstock.serve.loading import Loading
-from penstock.serve.planning import firing_of
 from penstock.serve.source import resolve
 from penstock.spec.ask import Ask
 from penstock.spec.model import Ffn
@@ -243,19 +241,6 @@ def test_a_copy_in_the_cache_may_have_predictors(tmp_path: Path) -> None:
     (source.folder / FILE).write_bytes(content)
     with pytest.raises(BrokenModel, match="header is not what was written; train them"):
         Engine.open(source, Ask(context=64, sparsity="predict"), Loading(machine=MACHINE))
-
-
-def test_the_least_memory_goes_by_the_predictors_there_are(tmp_path: Path) -> None:
-    folder = relu_model(tmp_path, "opt", "float32-records")
-    give_predictors(folder, 0.0, rank=1024)
-    packed = open_packed(folder)
-    firing = firing_of(folder, packed.spec, "predict")
-    needed = []
-    for known in (firing, None):
-        with pytest.raises(DoesNotFit) as raised:
-            require_minimum(Ask(context=64, sparsity="predict"), packed.spec, packed.weights, 1, 1, known)
-        needed.append(raised.value.numbers["need_bytes"])
-    assert needed[0] > needed[1]
 
 
 def test_a_given_plan_says_that_it_is_lossy(tmp_path: Path) -> None:

@@ -8,18 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, DoesNotFit
 from penstock.graph import ops
 from penstock.graph.lower import Lowering
 from penstock.graph.passes import decode
 from penstock.planner.cost import Cost
-from penstock.planner.firing import Firing, expected, measured
+from penstock.planner.firing import Firing, Foretold, expected, measured
 from penstock.planner.solve import solve
 from penstock.planner.solve.bound import least_score_s, score_s
+from penstock.planner.solve.ours.ram import require_minimum
 from penstock.serve.planning import describe
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
-from penstock.spec.plan import Plan
+from penstock.spec.places import HOST
+from penstock.spec.plan import Plan, Predictor
+from penstock.spec.predictors import FORMAT
 from penstock.spec.profile import FIRED_TOGETHER, FiringCounts, Profile, hottest_share
 from tests.pure.machine import MACHINE
 
@@ -68,6 +71,18 @@ def test_models_without_zeros() -> None:
     with pytest.raises(BadRequest, match="should be one of auto, off, exact"):
         Ask(sparsity="most")
     assert expected(LLAMA).share(1) == 1.0 and expected(OPT).share(1) == pytest.approx(0.03, rel=0.1)
+
+
+def test_the_least_memory_goes_by_the_predictors_there_are() -> None:
+    """Those that are published are larger: what is refused by them would run."""
+    known = expected(OPT)
+    small = tuple(Predictor(i, 32, HOST, FORMAT) for i in range(len(OPT.layers)))
+    needed = []
+    for firing in (replace(known, foretold=Foretold(small, known.shares, None, "these")), None):
+        with pytest.raises(DoesNotFit) as raised:
+            require_minimum(Ask(context=64, sparsity="predict"), OPT, NEURONS, 1, 1, firing)
+        needed.append(raised.value.numbers["minimum_bytes"])
+    assert needed[0] < needed[1]
 
 
 def test_shares_between_those_measured() -> None:

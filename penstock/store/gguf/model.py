@@ -8,12 +8,11 @@ from typing import Any
 
 from penstock.errors import BrokenModel
 from penstock.models.gguf import ROPE_TABLES, config_from_gguf
-from penstock.store.blocks import KINDS
 from penstock.store.files import open_regular, reading
 from penstock.store.gguf.files import Gguf
 from penstock.store.gguf.header import Value
 from penstock.store.gguf.tokenizer import text_files
-from penstock.store.header import TensorInfo, quoted
+from penstock.store.header import KINDS, TensorInfo, quoted
 
 _MAX_LIST = 4096  # values of a list that a config may need: one for each layer
 _MAX_TABLE_BYTES = 1 << 16
