@@ -94,6 +94,12 @@ class Part:
     granule_bytes: int
     blocks: tuple[Block, ...]
     experts: int = 1
+    # The kind of format that all of its matrices have, "" where they have several. Asked for with every lowered call.
+    _kind: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        kinds = {b.format.kind for b in self.blocks if b.tiled or b.stride} or {b.format.kind for b in self.blocks[:1]}
+        object.__setattr__(self, "_kind", kinds.pop() if len(kinds) == 1 else "")
 
     @property
     def expert_granules(self) -> int:
@@ -140,6 +146,8 @@ class Part:
 
     def kinds(self, names: tuple[str, ...] = ()) -> Kinds:
         """The formats of these blocks, without names those of all its matrices: what rates are looked up by."""
+        if self._kind:
+            return self._kind
         matrices = [b for b in self.blocks if b.tiled or b.stride]
         chosen = [b for b in matrices if not names or b.name in names] or self.blocks[:1]
         kind = chosen[0].format.kind
