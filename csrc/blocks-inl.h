@@ -55,6 +55,7 @@ struct BlockFactors {
     // From bytes of integers: scale i is byte i of `scales`, minimum i is byte `first` + i of `minimums`.
     [[gnu::always_inline]] void put(const std::uint8_t* halves, const Line* scales, const Line* minimums, int count,
                                     int first) {
+        if (count > 16) __builtin_unreachable();  // compilers warn of more than the bytes of four words
         const F d = f_half(halves);
 #pragma GCC unroll 16
         for (int i = 0; i < count; ++i) {

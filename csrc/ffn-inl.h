@@ -1,5 +1,5 @@
 // The FFN for one instruction set: hidden values of a granule, and sums over granules by fours (kernels.h, FfnSum).
-// Included after neurons-inl.h.
+// Included after neurons-many-inl.h.
 #pragma once
 
 #include <atomic>

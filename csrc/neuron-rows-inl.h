@@ -1,0 +1,223 @@
+// Rows of FFNs that lie neuron by neuron: a neuron's numbers, their products with activations, and their sums. What
+// multiplies a neuron that does not fire is not read. Where `gate` (or `up` without one) lies so too, nothing is read
+// of neurons that are not active. Included after fours-inl.h.
+//
+// A neuron's row of D columns is added to the sum of its four as a whole, times the neuron's value. The neurons of a
+// four are added in the order in which they lie, so that neither the neurons left out nor the threads change a bit.
+#pragma once
+
+#include <array>
+#include <utility>
+
+namespace penstock::PENSTOCK_ISA {
+namespace {
+
+// The most neurons whose rows are added at a time, so that a sum is loaded and stored once for them.
+constexpr int kTogether = 8;
+constexpr int kFourNeurons = kSumGranules * kGranuleRows;
+
+inline std::size_t row_bytes(const Matrix& m) { return m.codes_bytes() + 4 * std::size_t(m.groups()); }
+inline const std::uint8_t* row_at(const Matrix& m, const std::uint8_t* granule, int neuron) {
+    return granule + m.offset + std::size_t(neuron) * m.row_stride;
+}
+// Bytes of a granule's records, for `Pool::run`: as if all fired.
+inline std::size_t neuron_bytes(const FfnShape& shape) {
+    const std::size_t rows = (shape.gate.rows > 0 ? 2 : 1) + (shape.by_records() ? 1 : 0);
+    return std::size_t(shape.up.rows) * row_bytes(shape.down) * rows;
+}
+
+// Reads the numbers of one neuron's row, 32 columns at a time.
+template <Kind kind>
+struct NeuronRow {
+    static constexpr bool kScaled = kind == Kind::kInt8 || kind == Kind::kInt4;
+    // Bytes of 32 columns.
+    static constexpr int kStep = kind == Kind::kInt4      ? 16
+                                 : kind == Kind::kInt8    ? 32
+                                 : kind == Kind::kFloat32 ? 128
+                                                          : 64;
+    const std::uint8_t *codes, *scales, *minimums;
+    F scale, minimum;
+
+    NeuronRow(const Matrix& m, const std::uint8_t* row)
+        : codes(row),
+          scales(row + m.codes_bytes()),
+          minimums(scales + 2 * std::size_t(m.groups())),
+          scale(f_zero()),
+          minimum(f_zero()) {}
+    // Goes to group g. Floats have none.
+    void group(int g) {
+        if constexpr (kScaled) scale = f_half_of(scales + 2 * g), minimum = f_half_of(minimums + 2 * g);
+    }
+    void two(int column, F& low, F& high) const {
+        if constexpr (kind == Kind::kInt4) {
+            f_nibbles(codes + column / 2, scale, minimum, low, high);
+        } else if constexpr (kind == Kind::kInt8) {
+            low = f_fma(f_bytes(codes + column), scale, minimum);
+            high = f_fma(f_bytes(codes + column + 16), scale, minimum);
+        } else if constexpr (kind == Kind::kFloat32) {
+            low = f_load(codes + 4 * column), high = f_load(codes + 4 * column + 64);
+        } else if constexpr (kind == Kind::kFloat16) {
+            low = f_half(codes + 2 * column), high = f_half(codes + 2 * column + 32);
+        } else {
+            low = f_bf16(codes + 2 * column), high = f_bf16(codes + 2 * column + 32);
+        }
+    }
+};
+
+// Calls run.operator()<kind>() for the matrix's kind.
+template <class Run>
+void by_kind(const Matrix& m, const Run& run) {
+    switch (m.kind) {
+        case Kind::kFloat32:
+            return run.template operator()<Kind::kFloat32>();
+        case Kind::kFloat16:
+            return run.template operator()<Kind::kFloat16>();
+        case Kind::kBfloat16:
+            return run.template operator()<Kind::kBfloat16>();
+        case Kind::kInt8:
+            return run.template operator()<Kind::kInt8>();
+        case Kind::kInt4:
+            return run.template operator()<Kind::kInt4>();
+        default:  // formats in blocks do not lie neuron by neuron
+            return;
+    }
+}
+
+// Calls each(column) for every 32nd column of [lo, hi), and enter(g) before the first column of a group.
+template <Kind kind, class Enter, class Each>
+[[gnu::always_inline]] inline void walk(const Matrix& m, int lo, int hi, const Enter& enter, const Each& each) {
+    const int group = NeuronRow<kind>::kScaled ? m.group : up_to(m.cols, kLineColumns);
+    for (int c = lo; c < hi;) {
+        enter(c / group);
+        for (const int end = std::min(hi, (c / group + 1) * group); c < end; c += kLineColumns) each(c);
+    }
+}
+
+// y [n] = x[i] [D] · a neuron's row, for n rows of activations.
+template <Kind kind, int n>
+void dot_row(const Matrix& m, const std::uint8_t* at, const float* const* x, float* y) {
+    NeuronRow<kind> row(m, at);
+    F even[n], odd[n];
+    for (int i = 0; i < n; ++i) even[i] = odd[i] = f_zero();
+    const int whole = m.cols / kLineColumns * kLineColumns;
+    const auto enter = [&](int g) { row.group(g); };
+    walk<kind>(m, 0, whole, enter, [&](int c) {
+        F low, high;
+        row.two(c, low, high);
+        for (int i = 0; i < n; ++i) {
+            even[i] = f_fma(low, f_load(x[i] + c), even[i]);
+            odd[i] = f_fma(high, f_load(x[i] + c + 16), odd[i]);
+        }
+    });
+    walk<kind>(m, whole, m.cols, enter, [&](int c) {
+        F low, high;
+        row.two(c, low, high);
+        const int left = m.cols - c;
+        for (int i = 0; i < n; ++i) {
+            even[i] = f_fma(low, load_some(x[i] + c, left), even[i]);
+            if (left > 16) odd[i] = f_fma(high, load_some(x[i] + c + 16, left - 16), odd[i]);
+        }
+    });
+    for (int i = 0; i < n; ++i) y[i] = f_sum(f_add(even[i], odd[i]));
+}
+
+// Calls to(i, x[i] · a neuron's row of m, plus its bias) for `count` rows of activations. `bias_at`: the byte of the
+// granule where m's biases begin (0: none).
+template <Kind kind, class To>
+void dot_rows(const Matrix& m, std::size_t bias_at, const std::uint8_t* granule, int neuron, const float* const* x,
+              int count, const To& to) {
+    const std::uint8_t* const row = row_at(m, granule, neuron);
+    const float bias = bias_at != 0 ? reinterpret_cast<const float*>(granule + bias_at)[neuron] : 0.0F;
+    float y[4];
+    for (int i = 0; i < count;) {
+        int n = 1;
+        if (count - i >= 4) {
+            dot_row<kind, 4>(m, row, x + i, y), n = 4;
+        } else if (count - i >= 2) {
+            dot_row<kind, 2>(m, row, x + i, y), n = 2;
+        } else {
+            dot_row<kind, 1>(m, row, x + i, y);
+        }
+        for (int j = 0; j < n; ++j) to(i + j, y[j] + bias);
+        i += n;
+    }
+}
+
+// values [count] *= x[i] · a neuron's row of `up`, plus its bias.
+template <Kind kind>
+void times_up(const FfnShape& shape, const std::uint8_t* granule, int neuron, const float* const* x, int count,
+              float* values) {
+    dot_rows<kind>(shape.up, shape.up_bias, granule, neuron, x, count, [&](int i, float y) { values[i] *= y; });
+}
+
+// sum [count] += Σ k neurons: value · its 32 numbers, of which `count` are wanted, at the end of a row.
+template <int k>
+[[gnu::noinline]] void add_last(const F (&low)[k], const F (&high)[k], const float* const* values, int row, int count,
+                                float* sum) {
+    F a = load_some(sum, count), b = count > 16 ? load_some(sum + 16, count - 16) : f_zero();
+    for (int i = 0; i < k; ++i) {
+        const F value = f_set(values[i][row]);
+        a = f_fma(value, low[i], a), b = f_fma(value, high[i], b);
+    }
+    store_some(sum, a, count);
+    if (count > 16) store_some(sum + 16, b, count - 16);
+}
+
+// to [t, D] += Σ k neurons: value · row. `values` [k]: of each neuron, its value in each of the t rows. `one`: t is 1.
+// While a row is used, as much of another one is fetched: `next` [k].
+template <Kind kind, int k, bool one>
+void add_rows(const Matrix& m, const std::uint8_t* const* at, const float* const* values, int t, float* to,
+              const std::uint8_t* const* next) {
+    const auto readers = [&]<std::size_t... i>(std::index_sequence<i...>) {
+        return std::array<NeuronRow<kind>, k>{NeuronRow<kind>(m, at[i])...};
+    };
+    auto rows = readers(std::make_index_sequence<k>());
+    F first[k];
+    for (int i = 0; i < k; ++i) first[i] = f_set(values[i][0]);
+    const int whole = m.cols / kLineColumns * kLineColumns;
+    const auto enter = [&](int g) {
+        for (std::size_t i = 0; i < k; ++i) rows[i].group(g);
+    };
+    constexpr std::ptrdiff_t kStep = NeuronRow<kind>::kStep;
+    for (int i = 0; i < k; ++i) prefetch_run(next[i] + m.codes_bytes(), row_bytes(m) - m.codes_bytes());
+    walk<kind>(m, 0, whole, enter, [&](int c) {
+        const std::ptrdiff_t at_byte = c / kLineColumns * kStep;
+        if (kStep >= 64 || at_byte % 64 == 0) {
+            for (int i = 0; i < k; ++i) {
+                __builtin_prefetch(next[i] + at_byte);
+                if constexpr (kStep > 64) __builtin_prefetch(next[i] + at_byte + 64);
+            }
+        }
+        if constexpr (one) {
+            F a = f_load(to + c), b = f_load(to + c + 16);
+            for (int i = 0; i < k; ++i) {
+                F low, high;
+                rows[std::size_t(i)].two(c, low, high);
+                a = f_fma(first[i], low, a), b = f_fma(first[i], high, b);
+            }
+            f_store(to + c, a), f_store(to + c + 16, b);
+        } else {
+            F low[k], high[k];
+            for (int i = 0; i < k; ++i) rows[std::size_t(i)].two(c, low[i], high[i]);
+            for (int row = 0; row < t; ++row) {
+                float* const sum = to + std::ptrdiff_t(row) * m.cols + c;
+                F a = f_load(sum), b = f_load(sum + 16);
+                for (int i = 0; i < k; ++i) {
+                    const F value = f_set(values[i][row]);
+                    a = f_fma(value, low[i], a), b = f_fma(value, high[i], b);
+                }
+                f_store(sum, a), f_store(sum + 16, b);
+            }
+        }
+    });
+    walk<kind>(m, whole, m.cols, enter, [&](int c) {
+        F low[k], high[k];
+        for (int i = 0; i < k; ++i) rows[std::size_t(i)].two(c, low[i], high[i]);
+        for (int row = 0; row < t; ++row) {
+            add_last<k>(low, high, values, row, m.cols - c, to + std::ptrdiff_t(row) * m.cols + c);
+        }
+    });
+}
+
+}  // namespace
+}  // namespace penstock::PENSTOCK_ISA

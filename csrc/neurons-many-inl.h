@@ -1,0 +1,193 @@
+// FFNs that lie neuron by neuron, of many rows: threads share the hidden values of some granules, then the columns of
+// their sum. Included after neuron-rows-inl.h.
+#pragma once
+
+#include <vector>
+
+namespace penstock::PENSTOCK_ISA {
+namespace {
+
+// The values of a granule's neurons: of each neuron `count` rows that want it, and its value in each.
+struct Values {
+    float* value;               // [neuron][rows]
+    std::int32_t *row, *count;  // [neuron][rows], [neuron]
+    int rows;
+
+    static bool take_from(Scratch& scratch, int rows, Values& to) {
+        const std::size_t all = std::size_t(kGranuleRows) * std::size_t(rows);
+        to = {take<float>(scratch, all), take<std::int32_t>(scratch, all), take<std::int32_t>(scratch, kGranuleRows),
+              rows};
+        return to.value != nullptr && to.row != nullptr && to.count != nullptr;
+    }
+};
+
+// out [end - from, kGranuleRows] = the activations of a granule's records for rows [from, end) of h, which lie D
+// apart; 0 where a neuron is not active.
+void fire_rows(const FfnShape& shape, const std::uint8_t* granule, const float* h, int from, int end,
+               const Zeros& zeros, float* out) {
+    const Matrix& first = shape.first();
+    by_kind(first, [&]<Kind kind>() {
+        for (int i = 0; i < shape.up.rows; ++i) {
+            const float* rows[kHiddenRows];
+            int at[kHiddenRows], count = 0;
+            for (int row = from; row < end; ++row) {
+                out[(row - from) * kGranuleRows + i] = 0.0F;
+                if (!zeros.is_active(row, i)) continue;
+                rows[count] = h + std::ptrdiff_t(row) * shape.width(), at[count++] = row - from;
+            }
+            dot_rows<kind>(first, shape.first_bias(), granule, i, rows, count,
+                           [&](int j, float y) { out[at[j] * kGranuleRows + i] = y; });
+        }
+    });
+    for (int row = from; row < end; ++row) {
+        float* const x = out + (row - from) * kGranuleRows;
+        activate(shape.activation, x, nullptr, x, shape.up.rows);
+        zeros.keep_counting(row, x, shape.up.rows);
+        zeros.note(row, x, shape.up.rows);
+    }
+}
+
+// Computes the values of granule g for the rows x, which begin at row0 of the call.
+void value_neurons(const FfnOp& op, int g, const Rows& x, int row0, const Values& to) {
+    const FfnShape& shape = op.shape;
+    const std::uint8_t* const granule = op.weights.data + std::size_t(g) * op.weights.stride;
+    alignas(64) float fired[kHiddenRows * kGranuleRows];
+    std::fill_n(to.count, kGranuleRows, 0);
+    for (int from = 0; from < x.count; from += kHiddenRows) {
+        const int end = std::min(from + kHiddenRows, x.count);
+        const Zeros zeros = zeros_of(op).at(row0, g);
+        if (shape.by_records()) {
+            const float* const h = op.h + std::ptrdiff_t(row0) * shape.width();
+            fire_rows(shape, granule, h, from, end, zeros, fired);
+        } else {
+            fire(shape, granule, granule + op.weights.stride, x, from, end, zeros, fired);
+        }
+        for (int row = from; row < end; ++row) {
+            for (int i = 0; i < shape.up.rows; ++i) {
+                const float value = fired[(row - from) * kGranuleRows + i];
+                if (value == 0.0F && op.skips) continue;
+                const std::ptrdiff_t at = std::ptrdiff_t(i) * to.rows + to.count[i]++;
+                to.value[at] = value, to.row[at] = row;
+            }
+        }
+    }
+    if (shape.gate.rows == 0) return;
+    by_kind(shape.up, [&]<Kind kind>() {
+        for (int i = 0; i < shape.up.rows; ++i) {
+            for (int from = 0; from < to.count[i]; from += kFewRows) {
+                const int n = std::min(kFewRows, to.count[i] - from);
+                const std::ptrdiff_t at = std::ptrdiff_t(i) * to.rows + from;
+                const float* rows[kFewRows];
+                for (int j = 0; j < n; ++j) rows[j] = op.h + std::ptrdiff_t(row0 + to.row[at + j]) * shape.width();
+                times_up<kind>(shape, granule, i, rows, n, to.value + at);
+            }
+        }
+    });
+}
+
+// sum [rows, kSumColumns] += the neurons of a granule, for the columns from `column` on.
+template <Kind kind>
+void add_columns(const FfnOp& op, int g, const Values& from, int column, float* sum) {
+    constexpr int kVectors = kSumColumns / 16;
+    const Matrix& down = op.shape.down;
+    const std::uint8_t* const granule = op.weights.data + std::size_t(g) * op.weights.stride;
+    const int end = std::min(column + kSumColumns, up_to(down.cols, kLineColumns));
+    for (int i = 0; i < op.shape.up.rows; ++i) {
+        if (from.count[i] == 0) continue;
+        NeuronRow<kind> row(down, row_at(down, granule, i));
+        F w[kVectors];
+        for (F& each : w) each = f_zero();
+        walk<kind>(
+            down, column, end, [&](int group) { row.group(group); },
+            [&](int c) { row.two(c, w[(c - column) / 16], w[(c - column) / 16 + 1]); });
+        const std::ptrdiff_t at = std::ptrdiff_t(i) * from.rows;
+        for (int j = 0; j < from.count[i]; ++j) {
+            float* const to = sum + std::ptrdiff_t(from.row[at + j]) * kSumColumns;
+            const F value = f_set(from.value[at + j]);
+            for (int k = 0; k < kVectors; ++k) f_store(to + 16 * k, f_fma(value, w[k], f_load(to + 16 * k)));
+        }
+    }
+}
+
+// Adds up the fours of granules [fours.begin, fours.end), for the columns from `column` on and `count` rows from row0
+// on. `values`: of these granules. `own` [count, kSumColumns]: this thread's.
+void sum_values(const FfnOp& op, const Fours& fours, const std::vector<Values>& values, int column, int row0, int count,
+                float* own) {
+    const int d = op.shape.width(), columns = std::min(kSumColumns, d - column);
+    const FfnSum& sum = op.sum;
+    // Calls run(place in a sum [T, D], place in `own`, how many numbers of 16 are wanted). It is compiled once for
+    // whole vectors alone, without the branches of the others.
+    const auto each = [&](const auto& run) {
+        for (int row = 0; row < count; ++row) {
+            const std::ptrdiff_t at = (std::ptrdiff_t(row0) + row) * d + column;
+            float* const to = own + row * kSumColumns;
+            if (columns == kSumColumns) {
+                for (int c = 0; c < kSumColumns; c += 16) run(at + c, to + c, 16);
+            } else {
+                for (int c = 0; c < columns; c += 16) run(at + c, to + c, columns - c);
+            }
+        }
+    };
+    for (int i = 0; i < fours.count; ++i) {
+        const Four four = fours.at(i);
+        const bool starts = fours.starts(i);
+        if (four.continues) {
+            each([&](std::ptrdiff_t at, float* to, int some) { f_store(to, load_some(sum.pending + at, some)); });
+        } else {
+            std::fill_n(own, std::ptrdiff_t(count) * kSumColumns, 0.0F);
+        }
+        by_kind(op.shape.down, [&]<Kind kind>() {
+            for (int g = four.lo; g < four.hi; ++g) {
+                add_columns<kind>(op, g, values[std::size_t(g - fours.begin)], column, own);
+            }
+        });
+        if (four.keeps) {
+            each([&](std::ptrdiff_t at, float* from, int some) { store_some(sum.pending + at, f_load(from), some); });
+        } else if (starts) {
+            each([&](std::ptrdiff_t at, float* from, int some) {
+                store_some(sum.partial + at, f_add(f_zero(), f_load(from)), some);
+            });
+        } else {
+            each([&](std::ptrdiff_t at, float* from, int some) {
+                store_some(sum.partial + at, f_add(load_some(sum.partial + at, some), f_load(from)), some);
+            });
+        }
+    }
+}
+
+bool neurons_many(Pool& pool, const FfnOp& op, std::size_t cost) {
+    const Granules& weights = op.weights;
+    Scratch scratch = op.scratch;
+    Input input;
+    if (!input.plan(op.shape.first(), op.h, op.shape.width(), 1, op.t, op.exact, scratch)) return false;
+    const int rows = input.chunk();
+    const int busy = std::min(pool.threads(), kScratchThreads);
+    auto* const sums = take<float>(scratch, std::size_t(busy) * std::size_t(rows) * kSumColumns);
+    std::vector<Values> values;  // of as many granules at a time as scratch has room for
+    for (Values one; values.size() < kValueGranules && Values::take_from(scratch, rows, one);) values.push_back(one);
+    if (sums == nullptr || values.empty()) return false;
+    const int block = std::min(weights.count, static_cast<int>(values.size()));
+    pool.run(cost, [&](const Team& team) {
+        for (int row0 = 0; row0 < op.t; row0 += rows) {
+            const Rows x = input.chunk_at(team, row0);
+            for (int begin = 0; begin < weights.count; begin += block) {
+                const int end = std::min(begin + block, weights.count);
+                if (begin > 0) team.barrier();  // all threads have used the values of the block before
+                const auto [lo, hi] = team.share(end - begin);
+                for (int i = lo; i < hi; ++i) value_neurons(op, begin + i, x, row0, values[std::size_t(i)]);
+                team.barrier();
+                if (team.id() >= busy) continue;
+                const Fours fours(op.sum, begin, end, weights.count);
+                const int step = std::min(team.size(), busy) * kSumColumns;
+                for (int column = team.id() * kSumColumns; column < op.shape.width(); column += step) {
+                    sum_values(op, fours, values, column, row0, x.count,
+                               sums + std::ptrdiff_t(team.id()) * rows * kSumColumns);
+                }
+            }
+        }
+    });
+    return true;
+}
+
+}  // namespace
+}  // namespace penstock::PENSTOCK_ISA
