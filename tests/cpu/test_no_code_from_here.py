@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import penstock
 from penstock.cli.main import app
 from penstock.runtime import child
 from tests.cpu.checkpoints import MOE, save_checkpoint, save_tokenizer
+from tests.cpu.configs import TINY_CONFIGS
 from tests.cpu.test_serve import serving
 from tests.cpu.traps import SCRIPT, Trap
 
@@ -50,7 +52,7 @@ COMMANDS = [
     "demo --max-tokens 2 --cache {cache}",
     "--help",
 ]
-APART = {"serve", "rm"}  # have a test each
+APART = {"serve", "rm", "train-predictors"}  # have a test each
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -69,6 +71,16 @@ def test_removal_from_the_cache(trap: Trap, tmp_path: Path) -> None:
     (packed,) = (tmp_path / "models").iterdir()
     assert trap.run("rm", packed.name, "--cache", tmp_path).returncode == 0
     assert not packed.exists()
+
+
+def test_training_predictors(cache: Path, tmp_path: Path) -> None:
+    config = json.loads(TINY_CONFIGS["opt"])
+    save_checkpoint(tmp_path / "model", config)
+    save_tokenizer(tmp_path / "model", config)
+    (tmp_path / "model" / "text.txt").write_text("some words to be learnt from. " * 200)
+    trap = Trap(tmp_path / "model")
+    done = trap.run("train-predictors", ".", "--text", "text.txt", "--weights", "int8-records", "--cache", cache)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_server(trap: Trap, cache: Path) -> None:
