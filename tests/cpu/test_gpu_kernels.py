@@ -71,6 +71,17 @@ def test_every_op_of_many_rows(spec: ModelSpec, batch: Batch, weights: str, kv: 
     run(MANY, spec, batch, weights, kv, seed)
 
 
+def test_the_precision_of_products_is_set_and_set_back() -> None:
+    """Away from the processor alone, so a tensor without memory stands for a card's."""
+    block, x = Block("down", 64, 64, parse_format("int4"), 0), torch.empty(1, 64, device="meta")
+    before = torch.get_float32_matmul_precision()
+    with product.precision(Kernels(triton=True, matmul="tf32"), block, x):
+        assert torch.get_float32_matmul_precision() == "high"
+    with product.precision(Kernels(triton=True, matmul="float32"), block, x):
+        assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.get_float32_matmul_precision() == before
+
+
 @pytest.mark.fuzz
 @some(8)
 @given(layers(), batches(3), st.sampled_from(NEURON_FORMATS), st.sampled_from([FEW, MANY, TORCH]), SEEDS)
