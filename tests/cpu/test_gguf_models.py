@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from array import array
 from contextlib import closing
 from dataclasses import replace
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("gguf", reason="the package gguf, which writes GGUF, is not installed")
 
-from penstock.errors import BadRequest, BrokenModel, PenstockError, UnsupportedModel
+from penstock.errors import BadRequest, BrokenModel, PenstockError, StorageFailed, UnsupportedModel
 from penstock.models import model_types, planned_types
 from penstock.models.gguf import ARCHITECTURES
 from penstock.serve.engine import Engine
@@ -364,6 +365,13 @@ def test_a_norm_in_blocks_is_refused_before_anything_is_written(tmp_path: Path) 
         packing = Packing(checkpoint, tuple(parts(spec, FLOAT32)), sources_in(checkpoint, spec), FLOAT32, {}, {})
         with pytest.raises(UnsupportedModel, match="holds Q8_0; penstock reads norms, biases and routers in F32"):
             packing.check_shapes("")
+
+
+def test_no_room_for_small_files_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = converted(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(StorageFailed, match="cannot write"):
+        pack(file, tmp_path / "packed", check=lambda folder: None)
 
 
 @pytest.fixture(scope="module")

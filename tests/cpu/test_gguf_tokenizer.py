@@ -18,6 +18,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from penstock.errors import BrokenModel, UnsupportedModel
 from penstock.serve.tokenizer import Tokenizer as Confined
+from penstock.store.gguf import tokenizer
 from penstock.store.gguf.header import Value, read_gguf_header
 from penstock.store.gguf.pretokenizers import PRE_TOKENIZERS
 from penstock.store.gguf.tokenizer import text_files
@@ -337,6 +338,17 @@ def test_bad_metadata_is_one_line(name: str) -> None:
         text_files(small(**changes), "a.gguf")
     message = str(raised.value)
     assert says in message and "\n" not in message and message.startswith("a.gguf")
+
+
+def test_merges_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All substrings of a long string would make a tokenizer of many times its size."""
+    texts = [("ab" * 20 + "c" * i)[lo:] for i in range(3) for lo in range(30)]
+    vocab = {text: i for i, text in enumerate(dict.fromkeys([*"abc", *texts]))}
+    entries = tokenizer.Entries(list(vocab), [1] * len(vocab), [0.0] * len(vocab))
+    assert len(tokenizer._merges_by_score(vocab, entries, "here")) > 10
+    monkeypatch.setattr(tokenizer, "_MAX_MERGES", 10)
+    with pytest.raises(BrokenModel, match="over 10 ways"):
+        tokenizer._merges_by_score(vocab, entries, "here")
 
 
 def test_scores_that_are_no_numbers() -> None:

@@ -13,6 +13,7 @@ from penstock.graph.passes import decode
 from penstock.graph.resident import resident_plan
 from penstock.planner.cost import Cost
 from penstock.planner.solve.problem import Problem
+from penstock.planner.what_if import other_formats
 from penstock.spec import plan as plans
 from penstock.spec.ask import Ask
 from penstock.spec.format import FLOAT32, Format, Mixed, Share, kinds_name, mixture, parse_format
@@ -70,6 +71,12 @@ def test_a_router_in_float32_makes_no_float32_model() -> None:
         (Format("int4", 64), "float32"),
     ):
         assert Problem(Ask(), wide, weights, MACHINE).kv.kind == kind
+
+
+def test_no_other_format_is_recommended_for_a_quantised_file() -> None:
+    ask = Ask(context=128)
+    assert other_formats(Problem(ask, SPEC, MIXTURE, MACHINE)) == other_formats(Problem(ask, SPEC, Q4_K, MACHINE)) == []
+    assert other_formats(Problem(ask, SPEC, Format("int4", 64), MACHINE))
 
 
 def test_bytes_are_those_of_each_format() -> None:
