@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from penstock.kernels.gpu.tile_kernels import float_numbers
+
 
 @triton.jit
 def _column(word, c: tl.constexpr, KIND: tl.constexpr):
@@ -36,15 +38,8 @@ def _number(word, c: tl.constexpr, KIND: tl.constexpr):
         return ((word >> (c % 4 * 8 + c // 4 * 4)) & 15).to(tl.float32)
     elif KIND == "int8":
         return ((word >> (c * 8)) & 255).to(tl.float32)
-    elif KIND == "bfloat16":
-        if c == 0:
-            return (word << 16).to(tl.float32, bitcast=True)
-        else:
-            return (word & -65536).to(tl.float32, bitcast=True)
-    elif KIND == "float32":
-        return word.to(tl.float32, bitcast=True)
     else:
-        return word.to(tl.float32)
+        return float_numbers(word, c, KIND)
 
 
 @triton.jit

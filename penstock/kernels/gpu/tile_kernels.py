@@ -29,6 +29,20 @@ EXPONENT4, EXPONENT8 = 0x41800000, 0x43800000  # the bits of 2^4 and of 2^8 in f
 
 
 @triton.jit
+def float_numbers(word, c: tl.constexpr, KIND: tl.constexpr):
+    """Column c of each word of a float format as float32."""
+    if KIND == "bfloat16":
+        if c == 0:
+            return (word << 16).to(tl.float32, bitcast=True)
+        else:
+            return (word & -65536).to(tl.float32, bitcast=True)
+    elif KIND == "float32":
+        return word.to(tl.float32, bitcast=True)
+    else:
+        return word.to(tl.float32)
+
+
+@triton.jit
 def _numbers(word, c: tl.constexpr, exponent4, exponent8, KIND: tl.constexpr):
     """Column c of each word as float32. For integer formats it is the code plus 256 (int8) or 16 (high nibbles), which
     `_tile_dot` takes away from the sum. For low nibbles the 256 is subtracted here, exactly: subtracted from the sum it
@@ -48,15 +62,8 @@ def _numbers(word, c: tl.constexpr, exponent4, exponent8, KIND: tl.constexpr):
         else:
             bits = (byte & (255 << 15)) | exponent8
         return bits.to(tl.float32, bitcast=True)
-    elif KIND == "bfloat16":
-        if c == 0:
-            return (word << 16).to(tl.float32, bitcast=True)
-        else:
-            return (word & -65536).to(tl.float32, bitcast=True)
-    elif KIND == "float32":
-        return word.to(tl.float32, bitcast=True)
     else:
-        return word.to(tl.float32)
+        return float_numbers(word, c, KIND)
 
 
 @triton.jit
