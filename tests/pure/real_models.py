@@ -236,6 +236,7 @@ BY_NAME = {real.name: real.config for real in REAL}
 _MOE = {"moe_intermediate_size": 44, "num_key_value_heads": 2}
 _TINY_KEYS: dict[str, dict[str, Any]] = {
     "opt": {},
+    "gemma3": {"text_config": config("gemma3_text", 80, 3, 4, 172, 203, num_key_value_heads=2)},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "glm4_moe": {**_MOE, "n_routed_experts": 9},
     "mixtral": {"num_local_experts": 3, "num_key_value_heads": 2},
@@ -245,5 +246,5 @@ _TINY_KEYS: dict[str, dict[str, Any]] = {
 }
 TINY = {
     model_type: config(model_type, 80, 3, 4, 172, 203, **_TINY_KEYS.get(model_type, {"num_key_value_heads": 2}))
-    for model_type in sorted({"gemma2", "llama", "mistral", "nemotron", "phi3", "qwen2", "qwen3", *_TINY_KEYS})
+    for model_type in sorted({"gemma2", "gemma3_text", "llama", "mistral", "nemotron", "phi3", "qwen2", "qwen3", "smollm3", *_TINY_KEYS})
 }
