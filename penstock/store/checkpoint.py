@@ -143,6 +143,14 @@ class Checkpoint:
                 self._cached = ((tensor.name, item), self._rows(tensor, 0, tensor.shape[0]))
             return self._cached[1]
 
+    def expect(self, name: str, item: int | None = None) -> None:
+        """Has the kernel begin to read a tensor, or matrix `item` of it, into the page cache: it will be asked for."""
+        tensor = self.weights(name)
+        if item is not None:
+            tensor = _matrix(tensor, item)
+        with storage_errors("read", tensor.file):
+            os.posix_fadvise(self._fd(tensor.file), tensor.offset, tensor.nbytes, os.POSIX_FADV_WILLNEED)
+
     def forget(self) -> None:
         """Lets go of the matrix that a read along axis 1 keeps."""
         with self._cache_lock:
@@ -158,13 +166,15 @@ class Checkpoint:
             self._pread(tensor, offset, rows.reshape(-1).data.cast("B"))
         return rows
 
+    def _fd(self, file: Path) -> int:
+        with self._fds_lock:
+            if file not in self._fds:
+                self._fds[file] = open_regular(file)
+            return self._fds[file]
+
     def _pread(self, tensor: TensorInfo, offset: int, into: memoryview) -> None:
         with storage_errors("read", tensor.file):
-            with self._fds_lock:
-                if tensor.file not in self._fds:
-                    self._fds[tensor.file] = open_regular(tensor.file)
-                fd = self._fds[tensor.file]
-            read_bytes = 0
+            fd, read_bytes = self._fd(tensor.file), 0
             while read_bytes < len(into):
                 count = os.preadv(fd, [into[read_bytes : read_bytes + _READ_BYTES]], offset + read_bytes)
                 if count == 0:
