@@ -11,6 +11,11 @@ A type with experts has a third function and a constant:
     stacked_sources(spec)  as `sources`, for a checkpoint whose experts stand in one tensor with three axes
     COUNT_KEYS             the keys of config.json that count the experts; the first that a config has is read
 
+A type that is published quantised has more:
+
+    QUANT_METHODS          the values of `quant_method` in config.json that it is published with
+    weights(spec, method)  the formats of such a model
+
 Code that types share lives in the folder `hf`. The folder `planned` holds types that do not run yet. This package uses
 the standard library only, since `penstock plan` runs on this alone.
 """
@@ -25,11 +30,12 @@ from penstock.errors import BadRequest, BrokenModel, UnsupportedModel
 from penstock.models.hf.config import Config, short
 from penstock.models.hf.experts import count_key
 from penstock.models.hf.names import TensorSource
+from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 
 __all__ = [
-    "TensorSource", "model_types", "planned_types", "says_experts", "sources", "spec_from_config", "stacked_sources",
-    "switches",
+    "TensorSource", "model_types", "own_weights", "planned_types", "quant_method", "says_experts", "sources", "spec_from_config",
+    "stacked_sources", "switches",
 ]  # fmt: skip
 
 # Flags of config.json that decide which weights a model has, of all types together.
@@ -67,12 +73,32 @@ def spec_from_config(config: dict[str, Any], where: str, *, to_plan: bool = Fals
     """
     reader = Config(config, where)
     module = _find(reader.text("model_type"), where, to_plan)
-    if config.get("quantization_config") is not None:
+    if config.get("quantization_config") is not None and quant_method(config, where) is None:
         raise UnsupportedModel(f"{where} has a quantization_config: penstock packs checkpoints of float weights")
     try:
         return module.spec(reader)
     except BadRequest as error:
         raise BrokenModel(f"{where}: {error.message}") from None
+
+
+def quant_method(config: dict[str, Any], where: str) -> str | None:
+    """The `quant_method` of a parsed config.json, where its type is published so (`QUANT_METHODS`). Else None. `where`
+    names the file in errors. Raises BrokenModel."""
+    reader = Config(config, where)
+    if not reader.has("quantization_config"):
+        return None
+    method = reader.inner("quantization_config").text("quant_method")
+    module = _find(reader.text("model_type"), where)
+    return method if method in getattr(module, "QUANT_METHODS", ()) else None
+
+
+def own_weights(config: dict[str, Any], spec: ModelSpec, where: str) -> Format:
+    """The formats of the weights of a checkpoint with this config.json, as far as that says: those of its
+    `quant_method`, or `spec.dtype`. Raises BrokenModel."""
+    method = None if spec.cannot_run else quant_method(config, where)
+    if method is None:
+        return Format(spec.dtype)
+    return cast(Format, import_module(f"{__name__}.{spec.model_type}").weights(spec, method))
 
 
 def switches(config: dict[str, Any], where: str) -> dict[str, str]:

@@ -1,5 +1,5 @@
-"""Gemma 3 without pictures: Gemma 2's norms and windows, RMS norms on each head's q and k, and two ropes: one for layers
-that see everything, one for layers with a window, of which there are five for each of the others."""
+"""Gemma 3 without pictures: Gemma 2's norms and windows, RMS norms on each head's q and k, and two ropes: one for
+layers that see everything, one for layers with a window, of which there are five for each of the others."""
 
 from __future__ import annotations
 

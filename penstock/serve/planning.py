@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import BadRequest
+from penstock.models import own_weights
 from penstock.planner.firing import Firing, expected, foretold, leveled, measured
 from penstock.planner.routing import RouterTrace, firing, recorded
 from penstock.planner.solve import Solved, solve
@@ -43,13 +44,13 @@ def describe(
     """
     model = shapes.locate(model)
     manifest = read_manifest(model) if is_packed(model) else None
-    _, spec = read_config(model, manifest.files if verify and manifest is not None else (), to_plan=to_plan)
+    config, spec = read_config(model, manifest.files if verify and manifest is not None else (), to_plan=to_plan)
     if weights is None and is_gguf(model):
         from penstock.store.own import own_format  # with numpy, which planning goes without
 
         weights = own_format(model)
     elif weights is None:
-        weights = manifests.formats(manifest) if manifest is not None else Format(spec.dtype)
+        weights = manifests.formats(manifest) if manifest is not None else own_weights(config, spec, str(model))
     return spec, weights
 
 

@@ -253,8 +253,10 @@ class ModelSpec:
 
     @property
     def has_levels(self) -> bool:
-        """Whether small activations of its FFNs may be taken for zeros: they are dense, and none has a ReLU."""
-        return all(isinstance(layer.ffn, Ffn) and layer.ffn.activation not in RELUS for layer in self.layers)
+        """Whether small activations of its FFNs may be taken for zeros: they are dense, and none has a ReLU. No dense
+        model has `swiglu_clamped`, and no kernel of neurons knows it."""
+        others = (*RELUS, "swiglu_clamped")
+        return all(isinstance(layer.ffn, Ffn) and layer.ffn.activation not in others for layer in self.layers)
 
     def __hash__(self) -> int:
         return self._hash

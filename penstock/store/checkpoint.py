@@ -18,6 +18,7 @@ from penstock.store.files import open_regular, read_json, storage_errors
 from penstock.store.gguf.files import Gguf, open_gguf
 from penstock.store.gguf.header import is_gguf
 from penstock.store.header import TensorInfo, quoted, read_header
+from penstock.store.mxfp4 import joined, paired
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 100_000_000
@@ -55,7 +56,7 @@ class Checkpoint:
         if not folder.is_dir():
             raise BadRequest(f"{folder} is no folder")
         only = _only_file(folder)
-        return cls(folder, _read_shards(folder) if only is None else read_header(only).tensors)
+        return cls(folder, paired(_read_shards(folder) if only is None else read_header(only).tensors))
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -74,7 +75,7 @@ class Checkpoint:
     @property
     def files(self) -> list[Path]:
         """The files of all tensors, sorted."""
-        return sorted({tensor.file for tensor in self.tensors.values()})
+        return sorted({file for tensor in self.tensors.values() for file in tensor.files})
 
     def find(self, name: str) -> TensorInfo:
         """The tensor of this name, also where the file's name for it lacks or adds a leading "model.". Raises
@@ -90,9 +91,10 @@ class Checkpoint:
 
     def weights(self, name: str) -> TensorInfo:
         """As `find`. Raises UnsupportedModel where the elements are of a format that is not read: in folders all but
-        float32, float16 and bfloat16."""
+        float32, float16, bfloat16 and pairs in MXFP4."""
         tensor = self.find(name)
-        if tensor.dtype not in RAW_DTYPES and (self.gguf is None or format_of(tensor.dtype) is None):
+        in_blocks = self.gguf is not None or tensor.scales is not None
+        if tensor.dtype not in RAW_DTYPES and (not in_blocks or format_of(tensor.dtype) is None):
             known = ", ".join(RAW_DTYPES)
             if self.gguf is not None:
                 known += ", Q4_1, " + ", ".join(kind.upper() for kind in BLOCKS)
@@ -103,8 +105,8 @@ class Checkpoint:
 
     def read(self, name: str, axis: int, start: int, stop: int, item: int | None = None) -> npt.NDArray[Any]:
         """Elements start..stop of a tensor along `axis`, all elements along its other axes: float32, float16, or uint16
-        holding bfloat16's bits. `item`: the number of a matrix in a tensor with three axes; `axis` is then that
-        matrix's.
+        holding bfloat16's bits. `item`: the number of a matrix in a tensor with three axes, or of a vector in one with
+        two; `axis` is then its own.
 
         Along axis 0 only these bytes are read. Along axis 1 the whole matrix is read, and kept until another one is
         asked for; the result is then a view of it, and must not be written to. Raises BrokenModel where the tensor has
@@ -157,6 +159,8 @@ class Checkpoint:
             self._cached = None
 
     def _rows(self, tensor: TensorInfo, start: int, stop: int) -> npt.NDArray[Any]:
+        if tensor.scales is not None:
+            return joined(self._bytes(tensor, start, stop), self._bytes(tensor.scales, start, stop))
         if tensor.dtype in RAW_DTYPES:
             rows = np.empty((stop - start, *tensor.shape[1:]), RAW_DTYPES[tensor.dtype])
         else:
@@ -164,6 +168,14 @@ class Checkpoint:
         if rows.nbytes:
             offset = tensor.offset + start * (tensor.nbytes // tensor.shape[0])
             self._pread(tensor, offset, rows.reshape(-1).data.cast("B"))
+        return rows
+
+    def _bytes(self, tensor: TensorInfo, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        """Rows start..stop of a tensor as they lie, uint8 [rows, bytes]."""
+        row = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
+        rows = np.empty((stop - start, row), np.uint8)
+        if rows.nbytes:
+            self._pread(tensor, tensor.offset + start * row, rows.reshape(-1).data.cast("B"))
         return rows
 
     def _fd(self, file: Path) -> int:
@@ -188,11 +200,12 @@ class Checkpoint:
 
 
 def _matrix(tensor: TensorInfo, item: int) -> TensorInfo:
-    """Matrix `item` of a tensor with three axes. Raises BrokenModel where there is none."""
-    if len(tensor.shape) != 3 or not 0 <= item < tensor.shape[0]:
+    """Matrix `item` of a tensor with three axes, or vector `item` of one with two. Raises BrokenModel where there is
+    none."""
+    if len(tensor.shape) not in (2, 3) or not 0 <= item < tensor.shape[0]:
         raise BrokenModel(f"{tensor.file}: tensor {quoted(tensor.name)} {list(tensor.shape)} has no matrix {item}")
-    nbytes = tensor.nbytes // tensor.shape[0]
-    return replace(tensor, shape=tensor.shape[1:], offset=tensor.offset + item * nbytes, nbytes=nbytes)
+    nbytes, scales = tensor.nbytes // tensor.shape[0], tensor.scales and _matrix(tensor.scales, item)
+    return replace(tensor, shape=tensor.shape[1:], offset=tensor.offset + item * nbytes, nbytes=nbytes, scales=scales)
 
 
 def weight_files(folder: Path) -> list[Path]:

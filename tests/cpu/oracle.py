@@ -292,6 +292,20 @@ VARIANTS = (
         _shape(neurons=60) | _experts("num_experts", 4, 1) | {"attention_bias": True, "norm_topk_prob": True},
     ),
     Variant(
+        "gpt-oss",
+        "gpt_oss",
+        _shape(neurons=100, layers=3)
+        | _experts("num_local_experts", 5, 2)
+        | {"head_dim": 16, "num_attention_heads": 6, "sliding_window": 24, "rope_scaling": _YARN | {"truncate": False}},
+    ),
+    Variant(
+        "gpt-oss-no-biases",
+        "gpt_oss",
+        _shape(d=72, neurons=36)
+        | _experts("num_local_experts", 33, 4)
+        | {"head_dim": 20, "sliding_window": 40, "attention_bias": False, "tie_word_embeddings": True},
+    ),
+    Variant(
         "glm4-moe",
         "glm4_moe",
         _shape(layers=3)
@@ -330,8 +344,14 @@ def _randomise(model: torch.nn.Module, embedding_spread: float) -> None:
         for name, p in model.named_parameters():
             if id(p) in norms and name.endswith("weight"):
                 p.normal_(1.0, 0.3)
+            elif name.endswith("sinks"):
+                p.normal_(1.0, 1.5)
+            elif name.endswith("_proj_bias"):  # of gpt-oss' experts: its clamp is at 7
+                p.normal_(0.0, 3.0)
             elif p.dim() == 1:
                 p.normal_(0.0, 0.2)
+            elif p.dim() == 3 and model.config.model_type == "gpt_oss":  # its experts' matrices are turned
+                p.normal_(0.0, 1.5 / p.shape[-2] ** 0.5)
             elif "embed_tokens" in name or "lm_head" in name:
                 p.normal_(0.0, embedding_spread / p.shape[1] ** 0.5)
             elif "embed_positions" in name:

@@ -16,7 +16,8 @@ NECESSARY = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size", "ffn_dim",
     "moe_intermediate_size", "shared_expert_intermediate_size",
 )  # fmt: skip
-# glm4_moe by default has 96 heads that share 4096 columns: no such model can be made. gemma3 is one for its text_config.
+# glm4_moe by default has 96 heads that share 4096 columns: no such model can be made. gemma3 has its keys in an inner
+# object.
 SOUND: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 128}, "gemma3": {"text_config": {"hidden_size": 640, "num_hidden_layers": 7}},
 }  # fmt: skip
@@ -94,8 +95,15 @@ ROPES: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {}),
     ("gemma3_text", {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     ("gemma3_text", {"layer_types": ["sliding_attention"], "rope_local_base_freq": 500.0}),
-    ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0},
-                                         "sliding_attention": {"rope_type": "default", "rope_theta": 7e3}}}),
+    (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 7e3},
+            }
+        },
+    ),
     ("smollm3", {"no_rope_layers": [1]}),
     ("smollm3", {"no_rope_layers": [1], "rope_theta": 5e6}),
     ("phi3", {"rope_theta": 20000.0, "partial_rotary_factor": 0.5}),

@@ -106,8 +106,8 @@ class Qkv(NamedTuple):
 
 
 class Attend(NamedTuple):
-    """a = softmax(q · keys) · values of the unit's KV heads. `norms` (one slot, or none): the layer's, which hold a sink
-    for each head."""
+    """a = softmax(q · keys) · values of the unit's KV heads. `norms` (one slot, or none): the layer's, which hold a
+    sink for each head."""
 
     q: Read
     keys: Read
@@ -228,8 +228,8 @@ class Predict(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """x += norm_out(sum of partials + bias), then norm_after. `block`: attn or ffn. With `routes` (one slot, or none) the
-    bias of a row is Σ factor · that of each of its experts, in rising order."""
+    """x += norm_out(sum of partials + bias), then norm_after. `block`: attn or ffn. With `routes` (one slot, or none)
+    the bias of a row is Σ factor · that of each of its experts, in rising order."""
 
     norms: Read
     x: Added

@@ -67,9 +67,9 @@ def attend_kernel(
     q, keys, values, key_halves, value_halves, positions, sequence, sinks, out, stats, scale,
     n_rows, head_lo, q_stride, out_stride, split_stride, stats_stride, page_stride, head_stride, pages, most_pages,
     G: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
-    WINDOW: tl.constexpr, SINKS: tl.constexpr, TILE_ROWS: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, CODES: tl.constexpr, WIDE: tl.constexpr,
-    PLACES: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, TILE_ROWS: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, CODES: tl.constexpr,
+    WIDE: tl.constexpr, PLACES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """q float32 [T, H, E] → out float32 [T, H, E], for HEADS KV heads from head_lo on. `sinks` float32 [H], read with
     SINKS. Grid: (tiles, HEADS, SPLITS).

@@ -144,10 +144,10 @@ def attend(
     rounded = rows > 1 and kernels.matmul == "tf32" and kernels.dot == "tf32x3" and keys.format.kind != "float32"
     attend_kernels.attend_kernel[(n_tiles, heads, splits)](
         q, _typed(keys), _typed(values), _halves(keys), _halves(values), positions, sequence,
-        q if sinks is None else sinks, target, stats, a.scale, t, lo, q.stride(0), out.stride(0), target.stride(0), stats.stride(0), keys.blocks.stride(0),
-        keys.blocks.stride(1), keys.pages, keys.pages.stride(0),
-        g, e, heads, keys.page_tokens, a.softcap, a.window, sinks is not None, rows, splits, m, _block(e), keys.format.kind,
-        keys.format.group, keys.groups, keys.codes_bytes, wide, places,
+        q if sinks is None else sinks, target, stats, a.scale, t, lo, q.stride(0), out.stride(0), target.stride(0),
+        stats.stride(0), keys.blocks.stride(0), keys.blocks.stride(1), keys.pages, keys.pages.stride(0),
+        g, e, heads, keys.page_tokens, a.softcap, a.window, sinks is not None, rows, splits, m, _block(e),
+        keys.format.kind, keys.format.group, keys.groups, keys.codes_bytes, wide, places,
         "tf32" if rounded else kernels.dot,
         num_warps=4 if m * wide * places <= 4096 else 8,
         # With one row the next block is asked for before this one is done. More rows need the shared memory themselves.

@@ -151,8 +151,8 @@ def merge(
     row_kernels.merge_kernel[(x.shape[0],)](
         x, *sources, *(_or(v, x) for v in (bias, out_weight, out_bias, after_weight, after_bias)),
         *(routes or (x, x)), _or(biases, x), x.stride(0), *(p.stride(0) for p in sources), norm.eps, norm.offset,
-        d, len(addends), bias is not None, 0 if routes is None else routes[0].shape[1], norm.kind == "layer", norm.affine, norm.has_bias, layer.norm_out,
-        layer.norm_after, **_row(d),
+        d, len(addends), bias is not None, 0 if routes is None else routes[0].shape[1], norm.kind == "layer",
+        norm.affine, norm.has_bias, layer.norm_out, layer.norm_after, **_row(d),
     )  # fmt: skip
     scratch.rewind(mark)
 

@@ -25,7 +25,8 @@ SLOTS = 8
 def route_kernel(
     scores, gates, bias, ids, factors, shared, scores_stride, scale,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr, ACTIVE: tl.constexpr, SIGMOID: tl.constexpr,
-    BIAS: tl.constexpr, SCORED: tl.constexpr, NORMALISED: tl.constexpr, GATE: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
+    BIAS: tl.constexpr, SCORED: tl.constexpr, NORMALISED: tl.constexpr, GATE: tl.constexpr, G: tl.constexpr,
+    S: tl.constexpr,
 ):  # fmt: skip
     """The ACTIVE experts of each row in rising order, int32 [T, ACTIVE], and the factors of their outputs, by the
     router's products `scores` float32 [T, GROUPS · SIZE]. `shared` float32 [T]: 1, or with GATE the sigmoid of `gates`

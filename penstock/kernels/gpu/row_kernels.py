@@ -46,8 +46,8 @@ def norm_kernel(
 def merge_kernel(
     x, p0, p1, p2, p3, bias, out_weight, out_bias, after_weight, after_bias, ids, factors, biases,
     x_stride, s0, s1, s2, s3, eps, offset,
-    D: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVE: tl.constexpr, LAYER: tl.constexpr, WEIGHT: tl.constexpr,
-    NORM_BIAS: tl.constexpr, OUT: tl.constexpr, AFTER: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVE: tl.constexpr, LAYER: tl.constexpr,
+    WEIGHT: tl.constexpr, NORM_BIAS: tl.constexpr, OUT: tl.constexpr, AFTER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x [T, D] += norm_out(sum of PARTS partials [T, D] + bias), then x = norm_after(x). All float32. With ACTIVE
     (0: none) the bias is also Σ factors [T, ACTIVE] · biases [X, D] of the experts `ids` int32 [T, ACTIVE]. Grid:
