@@ -47,7 +47,7 @@ class Together:
         before = session.bytes_moved()
         self._start_s = self._end_s = time.perf_counter()
         with closing(Service.of_whole_answers(engine, threaded=False, on_pass=self._hear)) as service:
-            found = service.generate(self._prompts, self._params)
+            found = service.generate(self._prompts, [self._params.nth(i) for i in range(len(self._prompts))])
         session.drain()
         moved: dict[str, int] = {lane: now - before.get(lane, 0) for lane, now in session.bytes_moved().items()}
         ttft_s = max(answer.ttft_s for answer in found[: self.batch])

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -139,13 +139,11 @@ class Answers:
         self.whole: dict[int, Generation] = {}
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, priority: int) -> None:
-        """Asks for `n` answers to a prompt. With a seed each has one of its own, or all would be the same. Raises as
-        `Service.submit`. Waits for the service's lock alone."""
+        """Asks for `n` answers to a prompt. Raises as `Service.submit`. Waits for the service's lock alone."""
         self._prompt_tokens += len(prompt_ids)
         for i in range(self._n):
-            one = params if params.seed is None else replace(params, seed=params.seed + i)
             tell = self._teller(len(self._numbers))
-            self._numbers.append(self._service.submit(prompt_ids, one, tell, priority, self._owner))
+            self._numbers.append(self._service.submit(prompt_ids, params.nth(i), tell, priority, self._owner))
 
     def cancel(self) -> None:
         """Whatever has not ended leaves."""
