@@ -16,6 +16,7 @@ import typer
 
 import penstock
 from penstock.cli import (
+    batch,
     bench,
     cache,
     demo,
@@ -43,8 +44,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _MODELS = (
-    *(demo.demo, run.run, serve.serve, plan.plan, pull.pull, import_.import_, pack.pack, synth.synth, eval.eval_),
-    *(profile.profile, train_predictors.train_predictors, bench.bench, probe.probe),
+    *(demo.demo, run.run, serve.serve, batch.batch, plan.plan, pull.pull, import_.import_, pack.pack, synth.synth),
+    *(eval.eval_, profile.profile, train_predictors.train_predictors, bench.bench, probe.probe),
 )
 for command in (*_MODELS, cache.list_, cache.rm, cache.prune):
     app.command(command.__name__.rstrip("_").replace("_", "-"))(grouped(command))
