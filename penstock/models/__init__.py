@@ -30,12 +30,13 @@ from penstock.errors import BadRequest, BrokenModel, UnsupportedModel
 from penstock.models.hf.config import Config, short
 from penstock.models.hf.experts import count_key
 from penstock.models.hf.names import TensorSource
+from penstock.models.hf.refused import REFUSED
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 
 __all__ = [
-    "TensorSource", "model_types", "own_weights", "planned_types", "quant_method", "says_experts", "sources", "spec_from_config",
-    "stacked_sources", "switches",
+    "TensorSource", "model_types", "own_weights", "planned_types", "quant_method", "says_experts", "sources",
+    "spec_from_config", "stacked_sources", "switches",
 ]  # fmt: skip
 
 # Flags of config.json that decide which weights a model has, of all types together.
@@ -145,6 +146,8 @@ def _find(model_type: str, where: str, to_plan: bool = False) -> _ModelType:
     types = model_types()
     if model_type in types:
         return cast(_ModelType, import_module(f"{__name__}.{model_type}"))
+    if model_type in REFUSED:
+        raise UnsupportedModel(f"{where}: models of type {model_type} are not run: {REFUSED[model_type]}")
     if model_type not in planned_types():
         raise UnsupportedModel(f"{where}: model_type {short(model_type)} is not one of {', '.join(types)}")
     module = import_module(f"{__name__}.planned.{model_type}")

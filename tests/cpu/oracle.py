@@ -247,6 +247,29 @@ VARIANTS = (
         | {"tie_word_embeddings": True}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.25}},
     ),
+    Variant("stablelm", "stablelm", _shape(d=96) | {"num_key_value_heads": 2}),
+    Variant(
+        "stablelm-biases",
+        "stablelm",
+        _shape(d=96, heads=3, neurons=100, vocab=67)
+        | {"num_key_value_heads": 1, "use_qkv_bias": True, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5}},
+    ),
+    Variant("starcoder2", "starcoder2", _shape() | {"num_key_value_heads": 2, "sliding_window": 24}),
+    Variant(
+        "starcoder2-no-biases",
+        "starcoder2",
+        _shape(d=72, heads=3, neurons=100)
+        | {"num_key_value_heads": 1, "use_bias": False, "tie_word_embeddings": False},
+    ),
+    Variant("seed-oss", "seed_oss", _shape() | {"num_key_value_heads": 2, "head_dim": 32}),
+    Variant(
+        "seed-oss-biases",
+        "seed_oss",
+        _shape(neurons=100) | {"num_key_value_heads": 1, "head_dim": 16, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    Variant("olmo2", "olmo2", _shape() | {"num_key_value_heads": 2}),
+    Variant("olmo2-biases", "olmo2", _shape(neurons=100) | {"attention_bias": True, "rope_scaling": _YARN}),
     Variant("falcon", "falcon", _falcon()),
     Variant(
         "falcon-groups",
