@@ -16,6 +16,7 @@
 
 #include "bind.h"
 #include "kernels.h"
+#include "repack.h"
 #include "scratch.h"
 #include "threads.h"
 
@@ -55,6 +56,23 @@ Matrix make_matrix(int rows, int cols, const std::string& kind, int group, std::
         throw nb::value_error("row_stride must be at least a row");
     }
     return m;
+}
+
+bool py_repack(const std::string& kind, std::uintptr_t from, std::size_t row_bytes, int rows, int blocks,
+               int first_column, int cols, int slices, std::uintptr_t to, std::size_t slice_bytes) {
+    const Repack op{named(kKinds, kind),
+                    reinterpret_cast<const std::uint8_t*>(from),
+                    row_bytes,
+                    rows,
+                    blocks,
+                    first_column,
+                    cols,
+                    slices,
+                    reinterpret_cast<std::uint8_t*>(to),
+                    slice_bytes};
+    if (!can_repack(op)) throw nb::value_error(("such slices of " + kind + " do not lie in tiles").c_str());
+    const nb::gil_scoped_release release;
+    return repack(op);
 }
 
 FfnShape make_ffn(std::optional<Matrix> gate, const Matrix& up, const Matrix& down, const std::string& activation,
@@ -377,6 +395,8 @@ void bind_ops(nb::module_& m) {
                                           {"page_tokens", kPageTokens},   {"sum_granules", kSumGranules},
                                           {"tile_rows", kTileRows}};
     });
+    m.def("repack", &py_repack, "kind"_a, "from_address"_a, "row_bytes"_a, "rows"_a, "blocks"_a, "first_column"_a,
+          "cols"_a, "slices"_a, "to_address"_a, "slice_bytes"_a);
     m.def("project_scratch", &project_scratch, "matrix"_a, "rows"_a);
     m.def("out_scratch", &out_scratch, "matrix"_a, "count"_a, "rows"_a);
     m.def("ffn_scratch", &ffn_scratch, "shape"_a, "count"_a, "rows"_a);

@@ -56,6 +56,16 @@ def granule_sums(address: int, count: int, stride: int, isa: str | None = None) 
     without a seed, the same by all kernels. `isa`: None is the fastest. ValueError where there are none of that name.
     """
 
+def repack(
+    kind: str, from_address: int, row_bytes: int, rows: int, blocks: int, first_column: int, cols: int, slices: int,
+    to_address: int, slice_bytes: int,
+) -> bool:  # fmt: skip
+    """Puts blocks of a GGUF file into tiles (`spec.blocks`), with the GIL released. `kind`: "q4_k" …; "int4" for Q4_1.
+    `rows` rows of `blocks` blocks lie `row_bytes` apart. Slice i of `slices` is columns first_column + i · cols … of
+    them; its tiles go to to_address + i · slice_bytes. False where float16 numbers are NaN or infinite. ValueError
+    where `cols` is no multiple of 32, or `first_column` lies within a tile's block.
+    """
+
 @final
 class Sums:
     """Checksums as `granule_sums` gives them, and which granules were compared and right. Several readers may share

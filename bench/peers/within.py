@@ -60,7 +60,7 @@ class Within:
                     self._asked_bytes += sum(c.bytes for c in task.calls if isinstance(c.operands, ops.Pick))
                 yield task
 
-        session.lowering.step = noting  # type: ignore[method-assign]
+        session.lowering.step = noting  # type: ignore[method-assign, assignment]
 
     def facts(self) -> dict[str, Any]:
         engine = self.engine

@@ -1,8 +1,8 @@
 """Packs a checkpoint into a packed model, granule by granule, for `penstock pack`.
 
-Peak memory is the sum of a base of some 60 MiB, two stages of 8 MiB, the granules being encoded, and the largest tensor
-that is cut by columns (`down`, `o`). The columns of a granule lie apart in the file, so such a tensor is read once and
-kept.
+Peak memory is the sum of a base of some 60 MiB, four stages of 8 MiB, what as many threads as encode have read, and the
+two largest tensors that are cut by columns (`down`, `o`). The columns of a granule lie apart in the file, so such a
+tensor is read once and kept.
 """
 
 from __future__ import annotations
@@ -134,9 +134,9 @@ def orders_by(
 
 
 def threads() -> int:
-    """How many threads encode."""
-    # One more than there are cores, for a thread that reads computes nothing. More than 8 only wait for the disk.
-    return min(8, len(os.sched_getaffinity(0)) + 1)
+    """How many threads read and encode."""
+    # A thread that reads computes nothing, and a disk wants some reads at once. More than 8 only wait for it.
+    return min(8, len(os.sched_getaffinity(0)) + 3)
 
 
 def _config_bytes(file: Path, config: dict[str, Any], own: str) -> bytes:
@@ -227,31 +227,61 @@ class Packing:
                 raise type(error)(message, **error.numbers) from None
 
     def filler(self, pool: ThreadPoolExecutor) -> Fill:
-        """The `Fill` that `write_packed` wants. Every block of every granule is a job of its own in the pool."""
+        """The `Fill` that `write_packed` wants. Jobs of the pool are runs of a block's granules."""
 
-        def fill(part: Part, lo: int, hi: int, out: npt.NDArray[Any]) -> None:
-            out[:] = 0
+        def fill(part: Part, lo: int, hi: int, out: npt.NDArray[Any]) -> Callable[[], None]:
             granules = out.reshape(hi - lo, part.granule_bytes)
+            _clear_gaps(part, granules)
             jobs = []
-            for g in range(lo, hi):
-                for block in part.blocks:
-                    jobs.append(pool.submit(self._encode, part, block, g, granules[g - lo]))
-            try:
-                for job in jobs:
-                    job.result()
-            finally:
-                for job in jobs:
-                    job.cancel()
-                wait(jobs)
-            if hi == part.granules:
-                self.checkpoint.forget()
+            for block in part.blocks:
+                for a, b in self._runs(part, block, lo, hi):
+                    jobs.append(pool.submit(self._encode_run, part, block, a, b, granules[a - lo : b - lo]))
+
+            def filled() -> None:
+                try:
+                    for job in jobs:
+                        job.result()
+                finally:
+                    for job in jobs:
+                        job.cancel()
+                    wait(jobs)
+
+            return filled
 
         return fill
+
+    def _runs(self, part: Part, block: Block, lo: int, hi: int) -> list[tuple[int, int]]:
+        """Cuts granules lo..hi of a block into runs that are read and encoded at once. A run's granules lie in a row in
+        a tensor of a GGUF file, which has blocks, and all of them are full."""
+        source, full = self.sources[part.key, block.name], lo
+        in_blocks = self.checkpoint.find(source.of_expert(0)).dtype not in KINDS
+        apart = source.interleaved or source.stride not in (0, _extent(block, source, False))
+        if in_blocks and not apart and part.experts == 1 and not (part.kind == "ffn" and part.layer in self.orders):
+            full = min(hi, part.rows // part.granule_rows)
+        return [(lo, full)] * (lo < full) + [(g, g + 1) for g in range(max(lo, full), hi)]
+
+    def _encode_run(self, part: Part, block: Block, lo: int, hi: int, granules: npt.NDArray[Any]) -> None:
+        """Encodes a block of granules lo..hi of `_runs` into uint8 [hi - lo, granule_bytes]."""
+        if hi - lo == 1:
+            self._encode(part, block, lo, granules[0])
+            return
+        source = self.sources[part.key, block.name]
+        extent, tensor = _extent(block, source, False), self.checkpoint.find(source.of_expert(0))
+        start = source.offset + lo * extent
+        raw = self.checkpoint.read(source.of_expert(0), source.axis, start, start + (hi - lo) * extent)
+        into = granules[:, block.offset : block.offset + block.nbytes]
+        with _named(tensor):
+            if source.axis == 1:
+                encode_blocks(raw, tensor.dtype, block.rows, block.cols, start, into)
+                return
+            for i in range(hi - lo):
+                encode_blocks(raw[i * extent :][:extent], tensor.dtype, block.rows, block.cols, 0, into[i])
 
     def _encode(self, part: Part, block: Block, g: int, granule: npt.NDArray[Any]) -> None:
         source, (expert, nth) = self.sources[part.key, block.name], divmod(g, part.expert_granules)
         name = source.of_expert(expert)
-        one_dim = len(self.checkpoint.find(name).shape) == 1
+        tensor = self.checkpoint.find(name)
+        one_dim = len(tensor.shape) == 1
         extent = _extent(block, source, one_dim)
         start = source.offset + nth * (source.stride or extent)
         stop = start + extent * part.rows_of(g, g + 1) // part.granule_rows
@@ -262,10 +292,10 @@ class Packing:
             raw = self.checkpoint.read(name, source.axis, start, stop, expert if source.stacked else None)
         if source.interleaved:
             raw = _halves(raw, source.interleaved)
-        try:
+        with _named(tensor):
             into = granule[block.offset : block.offset + block.nbytes]
-            if (dtype := self.checkpoint.find(name).dtype) not in KINDS:
-                encode_blocks(raw, dtype, block.rows, block.cols, start if source.axis == 1 else 0, into)
+            if tensor.dtype not in KINDS:
+                encode_blocks(raw, tensor.dtype, block.rows, block.cols, start if source.axis == 1 else 0, into)
                 return
             if source.added:
                 raw = widen(raw) - np.float32(source.added)
@@ -273,9 +303,28 @@ class Packing:
                 encode_rows(raw.T if source.axis == 1 else raw, block, granule)
                 return
             encode(raw.reshape(1, -1) if one_dim else raw, block.format, block.rows, block.cols, into, block.tiled)
-        except PenstockError as error:
-            file = self.checkpoint.find(name).file
-            raise type(error)(f"{file}: tensor {quoted(name)} holds {error.message}") from None
+
+
+@contextmanager
+def _named(tensor: TensorInfo) -> Iterator[None]:
+    """Errors about what a tensor holds name it."""
+    try:
+        yield
+    except PenstockError as error:
+        raise type(error)(f"{tensor.file}: tensor {quoted(tensor.name)} holds {error.message}") from None
+
+
+def _clear_gaps(part: Part, granules: npt.NDArray[Any]) -> None:
+    """Zeroes the bytes of granules uint8 [n, granule_bytes] that no block writes; all of them where neurons lie apart,
+    for then the records of blocks are mixed."""
+    end = 0
+    for block in sorted(part.blocks, key=lambda block: block.offset):
+        if block.stride:
+            granules[:] = 0
+            return
+        granules[:, end : block.offset] = 0
+        end = block.offset + block.nbytes
+    granules[:, end:] = 0
 
 
 def _halves(rows: npt.NDArray[Any], head_dim: int) -> npt.NDArray[Any]:

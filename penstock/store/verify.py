@@ -27,7 +27,7 @@ _STEP_BYTES = 8 * MIB
 
 
 def verify(folder: Path, progress: Progress | None = None) -> None:
-    """Checks every byte of a packed model, and of predictors beside it: all checksums, and that all scales, minimums and
+    """Checks every byte of a packed model and of predictors beside it: all checksums, and that all scales, minimums and
     floats are finite.
 
     Raises DamagedModel, which names the file, and for weights the part and the granule; BrokenModel for numbers that

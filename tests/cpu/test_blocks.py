@@ -14,6 +14,7 @@ from penstock.spec.format import Format, parse_format, tiles
 from penstock.store.blocks import encode_blocks, format_of, row_bytes
 from penstock.store.quantize import decode
 from tests.blocks import numbers_of, random_blocks
+from tests.blocks_by_numpy import encode_by_numpy
 
 KINDS = [*BLOCKS, "q4_1"]
 
@@ -46,6 +47,30 @@ def test_tiles_hold_the_numbers_of_the_file(
         assert packed.nbytes == fmt.matrix_bytes(rows + padding, cols)
         found = widened(packed, rows + padding, cols, fmt)
         assert np.array_equal(found, want[:, lo : lo + cols])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    st.integers(1, 40), st.integers(1, 3), st.integers(0, 20), st.sampled_from([32, 64, 96, 128, 256, 320, 512]),
+    st.integers(1, 4), st.integers(0, 12), st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_tiles_are_numpys_bit_by_bit(
+    kind: str, rows: int, blocks: int, padding: int, cols: int, slices: int, first: int, seed: int
+) -> None:
+    """Of several slices of columns at once, of rows that lie further apart than they are long."""
+    fmt, rng, columns = format_of(kind), np.random.default_rng(seed), 256 * blocks
+    assert fmt is not None
+    wide = np.zeros((rows, row_bytes(kind, columns) + 7), np.uint8)
+    wide[:, :-7] = random_blocks(kind, rows, columns, rng)
+    raw, nbytes = wide[:, :-7], fmt.matrix_bytes(rows + padding, cols)
+    first = first * cols % columns // cols * cols
+    slices = min(slices, -(-(columns - first) // cols))
+    granules = np.full((slices, nbytes + 5), 0xAA, np.uint8)
+    encode_blocks(raw, kind, rows + padding, cols, first, granules[:, :-5])
+    for i in range(slices):
+        want = encode_by_numpy(np.ascontiguousarray(raw), kind, rows + padding, cols, first + i * cols)
+        assert np.array_equal(granules[i, :-5], want)
+    assert (granules[:, -5:] == 0xAA).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

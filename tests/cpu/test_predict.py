@@ -32,7 +32,6 @@ from penstock.spec.profile import FIRED_TOGETHER, Profile
 from penstock.store.cache import entries, is_ours
 from penstock.store.packed import open_packed
 from penstock.store.predictors import FILE, keep, kept, model_sha256, with_predictors
-from penstock.store.quantize import fields
 from penstock.store.verify import verify
 from tests.cpu.checkpoints import save_checkpoint, save_tokenizer
 from tests.cpu.commands import MACHINE, Call, refused
@@ -239,8 +238,7 @@ def test_predictors_that_are_not_finite_are_refused(tmp_path: Path, block: str, 
     granules = [granule_of(random_predictor(part, spec.layers[0].ffns[0].neurons, rng), part) for _ in spec.layers]
     at = part.block(block)
     if at.tiled:
-        matrix = granules[0][at.offset : at.offset + at.nbytes]
-        fields(matrix, at.rows, at.cols, at.format)[1].view(np.float16).reshape(-1)[0] = wrong  # a scale
+        granules[0][at.offset : at.offset + at.nbytes].view(np.float16)[...] = wrong  # scales among them
     else:
         granules[0][at.offset :].view(np.float32)[0] = wrong
     keep(give_predictors(folder, 0.0), granules, folder, spec)
