@@ -15,7 +15,23 @@ from typing import Annotated, Any
 import typer
 
 import penstock
-from penstock.cli import bench, cache, demo, eval, pack, plan, probe, profile, run, serve, synth, train_predictors
+from penstock.cli import (
+    batch,
+    bench,
+    cache,
+    demo,
+    eval,
+    import_,
+    pack,
+    plan,
+    probe,
+    profile,
+    pull,
+    run,
+    serve,
+    synth,
+    train_predictors,
+)
 from penstock.cli.options import grouped
 from penstock.cli.output import note, one_line, print_json, say
 from penstock.errors import BadRequest, InternalError, PenstockError, StorageFailed
@@ -28,8 +44,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _MODELS = (
-    *(demo.demo, run.run, serve.serve, plan.plan, pack.pack, synth.synth, eval.eval_, profile.profile),
-    *(train_predictors.train_predictors, bench.bench, probe.probe),
+    *(demo.demo, run.run, serve.serve, batch.batch, plan.plan, pull.pull, import_.import_, pack.pack, synth.synth),
+    *(eval.eval_, profile.profile, train_predictors.train_predictors, bench.bench, probe.probe),
 )
 for command in (*_MODELS, cache.list_, cache.rm, cache.prune):
     app.command(command.__name__.rstrip("_").replace("_", "-"))(grouped(command))
