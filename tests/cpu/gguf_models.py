@@ -215,10 +215,11 @@ def any_tokenizer(size: int) -> dict[str, Any]:
 
 def convert(
     folder: Path, file: Path, choose: Choice = lambda _: Kind.F32, metadata: dict[str, Any] | None = None,
-    **more: Any,
+    given: dict[str, Array] | None = None, **more: Any,
 ) -> dict[str, Array]:  # fmt: skip
     """Writes a checkpoint's folder as a GGUF file. `choose`: the format of each matrix; norms, biases and routers are
-    float32. Returns what the file's tensors hold, dequantised by the package, by their names there."""
+    float32. `given`: raw blocks of tensors that are quantised already. Returns what the file's tensors hold, widened
+    by the package, by their names there."""
     config = AutoConfig.from_pretrained(folder)
     architecture = ARCHITECTURES[config.model_type]
     own, tables = _metadata(config, architecture)
@@ -227,7 +228,10 @@ def convert(
     for name, tensor in as_gguf(read_tensors(folder), config).items():
         plain = tensor.ndim == 1 or "ffn_gate_inp" in name or name.endswith(".bias")
         kind = Kind.F32 if plain else choose(name)
-        raw = random_blocks(tensor.shape, kind, name) if kind in _HALVES else gguf.quants.quantize(tensor, kind)
+        if given and name in given:
+            raw = given[name]
+        else:
+            raw = random_blocks(tensor.shape, kind, name) if kind in _HALVES else gguf.quants.quantize(tensor, kind)
         written[name] = (raw, kind)
         held[name] = gguf.quants.dequantize(raw, kind).astype(np.float32).reshape(tensor.shape)
     words = {} if metadata and "tokenizer.ggml.model" in metadata else any_tokenizer(config.vocab_size)

@@ -138,6 +138,35 @@ def test_the_numbers_are_held_as_they_are(folders: tuple[Variant, Path]) -> None
         assert gate.format == Format("mxfp4", 32) and gate.nbytes == 64 * d * 17 // 32 and part.rows == n
 
 
+def test_a_gguf_file_of_it_packs_to_the_same_bytes(folders: tuple[Variant, Path], tmp_path: Path) -> None:
+    """Its blocks have the scale first, and number 16 + i beside number i."""
+    pytest.importorskip("gguf")
+    from tests.cpu import gguf_models
+
+    _, folder = folders
+    tensors, given = load_file(folder / "mxfp4" / "model.safetensors"), dict[str, Bytes]()
+    for name, codes in tensors.items():
+        if not name.endswith("_blocks"):
+            continue
+        apart = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], 32)
+        scales = tensors[name.removesuffix("_blocks") + "_scales"][..., None]
+        blocks = np.concatenate([scales, apart[..., :16] | apart[..., 16:] << 4], axis=-1)
+        rows = blocks.reshape(*blocks.shape[:2], -1)
+        layer = name.split(".")[2]
+        for which, taken in {"gate": rows[:, 0::2], "up": rows[:, 1::2]}.items() if "gate_up" in name else ():
+            given[f"blk.{layer}.ffn_{which}_exps.weight"] = np.ascontiguousarray(taken)
+        if "down" in name:
+            given[f"blk.{layer}.ffn_down_exps.weight"] = rows
+
+    def choose(name: str) -> Any:
+        return gguf_models.Kind.MXFP4 if name in given else gguf_models.Kind.F32
+
+    held = gguf_models.convert(folder / "float", tmp_path / "model.gguf", choose, given=given)
+    assert np.isfinite(held["blk.0.ffn_down_exps.weight"]).all()
+    found, wanted = open_packed(pack(tmp_path / "model.gguf", tmp_path / "packed")), open_packed(folder / "packed")
+    assert found.weights == wanted.weights and found.sums == wanted.sums and found.sums is not None
+
+
 def test_a_float_copy_packs_to_other_formats(folders: tuple[Variant, Path], tmp_path: Path) -> None:
     _, folder = folders
     pack(folder / "float", tmp_path / "int8", Format("int8", 64))
