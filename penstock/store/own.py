@@ -35,16 +35,18 @@ def own_dtype(checkpoint: Checkpoint, spec: ModelSpec) -> str:
 
 def own_weights(checkpoint: Checkpoint, spec: ModelSpec) -> Format:
     """The formats that hold every matrix exactly. `spec`: with `own_dtype`. A folder's matrices get the same format, of
-    a GGUF file each its own. Raises UnsupportedModel for formats that a model cannot have."""
-    if checkpoint.gguf is None:
+    a GGUF file, or a folder that is quantised, each its own. Raises UnsupportedModel for formats that a model cannot
+    have."""
+    if checkpoint.gguf is None and not checkpoint.pieces:
         return Format(spec.dtype)
+    checkpoint.require_order()
     table: dict[str, Format] = {}
     for key, block, kind, tensor in _matrices(checkpoint, spec):
         fmt = format_of(tensor.dtype)
         assert fmt is not None  # `weights` has found it
         if kind not in PINNED and table.setdefault(f"{key}.{block}", fmt) != fmt:
             raise UnsupportedModel(f"{checkpoint.folder} has experts of a layer in {fmt.name} and in another format")
-    found = mixture(table, mixture_label(checkpoint.gguf))
+    found = mixture(table, mixture_label(checkpoint.gguf) if checkpoint.gguf is not None else "")
     try:
         parts(spec, found)
     except BadRequest as error:

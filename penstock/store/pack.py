@@ -28,7 +28,7 @@ from penstock.spec import codec
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.order import NeuronOrder, hot_to_cold
-from penstock.spec.parts import Block, Part, parts
+from penstock.spec.parts import PINNED, Block, Part, parts
 from penstock.spec.profile import Profile
 from penstock.store.blocks import encode_blocks
 from penstock.store.checkpoint import Checkpoint
@@ -187,7 +187,7 @@ class Packing:
                     by_expert.add(source.tensor)
                 for name in source.tensors(part.experts):
                     tensor = self.checkpoint.weights(name)
-                    if tensor.dtype not in KINDS and not (block.tiled or block.stride):
+                    if tensor.dtype not in KINDS and (part.kind in PINNED or not (block.tiled or block.stride)):
                         raise UnsupportedModel(
                             f"{tensor.file}: tensor {quoted(name)} holds {tensor.dtype}; penstock reads norms, biases"
                             f" and routers in {', '.join(KINDS)}"
@@ -207,7 +207,7 @@ class Packing:
     def files(self, part: Part) -> set[str]:
         """Names of the checkpoint's files that hold the tensors of a part."""
         names = (name for b in part.blocks for name in self.sources[part.key, b.name].tensors(part.experts))
-        return {self.checkpoint.find(name).file.name for name in names}
+        return {file.name for name in names for file in self.checkpoint.files_of(name)}
 
     @contextmanager
     def text_folder(self) -> Iterator[Path]:
