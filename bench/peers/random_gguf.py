@@ -1,8 +1,8 @@
-"""A GGUF of the shape of a llama or a qwen3_moe with random weights, for llama.cpp: every matrix in Q4_0, 4.5 bits a
-weight.
+"""A GGUF of the shape of a llama or a qwen3_moe with random weights, for llama.cpp.
 
-The usual Q4_0 file keeps the head in Q6_K. Here it is Q4_0 too, so that both engines read the same bytes a token.
-Routers are float32, and have the very rows that `penstock synth` gives them.
+By default every matrix is in Q4_0, 4.5 bits a weight: the usual Q4_0 file keeps the head in Q6_K, and without that both
+engines read the same bytes a token. MIXES are what llama.cpp's own quantiser makes. Routers are float32, and have the
+very rows that `penstock synth` gives them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from penstock.kernels.rope import frequencies
 from penstock.spec.format import parse_format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import parts
+from penstock.store.gguf.blocks import BY_NAME
 from penstock.store.packed import read_config
 from penstock.store.quantize import decode
+from penstock.store.random_blocks import spread
 from penstock.store.synth import ROUTED_OUT, RandomWeights
 
-BLOCK_WEIGHTS, BLOCK_BYTES = 32, 18  # Q4_0: a float16 scale, then 32 codes of 4 bits; value = (code - 8) * scale
 _WEIGHT_STD = 0.02
-_CODE_STD = 4.61  # of 16 equally likely codes
-_POOL_BLOCKS = 1 << 19  # 9 MiB, beyond a core's caches, around and around: drawing all of an 8B takes minutes
+_POOL_BYTES = 9 << 20  # beyond a core's caches, around and around: drawing all of an 8B takes minutes
+_HALVES = {"Q4_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}  # where the float16 numbers of a block lie
+MIXES = ("q4_0", "q4_k_m")
 
 Array = NDArray[Any]
 
@@ -41,18 +43,42 @@ class Matrix(NamedTuple):
     cols: int
     experts: int = 0
     active: int = 1
+    kind: str = "Q4_0"
+
+    @property
+    def row_bytes(self) -> int:
+        return self.cols // BY_NAME[self.kind].numbers * BY_NAME[self.kind].nbytes
 
     @property
     def nbytes(self) -> int:
-        return self.rows * self.cols // BLOCK_WEIGHTS * BLOCK_BYTES * max(1, self.experts)
+        return self.rows * self.row_bytes * max(1, self.experts)
 
     @property
     def bytes_per_token(self) -> int:
         return self.nbytes // max(1, self.experts) * self.active
 
 
-def matrices(config: dict[str, Any]) -> Iterator[Matrix]:
-    """All quantised matrices of a config.json."""
+def matrices(config: dict[str, Any], mix: str | None = None) -> Iterator[Matrix]:
+    """All quantised matrices of a config.json. `mix`: one of MIXES; None is Q4_0 throughout."""
+    for each in _shapes(config):
+        yield each if mix is None else each._replace(kind=kind_in(mix, each.name, config["num_hidden_layers"]))
+
+
+def kind_in(mix: str, name: str, layers: int) -> str:
+    """The format of a matrix in a file of llama.cpp's quantiser (llama-quant.cpp: of Q4_K_M, v and down are Q6_K in the
+    first and the last eighth of the layers, and in each third one between)."""
+    if name == "output":
+        return "Q6_K"
+    if mix == "q4_0":
+        return "Q4_0"
+    if name.endswith(("attn_v", "ffn_down")):
+        layer, eighth = int(name.split(".")[1]), layers // 8
+        if layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2:
+            return "Q6_K"
+    return "Q4_K"
+
+
+def _shapes(config: dict[str, Any]) -> Iterator[Matrix]:
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     q = config["num_attention_heads"] * config["head_dim"]
     kv = config["num_key_value_heads"] * config["head_dim"]
@@ -86,8 +112,9 @@ def bytes_per_token(config: dict[str, Any]) -> int:
     return sum(each.bytes_per_token for each in read)
 
 
-def write(config_file: Path, target: Path, router_skew: float = 0.0) -> None:
-    """Tensor after tensor: no more than one of them is in memory. `router_skew`: as `penstock synth` has it."""
+def write(config_file: Path, target: Path, router_skew: float = 0.0, mix: str | None = None) -> None:
+    """Tensor after tensor: no more than one of them is in memory. `router_skew`: as `penstock synth` has it. `mix`: as
+    in `matrices`. A file of a mix has a vocabulary too, so that a command can answer a text."""
     # Here, so that benches without llama.cpp, which share what else is in this file, need not have it.
     from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 
@@ -96,7 +123,7 @@ def write(config_file: Path, target: Path, router_skew: float = 0.0) -> None:
     aside = target.with_suffix(".tmp")
     writer = GGUFWriter(aside, "qwen3moe" if has_experts(config) else "llama")
     writer.add_name(config_file.stem)
-    writer.add_file_type(LlamaFileType.MOSTLY_Q4_0)
+    writer.add_file_type(LlamaFileType.MOSTLY_Q4_K_M if mix == "q4_k_m" else LlamaFileType.MOSTLY_Q4_0)
     writer.add_quantization_version(2)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -114,7 +141,10 @@ def write(config_file: Path, target: Path, router_skew: float = 0.0) -> None:
         writer.add_expert_count(config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    writer.add_tokenizer_model("none")  # token ids in, logits out
+    if mix is None:
+        writer.add_tokenizer_model("none")  # token ids in, logits out
+    else:
+        _add_vocabulary(writer, config["vocab_size"])
 
     ones = np.ones(config["hidden_size"], np.float32)
     norms = [f"blk.{i}.{kind}_norm" for i in layers for kind in ("attn", "ffn")]
@@ -129,24 +159,39 @@ def write(config_file: Path, target: Path, router_skew: float = 0.0) -> None:
         plain = replace(rope, kind="default", factors=())
         vectors["rope_freqs"] = frequencies(plain, spec.max_positions)[0] / frequencies(rope, spec.max_positions)[0]
 
-    q4_0 = GGMLQuantizationType.Q4_0
     for name, vector in vectors.items():
         writer.add_tensor_info(f"{name}.weight", vector.shape, vector.dtype, vector.nbytes)
-    for each in matrices(config):
-        shape = (*([each.experts] if each.experts else []), each.rows, each.cols // BLOCK_WEIGHTS * BLOCK_BYTES)
-        writer.add_tensor_info(f"{each.name}.weight", shape, np.dtype(np.uint8), each.nbytes, q4_0)
+    for each in matrices(config, mix):
+        shape = (*([each.experts] if each.experts else []), each.rows, each.row_bytes)
+        kind = GGMLQuantizationType[each.kind]
+        writer.add_tensor_info(f"{each.name}.weight", shape, np.dtype(np.uint8), each.nbytes, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for vector in vectors.values():
         writer.write_tensor_data(vector)
-    pool = _blocks(np.random.default_rng(0))
-    damped = _blocks(np.random.default_rng(0), ROUTED_OUT) if has_experts(config) else pool
-    for i, each in enumerate(matrices(config)):
-        blocks = np.roll(damped if each.name.endswith("attn_output") else pool, 4099 * i, axis=0)
-        writer.write_tensor_data(np.resize(blocks, (each.nbytes // BLOCK_BYTES, BLOCK_BYTES)))
+    pools: dict[tuple[str, float], Array] = {}
+    for i, each in enumerate(matrices(config, mix)):
+        times = ROUTED_OUT if has_experts(config) and each.name.endswith("attn_output") else 1.0
+        pool = pools.setdefault((each.kind, times), _blocks(each.kind, times))
+        blocks = np.roll(pool, 4099 * i, axis=0)
+        writer.write_tensor_data(np.resize(blocks, (each.nbytes // pool.shape[1], pool.shape[1])))
     writer.close()
     aside.rename(target)
+
+
+def _add_vocabulary(writer: Any, size: int) -> None:
+    """`size` tokens of byte-level BPE: all bytes, then words that no text has. Nothing ends an answer."""
+    from gguf import TokenType
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = sorted(ByteLevel.alphabet())
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list([*alphabet, *(f"<{i}>" for i in range(len(alphabet), size))])
+    writer.add_token_types([TokenType.NORMAL] * size)
+    writer.add_token_merges([f"{alphabet[65]} {alphabet[66]}"])
+    writer.add_eos_token_id(size - 1)
 
 
 def routers(spec: ModelSpec, router_skew: float) -> Iterator[Array]:
@@ -160,11 +205,14 @@ def routers(spec: ModelSpec, router_skew: float) -> Iterator[Array]:
             yield decode(stored, scores.rows, scores.cols, scores.format, scores.tiled).astype(np.float32)
 
 
-def _blocks(rng: np.random.Generator, times: float = 1.0) -> Array:
-    """Valid blocks, uint8 [n, 18]. Scales have either sign: codes are -8 to 7, and their mean must not add up."""
-    scales = times * _WEIGHT_STD / _CODE_STD * rng.uniform(0.75, 1.25, _POOL_BLOCKS) * rng.choice((-1, 1), _POOL_BLOCKS)
-    blocks = rng.integers(0, 256, (_POOL_BLOCKS, BLOCK_BYTES), np.uint8)
-    blocks[:, :2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
+def _blocks(kind: str, times: float = 1.0) -> Array:
+    """Valid blocks, uint8 [n, bytes], of numbers with a mean of 0. Scales have either sign."""
+    count, rng = _POOL_BYTES // BY_NAME[kind].nbytes, np.random.default_rng(0)
+    deviation, of_minimum = spread(kind.lower())
+    scales = times * _WEIGHT_STD / deviation * rng.uniform(0.75, 1.25, count) * rng.choice((-1, 1), count)
+    blocks = rng.integers(0, 256, (count, BY_NAME[kind].nbytes), np.uint8)
+    for at, number in zip(_HALVES[kind], (scales, scales * of_minimum), strict=False):
+        blocks[:, at : at + 2] = number.astype(np.float16).view(np.uint8).reshape(-1, 2)
     return blocks
 
 

@@ -15,7 +15,21 @@ from typing import Annotated, Any
 import typer
 
 import penstock
-from penstock.cli import bench, cache, demo, eval, pack, plan, probe, profile, run, serve, synth, train_predictors
+from penstock.cli import (
+    batch,
+    bench,
+    cache,
+    demo,
+    eval,
+    pack,
+    plan,
+    probe,
+    profile,
+    run,
+    serve,
+    synth,
+    train_predictors,
+)
 from penstock.cli.options import grouped
 from penstock.cli.output import note, one_line, print_json, say
 from penstock.errors import BadRequest, InternalError, PenstockError, StorageFailed
@@ -28,7 +42,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _MODELS = (
-    *(demo.demo, run.run, serve.serve, plan.plan, pack.pack, synth.synth, eval.eval_, profile.profile),
+    *(demo.demo, run.run, serve.serve, batch.batch, plan.plan, pack.pack, synth.synth, eval.eval_, profile.profile),
     *(train_predictors.train_predictors, bench.bench, probe.probe),
 )
 for command in (*_MODELS, cache.list_, cache.rm, cache.prune):

@@ -22,6 +22,7 @@ from penstock.serve.session import Running
 from penstock.serve.tokenizer import Tokenizer
 from penstock.spec.ask import Ask
 from penstock.spec.machine import PROCESS_BYTES, MachineSpec
+from penstock.spec.parts import PAGE_BYTES
 from penstock.spec.places import GPU, HOST
 from penstock.spec.plan import Plan
 from penstock.store.packed import Packed
@@ -162,9 +163,9 @@ def _as_given(plan: Plan, ask: Ask, packed: Packed, chosen: Chosen, firing: Firi
 
 def _require_limit(ask: Ask) -> None:
     """Raises BadRequest for a limit beyond the memory that this process may have: the system would kill us before we
-    reach it."""
+    reach it. The limit of a cgroup was rounded down to a page. What was asked for may be more by less than that."""
     most = host.memory_limit_bytes()
-    if ask.host_memory_bytes is not None and ask.host_memory_bytes > most:
+    if ask.host_memory_bytes is not None and ask.host_memory_bytes - most >= PAGE_BYTES:
         raise BadRequest(
             f"--host-memory {format_bytes(ask.host_memory_bytes)} is more than the {format_bytes(most)} "
             "that this process may have"

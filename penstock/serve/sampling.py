@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,6 +111,11 @@ class SamplingParams:
             whole = isinstance(count, int) and not isinstance(count, bool)
             if count is not None and not (whole and 0 <= count <= MAX_LOGPROBS):
                 raise BadRequest(f"{name} is {count!r}; it should be from 0 to {MAX_LOGPROBS}")
+
+    def nth(self, i: int) -> SamplingParams:
+        """For the i-th of several answers to one prompt. With a seed each has one of its own, or all would be the
+        same."""
+        return self if self.seed is None else replace(self, seed=self.seed + i)
 
     @property
     def greedy(self) -> bool:

@@ -186,10 +186,12 @@ class Service:
                 request.cancelled = True
             self._changed.notify_all()
 
-    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Generation]:
-        """Waits for the answers to some prompts, in their order. Threads that call it share passes. Where one answer
-        fails, the others are cancelled. Raises as `submit`, and what fails an answer; BadRequest where this thread
-        holds an open stream of the engine, and after `close`."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Generation]:
+        """Waits for the answers to some prompts, in their order. `params`: of all, or of each. Threads that call it
+        share passes. Where one answer fails, the others are cancelled. Raises as `submit`, and what fails an answer;
+        BadRequest where this thread holds an open stream of the engine, and after `close`."""
         self.engine.require_no_stream()
         told: queue.SimpleQueue[tuple[int, Told]] = queue.SimpleQueue()
         numbers: list[int] = []
@@ -201,8 +203,9 @@ class Service:
                 self.cancel(number)
 
         try:
-            for i, prompt in enumerate(prompts):
-                numbers.append(self.submit(prompt, params, partial(hear, i), streams=False))
+            each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+            for i, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+                numbers.append(self.submit(prompt, one, partial(hear, i), streams=False))
             if not self._threaded:
                 self._work()
             while len(answers) < len(numbers):

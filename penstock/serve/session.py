@@ -334,6 +334,8 @@ class Session:
             try:
                 self._tell(self._executor.drain(), None)
             except PenstockError:  # a load for a pass that never came; a broken disk fails the next pass too
+                if self._saves_late:  # or KV that was not saved, which nobody may find again
+                    self.held.forget()
                 self._start_over()
 
     def _start_over(self) -> None:

@@ -3,19 +3,18 @@ prompt is read once, with the figures of the whole batch beside what is predicte
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from functools import cached_property
 
 from penstock.planner.predict import Prediction, with_prompts
 from penstock.serve.answering import checked_ids
+from penstock.serve.decode_clock import DecodeClock
 from penstock.serve.engine import Engine
 from penstock.serve.foretold import first_passes
 from penstock.serve.generation import Generation
 from penstock.serve.planning import routers_of
 from penstock.serve.sampling import SamplingParams
-from penstock.serve.scheduler import Step
 from penstock.serve.service import Service
 
 
@@ -32,8 +31,6 @@ class Together:
         ids = checked_ids(prompt, engine.plan)
         self.batch = engine.plan.at_once(count, len(ids) + params.max_tokens)
         self.reads = first_passes(engine.plan, ids, self.batch, params.max_tokens)
-        self._start_s = self._end_s = 0.0
-        self._decode_s, self._decode_tokens, self._decode_steps, self._decode_bytes = 0.0, 0, 0, 0
 
     @cached_property
     def prediction(self) -> Prediction:
@@ -45,16 +42,16 @@ class Together:
         """The answers. Passes run in the caller's thread. Raises as `Engine.generate`."""
         engine, session = self._engine, self._engine.session
         before = session.bytes_moved()
-        self._start_s = self._end_s = time.perf_counter()
-        with closing(Service.of_whole_answers(engine, threaded=False, on_pass=self._hear)) as service:
-            found = service.generate(self._prompts, self._params)
+        clock = DecodeClock(session)
+        with closing(Service.of_whole_answers(engine, threaded=False, on_pass=clock.hear)) as service:
+            found = service.generate(self._prompts, [self._params.nth(i) for i in range(len(self._prompts))])
         session.drain()
         moved: dict[str, int] = {lane: now - before.get(lane, 0) for lane, now in session.bytes_moved().items()}
         ttft_s = max(answer.ttft_s for answer in found[: self.batch])
         for answer in found:
             answer.batch, answer.batch_ttft_s, answer.bytes_moved = self.batch, ttft_s, moved
-            answer.decode_s, answer.decode_tokens = self._decode_s, self._decode_tokens
-            answer.decode_steps, answer.decode_disk_bytes = self._decode_steps, self._decode_bytes
+            answer.decode_s, answer.decode_tokens = clock.seconds, clock.tokens
+            answer.decode_steps, answer.decode_disk_bytes = clock.passes, clock.disk_bytes
             answer.peak_host_bytes = session.peak_host_bytes + engine.tokenizer.peak_bytes
             answer.peak_device_bytes = session.peak_device_bytes
         engine.last = found[-1]
@@ -63,14 +60,3 @@ class Together:
     def keep(self, answers: Sequence[Generation]) -> None:
         """Keeps the speed of this run beside its prediction (`Engine.keep`)."""
         self._engine.keep(answers[0], self.prediction, self.reads)
-
-    def _hear(self, step: Step) -> None:
-        """Counts a pass that has ended. Tokens beside rows of prompts are no decoding."""
-        start_s, self._end_s = self._end_s, time.perf_counter()
-        rows = [each for members in step.rows for each in members]
-        if any(each.reads for each in rows):
-            return
-        self._decode_s += self._end_s - start_s
-        self._decode_tokens += len(rows)
-        self._decode_steps += 1
-        self._decode_bytes += self._engine.session.consumed_bytes

@@ -88,7 +88,7 @@ def train_ids(
         for done in _in_threads(jobs):
             found.append(done)
             if on_progress:
-                on_progress("training predictors", len(found), len(layers))
+                on_progress("training predictors of layers", len(found), len(layers))
     told = Predictors(
         model_sha256(packed.folder), name, text_sha256, len(ids), seed, recall, tuple(each for each, _ in found),
         ("0" * 16,) * len(found),

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock import _native
 from penstock.errors import BadRequest, BrokenModel, UnsupportedModel
 from penstock.models.hf.quantization import quantization_of
 from penstock.spec.blocks import BLOCKS
+from penstock.spec.parts import PAGE_BYTES
 from penstock.store.blocks import format_of, row_bytes
+from penstock.store.direct import huge_memory
 from penstock.store.files import open_regular, read_json, storage_errors
 from penstock.store.gguf.files import Gguf, open_gguf
 from penstock.store.gguf.header import is_gguf
 from penstock.store.header import TensorInfo, quoted, read_header
 from penstock.store.manifest import CONFIG
 from penstock.store.quantised import DTYPES, Pieces, combine, require_order, rows_of
+from penstock.units import MIB, round_up
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 100_000_000
@@ -29,7 +37,7 @@ MAX_CONFIG_BYTES = 16_000_000
 # numpy has no bfloat16: its bits are held as uint16.
 RAW_DTYPES: dict[str, npt.DTypeLike] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
-_READ_BYTES = 16 << 20  # of one read at most: a signal (Ctrl-C) is seen between two reads
+_READ_BYTES = 8 * MIB  # of one read at most
 _FOLIO_BYTES = 4 << 20  # of the largest folio of the page cache
 _KEPT = 8  # matrices that lie by columns in a file: of a part that is packed, or of two experts
 
@@ -53,7 +61,7 @@ class Checkpoint:
     gguf: Gguf | None = None
     pieces: dict[str, Pieces] = field(default_factory=dict)
     _fds: dict[Path, int] = field(default_factory=dict, repr=False)
-    _cached: tuple[tuple[str, int | None], npt.NDArray[Any]] | None = field(default=None, repr=False)
+    _cached: dict[tuple[str, int | None], npt.NDArray[Any]] = field(default_factory=dict, repr=False)
     _turned: dict[str, _Turned] = field(default_factory=dict, repr=False)
     _turned_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _fds_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -86,7 +94,8 @@ class Checkpoint:
 
     def close(self) -> None:
         """Closes the files and lets go of the tensors that are kept. Later reads open the files again."""
-        self.forget()
+        self._cached.clear()
+        self._turned.clear()
         while self._fds:
             fd = self._fds.popitem()[1]
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -100,10 +109,8 @@ class Checkpoint:
     def files_of(self, name: str) -> set[Path]:
         """The files that hold a tensor. Raises as `find`."""
         tensor = self.find(name)
-        return {tensor.file, *(piece.file for piece in self._pieces_of(tensor))}
-
-    def _pieces_of(self, tensor: TensorInfo) -> tuple[TensorInfo, ...]:
-        return self.pieces[tensor.name].tensors if tensor.name in self.pieces else ()
+        pieces = self.pieces[tensor.name].tensors if tensor.name in self.pieces else (tensor,)
+        return {piece.file for piece in pieces}
 
     def require_order(self) -> None:
         """Raises UnsupportedModel where the columns of a group of a quantised matrix lie apart (act-order), BrokenModel
@@ -141,9 +148,9 @@ class Checkpoint:
         holding bfloat16's bits. `item`: the number of a matrix in a tensor with three axes; `axis` is then that
         matrix's.
 
-        Along axis 0 only these bytes are read. Along axis 1 the whole matrix is read, and kept until another one is
-        asked for; the result is then a view of it, and must not be written to. Raises BrokenModel where the tensor has
-        no such elements, UnsupportedModel as `weights`, StorageFailed.
+        Along axis 0 only these bytes are read. Along axis 1 the whole matrix is read, and kept until two others
+        were asked for; the result is then a view of it, and must not be written to. Raises BrokenModel where the tensor
+        has no such elements, UnsupportedModel as `weights`, StorageFailed.
 
         Of a tensor in blocks the result is uint8 [rows, bytes of a row], and along axis 1 its rows are whole.
         """
@@ -171,29 +178,15 @@ class Checkpoint:
         return np.concatenate([self._rows(tensor, int(run[0]), int(run[-1]) + 1) for run in np.split(numbers, breaks)])
 
     def _whole(self, tensor: TensorInfo, item: int | None) -> npt.NDArray[Any]:
-        """The whole matrix, which is kept until another one is asked for."""
+        """The whole matrix. It is kept until two others were asked for: while the last columns of one are taken, the
+        first ones of the next one are."""
+        key = tensor.name, item
         with self._cache_lock:
-            if self._cached is None or self._cached[0] != (tensor.name, item):
-                self._cached = None  # before the read, so that two whole tensors are never held at once
-                self._cached = ((tensor.name, item), self._rows(tensor, 0, tensor.shape[0]))
-            return self._cached[1]
-
-    def expect(self, name: str, item: int | None = None) -> None:
-        """Has the kernel begin to read a tensor, or matrix `item` of it, into the page cache: it will be asked for."""
-        tensor = self.weights(name)
-        if tensor.name in self.pieces:
-            tensor = self.pieces[tensor.name].codes
-        if item is not None:
-            tensor = _matrix(tensor, item)
-        with storage_errors("read", tensor.file):
-            os.posix_fadvise(self._fd(tensor.file), tensor.offset, tensor.nbytes, os.POSIX_FADV_WILLNEED)
-
-    def forget(self) -> None:
-        """Lets go of the matrices that are kept."""
-        with self._cache_lock:
-            self._cached = None
-        with self._turned_lock:
-            self._turned.clear()
+            if key not in self._cached:
+                while len(self._cached) > 1:
+                    del self._cached[next(iter(self._cached))]
+                self._cached[key] = self._rows(tensor, 0, tensor.shape[0])
+            return self._cached[key]
 
     def _rows(self, tensor: TensorInfo, start: int, stop: int) -> npt.NDArray[Any]:
         if tensor.name in self.pieces:
@@ -202,21 +195,48 @@ class Checkpoint:
                 return self._by_column(pieces, tensor.name)[start:stop]
             return rows_of(pieces, self._plain, start, stop)
         if tensor.dtype in RAW_DTYPES:
-            return self._plain(tensor, start, stop)
-        rows = np.empty((stop - start, row_bytes(tensor.dtype, tensor.shape[-1])), np.uint8)
-        self._fill(tensor, start, rows)
-        return rows
+            shape, dtype = (stop - start, *tensor.shape[1:]), RAW_DTYPES[tensor.dtype]
+        else:
+            shape, dtype = (stop - start, row_bytes(tensor.dtype, tensor.shape[-1])), np.uint8
+        return self._elements(tensor, start, shape, dtype)
 
     def _plain(self, tensor: TensorInfo, start: int, stop: int) -> npt.NDArray[Any]:
-        """Elements start..stop along the first axis, as they are. A tensor without axes has one."""
-        rows = np.empty((stop - start, *tensor.shape[1:]), DTYPES[tensor.dtype])
-        self._fill(tensor, start, rows)
-        return rows
+        """Elements start..stop along the first axis, as they are. A tensor without axes has one element."""
+        return self._elements(tensor, start, (stop - start, *tensor.shape[1:]), DTYPES[tensor.dtype])
 
-    def _fill(self, tensor: TensorInfo, start: int, rows: npt.NDArray[Any]) -> None:
-        if rows.nbytes:
-            offset = tensor.offset + start * (tensor.nbytes // (tensor.shape or (1,))[0])
-            self._pread(tensor, offset, rows.reshape(-1).data.cast("B"))
+    def _elements(
+        self, tensor: TensorInfo, start: int, shape: tuple[int, ...], dtype: npt.DTypeLike
+    ) -> npt.NDArray[Any]:
+        """An array of this shape and type, out of the bytes of a tensor from element `start` of its first axis on."""
+        dtype = np.dtype(dtype)
+        nbytes = prod(shape) * dtype.itemsize
+        if not nbytes:
+            return np.empty(shape, dtype)
+        raw = self._pread(tensor, tensor.offset + start * (tensor.nbytes // (tensor.shape or (1,))[0]), nbytes)
+        if raw.ctypes.data % dtype.itemsize:
+            raw = raw.copy()  # a header of an odd length is before it
+        return raw.view(dtype).reshape(shape)
+
+    def _pread(self, tensor: TensorInfo, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """uint8 [nbytes]. Direct reads take whole pages, so some bytes around are read too."""
+        first, end = offset // PAGE_BYTES * PAGE_BYTES, round_up(offset + nbytes, PAGE_BYTES)
+        memory = huge_memory(end - first)
+        with storage_errors("read", tensor.file):
+            fd = self._fd(tensor.file)
+            try:
+                found = _native.read_into(fd, first, memory.ctypes.data, end - first, _READ_BYTES)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not _bypass_cache(fd, False):
+                    raise
+                found = _native.read_into(fd, first, memory.ctypes.data, end - first, _READ_BYTES)
+            if found < offset + nbytes - first:
+                raise BrokenModel(f"{tensor.file} is truncated: tensor {quoted(tensor.name)} ends early")
+            # Where reads are not direct: the page cache drops whole folios only, and reading ahead makes them large.
+            # The last folio of the read before this one may reach into this one, so the range to drop begins one folio
+            # earlier. Without that a third to all of a file stayed cached.
+            begin = max(0, first - _FOLIO_BYTES)
+            os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
+        return memory[offset - first :][:nbytes]
 
     def _by_column(self, pieces: Pieces, name: str) -> npt.NDArray[Any]:
         """All rows of a matrix that lies by columns. The last few are kept, for granules of a part take turns."""
@@ -234,21 +254,19 @@ class Checkpoint:
         with self._fds_lock:
             if file not in self._fds:
                 self._fds[file] = open_regular(file)
+                _bypass_cache(self._fds[file], True)
             return self._fds[file]
 
-    def _pread(self, tensor: TensorInfo, offset: int, into: memoryview) -> None:
-        with storage_errors("read", tensor.file):
-            fd, read_bytes = self._fd(tensor.file), 0
-            while read_bytes < len(into):
-                count = os.preadv(fd, [into[read_bytes : read_bytes + _READ_BYTES]], offset + read_bytes)
-                if count == 0:
-                    raise BrokenModel(f"{tensor.file} is truncated: tensor {quoted(tensor.name)} ends early")
-                read_bytes += count
-            # The page cache drops whole folios only, and reading ahead makes them large. The last folio of the read
-            # before this one may reach into this one, so the range to drop begins one folio earlier. Without that a
-            # third to all of a file stayed cached.
-            first = max(0, offset - _FOLIO_BYTES)
-            os.posix_fadvise(fd, first, offset + read_bytes - first, os.POSIX_FADV_DONTNEED)
+
+def _bypass_cache(fd: int, direct: bool) -> bool:
+    """Whether reads of a file bypass the page cache from now on, or no longer do, as asked for and as they did not
+    before. Some file systems refuse that at once, others refuse the reads."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    wanted = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
+    with suppress(OSError):
+        fcntl.fcntl(fd, fcntl.F_SETFL, wanted)
+        return wanted != flags
+    return False
 
 
 def _matrix(tensor: TensorInfo, item: int) -> TensorInfo:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock import _native
 from penstock.spec.parts import PAGE_BYTES
 from penstock.units import MIB, round_up
 
@@ -21,21 +22,24 @@ _SYNC_BYTES = 64 * MIB
 
 
 class DirectWriter:
-    """Writes a new file front to back, in multiples of 4096 bytes. The caller fills one stage of memory while a thread
-    writes the other. A context manager: where its block is left by an exception, the file is removed.
+    """Writes a new file front to back, in multiples of 4096 bytes. The caller fills stages of memory while a thread
+    writes another one. A context manager: where its block is left by an exception, the file is removed.
+
+    Ranges of the file are reserved, and become complete, in their order. Several may be reserved and not complete yet.
 
     A file system that refuses O_DIRECT gets buffered writes, which are dropped from the page cache every 64 MiB. Raises
     OSError.
     """
 
-    def __init__(self, file: Path, stage_bytes: int = STAGE_BYTES) -> None:
+    def __init__(self, file: Path, stage_bytes: int = STAGE_BYTES, stages: int = 2) -> None:
         self._file = file
         self._fd, self._direct = _open(file)
         size = round_up(stage_bytes, PAGE_BYTES)
-        self._stages = [_stage(size), _stage(size)]
-        self._current = self._filled = self._offset = self._synced = 0
+        self._stages = [_Stage(huge_memory(size)) for _ in range(stages)]
+        self._current = self._offset = self._synced = 0
+        self._reserved: deque[_Stage] = deque()  # of each range that is not complete, its stage
+        self._closed: deque[_Stage] = deque()  # stages that take no more ranges, and are not written yet
         self._thread = ThreadPoolExecutor(1, "penstock-write")
-        self._writing: Future[None] | None = None
 
     def __enter__(self) -> DirectWriter:
         return self
@@ -46,36 +50,54 @@ class DirectWriter:
         if kind is not None:
             self._file.unlink(missing_ok=True)
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether `reserve` can be called. If not, ranges have to become complete first."""
+        following = self._stages[(self._current + 1) % len(self._stages)]
+        return self._fits(nbytes) or (following.incomplete == 0 and following not in self._closed)
+
     def reserve(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """The next `nbytes` of the file as uint8 [nbytes], to be filled before the next call. Raises ValueError for
+        """The next `nbytes` of the file as uint8 [nbytes], to be filled before it is complete. Raises ValueError for
         more than one stage, and OSError where an earlier write failed."""
+        if not self._fits(nbytes):
+            self._close_stage()
+            self._stages[self._current].wait()
         stage = self._stages[self._current]
-        if self._filled + nbytes > stage.nbytes:
-            self._push()
-            stage = self._stages[self._current]
-        reserved = stage[self._filled : self._filled + nbytes]
+        reserved = stage.memory[stage.filled : stage.filled + nbytes]
         if reserved.nbytes < nbytes:
-            raise ValueError(f"{nbytes} bytes do not go into a stage of {stage.nbytes}")
-        self._filled += nbytes
+            raise ValueError(f"{nbytes} bytes do not go into a stage of {stage.memory.nbytes}")
+        stage.filled += nbytes
+        stage.incomplete += 1
+        self._reserved.append(stage)
         return reserved
 
+    def complete(self) -> None:
+        """The oldest range that was not complete is filled."""
+        self._reserved.popleft().incomplete -= 1
+        self._write_closed()
+
     def sync(self) -> None:
-        """Returns when all bytes are on the disk. Raises OSError where a write failed."""
-        self._push()
-        self._wait()
+        """Returns when all bytes are on the disk, for which all ranges must be complete. Raises OSError where a write
+        failed."""
+        self._close_stage()
+        for stage in self._stages:
+            stage.wait()
         os.fsync(self._fd)
 
-    def _wait(self) -> None:
-        if self._writing is not None:
-            self._writing.result()
-            self._writing = None
+    def _fits(self, nbytes: int) -> bool:
+        stage = self._stages[self._current]
+        return stage.filled + nbytes <= stage.memory.nbytes
 
-    def _push(self) -> None:
-        self._wait()
-        data = self._stages[self._current].data[: self._filled]
-        self._writing = self._thread.submit(self._write, data, self._offset)
-        self._offset += self._filled
-        self._current, self._filled = 1 - self._current, 0
+    def _close_stage(self) -> None:
+        self._closed.append(self._stages[self._current])
+        self._current = (self._current + 1) % len(self._stages)
+        self._write_closed()
+
+    def _write_closed(self) -> None:
+        """Has the thread write the stages that are closed and complete."""
+        while self._closed and self._closed[0].incomplete == 0:
+            stage = self._closed.popleft()
+            stage.writing = self._thread.submit(self._write, stage.memory.data[: stage.filled], self._offset)
+            self._offset += stage.filled
 
     def _write(self, data: memoryview, offset: int) -> None:
         written = 0
@@ -107,9 +129,23 @@ def _open(file: Path) -> tuple[int, bool]:
         return os.open(file, flags, 0o666), False
 
 
-def _stage(nbytes: int) -> npt.NDArray[Any]:
-    """Page-aligned memory, uint8 [nbytes], on huge pages where the kernel grants them: direct I/O then pins 1 page
-    instead of 512."""
-    memory = mmap.mmap(-1, nbytes)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
+class _Stage:
+    """Memory for some ranges. `incomplete`: how many of them are not filled yet."""
+
+    def __init__(self, memory: npt.NDArray[Any]) -> None:
+        self.memory, self.filled, self.incomplete = memory, 0, 0
+        self.writing: Future[None] | None = None
+
+    def wait(self) -> None:
+        """Returns when it is written, and is empty then."""
+        if self.writing is not None:
+            self.writing.result()
+            self.writing, self.filled = None, 0
+
+
+def huge_memory(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Memory, uint8 [nbytes], on huge pages where the kernel grants them: direct I/O then pins 1 page instead of 512,
+    and reaches 3.3 GB/s instead of 1.2. Its address is a multiple of 2 MiB."""
+    memory = _native.Memory(round_up(nbytes, 2 * MIB), True)
+    found: npt.NDArray[np.uint8] = np.frombuffer(memoryview(memory), np.uint8)
+    return found[:nbytes]

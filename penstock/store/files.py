@@ -67,6 +67,19 @@ def open_regular(file: Path) -> int:
     return fd
 
 
+def open_to_append(file: Path) -> int:
+    """A descriptor to read a regular file, and to write at its end; it is made where it is not there. Raises OSError,
+    and BrokenModel where the name is that of anything else."""
+    fd = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK, 0o666)
+    try:
+        require_regular(file, os.fstat(fd))
+        os.set_blocking(fd, True)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 def load(file: Path, max_bytes: int) -> bytes:
     """A regular file's content, at most `max_bytes` of it in memory. Raises OSError, and BrokenModel for a longer file
     or another kind of file."""

@@ -111,7 +111,9 @@ def _sums(part: Part, fill: Fill) -> Iterator[tuple[int, bytes]]:
     buffer = np.empty((min(step, part.granules), part.granule_bytes), np.uint8)
     for lo in range(0, part.granules, step):
         granules = buffer[: min(lo + step, part.granules) - lo]
-        fill(part, lo, lo + len(granules), granules.reshape(-1))
+        filled = fill(part, lo, lo + len(granules), granules.reshape(-1))
+        if filled is not None:
+            filled()
         yield SUM_BYTES * lo, _native.granule_sums(granules.ctypes.data, len(granules), part.granule_bytes)
 
 

@@ -1,8 +1,8 @@
 """Packs a checkpoint into a packed model, granule by granule, for `penstock pack`.
 
-Peak memory is the sum of a base of some 60 MiB, two stages of 8 MiB, the granules being encoded, and the largest tensor
-that is cut by columns (`down`, `o`). The columns of a granule lie apart in the file, so such a tensor is read once and
-kept.
+Peak memory is the sum of a base of some 60 MiB, four stages of 8 MiB, what as many threads as encode have read, and the
+two largest tensors that are cut by columns (`down`, `o`). The columns of a granule lie apart in the file, so such a
+tensor is read once and kept.
 """
 
 from __future__ import annotations
@@ -135,9 +135,9 @@ def orders_by(
 
 
 def threads() -> int:
-    """How many threads encode."""
-    # One more than there are cores, for a thread that reads computes nothing. More than 8 only wait for the disk.
-    return min(8, len(os.sched_getaffinity(0)) + 1)
+    """How many threads read and encode."""
+    # A thread that reads computes nothing, and a disk wants some reads at once. More than 8 only wait for it.
+    return min(8, len(os.sched_getaffinity(0)) + 3)
 
 
 def _config_bytes(file: Path, config: dict[str, Any], own: str) -> bytes:
@@ -230,36 +230,26 @@ class Packing:
     def filler(self, pool: ThreadPoolExecutor) -> Fill:
         """The `Fill` that `write_packed` wants. Jobs of the pool are runs of a block's granules."""
 
-        def fill(part: Part, lo: int, hi: int, out: npt.NDArray[Any]) -> None:
+        def fill(part: Part, lo: int, hi: int, out: npt.NDArray[Any]) -> Callable[[], None]:
             granules = out.reshape(hi - lo, part.granule_bytes)
             _clear_gaps(part, granules)
-            if lo == 0:
-                self._expect(part)
             jobs = []
             for block in part.blocks:
                 for a, b in self._runs(part, block, lo, hi):
                     jobs.append(pool.submit(self._encode_run, part, block, a, b, granules[a - lo : b - lo]))
-            try:
-                for job in jobs:
-                    job.result()
-            finally:
-                for job in jobs:
-                    job.cancel()
-                wait(jobs)
-            if hi == part.granules:
-                self.checkpoint.forget()
+
+            def filled() -> None:
+                try:
+                    for job in jobs:
+                        job.result()
+                finally:
+                    for job in jobs:
+                        job.cancel()
+                    wait(jobs)
+
+            return filled
 
         return fill
-
-    def _expect(self, part: Part) -> None:
-        """Has the kernel read what the next parts cut by columns. Such a matrix is wanted whole at once, and all jobs
-        would wait while it is read."""
-        nth = next(i for i, each in enumerate(self.parts) if each.key == part.key)
-        for later in self.parts[nth + 1 : nth + 3]:
-            for block in later.blocks:
-                source = self.sources[later.key, block.name]
-                if source.axis == 1:
-                    self.checkpoint.expect(source.of_expert(0), 0 if source.stacked else None)
 
     def _runs(self, part: Part, block: Block, lo: int, hi: int) -> list[tuple[int, int]]:
         """Cuts granules lo..hi of a block into runs that are read and encoded at once. A run's granules lie in a row in
@@ -269,9 +259,7 @@ class Packing:
         apart = source.interleaved or source.stride not in (0, _extent(block, source, False))
         if in_blocks and not apart and part.experts == 1 and not (part.kind == "ffn" and part.layer in self.orders):
             full = min(hi, part.rows // part.granule_rows)
-        step = max(1, -(-(full - lo) // threads()))
-        runs = [(a, min(a + step, full)) for a in range(lo, full, step)]
-        return runs + [(g, g + 1) for g in range(max(lo, full), hi)]
+        return [(lo, full)] * (lo < full) + [(g, g + 1) for g in range(max(lo, full), hi)]
 
     def _encode_run(self, part: Part, block: Block, lo: int, hi: int, granules: npt.NDArray[Any]) -> None:
         """Encodes a block of granules lo..hi of `_runs` into uint8 [hi - lo, granule_bytes]."""

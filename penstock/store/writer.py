@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -42,8 +43,8 @@ Progress = Callable[[int, int, str], None]
 Done = dict[str, bytes]
 
 # fill(part, lo, hi, out) writes granules lo..hi of a part to out, uint8 [(hi - lo) * granule_bytes], which may hold
-# other bytes before.
-Fill = Callable[[Part, int, int, npt.NDArray[Any]], None]
+# other bytes before. Or it only begins to, and returns a function that returns when they are written.
+Fill = Callable[[Part, int, int, npt.NDArray[Any]], Callable[[], None] | None]
 
 # Called several times a second while another process writes the same packed model, with the bytes that it has written
 # and the bytes in total.
@@ -54,6 +55,8 @@ Waiting = Callable[[int, int], None]
 Writing = Callable[[Path, int], AbstractContextManager[None]]
 
 _POLL_S = 0.2
+# One stage is written while the others are filled: what reads a checkpoint begins with the next ranges early enough.
+_STAGES = 4
 
 
 def write_packed(
@@ -183,26 +186,40 @@ def _write_shards(
     total = sum(part.nbytes for shard in shards for part, _ in shard.parts)
     written = 0
     longest = max(max(len(shard.header), *(part.granule_bytes for part, _ in shard.parts)) for shard in shards)
+    begun: deque[tuple[Part, npt.NDArray[Any], Callable[[], None] | None]] = deque()
     for shard in shards:
         if shard.name in done:
             written += sum(part.nbytes for part, _ in shard.parts)
             continue
         aside = second.folder(shard.name, partial) / (shard.name + ".tmp")
         sums = b""
-        with DirectWriter(aside, max(STAGE_BYTES, longest)) as file:
+        with DirectWriter(aside, max(STAGE_BYTES, longest), _STAGES) as file:
+
+            def finish(file: DirectWriter = file) -> None:
+                """Waits for the oldest range that was begun."""
+                nonlocal sums, written
+                part, out, filled = begun.popleft()
+                if filled is not None:
+                    filled()
+                # On this thread, while others encode: at 10 GB/s and more it takes little time.
+                sums += _native.granule_sums(out.ctypes.data, out.nbytes // part.granule_bytes, part.granule_bytes)
+                file.complete()
+                written += out.nbytes
+                if progress is not None:
+                    progress(written, total, part.key)
+
             file.reserve(len(shard.header))[:] = np.frombuffer(shard.header, np.uint8)
+            file.complete()
             for part, _ in shard.parts:
                 step = max(1, STAGE_BYTES // part.granule_bytes)
                 for lo in range(0, part.granules, step):
                     hi = min(lo + step, part.granules)
+                    while not file.has_room((hi - lo) * part.granule_bytes):
+                        finish()
                     out = file.reserve((hi - lo) * part.granule_bytes)
-                    fill(part, lo, hi, out)
-                    # On this thread, between two fills: at 10 GB/s and more it takes little time beside encoding and
-                    # writing.
-                    sums += _native.granule_sums(out.ctypes.data, hi - lo, part.granule_bytes)
-                    written += out.nbytes
-                    if progress is not None:
-                        progress(written, total, part.key)
+                    begun.append((part, out, fill(part, lo, hi, out)))
+            while begun:
+                finish()
             file.sync()
         aside.rename(aside.with_suffix(""))
         second.link(shard.name, partial)

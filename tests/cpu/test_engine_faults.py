@@ -18,7 +18,7 @@ import threadpoolctl
 
 from penstock import _native
 from penstock.errors import BadRequest, StorageFailed
-from penstock.runtime import movers
+from penstock.runtime import host, movers
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
@@ -264,6 +264,14 @@ def test_memory_that_the_system_refuses(intact: Path, monkeypatch: pytest.Monkey
     with pytest.raises(StorageFailed, match=r"the system refused .* of memory for host\.weights"):
         Engine.load(intact, Ask(), Loading(machine=MACHINE))
     assert not open_now() - before
+
+
+def test_a_limit_that_a_cgroup_has_rounded_down(intact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cgroups count in pages: of a limit of 2,200,000,000 bytes 2,199,998,464 are left."""
+    monkeypatch.setattr(host, "memory_limit_bytes", lambda: 2_199_998_464)
+    Engine.load(intact, Ask(host_memory_bytes=2_200_000_000), Loading(machine=MACHINE)).close()
+    with pytest.raises(BadRequest, match=r"is more than the .* that this process may have"):
+        Engine.load(intact, Ask(host_memory_bytes=2_199_998_464 + 4096), Loading(machine=MACHINE))
 
 
 def test_a_shard_that_cannot_be_opened(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

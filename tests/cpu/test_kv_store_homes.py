@@ -228,6 +228,22 @@ def test_a_save_that_fails_after_its_pass_is_not_kept(
         assert len(engine.generate([PROMPT], PARAMS)[0].token_ids) == 4
 
 
+def test_what_a_failed_save_left_is_not_found_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of an answer saves are waited for. Where one fails the answer is there, and its KV is not."""
+    with opened(folder, "a disk") as engine:
+        session, first = engine.session, engine.generate([PROMPT], PARAMS)[0]
+        drain = session._executor.drain
+
+        def fails() -> None:
+            drain()
+            raise StorageFailed("the disk is full")
+
+        monkeypatch.setattr(session._executor, "drain", fails)
+        session.drain()
+        again = engine.generate([PROMPT], PARAMS)[0]
+        assert again.token_ids == first.token_ids and again.cached_tokens == 0
+
+
 def test_a_gpus_memory_is_refused_in_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulated device's can be seen; a GPU's cannot."""
     with opened(folder, "a device") as engine:

@@ -29,6 +29,8 @@ def trap(tmp_path_factory: pytest.TempPathFactory) -> Trap:
     save_checkpoint(folder, CONFIG)
     save_tokenizer(folder, CONFIG)
     (folder / "text.txt").write_text("some words to be scored\n")
+    line = {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "hi", "max_tokens": 2}}
+    (folder / "requests.jsonl").write_text(json.dumps(line))
     return Trap(folder)
 
 
@@ -43,6 +45,7 @@ COMMANDS = [
     "eval . text.txt --cache {cache}",
     "eval . text.txt --cache {cache} --against .",
     "profile . text.txt --cache {cache}",
+    "batch requests.jsonl {out}/answers.jsonl --model . --cache {cache}",
     "list --cache {cache}",
     "prune --cache {cache}",
     "bench . --repeats 1 --seconds 0.1 --prompt-tokens 4 --output-tokens 2 --cache {cache}",  # starts `ceilings`

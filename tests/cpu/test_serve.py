@@ -245,6 +245,9 @@ def test_pages_of_other_sites_are_refused(server: Server) -> None:
     assert status({"origin": "https://evil.example"}) == status({"origin": "null"}) == 403
     assert status({"origin": f"http://127.0.0.1:{server.port}"}) == 200
     assert status({"content-type": "text/plain"}, {}) == 415
+    for site, expected in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
+        assert status({"sec-fetch-site": site}) == expected, site  # an address in a page, as of an image: no Origin
+    assert status({"sec-fetch-site": "same-origin", "origin": f"http://127.0.0.1:{server.port}"}) == 200
 
 
 def test_bodies_are_bounded_one_by_one_and_together(server: Server) -> None:

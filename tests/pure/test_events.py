@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from penstock.errors import StorageFailed
-from penstock.serve.api.answers import ALIVE_S, Answers, Post, Shape, head_of
+from penstock.serve.api.answers import ALIVE_S, Answers, Post
+from penstock.serve.api.shape import Shape, head_of
 from penstock.serve.generation import Generation
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.told import Cancelled, Ended, Failed, Piece, Tell, Told

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from anyio import to_thread
 
 from penstock.errors import PenstockError
-from penstock.serve.api import logprobs
 from penstock.serve.api.guard import error_body
+from penstock.serve.api.shape import Shape, usage_of
 from penstock.serve.generation import Generation
-from penstock.serve.sampling import Likely, SamplingParams, ids_of
-from penstock.serve.scores import Scores
+from penstock.serve.sampling import SamplingParams
 from penstock.serve.service import Service
-from penstock.serve.tokenizer import Tokenizer
 from penstock.serve.told import Cancelled, Ended, Failed, Piece, Told
 
 ALIVE_S = 10.0  # a comment goes to a client that has heard nothing for so long: proxies close silent connections
@@ -29,64 +25,6 @@ ALIVE_S = 10.0  # a comment goes to a client that has heard nothing for so long:
 
 class Gone(Exception):
     """The request was cancelled: the server is ending."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How answers are written. `kind`: chat.completion or text_completion. `head`: the fields of every object.
-    `tokenizer`: for the texts of single tokens, where log probabilities are wanted. `echoed`: of each answer the prompt
-    that is written before it; () where none is."""
-
-    kind: str
-    head: dict[str, Any]
-    tokenizer: Tokenizer
-    echoed: tuple[str, ...] = ()
-
-    @property
-    def chats(self) -> bool:
-        return self.kind == "chat.completion"
-
-    def has_texts(self, tokens: Sequence[Likely]) -> bool:
-        """Whether the texts of these tokens are at hand."""
-        return not tokens or self.tokenizer.has_texts(ids_of(tokens))
-
-    def choice(self, index: int, answer: Generation) -> dict[str, Any]:
-        """A whole answer. Where log probabilities were asked for it takes 70 µs for each token in them."""
-        prompt = self.echo(index)
-        said = (
-            {"message": {"role": "assistant", "content": answer.text}} if self.chats else {"text": prompt + answer.text}
-        )
-        about = self._logprobs(answer.logprobs, 0, answer.prompt_scores, prompt)
-        return {"index": index, **said, "logprobs": about, "finish_reason": answer.finish_reason}
-
-    def echo(self, index: int) -> str:
-        """The prompt that is written before an answer."""
-        return self.echoed[index] if self.echoed else ""
-
-    def chunk(
-        self, index: int, text: str, tokens: Sequence[Likely] = (), offset: int = 0, *,
-        finish_reason: str | None = None, first: bool = False, prompt_scores: Scores | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
-        """A piece of an answer. `tokens`: that it is made of, where log probabilities were asked for. `offset`:
-        characters before it. `prompt_scores`: the prompt is a part of it."""
-        if self.chats:
-            delta: dict[str, Any] = {"role": "assistant"} if first else {}
-            said: dict[str, Any] = {"delta": {**delta, "content": text} if text or first else delta}
-        else:
-            said = {"text": text}
-        about = self._logprobs(tokens, offset, prompt_scores, self.echo(index))
-        return {"index": index, **said, "logprobs": about, "finish_reason": finish_reason}
-
-    def _logprobs(
-        self, tokens: Sequence[Likely], offset: int, prompt_scores: Scores | None, prompt: str
-    ) -> dict[str, Any] | None:
-        if not tokens and prompt_scores is None:
-            return None
-        if self.chats:
-            return logprobs.of_chat(self.tokenizer, tokens)
-        if prompt_scores is None:
-            return logprobs.of_text(self.tokenizer, tokens, offset)
-        return logprobs.of_echo(self.tokenizer, prompt_scores, prompt, tokens)
 
 
 class Post:
@@ -139,13 +77,11 @@ class Answers:
         self.whole: dict[int, Generation] = {}
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, priority: int) -> None:
-        """Asks for `n` answers to a prompt. With a seed each has one of its own, or all would be the same. Raises as
-        `Service.submit`. Waits for the service's lock alone."""
+        """Asks for `n` answers to a prompt. Raises as `Service.submit`. Waits for the service's lock alone."""
         self._prompt_tokens += len(prompt_ids)
         for i in range(self._n):
-            one = params if params.seed is None else replace(params, seed=params.seed + i)
             tell = self._teller(len(self._numbers))
-            self._numbers.append(self._service.submit(prompt_ids, one, tell, priority, self._owner))
+            self._numbers.append(self._service.submit(prompt_ids, params.nth(i), tell, priority, self._owner))
 
     def cancel(self) -> None:
         """Whatever has not ended leaves."""
@@ -165,16 +101,8 @@ class Answers:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Tokens, when all answers are whole. A prompt counts once, however many answers it has, and what was there of
-        it already is what its first answer found."""
-        said = sum(answer.output_tokens for answer in self.whole.values())
-        cached = sum(self.whole[i].cached_tokens for i in range(0, len(self._numbers), self._n))
-        return {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": said,
-            "total_tokens": self._prompt_tokens + said,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        """Tokens, when all answers are whole."""
+        return usage_of(self._prompt_tokens, [self.whole[i] for i in range(len(self._numbers))], self._n)
 
     async def events(self, shape: Shape, with_usage: bool) -> AsyncIterator[bytes]:
         """Server-sent events: chunks, usage where it is wanted, and the end."""
@@ -233,7 +161,3 @@ class Answers:
 
     def _teller(self, index: int) -> Callable[[Told], None]:
         return lambda told: self._post.put(self._told, (index, told))
-
-
-def head_of(prefix: str, number: str, model: str) -> dict[str, Any]:
-    return {"id": f"{prefix}-{number}", "created": int(time.time()), "model": model}

@@ -16,11 +16,19 @@ from starlette.exceptions import HTTPException
 
 import penstock
 from penstock.errors import BadRequest, InternalError, PenstockError
-from penstock.serve.api.answers import Answers, Gone, Post, Shape, head_of
+from penstock.serve.api.answers import Answers, Gone, Post
 from penstock.serve.api.guard import OWNER, SPEND, Access, App, Guard, Limits, Receive, Scope, Send, error_body
 from penstock.serve.api.metrics import CONTENT_TYPE, metrics
+from penstock.serve.api.shape import Shape, head_of
 from penstock.serve.api.shelf import Hold, Loaded, Shelf
-from penstock.serve.api.wire import MAX_SCORES, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from penstock.serve.api.wire import (
+    MAX_SCORES,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    what_is_wrong,
+)
 from penstock.serve.foretold import Newcomer
 from penstock.serve.scheduler import QueueFull
 from penstock.serve.tokenizer import Tokenizer
@@ -297,10 +305,8 @@ def _errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        where = ".".join(str(at) for at in first["loc"] if at != "body")
-        message = f"{where}: {first['msg']}" if where else str(first["msg"])
-        return JSONResponse(error_body(message[:1000], "invalid_request_error", param=where[:200] or None), 400)
+        message, where = what_is_wrong(error.errors())
+        return JSONResponse(error_body(message, "invalid_request_error", param=where or None), 400)
 
     @app.exception_handler(HTTPException)
     async def plain(_: Request, error: HTTPException) -> Response:

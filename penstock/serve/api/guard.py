@@ -2,7 +2,9 @@
 
 A page in a browser may send requests to a server on this machine, under a name of its own that leads here (DNS
 rebinding), or as a form of another site. So Host must be a name of this machine, Origin must be this server's or one
-that was allowed, and a body must be declared as JSON, which a form cannot do. Slow bodies and slow readers time out.
+that was allowed, and a body must be declared as JSON, which a form cannot do. With an address inside a page, as of an
+image, browsers send no Origin. They send Sec-Fetch-Site, which tells of another site. Slow bodies and slow readers time
+out.
 """
 
 from __future__ import annotations
@@ -158,6 +160,8 @@ class Guard:
         origin = headers.get(b"origin")
         if origin is not None and origin not in (f"http://{host}", f"https://{host}", *self._access.origins):
             raise Refused(403, f"pages of {origin!r} may not ask this server", "wrong_origin")
+        elif origin is None and headers.get(b"sec-fetch-site") in ("cross-site", "same-site"):
+            raise Refused(403, "pages of other sites may not ask this server", "wrong_origin")
         if scope["method"] in ("POST", "PUT", "PATCH"):
             kind = headers.get(b"content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":

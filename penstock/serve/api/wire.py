@@ -236,3 +236,10 @@ class DetokenizeRequest(_Sent):
 
     model: str | None = None
     tokens: list[int]
+
+
+def what_is_wrong(errors: Sequence[Any]) -> tuple[str, str]:
+    """(the first of some errors in words, the field that it is about), as pydantic tells them."""
+    where = ".".join(str(at) for at in errors[0]["loc"] if at != "body")
+    message = f"{where}: {errors[0]['msg']}" if where else str(errors[0]["msg"])
+    return message[:1000], where[:200]

@@ -1,0 +1,206 @@
+"""`penstock batch`: answers a file of requests, overnight if need be, and goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, Option
+
+from penstock.cli.loading import loaded, packed_model
+from penstock.cli.options import (
+    CacheLimit,
+    Json,
+    Machine,
+    PlanFile,
+    Weights,
+    Work,
+    as_path,
+    file_to_write,
+    flag,
+    given_plan,
+)
+from penstock.cli.output import note, print_json, progress
+from penstock.errors import BadRequest
+from penstock.spec.ask import DEFAULT_SCORE_ROWS, MOST_SEQUENCES
+from penstock.units import MIB, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from penstock.runtime.host import Progress
+    from penstock.serve.batch.answering import Done
+    from penstock.serve.batch.lines import Lines
+    from penstock.serve.batch.survey import Survey
+    from penstock.serve.engine import Engine
+    from penstock.spec.ask import Ask
+
+_LIBRARY_BYTES = 16 * MIB  # pydantic, which reads requests
+_LINK_LANES = ("h2d0", "d2h0")
+
+
+@dataclass(frozen=True)
+class BatchWork(Work):
+    """What the plan is for: as many answers at once as pays."""
+
+    batch: int = flag("--batch", "N", "Answers at once, at most; default as many as pays.", MOST_SEQUENCES, min=1)
+    objective: str = flag("--objective", "NAME", "latency or throughput.", "throughput")
+
+
+def batch(
+    requests: Annotated[
+        str, Argument(metavar="IN", help="Requests, one JSON object a line, as OpenAI's batch API takes them.")
+    ],
+    answers: Annotated[
+        str, Argument(metavar="OUT", help="Answers, a line each as they come. One that was begun is gone on with.")
+    ],
+    machine: Machine,
+    work: BatchWork,
+    model: Annotated[
+        str,
+        Option("--model", metavar="MODEL", help="A packed model, a model's folder, a GGUF file or a Hub id."),
+    ],
+    name: Annotated[
+        str | None, Option("--name", metavar="NAME", help="What lines call the model; default as --model does.")
+    ] = None,
+    max_tokens: Annotated[
+        int, Option("--max-tokens", metavar="N", min=1, help="Longest answer to lines that name no length.")
+    ] = 512,
+    weights: Weights = None,
+    plan_file: PlanFile = None,
+    cache_limit: CacheLimit = None,
+    as_json: Json = False,
+) -> None:
+    """Answers to a file of requests, as many at once as makes most tokens a second.
+
+    Lines are chats and completions (/v1/chat/completions, /v1/completions) with all that the server takes. A line that
+    cannot be answered gets an error line. OUT is written as answers come, in any order; custom_id says which is which.
+    After an interruption the same command goes on where it was: nothing is answered twice, and nothing is lost.
+    """
+    if importlib.util.find_spec("pydantic") is None:
+        raise BadRequest("requests are read with pydantic: pip install 'penstock[serve]'")
+    machine.prepare()
+    plan = given_plan(plan_file, machine, work)
+    work.ask(machine)  # raises for wrong flags, before a first use packs for minutes
+    out = file_to_write(answers, "OUT")
+    source = packed_model(model, weights, machine, cache_limit, chat=True)
+    from penstock.serve.batch.answering import Batch, predicted_s
+    from penstock.serve.batch.journal import Journal
+    from penstock.serve.batch.lines import Lines
+    from penstock.serve.batch.survey import survey
+    from penstock.serve.planning import describe
+    from penstock.serve.tokenizer import Tokenizer
+    from penstock.store.predictors import model_sha256
+
+    spec, _ = describe(source.folder, verify=not machine.no_verify)
+    context = min(work.context or spec.max_positions, spec.max_positions)
+    names = tuple(dict.fromkeys((name, model) if name else (model, Path(model).name)))
+    asked_of = f"{model_sha256(source.folder)} {work.kv} {work.sparsity} {machine.exact}"
+    with (
+        closing(Lines(as_path(requests), asked_of)) as lines,
+        closing(Journal(out, lines)) as journal,
+        closing(Tokenizer.open(source.folder, machine.host_memory_bytes, not machine.no_verify)) as tokenizer,
+    ):
+        before = len(journal.done)
+        if before:
+            note(f"{before} of {len(lines)} lines were answered before")
+        with progress() as tell:
+            found = survey(lines, journal, names, tokenizer, max_tokens, context, tell)
+        if refused := len(journal.done) - before:
+            note(f"{refused} lines cannot be answered: OUT says why")
+        if not found.todo:
+            note(f"all {len(lines)} lines are done")
+            if as_json:
+                print_json({"lines": len(lines), "resumed": before, "prompts": 0, "failed": refused})
+            return
+        ask = _ask(work, machine, found, context)
+        beside: dict[str, Any] = {"tokenizer": tokenizer, **_beside(found, lines, tokenizer)}
+        with loaded(source, ask, machine, plan, **beside) as engine:
+            places = engine.plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
+            whole_s = predicted_s(engine, found.answers)
+            note(f"{found.answers} answers, {places} at once, are predicted to take {format_seconds(whole_s)}")
+            try:
+                with progress() as tell:
+                    shown = _Shown(tell, found.answers)
+                    done = Batch(engine, lines, journal, names, max_tokens, shown.tell).run(found)
+            except KeyboardInterrupt:
+                left = len(lines) - len(journal.done)
+                note(f"{left} of {len(lines)} lines are left: the same command goes on with them")
+                raise
+            _report(engine, done, refused, before, places, len(lines), as_json)
+
+
+def _ask(work: BatchWork, machine: Machine, found: Survey, context: int) -> Ask:
+    """The ask for answers of average length, which share KV pages as each grows."""
+    ask = work.ask(machine, found.prompt_tokens, found.output_tokens)
+    count = min(work.batch, found.answers, MOST_SEQUENCES)
+    longest = min(context, found.longest)
+    return replace(
+        ask,
+        batch=count,
+        context=longest,
+        kv_tokens=max(longest, count * (ask.prompt_tokens + ask.output_tokens)),
+        score_rows=DEFAULT_SCORE_ROWS if found.scores else 0,
+    )
+
+
+def _beside(found: Survey, lines: Lines, tokenizer: Any) -> dict[str, int]:
+    """Memory that the process takes beside the model."""
+    from penstock.serve.batch.lines import LINE_BYTES
+    from penstock.serve.guides import guide_bytes, has_guides
+
+    guide = guide_bytes(tokenizer.size) if found.schemas and has_guides() else 0
+    return {"beside_bytes": _LIBRARY_BYTES + LINE_BYTES * len(lines) + guide, "guide_bytes": guide}
+
+
+class _Shown:
+    """Shows how far a batch is. `answers`: of the whole."""
+
+    def __init__(self, tell: Progress, answers: int) -> None:
+        self._tell, self._answers = tell, answers
+
+    def tell(self, done: Done) -> None:
+        parts = [f"{done.generation_tokens_per_s:.3g} tok/s"]
+        moved = sum(count for lane, count in done.bytes_moved.items() if lane not in _LINK_LANES)
+        if moved and done.seconds:
+            parts.append(f"disk {format_rate(moved / done.seconds)}")
+        left_s = done.predicted_s * (1 - done.answers / self._answers)
+        parts.append(f"promised {format_seconds(left_s)} more")
+        self._tell(f"{', '.join(parts)}; answers", done.answers, self._answers)
+
+
+def _report(engine: Engine, done: Done, refused: int, before: int, places: int, lines: int, as_json: bool) -> None:
+    plan = engine.plan
+    if not as_json:
+        note(
+            f"{done.answers} answers, {done.output_tokens} tokens in {format_seconds(done.seconds)} (predicted"
+            f" {format_seconds(done.predicted_s)}): {done.generation_tokens_per_s:.3g} tok/s, decoding"
+            f" {done.decode_tokens_per_s:.3g}; {done.cached_tokens} of {done.prompt_tokens} prompt tokens were read"
+            " once for several"
+        )
+        return
+    print_json(
+        {
+            "lines": lines,
+            "resumed": before,
+            "prompts": done.lines,
+            "failed": done.failed + refused,
+            "answers": done.answers,
+            "prompt_tokens": done.prompt_tokens,
+            "cached_tokens": done.cached_tokens,
+            "output_tokens": done.output_tokens,
+            "seconds": done.seconds,
+            "generation_tokens_per_s": done.generation_tokens_per_s,
+            "decode_tokens_per_s": done.decode_tokens_per_s,
+            "predicted": {
+                "seconds": done.predicted_s,
+                "ttft_s": engine.prediction.ttft_s,
+                "decode_tokens_per_s": engine.prediction.decode_tokens_per_s,
+            },
+            "bytes_moved": done.bytes_moved,
+            "block": {"answers": places, "batch_seqs": plan.batch_seqs, "batches_per_pass": plan.batches_per_pass},
+            "peak_host_bytes": engine.peak_host_bytes,
+            "peak_device_bytes": engine.session.peak_device_bytes,
+        }
+    )

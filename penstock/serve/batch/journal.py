@@ -1,0 +1,114 @@
+"""The file of answers, which is its own journal: a line is added when it is whole, and what is there is not done again.
+
+An answer's id tells the line, its place and the model that it was asked of (`Lines.id_of`). So a file that was begun
+shows by itself what is done, and whether it is of these requests at all. Nothing else is ever written to.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import BadRequest, BrokenModel, StorageFailed
+from penstock.serve.batch.lines import Lines
+from penstock.store.files import open_to_append
+
+_SYNC_S = 1.0  # a power cut costs the answers of so many seconds; the end of the process costs none
+_BEGINS = b'{"id": "batch_req_'
+_MOST_LINE_BYTES = 1 << 28  # of an answer that is read back, with the log probabilities of 65,536 tokens
+
+
+class Journal:
+    """The answers to `lines` in `file`, which may be new, empty, or begun by an earlier run: then a last line that was
+    cut off is taken away. `done`: the numbers of the lines that have an answer.
+
+    Raises BadRequest where the file holds anything else, cannot be written, is the file of the requests, or is being
+    written by another process."""
+
+    def __init__(self, file: Path, lines: Lines) -> None:
+        self._file, self._lines = file, lines
+        self.done: set[int] = set()
+        self._synced_s = time.monotonic()
+        try:
+            self._fd = open_to_append(file)
+        except OSError as error:
+            raise BadRequest(f"{file} cannot be written: {error.strerror}") from None
+        except BrokenModel as error:
+            raise BadRequest(error.message) from None
+        try:
+            if lines.is_same_file(self._fd):
+                raise BadRequest(f"{file} is the file of the requests: name another one for the answers")
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise BadRequest(f"another process is writing answers to {file}") from None
+            self._bytes = self._read_back()
+            if self._bytes < os.fstat(self._fd).st_size:
+                os.ftruncate(self._fd, self._bytes)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def id_of(self, number: int) -> str:
+        return self._lines.id_of(number)
+
+    def add(self, number: int, custom_id: str | None, response: Any, error: Any = None) -> None:
+        """Adds a line's answer. Raises StorageFailed, and then the file is as it was before."""
+        record = {"id": self.id_of(number), "custom_id": custom_id, "response": response, "error": error}
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        try:
+            written = 0
+            while written < len(line):
+                written += os.write(self._fd, line[written:])
+            if time.monotonic() - self._synced_s > _SYNC_S:
+                self.sync()
+        except OSError as error:
+            os.ftruncate(self._fd, self._bytes)
+            raise StorageFailed(
+                f"cannot write to {self._file}: {error.strerror}; {len(self.done)} of {len(self._lines)} lines are"
+                " done, and the same command goes on from there"
+            ) from None
+        self._bytes += len(line)
+        self.done.add(number)
+
+    def sync(self) -> None:
+        """Returns when what was added survives a power cut. Raises OSError."""
+        os.fsync(self._fd)
+        self._synced_s = time.monotonic()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _read_back(self) -> int:
+        """Notes which lines are done. Returns the bytes of whole lines. Raises BadRequest."""
+        with os.fdopen(os.dup(self._fd), "rb") as stream:
+            whole = 0
+            while line := stream.readline(_MOST_LINE_BYTES):
+                if not line.endswith(b"\n"):
+                    if line[: len(_BEGINS)] != _BEGINS[: len(line)]:
+                        raise self._not_ours(len(self.done) + 1)
+                    return whole
+                number = self._lines.number_of(_id_of(line))
+                if number is None:
+                    raise self._not_ours(len(self.done) + 1)
+                self.done.add(number)
+                whole += len(line)
+            return whole
+
+    def _not_ours(self, line: int) -> BadRequest:
+        return BadRequest(
+            f"{self._file} stays: its line {line} is no answer to a line of {self._lines.file} by this model; name"
+            " another file for the answers"
+        )
+
+
+def _id_of(line: bytes) -> object:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record.get("id") if isinstance(record, dict) else None

@@ -1,0 +1,113 @@
+"""A line of a batch file turned into what the engine takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from penstock.errors import BadRequest
+from penstock.serve.api.wire import MAX_SCORES, ChatRequest, CompletionRequest, what_is_wrong
+from penstock.serve.tokenizer import Tokenizer
+from penstock.spec.codec import loads_json
+from penstock.store.files import no_json
+
+_BODIES: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+}
+_MOST_NAME = 512  # characters of a custom_id
+
+
+class NoRequest(Exception):
+    """A line that is no request. `code`, `message`: of its error. `custom_id`: as far as it was read."""
+
+    def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.custom_id = code, message[:1000], custom_id
+
+
+class _Line(BaseModel):
+    """A line. What else it holds is not read."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    custom_id: str
+    method: str = "POST"
+    url: str
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A line's request. `prompts`: token ids of each prompt."""
+
+    custom_id: str
+    body: ChatRequest | CompletionRequest
+    prompts: tuple[list[int], ...]
+
+    @property
+    def chats(self) -> bool:
+        return isinstance(self.body, ChatRequest)
+
+    @property
+    def count(self) -> int:
+        """Answers to each prompt."""
+        return self.body.n or 1
+
+
+def read(line: bytes, names: Sequence[str], tokenizer: Tokenizer) -> Request:
+    """The request of a line. `names`: by which the model may be called. Raises NoRequest, and BadRequest as the
+    tokenizer does."""
+    try:
+        value = loads_json(line.decode())
+        parsed = _Line.model_validate(value)
+    except UnicodeDecodeError:
+        raise NoRequest("invalid_line", "the line is not UTF-8 text") from None
+    except ValidationError as error:
+        custom_id = value.get("custom_id") if isinstance(value, dict) else None
+        custom_id = custom_id[:_MOST_NAME] if isinstance(custom_id, str) else None
+        raise NoRequest("invalid_line", what_is_wrong(error.errors())[0], custom_id) from None
+    except (ValueError, RecursionError) as error:
+        raise NoRequest("invalid_line", f"the line is not JSON: {no_json(error)}") from None
+    custom_id = parsed.custom_id[:_MOST_NAME]
+    if len(parsed.custom_id) > _MOST_NAME:
+        raise NoRequest("invalid_line", f"custom_id has more than {_MOST_NAME} characters", custom_id)
+    kind = _BODIES.get(parsed.url)
+    if kind is None or parsed.method != "POST":
+        message = f"{parsed.method} {parsed.url} cannot be asked in a batch: {', '.join(_BODIES)} can, by POST"
+        raise NoRequest("invalid_url", message, custom_id)
+    try:
+        body = kind.model_validate(parsed.body)
+        if body.stream:
+            raise BadRequest("stream is not for batches")
+        if body.model is not None and body.model not in names:
+            raise NoRequest("model_not_found", f"this batch is answered by {names[0]}, not by {body.model}", custom_id)
+        return Request(custom_id, body, _prompts(body, tokenizer))
+    except ValidationError as error:
+        raise NoRequest("invalid_request", what_is_wrong(error.errors())[0], custom_id) from None
+    except BadRequest as error:
+        raise NoRequest("invalid_request", error.message, custom_id) from None
+
+
+def _prompts(body: ChatRequest | CompletionRequest, tokenizer: Tokenizer) -> tuple[list[int], ...]:
+    if isinstance(body, ChatRequest):
+        return (tokenizer.encode_chat([message.plain() for message in body.messages]),)
+    ids = tuple(tokenizer.encode(given) if isinstance(given, str) else given for given in body.prompts())
+    entries = sum(map(len, ids)) * (body.n or 1) * (1 + (body.prompt_alternatives or 0))
+    if body.prompt_alternatives is not None and entries > MAX_SCORES:
+        raise BadRequest(f"echo would give {entries} log probabilities; a request may have {MAX_SCORES}")
+    return ids
+
+
+def echoed(request: Request, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """What is written before each answer; () where nothing is."""
+    body = request.body
+    if not isinstance(body, CompletionRequest) or not body.echo:
+        return ()
+    texts = [
+        given if isinstance(given, str) else tokenizer.decode(ids, False)
+        for given, ids in zip(body.prompts(), request.prompts, strict=True)
+    ]
+    return tuple(text for text in texts for _ in range(request.count))

@@ -1,0 +1,142 @@
+"""Looks at all requests of a batch before the model is loaded: how long they are, what they need, and in which order
+they are best answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from penstock.errors import BadRequest
+from penstock.runtime.host import Progress
+from penstock.serve.api.guard import error_body
+from penstock.serve.batch.journal import Journal
+from penstock.serve.batch.lines import Lines
+from penstock.serve.batch.requests import NoRequest, Request, read
+from penstock.serve.tokenizer import Tokenizer
+from penstock.spec.format import PAGE_TOKENS
+
+CONTEXT_CODE = "context_length_exceeded"
+
+
+class Todo(NamedTuple):
+    """A line that is to be answered. `answers`: to all of its prompts. `prompt_tokens`: of these prompts together.
+    `output_tokens`: that each answer may have. `beginning`: what the first page of KV of its first prompt holds, so
+    that lines with the same one can follow each other."""
+
+    number: int
+    answers: int
+    prompt_tokens: int
+    output_tokens: int
+    beginning: int
+
+
+@dataclass
+class Survey:
+    """`todo`: the lines that are to be answered, in the order in which they are. `longest`: tokens of the longest
+    prompt with its answer. `schemas`, `scores`: whether an answer follows a JSON schema, and whether the log
+    probabilities of a prompt are wanted."""
+
+    todo: list[Todo] = field(default_factory=list)
+    longest: int = 1
+    schemas: bool = False
+    scores: bool = False
+
+    @property
+    def answers(self) -> int:
+        return sum(each.answers for each in self.todo)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of a prompt, on average."""
+        return -(-sum(each.prompt_tokens for each in self.todo) // max(1, self.answers))
+
+    @property
+    def output_tokens(self) -> int:
+        """That an answer may have, on average."""
+        return -(-sum(each.output_tokens * each.answers for each in self.todo) // max(1, self.answers))
+
+
+def survey(
+    lines: Lines, journal: Journal, names: Sequence[str], tokenizer: Tokenizer, most_tokens: int, context: int,
+    on_progress: Progress | None = None,
+) -> Survey:  # fmt: skip
+    """Reads every line that has no answer yet. Lines that cannot be answered get their error at once.
+
+    `names`: by which lines may call the model. `most_tokens`: of an answer whose line names no length. `context`: the
+    most tokens of a prompt. Raises StorageFailed, and BadRequest where every line asks for another model."""
+    found = Survey()
+    others: dict[str, int] = {}
+    refused: list[tuple[int, NoRequest]] = []
+    for number in range(len(lines)):
+        if on_progress is not None:
+            on_progress("reading requests, lines", number, len(lines))
+        if number in journal.done:
+            continue
+        try:
+            request = read(lines.text(number), names, tokenizer)
+            found.todo.append(_todo(number, request, found, tokenizer.generation_config, most_tokens, context))
+        except NoRequest as error:
+            if error.code == "model_not_found":
+                others[error.message] = others.get(error.message, 0) + 1
+            refused.append((number, error))
+        except BadRequest as whole:  # of the line as a whole: it is too long
+            refused.append((number, NoRequest("invalid_line", whole.message)))
+    if refused and not found.todo and not journal.done and sum(others.values()) == len(lines):
+        raise BadRequest(f"every line asks for another model: {next(iter(others))} (--name NAME: what lines call it)")
+    for number, why in refused:
+        refuse(journal, number, why)
+    found.todo = ordered(found.todo)
+    return found
+
+
+def refuse(journal: Journal, number: int, error: NoRequest) -> None:
+    """Writes down why a line has no answer: as the server would have answered, or where it is no request at all as an
+    error alone. Raises StorageFailed."""
+    if error.code == "invalid_line":
+        journal.add(number, error.custom_id, None, {"code": error.code, "message": error.message})
+        return
+    status = 404 if error.code == "model_not_found" else 400
+    body = error_body(error.message, "invalid_request_error", error.code)
+    journal.add(number, error.custom_id, response(journal, number, status, body))
+
+
+def response(journal: Journal, number: int, status: int, body: Any) -> dict[str, Any]:
+    """What a server would have answered to a line."""
+    return {"status_code": status, "request_id": journal.id_of(number), "body": body}
+
+
+def ordered(todo: Sequence[Todo]) -> list[Todo]:
+    """Lines that begin alike follow each other, so that what they share is read once. The longest come first: at the
+    end, when places stay empty, short answers are left."""
+    longest: dict[int, int] = {}
+    for each in todo:
+        longest[each.beginning] = max(longest.get(each.beginning, 0), _length(each))
+    return sorted(todo, key=lambda each: (-longest[each.beginning], each.beginning, -_length(each), each.number))
+
+
+def _length(todo: Todo) -> int:
+    return todo.prompt_tokens + todo.answers * todo.output_tokens
+
+
+def _todo(
+    number: int, request: Request, found: Survey, generation_config: dict[str, Any], most_tokens: int, context: int
+) -> Todo:
+    """What is to be done for a line. Raises NoRequest."""
+    try:
+        params = request.body.params(generation_config, most_tokens)
+    except BadRequest as error:
+        raise NoRequest("invalid_request", error.message, request.custom_id) from None
+    longest = max(map(len, request.prompts))
+    if longest > context:
+        message = f"the prompt has {longest} tokens, and the context {context}"
+        raise NoRequest(CONTEXT_CODE, message, request.custom_id)
+    found.longest = max(found.longest, min(context, longest + params.max_tokens))
+    found.schemas |= params.json_schema is not None
+    found.scores |= params.prompt_logprobs is not None
+    first = request.prompts[0]
+    # A prompt that ends within its first page shares nothing.
+    beginning = hash(tuple(first[:PAGE_TOKENS])) if len(first) > PAGE_TOKENS else -1
+    answers = len(request.prompts) * request.count
+    prompt_tokens = request.count * sum(map(len, request.prompts))
+    return Todo(number, answers, prompt_tokens, params.max_tokens, beginning)

@@ -1,0 +1,32 @@
+"""Times the passes of a service that only decode."""
+
+from __future__ import annotations
+
+import time
+
+from penstock.serve.scheduler import Step
+from penstock.serve.session import Session
+
+
+class DecodeClock:
+    """What passes without rows of prompts took, and gave: `seconds`, `tokens`, `passes`, and `disk_bytes` that they
+    took from slower tiers. `start`: when the first pass begins. `hear`: of each pass, when it has ended."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._end_s = time.perf_counter()
+        self.seconds, self.tokens, self.passes, self.disk_bytes = 0.0, 0, 0, 0
+
+    def start(self) -> None:
+        self._end_s = time.perf_counter()
+
+    def hear(self, step: Step) -> None:
+        """Tokens beside rows of prompts are no decoding."""
+        start_s, self._end_s = self._end_s, time.perf_counter()
+        rows = [each for members in step.rows for each in members]
+        if any(each.reads for each in rows):
+            return
+        self.seconds += self._end_s - start_s
+        self.tokens += len(rows)
+        self.passes += 1
+        self.disk_bytes += self._session.consumed_bytes

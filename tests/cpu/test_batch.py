@@ -1,0 +1,310 @@
+"""`penstock batch`: every line is answered as it would be alone, once, whatever interrupts it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import BadRequest, StorageFailed
+from penstock.serve.batch.journal import Journal
+from penstock.serve.batch.lines import MOST_LINE_BYTES, Lines
+from penstock.serve.engine import Engine
+from penstock.serve.sampling import SamplingParams
+from penstock.store.pack import pack
+from tests.cpu.commands import ROOT, Call, Outcome, apart, here, machine_cache, refused, start
+from tests.cpu.engines import load
+
+TALE = ROOT / "penstock" / "assets" / "tale-llama"
+
+WORDS = "the a king queen river stone house little girl boy dog went walked saw said and then to in".split()
+KING = "Once upon a time there was a king who lived by the river and had a dog. " * 6
+
+
+def request(number: int, **body: Any) -> dict[str, Any]:
+    return {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def requests(count: int, seed: int = 1) -> list[dict[str, Any]]:
+    """Prompts of 5 to 80 words, of which a third begin alike."""
+    rng, found = random.Random(seed), []
+    for i in range(count):
+        text = " ".join(rng.choice(WORDS) for _ in range(rng.choice((5, 20, 80))))
+        prompt = KING + text if i % 3 == 0 else text
+        found.append(request(i, prompt=prompt, max_tokens=rng.choice((1, 4, 12)), temperature=0))
+    return found
+
+
+def write(file: Path, lines: list[Any]) -> Path:
+    file.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return file
+
+
+def answers(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def texts(file: Path) -> dict[str, list[str]]:
+    """custom_id → the texts of its choices. No id comes twice."""
+    found = {}
+    for answer in answers(file):
+        assert answer["custom_id"] not in found and answer["response"]["status_code"] == 200
+        found[answer["custom_id"]] = [choice["text"] for choice in answer["response"]["body"]["choices"]]
+    return found
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("batch") / "tale-llama"
+    pack(TALE, target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def single(packed: Path) -> Iterator[Engine]:
+    """The model by itself, one sequence at a time."""
+    with load(packed, prompt_tokens=200, context=512) as engine:
+        yield engine
+
+
+def alone(engine: Engine, line: dict[str, Any]) -> list[str]:
+    """What the model says to a line's prompt by itself."""
+    ids, n = engine.tokenizer.encode(line["body"]["prompt"]), line["body"].get("n", 1)
+    named = {key: value for key, value in line["body"].items() if key not in ("prompt", "n")}
+    return [engine.generate([ids], SamplingParams(**named).nth(i))[0].text for i in range(n)]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return machine_cache(tmp_path / "cache")
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], cache: Path, packed: Path) -> Call:
+    def batch(lines: Path, out: Path, *more: object) -> Outcome:
+        return here(capsys, "batch", lines, out, "--model", packed, "--cache", cache, "--json", *more)
+
+    return batch
+
+
+@pytest.mark.parametrize("limits", [(), ("--resident", "2MiB", "--batch", "5"), ("--kv-home", "disk", "--kv", "int8")])
+def test_every_line_has_the_answer_that_it_has_alone(
+    limits: tuple[str, ...], call: Call, single: Engine, tmp_path: Path
+) -> None:
+    lines = requests(40)
+    lines[5]["body"] |= {"n": 3, "temperature": 1.0, "seed": 7}
+    found = call(write(tmp_path / "in", lines), tmp_path / "out", *limits)
+    assert found.code == 0, found.err
+    report, said = found.report, texts(tmp_path / "out")
+    assert report["prompts"] == report["lines"] == len(said) == 40 and report["answers"] == 42 and not report["failed"]
+    if "int8" not in limits:
+        assert said == {line["custom_id"]: alone(single, line) for line in lines}
+    sums = [answer["response"]["body"]["usage"] for answer in answers(tmp_path / "out")]
+    assert sum(each["completion_tokens"] for each in sums) == report["output_tokens"]
+    # What a third of the prompts begin with was read once. Pages on a disk are nobody's but their sequence's.
+    assert (report["cached_tokens"] > 0) == ("disk" not in limits)
+    assert (report["bytes_moved"]["disk0"] > 0) == bool(limits) and report["predicted"]["seconds"] > 0
+
+
+def test_bad_lines_have_an_error_line_each(call: Call, tmp_path: Path) -> None:
+    good, chat = request(0, prompt="a king", max_tokens=3), {"messages": [{"role": "user", "content": "hi"}]}
+    asked: list[Any] = [
+        good,
+        "nonsense",
+        "",
+        "[1]",
+        "[" * 100_000,
+        json.dumps(good).replace("a king", "\\ud800"),
+        {"custom_id": "b", "body": {}},
+        {**good, "custom_id": "c", "url": "/v1/embeddings"},
+        {**good, "custom_id": "d", "method": "GET"},
+        request(5, prompt="a", max_tokens=-1),
+        request(6, prompt="a", stream=True),
+        request(7, prompt="a", model="gpt-4"),
+        request(8, prompt="a " * 3000, max_tokens=3),
+        request(9, prompt=[1, 2, 10**9], max_tokens=3),
+        request(10, prompt="a", nonsense=1),
+        request(11, prompt=[], max_tokens=3),
+        {**good, "custom_id": 12},
+        {"custom_id": "chat", "url": "/v1/chat/completions", "body": {**chat, "max_tokens": 3, "model": "tale-llama"}},
+        "x" * (MOST_LINE_BYTES + 10),
+        request(14, prompt="a queen", max_tokens=3, logprobs=2, echo=True),
+        request(15, prompt="a", response_format={"type": "json_schema", "json_schema": {"schema": {"type": 3}}}),
+    ]  # fmt: skip
+    found = call(write(tmp_path / "in", asked), tmp_path / "out")
+    assert found.code == 0, found.err
+    done = answers(tmp_path / "out")
+    fine = {answer["custom_id"]: answer for answer in done if answer["error"] is None}
+    fine = {name: each for name, each in fine.items() if each["response"]["status_code"] == 200}
+    assert set(fine) == {"r0", "chat", "r14"}
+    assert fine["chat"]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
+    choice = fine["r14"]["response"]["body"]["choices"][0]
+    assert choice["text"].startswith("a queen") and len(choice["logprobs"]["tokens"]) > 3
+    codes = {
+        answer["custom_id"]: (answer["error"] or answer["response"]["body"]["error"])["code"]
+        for answer in done
+        if answer["custom_id"] not in fine
+    }
+    assert codes == {
+        None: "invalid_line", "b": "invalid_line", "c": "invalid_url", "d": "invalid_url", "r5": "invalid_request",
+        "r6": "invalid_request", "r7": "model_not_found", "r8": "context_length_exceeded", "r9": "invalid_request",
+        "r10": "invalid_request", "r11": "invalid_request", "r15": "invalid_request",
+    }  # fmt: skip
+    assert len(done) == len(asked) - 1 == found.report["lines"] and found.report["failed"] == len(done) - 3
+    again = call(tmp_path / "in", tmp_path / "out")
+    assert again.report["resumed"] == len(done) and again.report["prompts"] == 0 and answers(tmp_path / "out") == done
+
+
+def test_a_run_that_is_killed_goes_on(cache: Path, packed: Path, single: Engine, tmp_path: Path) -> None:
+    """Killed at three moments, of which the file shows the progress. A line that was cut off is done again."""
+    lines, out = requests(120, seed=2), tmp_path / "out"
+    write(tmp_path / "in", lines)
+    args = ("batch", tmp_path / "in", out, "--model", packed, "--cache", cache, "--json", "--batch", "4")
+    rng, before = random.Random(3), 0
+    for _ in range(3):
+        process = start(*args)
+        wanted = before + rng.randint(1, 30)
+        until_s = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < until_s:
+            if out.exists() and out.read_bytes().count(b"\n") >= wanted:
+                break
+            time.sleep(0.002)
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        before = out.read_bytes().count(b"\n")
+        assert before >= wanted
+        with open(out, "ab") as stream:  # as if the last write had not come to its end
+            stream.write(b'{"id": "batch_req_000'[: rng.randint(1, 21)])
+    done = apart(*args)
+    assert done.code == 0 and done.report["resumed"] == before and done.report["prompts"] == 120 - before
+    assert texts(out) == {line["custom_id"]: alone(single, line) for line in lines}
+
+
+def test_ctrl_c_says_how_to_go_on(cache: Path, packed: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write(tmp_path / "in", [request(i, prompt="a king", max_tokens=200, ignore_eos=True) for i in range(300)])
+    process = start("batch", tmp_path / "in", out, "--model", packed, "--cache", cache, "--batch", "2")
+    until_s = time.monotonic() + 60
+    while time.monotonic() < until_s and not (out.exists() and out.stat().st_size):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "of 300 lines are left: the same command goes on with them" in err.decode()
+    assert len(texts(out)) < 300
+
+
+@contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    """No file may grow beyond: writing more fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on(call: Call, single: Engine, tmp_path: Path) -> None:
+    lines = requests(30)
+    write(tmp_path / "in", lines)
+    with largest_file(8_000):
+        found = call(tmp_path / "in", tmp_path / "out")
+    assert found.code == 2 and found.report["error"]["type"] == "StorageFailed"
+    assert found.err.endswith("of 30 lines are done, and the same command goes on from there\n")
+    whole = answers(tmp_path / "out")
+    assert 0 < len(whole) < 30
+    assert call(tmp_path / "in", tmp_path / "out").report["resumed"] == len(whole)
+    assert texts(tmp_path / "out") == {line["custom_id"]: alone(single, line) for line in lines}
+
+
+def test_a_write_that_fails_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(Lines(write(tmp_path / "in", requests(3)), "m")) as lines:
+        with closing(Journal(tmp_path / "out", lines)) as journal:
+            journal.add(1, "r1", {"status_code": 200})
+            real = os.write
+
+            def half(fd: int, content: bytes) -> int:
+                if content.startswith(b"{"):
+                    return real(fd, content[: len(content) // 2])
+                raise OSError(28, "No space left on device")
+
+            with monkeypatch.context() as patched, pytest.raises(StorageFailed, match="No space left"):
+                patched.setattr(os, "write", half)
+                journal.add(0, "r0", {"status_code": 200})
+            assert [each["custom_id"] for each in answers(tmp_path / "out")] == ["r1"]
+            journal.add(2, "r2", {"status_code": 200})
+        with closing(Journal(tmp_path / "out", lines)) as journal:
+            assert journal.done == {1, 2}
+
+
+FOREIGN = [
+    b"my notes\n",
+    b"my notes",
+    b"{",
+    b'{"id": "batch_req_"}\n',
+    b'{"id": "batch_req_00000000000000000000000"}\n',
+    b'{"id": 5}\n',
+    b"[]\n",
+    b"\n",
+    b"[" * 100_000 + b"\n",
+]
+
+
+@pytest.mark.parametrize("content", FOREIGN, ids=[str(content[:24]) for content in FOREIGN])
+def test_a_file_of_something_else_stays(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "out").write_bytes(content)
+    with closing(Lines(write(tmp_path / "in", requests(3)), "m")) as lines:
+        if content == b"{":  # so begins an answer that was cut off, too
+            with closing(Journal(tmp_path / "out", lines)) as journal:
+                assert not journal.done
+            return
+        with pytest.raises(BadRequest, match="stays: its line 1 is no answer"):
+            Journal(tmp_path / "out", lines)
+    assert (tmp_path / "out").read_bytes() == content
+
+
+def test_answers_of_other_requests_and_of_another_model_stay(call: Call, tmp_path: Path) -> None:
+    asked, out = write(tmp_path / "in", requests(3)), tmp_path / "out"
+    assert call(asked, out).code == 0
+    before = out.read_bytes()
+    refused(call(write(tmp_path / "other", requests(3, seed=5)), out), "by this model; name another file")
+    refused(call(asked, out, "--kv", "int8"), "by this model; name another file")
+    refused(call(asked, asked), "is the file of the requests")
+    refused(call(asked, tmp_path), "is not a file that can be written")
+    refused(call(tmp_path, out), "is a folder")
+    refused(call(tmp_path / "nothing", out), "cannot be read")
+    os.mkfifo(tmp_path / "pipe")
+    refused(call(tmp_path / "pipe", out), "is a pipe")
+    refused(call(write(tmp_path / "named", [request(1, prompt="a", model="gpt-4")]), tmp_path / "new"), "--name NAME")
+    assert call(tmp_path / "named", tmp_path / "new", "--name", "gpt-4").report["prompts"] == 1
+    with open(out, "ab") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        refused(call(asked, out), "another process is writing answers")
+    assert out.read_bytes() == before
+
+
+def test_requests_that_change_meanwhile(tmp_path: Path) -> None:
+    file = write(tmp_path / "in", requests(3))
+    with closing(Lines(file, "m")) as lines:
+        assert json.loads(lines.text(2))["custom_id"] == "r2"
+        content = file.read_bytes()
+        file.write_bytes(content.replace(b"r2", b"r3"))
+        with pytest.raises(BadRequest, match="was changed while it was being answered: line 3"):
+            lines.text(2)
+        assert lines.number_of(lines.id_of(1)) == 1
+        for other in (None, 5, "", "batch_req_", lines.id_of(1)[:-1], lines.id_of(1) + "0", lines.id_of(1).upper()):
+            assert lines.number_of(other) is None
