@@ -105,6 +105,8 @@ def opened(src: Path, weights: Format | None, profile: Profile | None = None) ->
         if weights is not None and weights != kept:
             require_own(weights)
             require_floats(checkpoint, spec, kept)
+        if profile is not None and checkpoint.pieces:
+            raise BadRequest(f"{src} is quantised: its neurons cannot lie in another order, go without --profile")
         weights = weights or kept
         if checkpoint.gguf is not None:
             extras = gguf_text_files(checkpoint.gguf) | {CONFIG: _as_json({**config, "torch_dtype": own})}

@@ -148,3 +148,112 @@ def test_experts_and_matrices_that_were_left(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     assert describe(folder / "config.json")[1] == model.weights
     same_answers(kept, tmp_path / "q-wide", variant)
+
+
+def changed(tensors: dict[str, torch.Tensor], last: str, to: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Changes, or removes, the first layer's tensor of `down` with this last name."""
+    name = f"model.layers.0.mlp.down_proj.{last}"
+    made = to(tensors[name])
+    if made is None:
+        del tensors[name]
+    else:
+        tensors[name] = made.contiguous()
+
+
+def with_nan(t: torch.Tensor) -> torch.Tensor:
+    t = t.clone()
+    t.reshape(-1)[1] = torch.nan
+    return t
+
+
+BROKEN: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor | None], str]] = {
+    "no-scales": ("gptq", "scales", lambda t: None, "lacks .*scales"),
+    "no-zeros": ("gptq", "qzeros", lambda t: None, "lacks .*qzeros"),
+    "awq-no-zeros": ("awq", "qzeros", lambda t: None, "lacks .*qzeros"),
+    "packed-no-zeros": ("packed-zeros", "weight_zero_point", lambda t: None, "lacks .*weight_zero_point"),
+    "fewer-rows": ("gptq", "qweight", lambda t: t[:-4], "where its matrix has|config.json leads to"),
+    "fewer-outputs": ("gptq", "qweight", lambda t: t[:, :-8], "where its matrix has"),
+    "fewer-groups": ("gptq", "scales", lambda t: t[:-1], "where its matrix has"),
+    "flat": ("gptq", "qweight", lambda t: t.reshape(-1), "is no matrix"),
+    "empty": ("gptq", "qweight", lambda t: t[:0], "is no matrix"),
+    "floats": ("gptq", "qweight", lambda t: t.float(), "is F32"),
+    "scales-int": ("gptq", "scales", lambda t: t.int(), "is I32"),
+    "nan": ("gptq", "scales", with_nan, "NaN or infinite"),
+    "infinite": ("packed", "weight_scale", lambda t: torch.full_like(t, torch.inf), "NaN or infinite"),
+    "wide-scales": ("awq", "scales", lambda t: t.float() * 1.0001, "more than 15 bits"),
+    "order-far": ("gptq", "g_idx", lambda t: t + 1, "names groups 1 to"),
+    "order-negative": ("gptq", "g_idx", lambda t: -t, "names groups -"),
+    "order-short": ("gptq", "g_idx", lambda t: t[1:], "where its matrix has"),
+    "both": ("packed", "weight_shape", lambda t: t, ""),
+    "float8-no-scale": ("float8-blocks", "weight_scale_inv", lambda t: None, "lacks .*weight_scale"),
+    "float8-few-blocks": ("float8-blocks", "weight_scale_inv", lambda t: t[:-1], "where its matrix has"),
+    "float8-nan-code": (
+        "float8-rows", "weight", lambda t: torch.full_like(t.float(), torch.nan).to(t.dtype), "NaN or infinite",
+    ),
+    "float8-nan-scale": ("float8-rows", "weight_scale", with_nan, "NaN or infinite"),
+    "e5m2": ("float8-rows", "weight", lambda t: t.float().to(torch.float8_e5m2), "F8_E5M2"),
+    "zero-point-far": ("packed-zeros-int8", "weight_zero_point", lambda t: t + 100, "no codes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_folders_are_refused(case: str, tmp_path: Path) -> None:
+    """In one line that names the tensor, and nothing is left behind."""
+    name, last, to, message = BROKEN[case]
+    variant, quantise, config, _ = CASES[name]
+    folder = folder_of(tmp_path, variant, quantise, config)
+    tensors = load_file(folder / "model.safetensors")
+    changed(tensors, last, to)
+    save_file(tensors, folder / "model.safetensors")
+    if not message:
+        pack(folder, tmp_path / "kept")
+        return
+    with pytest.raises((BrokenModel, UnsupportedModel), match=message) as error:
+        pack(folder, tmp_path / "kept")
+    assert "\n" not in error.value.message and "down_proj" in error.value.message
+    assert not (tmp_path / "kept").exists()
+
+
+def test_act_order_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, LLAMA, gptq(order="apart"), GPTQ | {"desc_act": True})
+    for use in (lambda: pack(folder, tmp_path / "kept"), lambda: own_format(folder), lambda: describe(folder)):
+        with pytest.raises(UnsupportedModel, match="act-order"):
+            use()
+    assert [path.name for path in tmp_path.iterdir() if "kept" in path.name] == []
+
+
+def test_biases_of_zeros_are_no_matter(tmp_path: Path) -> None:
+    """AutoGPTQ's first versions wrote them for every matrix; others would not be used."""
+    folder = folder_of(tmp_path, LLAMA, gptq(), GPTQ)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.bias"
+    save_file(tensors | {name: torch.zeros(128)}, folder / "model.safetensors")
+    pack(folder, tmp_path / "kept")
+    save_file(tensors | {name: torch.ones(128)}, folder / "model.safetensors")
+    with pytest.raises(BrokenModel, match="would not be used"):
+        pack(folder, tmp_path / "again")
+
+
+def test_numbers_are_kept(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, LLAMA, awq(), AWQ)
+    with pytest.raises(UnsupportedModel, match="keeps its numbers"):
+        pack(folder, tmp_path / "kept", parse_format("int4"))
+    odd = replace(LLAMA, keys=LLAMA.keys | {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 8})
+    folder = folder_of(tmp_path / "odd", odd, awq(), AWQ)
+    with pytest.raises(UnsupportedModel, match="16 columns in a granule"):
+        pack(folder, tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
+
+
+def test_a_quantised_router_is_refused(tmp_path: Path) -> None:
+    variant = next(v for v in VARIANTS if v.model_type == "mixtral")
+    save(variant, tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    router = next(name for name in tensors if name.endswith("gate.weight"))
+    made, _ = awq(16)(tensors.pop(router).float(), "")
+    stem = router.removesuffix(".weight")
+    save_file(tensors | {f"{stem}.{last}": t for last, t in made.items()}, tmp_path / "hf/model.safetensors")
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "hf/config.json").write_text(json.dumps({**config, "quantization_config": AWQ}))
+    with pytest.raises(PenstockError, match="gate"):
+        pack(tmp_path / "hf", tmp_path / "kept")
