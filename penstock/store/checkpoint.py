@@ -112,11 +112,11 @@ class Checkpoint:
         pieces = self.pieces[tensor.name].tensors if tensor.name in self.pieces else (tensor,)
         return {piece.file for piece in pieces}
 
-    def require_order(self) -> None:
+    def require_order(self, may_lack_it: bool = False) -> None:
         """Raises UnsupportedModel where the columns of a group of a quantised matrix lie apart (act-order), BrokenModel
-        where they are in no group."""
+        where they are in no group. `may_lack_it`: of some folders only headers are there, with zeros for all else."""
         for pieces in self.pieces.values():
-            require_order(pieces, self._plain)
+            require_order(pieces, self._plain, may_lack_it)
 
     def find(self, name: str) -> TensorInfo:
         """The tensor of this name, also where the file's name for it lacks or adds a leading "model.". Raises

@@ -23,6 +23,7 @@ def own_format(src: Path) -> Format:
     no weights. Raises as `pack`."""
     _, spec = read_config(src)
     with Checkpoint.open(src) as checkpoint:
+        checkpoint.require_order(may_lack_it=True)
         return own_weights(checkpoint, replace(spec, dtype=own_dtype(checkpoint, spec)))
 
 
@@ -39,7 +40,6 @@ def own_weights(checkpoint: Checkpoint, spec: ModelSpec) -> Format:
     have."""
     if checkpoint.gguf is None and not checkpoint.pieces:
         return Format(spec.dtype)
-    checkpoint.require_order()
     table: dict[str, Format] = {}
     for key, block, kind, tensor in _matrices(checkpoint, spec):
         fmt = format_of(tensor.dtype)

@@ -99,6 +99,7 @@ def opened(src: Path, weights: Format | None, profile: Profile | None = None) ->
     config, spec = read_config(src)
     folder = src if src.is_dir() or is_gguf(src) else src.parent
     with Checkpoint.open(folder) as checkpoint:
+        checkpoint.require_order()
         own = own_dtype(checkpoint, spec)
         spec = replace(spec, dtype=own)
         kept = own_weights(checkpoint, spec)

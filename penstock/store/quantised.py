@@ -175,14 +175,14 @@ def _require(tensor: TensorInfo, dtypes: tuple[str, ...], *shapes: tuple[int, ..
         )
 
 
-def require_order(pieces: Pieces, read: Read) -> None:
+def require_order(pieces: Pieces, read: Read, may_lack_it: bool = False) -> None:
     """Raises UnsupportedModel where the columns of a group lie apart (act-order), BrokenModel where they are in no
-    group."""
+    group. `may_lack_it`: zeros stand for what is not there."""
     if pieces.order is None:
         return
     order, (_, cols), group = read(pieces.order, 0, pieces.shape[1]).view(np.int32), pieces.shape, pieces.how.group
     own = np.arange(cols, dtype=np.int32) // (group or cols)
-    if (order == own).all() or (order == -1).all():
+    if (order == own).all() or (order == -1).all() or (may_lack_it and not order.any()):
         return
     where = f"{pieces.order.file}: tensor {quoted(pieces.order.name)}"
     if order.min() < 0 or order.max() > own[-1]:
