@@ -19,7 +19,7 @@ TYPED := penstock
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz fuzz-files bench-startup bench-checks bench-fit bench-quality bench-cpu bench-predict bench-choice bench-papers bench-pipo bench-policies bench-sparsity bench-experts bench-offload bench-serve gpu-wheels clean FORCE
+.PHONY: help demo test check fuzz fuzz-files bench-startup bench-checks bench-fit bench-quality bench-cpu bench-predict bench-choice bench-papers bench-pipo bench-policies bench-sparsity bench-experts bench-files bench-offload bench-serve gpu-wheels clean FORCE
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -84,6 +84,9 @@ bench-sparsity: .venv/test.stamp .venv/plot.stamp ## neurons that do not fire: w
 
 bench-experts: .venv/bench.stamp ## 30 billion weights in experts, in RAM and within 13.5, 9.2 and 4.9 GB, against llama.cpp
 	@$(BIN)/python -m bench.experts $(ARGS)
+
+bench-files: .venv/test.stamp .venv/bench.stamp ## GGUF files beside llama.cpp on the same file: 8B in RAM and within 2.86 GB, first words, perplexity
+	@$(BIN)/python -m bench.files $(ARGS)
 
 bench-offload: .venv/test.stamp .venv/bench.stamp ## beyond memory, in cgroups, against llama.cpp and accelerate
 	@$(BIN)/python -m bench.offload $(ARGS)

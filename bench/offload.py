@@ -48,7 +48,7 @@ class Setting:
 
     def __init__(self, engines: Engines, shape: str, gb: float, ceilings: Ceilings) -> None:
         self.engines, self.shape, self.gb, self.ceilings = engines, shape, gb, ceilings
-        self.limit, self.peer = whole_pages(round(gb * 1e9)), PEERS[shape]
+        self.limit, self.peer = whole_pages(round(gb * 1e9)), PEERS.get(shape, "llamacpp")
         self.facts: Figures = {}
         self.split: tuple[int, bool] = (0, False)
         self.tuned = 0.0  # tokens/s of accelerate with the memory's weights copied, the best of some tries

@@ -24,6 +24,8 @@ CONTEXT = 1024
 class Engines:
     """The models of `folder`, and how one engine after the other is started within a limit."""
 
+    config_file = DEFAULT_SHAPES["8b"]  # of what llama.cpp runs
+
     def __init__(self, folder: Path) -> None:
         self.folder, self.cache = folder, folder / "cache"
         self.threads = host.usable_cpus()
@@ -69,7 +71,7 @@ class Engines:
 
     @contextmanager
     def llamacpp(self, limit: int) -> Iterator[tuple[Worker, Cgroup | None]]:
-        arguments = ("--config", DEFAULT_SHAPES["8b"], "--threads", self.threads, "--context", CONTEXT, "--mmap")
+        arguments = ("--config", self.config_file, "--threads", self.threads, "--context", CONTEXT, "--mmap")
         with started(self.folder, "bench.peers.llamacpp", limit, self.gguf, *arguments) as peer:
             yield peer
 

@@ -29,7 +29,7 @@ from penstock.store.synth import ROUTED_OUT, RandomWeights
 _WEIGHT_STD = 0.02
 _POOL_BYTES = 9 << 20  # beyond a core's caches, around and around: drawing all of an 8B takes minutes
 _HALVES = {"Q4_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}  # where the float16 numbers of a block lie
-MIXES = ("q4_0", "q4_k_m")
+MIXES = ("q4_k_m", "q4_0")
 
 Array = NDArray[Any]
 
@@ -61,13 +61,14 @@ class Matrix(NamedTuple):
 def matrices(config: dict[str, Any], mix: str | None = None) -> Iterator[Matrix]:
     """All quantised matrices of a config.json. `mix`: one of MIXES; None is Q4_0 throughout."""
     for each in _shapes(config):
-        yield each if mix is None else each._replace(kind=kind_in(mix, each.name, config["num_hidden_layers"]))
+        yield each if mix is None else each._replace(kind=_kind_in(mix, each.name, config))
 
 
-def kind_in(mix: str, name: str, layers: int) -> str:
+def _kind_in(mix: str, name: str, config: dict[str, Any]) -> str:
     """The format of a matrix in a file of llama.cpp's quantiser (llama-quant.cpp: of Q4_K_M, v and down are Q6_K in the
-    first and the last eighth of the layers, and in each third one between)."""
-    if name == "output":
+    first and the last eighth of the layers, and in each third one between). What gives logits is Q6_K."""
+    layers = config["num_hidden_layers"]
+    if name == ("token_embd" if config["tie_word_embeddings"] else "output"):
         return "Q6_K"
     if mix == "q4_0":
         return "Q4_0"

@@ -12,6 +12,7 @@ from typer import Argument, Option
 
 from penstock.cli.loading import loaded, packed_model
 from penstock.cli.options import (
+    MODEL_HELP,
     CacheLimit,
     Json,
     Machine,
@@ -59,7 +60,7 @@ def batch(
     work: BatchWork,
     model: Annotated[
         str,
-        Option("--model", metavar="MODEL", help="A packed model, a model's folder, a GGUF file or a Hub id."),
+        Option("--model", metavar="MODEL", help=f"{MODEL_HELP}."),
     ],
     name: Annotated[
         str | None, Option("--name", metavar="NAME", help="What lines call the model; default as --model does.")

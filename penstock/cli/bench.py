@@ -8,7 +8,18 @@ from typer import Argument, Option
 
 from penstock.cli.bench_model import table
 from penstock.cli.loading import loaded, packed_model, tracing
-from penstock.cli.options import CacheLimit, Json, Machine, PlanFile, TraceName, Weights, Work, as_path, given_plan
+from penstock.cli.options import (
+    MODEL_HELP,
+    CacheLimit,
+    Json,
+    Machine,
+    PlanFile,
+    TraceName,
+    Weights,
+    Work,
+    as_path,
+    given_plan,
+)
 from penstock.cli.output import print_json, progress
 from penstock.errors import BadRequest
 
@@ -20,7 +31,7 @@ def bench(
     work: Work,
     target: Annotated[
         str | None,
-        Argument(metavar="MODEL", help="A packed model, a model's folder, a GGUF file or a Hub id; or the word ops."),
+        Argument(metavar="MODEL", help=f"{MODEL_HELP}; or the word ops."),
     ] = None,
     config: Annotated[
         str | None,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from penstock.cli.options import Machine, file_to_write
+from penstock.cli.options import Machine, file_to_write, where
 from penstock.cli.output import note, progress
 from penstock.spec.ask import Ask
 from penstock.units import parse_bytes
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def packed_model(
     model: str, weights: str | None, machine: Machine, cache_limit: str | None = None, chat: bool = False
 ) -> Source:
-    """The packed model of MODEL. A checkpoint is packed into the cache first; a device that is not here is refused
-    before that. `chat`: as for `resolve`. Raises BadRequest, and as `resolve`."""
+    """The packed model of MODEL. A model of the Hub is downloaded first, and a checkpoint is packed into the cache; a
+    device that is not here is refused before that. `chat`: as for `resolve`. Raises BadRequest, and as `resolve`."""
     from penstock.runtime.device.choose import require_present
     from penstock.serve.source import resolve
 
@@ -39,6 +39,7 @@ def packed_model(
             verify=not machine.no_verify,
             on_progress=tell,
             chat=chat,
+            where=where(),
         )
 
 

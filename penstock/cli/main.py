@@ -21,10 +21,12 @@ from penstock.cli import (
     cache,
     demo,
     eval,
+    import_,
     pack,
     plan,
     probe,
     profile,
+    pull,
     run,
     serve,
     synth,
@@ -42,8 +44,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _MODELS = (
-    *(demo.demo, run.run, serve.serve, batch.batch, plan.plan, pack.pack, synth.synth, eval.eval_, profile.profile),
-    *(train_predictors.train_predictors, bench.bench, probe.probe),
+    *(demo.demo, run.run, serve.serve, batch.batch, plan.plan, pull.pull, import_.import_, pack.pack, synth.synth),
+    *(eval.eval_, profile.profile, train_predictors.train_predictors, bench.bench, probe.probe),
 )
 for command in (*_MODELS, cache.list_, cache.rm, cache.prune):
     app.command(command.__name__.rstrip("_").replace("_", "-"))(grouped(command))

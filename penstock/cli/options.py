@@ -26,18 +26,23 @@ from penstock.spec.ask import Ask, check_device
 from penstock.units import parse_bytes
 
 if TYPE_CHECKING:
+    from penstock.library.where import Where
     from penstock.serve.sampling import SamplingParams
     from penstock.spec.plan import Plan
 
 DEFAULT_MAX_TOKENS = 128
 
-Model = Annotated[str, Argument(metavar="MODEL", help="A packed model, a model's folder, a GGUF file or a Hub id.")]
+MODEL_HELP = (
+    "A packed model, a model's folder, a GGUF file, org/name[:revision][/file.gguf] or org/name:Q4_K_M on the Hub,"
+    " ollama:NAME or lmstudio:NAME (`penstock import` lists these)"
+)
+Model = Annotated[str, Argument(metavar="MODEL", help=f"{MODEL_HELP}.")]
 # For commands that read no weights.
 Shape = Annotated[
     str,
     Argument(
         metavar="MODEL",
-        help="A packed model, a model's folder, a GGUF file, a config.json or a bundled shape's name.",
+        help=f"{MODEL_HELP}; a config.json or a bundled shape's name.",
     ),
 ]
 Json = Annotated[bool, Option("--json", help="Print one JSON object as the last line of stdout.")]
@@ -239,6 +244,15 @@ def as_path(text: str) -> Path:
     """A path as the user typed it, with ~ expanded. ~NAME stays as it is where there is no such user, and so is not
     found."""
     return Path(os.path.expanduser(text))
+
+
+def where() -> Where:
+    """The places of models that are no paths, as the environment names them. huggingface_hub reads its own variables
+    itself (HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN)."""
+    from penstock.library.where import Where, ollama_folders
+
+    named = os.environ.get("OLLAMA_MODELS", "")
+    return Where(ollama=(Path(named), *ollama_folders(Where()))) if os.path.isabs(named) else Where()
 
 
 def cache_folder(name: str | None) -> Path:

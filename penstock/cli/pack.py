@@ -7,7 +7,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from penstock.cli.options import Json, Weights, as_path, quiet_blas
+from penstock.cli.options import Json, Weights, as_path, quiet_blas, where
 from penstock.cli.output import note, print_json, progress
 from penstock.errors import BadRequest
 from penstock.units import format_bytes
@@ -15,7 +15,7 @@ from penstock.units import format_bytes
 
 def pack(
     src: Annotated[
-        str, Argument(metavar="SRC", help="A checkpoint's folder or a GGUF file; with --verify alone, a packed model.")
+        str, Argument(metavar="SRC", help="A MODEL that is not packed, as of `run`; with --verify alone, a packed one.")
     ],
     dst: Annotated[str | None, Argument(metavar="DST", help="The new folder of the packed model.")] = None,
     weights: Weights = None,
@@ -48,6 +48,7 @@ def pack(
         raise BadRequest(f"--{'spread' if spread else 'profile'} is for packing: name DST too")
     quiet_blas()
     from penstock.serve.before_packing import check_text_files
+    from penstock.serve.named import locate
     from penstock.spec.format import parse_format
     from penstock.store.pack import pack as pack_checkpoint
     from penstock.store.packed import is_packed, open_packed, read_config
@@ -56,6 +57,9 @@ def pack(
     from penstock.store.verify import verify
 
     fmt, source = parse_format(weights) if weights else None, as_path(src)
+    if dst is not None:
+        with progress() as tell:
+            source = locate(src, where(), tell).path
     folder, beside = as_path(dst or src), as_path(spread) if spread else None
     by = read_profile(as_path(profile), read_config(source)[1]) if profile else None
     with progress() as tell:

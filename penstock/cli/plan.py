@@ -11,7 +11,18 @@ from typer import Option
 
 import penstock
 from penstock.cli.loading import tracing
-from penstock.cli.options import Json, Machine, Shape, SharedWork, TraceName, Weights, as_path, file_to_write, read_text
+from penstock.cli.options import (
+    Json,
+    Machine,
+    Shape,
+    SharedWork,
+    TraceName,
+    Weights,
+    as_path,
+    file_to_write,
+    read_text,
+    where,
+)
 from penstock.cli.output import note, print_json, progress
 from penstock.cli.writing import writing
 from penstock.errors import BadRequest
@@ -56,8 +67,8 @@ def plan(
 ) -> None:
     """Where everything would go, how fast it would be, and what would make it faster.
 
-    Reads the model's config.json and no weights. --trace writes the predicted timeline: the prompt and the first
-    tokens.
+    Reads the model's config.json, or a GGUF file's header, and no weights. Of a model of the Hub that is not here no
+    more is downloaded. --trace writes the predicted timeline: the prompt and the first tokens.
     """
     machine.prepare()
     if trace is not None and svg is not None and file_to_write(trace, "--trace") == file_to_write(svg, "--svg"):
@@ -65,18 +76,24 @@ def plan(
     from penstock.planner import explain
     from penstock.planner.solve import settle_context, solve
     from penstock.planner.what_if import what_if
+    from penstock.serve.named import to_plan
     from penstock.serve.planning import describe, firing_of, routers_of
     from penstock.spec.format import parse_format
     from penstock.store.packed import part_disks
 
-    with tracing(trace, f"penstock plan {model}, predicted") as record, _drawing(svg) as draw:
+    with (
+        tracing(trace, f"penstock plan {model}, predicted") as record,
+        _drawing(svg) as draw,
+        progress() as tell,
+        to_plan(model, where(), tell) as path,
+    ):
         own = parse_format(weights) if weights else None
-        spec, fmt = describe(as_path(model), own, not machine.no_verify, to_plan=True)
+        spec, fmt = describe(path, own, not machine.no_verify, to_plan=True)
         ask = work.ask(machine)
         figures = _figures(machine_file, machine, ask)
-        disks = part_disks(as_path(model))
-        routers = routers_of(as_path(model), spec) if answers is None else _replayed(answers, spec)
-        firing = firing_of(as_path(model), spec, ask.sparsity)
+        disks = part_disks(path)
+        routers = routers_of(path, spec, ask.sparsity) if answers is None else _replayed(answers, spec)
+        firing = firing_of(path, spec, ask.sparsity)
         how = {"every": compare, "may_plan": machine_file is not None}
         solved = solve(ask, spec, fmt, figures, disks, **how, trace=routers, firing=firing)
         others = what_if(solved, ask, figures, routers, firing)

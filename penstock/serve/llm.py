@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.library.where import Where
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.serve.planning import default_cache
@@ -43,13 +44,15 @@ class Score:
 class LLM:
     """`LLM(model, host_memory="12GiB", weights="int4").generate(prompts, SamplingParams(max_tokens=64))`.
 
-    `model`: a packed model, a Hugging Face folder or a GGUF file (packed into the cache on first use), or a Hub id.
+    `model`: a packed model, a Hugging Face folder or a GGUF file (packed into the cache on first use), a name on the
+    Hub (`org/name[:revision][/file.gguf]`, `org/name:Q4_K_M`), or of what Ollama or LM Studio keeps here
+    (`ollama:llama3.2:1b`, `lmstudio:publisher/model`). `where`: other places to look for these.
     Sizes are numbers of bytes or strings such as "6GiB". `verify`: every byte of the packed model is compared with its
     checksum when it is read first; DamagedModel names file, part and granule. `cache`: the folder of the cache, default
     ~/.cache/penstock. The library reads no environment. To share copies with the command line where XDG_CACHE_HOME is
     set, name its subfolder `penstock` here. `score_rows`: tokens that `score` takes a pass; each takes memory
     for one float32 an entry of the vocabulary. `sparsity`: one of `spec.ask.SPARSITIES`.
-    `on_progress(text, done, total)`: is called while packing and loading.
+    `on_progress(text, done, total)`: is called while downloading, packing and loading.
 
     Raises BadRequest, BrokenModel, UnsupportedModel, DamagedModel, DoesNotFit, StorageFailed and DeviceFailed, all of
     them PenstockErrors.
@@ -73,6 +76,7 @@ class LLM:
         cache: str | Path | None = None,
         verify: bool = True,
         on_progress: Callable[[str, int, int], None] | None = None,
+        where: Where | None = None,
     ) -> None:
         from penstock.serve.source import resolve
 
@@ -85,6 +89,7 @@ class LLM:
             host_memory_bytes=within_bytes,
             verify=verify,
             on_progress=on_progress,
+            where=where,
         )
         ask = Ask(
             batch=batch,

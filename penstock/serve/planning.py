@@ -9,10 +9,12 @@ from typing import Any
 from penstock.errors import BadRequest, UnsupportedModel
 from penstock.models import sources
 from penstock.models.hf.quantization import Quantization, quantization_of
+from penstock.library.where import Where
 from penstock.planner.firing import Firing, expected, foretold, leveled, measured
-from penstock.planner.routing import RouterTrace, firing, recorded
+from penstock.planner.routing import RouterTrace, called, firing, recorded
 from penstock.planner.solve import Solved, solve
 from penstock.serve import shapes
+from penstock.serve.named import to_plan
 from penstock.spec.ask import Ask
 from penstock.spec.format import FLOAT32, Format, mixture, parse_format
 from penstock.spec.machine import MachineSpec
@@ -83,22 +85,25 @@ def plan(
     machine: MachineSpec | None = None,
     weights: str | None = None,
     cache: str | Path | None = None,
+    where: Where | None = None,
     **ask: Any,
 ) -> Solved:
     """Where everything of a model would go and how fast it would be, before a byte is loaded.
 
-    `model`: a folder, a config.json or the name of a bundled shape. `machine`: None for this one, which is probed once.
-    `cache`: the folder that keeps its figures. `ask`: the fields of `spec.ask.Ask`, sizes in bytes. Raises DoesNotFit,
-    BadRequest, UnsupportedModel or BrokenModel.
+    `model`: as `LLM`'s, a config.json, or the name of a bundled shape; of a model of the Hub that is not here only
+    headers are read. `machine`: None for this one, which is probed once.
+    `cache`: the folder that keeps its figures. `where`: places to look for models besides paths. `ask`: the fields of
+    `spec.ask.Ask`, sizes in bytes. Raises DoesNotFit, BadRequest, UnsupportedModel or BrokenModel.
     """
-    spec, fmt = describe(Path(model), parse_format(weights) if weights else None, to_plan=True)
     if machine is None:
         from penstock.runtime.probe import load_or_probe
 
         machine = load_or_probe(Path(cache) if cache is not None else default_cache())
     asked = Ask(**ask)
-    routers, firing = routers_of(Path(model), spec), firing_of(Path(model), spec, asked.sparsity)
-    return solve(asked, spec, fmt, machine, part_disks(Path(model)), trace=routers, firing=firing)
+    with to_plan(str(model), where or Where()) as path:
+        spec, fmt = describe(path, parse_format(weights) if weights else None, to_plan=True)
+        routers, firing = routers_of(path, spec, asked.sparsity), firing_of(path, spec, asked.sparsity)
+        return solve(asked, spec, fmt, machine, part_disks(path), trace=routers, firing=firing)
 
 
 def firing_of(model: Path, spec: ModelSpec, sparsity: str) -> Firing | None:
@@ -116,12 +121,15 @@ def firing_of(model: Path, spec: ModelSpec, sparsity: str) -> Firing | None:
     return replace(firing or expected(spec), foretold=foretold(found, spec))
 
 
-def routers_of(model: Path, spec: ModelSpec) -> RouterTrace | None:
-    """What the routers of a packed model said to the text of its profile, or how often its neurons fired; None where it
-    has no profile. Raises BadRequest and BrokenModel for a profile that is damaged, or of another model."""
-    profile = kept(model, spec) if (spec.is_routed or spec.fires) and is_packed(model) else None
-    if profile is None:
+def routers_of(model: Path, spec: ModelSpec, sparsity: str) -> RouterTrace | None:
+    """What the routers of a packed model said to the text of its profile, or how often its neurons fired, or with
+    `sparsity` predict are called active; None where neither a profile nor predictors say it. Raises BadRequest and
+    BrokenModel for a profile that is damaged, or of another model."""
+    if not ((spec.is_routed or spec.fires) and is_packed(model)):
         return None
-    if spec.fires:
-        return firing(profile, orders_of(model, read_manifest(model), spec))
-    return recorded(profile, spec)
+    profile = kept(model, spec)
+    if not spec.fires:
+        return None if profile is None else recorded(profile, spec)
+    known = None if profile is None else firing(profile, orders_of(model, read_manifest(model), spec))
+    found = kept_predictors(model, spec) if sparsity == "predict" else None
+    return known if found is None else called(spec, found, known)

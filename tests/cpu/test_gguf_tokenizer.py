@@ -138,9 +138,8 @@ def metadata_of(trained: Tokenizer, pre: str, file: Path) -> dict[str, Value]:
     return read_gguf_header(file).metadata
 
 
-@pytest.mark.parametrize("pre", AS_TRAINED)
-def test_tokenizers_trained_here(tmp_path: Path, pre: str) -> None:
-    """Ten thousand lines: the ids of a tokenizer with this kind's own cut, and those through a GGUF file."""
+@cache
+def trained_here(pre: str) -> Tokenizer:
     cuts, whole_words = AS_TRAINED[pre]
     trained = Tokenizer(models.BPE(ignore_merges=whole_words))
     trained.pre_tokenizer = pre_tokenizers.Sequence(cuts)
@@ -148,6 +147,13 @@ def test_tokenizers_trained_here(tmp_path: Path, pre: str) -> None:
     trainer = trainers.BpeTrainer(vocab_size=3000, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"])
     trained.train_from_iterator([*lines()[::7], *ODD * 3], trainer)
     trained.add_tokens(["<|user|>", "   "])
+    return trained
+
+
+@pytest.mark.parametrize("pre", AS_TRAINED)
+def test_tokenizers_trained_here(tmp_path: Path, pre: str) -> None:
+    """Ten thousand lines: the ids of a tokenizer with this kind's own cut, and those through a GGUF file."""
+    trained = trained_here(pre)
     again = core(metadata_of(trained, pre, tmp_path / "a.gguf"))
     texts = [line[:160] for line in lines()]
     expected = ids(trained, texts)
@@ -232,15 +238,30 @@ def test_merges_by_score_of_texts_that_repeat(pieces: list[tuple[str, int]]) -> 
     assert ids(tokenizer, [text]) == [by_scores(text, vocab)]
 
 
-def test_llama_cpp_itself(tmp_path: Path) -> None:
-    """Ids of the same file by llama.cpp, for every vocabulary and every kind of cut that it and this project know."""
+def by_llama_cpp(file: Path, texts: Sequence[str]) -> list[list[int]]:
+    """Ids by llama.cpp. Special tokens in a text are tokens, as in `tokenizers`."""
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python (extra bench) is not installed")
-    for file in sorted(SEEN.glob("*.gguf")):
-        theirs = llama_cpp.Llama(str(file), vocab_only=True, verbose=False)
-        ours = core(read_gguf_header(file).metadata)
-        for text in lines():
-            expected = theirs.tokenize(text.encode(), add_bos=False, special=False)
-            assert ids(ours, [text]) == [expected], (file.name, text)
+    theirs = llama_cpp.Llama(str(file), vocab_only=True, verbose=False)
+    return [theirs.tokenize(text.encode(), add_bos=False, special=True) for text in texts]
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in SEEN.glob("*.gguf")))
+def test_llama_cpp_itself(name: str) -> None:
+    """Ten thousand lines of each real vocabulary: the ids of the same file by llama.cpp."""
+    expected = by_llama_cpp(SEEN / name, lines())
+    found = ids(core(read_gguf_header(SEEN / name).metadata), lines())
+    wrong = [each for each in zip(lines(), expected, found, strict=True) if each[1] != each[2]]
+    assert not wrong, wrong[:3]
+
+
+@pytest.mark.parametrize("pre", AS_TRAINED)
+def test_llama_cpp_of_tokenizers_trained_here(tmp_path: Path, pre: str) -> None:
+    """Of every kind of cut that was trained here."""
+    metadata = metadata_of(trained_here(pre), pre, tmp_path / "a.gguf")
+    texts = [line[:160] for line in lines()[::4]]
+    expected, found = by_llama_cpp(tmp_path / "a.gguf", texts), ids(core(metadata), texts)
+    wrong = [each for each in zip(texts, expected, found, strict=True) if each[1] != each[2]]
+    assert not wrong, wrong[:3]
 
 
 def small(**changes: Any) -> dict[str, Value]:

@@ -13,6 +13,7 @@ import pytest
 import penstock
 from penstock.cli.main import app
 from penstock.runtime import child
+from tests.cpu import hub_server
 from tests.cpu.checkpoints import MOE, save_checkpoint, save_tokenizer
 from tests.cpu.configs import TINY_CONFIGS
 from tests.cpu.test_serve import serving
@@ -48,6 +49,7 @@ COMMANDS = [
     "batch requests.jsonl {out}/answers.jsonl --model . --cache {cache}",
     "list --cache {cache}",
     "prune --cache {cache}",
+    "import",
     "bench . --repeats 1 --seconds 0.1 --prompt-tokens 4 --output-tokens 2 --cache {cache}",  # starts `ceilings`
     "bench ops . --rows 1 --context 16",
     "bench --calibrate --cache {cache}",
@@ -55,7 +57,7 @@ COMMANDS = [
     "demo --max-tokens 2 --cache {cache}",
     "--help",
 ]
-APART = {"serve", "rm", "train-predictors"}  # have a test each
+APART = {"serve", "rm", "pull", "train-predictors"}  # have a test each
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -67,6 +69,15 @@ def test_a_command(command: str, trap: Trap, cache: Path, tmp_path: Path) -> Non
 def test_no_command_is_left_out() -> None:
     names = {command.name for command in app.registered_commands}
     assert names == {command.split()[0] for command in COMMANDS if command != "--help"} | APART
+
+
+def test_pulling(trap: Trap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"config.json": json.dumps(CONFIG).encode(), "model.safetensors": b"", "tokenizer.json": b"{}"}
+    with hub_server.serving({"org/name": files}) as hub:
+        for name, value in {"HF_ENDPOINT": hub.endpoint, "HF_HOME": tmp_path / "hf", "HF_HUB_OFFLINE": 0}.items():
+            monkeypatch.setenv(name, str(value))
+        done = trap.run("pull", "org/name")
+    assert done.returncode == 0, done.stderr
 
 
 def test_removal_from_the_cache(trap: Trap, tmp_path: Path) -> None:

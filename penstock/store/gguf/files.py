@@ -6,13 +6,18 @@ own tensors, and says in `split.no` which it is (from 0) and in `split.count` ho
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import TypeVar
 
 from penstock.errors import BadRequest, BrokenModel
 from penstock.store.gguf.header import GgufHeader, Value, read_gguf_header
 from penstock.store.header import TensorInfo, quoted
+
+P = TypeVar("P", bound=PurePath)
 
 MAX_FILES = 999
 _SPLIT = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
@@ -32,9 +37,10 @@ class Gguf:
         return self.files[0]
 
 
-def files_of(path: Path) -> tuple[Path, ...]:
+def files_of(path: P, exists: Callable[[P], bool] = os.path.exists) -> tuple[P, ...]:
     """The files of the model that the file `path` belongs to, in their order: one, or all that it was split into. Goes
-    by the name. Raises BadRequest where a file is not there."""
+    by the name. `exists`: tells whether there is such a file; by default on the disk. Raises BadRequest where one is
+    not there."""
     match = _SPLIT.fullmatch(path.name)
     if match is None:
         return (path,)
@@ -42,14 +48,14 @@ def files_of(path: Path) -> tuple[Path, ...]:
     if not 1 <= int(match[2]) <= count <= MAX_FILES:
         raise BadRequest(f"{path}: its name says file {int(match[2])} of {count}; at most {MAX_FILES} make sense")
     files = tuple(path.with_name(f"{name}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1))
-    missing = [file.name for file in files if not file.exists()]
+    missing = [file.name for file in files if not exists(file)]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise BadRequest(f"{path} is one of {count} files of a model, and {missing[0]}{more} is missing beside it")
     return files
 
 
-def name_of(path: Path) -> str:
+def name_of(path: PurePath) -> str:
     """The model's name: that of its file, without the ending."""
     match = _SPLIT.fullmatch(path.name)
     return match[1] if match else path.name.removesuffix(".gguf")

@@ -25,7 +25,7 @@ import os
 import struct
 from array import array
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from penstock.errors import BrokenModel, UnsupportedModel
 from penstock.store.files import open_regular, reading
@@ -50,6 +50,13 @@ _NUMBERS: dict[int, str] = {  # by type: a struct's code, which the module array
 
 # A number, a string, `Strings`, an array of numbers (flags as 0 and 1), or for nested arrays a list of these.
 Value = Any
+
+
+class Readable(Protocol):
+    """What a header is read from."""
+
+    def read(self, count: int, /) -> bytes:
+        """The next bytes: at most `count`, and none at the end."""
 
 
 class Strings:
@@ -99,13 +106,19 @@ def read_gguf_header(file: Path) -> GgufHeader:
     that is not known; StorageFailed where the file cannot be read.
     """
     with reading(file), os.fdopen(open_regular(file), "rb", buffering=0) as stream:
-        return _Walk(file, stream, os.fstat(stream.fileno()).st_size).header()
+        return walk_gguf_header(file, stream, os.fstat(stream.fileno()).st_size)
+
+
+def walk_gguf_header(file: Path, stream: Readable, file_bytes: int) -> GgufHeader:
+    """As `read_gguf_header`, of a file of `file_bytes` bytes that `stream` gives from its beginning. `file`: what
+    errors call it. No more is read than the header takes, rounded up."""
+    return _Walk(file, stream, file_bytes).header()
 
 
 class _Walk:
     """Walks through a header from its first byte to its last, which it reads in growing pieces."""
 
-    def __init__(self, file: Path, stream: BinaryIO, file_bytes: int) -> None:
+    def __init__(self, file: Path, stream: Readable, file_bytes: int) -> None:
         self._file, self._stream, self._file_bytes = file, stream, file_bytes
         self._data, self._at, self._nested = b"", 0, 0
 

@@ -1,0 +1,211 @@
+"""`python -m bench.files`: GGUF files as people have them, beside llama.cpp on the very same file.
+
+Of an 8B shape with random blocks, in the mixtures Q4_K_M and Q4_0 of llama.cpp's quantiser: packing beside the disk's
+rate, from the command to the first word, decode and prefill in RAM, decode within a memory cgroup. Of the bundled
+model, quantised by llama.cpp itself: perplexity, greedy agreement and KL divergence. Engines take turns, ceilings are
+measured between the turns, and quotients are medians of what each round gives. A figure that could not be measured is
+null, with a reason. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.ceilings import Ceilings
+from bench.cpu import Ceilings as RamCeilings
+from bench.cpu import spread
+from bench.files_quality import TEXT, compare
+from bench.files_start import Start
+from bench.offload import Setting
+from bench.offload_engines import Engines, tell
+from bench.peers import Worker
+from bench.peers.random_gguf import MIXES, bytes_per_token, load_config, write
+from penstock.models import model_types
+from penstock.runtime import host
+from penstock.runtime.probe import cpu_name
+from penstock.units import GIB, format_bytes
+
+CONFIG = Path(__file__).parent / "shapes" / "llama-3.1-8b.json"
+SECTIONS = ("start", "ram", "offload", "quality")
+LIMIT_GB, CONTEXT, PREFILL_TOKENS = 2.86, 1024, 512
+DECODE_BYTES, MOST_DECODE_TOKENS = 54e9, 32  # of weights, about a second's worth
+SPARE_BYTES = 4 * GIB  # beside two models in RAM: ceilings, KV, both processes
+BARS = {
+    "decode_vs_llamacpp": 1.0, "prefill_vs_llamacpp": 1.5, "offload_vs_llamacpp": 3.0, "offload_share_of_bound": 0.88,
+    "second_run_vs_allowed": 1.0, "agreement": 0.98, "kl": 0.002,
+}  # fmt: skip
+
+Figures = dict[str, Any]
+
+
+class FileEngines(Engines):
+    """A GGUF file, the model packed of it, and how each engine is started with one of them."""
+
+    def __init__(self, folder: Path, config_file: Path, mix: str) -> None:
+        super().__init__(folder)
+        self.config_file, self.mix = config_file, mix
+
+    def packed(self, shape: str) -> Path:
+        return self.folder / f"{self.config_file.stem}-{shape}"
+
+    @property
+    def gguf(self) -> Path:
+        return self.folder / f"{self.config_file.stem}-{self.mix}.gguf"
+
+    def write_file(self) -> None:
+        if not self.gguf.exists():
+            tell(f"writing {self.gguf.name}")
+            write(self.config_file, self.gguf, mix=self.mix)
+
+
+def in_ram(engines: FileEngines, rounds: int) -> Figures:
+    """Both engines loaded at once, each in a process of its own."""
+    config, model = load_config(engines.config_file), engines.packed(engines.mix)
+    need = 2 * engines.gguf.stat().st_size + SPARE_BYTES
+    if need > host.available_bytes():
+        why = f"two models of {engines.gguf.name} need {format_bytes(need)} of free memory"
+        return {"decode_vs_llamacpp": None, "prefill_vs_llamacpp": None, "ram_reason": why}
+    ceilings = RamCeilings(engines.threads)
+    context = min(CONTEXT, config["max_position_embeddings"])
+    same = ("--threads", engines.threads, "--context", context)
+    ours = Worker("bench.peers.ours", model, *same)
+    peer = Worker("bench.peers.llamacpp", engines.gguf, "--config", engines.config_file, *same)
+    tokens = int(max(4, min(MOST_DECODE_TOKENS, DECODE_BYTES // bytes_per_token(config))))
+    prompt = min(PREFILL_TOKENS, context)
+    found: list[Figures] = []
+    for worker in (ours, peer):
+        worker.ask("prefill", min(64, prompt))  # not counted
+        worker.ask("decode", 2)
+    for i in range(rounds):
+        figures: Figures = {}
+
+        def decode(figures: Figures = figures) -> None:
+            before = ceilings.ram()
+            answer = ours.ask("decode", tokens)
+            ram = (before + ceilings.ram()) / 2
+            figures["decode_tokens_per_s"] = tokens / answer["seconds"]
+            figures["decode_share_of_ram"] = answer["bytes"] / answer["seconds"] / ram
+            figures["ram_read_bytes_per_s"] = ram
+
+        def peer_decode(figures: Figures = figures) -> None:
+            figures["llamacpp_decode_tokens_per_s"] = tokens / peer.ask("decode", tokens)["seconds"]
+
+        def prefill(figures: Figures = figures) -> None:
+            figures["prefill_tokens_per_s"] = prompt / ours.ask("prefill", prompt)["seconds"]
+
+        def peer_prefill(figures: Figures = figures) -> None:
+            figures["llamacpp_prefill_tokens_per_s"] = prompt / peer.ask("prefill", prompt)["seconds"]
+
+        turns: list[Callable[[], None]] = [decode, peer_decode, prefill, peer_prefill]
+        for turn in turns if i % 2 == 0 else reversed(turns):
+            turn()
+        for name in ("decode", "prefill"):
+            beside = figures[f"llamacpp_{name}_tokens_per_s"]
+            figures[f"{name}_vs_llamacpp"] = figures[f"{name}_tokens_per_s"] / beside
+        found.append(figures)
+        tell(f"{engines.mix} in RAM, round {i + 1} of {rounds}: {_told(figures)}")
+    facts = {"penstock": ours.facts, "llamacpp": peer.facts}
+    ours.close()
+    peer.close()
+    spreads = {name: spread([figures[name] for figures in found]) for name in found[0]}
+    return {**{name: s["median"] for name, s in spreads.items()}, "ram_ranges": spreads, "ram_facts": facts}
+
+
+def within(engines: FileEngines, gb: float, rounds: int) -> Figures:
+    """Decode within a cgroup of the limit, llama.cpp with mmap."""
+    ceilings = Ceilings(sorted(engines.packed(engines.mix).glob("*.safetensors")))
+    found = Setting(engines, engines.mix, gb, ceilings).measure(rounds)
+    ceilings.close()
+    return {
+        "offload_vs_llamacpp": found["vs_llamacpp"],
+        "offload_share_of_bound": found["share_of_bound"],
+        "offload_tokens_per_s": found["tokens_per_s"],
+        "offload_llamacpp_tokens_per_s": found["llamacpp_tokens_per_s"],
+        "offload_limit_bytes": found["limit_bytes"],
+        "offload": found,
+    }
+
+
+def measure(engines: FileEngines, wanted: argparse.Namespace) -> Figures:
+    """What is asked for of one mixture."""
+    engines.write_file()
+    engines.probe()
+    start = Start(engines.gguf, engines.cache)
+    found: Figures = {"file_bytes": engines.gguf.stat().st_size}
+    if "start" in wanted.only:
+        found |= start.measure(wanted.rounds)
+    if {"ram", "offload"} & set(wanted.only):
+        if not engines.packed(engines.mix).exists():
+            start.pack_into(engines.packed(engines.mix))
+    if "ram" in wanted.only:
+        found |= in_ram(engines, wanted.rounds)
+    if "offload" in wanted.only:
+        found |= within(engines, wanted.limit_gb, wanted.rounds)
+    if not wanted.keep:
+        shutil.rmtree(engines.packed(engines.mix), ignore_errors=True)
+        engines.gguf.unlink()
+    start.clear()
+    return found
+
+
+def of_mxfp4() -> Figures:
+    """gpt-oss-20b's shape: null until its model type is here, with a file of its shape."""
+    names = ("decode_vs_llamacpp", "prefill_vs_llamacpp", "offload_vs_llamacpp", "perplexity_ratio")
+    known = "gpt_oss" in model_types()
+    why = (
+        "no file of gpt-oss's shape is written by this bench yet"
+        if known
+        else "the model type gpt_oss does not run yet"
+    )
+    return {**dict.fromkeys(names), "reason": why}
+
+
+def _told(figures: Figures) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, help="where files lie; default a temporary folder (16 GB are written)")
+    parser.add_argument("--keep", action="store_true", help="leave the files in --folder for the next time")
+    parser.add_argument("--shape", type=Path, default=CONFIG, metavar="CONFIG.JSON", help="of another llama")
+    parser.add_argument("--limit-gb", type=float, default=LIMIT_GB, help="of the cgroup")
+    parser.add_argument("--mixes", nargs="+", choices=MIXES, default=MIXES)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--text", type=Path, default=TEXT, help="that perplexity is of")
+    parser.add_argument("--characters", type=int, default=200_000, help="of the text")
+    wanted = parser.parse_args()
+    start_s = time.perf_counter()
+    results: Figures = {mix: {} for mix in wanted.mixes}
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-", dir="/var/tmp") as temporary:
+        folder = (wanted.folder or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        for mix in wanted.mixes:
+            if set(wanted.only) - {"quality"}:
+                results[mix] |= measure(FileEngines(folder, wanted.shape, mix), wanted)
+            if "quality" in wanted.only:
+                results[mix] |= compare(mix, wanted.text, wanted.characters, Path(temporary))
+        results["mxfp4"] = of_mxfp4()
+    for mix in wanted.mixes:
+        for name, bar in BARS.items():
+            if results[mix].get(name) is not None:
+                print(f"{mix:8} {name:28} {results[mix][name]:8.3f}  (bar {bar})")
+        for name, value in results[mix].items():
+            if name not in BARS and isinstance(value, float | int | None):
+                print(f"{mix:8} {name:28} {value if value is None else format(value, '.6g')}")
+    print(f"mxfp4    {results['mxfp4']['reason']}")
+    machine = {"cpu": cpu_name(), "threads": host.usable_cpus(), "memory_bytes": host.physical_bytes()}
+    facts = {"bench": "files", "shape": wanted.shape.stem, "rounds": wanted.rounds, "machine": machine}
+    print(json.dumps({**facts, "took_s": time.perf_counter() - start_s, **results}))
+
+
+if __name__ == "__main__":
+    main()

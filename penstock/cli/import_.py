@@ -1,0 +1,81 @@
+"""`penstock import`: lists the models that Ollama and LM Studio keep on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Argument
+
+from penstock.cli.options import Json, quiet_blas, where
+from penstock.cli.output import note, one_line, print_json
+from penstock.errors import BadRequest, PenstockError
+from penstock.units import format_bytes
+
+if TYPE_CHECKING:
+    from penstock.library.found import Found
+
+_HEAD = ("name", "format", "size", "runs")
+
+
+def import_(
+    program: Annotated[str | None, Argument(metavar="PROGRAM", help="ollama or lmstudio; default both.")] = None,
+    as_json: Json = False,
+) -> None:
+    """The models that Ollama and LM Studio keep on this machine, by the names that MODEL takes.
+
+    Nothing is copied: `penstock run ollama:llama3.2:1b` reads Ollama's own file. Looks where OLLAMA_MODELS says, in
+    ~/.ollama/models and /usr/share/ollama/.ollama/models; ~/.lmstudio/models and ~/.cache/lm-studio/models.
+    """
+    quiet_blas()
+    from penstock.library import lm_studio, ollama
+    from penstock.library.where import lm_studio_folders, ollama_folders
+
+    programs = {"ollama": ollama, "lmstudio": lm_studio}
+    if program is not None and program not in programs:
+        raise BadRequest(f"{program:.100} keeps no models that penstock knows of: {' or '.join(programs)}")
+    places, wanted = where(), [program] if program is not None else list(programs)
+    found = [each for name in wanted for each in programs[name].listed(places)]
+    formats = [_format(each) for each in found]
+    if as_json:
+        print_json({"models": [_report(each, *how) for each, how in zip(found, formats, strict=True)]})
+        return
+    if not found:
+        folders = {"ollama": ollama_folders(places), "lmstudio": lm_studio_folders(places)}
+        looked = ", ".join(str(folder) for name in wanted for folder in folders[name])
+        note(f"no models in {looked}")
+        return
+    rows = [_HEAD]
+    for each, (fmt, why) in zip(found, formats, strict=True):
+        runs = one_line(f"no: {why}") if why else "yes"
+        rows.append((one_line(each.name), one_line(fmt) or "–", format_bytes(each.nbytes), runs))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    for name, fmt, size, runs in rows:
+        print(f"{name:<{widths[0]}}  {fmt:<{widths[1]}}  {size:>{widths[2]}}  {runs}")
+
+
+def _format(found: Found) -> tuple[str, str]:
+    """The format of a model's weights, and why it does not run: "" where it does."""
+    from penstock.serve.planning import describe
+    from penstock.store.own import own_format
+
+    if found.path is None:
+        return "", found.why
+    try:
+        describe(found.path)
+        return own_format(found.path).name, ""
+    except PenstockError as error:
+        return "", error.message
+
+
+def _report(found: Found, fmt: str, why: str) -> dict[str, object]:
+    path: Path | None = found.path
+    return {
+        "name": found.name,
+        "format": fmt or None,
+        "bytes": found.nbytes,
+        "path": None if path is None else str(path),
+        "runs": not why,
+        "why": why or None,
+        "not_used": found.left_out or None,
+    }

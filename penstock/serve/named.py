@@ -1,0 +1,105 @@
+"""From a MODEL argument to the files that it means.
+
+In this order: a path that is here, a bundled shape, `ollama:…` and `lmstudio:…`, a name on the Hub.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import BadRequest
+from penstock.library import lm_studio, ollama
+from penstock.library.found import Found
+from penstock.library.names import HubName, hub_name
+from penstock.library.where import Tell, Where
+from penstock.runtime.host import available_bytes
+from penstock.serve import shapes
+
+
+@dataclass(frozen=True)
+class Located:
+    """The files that MODEL means. `path`: a folder, a GGUF file, or whatever path the user named. `name`: what its
+    packed copy is called; None: as the path."""
+
+    path: Path
+    name: str | None = None
+
+
+def locate(model: str, where: Where, tell: Tell | None = None) -> Located:
+    """The files of MODEL, with weights. A model of the Hub that is not here is downloaded; one that is here is taken
+    as it is. Raises BadRequest where there is none; BrokenModel, StorageFailed."""
+    found = _kept(model, where, tell)
+    if found is not None:
+        return found
+    path, name = _path(model), hub_name(model)
+    if name is None:
+        return Located(path)
+    from penstock.library import pull  # with huggingface_hub
+
+    pulled = pull.find(name, where)
+    if pulled is None:
+        pulled = pull.pull(name, where, tell, available_bytes())
+    # A snapshot's folder is called by its commit.
+    return Located(pulled.path, None if pulled.choice.main else name.repo.rpartition("/")[2])
+
+
+@contextmanager
+def to_plan(model: str, where: Where, tell: Tell | None = None) -> Iterator[Path]:
+    """Yields a path that says of MODEL what a plan needs. Of a model of the Hub that is not here headers alone are
+    read. Raises as `locate`."""
+    found = _kept(model, where, tell)
+    name = hub_name(model) if found is None else None
+    if found is not None or name is None:
+        yield found.path if found is not None else _path(model)
+        return
+    from penstock.library import headers, pull  # with huggingface_hub
+
+    pulled = pull.find(name, where)
+    if pulled is not None:
+        yield pulled.path
+        return
+    with headers.peek(name, where, tell, available_bytes()) as peeked:
+        if tell is not None:
+            tell(headers.told(peeked, name), 0, 0)
+        yield peeked.path
+
+
+def named_on_the_hub(model: str) -> HubName:
+    """The model of the Hub that MODEL names. Raises BadRequest where it is a path that is here, or no such name."""
+    name = hub_name(model)
+    if name is None:
+        raise BadRequest(
+            f"{model:.200} is no name on the Hub: write org/name[:revision][/file.gguf] or org/name:Q4_K_M"
+        )
+    if not name.sure and _path(model).exists():
+        raise BadRequest(f"{model:.200} is here, a path: hf.co/{name} names the Hub's")
+    return name
+
+
+def _kept(model: str, where: Where, tell: Tell | None) -> Located | None:
+    """What MODEL means without the Hub; None where only the Hub may have it. Raises BadRequest."""
+    path = _path(model)
+    if path.exists():
+        return Located(path)
+    if shapes.find(model) is not None:
+        return Located(Path(model))
+    for program in (ollama, lm_studio):
+        if model.startswith(program.SCHEME):
+            found = program.find(model, where)
+            _tell_left_out(found, tell)
+            assert found.path is not None
+            return Located(found.path, found.short)
+    return None
+
+
+def _tell_left_out(found: Found, tell: Tell | None) -> None:
+    if found.left_out and tell is not None:
+        tell(f"{found.name}: not used of what Ollama has beside it: {found.left_out}", 0, 0)
+
+
+def _path(model: str) -> Path:
+    return Path(os.path.expanduser(model))

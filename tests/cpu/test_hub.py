@@ -1,0 +1,573 @@
+"""Models of the Hub, from a local server that speaks its endpoints: huggingface_hub is the real one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+import pytest
+from huggingface_hub import constants
+
+from penstock.errors import BadRequest, BrokenModel, PenstockError, StorageFailed
+from penstock.library.headers import peek
+from penstock.library.names import HubName, hub_name
+from penstock.library.pull import Pulled, find, pull
+from penstock.library.transfer import Repository
+from penstock.library.where import Where
+from penstock.serve.named import locate, to_plan
+from penstock.serve.planning import describe
+from tests.cpu.checkpoints import LLAMA, random_tensors, save_tensors, save_tokenizer
+from tests.cpu.hub_server import COMMIT, FakeHub, Fault, Handler, answers, cuts, git_digest, serving
+
+CONFIG = {**LLAMA, "vocab_size": 300}
+INDEX = "model.safetensors.index.json"
+NOT_WANTED = {"pytorch_model.bin": b"x" * 20_000, "modeling_x.py": b"boom", "original/consolidated.00.pth": b"y"}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A model in two shards, with what nobody needs beside it."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    save_tokenizer(folder, CONFIG)
+    tensors = random_tensors(CONFIG)
+    weight_map = {}
+    for i, names in enumerate((list(tensors)[::2], list(tensors)[1::2]), 1):
+        shard = f"model-0000{i}-of-00002.safetensors"
+        save_tensors(folder / shard, {name: tensors[name] for name in names})
+        weight_map |= dict.fromkeys(names, shard)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+@pytest.fixture
+def hub(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    for setting, value in {"HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_IMPLICIT_TOKEN": False}.items():
+        monkeypatch.setattr(constants, setting, value)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere/token")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with serving({"org/name": {**files, **NOT_WANTED}}) as server:
+        yield server
+
+
+class Waits(list[float]):
+    """Seconds that would have been waited."""
+
+    def __call__(self, seconds: float) -> None:
+        self.append(seconds)
+
+
+@pytest.fixture
+def waits() -> Waits:
+    return Waits()
+
+
+@pytest.fixture
+def where(hub: FakeHub, tmp_path: Path, waits: Waits) -> Where:
+    return Where(endpoint=hub.endpoint, hub_cache=tmp_path / "hub", ollama=(), lm_studio=(), sleep=waits)
+
+
+def name_of(text: str = "org/name") -> HubName:
+    name = hub_name(text)
+    assert name is not None
+    return name
+
+
+def refusal(where: Where, text: str = "org/name") -> PenstockError:
+    with pytest.raises(PenstockError) as caught:
+        pull(name_of(text), where)
+    assert "\n" not in caught.value.message
+    return caught.value
+
+
+def check(pulled: Pulled, files: dict[str, bytes]) -> None:
+    """All that is needed is there, and nothing else."""
+    assert {file.name: file.read_bytes() for file in pulled.path.iterdir()} == files
+
+
+# --- what comes ----------------------------------------------------------------------------------------------------
+
+
+def test_only_what_is_needed_comes(hub: FakeHub, where: Where, files: dict[str, bytes]) -> None:
+    told: list[tuple[str, int, int]] = []
+    assert find(name_of(), where) is None
+    pulled = pull(name_of(), where, lambda *each: told.append(each))
+    check(pulled, files)
+    total = sum(map(len, files.values()))
+    assert (pulled.brought_bytes, pulled.choice.nbytes, pulled.commit) == (total, total, COMMIT)
+    assert told[-1][1:] == (total, total) and told[-1][0].startswith("downloading model-00002")
+    assert not any(unwanted in path for path in hub.paths() for unwanted in NOT_WANTED)
+    before = len(hub.seen)
+    assert pull(name_of(), where).brought_bytes == 0 and len(hub.seen) == before + 2  # the list, the index
+    found = find(name_of(), where)
+    assert found is not None and found.path == pulled.path
+
+
+def test_a_model_that_is_here_is_taken_without_asking(hub: FakeHub, where: Where) -> None:
+    pulled, before = pull(name_of(), where), len(hub.seen)
+    assert locate("org/name", where).path == pulled.path and locate("org/name", where).name == "name"
+    with to_plan("hf.co/org/name", where) as path:
+        assert path == pulled.path
+    assert len(hub.seen) == before
+
+
+def test_the_server_and_the_folders_are_as_huggingface_hub_has_them(
+    hub: FakeHub, where: Where, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    """It downloads from the server, and finds in our cache what we downloaded."""
+    info = huggingface_hub.HfApi(endpoint=hub.endpoint).model_info("org/name", revision="main", files_metadata=True)
+    assert info.sha == COMMIT and {s.rfilename: s.size for s in info.siblings or ()} == {
+        name: len(content) for name, content in (files | NOT_WANTED).items()
+    }
+    for name in ("config.json", "model-00001-of-00002.safetensors"):
+        theirs = huggingface_hub.hf_hub_download("org/name", name, endpoint=hub.endpoint, cache_dir=tmp_path / "other")
+        assert Path(theirs).read_bytes() == files[name]
+    pulled = pull(name_of(), where)
+    for name in files:
+        ours = huggingface_hub.hf_hub_download("org/name", name, cache_dir=where.hub_cache, local_files_only=True)
+        assert Path(ours) == pulled.path / name
+    before = len(hub.paths("GET"))
+    huggingface_hub.hf_hub_download("org/name", "config.json", endpoint=hub.endpoint, cache_dir=where.hub_cache)
+    assert len(hub.paths("GET")) == before
+
+
+def test_what_others_downloaded_is_not_downloaded_again(hub: FakeHub, where: Where, files: dict[str, bytes]) -> None:
+    shard = "model-00001-of-00002.safetensors"
+    huggingface_hub.hf_hub_download("org/name", shard, endpoint=hub.endpoint, cache_dir=where.hub_cache)
+    assert find(name_of(), where) is None
+    assert pull(name_of(), where).brought_bytes == sum(map(len, files.values())) - len(files[shard])
+
+
+def test_a_revision(hub: FakeHub, where: Where) -> None:
+    hub.revisions["refs/pr/1"] = "a" * 40
+    assert pull(name_of("org/name:refs/pr/1"), where).commit == "a" * 40
+    assert find(name_of("org/name:refs/pr/1"), where) is not None and find(name_of(), where) is None
+    assert "has no org/name at v9" in refusal(where, "org/name:v9").message
+
+
+def test_a_branch_that_moved_on(hub: FakeHub, where: Where, files: dict[str, bytes]) -> None:
+    pull(name_of(), where)
+    hub.revisions["main"] = "b" * 40
+    hub.repos["org/name"]["config.json"] += b" "
+    again = pull(name_of(), where)
+    assert (again.commit, again.brought_bytes) == ("b" * 40, len(files["config.json"]) + 1)
+    found = find(name_of(), where)
+    assert found is not None and found.path == again.path
+
+
+def test_another_process_downloads_it(hub: FakeHub, where: Where, files: dict[str, bytes]) -> None:
+    """Both want all files; each comes once."""
+    told: list[str] = []
+    hub.faults.append(Fault("/stored/", lambda handler: (time.sleep(0.3), handler.right())[1], 2))
+    pulls = [threading.Thread(target=pull, args=(name_of(), where, lambda *each: told.append(each[0]))) for _ in "12"]
+    for thread in pulls:
+        thread.start()
+    for thread in pulls:
+        thread.join()
+    found = find(name_of(), where)
+    assert found is not None
+    check(found, files)
+    assert any("another process is downloading" in text for text in told)
+    assert len([path for path in hub.paths() if path.startswith("/stored/")]) == 2
+
+
+# --- interrupted ---------------------------------------------------------------------------------------------------
+
+
+def test_a_cut_connection_goes_on(hub: FakeHub, where: Where, files: dict[str, bytes], waits: Waits) -> None:
+    hub.faults += [Fault("/stored/", cuts(1000), 3), Fault("config.json", cuts(10), 1)]
+    check(pull(name_of(), where), files)
+    assert len(waits) == 4
+    firsts = [headers["range"].partition("-")[0] for _, path, headers in hub.seen if path.startswith("/stored/")]
+    assert firsts[:4] == ["bytes=0", "bytes=1000", "bytes=2000", "bytes=3000"]
+
+
+def test_an_interrupted_download_goes_on_later(hub: FakeHub, where: Where, files: dict[str, bytes]) -> None:
+    hub.faults.append(Fault("/stored/", cuts(5000), 100))
+    failed = refusal(where)
+    assert isinstance(failed, StorageFailed) and "goes on from there" in failed.message
+    assert "cut 6 times in a row" in failed.message
+    assert find(name_of(), where) is None
+    hub.faults.clear()
+    hub.seen.clear()
+    pulled = pull(name_of(), where)
+    check(pulled, files)
+    first = next(headers["range"] for _, path, headers in hub.seen if path.startswith("/stored/"))
+    assert first.startswith("bytes=30000-")
+    small = sum(len(content) for name, content in files.items() if not name.endswith(".safetensors"))
+    assert pulled.brought_bytes == sum(map(len, files.values())) - small - 30_000
+
+
+def test_ctrl_c_keeps_what_came(hub: FakeHub, where: Where, files: dict[str, bytes]) -> None:
+    def stop(text: str, done: int, total: int) -> None:
+        if "model-" in text:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pull(name_of(), where, stop)
+    assert find(name_of(), where) is None
+    check(pull(name_of(), where), files)
+
+
+def test_a_server_without_ranges(hub: FakeHub, where: Where, files: dict[str, bytes]) -> None:
+    hub.ranges = False
+    hub.faults.append(Fault("/stored/", cuts(1000), 1))
+    check(pull(name_of(), where), files)
+
+
+def test_a_part_that_was_damaged_here_comes_once_more(hub: FakeHub, where: Where, files: dict[str, bytes]) -> None:
+    shard = files["model-00001-of-00002.safetensors"]
+    assert where.hub_cache is not None
+    incomplete = Repository(where.hub_cache, "org/name").folder / "blobs" / hashlib.sha256(shard).hexdigest()
+    incomplete.parent.mkdir(parents=True)
+    incomplete.with_name(f"{incomplete.name}.incomplete").write_bytes(bytes(9000))
+    check(pull(name_of(), where), files)
+    incomplete.unlink()
+    incomplete.with_name(f"{incomplete.name}.incomplete").write_bytes(bytes(len(shard) + 9))  # too long
+    check(pull(name_of(), where), files)
+
+
+# --- refused -------------------------------------------------------------------------------------------------------
+
+
+def test_no_such_model(hub: FakeHub, where: Where) -> None:
+    told = refusal(where, "org/other").message
+    assert told.startswith("org/other is no folder here, and the Hub has no such model; if it is private, log in with")
+
+
+def login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, token: str) -> None:
+    """As `hf auth login` leaves it."""
+    (tmp_path / "token").write_text(token)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+
+
+def test_a_private_model(
+    hub: FakeHub, where: Where, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hub.private.add("org/name")
+    assert "if it is private, log in with `hf auth login`" in refusal(where).message
+    login(monkeypatch, tmp_path, "hf_wrong")
+    told = refusal(where).message
+    assert told.startswith("the Hub wants a login for org/name: Invalid credentials in Authorization header: log in")
+    login(monkeypatch, tmp_path, hub.token)
+    check(pull(name_of(), where), files)
+    stored = [headers for _, path, headers in hub.seen if path.startswith("/stored/")]
+    assert stored and not any("authorization" in headers for headers in stored)  # the token stays with the Hub
+
+
+def test_a_gated_model(hub: FakeHub, where: Where, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hub.gated.add("org/name")
+    ask = f"org/name is gated: ask for access at {hub.endpoint}/org/name, and "
+    assert refusal(where).message == f"{ask}log in with `hf auth login` (the Hub answers 401)"
+    login(monkeypatch, tmp_path, hub.token)
+    assert refusal(where).message == f"{ask}this login has no access (the Hub answers 403)"
+
+
+def test_a_file_that_vanishes(hub: FakeHub, where: Where) -> None:
+    def gone(handler: Handler) -> None:
+        handler.refuse(404, "EntryNotFound", "Entry not found")
+
+    hub.faults.append(Fault("resolve.*tokenizer.json", gone))
+    assert refusal(where).message == "the Hub has no file org/name/tokenizer.json"
+
+
+def test_too_many_requests_are_waited_for(hub: FakeHub, where: Where, files: dict[str, bytes], waits: Waits) -> None:
+    hub.faults += [
+        Fault("/api/", answers(429, Retry_After="7")),
+        Fault("config.json", answers(429, RateLimit='"resolvers";r=0;t=9')),
+        Fault("/stored/", answers(503)),
+    ]
+    check(pull(name_of(), where), files)
+    assert waits == [7, 9, 1]
+
+
+@pytest.mark.parametrize(("headers", "tries", "says"), [
+    ({"Retry_After": "3"}, 6, "too many requests for org/name at main: try again in 3 s"),
+    ({"Retry_After": "86400"}, 1, "try again in 86400 s"),
+    ({"Retry_After": "1e999"}, 6, "try again later"),
+    ({"Retry_After": "Wed, 21 Oct 2099 07:28:00 GMT"}, 6, "try again later"),
+    ({"RateLimit": '"api";r=0;t=99999999999999999999'}, 1, "try again in 1"),
+    ({}, 6, "try again later"),
+])  # fmt: skip
+def test_too_many_requests_for_too_long(
+    headers: dict[str, str], tries: int, says: str, hub: FakeHub, where: Where, waits: Waits
+) -> None:
+    hub.faults.append(Fault("/api/", answers(429, b"{}", **headers), 1000))
+    assert says in refusal(where).message
+    assert len(hub.seen) == tries and sum(waits) < 120
+
+
+def test_a_hub_that_is_down(hub: FakeHub, where: Where, waits: Waits) -> None:
+    hub.faults.append(Fault("/api/", answers(500, b"<html>" * 1000, X_Error_Message="so\tsorry " + "x" * 9999), 1000))
+    told = refusal(where).message
+    assert told.startswith("the Hub answers 500 for org/name at main: so sorry xxx") and len(told) < 300
+
+
+def test_nobody_there(where: Where, hub: FakeHub, waits: Waits) -> None:
+    closed = Where("http://127.0.0.1:9", where.hub_cache, sleep=waits)
+    told = refusal(closed).message
+    assert told.startswith("cannot reach the Hub at http://127.0.0.1:9 for org/name at main: ") and waits == [1, 2]
+
+
+def test_offline(hub: FakeHub, where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    told = refusal(where).message
+    assert told == "org/name at main is not whole on this machine, and HF_HUB_OFFLINE forbids to ask the Hub"
+    with pytest.raises(BadRequest, match="HF_HUB_OFFLINE"):
+        locate("org/name", where)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    pulled = pull(name_of(), where)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert locate("org/name", where).path == pulled.path
+
+
+def test_a_full_disk(hub: FakeHub, where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.store import writer
+
+    monkeypatch.setattr(writer, "free_bytes", lambda folder: 5000)
+    told = refusal(where).message
+    assert told.startswith("the disk is too full: org/name needs ") and "5000 B" not in told and "4.88 KiB are" in told
+    assert not any("resolve" in path and INDEX not in path for path in hub.paths())  # nothing was begun
+
+
+# --- hostile -------------------------------------------------------------------------------------------------------
+
+
+def other_bytes(content: bytes) -> Any:
+    """A fault: these bytes, as if they were the range that was asked for."""
+
+    def act(handler: Handler) -> None:
+        handler.hub.repos, kept = {"x/x": {"x": content}}, handler.hub.repos
+        try:
+            handler.content(content)
+        finally:
+            handler.hub.repos = kept
+
+    return act
+
+
+def test_content_that_is_not_what_was_promised(hub: FakeHub, where: Where, files: dict[str, bytes]) -> None:
+    wrong = bytes(len(files["model-00001-of-00002.safetensors"]))
+    hub.faults.append(Fault("/stored/", other_bytes(wrong), 5))
+    failed = refusal(where)
+    assert isinstance(failed, BrokenModel) and "is not what the Hub promised: its checksum should be" in failed.message
+    assert where.hub_cache is not None
+    assert find(name_of(), where) is None and not list(where.hub_cache.rglob("*.incomplete"))
+
+
+@pytest.mark.parametrize("length", [0, 100, 20_000_000])
+def test_another_size_than_was_promised(length: int, hub: FakeHub, where: Where) -> None:
+    hub.faults.append(Fault("/stored/", other_bytes(bytes(length)), 100))
+    before = time.monotonic()
+    refusal(where)
+    assert time.monotonic() - before < 20
+    assert where.hub_cache is not None
+    assert sum(file.stat().st_size for file in where.hub_cache.rglob("*") if not file.is_symlink()) < 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("path", "act", "says"),
+    [
+        ("/api/", answers(302, Location="/api/models/org/name/revision/main"), "redirects more than 10 times"),
+        ("/stored/", answers(302, Location="/stored/" + 64 * "0"), "redirects more than 10 times"),
+        ("/stored/", answers(302, Location="file:///etc/passwd"), "leads from http to 'file'"),
+        ("/stored/", answers(302, Location="http://[::bad"), "leads to no address"),
+        ("/stored/", answers(302, Location="http://" + 90_000 * "a"), ""),
+        ("/stored/", answers(206, b"abc", Content_Range="bytes 5-7/9"), "and sends bytes 5-7/9"),
+        ("/stored/", answers(206, b"abc"), "and sends nothing"),
+        ("/stored/", answers(200, b"abc", Content_Encoding="gzip"), "in another encoding"),
+        ("/stored/", answers(200, b"abc"), "and the Hub sends 3"),
+        ("/stored/", answers(204), ""),
+        ("/stored/", answers(418), "answers 418"),
+        ("/api/", answers(200, b"{" * 1000), "is not JSON"),
+        ("/api/", answers(200, b"\xff\xfe"), "is not UTF-8"),
+        ("/api/", answers(200, b'{"sha": "x", "siblings": []}'), "names no commit"),
+        ("/api/", answers(404, b"[]"), "has no such model"),
+        ("/api/", lambda handler: handler.say(200, b'{"a": 1}', cut_at=4), "did not come whole"),
+        ("resolve.*config.json", lambda handler: handler.wfile.write(b"\0" * 5000), ""),
+    ],
+)
+def test_answers_that_no_hub_gives(path: str, act: Any, says: str, hub: FakeHub, where: Where) -> None:
+    hub.faults.append(Fault(path, act, 1000))
+    failed = refusal(where)
+    assert says in failed.message and len(failed.message) < 700, failed.message
+    assert find(name_of(), where) is None
+
+
+def test_a_list_without_an_end(hub: FakeHub, where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.library import web
+
+    monkeypatch.setattr(web, "_MAX_LIST_BYTES", 1 << 20)
+
+    def endless(handler: Handler) -> None:
+        handler.send_response(200)
+        handler.send_header("Connection", "close")
+        handler.end_headers()
+        while True:
+            handler.wfile.write(bytes(1 << 16))
+
+    hub.faults.append(Fault("/api/", endless))
+    assert "the list of org/name is longer than 1.00 MiB" in refusal(where).message
+
+
+def test_names_that_lead_elsewhere(hub: FakeHub, where: Where, tmp_path: Path) -> None:
+    hub.repos["org/name"]["../../../../tokenizer.json"] = b"evil"
+    pull(name_of(), where)
+    assert {path.name for path in tmp_path.iterdir()} == {"hub"}
+    hub.repos["org/bad"] = {"config.json": b"{}", INDEX: b'{"weight_map": {"a": "../x"}}', "a.safetensors": b"0"}
+    assert "names '../x', which the repository does not have" in refusal(where, "org/bad").message
+
+
+# --- planning ------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_needs_only_the_config(hub: FakeHub, where: Where, files: dict[str, bytes]) -> None:
+    with to_plan("org/name", where) as path:
+        spec, fmt = describe(path, to_plan=True)
+        assert path.name != "name" and len(spec.layers) == 2 and fmt.name == "float32"
+        assert spec.tokenizer_bytes > 0
+    assert not path.exists()
+    asked = [path for path in hub.paths() if "resolve" in path or "stored" in path]
+    assert [path.rpartition("/")[2] for path in asked] == [INDEX, "config.json"]
+
+
+def test_headers_are_read_where_the_config_says_too_little(hub: FakeHub, where: Where) -> None:
+    from penstock.store.checkpoint import Checkpoint
+
+    said = {**CONFIG, "quantization_config": {"quant_method": "nobody's"}}
+    hub.repos["org/name"]["config.json"] = json.dumps(said).encode()
+    with peek(name_of(), where) as peeked:
+        total = sum(map(len, hub.repos["org/name"].values())) - sum(map(len, NOT_WANTED.values()))
+        assert peeked.nbytes == total
+        with Checkpoint.open(peeked.path) as checkpoint:
+            assert checkpoint.find("model.norm.weight").shape == (72,)
+        status = [file.stat() for file in peeked.path.glob("*.safetensors")]
+        assert sum(each.st_size for each in status) > 200_000
+    assert not any("range" not in headers for _, path, headers in hub.seen if "stored" in path)
+
+
+def test_errors_of_a_plan_call_the_model_by_its_name(hub: FakeHub, where: Where) -> None:
+    hub.repos["org/name"]["config.json"] = b"{no json"
+    with pytest.raises(BrokenModel, match=r"^org/name/config\.json is not JSON"), to_plan("org/name", where):
+        pass
+    hub.repos["org/name"]["config.json"] = b'{"model_type": "strange", "dtype": "float32"}'
+    with pytest.raises(PenstockError, match=r"^org/name/config\.json"), to_plan("org/name", where) as path:
+        describe(path)
+
+
+# --- GGUF ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ggufs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The bundled model in two formats, and in two files."""
+    pytest.importorskip("gguf", reason="the package gguf, which writes GGUF, is not installed")
+    from tests.cpu import gguf_models
+    from tests.cpu.commands import ROOT
+
+    tale, folder = ROOT / "penstock/assets/tale-llama", tmp_path_factory.mktemp("ggufs")
+    words = gguf_models.tokenizer_metadata(tale, "gpt-2")
+    for kind in (gguf_models.Kind.Q4_0, gguf_models.Kind.Q8_0):
+        gguf_models.convert(tale, folder / f"tale-{kind.name}.gguf", lambda _, kind=kind: kind, words)
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_a_plan_of_a_gguf_file_needs_its_header(hub: FakeHub, where: Where, ggufs: dict[str, bytes]) -> None:
+    hub.repos["org/gguf"] = {**ggufs, "config.json": b"{}", "README.md": b"#"}
+    with pytest.raises(BadRequest, match="org/gguf has 2 GGUF files: write org/gguf:Q4_0 or org/gguf/FILE; Q4_0 "):
+        locate("org/gguf", where)
+    hub.seen.clear()
+    with peek(name_of("org/gguf:Q8_0"), where) as peeked:
+        spec, fmt = describe(peeked.path, to_plan=True)
+        assert fmt.name.startswith("q8_0") and len(spec.layers) == 8
+        assert peeked.read_bytes <= 2 << 20 < peeked.nbytes == len(ggufs["tale-Q8_0.gguf"])
+        holes = peeked.path.stat()
+        assert holes.st_size == peeked.nbytes and holes.st_blocks * 512 < peeked.read_bytes + (1 << 16)
+    located = locate("org/gguf:Q4_0", where)
+    assert located.path.name == "tale-Q4_0.gguf" and located.path.read_bytes() == ggufs["tale-Q4_0.gguf"]
+    assert {path.name for path in located.path.parent.iterdir()} == {"tale-Q4_0.gguf"}
+    assert locate("org/gguf", where).path == located.path  # the one that is here
+
+
+def test_a_gguf_header_that_is_hostile(hub: FakeHub, where: Where, ggufs: dict[str, bytes]) -> None:
+    whole = ggufs["tale-Q4_0.gguf"]
+    rng = np.random.default_rng(5)
+    for nth in range(40):
+        content = bytearray(whole[: 1 << 19])
+        content[int(rng.integers(4, 400))] ^= int(rng.integers(1, 256))
+        hub.repos["org/gguf"] = {"a.gguf": bytes(content) if nth else b"GGUF" + b"\xff" * 20_000}
+        try:
+            with to_plan("org/gguf", where) as path:
+                describe(path, to_plan=True)
+        except PenstockError as error:
+            assert "\n" not in error.message and "penstock-" not in error.message
+
+
+# --- commands ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def environment(hub: FakeHub, tmp_path: Path) -> dict[str, str]:
+    home = {"HOME": str(tmp_path / "home"), "HF_HOME": str(tmp_path / "home/hf"), "HF_ENDPOINT": hub.endpoint}
+    return {**os.environ, **home, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "", "OLLAMA_MODELS": ""}
+
+
+def test_commands_take_names_of_the_hub(
+    hub: FakeHub, environment: dict[str, str], tmp_path: Path, files: dict[str, bytes]
+) -> None:
+    from tests.cpu.commands import apart, machine_cache, refused
+
+    flags = ("--cache", machine_cache(tmp_path / "cache"), "--json")
+    planned = apart("plan", "org/name", *flags, env=environment)
+    assert planned.code == 0, planned.err
+    assert "penstock: org/name is not here: " in planned.err and " would be downloaded (read of it" in planned.err
+    assert planned.report["predicted"]["decode_tokens_per_s"] > 0
+    pulled = apart("pull", "org/name", "--json", env=environment)
+    assert pulled.code == 0 and pulled.report["downloaded_bytes"] == sum(map(len, files.values())), pulled.err
+    again = apart("pull", "hf.co/org/name", env=environment)
+    assert again.code == 0 and "all of it was here" in again.err and again.out == ""
+    run = apart("run", "org/name", "hi", "--max-tokens", 2, *flags, env=environment)
+    assert run.code == 0 and run.report["output_tokens"] == 2, run.err
+    assert next((tmp_path / "cache/models").iterdir()).name.startswith("name-")
+    refused(apart("pull", "org/none", "--json", env=environment), "the Hub has no such model", "BadRequest")
+    (tmp_path / "org/name").mkdir(parents=True)
+    here = apart("pull", str(tmp_path), "--json", env=environment)
+    refused(here, "is no name on the Hub", "BadRequest")
+
+
+def test_a_folder_here_comes_before_the_hub(
+    hub: FakeHub, where: Where, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.serve.named import named_on_the_hub
+
+    (tmp_path / "org/name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert locate("org/name", where).path == Path("org/name") and not hub.seen
+    with pytest.raises(BadRequest, match=r"org/name is here, a path: hf\.co/org/name names the Hub's"):
+        named_on_the_hub("org/name")
+    assert locate("hf.co/org/name", where).path != Path("org/name") and hub.seen
+
+
+def test_nothing_but_names_of_the_hub_loads_its_library() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, penstock, penstock.cli.main, penstock.serve.source, penstock.serve.planning, penstock.serve.llm;"
+        "from penstock.serve.named import locate; from penstock.library.where import Where; locate('.', Where());"
+        "print([m for m in ('huggingface_hub', 'httpx2') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_digests() -> None:
+    assert git_digest(b"") == "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391"  # git's empty blob
