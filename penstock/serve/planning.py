@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import BadRequest, UnsupportedModel
+from penstock.library.where import Where
 from penstock.models import sources
 from penstock.models.hf.quantization import Quantization, quantization_of
-from penstock.library.where import Where
 from penstock.planner.firing import Firing, expected, foretold, leveled, measured
 from penstock.planner.routing import RouterTrace, called, firing, recorded
 from penstock.planner.solve import Solved, solve

@@ -207,7 +207,7 @@ def test_small_files_come_along_and_the_tokenizer_is_counted(tmp_path: Path) -> 
 
 def test_formats_of_gguf_files_are_not_quantised_to(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "src", LLAMA)
-    with pytest.raises(BadRequest, match="q4_k is a format of GGUF files"):
+    with pytest.raises(BadRequest, match="q4_k is a format of quantised files"):
         pack(tmp_path / "src", tmp_path / "dst", parse_format("q4_k"))
     assert not list(tmp_path.glob("dst*"))
 

@@ -222,6 +222,18 @@ def test_act_order_is_refused_before_anything_is_written(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir() if "kept" in path.name] == []
 
 
+def test_a_plan_needs_headers_alone(tmp_path: Path) -> None:
+    """Of a model that is not here, holes stand for the weights."""
+    folder = folder_of(tmp_path, LLAMA, gptq(), GPTQ)
+    want, file = own_format(folder), folder / "model.safetensors"
+    content = file.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    file.write_bytes(content[:header] + bytes(len(content) - header))
+    assert describe(folder)[1] == want
+    with pytest.raises(UnsupportedModel, match="act-order"):
+        pack(folder, tmp_path / "kept")
+
+
 def test_biases_of_zeros_are_no_matter(tmp_path: Path) -> None:
     """AutoGPTQ's first versions wrote them for every matrix; others would not be used."""
     folder = folder_of(tmp_path, LLAMA, gptq(), GPTQ)
