@@ -30,6 +30,7 @@ from penstock.errors import BadRequest, BrokenModel, UnsupportedModel
 from penstock.models.hf.config import Config, short
 from penstock.models.hf.experts import count_key
 from penstock.models.hf.names import TensorSource
+from penstock.models.hf.quantization import KEY, MXFP4, quantization_of
 from penstock.models.hf.refused import REFUSED
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
@@ -74,8 +75,8 @@ def spec_from_config(config: dict[str, Any], where: str, *, to_plan: bool = Fals
     """
     reader = Config(config, where)
     module = _find(reader.text("model_type"), where, to_plan)
-    if config.get("quantization_config") is not None and quant_method(config, where) is None:
-        raise UnsupportedModel(f"{where} has a quantization_config: penstock packs checkpoints of float weights")
+    if quantization_of(config, where) is None and config.get(KEY) is not None and quant_method(config, where) is None:
+        raise UnsupportedModel(f"{where}: {KEY} says {MXFP4}, and no {reader.text('model_type')} is published so")
     try:
         return module.spec(reader)
     except BadRequest as error:
@@ -86,9 +87,9 @@ def quant_method(config: dict[str, Any], where: str) -> str | None:
     """The `quant_method` of a parsed config.json, where its type is published so (`QUANT_METHODS`). Else None. `where`
     names the file in errors. Raises BrokenModel."""
     reader = Config(config, where)
-    if not reader.has("quantization_config"):
+    if not reader.has(KEY):
         return None
-    method = reader.inner("quantization_config").text("quant_method")
+    method = reader.inner(KEY).text("quant_method")
     module = _find(reader.text("model_type"), where)
     return method if method in getattr(module, "QUANT_METHODS", ()) else None
 

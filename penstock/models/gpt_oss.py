@@ -24,6 +24,7 @@ from penstock.models.hf.decoder import (
 )
 from penstock.models.hf.experts import active, experts, gated
 from penstock.models.hf.names import TensorSource, sources_of
+from penstock.models.hf.quantization import MXFP4
 from penstock.models.hf.rope import RopeRules
 from penstock.spec.blocks import GROUP
 from penstock.spec.format import Format, mixture
@@ -32,7 +33,6 @@ from penstock.spec.parts import MIXED, parts
 
 DEFAULTS = Defaults(max_positions=131072, kv_heads=8, head_dim=64, eps=1e-5)
 COUNT_KEYS = ("num_local_experts",)
-MXFP4 = "mxfp4"
 QUANT_METHODS = (MXFP4,)
 
 # Of a config that has no rope.

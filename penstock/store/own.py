@@ -23,6 +23,7 @@ def own_format(src: Path) -> Format:
     no weights. Raises as `pack`."""
     _, spec = read_config(src)
     with Checkpoint.open(src) as checkpoint:
+        checkpoint.require_order(may_lack_it=True)
         return own_weights(checkpoint, replace(spec, dtype=own_dtype(checkpoint, spec)))
 
 
@@ -34,8 +35,8 @@ def own_dtype(checkpoint: Checkpoint, spec: ModelSpec) -> str:
 
 
 def own_weights(checkpoint: Checkpoint, spec: ModelSpec) -> Format:
-    """The formats that hold every matrix exactly. `spec`: with `own_dtype`. Where all are floats in a
-    folder they get the same format, else each its own. Raises UnsupportedModel for formats that a model cannot have."""
+    """The formats that hold every matrix exactly. `spec`: with `own_dtype`. Where all are floats in a folder they get
+    the same format, else each its own. Raises UnsupportedModel for formats that a model cannot have."""
     if checkpoint.gguf is None and _dtypes(checkpoint, spec) <= KINDS.keys():
         return Format(spec.dtype)
     table: dict[str, Format] = {}
