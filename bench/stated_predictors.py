@@ -34,7 +34,9 @@ from penstock.store.profile_file import keep as keep_profile
 from penstock.units import round_up
 
 _SEED, _SURE = 0, np.float32(1e30)  # no score is near it
-_HEARD, _TOKENS = 128, 1 << 20  # tokens whose scores give the biases; tokens that the profile is said to be of
+# Tokens whose scores give the biases, in windows: the tokens of one have much in common, by attention. Tokens that the
+# profile is said to be of.
+_HEARD, _WINDOW, _TOKENS = 160, 20, 1 << 20
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -77,30 +79,35 @@ def state_by_rates(folder: Path, active: float, share: float, steepness: float) 
     # As many at first, the same for every token: layers that compute all neurons row by row take minutes.
     biases = [np.where(np.arange(n) < active * n, _SURE, -_SURE).astype(np.float32) for _ in spec.layers]
     _keep(folder, spec, rank, together, one, biases)
-    ids, called = np.random.default_rng(_SEED + 1).integers(0, 256, _HEARD).tolist(), np.zeros(len(spec.layers))
+    ids, other_ids = (np.random.default_rng(_SEED + i).integers(0, 256, _HEARD).tolist() for i in (1, 2))
+    called = np.zeros(len(spec.layers))
     hidden, fires = [np.zeros(rank, np.float32) for _ in spec.layers], np.zeros(len(spec.layers))
-    ask = Ask(context=_HEARD, sparsity="predict", prompt_tokens=_HEARD)
+    ask = Ask(context=_WINDOW, sparsity="predict", prompt_tokens=_WINDOW)
     with closing(Engine.load(folder, ask, Loading())) as engine:
         session = engine.session
         for at in range(len(spec.layers) + 1):  # a layer's input depends on whom the layers before it leave out
+            heard: list[Array] = []
 
-            def note(layer: int, h: Array, fired: Array, at: int = at) -> None:
+            def note(layer: int, h: Array, fired: Array, at: int = at, heard: list[Array] = heard) -> None:
                 if layer == at:
-                    hidden[at] = -(h @ found.hidden).mean(0)
-                    scores = replace(found, hidden_bias=hidden[at]).scores(h)  # [T, N]
-                    biases[at] = (scores.std(0) * quantiles - scores.mean(0)).astype(np.float32)
+                    heard.append(h.copy())
                 elif at == len(spec.layers):
                     scores = replace(found, hidden_bias=hidden[layer]).scores(h)
-                    called[layer], fires[layer] = np.mean(scores + biases[layer] > 0), np.mean(fired)
+                    called[layer] += np.mean(scores + biases[layer] > 0) * len(h) / _HEARD
+                    fires[layer] += np.mean(fired) * len(h) / _HEARD
 
             with session.hearing_neurons(note, by_place=True):
-                for _ in read(engine, ids, None):
+                for _ in read(engine, ids if at < len(spec.layers) else other_ids, None):
                     pass
             if at < len(spec.layers):
+                h = np.concatenate(heard)
+                hidden[at] = -(h @ found.hidden).mean(0)
+                scores = replace(found, hidden_bias=hidden[at]).scores(h)  # [T, N]
+                biases[at] = (scores.std(0) * quantiles - scores.mean(0)).astype(np.float32)
                 granule = session._arenas.view(session.lowering.layout.predictors[at])
                 _set(granule, part, hidden[at], biases[at])
-    print(f"called active: {called.mean():.2%} of the neurons, {called.min():.2%} to {called.max():.2%} a layer;"
-          f" {fires.mean():.2%} fire")  # fmt: skip
+    spread = f"{called.min():.2%} to {called.max():.2%} a layer"
+    print(f"of other tokens called active: {called.mean():.2%} of the neurons, {spread}; {fires.mean():.2%} fire")
     return _keep(folder, spec, rank, together, one, biases, hidden)
 
 
