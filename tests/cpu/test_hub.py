@@ -103,6 +103,7 @@ def test_only_what_is_needed_comes(hub: FakeHub, where: Where, files: dict[str, 
     check(pulled, files)
     total = sum(map(len, files.values()))
     assert (pulled.brought_bytes, pulled.choice.nbytes, pulled.commit) == (total, total, COMMIT)
+    assert told[0][0].startswith("downloads ") and told[0][0].endswith(" free") and told[0][1:] == (0, 0)
     assert told[-1][1:] == (total, total) and told[-1][0].startswith("downloading model-00002")
     assert not any(unwanted in path for path in hub.paths() for unwanted in NOT_WANTED)
     before = len(hub.seen)
@@ -314,7 +315,8 @@ def test_a_hub_that_is_down(hub: FakeHub, where: Where, waits: Waits) -> None:
 def test_nobody_there(where: Where, hub: FakeHub, waits: Waits) -> None:
     closed = Where("http://127.0.0.1:9", where.hub_cache, sleep=waits)
     told = refusal(closed).message
-    assert told.startswith("cannot reach the Hub at http://127.0.0.1:9 for org/name at main: ") and waits == [1, 2]
+    says = "org/name at main is not whole on this machine, and the Hub at http://127.0.0.1:9 cannot be reached: "
+    assert told.startswith(says) and waits == [1, 2]
 
 
 def test_offline(hub: FakeHub, where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,7 +444,7 @@ def test_a_plan_needs_only_the_config(hub: FakeHub, where: Where, files: dict[st
 def test_headers_are_read_where_the_config_says_too_little(hub: FakeHub, where: Where) -> None:
     from penstock.store.checkpoint import Checkpoint
 
-    said = {**CONFIG, "quantization_config": {"quant_method": "nobody's"}}
+    said = {**CONFIG, "quantization_config": {"quant_method": "fp8"}}
     hub.repos["org/name"]["config.json"] = json.dumps(said).encode()
     with peek(name_of(), where) as peeked:
         total = sum(map(len, hub.repos["org/name"].values())) - sum(map(len, NOT_WANTED.values()))
@@ -495,6 +497,39 @@ def test_a_plan_of_a_gguf_file_needs_its_header(hub: FakeHub, where: Where, gguf
     assert located.path.name == "tale-Q4_0.gguf" and located.path.read_bytes() == ggufs["tale-Q4_0.gguf"]
     assert {path.name for path in located.path.parent.iterdir()} == {"tale-Q4_0.gguf"}
     assert locate("org/gguf", where).path == located.path  # the one that is here
+
+
+def test_a_plan_of_several_gguf_files(
+    hub: FakeHub, environment: dict[str, str], ggufs: dict[str, bytes], tmp_path: Path
+) -> None:
+    """One vocabulary is read; each file is planned as by its own header."""
+    from tests.cpu.commands import apart, machine_cache, refused
+
+    flags, cache = ("--json",), machine_cache(tmp_path / "cache")
+    files = {**ggufs, "tale-IQ2_M.gguf": b"GGUF" + bytes(400_000), "other-Q6_K.gguf": ggufs["tale-Q8_0.gguf"][:90_000]}
+    hub.repos["org/gguf"] = files
+    planned = apart("plan", "org/gguf", *flags, "--cache", cache, env=environment)
+    assert planned.code == 0, planned.err
+    assert "penstock: org/gguf has 4 GGUF files: write org/gguf:" in planned.err
+    found = {each["quantisation"]: each for each in planned.report["files"]}
+    assert list(found) == ["Q6_K", "IQ2_M", "Q4_0", "Q8_0"]
+    assert "is truncated" in found["Q6_K"]["why"] or "is not made as" in found["Q6_K"]["why"]
+    assert "is not made as tale-Q4_0.gguf is" in found["IQ2_M"]["why"]
+    assert found["Q4_0"]["why"] is None and found["Q4_0"]["predicted"]["decode_tokens_per_s"] > 0
+    shown = apart("plan", "org/gguf", "--cache", cache, env=environment)
+    assert shown.code == 0 and [line.split()[0] for line in shown.out.splitlines()[1:]] == list(found)
+    hub.repos["org/gguf"] = ggufs
+    hub.seen.clear()
+    planned = apart("plan", "org/gguf", *flags, "--cache", cache, env=environment)
+    each = {each["quantisation"]: each["predicted"] for each in planned.report["files"]}
+    assert all(each.values()), planned.out
+    read = [headers["range"] for _, path, headers in hub.seen if "stored" in path]
+    assert len(read) == 2
+    for quantisation, predicted in each.items():
+        alone = apart("plan", f"org/gguf:{quantisation}", *flags, "--cache", cache, env=environment)
+        assert predicted["decode_tokens_per_s"] == alone.report["predicted"]["decode_tokens_per_s"] > 0
+    assert each["Q4_0"]["decode_tokens_per_s"] > each["Q8_0"]["decode_tokens_per_s"]
+    refused(apart("plan", "org/gguf", "--compare", *flags, env=environment), "org/gguf has 2 GGUF files", "BadRequest")
 
 
 def test_a_gguf_header_that_is_hostile(hub: FakeHub, where: Where, ggufs: dict[str, bytes]) -> None:
@@ -567,6 +602,19 @@ def test_nothing_but_names_of_the_hub_loads_its_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_plan_by_headers_imports_no_numpy(hub: FakeHub, environment: dict[str, str]) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from penstock.serve.planning import describe; from penstock.serve.named import to_plan;"
+        "from penstock.library.where import Where; path = to_plan('org/name', Where()); describe(path.__enter__());"
+        "print([m for m in ('numpy', 'torch') if m in sys.modules]); path.__exit__(None, None, None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
 def test_digests() -> None:
