@@ -4,7 +4,7 @@
     ram    OPT-6.7B's shape in int4, all in memory, 3 % of the neurons firing: exact beside off, batches 1 to 32
            (Figure 14), and beside the bound that the bytes set; and predict beside off, with predictors of 7 % of the
            parameters (Table 6) that call 5 % of the neurons active. They are stated (`bench.stated_predictors`)
-    disk   the same shape within 2.4 GB, the rest on the disk, by `bench.sparsity_disk`
+    disk   the same shape within 2.4 GB, the rest on the disk, by `bench.sparsity_disk`: off, exact, predict
     predict  tale-opt and tale-relu with predictors that are trained for them: sizes, recall, and what they cost on text
            that neither has seen, by `penstock eval`
     tale   which neurons of the trained models fire (Figures 4 and 5), by `bench.tale_sparsity`
@@ -30,7 +30,7 @@ import numpy as np
 
 from bench.peers import Worker
 from bench.peers.ours import BATCHES
-from bench.sparsity_disk import within_disk
+from bench.sparsity_disk import hot_to_cold, with_rates, within_disk
 from bench.stated_predictors import state
 from bench.tale_sparsity import BOOKS, MODELS
 from penstock import _native
@@ -46,7 +46,8 @@ from penstock.store.predictors import with_predictors
 from penstock.store.quantize import encode, encode_rows
 from tools.reference_text import read_books
 
-SHAPE, RATES = "opt-6.7b", "zipf:1.03"
+SHAPE, STEEPNESS = "opt-6.7b", 1.03
+RATES = f"zipf:{STEEPNESS}"
 ZEROS = (90, 50, 10)  # percent
 FORMATS = ("int4", "float16")
 SIZE, COPIES = 4096, 8  # of the operator's matrix; so many of them are larger than any cache
@@ -121,7 +122,8 @@ class Operator:
             weights=self._neurons[i].ctypes.data, count=self._part.granules, stride=self._part.granule_bytes,
             shape=cpu.ffn_shape(self._part, self._ffn), h=self._h.ctypes.data, t=1, partial=partial, pending=pending,
             granule=0, starts_sum=True, continues_four=False, leaves_four=False, skips=True, fired=0, fired_stride=0,
-            active=0, active_stride=0, level=0.0, values=0,
+            active=0, active_stride=0, level=0.0, values=0, biases=0,
+            bias_stride=0,
             exact=False, scratch=self._scratch.ctypes.data, scratch_bytes=self._scratch.nbytes,
         )  # fmt: skip
 
@@ -211,6 +213,17 @@ def in_ram(folder: Path, rounds: int, threads: int, layouts: Sequence[str]) -> d
     }
 
 
+def on_disk(folder: Path, rounds: int, layouts: Sequence[str]) -> dict[str, Any]:
+    """The keys of `predict` on top, where it was wanted, else of `exact`; all under their names."""
+    hot = hot_to_cold(make(folder, "int4-neurons"))
+    models = {"off": hot, "exact": hot}
+    if "predict" in layouts:
+        models["predict"] = with_rates(make(folder, "int4-records"), STATED_ACTIVE, STATED_SHARE, STEEPNESS)
+    found = within_disk({name: models[name] for name in models if name == "off" or name in layouts}, rounds)
+    keys = ("vs_dense", "share_of_bound", "disk_bytes_per_token")
+    return {**{key: found[list(found)[-1]][key] for key in keys}, **found}
+
+
 def _ffns() -> list[Part]:
     from penstock.serve.planning import describe
 
@@ -278,7 +291,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=host.usable_cpus())
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS), help="of the part ram")
+    parser.add_argument(
+        "--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS), help="of the parts ram and disk"
+    )
     parser.add_argument("--plot", type=Path, help="of the trained models, an SVG")
     parser.add_argument("--table", type=Path, help="of the trained models, a page")
     wanted = parser.parse_args()
@@ -303,7 +318,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
             folder = wanted.folder or Path(temporary)
             folder.mkdir(parents=True, exist_ok=True)
-            result["disk_2.4"] = within_disk(make(folder, "int4-neurons"), wanted.rounds)
+            result["disk_2.4"] = on_disk(folder, wanted.rounds, wanted.layouts)
         print(json.dumps(result["disk_2.4"], indent=1))
     if "predict" in wanted.only:
         with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:

@@ -1,26 +1,42 @@
-"""Predictors for random models, which nobody has trained: they call a stated share of the neurons of each layer active,
-drawn once, the same for every token. So what predictors cost and save can be timed at any size.
+"""Predictors for random models, which nobody has trained: they call a stated share of the neurons of each layer active.
+So what predictors cost and save can be timed at any size. Both matrices are random and the same in all layers. They are
+read and multiplied as others are, and the biases decide.
 
-Both matrices are random and the same in all layers. They are read and multiplied as others are, but the biases decide.
+`state`: the same neurons for every token, drawn once. `state_by_rates`: others for each token, the neuron at each place
+at a rate of its own, which falls with the place as PowerInfer's Figure 4 has it. A profile beside the model says so.
 """
 
 from __future__ import annotations
 
+from base64 import b64encode
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
-from penstock.serve.fitting import Fitted, granule_of
+from penstock.planner.activity import of_mean
+from penstock.serve.engine import Engine
+from penstock.serve.fitting import Fitted, granule_of, rounded
+from penstock.serve.loading import Loading
+from penstock.serve.profiling import read
+from penstock.spec.ask import Ask
 from penstock.spec.format import Format
 from penstock.spec.model import Ffn, ModelSpec
-from penstock.spec.parts import parts_by_key
+from penstock.spec.parts import Part, parts_by_key
 from penstock.spec.predictors import RANK_STEP, LayerPredictor, Predictors, part_of
-from penstock.spec.profile import FIRED_TOGETHER
+from penstock.spec.profile import FIRED_TOGETHER, FiringCounts, Profile
 from penstock.store.packed import open_packed
 from penstock.store.predictors import keep, model_sha256
+from penstock.store.profile_file import keep as keep_profile
 from penstock.units import round_up
 
 _SEED, _SURE = 0, np.float32(1e30)  # no score is near it
+_HEARD, _TOKENS = 256, 1 << 20  # tokens whose scores give the biases; tokens that the profile is said to be of
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def rank_for(spec: ModelSpec, weights: Format, share: float) -> int:
@@ -34,24 +50,83 @@ def state(folder: Path, active: float, share: float) -> Predictors:
     """Gives the packed model predictors with `share` of its parameters that call the share `active` active."""
     packed = open_packed(folder)
     spec, rank = packed.spec, rank_for(packed.spec, packed.weights, share)
-    rng = np.random.default_rng(_SEED)
+    n, rng = _neurons(spec), np.random.default_rng(_SEED)
+    part = part_of(spec, 0, rank)
+    one = granule_of(_random(spec, rank, rng), part)
+    called = [rng.permutation(n) < round(active * n) for _ in spec.layers]
+    biases = [np.where(each, _SURE, -_SURE).astype(np.float32) for each in called]
+    return _keep(folder, spec, rank, (active,) * len(FIRED_TOGETHER), one, biases)
+
+
+def state_by_rates(folder: Path, active: float, share: float, steepness: float) -> Predictors:
+    """The same, but the neuron at place i is called active at a rate that falls with i as a power of `steepness`, with
+    the mean `active`. A neuron's scores over tokens are nearly normal, as sums of many terms, so their mean and their
+    deviation give its bias. They are heard twice: of all neurons, then of those that are called active."""
+    packed = open_packed(folder)
+    spec, rank = packed.spec, rank_for(packed.spec, packed.weights, share)
+    n, part = _neurons(spec), part_of(spec, 0, rank)
+    found = rounded(_random(spec, rank, np.random.default_rng(_SEED)), part)
+    one, curve = granule_of(found, part), of_mean(active, steepness)
+    rates = np.array([curve.mean(i / n, (i + 1) / n) for i in range(n)])
+    together = tuple(float(np.mean(1 - (1 - rates) ** tokens)) for tokens in FIRED_TOGETHER)
+    quantiles = np.array([NormalDist().inv_cdf(rate) for rate in rates.clip(1e-6, 1 - 1e-6)])
+    counts = b64encode((rates * _TOKENS).astype("<u4").tobytes()).decode()
+    layers = tuple(FiringCounts(i, n, counts, together) for i in range(len(spec.layers)))
+    keep_profile(Profile("nothing (stated)", "0" * 64, _TOKENS, (), layers), folder)
+    biases = [np.full(n, _SURE, np.float32) for _ in spec.layers]
+    for _ in range(2):
+        stated = _keep(folder, spec, rank, together, one, biases)
+
+        def note(layer: int, h: Array, fired: Array) -> None:
+            scores = found.scores(h)  # [T, N]
+            biases[layer] = (scores.std(0) * quantiles - scores.mean(0)).astype(np.float32)
+
+        _hear(folder, note)
+    shares = np.zeros(len(spec.layers))
+
+    def count(layer: int, h: Array, fired: Array) -> None:
+        shares[layer] = np.mean(found.scores(h) + biases[layer] > 0)
+
+    stated = _keep(folder, spec, rank, together, one, biases)
+    _hear(folder, count)
+    print(f"called active: {shares.mean():.2%} of the neurons, {shares.min():.2%} to {shares.max():.2%} a layer")
+    return stated
+
+
+def _hear(folder: Path, note: Callable[[int, Array, Array], None]) -> None:
+    """Reads random tokens with the model's predictors."""
+    ids = np.random.default_rng(_SEED + 1).integers(0, 256, _HEARD).tolist()
+    ask = Ask(context=_HEARD, sparsity="predict", prompt_tokens=_HEARD)
+    with closing(Engine.load(folder, ask, Loading())) as engine, engine.session.hearing_neurons(note, by_place=True):
+        for _ in read(engine, ids, None):
+            pass
+
+
+def _neurons(spec: ModelSpec) -> int:
     neurons = {layer.ffn.neurons for layer in spec.layers if isinstance(layer.ffn, Ffn)}
     assert len(neurons) == 1, "layers are alike"
-    n = neurons.pop()
-    matrices = rng.standard_normal((spec.d_model, rank), np.float32), rng.standard_normal((rank, n), np.float32)
-    part = part_of(spec, 0, rank)
-    one = granule_of(Fitted(matrices[0], np.zeros(rank, np.float32), matrices[1], np.zeros(n, np.float32)), part)
+    return neurons.pop()
+
+
+def _random(spec: ModelSpec, rank: int, rng: np.random.Generator) -> Fitted:
+    n = _neurons(spec)
+    hidden, neurons = (rng.standard_normal(shape, np.float32) for shape in ((spec.d_model, rank), (rank, n)))
+    return Fitted(hidden, np.zeros(rank, np.float32), neurons, np.zeros(n, np.float32))
+
+
+def _keep(
+    folder: Path, spec: ModelSpec, rank: int, active: tuple[float, ...], one: Array, biases: list[Array]
+) -> Predictors:
+    """Keeps predictors that differ by their biases alone. `active`: as of `LayerPredictor`."""
+    part: Part = part_of(spec, 0, rank)
     block, granules = part.block("neurons_bias"), []
-    for _ in spec.layers:
-        called = rng.permutation(n) < round(active * n)
+    for bias in biases:
         granule = one.copy()
-        granule[block.offset :][: 4 * n] = np.where(called, _SURE, -_SURE).astype(np.float32).view(np.uint8)
+        granule[block.offset :][: bias.nbytes] = bias.view(np.uint8)
         granules.append(granule)
     # What fires is not known: nothing is said of recall.
-    shares = (active,) * len(FIRED_TOGETHER)
-    layers = tuple(LayerPredictor(i, rank, 0.0, 0.0, 0.0, shares) for i in range(len(spec.layers)))
-    found = Predictors(
-        model_sha256(folder), "nothing (stated)", "0" * 64, 1, _SEED, 0.5, layers, ("0" * 16,) * len(layers)
-    )
+    layers = tuple(LayerPredictor(i, rank, 0.0, 0.0, 0.0, active) for i in range(len(spec.layers)))
+    sums = ("0" * 16,) * len(layers)
+    found = Predictors(model_sha256(folder), "nothing (stated)", "0" * 64, 1, _SEED, 0.5, layers, sums)
     keep(found, granules, folder, spec)
     return found

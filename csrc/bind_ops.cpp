@@ -344,7 +344,7 @@ void bind_ops(nb::module_& m) {
             FIELD(FfnOp, "starts_sum", sum.starts_sum), FIELD(FfnOp, "continues_four", sum.continues),
             FIELD(FfnOp, "leaves_four", sum.keeps), SAME(FfnOp, skips), SAME(FfnOp, fired), SAME(FfnOp, fired_stride),
             SAME(FfnOp, exact), SCRATCH(FfnOp), SAME(FfnOp, active), SAME(FfnOp, active_stride),
-            SAME(FfnOp, level), SAME(FfnOp, values));
+            SAME(FfnOp, level), SAME(FfnOp, values), SAME(FfnOp, biases), SAME(FfnOp, bias_stride));
     ops.def("fire", &Kernels::fire,
             WEIGHTS(FireOp), SAME(FireOp, shape), SAME(FireOp, h), SAME(FireOp, t), SAME(FireOp, values),
             SAME(FireOp, exact), SCRATCH(FireOp));

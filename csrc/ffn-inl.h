@@ -253,8 +253,9 @@ bool ffn_many(Pool& pool, const FfnOp& op, std::size_t cost) {
 bool ffn(Pool& pool, const FfnOp& op) {
     const FfnShape& shape = op.shape;
     const FfnSum& sum = op.sum;
-    if (shape.up.rows > kGranuleRows || (op.values != nullptr && (op.t > kFewRows || !shape.down.by_row())))
-        return false;
+    const bool in_two_steps = op.values != nullptr || op.biases != 0;
+    if (shape.up.rows > kGranuleRows || (in_two_steps && (op.t > kFewRows || !shape.down.by_row()))) return false;
+    if (op.biases != 0 && !shape.by_records()) return false;
     const std::size_t down_bytes = shape.down.by_row() ? neuron_bytes(shape) : bytes_of(shape.down);
     const std::size_t in_tiles =
         shape.by_records() ? 0 : bytes_of(shape.first()) * (shape.gate.rows > 0 && !shape.up.by_row() ? 2 : 1);

@@ -281,7 +281,9 @@ struct OutOp {
 // the layer], rows `active_stride` bytes apart (null: all are): a neuron that is not active in a row counts as if
 // act(…) were 0 there. Its weights are not read where that can be helped. `level`: where |act(…)| is below it, it
 // counts as 0. `values`: what `FireOp` gave for these granules, of FFNs that lie neuron by neuron and few rows
-// (null: it is computed here). With them only the rows of neurons that fire are read of the weights.
+// (null: it is computed here). With them only the rows of neurons that fire are read of the weights. `biases`: where
+// granules with the biases lie, `bias_stride` bytes apart, of few rows whose weights are records alone (0: with the
+// weights).
 struct FfnOp {
     Granules weights;
     FfnShape shape;
@@ -297,6 +299,14 @@ struct FfnOp {
     std::ptrdiff_t active_stride = 0;
     float level = 0;
     const float* values = nullptr;
+    std::uintptr_t biases = 0;
+    std::size_t bias_stride = 0;
+
+    // Granule g for its biases.
+    const std::uint8_t* biased(int g) const {
+        if (biases == 0) return weights.data + std::size_t(g) * weights.stride;
+        return reinterpret_cast<const std::uint8_t*>(biases + std::size_t(g) * bias_stride);
+    }
 };
 
 // values [count, t, kGranuleRows] = act(gate h), or act(up h), of each granule: what `FfnOp` takes as `values`. Only

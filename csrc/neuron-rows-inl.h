@@ -121,13 +121,13 @@ void dot_row(const Matrix& m, const std::uint8_t* at, const float* const* x, flo
     for (int i = 0; i < n; ++i) y[i] = f_sum(f_add(even[i], odd[i]));
 }
 
-// Calls to(i, x[i] · a neuron's row of m, plus its bias) for `count` rows of activations. `bias_at`: the byte of the
-// granule where m's biases begin (0: none).
+// Calls to(i, x[i] · a neuron's row of m, plus its bias) for `count` rows of activations. `bias_at`: the byte of
+// `biased`, the granule with biases, where m's begin (0: none).
 template <Kind kind, class To>
-void dot_rows(const Matrix& m, std::size_t bias_at, const std::uint8_t* granule, int neuron, const float* const* x,
-              int count, const To& to) {
+void dot_rows(const Matrix& m, std::size_t bias_at, const std::uint8_t* granule, const std::uint8_t* biased, int neuron,
+              const float* const* x, int count, const To& to) {
     const std::uint8_t* const row = row_at(m, granule, neuron);
-    const float bias = bias_at != 0 ? reinterpret_cast<const float*>(granule + bias_at)[neuron] : 0.0F;
+    const float bias = bias_at != 0 ? reinterpret_cast<const float*>(biased + bias_at)[neuron] : 0.0F;
     float y[4];
     for (int i = 0; i < count;) {
         int n = 1;
@@ -145,9 +145,9 @@ void dot_rows(const Matrix& m, std::size_t bias_at, const std::uint8_t* granule,
 
 // values [count] *= x[i] · a neuron's row of `up`, plus its bias.
 template <Kind kind>
-void times_up(const FfnShape& shape, const std::uint8_t* granule, int neuron, const float* const* x, int count,
-              float* values) {
-    dot_rows<kind>(shape.up, shape.up_bias, granule, neuron, x, count, [&](int i, float y) { values[i] *= y; });
+void times_up(const FfnShape& shape, const std::uint8_t* granule, const std::uint8_t* biased, int neuron,
+              const float* const* x, int count, float* values) {
+    dot_rows<kind>(shape.up, shape.up_bias, granule, biased, neuron, x, count, [&](int i, float y) { values[i] *= y; });
 }
 
 // sum [count] += Σ k neurons: value · its 32 numbers, of which `count` are wanted, at the end of a row.

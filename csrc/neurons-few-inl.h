@@ -76,7 +76,8 @@ void fire_records(const FfnOp& op, const Four& four, const Zeros& zeros, const f
             fetch(i + kRowsAhead);
             float* const values = wanted.values[i];
             std::fill(values + t, values + kFewRows, 0.0F);
-            dot_rows<kind>(first, shape.first_bias(), granule_at(wanted.at[i] / kGranuleRows),
+            const int g = wanted.at[i] / kGranuleRows;
+            dot_rows<kind>(first, shape.first_bias(), granule_at(g), op.biased(four.lo + g),
                            wanted.at[i] % kGranuleRows, h, t, [&](int row, float y) { values[row] = y; });
         }
     });
@@ -134,7 +135,8 @@ void sum_neurons(const FfnOp& op, const Rows& x, const Four& four, float* to) {
                     const std::uint8_t* next = row_at(shape.up, granule_of(i + 1), wanted.at[i + 1] % kGranuleRows);
                     prefetch_run(next, row_bytes(shape.up));
                 }
-                times_up<kind>(shape, granule_of(i), wanted.at[i] % kGranuleRows, h, t, wanted.values[i]);
+                const std::uint8_t* const biased = op.biased(four.lo + wanted.at[i] / kGranuleRows);
+                times_up<kind>(shape, granule_of(i), biased, wanted.at[i] % kGranuleRows, h, t, wanted.values[i]);
             }
         });
     }

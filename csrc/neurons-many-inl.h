@@ -35,7 +35,7 @@ void fire_rows(const FfnShape& shape, const std::uint8_t* granule, const float* 
                 if (!zeros.is_active(row, i)) continue;
                 rows[count] = h + std::ptrdiff_t(row) * shape.width(), at[count++] = row - from;
             }
-            dot_rows<kind>(first, shape.first_bias(), granule, i, rows, count,
+            dot_rows<kind>(first, shape.first_bias(), granule, granule, i, rows, count,
                            [&](int j, float y) { out[at[j] * kGranuleRows + i] = y; });
         }
     });
@@ -79,7 +79,7 @@ void value_neurons(const FfnOp& op, int g, const Rows& x, int row0, const Values
                 const std::ptrdiff_t at = std::ptrdiff_t(i) * to.rows + from;
                 const float* rows[kFewRows];
                 for (int j = 0; j < n; ++j) rows[j] = op.h + std::ptrdiff_t(row0 + to.row[at + j]) * shape.width();
-                times_up<kind>(shape, granule, i, rows, n, to.value + at);
+                times_up<kind>(shape, granule, granule, i, rows, n, to.value + at);
             }
         }
     });

@@ -255,14 +255,15 @@ class _Ops:
         self, *, weights: int, count: int, stride: int, shape: FfnShape, h: int, t: int, partial: int, pending: int,
         granule: int, starts_sum: bool, continues_four: bool, leaves_four: bool, skips: bool, fired: int,
         fired_stride: int, exact: bool, scratch: int, scratch_bytes: int, active: int, active_stride: int,
-        level: float, values: int,
+        level: float, values: int, biases: int, bias_stride: int,
     ) -> None:  # fmt: skip
         """partial [t, D] (+)= down · act(gate h) * (up h) of every granule, by fours of the layer's, whose granule
         number `granule` comes first. pending [t, D]: the sum of a four that the call before left or this one leaves.
         `skips`: what act(…) = 0 multiplies may be left out. fired uint8 [t, fired_stride] (0: not wanted): whether each
         neuron's act(…) was not 0. active uint8 [t, active_stride] (0: all are): act(…) counts as 0 where it is 0, and
         where |act(…)| is below `level`.
-        values [count, t, 64] (0: they are computed): what `fire` gave."""
+        values [count, t, 64] (0: they are computed): what `fire` gave. biases (0: with the weights): of records and at
+        most 4 rows, granules with the biases, `bias_stride` bytes apart."""
 
     def fire(
         self, *, weights: int, count: int, stride: int, shape: FfnShape, h: int, t: int, values: int, exact: bool,

@@ -1,7 +1,8 @@
 """A worker: one model as the engine plans it within a limit of memory, decoding greedily. For benches of disks.
 
 Commands: `decode N` answers a prompt and decodes N tokens: seconds of the N, bytes that the disk read meanwhile, and
-`bound_s`, what the machine's figures say that these reads take, each in its place and nothing between them.
+`bound_s`, what the machine's figures say that these reads take, each in its place and nothing between them. Of records
+that were asked for `asked_bytes` are all bytes of their reads, and `records_bytes` those of the records alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import numpy as np
 
 from bench.peers import Answer, serve, token_ids
 from penstock.graph import ops, passes
-from penstock.graph.tasks import Pass, Task
+from penstock.graph.records import Records
+from penstock.graph.tasks import Call, Pass, Task
 from penstock.planner.cost import Cost
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
@@ -35,17 +37,30 @@ class Within:
         )  # fmt: skip
         self.engine = Engine.load(folder, ask, Loading())
         self._cost = Cost(self.engine.machine)
-        self._bound_s = 0.0
+        self._bound_s, self._asked_bytes, self._records_bytes = 0.0, 0, 0
         session = self.engine.session
-        step = session.lowering.step
+        step, plan = session.lowering.step, self.engine.plan
+        asked = [unit for unit in plan.units if unit.asked]
+        strides = {unit.part: Records.of(plan.parts[unit.part]).stride for unit in asked}
+        firsts = {unit.part: plan.unit_rows(unit)[0] for unit in reversed(asked)}
+
+        def counted(call: Call, answer: Any) -> Any:
+            """What was answered. Notes the records that it names, of neurons from the first that is asked for on."""
+            found, operands = answer(call), call.operands
+            assert isinstance(operands, ops.Fire | ops.Predict)
+            part = f"{operands.layer}.ffn"
+            live = {neuron for row in found for neuron in row if neuron >= firsts[part]}
+            self._records_bytes += len(live) * strides[part]
+            return found
 
         def noting(p: Pass, answer: Any) -> Iterator[Task]:
-            for task in step(p, answer):
+            for task in step(p, lambda call: counted(call, answer)):
                 if p.purpose == "decode" and isinstance(task.calls[0].operands, ops.Load | ops.Pick | ops.Fetch):
                     self._bound_s += self._cost.seconds(task)
+                    self._asked_bytes += sum(c.bytes for c in task.calls if isinstance(c.operands, ops.Pick))
                 yield task
 
-        session.lowering.step = noting  # type: ignore[method-assign]
+        session.lowering.step = noting  # type: ignore[method-assign, assignment]
 
     def facts(self) -> dict[str, Any]:
         engine = self.engine
@@ -64,7 +79,7 @@ class Within:
             session.step(p, [ids[batch.start[0] : batch.start[0] + batch.rows[0]]])
         token = session.best[0][0][1]
         answered, read = [token], session.bytes_moved()
-        self._bound_s, start_s = 0.0, time.perf_counter()
+        self._bound_s, self._asked_bytes, self._records_bytes, start_s = 0.0, 0, 0, time.perf_counter()
         for position in range(PROMPT_TOKENS, PROMPT_TOKENS + tokens):
             session.step(passes.decode(plan, (0,), (position,), passes.DECODE), [np.array([token], np.int32)])
             token = session.best[0][0][1]
@@ -73,6 +88,7 @@ class Within:
         now = session.bytes_moved()
         return {
             "seconds": seconds, "disk_bytes": sum(now.values()) - sum(read.values()), "bound_s": self._bound_s,
+            "asked_bytes": self._asked_bytes, "records_bytes": self._records_bytes,
             "tokens": answered, "peak_bytes": session.peak_host_bytes,
         }  # fmt: skip
 

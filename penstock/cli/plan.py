@@ -92,7 +92,7 @@ def plan(
         ask = work.ask(machine)
         figures = _figures(machine_file, machine, ask)
         disks = part_disks(path)
-        routers = routers_of(path, spec) if answers is None else _replayed(answers, spec)
+        routers = routers_of(path, spec, ask.sparsity) if answers is None else _replayed(answers, spec)
         firing = firing_of(path, spec, ask.sparsity)
         how = {"every": compare, "may_plan": machine_file is not None}
         solved = solve(ask, spec, fmt, figures, disks, **how, trace=routers, firing=firing)

@@ -217,7 +217,7 @@ class Layout:
             buffers["routes"] = max(ffn.routes_bytes(rows) for ffn in routed)
         if plan.caches:
             outputs = 4 * plan.asking_rows * max(ffn.active for ffn in routed) * spec.d_model
-        if self.asked:
+        if self.asked and plan.sparsity != "predict":
             granules = max(self.parts[plan.units[u].part].granules for u in self.asked)
             buffers["values"] = 4 * plan.batch_seqs * granules * GRANULE_ROWS
         if plan.predictors:

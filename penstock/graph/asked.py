@@ -2,14 +2,16 @@
 lowering. `records` says which bytes these are.
 
 A decode pass computes the activations of such a unit from the matrix that stays in RAM. Who fires is an answer, as a
-router's is. The records of neurons that fire are then read in runs of whole pages, while the layer's other units are
-computed. A hole between two runs is read through if that is no slower than to begin another read (`Plan.hole_bytes`).
+router's is. Where a plan has predictors, what they call active is the answer, and nothing is computed before it. The
+records of these neurons are then read in runs of whole pages, while the layer's other units are computed. A hole
+between two runs is read through if that is no slower than to begin another read (`Plan.hole_bytes`).
 Passes that do not ask stream such a unit whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from penstock.graph import ops
 from penstock.graph.batch import Batch
@@ -18,36 +20,45 @@ from penstock.graph.records import Records
 from penstock.graph.tasks import Call, Pass, Slot, Task
 from penstock.spec.places import HOST, kernels_of, lane_between
 
-MOST_ROWS = 4  # of a batch: kernels for few rows alone take activations that are there (csrc/simd_*.h, kFewRows)
+# Of a batch: kernels for few rows alone take activations that are there, and records apart from their biases
+# (csrc/simd_*.h, kFewRows).
+MOST_ROWS = 4
+
+Ask = Callable[[Call], Sequence[Sequence[int]]]
 
 
 class AskedUnits:
-    """The calls of a layer's units that are asked for."""
+    """The calls of a layer's units that are asked for. `predicted`: by the batch's id, the latest call that said which
+    neurons are active."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls, self._plan, self._layout = calls, calls.plan, calls.layout
         self._records: dict[str, Records] = {}
+        self.predicted: dict[int, Call] = {}
 
     def among(self, p: Pass, units: Sequence[int]) -> list[int]:
         """Those of some units that this pass asks for."""
         return [u for u in units if self._plan.units[u].asked] if p.stream.asks else []
 
-    def ask(
-        self, p: Pass, layer: int, units: Sequence[int], answer: Callable[[Call], Sequence[Sequence[int]]]
-    ) -> Iterator[Task]:
-        """Computes who fires, and emits the reads of their records."""
-        emit = self._calls.emit
-        fires = {u: [self._fire(layer, u, batch) for batch in p.batches] for u in units}
+    def ask(self, p: Pass, layer: int, units: Sequence[int], answer: Ask) -> Iterator[Task]:
+        """Computes who fires, or hears who is active, and emits the reads of their records."""
+        emit, foretold = self._calls.emit, self._plan.sparsity == "predict"
+        fires = {} if foretold else {u: [self._fire(layer, u, batch) for batch in p.batches] for u in units}
         emit.close(kernels_of(HOST))
         yield from emit.closed()
-        for u, calls in fires.items():
+        active = _rising(map(answer, (self.predicted[batch.id] for batch in p.batches))) if foretold else []
+        asks = tuple(self._calls.active(layer, HOST, batch) for batch in p.batches) if foretold else ()
+        for u in units:
             unit = self._plan.units[u]
             part = self._layout.parts[unit.part]
-            live = sorted({neuron for call in calls for row in answer(call) for neuron in row})
+            if foretold:
+                lo, hi = self._plan.unit_rows(unit)
+                live = active[bisect_left(active, lo) : bisect_left(active, hi)]
+            else:
+                live, asks = _rising(map(answer, fires[u])), tuple(self.values(u, batch) for batch in p.batches)
             records = self._records.setdefault(unit.part, Records.of(part))
             runs = records.runs(live, part.granule_rows, self._plan.hole_bytes)
-            asked = tuple(self.values(u, batch) for batch in p.batches)
-            pick = ops.Pick(self._layout.asked[u], runs, asked)
+            pick = ops.Pick(self._layout.asked[u], runs, asks)
             nbytes = sum(hi - lo for lo, hi in runs)
             emit.alone((lane_between(unit.home, HOST),), Call(pick, u, None, part.kinds(), nbytes, 0))
         yield from emit.closed()
@@ -66,3 +77,8 @@ class AskedUnits:
         fire = ops.Fire(self._layout.kept[u], h, self.values(u, batch), calls.scratch(HOST), layer=layer)
         cost = calls.matrix_cost(u, (part.blocks[0].name,), batch.total_rows)
         return calls.add(HOST, fire, u, batch, part.kinds((part.blocks[0].name,)), cost)
+
+
+def _rising(answers: Iterable[Sequence[Sequence[int]]]) -> list[int]:
+    """The neurons that some row of some batch names, in rising order."""
+    return sorted({neuron for rows in answers for row in rows for neuron in row})

@@ -96,10 +96,14 @@ def _check_asked(plan: Plan, by_key: dict[str, Part]) -> None:
     asked = [unit for unit in plan.units if unit.asked]
     for unit in asked:
         here = is_disk(unit.home) and unit.decode == unit.prefill == HOST
-        if not (here and may_be_asked(by_key[unit.part])):
-            raise _wrong(f"a unit of {unit.part} is asked for, which only FFNs on a disk are that lie neuron by neuron")
-    if asked and (plan.sparsity != "exact" or plan.caches or plan.main != HOST or plan.order != "overlapped"):
-        raise _wrong("units are asked for: that needs sparsity exact and order overlapped, no caches and no device")
+        if plan.sparsity in ("exact", "predict") and not (here and may_be_asked(by_key[unit.part], plan.sparsity)):
+            how = "with whole records" if plan.sparsity == "predict" else "that lie neuron by neuron"
+            raise _wrong(f"a unit of {unit.part} is asked for, which only FFNs on a disk are {how}")
+    asks = plan.sparsity in ("exact", "predict") and not plan.caches
+    if asked and not (asks and plan.main == HOST and plan.order == "overlapped"):
+        raise _wrong(
+            "units are asked for: that needs sparsity exact or predict and order overlapped, no caches and no device"
+        )
     if asked and plan.batch_seqs > MOST_ROWS:
         raise _wrong(f"units are asked for by batches of {plan.batch_seqs}; at most {MOST_ROWS} sequences can ask")
 

@@ -281,7 +281,7 @@ class Lowering:
         h, scratch = calls.rows(home, batch, "h"), calls.scratch(home)
         cost = ops.matrix_cost(part, 0, 1, ops.PREDICTOR_BLOCKS, batch.total_rows)
         predict = ops.Predict(layout.predictors[layer], h, active, scratch, layer=layer)
-        calls.add(home, predict, -1, batch, part.kinds(), cost)
+        self._asked.predicted[batch.id] = calls.add(home, predict, -1, batch, part.kinds(), cost)
         for executor in executors:
             if executor != home:
                 calls.copy(batch, "active", active.nbytes, home, executor)
@@ -297,7 +297,10 @@ class Lowering:
         active: tuple[Slot, ...] = ()
         skips = self.plan.sparsity != "off" and part.kind == "ffn"
         values: tuple[Slot, ...] = ()
-        if weights is self.layout.asked.get(u):
+        is_asked = weights is self.layout.asked.get(u)
+        if is_asked and not self.plan.activates_all(part):
+            cost = ops.active_cost(cost, unit.active)
+        elif is_asked:
             values = (self._asked.values(u, batch),)
             activated = calls.matrix_cost(u, (part.blocks[0].name,), batch.total_rows)
             cost = ops.active_cost((cost[0] - activated[0], cost[1] - activated[1]), unit.active)

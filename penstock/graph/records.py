@@ -5,7 +5,8 @@ read only when they are asked for (`Unit.asked`).
     stays in RAM         | pages that hold what is no record, one after the other |
     read when asked for  |                       | pages that hold records        |
 
-Both are whole pages of a granule, so a page with the end of one and the beginning of the other counts to both.
+Both are whole pages of a granule, so a page with the end of one and the beginning of the other counts to both. Where
+records have what is activated too (`by_records`), a granule begins with them, and biases alone stay.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ Run = tuple[int, int]  # bytes lo..hi of a part
 
 
 class Records(NamedTuple):
-    """Where the records of a part lie in each of its granules: bytes lo..hi, `stride` for each neuron."""
+    """Where the records of a part lie in each of its granules: bytes lo..hi, `stride` for each neuron. `ends`: nothing
+    lies behind them."""
 
     lo: int
     hi: int
     stride: int
     granule_bytes: int
+    ends: bool
 
     @classmethod
     def of(cls, part: Part) -> Records:
         rows = [block for block in part.blocks if block.stride]
         lo, stride = rows[0].offset, rows[0].stride
-        return cls(lo, lo + rows[0].rows * stride, stride, part.granule_bytes)
+        return cls(lo, lo + rows[0].rows * stride, stride, part.granule_bytes, part.blocks[-1].stride > 0)
 
     @property
     def head(self) -> int:
@@ -41,7 +44,7 @@ class Records(NamedTuple):
     @property
     def tail(self) -> int:
         """Where its last bytes begin, which stay in RAM behind the first ones."""
-        return max(self.head, self.hi // PAGE_BYTES * PAGE_BYTES)
+        return self.granule_bytes if self.ends else max(self.head, self.hi // PAGE_BYTES * PAGE_BYTES)
 
     @property
     def kept_bytes(self) -> int:
@@ -84,7 +87,10 @@ class Records(NamedTuple):
         return (granule - lo) * self.page_bytes + inside - self.first
 
 
-def may_be_asked(part: Part) -> bool:
-    """Whether units of this part may be asked for: a record is what a neuron's activation is multiplied with, and no
-    bias belongs to it."""
-    return part.by_neurons and not part.blocks[0].stride and not (part.has("gate") and part.has("up_bias"))
+def may_be_asked(part: Part, sparsity: str) -> bool:
+    """Whether units of this part may be asked for (`sparsity`: a plan's). By activations: a record is what a neuron's
+    activation is multiplied with, and no bias belongs to it. By predictors: a record has all of a neuron's weights."""
+    if sparsity == "predict":
+        return part.by_records
+    alone = part.by_neurons and not part.by_records
+    return sparsity == "exact" and alone and not (part.has("gate") and part.has("up_bias"))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from penstock.graph.ops import Copy, Experts, KvMove, Operands, Pick
 from penstock.graph.tasks import Call, Task, link_lane
 from penstock.spec.format import Kinds, Share
-from penstock.spec.machine import KV_IN_FLIGHT, Figure, MachineSpec, Rate
+from penstock.spec.machine import KV_IN_FLIGHT, PICKS_IN_FLIGHT, Figure, MachineSpec, Rate
 from penstock.spec.parts import PAGE_BYTES
 from penstock.spec.places import CPU, DISK, Lane, is_disk, reads_disk
 from penstock.units import MIB
@@ -87,7 +87,7 @@ class Cost:
     def call_parts_s(self, lane: Lane, call: Call) -> tuple[float, float]:
         """(fixed seconds of a call, with those of preparing it; seconds of its bytes or flops)."""
         rate = self._rate(lane, call)
-        begins = _begins(lane, call.operands)
+        begins = _begins(lane, call.operands, rate)
         fixed_s = begins * rate.alpha_s + self._overhead(lane)[1]
         return fixed_s, max(call.bytes * rate.s_per_byte, call.flops * rate.s_per_flop)
 
@@ -96,7 +96,7 @@ class Cost:
         read takes to begin, in whole pages."""
         rate, load = (self._line((lane, op, fmt, 1)) for op in ("pick", "load"))
         # No disk reads here and there faster than in a row, whatever a fit of small reads says.
-        nbytes = rate.alpha_s / KV_IN_FLIGHT / max(rate.s_per_byte, load.s_per_byte, _LEAST_S_PER_BYTE)
+        nbytes = rate.alpha_s / _in_flight(rate) / max(rate.s_per_byte, load.s_per_byte, _LEAST_S_PER_BYTE)
         return int(min(nbytes, _MOST_HOLE_BYTES)) // PAGE_BYTES * PAGE_BYTES
 
     def bytes_per_s(self, lane: Lane, op: str, fmt: str) -> float:
@@ -137,7 +137,7 @@ class Cost:
     def _terms(self, lane: Lane, call: Call) -> tuple[_Line, float, float, float]:
         """(a call's line, its seconds to begin, its seconds by bytes, its seconds by flops)."""
         rate = self._rate(lane, call)
-        begins = _begins(lane, call.operands)
+        begins = _begins(lane, call.operands, rate)
         return rate, begins * rate.alpha_s, call.bytes * rate.s_per_byte, call.flops * rate.s_per_flop
 
     def _overhead(self, lane: Lane) -> Overheads:
@@ -167,16 +167,22 @@ class Cost:
         return line
 
 
-def _begins(lane: Lane, operands: Operands) -> int:
+def _in_flight(line: _Line) -> int:
+    """How many ranges of a disk were in flight together when the line was measured. Where nobody has timed reads of
+    records, they go by those of KV."""
+    return PICKS_IN_FLIGHT if line.of[0][0].op == "pick" else KV_IN_FLIGHT
+
+
+def _begins(lane: Lane, operands: Operands, line: _Line) -> int:
     """How often a call waits for alpha_s: once, but for moves of several ranges. Each range of KV, and each run of
-    records, has an alpha_s of its own. On a disk the KV_IN_FLIGHT ranges that are in flight together share one."""
+    records, has an alpha_s of its own. On a disk those that are in flight together share one."""
     if isinstance(operands, KvMove):
         ranges = operands.ranges
     elif isinstance(operands, Pick):
         ranges = len(operands.runs)
     else:
         return 1
-    return -(-ranges // (KV_IN_FLIGHT if is_disk(lane) else 1))
+    return -(-ranges // (_in_flight(line) if is_disk(lane) else 1))
 
 
 def _rows(call: Call) -> int:

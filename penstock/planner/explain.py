@@ -32,7 +32,7 @@ ARENAS = {
     "weights": "weights that stay",
     "ring": "ring that weights stream through",
     "cache": "caches for experts",
-    "asked": "records of neurons that fire",
+    "asked": "records of active neurons",
     "kv": "KV cache",
     "window": "KV on its way",
     "act": "activations, logits",

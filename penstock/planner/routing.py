@@ -16,13 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from penstock.graph.arenas import neurons_of
 from penstock.graph.lower import Lowering
-from penstock.graph.ops import Fire, Route
+from penstock.graph.ops import Fire, Predict, Route
 from penstock.graph.tasks import Call, Pass
 from penstock.spec.answers import Answers
 from penstock.spec.model import ModelSpec, Routed
 from penstock.spec.parts import GRANULE_ROWS
 from penstock.spec.plan import Plan
+from penstock.spec.predictors import Predictors
 from penstock.spec.profile import Profile
 
 # In a stated trace, the r-th most wanted expert of a layer is drawn with a weight of r to this power.
@@ -30,6 +32,8 @@ SKEW = -0.5
 # A stated trace has 160 tokens, which is more than a prediction asks for, and 8 different layers, after which the
 # layers repeat. Models with many experts have fewer different layers, so that at most 2^19 numbers are drawn.
 _TOKENS, _LAYERS, _DRAWS = 160, 8, 1 << 19
+# Steps towards rates of a given mean, and how near they end. Some rates reach 1, so that one factor does not do.
+_SCALINGS, _CLOSE = 16, 1e-3
 _TOKENS_DRAWN = 16  # different tokens of which it is drawn who fires
 
 Token = tuple[int, ...]  # the experts that a token goes to, ascending
@@ -81,15 +85,38 @@ def firing(profile: Profile, orders: Mapping[int, Sequence[int]]) -> RouterTrace
     return RouterTrace(((),) * len(fires), profile.source, fires=tuple(fires))
 
 
+def called(spec: ModelSpec, predictors: Predictors, known: RouterTrace | None) -> RouterTrace:
+    """Whom a model's predictors call active: of each layer as many neurons as they are known to, by the rates of who
+    fires where a profile has them (`known`), else each as often as another."""
+    fires = []
+    for i, each in enumerate(predictors.layers):
+        count, share = neurons_of(spec.layers[each.layer]), each.active[0]
+        rates = memoryview(known.fires[i]).cast("f") if known is not None else array("f", [share]) * count
+        fires.append(_scaled(rates, share).tobytes())
+    source = predictors.source if known is None else known.source
+    return RouterTrace(((),) * len(fires), source, fires=tuple(fires))
+
+
+def _scaled(rates: Sequence[float], share: float) -> array[float]:
+    """Rates up to 1 whose mean is `share`, in the ratios of `rates`."""
+    factor, wanted = 1.0, share * len(rates)
+    for _ in range(_SCALINGS):
+        total = sum(min(1.0, rate * factor) for rate in rates)
+        if total == 0 or abs(total - wanted) <= _CLOSE * wanted:
+            break
+        factor *= wanted / total
+    return array("f", (min(1.0, rate * factor) for rate in rates))
+
+
 class Replay:
-    """Answers the routers of a plan out of a trace, and says who fires by its rates. After its last token the trace
-    begins again. `trace`: None: `stated`."""
+    """Answers the routers of a plan out of a trace, and says who fires, or whom predictors call active, by its rates.
+    After its last token the trace begins again. `trace`: None: `stated`."""
 
     def __init__(self, plan: Plan, trace: RouterTrace | None = None) -> None:
         spec = plan.target.spec
         self._plan = plan
         self._fires = trace.fires if trace is not None else ()
-        self._tokens: Counter[tuple[int, int]] = Counter()  # (unit, batch) → rows that were drawn
+        self._tokens: Counter[tuple[int, int]] = Counter()  # (who asks, batch) → rows that were drawn
         trace = (trace or stated(spec)) if spec.is_routed else RouterTrace((), "")
         self._layers, self._guesses = trace.layers, trace.guesses
         self._at = [0] * len(self._layers)
@@ -99,23 +126,25 @@ class Replay:
         next."""
         route = call.operands
         if isinstance(route, Fire):
-            return self._drawn(call, route)
+            return self._drawn(call, route.layer, call.unit, *self._plan.unit_rows(self._plan.units[call.unit]))
+        if isinstance(route, Predict):
+            neurons = neurons_of(self._plan.target.spec.layers[route.layer])
+            return self._drawn(call, route.layer, ~route.layer, 0, neurons)
         assert isinstance(route, Route) and call.batch is not None
         if route.guesses:
             return self._guess(route.layer, call.batch.total_rows, route.guesses)
         return self._next(route.layer, call.batch.total_rows)
 
-    def _drawn(self, call: Call, fire: Fire) -> list[Sequence[int]]:
-        """Who fires among a unit's neurons, in each row. Rows are independent of each other, and after _TOKENS_DRAWN of
-        them the same ones come again. Where no rates are known, all fire."""
-        unit, batch = self._plan.units[call.unit], call.batch
+    def _drawn(self, call: Call, layer: int, asker: int, lo: int, hi: int) -> list[Sequence[int]]:
+        """Who fires, or is active, among the neurons lo..hi of a layer, in each row. Rows are independent of each
+        other, and after _TOKENS_DRAWN of them the same ones come again. Where no rates are known, all fire."""
+        batch = call.batch
         assert batch is not None
-        lo, hi = self._plan.unit_rows(unit)
         if not self._fires:
             return [range(lo, hi)] * batch.total_rows
-        first = self._tokens[call.unit, batch.id]
-        self._tokens[call.unit, batch.id] += batch.total_rows
-        rates = self._fires[fire.layer]
+        first = self._tokens[asker, batch.id]
+        self._tokens[asker, batch.id] += batch.total_rows
+        rates = self._fires[layer]
         rows = (_live(rates, (first + 7 * batch.id + i) % _TOKENS_DRAWN) for i in range(batch.total_rows))
         return [row[bisect_left(row, lo) : bisect_left(row, hi)] for row in rows]
 

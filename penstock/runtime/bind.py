@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.graph import ops
-from penstock.graph.arenas import Layout
+from penstock.graph.arenas import Layout, neurons_of
 from penstock.graph.batch import Batch
 from penstock.graph.records import Records
 from penstock.graph.tasks import Call, Slot, Task
@@ -175,7 +175,8 @@ class Binding:
         unit, t = self._plan.units[call.unit], _batch(call).total_rows
         part, shape = self._parts[unit.part], self._spec.layers[op.layer].ffns[-1]  # dense, or the shared expert
         flags = op.starts_sum, op.continues_four, op.leaves_four
-        granules = self._picked(call, op) if op.values else self._granules(op.weights, part)
+        asked = op.weights == self._layout.asked.get(call.unit)
+        granules = self._picked(call, op) if asked else self._granules(op.weights, part)
         dense.ffn(
             granules, part, unit.lo, shape, self._rows(op.h, t),
             dense.FfnSum(self._rows(op.partial, t), self._rows(op.pending, t), *flags),
@@ -191,10 +192,14 @@ class Binding:
         )  # fmt: skip
 
     def _picked(self, call: Call, op: ops.Ffn) -> NDArray[np.uint8]:
-        """The granules of a unit that was asked for, uint8 [granules, granule_bytes], with the records that fire."""
+        """The granules of a unit that was asked for, uint8 [granules, granule_bytes], with the records that count."""
         unit, kept = self._plan.units[call.unit], self._arenas.view(self._layout.kept[call.unit])
-        part, count = self._parts[unit.part], unit.hi - unit.lo
-        fires = (self._values(op.values[0], _batch(call).total_rows) != 0).any(axis=1)
+        part, count, t = self._parts[unit.part], unit.hi - unit.lo, _batch(call).total_rows
+        if op.values:
+            fires = (self._values(op.values[0], t) != 0).any(axis=1)
+        else:
+            active = self._active(op.active[0], t)[:, unit.lo * GRANULE_ROWS : unit.hi * GRANULE_ROWS]
+            fires = (active != 0).reshape(t, count, GRANULE_ROWS).any(axis=0)
         return whole(kept.reshape(count, -1), self._arenas.view(op.weights).reshape(count, -1), fires, part)
 
     def _values(self, slot: Slot, t: int) -> Float32:
@@ -360,8 +365,12 @@ class Binding:
 
     def answer(self, call: Call) -> list[list[int]]:
         """The answer of a router's call, which is done: the experts of each row, in rising order. Of a guess only so
-        many as were asked for, the likeliest first. Of a call that tells who fires: the places of those neurons."""
+        many as were asked for, the likeliest first. Of a call that tells who fires, or who is active: the places of
+        those neurons."""
         op = call.operands
+        if isinstance(op, ops.Predict):
+            count = neurons_of(self._spec.layers[op.layer])
+            return [np.flatnonzero(row[:count]).tolist() for row in self._active(op.active, _batch(call).total_rows)]
         if isinstance(op, ops.Fire):
             first = self._plan.units[call.unit].lo * GRANULE_ROWS
             rows = self._values(op.values, _batch(call).total_rows).swapaxes(0, 1).reshape(_batch(call).total_rows, -1)

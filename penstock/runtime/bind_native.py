@@ -86,8 +86,12 @@ class NativeBinding(Binding):
             for part in self._parts.values()
             if part.kind in FFNS
         }
-        # Of parts with units that are asked for: the shape of what stays in RAM, and of the pages with records.
-        asked = {unit.part: layers[self._parts[unit.part].layer].ffns[-1] for unit in plan.units if unit.asked}
+        # Of parts with units whose activations ask: the shape of what stays in RAM, and of the pages with records.
+        asked = {
+            unit.part: layers[self._parts[unit.part].layer].ffns[-1]
+            for unit in plan.units
+            if unit.asked and not self._parts[unit.part].by_records
+        }
         self._asked_shapes = {
             key: (cpu.kept_shape(self._parts[key], ffn), cpu.picked_shape(self._parts[key], ffn))
             for key, ffn in asked.items()
@@ -352,17 +356,21 @@ class NativeBinding(Binding):
         active, columns = (at(op.active[0]), op.active[0].nbytes // t) if op.active else (0, 0)
         part = self._parts[unit.part]
         stride, shape = part.granule_bytes, self._ffn_shapes[unit.part]
-        values = 0
-        if op.values:
-            values, stride = at(op.values[0]), Records.of(part).page_bytes
-            shape = self._asked_shapes[unit.part][1]
+        values = biases = bias_stride = 0
+        if op.weights == self._layout.asked.get(call.unit):
+            records = Records.of(part)
+            stride = records.page_bytes
+            if op.values:
+                values, shape = at(op.values[0]), self._asked_shapes[unit.part][1]
+            elif records.kept_bytes:  # of a granule the last pages, so that biases lie where the shape says
+                biases, bias_stride = at(self._layout.kept[call.unit]) - records.tail, records.kept_bytes
         on.ffn(
             weights=at(op.weights), count=unit.hi - unit.lo, stride=stride, shape=shape, h=at(op.h),
             t=t, partial=at(op.partial), pending=at(op.pending), granule=unit.lo,
             starts_sum=op.starts_sum, continues_four=op.continues_four, leaves_four=op.leaves_four, skips=op.skips,
             fired=self._fired_at(call), fired_stride=self._fired.shape[1], exact=self._exact[unit.part, "ffn"],
             scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes, active=active, active_stride=columns,
-            level=op.level, values=values,
+            level=op.level, values=values, biases=biases, bias_stride=bias_stride,
         )  # fmt: skip
 
     def _fire_on(self, on: Target, call: Call, op: ops.Fire, tables: BatchTables) -> None:

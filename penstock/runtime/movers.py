@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 
 from penstock import _native
 from penstock.errors import DamagedModel, PenstockError, StorageFailed
-from penstock.spec.machine import KV_IN_FLIGHT, USUAL_READS
+from penstock.spec.machine import PICKS_IN_FLIGHT
 from penstock.spec.places import Lane, Tier, disk_of
 from penstock.store.packed import Packed, damaged_granule
+
+PICKER_THREADS = 16  # of a kernel without io_uring
 
 
 class DiskLoad:
@@ -171,7 +173,7 @@ class DiskReader:
         disk = self._packed.disks[path]
         reader = self._pickers.get(disk)
         if reader is None:
-            reader = self._pickers[disk] = new_reader(USUAL_READS.engine, KV_IN_FLIGHT, self._block_bytes)
+            reader = self._pickers[disk] = new_picker(self._block_bytes)
         begun = reader.start_runs(fd, [(offset + lo, address, hi - lo) for lo, hi, address in runs])
         nbytes = sum(hi - lo for lo, hi, _ in runs)
         return DiskLoad(begun, FileRange(path, fd, direct, part, offset + runs[0][0], nbytes))
@@ -222,6 +224,15 @@ def new_reader(engine: str, depth: int, block_bytes: int) -> _native.Reader:
         return _native.Reader(engine, depth, block_bytes)
     except OSError:
         return _native.Reader("threads", depth, block_bytes)
+
+
+def new_picker(block_bytes: int) -> _native.Reader:
+    """A reader of many small reads at once. They are in flight through an io_uring where the kernel has one: threads
+    would be PICKS_IN_FLIGHT of them."""
+    try:
+        return _native.Reader("io_uring", PICKS_IN_FLIGHT, block_bytes)
+    except OSError:
+        return _native.Reader("threads", PICKER_THREADS, block_bytes)
 
 
 def poison(target: NDArray[np.uint8]) -> None:

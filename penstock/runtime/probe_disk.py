@@ -18,8 +18,8 @@ from penstock.errors import StorageFailed
 from penstock.runtime import host
 from penstock.runtime.fit import Fit, Points, Tell, fit_well
 from penstock.runtime.kv_file import KvFile
-from penstock.runtime.movers import new_reader
-from penstock.spec.machine import KV_IN_FLIGHT, USUAL_READS, Rate
+from penstock.runtime.movers import new_picker, new_reader
+from penstock.spec.machine import KV_IN_FLIGHT, PICKS_IN_FLIGHT, USUAL_READS, Rate
 from penstock.spec.places import DISK
 from penstock.units import KIB, MIB
 
@@ -31,6 +31,8 @@ _ROW_READS = (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB)  # sizes of granules t
 _LOADS = (MIB, 4 * MIB, 8 * MIB, 16 * MIB)  # sizes of loads
 _KV_READS = (32 * KIB, 128 * KIB, 512 * KIB)  # sizes of a sequence's K or V in a layer, before its new rows
 _KV_ROUNDS = 2
+_PICKS = (4 * KIB, 8 * KIB, 16 * KIB, 64 * KIB)  # sizes of runs of neurons' records
+_PICK_ROUNDS = 4
 _WRITES = (16 * KIB, 64 * KIB, 256 * KIB, MIB)  # sizes of the pages of a sequence that have new rows
 _WRITTEN_BYTES, _WRITE_ROUNDS, _WRITE_TURNS = 32 * MIB, 4, 5
 _TURNS = 2  # turns of a visit, 0.5 GB together
@@ -49,6 +51,7 @@ class ProbeFile:
         self._rng, self._offset = np.random.default_rng(0), 0  # where the next load begins
         self.reader = usual_reader()
         self._kv_reader = new_reader(USUAL_READS.engine, KV_IN_FLIGHT, USUAL_READS.block_bytes)
+        self._picker = new_picker(USUAL_READS.block_bytes)
 
     def loads_s(self, reader: _native.Reader, nbytes: int, count: int) -> float:
         """Seconds per load of `nbytes`: `count` loads one after the other, as a pass loads its units."""
@@ -79,6 +82,18 @@ class ProbeFile:
         for load in begun:
             load.wait()
         return (time.perf_counter() - start_s) / _KV_ROUNDS
+
+    def picks_s(self, nbytes: int) -> float:
+        """Seconds per round of PICKS_IN_FLIGHT reads of `nbytes` at random offsets, which are in flight together, as
+        neurons' records are read."""
+        base, each = self._memory.address, PICKS_IN_FLIGHT * nbytes
+        rounds = max(1, min(_PICK_ROUNDS, self._memory.nbytes // each))
+        offsets = sorted(self._random_offset(nbytes) for _ in range(rounds * PICKS_IN_FLIGHT))
+        start_s = time.perf_counter()
+        self._picker.start_runs(
+            self._fd, [(offset, base + i * nbytes, nbytes) for i, offset in enumerate(offsets)]
+        ).wait()
+        return (time.perf_counter() - start_s) / rounds
 
     def read_anywhere_s(self, nbytes: int) -> float:
         """Seconds of one read of `nbytes` at a random offset by the calling thread, as single rows are read."""
@@ -160,6 +175,7 @@ class LoadVisits:
         self._file = file
         self._times: dict[int, list[float]] = {nbytes: [] for nbytes in _LOADS}
         self._kv_times: dict[int, list[float]] = {nbytes: [] for nbytes in _KV_READS}
+        self._pick_times: dict[int, list[float]] = {nbytes: [] for nbytes in _PICKS}
         self._last_s = -_EVERY_S
 
     def between(self) -> None:
@@ -175,16 +191,21 @@ class LoadVisits:
                 times.append(self._file.loads_s(self._file.reader, nbytes, 8))
             for nbytes, times in self._kv_times.items():
                 times.append(self._file.kv_reads_s(nbytes))
+            for nbytes, times in self._pick_times.items():
+                times.append(self._file.picks_s(nbytes))
         self._last_s = time.perf_counter()
 
     def rates(self, tell: Tell) -> list[Rate]:
-        """The rates of loads and of KV reads, over all visits so far. Makes another visit where the times do not lie
-        on a line. The alpha of KV is that of a whole round of reads in flight together."""
+        """The rates of loads, of KV reads and of reads of records, over all visits so far. Makes another visit where
+        the times do not lie on a line. The alphas of KV and of records are those of a whole round of reads in flight
+        together."""
         loads = self._fit(self._times, 1, "loads from disk", tell)
         kv = self._fit(self._kv_times, KV_IN_FLIGHT, "KV reads from disk", tell)
+        picks = self._fit(self._pick_times, PICKS_IN_FLIGHT, "reads of records from disk", tell)
         return [
             Rate(DISK.reads, "*", "*", loads.alpha_s, loads.slope_s, 0.0, loads.r2),
             Rate(DISK.reads, "kv_load", "*", kv.alpha_s, kv.slope_s, 0.0, kv.r2),
+            Rate(DISK.reads, "pick", "*", picks.alpha_s, picks.slope_s, 0.0, picks.r2),
         ]
 
     def _fit(self, times: dict[int, list[float]], at_once: int, figure: str, tell: Tell) -> Fit:

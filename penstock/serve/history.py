@@ -5,7 +5,8 @@ be read (of another version, or half written when the power went) counts as not 
 
 Only runs that were predicted with the machine's present figures count. After a calibration or another probe the earlier
 runs stay in the file, and count again if those figures return. The band of a prediction comes from runs that are like
-it: the same lane binds, and a pass takes about as long. So runs of a tiny model say nothing of a large one.
+it: the same lane binds, a pass takes about as long, and the same is done about neurons that do not fire. So runs of a
+tiny model say nothing of a large one, nor do runs that ask predictors of runs that compute all.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class Phase:
 @dataclass(frozen=True)
 class Run:
     """One run, as it is kept. `figures`: the machine's, by their hash (`figures_id`). `plan`: by its hash. `weights`:
-    their format. `decode_s`: seconds of its `decode_steps` decode passes."""
+    their format. `decode_s`: seconds of its `decode_steps` decode passes. `sparsity`: the plan's, and whether records
+    are asked for; runs of versions that did not keep it count as off."""
 
     figures: str
     plan: str
@@ -83,6 +85,7 @@ class Run:
     decode_s: float
     first: Phase
     step: Phase
+    sparsity: str = "off"
 
 
 def figures_id(machine: MachineSpec) -> str:
@@ -145,6 +148,7 @@ def note_run(
             prediction.bound_by,
             dominant.of_decoding(plan, prediction, machine, position, batch),
         ),
+        sparsity=_sparsity(plan),
     )
     with suppress(OSError):
         file = history_file(machine_file)
@@ -169,9 +173,11 @@ def runs(machine_file: Path, machine: MachineSpec) -> list[Run]:
 
 def band(seen: Iterable[Run], prediction: Prediction, plan: Plan, batch: int) -> Band:
     """The error band of a prediction for `batch` sequences, from the last runs that are like it."""
-    decode_s, weights = step_s(prediction, plan, batch), plan.target.weights.name
+    decode_s, weights, sparsity = step_s(prediction, plan, batch), plan.target.weights.name, _sparsity(plan)
     firsts, steps = list[tuple[float, float]](), list[tuple[float, float]]()  # likeness, log ratio
     for run in seen:
+        if run.sparsity != sparsity:
+            continue
         like = 1.0 if run.weights == weights else _OTHER_FORMAT
         firsts.append((like * run.first.likeness(prediction.ttft_s, prediction.ttft_bound_by), run.first.log_ratio))
         steps.append((like * run.step.likeness(decode_s, prediction.bound_by), run.step.log_ratio))
@@ -184,6 +190,10 @@ def error_band(machine_file: Path, machine: MachineSpec, prediction: Prediction,
     if GPU.executor in plan.tier_bytes():
         return Band()
     return band(runs(machine_file, machine), prediction, plan, batch)
+
+
+def _sparsity(plan: Plan) -> str:
+    return plan.sparsity + ", asked" * any(unit.asked for unit in plan.units)
 
 
 def _width(seen: list[tuple[float, float]]) -> Width:

@@ -133,7 +133,7 @@ def plan_here(ask: Ask, packed: Packed, how: Loading, on_progress: Progress | No
         beside = replace(chosen.machine, process_bytes=chosen.machine.process_bytes + how.beside_bytes)
         chosen = replace(chosen, machine=beside)
     if how.plan is None:
-        trace = routers_of(packed.folder, packed.spec)
+        trace = routers_of(packed.folder, packed.spec, ask.sparsity)
         solved = solve(ask, packed.spec, packed.weights, chosen.machine, packed.part_disks, trace=trace, firing=firing)
     else:
         solved = _as_given(how.plan, ask, packed, chosen, firing)
@@ -156,7 +156,7 @@ def _as_given(plan: Plan, ask: Ask, packed: Packed, chosen: Chosen, firing: Firi
             need,
             have,
         )
-    trace = routers_of(packed.folder, packed.spec)
+    trace = routers_of(packed.folder, packed.spec, plan.sparsity)
     prediction = predict(plan, settle_context(ask, packed.spec), machine, trace=trace)
     return Solved(plan, prediction, ("as given", *firing_reason(plan, firing)))
 

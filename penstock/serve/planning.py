@@ -9,7 +9,7 @@ from typing import Any
 from penstock.errors import BadRequest
 from penstock.library.where import Where
 from penstock.planner.firing import Firing, expected, foretold, leveled, measured
-from penstock.planner.routing import RouterTrace, firing, recorded
+from penstock.planner.routing import RouterTrace, called, firing, recorded
 from penstock.planner.solve import Solved, solve
 from penstock.serve import shapes
 from penstock.serve.named import to_plan
@@ -78,7 +78,7 @@ def plan(
     asked = Ask(**ask)
     with to_plan(str(model), where or Where()) as path:
         spec, fmt = describe(path, parse_format(weights) if weights else None, to_plan=True)
-        routers, firing = routers_of(path, spec), firing_of(path, spec, asked.sparsity)
+        routers, firing = routers_of(path, spec, asked.sparsity), firing_of(path, spec, asked.sparsity)
         return solve(asked, spec, fmt, machine, part_disks(path), trace=routers, firing=firing)
 
 
@@ -97,12 +97,15 @@ def firing_of(model: Path, spec: ModelSpec, sparsity: str) -> Firing | None:
     return replace(firing or expected(spec), foretold=foretold(found, spec))
 
 
-def routers_of(model: Path, spec: ModelSpec) -> RouterTrace | None:
-    """What the routers of a packed model said to the text of its profile, or how often its neurons fired; None where it
-    has no profile. Raises BadRequest and BrokenModel for a profile that is damaged, or of another model."""
-    profile = kept(model, spec) if (spec.is_routed or spec.fires) and is_packed(model) else None
-    if profile is None:
+def routers_of(model: Path, spec: ModelSpec, sparsity: str) -> RouterTrace | None:
+    """What the routers of a packed model said to the text of its profile, or how often its neurons fired, or with
+    `sparsity` predict are called active; None where neither a profile nor predictors say it. Raises BadRequest and
+    BrokenModel for a profile that is damaged, or of another model."""
+    if not ((spec.is_routed or spec.fires) and is_packed(model)):
         return None
-    if spec.fires:
-        return firing(profile, orders_of(model, read_manifest(model), spec))
-    return recorded(profile, spec)
+    profile = kept(model, spec)
+    if not spec.fires:
+        return None if profile is None else recorded(profile, spec)
+    known = None if profile is None else firing(profile, orders_of(model, read_manifest(model), spec))
+    found = kept_predictors(model, spec) if sparsity == "predict" else None
+    return known if found is None else called(spec, found, known)

@@ -42,6 +42,7 @@ from penstock.serve.traffic import Traffic
 from penstock.spec.places import DISK, HOST, Lane
 from penstock.spec.plan import Plan
 from penstock.store.packed import Packed
+from penstock.store.verify import require_finite
 
 _CLOSED = "this model was closed: load it again"
 _LOADS_AHEAD = 8  # loads of weights that are begun beyond the one waited for
@@ -79,7 +80,7 @@ class Session:
     on a device; the session closes it. The attribute `kernels` says which kernels were taken, and why.
 
     Raises BadRequest where the plan is for another model, or needs a device and there is none; StorageFailed,
-    DamagedModel, DoesNotFit and DeviceFailed while loading.
+    DamagedModel, BrokenModel (predictors that are not finite), DoesNotFit and DeviceFailed while loading.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Session:
         with ExitStack() as opened:  # where loading fails half-way, everything is given back
             self._open_memory(packed, kv_folder, opened)
             self._open_lanes(opened)
-            self._load_weights(on_progress)
+            self._load_weights(packed, on_progress)
             self._opened = opened.pop_all()
 
     def _open_memory(self, packed: Packed, kv_folder: Path | None, opened: ExitStack) -> None:
@@ -361,7 +362,7 @@ class Session:
         self._executor.catch_up()
         return self._answer(call)
 
-    def _load_weights(self, on_progress: Progress | None) -> None:
+    def _load_weights(self, packed: Packed, on_progress: Progress | None) -> None:
         """Loads every unit that stays in memory to its place."""
         layout, units = self.lowering.layout, self.plan.units
         copied = [slot for slots in layout.copied_norms.values() for slot in slots]
@@ -392,6 +393,9 @@ class Session:
             if on_progress and (done == total or time.perf_counter() - told_s > 0.1):
                 told_s = time.perf_counter()
                 on_progress("loading weights", done, total)
+        for each in self.plan.predictors:  # NaN there would leave neurons out, and nothing would show it
+            part, slot = layout.predictor_part(each), layout.predictors[each.layer]
+            require_finite(packed.locate(part.key, 0, 0)[0], part, 0, self._arenas.view(slot).reshape(1, -1))
         self.loaded_bytes = self.reader.bytes_read
         self.loading = Read(self.loaded_bytes, time.perf_counter() - start_s)
 

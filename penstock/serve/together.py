@@ -35,7 +35,7 @@ class Together:
     @cached_property
     def prediction(self) -> Prediction:
         engine, packed = self._engine, self._engine.packed
-        trace = routers_of(packed.folder, packed.spec)
+        trace = routers_of(packed.folder, packed.spec, engine.plan.sparsity)
         return with_prompts(engine.prediction, self.reads, engine.plan, engine.machine, trace)
 
     def answers(self) -> list[Generation]:

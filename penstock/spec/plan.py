@@ -33,8 +33,8 @@ class Unit:
     """Granules lo..hi of a part, with one home, one executor for decode and one for prefill. `active`: the share of its
     neurons that decoding a full batch is expected to compute (PowerInfer). The others are skipped: wholly where a
     predictor tells them, else after their activation was computed. `asked`: of an FFN unit on a disk that lies neuron
-    by neuron, that what is activated stays in RAM too, and decode passes read the records of those neurons that fire
-    (`graph.asked`)."""
+    by neuron, that what is no record stays in RAM, and decode passes read the records of those neurons that fire, or
+    that predictors call active (`graph.asked`)."""
 
     part: str
     lo: int

@@ -39,7 +39,7 @@ from penstock.store.header import KINDS, TensorInfo, quoted
 from penstock.store.manifest import CONFIG, COPIED
 from penstock.store.own import own_dtype, own_weights, require_floats
 from penstock.store.packed import is_packed, read_config
-from penstock.store.profile_file import keep
+from penstock.store.profile_file import file_of
 from penstock.store.quantize import encode, encode_rows, require_own, widen
 from penstock.store.sources import sources_in
 from penstock.store.unused import check_unused
@@ -86,10 +86,9 @@ def pack(
         orders = tuple(NeuronOrder.of(layer, order) for layer, order in job.orders.items())
         fingerprint = {"weights": job.weights.name, "source": _stamp(job.checkpoint, job.extras)}
         fingerprint |= {"orders": codec.to_json(orders)} if orders else {}
-        how = (progress, shard_bytes, spread, waiting, writing, orders)
+        beside = {} if profile is None else file_of(profile)
+        how = (progress, shard_bytes, spread, waiting, writing, orders, beside)
         write_packed(dst, job.parts, job.weights, fingerprint, job.filler(pool), job.extras, *how)
-    if profile is not None:
-        keep(profile, dst)
     return dst
 
 

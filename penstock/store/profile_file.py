@@ -15,6 +15,11 @@ FILE = manifests.PROFILE
 MAX_BYTES = 64 << 20
 
 
+def file_of(profile: Profile) -> dict[str, bytes]:
+    """The profile's file beside a packed model, by its name."""
+    return {FILE: profiles.dumps(profile).encode()}
+
+
 def keep(profile: Profile, folder: Path) -> Path:
     """Writes the profile beside a packed model and returns its file. Raises StorageFailed."""
     file = folder / FILE

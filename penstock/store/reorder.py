@@ -26,7 +26,7 @@ from penstock.store.files import MAX_COPIED_BYTES, open_regular, read_bytes, sto
 from penstock.store.manifest import SUM_BYTES, SUMS
 from penstock.store.pack import orders_by
 from penstock.store.packed import Packed, check_files, damaged_granule, open_packed, read_files
-from penstock.store.profile_file import keep
+from penstock.store.profile_file import file_of
 from penstock.store.writer import SHARD_BYTES, Fill, Progress, write_packed
 
 Array = npt.NDArray[Any]
@@ -63,9 +63,8 @@ def reorder(
     listed = tuple(NeuronOrder.of(layer, order) for layer, order in orders.items())
     fingerprint = {"weights": packed.weights.name, "orders": codec.to_json(listed), "source": packed.sums.hex()}
     fill = _filler(packed, {layer: _places(packed, layer, order) for layer, order in orders.items()})
-    how = (progress, shard_bytes, spread, None, None, listed)
+    how = (progress, shard_bytes, spread, None, None, listed, file_of(profile))
     write_packed(dst, tuple(packed.parts.values()), packed.weights, fingerprint, fill, extras, *how)
-    keep(profile, dst)
     return dst
 
 

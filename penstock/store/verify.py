@@ -17,6 +17,8 @@ from penstock.store.blocks import halves_of
 from penstock.store.files import open_regular, storage_errors
 from penstock.store.manifest import SUM_BYTES
 from penstock.store.packed import Packed, check_files, damaged_granule, has_sums, is_packed, open_packed
+from penstock.store.predictors import FILE as PREDICTORS
+from penstock.store.predictors import with_predictors
 from penstock.store.quantize import decode_rows, fields
 from penstock.store.writer import Progress
 from penstock.units import MIB
@@ -25,7 +27,8 @@ _STEP_BYTES = 8 * MIB
 
 
 def verify(folder: Path, progress: Progress | None = None) -> None:
-    """Checks every byte of a packed model: all checksums, and that all scales, minimums and floats are finite.
+    """Checks every byte of a packed model and of predictors beside it: all checksums, and that all scales, minimums and
+    floats are finite.
 
     Raises DamagedModel, which names the file, and for weights the part and the granule; BrokenModel for numbers that
     are not finite, BadRequest for a model of an older version (it has no checksums to compare with), StorageFailed.
@@ -34,6 +37,8 @@ def verify(folder: Path, progress: Progress | None = None) -> None:
         raise BadRequest(f"{folder} was packed by an older version, without checksums of all its bytes: pack it again")
     packed = open_packed(folder)
     check_files(folder)
+    if os.path.lexists(folder / PREDICTORS):
+        packed = with_predictors(packed)
 
     def check(key: str) -> str:
         _check_part(packed, packed.parts[key])
@@ -66,7 +71,7 @@ def _check_part(packed: Packed, part: Part) -> None:
             if sums != expected:
                 wrong = next(i for i in range(len(sums)) if sums[i] != expected[i])  # the first byte that differs
                 raise damaged_granule(file, part.key, lo + wrong // SUM_BYTES)
-            _require_finite(file, part, lo, granules)
+            require_finite(file, part, lo, granules)
 
 
 def _read_whole(fd: int, offset: int, granules: npt.NDArray[Any], truncated: str) -> None:
@@ -82,7 +87,7 @@ def _read_whole(fd: int, offset: int, granules: npt.NDArray[Any], truncated: str
     os.posix_fadvise(fd, offset, read_bytes, os.POSIX_FADV_DONTNEED)
 
 
-def _require_finite(file: Path, part: Part, lo: int, granules: npt.NDArray[Any]) -> None:
+def require_finite(file: Path, part: Part, lo: int, granules: npt.NDArray[Any]) -> None:
     """Checks granules, uint8 [n, granule_bytes], of which the first is granule `lo` of the part. Raises BrokenModel
     where one holds NaN or infinite numbers."""
     for i, granule in enumerate(granules):

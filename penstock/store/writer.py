@@ -13,9 +13,10 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,7 @@ Waiting = Callable[[int, int], None]
 Writing = Callable[[Path, int], AbstractContextManager[None]]
 
 _POLL_S = 0.2
+_NOTHING: Mapping[str, bytes] = MappingProxyType({})
 # One stage is written while the others are filled: what reads a checkpoint begins with the next ranges early enough.
 _STAGES = 4
 
@@ -72,9 +74,11 @@ def write_packed(
     waiting: Waiting | None = None,
     writing: Writing | None = None,
     orders: tuple[NeuronOrder, ...] = (),
+    beside: Mapping[str, bytes] = _NOTHING,
 ) -> Path:
     """Writes the packed model `dst` and returns it. `extras`: the small files beside the shards, by name. `orders`: as
-    in `Manifest`.
+    in `Manifest`. `beside`: small files that are there as soon as `dst` is, but are none of the manifest's: they may be
+    replaced.
 
     `fingerprint`: everything that the result depends on, as JSON. A call with the same fingerprint goes on where an
     interrupted one stopped, a call with another one starts over. `spread`: a folder on another disk. Half of the bytes
@@ -101,7 +105,7 @@ def write_packed(
         if not ours:
             return dst
         second.make(partial)
-        done = _resume(partial, state, shards, {*extras, manifests.FILE, manifests.RECORD, SUMS})
+        done = _resume(partial, state, shards, {*extras, *beside, manifests.FILE, manifests.RECORD, SUMS})
         try:
             _note(partial, state, done)
             missing_bytes = sum(s.nbytes for s in shards if s.name not in done) + sum(map(len, extras.values()))
@@ -111,6 +115,8 @@ def write_packed(
                 if spread is not None:
                     _require_room(spread, missing_there)
                 _write_shards(partial, shards, state, done, fill, progress, second)
+                for name, content in beside.items():
+                    write_bytes(partial / name, content)
                 _describe(partial, shards, parts, weights, done, extras, orders)
             _finish(dst, partial)
         except BaseException as error:

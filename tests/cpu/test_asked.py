@@ -32,26 +32,36 @@ from penstock.graph.verify import verify
 from penstock.kernels import cpu
 from penstock.models import spec_from_config
 from penstock.planner.routing import RouterTrace
+from penstock.planner.shorten import streamed
 from penstock.planner.solve import solve
 from penstock.runtime.movers import new_reader
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
+from penstock.serve.planning import firing_of, routers_of
 from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
 from penstock.spec.machine import Rate
 from penstock.spec.parts import PAGE_BYTES, parts
-from penstock.spec.plan import Plan, Unit
+from penstock.spec.plan import Plan, Predictor, Unit
+from penstock.spec.predictors import FORMAT
 from penstock.store.packed import Packed, open_packed
 from penstock.store.synth import synth
 from tests.cpu.commands import MACHINE
 from tests.cpu.configs import TINY_CONFIGS
 from tests.cpu.engines import GREEDY, load
 from tests.cpu.test_neurons import KERNELS, ffn_part, granules, relu_model, run
+from tests.cpu.test_predict import give_predictors
 from tests.plans import make_plan
 
 
-def asking(packed: Packed, cuts: tuple[int, ...] = (), hole_bytes: int = 0, **fields: Any) -> Plan:
+def asking(
+    packed: Packed,
+    cuts: tuple[int, ...] = (),
+    hole_bytes: int = 0,
+    predictors: tuple[Predictor, ...] = (),
+    **fields: Any,
+) -> Plan:
     """FFNs in units that begin at granules `cuts`: of each part the first stays, of the others the first streams if
     there are three, and the rest is asked for. All else stays."""
     units = []
@@ -67,7 +77,8 @@ def asking(packed: Packed, cuts: tuple[int, ...] = (), hole_bytes: int = 0, **fi
             units.append(Unit(part.key, lo, hi, "disk0" if away else "host", "host", "host", asked=asked))
     largest = max((u.hi - u.lo) * packed.parts[u.part].granule_bytes for u in units if u.home == "disk0")
     plan = make_plan(packed.spec, packed.weights, units, ring_bytes={"host": 2 * largest}, **fields)
-    return with_arenas(replace(plan, sparsity="exact", hole_bytes=hole_bytes))
+    sparsity = "predict" if predictors else "exact"
+    return with_arenas(replace(plan, sparsity=sparsity, hole_bytes=hole_bytes, predictors=predictors))
 
 
 # -- geometry and kernels ------------------------------------------------------------------------------
@@ -123,7 +134,7 @@ def test_kernels_give_the_same_bits_in_two_steps(isa: str, data: st.DataObject, 
     gated, d = data.draw(st.booleans()), data.draw(st.sampled_from([1, 31, 64, 130, 320]))
     neurons, t = data.draw(st.integers(1, 500)), data.draw(st.integers(1, MOST_ROWS))
     part, ffn = ffn_part(neurons, d, gated, not gated and data.draw(st.booleans()), name)
-    assert may_be_asked(part)
+    assert may_be_asked(part, "exact")
     weights = granules(part, rng, data.draw(st.sampled_from([0.02, 0.2, 1.0])))
     h = np.abs(rng.normal(size=(t, d))).astype(np.float32) * data.draw(st.sampled_from([0.0, 1.0]))
     whole, fired = run(KERNELS[isa, 1], part, ffn, weights, h, (), skips=False)
@@ -151,7 +162,48 @@ def test_kernels_give_the_same_bits_in_two_steps(isa: str, data: st.DataObject, 
         h=h.ctypes.data, t=t, partial=partial.ctypes.data, pending=pending.ctypes.data, granule=0, starts_sum=True,
         continues_four=False, leaves_four=False, skips=True, fired=again.ctypes.data, fired_stride=again.shape[1],
         exact=True, scratch=scratch.ctypes.data, scratch_bytes=scratch.nbytes, active=0, active_stride=0, level=0.0,
-        values=values.ctypes.data,
+        values=values.ctypes.data, biases=0, bias_stride=0,
+    )  # fmt: skip
+    np.testing.assert_array_equal(partial, whole)
+    np.testing.assert_array_equal(again, fired)
+
+
+@pytest.mark.parametrize("isa", cpu.available())
+@given(st.data(), st.integers(0, 2**32 - 1))
+def test_records_give_the_same_bits_apart_from_their_biases(isa: str, data: st.DataObject, seed: int) -> None:
+    """Records of active neurons in their pages, all others NaN, biases elsewhere: the bits of whole granules."""
+    rng = np.random.default_rng(seed)
+    name = f"{data.draw(st.sampled_from(['float32', 'bfloat16', 'float16', 'int8', 'int4', 'int4-g32']))}-records"
+    gated, d = data.draw(st.booleans()), data.draw(st.sampled_from([1, 31, 64, 130, 320]))
+    neurons, t = data.draw(st.integers(1, 500)), data.draw(st.integers(1, MOST_ROWS))
+    part, ffn = ffn_part(neurons, d, gated, data.draw(st.booleans()), name)
+    assert may_be_asked(part, "predict") and not may_be_asked(part, "exact")
+    weights = granules(part, rng, data.draw(st.sampled_from([0.02, 0.2, 1.0])))
+    h = np.abs(rng.normal(size=(t, d))).astype(np.float32)
+    active = np.zeros((t, part.granules * 64), np.uint8)
+    active[:, :neurons] = rng.random((t, neurons)) < data.draw(st.sampled_from([0.0, 0.05, 0.5, 1.0]))
+    on = KERNELS[isa, data.draw(st.sampled_from([1, 3]))]
+    whole, fired = run(on, part, ffn, weights, h, (), skips=True, active=active)
+    records = Records.of(part)
+    kept = np.concatenate([weights[:, : records.head], weights[:, records.tail :]], axis=1)
+    assert kept.shape[1] == records.kept_bytes
+    picked = np.full((part.granules, records.page_bytes), 0xFF, np.uint8)  # NaN
+    live = np.flatnonzero(active.any(axis=0)).tolist()
+    flat, to = weights.reshape(-1), picked.reshape(-1)
+    for lo, hi in records.runs(live, 64, 0):
+        at = records.place((lo, hi), 0)
+        to[at : at + hi - lo] = flat[lo:hi]
+    shape = cpu.ffn_shape(part, ffn)
+    scratch = np.empty(_native.ffn_scratch(shape, part.granules, t), np.uint8)
+    partial, pending = np.full((2, t, d), np.nan, np.float32)
+    again = np.zeros_like(fired)
+    on.ffn(
+        weights=picked.ctypes.data, count=part.granules, stride=records.page_bytes, shape=shape, h=h.ctypes.data, t=t,
+        partial=partial.ctypes.data, pending=pending.ctypes.data, granule=0, starts_sum=True, continues_four=False,
+        leaves_four=False, skips=True, fired=again.ctypes.data, fired_stride=again.shape[1], exact=True,
+        scratch=scratch.ctypes.data, scratch_bytes=scratch.nbytes, active=active.ctypes.data,
+        active_stride=active.shape[1], level=0.0, values=0,
+        biases=kept.ctypes.data - records.tail if records.kept_bytes else 0, bias_stride=records.kept_bytes,
     )  # fmt: skip
     np.testing.assert_array_equal(partial, whole)
     np.testing.assert_array_equal(again, fired)
@@ -216,6 +268,31 @@ def test_what_fires_is_read_and_no_bit_differs(tmp_path: Path, name: str, weight
             assert [a.token_ids for a in engine.generate(prompts, GREEDY)] == want
 
 
+@pytest.mark.parametrize("name", ["opt", "llama", "falcon"])
+@pytest.mark.parametrize("weights", ["float32-records", "int4-records", "bfloat16-records"])
+@pytest.mark.parametrize("cuts", [(), (1,), (1, 2)])
+def test_what_is_foretold_is_read_and_no_bit_differs(
+    tmp_path: Path, name: str, weights: str, cuts: tuple[int, ...]
+) -> None:
+    """Predictors in RAM, the records on the disk: the bits of all in RAM with the same predictors, by each binding."""
+    folder = relu_model(tmp_path, name, weights)
+    packed = open_packed(folder)
+    prompts = [[3, 1, 4, 1, 5] * 6, [9, 2]]
+    for shift in (-0.3, -1e6, 1e6):  # some, none, all of the neurons
+        give_predictors(folder, shift)
+        for kernels in (None, "reference"):
+            ask = Ask(context=64, batch=2, kv="float32", sparsity="predict")
+            with closing(Engine.load(folder, ask, Loading(machine=MACHINE, kernels=kernels))) as engine:
+                want = [a.token_ids for a in engine.generate(prompts, GREEDY)]
+                predictors = engine.plan.predictors
+            plan = asking(packed, cuts, predictors=predictors, batch_seqs=2, context=64)
+            check_plan(plan, packed.spec, packed.weights)
+            for how in ({}, {"serial": True}, {"poisoned": True}):
+                loading = Loading(machine=MACHINE, plan=plan, kernels=kernels, **how)
+                with closing(Engine.load(folder, Ask(context=64, batch=2), loading)) as engine:
+                    assert [a.token_ids for a in engine.generate(prompts, GREEDY)] == want
+
+
 @pytest.mark.parametrize("hole_bytes", [0, 1 << 20])
 def test_bytes_are_those_of_who_fires_and_of_holes(tmp_path: Path, hole_bytes: int) -> None:
     """A decode pass reads the runs of its answers from the disk, and nothing else."""
@@ -247,7 +324,9 @@ def test_bytes_are_those_of_who_fires_and_of_holes(tmp_path: Path, hole_bytes: i
 @given(st.data())
 def test_tasks_follow_answers_in_order(data: st.DataObject) -> None:
     """Any live sets: all edges are there, and the same answers give the same tasks again."""
-    spec, weights = spec_from_config(json.loads(TINY_CONFIGS["opt"]), "here"), parse_format("int4-neurons")
+    sparsity = data.draw(st.sampled_from(["exact", "predict"]))
+    weights = parse_format("int4-records" if sparsity == "predict" else "int4-neurons")
+    spec = spec_from_config(json.loads(TINY_CONFIGS["opt"]), "here")
     units = []
     for part in parts(spec, weights):
         edges = [0, part.granules]
@@ -264,7 +343,9 @@ def test_tasks_follow_answers_in_order(data: st.DataObject) -> None:
     plan = make_plan(
         spec, weights, units, ring_bytes={"host": 2 * largest}, batch_seqs=seqs, batches_per_pass=2, context=64
     )
-    plan = with_arenas(replace(plan, sparsity="exact", hole_bytes=data.draw(st.sampled_from([0, 4096]))))
+    predictors = tuple(Predictor(i, 32, "host", FORMAT) for i in range(len(spec.layers)))
+    plan = replace(plan, sparsity=sparsity, predictors=predictors if sparsity == "predict" else ())
+    plan = with_arenas(replace(plan, hole_bytes=data.draw(st.sampled_from([0, 4096]))))
     check_plan(plan, spec, weights)
     ids = tuple(range(2 * seqs))
     wanted = [*passes.prompts(plan, ids, (5,) * len(ids), passes.DECODE)]
@@ -279,7 +360,7 @@ def test_tasks_follow_answers_in_order(data: st.DataObject) -> None:
         def answer(call: Call) -> list[list[int]]:
             nonlocal count
             kind, count = kinds[count % len(kinds)], count + 1
-            lo, hi = plan.unit_rows(plan.units[call.unit])
+            lo, hi = (0, spec.layers[0].ffns[0].neurons) if call.unit < 0 else plan.unit_rows(plan.units[call.unit])
             every = range(lo, hi)
             some = {"none": [], "all": every, "one": [lo], "alternating": every[::2]}
             assert call.batch is not None
@@ -308,7 +389,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
 
     for bad, says in [
         (changed(home="host"), "only FFNs on a disk"),
-        (replace(plan, sparsity="off"), "needs sparsity exact"),
+        (replace(plan, sparsity="off"), "needs sparsity exact or predict"),
         (replace(plan, order="saving"), "order overlapped"),
         (with_arenas(replace(plan, batch_seqs=5, kv=(replace(plan.kv[0], seqs=(0, 5)),))), "at most 4"),
         (replace(plan, hole_bytes=-1), "hole_bytes"),
@@ -316,6 +397,14 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     ]:
         with pytest.raises(BadRequest, match=says):
             check_plan(bad, spec, weights)
+    predictors = tuple(Predictor(i, 32, "host", FORMAT) for i in range(len(spec.layers)))
+    with pytest.raises(BadRequest, match="with whole records"):
+        check_plan(with_arenas(replace(plan, sparsity="predict", predictors=predictors)), spec, weights)
+    other = open_packed(relu_model(tmp_path, "opt", "int4-records"))
+    foretold = asking(other, predictors=predictors, context=64)
+    check_plan(foretold, other.spec, other.weights)
+    with pytest.raises(BadRequest, match="lie neuron by neuron"):
+        check_plan(with_arenas(replace(foretold, sparsity="exact", predictors=())), other.spec, other.weights)
 
 
 def test_a_plan_asks_where_that_is_faster(tmp_path: Path) -> None:
@@ -342,3 +431,31 @@ def test_a_plan_asks_where_that_is_faster(tmp_path: Path) -> None:
         replace(MACHINE, rates=(*quick, Rate("disk0", "kv_load", "*", 8e-5, 1e-9))),
     )
     assert not any(unit.asked for unit in without.plan.units)
+
+
+def test_predictors_let_a_plan_ask(tmp_path: Path) -> None:
+    """Whom they call active is known without a profile, and the simulated bytes are of so many records."""
+    config = json.loads(TINY_CONFIGS["opt"]) | {"ffn_dim": 4096, "hidden_size": 240, "word_embed_proj_dim": 240}
+    (tmp_path / "wide.json").write_text(json.dumps(config))
+    weights = parse_format("float32-records")
+    folder = synth(tmp_path / "wide.json", tmp_path / "wide", weights)
+    give_predictors(folder, -0.3)
+    spec = open_packed(folder).spec
+    trace, firing = (of(folder, spec, "predict") for of in (routers_of, firing_of))
+    assert trace is not None
+    for rates in trace.fires:
+        assert np.frombuffer(rates, np.float32).mean() == pytest.approx(0.2, rel=1e-3)  # as `give_predictors` says
+    rates_of = (
+        Rate("host", "*", "*", 1e-5, 1e-11, 1e-12), Rate("disk0", "*", "*", 1e-4, 1e-9),
+        Rate("disk0", "pick", "*", 1e-5, 1e-9),
+    )  # fmt: skip
+    ask = Ask(context=64, host_memory_bytes=MACHINE.process_bytes + (26 << 20), sparsity="predict")
+    solved = solve(ask, spec, weights, replace(MACHINE, rates=rates_of), trace=trace, firing=firing)
+    assert any(unit.asked for unit in solved.plan.units), solved.reasons
+    assert any("predictors call active" in reason for reason in solved.reasons)
+    check_plan(solved.plan, spec, weights)
+    part, asked = solved.plan.parts["0.ffn"], [unit for unit in solved.plan.units if unit.asked]
+    stride = Records.of(part).stride
+    records = sum(0.2 * (unit.hi - unit.lo) * 64 for unit in asked)
+    read = solved.prediction.disk_bytes_per_token
+    assert records * stride < read < records * (stride + 2 * PAGE_BYTES) + sum(streamed(solved.plan, True).values())

@@ -87,7 +87,7 @@ def run(
             continues_four=lo % SUM_GRANULES != 0, leaves_four=hi % SUM_GRANULES != 0 and hi < part.granules,
             skips=skips, fired=fired.ctypes.data, fired_stride=fired.shape[1],
             level=level, active=0 if active is None else active.ctypes.data,
-            active_stride=0 if active is None else active.shape[1], exact=True, values=0,
+            active_stride=0 if active is None else active.shape[1], exact=True, values=0, biases=0, bias_stride=0,
             scratch=scratch.ctypes.data, scratch_bytes=scratch.nbytes,
         )  # fmt: skip
     return partial, fired

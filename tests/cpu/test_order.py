@@ -6,7 +6,7 @@ import json
 from base64 import b64encode
 from contextlib import closing
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from penstock.spec.model import Ffn
 from penstock.spec.order import NeuronOrder, hot_to_cold, moved_together
 from penstock.spec.parts import Part
 from penstock.spec.profile import FiringCounts, Profile, dumps
+from penstock.store import writer
 from penstock.store.pack import pack
 from penstock.store.packed import Packed, open_packed
 from penstock.store.profile_file import FILE, kept
@@ -213,6 +214,44 @@ def test_an_interrupted_packing_goes_on_by_the_same_profile_only(tmp_path: Path)
     verify(moved)
     whole = reorder(plain, tmp_path / "whole", profile_of(part.rows, layers, 1))
     assert open_packed(moved).sums == open_packed(whole).sums
+
+
+@pytest.mark.parametrize("by", ["pack", "reorder"])
+def test_weights_are_never_there_without_their_profile(
+    tmp_path: Path, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packing is cut off at any file that it writes: either the whole model is there, or none."""
+    source = checkpoint(tmp_path / "hf", "opt")
+    plain = pack(source, tmp_path / "plain", parse_format("float32-neurons"))
+    packed = open_packed(plain)
+    seen = profile_of(packed.parts["0.ffn"].rows, len(packed.spec.layers))
+    target, write = tmp_path / "moved", writer.write_bytes
+
+    def once() -> None:
+        if by == "pack":
+            pack(source, target, parse_format("float32-neurons"), profile=seen)
+        else:
+            reorder(plain, target, seen)
+
+    for stop in count(1):
+        written = 0
+
+        def cut_off(file: Path, content: bytes, stop: int = stop) -> None:
+            nonlocal written
+            written += 1
+            if written == stop:
+                raise KeyboardInterrupt
+            write(file, content)
+
+        monkeypatch.setattr(writer, "write_bytes", cut_off)
+        try:
+            once()
+        except KeyboardInterrupt:
+            assert not target.exists()
+            continue
+        break
+    assert stop > 4 and kept(target, packed.spec) == seen
+    verify(target)
 
 
 def test_hostile_orders_are_refused_in_a_line(tmp_path: Path) -> None:

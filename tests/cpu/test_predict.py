@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import _native
-from penstock.errors import BadRequest, BrokenModel, PenstockError
+from penstock.errors import BadRequest, BrokenModel, DamagedModel, PenstockError
 from penstock.graph.scratch import _predict_bytes
 from penstock.graph.scratch_native import predict_bytes
 from penstock.kernels import cpu
@@ -32,6 +32,7 @@ from penstock.spec.profile import FIRED_TOGETHER, Profile
 from penstock.store.cache import entries, is_ours
 from penstock.store.packed import open_packed
 from penstock.store.predictors import FILE, keep, kept, model_sha256, with_predictors
+from penstock.store.verify import verify
 from tests.cpu.checkpoints import save_checkpoint, save_tokenizer
 from tests.cpu.commands import MACHINE, Call, refused
 from tests.cpu.configs import TINY_CONFIGS
@@ -225,6 +226,41 @@ def test_predictors_are_kept_and_damage_is_seen(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").rename(other_model / FILE)
     with pytest.raises(BadRequest, match="another packed model"):
         load(other_model, context=64, sparsity="predict")
+
+
+@pytest.mark.parametrize("block", ["hidden", "neurons", "hidden_bias", "neurons_bias"])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_predictors_that_are_not_finite_are_refused(tmp_path: Path, block: str, wrong: float) -> None:
+    """Though their checksums are right. When they are loaded, in one line, and by `pack --verify`."""
+    folder = relu_model(tmp_path, "opt", "float32-records")
+    spec = open_packed(folder).spec
+    part, rng = part_of(spec, 0, 32), np.random.default_rng(0)
+    granules = [granule_of(random_predictor(part, spec.layers[0].ffns[0].neurons, rng), part) for _ in spec.layers]
+    at = part.block(block)
+    if at.tiled:
+        granules[0][at.offset : at.offset + at.nbytes].view(np.float16)[...] = wrong  # scales among them
+    else:
+        granules[0][at.offset :].view(np.float32)[0] = wrong
+    keep(give_predictors(folder, 0.0), granules, folder, spec)
+    for read in (lambda: load(folder, context=64, sparsity="predict"), lambda: verify(folder)):
+        with pytest.raises(BrokenModel, match=rf"0.predictor, granule 0: {block} holds NaN or infinite") as said:
+            read()
+        assert "\n" not in str(said.value)
+    with load(folder, context=64):  # nobody else reads them
+        pass
+
+
+def test_verify_reads_predictors(tmp_path: Path) -> None:
+    folder = relu_model(tmp_path, "opt", "float32-records")
+    give_predictors(folder, 0.0)
+    seen: list[str] = []
+    verify(folder, lambda done, total, key: seen.append(key))
+    assert "0.predictor" in seen
+    whole = bytearray((folder / FILE).read_bytes())
+    whole[-1] ^= 1
+    (folder / FILE).write_bytes(whole)
+    with pytest.raises(DamagedModel, match="predictor"):
+        verify(folder)
 
 
 def test_a_copy_in_the_cache_may_have_predictors(tmp_path: Path) -> None:

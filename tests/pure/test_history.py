@@ -133,6 +133,17 @@ def test_a_tiny_model_says_nothing_of_a_large_one() -> None:
     assert band(ours, prediction, TINY, 1) == Band()
 
 
+def test_what_is_left_out_is_kept_apart() -> None:
+    """Runs that leave neurons out, and how, say nothing of runs that leave out others."""
+    off, exact = [large_run(1.5)] * 5, [replace(large_run(1.2), sparsity="exact")] * 4
+    assert large_band(*exact) == Band()
+    assert large_band(*off, *exact) == large_band(*off) != Band()
+    skipping = band([*off, *exact], PREDICTED, replace(LARGE, sparsity="exact"), 1)
+    assert skipping.decode.factor == pytest.approx(1.2) and skipping.decode.runs == 4
+    asks = replace(LARGE, sparsity="exact", units=(replace(LARGE.units[0], asked=True), *LARGE.units[1:]))
+    assert band([*off, *exact], PREDICTED, asks, 1) == Band()
+
+
 def test_another_lane_binds_another_regime() -> None:
     from_disk = a_run(phase(0.07, 4.0, "disk0"), phase(0.5, 4.0, "disk0"))
     assert large_band(*[from_disk] * 20) == Band()

@@ -133,8 +133,9 @@ class Ffn(NamedTuple):
     `starts_sum`: this call is the first addend. `continues_four`: the unit before left the sum of a four of granules
     unfinished, in `pending`. `leaves_four`: this unit does. With `active` (one slot, or none) the activation of neurons
     that are not active is taken to be 0, and so are activations whose magnitude is below `level`. `skips`: what an
-    activation of 0 multiplies may be left out. With `values` (one slot, or none) the unit is asked for: its activations
-    are there, and `weights` are its pages with records (`graph.asked`)."""
+    activation of 0 multiplies may be left out. With `values` (one slot, or none) the unit is asked for, and its
+    activations are there. `weights` of a unit that is asked for, by activations or by predictors, are its pages with
+    records (`graph.asked`)."""
 
     weights: Read
     h: Read
@@ -258,9 +259,9 @@ class Load(NamedTuple):
 
 
 class Pick(NamedTuple):
-    """Loads the records of the neurons of a unit that fire from its disk to their places among the unit's pages with
-    records. `runs`: bytes lo..hi of the part, in rising order (`graph.asked`). `asked`: the slots of `values` that ask
-    for them. The load comes after them."""
+    """Loads the records of a unit's neurons that fire, or are active, from its disk to their places among the unit's
+    pages with records. `runs`: bytes lo..hi of the part, in rising order (`graph.asked`). `asked`: the slots of
+    `values`, or of `active`, that ask for them. The load comes after them."""
 
     target: Write
     runs: tuple[tuple[int, int], ...]

@@ -1,8 +1,9 @@
 """Plans that read of FFNs the records of neurons that fire: PowerInfer's placement, with a disk where that has RAM.
 
 Of each FFN the first granules stay whole, which are the hottest where a packed model is ordered (`pack --profile`). Of
-the others the matrix that is activated stays, and a token reads the records of those that fire. RAM that is left holds
-the same share of everything else, and the rest of that streams.
+the others the matrix that is activated stays, and a token reads the records of those that fire; or predictors stay, and
+it reads the records of those that they call active. RAM that is left holds the same share of everything else, and the
+rest of that streams. Where all else fits, what is left then holds more granules.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import replace
 
 from penstock.graph.arenas import with_arenas
 from penstock.graph.asked import MOST_ROWS
-from penstock.graph.records import may_be_asked
+from penstock.graph.records import Records, may_be_asked
 from penstock.planner.solve.fill import Resident, share_out
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import Skeleton
@@ -25,15 +26,15 @@ HOT_SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)
 
 
 def may_ask(problem: Problem) -> bool:
-    """Whether such plans make sense: who fires is known by a profile, and few rows fire few neurons."""
+    """Whether such plans make sense: who fires is known by a profile, or who is active by predictors, and few rows want
+    few neurons."""
     known = problem.trace is not None and any(problem.trace.fires)
     parts = problem.of_kind("ffn")
     return (
         known
-        and problem.sparsity == "exact"
         and problem.may_stay is None
         and problem.ask.batch <= MOST_ROWS
-        and all(may_be_asked(part) for part in parts)
+        and all(may_be_asked(part, problem.sparsity) for part in parts)
     )
 
 
@@ -53,8 +54,23 @@ def asking(skeleton: Skeleton, hot: float) -> Plan | None:
     left = spare - problem.bytes_of({part.key: stays[part.key] for part in shared})
     if problem.gathered and problem.parts[problem.gathered].nbytes <= left:
         stays[problem.gathered] = problem.parts[problem.gathered].granules
+        left -= problem.parts[problem.gathered].nbytes
     plan = _asked(skeleton.plan({}, stays), problem)
-    return plan if problem.fits(plan, HOST) else None
+    if not problem.fits(plan, HOST):
+        return None
+    if all(stays[part.key] == part.granules for part in shared):
+        more = _hotter(problem, stays, left)
+        hotter = _asked(skeleton.plan({}, more), problem)
+        return hotter if more != stays and problem.fits(hotter, HOST) else plan
+    return plan
+
+
+def _hotter(problem: Problem, stays: Resident, left: int) -> Resident:
+    """`stays` with as many more granules of each FFN as `left` bytes hold."""
+    parts = problem.of_kind("ffn")
+    # What a granule keeps in memory while it is asked for is counted already.
+    each = sum(part.granule_bytes - Records.of(part).kept_bytes for part in parts)
+    return stays | {part.key: min(part.granules, stays[part.key] + left // each) for part in parts}
 
 
 def reason(plan: Plan) -> str:
@@ -62,9 +78,12 @@ def reason(plan: Plan) -> str:
     parts, asked = plan.parts, [unit for unit in plan.units if unit.asked]
     granules = sum(part.granules for part in parts.values() if part.kind == "ffn")
     share = 1 - sum(unit.hi - unit.lo for unit in asked) / granules
+    hot = f"{share:.0%} of the FFNs' neurons stay whole in memory, the first ones"
+    if plan.sparsity == "predict":
+        return f"{hot}; while decoding the disk is asked for the records of the others that predictors call active"
     return (
-        f"{share:.0%} of the FFNs' neurons stay whole in memory, the first ones; of the others what is activated stays,"
-        f" and while decoding the disk is asked for the records of those that fire"
+        f"{hot}; of the others what is activated stays, and while decoding the disk is asked for the records of those"
+        " that fire"
     )
 
 
