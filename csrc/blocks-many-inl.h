@@ -125,7 +125,9 @@ void add_unpacked(const Unpacked& w, int count, Operand x, WideSums& to) {
 }
 
 // sums[panel] += two tiles of each granule · the panel's rows, for `panels` panels of x from `row` on. `columns`,
-// `groups`: of the activations that the first granule is multiplied with.
+// `groups`: of the activations that the first granule is multiplied with. A template, so that only instruction sets
+// that call it compile it.
+template <int rows>
 void add_wide_panels(const Matrix& m, const Series& series, const Rows& x, std::ptrdiff_t columns,
                      std::ptrdiff_t groups, int row, int panels, WideSums* sums) {
     by_blocks(m.kind, [&]<Kind kind>() {
@@ -141,10 +143,9 @@ void add_wide_panels(const Matrix& m, const Series& series, const Rows& x, std::
                 unpacked += per_span;
                 if (unpacked + per_span <= kUnpackedGroups && done + unpacked < all) continue;
                 for (int panel = 0; panel < panels; ++panel) {
-                    const Operand rows =
-                        x.panel(row + panel * kWideRows)
-                            .at(columns + std::ptrdiff_t(done) * kBlockGroup, groups + done, kWideRows);
-                    add_unpacked<kind>(weights, unpacked, rows, sums[panel]);
+                    const Operand operand = x.panel(row + panel * rows)
+                                                .at(columns + std::ptrdiff_t(done) * kBlockGroup, groups + done, rows);
+                    add_unpacked<kind>(weights, unpacked, operand, sums[panel]);
                 }
                 done += unpacked, unpacked = 0;
             }

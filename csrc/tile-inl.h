@@ -281,7 +281,7 @@ void tile_rows(const Matrix& m, const Tiles& tiles, const Rows& x, int lo, int h
                 }
             };
             each([&](int r, int tile, F& sum) { sum = start(r, tile); });
-            add_wide_panels(m, tiles.series, x, columns, groups, row, panels, sums);
+            add_wide_panels<kWideRows>(m, tiles.series, x, columns, groups, row, panels, sums);
             each([&](int r, int tile, F& sum) { sink(r, tile, sum); });
             row += panels * kWideRows;
         }
