@@ -84,7 +84,7 @@ class Bench:
             tell(f"writing {self.gguf.name}")
             gguf.write(self.config, self.gguf, TABLES[table])
         os.sync()
-        load_or_probe(self.cache, disk_folder=self.folder)
+        load_or_probe(self.cache, disk_folder=self.folder, whole=True)
         tell("asking routers about other random tokens, as `penstock profile` does")
         with self.ours(None, "--prompt", PREFILL_TOKENS) as (worker, _):
             worker.ask("profile", PREFILL_TOKENS)

@@ -232,7 +232,7 @@ def main() -> None:
         folder = wanted.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         start_s, rows = time.perf_counter(), []
-        host = load_or_probe(folder)
+        host = load_or_probe(folder, whole=True)
         chosen = choose("cuda", host, None, folder)
         if chosen.name != "cuda":
             sys.exit(f"bench.gpu: {chosen.reason}")

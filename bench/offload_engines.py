@@ -32,7 +32,7 @@ class Engines:
 
     def probe(self) -> None:
         """Once, outside every cgroup."""
-        load_or_probe(self.cache, disk_folder=self.folder)
+        load_or_probe(self.cache, disk_folder=self.folder, whole=True)
 
     def packed(self, shape: str) -> Path:
         return self.folder / ("llama-3.1-8b-int4" if shape == "8b" else "llama-3.2-1b-bfloat16")

@@ -72,7 +72,7 @@ class Bench:
             if not self.models[name].exists():
                 tell(f"writing {self.models[name].name}")
                 synth(config, self.models[name], parse_format("int4"))
-        self.machine = load_or_probe(folder / "cache", disk_folder=folder)
+        self.machine = load_or_probe(folder / "cache", disk_folder=folder, whole=True)
         self.vocab = {name: open_packed(model).spec.vocab for name, model in self.models.items()}
 
     def server(self, model: str, limit: int | None, batch: int, context: int, output: int = OUTPUT_TOKENS) -> Any:

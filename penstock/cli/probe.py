@@ -36,7 +36,7 @@ def probe(
     if again:
         machine_file(folder).unlink(missing_ok=True)
     with progress() as tell:
-        figures = load_or_probe(folder, tell, detailed=True)
+        figures = load_or_probe(folder, tell, detailed=True, whole=True)
         chosen = choose(machine.device, figures, None, folder, tell)
     figures = chosen.machine
     if as_json:

@@ -110,7 +110,10 @@ def _found(folder: Path, manifest: Path) -> Found:
             return Found(name, None, nbytes, "it has an adapter over another model, which penstock does not read")
         models = [digest for kind, digest, _ in layers if kind == "model"]
         if len(models) != 1:
-            why = "it runs elsewhere: it has no weights" if not models else f"it has {len(models)} files of weights"
+            why = f"it has {len(models)} files of weights"
+            if not models:
+                apart = "tensor" in kinds
+                why = "its tensors lie apart, not in GGUF" if apart else "it runs elsewhere: it has no weights"
             return Found(name, None, nbytes, why)
         return Found(name, _blob(folder, models[0]), nbytes, left_out=left_out)
     except PenstockError as error:

@@ -69,9 +69,12 @@ def _bring(hub: Hub, listing: Listing, choice: Choice, repository: Repository, c
     """Downloads what is missing of the files, and links them. Returns the bytes that came."""
     missing = {file: repository.missing_bytes(file) for file in choice.files}
     need_bytes, done_bytes = sum(missing.values()), 0
-    _require_room(listing.repo, cache, need_bytes)
+    have_bytes = _require_room(listing.repo, cache, need_bytes)
     if tell is not None and choice.said:
         tell(choice.said, 0, 0)
+    if tell is not None and need_bytes:
+        more = "" if 2 * need_bytes < have_bytes else "; a packed copy will take about as much again"
+        tell(f"downloads {format_bytes(need_bytes)} to {cache}, {format_bytes(have_bytes)} free{more}", 0, 0)
     for file in choice.files:
         if not repository.has(file):
 
@@ -90,8 +93,8 @@ def _bring(hub: Hub, listing: Listing, choice: Choice, repository: Repository, c
     return max(0, done_bytes)
 
 
-def _require_room(repo: str, cache: Path, need_bytes: int) -> None:
-    """Raises StorageFailed where the disk has less free than is to come."""
+def _require_room(repo: str, cache: Path, need_bytes: int) -> int:
+    """The bytes that are free where downloads go. Raises StorageFailed where they are fewer than those to come."""
     from penstock.store.writer import free_bytes  # with numpy, which planning goes without
 
     there = next(folder for folder in (cache, *cache.absolute().parents) if folder.is_dir())
@@ -101,6 +104,7 @@ def _require_room(repo: str, cache: Path, need_bytes: int) -> None:
             f"the disk is too full: {repo} needs {format_bytes(need_bytes)} in {cache}, {format_bytes(have_bytes)} are"
             " free there (HF_HOME names another place)"
         )
+    return have_bytes
 
 
 def _cache(where: Where) -> Path:

@@ -71,9 +71,7 @@ class Repository:
             name.parent.mkdir(parents=True, exist_ok=True)
             if name.is_symlink() and os.readlink(name) == target:
                 return
-            aside = name.with_name(f".{name.name[:200]}.{os.getpid()}.link")
-            with contextlib.suppress(FileNotFoundError):
-                aside.unlink()
+            aside = name.with_name(f".penstock-{os.urandom(8).hex()}.tmp")
             aside.symlink_to(target)
             aside.replace(name)
 

@@ -7,6 +7,7 @@ checksum, waits as long as a server says, and writes as many bytes as a server s
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -110,7 +111,9 @@ class Hub:
                 response = self._followed(url, what, first, end)
             except Cut as cut:
                 if nth == (_TRIES_TO_REACH if isinstance(cut, Unreachable) else TRIES) - 1:
-                    raise StorageFailed(f"cannot reach the Hub at {self.endpoint} for {what}: {cut}") from None
+                    raise StorageFailed(
+                        f"{what} is not whole on this machine, and the Hub at {self.endpoint} cannot be reached: {cut}"
+                    ) from None
                 self.wait(nth, f"{what}: {cut}")
                 continue
             try:
@@ -197,10 +200,11 @@ def _skipped(response: httpx2.Response, what: str, first: int, end: int, nbytes:
     if response.headers.get("content-encoding", "identity") != "identity":
         raise BrokenModel(f"{what}: the Hub sends it in another encoding than it was asked for")
     if response.status_code == 206:
-        begin, _, total = response.headers.get("content-range", "").removeprefix("bytes ").partition("/")
-        if begin != f"{first}-{end - 1}" or total not in (str(nbytes), "*"):
-            got = _short(response.headers.get("content-range", "nothing"))
-            raise BrokenModel(f"{what}: the Hub was asked for bytes {first}-{end - 1} of {nbytes} and sends {got}")
+        said = response.headers.get("content-range", "")
+        match = re.fullmatch(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", said, re.ASCII)
+        if match is None or int(match[1]) != first or int(match[2]) >= end or match[3] not in (str(nbytes), "*"):
+            asked = f"bytes {first}-{end - 1} of {nbytes}"
+            raise BrokenModel(f"{what}: the Hub was asked for {asked} and sends {_short(said) or 'nothing'}")
         return 0
     length = response.headers.get("content-length", str(nbytes))
     if length != str(nbytes):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from threadpoolctl import threadpool_limits
 
@@ -54,17 +55,29 @@ def probed_file(file: Path) -> Path:
 
 
 def load_or_probe(
-    cache: Path, on_progress: Progress | None = None, *, disk_folder: Path | None = None, detailed: bool = False
+    cache: Path,
+    on_progress: Progress | None = None,
+    *,
+    disk_folder: Path | None = None,
+    detailed: bool = False,
+    whole: bool = False,
+    kind: str = "int4",
 ) -> MachineSpec:
     """The machine as measured before, or measured now and kept. Its memory is always read afresh. `disk_folder`: lies
-    on the disk to measure; None is `cache`. `detailed`: tells `on_progress` which figures were measured again. Raises
-    StorageFailed where measuring fails."""
+    on the disk to measure; None is `cache`. `detailed`: tells `on_progress` which figures were measured again. `whole`:
+    by the whole probe, which takes about a minute, also where the quick one has measured before. `kind`: the number
+    format that the quick one measures. Raises StorageFailed where measuring fails."""
     path = machine_file(cache)
-    if (known := kept(path)) is not None:
+    known = kept(path)
+    if known is not None and not (whole and known.rough):
         return _with_memory(known)
-    if on_progress:
-        on_progress("measuring this machine, once (about a minute)", 0, 0)
-    machine = probe_apart(disk_folder or cache, on_progress if detailed else None)
+    machine = None if whole else quick_apart(disk_folder or cache, kind)
+    if machine is None:
+        if on_progress:
+            on_progress("measuring this machine, once (about a minute)", 0, 0)
+        machine = probe_apart(disk_folder or cache, on_progress if detailed else None)
+    elif on_progress:
+        on_progress("measured this machine, once, in haste: `penstock probe` takes a minute and foretells better", 0, 0)
     keep(path, machine)
     probed_file(path).unlink(missing_ok=True)  # it is of the probe before this one
     return machine
@@ -105,15 +118,28 @@ def probe_apart(
     return machines.loads(done.stdout, "the probe's answer")
 
 
+def quick_apart(disk_folder: Path, kind: str) -> MachineSpec | None:
+    """Measures some figures in a process of its own, and has the rest of a machine that is alike
+    (`runtime/probe_quick`). `kind`: the number format to measure, if the probe knows it. None where that process fails,
+    as where no machine was measured that is alike."""
+    done = child.run("penstock.runtime.probe_quick", str(disk_folder), kind if kind in FORMATS else "int4")
+    return None if done.returncode else machines.loads(done.stdout, "the quick probe's answer")
+
+
 def probe(
-    disk_folder: Path, tell: Tell, formats: Sequence[str] = FORMATS, kv_formats: Sequence[str] = KV_FORMATS
+    disk_folder: Path,
+    tell: Tell,
+    formats: Sequence[str] = FORMATS,
+    kv_formats: Sequence[str] = KV_FORMATS,
+    isa: str | None = None,
 ) -> MachineSpec:
     """Measures now, in this process. The disk is the one that holds `disk_folder`. `tell` gets a line about each
-    figure that was measured again. Raises StorageFailed."""
+    figure that was measured again. `isa`: the instruction set of the kernels; None: the best one. Raises
+    StorageFailed."""
     threadpool_limits(1, user_api="blas")  # as a session does
     threads = host.usable_cpus()
     memory_bytes = min(_WORK_BYTES, host.available_bytes() // 4)
-    kernels = native(None, threads, exact=False)
+    kernels = native(isa, threads, exact=False)
     with probe_file(disk_folder) as file:
         reads = best_reads(file.loads_s)
         file.reader = new_reader(reads[-1].engine, reads[-1].depth, reads[-1].block_bytes)
@@ -127,15 +153,20 @@ def probe(
         rates += loads.rates(tell)
     alpha_s = min(rate.alpha_s for rate in rates if rate.op in ROW_OPS)
     rates.append(Rate(CPU, "*", "*", alpha_s, 1 / ram_read_bytes_per_s(threads)))
+    source = f"probe {date.today().isoformat()}"
+    return of_this_machine(tuple(rates), disk_folder, threads, source, sharing=sharing, reads=reads)
+
+
+def of_this_machine(rates: tuple[Rate, ...], disk_folder: Path, threads: int, source: str, **more: Any) -> MachineSpec:
+    """This machine with some rates; `more`: further fields of it."""
     machine = MachineSpec(
         name=platform.node() or "this machine",
         tiers=(Capacity(HOST, host.memory_limit_bytes()), Capacity(DISK.tier, _disk_bytes(disk_folder))),
-        rates=tuple(rates),
+        rates=rates,
         threads=threads,
         cpu=cpu_name(),
-        source=f"probe {date.today().isoformat()}",
-        sharing=sharing,
-        reads=reads,
+        source=source,
+        **more,
     )
     return _with_memory(machine)
 
@@ -222,8 +253,9 @@ def _fingerprint() -> str:
 
 if __name__ == "__main__":
     try:
-        folder, *wanted = sys.argv[1:]
-        asked = (names.split(",") for names in wanted)
-        print(machines.dumps(probe(Path(folder), lambda text: print(text, file=sys.stderr), *asked)))
+        folder, formats, kv_formats, *isa = sys.argv[1:]
+        wanted = formats.split(","), kv_formats.split(",")
+        found = probe(Path(folder), lambda text: print(text, file=sys.stderr), *wanted, isa[0] if isa else None)
+        print(machines.dumps(found))
     except PenstockError as failure:
         sys.exit(failure.message)

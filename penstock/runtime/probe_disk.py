@@ -112,10 +112,10 @@ def usual_reader() -> _native.Reader:
 
 
 @contextmanager
-def probe_file(folder: Path) -> Iterator[ProbeFile]:
-    """The file to measure the disk of `folder` with: the largest one of a packed model there, else a new file, which
-    is removed afterwards. Files that will be read are the better measure: a new small file lay in some cache below us
-    and read at 3.5 GB/s where models read at 2.9. Raises StorageFailed."""
+def probe_file(folder: Path, new_bytes: int = FILE_BYTES) -> Iterator[ProbeFile]:
+    """The file to measure the disk of `folder` with: the largest one of a packed model there, else a new file of
+    `new_bytes`, which is removed afterwards. Files that will be read are the better measure: a new small file lay in
+    some cache below us and read at 3.5 GB/s where models read at 2.9. Raises StorageFailed."""
     name, fd = None, None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -127,12 +127,12 @@ def probe_file(folder: Path) -> Iterator[ProbeFile]:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".penstock-probe-", delete=False) as file:
             name = Path(file.name)
             block = os.urandom(MIB)
-            for _ in range(FILE_BYTES // MIB):
+            for _ in range(new_bytes // MIB):
                 file.write(block)
             file.flush()
             os.fsync(file.fileno())
         fd, _ = _native.open_direct(str(name))
-        _native.drop_cached(fd, 0, FILE_BYTES)
+        _native.drop_cached(fd, 0, new_bytes)
         yield ProbeFile(name, fd)
     except OSError as error:
         raise StorageFailed(f"cannot measure the disk at {folder}: {error.strerror}") from None

@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.errors import BadRequest, BrokenModel, StorageFailed
@@ -39,6 +39,7 @@ _ENOUGH_RUNS = 3
 # Factors of a band. The least is for predictions that were all right, since machines drift by as much in an hour.
 # Beyond the most a band says nothing any more.
 _LEAST, _MOST = 1.1, 100.0
+_ROUGH = 1.5  # where figures were scaled from another machine's, and no runs are known
 _SHARE_WITHIN = 0.8  # of runs whose error was within the band
 _DECADES = 1.0  # two predicted times that lie so far apart have likeness 0
 _OTHER_FORMAT = 0.5  # the likeness of a run in another format: other kernels, the same disk and RAM
@@ -187,9 +188,10 @@ def band(seen: Iterable[Run], prediction: Prediction, plan: Plan, batch: int) ->
 def error_band(machine_file: Path, machine: MachineSpec, prediction: Prediction, plan: Plan, batch: int) -> Band:
     """The error band of a prediction for this machine. No runs with a device are kept, so plans with a device have the
     usual band."""
-    if GPU.executor in plan.tier_bytes():
-        return Band()
-    return band(runs(machine_file, machine), prediction, plan, batch)
+    found = Band() if GPU.executor in plan.tier_bytes() else band(runs(machine_file, machine), prediction, plan, batch)
+    if not machine.rough:
+        return found
+    return Band(*(width if width.known else replace(width, factor=_ROUGH) for width in (found.decode, found.ttft)))
 
 
 def _sparsity(plan: Plan) -> str:

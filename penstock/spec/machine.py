@@ -164,7 +164,8 @@ _LIKE_INT4 = {32: 1.3, 16: 1.5}
 class MachineSpec:
     """All figures of a machine. `source`: where they are from, a probe with its date or a data sheet. `process_bytes`:
     memory of the process beside its arenas. `device_process_bytes`: what the process takes more where it drives a
-    device. `context_bytes`: device memory that the driver and libraries take.
+    device. `context_bytes`: device memory that the driver and libraries take. `rough`: most
+    figures are another machine's, scaled by a few that were measured here.
 
     Raises BadRequest for figures that are missing or contradict each other."""
 
@@ -179,6 +180,7 @@ class MachineSpec:
     context_bytes: int = 0
     sharing: tuple[Sharing, ...] = ()
     reads: tuple[Reads, ...] = ()
+    rough: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.threads < 2**31 or not 0 < self.process_bytes < 2**63:

@@ -26,6 +26,7 @@ MACHINE = MachineSpec("test", (Capacity("host", 1 << 34), Capacity("disk0", 1 <<
 _NOTES = (
     "penstock: this model has no chat template",
     "penstock: measuring this machine, once",
+    "penstock: measured this machine, once",
     "penstock: writes ",  # before a first packing
     "Try `penstock ",
 )

@@ -103,6 +103,7 @@ def test_only_what_is_needed_comes(hub: FakeHub, where: Where, files: dict[str, 
     check(pulled, files)
     total = sum(map(len, files.values()))
     assert (pulled.brought_bytes, pulled.choice.nbytes, pulled.commit) == (total, total, COMMIT)
+    assert told[0][0].startswith("downloads ") and told[0][0].endswith(" free") and told[0][1:] == (0, 0)
     assert told[-1][1:] == (total, total) and told[-1][0].startswith("downloading model-00002")
     assert not any(unwanted in path for path in hub.paths() for unwanted in NOT_WANTED)
     before = len(hub.seen)
@@ -314,7 +315,8 @@ def test_a_hub_that_is_down(hub: FakeHub, where: Where, waits: Waits) -> None:
 def test_nobody_there(where: Where, hub: FakeHub, waits: Waits) -> None:
     closed = Where("http://127.0.0.1:9", where.hub_cache, sleep=waits)
     told = refusal(closed).message
-    assert told.startswith("cannot reach the Hub at http://127.0.0.1:9 for org/name at main: ") and waits == [1, 2]
+    says = "org/name at main is not whole on this machine, and the Hub at http://127.0.0.1:9 cannot be reached: "
+    assert told.startswith(says) and waits == [1, 2]
 
 
 def test_offline(hub: FakeHub, where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -567,6 +569,19 @@ def test_nothing_but_names_of_the_hub_loads_its_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_plan_by_headers_imports_no_numpy(hub: FakeHub, environment: dict[str, str]) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from penstock.serve.planning import describe; from penstock.serve.named import to_plan;"
+        "from penstock.library.where import Where; path = to_plan('org/name', Where()); describe(path.__enter__());"
+        "print([m for m in ('numpy', 'torch') if m in sys.modules]); path.__exit__(None, None, None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
 def test_digests() -> None:

@@ -145,6 +145,7 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda store: {"layers": [store.layer("model", b"GGUF"), store.layer("model", b"GGUF2")]}, "2 files of weights",
     ),
     "in the cloud": ({"layers": []}, "it runs elsewhere"),
+    "tensors": (lambda store: {"layers": [store.layer("tensor", b"x")]}, "its tensors lie apart"),
 }  # fmt: skip
 
 

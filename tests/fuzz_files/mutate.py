@@ -1,4 +1,5 @@
-"""Mutants of seeds: of JSON by its structure, of safetensors files by header and bytes, of templates by their tokens.
+"""Mutants of seeds: of JSON by its structure, of safetensors files by header and bytes, of GGUF files by entries,
+tensors and numbers, of templates by their tokens.
 
 A mutant depends on nothing but the seeds and the random numbers given, so a case can be made again from its name.
 """
@@ -9,7 +10,7 @@ import random
 import re
 from collections.abc import Sequence
 
-from tests.fuzz_files import mutate_json
+from tests.fuzz_files import mutate_gguf, mutate_json
 from tests.fuzz_files.corpus import Seed
 
 _TOKEN = re.compile(r"\{[{%#]-?|-?[}%#]\}|\w+|'[^'\n]*'|\"[^\"\n]*\"|\s+|[^\w\s]", re.S)
@@ -37,6 +38,9 @@ def mutant(rng: random.Random, seed: Seed, family: Sequence[Seed]) -> bytes:
         return _of_json(rng, seed.content, family)
     if seed.path.suffix == ".safetensors":
         return _of_shard(rng, seed.content, family)
+    if seed.path.suffix == ".gguf":
+        found = mutate_gguf.any_of(rng, seed.content, [each.content for each in family])
+        return of_bytes(rng, seed.content, rng.choice(family).content) if found is None else found
     return of_text(rng, seed.content, rng.choice(family).content)
 
 

@@ -55,6 +55,11 @@ def in_the_pack(name: str) -> Placing:
     return place
 
 
+def as_a_gguf_file(rng: random.Random, world: World, place: Place, seed: Seed, content: bytes) -> Path:
+    """model.gguf, alone in its folder."""
+    return put(place.model / "model.gguf", content)
+
+
 def as_the_manifest(rng: random.Random, world: World, place: Place, seed: Seed, content: bytes) -> Path:
     """penstock.json with a checksum of its own that fits, most often: behind it is the rest of its checks."""
     put(place.given / "text.txt", _TEXT)

@@ -11,6 +11,7 @@ from tests.fuzz_files.corpus import Seed
 from tests.fuzz_files.mutate import mutant
 from tests.fuzz_files.places import (
     Placing,
+    as_a_gguf_file,
     as_the_config,
     as_the_history,
     as_the_index,
@@ -102,6 +103,14 @@ SCENES: dict[str, Scene] = {
     "config": Scene((as_the_config,), (_PLAN, _RUN, _PACK, _SYNTH, ("plan", "{file}")), (in_the_pack("config.json"),)),
     "shard": Scene((as_the_weights,), (_PACK, _RUN)),
     "index": Scene((as_the_index,), (_PACK, _RUN)),
+    "gguf": Scene(
+        (as_a_gguf_file,),
+        (
+            ("run", "{file}", "hello", "--max-tokens", "2", "--json"),
+            ("plan", "{file}", "--json"),
+            ("pack", "{file}", "{out}/packed", "--json"),
+        ),
+    ),
     "tokenizer": Scene(_texts("tokenizer.json"), (_RUN, _RAW, _EVAL)),
     "tokenizer_config": Scene(_texts("tokenizer_config.json"), (_RUN,)),
     "generation_config": Scene(_texts("generation_config.json"), (_RUN,)),

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from tests.fuzz_files import child, warm
 from tests.fuzz_files.corpus import SEEDS
-from tests.fuzz_files.make import kept, models, texts
+from tests.fuzz_files.make import gguf, kept, models, texts
 from tests.fuzz_files.world import Files, World
 
 
 def main() -> None:
     _write("machine", kept.machine_files())
+    _write("gguf", gguf.files())
     warm.warm_up()
     scratch = Path(tempfile.mkdtemp())
     try:
