@@ -24,21 +24,25 @@ struct Unpacked {
     alignas(64) std::uint8_t codes[kUnpackedGroups][8][kWideTiles][64];
 };
 
+// Scales of a group of 32 columns; one may be of several groups.
+constexpr int parts_of(const Blocks& layout) { return layout.scaled < kBlockGroup ? kBlockGroup / layout.scaled : 1; }
+
 // Unpacks a block of `span` columns of both tiles as groups `first` …, and fetches what lies `ahead` bytes after it.
 template <Kind kind>
 void unpack_block(const std::uint8_t* p, std::size_t ahead, int span, int first, Unpacked& to) {
     constexpr Blocks kLayout = blocks_of(kind);
-    constexpr int kParts = kBlockGroup / kLayout.scaled, kGroupBytes = 64 * (kLayout.low + kLayout.high);
+    constexpr int kParts = parts_of(kLayout), kGroupBytes = 64 * (kLayout.low + kLayout.high);
     for (int tile = 0; tile < kWideTiles; ++tile, p += to.next) {
         const BlockFactors<kind> factors(p, span);
         for (int byte = 0; byte < kLayout.block_bytes(span); byte += 64) prefetch(p + byte + ahead, true);
         for (int g = 0; g < span / kBlockGroup; ++g) {
             const std::uint8_t* const lines = p + kLayout.header_bytes(span) + g * kGroupBytes;
             if (tile == 0) to.lines[first + g] = lines;
+            const int number = kLayout.scale_of(kBlockGroup * g);
             for (int part = 0; part < kParts; ++part) {
-                to.scale[first + g][part][tile] = factors.scale[kParts * g + part];
+                to.scale[first + g][part][tile] = factors.scale[number + part];
                 if constexpr (BlockFactors<kind>::kMinimum) {
-                    to.minimum[first + g][part][tile] = factors.minimum[kParts * g + part];
+                    to.minimum[first + g][part][tile] = factors.minimum[number + part];
                 }
             }
             if constexpr (unpacks(kind)) {
@@ -53,7 +57,7 @@ void unpack_block(const std::uint8_t* p, std::size_t ahead, int span, int first,
 template <Kind kind>
 void add_unpacked(const Unpacked& w, int count, Operand x, WideSums& to) {
     constexpr Blocks kLayout = blocks_of(kind);
-    constexpr int n = kWideRows, k = kWideTiles, kParts = kBlockGroup / kLayout.scaled, kFours = 8 / kParts;
+    constexpr int n = kWideRows, k = kWideTiles, kParts = parts_of(kLayout), kFours = 8 / kParts;
     constexpr bool kMinimum = BlockFactors<kind>::kMinimum;
     // With two scales a group sums stay in memory: there are no registers for them beside the sums of a group.
     constexpr bool kHeld = kParts == 1;
@@ -131,6 +135,7 @@ template <int rows>
 void add_wide_panels(const Matrix& m, const Series& series, const Rows& x, std::ptrdiff_t columns,
                      std::ptrdiff_t groups, int row, int panels, WideSums* sums) {
     by_blocks(m.kind, [&]<Kind kind>() {
+        if constexpr (!multiplies_codes(kind)) return;  // its activations are never rounded
         constexpr Blocks kLayout = blocks_of(kind);
         Unpacked weights;
         weights.next = m.tile_bytes();
