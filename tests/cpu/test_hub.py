@@ -456,6 +456,24 @@ def test_headers_are_read_where_the_config_says_too_little(hub: FakeHub, where: 
     assert not any("range" not in headers for _, path, headers in hub.seen if "stored" in path)
 
 
+@pytest.mark.parametrize("name", ["gptq", "awq", "float8-blocks"])
+def test_a_plan_of_a_quantised_folder_is_that_of_its_files(
+    name: str, hub: FakeHub, where: Where, tmp_path: Path
+) -> None:
+    """Its formats follow from its headers, of which none of the weights are needed."""
+    from tests.cpu import quantised
+    from tests.cpu.oracle import save
+    from tests.cpu.test_quantised import CASES
+
+    variant, quantise, config, _ = CASES[name]
+    save(variant, tmp_path / "plain")
+    folder = quantised.write(tmp_path / "plain", tmp_path / "folder", quantise, config)
+    hub.repos["org/quantised"] = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with peek(name_of("org/quantised"), where) as peeked:
+        assert describe(peeked.path, to_plan=True)[1] == describe(folder, to_plan=True)[1]
+        assert peeked.read_bytes < peeked.nbytes / 2
+
+
 def test_errors_of_a_plan_call_the_model_by_its_name(hub: FakeHub, where: Where) -> None:
     hub.repos["org/name"]["config.json"] = b"{no json"
     with pytest.raises(BrokenModel, match=r"^org/name/config\.json is not JSON"), to_plan("org/name", where):
@@ -497,6 +515,39 @@ def test_a_plan_of_a_gguf_file_needs_its_header(hub: FakeHub, where: Where, gguf
     assert located.path.name == "tale-Q4_0.gguf" and located.path.read_bytes() == ggufs["tale-Q4_0.gguf"]
     assert {path.name for path in located.path.parent.iterdir()} == {"tale-Q4_0.gguf"}
     assert locate("org/gguf", where).path == located.path  # the one that is here
+
+
+def test_a_plan_of_several_gguf_files(
+    hub: FakeHub, environment: dict[str, str], ggufs: dict[str, bytes], tmp_path: Path
+) -> None:
+    """One vocabulary is read; each file is planned as by its own header."""
+    from tests.cpu.commands import apart, machine_cache, refused
+
+    flags, cache = ("--json",), machine_cache(tmp_path / "cache")
+    files = {**ggufs, "tale-IQ2_M.gguf": b"GGUF" + bytes(400_000), "other-Q6_K.gguf": ggufs["tale-Q8_0.gguf"][:90_000]}
+    hub.repos["org/gguf"] = files
+    planned = apart("plan", "org/gguf", *flags, "--cache", cache, env=environment)
+    assert planned.code == 0, planned.err
+    assert "penstock: org/gguf has 4 GGUF files: write org/gguf:" in planned.err
+    found = {each["quantisation"]: each for each in planned.report["files"]}
+    assert list(found) == ["Q6_K", "IQ2_M", "Q4_0", "Q8_0"]
+    assert "is truncated" in found["Q6_K"]["why"] or "is not made as" in found["Q6_K"]["why"]
+    assert "is not made as tale-Q4_0.gguf is" in found["IQ2_M"]["why"]
+    assert found["Q4_0"]["why"] is None and found["Q4_0"]["predicted"]["decode_tokens_per_s"] > 0
+    shown = apart("plan", "org/gguf", "--cache", cache, env=environment)
+    assert shown.code == 0 and [line.split()[0] for line in shown.out.splitlines()[1:]] == list(found)
+    hub.repos["org/gguf"] = ggufs
+    hub.seen.clear()
+    planned = apart("plan", "org/gguf", *flags, "--cache", cache, env=environment)
+    each = {each["quantisation"]: each["predicted"] for each in planned.report["files"]}
+    assert all(each.values()), planned.out
+    read = [headers["range"] for _, path, headers in hub.seen if "stored" in path]
+    assert len(read) == 2
+    for quantisation, predicted in each.items():
+        alone = apart("plan", f"org/gguf:{quantisation}", *flags, "--cache", cache, env=environment)
+        assert predicted["decode_tokens_per_s"] == alone.report["predicted"]["decode_tokens_per_s"] > 0
+    assert each["Q4_0"]["decode_tokens_per_s"] > each["Q8_0"]["decode_tokens_per_s"]
+    refused(apart("plan", "org/gguf", "--compare", *flags, env=environment), "org/gguf has 2 GGUF files", "BadRequest")
 
 
 def test_a_gguf_header_that_is_hostile(hub: FakeHub, where: Where, ggufs: dict[str, bytes]) -> None:
