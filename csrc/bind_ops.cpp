@@ -32,12 +32,18 @@ Value named(const std::map<std::string, Value>& names, const std::string& name) 
     return entry->second;
 }
 
-const std::map<std::string, Kind> kKinds{
-    {"float32", Kind::kFloat32}, {"float16", Kind::kFloat16}, {"bfloat16", Kind::kBfloat16}, {"int8", Kind::kInt8},
-    {"int4", Kind::kInt4},       {"q4_0", Kind::kQ4_0},       {"q5_0", Kind::kQ5_0},         {"q5_1", Kind::kQ5_1},
-    {"q8_0", Kind::kQ8_0},       {"iq4_nl", Kind::kIq4Nl},    {"mxfp4", Kind::kMxfp4},       {"q2_k", Kind::kQ2K},
-    {"q3_k", Kind::kQ3K},        {"q4_k", Kind::kQ4K},        {"q5_k", Kind::kQ5K},          {"q6_k", Kind::kQ6K},
-    {"iq4_xs", Kind::kIq4Xs}};
+const std::map<std::string, Kind> kKinds{{"float32", Kind::kFloat32},    {"float16", Kind::kFloat16},
+                                         {"bfloat16", Kind::kBfloat16},  {"int8", Kind::kInt8},
+                                         {"int4", Kind::kInt4},          {"q4_0", Kind::kQ4_0},
+                                         {"q5_0", Kind::kQ5_0},          {"q5_1", Kind::kQ5_1},
+                                         {"q8_0", Kind::kQ8_0},          {"iq4_nl", Kind::kIq4Nl},
+                                         {"mxfp4", Kind::kMxfp4},        {"q2_k", Kind::kQ2K},
+                                         {"q3_k", Kind::kQ3K},           {"q4_k", Kind::kQ4K},
+                                         {"q5_k", Kind::kQ5K},           {"q6_k", Kind::kQ6K},
+                                         {"iq4_xs", Kind::kIq4Xs},       {"uint4_g32", Kind::kUint4G32},
+                                         {"uint4_g64", Kind::kUint4G64}, {"uint4_g128", Kind::kUint4G128},
+                                         {"uint8_g32", Kind::kUint8G32}, {"uint8_g128", Kind::kUint8G128},
+                                         {"float8", Kind::kFloat8}};
 
 void check_group(int group, int multiple) {
     if (group >= multiple && group <= kMostGroup && group % multiple == 0) return;

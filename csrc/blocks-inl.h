@@ -21,7 +21,19 @@ struct BlockFactors {
     F scale[kMost], minimum[kMinimum ? kMost : 1];
 
     BlockFactors(const std::uint8_t* p, int span) {
-        if constexpr (kLayout.columns == kBlockGroup) {
+        if constexpr (kLayout.word > 0) {
+            for (int i = 0; i < kLayout.scale_bytes(span) / 4; ++i) {
+                const Line word = line(p + 64 * i);
+                if constexpr (kMinimum) {  // no product here is rounded: a scale has 15 bits, a zero point 9
+                    const F upper = f_byte<1>(l_right(word, 0, 0x100));
+                    const F zero = f_fma(upper, f_set(256.0F), f_byte<0>(word));
+                    scale[i] = f_bits(l_right(word, 0, ~0x1ff));
+                    minimum[i] = f_mul(f_mul(zero, f_set(-1.0F)), scale[i]);
+                } else {
+                    scale[i] = f_bits(word);
+                }
+            }
+        } else if constexpr (kLayout.columns == kBlockGroup) {
             for (int i = 0; i < span / kBlockGroup; ++i) {
                 if constexpr (kind == Kind::kMxfp4) {
                     scale[i] = power_of(p + 16 * i);
@@ -144,6 +156,16 @@ template <Kind kind>
     return codes;
 }
 
+// Byte b of each row as a float8 (e4m3, without infinities): a sign, 4 bits of an exponent, 3 of a mantissa. They are
+// put where float32 has them. Its exponent is then 120 too small, also for numbers below 2^-6, which float32 has below
+// its least normal number too.
+template <int b>
+inline F f_float8(const Line& x) {
+    constexpr std::int32_t kMagnitude = 0x07f00000, kSign = std::int32_t(0x80000000U);
+    const Line magnitude = b < 3 ? l_left(x, 20 - 8 * b, kMagnitude) : l_right(x, 8 * b - 20, kMagnitude);
+    return f_mul(f_bits(l_or(magnitude, l_left(x, 24 - 8 * b, kSign))), f_set(0x1p120F));
+}
+
 // sums += one group of k tiles, which are `next` bytes apart: Σ (code - offset) · q by integers, times scale · x_scale,
 // plus minimum · x_sum. `p`: the group's lines in the first tile. `g`: its number in the block.
 template <Kind kind, int n, int k>
@@ -151,7 +173,8 @@ template <Kind kind, int n, int k>
                                                 std::size_t next, std::size_t ahead, bool reused, const Operand& x,
                                                 Sums<n, k>& sums) {
     constexpr Blocks kLayout = blocks_of(kind);
-    constexpr int kParts = kBlockGroup / kLayout.scaled, kFours = 8 / kParts;  // scales of a group; fours of each
+    // Scales of a group; fours of each.
+    constexpr int kParts = kLayout.scaled < kBlockGroup ? kBlockGroup / kLayout.scaled : 1, kFours = 8 / kParts;
     constexpr bool kNarrow = (kLayout.low + kLayout.high < 8) && kLayout.offset != 128;  // codes below 128
     constexpr int kChains = kParts == 1 && n * k < 8 ? 2 : 1;
     for (int i = 0; i < k; ++i) {
@@ -189,7 +212,7 @@ template <Kind kind, int n, int k>
             }
         }
         for (int i = 0; i < k; ++i) {
-            const F scale = factors[i].scale[kParts * g + part];
+            const F scale = factors[i].scale[kLayout.scale_of(kBlockGroup * g) + part];
             for (int r = 0; r < n; ++r) {
                 I total = whole[r][i][0];
                 if constexpr (kChains == 2) total = i_add(total, whole[r][i][1]);
@@ -209,7 +232,7 @@ template <Kind kind, int n, int k>
                 scaled[r][i] = f_fma(second, f_set(static_cast<float>(x.halves[n + r])), scaled[r][i]);
             }
         } else if constexpr (BlockFactors<kind>::kMinimum) {
-            const F minimum = factors[i].minimum[g];
+            const F minimum = factors[i].minimum[kLayout.scale_of(kBlockGroup * g)];
             for (int r = 0; r < n; ++r) sums.at[r][i] = f_fma(minimum, f_set(x.sum[r]), sums.at[r][i]);
         }
         if constexpr (kParts == 2) {
@@ -270,8 +293,17 @@ void widen_blocks(const Matrix& m, const std::uint8_t* p, const Each& each) {
         p += kLayout.header_bytes(span);
         for (int g = 0; g < span / kBlockGroup; ++g, p += 64 * (kLayout.low + kLayout.high)) {
             for (int l = 0; l < 8; ++l) {
-                const int i = (kBlockGroup * g + 4 * l) / kLayout.scaled;
+                const int i = kLayout.scale_of(kBlockGroup * g + 4 * l);
                 const F scale = factors.scale[i];
+                const int column = c + kBlockGroup * g + 4 * l;
+                if constexpr (kind == Kind::kFloat8) {
+                    const Line four = four_codes<kind>(p, l);
+                    each(column, f_mul(f_float8<0>(four), scale));
+                    each(column + 1, f_mul(f_float8<1>(four), scale));
+                    each(column + 2, f_mul(f_float8<2>(four), scale));
+                    each(column + 3, f_mul(f_float8<3>(four), scale));
+                    continue;
+                }
                 F minimum;
                 if constexpr (BlockFactors<kind>::kMinimum) {
                     minimum = factors.minimum[i];
@@ -279,7 +311,6 @@ void widen_blocks(const Matrix& m, const std::uint8_t* p, const Each& each) {
                     minimum = f_mul(scale, f_set(static_cast<float>(-kLayout.offset)));
                 }
                 const Line codes = four_codes<kind>(p, l);
-                const int column = c + kBlockGroup * g + 4 * l;
                 each(column, f_fma(f_byte<0>(codes), scale, minimum));
                 each(column + 1, f_fma(f_byte<1>(codes), scale, minimum));
                 each(column + 2, f_fma(f_byte<2>(codes), scale, minimum));
@@ -332,6 +363,18 @@ void by_blocks(Kind kind, const Run& run) {
             return run.template operator()<Kind::kQ6K>();
         case Kind::kIq4Xs:
             return run.template operator()<Kind::kIq4Xs>();
+        case Kind::kUint4G32:
+            return run.template operator()<Kind::kUint4G32>();
+        case Kind::kUint4G64:
+            return run.template operator()<Kind::kUint4G64>();
+        case Kind::kUint4G128:
+            return run.template operator()<Kind::kUint4G128>();
+        case Kind::kUint8G32:
+            return run.template operator()<Kind::kUint8G32>();
+        case Kind::kUint8G128:
+            return run.template operator()<Kind::kUint8G128>();
+        case Kind::kFloat8:
+            return run.template operator()<Kind::kFloat8>();
         default:
             return;
     }
@@ -341,7 +384,7 @@ void by_blocks(Kind kind, const Run& run) {
 template <int n, int k>
 void dot_in_blocks(const Matrix& m, const Series& weights, const Operand& x, Sums<n, k>& sums) {
     by_blocks(m.kind, [&]<Kind kind>() {
-        if constexpr (n == kWideRows && k == 2) {
+        if constexpr (n == kWideRows && k == 2 && multiplies_codes(kind)) {
             if (x.q != nullptr) return dot_rounded<kind, n, k>(m, weights, x, sums);
         }
         for (int i = 0; i < k; ++i) {
@@ -349,7 +392,11 @@ void dot_in_blocks(const Matrix& m, const Series& weights, const Operand& x, Sum
             for (int r = 0; r < n; ++r) one.at[r][0] = sums.at[r][i];
             Series series = weights;
             series.first += std::size_t(i) * m.tile_bytes();
-            x.q != nullptr ? dot_rounded<kind, n, 1>(m, series, x, one) : dot_widened<kind, n>(m, series, x, one);
+            if constexpr (multiplies_codes(kind)) {
+                x.q != nullptr ? dot_rounded<kind, n, 1>(m, series, x, one) : dot_widened<kind, n>(m, series, x, one);
+            } else {
+                dot_widened<kind, n>(m, series, x, one);
+            }
             for (int r = 0; r < n; ++r) sums.at[r][i] = one.at[r][0];
         }
     });
@@ -361,6 +408,7 @@ void dot_short_in_blocks(const Matrix& m, const std::uint8_t* p, int tiles, std:
                          const float* before, float* to, std::ptrdiff_t stride) {
     const std::size_t next = m.tile_bytes();
     by_blocks(m.kind, [&]<Kind kind>() {
+        if constexpr (!multiplies_codes(kind)) return;  // its activations are never rounded
         for (int tile = 0; tile < tiles; ++tile, p += next, to += kTileRows) {
             Sums<n, 1> sums;
             for (int r = 0; r < n; ++r) sums.at[r][0] = before != nullptr ? f_load(before + r * stride) : f_zero();

@@ -78,6 +78,7 @@ struct Prepared {
     // Takes room for `count` rows of `granules` granules, with m.cols columns each. Returns false if scratch is too
     // small.
     static bool plan(const Matrix& m, int granules, int count, bool exact, Scratch& scratch, Prepared& to) {
+        exact = exact || !multiplies_codes(m.kind);
         const std::size_t groups = std::size_t(m.groups()) * std::size_t(granules), n = std::size_t(count);
         const std::size_t width = m.quantised() ? groups * std::size_t(m.group) : std::size_t(m.cols * granules);
         Rows& rows = to.rows;
@@ -134,7 +135,7 @@ class Input {
     bool plan(const Matrix& m, const float* x, std::ptrdiff_t x_stride, int granules, int t, bool exact,
               Scratch& scratch) {
         m_ = m, x_ = x, x_stride_ = x_stride, granules_ = granules, t_ = t;
-        chunk_ = chunk_rows(m, granules, t, exact);
+        chunk_ = chunk_rows(m, granules, t, exact || !multiplies_codes(m.kind));
         return Prepared::plan(m, granules, chunk_, exact, scratch, prepared_);
     }
 

@@ -204,6 +204,38 @@ inline bool put_block(const Repack& op, int tile, int column, int span, std::uin
     return finite;
 }
 
+// As put_block, of a format of folders: a file's block is header words, then words of codes as lines have them. Returns
+// false also for codes of float8 that are NaN.
+template <Kind kind>
+inline bool put_words(const Repack& op, int tile, int column, int span, std::uint8_t* to) {
+    constexpr Blocks kLayout = layout_of(kind);
+    constexpr int kHeader = kLayout.nbytes - kLayout.columns * kLayout.low / 8;
+    const int first = column % kLayout.columns, headers = kLayout.scale_bytes(span) / 4,
+              lines = span * kLayout.low / 32;
+    bool finite = true;
+    for (int row = 0; row < kRows; ++row) {
+        const int nth = kRows * tile + row, number = column / kLayout.columns;
+        const bool there = nth < op.rows && number < op.blocks;
+        const std::uint8_t* const block =
+            there ? op.from + std::size_t(nth) * op.row_bytes + std::size_t(number) * std::size_t(kLayout.nbytes)
+                  : kZeros;
+        for (int i = 0; i < headers; ++i) {
+            const std::uint32_t word = word_at(block + 4 * (kLayout.scale_of(first) + i));
+            finite &= (word & 0x7f800000U) != 0x7f800000U;
+            put_word(to + kLineBytes * i + 4 * row, word);
+        }
+        std::uint8_t* const codes = to + kLayout.header_bytes(span) + 4 * row;
+        for (int i = 0; i < lines; ++i) {
+            const std::uint32_t word = word_at(block + kHeader + first * kLayout.low / 8 + 4 * i);
+            if constexpr (kind == Kind::kFloat8) {  // a byte of 127 becomes 128, and no other one does
+                finite &= ((((word & 0x7f7f7f7fU) + 0x01010101U) & 0x80808080U)) == 0;
+            }
+            put_word(codes + kLineBytes * i, word);
+        }
+    }
+    return finite;
+}
+
 template <Kind kind>
 bool repack_as(const Repack& op) {
     constexpr Blocks kLayout = layout_of(kind);
@@ -217,7 +249,11 @@ bool repack_as(const Repack& op) {
             std::uint8_t* to = op.to + std::size_t(slice) * op.slice_bytes + std::size_t(tile) * tile_bytes;
             const int first = op.first_column + slice * op.cols;
             for (int column = first; column < first + op.cols; column += span, to += block_bytes) {
-                finite &= put_block<kind>(op, tile, column, span, to);
+                if constexpr (kLayout.word > 0) {
+                    finite &= put_words<kind>(op, tile, column, span, to);
+                } else {
+                    finite &= put_block<kind>(op, tile, column, span, to);
+                }
             }
         }
     }
@@ -260,6 +296,18 @@ bool repack(const Repack& op) {
             return repack_as<Kind::kQ6K>(op);
         case Kind::kIq4Xs:
             return repack_as<Kind::kIq4Xs>(op);
+        case Kind::kUint4G32:
+            return repack_as<Kind::kUint4G32>(op);
+        case Kind::kUint4G64:
+            return repack_as<Kind::kUint4G64>(op);
+        case Kind::kUint4G128:
+            return repack_as<Kind::kUint4G128>(op);
+        case Kind::kUint8G32:
+            return repack_as<Kind::kUint8G32>(op);
+        case Kind::kUint8G128:
+            return repack_as<Kind::kUint8G128>(op);
+        case Kind::kFloat8:
+            return repack_as<Kind::kFloat8>(op);
         default:
             return false;
     }

@@ -100,6 +100,7 @@ template <int b>
 inline F f_byte(Line x) {
     return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(x, 8 * b), _mm512_set1_epi32(255)));
 }
+inline F f_bits(Line x) { return _mm512_castsi512_ps(x); }
 inline F f_bf16_even(Line x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
 inline F f_bf16_odd(Line x) { return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(-65536))); }
 

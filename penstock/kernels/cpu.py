@@ -3,7 +3,7 @@ are addresses. `kernels/reference` defines the results of every op.
 
 With `exact` activations stay float32. Otherwise activations are rounded to int8 before integer weights multiply them,
 with one scale per group: beside int4, and beside the formats of GGUF files, whose makers round them too. docs/LOG.md
-has the cost of that. Float weights and int8 are multiplied exactly.
+has the cost of that. Float weights, float8 and int8 are multiplied exactly.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def rounds_activations(weights: Format) -> bool:
     """Whether activations are rounded to int8 unless the user wants them exact. That costs int4 weights 0.06 % of
     perplexity. It would cost int8 weights 0.15 % (stories-260k), as much as their own rounding, so for those
     activations stay exact. Formats of GGUF files were chosen by what they cost with activations rounded: of 32 columns
-    here, of 32 or 256 in llama.cpp."""
-    return weights.kind == "int4" or weights.in_blocks
+    here, of 32 or 256 in llama.cpp. Those of GPTQ and AWQ are rounded like int4. Beside float8 activations stay exact:
+    its codes are no integers."""
+    return weights.kind == "int4" or (weights.in_blocks and weights.kind != "float8")
 
 
 def all_exact(part: Part, blocks: tuple[str, ...]) -> bool:

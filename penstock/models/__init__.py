@@ -25,6 +25,7 @@ from penstock.errors import BadRequest, BrokenModel, UnsupportedModel
 from penstock.models.hf.config import Config, short
 from penstock.models.hf.experts import count_key
 from penstock.models.hf.names import TensorSource
+from penstock.models.hf.quantization import quantization_of
 from penstock.spec.model import ModelSpec
 
 __all__ = [
@@ -67,8 +68,7 @@ def spec_from_config(config: dict[str, Any], where: str, *, to_plan: bool = Fals
     """
     reader = Config(config, where)
     module = _find(reader.text("model_type"), where, to_plan)
-    if config.get("quantization_config") is not None:
-        raise UnsupportedModel(f"{where} has a quantization_config: penstock packs checkpoints of float weights")
+    quantization_of(config, where)
     try:
         return module.spec(reader)
     except BadRequest as error:

@@ -6,17 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, UnsupportedModel
 from penstock.library.where import Where
+from penstock.models import sources
+from penstock.models.hf.quantization import Quantization, quantization_of
 from penstock.planner.firing import Firing, expected, foretold, leveled, measured
 from penstock.planner.routing import RouterTrace, called, firing, recorded
 from penstock.planner.solve import Solved, solve
 from penstock.serve import shapes
 from penstock.serve.named import to_plan
 from penstock.spec.ask import Ask
-from penstock.spec.format import Format, parse_format
+from penstock.spec.format import FLOAT32, Format, mixture, parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
+from penstock.spec.parts import MIXED, parts
 from penstock.store import manifest as manifests
 from penstock.store.gguf.header import is_gguf
 from penstock.store.packed import is_packed, orders_of, part_disks, read_config, read_manifest
@@ -45,14 +48,35 @@ def describe(
     """
     model = shapes.locate(model)
     manifest = read_manifest(model) if is_packed(model) else None
-    _, spec = read_config(model, manifest.files if verify and manifest is not None else (), to_plan=to_plan)
-    if weights is None and is_gguf(model):
+    config, spec = read_config(model, manifest.files if verify and manifest is not None else (), to_plan=to_plan)
+    if weights is not None:
+        return spec, weights
+    if manifest is not None:
+        return spec, manifests.formats(manifest)
+    how = quantization_of(config, str(model))
+    if is_gguf(model) or (how is not None and model.is_dir() and any(model.glob("*.safetensors"))):
         from penstock.store.own import own_format  # with numpy, which planning goes without
 
-        weights = own_format(model)
-    elif weights is None:
-        weights = manifests.formats(manifest) if manifest is not None else Format(spec.dtype)
-    return spec, weights
+        return spec, own_format(model)
+    return spec, Format(spec.dtype) if how is None else _quantised(spec, how, str(model))
+
+
+def _quantised(spec: ModelSpec, how: Quantization, where: str) -> Format:
+    """The formats of a checkpoint whose config.json alone is there: all matrices of layers were quantised, but for
+    those of the modules that it names. Raises UnsupportedModel for a model that cannot have them."""
+    places, table = sources(spec), dict[str, Format]()
+    for part in parts(spec, FLOAT32):
+        for block in part.blocks if part.kind in MIXED else ():
+            if block.tiled:
+                module = places[part.key, block.name].tensor.removesuffix(".weight")
+                kept = part.kind == "embed" or (part.kind == "head" and not how.head) or how.skips(module)
+                table[f"{part.key}.{block.name}"] = Format(spec.dtype) if kept else parse_format(how.kind)
+    found = mixture(table)
+    try:
+        parts(spec, found)
+    except BadRequest as error:
+        raise UnsupportedModel(f"{where}: {error.message}") from None
+    return found
 
 
 def plan(

@@ -1,4 +1,5 @@
-"""Formats that others quantise to, as GGUF files hold them (llama.cpp): how the same numbers lie in tiles of 16 rows.
+"""Formats that others quantise to, as GGUF files hold them (llama.cpp), or folders (GPTQ, AWQ, float8): how the same
+numbers lie in tiles of 16 rows.
 
 GGUF cuts a row into blocks of 32 or 256 columns, each with its own header. Here 16 rows lie together, as
 `spec.format` draws it, and every code, scale and minimum keeps its bits. So a number is what the file says, and a
@@ -8,8 +9,9 @@ matrix takes the bytes that it takes there. A tile is a sequence of blocks of S 
     a block:   | scale words | float16 [16] … | group 0 | group 1 |  …  |          a group is 32 columns
     a group:   | lines of low bits | lines of high bits |
 
-    S is the largest divisor that C has in common with 64 (formats with a header for each 32 columns) or 256 (the
-    others). So where C is less than 256, as the 64 columns of a granule of `down`, the header is repeated for each S.
+    S is the largest divisor that C has in common with 64 (formats with a header for each 32 columns), 128 (formats of
+    folders) or 256 (the others). So where C is less than that, as the 64 columns of a granule of `down`, the header is
+    repeated for each S.
 
 A line is a word of 4 bytes of each row. Columns 4l + b of a group, l = 0 … 7, are byte b of these words:
 
@@ -45,6 +47,22 @@ Integer scales of S = 256 columns are packed as in the file's own header, whose 
 
 Of fewer columns they are bytes, padded to whole words: scales, then (q4_k, q5_k) minimums. So where S is 64, q4_k takes
 5.0 bits, q5_k 6.0, q6_k 6.75. q4_1 is int4-g32: its d is the scale, its m the minimum.
+
+Folders are quantised with a scale and an integer zero point for each group of columns of a row (GPTQ, AWQ,
+compressed-tensors), or to float8 (e4m3) with a scale for each block of rows and columns (DeepSeek: 128 x 128). A header
+has a word of 4 bytes of each row for each `scaled` columns, or one word where S is less than that:
+
+    format       bits of a code   word                            value                           bits of a weight
+    uint4_gN     4                scale: bits 9 … 31              (code - zero point) * scale     4 + 32 / min(N, S)
+    uint8_gN     8                zero point: bits 0 … 8          as uint4_gN                     8 + 32 / min(N, S)
+    float8       8                float32 scale                   (code as e4m3) * scale          8 + 32 / min(128, S)
+
+The scale of uint4 and uint8 is the upper 23 bits of a float32: a sign, an exponent, and 14 bits of a mantissa. So it
+holds every float16 and bfloat16. Zero points are 0 … 511, since GPTQ stores one less, and so may mean 256. The product
+of a zero point and a scale has at most 24 bits, hence code * scale - zero point * scale is exact in float32.
+
+N is 32, 64 or 128: the largest of them that divides the checkpoint's group. A group of 256, or a whole row, has its
+word repeated for each 128 columns. So does a scale of float8 for more than 128 columns, or for a whole matrix.
 """
 
 from __future__ import annotations
@@ -55,13 +73,16 @@ from types import MappingProxyType
 
 GROUP = 32  # columns of a group: activations that are rounded beside these formats have a scale for as many
 TILE_ROWS = 16
+SCALE, ZERO_POINT = 1, 2  # a header's word is a float32 scale; or a scale of 23 bits and a zero point of 9
+ZERO_BITS = 9
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A row of the table above. `columns`, `nbytes`: of a block in a GGUF file. `low`, `high`: bits of a code.
+    """A row of the tables above. `columns`, `nbytes`: of a block of a row in a file. `low`, `high`: bits of a code.
     `scaled`: columns of a scale. `halves`: float16 numbers of a header. `offset`: what is taken from a code, or from
-    what a table has for it. `integers`: bytes of a scale and its minimum, where they are unpacked."""
+    what a table has for it. `integers`: bytes of a scale and its minimum, where they are unpacked. `word`: what a word
+    of a header is, SCALE or ZERO_POINT; 0 for formats of GGUF files."""
 
     columns: int
     nbytes: int
@@ -71,13 +92,16 @@ class Blocks:
     halves: int
     offset: int = 0
     integers: int = 1
+    word: int = 0
 
     def span(self, cols: int) -> int:
         """S: columns of a block in a tile of a matrix with so many columns."""
         return gcd(cols, 64 if self.columns == GROUP else self.columns)
 
     def scale_bytes(self, span: int) -> int:
-        """Bytes of a row's integer scales and minimums in the header of a block of `span` columns."""
+        """Bytes of a row's words, or integer scales and minimums, in the header of a block of `span` columns."""
+        if self.word:
+            return 4 * max(1, span // self.scaled)
         if self.columns == GROUP:
             return 0 if self.halves else span // GROUP
         if span == self.columns:
@@ -93,7 +117,7 @@ class Blocks:
         return TILE_ROWS * (self.header_bytes(span) + span * (self.low + self.high) // 8)
 
 
-# The rows of the table, by name. Sizes of blocks are those of ggml's structs.
+# The rows of the tables, by name. Sizes of blocks are those of ggml's structs.
 BLOCKS = MappingProxyType({
     "q4_0": Blocks(32, 18, 4, 0, 32, 1, 8),
     "q5_0": Blocks(32, 22, 4, 1, 32, 1, 16),
@@ -107,10 +131,27 @@ BLOCKS = MappingProxyType({
     "q5_k": Blocks(256, 176, 4, 1, 32, 2, integers=2),
     "q6_k": Blocks(256, 210, 4, 2, 16, 1, 32),
     "iq4_xs": Blocks(256, 136, 4, 0, 32, 1, 128),
+    "uint4_g32": Blocks(128, 80, 4, 0, 32, 0, word=ZERO_POINT),
+    "uint4_g64": Blocks(128, 72, 4, 0, 64, 0, word=ZERO_POINT),
+    "uint4_g128": Blocks(128, 68, 4, 0, 128, 0, word=ZERO_POINT),
+    "uint8_g32": Blocks(128, 144, 8, 0, 32, 0, word=ZERO_POINT),
+    "uint8_g128": Blocks(128, 132, 8, 0, 128, 0, word=ZERO_POINT),
+    "float8": Blocks(128, 132, 8, 0, 128, 0, word=SCALE),
 })  # fmt: skip
 
 # What the codes of table formats stand for, in twice its number for mxfp4 (e2m1 of OCP MX, whose scale is halved).
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-TABLES = MappingProxyType({
+
+
+def _e4m3(code: int) -> float:
+    """OCP's 8-bit e4m3: a sign, 4 bits of an exponent, 3 of a mantissa; no infinities, and one NaN of each sign."""
+    exponent, mantissa = code >> 3 & 15, code & 7
+    if code & 127 == 127:
+        return float("nan")
+    return (-1.0 if code > 127 else 1.0) * (mantissa + 8 * (exponent > 0)) * 2.0 ** (max(exponent, 1) - 10)
+
+
+TABLES: MappingProxyType[str, tuple[float, ...]] = MappingProxyType({
     "iq4_nl": _IQ4, "iq4_xs": _IQ4, "mxfp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+    "float8": tuple(_e4m3(code) for code in range(256)),
 })  # fmt: skip

@@ -157,7 +157,7 @@ _LIKE = {"experts": "ffn", "fire": "ffn", "route": "head", "pick": "kv_load"}
 
 # Columns of a scale → seconds of a multiplication with many rows, of int4's with groups of 64: q4_0 took 1.29 and q4_k
 # 1.32 of int4's time, q6_k 1.49 (docs/LOG.md).
-_LIKE_INT4 = {32: 1.3, 16: 1.5}
+_LIKE_INT4 = {128: 1.3, 64: 1.3, 32: 1.3, 16: 1.5}
 
 
 @dataclass(frozen=True, slots=True)

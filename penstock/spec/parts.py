@@ -183,7 +183,7 @@ _Shape = tuple[str, int, int, Format, bool]  # name, rows, columns, format, tile
 
 
 def _matrix(name: str, rows: int, cols: int, fmt: Format) -> _Shape:
-    return name, rows, cols, fmt, True
+    return name, rows, cols, fmt.within(cols), True
 
 
 def _vector(name: str, cols: int) -> _Shape:

@@ -40,8 +40,11 @@ def format_of(gguf_type: str) -> Format | None:
 
 
 def row_bytes(gguf_type: str, columns: int) -> int:
-    """Bytes of a row of so many columns in the file. Raises BrokenModel where a block of it is not whole."""
+    """Bytes of a row of so many columns in the file. Raises BrokenModel where a block of it is not whole. Of formats of
+    folders, as `store.quantised` has the row: its last block is filled up."""
     blocks = _blocks(gguf_type)
+    if blocks.word:
+        return -(-columns // blocks.columns) * blocks.nbytes
     if columns % blocks.columns:
         raise BrokenModel(f"rows of {columns} numbers in {gguf_type}, whose blocks have {blocks.columns}")
     return columns // blocks.columns * blocks.nbytes
@@ -78,14 +81,20 @@ def encode_blocks(
     return out
 
 
-def halves_of(packed: Array, cols: int, fmt: Format) -> Array:
-    """The float16 numbers in the headers of a matrix in tiles, uint8 [bytes], of a format of `spec.blocks`: uint16 [n,
-    bytes of a header / 2]."""
+def is_finite(packed: Array, cols: int, fmt: Format) -> bool:
+    """Whether the floats in the headers of a matrix in tiles, uint8 [bytes], of a format of `spec.blocks`, are finite,
+    and codes of float8 numbers."""
     blocks = BLOCKS[fmt.kind]
     span = blocks.span(cols)
-    headers = packed.reshape(-1, blocks.block_bytes(span))
+    found = packed.reshape(-1, blocks.block_bytes(span))
     lo, hi = TILE_ROWS * blocks.scale_bytes(span), TILE_ROWS * blocks.header_bytes(span)
-    return np.ascontiguousarray(headers[:, lo:hi]).view(np.uint16)
+    if blocks.word:
+        infinite = np.uint32(0x7F800000)
+        words, codes = np.ascontiguousarray(found[:, :hi]).view(np.uint32), found[:, hi:]
+        nan = fmt.kind == "float8" and bool(((codes & 127) == 127).any())
+        return not nan and not bool((words & infinite == infinite).any())
+    halves = np.ascontiguousarray(found[:, lo:hi]).view(np.uint16)
+    return not bool((halves & 0x7C00 == 0x7C00).any())
 
 
 def _blocks(gguf_type: str) -> Blocks:

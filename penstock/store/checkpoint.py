@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from penstock import _native
 from penstock.errors import BadRequest, BrokenModel, UnsupportedModel
+from penstock.models.hf.quantization import quantization_of
 from penstock.spec.blocks import BLOCKS
 from penstock.spec.parts import PAGE_BYTES
 from penstock.store.blocks import format_of, row_bytes
@@ -25,28 +26,44 @@ from penstock.store.files import open_regular, read_json, storage_errors
 from penstock.store.gguf.files import Gguf, open_gguf
 from penstock.store.gguf.header import is_gguf
 from penstock.store.header import TensorInfo, quoted, read_header
+from penstock.store.manifest import CONFIG
+from penstock.store.quantised import DTYPES, Pieces, combine, require_order, rows_of
 from penstock.units import MIB, round_up
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 100_000_000
+MAX_CONFIG_BYTES = 16_000_000
 
 # numpy has no bfloat16: its bits are held as uint16.
 RAW_DTYPES: dict[str, npt.DTypeLike] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 _READ_BYTES = 8 * MIB  # of one read at most
 _FOLIO_BYTES = 4 << 20  # of the largest folio of the page cache
+_KEPT = 8  # matrices that lie by columns in a file: of a part that is packed, or of two experts
+
+
+@dataclass
+class _Turned:
+    """The rows of a matrix that lies by columns in its file, as soon as a thread has read it."""
+
+    rows: npt.NDArray[Any] | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 @dataclass
 class Checkpoint:
     """The tensors of a checkpoint, by name. A context manager; its files stay open between reads. `folder`: or the GGUF
-    file that was named. `gguf`: what a GGUF file has beside its tensors; None for a folder."""
+    file that was named. `gguf`: what a GGUF file has beside its tensors; None for a folder. `pieces`: the tensors that
+    hold each quantised matrix of a folder (`store.quantised`), which is a tensor here, in a format of `spec.blocks`."""
 
     folder: Path
     tensors: dict[str, TensorInfo]
     gguf: Gguf | None = None
+    pieces: dict[str, Pieces] = field(default_factory=dict)
     _fds: dict[Path, int] = field(default_factory=dict, repr=False)
     _cached: dict[tuple[str, int | None], npt.NDArray[Any]] = field(default_factory=dict, repr=False)
+    _turned: dict[str, _Turned] = field(default_factory=dict, repr=False)
+    _turned_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _fds_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _cache_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -63,7 +80,11 @@ class Checkpoint:
         if not folder.is_dir():
             raise BadRequest(f"{folder} is no folder")
         only = _only_file(folder)
-        return cls(folder, _read_shards(folder) if only is None else read_header(only).tensors)
+        tensors = _read_shards(folder) if only is None else read_header(only).tensors
+        config = folder / CONFIG
+        how = quantization_of(read_json(config, MAX_CONFIG_BYTES), str(config)) if config.exists() else None
+        tensors, pieces = (tensors, {}) if how is None else combine(tensors, how)
+        return cls(folder, tensors, None, pieces)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -74,6 +95,7 @@ class Checkpoint:
     def close(self) -> None:
         """Closes the files and lets go of the tensors that are kept. Later reads open the files again."""
         self._cached.clear()
+        self._turned.clear()
         while self._fds:
             fd = self._fds.popitem()[1]
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -82,7 +104,19 @@ class Checkpoint:
     @property
     def files(self) -> list[Path]:
         """The files of all tensors, sorted."""
-        return sorted({tensor.file for tensor in self.tensors.values()})
+        return sorted({file for name in self.tensors for file in self.files_of(name)})
+
+    def files_of(self, name: str) -> set[Path]:
+        """The files that hold a tensor. Raises as `find`."""
+        tensor = self.find(name)
+        pieces = self.pieces[tensor.name].tensors if tensor.name in self.pieces else (tensor,)
+        return {piece.file for piece in pieces}
+
+    def require_order(self, may_lack_it: bool = False) -> None:
+        """Raises UnsupportedModel where the columns of a group of a quantised matrix lie apart (act-order), BrokenModel
+        where they are in no group. `may_lack_it`: of some folders only headers are there, with zeros for all else."""
+        for pieces in self.pieces.values():
+            require_order(pieces, self._plain, may_lack_it)
 
     def find(self, name: str) -> TensorInfo:
         """The tensor of this name, also where the file's name for it lacks or adds a leading "model.". Raises
@@ -100,10 +134,10 @@ class Checkpoint:
         """As `find`. Raises UnsupportedModel where the elements are of a format that is not read: in folders all but
         float32, float16 and bfloat16."""
         tensor = self.find(name)
-        if tensor.dtype not in RAW_DTYPES and (self.gguf is None or format_of(tensor.dtype) is None):
+        if tensor.dtype not in RAW_DTYPES and format_of(tensor.dtype) is None:
             known = ", ".join(RAW_DTYPES)
             if self.gguf is not None:
-                known += ", Q4_1, " + ", ".join(kind.upper() for kind in BLOCKS)
+                known += ", Q4_1, " + ", ".join(kind.upper() for kind, blocks in BLOCKS.items() if not blocks.word)
             raise UnsupportedModel(
                 f"{tensor.file}: tensor {quoted(name)} holds {tensor.dtype}; penstock reads {known} weights"
             )
@@ -155,14 +189,30 @@ class Checkpoint:
             return self._cached[key]
 
     def _rows(self, tensor: TensorInfo, start: int, stop: int) -> npt.NDArray[Any]:
+        if tensor.name in self.pieces:
+            pieces = self.pieces[tensor.name]
+            if pieces.by_column:
+                return self._by_column(pieces, tensor.name)[start:stop]
+            return rows_of(pieces, self._plain, start, stop)
         if tensor.dtype in RAW_DTYPES:
-            shape, dtype = (stop - start, *tensor.shape[1:]), np.dtype(RAW_DTYPES[tensor.dtype])
+            shape, dtype = (stop - start, *tensor.shape[1:]), RAW_DTYPES[tensor.dtype]
         else:
-            shape, dtype = (stop - start, row_bytes(tensor.dtype, tensor.shape[-1])), np.dtype(np.uint8)
+            shape, dtype = (stop - start, row_bytes(tensor.dtype, tensor.shape[-1])), np.uint8
+        return self._elements(tensor, start, shape, dtype)
+
+    def _plain(self, tensor: TensorInfo, start: int, stop: int) -> npt.NDArray[Any]:
+        """Elements start..stop along the first axis, as they are. A tensor without axes has one element."""
+        return self._elements(tensor, start, (stop - start, *tensor.shape[1:]), DTYPES[tensor.dtype])
+
+    def _elements(
+        self, tensor: TensorInfo, start: int, shape: tuple[int, ...], dtype: npt.DTypeLike
+    ) -> npt.NDArray[Any]:
+        """An array of this shape and type, out of the bytes of a tensor from element `start` of its first axis on."""
+        dtype = np.dtype(dtype)
         nbytes = prod(shape) * dtype.itemsize
         if not nbytes:
             return np.empty(shape, dtype)
-        raw = self._pread(tensor, tensor.offset + start * (tensor.nbytes // tensor.shape[0]), nbytes)
+        raw = self._pread(tensor, tensor.offset + start * (tensor.nbytes // (tensor.shape or (1,))[0]), nbytes)
         if raw.ctypes.data % dtype.itemsize:
             raw = raw.copy()  # a header of an odd length is before it
         return raw.view(dtype).reshape(shape)
@@ -187,6 +237,18 @@ class Checkpoint:
             begin = max(0, first - _FOLIO_BYTES)
             os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
         return memory[offset - first :][:nbytes]
+
+    def _by_column(self, pieces: Pieces, name: str) -> npt.NDArray[Any]:
+        """All rows of a matrix that lies by columns. The last few are kept, for granules of a part take turns."""
+        with self._turned_lock:
+            slot = self._turned.pop(name, None) or _Turned()
+            self._turned[name] = slot  # the latest is last
+            while len(self._turned) > _KEPT:
+                del self._turned[next(iter(self._turned))]
+        with slot.lock:
+            if slot.rows is None:
+                slot.rows = rows_of(pieces, self._plain, 0, pieces.shape[0])
+            return slot.rows
 
     def _fd(self, file: Path) -> int:
         with self._fds_lock:

@@ -23,6 +23,7 @@ def own_format(src: Path) -> Format:
     no weights. Raises as `pack`."""
     _, spec = read_config(src)
     with Checkpoint.open(src) as checkpoint:
+        checkpoint.require_order(may_lack_it=True)
         return own_weights(checkpoint, replace(spec, dtype=own_dtype(checkpoint, spec)))
 
 
@@ -35,8 +36,9 @@ def own_dtype(checkpoint: Checkpoint, spec: ModelSpec) -> str:
 
 def own_weights(checkpoint: Checkpoint, spec: ModelSpec) -> Format:
     """The formats that hold every matrix exactly. `spec`: with `own_dtype`. A folder's matrices get the same format, of
-    a GGUF file each its own. Raises UnsupportedModel for formats that a model cannot have."""
-    if checkpoint.gguf is None:
+    a GGUF file, or a folder that is quantised, each its own. Raises UnsupportedModel for formats that a model cannot
+    have."""
+    if checkpoint.gguf is None and not checkpoint.pieces:
         return Format(spec.dtype)
     table: dict[str, Format] = {}
     for key, block, kind, tensor in _matrices(checkpoint, spec):
@@ -44,7 +46,7 @@ def own_weights(checkpoint: Checkpoint, spec: ModelSpec) -> Format:
         assert fmt is not None  # `weights` has found it
         if kind not in PINNED and table.setdefault(f"{key}.{block}", fmt) != fmt:
             raise UnsupportedModel(f"{checkpoint.folder} has experts of a layer in {fmt.name} and in another format")
-    found = mixture(table, mixture_label(checkpoint.gguf))
+    found = mixture(table, mixture_label(checkpoint.gguf) if checkpoint.gguf is not None else "")
     try:
         parts(spec, found)
     except BadRequest as error:

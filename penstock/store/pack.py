@@ -28,7 +28,7 @@ from penstock.spec import codec
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.order import NeuronOrder, hot_to_cold
-from penstock.spec.parts import Block, Part, parts
+from penstock.spec.parts import PINNED, Block, Part, parts
 from penstock.spec.profile import Profile
 from penstock.store.blocks import encode_blocks
 from penstock.store.checkpoint import Checkpoint
@@ -98,12 +98,15 @@ def opened(src: Path, weights: Format | None, profile: Profile | None = None) ->
     config, spec = read_config(src)
     folder = src if src.is_dir() or is_gguf(src) else src.parent
     with Checkpoint.open(folder) as checkpoint:
+        checkpoint.require_order()
         own = own_dtype(checkpoint, spec)
         spec = replace(spec, dtype=own)
         kept = own_weights(checkpoint, spec)
         if weights is not None and weights != kept:
             require_own(weights)
             require_floats(checkpoint, spec, kept)
+        if profile is not None and checkpoint.pieces:
+            raise BadRequest(f"{src} is quantised: its neurons cannot lie in another order, go without --profile")
         weights = weights or kept
         if checkpoint.gguf is not None:
             extras = gguf_text_files(checkpoint.gguf) | {CONFIG: _as_json({**config, "torch_dtype": own})}
@@ -186,7 +189,7 @@ class Packing:
                     by_expert.add(source.tensor)
                 for name in source.tensors(part.experts):
                     tensor = self.checkpoint.weights(name)
-                    if tensor.dtype not in KINDS and not (block.tiled or block.stride):
+                    if tensor.dtype not in KINDS and (part.kind in PINNED or not (block.tiled or block.stride)):
                         raise UnsupportedModel(
                             f"{tensor.file}: tensor {quoted(name)} holds {tensor.dtype}; penstock reads norms, biases"
                             f" and routers in {', '.join(KINDS)}"
@@ -206,7 +209,7 @@ class Packing:
     def files(self, part: Part) -> set[str]:
         """Names of the checkpoint's files that hold the tensors of a part."""
         names = (name for b in part.blocks for name in self.sources[part.key, b.name].tensors(part.experts))
-        return {self.checkpoint.find(name).file.name for name in names}
+        return {file.name for name in names for file in self.checkpoint.files_of(name)}
 
     @contextmanager
     def text_folder(self) -> Iterator[Path]:

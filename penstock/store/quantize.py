@@ -35,7 +35,7 @@ def require_own(fmt: Format) -> None:
     """Raises BadRequest for a format that weights are not quantised to here."""
     if fmt.in_blocks:
         raise BadRequest(
-            f"{fmt.name} is a format of GGUF files: penstock holds its numbers, and quantises to int4 or int8"
+            f"{fmt.name} is a format of quantised files: penstock holds its numbers, and quantises to int4 or int8"
         )
 
 

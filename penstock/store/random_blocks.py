@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.spec.blocks import BLOCKS, TABLES
+from penstock.spec.blocks import BLOCKS, TABLES, ZERO_BITS, ZERO_POINT, Blocks
 from penstock.spec.format import TILE_ROWS, Format, tiles
 
 Array = npt.NDArray[Any]
@@ -17,15 +17,20 @@ _SCALES = {
     "q2_k": (0, 15), "q3_k": (-32, 31), "q4_k": (0, 63), "q5_k": (0, 63), "q6_k": (-128, 127), "iq4_xs": (-32, 31),
 }  # fmt: skip
 _DRAWS = 1 << 16
+_NO_NAN = 0xFE  # bits of a code of float8: without the last one none is NaN
 
 
 def spread(kind: str) -> tuple[float, float]:
     """Of numbers whose d is 1: their standard deviation, and what d of the minimum is, so that their mean is 0."""
     blocks, rng = BLOCKS[kind], np.random.default_rng(0)
     codes = rng.integers(0, 1 << (blocks.low + blocks.high), _DRAWS).astype(np.float64)
+    if kind == "float8":
+        codes = (codes.astype(int) & _NO_NAN).astype(np.float64)
     numbers = np.array(TABLES[kind])[codes.astype(int)] if kind in TABLES else codes - blocks.offset
     lo, hi = _SCALES.get(kind, (1, 1))
     scales, minimums = rng.integers(lo, hi + 1, (2, _DRAWS))
+    if blocks.word == ZERO_POINT:
+        numbers = numbers - (1 << (blocks.low - 1))
     mean = float(codes.mean()) if blocks.halves == 2 else 0.0
     return float((numbers * scales - mean * minimums).std()), -mean if kind == "q5_1" else mean
 
@@ -43,7 +48,9 @@ def fill_blocks(
     size = std / deviation[0]
     if fmt.kind in ("q3_k", "q4_k", "q5_k", "iq4_xs") and span < blocks.columns:
         found[:, :, :halves] &= 63  # a byte for each of their scales of 6 bits
-    if fmt.kind == "mxfp4":
+    if blocks.word:
+        _fill_words(found[:, :, :header].view(np.uint32), found[:, :, header:], blocks, d, size)
+    elif fmt.kind == "mxfp4":
         found[:, :, :header] = round(127.6 + np.log2(size)) - 1 + found[:, :, :header] % 3
     else:
         numbers = found[:, :, halves:header].view(np.float16).reshape(*found.shape[:2], -1, blocks.halves, TILE_ROWS)
@@ -60,3 +67,13 @@ def fill_blocks(
             lanes = found[:, :, lo:hi].view(word).reshape(*found.shape[:2], -1, TILE_ROWS)
             lanes[whole, ..., rows % TILE_ROWS :] = 0
             lanes[whole + 1 :] = 0
+
+
+def _fill_words(words: Array, codes: Array, blocks: Blocks, d: Array, size: float) -> None:
+    """Scales about `size`, and zero points in the middle of the codes, which are random already."""
+    words[...] = (d[: words.size].astype(np.float32) * np.float32(size)).view(np.uint32).reshape(words.shape)
+    if blocks.word == ZERO_POINT:
+        words &= ~np.uint32((1 << ZERO_BITS) - 1)
+        words |= np.uint32(1 << (blocks.low - 1))
+    else:
+        codes &= _NO_NAN

@@ -55,7 +55,7 @@ def reorder(
         raise BadRequest(f"{src} has {have} weights, which stay as they are: give the checkpoint for others")
     if packed.weights.in_blocks or isinstance(packed.weights, Mixed):
         raise BadRequest(
-            f"{src} has {packed.weights.name} weights, a format of GGUF files: its neurons stay where they are"
+            f"{src} has {packed.weights.name} weights, a format of quantised files: its neurons stay where they are"
         )
     check_files(src)
     orders = orders_by(profile, packed.spec, packed.orders, moved_together(packed.weights))

@@ -53,6 +53,10 @@ def check_unused(checkpoint: Checkpoint, config: dict[str, Any], spec: ModelSpec
             warnings.warn(_list(checkpoint.folder, unused_names), stacklevel=2)
         return
     unused = {name: t for name, t in checkpoint.tensors.items() if name not in used and not _HARMLESS.fullmatch(name)}
+    for name in [name for name in unused if name.endswith(".bias")]:
+        # AutoGPTQ's first versions gave every matrix a bias, of zeros where the model has none.
+        if f"{name.removesuffix('bias')}weight" in checkpoint.pieces and _is_zero(checkpoint, unused[name]):
+            del unused[name]
     if spec.tied:
         head = sources(replace(spec, tied=False))["head", "rows"].tensor
         embedding = checkpoint.find(blocks[head_key(spec), "rows"].tensor)
@@ -129,6 +133,13 @@ def _equal(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:
         if not same:
             return False
     return True
+
+
+def _is_zero(checkpoint: Checkpoint, tensor: TensorInfo) -> bool:
+    """Whether all numbers of a vector are zeros."""
+    if tensor.dtype not in RAW_DTYPES or len(tensor.shape) != 1:
+        return False
+    return not bool(widen(checkpoint.read(tensor.name, 0, 0, tensor.shape[0])).any())
 
 
 def _list(folder: Path, unused: Iterable[str]) -> str:

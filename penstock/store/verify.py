@@ -13,7 +13,7 @@ import numpy.typing as npt
 from penstock import _native
 from penstock.errors import BadRequest, BrokenModel
 from penstock.spec.parts import Part
-from penstock.store.blocks import halves_of
+from penstock.store.blocks import is_finite
 from penstock.store.files import open_regular, storage_errors
 from penstock.store.manifest import SUM_BYTES
 from penstock.store.packed import Packed, check_files, damaged_granule, has_sums, is_packed, open_packed
@@ -96,7 +96,7 @@ def require_finite(file: Path, part: Part, lo: int, granules: npt.NDArray[Any]) 
             if block.stride:
                 finite = bool(np.isfinite(decode_rows(granule, block)).all())
             elif block.format.in_blocks:
-                finite = _exponents_finite(halves_of(data, block.cols, block.format), 0x7C00)
+                finite = is_finite(data, block.cols, block.format)
             elif block.format.is_quantised:
                 _, scales, minimums = fields(data, block.rows, block.cols, block.format)
                 finite = _exponents_finite(scales, 0x7C00) and _exponents_finite(minimums, 0x7C00)

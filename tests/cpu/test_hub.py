@@ -444,7 +444,7 @@ def test_a_plan_needs_only_the_config(hub: FakeHub, where: Where, files: dict[st
 def test_headers_are_read_where_the_config_says_too_little(hub: FakeHub, where: Where) -> None:
     from penstock.store.checkpoint import Checkpoint
 
-    said = {**CONFIG, "quantization_config": {"quant_method": "nobody's"}}
+    said = {**CONFIG, "quantization_config": {"quant_method": "fp8"}}
     hub.repos["org/name"]["config.json"] = json.dumps(said).encode()
     with peek(name_of(), where) as peeked:
         total = sum(map(len, hub.repos["org/name"].values())) - sum(map(len, NOT_WANTED.values()))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.spec.blocks import BLOCKS, GROUP, TABLES, TILE_ROWS
+from penstock.spec.blocks import BLOCKS, GROUP, SCALE, TABLES, TILE_ROWS, ZERO_BITS
 
 Array = NDArray[Any]
 Float32 = NDArray[np.float32]
@@ -53,6 +53,13 @@ def _factors(header: Array, kind: str, span: int) -> tuple[Float32, Float32 | No
     """Headers uint8 [n, spans, bytes] → scales, and minimums where the format has them, float32 [n, spans, 16,
     scales]."""
     blocks = BLOCKS[kind]
+    if blocks.word:
+        words = np.ascontiguousarray(header).view(np.uint32).reshape(*header.shape[:2], -1, TILE_ROWS).swapaxes(2, 3)
+        if blocks.word == SCALE:
+            return np.ascontiguousarray(words).view(np.float32), None
+        zeros = words & ((1 << ZERO_BITS) - 1)
+        scale: Float32 = (words - zeros).view(np.float32)
+        return scale, zeros.astype(np.float32) * scale
     ends = TILE_ROWS * blocks.scale_bytes(span)
     halves = np.ascontiguousarray(header[:, :, ends:]).view(np.float16).astype(np.float32)
     halves = halves.reshape(*header.shape[:2], -1, TILE_ROWS).swapaxes(2, 3)  # [n, spans, 16, halves]

@@ -1,0 +1,271 @@
+"""Folders that others quantised (GPTQ, AWQ, compressed-tensors, float8): the numbers and the logits of what they
+dequantise to; and one line for each that is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.errors import BrokenModel, PenstockError, UnsupportedModel
+from penstock.serve.engine import Engine
+from penstock.serve.loading import Loading
+from penstock.serve.planning import describe
+from penstock.serve.sampling import SamplingParams
+from penstock.spec.ask import Ask
+from penstock.spec.format import parse_format
+from penstock.store.own import own_format
+from penstock.store.pack import pack
+from penstock.store.packed import open_packed
+from penstock.store.verify import verify
+from tests.cpu import quantised
+from tests.cpu.commands import MACHINE
+from tests.cpu.oracle import VARIANTS, Oracle, Variant, prompt, save
+from tests.cpu.quantised import Quantise, awq, compressed, float8, gptq, integers, packed
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+
+# Widths in whole groups of 32, and nothing in whole groups of 128.
+LLAMA = Variant(
+    "llama-quantised",
+    "llama",
+    next(v for v in VARIANTS if v.name == "llama-gqa").keys
+    | {"hidden_size": 160, "head_dim": 32, "num_attention_heads": 4, "intermediate_size": 352},
+)
+WIDE = replace(
+    LLAMA,
+    keys=LLAMA.keys
+    | {
+        "hidden_size": 256,
+        "head_dim": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "intermediate_size": 384,
+    },
+)
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+CASES: dict[str, tuple[Variant, Quantise, dict[str, Any], str]] = {
+    "gptq": (LLAMA, gptq(), GPTQ, "uint4_g32"),
+    "gptq-symmetric-64": (WIDE, gptq(group=64, symmetric=True), GPTQ | {"group_size": 64, "sym": True}, "uint4_g64"),
+    "gptq-v2-128": (
+        WIDE, gptq(group=128, v2=True), GPTQ | {"group_size": 128, "checkpoint_format": "gptq_v2"}, "uint4_g128",
+    ),
+    "gptq-rows": (LLAMA, gptq(group=-1), GPTQ | {"group_size": -1}, "uint4_g128"),
+    "gptq-last-group": (LLAMA, gptq(group=128), GPTQ | {"group_size": 128}, "uint4_g128"),
+    "gptq-desc-act": (LLAMA, gptq(), GPTQ | {"desc_act": True, "static_groups": True}, "uint4_g32"),
+    "gptq-no-order": (LLAMA, gptq(order="none"), GPTQ, "uint4_g32"),
+    "gptq-8": (LLAMA, gptq(bits=8), GPTQ | {"bits": 8}, "uint8_g32"),
+    "gptq-8-rows": (WIDE, gptq(bits=8, group=-1, symmetric=True), GPTQ | {"bits": 8, "group_size": -1}, "uint8_g128"),
+    "awq": (LLAMA, awq(), AWQ, "uint4_g32"),
+    "awq-128": (WIDE, awq(128), AWQ | {"group_size": 128}, "uint4_g128"),
+    "packed": (LLAMA, packed(), compressed(INT4), "uint4_g32"),
+    "packed-zeros": (LLAMA, packed(symmetric=False), compressed(INT4 | {"symmetric": False}), "uint4_g32"),
+    "packed-zeros-int8": (
+        WIDE, packed(group=128, symmetric=False, bytes_=True, dtype=torch.float16),
+        compressed(INT4 | {"symmetric": False, "group_size": 128}), "uint4_g128",
+    ),
+    "packed-8-rows": (
+        LLAMA, packed(bits=8, group=-1), compressed({"num_bits": 8, "type": "int", "strategy": "channel"}),
+        "uint8_g128",
+    ),
+    "int8": (
+        LLAMA, integers(), compressed({"num_bits": 8, "type": "int", "strategy": "channel"}, "int-quantized"),
+        "uint8_g128",
+    ),
+    "int8-matrix": (
+        LLAMA, integers(False), compressed({"num_bits": 8, "type": "int", "strategy": "tensor"}, "int-quantized"),
+        "uint8_g128",
+    ),
+    "float8-blocks": (
+        replace(WIDE, keys=WIDE.keys | {"hidden_size": 288}), float8(128, 128, "weight_scale_inv"),
+        FP8 | {"weight_block_size": [128, 128]}, "float8",
+    ),
+    "float8-rows": (LLAMA, float8(1), {"quant_method": "fbgemm_fp8"}, "float8"),
+    "float8-matrix": (LLAMA, float8(scalar=True), FP8 | {"activation_scheme": "static"}, "float8"),
+    "float8-compressed": (
+        LLAMA, float8(1), compressed({"num_bits": 8, "type": "float", "strategy": "channel"}, "float-quantized"),
+        "float8",
+    ),
+}  # fmt: skip
+
+
+def folder_of(tmp_path: Path, variant: Variant, quantise: Quantise, config: dict[str, Any], **how: Any) -> Path:
+    save(variant, tmp_path / "hf")
+    quantised.write(tmp_path / "hf", tmp_path / "q", quantise, config, **how)
+    return tmp_path / "q"
+
+
+def same_answers(kept: Path, wide: Path, variant: Variant) -> None:
+    """The same logits as transformers has of the numbers in float32, and as our own; the same tokens."""
+    ids, oracle = prompt(variant, 40), Oracle(wide)
+    ask, exact = Ask(context=128, score=True, kv="float32"), Loading(machine=MACHINE, exact=True)
+    with closing(Engine.load(kept, ask, exact)) as one:
+        np.testing.assert_allclose(one.logits(ids), oracle.logits(ids), atol=1e-3)
+        tokens = one.generate_ids(ids, GREEDY)
+    with closing(Engine.load(pack(wide, wide.with_name("wide-packed")), ask, exact)) as other:
+        assert tokens == other.generate_ids(ids, GREEDY)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_quantised_folder_says_what_its_numbers_say(name: str, tmp_path: Path) -> None:
+    variant, quantise, config, kind = CASES[name]
+    folder = folder_of(tmp_path, variant, quantise, config)
+    kept = pack(folder, tmp_path / "kept")
+    packed_model = open_packed(kept)
+    assert packed_model.weights.name == f"{kind}+float32" == own_format(folder).name
+    assert {b.format.name for b in packed_model.parts["0.ffn"].blocks} == {kind}
+    verify(kept)
+    same_answers(kept, tmp_path / "q-wide", variant)
+
+
+def test_experts_and_matrices_that_were_left(tmp_path: Path) -> None:
+    """A model with experts, of which no router and not all attention was quantised."""
+    keys = next(v for v in VARIANTS if v.name.startswith("qwen3-moe")).keys
+    keys = keys | {"hidden_size": 128, "head_dim": 32, "num_attention_heads": 4, "moe_intermediate_size": 96,
+                   "intermediate_size": 96}  # fmt: skip
+    variant = Variant("qwen3-moe-quantised", "qwen3_moe", keys)
+    left = ("o_proj", "layers.1.self_attn")
+    config = AWQ | {"modules_to_not_convert": ["mlp.gate.", *left]}
+    folder = folder_of(tmp_path, variant, awq(), config, skip=left)
+    kept = pack(folder, tmp_path / "kept")
+    model = open_packed(kept)
+    assert {b.name: b.format.name for b in model.parts["0.attn"].blocks if b.tiled} == {
+        "q": "uint4_g32", "k": "uint4_g32", "v": "uint4_g32", "o": "float32",
+    }  # fmt: skip
+    assert model.parts["1.attn"].block("q").format.name == "float32"
+    assert describe(folder)[1] == own_format(folder) == model.weights
+    (folder / "model.safetensors").unlink()
+    assert describe(folder / "config.json")[1] == model.weights
+    same_answers(kept, tmp_path / "q-wide", variant)
+
+
+def changed(tensors: dict[str, torch.Tensor], last: str, to: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Changes, or removes, the first layer's tensor of `down` with this last name."""
+    name = f"model.layers.0.mlp.down_proj.{last}"
+    made = to(tensors[name])
+    if made is None:
+        del tensors[name]
+    else:
+        tensors[name] = made.contiguous()
+
+
+def with_nan(t: torch.Tensor) -> torch.Tensor:
+    t = t.clone()
+    t.reshape(-1)[1] = torch.nan
+    return t
+
+
+BROKEN: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor | None], str]] = {
+    "no-scales": ("gptq", "scales", lambda t: None, "lacks .*scales"),
+    "no-zeros": ("gptq", "qzeros", lambda t: None, "lacks .*qzeros"),
+    "awq-no-zeros": ("awq", "qzeros", lambda t: None, "lacks .*qzeros"),
+    "packed-no-zeros": ("packed-zeros", "weight_zero_point", lambda t: None, "lacks .*weight_zero_point"),
+    "fewer-rows": ("gptq", "qweight", lambda t: t[:-4], "where its matrix has|config.json leads to"),
+    "fewer-outputs": ("gptq", "qweight", lambda t: t[:, :-8], "where its matrix has"),
+    "fewer-groups": ("gptq", "scales", lambda t: t[:-1], "where its matrix has"),
+    "flat": ("gptq", "qweight", lambda t: t.reshape(-1), "is no matrix"),
+    "empty": ("gptq", "qweight", lambda t: t[:0], "is no matrix"),
+    "floats": ("gptq", "qweight", lambda t: t.float(), "is F32"),
+    "scales-int": ("gptq", "scales", lambda t: t.int(), "is I32"),
+    "nan": ("gptq", "scales", with_nan, "NaN or infinite"),
+    "infinite": ("packed", "weight_scale", lambda t: torch.full_like(t, torch.inf), "NaN or infinite"),
+    "wide-scales": ("awq", "scales", lambda t: t.float() * 1.0001, "more than 15 bits"),
+    "order-far": ("gptq", "g_idx", lambda t: t + 1, "names groups 1 to"),
+    "order-negative": ("gptq", "g_idx", lambda t: -t, "names groups -"),
+    "order-short": ("gptq", "g_idx", lambda t: t[1:], "where its matrix has"),
+    "both": ("packed", "weight_shape", lambda t: t, ""),
+    "float8-no-scale": ("float8-blocks", "weight_scale_inv", lambda t: None, "lacks .*weight_scale"),
+    "float8-few-blocks": ("float8-blocks", "weight_scale_inv", lambda t: t[:-1], "where its matrix has"),
+    "float8-nan-code": (
+        "float8-rows", "weight", lambda t: torch.full_like(t.float(), torch.nan).to(t.dtype), "NaN or infinite",
+    ),
+    "float8-nan-scale": ("float8-rows", "weight_scale", with_nan, "NaN or infinite"),
+    "e5m2": ("float8-rows", "weight", lambda t: t.float().to(torch.float8_e5m2), "F8_E5M2"),
+    "zero-point-far": ("packed-zeros-int8", "weight_zero_point", lambda t: t + 100, "no codes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_folders_are_refused(case: str, tmp_path: Path) -> None:
+    """In one line that names the tensor, and nothing is left behind."""
+    name, last, to, message = BROKEN[case]
+    variant, quantise, config, _ = CASES[name]
+    folder = folder_of(tmp_path, variant, quantise, config)
+    tensors = load_file(folder / "model.safetensors")
+    changed(tensors, last, to)
+    save_file(tensors, folder / "model.safetensors")
+    if not message:
+        pack(folder, tmp_path / "kept")
+        return
+    with pytest.raises((BrokenModel, UnsupportedModel), match=message) as error:
+        pack(folder, tmp_path / "kept")
+    assert "\n" not in error.value.message and "down_proj" in error.value.message
+    assert not (tmp_path / "kept").exists()
+
+
+def test_act_order_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, LLAMA, gptq(order="apart"), GPTQ | {"desc_act": True})
+    for use in (lambda: pack(folder, tmp_path / "kept"), lambda: own_format(folder), lambda: describe(folder)):
+        with pytest.raises(UnsupportedModel, match="act-order"):
+            use()
+    assert [path.name for path in tmp_path.iterdir() if "kept" in path.name] == []
+
+
+def test_a_plan_needs_headers_alone(tmp_path: Path) -> None:
+    """Of a model that is not here, holes stand for the weights."""
+    folder = folder_of(tmp_path, LLAMA, gptq(), GPTQ)
+    want, file = own_format(folder), folder / "model.safetensors"
+    content = file.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    file.write_bytes(content[:header] + bytes(len(content) - header))
+    assert describe(folder)[1] == want
+    with pytest.raises(UnsupportedModel, match="act-order"):
+        pack(folder, tmp_path / "kept")
+
+
+def test_biases_of_zeros_are_no_matter(tmp_path: Path) -> None:
+    """AutoGPTQ's first versions wrote them for every matrix; others would not be used."""
+    folder = folder_of(tmp_path, LLAMA, gptq(), GPTQ)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.bias"
+    save_file(tensors | {name: torch.zeros(128)}, folder / "model.safetensors")
+    pack(folder, tmp_path / "kept")
+    save_file(tensors | {name: torch.ones(128)}, folder / "model.safetensors")
+    with pytest.raises(BrokenModel, match="would not be used"):
+        pack(folder, tmp_path / "again")
+
+
+def test_numbers_are_kept(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, LLAMA, awq(), AWQ)
+    with pytest.raises(UnsupportedModel, match="keeps its numbers"):
+        pack(folder, tmp_path / "kept", parse_format("int4"))
+    odd = replace(LLAMA, keys=LLAMA.keys | {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 8})
+    folder = folder_of(tmp_path / "odd", odd, awq(), AWQ)
+    with pytest.raises(UnsupportedModel, match="16 columns in a granule"):
+        pack(folder, tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
+
+
+def test_a_quantised_router_is_refused(tmp_path: Path) -> None:
+    variant = next(v for v in VARIANTS if v.model_type == "mixtral")
+    save(variant, tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    router = next(name for name in tensors if name.endswith("gate.weight"))
+    made, _ = awq(16)(tensors.pop(router).float(), "")
+    stem = router.removesuffix(".weight")
+    save_file(tensors | {f"{stem}.{last}": t for last, t in made.items()}, tmp_path / "hf/model.safetensors")
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "hf/config.json").write_text(json.dumps({**config, "quantization_config": AWQ}))
+    with pytest.raises(PenstockError, match="gate"):
+        pack(tmp_path / "hf", tmp_path / "kept")
