@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,12 +29,15 @@ from penstock.cli.writing import writing
 from penstock.errors import BadRequest
 
 if TYPE_CHECKING:
+    from penstock.library.listing import Several
     from penstock.planner.explain import Band, Limit
     from penstock.planner.predict import Prediction
     from penstock.planner.routing import RouterTrace
     from penstock.planner.solve import Solved
     from penstock.planner.what_if import WhatIf
+    from penstock.serve.trace_file import TraceFile
     from penstock.spec.ask import Ask
+    from penstock.spec.format import Format
     from penstock.spec.machine import MachineSpec
     from penstock.spec.model import ModelSpec
 
@@ -68,54 +72,104 @@ def plan(
     """Where everything would go, how fast it would be, and what would make it faster.
 
     Reads the model's config.json, or a GGUF file's header, and no weights. Of a model of the Hub that is not here no
-    more is downloaded. --trace writes the predicted timeline: the prompt and the first tokens.
+    more is downloaded; where it is there in several GGUF files, a line for each says what it would do here. --trace
+    writes the predicted timeline: the prompt and the first tokens.
     """
     machine.prepare()
     if trace is not None and svg is not None and file_to_write(trace, "--trace") == file_to_write(svg, "--svg"):
         raise BadRequest(f"--trace and --svg both name {svg}: one would replace the other")
+    from penstock.library.listing import Several
+    from penstock.serve.named import to_plan
+    from penstock.spec.format import parse_format
+
+    own = parse_format(weights) if weights else None
+    how = _How(machine, work, own, machine_file, answers, compare, as_json)
+    try:
+        with (
+            tracing(trace, f"penstock plan {model}, predicted") as record,
+            _drawing(svg) as draw,
+            progress() as tell,
+            to_plan(model, where(), tell) as path,
+        ):
+            _plan_one(path, as_path(model).name or model, how, record, draw)
+    except Several as several:
+        if any((svg, trace, answers, compare)):
+            raise
+        _plan_files(several, how)
+
+
+@dataclass(frozen=True)
+class _How:
+    """The flags, but those that name files to write."""
+
+    machine: Machine
+    work: SharedWork
+    weights: Format | None
+    machine_file: str | None
+    answers: str | None
+    compare: bool
+    as_json: bool
+
+
+def _plan_one(path: Path, name: str, how: _How, record: TraceFile | None, draw: Callable[[str], None] | None) -> None:
     from penstock.planner import explain
     from penstock.planner.solve import settle_context, solve
     from penstock.planner.what_if import what_if
-    from penstock.serve.named import to_plan
     from penstock.serve.planning import describe, firing_of, routers_of
-    from penstock.spec.format import parse_format
     from penstock.store.packed import part_disks
 
-    with (
-        tracing(trace, f"penstock plan {model}, predicted") as record,
-        _drawing(svg) as draw,
-        progress() as tell,
-        to_plan(model, where(), tell) as path,
-    ):
-        own = parse_format(weights) if weights else None
-        spec, fmt = describe(path, own, not machine.no_verify, to_plan=True)
-        ask = work.ask(machine)
-        figures = _figures(machine_file, machine, ask)
-        disks = part_disks(path)
-        routers = routers_of(path, spec, ask.sparsity) if answers is None else _replayed(answers, spec)
-        firing = firing_of(path, spec, ask.sparsity)
-        how = {"every": compare, "may_plan": machine_file is not None}
-        solved = solve(ask, spec, fmt, figures, disks, **how, trace=routers, firing=firing)
-        others = what_if(solved, ask, figures, routers, firing)
-        band = explain.Band() if machine_file is not None else _band(machine, solved, figures, ask.batch)
-        if draw is not None:
-            from penstock.planner import picture
+    machine = how.machine
+    spec, fmt = describe(path, how.weights, not machine.no_verify, to_plan=True)
+    ask = how.work.ask(machine)
+    figures = _figures(how.machine_file, machine, ask)
+    disks = part_disks(path)
+    routers = routers_of(path, spec, ask.sparsity) if how.answers is None else _replayed(how.answers, spec)
+    firing = firing_of(path, spec, ask.sparsity)
+    kinds = {"every": how.compare, "may_plan": how.machine_file is not None}
+    solved = solve(ask, spec, fmt, figures, disks, **kinds, trace=routers, firing=firing)
+    others = what_if(solved, ask, figures, routers, firing)
+    band = explain.Band() if how.machine_file is not None else _band(machine, solved, figures, ask.batch)
+    if draw is not None:
+        from penstock.planner import picture
 
-            notes = explain.others(solved, others, ask)
-            draw(picture.svg(solved, ask, figures, as_path(model).name or model, band, notes))
-        if record is not None:
-            from penstock.planner.timelines import timelines
+        draw(picture.svg(solved, ask, figures, name, band, explain.others(solved, others, ask)))
+    if record is not None:
+        from penstock.planner.timelines import timelines
 
-            for timeline, p in timelines(solved.plan, settle_context(ask, spec), figures, _TRACED_TOKENS, routers):
-                record.add(timeline, p)
-        if as_json:
-            print_json(_report(solved, explain.limits(solved, ask, figures), band, others))
-        else:
-            print(explain.table(solved, ask, figures, band, others))
-            if compare:
-                from penstock.planner.compare import comparison
+        for timeline, p in timelines(solved.plan, settle_context(ask, spec), figures, _TRACED_TOKENS, routers):
+            record.add(timeline, p)
+    if how.as_json:
+        print_json(_report(solved, explain.limits(solved, ask, figures), band, others))
+        return
+    print(explain.table(solved, ask, figures, band, others))
+    if how.compare:
+        from penstock.planner.compare import comparison
 
-                print(f"\n{comparison(solved)}")
+        print(f"\n{comparison(solved)}")
+
+
+def _plan_files(several: Several, how: _How) -> None:
+    """What each of several GGUF files on the Hub would do here. Raises as `peek_each`, and for flags."""
+    from penstock.cli.plan_files import plan_each, report, table
+    from penstock.library.headers import peek_each
+    from penstock.planner.solve import solve
+    from penstock.serve.planning import describe
+    from penstock.store.packed import part_disks
+
+    ask = how.work.ask(how.machine)
+    figures = _figures(how.machine_file, how.machine, ask)
+
+    def solved(path: Path) -> Solved:
+        spec, fmt = describe(path, how.weights, to_plan=True)
+        return solve(ask, spec, fmt, figures, part_disks(path), may_plan=how.machine_file is not None)
+
+    with progress() as tell, peek_each(several, where(), tell) as peeked:
+        planned = list(plan_each(several, peeked, solved))
+    if how.as_json:
+        print_json(report(planned))
+    else:
+        print(table(planned))
+    note(several.message.partition(";")[0])
 
 
 def _report(solved: Solved, limits: Iterable[Limit], band: Band, others: WhatIf) -> dict[str, Any]:

@@ -7,20 +7,21 @@ content: holes, which take no room on a disk. So whoever plans reads them as any
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from penstock.errors import BrokenModel, PenstockError
-from penstock.library.listing import Choice, Listing, RemoteFile, choose
+from penstock.errors import BadRequest, BrokenModel, PenstockError, UnsupportedModel
+from penstock.library.listing import Choice, Listing, RemoteFile, Several, choose
 from penstock.library.names import HubName
 from penstock.library.web import Hub
 from penstock.library.where import Tell, Where
 from penstock.models.gguf import ROPE_TABLES
 from penstock.store.files import Output, parse_json, storage_errors
-from penstock.store.gguf.header import MAX_HEADER_BYTES, walk_gguf_header
+from penstock.store.gguf.header import MAX_HEADER_BYTES, GgufHeader, read_gguf_header, walk_gguf_header
 from penstock.store.header import MAX_HEADER_BYTES as MAX_SAFETENSORS_HEADER_BYTES
 from penstock.store.manifest import CONFIG
 from penstock.store.packed import MAX_CONFIG_BYTES
@@ -29,6 +30,9 @@ from penstock.units import format_bytes
 _TOKENIZER = "tokenizer.json"
 _MAX_TABLE_BYTES = 1 << 16
 _FIRST_READ_BYTES = 1 << 16
+# Of the list of tensors of another file: it may begin so much before or behind that of the first.
+_SLACK_BYTES = 1 << 16
+_TRIED = 3  # files whose header may be broken before no other one is tried
 _MAX_FILES = 1000
 _AT_ONCE = 8  # requests
 
@@ -54,14 +58,61 @@ def peek(name: HubName, where: Where, tell: Tell | None = None, available_bytes:
         choice = choose(listing, name, stub.whole, available_bytes)
         if tell is not None and choice.said:
             tell(choice.said, 0, 0)
-        try:
-            (stub.gguf if choice.main else stub.safetensors)(choice)
-            path = stub.folder / choice.main
-            yield Peeked(path, choice.nbytes, stub.read_bytes)
-        except PenstockError as error:
-            error.message = error.message.replace(str(stub.folder), listing.repo)
-            error.args = (error.message,)
-            raise
+        with _called(listing.repo, stub.folder):
+            if choice.main:
+                stub.gguf(choice)
+            else:
+                stub.safetensors(choice)
+            yield Peeked(stub.folder / choice.main, choice.nbytes, stub.read_bytes)
+
+
+@contextmanager
+def peek_each(several: Several, where: Where, tell: Tell | None = None) -> Iterator[Callable[[Choice], Peeked]]:
+    """Yields a function that gives, for each of several GGUF files of a repository, what a plan may read in its place.
+
+    They are quantisations of one model, so one vocabulary is read, of the smallest file, and of each other one the
+    list of its tensors alone. Raises as `peek`; the function raises BadRequest for a file that is not made so.
+    """
+    wholes = [choice for choice in several.choices if len(choice.files) == 1][:_TRIED]
+    if not wholes:
+        raise several
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        stub = _Stub(Hub(where, tell), several.listing, Path(folder))
+        for nth, each in enumerate(wholes):
+            try:
+                with _called(several.listing.repo, stub.folder):
+                    whole, first = each, stub.gguf(each)
+                break
+            except (BrokenModel, UnsupportedModel):
+                if nth == len(wholes) - 1:
+                    raise
+
+        def peeked(choice: Choice) -> Peeked:
+            with _called(several.listing.repo, stub.folder):
+                if choice is not whole:
+                    stub.sibling(choice, whole, first)
+            return Peeked(stub.folder / choice.main, choice.nbytes, stub.read_bytes)
+
+        yield peeked
+
+
+@contextmanager
+def _called(repo: str, folder: Path) -> Iterator[None]:
+    """Errors of the block call files by the Hub's names."""
+    try:
+        yield
+    except PenstockError as error:
+        error.message = error.message.replace(str(folder), repo)
+        error.args = (error.message,)
+        raise
+
+
+class _Read(NamedTuple):
+    """What was read of a GGUF file: its first bytes, the header that they begin with, and tables by their names."""
+
+    content: bytes
+    header: GgufHeader
+    tables: dict[str, bytes]
 
 
 class _Stub:
@@ -75,14 +126,46 @@ class _Stub:
         """A small file's content."""
         return self._read(file, 0, file.nbytes)
 
-    def gguf(self, choice: Choice) -> None:
-        """The headers, and the tables that a config is made of."""
+    def gguf(self, choice: Choice) -> _Read:
+        """The headers, and the tables that a config is made of. Returns what was read of the first file."""
+        found = []
         for file in choice.files:
-            path, ahead = self.folder / file.name, _Ahead(self, file)
-            header = walk_gguf_header(path, ahead, file.nbytes)
-            tables = [header.tensors[table] for table in ROPE_TABLES if table in header.tensors]
-            pieces = {t.offset: self._read(file, t.offset, t.offset + min(t.nbytes, _MAX_TABLE_BYTES)) for t in tables}
-            self._write(file, {0: bytes(ahead.content), **pieces})
+            ahead = _Ahead(self, file)
+            header = walk_gguf_header(self.folder / file.name, ahead, file.nbytes)
+            tables = {}
+            for name in ROPE_TABLES & header.tensors.keys():
+                tensor = header.tensors[name]
+                tables[name] = self._read(file, tensor.offset, tensor.offset + min(tensor.nbytes, _MAX_TABLE_BYTES))
+            found.append(_Read(bytes(ahead.content), header, tables))
+            self._write_gguf(file, found[-1])
+        return found[0]
+
+    def sibling(self, choice: Choice, whole: Choice, first: _Read) -> None:
+        """A file that differs from `whole`, of which `first` was read, in its tensors' formats. Their list is looked
+        for where it is about to begin, by the first tensor's name. All else is taken from `first`. Raises BadRequest
+        where it is not there."""
+        if len(choice.files) > 1 or not first.header.tensors:
+            raise BadRequest(f"{choice.main} is in several files")
+        name = next(iter(first.header.tensors)).encode()
+        begins = len(name).to_bytes(8, "little") + name
+        data_offset = first.header.data_offset
+        at = first.content.rfind(begins, 0, data_offset)
+        file = choice.files[0]
+        window = self._read(file, max(0, at - _SLACK_BYTES), min(data_offset + _SLACK_BYTES, file.nbytes))
+        there = window.find(begins)
+        if at < 0 or there < 0:
+            raise BadRequest(f"{choice.main} is not made as {whole.main} is")
+        content = first.content[:at] + window[there:]
+        # Its metadata may be shorter than those of `first`: so much longer the file seems.
+        longer = replace(file, nbytes=file.nbytes + 2 * _SLACK_BYTES)
+        self._write(longer, {0: content})
+        if first.tables:
+            self._write_gguf(longer, _Read(content, read_gguf_header(self.folder / file.name), first.tables))
+
+    def _write_gguf(self, file: RemoteFile, read: _Read) -> None:
+        there = read.header.tensors
+        tables = {there[name].offset: table for name, table in read.tables.items() if name in there}
+        self._write(file, {0: read.content, **tables})
 
     def safetensors(self, choice: Choice) -> None:
         """The config, and the sizes of all else. Of a quantised model, or one whose config does not name its number

@@ -67,6 +67,17 @@ class Choice:
         return sum(file.nbytes for file in self.files)
 
 
+class Several(BadRequest):
+    """Several GGUF files could be meant. `choices`: these, the smallest first."""
+
+    def __init__(self, message: str, listing: Listing, choices: tuple[Choice, ...]) -> None:
+        super().__init__(message)
+        self.listing, self.choices = listing, choices
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": BadRequest.__name__, "message": self.message}
+
+
 def parse_listing(content: bytes, repo: str) -> Listing:
     """The answer of `api/models/REPO/revision/…?blobs=true`. Raises BrokenModel where it is none."""
     data = parse_json(content, Path(f"the Hub's list of {repo}"))
@@ -124,7 +135,7 @@ def choose(
     was split into; else a folder's config, tokenizer and safetensors. Pickles and code are never among them.
 
     `read_index`: the content of the index of a model in several files. `available_bytes`: of RAM, for the list of
-    files in an error. Raises BadRequest where several files could be meant, or none is there; BrokenModel.
+    files in an error. Raises Several where several files could be meant; BadRequest where none is there; BrokenModel.
     """
     if name.file:
         return _named_gguf(listing, name.file)
@@ -138,9 +149,11 @@ def choose(
     if len(ggufs) == 1:
         return next(iter(ggufs.values()))
     if ggufs:
-        raise BadRequest(
+        raise Several(
             f"{name.repo} has {len(ggufs)} GGUF files: write {name.repo}:{_example(ggufs)} or {name.repo}/FILE;"
-            f" {_list(ggufs, available_bytes)}"
+            f" {_list(ggufs, available_bytes)}",
+            listing,
+            tuple(sorted(ggufs.values(), key=lambda choice: choice.nbytes)),
         )
     raise BadRequest(_nothing(listing))
 

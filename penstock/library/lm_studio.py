@@ -12,7 +12,7 @@ from pathlib import Path
 
 from penstock.errors import BadRequest, PenstockError
 from penstock.library.found import Found
-from penstock.library.listing import Choice, Listing, choose, local_files, models_in_gguf
+from penstock.library.listing import Choice, Listing, Several, choose, local_files, models_in_gguf
 from penstock.library.names import MAIN, HubName, hub_name, is_plain
 from penstock.library.where import Where, lm_studio_folders
 from penstock.store.files import read_bytes
@@ -87,4 +87,7 @@ def _listing(folder: Path, repo: str) -> Listing:
 
 
 def _choice(folder: Path, listing: Listing, name: HubName) -> Choice:
-    return choose(listing, name, lambda index: read_bytes(folder / index.name, index.nbytes))
+    try:
+        return choose(listing, name, lambda index: read_bytes(folder / index.name, index.nbytes))
+    except Several as several:
+        raise BadRequest(several.message) from None  # of which nothing is to be read from the Hub

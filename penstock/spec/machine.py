@@ -156,8 +156,10 @@ PICKS_IN_FLIGHT = 128
 _LIKE = {"experts": "ffn", "fire": "ffn", "route": "head", "pick": "kv_load"}
 
 # Columns of a scale → seconds of a multiplication with many rows, of int4's with groups of 64: q4_0 took 1.29 and q4_k
-# 1.32 of int4's time, q6_k 1.49 (docs/LOG.md).
+# 1.32 of int4's time, q6_k 1.49, uint4_g128 1.24 (docs/LOG.md).
 _LIKE_INT4 = {128: 1.3, 64: 1.3, 32: 1.3, 16: 1.5}
+# float8, which is widened, of int4's seconds a byte and a flop: a row took 4.6 times as long a byte.
+_FLOAT8 = 4.6, 12.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,13 +216,16 @@ class MachineSpec:
     def rate(self, lane: Lane, op: str, fmt: str, rows: int = 1) -> Rate:
         """The most specific rate for a call: for its op and format, then its op, then an op like it, then its format,
         then its lane alone. Of several such rates it is the one for the fewest rows that are at least `rows`. A format
-        of GGUF files that nobody has measured has the rate of int4, with more seconds a flop. Raises BadRequest where
-        there is none."""
+        of quantised files that nobody has measured has the rate of int4, with more seconds a flop (float8: a byte too).
+        Raises BadRequest where there is none."""
         if is_disk(lane) and not any(rate.lane == lane for rate in self.rates):
             lane = DISK.reads  # for writes, or a second disk, that nobody has measured
         like = _LIKE.get(op, op)
         if fmt in BLOCKS and not any(rate.lane == lane and rate.format == fmt for rate in self.rates):
             rate = self.rate(lane, op, "int4", rows)
+            if fmt == "float8":
+                per_byte, per_flop = _FLOAT8
+                return replace(rate, s_per_byte=rate.s_per_byte * per_byte, s_per_flop=rate.s_per_flop * per_flop)
             return replace(rate, s_per_flop=rate.s_per_flop * _LIKE_INT4[BLOCKS[fmt].scaled])
         for key in ((op, fmt), (op, "*"), (like, fmt), (like, "*"), ("*", fmt), ("*", "*")):
             rates = [r for r in self.rates if r.lane == lane and (r.op, r.format) == key and (r.rows or rows) >= rows]

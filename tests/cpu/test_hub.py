@@ -499,6 +499,39 @@ def test_a_plan_of_a_gguf_file_needs_its_header(hub: FakeHub, where: Where, gguf
     assert locate("org/gguf", where).path == located.path  # the one that is here
 
 
+def test_a_plan_of_several_gguf_files(
+    hub: FakeHub, environment: dict[str, str], ggufs: dict[str, bytes], tmp_path: Path
+) -> None:
+    """One vocabulary is read; each file is planned as by its own header."""
+    from tests.cpu.commands import apart, machine_cache, refused
+
+    flags, cache = ("--json",), machine_cache(tmp_path / "cache")
+    files = {**ggufs, "tale-IQ2_M.gguf": b"GGUF" + bytes(400_000), "other-Q6_K.gguf": ggufs["tale-Q8_0.gguf"][:90_000]}
+    hub.repos["org/gguf"] = files
+    planned = apart("plan", "org/gguf", *flags, "--cache", cache, env=environment)
+    assert planned.code == 0, planned.err
+    assert "penstock: org/gguf has 4 GGUF files: write org/gguf:" in planned.err
+    found = {each["quantisation"]: each for each in planned.report["files"]}
+    assert list(found) == ["Q6_K", "IQ2_M", "Q4_0", "Q8_0"]
+    assert "is truncated" in found["Q6_K"]["why"] or "is not made as" in found["Q6_K"]["why"]
+    assert "is not made as tale-Q4_0.gguf is" in found["IQ2_M"]["why"]
+    assert found["Q4_0"]["why"] is None and found["Q4_0"]["predicted"]["decode_tokens_per_s"] > 0
+    shown = apart("plan", "org/gguf", "--cache", cache, env=environment)
+    assert shown.code == 0 and [line.split()[0] for line in shown.out.splitlines()[1:]] == list(found)
+    hub.repos["org/gguf"] = ggufs
+    hub.seen.clear()
+    planned = apart("plan", "org/gguf", *flags, "--cache", cache, env=environment)
+    each = {each["quantisation"]: each["predicted"] for each in planned.report["files"]}
+    assert all(each.values()), planned.out
+    read = [headers["range"] for _, path, headers in hub.seen if "stored" in path]
+    assert len(read) == 2
+    for quantisation, predicted in each.items():
+        alone = apart("plan", f"org/gguf:{quantisation}", *flags, "--cache", cache, env=environment)
+        assert predicted["decode_tokens_per_s"] == alone.report["predicted"]["decode_tokens_per_s"] > 0
+    assert each["Q4_0"]["decode_tokens_per_s"] > each["Q8_0"]["decode_tokens_per_s"]
+    refused(apart("plan", "org/gguf", "--compare", *flags, env=environment), "org/gguf has 2 GGUF files", "BadRequest")
+
+
 def test_a_gguf_header_that_is_hostile(hub: FakeHub, where: Where, ggufs: dict[str, bytes]) -> None:
     whole = ggufs["tale-Q4_0.gguf"]
     rng = np.random.default_rng(5)

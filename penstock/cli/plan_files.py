@@ -1,0 +1,75 @@
+"""`penstock plan` of a model on the Hub that is there in several GGUF files: what each of them would do here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from penstock.errors import PenstockError
+from penstock.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from penstock.library.headers import Peeked
+    from penstock.library.listing import Choice, Several
+    from penstock.planner.predict import Prediction
+    from penstock.planner.solve import Solved
+
+_LINE = "{:<22}{:>12}{:>12}{:>14}{:>16}"
+
+
+class Planned(NamedTuple):
+    """A file, and what was predicted; None, where `why` says why not."""
+
+    choice: Choice
+    predicted: Prediction | None
+    why: str = ""
+
+
+def plan_each(
+    several: Several, peeked: Callable[[Choice], Peeked], solved: Callable[[Path], Solved]
+) -> Iterator[Planned]:
+    """Plans each of the files. `peeked`, `solved`: a file's stand-in, and the plan by it."""
+    for choice in several.choices:
+        try:
+            yield Planned(choice, solved(peeked(choice).path).prediction)
+        except PenstockError as error:
+            yield Planned(choice, None, error.message)
+
+
+def table(planned: list[Planned]) -> str:
+    """A line for each file, without a newline at the end."""
+    from penstock.planner.explain import rate
+
+    lines = [_LINE.format("", "size", "tokens/s", "first token", "disk per token")]
+    for choice, p, why in planned:
+        name, size = _name(choice, planned), format_bytes(choice.nbytes)
+        if p is None:
+            lines.append(f"{_LINE.format(name, size, '–', '–', '–')}  {why}")
+            continue
+        disk = format_bytes(p.disk_bytes_per_token) if p.disk_bytes_per_token else "–"
+        lines.append(_LINE.format(name, size, rate(p.decode_tokens_per_s), format_seconds(p.ttft_s), disk))
+    return "\n".join(lines)
+
+
+def report(planned: list[Planned]) -> dict[str, Any]:
+    """The JSON object."""
+    from penstock.library.names import quantisation_of
+    from penstock.spec import codec
+
+    files = []
+    for choice, p, why in planned:
+        predicted = None if p is None else {name: codec.to_json(value) for name, value in vars(p).items()}
+        entry = {"file": choice.main, "quantisation": quantisation_of(choice.main), "bytes": choice.nbytes}
+        files.append({**entry, "predicted": predicted, "why": why or None})
+    return {"files": files}
+
+
+def _name(choice: Choice, planned: list[Planned]) -> str:
+    """The quantisation, or the file's name where that is not its alone."""
+    from penstock.library.names import quantisation_of
+
+    labels = [quantisation_of(each.choice.main) for each in planned]
+    label = quantisation_of(choice.main)
+    return label if label and labels.count(label) == 1 else choice.main
