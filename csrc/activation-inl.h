@@ -77,6 +77,15 @@ inline void each(Function f, const float* x, const float* times, float* out, int
     }
 }
 
+constexpr float kSwigluLimit = 7.0F;  // of gpt-oss: gates above it, and ups beyond ± it, count as it
+
+// act(gate) times up, of 16 neurons, where `gate` is activated already.
+inline F times_gate(Activation kind, F gate, F up) {
+    if (kind != Activation::kSwigluClamped) return f_mul(gate, up);
+    const F near = f_min(f_set(kSwigluLimit), f_max(f_set(-kSwigluLimit), up));
+    return f_mul(gate, f_add(near, f_set(1.0F)));
+}
+
 // out [count] = act(x), multiplied by `times` where given. `out` may be `x` or `times`.
 inline void activate(Activation kind, const float* x, const float* times, float* out, int count) {
     switch (kind) {
@@ -95,6 +104,13 @@ inline void activate(Activation kind, const float* x, const float* times, float*
                 [](F v) {
                     const F cube = f_mul(f_mul(v, v), v);
                     return f_mul(v, f_sigmoid(f_mul(f_set(1.59576912F), f_fma(f_set(0.044715F), cube, v))));
+                },
+                x, times, out, count);
+        case Activation::kSwigluClamped:
+            return each(
+                [](F v) {
+                    const F low = f_min(f_set(kSwigluLimit), v);
+                    return f_mul(low, f_sigmoid(f_mul(f_set(1.702F), low)));
                 },
                 x, times, out, count);
         case Activation::kGeluQuick:

@@ -11,7 +11,8 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// The running softmax of one query: the largest score so far, the sum of weights, and the factor of earlier sums.
+// The running softmax of one query: the largest score so far, the sum of weights, and the factor of earlier sums. A
+// sink is a score that was seen before all others, with a value of 0.
 struct Running {
     float best, weight, shrink;
 };
@@ -128,9 +129,11 @@ void blend(const float* weights, const float* shrink, const Cached& values, cons
 class HeadAttention {
   public:
     // `pages`: of the sequence, in the order of its positions. `memory`: attend_floats() floats.
-    HeadAttention(const AttentionShape& a, const KvCache& cache, const std::int32_t* pages, int head, int start,
-                  int rows, float* memory)
+    // `sinks`: of all heads, or null.
+    HeadAttention(const AttentionShape& a, const float* sinks, const KvCache& cache, const std::int32_t* pages,
+                  int head, int start, int rows, float* memory)
         : a_(a),
+          sinks_(sinks),
           cache_(cache),
           pages_(pages),
           head_(head),
@@ -159,7 +162,8 @@ class HeadAttention {
             const float* from = q + (i / group_) * stride + first + std::ptrdiff_t(i % group_) * e;
             for (int c = 0; c < width_; ++c) query_[i * width_ + c] = c < e ? from[c] : 0.0F;
             std::fill_n(sums_ + i * width_, width_, 0.0F);
-            run_[i] = {-INFINITY, 0.0F, 1.0F};
+            run_[i] = sinks_ != nullptr ? Running{sinks_[head_ * group_ + i % group_], 1.0F, 1.0F}
+                                        : Running{-INFINITY, 0.0F, 1.0F};
         }
         for (int block = begin; block < end; block += kBlockTokens) {
             const int until = std::min(block + kBlockTokens, end);
@@ -315,6 +319,7 @@ class HeadAttention {
     }
 
     const AttentionShape& a_;
+    const float* sinks_;
     const KvCache& cache_;
     const std::int32_t* pages_;
     int head_, start_, rows_, width_, group_, queries_;
@@ -366,7 +371,7 @@ bool attend(Pool& pool, const AttendOp& op) {
             const int rows = std::min(rows_at_once, sequences[s].rows - row);
             const std::ptrdiff_t at = std::ptrdiff_t(before + row) * a.heads * a.head_dim;
             const std::int32_t* pages = op.pages + sequences[s].first_page;
-            HeadAttention{a, cache, pages, head, sequences[s].start + row, rows, mine}(op.q + at, op.a + at);
+            HeadAttention{a, op.sinks, cache, pages, head, sequences[s].start + row, rows, mine}(op.q + at, op.a + at);
         }
     });
     return true;

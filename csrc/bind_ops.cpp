@@ -83,10 +83,13 @@ bool py_repack(const std::string& kind, std::uintptr_t from, std::size_t row_byt
 
 FfnShape make_ffn(std::optional<Matrix> gate, const Matrix& up, const Matrix& down, const std::string& activation,
                   std::size_t gate_bias, std::size_t up_bias) {
-    static const std::map<std::string, Activation> activations{
-        {"silu", Activation::kSilu},          {"gelu", Activation::kGelu},
-        {"gelu_tanh", Activation::kGeluTanh}, {"gelu_quick", Activation::kGeluQuick},
-        {"relu", Activation::kRelu},          {"relu2", Activation::kRelu2}};
+    static const std::map<std::string, Activation> activations{{"silu", Activation::kSilu},
+                                                               {"gelu", Activation::kGelu},
+                                                               {"gelu_tanh", Activation::kGeluTanh},
+                                                               {"gelu_quick", Activation::kGeluQuick},
+                                                               {"relu", Activation::kRelu},
+                                                               {"relu2", Activation::kRelu2},
+                                                               {"swiglu_clamped", Activation::kSwigluClamped}};
     // A granule's neurons come in whole tiles, so that a tile's outputs never reach into its neighbour's.
     const int neurons = down.by_row() ? down.rows : down.cols;
     if (up.rows % kTileRows != 0 || neurons != up.rows) throw nb::value_error("neurons must be whole tiles");
@@ -97,7 +100,11 @@ FfnShape make_ffn(std::optional<Matrix> gate, const Matrix& up, const Matrix& do
     }
     if (down.by_row() && (up.cols != down.cols || (gate && gate->cols != down.cols)))
         throw nb::value_error("`up` and `down` must be equally wide");
-    return {gate.value_or(Matrix{}), up, down, gate_bias, up_bias, named(activations, activation)};
+    const Activation kind = named(activations, activation);
+    if (kind == Activation::kSwigluClamped && (!gate || down.by_row())) {
+        throw nb::value_error("swiglu_clamped needs a gate, and a layout in tiles");
+    }
+    return {gate.value_or(Matrix{}), up, down, gate_bias, up_bias, kind};
 }
 
 // The kernels of one instruction set on a pool of threads.
@@ -288,11 +295,13 @@ void bind_ops(nb::module_& m) {
     nb::class_<RouterShape>(m, "RouterShape")
         .def(
             "__init__",
-            [](RouterShape* self, const Matrix& scores, std::optional<Matrix> gate, std::uintptr_t bias, bool softmax,
-               bool normalised, int groups, int groups_kept, float scale, int active) {
+            [](RouterShape* self, const Matrix& scores, std::optional<Matrix> gate, std::uintptr_t bias,
+               bool bias_scored, bool softmax, bool normalised, int groups, int groups_kept, float scale, int active) {
+                if (bias_scored && bias == 0) throw nb::value_error("bias_scored without a bias");
                 new (self) RouterShape{scores,
                                        gate.value_or(Matrix{}),
                                        Crossing<const float*>::of(bias),
+                                       bias_scored,
                                        softmax,
                                        normalised,
                                        groups,
@@ -300,8 +309,8 @@ void bind_ops(nb::module_& m) {
                                        scale,
                                        active};
             },
-            "scores"_a, "gate"_a.none(), "bias"_a, "softmax"_a, "normalised"_a, "groups"_a, "groups_kept"_a, "scale"_a,
-            "active"_a);
+            "scores"_a, "gate"_a.none(), "bias"_a, "bias_scored"_a, "softmax"_a, "normalised"_a, "groups"_a,
+            "groups_kept"_a, "scale"_a, "active"_a);
     nb::class_<AttentionShape>(m, "AttentionShape")
         .def(
             "__init__",
@@ -377,14 +386,15 @@ void bind_ops(nb::module_& m) {
             SAME(QkvOp, sequence_count), SAME(QkvOp, pages), SAME(QkvOp, q), CACHE(QkvOp), SAME(QkvOp, exact),
             SCRATCH(QkvOp));
     ops.def("attend", &Kernels::attend,
-            SAME(AttendOp, attention), SAME(AttendOp, sequences), SAME(AttendOp, sequence_count),
+            SAME(AttendOp, attention), SAME(AttendOp, sinks), SAME(AttendOp, sequences), SAME(AttendOp, sequence_count),
             SAME(AttendOp, pages), SAME(AttendOp, q), CACHE(AttendOp), SAME(AttendOp, a), SCRATCH(AttendOp));
     ops.def("norm", &Kernels::norm,
             SAME(NormOp, norm), SAME(NormOp, x), SAME(NormOp, chosen), SAME(NormOp, t), SAME(NormOp, d),
             SAME(NormOp, h));
     ops.def("merge", &Kernels::merge,
             SAME(MergeOp, out), SAME(MergeOp, after), SAME(MergeOp, bias), SAME(MergeOp, x), SAME(MergeOp, partials),
-            SAME(MergeOp, t), SAME(MergeOp, d), SCRATCH(MergeOp));
+            SAME(MergeOp, t), SAME(MergeOp, d), SCRATCH(MergeOp), SAME(MergeOp, expert_bias), SAME(MergeOp, routes),
+            SAME(MergeOp, active));
     ops.def("embed", &Kernels::embed,
             SAME(EmbedOp, rows), SAME(EmbedOp, embed_scale), SAME(EmbedOp, t), SAME(EmbedOp, d), SAME(EmbedOp, x));
     ops.def("gather", &Kernels::gather,

@@ -56,11 +56,13 @@ inline void keep_groups(const RouterShape& shape, float* ranked, int experts) {
 inline void choose(const RouterShape& shape, float* scores, float* ranked, int experts, std::int32_t* ids,
                    float* weights) {
     const int active = shape.active;
+    for (int i = 0; shape.bias_scored && i < experts; ++i) scores[i] += shape.bias[i];
     if (!score(shape, scores, experts)) {  // NaN weights, so that damage shows in the logits
         for (int i = 0; i < active; ++i) ids[i] = i, weights[i] = NAN;
         return;
     }
-    for (int i = 0; i < experts; ++i) ranked[i] = shape.bias != nullptr ? scores[i] + shape.bias[i] : scores[i];
+    const bool biased = shape.bias != nullptr && !shape.bias_scored;
+    for (int i = 0; i < experts; ++i) ranked[i] = biased ? scores[i] + shape.bias[i] : scores[i];
     if (shape.groups > 1) keep_groups(shape, ranked, experts);
     for (int i = 0; i < active; ++i) {
         ids[i] = static_cast<std::int32_t>(std::max_element(ranked, ranked + experts) - ranked);  // the first of equals

@@ -27,7 +27,7 @@ bool hidden_of(const FfnShape& shape, const std::uint8_t* granule, const std::ui
         for (int row = row0; row < end; ++row) {
             float *const x = values + (row - row0) * kGranuleRows, *const gate = gates + (row - row0) * kGranuleRows;
             for (int i = 0; gated && i < shape.up.rows; i += kTileRows) {
-                f_store(x + i, f_mul(f_load(gate + i), f_load(x + i)));
+                f_store(x + i, times_gate(shape.activation, f_load(gate + i), f_load(x + i)));
             }
             for (int j = 0; j < groups; ++j) Prepared::put(to, shape.down, row, nth, j, x);
         }

@@ -80,7 +80,7 @@ struct Matrix {
     }
 };
 
-enum class Activation : int { kSilu, kGelu, kGeluTanh, kGeluQuick, kRelu, kRelu2 };
+enum class Activation : int { kSilu, kGelu, kGeluTanh, kGeluQuick, kRelu, kRelu2, kSwigluClamped };
 
 // Weights of a unit: `count` granules, `stride` bytes apart.
 struct Granules {
@@ -186,11 +186,12 @@ struct QkvShape {
 };
 
 // A layer's router. `scores` and `gate` (of the shared expert; rows == 0: none) are blocks of one granule. `bias` [X]
-// (null: none) is added to scores for the choice of experts only. `groups`: ranges of experts, of which `groups_kept`
-// may be chosen from.
+// (null: none) is added to scores for the choice of experts only, or with `bias_scored` to the router's outputs before
+// they become scores. `groups`: ranges of experts, of which `groups_kept` may be chosen from.
 struct RouterShape {
     Matrix scores, gate;
     const float* bias;
+    bool bias_scored;
     bool softmax, normalised;
     int groups, groups_kept;
     float scale;
@@ -396,9 +397,11 @@ struct QkvOp {
     Scratch scratch;
 };
 
-// a [T, H, E] = softmax(scale · q kᵀ, causal and windowed) v, of q [T, H, E].
+// a [T, H, E] = softmax(scale · q kᵀ, causal and windowed) v, of q [T, H, E]. `sinks` [H] (null: none): a score of each
+// head that its softmax counts beside those of the positions, and that has no value.
 struct AttendOp {
     AttentionShape attention;
+    const float* sinks;
     const Sequence* sequences;
     int sequence_count;
     const std::int32_t* pages;  // of all sequences, numbered as they lie in the pools
@@ -417,10 +420,13 @@ struct NormOp {
     float* h;
 };
 
-// x [T, D] += out(Σ partials [T, D] + bias [D]), then x = after(x).
+// x [T, D] += out(Σ partials [T, D] + bias [D]), then x = after(x). With `expert_bias` [X, D] (null: none) the bias of
+// a row is Σ weight · that of each of its experts, in the order of `routes`, which has `active` of a row.
 struct MergeOp {
     Norm out, after;
-    const float* bias;
+    const float *bias, *expert_bias;
+    Routes routes;
+    int active;
     float* x;
     std::vector<const float*> partials;
     int t, d;

@@ -70,7 +70,10 @@ bool merge(Pool& pool, const MergeOp& op) {
     const bool through = op.out.kind != NormKind::kNone;  // the sum is normed first, so it needs memory of its own
     float* memory = through ? take<float>(scratch, std::size_t(t) * std::size_t(d)) : nullptr;
     if (through && memory == nullptr) return false;
+    const std::int32_t* const ids = op.routes.ids();
+    const float* const weights = op.routes.weights(t, op.active);
     each_row(pool, t, d, [&](int row) {
+        const std::ptrdiff_t first = std::ptrdiff_t(row) * op.active;
         float* const to = op.x + std::ptrdiff_t(row) * d;
         float* const sum = through ? memory + std::ptrdiff_t(row) * d : to;
         each16(d, [&](int i, int left) {
@@ -79,6 +82,10 @@ bool merge(Pool& pool, const MergeOp& op) {
                 y = f_add(y, load_some(partials[p] + std::ptrdiff_t(row) * d + i, left));
             }
             if (op.bias != nullptr) y = f_add(y, load_some(op.bias + i, left));
+            for (std::ptrdiff_t a = first; op.expert_bias != nullptr && a < first + op.active; ++a) {
+                const float* const bias = op.expert_bias + std::ptrdiff_t(ids[a]) * d + i;
+                y = f_add(y, f_mul(load_some(bias, left), f_set(weights[a])));
+            }
             store_some(sum + i, through ? y : f_add(load_some(to + i, left), y), left);
         });
         if (through) {

@@ -179,11 +179,11 @@ class QkvShape:
 
 class RouterShape:
     """A router: matrices of scores and of the shared expert's gate in one granule, and a bias at an address of float32
-    [X] (0: none)."""
+    [X] (0: none), which is part of the scores or of the choice alone. ValueError for `bias_scored` without a bias."""
 
     def __init__(
-        self, scores: Matrix, gate: Matrix | None, bias: int, softmax: bool, normalised: bool, groups: int,
-        groups_kept: int, scale: float, active: int,
+        self, scores: Matrix, gate: Matrix | None, bias: int, bias_scored: bool, softmax: bool, normalised: bool,
+        groups: int, groups_kept: int, scale: float, active: int,
     ) -> None: ...  # fmt: skip
 
 class AttentionShape:
@@ -308,19 +308,20 @@ class _Ops:
         its first entry in `pages`, start and rows. `pages`: int32, page ids."""
 
     def attend(
-        self, *, attention: AttentionShape, sequences: int, sequence_count: int, pages: int, q: int, cache: CacheShape,
-        keys: int, values: int, a: int, scratch: int, scratch_bytes: int,
+        self, *, attention: AttentionShape, sinks: int, sequences: int, sequence_count: int, pages: int, q: int,
+        cache: CacheShape, keys: int, values: int, a: int, scratch: int, scratch_bytes: int,
     ) -> None:  # fmt: skip
-        """a [t, H, E] = softmax(scale · q kᵀ) v over the cache."""
+        """a [t, H, E] = softmax(scale · q kᵀ) v over the cache. sinks [H] (0: none): scores without values."""
 
     def norm(self, *, norm: Norm, x: int, chosen: int, t: int, d: int, h: int) -> None:
         """h [t, d] = norm of x's rows, or of those that `chosen` int32 [t] names (0: all)."""
 
     def merge(
         self, *, out: Norm, after: Norm, bias: int, x: int, partials: Sequence[int], t: int, d: int, scratch: int,
-        scratch_bytes: int,
+        scratch_bytes: int, expert_bias: int, routes: int, active: int,
     ) -> None:  # fmt: skip
-        """x += out(sum of partials + bias), then x = after(x)."""
+        """x += out(sum of partials + bias), then x = after(x). expert_bias [X, d] (0: none): the bias is also Σ weight
+        · that of each of a row's experts, in the order of `routes`."""
 
     def embed(self, *, rows: int, embed_scale: float, t: int, d: int, x: int) -> None:
         """x = embed_scale · rows."""

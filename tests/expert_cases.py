@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from penstock.graph import ops, scratch_gpu
-from penstock.kernels.reference import experts
+from penstock.kernels.reference import dense, experts
 from penstock.kernels.reference.matrix import Scratch
 from penstock.spec.format import parse_format
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Routed, Router
@@ -29,6 +29,12 @@ FIXED = [
     ),
     (Routed(12, 2, Ffn(20, "silu", True), Router("sigmoid", True, True, 4, 2, 2.5)), 33, 3, "bfloat16"),
     (Routed(5, 1, Ffn(64, "relu", False, True), Router("softmax", False)), 24, 2, "int8-g8"),
+    (
+        Routed(
+            9, 4, Ffn(40, "swiglu_clamped", True, True, True), Router("softmax", True, bias=True, bias_scored=True)
+        ),
+        70, 7, "int4",
+    ),
     (Routed(3, 3, Ffn(9, "gelu_tanh", True), Router("softmax", False, groups=1, scale=0.5)), 17, 18, "float16"),
 ]  # fmt: skip
 
@@ -48,10 +54,8 @@ class ExpertCase:
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
-        layer = Layer(Attention(1, 1, 4, 0.5), self.routed)
-        spec = ModelSpec(
-            "llama", "float32", 20, self.d, self.d, 64, (layer,), Norm("rms", 1e-5), True, True
-        )  # fmt: skip
+        self.layer, self.norm = Layer(Attention(1, 1, 4, 0.5), self.routed), Norm("rms", 1e-5)
+        spec = ModelSpec("llama", "float32", 20, self.d, self.d, 64, (self.layer,), self.norm, True, True)
         self.parts = {part.kind: part for part in parts(spec, parse_format(self.weights))}
         self.h = self.rng.normal(size=(self.rows, self.d)).astype(np.float32)
 
@@ -87,6 +91,8 @@ class ExpertCase:
         with np.errstate(all="ignore"):
             routes, on_device = self.route()
             self.experts(routes, on_device)
+            if self.routed.expert.down_bias:
+                self.merge(routes, on_device)
 
     def route(self, damaged: bool = False) -> tuple[experts.Routes, Any]:
         from penstock.kernels.gpu import experts as gpu
@@ -152,3 +158,17 @@ class ExpertCase:
         experts.gate(routes, total)
         gpu.gate(on_device, partial)
         self.compare("gate", total, partial, size)
+
+    def merge(self, routes: experts.Routes, on_device: Any) -> None:
+        """The biases of each row's experts, times their factors."""
+        from penstock.kernels.gpu import dense as gpu
+
+        part = self.parts["norms"]
+        packed = granules_of(part, self.rng)[0]
+        x, partial = (self.rng.normal(size=(self.rows, self.d)).astype(np.float32) for _ in range(2))
+        got, here = self.put(x), (part, "ffn", self.layer, self.norm)
+        dense.merge(packed, *here, x, [partial], Scratch(np.empty(1 << 20, np.uint8)), routes[:2])
+        gpu.merge(
+            self.put(packed), *here, got, [self.put(partial)], self.kernels, self.scratch(1 << 20), on_device[:2]
+        )  # fmt: skip
+        self.compare("merge", x, got)

@@ -44,10 +44,11 @@ def layers(draw: st.DrawFn) -> ModelSpec:
     a = Attention(
         kv_heads * group, kv_heads, head_dim, head_dim**-0.5, draw(st.sampled_from([0.0, 5.0])),
         draw(st.sampled_from([0, 1, 7, 70])), draw(flag), draw(flag), draw(flag), turn,
+        sinks=draw(flag),
     )  # fmt: skip
-    ffn = Ffn(
-        draw(st.sampled_from([5, 64, 100])), draw(st.sampled_from(ACTIVATIONS)), draw(flag), draw(flag), draw(flag)
-    )
+    gated = draw(flag)
+    activation = draw(st.sampled_from([name for name in ACTIVATIONS if gated or name != "swiglu_clamped"]))
+    ffn = Ffn(draw(st.sampled_from([5, 64, 100])), activation, gated, draw(flag), draw(flag))
     layer = Layer(a, ffn, draw(flag), draw(flag), draw(flag))
     norm = Norm(draw(st.sampled_from(["rms", "layer"])), 1e-5, draw(st.sampled_from([0.0, 1.0])), draw(flag))
     d = draw(st.sampled_from([1, 7, 40, 70]))
@@ -64,7 +65,10 @@ def _fixed(
     head_dim: int, kv_heads: int, group: int, window: int, gated: bool, neurons: int, d: int, norm: str, flags: bool
 ) -> ModelSpec:
     turn = Rope(1e4, head_dim) if flags else None
-    a = Attention(kv_heads * group, kv_heads, head_dim, head_dim**-0.5, 0.0, window, not flags, not flags, flags, turn)
+    a = Attention(
+        kv_heads * group, kv_heads, head_dim, head_dim**-0.5, 0.0, window, not flags, not flags, flags, turn,
+        sinks=not flags,
+    )  # fmt: skip
     layer = Layer(a, Ffn(neurons, "silu" if gated else "gelu", gated, not flags, not flags), True, flags, not flags)
     return ModelSpec("llama", "float32", 150, d, d, 4096, (layer,), Norm(norm, 1e-5), True, flags, logit_softcap=2.0)
 
@@ -311,6 +315,11 @@ class Case:
         from penstock.kernels.gpu import attention as gpu
 
         a, part = self.layer.attention, self.parts["0.attn"]
+        sinks = got_sinks = None
+        if a.sinks:
+            block = self.parts["0.norms"].block("sinks")
+            sinks = self.packed["0.norms"][0][block.offset : block.end].view(np.float32)
+            got_sinks = self.put(sinks)
         q, on_device = self.random(self.t, a.heads, a.head_dim)
         want, got = self.blank(self.t, a.heads, a.head_dim)
         (keys, got_keys), (values, got_values) = (self.pool_pair(i) for i in range(2))
@@ -321,11 +330,12 @@ class Case:
                 pool.blocks[self.put(self.table[s, pages:].astype(np.int64))] = 255
         for lo, hi in ((part.granule_rows * edge for edge in unit) for unit in self.units(part)):  # of KV heads
             attention.attend(
-                q, keys, values, a, lo, hi, self.batch, self.tables(), want, Scratch(np.empty(1 << 22, np.uint8))
+                q, keys, values, a, lo, hi, self.batch, self.tables(), want, Scratch(np.empty(1 << 22, np.uint8)),
+                sinks,
             )  # fmt: skip
             gpu.attend(
                 on_device, got_keys, got_values, a, lo, hi, self.positions, self.sequence, got, max(self.batch.rows),
-                self.kernels, self.scratch(scratch_gpu.attend_bytes(a, hi - lo, self.t)),
+                self.kernels, self.scratch(scratch_gpu.attend_bytes(a, hi - lo, self.t)), got_sinks,
             )  # fmt: skip
         self.compare("attend", want, got)
 

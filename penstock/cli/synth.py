@@ -34,9 +34,10 @@ def synth(
     It has a byte tokenizer and serves to measure without a download.
     """
     quiet_blas()
+    from penstock.models import own_weights
     from penstock.serve import firing_rates
     from penstock.serve.shapes import locate
-    from penstock.spec.format import Format, parse_format
+    from penstock.spec.format import parse_format
     from penstock.store.packed import open_packed, read_config
     from penstock.store.synth import synth as synthesize
 
@@ -45,9 +46,11 @@ def synth(
     source, shifts, fired = locate(as_path(config)), None, None
     with progress() as tell:
         if activation_rate is not None:
-            spec = read_config(source)[1]
+            config_keys, spec = read_config(source)
             rates = firing_rates.parse_rates(activation_rate, spec)
-            shifts, layers = firing_rates.find_shifts(spec, fmt or Format(spec.dtype), seed, rates, tell)
+            shifts, layers = firing_rates.find_shifts(
+                spec, fmt or own_weights(config_keys, spec, str(source)), seed, rates, tell
+            )
             fired = firing_rates.together(layers)
         synthesize(
             source,

@@ -189,13 +189,14 @@ class Layout:
 
     def _place_norms(self) -> dict[tuple[Executor, int], Slot]:
         """(executor, layer) → slot of its norms. They are at home with the activations. An executor of attention
-        elsewhere has a copy."""
-        slots = {}
+        elsewhere has a copy, unless it computes the scores alone and there are no sinks among them."""
+        slots, layers = {}, self.plan.target.spec.layers
         for home in self.plan.kv:
             for layer in range(*home.layers):
                 key = f"{layer}.norms"
                 slots[self.plan.main, layer] = self.weights[self._last_unit[key]]
-                if home.attend != self.plan.main and layer not in self.delegated:
+                reads = layer not in self.delegated or layers[layer].attention.sinks
+                if home.attend != self.plan.main and reads:
                     nbytes = self.parts[key].granule_bytes
                     slots[home.attend, layer] = self._take(f"{home.attend}.weights", nbytes, PAGE_BYTES)
         return slots

@@ -45,7 +45,8 @@ class Attention:
         qkv = ops.Qkv(weights, norms, h, q, keys=keys, values=values, scratch=scratch, layer=layer)
         calls.add(executor, qkv, u, batch, fmt, cost)
         cost = ops.attend_cost(a, end_head - first_head, batch, home.format.kv_bytes(a.head_dim))
-        attend = ops.Attend(q, keys, values, a=out, scratch=scratch, layer=layer)
+        sinks = (norms,) if a.sinks else ()
+        attend = ops.Attend(q, keys, values, a=out, scratch=scratch, layer=layer, norms=sinks)
         calls.add(executor, attend, u, batch, home.format.kind, cost)
         cost = calls.matrix_cost(u, ops.OUT_BLOCKS, t)
         out_op = ops.Out(weights, out, partial, scratch, layer=layer, starts_sum=first)
@@ -78,7 +79,8 @@ class Attention:
                 lo, hi = self._plan.unit_rows(self._plan.units[u])
                 cost = ops.attend_cost(a, hi - lo, batch, kv_bytes_each)
                 out = layout.act(attender, batch.id, "a", row_bytes)
-                attend = ops.Attend(q, keys, values, a=out, scratch=calls.scratch(attender), layer=layer)
+                sinks = (layout.norms(layer, attender),) if a.sinks else ()
+                attend = ops.Attend(q, keys, values, out, calls.scratch(attender), layer=layer, norms=sinks)
                 calls.add(attender, attend, u, batch, home.format.kind, cost)
         for batch in p.batches:
             if batch.continues:

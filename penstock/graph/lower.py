@@ -338,8 +338,13 @@ class Lowering:
         names = ["partial" if executor == main else f"partial.{executor}" for executor in executors]
         partials = tuple([calls.rows(main, batch, name) for name in names])
         x = calls.rows(main, batch, "x")
-        cost = ops.rows_cost(self.plan.target.spec, batch.total_rows, 2 + len(partials))
-        merge = ops.Merge(calls.whole(f"{layer}.norms"), x, partials, calls.scratch(main), layer=layer, block=kind)
+        routed = self.plan.target.spec.layers[layer].routed
+        biased = routed is not None and routed.expert.down_bias and kind == "ffn"
+        routes = (self._experts.routes(layer, main, batch),) if biased else ()
+        read = routed.active if routed is not None and biased else 0  # biases of a row
+        cost = ops.rows_cost(self.plan.target.spec, batch.total_rows, 2 + len(partials) + read)
+        norms = calls.whole(f"{layer}.norms")
+        merge = ops.Merge(norms, x, partials, calls.scratch(main), layer=layer, block=kind, routes=routes)
         calls.add(main, merge, -1, batch, "*", cost)
 
     def _logits(self, p: Pass) -> Iterator[Task]:

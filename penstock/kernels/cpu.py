@@ -105,7 +105,8 @@ def router_shape(part: Part, routed: Routed, address: int) -> _native.RouterShap
     router, gate = routed.router, matrix(part.block("shared_gate")) if routed.shared_gate else None
     return _native.RouterShape(
         matrix(part.block("scores")), gate, address + part.block("bias").offset if router.bias else 0,
-        router.score == "softmax", router.normalised, router.groups, router.groups_kept, router.scale, routed.active,
+        router.bias_scored, router.score == "softmax", router.normalised, router.groups, router.groups_kept,
+        router.scale, routed.active,
     )  # fmt: skip
 
 

@@ -11,6 +11,11 @@ A type with experts has a third function and a constant:
     stacked_sources(spec)  as `sources`, for a checkpoint whose experts stand in one tensor with three axes
     COUNT_KEYS             the keys of config.json that count the experts; the first that a config has is read
 
+A type that is published quantised has more:
+
+    QUANT_METHODS          the values of `quant_method` in config.json that it is published with
+    weights(spec, method)  the formats of such a model
+
 Code that types share lives in the folder `hf`. The folder `planned` holds types that do not run yet. This package uses
 the standard library only, since `penstock plan` runs on this alone.
 """
@@ -25,12 +30,14 @@ from penstock.errors import BadRequest, BrokenModel, UnsupportedModel
 from penstock.models.hf.config import Config, short
 from penstock.models.hf.experts import count_key
 from penstock.models.hf.names import TensorSource
-from penstock.models.hf.quantization import quantization_of
+from penstock.models.hf.quantization import KEY, MXFP4, quantization_of
+from penstock.models.hf.refused import REFUSED
+from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 
 __all__ = [
-    "TensorSource", "model_types", "planned_types", "says_experts", "sources", "spec_from_config", "stacked_sources",
-    "switches",
+    "TensorSource", "model_types", "own_weights", "planned_types", "quant_method", "says_experts", "sources",
+    "spec_from_config", "stacked_sources", "switches",
 ]  # fmt: skip
 
 # Flags of config.json that decide which weights a model has, of all types together.
@@ -68,11 +75,32 @@ def spec_from_config(config: dict[str, Any], where: str, *, to_plan: bool = Fals
     """
     reader = Config(config, where)
     module = _find(reader.text("model_type"), where, to_plan)
-    quantization_of(config, where)
+    if quantization_of(config, where) is None and config.get(KEY) is not None and quant_method(config, where) is None:
+        raise UnsupportedModel(f"{where}: {KEY} says {MXFP4}, and no {reader.text('model_type')} is published so")
     try:
         return module.spec(reader)
     except BadRequest as error:
         raise BrokenModel(f"{where}: {error.message}") from None
+
+
+def quant_method(config: dict[str, Any], where: str) -> str | None:
+    """The `quant_method` of a parsed config.json, where its type is published so (`QUANT_METHODS`). Else None. `where`
+    names the file in errors. Raises BrokenModel."""
+    reader = Config(config, where)
+    if not reader.has(KEY):
+        return None
+    method = reader.inner(KEY).text("quant_method")
+    module = _find(reader.text("model_type"), where)
+    return method if method in getattr(module, "QUANT_METHODS", ()) else None
+
+
+def own_weights(config: dict[str, Any], spec: ModelSpec, where: str) -> Format:
+    """The formats of the weights of a checkpoint with this config.json, as far as that says: those of its
+    `quant_method`, or `spec.dtype`. Raises BrokenModel."""
+    method = None if spec.cannot_run else quant_method(config, where)
+    if method is None:
+        return Format(spec.dtype)
+    return cast(Format, import_module(f"{__name__}.{spec.model_type}").weights(spec, method))
 
 
 def switches(config: dict[str, Any], where: str) -> dict[str, str]:
@@ -119,6 +147,8 @@ def _find(model_type: str, where: str, to_plan: bool = False) -> _ModelType:
     types = model_types()
     if model_type in types:
         return cast(_ModelType, import_module(f"{__name__}.{model_type}"))
+    if model_type in REFUSED:
+        raise UnsupportedModel(f"{where}: models of type {model_type} are not run: {REFUSED[model_type]}")
     if model_type not in planned_types():
         raise UnsupportedModel(f"{where}: model_type {short(model_type)} is not one of {', '.join(types)}")
     module = import_module(f"{__name__}.planned.{model_type}")

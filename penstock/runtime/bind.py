@@ -160,8 +160,15 @@ class Binding:
         attention.attend(
             self._arenas.array(op.q, np.float32, shape), self._pool(op.keys, layer, batch),
             self._pool(op.values, layer, batch), a, *self._plan.unit_rows(unit), batch, self._tables(batch),
-            self._arenas.array(op.a, np.float32, shape), self._scratch(op.scratch),
+            self._arenas.array(op.a, np.float32, shape), self._scratch(op.scratch), self._sinks(op),
         )  # fmt: skip
+
+    def _sinks(self, op: ops.Attend) -> Float32 | None:
+        """float32 [H]: a score of each head."""
+        if not op.norms:
+            return None
+        block = self._parts[f"{op.layer}.norms"].block("sinks")
+        return self._arenas.view(op.norms[0])[block.offset : block.end].view(np.float32)
 
     def _out(self, call: Call, op: ops.Out) -> None:
         t, part, a = _batch(call).total_rows, self._parts[f"{op.layer}.attn"], self._spec.layers[op.layer].attention
@@ -244,6 +251,7 @@ class Binding:
         dense.merge(
             self._arenas.view(op.norms), self._parts[f"{op.layer}.norms"], op.block, self._spec.layers[op.layer],
             self._spec.norm, self._rows(op.x, t), [self._rows(p, t) for p in op.partials], self._scratch(op.scratch),
+            self._routes(op.layer, op.routes[0], t)[:2] if op.routes else None,
         )  # fmt: skip
 
     # -- movers ---------------------------------------------------------------------------------------

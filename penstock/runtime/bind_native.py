@@ -334,8 +334,9 @@ class NativeBinding(Binding):
 
     def _attend_on(self, on: Target, call: Call, op: ops.Attend, tables: BatchTables) -> None:
         layer, batch, at = op.layer, _batch(call), self._arenas.address
+        sinks = at(op.norms[0]) + self._parts[f"{layer}.norms"].block("sinks").offset if op.norms else 0
         on.attend(
-            attention=self._attention_of(call.unit, layer), sequences=tables.sequences_address,
+            attention=self._attention_of(call.unit, layer), sinks=sinks, sequences=tables.sequences_address,
             sequence_count=len(batch.seqs), pages=tables.pages_address, q=at(op.q), cache=self._cache(layer, batch),
             keys=at(op.keys), values=at(op.values), a=at(op.a), scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
@@ -453,9 +454,14 @@ class NativeBinding(Binding):
         after = cpu.norm(norm if layer.norm_after else None, part, f"{op.block}_after", at(op.norms))
         bias = "o_bias" if op.block == "attn" else "down_bias"
         bias_at = at(op.norms) + part.block(bias).offset if part.has(bias) else 0
+        expert_bias, routes, active = 0, 0, 0
+        if op.routes:
+            expert_bias = at(op.norms) + part.block("experts_down_bias").offset
+            routes, active = at(op.routes[0]), self._routed(op.layer).active
         on.merge(
             out=out, after=after, bias=bias_at, x=at(op.x), partials=[at(p) for p in op.partials],
             t=_batch(call).total_rows, d=self._spec.d_model, scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
+            expert_bias=expert_bias, routes=routes, active=active,
         )  # fmt: skip
 
     def _attention_of(self, u: int, layer: int) -> _native.AttentionShape:

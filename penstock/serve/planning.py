@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.errors import BadRequest, UnsupportedModel
 from penstock.library.where import Where
-from penstock.models import sources
+from penstock.models import own_weights, sources
 from penstock.models.hf.quantization import Quantization, quantization_of
 from penstock.planner.firing import Firing, expected, foretold, leveled, measured
 from penstock.planner.routing import RouterTrace, called, firing, recorded
@@ -58,7 +58,7 @@ def describe(
         from penstock.store.own import own_format  # with numpy, which planning goes without
 
         return spec, own_format(model)
-    return spec, Format(spec.dtype) if how is None else _quantised(spec, how, str(model))
+    return spec, own_weights(config, spec, str(model)) if how is None else _quantised(spec, how, str(model))
 
 
 def _quantised(spec: ModelSpec, how: Quantization, where: str) -> Format:

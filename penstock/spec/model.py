@@ -13,7 +13,8 @@ from functools import cached_property
 from penstock.errors import BadRequest
 
 RELUS = ("relu", "relu2")  # activations that give zeros
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "swiglu_clamped")
+SWIGLU_LIMIT = 7.0  # of `swiglu_clamped`; kernels in C++ and Triton have it too
 SCORES = ("softmax", "sigmoid")
 
 
@@ -86,7 +87,10 @@ class Attention:
 class Ffn:
     """A feed-forward block: down(act(gate x) * (up x)) where `gated`, else down(act(up x)).
 
-    Raises BadRequest for an unknown activation."""
+    With `swiglu_clamped` (gpt-oss) a gate g above 7 counts as 7, an up u beyond ± 7 as ± 7, and the block is
+    down(g · sigmoid(1.702 g) * (u + 1)).
+
+    Raises BadRequest for an unknown activation, and for `swiglu_clamped` without a gate."""
 
     neurons: int
     activation: str
@@ -97,6 +101,8 @@ class Ffn:
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
             raise BadRequest(f"unknown activation {self.activation!r}")
+        if self.activation == "swiglu_clamped" and not self.gated:
+            raise BadRequest("swiglu_clamped without a gate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +110,12 @@ class Router:
     """How a token's experts are chosen: those with the highest scores. Of equal scores the lowest id wins.
 
     `score`: an expert's score is "softmax" over the router's X outputs, or "sigmoid" of its own output. `bias`: the
-    router has a number for each expert, which is added to its score for the choice only. `groups`: experts are cut into
-    so many ranges, of which only `groups_kept` may be chosen from: those with the largest sums of their two best
-    scores. `normalised`: the chosen scores are divided by their sum. `scale` multiplies them in the end.
+    router has a number for each expert, which is added to its score for the choice only, or with `bias_scored` to its
+    output before the score is worked out (gpt-oss). `groups`: experts are cut into so many ranges, of which only
+    `groups_kept` may be chosen from: those with the largest sums of their two best scores. `normalised`: the chosen
+    scores are divided by their sum. `scale` multiplies them in the end.
+
+    Raises BadRequest for `bias_scored` without a bias.
     """
 
     score: str
@@ -115,6 +124,11 @@ class Router:
     groups: int = 1
     groups_kept: int = 1
     scale: float = 1.0
+    bias_scored: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bias_scored and not self.bias:
+            raise BadRequest("a router's bias is part of its scores, but it has none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +253,10 @@ class ModelSpec:
 
     @property
     def has_levels(self) -> bool:
-        """Whether small activations of its FFNs may be taken for zeros: they are dense, and none has a ReLU."""
-        return all(isinstance(layer.ffn, Ffn) and layer.ffn.activation not in RELUS for layer in self.layers)
+        """Whether small activations of its FFNs may be taken for zeros: they are dense, and none has a ReLU. No dense
+        model has `swiglu_clamped`, and no kernel of neurons knows it."""
+        others = (*RELUS, "swiglu_clamped")
+        return all(isinstance(layer.ffn, Ffn) and layer.ffn.activation not in others for layer in self.layers)
 
     def __hash__(self) -> int:
         return self._hash

@@ -27,6 +27,7 @@ from penstock.store.gguf.files import Gguf, open_gguf
 from penstock.store.gguf.header import is_gguf
 from penstock.store.header import TensorInfo, quoted, read_header
 from penstock.store.manifest import CONFIG
+from penstock.store.mxfp4 import joined, paired
 from penstock.store.quantised import DTYPES, Pieces, combine, require_order, rows_of
 from penstock.units import MIB, round_up
 
@@ -83,7 +84,7 @@ class Checkpoint:
         tensors = _read_shards(folder) if only is None else read_header(only).tensors
         config = folder / CONFIG
         how = quantization_of(read_json(config, MAX_CONFIG_BYTES), str(config)) if config.exists() else None
-        tensors, pieces = (tensors, {}) if how is None else combine(tensors, how)
+        tensors, pieces = (paired(tensors), {}) if how is None else combine(tensors, how)
         return cls(folder, tensors, None, pieces)
 
     def __enter__(self) -> Checkpoint:
@@ -109,8 +110,9 @@ class Checkpoint:
     def files_of(self, name: str) -> set[Path]:
         """The files that hold a tensor. Raises as `find`."""
         tensor = self.find(name)
-        pieces = self.pieces[tensor.name].tensors if tensor.name in self.pieces else (tensor,)
-        return {piece.file for piece in pieces}
+        if tensor.name in self.pieces:
+            return {piece.file for piece in self.pieces[tensor.name].tensors}
+        return set(tensor.files)
 
     def require_order(self, may_lack_it: bool = False) -> None:
         """Raises UnsupportedModel where the columns of a group of a quantised matrix lie apart (act-order), BrokenModel
@@ -132,7 +134,7 @@ class Checkpoint:
 
     def weights(self, name: str) -> TensorInfo:
         """As `find`. Raises UnsupportedModel where the elements are of a format that is not read: in folders all but
-        float32, float16 and bfloat16."""
+        float32, float16, bfloat16 and pairs in MXFP4."""
         tensor = self.find(name)
         if tensor.dtype not in RAW_DTYPES and format_of(tensor.dtype) is None:
             known = ", ".join(RAW_DTYPES)
@@ -145,8 +147,8 @@ class Checkpoint:
 
     def read(self, name: str, axis: int, start: int, stop: int, item: int | None = None) -> npt.NDArray[Any]:
         """Elements start..stop of a tensor along `axis`, all elements along its other axes: float32, float16, or uint16
-        holding bfloat16's bits. `item`: the number of a matrix in a tensor with three axes; `axis` is then that
-        matrix's.
+        holding bfloat16's bits. `item`: the number of a matrix in a tensor with three axes, or of a vector in one with
+        two; `axis` is then its own.
 
         Along axis 0 only these bytes are read. Along axis 1 the whole matrix is read, and kept until two others
         were asked for; the result is then a view of it, and must not be written to. Raises BrokenModel where the tensor
@@ -189,6 +191,8 @@ class Checkpoint:
             return self._cached[key]
 
     def _rows(self, tensor: TensorInfo, start: int, stop: int) -> npt.NDArray[Any]:
+        if tensor.scales is not None:
+            return joined(self._bytes(tensor, start, stop), self._bytes(tensor.scales, start, stop))
         if tensor.name in self.pieces:
             pieces = self.pieces[tensor.name]
             if pieces.by_column:
@@ -238,6 +242,13 @@ class Checkpoint:
             os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
         return memory[offset - first :][:nbytes]
 
+    def _bytes(self, tensor: TensorInfo, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        """Rows start..stop of a tensor as they lie, uint8 [rows, bytes]."""
+        row = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
+        nbytes = (stop - start) * row
+        raw = self._pread(tensor, tensor.offset + start * row, nbytes) if nbytes else np.empty(0, np.uint8)
+        return raw.reshape(stop - start, row)
+
     def _by_column(self, pieces: Pieces, name: str) -> npt.NDArray[Any]:
         """All rows of a matrix that lies by columns. The last few are kept, for granules of a part take turns."""
         with self._turned_lock:
@@ -270,11 +281,12 @@ def _bypass_cache(fd: int, direct: bool) -> bool:
 
 
 def _matrix(tensor: TensorInfo, item: int) -> TensorInfo:
-    """Matrix `item` of a tensor with three axes. Raises BrokenModel where there is none."""
-    if len(tensor.shape) != 3 or not 0 <= item < tensor.shape[0]:
+    """Matrix `item` of a tensor with three axes, or vector `item` of one with two. Raises BrokenModel where there is
+    none."""
+    if len(tensor.shape) not in (2, 3) or not 0 <= item < tensor.shape[0]:
         raise BrokenModel(f"{tensor.file}: tensor {quoted(tensor.name)} {list(tensor.shape)} has no matrix {item}")
-    nbytes = tensor.nbytes // tensor.shape[0]
-    return replace(tensor, shape=tensor.shape[1:], offset=tensor.offset + item * nbytes, nbytes=nbytes)
+    nbytes, scales = tensor.nbytes // tensor.shape[0], tensor.scales and _matrix(tensor.scales, item)
+    return replace(tensor, shape=tensor.shape[1:], offset=tensor.offset + item * nbytes, nbytes=nbytes, scales=scales)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -36,7 +36,8 @@ KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor of a file. `offset`: bytes from the start of the file to the tensor's first element."""
+    """A tensor of a file. `offset`: bytes from the start of the file to the tensor's first element. `scales`: of a
+    tensor in MXFP4 whose scales are a tensor of their own (`store.mxfp4`); offset and bytes are those of the codes."""
 
     name: str
     dtype: str
@@ -44,6 +45,12 @@ class TensorInfo:
     file: Path
     offset: int
     nbytes: int
+    scales: TensorInfo | None = None
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that hold it."""
+        return [self.file] if self.scales is None else [self.file, self.scales.file]
 
 
 class Header(NamedTuple):

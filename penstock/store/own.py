@@ -35,10 +35,9 @@ def own_dtype(checkpoint: Checkpoint, spec: ModelSpec) -> str:
 
 
 def own_weights(checkpoint: Checkpoint, spec: ModelSpec) -> Format:
-    """The formats that hold every matrix exactly. `spec`: with `own_dtype`. A folder's matrices get the same format, of
-    a GGUF file, or a folder that is quantised, each its own. Raises UnsupportedModel for formats that a model cannot
-    have."""
-    if checkpoint.gguf is None and not checkpoint.pieces:
+    """The formats that hold every matrix exactly. `spec`: with `own_dtype`. Where all are floats in a folder they get
+    the same format, else each its own. Raises UnsupportedModel for formats that a model cannot have."""
+    if checkpoint.gguf is None and _dtypes(checkpoint, spec) <= KINDS.keys():
         return Format(spec.dtype)
     table: dict[str, Format] = {}
     for key, block, kind, tensor in _matrices(checkpoint, spec):

@@ -194,8 +194,9 @@ class Packing:
                             f"{tensor.file}: tensor {quoted(name)} holds {tensor.dtype}; penstock reads norms, biases"
                             f" and routers in {', '.join(KINDS)}"
                         )
-                    shape = _shape(part, block, source, len(tensor.shape))
-                    before, axis = needed.setdefault(name, (tensor, shape))[1], source.axis + source.stacked
+                    shape = _shape(part, block, source, len(tensor.shape) - source.stacked)
+                    axis = (source.axis != source.turned) + source.stacked
+                    before = needed.setdefault(name, (tensor, shape))[1]
                     # A fused tensor (q, k and v in one) ends where its last block does.
                     before[axis] = max(before[axis], shape[axis])
         for name, (tensor, shape) in needed.items():
@@ -258,7 +259,7 @@ class Packing:
         a tensor of a GGUF file, which has blocks, and all of them are full."""
         source, full = self.sources[part.key, block.name], lo
         in_blocks = self.checkpoint.find(source.of_expert(0)).dtype not in KINDS
-        apart = source.interleaved or source.stride not in (0, _extent(block, source, False))
+        apart = source.interleaved or source.step > 1 or source.stride not in (0, _extent(block, source, False))
         if in_blocks and not apart and part.experts == 1 and not (part.kind == "ffn" and part.layer in self.orders):
             full = min(hi, part.rows // part.granule_rows)
         return [(lo, full)] * (lo < full) + [(g, g + 1) for g in range(max(lo, full), hi)]
@@ -284,15 +285,18 @@ class Packing:
         source, (expert, nth) = self.sources[part.key, block.name], divmod(g, part.expert_granules)
         name = source.of_expert(expert)
         tensor = self.checkpoint.find(name)
-        one_dim = len(tensor.shape) == 1
+        one_dim = len(tensor.shape) - source.stacked == 1 or source.folded > 0
         extent = _extent(block, source, one_dim)
-        start = source.offset + nth * (source.stride or extent)
-        stop = start + extent * part.rows_of(g, g + 1) // part.granule_rows
+        start = source.offset + source.step * nth * (source.stride or extent)
+        stop = start + source.step * (extent * part.rows_of(g, g + 1) // part.granule_rows - 1) + 1
         if part.kind == "ffn" and part.layer in self.orders:
             numbers = np.array(self.orders[part.layer][g * part.granule_rows :][: stop - start], np.int64)
             raw = self.checkpoint.take(name, source.axis, source.offset + numbers)
         else:
-            raw = self.checkpoint.read(name, source.axis, start, stop, expert if source.stacked else None)
+            axis, item = int(source.axis != source.turned), expert if source.stacked else None
+            start, stop = (0, source.folded) if source.folded else (start, stop)
+            raw = self.checkpoint.read(name, axis, start, stop, item)
+            raw = (raw.T if source.turned else raw)[(slice(None),) * source.axis + (slice(None, None, source.step),)]
         if source.interleaved:
             raw = _halves(raw, source.interleaved)
         with _named(tensor):
@@ -344,13 +348,16 @@ def _extent(block: Block, source: TensorSource, one_dim: bool) -> int:
 
 def _shape(part: Part, block: Block, source: TensorSource, dims: int) -> list[int]:
     """The shape that a block's tensor should have, up to the end of this block."""
+    if source.folded:
+        return [source.folded, block.cols // source.folded]
     one_dim = block.rows == 1 and dims == 1
     extent, last = _extent(block, source, one_dim), part.expert_granules - 1
     # With a stride all granules are full.
     length = last * source.stride + extent if source.stride else extent * part.rows // part.granule_rows
-    end = source.offset + length
+    end = source.offset + source.step * (length - 1) + 1
     if one_dim:
-        return [end]
+        return [part.experts, end] if source.stacked else [end]
     # `down` is cut by columns. Its block has them as columns too, or as rows where neurons lie apart.
     matrix = [end, block.cols] if source.axis == 0 else [block.cols if block.stride else block.rows, end]
+    matrix = matrix[::-1] if source.turned else matrix
     return [part.experts, *matrix] if source.stacked else matrix

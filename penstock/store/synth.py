@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import BadRequest
-from penstock.models import TensorSource, sources
+from penstock.models import TensorSource, own_weights, sources
 from penstock.spec.format import TILE_ROWS, Format
 from penstock.spec.model import RELUS, ModelSpec
 from penstock.spec.parts import Block, Part, parts
@@ -98,9 +98,9 @@ def synth(
     same arguments give the same bytes. A byte tokenizer and its generation_config.json are written too. Raises and
     resumes as `pack.pack`.
     """
-    _, spec = read_config(config)
+    keys, spec = read_config(config)
     file = config / CONFIG if config.is_dir() else config
-    weights = weights or Format(spec.dtype)
+    weights = weights or own_weights(keys, spec, str(config))
     extras = {CONFIG: read_bytes(file, MAX_CONFIG_BYTES), **byte_tokenizer(spec)}
     fingerprint: dict[str, Any] = {"weights": weights.name, "seed": seed, "config": zlib.crc32(extras[CONFIG])}
     if router_skew:

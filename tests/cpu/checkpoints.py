@@ -76,10 +76,12 @@ def shapes(config: dict[str, Any], stacked: bool = False) -> dict[str, tuple[int
         part, block = by_key[key], by_key[key].block(name)
         vector = block.rows == 1 and not block.tiled
         extent = block.cols if vector or source.axis == 1 else block.rows
-        end = source.offset + extent * part.rows // part.granule_rows
+        end = source.offset + source.step * (extent * part.rows // part.granule_rows - 1) + 1
         if source.stride:
             end = source.offset + (part.granules - 1) * source.stride + extent
         shape: tuple[int, ...] = (end,) if vector else (end, block.cols) if source.axis == 0 else (block.rows, end)
+        shape = (source.folded, block.cols // source.folded) if source.folded else shape
+        shape = shape[::-1] if source.turned else shape
         for tensor in source.tensors(part.experts):
             whole = (part.experts, *shape) if source.stacked else shape
             found[tensor] = max(found.get(tensor, whole), whole)

@@ -42,6 +42,14 @@ TINY_CONFIGS = {
             "num_attention_heads": 4, "num_key_value_heads": 2, "mlp_only_layers": [1], "torch_dtype": "float32",
         }
     ),
+    # Sinks, windows in every other layer, experts with biases, yarn.
+    "gpt_oss": json.dumps(
+        {
+            "model_type": "gpt_oss", **_COMMON, "intermediate_size": 72, "num_local_experts": 6,
+            "num_experts_per_tok": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 24,
+            "sliding_window": 8, "torch_dtype": "float32",
+        }
+    ),
     # All heads normed together.
     "olmoe": json.dumps(
         {

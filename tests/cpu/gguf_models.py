@@ -22,7 +22,7 @@ Kind = gguf.GGMLQuantizationType
 
 ARCHITECTURES = {
     "llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
-    "gemma2": "gemma2", "phi3": "phi3",
+    "gemma2": "gemma2", "phi3": "phi3", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss", "smollm3": "smollm3",
 }  # fmt: skip
 _ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _LAYER = {
@@ -36,6 +36,7 @@ _GEMMA = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
+_GPT_OSS = {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"}
 _EXPERTS = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 # Where in a block its float16 scales stand.
@@ -64,6 +65,18 @@ def as_gguf(tensors: dict[str, Array], config: Any) -> dict[str, Array]:
             found[f"{_ENDS[stem]}.{kind}"] = tensor
             continue
         layer, _, inner = name.removeprefix("model.layers.").partition(".")
+        if inner == "self_attn.sinks":
+            found[f"blk.{layer}.attn_sinks.weight"] = tensor
+            continue
+        if ".experts." in inner and config.model_type == "gpt_oss":  # turned, with gate and up in turns
+            which, bias = inner.split(".experts.")[1].removesuffix("_bias"), inner.endswith("_bias")
+            kind, turned = ("bias", tensor) if bias else ("weight", tensor.swapaxes(1, 2))
+            if which == "down_proj":
+                found[f"blk.{layer}.ffn_down_exps.{kind}"] = turned
+            else:
+                found[f"blk.{layer}.ffn_gate_exps.{kind}"] = turned[:, 0::2]
+                found[f"blk.{layer}.ffn_up_exps.{kind}"] = turned[:, 1::2]
+            continue
         if ".experts." in inner:
             number = inner.split(".experts.")[1].split(".")
             if number[0].isdigit():
@@ -76,17 +89,18 @@ def as_gguf(tensors: dict[str, Array], config: Any) -> dict[str, Array]:
                 found[f"blk.{layer}.ffn_down_exps.weight"] = tensor
             continue
         inner, _, kind = inner.rpartition(".")
-        table = _LAYER | (_GEMMA if config.model_type == "gemma2" else {})
+        table = _LAYER | (_GEMMA if config.model_type in ("gemma2", "gemma3_text") else {})
+        table |= _GPT_OSS if config.model_type == "gpt_oss" else {}
         found[f"blk.{layer}.{table[inner]}.{kind}"] = tensor
     for (layer, which), each in experts.items():
         found[f"blk.{layer}.ffn_{which}_exps.weight"] = np.stack([each[i] for i in range(len(each))])
-    if config.model_type in ("llama", "mixtral"):
+    if config.model_type in ("llama", "mixtral", "smollm3"):
         for name, tensor in found.items():
             if ".attn_q." in name or ".attn_k." in name:
                 heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
                 halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
                 found[name] = halves.swapaxes(1, 2).reshape(tensor.shape)
-    if config.model_type == "gemma2":
+    if config.model_type in ("gemma2", "gemma3_text"):
         found = {name: tensor + 1 if "norm" in name else tensor for name, tensor in found.items()}
     return {name: np.ascontiguousarray(tensor) for name, tensor in found.items()}
 
@@ -95,6 +109,8 @@ def _metadata(config: Any, architecture: str) -> tuple[dict[str, Any], dict[str,
     """Metadata, and the tensors that it is written as."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = dict(config.rope_parameters)
+    if config.model_type == "gemma3_text":
+        local, rope = rope["sliding_attention"], dict(rope["full_attention"])
     dims = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     own: dict[str, Any] = {
         "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
@@ -125,8 +141,14 @@ def _metadata(config: Any, architecture: str) -> tuple[dict[str, Any], dict[str,
             "attn_logit_softcapping": float(config.attn_logit_softcapping),
             "final_logit_softcapping": float(config.final_logit_softcapping),
         }
-    if architecture in ("gemma2", "phi3") and config.sliding_window:
+    if architecture == "gemma3":
+        own["rope.freq_base_swa"] = float(local["rope_theta"])
+        if config.final_logit_softcapping:
+            own["final_logit_softcapping"] = float(config.final_logit_softcapping)
+    if architecture in ("gemma2", "gemma3", "gpt-oss", "phi3") and config.sliding_window:
         own["attention.sliding_window"] = config.sliding_window
+    if architecture == "gpt-oss":
+        own |= {"expert_feed_forward_length": config.intermediate_size}
     if architecture == "qwen3moe":
         own |= {"expert_feed_forward_length": config.moe_intermediate_size}
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
@@ -193,19 +215,23 @@ def any_tokenizer(size: int) -> dict[str, Any]:
 
 def convert(
     folder: Path, file: Path, choose: Choice = lambda _: Kind.F32, metadata: dict[str, Any] | None = None,
-    **more: Any,
+    given: dict[str, Array] | None = None, **more: Any,
 ) -> dict[str, Array]:  # fmt: skip
     """Writes a checkpoint's folder as a GGUF file. `choose`: the format of each matrix; norms, biases and routers are
-    float32. Returns what the file's tensors hold, dequantised by the package, by their names there."""
+    float32. `given`: raw blocks of tensors that are quantised already. Returns what the file's tensors hold, widened
+    by the package, by their names there."""
     config = AutoConfig.from_pretrained(folder)
     architecture = ARCHITECTURES[config.model_type]
     own, tables = _metadata(config, architecture)
     written: dict[str, Any] = dict(tables)
     held: dict[str, Array] = {}
     for name, tensor in as_gguf(read_tensors(folder), config).items():
-        plain = tensor.ndim == 1 or "ffn_gate_inp" in name
+        plain = tensor.ndim == 1 or "ffn_gate_inp" in name or name.endswith(".bias")
         kind = Kind.F32 if plain else choose(name)
-        raw = random_blocks(tensor.shape, kind, name) if kind in _HALVES else gguf.quants.quantize(tensor, kind)
+        if given and name in given:
+            raw = given[name]
+        else:
+            raw = random_blocks(tensor.shape, kind, name) if kind in _HALVES else gguf.quants.quantize(tensor, kind)
         written[name] = (raw, kind)
         held[name] = gguf.quants.dequantize(raw, kind).astype(np.float32).reshape(tensor.shape)
     words = {} if metadata and "tokenizer.ggml.model" in metadata else any_tokenizer(config.vocab_size)

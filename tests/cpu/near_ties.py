@@ -40,7 +40,8 @@ def choosing(model: torch.nn.Module, said: Said) -> Iterator[list[tuple[int, int
     NEAR decide. Yields the (layer, row) in which they would have chosen otherwise; it grows."""
     forced: list[tuple[int, int]] = []
     layers: Any = model.model.layers
-    hooks = [layers[i].mlp.gate.register_forward_hook(_hook(i, rows, forced)) for i, rows in said.items()]
+    routers = {i: getattr(layers[i].mlp, "gate", None) or layers[i].mlp.router for i in said}
+    hooks = [routers[i].register_forward_hook(_hook(i, rows, forced)) for i, rows in said.items()]
     try:
         yield forced
     finally:

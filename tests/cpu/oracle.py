@@ -36,6 +36,11 @@ class Variant:
     keys: dict[str, Any]
     prompts: tuple[int, ...] = (1, 17, LONGEST_PROMPT)
 
+    @property
+    def vocab(self) -> int:
+        found: int = self.keys.get("text_config", self.keys)["vocab_size"]
+        return found
+
 
 def _shape(d: int = 80, heads: int = 4, neurons: int = 172, layers: int = 2, vocab: int = 203) -> dict[str, Any]:
     return {
@@ -96,6 +101,19 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": POSITIONS // 4}
+
+_GEMMA3 = _shape(d=72, layers=7) | {
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "sliding_window": 24,
+    "query_pre_attn_scalar": 18,
+    "rope_theta": 5e4,
+    "rope_local_base_freq": 100.0,
+}
+_VISION = {
+    "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
 
 VARIANTS = (
     Variant("llama-gqa", "llama", _shape() | {"num_key_value_heads": 2}),
@@ -175,6 +193,40 @@ VARIANTS = (
             "final_logit_softcapping": None,
         },
     ),
+    Variant("gemma3-text", "gemma3_text", _GEMMA3),
+    Variant(
+        "gemma3-text-caps",
+        "gemma3_text",
+        _shape(layers=3)
+        | {
+            "num_key_value_heads": 1,
+            "head_dim": 20,
+            "sliding_window": 24,
+            "sliding_window_pattern": 2,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 5.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+    Variant("gemma3", "gemma3", {"text_config": _GEMMA3, "vision_config": _VISION, "pad_token_id": 0}, (17,)),
+    Variant("smollm3", "smollm3", _shape(layers=5) | {"num_key_value_heads": 2}),
+    Variant(
+        "smollm3-window",
+        "smollm3",
+        _shape(layers=3)
+        | {
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "no_rope_layers": [0, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+            "rope_scaling": _LLAMA3,
+        },
+    ),
     Variant("phi3-window", "phi3", _shape() | {"num_key_value_heads": 2, "sliding_window": 24}),
     Variant("phi3-partial", "phi3", _shape() | {"partial_rotary_factor": 0.6}),
     # transformers takes the long factors once a pass goes beyond the original length, whatever is cached; an
@@ -195,6 +247,29 @@ VARIANTS = (
         | {"tie_word_embeddings": True}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.25}},
     ),
+    Variant("stablelm", "stablelm", _shape(d=96) | {"num_key_value_heads": 2}),
+    Variant(
+        "stablelm-biases",
+        "stablelm",
+        _shape(d=96, heads=3, neurons=100, vocab=67)
+        | {"num_key_value_heads": 1, "use_qkv_bias": True, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5}},
+    ),
+    Variant("starcoder2", "starcoder2", _shape() | {"num_key_value_heads": 2, "sliding_window": 24}),
+    Variant(
+        "starcoder2-no-biases",
+        "starcoder2",
+        _shape(d=72, heads=3, neurons=100)
+        | {"num_key_value_heads": 1, "use_bias": False, "tie_word_embeddings": False},
+    ),
+    Variant("seed-oss", "seed_oss", _shape() | {"num_key_value_heads": 2, "head_dim": 32}),
+    Variant(
+        "seed-oss-biases",
+        "seed_oss",
+        _shape(neurons=100) | {"num_key_value_heads": 1, "head_dim": 16, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    Variant("olmo2", "olmo2", _shape() | {"num_key_value_heads": 2}),
+    Variant("olmo2-biases", "olmo2", _shape(neurons=100) | {"attention_bias": True, "rope_scaling": _YARN}),
     Variant("falcon", "falcon", _falcon()),
     Variant(
         "falcon-groups",
@@ -240,6 +315,20 @@ VARIANTS = (
         _shape(neurons=60) | _experts("num_experts", 4, 1) | {"attention_bias": True, "norm_topk_prob": True},
     ),
     Variant(
+        "gpt-oss",
+        "gpt_oss",
+        _shape(neurons=100, layers=3)
+        | _experts("num_local_experts", 5, 2)
+        | {"head_dim": 16, "num_attention_heads": 6, "sliding_window": 24, "rope_scaling": _YARN | {"truncate": False}},
+    ),
+    Variant(
+        "gpt-oss-no-biases",
+        "gpt_oss",
+        _shape(d=72, neurons=36)
+        | _experts("num_local_experts", 33, 4)
+        | {"head_dim": 20, "sliding_window": 40, "attention_bias": False, "tie_word_embeddings": True},
+    ),
+    Variant(
         "glm4-moe",
         "glm4_moe",
         _shape(layers=3)
@@ -262,24 +351,30 @@ def save(variant: Variant, folder: Path) -> None:
     torch.manual_seed(int.from_bytes(variant.name.encode()) % 2**63)
     config = AutoConfig.for_model(variant.model_type, **variant.keys)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    _randomise(model, embedding_spread=0.6 if variant.model_type == "gemma2" else 2.0)
+    _randomise(model, embedding_spread=0.6 if variant.model_type.startswith("gemma") else 2.0)
     model.save_pretrained(folder)
-    words = {str(token): token for token in range(variant.keys["vocab_size"])}
+    words = {str(token): token for token in range(variant.vocab)}
     Tokenizer(WordLevel(words, unk_token="0")).save(str(folder / "tokenizer.json"))
 
 
 def _randomise(model: torch.nn.Module, embedding_spread: float) -> None:
     """Weights that make every term count: scores and logits with a spread of about 2, no zero bias, no unit norm.
 
-    gemma2 multiplies its tied embedding by sqrt(d): with the same spread all it would say is its last token.
+    gemma multiplies its tied embedding by sqrt(d): with the same spread all it would say is its last token.
     """
     norms = {id(p) for m in model.modules() if "Norm" in type(m).__name__ for p in m.parameters()}
     with torch.no_grad():
         for name, p in model.named_parameters():
             if id(p) in norms and name.endswith("weight"):
                 p.normal_(1.0, 0.3)
+            elif name.endswith("sinks"):
+                p.normal_(1.0, 1.5)
+            elif name.endswith("_proj_bias"):  # of gpt-oss' experts: its clamp is at 7
+                p.normal_(0.0, 3.0)
             elif p.dim() == 1:
                 p.normal_(0.0, 0.2)
+            elif p.dim() == 3 and model.config.model_type == "gpt_oss":  # its experts' matrices are turned
+                p.normal_(0.0, 1.5 / p.shape[-2] ** 0.5)
             elif "embed_tokens" in name or "lm_head" in name:
                 p.normal_(0.0, embedding_spread / p.shape[1] ** 0.5)
             elif "embed_positions" in name:
@@ -293,8 +388,7 @@ def _randomise(model: torch.nn.Module, embedding_spread: float) -> None:
 
 def prompt(variant: Variant, length: int) -> list[int]:
     """Random token ids; a longer prompt is no continuation of a shorter one."""
-    vocab: int = variant.keys["vocab_size"]
-    return np.random.default_rng(length).integers(0, vocab, length).tolist()
+    return np.random.default_rng(length).integers(0, variant.vocab, length).tolist()
 
 
 class Oracle:

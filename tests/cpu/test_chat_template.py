@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +61,71 @@ TRAINING = """{% for m in messages %}
 [{{ m.content | upper }}]{{ pad_token }}{% endif %}
 {% endfor %}"""
 
+# Of Gemma 3: contents in pieces, and what the system says stands before the first question.
+GEMMA3 = """{{ bos_token }}
+{%- if messages[0]['role'] == 'system' -%}
+    {%- if messages[0]['content'] is string -%}
+        {%- set before = messages[0]['content'] + '\n\n' -%}
+    {%- else -%}
+        {%- set before = messages[0]['content'][0]['text'] + '\n\n' -%}
+    {%- endif -%}
+    {%- set rest = messages[1:] -%}
+{%- else -%}
+    {%- set before, rest = '', messages -%}
+{%- endif -%}
+{%- for message in rest -%}
+    {%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
+    {{ '<start_of_turn>' + role + '\n' + (before if loop.first else '') }}
+    {%- if message['content'] is string -%}
+        {{ message['content'] | trim }}
+    {%- elif message['content'] is iterable -%}
+        {%- for piece in message['content'] -%}
+            {%- if piece['type'] == 'text' %}{{ piece['text'] | trim }}{% endif -%}
+        {%- endfor -%}
+    {%- else -%}
+        {{ raise_exception('content is of no kind that is known') }}
+    {%- endif -%}
+    {{ '<end_of_turn>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif -%}"""
+
+# Of gpt-oss: macros that call each other, names of channels, the day, thoughts of all but the last answer left out.
+HARMONY = """{%- macro kind(of) -%}
+    {%- if of.type == 'array' -%}{{ kind(of['items']) }}[]
+    {%- elif of.type is defined and of.type is iterable and of.type is not string -%}{{ of.type | join(' | ') }}
+    {%- elif of.enum -%}{{ '"' + of.enum | join('" | "') + '"' }}
+    {%- else -%}{{ of.type or 'any' }}{%- endif -%}
+{%- endmacro -%}
+{%- macro functions(tools) -%}
+    {{- 'namespace functions {\n\n' }}
+    {%- for tool in tools %}{% set tool = tool.function %}
+        {{- '// ' + tool.description + '\ntype ' + tool.name + ' = (_: {' }}
+        {%- for name, of in tool.parameters.properties.items() if tool.parameters.properties %}
+            {{- '\n' + name + ': ' + kind(of) + ',' }}
+        {%- endfor %}{{- '}) => any;\n\n' }}
+    {%- endfor %}{{- '} // namespace functions' }}
+{%- endmacro -%}
+{{- '<|start|>system<|message|>Current date: ' + strftime_now('%Y-%m-%d') + '\nReasoning: ' }}
+{%- set effort = reasoning_effort if reasoning_effort is defined else 'medium' %}{{- effort + '<|end|>' }}
+{%- set ns = namespace(last_tool=none, developer='') %}
+{%- if messages[0].role in ('developer', 'system') %}
+    {%- set ns.developer = messages[0].content %}{% set messages = messages[1:] %}
+{%- endif %}
+{%- if ns.developer or tools %}{{- '<|start|>developer<|message|>' + ns.developer }}
+    {%- if tools %}{{- '\n\n# Tools\n\n' + functions(tools) }}{% endif %}{{- '<|end|>' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {%- set later = messages[loop.index:] | selectattr('role', 'equalto', 'assistant') | list %}
+        {%- if 'thinking' in message and not later %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content }}
+        {{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
+    {%- else %}{{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif -%}"""
+
 CONVERSATIONS = [
     [{"role": "user", "content": " What is <b>2 & 2</b>? é\n"}],
     [
@@ -106,7 +172,11 @@ def both(folder, messages, tools=None):
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS)
-@pytest.mark.parametrize("template", [CHATML, LLAMA3, GEMMA, TRAINING], ids=["chatml", "llama3", "gemma", "training"])
+@pytest.mark.parametrize(
+    "template",
+    [CHATML, LLAMA3, GEMMA, TRAINING, GEMMA3, HARMONY],
+    ids=["chatml", "llama3", "gemma", "training", "gemma3", "harmony"],
+)
 def test_as_transformers_renders(tmp_path, template, messages):
     save(tmp_path, template)
     ours, theirs = both(tmp_path, messages)
@@ -124,6 +194,29 @@ def test_tools_and_named_templates(tmp_path):
         ours, theirs = both(tmp_path, CONVERSATIONS[0], tools)
         assert ours == theirs
         assert ("a < b & 'c' é" in ours) == bool(tools)
+
+
+PUBLISHED = sorted((Path(__file__).parents[3] / "shared/data/templates").glob("*.jinja"))
+
+
+@pytest.mark.skipif(not PUBLISHED, reason="no published templates are on this machine")
+@pytest.mark.parametrize("file", PUBLISHED, ids=lambda file: file.stem)
+def test_published_templates(tmp_path, file):
+    """Each renders what transformers renders, or both say that it cannot."""
+    save(tmp_path, file.read_text(encoding="utf-8"))
+    for messages in CONVERSATIONS:
+        ours, theirs = both(tmp_path, messages)
+        assert ours == theirs or theirs in ours
+
+
+def test_harmony_with_tools(tmp_path):
+    save(tmp_path, HARMONY)
+    of = {"a": {"type": "number"}, "b": {"type": "array", "items": {"type": "string"}}, "c": {"enum": ["x", "y"]}}
+    tool = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": of}}
+    thinks = {"role": "assistant", "content": "Hello", "thinking": "A greeting."}
+    messages = [*CONVERSATIONS[2], thinks, {"role": "user", "content": "Bye"}]
+    ours, theirs = both(tmp_path, messages, [{"type": "function", "function": tool}])
+    assert ours == theirs and 'c: "x" | "y",' in ours and ours.endswith("Bye<|end|><|start|>assistant")
 
 
 def test_template_in_a_file_of_its_own(tmp_path):

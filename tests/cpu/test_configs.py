@@ -16,8 +16,11 @@ NECESSARY = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size", "ffn_dim",
     "moe_intermediate_size", "shared_expert_intermediate_size",
 )  # fmt: skip
-# glm4_moe by default has 96 heads that share 4096 columns: no such model can be made.
-SOUND = {"glm4_moe": {"head_dim": 128}}
+# glm4_moe by default has 96 heads that share 4096 columns: no such model can be made. gemma3 has its keys in an inner
+# object.
+SOUND: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"head_dim": 128}, "gemma3": {"text_config": {"hidden_size": 640, "num_hidden_layers": 7}},
+}  # fmt: skip
 
 
 def least(model_type: str) -> dict[str, Any]:
@@ -44,6 +47,12 @@ NULLS = [
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 3}),
     ("qwen3", {"num_key_value_heads": None, "use_sliding_window": True, "max_window_layers": 0}),
     ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "layer_types": None}),
+    ("gemma3_text", {"layer_types": None, "final_logit_softcapping": None, "sliding_window_pattern": 3}),
+    ("smollm3", {"no_rope_layers": None, "num_key_value_heads": None, "no_rope_layer_interval": 3}),
+    ("smollm3", {"use_sliding_window": True, "sliding_window": 24}),
+    ("seed_oss", {"num_key_value_heads": None}),
+    ("olmo2", {"num_key_value_heads": None}),
+    ("starcoder2", {"sliding_window": 24}),
     ("opt", {"word_embed_proj_dim": None}),
     ("phi3", {"num_key_value_heads": None, "sliding_window": None, "rope_scaling": None}),
     ("falcon", {"num_kv_heads": None, "ffn_hidden_size": None, "new_decoder_architecture": True}),
@@ -86,6 +95,25 @@ ROPES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1.25}}),
     ("mistral", {"rope_parameters": {"rope_type": "longrope", **LONG, "original_max_position_embeddings": 64}}),
     ("gemma2", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    ("gemma3_text", {}),
+    ("gemma3_text", {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    ("gemma3_text", {"layer_types": ["sliding_attention"], "rope_local_base_freq": 500.0}),
+    (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 7e3},
+            }
+        },
+    ),
+    ("stablelm", {}),
+    ("stablelm", {"partial_rotary_factor": 0.5, "rope_theta": 5e4}),
+    ("starcoder2", {"rope_theta": 5e4}),
+    ("seed_oss", {"rope_theta": 1e7}),
+    ("olmo2", {"rope_theta": 5e5}),
+    ("smollm3", {"no_rope_layers": [1]}),
+    ("smollm3", {"no_rope_layers": [1], "rope_theta": 5e6}),
     ("phi3", {"rope_theta": 20000.0, "partial_rotary_factor": 0.5}),
     ("phi3", {"rope_scaling": {"type": "yarn", **LONG}, "original_max_position_embeddings": 64}),
     ("phi3", {"rope_scaling": {"type": "longrope", **LONG}, "max_position_embeddings": 8192}),
@@ -125,13 +153,15 @@ def test_rope_turns_as_in_transformers(model_type: str, keys: dict[str, Any], po
         del file["head_dim"]  # which follows there
     config = AutoConfig.for_model(**{key: _copy(value) for key, value in file.items()}, pad_token_id=None)
     rotary = AutoModelForCausalLM.from_config(config).base_model.rotary_emb
-    cos, sin = rotary(torch.zeros(1), torch.arange(positions)[None])
+    kind = config.layer_types[0] if model_type == "gemma3_text" else None
+    cos, sin = rotary(torch.zeros(1), torch.arange(positions)[None], *([kind] if kind else []))
 
     rope = spec_from_config(file, "config.json").layers[0].attention.rope
     assert rope is not None
     inv_freq, factor = frequencies(rope, positions)
     half = rope.dims // 2
-    np.testing.assert_allclose(rotary.inv_freq.numpy(), inv_freq, rtol=2e-6)
+    turns = getattr(rotary, f"{kind}_inv_freq") if kind else rotary.inv_freq
+    np.testing.assert_allclose(turns.numpy(), inv_freq, rtol=2e-6)
     assert cos.shape[-1] == rope.dims
     # At position 0 the angle is 0: what is left is the factor.
     np.testing.assert_allclose(cos[0, 0, :half].numpy(), factor, rtol=1e-6)

@@ -382,6 +382,14 @@ def test_no_tokenizer_at_all() -> None:
     assert text_files({}, "a.gguf") == {} and text_files({"tokenizer.ggml.model": "no_vocab"}, "a.gguf") == {}
 
 
+def test_gpt_oss_ends_its_thoughts_with_another_token_than_its_answers() -> None:
+    """<|end|> ends an answer of Phi-3, but of gpt-oss one of its messages."""
+    for ends, expected in ((["<|end|>", "<|endoftext|>"], [0, 1]), (["<|end|>", "<|return|>", "<|call|>"], [1, 2])):
+        tokens = [*ends, *"abc"]
+        metadata = small(tokens=tokens, token_type=array("i", [3] * len(ends) + [1] * 3), merges=[], eos_token_id=1)
+        assert json.loads(text_files(metadata, "a.gguf")["generation_config.json"])["eos_token_id"] == expected
+
+
 def test_ids_beyond_the_vocabulary_are_none(tmp_path: Path) -> None:
     files = text_files(small(bos_token_id=2**32 - 1, eos_token_id=999, add_bos_token=True), "a.gguf")
     config = json.loads(files["tokenizer_config.json"])

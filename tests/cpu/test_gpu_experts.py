@@ -54,11 +54,14 @@ def routers(draw: st.DrawFn) -> Routed:
     groups = draw(st.sampled_from([1, 1, 2, 3]))
     size = draw(st.integers(2 if groups > 1 else 1, 6))
     kept = draw(st.integers(1, groups))
+    flag, biased = st.booleans(), draw(st.booleans())
     router = Router(
-        draw(st.sampled_from(["softmax", "sigmoid"])), draw(st.booleans()), draw(st.booleans()), groups, kept,
-        draw(st.sampled_from([1.0, 2.5])),
+        draw(st.sampled_from(["softmax", "sigmoid"])), draw(flag), biased, groups, kept,
+        draw(st.sampled_from([1.0, 2.5])), biased and draw(flag),
     )  # fmt: skip
-    expert = Ffn(draw(st.sampled_from([1, 40, 64, 70])), draw(st.sampled_from(ACTIVATIONS)), draw(st.booleans()))
+    gated = draw(flag)
+    activation = draw(st.sampled_from([name for name in ACTIVATIONS if gated or name != "swiglu_clamped"]))
+    expert = Ffn(draw(st.sampled_from([1, 40, 64, 70])), activation, gated, draw(flag), draw(flag))
     return Routed(groups * size, draw(st.integers(1, min(4, kept * size))), expert, router)
 
 

@@ -456,6 +456,24 @@ def test_headers_are_read_where_the_config_says_too_little(hub: FakeHub, where: 
     assert not any("range" not in headers for _, path, headers in hub.seen if "stored" in path)
 
 
+@pytest.mark.parametrize("name", ["gptq", "awq", "float8-blocks"])
+def test_a_plan_of_a_quantised_folder_is_that_of_its_files(
+    name: str, hub: FakeHub, where: Where, tmp_path: Path
+) -> None:
+    """Its formats follow from its headers, of which none of the weights are needed."""
+    from tests.cpu import quantised
+    from tests.cpu.oracle import save
+    from tests.cpu.test_quantised import CASES
+
+    variant, quantise, config, _ = CASES[name]
+    save(variant, tmp_path / "plain")
+    folder = quantised.write(tmp_path / "plain", tmp_path / "folder", quantise, config)
+    hub.repos["org/quantised"] = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with peek(name_of("org/quantised"), where) as peeked:
+        assert describe(peeked.path, to_plan=True)[1] == describe(folder, to_plan=True)[1]
+        assert peeked.read_bytes < peeked.nbytes / 2
+
+
 def test_errors_of_a_plan_call_the_model_by_its_name(hub: FakeHub, where: Where) -> None:
     hub.repos["org/name"]["config.json"] = b"{no json"
     with pytest.raises(BrokenModel, match=r"^org/name/config\.json is not JSON"), to_plan("org/name", where):

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import _native
+from penstock.errors import BadRequest
 from penstock.kernels import cpu
 from penstock.spec.format import Format, parse_format
 from penstock.spec.parts import Block
@@ -114,7 +115,7 @@ def test_accumulate_has_the_same_bits_however_it_is_cut(
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "swiglu_clamped"])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("name", FORMATS[:5])
 def test_ffn(isa: str, activation: str, gated: bool, name: str) -> None:
@@ -124,6 +125,10 @@ def test_ffn(isa: str, activation: str, gated: bool, name: str) -> None:
     from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
     from penstock.spec.parts import parts
 
+    if activation == "swiglu_clamped" and not gated:
+        with pytest.raises(BadRequest, match="without a gate"):
+            Ffn(8, activation, gated)
+        return
     d, neurons, t = 72, 172, 5
     layer = Layer(Attention(2, 2, 36, 1.0), Ffn(neurons, activation, gated, up_bias=True))
     spec = ModelSpec("llama", "float32", 64, d, d, 64, (layer,), Norm("rms", 1e-5), True, True)

@@ -19,7 +19,7 @@ NOT_CROSSING = {
     "embed": {"edges", "scratch"},
     "norm": {"norms", "scratch", "which", "layer"},
     "qkv": {"norms", "layer"},
-    "attend": {"layer"},
+    "attend": {"norms", "layer"},
     "out": {"layer"},
     "ffn": {"layer"},
     "fire": {"layer"},

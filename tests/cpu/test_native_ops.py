@@ -58,16 +58,26 @@ STEPS = {"float32": 0.0, "float16": 2**-10, "bfloat16": 2**-7, "int8": 2 / 255 +
 
 
 @st.composite
+def ffns(draw: st.DrawFn, most: int) -> Ffn:
+    """Up to so many neurons."""
+    gated, flag = draw(st.booleans()), st.booleans()
+    activation = draw(st.sampled_from([name for name in ACTIVATIONS if gated or name != "swiglu_clamped"]))
+    return Ffn(draw(st.integers(1, most)), activation, gated, draw(flag), draw(flag))
+
+
+@st.composite
 def routed(draw: st.DrawFn) -> Routed:
     """Odd experts, few and many, with whatever a router may do."""
     flag, of_group = st.booleans(), draw(st.integers(2, 6))
     groups = draw(st.integers(1, 4))
     kept, count = draw(st.integers(1, groups)), groups * of_group
+    biased = draw(flag)
     router = Router(
-        draw(st.sampled_from(SCORES)), draw(flag), draw(flag), groups, kept, draw(st.sampled_from([1.0, 2.5]))
-    )
+        draw(st.sampled_from(SCORES)), draw(flag), biased, groups, kept, draw(st.sampled_from([1.0, 2.5])),
+        biased and draw(flag),
+    )  # fmt: skip
     shared = Ffn(draw(st.integers(1, 150)), "silu", True) if draw(flag) else None
-    expert = Ffn(draw(st.integers(1, 300)), draw(st.sampled_from(ACTIVATIONS)), draw(flag), draw(flag))
+    expert = draw(ffns(300))
     active = draw(st.integers(1, kept * of_group))
     return Routed(count, active, expert, router, shared, shared is not None and draw(flag))
 
@@ -82,10 +92,9 @@ def layers(draw: st.DrawFn) -> ModelSpec:
     attention = Attention(
         kv_heads * group, kv_heads, head_dim, head_dim**-0.5, draw(st.sampled_from([0.0, 5.0])),
         draw(st.sampled_from([0, 1, 7, 70])), draw(flag), draw(flag), draw(flag), rope, draw(flag),
+        draw(flag),
     )  # fmt: skip
-    ffn: Ffn | Routed = Ffn(
-        draw(st.integers(1, 150)), draw(st.sampled_from(ACTIVATIONS)), draw(flag), draw(flag), draw(flag)
-    )
+    ffn: Ffn | Routed = draw(ffns(150))
     if draw(flag):
         ffn = draw(routed())
     layer = Layer(attention, ffn, draw(flag), draw(flag), draw(flag))
@@ -279,7 +288,9 @@ class Pair:
 
     def scores(self, route: ops.Route, routed: Routed) -> np.ndarray:
         """What a router goes by when it chooses, float32 [T, X]."""
-        every = Router(routed.router.score, normalised=False)  # it chooses all of them, and their weights are scores
+        scored = routed.router.bias_scored
+        # It chooses all of them, and their weights are scores.
+        every = Router(routed.router.score, normalised=False, bias=scored, bias_scored=scored)
         h = self.arenas[0].view(route.h).view(np.float32).reshape(-1, self.plan.target.spec.d_model)
         part, weights = self.plan.parts["0.router"], self.arenas[0].view(route.weights)
         ids, found = (np.empty((len(h), routed.experts), kind) for kind in (np.int32, np.float32))
@@ -288,7 +299,7 @@ class Pair:
             weights, part, replace(routed, active=routed.experts, router=every), h, answer,
             Scratch(np.empty(1 << 22, np.uint8)),
         )  # fmt: skip
-        return found + reference.vector(weights, part.block("bias")) if routed.router.bias else found
+        return found + reference.vector(weights, part.block("bias")) if routed.router.bias and not scored else found
 
     def compare_best(self, call: Call, want: np.ndarray, got: np.ndarray, near: float, size: float) -> None:
         """The same token, or one whose logit is as large but for the tolerance."""

@@ -29,7 +29,7 @@ def test_every_model_type_has_variants() -> None:
 def test_logits_spread_over_tokens_and_positions(variant: Variant, tmp_path: Path) -> None:
     oracle = load(variant, tmp_path)
     logits = oracle.logits(prompt(variant, LONGEST_PROMPT))
-    assert logits.shape == (LONGEST_PROMPT, variant.keys["vocab_size"]) and logits.dtype == np.float32
+    assert logits.shape == (LONGEST_PROMPT, variant.vocab) and logits.dtype == np.float32
     # Wide enough that an error shows, narrow enough that float32's own stays far below 1e-3.
     assert 0.8 < logits.std() < 8 and logits.std(axis=0).mean() > 0.5
     # With and without a KV cache transformers says the same.
@@ -57,6 +57,16 @@ def test_logits_spread_over_tokens_and_positions(variant: Variant, tmp_path: Pat
         ("gemma2", {"attn_logit_softcapping": 50.0}),
         ("gemma2", {"final_logit_softcapping": 30.0}),
         ("gemma2", {"query_pre_attn_scalar": 32}),
+        ("gemma3-text", {"rope_local_base_freq": 200.0}),
+        ("gemma3-text", {"rope_theta": 500.0}),
+        ("gemma3-text", {"sliding_window": 25}),
+        ("gemma3-text", {"query_pre_attn_scalar": 32}),
+        ("gemma3-text-caps", {"rope_scaling": None}),
+        ("smollm3", {"no_rope_layer_interval": 5}),
+        ("gpt-oss", {"sliding_window": 25}),
+        ("gpt-oss", {"swiglu_limit": 7.5}),
+        ("gpt-oss", {"num_experts_per_tok": 3}),
+        ("gpt-oss", {"rope_scaling": None}),
         ("phi3-window", {"sliding_window": None}),
         ("phi3-partial", {"partial_rotary_factor": 1.0}),
         ("phi3-longrope-short", {"original_max_position_embeddings": 290}),

@@ -39,8 +39,9 @@ FORMATS = {
     "opt": "bfloat16",
     "qwen2_moe": "int4",
     "olmoe": "float32",
+    "gpt_oss": "int4",
 }
-DENSE = tuple(sorted(name for name in FORMATS if name not in ("qwen2_moe", "olmoe")))  # what runs on devices
+DENSE = tuple(sorted(name for name in FORMATS if name not in ("qwen2_moe", "olmoe", "gpt_oss")))  # what runs on devices
 
 
 def near(name: str, kv: str) -> float:

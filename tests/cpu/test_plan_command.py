@@ -67,11 +67,11 @@ def test_all_that_was_compared(machine: Path, model: Path, capsys: pytest.Captur
 
 
 def test_a_model_that_can_only_be_planned(machine: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    flags = ("plan", "gpt-oss-20b", "--machine", machine, "--weights", "int4")
-    told = "not run by this version: models of type gpt_oss can only be planned (there are no kernels for"
+    flags = ("plan", "phi-3.5-moe", "--machine", machine, "--weights", "int4")
+    told = "not run by this version: models of type phimoe can only be planned (there are no kernels for"
     assert told in here(capsys, *flags).out
-    for command in (("run", "gpt-oss-20b", "a", "--json"), ("synth", "gpt-oss-20b", tmp_path / "new", "--json")):
-        refused(here(capsys, *command), "model_type gpt_oss can be planned and does not run yet", "UnsupportedModel")
+    for command in (("run", "phi-3.5-moe", "a", "--json"), ("synth", "phi-3.5-moe", tmp_path / "new", "--json")):
+        refused(here(capsys, *command), "model_type phimoe can be planned and does not run yet", "UnsupportedModel")
     assert not (tmp_path / "new").exists()
 
 

@@ -36,10 +36,26 @@ CONFIGS = {
     "gemma2": {**LLAMA, "model_type": "gemma2", "query_pre_attn_scalar": 12},
     "falcon": {**LLAMA, "model_type": "falcon", "num_kv_heads": 2, "new_decoder_architecture": True},
     "nemotron": {**LLAMA, "model_type": "nemotron", "hidden_act": "relu2"},
+    **{name: {**LLAMA, "model_type": name} for name in ("gemma3_text", "smollm3", "starcoder2", "seed_oss", "olmo2")},
+    "gemma3": {
+        "model_type": "gemma3",
+        "tie_word_embeddings": False,
+        "text_config": {**LLAMA, "model_type": "gemma3_text"},
+    },
+    "stablelm": {**LLAMA, "model_type": "stablelm", "partial_rotary_factor": 0.5},
+    "gpt_oss": {**LLAMA, "model_type": "gpt_oss", "num_local_experts": 3, "num_experts_per_tok": 2},
     "phi3": PHI3,
     "opt": OPT,
     **EXPERTS,
 }
+
+
+def deep(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The config of a model with so many layers."""
+    inner = config.get("text_config")
+    return {**config, **({"num_hidden_layers": layers} if inner is None else {"text_config": deep(inner, layers)})}
+
+
 LAYER = "model.layers.0."
 ATTENTION, FFN = LAYER + "self_attn.", LAYER + "mlp."
 
@@ -77,8 +93,7 @@ def vector(length: int = 72) -> Array:
 @pytest.mark.parametrize("name", model_types())
 def test_a_config_of_fewer_layers(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]
-    more = random_tensors({**config, "num_hidden_layers": 4})
-    message = not_packed(tmp_path, {**config, "num_hidden_layers": 3}, more)
+    message = not_packed(tmp_path, deep(config, 3), random_tensors(deep(config, 4)))
     assert ("h.3." if name == "falcon" else "layers.3.") in message and message.endswith(
         "is of layer 3, counted from 0; config.json says num_hidden_layers 3"
     )

@@ -236,8 +236,11 @@ BY_NAME = {real.name: real.config for real in REAL}
 _MOE = {"moe_intermediate_size": 44, "num_key_value_heads": 2}
 _TINY_KEYS: dict[str, dict[str, Any]] = {
     "opt": {},
+    "gemma3": {"text_config": config("gemma3_text", 80, 3, 4, 172, 203, num_key_value_heads=2)},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "glm4_moe": {**_MOE, "n_routed_experts": 9},
+    "gpt_oss": {"num_local_experts": 5, "num_key_value_heads": 2},
+    "stablelm": {"num_key_value_heads": 2, "partial_rotary_factor": 0.5},
     "mixtral": {"num_local_experts": 3, "num_key_value_heads": 2},
     "olmoe": {"num_experts": 5, "num_experts_per_tok": 2, "num_key_value_heads": 2},
     "qwen2_moe": {**_MOE, "num_experts": 5, "shared_expert_intermediate_size": 100},
@@ -245,5 +248,22 @@ _TINY_KEYS: dict[str, dict[str, Any]] = {
 }
 TINY = {
     model_type: config(model_type, 80, 3, 4, 172, 203, **_TINY_KEYS.get(model_type, {"num_key_value_heads": 2}))
-    for model_type in sorted({"gemma2", "llama", "mistral", "nemotron", "phi3", "qwen2", "qwen3", *_TINY_KEYS})
+    for model_type in sorted(
+        {
+            "gemma2",
+            "gemma3_text",
+            "llama",
+            "mistral",
+            "nemotron",
+            "phi3",
+            "qwen2",
+            "qwen3",
+            "smollm3",
+            "stablelm",
+            "starcoder2",
+            "seed_oss",
+            "olmo2",
+            *_TINY_KEYS,
+        }
+    )
 }

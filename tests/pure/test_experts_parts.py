@@ -31,7 +31,9 @@ class Case:
 def cases(draw: st.DrawFn, most_experts: int = 12) -> Case:
     flag = st.booleans()
     neurons = draw(st.integers(1, 200) | st.sampled_from([44, 63, 64, 65, 127, 128, 129]))
-    expert = Ffn(neurons, draw(st.sampled_from(ACTIVATIONS)), draw(flag), draw(flag))
+    gated = draw(flag)
+    activation = draw(st.sampled_from([name for name in ACTIVATIONS if gated or name != "swiglu_clamped"]))
+    expert = Ffn(neurons, activation, gated, draw(flag))
     experts = draw(st.integers(1, most_experts))
     shared = Ffn(draw(st.integers(1, 150)), "silu", True) if draw(flag) else None
     router = Router(draw(st.sampled_from(["softmax", "sigmoid"])), draw(flag), draw(flag))

@@ -106,7 +106,8 @@ class Qkv(NamedTuple):
 
 
 class Attend(NamedTuple):
-    """a = softmax(q · keys) · values of the unit's KV heads."""
+    """a = softmax(q · keys) · values of the unit's KV heads. `norms` (one slot, or none): the layer's, which hold a
+    sink for each head."""
 
     q: Read
     keys: Read
@@ -114,6 +115,7 @@ class Attend(NamedTuple):
     a: Write
     scratch: Scratch
     layer: int
+    norms: Reads = ()
 
 
 class Out(NamedTuple):
@@ -227,7 +229,8 @@ class Predict(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """x += norm_out(sum of partials + bias), then norm_after. `block`: attn or ffn."""
+    """x += norm_out(sum of partials + bias), then norm_after. `block`: attn or ffn. With `routes` (one slot, or none)
+    the bias of a row is Σ factor · that of each of its experts, in rising order."""
 
     norms: Read
     x: Added
@@ -235,6 +238,7 @@ class Merge(NamedTuple):
     scratch: Scratch
     layer: int
     block: str
+    routes: Reads = ()
 
 
 # -- bytes from one tier to another -----------------------------------------------------------------

@@ -64,14 +64,15 @@ def _codes_of(pool, halves, block_at, slot, there, HIGH: tl.constexpr, E: tl.con
 
 @triton.jit(do_not_specialize=["n_rows", "head_lo", "most_pages"])
 def attend_kernel(
-    q, keys, values, key_halves, value_halves, positions, sequence, out, stats, scale,
+    q, keys, values, key_halves, value_halves, positions, sequence, sinks, out, stats, scale,
     n_rows, head_lo, q_stride, out_stride, split_stride, stats_stride, page_stride, head_stride, pages, most_pages,
     G: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
-    WINDOW: tl.constexpr, TILE_ROWS: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, CODES: tl.constexpr, WIDE: tl.constexpr,
-    PLACES: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, TILE_ROWS: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, CODES: tl.constexpr,
+    WIDE: tl.constexpr, PLACES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q float32 [T, H, E] → out float32 [T, H, E], for HEADS KV heads from head_lo on. Grid: (tiles, HEADS, SPLITS).
+    """q float32 [T, H, E] → out float32 [T, H, E], for HEADS KV heads from head_lo on. `sinks` float32 [H], read with
+    SINKS. Grid: (tiles, HEADS, SPLITS).
 
     With SPLITS > 1, out is float32 [SPLITS, T, HEADS · G, E] and not yet divided by the sums. stats float32 [SPLITS, T,
     HEADS · G, 2] gets the largest score and the sum.
@@ -108,6 +109,10 @@ def attend_kernel(
         high_sum = tl.zeros((M, WIDE * PLACES), tl.float32)
     peak = tl.full((M,), float("-inf"), tl.float32)
     weight = tl.zeros((M,), tl.float32)
+    if SINKS:  # seen before all positions, with a value of 0, and by one split alone
+        sink = tl.load(sinks + (head_lo + head) * G + query, mask=real, other=0.0)
+        peak = tl.where(split == 0, sink, peak)
+        weight = tl.where(split == 0, weight + 1.0, weight)
     for seq in range(tl.min(tl.where(real, owner, 0x7FFFFFFF), 0), tl.max(owner, 0) + 1):
         ours = real & (owner == seq)
         reach = tl.max(tl.where(ours, position, -1), 0)  # -1: no row of the tile is of this sequence

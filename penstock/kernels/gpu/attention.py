@@ -119,14 +119,15 @@ def _turn_and_store(
 
 def attend(
     q: Tensor, keys: KvPool, values: KvPool, a: Attention, lo: int, hi: int, positions: Tensor, sequence: Tensor,
-    out: Tensor, longest: int, kernels: Kernels, scratch: Scratch,
+    out: Tensor, longest: int, kernels: Kernels, scratch: Scratch, sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """out [T, H, E] = softmax(scale · q kᵀ, causal, windowed) v for the KV heads lo…hi; q [T, H, E].
+    """out [T, H, E] = softmax(scale · q kᵀ, causal, windowed) v for the KV heads lo…hi; q [T, H, E]. `sinks` [H]: a
+    score of each head that its softmax counts beside those of the positions, with no value.
 
     `longest`: the most rows that a sequence of the batch has, 1 when decoding. It only decides how many rows of a tile
     share the KV that a program reads. Results do not depend on it."""
     if not kernels.triton:
-        _attend_by_torch(q, keys, values, a, lo, hi, positions, sequence, out)
+        _attend_by_torch(q, keys, values, a, lo, hi, positions, sequence, sinks, out)
         return
     from penstock.kernels.gpu import attend_kernels
 
@@ -142,11 +143,11 @@ def attend(
     # Prefill computes more than it reads: on tensor cores, where the user lets products round to TF32.
     rounded = rows > 1 and kernels.matmul == "tf32" and kernels.dot == "tf32x3" and keys.format.kind != "float32"
     attend_kernels.attend_kernel[(n_tiles, heads, splits)](
-        q, _typed(keys), _typed(values), _halves(keys), _halves(values), positions, sequence, target, stats, a.scale,
-        t, lo, q.stride(0), out.stride(0), target.stride(0), stats.stride(0), keys.blocks.stride(0),
-        keys.blocks.stride(1), keys.pages, keys.pages.stride(0),
-        g, e, heads, keys.page_tokens, a.softcap, a.window, rows, splits, m, _block(e), keys.format.kind,
-        keys.format.group, keys.groups, keys.codes_bytes, wide, places,
+        q, _typed(keys), _typed(values), _halves(keys), _halves(values), positions, sequence,
+        q if sinks is None else sinks, target, stats, a.scale, t, lo, q.stride(0), out.stride(0), target.stride(0),
+        stats.stride(0), keys.blocks.stride(0), keys.blocks.stride(1), keys.pages, keys.pages.stride(0),
+        g, e, heads, keys.page_tokens, a.softcap, a.window, sinks is not None, rows, splits, m, _block(e),
+        keys.format.kind, keys.format.group, keys.groups, keys.codes_bytes, wide, places,
         "tf32" if rounded else kernels.dot,
         num_warps=4 if m * wide * places <= 4096 else 8,
         # With one row the next block is asked for before this one is done. More rows need the shared memory themselves.
@@ -183,7 +184,7 @@ def out(
 
 def _attend_by_torch(
     q: Tensor, keys: KvPool, values: KvPool, a: Attention, lo: int, hi: int, positions: Tensor, sequence: Tensor,
-    result: Tensor,
+    sinks: Tensor | None, result: Tensor,
 ) -> None:  # fmt: skip
     """`attend` by torch, page by page with a running maximum. On a device it goes over the whole room for context, so
     that nothing waits for positions. On the processor it goes as far as some row sees."""
@@ -198,6 +199,8 @@ def _attend_by_torch(
             total = torch.zeros_like(query)
             best = torch.full_like(query[..., :1], -torch.inf)
             weight = torch.zeros_like(best)
+            if sinks is not None:  # seen before all positions, with a value of 0
+                best, weight = best.copy_(sinks[None, head * g : (head + 1) * g, None]), weight + 1
             for page in range(pages):
                 seen = torch.arange(page * p, (page + 1) * p, device=q.device)[None, None, :]
                 visible = seen <= position

@@ -111,14 +111,16 @@ def ffn(
 
 def merge(
     norms: Tensor, part: Part, block: str, layer: Layer, norm: Norm, x: Tensor, partials: Sequence[Tensor],
-    kernels: Kernels, scratch: Scratch,
+    kernels: Kernels, scratch: Scratch, routes: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """x += norm_out(sum of partials + bias), then x = norm_after(x). x and each partial [T, D]. `block`: attn or ffn.
-    Partials are not changed."""
+    Partials are not changed. `routes`: each row's experts, int32, and their factors, both [T, A]. Then the bias is
+    Σ factor · the expert's."""
     bias_name = "o_bias" if block == "attn" else "down_bias"
     bias = vector(norms, part.block(bias_name)) if part.has(bias_name) else None
     out_weight, out_bias = _norm_vectors(norms, part, f"{block}_out")
     after_weight, after_bias = _norm_vectors(norms, part, f"{block}_after")
+    biases = None if routes is None else vector(norms, part.block("experts_down_bias")).view(-1, x.shape[1])
     mark = scratch.mark()
     if not kernels.triton:
         y = scratch.take(x.shape)
@@ -127,6 +129,9 @@ def merge(
             y += partial
         if bias is not None:
             y += bias
+        if routes is not None and biases is not None:
+            for rank in range(routes[0].shape[1]):
+                y.addcmul_(biases[routes[0][:, rank].long()], routes[1][:, rank, None])
         x += _normalise(y, norm, out_weight, out_bias) if layer.norm_out else y
         if layer.norm_after:
             x.copy_(_normalise(x, norm, after_weight, after_bias))
@@ -145,9 +150,9 @@ def merge(
     d = x.shape[1]
     row_kernels.merge_kernel[(x.shape[0],)](
         x, *sources, *(_or(v, x) for v in (bias, out_weight, out_bias, after_weight, after_bias)),
-        x.stride(0), *(p.stride(0) for p in sources), norm.eps, norm.offset,
-        d, len(addends), bias is not None, norm.kind == "layer", norm.affine, norm.has_bias, layer.norm_out,
-        layer.norm_after, **_row(d),
+        *(routes or (x, x)), _or(biases, x), x.stride(0), *(p.stride(0) for p in sources), norm.eps, norm.offset,
+        d, len(addends), bias is not None, 0 if routes is None else routes[0].shape[1], norm.kind == "layer",
+        norm.affine, norm.has_bias, layer.norm_out, layer.norm_after, **_row(d),
     )  # fmt: skip
     scratch.rewind(mark)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.kernels.gpu.tile_kernels import _activate, _elements, _tile_dot
+from penstock.kernels.gpu.tile_kernels import _activate, _elements, _gated, _tile_dot
 
 SLOTS = 8
 
@@ -25,18 +25,22 @@ SLOTS = 8
 def route_kernel(
     scores, gates, bias, ids, factors, shared, scores_stride, scale,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr, ACTIVE: tl.constexpr, SIGMOID: tl.constexpr,
-    BIAS: tl.constexpr, NORMALISED: tl.constexpr, GATE: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
+    BIAS: tl.constexpr, SCORED: tl.constexpr, NORMALISED: tl.constexpr, GATE: tl.constexpr, G: tl.constexpr,
+    S: tl.constexpr,
 ):  # fmt: skip
     """The ACTIVE experts of each row in rising order, int32 [T, ACTIVE], and the factors of their outputs, by the
     router's products `scores` float32 [T, GROUPS · SIZE]. `shared` float32 [T]: 1, or with GATE the sigmoid of `gates`
-    [T]. G and S are powers of 2, at least GROUPS and SIZE. Of equal scores the lowest id is chosen. A row with a score
-    that is not finite has factors NaN. Grid: (T,)."""
+    [T]. `bias` [GROUPS · SIZE] is added to scores for the choice with BIAS, to the products with SCORED. G and S are
+    powers of 2, at least GROUPS and SIZE. Of equal scores the lowest id is chosen. A row with a score that is not
+    finite has factors NaN. Grid: (T,)."""
     row = tl.program_id(0).to(tl.int64)
     number, inside = tl.arange(0, G), tl.arange(0, S)[None, :]
     group = number[:, None]
     expert = group * SIZE + inside  # [G, S]
     real = (group < GROUPS) & (inside < SIZE)
     score = tl.load(scores + row * scores_stride + expert, mask=real, other=0.0)
+    if SCORED:
+        score += tl.load(bias + expert, mask=real, other=0.0)
     bad = tl.where(tl.abs(score) < float("inf"), 0, 1)
     damaged = tl.sum(tl.sum(bad, 1), 0) > 0
     score = tl.where(damaged, 0.0, score)
@@ -148,7 +152,7 @@ def pair_hidden_kernel(
             gate = sums[ROWS]
             if GATE_BIAS >= 0:
                 gate += tl.load(bias + GATE_BIAS)
-            up = _activate(gate, ACTIVATION) * up
+            up = _gated(gate, up, ACTIVATION)
         else:
             up = _activate(up, ACTIVATION)
         tl.store(y + pair.to(tl.int64) * y_stride + granule * R + tile * 16 + tl.arange(0, 16), up)
@@ -246,7 +250,7 @@ def block_hidden_kernel(
             )  # fmt: skip
             if GATE_BIAS >= 0:
                 gate += tl.load(bias + GATE_BIAS)[None, :]
-            up = _activate(gate, ACTIVATION) * up
+            up = _gated(gate, up, ACTIVATION)
         else:
             up = _activate(up, ACTIVATION)
         spot = y + pair.to(tl.int64)[:, None] * y_stride + granule * R + column[None, :]

@@ -72,7 +72,8 @@ def route(
         router, size = routed.router, routed.experts // routed.router.groups
         expert_kernels.route_kernel[(t,)](
             scores, gates, scores if bias is None else bias, *routes, scores.stride(0), router.scale, router.groups,
-            size, router.groups_kept, routed.active, router.score == "sigmoid", router.bias, router.normalised,
+            size, router.groups_kept, routed.active, router.score == "sigmoid", router.bias and not router.bias_scored,
+            router.bias_scored, router.normalised,
             routed.shared_gate, product.pow2(router.groups), product.pow2(size),
         )  # fmt: skip
     else:
@@ -82,6 +83,8 @@ def route(
 
 def _route_by_torch(scores: Tensor, gates: Tensor, bias: Tensor | None, routed: Routed, routes: Routes) -> None:
     """scores float32 [T, X], gates [T, 1], bias [X]. scores are overwritten."""
+    if bias is not None and routed.router.bias_scored:
+        scores, bias = scores.add_(bias), None
     damaged = ~scores.isfinite().all(1)
     scores.masked_fill_(damaged[:, None], 0.0)
     scores = scores.softmax(1) if routed.router.score == "softmax" else scores.sigmoid()

@@ -19,7 +19,7 @@ from penstock.kernels.gpu.choose import Kernels
 from penstock.kernels.gpu.memory import Scratch, vectors
 from penstock.kernels.gpu.widen import columns_of, typed, widen, word_bytes
 from penstock.spec.format import TILE_ROWS, tiles
-from penstock.spec.model import Ffn
+from penstock.spec.model import SWIGLU_LIMIT, Ffn
 from penstock.spec.parts import Block, Part
 
 # Rows that a program multiplies with the numbers it has unpacked. Each takes four sums per thread. With four rows a
@@ -204,6 +204,8 @@ def hidden(
         return up
     activated(x, weights, part.block("gate"), bias.get("gate"), f.activation, gate, kernels, scratch)
     _biased(x, weights, part.block("up"), bias.get("up"), up, kernels, scratch)
+    if f.activation == "swiglu_clamped":
+        up.clamp_(-SWIGLU_LIMIT, SWIGLU_LIMIT).add_(1.0)
     return gate.mul_(up)
 
 
@@ -257,7 +259,8 @@ def activate(x: Tensor, activation: str) -> Tensor:
         return torch.nn.functional.silu(x, inplace=True)
     if activation in ("gelu", "gelu_tanh"):
         return x.copy_(torch.nn.functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none"))
-    if activation == "gelu_quick":
+    if activation in ("gelu_quick", "swiglu_clamped"):
+        x = x.clamp_(max=SWIGLU_LIMIT) if activation == "swiglu_clamped" else x
         return x.mul_(torch.sigmoid(1.702 * x))
     x.relu_()
     return x.mul_(x) if activation == "relu2" else x

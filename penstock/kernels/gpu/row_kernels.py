@@ -44,12 +44,14 @@ def norm_kernel(
 
 @triton.jit
 def merge_kernel(
-    x, p0, p1, p2, p3, bias, out_weight, out_bias, after_weight, after_bias,
+    x, p0, p1, p2, p3, bias, out_weight, out_bias, after_weight, after_bias, ids, factors, biases,
     x_stride, s0, s1, s2, s3, eps, offset,
-    D: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, LAYER: tl.constexpr, WEIGHT: tl.constexpr,
-    NORM_BIAS: tl.constexpr, OUT: tl.constexpr, AFTER: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVE: tl.constexpr, LAYER: tl.constexpr,
+    WEIGHT: tl.constexpr, NORM_BIAS: tl.constexpr, OUT: tl.constexpr, AFTER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x [T, D] += norm_out(sum of PARTS partials [T, D] + bias), then x = norm_after(x). All float32. Grid: (T,)."""
+    """x [T, D] += norm_out(sum of PARTS partials [T, D] + bias), then x = norm_after(x). All float32. With ACTIVE
+    (0: none) the bias is also Σ factors [T, ACTIVE] · biases [X, D] of the experts `ids` int32 [T, ACTIVE]. Grid:
+    (T,)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     kept = columns < D
@@ -62,6 +64,9 @@ def merge_kernel(
         y += tl.load(p3 + row * s3 + columns, mask=kept, other=0.0)
     if HAS_BIAS:
         y += tl.load(bias + columns, mask=kept, other=0.0)
+    for rank in tl.static_range(ACTIVE):
+        expert = tl.load(ids + row * ACTIVE + rank).to(tl.int64)
+        y += tl.load(biases + expert * D + columns, mask=kept, other=0.0) * tl.load(factors + row * ACTIVE + rank)
     if OUT:
         y = _norm(y, columns, kept, out_weight, out_bias, eps, offset, D, LAYER, WEIGHT, NORM_BIAS)
     y += tl.load(x + row * x_stride + columns, mask=kept, other=0.0)

@@ -235,11 +235,22 @@ def _activate(x, ACTIVATION: tl.constexpr):
         return x * (0.5 * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))))
     elif ACTIVATION == "gelu_quick":
         return x / (1.0 + tl.exp(-1.702 * x))
+    elif ACTIVATION == "swiglu_clamped":
+        x = tl.where(x > 7.0, 7.0, x)  # NaN stays NaN
+        return x / (1.0 + tl.exp(-1.702 * x))
     elif ACTIVATION == "relu2":
         kept = tl.maximum(x, 0.0)
         return kept * kept
     else:
         return tl.maximum(x, 0.0)
+
+
+@triton.jit
+def _gated(gate, up, ACTIVATION: tl.constexpr):
+    """act(gate) · up."""
+    if ACTIVATION == "swiglu_clamped":
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+    return _activate(gate, ACTIVATION) * up
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -275,7 +286,7 @@ def hidden_kernel(
             gate = sums[ROWS + r]
             if GATE_BIAS >= 0:
                 gate += tl.load(bias + GATE_BIAS)
-            up = _activate(gate, ACTIVATION) * up
+            up = _gated(gate, up, ACTIVATION)
         else:
             up = _activate(up, ACTIVATION)
         if row + r < n_rows:

@@ -74,9 +74,10 @@ def _store(pool: KvPool, rows: Float32, head: int, batch: Batch, tables: Tables)
 
 def attend(
     q: Float32, keys: KvPool, values: KvPool, a: Attention, lo: int, hi: int, batch: Batch, tables: Tables,
-    out: Float32, scratch: Scratch,
+    out: Float32, scratch: Scratch, sinks: Float32 | None = None,
 ) -> None:  # fmt: skip
     """out float32 [T, H, E] = softmax(scale · q kᵀ, causal, windowed) v for the KV heads lo…hi; q float32 [T, H, E].
+    `sinks` float32 [H]: a score of each head that its softmax counts beside those of the positions, with no value.
 
     It goes page by page with a running maximum (log-sum-exp merge), so the memory for scores does not grow with the
     context.
@@ -89,26 +90,27 @@ def attend(
             scratch.rewind(start_mark)
             query = scratch.take((g, count, a.head_dim))
             query[...] = q[rows, head * g : (head + 1) * g].transpose(1, 0, 2)
-            result = _attend_head(query, keys, values, a, head, start, table, scratch)
+            sink = None if sinks is None else sinks[head * g : (head + 1) * g]
+            result = _attend_head(query, keys, values, a, head, start, table, sink, scratch)
             out[rows, head * g : (head + 1) * g] = result.transpose(1, 0, 2)
     scratch.rewind(start_mark)
 
 
 def _attend_head(
     query: Float32, keys: KvPool, values: KvPool, a: Attention, head: int, start: int, table: NDArray[np.int64],
-    scratch: Scratch,
+    sink: Float32 | None, scratch: Scratch,
 ) -> Float32:  # fmt: skip
     """Attention of one KV head for its G query heads: query float32 [G, count, E] → [G, count, E]. `start`: position of
-    the first row."""
+    the first row. `sink` float32 [G]."""
     g, count, e = query.shape
     page_tokens = keys.page_tokens
     flat = query.reshape(g * count, e)
     total = scratch.take((g * count, e))
     total[...] = 0
     best = scratch.take((g * count, 1))
-    best[...] = -np.inf
+    best[...] = -np.inf if sink is None else np.repeat(sink, count)[:, None]
     weight = scratch.take((g * count, 1))
-    weight[...] = 0
+    weight[...] = 0 if sink is None else 1  # the sink was seen first, and its value is 0
     positions = np.arange(start, start + count)[:, None]  # of the queries
     first = max(0, start - a.window + 1) // page_tokens if a.window else 0
     mark = scratch.mark()

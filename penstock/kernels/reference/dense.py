@@ -27,7 +27,7 @@ from penstock.kernels.reference.matrix import (
     vector,
     widen_plain,
 )
-from penstock.spec.model import Ffn, Layer, ModelSpec, Norm
+from penstock.spec.model import SWIGLU_LIMIT, Ffn, Layer, ModelSpec, Norm
 from penstock.spec.parts import SUM_GRANULES, Part
 
 
@@ -113,7 +113,9 @@ def activate(x: Float32, activation: str) -> Float32:
         x *= 0.5 * (1.0 + _erf(x * np.float32(1 / math.sqrt(2))))
     elif activation == "gelu_tanh":
         x *= 0.5 * (1.0 + np.tanh(np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)))
-    elif activation == "gelu_quick":
+    elif activation in ("gelu_quick", "swiglu_clamped"):
+        if activation == "swiglu_clamped":
+            np.minimum(x, np.float32(SWIGLU_LIMIT), out=x)
         with np.errstate(over="ignore"):
             x /= 1.0 + np.exp(np.float32(-1.702) * x)
     else:
@@ -188,6 +190,9 @@ def ffn(
                 gate += vector(granule, part.block("gate_bias"))
             activate(gate, shape.activation)
             gate[np.abs(gate) < level] = 0
+            if shape.activation == "swiglu_clamped":
+                np.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT, out=up)
+                up += 1
             up *= gate
         else:
             activate(up, shape.activation)
@@ -206,10 +211,10 @@ def ffn(
 
 def merge(
     norms: Bytes, part: Part, block: str, layer: Layer, norm: Norm, x: Float32, partials: Sequence[Float32],
-    scratch: Scratch,
+    scratch: Scratch, routes: tuple[NDArray[np.int32], Float32] | None = None,
 ) -> None:  # fmt: skip
-    """x += norm_out(sum of partials + bias), then x = norm_after(x). x and each partial [T, D]. `block`: attn or
-    ffn."""
+    """x += norm_out(sum of partials + bias), then x = norm_after(x). x and each partial [T, D]. `block`: attn or ffn.
+    `routes`: each row's experts and their factors, both [T, A]. Then the bias is Σ factor · the expert's."""
     y = scratch.take(x.shape)
     y[...] = partials[0]
     for partial in partials[1:]:
@@ -217,6 +222,10 @@ def merge(
     bias = "o_bias" if block == "attn" else "down_bias"
     if part.has(bias):
         y += vector(norms, part.block(bias))
+    if routes is not None:
+        biases = vector(norms, part.block("experts_down_bias")).reshape(-1, x.shape[1])
+        for expert, factor in zip(routes[0].T, routes[1].T, strict=True):
+            y += biases[expert] * factor[:, None]
     if layer.norm_out:
         named_norm(y, norms, part, f"{block}_out", norm, y)
     x += y

@@ -35,6 +35,10 @@ def route(weights: Bytes, part: Part, routed: Routed, h: Float32, routes: Routes
     t, start = h.shape[0], scratch.mark()
     scores = scratch.take((t, routed.experts))
     multiply(h, weights, part.block("scores"), scores, scratch)
+    bias = vector(weights, part.block("bias")) if routed.router.bias else None
+    if bias is not None and routed.router.bias_scored:
+        scores += bias
+        bias = None
     damaged = ~np.isfinite(scores).all(axis=1)
     scores[damaged] = 0
     with np.errstate(over="ignore"):
@@ -44,7 +48,6 @@ def route(weights: Bytes, part: Part, routed: Routed, h: Float32, routes: Routes
             scores /= scores.sum(axis=1, keepdims=True)
         else:
             scores[...] = 1 / (1 + np.exp(-scores))
-        bias = vector(weights, part.block("bias")) if routed.router.bias else None
         _choose(scores, bias, routed, routes)
         routes.shared[...] = 1
         if routed.shared_gate:

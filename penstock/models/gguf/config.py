@@ -2,7 +2,8 @@
 
 A key of the metadata is the architecture and a name: "llama.block_count". What transformers keeps in config.json and a
 GGUF file does not say follows from the architecture, as llama.cpp has it: Qwen 3's experts have normed scores, Gemma 2
-of 46 layers scales queries by another width.
+of 46 layers and Gemma 3 of 62 scale queries by another width. Only gpt-oss' yarn is as it was trained (`truncate`
+false), where llama.cpp rounds the ends of its ramp.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.errors import BrokenModel, UnsupportedModel
-from penstock.models.hf.config import MAX_WIDTH, Config, short
+from penstock.models.hf.config import MAX_LAYERS, MAX_WIDTH, Config, short
 
 # Keys that change what a model computes, and which llama.cpp heeds in none of the architectures below. A file that has
 # one was made for something else.
+_PATTERN = "attention.sliding_window_pattern"  # only the two architectures below whose layers differ so may have it
 _STRANGE = (
     "attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias", "attention.output_scale",
     "attention.temperature_scale", "attention.q_lora_rank", "attention.kv_lora_rank", "attention.key_length_mla",
-    "attention.sliding_window_pattern", "logit_scale", "residual_scale", "embedding_scale", "expert_shared_count",
+    _PATTERN, "logit_scale", "residual_scale", "embedding_scale", "expert_shared_count",
     "expert_group_count", "leading_dense_block_count", "use_parallel_residual", "router_logit_softcapping",
 )  # fmt: skip
 
@@ -54,7 +56,8 @@ def config_from_gguf(
         raise UnsupportedModel(
             f"{where}: general.architecture {short(file.architecture)} is not one of {', '.join(ARCHITECTURES)}"
         )
-    strange = [key for key in _STRANGE if file.keys.data.get(key)]
+    allowed = (_PATTERN,) if file.architecture in ("gemma3", "gpt-oss") else ()
+    strange = [key for key in _STRANGE if file.keys.data.get(key) and key not in allowed]
     if strange or file.keys.data.get("attention.causal") is False:
         key = strange[0] if strange else "attention.causal"
         raise file.keys.unsupported(key, f"{short(file.keys.data[key])} is not supported for {file.architecture}")
@@ -190,6 +193,64 @@ def _gemma2(file: _File) -> dict[str, Any]:
     }
 
 
+def _gemma3(file: _File) -> dict[str, Any]:
+    """The text model. The rope of layers that see everything may be scaled, and others' has a base of its own."""
+    config = _common(file, "gemma3_text", intermediate_size=file.whole("feed_forward_length"))
+    keys, of_27b = file.keys, config["num_hidden_layers"] == 62
+    width = config["hidden_size"] // config["num_attention_heads"] if of_27b else config["head_dim"]
+    cap = keys.real("final_logit_softcapping") if keys.data.get("final_logit_softcapping") else None
+    return {
+        **config,
+        "attention_bias": "blk.0.attn_q.bias" in file.shapes,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": width,
+        "final_logit_softcapping": cap,
+        "sliding_window": file.whole("attention.sliding_window"),
+        "rope_local_base_freq": keys.real("rope.freq_base_swa", 10_000.0),
+        "layer_types": _layer_types(file, 6),
+    }
+
+
+def _gpt_oss(file: _File) -> dict[str, Any]:
+    config = _common(
+        file,
+        "gpt_oss",
+        attention_bias="blk.0.attn_q.bias" in file.shapes,
+        intermediate_size=file.whole("expert_feed_forward_length", file.keys.data.get("feed_forward_length")),
+        num_local_experts=file.whole("expert_count"),
+        num_experts_per_tok=file.whole("expert_used_count"),
+        sliding_window=file.whole("attention.sliding_window"),
+        layer_types=_layer_types(file, 2),
+    )
+    scaling = config.get("rope_scaling") or {"rope_type": "default"}  # without any, the type's own would count
+    return {**config, "rope_scaling": {**scaling, **({"truncate": False} if scaling["rope_type"] == "yarn" else {})}}
+
+
+def _smollm3(file: _File) -> dict[str, Any]:
+    """Which layers have no rope no file says: every fourth."""
+    biases = {"attention_bias": "blk.0.attn_q.bias" in file.shapes, "mlp_bias": "blk.0.ffn_up.bias" in file.shapes}
+    return _common(
+        file, "smollm3", intermediate_size=file.whole("feed_forward_length"), no_rope_layer_interval=4, **biases
+    )
+
+
+def _layer_types(file: _File, every: int) -> list[str]:
+    """Of each layer whether it has the window. By default every `every`-th has none; a file may have another number, or
+    say so layer by layer. Raises BrokenModel."""
+    count = file.keys.whole("block_count", hi=MAX_LAYERS)
+    said = file.keys.data.get(_PATTERN, every)
+    if isinstance(said, bool):
+        windows = [said] * count
+    elif isinstance(said, list):
+        if len(said) != count or not all(isinstance(each, bool) for each in said):
+            raise file.keys.broken(_PATTERN, f"should be {count} flags, not {short(said)}")
+        windows = said
+    else:
+        period = file.keys.whole(_PATTERN, every, hi=MAX_LAYERS)
+        windows = [(i + 1) % period != 0 for i in range(count)]
+    return ["sliding_attention" if window else "full_attention" for window in windows]
+
+
 def _phi3(file: _File) -> dict[str, Any]:
     config = _common(file, "phi3", intermediate_size=file.whole("feed_forward_length"))
     window = file.keys.optional_whole("attention.sliding_window", None)
@@ -199,6 +260,7 @@ def _phi3(file: _File) -> dict[str, Any]:
 # By general.architecture: what makes its config.json.
 ARCHITECTURES: dict[str, Callable[[_File], dict[str, Any]]] = {
     "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3moe": _qwen3_moe, "gemma2": _gemma2, "phi3": _phi3,
+    "gemma3": _gemma3, "gpt-oss": _gpt_oss, "smollm3": _smollm3,
 }  # fmt: skip
 
 

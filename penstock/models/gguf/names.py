@@ -1,8 +1,8 @@
 """Says which tensors of a GGUF file hold the blocks of a model, and what was done to them when the file was made.
 
-Two things were done. In llama's files the rows of each head of q and k are in another order: the first half of a head's
-dimensions and the second were interleaved, since llama.cpp rotates neighbours where transformers rotates halves. And
-the weights of Gemma's norms have 1 added, which transformers adds when it runs the model.
+Two things were done. In llama's and SmolLM 3's files the rows of each head of q and k are in another order: the first
+half of a head's dimensions and the second were interleaved, since llama.cpp rotates neighbours where transformers
+rotates halves. And the weights of Gemma's norms have 1 added, which transformers adds when it runs the model.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ _LAYER = {
     "attn_in": "attn_norm.weight", "ffn_in": "ffn_norm.weight",
     "attn_out": "post_attention_norm.weight", "ffn_out": "post_ffw_norm.weight",
     "router.scores": "ffn_gate_inp.weight",
+    "router.bias": "ffn_gate_inp.bias", "sinks": "attn_sinks.weight",
+    "experts.gate_bias": "ffn_gate_exps.bias", "experts.up_bias": "ffn_up_exps.bias",
+    "experts_down_bias": "ffn_down_exps.bias",
     "experts.gate": "ffn_gate_exps.weight", "experts.up": "ffn_up_exps.weight", "experts.down": "ffn_down_exps.weight",
 }  # fmt: skip
 # Mixtral's first files have a tensor for each matrix of each expert.
 _APART = {f"experts.{block}": f"ffn_{block}.{EXPERT}.weight" for block in ("gate", "up", "down")}
 _ENDS = {"embed.rows": "token_embd.weight", "edges.final": "output_norm.weight", "head.rows": "output.weight"}
 _INTERLEAVED = ("q", "k", "q_bias", "k_bias")
+_NORMS = ("attn_in", "attn_out", "ffn_in", "ffn_out", "final")  # norms of heads keep the 1 (`models.gemma3_text`)
 
 
 def gguf_sources(spec: ModelSpec, architecture: str, tensors: Container[str]) -> dict[tuple[str, str], TensorSource]:
@@ -40,14 +44,20 @@ def gguf_sources(spec: ModelSpec, architecture: str, tensors: Container[str]) ->
         q_rows, kv_rows = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
         layer |= {**dict.fromkeys("qkv", "attn_qkv.weight"), "gate": "ffn_up.weight"}
         offsets = {"k": q_rows, "v": q_rows + kv_rows, "up": ffn.neurons}
+    if architecture == "gpt-oss":
+        layer |= {"ffn_in": "post_attention_norm.weight"}
     if spec.is_routed and "blk.0.ffn_gate.0.weight" in tensors:
         layer, stacked = layer | _APART, False
     names = {block: f"blk.{{}}.{name}" for block, name in layer.items()}
     sources = sources_of(spec, names, _ENDS, offsets, stacked=stacked)
-    if architecture == "llama":
+    if architecture in ("llama", "smollm3"):
         heads = {key: source for key, source in sources.items() if key[1] in _INTERLEAVED}
         sources |= {key: source._replace(interleaved=attention.head_dim) for key, source in heads.items()}
     if spec.norm.offset:
-        norms = {key: s for key, s in sources.items() if key[0].endswith(".norms") or key == ("edges", "final")}
+        norms = {key: source for key, source in sources.items() if key[1] in _NORMS}
         sources |= {key: source._replace(added=spec.norm.offset) for key, source in norms.items()}
+    for (key, block), source in sources.items():
+        routed = spec.layers[int(key.partition(".")[0])].routed if block == "experts_down_bias" else None
+        if routed is not None:
+            sources[key, block] = source._replace(folded=routed.experts)
     return sources

@@ -29,6 +29,10 @@ class TensorSource(NamedTuple):
     with EXPERT replaced by the expert's number. Or with `stacked`, expert e is tensor[e] of one tensor with three axes,
     and `axis` and `offset` count within that.
 
+    `step`: the granule's rows (or numbers, of a vector) are every step-th one from there: gpt-oss has gate and up in
+    turns. `turned`: the tensor, or each matrix of a stacked one, is the transpose. `folded`: a vector that the tensor
+    has as so many rows, 0 for all others.
+
     GGUF files have some tensors in another shape (`models.gguf.names`). `interleaved`: rows of each head in the tensor
     where the two halves of the rows of a head take turns, else 0. `added`: what the tensor's numbers have more than the
     block's.
@@ -41,6 +45,9 @@ class TensorSource(NamedTuple):
     stride: int = 0
     interleaved: int = 0
     added: float = 0.0
+    step: int = 1
+    turned: bool = False
+    folded: int = 0
 
     def of_expert(self, expert: int) -> str:
         """The name of the tensor that an expert's block stands in."""

@@ -7,6 +7,8 @@ Methods that penstock reads, by `quant_method`:
     fp8, fbgemm_fp8      float8 (e4m3): a scale for each block (DeepSeek: 128 x 128), each row, or each matrix
     compressed-tensors   vLLM's: formats pack-quantized (4 or 8 bits), int-quantized (8 bits), float-quantized (float8)
 
+    mxfp4                gpt-oss' own: `models.gpt_oss` says of what, `store.mxfp4` reads the tensors
+
 Every other one is refused by its name. `store.quantised` reads the tensors.
 """
 
@@ -20,7 +22,7 @@ from penstock.errors import UnsupportedModel
 from penstock.models.hf.config import MAX_WIDTH, Config, short
 from penstock.spec.blocks import BLOCKS
 
-KEY = "quantization_config"
+KEY, MXFP4 = "quantization_config", "mxfp4"
 _GROUP = 32  # columns of a group are a multiple of this: kernels round activations by so many
 _FLOAT8 = "float8"
 _MOST_NAMES = 1 << 16
@@ -53,7 +55,7 @@ class Quantization:
 
 
 def quantization_of(config: Mapping[str, Any], where: str) -> Quantization | None:
-    """What a parsed config.json says; None where it says nothing. `where` names the file in errors.
+    """What a parsed config.json says; None where it says nothing, or mxfp4. `where` names the file in errors.
 
     Raises UnsupportedModel for a method or a setting that penstock does not read, BrokenModel for keys that are missing
     or make no sense."""
@@ -63,6 +65,8 @@ def quantization_of(config: Mapping[str, Any], where: str) -> Quantization | Non
     if not keys.has("quant_method") and any(keys.data.get(f"load_in_{bits}bit") is True for bits in (4, 8)):
         raise _unknown(where, "bitsandbytes")
     method = keys.text("quant_method").lower()
+    if method == MXFP4:
+        return None
     if method not in _METHODS:
         raise _unknown(where, method)
     return _METHODS[method](keys)
@@ -70,7 +74,7 @@ def quantization_of(config: Mapping[str, Any], where: str) -> Quantization | Non
 
 def _unknown(where: str, method: str) -> UnsupportedModel:
     return UnsupportedModel(
-        f"{where}: {KEY} says quant_method {short(method)}, which is not one of {', '.join(_METHODS)}"
+        f"{where}: {KEY} says quant_method {short(method)}, which is not one of {', '.join(_METHODS)}, {MXFP4}"
     )
 
 

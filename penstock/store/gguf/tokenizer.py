@@ -232,9 +232,12 @@ def _templates(metadata: dict[str, Value], where: str) -> dict[str, Any]:
 
 
 def _end_ids(entries: Entries, ids: dict[str, int]) -> list[int]:
-    """Ids that end an answer."""
+    """Ids that end an answer. gpt-oss ends its thoughts with <|end|>, and its answers with another token."""
     named = [i for which, i in ids.items() if which in ("eos", "eot", "eom")]
-    known = set(_ENDS)
+    known, texts = set(_ENDS), set(entries.texts)
+    if {"<|return|>", "<|call|>"} <= texts:
+        known.discard("<|end|>")
+        named = [i for i in named if entries.texts[i] != "<|end|>"]
     by_text = [i for i, text in enumerate(entries.texts) if text in known]
     return sorted({*named, *by_text})
 

@@ -17,7 +17,7 @@ from penstock.graph.tasks import Call, Slot, Task
 from penstock.kernels.gpu import attention, dense, experts
 from penstock.kernels.gpu.cache import KvPool
 from penstock.kernels.gpu.choose import Kernels
-from penstock.kernels.gpu.memory import Scratch
+from penstock.kernels.gpu.memory import Scratch, vector
 from penstock.runtime.device.cuda.tables import tables_of
 from penstock.spec.model import Routed
 from penstock.spec.parts import Part, norm_before
@@ -129,6 +129,7 @@ class TorchBinding:
             self._typed(op.q, torch.float32, shape), self._pool(op.keys, layer, batch),
             self._pool(op.values, layer, batch), a, *self._plan.unit_rows(unit), tables.positions, tables.sequence,
             self._typed(op.a, torch.float32, shape), batch.bound_rows, self._kernels, self._scratch(op.scratch),
+            vector(self._view(op.norms[0]), self._parts[f"{layer}.norms"].block("sinks")) if op.norms else None,
         )  # fmt: skip
 
     def _out(self, call: Call, op: ops.Out) -> None:
@@ -179,7 +180,7 @@ class TorchBinding:
         dense.merge(
             self._view(op.norms), self._parts[f"{op.layer}.norms"], op.block, self._spec.layers[op.layer],
             self._spec.norm, self._rows(op.x, t), [self._rows(p, t) for p in op.partials], self._kernels,
-            self._scratch(op.scratch),
+            self._scratch(op.scratch), self._routes(op.routes[0], op.layer, t)[:2] if op.routes else None,
         )  # fmt: skip
 
     # -- movers ---------------------------------------------------------------------------------------
