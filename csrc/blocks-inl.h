@@ -380,13 +380,10 @@ void by_blocks(Kind kind, const Run& run) {
     }
 }
 
-// sums += k tiles · x. Many rows take two tiles at once, which share a broadcast; few rows one after the other.
+// sums += k tiles · x, one tile after the other. Many rows take blocks-many-inl.h where registers suffice.
 template <int n, int k>
 void dot_in_blocks(const Matrix& m, const Series& weights, const Operand& x, Sums<n, k>& sums) {
     by_blocks(m.kind, [&]<Kind kind>() {
-        if constexpr (n == kWideRows && k == 2 && multiplies_codes(kind)) {
-            if (x.q != nullptr) return dot_rounded<kind, n, k>(m, weights, x, sums);
-        }
         for (int i = 0; i < k; ++i) {
             Sums<n, 1> one;
             for (int r = 0; r < n; ++r) one.at[r][0] = sums.at[r][i];

@@ -60,15 +60,20 @@ void round_group(const float* from, int count, int group, std::int8_t* q, float*
     std::memcpy(&most, &bits, 4);
     const F up = f_set(most > 0 && bits < 0x7f800000 ? 127.0F / most : 0.0F);
     I total = i_zero();
+    std::int32_t both = 0;
     for (int i = 0; i < group; i += 16) {
         const I codes = i < count ? i_round(f_mul(load_some(from + i, count - i), up)) : i_zero();
         i_store_bytes(q + i, codes);
         total = i_add(total, codes);
-        if (halves != nullptr) halves[i / 16 * stride] = static_cast<std::int16_t>(i_sum(codes));
+        if (halves != nullptr) {
+            const std::int32_t half = i_sum(codes);
+            halves[i / 16 * stride] = static_cast<std::int16_t>(half);
+            both += half;
+        }
     }
     // NaN and infinite activations stay visible in the scale, so that damaged weights do not pass for zeros.
     *scale = most / 127.0F;
-    *sum = *scale * static_cast<float>(i_sum(total));
+    *sum = *scale * static_cast<float>(halves != nullptr ? both : i_sum(total));
 }
 
 // Memory for activations that the weights of one or more granules are multiplied with.

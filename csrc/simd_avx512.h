@@ -93,6 +93,7 @@ inline void f_nibbles(const void* p, F scale, F minimum, F& low, F& high) {
 }
 
 inline Line line(const void* p) { return _mm512_loadu_si512(p); }
+inline void l_store(void* p, Line x) { _mm512_store_si512(p, x); }  // p: a multiple of 64
 inline Line low_nibbles(Line x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline Line high_nibbles(Line x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
 // f_byte: byte b of each row as a float. f_bf16_even, f_bf16_odd: the first and second of each row's two bfloat16.

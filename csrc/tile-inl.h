@@ -1,10 +1,12 @@
 // Products of one or two tiles of weights with a few rows of activations, for one instruction set.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
 #include "blocks-inl.h"
+#include "blocks-many-inl.h"
 #include "panel-inl.h"
 
 namespace penstock::PENSTOCK_ISA {
@@ -265,7 +267,26 @@ void tile_rows(const Matrix& m, const Tiles& tiles, const Rows& x, int lo, int h
         if constexpr (k > 1) by_width.template operator()<k>();
         by_width.template operator()<1>();
     };
-    for (int row = lo; row < hi;) {
+    int row = lo;
+    if constexpr (kWideRows == 6) {
+        // Whole panels, of weights in blocks that are unpacked for several of them.
+        const int wide = x.count > kFewRows ? std::min(hi, x.count / kWideRows * kWideRows) : lo;
+        while (in_blocks(m.kind) && x.q != nullptr && tiles.count == kWideTiles && row < wide) {
+            const int panels = std::min(kUnpackedPanels, (wide - row) / kWideRows);
+            WideSums sums[kUnpackedPanels];
+            const auto each = [&](const auto& do_it) {
+                for (int i = 0; i < panels * kWideRows * kWideTiles; ++i) {
+                    const int r = i / kWideTiles, tile = i % kWideTiles;
+                    do_it(row + r, tile, sums[r / kWideRows][r % kWideRows][tile]);
+                }
+            };
+            each([&](int r, int tile, F& sum) { sum = start(r, tile); });
+            add_wide_panels<kWideRows>(m, tiles.series, x, columns, groups, row, panels, sums);
+            each([&](int r, int tile, F& sum) { sink(r, tile, sum); });
+            row += panels * kWideRows;
+        }
+    }
+    while (row < hi) {
         const int n = panel_of(row, x.count).n;
         if (n == 6) {
             if constexpr (kWideRows == 6) step.template operator()<6, kWideTiles>(row);

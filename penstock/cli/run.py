@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
+from penstock.cli.chat import Chat, opening, typed_lines
 from penstock.cli.live import live
 from penstock.cli.loading import loaded, packed_model, tracing
 from penstock.cli.options import (
@@ -24,9 +23,10 @@ from penstock.cli.options import (
     Work,
     given_plan,
 )
-from penstock.cli.output import note, print_json, speed_line
+from penstock.cli.output import note, print_json
+from penstock.cli.streaming import NO_TEMPLATE, print_stream, tell_speed
 from penstock.cli.writing import writing
-from penstock.errors import BadRequest, PenstockError
+from penstock.errors import BadRequest
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
@@ -36,12 +36,6 @@ if TYPE_CHECKING:
     from penstock.serve.sampling import SamplingParams
     from penstock.serve.tokenizer import Tokenizer
 
-_NO_TEMPLATE = "this model has no chat template"
-# A base model writes this where the user would speak again.
-_NEXT_TURN = "\nUser:"
-# Control characters are left out of a model's text, which must not move the cursor or rename the window.
-_CONTROLS = dict.fromkeys([*(c for c in range(32) if chr(c) not in "\n\t"), *range(127, 160)])
-
 
 def run(
     model: Model,
@@ -50,6 +44,9 @@ def run(
     sampling: Sampling,
     prompt: Annotated[
         str | None, Argument(metavar="PROMPT", help="Default: standard input, or a chat at a terminal.")
+    ] = None,
+    system: Annotated[
+        str | None, Option("--system", metavar="TEXT", help="What the model is told before the first turn.")
     ] = None,
     raw: Annotated[bool, Option("--raw", help="Continue the prompt as it stands, without the chat template.")] = False,
     weights: Weights = None,
@@ -78,6 +75,8 @@ def run(
     sampling.params({}, work)
     if chatting and raw:
         raise BadRequest("--raw continues a PROMPT; a chat needs the template")
+    if system is not None and raw:
+        raise BadRequest("--raw continues a PROMPT as it stands: --system needs the template")
     if chatting and work.batch != 1:
         raise BadRequest("a chat is one sequence: --batch is for a PROMPT")
     from penstock.serve.planning import describe
@@ -93,7 +92,7 @@ def run(
 
         # Opened before the weights are loaded: a tokenizer that is refused should not wait for them.
         tokenizer = Tokenizer.open(source.folder, ask.host_memory_bytes, not machine.no_verify, spare)
-        ids = [] if chatting else _encoded(tokenizer, text, raw)
+        ids = [] if chatting else _encoded(tokenizer, text, raw, system)
         params = sampling.params(tokenizer.generation_config, work)
         if chatting:
             ask = work.ask(machine, output_tokens=sampling.max_tokens or ask.output_tokens)
@@ -104,8 +103,9 @@ def run(
             recording(engine) if keep is not None else contextlib.nullcontext() as recorder,
         ):
             if chatting:
-                note("Ctrl-D ends, /new starts over")
-                chat(engine, params, _typed_lines())
+                note("/help lists commands, Ctrl-C ends an answer, Ctrl-D the chat")
+                with typed_lines(machine.cache_folder) as lines:
+                    Chat(engine, params, system).run(lines)
             else:
                 answer(engine, ids, params, as_json, work.batch)
         if keep is not None and recorder is not None:
@@ -125,9 +125,9 @@ def answer(
         engine.keep(answers[0])
         _print_report(engine, answers, engine.prediction)
         return
-    generation = _print_stream(engine, prompt, params, lead)
+    generation = print_stream(engine, prompt, params, lead)
     engine.keep(generation)
-    _tell(engine, generation, engine.prediction)
+    tell_speed(engine, generation, engine.prediction)
 
 
 def _answer_together(engine: Engine, prompt: list[int], params: SamplingParams, as_json: bool, count: int) -> None:
@@ -143,7 +143,7 @@ def _answer_together(engine: Engine, prompt: list[int], params: SamplingParams, 
     print("\n\n".join(answered.text for answered in answers), flush=True)
     if found := sum(answered.cached_tokens for answered in answers):
         note(f"of the {count * len(prompt)} tokens of {count} prompts {found} were read once for several answers")
-    _tell(engine, answers[0], together.prediction)
+    tell_speed(engine, answers[0], together.prediction)
 
 
 def _print_report(engine: Engine, answers: list[Generation], prediction: Prediction) -> None:
@@ -151,16 +151,6 @@ def _print_report(engine: Engine, answers: list[Generation], prediction: Predict
     from penstock.serve.run_bound import share_of_bound
 
     print_json(report_all(answers, prediction, share_of_bound(engine.session, answers[0])))
-
-
-def _tell(engine: Engine, generation: Generation, prediction: Prediction) -> None:
-    """Prints measured speed beside predicted, and says so where the context cut the answer."""
-    if generation.context_full:
-        most = engine.plan.target.spec.max_positions
-        room = generation.context < most
-        more = f"--context N makes room for more, up to {most}" if room else "it is the model's longest"
-        note(f"the answer ends here because the context of {generation.context} tokens is full: {more}")
-    note(speed_line(generation, prediction))
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -179,76 +169,13 @@ def read_prompt(prompt: str | None) -> str:
     return text.removesuffix("\n")
 
 
-def chat(engine: Engine, params: SamplingParams, lines: Iterator[str]) -> None:
-    """Runs a conversation. `lines`: the user's turns. The line `/new` starts over. A turn whose answer fails by an
-    error that the user can mend is taken back."""
-    tokenizer = engine.tokenizer
-    if not tokenizer.has_chat_template:
-        note(f"{_NO_TEMPLATE}: it reads plain lines of User and Assistant")
-        params = dataclasses.replace(params, stop=(*params.stop, _NEXT_TURN))
-    messages: list[dict[str, Any]] = []
-    for line in lines:
-        if not line.strip():
-            continue
-        if line.strip() == "/new":
-            messages.clear()
-            continue
-        messages.append({"role": "user", "content": line})
-        try:
-            generation = _print_stream(engine, tokenizer.encode_chat(messages), params)
-        except PenstockError as error:
-            if error.exit_code != 2:
-                raise
-            messages.pop()
-            note(f"{error.message} (/new starts over)")
-            continue
-        messages.append({"role": "assistant", "content": generation.text})
-        _tell(engine, generation, engine.prediction)
-
-
-def _encoded(tokenizer: Tokenizer, text: str, raw: bool) -> list[int]:
-    """The ids of a prompt, by the chat template unless `raw`."""
+def _encoded(tokenizer: Tokenizer, text: str, raw: bool, system: str | None) -> list[int]:
+    """The ids of a prompt, by the chat template unless `raw`. `system`: what stands before it. Raises BadRequest where
+    there is no template for that."""
     if not raw and tokenizer.has_chat_template:
-        return tokenizer.encode_chat([{"role": "user", "content": text}])
+        return tokenizer.encode_chat([*opening(system), {"role": "user", "content": text}])
+    if system is not None:
+        raise BadRequest(f"{NO_TEMPLATE}: --system cannot be told apart from the prompt")
     if not raw:
-        note(f"{_NO_TEMPLATE}: it continues the prompt as it stands")
+        note(f"{NO_TEMPLATE}: it continues the prompt as it stands")
     return tokenizer.encode(text)
-
-
-def _print_stream(engine: Engine, ids: list[int], params: SamplingParams, lead: str = "") -> Any:
-    on_terminal = sys.stdout.isatty()
-
-    def chunks() -> int:
-        return -(-(len(ids) - engine.holds(ids)) // engine.plan.chunk_rows)
-
-    with live(engine, chunks, streams=True) as shown:
-        if lead:
-            shown.write(lead)
-        for piece in engine.stream(ids, params):
-            shown.write(piece.translate(_CONTROLS) if on_terminal else piece)
-    print(flush=True)
-    return engine.last
-
-
-def _typed_lines() -> Iterator[str]:
-    """The lines that the user types until Ctrl-D, with line editing where the platform has it."""
-    ask: Callable[[str], str] = input
-    if sys.stdout.isatty():
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 (its import makes `input` edit lines)
-    else:
-        ask = _ask_on_stderr  # the answers go to a file, and the "> " should not
-    while True:
-        try:
-            yield ask("> ")
-        except EOFError:
-            print(file=sys.stderr)
-            return
-
-
-def _ask_on_stderr(prompt: str) -> str:
-    print(prompt, end="", file=sys.stderr, flush=True)
-    line = sys.stdin.readline()
-    if not line:
-        raise EOFError
-    return line.removesuffix("\n")

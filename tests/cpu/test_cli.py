@@ -8,11 +8,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from penstock.cli import docs, main, options, output, run
+from penstock.cli import docs, main, options, output
 from penstock.errors import BadRequest, DoesNotFit, InternalError
 from tests.cpu.commands import Call
 from tests.cpu.traps import Trap
@@ -245,55 +244,6 @@ def test_progress_lines(capsys, monkeypatch):
         "penstock: measuring",
     ]
     assert "0.10 GB/s" in lines[0]
-
-
-# --- chat ------------------------------------------------------------------------------------------------------
-
-
-class Stub:
-    """An engine that answers with what it was asked; a turn of `!` is refused."""
-
-    prediction = SimpleNamespace(decode_tokens_per_s=2.0, ttft_s=0.5, bound_by="disk0")
-
-    def __init__(self, has_template: bool) -> None:
-        self.tokenizer = SimpleNamespace(has_chat_template=has_template, encode_chat=list)
-        self.asked: list[list[dict]] = []
-
-    def stream(self, messages, params):
-        if messages[-1]["content"] == "!":
-            raise BadRequest("too long")
-        self.asked.append(messages)
-        self.params = params
-        yield from ("an", "swer")
-        self.last = SimpleNamespace(
-            text="answer",
-            decode_tokens_per_s=1.0,
-            ttft_s=1.0,
-            batch_ttft_s=1.0,
-            disk_bytes_per_token=1e9,
-            batch=1,
-            output_tokens=2,
-            context_full=False,
-            cached_tokens=0,
-        )
-
-
-def test_chat_remembers_and_forgets(capsys):
-    engine = Stub(has_template=True)
-    run.chat(engine, options.Sampling().params({}), iter(["one", "", "!", "two", "/new", "three"]))
-    turns = [[m["content"] for m in messages] for messages in engine.asked]
-    assert turns == [["one"], ["one", "answer", "two"], ["three"]]
-    out, err = capsys.readouterr()
-    assert out == "answer\n" * 3
-    assert "too long" in err
-    assert "1.00 tok/s (predicted 2.00); first token after 1.00 s (predicted 500 ms); disk 1.00 GB/s" in err
-
-
-def test_chat_without_template_stops_at_the_next_turn(capsys):
-    engine = Stub(has_template=False)
-    run.chat(engine, options.Sampling(stop=["x"]).params({}), iter(["one"]))
-    assert engine.params.stop == ("x", "\nUser:")
-    assert "no chat template" in capsys.readouterr().err
 
 
 # --- end to end ------------------------------------------------------------------------------------------------

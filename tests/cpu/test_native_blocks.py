@@ -68,7 +68,10 @@ def test_project(
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", BLOCKS)
-@given(st.integers(1, 5), st.integers(1, 40), st.integers(1, 9), st.integers(1, 19), st.booleans())
+@given(
+    st.integers(1, 5), st.integers(1, 40), st.integers(1, 9), st.integers(1, 19) | st.sampled_from([54, 103]),
+    st.booleans(),
+)  # fmt: skip
 def test_the_same_bits_however_it_is_cut(
     isa: str, kind: str, granules: int, rows: int, groups: int, t: int, exact: bool
 ) -> None:

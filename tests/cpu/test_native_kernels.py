@@ -39,6 +39,7 @@ def encoded(values: np.ndarray, fmt: Format, granules: int) -> tuple[np.ndarray,
 
 # All neurons, and nobody asks who fires.
 ALL = {"skips": False, "fired": 0, "fired_stride": 0, "active": 0, "active_stride": 0, "level": 0.0, "values": 0}
+ALL |= {"biases": 0, "bias_stride": 0}
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -1,0 +1,250 @@
+"""A chat at the terminal: turns, commands, and what leaves when the context is full.
+
+The keys and values of a conversation stay, so a turn computes what is new alone (`Engine.holds`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.options import as_path, file_to_write
+from penstock.cli.output import note
+from penstock.cli.streaming import NO_TEMPLATE, print_stream, tell_speed
+from penstock.errors import BadRequest, BrokenModel, PenstockError
+
+if TYPE_CHECKING:
+    from penstock.serve.engine import Engine
+    from penstock.serve.sampling import SamplingParams
+
+Messages = list[dict[str, Any]]
+
+_NEXT_TURN = "\nUser:"  # a base model writes this where the user would speak again
+_QUOTES = '"""'
+_HISTORY_LINES = 1000
+_BEGINS = '{"penstock chat": 1'
+_MOST_MESSAGES = 10_000
+
+
+def opening(system: str | None) -> Messages:
+    """What stands before the first turn."""
+    return [] if system is None else [{"role": "system", "content": system}]
+
+
+class Chat:
+    """A conversation with a model. `messages`: what was said so far. `system`: what the model is told before."""
+
+    def __init__(self, engine: Engine, params: SamplingParams, system: str | None = None) -> None:
+        self._engine, self._params, self.messages = engine, params, opening(system)
+        self._ended = False
+        self._commands: dict[str, tuple[str, Callable[[str], None]]] = {
+            "/help": ("lists these commands", self._help),
+            "/bye": ("ends the chat, as Ctrl-D does", self._bye),
+            "/new": ("starts over; what the model was told before stays", self._new),
+            "/system": ("TEXT: starts over, and tells the model this before the first turn", self._system),
+            "/retry": ("another answer to the last turn", self._retry),
+            "/set": ("NAME VALUE, as in /set temperature 0.7", self._set),
+            "/save": ("FILE: writes the conversation down", self._save),
+            "/load": ("FILE: goes on with a conversation that was saved", self._load),
+            "/plan": ("where everything lies, and how fast it was predicted to be", self._plan),
+        }
+        if not engine.tokenizer.has_chat_template:
+            note(f"{NO_TEMPLATE}: it reads plain lines of User and Assistant")
+            self._params = replace(params, stop=(*params.stop, _NEXT_TURN))
+
+    def run(self, lines: Iterator[str]) -> None:
+        """Answers the user's turns until they end. Ctrl-C ends an answer, and between two answers the chat. A turn that
+        fails by an error that the user can mend is taken back."""
+        for turn in turns(lines):
+            if not turn.strip():
+                continue
+            try:
+                self._hear(turn)
+            except PenstockError as error:
+                if error.exit_code != 2:
+                    raise
+                note(f"{error.message} (/new starts over)")
+            if self._ended:
+                return
+
+    def _hear(self, turn: str) -> None:
+        """A turn, or a command. Raises BadRequest for a command that there is not."""
+        word, _, rest = turn.strip().partition(" ")
+        if not word.startswith("/") or "/" in word[1:]:  # a path is no command
+            self._say(turn)
+        elif word in self._commands:
+            self._commands[word][1](rest.strip())
+        else:
+            raise BadRequest(f"there is no {word}: /help lists what there is")
+
+    def _say(self, turn: str) -> None:
+        """Answers a turn. What was said of an answer that Ctrl-C ends stays in the conversation."""
+        self.messages.append({"role": "user", "content": turn})
+        heard: list[str] = []
+        try:
+            ids = self._within_context()
+            generation = print_stream(self._engine, ids, self._params, heard=heard)
+        except KeyboardInterrupt:
+            print(flush=True)
+            note("the answer was ended; Ctrl-C once more, or /bye, ends the chat")
+            self.messages.append({"role": "assistant", "content": "".join(heard)})
+            return
+        except PenstockError:
+            self.messages.pop()
+            raise
+        self.messages.append({"role": "assistant", "content": generation.text})
+        tell_speed(self._engine, generation, self._engine.prediction)
+
+    def _within_context(self) -> list[int]:
+        """The ids of the conversation. Where they leave no room for an answer the oldest turns leave, until half of the
+        context is free, so that this does not come again with each turn."""
+        context, encode = self._engine.plan.context, self._engine.tokenizer.encode_chat
+        ids, left = encode(self.messages), 0
+        wanted = context - min(self._params.max_tokens, context // 2)
+        if len(ids) <= wanted:
+            return ids
+        first = 1 if self.messages[0]["role"] == "system" else 0
+        while len(ids) > context // 2 and len(self.messages) > first + 1:
+            gone = 2 if len(self.messages) > first + 2 else 1
+            del self.messages[first : first + gone]
+            left += 1
+            ids = encode(self.messages)
+        if left:
+            note(f"the context of {context} tokens is full: the {left} oldest turns were left out")
+        return ids
+
+    def _help(self, _: str) -> None:
+        for name, (does, _command) in self._commands.items():
+            note(f"{name}  {does}")
+        note(f"a turn of several lines stands between {_QUOTES} and {_QUOTES}")
+
+    def _bye(self, _: str) -> None:
+        self._ended = True
+
+    def _new(self, _: str) -> None:
+        del self.messages[len([m for m in self.messages[:1] if m["role"] == "system"]) :]
+
+    def _system(self, text: str) -> None:
+        self.messages[:] = opening(text or None)
+
+    def _retry(self, _: str) -> None:
+        if len(self.messages) < 2 or self.messages[-1]["role"] != "assistant":
+            raise BadRequest("there is no answer yet")
+        self.messages.pop()
+        self._say(self.messages.pop()["content"])
+
+    def _set(self, text: str) -> None:
+        name, _, value = text.partition(" ")
+        numbers = {each.name: each.type for each in fields(self._params) if str(each.type).startswith(("int", "float"))}
+        if name not in numbers:
+            raise BadRequest(f"/set {name}: there are {', '.join(numbers)}")
+        try:
+            named: dict[str, Any] = {name: (int if str(numbers[name]).startswith("int") else float)(value)}
+        except ValueError:
+            raise BadRequest(f"/set {name} {value}: it should be a number") from None
+        self._params = replace(self._params, **named)
+
+    def _save(self, name: str) -> None:
+        import json
+
+        from penstock.store.files import Kind, write_bytes
+
+        file = file_to_write(name, "/save")
+        text = _BEGINS + ', "messages": ' + json.dumps(self.messages) + "}\n"
+        try:
+            write_bytes(file, text.encode(), Kind("a conversation", _BEGINS.encode()))
+        except OSError as error:
+            raise BadRequest(f"/save {name}: {error.strerror}") from None
+        note(f"{len(self.messages)} messages are in {file}")
+
+    def _load(self, name: str) -> None:
+        self.messages[:] = _messages_of(as_path(name))
+        note(f"{len(self.messages)} messages: the next turn goes on with them")
+
+    def _plan(self, _: str) -> None:
+        from penstock.planner import explain
+
+        print(explain.table(self._engine.solved, self._engine.ask, self._engine.machine), flush=True)
+
+
+def _messages_of(file: Path) -> Messages:
+    """The messages of a conversation that was saved. Raises BadRequest."""
+    from penstock.store.files import read_json
+
+    try:
+        found = read_json(file).get("messages")
+    except (BrokenModel, PenstockError) as error:
+        raise BadRequest(error.message) from None
+    roles = ("system", "user", "assistant")
+    if not isinstance(found, list) or len(found) > _MOST_MESSAGES or not all(
+        isinstance(m, dict) and m.keys() == {"role", "content"} and m["role"] in roles and isinstance(m["content"], str)
+        for m in found
+    ):  # fmt: skip
+        raise BadRequest(f"{file} is no conversation that was saved")
+    return found
+
+
+def turns(lines: Iterator[str]) -> Iterator[str]:
+    """Lines as turns: what stands between three quotes is one of them."""
+    for line in lines:
+        if not line.lstrip().startswith(_QUOTES):
+            yield line
+            continue
+        turn, rest = list[str](), line.lstrip()[len(_QUOTES) :]
+        while not rest.rstrip().endswith(_QUOTES):
+            turn.append(rest)
+            following = next(lines, None)
+            if following is None:
+                return
+            rest = following
+        yield "\n".join([*turn, rest.rstrip()[: -len(_QUOTES)]]).strip("\n")
+
+
+@contextmanager
+def typed_lines(folder: Path) -> Iterator[Iterator[str]]:
+    """The lines that the user types until Ctrl-D, with line editing where the platform has it, and with what was typed
+    in earlier chats, which `folder` keeps."""
+    if not sys.stdout.isatty():  # the answers go to a file, and the "> " should not
+        yield _lines(_ask_on_stderr)
+        return
+    try:
+        import readline
+    except ImportError:
+        yield _lines(input)
+        return
+    file = folder / "chat_history"
+    with suppress(OSError):
+        readline.read_history_file(file)
+    try:
+        yield _lines(input)
+    finally:
+        readline.set_history_length(_HISTORY_LINES)
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            before = os.umask(0o077)  # what people type is nobody else's
+            try:
+                readline.write_history_file(file)
+            finally:
+                os.umask(before)
+
+
+def _lines(ask: Callable[[str], str]) -> Iterator[str]:
+    while True:
+        try:
+            yield ask("> ")
+        except EOFError:
+            print(file=sys.stderr)
+            return
+
+
+def _ask_on_stderr(prompt: str) -> str:
+    print(prompt, end="", file=sys.stderr, flush=True)
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.removesuffix("\n")
