@@ -9,8 +9,8 @@ at a rate of its own, which falls with the place as PowerInfer's Figure 4 has it
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -34,7 +34,9 @@ from penstock.store.profile_file import keep as keep_profile
 from penstock.units import round_up
 
 _SEED, _SURE = 0, np.float32(1e30)  # no score is near it
-_HEARD, _TOKENS = 256, 1 << 20  # tokens whose scores give the biases; tokens that the profile is said to be of
+# Tokens whose scores give the biases, in windows: the tokens of one have much in common, by attention. Tokens that the
+# profile is said to be of.
+_HEARD, _WINDOW, _TOKENS = 160, 20, 1 << 20
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -61,7 +63,8 @@ def state(folder: Path, active: float, share: float) -> Predictors:
 def state_by_rates(folder: Path, active: float, share: float, steepness: float) -> Predictors:
     """The same, but the neuron at place i is called active at a rate that falls with i as a power of `steepness`, with
     the mean `active`. A neuron's scores over tokens are nearly normal, as sums of many terms, so their mean and their
-    deviation give its bias. They are heard twice: of all neurons, then of those that are called active."""
+    deviation give its bias. What the hidden neurons have in common for all tokens is taken off first: int8 would round
+    away what differs beside it. They are heard layer after layer."""
     packed = open_packed(folder)
     spec, rank = packed.spec, rank_for(packed.spec, packed.weights, share)
     n, part = _neurons(spec), part_of(spec, 0, rank)
@@ -73,33 +76,39 @@ def state_by_rates(folder: Path, active: float, share: float, steepness: float) 
     counts = b64encode((rates * _TOKENS).astype("<u4").tobytes()).decode()
     layers = tuple(FiringCounts(i, n, counts, together) for i in range(len(spec.layers)))
     keep_profile(Profile("nothing (stated)", "0" * 64, _TOKENS, (), layers), folder)
-    biases = [np.full(n, _SURE, np.float32) for _ in spec.layers]
-    for _ in range(2):
-        stated = _keep(folder, spec, rank, together, one, biases)
+    # As many at first, the same for every token: layers that compute all neurons row by row take minutes.
+    biases = [np.where(np.arange(n) < active * n, _SURE, -_SURE).astype(np.float32) for _ in spec.layers]
+    _keep(folder, spec, rank, together, one, biases)
+    ids, other_ids = (np.random.default_rng(_SEED + i).integers(0, 256, _HEARD).tolist() for i in (1, 2))
+    called = np.zeros(len(spec.layers))
+    hidden, fires = [np.zeros(rank, np.float32) for _ in spec.layers], np.zeros(len(spec.layers))
+    ask = Ask(context=_WINDOW, sparsity="predict", prompt_tokens=_WINDOW)
+    with closing(Engine.load(folder, ask, Loading())) as engine:
+        session = engine.session
+        for at in range(len(spec.layers) + 1):  # a layer's input depends on whom the layers before it leave out
+            heard: list[Array] = []
 
-        def note(layer: int, h: Array, fired: Array) -> None:
-            scores = found.scores(h)  # [T, N]
-            biases[layer] = (scores.std(0) * quantiles - scores.mean(0)).astype(np.float32)
+            def note(layer: int, h: Array, fired: Array, at: int = at, heard: list[Array] = heard) -> None:
+                if layer == at:
+                    heard.append(h.copy())
+                elif at == len(spec.layers):
+                    scores = replace(found, hidden_bias=hidden[layer]).scores(h)
+                    called[layer] += np.mean(scores + biases[layer] > 0) * len(h) / _HEARD
+                    fires[layer] += np.mean(fired) * len(h) / _HEARD
 
-        _hear(folder, note)
-    shares = np.zeros(len(spec.layers))
-
-    def count(layer: int, h: Array, fired: Array) -> None:
-        shares[layer] = np.mean(found.scores(h) + biases[layer] > 0)
-
-    stated = _keep(folder, spec, rank, together, one, biases)
-    _hear(folder, count)
-    print(f"called active: {shares.mean():.2%} of the neurons, {shares.min():.2%} to {shares.max():.2%} a layer")
-    return stated
-
-
-def _hear(folder: Path, note: Callable[[int, Array, Array], None]) -> None:
-    """Reads random tokens with the model's predictors."""
-    ids = np.random.default_rng(_SEED + 1).integers(0, 256, _HEARD).tolist()
-    ask = Ask(context=_HEARD, sparsity="predict", prompt_tokens=_HEARD)
-    with closing(Engine.load(folder, ask, Loading())) as engine, engine.session.hearing_neurons(note, by_place=True):
-        for _ in read(engine, ids, None):
-            pass
+            with session.hearing_neurons(note, by_place=True):
+                for _ in read(engine, ids if at < len(spec.layers) else other_ids, None):
+                    pass
+            if at < len(spec.layers):
+                h = np.concatenate(heard)
+                hidden[at] = -(h @ found.hidden).mean(0)
+                scores = replace(found, hidden_bias=hidden[at]).scores(h)  # [T, N]
+                biases[at] = (scores.std(0) * quantiles - scores.mean(0)).astype(np.float32)
+                granule = session._arenas.view(session.lowering.layout.predictors[at])
+                _set(granule, part, hidden[at], biases[at])
+    spread = f"{called.min():.2%} to {called.max():.2%} a layer"
+    print(f"of other tokens called active: {called.mean():.2%} of the neurons, {spread}; {fires.mean():.2%} fire")
+    return _keep(folder, spec, rank, together, one, biases, hidden)
 
 
 def _neurons(spec: ModelSpec) -> int:
@@ -115,18 +124,23 @@ def _random(spec: ModelSpec, rank: int, rng: np.random.Generator) -> Fitted:
 
 
 def _keep(
-    folder: Path, spec: ModelSpec, rank: int, active: tuple[float, ...], one: Array, biases: list[Array]
-) -> Predictors:
+    folder: Path, spec: ModelSpec, rank: int, active: tuple[float, ...], one: Array, biases: list[Array],
+    hidden: list[Array] | None = None,
+) -> Predictors:  # fmt: skip
     """Keeps predictors that differ by their biases alone. `active`: as of `LayerPredictor`."""
-    part: Part = part_of(spec, 0, rank)
-    block, granules = part.block("neurons_bias"), []
-    for bias in biases:
-        granule = one.copy()
-        granule[block.offset :][: bias.nbytes] = bias.view(np.uint8)
-        granules.append(granule)
+    part, granules = part_of(spec, 0, rank), []
+    for i, bias in enumerate(biases):
+        granules.append(one.copy())
+        _set(granules[-1], part, np.zeros(rank, np.float32) if hidden is None else hidden[i], bias)
     # What fires is not known: nothing is said of recall.
     layers = tuple(LayerPredictor(i, rank, 0.0, 0.0, 0.0, active) for i in range(len(spec.layers)))
     sums = ("0" * 16,) * len(layers)
     found = Predictors(model_sha256(folder), "nothing (stated)", "0" * 64, 1, _SEED, 0.5, layers, sums)
     keep(found, granules, folder, spec)
     return found
+
+
+def _set(granule: Array, part: Part, hidden: Array, neurons: Array) -> None:
+    """Sets the biases of a predictor's granule."""
+    for name, values in (("hidden_bias", hidden), ("neurons_bias", neurons)):
+        granule[part.block(name).offset :][: values.nbytes] = values.astype(np.float32).view(np.uint8)

@@ -38,11 +38,12 @@ from penstock.graph.demand import Answer, Demand
 from penstock.graph.emit import Emitter
 from penstock.graph.experts import ExpertCalls
 from penstock.graph.repeats import Repeats
+from penstock.graph.scratch_gpu import FEW_ROWS
 from penstock.graph.streams import Streams
 from penstock.graph.stretches import Stretches
 from penstock.graph.tasks import Call, Pass, Slot, Task
 from penstock.spec.parts import SUM_GRANULES
-from penstock.spec.places import DISK, HOST, Executor, kernels_of
+from penstock.spec.places import DISK, HOST, Executor, is_device, kernels_of
 from penstock.spec.plan import Plan
 
 
@@ -304,22 +305,37 @@ class Lowering:
             values = (self._asked.values(u, batch),)
             activated = calls.matrix_cost(u, (part.blocks[0].name,), batch.total_rows)
             cost = ops.active_cost((cost[0] - activated[0], cost[1] - activated[1]), unit.active)
-        elif purpose == "decode" and unit.active < 1:
+        elif purpose == "decode" and unit.active < 1 and not self._computes_all(executor, batch):
             if self.plan.activates_all(part):
                 activated = calls.matrix_cost(u, (part.blocks[0].name,), batch.total_rows)
                 cost = ops.fired_cost(cost, activated, unit.active)
             else:
                 cost = ops.active_cost(cost, unit.active)
+        row_flops = self._row_flops(u, purpose, batch, cost[1]) if part.by_neurons and executor == HOST else 0
         if layer in self._predictors and self._predicts(purpose):
             active = (calls.active(layer, executor, batch),)
         ffn = ops.Ffn(
             weights, h, partial, calls.rows(executor, batch, "pending"), calls.scratch(executor), layer,
             starts_sum=first, continues_four=self._cuts_a_four(u, u - 1, purpose),
             leaves_four=self._cuts_a_four(u, u + 1, purpose), skips=skips, active=active,
-            values=values,
+            values=values, row_flops=row_flops,
             level=self.plan.levels[layer] if self.plan.levels and part.kind == "ffn" else 0.0,
         )  # fmt: skip
         calls.add(executor, ffn, u, batch, part.kinds(ops.FFN_BLOCKS), cost)
+
+    def _row_flops(self, u: int, purpose: str, batch: Batch, flops: int) -> int:
+        """Of the flops of a unit that lies neuron by neuron, those of rows one by one. A prompt's rows have none here:
+        each of them leaves out neurons of its own, which saves what rows one by one cost (docs/LOG.md)."""
+        part = self.parts[self.plan.units[u].part]
+        if purpose != "decode":
+            return 0
+        if part.by_records or u in self.layout.asked:
+            return flops
+        return max(0, flops - self._calls.matrix_cost(u, (part.blocks[0].name,), batch.total_rows)[1])
+
+    def _computes_all(self, executor: Executor, batch: Batch) -> bool:
+        """Whether a device computes all neurons of so many rows (`kernels/gpu/neurons`)."""
+        return self.plan.sparsity != "off" and is_device(executor) and batch.total_rows > FEW_ROWS
 
     def _cuts_a_four(self, u: int, other: int, purpose: str) -> bool:
         """Whether a four of an FFN's granules lies partly in unit `u` and partly in its neighbour `other`, and the same

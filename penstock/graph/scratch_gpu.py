@@ -17,6 +17,12 @@ from penstock.spec.plan import Plan
 from penstock.units import MIB, round_up
 
 ALIGN = 256  # bytes, of every temporary: it suits a GPU's memory transactions and its matrix products
+# Up to so many rows are multiplied straight from packed weights, four at a time. Four rows take some eight operations a
+# weight, and a card of 4.8 TB/s does 30e12 a second. Widening writes and reads each weight as float32 once: 8 bytes,
+# however many rows there are. By these figures both take the same time near 26 rows. `bench/gpu_kernels.py` measures
+# it.
+FEW_ROWS = 24
+
 # 4096 x 2048 float32: half of a large card's cache (40 to 96 MiB), so that the product may find the widened weights
 # there. Not measured yet.
 WIDE_BYTES = 32 * MIB

@@ -8,9 +8,10 @@ matrices have several formats takes the sum over these, each with its share of t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
-from penstock.graph.ops import Copy, Experts, KvMove, Operands, Pick
+from penstock.graph.ops import Copy, Experts, Ffn, KvMove, Operands, Pick
 from penstock.graph.tasks import Call, Task, link_lane
 from penstock.spec.format import Kinds, Share
 from penstock.spec.machine import KV_IN_FLIGHT, PICKS_IN_FLIGHT, Figure, MachineSpec, Rate
@@ -20,6 +21,11 @@ from penstock.units import MIB
 
 _MOST_HOLE_BYTES = MIB
 _LEAST_S_PER_BYTE = 1e-15  # a speed is finite even if bytes cost nothing
+
+# A multiplication of a neuron's row by itself, in float32, takes so many times as long as one of tiles with many rows,
+# which multiply bytes (docs/LOG.md).
+_ROW_BY_ROW = 12.0
+_MANY_ROWS = 64  # a rate for so many is one by flops
 
 _NO_TIME_S = 1e-300
 
@@ -45,6 +51,7 @@ class Cost:
     def __init__(self, machine: MachineSpec) -> None:
         self.machine = machine
         self.between_passes_s = machine.overhead_s(CPU, "pass")
+        self._row_lines: dict[tuple[Lane, str, Kinds, int, float], _Line] = {}
         self._lines: dict[tuple[Lane, str, Kinds, int], _Line] = {}
         self._overheads: dict[str, Overheads] = {}
         self._factors: dict[tuple[str, frozenset[str]], float] = {}
@@ -150,7 +157,25 @@ class Cost:
     def _rate(self, lane: Lane, call: Call) -> _Line:
         if isinstance(call.operands, Copy):  # on the device's lane, at the link's speed
             lane = link_lane(call.operands)
+        if isinstance(call.operands, Ffn) and call.operands.row_flops:
+            return self._row_line(lane, call, call.operands.row_flops / call.flops)
         return self._line((lane, call.op, call.format, _rows(call)))
+
+    def _row_line(self, lane: Lane, call: Call, share: float) -> _Line:
+        """The line of an FFN of which a `share` of the flops goes by neurons' rows. Its bytes come as those of one row
+        do, since there is no time by bytes that tiles of more rows are as long in."""
+        key = (lane, call.op, call.format, _rows(call), share)
+        line = self._row_lines.get(key)
+        if line is None:
+            base, one, many = (self._line((*key[:3], rows)) for rows in (key[3], 1, _MANY_ROWS))
+            longer = 1 + share * (_ROW_BY_ROW - 1)
+            of = [
+                (replace(b, s_per_byte=o.s_per_byte, s_per_flop=m.s_per_flop * longer), share_of)
+                for (b, share_of), (o, _), (m, _) in zip(base.of, one.of, many.of, strict=True)
+            ]
+            line = _Line(base.alpha_s, one.s_per_byte, many.s_per_flop * longer, tuple(of))
+            self._row_lines[key] = line
+        return line
 
     def _line(self, key: tuple[Lane, str, Kinds, int]) -> _Line:
         line = self._lines.get(key)
@@ -173,13 +198,15 @@ def _in_flight(line: _Line) -> int:
     return PICKS_IN_FLIGHT if line.of[0][0].op == "pick" else KV_IN_FLIGHT
 
 
-def _begins(lane: Lane, operands: Operands, line: _Line) -> int:
+def _begins(lane: Lane, operands: Operands, line: _Line) -> float:
     """How often a call waits for alpha_s: once, but for moves of several ranges. Each range of KV, and each run of
-    records, has an alpha_s of its own. On a disk those that are in flight together share one."""
+    records, has an alpha_s of its own. On a disk those that are in flight together share one. Runs of records are not
+    read in rounds: as one ends, the next begins."""
     if isinstance(operands, KvMove):
         ranges = operands.ranges
     elif isinstance(operands, Pick):
         ranges = len(operands.runs)
+        return max(1.0, ranges / _in_flight(line)) if is_disk(lane) else ranges
     else:
         return 1
     return -(-ranges // (_in_flight(line) if is_disk(lane) else 1))

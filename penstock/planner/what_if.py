@@ -106,7 +106,8 @@ def more_memory(problem: Problem, extra_bytes: int = GIB, ring_bytes: int = 0) -
 
 def other_formats(problem: Problem, ring_bytes: int = 0, like: str | None = None) -> list[tuple[Format, Prediction]]:
     """(format, prediction) in int4, in int8 and in the checkpoint's own format, without the one in use and without
-    those that do not fit. None for a file that was quantised by others, whose numbers stay. `ring_bytes`: the ring of
+    those that do not fit. Where neurons lie one by one, also in tiles with all of them computed, which many rows may be
+    faster in. None for a file that was quantised by others, whose numbers stay. `ring_bytes`: the ring of
     the plan to compare with; `like`: its strategy, if it has a device."""
     if problem.weights.from_file:
         return []
@@ -114,6 +115,9 @@ def other_formats(problem: Problem, ring_bytes: int = 0, like: str | None = None
     predictions = {
         fmt: _one(replace(problem, weights=fmt), ring_bytes, like) for fmt in wanted if fmt.kind != problem.weights.kind
     }
+    if problem.weights.neurons:
+        tiles = replace(problem.asking(sparsity="off"), weights=problem.weights.in_tiles)
+        predictions = {problem.weights.in_tiles: _one(tiles, ring_bytes, like), **predictions}
     return [(fmt, prediction) for fmt, prediction in predictions.items() if prediction is not None]
 
 

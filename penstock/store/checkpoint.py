@@ -40,6 +40,8 @@ RAW_DTYPES: dict[str, npt.DTypeLike] = {"F32": np.float32, "F16": np.float16, "B
 
 _READ_BYTES = 8 * MIB  # of one read at most
 _FOLIO_BYTES = 4 << 20  # of the largest folio of the page cache
+_HUGE_BYTES = 1 * MIB  # a read of as many is worth huge pages
+_HOLE_BYTES, _SPAN_BYTES = 64 << 10, 8 * MIB  # of rows that are taken: 64 KiB cost less than another request
 _KEPT = 8  # matrices that lie by columns in a file: of a part that is packed, or of two experts
 
 
@@ -169,15 +171,23 @@ class Checkpoint:
         return whole[:, start:stop] if tensor.dtype in RAW_DTYPES else whole
 
     def take(self, name: str, axis: int, numbers: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """As `read`, but gives the elements of these numbers along `axis`, in this order. Runs of successive numbers
-        are read at once."""
+        """As `read`, but gives the elements of these numbers along `axis`, in this order. Neighbours are read at once,
+        with what lies between them."""
         tensor = self.weights(name)
         if axis >= len(tensor.shape) or numbers.min() < 0 or numbers.max() >= tensor.shape[axis]:
             raise BrokenModel(f"{tensor.file}: tensor {quoted(name)} {list(tensor.shape)} has too few on axis {axis}")
         if axis == 1:
             return self._whole(tensor, None)[:, numbers]
-        breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
-        return np.concatenate([self._rows(tensor, int(run[0]), int(run[-1]) + 1) for run in np.split(numbers, breaks)])
+        order = np.argsort(numbers, kind="stable")
+        found = numbers[order]
+        out: npt.NDArray[Any] | None = None
+        for lo, hi in _spans(found, max(1, tensor.nbytes // tensor.shape[0])):
+            rows = self._rows(tensor, int(found[lo]), int(found[hi - 1]) + 1)
+            if out is None:
+                out = np.empty((len(numbers), *rows.shape[1:]), rows.dtype)
+            out[order[lo:hi]] = rows[found[lo:hi] - found[lo]]
+        assert out is not None
+        return out
 
     def _whole(self, tensor: TensorInfo, item: int | None) -> npt.NDArray[Any]:
         """The whole matrix. It is kept until two others were asked for: while the last columns of one are taken, the
@@ -224,14 +234,16 @@ class Checkpoint:
     def _pread(self, tensor: TensorInfo, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
         """uint8 [nbytes]. Direct reads take whole pages, so some bytes around are read too."""
         first, end = offset // PAGE_BYTES * PAGE_BYTES, round_up(offset + nbytes, PAGE_BYTES)
-        memory = huge_memory(end - first)
+        memory = _page_memory(end - first)
         with storage_errors("read", tensor.file):
             fd = self._fd(tensor.file)
+            was_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)  # another thread may clear it meanwhile
             try:
                 found = _native.read_into(fd, first, memory.ctypes.data, end - first, _READ_BYTES)
             except OSError as error:
-                if error.errno != errno.EINVAL or not _bypass_cache(fd, False):
+                if error.errno != errno.EINVAL or not was_direct:
                     raise
+                _bypass_cache(fd, False)
                 found = _native.read_into(fd, first, memory.ctypes.data, end - first, _READ_BYTES)
             if found < offset + nbytes - first:
                 raise BrokenModel(f"{tensor.file} is truncated: tensor {quoted(tensor.name)} ends early")
@@ -269,15 +281,40 @@ class Checkpoint:
             return self._fds[file]
 
 
-def _bypass_cache(fd: int, direct: bool) -> bool:
-    """Whether reads of a file bypass the page cache from now on, or no longer do, as asked for and as they did not
-    before. Some file systems refuse that at once, others refuse the reads."""
+def _spans(numbers: npt.NDArray[np.int64], row_bytes: int) -> list[tuple[int, int]]:
+    """lo, hi of the neighbours among ascending numbers of rows that one read takes: holes of `_HOLE_BYTES` at most are
+    read too, and no more than `_SPAN_BYTES` together, or one run of rows without a hole."""
+    spans, lo, hi = list[tuple[int, int]](), 0, 0
+    for begin, end in _runs(numbers):
+        hole = (int(numbers[begin]) - int(numbers[hi - 1]) - 1) * row_bytes if hi else 0
+        if hole > _HOLE_BYTES or (int(numbers[end - 1]) + 1 - int(numbers[lo])) * row_bytes > _SPAN_BYTES:
+            if hi > lo:
+                spans.append((lo, hi))
+            lo = begin
+        hi = end
+    return [*spans, (lo, hi)]
+
+
+def _runs(numbers: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Begin and end of each run of successive numbers."""
+    breaks = (np.flatnonzero(np.diff(numbers) > 1) + 1).tolist()
+    return list(zip([0, *breaks], [*breaks, len(numbers)], strict=True))
+
+
+def _page_memory(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Memory, uint8 [nbytes], that begins with a page. A small read does not take 2 MiB, which the kernel clears."""
+    if nbytes >= _HUGE_BYTES:
+        return huge_memory(nbytes)
+    memory = np.empty(nbytes + PAGE_BYTES, np.uint8)
+    return memory[-memory.ctypes.data % PAGE_BYTES :][:nbytes]
+
+
+def _bypass_cache(fd: int, direct: bool) -> None:
+    """Reads of a file bypass the page cache from now on, or no longer do. Some file systems refuse that at once, others
+    refuse the reads."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    wanted = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
     with suppress(OSError):
-        fcntl.fcntl(fd, fcntl.F_SETFL, wanted)
-        return wanted != flags
-    return False
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
 
 
 def _matrix(tensor: TensorInfo, item: int) -> TensorInfo:

@@ -166,10 +166,11 @@ def test_bad_lines_have_an_error_line_each(call: Call, tmp_path: Path) -> None:
         for answer in done
         if answer not in fine.values() and answer["custom_id"] != "r0"
     }
+    codes.pop("deep", None)  # how deep messages may nest is Python's to say
     assert codes == {
         None: "invalid_line", "b": "invalid_line", "c": "invalid_url", "d": "invalid_url", "r5": "invalid_request",
         "r6": "invalid_request", "r7": "model_not_found", "r8": "context_length_exceeded", "r9": "invalid_request",
-        "r10": "invalid_request", "r11": "invalid_request", "r15": "invalid_request", "deep": codes.get("deep"),
+        "r10": "invalid_request", "r11": "invalid_request", "r15": "invalid_request",
     }  # fmt: skip
     assert len(done) == len(asked) - 1 == found.report["lines"] and found.report["failed"] == len(done) - len(fine)
     again = call(tmp_path / "in", tmp_path / "out")

@@ -1,18 +1,24 @@
 """Reading safetensors: what is right is read to the bit, what is wrong gets one line that says where."""
 
+import errno
+import fcntl
 import json
+import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import BadRequest, BrokenModel, PenstockError, UnsupportedModel
+from penstock.store import checkpoint as checkpoint_module
 from penstock.store.checkpoint import INDEX, Checkpoint
-from penstock.store.header import DTYPE_BITS, parse_header, read_header
+from penstock.store.header import DTYPE_BITS, TensorInfo, parse_header, read_header
 from tests.cpu.checkpoints import Array, save_tensors
 
 RNG = np.random.default_rng(0)
@@ -23,6 +29,16 @@ TENSORS: dict[str, Array] = {
     "empty": np.zeros((0, 4), np.float32),
     "codes": np.zeros((2, 2), np.int8),
 }
+
+
+TALL = RNG.standard_normal((400, 256)).astype(np.float32)  # rows of 1 KB
+
+
+@pytest.fixture(scope="module")
+def tall(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tall")
+    save_tensors(folder / "model.safetensors", {"tall": TALL})
+    return folder
 
 
 @pytest.fixture
@@ -49,6 +65,51 @@ def test_reads_slices_of_both_axes_to_the_bit(folder: Path) -> None:
             assert checkpoint.read(name, 0, 2, 2).shape == (0, *tensor.shape[1:])
         assert np.array_equal(checkpoint.read("vector", 0, 3, 9), TENSORS["vector"][3:])
         assert checkpoint.read("empty", 0, 0, 0).shape == (0, 4)
+
+
+@settings(max_examples=60)
+@given(numbers=st.lists(st.integers(0, 399), min_size=1, max_size=60))
+def test_takes_rows_in_any_order(numbers: list[int], tall: Path) -> None:
+    with Checkpoint.open(tall) as checkpoint:
+        got = checkpoint.take("tall", 0, np.array(numbers, np.int64))
+    np.testing.assert_array_equal(got, TALL[numbers])
+
+
+def test_rows_that_lie_near_are_read_at_once(tall: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 1 KB: holes of 64 rows cost less than a request, larger ones do not."""
+    spans: list[int] = []
+    read = Checkpoint._rows
+
+    def rows(self: Checkpoint, tensor: TensorInfo, start: int, stop: int) -> Array:
+        spans.append(stop - start)
+        return read(self, tensor, start, stop)
+
+    monkeypatch.setattr(Checkpoint, "_rows", rows)
+    with Checkpoint.open(tall) as checkpoint:
+        checkpoint.take("tall", 0, np.arange(0, 128, 2))
+        assert spans == [127]
+        spans.clear()
+        checkpoint.take("tall", 0, np.array([399, 2, 0, 100, 101]))
+    assert spans == [3, 2, 1]
+
+
+def test_two_reads_meet_a_file_system_that_refuses_direct_ones(tall: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both begin while reads bypass the cache. Whichever ends the bypass, both are tried again."""
+    begun, real = threading.Barrier(2), checkpoint_module._native.read_into
+
+    def read_into(fd: int, *rest: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            begun.wait(10)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, *rest)
+
+    with Checkpoint.open(tall) as checkpoint, ThreadPoolExecutor(2) as threads:
+        fd = checkpoint._fd(tall / "model.safetensors")
+        if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            pytest.skip("this file system has no direct reads")
+        monkeypatch.setattr(checkpoint_module._native, "read_into", read_into)
+        for got in threads.map(lambda lo: (lo, checkpoint.read("tall", 0, lo, 400)), (0, 7)):
+            np.testing.assert_array_equal(got[1], TALL[got[0] :])
 
 
 def test_finds_names_with_and_without_the_leading_model(folder: Path) -> None:

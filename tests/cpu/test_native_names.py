@@ -21,7 +21,7 @@ NOT_CROSSING = {
     "qkv": {"norms", "layer"},
     "attend": {"norms", "layer"},
     "out": {"layer"},
-    "ffn": {"layer"},
+    "ffn": {"layer", "row_flops"},
     "fire": {"layer"},
     "predict": {"layer"},
     "route": {"layer", "guesses"},

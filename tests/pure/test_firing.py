@@ -12,19 +12,22 @@ from penstock.errors import BadRequest, DoesNotFit
 from penstock.graph import ops
 from penstock.graph.lower import Lowering
 from penstock.graph.passes import decode
+from penstock.graph.scratch_gpu import FEW_ROWS
 from penstock.planner.cost import Cost
 from penstock.planner.firing import Firing, Foretold, expected, measured
 from penstock.planner.solve import solve
 from penstock.planner.solve.bound import least_score_s, score_s
 from penstock.planner.solve.ours.ram import require_minimum
+from penstock.planner.what_if import what_if
 from penstock.serve.planning import describe
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
+from penstock.spec.parts import parts
 from penstock.spec.places import HOST
 from penstock.spec.plan import Plan, Predictor
 from penstock.spec.predictors import FORMAT
 from penstock.spec.profile import FIRED_TOGETHER, FiringCounts, Profile, hottest_share
-from tests.pure.machine import MACHINE
+from tests.pure.machine import MACHINE, WITH_DEVICE
 
 NEURONS, TILES = parse_format("int4-neurons"), parse_format("int4")
 OPT, _ = describe(Path("opt-1.3b"), to_plan=True)
@@ -59,6 +62,38 @@ def test_tiles_are_taken_to_have_no_still_granules() -> None:
     solved = solve(Ask(context=128), OPT, TILES, MACHINE, firing=RARELY)
     assert solved.plan.sparsity == "exact" and all(unit.active == 1 for unit in solved.plan.units)
     assert any("64 neurons that lie together" in reason for reason in solved.reasons)
+
+
+def test_rows_one_by_one_are_slower_than_tiles_of_many() -> None:
+    """A pass of many rows takes as long as its products of neurons' rows; of one row, as its bytes. `plan` says so."""
+    solved = {batch: solve(Ask(context=128, batch=batch), OPT, NEURONS, MACHINE, firing=RARELY) for batch in (1, 32)}
+    tiles = {batch: solve(Ask(context=128, batch=batch, sparsity="off"), OPT, TILES, MACHINE) for batch in (1, 32)}
+    gain = {b: solved[b].prediction.decode_tokens_per_s / tiles[b].prediction.decode_tokens_per_s for b in (1, 32)}
+    assert gain[1] > 1.2 and gain[32] < 1
+    for batch, each in solved.items():
+        found = dict(what_if(each, Ask(context=128, batch=batch), MACHINE, None, RARELY).other_formats)
+        assert found[TILES].decode_tokens_per_s == pytest.approx(tiles[batch].prediction.decode_tokens_per_s, rel=0.02)
+        plan = each.plan
+        calls = [call for task in Lowering(plan).step(decode(plan, tuple(range(batch)), (8,) * batch, None))
+                 for call in task.calls if isinstance(call.operands, ops.Ffn)]  # fmt: skip
+        assert all(0 < call.operands.row_flops < call.flops for call in calls)  # type: ignore[union-attr]
+        assert least_score_s(plan, Ask(context=128, batch=batch), Cost(MACHINE)) <= score_s(
+            each.prediction, plan, Ask(context=128, batch=batch)
+        )
+
+
+def test_a_device_computes_all_neurons_of_many_rows() -> None:
+    """Its kernels leave out what does not fire for few rows alone, and so does what they are taken to cost."""
+    part = next(part for part in parts(OPT, NEURONS) if part.kind == "ffn")
+    for batch, less in ((FEW_ROWS, True), (FEW_ROWS + 1, False)):
+        plan = solve(Ask(context=128, batch=batch, use_device=True), OPT, NEURONS, WITH_DEVICE, firing=RARELY).plan
+        calls = [call for task in Lowering(plan).step(decode(plan, tuple(range(batch)), (8,) * batch, None))
+                 for call in task.calls if isinstance(call.operands, ops.Ffn) and task.lanes == ("gpu0",)]  # fmt: skip
+        assert calls
+        for call in calls:
+            unit = plan.units[call.unit]
+            whole = ops.matrix_cost(part, unit.lo, unit.hi, ops.FFN_BLOCKS, batch)
+            assert ((call.bytes, call.flops) != whole) == less
 
 
 def test_models_without_zeros() -> None:

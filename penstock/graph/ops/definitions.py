@@ -137,7 +137,7 @@ class Ffn(NamedTuple):
     that are not active is taken to be 0, and so are activations whose magnitude is below `level`. `skips`: what an
     activation of 0 multiplies may be left out. With `values` (one slot, or none) the unit is asked for, and its
     activations are there. `weights` of a unit that is asked for, by activations or by predictors, are its pages with
-    records (`graph.asked`)."""
+    records (`graph.asked`). `row_flops`: of the call's flops, those of neurons' rows one by one, and not of tiles."""
 
     weights: Read
     h: Read
@@ -152,6 +152,7 @@ class Ffn(NamedTuple):
     active: Reads = ()
     level: float = 0.0
     values: Reads = ()
+    row_flops: int = 0
 
 
 class Fire(NamedTuple):

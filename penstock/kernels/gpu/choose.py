@@ -7,11 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-# Up to so many rows are multiplied straight from packed weights, four at a time. Four rows take some eight operations a
-# weight, and a card of 4.8 TB/s does 30e12 a second. Widening writes and reads each weight as float32 once: 8 bytes,
-# however many rows there are. By these figures both take the same time near 26 rows. `bench/gpu_kernels.py` measures
-# it.
-FEW_ROWS = 24
+from penstock.graph.scratch_gpu import FEW_ROWS
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,9 @@ def _unit_s(plan: Plan, unit: Unit, cost: Cost, p: _PassSize) -> Iterator[tuple[
             activated = ops.matrix_cost(part, unit.lo, unit.hi, (part.blocks[0].name,), rows)
             calls = [(op, fmt, ops.fired_cost(whole, activated, active)) for op, fmt, whole in calls]
             active = 1.0
-        seconds = (cost.least_s(lane, op, fmt, rows, active * read, active * flops) for op, fmt, (read, flops) in calls)
+        # By neurons' rows, bytes come as those of one row do (`Cost`).
+        like = 1 if part.by_neurons and p.purpose == "decode" else rows
+        seconds = (cost.least_s(lane, op, fmt, like, active * read, active * flops) for op, fmt, (read, flops) in calls)
         yield lane, p.batches * sum(seconds)
     asks = unit.part in cached or unit.asked
     if is_disk(home) and not (
