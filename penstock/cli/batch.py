@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     from penstock.serve.batch.lines import Lines
     from penstock.serve.batch.survey import Survey
     from penstock.serve.engine import Engine
+    from penstock.serve.loading import Loading
     from penstock.spec.ask import Ask
 
-_LIBRARY_BYTES = 16 * MIB  # pydantic, which reads requests
+_LIBRARY_BYTES = 32 * MIB  # pydantic, which reads requests, and prompts that wait (`answering`)
 _LINK_LANES = ("h2d0", "d2h0")
 
 
@@ -89,6 +90,7 @@ def batch(
     from penstock.serve.batch.answering import Batch, predicted_s
     from penstock.serve.batch.journal import Journal
     from penstock.serve.batch.lines import Lines
+    from penstock.serve.batch.sizing import best_ask
     from penstock.serve.batch.survey import survey
     from penstock.serve.planning import describe
     from penstock.serve.tokenizer import Tokenizer
@@ -96,10 +98,14 @@ def batch(
 
     spec, _ = describe(source.folder, verify=not machine.no_verify)
     context = min(work.context or spec.max_positions, spec.max_positions)
-    names = tuple(dict.fromkeys((name, model) if name else (model, Path(model).name)))
-    asked_of = f"{model_sha256(source.folder)} {work.kv} {work.sparsity} {machine.exact}"
+    if plan is not None:
+        context = min(context, plan.context)
+    names = tuple(dict.fromkeys(map(_utf8, (name, model) if name else (model, Path(model).name))))
+    kv = [home.format.name for home in plan.kv] if plan is not None else work.kv
+    sparsity = plan.sparsity if plan is not None else work.sparsity
+    asked_of = [model_sha256(source.folder), names[0], context, max_tokens, kv, sparsity, machine.exact, machine.device]
     with (
-        closing(Lines(as_path(requests), asked_of)) as lines,
+        closing(Lines(as_path(requests), repr(asked_of))) as lines,
         closing(Journal(out, lines)) as journal,
         closing(Tokenizer.open(source.folder, machine.host_memory_bytes, not machine.no_verify)) as tokenizer,
     ):
@@ -113,13 +119,16 @@ def batch(
         if not found.todo:
             note(f"all {len(lines)} lines are done")
             if as_json:
-                print_json({"lines": len(lines), "resumed": before, "prompts": 0, "failed": refused})
+                print_json(_counts(None, refused, before, len(lines)))
             return
-        ask = _ask(work, machine, found, context)
         beside: dict[str, Any] = {"tokenizer": tokenizer, **_beside(found, lines, tokenizer)}
+        ask = _ask(work, machine, found, context)
+        if plan is None:
+            with progress() as tell:
+                ask = best_ask(ask, found, source.folder, _loading(machine, beside), tell)
         with loaded(source, ask, machine, plan, **beside) as engine:
             places = engine.plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
-            whole_s = predicted_s(engine, found.answers)
+            whole_s = predicted_s(engine.plan, engine.prediction, ask, found.answers)
             note(f"{found.answers} answers, {places} at once, are predicted to take {format_seconds(whole_s)}")
             try:
                 with progress() as tell:
@@ -134,16 +143,24 @@ def batch(
 
 def _ask(work: BatchWork, machine: Machine, found: Survey, context: int) -> Ask:
     """The ask for answers of average length, which share KV pages as each grows."""
+    from penstock.serve.batch.sizing import of_size
+
     ask = work.ask(machine, found.prompt_tokens, found.output_tokens)
-    count = min(work.batch, found.answers, MOST_SEQUENCES)
-    longest = min(context, found.longest)
-    return replace(
-        ask,
-        batch=count,
-        context=longest,
-        kv_tokens=max(longest, count * (ask.prompt_tokens + ask.output_tokens)),
-        score_rows=DEFAULT_SCORE_ROWS if found.scores else 0,
-    )
+    scored = DEFAULT_SCORE_ROWS if found.scores else 0
+    ask = replace(ask, context=min(context, found.longest), score_rows=scored)
+    return of_size(ask, min(work.batch, found.answers, MOST_SEQUENCES))
+
+
+def _loading(machine: Machine, beside: dict[str, Any]) -> Loading:
+    from penstock.serve.loading import Loading
+
+    how: dict[str, Any] = {"threads": machine.threads, "exact": machine.exact, "verify": not machine.no_verify}
+    return Loading(device=machine.device, cache=machine.cache_folder, **how, **beside)
+
+
+def _utf8(name: str) -> str:
+    """A name as answers bear it: what of it is no UTF-8 is replaced."""
+    return name.encode(errors="replace").decode()
 
 
 def _beside(found: Survey, lines: Lines, tokenizer: Any) -> dict[str, int]:
@@ -182,26 +199,37 @@ def _report(engine: Engine, done: Done, refused: int, before: int, places: int, 
         )
         return
     print_json(
-        {
-            "lines": lines,
-            "resumed": before,
-            "prompts": done.lines,
-            "failed": done.failed + refused,
-            "answers": done.answers,
-            "prompt_tokens": done.prompt_tokens,
-            "cached_tokens": done.cached_tokens,
-            "output_tokens": done.output_tokens,
-            "seconds": done.seconds,
-            "generation_tokens_per_s": done.generation_tokens_per_s,
-            "decode_tokens_per_s": done.decode_tokens_per_s,
+        _counts(done, refused, before, lines)
+        | {
             "predicted": {
                 "seconds": done.predicted_s,
                 "ttft_s": engine.prediction.ttft_s,
                 "decode_tokens_per_s": engine.prediction.decode_tokens_per_s,
             },
-            "bytes_moved": done.bytes_moved,
             "block": {"answers": places, "batch_seqs": plan.batch_seqs, "batches_per_pass": plan.batches_per_pass},
             "peak_host_bytes": engine.peak_host_bytes,
             "peak_device_bytes": engine.session.peak_device_bytes,
         }
     )
+
+
+def _counts(done: Done | None, refused: int, before: int, lines: int) -> dict[str, Any]:
+    """What a run did, as JSON. `done`: None where nothing was left to be answered; then there is no plan either."""
+    return {
+        "lines": lines,
+        "resumed": before,
+        "prompts": done.lines if done else 0,
+        "failed": refused + (done.failed if done else 0),
+        "answers": done.answers if done else 0,
+        "prompt_tokens": done.prompt_tokens if done else 0,
+        "cached_tokens": done.cached_tokens if done else 0,
+        "output_tokens": done.output_tokens if done else 0,
+        "seconds": done.seconds if done else 0.0,
+        "generation_tokens_per_s": done.generation_tokens_per_s if done else 0.0,
+        "decode_tokens_per_s": done.decode_tokens_per_s if done else 0.0,
+        "predicted": None,
+        "bytes_moved": done.bytes_moved if done else {},
+        "block": None,
+        "peak_host_bytes": None,
+        "peak_device_bytes": None,
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -22,7 +23,9 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 100_000_000
 # Of one file. The largest known have some 50 GB.
 MAX_FILE_BYTES = 1 << 45
-MAX_FILES = 200_000
+MAX_FILES = 50_000
+MAX_LIST_BYTES = 16 << 20
+_MAX_VALUES = 10 * MAX_FILES  # in a list: of a file it says seven
 
 COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}", re.ASCII)
@@ -80,6 +83,8 @@ class Several(BadRequest):
 
 def parse_listing(content: bytes, repo: str) -> Listing:
     """The answer of `api/models/REPO/revision/…?blobs=true`. Raises BrokenModel where it is none."""
+    if content.count(b",") > _MAX_VALUES:  # an empty object takes 64 bytes in memory
+        raise BrokenModel(f"the Hub's list of {repo} has more than {_MAX_VALUES} values")
     data = parse_json(content, Path(f"the Hub's list of {repo}"))
     commit, siblings = data.get("sha"), data.get("siblings")
     if not isinstance(commit, str) or not COMMIT.fullmatch(commit):
@@ -199,16 +204,23 @@ def _gguf(listing: Listing, file: str) -> Choice:
 
 def models_in_gguf(listing: Listing) -> dict[str, Choice]:
     """The models in GGUF of a repository, by name and folder. A split one that lacks files is left out."""
+    paths = [path for file in sorted(listing.files) if (path := PurePosixPath(file)).suffix == ".gguf"]
+    parts = Counter(_split_set(path) for path in paths)
     found: dict[str, Choice] = {}
-    for file in sorted(listing.files):
-        path = PurePosixPath(file)
-        key = str(path.with_name(name_of(path)))
-        if path.suffix == ".gguf" and key not in found and not _NO_MODEL.fullmatch(path.name.removesuffix(".gguf")):
-            try:
-                found[key] = _gguf(listing, file)
-            except BadRequest:
-                continue
+    for path in paths:
+        key, count = _split_set(path)
+        # Sets that lack files are told by their number, before their names are gone through.
+        if key in found or parts[key, count] < count or _NO_MODEL.fullmatch(path.stem):
+            continue
+        with contextlib.suppress(BadRequest):
+            found[key] = _gguf(listing, str(path))
     return found
+
+
+def _split_set(path: PurePosixPath) -> tuple[str, int]:
+    """The model that a GGUF file belongs to, and into how many files it was split by the file's name."""
+    name = name_of(path)
+    return str(path.with_name(name)), 1 if name == path.stem else int(path.stem[-5:])
 
 
 def _quantised(listing: Listing, name: HubName, ggufs: dict[str, Choice], available_bytes: int | None) -> Choice:

@@ -13,7 +13,7 @@ from pathlib import Path
 from penstock.errors import BadRequest, PenstockError
 from penstock.library.found import Found
 from penstock.library.listing import Choice, Listing, Several, choose, local_files, models_in_gguf
-from penstock.library.names import MAIN, HubName, hub_name, is_plain
+from penstock.library.names import HubName, is_plain, quantisation_of
 from penstock.library.where import Where, lm_studio_folders
 from penstock.store.files import read_bytes
 
@@ -35,31 +35,45 @@ def listed(where: Where) -> Iterator[Found]:
 def find(text: str, where: Where) -> Found:
     """The model that `text`, a name with `lmstudio:` before it, means. Raises BadRequest where there is none, where
     several could be meant, or where it cannot be run."""
-    name = hub_name(text.removeprefix(SCHEME))
-    if name is None or name.revision != MAIN or name.sure:
+    repo, file = _parts(text)
+    if not is_plain(repo) or "/" not in repo or (file and not (is_plain(file) and file.endswith(".gguf"))):
         raise BadRequest(
             f"{text:.200} is no name of LM Studio's: write lmstudio:publisher/model[/file.gguf], as `penstock import`"
             " lists them"
         )
     for folder in lm_studio_folders(where):
-        model = folder / name.repo
-        if model.is_dir():
-            choice = _choice(model, _listing(model, name.repo), name)
-            return Found(text, model / choice.main, choice.nbytes)
+        for each, quantisation in ((repo, ""), _quantisation(repo)):
+            model = folder / each
+            if os.path.isdir(model):
+                name = HubName(f"{SCHEME}{each}", quantisation=quantisation, file=file)
+                choice = _choice(model, name)
+                return Found(text, model / choice.main, choice.nbytes)
     names = [found.name for found in listed(where)]
     there = f"there are {', '.join(names[:10])}" if names else "LM Studio keeps none in its usual folders"
     raise BadRequest(f"{text:.200} is not on this machine: {there}")
+
+
+def _parts(text: str) -> tuple[str, str]:
+    """(publisher/model, file) of a name. The folders of models are called as their users please."""
+    publisher, _, rest = text.removeprefix(SCHEME).rstrip("/").partition("/")
+    model, _, file = rest.partition("/")
+    return (f"{publisher}/{model}" if model else publisher), file
+
+
+def _quantisation(repo: str) -> tuple[str, str]:
+    """(publisher/model, Q4_K_M) of publisher/model:Q4_K_M; the name and "" where it names none."""
+    model, _, tag = repo.rpartition(":")
+    return (model, tag.upper()) if "/" in model and quantisation_of(tag) == tag.upper() != "" else (repo, "")
 
 
 def _models(folder: Path, repo: str) -> list[Found]:
     """The models of a folder; whatever is wrong with it is said in `why`."""
     name = f"{SCHEME}{repo}"
     try:
-        listing = _listing(folder, repo)
-        ggufs = models_in_gguf(listing)
+        ggufs = models_in_gguf(_listing(folder, name))
         if len(ggufs) > 1:
             return [Found(f"{name}/{each.main}", folder / each.main, each.nbytes) for each in ggufs.values()]
-        choice = _choice(folder, listing, HubName(repo))
+        choice = _choice(folder, HubName(name))
         return [Found(name, folder / choice.main, choice.nbytes)]
     except PenstockError as error:
         return [Found(name, None, 0, error.message)]
@@ -86,8 +100,9 @@ def _listing(folder: Path, repo: str) -> Listing:
     return Listing(repo, "", local_files(folder))
 
 
-def _choice(folder: Path, listing: Listing, name: HubName) -> Choice:
+def _choice(folder: Path, name: HubName) -> Choice:
+    """`name`: with `lmstudio:` before its repository, as errors call it."""
     try:
-        return choose(listing, name, lambda index: read_bytes(folder / index.name, index.nbytes))
+        return choose(_listing(folder, name.repo), name, lambda index: read_bytes(folder / index.name, index.nbytes))
     except Several as several:
         raise BadRequest(several.message) from None  # of which nothing is to be read from the Hub

@@ -21,7 +21,7 @@ from typing import Any
 from penstock.errors import BadRequest, BrokenModel, PenstockError
 from penstock.library.found import Found
 from penstock.library.where import Where, ollama_folders
-from penstock.store.files import read_json
+from penstock.store.files import read_json, storage_errors
 from penstock.store.header import quoted
 
 SCHEME = "ollama:"
@@ -60,9 +60,14 @@ def find(text: str, where: Where) -> Found:
         raise BadRequest(
             f"{text:.200} is no name of Ollama's: write ollama:llama3.2:1b, as `penstock import` lists them"
         )
+    unread = ""
     for folder in ollama_folders(where):
         path = folder.joinpath("manifests", *parts)
-        if not path.is_file():
+        try:
+            if not path.is_file():
+                continue
+        except OSError as error:  # the service's folder may be closed to this user
+            unread = f"; {folder} cannot be read: {error.strerror}"
             continue
         found = _found(folder, path)
         if found.path is None:
@@ -70,7 +75,7 @@ def find(text: str, where: Where) -> Found:
         return found
     names = [found.name for found in listed(where)]
     there = f"there are {', '.join(names[:10])}" if names else "Ollama keeps none here (OLLAMA_MODELS names its folder)"
-    raise BadRequest(f"{text:.200} is not on this machine: {there}")
+    raise BadRequest(f"{text:.200} is not on this machine: {there}{unread}")
 
 
 def _parts(name: str) -> tuple[str, str, str, str] | None:
@@ -143,7 +148,9 @@ def _blob(folder: Path, digest: str) -> Path:
     """A layer's file. Raises BrokenModel where it is not there, or leads out of the store."""
     blobs = folder / "blobs"
     path = blobs / f"sha256-{digest}"
-    if not path.is_file():
+    with storage_errors("read", path):
+        there = path.is_file()
+    if not there:
         raise BrokenModel(f"{path} is missing: `ollama pull` brings it")
     if path.resolve().parent != blobs.resolve():
         raise BrokenModel(f"{path} leads to {quoted(str(path.resolve()))}, outside of Ollama's folder")

@@ -10,13 +10,13 @@ import math
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urljoin, urlsplit
 
 import penstock
 from penstock.errors import BadRequest, BrokenModel, PenstockError, StorageFailed
-from penstock.library.listing import Listing, RemoteFile, parse_listing
+from penstock.library.listing import COMMIT, MAX_LIST_BYTES, Listing, RemoteFile, parse_listing
 from penstock.library.where import Tell, Where
 from penstock.units import format_bytes
 
@@ -28,8 +28,8 @@ _WHOLE_ANSWER_S = 120.0  # for a list, an index, a header
 _MAX_REDIRECTS = 10
 TRIES, _TRIES_TO_REACH = 6, 3
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
+_MOST_SAID_S = 10**9  # 30 years
 _AGAIN = (408, 429, 500, 502, 503, 504)
-_MAX_LIST_BYTES = 64 << 20
 _SAID = 200  # characters of what a server says that are repeated
 _LOGIN = "log in with `hf auth login`"
 
@@ -50,14 +50,16 @@ class Hub:
         from huggingface_hub import constants
 
         self.endpoint = (where.endpoint or constants.ENDPOINT).rstrip("/")
-        self.offline = constants.is_offline_mode()
         self._sleep, self._tell = where.sleep, tell
 
     def listing(self, repo: str, revision: str) -> Listing:
         """The files of a repository at a revision."""
         url = f"{self.endpoint}/api/models/{repo}/revision/{quote(revision, safe='')}?blobs=true"
         with self._asked(url, f"{repo} at {revision}") as response:
-            return parse_listing(_whole(response, _MAX_LIST_BYTES, f"the list of {repo}"), repo)
+            listing = parse_listing(_whole(response, MAX_LIST_BYTES, f"the list of {repo}"), repo)
+        if COMMIT.fullmatch(revision) and listing.commit != revision:
+            raise BrokenModel(f"the Hub was asked for {repo} at {revision}, and lists {listing.commit}")
+        return listing
 
     def read(self, listing: Listing, file: RemoteFile, first: int = 0, end: int | None = None) -> bytes:
         """Bytes first..end of a file, in memory; None: to its end. Cut connections are tried again."""
@@ -138,6 +140,8 @@ class Hub:
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
         headers = build_hf_headers(library_name="penstock", library_version=penstock.__version__)
+        if not headers.get("authorization", "").isascii():
+            raise BadRequest(f"the Hub's token has letters that no token has: {_LOGIN}, or set HF_TOKEN right")
         headers["accept-encoding"] = "identity"  # sizes are those of the files, and nothing unfolds
         if end is not None:
             headers["range"] = f"bytes={first}-{end - 1}"
@@ -216,9 +220,11 @@ def _asked_to_wait_s(response: httpx2.Response) -> float | None:
     """Seconds that a server asks to wait for. None where it does not say."""
     from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]
 
-    limit = parse_ratelimit_headers(response.headers)
-    if response.status_code == 429 and limit is not None and limit.remaining == 0:
-        return float(limit.reset_in_seconds)
+    if response.status_code == 429:
+        with suppress(ValueError, OverflowError):  # a number with thousands of digits
+            limit = parse_ratelimit_headers(response.headers)
+            if limit is not None and limit.remaining == 0:
+                return float(min(max(0, limit.reset_in_seconds), _MOST_SAID_S))
     try:
         asked_s = float(response.headers.get("retry-after", ""))
     except ValueError:

@@ -1,6 +1,7 @@
 """From a MODEL argument to the files that it means.
 
-In this order: a path that is here, a bundled shape, `ollama:…` and `lmstudio:…`, a name on the Hub.
+In this order: a name that begins with the Hub's address, a path that is here, a bundled shape, `ollama:…` and
+`lmstudio:…`, any other name on the Hub.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ def named_on_the_hub(model: str) -> HubName:
 
 def _kept(model: str, where: Where, tell: Tell | None) -> Located | None:
     """What MODEL means without the Hub; None where only the Hub may have it. Raises BadRequest."""
-    path = _path(model)
+    name, path = hub_name(model), _path(model)
+    if name is not None and name.sure:
+        return None
     if path.exists():
         return Located(path)
     if shapes.find(model) is not None:

@@ -57,20 +57,18 @@ def open_regular(file: Path) -> int:
     """
     require_regular(file, file.stat())
     # Meanwhile the name may have come to lead to a pipe: hence O_NONBLOCK, and a second look.
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
-    try:
-        require_regular(file, os.fstat(fd))
-        os.set_blocking(fd, True)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    return _regular(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK), file)
 
 
 def open_to_append(file: Path) -> int:
     """A descriptor to read a regular file, and to write at its end; it is made where it is not there. Raises OSError,
     and BrokenModel where the name is that of anything else."""
-    fd = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK, 0o666)
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
+    return _regular(os.open(file, flags, 0o666), file)
+
+
+def _regular(fd: int, file: Path) -> int:
+    """The descriptor, which waits from now on. Closes it and raises BrokenModel where it is of no regular file."""
     try:
         require_regular(file, os.fstat(fd))
         os.set_blocking(fd, True)

@@ -45,6 +45,14 @@ def requests(count: int, seed: int = 1) -> list[dict[str, Any]]:
     return found
 
 
+def nested(depth: int) -> dict[str, Any]:
+    """A message with a field that nests so deep."""
+    inner: Any = 1
+    for _ in range(depth):
+        inner = [inner]
+    return {"role": "user", "content": "hi", "more": inner}
+
+
 def write(file: Path, lines: list[Any]) -> Path:
     file.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
     return file
@@ -139,6 +147,9 @@ def test_bad_lines_have_an_error_line_each(call: Call, tmp_path: Path) -> None:
         {"custom_id": "chat", "url": "/v1/chat/completions", "body": {**chat, "max_tokens": 3, "model": "tale-llama"}},
         "x" * (MOST_LINE_BYTES + 10),
         request(14, prompt="a queen", max_tokens=3, logprobs=2, echo=True),
+        {**good, "url": "/v1/completions"},  # whose custom_id has come before
+        {"custom_id": "deep", "url": "/v1/chat/completions", "body": {"messages": [nested(900)], "max_tokens": 3}},
+        " " * (MOST_LINE_BYTES + 10) + "x",
         request(15, prompt="a", response_format={"type": "json_schema", "json_schema": {"schema": {"type": 3}}}),
     ]  # fmt: skip
     found = call(write(tmp_path / "in", asked), tmp_path / "out")
@@ -146,21 +157,22 @@ def test_bad_lines_have_an_error_line_each(call: Call, tmp_path: Path) -> None:
     done = answers(tmp_path / "out")
     fine = {answer["custom_id"]: answer for answer in done if answer["error"] is None}
     fine = {name: each for name, each in fine.items() if each["response"]["status_code"] == 200}
-    assert set(fine) == {"r0", "chat", "r14"}
+    assert {"r0", "chat", "r14"} <= set(fine) <= {"r0", "chat", "r14", "deep"}
     assert fine["chat"]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
     choice = fine["r14"]["response"]["body"]["choices"][0]
     assert choice["text"].startswith("a queen") and len(choice["logprobs"]["tokens"]) > 3
     codes = {
         answer["custom_id"]: (answer["error"] or answer["response"]["body"]["error"])["code"]
         for answer in done
-        if answer["custom_id"] not in fine
+        if answer not in fine.values() and answer["custom_id"] != "r0"
     }
+    codes.pop("deep", None)  # how deep messages may nest is Python's to say
     assert codes == {
         None: "invalid_line", "b": "invalid_line", "c": "invalid_url", "d": "invalid_url", "r5": "invalid_request",
         "r6": "invalid_request", "r7": "model_not_found", "r8": "context_length_exceeded", "r9": "invalid_request",
         "r10": "invalid_request", "r11": "invalid_request", "r15": "invalid_request",
     }  # fmt: skip
-    assert len(done) == len(asked) - 1 == found.report["lines"] and found.report["failed"] == len(done) - 3
+    assert len(done) == len(asked) - 1 == found.report["lines"] and found.report["failed"] == len(done) - len(fine)
     again = call(tmp_path / "in", tmp_path / "out")
     assert again.report["resumed"] == len(done) and again.report["prompts"] == 0 and answers(tmp_path / "out") == done
 
@@ -252,6 +264,8 @@ def test_a_write_that_fails_leaves_whole_lines(tmp_path: Path, monkeypatch: pyte
 
 
 FOREIGN = [
+    b'{"id": "batch_req_6740ff0da1',
+    b'{"id": "batch_req_6740ff0da18c8190b0c4e3a9a4d4a1c2", "custom_id": "a"}',
     b"my notes\n",
     b"my notes",
     b"{",
@@ -281,8 +295,8 @@ def test_answers_of_other_requests_and_of_another_model_stay(call: Call, tmp_pat
     asked, out = write(tmp_path / "in", requests(3)), tmp_path / "out"
     assert call(asked, out).code == 0
     before = out.read_bytes()
-    refused(call(write(tmp_path / "other", requests(3, seed=5)), out), "by this model; name another file")
-    refused(call(asked, out, "--kv", "int8"), "by this model; name another file")
+    refused(call(write(tmp_path / "other", requests(3, seed=5)), out), "these flags; name another file")
+    refused(call(asked, out, "--kv", "int8"), "these flags; name another file")
     refused(call(asked, asked), "is the file of the requests")
     refused(call(asked, tmp_path), "is not a file that can be written")
     refused(call(tmp_path, out), "is a folder")
@@ -295,6 +309,28 @@ def test_answers_of_other_requests_and_of_another_model_stay(call: Call, tmp_pat
         fcntl.flock(stream, fcntl.LOCK_EX)
         refused(call(asked, out), "another process is writing answers")
     assert out.read_bytes() == before
+
+
+def test_a_file_that_only_scores(call: Call, tmp_path: Path) -> None:
+    asked = [request(i, prompt=f"a king {i}", max_tokens=0, echo=True, logprobs=1) for i in range(3)]
+    found = call(write(tmp_path / "in", asked), tmp_path / "out")
+    assert found.code == 0 and found.report["answers"] == 3 and found.report["output_tokens"] == 0, found.err
+
+
+def test_answers_that_may_be_longer_than_the_context(call: Call, tmp_path: Path) -> None:
+    """What no answer can reach is not planned for."""
+    asked = [request(i, prompt="a king", max_tokens=1 << 20) for i in range(3)]
+    found = call(write(tmp_path / "in", asked), tmp_path / "out")
+    assert found.code == 0 and found.report["output_tokens"] <= 3 * 512, found.err
+    assert found.report["predicted"]["seconds"] < 3600
+
+
+def test_more_answers_than_fit_at_once(call: Call, tmp_path: Path) -> None:
+    """3,000 answers at once want some 845 MiB. Fewer at once are planned for."""
+    asked = [request(i, prompt=f"a king {i}", max_tokens=1) for i in range(3000)]
+    found = call(write(tmp_path / "in", asked), tmp_path / "out", "--host-memory", "220MiB")
+    assert found.code == 0 and found.report["answers"] == 3000, found.err
+    assert found.report["block"]["answers"] < 3000
 
 
 def test_requests_that_change_meanwhile(tmp_path: Path) -> None:

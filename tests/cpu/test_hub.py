@@ -154,6 +154,12 @@ def test_a_revision(hub: FakeHub, where: Where) -> None:
     assert "has no org/name at v9" in refusal(where, "org/name:v9").message
 
 
+def test_a_commit_is_the_one_that_was_asked_for(hub: FakeHub, where: Where) -> None:
+    hub.revisions["f" * 40] = "a" * 40
+    told = refusal(where, f"org/name:{'f' * 40}").message
+    assert told == f"the Hub was asked for org/name at {'f' * 40}, and lists {'a' * 40}"
+
+
 def test_a_branch_that_moved_on(hub: FakeHub, where: Where, files: dict[str, bytes]) -> None:
     pull(name_of(), where)
     hub.revisions["main"] = "b" * 40
@@ -264,6 +270,11 @@ def test_a_private_model(
     assert stored and not any("authorization" in headers for headers in stored)  # the token stays with the Hub
 
 
+def test_a_token_that_is_none(hub: FakeHub, where: Where, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    login(monkeypatch, tmp_path, "hf_sécret")
+    assert refusal(where).message.startswith("the Hub's token has letters that no token has: log in with")
+
+
 def test_a_gated_model(hub: FakeHub, where: Where, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     hub.gated.add("org/name")
     ask = f"org/name is gated: ask for access at {hub.endpoint}/org/name, and "
@@ -296,6 +307,8 @@ def test_too_many_requests_are_waited_for(hub: FakeHub, where: Where, files: dic
     ({"Retry_After": "1e999"}, 6, "try again later"),
     ({"Retry_After": "Wed, 21 Oct 2099 07:28:00 GMT"}, 6, "try again later"),
     ({"RateLimit": '"api";r=0;t=99999999999999999999'}, 1, "try again in 1"),
+    ({"RateLimit": '"api";r=0;t=' + 400 * "9"}, 1, "try again in 1000000000 s"),
+    ({"RateLimit": '"api";r=0;t=' + 5000 * "9"}, 6, "try again later"),
     ({}, 6, "try again later"),
 ])  # fmt: skip
 def test_too_many_requests_for_too_long(
@@ -391,6 +404,8 @@ def test_another_size_than_was_promised(length: int, hub: FakeHub, where: Where)
         ("/stored/", answers(418), "answers 418"),
         ("/api/", answers(200, b"{" * 1000), "is not JSON"),
         ("/api/", answers(200, b"\xff\xfe"), "is not UTF-8"),
+        ("/api/", answers(200, b'{"x":[' + b"{}," * 600_000 + b"{}]}"), "has more than 500000 values"),
+        ("/api/", answers(200, b"\xff\xfe", RateLimit='"api";r=0;t=' + 5000 * "9"), "is not UTF-8"),
         ("/api/", answers(200, b'{"sha": "x", "siblings": []}'), "names no commit"),
         ("/api/", answers(404, b"[]"), "has no such model"),
         ("/api/", lambda handler: handler.say(200, b'{"a": 1}', cut_at=4), "did not come whole"),
@@ -407,7 +422,7 @@ def test_answers_that_no_hub_gives(path: str, act: Any, says: str, hub: FakeHub,
 def test_a_list_without_an_end(hub: FakeHub, where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.library import web
 
-    monkeypatch.setattr(web, "_MAX_LIST_BYTES", 1 << 20)
+    monkeypatch.setattr(web, "MAX_LIST_BYTES", 1 << 20)
 
     def endless(handler: Handler) -> None:
         handler.send_response(200)
@@ -606,6 +621,7 @@ def test_a_folder_here_comes_before_the_hub(
     assert locate("org/name", where).path == Path("org/name") and not hub.seen
     with pytest.raises(BadRequest, match=r"org/name is here, a path: hf\.co/org/name names the Hub's"):
         named_on_the_hub("org/name")
+    (tmp_path / "hf.co/org/name").mkdir(parents=True)
     assert locate("hf.co/org/name", where).path != Path("org/name") and hub.seen
 
 

@@ -170,6 +170,16 @@ def test_no_file_but_a_manifest_is_read(store: Store) -> None:
     assert not list(ollama.listed(Where(ollama=(store.folder / "none",), lm_studio=())))
 
 
+def test_a_folder_that_cannot_be_read(store: Store, tmp_path: Path) -> None:
+    """As that of the system's service, where this user has none of its rights."""
+    closed = tmp_path / ("x" * 300)
+    store.model(f"{HOME}/tale/latest", store.layer("model", b"GGUF"))
+    where = Where(ollama=(closed, store.folder), lm_studio=())
+    assert locate("ollama:tale", where).name == "tale-latest"
+    with pytest.raises(BadRequest, match=r"is not on this machine: there are ollama:tale:latest; .*x cannot be read: "):
+        locate("ollama:none", where)
+
+
 LAYER = st.fixed_dictionaries({}, optional={
     "mediaType": st.just(MODEL) | st.text(max_size=5) | st.none(), "size": st.integers() | st.floats() | st.none(),
     "digest": st.just("sha256:" + "0" * 64) | st.text(max_size=9) | st.none(),
@@ -201,11 +211,14 @@ def test_lm_studio(tmp_path: Path, tale: Path) -> None:
     save_checkpoint(folder / "me/folder", config)
     save_tokenizer(folder / "me/folder", config)
     (folder / "me/empty").mkdir()
+    for name in ("my model", "na--me", "v1.git"):  # no name on the Hub
+        (folder / "me" / name).mkdir()
+        (folder / "me" / name / " x.gguf").write_bytes(b"GGUF")
     where = Where(ollama=(), lm_studio=(tmp_path / "none", folder))
     found = {each.name: each for each in lm_studio.listed(where)}
     assert list(found) == [
-        "lmstudio:me/empty", "lmstudio:me/folder", "lmstudio:me/one", "lmstudio:me/two/a-Q4_0.gguf",
-        "lmstudio:me/two/a-Q8_0.gguf",
+        "lmstudio:me/empty", "lmstudio:me/folder", "lmstudio:me/my model", "lmstudio:me/na--me", "lmstudio:me/one",
+        "lmstudio:me/two/a-Q4_0.gguf", "lmstudio:me/two/a-Q8_0.gguf", "lmstudio:me/v1.git",
     ]  # fmt: skip
     assert found["lmstudio:me/empty"].path is None
     for name, each in found.items():
@@ -213,11 +226,12 @@ def test_lm_studio(tmp_path: Path, tale: Path) -> None:
             assert locate(name, where).path == each.path
     assert locate("lmstudio:me/two:Q8_0", where).path == folder / "me/two/a-Q8_0.gguf"
     for text, says in {
-        "lmstudio:me/two": "has 2 GGUF files: write me/two:Q4_0 or me/two/FILE",
+        "lmstudio:me/two": "has 2 GGUF files: write lmstudio:me/two:Q4_0 or lmstudio:me/two/FILE",
         "lmstudio:me/none": "is not on this machine: there are lmstudio:me/empty, ",
         "lmstudio:none": "is no name of LM Studio's",
         "lmstudio:../x": "is no name of LM Studio's",
-        "lmstudio:me/one:main2": "is no name of LM Studio's",
+        "lmstudio:me/one:main2": "is not on this machine: there are",
+        "lmstudio:me/one/../../x.gguf": "is no name of LM Studio's",
     }.items():
         with pytest.raises(PenstockError, match=says):
             locate(text, where)

@@ -132,8 +132,11 @@ def page_tokens(context: int) -> int:
 
 
 def _shared(plan: Plan, ask: Ask) -> Plan:
-    """The plan with pools whose pages sequences share, for the tokens that were asked for."""
-    layout = Layout(plan)
+    """The plan with pools whose pages sequences share, for the tokens that were asked for: of as many of the batch's
+    sequences as the plan has at once."""
+    layout, seqs = Layout(plan), plan.batch_seqs * plan.batches_per_pass
+    if ask.kv_tokens is not None and seqs < ask.batch:
+        ask = replace(ask, batch=seqs, kv_tokens=max(1, ask.kv_tokens * seqs // ask.batch))
     tokens = shared_tokens(ask, plan.page_tokens * layout.kv.page_group)
     pages = max(layout.kv.pages_per_seq, tokens // plan.page_tokens)
     return replace(plan, kv_pages=pages if pages < layout.kv.pages else 0)

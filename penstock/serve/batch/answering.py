@@ -8,33 +8,44 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from penstock.errors import BadRequest
+from penstock.planner.predict import Prediction
 from penstock.serve.api.shape import Shape, head_of, usage_of
 from penstock.serve.batch.journal import Journal
 from penstock.serve.batch.lines import Lines
-from penstock.serve.batch.requests import NoRequest, Request, echoed, read
+from penstock.serve.batch.requests import NoRequest, echoed, read
 from penstock.serve.batch.survey import Survey, Todo, refuse, response
 from penstock.serve.decode_clock import DecodeClock
 from penstock.serve.engine import Engine
 from penstock.serve.generation import Generation
 from penstock.serve.service import Service
-from penstock.serve.told import Cancelled, Ended, Failed, Told
+from penstock.serve.told import Cancelled, Ended, Failed, Piece, Told
+from penstock.spec.ask import Ask
+from penstock.spec.places import Lane
+from penstock.spec.plan import Plan
 
-_AHEAD = 16  # lines that wait beside those that are answered, so that no place stays empty
+_AHEAD = 16  # answers that wait beside those that are given, so that no place stays empty
+_AHEAD_TOKENS = 1 << 18  # of prompts that wait or are answered, beyond one for each place: each takes 40 bytes
+_LOOK_S = 0.5  # between two looks at how far it is
 
 
 @dataclass
 class _Open:
-    """A line that is being answered. `whole`: its answers so far, by their places."""
+    """A line that is being answered. `echoed`: what is written before each answer. `whole`: its answers so far, by
+    their places."""
 
     todo: Todo
-    request: Request
+    custom_id: str
+    chats: bool
+    count: int
+    prompt_tokens: int
+    echoed: tuple[str, ...]
     numbers: list[int] = field(default_factory=list)
     whole: dict[int, Generation] = field(default_factory=dict)
 
@@ -52,7 +63,7 @@ class Done:
     cached_tokens: int = 0
     output_tokens: int = 0
     seconds: float = 0.0
-    bytes_moved: dict[str, int] = field(default_factory=dict)
+    bytes_moved: dict[Lane, int] = field(default_factory=dict)
 
     @property
     def generation_tokens_per_s(self) -> float:
@@ -65,15 +76,15 @@ class Done:
         return self.clock.tokens / self.clock.seconds if self.clock.seconds else 0.0
 
 
-def predicted_s(engine: Engine, answers: int) -> float:
+def predicted_s(plan: Plan, prediction: Prediction, ask: Ask, answers: int) -> float:
     """Seconds for so many answers of the ask's lengths, as many at once as the plan has room for, block after block."""
-    at_once = engine.plan.at_once(engine.ask.batch, engine.ask.prompt_tokens + engine.ask.output_tokens)
-    return engine.prediction.total_s * answers / max(1, min(at_once, answers))
+    at_once = plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
+    return prediction.total_s * answers / max(1, min(at_once, answers))
 
 
 class Batch:
     """`names`: by which lines may call the model, the first of which answers bear. `most_tokens`: of an answer whose
-    line names no length. `on_progress`: is told of `Done` after each line, and after each pass that only decoded."""
+    line names no length. `on_progress`: is told of `Done` twice a second."""
 
     def __init__(
         self, engine: Engine, lines: Lines, journal: Journal, names: Sequence[str], most_tokens: int,
@@ -83,91 +94,120 @@ class Batch:
         self._names, self._most_tokens, self._on_progress = names, most_tokens, on_progress
         self._told: queue.SimpleQueue[tuple[int, int, Told]] = queue.SimpleQueue()
         self._open: dict[int, _Open] = {}
+        self._waiting = self._ahead_tokens = 0  # answers that are not whole; tokens of prompts of lines that are open
 
     def run(self, found: Survey) -> Done:
         """Answers all lines that the survey has found. What was answered before an error is in the journal. Raises
         StorageFailed, DamagedModel and DeviceFailed."""
         engine, before = self._engine, self._engine.session.bytes_moved()
-        done = Done(DecodeClock(engine.session), predicted_s(engine, found.answers))
+        done = Done(DecodeClock(engine.session), predicted_s(engine.plan, engine.prediction, engine.ask, found.answers))
         places = engine.plan.at_once(engine.ask.batch, engine.ask.prompt_tokens + engine.ask.output_tokens)
         left = list(reversed(found.todo))
-        start_s = time.perf_counter()
+        start_s, told_s = time.perf_counter(), 0.0
         with closing(Service.of_whole_answers(engine, on_pass=done.clock.hear)) as service:
             while left or self._open:
-                while left and sum(len(each.numbers) for each in self._open.values()) < 2 * places + _AHEAD:
+                while left and self._has_room(places):
                     self._submit(service, left.pop(), done)
-                if not self._open:
-                    continue
-                self._hear(service, done)
+                if self._open:
+                    self._hear(service, done)
                 done.seconds = time.perf_counter() - start_s
-                moved = engine.session.bytes_moved()
-                done.bytes_moved = {lane: count - before.get(lane, 0) for lane, count in moved.items()}
-                if self._on_progress is not None:
+                if self._on_progress is not None and done.seconds - told_s > _LOOK_S:
+                    told_s = done.seconds
+                    done.bytes_moved = self._moved(before)
                     self._on_progress(done)
         engine.session.drain()
+        done.bytes_moved = self._moved(before)
         return done
+
+    def _moved(self, before: Mapping[Lane, int]) -> dict[Lane, int]:
+        return {lane: count - before.get(lane, 0) for lane, count in self._engine.session.bytes_moved().items()}
+
+    def _has_room(self, places: int) -> bool:
+        """Whether another line is to be asked for."""
+        waits = self._waiting < 2 * places + _AHEAD
+        return waits and (self._waiting < places or self._ahead_tokens < _AHEAD_TOKENS)
 
     def _submit(self, service: Service, todo: Todo, done: Done) -> None:
         """Asks for the answers to a line. What is wrong with it alone goes into the journal."""
         engine = self._engine
-        request = read(self._lines.text(todo.number), self._names, engine.tokenizer)
-        opened = _Open(todo, request)
         try:
-            params = request.body.params(engine.tokenizer.generation_config, self._most_tokens)
+            request = read(self._lines.text(todo.number), self._names, engine.tokenizer)
+        except NoRequest as error:  # it was right when all were looked at: little memory is left
+            self._fail(service, todo, [], error, done)
+            return
+        body, tokens = request.body, sum(map(len, request.prompts))
+        said = echoed(request, engine.tokenizer)
+        opened = _Open(todo, request.custom_id, request.chats, request.count, tokens, said)
+        try:
+            params = body.params(engine.tokenizer.generation_config, self._most_tokens)
             if params.json_schema is not None:
                 engine.guides.check(params.json_schema)
             for prompt in request.prompts:
                 for i in range(request.count):
                     hear = partial(self._put, todo.number, len(opened.numbers))
-                    opened.numbers.append(service.submit(prompt, params.nth(i), hear, streams=False))
+                    taken = service.submit(prompt, params.nth(i), hear, body.priority, streams=False)
+                    opened.numbers.append(taken)
         except BadRequest as error:
-            self._fail(service, opened, error, done)
+            why = NoRequest("invalid_request", error.message, request.custom_id)
+            self._fail(service, todo, opened.numbers, why, done)
             return
         self._open[todo.number] = opened
+        self._waiting += len(opened.numbers)
+        self._ahead_tokens += todo.prompt_tokens
 
     def _put(self, number: int, place: int, what: Told) -> None:
-        self._told.put((number, place, what))
+        if not isinstance(what, Piece):
+            self._told.put((number, place, what))
 
     def _hear(self, service: Service, done: Done) -> None:
-        """Waits until an answer is whole. Raises what failed all of them."""
-        number, place, what = self._told.get()
+        """Waits until an answer is whole, or until it is time to look. Raises what failed all of them."""
+        try:
+            number, place, what = self._told.get(timeout=_LOOK_S)
+        except queue.Empty:
+            return
         opened = self._open.get(number)
         if opened is None:  # another answer of its line has failed
             return
         if isinstance(what, Ended):
             opened.whole[place] = what.answer
+            self._waiting -= 1
             if len(opened.whole) == len(opened.numbers):
-                del self._open[number]
+                self._forget(opened)
                 self._keep(opened, done)
         elif isinstance(what, Failed) and isinstance(what.error, BadRequest):
-            del self._open[number]
-            self._fail(service, opened, what.error, done)
+            self._waiting -= len(opened.numbers) - len(opened.whole)
+            self._forget(opened)
+            why = NoRequest("invalid_request", what.error.message, opened.custom_id)
+            self._fail(service, opened.todo, opened.numbers, why, done)
         elif isinstance(what, Failed):
             raise what.error
         elif isinstance(what, Cancelled):
             raise BadRequest("the batch was cancelled")
 
+    def _forget(self, opened: _Open) -> None:
+        del self._open[opened.todo.number]
+        self._ahead_tokens -= opened.todo.prompt_tokens
+
     def _keep(self, opened: _Open, done: Done) -> None:
         """Writes a line's answers into the journal."""
-        request, number, tokenizer = opened.request, opened.todo.number, self._engine.tokenizer
+        number, tokenizer = opened.todo.number, self._engine.tokenizer
         answers = [opened.whole[i] for i in range(len(opened.whole))]
-        kind, prefix = ("chat.completion", "chatcmpl") if request.chats else ("text_completion", "cmpl")
+        kind, prefix = ("chat.completion", "chatcmpl") if opened.chats else ("text_completion", "cmpl")
         head = head_of(prefix, self._journal.id_of(number), self._names[0])
-        shape = Shape(kind, head, tokenizer, echoed(request, tokenizer))
-        usage = usage_of(sum(map(len, request.prompts)), answers, request.count)
+        shape = Shape(kind, head, tokenizer, opened.echoed)
+        usage = usage_of(opened.prompt_tokens, answers, opened.count)
         choices = [shape.choice(i, answer) for i, answer in enumerate(answers)]
         body: dict[str, Any] = {**head, "object": kind, "choices": choices, "usage": usage}
-        self._journal.add(number, request.custom_id, response(self._journal, number, 200, body))
+        self._journal.add(number, opened.custom_id, response(self._journal, number, 200, body))
         done.lines += 1
         done.answers += len(answers)
         done.prompt_tokens += sum(answer.prompt_tokens for answer in answers)
         done.cached_tokens += sum(answer.cached_tokens for answer in answers)
         done.output_tokens += usage["completion_tokens"]
 
-    def _fail(self, service: Service, opened: _Open, error: BadRequest, done: Done) -> None:
-        for number in opened.numbers:
+    def _fail(self, service: Service, todo: Todo, numbers: Sequence[int], why: NoRequest, done: Done) -> None:
+        for number in numbers:
             service.cancel(number)
-        why = NoRequest("invalid_request", error.message, opened.request.custom_id)
-        refuse(self._journal, opened.todo.number, why)
+        refuse(self._journal, todo.number, why)
         done.lines += 1
         done.failed += 1

@@ -10,16 +10,18 @@ import fcntl
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import BadRequest, BrokenModel, StorageFailed
 from penstock.serve.batch.lines import Lines
-from penstock.store.files import open_to_append
+from penstock.store.files import open_to_append, sync_folder
+from penstock.units import MIB
 
 _SYNC_S = 1.0  # a power cut costs the answers of so many seconds; the end of the process costs none
-_BEGINS = b'{"id": "batch_req_'
-_MOST_LINE_BYTES = 1 << 28  # of an answer that is read back, with the log probabilities of 65,536 tokens
+_BEGINS = b'{"id": "'
+_LOOKED_AT_BYTES = 64  # of a line, in which its id is
 
 
 class Journal:
@@ -44,8 +46,12 @@ class Journal:
                 raise BadRequest(f"{file} is the file of the requests: name another one for the answers")
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 raise BadRequest(f"another process is writing answers to {file}") from None
+            except OSError as error:
+                raise BadRequest(f"{file} cannot be locked: {error.strerror}") from None
+            with suppress(OSError):
+                sync_folder(file.parent)
             self._bytes = self._read_back()
             if self._bytes < os.fstat(self._fd).st_size:
                 os.ftruncate(self._fd, self._bytes)
@@ -81,34 +87,34 @@ class Journal:
         self._synced_s = time.monotonic()
 
     def close(self) -> None:
+        with suppress(OSError):  # of a disk that is full: what was added is in the file
+            self.sync()
         os.close(self._fd)
 
     def _read_back(self) -> int:
         """Notes which lines are done. Returns the bytes of whole lines. Raises BadRequest."""
         with os.fdopen(os.dup(self._fd), "rb") as stream:
             whole = 0
-            while line := stream.readline(_MOST_LINE_BYTES):
-                if not line.endswith(b"\n"):
-                    if line[: len(_BEGINS)] != _BEGINS[: len(line)]:
-                        raise self._not_ours(len(self.done) + 1)
-                    return whole
-                number = self._lines.number_of(_id_of(line))
-                if number is None:
+            while line := stream.readline(_LOOKED_AT_BYTES):
+                nbytes, piece = len(line), line
+                while not piece.endswith(b"\n") and (piece := stream.readline(MIB)):
+                    nbytes += len(piece)
+                text = line[len(_BEGINS) :].decode("ascii", "replace")
+                line_id, ends, _ = text.partition('"')
+                is_ours = line[: len(_BEGINS)] == _BEGINS[: len(line)]
+                number = self._lines.number_of(line_id) if is_ours and ends else None
+                is_whole = piece.endswith(b"\n")
+                if number is not None and is_whole:
+                    self.done.add(number)
+                    whole += nbytes
+                elif is_ours and not is_whole and (number is not None or self._lines.begins_id(text)):
+                    return whole  # the last line, which was cut off
+                else:
                     raise self._not_ours(len(self.done) + 1)
-                self.done.add(number)
-                whole += len(line)
             return whole
 
     def _not_ours(self, line: int) -> BadRequest:
         return BadRequest(
-            f"{self._file} stays: its line {line} is no answer to a line of {self._lines.file} by this model; name"
-            " another file for the answers"
+            f"{self._file} stays: its line {line} is no answer to a line of {self._lines.file} by this model and with"
+            " these flags; name another file for the answers"
         )
-
-
-def _id_of(line: bytes) -> object:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record.get("id") if isinstance(record, dict) else None

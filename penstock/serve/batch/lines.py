@@ -17,8 +17,12 @@ MOST_LINES = 200_000
 # A prompt of 128k tokens has some 600 KB. Longer lines are skipped, and never in memory as a whole.
 MOST_LINE_BYTES = 4 * MIB
 LINE_BYTES = 300  # of memory that a line takes beside its text: where it lies, its digest, and what is known of it
-_DIGEST_BYTES = 8
+_DIGEST_BYTES, _NUMBER_DIGITS = 8, 6
 _ID = "batch_req_"
+
+
+class LineTooLong(BadRequest):
+    """A line that nobody will read."""
 
 
 class Lines:
@@ -59,10 +63,10 @@ class Lines:
         return os.path.samestat(os.fstat(fd), os.fstat(self._stream.fileno()))
 
     def text(self, number: int) -> bytes:
-        """A line's bytes. Raises BadRequest where it is too long, or is not what it was when the file was opened."""
+        """A line's bytes. Raises LineTooLong, and BadRequest where it is not what it was when the file was opened."""
         nbytes = self._bytes[number]
         if nbytes > MOST_LINE_BYTES:
-            raise BadRequest(f"a line may have {format_bytes(MOST_LINE_BYTES)}; this one has {format_bytes(nbytes)}")
+            raise LineTooLong(f"a line may have {format_bytes(MOST_LINE_BYTES)}; this one has {format_bytes(nbytes)}")
         self._stream.seek(self._offsets[number])
         line = self._stream.read(nbytes)
         if self._digest(number, line) != self._digest_of(number):
@@ -71,17 +75,26 @@ class Lines:
 
     def id_of(self, number: int) -> str:
         """An id that nothing but this line, at this place, asked of this model, has."""
-        return f"{_ID}{number:06x}{self._digest_of(number).hex()}"
+        return f"{_ID}{number:0{_NUMBER_DIGITS}x}{self._digest_of(number).hex()}"
 
     def number_of(self, line_id: object) -> int | None:
         """The line that has this id; None where none has."""
-        if not isinstance(line_id, str) or not line_id.startswith(_ID):
+        number = self._number_in(line_id) if isinstance(line_id, str) else None
+        return number if number is not None and self.id_of(number) == line_id else None
+
+    def begins_id(self, text: str) -> bool:
+        """Whether an id of one of the lines begins so."""
+        if len(text) < len(_ID) + _NUMBER_DIGITS:
+            return _ID.startswith(text[: len(_ID)]) and _is_hex(text[len(_ID) :])
+        number = self._number_in(text)
+        return number is not None and self.id_of(number).startswith(text)
+
+    def _number_in(self, text: str) -> int | None:
+        digits = text[len(_ID) : len(_ID) + _NUMBER_DIGITS]
+        if not text.startswith(_ID) or len(digits) < _NUMBER_DIGITS or not _is_hex(digits):
             return None
-        digits = line_id[len(_ID) : -2 * _DIGEST_BYTES]
-        if not digits or not set(digits) <= set("0123456789abcdef"):
-            return None
-        number = int(digits[:16], 16)
-        return number if number < len(self) and self.id_of(number) == line_id else None
+        number = int(digits, 16)
+        return number if number < len(self) else None
 
     def _digest(self, number: int, line: bytes) -> bytes:
         return blake2b(b"%d " % number + line, digest_size=_DIGEST_BYTES, key=self._key).digest()
@@ -101,7 +114,11 @@ class Lines:
             rest = line
             while not rest.endswith(b"\n") and (rest := self._stream.readline(MIB)):
                 nbytes += len(rest)
-            if line.strip():
+            if line.strip() or nbytes > MOST_LINE_BYTES:
                 yield offset, nbytes, self._digest(number, line)
                 number += 1
             offset += nbytes
+
+
+def _is_hex(text: str) -> bool:
+    return set(text) <= set("0123456789abcdef")

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, BrokenModel
 from penstock.serve.api.wire import MAX_SCORES, ChatRequest, CompletionRequest, what_is_wrong
 from penstock.serve.tokenizer import Tokenizer
 from penstock.spec.codec import loads_json
@@ -58,8 +58,7 @@ class Request:
 
 
 def read(line: bytes, names: Sequence[str], tokenizer: Tokenizer) -> Request:
-    """The request of a line. `names`: by which the model may be called. Raises NoRequest, and BadRequest as the
-    tokenizer does."""
+    """The request of a line. `names`: by which the model may be called. Raises NoRequest."""
     try:
         value = loads_json(line.decode())
         parsed = _Line.model_validate(value)
@@ -87,8 +86,20 @@ def read(line: bytes, names: Sequence[str], tokenizer: Tokenizer) -> Request:
         return Request(custom_id, body, _prompts(body, tokenizer))
     except ValidationError as error:
         raise NoRequest("invalid_request", what_is_wrong(error.errors())[0], custom_id) from None
-    except BadRequest as error:
+    except (BadRequest, BrokenModel) as error:  # the tokenizer's process, which this text takes too much of, too
         raise NoRequest("invalid_request", error.message, custom_id) from None
+    except RecursionError:
+        raise NoRequest("invalid_request", "the messages nest too deep", custom_id) from None
+
+
+def custom_id_of(line: bytes) -> str | None:
+    """The custom_id of a line, as far as it has one."""
+    try:
+        value = loads_json(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    found = value.get("custom_id") if isinstance(value, dict) else None
+    return found if isinstance(found, str) else None
 
 
 def _prompts(body: ChatRequest | CompletionRequest, tokenizer: Tokenizer) -> tuple[list[int], ...]:

@@ -11,8 +11,9 @@ from penstock.errors import BadRequest
 from penstock.runtime.host import Progress
 from penstock.serve.api.guard import error_body
 from penstock.serve.batch.journal import Journal
-from penstock.serve.batch.lines import Lines
-from penstock.serve.batch.requests import NoRequest, Request, read
+from penstock.serve.batch.lines import Lines, LineTooLong
+from penstock.serve.batch.requests import NoRequest, Request, custom_id_of, read
+from penstock.serve.guides import has_guides
 from penstock.serve.tokenizer import Tokenizer
 from penstock.spec.format import PAGE_TOKENS
 
@@ -49,12 +50,12 @@ class Survey:
     @property
     def prompt_tokens(self) -> int:
         """Of a prompt, on average."""
-        return -(-sum(each.prompt_tokens for each in self.todo) // max(1, self.answers))
+        return max(1, -(-sum(each.prompt_tokens for each in self.todo) // max(1, self.answers)))
 
     @property
     def output_tokens(self) -> int:
         """That an answer may have, on average."""
-        return -(-sum(each.output_tokens * each.answers for each in self.todo) // max(1, self.answers))
+        return max(1, -(-sum(each.output_tokens * each.answers for each in self.todo) // max(1, self.answers)))
 
 
 def survey(
@@ -65,27 +66,38 @@ def survey(
 
     `names`: by which lines may call the model. `most_tokens`: of an answer whose line names no length. `context`: the
     most tokens of a prompt. Raises StorageFailed, and BadRequest where every line asks for another model."""
-    found = Survey()
+    found, seen = Survey(), set[int]()
     others: dict[str, int] = {}
-    refused: list[tuple[int, NoRequest]] = []
+    refused: list[tuple[int, str, str, str | None]] = []  # line, code, message, custom_id
     for number in range(len(lines)):
         if on_progress is not None:
             on_progress("reading requests, lines", number, len(lines))
-        if number in journal.done:
-            continue
         try:
-            request = read(lines.text(number), names, tokenizer)
+            text = lines.text(number)
+            custom_id = custom_id_of(text)
+            twice = custom_id is not None and hash(custom_id) in seen
+            seen.add(hash(custom_id))
+            if number in journal.done:
+                continue
+            if twice:
+                raise NoRequest("invalid_line", "an earlier line has the same custom_id", custom_id)
+            request = read(text, names, tokenizer)
             found.todo.append(_todo(number, request, found, tokenizer.generation_config, most_tokens, context))
         except NoRequest as error:
             if error.code == "model_not_found":
                 others[error.message] = others.get(error.message, 0) + 1
-            refused.append((number, error))
-        except BadRequest as whole:  # of the line as a whole: it is too long
-            refused.append((number, NoRequest("invalid_line", whole.message)))
+            refused.append((number, error.code, error.message, error.custom_id))
+        except LineTooLong as error:
+            if number not in journal.done:
+                refused.append((number, "invalid_line", error.message, None))
     if refused and not found.todo and not journal.done and sum(others.values()) == len(lines):
         raise BadRequest(f"every line asks for another model: {next(iter(others))} (--name NAME: what lines call it)")
-    for number, why in refused:
-        refuse(journal, number, why)
+    if found.schemas and not has_guides():
+        raise BadRequest(
+            "lines ask for answers by a JSON schema, which takes llguidance: pip install 'penstock[serve]'"
+        )
+    for number, code, message, custom_id in refused:
+        refuse(journal, number, NoRequest(code, message, custom_id))
     found.todo = ordered(found.todo)
     return found
 
@@ -139,4 +151,4 @@ def _todo(
     beginning = hash(tuple(first[:PAGE_TOKENS])) if len(first) > PAGE_TOKENS else -1
     answers = len(request.prompts) * request.count
     prompt_tokens = request.count * sum(map(len, request.prompts))
-    return Todo(number, answers, prompt_tokens, params.max_tokens, beginning)
+    return Todo(number, answers, prompt_tokens, max(1, min(params.max_tokens, context - longest + 1)), beginning)
