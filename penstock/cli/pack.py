@@ -49,6 +49,7 @@ def pack(
     quiet_blas()
     from penstock.serve.before_packing import check_text_files
     from penstock.serve.named import locate
+    from penstock.serve.planning import describe
     from penstock.spec.format import parse_format
     from penstock.store.pack import pack as pack_checkpoint
     from penstock.store.packed import is_packed, open_packed, read_config
@@ -59,7 +60,7 @@ def pack(
     fmt, source = parse_format(weights) if weights else None, as_path(src)
     if dst is not None:
         with progress() as tell:
-            source = locate(src, where(), tell).path
+            source = locate(src, where(), tell, describe).path
     folder, beside = as_path(dst or src), as_path(spread) if spread else None
     by = read_profile(as_path(profile), read_config(source)[1]) if profile else None
     with progress() as tell:

@@ -7,11 +7,13 @@ content: holes, which take no room on a disk. So whoever plans reads them as any
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 from penstock.errors import BadRequest, BrokenModel, PenstockError, UnsupportedModel
@@ -35,6 +37,8 @@ _SLACK_BYTES = 1 << 16
 _TRIED = 3  # files whose header may be broken before no other one is tried
 _MAX_FILES = 1000
 _AT_ONCE = 8  # requests
+# Of all files together; of the files of a split GGUF after the first, which have a list of tensors and little else.
+_MAX_READ_BYTES, _MAX_PART_HEADER_BYTES = 256_000_000, 4_000_000
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,18 @@ def peek(name: HubName, where: Where, tell: Tell | None = None, available_bytes:
         if tell is not None and choice.said:
             tell(choice.said, 0, 0)
         with _called(listing.repo, stub.folder):
-            if choice.main:
-                stub.gguf(choice)
-            else:
-                stub.safetensors(choice)
+            stub.fill(choice)
             yield Peeked(stub.folder / choice.main, choice.nbytes, stub.read_bytes)
+
+
+@contextmanager
+def stand_in(hub: Hub, listing: Listing, choice: Choice) -> Iterator[Path]:
+    """As `peek`, of files that are chosen already."""
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        stub = _Stub(hub, listing, Path(folder))
+        with _called(listing.repo, stub.folder):
+            stub.fill(choice)
+            yield stub.folder / choice.main
 
 
 @contextmanager
@@ -121,6 +132,14 @@ class _Stub:
     def __init__(self, hub: Hub, listing: Listing, folder: Path) -> None:
         self.folder, self.read_bytes = folder, 0
         self._hub, self._listing = hub, listing
+        self._lock, self._over = threading.Lock(), threading.Event()
+
+    def fill(self, choice: Choice) -> None:
+        """Writes what a plan needs of the chosen files."""
+        if choice.main:
+            self.gguf(choice)
+        else:
+            self.safetensors(choice)
 
     def whole(self, file: RemoteFile) -> bytes:
         """A small file's content."""
@@ -128,9 +147,9 @@ class _Stub:
 
     def gguf(self, choice: Choice) -> _Read:
         """The headers, and the tables that a config is made of. Returns what was read of the first file."""
-        found = []
+        found: list[_Read] = []
         for file in choice.files:
-            ahead = _Ahead(self, file)
+            ahead = _Ahead(self, file, _MAX_PART_HEADER_BYTES if found else MAX_HEADER_BYTES)
             header = walk_gguf_header(self.folder / file.name, ahead, file.nbytes)
             tables = {}
             for name in ROPE_TABLES & header.tensors.keys():
@@ -189,8 +208,11 @@ class _Stub:
                 pieces = {0: self._safetensors_header(file)}
             self._write(file, pieces)
 
-        with ThreadPoolExecutor(_AT_ONCE, "penstock-headers") as pool:
-            list(pool.map(write, choice.files))
+        try:
+            _at_once(write, choice.files, self._over)
+        finally:
+            with self._lock:  # nobody is writing
+                self._over.set()
 
     def _safetensors_header(self, file: RemoteFile) -> bytes:
         """The header's length and the header, as far as the file can have one: whoever reads it says what is wrong."""
@@ -201,14 +223,19 @@ class _Stub:
         return begin + self._read(file, len(begin), length)
 
     def _read(self, file: RemoteFile, first: int, end: int) -> bytes:
-        content = self._hub.read(self._listing, file, first, end)
-        self.read_bytes += len(content)
-        return content
+        with self._lock:
+            self.read_bytes += end - first
+            if self.read_bytes > _MAX_READ_BYTES:
+                limit = format_bytes(_MAX_READ_BYTES)
+                raise BrokenModel(f"{self._listing.repo} has headers of more than {limit}: no model has")
+        return self._hub.read(self._listing, file, first, end)
 
     def _write(self, file: RemoteFile, pieces: dict[int, bytes]) -> None:
         """The file with these bytes at these offsets, and holes elsewhere."""
         path = self.folder / file.name
-        with storage_errors("write", path):
+        with self._lock, storage_errors("write", path):
+            if self._over.is_set():
+                return  # the folder is about to be removed
             path.parent.mkdir(parents=True, exist_ok=True)
             with Output(path) as output:
                 for offset, piece in pieces.items():
@@ -221,16 +248,42 @@ class _Stub:
 class _Ahead:
     """Reads a remote file from its beginning, and keeps what came."""
 
-    def __init__(self, stub: _Stub, file: RemoteFile) -> None:
-        self._stub, self._file = stub, file
+    def __init__(self, stub: _Stub, file: RemoteFile, max_bytes: int) -> None:
+        self._stub, self._file, self._max_bytes = stub, file, max_bytes
         self.content = bytearray()
 
     def read(self, count: int) -> bytes:
         first = len(self.content)
-        end = min(first + count, self._file.nbytes, MAX_HEADER_BYTES)
+        end = min(first + count, self._file.nbytes, self._max_bytes)
         piece = self._stub._read(self._file, first, end) if end > first else b""
         self.content += piece
         return piece
+
+
+def _at_once(work: Callable[[RemoteFile], None], files: Iterable[RemoteFile], over: threading.Event) -> None:
+    """Does the work for each file, a few at a time. Raises the first error. Nobody waits for the threads then, nor at
+    Ctrl-C: a read may take 20 s without a byte."""
+    todo, done = deque(files), SimpleQueue[Exception | None]()
+
+    def run() -> None:
+        while todo and not over.is_set():
+            try:
+                file = todo.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            try:
+                work(file)
+                done.put(None)
+            except Exception as error:
+                done.put(error)
+
+    count = len(todo)
+    for _ in range(min(_AT_ONCE, count)):
+        threading.Thread(target=run, name="penstock-headers", daemon=True).start()
+    for _ in range(count):
+        error = done.get()
+        if error is not None:
+            raise error
 
 
 def told(peeked: Peeked, name: HubName) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 from collections import Counter
@@ -11,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from penstock.errors import BadRequest, BrokenModel
+from penstock.errors import BadRequest, BrokenModel, UnsupportedModel
 from penstock.library.names import HubName, is_plain, quantisation_of
-from penstock.store.files import parse_json
+from penstock.store.files import MAX_COPIED_BYTES, parse_json
 from penstock.store.gguf.files import files_of, name_of
 from penstock.store.header import quoted
 from penstock.store.manifest import CONFIG, COPIED
@@ -99,6 +100,12 @@ def parse_listing(content: bytes, repo: str) -> Listing:
     return Listing(repo, commit, files)
 
 
+def format_listing(listing: Listing) -> bytes:
+    """What `parse_listing` reads."""
+    siblings = [{"rfilename": file.name, "size": file.nbytes, "blobId": file.digest} for file in listing.files.values()]
+    return json.dumps({"sha": listing.commit, "siblings": siblings}, ensure_ascii=False).encode()
+
+
 def _file(sibling: Any, repo: str) -> RemoteFile | None:
     if not isinstance(sibling, dict) or not isinstance(sibling.get("rfilename"), str):
         raise BrokenModel(f"the Hub's list of {repo} has a file without a name")
@@ -140,7 +147,8 @@ def choose(
     was split into; else a folder's config, tokenizer and safetensors. Pickles and code are never among them.
 
     `read_index`: the content of the index of a model in several files. `available_bytes`: of RAM, for the list of
-    files in an error. Raises Several where several files could be meant; BadRequest where none is there; BrokenModel.
+    files in an error. Raises Several where several files could be meant; BadRequest where none is there;
+    UnsupportedModel for a quantisation that is not read; BrokenModel.
     """
     if name.file:
         return _named_gguf(listing, name.file)
@@ -165,6 +173,11 @@ def choose(
 
 def _folder(listing: Listing, weights: list[str], read_index: Callable[[RemoteFile], bytes]) -> tuple[RemoteFile, ...]:
     small = [listing.files[file] for file in (CONFIG, *COPIED) if file in listing.files]
+    for file in small:
+        if file.nbytes > MAX_COPIED_BYTES:
+            raise BrokenModel(
+                f"{listing.repo}/{file.name} has {file.nbytes} bytes; at most {MAX_COPIED_BYTES} make sense"
+            )
     if SINGLE in listing.files:
         return (*small, listing.files[SINGLE])
     if INDEX not in listing.files:
@@ -228,6 +241,10 @@ def _quantised(listing: Listing, name: HubName, ggufs: dict[str, Choice], availa
     labels = {key: quantisation_of(choice.main) for key, choice in ggufs.items()}
     fitting = [key for key, label in labels.items() if label == wanted]
     fitting = fitting or [key for key, label in labels.items() if label.removeprefix("UD-") == wanted]
+    if len(fitting) == 1 and _UNREAD.match(labels[fitting[0]]):
+        raise UnsupportedModel(
+            f"{name}: penstock does not read this format; {listing.repo} has {_list(ggufs, available_bytes)}"
+        )
     if len(fitting) == 1:
         return ggufs[fitting[0]]
     if not ggufs:

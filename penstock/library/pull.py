@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import PenstockError, StorageFailed
-from penstock.library.listing import COMMIT, Choice, Listing, choose, local_files
-from penstock.library.names import HubName
+from penstock.library.headers import stand_in
+from penstock.library.listing import COMMIT, INDEX, SINGLE, Choice, Listing, RemoteFile, Several, choose, local_files
+from penstock.library.names import HubName, quantisation_of
 from penstock.library.transfer import Repository, fetch
 from penstock.library.web import Hub
 from penstock.library.where import Tell, Where
@@ -38,29 +40,66 @@ def find(name: HubName, where: Where) -> Pulled | None:
     commit = _commit(repository, name.revision)
     if commit is None:
         return None
-    folder = repository.snapshot(commit)
-    listing = Listing(name.repo, commit, local_files(folder))
     try:
-        choice = choose(listing, name, lambda index: read_bytes(folder / index.name, index.nbytes))
+        choice = _whole(repository, name, commit, constants.is_offline_mode())
     except PenstockError:
         return None
+    return None if choice is None else Pulled(repository.snapshot(commit) / choice.main, commit, choice)
+
+
+def _whole(repository: Repository, name: HubName, commit: str, offline: bool) -> Choice | None:
+    """The files that a name means, where all of them are here. Raises as `choose`."""
+    folder = repository.snapshot(commit)
+    here = local_files(folder)
+
+    def read_index(index: RemoteFile) -> bytes:
+        return read_bytes(folder / index.name, index.nbytes)
+
+    listing = repository.listing(name.repo, commit)
+    if listing is None:
+        choice = choose(Listing(name.repo, commit, here), name, read_index)
+        return choice if _is_sure(choice, name, offline) else None
+    try:
+        choices: tuple[Choice, ...] = (choose(listing, name, read_index),)
+    except Several as several:
+        choices = several.choices  # the only one that is here will do
+    sizes = {file.name: file.nbytes for file in here.values()}
+    whole = [each for each in choices if all(sizes.get(file.name) == file.nbytes for file in each.files)]
+    return whole[0] if len(whole) == 1 else None
+
+
+def _is_sure(choice: Choice, name: HubName, offline: bool) -> bool:
+    """Whether a choice among the files that another program downloaded would be the same among all of the
+    repository's, and lacks none."""
+    if choice.main:
+        return bool(name.file) or name.quantisation == quantisation_of(choice.main) != ""
     names = {file.name for file in choice.files}
-    if not choice.main and names.isdisjoint(_TOKENIZERS) and not constants.is_offline_mode():
-        return None
-    return Pulled(folder / choice.main, commit, choice)
+    return not names.isdisjoint((SINGLE, INDEX)) and (offline or not names.isdisjoint(_TOKENIZERS))
 
 
-def pull(name: HubName, where: Where, tell: Tell | None = None, available_bytes: int | None = None) -> Pulled:
+def pull(
+    name: HubName,
+    where: Where,
+    tell: Tell | None = None,
+    available_bytes: int | None = None,
+    check: Callable[[Path], object] | None = None,
+) -> Pulled:
     """Asks the Hub for the model as it is now, and downloads what is not here. An interrupted download goes on.
 
-    `tell`: gets progress and news. `available_bytes`: as for `choose`. Raises BadRequest, BrokenModel, StorageFailed.
+    `tell`: gets progress and news. `available_bytes`: as for `choose`. `check`: gets, before weights are downloaded,
+    what a plan may read in their place, and raises where they would be of no use. Raises BadRequest, UnsupportedModel,
+    BrokenModel, StorageFailed; and as `check`.
     """
     hub = Hub(where, tell)
     listing = hub.listing(name.repo, name.revision)
     choice = choose(listing, name, lambda index: hub.read(listing, index), available_bytes)
     cache = _cache(where)
     repository = Repository(cache, name.repo)
+    if check is not None and not all(map(repository.has, choice.files)):
+        with stand_in(hub, listing, choice) as path:
+            check(path)
     brought_bytes = _bring(hub, listing, choice, repository, cache, tell)
+    repository.keep_listing(listing)
     repository.note_revision(listing, name.revision)
     return Pulled(repository.snapshot(listing.commit) / choice.main, listing.commit, choice, brought_bytes)
 
@@ -82,7 +121,7 @@ def _bring(hub: Hub, listing: Listing, choice: Choice, repository: Repository, c
                 nonlocal done_bytes
                 done_bytes += count
                 if tell is not None and need_bytes:
-                    tell(f"downloading {name}", done_bytes, need_bytes)
+                    tell(f"downloading {name}", min(done_bytes, need_bytes), need_bytes)
 
             def waiting(name: str = file.name) -> None:
                 if tell is not None:
@@ -90,7 +129,7 @@ def _bring(hub: Hub, listing: Listing, choice: Choice, repository: Repository, c
 
             fetch(hub, listing, file, repository, advance, waiting)
         repository.link(listing, file)
-    return max(0, done_bytes)
+    return done_bytes
 
 
 def _require_room(repo: str, cache: Path, need_bytes: int) -> int:

@@ -3,6 +3,7 @@
     models--org--name/blobs/DIGEST             a file's content; DIGEST.incomplete while it comes
     models--org--name/snapshots/COMMIT/NAME    a link to it
     models--org--name/refs/REVISION            the commit that a branch or tag led to
+    models--org--name/.penstock/COMMIT.json    our own: what the repository held then
 
 Source: "Understand caching" in huggingface_hub's documentation. An incomplete file is always the first bytes of the
 whole, so that a later call goes on behind them. No file gets its name before its checksum was compared.
@@ -19,10 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.errors import BrokenModel, StorageFailed
-from penstock.library.listing import Listing, RemoteFile
+from penstock.errors import BrokenModel, PenstockError, StorageFailed
+from penstock.library.listing import MAX_LIST_BYTES, Listing, RemoteFile, format_listing, parse_listing
 from penstock.library.web import TRIES, Cut, Hub
-from penstock.store.files import storage_errors, write_bytes
+from penstock.store.files import load, storage_errors, write_bytes
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
@@ -75,6 +76,24 @@ class Repository:
             aside.symlink_to(target)
             aside.replace(name)
 
+    def listing(self, repo: str, commit: str) -> Listing | None:
+        """What the Hub said of the repository at this commit. None where we have not asked."""
+        try:
+            return parse_listing(load(self._list(commit), MAX_LIST_BYTES), repo)
+        except (OSError, PenstockError):
+            return None
+
+    def keep_listing(self, listing: Listing) -> None:
+        """Keeps what the repository holds, so that a name means the same later without the Hub. Raises
+        StorageFailed."""
+        file = self._list(listing.commit)
+        with storage_errors("write", file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(file, format_listing(listing))
+
+    def _list(self, commit: str) -> Path:
+        return self.folder / ".penstock" / f"{commit}.json"
+
     def note_revision(self, listing: Listing, revision: str) -> None:
         """Keeps which commit a branch or a tag led to. Raises StorageFailed."""
         if revision == listing.commit:
@@ -106,7 +125,7 @@ def fetch(
         if resumed is not None and resumed > 0:
             # What an earlier call left may be at fault, as after a power cut: once more from the beginning.
             os.ftruncate(fd, 0)
-            advance(-file.nbytes)
+            advance(resumed - file.nbytes)
             resumed = _bring(hub, listing, file, fd, advance)
         if resumed is not None:
             os.ftruncate(fd, 0)
@@ -158,6 +177,9 @@ def _opened(blob: Path, file: RemoteFile, repository: Repository, waiting: Calla
                 waiting()
                 fcntl.flock(fd, fcntl.LOCK_EX)
             if _is_at(fd, name):
+                if repository.has(file):  # brought after the first look, before this name was made anew
+                    name.unlink()
+                    break
                 yield fd
                 return
         finally:

@@ -7,7 +7,7 @@ In this order: a name that begins with the Hub's address, a path that is here, a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +30,12 @@ class Located:
     name: str | None = None
 
 
-def locate(model: str, where: Where, tell: Tell | None = None) -> Located:
+def locate(
+    model: str, where: Where, tell: Tell | None = None, check: Callable[[Path], object] | None = None
+) -> Located:
     """The files of MODEL, with weights. A model of the Hub that is not here is downloaded; one that is here is taken
-    as it is. Raises BadRequest where there is none; BrokenModel, StorageFailed."""
+    as it is. `check`: gets, before a model is downloaded, what a plan may read in its place, and raises where it would
+    be of no use. Raises BadRequest where there is none; UnsupportedModel, BrokenModel, StorageFailed."""
     found = _kept(model, where, tell)
     if found is not None:
         return found
@@ -43,7 +46,7 @@ def locate(model: str, where: Where, tell: Tell | None = None) -> Located:
 
     pulled = pull.find(name, where)
     if pulled is None:
-        pulled = pull.pull(name, where, tell, available_bytes())
+        pulled = pull.pull(name, where, tell, available_bytes(), check)
     # A snapshot's folder is called by its commit.
     return Located(pulled.path, None if pulled.choice.main else name.repo.rpartition("/")[2])
 

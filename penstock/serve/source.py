@@ -11,6 +11,7 @@ from penstock.runtime.host import Progress
 from penstock.serve import shapes
 from penstock.serve.cached import Cached
 from penstock.serve.named import locate
+from penstock.serve.planning import describe
 from penstock.spec.format import Format, parse_format
 from penstock.store import copies
 from penstock.store.gguf.files import name_of
@@ -77,7 +78,7 @@ def resolve(
     StorageFailed.
     """
     fmt = parse_format(weights) if weights else None
-    located = locate(model, where or Where(), on_progress)
+    located = locate(model, where or Where(), on_progress, describe)
     path = located.path
     shape = None if path.exists() else shapes.find(model)
     if shape is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -147,6 +148,42 @@ def test_what_others_downloaded_is_not_downloaded_again(hub: FakeHub, where: Whe
     assert pull(name_of(), where).brought_bytes == sum(map(len, files.values())) - len(files[shard])
 
 
+def theirs(hub: FakeHub, where: Where, repo: str, *names: str) -> None:
+    """Downloads as another program, which keeps no list."""
+    for name in names:
+        huggingface_hub.hf_hub_download(repo, name, endpoint=hub.endpoint, cache_dir=where.hub_cache)
+
+
+def test_a_name_means_the_same_whatever_is_here(hub: FakeHub, where: Where, files: dict[str, bytes]) -> None:
+    ggufs = {f"m-{kind}.gguf": kind.encode() * 9000 for kind in ("Q4_0", "Q8_0", "UD-Q4_K_XL")}
+    hub.repos["org/both"] = {**files, **ggufs}
+    one = pull(name_of("org/both:Q4_0"), where)
+    assert find(name_of("org/both:Q4_0"), where) == Pulled(one.path, one.commit, one.choice)
+    assert find(name_of("org/both"), where) is None and find(name_of("org/both:Q8_0"), where) is None
+    assert pull(name_of("org/both"), where).path == one.path.parent
+    assert find(name_of("org/both"), where) is not None
+    assert huggingface_hub.scan_cache_dir(where.hub_cache).warnings == []
+
+    hub.repos["org/ggufs"] = {name: content + b"2" for name, content in ggufs.items()}
+    theirs(hub, where, "org/ggufs", "m-UD-Q4_K_XL.gguf")
+    assert find(name_of("org/ggufs"), where) is None and find(name_of("org/ggufs:Q4_K_XL"), where) is None
+    assert find(name_of("org/ggufs:UD-Q4_K_XL"), where) is not None
+    pull(name_of("org/ggufs:Q4_K_XL"), where)  # now it is known to be the only one
+    assert find(name_of("org/ggufs:Q4_K_XL"), where) is not None
+
+    hub.repos["org/shards"] = files
+    theirs(hub, where, "org/shards", "config.json", "tokenizer.json", "model-00001-of-00002.safetensors")
+    assert find(name_of("org/shards"), where) is None
+    theirs(hub, where, "org/shards", "model-00002-of-00002.safetensors", INDEX)
+    assert find(name_of("org/shards"), where) is not None
+
+
+def test_a_model_without_a_tokenizer_is_asked_for_once(hub: FakeHub, where: Where) -> None:
+    hub.repos["org/bare"] = {"config.json": b"{}", "model.safetensors": bytes(20_000)}
+    pull(name_of("org/bare"), where)
+    assert find(name_of("org/bare"), where) is not None
+
+
 def test_a_revision(hub: FakeHub, where: Where) -> None:
     hub.revisions["refs/pr/1"] = "a" * 40
     assert pull(name_of("org/name:refs/pr/1"), where).commit == "a" * 40
@@ -236,7 +273,9 @@ def test_a_part_that_was_damaged_here_comes_once_more(hub: FakeHub, where: Where
     incomplete = Repository(where.hub_cache, "org/name").folder / "blobs" / hashlib.sha256(shard).hexdigest()
     incomplete.parent.mkdir(parents=True)
     incomplete.with_name(f"{incomplete.name}.incomplete").write_bytes(bytes(9000))
-    check(pull(name_of(), where), files)
+    told: list[tuple[int, int]] = []
+    check(pull(name_of(), where, lambda _, done, total: told.append((done, total))), files)
+    assert all(0 <= done <= total for done, total in told) and told[-1][0] == told[-1][1]
     incomplete.unlink()
     incomplete.with_name(f"{incomplete.name}.incomplete").write_bytes(bytes(len(shard) + 9))  # too long
     check(pull(name_of(), where), files)
@@ -565,6 +604,52 @@ def test_a_plan_of_several_gguf_files(
     refused(apart("plan", "org/gguf", "--compare", *flags, env=environment), "org/gguf has 2 GGUF files", "BadRequest")
 
 
+def gguf_header(nbytes: int) -> bytes:
+    """A GGUF file whose header has a list of so many bytes."""
+    ahead = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"x"
+    return ahead + struct.pack("<IIQ", 9, 0, nbytes) + bytes(nbytes)
+
+
+def test_headers_are_bounded_together(hub: FakeHub, where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.library import headers
+
+    hub.repos["org/parts"] = {f"m-{i:05}-of-00003.gguf": gguf_header(5_000_000) + bytes([i]) for i in (1, 2, 3)}
+    with pytest.raises(PenstockError, match=r"^org/parts/m-00002-of-00003\.gguf"), to_plan("org/parts", where):
+        pass
+    monkeypatch.setattr(headers, "_MAX_READ_BYTES", 3_000_000)
+    with (
+        pytest.raises(BrokenModel, match=r"^org/parts has headers of more than 2\.86 MiB"),
+        to_plan("org/parts", where),
+    ):
+        pass
+
+
+def test_ctrl_c_while_headers_are_read(hub: FakeHub, environment: dict[str, str]) -> None:
+    """Servers that send nothing are not waited for."""
+    import signal
+    import subprocess
+    import sys
+
+    over, begun = threading.Event(), threading.Event()
+    said = {**CONFIG, "quantization_config": {"quant_method": "fp8"}}
+    hub.repos["org/name"]["config.json"] = json.dumps(said).encode()
+    hub.faults.append(Fault("/stored/", lambda _: (begun.set(), over.wait(60))[0], 1000))
+    command = [sys.executable, "-m", "penstock.cli", "plan", "org/name"]
+    how = {"env": environment, "stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+    child = subprocess.Popen(
+        command, **how, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
+    )  # type: ignore[call-overload]
+    try:
+        assert begun.wait(60)
+        child.send_signal(signal.SIGINT)
+        _, told = child.communicate(timeout=15)  # a read alone may take 20 s
+        assert child.returncode == 130 and b"Traceback" not in told, told
+    finally:
+        over.set()
+        child.kill()
+        child.wait()
+
+
 def test_a_gguf_header_that_is_hostile(hub: FakeHub, where: Where, ggufs: dict[str, bytes]) -> None:
     whole = ggufs["tale-Q4_0.gguf"]
     rng = np.random.default_rng(5)
@@ -609,6 +694,25 @@ def test_commands_take_names_of_the_hub(
     (tmp_path / "org/name").mkdir(parents=True)
     here = apart("pull", str(tmp_path), "--json", env=environment)
     refused(here, "is no name on the Hub", "BadRequest")
+
+
+def test_what_cannot_run_is_not_downloaded(hub: FakeHub, where: Where, tmp_path: Path) -> None:
+    from penstock.serve.source import resolve
+
+    quantised = {**CONFIG, "quantization_config": {"quant_method": "strange"}}
+    hub.repos["org/quantised"] = {**hub.repos["org/name"], "config.json": json.dumps(quantised).encode()}
+    hub.repos["org/type"] = {**hub.repos["org/name"], "config.json": b'{"model_type": "strange", "dtype": "float32"}'}
+    hub.repos["org/gguf"] = {"a-IQ2_M.gguf": b"GGUF" + bytes(90_000), "a-Q4_0.gguf": b"GGUF" + bytes(90_001)}
+    for model, says in {
+        "org/quantised": r"^org/quantised.*strange",
+        "org/type": r"^org/type/config\.json.*strange",
+        "org/gguf:IQ2_M": r"^org/gguf:IQ2_M: penstock does not read this format; org/gguf has IQ2_M .*not read",
+        "org/gguf:Q4_0": r"^org/gguf/a-Q4_0\.gguf",
+    }.items():
+        with pytest.raises(PenstockError, match=says):
+            resolve(model, weights=None, cache=tmp_path / "cache", where=where)
+        assert where.hub_cache is not None and not list(where.hub_cache.rglob("blobs/*"))
+    assert resolve("org/name", weights=None, cache=tmp_path / "cache", where=where).folder.name.startswith("name-")
 
 
 def test_a_folder_here_comes_before_the_hub(
