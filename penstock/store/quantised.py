@@ -55,6 +55,7 @@ _NAMES = {
     "bytes": ("weight", ("weight_scale",), "weight_zero_point", None),
     "float8": ("weight", ("weight_scale_inv", "weight_scale"), None, None),
 }
+CODES = ("qweight", "weight_packed")  # of these, what no matrix of floats is called
 # Of activations and KV, which are not quantised here, and what follows from other shapes.
 _DROPPED = (
     "input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale", "k_scale", "v_scale",

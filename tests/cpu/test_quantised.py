@@ -216,6 +216,16 @@ def test_broken_folders_are_refused(case: str, tmp_path: Path) -> None:
     assert not (tmp_path / "kept").exists()
 
 
+@pytest.mark.parametrize("name", ["gptq", "awq", "packed"])
+def test_codes_that_config_json_says_nothing_of(name: str, tmp_path: Path) -> None:
+    """Old folders say how they were quantised in a file of their own."""
+    variant, quantise, config, _ = CASES[name]
+    folder = folder_of(tmp_path, variant, quantise, config)
+    (folder / "config.json").write_bytes((tmp_path / "q-wide/config.json").read_bytes())
+    with pytest.raises(UnsupportedModel, match="is quantised, but no quantization_config"):
+        pack(folder, tmp_path / "kept")
+
+
 def test_act_order_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, LLAMA, gptq(order="apart"), GPTQ | {"desc_act": True})
     for use in (lambda: pack(folder, tmp_path / "kept"), lambda: own_format(folder), lambda: describe(folder)):
