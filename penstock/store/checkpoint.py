@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from penstock import _native
 from penstock.errors import BadRequest, BrokenModel, UnsupportedModel
-from penstock.models.hf.quantization import quantization_of
+from penstock.models.hf.quantization import KEY, quantization_of
 from penstock.spec.blocks import BLOCKS
 from penstock.spec.parts import PAGE_BYTES
 from penstock.store.blocks import format_of, row_bytes
@@ -28,7 +28,7 @@ from penstock.store.gguf.header import is_gguf
 from penstock.store.header import TensorInfo, quoted, read_header
 from penstock.store.manifest import CONFIG
 from penstock.store.mxfp4 import joined, paired
-from penstock.store.quantised import DTYPES, Pieces, combine, require_order, rows_of
+from penstock.store.quantised import CODES, DTYPES, Pieces, combine, require_order, rows_of
 from penstock.units import MIB, round_up
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -124,10 +124,16 @@ class Checkpoint:
 
     def find(self, name: str) -> TensorInfo:
         """The tensor of this name, also where the file's name for it lacks or adds a leading "model.". Raises
-        BrokenModel where there is none."""
-        for candidate in (name, name.removeprefix("model."), "model." + name):
+        BrokenModel where there is none; UnsupportedModel where codes stand for it that config.json says nothing of."""
+        spellings = (name, name.removeprefix("model."), "model." + name)
+        for candidate in spellings:
             if candidate in self.tensors:
                 return self.tensors[candidate]
+        for codes in (f"{each.removesuffix('weight')}{last}" for each in spellings for last in CODES):
+            if name.endswith(".weight") and codes in self.tensors and not self.pieces:
+                raise UnsupportedModel(
+                    f"{self.folder} has {quoted(codes)}, which is quantised, but no {KEY} in {CONFIG} that says how"
+                )
         raise BrokenModel(f"{self.folder} lacks the tensor {quoted(name)}")
 
     def has(self, name: str) -> bool:

@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import BrokenModel, UnsupportedModel
+from penstock.models.hf.config import MAX_WIDTH
 from penstock.models.hf.quantization import Quantization
 from penstock.spec.blocks import BLOCKS, SCALE, ZERO_BITS
 from penstock.store.header import KINDS, TensorInfo, quoted
@@ -54,6 +55,7 @@ _NAMES = {
     "bytes": ("weight", ("weight_scale",), "weight_zero_point", None),
     "float8": ("weight", ("weight_scale_inv", "weight_scale"), None, None),
 }
+CODES = ("qweight", "weight_packed")  # of these, what no matrix of floats is called
 # Of activations and KV, which are not quantised here, and what follows from other shapes.
 _DROPPED = (
     "input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale", "k_scale", "v_scale",
@@ -131,11 +133,13 @@ def _shape(codes: TensorInfo, how: Quantization) -> tuple[int, int]:
     if len(codes.shape) != 2 or 0 in codes.shape:
         raise BrokenModel(f"{codes.file}: tensor {quoted(codes.name)} {list(codes.shape)} is no matrix")
     first, second = codes.shape
-    if how.layout == "gptq":
-        return second, first * 32 // how.bits
-    if how.layout == "awq":
-        return second * 32 // how.bits, first
-    return first, second * 32 // how.bits if how.layout == "packed" else second
+    per = 1 if how.layout in ("bytes", "float8") else 32 // how.bits
+    rows, cols = {"gptq": (second, first * per), "awq": (second * per, first)}.get(how.layout, (first, second * per))
+    if cols > MAX_WIDTH:  # the order of columns is read before config.json is asked for shapes
+        raise BrokenModel(
+            f"{codes.file}: tensor {quoted(codes.name)} is of a matrix with {cols} columns, more than {MAX_WIDTH}"
+        )
+    return rows, cols
 
 
 def _check(pieces: Pieces) -> None:

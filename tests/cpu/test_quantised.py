@@ -16,12 +16,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.errors import BrokenModel, PenstockError, UnsupportedModel
+from penstock.models.hf.quantization import quantization_of
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.serve.planning import describe
 from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
+from penstock.store.checkpoint import Checkpoint
 from penstock.store.own import own_format
 from penstock.store.pack import pack
 from penstock.store.packed import open_packed
@@ -214,6 +216,16 @@ def test_broken_folders_are_refused(case: str, tmp_path: Path) -> None:
     assert not (tmp_path / "kept").exists()
 
 
+@pytest.mark.parametrize("name", ["gptq", "awq", "packed"])
+def test_codes_that_config_json_says_nothing_of(name: str, tmp_path: Path) -> None:
+    """Old folders say how they were quantised in a file of their own."""
+    variant, quantise, config, _ = CASES[name]
+    folder = folder_of(tmp_path, variant, quantise, config)
+    (folder / "config.json").write_bytes((tmp_path / "q-wide/config.json").read_bytes())
+    with pytest.raises(UnsupportedModel, match="is quantised, but no quantization_config"):
+        pack(folder, tmp_path / "kept")
+
+
 def test_act_order_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, LLAMA, gptq(order="apart"), GPTQ | {"desc_act": True})
     for use in (lambda: pack(folder, tmp_path / "kept"), lambda: own_format(folder), lambda: describe(folder)):
@@ -269,3 +281,42 @@ def test_a_quantised_router_is_refused(tmp_path: Path) -> None:
     (tmp_path / "hf/config.json").write_text(json.dumps({**config, "quantization_config": AWQ}))
     with pytest.raises(PenstockError, match="gate"):
         pack(tmp_path / "hf", tmp_path / "kept")
+
+
+def test_absurd_widths_are_refused_before_the_order_of_columns_is_read(tmp_path: Path) -> None:
+    """A file of holes may claim any size."""
+    file, cols = tmp_path / "model.safetensors", 2**40
+    sizes = {
+        "qweight": ([cols // 8, 8], cols * 4), "qzeros": ([cols // 32, 1], cols // 8),
+        "scales": ([cols // 32, 8], cols), "g_idx": ([cols], cols * 4),
+    }  # fmt: skip
+    header, end = dict[str, Any](), 0
+    for last, (shape, nbytes) in sizes.items():
+        dtype = "F32" if last == "scales" else "I32"
+        header[f"model.layers.0.mlp.down_proj.{last}"] = {
+            "dtype": dtype, "shape": shape, "data_offsets": [end, end + nbytes],
+        }  # fmt: skip
+        end += nbytes
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    try:
+        with file.open("r+b") as opened:
+            opened.truncate(8 + len(text) + end)
+    except OSError as error:
+        pytest.skip(f"no file of {end} bytes here: {error}")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": GPTQ}))
+    with pytest.raises(BrokenModel, match="columns, more than"):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_name_that_ends_is_not_the_beginning_of_another() -> None:
+    def skips(config: dict[str, Any], module: str) -> bool:
+        how = quantization_of({"quantization_config": config}, "config.json")
+        assert how is not None
+        return how.skips(module)
+
+    named = compressed(INT4) | {"ignore": ["model.layers.1.mlp.gate", "re:.*mlp.shared_expert_gate$"]}
+    assert skips(named, "model.layers.1.mlp.gate") and skips(named, "model.layers.7.mlp.shared_expert_gate")
+    assert not skips(named, "model.layers.1.mlp.gate_proj")
+    assert skips(compressed(INT4) | {"ignore": ["re:.*self_attn.*"]}, "model.layers.0.self_attn.q_proj")
+    assert skips(GPTQ | {"dynamic": {"-:.*attn.*": {}}}, "model.layers.0.self_attn.q_proj")

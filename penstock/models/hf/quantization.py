@@ -25,7 +25,7 @@ from penstock.spec.blocks import BLOCKS
 KEY, MXFP4 = "quantization_config", "mxfp4"
 _GROUP = 32  # columns of a group are a multiple of this: kernels round activations by so many
 _FLOAT8 = "float8"
-_MOST_NAMES = 1 << 16
+_MOST_NAMES = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,8 @@ class Quantization:
     `layout`: how their tensors lie: gptq, awq, packed, bytes (int-quantized) or float8. `kind`: the format that holds
     the numbers. `bits`: of a code. `group`: columns of a scale, 0 for a whole row. `block_rows`: rows of a scale, 0 for
     all of them. `zero_is_less`: zero points are stored less one. `symmetric`: there are no zero points in the file.
-    `skipped`: names of modules, or parts of names, that were left as they were. `head`: lm_head was quantised too.
+    `skipped`: names of modules, or parts of names, that were left as they were; a dot at the end of one ends a name.
+    `head`: lm_head was quantised too.
     """
 
     layout: str
@@ -51,7 +52,7 @@ class Quantization:
     def skips(self, module: str) -> bool:
         """Whether a module, such as `model.layers.0.mlp.up_proj`, was left as it was, as far as names tell. Weights'
         headers tell for certain."""
-        return any(name in module for name in self.skipped)
+        return any(name in f"{module}." for name in self.skipped)
 
 
 def quantization_of(config: Mapping[str, Any], where: str) -> Quantization | None:
@@ -91,7 +92,7 @@ def _gptq(keys: Config) -> Quantization:
     for name, changes in (keys.inner("dynamic").data if keys.has("dynamic") else {}).items():
         if not name.startswith("-:") and changes:
             raise keys.unsupported("dynamic", f"has settings of its own for {short(name)}")
-        skipped.append(_plain(name.removeprefix("-:")))
+        skipped.append(_plain("re:" + name.removeprefix("-:")))
     group = _group(keys, "group_size", 128)
     return Quantization(
         "gptq", _kind(bits, group), bits, group, zero_is_less=form == "gptq", skipped=_known(skipped),
@@ -218,11 +219,13 @@ def _names(keys: Config, key: str) -> tuple[str, ...]:
 
 
 def _plain(pattern: str) -> str:
-    """A regular expression for names without what stands around the name, "" where that is no plain name. Patterns are
-    not evaluated: they come from anybody, and one may take forever."""
+    """A regular expression for names without what stands around the name, "" where that is no plain name. Where the
+    name ends there, as `mlp.gate$` does, a dot follows it. Patterns are not evaluated: they come from anybody, and one
+    may take forever."""
+    ends = "." if pattern.endswith("$") or not pattern.startswith("re:") else ""
     name = pattern.removeprefix("re:").removeprefix("^").removesuffix("$").removeprefix(".*").removesuffix(".*")
     name = name.replace("\\.", ".")
-    return name if all(c.isalnum() or c in "._" for c in name) else ""
+    return name + ends if name and all(c.isalnum() or c in "._" for c in name) else ""
 
 
 def _known(names: Any) -> tuple[str, ...]:
