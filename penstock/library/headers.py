@@ -38,7 +38,7 @@ _TRIED = 3  # files whose header may be broken before no other one is tried
 _MAX_FILES = 1000
 _AT_ONCE = 8  # requests
 # Of all files together; of the files of a split GGUF after the first, which have a list of tensors and little else.
-_MAX_READ_BYTES, _MAX_PART_HEADER_BYTES = 256_000_000, 4_000_000
+_MAX_READ_BYTES, _MAX_PART_HEADER_BYTES = 256_000_000, 4 << 20
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,12 @@ class _Ahead:
 
     def read(self, count: int) -> bytes:
         first = len(self.content)
-        end = min(first + count, self._file.nbytes, self._max_bytes)
+        end = min(first + count, self._file.nbytes)
+        if end > self._max_bytes:
+            raise BrokenModel(
+                f"{self._stub.folder / self._file.name} has a header that does not end within"
+                f" {format_bytes(self._max_bytes)}: no such file has"
+            )
         piece = self._stub._read(self._file, first, end) if end > first else b""
         self.content += piece
         return piece
