@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from penstock.serve.batch.survey import Survey
     from penstock.serve.engine import Engine
     from penstock.serve.loading import Loading
+    from penstock.serve.source import Source
     from penstock.spec.ask import Ask
 
 _LIBRARY_BYTES = 32 * MIB  # pydantic, which reads requests, and prompts that wait (`answering`)
@@ -125,7 +126,7 @@ def batch(
         ask = _ask(work, machine, found, context)
         if plan is None:
             with progress() as tell:
-                ask = best_ask(ask, found, source.folder, _loading(machine, beside), tell)
+                ask = best_ask(ask, found, source.folder, _loading(machine, beside, source), tell)
         with loaded(source, ask, machine, plan, **beside) as engine:
             places = engine.plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
             whole_s = predicted_s(engine.plan, engine.prediction, ask, found.answers)
@@ -151,10 +152,11 @@ def _ask(work: BatchWork, machine: Machine, found: Survey, context: int) -> Ask:
     return of_size(ask, min(work.batch, found.answers, MOST_SEQUENCES))
 
 
-def _loading(machine: Machine, beside: dict[str, Any]) -> Loading:
+def _loading(machine: Machine, beside: dict[str, Any], source: Source) -> Loading:
     from penstock.serve.loading import Loading
 
     how: dict[str, Any] = {"threads": machine.threads, "exact": machine.exact, "verify": not machine.no_verify}
+    beside = {**beside, "beside_bytes": beside["beside_bytes"] + source.beside_bytes}
     return Loading(device=machine.device, cache=machine.cache_folder, **how, **beside)
 
 

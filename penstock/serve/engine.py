@@ -68,6 +68,7 @@ class Engine:
         """Loads the model that `serve.source.resolve` found, and holds it until `close`. A copy in the cache that
         loading finds damaged is packed again and loaded. One that a pass finds damaged is packed again when it is next
         opened. Raises as `load`."""
+        how = replace(how, beside_bytes=how.beside_bytes + source.beside_bytes)
         try:
             engine = cls.load(source.folder, ask, how, on_progress)
         except DamagedModel as error:

@@ -24,11 +24,13 @@ from penstock.store.packed import is_packed, read_config, read_manifest
 @dataclass(frozen=True)
 class Source:
     """A packed model to load, which `lock` keeps in its place until `close`. `cached`: how to make it again; None where
-    the user named a packed model, which is the user's own."""
+    the user named a packed model, which is the user's own. `beside_bytes`: memory that this process has taken to
+    download it."""
 
     folder: Path
     lock: FolderLock | None
     cached: Cached | None = None
+    beside_bytes: int = 0
 
     def again(self, error: DamagedModel) -> Source:
         """Packs the model once more, in place of this copy, which loading has shown to be damaged. Raises `error` where
@@ -102,7 +104,7 @@ def resolve(
     kept = host_memory_bytes, cache_limit_bytes
     cached = Cached(path, name, fmt or own_format(path), models, chat, *kept, verify, on_progress)
     folder, lock = cached.hold()
-    return Source(folder, lock, cached)
+    return Source(folder, lock, cached, located.beside_bytes)
 
 
 def _already_packed(path: Path, fmt: Format | None) -> Path:

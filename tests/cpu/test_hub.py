@@ -696,6 +696,22 @@ def test_commands_take_names_of_the_hub(
     refused(here, "is no name on the Hub", "BadRequest")
 
 
+def test_a_run_that_downloads_keeps_its_limit(hub: FakeHub, environment: dict[str, str], tmp_path: Path) -> None:
+    """With the least memory that it says it needs."""
+    from tests.cpu.commands import ROOT, apart, machine_cache
+
+    tale = ROOT / "penstock/assets/tale-llama"
+    hub.repos["org/tale"] = {file.name: file.read_bytes() for file in tale.iterdir()}
+    flags = ("--max-tokens", 8, "--cache", machine_cache(tmp_path / "cache"), "--json")
+    told = apart("run", "org/tale", "Once", *flags, "--host-memory", "1MiB", env=environment)
+    least = told.report["error"]["minimum_bytes"]
+    (tmp_path / "home/hf").rename(tmp_path / "home/before")
+    run = apart("run", "org/tale", "Once", *flags, "--host-memory", least, env=environment)
+    assert run.code == 0 and "downloads " in run.err and run.report["peak_host_bytes"] <= least, run.err
+    again = apart("run", "org/tale", "Once", *flags, "--host-memory", least - (14 << 20), env=environment)
+    assert again.code == 0 and again.report["peak_host_bytes"] <= least - (14 << 20), again.err
+
+
 def test_what_cannot_run_is_not_downloaded(hub: FakeHub, where: Where, tmp_path: Path) -> None:
     from penstock.serve.source import resolve
 
