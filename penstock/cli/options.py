@@ -78,7 +78,9 @@ class Machine:
         "--resident", "SIZE", "At most so many bytes of weights stay in memory; the rest streams."
     )
     threads: int | None = flag("--threads", "N", "CPU threads; default and at most: all CPUs allowed.", min=1, max=4096)
-    exact: bool = flag("--exact", None, "Multiply int4 weights with float32 activations, not with int8 ones.", False)
+    exact: bool = flag(
+        "--exact", None, "Multiply quantised weights with float32 activations, not with int8 ones.", False
+    )
     no_verify: bool = flag(
         "--no-verify", None, "Do not compare what is read of a packed model with its checksums.", False
     )
