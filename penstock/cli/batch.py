@@ -27,6 +27,7 @@ from penstock.cli.options import (
 from penstock.cli.output import note, print_json, progress
 from penstock.errors import BadRequest
 from penstock.spec.ask import DEFAULT_SCORE_ROWS, MOST_SEQUENCES
+from penstock.spec.places import is_disk
 from penstock.units import MIB, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from penstock.spec.ask import Ask
 
 _LIBRARY_BYTES = 32 * MIB  # pydantic, which reads requests, and prompts that wait (`answering`)
-_LINK_LANES = ("h2d0", "d2h0")
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class _Shown:
 
     def tell(self, done: Done) -> None:
         parts = [f"{done.generation_tokens_per_s:.3g} tok/s"]
-        moved = sum(count for lane, count in done.bytes_moved.items() if lane not in _LINK_LANES)
+        moved = sum(count for lane, count in done.bytes_moved.items() if is_disk(lane))
         if moved and done.seconds:
             parts.append(f"disk {format_rate(moved / done.seconds)}")
         left_s = done.predicted_s * (1 - done.answers / self._answers)

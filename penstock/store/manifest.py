@@ -185,14 +185,13 @@ def formats(manifest: Manifest) -> Format:
     try:
         return parse_format(manifest.weights)
     except BadRequest:
-        found = mixture(
-            {
-                f"{part.key}.{block.name}": parse_format(block.format)
-                for part in manifest.parts if part.kind in MIXED for block in part.blocks if block.tiled
-            },
-            manifest.weights,
-        )  # fmt: skip
-        if found.name != manifest.weights:
+        table = {
+            f"{part.key}.{block.name}": parse_format(block.format)
+            for part in manifest.parts if part.kind in MIXED for block in part.blocks if block.tiled
+        }  # fmt: skip
+        found = mixture(table, manifest.weights)
+        # Formats of one kind are no mixture: their groups differ where matrices have few columns (`Format.within`).
+        if found.name != manifest.weights or len({fmt.kind for fmt in table.values()}) == 1:
             raise
         return found
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.cli import live
-from penstock.cli.run import _CONTROLS
+from penstock.cli.streaming import _CONTROLS
 from penstock.graph import passes
 from penstock.graph.timeline import Timeline
 from penstock.spec.format import Format

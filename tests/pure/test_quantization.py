@@ -32,7 +32,7 @@ def test_what_is_read() -> None:
     assert read(quant_method="fp8", weight_block_size=[128, 128]) == Quantization("float8", "float8", 8, 128, 128)
     assert read(quant_method="fp8", weight_block_size=None) == Quantization("float8", "float8", 8, 0, 0)
     assert read(**compressed([INT4], ignore=["lm_head", "re:.*mlp.gate$", "re:(a+)+b"])) == Quantization(
-        "packed", "uint4_g128", 4, 128, symmetric=True, skipped=("lm_head", "mlp.gate"), head=True
+        "packed", "uint4_g128", 4, 128, symmetric=True, skipped=("lm_head.", "mlp.gate."), head=True
     )
 
 
