@@ -13,9 +13,9 @@ import pytest
 import penstock
 from penstock.cli.main import app
 from penstock.runtime import child
-from tests.cpu import hub_server
 from tests.cpu.checkpoints import MOE, save_checkpoint, save_tokenizer
 from tests.cpu.configs import TINY_CONFIGS
+from tests.cpu.hub import server as hub_server
 from tests.cpu.test_serve import serving
 from tests.cpu.traps import SCRIPT, Trap
 
