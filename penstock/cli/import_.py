@@ -13,7 +13,7 @@ from penstock.errors import BadRequest, PenstockError
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
-    from penstock.library.found import Found
+    from penstock.hubs.found import Found
 
 _HEAD = ("name", "format", "size", "runs")
 
@@ -28,8 +28,8 @@ def import_(
     ~/.ollama/models and /usr/share/ollama/.ollama/models; ~/.lmstudio/models and ~/.cache/lm-studio/models.
     """
     quiet_blas()
-    from penstock.library import lm_studio, ollama
-    from penstock.library.where import lm_studio_folders, ollama_folders
+    from penstock.hubs import lm_studio, ollama
+    from penstock.hubs.where import lm_studio_folders, ollama_folders
 
     programs = {"ollama": ollama, "lmstudio": lm_studio}
     if program is not None and program not in programs:

@@ -26,7 +26,7 @@ from penstock.spec.ask import Ask, check_device
 from penstock.units import parse_bytes
 
 if TYPE_CHECKING:
-    from penstock.library.where import Where
+    from penstock.hubs.where import Where
     from penstock.serve.sampling import SamplingParams
     from penstock.spec.plan import Plan
 
@@ -251,7 +251,7 @@ def as_path(text: str) -> Path:
 def where() -> Where:
     """The places of models that are no paths, as the environment names them. huggingface_hub reads its own variables
     itself (HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN)."""
-    from penstock.library.where import Where, ollama_folders
+    from penstock.hubs.where import Where, ollama_folders
 
     named = os.environ.get("OLLAMA_MODELS", "")
     return Where(ollama=(Path(named), *ollama_folders(Where()))) if os.path.isabs(named) else Where()

@@ -29,7 +29,7 @@ from penstock.cli.writing import writing
 from penstock.errors import BadRequest
 
 if TYPE_CHECKING:
-    from penstock.library.listing import Several
+    from penstock.hubs.listing import Several
     from penstock.planner.explain import Band, Limit
     from penstock.planner.predict import Prediction
     from penstock.planner.routing import RouterTrace
@@ -78,7 +78,7 @@ def plan(
     machine.prepare()
     if trace is not None and svg is not None and file_to_write(trace, "--trace") == file_to_write(svg, "--svg"):
         raise BadRequest(f"--trace and --svg both name {svg}: one would replace the other")
-    from penstock.library.listing import Several
+    from penstock.hubs.listing import Several
     from penstock.serve.named import to_plan
     from penstock.spec.format import parse_format
 
@@ -151,7 +151,7 @@ def _plan_one(path: Path, name: str, how: _How, record: TraceFile | None, draw: 
 def _plan_files(several: Several, how: _How) -> None:
     """What each of several GGUF files on the Hub would do here. Raises as `peek_each`, and for flags."""
     from penstock.cli.plan_files import plan_each, report, table
-    from penstock.library.headers import peek_each
+    from penstock.hubs.headers import peek_each
     from penstock.planner.solve import solve
     from penstock.serve.planning import describe
     from penstock.store.packed import part_disks

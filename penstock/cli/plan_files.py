@@ -11,8 +11,8 @@ from penstock.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.library.headers import Peeked
-    from penstock.library.listing import Choice, Several
+    from penstock.hubs.headers import Peeked
+    from penstock.hubs.listing import Choice, Several
     from penstock.planner.predict import Prediction
     from penstock.planner.solve import Solved
 
@@ -55,7 +55,7 @@ def table(planned: list[Planned]) -> str:
 
 def report(planned: list[Planned]) -> dict[str, Any]:
     """The JSON object."""
-    from penstock.library.names import quantisation_of
+    from penstock.hubs.names import quantisation_of
     from penstock.spec import codec
 
     files = []
@@ -68,7 +68,7 @@ def report(planned: list[Planned]) -> dict[str, Any]:
 
 def _name(choice: Choice, planned: list[Planned]) -> str:
     """The quantisation, or the file's name where that is not its alone."""
-    from penstock.library.names import quantisation_of
+    from penstock.hubs.names import quantisation_of
 
     labels = [quantisation_of(each.choice.main) for each in planned]
     label = quantisation_of(choice.main)

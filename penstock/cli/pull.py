@@ -28,7 +28,7 @@ def pull(
     from penstock.serve.named import named_on_the_hub
 
     name = named_on_the_hub(model)
-    from penstock.library.pull import pull as bring
+    from penstock.hubs.pull import pull as bring
 
     with progress() as tell:
         pulled = bring(name, where(), tell, available_bytes())

@@ -3,8 +3,8 @@ from the figures of a machine with the same instruction set that was measured wh
 
 Measured are: an FFN of one row and of a few in the format in use, loads from the disk, and single small reads. All
 other kernels follow the FFN's: what waits for bytes follows that of one row, what waits for arithmetic that of a few.
-Other reads and writes follow the disk's. Beside busy processors the FFN of one row came within a fifth of its speed on
-free ones, where reading RAM as `runtime/ceilings` does gave a third: so that is not measured.
+Other reads and writes follow the disk's. The speed of reading RAM (`runtime/ceilings`) is not measured: beside busy
+processors it came out at a third of that on free ones, where an FFN of one row kept 0.7 to 1.0 of its own.
 
 `python -m penstock.runtime.probe_quick FOLDER FORMAT` prints the machine as JSON.
 """

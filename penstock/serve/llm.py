@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.library.where import Where
+from penstock.hubs.where import Where
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.serve.planning import default_cache

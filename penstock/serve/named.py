@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import BadRequest
-from penstock.library import lm_studio, ollama
-from penstock.library.found import Found
-from penstock.library.names import HubName, hub_name
-from penstock.library.where import Tell, Where
+from penstock.hubs import lm_studio, ollama
+from penstock.hubs.found import Found
+from penstock.hubs.names import HubName, hub_name
+from penstock.hubs.where import Tell, Where
 from penstock.runtime.host import available_bytes
 from penstock.serve import shapes
 from penstock.units import MIB
@@ -47,7 +47,7 @@ def locate(
     path, name = _path(model), hub_name(model)
     if name is None:
         return Located(path)
-    from penstock.library import pull  # with huggingface_hub
+    from penstock.hubs import pull  # with huggingface_hub
 
     pulled, beside_bytes = pull.find(name, where), 0
     if pulled is None:
@@ -65,7 +65,7 @@ def to_plan(model: str, where: Where, tell: Tell | None = None) -> Iterator[Path
     if found is not None or name is None:
         yield found.path if found is not None else _path(model)
         return
-    from penstock.library import headers, pull  # with huggingface_hub
+    from penstock.hubs import headers, pull  # with huggingface_hub
 
     pulled = pull.find(name, where)
     if pulled is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import BadRequest, UnsupportedModel
-from penstock.library.where import Where
+from penstock.hubs.where import Where
 from penstock.models import own_weights, sources
 from penstock.models.hf.quantization import Quantization, quantization_of
 from penstock.planner.firing import Firing, expected, foretold, leveled, measured

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import BadRequest, DamagedModel
-from penstock.library.where import Where
+from penstock.hubs.where import Where
 from penstock.runtime.host import Progress
 from penstock.serve import shapes
 from penstock.serve.cached import Cached

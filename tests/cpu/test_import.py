@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 pytest.importorskip("gguf", reason="the package gguf, which writes GGUF, is not installed")
 
 from penstock.errors import BadRequest, PenstockError
-from penstock.library import lm_studio, ollama
-from penstock.library.where import Where
+from penstock.hubs import lm_studio, ollama
+from penstock.hubs.where import Where
 from penstock.serve.named import locate, to_plan
 from tests.cpu import gguf_models
 from tests.cpu.checkpoints import LLAMA, save_checkpoint, save_tokenizer

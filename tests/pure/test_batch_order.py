@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from penstock.serve.batch.survey import Todo, ordered
 
-TODO = st.builds(Todo, st.just(0), st.integers(1, 4), st.integers(1, 500), st.integers(1, 500), st.integers(-1, 3))
+LINES = st.builds(Todo, st.just(0), st.integers(1, 4), st.integers(1, 500), st.integers(1, 500), st.integers(-1, 3))
 
 
-@given(st.lists(TODO, max_size=40).map(lambda found: [each._replace(number=i) for i, each in enumerate(found)]))
+@given(st.lists(LINES, max_size=40).map(lambda found: [each._replace(number=i) for i, each in enumerate(found)]))
 def test_alike_ones_follow_each_other_and_the_longest_come_first(todo: list[Todo]) -> None:
     found = ordered(todo)
     assert sorted(each.number for each in found) == list(range(len(todo)))

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import BadRequest, BrokenModel, PenstockError
-from penstock.library.listing import INDEX, Choice, Listing, RemoteFile, choose, parse_listing
-from penstock.library.names import HubName, hub_name, is_plain, quantisation_of
+from penstock.hubs.listing import INDEX, Choice, Listing, RemoteFile, choose, parse_listing
+from penstock.hubs.names import HubName, hub_name, is_plain, quantisation_of
 
 COMMIT = "0" * 40
 

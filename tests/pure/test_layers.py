@@ -16,11 +16,11 @@ MAY_IMPORT = {
     "graph": {"spec"},
     "planner": {"graph", "spec"},
     "store": {"models", "spec", "_native"},  # the hash of granules
-    "library": {"models", "spec", "store"},
+    "hubs": {"models", "spec", "store"},
     "kernels": {"graph", "spec", "_native"},
     "runtime": {"graph", "spec", "kernels", "store", "_native"},
-    "serve": {"planner", "runtime", "library", "store", "graph", "models", "spec"},
-    "cli": {"planner", "runtime", "library", "store", "graph", "models", "spec", "serve", "kernels", "_native"},
+    "serve": {"planner", "runtime", "hubs", "store", "graph", "models", "spec"},
+    "cli": {"planner", "runtime", "hubs", "store", "graph", "models", "spec", "serve", "kernels", "_native"},
 }
 STANDARD_LIBRARY_ONLY = ("spec", "models", "graph", "planner")
 HIGHS_ALLOWED = ("planner/solve/highs.py",)  # the linear and integer programs; imported when it is asked
@@ -112,7 +112,7 @@ OPENS = {
     "store/files.py",
     "store/direct.py",  # shards, past the page cache
     "store/locks.py",  # folders
-    "library/transfer.py",  # a download that goes on where it stopped
+    "hubs/transfer.py",  # a download that goes on where it stopped
     "runtime/kv_file.py",  # a file without a name
     "runtime/host.py",  # the kernel's
     "runtime/probe.py",  # the kernel's

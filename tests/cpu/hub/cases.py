@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import PenstockError
-from penstock.library.names import HubName, hub_name
-from penstock.library.pull import Pulled, pull
-from penstock.library.where import Where
+from penstock.hubs.names import HubName, hub_name
+from penstock.hubs.pull import Pulled, pull
+from penstock.hubs.where import Where
 from tests.cpu.checkpoints import LLAMA
 
 CONFIG = {**LLAMA, "vocab_size": 300}

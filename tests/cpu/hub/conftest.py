@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from penstock.library.where import Where
+from penstock.hubs.where import Where
 from tests.cpu.checkpoints import random_tensors, save_tensors, save_tokenizer
 from tests.cpu.hub.cases import CONFIG, INDEX, NOT_WANTED, Waits
 from tests.cpu.hub.server import FakeHub, serving

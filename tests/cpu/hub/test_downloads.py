@@ -13,9 +13,9 @@ import pytest
 from huggingface_hub import constants
 
 from penstock.errors import BadRequest, BrokenModel, StorageFailed
-from penstock.library.pull import Pulled, find, pull
-from penstock.library.transfer import Repository
-from penstock.library.where import Where
+from penstock.hubs.pull import Pulled, find, pull
+from penstock.hubs.transfer import Repository
+from penstock.hubs.where import Where
 from penstock.serve.named import locate, to_plan
 from tests.cpu.hub.cases import INDEX, NOT_WANTED, Waits, check, name_of, refusal
 from tests.cpu.hub.server import COMMIT, FakeHub, Fault, Handler, answers, cuts
@@ -385,7 +385,7 @@ def test_answers_that_no_hub_gives(path: str, act: Any, says: str, hub: FakeHub,
 
 
 def test_a_list_without_an_end(hub: FakeHub, where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.library import web
+    from penstock.hubs import web
 
     monkeypatch.setattr(web, "MAX_LIST_BYTES", 1 << 20)
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from penstock.errors import BadRequest, BrokenModel, PenstockError
-from penstock.library.headers import peek
-from penstock.library.where import Where
+from penstock.hubs.headers import peek
+from penstock.hubs.where import Where
 from penstock.serve.named import locate, to_plan
 from penstock.serve.planning import describe
 from tests.cpu.hub.cases import CONFIG, INDEX, NOT_WANTED, name_of
@@ -133,7 +133,7 @@ def gguf_header(nbytes: int) -> bytes:
 
 
 def test_headers_are_bounded_together(hub: FakeHub, where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.library import headers
+    from penstock.hubs import headers
 
     hub.repos["org/parts"] = {f"m-{i:05}-of-00003.gguf": gguf_header(5_000_000) + bytes([i]) for i in (1, 2, 3)}
     with (
@@ -270,7 +270,7 @@ def test_nothing_but_names_of_the_hub_loads_its_library() -> None:
 
     code = (
         "import sys, penstock, penstock.cli.main, penstock.serve.source, penstock.serve.planning, penstock.serve.llm;"
-        "from penstock.serve.named import locate; from penstock.library.where import Where; locate('.', Where());"
+        "from penstock.serve.named import locate; from penstock.hubs.where import Where; locate('.', Where());"
         "print([m for m in ('huggingface_hub', 'httpx2') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -283,7 +283,7 @@ def test_a_plan_by_headers_imports_no_numpy(hub: FakeHub, environment: dict[str,
 
     code = (
         "import sys; from penstock.serve.planning import describe; from penstock.serve.named import to_plan;"
-        "from penstock.library.where import Where; path = to_plan('org/name', Where()); describe(path.__enter__());"
+        "from penstock.hubs.where import Where; path = to_plan('org/name', Where()); describe(path.__enter__());"
         "print([m for m in ('numpy', 'torch') if m in sys.modules]); path.__exit__(None, None, None)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)

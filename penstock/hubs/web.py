@@ -16,8 +16,8 @@ from urllib.parse import quote, urljoin, urlsplit
 
 import penstock
 from penstock.errors import BadRequest, BrokenModel, PenstockError, StorageFailed
-from penstock.library.listing import COMMIT, MAX_LIST_BYTES, Listing, RemoteFile, parse_listing
-from penstock.library.where import Tell, Where
+from penstock.hubs.listing import COMMIT, MAX_LIST_BYTES, Listing, RemoteFile, parse_listing
+from penstock.hubs.where import Tell, Where
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:

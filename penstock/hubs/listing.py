@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from penstock.errors import BadRequest, BrokenModel, UnsupportedModel
-from penstock.library.names import HubName, is_plain, quantisation_of
+from penstock.hubs.names import HubName, is_plain, quantisation_of
 from penstock.store.files import MAX_COPIED_BYTES, parse_json
 from penstock.store.gguf.files import files_of, name_of
 from penstock.store.header import quoted

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.errors import BadRequest, PenstockError
-from penstock.library.found import Found
-from penstock.library.listing import Choice, Listing, Several, choose, local_files, models_in_gguf
-from penstock.library.names import HubName, is_plain, quantisation_of
-from penstock.library.where import Where, lm_studio_folders
+from penstock.hubs.found import Found
+from penstock.hubs.listing import Choice, Listing, Several, choose, local_files, models_in_gguf
+from penstock.hubs.names import HubName, is_plain, quantisation_of
+from penstock.hubs.where import Where, lm_studio_folders
 from penstock.store.files import read_bytes
 
 SCHEME = "lmstudio:"

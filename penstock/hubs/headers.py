@@ -17,10 +17,10 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from penstock.errors import BadRequest, BrokenModel, PenstockError, UnsupportedModel
-from penstock.library.listing import Choice, Listing, RemoteFile, Several, choose
-from penstock.library.names import HubName
-from penstock.library.web import Hub
-from penstock.library.where import Tell, Where
+from penstock.hubs.listing import Choice, Listing, RemoteFile, Several, choose
+from penstock.hubs.names import HubName
+from penstock.hubs.web import Hub
+from penstock.hubs.where import Tell, Where
 from penstock.models.gguf import ROPE_TABLES
 from penstock.store.files import Output, parse_json, storage_errors
 from penstock.store.gguf.header import MAX_HEADER_BYTES, GgufHeader, read_gguf_header, walk_gguf_header

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import BadRequest, BrokenModel, PenstockError
-from penstock.library.found import Found
-from penstock.library.where import Where, ollama_folders
+from penstock.hubs.found import Found
+from penstock.hubs.where import Where, ollama_folders
 from penstock.store.files import read_json, storage_errors
 from penstock.store.header import quoted
 

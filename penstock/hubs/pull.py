@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import PenstockError, StorageFailed
-from penstock.library.headers import stand_in
-from penstock.library.listing import COMMIT, INDEX, SINGLE, Choice, Listing, RemoteFile, Several, choose, local_files
-from penstock.library.names import HubName, quantisation_of
-from penstock.library.transfer import Repository, fetch
-from penstock.library.web import Hub
-from penstock.library.where import Tell, Where
+from penstock.hubs.headers import stand_in
+from penstock.hubs.listing import COMMIT, INDEX, SINGLE, Choice, Listing, RemoteFile, Several, choose, local_files
+from penstock.hubs.names import HubName, quantisation_of
+from penstock.hubs.transfer import Repository, fetch
+from penstock.hubs.web import Hub
+from penstock.hubs.where import Tell, Where
 from penstock.store.files import load, read_bytes
 from penstock.units import format_bytes
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import BrokenModel, PenstockError, StorageFailed
-from penstock.library.listing import MAX_LIST_BYTES, Listing, RemoteFile, format_listing, parse_listing
-from penstock.library.web import TRIES, Cut, Hub
+from penstock.hubs.listing import MAX_LIST_BYTES, Listing, RemoteFile, format_listing, parse_listing
+from penstock.hubs.web import TRIES, Cut, Hub
 from penstock.store.files import load, storage_errors, write_bytes
 from penstock.units import format_bytes
 
