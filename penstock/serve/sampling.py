@@ -33,6 +33,7 @@ _FIRST_LOOK = 512
 _TYPES: dict[str, tuple[type, ...]] = {
     "max_tokens": (int,),
     "temperature": (int, float),
+    "n": (int,),
     "top_k": (int,),
     "top_p": (int, float),
     "min_p": (int, float),
@@ -40,7 +41,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "presence_penalty": (int, float),
     "frequency_penalty": (int, float),
 }
-MAX_LOGPROBS, MAX_BIASES = 20, 1024
+MAX_LOGPROBS, MAX_BIASES, MAX_ANSWERS = 20, 1024, 128
 _LEAST_LOGPROB = np.float32(-9999)  # JSON has no infinity
 # The fields of a generation_config.json that are about sampling.
 _CONFIG_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -58,6 +59,8 @@ class SamplingParams:
     each token, and so many of the likeliest beside it; they are the model's own, before all that is above.
     `prompt_logprobs`: the same of the prompt's tokens after its first (`serve.scores`). `max_tokens` may then be 0.
     `json_schema`: the answer is JSON that follows this schema, a string or a mapping (`serve.guides`).
+    `n`: so many answers to each prompt of `LLM.generate` and `LLM.chat`, which is read once. Who answers a single
+    request does not look at it.
     """
 
     max_tokens: int = 128
@@ -75,6 +78,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     json_schema: str | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
         for name, types in _TYPES.items():
@@ -93,6 +97,7 @@ class SamplingParams:
                 raise BadRequest("ignore_eos does not go with a JSON schema, which says where an answer ends")
         for good, name, should in (
             (self.max_tokens >= (self.prompt_logprobs is None), "max_tokens", "at least 1"),
+            (1 <= self.n <= MAX_ANSWERS, "n", f"from 1 to {MAX_ANSWERS}"),
             (0 <= self.temperature <= 1e6, "temperature", "0 (greedy) or more, at most 1e6"),
             (self.top_k >= -1, "top_k", "at least 1, or 0 for off"),
             (0 < self.top_p <= 1, "top_p", "above 0 and at most 1"),
@@ -115,7 +120,7 @@ class SamplingParams:
     def nth(self, i: int) -> SamplingParams:
         """For the i-th of several answers to one prompt. With a seed each has one of its own, or all would be the
         same."""
-        return self if self.seed is None else replace(self, seed=self.seed + i)
+        return replace(self, n=1, seed=None if self.seed is None else self.seed + i)
 
     @property
     def greedy(self) -> bool:
