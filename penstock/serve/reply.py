@@ -31,7 +31,7 @@ class Reply:
         self._eos = frozenset() if params.ignore_eos else tokenizer.eos_ids
         # To make text of each token takes 70 µs, and a batch has many tokens. So text is made at the end where nobody
         # wants it before.
-        self.text = tokenizer.stream(whole=not streams and not params.stop)
+        self.text = tokenizer.stream(not streams and not params.stop, params.skip_special_tokens)
         self._stops = StopStrings(params.stop)
         room = context - len(prompt) + 1
         self.limit = min(params.max_tokens, room)
@@ -79,7 +79,7 @@ class Reply:
         allowed = self._guide.allowed() if self._guide is not None else None
         if allowed is not None and allowed.only_end:
             if not allowed.end:
-                raise BadRequest("the JSON schema asks for what no token of this model has")
+                raise BadRequest("the JSON schema or grammar asks for what no token of this model has")
             answer.finish_reason = "stop"
             return
         token = self._sampler.next(logits, best, None if allowed is None else allowed.tokens)

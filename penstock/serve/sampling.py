@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import BadRequest, BrokenModel
-from penstock.serve.schemas import checked_schema
+from penstock.serve.schemas import Rule, checked_grammar, checked_schema, grammar_rule
 
 Floats = NDArray[np.float32]
 
@@ -58,7 +58,8 @@ class SamplingParams:
     `logit_bias`: ids and what is added to their logits; a mapping is taken too. `logprobs`: keep the log probability of
     each token, and so many of the likeliest beside it; they are the model's own, before all that is above.
     `prompt_logprobs`: the same of the prompt's tokens after its first (`serve.scores`). `max_tokens` may then be 0.
-    `json_schema`: the answer is JSON that follows this schema, a string or a mapping (`serve.guides`).
+    `json_schema`: the answer is JSON that follows this schema, a string or a mapping (`serve.guides`). `grammar`: it
+    follows this one, in llguidance's Lark or in GBNF. `skip_special_tokens`: special tokens have no text.
     `n`: so many answers to each prompt of `LLM.generate` and `LLM.chat`, which is read once. Who answers a single
     request does not look at it.
     """
@@ -78,6 +79,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     json_schema: str | None = None
+    grammar: str | None = None
+    skip_special_tokens: bool = True
     n: int = 1
 
     def __post_init__(self) -> None:
@@ -93,8 +96,12 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", checked_schema(self.json_schema))
-            if self.ignore_eos:
-                raise BadRequest("ignore_eos does not go with a JSON schema, which says where an answer ends")
+        if self.grammar is not None:
+            checked_grammar(self.grammar)
+            if self.json_schema is not None:
+                raise BadRequest("an answer follows a JSON schema or a grammar, not both")
+        if self.rule is not None and self.ignore_eos:
+            raise BadRequest("ignore_eos does not go with a JSON schema or grammar, which says where an answer ends")
         for good, name, should in (
             (self.max_tokens >= (self.prompt_logprobs is None), "max_tokens", "at least 1"),
             (1 <= self.n <= MAX_ANSWERS, "n", f"from 1 to {MAX_ANSWERS}"),
@@ -121,6 +128,13 @@ class SamplingParams:
         """For the i-th of several answers to one prompt. With a seed each has one of its own, or all would be the
         same."""
         return replace(self, n=1, seed=None if self.seed is None else self.seed + i)
+
+    @property
+    def rule(self) -> Rule | None:
+        """What the answer has to follow."""
+        if self.json_schema is not None:
+            return Rule("schema", self.json_schema)
+        return None if self.grammar is None else grammar_rule(self.grammar)
 
     @property
     def greedy(self) -> bool:

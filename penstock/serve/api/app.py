@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Any
 
 from anyio import CapacityLimiter, to_thread
@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 import penstock
 from penstock.errors import BadRequest, InternalError, PenstockError
 from penstock.serve.api.answers import Answers, Gone, Post
+from penstock.serve.api.chats import chat_of
 from penstock.serve.api.guard import OWNER, SPEND, Access, App, Guard, Limits, Receive, Scope, Send, error_body
 from penstock.serve.api.metrics import CONTENT_TYPE, metrics
 from penstock.serve.api.shape import Shape, head_of
@@ -30,6 +31,7 @@ from penstock.serve.api.wire import (
     what_is_wrong,
 )
 from penstock.serve.foretold import Newcomer
+from penstock.serve.sampling import SamplingParams
 from penstock.serve.scheduler import QueueFull
 from penstock.serve.tokenizer import Tokenizer
 from penstock.spec import plan as plans
@@ -66,9 +68,11 @@ def _completions(app: FastAPI, shelf: Shelf) -> None:
         try:
             tokenizer = hold.loaded.service.engine.tokenizer
             messages = [message.plain() for message in body.messages]
-            ids = await to_thread.run_sync(tokenizer.encode_chat, messages, limiter=one)
-            shape = Shape("chat.completion", head_of("chatcmpl", secrets.token_hex(12), hold.loaded.name), tokenizer)
-            return await _answered(request, body, [ids], shape, hold)
+            asked = await to_thread.run_sync(chat_of, tokenizer, messages, body.callable(), limiter=one)
+            params = asked.ruled(_params(body, [asked.ids], hold, None))
+            head = head_of("chatcmpl", secrets.token_hex(12), hold.loaded.name)
+            shape = Shape("chat.completion", head, tokenizer, lambda: asked.reading(params), with_usage=body.with_usage)
+            return await _answered(request, body, [asked.ids], params, shape, hold)
         except BaseException:
             hold.end()
             raise
@@ -84,7 +88,8 @@ def _completions(app: FastAPI, shelf: Shelf) -> None:
             ]
             echoed = await _echoed(body, prompts, tokenizer) if body.echo else ()
             head = head_of("cmpl", secrets.token_hex(12), hold.loaded.name)
-            return await _answered(request, body, prompts, Shape("text_completion", head, tokenizer, echoed), hold)
+            shape = Shape("text_completion", head, tokenizer, echoed=echoed, with_usage=body.with_usage)
+            return await _answered(request, body, prompts, _params(body, prompts, hold, 16), shape, hold)
         except BaseException:
             hold.end()
             raise
@@ -103,16 +108,15 @@ def _completions(app: FastAPI, shelf: Shelf) -> None:
         return tuple(text for text in texts for _ in range(n))
 
     async def _answered(
-        request: Request, body: ChatRequest | CompletionRequest, prompts: list[list[int]], shape: Shape, hold: Hold
-    ) -> Response:
+        request: Request, body: ChatRequest | CompletionRequest, prompts: list[list[int]], params: SamplingParams,
+        shape: Shape, hold: Hold,
+    ) -> Response:  # fmt: skip
         """The answers. The hold on the model ends with them, or with their stream."""
         loaded, engine = hold.loaded, hold.loaded.service.engine
-        room = engine.plan.context - max(map(len, prompts)) + 1
-        params = body.params(engine.tokenizer.generation_config, max(1, room) if shape.chats else 16)
-        if params.json_schema is not None:  # refused before any answer begins
+        if params.rule is not None:  # refused before any answer begins
             if not loaded.schemas:
-                raise BadRequest("this server holds no answers to JSON schemas: it was started without")
-            await to_thread.run_sync(engine.guides.check, params.json_schema, limiter=compiling)
+                raise BadRequest("this server holds no answers to JSON schemas or calls: it was started without")
+            await to_thread.run_sync(engine.guides.check, params.rule, limiter=compiling)
         nonlocal post
         post = post if post is not None and post.is_here else Post()
         answers = Answers(loaded.service, body.n or 1, request.scope.get(OWNER, ""), post)
@@ -120,13 +124,10 @@ def _completions(app: FastAPI, shelf: Shelf) -> None:
             for ids in prompts:
                 answers.submit(ids, params, body.priority)
             if body.stream:
-                usage = body.stream_options is not None and body.stream_options.include_usage
                 spend = request.scope.get(SPEND, lambda _: None)
-                return _Events(answers, answers.events(shape, usage), hold, spend)
+                return _Events(answers, shape.events(answers), hold, spend)
             found = await _unless_gone(request, answers)
-            choices = [await to_thread.run_sync(shape.choice, i, answer, limiter=one) for i, answer in enumerate(found)]
-            head = {**shape.head, "object": shape.kind}
-            answer = JSONResponse({**head, "choices": choices, "usage": answers.usage})
+            answer = JSONResponse(await to_thread.run_sync(shape.whole, found, answers.used, limiter=one))
             hold.end()
             return answer
         except BaseException:
@@ -270,6 +271,16 @@ async def _unless_gone(request: Request, answers: Answers) -> list[Any]:
     finally:
         gathering.cancel()
         leaving.cancel()
+
+
+def _params(
+    body: ChatRequest | CompletionRequest, prompts: Sequence[list[int]], hold: Hold, most: int | None
+) -> SamplingParams:
+    """How a request's tokens are chosen. `most`: tokens where the client names no length; None for what the context has
+    room for. Raises BadRequest."""
+    engine = hold.loaded.service.engine
+    room = engine.plan.context - max(map(len, prompts)) + 1
+    return body.params(engine.tokenizer.generation_config, max(1, room) if most is None else most)
 
 
 async def _hold(name: str | None, shelf: Shelf) -> Hold:

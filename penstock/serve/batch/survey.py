@@ -144,7 +144,7 @@ def _todo(
         message = f"the prompt has {longest} tokens, and the context {context}"
         raise NoRequest(CONTEXT_CODE, message, request.custom_id)
     found.longest = max(found.longest, min(context, longest + params.max_tokens))
-    found.schemas |= params.json_schema is not None
+    found.schemas |= params.rule is not None
     found.scores |= params.prompt_logprobs is not None
     first = request.prompts[0]
     # A prompt that ends within its first page shares nothing.
