@@ -60,6 +60,8 @@ class SamplingParams:
     `prompt_logprobs`: the same of the prompt's tokens after its first (`serve.scores`). `max_tokens` may then be 0.
     `json_schema`: the answer is JSON that follows this schema, a string or a mapping (`serve.guides`). `grammar`: it
     follows this one, in llguidance's Lark or in GBNF. `skip_special_tokens`: special tokens have no text.
+    `thinking_tokens`: after so many tokens of thought their end is put into the answer, of models that mark it;
+    `thinking_begun`: the prompt ends with the beginning of thoughts.
     `n`: so many answers to each prompt of `LLM.generate` and `LLM.chat`, which is read once. Who answers a single
     request does not look at it.
     """
@@ -81,6 +83,8 @@ class SamplingParams:
     json_schema: str | None = None
     grammar: str | None = None
     skip_special_tokens: bool = True
+    thinking_tokens: int | None = None
+    thinking_begun: bool = False
     n: int = 1
 
     def __post_init__(self) -> None:
@@ -217,10 +221,14 @@ class Sampler:
             # `side="right"` never lands on an entry of probability 0.
             place = int(np.searchsorted(bounds, self._rng.random() * bounds[-1], side="right"))
             chosen = int(ids[min(place, len(ids) - 1)])
+        return self.force(chosen)
+
+    def force(self, token: int) -> int:
+        """This token comes next, whatever the logits are."""
         if self.params.adjusts:
-            self._seen.add(chosen)
-            self._chosen[chosen] += 1
-        return chosen
+            self._seen.add(token)
+            self._chosen[token] += 1
+        return token
 
     def distribution(self, logits: Floats) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The ids that `next` would draw from, int64 [n], and their probabilities, float64 [n]. Draws nothing. Raises
