@@ -36,6 +36,7 @@ class Generation:
     logprobs: list[Likely] = field(default_factory=list)  # of each token, where they were asked for
     prompt_scores: Scores | None = None  # where they were asked for
     finish_reason: str = ""
+    stopped_by: str | None = None  # the stop string, where one ended it
     context_full: bool = False
     ttft_s: float = 0.0
     batch_ttft_s: float = 0.0  # until every sequence of the batch had its first token

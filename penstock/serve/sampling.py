@@ -33,6 +33,7 @@ _FIRST_LOOK = 512
 _TYPES: dict[str, tuple[type, ...]] = {
     "max_tokens": (int,),
     "temperature": (int, float),
+    "n": (int,),
     "top_k": (int,),
     "top_p": (int, float),
     "min_p": (int, float),
@@ -40,7 +41,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "presence_penalty": (int, float),
     "frequency_penalty": (int, float),
 }
-MAX_LOGPROBS, MAX_BIASES = 20, 1024
+MAX_LOGPROBS, MAX_BIASES, MAX_ANSWERS = 20, 1024, 128
 _LEAST_LOGPROB = np.float32(-9999)  # JSON has no infinity
 # The fields of a generation_config.json that are about sampling.
 _CONFIG_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -59,6 +60,10 @@ class SamplingParams:
     `prompt_logprobs`: the same of the prompt's tokens after its first (`serve.scores`). `max_tokens` may then be 0.
     `json_schema`: the answer is JSON that follows this schema, a string or a mapping (`serve.guides`). `grammar`: it
     follows this one, in llguidance's Lark or in GBNF. `skip_special_tokens`: special tokens have no text.
+    `thinking_tokens`: after so many tokens of thought their end is put into the answer, of models that mark it;
+    `thinking_begun`: the prompt ends with the beginning of thoughts.
+    `n`: so many answers to each prompt of `LLM.generate` and `LLM.chat`, which is read once. Who answers a single
+    request does not look at it.
     """
 
     max_tokens: int = 128
@@ -78,6 +83,9 @@ class SamplingParams:
     json_schema: str | None = None
     grammar: str | None = None
     skip_special_tokens: bool = True
+    thinking_tokens: int | None = None
+    thinking_begun: bool = False
+    n: int = 1
 
     def __post_init__(self) -> None:
         for name, types in _TYPES.items():
@@ -100,6 +108,7 @@ class SamplingParams:
             raise BadRequest("ignore_eos does not go with a JSON schema or grammar, which says where an answer ends")
         for good, name, should in (
             (self.max_tokens >= (self.prompt_logprobs is None), "max_tokens", "at least 1"),
+            (1 <= self.n <= MAX_ANSWERS, "n", f"from 1 to {MAX_ANSWERS}"),
             (0 <= self.temperature <= 1e6, "temperature", "0 (greedy) or more, at most 1e6"),
             (self.top_k >= -1, "top_k", "at least 1, or 0 for off"),
             (0 < self.top_p <= 1, "top_p", "above 0 and at most 1"),
@@ -122,7 +131,7 @@ class SamplingParams:
     def nth(self, i: int) -> SamplingParams:
         """For the i-th of several answers to one prompt. With a seed each has one of its own, or all would be the
         same."""
-        return self if self.seed is None else replace(self, seed=self.seed + i)
+        return replace(self, n=1, seed=None if self.seed is None else self.seed + i)
 
     @property
     def rule(self) -> Rule | None:
@@ -212,10 +221,14 @@ class Sampler:
             # `side="right"` never lands on an entry of probability 0.
             place = int(np.searchsorted(bounds, self._rng.random() * bounds[-1], side="right"))
             chosen = int(ids[min(place, len(ids) - 1)])
+        return self.force(chosen)
+
+    def force(self, token: int) -> int:
+        """This token comes next, whatever the logits are."""
         if self.params.adjusts:
-            self._seen.add(chosen)
-            self._chosen[chosen] += 1
-        return chosen
+            self._seen.add(token)
+            self._chosen[token] += 1
+        return token
 
     def distribution(self, logits: Floats) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The ids that `next` would draw from, int64 [n], and their probabilities, float64 [n]. Draws nothing. Raises

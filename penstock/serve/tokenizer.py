@@ -32,7 +32,8 @@ class Tokenizer:
     `size`: entries, with added tokens; the model's vocabulary may be larger (padded). `bos`: the id that a text begins
     with, if any. `eos_ids`: the ids that end a text. `generation_config`: the content of the model's file, {} without
     one. `writing`: how the chat template has calls of tools written; None where it knows none. `thinks`: whether it
-    marks what a model thinks. `marks`: ids of the marks of calls that are special tokens here.
+    marks what a model thinks, which `thought_end_ids` end. `marks`: ids of the marks of calls that are special tokens
+    here.
     """
 
     def __init__(self, folder: Path, within_bytes: int | None, spare: Child | None = None) -> None:
@@ -50,6 +51,7 @@ class Tokenizer:
         self.writing: Writing | None = by_name(facts["writing"])
         self.thinks: bool = facts["thinks"]
         self.marks: dict[str, int] = facts["marks"]
+        self.thought_end_ids: tuple[int, ...] = tuple(facts["thought_end_ids"])
         self._template_file = Path(facts["template_file"])
         self._special, self._bytes = frozenset(facts["special"]), frozenset(facts["bytes"])
         self._texts: dict[int, str] = {}  # id → text, of ids that were asked for

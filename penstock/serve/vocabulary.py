@@ -26,6 +26,7 @@ from penstock.serve.text_files import (
     TOKENIZER_CONFIG,
 )
 from penstock.serve.token_bytes import token_bytes
+from penstock.serve.tools.budget import THOUGHT_ENDS
 from penstock.serve.tools.writing import HERMES, thinks, writing_of
 from penstock.store.files import read_bytes, read_json
 
@@ -89,7 +90,8 @@ class Vocabulary:
             "template_file": str(self._template_file),
             "generation_config": self._generation_config,
             "writing": None if self._writing is None else self._writing.name,
-            "thinks": thinks(self._templates.values()),
+            "thinks": (marked := thinks(self._templates.values())),
+            "thought_end_ids": self.encode(THOUGHT_ENDS, add_special=False) if marked else [],
             "marks": self._marks(),
         }
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import BadRequest
 from penstock.serve.tools.asked import Tools, for_template, in_words, offered, short_id
+from penstock.serve.tools.budget import Budget
 from penstock.serve.tools.grammar import grammar
 from penstock.serve.tools.reading import Call, Collected, Reading
 from penstock.serve.tools.writing import HARMONY, WRITINGS, Writing
@@ -151,3 +152,22 @@ def test_marks_that_are_tokens_are_named_by_id() -> None:
         text = grammar(writing, tools, {mark: 1000 + i for i, mark in enumerate(writing.marks)}, thinking=False)
         assert ("<[1000]>" in text) == bool(writing.marks)
         assert not any(json.dumps(mark)[1:-1] in text for mark in writing.marks)
+
+
+def test_a_budget_puts_the_end_of_thoughts_in() -> None:
+    def answer(limit: int, begun: bool, texts: list[str]) -> str:
+        budget, said, left = Budget(limit, [7, 8], begun), "", list(texts)
+        ends = {7: "</think>", 8: "\n\n"}
+        while left:
+            forced = budget.forced()
+            text = left.pop(0) if forced is None else ends[forced]
+            budget.take(forced is not None, text)
+            said += text
+        return said
+
+    words = ["a ", "b ", "c ", "d ", "e "]
+    assert answer(2, True, words) == "a b </think>\n\nc d e "
+    assert answer(0, True, words) == "</think>\n\na b c d e "
+    assert answer(9, True, words) == answer(2, False, words) == "a b c d e "
+    assert answer(3, False, ["<thi", "nk>", *words]) == "<think>a </think>\n\nb c d e "
+    assert answer(2, True, ["a", "</think>", *words]) == "a</think>a b c d e "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.errors import BadRequest
@@ -21,15 +21,16 @@ class Chat:
     the model marks what it thinks, and `thinking`: whether the answer begins in the middle of that."""
 
     ids: list[int]
-    tools: Tools | None
-    marks: dict[str, int]
-    writing: Writing | None
-    thinks: bool
-    thinking: bool
+    tools: Tools | None = None
+    marks: Mapping[str, int] = field(default_factory=dict)
+    writing: Writing | None = None
+    thinks: bool = False
+    thinking: bool = False
 
     def ruled(self, params: SamplingParams) -> SamplingParams:
         """How tokens are chosen, so that calls are calls of the tools. Raises BadRequest where a client asks for a form
         of the answer too."""
+        params = self._budgeted(params)
         if self.tools is not None:
             if params.rule is not None:
                 raise BadRequest("response_format and grammar do not go with tools")
@@ -37,6 +38,13 @@ class Chat:
             held = grammar(self.writing, self.tools, self.marks, self.thinking)
             return replace(params, grammar=held, skip_special_tokens=False)
         return params if self.writing is None else replace(params, skip_special_tokens=False)
+
+    def _budgeted(self, params: SamplingParams) -> SamplingParams:
+        """An answer in a form of the client's does not think."""
+        thinks = self.thinks and params.rule is None
+        if params.thinking_tokens is None or not thinks:
+            return replace(params, thinking_tokens=None)
+        return replace(params, thinking_begun=self.thinking)
 
     def reading(self, params: SamplingParams) -> Reading:
         """For one answer. One that follows a form of the client's has no thoughts in it."""

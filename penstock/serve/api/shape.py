@@ -15,7 +15,7 @@ from anyio import to_thread
 from penstock.errors import PenstockError
 from penstock.serve.api import logprobs
 from penstock.serve.api.answers import Answers, Gone
-from penstock.serve.api.guard import error_body
+from penstock.serve.api.errors import error_body
 from penstock.serve.generation import Generation, Used
 from penstock.serve.sampling import Likely, ids_of
 from penstock.serve.scores import Scores
@@ -111,7 +111,7 @@ class Shape:
                 yield event([], usage=usage_of(answers.used))
             yield b"data: [DONE]\n\n"
         except (PenstockError, Gone) as error:  # the status is sent already
-            yield b"data: " + json.dumps(error_body(str(error), "server_error")).encode() + b"\n\n"
+            yield b"data: " + json.dumps(error_body("", 500, str(error), "server_error")).encode() + b"\n\n"
 
     def _chunk(
         self, index: int, said: dict[str, Any], tokens: Sequence[Likely], offset: int, scores: Scores | None,

@@ -110,6 +110,7 @@ class _Sampled(_Sent):
             json_schema=self._schema(),
             grammar=self.grammar,
             skip_special_tokens=self.skip_special_tokens,
+            thinking_tokens=self.most_thoughts,
         )
 
     @property
@@ -120,6 +121,11 @@ class _Sampled(_Sent):
     @property
     def prompt_alternatives(self) -> int | None:
         """The same of the prompt's tokens."""
+        return None
+
+    @property
+    def most_thoughts(self) -> int | None:
+        """The most tokens of thought; None for no limit."""
         return None
 
     def _biases(self) -> dict[int, float] | None:
@@ -190,6 +196,7 @@ class ChatRequest(_Sampled):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[Any] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    reasoning_budget: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
     parallel_tool_calls: bool | None = None
 
     @property
@@ -206,6 +213,10 @@ class ChatRequest(_Sampled):
     @property
     def alternatives(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def most_thoughts(self) -> int | None:
+        return self.reasoning_budget
 
     def callable(self) -> Tools | None:
         """The tools that the answer may call. Raises BadRequest."""
@@ -271,6 +282,8 @@ class DetokenizeRequest(_Sent):
 
 def what_is_wrong(errors: Sequence[Any]) -> tuple[str, str]:
     """(the first of some errors in words, the field that it is about), as pydantic tells them."""
-    where = ".".join(str(at) for at in errors[0]["loc"] if at != "body")
-    message = f"{where}: {errors[0]['msg']}" if where else str(errors[0]["msg"])
+    # Of what may be a text or a list, the error that lies deepest tells most.
+    error = max(errors, key=lambda each: len(each["loc"]))
+    where = ".".join(str(at) for at in error["loc"] if at != "body")
+    message = f"{where}: {error['msg']}" if where else str(error["msg"])
     return message[:1000], where[:200]
