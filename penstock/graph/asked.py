@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from penstock.graph import ops
 from penstock.graph.batch import Batch
 from penstock.graph.calls import Calls
-from penstock.graph.recent import RecentRecords
+from penstock.graph.recent import PAIR_BYTES, RecentRecords
 from penstock.graph.records import Records
 from penstock.graph.tasks import Call, Pass, Slot, Task
 from penstock.spec.places import HOST, kernels_of, lane_between
@@ -66,7 +66,7 @@ class AskedUnits:
                 live, asks = _rising(map(answer, fires[u])), tuple(self.values(u, batch) for batch in p.batches)
             records = self._records.setdefault(unit.part, Records.of(part))
             recent = self._recent.get(u)
-            held, missing = recent.ask(live) if recent is not None else ((), live)
+            held, missing = recent.ask(live) if recent is not None else (b"", live)
             runs = records.runs(missing, part.granule_rows, self._plan.hole_bytes)
             pick = ops.Pick(self._layout.asked[u], runs, asks)
             nbytes = sum(hi - lo for lo, hi in runs)
@@ -82,7 +82,7 @@ class AskedUnits:
         if recall is None or not (recall.held or recall.kept):
             return
         part = self._layout.parts[self._plan.units[u].part]
-        nbytes = (len(recall.held) + len(recall.kept)) * Records.of(part).stride
+        nbytes = (len(recall.held) + len(recall.kept)) // PAIR_BYTES * Records.of(part).stride
         # A task of its own, so that those around it are like earlier ones.
         self._calls.emit.alone((kernels_of(HOST),), Call(recall, u, None, part.kinds(), nbytes, 0))
 

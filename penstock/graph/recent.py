@@ -16,7 +16,16 @@ from collections.abc import Iterable, Sequence
 HALF_LIFE = 64.0
 _MOST_USES = 1e30  # of float32's 3e38. Beyond, all uses are made smaller by one factor, which changes no order.
 
-Placed = tuple[tuple[int, int], ...]  # (neuron, slot)
+# (neuron, slot) of each: uint32 one after the other, since tuples of them would take 15 times as much, and a simulation
+# keeps those of many tokens.
+Placed = bytes
+PAIR_BYTES = 8
+
+
+def pairs(placed: Placed) -> list[tuple[int, int]]:
+    """The same as (neuron, slot)."""
+    numbers = memoryview(placed).cast("I").tolist()
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 class RecentRecords:
@@ -42,7 +51,7 @@ class RecentRecords:
             self._uses = array("f", (uses / self._use for uses in self._uses))
             self._use = 1.0
         lo, slot_of, uses, use = self._lo, self._slot_of, self._uses, self._use
-        placed, missing = [], []
+        placed, missing = array("I"), list[int]()
         for neuron in neurons:
             n = neuron - lo
             uses[n] += use
@@ -50,23 +59,23 @@ class RecentRecords:
             if slot < 0:
                 missing.append(neuron)
             else:
-                placed.append((neuron, slot))
-        return tuple(placed), missing
+                placed.extend((neuron, slot))
+        return placed.tobytes(), missing
 
     def admit(self, neurons: Sequence[int], missing: Iterable[int]) -> Placed:
         """The slots that some of the missing neurons take. `neurons`: all that this pass asked for, which do not
         leave."""
         lo, held, slot_of, uses = self._lo, self._held, self._slot_of, self._uses
         coming = [n - lo for n in missing]
-        placed: list[tuple[int, int]] = []
+        placed = array("I")
         free = coming[: self._slots - len(held)]
         for n in free:
             slot_of[n] = len(held)
-            placed.append((lo + n, len(held)))
+            placed.extend((lo + n, len(held)))
             held.append(n)
         coming = sorted(coming[len(free) :], key=lambda n: (-uses[n], n))
         if not coming:
-            return tuple(placed)
+            return placed.tobytes()
         asked = {n - lo for n in neurons}
         leaving = sorted((n for n in held if n not in asked), key=lambda n: (uses[n], n))
         for n, old in zip(coming, leaving, strict=False):
@@ -74,8 +83,8 @@ class RecentRecords:
                 break
             slot = slot_of[old]
             slot_of[old], slot_of[n], held[slot] = -1, slot, n
-            placed.append((lo + n, slot))
-        return tuple(placed)
+            placed.extend((lo + n, slot))
+        return placed.tobytes()
 
     def warm(self, rates: Sequence[float]) -> None:
         """Makes the slots as they are after many passes that asked for each neuron at its rate: those that are asked

@@ -19,6 +19,7 @@ from itertools import pairwise
 
 from penstock.errors import InternalError
 from penstock.graph import ops
+from penstock.graph.recent import pairs
 from penstock.graph.tasks import Call, Slot, Task
 from penstock.spec.parts import PAGE_BYTES
 from penstock.spec.places import CPU, Lane, is_device, is_disk
@@ -125,13 +126,13 @@ def _check_recalls(task: Task, records: dict[int, dict[int, int]]) -> None:
     for call in task.calls:
         if isinstance(call.operands, ops.Recall):
             of_unit, recall = records.setdefault(call.unit, {}), call.operands
-            for neuron, slot in recall.held:
+            for neuron, slot in pairs(recall.held):
                 if of_unit.get(slot) != neuron:
                     raise InternalError(
                         f"task {task.id} takes neuron {neuron} of unit {call.unit} from slot {slot},"
                         f" which holds {of_unit.get(slot)}"
                     )
-            of_unit.update((slot, neuron) for neuron, slot in recall.kept)
+            of_unit.update((slot, neuron) for neuron, slot in pairs(recall.kept))
 
 
 def _expert_of(moved: ops.Load | ops.Lift) -> int:

@@ -284,10 +284,8 @@ class Binding:
         inside = pages[:, records.lo - records.first : records.hi - records.first]
         placed = inside.reshape(len(pages), -1, records.stride)  # [granules, neurons of one, bytes], no copy
         slots = self._arenas.view(op.slots).reshape(-1, records.stride)
-        for pairs, into_slots in ((op.held, False), (op.kept, True)):
-            if not pairs:
-                continue
-            neurons, at = np.array(pairs).T
+        for numbers, into_slots in ((op.held, False), (op.kept, True)):
+            neurons, at = np.frombuffer(numbers, np.uint32).astype(np.intp).reshape(-1, 2).T
             granules, rows = np.divmod(neurons, GRANULE_ROWS)
             if into_slots:
                 slots[at] = placed[granules - unit.lo, rows]

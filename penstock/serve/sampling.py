@@ -33,6 +33,7 @@ _FIRST_LOOK = 512
 _TYPES: dict[str, tuple[type, ...]] = {
     "max_tokens": (int,),
     "temperature": (int, float),
+    "n": (int,),
     "top_k": (int,),
     "top_p": (int, float),
     "min_p": (int, float),
@@ -40,7 +41,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "presence_penalty": (int, float),
     "frequency_penalty": (int, float),
 }
-MAX_LOGPROBS, MAX_BIASES = 20, 1024
+MAX_LOGPROBS, MAX_BIASES, MAX_ANSWERS = 20, 1024, 128
 _LEAST_LOGPROB = np.float32(-9999)  # JSON has no infinity
 # The fields of a generation_config.json that are about sampling.
 _CONFIG_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -61,6 +62,8 @@ class SamplingParams:
     follows this one, in llguidance's Lark or in GBNF. `skip_special_tokens`: special tokens have no text.
     `thinking_tokens`: after so many tokens of thought their end is put into the answer, of models that mark it;
     `thinking_begun`: the prompt ends with the beginning of thoughts.
+    `n`: so many answers to each prompt of `LLM.generate` and `LLM.chat`, which is read once. Who answers a single
+    request does not look at it.
     """
 
     max_tokens: int = 128
@@ -82,6 +85,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     thinking_tokens: int | None = None
     thinking_begun: bool = False
+    n: int = 1
 
     def __post_init__(self) -> None:
         for name, types in _TYPES.items():
@@ -104,6 +108,7 @@ class SamplingParams:
             raise BadRequest("ignore_eos does not go with a JSON schema or grammar, which says where an answer ends")
         for good, name, should in (
             (self.max_tokens >= (self.prompt_logprobs is None), "max_tokens", "at least 1"),
+            (1 <= self.n <= MAX_ANSWERS, "n", f"from 1 to {MAX_ANSWERS}"),
             (0 <= self.temperature <= 1e6, "temperature", "0 (greedy) or more, at most 1e6"),
             (self.top_k >= -1, "top_k", "at least 1, or 0 for off"),
             (0 < self.top_p <= 1, "top_p", "above 0 and at most 1"),
@@ -126,7 +131,7 @@ class SamplingParams:
     def nth(self, i: int) -> SamplingParams:
         """For the i-th of several answers to one prompt. With a seed each has one of its own, or all would be the
         same."""
-        return self if self.seed is None else replace(self, seed=self.seed + i)
+        return replace(self, n=1, seed=None if self.seed is None else self.seed + i)
 
     @property
     def rule(self) -> Rule | None:

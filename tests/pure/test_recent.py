@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import InternalError
 from penstock.graph import ops
-from penstock.graph.recent import HALF_LIFE, RecentRecords
+from penstock.graph.recent import HALF_LIFE, RecentRecords, pairs
 from penstock.graph.tasks import Call, Slot, Task
 from penstock.graph.verify import verify
 from penstock.spec.plan import Arena
@@ -28,9 +28,9 @@ def test_the_most_used_neurons_stay(data: st.DataObject) -> None:
         for neuron in live:
             uses[neuron] += 2 ** (passes / HALF_LIFE)
         placed, missing = recent.ask(live)
-        assert placed == tuple((n, held[n]) for n in live if n in held)
+        assert pairs(placed) == [(n, held[n]) for n in live if n in held]
         assert missing == [n for n in live if n not in held]
-        kept = recent.admit(live, missing)
+        kept = pairs(recent.admit(live, missing))
         assert {n for n, _ in kept} <= set(missing)
         before = dict(held)
         for neuron, slot in kept:
@@ -61,8 +61,8 @@ def test_warm_slots_hold_what_fires_most() -> None:
     recent.warm(array("f", [0.1, 0.5, 0.2, 0.5, 0.0, 0.3]))
     assert set(recent.held) == {11, 13, 15}
     placed, missing = recent.ask([10, 11, 14])
-    assert [n for n, _ in placed] == [11] and missing == [10, 14]
-    assert recent.admit([10, 11, 14], missing) == ()  # what came once pushes nobody out
+    assert [n for n, _ in pairs(placed)] == [11] and missing == [10, 14]
+    assert recent.admit([10, 11, 14], missing) == b""  # what came once pushes nobody out
     for _ in range(100):
         recent.admit([14], recent.ask([14])[1])
     assert 14 in recent.held
@@ -72,8 +72,11 @@ def test_verify_knows_what_slots_hold() -> None:
     arenas = (Arena("host.asked", "host", 4096), Arena("host.recent", "host", 4096))
     picked, slots = Slot("host.asked", 0, 4096), Slot("host.recent", 0, 4096)
 
+    def packed(of: tuple[tuple[int, int], ...]) -> bytes:
+        return array("I", [number for pair in of for number in pair]).tobytes()
+
     def task(number: int, held: tuple[tuple[int, int], ...], kept: tuple[tuple[int, int], ...]) -> Task:
-        call = Call(ops.Recall(picked, slots, held, kept), 0, None, "int4", 1, 0)
+        call = Call(ops.Recall(picked, slots, packed(held), packed(kept)), 0, None, "int4", 1, 0)
         return Task(number, ("host",), (call,), (), (picked, slots), 1, 0, ())
 
     assert verify([task(0, (), ((5, 0), (6, 1))), task(1, ((5, 0),), ((7, 1),)), task(2, ((7, 1),), ())], arenas) == 3

@@ -275,13 +275,13 @@ class Pick(NamedTuple):
 
 class Recall(NamedTuple):
     """Brings records of a unit that is asked for from slots to their places among the unit's pages with records, and
-    then records that were read into slots. `held`, `kept`: (neuron, slot) of each. Either operand is written in
-    parts."""
+    then records that were read into slots. `held`, `kept`: neuron and slot of each, as uint32 (`graph.recent`). Either
+    operand is written in parts."""
 
     picked: Write
     slots: Write
-    held: tuple[tuple[int, int], ...]
-    kept: tuple[tuple[int, int], ...]
+    held: bytes
+    kept: bytes
 
 
 class Lift(NamedTuple):
