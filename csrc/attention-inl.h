@@ -1,8 +1,8 @@
 // Attention for one instruction set. Included after kernels-inl.h.
 //
 // A head's positions are walked in blocks of 256 from position 0 on, with a running maximum (log-sum-exp). So a row's
-// result depends on its position and the cache alone, not on its chunk or its neighbours. Few
-// queries convert keys and values in registers. For more of them they are widened once.
+// result depends on its position and the cache alone, not on its chunk or its neighbours. Few queries convert keys and
+// values in registers. For more of them they are widened once.
 #pragma once
 
 #include "attention-tiles-inl.h"
