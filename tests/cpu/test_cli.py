@@ -264,7 +264,7 @@ def test_run_streams_and_reports(cache):
     shown = penstock(*args, "Once upon a time")
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.startswith(", there was")
-    assert "tok/s (predicted" in shown.stderr.splitlines()[-1]
+    assert "tok/s (promised" in shown.stderr.splitlines()[-1]
     told = penstock(*args, "--json", stdin="Once upon a time\n")
     report = json.loads(told.stdout.splitlines()[-1])
     assert report["text"] == shown.stdout.removesuffix("\n")
