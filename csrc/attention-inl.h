@@ -69,7 +69,7 @@ class HeadAttention {
         sums_ = query_ + std::ptrdiff_t(queries_) * width_;
         wide_ = sums_ + std::ptrdiff_t(queries_) * width_;
         factors_ = wide_ + kPartTokens * width_;
-        scores_ = factors_ + 2 * width_;
+        scores_ = factors_ + 2 * up_to(width_, kKvGroup);
         run_ = reinterpret_cast<Running*>(scores_ + std::ptrdiff_t(queries_) * kBlockTokens);
     }
 

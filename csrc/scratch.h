@@ -140,7 +140,8 @@ inline int attend_rows(const AttentionShape& a, int t) {
 // Floats of one thread: queries and sums [queries, width], K or V [32, width], scales and minimums [2 · groups, 32],
 // whose groups have 32 columns at least, scores [queries, 256], and two numbers for each query.
 inline std::size_t attend_floats(int queries, int width) {
-    return std::size_t(2 * queries + kPartTokens + 2) * std::size_t(width) + std::size_t(queries) * (kBlockTokens + 2);
+    return std::size_t(2 * queries + kPartTokens) * std::size_t(width) + 2 * std::size_t(up_to(width, kKvGroup)) +
+           std::size_t(queries) * (kBlockTokens + 2);
 }
 
 inline std::size_t attend_scratch(const AttentionShape& a, Kind kind, int t) {

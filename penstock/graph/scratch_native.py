@@ -93,7 +93,7 @@ def qkv_bytes(part: Part, a: Attention, kv_heads: int, rows: int) -> int:
 def attend_bytes(a: Attention, kv: Format, rows: int) -> int:
     queries = a.heads_per_kv * min(rows, max(_QUERY_ROWS, _QUERIES // a.heads_per_kv))
     width = round_up(a.head_dim, 32 if kv.kind == "int4" else 16)
-    floats = (2 * queries + _PART_TOKENS + 2) * width + queries * (_BLOCK_TOKENS + 2)
+    floats = (2 * queries + _PART_TOKENS) * width + 2 * round_up(width, 32) + queries * (_BLOCK_TOKENS + 2)
     return _THREADS * round_up(4 * floats, _ALIGN)
 
 
