@@ -143,7 +143,7 @@ def answer(
     if as_json:
         answers = engine.generate([prompt], params)
         engine.keep(answers[0])
-        _print_report(engine, answers, engine.prediction)
+        _print_report(engine, answers, engine.prediction, params)
         return
     generation = print_stream(engine, prompt, params, lead)
     engine.keep(generation)
@@ -158,7 +158,7 @@ def _answer_together(engine: Engine, prompt: list[int], params: SamplingParams, 
         answers = together.answers()
     together.keep(answers)
     if as_json:
-        _print_report(engine, answers, together.prediction)
+        _print_report(engine, answers, together.prediction, params)
         return
     print("\n\n".join(answered.text for answered in answers), flush=True)
     if found := sum(answered.cached_tokens for answered in answers):
@@ -166,11 +166,16 @@ def _answer_together(engine: Engine, prompt: list[int], params: SamplingParams, 
     tell_speed(engine, answers[0], together.prediction)
 
 
-def _print_report(engine: Engine, answers: list[Generation], prediction: Prediction) -> None:
+_SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+
+
+def _print_report(engine: Engine, answers: list[Generation], prediction: Prediction, params: SamplingParams) -> None:
+    """Prints the JSON object. Its `sampling` is what flags and the model's generation_config.json came to."""
     from penstock.serve.generation import report_all
     from penstock.serve.run_bound import share_of_bound
 
-    print_json(report_all(answers, prediction, share_of_bound(engine.session, answers[0])))
+    report = report_all(answers, prediction, share_of_bound(engine.session, answers[0]))
+    print_json({**report, "sampling": {name: getattr(params, name) for name in _SAMPLING}})
 
 
 def read_prompt(prompt: str | None) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from penstock.cli import entry
 from penstock.cli.output import progress_line, speed_line
 from penstock.units import format_left
 from tests.cpu.commands import Outcome, here, machine_cache
@@ -43,6 +45,21 @@ def test_until_the_end_of_the_context(run: Any) -> None:
     found = run("hello", "--max-tokens", -1).report
     assert found["prompt_tokens"] + found["output_tokens"] == 64 + 1  # the last token is not fed back
     assert run("hello", "--max-tokens", -2).code == 2
+
+
+def test_how_tokens_were_chosen_is_told(run: Any) -> None:
+    found = run("hello", "--max-tokens", 2, "--top-k", 5, "--seed", 1).report["sampling"]
+    assert (found["max_tokens"], found["temperature"], found["top_k"], found["seed"]) == (2, 1.0, 5, 1)
+
+
+@pytest.mark.parametrize(("platform", "says"), [("win32", "WSL2"), ("darwin", "macOS")])
+def test_other_systems_are_told_in_a_line(
+    platform: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    assert entry.main() == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1 and says in err
 
 
 def test_images_are_refused_by_name(run: Any) -> None:
