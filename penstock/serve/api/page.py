@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Response
 from starlette.exceptions import HTTPException
 
+import penstock
 from penstock.serve.api.guard import PAGE
 from penstock.serve.api.shelf import Shelf
 from penstock.spec.places import HOST, Tier
+from penstock.store.files import read_bytes
 
+_FOLDER, _MOST_BYTES = Path(penstock.__file__).parent / "assets" / "page", 1 << 20
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _FILES = ("index.html", "page.css", "app.js", "live.js", "markdown.js", "server.js", "store.js")
 _HEADERS = {
@@ -30,7 +33,7 @@ def routes(app: FastAPI, shelf: Shelf) -> None:
     def sent(name: str) -> Response:
         if name not in _FILES:
             raise HTTPException(404, "there is no such file")
-        content = files("penstock").joinpath("assets", "page", name).read_bytes()
+        content = read_bytes(_FOLDER / name, _MOST_BYTES)
         return Response(content, media_type=f"{_KINDS[name.rpartition('.')[2]]}; charset=utf-8", headers=_HEADERS)
 
     @app.get("/", include_in_schema=False)
