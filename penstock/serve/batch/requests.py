@@ -81,6 +81,8 @@ def read(line: bytes, names: Sequence[str], tokenizer: Tokenizer) -> Request:
         body = kind.model_validate(parsed.body)
         if body.stream:
             raise BadRequest("stream is not for batches")
+        if isinstance(body, ChatRequest) and body.tools:
+            raise BadRequest("tools are not for batches yet")
         if body.model is not None and body.model not in names:
             raise NoRequest("model_not_found", f"this batch is answered by {names[0]}, not by {body.model}", custom_id)
         return Request(custom_id, body, _prompts(body, tokenizer))
