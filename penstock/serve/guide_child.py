@@ -76,9 +76,12 @@ class Matchers:
         if kind == "schema":
             return str(matcher.grammar_from_json_schema(text, overrides=STYLE))  # type: ignore[arg-type]
         if kind == "gbnf":
-            from llguidance.gbnf_to_lark import gbnf_to_lark
+            from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
-            text = gbnf_to_lark(text)
+            try:
+                text = gbnf_to_lark(text)
+            except GbnfToLarkError as error:
+                raise ValueError(str(error)) from None
         return str(matcher.grammar_from_lark(text))
 
     def begin(self, number: int, kind: str, text: str, tokens: list[int]) -> str:

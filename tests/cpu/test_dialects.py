@@ -1,4 +1,4 @@
-"""Anthropic's and Ollama's clients at our server: whole, streamed, tools in two turns, errors in each one's shape."""
+"""Clients of other dialects at our server: whole, streamed, tools in two turns, errors in each one's shape."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import anthropic
 import ollama
+import openai
 import pytest
 
 from tests.cpu.test_serve import Server, serving
@@ -161,6 +162,51 @@ def test_what_ollamas_clients_ask_about(llama: ollama.Client, server: Server) ->
             llama.chat(model="tale", messages=QUESTION, options=options)
     with pytest.raises(ollama.ResponseError, match="images"):
         llama.chat(model="tale", messages=[{**QUESTION[0], "images": [b"abc"]}])
+
+
+def test_a_response(server: Server, said: str) -> None:
+    client = server.client()
+    asked: dict[str, Any] = {"model": "tale", "input": "Once upon a time", "max_output_tokens": 12, "temperature": 0}
+    done = client.responses.create(**asked)
+    assert (done.output_text, done.status, done.incomplete_details.reason) == (said, "incomplete", "max_output_tokens")  # type: ignore[union-attr]
+    assert done.usage is not None and done.usage.output_tokens == 12 and done.usage.total_tokens > 12
+    events = list(client.responses.create(**asked, stream=True))
+    assert events[0].type == "response.created" and events[-1].type == "response.incomplete"
+    assert events[-1].response.output_text == said
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == said
+    parts = [{"role": "user", "content": [{"type": "input_text", "text": "Once upon a time"}]}]
+    assert client.responses.create(**{**asked, "input": parts}).output_text == said
+    schema = {"type": "json_schema", "name": "legs", "schema": LEGS}
+    held = client.responses.create(**{**asked, "max_output_tokens": 90, "text": {"format": schema}})
+    assert held.status == "completed" and 0 <= json.loads(held.output_text)["legs"] <= 9
+    for more, says in (
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"tools": [{"type": "web_search"}]}, "type: function"),
+        ({"input": [{"type": "item_reference", "id": "1"}]}, "item_reference"),
+        ({"input": []}, "input"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "without its schema"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=says):
+            client.responses.create(**{**asked, **more})
+
+
+def test_functions_of_a_response_in_two_turns(server: Server) -> None:
+    client = server.client()
+    tool = {"type": "function", "name": "count_legs", "parameters": LEGS, "strict": True}
+    asked: dict[str, Any] = {
+        "model": "tale", "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "temperature": 0,
+    }  # fmt: skip
+    question: list[Any] = [{"role": "user", "content": "Once upon a time"}]
+    done = client.responses.create(input=question, max_output_tokens=120, **asked)
+    (call,) = done.output
+    assert call.type == "function_call" and 0 <= json.loads(call.arguments)["legs"] <= 9
+    with client.responses.stream(input=question, max_output_tokens=120, **asked) as stream:
+        final = stream.get_final_response()
+    assert [(each.name, each.arguments) for each in final.output] == [(call.name, call.arguments)]  # type: ignore[union-attr]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "4"}
+    turns = [*question, call.model_dump(exclude_none=True), result]
+    asked["tool_choice"] = "none"
+    assert client.responses.create(input=turns, max_output_tokens=5, **asked).usage.output_tokens  # type: ignore[union-attr]
 
 
 def test_a_client_that_goes_leaves_nothing(llama: ollama.Client, claude: anthropic.Anthropic, server: Server) -> None:

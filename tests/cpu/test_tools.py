@@ -183,6 +183,8 @@ def test_without_a_call_an_answer_is_text(server: Server) -> None:
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"$ref": "http://x"}}}]}, "cannot be"),
         ({"grammar": "start: 3"}, "cannot be followed"),
         ({"grammar": "root ::= other"}, "cannot be followed"),
+        ({"grammar": "root ::= ["}, "cannot be followed"),
+        ({"grammar": "root ::= " + "(" * 3000}, "cannot be followed"),
         ({"grammar": "start: /a/", "response_format": {"type": "json_object"}}, "not both"),
     ],
 )

@@ -18,7 +18,7 @@ from penstock.errors import BadRequest, InternalError, PenstockError
 from penstock.serve.api.answers import Gone
 from penstock.serve.api.chats import Chat
 from penstock.serve.api.desk import Asked, AskedChat, Desk
-from penstock.serve.api.dialects import anthropic, ollama
+from penstock.serve.api.dialects import anthropic, ollama, responses
 from penstock.serve.api.errors import error_body
 from penstock.serve.api.guard import Access, App, Guard, Limits
 from penstock.serve.api.metrics import CONTENT_TYPE, metrics
@@ -57,6 +57,7 @@ def make_app(shelf: Shelf) -> FastAPI:
     _texts(app, desk)
     anthropic.routes(app, desk)
     ollama.routes(app, desk, shelf)
+    responses.routes(app, desk)
     return app
 
 

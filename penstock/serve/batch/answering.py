@@ -25,6 +25,7 @@ from penstock.serve.engine import Engine
 from penstock.serve.generation import Generation, used
 from penstock.serve.service import Service
 from penstock.serve.told import Cancelled, Ended, Failed, Piece, Told
+from penstock.serve.tools.reading import Reading
 from penstock.spec.ask import Ask
 from penstock.spec.places import Lane
 from penstock.spec.plan import Plan
@@ -37,11 +38,11 @@ _LOOK_S = 0.5  # between two looks at how far it is
 @dataclass
 class _Open:
     """A line that is being answered. `echoed`: what is written before each answer. `whole`: its answers so far, by
-    their places."""
+    their places. `reading`: takes the answers of a chat apart; None for texts."""
 
     todo: Todo
     custom_id: str
-    chats: bool
+    reading: Callable[[], Reading] | None
     count: int
     prompt_tokens: int
     echoed: tuple[str, ...]
@@ -135,10 +136,11 @@ class Batch:
             self._fail(service, todo, [], error, done)
             return
         body, tokens = request.body, sum(map(len, request.prompts))
-        said = echoed(request, engine.tokenizer)
-        opened = _Open(todo, request.custom_id, request.chats, request.count, tokens, said)
+        opened = _Open(todo, request.custom_id, None, request.count, tokens, echoed(request, engine.tokenizer))
         try:
-            params = body.params(engine.tokenizer.generation_config, self._most_tokens)
+            params = request.params(engine.tokenizer.generation_config, self._most_tokens)
+            if request.chat is not None:
+                opened.reading = partial(request.chat.reading, params)
             if params.rule is not None:
                 engine.guides.check(params.rule)
             for prompt in request.prompts:
@@ -191,13 +193,10 @@ class Batch:
         """Writes a line's answers into the journal."""
         number, tokenizer = opened.todo.number, self._engine.tokenizer
         answers = [opened.whole[i] for i in range(len(opened.whole))]
-        kind, prefix = ("chat.completion", "chatcmpl") if opened.chats else ("text_completion", "cmpl")
+        kind, prefix = ("text_completion", "cmpl") if opened.reading is None else ("chat.completion", "chatcmpl")
         head = head_of(prefix, self._journal.id_of(number), self._names[0])
-        shape, tokens = (
-            Shape(kind, head, tokenizer, echoed=opened.echoed),
-            used(opened.prompt_tokens, answers, opened.count),
-        )
-        body = shape.whole(answers, tokens)
+        tokens = used(opened.prompt_tokens, answers, opened.count)
+        body = Shape(kind, head, tokenizer, opened.reading or Reading, opened.echoed).whole(answers, tokens)
         self._journal.add(number, opened.custom_id, response(self._journal, number, 200, body))
         done.lines += 1
         done.answers += len(answers)

@@ -136,7 +136,7 @@ def _todo(
 ) -> Todo:
     """What is to be done for a line. Raises NoRequest."""
     try:
-        params = request.body.params(generation_config, most_tokens)
+        params = request.params(generation_config, most_tokens)
     except BadRequest as error:
         raise NoRequest("invalid_request", error.message, request.custom_id) from None
     longest = max(map(len, request.prompts))
