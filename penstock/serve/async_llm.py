@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.errors import BadRequest
 from penstock.serve.generation import Generation
-from penstock.serve.llm import LLM, one_answer
+from penstock.serve.llm import LLM, checked_params, one_answer
 from penstock.serve.outputs import Conversations, Messages, Prompts, RequestOutput, conversations, prompt_list
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.told import Cancelled, Ended, Failed, Told
@@ -77,7 +77,7 @@ class AsyncLLM:
     async def _answers(
         self, texts: Sequence[str | None], ids: Sequence[Sequence[int]], params: SamplingParams | None
     ) -> list[RequestOutput]:
-        chosen = params or SamplingParams()
+        chosen = checked_params(params)
         n = chosen.n
         tasks = [asyncio.ensure_future(self._whole(each, chosen.nth(i))) for each in ids for i in range(n)]
         try:
@@ -98,7 +98,7 @@ class AsyncLLM:
         raise BadRequest("the request was cancelled")
 
     async def _pieces(self, ids: Sequence[int], params: SamplingParams | None) -> AsyncGenerator[str, None]:
-        async with aclosing(self._told(ids, one_answer(params or SamplingParams()), True)) as told:
+        async with aclosing(self._told(ids, one_answer(checked_params(params)), True)) as told:
             async for what in told:
                 if isinstance(what, str) and what:
                     yield what

@@ -107,7 +107,7 @@ class LLM:
         `params.n` answers to a prompt read it once. Threads may call it at once: their prompts share passes, as many at
         a time as `batch` says. Raises TypeError for prompts that are neither, and as `Service.generate`."""
         texts = prompt_list(prompts)
-        chosen = _params(params)
+        chosen = checked_params(params)
         encode = self.engine.tokenizer.encode
         ids = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in texts]
         return self._answers([text if isinstance(text, str) else None for text in texts], ids, chosen)
@@ -117,7 +117,7 @@ class LLM:
         {"role": "user", "content": "…"}. Raises TypeError for anything else, BadRequest where the model has no chat
         template or the template refuses, and as `generate`."""
         asked = conversations(messages)
-        chosen = _params(params)
+        chosen = checked_params(params)
         ids = [self.chat_ids(each) for each in asked]
         return self._answers([None] * len(ids), ids, chosen)
 
@@ -126,15 +126,19 @@ class LLM:
         piece that is asked for, and ends early where the iterator is closed. Raises TypeError and BadRequest here, and
         what fails an answer where its next piece is asked for."""
         (one,) = prompt_list([prompt])
-        chosen = one_answer(_params(params))
+        chosen = one_answer(checked_params(params))
         ids = self.engine.tokenizer.encode(one) if isinstance(one, str) else one
-        return self.service().stream(ids, chosen)
+        return self._held(self.service().stream(ids, chosen))
 
     def stream_chat(self, messages: Messages, params: SamplingParams | None = None) -> Iterator[str]:
         """The next turn of one conversation, as `stream` yields it. Raises as `chat` and `stream`."""
         (one,) = conversations([messages])
-        chosen = one_answer(_params(params))
-        return self.service().stream(self.chat_ids(one), chosen)
+        chosen = one_answer(checked_params(params))
+        return self._held(self.service().stream(self.chat_ids(one), chosen))
+
+    def _held(self, pieces: Iterator[str]) -> Iterator[str]:
+        """The pieces of an answer. While somebody takes them this object stays, and its model with it."""
+        yield from pieces
 
     def chat_ids(self, messages: Messages) -> list[int]:
         """The token ids of a conversation by the model's chat template. Raises BadRequest where it has none."""
@@ -196,7 +200,7 @@ def one_answer(params: SamplingParams) -> SamplingParams:
     return params
 
 
-def _params(params: SamplingParams | None) -> SamplingParams:
+def checked_params(params: SamplingParams | None) -> SamplingParams:
     """The parameters, or the defaults. Raises TypeError for anything else."""
     if not isinstance(params, SamplingParams | None):
         raise TypeError(f"params should be SamplingParams, not {type(params).__name__}")

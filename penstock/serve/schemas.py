@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +22,9 @@ STYLE = {
     "coerce_one_of": False,
     "lenient": False,
 }
+
+
+_GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
 
 class Rule(NamedTuple):
@@ -45,8 +49,8 @@ def checked_grammar(text: str) -> str:
 
 
 def grammar_rule(text: str) -> Rule:
-    """A grammar as a rule: GBNF is known by its `::=`."""
-    return Rule("gbnf" if "::=" in text else "lark", text)
+    """A grammar as a rule: GBNF is known by a rule of its own, at the beginning of a line."""
+    return Rule("gbnf" if _GBNF.search(text) else "lark", text)
 
 
 def checked_schema(schema: Any) -> str:

@@ -79,7 +79,7 @@ def render(templates: dict[str, str], variables: dict[str, str], messages: list[
 
 def _named_by_some(tools: Any) -> dict[str, Any]:
     """What single families call the tools (Fireworks' Firefunction)."""
-    if not tools:
+    if tools is None:
         return {}
     functions = json.dumps([tool.get("function") for tool in tools], indent=4)
     return {"functions": functions, "datetime": datetime.now().strftime("%Y-%m-%d %H:%M")}

@@ -47,7 +47,10 @@ def token_bytes(core: Core, left_out: Collection[int], byte_tokens: Collection[i
             else:
                 known = all(character in table for character in name)
                 found.append(bytes(table[character] for character in name) if known else b"")
-    return found
+    # A byte that a plain token has too is that token's: where a text is forced, the lowest id that fits is taken, and
+    # models write `{` and not `<0x7B>`.
+    plain = {each for i, each in enumerate(found) if len(each) == 1 and i not in byte_tokens}
+    return [b"" if i in byte_tokens and each in plain else each for i, each in enumerate(found)]
 
 
 def _kinds(state: Any) -> Iterator[str]:

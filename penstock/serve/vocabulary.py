@@ -27,7 +27,7 @@ from penstock.serve.text_files import (
 )
 from penstock.serve.token_bytes import token_bytes
 from penstock.serve.tools.budget import THOUGHT_ENDS
-from penstock.serve.tools.writing import HERMES, thinks, writing_of
+from penstock.serve.tools.writing import HERMES, THINK, THOUGHT, thinks, writing_of
 from penstock.store.files import read_bytes, read_json
 
 # A decoder writes this for bytes that are not UTF-8, so also for half a character.
@@ -167,8 +167,9 @@ class Vocabulary:
         return [i for i in map(self._core.token_to_id, sorted(names)) if i is not None]
 
     def _marks(self) -> dict[str, int]:
-        """Ids of the marks around calls of tools that are special tokens here."""
-        found = {mark: self._core.token_to_id(mark) for mark in (self._writing or HERMES).marks}
+        """Ids of the marks around calls of tools, and around thoughts, that are special tokens here."""
+        marks = (*(self._writing or HERMES).marks, THINK, THOUGHT)
+        found = {mark: self._core.token_to_id(mark) for mark in marks}
         return {mark: i for mark, i in found.items() if i in self._special}
 
     def _id_of(self, name: str, model_config: dict[str, Any]) -> int | None:

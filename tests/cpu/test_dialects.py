@@ -97,6 +97,7 @@ def test_errors_of_anthropics(server: Server, claude: anthropic.Anthropic) -> No
     for body, says in (
         ({"max_tokens": 0}, "max_tokens"),
         ({"stop_sequences": [""]}, "not empty"),
+        ({"messages": [*QUESTION, {"role": "assistant", "content": "I"}]}, "last message"),
         ({"tools": [{**TOOL, "name": "a b"}]}, "name"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
         ({"messages": [{"role": "user", "content": [USE]}]}, "assistant"),
@@ -157,7 +158,12 @@ def test_what_ollamas_clients_ask_about(llama: ollama.Client, server: Server) ->
     with pytest.raises(ollama.ResponseError, match="no model") as refused:
         llama.chat(model="other", messages=QUESTION)
     assert refused.value.status_code == 404
-    for options, says in (({"num_ctx": 4096}, "more than the server's 512"), ({"mirostat": 1}, "mirostat")):
+    assert llama.generate(model="tale").done_reason == llama.chat(model="tale").done_reason == "load"
+    for options, says in (
+        ({"num_predict": 0}, "num_predict is 0"),
+        ({"num_ctx": 4096}, "more than the server's 512"),
+        ({"mirostat": 1}, "mirostat"),
+    ):
         with pytest.raises(ollama.ResponseError, match=says):
             llama.chat(model="tale", messages=QUESTION, options=options)
     with pytest.raises(ollama.ResponseError, match="images"):
@@ -184,10 +190,21 @@ def test_a_response(server: Server, said: str) -> None:
         ({"tools": [{"type": "web_search"}]}, "type: function"),
         ({"input": [{"type": "item_reference", "id": "1"}]}, "item_reference"),
         ({"input": []}, "input"),
+        ({"tool_choice": "none", "tools": [{"type": "function", "name": "a b"}]}, "name"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "without its schema"),
     ):
         with pytest.raises(openai.BadRequestError, match=says):
             client.responses.create(**{**asked, **more})
+
+
+def test_what_no_json_can_hold_is_not_said_back(server: Server) -> None:
+    for more in (
+        '"metadata": {"a": "\\ud800"}',
+        '"tools": [{"type": "function", "name": "f", "x": NaN}], "tool_choice": "none"',
+    ):
+        body = f'{{"input": "a", "max_output_tokens": 2, {more}}}'.encode()
+        status, _, found = server.ask("POST", "/v1/responses", body, {"content-type": "application/json"})
+        assert status in (200, 400) and found, (more, found)
 
 
 def test_functions_of_a_response_in_two_turns(server: Server) -> None:

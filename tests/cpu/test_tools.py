@@ -23,7 +23,7 @@ from penstock.serve.tokenizer import Tokenizer
 from penstock.serve.tools.asked import Tools, offered
 from penstock.serve.tools.reading import Call
 from penstock.serve.tools.writing import WRITINGS
-from tests.cpu.test_guides import byte_level
+from tests.cpu.test_guides import byte_level, sentencepiece
 from tests.cpu.test_serve import Server, serving
 from tests.pure.test_tools import written
 
@@ -96,14 +96,21 @@ def test_each_template(path: Path, special: bool, tmp_path: Path) -> None:
             calls = [Call("get_weather", '{"city": "Ulm"}'), Call("count_legs", '{"legs": 4}')]
             calls = calls if first.writing.between is not None else calls[:1]
             text = written(first.writing, "", calls)
-            assert follows(first, guides, tokenizer, text)
+            thought = "so</think>\n\n" if first.thinking else ""
             reading = first.reading(SamplingParams())
-            thought = "</think>" if first.thinking else ""
+            assert follows(first, guides, tokenizer, thought + text)
             assert reading.whole(thought + text).calls == calls
-            assert follows(first, guides, tokenizer, "It rains.")
+            assert follows(first, guides, tokenizer, thought + "It rains.")
+            if first.thinks:  # a mark in thoughts is none
+                quoted = "" if first.thinking else "<think>"
+                quoted += f"{first.writing.head} it said</think>\n\n"
+                special_head = first.writing.head in first.marks
+                assert follows(first, guides, tokenizer, quoted + "Well.") == (not special_head)
             for bad in ('{"city": 3}', '{"town": "Ulm"}'):
-                assert not follows(first, guides, tokenizer, written(first.writing, "", [Call("get_weather", bad)]))
-            assert not follows(first, guides, tokenizer, written(first.writing, "", [Call("other", "{}")]))
+                assert not follows(
+                    first, guides, tokenizer, thought + written(first.writing, "", [Call("get_weather", bad)])
+                )
+            assert not follows(first, guides, tokenizer, thought + written(first.writing, "", [Call("other", "{}")]))
             must = chat_of(tokenizer, TALK[:1], tools.only("count_legs"))
             thought = "so</think>\n\n" if must.thinking else ""
             assert follows(
@@ -228,3 +235,46 @@ def test_calls_of_random_tools(server: Server, parameters: dict[str, Any], seed:
             Draft202012Validator(schema).validate(json.loads(call.function.arguments))
     else:
         assert choice.finish_reason == "length"
+
+
+def test_forced_text_takes_the_tokens_that_models_write(tmp_path: Path) -> None:
+    """SentencePiece's vocabularies have a token for `{` and one for its byte: models write the first."""
+    core = sentencepiece()
+    core.add_special_tokens(["[TOOL_CALLS]"])
+    folder = tmp_path / "model"
+    folder.mkdir()
+    core.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text("{% for t in tools %}{% endfor %}[TOOL_CALLS]")
+    with (
+        closing(Tokenizer.open(folder)) as tokenizer,
+        closing(Guides(tokenizer, tokenizer.size, lambda: 1 << 30)) as guides,
+    ):
+        chat = chat_of(tokenizer, TALK[:1], Tools(offered(TOOLS), "required"))
+        rule = chat.ruled(SamplingParams()).rule
+        assert rule is not None
+        guide = guides.begin(rule)
+        for name in ("[TOOL_CALLS]", "[", "{"):
+            token = core.token_to_id(name)
+            assert guide.allowed().tokens[token], name
+            guide.push(token)
+
+
+def test_a_description_with_grammar_in_it_is_no_grammar(server: Server) -> None:
+    described = {**LEGS, "description": "BNF, as expr ::= term"}
+    tools = [{"type": "function", "function": {"name": "f", "description": "a ::= b", "parameters": described}}]
+    choice = ask(server, tools, tool_choice="required", parallel_tool_calls=False, seed=1).choices[0]
+    assert choice.message.tool_calls[0].function.name == "f"
+
+
+@needs_templates
+def test_templates_that_fail_as_they_are_asked(tmp_path: Path) -> None:
+    """Without a list of tools, with a system prompt, and with two calls in a message."""
+    system = {"role": "system", "content": "Be brief."}
+    both = {**TALK[1], "tool_calls": [CALL, {**CALL, "id": "call_9999"}]}
+    results = [TALK[2], {**TALK[2], "tool_call_id": "call_9999", "content": "Sun."}]
+    for i, path in enumerate(TEMPLATES):
+        with closing(opened(tmp_path / f"m{i}", path.read_text())) as tokenizer:
+            prompt = tokenizer.decode(chat_of(tokenizer, [system, TALK[0]], None).ids)
+            assert "Weather in Ulm?" in prompt and "Be brief." in prompt, path.stem
+            told = chat_of(tokenizer, [TALK[0], both, *results], Tools(offered(TOOLS)))
+            assert "Sun." in tokenizer.decode(told.ids), path.stem

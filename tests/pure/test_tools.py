@@ -149,7 +149,9 @@ def test_a_conversation_with_calls() -> None:
 def test_marks_that_are_tokens_are_named_by_id() -> None:
     tools = Tools(offered([TOOL]))
     for writing in WRITINGS:
-        text = grammar(writing, tools, {mark: 1000 + i for i, mark in enumerate(writing.marks)}, thinking=False)
+        text = grammar(
+            writing, tools, {mark: 1000 + i for i, mark in enumerate(writing.marks)}, thinks=False, thinking=False
+        )
         assert ("<[1000]>" in text) == bool(writing.marks)
         assert not any(json.dumps(mark)[1:-1] in text for mark in writing.marks)
 

@@ -229,6 +229,10 @@ def _errors(app: FastAPI) -> None:
             request, 500 if isinstance(error, InternalError) else 503, error.message, code=type(error).__name__
         )
 
+    @app.exception_handler(Exception)
+    async def mistake(request: Request, error: Exception) -> Response:
+        return answer(request, 500, f"{type(error).__name__}: {error}"[:1000], code="InternalError")
+
     @app.exception_handler(Gone)
     async def gone(request: Request, error: Gone) -> Response:
         return answer(request, 503, str(error), code="cancelled")

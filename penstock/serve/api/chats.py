@@ -12,7 +12,7 @@ from penstock.serve.tokenizer import Tokenizer
 from penstock.serve.tools.asked import Tools, for_template
 from penstock.serve.tools.grammar import grammar
 from penstock.serve.tools.reading import Reading
-from penstock.serve.tools.writing import HERMES, THINK, Writing
+from penstock.serve.tools.writing import HERMES, THINK, THOUGHT, Writing
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,10 @@ class Chat:
             if params.rule is not None:
                 raise BadRequest("response_format and grammar do not go with tools")
             assert self.writing is not None, "tools are called in some writing"
-            held = grammar(self.writing, self.tools, self.marks, self.thinking)
+            held = grammar(self.writing, self.tools, self.marks, self.thinks, self.thinking)
             return replace(params, grammar=held, skip_special_tokens=False)
-        return params if self.writing is None else replace(params, skip_special_tokens=False)
+        marked = self.writing is not None or (self.thinks and THOUGHT in self.marks)
+        return replace(params, skip_special_tokens=False) if marked else params
 
     def _budgeted(self, params: SamplingParams) -> SamplingParams:
         """An answer in a form of the client's does not think."""
@@ -49,14 +50,14 @@ class Chat:
     def reading(self, params: SamplingParams) -> Reading:
         """For one answer. One that follows a form of the client's has no thoughts in it."""
         free = params.rule is None or self.tools is not None
-        return Reading(self.writing, free and self.thinks, free and self.thinking)
+        return Reading(self.writing if free else None, free and self.thinks, free and self.thinking)
 
 
 def chat_of(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], tools: Tools | None) -> Chat:
     """Renders a conversation (`Tokenizer.chat`), in which tools may be called. Takes the tokenizer's process some time.
     Raises BadRequest as that does, and where calls in the conversation are none."""
     told, given = for_template(messages, tokenizer.writing, tools)
-    text = tokenizer.chat(told, given)
+    text = _rendered(tokenizer, told, given)
     ids = tokenizer.encode(text, add_special=not tokenizer.has_chat_template)
     writing = tokenizer.writing if tokenizer.writing is not None and tokenizer.writing.channels else None
     if tools is not None:
@@ -64,3 +65,23 @@ def chat_of(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], tools: Too
     channels = writing is not None and writing.channels
     thinking = tokenizer.thinks and text.rstrip().endswith(THINK)
     return Chat(ids, tools, tokenizer.marks, writing, tokenizer.thinks and not channels, thinking)
+
+
+def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+    """The conversation by the model's template. Some templates fail without a list of tools, and some with a system
+    prompt: these get an empty list, and the system prompt before the first message of the user. Raises BadRequest."""
+    others = [(messages, tools)]
+    if tools is None:
+        others.append((messages, []))
+    if len(messages) > 1 and messages[0]["role"] == "system" and messages[1]["role"] == "user":
+        system, first, *rest = messages
+        folded = {**first, "content": f"{system['content']}\n\n{first['content']}"}
+        others.append(([folded, *rest], tools))
+    refused: BadRequest | None = None
+    for told, given in others:
+        try:
+            return tokenizer.chat(told, given)
+        except BadRequest as error:
+            refused = refused or error
+    assert refused is not None, "the conversation as it is was tried"
+    raise refused

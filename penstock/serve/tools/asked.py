@@ -77,6 +77,10 @@ def _tool(given: Any) -> Tool:
         raise BadRequest("a tool's name should be 1 to 128 letters, digits, dots, dashes and underscores")
     if not isinstance(description, str):
         raise BadRequest(f"the description of {name} should be a text")
+    try:
+        description.encode()
+    except UnicodeEncodeError:
+        raise BadRequest(f"the description of {name} is not valid Unicode text (UTF-8)") from None
     parameters = json.loads(checked_schema(function.get("parameters") or _ANY_OBJECT))
     if parameters.setdefault("type", "object") != "object":
         raise BadRequest(f"the parameters of {name} should have type: object")
@@ -90,8 +94,29 @@ def for_template(messages: Sequence[dict[str, Any]], writing: Writing | None, to
     tools: then they are told in words. Raises BadRequest where the messages' calls are none."""
     if writing is None:
         return in_words(messages, tools), None
-    found = [_with_calls(message, writing) for message in messages]
+    one = messages if writing.between is not None else _one_by_one(messages)
+    found = [_with_calls(message, writing) for message in one]
     return found, None if tools is None else [tool.sent for tool in tools.offered]
+
+
+def _one_by_one(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation for templates that take one call a message: several calls become one message each, with its result
+    behind it."""
+    found: list[dict[str, Any]] = []
+    results = {message.get("tool_call_id"): message for message in messages if message.get("tool_call_id") is not None}
+    placed: set[Any] = set()
+    for message in messages:
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list) or len(calls) < 2:
+            found += [] if message.get("tool_call_id") in placed else [message]
+            continue
+        for i, call in enumerate(calls):
+            found.append({**message, "content": message.get("content") if i == 0 else "", "tool_calls": [call]})
+            number = call.get("id") if isinstance(call, Mapping) else None
+            if isinstance(number, str) and number in results and number not in placed:
+                found.append(results[number])
+                placed.add(number)
+    return found
 
 
 def _with_calls(message: dict[str, Any], writing: Writing) -> dict[str, Any]:

@@ -12,15 +12,19 @@ from collections.abc import Mapping
 
 from penstock.serve.schemas import STYLE
 from penstock.serve.tools.asked import Tool, Tools
-from penstock.serve.tools.writing import THOUGHT, Writing
+from penstock.serve.tools.writing import THINK, THOUGHT, Writing
 
-_TEXT = r"TEXT: /(.|\n)*/"
-_NO_CALL = r"TEXT: /([^{](.|\n)*)?/"  # where a call begins with the answer's first character, a brace
+_RULES = (
+    r"TEXT: /(.|\n)*/",
+    r"SPACES: /[ \n]{0,3}/",  # behind thoughts
+    r"NO_BRACE: /([^{ \n](.|\n)*)?/",  # where a call begins with a brace
+    r"NO_ANGLE: /([^< \n](.|\n)*)?/",  # where thoughts may begin with an angle
+)
 
 
-def grammar(writing: Writing, tools: Tools, marks: Mapping[str, int], thinking: bool) -> str:
-    """The grammar of an answer. `marks`: ids of the marks that are special tokens of this vocabulary. `thinking`: the
-    answer begins in the middle of what the model thinks."""
+def grammar(writing: Writing, tools: Tools, marks: Mapping[str, int], thinks: bool, thinking: bool) -> str:
+    """The grammar of an answer. `marks`: ids of the marks that are special tokens of this vocabulary. `thinks`: the
+    model may think first, and `thinking`: the answer begins in the middle of that. A mark in thoughts is no call."""
     literal = _Literals(writing, marks)
     names = [f"tool_{i}" for i in range(len(tools.offered))]
     rules = [_rule(name, tool, writing, literal) for name, tool in zip(names, tools.offered, strict=True)]
@@ -28,25 +32,55 @@ def grammar(writing: Writing, tools: Tools, marks: Mapping[str, int], thinking: 
     space = '" "?' if writing.head in marks else ""  # SentencePiece's, behind a special token
     calls = f"{space} {literal(writing.open)} named{more} {literal(writing.close)}"
     rules += [f"named: {' | '.join(names)}", f"calls: {calls}"]
-    if writing.channels:
-        return "\n".join([*_channels(tools, literal), *rules, _TEXT])
-    if not writing.head:
-        lead = f"{literal(writing.lead)}?" if writing.lead in marks else ""
-        start = f"{lead} calls" if tools.choice == "required" else f"TEXT | {lead} calls"
-        return "\n".join([f"start: {start}", *rules, _NO_CALL])
-    return "\n".join([*_start(writing, tools, literal, thinking), *rules, _TEXT])
+    start = _channels(tools, literal) if writing.channels else _start(writing, tools, literal, thinks, thinking)
+    return "\n".join([*start, *rules, *_RULES])
 
 
-def _start(writing: Writing, tools: Tools, literal: _Literals, thinking: bool) -> list[str]:
-    head = literal(writing.head)
+def _start(writing: Writing, tools: Tools, literal: _Literals, thinks: bool, thinking: bool) -> list[str]:
+    if thinking:
+        after = _after(writing, tools, literal, "SPACES ")
+        return [f"start: thought ({after})", *_thought(literal), *_to_call(writing, literal)]
+    if not thinks:
+        return [f"start: {_after(writing, tools, literal)}", *_to_call(writing, literal)]
+    opened = f"SPACES {literal(THINK)} thought ({_after(writing, tools, literal, 'SPACES ')})"
+    if literal(THINK).startswith("<["):
+        without = _after(writing, tools, literal)
+    else:  # else text that begins with the mark would be a thought and no thought
+        without = _at_once(writing, tools, literal)
+    return [f"start: {opened} | {without}", *_thought(literal), *_to_call(writing, literal)]
+
+
+def _after(writing: Writing, tools: Tools, literal: _Literals, spaces: str = "") -> str:
+    """What may come where there are no thoughts, or behind them and some spaces."""
+    head = literal(writing.head) or f"{literal.mark(writing.lead)}"
     if tools.choice == "required":
-        thought = 'thought " "? NEWLINES' if thinking else ""
-        rules = [f"start: {thought} {head} calls", r"NEWLINES: /\n*/"]
-        return [*rules, f"thought[lazy]: TEXT {json.dumps(THOUGHT)}"] if thinking else rules[:1]
-    if head.startswith("<["):
-        return [f"start: TEXT | TEXT {head} calls"]
-    # A lazy rule ends as soon as it can, so from here on the answer is a call.
-    return ["start: TEXT | text_to_call calls", f"text_to_call[lazy]: TEXT {head}"]
+        return f"{spaces}{head} calls"
+    if not writing.head:
+        return f"{spaces}(NO_BRACE | {head} calls)"
+    return f"TEXT | TEXT {head} calls" if head.startswith("<[") else "TEXT | text_to_call calls"
+
+
+def _at_once(writing: Writing, tools: Tools, literal: _Literals) -> str:
+    """What may come where an angle might begin thoughts."""
+    if tools.choice == "required" or not writing.head:
+        return _after(writing, tools, literal)
+    head = literal(writing.head)
+    call = f"NO_ANGLE {head} calls" if head.startswith("<[") else f"plain_to_call calls | {head} calls"
+    return f"NO_ANGLE | {call}"
+
+
+def _thought(literal: _Literals) -> list[str]:
+    """Thoughts up to their end."""
+    end = literal(THOUGHT)
+    return [f"thought: TEXT {end}"] if end.startswith("<[") else [f"thought[lazy]: TEXT {end}"]
+
+
+def _to_call(writing: Writing, literal: _Literals) -> list[str]:
+    """Text up to the mark of a call. A lazy rule ends as soon as it can, so from there on the answer is a call."""
+    head = literal(writing.head)
+    if not head or head.startswith("<["):
+        return []
+    return [f"text_to_call[lazy]: TEXT {head}", rf"plain_to_call[lazy]: /[^< \n](.|\n)*/ {head}"]
 
 
 def _channels(tools: Tools, literal: _Literals) -> list[str]:
@@ -71,9 +105,13 @@ class _Literals:
     """Fixed text as Lark: strings, and ids of tokens in between."""
 
     def __init__(self, writing: Writing, marks: Mapping[str, int]) -> None:
-        known = [mark for mark in writing.marks if mark in marks]
+        known = [mark for mark in (*writing.marks, THINK, THOUGHT) if mark in marks]
         self._marks = marks
         self._cut = re.compile("|".join(map(re.escape, known))) if known else None
+
+    def mark(self, text: str) -> str:
+        """A mark that may stand here where it is a token of its own; "" where it is none."""
+        return f"{self(text)}?" if text in self._marks else ""
 
     def __call__(self, text: str) -> str:
         parts, end = list[str](), 0

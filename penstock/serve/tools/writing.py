@@ -68,7 +68,7 @@ DEEPSEEK = Writing(
 )  # fmt: skip
 FIREFUNCTION = Writing(
     "firefunction", "functools[",
-    head="functools", open="[", before='{"name": "', middle='", "arguments": ', after="}", between=", ", close="]",
+    head="functools[", open="", before='{"name": "', middle='", "arguments": ', after="}", between=", ", close="]",
     arguments_as_text=True,
 )  # fmt: skip
 COMMAND_R = Writing(

@@ -122,6 +122,8 @@ class CountRequest(BaseModel):
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as chat templates take them, in OpenAI's form."""
+        if self.messages[-1].role == "assistant":
+            raise BadRequest("the last message should be the user's: an answer cannot be begun for the model")
         found = [{"role": "system", "content": _text(self.system)}] if self.system else []
         return [*found, *(message for turn in self.messages for message in _messages(turn))]
 
@@ -184,7 +186,8 @@ def _messages(turn: Turn) -> list[dict[str, Any]]:
     for block in turn.content:
         if isinstance(block, ToolResultBlock):
             _require(turn.role == "user", "tool_result", "user")
-            found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)})
+            result = f"Error: {_text(block.content)}" if block.is_error else _text(block.content)
+            found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": result})
         elif isinstance(block, ToolUseBlock):
             _require(turn.role == "assistant", "tool_use", "assistant")
             call = {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
@@ -309,7 +312,7 @@ def _object(arguments: str) -> dict[str, Any]:
     """Arguments of a call; those of one that was cut are none."""
     try:
         found = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 import penstock
@@ -69,7 +70,9 @@ class _Asked(_Sent):
         stops = [given.stop] if isinstance(given.stop, str) else given.stop or []
         if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
             raise BadRequest(f"stop may have {MAX_STOPS} strings of {MAX_STOP_CHARS} characters")
-        named = given.num_predict is not None and given.num_predict >= 0
+        if given.num_predict == 0:
+            raise BadRequest("num_predict is 0; it should be at least 1, or -1 for what the context has room for")
+        named = given.num_predict is not None and given.num_predict > 0
         return with_model_defaults(
             generation_config, max_tokens=given.num_predict if named else most_tokens, temperature=given.temperature,
             top_k=given.top_k, top_p=given.top_p, min_p=given.min_p, repetition_penalty=given.repeat_penalty,
@@ -119,7 +122,7 @@ class Message(_Sent):
 class OllamaChat(_Asked):
     """A body of /api/chat."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[Message] = Field(max_length=MAX_MESSAGES)
     tools: list[Any] | None = None
 
     def conversation(self) -> list[dict[str, Any]]:
@@ -206,9 +209,9 @@ def _called(call: Call) -> dict[str, Any]:
     """A call; one that was cut has no arguments."""
     try:
         arguments = json.loads(call.arguments)
-    except ValueError:
-        arguments = {}
-    return {"function": {"name": call.name, "arguments": arguments}}
+    except (ValueError, RecursionError):
+        arguments = None
+    return {"function": {"name": call.name, "arguments": arguments if isinstance(arguments, dict) else {}}}
 
 
 def _json_line(body: dict[str, Any]) -> bytes:
@@ -242,13 +245,23 @@ def routes(app: FastAPI, desk: Desk, shelf: Shelf) -> None:
             **about, messages=messages, tools=tools, form=form, context=(body.options or Options()).num_ctx
         )
 
+    async def loaded(body: OllamaChat | OllamaGenerate, empty: dict[str, Any]) -> Response:
+        """The answer to a request that says nothing: the model is loaded."""
+        hold = await desk.hold(ours(body.model))
+        hold.end()
+        return JSONResponse({"model": body.model, "created_at": _now(), **empty, "done": True, "done_reason": "load"})
+
     @app.post("/api/chat")
     async def chat(body: OllamaChat, request: Request) -> Response:
+        if not body.messages:
+            return await loaded(body, {"message": {"role": "assistant", "content": ""}})
         tools = Tools(offered(body.tools)) if body.tools else None
         return await desk.chat(request, asked(body, body.conversation(), tools))
 
     @app.post("/api/generate")
     async def generate(body: OllamaGenerate, request: Request) -> Response:
+        if not body.prompt and not body.system:
+            return await loaded(body, {"response": ""})
         system = [{"role": "system", "content": body.system}] if body.system else []
         given = asked(body, [*system, {"role": "user", "content": body.prompt}], None)
         return await desk.chat(request, given, raw=body.prompt if body.raw else None)

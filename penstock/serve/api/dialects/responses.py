@@ -157,9 +157,9 @@ class ResponsesRequest(_Sent):
 
     def callable(self) -> Tools | None:
         """The functions that the answer may call. Raises BadRequest."""
+        tools = Tools(offered(self.tools or ()), parallel=self.parallel_tool_calls is not False)
         if not self.tools or self.tool_choice == "none":
             return None
-        tools = Tools(offered(self.tools), parallel=self.parallel_tool_calls is not False)
         if isinstance(self.tool_choice, FunctionChoice):
             return tools.only(self.tool_choice.name)
         return replace(tools, choice="required") if self.tool_choice == "required" else tools
@@ -176,7 +176,15 @@ class ResponsesRequest(_Sent):
         )  # fmt: skip
 
     def told(self) -> dict[str, Any]:
-        """What a response repeats of its request."""
+        """What a response repeats of its request. Raises BadRequest for what no JSON can hold."""
+        told = self._told()
+        try:
+            json.dumps(told, allow_nan=False, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:
+            raise BadRequest(f"the request holds what JSON cannot: {str(error)[:200]}") from None
+        return told
+
+    def _told(self) -> dict[str, Any]:
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
@@ -379,8 +387,9 @@ def routes(app: FastAPI, desk: Desk) -> None:
     @app.post("/v1/responses")
     async def respond(body: ResponsesRequest, request: Request) -> Response:
         def form(name: str, _: Tokenizer, chat: Chat, params: SamplingParams) -> ResponseForm:
-            return ResponseForm(name, body.told(), chat.reading(params))
+            return ResponseForm(name, told, chat.reading(params))
 
+        told = body.told()
         about: dict[str, Any] = {"model": body.model, "params": body.params, "stream": bool(body.stream)}
         asked = AskedChat(**about, messages=body.conversation(), tools=body.callable(), form=form)
         return await desk.chat(request, asked)
