@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -90,12 +91,25 @@ def plan(
             _drawing(svg) as draw,
             progress() as tell,
             to_plan(model, where(), tell) as path,
+            _no_collector(),
         ):
             _plan_one(path, as_path(model).name or model, how, record, draw)
     except Several as several:
         if any((svg, trace, answers, compare)):
             raise
         _plan_files(several, how)
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Without the collector of cycles: planning makes few, and walking its many small objects took 7 % of its time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @dataclass(frozen=True)
