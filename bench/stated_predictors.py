@@ -34,9 +34,10 @@ from penstock.store.profile_file import keep as keep_profile
 from penstock.units import round_up
 
 _SEED, _SURE = 0, np.float32(1e30)  # no score is near it
-# Tokens whose scores give the biases, in windows: the tokens of one have much in common, by attention. Tokens that the
-# profile is said to be of.
+# Tokens whose scores give the biases, and as many others by which these are scaled, in windows: the tokens of one have
+# much in common, by attention. Tokens that the profile is said to be of.
 _HEARD, _WINDOW, _TOKENS = 160, 20, 1 << 20
+_WIDEST, _HALVINGS = 16.0, 24  # the most times a deviation, and the steps in which that is found
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -63,8 +64,10 @@ def state(folder: Path, active: float, share: float) -> Predictors:
 def state_by_rates(folder: Path, active: float, share: float, steepness: float) -> Predictors:
     """The same, but the neuron at place i is called active at a rate that falls with i as a power of `steepness`, with
     the mean `active`. A neuron's scores over tokens are nearly normal, as sums of many terms, so their mean and their
-    deviation give its bias. What the hidden neurons have in common for all tokens is taken off first: int8 would round
-    away what differs beside it. They are heard layer after layer."""
+    deviation give its bias. Over texts that were not heard the deviation is larger. So all deviations of a layer are
+    multiplied by one number, with which the share `active` is called of other texts. The plan goes by what a third set
+    of texts gives, which had no part in that. What the hidden neurons have in common for all tokens is taken off first:
+    int8 would round away what differs beside it. They are heard layer after layer."""
     packed = open_packed(folder)
     spec, rank = packed.spec, rank_for(packed.spec, packed.weights, share)
     n, part = _neurons(spec), part_of(spec, 0, rank)
@@ -79,7 +82,9 @@ def state_by_rates(folder: Path, active: float, share: float, steepness: float) 
     # As many at first, the same for every token: layers that compute all neurons row by row take minutes.
     biases = [np.where(np.arange(n) < active * n, _SURE, -_SURE).astype(np.float32) for _ in spec.layers]
     _keep(folder, spec, rank, together, one, biases)
-    ids, other_ids = (np.random.default_rng(_SEED + i).integers(0, 256, _HEARD).tolist() for i in (1, 2))
+    ids, other_ids = (
+        np.random.default_rng(_SEED + i).integers(0, 256, heard).tolist() for i, heard in ((1, 2 * _HEARD), (2, _HEARD))
+    )
     called = np.zeros(len(spec.layers))
     hidden, fires = [np.zeros(rank, np.float32) for _ in spec.layers], np.zeros(len(spec.layers))
     ask = Ask(context=_WINDOW, sparsity="predict", prompt_tokens=_WINDOW)
@@ -103,12 +108,24 @@ def state_by_rates(folder: Path, active: float, share: float, steepness: float) 
                 h = np.concatenate(heard)
                 hidden[at] = -(h @ found.hidden).mean(0)
                 scores = replace(found, hidden_bias=hidden[at]).scores(h)  # [T, N]
-                biases[at] = (scores.std(0) * quantiles - scores.mean(0)).astype(np.float32)
+                biases[at] = _biases(scores[:_HEARD], scores[_HEARD:], quantiles, active)
                 granule = session._arenas.view(session.lowering.layout.predictors[at])
                 _set(granule, part, hidden[at], biases[at])
     spread = f"{called.min():.2%} to {called.max():.2%} a layer"
     print(f"of other tokens called active: {called.mean():.2%} of the neurons, {spread}; {fires.mean():.2%} fire")
-    return _keep(folder, spec, rank, together, one, biases, hidden)
+    return _keep(folder, spec, rank, together, one, biases, hidden, called / active)
+
+
+def _biases(scores: Array, others: Array, quantiles: Array, active: float) -> Array:
+    """The biases with which each neuron is called at its rate by `scores` [T, N], if these are normal: deviation times
+    `quantiles`, less the mean. Deviations are multiplied so that of `others` [T, N] the share `active` is called."""
+    mean, deviation = scores.mean(0), scores.std(0)
+    lo, hi = 1 / _WIDEST, _WIDEST  # a larger number calls fewer: most quantiles are negative
+    for _ in range(_HALVINGS):
+        times = (lo * hi) ** 0.5
+        share = float(np.mean(others + (times * deviation * quantiles - mean) > 0))
+        lo, hi = (times, hi) if share > active else (lo, times)
+    return np.asarray(times * deviation * quantiles - mean, np.float32)
 
 
 def _neurons(spec: ModelSpec) -> int:
@@ -125,15 +142,20 @@ def _random(spec: ModelSpec, rank: int, rng: np.random.Generator) -> Fitted:
 
 def _keep(
     folder: Path, spec: ModelSpec, rank: int, active: tuple[float, ...], one: Array, biases: list[Array],
-    hidden: list[Array] | None = None,
+    hidden: list[Array] | None = None, times: Array | None = None,
 ) -> Predictors:  # fmt: skip
-    """Keeps predictors that differ by their biases alone. `active`: as of `LayerPredictor`."""
+    """Keeps predictors that differ by their biases alone. `active`: as of `LayerPredictor`. `times`: of each layer, how
+    many times as many are called active."""
     part, granules = part_of(spec, 0, rank), []
     for i, bias in enumerate(biases):
         granules.append(one.copy())
         _set(granules[-1], part, np.zeros(rank, np.float32) if hidden is None else hidden[i], bias)
     # What fires is not known: nothing is said of recall.
-    layers = tuple(LayerPredictor(i, rank, 0.0, 0.0, 0.0, active) for i in range(len(spec.layers)))
+    called = [
+        tuple(min(1.0, share * float(n)) for share in active)
+        for n in (np.ones(len(biases)) if times is None else times)
+    ]
+    layers = tuple(LayerPredictor(i, rank, 0.0, 0.0, 0.0, shares) for i, shares in enumerate(called))
     sums = ("0" * 16,) * len(layers)
     found = Predictors(model_sha256(folder), "nothing (stated)", "0" * 64, 1, _SEED, 0.5, layers, sums)
     keep(found, granules, folder, spec)

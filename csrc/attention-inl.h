@@ -1,20 +1,19 @@
 // Attention for one instruction set. Included after kernels-inl.h.
 //
 // A head's positions are walked in blocks of 256 from position 0 on, with a running maximum (log-sum-exp). So a row's
-// result depends on its position and the cache alone, not on its chunk or its neighbours. Keys and values are converted
-// in registers, each once for up to four queries. For one row of a model with grouped heads memory is the limit: at 2
-// bytes a number and 8 k context a core reads 24 GB/s.
+// result depends on its position and the cache alone, not on its chunk or its neighbours. Few queries convert keys and
+// values in registers. For more of them they are widened once.
 #pragma once
 
-#include "cache-inl.h"
+#include "attention-tiles-inl.h"
 
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// The running softmax of one query: the largest score so far, the sum of weights, and the factor of earlier sums. A
-// sink is a score that was seen before all others, with a value of 0.
+// The running softmax of one query: the largest score so far and the sum of weights. A sink is a score that was seen
+// before all others, with a value of 0.
 struct Running {
-    float best, weight, shrink;
+    float best, weight;
 };
 
 // Turns the 256 scores of a block into weights. Returns the factor by which earlier sums shrink. Hidden scores are
@@ -48,83 +47,6 @@ inline float soften(float* scores, Running& run) {
     return shrink;
 }
 
-// scores[i][token] = scale · query i · key of token, for n queries of `width` columns and `count` tokens of a part, 16
-// products at a time. Meanwhile as many bytes are fetched from `ahead`.
-template <Kind kind, int n>
-void score(const float* queries, int width, const Cached& keys, const std::uint8_t* ahead, int count, float scale,
-           float* scores) {
-    constexpr int kTokens = 16 / n, kWide = kVectors<kind>;
-    for (int token = 0; token < count; token += kTokens) {
-        F sums[16];
-        for (F& sum : sums) sum = f_zero();
-        const std::size_t from = std::size_t(token) * keys.row_bytes;
-        if (ahead != nullptr) {
-            const std::size_t bytes = std::size_t(kTokens) * keys.row_bytes;
-            for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(ahead + from + at);
-        }
-        const std::uint8_t* rows = keys.data + from;
-        const float *scales = keys.scales + token, *minimums = keys.minimums + token;
-        for (int c = 0; c < width; scales += kPartTokens, minimums += kPartTokens) {
-            for (const int until = std::min(c + keys.group, width); c < until; c += 16 * kWide) {
-                F q[n][kWide];
-                for (int i = 0; i < n; ++i) {
-                    for (int v = 0; v < kWide; ++v) q[i][v] = f_load(queries + i * width + c + 16 * v);
-                }
-                for (int k = 0; k < kTokens; ++k) {
-                    F key[kWide];
-                    read<kind>(rows + std::size_t(k) * keys.row_bytes + std::size_t(c) / 16 * kVectorBytes<kind>,
-                               scales + k, minimums + k, key);
-                    for (int i = 0; i < n; ++i) {
-                        F& sum = sums[i * kTokens + k];
-                        for (int v = 0; v < kWide; ++v) sum = f_fma(q[i][v], key[v], sum);
-                    }
-                }
-            }
-        }
-        alignas(64) float products[16];
-        f_store(products, f_mul(f_sums(sums), f_set(scale)));
-        for (int i = 0; i < n; ++i) std::memcpy(scores + i * kBlockTokens + token, products + i * kTokens, kTokens * 4);
-    }
-}
-
-// sums[i] = sums[i] · shrink[i] + Σ tokens: weights[i][token] · value, for n queries and 16 · `wide` of `width`
-// columns, from `first` on. Meanwhile as many bytes are fetched from `ahead`.
-template <Kind kind, int n, int wide>
-void blend(const float* weights, const float* shrink, const Cached& values, const std::uint8_t* ahead, int count,
-           int width, int first, float* sums) {
-    constexpr int kWide = kVectors<kind>;
-    constexpr std::size_t kStep = kWide * kVectorBytes<kind>;
-    const std::size_t skip = std::size_t(first) / 16 * kVectorBytes<kind>;
-    F acc[n][wide];
-    for (int i = 0; i < n; ++i) {
-        for (int c = 0; c < wide; ++c) acc[i][c] = f_mul(f_load(sums + i * width + first + 16 * c), f_set(shrink[i]));
-    }
-    std::ptrdiff_t factors[wide / kWide];
-    for (int s = 0; s < wide / kWide; ++s) factors[s] = (first + 16 * kWide * s) / values.group * kPartTokens;
-    const std::uint8_t* row = values.data + skip;
-    if (ahead != nullptr) ahead += skip;
-    int token = 0;
-    do {  // tells the compiler that there is a token at least: else it moves the sums to memory and back
-        if (ahead != nullptr) {
-            for (std::size_t at = 0; at < wide * kVectorBytes<kind>; at += 64) __builtin_prefetch(ahead + at);
-            ahead += values.row_bytes;
-        }
-        F value[wide];
-        for (int s = 0; s < wide / kWide; ++s) {
-            read<kind>(row + std::size_t(s) * kStep, values.scales + factors[s] + token,
-                       values.minimums + factors[s] + token, value + s * kWide);
-        }
-        for (int i = 0; i < n; ++i) {
-            const F weight = f_set(weights[i * kBlockTokens + token]);
-            for (int c = 0; c < wide; ++c) acc[i][c] = f_fma(weight, value[c], acc[i][c]);
-        }
-        row += values.row_bytes;
-    } while (++token < count);
-    for (int i = 0; i < n; ++i) {
-        for (int c = 0; c < wide; ++c) f_store(sums + i * width + first + 16 * c, acc[i][c]);
-    }
-}
-
 // Attention of one KV head for `rows` consecutive rows from position `start`, with G query heads each.
 class HeadAttention {
   public:
@@ -146,7 +68,8 @@ class HeadAttention {
         query_ = memory;
         sums_ = query_ + std::ptrdiff_t(queries_) * width_;
         wide_ = sums_ + std::ptrdiff_t(queries_) * width_;
-        scores_ = wide_ + kPartTokens * width_;
+        factors_ = wide_ + kPartTokens * width_;
+        scores_ = factors_ + 2 * up_to(width_, kKvGroup);
         run_ = reinterpret_cast<Running*>(scores_ + std::ptrdiff_t(queries_) * kBlockTokens);
     }
 
@@ -154,16 +77,15 @@ class HeadAttention {
         const int e = a_.head_dim, end = start_ + rows_;
         const std::ptrdiff_t stride = std::ptrdiff_t(a_.heads) * e, first = std::ptrdiff_t(head_) * group_ * e;
         const int begin = a_.window > 0 ? std::max(0, start_ - a_.window + 1) / kBlockTokens * kBlockTokens : 0;
-        const std::size_t first_bytes = std::min<std::size_t>(kPartTokens, std::size_t(end - begin)) * row_bytes_;
-        const Place first_place = place_of(begin);
-        prefetch_run(rows_at(cache_.keys, first_place), first_bytes);  // arrives while the queries are laid out
-        prefetch_run(rows_at(cache_.values, first_place), first_bytes);
+        const Run run = run_at(begin, end, 0, kPartTokens);
+        const std::size_t run_bytes = std::size_t(run.count) * row_bytes_;
+        prefetch_run(rows_at(cache_.keys, run), run_bytes);  // arrives while the queries are laid out
+        prefetch_run(rows_at(cache_.values, run), run_bytes);
         for (int i = 0; i < queries_; ++i) {
             const float* from = q + (i / group_) * stride + first + std::ptrdiff_t(i % group_) * e;
             for (int c = 0; c < width_; ++c) query_[i * width_ + c] = c < e ? from[c] : 0.0F;
             std::fill_n(sums_ + i * width_, width_, 0.0F);
-            run_[i] = sinks_ != nullptr ? Running{sinks_[head_ * group_ + i % group_], 1.0F, 1.0F}
-                                        : Running{-INFINITY, 0.0F, 1.0F};
+            run_[i] = sinks_ != nullptr ? Running{sinks_[head_ * group_ + i % group_], 1.0F} : Running{-INFINITY, 0.0F};
         }
         for (int block = begin; block < end; block += kBlockTokens) {
             const int until = std::min(block + kBlockTokens, end);
@@ -192,101 +114,115 @@ class HeadAttention {
     }
 
   private:
-    // Where a part lies in both pools: the byte offset of the block of its page and head, and its first slot there.
-    // Parts of 32 tokens never cross pages, since page_tokens is a multiple of 64.
-    struct Place {
+    // Positions of a block that lie in a row in a page: `count` of them from the block's position `at` on. In both
+    // pools they begin at a slot of the block of the page and head, at byte `block`.
+    struct Run {
         std::size_t block;
-        int slot;
+        int slot, at, count;
     };
-    Place place_of(int position) const {
-        const int page = position / cache_.page_tokens;
-        return {cache_.block_at(pages_[page], head_), position - page * cache_.page_tokens};
+    const std::uint8_t* rows_at(const std::uint8_t* pool, const Run& run) const {
+        return pool + run.block + std::size_t(run.slot) * row_bytes_;
     }
-    const std::uint8_t* rows_at(const std::uint8_t* pool, const Place& place) const {
-        return pool + place.block + std::size_t(place.slot) * row_bytes_;
+    // The run from `at` on, of the block of positions [start, end), `most` positions at most. Parts of 32 never cross
+    // pages, since page_tokens is a multiple of 64.
+    Run run_at(int start, int end, int at, int most) const {
+        const int page = (start + at) / cache_.page_tokens, slot = start + at - page * cache_.page_tokens;
+        const int count = std::min({end - start - at, most, cache_.page_tokens - slot});
+        return {cache_.block_at(pages_[page], head_), slot, at, count};
     }
 
-    // Walks a block: scores of all its parts, then weights, then values of all its parts. The bytes of the next part
-    // are fetched meanwhile, so that memory never waits for arithmetic. Fetched further ahead they would not stay in
-    // the L1 cache.
+    // Walks a block: scores of all its runs, then weights, then values of all its runs. The bytes that follow are
+    // fetched meanwhile, so that memory never waits for arithmetic. Few queries convert keys and values in registers,
+    // and go through all that lies in a row in a page. Many queries have them widened first, a part that stays in the
+    // L1 cache. Queries that see nothing of a run are left out of it.
     template <Kind kind>
     void walk(int start, int end) {
         // Parts that no row's window reaches back to are left out.
         const int oldest = a_.window > 0 ? start_ - a_.window + 1 : 0;
-        const int lo = std::max(0, oldest - start) / kPartTokens, hi = (end - start + kPartTokens - 1) / kPartTokens;
-        const bool in_place = quantised(kind) || a_.head_dim == width_;
-        constexpr int kParts = kBlockTokens / kPartTokens;
-        Place places[kParts + 1];  // of the block's parts, and of the first part of the next block
-        for (int part = lo; part < hi; ++part) places[part] = place_of(start + part * kPartTokens);
-        const bool goes_on = start + kBlockTokens < start_ + rows_;
-        if (goes_on) places[kParts] = place_of(start + kBlockTokens);
-        const auto fetched = [&](int step) -> const std::uint8_t* {  // steps: keys of [lo, hi), values of [lo, hi), …
-            const int parts = hi - lo, ahead = step + 1;
-            if (!in_place) return nullptr;
-            if (ahead < parts) return next<kind>(cache_.keys, places[lo + ahead]);
-            if (ahead < 2 * parts) return next<kind>(cache_.values, places[lo + ahead - parts]);
-            return goes_on ? next<kind>(cache_.keys, places[kParts]) : nullptr;
+        const int lo = std::max(0, oldest - start) / kPartTokens * kPartTokens;
+        const bool fused = queries_ <= kMostFused && (quantised(kind) || a_.head_dim == width_);
+        const int most = fused ? kBlockTokens : kPartTokens;
+        Run runs[kBlockTokens / kPartTokens + 1];  // of the block, and the first of the next block
+        int n_runs = 0;
+        for (int at = lo; at < end - start; at += runs[n_runs++].count) runs[n_runs] = run_at(start, end, at, most);
+        const int last = start_ + rows_, after = start + kBlockTokens;
+        if (after < last) runs[n_runs] = run_at(after, std::min(after + kBlockTokens, last), 0, most);
+        const auto fetched = [&](int step) -> const std::uint8_t* {  // steps: keys of the runs, values of the runs, …
+            if (step < n_runs) return next<kind>(cache_.keys, runs[step]);
+            if (step < 2 * n_runs) return next<kind>(cache_.values, runs[step - n_runs]);
+            return after < last ? next<kind>(cache_.keys, runs[n_runs]) : nullptr;
         };
-        const auto each_part = [&](const std::uint8_t* pool, int step, const auto& work) {
-            for (int part = lo; part < hi; ++part, ++step) {
-                const int count = std::min(kPartTokens, end - start - part * kPartTokens);
-                const std::uint8_t* from = rows_at(pool, places[part]);
-                Cached rows{from, row_bytes_, width_, wide_, wide_};
+        const auto first_query = [&](int at) { return std::max(0, start + at - start_) * group_; };
+        const auto each_run = [&](const std::uint8_t* pool, int step, const auto& work) {
+            for (int r = 0; r < n_runs; ++r) {
+                const Run& run = runs[r];
+                const std::uint8_t* const ahead = fetched(step + r + 1);
+                Cached rows{rows_at(pool, run), row_bytes_, width_, factors_, factors_, kPartTokens, ahead};
                 if constexpr (quantised(kind)) {
-                    widen_factors(cache_, pool + places[part].block, places[part].slot, wide_);
+                    float* const factors = fused ? wide_ : factors_;
+                    rows.stride = fused ? kBlockTokens : kPartTokens;
+                    widen_factors(cache_, pool + run.block, run.slot, run.count, rows.stride, factors);
                     rows.group = cache_.group;
-                    rows.scales = wide_, rows.minimums = wide_ + cache_.groups() * kPartTokens;
-                } else if (!in_place) {
-                    // Rows end inside a vector, and the bytes that follow may be anything, NaN too.
-                    for (int i = 0; i < count; ++i) {
-                        widen_row<kind>(from + std::size_t(i) * row_bytes_, a_.head_dim, wide_ + i * width_);
-                    }
-                    rows.data = reinterpret_cast<std::uint8_t*>(wide_), rows.row_bytes = std::size_t(width_) * 4;
-                    work.template operator()<Kind::kFloat32>(rows, part * kPartTokens, count, nullptr);
+                    rows.scales = factors, rows.minimums = factors + cache_.groups() * rows.stride;
+                }
+                if (fused) {
+                    work.template operator()<kind, true>(rows, run);
                     continue;
                 }
-                work.template operator()<kind>(rows, part * kPartTokens, count, fetched(step));
+                for (int i = 0; i < run.count; ++i) {
+                    if (ahead != nullptr) prefetch_run(ahead + std::size_t(i) * row_bytes_, row_bytes_);
+                    widen_row<kind>(rows, i, a_.head_dim, width_, wide_ + i * width_);
+                }
+                rows = {reinterpret_cast<const std::uint8_t*>(wide_), std::size_t(width_) * 4, width_};
+                work.template operator()<Kind::kFloat32, false>(rows, run);
             }
         };
-        each_part(cache_.keys, 0, [&]<Kind as>(const Cached& keys, int at, int count, const std::uint8_t* ahead) {
-            each_query([&]<int n>(int i) {
-                score<as, n>(query_ + i * width_, width_, keys, i == 0 ? ahead : nullptr, count, a_.scale,
-                             scores_ + std::ptrdiff_t(i) * kBlockTokens + at);
+        each_run(cache_.keys, 0, [&]<Kind as, bool few>(Cached& keys, const Run& run) {
+            each_query<few ? kMostFused : kManyQueries>(first_query(run.at), [&]<int n>(int i) {
+                score<as, n>(query_ + i * width_, width_, keys, run.count, a_.scale,
+                             scores_ + std::ptrdiff_t(i) * kBlockTokens + run.at);
+                keys.ahead = nullptr;
             });
         });
-        for (int i = 0; i < queries_; ++i) weigh(i, start, end, lo * kPartTokens);
-        each_part(cache_.values, hi - lo,
-                  [&]<Kind as>(const Cached& values, int at, int count, const std::uint8_t* ahead) {
-                      each_query([&]<int n>(int i) {
-                          add_values<as, n>(i, at, values, count, at == lo * kPartTokens, i == 0 ? ahead : nullptr);
-                      });
-                  });
+        for (int i = first_query(lo); i < queries_; ++i) weigh(i, start, end, lo);
+        each_run(cache_.values, n_runs, [&]<Kind as, bool few>(Cached& values, const Run& run) {
+            each_query<few ? kMostFused : kManyQueries>(first_query(run.at), [&]<int n>(int i) {
+                blend_all<as, n>(scores_ + std::ptrdiff_t(i) * kBlockTokens + run.at, values, run.count, width_,
+                                 sums_ + i * width_);
+                values.ahead = nullptr;
+            });
+        });
     }
 
-    // The rows of a part. Fetches its scales and minimums now: two cache lines for each group.
+    // The rows of a run. Fetches its scales and minimums now.
     template <Kind kind>
-    const std::uint8_t* next(const std::uint8_t* pool, const Place& place) const {
+    const std::uint8_t* next(const std::uint8_t* pool, const Run& run) const {
         if constexpr (quantised(kind)) {
             for (int g = 0; g < 2 * cache_.groups(); ++g) {
-                __builtin_prefetch(pool + place.block + cache_.scale_at(g, place.slot));
+                prefetch_run(pool + run.block + cache_.scale_at(g, run.slot), 2 * std::size_t(run.count));
             }
         }
-        return rows_at(pool, place);
+        return rows_at(pool, run);
     }
 
-    // Calls work<n>(i) for n queries from i on, until all queries are done.
-    template <class Work>
-    void each_query(const Work& work) const {
-        int i = 0;
+    // Calls work<n>(i) for n queries from i on, at most `most`, until all queries from `first` on are done.
+    template <int most, class Work>
+    void each_query(int first, const Work& work) const {
+        int i = first;
         const auto by_count = [&]<int n>() {
-            for (; i + n <= queries_; i += n) work.template operator()<n>(i);
+            if constexpr (n <= most) {
+                for (; i + n <= queries_; i += n) work.template operator()<n>(i);
+            }
         };
+        by_count.template operator()<8>();
+        by_count.template operator()<6>();
         by_count.template operator()<4>();
+        by_count.template operator()<3>();
         by_count.template operator()<2>();
         by_count.template operator()<1>();
     }
 
-    // Turns query i's scores of a block into weights. Scores before `lo` were not computed.
+    // Turns query i's scores of a block into weights, and shrinks its sums. Scores before `lo` were not computed.
     void weigh(int i, int start, int end, int lo) {
         float* const s = scores_ + std::ptrdiff_t(i) * kBlockTokens;
         if (a_.softcap > 0) {
@@ -300,22 +236,11 @@ class HeadAttention {
         const int seen = std::max(0, std::min(end, position + 1) - start);
         std::fill(s + seen, s + kBlockTokens, -INFINITY);
         std::fill(s, s + std::min(oldest, kBlockTokens), -INFINITY);
-        run_[i].shrink = soften(s, run_[i]);
-    }
-
-    template <Kind kind, int n>
-    void add_values(int first, int offset, const Cached& values, int count, bool starts, const std::uint8_t* ahead) {
-        const float* weights = scores_ + std::ptrdiff_t(first) * kBlockTokens + offset;
-        float shrink[n];
-        for (int i = 0; i < n; ++i) shrink[i] = starts ? run_[first + i].shrink : 1.0F;
-        int c = 0;
-        const auto by_width = [&]<int wide>() {
-            for (; c + 16 * wide <= width_; c += 16 * wide) {
-                blend<kind, n, wide>(weights, shrink, values, ahead, count, width_, c, sums_ + first * width_);
-            }
-        };
-        by_width.template operator()<n == 4 ? 4 : 8>();
-        by_width.template operator()<kVectors<kind>>();
+        const float shrink = soften(s, run_[i]);
+        if (shrink == 1.0F) return;
+        const F factor = f_set(shrink);
+        float* const sums = sums_ + std::ptrdiff_t(i) * width_;
+        for (int c = 0; c < width_; c += 16) f_store(sums + c, f_mul(f_load(sums + c), factor));
     }
 
     const AttentionShape& a_;
@@ -324,7 +249,7 @@ class HeadAttention {
     const std::int32_t* pages_;
     int head_, start_, rows_, width_, group_, queries_;
     std::size_t row_bytes_;
-    float *query_, *sums_, *wide_, *scores_;
+    float *query_, *sums_, *wide_, *factors_, *scores_;
     Running* run_;
 };
 
@@ -337,7 +262,7 @@ bool attend(Pool& pool, const AttendOp& op) {
     const int width = attend_width(cache.head_dim, cache.kind), group = a.heads / a.kv_heads;
     int longest = 1, items = 0;
     for (int s = 0; s < sequence_count; ++s) longest = std::max(longest, sequences[s].rows);
-    const int rows_at_once = std::min(longest, kQueryRows), queries = group * rows_at_once;
+    const int rows_at_once = attend_rows(a, longest), queries = group * rows_at_once;
     const std::size_t share = scratch_aligned(attend_floats(queries, width) * sizeof(float)) / sizeof(float);
     // With many heads of many queries scratch may not have room for every thread. Then fewer threads work.
     const int usable = std::min(pool.threads(), static_cast<int>(scratch.nbytes / (share * sizeof(float))));

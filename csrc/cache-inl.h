@@ -136,13 +136,26 @@ inline void store_row(const float* from, const KvCache& cache, std::uint8_t* blo
 
 // ---- reading -------------------------------------------------------------------------------------------------------
 
-// Keys or values of a part: rows `row_bytes` apart. For integers, each group of `group` columns has scales and
-// minimums, float32 [G, 32] each. Floats are one group without them.
+constexpr std::size_t kFetchBytes = std::size_t{8} << 10;
+
+// Keys or values of a run: rows `row_bytes` apart. For integers, each group of `group` columns has scales and
+// minimums, float32 [G, stride] each. Floats are one group without them. `ahead`: the rows that are read next, or null.
 struct Cached {
     const std::uint8_t* data;
     std::size_t row_bytes;
     int group;
-    const float *scales, *minimums;
+    const float *scales = nullptr, *minimums = nullptr;
+    int stride = 0;
+    const std::uint8_t* ahead = nullptr;
+
+    // What to fetch while row `token` of `count` is read: the row 8 KB further on, of those that are read next too. 4
+    // and 16 KB are worse, and so is the L2 cache as the place to fetch to.
+    const std::uint8_t* fetched(int token, int count) const {
+        if (ahead == nullptr) return nullptr;
+        const int further = token + std::min(static_cast<int>(kFetchBytes / row_bytes), count);
+        return further < count ? data + std::size_t(further) * row_bytes
+                               : ahead + std::size_t(further - count) * row_bytes;
+    }
 };
 
 // Vectors of 16 columns that are read together.
@@ -156,41 +169,66 @@ constexpr std::size_t kVectorBytes = kind == Kind::kFloat32 ? 64
                                      : kind == Kind::kInt4  ? 8
                                                             : 32;
 
-// Reads 16 · kVectors columns of a token's row, from the bytes at `row` on, with the scale and minimum of their group.
+// Columns that are read together go a register at a time: kSteps registers' steps for each. Step s has the columns
+// from column_of(s) on, kLanes of them, and where codes are nibbles as many 16 columns further. Its bytes lie at
+// byte_of(s) of a row.
+constexpr int kSteps = 16 / kLanes;
 template <Kind kind>
-[[gnu::always_inline]] inline void read(const std::uint8_t* row, const float* scale, const float* minimum, F* out) {
+constexpr int column_of(int step) {
+    return step / kSteps * 16 * kVectors<kind> + step % kSteps * kLanes;
+}
+template <Kind kind>
+constexpr std::size_t byte_of(int step) {
+    constexpr std::size_t kRead = kVectorBytes<kind> * kVectors<kind>;
+    return std::size_t(step / kSteps) * kRead + std::size_t(step % kSteps) * (kRead / kSteps);
+}
+
+// The numbers of a step.
+template <Kind kind>
+struct Numbers {
+    H v[kVectors<kind>];
+};
+
+// Reads a step of a token's row, from its bytes on, with the scale and minimum of its group.
+template <Kind kind>
+[[gnu::always_inline]] inline Numbers<kind> read(const std::uint8_t* row, const float* scale, const float* minimum) {
+    Numbers<kind> x;
     if constexpr (kind == Kind::kInt8) {
-        out[0] = f_fma(f_bytes(row), f_set(*scale), f_set(*minimum));
+        x.v[0] = h_fma(h_bytes(row), h_set(*scale), h_set(*minimum));
     } else if constexpr (kind == Kind::kInt4) {
-        f_nibbles(row, f_set(*scale), f_set(*minimum), out[0], out[1]);
+        h_nibbles(row, h_set(*scale), h_set(*minimum), x.v[0], x.v[1]);
+    } else if constexpr (kind == Kind::kFloat32) {
+        x.v[0] = h_load(reinterpret_cast<const float*>(row));
     } else {
-        out[0] = kind == Kind::kFloat32 ? f_load(row) : kind == Kind::kFloat16 ? f_half(row) : f_bf16(row);
+        x.v[0] = kind == Kind::kFloat16 ? h_half(row) : h_bf16(row);
     }
+    return x;
 }
 
-// Widens a row of `count` floats to float32. The rest of the last 16 are zeros.
+// Widens row `token`, of `count` columns, to float32 [width], `width` being attend_width(). What follows the columns
+// are zeros of floats, and numbers of integers, whose rows are padded.
 template <Kind kind>
-inline void widen_row(const std::uint8_t* from, int count, float* to) {
-    constexpr std::size_t kItem = kVectorBytes<kind> / 16;
-    F wide;
-    int i = 0;
-    for (; i + 16 <= count; i += 16) {
-        read<kind>(from + kItem * std::size_t(i), nullptr, nullptr, &wide);
-        f_store(to + i, wide);
-    }
-    if (i < count) {
-        alignas(64) std::uint8_t tail[64] = {};
-        std::memcpy(tail, from + std::size_t(i) * kItem, std::size_t(count - i) * kItem);
-        read<kind>(tail, nullptr, nullptr, &wide);
-        f_store(to + i, wide);
+inline void widen_row(const Cached& rows, int token, int count, int width, float* to) {
+    const std::uint8_t* const row = rows.data + std::size_t(token) * rows.row_bytes;
+    for (int step = 0; column_of<kind>(step) < width; ++step) {
+        const int column = column_of<kind>(step), factors = column / rows.group * rows.stride + token;
+        const std::uint8_t* from = row + byte_of<kind>(step);
+        alignas(64) std::uint8_t tail[64];
+        if (!quantised(kind) && column + kLanes > count) {  // the bytes that follow may be anything, NaN too
+            std::memset(tail, 0, sizeof tail);
+            if (column < count) std::memcpy(tail, from, std::size_t(count - column) * (kVectorBytes<kind> / 16));
+            from = tail;
+        }
+        const Numbers<kind> x = read<kind>(from, rows.scales + factors, rows.minimums + factors);
+        for (int v = 0; v < kVectors<kind>; ++v) h_store(to + column + 16 * v, x.v[v]);
     }
 }
 
-// Widens scales and minimums of the 32 tokens from `slot` on to float32 [2 G, 32].
-inline void widen_factors(const KvCache& cache, const std::uint8_t* block, int slot, float* to) {
-    for (int g = 0; g < 2 * cache.groups(); ++g, to += kPartTokens) {
+// Widens scales and minimums of `count` tokens from `slot` on to float32 [2 G, stride].
+inline void widen_factors(const KvCache& cache, const std::uint8_t* block, int slot, int count, int stride, float* to) {
+    for (int g = 0; g < 2 * cache.groups(); ++g, to += stride) {
         const std::uint8_t* from = block + cache.scale_at(g, slot);  // minimums follow the last group's scales
-        for (int i = 0; i < kPartTokens; i += 16) f_store(to + i, f_half(from + 2 * i));
+        for (int i = 0; i < count; i += 16) f_store(to + i, f_half(from + 2 * i));
     }
 }
 

@@ -74,21 +74,20 @@ inline __m256 power8(__m256 n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
 inline F f_power(F n) { return {power8(n.a), power8(n.b)}; }
-// Lane i of the result is the sum of the lanes of v[i], added at distances 8, 4, 2, 1.
+// Lane i of the result is the sum of the lanes of v[i], added at distances 8, 4, 2, 1. Where a blend does, there is no
+// shuffle: ports for shuffles are few.
 inline __m256 sums8(const F* v) {
-    // Vectors are placed so that the halvings below leave their sums in order.
-    constexpr int kPlace[8] = {0, 2, 1, 3, 4, 6, 5, 7};
     __m256 w[8];
-    for (int i = 0; i < 8; ++i) w[kPlace[i]] = _mm256_add_ps(v[i].a, v[i].b);
+    for (int i = 0; i < 8; ++i) w[i] = _mm256_add_ps(v[i].a, v[i].b);
     for (int i = 0; i < 4; ++i) {
-        w[i] =
-            _mm256_add_ps(_mm256_permute2f128_ps(w[i], w[i + 4], 0x20), _mm256_permute2f128_ps(w[i], w[i + 4], 0x31));
+        w[i] = _mm256_add_ps(_mm256_blend_ps(w[i], w[i + 4], 0xf0), _mm256_permute2f128_ps(w[i], w[i + 4], 0x21));
     }
     for (int i = 0; i < 2; ++i) {
         const __m256d a = _mm256_castps_pd(w[i]), b = _mm256_castps_pd(w[i + 2]);
-        w[i] = _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(a, b)), _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)));
+        w[i] = _mm256_add_ps(_mm256_blend_ps(w[i], w[i + 2], 0xcc), _mm256_castpd_ps(_mm256_shuffle_pd(a, b, 5)));
     }
-    return _mm256_add_ps(_mm256_shuffle_ps(w[0], w[1], 0x88), _mm256_shuffle_ps(w[0], w[1], 0xdd));
+    const __m256 crossed = _mm256_blend_ps(w[1], w[0], 0xaa);
+    return _mm256_add_ps(_mm256_blend_ps(w[0], w[1], 0xaa), _mm256_permute_ps(crossed, 0xb1));
 }
 inline F f_sums(const F (&v)[16]) { return {sums8(v), sums8(v + 8)}; }
 inline float f_sum(F x) {
@@ -120,6 +119,34 @@ inline void f_nibbles(const void* p, F scale, F minimum, F& low, F& high) {
     const __m256i mask = _mm256_set1_epi32(15);
     low = f_fma(f_from({_mm256_and_si256(both.a, mask), _mm256_and_si256(both.b, mask)}), scale, minimum);
     high = f_fma(f_from({_mm256_srli_epi32(both.a, 4), _mm256_srli_epi32(both.b, 4)}), scale, minimum);
+}
+
+// One register: kLanes lanes of F. Where a kernel's sums fill the registers, it goes over the halves of F one by one.
+using H = __m256;
+constexpr int kLanes = 8, kRegisters = 16;
+
+inline H h_zero() { return _mm256_setzero_ps(); }
+inline H h_set(float x) { return _mm256_set1_ps(x); }
+inline H h_load(const float* p) { return _mm256_loadu_ps(p); }
+// x in a register: else GCC may load it once for each product.
+inline H h_keep(H x) {
+    asm("" : "+x"(x));
+    return x;
+}
+inline void h_store(float* p, H x) { _mm256_storeu_ps(p, x); }
+inline H h_mul(H x, H y) { return _mm256_mul_ps(x, y); }
+inline H h_fma(H x, H y, H z) { return _mm256_fmadd_ps(x, y, z); }
+inline H h_half(const void* p) { return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(p))); }
+inline H h_bf16(const void* p) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+inline __m256i h_codes(const void* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))); }
+inline H h_bytes(const void* p) { return _mm256_cvtepi32_ps(h_codes(p)); }
+inline void h_nibbles(const void* p, H scale, H minimum, H& low, H& high) {
+    const __m256i both = h_codes(p);
+    low = h_fma(_mm256_cvtepi32_ps(_mm256_and_si256(both, _mm256_set1_epi32(15))), scale, minimum);
+    high = h_fma(_mm256_cvtepi32_ps(_mm256_srli_epi32(both, 4)), scale, minimum);
 }
 
 inline Line line(const void* p) {

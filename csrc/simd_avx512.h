@@ -50,23 +50,25 @@ inline F f_unless_below(F x, float limit, F y) {
 inline F f_power(F n) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
 }
-// Lane i: the lanes of v[i], added at distances 8, 4, 2, 1.
+// Lane i: the lanes of v[i], added at distances 8, 4, 2, 1. Where a blend does, there is no shuffle: ports for shuffles
+// are few.
 inline F f_sums(const F (&v)[16]) {
-    // Vectors go in where the halvings below leave their sums in order: blocks as 0, 2, 1, 3, lanes of one likewise.
-    constexpr int kPlace[4] = {0, 2, 1, 3};
-    F w[16];
-    for (int i = 0; i < 16; ++i) w[kPlace[i / 4] * 4 + kPlace[i % 4]] = v[i];
+    F w[8];
     for (int i = 0; i < 8; ++i) {
-        w[i] = _mm512_add_ps(_mm512_shuffle_f32x4(w[i], w[i + 8], 0x44), _mm512_shuffle_f32x4(w[i], w[i + 8], 0xee));
+        w[i] = _mm512_add_ps(_mm512_mask_blend_ps(0xff00, v[i], v[i + 8]), _mm512_shuffle_f32x4(v[i], v[i + 8], 0x4e));
     }
     for (int i = 0; i < 4; ++i) {
-        w[i] = _mm512_add_ps(_mm512_shuffle_f32x4(w[i], w[i + 4], 0x88), _mm512_shuffle_f32x4(w[i], w[i + 4], 0xdd));
+        const F crossed = _mm512_mask_blend_ps(0xf0f0, w[i + 4], w[i]);
+        w[i] =
+            _mm512_add_ps(_mm512_mask_blend_ps(0xf0f0, w[i], w[i + 4]), _mm512_shuffle_f32x4(crossed, crossed, 0xb1));
     }
     for (int i = 0; i < 2; ++i) {
         const __m512d a = _mm512_castps_pd(w[i]), b = _mm512_castps_pd(w[i + 2]);
-        w[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+        w[i] = _mm512_add_ps(_mm512_mask_blend_ps(0xcccc, w[i], w[i + 2]),
+                             _mm512_castpd_ps(_mm512_shuffle_pd(a, b, 0x55)));
     }
-    return _mm512_add_ps(_mm512_shuffle_ps(w[0], w[1], 0x88), _mm512_shuffle_ps(w[0], w[1], 0xdd));
+    const F crossed = _mm512_mask_blend_ps(0xaaaa, w[1], w[0]);
+    return _mm512_add_ps(_mm512_mask_blend_ps(0xaaaa, w[0], w[1]), _mm512_permute_ps(crossed, 0xb1));
 }
 inline float f_sum(F x) { return _mm512_reduce_add_ps(x); }
 inline void f_store_half(void* p, F x) {
@@ -91,6 +93,26 @@ inline void f_nibbles(const void* p, F scale, F minimum, F& low, F& high) {
     low = _mm512_permutexvar_ps(both, table);  // it reads only the low four bits of an index
     high = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), table);
 }
+
+// One register, which is the whole of F here.
+using H = F;
+constexpr int kLanes = 16, kRegisters = 32;
+
+inline H h_zero() { return f_zero(); }
+inline H h_set(float x) { return f_set(x); }
+inline H h_load(const float* p) { return f_load(p); }
+// x in a register: else GCC may load it once for each product.
+inline H h_keep(H x) {
+    asm("" : "+v"(x));
+    return x;
+}
+inline void h_store(float* p, H x) { f_store(p, x); }
+inline H h_mul(H x, H y) { return f_mul(x, y); }
+inline H h_fma(H x, H y, H z) { return f_fma(x, y, z); }
+inline H h_half(const void* p) { return f_half(p); }
+inline H h_bf16(const void* p) { return f_bf16(p); }
+inline H h_bytes(const void* p) { return f_bytes(p); }
+inline void h_nibbles(const void* p, H scale, H minimum, H& low, H& high) { f_nibbles(p, scale, minimum, low, high); }
 
 inline Line line(const void* p) { return _mm512_loadu_si512(p); }
 inline void l_store(void* p, Line x) { _mm512_store_si512(p, x); }  // p: a multiple of 64

@@ -188,6 +188,24 @@ inline void f_nibbles(const void* p, const F& scale, const F& minimum, F& low, F
     low = f_fma(low, scale, minimum), high = f_fma(high, scale, minimum);
 }
 
+// One register, which is the whole of F here.
+using H = F;
+constexpr int kLanes = 16, kRegisters = 16;
+
+inline H h_zero() { return f_zero(); }
+inline H h_set(float x) { return f_set(x); }
+inline H h_load(const float* p) { return f_load(p); }
+inline H h_keep(const H& x) { return x; }
+inline void h_store(float* p, const H& x) { f_store(p, x); }
+inline H h_mul(const H& x, const H& y) { return f_mul(x, y); }
+inline H h_fma(const H& x, const H& y, const H& z) { return f_fma(x, y, z); }
+inline H h_half(const void* p) { return f_half(p); }
+inline H h_bf16(const void* p) { return f_bf16(p); }
+inline H h_bytes(const void* p) { return f_bytes(p); }
+inline void h_nibbles(const void* p, const H& scale, const H& minimum, H& low, H& high) {
+    f_nibbles(p, scale, minimum, low, high);
+}
+
 inline Line line(const void* p) {
     Line r;
     std::memcpy(r.v, p, 64);

@@ -7,14 +7,19 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from penstock.serve.async_llm import AsyncLLM
     from penstock.serve.llm import LLM
+    from penstock.serve.outputs import CompletionOutput, RequestOutput
     from penstock.serve.planning import plan
     from penstock.serve.sampling import SamplingParams
 
-__all__ = ["LLM", "SamplingParams", "__version__", "plan"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__", "plan"]
 
 _HOMES = {
     "LLM": "penstock.serve.llm",
+    "AsyncLLM": "penstock.serve.async_llm",
+    "CompletionOutput": "penstock.serve.outputs",
+    "RequestOutput": "penstock.serve.outputs",
     "SamplingParams": "penstock.serve.sampling",
     "plan": "penstock.serve.planning",
 }

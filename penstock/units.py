@@ -61,6 +61,18 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e9:.0f} ns"
 
 
+def format_left(seconds: float) -> str:
+    """Time that is left, as people say it: 3739 → '1 h 2 min', 95 → '1 min 35 s', 7.2 → '7 s'."""
+    whole = round(min(seconds, 1e9))
+    if whole < 60:
+        return f"{max(1, whole)} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s" if whole < 600 else f"{whole // 60} min"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
 def _three_digits(value: float) -> str:
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 

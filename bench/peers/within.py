@@ -17,6 +17,7 @@ import numpy as np
 
 from bench.peers import Answer, serve
 from penstock.graph import ops, passes
+from penstock.graph.recent import PAIR_BYTES
 from penstock.graph.records import Records
 from penstock.graph.tasks import Call, Pass, Task
 from penstock.planner.cost import Cost
@@ -58,6 +59,11 @@ class Within:
                 if p.purpose == "decode" and isinstance(task.calls[0].operands, ops.Load | ops.Pick | ops.Fetch):
                     self._bound_s += self._cost.seconds(task)
                     self._asked_bytes += sum(c.bytes for c in task.calls if isinstance(c.operands, ops.Pick))
+                for call in task.calls:
+                    if isinstance(call.operands, ops.Recall):  # of these nothing is read
+                        self._records_bytes -= (
+                            len(call.operands.held) // PAIR_BYTES * strides[plan.units[call.unit].part]
+                        )
                 yield task
 
         session.lowering.step = noting  # type: ignore[method-assign, assignment]

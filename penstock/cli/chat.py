@@ -141,6 +141,7 @@ class Chat:
     def _set(self, text: str) -> None:
         name, _, value = text.partition(" ")
         numbers = {each.name: each.type for each in fields(self._params) if str(each.type).startswith(("int", "float"))}
+        del numbers["n"]  # a turn has one answer
         if name not in numbers:
             raise BadRequest(f"/set {name}: there are {', '.join(numbers)}")
         try:

@@ -190,7 +190,9 @@ class Sampling:
     """How tokens are chosen; what is not named comes from the model's generation_config.json, else greedy."""
 
     max_tokens: int | None = flag(
-        "--max-tokens", "N", f"Longest answer; default {DEFAULT_MAX_TOKENS}, or --output-tokens."
+        "--max-tokens",
+        "N",
+        f"Longest answer; default {DEFAULT_MAX_TOKENS}, or --output-tokens. run: -1 goes on until the context ends.",
     )
     temperature: float | None = flag("--temperature", "X", "0 is greedy; default the model's own, else 0.")
     top_k: int | None = flag("--top-k", "N", "Draw from the best N tokens only; 0 is off.")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from penstock.units import format_bytes, format_rate, format_seconds
+from penstock.units import format_bytes, format_left, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from penstock.planner.predict import Prediction
@@ -90,26 +90,25 @@ class _Shown:
 
 
 def progress_line(text: str, done: int, total: int, per_s: float) -> str:
-    """`packing 3.ffn: 1.20 GiB of 13.5 GiB, 1.83 GB/s, 7.12 s left`."""
-    left = f", {format_seconds((total - done) / per_s)} left" if per_s > 0 else ""
+    """`packing 3.ffn: 1.20 GiB of 13.5 GiB, 1.83 GB/s, 7 s left`."""
+    left = f", {format_left((total - done) / per_s)} left" if per_s > 0 else ""
     if text.endswith((" tokens", " layers", " lines", " answers")):
         return f"{text}: {done} of {total}, {per_s:.1f} a second{left}"
     return f"{text}: {format_bytes(done)} of {format_bytes(total)}, {format_rate(per_s)}{left}"
 
 
 def speed_line(generation: Generation, prediction: Prediction) -> str:
-    """A line of measured speed beside predicted, and the disk's speed meanwhile."""
+    """A line of measured speed beside predicted, and the disk's speed meanwhile: under 80 columns with `penstock: `."""
+    from penstock.planner.explain import rate
+
     speed = generation.decode_tokens_per_s
-    first = f"first token after {format_seconds(generation.batch_ttft_s)}"
-    if cached := generation.cached_tokens:  # what is predicted is for a whole prompt
-        first += f", {cached} of the prompt's {generation.prompt_tokens} tokens were there"
-    else:
-        first += f" (predicted {format_seconds(prediction.ttft_s)})"
-    parts = [f"{speed:.2f} tok/s (predicted {prediction.decode_tokens_per_s:.2f})", first]
+    parts = [
+        f"{rate(speed)} tok/s (promised {rate(prediction.decode_tokens_per_s)})",
+        f"first word {format_seconds(generation.batch_ttft_s)}",
+    ]
     if generation.disk_bytes_per_token:
         parts.append(f"disk {format_rate(generation.disk_bytes_per_token * speed)}")
-    parts.append(f"batch {generation.batch}, {generation.output_tokens} tokens, bound by {prediction.bound_by}")
-    return "; ".join(parts)
+    return " · ".join(parts)
 
 
 def _finite(data: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
@@ -22,11 +23,13 @@ from penstock.cli.options import (
     Weights,
     Work,
     given_plan,
+    read_text,
 )
 from penstock.cli.output import note, print_json
 from penstock.cli.streaming import NO_TEMPLATE, print_stream, tell_speed
 from penstock.cli.writing import writing
 from penstock.errors import BadRequest
+from penstock.spec.ask import DEFAULT_CONTEXT
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
     from penstock.serve.generation import Generation
     from penstock.serve.sampling import SamplingParams
     from penstock.serve.tokenizer import Tokenizer
+
+UNTIL_END = -1  # of --max-tokens: until the context's end
 
 
 def run(
@@ -45,6 +50,10 @@ def run(
     prompt: Annotated[
         str | None, Argument(metavar="PROMPT", help="Default: standard input, or a chat at a terminal.")
     ] = None,
+    prompt_file: Annotated[
+        str | None, Option("--prompt-file", metavar="FILE", help="Take the prompt from this file of UTF-8 text.")
+    ] = None,
+    image: Annotated[str | None, Option("--image", metavar="FILE", hidden=True)] = None,
     system: Annotated[
         str | None, Option("--system", metavar="TEXT", help="What the model is told before the first turn.")
     ] = None,
@@ -64,6 +73,12 @@ def run(
     What no sampling flag names comes from the model's generation_config.json; without one the best token is
     always taken.
     """
+    if image is not None:
+        raise BadRequest(f"--image {image}: penstock runs the text part of models, and reads no images")
+    if prompt_file is not None:
+        if prompt is not None:
+            raise BadRequest("--prompt-file and PROMPT are both a prompt: give one or the other")
+        prompt = read_text(prompt_file).removesuffix("\n")
     machine.prepare()
     from penstock.serve.confined import Child
 
@@ -72,7 +87,7 @@ def run(
     chatting = prompt is None and not as_json and sys.stdin.isatty()
     # These two raise for wrong flags, before a first use packs for minutes.
     ask = work.ask(machine)
-    sampling.params({}, work)
+    (replace(sampling, max_tokens=1) if sampling.max_tokens == UNTIL_END else sampling).params({}, work)
     if chatting and raw:
         raise BadRequest("--raw continues a PROMPT; a chat needs the template")
     if system is not None and raw:
@@ -93,6 +108,11 @@ def run(
         # Opened before the weights are loaded: a tokenizer that is refused should not wait for them.
         tokenizer = Tokenizer.open(source.folder, ask.host_memory_bytes, not machine.no_verify, spare)
         ids = [] if chatting else _encoded(tokenizer, text, raw, system)
+        if sampling.max_tokens == UNTIL_END:
+            most = describe(source.folder, verify=not machine.no_verify)[0].max_positions
+            context = plan.context if plan is not None else work.context or min(most, DEFAULT_CONTEXT)
+            # The last token needs no room. A prompt that is too long is refused when the context is known for sure.
+            sampling = replace(sampling, max_tokens=max(1, context - len(ids) + 1))
         params = sampling.params(tokenizer.generation_config, work)
         if chatting:
             ask = work.ask(machine, output_tokens=sampling.max_tokens or ask.output_tokens)
@@ -123,7 +143,7 @@ def answer(
     if as_json:
         answers = engine.generate([prompt], params)
         engine.keep(answers[0])
-        _print_report(engine, answers, engine.prediction)
+        _print_report(engine, answers, engine.prediction, params)
         return
     generation = print_stream(engine, prompt, params, lead)
     engine.keep(generation)
@@ -138,7 +158,7 @@ def _answer_together(engine: Engine, prompt: list[int], params: SamplingParams, 
         answers = together.answers()
     together.keep(answers)
     if as_json:
-        _print_report(engine, answers, together.prediction)
+        _print_report(engine, answers, together.prediction, params)
         return
     print("\n\n".join(answered.text for answered in answers), flush=True)
     if found := sum(answered.cached_tokens for answered in answers):
@@ -146,11 +166,16 @@ def _answer_together(engine: Engine, prompt: list[int], params: SamplingParams, 
     tell_speed(engine, answers[0], together.prediction)
 
 
-def _print_report(engine: Engine, answers: list[Generation], prediction: Prediction) -> None:
+_SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+
+
+def _print_report(engine: Engine, answers: list[Generation], prediction: Prediction, params: SamplingParams) -> None:
+    """Prints the JSON object. Its `sampling` is what flags and the model's generation_config.json came to."""
     from penstock.serve.generation import report_all
     from penstock.serve.run_bound import share_of_bound
 
-    print_json(report_all(answers, prediction, share_of_bound(engine.session, answers[0])))
+    report = report_all(answers, prediction, share_of_bound(engine.session, answers[0]))
+    print_json({**report, "sampling": {name: getattr(params, name) for name in _SAMPLING}})
 
 
 def read_prompt(prompt: str | None) -> str:

@@ -7,6 +7,7 @@ Per memory tier (`host`, `gpu0`) these arenas, each 2 MiB-aligned so that huge p
     T.scratch   an op's own temporaries (one lane runs one op at a time)
     T.cache     slots of experts that come from a slower tier, layer after layer
     host.asked  pages with records of a layer's units that are asked for (`graph.asked`); of all layers the same bytes
+    host.recent slots for records of units that are asked for, unit after unit (`graph.recent`)
     T.window    K and V of one or two layers whose KV lives elsewhere, while attention runs
     host.staging  granules read for single embedding rows
     host.stage    units on their way from a disk to a device
@@ -52,6 +53,12 @@ class Layout:
         self._norms = self._place_norms()
         # By the number of a unit that is asked for: what of it stays in RAM, and room for its pages with records.
         self.kept, self.asked = self._place_asked()
+        # By its number, slots for records that the unit was asked for often.
+        self.recent = {
+            u: self._take(f"{HOST}.recent", unit.recent_slots * Records.of(self.parts[unit.part]).stride, PAGE_BYTES)
+            for u, unit in enumerate(plan.units)
+            if unit.asked and unit.recent_slots
+        }
         self.kv = KvLayout(plan, self._take)
         self._act = self._place_acts()
         # The slots that `act` gave so far, since a step asks for the same few of them often.

@@ -5,6 +5,8 @@ A decode pass computes the activations of such a unit from the matrix that stays
 router's is. Where a plan has predictors, what they call active is the answer, and nothing is computed before it. The
 records of these neurons are then read in runs of whole pages, while the layer's other units are computed. A hole
 between two runs is read through if that is no slower than to begin another read (`Plan.hole_bytes`).
+A unit may have slots for records that were asked for often (`Unit.recent_slots`). What lies there is not read. Behind
+the read one call brings these records to their places, and copies what was read into slots (`recent`).
 Passes that do not ask stream such a unit whole.
 """
 
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from penstock.graph import ops
 from penstock.graph.batch import Batch
 from penstock.graph.calls import Calls
+from penstock.graph.recent import PAIR_BYTES, RecentRecords
 from penstock.graph.records import Records
 from penstock.graph.tasks import Call, Pass, Slot, Task
 from penstock.spec.places import HOST, kernels_of, lane_between
@@ -35,6 +38,11 @@ class AskedUnits:
         self._calls, self._plan, self._layout = calls, calls.plan, calls.layout
         self._records: dict[str, Records] = {}
         self.predicted: dict[int, Call] = {}
+        units = self._plan.units
+        self._recent = {
+            u: RecentRecords(units[u].recent_slots, *self._plan.unit_rows(units[u])) for u in self._layout.recent
+        }
+        self._recalls: dict[int, ops.Recall] = {}  # by the unit's number, of the layer at hand
 
     def among(self, p: Pass, units: Sequence[int]) -> list[int]:
         """Those of some units that this pass asks for."""
@@ -57,11 +65,30 @@ class AskedUnits:
             else:
                 live, asks = _rising(map(answer, fires[u])), tuple(self.values(u, batch) for batch in p.batches)
             records = self._records.setdefault(unit.part, Records.of(part))
-            runs = records.runs(live, part.granule_rows, self._plan.hole_bytes)
+            recent = self._recent.get(u)
+            held, missing = recent.ask(live) if recent is not None else (b"", live)
+            runs = records.runs(missing, part.granule_rows, self._plan.hole_bytes)
             pick = ops.Pick(self._layout.asked[u], runs, asks)
             nbytes = sum(hi - lo for lo, hi in runs)
             emit.alone((lane_between(unit.home, HOST),), Call(pick, u, None, part.kinds(), nbytes, 0))
-        yield from emit.closed()
+            yield from emit.closed()  # the disk reads while what follows is decided
+            if recent is not None:
+                kept = recent.admit(live, missing)
+                self._recalls[u] = ops.Recall(self._layout.asked[u], self._layout.recent[u], held, kept)
+
+    def recall(self, u: int) -> None:
+        """Emits the copies between a unit's slots and the pages that were read of it."""
+        recall = self._recalls.pop(u, None)
+        if recall is None or not (recall.held or recall.kept):
+            return
+        part = self._layout.parts[self._plan.units[u].part]
+        nbytes = (len(recall.held) + len(recall.kept)) // PAIR_BYTES * Records.of(part).stride
+        # A task of its own, so that those around it are like earlier ones.
+        self._calls.emit.alone((kernels_of(HOST),), Call(recall, u, None, part.kinds(), nbytes, 0))
+
+    def warm(self, u: int, rates: Sequence[float]) -> None:
+        """Makes a unit's slots as they are after many passes that asked for each of its neurons at its rate."""
+        self._recent[u].warm(rates)
 
     def values(self, u: int, batch: Batch) -> Slot:
         """What the activations of a unit's neurons are: float32 [granules, T, 64]."""

@@ -94,6 +94,10 @@ def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
 def _check_asked(plan: Plan, by_key: dict[str, Part]) -> None:
     """Units that are asked for lie on a disk, the CPU computes them, and their records may be read one by one."""
     asked = [unit for unit in plan.units if unit.asked]
+    for unit in plan.units:
+        lo, hi = plan.unit_rows(unit) if unit.asked else (0, 0)
+        if not 0 <= unit.recent_slots <= hi - lo:
+            raise _wrong(f"a unit of {unit.part} has {unit.recent_slots} slots for records, where {hi - lo} make sense")
     for unit in asked:
         here = is_disk(unit.home) and unit.decode == unit.prefill == HOST
         if plan.sparsity in ("exact", "predict") and not (here and may_be_asked(by_key[unit.part], plan.sparsity)):

@@ -93,6 +93,10 @@ class Lowering:
         caches."""
         self._demand.warm(layer, experts)
 
+    def warm_records(self, u: int, rates: Sequence[float]) -> None:
+        """Makes the slots of a unit that is asked for as they are after many passes (`RecentRecords.warm`)."""
+        self._asked.warm(u, rates)
+
     def _lower(self, p: Pass, answer: Answer) -> Iterator[Task]:
         layers = len(self.plan.target.spec.layers)
         self._streams.begin(p)
@@ -242,6 +246,8 @@ class Lowering:
                 yield from self._experts.unit(p, layer, u, executor, started)
                 continue
             weights = self.layout.asked[u] if u in asked else self._streams.take(u, p.stream)
+            if u in asked:
+                self._asked.recall(u)
             for batch in p.batches:
                 first = batch.id not in started
                 started.add(batch.id)

@@ -8,7 +8,8 @@ Raises InternalError at the first task that
 - lifts or copies bytes into a slot of another size,
 - reads records that its unit has not, or not as rising runs of whole pages,
 - loads an expert and does not come after the answer that asks for it,
-- or takes (or lifts) an expert from a slot of a cache that holds another expert.
+- takes (or lifts) an expert from a slot of a cache that holds another expert,
+- or takes a neuron's record from a slot that holds another one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from itertools import pairwise
 
 from penstock.errors import InternalError
 from penstock.graph import ops
+from penstock.graph.recent import pairs
 from penstock.graph.tasks import Call, Slot, Task
 from penstock.spec.parts import PAGE_BYTES
 from penstock.spec.places import CPU, Lane, is_device, is_disk
@@ -40,6 +42,7 @@ def verify(tasks: Iterable[Task], arenas: Iterable[Arena], units: Sequence[Unit]
     last_on_lane: dict[Lane, int] = {}
     touched: dict[str, list[tuple[int, int, bool, int]]] = {}  # arena → lo, hi, whether it was written, task
     held: dict[Slot, tuple[str, int]] = {}  # slot of a cache → part and number of the expert that was loaded there
+    records: dict[int, dict[int, int]] = {}  # unit → slot for a record → neuron whose record was put there
     count = 0
     for task in tasks:
         ordered = 0
@@ -62,6 +65,7 @@ def verify(tasks: Iterable[Task], arenas: Iterable[Arena], units: Sequence[Unit]
         _check_moves(task)
         _check_experts(task, units, held)
         _check_picks(task, units)
+        _check_recalls(task, records)
         _check_slots(task, sizes, touched, position, ordered)
         count += 1
     return count
@@ -115,6 +119,20 @@ def _check_picks(task: Task, units: Sequence[Unit]) -> None:
             rising = all(a < b for a, b in pairwise(edges)) and not any(edge % PAGE_BYTES for edge in edges)
             if not rising or sum(hi - lo for lo, hi in runs) > room or not units[call.unit].asked:
                 raise InternalError(f"task {task.id} picks {runs[:3]}… of unit {call.unit}, which are no such runs")
+
+
+def _check_recalls(task: Task, records: dict[int, dict[int, int]]) -> None:
+    """What comes out of a slot is what was put there last. `records`: unit → slot → neuron."""
+    for call in task.calls:
+        if isinstance(call.operands, ops.Recall):
+            of_unit, recall = records.setdefault(call.unit, {}), call.operands
+            for neuron, slot in pairs(recall.held):
+                if of_unit.get(slot) != neuron:
+                    raise InternalError(
+                        f"task {task.id} takes neuron {neuron} of unit {call.unit} from slot {slot},"
+                        f" which holds {of_unit.get(slot)}"
+                    )
+            of_unit.update((slot, neuron) for neuron, slot in pairs(recall.kept))
 
 
 def _expert_of(moved: ops.Load | ops.Lift) -> int:

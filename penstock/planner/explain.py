@@ -33,6 +33,7 @@ ARENAS = {
     "ring": "ring that weights stream through",
     "cache": "caches for experts",
     "asked": "records of active neurons",
+    "recent": "records that were active often and lately",
     "kv": "KV cache",
     "window": "KV on its way",
     "act": "activations, logits",

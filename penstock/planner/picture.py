@@ -42,6 +42,7 @@ _ARENAS = {
     "scratch": ("activations, logits, scratch", "green"),
     "staging": ("activations, logits, scratch", "green"),
     "cache": ("experts that were asked for", "orange"),
+    "recent": ("records that were asked for", "orange"),
     "stage": ("between disk and device", "orange"),
 }
 _KINDS = {"attention": "violet", "FFN": "blue", "head": "green", "rest": "gray", "weights that stream": "orange"}

@@ -149,7 +149,13 @@ class Replay:
         return [row[bisect_left(row, lo) : bisect_left(row, hi)] for row in rows]
 
     def warm(self, lowering: Lowering, p: Pass, passes: int) -> None:
-        """Fills the caches as if `passes` passes like `p` had come before."""
+        """Fills the caches as if `passes` passes like `p` had come before, and slots for records as if many had."""
+        for u in lowering.layout.recent:
+            unit = self._plan.units[u]
+            lo, hi = self._plan.unit_rows(unit)
+            layer = self._plan.parts[unit.part].layer
+            known = memoryview(self._fires[layer]).cast("f") if self._fires else array("f", [1.0]) * hi
+            lowering.warm_records(u, known[lo:hi])
         rows = sum(batch.total_rows for batch in p.batches)
         for layer in dict.fromkeys(cache.layer for cache in self._plan.caches):
             for _ in range(passes):

@@ -277,6 +277,21 @@ class Binding:
         records = Records.of(self._parts[unit.part])
         return self._disk.pick(unit.part, [(lo, hi, address + records.place((lo, hi), unit.lo)) for lo, hi in op.runs])
 
+    def _recall(self, call: Call, op: ops.Recall) -> None:
+        unit = self._plan.units[call.unit]
+        records = Records.of(self._parts[unit.part])
+        pages = self._arenas.view(op.picked).reshape(-1, records.page_bytes)
+        inside = pages[:, records.lo - records.first : records.hi - records.first]
+        placed = inside.reshape(len(pages), -1, records.stride)  # [granules, neurons of one, bytes], no copy
+        slots = self._arenas.view(op.slots).reshape(-1, records.stride)
+        for numbers, into_slots in ((op.held, False), (op.kept, True)):
+            neurons, at = np.frombuffer(numbers, np.uint32).astype(np.intp).reshape(-1, 2).T
+            granules, rows = np.divmod(neurons, GRANULE_ROWS)
+            if into_slots:
+                slots[at] = placed[granules - unit.lo, rows]
+            else:
+                placed[granules - unit.lo, rows] = slots[at]
+
     def _copy(self, call: Call, op: ops.Copy) -> None:
         self._move(op.source, op.target)
 

@@ -115,7 +115,7 @@ class Engine:
     def guide(self, params: SamplingParams) -> Guide | None:
         """Who holds an answer to the schema of `params`; None where it has none. Waits for nothing. Raises as
         `guides`."""
-        return None if params.json_schema is None else self.guides.begin(params.json_schema)
+        return None if params.rule is None else self.guides.begin(params.rule)
 
     @property
     def peak_host_bytes(self) -> int:

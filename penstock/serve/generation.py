@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.planner.predict import Prediction
 from penstock.serve.sampling import Likely
 from penstock.serve.scores import Scores
+
+
+class Used(NamedTuple):
+    """Tokens of prompts and of answers to them. `cached`: of the prompts, that were read for earlier ones."""
+
+    prompt: int
+    output: int
+    cached: int
 
 
 @dataclass
@@ -28,6 +36,7 @@ class Generation:
     logprobs: list[Likely] = field(default_factory=list)  # of each token, where they were asked for
     prompt_scores: Scores | None = None  # where they were asked for
     finish_reason: str = ""
+    stopped_by: str | None = None  # the stop string, where one ended it
     context_full: bool = False
     ttft_s: float = 0.0
     batch_ttft_s: float = 0.0  # until every sequence of the batch had its first token
@@ -98,3 +107,10 @@ def percentiles(gaps: list[float]) -> dict[str, float]:
     """p50, p95 and p99 of the seconds between tokens; 0 where there are none."""
     ordered = sorted(gaps)
     return {f"p{p}": ordered[min(len(gaps) - 1, len(gaps) * p // 100)] if gaps else 0.0 for p in (50, 95, 99)}
+
+
+def used(prompt_tokens: int, answers: Sequence[Generation], n: int) -> Used:
+    """The tokens of whole answers, of which each prompt has `n`, one after the other. A prompt counts once, and what
+    was there of it already is what its first answer found."""
+    said = sum(answer.output_tokens for answer in answers)
+    return Used(prompt_tokens, said, sum(answer.cached_tokens for answer in answers[::n]))

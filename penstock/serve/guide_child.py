@@ -1,7 +1,8 @@
-"""The child process that says which tokens may come next, so that an answer follows a JSON schema. `guides` starts it.
+"""The child process that says which tokens may come next, for answers that follow a rule. `guides` starts it.
 
-Schemas come from clients. To compile one may take any time and memory, and so may a step: patterns are automata. So
-llguidance, which does both, is loaded here alone, and each request has limits as in `confined_child`.
+Rules are JSON schemas and grammars, and come from clients. To compile one may take any time and memory, and so may a
+step: patterns are automata. So llguidance, which does both, is loaded here alone, and each request has limits as in
+`confined_child`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from penstock.errors import BadRequest
 from penstock.serve.confined_child import answer_requests
+from penstock.serve.schemas import STYLE
 
 # llguidance's own limits, which break off in milliseconds what the process's limits would end in a second: fuel of a
 # regex (50,000 a millisecond), states of its automaton (1 to 2 KB each), symbols of a grammar.
@@ -28,19 +30,11 @@ _LIMITS = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-# A space, or a new line and its indentation: a model that likes white space must not write it for ever.
-_OPTIONS = {
-    "item_separator": ",",
-    "key_separator": ":",
-    "whitespace_pattern": r"( |\n[ \t]{0,32})?",
-    "coerce_one_of": False,
-    "lenient": False,
-}
-_COMPILED = 8  # schemas that are kept, so that the answers to one request share one
+_COMPILED = 8  # rules that are kept, so that the answers to one request share one
 
 
 class Matchers:
-    """The answers that follow a schema, by number. `tokens`: the bytes of each id as Latin-1, "" where it may never
+    """The answers that follow a rule, by number. `tokens`: the bytes of each id as Latin-1, "" where it may never
     come."""
 
     def __init__(self, tokens: list[str]) -> None:
@@ -53,7 +47,7 @@ class Matchers:
         self._tokenizer = llguidance.LLTokenizer(vocabulary, eos_token=len(tokens), slices=[])  # type: ignore[arg-type]
         vocabulary.tokens, vocabulary.greedy = [], self._tokenizer.greedy_tokenize
         self._limits = llguidance.LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
         self._open: dict[int, Any] = {}
         self.facts = {"tokens": len(tokens)}
 
@@ -62,24 +56,38 @@ class Matchers:
         """`arguments`: the tokens."""
         return cls(arguments[0])
 
-    def check(self, schema: str) -> None:
-        """Compiles a schema. Raises BadRequest."""
-        if schema not in self._compiled:
+    def check(self, kind: str, text: str) -> None:
+        """Compiles a rule (`schemas.Rule`). Raises BadRequest."""
+        if (kind, text) not in self._compiled:
             try:
-                grammar = self._llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_OPTIONS)  # type: ignore[arg-type]
-            except ValueError as error:
-                raise BadRequest(str(error)[:300]) from None
+                grammar = self._grammar(kind, text)
+            except (ValueError, RecursionError) as error:
+                raise BadRequest(" ".join(str(error).split())[:300]) from None
             matcher = self._llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
             _require_good(matcher)
-            self._compiled[schema] = matcher
-        self._compiled.move_to_end(schema)
+            self._compiled[kind, text] = matcher
+        self._compiled.move_to_end((kind, text))
         while len(self._compiled) > _COMPILED:
             self._compiled.popitem(last=False)
 
-    def begin(self, number: int, schema: str, tokens: list[int]) -> str:
+    def _grammar(self, kind: str, text: str) -> str:
+        """A rule as llguidance reads it. Raises ValueError."""
+        matcher = self._llguidance.LLMatcher
+        if kind == "schema":
+            return str(matcher.grammar_from_json_schema(text, overrides=STYLE))  # type: ignore[arg-type]
+        if kind == "gbnf":
+            from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+            try:
+                text = gbnf_to_lark(text)
+            except GbnfToLarkError as error:
+                raise ValueError(str(error)) from None
+        return str(matcher.grammar_from_lark(text))
+
+    def begin(self, number: int, kind: str, text: str, tokens: list[int]) -> str:
         """A new answer, which has some tokens already. Returns the mask of the next one. Raises BadRequest."""
-        self.check(schema)
-        matcher = self._open[number] = self._compiled[schema].deep_copy()
+        self.check(kind, text)
+        matcher = self._open[number] = self._compiled[kind, text].deep_copy()
         matcher.consume_tokens(tokens)
         return self._mask(matcher)
 
@@ -122,7 +130,7 @@ class _Tokens:
 def _require_good(matcher: Any) -> None:
     if matcher.is_error():
         lines = matcher.get_error().replace("<non-verbose/>", "").split("\n")
-        raise BadRequest(" ".join(" ".join(lines).split())[:300] or "the schema allows nothing more")
+        raise BadRequest(" ".join(" ".join(lines).split())[:300] or "it allows nothing more")
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Answers that follow a JSON schema: which tokens may come next, said by a child process while the model computes.
+"""Answers that follow a JSON schema or a grammar: which tokens may come next, said by a child process while the model
+computes.
 
 A token is told to the child as soon as it is chosen. The mask of the next one is computed while the pass runs that
 gives its logits, so a mask costs no time where a pass takes longer than it: below a millisecond for most schemas.
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from penstock.errors import BadRequest, BrokenModel
 from penstock.runtime import host
 from penstock.serve.confined import Confined, Request
+from penstock.serve.schemas import Rule
 from penstock.serve.tokenizer import Tokenizer
 from penstock.units import MIB, format_bytes
 
@@ -82,16 +84,16 @@ class Guides:
         self._counting = threading.Lock()
         self._left: deque[int] = deque()  # answers that nobody holds any more
 
-    def check(self, schema: str) -> None:
-        """Compiles a schema (`checked_schema`), and waits for it. Raises BadRequest where it cannot be followed, or
-        takes more than it may."""
-        self._worker.submit(self._ask, "check", [schema], _COMPILE_S).result()
+    def check(self, rule: Rule) -> None:
+        """Compiles a rule, and waits for it. Raises BadRequest where it cannot be followed, or takes more than it
+        may."""
+        self._worker.submit(self._ask, "check", list(rule), _COMPILE_S).result()
 
-    def begin(self, schema: str) -> Guide:
+    def begin(self, rule: Rule) -> Guide:
         """Guides an answer from its first token on. Waits for nothing."""
         with self._counting:
             self._number += 1
-            guide = Guide(self, self._number, schema)
+            guide = Guide(self, self._number, rule)
         # Garbage collection may come in the middle of any line, with any lock held: it may append, and no more.
         weakref.finalize(guide, self._left.append, guide.number).atexit = False
         return guide
@@ -121,7 +123,7 @@ class Guides:
             try:
                 mask = self._mask(known, tokens)
             except _Broken as broken:
-                raise BadRequest(f"the JSON schema cannot be followed: {broken}") from None
+                raise BadRequest(f"the JSON schema or grammar cannot be followed: {broken}") from None
         return Allowed(base64.b64decode(mask), self._vocab, self._tokenizer.eos_ids, self._known)
 
     def _mask(self, known: _Known, tokens: list[int]) -> str:
@@ -129,7 +131,7 @@ class Guides:
         if known.child == self._child and tokens:
             mask = self._try("step", [known.number, tokens[-1]], _STEP_S)
         else:
-            mask = self._try("begin", [known.number, known.schema, tokens], _COMPILE_S + _STEP_S)
+            mask = self._try("begin", [known.number, *known.rule, tokens], _COMPILE_S + _STEP_S)
             known.child = self._child
         return mask
 
@@ -138,7 +140,7 @@ class Guides:
         try:
             return self._try(action, arguments, cpu_s)
         except _Broken as broken:
-            raise BadRequest(f"the JSON schema cannot be followed: {broken}") from None
+            raise BadRequest(f"the JSON schema or grammar cannot be followed: {broken}") from None
 
     def _try(self, action: str, arguments: list[Any], cpu_s: float) -> Any:
         """Raises _Broken where the child took too much, BadRequest with the child's reason."""
@@ -149,7 +151,7 @@ class Guides:
         except BrokenModel as error:
             raise _Broken(error.message.removeprefix(f"{task.file}: ")) from None
         except BadRequest as error:
-            raise BadRequest(f"the JSON schema cannot be followed: {error.message}") from None
+            raise BadRequest(f"the JSON schema or grammar cannot be followed: {error.message}") from None
 
     def _ensure(self) -> None:
         """Opens a child where there is none. Raises BadRequest where there is no room for one, and where the model's
@@ -190,20 +192,20 @@ class _Broken(Exception):
 class _Known:
     """What the worker knows of an answer. `child`: the number of the child that knows it; 0 for none."""
 
-    def __init__(self, number: int, schema: str) -> None:
-        self.number, self.schema, self.child = number, schema, 0
+    def __init__(self, number: int, rule: Rule) -> None:
+        self.number, self.rule, self.child = number, rule, 0
 
 
 class Guide:
     """Guides one answer. Whoever has one tells it each token (`push`); it leaves the child when it is collected."""
 
-    def __init__(self, guides: Guides, number: int, schema: str) -> None:
+    def __init__(self, guides: Guides, number: int, rule: Rule) -> None:
         self.number, self._guides = number, guides
-        self._known, self._tokens = _Known(number, schema), list[int]()
+        self._known, self._tokens = _Known(number, rule), list[int]()
         self._next = guides.later(self._known, [])
 
     def allowed(self) -> Allowed:
-        """What may come next. Raises BadRequest where the schema cannot be followed any further."""
+        """What may come next. Raises BadRequest where the rule cannot be followed any further."""
         return self._next.result()
 
     def push(self, token: int) -> None:

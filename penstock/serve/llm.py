@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.errors import BadRequest
 from penstock.hubs.where import Where
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
+from penstock.serve.outputs import Conversations, Messages, Prompts, RequestOutput, conversations, prompt_list
 from penstock.serve.planning import default_cache
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.service import Service
@@ -19,16 +22,6 @@ from penstock.spec.ask import DEFAULT_SCORE_ROWS, Ask
 from penstock.units import parse_bytes
 
 _CLOSED = "this model was closed: load it again"
-
-
-@dataclass
-class Answer:
-    """The answer of `LLM.generate` to a prompt. `finish_reason`: stop or length."""
-
-    prompt: str
-    text: str
-    token_ids: list[int]
-    finish_reason: str
 
 
 @dataclass
@@ -109,16 +102,58 @@ class LLM:
         self._starting = threading.Lock()
         self._service: Service | None = None
 
-    def generate(self, prompts: str | Sequence[str], params: SamplingParams | None = None) -> list[Answer]:
-        """Completes each prompt as it stands; no chat template is applied. Threads may call it at once: their prompts
-        share passes, as many at a time as `batch` says. Raises TypeError for prompts that are not a string or a list of
-        strings, and as `Service.generate`."""
-        texts = _texts(prompts)
-        if not isinstance(params, SamplingParams | None):
-            raise TypeError(f"params should be SamplingParams, not {type(params).__name__}")
-        ids = [self.engine.tokenizer.encode(text) for text in texts]
-        generations = self._answering().generate(ids, params or SamplingParams())
-        return [Answer(t, g.text, g.token_ids, g.finish_reason) for t, g in zip(texts, generations, strict=True)]
+    def generate(self, prompts: Prompts, params: SamplingParams | None = None) -> list[RequestOutput]:
+        """Completes each prompt as it stands; no chat template is applied. A prompt is a text or a list of token ids.
+        `params.n` answers to a prompt read it once. Threads may call it at once: their prompts share passes, as many at
+        a time as `batch` says. Raises TypeError for prompts that are neither, and as `Service.generate`."""
+        texts = prompt_list(prompts)
+        chosen = _params(params)
+        encode = self.engine.tokenizer.encode
+        ids = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in texts]
+        return self._answers([text if isinstance(text, str) else None for text in texts], ids, chosen)
+
+    def chat(self, messages: Conversations, params: SamplingParams | None = None) -> list[RequestOutput]:
+        """The next turn of a conversation, or of each of several, by the model's chat template. A message is
+        {"role": "user", "content": "…"}. Raises TypeError for anything else, BadRequest where the model has no chat
+        template or the template refuses, and as `generate`."""
+        asked = conversations(messages)
+        chosen = _params(params)
+        ids = [self.chat_ids(each) for each in asked]
+        return self._answers([None] * len(ids), ids, chosen)
+
+    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[str]:
+        """The answer to one prompt, a text or token ids, in pieces as they become certain. It begins with the first
+        piece that is asked for, and ends early where the iterator is closed. Raises TypeError and BadRequest here, and
+        what fails an answer where its next piece is asked for."""
+        (one,) = prompt_list([prompt])
+        chosen = one_answer(_params(params))
+        ids = self.engine.tokenizer.encode(one) if isinstance(one, str) else one
+        return self.service().stream(ids, chosen)
+
+    def stream_chat(self, messages: Messages, params: SamplingParams | None = None) -> Iterator[str]:
+        """The next turn of one conversation, as `stream` yields it. Raises as `chat` and `stream`."""
+        (one,) = conversations([messages])
+        chosen = one_answer(_params(params))
+        return self.service().stream(self.chat_ids(one), chosen)
+
+    def chat_ids(self, messages: Messages) -> list[int]:
+        """The token ids of a conversation by the model's chat template. Raises BadRequest where it has none."""
+        tokenizer = self.engine.tokenizer
+        if not tokenizer.has_chat_template:
+            raise BadRequest("this model has no chat template: use generate, with the prompt as it should stand")
+        return tokenizer.encode_chat([dict(message) for message in messages])
+
+    def _answers(
+        self, texts: Sequence[str | None], ids: Sequence[Sequence[int]], params: SamplingParams
+    ) -> list[RequestOutput]:
+        """`params.n` answers to each prompt. Equal prompts share their keys and values, so each is read once."""
+        n = params.n
+        asked = [each for each in ids for _ in range(n)]
+        generations = self.service().generate(asked, [params.nth(i) for _ in ids for i in range(n)])
+        return [
+            RequestOutput.of(text, each, generations[i * n : (i + 1) * n])
+            for i, (text, each) in enumerate(zip(texts, ids, strict=True))
+        ]
 
     def score(self, text: str | Sequence[int], likeliest: int = 0) -> Score:
         """The log probability of every token of a text, or of ids, after those before it. `likeliest`: so many of the
@@ -134,7 +169,7 @@ class LLM:
                 self._service.close(_CLOSED)
         self.engine.close()
 
-    def _answering(self) -> Service:
+    def service(self) -> Service:
         """Who answers all threads together, made for the first one."""
         with self._starting:
             if self._service is None:
@@ -147,18 +182,25 @@ class LLM:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        # Who still waits for an answer holds this object, so no request is open. A model that failed to load has no
+        # engine, and while the interpreter ends anything may be gone.
+        with suppress(Exception):
+            self.engine.close()
 
-def _texts(prompts: object) -> list[str]:
-    """The prompts of `LLM.generate` as a list. Raises TypeError for anything but strings: of a dict the keys would be
-    read, and None would fail deep inside."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray | memoryview):
-        raise TypeError(f"prompts should be a string or a list of strings, not {type(prompts).__name__}")
-    for i, prompt in enumerate(prompts):
-        if not isinstance(prompt, str):
-            raise TypeError(f"prompts[{i}] should be a string, not {type(prompt).__name__}")
-    return list(prompts)
+
+def one_answer(params: SamplingParams) -> SamplingParams:
+    """The parameters of a stream. Raises BadRequest for several answers, whose pieces could not be told apart."""
+    if params.n != 1:
+        raise BadRequest(f"a stream is one answer: n is {params.n}")
+    return params
+
+
+def _params(params: SamplingParams | None) -> SamplingParams:
+    """The parameters, or the defaults. Raises TypeError for anything else."""
+    if not isinstance(params, SamplingParams | None):
+        raise TypeError(f"params should be SamplingParams, not {type(params).__name__}")
+    return params or SamplingParams()
 
 
 def _size(value: int | str | None, name: str) -> int | None:

@@ -11,6 +11,7 @@ from penstock.serve.guides import Guide
 from penstock.serve.sampling import Sampler, SamplingParams, likely
 from penstock.serve.scores import Scores
 from penstock.serve.tokenizer import StopStrings, Tokenizer
+from penstock.serve.tools.budget import Budget
 
 
 class Reply:
@@ -31,12 +32,17 @@ class Reply:
         self._eos = frozenset() if params.ignore_eos else tokenizer.eos_ids
         # To make text of each token takes 70 µs, and a batch has many tokens. So text is made at the end where nobody
         # wants it before.
-        self.text = tokenizer.stream(whole=not streams and not params.stop)
+        self._budget = None
+        if params.thinking_tokens is not None and tokenizer.thinks:
+            self._budget = Budget(params.thinking_tokens, tokenizer.thought_end_ids, params.thinking_begun)
+        whole = not streams and not params.stop and self._budget is None
+        self.text = tokenizer.stream(whole, params.skip_special_tokens)
         self._stops = StopStrings(params.stop)
         room = context - len(prompt) + 1
         self.limit = min(params.max_tokens, room)
         self._context_is_least = room < params.max_tokens
         self._guide = guide
+        self._forced = False  # whether the token chosen last was put in by the budget
         if params.prompt_logprobs is not None:
             self.answer.prompt_scores = Scores(prompt, params.prompt_logprobs)
 
@@ -79,10 +85,15 @@ class Reply:
         allowed = self._guide.allowed() if self._guide is not None else None
         if allowed is not None and allowed.only_end:
             if not allowed.end:
-                raise BadRequest("the JSON schema asks for what no token of this model has")
+                raise BadRequest("the JSON schema or grammar asks for what no token of this model has")
             answer.finish_reason = "stop"
             return
-        token = self._sampler.next(logits, best, None if allowed is None else allowed.tokens)
+        forced = self._budget.forced() if self._budget is not None else None
+        self._forced = forced is not None and (allowed is None or bool(allowed.tokens[forced]))
+        if forced is not None and self._forced:
+            token = self._sampler.force(forced)
+        else:
+            token = self._sampler.next(logits, best, None if allowed is None else allowed.tokens)
         answer.token_ids.append(token)
         if (count := self._sampler.params.logprobs) is not None:
             answer.logprobs.append(likely(logits, token, count))
@@ -95,10 +106,13 @@ class Reply:
         """The text that the token chosen last makes certain; of an answer that ends, all that is left. Raises
         BrokenModel where that takes more than it may."""
         answer, stops = self.answer, self._stops
-        piece = stops.push(self.text.text())
+        text = self.text.text()
+        if self._budget is not None:
+            self._budget.take(self._forced, text)
+        piece = stops.push(text)
         if not answer.finish_reason:
             if stops.hit is not None:
-                answer.finish_reason = "stop"
+                answer.finish_reason, answer.stopped_by = "stop", stops.hit
             elif len(answer.token_ids) >= self.limit:
                 answer.finish_reason = "length"
                 answer.context_full = self._context_is_least

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import BadRequest, BrokenModel
-from penstock.serve.schemas import checked_schema
+from penstock.serve.schemas import Rule, checked_grammar, checked_schema, grammar_rule
 
 Floats = NDArray[np.float32]
 
@@ -33,6 +33,7 @@ _FIRST_LOOK = 512
 _TYPES: dict[str, tuple[type, ...]] = {
     "max_tokens": (int,),
     "temperature": (int, float),
+    "n": (int,),
     "top_k": (int,),
     "top_p": (int, float),
     "min_p": (int, float),
@@ -40,7 +41,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "presence_penalty": (int, float),
     "frequency_penalty": (int, float),
 }
-MAX_LOGPROBS, MAX_BIASES = 20, 1024
+MAX_LOGPROBS, MAX_BIASES, MAX_ANSWERS = 20, 1024, 128
 _LEAST_LOGPROB = np.float32(-9999)  # JSON has no infinity
 # The fields of a generation_config.json that are about sampling.
 _CONFIG_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -57,7 +58,12 @@ class SamplingParams:
     `logit_bias`: ids and what is added to their logits; a mapping is taken too. `logprobs`: keep the log probability of
     each token, and so many of the likeliest beside it; they are the model's own, before all that is above.
     `prompt_logprobs`: the same of the prompt's tokens after its first (`serve.scores`). `max_tokens` may then be 0.
-    `json_schema`: the answer is JSON that follows this schema, a string or a mapping (`serve.guides`).
+    `json_schema`: the answer is JSON that follows this schema, a string or a mapping (`serve.guides`). `grammar`: it
+    follows this one, in llguidance's Lark or in GBNF. `skip_special_tokens`: special tokens have no text.
+    `thinking_tokens`: after so many tokens of thought their end is put into the answer, of models that mark it;
+    `thinking_begun`: the prompt ends with the beginning of thoughts.
+    `n`: so many answers to each prompt of `LLM.generate` and `LLM.chat`, which is read once. Who answers a single
+    request does not look at it.
     """
 
     max_tokens: int = 128
@@ -75,6 +81,11 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     json_schema: str | None = None
+    grammar: str | None = None
+    skip_special_tokens: bool = True
+    thinking_tokens: int | None = None
+    thinking_begun: bool = False
+    n: int = 1
 
     def __post_init__(self) -> None:
         for name, types in _TYPES.items():
@@ -89,10 +100,15 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", checked_schema(self.json_schema))
-            if self.ignore_eos:
-                raise BadRequest("ignore_eos does not go with a JSON schema, which says where an answer ends")
+        if self.grammar is not None:
+            checked_grammar(self.grammar)
+            if self.json_schema is not None:
+                raise BadRequest("an answer follows a JSON schema or a grammar, not both")
+        if self.rule is not None and self.ignore_eos:
+            raise BadRequest("ignore_eos does not go with a JSON schema or grammar, which says where an answer ends")
         for good, name, should in (
             (self.max_tokens >= (self.prompt_logprobs is None), "max_tokens", "at least 1"),
+            (1 <= self.n <= MAX_ANSWERS, "n", f"from 1 to {MAX_ANSWERS}"),
             (0 <= self.temperature <= 1e6, "temperature", "0 (greedy) or more, at most 1e6"),
             (self.top_k >= -1, "top_k", "at least 1, or 0 for off"),
             (0 < self.top_p <= 1, "top_p", "above 0 and at most 1"),
@@ -115,7 +131,14 @@ class SamplingParams:
     def nth(self, i: int) -> SamplingParams:
         """For the i-th of several answers to one prompt. With a seed each has one of its own, or all would be the
         same."""
-        return self if self.seed is None else replace(self, seed=self.seed + i)
+        return replace(self, n=1, seed=None if self.seed is None else self.seed + i)
+
+    @property
+    def rule(self) -> Rule | None:
+        """What the answer has to follow."""
+        if self.json_schema is not None:
+            return Rule("schema", self.json_schema)
+        return None if self.grammar is None else grammar_rule(self.grammar)
 
     @property
     def greedy(self) -> bool:
@@ -198,10 +221,14 @@ class Sampler:
             # `side="right"` never lands on an entry of probability 0.
             place = int(np.searchsorted(bounds, self._rng.random() * bounds[-1], side="right"))
             chosen = int(ids[min(place, len(ids) - 1)])
+        return self.force(chosen)
+
+    def force(self, token: int) -> int:
+        """This token comes next, whatever the logits are."""
         if self.params.adjusts:
-            self._seen.add(chosen)
-            self._chosen[chosen] += 1
-        return chosen
+            self._seen.add(token)
+            self._chosen[token] += 1
+        return token
 
     def distribution(self, logits: Floats) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The ids that `next` would draw from, int64 [n], and their probabilities, float64 [n]. Draws nothing. Raises

@@ -1,16 +1,52 @@
-"""Checks a JSON schema that a client sent, before anybody compiles it."""
+"""What holds an answer: a JSON schema or a grammar that a client sent, checked before anybody compiles it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from penstock.errors import BadRequest
 
 MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH = 64 << 10, 64
 _NESTED = (Mapping, list, tuple)
+MAX_GRAMMAR_BYTES = 512 << 10  # with the schemas of many tools in it
 JSON_OBJECT = '{"type": "object"}'
+# How JSON is written. A space, or a new line and its indentation: a model that likes white space must not write it for
+# ever.
+STYLE = {
+    "item_separator": ",",
+    "key_separator": ":",
+    "whitespace_pattern": r"( |\n[ \t]{0,32})?",
+    "coerce_one_of": False,
+    "lenient": False,
+}
+
+
+class Rule(NamedTuple):
+    """What an answer has to follow. `kind`: of the text: a JSON schema, or a grammar in llguidance's Lark or in
+    llama.cpp's GBNF."""
+
+    kind: Literal["schema", "lark", "gbnf"]
+    text: str
+
+
+def checked_grammar(text: str) -> str:
+    """A grammar that is no longer than may be. Raises BadRequest."""
+    if not isinstance(text, str) or not text.strip():
+        raise BadRequest("a grammar should be a text that is not empty")
+    try:
+        nbytes = len(text.encode())
+    except UnicodeEncodeError:
+        raise BadRequest("the grammar is not valid Unicode text (UTF-8)") from None
+    if nbytes > MAX_GRAMMAR_BYTES:
+        raise BadRequest(f"the grammar has {nbytes} bytes; it may have {MAX_GRAMMAR_BYTES}")
+    return text
+
+
+def grammar_rule(text: str) -> Rule:
+    """A grammar as a rule: GBNF is known by its `::=`."""
+    return Rule("gbnf" if "::=" in text else "lark", text)
 
 
 def checked_schema(schema: Any) -> str:

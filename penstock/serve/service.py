@@ -221,6 +221,23 @@ class Service:
                 self.cancel(number)
         return [answers[i] for i in range(len(numbers))]
 
+    def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[str]:
+        """The answer to a prompt in pieces, as they become certain. It begins with the first piece that is asked for.
+        Closing the iterator cancels it. Raises as `generate`."""
+        self.engine.require_no_stream()
+        told: queue.SimpleQueue[Told] = queue.SimpleQueue()
+        number = self.submit(prompt, params, told.put)
+        try:
+            while not isinstance(what := told.get(), Ended):
+                if isinstance(what, Failed):
+                    raise what.error
+                if isinstance(what, Cancelled):
+                    raise BadRequest(self._refuses or "the request was cancelled")
+                if what.text:
+                    yield what.text
+        finally:  # Ctrl-C too
+            self.cancel(number)
+
     def close(self, why: str = "the server is ending") -> None:
         """Cancels what is left, and returns when the last pass has ended. The engine is free again, and still open."""
         self.refuse(why)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,12 +68,21 @@ def render(templates: dict[str, str], variables: dict[str, str], messages: list[
         raise BadRequest(f"messages and tools should be JSON: {error}") from None
     try:
         template = _environment().from_string(source)
-        return template.render(**variables, **data, documents=None, add_generation_prompt=True)
+        names = {**variables, **_named_by_some(data["tools"]), **data}
+        return template.render(**names, documents=None, add_generation_prompt=True)
     except MemoryError:
         raise
     except Exception as error:  # whatever the template's code raised
         said = " ".join(str(error).split()) or type(error).__name__
         raise BadRequest(f"the model's chat template fails: {said[:300]}; `--raw` goes without it") from None
+
+
+def _named_by_some(tools: Any) -> dict[str, Any]:
+    """What single families call the tools (Fireworks' Firefunction)."""
+    if not tools:
+        return {}
+    functions = json.dumps([tool.get("function") for tool in tools], indent=4)
+    return {"functions": functions, "datetime": datetime.now().strftime("%Y-%m-%d %H:%M")}
 
 
 def render_plain(messages: list[Message]) -> str:
@@ -119,7 +128,8 @@ def _environment() -> jinja2.Environment:
     def tojson(
         value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
-        # Jinja's own filter escapes HTML, and no model was trained on that.
+        # Jinja's own filter escapes HTML, and no model was trained on that. What `map` and its like leave is a list.
+        value = list(value) if isinstance(value, Iterator) else value
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(

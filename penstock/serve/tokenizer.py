@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from penstock.serve import template
 from penstock.serve.confined import Child, Confined, Request
 from penstock.serve.text_files import TOKENIZER
 from penstock.serve.text_limits import TextLimits
+from penstock.serve.tools.writing import Writing, by_name
 from penstock.store.packed import check_files, is_packed
 
 # To decode an answer may take as long as a request without a text, and this for each token. A token takes some 10 µs.
@@ -30,7 +31,9 @@ class Tokenizer:
 
     `size`: entries, with added tokens; the model's vocabulary may be larger (padded). `bos`: the id that a text begins
     with, if any. `eos_ids`: the ids that end a text. `generation_config`: the content of the model's file, {} without
-    one.
+    one. `writing`: how the chat template has calls of tools written; None where it knows none. `thinks`: whether it
+    marks what a model thinks, which `thought_end_ids` end. `marks`: ids of the marks of calls that are special tokens
+    here.
     """
 
     def __init__(self, folder: Path, within_bytes: int | None, spare: Child | None = None) -> None:
@@ -45,6 +48,10 @@ class Tokenizer:
         self.eos_ids: frozenset[int] = frozenset(facts["eos_ids"])
         self.has_chat_template: bool = facts["has_chat_template"]
         self.generation_config: dict[str, Any] = facts["generation_config"]
+        self.writing: Writing | None = by_name(facts["writing"])
+        self.thinks: bool = facts["thinks"]
+        self.marks: dict[str, int] = facts["marks"]
+        self.thought_end_ids: tuple[int, ...] = tuple(facts["thought_end_ids"])
         self._template_file = Path(facts["template_file"])
         self._special, self._bytes = frozenset(facts["special"]), frozenset(facts["bytes"])
         self._texts: dict[int, str] = {}  # id → text, of ids that were asked for
@@ -116,11 +123,14 @@ class Tokenizer:
         found = self._ask("token_bytes", [], self._limits.task("the bytes of its tokens", 16 * self.size))
         return found
 
-    def stream(self, whole: bool = False) -> TextStream | Whole:
-        """Makes text of one answer's ids. `whole`: no text is wanted before the end."""
+    def stream(self, whole: bool = False, skip_special: bool = True) -> TextStream | Whole:
+        """Makes text of one answer's ids. `whole`: no text is wanted before the end. `skip_special`: special tokens
+        have none."""
         if whole:
-            return Whole(self)
-        return TextStream(self._child, self._limits.task("decoding an answer with it"), self._special, self._bytes)
+            return Whole(self, skip_special)
+        task = self._limits.task("decoding an answer with it")
+        name = None if skip_special else lambda i: self.texts([i])[i]
+        return TextStream(self._child, task, self._special, self._bytes, name)
 
     def advance(self, streams: Sequence[TextStream | Whole]) -> None:
         """Prepares the `text` of several streams of this tokenizer with one request to the child, instead of one for
@@ -188,9 +198,14 @@ class TextStream:
     replaces *every* byte of a run that turns out not to be UTF-8.
     """
 
-    def __init__(self, child: Confined, task: Request, special: Container[int], byte_tokens: Container[int]) -> None:
-        """`task`: the limits of decoding the whole answer, to which each token adds. `special`, `byte_tokens`: ids."""
+    def __init__(
+        self, child: Confined, task: Request, special: Container[int], byte_tokens: Container[int],
+        name: Callable[[int], str] | None = None,
+    ) -> None:  # fmt: skip
+        """`task`: the limits of decoding the whole answer, to which each token adds. `special`, `byte_tokens`: ids.
+        `name`: the text of a special one; None where they have none."""
         self._child, self.task, self._special, self._bytes = child, task, special, byte_tokens
+        self._name = name
         self._window: list[int] = []
         self._out = 0  # how many tokens of the window are out already; they decode to `_out_text`
         self._out_text = ""
@@ -203,6 +218,11 @@ class TextStream:
         if token not in self._special:
             self._window.append(token)
             self.asks = token not in self._bytes
+        elif self._name is not None:  # what comes behind it is decoded apart
+            if self._window:
+                self._advance(at_end=True)
+            self._piece += self._name(token)
+            self._window, self._out, self._out_text = [], 0, ""
 
     def text(self) -> str:
         """The text that the latest id completes, often all of it, sometimes nothing."""
@@ -236,8 +256,8 @@ class TextStream:
 class Whole:
     """A TextStream whose only piece comes at the end. It makes one request, and not one for each token."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
         self._ids: list[int] = []
 
     def take(self, token: int) -> None:
@@ -248,7 +268,7 @@ class Whole:
 
     def finish(self) -> str:
         """The text of all ids."""
-        return self._tokenizer.decode(self._ids)
+        return self._tokenizer.decode(self._ids, self._skip_special)
 
 
 class StopStrings:

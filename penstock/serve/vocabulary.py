@@ -26,6 +26,8 @@ from penstock.serve.text_files import (
     TOKENIZER_CONFIG,
 )
 from penstock.serve.token_bytes import token_bytes
+from penstock.serve.tools.budget import THOUGHT_ENDS
+from penstock.serve.tools.writing import HERMES, thinks, writing_of
 from penstock.store.files import read_bytes, read_json
 
 # A decoder writes this for bytes that are not UTF-8, so also for half a character.
@@ -45,6 +47,8 @@ class Vocabulary:
             _settings(folder / name, reads) for name in SETTINGS
         )
         self._templates = template.read_templates(folder, config, reads)
+        # A template for tools, where there is one, knows how they are called.
+        self._writing = writing_of(self._templates[name] for name in sorted(self._templates, reverse=True))
         own = folder / TEMPLATE
         self._template_file = own if own.is_file() else folder / TOKENIZER_CONFIG
         self._variables = {**_special_tokens(special_map), **_special_tokens(config)}
@@ -85,6 +89,10 @@ class Vocabulary:
             "has_chat_template": bool(self._templates),
             "template_file": str(self._template_file),
             "generation_config": self._generation_config,
+            "writing": None if self._writing is None else self._writing.name,
+            "thinks": (marked := thinks(self._templates.values())),
+            "thought_end_ids": self.encode(THOUGHT_ENDS, add_special=False) if marked else [],
+            "marks": self._marks(),
         }
 
     def encode(self, text: str, add_special: bool) -> list[int]:
@@ -157,6 +165,11 @@ class Vocabulary:
             return []
         names = {form.format(byte) for byte in range(256) for form in ("<0x{:02X}>", "<0x{:02x}>")}
         return [i for i in map(self._core.token_to_id, sorted(names)) if i is not None]
+
+    def _marks(self) -> dict[str, int]:
+        """Ids of the marks around calls of tools that are special tokens here."""
+        found = {mark: self._core.token_to_id(mark) for mark in (self._writing or HERMES).marks}
+        return {mark: i for mark, i in found.items() if i in self._special}
 
     def _id_of(self, name: str, model_config: dict[str, Any]) -> int | None:
         """A special token's id, by its text in tokenizer_config.json, else by config.json. In the second case its text

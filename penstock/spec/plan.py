@@ -34,7 +34,8 @@ class Unit:
     neurons that decoding a full batch is expected to compute (PowerInfer). The others are skipped: wholly where a
     predictor tells them, else after their activation was computed. `asked`: of an FFN unit on a disk that lies neuron
     by neuron, that what is no record stays in RAM, and decode passes read the records of those neurons that fire, or
-    that predictors call active (`graph.asked`)."""
+    that predictors call active (`graph.asked`). `recent_slots`: of those, slots in RAM for records that were asked for
+    often and lately (`graph.recent`)."""
 
     part: str
     lo: int
@@ -44,6 +45,7 @@ class Unit:
     prefill: Executor
     active: float = 1.0
     asked: bool = False
+    recent_slots: int = 0
 
     def executor(self, purpose: str) -> Executor:
         """Who computes the unit in passes of this purpose (`graph.tasks.Pass`)."""

@@ -31,6 +31,7 @@ from penstock.graph.tasks import Call, Pass, Task
 from penstock.graph.verify import verify
 from penstock.kernels import cpu
 from penstock.models import spec_from_config
+from penstock.planner.predict import predict
 from penstock.planner.routing import RouterTrace
 from penstock.planner.shorten import streamed
 from penstock.planner.solve import solve
@@ -60,10 +61,12 @@ def asking(
     cuts: tuple[int, ...] = (),
     hole_bytes: int = 0,
     predictors: tuple[Predictor, ...] = (),
+    recent_slots: int = 0,
     **fields: Any,
 ) -> Plan:
     """FFNs in units that begin at granules `cuts`: of each part the first stays, of the others the first streams if
-    there are three, and the rest is asked for. All else stays."""
+    there are three, and the rest is asked for, each with so many slots for records, or as many as make sense. All else
+    stays."""
     units = []
     for part in packed.parts.values():
         edges = (
@@ -74,7 +77,9 @@ def asking(
         for i, (lo, hi) in enumerate(pairwise(edges)):
             away = part.kind == "ffn" and (i > 0 or len(edges) == 2)
             asked = away and not (i == 1 and len(edges) > 3)
-            units.append(Unit(part.key, lo, hi, "disk0" if away else "host", "host", "host", asked=asked))
+            slots = min(recent_slots, min(hi * 64, part.rows) - lo * 64) if asked else 0
+            home = "disk0" if away else "host"
+            units.append(Unit(part.key, lo, hi, home, "host", "host", asked=asked, recent_slots=slots))
     largest = max((u.hi - u.lo) * packed.parts[u.part].granule_bytes for u in units if u.home == "disk0")
     plan = make_plan(packed.spec, packed.weights, units, ring_bytes={"host": 2 * largest}, **fields)
     sparsity = "predict" if predictors else "exact"
@@ -293,6 +298,38 @@ def test_what_is_foretold_is_read_and_no_bit_differs(
                     assert [a.token_ids for a in engine.generate(prompts, GREEDY)] == want
 
 
+@pytest.mark.parametrize("slots", [1, 7, 50, 1000])
+@pytest.mark.parametrize(("weights", "cuts"), [("float32", ()), ("int4", (1,)), ("bfloat16", (1, 2))])
+def test_slots_for_records_change_no_bit_and_save_reads(
+    tmp_path: Path, weights: str, cuts: tuple[int, ...], slots: int
+) -> None:
+    """Of any number of slots, by activations and by predictors, by both bindings: the bits of a plan without them."""
+    prompts = [[3, 1, 4, 1, 5] * 6, [9, 2]]
+    for layout in ("neurons", "records"):
+        (tmp_path / layout).mkdir()
+        folder = relu_model(tmp_path / layout, "opt", f"{weights}-{layout}")
+        packed, predictors = open_packed(folder), tuple[Predictor, ...]()
+        if layout == "records":
+            give_predictors(folder, -0.3)
+            ask = Ask(context=64, batch=2, kv="float32", sparsity="predict")
+            with closing(Engine.load(folder, ask, Loading(machine=MACHINE))) as engine:
+                predictors = engine.plan.predictors
+        said, read = [], []
+        for n in (0, slots):
+            plan = asking(packed, cuts, predictors=predictors, recent_slots=n, batch_seqs=2, context=64)
+            check_plan(plan, packed.spec, packed.weights)
+            for how in ({}, {"serial": True}, {"poisoned": True}, {"poisoned": True, "kernels": "reference"}):
+                loading = Loading(machine=MACHINE, plan=plan, **how)
+                with closing(Engine.load(folder, Ask(context=64, batch=2), loading)) as engine:
+                    loaded_bytes = engine.session.reader.bytes_read
+                    said.append([a.token_ids for a in engine.generate(prompts, GREEDY)])
+                    read.append(engine.session.reader.bytes_read - loaded_bytes)
+        assert said[0] and all(each == said[0] for each in (*said[:3], *said[4:7]))
+        assert said[3] == said[7]
+        assert len(set(read[:3])) == len(set(read[4:7])) == 1
+        assert read[4] <= read[0] and (slots < 1000 or read[4] < read[0])
+
+
 @pytest.mark.parametrize("hole_bytes", [0, 1 << 20])
 def test_bytes_are_those_of_who_fires_and_of_holes(tmp_path: Path, hole_bytes: int) -> None:
     """A decode pass reads the runs of its answers from the disk, and nothing else."""
@@ -337,7 +374,9 @@ def test_tasks_follow_answers_in_order(data: st.DataObject) -> None:
         for lo, hi in pairwise(edges):
             kind = data.draw(st.sampled_from(["stays", "streams", "asked"])) if part.kind == "ffn" else "stays"
             home = "host" if kind == "stays" else "disk0"
-            units.append(Unit(part.key, lo, hi, home, "host", "host", asked=kind == "asked"))
+            most = min(hi * 64, part.rows) - lo * 64
+            slots = data.draw(st.integers(0, most)) if kind == "asked" else 0
+            units.append(Unit(part.key, lo, hi, home, "host", "host", asked=kind == "asked", recent_slots=slots))
     largest = max(part.nbytes for part in parts(spec, weights))
     seqs = data.draw(st.integers(1, 3))
     plan = make_plan(
@@ -389,6 +428,9 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
 
     for bad, says in [
         (changed(home="host"), "only FFNs on a disk"),
+        (changed(recent_slots=-1), "slots for records"),
+        (changed(recent_slots=10**6), "slots for records"),
+        (replace(plan, units=tuple(replace(u, recent_slots=0 if u.asked else 1) for u in plan.units)), "slots"),
         (replace(plan, sparsity="off"), "needs sparsity exact or predict"),
         (replace(plan, order="saving"), "order overlapped"),
         (with_arenas(replace(plan, batch_seqs=5, kv=(replace(plan.kv[0], seqs=(0, 5)),))), "at most 4"),
@@ -459,3 +501,29 @@ def test_predictors_let_a_plan_ask(tmp_path: Path) -> None:
     records = sum(0.2 * (unit.hi - unit.lo) * 64 for unit in asked)
     read = solved.prediction.disk_bytes_per_token
     assert records * stride < read < records * (stride + 2 * PAGE_BYTES) + sum(streamed(solved.plan, True).values())
+
+
+def test_slots_hold_what_is_hot_wherever_it_lies() -> None:
+    """Of neurons in no order, by a profile: slots for the hottest, of which nothing is read; hot to cold granules stay.
+    Either way the prediction counts what is left to read."""
+    config = json.loads(TINY_CONFIGS["opt"]) | {"ffn_dim": 16384, "hidden_size": 240, "word_embed_proj_dim": 240}
+    spec, weights = spec_from_config(config, "here"), parse_format("float32-neurons")
+    rates_of = (
+        Rate("host", "*", "*", 1e-6, 1e-11, 1e-12), Rate("disk0", "*", "*", 1e-4, 1e-9),
+        Rate("disk0", "pick", "*", 1e-5, 1e-9),
+    )  # fmt: skip
+    ask = Ask(context=64, host_memory_bytes=MACHINE.process_bytes + (66 << 20))
+    hot = [0.9] * 1024 + [0.002] * (16384 - 1024)
+    for rates in (hot, random.Random(0).sample(hot, len(hot))):
+        known = RouterTrace(
+            ((),) * len(spec.layers), "made up", fires=(array("f", rates).tobytes(),) * len(spec.layers)
+        )
+        solved = solve(ask, spec, weights, replace(MACHINE, rates=rates_of), trace=known)
+        check_plan(solved.plan, spec, weights)
+        asked = [unit for unit in solved.plan.units if unit.asked]
+        assert asked, solved.reasons
+    assert all(unit.recent_slots >= 0.05 * (unit.hi - unit.lo) * 64 - 1 for unit in asked), solved.reasons
+    assert any("slots for" in reason for reason in solved.reasons)
+    without = replace(solved.plan, units=tuple(replace(unit, recent_slots=0) for unit in solved.plan.units))
+    plain = predict(with_arenas(without), ask, replace(MACHINE, rates=rates_of), trace=known)
+    assert solved.prediction.disk_bytes_per_token < 0.5 * plain.disk_bytes_per_token

@@ -344,3 +344,24 @@ def test_requests_that_change_meanwhile(tmp_path: Path) -> None:
         assert lines.number_of(lines.id_of(1)) == 1
         for other in (None, 5, "", "batch_req_", lines.id_of(1)[:-1], lines.id_of(1) + "0", lines.id_of(1).upper()):
             assert lines.number_of(other) is None
+
+
+def test_calls_of_tools(call: Call, tmp_path: Path) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"legs": {"enum": [2, 4]}},
+        "required": ["legs"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "count_legs", "parameters": schema}}
+    asked = {"messages": [{"role": "user", "content": "A dog?"}], "tools": [tool], "max_tokens": 80}
+    lines = [
+        {"custom_id": f"c{i}", "method": "POST", "url": "/v1/chat/completions", "body": {**asked, **more}}
+        for i, more in enumerate(({"tool_choice": "required", "parallel_tool_calls": False}, {"tool_choice": "none"}))
+    ]
+    source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    assert call(source, target).code == 0
+    found = {answer["custom_id"]: answer["response"]["body"]["choices"][0] for answer in answers(target)}
+    (made,) = found["c0"]["message"]["tool_calls"]
+    assert made["function"]["name"] == "count_legs" and json.loads(made["function"]["arguments"])["legs"] in (2, 4)
+    assert found["c0"]["finish_reason"] == "tool_calls" and "tool_calls" not in found["c1"]["message"]

@@ -66,7 +66,7 @@ def test_it_remembers_and_forgets(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     assert out == "answer\n" * 3
     assert "too long" in err
-    assert "1.00 tok/s (predicted 2.00); first token after 1.00 s (predicted 500 ms); disk 1.00 GB/s" in err
+    assert "1.00 tok/s (promised 2.00) · first word 1.00 s · disk 1.00 GB/s" in err
 
 
 def test_without_a_template_it_stops_at_the_next_turn(capsys: pytest.CaptureFixture[str]) -> None:

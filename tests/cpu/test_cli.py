@@ -228,7 +228,7 @@ def test_json_has_no_nan(capsys):
 
 def test_progress_lines(capsys, monkeypatch):
     assert output.progress_line("packing 3.ffn", 2**30, 2**32, 2e9) == (
-        "packing 3.ffn: 1.00 GiB of 4.00 GiB, 2.00 GB/s, 1.61 s left"
+        "packing 3.ffn: 1.00 GiB of 4.00 GiB, 2.00 GB/s, 2 s left"
     )
     assert output.progress_line("scoring tokens", 10, 20, 0.0) == "scoring tokens: 10 of 20, 0.0 a second"
     clock = iter([0.0, 0.1, 0.7, 0.8, 6.0])
@@ -264,7 +264,7 @@ def test_run_streams_and_reports(cache):
     shown = penstock(*args, "Once upon a time")
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.startswith(", there was")
-    assert "tok/s (predicted" in shown.stderr.splitlines()[-1]
+    assert "tok/s (promised" in shown.stderr.splitlines()[-1]
     told = penstock(*args, "--json", stdin="Once upon a time\n")
     report = json.loads(told.stdout.splitlines()[-1])
     assert report["text"] == shown.stdout.removesuffix("\n")

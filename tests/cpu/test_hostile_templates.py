@@ -133,6 +133,13 @@ def test_a_chat_of_2000_turns(tmp_path: Path) -> None:
     assert shown.count("a question of a question") >= 1000 and shown.count("an answer.") == 20_000
 
 
+# Templates that fail in transformers where tools are given, for want of what we hand them.
+OURS_ALONE = {
+    "fireworks-ai-llama-3-firefunction-v2": "'functions' is undefined",
+    "llama-cpp-deepseek-r1": "Object of type generator is not JSON serializable",
+}
+
+
 @pytest.mark.skipif(not REAL.is_dir(), reason="the templates of well-known models are not on this machine")
 @pytest.mark.parametrize("file", sorted(REAL.glob("*.jinja")), ids=lambda file: file.stem)
 def test_real_templates_render_as_transformers_renders_them(tmp_path: Path, file: Path) -> None:
@@ -144,7 +151,10 @@ def test_real_templates_render_as_transformers_renders_them(tmp_path: Path, file
         in_child = said(tokenizer.chat, messages, tools)
         assert in_child == said(template.render, {"default": file.read_text()}, variables, messages, tools)
         theirs = said(partial(oracle.apply_chat_template, tokenize=False, add_generation_prompt=True), messages, tools)
-        assert in_child == theirs or theirs in in_child
+        if theirs == OURS_ALONE.get(file.stem) and tools:
+            assert all(tool["function"]["name"] in in_child for tool in tools)
+        else:
+            assert in_child == theirs or theirs in in_child
 
 
 def said(render: Callable[..., str], *arguments: object) -> str:

@@ -94,7 +94,7 @@ def test_a_run_on_a_terminal(model: Path, cache: Path, capsys: pytest.CaptureFix
     code, screen, _ = run_on_terminal(arguments(model, cache), ROWS, COLUMNS, True, seen)
     found = screen.lines()
     assert code == 0
-    at = next(i for i, line in enumerate(found) if "tok/s (predicted" in line)
+    at = next(i for i, line in enumerate(found) if "tok/s (promised" in line)
     shown = plain_text(model, cache, capsys)
     assert found[:at] == laid_out(shown.translate(_CONTROLS))
     assert any("tokens, " in line and "tok/s, disk" in line for line in seen.lines), seen.lines

@@ -67,6 +67,8 @@ def require_nothing_left(server: Server) -> None:
 OPERATIONS = (
     ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"),
     ("GET", "/v1/models"), ("GET", "/v1/models/{name}"), ("GET", "/v1/plan"), ("GET", "/metrics"), ("GET", "/health"),
+    ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"), ("POST", "/api/chat"), ("POST", "/api/generate"),
+    ("POST", "/api/show"), ("POST", "/v1/responses"), ("GET", "/api/tags"), ("GET", "/api/ps"), ("GET", "/api/version"),
 )  # fmt: skip
 
 

@@ -97,12 +97,12 @@ def test_a_group_that_no_kernel_takes_is_refused_before_packing(call: Call, mode
 @pytest.mark.parametrize(
     ("prompts", "says"),
     [
-        (None, "prompts should be a string or a list of strings, not NoneType"),
+        (None, "prompts should be a string, a list of token ids, or a list of either, not NoneType"),
         ({"prompt": "once"}, "not dict"),
         (b"once", "not bytes"),
         (7, "not int"),
-        (["once", None], r"prompts\[1\] should be a string, not NoneType"),
-        ([[1, 2, 3]], r"prompts\[0\] should be a string, not list"),
+        (["once", None], r"prompts\[1\] should be a string or a list of token ids, not NoneType"),
+        ([[1, "2"]], r"prompts\[0\] should be a string or a list of token ids, not list"),
     ],
 )
 def test_prompts_of_another_type(model: Path, cache: Path, prompts: Any, says: str) -> None:

@@ -54,7 +54,7 @@ def events(script: list[Told | str], n: int = 1) -> list[str]:
         answers = Answers(requests, n, "", Post(), wait_for)  # type: ignore[arg-type]
         answers.submit([1, 2], SamplingParams(), 0)
         shape = Shape("text_completion", head_of("cmpl", "1", "tiny"), None)  # type: ignore[arg-type]
-        lines = [line.decode() async for line in answers.events(shape, with_usage=False)]
+        lines = [line.decode() async for line in shape.events(answers)]
         answers.cancel()
         assert not left and requests.cancelled == list(range(n))
         return lines

@@ -46,6 +46,7 @@ from penstock.graph.ops.definitions import (
     Pick,
     Predict,
     Qkv,
+    Recall,
     Route,
     Sync,
 )  # fmt: skip
@@ -55,7 +56,7 @@ __all__ = [
     "FFN_BLOCKS", "NAMES", "OPS", "OUT_BLOCKS", "PREDICTOR_BLOCKS", "QKV_BLOCKS", "ROUTER_BLOCKS",
     "VOCAB_BLOCKS", "Attend", "Combine", "Copy", "Embed", "Experts", "Fetch", "Ffn", "Fire", "Gate", "Gather", "Head",
     "KvLoad", "KvMove", "KvSave", "LayerOp", "Lift", "Load", "Merge", "Norm", "Op", "Operands", "Out", "Pick",
-    "Predict", "Qkv", "Route", "Slot", "Sync", "WithUnit", "active_cost", "attend_cost", "block_bytes",
+    "Predict", "Qkv", "Recall", "Route", "Slot", "Sync", "WithUnit", "active_cost", "attend_cost", "block_bytes",
     "block_weights", "experts_cost", "fired_cost", "matrix_cost", "rows_cost", "slots_of",
 ]  # fmt: skip
 
@@ -64,7 +65,7 @@ KvMove = KvLoad | KvSave
 WithUnit = Qkv | Out | Ffn | Fire | Experts | Head  # they multiply with a unit's weights
 Operands = (
     Gather | Fetch | Embed | Norm | Qkv | Attend | Out | Ffn | Fire | Route | Experts | Combine | Gate | Predict | Merge
-    | Head | Copy | Load | Pick | Lift | KvLoad | KvSave | Sync
+    | Head | Copy | Load | Pick | Recall | Lift | KvLoad | KvSave | Sync
 )  # fmt: skip
 
 

@@ -273,6 +273,17 @@ class Pick(NamedTuple):
     asked: Afters
 
 
+class Recall(NamedTuple):
+    """Brings records of a unit that is asked for from slots to their places among the unit's pages with records, and
+    then records that were read into slots. `held`, `kept`: neuron and slot of each, as uint32 (`graph.recent`). Either
+    operand is written in parts."""
+
+    picked: Write
+    slots: Write
+    held: bytes
+    kept: bytes
+
+
 class Lift(NamedTuple):
     """Copies a unit from RAM into a device's ring, or an expert into a device's cache. `expert`: its number, -1 for a
     unit. `asked`: as of `Load`."""
@@ -317,5 +328,5 @@ TOLERANCES: dict[type[Any], float] = {
     Gather: 1e-6, Fetch: 1e-6, Embed: SUMS, Norm: SUMS, Qkv: EXPONENTIALS, Attend: EXPONENTIALS, Out: SUMS,
     Ffn: EXPONENTIALS, Fire: EXPONENTIALS, Route: EXPONENTIALS, Experts: EXPONENTIALS, Combine: SUMS, Gate: SUMS,
     Predict: SUMS, Merge: SUMS, Head: SUMS,
-    Copy: BYTES, Load: BYTES, Pick: BYTES, Lift: BYTES, KvLoad: BYTES, KvSave: BYTES, Sync: BYTES,
+    Copy: BYTES, Load: BYTES, Pick: BYTES, Recall: BYTES, Lift: BYTES, KvLoad: BYTES, KvSave: BYTES, Sync: BYTES,
 }  # fmt: skip

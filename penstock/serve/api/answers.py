@@ -1,21 +1,14 @@
-"""One request's answers on their way from the service's thread to a client: gathered, or as server-sent events."""
+"""One request's answers on their way from the service's thread to a client: gathered, or piece by piece."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
-from anyio import to_thread
-
-from penstock.errors import PenstockError
-from penstock.serve.api.guard import error_body
-from penstock.serve.api.shape import Shape, usage_of
-from penstock.serve.generation import Generation
+from penstock.serve.generation import Generation, Used, used
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.service import Service
 from penstock.serve.told import Cancelled, Ended, Failed, Piece, Told
@@ -90,7 +83,7 @@ class Answers:
 
     async def gathered(self) -> list[Generation]:
         """All answers. Raises PenstockError where one fails, Gone."""
-        async for _ in self._pieces():
+        async for _ in self.pieces():
             pass
         return [self.whole[i] for i in range(len(self._numbers))]
 
@@ -100,48 +93,13 @@ class Answers:
         return self._prompt_tokens + self._said
 
     @property
-    def usage(self) -> dict[str, Any]:
+    def used(self) -> Used:
         """Tokens, when all answers are whole."""
-        return usage_of(self._prompt_tokens, [self.whole[i] for i in range(len(self._numbers))], self._n)
+        return used(self._prompt_tokens, [self.whole[i] for i in range(len(self._numbers))], self._n)
 
-    async def events(self, shape: Shape, with_usage: bool) -> AsyncIterator[bytes]:
-        """Server-sent events: chunks, usage where it is wanted, and the end."""
-        kind = "chat.completion.chunk" if shape.chats else shape.kind
-        begun: dict[int, int] = {}  # answer → characters that were sent
-
-        def event(choices: list[dict[str, Any]], **more: Any) -> bytes:
-            usage = {"usage": None} if with_usage else {}
-            body = {**shape.head, "object": kind, "choices": choices, **usage, **more}
-            return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
-
-        try:
-            async for index, piece in self._pieces():
-                if piece is None:
-                    yield b": still waiting, or reading the prompt\n\n"
-                    continue
-                sent, first = begun.get(index, 0), index not in begun
-                if isinstance(piece, Generation):
-                    # An answer of no tokens has no piece before its end: here its prompt is written.
-                    chunk = partial(shape.chunk, index, shape.echo(index) if first else "", first=first)
-                    scores = piece.prompt_scores if first else None
-                    chunk = partial(chunk, finish_reason=piece.finish_reason, prompt_scores=scores)
-                    yield event([await to_thread.run_sync(chunk) if scores else chunk()])
-                elif piece.text or piece.likely or first:
-                    text = shape.echo(index) + piece.text if first else piece.text
-                    chunk = partial(shape.chunk, index, text, piece.likely, sent, first=first)
-                    chunk = partial(chunk, prompt_scores=piece.prompt_scores)
-                    at_hand = piece.prompt_scores is None and shape.has_texts(piece.likely)
-                    yield event([chunk() if at_hand else await to_thread.run_sync(chunk)])
-                    begun[index] = sent + len(text)
-            if with_usage:
-                yield event([], usage=self.usage)
-            yield b"data: [DONE]\n\n"
-        except (PenstockError, Gone) as error:  # the status is sent already
-            yield b"data: " + json.dumps(error_body(str(error), "server_error")).encode() + b"\n\n"
-
-    async def _pieces(self) -> AsyncIterator[tuple[int, Piece | Generation | None]]:
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece | Generation | None]]:
         """(answer, what has become certain), then (answer, the whole of it); (-1, None) where nothing came for
-        long."""
+        long. Raises PenstockError where one fails, Gone."""
         while len(self.whole) < len(self._numbers):
             try:
                 index, told = await self._wait_for(self._told.get(), ALIVE_S)

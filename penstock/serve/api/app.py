@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 import penstock
 from penstock.errors import BadRequest, InternalError, PenstockError
-from penstock.serve.api.answers import Answers, Gone, Post
-from penstock.serve.api.guard import OWNER, SPEND, Access, App, Guard, Limits, Receive, Scope, Send, error_body
+from penstock.serve.api.answers import Gone
+from penstock.serve.api.chats import Chat
+from penstock.serve.api.desk import Asked, AskedChat, Desk
+from penstock.serve.api.dialects import anthropic, ollama, responses
+from penstock.serve.api.errors import error_body
+from penstock.serve.api.guard import Access, App, Guard, Limits
 from penstock.serve.api.metrics import CONTENT_TYPE, metrics
 from penstock.serve.api.shape import Shape, head_of
-from penstock.serve.api.shelf import Hold, Loaded, Shelf
+from penstock.serve.api.shelf import Loaded, Shelf
 from penstock.serve.api.wire import (
     MAX_SCORES,
     ChatRequest,
@@ -30,6 +33,7 @@ from penstock.serve.api.wire import (
     what_is_wrong,
 )
 from penstock.serve.foretold import Newcomer
+from penstock.serve.sampling import SamplingParams
 from penstock.serve.scheduler import QueueFull
 from penstock.serve.tokenizer import Tokenizer
 from penstock.spec import plan as plans
@@ -47,44 +51,44 @@ def make_app(shelf: Shelf) -> FastAPI:
     """The application, without any check of who asks."""
     app = FastAPI(title="penstock", version=penstock.__version__, docs_url=None, redoc_url=None)
     _errors(app)
-    _completions(app, shelf)
-    _about(app, shelf)
-    _texts(app, shelf)
+    desk = Desk(shelf)
+    _completions(app, desk)
+    _about(app, desk, shelf)
+    _texts(app, desk)
+    anthropic.routes(app, desk)
+    ollama.routes(app, desk, shelf)
+    responses.routes(app, desk)
     return app
 
 
-def _completions(app: FastAPI, shelf: Shelf) -> None:
-    # One text at a time goes to the tokenizer: its process does one at a time, and a list of ids takes 36 bytes each.
-    one = CapacityLimiter(1)
-    # And one schema at a time is compiled: each may take a second, and answers wait for their masks meanwhile.
-    compiling = CapacityLimiter(1)
-    post: Post | None = None  # of the event loop, which runs when the first request comes
+def _completions(app: FastAPI, desk: Desk) -> None:
+    def asked(body: ChatRequest | CompletionRequest) -> dict[str, Any]:
+        stream = bool(body.stream)
+        return dict(model=body.model, params=body.params, stream=stream, n=body.n or 1, priority=body.priority)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
-        hold = await _hold(body.model, shelf)
-        try:
-            tokenizer = hold.loaded.service.engine.tokenizer
-            messages = [message.plain() for message in body.messages]
-            ids = await to_thread.run_sync(tokenizer.encode_chat, messages, limiter=one)
-            shape = Shape("chat.completion", head_of("chatcmpl", secrets.token_hex(12), hold.loaded.name), tokenizer)
-            return await _answered(request, body, [ids], shape, hold)
-        except BaseException:
-            hold.end()
-            raise
+        def form(name: str, tokenizer: Tokenizer, chat: Chat, params: SamplingParams) -> Shape:
+            head = head_of("chatcmpl", secrets.token_hex(12), name)
+            return Shape("chat.completion", head, tokenizer, lambda: chat.reading(params), with_usage=body.with_usage)
+
+        messages = [message.plain() for message in body.messages]
+        return await desk.chat(request, AskedChat(**asked(body), messages=messages, tools=body.callable(), form=form))
 
     @app.post("/v1/completions")
     async def completion(body: CompletionRequest, request: Request) -> Response:
-        hold = await _hold(body.model, shelf)
+        hold = await desk.hold(body.model)
         try:
             tokenizer = hold.loaded.service.engine.tokenizer
             prompts = [
-                await to_thread.run_sync(tokenizer.encode, prompt, limiter=one) if isinstance(prompt, str) else prompt
-                for prompt in body.prompts()
+                await to_thread.run_sync(tokenizer.encode, given, limiter=desk.one) if isinstance(given, str) else given
+                for given in body.prompts()
             ]
             echoed = await _echoed(body, prompts, tokenizer) if body.echo else ()
             head = head_of("cmpl", secrets.token_hex(12), hold.loaded.name)
-            return await _answered(request, body, prompts, Shape("text_completion", head, tokenizer, echoed), hold)
+            shape = Shape("text_completion", head, tokenizer, echoed=echoed, with_usage=body.with_usage)
+            given = Asked(**asked(body))
+            return await desk.answered(request, given, prompts, desk.params(given, prompts, hold, 16), shape, hold)
         except BaseException:
             hold.end()
             raise
@@ -97,47 +101,15 @@ def _completions(app: FastAPI, shelf: Shelf) -> None:
         if entries > MAX_SCORES:
             raise BadRequest(f"echo would give {entries} log probabilities; a request may have {MAX_SCORES}")
         texts = [
-            given if isinstance(given, str) else await to_thread.run_sync(tokenizer.decode, ids, False, limiter=one)
+            given
+            if isinstance(given, str)
+            else await to_thread.run_sync(tokenizer.decode, ids, False, limiter=desk.one)
             for given, ids in zip(body.prompts(), prompts, strict=True)
         ]
         return tuple(text for text in texts for _ in range(n))
 
-    async def _answered(
-        request: Request, body: ChatRequest | CompletionRequest, prompts: list[list[int]], shape: Shape, hold: Hold
-    ) -> Response:
-        """The answers. The hold on the model ends with them, or with their stream."""
-        loaded, engine = hold.loaded, hold.loaded.service.engine
-        room = engine.plan.context - max(map(len, prompts)) + 1
-        params = body.params(engine.tokenizer.generation_config, max(1, room) if shape.chats else 16)
-        if params.json_schema is not None:  # refused before any answer begins
-            if not loaded.schemas:
-                raise BadRequest("this server holds no answers to JSON schemas: it was started without")
-            await to_thread.run_sync(engine.guides.check, params.json_schema, limiter=compiling)
-        nonlocal post
-        post = post if post is not None and post.is_here else Post()
-        answers = Answers(loaded.service, body.n or 1, request.scope.get(OWNER, ""), post)
-        try:
-            for ids in prompts:
-                answers.submit(ids, params, body.priority)
-            if body.stream:
-                usage = body.stream_options is not None and body.stream_options.include_usage
-                spend = request.scope.get(SPEND, lambda _: None)
-                return _Events(answers, answers.events(shape, usage), hold, spend)
-            found = await _unless_gone(request, answers)
-            choices = [await to_thread.run_sync(shape.choice, i, answer, limiter=one) for i, answer in enumerate(found)]
-            head = {**shape.head, "object": shape.kind}
-            answer = JSONResponse({**head, "choices": choices, "usage": answers.usage})
-            hold.end()
-            return answer
-        except BaseException:
-            answers.cancel()
-            raise
-        finally:
-            if SPEND in request.scope and not body.stream:
-                request.scope[SPEND](answers.tokens)
 
-
-def _about(app: FastAPI, shelf: Shelf) -> None:
+def _about(app: FastAPI, desk: Desk, shelf: Shelf) -> None:
     created_s = int(time.time())
     foretelling = CapacityLimiter(1)  # each takes up to 0.2 s of processor time, which passes need too
 
@@ -153,7 +125,7 @@ def _about(app: FastAPI, shelf: Shelf) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        return about(_required(name, shelf))
+        return about(desk.name_of(name))
 
     @app.get("/health")
     async def health() -> Response:
@@ -209,10 +181,10 @@ def _next_request(loaded: Loaded, prompt_tokens: int | None, output_tokens: int 
         return {**asked, **dict.fromkeys(Newcomer._fields), "refused": error.message}
 
 
-def _texts(app: FastAPI, shelf: Shelf) -> None:
+def _texts(app: FastAPI, desk: Desk) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        hold = await _hold(body.model, shelf)
+        hold = await desk.hold(body.model)
         try:
             engine = hold.loaded.service.engine
             ids = await to_thread.run_sync(engine.tokenizer.encode, body.prompt, body.add_special_tokens)
@@ -222,7 +194,7 @@ def _texts(app: FastAPI, shelf: Shelf) -> None:
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        hold = await _hold(body.model, shelf)
+        hold = await desk.hold(body.model)
         try:
             engine = hold.loaded.service.engine
             vocab = engine.plan.target.spec.vocab
@@ -233,83 +205,38 @@ def _texts(app: FastAPI, shelf: Shelf) -> None:
             hold.end()
 
 
-class _Events(StreamingResponse):
-    """Server-sent events. When nobody takes them any more, whatever is left of the answers is cancelled, and their hold
-    on the model ends. `spend`: takes the tokens that they took."""
-
-    def __init__(
-        self, answers: Answers, events: AsyncIterator[bytes], hold: Hold, spend: Callable[[int], None]
-    ) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
-        self._answers, self._hold, self._spend = answers, hold, spend
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._answers.cancel()
-            self._hold.end()
-            self._spend(self._answers.tokens)
-
-
-async def _unless_gone(request: Request, answers: Answers) -> list[Any]:
-    """The answers. Raises Gone as soon as the client has gone."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    gathering, leaving = asyncio.ensure_future(answers.gathered()), asyncio.ensure_future(gone())
-    # Where the client goes, an error of its answers may come before they are cancelled, and nobody asks for it.
-    gathering.add_done_callback(lambda task: task.cancelled() or task.exception())
-    try:
-        await asyncio.wait([gathering, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if not gathering.done():
-            raise Gone("the client has gone")
-        return gathering.result()
-    finally:
-        gathering.cancel()
-        leaving.cancel()
-
-
-async def _hold(name: str | None, shelf: Shelf) -> Hold:
-    """Waits until a model is loaded, the first one where none is named."""
-    return await shelf.hold(_required(name, shelf))
-
-
-def _required(name: str | None, shelf: Shelf) -> str:
-    """A model's name. Raises HTTPException where there is no such model."""
-    if name in (None, ""):
-        return shelf.names[0]
-    if name not in shelf.names:
-        raise HTTPException(404, f"this server has no model {name[:200]!r}: it has {', '.join(shelf.names)[:1000]}")
-    return name
-
-
 def _errors(app: FastAPI) -> None:
-    """Errors in the shape that OpenAI's clients read."""
+    """Errors in the shape that the clients of each dialect read."""
+
+    def answer(
+        request: Request, status: int, message: str, kind: str | None = None, code: str | None = None,
+        param: str | None = None, headers: Mapping[str, str] | None = None,
+    ) -> Response:  # fmt: skip
+        kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+        body = error_body(request.url.path, status, message, kind, code, param)
+        return JSONResponse(body, status, dict(headers or {}))
 
     @app.exception_handler(PenstockError)
-    async def ours(_: Request, error: PenstockError) -> Response:
+    async def ours(request: Request, error: PenstockError) -> Response:
         if isinstance(error, QueueFull):
-            body = error_body(error.message, "rate_limit_error", "queue_full")
-            return JSONResponse(body, 429, {"retry-after": str(RETRY_S)})
+            later = {"retry-after": str(RETRY_S)}
+            return answer(request, 429, error.message, "rate_limit_error", "queue_full", headers=later)
         if isinstance(error, BadRequest):
-            return JSONResponse(error_body(error.message, "invalid_request_error"), 400)
-        status = 500 if isinstance(error, InternalError) else 503
-        return JSONResponse(error_body(error.message, "server_error", type(error).__name__), status)
+            return answer(request, 400, error.message)
+        return answer(
+            request, 500 if isinstance(error, InternalError) else 503, error.message, code=type(error).__name__
+        )
 
     @app.exception_handler(Gone)
-    async def gone(_: Request, error: Gone) -> Response:
-        return JSONResponse(error_body(str(error), "server_error", "cancelled"), 503)
+    async def gone(request: Request, error: Gone) -> Response:
+        return answer(request, 503, str(error), code="cancelled")
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
         message, where = what_is_wrong(error.errors())
-        return JSONResponse(error_body(message, "invalid_request_error", param=where or None), 400)
+        return answer(request, 400, message, param=where or None)
 
     @app.exception_handler(HTTPException)
-    async def plain(_: Request, error: HTTPException) -> Response:
-        kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    async def plain(request: Request, error: HTTPException) -> Response:
         code = "model_not_found" if error.status_code == 404 and "no model" in str(error.detail) else None
-        return JSONResponse(error_body(str(error.detail), kind, code), error.status_code, error.headers)
+        return answer(request, error.status_code, str(error.detail), code=code, headers=error.headers)

@@ -18,6 +18,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
+from penstock.serve.api.errors import error_body
 from penstock.serve.api.keys import Key, Spending, known, seconds_to_wait
 
 Scope = MutableMapping[str, Any]
@@ -31,7 +32,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 OWNER, SPEND = "penstock.owner", "penstock.spend"
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _SMALL_BODY_BYTES, _BODY_BYTES_PER_TOKEN = 64 << 10, 16
-_CHECKED = (b"host", b"origin", b"authorization", b"content-type", b"content-length")
+_CHECKED = (b"host", b"origin", b"authorization", b"x-api-key", b"content-type", b"content-length")
 _OPEN_PATHS = ("/health",)  # that need no key, for those who watch over the server
 
 
@@ -113,7 +114,7 @@ class Guard:
             await self._app(scope, _replayed(whole, receive), sending)
         except Refused as refused:
             if not begun:
-                await _answer(sending, refused)
+                await _answer(sending, scope["path"], refused)
         finally:
             self._bodies_bytes -= held_bytes
             if begun_by is not None:
@@ -172,6 +173,8 @@ class Guard:
         if not self._access.keys or scope["path"] in _OPEN_PATHS:
             return None
         scheme, _, given = headers.get(b"authorization", "").partition(" ")
+        if not scheme and b"x-api-key" in headers:  # Anthropic's clients
+            scheme, given = "bearer", headers[b"x-api-key"]
         key = known(self._access.keys, given.strip())
         if scheme.lower() != "bearer" or key is None:
             raise Refused(401, "a key is needed: Authorization: Bearer KEY", "invalid_api_key")
@@ -197,14 +200,9 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """An error as OpenAI's API has it."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-async def _answer(send: Send, refused: Refused) -> None:
+async def _answer(send: Send, path: str, refused: Refused) -> None:
     kind = "rate_limit_error" if refused.status == 429 else "invalid_request_error"
-    body = json.dumps(error_body(refused.message, kind, refused.code)).encode()
+    body = json.dumps(error_body(path, refused.status, refused.message, kind, refused.code)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if refused.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))

@@ -7,13 +7,15 @@ that ask for nothing (`n: 1`, `logprobs: false`, no penalty) are taken.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.errors import BadRequest
 from penstock.serve.sampling import MAX_BIASES, MAX_LOGPROBS, SamplingParams, with_model_defaults
-from penstock.serve.schemas import JSON_OBJECT
+from penstock.serve.schemas import JSON_OBJECT, MAX_SCHEMA_BYTES
+from penstock.serve.tools.asked import Tools, offered
 
 MAX_CHOICES = 16
 MAX_STOPS, MAX_STOP_CHARS = 16, 1000
@@ -80,6 +82,8 @@ class _Sampled(_Sent):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_BIASES)
     response_format: ResponseFormat | None = None
+    grammar: str | None = Field(default=None, max_length=MAX_SCHEMA_BYTES)
+    skip_special_tokens: bool = True
 
     def params(self, generation_config: dict[str, Any], most_tokens: int) -> SamplingParams:
         """How tokens are chosen; `most_tokens` where the client names no length. Raises BadRequest."""
@@ -104,6 +108,9 @@ class _Sampled(_Sent):
             logprobs=self.alternatives,
             prompt_logprobs=self.prompt_alternatives,
             json_schema=self._schema(),
+            grammar=self.grammar,
+            skip_special_tokens=self.skip_special_tokens,
+            thinking_tokens=self.most_thoughts,
         )
 
     @property
@@ -114,6 +121,11 @@ class _Sampled(_Sent):
     @property
     def prompt_alternatives(self) -> int | None:
         """The same of the prompt's tokens."""
+        return None
+
+    @property
+    def most_thoughts(self) -> int | None:
+        """The most tokens of thought; None for no limit."""
         return None
 
     def _biases(self) -> dict[int, float] | None:
@@ -134,6 +146,11 @@ class _Sampled(_Sent):
     @property
     def length(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with what was used."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
     def check(self) -> None:
         """Raises BadRequest for what is not supported."""
@@ -161,6 +178,15 @@ class Message(BaseModel):
         return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
 
 
+class NamedFunction(_Sent):
+    name: str
+
+
+class FunctionChoice(_Sent):
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class ChatRequest(_Sampled):
     """A body of /v1/chat/completions."""
 
@@ -169,6 +195,9 @@ class ChatRequest(_Sampled):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    reasoning_budget: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
+    parallel_tool_calls: bool | None = None
 
     @property
     def length(self) -> int | None:
@@ -176,14 +205,27 @@ class ChatRequest(_Sampled):
 
     def check(self) -> None:
         super().check()
-        if self.tools:
-            raise BadRequest("tools is not supported by this version")
+        if not self.tools and self.tool_choice not in (None, "none", "auto"):
+            raise BadRequest("tool_choice is for tools")
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("top_logprobs is for logprobs: true")
 
     @property
     def alternatives(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def most_thoughts(self) -> int | None:
+        return self.reasoning_budget
+
+    def callable(self) -> Tools | None:
+        """The tools that the answer may call. Raises BadRequest."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        tools = Tools(offered(self.tools), parallel=self.parallel_tool_calls is not False)
+        if isinstance(self.tool_choice, FunctionChoice):
+            return tools.only(self.tool_choice.function.name)
+        return replace(tools, choice="required") if self.tool_choice == "required" else tools
 
 
 class CompletionRequest(_Sampled):
@@ -240,6 +282,8 @@ class DetokenizeRequest(_Sent):
 
 def what_is_wrong(errors: Sequence[Any]) -> tuple[str, str]:
     """(the first of some errors in words, the field that it is about), as pydantic tells them."""
-    where = ".".join(str(at) for at in errors[0]["loc"] if at != "body")
-    message = f"{where}: {errors[0]['msg']}" if where else str(errors[0]["msg"])
+    # Of what may be a text or a list, the error that lies deepest tells most.
+    error = max(errors, key=lambda each: len(each["loc"]))
+    where = ".".join(str(at) for at in error["loc"] if at != "body")
+    message = f"{where}: {error['msg']}" if where else str(error["msg"])
     return message[:1000], where[:200]

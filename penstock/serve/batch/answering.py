@@ -12,20 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from penstock.errors import BadRequest
 from penstock.planner.predict import Prediction
-from penstock.serve.api.shape import Shape, head_of, usage_of
+from penstock.serve.api.shape import Shape, head_of
 from penstock.serve.batch.journal import Journal
 from penstock.serve.batch.lines import Lines
 from penstock.serve.batch.requests import NoRequest, echoed, read
 from penstock.serve.batch.survey import Survey, Todo, refuse, response
 from penstock.serve.decode_clock import DecodeClock
 from penstock.serve.engine import Engine
-from penstock.serve.generation import Generation
+from penstock.serve.generation import Generation, used
 from penstock.serve.service import Service
 from penstock.serve.told import Cancelled, Ended, Failed, Piece, Told
+from penstock.serve.tools.reading import Reading
 from penstock.spec.ask import Ask
 from penstock.spec.places import Lane
 from penstock.spec.plan import Plan
@@ -38,11 +38,11 @@ _LOOK_S = 0.5  # between two looks at how far it is
 @dataclass
 class _Open:
     """A line that is being answered. `echoed`: what is written before each answer. `whole`: its answers so far, by
-    their places."""
+    their places. `reading`: takes the answers of a chat apart; None for texts."""
 
     todo: Todo
     custom_id: str
-    chats: bool
+    reading: Callable[[], Reading] | None
     count: int
     prompt_tokens: int
     echoed: tuple[str, ...]
@@ -136,12 +136,13 @@ class Batch:
             self._fail(service, todo, [], error, done)
             return
         body, tokens = request.body, sum(map(len, request.prompts))
-        said = echoed(request, engine.tokenizer)
-        opened = _Open(todo, request.custom_id, request.chats, request.count, tokens, said)
+        opened = _Open(todo, request.custom_id, None, request.count, tokens, echoed(request, engine.tokenizer))
         try:
-            params = body.params(engine.tokenizer.generation_config, self._most_tokens)
-            if params.json_schema is not None:
-                engine.guides.check(params.json_schema)
+            params = request.params(engine.tokenizer.generation_config, self._most_tokens)
+            if request.chat is not None:
+                opened.reading = partial(request.chat.reading, params)
+            if params.rule is not None:
+                engine.guides.check(params.rule)
             for prompt in request.prompts:
                 for i in range(request.count):
                     hear = partial(self._put, todo.number, len(opened.numbers))
@@ -192,18 +193,16 @@ class Batch:
         """Writes a line's answers into the journal."""
         number, tokenizer = opened.todo.number, self._engine.tokenizer
         answers = [opened.whole[i] for i in range(len(opened.whole))]
-        kind, prefix = ("chat.completion", "chatcmpl") if opened.chats else ("text_completion", "cmpl")
+        kind, prefix = ("text_completion", "cmpl") if opened.reading is None else ("chat.completion", "chatcmpl")
         head = head_of(prefix, self._journal.id_of(number), self._names[0])
-        shape = Shape(kind, head, tokenizer, opened.echoed)
-        usage = usage_of(opened.prompt_tokens, answers, opened.count)
-        choices = [shape.choice(i, answer) for i, answer in enumerate(answers)]
-        body: dict[str, Any] = {**head, "object": kind, "choices": choices, "usage": usage}
+        tokens = used(opened.prompt_tokens, answers, opened.count)
+        body = Shape(kind, head, tokenizer, opened.reading or Reading, opened.echoed).whole(answers, tokens)
         self._journal.add(number, opened.custom_id, response(self._journal, number, 200, body))
         done.lines += 1
         done.answers += len(answers)
         done.prompt_tokens += sum(answer.prompt_tokens for answer in answers)
         done.cached_tokens += sum(answer.cached_tokens for answer in answers)
-        done.output_tokens += usage["completion_tokens"]
+        done.output_tokens += tokens.output
 
     def _fail(self, service: Service, todo: Todo, numbers: Sequence[int], why: NoRequest, done: Done) -> None:
         for number in numbers:

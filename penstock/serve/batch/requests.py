@@ -9,7 +9,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.errors import BadRequest, BrokenModel
+from penstock.serve.api.chats import Chat, chat_of
 from penstock.serve.api.wire import MAX_SCORES, ChatRequest, CompletionRequest, what_is_wrong
+from penstock.serve.sampling import SamplingParams
 from penstock.serve.tokenizer import Tokenizer
 from penstock.spec.codec import loads_json
 from penstock.store.files import no_json
@@ -41,15 +43,17 @@ class _Line(BaseModel):
 
 @dataclass(frozen=True)
 class Request:
-    """A line's request. `prompts`: token ids of each prompt."""
+    """A line's request. `prompts`: token ids of each prompt. `chat`: the conversation that it is, if it is one."""
 
     custom_id: str
     body: ChatRequest | CompletionRequest
     prompts: tuple[list[int], ...]
+    chat: Chat | None = None
 
-    @property
-    def chats(self) -> bool:
-        return isinstance(self.body, ChatRequest)
+    def params(self, generation_config: dict[str, Any], most_tokens: int) -> SamplingParams:
+        """How tokens are chosen. Raises BadRequest."""
+        params = self.body.params(generation_config, most_tokens)
+        return params if self.chat is None else self.chat.ruled(params)
 
     @property
     def count(self) -> int:
@@ -83,6 +87,9 @@ def read(line: bytes, names: Sequence[str], tokenizer: Tokenizer) -> Request:
             raise BadRequest("stream is not for batches")
         if body.model is not None and body.model not in names:
             raise NoRequest("model_not_found", f"this batch is answered by {names[0]}, not by {body.model}", custom_id)
+        if isinstance(body, ChatRequest):
+            chat = chat_of(tokenizer, [message.plain() for message in body.messages], body.callable())
+            return Request(custom_id, body, (chat.ids,), chat)
         return Request(custom_id, body, _prompts(body, tokenizer))
     except ValidationError as error:
         raise NoRequest("invalid_request", what_is_wrong(error.errors())[0], custom_id) from None
@@ -102,9 +109,7 @@ def custom_id_of(line: bytes) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _prompts(body: ChatRequest | CompletionRequest, tokenizer: Tokenizer) -> tuple[list[int], ...]:
-    if isinstance(body, ChatRequest):
-        return (tokenizer.encode_chat([message.plain() for message in body.messages]),)
+def _prompts(body: CompletionRequest, tokenizer: Tokenizer) -> tuple[list[int], ...]:
     ids = tuple(tokenizer.encode(given) if isinstance(given, str) else given for given in body.prompts())
     entries = sum(map(len, ids)) * (body.n or 1) * (1 + (body.prompt_alternatives or 0))
     if body.prompt_alternatives is not None and entries > MAX_SCORES:

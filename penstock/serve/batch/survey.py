@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import BadRequest
 from penstock.runtime.host import Progress
-from penstock.serve.api.guard import error_body
+from penstock.serve.api.errors import error_body
 from penstock.serve.batch.journal import Journal
 from penstock.serve.batch.lines import Lines, LineTooLong
 from penstock.serve.batch.requests import NoRequest, Request, custom_id_of, read
@@ -109,7 +109,7 @@ def refuse(journal: Journal, number: int, error: NoRequest) -> None:
         journal.add(number, error.custom_id, None, {"code": error.code, "message": error.message})
         return
     status = 404 if error.code == "model_not_found" else 400
-    body = error_body(error.message, "invalid_request_error", error.code)
+    body = error_body("", 400, error.message, "invalid_request_error", error.code)
     journal.add(number, error.custom_id, response(journal, number, status, body))
 
 
@@ -136,7 +136,7 @@ def _todo(
 ) -> Todo:
     """What is to be done for a line. Raises NoRequest."""
     try:
-        params = request.body.params(generation_config, most_tokens)
+        params = request.params(generation_config, most_tokens)
     except BadRequest as error:
         raise NoRequest("invalid_request", error.message, request.custom_id) from None
     longest = max(map(len, request.prompts))
@@ -144,7 +144,7 @@ def _todo(
         message = f"the prompt has {longest} tokens, and the context {context}"
         raise NoRequest(CONTEXT_CODE, message, request.custom_id)
     found.longest = max(found.longest, min(context, longest + params.max_tokens))
-    found.schemas |= params.json_schema is not None
+    found.schemas |= params.rule is not None
     found.scores |= params.prompt_logprobs is not None
     first = request.prompts[0]
     # A prompt that ends within its first page shares nothing.

@@ -16,7 +16,7 @@ from penstock.planner.firing import Firing
 from penstock.planner.homes import kv_layers, weights_bytes
 from penstock.planner.solve import fill
 from penstock.planner.solve.candidate import Candidate
-from penstock.planner.solve.ours.asking import HOT_SHARES, asking, may_ask
+from penstock.planner.solve.ours.asking import HOT_SHARES, RECENT_SHARES, asking, may_ask, scattered
 from penstock.planner.solve.ours.asking import reason as asked_reason
 from penstock.planner.solve.ours.filling import caching, partly_in_ram
 from penstock.planner.solve.problem import Problem, too_little
@@ -167,8 +167,12 @@ def _fitting(size: Skeleton, rings: list[int]) -> Iterator[list[Candidate]]:
         for guesses in guess_options(problem):
             ahead = f", {guesses} guessed ahead" if guesses else ""
             plans[f"experts in caches{ahead}"] = caching(sized, {}, guesses=guesses)
-        for hot in HOT_SHARES if may_ask(problem) else ():
+        asks = may_ask(problem)
+        slots = asks and scattered(problem)
+        for hot in HOT_SHARES[: 1 if slots else None] if asks else ():
             plans[f"neurons that fire from the disk, {hot:.0%} hot"] = asking(sized, hot)
+        for recent in RECENT_SHARES if slots else ():
+            plans[f"neurons that fire from the disk, slots for {recent:.0%}"] = asking(sized, 0.0, recent)
         fitting = {name: plan for name, plan in plans.items() if plan is not None}
         if fitting:
             yield [Candidate(name, plan, _reasons(plan, problem.ask)) for name, plan in fitting.items()]

@@ -39,7 +39,7 @@ class TorchBinding:
         self._layout, self._parts, self._spec = Layout(plan), plan.parts, plan.target.spec
         self._tables = tables_of(plan, device)
         # The host's disks do the loading. Predictors, and units that are asked for, are the CPU's.
-        others = ("load", "fetch", "pick", "fire", "predict")
+        others = ("load", "fetch", "pick", "recall", "fire", "predict")
         self._ops: dict[str, Callable[[Call, Any], None]]
         self._ops = {name: getattr(self, f"_{name}") for name in ops.OPS if name not in others}
         self._views: dict[Slot, Tensor] = {}

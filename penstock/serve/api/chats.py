@@ -1,0 +1,66 @@
+"""A chat that a client asks to continue, whatever its dialect: the prompt, and how its answer is held and read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from penstock.errors import BadRequest
+from penstock.serve.sampling import SamplingParams
+from penstock.serve.tokenizer import Tokenizer
+from penstock.serve.tools.asked import Tools, for_template
+from penstock.serve.tools.grammar import grammar
+from penstock.serve.tools.reading import Reading
+from penstock.serve.tools.writing import HERMES, THINK, Writing
+
+
+@dataclass(frozen=True)
+class Chat:
+    """`ids`: the prompt. `writing`: how the answer may call tools, or has channels; None for neither. `thinks`: whether
+    the model marks what it thinks, and `thinking`: whether the answer begins in the middle of that."""
+
+    ids: list[int]
+    tools: Tools | None = None
+    marks: Mapping[str, int] = field(default_factory=dict)
+    writing: Writing | None = None
+    thinks: bool = False
+    thinking: bool = False
+
+    def ruled(self, params: SamplingParams) -> SamplingParams:
+        """How tokens are chosen, so that calls are calls of the tools. Raises BadRequest where a client asks for a form
+        of the answer too."""
+        params = self._budgeted(params)
+        if self.tools is not None:
+            if params.rule is not None:
+                raise BadRequest("response_format and grammar do not go with tools")
+            assert self.writing is not None, "tools are called in some writing"
+            held = grammar(self.writing, self.tools, self.marks, self.thinking)
+            return replace(params, grammar=held, skip_special_tokens=False)
+        return params if self.writing is None else replace(params, skip_special_tokens=False)
+
+    def _budgeted(self, params: SamplingParams) -> SamplingParams:
+        """An answer in a form of the client's does not think."""
+        thinks = self.thinks and params.rule is None
+        if params.thinking_tokens is None or not thinks:
+            return replace(params, thinking_tokens=None)
+        return replace(params, thinking_begun=self.thinking)
+
+    def reading(self, params: SamplingParams) -> Reading:
+        """For one answer. One that follows a form of the client's has no thoughts in it."""
+        free = params.rule is None or self.tools is not None
+        return Reading(self.writing, free and self.thinks, free and self.thinking)
+
+
+def chat_of(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], tools: Tools | None) -> Chat:
+    """Renders a conversation (`Tokenizer.chat`), in which tools may be called. Takes the tokenizer's process some time.
+    Raises BadRequest as that does, and where calls in the conversation are none."""
+    told, given = for_template(messages, tokenizer.writing, tools)
+    text = tokenizer.chat(told, given)
+    ids = tokenizer.encode(text, add_special=not tokenizer.has_chat_template)
+    writing = tokenizer.writing if tokenizer.writing is not None and tokenizer.writing.channels else None
+    if tools is not None:
+        writing = tokenizer.writing or HERMES
+    channels = writing is not None and writing.channels
+    thinking = tokenizer.thinks and text.rstrip().endswith(THINK)
+    return Chat(ids, tools, tokenizer.marks, writing, tokenizer.thinks and not channels, thinking)

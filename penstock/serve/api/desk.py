@@ -1,0 +1,186 @@
+"""Takes requests to the service, whatever dialect they come in, and brings the answers back in that dialect."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from anyio import CapacityLimiter, to_thread
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from penstock.errors import BadRequest
+from penstock.serve.api.answers import Answers, Gone, Post
+from penstock.serve.api.chats import Chat, chat_of
+from penstock.serve.api.guard import OWNER, SPEND, Receive, Scope, Send
+from penstock.serve.api.shelf import Hold, Shelf
+from penstock.serve.generation import Generation, Used
+from penstock.serve.sampling import SamplingParams
+from penstock.serve.tokenizer import Tokenizer
+from penstock.serve.tools.asked import Tools
+
+
+class Form(Protocol):
+    """How a dialect writes answers. `media_type`: of a stream."""
+
+    @property
+    def media_type(self) -> str: ...
+
+    def whole(self, answers: Sequence[Generation], used: Used) -> dict[str, Any]:
+        """Whole answers, as the object that is sent."""
+
+    def events(self, answers: Answers) -> AsyncIterator[bytes]:
+        """Answers piece by piece, as the bytes that are sent. Errors are a part of them."""
+
+
+# How tokens are chosen, by the model's generation_config.json, and the tokens that an answer may have where the client
+# names no length.
+Choosing = Callable[[dict[str, Any], int], SamplingParams]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a client asks, apart from the prompt. `n`: answers to each prompt."""
+
+    model: str | None
+    params: Choosing
+    stream: bool
+    n: int = 1
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class AskedChat(Asked):
+    """A conversation to go on with, in the form that chat templates take. `form`: writes the answers down; it is made
+    of the model's name, the tokenizer, the chat and how its tokens are chosen. `context`: that the client wants
+    room for."""
+
+    messages: Sequence[dict[str, Any]] = ()
+    tools: Tools | None = None
+    context: int | None = None
+    form: Callable[[str, Tokenizer, Chat, SamplingParams], Form] = field(kw_only=True)
+
+
+class Desk:
+    """All requests of a server. To be made once, and used in one event loop."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        # One text at a time goes to the tokenizer: its process does one at a time, and a list of ids takes 36 bytes
+        # each.
+        self.one = CapacityLimiter(1)
+        # And one schema at a time is compiled: each may take a second, and answers wait for their masks meanwhile.
+        self._compiling = CapacityLimiter(1)
+        self._post: Post | None = None  # of the event loop, which runs when the first request comes
+
+    async def hold(self, name: str | None) -> Hold:
+        """Waits until a model is loaded, the first one where none is named. Raises HTTPException where there is no such
+        model."""
+        return await self._shelf.hold(self.name_of(name))
+
+    def name_of(self, name: str | None) -> str:
+        """A model's name. Raises HTTPException where there is no such model."""
+        names = self._shelf.names
+        if name in (None, ""):
+            return names[0]
+        if name not in names:
+            raise HTTPException(404, f"this server has no model {name[:200]!r}: it has {', '.join(names)[:1000]}")
+        return name
+
+    async def chat(self, request: Request, asked: AskedChat, raw: str | None = None) -> Response:
+        """An answer to a conversation; to the text `raw` instead where one is given. Raises as `chat_of` and
+        `answered`, BadRequest where the client wants more room than the context has."""
+        hold = await self.hold(asked.model)
+        try:
+            engine = hold.loaded.service.engine
+            tokenizer, context = engine.tokenizer, engine.plan.context
+            if asked.context is not None and asked.context > context:
+                raise BadRequest(f"a context of {asked.context} is more than the server's {context}")
+            if raw is None:
+                chat = await to_thread.run_sync(chat_of, tokenizer, asked.messages, asked.tools, limiter=self.one)
+            else:
+                chat = Chat(await to_thread.run_sync(tokenizer.encode, raw, limiter=self.one))
+            params = chat.ruled(self.params(asked, [chat.ids], hold, None))
+            form = asked.form(hold.loaded.name, tokenizer, chat, params)
+            return await self.answered(request, asked, [chat.ids], params, form, hold)
+        except BaseException:
+            hold.end()
+            raise
+
+    def params(self, asked: Asked, prompts: Sequence[list[int]], hold: Hold, most: int | None) -> SamplingParams:
+        """How tokens are chosen. `most`: tokens where the client names no length; None for what the context has room
+        for. Raises BadRequest."""
+        engine = hold.loaded.service.engine
+        room = engine.plan.context - max(map(len, prompts)) + 1
+        return asked.params(engine.tokenizer.generation_config, max(1, room) if most is None else most)
+
+    async def answered(
+        self, request: Request, asked: Asked, prompts: Sequence[list[int]], params: SamplingParams, form: Form,
+        hold: Hold,
+    ) -> Response:  # fmt: skip
+        """The answers. The hold on the model ends with them, or with their stream; where this raises, it stays. Raises
+        as `Service.submit`, BadRequest where the rule of the answers cannot be followed, Gone."""
+        loaded, engine = hold.loaded, hold.loaded.service.engine
+        if params.rule is not None:  # refused before any answer begins
+            if not loaded.schemas:
+                raise BadRequest("this server holds no answers to JSON schemas or tools: it was started without")
+            await to_thread.run_sync(engine.guides.check, params.rule, limiter=self._compiling)
+        if self._post is None or not self._post.is_here:
+            self._post = Post()
+        answers = Answers(loaded.service, asked.n, request.scope.get(OWNER, ""), self._post)
+        try:
+            for ids in prompts:
+                answers.submit(ids, params, asked.priority)
+            if asked.stream:
+                return _Events(answers, form, hold, request.scope.get(SPEND, lambda _: None))
+            found = await _unless_gone(request, answers)
+            answer = JSONResponse(await to_thread.run_sync(form.whole, found, answers.used, limiter=self.one))
+            hold.end()
+            return answer
+        except BaseException:
+            answers.cancel()
+            raise
+        finally:
+            if SPEND in request.scope and not asked.stream:
+                request.scope[SPEND](answers.tokens)
+
+
+class _Events(StreamingResponse):
+    """A stream of answers. When nobody takes it any more, whatever is left of the answers is cancelled, and their hold
+    on the model ends. `spend`: takes the tokens that they took."""
+
+    def __init__(self, answers: Answers, form: Form, hold: Hold, spend: Callable[[int], None]) -> None:
+        events = form.events(answers)
+        super().__init__(events, media_type=form.media_type, headers={"cache-control": "no-store"})
+        self._answers, self._hold, self._spend = answers, hold, spend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answers.cancel()
+            self._hold.end()
+            self._spend(self._answers.tokens)
+
+
+async def _unless_gone(request: Request, answers: Answers) -> list[Generation]:
+    """The answers. Raises Gone as soon as the client has gone."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    gathering, leaving = asyncio.ensure_future(answers.gathered()), asyncio.ensure_future(gone())
+    # Where the client goes, an error of its answers may come before they are cancelled, and nobody asks for it.
+    gathering.add_done_callback(lambda task: task.cancelled() or task.exception())
+    try:
+        await asyncio.wait([gathering, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not gathering.done():
+            raise Gone("the client has gone")
+        return gathering.result()
+    finally:
+        gathering.cancel()
+        leaving.cancel()

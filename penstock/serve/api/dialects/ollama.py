@@ -1,0 +1,292 @@
+"""Ollama's API: /api/chat and /api/generate, streamed line by line unless told otherwise; tags, show, ps, version."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+import penstock
+from penstock.errors import BadRequest, PenstockError
+from penstock.serve.api.answers import Answers, Gone
+from penstock.serve.api.chats import Chat
+from penstock.serve.api.desk import AskedChat, Desk
+from penstock.serve.api.shelf import Shelf
+from penstock.serve.api.wire import MAX_MESSAGES, MAX_STOP_CHARS, MAX_STOPS, MAX_TOKENS
+from penstock.serve.generation import Generation, Used
+from penstock.serve.sampling import SamplingParams, with_model_defaults
+from penstock.serve.schemas import JSON_OBJECT
+from penstock.serve.tokenizer import Tokenizer
+from penstock.serve.tools.asked import Tools, offered
+from penstock.serve.tools.reading import Call, Collected, Reading
+
+_LATEST = ":latest"  # what Ollama's clients put behind a name that has no tag
+
+
+class _Sent(BaseModel):
+    """A part of a body. Names that are not here are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Options(_Sent):
+    """How tokens are chosen. `num_predict`: -1 and -2 for as many as the context has room for. `num_ctx`: refused where
+    it is more than the server's context, and means nothing otherwise."""
+
+    num_predict: int | None = Field(default=None, ge=-2, le=MAX_TOKENS)
+    num_ctx: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=1e6)
+    top_k: int | None = Field(default=None, ge=-1)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repeat_penalty: float | None = Field(default=None, ge=1e-6, le=1e6)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    seed: int | None = Field(default=None, ge=0, lt=1 << 63)
+    stop: str | list[str] | None = None
+
+
+class _Asked(_Sent):
+    """What both kinds of answers take. `keep_alive`: means nothing, the server has its own way. `think`: models think
+    as their template has it; false leaves what they think out of the answer. `logprobs` are not here: refused."""
+
+    model: str
+    stream: bool = True
+    format: Literal["json", ""] | dict[str, Any] | None = None
+    options: Options | None = None
+    keep_alive: str | int | float | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+
+    def params(self, generation_config: dict[str, Any], most_tokens: int) -> SamplingParams:
+        """How tokens are chosen. Raises BadRequest."""
+        given = self.options or Options()
+        stops = [given.stop] if isinstance(given.stop, str) else given.stop or []
+        if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
+            raise BadRequest(f"stop may have {MAX_STOPS} strings of {MAX_STOP_CHARS} characters")
+        named = given.num_predict is not None and given.num_predict >= 0
+        return with_model_defaults(
+            generation_config, max_tokens=given.num_predict if named else most_tokens, temperature=given.temperature,
+            top_k=given.top_k, top_p=given.top_p, min_p=given.min_p, repetition_penalty=given.repeat_penalty,
+            presence_penalty=given.presence_penalty, frequency_penalty=given.frequency_penalty, seed=given.seed,
+            stop=tuple(stops) or None, json_schema=JSON_OBJECT if self.format == "json" else self.format or None,
+        )  # fmt: skip
+
+
+class CalledFunction(_Sent):
+    name: str
+    arguments: dict[str, Any]
+    index: int | None = None
+
+
+class Called(_Sent):
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
+class Message(_Sent):
+    """`tool_name`: of a message of a tool; Ollama's have no id of the call."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: list[Called] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+    images: None = None
+
+    def plain(self, call: str) -> dict[str, Any]:
+        """The message as chat templates take it. `call`: the id of the call that a tool's message answers."""
+        found: dict[str, Any] = {"role": self.role, "content": self.content or ""}
+        if self.thinking:
+            found["reasoning_content"] = self.thinking
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {"id": each.id or each.function.name, "function": each.function.model_dump(exclude={"index"})}
+                for each in self.tool_calls
+            ]
+        if self.role == "tool":
+            found |= {"tool_call_id": self.tool_call_id or self.tool_name or call, "name": self.tool_name or call}
+        return found
+
+
+class OllamaChat(_Asked):
+    """A body of /api/chat."""
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: list[Any] | None = None
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as chat templates take them. A tool's message without a name answers the last call."""
+        found, call = [], ""
+        for message in self.messages:
+            found.append(message.plain(call))
+            if message.tool_calls:
+                call = message.tool_calls[-1].function.name
+        return found
+
+
+class OllamaGenerate(_Asked):
+    """A body of /api/generate. `raw`: the prompt is given to the model as it is; else it is a chat of one message."""
+
+    prompt: str = ""
+    system: str | None = None
+    raw: bool = False
+    suffix: Literal[""] | None = None
+    images: None = None
+
+
+@dataclass
+class OllamaForm:
+    """`chats`: whether answers are messages. `thoughts`: whether what is thought is told."""
+
+    model: str
+    chats: bool
+    reading: Reading
+    thoughts: bool
+    prompt_tokens: int
+    begun_s: float = field(default_factory=time.perf_counter)
+    media_type: str = "application/x-ndjson"
+
+    def whole(self, answers: Sequence[Generation], used: Used) -> dict[str, Any]:
+        (answer,) = answers
+        return self._line(self.reading.whole(answer.text), self._end(answer))
+
+    async def events(self, answers: Answers) -> AsyncIterator[bytes]:
+        collected = Collected()  # of calls: Ollama's are told whole
+        try:
+            async for _, piece in answers.pieces():
+                if piece is None:
+                    continue  # its lines have no comments
+                whole = isinstance(piece, Generation)
+                parts = self.reading.finish() if isinstance(piece, Generation) else self.reading.push(piece.text)
+                collected.add(parts)
+                now = Collected(collected.said, collected.thought, collected.calls if whole else [])
+                if now.said or now.calls or (now.thought and self.thoughts):
+                    yield _json_line(self._line(now, {"done": False}))
+                collected.said = collected.thought = ""
+            yield _json_line(self._line(Collected(), self._end(answers.whole[0])))
+        except (PenstockError, Gone) as error:  # the status is sent already
+            yield _json_line({"error": str(error)})
+
+    def _line(self, read: Collected, more: dict[str, Any]) -> dict[str, Any]:
+        head = {"model": self.model, "created_at": _now()}
+        thought = {"thinking": read.thought} if read.thought and self.thoughts else {}
+        if not self.chats:
+            return {**head, "response": read.said, **thought, **more}
+        calls = {"tool_calls": [_called(call) for call in read.calls]} if read.calls else {}
+        return {**head, "message": {"role": "assistant", "content": read.said, **thought, **calls}, **more}
+
+    def _end(self, answer: Generation) -> dict[str, Any]:
+        """The last line's fields, times in nanoseconds."""
+        total_s = time.perf_counter() - self.begun_s
+        return {
+            "done": True,
+            "done_reason": answer.finish_reason,
+            "total_duration": round(total_s * 1e9),
+            "load_duration": 0,
+            "prompt_eval_count": self.prompt_tokens,
+            "prompt_eval_duration": round(answer.ttft_s * 1e9),
+            "eval_count": answer.output_tokens,
+            "eval_duration": round(sum(answer.inter_token_s) * 1e9),
+        }
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def _called(call: Call) -> dict[str, Any]:
+    """A call; one that was cut has no arguments."""
+    try:
+        arguments = json.loads(call.arguments)
+    except ValueError:
+        arguments = {}
+    return {"function": {"name": call.name, "arguments": arguments}}
+
+
+def _json_line(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, ensure_ascii=False).encode() + b"\n"
+
+
+class Named(_Sent):
+    """A body of /api/show, which older clients send with `name`."""
+
+    model: str | None = None
+    name: str | None = None
+    verbose: bool | None = None
+
+
+def routes(app: FastAPI, desk: Desk, shelf: Shelf) -> None:
+    """Adds this API's routes."""
+
+    begun = _now()
+
+    def ours(name: str) -> str:
+        return name if name in shelf.names else name.removesuffix(_LATEST)
+
+    def asked(body: OllamaChat | OllamaGenerate, messages: list[dict[str, Any]], tools: Tools | None) -> AskedChat:
+        chats = isinstance(body, OllamaChat)
+
+        def form(name: str, _: Tokenizer, chat: Chat, params: SamplingParams) -> OllamaForm:
+            return OllamaForm(name, chats, chat.reading(params), body.think is not False, len(chat.ids))
+
+        about: dict[str, Any] = {"model": ours(body.model), "params": body.params, "stream": body.stream}
+        return AskedChat(
+            **about, messages=messages, tools=tools, form=form, context=(body.options or Options()).num_ctx
+        )
+
+    @app.post("/api/chat")
+    async def chat(body: OllamaChat, request: Request) -> Response:
+        tools = Tools(offered(body.tools)) if body.tools else None
+        return await desk.chat(request, asked(body, body.conversation(), tools))
+
+    @app.post("/api/generate")
+    async def generate(body: OllamaGenerate, request: Request) -> Response:
+        system = [{"role": "system", "content": body.system}] if body.system else []
+        given = asked(body, [*system, {"role": "user", "content": body.prompt}], None)
+        return await desk.chat(request, given, raw=body.prompt if body.raw else None)
+
+    def details(name: str) -> dict[str, Any]:
+        now = shelf.now
+        if now is None or now.name != name:
+            return {"format": "penstock", "family": "", "families": [], "parameter_size": "", "quantization_level": ""}
+        target = now.service.engine.plan.target
+        family, weights = target.spec.model_type, str(target.weights.name)
+        about = {"format": "penstock", "family": family, "families": [family]}
+        return {**about, "parameter_size": "", "quantization_level": weights}
+
+    def listed(name: str) -> dict[str, Any]:
+        return {"name": name, "model": name, "modified_at": begun, "size": 0, "digest": "", "details": details(name)}
+
+    @app.get("/api/tags")
+    async def tags() -> dict[str, Any]:
+        return {"models": [listed(name) for name in shelf.names]}
+
+    @app.get("/api/ps")
+    async def running() -> dict[str, Any]:
+        return {"models": [listed(shelf.now.name)] if shelf.now is not None else []}
+
+    @app.get("/api/version")
+    async def version() -> dict[str, str]:
+        return {"version": penstock.__version__}
+
+    @app.post("/api/show")
+    async def show(body: Named) -> dict[str, Any]:
+        name = desk.name_of(ours(body.model or body.name or ""))
+        now = shelf.now
+        loaded = now is not None and now.name == name
+        tokenizer = now.service.engine.tokenizer if now is not None and loaded else None
+        context = now.service.engine.plan.context if now is not None and loaded else None
+        family = details(name)["family"]
+        return {
+            "details": details(name),
+            "model_info": {"general.architecture": family, f"{family}.context_length": context} if loaded else {},
+            "capabilities": ["completion", "tools", *(["thinking"] if tokenizer and tokenizer.thinks else [])],
+        }

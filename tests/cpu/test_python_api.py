@@ -1,0 +1,140 @@
+"""`LLM` and `AsyncLLM` as people write them: texts and ids, chats, streams, several answers, memory given back."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import re
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock import LLM, AsyncLLM, SamplingParams
+from penstock.cli.demo import MODEL
+from penstock.errors import BadRequest
+from tests.cpu.commands import ROOT, machine_cache
+from tests.cpu.engines import make_model
+
+BRIEF = SamplingParams(max_tokens=6, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=6, ignore_eos=True, temperature=1.0, seed=3, n=3)
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+ASKED = [{"role": "user", "content": "who?"}]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return machine_cache(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = make_model(tmp_path_factory.mktemp("python"), "llama", "float32")
+    (made / "chat_template.jinja").write_text(TEMPLATE)
+    return made
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path, cache: Path) -> Iterator[LLM]:
+    with LLM(folder, cache=cache, batch=2, context=128, verify=False) as llm:
+        yield llm
+
+
+def test_ids_are_a_prompt_too(llm: LLM) -> None:
+    (text,) = llm.generate("hello", BRIEF)
+    assert text.prompt == "hello" and text.ttft_s > 0 and text.outputs[0].decode_tokens_per_s > 0
+    (ids,) = llm.generate(text.prompt_token_ids, BRIEF)
+    assert (ids.prompt, ids.token_ids, ids.text) == (None, text.token_ids, text.text)
+    mixed = llm.generate([text.prompt_token_ids, "world"], BRIEF)
+    assert mixed[0].token_ids == text.token_ids and mixed[1].prompt == "world"
+
+
+def test_n_answers_are_those_of_n_requests(llm: LLM) -> None:
+    (found,) = llm.generate("hello", DRAWN)
+    alone = [llm.generate("hello", DRAWN.nth(i))[0].token_ids for i in range(DRAWN.n)]
+    assert [each.token_ids for each in found.outputs] == alone and len({*map(tuple, alone)}) > 1
+    assert [each.index for each in found.outputs] == [0, 1, 2]
+
+
+def test_streams_and_chats_say_what_whole_answers_do(llm: LLM) -> None:
+    (whole,) = llm.generate("hello", BRIEF)
+    assert "".join(llm.stream("hello", BRIEF)) == whole.text
+    (turn,) = llm.chat(ASKED, BRIEF)
+    rendered = llm.engine.tokenizer.encode("<user>who?<assistant>", add_special=False)
+    assert turn.prompt_token_ids == rendered
+    assert "".join(llm.stream_chat(ASKED, BRIEF)) == turn.text
+    assert [each.text for each in llm.chat([ASKED, ASKED], BRIEF)] == [turn.text] * 2
+
+
+def test_a_stream_that_is_left_ends_and_others_go_on_beside_it(llm: LLM) -> None:
+    (whole,) = llm.generate("hello", BRIEF)
+    stream = llm.stream("hello", SamplingParams(max_tokens=100, ignore_eos=True))
+    next(stream)
+    assert llm.generate("hello", BRIEF)[0].text == whole.text
+    stream.close()  # type: ignore[attr-defined]
+    assert llm.service().idle(30)
+
+
+def test_what_is_wrong_is_told(llm: LLM) -> None:
+    for wrong in ("who?", [], [{}], [[]], [{"role": 3}], None):
+        with pytest.raises(TypeError, match="messages should be"):
+            llm.chat(wrong)  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match="a stream is one answer: n is 3"):
+        llm.stream("hello", DRAWN)
+    for n in (0, 1000):
+        with pytest.raises(BadRequest, match="n is"):
+            SamplingParams(n=n)
+    with pytest.raises(BadRequest, match="outside the vocabulary"):
+        llm.generate([1 << 40])
+
+
+def test_garbage_gives_memory_back(folder: Path, cache: Path) -> None:
+    llm = LLM(folder, cache=cache, context=64, verify=False)
+    llm.generate("hello", BRIEF)
+    session, left = llm.engine.session, weakref.ref(llm)
+    del llm
+    gc.collect()
+    assert left() is None
+    with pytest.raises(BadRequest, match="closed"):
+        session.drain() or session.step(None, [])  # type: ignore[arg-type,func-returns-value]
+
+
+def test_tasks_share_a_model(llm: LLM) -> None:
+    whole, turn = llm.generate("hello", BRIEF)[0].text, llm.chat(ASKED, BRIEF)[0].text
+
+    async def work() -> None:
+        both = AsyncLLM(llm)
+        (one,), (two,), (three,) = await asyncio.gather(
+            both.generate("hello", BRIEF), both.chat(ASKED, BRIEF), both.generate("hello", DRAWN)
+        )
+        assert (one.text, two.text) == (whole, turn)
+        assert [each.token_ids for each in three.outputs] == [
+            each.token_ids for each in llm.generate("hello", DRAWN)[0].outputs
+        ]
+        assert "".join([piece async for piece in both.stream("hello", BRIEF)]) == whole
+        assert "".join([piece async for piece in both.stream_chat(ASKED, BRIEF)]) == turn
+        with pytest.raises(BadRequest, match="outside the vocabulary"):
+            await both.generate(["hello", [1 << 40]], BRIEF)
+        task = asyncio.ensure_future(both.generate("hello", SamplingParams(max_tokens=100, ignore_eos=True)))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(llm.service().idle, 30)
+
+    asyncio.run(work())
+
+
+def test_every_example_of_the_page_runs(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.serve.llm.default_cache", lambda: cache)
+    monkeypatch.setattr("penstock.serve.planning.default_cache", lambda: cache)
+    page = (ROOT / "docs/PYTHON.md").read_text()
+    names: dict[str, object] = {"MODEL": MODEL}
+    for block in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+        exec(compile(block, "docs/PYTHON.md", "exec"), names)
+
+
+def test_public_names_are_there() -> None:
+    assert all(getattr(penstock, name) for name in penstock.__all__)

@@ -1,0 +1,83 @@
+"""`run --prompt-file`, `--max-tokens -1`, `--image`; the line of speed; time that is left."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.cli import entry
+from penstock.cli.output import progress_line, speed_line
+from penstock.units import format_left
+from tests.cpu.commands import Outcome, here, machine_cache
+from tests.cpu.engines import make_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("prompts"), "llama", "float32")
+
+
+@pytest.fixture
+def run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    cache = machine_cache(tmp_path / "cache")
+
+    def call(*args: object) -> Outcome:
+        return here(capsys, "run", folder, *args, "--cache", cache, "--context", 64, "--ignore-eos", "--json")
+
+    return call
+
+
+def test_a_file_is_a_prompt(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("hello\n")
+    by_file = run("--prompt-file", tmp_path / "prompt.txt", "--max-tokens", 4).report
+    assert by_file["token_ids"] == run("hello", "--max-tokens", 4).report["token_ids"]
+    both = run("hello", "--prompt-file", tmp_path / "prompt.txt")
+    assert both.code == 2 and "one or the other" in both.report["error"]["message"]
+    gone = run("--prompt-file", tmp_path / "gone.txt")
+    assert gone.code == 2 and "gone.txt cannot be read" in gone.report["error"]["message"]
+
+
+def test_until_the_end_of_the_context(run: Any) -> None:
+    found = run("hello", "--max-tokens", -1).report
+    assert found["prompt_tokens"] + found["output_tokens"] == 64 + 1  # the last token is not fed back
+    assert run("hello", "--max-tokens", -2).code == 2
+
+
+def test_how_tokens_were_chosen_is_told(run: Any) -> None:
+    found = run("hello", "--max-tokens", 2, "--top-k", 5, "--seed", 1).report["sampling"]
+    assert (found["max_tokens"], found["temperature"], found["top_k"], found["seed"]) == (2, 1.0, 5, 1)
+
+
+@pytest.mark.parametrize(("platform", "says"), [("win32", "WSL2"), ("darwin", "macOS")])
+def test_other_systems_are_told_in_a_line(
+    platform: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    assert entry.main() == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1 and says in err
+
+
+def test_images_are_refused_by_name(run: Any) -> None:
+    refused = run("hello", "--image", "cat.png")
+    assert refused.code == 2 and refused.report["error"]["message"].startswith("--image cat.png: ")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "says"),
+    [(0.2, "1 s"), (7.2, "7 s"), (95, "1 min 35 s"), (1500, "25 min"), (3739, "1 h 2 min"), (200_000, "2 d 7 h")],
+)
+def test_time_that_is_left(seconds: float, says: str) -> None:
+    assert format_left(seconds) == says
+    assert progress_line("packing", 0, int(seconds * 1e9), 1e9).endswith(f", {says} left")
+
+
+def test_the_line_of_speed_fits_80_columns() -> None:
+    ran: Any = SimpleNamespace(decode_tokens_per_s=151.26, batch_ttft_s=0.0131, disk_bytes_per_token=7e6)
+    line = speed_line(ran, SimpleNamespace(decode_tokens_per_s=154.4))  # type: ignore[arg-type]
+    assert line == "151 tok/s (promised 154) · first word 13.1 ms · disk 1.06 GB/s"
+    assert len(f"penstock: {line}") < 80
