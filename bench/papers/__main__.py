@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from bench.papers import flexgen, pipo, powerinfer, scheinfer
-from bench.papers.compare import Predictor, compare, median_ratio
+from bench.papers.compare import Predictor, compare, median_ratio, memory_ratio_median, once, speed_ratio_median
 from bench.papers.published import CONTRADICTIONS, FIGURES
 from bench.papers.report import page, papers_of, plot, text
 
@@ -43,6 +43,15 @@ def main(argv: list[str] | None = None) -> None:
         json.dumps(
             {
                 "bench": "papers",
+                "papers": {
+                    paper: {
+                        "rows": len(once(mine)),
+                        "as_penstock_ratio_median": speed_ratio_median(mine),
+                        "memory_ratio_median": memory_ratio_median(mine),
+                    }
+                    for paper in papers_of(rows)
+                    for mine in [[row for row in rows if row.figure.paper == paper]]
+                },
                 "median_ratio": median_ratio(rows),
                 "median_ratios": {paper: median_ratio(rows, paper) for paper in papers_of(rows)},
                 "breaking_physics": sum(not row.respects_physics for row in rows),

@@ -24,6 +24,10 @@ SMALLER_IS_BETTER = frozenset(
     {"ttft_s", "decode_s", "latency_s", "seconds", "slowdown", "device_gb", "host_gb", "predictor_weights"}
 )
 assert set(METRICS) >= SMALLER_IS_BETTER
+SPEEDS = frozenset(
+    {"throughput", "decode_tokens_per_s", "ttft_s", "decode_s", "latency_s", "seconds", "speedup", "slowdown"}
+)
+MEMORY = frozenset({"device_gb", "host_gb"})
 ROUNDING = 0.02  # a figure so much beyond the bound may be one of two digits
 FAR_OFF = 1.5  # a ratio beyond this, or its inverse, is an outlier, which a sentence explains
 MEDIAN = (0.67, 1.5)  # what the median ratio of all papers should be within
@@ -95,6 +99,13 @@ class Row:
         return self.predicted / self.figure.value
 
     @property
+    def speed_ratio(self) -> float | None:
+        """Above 1 where the prediction promises too fast, of times as of speeds; None of what is no speed."""
+        if self.figure.metric not in SPEEDS:
+            return None
+        return 1 / self.ratio if self.figure.metric in SMALLER_IS_BETTER else self.ratio
+
+    @property
     def far_off(self) -> bool:
         return is_far_off(self.ratio)
 
@@ -103,7 +114,8 @@ class Row:
         return {
             "paper": f.paper, "table": f.table, "setting": f.setting, "system": f.system, "model": f.model,
             "machine": f.machine, "metric": f.metric, "predicted": self.predicted, "published": f.value,
-            "ratio": self.ratio, "bound": self.bound, "respects_physics": self.respects_physics, "note": self.note,
+            "ratio": self.ratio, "speed_ratio": self.speed_ratio, "bound": self.bound,
+            "respects_physics": self.respects_physics, "note": self.note,
         }  # fmt: skip
 
 
@@ -157,4 +169,27 @@ def compare(
 def median_ratio(rows: Iterable[Row], paper: str | None = None) -> float | None:
     """Over rows that respect physics, of one paper or of all; None where there are none."""
     ratios = [row.ratio for row in rows if row.respects_physics and paper in (None, row.figure.paper)]
+    return statistics.median(ratios) if ratios else None
+
+
+def once(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Rows that respect physics, without repeats: one figure printed in several tables counts once."""
+    found: dict[tuple[object, ...], Row] = {}
+    for row in rows:
+        f = row.figure
+        if row.respects_physics:
+            key = (f.paper, f.system, f.against, f.machine, f.model, f.metric, f.prompt, f.value, row.predicted)
+            found.setdefault(key, row)
+    return tuple(found.values())
+
+
+def speed_ratio_median(rows: Iterable[Row]) -> float | None:
+    """Of the rows of `once` that are speeds or times: above 1 where more is promised than was printed."""
+    ratios = [ratio for row in once(rows) if (ratio := row.speed_ratio) is not None]
+    return statistics.median(ratios) if ratios else None
+
+
+def memory_ratio_median(rows: Iterable[Row]) -> float | None:
+    """Of the rows of `once` that are memory: below 1 where a plan needs less than the paper's system took."""
+    ratios = [row.ratio for row in once(rows) if row.figure.metric in MEMORY]
     return statistics.median(ratios) if ratios else None

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import as_path, file_to_write
-from penstock.cli.output import note
-from penstock.cli.streaming import NO_TEMPLATE, print_stream, tell_speed
+from penstock.cli.output import note, speed_parts
+from penstock.cli.streaming import NO_TEMPLATE, print_stream, promise, tell_speed
 from penstock.errors import BadRequest, BrokenModel, PenstockError
 
 if TYPE_CHECKING:
     from penstock.serve.engine import Engine
+    from penstock.serve.generation import Generation
     from penstock.serve.sampling import SamplingParams
 
 Messages = list[dict[str, Any]]
@@ -42,6 +43,7 @@ class Chat:
     def __init__(self, engine: Engine, params: SamplingParams, system: str | None = None) -> None:
         self._engine, self._params, self.messages = engine, params, opening(system)
         self._ended = False
+        self._last: Generation | None = None
         self._commands: dict[str, tuple[str, Callable[[str], None]]] = {
             "/help": ("lists these commands", self._help),
             "/bye": ("ends the chat, as Ctrl-D does", self._bye),
@@ -49,17 +51,20 @@ class Chat:
             "/system": ("TEXT: starts over, and tells the model this before the first turn", self._system),
             "/retry": ("another answer to the last turn", self._retry),
             "/set": ("NAME VALUE, as in /set temperature 0.7", self._set),
+            "/last": ("all figures of the last answer", self._figures),
             "/save": ("FILE: writes the conversation down", self._save),
             "/load": ("FILE: goes on with a conversation that was saved", self._load),
             "/plan": ("where everything lies, and how fast it was predicted to be", self._plan),
         }
+        self._promised = engine.prediction
         if not engine.tokenizer.has_chat_template:
             note(f"{NO_TEMPLATE}: it reads plain lines of User and Assistant")
-            self._params = replace(params, stop=(*params.stop, _NEXT_TURN))
+            self._params = replace(params, stop=(*params.stops, _NEXT_TURN))
 
     def run(self, lines: Iterator[str]) -> None:
         """Answers the user's turns until they end. Ctrl-C ends an answer, and between two answers the chat. A turn that
         fails by an error that the user can mend is taken back."""
+        self._promised = promise(self._engine)
         for turn in turns(lines):
             if not turn.strip():
                 continue
@@ -98,7 +103,8 @@ class Chat:
             self.messages.pop()
             raise
         self.messages.append({"role": "assistant", "content": generation.text})
-        tell_speed(self._engine, generation, self._engine.prediction)
+        self._last = generation
+        tell_speed(self._engine, generation, self._promised)
 
     def _within_context(self) -> list[int]:
         """The ids of the conversation. Where they leave no room for an answer the oldest turns leave, until half of the
@@ -166,6 +172,14 @@ class Chat:
     def _load(self, name: str) -> None:
         self.messages[:] = _messages_of(as_path(name))
         note(f"{len(self.messages)} messages: the next turn goes on with them")
+
+    def _figures(self, _: str) -> None:
+        if self._last is None:
+            raise BadRequest("there is no answer yet")
+        last = self._last
+        read = f"{last.prompt_tokens} tokens of prompt, of which {last.cached_tokens} were there"
+        for part in [*speed_parts(last, self._promised), read, f"{last.output_tokens} tokens of answer"]:
+            note(part)
 
     def _plan(self, _: str) -> None:
         from penstock.planner import explain

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _FIRST_S, _TTY_S, _PLAIN_S = 0.5, 0.1, 5.0  # until progress is shown; between two updates, of a terminal and of a file
 
 _LONGEST_LINE, _KEPT_END = 1000, 200  # characters
+_SPEED_COLUMNS = 79 - len("penstock: ")
+_LONG_S = 100.0  # longer times are told in minutes
 
 
 def print_json(data: Any) -> None:
@@ -98,17 +100,26 @@ def progress_line(text: str, done: int, total: int, per_s: float) -> str:
 
 
 def speed_line(generation: Generation, prediction: Prediction) -> str:
-    """A line of measured speed beside predicted, and the disk's speed meanwhile: under 80 columns with `penstock: `."""
+    """A line of measured speed beside predicted, and the disk's speed meanwhile: under 80 columns with `penstock: `.
+    What has no room is left out, from the end."""
+    parts = speed_parts(generation, prediction)
+    while len(parts) > 1 and len(" · ".join(parts)) > _SPEED_COLUMNS:
+        parts.pop()
+    return " · ".join(parts)
+
+
+def speed_parts(generation: Generation, prediction: Prediction) -> list[str]:
+    """All figures of `speed_line`, the most important first."""
     from penstock.planner.explain import rate
 
-    speed = generation.decode_tokens_per_s
+    speed, first_s = generation.decode_tokens_per_s, generation.batch_ttft_s
     parts = [
         f"{rate(speed)} tok/s (promised {rate(prediction.decode_tokens_per_s)})",
-        f"first word {format_seconds(generation.batch_ttft_s)}",
+        f"first word {format_seconds(first_s) if first_s < _LONG_S else format_left(first_s)}",
     ]
     if generation.disk_bytes_per_token:
         parts.append(f"disk {format_rate(generation.disk_bytes_per_token * speed)}")
-    return " · ".join(parts)
+    return parts
 
 
 def _finite(data: Any) -> Any:

@@ -26,7 +26,7 @@ from penstock.cli.options import (
     read_text,
 )
 from penstock.cli.output import note, print_json
-from penstock.cli.streaming import NO_TEMPLATE, print_stream, tell_speed
+from penstock.cli.streaming import NO_TEMPLATE, print_stream, promise, tell_speed
 from penstock.cli.writing import writing
 from penstock.errors import BadRequest
 from penstock.spec.ask import DEFAULT_CONTEXT
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from penstock.planner.predict import Prediction
     from penstock.serve.engine import Engine
     from penstock.serve.generation import Generation
+    from penstock.serve.renewal import Renewed
     from penstock.serve.sampling import SamplingParams
     from penstock.serve.tokenizer import Tokenizer
 
@@ -141,13 +142,15 @@ def answer(
         _answer_together(engine, prompt, params, as_json, count)
         return
     if as_json:
+        renewed = engine.renew()
         answers = engine.generate([prompt], params)
         engine.keep(answers[0])
-        _print_report(engine, answers, engine.prediction, params)
+        _print_report(engine, answers, engine.prediction, params, renewed)
         return
+    promised = promise(engine)
     generation = print_stream(engine, prompt, params, lead)
     engine.keep(generation)
-    tell_speed(engine, generation, engine.prediction)
+    tell_speed(engine, generation, promised)
 
 
 def _answer_together(engine: Engine, prompt: list[int], params: SamplingParams, as_json: bool, count: int) -> None:
@@ -169,13 +172,18 @@ def _answer_together(engine: Engine, prompt: list[int], params: SamplingParams, 
 _SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
-def _print_report(engine: Engine, answers: list[Generation], prediction: Prediction, params: SamplingParams) -> None:
-    """Prints the JSON object. Its `sampling` is what flags and the model's generation_config.json came to."""
+def _print_report(
+    engine: Engine, answers: list[Generation], prediction: Prediction, params: SamplingParams,
+    renewed: Renewed | None = None,
+) -> None:  # fmt: skip
+    """Prints the JSON object. Its `sampling` is what flags and the model's generation_config.json came to, and
+    `renewed` the promise by what disk and RAM gave right before the answer."""
     from penstock.serve.generation import report_all
     from penstock.serve.run_bound import share_of_bound
 
     report = report_all(answers, prediction, share_of_bound(engine.session, answers[0]))
-    print_json({**report, "sampling": {name: getattr(params, name) for name in _SAMPLING}})
+    today = None if renewed is None else renewed.report()
+    print_json({**report, "renewed": today, "sampling": {name: getattr(params, name) for name in _SAMPLING}})
 
 
 def read_prompt(prompt: str | None) -> str:

@@ -271,8 +271,8 @@ def spread(value: float, factor: float) -> tuple[float, float]:
 
 
 def rate(per_s: float) -> str:
-    """Tokens/s with three significant digits or so: 0.119, 7.21, 38.4, 412."""
-    return f"{per_s:.{_digits(per_s)}f}"
+    """Tokens/s with three significant digits or so: 0.119, 7.21, 38.4, 412, 1.23e+06."""
+    return f"{per_s:.2e}" if per_s >= 1e6 else f"{per_s:.{_digits(per_s)}f}"
 
 
 def rates(per_s: float, factor: float) -> str:

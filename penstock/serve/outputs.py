@@ -10,7 +10,8 @@ from penstock.serve.generation import Generation
 from penstock.serve.sampling import Likely
 
 Prompt = str | Sequence[int]
-Prompts = Prompt | Sequence[Prompt]
+# Ids beside texts are refused when it runs. As a union of two sequences mypy would not take a literal [ids, "text"].
+Prompts = str | Sequence[int | Prompt]
 Messages = Sequence[Mapping[str, Any]]
 Conversations = Messages | Sequence[Messages]
 

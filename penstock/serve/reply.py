@@ -35,9 +35,9 @@ class Reply:
         self._budget = None
         if params.thinking_tokens is not None and tokenizer.thinks:
             self._budget = Budget(params.thinking_tokens, tokenizer.thought_end_ids, params.thinking_begun)
-        whole = not streams and not params.stop and self._budget is None
+        whole = not streams and not params.stops and self._budget is None
         self.text = tokenizer.stream(whole, params.skip_special_tokens)
-        self._stops = StopStrings(params.stop)
+        self._stops = StopStrings(params.stops)
         room = context - len(prompt) + 1
         self.limit = min(params.max_tokens, room)
         self._context_is_least = room < params.max_tokens

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,15 +72,15 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    stop: tuple[str, ...] = ()
+    stop: str | Sequence[str] = ()
     seed: int | None = None
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    json_schema: str | None = None
+    json_schema: str | Mapping[str, Any] | None = None
     grammar: str | None = None
     skip_special_tokens: bool = True
     thinking_tokens: int | None = None
@@ -134,10 +134,20 @@ class SamplingParams:
         return replace(self, n=1, seed=None if self.seed is None else self.seed + i)
 
     @property
+    def stops(self) -> tuple[str, ...]:
+        """`stop`, as `__post_init__` left it."""
+        return cast("tuple[str, ...]", self.stop)
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias`, as `__post_init__` left it."""
+        return cast("tuple[tuple[int, float], ...]", self.logit_bias)
+
+    @property
     def rule(self) -> Rule | None:
         """What the answer has to follow."""
         if self.json_schema is not None:
-            return Rule("schema", self.json_schema)
+            return Rule("schema", cast(str, self.json_schema))
         return None if self.grammar is None else grammar_rule(self.grammar)
 
     @property
@@ -149,7 +159,7 @@ class SamplingParams:
     def adjusts(self) -> bool:
         """Whether logits are changed before a token is chosen."""
         penalties = (self.repetition_penalty != 1, self.presence_penalty, self.frequency_penalty)
-        return any(penalties) or bool(self.logit_bias)
+        return any(penalties) or bool(self.biases)
 
 
 def _biases(given: Any) -> tuple[tuple[int, float], ...]:
@@ -246,8 +256,8 @@ class Sampler:
             return logits
         logits = logits.copy()
         most = np.finfo(np.float32).max  # beyond it lies infinity, and the difference of two infinities is NaN
-        if params.logit_bias:
-            biased, biases = zip(*params.logit_bias, strict=True)
+        if params.biases:
+            biased, biases = zip(*params.biases, strict=True)
             if max(biased) >= len(logits):
                 raise BadRequest(f"logit_bias has id {max(biased)}, outside the vocabulary of {len(logits)}")
             np.add.at(logits, np.array(biased), np.array(biases, np.float32))

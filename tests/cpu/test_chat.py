@@ -24,7 +24,7 @@ from tests.cpu.commands import ROOT, command, machine_cache
 
 ANSWER = {
     "text": "answer", "decode_tokens_per_s": 1.0, "ttft_s": 1.0, "batch_ttft_s": 1.0, "disk_bytes_per_token": 1e9,
-    "batch": 1, "output_tokens": 2, "context_full": False, "cached_tokens": 0,
+    "batch": 1, "prompt_tokens": 3, "output_tokens": 2, "context_full": False, "cached_tokens": 0,
 }  # fmt: skip
 
 
@@ -38,6 +38,9 @@ class Stub:
         self.tokenizer = SimpleNamespace(has_chat_template=has_template, encode_chat=self._encode)
         self.plan = SimpleNamespace(context=context, chunk_rows=512)
         self.asked: list[list[dict[str, str]]] = []
+
+    def renew(self) -> None:
+        """Nothing is known of today."""
 
     def _encode(self, messages: list[dict[str, str]]) -> list[int]:
         self.messages = [dict(message) for message in messages]
@@ -81,6 +84,19 @@ def test_what_it_is_told_before_stays(capsys: pytest.CaptureFixture[str]) -> Non
     assert asked == [["rhyme", "one"], ["rhyme", "two"], ["be brief", "three"], ["four"]]
 
 
+def test_all_figures_of_the_last_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    said(Stub(), "/last", "one", "/last")
+    err = capsys.readouterr().err.splitlines()
+    assert "there is no answer yet" in err[0]
+    assert [line.removeprefix("penstock: ") for line in err[2:]] == [
+        "1.00 tok/s (promised 2.00)",
+        "first word 1.00 s",
+        "disk 1.00 GB/s",
+        "3 tokens of prompt, of which 0 were there",
+        "2 tokens of answer",
+    ]
+
+
 def test_retry_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
     engine = Stub()
     wrong = ("/set nothing 1", "/set top_p x", "/set top_p 2", "/nope")
@@ -107,7 +123,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(capsys: pytest.CaptureFixture[s
 def test_bye_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(Stub(), "/help", "/bye", "one") == []
     err = capsys.readouterr().err
-    for name in ("/help", "/bye", "/new", "/system", "/retry", "/set", "/save", "/load", "/plan"):
+    for name in ("/help", "/bye", "/new", "/system", "/retry", "/set", "/save", "/load", "/plan", "/last"):
         assert f"penstock: {name}  " in err
 
 

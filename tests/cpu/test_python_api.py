@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,13 +129,35 @@ def test_tasks_share_a_model(llm: LLM) -> None:
     asyncio.run(work())
 
 
+def examples() -> list[str]:
+    page = (ROOT / "docs/PYTHON.md").read_text()
+    return re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+
+
 def test_every_example_of_the_page_runs(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.serve.llm.default_cache", lambda: cache)
     monkeypatch.setattr("penstock.serve.planning.default_cache", lambda: cache)
-    page = (ROOT / "docs/PYTHON.md").read_text()
     names: dict[str, object] = {"MODEL": MODEL}
-    for block in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+    for block in examples():
         exec(compile(block, "docs/PYTHON.md", "exec"), names)
+
+
+def test_the_types_of_every_example_are_right(tmp_path: Path) -> None:
+    more = """
+two: list[list[int]] = [[1], [2]]
+with LLM(MODEL) as again:
+    again.generate(two)
+    again.generate([1, 2])
+    again.generate("He said", SamplingParams(stop="a", json_schema={"type": "object"}))
+    again.generate(("He", "said"), SamplingParams(stop=["a", "b"], logit_bias=[(1, -1.5)]))
+    again.chat([[{"role": "user", "content": "who?"}], [{"role": "user", "content": "you?"}]])
+"""
+    program = tmp_path / "program.py"
+    program.write_text("\n".join(["MODEL = 'm'", *examples(), more]))
+    found = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", program], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert found.returncode == 0, found.stdout
 
 
 def test_public_names_are_there() -> None:

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.cli import entry
-from penstock.cli.output import progress_line, speed_line
+from penstock.cli.output import progress_line, speed_line, speed_parts
 from penstock.units import format_left
 from tests.cpu.commands import Outcome, here, machine_cache
 from tests.cpu.engines import make_model
@@ -81,3 +83,14 @@ def test_the_line_of_speed_fits_80_columns() -> None:
     line = speed_line(ran, SimpleNamespace(decode_tokens_per_s=154.4))  # type: ignore[arg-type]
     assert line == "151 tok/s (promised 154) · first word 13.1 ms · disk 1.06 GB/s"
     assert len(f"penstock: {line}") < 80
+
+
+SPEEDS = st.floats(0, allow_nan=False)
+
+
+@given(SPEEDS, SPEEDS, SPEEDS, SPEEDS)
+def test_the_line_of_speed_fits_whatever_it_tells(speed: float, first_s: float, nbytes: float, promised: float) -> None:
+    ran: Any = SimpleNamespace(decode_tokens_per_s=speed, batch_ttft_s=first_s, disk_bytes_per_token=nbytes)
+    told: Any = SimpleNamespace(decode_tokens_per_s=promised)
+    line = speed_line(ran, told)
+    assert len(f"penstock: {line}") < 80 and line.startswith(speed_parts(ran, told)[0])

@@ -22,9 +22,12 @@ from bench.papers.compare import (
     Row,
     compare,
     median_ratio,
+    memory_ratio_median,
     model_of,
+    once,
     require_plans,
     respects,
+    speed_ratio_median,
 )
 from bench.papers.pipo import NOT_PREDICTED, bound, policy_of, simulated, together
 from bench.papers.published import CAUSES, CONTRADICTIONS, FIGURES, METRICS, UNSUPPORTED, Published
@@ -78,8 +81,22 @@ def test_figures_that_break_physics_are_not_in_the_median() -> None:
     assert [row.respects_physics for row in found] == [True, False] and left_out == (LeftOut(figures[2], ""),)
     assert median_ratio(found) == 4.0 == median_ratio(found, "PIPO") and median_ratio(found, "FlexGen") is None
     assert [row.far_off for row in found] == [True, False]
-    assert "| PIPO | 2 | 4.00 | 1 | 1 |" in page(found, left_out, ())
+    assert "| PIPO | 2 | 4.00 | – | 1 | 1 |" in page(found, left_out, ())
     assert "**!** bound 1.5" in page(found, left_out, ())
+
+
+def test_above_one_is_promised_too_fast_of_times_as_of_speeds() -> None:
+    speed, seconds, memory = (
+        Row(replace(FIGURES[0], metric=metric, value=2.0), predicted, None, True, "")
+        for metric, predicted in (("throughput", 3.0), ("ttft_s", 1.0), ("host_gb", 1.0))
+    )
+    assert (speed.speed_ratio, seconds.speed_ratio, memory.speed_ratio) == (1.5, 2.0, None)
+    again = replace(speed, figure=replace(speed.figure, table="another", setting="told otherwise"))
+    broken = replace(seconds, figure=replace(seconds.figure, value=1e-3), respects_physics=False)
+    every = (speed, again, seconds, memory, broken)
+    assert once(every) == (speed, seconds, memory)
+    assert (speed_ratio_median(every), memory_ratio_median(every)) == (1.75, 0.5)
+    assert speed_ratio_median([memory]) is None is memory_ratio_median([speed])
 
 
 def test_every_outlier_is_explained() -> None:

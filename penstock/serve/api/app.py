@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 
 import penstock
 from penstock.errors import BadRequest, InternalError, PenstockError
+from penstock.serve.api import page
 from penstock.serve.api.answers import Gone
 from penstock.serve.api.chats import Chat
 from penstock.serve.api.desk import Asked, AskedChat, Desk
@@ -58,6 +59,7 @@ def make_app(shelf: Shelf) -> FastAPI:
     anthropic.routes(app, desk)
     ollama.routes(app, desk, shelf)
     responses.routes(app, desk)
+    page.routes(app, shelf)
     return app
 
 

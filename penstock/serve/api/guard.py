@@ -27,13 +27,15 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+PAGE = "/page/"  # the files of the page
 # In the scope: a digest of the key that a request came with (not its name: what is kept of one outlives a change of
 # keys), and a function that takes the tokens that it took.
 OWNER, SPEND = "penstock.owner", "penstock.spend"
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _SMALL_BODY_BYTES, _BODY_BYTES_PER_TOKEN = 64 << 10, 16
 _CHECKED = (b"host", b"origin", b"authorization", b"x-api-key", b"content-type", b"content-length")
-_OPEN_PATHS = ("/health",)  # that need no key, for those who watch over the server
+# That need no key: for those who watch over the server, and the page, which asks for one.
+_OPEN_PATHS = ("/health", "/")
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ class Guard:
 
     def _key(self, scope: Scope, headers: dict[bytes, str]) -> Key | None:
         """The key of a request; None where none is needed. Raises Refused."""
-        if not self._access.keys or scope["path"] in _OPEN_PATHS:
+        if not self._access.keys or scope["path"] in _OPEN_PATHS or scope["path"].startswith(PAGE):
             return None
         scheme, _, given = headers.get(b"authorization", "").partition(" ")
         if not scheme and b"x-api-key" in headers:  # Anthropic's clients
